@@ -1,0 +1,378 @@
+"""Pytrees: nested containers with tensors as leaves. The one door to ``torch.utils._pytree``.
+
+Dicts are flattened by sorted key, so the order in which a dict was written never matters. ``None`` is a node
+without leaves, as in JAX. Types registered with ``torch.utils._pytree`` are nodes here too.
+
+Key paths print as Python would read them: ``state.params['w']``, ``batch['x'][0]``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from abc import ABC, abstractmethod
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar, overload
+
+from torch.utils import _pytree as torch_pytree
+from typing_extensions import dataclass_transform
+
+from .errors import LayoutError
+
+__all__ = [
+    "KeyPath",
+    "TreeView",
+    "Treedef",
+    "at",
+    "flatten",
+    "flatten_with_path",
+    "leaves",
+    "map",
+    "path_string",
+    "register_dataclass",
+    "structure_diff",
+    "unflatten",
+]
+
+T = TypeVar("T")
+Key = torch_pytree.SequenceKey[Any] | torch_pytree.MappingKey[Any, Any] | torch_pytree.GetAttrKey
+KeyPath = tuple[Any, ...]
+
+_MAPPINGS = (dict, OrderedDict, defaultdict)
+
+
+class TreeView(ABC):
+    """An object that stands for a pytree stored elsewhere; a state handle is one."""
+
+    @abstractmethod
+    def __tree__(self) -> Any:
+        """Return the pytree, built of leaves."""
+
+    @abstractmethod
+    def __tree_set__(self, updates: dict[int, Any]) -> Any:
+        """Return a view with the leaves at the given flat positions replaced."""
+
+
+@dataclass(frozen=True, slots=True)
+class Treedef:
+    """Structure of a pytree without its leaves.
+
+    Two treedefs are equal when a tree of the one can take the place of a tree of the other.
+
+    Attributes:
+      kind: Type of the node; None for a leaf.
+      context: What else the node's type needs to be rebuilt (static fields, for example).
+      keys: One key-path entry per child.
+      children: Treedefs of the children.
+      num_leaves: Number of leaves below.
+    """
+
+    kind: type | None
+    context: Any
+    keys: tuple[Any, ...]
+    children: tuple[Treedef, ...]
+    num_leaves: int
+
+    def __hash__(self) -> int:
+        return hash((self.kind, self.num_leaves, tuple(map_str(self.keys)), self.children))
+
+    @property
+    def is_leaf(self) -> bool:
+        return self.kind is None
+
+    def paths(self, prefix: KeyPath = ()) -> list[KeyPath]:
+        """Key paths of all leaves, in flat order."""
+        if self.is_leaf:
+            return [prefix]
+        return [
+            path for key, child in zip(self.keys, self.children, strict=True) for path in child.paths((*prefix, key))
+        ]
+
+
+def map_str(items: Iterable[Any]) -> Iterable[str]:
+    return (str(item) for item in items)
+
+
+LEAF = Treedef(None, None, (), (), 1)
+
+
+@dataclass(frozen=True, slots=True)
+class _Node:
+    context: Any
+    keys: tuple[Any, ...]
+    children: Sequence[Any]
+
+
+def _sorted_keys(mapping: Any) -> list[Any]:
+    try:
+        return sorted(mapping)
+    except TypeError:  # keys of different types have no order of their own
+        return sorted(mapping, key=lambda key: (type(key).__name__, repr(key)))
+
+
+def _open(tree: Any) -> _Node | None:
+    """One level of a tree; None for a leaf."""
+    kind = type(tree)
+    if tree is None:
+        return _Node(None, (), ())
+    if kind in _MAPPINGS:
+        names = _sorted_keys(tree)
+        factory = tree.default_factory if kind is defaultdict else None
+        return _Node(
+            (factory, tuple(names)),
+            tuple(torch_pytree.MappingKey(name) for name in names),
+            [tree[name] for name in names],
+        )
+    if kind is list or kind is tuple:
+        return _Node(None, tuple(torch_pytree.SequenceKey(i) for i in range(len(tree))), tree)
+    if issubclass(kind, tuple) and hasattr(kind, "_fields"):
+        return _Node(None, tuple(torch_pytree.GetAttrKey(name) for name in kind._fields), tree)
+    registered = torch_pytree.SUPPORTED_NODES.get(kind)
+    if registered is None:
+        return None
+    children, context = registered.flatten_fn(tree)
+    keyed = registered.flatten_with_keys_fn
+    keys = (
+        tuple(key for key, _ in keyed(tree)[0])
+        if keyed is not None
+        else tuple(torch_pytree.SequenceKey(i) for i in range(len(children)))
+    )
+    return _Node(context, keys, children)
+
+
+def _flatten_into(tree: Any, out: list[Any]) -> Treedef:
+    if isinstance(tree, TreeView):
+        tree = tree.__tree__()
+    node = _open(tree)
+    if node is None:
+        out.append(tree)
+        return LEAF
+    start = len(out)
+    children = tuple(_flatten_into(child, out) for child in node.children)
+    return Treedef(type(tree), node.context, node.keys, children, len(out) - start)
+
+
+def flatten(tree: Any) -> tuple[list[Any], Treedef]:
+    """Flatten a pytree into its leaves and its treedef.
+
+    Example:
+      >>> from functional_cg import tree
+      >>> leaves, treedef = tree.flatten({"b": 2, "a": [1, None]})
+      >>> leaves
+      [1, 2]
+      >>> tree.unflatten(treedef, leaves)
+      {'a': [1, None], 'b': 2}
+    """
+    out: list[Any] = []
+    treedef = _flatten_into(tree, out)
+    return out, treedef
+
+
+def flatten_with_path(tree: Any) -> tuple[list[tuple[KeyPath, Any]], Treedef]:
+    """Flatten a pytree into pairs of key path and leaf, and its treedef."""
+    out, treedef = flatten(tree)
+    return list(zip(treedef.paths(), out, strict=True)), treedef
+
+
+def leaves(tree: Any) -> list[Any]:
+    """The leaves of a pytree, in flat order."""
+    return flatten(tree)[0]
+
+
+def node_unflatten(treedef: Treedef, children: Sequence[Any]) -> Any:
+    """Rebuild one level of a tree from its children."""
+    kind = treedef.kind
+    if kind is type(None):
+        return None
+    if kind in _MAPPINGS:
+        factory, names = treedef.context
+        items = zip(names, children, strict=True)
+        return defaultdict(factory, items) if kind is defaultdict else kind(items)
+    if kind is list or kind is tuple:
+        return kind(children)
+    assert kind is not None
+    if issubclass(kind, tuple) and hasattr(kind, "_fields"):
+        return kind(*children)
+    return torch_pytree.SUPPORTED_NODES[kind].unflatten_fn(children, treedef.context)
+
+
+def unflatten(treedef: Treedef, leaves: Iterable[Any]) -> Any:
+    """Rebuild a pytree from its treedef and its leaves.
+
+    Raises:
+      ValueError: If the number of leaves is not that of the treedef.
+    """
+    flat = list(leaves)
+    if len(flat) != treedef.num_leaves:
+        raise ValueError(f"unflatten: the treedef has {treedef.num_leaves} leaves, got {len(flat)}")
+    position = 0
+
+    def build(node: Treedef) -> Any:
+        nonlocal position
+        if node.is_leaf:
+            position += 1
+            return flat[position - 1]
+        return node_unflatten(node, [build(child) for child in node.children])
+
+    return build(treedef)
+
+
+def map(function: Callable[..., Any], tree: Any, *rest: Any) -> Any:
+    """Apply ``function`` to the leaves of one or several trees of the same structure.
+
+    Raises:
+      LayoutError: If the trees differ in structure; all differences are listed.
+
+    Example:
+      >>> from functional_cg import tree
+      >>> tree.map(lambda a, b: a + b, {"x": 1, "y": 2}, {"x": 10, "y": 20})
+      {'x': 11, 'y': 22}
+    """
+    first, treedef = flatten(tree)
+    others = []
+    for other in rest:
+        flat, other_def = flatten(other)
+        if other_def != treedef:
+            raise LayoutError.of(
+                "", "tree.map: the trees differ in structure.", rows=structure_diff(treedef, other_def, "tree")
+            )
+        others.append(flat)
+    return unflatten(treedef, [function(*group) for group in zip(first, *others, strict=True)])
+
+
+def path_string(path: KeyPath, root: str = "") -> str:
+    """A key path as text: ``path_string(path, "state")`` gives ``state.params['w']``."""
+    return root + "".join(map_str(path))
+
+
+def _describe(node: Treedef) -> str:
+    if node.is_leaf:
+        return "a leaf"
+    assert node.kind is not None
+    if node.kind is type(None):
+        return "None"
+    return f"{node.kind.__name__} with {len(node.children)} children"
+
+
+def structure_diff(expected: Treedef, got: Treedef, root: str = "tree") -> list[str]:
+    """All places where two structures differ, one line each, with key paths."""
+    rows: list[str] = []
+
+    def walk(a: Treedef, b: Treedef, path: KeyPath) -> None:
+        where = path_string(path, root)
+        if a.kind is not b.kind:
+            rows.append(f"{where}  expected {_describe(a)}   got {_describe(b)}")
+            return
+        here = {str(key): child for key, child in zip(a.keys, a.children, strict=True)}
+        there = {str(key): child for key, child in zip(b.keys, b.children, strict=True)}
+        rows.extend(f"{where}{key}  expected {_describe(here[key])}   got nothing" for key in here if key not in there)
+        rows.extend(f"{where}{key}  expected nothing   got {_describe(there[key])}" for key in there if key not in here)
+        if set(here) == set(there) and a.context != b.context:
+            rows.append(f"{where}  expected static fields {a.context!r}   got {b.context!r}")
+        for key, child in zip(a.keys, a.children, strict=True):
+            if str(key) in there:
+                walk(child, there[str(key)], (*path, key))
+
+    walk(expected, got, ())
+    return rows
+
+
+class _Marker:
+    """Stands for one leaf while ``at`` looks for what ``where`` selects."""
+
+    __slots__ = ("position",)
+
+    def __init__(self, position: int) -> None:
+        self.position = position
+
+
+def at(where: Callable[[T], Any], tree: T, value: Any) -> T:
+    """Replace what ``where`` selects, functionally.
+
+    On a plain tree this is a pure copy of the structure. On a state handle the value is written into the same
+    slots and the old handle is donated.
+
+    Args:
+      where: Selects one leaf, a subtree, or a tuple or list of those: ``lambda s: s.params["w"]``.
+      tree: The pytree or state handle.
+      value: New value, with the structure of what ``where`` selects.
+    Returns:
+      The tree with the new value.
+    Raises:
+      LayoutError: If ``value`` has another structure than the selection.
+      ValueError: If ``where`` selects nothing of the tree.
+
+    Example:
+      >>> from functional_cg import tree
+      >>> tree.at(lambda t: t["a"], {"a": 1, "b": 2}, 10)
+      {'a': 10, 'b': 2}
+    """
+    old, treedef = flatten(tree)
+    markers = unflatten(treedef, [_Marker(i) for i in range(len(old))])
+    selected, selected_def = flatten(where(markers))
+    if not all(isinstance(item, _Marker) for item in selected):
+        raise ValueError("tree.at: `where` must select leaves or subtrees of the tree, unchanged")
+    new, new_def = flatten(value)
+    if new_def != selected_def:
+        raise LayoutError.of(
+            "",
+            "tree.at: the value has another structure than what `where` selects.",
+            rows=structure_diff(selected_def, new_def, "value"),
+        )
+    updates = {marker.position: leaf for marker, leaf in zip(selected, new, strict=True)}
+    if isinstance(tree, TreeView):
+        return tree.__tree_set__(updates)  # type: ignore[no-any-return]
+    return unflatten(treedef, [updates.get(i, leaf) for i, leaf in enumerate(old)])  # type: ignore[no-any-return]
+
+
+@overload
+def register_dataclass(cls: type[T], /) -> type[T]: ...
+@overload
+def register_dataclass(*, static: Sequence[str] = ...) -> Callable[[type[T]], type[T]]: ...
+@dataclass_transform(frozen_default=True)
+def register_dataclass(cls: type[Any] | None = None, /, *, static: Sequence[str] = ()) -> Any:
+    """Make a dataclass a pytree node; fields named in ``static`` belong to the structure, not to the leaves.
+
+    A class that is not a dataclass yet becomes a frozen one. Nodes are rebuilt without ``__init__`` and
+    ``__post_init__``, so that neither can create stray tensors.
+
+    Example:
+      >>> from functional_cg import tree
+      >>> @tree.register_dataclass(static=("name",))
+      ... class Point:
+      ...     x: int
+      ...     name: str
+      >>> tree.map(lambda v: v + 1, Point(1, "p"))
+      Point(x=2, name='p')
+    """
+    if cls is None:
+        return lambda owner: register_dataclass_node(owner, static)
+    return register_dataclass_node(cls, static)
+
+
+def register_dataclass_node(cls: type[T], static: Sequence[str] = ()) -> type[T]:
+    """Register ``cls`` with torch's pytree registry; see :func:`register_dataclass`."""
+    if "__dataclass_fields__" not in cls.__dict__:
+        cls = dataclass(frozen=True)(cls)
+    names = [field.name for field in dataclasses.fields(cls)]  # type: ignore[arg-type]
+    unknown = sorted(set(static) - set(names))
+    if unknown:
+        raise ValueError(f"register_dataclass: {cls.__name__} has no field named {', '.join(unknown)}")
+    dynamic = [name for name in names if name not in static]
+
+    def flatten_fn(node: Any) -> tuple[list[Any], Any]:
+        return [getattr(node, name) for name in dynamic], tuple(getattr(node, name) for name in static)
+
+    def flatten_with_keys_fn(node: Any) -> tuple[list[tuple[Any, Any]], Any]:
+        children, context = flatten_fn(node)
+        return [(torch_pytree.GetAttrKey(name), child) for name, child in zip(dynamic, children, strict=True)], context
+
+    def unflatten_fn(children: Iterable[Any], context: Any) -> Any:
+        node = object.__new__(cls)
+        for name, value in [*zip(dynamic, children, strict=True), *zip(static, context, strict=True)]:
+            object.__setattr__(node, name, value)
+        return node
+
+    torch_pytree.register_pytree_node(cls, flatten_fn, unflatten_fn, flatten_with_keys_fn=flatten_with_keys_fn)
+    return cls
