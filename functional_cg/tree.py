@@ -45,6 +45,8 @@ _MAPPINGS = (dict, OrderedDict, defaultdict)
 class TreeView(ABC):
     """An object that stands for a pytree stored elsewhere; a state handle is one."""
 
+    __slots__ = ()
+
     @abstractmethod
     def __tree__(self) -> Any:
         """Return the pytree, built of leaves."""

@@ -1,0 +1,314 @@
+"""The arena: preallocated memory with one slot per leaf of a state.
+
+Planning is pure (:func:`plan`); allocation and copying are not (:class:`Arena`). There is one slab per (device,
+dtype, role), and a role such as ``params`` is one contiguous range of bytes: a flat optimizer, a reduce-scatter
+bucket or a checkpoint is a range of it. Slots start at multiples of 256 bytes from 4 KiB up, of 16 bytes below, and
+keep the dense strides that their leaf was placed with.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .errors import AliasError, LayoutError
+from .tree import KeyPath, path_string
+
+__all__ = [
+    "Arena",
+    "BufferSpec",
+    "Plan",
+    "SlabSpec",
+    "Slot",
+    "dtype_name",
+    "offsets",
+    "plan",
+    "refuse_aliases",
+    "refuse_unplaceable",
+    "storage_key",
+]
+
+_SMALL_ALIGNMENT = 16
+_LARGE_ALIGNMENT = 256
+_LARGE_BYTES = 4096
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """Short name of a dtype, as it appears in specs: ``f32``, ``bf16``, ``i64``, ``bool``."""
+    name = str(dtype).removeprefix("torch.")
+    for long, short in (("bfloat", "bf"), ("float", "f"), ("complex", "c"), ("uint", "u"), ("int", "i")):
+        if name.startswith(long):
+            return short + name[len(long) :]
+    return name
+
+
+@dataclass(frozen=True, slots=True)
+class BufferSpec:
+    """What a leaf's buffer must be: ``f32[8,1024]@cuda:0``."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> BufferSpec:
+        """Spec of a tensor, with dense strides in the order of the tensor's own."""
+        return cls(tuple(tensor.shape), dense_stride(tensor), tensor.dtype, tensor.device)
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        return self.numel * self.dtype.itemsize
+
+    def same_layout(self, other: BufferSpec) -> bool:
+        """Whether shape, dtype and device agree; strides are not part of a leaf's type."""
+        return self.shape == other.shape and self.dtype == other.dtype and self.device == other.device
+
+    def __str__(self) -> str:
+        return f"{dtype_name(self.dtype)}[{','.join(map(str, self.shape))}]@{self.device}"
+
+
+def dense_stride(tensor: Tensor) -> tuple[int, ...]:
+    """Strides of a dense tensor with the dimension order of ``tensor`` (channels_last stays channels_last)."""
+    if tensor.is_contiguous():  # also drops meaningless strides of dimensions of size 1
+        stride, step = [], 1
+        for size in reversed(tensor.shape):
+            stride.append(step)
+            step *= max(size, 1)
+        return tuple(reversed(stride))
+    meta = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+    return tuple(torch.empty_like(meta).stride())
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """A leaf's range in a slab; ``offset`` counts elements."""
+
+    slab: int
+    offset: int
+    spec: BufferSpec
+
+
+@dataclass(frozen=True, slots=True)
+class SlabSpec:
+    """One allocation: ``numel`` elements of ``dtype`` on ``device`` for one role."""
+
+    role: str
+    dtype: torch.dtype
+    device: torch.device
+    numel: int
+
+    @property
+    def nbytes(self) -> int:
+        return self.numel * self.dtype.itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """Where each leaf goes: slots in the order of the leaves, and the slabs that they lie in."""
+
+    slots: tuple[Slot, ...]
+    slabs: tuple[SlabSpec, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(slab.nbytes for slab in self.slabs)
+
+
+def _aligned(offset_bytes: int, nbytes: int) -> int:
+    alignment = _LARGE_ALIGNMENT if nbytes >= _LARGE_BYTES else _SMALL_ALIGNMENT
+    return -(-offset_bytes // alignment) * alignment
+
+
+def offsets(specs: Iterable[BufferSpec]) -> tuple[list[int], int]:
+    """Element offsets of leaves of one dtype laid out in one range, and the length of the range in elements."""
+    places, end = [], 0
+    itemsize = 1
+    for spec in specs:
+        itemsize = spec.dtype.itemsize
+        start = _aligned(end, spec.nbytes)
+        places.append(start // itemsize)
+        end = start + spec.nbytes
+    return places, -(-_aligned(end, 0) // itemsize)
+
+
+def plan(specs: Sequence[BufferSpec], roles: Sequence[str]) -> Plan:
+    """Lay out leaves: pure, deterministic, slots disjoint and inside their slab.
+
+    Args:
+      specs: One spec per leaf.
+      roles: One role per leaf; leaves of one (device, dtype, role) share a slab, in order.
+    """
+    groups: dict[tuple[torch.device, torch.dtype, str], list[int]] = {}
+    for position, (spec, role) in enumerate(zip(specs, roles, strict=True)):
+        groups.setdefault((spec.device, spec.dtype, role), []).append(position)
+    slots: dict[int, Slot] = {}
+    slabs = []
+    for (device, dtype, role), members in groups.items():
+        places, numel = offsets(specs[i] for i in members)
+        for i, place in zip(members, places, strict=True):
+            slots[i] = Slot(len(slabs), place, specs[i])
+        slabs.append(SlabSpec(role, dtype, device, numel))
+    return Plan(tuple(slots[i] for i in range(len(specs))), tuple(slabs))
+
+
+@dataclass(eq=False, slots=True, weakref_slot=True)
+class Arena:
+    """Memory of one state: slabs and the slots in them. Compared by identity.
+
+    Attributes:
+      plan: The layout.
+      slabs: One 1-d tensor per slab.
+      slots: One view per leaf, with the leaf's shape and strides.
+      storages: Identities of the slabs' storages.
+      stream: The CUDA stream that used the arena last.
+    """
+
+    plan: Plan
+    slabs: tuple[Tensor, ...]
+    slots: tuple[Tensor, ...]
+    device: torch.device
+    storages: frozenset[int] = frozenset()
+    stream: torch.cuda.Stream | None = None
+
+    @classmethod
+    def allocate(cls, plan: Plan, device: torch.device) -> Arena:
+        """Allocate zeroed slabs; padding between slots stays zero for the arena's whole life."""
+        with torch.inference_mode(False), torch.no_grad():
+            slabs = tuple(torch.zeros(slab.numel, dtype=slab.dtype, device=slab.device) for slab in plan.slabs)
+            slots = tuple(
+                torch.as_strided(slabs[slot.slab], slot.spec.shape, slot.spec.stride, slot.offset)
+                for slot in plan.slots
+            )
+        return cls(plan, slabs, slots, device, frozenset(map(storage_key, slabs)))
+
+    def join(self) -> None:
+        """Order the current CUDA stream after the arena's last use, if that was on another one."""
+        if self.device.type == "cuda":
+            current = torch.cuda.current_stream(self.device)
+            if self.stream is not None and self.stream != current:
+                current.wait_stream(self.stream)
+            self.stream = current
+
+    def write(self, positions: Sequence[int], values: Sequence[Tensor]) -> None:
+        """Copy values into slots in one grouped copy."""
+        if positions:
+            with torch.no_grad():
+                torch._foreach_copy_([self.slots[i] for i in positions], list(values))
+
+
+def storage_key(tensor: Tensor) -> int:
+    """Identity of a tensor's storage: two tensors share memory only if their keys are equal."""
+    return tensor.untyped_storage()._cdata
+
+
+def _byte_range(tensor: Tensor) -> tuple[int, int]:
+    first = tensor.storage_offset()
+    last = first + sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
+    return first * tensor.itemsize, (last + 1) * tensor.itemsize
+
+
+def _touched(tensor: Tensor, length: int) -> Tensor:
+    """Mask over a storage's bytes, true where ``tensor`` lies."""
+    mask = torch.zeros(length, dtype=torch.bool)
+    shape, size = (*tensor.shape, tensor.itemsize), tensor.itemsize
+    stride = (*(step * size for step in tensor.stride()), 1)
+    torch.as_strided(mask, shape, stride, tensor.storage_offset() * size).fill_(True)
+    return mask
+
+
+def _overlap(a: Tensor, b: Tensor) -> bool:
+    (a0, a1), (b0, b1) = _byte_range(a), _byte_range(b)
+    if a1 <= b0 or b1 <= a0:
+        return False
+    if a.is_contiguous() and b.is_contiguous():
+        return True
+    length = max(a1, b1)  # columns of one matrix interleave without touching
+    return bool((_touched(a, length) & _touched(b, length)).any())
+
+
+def refuse_aliases(paths: Sequence[KeyPath], tensors: Sequence[Tensor], root: str, function: str = "") -> None:
+    """Raise if two leaves share memory, or one overlaps itself.
+
+    Raises:
+      AliasError: With both key paths, their specs and byte ranges.
+    """
+    by_storage: dict[int, list[int]] = {}
+    for i, tensor in enumerate(tensors):
+        if tensor.numel():
+            by_storage.setdefault(storage_key(tensor), []).append(i)
+
+    def row(i: int) -> str:
+        first, last = _byte_range(tensors[i])
+        return f"{path_string(paths[i], root)}  {BufferSpec.of(tensors[i])}   bytes {first} to {last}"  # noqa: B023
+
+    for members in by_storage.values():
+        for position, i in enumerate(members):
+            if _overlaps_itself(tensors[i]):
+                raise AliasError.of(
+                    function,
+                    f"a leaf of `{root}` overlaps itself.",
+                    rows=[row(i)],
+                    why="Each element of a leaf owns its bytes; an expanded tensor would be written twice per replay.",
+                    fix="copy it, `.clone(memory_format=torch.contiguous_format)`.",
+                )
+            for j in members[:position]:
+                if _overlap(tensors[i], tensors[j]):
+                    raise AliasError.of(
+                        function,
+                        f"two leaves of `{root}` share memory.",
+                        rows=[row(j), row(i)],
+                        why="Each leaf owns one slot; a shared slot would be updated twice per replay.",
+                        fix=f"copy it, `{path_string(paths[i], root)} = {path_string(paths[j], root)}.clone()` "
+                        "(targets, EMA copies); or keep one leaf and read it twice in the loss (tied weights).",
+                    )
+
+
+def _overlaps_itself(tensor: Tensor) -> bool:
+    if tensor.is_contiguous() or tensor.numel() < 2:
+        return False
+    reach = 0  # distance to the last element of the dimensions seen so far, fastest first
+    for step, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size > 1 and step <= reach:
+            mask = _touched(tensor, _byte_range(tensor)[1])
+            return int(mask.sum()) < tensor.numel() * tensor.itemsize
+        reach += (size - 1) * step
+    return False
+
+
+def refuse_unplaceable(paths: Sequence[KeyPath], leaves: Sequence[Any], root: str, function: str = "") -> None:
+    """Raise if a leaf cannot live in an arena: not a tensor, not dense in memory, or on another device.
+
+    Raises:
+      LayoutError: All offending leaves are listed.
+    """
+    rows = []
+    device = next((leaf.device for leaf in leaves if isinstance(leaf, Tensor)), None)
+    for path, leaf in zip(paths, leaves, strict=True):
+        where = path_string(path, root)
+        if not isinstance(leaf, Tensor):
+            rows.append(f"{where}  expected a tensor   got {type(leaf).__name__}")
+        elif leaf.layout != torch.strided:
+            rows.append(f"{where}  expected layout torch.strided   got {leaf.layout}")
+        elif leaf.is_quantized or leaf.is_nested:
+            rows.append(f"{where}  expected a plain tensor   got a quantized or nested one")
+        elif leaf.device.type == "meta" or leaf.device != device:
+            rows.append(f"{where}  expected device {device}   got {leaf.device}")
+    if rows:
+        raise LayoutError.of(
+            function,
+            f"`{root}` has leaves that cannot be placed.",
+            rows=rows,
+            why="A state is a pytree of dense tensors on one device.",
+            fix=f'make them tensors and move them, `fcg.place({root}, device="{device or "cpu"}")`; '
+            "keep names and settings as static fields.",
+        )
