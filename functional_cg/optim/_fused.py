@@ -1,0 +1,151 @@
+"""The fused optimizer ops of ATen, in their functional form. The one door to them.
+
+``aten._fused_adamw`` and its like update a whole list of parameters in one op. The functional overloads return new
+lists and are bitwise equal to the in-place ops that ``torch.optim`` uses with ``fused=True``; they trace on fake
+tensors, and a lowering may write their results in place.
+
+One list holds one device and one dtype, in equal dense strides: the CPU kernels walk raw memory and do not check
+(a contiguous gradient of a channels-last parameter would be applied to the wrong elements).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+aten = torch.ops.aten
+
+Scalar = float | Tensor  # only a learning rate may be a tensor here
+Columns = Sequence[Sequence[Tensor]]  # params, grads, moments...; one row per leaf
+
+
+def per_group(
+    call: Callable[..., Sequence[Sequence[Tensor]]], columns: Columns, tags: Sequence[Any] | None = None
+) -> list[list[Tensor]]:
+    """Run ``call(columns, tag)`` once per (device, dtype, tag) and put the results back in leaf order.
+
+    Args:
+      call: Takes the columns of one group and its tag; returns columns.
+      columns: Lists of tensors, all of the same length; the first one decides the group.
+      tags: What else splits groups, one per leaf.
+    Returns:
+      One list per column that ``call`` returns; no lists if there are no leaves.
+    """
+    groups: dict[Any, list[int]] = {}
+    for i, leaf in enumerate(columns[0]):
+        groups.setdefault((leaf.device, leaf.dtype, tags[i] if tags else None), []).append(i)
+    out: list[list[Any]] = []
+    for (_, _, tag), rows in groups.items():
+        results = call([[column[i] for i in rows] for column in columns], tag)
+        out = out or [[None] * len(columns[0]) for _ in results]
+        for target, result in zip(out, results, strict=True):
+            for i, value in zip(rows, result, strict=True):
+                target[i] = value
+    return out
+
+
+def is_dense(tensor: Tensor, order: Sequence[int]) -> bool:
+    """Whether the memory is gapless with the dimensions in ``order``, outermost first."""
+    expected = 1
+    for dim in reversed(order):
+        if tensor.shape[dim] != 1 and tensor.stride(dim) != expected:
+            return False
+        expected *= tensor.shape[dim]
+    return True
+
+
+def align(columns: Columns) -> list[list[Tensor]]:
+    """The same values with every row in the stride order of its first tensor, without gaps; mostly a no-op."""
+    out = [list(column) for column in columns]
+    for row, tensors in enumerate(zip(*columns, strict=True)):
+        if all(tensor.is_contiguous() for tensor in tensors):
+            continue
+        first = tensors[0]
+        order = sorted(range(first.dim()), key=lambda dim: first.stride(dim), reverse=True)
+        back = sorted(range(first.dim()), key=order.__getitem__)
+        for column, tensor in zip(out, tensors, strict=True):
+            if not is_dense(tensor, order):
+                column[row] = tensor.permute(order).contiguous().permute(back)
+    return out
+
+
+def overload(packet: Any, lr: Scalar) -> Any:
+    """The overload for this kind of learning rate; torch's own choice would read the tensor."""
+    return packet.tensor_lr if isinstance(lr, Tensor) else packet.default
+
+
+def beside(scalar: Any, leaf: Tensor) -> Any:
+    """A scalar tensor on the device of ``leaf``; numbers as they are."""
+    return scalar.to(leaf.device) if isinstance(scalar, Tensor) and scalar.device != leaf.device else scalar
+
+
+def adam(
+    packet: Any,
+    columns: Columns,
+    *,
+    lr: Scalar,
+    count: Tensor,
+    b1: Scalar,
+    b2: Scalar,
+    eps: Scalar,
+    weight_decay: Scalar,
+) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
+    """``_fused_adam`` or ``_fused_adamw`` over (params, grads, mu, nu) -> (params, mu, nu).
+
+    ``count`` is that of this step, from 1. The op only reads its ``state_steps``, so one f32[] serves all leaves.
+    """
+    params, grads, mu, nu = align(columns)
+    lr = beside(lr, params[0])
+    steps = [beside(count, params[0]).to(torch.float32)] * len(params)
+    out = overload(packet, lr)(
+        params,
+        grads,
+        mu,
+        nu,
+        [],
+        steps,
+        lr=lr,
+        beta1=b1,
+        beta2=b2,
+        weight_decay=weight_decay,
+        eps=eps,
+        amsgrad=False,
+        maximize=False,
+    )
+    return out[0], out[2], out[3]
+
+
+def sgd(columns: Columns, *, lr: Scalar, momentum: Scalar, nesterov: bool) -> tuple[list[Tensor], ...]:
+    """``_fused_sgd`` over (params, grads[, trace]) -> (params[, trace]).
+
+    A trace of zeros makes ``is_first_step``, a Python bool that a capture would freeze, unnecessary.
+    """
+    params, grads, *trace = align(columns)
+    lr = beside(lr, params[0])
+    out = overload(aten._fused_sgd, lr)(
+        params,
+        grads,
+        trace[0] if trace else [],
+        weight_decay=0.0,
+        momentum=momentum,
+        lr=lr,
+        dampening=0.0,
+        nesterov=nesterov,
+        maximize=False,
+        is_first_step=False,
+    )
+    return (out[0], out[2]) if trace else (out[0],)
+
+
+def adagrad(columns: Columns, *, lr: Scalar, count: Tensor, eps: Scalar) -> tuple[list[Tensor], list[Tensor]]:
+    """``_fused_adagrad`` over (params, grads, sums) -> (params, sums)."""
+    params, grads, sums = align(columns)
+    lr = beside(lr, params[0])
+    steps = [beside(count, params[0]).to(torch.float32)] * len(params)
+    out = overload(aten._fused_adagrad, lr)(
+        params, grads, sums, steps, lr=lr, lr_decay=0.0, weight_decay=0.0, eps=eps, maximize=False
+    )
+    return out[0], out[2]
