@@ -1,0 +1,59 @@
+"""A JAX-style functional training step for PyTorch, captured once and replayed, safe by construction."""
+
+from __future__ import annotations
+
+from . import optim, random, tree
+from .autodiff import grad, microbatches, value_and_grad
+from .errors import (
+    AliasError,
+    BakedValueError,
+    CaptureError,
+    ClosedError,
+    DonatedStateError,
+    ForeignTensorError,
+    FunctionalCGError,
+    HostSyncError,
+    ImplicitRandomnessError,
+    LayoutError,
+    ReadOnlyError,
+    SideEffectError,
+    StreamError,
+)
+from .graph_step import GraphFn, GraphStep, graph_fn, graph_step
+from .lowered import Captured, Lowered
+from .state import fork, place, snapshot
+from .train_state import TrainState
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "AliasError",
+    "BakedValueError",
+    "CaptureError",
+    "Captured",
+    "ClosedError",
+    "DonatedStateError",
+    "ForeignTensorError",
+    "FunctionalCGError",
+    "GraphFn",
+    "GraphStep",
+    "HostSyncError",
+    "ImplicitRandomnessError",
+    "LayoutError",
+    "Lowered",
+    "ReadOnlyError",
+    "SideEffectError",
+    "StreamError",
+    "TrainState",
+    "fork",
+    "grad",
+    "graph_fn",
+    "graph_step",
+    "microbatches",
+    "optim",
+    "place",
+    "random",
+    "snapshot",
+    "tree",
+    "value_and_grad",
+]

@@ -9,8 +9,9 @@ keep the dense strides that their leaf was placed with.
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -171,6 +172,7 @@ class Arena:
       slots: One view per leaf, with the leaf's shape and strides.
       storages: Identities of the slabs' storages.
       stream: The CUDA stream that used the arena last.
+      lock: Held while a call updates the arena: of two threads one wins, the other finds its state donated.
     """
 
     plan: Plan
@@ -179,12 +181,16 @@ class Arena:
     device: torch.device
     storages: frozenset[int] = frozenset()
     stream: torch.cuda.Stream | None = None
+    lock: threading.Lock = field(default_factory=threading.Lock)
 
     @classmethod
-    def allocate(cls, plan: Plan, device: torch.device) -> Arena:
+    def allocate(cls, plan: Plan, device: torch.device, *, pin_memory: bool = False) -> Arena:
         """Allocate zeroed slabs; padding between slots stays zero for the arena's whole life."""
         with torch.inference_mode(False), torch.no_grad():
-            slabs = tuple(torch.zeros(slab.numel, dtype=slab.dtype, device=slab.device) for slab in plan.slabs)
+            slabs = tuple(
+                torch.zeros(slab.numel, dtype=slab.dtype, device=slab.device, pin_memory=pin_memory)
+                for slab in plan.slabs
+            )
             slots = tuple(
                 torch.as_strided(slabs[slot.slab], slot.spec.shape, slot.spec.stride, slot.offset)
                 for slot in plan.slots
@@ -197,6 +203,8 @@ class Arena:
             current = torch.cuda.current_stream(self.device)
             if self.stream is not None and self.stream != current:
                 current.wait_stream(self.stream)
+                for slab in self.slabs:  # the allocator must not reuse them before this stream is done
+                    slab.record_stream(current)
             self.stream = current
 
     def write(self, positions: Sequence[int], values: Sequence[Tensor]) -> None:

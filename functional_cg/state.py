@@ -17,12 +17,25 @@ import torch
 from torch import Tensor
 
 from . import tree as pytree
-from .arena import Arena, BufferSpec, plan, refuse_aliases, refuse_unplaceable, storage_key
+from .arena import Arena, BufferSpec, Plan, plan, refuse_aliases, refuse_unplaceable, storage_key
 from .errors import DonatedStateError, FunctionalCGError, LayoutError, ReadOnlyError
 from .ops import tensors_in, written_arguments
 from .tree import KeyPath, Treedef, TreeView, path_string
 
-__all__ = ["Handle", "Leaf", "Lease", "fork", "owned", "place", "refuse_misfits", "snapshot", "uninterrupted"]
+__all__ = [
+    "Handle",
+    "Leaf",
+    "Lease",
+    "check_alive",
+    "fill",
+    "fork",
+    "owned",
+    "place",
+    "placeable",
+    "refuse_misfits",
+    "snapshot",
+    "uninterrupted",
+]
 
 T = TypeVar("T")
 
@@ -468,20 +481,42 @@ def place(tree: T, device: torch.device | str | None = None) -> T:
       >>> state["w"] + 1
       tensor([2., 2.])
     """
+    leaves, treedef, layout = placeable(tree, "state", device=device)
+    home = leaves[0].device if leaves else torch.device(device or "cpu")
+    lease = Lease(Arena.allocate(layout, home), treedef, treedef.paths())
+    fill(lease, leaves)
+    return Handle(lease, 0)  # type: ignore[return-value]
+
+
+def placeable(
+    tree: Any, root: str, function: str = "", *, device: torch.device | str | None = None
+) -> tuple[list[Tensor], Treedef, Plan]:
+    """Check that a pytree can be placed: its leaves as tensors, its structure, and the plan of its arena.
+
+    Raises:
+      AliasError: If two leaves share memory.
+      LayoutError: If a leaf cannot live in an arena.
+    """
     flat, treedef = pytree.flatten(tree)
     originals = [owned(_as_tensor(leaf)) for leaf in flat]
     leaves, paths = originals, treedef.paths()
     if device is not None:
         target = torch.empty(0, device=device).device  # "cuda" becomes "cuda:0"
         leaves = [leaf.to(target) if isinstance(leaf, Tensor) else leaf for leaf in originals]
-    refuse_unplaceable(paths, leaves, "state")
-    refuse_aliases(paths, originals, "state")
-    specs = [BufferSpec.of(leaf) for leaf in leaves]
-    home = leaves[0].device if leaves else torch.device(device or "cpu")
-    arena = Arena.allocate(plan(specs, _roles(treedef, paths)), home)
-    lease = Lease(arena, treedef, paths)
-    fill(lease, leaves)
-    return Handle(lease, 0)  # type: ignore[return-value]
+    refuse_unplaceable(paths, leaves, root, function)
+    refuse_aliases(paths, originals, root, function)
+    return leaves, treedef, plan([BufferSpec.of(leaf) for leaf in leaves], _roles(treedef, paths))
+
+
+def check_alive(handle: Handle, name: str) -> None:
+    """Raise if a handle was donated, under the name that the caller knows it by.
+
+    Raises:
+      DonatedStateError: If an update of the arena has happened since the handle was made.
+    """
+    root = handle._root
+    if root._lease.cell[0] != root._generation:
+        raise _no_leaf(name if handle is root else handle._path, root)
 
 
 def fill(lease: Lease, leaves: Sequence[Tensor]) -> None:

@@ -1,0 +1,147 @@
+"""What lowering and capture leave behind: ``Lowered`` (a plan, no device work) and ``Captured`` (bound to memory)."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from .arena import Arena, dtype_name
+from .inputs import InputLayout, layout_differences
+from .signature import Call
+from .stages.capture import Replay
+from .stages.inspect import Inspection
+from .stages.lower import ExecutionPlan
+from .stages.program import Program, Var
+from .stages.trace import BoundState
+from .stages.watch import HostWatch
+from .state import Lease
+from .tree import Treedef, path_string, structure_diff
+
+__all__ = ["Captured", "Lowered"]
+
+
+@dataclass(eq=False)
+class Captured:
+    """A lowered step captured on one arena (or several, for a function of several states).
+
+    Attributes:
+      call: ``call(args, kwargs)``: the result, or a miss if the call does not fit this capture.
+      replay: The backend's replay.
+      arenas: The memory that the capture is bound to, states first.
+      leases: Weak references to the uses of that memory.
+    """
+
+    call: Callable[[tuple[Any, ...], dict[str, Any]], Any]
+    replay: Replay
+    arenas: tuple[Arena, ...]
+    origin: Call
+    leases: list[weakref.ref[Lease]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        states = self.origin.states
+        self.treedef: Treedef | None = states[0].lease.treedef if states else None
+        self._paths = states[0].lease.paths if states else []
+        del self.origin  # it holds handles, which would keep the leases alive
+
+    @property
+    def arena(self) -> Arena:
+        return self.arenas[0]
+
+    @property
+    def spare(self) -> bool:
+        """Whether the last handle and leaf of one of its states is gone."""
+        return bool(self.leases) and any(lease() is None for lease in self.leases)
+
+    def lease_again(self) -> Lease:
+        """Start a new use of the arena, once the old one has ended."""
+        assert self.treedef is not None
+        lease = Lease(self.arena, self.treedef, self._paths)
+        callback = self.leases[0].__callback__
+        self.leases[0] = weakref.ref(lease, callback)
+        return lease
+
+    def close(self) -> None:
+        self.replay.close()
+
+
+@dataclass(eq=False)
+class Lowered:
+    """A traced, checked and planned step: no device work was done for it.
+
+    Attributes:
+      name: Name of the user's function.
+      states: The states that it binds.
+      layout: Layout of its inputs.
+      program: The traced calls.
+      plan: What runs.
+      watch: Host values that are compared at each call.
+      inspection: A purity certificate that prints.
+    """
+
+    name: str
+    states: tuple[BoundState, ...]
+    layout: InputLayout
+    program: Program
+    plan: ExecutionPlan
+    watch: HostWatch
+    inspection: Inspection
+    capture_here: Callable[[], Captured] | None = None
+
+    def at(self, capture_here: Callable[[], Captured]) -> Lowered:
+        """The same plan, ready to be captured for the arguments of one call."""
+        return replace(self, capture_here=capture_here)
+
+    def capture(self) -> Captured:
+        """Capture the plan on the memory of the state that it was lowered with."""
+        assert self.capture_here is not None
+        return self.capture_here()
+
+    def fits(self, call: Call) -> bool:
+        """Whether a call has this layout."""
+        return (
+            len(call.states) == len(self.states)
+            and not self.state_differences(call)
+            and call.layout.treedef == self.layout.treedef
+            and not layout_differences(self.layout, call.layout)
+        )
+
+    def state_differences(self, call: Call) -> list[str]:
+        """How the states of a call differ from those of this plan, one line each."""
+        rows: list[str] = []
+        if len(call.states) != len(self.states):
+            return [f"states  expected {len(self.states)}   got {len(call.states)}"]
+        for want, have in zip(self.states, call.states, strict=True):
+            if have.handle._node != want.treedef:
+                rows += structure_diff(want.treedef, have.handle._node, want.name)
+                continue
+            slots = have.arena.plan.slots[have.start : have.stop]
+            rows += [
+                f"{path_string(path, want.name)}  expected {spec}   got {slot.spec}"
+                for path, spec, slot in zip(want.treedef.paths(), want.specs, slots, strict=True)
+                if spec != slot.spec
+            ]
+        return rows
+
+    def as_text(self) -> str:
+        """The traced calls and the plan that runs them."""
+        return f"{self.program.as_text()}\n\n{self.plan.as_text()}"
+
+    def memory_analysis(self) -> dict[str, int]:
+        """Bytes by use: ``state``, ``inputs``, ``constants``, ``metrics``, and ``temporaries`` (their sum)."""
+        born = [var for instr in self.program.instrs for var in instr.outputs()]
+        first = {var.storage: var.spec.nbytes for var in reversed(born)}
+        outside = {var.storage for var in (*self.program.slots, *self.program.inputs)}
+        return {
+            "state": sum(var.spec.nbytes for var in self.program.slots),
+            "inputs": sum(var.spec.nbytes for var in self.program.inputs),
+            "constants": sum(constant.var.spec.nbytes for constant in self.program.constants),
+            "metrics": sum(var.spec.nbytes for var in self.program.outputs if isinstance(var, Var)),
+            "temporaries": sum(size for storage, size in first.items() if storage not in outside),
+        }
+
+    def __str__(self) -> str:
+        dtypes = sorted({dtype_name(var.spec.dtype) for var in self.program.slots})
+        sizes = ", ".join(f"{name} {size:,} B" for name, size in self.memory_analysis().items())
+        return f"{self.inspection}\n  memory: {sizes}\n  dtypes of the state: {', '.join(dtypes)}"

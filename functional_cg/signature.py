@@ -1,0 +1,189 @@
+"""A call of a step, taken apart: bound states, copied inputs, static arguments."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import tree as pytree
+from .arena import Arena
+from .errors import AliasError, LayoutError
+from .inputs import InputLayout, as_input, input_layout
+from .state import Handle, Lease, check_alive
+
+__all__ = ["Call", "Signature"]
+
+
+@dataclass(frozen=True, slots=True)
+class StateArgument:
+    """A handle among the arguments: read from its slots, not copied in."""
+
+    position: int
+    name: str
+    handle: Handle
+
+    @property
+    def arena(self) -> Arena:
+        return self.handle._lease.arena
+
+    @property
+    def lease(self) -> Lease:
+        return self.handle._lease
+
+    @property
+    def start(self) -> int:
+        return self.handle._start
+
+    @property
+    def stop(self) -> int:
+        return self.handle._start + self.handle._node.num_leaves
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One call, taken apart.
+
+    Attributes:
+      states: Bound states; for a donating step, the first one is donated.
+      inputs: ``(args, kwargs)`` that are copied in.
+      statics: Static arguments by name.
+      layout: Layout of the inputs.
+      live: Input leaves as tensors.
+      device: Where the step runs.
+    """
+
+    states: tuple[StateArgument, ...]
+    inputs: tuple[tuple[Any, ...], dict[str, Any]]
+    statics: dict[str, Any]
+    layout: InputLayout
+    live: list[Tensor]
+    device: torch.device
+
+    @property
+    def arenas(self) -> tuple[tuple[int, int, int], ...]:
+        """Which memory the call is bound to."""
+        return tuple((id(state.arena), state.start, state.stop) for state in self.states)
+
+    def assemble(self, trees: Sequence[Any], live: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The user function's arguments, from trees of the states and leaves of the inputs."""
+        copied, named = self.layout.fill(live)
+        args = list(copied)
+        for state, tree in zip(self.states, trees, strict=True):
+            args.insert(state.position, tree)
+        return tuple(args), {**named, **self.statics}
+
+
+class Signature:
+    """How calls of one function are taken apart.
+
+    Args:
+      fn: The user's function.
+      static_argnames: Names of arguments that are Python constants of a capture.
+      donates: Whether the first argument is a state that the call takes over.
+    """
+
+    def __init__(self, fn: Callable[..., Any], static_argnames: Sequence[str], *, donates: bool) -> None:
+        self.name = getattr(fn, "__name__", type(fn).__name__)
+        self.donates = donates
+        self._static = tuple(static_argnames)
+        try:
+            parameters = list(inspect.signature(fn).parameters.values())
+        except (TypeError, ValueError):  # a builtin without a signature
+            parameters = []
+        positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+        self._names = [p.name for p in parameters if p.kind in positional]
+        takes_any = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters)
+        known = {p.name for p in parameters}
+        unknown = [name for name in self._static if name not in known]
+        if unknown and not takes_any:
+            raise ValueError(f"`{self.name}`: static_argnames names no parameter: {', '.join(unknown)}")
+
+    @property
+    def has_statics(self) -> bool:
+        return bool(self._static)
+
+    def parameter(self, position: int) -> str:
+        """Name of the parameter at a position."""
+        return self._names[position] if position < len(self._names) else f"inputs[{position}]"
+
+    def split_static(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any], dict[str, Any]]:
+        """Move static arguments out: ``(args, kwargs, statics)``. Those after a static one go by name."""
+        if not self._static:
+            return args, kwargs, {}
+        first = next((i for i, _ in enumerate(args) if self.parameter(i) in self._static), len(args))
+        named = {self.parameter(i): args[i] for i in range(first, len(args))} | kwargs
+        statics = {name: named.pop(name) for name in self._static if name in named}
+        for name, value in statics.items():
+            try:
+                hash(value)
+            except TypeError:
+                raise TypeError(
+                    f"`{self.name}`: static argument `{name}` must be hashable, got {type(value).__name__}"
+                ) from None
+        return args[:first], named, statics
+
+    def take_apart(self, args: tuple[Any, ...], kwargs: dict[str, Any], statics: dict[str, Any]) -> Call:
+        """Take a call apart; every handle must be alive.
+
+        Raises:
+          DonatedStateError: If a handle was donated.
+          LayoutError: If an input lies on another accelerator.
+        """
+        states: list[StateArgument] = []
+        copied: list[Any] = []
+        roots: list[str] = []
+        for position, value in enumerate(args):
+            name = self.parameter(position)
+            if isinstance(value, Handle):
+                check_alive(value, name)
+                if not self._shares_memory(value, states):
+                    states.append(StateArgument(position, name, value))
+                    continue
+            copied.append(value)
+            roots.append(name)
+        if self.donates and (not states or states[0].position != 0 or states[0].handle._owner is not None):
+            raise AliasError.of(
+                self.name,
+                f"was called with a part of a state as `{self.parameter(0)}`.",
+                why="A step takes over whole states.",
+                fix="pass the whole state; a read-only function of a part is a `graph_fn`.",
+            )
+        inputs = (tuple(copied), kwargs)
+        device = states[0].arena.device if states else _first_device(inputs)
+        layout, live = input_layout(roots, inputs, device)
+        self._refuse_other_devices(layout, live, device)
+        return Call(tuple(states), inputs, statics, layout, live, device)
+
+    def _shares_memory(self, value: Handle, states: Sequence[StateArgument]) -> bool:
+        """A second handle of the donated arena is copied in: the step writes there."""
+        return self.donates and any(state.arena is value._lease.arena for state in states)
+
+    def _refuse_other_devices(self, layout: InputLayout, live: Sequence[Tensor], device: torch.device) -> None:
+        rows = [
+            f"{name}  expected {spec} on cpu or {device}   got {tensor.layout} on {tensor.device}"
+            for name, spec, tensor in zip(layout.live_names, layout.specs, live, strict=True)
+            if tensor.layout != torch.strided or not (tensor.is_cpu or tensor.device == device)
+        ]
+        if rows:
+            raise LayoutError.of(
+                self.name,
+                "has inputs that cannot be copied in; the state is unchanged.",
+                rows=rows,
+                why="Inputs are dense tensors on the state's device or on the host.",
+                fix=f'move them, `batch["x"].to("{device}")`.',
+            )
+
+
+def _first_device(inputs: Any) -> torch.device:
+    for leaf in pytree.leaves(inputs):
+        tensor = as_input(leaf)
+        if tensor is not None and not tensor.is_cpu:
+            return tensor.device
+    return torch.device("cpu")

@@ -1,0 +1,197 @@
+"""Capture: turn a bound plan into something that replays. The one door to CUDA graphs."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from ..errors import CaptureError, FunctionalCGError
+from ..state import uninterrupted
+from .lower import Before, Buffers, ExecutionPlan, quiet
+
+__all__ = ["Backend", "CPUBackend", "CUDABackend", "Replay", "backend_for"]
+
+_WARM_UPS = 2
+
+
+class Replay(Protocol):
+    """A captured plan.
+
+    Attributes:
+      fresh: Whether each call returns new tensors; else it returns the same static ones, to be copied out.
+    """
+
+    fresh: bool
+
+    def __call__(self, before: Before, /) -> Sequence[Tensor]:
+        """Run once: ``before`` and the commit as one uninterrupted block. Returns metrics."""
+        ...
+
+    def close(self) -> None:
+        """Give up the graph and its memory."""
+        ...
+
+
+class Backend(Protocol):
+    """Where captures run. One object serves one step.
+
+    Attributes:
+      name: For messages and ``explain()``.
+    """
+
+    name: str
+
+    def capture(self, plan: ExecutionPlan, buffers: Buffers, scratch: Callable[[], Buffers]) -> Replay:
+        """Capture a plan on its static buffers.
+
+        Args:
+          plan: What to run.
+          buffers: The static buffers, filled with real inputs.
+          scratch: Makes buffers for warm-up, whose slots are not the state's.
+        """
+        ...
+
+
+@dataclass(eq=False)
+class _DirectReplay:
+    """Runs the bound plan itself."""
+
+    run: Callable[[Before], Sequence[Tensor]] | None
+    fresh: bool = True
+
+    def __call__(self, before: Before, /) -> Sequence[Tensor]:
+        assert self.run is not None
+        with torch.inference_mode(False), torch.no_grad():
+            return self.run(before)
+
+    def close(self) -> None:
+        self.run = None
+
+
+class CPUBackend:
+    """Replays the plan on static buffers without a GPU: what makes the guarantee testable everywhere."""
+
+    name = "cpu"
+
+    def capture(self, plan: ExecutionPlan, buffers: Buffers, scratch: Callable[[], Buffers]) -> Replay:
+        return _DirectReplay(plan.bind(buffers))
+
+
+class _GraphReplay:
+    """Launches a CUDA graph; metrics lie in its private pool."""
+
+    fresh = False
+
+    def __init__(self, graph: torch.cuda.CUDAGraph, run: Any, static: Sequence[Tensor], device: torch.device) -> None:
+        self._graph: torch.cuda.CUDAGraph | None = graph
+        self._run = run  # keeps constants and views of static buffers alive as long as the graph
+        self._static = static
+        self._device = device
+        # the C method itself: the Python override would be a place for Ctrl-C between launch and generation
+        self._launch = super(torch.cuda.CUDAGraph, graph).replay
+
+    def __call__(self, before: Before, /) -> Sequence[Tensor]:
+        if torch.cuda.current_device() == self._device.index:
+            uninterrupted((*before, self._launch))
+        else:
+            with torch.cuda.device(self._device):
+                uninterrupted((*before, self._launch))
+        return self._static
+
+    def close(self) -> None:
+        if self._graph is not None:
+            torch.cuda.synchronize(self._device)  # a replay may be in flight
+            self._static, self._run = (), None
+            self._graph.reset()
+            self._graph = None
+
+
+class CUDABackend:
+    """Captures into CUDA graphs: one stream for warm-up and capture, one memory pool for all graphs of a step.
+
+    Nothing of the pool is alive between calls (metrics are copied out), so graphs may share it.
+    """
+
+    name = "cuda"
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream: torch.cuda.Stream | None = None
+        self._pool: Any = None
+
+    def capture(self, plan: ExecutionPlan, buffers: Buffers, scratch: Callable[[], Buffers]) -> Replay:
+        with torch.cuda.device(self._device), quiet():
+            if self._stream is None:
+                self._stream = torch.cuda.Stream(self._device)
+                self._pool = torch.cuda.graph_pool_handle()
+            caller = torch.cuda.current_stream(self._device)
+            self._stream.wait_stream(caller)
+            with torch.cuda.stream(self._stream):
+                warm = plan.bind(scratch())
+                for _ in range(_WARM_UPS):
+                    warm(())
+                del warm
+            self._stream.synchronize()
+            run = plan.bind(buffers)
+            graph = torch.cuda.CUDAGraph()
+            try:
+                with (
+                    _no_garbage_collection(),
+                    torch.cuda.graph(
+                        graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"
+                    ),
+                ):
+                    static = run(())
+            except FunctionalCGError:
+                raise
+            except Exception as error:
+                raise CaptureError.of(
+                    "",
+                    f"capture failed: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}",
+                    why="An operation of the step cannot be part of a CUDA graph; the state is unchanged.",
+                    fix="see the original exception above; `step.lower(...).as_text()` lists the operations.",
+                ) from error
+            caller.wait_stream(self._stream)
+            return _GraphReplay(graph, run, static, self._device)
+
+
+@contextlib.contextmanager
+def _no_garbage_collection() -> Iterator[None]:
+    """No finalizer may destroy graphs or events while the stream is capturing."""
+    gc.collect()
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
+def backend_for(device: torch.device) -> Backend:
+    """The backend where a state lives."""
+    return CUDABackend(device) if device.type == "cuda" else CPUBackend()
+
+
+def copy_out(static: Sequence[Tensor]) -> list[Tensor]:
+    """Fresh copies of static metrics, each with its own storage: one grouped copy per dtype."""
+    if len(static) == 1:
+        return [static[0].clone()]
+    fresh = [torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=t.device) for t in static]
+    groups: dict[torch.dtype, tuple[list[Tensor], list[Tensor]]] = {}
+    for new, old in zip(fresh, static, strict=True):
+        into, source = groups.setdefault(new.dtype, ([], []))
+        into.append(new)
+        source.append(old)
+    for into, source in groups.values():
+        torch._foreach_copy_(into, source)
+    return fresh
+
+

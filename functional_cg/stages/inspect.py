@@ -1,0 +1,209 @@
+"""Inspect: what a step may not do, checked op by op before the op runs, and the certificate of what it does.
+
+The rules are applied by the recorder of ``trace`` while it sees the ops; they are kept here so that they can be read in
+one place.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..arena import BufferSpec
+from ..errors import ForeignTensorError, HostSyncError, ImplicitRandomnessError, LayoutError, ReadOnlyError
+from ..ops import argument, can_draw, sync_reason, tensors_in, written_arguments
+from ..source import Location, sync_spelling, user_frame
+from ..tree import Treedef, path_string, structure_diff
+from .program import Program
+
+__all__ = ["Inspection", "Rules", "certify", "refuse_new_state"]
+
+
+@dataclass(frozen=True, slots=True)
+class _Facts:
+    """What an op can do at all, whatever its arguments: most ops can do nothing of it."""
+
+    may_sync: bool
+    may_draw: bool
+    may_write: bool
+    may_move: bool
+
+
+class Rules:
+    """The rules for one trace: each op is shown to :meth:`check` before it runs.
+
+    Args:
+      function: Name of the user's function, for messages.
+      protected: Name of the state leaf, input or constant that owns a storage, by storage key.
+    """
+
+    def __init__(self, function: str, protected: Mapping[int, str]) -> None:
+        self._function = function
+        self._protected = protected
+        self._facts: dict[Any, _Facts] = {}
+
+    def check(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], key: Any) -> list[Tensor]:
+        """Refuse the op, or return the tensors that it writes."""
+        facts = self._facts.get(func)
+        if facts is None:
+            facts = self._facts[func] = _facts(func)
+        if facts.may_sync and (reason := sync_reason(func, args, kwargs)):
+            raise self._sync(func, reason)
+        if facts.may_draw and can_draw(func, args, kwargs):
+            raise self._random(func)
+        if facts.may_move:
+            self._check_move(func, args, kwargs)
+        if not facts.may_write:
+            return []
+        written = written_arguments(func, args, kwargs)
+        for tensor in written:
+            owner = self._protected.get(key(tensor))
+            if owner is not None:
+                raise self._mutation(func, owner)
+        return written
+
+    def foreign(self, func: Any, tensor: Tensor) -> ForeignTensorError:
+        """The error for a tensor that the trace does not know."""
+        return ForeignTensorError.of(
+            self._function,
+            "reads a tensor that is in neither the state nor the inputs.",
+            rows=[f"{BufferSpec.of(tensor)} in {func}{_at()}"],
+            why="Replay would keep reading that address after the tensor is freed or replaced.",
+            fix="pass it as an input or in the state; or declare it, `graph_step(constants=(tensor,))`.",
+        )
+
+    def _sync(self, func: Any, reason: str) -> HostSyncError:
+        frame = user_frame()
+        what, fix = sync_spelling(frame) if frame is not None else ("", "")
+        return HostSyncError.of(
+            self._function,
+            f"{reason} on the host.",
+            rows=[f"{func}{f' (from {what})' if what else ''}{_at()}"],
+            why="Replay repeats kernels, not Python: what is decided now would be decided for ever.",
+            fix=fix or "`torch.where(cond, a, b)`; or return the value in `metrics` and decide outside of the step.",
+        )
+
+    def _random(self, func: Any) -> ImplicitRandomnessError:
+        return ImplicitRandomnessError.of(
+            self._function,
+            "draws random numbers from a generator that is not in the state.",
+            rows=[f"{func}{_at()}"],
+            why="Replay would draw from a generator that nobody manages, or the same numbers each time.",
+            fix="draw from a key: `key = fcg.random.fold_in(state.key, state.step)`, then "
+            "`fcg.random.dropout(key, x, p)`, `normal`, `uniform`, `bernoulli`, ...",
+        )
+
+    def _mutation(self, func: Any, owner: str) -> ReadOnlyError:
+        return ReadOnlyError.of(
+            self._function,
+            f"writes in place into `{owner}`.",
+            rows=[f"{func}{_at()}"],
+            why="A step is a pure function: warm-up and replay would see different values than the eager run.",
+            fix="compute a new tensor (`x = x + noise`) and return it in the new state.",
+        )
+
+    def _check_move(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        source = next(tensors_in(list(args)), None)
+        target = argument(func, "device", args, kwargs)
+        if func is torch.ops.aten.copy_.default:
+            source, target = args[1], args[0].device
+        if source is None or target is None or torch.device(target).type == source.device.type:
+            return
+        if source.device.type == "cuda":
+            raise self._sync(func, "copies a tensor to the host, to be used")
+
+
+def _facts(func: Any) -> _Facts:
+    name = func._schema.name
+    return _Facts(
+        may_sync=bool(
+            {torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output} & set(func.tags)
+            or any(part in name for part in ("index", "scalar_dense", "equal", "allclose", "is_nonzero", "item"))
+        ),
+        may_draw=torch.Tag.nondeterministic_seeded in func.tags
+        or any("Generator" in str(parameter.type) for parameter in func._schema.arguments),
+        may_write=func._schema.is_mutable or "batch_norm" in name,
+        may_move=name in {"aten::_to_copy", "aten::copy_"},
+    )
+
+
+def _at() -> str:
+    frame = user_frame()
+    if frame is None:
+        return ""
+    return f", at {Location(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name)}"
+
+
+def refuse_new_state(
+    function: str, old_def: Treedef, old: Sequence[BufferSpec], new_def: Treedef, new: Sequence[Any]
+) -> None:
+    """Raise if the new state is unlike the old one in structure, shape, dtype or device.
+
+    Raises:
+      LayoutError: All differences are listed.
+    """
+    rows = structure_diff(old_def, new_def, "state")
+    if not rows:
+        for path, spec, leaf in zip(old_def.paths(), old, new, strict=True):
+            got = BufferSpec.of(leaf) if isinstance(leaf, Tensor) else None
+            if got is None or not spec.same_layout(got):
+                rows.append(f"{path_string(path, 'state')}  expected {spec}   got {got or type(leaf).__name__}")
+    if rows:
+        raise LayoutError.of(
+            function,
+            "returns a new state that is unlike the old one.",
+            rows=rows,
+            why="The new state is written into the slots of the old one.",
+            fix="return each leaf with its old shape, dtype and device; results of another kind belong in `metrics`.",
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Inspection:
+    """A purity certificate: what the step reads, writes and leaves alone. ``str()`` prints it."""
+
+    function: str
+    calls: Mapping[str, int]
+    leaves: int
+    unchanged: tuple[str, ...]
+    constants: tuple[str, ...]
+    watched: tuple[str, ...]
+    outputs: int
+
+    def __str__(self) -> str:
+        def shown(names: Sequence[str]) -> str:
+            return ", ".join(names[:8]) + (f", … and {len(names) - 8} more" if len(names) > 8 else "") or "none"
+
+        return "\n".join(
+            [
+                f"{self.function} is a pure function of its arguments:",
+                f"  {sum(self.calls.values())} ATen calls of {len(self.calls)} kinds; no host sync, no foreign tensor,",
+                "  no write into an argument, no implicit randomness, no tensor kept by Python",
+                f"  state leaves: {self.leaves}, of which returned unchanged: {shown(self.unchanged)}",
+                f"  metrics: {self.outputs}",
+                f"  constants owned by the step: {shown(self.constants)}",
+                f"  host values watched at each call: {shown(self.watched)}",
+            ]
+        )
+
+
+def certify(program: Program, watched: Sequence[str]) -> Inspection:
+    """Sum up a traced program."""
+    return Inspection(
+        function=program.function,
+        calls=dict(Counter(str(instr.op) for instr in program.instrs).most_common()),
+        leaves=len(program.slots),
+        unchanged=tuple(
+            name
+            for name, old, new in zip(program.slot_names, program.slots, program.new_state, strict=False)
+            if old is new
+        ),
+        constants=tuple(f"{constant.name} {constant.var.spec}" for constant in program.constants),
+        watched=tuple(watched),
+        outputs=len(program.outputs),
+    )

@@ -1,0 +1,337 @@
+"""Lower: from a traced program to a plan that runs on static buffers.
+
+The plan computes everything first (the head), then commits the new state (the tail). The head reads slots and never
+writes one; the tail writes slots and nothing else. So the commit is a parallel assignment, and an exception or Ctrl-C in
+the head leaves the state as it was.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from ..state import uninterrupted
+from .program import Instr, Program, Var, map_vars, vars_in
+
+__all__ = ["AtenPlan", "Buffers", "ExecutionPlan", "Run", "Schedule", "live_instrs", "lower_aten", "schedule"]
+
+Before = Sequence[Callable[[], Any]]
+
+
+@dataclass(frozen=True, slots=True)
+class Buffers:
+    """The static buffers that a plan is bound to, in the program's order."""
+
+    slots: Sequence[Tensor]
+    inputs: Sequence[Tensor]
+    constants: Sequence[Tensor]
+
+
+class Run(Protocol):
+    """A bound plan. Runs ``before`` (C-level calls) and the commit as one uninterrupted block; returns metrics."""
+
+    def __call__(self, before: Before, /) -> Sequence[Tensor]: ...
+
+
+class ExecutionPlan(Protocol):
+    """What a lowering makes: something that can be bound to buffers."""
+
+    def bind(self, buffers: Buffers) -> Run:
+        """Bind the plan to buffers; the result runs on exactly these addresses."""
+        ...
+
+    def as_text(self) -> str:
+        """The plan as source code."""
+        ...
+
+
+# -- analysis, shared by all lowerings ----------------------------------------------------------------------------
+
+
+def live_instrs(program: Program) -> list[Instr]:
+    """The instructions whose effect reaches a result, in order.
+
+    A storage is live when something later reads it. An instruction is kept when one of its results, or a storage that
+    it writes, is live.
+    """
+    live = {var.storage for var in vars_in(program.outputs)}
+    live |= {new.storage for old, new in zip(program.slots, program.new_state, strict=False) if old is not new}
+    kept = []
+    for instr in reversed(program.instrs):
+        if any(var.storage in live for var in instr.outputs()) or any(var.storage in live for var in instr.writes):
+            kept.append(instr)
+            live.update(var.storage for var in instr.inputs())
+    kept.reverse()
+    return kept
+
+
+@dataclass(slots=True)
+class Schedule:
+    """What a plan has to do.
+
+    Attributes:
+      head: Calls that compute, in order.
+      fused: Optimizer calls of the tail that write their slots in place.
+      commits: Pairs (slot position, variable) to copy in the tail.
+      staged: Variables among them that alias a slot and are copied to a temporary first.
+      outputs: Metric variables, in order; those in ``cloned`` are copied because their memory is shared.
+      cloned: Positions in ``outputs``.
+      written_constants: Positions of literals that the step writes in place: each run starts from a copy.
+    """
+
+    head: list[Instr]
+    fused: list[Instr] = field(default_factory=list)
+    commits: list[tuple[int, Var]] = field(default_factory=list)
+    staged: set[int] = field(default_factory=set)
+    outputs: list[Var] = field(default_factory=list)
+    cloned: set[int] = field(default_factory=set)
+    written_constants: set[int] = field(default_factory=set)
+
+
+def schedule(program: Program, *, fuse: bool = True) -> Schedule:
+    """Split a program into head and tail.
+
+    Args:
+      program: The traced step.
+      fuse: Whether fused optimizer ops may write their slots in place.
+    """
+    plan = Schedule(live_instrs(program))
+    plan.outputs = list(vars_in(program.outputs))
+    slot_storages = {var.storage for var in program.slots}
+    if fuse:
+        _move_fused(program, plan)
+    done = {var for instr in plan.fused for var in instr.outputs()}
+    for position, (old, new) in enumerate(zip(program.slots, program.new_state, strict=False)):
+        if old is new or new in done:
+            continue
+        plan.commits.append((position, new))
+        if new.storage in slot_storages:
+            plan.staged.add(position)
+    shared = slot_storages | {var.storage for var in program.inputs} | {c.var.storage for c in program.constants}
+    uses = Counter(var.storage for var in plan.outputs)
+    for position, var in enumerate(plan.outputs):
+        if var.storage in shared or uses[var.storage] > 1 or not var.fills:
+            plan.cloned.add(position)
+    written = {var.storage for instr in plan.head for var in instr.writes}
+    plan.written_constants = {i for i, c in enumerate(program.constants) if c.var.storage in written}
+    return plan
+
+
+def _move_fused(program: Program, plan: Schedule) -> None:
+    """Move fused optimizer calls to the tail where their results go to the very slots that they read."""
+    position_of = {var: i for i, var in enumerate(program.slots)}
+    readers = Counter(var for instr in plan.head for var in set(instr.inputs()))
+    readers.update(set(vars_in(program.outputs)))
+    goals: dict[Var, list[int]] = {}
+    for position, (old, new) in enumerate(zip(program.slots, program.new_state, strict=False)):
+        if old is not new:
+            goals.setdefault(new, []).append(position)
+
+    def fits(source: Var, result: Var) -> bool:
+        if result not in goals:  # gradients and step counts: written by the schema's word only
+            return source not in position_of and not readers[result]
+        return goals[result] == [position_of.get(source)] and not readers[result]
+
+    candidates = {}
+    for instr in plan.head:
+        pairs = _written_pairs(instr)
+        if pairs and all(fits(source, result) for source, result in pairs):
+            candidates[instr] = {source for source, result in pairs if result in goals}
+    written = {var.storage for slots in candidates.values() for var in slots}
+    for instr, slots in candidates.items():
+        # what a call only reads must not be what any of them writes
+        if slots and not any(var.storage in written for var in instr.inputs() if var not in slots):
+            plan.fused.append(instr)
+    plan.head = [instr for instr in plan.head if instr not in plan.fused]
+
+
+def _written_pairs(instr: Instr) -> list[tuple[Var, Var]] | None:
+    """Pairs (argument, result) of a functional fused optimizer op; None for any other op."""
+    packet = instr.op.overloadpacket
+    if not str(packet).startswith("aten._fused_") or instr.op._schema.is_mutable or instr.kwargs.get("grad_scale"):
+        return None
+    names = [result.name.removesuffix("_out") for result in instr.op._schema.returns]
+    arguments = {a.name: i for i, a in enumerate(instr.op._schema.arguments)}
+    pairs: list[tuple[Var, Var]] = []
+    for name, results in zip(names, instr.out, strict=True):
+        pairs += zip(vars_in(instr.args[arguments[name]]), vars_in(results), strict=True)
+    return pairs
+
+
+def in_place(op: Any) -> Any:
+    """The in-place twin of a functional fused optimizer op."""
+    name = op._schema.name.removeprefix("aten::") + "_"
+    return getattr(getattr(torch.ops.aten, name), op._overloadname)
+
+
+# -- the aten lowering --------------------------------------------------------------------------------------------
+
+
+class AtenPlan:
+    """Runs the traced ATen calls one by one: a generated function without arguments, all names bound.
+
+    Views of static buffers are taken once, at binding; temporaries are dropped after their last use.
+    """
+
+    def __init__(self, program: Program, plan: Schedule) -> None:
+        self._program = program
+        self._plan = plan
+        self._ops: dict[str, Any] = {}
+        self._hoisted, head = self._split_hoisted()
+        self._source = self._generate(head)
+        self._code = compile(self._source, f"<plan of {program.function}>", "exec")
+
+    def as_text(self) -> str:
+        return self._source
+
+    def bind(self, buffers: Buffers) -> Run:
+        names: dict[str, Any] = dict(self._ops)
+        program = self._program
+        for var, tensor in zip(program.slots, buffers.slots, strict=True):
+            names[repr(var)] = tensor
+        for var, tensor in zip(program.inputs, buffers.inputs, strict=True):
+            names[repr(var)] = tensor
+        for i, (constant, tensor) in enumerate(zip(program.constants, buffers.constants, strict=True)):
+            names[f"c{i}" if i in self._plan.written_constants else repr(constant.var)] = tensor
+        with torch.inference_mode(False), torch.no_grad():
+            for instr in self._hoisted:
+                names[repr(instr.out)] = _evaluate(instr, names)
+        names["uninterrupted"], names["partial"] = uninterrupted, partial
+        names["copy_all"] = torch._foreach_copy_
+        names["commit_slots"] = tuple(
+            [names[repr(program.slots[i])] for i, _ in group] for group in self._commit_groups()
+        )
+        exec(self._code, names)
+        return names["run"]  # type: ignore[no-any-return]
+
+    def _split_hoisted(self) -> tuple[list[Instr], list[Instr]]:
+        """Separate the calls that only take views of static buffers."""
+        fixed = {*self._program.slots, *self._program.inputs}
+        fixed |= {c.var for i, c in enumerate(self._program.constants) if i not in self._plan.written_constants}
+        hoisted, head = [], []
+        for instr in self._plan.head:
+            if isinstance(instr.out, Var) and _is_view(instr) and all(var in fixed for var in instr.inputs()):
+                fixed.add(instr.out)
+                hoisted.append(instr)
+            else:
+                head.append(instr)
+        return hoisted, head
+
+    def _commit_groups(self) -> list[list[tuple[int, Var]]]:
+        """Commits by dtype and by whether strides agree: each group is one grouped copy on CUDA."""
+        groups: dict[tuple[torch.dtype, bool], list[tuple[int, Var]]] = {}
+        for position, var in self._plan.commits:
+            spec = self._program.slots[position].spec
+            groups.setdefault((spec.dtype, spec.stride == var.spec.stride), []).append((position, var))
+        return list(groups.values())
+
+    def _op(self, op: Any) -> str:
+        name = "op_" + "".join(c if c.isalnum() else "_" for c in str(op))
+        self._ops[name] = getattr(op, "_op", op)  # the bare C++ entry, without OpOverload's Python frame
+        return name
+
+    def _call(self, instr: Instr, op: Any) -> str:
+        arguments = [self._literal(arg) for arg in instr.args]
+        arguments += [f"{name}={self._literal(value)}" for name, value in instr.kwargs.items()]
+        return f"{self._op(op)}({', '.join(arguments)})"
+
+    def _literal(self, value: Any) -> str:
+        if isinstance(value, (Var, int, str, type(None))):
+            return repr(value)
+        if isinstance(value, float) and value == value and value not in (float("inf"), float("-inf")):
+            return repr(value)
+        if isinstance(value, list):
+            return f"[{', '.join(map(self._literal, value))}]"
+        if isinstance(value, tuple):
+            return f"({''.join(self._literal(item) + ',' for item in value)})"
+        name = f"k{len(self._ops)}"
+        self._ops[name] = value
+        return name
+
+    def _generate(self, head: Sequence[Instr]) -> str:
+        plan = self._plan
+        lines = [f"{self._program.constants[i].var!r} = c{i}.clone()" for i in sorted(plan.written_constants)]
+        tail_vars = {var for instr in plan.fused for var in instr.inputs()} | {var for _, var in plan.commits}
+        last_use = _last_uses(head, {*tail_vars, *plan.outputs}, {var for i in self._hoisted for var in i.outputs()})
+        for number, instr in enumerate(head):
+            lines.append(f"{_target(instr.out)}{self._call(instr, instr.op)}")
+            dead = last_use.get(number)
+            if dead:
+                lines.append(f"del {', '.join(map(repr, dead))}")
+        lines += [f"m{i} = {var!r}{'.clone()' if i in plan.cloned else ''}" for i, var in enumerate(plan.outputs)]
+        lines += [f"w{i} = {var!r}.clone()" for i, var in plan.commits if i in plan.staged]
+        calls = []
+        for instr in plan.fused:
+            call = self._call(instr, in_place(instr.op))
+            calls.append("partial(" + call.replace("(", ", ", 1))
+        for number, group in enumerate(self._commit_groups()):
+            values = ", ".join(f"w{i}" if i in plan.staged else repr(var) for i, var in group)
+            calls.append(f"partial(copy_all, commit_slots[{number}], [{values}])")
+        lines.append(f"uninterrupted(({'*before, ' + ', '.join(calls) + ',' if calls else '*before,'}))")
+        lines.append(f"return ({''.join(f'm{i}, ' for i in range(len(plan.outputs)))})")
+        return "def run(before):\n" + "".join(f"    {line}\n" for line in lines)
+
+
+def lower_aten(program: Program) -> AtenPlan:
+    """Lower to ATen calls, with fused optimizer ops writing their slots in place."""
+    return AtenPlan(program, schedule(program))
+
+
+def _is_view(instr: Instr) -> bool:
+    returns = instr.op._schema.returns
+    return (
+        not instr.writes
+        and len(returns) == 1
+        and returns[0].alias_info is not None
+        and not returns[0].alias_info.is_write
+    )
+
+
+def _evaluate(instr: Instr, names: dict[str, Any]) -> Any:
+    def value(var: Var) -> Any:
+        return names[repr(var)]
+
+    kwargs = {name: map_vars(value, item) for name, item in instr.kwargs.items()}
+    return instr.op(*(map_vars(value, arg) for arg in instr.args), **kwargs)
+
+
+def _target(out: Any) -> str:
+    """Left-hand side that takes a call's result apart as the trace saw it."""
+
+    def text(value: Any) -> str:
+        if isinstance(value, Var):
+            return repr(value)
+        if isinstance(value, (list, tuple)) and value:
+            return f"[{', '.join(map(text, value))}]"
+        return "_"
+
+    return f"{text(out)} = " if any(True for _ in vars_in(out)) else ""
+
+
+def _last_uses(head: Sequence[Instr], kept: set[Var], fixed: set[Var]) -> dict[int, list[Var]]:
+    """Variables to drop after each call: born in the head, and not used by a later call, the tail or the metrics."""
+    born = {var: number for number, instr in enumerate(head) for var in instr.outputs()}
+    last = dict(born)
+    for number, instr in enumerate(head):
+        for var in instr.inputs():
+            if var in born:
+                last[var] = number
+    drop: dict[int, list[Var]] = {}
+    for var, number in last.items():
+        if var not in kept and var not in fixed:
+            drop.setdefault(number, []).append(var)
+    return drop
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """The setting in which a plan runs: plain tensors, no autograd."""
+    with torch.inference_mode(False), torch.no_grad():
+        yield

@@ -1,0 +1,138 @@
+"""The program: a traced step as a flat list of ATen calls on numbered variables.
+
+It is what ``trace`` makes, ``inspect`` certifies and ``lower`` compiles. No tensor with memory is in it but constants.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+
+from ..arena import BufferSpec
+from ..source import Location
+from ..tree import KeyPath, Treedef
+
+__all__ = ["Constant", "Instr", "Program", "Var", "map_vars", "vars_in"]
+
+
+@dataclass(eq=False, slots=True)
+class Var:
+    """A tensor value of the program.
+
+    Attributes:
+      index: Number, in order of birth.
+      spec: Shape, strides, dtype, device.
+      storage: Number of the storage; two variables may share memory only if it is the same.
+      offset: Storage offset, in elements.
+      fills: Whether the variable covers its whole storage.
+    """
+
+    index: int
+    spec: BufferSpec
+    storage: int
+    offset: int
+    fills: bool
+
+    def __repr__(self) -> str:
+        return f"t{self.index}"
+
+
+@dataclass(eq=False, slots=True)
+class Instr:
+    """One call: ``out = op(*args, **kwargs)``, with variables in place of tensors.
+
+    Attributes:
+      writes: Variables that the call writes in place.
+      site: Where in the user's code, if known.
+    """
+
+    op: Any
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    out: Any
+    writes: tuple[Var, ...]
+    site: Location | None
+
+    def inputs(self) -> Iterator[Var]:
+        yield from vars_in(self.args)
+        yield from vars_in(tuple(self.kwargs.values()))
+
+    def outputs(self) -> Iterator[Var]:
+        yield from vars_in(self.out)
+
+    def __str__(self) -> str:
+        kwargs = "".join(f", {name}={value!r}" for name, value in self.kwargs.items())
+        return f"{self.out!r} = {self.op}({', '.join(map(repr, self.args))}{kwargs})"
+
+
+@dataclass(eq=False, slots=True)
+class Constant:
+    """A tensor owned by the step: declared with ``constants=``, or a literal such as ``torch.tensor([1, 2])``."""
+
+    var: Var
+    value: Tensor
+    name: str
+
+
+@dataclass(eq=False, slots=True)
+class Program:
+    """A traced step.
+
+    Attributes:
+      function: Name of the user's function.
+      slots: One variable per leaf of the bound states, in order.
+      slot_names: Their key paths, as text.
+      inputs: One variable per input leaf.
+      constants: Tensors that the program owns.
+      instrs: The calls.
+      new_state: New value of each of the first ``len(new_state)`` slots; empty for a read-only function.
+      outputs: Metrics: a variable, or a Python value that comes back as it is.
+      output_def: Their structure.
+    """
+
+    function: str
+    slots: list[Var]
+    slot_names: list[str]
+    inputs: list[Var]
+    constants: list[Constant] = field(default_factory=list)
+    instrs: list[Instr] = field(default_factory=list)
+    new_state: list[Var] = field(default_factory=list)
+    outputs: list[Any] = field(default_factory=list)
+    output_def: Treedef | None = None
+    output_paths: list[KeyPath] = field(default_factory=list)
+
+    def as_text(self) -> str:
+        """The program, one call per line."""
+        lines = [f"{self.function}:"]
+        lines += [f"  {var!r} = {name}  {var.spec}" for var, name in zip(self.slots, self.slot_names, strict=True)]
+        lines += [f"  {var!r} = input {i}  {var.spec}" for i, var in enumerate(self.inputs)]
+        lines += [f"  {c.var!r} = {c.name}  {c.var.spec}" for c in self.constants]
+        lines += [f"  {instr}" + (f"  # {instr.site}" if instr.site else "") for instr in self.instrs]
+        lines += [
+            f"  {name} <- {new!r}"
+            for old, new, name in zip(self.slots, self.new_state, self.slot_names, strict=False)
+            if old is not new
+        ]
+        lines.append(f"  return {self.outputs!r}")
+        return "\n".join(lines)
+
+
+def vars_in(value: Any) -> Iterator[Var]:
+    """All variables in an argument or result, lists included."""
+    if isinstance(value, Var):
+        yield value
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from vars_in(item)
+
+
+def map_vars(function: Callable[[Var], Any], value: Any) -> Any:
+    """The value with each variable replaced."""
+    if isinstance(value, Var):
+        return function(value)
+    if isinstance(value, (list, tuple)):
+        return type(value)(map_vars(function, item) for item in value)
+    return value

@@ -1,0 +1,506 @@
+"""Trace: run the user's function once on fake tensors and record each ATen call.
+
+The recorder is a dispatch mode below autograd, entered inside of the fake mode's scope, so that it sees each op before
+anything runs: a write to a closed-over tensor is refused, not executed. A second run compares ops and literals with the
+first: host values that move between two runs show up there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import math
+import random
+import sys
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+)
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from .. import tree as pytree
+from ..arena import BufferSpec, storage_key
+from ..errors import (
+    BakedValueError,
+    CaptureError,
+    ForeignTensorError,
+    FunctionalCGError,
+    HostSyncError,
+    ImplicitRandomnessError,
+    LayoutError,
+    SideEffectError,
+)
+from ..ops import tensors_in
+from ..source import Location, Locator, is_user_file, raised_frame, sync_spelling
+from ..tree import KeyPath, Treedef, path_string
+from .inspect import Rules, refuse_new_state
+from .program import Constant, Instr, Program, Var
+
+__all__ = ["BoundState", "Recipe", "canonical", "is_fake", "trace"]
+
+_LIFTS = frozenset({torch.ops.aten.lift_fresh.default, torch.ops.aten.lift.default, torch.ops.aten.lift_fresh_copy.default})
+
+
+@contextlib.contextmanager
+def canonical() -> Iterator[None]:
+    """The setting in which a step runs, traced or eager, whatever surrounds the call.
+
+    No gradient mode, inference mode or autocast is taken over; the autocast cache is off (it would make a weight's
+    gradient depend on how often the weight was cast); autograd stays on the calling thread.
+    """
+    cached = torch.is_autocast_cache_enabled()
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(torch.inference_mode(False))
+        stack.enter_context(torch.no_grad())
+        for device_type in ("cpu", "cuda"):
+            stack.enter_context(torch.autocast(device_type, enabled=False))
+        stack.enter_context(torch.autograd.set_multithreading_enabled(False))
+        torch.set_autocast_cache_enabled(False)
+        try:
+            yield
+        finally:
+            torch.set_autocast_cache_enabled(cached)
+
+
+def is_fake(value: Any) -> bool:
+    """Whether a value is a tensor of a trace in progress."""
+    return isinstance(value, FakeTensor)
+
+
+@dataclass(frozen=True, slots=True)
+class BoundState:
+    """A state argument: read from its arena's slots rather than copied in."""
+
+    name: str
+    treedef: Treedef
+    specs: tuple[BufferSpec, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """What a step is traced for.
+
+    Attributes:
+      function: The user's function.
+      name: Its name, for messages.
+      states: Bound states, in order; the first one is donated if ``donates``.
+      inputs: Specs of the input leaves.
+      input_names: Their key paths, as text.
+      assemble: Builds the call's arguments from trees of the states and leaves of the inputs.
+      constants: Declared constants.
+      donates: Whether the function returns (new_state, metrics); else it returns outputs.
+    """
+
+    function: Callable[..., Any]
+    name: str
+    states: tuple[BoundState, ...]
+    inputs: tuple[BufferSpec, ...]
+    input_names: tuple[str, ...]
+    assemble: Callable[[Sequence[Any], Sequence[Any]], tuple[tuple[Any, ...], dict[str, Any]]]
+    constants: tuple[tuple[str, Tensor], ...]
+    donates: bool
+
+
+class _Recorder(TorchDispatchMode):
+    """Records ATen calls as instructions, or compares them with those of an earlier run."""
+
+    def __init__(self, recipe: Recipe, mode: FakeTensorMode, first: Program | None) -> None:
+        super().__init__()
+        self.program = Program(recipe.name, [], [], [])
+        self._mode = mode
+        self._first = first
+        self._vars: dict[int, Var] = {}
+        self._kept: list[Tensor] = []  # keeps ids and storages unique while the trace lasts
+        self._storages: dict[int, int] = {}
+        self._protected: dict[int, str] = {}
+        self._declared: dict[int, Tensor] = {}
+        self._rules = Rules(recipe.name, self._protected)
+        self._locator = Locator()
+
+    # -- variables --------------------------------------------------------------------------------------------
+
+    def fake(self, spec: BufferSpec, owner: str) -> tuple[Tensor, Var]:
+        """A new fake tensor for a leaf that exists outside of the step."""
+        with self._mode:
+            tensor = torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype, device=spec.device)
+        self._protected[storage_key(tensor)] = owner
+        return tensor, self._new_var(tensor)
+
+    def declare(self, name: str, value: Tensor) -> None:
+        """Make a closed-over tensor a constant, recognised by identity."""
+        tensor, var = self.fake(BufferSpec.of(value), name)
+        self._declared[id(value)] = tensor
+        self.program.constants.append(Constant(var, value.detach(), name))
+
+    def var_of(self, tensor: Tensor) -> Var | None:
+        return self._vars.get(id(self._declared.get(id(tensor), tensor)))
+
+    def _new_var(self, tensor: Tensor) -> Var:
+        self._kept.append(tensor)
+        storage = tensor.untyped_storage()
+        number = self._storages.setdefault(storage._cdata, len(self._storages))
+        spec = BufferSpec(tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype, tensor.device)
+        fills = storage.nbytes() == spec.nbytes
+        var = Var(len(self._vars), spec, number, tensor.storage_offset(), fills)
+        self._vars[id(tensor)] = var
+        return var
+
+    def release(self) -> list[weakref.ref[Tensor]]:
+        """Let go of all tensors of the trace; what is alive afterwards is held by the user."""
+        references = [weakref.ref(tensor) for tensor in self._kept]
+        self._kept.clear()
+        self._declared.clear()
+        return references
+
+    # -- dispatch ---------------------------------------------------------------------------------------------
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func in _LIFTS and not isinstance(args[0], FakeTensor):
+            return self._literal(args[0])
+        written = self._rules.check(func, args, kwargs, storage_key)
+        fakes = [self._known(func, arg) for arg in args]
+        named = {name: self._known(func, value) for name, value in kwargs.items()}
+        out = func(*fakes, **named)
+        folded = self._folded(func, fakes, out)
+        if folded is None:
+            self._record(func, fakes, named, out, written)
+        return out
+
+    def _known(self, func: Any, value: Any) -> Any:
+        if isinstance(value, Tensor):
+            if id(value) in self._vars:
+                return value
+            declared = self._declared.get(id(value))
+            if declared is None:
+                raise self._rules.foreign(func, value)
+            return declared
+        if isinstance(value, (list, tuple)):
+            return type(value)(self._known(func, item) for item in value)
+        return value
+
+    def _freeze(self, value: Any) -> Any:
+        if isinstance(value, Tensor):
+            return self._vars[id(value)]
+        if isinstance(value, (list, tuple)):
+            return type(value)(self._freeze(item) for item in value)
+        return value
+
+    def _born(self, value: Any) -> Any:
+        if isinstance(value, Tensor):
+            return self._vars.get(id(value)) or self._new_var(value)
+        if isinstance(value, (list, tuple)):
+            return type(value)(self._born(item) for item in value)
+        return None
+
+    def _record(self, func: Any, args: list[Any], kwargs: dict[str, Any], out: Any, written: Sequence[Tensor]) -> None:
+        instr = Instr(
+            func,
+            tuple(self._freeze(arg) for arg in args),
+            {name: self._freeze(value) for name, value in kwargs.items()},
+            self._born(out),
+            tuple(self._vars[id(tensor)] for tensor in written),
+            self._locator.locate(),
+        )
+        self.program.instrs.append(instr)
+        if self._first is not None:
+            refuse_difference(self._first, self.program.instrs, instr)
+
+    def _literal(self, value: Tensor) -> Tensor:
+        """``torch.tensor([...])``: a constant of the step."""
+        number = len(self.program.constants)
+        tensor, var = self.fake(BufferSpec.of(value), "a literal")
+        del self._protected[storage_key(tensor)]  # writing it is harmless: each run starts from a copy
+        self.program.constants.append(Constant(var, value.detach().clone(), f"literal {number}"))
+        if self._first is not None:
+            self._refuse_changed_literal(number, value)
+        return tensor
+
+    def _folded(self, func: Any, args: list[Any], out: Any) -> Constant | None:
+        """A literal moved to the device becomes a literal there: a graph cannot copy from pageable memory."""
+        if func is not torch.ops.aten._to_copy.default or out.device == args[0].device:
+            return None
+        source = self._vars[id(args[0])]
+        constant = next((c for c in self.program.constants if c.var is source), None)
+        if constant is None:
+            raise HostSyncError.of(
+                self.program.function,
+                f"copies a tensor that was computed on {args[0].device} to {out.device}.",
+                rows=[f"{func}, at {self._locator.locate()}"],
+                why="Work on the host is not part of a graph.",
+                fix=f'create it on the device, `device="{out.device.type}"`.',
+            )
+        moved = Constant(self._new_var(out), constant.value.to(out.dtype), constant.name)
+        self.program.constants.append(moved)
+        return moved
+
+    def _refuse_changed_literal(self, number: int, value: Tensor) -> None:
+        assert self._first is not None
+        known = self._first.constants
+        if number >= len(known) or not _same_tensor(known[number].value, value):
+            raise BakedValueError.of(
+                self.program.function,
+                "a tensor literal differs between two traces.",
+                rows=[f"{BufferSpec.of(value)}, at {self._locator.locate()}"],
+                why="Replay would use the value of the trace for ever.",
+                fix="pass it as an input.",
+            )
+
+
+def _same_tensor(a: Tensor, b: Tensor) -> bool:
+    if a.shape != b.shape or a.dtype != b.dtype:
+        return False
+    return torch.equal(a.contiguous().reshape(-1).view(torch.uint8), b.contiguous().reshape(-1).view(torch.uint8))
+
+
+def _same(a: Any, b: Any) -> bool:
+    if isinstance(a, Var) and isinstance(b, Var):
+        return a.index == b.index
+    if type(a) is not type(b):
+        return False
+    if isinstance(a, float):
+        return a == b and math.copysign(1, a) == math.copysign(1, b) or (math.isnan(a) and math.isnan(b))
+    if isinstance(a, (list, tuple)):
+        return len(a) == len(b) and all(map(_same, a, b))
+    if isinstance(a, dict):
+        return list(a) == list(b) and all(_same(a[name], b[name]) for name in a)
+    return bool(a == b)
+
+
+def refuse_difference(first: Program, instrs: Sequence[Instr], instr: Instr) -> None:
+    """Raise if the last instruction differs from the one at its place in the first trace."""
+    number = len(instrs) - 1
+    known = first.instrs[number] if number < len(first.instrs) else None
+    if known is not None and known.op is instr.op and _same(known.args, instr.args) and _same(known.kwargs, instr.kwargs):
+        return
+    raise BakedValueError.of(
+        first.function,
+        "two traces of it differ: a value on the host moved in between.",
+        rows=[f"first  {known}", f"then   {instr}   at {instr.site}"],
+        why="Replay would repeat the first trace for ever.",
+        fix="pass what changes (time, counters, random numbers) as an input, or keep it in the state.",
+    )
+
+
+@dataclass(slots=True)
+class _HostRandomness:
+    """States of the generators on the host, compared before and after a trace."""
+
+    torch_state: Tensor
+    python_state: Any
+    numpy_state: Any
+
+    @classmethod
+    def read(cls) -> _HostRandomness:
+        numpy = sys.modules.get("numpy")
+        return cls(torch.get_rng_state(), random.getstate(), numpy and numpy.random.get_state())
+
+    def refuse_change(self, function: str) -> None:
+        now = _HostRandomness.read()
+        moved = []
+        if not torch.equal(self.torch_state, now.torch_state):
+            moved.append("torch (CPU)")
+            torch.set_rng_state(self.torch_state)
+        if self.python_state != now.python_state:
+            moved.append("random")
+            random.setstate(self.python_state)
+        if self.numpy_state is not None and repr(self.numpy_state) != repr(now.numpy_state):
+            moved.append("numpy.random")
+            sys.modules["numpy"].random.set_state(self.numpy_state)
+        if moved:
+            raise ImplicitRandomnessError.of(
+                function,
+                f"moves a random generator on the host: {', '.join(moved)}.",
+                why="Python runs when the step is traced, not when it is replayed: the numbers drawn would never change.",
+                fix="draw from a key in the state with `fcg.random`, or pass the numbers as an input.",
+            )
+
+
+@contextlib.contextmanager
+def _mapped_errors(name: str) -> Iterator[None]:
+    """The user's exceptions chained under ours, and those of the fake mode translated."""
+    try:
+        yield
+    except FunctionalCGError:
+        raise
+    except (DataDependentOutputException, DynamicOutputShapeException) as error:
+        raise _host_sync(name, error) from error
+    except Exception as error:
+        text = str(error)
+        if "numpy" in text and "subclass" in text or "Cannot access data pointer" in text:
+            raise _host_sync(name, error) from error
+        where = _raised_at(error)
+        raise CaptureError.of(
+            name,
+            f"raised {type(error).__name__}{where}: {text.splitlines()[0] if text else ''}",
+            why="The step was being traced; nothing was launched and the state is unchanged.",
+            fix="see the original exception above; `step.eager(state, *inputs)` runs the function on real values.",
+        ) from error
+
+
+def _host_sync(name: str, error: Exception) -> HostSyncError:
+    frame = raised_frame(error)
+    what, fix = sync_spelling(frame) if frame is not None else ("", "")
+    return HostSyncError.of(
+        name,
+        "asks for values of a tensor on the host.",
+        rows=[f"{what or str(error).splitlines()[0]}{_raised_at(error)}"],
+        why="Replay repeats kernels, not Python: what is decided now would be decided for ever.",
+        fix=fix or "return the value in `metrics` and use it outside of the step.",
+    )
+
+
+def _raised_at(error: BaseException) -> str:
+    line, traceback = "", error.__traceback__
+    while traceback is not None:
+        code = traceback.tb_frame.f_code
+        if is_user_file(code.co_filename):
+            line = f", at {Location(code.co_filename, traceback.tb_lineno, code.co_name)}"
+        traceback = traceback.tb_next
+    return line
+
+
+def _refuse_kept(name: str, recorder: _Recorder, references: Sequence[weakref.ref[Tensor]]) -> None:
+    if not any(reference() is not None for reference in references):
+        return
+    gc.collect()  # cycles of the user's own, such as an autograd context
+    sites = {id(var): instr.site for instr in recorder.program.instrs for var in instr.outputs()}
+    by_index = {var.index: var for var in recorder._vars.values()}
+    rows = [
+        f"{by_index[i].spec}, made at {sites.get(id(by_index[i]), 'entry')}"
+        for i, reference in enumerate(references)
+        if reference() is not None
+    ]
+    if rows:
+        raise SideEffectError.of(
+            name,
+            f"keeps {len(rows)} tensor(s) of the step beyond its end.",
+            rows=rows,
+            why="Python runs when the step is traced, not when it is replayed: what was kept would never be updated.",
+            fix="return it in the metrics or in the new state instead of storing it (attribute, list, cache).",
+        )
+
+
+def _run(recipe: Recipe, first: Program | None) -> _Recorder:
+    mode = FakeTensorMode()
+    recorder = _Recorder(recipe, mode, first)
+    program = recorder.program
+    trees: list[Any] = []
+    for state in recipe.states:
+        leaves = []
+        for path, spec in zip(state.treedef.paths(), state.specs, strict=True):
+            name = path_string(path, state.name)
+            leaf, var = recorder.fake(spec, name)
+            leaves.append(leaf)
+            program.slots.append(var)
+            program.slot_names.append(name)
+        trees.append(pytree.unflatten(state.treedef, leaves))
+    inputs = []
+    for name, spec in zip(recipe.input_names, recipe.inputs, strict=True):
+        leaf, var = recorder.fake(spec, name)
+        inputs.append(leaf)
+        program.inputs.append(var)
+    for name, constant in recipe.constants:
+        recorder.declare(name, constant)
+    args, kwargs = recipe.assemble(trees, inputs)
+    with canonical(), mode, recorder:
+        result = recipe.function(*args, **kwargs)
+    _read_result(recipe, recorder, result)
+    return recorder
+
+
+def _read_result(recipe: Recipe, recorder: _Recorder, result: Any) -> None:
+    program = recorder.program
+    if recipe.donates:
+        if not isinstance(result, tuple) or len(result) != 2:
+            raise LayoutError.of(
+                recipe.name,
+                "does not return a pair of new state and metrics.",
+                rows=[f"result  expected (state, metrics)   got {type(result).__name__}"],
+                fix="`return state, {}` if there are no metrics; for a read-only function use `graph_fn`.",
+            )
+        new_state, result = result
+        old = recipe.states[0]
+        leaves, treedef = pytree.flatten(new_state)
+        refuse_new_state(recipe.name, old.treedef, old.specs, treedef, leaves)
+        program.new_state = [
+            _result_var(recipe, recorder, path, leaf, "state")
+            for path, leaf in zip(treedef.paths(), leaves, strict=True)
+        ]
+    leaves, program.output_def = pytree.flatten(result)
+    program.output_paths = program.output_def.paths()
+    program.outputs = [
+        _result_var(recipe, recorder, path, leaf, "metrics") if isinstance(leaf, Tensor) else leaf
+        for path, leaf in zip(program.output_paths, leaves, strict=True)
+    ]
+
+
+def _result_var(recipe: Recipe, recorder: _Recorder, path: KeyPath, leaf: Tensor, root: str) -> Var:
+    var = recorder.var_of(leaf)
+    if var is None:
+        raise ForeignTensorError.of(
+            recipe.name,
+            "returns a tensor that is in neither the state nor the inputs.",
+            rows=[f"{path_string(path, root)}  {BufferSpec.of(leaf)}"],
+            why="Replay would return the same memory each time.",
+            fix="pass it as an input or in the state; or declare it, `graph_step(constants=(tensor,))`.",
+        )
+    if leaf.layout != torch.strided:
+        raise LayoutError.of(
+            recipe.name,
+            "returns a sparse tensor.",
+            rows=[f"{path_string(path, root)}  expected layout torch.strided   got {leaf.layout}"],
+            fix="use dense gradients (`sparse=False`) or `.to_dense()`.",
+        )
+    return var
+
+
+def trace(recipe: Recipe) -> Program:
+    """Trace a step twice on fake tensors; nothing is launched.
+
+    Raises:
+      FunctionalCGError: One class per mistake, see :mod:`functional_cg.errors`.
+    """
+    randomness = _HostRandomness.read()
+    with _mapped_errors(recipe.name):
+        recorder = _run(recipe, None)
+        randomness.refuse_change(recipe.name)
+        _refuse_kept(recipe.name, recorder, recorder.release())
+        again = _run(recipe, recorder.program)
+    program = recorder.program
+    if len(again.program.instrs) != len(program.instrs):
+        refuse_difference(again.program, program.instrs, program.instrs[-1])
+    _refuse_changed_result(program, again.program)
+    return program
+
+
+def _refuse_changed_result(first: Program, second: Program) -> None:
+    rows = [
+        f"{path_string(path, 'metrics')}  first {a!r}   then {b!r}"
+        for path, a, b in zip(first.output_paths, first.outputs, second.outputs, strict=False)
+        if not _same(a, b)
+    ]
+    if rows or first.output_def != second.output_def:
+        raise BakedValueError.of(
+            first.function,
+            "returns Python values that differ between two traces.",
+            rows=rows,
+            why="A Python value among the metrics comes back as it was at the trace.",
+            fix="return a tensor, or count outside of the step.",
+        )
+
+
+def written_storages(program: Program) -> set[int]:
+    """Numbers of the storages that some call writes in place."""
+    return {var.storage for instr in program.instrs for var in instr.writes}

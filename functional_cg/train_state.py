@@ -1,0 +1,121 @@
+"""TrainState: what a training step carries from call to call."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any, Generic, Self
+
+import torch
+from torch import Tensor
+from typing_extensions import TypeVar, dataclass_transform
+
+from . import tree as pytree
+from .optim import GradientTransformation, apply_updates
+from .state import place
+
+__all__ = ["TrainState"]
+
+Params = TypeVar("Params", default=Any)
+
+
+@dataclass_transform(frozen_default=True, kw_only_default=True)
+class _StateClass:
+    """Makes every subclass a frozen dataclass and a pytree node, without a decorator."""
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        dataclass(frozen=True, kw_only=True)(cls)
+        pytree.register_dataclass_node(cls, static=("optimizer",))
+
+
+class TrainState(_StateClass, Generic[Params]):
+    """State of a training run: an immutable pytree. Subclass it to add fields.
+
+    Attributes:
+      step: i64[], number of updates so far.
+      params: Pytree of trained tensors.
+      opt_state: What the optimizer keeps.
+      buffers: Pytree of tensors that are not trained (BatchNorm statistics), or None.
+      key: i64[2], key of :mod:`functional_cg.random`, or None.
+      grads: Accumulator with the structure of ``params``, or None.
+      optimizer: The gradient transformation; part of the structure, not a leaf.
+
+    Example:
+      >>> import torch, functional_cg as fcg
+      >>> class EMAState(fcg.TrainState):
+      ...     ema: dict
+      >>> params = {"w": torch.ones(2)}
+      >>> state = EMAState.create(params=params, optimizer=fcg.optim.sgd(0.1), ema={"w": torch.ones(2)})
+      >>> state.ema["w"].shape
+      torch.Size([2])
+    """
+
+    step: Tensor
+    params: Params
+    opt_state: Any
+    buffers: Any = None
+    key: Tensor | None = None
+    grads: Params | None = None
+    optimizer: GradientTransformation
+
+    @classmethod
+    def create(
+        cls,
+        *,
+        params: Any,
+        optimizer: GradientTransformation,
+        key: Tensor | None = None,
+        buffers: Any = None,
+        accumulate: bool = False,
+        **fields: Any,
+    ) -> Self:
+        """Place parameters, fresh optimizer state and the rest in an arena; returns a handle.
+
+        Args:
+          params: Pytree of floating tensors on one device. They stay the caller's: values are copied.
+          optimizer: Gradient transformation, from :mod:`functional_cg.optim`.
+          key: i64[2]; moved to the device of ``params``.
+          buffers: Pytree of tensors that are not trained.
+          accumulate: Add ``grads``, an accumulator of zeros for gradients over several calls.
+          fields: Values of the fields that a subclass adds.
+        Raises:
+          AliasError: If two leaves share memory.
+          LayoutError: If a leaf is no tensor.
+        """
+        device = next((leaf.device for leaf in pytree.leaves(params) if isinstance(leaf, Tensor)), torch.device("cpu"))
+        with torch.inference_mode(False), torch.no_grad():
+            state = cls(
+                step=torch.zeros((), dtype=torch.int64, device=device),
+                params=params,
+                opt_state=optimizer.init(params),
+                buffers=buffers,
+                key=None if key is None else key.to(device),
+                grads=pytree.map(torch.zeros_like, params) if accumulate else None,
+                optimizer=optimizer,
+                **fields,
+            )
+            return place(state, device)
+
+    def apply_gradients(self, grads: Params, **changes: Any) -> Self:
+        """One optimizer update: new params and opt_state, ``step`` plus one.
+
+        Args:
+          grads: Pytree with the structure of ``params``.
+          changes: Other fields to replace, such as ``buffers`` or ``key``.
+        """
+        optimizer = self.optimizer
+        if optimizer.step is not None:
+            params, opt_state = optimizer.step(grads, self.opt_state, self.params)
+        else:
+            updates, opt_state = optimizer.update(grads, self.opt_state, self.params)
+            params = apply_updates(self.params, updates)
+        return dataclasses.replace(self, step=self.step + 1, params=params, opt_state=opt_state, **changes)
+
+    def replace(self, **changes: Any) -> Self:
+        """A copy with some fields replaced."""
+        return dataclasses.replace(self, **changes)
+
+    def latest(self) -> Self:
+        """The state itself; on a handle, the living handle of the same arena."""
+        return self
