@@ -1,0 +1,128 @@
+"""What every test gets: a hypothesis profile, the GPU skips, a clean global state, and keys.
+
+``FCG_HYPOTHESIS_PROFILE`` picks the profile: ``ci`` (the default: the same few examples at each run), ``dev``
+(random ones) or ``thorough`` (many).
+"""
+
+from __future__ import annotations
+
+import os
+
+# Before torch is imported: under xdist the workers already fill the cores, and OpenMP and inductor's compile
+# pool would put a thread per core into each of them.
+if "PYTEST_XDIST_WORKER" in os.environ:
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
+
+import zlib
+from collections.abc import Callable, Generator
+from typing import Any
+
+import hypothesis
+import pytest
+import torch
+
+# Read by mypy, not run; --doctest-modules would import it.
+collect_ignore = ["typing_surface.py"]
+
+# No deadline in any profile: the first example of a step traces and captures it, the others replay.
+hypothesis.settings.register_profile("ci", derandomize=True, deadline=None, max_examples=25, database=None)
+hypothesis.settings.register_profile("dev", deadline=None, max_examples=50)
+hypothesis.settings.register_profile(
+    "thorough",
+    deadline=None,
+    max_examples=1000,
+    suppress_health_check=[hypothesis.HealthCheck.too_slow],
+)
+hypothesis.settings.load_profile(os.environ.get("FCG_HYPOTHESIS_PROFILE", "ci"))
+
+
+class _TorchGenerator:
+    """torch's CPU generator in the form in which hypothesis reseeds generators before each example."""
+
+    seed = staticmethod(torch.default_generator.manual_seed)
+    getstate = staticmethod(torch.get_rng_state)
+    setstate = staticmethod(torch.set_rng_state)
+
+
+# hypothesis keeps a weak reference only.
+_TORCH_GENERATOR = _TorchGenerator()
+hypothesis.register_random(_TORCH_GENERATOR)
+
+
+def _global_modes() -> dict[str, Any]:
+    """Return the process-wide settings of torch that a test could leave changed."""
+    return {
+        "default dtype": torch.get_default_dtype(),
+        "default device": torch.get_default_device(),
+        "grad mode": torch.is_grad_enabled(),
+        "inference mode": torch.is_inference_mode_enabled(),
+        "multithreaded autograd": torch.autograd.is_multithreading_enabled(),
+        "autocast (cpu)": torch.is_autocast_enabled("cpu"),
+        "autocast (cuda)": torch.is_autocast_enabled("cuda"),
+        "autocast cache": torch.is_autocast_cache_enabled(),
+        "deterministic algorithms": torch.are_deterministic_algorithms_enabled(),
+        "matmul precision": torch.get_float32_matmul_precision(),
+        "threads": torch.get_num_threads(),
+        "dispatch modes": torch._C._len_torch_dispatch_stack(),
+        "function modes": torch._C._len_torch_function_stack(),
+    }
+
+
+class GlobalStateGuard:
+    """Each test and doctest starts from a seed of its own, and leaves torch's global state as it was.
+
+    A plugin and not an autouse fixture: it also covers the doctests, which live outside this folder.
+    """
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_call(self, item: pytest.Item) -> Generator[None, Any, Any]:
+        """Seed torch's generator, run the test, restore the generator, compare the modes."""
+        generator = torch.get_rng_state()
+        modes = _global_modes()
+        torch.default_generator.manual_seed(zlib.crc32(item.nodeid.encode()))
+        try:
+            result = yield
+        finally:
+            torch.set_rng_state(generator)
+            left = {name: value for name, value in _global_modes().items() if value != modes[name]}
+            # The tests that follow are not to fail for this one.
+            torch.set_default_dtype(modes["default dtype"])
+            torch.set_grad_enabled(modes["grad mode"])
+        if left:
+            lines = [f"  {name}  expected {modes[name]}   got {value}" for name, value in left.items()]
+            pytest.fail("\n".join(["the test leaves torch's global state changed:", *lines]), pytrace=False)
+        return result
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Register the guard; share the cores among the workers."""
+    config.pluginmanager.register(GlobalStateGuard(), "fcg-global-state-guard")
+    if hasattr(config, "workerinput"):
+        torch.set_num_threads(1)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip what this machine has no device for."""
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    for item in items:
+        if gpus < 1 and item.get_closest_marker("cuda"):
+            item.add_marker(pytest.mark.skip(reason="needs a GPU"))
+        if gpus < 2 and item.get_closest_marker("multi_gpu"):
+            item.add_marker(pytest.mark.skip(reason=f"needs two GPUs, torch sees {gpus}"))
+
+
+@pytest.fixture
+def getkey() -> Callable[[], torch.Tensor]:
+    """Return a function that gives a new key at each call, the same ones at each run of the test."""
+    # Imported here, so that the tests that read source text run without the package.
+    from functional_cg import random
+
+    count = 0
+
+    def next_key() -> torch.Tensor:
+        nonlocal count
+        count += 1
+        return random.fold_in(random.key(0), count)
+
+    return next_key

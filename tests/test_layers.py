@@ -1,0 +1,700 @@
+"""The shape of the package, read from its source: who imports whom, and what stays behind one door.
+
+Each checker takes source text and returns what is wrong with it, so each is shown a planted bug below.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+PACKAGE = "functional_cg"
+ROOT = Path(__file__).resolve().parent.parent / PACKAGE
+
+# A module imports only from modules above it. `optim`, `sharding` and the rooms at the end are folders: inside
+# one, any order without a cycle will do. `__init__` stands where the public names are complete: what comes
+# after it uses them as a user does.
+ORDER = (
+    "errors",
+    "spelling",
+    "source",
+    "ops",
+    "tree",
+    "_philox_triton",
+    "random",
+    "arena",
+    "state",
+    "flat",
+    "autodiff",
+    "nn",
+    "optim",
+    "train_state",
+    "inputs",
+    "stages.watch",
+    "stages.program",
+    "stages.inspect",
+    "stages.trace",
+    "stages.lower",
+    "stages.capture",
+    "stages.replay",
+    "stages",
+    "lowered",
+    "graph_step",
+    "control",
+    "precision",
+    "sharding",
+    "__init__",
+    "testing",
+    "report",
+    "examples",
+    "bench",
+)
+
+# Imports inside a function: (importing module, imported module) -> why it cannot stand at the top.
+DEFERRED = {
+    ("random", "_philox_triton"): "imports triton at its top, which CPU builds of torch do not bring",
+}
+
+# Dotted name -> the modules that may use it.
+DOORS = {
+    "torch.utils._pytree": ("tree",),
+    "torch.cuda.CUDAGraph": ("stages.capture",),
+    "torch.cuda.graph": ("stages.capture",),
+    "torch.cuda.graphs": ("stages.capture",),
+    "torch.cuda.make_graphed_callables": ("stages.capture",),
+    "torch._subclasses.FakeTensorMode": ("stages.trace",),
+    "torch._subclasses.fake_tensor.FakeTensorMode": ("stages.trace",),
+}
+
+MAX_LINES = 400
+# Module -> (its own limit, why it is one room all the same).
+LONG_FILES = {
+    "random": (
+        600,
+        "keys, the registered op with its CPU kernel and decomposition, and the draws made of it",
+    ),
+    "stages.trace": (560, "one recorder; its parts share the state of a trace"),
+    "state": (560, "leaf, handle and lease know each other's insides, and nothing else may"),
+}
+
+# Calls whose result may be kept by a module: it cannot be changed, or it is a registration with the runtime.
+FROZEN_CALLS = frozenset(
+    {
+        "Library",
+        "NewType",
+        "ParamSpec",
+        "Struct",
+        "TypeAliasType",
+        "TypeVar",
+        "TypeVarTuple",
+        "abspath",
+        "attrgetter",
+        "compile",  # re.compile
+        "dirname",
+        "float",
+        "frozenset",
+        "getLogger",
+        "int",
+        "itemgetter",
+        "join",  # of a path or a string
+        "MappingProxyType",
+        "len",
+        "max",
+        "min",
+        "namedtuple",
+        "object",
+        "tuple",
+    }
+)
+FROZEN_RESULTS = frozenset({"MappingProxyType", "bool", "bytes", "float", "frozenset", "int", "str", "tuple"})
+FROZEN_BASES = frozenset({"Enum", "Flag", "IntEnum", "IntFlag", "NamedTuple", "StrEnum"})
+MUTABLE_CALLS = frozenset(
+    {
+        "Counter",
+        "OrderedDict",
+        "WeakKeyDictionary",
+        "WeakSet",
+        "WeakValueDictionary",
+        "bytearray",
+        "defaultdict",
+        "deque",
+        "dict",
+        "list",
+        "set",
+    }
+)
+MUTABLE_LITERALS = (ast.List, ast.Dict, ast.Set, ast.ListComp, ast.DictComp, ast.SetComp, ast.GeneratorExp)
+PROTOCOL_NAMES = frozenset({"__all__", "__slots__", "__match_args__"})
+
+
+@dataclass(frozen=True)
+class Import:
+    """One import of a module of the package."""
+
+    target: str
+    line: int
+    deferred: bool
+
+
+def module_name(path: Path) -> str:
+    """Return the name below the package: ``stages.trace``; a folder is its ``__init__``."""
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    if parts[-1] == "__init__" and len(parts) > 1:
+        parts = parts[:-1]
+    return ".".join(parts)
+
+
+def package_sources() -> dict[str, str]:
+    """Return source text by module name."""
+    return {module_name(path): path.read_text(encoding="utf-8") for path in sorted(ROOT.rglob("*.py"))}
+
+
+SOURCES = package_sources()
+FOLDERS = frozenset(module_name(path) for path in ROOT.rglob("__init__.py"))
+
+
+# --- checkers ----------------------------------------------------------------------------------------------
+
+
+def room(module: str) -> str:
+    """Return the entry of ORDER that a module belongs to: its own name, or its folder's."""
+    return module if module in ORDER else module.partition(".")[0]
+
+
+def absolute(node: ast.ImportFrom, module: str, *, is_folder: bool) -> str:
+    """Return the absolute dotted name that ``from ... import`` starts from."""
+    if node.level == 0:
+        return node.module or ""
+    parts = [PACKAGE] if module == "__init__" else [PACKAGE, *module.split(".")]
+    if not is_folder:
+        parts = parts[:-1]
+    parts = parts[: len(parts) - node.level + 1]
+    return ".".join([*parts, *([node.module] if node.module else [])])
+
+
+def inside(dotted: str) -> str | None:
+    """Return the name below the package, ``__init__`` for the package itself, None for other packages."""
+    if dotted == PACKAGE:
+        return "__init__"
+    return dotted.removeprefix(PACKAGE + ".") if dotted.startswith(PACKAGE + ".") else None
+
+
+def imports(source: str, module: str, known: frozenset[str], *, is_folder: bool = False) -> list[Import]:
+    """List the imports of the package's own modules, those of ``if TYPE_CHECKING`` included."""
+    found: list[Import] = []
+
+    def add(dotted: str, line: int, *, deferred: bool) -> None:
+        target = inside(dotted)
+        if target is not None:
+            found.append(Import(target, line, deferred))
+
+    def visit(node: ast.AST, *, deferred: bool) -> None:
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                add(alias.name, node.lineno, deferred=deferred)
+        elif isinstance(node, ast.ImportFrom):
+            start = absolute(node, module, is_folder=is_folder)
+            for alias in node.names:
+                submodule = f"{start}.{alias.name}"
+                add(submodule if inside(submodule) in known else start, node.lineno, deferred=deferred)
+        elif (
+            isinstance(node, ast.Call)
+            and last_part(node.func) in {"import_module", "__import__"}
+            and node.args
+        ):
+            name = node.args[0]
+            if isinstance(name, ast.Constant) and isinstance(name.value, str):
+                add(name.value, node.lineno, deferred=deferred)
+        deferred = deferred or isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
+        for child in ast.iter_child_nodes(node):
+            visit(child, deferred=deferred)
+
+    visit(ast.parse(source), deferred=False)
+    return found
+
+
+def order_violations(
+    source: str, module: str, known: frozenset[str], *, is_folder: bool = False
+) -> list[str]:
+    """Say which imports reach down the list, or reach a module that the list does not have."""
+    if room(module) not in ORDER:
+        return [f"{module} is not in the order of the layers"]
+    wrong = []
+    for item in imports(source, module, known, is_folder=is_folder):
+        if room(item.target) not in ORDER:
+            wrong.append(
+                f"{module}:{item.line} imports {item.target}, which is not in the order of the layers"
+            )
+        elif room(item.target) != room(module) and ORDER.index(room(item.target)) > ORDER.index(room(module)):
+            wrong.append(f"{module}:{item.line} imports {item.target}, which comes after it")
+    return wrong
+
+
+def deferred_violations(
+    source: str, module: str, known: frozenset[str], *, is_folder: bool = False
+) -> list[str]:
+    """Say which imports of the package's own modules stand inside a function."""
+    return [
+        f"{module}:{item.line} imports {item.target} inside a function"
+        for item in imports(source, module, known, is_folder=is_folder)
+        if item.deferred and (module, item.target) not in DEFERRED
+    ]
+
+
+def cycles(sources: dict[str, str], folders: frozenset[str] = frozenset()) -> list[str]:
+    """Return the import cycles, deferred imports included, as ``a -> b -> a``."""
+    known = frozenset(sources)
+    edges = {
+        module: sorted({item.target for item in imports(source, module, known, is_folder=module in folders)})
+        for module, source in sources.items()
+    }
+    found: list[str] = []
+    done: set[str] = set()
+
+    def visit(module: str, trail: tuple[str, ...]) -> None:
+        if module in trail:
+            found.append(" -> ".join([*trail[trail.index(module) :], module]))
+        elif module not in done:
+            for target in edges.get(module, ()):
+                visit(target, (*trail, module))
+            done.add(module)
+
+    for module in sorted(edges):
+        visit(module, ())
+    return found
+
+
+def dotted_names(tree: ast.AST) -> Iterator[tuple[int, str]]:
+    """Yield (line, absolute dotted name) of what is imported and of every attribute chain on an import."""
+    names: dict[str, str] = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                yield node.lineno, alias.name
+                names[alias.asname or alias.name.partition(".")[0]] = (
+                    alias.name if alias.asname else alias.name.partition(".")[0]
+                )
+        elif isinstance(node, ast.ImportFrom) and node.level == 0:
+            for alias in node.names:
+                yield node.lineno, f"{node.module}.{alias.name}"
+                names[alias.asname or alias.name] = f"{node.module}.{alias.name}"
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute):
+            parts: list[str] = []
+            base: ast.expr = node
+            while isinstance(base, ast.Attribute):
+                parts.append(base.attr)
+                base = base.value
+            if isinstance(base, ast.Name) and base.id in names:
+                yield node.lineno, ".".join([names[base.id], *reversed(parts)])
+
+
+def door_violations(source: str, module: str) -> list[str]:
+    """Say where a name is used that belongs to one file only."""
+    wrong = {
+        f"{module}:{line} uses {door}, which belongs to {' and '.join(owners)}"
+        for line, name in dotted_names(ast.parse(source))
+        for door, owners in DOORS.items()
+        if module not in owners and (name == door or name.startswith(door + "."))
+    }
+    return sorted(wrong)
+
+
+def address_violations(source: str, module: str) -> list[str]:
+    """Say where ``data_ptr`` is asked for. To define it, so that it raises, is fine."""
+    wrong = []
+    for node in ast.walk(ast.parse(source)):
+        attribute = isinstance(node, ast.Attribute) and node.attr == "data_ptr"
+        by_name = (
+            isinstance(node, ast.Call)
+            and last_part(node.func) in {"getattr", "attrgetter", "methodcaller"}
+            and any(isinstance(arg, ast.Constant) and arg.value == "data_ptr" for arg in node.args)
+        )
+        if attribute or by_name:
+            wrong.append(f"{module}:{node.lineno} asks for a data_ptr")  # type: ignore[attr-defined]
+    return wrong
+
+
+def swallow_violations(source: str, module: str) -> list[str]:
+    """Say where exceptions vanish: a bare ``except``, or all of them caught and nothing done."""
+    wrong = []
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.ExceptHandler):
+            caught = [
+                last_part(part)
+                for part in (node.type.elts if isinstance(node.type, ast.Tuple) else [node.type])
+            ]
+            idle = all(
+                isinstance(line, ast.Pass | ast.Continue)
+                or (isinstance(line, ast.Expr) and isinstance(line.value, ast.Constant))
+                for line in node.body
+            )
+            if node.type is None:
+                wrong.append(f"{module}:{node.lineno} has a bare except")
+            elif idle and {"Exception", "BaseException"} & set(caught):
+                wrong.append(f"{module}:{node.lineno} swallows every exception")
+        elif isinstance(node, ast.Call) and last_part(node.func) == "suppress":
+            if {"Exception", "BaseException"} & {last_part(arg) for arg in node.args}:
+                wrong.append(f"{module}:{node.lineno} swallows every exception")
+    return wrong
+
+
+def last_part(node: ast.AST | None) -> str:
+    """Return ``c`` of ``a.b.c``, of ``c`` and of ``c[...]``; the empty string for anything else."""
+    if isinstance(node, ast.Attribute):
+        return node.attr
+    if isinstance(node, ast.Subscript):
+        return last_part(node.value)
+    return node.id if isinstance(node, ast.Name) else ""
+
+
+def is_frozen_class(node: ast.ClassDef) -> bool:
+    """Whether instances cannot be changed: an enum, a named tuple, a frozen dataclass, or ``__slots__ = ()``."""
+    by_base = any(last_part(base) in FROZEN_BASES for base in node.bases)
+    by_decorator = any(
+        key.arg == "frozen" and isinstance(key.value, ast.Constant) and key.value.value is True
+        for call in node.decorator_list
+        if isinstance(call, ast.Call)
+        for key in call.keywords
+    )
+    by_slots = any(
+        name == "__slots__" and ast.unparse(value) == "()" for name, value, _ in assignments(node.body)
+    )
+    return by_base or by_decorator or by_slots
+
+
+def frozen_calls(tree: ast.Module) -> frozenset[str]:
+    """Return what a module may call for a value to keep: frozen classes, and functions that return such."""
+    own = {
+        node.name
+        for node in tree.body
+        if (isinstance(node, ast.ClassDef) and is_frozen_class(node))
+        or (isinstance(node, ast.FunctionDef) and last_part(node.returns) in FROZEN_RESULTS)
+    }
+    return FROZEN_CALLS | own
+
+
+def mutable_parts(node: ast.AST, frozen: frozenset[str]) -> Iterator[ast.expr]:
+    """Yield the parts of a value that someone could change later."""
+    if isinstance(node, MUTABLE_LITERALS):
+        yield node
+    elif isinstance(node, ast.Call):
+        name = last_part(node.func)
+        if name not in frozen:
+            yield node
+        elif name in {"MappingProxyType", "frozenset", "tuple"}:
+            # The outer literal is sealed or copied; what lies in it is not.
+            for arg in node.args:
+                for child in ast.iter_child_nodes(arg):
+                    yield from mutable_parts(child, frozen)
+    elif isinstance(node, ast.Starred):
+        # Unpacked: the container itself is not kept.
+        if not isinstance(node.value, ast.Call):
+            for child in ast.iter_child_nodes(node.value):
+                yield from mutable_parts(child, frozen)
+    elif isinstance(node, ast.Subscript):
+        yield from mutable_parts(node.value, frozen)  # the slice of `Callable[[int], str]` is no list
+    elif not isinstance(node, ast.Lambda):
+        for child in ast.iter_child_nodes(node):
+            yield from mutable_parts(child, frozen)
+
+
+def top_level(body: list[ast.stmt]) -> Iterator[ast.stmt]:
+    """Yield the statements that run when a body is executed, those under if, try, with and for included."""
+    for node in body:
+        yield node
+        for field in ("body", "orelse", "finalbody"):
+            if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+                yield from top_level(getattr(node, field, []))
+        for handler in getattr(node, "handlers", []):
+            yield from top_level(handler.body)
+
+
+def assignments(body: list[ast.stmt]) -> Iterator[tuple[str, ast.expr, int]]:
+    """Yield (names, value, line) of the assignments of a body."""
+    for node in top_level(body):
+        if isinstance(node, ast.Assign | ast.AnnAssign | ast.AugAssign) and node.value is not None:
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            yield ", ".join(ast.unparse(target) for target in targets), node.value, node.lineno
+
+
+def mutable_violations(source: str, module: str) -> list[str]:
+    """Say where a module or a class keeps something that changes, or a function rebinds a global."""
+    tree = ast.parse(source)
+    frozen = frozen_calls(tree)
+    wrong = [
+        f"{module}:{line} `{name}` is mutable and lives as long as the module"
+        for name, value, line in assignments(tree.body)
+        if name not in PROTOCOL_NAMES and any(mutable_parts(value, frozen))
+    ]
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Global):
+            wrong.append(f"{module}:{node.lineno} rebinds global {', '.join(node.names)}")
+        elif isinstance(node, ast.ClassDef):
+            wrong += [
+                f"{module}:{line} `{node.name}.{name}` is mutable and shared by all instances"
+                for name, value, line in assignments(node.body)
+                if name not in PROTOCOL_NAMES
+                and (
+                    isinstance(value, MUTABLE_LITERALS)
+                    or (isinstance(value, ast.Call) and last_part(value.func) in MUTABLE_CALLS)
+                )
+            ]
+    return wrong
+
+
+def length_violations(source: str, module: str) -> list[str]:
+    """Say whether a file has outgrown its room."""
+    limit, _ = LONG_FILES.get(module, (MAX_LINES, ""))
+    lines = len(source.splitlines())
+    return [f"{module} has {lines} lines, more than {limit}"] if lines > limit else []
+
+
+# --- the package -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("module", SOURCES)
+def test_module_imports_only_from_above(module: str) -> None:
+    known = frozenset(SOURCES)
+    assert order_violations(SOURCES[module], module, known, is_folder=module in FOLDERS) == []
+
+
+@pytest.mark.parametrize("module", SOURCES)
+def test_module_has_no_deferred_imports_of_the_package(module: str) -> None:
+    known = frozenset(SOURCES)
+    assert deferred_violations(SOURCES[module], module, known, is_folder=module in FOLDERS) == []
+
+
+def test_package_has_no_import_cycles() -> None:
+    assert cycles(SOURCES, FOLDERS) == []
+
+
+@pytest.mark.parametrize(
+    "check",
+    [door_violations, address_violations, swallow_violations, mutable_violations, length_violations],
+    ids=lambda check: check.__name__.removesuffix("_violations"),
+)
+@pytest.mark.parametrize("module", SOURCES)
+def test_module_keeps_the_rule(module: str, check: Callable[[str, str], list[str]]) -> None:
+    assert check(SOURCES[module], module) == []
+
+
+@pytest.mark.parametrize(("importer", "imported"), DEFERRED)
+def test_deferred_allowance_is_still_needed(importer: str, imported: str) -> None:
+    found = imports(SOURCES[importer], importer, frozenset(SOURCES), is_folder=importer in FOLDERS)
+    assert any(item.target == imported and item.deferred for item in found)
+
+
+@pytest.mark.parametrize("module", LONG_FILES)
+def test_long_file_allowance_is_still_needed(module: str) -> None:
+    assert len(SOURCES[module].splitlines()) > MAX_LINES
+
+
+# --- planted bugs ------------------------------------------------------------------------------------------
+
+KNOWN = frozenset(
+    {"__init__", "errors", "tree", "arena", "state", "optim", "optim.base", "stages", "stages.trace"}
+)
+
+
+@pytest.mark.parametrize(
+    ("module", "source"),
+    [
+        ("tree", "from functional_cg.arena import plan"),
+        ("tree", "from functional_cg import arena"),
+        ("tree", "from . import arena"),
+        ("tree", "from .arena import plan"),
+        ("tree", "import functional_cg.arena as a"),
+        ("tree", "import functional_cg"),
+        ("tree", "from functional_cg import place"),
+        ("tree", "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from .arena import Arena"),
+        ("tree", "def f():\n    from .arena import Arena"),
+        ("optim.base", "from ..stages import trace"),
+        ("optim.base", "from ..stages.trace import f"),
+        ("stages.trace", "from . import f"),
+        ("stages.trace", "from functional_cg.stages.lower import plan"),
+        ("tree", "from .unheard_of import f"),
+        ("unheard_of", ""),
+        ("errors", "import importlib\nimportlib.import_module('functional_cg.tree')"),
+    ],
+)
+def test_order_checker_finds(module: str, source: str) -> None:
+    assert len(order_violations(source, module, KNOWN)) == 1
+
+
+@pytest.mark.parametrize(
+    ("module", "source"),
+    [
+        ("arena", "from .errors import LayoutError\nfrom . import tree\nimport functional_cg.tree"),
+        ("optim.base", "from ..state import Handle\nfrom . import schedules\nfrom .schedules import f"),
+        ("stages.trace", "from .watch import f\nfrom ..optim import chain"),
+        ("testing.laws", "import functional_cg as fcg\nfrom functional_cg import GraphStep, tree"),
+        ("tree", "import torch.arena\nfrom torch import arena"),
+    ],
+)
+def test_order_checker_allows(module: str, source: str) -> None:
+    assert order_violations(source, module, KNOWN) == []
+
+
+def test_order_checker_reads_relative_imports_of_a_folder() -> None:
+    source = "from .base import f\nfrom ..stages.trace import g"
+    found = imports(source, "optim", KNOWN, is_folder=True)
+    assert [item.target for item in found] == ["optim.base", "stages.trace"]
+    found = imports("from .optim.base import f\nfrom . import tree", "__init__", KNOWN, is_folder=True)
+    assert [item.target for item in found] == ["optim.base", "tree"]
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "def f():\n    from .errors import LayoutError",
+        "def f():\n    import functional_cg.errors",
+        "class A:\n    def f(self):\n        if self:\n            from . import errors",
+        "def __getattr__(name):\n    return importlib.import_module('functional_cg.' 'errors')",
+    ],
+)
+def test_deferred_checker_finds(source: str) -> None:
+    assert len(deferred_violations(source, "tree", KNOWN)) == 1
+
+
+def test_deferred_checker_allows_other_packages_and_what_is_listed() -> None:
+    known = KNOWN | {"random", "_philox_triton"}
+    assert deferred_violations("def f():\n    import matplotlib", "tree", known) == []
+    assert deferred_violations("def f():\n    from . import _philox_triton", "random", known) == []
+    assert deferred_violations("def f():\n    from . import _philox_triton", "tree", known) != []
+
+
+def test_cycle_checker_finds() -> None:
+    sources = {
+        "a": "from .b import x",
+        "b": "def f():\n    from . import c",
+        "c": "from .a import y",
+        "d": "",
+    }
+    assert cycles(sources) == ["a -> b -> c -> a"]
+    assert cycles({**sources, "c": "from .d import y"}) == []
+    # A folder that re-exports a module, which imports the folder.
+    sources = {"optim": "from .base import f", "optim.base": "from . import g"}
+    assert cycles(sources, frozenset({"optim"})) == ["optim -> optim.base -> optim"]
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "from torch.utils import _pytree",
+        "from torch.utils._pytree import tree_map",
+        "import torch.utils._pytree as pytree",
+        "import torch\ntorch.utils._pytree.tree_map(f, x)",
+        "import torch\ng = torch.cuda.CUDAGraph()",
+        "import torch\ndef f(g: torch.cuda.CUDAGraph): ...",
+        "import torch as t\nwith t.cuda.graph(g): pass",
+        "from torch import cuda\nwith cuda.graph(g): pass",
+        "from torch.cuda import CUDAGraph",
+        "from torch.cuda.graphs import graph",
+        "from torch._subclasses.fake_tensor import FakeTensorMode",
+        "from torch._subclasses import fake_tensor\nfake_tensor.FakeTensorMode()",
+    ],
+)
+def test_door_checker_finds(source: str) -> None:
+    assert len(door_violations(source, "state")) == 1
+
+
+def test_door_checker_allows_the_door_and_what_only_looks_like_it() -> None:
+    assert door_violations("from torch.utils import _pytree", "tree") == []
+    assert door_violations("import torch\ntorch.cuda.graph(g)", "stages.capture") == []
+    source = "import torch\ntorch.cuda.graph_pool_handle()\nself.cuda.graph\nfrom .stages import graph"
+    assert door_violations(source, "state") == []
+
+
+@pytest.mark.parametrize(
+    "source", ["x.data_ptr()", "f = torch.Tensor.data_ptr", "getattr(x.untyped_storage(), 'data_ptr')()"]
+)
+def test_address_checker_finds(source: str) -> None:
+    assert len(address_violations(source, "state")) == 1
+
+
+def test_address_checker_allows_the_override() -> None:
+    source = "class Leaf:\n    def data_ptr(self):\n        raise ReadOnlyError('a leaf has no data_ptr')"
+    assert address_violations(source, "state") == []
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "try:\n    f()\nexcept:\n    raise",
+        "try:\n    f()\nexcept Exception:\n    pass",
+        "try:\n    f()\nexcept (ValueError, BaseException) as error:\n    ...",
+        "for x in y:\n    try:\n        f()\n    except Exception:\n        continue",
+        "with contextlib.suppress(Exception):\n    f()",
+    ],
+)
+def test_swallow_checker_finds(source: str) -> None:
+    assert len(swallow_violations(source, "state")) == 1
+
+
+def test_swallow_checker_allows_what_is_named_or_handled() -> None:
+    source = "try:\n    f()\nexcept KeyError:\n    pass\nexcept Exception as error:\n    raise A from error"
+    assert swallow_violations(source, "state") == []
+    assert swallow_violations("with suppress(KeyError):\n    f()", "state") == []
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "CACHE = {}",
+        "CACHE: dict[str, int] = {}",
+        "if True:\n    CACHE = []",
+        "try:\n    import x\nexcept ImportError:\n    CACHE = set()",
+        "CACHE = dict()",
+        "CACHE = weakref.WeakKeyDictionary()",
+        "COUNT = itertools.count()",
+        "STEP = torch.zeros(3)",
+        "TABLE = (1, [2])",
+        "TABLE = (1, *([2],))",
+        "def table() -> dict[str, int]:\n    return {}\nTABLE = table()",
+        "TABLE = MappingProxyType({'a': []})",
+        "TABLE = {1: 2} | {3: 4}",
+        "NAMES = [x for x in y]",
+        "def f():\n    global _STATE\n    _STATE = 1",
+        "class A:\n    cache = {}",
+        "class A:\n    cache: dict[str, int] = defaultdict(int)",
+        "class A: ...\nDEFAULT = A()",
+        "@dataclass\nclass A: ...\nDEFAULT = A()",
+        "__all__ = []\nREGISTRY = __all__ + []",
+    ],
+)
+def test_mutable_checker_finds(source: str) -> None:
+    assert len(mutable_violations(source, "state")) == 1
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "__all__ = ['a']",
+        "T = TypeVar('T')\nP = ParamSpec('P')",
+        "_LOG = logging.getLogger(__name__)",
+        "_LIB = torch.library.Library('fcg', 'DEF')\n_LIB.define('f(Tensor x) -> Tensor')",
+        "_RE = re.compile('x')",
+        "SIZES = MappingProxyType({'a': (1, 2)})\nKINDS = frozenset({1, 2})\nPAIR = (1, 'a', None)",
+        "Loss = Callable[[int, str], dict[str, int]]\nTree = int | list[int]",
+        "f: Callable[[], list[int]] = lambda: []",
+        "@dataclass(frozen=True)\nclass A: ...\nDEFAULT = A()",
+        "class Miss:\n    __slots__ = ()\nMISS = Miss()",
+        "HERE = os.path.dirname(__file__)\nDIRS = tuple(os.path.join(HERE, x) for x in 'ab')\nALL = (HERE, *f(1))",
+        "def table(x) -> MappingProxyType[str, int]:\n    return MappingProxyType(dict(x))\nTABLE = table(())",
+        "class Phase(Enum):\n    A = 1\nFIRST = Phase('A')",
+        "class A:\n    __slots__ = ['x']\n    y: list[int] = field(default_factory=list)",
+        "def f():\n    cache = {}\n    return cache",
+    ],
+)
+def test_mutable_checker_allows(source: str) -> None:
+    assert mutable_violations(source, "state") == []
+
+
+def test_length_checker_finds() -> None:
+    assert length_violations("x\n" * MAX_LINES, "errors") == []
+    assert len(length_violations("x\n" * (MAX_LINES + 1), "errors")) == 1
