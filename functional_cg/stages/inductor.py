@@ -1,0 +1,294 @@
+"""Lower with a compiler: the whole step as one graph for inductor, or for any backend of ``torch.compile``.
+
+Slots enter as separate inputs that the graph writes in place at its end, so gradients fuse into the update and no copy of
+the state is made. The door to ``torch._inductor.standalone_compile``.
+"""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from ..random import decompose_random_bits
+from ..state import uninterrupted
+from .lower import Before, Buffers, Run, Schedule, schedule
+from .program import Instr, Program, Var, map_vars
+
+__all__ = ["CompiledPlan", "build_graph", "lower_compiled"]
+
+# One graph for all: inductor's own CUDA graphs off, whatever the user's global configuration says.
+_INDUCTOR_OPTIONS: Mapping[str, Any] = {"triton.cudagraphs": False, "triton.cudagraph_trees": False}
+
+
+class CompiledPlan:
+    """Runs a compiled function on static buffers."""
+
+    def __init__(self, program: Program, plan: Schedule, device: torch.device, compiler: Callable[..., Any] | None):
+        self._program = program
+        self._plan = plan
+        self._touched = _touched_slots(program, plan)
+        self._graph = build_graph(program, plan, self._touched)
+        self._device = device
+        self._compiler = compiler
+        self._compiled: Callable[..., Any] | None = None
+
+    def as_text(self) -> str:
+        return str(self._graph.code)
+
+    def bind(self, buffers: Buffers) -> Run:
+        arguments = [
+            *(buffers.slots[i] for i in self._touched),
+            *buffers.inputs,
+            *buffers.constants,
+        ]
+        if self._compiled is None:
+            self._compiled = self._compile(arguments)
+        compiled = self._compiled
+        on_host = self._device.type == "cpu"
+        anything = bool(self._plan.outputs)
+
+        def run(before: Before) -> Sequence[Tensor]:
+            with torch.no_grad():
+                if not on_host:
+                    uninterrupted(before)
+                    out = compiled(*arguments)
+                else:
+                    # A compiled host function writes slots while Python runs: Ctrl-C waits until it is done.
+                    with _interrupts_deferred():
+                        out = compiled(*arguments)
+                        uninterrupted(before)
+            return out if anything else ()
+
+        return run
+
+    def _compile(self, arguments: list[Tensor]) -> Callable[..., Any]:
+        with torch.no_grad():
+            if self._compiler is not None:
+                return self._compiler(self._graph, arguments)  # type: ignore[no-any-return]
+            from torch._inductor import standalone_compile
+
+            return standalone_compile(  # type: ignore[no-any-return]
+                self._graph,
+                arguments,
+                dynamic_shapes="from_example_inputs",
+                options={"config_patches": dict(_INDUCTOR_OPTIONS)},
+            )
+
+
+def lower_compiled(program: Program, device: torch.device, compiler: Callable[..., Any] | None) -> CompiledPlan:
+    """Lower through inductor, or through ``compiler(graph_module, example_inputs) -> callable``."""
+    return CompiledPlan(program, schedule(program, fuse=False), device, compiler)
+
+
+def _touched_slots(program: Program, plan: Schedule) -> list[int]:
+    """Slots that some call reads or the commit writes; the others are not arguments of the compiled function."""
+    read = {var for instr in plan.head for var in instr.inputs()} | set(plan.outputs)
+    read |= {var for _, var in plan.commits}
+    written = {position for position, _ in plan.commits}
+    return [i for i, var in enumerate(program.slots) if i in written or var in read]
+
+
+def build_graph(program: Program, plan: Schedule, touched: Sequence[int]) -> fx.GraphModule:
+    """The program as an FX graph: placeholders are touched slots, inputs, constants; outputs are the metrics."""
+    graph = fx.Graph()
+    nodes: dict[Var, fx.Node] = {}
+    for var in [*(program.slots[i] for i in touched), *program.inputs, *(c.var for c in program.constants)]:
+        nodes[var] = graph.placeholder(repr(var))
+    for i in plan.written_constants:
+        var = program.constants[i].var
+        nodes[var] = graph.call_function(torch.ops.aten.clone.default, (nodes[var],))
+
+    def node(var: Var) -> fx.Node:
+        return nodes[var]
+
+    def assign(out: Any, value: fx.Node) -> None:
+        if isinstance(out, Var):
+            nodes[out] = value
+        elif isinstance(out, (list, tuple)):
+            for i, item in enumerate(out):
+                if item is not None and not (isinstance(item, (list, tuple)) and not item):
+                    assign(item, graph.call_function(_item, (value, i)))
+
+    for instr in plan.head:
+        kwargs = {name: map_vars(node, value) for name, value in instr.kwargs.items()}
+        assign(instr.out, graph.call_function(_target(instr), map_vars(node, instr.args), kwargs))
+    clone = torch.ops.aten.clone.default
+    outputs = [
+        graph.call_function(clone, (nodes[var],)) if i in plan.cloned else nodes[var]
+        for i, var in enumerate(plan.outputs)
+    ]
+    values = [
+        graph.call_function(clone, (nodes[var],)) if position in plan.staged else nodes[var]
+        for position, var in plan.commits
+    ]
+    for (position, _), value in zip(plan.commits, values, strict=True):
+        graph.call_function(torch.ops.aten.copy_.default, (nodes[program.slots[position]], value))
+    if not outputs:  # a compiled function has to return something
+        device = program.slots[0].spec.device if program.slots else torch.device("cpu")
+        outputs = [graph.call_function(torch.ops.aten.zeros.default, ([0],), {"device": device})]
+    graph.output(tuple(outputs))
+    return fx.GraphModule(torch.nn.Module(), graph)
+
+
+def _item(value: Sequence[Any], index: int) -> Any:
+    return value[index]
+
+
+def _target(instr: Instr) -> Callable[..., Any]:
+    """The call's target; ops of our own and fused optimizers are traced as formulas, which the compiler can fuse."""
+    name = instr.op._schema.name
+    if name == "fcg::random_bits":
+        return decompose_random_bits
+    return _FORMULAS.get(name, instr.op)
+
+
+@contextmanager
+def _interrupts_deferred() -> Iterator[None]:
+    """Hold back Ctrl-C inside of the block and deliver it at its end."""
+    if threading.current_thread() is not threading.main_thread():
+        yield  # only the main thread is interrupted
+        return
+    handler = signal.getsignal(signal.SIGINT)
+    pending: list[tuple[int, FrameType | None]] = []
+    if not callable(handler):
+        yield
+        return
+    signal.signal(signal.SIGINT, lambda number, frame: pending.append((number, frame)))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, handler)
+    if pending:
+        handler(*pending[0])
+
+
+# -- fused optimizers as formulas ---------------------------------------------------------------------------------
+
+
+def _adam(
+    params: Sequence[Tensor],
+    grads: Sequence[Tensor],
+    exp_avgs: Sequence[Tensor],
+    exp_avg_sqs: Sequence[Tensor],
+    max_exp_avg_sqs: Sequence[Tensor],
+    state_steps: Sequence[Tensor],
+    *,
+    lr: Any,
+    beta1: float,
+    beta2: float,
+    weight_decay: float,
+    eps: float,
+    amsgrad: bool,
+    maximize: bool,
+    decoupled: bool,
+    grad_scale: Tensor | None = None,
+    found_inf: Tensor | None = None,
+) -> tuple[list[Tensor], ...]:
+    """Adam and AdamW, the order of operations of ``torch.optim`` (Kingma & Ba 2015; Loshchilov & Hutter 2019)."""
+    scalars: dict[int, tuple[Tensor, Tensor]] = {}
+    out: tuple[list[Tensor], ...] = ([], [], [], [], [])
+    maxima: Sequence[Tensor | None] = list(max_exp_avg_sqs) or [None] * len(params)
+    for p, g, m, v, top, step in zip(params, grads, exp_avgs, exp_avg_sqs, maxima, state_steps, strict=True):
+        if id(step) not in scalars:  # once per step, in float64, outside of the update kernels
+            count = step.double()
+            scalars[id(step)] = (lr / (1 - beta1**count), (1 - beta2**count).sqrt())
+        step_size, root = (value.to(_scalar_dtype(p)) for value in scalars[id(step)])
+        gradient = -g if maximize else g
+        decayed = p * (1 - lr * weight_decay) if decoupled and weight_decay else p
+        if weight_decay and not decoupled:
+            gradient = gradient + weight_decay * p
+        mu = m + (gradient - m) * (1 - beta1)
+        nu = v * beta2 + gradient * gradient * (1 - beta2)
+        bound = nu if top is None else torch.maximum(top, nu)
+        new = decayed - step_size * mu / (bound.sqrt() / root + eps)
+        results = [new.to(p.dtype), g, mu, nu, bound]
+        if found_inf is not None:
+            keep = found_inf.bool()
+            results = [torch.where(keep, old, fresh) for old, fresh in zip([p, g, m, v, top], results, strict=True)]
+        for column, result in zip(out, results, strict=True):
+            column.append(result)
+    return (*out[:4], out[4] if max_exp_avg_sqs else [])
+
+
+def _scalar_dtype(param: Tensor) -> torch.dtype:
+    return torch.float64 if param.dtype == torch.float64 else torch.float32
+
+
+def _adam_coupled(*args: Any, **kwargs: Any) -> Any:
+    return _adam(*args, decoupled=False, **kwargs)
+
+
+def _adam_decoupled(*args: Any, **kwargs: Any) -> Any:
+    return _adam(*args, decoupled=True, **kwargs)
+
+
+def _sgd(
+    params: Sequence[Tensor],
+    grads: Sequence[Tensor],
+    momenta: Sequence[Tensor],
+    *,
+    weight_decay: float,
+    momentum: float,
+    lr: Any,
+    dampening: float,
+    nesterov: bool,
+    maximize: bool,
+    is_first_step: bool,
+    grad_scale: Tensor | None = None,
+    found_inf: Tensor | None = None,
+) -> tuple[list[Tensor], ...]:
+    """SGD with momentum and Nesterov's, as ``torch.optim.SGD``."""
+    news, buffers = [], []
+    for i, (p, g) in enumerate(zip(params, grads, strict=True)):
+        gradient = -g if maximize else g
+        if weight_decay:
+            gradient = gradient + weight_decay * p
+        direction = gradient
+        if momentum:
+            buffer = gradient if is_first_step else momentum * momenta[i] + (1 - dampening) * gradient
+            direction = gradient + momentum * buffer if nesterov else buffer
+            buffers.append(buffer)
+        news.append((p - lr * direction).to(p.dtype))
+    return news, list(grads), buffers
+
+
+def _adagrad(
+    params: Sequence[Tensor],
+    grads: Sequence[Tensor],
+    state_sums: Sequence[Tensor],
+    state_steps: Sequence[Tensor],
+    *,
+    lr: Any,
+    lr_decay: float,
+    weight_decay: float,
+    eps: float,
+    maximize: bool,
+    grad_scale: Tensor | None = None,
+    found_inf: Tensor | None = None,
+) -> tuple[list[Tensor], ...]:
+    """Adagrad (Duchi et al. 2011), as ``torch.optim.Adagrad``."""
+    news, sums = [], []
+    for p, g, total, step in zip(params, grads, state_sums, state_steps, strict=True):
+        gradient = -g if maximize else g
+        if weight_decay:
+            gradient = gradient + weight_decay * p
+        rate = lr / (1 + (step - 1) * lr_decay)
+        new_total = total + gradient * gradient
+        news.append((p - rate * gradient / (new_total.sqrt() + eps)).to(p.dtype))
+        sums.append(new_total)
+    return news, list(grads), sums, list(state_steps)
+
+
+_FORMULAS: Mapping[str, Callable[..., Any]] = {
+    "aten::_fused_adam": _adam_coupled,
+    "aten::_fused_adamw": _adam_decoupled,
+    "aten::_fused_sgd": _sgd,
+    "aten::_fused_adagrad": _adagrad,
+}
