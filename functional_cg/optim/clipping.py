@@ -37,7 +37,8 @@ def global_norm(updates: Updates) -> Tensor:
 
     per_leaf = _fused.per_group(norms, [flat])[0]
     stacked = torch.stack([_fused.beside(norm, flat[0]) for norm in per_leaf])
-    return torch.linalg.vector_norm(stacked, dtype=torch.float64)
+    norm: Tensor = torch.linalg.vector_norm(stacked, dtype=torch.float64)
+    return norm
 
 
 @dataclass(frozen=True)

@@ -68,7 +68,7 @@ class inject_hyperparams:
     def __call__(self, **arguments: Any) -> InjectedTransformation:
         pairs = tuple((name, freeze(value)) for name, value in sorted(arguments.items()))
         tx = InjectedTransformation(self.factory, pairs, self.static_args)
-        made = tx.prototype
+        made: Any = tx.prototype
         if not isinstance(made, GradientTransformation):
             raise TypeError(f"inject_hyperparams: the factory returned {type(made).__name__}: {made!r}")
         return tx

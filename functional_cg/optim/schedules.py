@@ -30,7 +30,10 @@ class Schedule(ABC):
     @overload
     def __call__(self, count: int) -> float: ...
     def __call__(self, count: int | Tensor) -> float | Tensor:
-        return self.value(count.to(torch.float64) if isinstance(count, Tensor) else float(count))
+        out: float | Tensor = self.value(
+            count.to(torch.float64) if isinstance(count, Tensor) else float(count)
+        )
+        return out
 
     @abstractmethod
     def value(self, t: Any) -> Any:

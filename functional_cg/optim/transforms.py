@@ -239,8 +239,8 @@ class scale_by_adam(GradientTransformation):
     def update(
         self, updates: Updates, state: ScaleByAdamState, params: Params | None = None
     ) -> tuple[Updates, ScaleByAdamState]:
-        b2, rest1, rest2, eps = map(shared, (self.b2, 1 - self.b1, 1 - self.b2, self.eps))
-        mu = tree.map(lambda m, u: m + rest1(m) * (u - m), state.mu, updates)
+        b1, b2, rest1, rest2, eps = map(shared, (self.b1, self.b2, 1 - self.b1, 1 - self.b2, self.eps))
+        mu = tree.map(lambda m, u: b1(m) * m + rest1(m) * u, state.mu, updates)
         nu = tree.map(lambda v, u: b2(v) * v + rest2(v) * (u * u), state.nu, updates)
         new = ScaleByAdamState(state.count + 1, mu, nu)
         if self.bias_correction:

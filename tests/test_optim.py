@@ -1,0 +1,660 @@
+"""Laws of the optimizer algebra: composition, values, masks, hyper-parameters, layouts, tracing."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from functional_cg import optim, tree
+from functional_cg.errors import LayoutError
+
+DECAY = {"w": True, "b": False}
+SCHEDULE = optim.warmup_cosine(0.1, 2, 10)
+
+TRANSFORMATIONS = [
+    optim.identity(),
+    optim.set_to_zero(),
+    optim.scale(0.5),
+    optim.scale_by_schedule(SCHEDULE),
+    optim.scale_by_learning_rate(0.1),
+    optim.scale_by_learning_rate(SCHEDULE),
+    optim.trace(0.9, nesterov=True),
+    optim.scale_by_adam(),
+    optim.scale_by_adam(bias_correction=False),
+    optim.scale_by_rss(),
+    optim.scale_by_trust_ratio(),
+    optim.scale_by_yogi(),
+    optim.add_decayed_weights(0.1, mask=DECAY),
+    optim.clip_by_global_norm(0.5),
+]
+OPTIMIZERS = [
+    optim.sgd(0.1),
+    optim.sgd(SCHEDULE, momentum=0.9),
+    optim.sgd(0.1, momentum=0.9, nesterov=True),
+    optim.adam(0.1),
+    optim.adam(SCHEDULE),
+    optim.adamw(0.1, weight_decay=0.1),
+    optim.adamw(SCHEDULE, weight_decay=0.1, mask=DECAY),
+    optim.adagrad(0.1),
+    optim.adagrad(SCHEDULE, initial_accumulator_value=0.1),
+    optim.lamb(0.1, weight_decay=0.1, mask=DECAY),
+    optim.lamb(0.1, weight_decay=0.0, bias_correction=False),
+    optim.yogi(SCHEDULE),
+    optim.chain(optim.clip_by_global_norm(0.5), optim.adamw(SCHEDULE, weight_decay=0.1, mask=DECAY)),
+    optim.chain(optim.add_decayed_weights(0.1), optim.chain(optim.sgd(0.1))),
+    optim.chain(optim.masked(optim.scale(0.5), DECAY), optim.trace(0.9), optim.scale(-0.1)),
+    optim.partition(
+        {"a": optim.adam(0.1), "z": optim.set_to_zero(), "unused": optim.yogi(0.1)}, {"w": "a", "b": "z"}
+    ),
+    optim.inject_hyperparams(optim.adamw)(learning_rate=0.1, weight_decay=0.1, mask=DECAY),
+    optim.inject_hyperparams(optim.adamw, ("b1",))(learning_rate=0.1, b1=0.8, b2=0.99, weight_decay=0.1),
+    optim.inject_hyperparams(optim.sgd)(learning_rate=0.1, momentum=0.9, nesterov=True),
+    optim.inject_hyperparams(optim.lamb)(learning_rate=0.1, b1=0.9, b2=0.999, eps=1e-6, weight_decay=0.1),
+    optim.inject_hyperparams(optim.yogi)(learning_rate=0.1, b1=0.9, eps=1e-3),
+    optim.inject_hyperparams(optim.adagrad)(learning_rate=0.1, eps=1e-10),
+]
+EVERY = [*TRANSFORMATIONS, *OPTIMIZERS]
+WITH_STEP = [tx for tx in OPTIMIZERS if tx.step is not None]
+
+
+def fresh(*, dtype: torch.dtype = torch.float32) -> dict[str, Any]:
+    """A tree with a matrix, an empty leaf, a 0-dim one and one under a second level."""
+    return {
+        "w": torch.randn(3, 4, dtype=dtype),
+        "b": [
+            torch.randn(0, 2, dtype=dtype),
+            {"s": torch.randn((), dtype=dtype)},
+            torch.randn(5, dtype=dtype),
+        ],
+    }
+
+
+def run(
+    tx: optim.GradientTransformation, params: Any, grads: list[Any], *, fused: bool = False
+) -> tuple[Any, Any]:
+    state = tx.init(params)
+    for grad in grads:
+        if fused:
+            assert tx.step is not None
+            params, state = tx.step(grad, state, params)
+        else:
+            updates, state = tx.update(grad, state, params)
+            params = optim.apply_updates(params, updates)
+    return params, state
+
+
+def assert_same(a: Any, b: Any) -> None:
+    """Bitwise equal trees, dtypes and strides included."""
+    (xs, a_def), (ys, b_def) = tree.flatten(a), tree.flatten(b)
+    assert a_def == b_def
+    for x, y in zip(xs, ys, strict=True):
+        assert (x.dtype, x.shape, x.stride()) == (y.dtype, y.shape, y.stride())
+        assert torch.equal(x, y)
+
+
+def assert_near(a: Any, b: Any, *, steps: int) -> None:
+    """Within 1e-6 (float32) a step of the largest number in the leaf, or of 1."""
+    for x, y in zip(tree.leaves(a), tree.leaves(b), strict=True):
+        assert x.dtype == y.dtype
+        torch.testing.assert_close(
+            x, y, rtol=0, atol=1e-6 * steps * max(1.0, y.abs().max().item() if y.numel() else 0)
+        )
+
+
+# Values
+
+
+@pytest.mark.parametrize("tx", EVERY, ids=repr)
+def test_transformations_are_values(tx: optim.GradientTransformation) -> None:
+    copy = pickle.loads(pickle.dumps(tx))
+    assert copy == tx
+    assert hash(copy) == hash(tx)
+    assert repr(copy) == repr(tx)
+    assert sum(copy == other for other in EVERY) == 1
+
+
+@pytest.mark.parametrize("tx", EVERY, ids=repr)
+def test_repr_is_the_call_that_makes_it(tx: optim.GradientTransformation) -> None:
+    assert eval(repr(tx), {**vars(optim), "optim": optim}) == tx
+
+
+def test_a_mask_is_copied_and_its_writing_order_does_not_matter() -> None:
+    mask = {"w": True, "b": False}
+    tx = optim.adamw(0.1, weight_decay=0.1, mask=mask)
+    mask["b"] = True
+    assert tx == optim.adamw(0.1, weight_decay=0.1, mask={"b": False, "w": True})
+    assert tx != optim.adamw(0.1, weight_decay=0.1, mask=mask)
+
+
+def test_repr_shows_every_number() -> None:
+    tx = optim.chain(optim.clip_by_global_norm(1.0), optim.adamw(0.1, weight_decay=0.5))
+    assert repr(tx) == (
+        "chain(clip_by_global_norm(max_norm=1.0), "
+        "adamw(learning_rate=0.1, b1=0.9, b2=0.999, eps=1e-08, weight_decay=0.5, mask=None))"
+    )
+
+
+def test_frozen() -> None:
+    with pytest.raises(AttributeError, match="cannot assign"):
+        optim.sgd(0.1).learning_rate = 0.2  # type: ignore[misc]
+
+
+# Every transformation
+
+
+@pytest.mark.parametrize("tx", EVERY, ids=repr)
+def test_layouts_are_kept_and_inputs_untouched(tx: optim.GradientTransformation) -> None:
+    params, grads = fresh(), fresh()
+    state = tx.init(params)
+    before = tree.map(torch.clone, (params, grads, state))
+    updates, new_state = tx.update(grads, state, params)
+    results = [(updates, new_state)]
+    if tx.step is not None:
+        results.append(tx.step(grads, state, params))
+    for tree_out, state_out in results:
+        for got, expected in ((tree_out, params), (state_out, state)):
+            assert tree.flatten(got)[1] == tree.flatten(expected)[1]
+            for x, y in zip(tree.leaves(got), tree.leaves(expected), strict=True):
+                assert (x.shape, x.dtype, x.device) == (y.shape, y.dtype, y.device)
+    assert_same((params, grads, state), before)
+
+
+@pytest.mark.parametrize("tx", EVERY, ids=repr)
+def test_state_leaves_own_their_memory(tx: optim.GradientTransformation) -> None:
+    params = fresh()
+    grads = [fresh() for _ in range(2)]
+    final, state = run(tx, params, grads)
+    places = [x.untyped_storage().data_ptr() for x in tree.leaves((final, state)) if x.numel()]
+    assert len(places) == len(set(places))
+
+
+@pytest.mark.parametrize("tx", EVERY, ids=repr)
+def test_a_tree_without_leaves(tx: optim.GradientTransformation) -> None:
+    if tx.parts or getattr(tx, "mask", None) is not None:
+        pytest.skip("its mask or labels need those leaves")
+    updates, _ = tx.update({"w": None}, tx.init({"w": None}), {"w": None})
+    assert updates == {"w": None}
+    if tx.step is not None:
+        assert tx.step({"w": None}, tx.init({"w": None}), {"w": None})[0] == {"w": None}
+
+
+class Recorder(TorchDispatchMode):
+    """Notes every op, as a tracer does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ops: list[Any] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.ops.append(func)
+        return func(*args, **(kwargs or {}))
+
+
+def advance(tx: optim.GradientTransformation, grads: Any, state: Any, params: Any) -> tuple[Any, Any]:
+    if tx.step is not None:
+        return tx.step(grads, state, params)
+    updates, state = tx.update(grads, state, params)
+    return optim.apply_updates(params, updates), state
+
+
+@pytest.mark.parametrize("tx", EVERY, ids=repr)
+def test_traces_without_host_sync_or_host_data(tx: optim.GradientTransformation) -> None:
+    params, grads = fresh(), fresh()
+    state = tx.init(params)
+    leaves, treedef = tree.flatten((grads, state, params))
+    out_def: list[Any] = []
+    recorder = Recorder()
+
+    def flat(*values: Tensor) -> list[Tensor]:
+        with recorder:
+            out, structure = tree.flatten(advance(tx, *tree.unflatten(treedef, values)))
+        out_def.append(structure)
+        return out
+
+    with FakeTensorMode(allow_non_fake_inputs=False) as mode:
+        fake = [mode.from_tensor(leaf) for leaf in leaves]
+    graph = make_fx(flat, tracing_mode="real")(*fake)
+    banned = ("_local_scalar_dense", "lift_fresh", "nonzero", "_tensor_constant")
+    names = [*map(str, recorder.ops), *(str(node.target) for node in graph.graph.nodes)]
+    assert not [name for name in names if any(word in name for word in banned)]
+    assert not [op for op in recorder.ops if op._schema.is_mutable]
+    assert_same(tree.unflatten(out_def[0], graph(*leaves)), advance(tx, grads, state, params))
+
+
+@pytest.mark.parametrize("tx", OPTIMIZERS, ids=repr)
+def test_init_traces_on_fake_tensors(tx: optim.GradientTransformation) -> None:
+    real = tx.init(fresh())
+    with FakeTensorMode() as mode:
+        state = tx.init(tree.map(mode.from_tensor, fresh()))
+    assert [x.shape for x in tree.leaves(state)] == [x.shape for x in tree.leaves(real)]
+
+
+# The fused step
+
+
+@pytest.mark.parametrize("tx", WITH_STEP, ids=repr)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_step_equals_update(tx: optim.GradientTransformation, dtype: torch.dtype) -> None:
+    params = fresh(dtype=dtype)
+    grads = [fresh(dtype=dtype) for _ in range(12)]
+    assert_near(run(tx, params, grads, fused=True), run(tx, params, grads), steps=12)
+
+
+def fused_ops(lr: float | Tensor) -> Iterator[tuple[str, list[int], dict[str, Any]]]:
+    """Name, the columns that it returns, and keyword arguments of each fused op."""
+    moments = {"beta1": 0.9, "beta2": 0.99, "weight_decay": 0.1, "eps": 1e-8, "amsgrad": False}
+    for name in ("_fused_adam", "_fused_adamw"):
+        yield name, [0, 2, 3], {**moments, "lr": lr, "maximize": False}
+    sgd = {"weight_decay": 0.1, "momentum": 0.9, "dampening": 0.0, "nesterov": True, "is_first_step": False}
+    yield "_fused_sgd", [0, 2], {**sgd, "lr": lr, "maximize": False}
+    yield (
+        "_fused_adagrad",
+        [0, 2],
+        {"lr": lr, "lr_decay": 0.0, "weight_decay": 0.1, "eps": 1e-10, "maximize": False},
+    )
+
+
+@pytest.mark.parametrize("tensor_lr", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_functional_ops_equal_the_in_place_ops(tensor_lr: bool, dtype: torch.dtype) -> None:
+    for name, outputs, kwargs in fused_ops(torch.full((), 0.1) if tensor_lr else 0.1):
+        columns = [tree.leaves(tree.map(torch.abs, fresh(dtype=dtype))) for _ in range(4)]
+        columns = columns[: 4 if "adam" in name else 3]
+        count = len(columns[0])
+
+        def extra(*, shared: bool, count: int = count, name: str = name) -> list[Any]:
+            one = torch.full((), 3.0)
+            steps = [one] * count if shared else [one.clone() for _ in range(count)]
+            return (
+                [[], steps]
+                if "adamw" in name or name == "_fused_adam"
+                else [steps]
+                if "adagrad" in name
+                else []
+            )
+
+        if name == "_fused_adagrad":
+            columns = columns[:3]
+        in_place = [[leaf.clone() for leaf in column] for column in columns]
+        overload = "tensor_lr" if tensor_lr else "default"
+        shared = extra(shared=True)
+        out = getattr(getattr(torch.ops.aten, name), overload)(*columns, *shared, **kwargs)
+        getattr(getattr(torch.ops.aten, name + "_"), overload)(*in_place, *extra(shared=False), **kwargs)
+        for i in outputs:
+            assert_same(list(out[i]), in_place[i])
+        assert all(step == 3.0 for steps in shared for step in steps), "the op writes its state_steps"
+
+
+@pytest.mark.parametrize("tx", [optim.sgd(0.1, 0.9), optim.adam(0.1), optim.adagrad(0.1)], ids=repr)
+def test_layouts_of_grads_and_params_do_not_matter(tx: optim.GradientTransformation) -> None:
+    plain = [torch.randn(2, 3, 4, 5) for _ in range(4)]
+    strange = [
+        plain[0].to(memory_format=torch.channels_last),
+        plain[1].transpose(0, 3).contiguous().transpose(0, 3),
+        torch.cat([plain[2], plain[2]], 3)[..., :5],
+    ]
+    expected, _ = run(tx, {"w": plain[0]}, [{"w": g} for g in plain[1:3]], fused=True)
+    for params in (strange[0], plain[0]):
+        got, state = run(tx, {"w": params}, [{"w": g} for g in strange[1:]], fused=True)
+        assert torch.equal(got["w"], expected["w"])
+        assert got["w"].stride() == params.stride()
+        assert {m.stride() for m in tree.leaves(state) if m.dim()} == {params.stride()}
+
+
+def test_a_gradient_of_stride_zero() -> None:
+    grad = torch.ones(()).expand(3, 4)
+    expected, _ = run(optim.adam(0.1), {"w": torch.ones(3, 4)}, [{"w": grad.clone()}], fused=True)
+    got, _ = run(optim.adam(0.1), {"w": torch.ones(3, 4)}, [{"w": grad}], fused=True)
+    assert_same(got, expected)
+
+
+def test_mixed_dtypes_are_grouped() -> None:
+    params = {
+        "half": torch.randn(4, dtype=torch.bfloat16),
+        "full": torch.randn(4),
+        "wide": torch.randn(4).double(),
+    }
+    grads = [tree.map(torch.randn_like, params) for _ in range(3)]
+    tx = optim.chain(optim.clip_by_global_norm(0.5), optim.adamw(SCHEDULE, weight_decay=0.1))
+    got, _ = run(optim.adamw(SCHEDULE, weight_decay=0.1), params, grads, fused=True)
+    for name in params:
+        alone, _ = run(
+            optim.adamw(SCHEDULE, weight_decay=0.1), params[name], [g[name] for g in grads], fused=True
+        )
+        assert torch.equal(alone, got[name])
+    run(tx, params, grads, fused=True)
+
+
+def test_who_has_a_step() -> None:
+    clip, adamw = optim.clip_by_global_norm(1.0), optim.adamw(0.1, weight_decay=0.1)
+    assert optim.chain(clip, adamw).step is not None
+    assert optim.chain(clip, optim.chain(adamw)).step is not None
+    assert optim.chain(adamw, clip).step is None
+    assert optim.chain().step is None
+    assert optim.yogi(0.1).step is None
+    assert optim.partition({0: adamw, 1: clip}, 0).step is not None
+    assert optim.partition({0: clip}, 0).step is None
+
+
+# Composition
+
+
+def test_chain_equals_by_hand() -> None:
+    links = (optim.clip_by_global_norm(0.5), optim.scale_by_adam(), optim.scale(-0.1))
+    params, updates = fresh(), fresh()
+    got, state = optim.chain(*links).update(updates, optim.chain(*links).init(params), params)
+    states = []
+    for link in links:
+        updates, one = link.update(updates, link.init(params), params)
+        states.append(one)
+    assert_same((got, state), (updates, tuple(states)))
+
+
+def test_chain_step_feeds_the_last_step() -> None:
+    clip, adamw = optim.clip_by_global_norm(0.5), optim.adamw(0.1, weight_decay=0.1)
+    params, grads = fresh(), fresh()
+    tx = optim.chain(clip, adamw)
+    assert tx.step is not None
+    assert adamw.step is not None
+    clipped, _ = clip.update(grads, (), params)
+    expected, last = adamw.step(clipped, adamw.init(params), params)
+    got, state = tx.step(grads, tx.init(params), params)
+    assert_same((got, state[-1]), (expected, last))
+
+
+@pytest.mark.parametrize(
+    ("alias", "links"),
+    [
+        (optim.sgd(0.1, 0.9), [optim.trace(0.9), optim.scale_by_learning_rate(0.1)]),
+        (optim.adam(SCHEDULE), [optim.scale_by_adam(), optim.scale_by_learning_rate(SCHEDULE)]),
+        (
+            optim.adamw(0.1, weight_decay=0.2, mask=DECAY),
+            [optim.scale_by_adam(), optim.add_decayed_weights(0.2, DECAY), optim.scale(-0.1)],
+        ),
+        (optim.adagrad(0.1), [optim.scale_by_rss(), optim.scale(-0.1)]),
+        (
+            optim.lamb(0.1, weight_decay=0.2),
+            [
+                optim.scale_by_adam(eps=1e-6),
+                optim.add_decayed_weights(0.2),
+                optim.scale_by_trust_ratio(),
+                optim.scale(-0.1),
+            ],
+        ),
+        (optim.yogi(0.1), [optim.scale_by_yogi(), optim.scale(-0.1)]),
+    ],
+    ids=repr,
+)
+def test_alias_equals_its_links(alias: optim.GradientTransformation, links: list[Any]) -> None:
+    params = fresh()
+    grads = [fresh() for _ in range(3)]
+    assert_same(run(alias, params, grads)[0], run(optim.chain(*links), params, grads)[0])
+
+
+def test_scale_by_schedule_keeps_the_sign() -> None:
+    tx = optim.scale_by_schedule(optim.linear(1.0, 0.0, 2))
+    state = tx.init(params := {"w": torch.ones(2)})
+    seen = []
+    for _ in range(3):
+        updates, state = tx.update(params, state)
+        seen.append(updates["w"][0].item())
+    assert seen == [1.0, 0.5, 0.0]
+
+
+def test_from_functions() -> None:
+    tx = optim.GradientTransformation.from_functions(
+        lambda params: (), lambda u, s, p: (tree.map(torch.neg, u), s)
+    )
+    assert tx.step is None
+    assert_same(tx.update(grads := fresh(), ())[0], tree.map(torch.neg, grads))
+    own = optim.GradientTransformation.from_functions(tx.init, tx.update, lambda g, s, p: (g, s))
+    assert optim.chain(tx, own).step is not None
+    assert own == optim.GradientTransformation.from_functions(own.init_fn, own.update_fn, own.step_fn)  # type: ignore[attr-defined]
+
+
+def test_updates_keep_the_dtype_of_the_parameters() -> None:
+    out = optim.apply_updates({"w": torch.ones(2, dtype=torch.bfloat16)}, {"w": torch.ones(2)})
+    assert out["w"].dtype is torch.bfloat16
+
+
+# Masks and labels
+
+
+def test_masked_is_inner_on_the_part_and_identity_elsewhere() -> None:
+    params, grads = fresh(), fresh()
+    tx = optim.masked(optim.scale_by_adam(), DECAY)
+    updates, state = tx.update(grads, tx.init(params), params)
+    inner = optim.scale_by_adam()
+    expected, _ = inner.update({"w": grads["w"]}, inner.init({"w": params["w"]}), {"w": params["w"]})
+    assert_same(updates, {"w": expected["w"], "b": grads["b"]})
+    assert len(tree.leaves(state)) == 3
+
+
+@pytest.mark.parametrize("flag", [True, False])
+def test_masked_with_one_flag_for_all(flag: bool) -> None:
+    params, grads = fresh(), fresh()
+    tx = optim.masked(optim.scale(2.0), flag)
+    updates, state = tx.update(grads, tx.init(params), params)
+    assert_same(updates, tree.map(lambda g: g * (2.0 if flag else 1.0), grads))
+    assert not tree.leaves(state)
+
+
+def test_a_mask_may_be_a_function() -> None:
+    def matrices(params: Any) -> Any:
+        return tree.map(lambda p: p.dim() > 1, params)
+
+    params, grads = fresh(), fresh()
+    for make in (optim.scale(2.0), optim.chain(optim.add_decayed_weights(0.5, matrices))):
+        by_function = optim.masked(make, matrices)
+        by_tree = optim.masked(make, matrices(params))
+        assert_same(
+            by_function.update(grads, by_function.init(params), params),
+            by_tree.update(grads, by_tree.init(params), params),
+        )
+
+
+def test_decay_mask_equals_two_optimizers() -> None:
+    params = fresh()
+    grads = [fresh() for _ in range(4)]
+    got, _ = run(optim.adamw(0.1, weight_decay=0.3, mask=DECAY), params, grads, fused=True)
+    for name, decay in (("w", 0.3), ("b", 0.0)):
+        alone, _ = run(
+            optim.adamw(0.1, weight_decay=decay), params[name], [g[name] for g in grads], fused=True
+        )
+        assert_same(got[name], alone)
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_partition_equals_each_on_its_part(fused: bool) -> None:
+    params = fresh()
+    grads = [fresh() for _ in range(4)]
+    parts = {"w": optim.adamw(0.1, weight_decay=0.3), "b": optim.sgd(0.1, 0.9)}
+    got, state = run(optim.partition(parts, {"w": "w", "b": "b"}), params, grads, fused=fused)
+    for name, tx in parts.items():
+        alone, _ = run(tx, params[name], [g[name] for g in grads], fused=fused)
+        assert_same(got[name], alone)
+    assert sorted(state.inner_states) == ["b", "w"]
+
+
+def test_partition_freezes_with_set_to_zero() -> None:
+    params = fresh()
+    tx = optim.partition({True: optim.sgd(0.1), False: optim.set_to_zero()}, DECAY)
+    got, _ = run(tx, params, [fresh()], fused=True)
+    assert_same(got["b"], params["b"])
+
+
+def test_unused_parameters_decay() -> None:
+    params = {"w": torch.ones(2)}
+    got, _ = run(optim.adamw(0.1, weight_decay=0.5), params, [{"w": torch.zeros(2)}], fused=True)
+    assert torch.equal(got["w"], torch.full((2,), 0.95))
+
+
+# Hyper-parameters in the state
+
+
+def test_injected_numbers_equal_constants() -> None:
+    params = fresh(dtype=torch.float64)
+    grads = [fresh(dtype=torch.float64) for _ in range(6)]
+    numbers = {"learning_rate": 0.125, "b1": 0.8, "b2": 0.9, "eps": 1e-6, "weight_decay": 0.25}
+    injected, state = run(optim.inject_hyperparams(optim.adamw)(**numbers), params, grads)
+    constant, _ = run(optim.adamw(**numbers), params, grads)
+    for x, y in zip(tree.leaves(injected), tree.leaves(constant), strict=True):
+        torch.testing.assert_close(x, y, rtol=1e-13, atol=1e-13)
+    assert sorted(state.hyperparams) == sorted(numbers)
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_set_hyperparams_changes_what_the_next_update_uses(fused: bool) -> None:
+    params = {"w": torch.ones(2)}
+    tx = optim.chain(optim.identity(), optim.inject_hyperparams(optim.sgd)(learning_rate=0.5))
+    _, state = run(tx, params, [])
+    for rate in (0.25, torch.tensor(0.125), 1):
+        state = optim.set_hyperparams(state, learning_rate=rate)
+        if fused:
+            assert tx.step is not None
+            new, _ = tx.step(params, state, params)
+        else:
+            updates, _ = tx.update(params, state, params)
+            new = optim.apply_updates(params, updates)
+        assert torch.equal(new["w"], torch.full((2,), 1 - float(rate)))
+
+
+def test_set_hyperparams_finds_them_inside_a_state() -> None:
+    @tree.register_dataclass
+    class State:
+        opt_state: Any
+        params: Any
+
+    tx = optim.inject_hyperparams(optim.adamw, "eps")(learning_rate=0.5, eps=1e-6, weight_decay=0.1)
+    old = State(tx.init({"w": torch.ones(2)}), {"w": torch.ones(2)})
+    new = optim.set_hyperparams(old, learning_rate=0.25, weight_decay=0.0)
+    assert isinstance(new, State)
+    assert new.opt_state.hyperparams == {
+        "learning_rate": torch.tensor(0.25),
+        "weight_decay": torch.tensor(0.0),
+    }
+    assert old.opt_state.hyperparams["learning_rate"] == 0.5
+    assert optim.set_hyperparams(old) is old
+
+
+def test_step_survives_numbers_that_the_fused_op_cannot_take() -> None:
+    tx = optim.inject_hyperparams(optim.adam)(learning_rate=0.1, b1=0.8)
+    params = fresh()
+    grads = [fresh() for _ in range(3)]
+    assert_same(run(tx, params, grads, fused=True), run(tx, params, grads))
+
+
+# Norms
+
+
+def test_clipping_scales_all_leaves_by_one_factor() -> None:
+    grads = fresh()
+    norm = torch.cat([g.flatten() for g in tree.leaves(grads)]).norm()
+    torch.testing.assert_close(optim.global_norm(grads), norm.double(), rtol=1e-6, atol=0)
+    clipped, _ = optim.clip_by_global_norm(0.5).update(grads, ())
+    assert_near(clipped, tree.map(lambda g: g * (0.5 / norm), grads), steps=1)
+    assert_same(optim.clip_by_global_norm(1e6).update(grads, ())[0], grads)
+
+
+def test_clipping_zeros_and_nans() -> None:
+    clip = optim.clip_by_global_norm(1.0)
+    zeros = {"a": torch.zeros(3), "b": torch.zeros(0)}
+    assert_same(clip.update(zeros, ())[0], zeros)
+    bad, _ = clip.update({"a": torch.tensor([1.0, float("nan")]), "b": torch.ones(2)}, ())
+    assert all(leaf.isnan().all() for leaf in tree.leaves(bad))
+    assert optim.global_norm({}) == 0
+
+
+def test_global_norm_of_many_small_leaves_is_accumulated_in_float64() -> None:
+    grads = [torch.full((), 4096.0), *[torch.ones(()) for _ in range(1000)]]
+    assert optim.global_norm(grads).item() == pytest.approx((4096.0**2 + 1000) ** 0.5, rel=1e-12)
+
+
+# Mistakes
+
+
+def test_masked_refuses_an_optimizer() -> None:
+    sgd = optim.sgd(0.1)
+    inners = [
+        optim.adamw(0.1, weight_decay=0.1),
+        optim.chain(optim.identity(), sgd),
+        optim.scale(-0.1),
+        optim.scale_by_schedule(SCHEDULE),
+        optim.inject_hyperparams(optim.sgd)(learning_rate=0.1),
+        optim.partition({0: sgd}, 0),
+        optim.yogi(0.1),
+    ]
+    for inner in inners:
+        with pytest.raises(ValueError, match=r"raw gradients would be added.*mask=.*partition"):
+            optim.masked(inner, True)
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "match"),
+    [
+        (lambda: optim.adamw(0.1), TypeError, "weight_decay"),
+        (lambda: optim.lamb(0.1), TypeError, "weight_decay"),
+        (lambda: optim.adam(0.1, b1=1.0), ValueError, r"adam: b1 must be in \[0, 1\), got 1.0"),
+        (lambda: optim.adam(0.1, b2=-0.1), ValueError, r"adam: b2 must be in \[0, 1\)"),
+        (lambda: optim.adam(-0.1), ValueError, "adam: learning_rate must be at least 0 and finite, got -0.1"),
+        (lambda: optim.sgd(float("nan")), ValueError, "sgd: learning_rate must be at least 0"),
+        (lambda: optim.adamw(0.1, weight_decay=-1.0), ValueError, "adamw: weight_decay must be at least 0"),
+        (lambda: optim.sgd(0.1, nesterov=True), ValueError, "nesterov=True needs momentum"),
+        (lambda: optim.sgd(0.1, momentum=1.0), ValueError, "sgd: momentum must be in"),
+        (lambda: optim.clip_by_global_norm(0.0), ValueError, "max_norm is 0"),
+        (lambda: optim.chain(optim.sgd), TypeError, "chain: takes gradient transformations, got ABCMeta"),
+        (
+            lambda: optim.partition({"a": 1}, "a"),
+            TypeError,
+            "partition: takes gradient transformations, got int",
+        ),
+        (lambda: optim.inject_hyperparams(float)(), TypeError, "the factory returned float"),
+    ],
+)
+def test_arguments_are_checked(make: Any, error: type[Exception], match: str) -> None:
+    with pytest.raises(error, match=match):
+        make()
+
+
+def test_trees_are_checked() -> None:
+    params = fresh()
+    with pytest.raises(LayoutError, match=r"not a prefix(.|\n)*mask\['v'\]  expected nothing"):
+        optim.add_decayed_weights(0.1, {"w": True, "b": True, "v": True}).update(params, (), params)
+    with pytest.raises(LayoutError, match=r"mask\['w'\]  expected a leaf   got list"):
+        optim.adamw(0.1, weight_decay=0.1, mask={"w": [True], "b": True}).step(  # type: ignore[misc]
+            params, optim.adam(0.1).init(params), params
+        )
+    with pytest.raises(TypeError, match="mask: every leaf must be a Python bool, got Tensor"):
+        optim.masked(optim.scale(1.0), lambda p: tree.map(lambda x: x.sum() > 0, p)).init(params)
+    with pytest.raises(ValueError, match=r"params\['b'\]\[0\] has the label 'c', which is none of \['a'\]"):
+        optim.partition({"a": optim.identity()}, {"w": "a", "b": "c"}).init(params)
+    with pytest.raises(LayoutError, match=r"must be floating(.|\n)*params\['n'\]  got torch.int64"):
+        optim.adam(0.1).init({"n": torch.zeros(2, dtype=torch.int64)})
+
+
+@pytest.mark.parametrize(
+    "tx",
+    [optim.adamw(0.1, weight_decay=0.1), optim.lamb(0.1, weight_decay=0.1), optim.add_decayed_weights(0.1)],
+)
+def test_missing_params_are_named(tx: optim.GradientTransformation) -> None:
+    grads = fresh()
+    with pytest.raises(ValueError, match=f"{type(tx).__name__}: needs the parameters"):
+        tx.update(grads, tx.init(grads))
+
+
+def test_set_hyperparams_names_what_there_is() -> None:
+    params = {"w": torch.ones(2)}
+    tx = optim.inject_hyperparams(optim.sgd)(learning_rate=0.1)
+    with pytest.raises(ValueError, match=r"no injected number 'lr', it has \['learning_rate'\]"):
+        optim.set_hyperparams(tx.init(params), lr=0.1)
+    both = optim.chain(tx, tx)
+    with pytest.raises(ValueError, match=r"2 places: state\[0\].hyperparams\['learning_rate'\], state\[1\]"):
+        optim.set_hyperparams(both.init(params), learning_rate=0.1)
