@@ -1,8 +1,8 @@
 """Inputs: their layout, a generated check of it, and the copy into static buffers.
 
 Leaves may live on the state's device, on the CPU (pageable or pinned) or in numpy; Python numbers are live 0-dim
-inputs. Host leaves go through pinned slots that the step owns, so the caller may overwrite its own memory as soon as the
-call returns.
+inputs. Host leaves go through pinned slots that the step owns, so the caller may overwrite its own memory as soon as
+the call returns.
 """
 
 from __future__ import annotations
@@ -44,7 +44,9 @@ class InputLayout:
 
     @property
     def live_names(self) -> tuple[str, ...]:
-        return tuple(n for n, leaf in zip(self.names, self.leaves, strict=True) if isinstance(leaf, BufferSpec))
+        return tuple(
+            n for n, leaf in zip(self.names, self.leaves, strict=True) if isinstance(leaf, BufferSpec)
+        )
 
     def fill(self, live: Sequence[Any]) -> Any:
         """The inputs' tree with live leaves put in."""
@@ -77,8 +79,7 @@ def as_input(value: Any) -> Tensor | None:
 def _from_numpy(value: Any) -> Tensor | None:
     if value.dtype.hasobject or value.dtype.kind in "SUVMm":
         return None
-    flags = getattr(value, "flags", None)
-    if getattr(value, "ndim", 0) == 0 or not flags.writeable or any(step < 0 for step in value.strides):
+    if value.ndim == 0 or not value.flags.writeable or any(step < 0 for step in value.strides):
         return torch.tensor(value.copy())  # torch can neither share read-only memory nor walk it backwards
     return torch.from_numpy(value)
 
@@ -141,8 +142,16 @@ def layout_differences(expected: InputLayout, got: InputLayout) -> list[str]:
 
 
 def _structure_rows(expected: InputLayout, got: InputLayout) -> list[str]:
-    rows = [f"{n}  expected {_shown(v)}   got nothing" for n, v in zip(expected.names, expected.leaves, strict=True) if n not in got.names]
-    rows += [f"{n}  expected nothing   got {_shown(v)}" for n, v in zip(got.names, got.leaves, strict=True) if n not in expected.names]
+    rows = [
+        f"{n}  expected {_shown(v)}   got nothing"
+        for n, v in zip(expected.names, expected.leaves, strict=True)
+        if n not in got.names
+    ]
+    rows += [
+        f"{n}  expected nothing   got {_shown(v)}"
+        for n, v in zip(got.names, got.leaves, strict=True)
+        if n not in expected.names
+    ]
     return rows or pytree.structure_diff(expected.treedef, got.treedef, "inputs")
 
 
@@ -157,7 +166,9 @@ def _same_object(a: Any, b: Any) -> bool:
 # -- the generated check ------------------------------------------------------------------------------------------
 
 
-def layout_matcher(layout: InputLayout, device: torch.device) -> Callable[[tuple[Any, ...], dict[str, Any]], Any]:
+def layout_matcher(
+    layout: InputLayout, device: torch.device
+) -> Callable[[tuple[Any, ...], dict[str, Any]], Any]:
     """Generate ``match(args, kwargs) -> list of live leaves, or None`` for one layout: no loop, no recursion."""
     lines: list[str] = []
     names: dict[str, Any] = {
@@ -167,7 +178,11 @@ def layout_matcher(layout: InputLayout, device: torch.device) -> Callable[[tuple
         "same": _same_object,
         "flatten": pytree.flatten,
     }
-    where = "{t}.is_cpu" if device.type == "cpu" else f"({{t}}.is_cpu or {{t}}.get_device() == {device.index or 0})"
+    where = (
+        "{t}.is_cpu"
+        if device.type == "cpu"
+        else f"({{t}}.is_cpu or {{t}}.get_device() == {device.index or 0})"
+    )
     live: list[str] = []
     leaves = iter(layout.leaves)
 
@@ -201,8 +216,12 @@ def layout_matcher(layout: InputLayout, device: torch.device) -> Callable[[tuple
         names[variable] = None
         lines.append(f"{variable} = {expr}")
         count = len(treedef.children)
-        if kind in (list, tuple) or (kind is not None and issubclass(kind, tuple) and hasattr(kind, "_fields")):
-            lines.append(f"if type({variable}) is not {name(kind)} or len({variable}) != {count}: return None")
+        if kind in (list, tuple) or (
+            kind is not None and issubclass(kind, tuple) and hasattr(kind, "_fields")
+        ):
+            lines.append(
+                f"if type({variable}) is not {name(kind)} or len({variable}) != {count}: return None"
+            )
             children = [f"{variable}[{i}]" for i in range(count)]
         elif kind is dict:
             lines.append(f"if type({variable}) is not dict or len({variable}) != {count}: return None")
@@ -262,7 +281,7 @@ class Staging:
         if not leaves:
             return
         if self._arena.device.type == "cpu":
-            torch._foreach_copy_(self.slots, leaves)
+            torch._foreach_copy_(self.slots, list(leaves))
             return
         host = [i for i, leaf in enumerate(leaves) if leaf.is_cpu]
         if len(host) < len(leaves):
@@ -291,10 +310,9 @@ class _PinnedSlot:
     def send(self, host: Sequence[int], leaves: Sequence[Tensor], target: Arena) -> None:
         self._sent.synchronize()
         torch._foreach_copy_([self._host.slots[i] for i in host], [leaves[i] for i in host])
+        pairs = [(target.slots[i], self._host.slots[i]) for i in host]
         if len(host) == len(leaves):  # everything comes from the host: one transfer per dtype
-            pairs = zip(target.slabs, self._host.slabs, strict=True)
-        else:
-            pairs = ((target.slots[i], self._host.slots[i]) for i in host)
+            pairs = list(zip(target.slabs, self._host.slabs, strict=True))
         for there, here in pairs:
             there.copy_(here, non_blocking=True)
         self._sent.record()

@@ -17,7 +17,7 @@ from .stages.program import Program, Var
 from .stages.trace import BoundState
 from .stages.watch import HostWatch
 from .state import Lease
-from .tree import Treedef, path_string, structure_diff
+from .tree import KeyPath, Treedef, path_string, structure_diff
 
 __all__ = ["Captured", "Lowered"]
 
@@ -29,21 +29,32 @@ class Captured:
     Attributes:
       call: ``call(args, kwargs)``: the result, or a miss if the call does not fit this capture.
       replay: The backend's replay.
-      arenas: The memory that the capture is bound to, states first.
+      arenas: The memory that the capture is bound to, states first; it outlives the capture.
+      treedef: Structure of the first state.
+      paths: Its key paths.
       leases: Weak references to the uses of that memory.
     """
 
     call: Callable[[tuple[Any, ...], dict[str, Any]], Any]
     replay: Replay
     arenas: tuple[Arena, ...]
-    origin: Call
+    treedef: Treedef | None
+    paths: list[KeyPath]
     leases: list[weakref.ref[Lease]] = field(default_factory=list)
 
-    def __post_init__(self) -> None:
-        states = self.origin.states
-        self.treedef: Treedef | None = states[0].lease.treedef if states else None
-        self._paths = states[0].lease.paths if states else []
-        del self.origin  # it holds handles, which would keep the leases alive
+    @classmethod
+    def of(
+        cls, fast: Callable[[tuple[Any, ...], dict[str, Any]], Any], replay: Replay, call: Call
+    ) -> Captured:
+        """A capture made for a call; it keeps the call's memory, not its handles."""
+        lease = call.states[0].lease if call.states else None
+        return cls(
+            fast,
+            replay,
+            tuple(state.arena for state in call.states),
+            lease.treedef if lease else None,
+            lease.paths if lease else [],
+        )
 
     @property
     def arena(self) -> Arena:
@@ -52,17 +63,17 @@ class Captured:
     @property
     def spare(self) -> bool:
         """Whether the last handle and leaf of one of its states is gone."""
-        return bool(self.leases) and any(lease() is None for lease in self.leases)
+        return any(lease() is None for lease in self.leases)
 
     def lease_again(self) -> Lease:
-        """Start a new use of the arena, once the old one has ended."""
+        """Start a new use of the first arena, once the old one has ended."""
         assert self.treedef is not None
-        lease = Lease(self.arena, self.treedef, self._paths)
-        callback = self.leases[0].__callback__
-        self.leases[0] = weakref.ref(lease, callback)
+        lease = Lease(self.arena, self.treedef, self.paths)
+        self.leases[0] = weakref.ref(lease, self.leases[0].__callback__)
         return lease
 
     def close(self) -> None:
+        """Free the capture; the arenas live on as long as their handles."""
         self.replay.close()
 
 

@@ -8,6 +8,7 @@ without saying so; the tag ``nondeterministic_seeded`` is on attention and RNN o
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -16,14 +17,16 @@ from torch import Tensor
 __all__ = ["argument", "can_draw", "named_arguments", "sync_reason", "tensors_in", "written_arguments"]
 
 # op name -> (arguments written, flag argument that switches writing on, or "" for always)
-_HIDDEN_WRITES: Mapping[str, tuple[tuple[str, ...], str]] = {
-    "aten::native_batch_norm": (("running_mean", "running_var"), "training"),
-    "aten::cudnn_batch_norm": (("running_mean", "running_var"), "training"),
-    "aten::miopen_batch_norm": (("running_mean", "running_var"), "training"),
-    "aten::batch_norm_update_stats": (("running_mean", "running_var"), ""),
-    "aten::batch_norm_gather_stats": (("running_mean", "running_var"), ""),
-    "aten::batch_norm_gather_stats_with_counts": (("running_mean", "running_var"), ""),
-}
+_HIDDEN_WRITES: Mapping[str, tuple[tuple[str, ...], str]] = MappingProxyType(
+    {
+        "aten::native_batch_norm": (("running_mean", "running_var"), "training"),
+        "aten::cudnn_batch_norm": (("running_mean", "running_var"), "training"),
+        "aten::miopen_batch_norm": (("running_mean", "running_var"), "training"),
+        "aten::batch_norm_update_stats": (("running_mean", "running_var"), ""),
+        "aten::batch_norm_gather_stats": (("running_mean", "running_var"), ""),
+        "aten::batch_norm_gather_stats_with_counts": (("running_mean", "running_var"), ""),
+    }
+)
 
 _PROBABILITIES = ("p", "dropout_p", "dropout")
 
@@ -79,7 +82,9 @@ def written_arguments(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any])
 def can_draw(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
     """Whether the call draws from a generator; attention and RNNs without dropout do not."""
     named: dict[str, Any] | None = None
-    if any(str(parameter.type) in {"Optional[Generator]", "Generator"} for parameter in func._schema.arguments):
+    if any(
+        str(parameter.type) in {"Optional[Generator]", "Generator"} for parameter in func._schema.arguments
+    ):
         named = named_arguments(func, args, kwargs)
         if named.get("generator") is not None:
             return True
@@ -97,7 +102,13 @@ def sync_reason(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> st
     name = func._schema.name
     if name in _NEEDS_VALUE:
         return "asks for the value of a tensor"
-    if name in {"aten::index", "aten::index_put", "aten::index_put_", "aten::_unsafe_index", "aten::_index_put_impl_"}:
+    if name in {
+        "aten::index",
+        "aten::index_put",
+        "aten::index_put_",
+        "aten::_unsafe_index",
+        "aten::_index_put_impl_",
+    }:
         indices = named_arguments(func, args, kwargs).get("indices") or ()
         masks = [i for i in tensors_in(list(indices)) if i.dtype in (torch.bool, torch.uint8)]
         return "has a shape that depends on the values of a mask" if masks else ""

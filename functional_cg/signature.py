@@ -69,6 +69,11 @@ class Call:
         """Which memory the call is bound to."""
         return tuple((id(state.arena), state.start, state.stop) for state in self.states)
 
+    def arguments(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The call as a capture takes it: handles and tensors in place, static arguments gone."""
+        args, kwargs = self.assemble([state.handle for state in self.states], self.live)
+        return args, {name: value for name, value in kwargs.items() if name not in self.statics}
+
     def assemble(self, trees: Sequence[Any], live: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The user function's arguments, from trees of the states and leaves of the inputs."""
         copied, named = self.layout.fill(live)
@@ -165,7 +170,9 @@ class Signature:
         """A second handle of the donated arena is copied in: the step writes there."""
         return self.donates and any(state.arena is value._lease.arena for state in states)
 
-    def _refuse_other_devices(self, layout: InputLayout, live: Sequence[Tensor], device: torch.device) -> None:
+    def _refuse_other_devices(
+        self, layout: InputLayout, live: Sequence[Tensor], device: torch.device
+    ) -> None:
         rows = [
             f"{name}  expected {spec} on cpu or {device}   got {tensor.layout} on {tensor.device}"
             for name, spec, tensor in zip(layout.live_names, layout.specs, live, strict=True)

@@ -6,7 +6,6 @@ import contextlib
 import gc
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -89,7 +88,9 @@ class _GraphReplay:
 
     fresh = False
 
-    def __init__(self, graph: torch.cuda.CUDAGraph, run: Any, static: Sequence[Tensor], device: torch.device) -> None:
+    def __init__(
+        self, graph: torch.cuda.CUDAGraph, run: Any, static: Sequence[Tensor], device: torch.device
+    ) -> None:
         self._graph: torch.cuda.CUDAGraph | None = graph
         self._run = run  # keeps constants and views of static buffers alive as long as the graph
         self._static = static
@@ -134,12 +135,12 @@ class CUDABackend:
             caller = torch.cuda.current_stream(self._device)
             self._stream.wait_stream(caller)
             with torch.cuda.stream(self._stream):
+                run = plan.bind(buffers)  # compiles, where there is a compiler: for slots that do not overlap
                 warm = plan.bind(scratch())
                 for _ in range(_WARM_UPS):
                     warm(())
                 del warm
             self._stream.synchronize()
-            run = plan.bind(buffers)
             graph = torch.cuda.CUDAGraph()
             try:
                 with (
@@ -193,5 +194,3 @@ def copy_out(static: Sequence[Tensor]) -> list[Tensor]:
     for into, source in groups.values():
         torch._foreach_copy_(into, source)
     return fresh
-
-

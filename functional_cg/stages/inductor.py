@@ -1,7 +1,7 @@
 """Lower with a compiler: the whole step as one graph for inductor, or for any backend of ``torch.compile``.
 
-Slots enter as separate inputs that the graph writes in place at its end, so gradients fuse into the update and no copy of
-the state is made. The door to ``torch._inductor.standalone_compile``.
+Slots enter as separate inputs that the graph writes in place at its end, so gradients fuse into the update and no
+copy of the state is made. The door to ``torch._inductor.standalone_compile``.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import signal
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from types import FrameType
+from types import FrameType, MappingProxyType
 from typing import Any
 
 import torch
@@ -24,13 +24,17 @@ from .program import Instr, Program, Var, map_vars
 __all__ = ["CompiledPlan", "build_graph", "lower_compiled"]
 
 # One graph for all: inductor's own CUDA graphs off, whatever the user's global configuration says.
-_INDUCTOR_OPTIONS: Mapping[str, Any] = {"triton.cudagraphs": False, "triton.cudagraph_trees": False}
+_INDUCTOR_OPTIONS: Mapping[str, Any] = MappingProxyType(
+    {"triton.cudagraphs": False, "triton.cudagraph_trees": False}
+)
 
 
 class CompiledPlan:
     """Runs a compiled function on static buffers."""
 
-    def __init__(self, program: Program, plan: Schedule, device: torch.device, compiler: Callable[..., Any] | None):
+    def __init__(
+        self, program: Program, plan: Schedule, device: torch.device, compiler: Callable[..., Any] | None
+    ):
         self._program = program
         self._plan = plan
         self._touched = _touched_slots(program, plan)
@@ -71,18 +75,20 @@ class CompiledPlan:
     def _compile(self, arguments: list[Tensor]) -> Callable[..., Any]:
         with torch.no_grad():
             if self._compiler is not None:
-                return self._compiler(self._graph, arguments)  # type: ignore[no-any-return]
+                return self._compiler(self._graph, arguments)
             from torch._inductor import standalone_compile
 
             return standalone_compile(  # type: ignore[no-any-return]
                 self._graph,
-                arguments,
+                list[Any](arguments),
                 dynamic_shapes="from_example_inputs",
                 options={"config_patches": dict(_INDUCTOR_OPTIONS)},
             )
 
 
-def lower_compiled(program: Program, device: torch.device, compiler: Callable[..., Any] | None) -> CompiledPlan:
+def lower_compiled(
+    program: Program, device: torch.device, compiler: Callable[..., Any] | None
+) -> CompiledPlan:
     """Lower through inductor, or through ``compiler(graph_module, example_inputs) -> callable``."""
     return CompiledPlan(program, schedule(program, fuse=False), device, compiler)
 
@@ -211,7 +217,9 @@ def _adam(
         results = [new.to(p.dtype), g, mu, nu, bound]
         if found_inf is not None:
             keep = found_inf.bool()
-            results = [torch.where(keep, old, fresh) for old, fresh in zip([p, g, m, v, top], results, strict=True)]
+            results = [
+                torch.where(keep, old, fresh) for old, fresh in zip([p, g, m, v, top], results, strict=True)
+            ]
         for column, result in zip(out, results, strict=True):
             column.append(result)
     return (*out[:4], out[4] if max_exp_avg_sqs else [])
@@ -286,9 +294,11 @@ def _adagrad(
     return news, list(grads), sums, list(state_steps)
 
 
-_FORMULAS: Mapping[str, Callable[..., Any]] = {
-    "aten::_fused_adam": _adam_coupled,
-    "aten::_fused_adamw": _adam_decoupled,
-    "aten::_fused_sgd": _sgd,
-    "aten::_fused_adagrad": _adagrad,
-}
+_FORMULAS: Mapping[str, Callable[..., Any]] = MappingProxyType(
+    {
+        "aten::_fused_adam": _adam_coupled,
+        "aten::_fused_adamw": _adam_decoupled,
+        "aten::_fused_sgd": _sgd,
+        "aten::_fused_adagrad": _adagrad,
+    }
+)

@@ -85,7 +85,8 @@ class Rules:
             f"{reason} on the host.",
             rows=[f"{func}{f' (from {what})' if what else ''}{_at()}"],
             why="Replay repeats kernels, not Python: what is decided now would be decided for ever.",
-            fix=fix or "`torch.where(cond, a, b)`; or return the value in `metrics` and decide outside of the step.",
+            fix=fix
+            or "`torch.where(cond, a, b)`; or return the value in `metrics` and decide outside of the step.",
         )
 
     def _random(self, func: Any) -> ImplicitRandomnessError:
@@ -123,7 +124,9 @@ def _facts(func: Any) -> _Facts:
     return _Facts(
         may_sync=bool(
             {torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output} & set(func.tags)
-            or any(part in name for part in ("index", "scalar_dense", "equal", "allclose", "is_nonzero", "item"))
+            or any(
+                part in name for part in ("index", "scalar_dense", "equal", "allclose", "is_nonzero", "item")
+            )
         ),
         may_draw=torch.Tag.nondeterministic_seeded in func.tags
         or any("Generator" in str(parameter.type) for parameter in func._schema.arguments),
@@ -152,7 +155,9 @@ def refuse_new_state(
         for path, spec, leaf in zip(old_def.paths(), old, new, strict=True):
             got = BufferSpec.of(leaf) if isinstance(leaf, Tensor) else None
             if got is None or not spec.same_layout(got):
-                rows.append(f"{path_string(path, 'state')}  expected {spec}   got {got or type(leaf).__name__}")
+                rows.append(
+                    f"{path_string(path, 'state')}  expected {spec}   got {got or type(leaf).__name__}"
+                )
     if rows:
         raise LayoutError.of(
             function,
@@ -177,7 +182,9 @@ class Inspection:
 
     def __str__(self) -> str:
         def shown(names: Sequence[str]) -> str:
-            return ", ".join(names[:8]) + (f", … and {len(names) - 8} more" if len(names) > 8 else "") or "none"
+            return (
+                ", ".join(names[:8]) + (f", … and {len(names) - 8} more" if len(names) > 8 else "") or "none"
+            )
 
         return "\n".join(
             [

@@ -1,8 +1,8 @@
 """Lower: from a traced program to a plan that runs on static buffers.
 
 The plan computes everything first (the head), then commits the new state (the tail). The head reads slots and never
-writes one; the tail writes slots and nothing else. So the commit is a parallel assignment, and an exception or Ctrl-C in
-the head leaves the state as it was.
+writes one; the tail writes slots and nothing else. So the commit is a parallel assignment, and an exception or Ctrl-C
+in the head leaves the state as it was.
 """
 
 from __future__ import annotations
@@ -62,10 +62,14 @@ def live_instrs(program: Program) -> list[Instr]:
     it writes, is live.
     """
     live = {var.storage for var in vars_in(program.outputs)}
-    live |= {new.storage for old, new in zip(program.slots, program.new_state, strict=False) if old is not new}
+    live |= {
+        new.storage for old, new in zip(program.slots, program.new_state, strict=False) if old is not new
+    }
     kept = []
     for instr in reversed(program.instrs):
-        if any(var.storage in live for var in instr.outputs()) or any(var.storage in live for var in instr.writes):
+        if any(var.storage in live for var in instr.outputs()) or any(
+            var.storage in live for var in instr.writes
+        ):
             kept.append(instr)
             live.update(var.storage for var in instr.inputs())
     kept.reverse()
@@ -114,7 +118,9 @@ def schedule(program: Program, *, fuse: bool = True) -> Schedule:
         plan.commits.append((position, new))
         if new.storage in slot_storages:
             plan.staged.add(position)
-    shared = slot_storages | {var.storage for var in program.inputs} | {c.var.storage for c in program.constants}
+    shared = (
+        slot_storages | {var.storage for var in program.inputs} | {c.var.storage for c in program.constants}
+    )
     uses = Counter(var.storage for var in plan.outputs)
     for position, var in enumerate(plan.outputs):
         if var.storage in shared or uses[var.storage] > 1 or not var.fills:
@@ -155,7 +161,11 @@ def _move_fused(program: Program, plan: Schedule) -> None:
 def _written_pairs(instr: Instr) -> list[tuple[Var, Var]] | None:
     """Pairs (argument, result) of a functional fused optimizer op; None for any other op."""
     packet = instr.op.overloadpacket
-    if not str(packet).startswith("aten._fused_") or instr.op._schema.is_mutable or instr.kwargs.get("grad_scale"):
+    if (
+        not str(packet).startswith("aten._fused_")
+        or instr.op._schema.is_mutable
+        or instr.kwargs.get("grad_scale")
+    ):
         return None
     names = [result.name.removesuffix("_out") for result in instr.op._schema.returns]
     arguments = {a.name: i for i, a in enumerate(instr.op._schema.arguments)}
@@ -214,7 +224,9 @@ class AtenPlan:
     def _split_hoisted(self) -> tuple[list[Instr], list[Instr]]:
         """Separate the calls that only take views of static buffers."""
         fixed = {*self._program.slots, *self._program.inputs}
-        fixed |= {c.var for i, c in enumerate(self._program.constants) if i not in self._plan.written_constants}
+        fixed |= {
+            c.var for i, c in enumerate(self._program.constants) if i not in self._plan.written_constants
+        }
         hoisted, head = [], []
         for instr in self._plan.head:
             if isinstance(instr.out, Var) and _is_view(instr) and all(var in fixed for var in instr.inputs()):
@@ -259,13 +271,17 @@ class AtenPlan:
         plan = self._plan
         lines = [f"{self._program.constants[i].var!r} = c{i}.clone()" for i in sorted(plan.written_constants)]
         tail_vars = {var for instr in plan.fused for var in instr.inputs()} | {var for _, var in plan.commits}
-        last_use = _last_uses(head, {*tail_vars, *plan.outputs}, {var for i in self._hoisted for var in i.outputs()})
+        last_use = _last_uses(
+            head, {*tail_vars, *plan.outputs}, {var for i in self._hoisted for var in i.outputs()}
+        )
         for number, instr in enumerate(head):
             lines.append(f"{_target(instr.out)}{self._call(instr, instr.op)}")
             dead = last_use.get(number)
             if dead:
                 lines.append(f"del {', '.join(map(repr, dead))}")
-        lines += [f"m{i} = {var!r}{'.clone()' if i in plan.cloned else ''}" for i, var in enumerate(plan.outputs)]
+        lines += [
+            f"m{i} = {var!r}{'.clone()' if i in plan.cloned else ''}" for i, var in enumerate(plan.outputs)
+        ]
         lines += [f"w{i} = {var!r}.clone()" for i, var in plan.commits if i in plan.staged]
         calls = []
         for instr in plan.fused:

@@ -107,7 +107,9 @@ class Program:
     def as_text(self) -> str:
         """The program, one call per line."""
         lines = [f"{self.function}:"]
-        lines += [f"  {var!r} = {name}  {var.spec}" for var, name in zip(self.slots, self.slot_names, strict=True)]
+        lines += [
+            f"  {var!r} = {name}  {var.spec}" for var, name in zip(self.slots, self.slot_names, strict=True)
+        ]
         lines += [f"  {var!r} = input {i}  {var.spec}" for i, var in enumerate(self.inputs)]
         lines += [f"  {c.var!r} = {c.name}  {c.var.spec}" for c in self.constants]
         lines += [f"  {instr}" + (f"  # {instr.site}" if instr.site else "") for instr in self.instrs]

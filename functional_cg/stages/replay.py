@@ -22,6 +22,8 @@ __all__ = ["MISS", "Bound", "Stats", "output_builder", "replayer"]
 class _Miss:
     """Says that the fast path does not apply; the slow path finds out why."""
 
+    __slots__ = ()
+
     def __repr__(self) -> str:
         return "MISS"
 
@@ -87,7 +89,11 @@ def output_builder(treedef: Treedef, outputs: Sequence[Any]) -> Callable[[Sequen
             return f"m[{count - 1}]"
         children = [expression(child) for child in node.children]
         if node.kind is dict:
-            return "{" + ", ".join(f"{name(k)}: {c}" for k, c in zip(node.context[1], children, strict=True)) + "}"
+            return (
+                "{"
+                + ", ".join(f"{name(k)}: {c}" for k, c in zip(node.context[1], children, strict=True))
+                + "}"
+            )
         return f"{name(pytree.node_unflatten)}({name(node)}, [{', '.join(children)}])"
 
     source = f"def build(m):\n    return {expression(treedef)}\n"
@@ -100,7 +106,7 @@ def replayer(
     name: str,
     bound: Sequence[Bound],
     donates: bool,
-    match: Callable[[Sequence[Any], dict[str, Any]], Any],
+    match: Callable[[tuple[Any, ...], dict[str, Any]], Any],
     unchanged: Callable[[], bool],
     staging: Staging,
     replay: Replay,

@@ -13,7 +13,7 @@ import math
 import random
 import sys
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,7 +39,6 @@ from ..errors import (
     LayoutError,
     SideEffectError,
 )
-from ..ops import tensors_in
 from ..source import Location, Locator, is_user_file, raised_frame, sync_spelling
 from ..tree import KeyPath, Treedef, path_string
 from .inspect import Rules, refuse_new_state
@@ -47,7 +46,9 @@ from .program import Constant, Instr, Program, Var
 
 __all__ = ["BoundState", "Recipe", "canonical", "is_fake", "trace"]
 
-_LIFTS = frozenset({torch.ops.aten.lift_fresh.default, torch.ops.aten.lift.default, torch.ops.aten.lift_fresh_copy.default})
+_LIFTS = frozenset(
+    {torch.ops.aten.lift_fresh.default, torch.ops.aten.lift.default, torch.ops.aten.lift_fresh_copy.default}
+)
 
 
 @contextlib.contextmanager
@@ -150,7 +151,7 @@ class _Recorder(TorchDispatchMode):
         number = self._storages.setdefault(storage._cdata, len(self._storages))
         spec = BufferSpec(tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype, tensor.device)
         fills = storage.nbytes() == spec.nbytes
-        var = Var(len(self._vars), spec, number, tensor.storage_offset(), fills)
+        var = Var(len(self._vars), spec, number, int(tensor.storage_offset()), fills)
         self._vars[id(tensor)] = var
         return var
 
@@ -204,7 +205,9 @@ class _Recorder(TorchDispatchMode):
             return type(value)(self._born(item) for item in value)
         return None
 
-    def _record(self, func: Any, args: list[Any], kwargs: dict[str, Any], out: Any, written: Sequence[Tensor]) -> None:
+    def _record(
+        self, func: Any, args: list[Any], kwargs: dict[str, Any], out: Any, written: Sequence[Tensor]
+    ) -> None:
         instr = Instr(
             func,
             tuple(self._freeze(arg) for arg in args),
@@ -261,7 +264,9 @@ class _Recorder(TorchDispatchMode):
 def _same_tensor(a: Tensor, b: Tensor) -> bool:
     if a.shape != b.shape or a.dtype != b.dtype:
         return False
-    return torch.equal(a.contiguous().reshape(-1).view(torch.uint8), b.contiguous().reshape(-1).view(torch.uint8))
+    return torch.equal(
+        a.contiguous().reshape(-1).view(torch.uint8), b.contiguous().reshape(-1).view(torch.uint8)
+    )
 
 
 def _same(a: Any, b: Any) -> bool:
@@ -270,7 +275,7 @@ def _same(a: Any, b: Any) -> bool:
     if type(a) is not type(b):
         return False
     if isinstance(a, float):
-        return a == b and math.copysign(1, a) == math.copysign(1, b) or (math.isnan(a) and math.isnan(b))
+        return (a == b and math.copysign(1, a) == math.copysign(1, b)) or (math.isnan(a) and math.isnan(b))
     if isinstance(a, (list, tuple)):
         return len(a) == len(b) and all(map(_same, a, b))
     if isinstance(a, dict):
@@ -282,7 +287,12 @@ def refuse_difference(first: Program, instrs: Sequence[Instr], instr: Instr) -> 
     """Raise if the last instruction differs from the one at its place in the first trace."""
     number = len(instrs) - 1
     known = first.instrs[number] if number < len(first.instrs) else None
-    if known is not None and known.op is instr.op and _same(known.args, instr.args) and _same(known.kwargs, instr.kwargs):
+    if (
+        known is not None
+        and known.op is instr.op
+        and _same(known.args, instr.args)
+        and _same(known.kwargs, instr.kwargs)
+    ):
         return
     raise BakedValueError.of(
         first.function,
@@ -322,7 +332,7 @@ class _HostRandomness:
             raise ImplicitRandomnessError.of(
                 function,
                 f"moves a random generator on the host: {', '.join(moved)}.",
-                why="Python runs when the step is traced, not when it is replayed: the numbers drawn would never change.",
+                why="Python runs when the step is traced, not when it is replayed: the numbers never change.",
                 fix="draw from a key in the state with `fcg.random`, or pass the numbers as an input.",
             )
 
@@ -338,7 +348,7 @@ def _mapped_errors(name: str) -> Iterator[None]:
         raise _host_sync(name, error) from error
     except Exception as error:
         text = str(error)
-        if "numpy" in text and "subclass" in text or "Cannot access data pointer" in text:
+        if ("numpy" in text and "subclass" in text) or "Cannot access data pointer" in text:
             raise _host_sync(name, error) from error
         where = _raised_at(error)
         raise CaptureError.of(
