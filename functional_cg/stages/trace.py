@@ -24,6 +24,7 @@ from torch._subclasses.fake_tensor import (
     DynamicOutputShapeException,
     FakeTensor,
     FakeTensorMode,
+    unset_fake_temporarily,
 )
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -225,9 +226,10 @@ class _Recorder(TorchDispatchMode):
         number = len(self.program.constants)
         tensor, var = self.fake(BufferSpec.of(value), "a literal")
         del self._protected[storage_key(tensor)]  # writing it is harmless: each run starts from a copy
-        self.program.constants.append(Constant(var, value.detach().clone(), f"literal {number}"))
-        if self._first is not None:
-            self._refuse_changed_literal(number, value)
+        with unset_fake_temporarily():
+            self.program.constants.append(Constant(var, value.detach().clone(), f"literal {number}"))
+            if self._first is not None:
+                self._refuse_changed_literal(number, value)
         return tensor
 
     def _folded(self, func: Any, args: list[Any], out: Any) -> Constant | None:
@@ -244,7 +246,8 @@ class _Recorder(TorchDispatchMode):
                 why="Work on the host is not part of a graph.",
                 fix=f'create it on the device, `device="{out.device.type}"`.',
             )
-        moved = Constant(self._new_var(out), constant.value.to(out.dtype), constant.name)
+        with unset_fake_temporarily():
+            moved = Constant(self._new_var(out), constant.value.to(out.dtype), constant.name)
         self.program.constants.append(moved)
         return moved
 
