@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from .errors import AliasError, LayoutError
+from .streams import current_raw_stream
 from .tree import KeyPath, path_string
 
 __all__ = [
@@ -171,7 +172,7 @@ class Arena:
       slabs: One 1-d tensor per slab.
       slots: One view per leaf, with the leaf's shape and strides.
       storages: Identities of the slabs' storages.
-      stream: The CUDA stream that used the arena last.
+      stream: The CUDA stream that used the arena last, and its handle.
       lock: Held while a call updates the arena: of two threads one wins, the other finds its state donated.
     """
 
@@ -181,6 +182,7 @@ class Arena:
     device: torch.device
     storages: frozenset[int] = frozenset()
     stream: torch.cuda.Stream | None = None
+    raw_stream: int = -1
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     @classmethod
@@ -197,15 +199,20 @@ class Arena:
             )
         return cls(plan, slabs, slots, device, frozenset(map(storage_key, slabs)))
 
+    @property
+    def on_cuda(self) -> bool:
+        return self.device.type == "cuda"
+
     def join(self) -> None:
         """Order the current CUDA stream after the arena's last use, if that was on another one."""
-        if self.device.type == "cuda":
-            current = torch.cuda.current_stream(self.device)
-            if self.stream is not None and self.stream != current:
-                current.wait_stream(self.stream)
-                for slab in self.slabs:  # the allocator must not reuse them before this stream is done
-                    slab.record_stream(current)
-            self.stream = current
+        if not self.on_cuda or self.raw_stream == current_raw_stream(self.device.index):
+            return
+        current = torch.cuda.current_stream(self.device)
+        if self.stream is not None:
+            current.wait_stream(self.stream)
+            for slab in self.slabs:  # the allocator must not reuse them before this stream is done
+                slab.record_stream(current)
+        self.stream, self.raw_stream = current, current.cuda_stream
 
     def write(self, positions: Sequence[int], values: Sequence[Tensor]) -> None:
         """Copy values into slots in one grouped copy."""

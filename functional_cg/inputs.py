@@ -22,6 +22,7 @@ from .tree import KeyPath, Treedef, path_string
 __all__ = ["InputLayout", "Staging", "as_input", "input_layout", "layout_differences", "layout_matcher"]
 
 _RING_DEPTH = 3
+_FEW = 3  # as many single copies cost less than one grouped copy
 
 
 @dataclass(frozen=True, slots=True)
@@ -262,37 +263,38 @@ class Staging:
     """Static input buffers of one capture, and the way into them.
 
     Attributes:
+      arena: Their memory.
       slots: One buffer per live input leaf, on the state's device.
     """
 
     def __init__(self, specs: Sequence[BufferSpec], device: torch.device) -> None:
         here = [BufferSpec(spec.shape, spec.stride, spec.dtype, device) for spec in specs]
-        self._arena = Arena.allocate(plan(here, ["inputs"] * len(here)), device)
-        self.slots = self._arena.slots
+        self.arena = Arena.allocate(plan(here, ["inputs"] * len(here)), device)
+        self.slots = self.arena.slots
         self._ring: list[_PinnedSlot] = []
         self._turn = 0
-
-    def join(self) -> None:
-        """Order the current stream after the last use of these buffers."""
-        self._arena.join()
 
     def copy_in(self, leaves: Sequence[Tensor]) -> None:
         """Copy leaves into the static buffers; the caller's memory is free again when this returns."""
         if not leaves:
             return
-        if self._arena.device.type == "cpu":
+        if not self.arena.on_cuda:
             torch._foreach_copy_(self.slots, list(leaves))
             return
         host = [i for i, leaf in enumerate(leaves) if leaf.is_cpu]
-        if len(host) < len(leaves):
+        if len(leaves) - len(host) <= _FEW:
+            for slot, leaf in zip(self.slots, leaves, strict=True):
+                if not leaf.is_cpu:
+                    slot.copy_(leaf)
+        else:
             there = [i for i, leaf in enumerate(leaves) if not leaf.is_cpu]
             torch._foreach_copy_([self.slots[i] for i in there], [leaves[i] for i in there])
         if host:
-            self._pinned_slot().send(host, leaves, self._arena)
+            self._pinned_slot().send(host, leaves, self.arena)
 
     def _pinned_slot(self) -> _PinnedSlot:
         if len(self._ring) < _RING_DEPTH:
-            self._ring.append(_PinnedSlot(self._arena.plan))
+            self._ring.append(_PinnedSlot(self.arena.plan))
             return self._ring[-1]
         self._turn = (self._turn + 1) % _RING_DEPTH
         return self._ring[self._turn]

@@ -20,6 +20,7 @@ ROOT = Path(__file__).resolve().parent.parent / PACKAGE
 # after it uses them as a user does.
 ORDER = (
     "errors",
+    "streams",
     "spelling",
     "source",
     "ops",
@@ -46,6 +47,8 @@ ORDER = (
     "stages.replay",
     "stages",
     "lowered",
+    "constants",
+    "eager",
     "graph_step",
     "control",
     "precision",

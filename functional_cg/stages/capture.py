@@ -13,11 +13,13 @@ from torch import Tensor
 
 from ..errors import CaptureError, FunctionalCGError
 from ..state import uninterrupted
+from ..streams import current_device
 from .lower import Before, Buffers, ExecutionPlan, quiet
 
 __all__ = ["Backend", "CPUBackend", "CUDABackend", "Replay", "backend_for"]
 
 _WARM_UPS = 2
+_FEW = 3  # as many clones cost less than one grouped copy
 
 
 class Replay(Protocol):
@@ -66,9 +68,8 @@ class _DirectReplay:
     fresh: bool = True
 
     def __call__(self, before: Before, /) -> Sequence[Tensor]:
-        assert self.run is not None
-        with torch.inference_mode(False), torch.no_grad():
-            return self.run(before)
+        # Nothing here requires grad, so the caller's grad mode makes no difference; autocast was refused.
+        return self.run(before)  # type: ignore[misc]
 
     def close(self) -> None:
         self.run = None
@@ -99,7 +100,7 @@ class _GraphReplay:
         self._launch = super(torch.cuda.CUDAGraph, graph).replay
 
     def __call__(self, before: Before, /) -> Sequence[Tensor]:
-        if torch.cuda.current_device() == self._device.index:
+        if current_device() == self._device.index:
             uninterrupted((*before, self._launch))
         else:
             with torch.cuda.device(self._device):
@@ -182,9 +183,9 @@ def backend_for(device: torch.device) -> Backend:
 
 
 def copy_out(static: Sequence[Tensor]) -> list[Tensor]:
-    """Fresh copies of static metrics, each with its own storage: one grouped copy per dtype."""
-    if len(static) == 1:
-        return [static[0].clone()]
+    """Fresh copies of static metrics, each with its own storage; many of them in one grouped copy per dtype."""
+    if len(static) <= _FEW:
+        return [metric.clone() for metric in static]
     fresh = [torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=t.device) for t in static]
     groups: dict[torch.dtype, tuple[list[Tensor], list[Tensor]]] = {}
     for new, old in zip(fresh, static, strict=True):

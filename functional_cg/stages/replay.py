@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
+from operator import setitem
 from typing import Any
 
 from torch import Tensor
@@ -11,7 +13,7 @@ from torch import Tensor
 from .. import tree as pytree
 from ..arena import Arena
 from ..inputs import Staging
-from ..state import Handle, Lease
+from ..state import Handle
 from ..tree import Treedef
 from .capture import Replay, copy_out
 from .program import Var
@@ -115,33 +117,19 @@ def replayer(
 ) -> Callable[[tuple[Any, ...], dict[str, Any]], Any]:
     """Make the fast path of one capture: ``call(args, kwargs) -> result, or MISS``."""
     fresh = replay.fresh
-    arenas = list(dict.fromkeys(b.arena for b in bound))
+    joined = [arena for arena in dict.fromkeys([*(b.arena for b in bound), staging.arena]) if arena.on_cuda]
+    positions = frozenset(b.position for b in bound)
+    last = max(positions, default=-1)
+    copy_in, set_donor = staging.copy_in, object.__setattr__
 
     def run(leaves: Sequence[Tensor], before: Sequence[Any]) -> Any:
-        for arena in arenas:
+        for arena in joined:
             arena.join()
-        staging.join()
-        staging.copy_in(leaves)
+        if leaves:
+            copy_in(leaves)
         static = replay(before)
         stats.replays += 1
         return build(static if fresh else copy_out(static))
-
-    def step(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if len(args) == 0 or not first.accepts(args[0]):
-            return MISS
-        state = args[0]
-        if not all(b.accepts(args[b.position]) for b in rest):
-            return MISS
-        lease: Lease = state._lease
-        with first.arena.lock:
-            if lease.cell[0] != state._generation:
-                return MISS
-            leaves = match(_without(args, positions), kwargs)
-            if leaves is None or not unchanged():
-                return MISS
-            metrics = run(leaves, (lease.raised(),))
-            object.__setattr__(state, "_donor", name)
-            return Handle(lease, lease.cell[0]), metrics
 
     def read(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if len(args) <= last or not all(b.accepts(args[b.position]) for b in bound):
@@ -151,15 +139,33 @@ def replayer(
             return MISS
         return run(leaves, ())
 
-    positions = frozenset(b.position for b in bound)
-    last = max(positions, default=-1)
     if not donates:
         return read
-    first, rest = bound[0], [b for b in bound[1:]]
+
+    own, rest = bound[0].arena, bound[1:]
+    lock = own.lock
+
+    def step(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if not args or type(args[0]) is not Handle:
+            return MISS
+        state = args[0]
+        lease, generation = state._lease, state._generation
+        if lease.arena is not own or state._owner is not None:
+            return MISS
+        if rest and (len(args) <= last or not all(b.accepts(args[b.position]) for b in rest)):
+            return MISS
+        leaves = match(_without(args, positions) if rest else args[1:], kwargs)
+        if leaves is None or not unchanged():
+            return MISS
+        with lock:
+            if lease.cell[0] != generation:
+                return MISS
+            metrics = run(leaves, (partial(setitem, lease.cell, 0, generation + 1),))
+        set_donor(state, "_donor", name)
+        return Handle(lease, generation + 1), metrics
+
     return step
 
 
 def _without(args: tuple[Any, ...], positions: frozenset[int]) -> tuple[Any, ...]:
-    if len(positions) == 1 and 0 in positions:
-        return args[1:]
     return tuple(arg for i, arg in enumerate(args) if i not in positions)
