@@ -14,7 +14,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from functional_cg import optim, tree
-from functional_cg.errors import LayoutError
+from functional_cg.errors import DonatedStateError, LayoutError
+from functional_cg.state import place
 
 DECAY = {"w": True, "b": False}
 SCHEDULE = optim.warmup_cosine(0.1, 2, 10)
@@ -61,8 +62,13 @@ OPTIMIZERS = [
     optim.inject_hyperparams(optim.yogi)(learning_rate=0.1, b1=0.9, eps=1e-3),
     optim.inject_hyperparams(optim.adagrad)(learning_rate=0.1, eps=1e-10),
 ]
-EVERY = [*TRANSFORMATIONS, *OPTIMIZERS]
-WITH_STEP = [tx for tx in OPTIMIZERS if tx.step is not None]
+FLAT = [
+    optim.flatten(optim.sgd(SCHEDULE, momentum=0.9)),
+    optim.flatten(optim.chain(optim.clip_by_global_norm(0.5), optim.adamw(0.1, weight_decay=0.1))),
+    optim.flatten(optim.yogi(0.1)),
+]
+EVERY = [*TRANSFORMATIONS, *OPTIMIZERS, *FLAT]
+WITH_STEP = [tx for tx in [*OPTIMIZERS, *FLAT] if tx.step is not None]
 
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)]
@@ -168,7 +174,7 @@ def test_layouts_are_kept_and_inputs_untouched(tx: optim.GradientTransformation,
     assert_same((params, grads, state), before)
 
 
-@pytest.mark.parametrize("tx", EVERY, ids=repr)
+@pytest.mark.parametrize("tx", [*TRANSFORMATIONS, *OPTIMIZERS], ids=repr)
 def test_state_leaves_own_their_memory(tx: optim.GradientTransformation) -> None:
     params = fresh()
     grads = [fresh() for _ in range(2)]
@@ -449,6 +455,27 @@ def test_updates_keep_the_dtype_of_the_parameters() -> None:
     assert out["w"].dtype is torch.bfloat16
 
 
+@pytest.mark.parametrize("tx", FLAT, ids=repr)
+def test_flatten_is_inner_up_to_rounding(tx: optim.GradientTransformation) -> None:
+    params = fresh()
+    params["image"] = torch.randn(2, 3, 4, 4).to(memory_format=torch.channels_last)
+    grads = [{**fresh(), "image": torch.randn(2, 3, 4, 4)} for _ in range(8)]
+    for fused in {False, tx.step is not None}:
+        got, state = run(tx, params, grads, fused=fused)
+        assert_near(got, run(tx.parts[0], params, grads, fused=fused)[0], steps=8)
+        assert got["image"].stride() == params["image"].stride()
+        assert {leaf.dim() for leaf in tree.leaves(state)} <= {0, 1}
+
+
+def test_flatten_refuses_what_acts_per_leaf() -> None:
+    for inner in (
+        optim.lamb(0.1, weight_decay=0.1),
+        optim.chain(optim.scale_by_trust_ratio(), optim.sgd(0.1)),
+    ):
+        with pytest.raises(ValueError, match=r"flatten: .* takes a norm per leaf"):
+            optim.flatten(inner)
+
+
 # Masks and labels
 
 
@@ -567,6 +594,18 @@ def test_set_hyperparams_finds_them_inside_a_state() -> None:
     }
     assert old.opt_state.hyperparams["learning_rate"] == 0.5
     assert optim.set_hyperparams(old) is old
+
+
+def test_set_hyperparams_writes_into_a_handle() -> None:
+    tx = optim.chain(optim.identity(), optim.inject_hyperparams(optim.sgd)(learning_rate=0.5))
+    params = {"w": torch.ones(2)}
+    old = place({"params": params, "opt_state": tx.init(params)})
+    new = optim.set_hyperparams(old, learning_rate=0.25)
+    assert type(new) is type(old)
+    assert new["opt_state"][1].hyperparams["learning_rate"] == 0.25
+    assert torch.equal(new["params"]["w"], torch.ones(2))
+    with pytest.raises(DonatedStateError, match="donated"):
+        old["opt_state"][1].hyperparams["learning_rate"].item()
 
 
 def test_step_survives_numbers_that_the_fused_op_cannot_take() -> None:

@@ -9,6 +9,7 @@ from functional_cg.optim.aliases import AdagradState, SgdState, adagrad, adam, a
 from functional_cg.optim.base import EmptyState, GradientTransformation, apply_updates
 from functional_cg.optim.clipping import clip_by_global_norm, global_norm
 from functional_cg.optim.combine import MaskedState, PartitionState, chain, masked, partition
+from functional_cg.optim.flat import flatten
 from functional_cg.optim.formulas import lamb, yogi
 from functional_cg.optim.hyperparams import InjectHyperparamsState, inject_hyperparams, set_hyperparams
 from functional_cg.optim.schedules import (
@@ -61,6 +62,7 @@ __all__ = [
     "constant",
     "cosine",
     "exponential",
+    "flatten",
     "global_norm",
     "identity",
     "inject_hyperparams",
