@@ -1,0 +1,396 @@
+"""How a line of the user's code asks for a tensor's value, and what to write in its place.
+
+The instruction that runs in a frame leads to its node in the syntax tree; what encloses the node tells ``if x > 0:``
+from ``x > 0 and y`` and ``x[mask]`` from ``x[i]``. The fixes are written with the user's own names.
+"""
+
+from __future__ import annotations
+
+import ast
+import dis
+import inspect
+import itertools
+import linecache
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from types import FrameType, MappingProxyType, ModuleType
+from typing import Any
+
+import torch
+
+__all__ = ["sync_spelling"]
+
+_TEXT_SHOWN = 72
+_F_STRING_PARTS = (ast.JoinedStr, ast.FormattedValue, ast.Constant)
+
+_ELSE = "or return the value in `metrics` and decide outside of the step"
+_GENERIC = f"`torch.where(cond, a, b)`; {_ELSE}"
+_LOG = "return `{x}` in `metrics` and print it after the step; `step.eager(...)` runs once with real numbers"
+
+
+def _table(text: str) -> MappingProxyType[str, str]:
+    rows = (line.strip().split(" | ", 1) for line in text.strip().splitlines())
+    return MappingProxyType({name: fix for names, fix in rows for name in names.split()})
+
+
+# {x} is the tensor that the function works on, {y} its next argument, {args} all of them, {name} the function.
+_BUILTINS = _table("""
+    bool | keep `{x}` a tensor and select with it, `torch.where({x}, a, b)`; ELSE
+    float complex | use `{x}` itself, a 0-dim tensor computes like a number; or return it in `metrics`
+    int | use `{x}` itself; as an index `table.index_select(0, {x}[None])[0]`, as a size a static argument
+    range | loop a fixed number of times and mask, `torch.where(i < {x}, new, old)`; or make `{x}` a static argument
+    sorted | write `torch.sort({x}).values`
+    any all | write `torch.stack(list({x})).{name}()`, a tensor, and select with `torch.where`
+    print str repr format | LOG
+""".replace("ELSE", _ELSE).replace("LOG", _LOG))  # fmt: skip
+_FUNCTIONS = _table("""
+    item | use `{x}` itself, a 0-dim tensor computes like a number; or return it in `metrics`
+    tolist numpy __array__ | stay with torch ops on `{x}`; or return it in `metrics` and convert it outside of the step
+    cpu to | leave `{x}` on its device; or return it in `metrics` and move it outside of the step
+    nonzero argwhere | its length depends on values: keep the mask of fixed shape, `torch.where({x} != 0, values, 0)`
+    where | its length depends on values: keep the mask of fixed shape, `torch.where({x}, values, 0)`
+    unique | its length depends on values: sort and mark the repeats, `s = torch.sort({x}).values; s[1:] == s[:-1]`
+    unique_consecutive | its length depends on values: mark the repeats instead, `{x}[1:] == {x}[:-1]`
+    masked_select | `torch.where({y}, {x}, 0)` keeps the shape
+    repeat_interleave | give the total length as a number, `torch.repeat_interleave({args}, output_size=n)`
+    bincount | with `n` bins, `torch.zeros(n, dtype={x}.dtype).scatter_add(0, {x}, torch.ones_like({x}))`
+    equal | `({x} == {y}).all()` stays a tensor; select with `torch.where`, or return it in `metrics`
+    allclose | `torch.isclose({x}, {y}).all()` stays a tensor; select with `torch.where`, or return it in `metrics`
+    is_nonzero | `{x} != 0` stays a tensor; ELSE
+    tensor as_tensor array asarray | use the tensor `{x}` itself; `{x}.clone()` copies it
+    full | a tensor as the value is read on the host: write `{y}.expand(shape)`; a size comes from `.shape`
+    arange zeros ones empty rand randn linspace eye new_zeros new_ones new_empty | SIZE
+    view reshape expand repeat tile narrow split chunk unflatten | SIZE
+""".replace("ELSE", _ELSE).replace(
+    "SIZE",
+    "shapes are fixed at capture: take the size from `.shape` or a static argument, and mask with `torch.where`",
+))  # fmt: skip
+
+
+def sync_spelling(frame: FrameType, lasti: int | None = None) -> tuple[str, str]:
+    """How the line that runs in `frame` asks for a tensor's value, and the fix written with the user's names.
+
+    Args:
+      frame: The user's frame.
+      lasti: The instruction, where the frame has moved on since (``traceback.tb_lasti``).
+    Returns:
+      (what, fix): such as ``("`if x > 0:`", "`torch.where(x > 0, a, b)`; or ...")``. Without source, or for a
+      spelling that is not known, a general answer.
+    """
+    site = _Site.of(frame, frame.f_lasti if lasti is None else lasti)
+    if site is None:
+        return "a tensor's value", _GENERIC
+    for classify in (_truth, _formatting, _call, _subscript, _containment):
+        answer = classify(site)
+        if answer is not None:
+            return answer
+    return f"`{_text(site.node)}`", _GENERIC
+
+
+@dataclass(frozen=True, slots=True)
+class _Site:
+    """The syntax node whose instruction runs in a frame."""
+
+    node: Any
+    op: str
+    frame: FrameType
+    parents: dict[ast.AST, ast.AST] = field(repr=False)
+
+    @classmethod
+    def of(cls, frame: FrameType, lasti: int) -> _Site | None:
+        code = frame.f_code
+        span = next(itertools.islice(code.co_positions(), lasti // 2, None), (None,) * 4)
+        if lasti < 0 or None in span:
+            return None
+        try:
+            tree = ast.parse("".join(linecache.getlines(code.co_filename, frame.f_globals)))
+        except (SyntaxError, ValueError):
+            return None
+        parents = {child: parent for parent in ast.walk(tree) for child in ast.iter_child_nodes(parent)}
+        line, end_line, column, end_column = span
+        around = [node for node in parents if _contains(node, (line, column), (end_line, end_column))]
+        if not around:
+            return None
+        # Later in the walk is deeper, so the last of equal size is the innermost.
+        node = min(reversed(around), key=_extent)
+        return cls(node, dis.opname[code.co_code[lasti]], frame, parents)
+
+    def up(self, node: ast.AST) -> Any:
+        return self.parents.get(node)
+
+    def value(self, node: ast.AST) -> Any:
+        """What a name, or an attribute of one, stands for; read without running any of the user's code."""
+        if isinstance(node, ast.Name):
+            return self.frame.f_locals.get(node.id, self.frame.f_globals.get(node.id))
+        if isinstance(node, ast.Attribute):
+            return inspect.getattr_static(self.value(node.value), node.attr, None)
+        return None
+
+
+def _contains(node: Any, start: tuple[Any, Any], end: tuple[Any, Any]) -> bool:
+    if not hasattr(node, "lineno"):
+        return False
+    return (node.lineno, node.col_offset) <= start and end <= (node.end_lineno, node.end_col_offset)
+
+
+def _extent(node: Any) -> tuple[int, int]:
+    return node.end_lineno - node.lineno, node.end_col_offset - node.col_offset
+
+
+def _text(node: ast.AST) -> str:
+    text = " ".join(ast.unparse(node).split())
+    return text if len(text) <= _TEXT_SHOWN else text[: _TEXT_SHOWN - 1] + "…"
+
+
+def _truth(site: _Site) -> tuple[str, str] | None:
+    """``if``, ``while``, ``assert``, ternaries, ``and``/``or``/``not``, filters: the instruction tests a value."""
+    if not (site.op in ("TO_BOOL", "UNARY_NOT") or "JUMP_IF" in site.op or "_IF_" in site.op):
+        return None
+    test, parent = site.node, site.up(site.node)
+    if isinstance(test, ast.If | ast.While | ast.IfExp | ast.Assert):
+        test, parent = test.test, test  # Python 3.11 gives some jumps the span of the statement
+    while isinstance(parent, ast.BoolOp) or (
+        isinstance(parent, ast.UnaryOp) and isinstance(parent.op, ast.Not)
+    ):
+        test, parent = parent, site.up(parent)
+    cond, text = _as_tensor(test), _text(test)
+    match parent:
+        case ast.IfExp() if parent.test is test:
+            return (
+                f"`{_text(parent)}`",
+                f"`torch.where({cond}, {_text(parent.body)}, {_text(parent.orelse)})`",
+            )
+        case ast.If() if parent.test is test:
+            return f"`if {text}:`", _branches(parent, cond)
+        case ast.While() if parent.test is test:
+            return f"`while {text}:`", (
+                f"loop a fixed number of times and mask the update, `x = torch.where({cond}, new_x, x)`; "
+                "or loop outside of the step"
+            )
+        case ast.Assert() if parent.test is test:
+            return f"`assert {text}`", f"return `{cond}` in `metrics` and assert outside of the step"
+        case ast.comprehension() if test in parent.ifs:
+            return (
+                f"`... if {text}` in a comprehension",
+                f"keep every element and mask, `torch.where({cond}, x, 0)`",
+            )
+        case _ if isinstance(test, ast.BoolOp | ast.UnaryOp | ast.Compare):
+            return f"`{text}`", f"write `{cond}`, a tensor, and select with `torch.where`"
+    return f"the truth value of `{text}`", f"`torch.where({cond}, a, b)`; {_ELSE}"
+
+
+def _as_tensor(test: ast.expr) -> str:
+    """The tensor that says what `test` says."""
+    match test:
+        case ast.BoolOp():
+            name = "torch.logical_and" if isinstance(test.op, ast.And) else "torch.logical_or"
+            parts = [_as_tensor(value) for value in test.values]
+        case ast.Compare(ops=[_, _, *_]):
+            terms = [test.left, *test.comparators]
+            name = "torch.logical_and"
+            parts = [
+                _text(ast.Compare(left, [op], [right]))
+                for left, op, right in zip(terms, test.ops, terms[1:], strict=False)
+            ]
+        case ast.UnaryOp(op=ast.Not()):
+            return f"torch.logical_not({_as_tensor(test.operand)})"
+        case _:
+            return _text(test)
+    return _fold(name, parts)
+
+
+def _fold(name: str, parts: Sequence[str]) -> str:
+    head, *rest = parts
+    for part in rest:
+        head = f"{name}({head}, {part})"
+    return head
+
+
+def _branches(node: ast.If, cond: str) -> str:
+    match node.body, node.orelse:
+        case ([ast.Assign([ast.Name(name)], yes)], [ast.Assign([ast.Name(other)], no)]) if name == other:
+            return f"`{name} = torch.where({cond}, {_text(yes)}, {_text(no)})`; {_ELSE}"
+        case ([ast.Assign([ast.Name(name)], yes)], []):
+            return f"`{name} = torch.where({cond}, {_text(yes)}, {name})`; {_ELSE}"
+    return f"compute both sides and select, `torch.where({cond}, a, b)`; {_ELSE}"
+
+
+def _formatting(site: _Site) -> tuple[str, str] | None:
+    node, whole = site.node, site.node
+    # Before Python 3.12 each part of an f-string, its format too, carries the span of the whole string.
+    while isinstance(node, _F_STRING_PARTS) and isinstance(site.up(whole), _F_STRING_PARTS):
+        whole = site.up(whole)
+    if isinstance(whole, ast.JoinedStr):
+        values = [part.value for part in whole.values if isinstance(part, ast.FormattedValue)]
+        tensors = [value for value in values if isinstance(site.value(value), torch.Tensor)] or values
+        shown = tensors[0] if _extent(node) == _extent(whole) else getattr(node, "value", node)
+        return f"`{_text(whole)}`", _LOG.format(x=_text(shown))
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mod) and _is_text(node.left):
+        right = node.right.elts[0] if isinstance(node.right, ast.Tuple) and node.right.elts else node.right
+        return f"`{_text(node)}`", _LOG.format(x=_text(right))
+    return None
+
+
+def _is_text(node: ast.AST) -> bool:
+    return isinstance(node, ast.JoinedStr) or (isinstance(node, ast.Constant) and isinstance(node.value, str))
+
+
+def _call(site: _Site) -> tuple[str, str] | None:
+    node = site.node
+    if not isinstance(node, ast.Call):
+        return None
+    what, args = f"`{_text(node)}`", list(node.args)
+    match node.func:
+        case ast.Name(name) if name in ("max", "min") and args:
+            return what, _extremum(site, name, args)
+        case ast.Name(name):
+            template = _BUILTINS.get(name) or _FUNCTIONS.get(name)
+        case ast.Attribute(value=ast.Name("math"), attr=name):
+            kept = f"write `torch.{name}({', '.join(map(_text, args))})`"
+            return what, kept if hasattr(torch, name) else f"use the torch op for `math.{name}`; {_ELSE}"
+        case ast.Attribute(value=owner, attr="format") if _is_text(owner):
+            name, template = "format", _LOG
+        case ast.Attribute(value=owner, attr=name):
+            if not isinstance(site.value(owner), ModuleType):
+                args.insert(0, owner)
+            template = _FUNCTIONS.get(name)
+        case _:
+            return None
+    args += [keyword.value for keyword in node.keywords]
+    if template is None or not args:
+        return what, f"that call needs a Python number: {_GENERIC}"
+    if isinstance(args[0], ast.List | ast.Tuple) and "itself" in template:
+        return what, f"write `torch.stack({_text(args[0])})`"
+    x, y = _operand(args[0]), _operand(args[1]) if len(args) > 1 else "value"
+    return what, template.format(x=x, y=y, name=name, args=", ".join(map(_text, args)))
+
+
+def _operand(node: ast.AST) -> str:
+    tight = isinstance(node, ast.Name | ast.Attribute | ast.Subscript | ast.Call)
+    return _text(node) if tight else f"({_text(node)})"
+
+
+def _extremum(site: _Site, name: str, args: Sequence[ast.expr]) -> str:
+    if len(args) == 1 and isinstance(site.value(args[0]), torch.Tensor):
+        return f"write `{_operand(args[0])}.a{name}()`"
+    if len(args) == 1:
+        return f"write `torch.stack(list({_text(args[0])})).a{name}(0)`"
+    numbers = [arg for arg in args if isinstance(arg, ast.Constant | ast.UnaryOp)]
+    if len(args) == 2 and len(numbers) == 1:
+        tensor = args[0] if args[1] is numbers[0] else args[1]
+        bound = "min" if name == "max" else "max"
+        return f"write `torch.clamp({_text(tensor)}, {bound}={_text(numbers[0])})`"
+    return f"write `{_fold(f'torch.{name}imum', [_text(arg) for arg in args])}`"
+
+
+def _containment(site: _Site) -> tuple[str, str] | None:
+    node = site.node
+    if not (isinstance(node, ast.Compare) and isinstance(node.ops[0], ast.In | ast.NotIn)):
+        return None
+    item, container = node.left, node.comparators[0]
+    found = f"({_text(ast.Compare(container, [ast.Eq()], [item]))}).any()"
+    if isinstance(container, ast.List | ast.Tuple | ast.Set):
+        found = _fold(
+            "torch.logical_or", [_text(ast.Compare(item, [ast.Eq()], [one])) for one in container.elts]
+        )
+    return f"`{_text(node)}`", f"write `{found}`, a tensor, and select with `torch.where`"
+
+
+# -- subscripts -----------------------------------------------------------------------------------------------
+
+
+def _subscript(site: _Site) -> tuple[str, str] | None:
+    node = site.node
+    if not isinstance(node, ast.Subscript):
+        return None
+    stacked = isinstance(site.value(node.value), list | tuple)
+    base = f"torch.stack({_text(node.value)})" if stacked else _operand(node.value)
+    indices = list(node.slice.elts) if isinstance(node.slice, ast.Tuple) else [node.slice]
+    for kind, fix in _INDEX_FIXES:
+        dim = next((dim for dim, index in enumerate(indices) if kind(site, index)), None)
+        if dim is not None:
+            return f"`{_text(node)}`", fix(site, base, indices, dim)
+    return f"`{_text(node)}`", (
+        "index with integer tensors of at least one dimension, `x[i[None]][0]`; for a mask, `torch.where(mask, x, 0)`"
+    )
+
+
+def _is_mask(site: _Site, index: ast.AST) -> bool:
+    match index:
+        case ast.Compare():
+            return True
+        case ast.UnaryOp(op=ast.Invert(), operand=operand):
+            return _is_mask(site, operand)
+        case ast.BinOp(left=left, op=ast.BitAnd() | ast.BitOr() | ast.BitXor()):
+            return _is_mask(site, left)
+    value = site.value(index)
+    return isinstance(value, torch.Tensor) and value.dtype in (torch.bool, torch.uint8)
+
+
+def _is_window(site: _Site, index: ast.AST) -> bool:
+    return isinstance(index, ast.Slice) and any(
+        bound is not None and not isinstance(bound, ast.Constant)
+        for bound in (index.lower, index.upper, index.step)
+    )
+
+
+def _is_scalar(site: _Site, index: ast.AST) -> bool:
+    value = site.value(index)
+    if isinstance(value, torch.Tensor):
+        return value.ndim == 0
+    return value is None and isinstance(
+        index, ast.BinOp | ast.Call | ast.Name | ast.Attribute | ast.Subscript
+    )
+
+
+def _stored(site: _Site, read: str) -> str | None:
+    """What the statement puts in place of `read`, the values under the subscript; None where it only reads them."""
+    match site.up(site.node):
+        case ast.Assign(targets=targets, value=value) if site.node in targets:
+            return _text(value)
+        case ast.AugAssign(target=target, op=op, value=value) if target is site.node:
+            return _text(ast.BinOp(ast.Name(read), op, value))
+    return None
+
+
+def _fix_mask(site: _Site, base: str, indices: Sequence[Any], dim: int) -> str:
+    mask, count, stored = _text(indices[dim]), f"{_operand(indices[dim])}.sum()", _stored(site, base)
+    if stored is not None:
+        return f"`{base} = torch.where({mask}, {stored}, {base})`"
+    parent = site.up(site.node)
+    if isinstance(parent, ast.Attribute) and parent.attr == "mean":
+        return f"`torch.where({mask}, {base}, 0).sum() / {count}`"
+    return f"`torch.where({mask}, {base}, 0)` keeps the shape; divide by `{count}` for a mean"
+
+
+def _fix_window(site: _Site, base: str, indices: Sequence[Any], dim: int) -> str:
+    start = _operand(indices[dim].lower) if indices[dim].lower else "0"
+    length, note = "n", ", with a length `n` that is fixed"
+    match indices[dim].upper:
+        case ast.BinOp(left=left, op=ast.Add(), right=right) if _operand(left) == start:
+            length, note = _text(right), ""
+    rows = f"torch.arange({length}, device={base}.device) + {start}"
+    read = f"{base}.index_select({dim}, {rows})"
+    stored = _stored(site, read)
+    if stored is not None:
+        return f"`{base} = {base}.index_copy({dim}, {rows}, {stored})`{note}"
+    return f"`{read}`{note}; a window of varying length becomes a mask and `torch.where`"
+
+
+def _fix_scalar(site: _Site, base: str, indices: Sequence[Any], dim: int) -> str:
+    row = _text(ast.Subscript(indices[dim], ast.Constant(None), ast.Load()))
+    read = f"{base}.index_select({dim}, {row})"
+    match site.up(site.node):
+        case ast.Assign(targets=targets, value=ast.Constant(number)) if site.node in targets:
+            return f"`{base} = {base}.index_fill({dim}, {row}, {number!r})`"
+        case ast.Assign(targets=targets, value=value) if site.node in targets:
+            return f"`{base} = {base}.index_copy({dim}, {row}, {_operand(value)}.unsqueeze({dim}))`"
+    stored = _stored(site, read)
+    if stored is not None:
+        return f"`{base} = {base}.index_copy({dim}, {row}, {stored})`"
+    return f"write `{read}{'[0]' if dim == 0 else f'.squeeze({dim})'}`, which reads the index on the device"
+
+
+_INDEX_FIXES: tuple[
+    tuple[Callable[[_Site, ast.AST], bool], Callable[[_Site, str, Sequence[Any], int], str]], ...
+] = ((_is_mask, _fix_mask), (_is_window, _fix_window), (_is_scalar, _fix_scalar))

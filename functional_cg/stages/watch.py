@@ -1,0 +1,239 @@
+"""The host watch: what the step's Python reads outside of the tensors, compared at each call.
+
+A graph has these values baked in. They are read once more at each call, by one generated function that compares by
+identity first (about 0.03 µs a value), so that a change is an error before anything is launched, never a stale number.
+"""
+
+from __future__ import annotations
+
+import numbers
+import struct
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, cast
+
+import torch
+
+from ..errors import BakedValueError
+from .refs import Ref
+from .scan import Scan
+
+__all__ = ["MODES", "HostWatch", "modes", "refuse_ambient_autocast", "watch"]
+
+# -- torch's modes ----------------------------------------------------------------------------------------------
+
+MODES = (
+    "torch.is_autocast_enabled('cuda')",
+    "torch.is_autocast_enabled('cpu')",
+    "torch.get_autocast_dtype('cuda')",
+    "torch.get_autocast_dtype('cpu')",
+    "torch.are_deterministic_algorithms_enabled()",
+    "torch.backends.cuda.matmul.fp32_precision",
+    "torch.backends.cudnn.conv.fp32_precision",
+    "torch.backends.cudnn.benchmark",
+    "torch.backends.cudnn.deterministic",
+    "torch.get_default_dtype()",
+)
+_CANONICAL = (False, False)
+
+
+def modes() -> tuple[object, ...]:
+    """The values of `MODES` now. TF32 is read through ``fp32_precision``: its older names raise once both were used."""
+    precision = torch._C._get_fp32_precision_getter
+    return (
+        torch.is_autocast_enabled("cuda"),
+        torch.is_autocast_enabled("cpu"),
+        torch.get_autocast_dtype("cuda"),
+        torch.get_autocast_dtype("cpu"),
+        torch.are_deterministic_algorithms_enabled(),
+        _precision(precision("cuda", "matmul")),
+        _precision(precision("cuda", "conv")),
+        torch._C._get_cudnn_benchmark(),
+        torch._C._get_cudnn_deterministic(),
+        torch.get_default_dtype(),
+    )
+
+
+def _precision(name: str) -> str:
+    # "none" is "ieee" that nobody asked for.
+    return "ieee" if name == "none" else name
+
+
+def refuse_ambient_autocast(function_name: str) -> None:
+    """Raise if autocast is on around the call: the step would run without it, as it was traced.
+
+    Raises:
+      BakedValueError: Naming the device and the dtype.
+    """
+    if not torch._C._is_any_autocast_enabled():
+        return
+    on = [device for device in ("cuda", "cpu") if torch.is_autocast_enabled(device)]
+    raise BakedValueError.of(
+        function_name,
+        "is called under autocast; `state` is unchanged.",
+        rows=[
+            f"torch.autocast({device!r})  expected off   got {torch.get_autocast_dtype(device)}"
+            for device in on
+        ],
+        why="A step runs as it was traced, with autocast off: what surrounds the call is not a part of it.",
+        fix=f"put `with torch.autocast({(on or ['cuda'])[0]!r}, dtype=...):` inside of `{function_name}`.",
+    )
+
+
+# -- the watch --------------------------------------------------------------------------------------------------
+
+
+def watch(
+    fn: Callable[..., Any], *, roots: Sequence[object] = (), arguments: Mapping[str, object] | None = None
+) -> HostWatch:
+    """Find what `fn`, and the user's own functions that it reaches, read on the host, and remember the values.
+
+    Args:
+      fn: A function, a method, a ``functools.partial`` or a callable object.
+      roots: More that the step runs without naming it: an optimizer with the user's schedule, a module, functions.
+      arguments: Static arguments by name: what `fn` reads of them (``cfg.lr``) is watched too.
+    Returns:
+      The watch. Values reached in other ways (``getattr`` with a computed name, files, clocks, what an iteration
+      yields) are not on it.
+    """
+    scan = Scan()
+    scan.enter(
+        Ref.to(fn, "self"), kwargs={name: Ref.to(value, name) for name, value in (arguments or {}).items()}
+    )
+    for root in roots:
+        name = getattr(root, "__name__", type(root).__name__)
+        scan.reach(Ref.to(root, name))
+        scan.offer(Ref.to(root, name))
+    return HostWatch(tuple(scan.values.values()), autocast_dtypes=scan.says_autocast)
+
+
+class HostWatch:
+    """The values read on the host, as they were when the watch was made.
+
+    Attributes:
+      unchanged: Whether every value and mode is what it was. Equal values of one type count as unchanged, floats if
+        their bits are equal; a name that is gone counts as changed.
+    """
+
+    __slots__ = ("_entries", "_modes", "unchanged")
+
+    def __init__(self, entries: tuple[Ref, ...], *, autocast_dtypes: bool) -> None:
+        self._entries = entries
+        self._modes = _CANONICAL + modes()[len(_CANONICAL) :]
+        self.unchanged: Callable[[], bool] = _comparison(
+            entries, self._modes, autocast_dtypes=autocast_dtypes
+        )
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def names(self) -> tuple[str, ...]:
+        """The values on the watch, as the user writes them."""
+        return tuple(entry.name for entry in self._entries)
+
+    def differences(self) -> list[tuple[str, object, object]]:
+        """(name, old, new) of each value and mode that is not what it was."""
+        rows = [(entry.name, entry.value, _read(entry)) for entry in self._entries]
+        rows += zip(MODES, self._modes, modes(), strict=True)
+        return [(name, old, new) for name, old, new in rows if new is not old and not same(new, old)]
+
+    def check(self, function_name: str) -> None:
+        """Raise if something differs.
+
+        Raises:
+          BakedValueError: Naming each value, as it was traced and as it is now.
+        """
+        if self.unchanged():
+            return
+        refuse_ambient_autocast(function_name)
+        changed = self.differences()
+        if changed:
+            raise BakedValueError.of(
+                function_name,
+                "reads a Python value that the graph has baked in, and that has changed since; `state` is unchanged.",
+                rows=[f"{name}  traced {old!r}   now {new!r}" for name, old, new in changed],
+                why="Replay repeats kernels, not Python: it would go on with the old value.",
+                fix=_fix(changed[0][0]),
+            )
+
+
+def _fix(name: str) -> str:
+    if name in MODES:
+        return "set the mode before the first call and leave it; for another one make another step."
+    if name.endswith(".training"):
+        return "make one step for training and one for evaluation; each is captured in its own mode."
+    argument = name.rpartition(".")[2] if name.rpartition(".")[2].isidentifier() else "name"
+    return (
+        f"pass `{name}` in the batch (a Python number in the inputs is live) or keep it in the state; if it seldom "
+        f'changes, make it an argument of its own and name it in `static_argnames=("{argument}",)`.'
+    )
+
+
+class _Gone:
+    def __repr__(self) -> str:
+        return "<gone>"
+
+
+def _read(entry: Ref) -> object:
+    value = entry.root
+    try:
+        for step in entry.steps:
+            value = value[step.key] if step.item else getattr(value, step.key)
+    except Exception:  # whatever a user's object raises, the value is not there any more
+        return _Gone()
+    return value
+
+
+def same(new: Any, old: Any) -> bool:
+    """Whether two values bake the same constants: one type, equal, and for floats equal bits."""
+    if type(new) is not type(old):
+        return False
+    if isinstance(new, tuple):
+        return len(new) == len(old) and all(map(same, new, old))
+    if isinstance(new, numbers.Complex) and not isinstance(new, numbers.Rational):
+        return _bits(new) == _bits(old)
+    return bool(new == old)
+
+
+def _bits(number: numbers.Complex) -> bytes:
+    value = complex(number)
+    return struct.pack("dd", value.real, value.imag)
+
+
+def _comparison(
+    entries: Sequence[Ref], then: Sequence[object], *, autocast_dtypes: bool
+) -> Callable[[], bool]:
+    """Generate the function that reads every mode and every entry once more and compares.
+
+    Modes are single objects, but for the precisions, which torch spells anew each time.
+    """
+    names: dict[str, Any] = {"same": same, **_getters(), **{f"m{i}": mode for i, mode in enumerate(then)}}
+    names |= {f"spelt{i}": ("ieee", "none") if then[i] == "ieee" else (then[i],) for i in (5, 6)}
+    terms = ["not autocast()", "deterministic() is m4", "benchmark() is m7", "cudnn_deterministic() is m8"]
+    terms += ["default_dtype() is m9", "fp32('cuda', 'matmul') in spelt5", "fp32('cuda', 'conv') in spelt6"]
+    if autocast_dtypes:
+        terms += ["autocast_dtype('cuda') is m2", "autocast_dtype('cpu') is m3"]
+    roots: dict[int, str] = {}
+    for place, entry in enumerate(entries):
+        root = roots.setdefault(id(entry.root), f"r{place}")
+        names |= {root: entry.root, f"v{place}": entry.value}
+        now = root + "".join(map(str, entry.steps))
+        terms.append(f"({now} is v{place} or same({now}, v{place}))")
+    body = "\n        and ".join(terms)
+    source = (
+        f"def unchanged():\n    try:\n        return ({body})\n    except Exception:\n        return False\n"
+    )
+    exec(compile(source, "<functional_cg watch>", "exec"), names)
+    return cast("Callable[[], bool]", names["unchanged"])
+
+
+def _getters() -> dict[str, Any]:
+    # torch's own Python functions around these cost more than the rest of a call.
+    return {
+        "autocast": torch._C._is_any_autocast_enabled,
+        "autocast_dtype": torch.get_autocast_dtype,
+        "deterministic": torch._C._get_deterministic_algorithms,
+        "fp32": torch._C._get_fp32_precision_getter,
+        "benchmark": torch._C._get_cudnn_benchmark,
+        "cudnn_deterministic": torch._C._get_cudnn_deterministic,
+        "default_dtype": torch.get_default_dtype,
+    }

@@ -1,0 +1,841 @@
+"""The host watch: every form in which a step reads a host value, and each change of it."""
+
+import contextlib
+import dataclasses
+import enum
+import functools
+import math
+import pickle
+import re
+import timeit
+import types
+from collections import defaultdict
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from functional_cg.errors import BakedValueError
+from functional_cg.stages.watch import MODES, HostWatch, modes, refuse_ambient_autocast, watch
+
+LR = 0.1
+KEY = "lr"
+
+
+@dataclasses.dataclass
+class Inner:
+    wd: float = 0.01
+
+
+@dataclasses.dataclass
+class Config:
+    lr: float = 0.1
+    clip: float | None = None
+    opt: Inner = dataclasses.field(default_factory=Inner)
+    betas: tuple[float, float] = (0.9, 0.99)
+    table: dict[str, Any] = dataclasses.field(default_factory=lambda: {"lr": 0.1, "deep": {"wd": [1, 2]}})
+
+
+CFG = Config()
+
+
+def notices(fn, name, change, **watching):
+    """`fn` reads `name`; `change` changes it and nothing else."""
+    seen = watch(fn, **watching)
+    assert name in seen.names(), seen.names()
+    assert seen.unchanged()
+    assert seen.differences() == []
+    seen.check("step")
+    change()
+    assert not seen.unchanged()
+    assert [row[0] for row in seen.differences()] == [name]
+    with pytest.raises(BakedValueError, match=re.escape(f"{name}  traced ")):
+        seen.check("step")
+    return seen
+
+
+@pytest.fixture
+def cfg(monkeypatch):
+    config = Config()
+    monkeypatch.setitem(globals(), "CFG", config)
+    return config
+
+
+# -- names ------------------------------------------------------------------------------------------------------
+
+
+def test_global(monkeypatch):
+    def step(x):
+        return x * LR
+
+    notices(step, "LR", lambda: monkeypatch.setitem(globals(), "LR", 0.2))
+
+
+def test_global_that_is_deleted(monkeypatch):
+    def step(x):
+        return x * LR
+
+    seen = notices(step, "LR", lambda: monkeypatch.delitem(globals(), "LR"))
+    assert repr(seen.differences()) == "[('LR', 0.1, <gone>)]"
+
+
+def test_closure_cell():
+    scale = 2.0
+
+    def step(x):
+        return x * scale
+
+    def change():
+        nonlocal scale
+        scale = 3.0
+
+    notices(step, "scale", change)
+
+
+def test_object_in_a_closure_cell_that_is_replaced():
+    config = Config()
+
+    def step(x):
+        return x * config.lr
+
+    def change():
+        nonlocal config
+        config = Config(lr=0.2)
+
+    notices(step, "config.lr", change)
+
+
+def test_default():
+    def step(x, lr=0.1):
+        return x * lr
+
+    notices(step, "lr", lambda: setattr(step, "__defaults__", (0.2,)))
+
+
+def test_object_that_is_a_default(cfg):
+    def step(x, config=cfg, *, more=cfg.opt):
+        return x * config.lr * more.wd
+
+    assert watch(step).names() == ("config.lr", "more.wd")
+    notices(step, "config.lr", lambda: setattr(cfg, "lr", 0.2))
+
+
+def test_keyword_default():
+    def step(x, *, lr=0.1):
+        return x * lr
+
+    notices(step, "lr", lambda: step.__kwdefaults__.update(lr=0.2))
+
+
+def test_static_argument(cfg):
+    def step(x, config, lr=0.1):
+        return x * config.lr * lr
+
+    seen = notices(step, "config.lr", lambda: setattr(cfg, "lr", 0.2), arguments={"config": cfg, "lr": 0.3})
+    assert seen.names() == ("config.lr",)  # the default of lr was not used
+
+
+# -- chains -----------------------------------------------------------------------------------------------------
+
+
+def test_attribute(cfg):
+    notices(lambda x: x * CFG.lr, "CFG.lr", lambda: setattr(cfg, "lr", 0.2))
+
+
+def test_attribute_of_an_attribute(cfg):
+    notices(lambda x: x * CFG.opt.wd, "CFG.opt.wd", lambda: setattr(cfg, "opt", Inner(0.02)))
+
+
+def test_none_that_becomes_a_number(cfg):
+    notices(
+        lambda x: x if CFG.clip is None else x.clamp(max=CFG.clip),
+        "CFG.clip",
+        lambda: setattr(cfg, "clip", 1.0),
+    )
+
+
+def test_tuple(cfg):
+    seen = watch(lambda x: x * CFG.betas[0])
+    assert seen.names() == ("CFG.betas", "CFG.betas[0]")
+    cfg.betas = (0.8, 0.99)
+    assert not seen.unchanged()
+
+
+def test_constant_keys(cfg):
+    def step(x):
+        return x * CFG.table["lr"] * CFG.table["deep"]["wd"][1]
+
+    assert watch(step).names() == ('CFG.table["lr"]', 'CFG.table["deep"]["wd"][1]')
+    notices(step, 'CFG.table["deep"]["wd"][1]', lambda: cfg.table["deep"]["wd"].__setitem__(1, 3))
+
+
+def test_key_that_is_itself_watched(cfg):
+    def step(x):
+        return x * CFG.table[KEY]
+
+    assert watch(step).names() == ("KEY", 'CFG.table["lr"]')
+
+
+def test_key_that_is_deleted(cfg):
+    notices(lambda x: x * CFG.table["lr"], 'CFG.table["lr"]', lambda: cfg.table.pop("lr"))
+
+
+def test_attribute_of_the_users_module():
+    module = types.ModuleType("settings")
+    module.__file__ = __file__
+    module.LR = 0.1
+
+    def step(x):
+        return x * module.LR
+
+    notices(step, "module.LR", lambda: setattr(module, "LR", 0.2))
+
+
+def test_class_attribute():
+    class Settings:
+        lr = 0.1
+
+    def step(x):
+        return x * Settings.lr
+
+    notices(step, "Settings.lr", lambda: setattr(Settings, "lr", 0.2))
+
+
+def test_class_attribute_that_an_instance_hides():
+    class Settings:
+        lr = 0.1
+
+    settings = Settings()
+
+    def step(x):
+        return x * settings.lr
+
+    notices(step, "settings.lr", lambda: setattr(settings, "lr", 0.2))
+
+
+def test_slots():
+    class Settings:
+        __slots__ = ("lr", "unset")
+
+    settings = Settings()
+    settings.lr = 0.1
+
+    def step(x):
+        return x * settings.lr * settings.unset
+
+    assert watch(step).names() == ("settings.lr",)
+    notices(step, "settings.lr", lambda: setattr(settings, "lr", 0.2))
+
+
+def test_named_tuple():
+    class Settings(NamedTuple):
+        lr: float
+
+    held = types.SimpleNamespace(settings=Settings(0.1))
+
+    def step(x):
+        return x * held.settings.lr
+
+    notices(step, "held.settings.lr", lambda: setattr(held, "settings", Settings(0.2)))
+
+
+def test_local_name(cfg):
+    def step(x):
+        config = CFG
+        options = config.opt
+        return x * options.wd
+
+    notices(step, "CFG.opt.wd", lambda: setattr(cfg.opt, "wd", 0.02))
+
+
+def test_local_name_that_is_assigned_twice_stands_for_nothing(cfg):
+    def step(x):
+        options = CFG.opt
+        options = x
+        return options.wd
+
+    assert watch(step).names() == ()
+
+
+# -- functions --------------------------------------------------------------------------------------------------
+
+
+def test_inner_functions(cfg):
+    def step(x):
+        options = CFG.opt
+
+        def loss(params):
+            return params * options.wd
+
+        return loss(x) + sum(row * CFG.lr for row in x) + (lambda y: y * LR)(x)
+
+    assert watch(step).names() == ("CFG.opt.wd", "CFG.lr", "LR")
+    notices(step, "CFG.opt.wd", lambda: setattr(cfg.opt, "wd", 0.02))
+
+
+def helper(x, config=None, *, options=None):
+    return x * (LR if config is None else config.lr) * (1 if options is None else options.wd)
+
+
+def test_function_that_is_called(monkeypatch):
+    notices(lambda x: helper(x), "LR", lambda: monkeypatch.setitem(globals(), "LR", 0.2))
+
+
+def test_function_that_is_handed_on(monkeypatch):
+    notices(lambda x: list(map(helper, x)), "LR", lambda: monkeypatch.setitem(globals(), "LR", 0.2))
+
+
+def test_object_passed_as_an_argument(cfg):
+    def step(x):
+        return helper(x, CFG, options=CFG.opt)
+
+    assert {"CFG.lr", "CFG.opt.wd"} <= set(watch(step).names())
+    notices(step, "CFG.opt.wd", lambda: setattr(cfg.opt, "wd", 0.02))
+
+
+def test_object_passed_on_beside_a_computed_argument(cfg):
+    def step(x):
+        return helper(x * 2 + 1 if x is not None else x, CFG, options=(x and CFG.opt) or [y for y in x])
+
+    assert watch(step).names() == ("LR", "CFG.lr")
+
+
+def test_function_with_unpacked_arguments(monkeypatch):
+    def step(*x):
+        return helper(*x, **{})
+
+    notices(step, "LR", lambda: monkeypatch.setitem(globals(), "LR", 0.2))
+
+
+def test_recursion_over_a_cycle_of_objects_ends():
+    node = types.SimpleNamespace(lr=0.1)
+    node.next = types.SimpleNamespace(lr=0.2, next=node)
+
+    def visit(x, at):
+        return visit(x * at.lr, at.next) if x is not None else x
+
+    def step(x):
+        return visit(x, node)
+
+    assert watch(step).names()[:2] == ("node.lr", "node.next.lr")
+
+
+class Trainer:
+    rate = 0.1
+
+    def __init__(self):
+        self.cfg = {"lr": 0.1}
+        self._wd = 0.01
+        self.__hidden = 1
+
+    def step(self, x):
+        def loss(y):
+            return y * self.cfg["lr"]
+
+        return loss(x) * self.decay(x) * self.wd * self.rate * self.__hidden
+
+    def decay(self, x):
+        return x * self.double(LR)
+
+    @staticmethod
+    def double(x):
+        return 2 * x * KEY
+
+    @property
+    def wd(self):
+        return self._wd
+
+    @functools.cached_property
+    def slow(self):
+        raise AssertionError("a property is not run")
+
+    def __call__(self, x):
+        return self.step(x) * (self.slow if x is None else 1)
+
+
+class FinerTrainer(Trainer):
+    def step(self, x):
+        return super().step(x) * super().rate
+
+
+@pytest.mark.parametrize("make", [Trainer, FinerTrainer])
+@pytest.mark.parametrize("call", [lambda trainer: trainer.step, lambda trainer: trainer])
+def test_method(make, call):
+    trainer = make()
+    seen = watch(call(trainer))
+    assert {'self.cfg["lr"]', "LR", "KEY", "self.rate", "self._wd", "self._Trainer__hidden"} == set(
+        seen.names()
+    )
+    notices(call(trainer), 'self.cfg["lr"]', lambda: trainer.cfg.update(lr=0.2))
+    notices(call(trainer), "self._wd", lambda: setattr(trainer, "_wd", 0.02))
+
+
+def test_method_of_another_object():
+    trainer = Trainer()
+
+    def step(x):
+        return trainer.step(x)
+
+    notices(step, 'trainer.cfg["lr"]', lambda: trainer.cfg.update(lr=0.2))
+
+
+def test_callable_object():
+    trainer = Trainer()
+
+    def step(x):
+        return trainer(x)
+
+    notices(step, 'trainer.cfg["lr"]', lambda: trainer.cfg.update(lr=0.2))
+
+
+def test_constructor(monkeypatch):
+    class Scale:
+        def __init__(self, x):
+            self.x = x * LR
+
+    notices(lambda x: Scale(x).x, "LR", lambda: monkeypatch.setitem(globals(), "LR", 0.2))
+
+
+def test_partial(cfg):
+    step = functools.partial(lambda config, x, lr: x * lr * config.lr, cfg, lr=0.1)
+    assert len(watch(step)) == 2
+    notices(step, "self.args[0].lr", lambda: setattr(cfg, "lr", 0.2))
+    notices(step, 'self["lr"]', lambda: step.keywords.update(lr=0.2))
+
+
+def test_decorated_function(cfg):
+    def twice(fn):
+        @functools.wraps(fn)
+        def wrapper(x):
+            return fn(fn(x))
+
+        return wrapper
+
+    @twice
+    def step(x):
+        return x * CFG.lr
+
+    notices(step, "CFG.lr", lambda: setattr(cfg, "lr", 0.2))
+
+
+@pytest.mark.parametrize(
+    "wrap", [torch.func.vmap, functools.lru_cache, torch.no_grad(), contextlib.contextmanager]
+)
+def test_function_wrapped_by_a_library(wrap, cfg):
+    def loss(x):
+        return x * CFG.lr
+
+    wrapped = wrap(loss)
+
+    def step(x):
+        return wrapped(x)
+
+    notices(step, "CFG.lr", lambda: setattr(cfg, "lr", 0.2))
+
+
+def test_schedule_held_by_an_optimizer(cfg):
+    @dataclasses.dataclass(frozen=True)
+    class Optimizer:
+        links: tuple[Any, ...]
+
+    optimizer = Optimizer((functools.partial(lambda rate, count: rate(count), lambda count: count * CFG.lr),))
+    notices(lambda state: state, "CFG.lr", lambda: setattr(cfg, "lr", 0.2), roots=(optimizer,))
+
+
+def test_callable_schedule_held_by_an_optimizer():
+    class Schedule:
+        def __init__(self):
+            self.peak = 0.1
+
+        def __call__(self, count):
+            return count * self.peak
+
+    schedule = Schedule()
+    seen = watch(lambda state: state, roots=({"links": [schedule]},))
+    assert len(seen) == 1
+    schedule.peak = 0.2
+    assert not seen.unchanged()
+
+
+class Double(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x * LR
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad * CFG.lr
+
+
+def test_custom_autograd_function():
+    assert watch(lambda x: Double.apply(x)).names() == ("LR", "CFG.lr")
+
+
+# -- modules ----------------------------------------------------------------------------------------------------
+
+
+class Net(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = torch.nn.Linear(3, 3)
+        self.rest = torch.nn.Sequential(torch.nn.ReLU(), torch.nn.Dropout(0.5))
+        self.scale = 2.0
+
+    def forward(self, x):
+        return self.rest(self.linear(x)) * self.scale * self.linear.weight.sum()
+
+
+def test_modes_of_a_module():
+    net = Net()
+
+    def step(x):
+        return net(x)
+
+    assert set(watch(step).names()) == {
+        "net.training",
+        "net.rest.1.training",
+        "net.scale",
+        "net.linear.training",
+        "net.rest.training",
+    }
+    notices(step, "net.rest.1.training", lambda: net.rest[1].eval())
+    seen = watch(step)
+    net.eval()
+    assert "net.training" in [row[0] for row in seen.differences()]
+    with pytest.raises(BakedValueError, match="make one step for training and one for evaluation"):
+        seen.check("step")
+
+
+def test_module_that_is_replaced():
+    net = Net()
+
+    def step(x):
+        return net.rest[1](x) if x is None else net.linear(x)
+
+    seen = watch(step)
+    net.linear = torch.nn.Identity().eval()
+    assert not seen.unchanged()
+
+
+def test_private_copy_of_a_library_is_scanned_but_its_modes_are_not_watched():
+    @dataclasses.dataclass
+    class Apply:
+        template: torch.nn.Module
+
+    class Scaled(torch.nn.Module):
+        def forward(self, x):
+            return x * LR
+
+    seen = watch(lambda x: x, roots=(Apply(torch.nn.Sequential(Scaled())),))
+    assert seen.names() == ("LR",)
+
+
+# -- what is not on the watch -------------------------------------------------------------------------------------
+
+
+class Colour(enum.Enum):
+    RED = 1
+
+
+def test_constants_of_libraries_and_other_objects_are_not_entries():
+    tensor = torch.ones(2)
+
+    def step(x):
+        return (
+            x.to(torch.float32) * math.pi * tensor.shape[0]
+            + len(x)
+            + Colour.RED.value
+            + helper.__name__.count("h")
+        )
+
+    assert watch(step).names() == ()
+
+
+def test_no_code_of_the_user_is_run():
+    class Loud:
+        def __getattr__(self, name):
+            raise AssertionError(name)
+
+        def __getitem__(self, key):
+            raise AssertionError(key)
+
+        def __eq__(self, other):
+            raise AssertionError
+
+        __hash__ = None
+
+        @property
+        def rate(self):
+            raise AssertionError
+
+    class Louder(Loud):
+        def __getattribute__(self, name):
+            # isinstance() asks for the class
+            return Louder if name == "__class__" else pytest.fail(name)
+
+    loud, louder, counts = Loud(), Louder(), defaultdict(int)
+
+    def step(x):
+        return loud.lr + loud["lr"] + loud.rate + louder.lr + counts["lr"]
+
+    assert watch(step).names() == ()
+    assert not counts
+
+
+def test_unset_names_are_skipped():
+    def step(x):
+        return x * not_there * later.lr  # noqa: F821
+
+    assert watch(step).names() == ()
+    later = Config()
+    assert watch(step).names() == ("later.lr",)
+
+
+def test_builtin_function_as_a_step():
+    assert watch(len).names() == ()
+
+
+def test_one_value_read_twice_is_one_entry(cfg):
+    assert watch(lambda x: x * CFG.lr + CFG.lr + helper(x, CFG)).names().count("CFG.lr") == 1
+
+
+# -- comparison -----------------------------------------------------------------------------------------------------
+
+VALUES = st.one_of(
+    st.booleans(),
+    st.integers(),
+    st.floats(),
+    st.complex_numbers(),
+    st.text(max_size=3),
+    st.none(),
+    st.sampled_from(
+        [torch.float32, torch.bfloat16, torch.device("cpu"), torch.device("cuda", 1), Colour.RED]
+    ),
+    st.tuples(st.integers(0, 2), st.floats()),
+)
+
+
+def holding(value):
+    held = types.SimpleNamespace(value=value)
+    return held, watch(lambda x: held.value)
+
+
+@given(VALUES)
+def test_equal_but_not_identical_is_unchanged(value):
+    held, seen = holding(value)
+    held.value = pickle.loads(pickle.dumps(value))
+    assert seen.unchanged()
+    assert seen.differences() == []
+
+
+@given(VALUES, VALUES)
+def test_changed_if_and_only_if_type_or_value_differ(old, new):
+    held, seen = holding(old)
+    held.value = new
+    if "nan" not in repr(old):  # NaNs of different bits print alike
+        assert seen.unchanged() is (type(old) is type(new) and repr(old) == repr(new))
+    assert seen.unchanged() is (seen.differences() == [])
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [(0.0, -0.0), (1, True), (1, 1.0), (None, 0), ((1, 2.0), (1, -2.0)), ((0.0,), (-0.0,)), ("a", "b")],
+)
+def test_values_that_python_may_call_equal_differ(old, new):
+    held, seen = holding(old)
+    held.value = new
+    assert not seen.unchanged()
+
+
+def test_nan_equals_itself():
+    held, seen = holding(float("nan"))
+    held.value = float("nan")
+    assert seen.unchanged()
+
+
+def test_numpy_numbers():
+    numpy = pytest.importorskip("numpy")
+    held, seen = holding(numpy.float32(0.0))
+    held.value = numpy.float32(0.0)
+    assert seen.unchanged()
+    held.value = numpy.float32(-0.0)
+    assert not seen.unchanged()
+
+
+def test_value_that_cannot_be_compared_counts_as_changed():
+    class Odd(str):
+        def __eq__(self, other):
+            raise ValueError("no")
+
+        __hash__ = str.__hash__
+
+    held, seen = holding(Odd("a"))
+    held.value = Odd("a")
+    assert not seen.unchanged()
+
+
+# -- torch's modes ----------------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def setting(read, write, value):
+    before = read()
+    write(value)
+    try:
+        yield
+    finally:
+        write(before)
+
+
+def set_matmul(value):
+    torch.backends.cuda.matmul.fp32_precision = value
+
+
+def set_conv(value):
+    torch.backends.cudnn.conv.fp32_precision = value
+
+
+def set_flag(name):
+    return lambda value: setattr(torch.backends.cudnn, name, value)
+
+
+MODE_CHANGES = [
+    (torch.get_default_dtype, torch.set_default_dtype, torch.float64, "torch.get_default_dtype()"),
+    (
+        torch.are_deterministic_algorithms_enabled,
+        torch.use_deterministic_algorithms,
+        True,
+        "torch.are_deterministic_algorithms_enabled()",
+    ),
+    (lambda: torch.backends.cudnn.benchmark, set_flag("benchmark"), True, "torch.backends.cudnn.benchmark"),
+    (
+        lambda: torch.backends.cudnn.deterministic,
+        set_flag("deterministic"),
+        True,
+        "torch.backends.cudnn.deterministic",
+    ),
+    (lambda: modes()[5], set_matmul, "tf32", "torch.backends.cuda.matmul.fp32_precision"),
+    (lambda: modes()[6], set_conv, "ieee", "torch.backends.cudnn.conv.fp32_precision"),
+]
+
+
+@pytest.mark.parametrize(
+    ("read", "write", "value", "name"), MODE_CHANGES, ids=[row[-1] for row in MODE_CHANGES]
+)
+def test_each_mode_is_compared(read, write, value, name):
+    seen = watch(lambda x: x)
+    with setting(read, write, value):
+        assert not seen.unchanged()
+        assert [row[0] for row in seen.differences()] == [name]
+        with pytest.raises(BakedValueError, match="set the mode before the first call"):
+            seen.check("step")
+    assert seen.unchanged()
+
+
+def test_precision_that_says_ieee_is_the_default_spelt_out():
+    seen = watch(lambda x: x)
+    with setting(lambda: torch.backends.cuda.matmul.fp32_precision, set_matmul, "ieee"):
+        assert seen.unchanged()
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_default_dtype_of_autocast_counts_where_the_step_says_autocast(device):
+    def uses(x):
+        with torch.autocast(device):
+            return x @ x
+
+    using, other = watch(uses), watch(lambda x: x)
+    with setting(
+        lambda: torch.get_autocast_dtype(device), lambda d: torch.set_autocast_dtype(device, d), torch.float32
+    ):
+        assert not using.unchanged()
+        assert other.unchanged()
+        with pytest.raises(BakedValueError, match=re.escape(f"torch.get_autocast_dtype('{device}')")):
+            using.check("step")
+
+
+def test_ambient_autocast_is_refused():
+    seen = watch(lambda x: x)
+    refuse_ambient_autocast("train_step")
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert not seen.unchanged()
+        with pytest.raises(BakedValueError, match="under autocast") as caught:
+            seen.check("train_step")
+        with pytest.raises(BakedValueError, match="under autocast"):
+            refuse_ambient_autocast("train_step")
+        # Made under autocast, the watch still says that off is what was traced.
+        assert not watch(lambda x: x).unchanged()
+    assert str(caught.value) == (
+        "`train_step`: is called under autocast; `state` is unchanged.\n"
+        "  torch.autocast('cpu')  expected off   got torch.bfloat16\n"
+        "A step runs as it was traced, with autocast off: what surrounds the call is not a part of it.\n"
+        "To fix: put `with torch.autocast('cpu', dtype=...):` inside of `train_step`.\n"
+        "Docs: errors#BakedValueError"
+    )
+    assert seen.unchanged()
+
+
+def test_grad_and_inference_mode_are_the_steps_own():
+    seen = watch(lambda x: x)
+    for mode in (torch.no_grad(), torch.inference_mode(), torch.enable_grad()):
+        with mode:
+            assert seen.unchanged()
+
+
+def test_the_private_getters_agree_with_the_public_ones():
+    public = (
+        torch.is_autocast_enabled("cuda"),
+        torch.is_autocast_enabled("cpu"),
+        torch.get_autocast_dtype("cuda"),
+        torch.get_autocast_dtype("cpu"),
+        torch.are_deterministic_algorithms_enabled(),
+        torch.backends.cuda.matmul.fp32_precision.replace("none", "ieee"),
+        torch.backends.cudnn.conv.fp32_precision.replace("none", "ieee"),
+        torch.backends.cudnn.benchmark,
+        torch.backends.cudnn.deterministic,
+        torch.get_default_dtype(),
+    )
+    assert modes() == public
+    assert len(MODES) == len(modes())
+
+
+# -- messages and costs ----------------------------------------------------------------------------------------------
+
+
+def test_message(cfg):
+    seen = watch(lambda x: x * CFG.lr)
+    cfg.lr = 0.2
+    with pytest.raises(BakedValueError) as caught:
+        seen.check("train_step")
+    assert str(caught.value) == (
+        "`train_step`: reads a Python value that the graph has baked in, and that has changed since; "
+        "`state` is unchanged.\n"
+        "  CFG.lr  traced 0.1   now 0.2\n"
+        "Replay repeats kernels, not Python: it would go on with the old value.\n"
+        "To fix: pass `CFG.lr` in the batch (a Python number in the inputs is live) or keep it in the state; if it "
+        'seldom changes, make it an argument of its own and name it in `static_argnames=("lr",)`.\n'
+        "Docs: errors#BakedValueError"
+    )
+
+
+def test_cost_of_an_entry(capsys):
+    def cost(seen: HostWatch) -> float:
+        return min(timeit.repeat(seen.unchanged, number=2000, repeat=5)) / 2000 * 1e6
+
+    names = {f"number_{i}": i + 0.5 for i in range(100)}
+    step: dict[str, Any] = dict(names)
+    exec(compile(f"def step(x): return ({' + '.join(names)})", "train.py", "exec"), step)
+    held = types.SimpleNamespace(cfg=types.SimpleNamespace(**names))
+    chains: dict[str, Any] = {"held": held}
+    exec(
+        compile(f"def step(x): return ({' + '.join(f'held.cfg.{n}' for n in names)})", "train.py", "exec"),
+        chains,
+    )
+    only_modes = cost(watch(lambda x: x))
+    per_global, per_chain = ((cost(watch(n["step"])) - only_modes) / 100 for n in (step, chains))
+    assert len(watch(step["step"])) == len(watch(chains["step"])) == 100
+    line = f"host watch: modes {only_modes:.2f} µs, a global {per_global:.3f} µs, a chain {per_chain:.3f} µs"
+    with capsys.disabled():
+        print(line)  # noqa: T201
