@@ -1,0 +1,285 @@
+"""Train a byte-level GPT on real text through a captured step: ``python -m functional_cg.examples.gpt``.
+
+The text is the source code of Python's standard library, or what ``--data`` names. Its last tenth is held out: a model
+that has learnt to use context ends with a validation loss below the entropy of the held-out bytes' own frequencies.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import sys
+from argparse import Namespace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from tqdm import tqdm
+
+import functional_cg as fcg
+
+from .measure import EagerTwin, Meter
+from .options import gpt_parser
+from .text import Batch, batches, read_bytes, split, text_files, unigram_entropy, validation_batches
+from .transformer import GPT, Params
+
+__all__ = [
+    "create_state",
+    "cross_entropy",
+    "main",
+    "make_evaluate",
+    "make_optimizer",
+    "make_train_step",
+    "train",
+]
+
+Lowering = Literal["auto", "aten", "inductor"]
+State = fcg.TrainState[Params]
+Metrics = dict[str, Tensor]
+TrainStep = fcg.GraphStep[[State, Batch], tuple[State, Metrics]]
+Evaluate = fcg.GraphFn[[Params, Batch], Tensor]
+
+_TEXT_BYTES = 4 * 2**20
+_VALIDATION_BATCHES = 16
+_EVALUATIONS = 4
+_READ_EVERY = 10  # steps; reading a loss waits for the device
+_CHECKED_CALLS = 4
+# A compiler fuses and reorders sums: after the checked calls a leaf may be this far from eager, relative to its norm.
+_COMPILED_TOLERANCE = 1e-3
+
+
+# -- the training step --------------------------------------------------------------------------------------------
+
+
+def make_optimizer(peak_lr: float, steps: int) -> fcg.optim.GradientTransformation:
+    """AdamW that decays the matrices only, behind a clip of the gradient's norm."""
+    schedule = fcg.optim.warmup_cosine(peak_lr, steps // 10, steps, end_value=peak_lr / 10)
+    return fcg.optim.chain(
+        fcg.optim.clip_by_global_norm(1.0),
+        fcg.optim.adamw(schedule, b2=0.95, weight_decay=0.1, mask=matrices),
+    )
+
+
+def matrices(params: Params) -> Params:
+    """Mark the leaves that decay: not the scales and shifts of the norms."""
+    return fcg.tree.map(lambda leaf: leaf.ndim >= 2, params)  # type: ignore[no-any-return]
+
+
+def create_state(
+    model: GPT, optimizer: fcg.optim.GradientTransformation, seed: int, device: torch.device
+) -> State:
+    """Fresh parameters, the same ones on every device, and a fresh optimizer state."""
+    init_key, dropout_key = fcg.random.split(fcg.random.key(seed))
+    params = fcg.tree.map(lambda leaf: leaf.to(device), model.init(init_key))
+    return fcg.TrainState.create(params=params, optimizer=optimizer, key=dropout_key)
+
+
+def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
+    """Mean over all places, in nats per byte."""
+    return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+def make_train_step(model: GPT, lowering: Lowering = "auto") -> TrainStep:
+    """The training step: ``state, metrics = train_step(state, batch)``."""
+
+    @fcg.graph_step(lowering=lowering)
+    def train_step(state: State, batch: Batch) -> tuple[State, Metrics]:
+        assert state.key is not None
+        key = fcg.random.fold_in(state.key, state.step)
+
+        def loss_fn(params: Params) -> Tensor:
+            return cross_entropy(model.apply(params, batch["x"], key), batch["y"])
+
+        loss, grads = fcg.value_and_grad(loss_fn)(state.params)
+        return state.apply_gradients(grads), {"loss": loss}
+
+    return train_step
+
+
+def make_evaluate(model: GPT, lowering: Lowering = "auto") -> Evaluate:
+    """The loss without dropout: ``evaluate(state.params, batch)`` borrows the parameters."""
+
+    @fcg.graph_fn(lowering=lowering)
+    def evaluate(params: Params, batch: Batch) -> Tensor:
+        return cross_entropy(model.apply(params, batch["x"]), batch["y"])
+
+    return evaluate
+
+
+# -- the loop -----------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class History:
+    """What a run leaves behind.
+
+    Attributes:
+      twin: Took the first calls eagerly.
+      meter: Time of the training calls.
+      losses: Loss of each step, f32[] on the device.
+      validation: Pairs of step and validation loss.
+      interrupted: Whether Ctrl-C ended the run.
+    """
+
+    twin: EagerTwin
+    meter: Meter = field(default_factory=Meter)
+    losses: list[Tensor] = field(default_factory=list)
+    validation: list[tuple[int, float]] = field(default_factory=list)
+    interrupted: bool = False
+
+
+def mean_loss(evaluate: Evaluate, state: State, held_out: Sequence[Batch]) -> float:
+    """Validation loss of a state, which is borrowed."""
+    return float(torch.stack([evaluate(state.params, batch) for batch in held_out]).mean())
+
+
+def train(
+    train_step: TrainStep,
+    evaluate: Evaluate,
+    state: State,
+    stream: Iterator[Batch],
+    held_out: Sequence[Batch],
+    steps: int,
+) -> tuple[State, History]:
+    """Train and evaluate. Ctrl-C ends the run early; no finished step is lost."""
+    train_step.lower(state, held_out[0]).capture()  # now, not as a part of the first call
+    history = History(EagerTwin(train_step, state))
+    evaluate_every = _READ_EVERY * max(1, steps // (_READ_EVERY * _EVALUATIONS))
+    every_s = 0.1 if sys.stderr.isatty() else 3600  # in a log file, a line per reading is enough
+    with tqdm(total=steps, unit="step", mininterval=every_s, dynamic_ncols=True) as bar:
+        try:
+            history.meter.mark()
+            for step in range(1, steps + 1):
+                batch = next(stream)
+                state, metrics = train_step(state, batch)
+                history.losses.append(metrics["loss"])
+                bar.update()
+                if step > _CHECKED_CALLS and step % _READ_EVERY and step < steps:
+                    continue
+                history.meter.lap(step, metrics)
+                tokens_per_s = history.meter.calls_per_s * batch["x"].numel()
+                bar.set_postfix_str(f"loss {float(metrics['loss']):.3f}, {tokens_per_s:,.0f} tokens/s")
+                if step <= _CHECKED_CALLS:
+                    history.twin.follow(batch, state, metrics)
+                if step % evaluate_every == 0 and step < steps:
+                    history.validation.append((step, mean_loss(evaluate, state, held_out)))
+                    bar.write(f"step {step}: validation loss {history.validation[-1][1]:.4f}")
+                history.meter.mark()
+        except KeyboardInterrupt:
+            state, history.interrupted = state.latest(), True
+    history.validation.append((int(state.step), mean_loss(evaluate, state, held_out)))
+    return state, history
+
+
+# -- the program --------------------------------------------------------------------------------------------------
+
+
+def run(options: Namespace, model: GPT, text: Tensor) -> tuple[dict[str, Any], History]:
+    """Train as the options say; the result, and how it came about."""
+    training, held_out = split(text, options.block_size)
+    lowering = options.lowering
+    if lowering == "auto":
+        lowering = "inductor" if options.device.type == "cuda" else "aten"
+    train_step, evaluate = make_train_step(model, lowering), make_evaluate(model, lowering)
+    state = create_state(model, make_optimizer(options.lr, options.steps), options.seed, options.device)
+    size = sum(leaf.numel() for leaf in fcg.tree.leaves(state.params))
+    print(
+        f"{size:,} parameters on {options.device.type}, lowering {lowering}; "
+        f"{len(training):,} bytes to train on, {len(held_out):,} held out",
+        flush=True,
+    )
+
+    state, history = train(
+        train_step,
+        evaluate,
+        state,
+        batches(training, options.batch_size, options.block_size, options.seed),
+        validation_batches(held_out, options.batch_size, options.block_size, _VALIDATION_BATCHES),
+        options.steps,
+    )
+    val_loss, entropy = history.validation[-1][1], unigram_entropy(held_out)
+    equal, distance = history.twin.equal, history.twin.distance
+    tokens = options.batch_size * options.block_size
+    result = {
+        "steps": int(state.step),
+        "loss_first": float(history.losses[0]) if history.losses else None,
+        "loss_last": float(history.losses[-1]) if history.losses else None,
+        "val_loss": val_loss,
+        "val_bits_per_byte": val_loss / math.log(2),
+        "unigram_entropy": entropy,
+        "unigram_bits_per_byte": entropy / math.log(2),
+        "tokens_per_s": history.meter.calls_per_s * tokens,
+        "eager_tokens_per_s": history.twin.calls_per_s * tokens,
+        "replay_equals_eager": equal if lowering == "aten" else distance <= _COMPILED_TOLERANCE,
+        "replay_eager_distance": distance,
+        "captures": train_step.stats.captures,
+        "replays": train_step.stats.replays,
+        "interrupted": history.interrupted,
+        "parameters": size,
+        "device": options.device.type,
+        "lowering": lowering,
+        "torch": torch.__version__,
+    }
+    return result, history
+
+
+def summary(result: dict[str, Any]) -> str:
+    """The result for a reader."""
+    equal = "equals" if result["replay_equals_eager"] else "DIFFERS FROM"
+    return (
+        f"{'interrupted after' if result['interrupted'] else 'finished'} {result['steps']} steps, "
+        f"training loss {result['loss_last']}\n"
+        f"validation loss {result['val_loss']:.4f} nats ({result['val_bits_per_byte']:.3f} bits/byte), unigram entropy "
+        f"of the held-out bytes {result['unigram_entropy']:.4f} nats ({result['unigram_bits_per_byte']:.3f} bits/byte)\n"
+        f"{result['tokens_per_s']:,.0f} tokens/s replayed, {result['eager_tokens_per_s']:,.0f} eager; replay {equal} "
+        f"eager, relative distance {result['replay_eager_distance']:.1e}"
+    )
+
+
+def finite(value: Any) -> Any:
+    """JSON knows no NaN and no infinity: they become None."""
+    if isinstance(value, dict):
+        return {name: finite(item) for name, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def write_history(directory: Path, result: dict[str, Any], history: History) -> None:
+    """Write ``history.json``: the result, the loss of each step, and the validation losses."""
+    losses = [float(loss) for loss in history.losses]
+    content = {"result": result, "losses": losses, "validation": history.validation}
+    (directory / "history.json").write_text(json.dumps(finite(content), indent=1) + "\n")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the program; returns its exit code."""
+    parser = gpt_parser("python -m functional_cg.examples.gpt", "Train a byte-level GPT on real text.")
+    options = parser.parse_args(argv)
+    try:
+        model = GPT(options.layers, options.width, options.heads, options.block_size, options.dropout)
+        text = read_bytes(text_files(options.data), _TEXT_BYTES)
+        split(text, options.block_size)
+        if options.out is not None:
+            options.out.mkdir(parents=True, exist_ok=True)
+    except (OSError, ValueError) as error:
+        parser.error(str(error))
+    logging.basicConfig(format="%(message)s")
+    logging.getLogger("functional_cg").setLevel(logging.INFO)  # a line for each stage, with its seconds
+
+    result, history = run(options, model, text)
+    print(summary(result))
+    if options.out is not None:
+        write_history(options.out, result, history)
+    if options.json:
+        print(json.dumps(finite(result)))
+    return 130 if history.interrupted else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,92 @@
+"""The command line of the GPT example."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from pathlib import Path
+from typing import NoReturn
+
+import torch
+
+__all__ = ["Parser", "device", "gpt_parser"]
+
+
+class Parser(argparse.ArgumentParser):
+    """A parser whose errors are one line."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: error: {' '.join(message.split())}\n")
+
+
+def integer(low: int, high: int = 2**31 - 1) -> Callable[[str], int]:
+    """An option's type: an integer from ``low`` to ``high``."""
+
+    def parse(text: str) -> int:
+        try:
+            value = int(text)
+        except ValueError:
+            raise argparse.ArgumentTypeError(f"expected an integer, got {text!r}") from None
+        if not low <= value <= high:
+            raise argparse.ArgumentTypeError(f"expected an integer from {low} to {high}, got {text}")
+        return value
+
+    return parse
+
+
+def number(low: float, high: float) -> Callable[[str], float]:
+    """An option's type: a number from ``low`` up to, and without, ``high``."""
+
+    def parse(text: str) -> float:
+        try:
+            value = float(text)
+        except ValueError:
+            raise argparse.ArgumentTypeError(f"expected a number, got {text!r}") from None
+        if not low <= value < high:  # also refuses nan
+            raise argparse.ArgumentTypeError(f"expected at least {low:g} and less than {high:g}, got {text}")
+        return value
+
+    return parse
+
+
+def device(name: str) -> torch.device:
+    """An option's type: ``cpu``, ``cuda``, or ``auto`` for the GPU if there is one."""
+    if name not in ("auto", "cpu", "cuda"):
+        raise argparse.ArgumentTypeError(f"expected auto, cpu or cuda, got {name!r}")
+    if name == "cuda" and not torch.cuda.is_available():
+        raise argparse.ArgumentTypeError("torch sees no GPU here")
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    return torch.device(name)
+
+
+def gpt_parser(prog: str, description: str) -> Parser:
+    """The options of the GPT example, with their defaults: a run of a minute or two on two CPU cores."""
+    parser = Parser(
+        prog=prog,
+        description=description,
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        allow_abbrev=False,
+    )
+    add, positive = parser.add_argument, integer(1)
+    add("--steps", type=positive, default=350, metavar="N", help="training steps")
+    add("--batch-size", type=positive, default=16, metavar="N", help="blocks in a batch")
+    add("--block-size", type=positive, default=128, metavar="N", help="bytes in a block")
+    add("--layers", type=positive, default=4, metavar="N", help="transformer blocks")
+    add("--width", type=positive, default=128, metavar="N", help="size of the residual stream")
+    add("--heads", type=positive, default=4, metavar="N", help="attention heads")
+    add("--dropout", type=number(0, 1), default=0.1, metavar="P", help="probability of dropout")
+    add("--lr", type=number(0, 1), default=3e-3, metavar="X", help="peak learning rate")
+    add("--device", type=device, default="auto", metavar="NAME", help="auto, cpu or cuda")
+    add("--lowering", choices=("auto", "aten", "inductor"), default="auto", help="auto: aten on the CPU")
+    add(
+        "--seed",
+        type=integer(0, 2**63 - 1),
+        default=0,
+        metavar="N",
+        help="of parameters, batches and dropout",
+    )
+    add("--data", type=Path, metavar="PATH", help="file or directory to read instead of Python's own library")
+    add("--out", type=Path, metavar="DIR", help="directory for history.json")
+    add("--json", action="store_true", help="print the result as JSON, as the last line")
+    return parser

@@ -1,0 +1,184 @@
+"""The main job: a GPT on real text, as a program and as a step."""
+
+from __future__ import annotations
+
+import json
+import math
+import signal
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from functional_cg.examples import gpt, text
+from functional_cg.examples.transformer import GPT
+from tests.gpt_runs import TINY, assert_replay_equals_eager, run_example, start_example
+
+FIELDS = {
+    "steps", "loss_first", "loss_last", "val_loss", "unigram_entropy", "tokens_per_s", "eager_tokens_per_s",
+    "replay_equals_eager", "captures", "replays", "device", "lowering", "torch",
+}  # fmt: skip
+
+
+def test_replay_equals_eager_bitwise() -> None:
+    model = GPT(layers=2, width=32, heads=2, block_size=16, dropout=0.2)
+    assert_replay_equals_eager(model, batch_size=4, calls=20, device=torch.device("cpu"))
+
+
+def test_program_learns_and_tells(tmp_path: Path) -> None:
+    result = run_example(
+        *TINY,
+        "--steps",
+        "60",
+        "--lr",
+        "0.01",
+        "--device",
+        "cpu",
+        "--lowering",
+        "aten",
+        "--out",
+        str(tmp_path),
+    )
+    assert result.keys() >= FIELDS
+    assert result["replay_equals_eager"] is True
+    assert (result["steps"], result["captures"], result["replays"]) == (60, 1, 60)
+    assert (result["device"], result["lowering"], result["torch"]) == ("cpu", "aten", torch.__version__)
+    assert result["loss_first"] == pytest.approx(math.log(256), rel=0.05)
+    assert result["loss_last"] < result["loss_first"] - 1.5
+    assert result["val_loss"] < math.log(256) - 1.5
+    assert 2.5 < result["unigram_entropy"] < 3.5
+    assert result["tokens_per_s"] > 0
+    assert result["eager_tokens_per_s"] > 0
+
+    history = json.loads((tmp_path / "history.json").read_text())
+    assert history["result"] == result
+    assert len(history["losses"]) == 60
+    assert history["losses"][-1] == result["loss_last"]
+    assert history["validation"][-1] == [60, result["val_loss"]]
+    assert [step for step, _ in history["validation"]] == [10, 20, 30, 40, 50, 60]
+
+
+def test_ctrl_c_ends_the_run_with_its_result() -> None:
+    process = start_example(*TINY, "--steps", "1000000", "--device", "cpu", "--json")
+    assert process.stdout is not None
+    assert process.stderr is not None
+    while "loss" not in process.stderr.read(64):  # the bar: the loop is running
+        assert process.poll() is None
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 130, err
+    assert "Traceback" not in err
+    result = json.loads(out.splitlines()[-1])
+    assert result["interrupted"] is True
+    assert result["steps"] == result["replays"] > 0
+    assert math.isfinite(result["val_loss"])
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--steps", "0"], "--steps: expected an integer from 1"),
+        (["--steps", "many"], "--steps: expected an integer, got 'many'"),
+        (["--width", "65", "--heads", "2"], "width 65 is not a multiple of 2 heads"),
+        (["--dropout", "1"], "--dropout: expected at least 0 and less than 1"),
+        (["--lr", "nan"], "--lr: expected at least 0"),
+        (["--device", "tpu"], "--device: expected auto, cpu or cuda"),
+        (["--lowering", "magic"], "--lowering: invalid choice"),
+        (["--step", "3"], "unrecognized arguments"),
+        (["--data", "no/such/file"], "no text found at no/such/file"),
+        (["--data", "{short}"], "the text has 100 bytes; blocks of 128 need at least 1290"),
+        (["--data", "{empty}"], "the text is empty"),
+        (["--out", "{short}"], "File exists"),
+    ],
+)
+def test_bad_options_are_one_line(
+    options: list[str], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "short").write_text("x" * 100)
+    (tmp_path / "empty").write_text("")
+    options = [option.format(short=tmp_path / "short", empty=tmp_path / "empty") for option in options]
+    with pytest.raises(SystemExit) as stopped:
+        gpt.main(options)
+    assert stopped.value.code == 2
+    out, err = capsys.readouterr()
+    assert not out
+    assert len(err.splitlines()) == 1
+    assert said in err
+
+
+def test_cuda_is_refused_where_there_is_none(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(SystemExit, match="2"):
+        gpt.main(["--device", "cuda"])
+    assert capsys.readouterr().err.endswith("argument --device: torch sees no GPU here\n")
+
+
+def test_text_is_the_same_at_each_run() -> None:
+    files = text.text_files()
+    assert files == sorted(files)
+    assert Path(json.__file__).parent.parent == files[0].parent
+    first, again = (text.read_bytes(files, 100_000) for _ in range(2))
+    assert first.shape == (100_000,)
+    assert torch.equal(first, again)
+    assert bytes(first[: files[0].stat().st_size].tolist()) == files[0].read_bytes()[:100_000]
+
+
+def test_directory_is_read_without_what_is_hidden(tmp_path: Path) -> None:
+    for name in ("b.txt", "a/c.txt", ".git/d", "a/__pycache__/e.pyc"):
+        file = tmp_path / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(name)
+    assert bytes(text.read_bytes(text.text_files(tmp_path), 1000).tolist()) == b"a/c.txtb.txt"
+
+
+def test_held_out_part_is_never_trained_on() -> None:
+    data = torch.arange(200).to(torch.uint8)
+    training, held_out = text.split(data, block_size=8)
+    assert torch.equal(torch.cat([training, held_out]), data)
+    for batch in text.validation_batches(held_out, batch_size=4, block_size=8, count=3):
+        assert torch.equal(batch["y"], batch["x"] + 1)
+        assert batch["x"].min() >= 180
+    for _, batch in zip(range(50), text.batches(training, 4, 8, seed=0), strict=False):
+        assert torch.equal(batch["y"], batch["x"] + 1)
+        assert batch["y"].max() < 180
+
+
+def test_batches_reach_both_ends_of_the_text() -> None:
+    data = torch.arange(10).to(torch.uint8)
+    _, *rest = [batch for _, batch in zip(range(50), text.batches(data, 4, 8, seed=0), strict=False)]
+    assert min(int(batch["x"].min()) for batch in rest) == 0
+    assert max(int(batch["y"].max()) for batch in rest) == 9
+    whole = text.validation_batches(data, 2, 8, 1)[0]
+    assert whole["x"][:, 0].tolist() == [0, 1]
+
+
+def test_later_bytes_do_not_reach_earlier_logits() -> None:
+    model = GPT(layers=2, width=16, heads=2, block_size=8)
+    params = model.init(torch.tensor([1, 2]))
+    tokens = torch.randint(256, (3, 8))
+    changed = tokens.clone()
+    changed[:, 5:] = (changed[:, 5:] + 1) % 256
+    before, after = model.apply(params, tokens), model.apply(params, changed)
+    torch.testing.assert_close(before[:, :5], after[:, :5])
+    assert not torch.isclose(before[:, 5:], after[:, 5:]).all(dim=-1).any()
+
+
+def test_dropout_depends_on_the_key_only() -> None:
+    model = GPT(layers=1, width=16, heads=2, block_size=8, dropout=0.5)
+    params, tokens = model.init(torch.tensor([1, 2])), torch.randint(256, (3, 8))
+    first, second = torch.tensor([3, 4]), torch.tensor([5, 6])
+    assert torch.equal(model.apply(params, tokens, first), model.apply(params, tokens, first))
+    assert not torch.equal(model.apply(params, tokens, first), model.apply(params, tokens, second))
+    assert not torch.equal(model.apply(params, tokens, first), model.apply(params, tokens))
+
+
+def test_width_is_a_multiple_of_heads() -> None:
+    with pytest.raises(ValueError, match="width 10 is not a multiple of 4 heads"):
+        GPT(width=10, heads=4)
+
+
+def test_importing_the_example_runs_nothing() -> None:
+    assert callable(sys.modules["functional_cg.examples.gpt"].main)
