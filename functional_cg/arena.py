@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Iterable, Sequence
+import weakref
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -174,6 +175,8 @@ class Arena:
       storages: Identities of the slabs' storages.
       stream: The CUDA stream that used the arena last, and its handle.
       lock: Held while a call updates the arena: of two threads one wins, the other finds its state donated.
+      lease: Weak reference to the state that lives here; whatever step asks, an arena serves one state at a time.
+      watchers: Called when that state is gone.
     """
 
     plan: Plan
@@ -184,6 +187,13 @@ class Arena:
     stream: torch.cuda.Stream | None = None
     raw_stream: int = -1
     lock: threading.Lock = field(default_factory=threading.Lock)
+    lease: weakref.ref[Any] | None = None
+    watchers: list[Callable[[], None]] = field(default_factory=list)
+
+    @property
+    def free(self) -> bool:
+        """Whether no state lives here: the last handle and the last leaf are gone."""
+        return self.lease is None or self.lease() is None
 
     @classmethod
     def allocate(cls, plan: Plan, device: torch.device, *, pin_memory: bool = False) -> Arena:

@@ -197,8 +197,8 @@ class _Transform:
     def _placed(self, tree: Any) -> Handle:
         """Place a plain tree, in an arena of this step whose last handle is gone if there is one of its layout."""
         leaves, treedef, plan = placeable(tree, self._signature.parameter(0), self._name)
-        for captured in self._captured.values():
-            if captured.spare and captured.treedef == treedef and captured.arena.plan == plan:
+        for captured in list(self._captured.values()):
+            if captured.arenas[0].free and captured.treedef == treedef and captured.arena.plan == plan:
                 lease = captured.lease_again()
                 fill(lease, leaves)
                 return Handle(lease, 0)
@@ -263,7 +263,8 @@ class _Transform:
                 captured = self._captured[key] = self._capture(call, lowered)
             self.stats.captures += 1
             this = weakref.ref(self)
-            captured.leases += [weakref.ref(s.lease, lambda _: _reap(this)) for s in call.states]
+            for arena in captured.arenas:
+                arena.watchers.append(functools.partial(_reap, this))
         return captured
 
     def _capture(self, call: Call, lowered: Lowered) -> Captured:
@@ -293,7 +294,7 @@ class _Transform:
             build=output_builder(program.output_def, program.outputs),
             stats=self.stats,
         )
-        return Captured.of(fast, replay, call)
+        return Captured.of(fast, replay, call, constants)
 
     def _unchanged(self, lowered: Lowered) -> Callable[[], bool]:
         values, constants = lowered.watch.unchanged, self._constants.unchanged

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
+
+from torch import Tensor
 
 from .arena import Arena, dtype_name
 from .inputs import InputLayout, layout_differences
@@ -30,21 +31,25 @@ class Captured:
       call: ``call(args, kwargs)``: the result, or a miss if the call does not fit this capture.
       replay: The backend's replay.
       arenas: The memory that the capture is bound to, states first; it outlives the capture.
+      constants: Tensors that the step owns; they live as long as the capture, which knows their addresses only.
       treedef: Structure of the first state.
       paths: Its key paths.
-      leases: Weak references to the uses of that memory.
     """
 
     call: Callable[[tuple[Any, ...], dict[str, Any]], Any]
     replay: Replay
     arenas: tuple[Arena, ...]
+    constants: tuple[Tensor, ...]
     treedef: Treedef | None
     paths: list[KeyPath]
-    leases: list[weakref.ref[Lease]] = field(default_factory=list)
 
     @classmethod
     def of(
-        cls, fast: Callable[[tuple[Any, ...], dict[str, Any]], Any], replay: Replay, call: Call
+        cls,
+        fast: Callable[[tuple[Any, ...], dict[str, Any]], Any],
+        replay: Replay,
+        call: Call,
+        constants: Sequence[Tensor],
     ) -> Captured:
         """A capture made for a call; it keeps the call's memory, not its handles."""
         lease = call.states[0].lease if call.states else None
@@ -52,6 +57,7 @@ class Captured:
             fast,
             replay,
             tuple(state.arena for state in call.states),
+            tuple(constants),
             lease.treedef if lease else None,
             lease.paths if lease else [],
         )
@@ -63,14 +69,13 @@ class Captured:
     @property
     def spare(self) -> bool:
         """Whether the last handle and leaf of one of its states is gone."""
-        return any(lease() is None for lease in self.leases)
+        return any(arena.free for arena in self.arenas)
 
     def lease_again(self) -> Lease:
         """Start a new use of the first arena, once the old one has ended."""
         assert self.treedef is not None
-        lease = Lease(self.arena, self.treedef, self.paths)
-        self.leases[0] = weakref.ref(lease, self.leases[0].__callback__)
-        return lease
+        assert self.arena.free
+        return Lease(self.arena, self.treedef, self.paths)
 
     def close(self) -> None:
         """Free the capture; the arenas live on as long as their handles."""

@@ -7,6 +7,7 @@ raises the generation, and every older handle, and every leaf taken from one, ra
 from __future__ import annotations
 
 import operator
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -64,6 +65,10 @@ class Lease:
     treedef: Treedef
     paths: list[KeyPath]
     cell: list[int] = field(default_factory=lambda: [0])
+
+    def __post_init__(self) -> None:
+        watchers = self.arena.watchers
+        self.arena.lease = weakref.ref(self, lambda _: [watch() for watch in watchers])
 
     def raised(self) -> Callable[[], None]:
         """A C-level call that raises the generation by one."""
