@@ -1,0 +1,179 @@
+"""Laws to assert in a test of one's own step. Each raises AssertionError with key paths and values."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import tree as pytree
+from ..arena import BufferSpec, refuse_aliases, storage_key
+from ..errors import FunctionalCGError
+from ..graph_step import GraphFn, GraphStep, graph_step
+from ..state import Leaf, fork, place, snapshot
+
+__all__ = [
+    "assert_no_alias",
+    "assert_pure",
+    "assert_replay_equals_eager",
+    "assert_trees_all_close",
+    "assert_trees_all_equal",
+]
+
+
+def _plain(leaf: Any) -> Any:
+    return leaf._owned() if isinstance(leaf, Leaf) else leaf
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    """All bytes of a tensor in logical order: NaNs and signed zeros compare by their bits."""
+    return tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
+
+
+def _same(a: Any, b: Any) -> bool:
+    if not (isinstance(a, Tensor) and isinstance(b, Tensor)):
+        return type(a) is type(b) and bool(a == b)
+    return (
+        a.shape == b.shape and a.dtype is b.dtype and a.device == b.device and torch.equal(_bits(a), _bits(b))
+    )
+
+
+def _shown(value: Any) -> str:
+    if not isinstance(value, Tensor):
+        return repr(value)
+    numbers = value.flatten()[:4].tolist()
+    return f"{BufferSpec.of(value)} {numbers}{' …' if value.numel() > 4 else ''}"
+
+
+def _distance(a: Any, b: Any) -> str:
+    if not (isinstance(a, Tensor) and isinstance(b, Tensor)) or a.shape != b.shape or not a.numel():
+        return ""
+    if a.dtype is not b.dtype or not a.is_floating_point():
+        return ""
+    gap = (a.double() - b.double().to(a.device)).abs().nan_to_num(torch.inf, torch.inf, torch.inf)
+    return f"   greatest difference {gap.max().item():g}"
+
+
+def _first_difference(got: Any, expected: Any, root: str) -> str | None:
+    found, got_def = pytree.flatten(got)
+    wanted, expected_def = pytree.flatten(expected)
+    if got_def != expected_def:
+        return "\n".join(["structures differ", *pytree.structure_diff(expected_def, got_def, root)])
+    for path, a, b in zip(got_def.paths(), map(_plain, found), map(_plain, wanted), strict=True):
+        if not _same(a, b):
+            where = pytree.path_string(path, root)
+            return f"{where}\n  expected {_shown(b)}\n  got      {_shown(a)}{_distance(a, b)}"
+    return None
+
+
+def assert_trees_all_equal(got: Any, expected: Any, name: str = "tree") -> None:
+    """Assert that two pytrees (states, metrics) have equal structure and bitwise equal leaves.
+
+    Raises:
+      AssertionError: With key path and values of the first leaf that differs.
+    """
+    difference = _first_difference(got, expected, name)
+    if difference is not None:
+        raise AssertionError(difference)
+
+
+def assert_trees_all_close(
+    got: Any, expected: Any, *, rtol: float = 1e-5, atol: float = 1e-6, name: str = "tree"
+) -> None:
+    """Assert that two pytrees have equal structure, dtypes and shapes, and close values.
+
+    Raises:
+      AssertionError: With the key path of the first leaf that differs.
+    """
+    found, got_def = pytree.flatten(got)
+    wanted, expected_def = pytree.flatten(expected)
+    if got_def != expected_def:
+        raise AssertionError("\n".join(pytree.structure_diff(expected_def, got_def, name)))
+    for path, a, b in zip(got_def.paths(), map(_plain, found), map(_plain, wanted), strict=True):
+        where = pytree.path_string(path, name)
+        if isinstance(a, Tensor) and isinstance(b, Tensor):
+            torch.testing.assert_close(a, b, rtol=rtol, atol=atol, msg=lambda text: f"{where}\n{text}")  # noqa: B023
+        elif not _same(a, b):
+            raise AssertionError(f"{where}\n  expected {_shown(b)}\n  got      {_shown(a)}")
+
+
+def assert_no_alias(*trees: Any) -> None:
+    """Assert that no two leaves of the given trees share memory, and that none overlaps itself.
+
+    Tensors must each have a storage of their own; leaves of states, which share slabs, must not overlap.
+
+    Raises:
+      AssertionError: With the key paths of two leaves that share memory.
+    """
+    flat, treedef = pytree.flatten(list(trees))
+    pairs = [
+        (path, leaf) for path, leaf in zip(treedef.paths(), flat, strict=True) if isinstance(leaf, Tensor)
+    ]
+    tensors = [leaf._read() if isinstance(leaf, Leaf) else leaf for _, leaf in pairs]
+    try:
+        refuse_aliases([path for path, _ in pairs], tensors, "trees")
+    except FunctionalCGError as error:
+        raise AssertionError(str(error)) from error
+    owners: dict[int, str] = {}
+    for (path, leaf), tensor in zip(pairs, tensors, strict=True):
+        here = pytree.path_string(path, "trees")
+        there = owners.setdefault(storage_key(tensor), here)
+        if there != here and not isinstance(leaf, Leaf):
+            raise AssertionError(f"{there} and {here} share one storage")
+
+
+def _arguments(call: Any) -> tuple[Any, ...]:
+    return call if isinstance(call, tuple) else (call,)
+
+
+def assert_replay_equals_eager(step: GraphStep[Any, Any], state: Any, inputs: Sequence[Any]) -> None:
+    """Assert that each replay gives bitwise what the pure function gives: all leaves, all metrics, every call.
+
+    Args:
+      step: The captured step.
+      state: Pytree or handle to start from; it is copied and stays as it is.
+      inputs: One entry per call: the input, or a tuple of the inputs. Take new data for each.
+    Raises:
+      AssertionError: With the call's number and the first leaf that differs; also if a call did not replay.
+    """
+    start = snapshot(state)
+    captured, eager = place(start), place(start)
+    replays = step.stats.replays
+    for number, call in enumerate(inputs, 1):
+        args = _arguments(call)
+        eager, expected = step.eager(eager, *args)
+        captured, metrics = step(captured, *args)
+        for name, got, want in (("metrics", metrics, expected), ("state", captured, eager)):
+            difference = _first_difference(got, want, name)
+            if difference is not None:
+                raise AssertionError(
+                    f"call {number} of {len(inputs)}: replay differs from eager at {difference}"
+                )
+        if step.stats.replays != replays + number:
+            raise AssertionError(f"call {number} of {len(inputs)} did not replay: {step!r}")
+
+
+def assert_pure(step: Any, state: Any, *inputs: Any) -> None:
+    """Assert that a step is a pure function of its arguments: it traces, and two eager runs agree bitwise.
+
+    Args:
+      step: A graph_step, a graph_fn, or a function ``fn(state, *inputs) -> (state, metrics)``.
+      state: Pytree or handle to start from; it is copied and stays as it is.
+      inputs: The inputs.
+    Raises:
+      AssertionError: With what the trace refuses, the argument that was written, or the leaf that differs.
+    """
+    transformed = step if isinstance(step, (GraphStep, GraphFn)) else graph_step(step)
+    given = snapshot(inputs)
+    try:
+        transformed.lower(fork(state), *inputs)
+        first = snapshot(transformed.eager(fork(state), *inputs))
+        second = snapshot(transformed.eager(fork(state), *inputs))
+    except FunctionalCGError as error:
+        raise AssertionError(f"not pure: {error}") from error
+    for name, got, want in (("inputs", inputs, given), ("result", second, first)):
+        difference = _first_difference(got, want, name)
+        if difference is not None:
+            raise AssertionError(f"not pure: two runs from equal arguments differ at {difference}")
