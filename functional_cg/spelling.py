@@ -144,7 +144,8 @@ def _text(node: ast.AST) -> str:
 
 def _truth(site: _Site) -> tuple[str, str] | None:
     """``if``, ``while``, ``assert``, ternaries, ``and``/``or``/``not``, filters: the instruction tests a value."""
-    if not (site.op in ("TO_BOOL", "UNARY_NOT") or "JUMP_IF" in site.op or "_IF_" in site.op):
+    # From Python 3.13 on a comparison that is only tested takes the truth value itself.
+    if site.op not in ("TO_BOOL", "UNARY_NOT", "COMPARE_OP") and "JUMP" not in site.op:
         return None
     test, parent = site.node, site.up(site.node)
     if isinstance(test, ast.If | ast.While | ast.IfExp | ast.Assert):

@@ -61,15 +61,12 @@ class Scan:
             self.enter(ref)
 
     def _modes_of(self, ref: Ref) -> None:
+        """Note whether a module, and those inside of it that act on it, are in training mode."""
         for path, module in ref.value.named_modules():
             forward = getattr(getattr(type(module), "forward", None), "__code__", None)
-            if path and (forward is None or "training" not in forward.co_names):
-                continue
-            steps = [
-                step for name in path.split(".") if name for step in (Step("_modules"), Step(name, item=True))
-            ]
-            found = ref.follow(module, *steps, name=f"{ref.name}.{path}") if steps else ref
-            self.reach(found.attribute("training") if found else None)
+            if not path or (forward is not None and "training" in forward.co_names):
+                # Read from the module itself: the way to it through its parents costs a lookup per level.
+                self.reach(Ref.to(module, f"{ref.name}.{path}".rstrip(".")).attribute("training"))
 
     def enter(
         self, ref: Ref, args: Sequence[Ref | None] = (), kwargs: Mapping[str, Ref | None] = _NO_KEYWORDS

@@ -191,7 +191,10 @@ def same(new: Any, old: Any) -> bool:
         return len(new) == len(old) and all(map(same, new, old))
     if isinstance(new, numbers.Complex) and not isinstance(new, numbers.Rational):
         return _bits(new) == _bits(old)
-    return bool(new == old)
+    try:
+        return bool(new == old)
+    except Exception:  # a comparison of the user's own
+        return False
 
 
 def _bits(number: numbers.Complex) -> bytes:
