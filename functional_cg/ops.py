@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["argument", "can_draw", "named_arguments", "sync_reason", "tensors_in", "written_arguments"]
+__all__ = ["argument", "can_draw", "is_batched", "named_arguments", "sync_reason", "tensors_in", "written_arguments"]
 
 # op name -> (arguments written, flag argument that switches writing on, or "" for always)
 _HIDDEN_WRITES: Mapping[str, tuple[tuple[str, ...], str]] = MappingProxyType(
@@ -33,6 +33,11 @@ _PROBABILITIES = ("p", "dropout_p", "dropout")
 _NEEDS_VALUE = frozenset(
     {"aten::_local_scalar_dense", "aten::equal", "aten::allclose", "aten::is_nonzero", "aten::item"}
 )
+
+
+def is_batched(tensor: Tensor) -> bool:
+    """Whether a tensor stands for a batch under ``torch.func.vmap``."""
+    return torch._C._functorch.is_batchedtensor(tensor)
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:

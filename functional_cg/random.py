@@ -21,7 +21,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from functional_cg.errors import LayoutError
+from .errors import LayoutError
+from .ops import is_batched
 
 __all__ = [
     "bernoulli",
@@ -229,7 +230,19 @@ def _numel(shape: object) -> int:
 
 def _words64(key: Tensor, n: int, stream: int) -> Tensor:
     """i64[n] of 64 random bits each; the first of two words is the low half."""
-    return bits(key, 2 * n, stream=stream).view(torch.int64)
+    words = bits(key, 2 * n, stream=stream)
+    if not is_batched(words):
+        return words.view(torch.int64)
+    low, high = words.unflatten(-1, (n, 2)).to(torch.int64).unbind(-1)  # torch 2.11 cannot view under vmap
+    return (low & 0xFFFFFFFF) | (high << 32)
+
+
+def _words16(key: Tensor, n: int, stream: int) -> Tensor:
+    """i16[n] of 16 random bits each; the first of two comes from the low half of a word."""
+    words = bits(key, (n + 1) // 2, stream=stream)
+    if not is_batched(words):
+        return words.view(torch.int16)[:n]
+    return torch.stack([(words << 16) >> 16, words >> 16], dim=-1).flatten(-2)[..., :n].to(torch.int16)
 
 
 def _unit64(key: Tensor, n: int, stream: int) -> Tensor:
@@ -519,7 +532,7 @@ def dropout(key: Tensor, x: Tensor, p: float, *, stream: int = 0) -> Tensor:
     dropped, n = round(p * 65536), x.numel()
     if dropped == 0:
         return x
-    halves = bits(key, (n + 1) // 2, stream=stream).view(torch.int16)[:n].view(x.shape)
+    halves = _words16(key, n, stream).view(x.shape)
     # Products, as in torch's own dropout: `masked_fill` takes four times as long on a CPU.
     return x * (halves > dropped - 1 - 32768) * (65536 / max(65536 - dropped, 1))
 
