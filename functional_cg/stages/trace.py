@@ -169,6 +169,8 @@ class _Recorder(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        if func is torch.ops.prim.device.default:
+            return func(*args, **kwargs)  # a question, not a computation
         if func in _LIFTS and not isinstance(args[0], FakeTensor):
             return self._literal(args[0])
         written = self._rules.check(func, args, kwargs, storage_key)
