@@ -1,0 +1,164 @@
+"""Time a training step through several systems: ``python -m functional_cg.bench --workload mlp-tiny,gpt-nano``.
+
+Each workload runs in a process of its own if there are several, so that one of them cannot disturb the others.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import NoReturn
+
+import torch
+
+from .measure import Row, bench, environment, table
+from .opponents import OPPONENTS, OURS
+from .workloads import names, workload
+
+__all__ = ["main"]
+
+_PROGRAM = "python -m functional_cg.bench"
+_ON_CUDA = "mlp-tiny,gpt-nano,gpt2-124m"
+_ON_CPU = "mlp-4x64,mlp-4x256"
+_GRACE_S = 120  # for the system that is running when the time limit is reached
+
+
+class _Parser(argparse.ArgumentParser):
+    """A parser whose errors are one line."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: error: {' '.join(message.split())}\n")
+
+
+def _list(known: Sequence[str]) -> Callable[[str], list[str]]:
+    """An option's type: names separated by commas."""
+
+    def parse(text: str) -> list[str]:
+        chosen = [name.strip() for name in text.split(",") if name.strip()]
+        unknown = [name for name in chosen if name not in known]
+        if unknown or not chosen:
+            raise argparse.ArgumentTypeError(
+                f"unknown {', '.join(unknown) or 'empty list'}; choose from {', '.join(known)}"
+            )
+        return chosen
+
+    return parse
+
+
+def _positive(text: str) -> int:
+    if not text.isdecimal() or int(text) == 0:
+        raise argparse.ArgumentTypeError(f"expected a positive integer, got {text!r}")
+    return int(text)
+
+
+def _device(name: str) -> torch.device:
+    if name not in ("auto", "cpu", "cuda"):
+        raise argparse.ArgumentTypeError(f"expected auto, cpu or cuda, got {name!r}")
+    if name == "cuda" and not torch.cuda.is_available():
+        raise argparse.ArgumentTypeError("torch sees no GPU here")
+    name = ("cuda" if torch.cuda.is_available() else "cpu") if name == "auto" else name
+    return torch.device(name, 0) if name == "cuda" else torch.device(name)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(_PROGRAM, description="Time one training step through several systems.")
+    add = parser.add_argument
+    add("--workload", type=_list(names()), help=f"any of {', '.join(names())}; default {_ON_CUDA}, on CPU {_ON_CPU}")
+    systems = (*OPPONENTS[:-1], *OURS[1:], *OPPONENTS[-1:])  # jax last: it brings its own runtime
+    add("--against", type=_list(systems), default=list(systems), help="systems beside ours (default: all)")
+    add("--device", type=_device, default="auto", help="auto, cpu or cuda")
+    add("--steps", type=_positive, help="timed steps for each system (default: by workload, 40 to 1000)")
+    add("--limit-s", type=_positive, default=460, help="no system is started after so many seconds")
+    add("--json", action="store_true", help="print a line of JSON for each row")
+    add("--out", type=Path, help="file that gets these lines")
+    add("--verbose", action="store_true", help="log each stage of ours with its seconds")
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the program; the exit code is 1 if a system failed or its losses differ."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    parser = _parser()
+    options = parser.parse_args(arguments)
+    on_gpu = options.device.type == "cuda"
+    chosen = options.workload or (_ON_CUDA if on_gpu else _ON_CPU).split(",")
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # jax shares the GPU with torch
+    if not on_gpu:
+        os.environ.setdefault("JAX_PLATFORMS", "cpu")
+    if options.out is not None:
+        try:
+            options.out.write_text("")
+        except OSError as error:
+            parser.error(str(error))
+    if len(chosen) > 1:
+        return _in_processes(chosen, options)
+    if options.verbose:
+        logging.basicConfig(format="%(message)s")
+        logging.getLogger("functional_cg").setLevel(logging.INFO)
+    return _here(chosen[0], options)
+
+
+def _here(name: str, options: argparse.Namespace) -> int:
+    work, where = workload(name), environment(options.device)
+    print(f"{where['device']}, " + ", ".join(f"{key} {where[key]}" for key in ("torch", "cuda", "python")), flush=True)
+
+    def emit(row: Row) -> None:
+        figure = row.reason if row.ms is None else f"{row.ms.median:.4f} ms, host {row.host_us or 0:.1f} µs"
+        print(f"{row.workload}: {row.system}: {row.status}: {figure}", flush=True)
+        if options.out is not None:
+            with options.out.open("a") as file:
+                file.write(row.as_json(where) + "\n")
+
+    deadline = time.monotonic() + options.limit_s
+    rows = bench(work, options.against, options.device, emit, steps=options.steps, deadline=deadline)
+    print(f"\n{table(work, rows)}\n", flush=True)
+    if options.json:
+        for row in rows:
+            print(row.as_json(where))
+    sys.stdout.flush()
+    return int(any(row.status == "failed" or row.losses_agree is False for row in rows))
+
+
+def _in_processes(chosen: Sequence[str], options: argparse.Namespace) -> int:
+    """Run one process per workload; the time limit is for all of them."""
+    start, worst = time.monotonic(), 0
+    for name in chosen:
+        left = options.limit_s - (time.monotonic() - start)
+        row = Row(name, "all", "skipped", "the time limit was reached")
+        if left > 0:
+            command = [sys.executable, "-m", "functional_cg.bench", "--workload", name]
+            command += ["--against", ",".join(options.against), "--device", options.device.type]
+            command += ["--limit-s", str(max(1, round(left)))]
+            command += ["--steps", str(options.steps)] if options.steps else []
+            command += ["--json"] if options.json else []
+            command += ["--verbose"] if options.verbose else []
+            part = options.out.with_name(f"{options.out.name}.{name}") if options.out is not None else None
+            command += ["--out", str(part)] if part is not None else []
+            try:
+                code = subprocess.run(command, check=False, timeout=left + _GRACE_S).returncode
+            except subprocess.TimeoutExpired:
+                code = -1
+            if part is not None and part.exists():
+                with options.out.open("a") as file:
+                    file.write(part.read_text())
+                part.unlink()
+            if code in (0, 1):
+                worst = max(worst, code)
+                continue
+            row = Row(name, "all", "failed", f"the process ended with {code}")
+            worst = 1
+        print(f"{row.workload}: {row.status}: {row.reason}", flush=True)
+        if options.out is not None:
+            with options.out.open("a") as file:
+                file.write(row.as_json(environment(options.device)) + "\n")
+    return worst
+
+
+if __name__ == "__main__":
+    sys.exit(main())
