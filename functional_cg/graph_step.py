@@ -240,7 +240,9 @@ class _Transform:
         with _timed(self._name, "traced"):
             program = trace(recipe)
         self.stats.traces += 1
-        host_watch = watch(self._fn)
+        # An optimizer in a static field is reached through the state, not through a name in the code.
+        roots = tuple(value for s in call.states for value in pytree.static_values(s.handle._node))
+        host_watch = watch(self._fn, roots=roots, arguments=call.statics)
         with _timed(self._name, f"lowered {len(program.instrs)} ATen calls"):
             plan = self._plan(program, call.device)
         return Lowered(

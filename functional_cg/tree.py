@@ -31,6 +31,7 @@ __all__ = [
     "map",
     "path_string",
     "register_dataclass",
+    "static_values",
     "structure_diff",
     "unflatten",
 ]
@@ -88,8 +89,16 @@ class Treedef:
         if self.is_leaf:
             return [prefix]
         return [
-            path for key, child in zip(self.keys, self.children, strict=True) for path in child.paths((*prefix, key))
+            path
+            for key, child in zip(self.keys, self.children, strict=True)
+            for path in child.paths((*prefix, key))
         ]
+
+
+def static_values(treedef: Treedef) -> list[Any]:
+    """Values of the static fields of all registered dataclasses in a structure."""
+    own = list(treedef.context) if treedef.kind is not None and dataclasses.is_dataclass(treedef.kind) else []
+    return [*own, *(value for child in treedef.children for value in static_values(child))]
 
 
 def map_str(items: Iterable[Any]) -> Iterable[str]:
@@ -237,7 +246,9 @@ def map(function: Callable[..., Any], tree: Any, *rest: Any) -> Any:
         flat, other_def = flatten(other)
         if other_def != treedef:
             raise LayoutError.of(
-                "", "tree.map: the trees differ in structure.", rows=structure_diff(treedef, other_def, "tree")
+                "",
+                "tree.map: the trees differ in structure.",
+                rows=structure_diff(treedef, other_def, "tree"),
             )
         others.append(flat)
     return unflatten(treedef, [function(*group) for group in zip(first, *others, strict=True)])
@@ -268,8 +279,14 @@ def structure_diff(expected: Treedef, got: Treedef, root: str = "tree") -> list[
             return
         here = {str(key): child for key, child in zip(a.keys, a.children, strict=True)}
         there = {str(key): child for key, child in zip(b.keys, b.children, strict=True)}
-        rows.extend(f"{where}{key}  expected {_describe(here[key])}   got nothing" for key in here if key not in there)
-        rows.extend(f"{where}{key}  expected nothing   got {_describe(there[key])}" for key in there if key not in here)
+        rows.extend(
+            f"{where}{key}  expected {_describe(here[key])}   got nothing" for key in here if key not in there
+        )
+        rows.extend(
+            f"{where}{key}  expected nothing   got {_describe(there[key])}"
+            for key in there
+            if key not in here
+        )
         if set(here) == set(there) and a.context != b.context:
             rows.append(f"{where}  expected static fields {a.context!r}   got {b.context!r}")
         for key, child in zip(a.keys, a.children, strict=True):
@@ -368,7 +385,9 @@ def register_dataclass_node(cls: type[T], static: Sequence[str] = ()) -> type[T]
 
     def flatten_with_keys_fn(node: Any) -> tuple[list[tuple[Any, Any]], Any]:
         children, context = flatten_fn(node)
-        return [(torch_pytree.GetAttrKey(name), child) for name, child in zip(dynamic, children, strict=True)], context
+        return [
+            (torch_pytree.GetAttrKey(name), child) for name, child in zip(dynamic, children, strict=True)
+        ], context
 
     def unflatten_fn(children: Iterable[Any], context: Any) -> Any:
         node = object.__new__(cls)
@@ -376,5 +395,7 @@ def register_dataclass_node(cls: type[T], static: Sequence[str] = ()) -> type[T]
             object.__setattr__(node, name, value)
         return node
 
-    torch_pytree.register_pytree_node(cls, flatten_fn, unflatten_fn, flatten_with_keys_fn=flatten_with_keys_fn)
+    torch_pytree.register_pytree_node(
+        cls, flatten_fn, unflatten_fn, flatten_with_keys_fn=flatten_with_keys_fn
+    )
     return cls
