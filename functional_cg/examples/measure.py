@@ -42,6 +42,11 @@ class EagerTwin:
             self.distance = max(self.distance, _distance(a.double(), b.double()))
 
     @property
+    def calls(self) -> int:
+        """Number of calls compared."""
+        return len(self._seconds)
+
+    @property
     def calls_per_s(self) -> float:
         """Eager calls per second: the median of the calls so far."""
         return 1 / statistics.median(self._seconds) if self._seconds else 0.0

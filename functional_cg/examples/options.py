@@ -69,14 +69,14 @@ def gpt_parser(prog: str, description: str) -> Parser:
         allow_abbrev=False,
     )
     add, positive = parser.add_argument, integer(1)
-    add("--steps", type=positive, default=350, metavar="N", help="training steps")
+    add("--steps", type=positive, default=400, metavar="N", help="training steps")
     add("--batch-size", type=positive, default=16, metavar="N", help="blocks in a batch")
     add("--block-size", type=positive, default=128, metavar="N", help="bytes in a block")
     add("--layers", type=positive, default=4, metavar="N", help="transformer blocks")
     add("--width", type=positive, default=128, metavar="N", help="size of the residual stream")
     add("--heads", type=positive, default=4, metavar="N", help="attention heads")
     add("--dropout", type=number(0, 1), default=0.1, metavar="P", help="probability of dropout")
-    add("--lr", type=number(0, 1), default=3e-3, metavar="X", help="peak learning rate")
+    add("--lr", type=number(0, 1), default=2e-3, metavar="X", help="peak learning rate")
     add("--device", type=device, default="auto", metavar="NAME", help="auto, cpu or cuda")
     add("--lowering", choices=("auto", "aten", "inductor"), default="auto", help="auto: aten on the CPU")
     add(
