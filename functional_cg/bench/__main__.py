@@ -69,9 +69,19 @@ def _device(name: str) -> torch.device:
 def _parser() -> argparse.ArgumentParser:
     parser = _Parser(_PROGRAM, description="Time one training step through several systems.")
     add = parser.add_argument
-    add("--workload", type=_list(names()), help=f"any of {', '.join(names())}; default {_ON_CUDA}, on CPU {_ON_CPU}")
+    add(
+        "--workload",
+        type=_list(names()),
+        help=f"any of {', '.join(names())}; default {_ON_CUDA}, on CPU {_ON_CPU}",
+    )
     systems = (*OPPONENTS[:-1], *OURS[1:], *OPPONENTS[-1:])  # jax last: it brings its own runtime
     add("--against", type=_list(systems), default=list(systems), help="systems beside ours (default: all)")
+    add(
+        "--ours",
+        choices=OURS,
+        default=OURS[0],
+        help="which of ours to compare with (default: ours, by inductor)",
+    )
     add("--device", type=_device, default="auto", help="auto, cpu or cuda")
     add("--steps", type=_positive, help="timed steps for each system (default: by workload, 40 to 1000)")
     add("--limit-s", type=_positive, default=460, help="no system is started after so many seconds")
@@ -106,7 +116,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _here(name: str, options: argparse.Namespace) -> int:
     work, where = workload(name), environment(options.device)
-    print(f"{where['device']}, " + ", ".join(f"{key} {where[key]}" for key in ("torch", "cuda", "python")), flush=True)
+    print(
+        f"{where['device']}, " + ", ".join(f"{key} {where[key]}" for key in ("torch", "cuda", "python")),
+        flush=True,
+    )
 
     def emit(row: Row) -> None:
         figure = row.reason if row.ms is None else f"{row.ms.median:.4f} ms, host {row.host_us or 0:.1f} µs"
@@ -116,7 +129,15 @@ def _here(name: str, options: argparse.Namespace) -> int:
                 file.write(row.as_json(where) + "\n")
 
     deadline = time.monotonic() + options.limit_s
-    rows = bench(work, options.against, options.device, emit, steps=options.steps, deadline=deadline)
+    rows = bench(
+        work,
+        options.against,
+        options.device,
+        emit,
+        anchor=options.ours,
+        steps=options.steps,
+        deadline=deadline,
+    )
     print(f"\n{table(work, rows)}\n", flush=True)
     if options.json:
         for row in rows:
@@ -134,6 +155,7 @@ def _in_processes(chosen: Sequence[str], options: argparse.Namespace) -> int:
         if left > 0:
             command = [sys.executable, "-m", "functional_cg.bench", "--workload", name]
             command += ["--against", ",".join(options.against), "--device", options.device.type]
+            command += ["--ours", options.ours]
             command += ["--limit-s", str(max(1, round(left)))]
             command += ["--steps", str(options.steps)] if options.steps else []
             command += ["--json"] if options.json else []

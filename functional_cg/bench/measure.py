@@ -129,9 +129,7 @@ def _clean(device: torch.device) -> None:
         torch.cuda.empty_cache()
 
 
-def _start(
-    name: str, work: Workload, device: torch.device, batches: Sequence[Batch], row: Row
-) -> System:
+def _start(name: str, work: Workload, device: torch.device, batches: Sequence[Batch], row: Row) -> System:
     """Build a system and take its first steps: time to the first loss, losses and memory go into the row."""
     _clean(device)
     on_gpu = device.type == "cuda"
@@ -209,6 +207,7 @@ def bench(
     device: torch.device,
     emit: Callable[[Row], None],
     *,
+    anchor: str = OURS[0],
     steps: int | None = None,
     deadline: float = math.inf,
 ) -> list[Row]:
@@ -219,6 +218,7 @@ def bench(
       against: Names of the systems beside ours, in order.
       device: Where.
       emit: Called with each row as soon as it is complete.
+      anchor: Which of ours the others are compared with; it stays alive all the time.
       steps: Timed steps for each system.
       deadline: On the clock of ``time.monotonic``: no system is started later.
     """
@@ -227,7 +227,7 @@ def bench(
     rows: list[Row] = []
     ours: System | None = None
     reference: list[float] | None = None
-    for name in dict.fromkeys([OURS[0], *against]):
+    for name in dict.fromkeys([anchor, *against]):
         row = Row(work.name, name)
         rows.append(row)
         system: System | None = None
@@ -244,7 +244,7 @@ def bench(
             row.status, row.reason = "failed", _last_line(error)
             traceback.print_exc()
         emit(row)
-        if name == OURS[0]:
+        if name == anchor:
             ours = system if row.status == "ok" else None
         elif system is not None:
             _shut(system, row)
@@ -283,7 +283,16 @@ def _last_line(error: Exception) -> str:
 
 def table(work: Workload, rows: Sequence[Row]) -> str:
     """The rows of one workload, as text."""
-    head: tuple[str, ...] = ("system", "ms/step", "min", "max", "x ours", "host µs", "peak GiB", "reserved GiB")
+    head: tuple[str, ...] = (
+        "system",
+        "ms/step",
+        "min",
+        "max",
+        "x ours",
+        "host µs",
+        "peak GiB",
+        "reserved GiB",
+    )
     head += ("first step s", "captures", "replays", "loss distance")
     lines = [head, *(_cells(row, work.tolerance) for row in rows if row.status == "ok")]
     widths = [max(len(line[i]) for line in lines) for i in range(len(head))]

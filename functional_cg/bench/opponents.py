@@ -349,6 +349,7 @@ def _jax(work: Workload, device: torch.device, batches: Sequence[Batch]) -> Syst
     there = [
         {key: jax.device_put(_narrow(value).numpy(), place) for key, value in b.items()} for b in batches
     ]
+
     def wait() -> None:
         jax.block_until_ready(held["loss"])
 

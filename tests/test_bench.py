@@ -1,0 +1,175 @@
+"""The bench at tiny sizes: rows for all systems, losses that agree, failures that stay rows. No times are asserted."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from functional_cg.bench import measure
+from functional_cg.bench.__main__ import main
+from functional_cg.bench.measure import Row, bench, table
+from functional_cg.bench.opponents import OPPONENTS, Unavailable, build
+from functional_cg.bench.workloads import Workload, jax_loss, names, torch_loss, workload
+
+CPU = torch.device("cpu")
+MLP = Workload("mlp", "mlp", layers=2, width=8, batch=4)
+MLP_BF16 = Workload("mlp-bf16", "mlp", layers=2, width=8, batch=4, bf16=True, tolerance=1e-2)
+GPT = Workload("gpt", "gpt", layers=1, width=16, batch=2, time=8, vocab=11)
+LEAVES = Workload("leaves", "leaves", width=4, leaves=12)
+ALL = pytest.mark.parametrize("work", [MLP, MLP_BF16, GPT, LEAVES], ids=lambda work: work.name)
+
+
+def run(work: Workload, *against: str) -> list[Row]:
+    """Rows of a short run against the aten lowering, which needs no compiler."""
+    emitted: list[Row] = []
+    rows = bench(work, against, CPU, emitted.append, anchor="ours-aten", steps=4)
+    assert emitted == rows
+    return rows
+
+
+@ALL
+def test_eager_and_ours_start_from_the_same_values(work: Workload) -> None:
+    ours, eager = run(work, "eager")
+    assert (ours.system, ours.status, ours.reason) == ("ours-aten", "ok", "")
+    assert ours.counts["captures"] == 1
+    assert ours.counts["replays"] > 4
+    assert ours.ms is not None
+    assert ours.ms.steps == 4
+    if work.kind == "leaves":
+        assert eager.status == "skipped"
+        return
+    assert eager.status == "ok", eager.reason
+    assert eager.losses_agree
+    assert eager.ratio is not None
+    assert eager.ms is not None
+    assert eager.ms.least <= eager.ms.median <= eager.ms.most
+    assert len(set(ours.losses)) == len(ours.losses)
+
+
+def test_graphs_by_hand_are_skipped_by_name() -> None:
+    rows = run(MLP, "reduce-overhead", "hand-graph", "hand-graph-compiled")
+    assert [row.status for row in rows] == ["ok", "skipped", "skipped", "skipped"]
+    text = table(MLP, rows)
+    for row in rows[1:]:
+        assert f"skipped: {row.system}: needs CUDA graphs" in text
+
+
+def test_a_failure_is_a_row_and_the_rest_goes_on(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def planted(name: str, *rest: Any) -> Any:
+        if name == "compile":
+            raise ValueError("planted\nsecond line")
+        return build(name, *rest)
+
+    monkeypatch.setattr(measure, "build", planted)
+    rows = run(MLP, "compile", "eager")
+    assert [row.status for row in rows] == ["ok", "failed", "ok"]
+    assert rows[1].reason == "ValueError: planted"
+    assert "Traceback" in capsys.readouterr().err
+    assert "failed: compile: ValueError: planted" in table(MLP, rows)
+
+
+def test_other_losses_are_marked(monkeypatch: pytest.MonkeyPatch) -> None:
+    def planted(name: str, *rest: Any) -> Any:
+        system = build(name, *rest)
+        if name == "eager":
+            step = system.step
+            system.step = lambda batch: step(batch) * 1.01
+        return system
+
+    monkeypatch.setattr(measure, "build", planted)
+    rows = run(MLP, "eager")
+    assert rows[1].losses_agree is False
+    assert "DIFFERS" in table(MLP, rows)
+
+
+def test_nothing_starts_after_the_deadline() -> None:
+    rows = bench(MLP, ["eager"], CPU, lambda row: None, anchor="ours-aten", steps=4, deadline=-math.inf)
+    assert [row.status for row in rows] == ["skipped", "skipped"]
+    assert "no timed steps" in table(MLP, rows)
+
+
+def test_a_row_is_one_line_of_json() -> None:
+    row = Row("w", "s", losses=[1.0, math.nan], loss_distance=math.inf)
+    line = row.as_json({"torch": "x"})
+    assert "\n" not in line
+    parsed = json.loads(line)
+    assert parsed["losses"] == [1.0, None]
+    assert parsed["loss_distance"] is None
+    assert parsed["torch"] == "x"
+
+
+@ALL
+def test_values_and_batches_are_the_same_at_each_call(work: Workload) -> None:
+    first, second = work.params(), work.params()
+    assert all(torch.equal(first[name], second[name]) for name in first)
+    for a, b in zip(work.batches(3), work.batches(3), strict=True):
+        assert all(torch.equal(a[name], b[name]) for name in a)
+
+
+def test_gpt2_has_its_size() -> None:
+    work = workload("gpt2-124m")
+    small = Workload("x", "gpt", layers=work.layers, width=work.width, time=work.time, vocab=1)
+    size = sum(value.numel() for value in small.params().values()) + (work.vocab - 1) * work.width
+    assert 124_000_000 < size < 125_000_000
+    assert all(name in names() for name in ("mlp-tiny", "gpt-nano", "leaves-10000-one", "mlp-4x64"))
+
+
+@pytest.mark.parametrize("work", [MLP, GPT], ids=lambda work: work.name)
+def test_jax_computes_the_same_loss(work: Workload) -> None:
+    jax = pytest.importorskip("jax")
+    optax = pytest.importorskip("optax")
+    params, (batch,) = work.params(), work.batches(1)
+    arrays = {name: jax.numpy.asarray(value.numpy()) for name, value in params.items()}
+    got = jax_loss(work, jax, optax, None)(arrays, *(jax.numpy.asarray(batch[name].numpy()) for name in "xy"))
+    assert float(got) == pytest.approx(float(torch_loss(work)(params, batch["x"], batch["y"])), rel=1e-5)
+
+
+def test_jax_is_skipped_with_its_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "jax", None)
+    with pytest.raises(Unavailable, match="jax"):
+        build("jax", MLP, CPU, MLP.batches(1))
+
+
+def test_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "rows.jsonl"
+    options = ["--workload", "leaves-10-one", "--against", "eager", "--ours", "ours-aten", "--device", "cpu"]
+    assert main([*options, "--steps", "3", "--json", "--out", str(out)]) == 0
+    lines = [json.loads(line) for line in out.read_text().splitlines()]
+    assert [(row["system"], row["status"]) for row in lines] == [("ours-aten", "ok"), ("eager", "skipped")]
+    assert lines[0]["torch"] == torch.__version__
+    printed = capsys.readouterr().out
+    assert [json.loads(line) for line in printed.splitlines() if line.startswith("{")] == lines
+    assert "10 leaves of f32[4]" in printed
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ["--workload", "nothing"],
+        ["--against", "eager,tensorflow"],
+        ["--steps", "0"],
+        ["--device", "tpu"],
+        ["--workload", ","],
+    ],
+)
+def test_bad_options_are_one_line_and_exit_code_two(
+    options: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        main(options)
+    assert stopped.value.code == 2
+    assert len(capsys.readouterr().err.strip().splitlines()) == 1
+
+
+def test_every_opponent_is_named_on_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["--against", "?"])
+    message = capsys.readouterr().err
+    assert all(name in message for name in OPPONENTS)
