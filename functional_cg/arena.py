@@ -34,6 +34,7 @@ __all__ = [
     "refuse_aliases",
     "refuse_unplaceable",
     "storage_key",
+    "unplaceable",
 ]
 
 _SMALL_ALIGNMENT = 16
@@ -155,7 +156,7 @@ def plan(specs: Sequence[BufferSpec], roles: Sequence[str]) -> Plan:
     for position, (spec, role) in enumerate(zip(specs, roles, strict=True)):
         groups.setdefault((spec.device, spec.dtype, role), []).append(position)
     slots: dict[int, Slot] = {}
-    slabs = []
+    slabs: list[SlabSpec] = []
     for (device, dtype, role), members in groups.items():
         places, numel = offsets(specs[i] for i in members)
         for i, place in zip(members, places, strict=True):
@@ -224,44 +225,21 @@ class Arena:
                 slab.record_stream(current)
         self.stream, self.raw_stream = current, current.cuda_stream
 
-    def write(self, positions: Sequence[int], values: Sequence[Tensor]) -> None:
-        """Copy values into slots in one grouped copy."""
-        if positions:
-            with torch.no_grad():
-                torch._foreach_copy_([self.slots[i] for i in positions], list(values))
-
 
 def storage_key(tensor: Tensor) -> int:
     """Identity of a tensor's storage: two tensors share memory only if their keys are equal."""
-    return tensor.untyped_storage()._cdata
+    return int(tensor.untyped_storage()._cdata)
 
 
 def _byte_range(tensor: Tensor) -> tuple[int, int]:
-    first = tensor.storage_offset()
+    first = int(tensor.storage_offset())
     last = first + sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
     return first * tensor.itemsize, (last + 1) * tensor.itemsize
 
 
-def _touched(tensor: Tensor, length: int) -> Tensor:
-    """Mask over a storage's bytes, true where ``tensor`` lies."""
-    mask = torch.zeros(length, dtype=torch.bool)
-    shape, size = (*tensor.shape, tensor.itemsize), tensor.itemsize
-    stride = (*(step * size for step in tensor.stride()), 1)
-    torch.as_strided(mask, shape, stride, tensor.storage_offset() * size).fill_(True)
-    return mask
-
-
-def _overlap(a: Tensor, b: Tensor) -> bool:
-    (a0, a1), (b0, b1) = _byte_range(a), _byte_range(b)
-    if a1 <= b0 or b1 <= a0:
-        return False
-    if a.is_contiguous() and b.is_contiguous():
-        return True
-    length = max(a1, b1)  # columns of one matrix interleave without touching
-    return bool((_touched(a, length) & _touched(b, length)).any())
-
-
-def refuse_aliases(paths: Sequence[KeyPath], tensors: Sequence[Tensor], root: str, function: str = "") -> None:
+def refuse_aliases(
+    paths: Sequence[KeyPath], tensors: Sequence[Tensor], root: str, function: str = ""
+) -> None:
     """Raise if two leaves share memory, or one overlaps itself.
 
     Raises:
@@ -274,28 +252,29 @@ def refuse_aliases(paths: Sequence[KeyPath], tensors: Sequence[Tensor], root: st
 
     def row(i: int) -> str:
         first, last = _byte_range(tensors[i])
-        return f"{path_string(paths[i], root)}  {BufferSpec.of(tensors[i])}   bytes {first} to {last}"  # noqa: B023
+        return f"{path_string(paths[i], root)}  {BufferSpec.of(tensors[i])}   bytes {first} to {last}"
 
     for members in by_storage.values():
-        for position, i in enumerate(members):
+        for i in members:
             if _overlaps_itself(tensors[i]):
                 raise AliasError.of(
                     function,
                     f"a leaf of `{root}` overlaps itself.",
                     rows=[row(i)],
-                    why="Each element of a leaf owns its bytes; an expanded tensor would be written twice per replay.",
+                    why="Each element of a leaf owns its bytes; an expanded one would be written twice per replay.",
                     fix="copy it, `.clone(memory_format=torch.contiguous_format)`.",
                 )
-            for j in members[:position]:
-                if _overlap(tensors[i], tensors[j]):
-                    raise AliasError.of(
-                        function,
-                        f"two leaves of `{root}` share memory.",
-                        rows=[row(j), row(i)],
-                        why="Each leaf owns one slot; a shared slot would be updated twice per replay.",
-                        fix=f"copy it, `{path_string(paths[i], root)} = {path_string(paths[j], root)}.clone()` "
-                        "(targets, EMA copies); or keep one leaf and read it twice in the loss (tied weights).",
-                    )
+        pair = _overlapping([tensors[i] for i in members])
+        if pair is not None:
+            first, second = sorted(members[i] for i in pair)
+            raise AliasError.of(
+                function,
+                f"two leaves of `{root}` share memory.",
+                rows=[row(first), row(second)],
+                why="Each leaf owns one slot; a shared slot would be updated twice per replay.",
+                fix=f"copy it, `{path_string(paths[second], root)} = {path_string(paths[first], root)}.clone()` "
+                "(targets, EMA copies); or keep one leaf and read it twice in the loss (tied weights).",
+            )
 
 
 def _overlaps_itself(tensor: Tensor) -> bool:
@@ -304,36 +283,105 @@ def _overlaps_itself(tensor: Tensor) -> bool:
     reach = 0  # distance to the last element of the dimensions seen so far, fastest first
     for step, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
         if size > 1 and step <= reach:
-            mask = _touched(tensor, _byte_range(tensor)[1])
-            return int(mask.sum()) < tensor.numel() * tensor.itemsize
+            return _distinct_elements(tensor) < tensor.numel()
         reach += (size - 1) * step
     return False
 
 
-def refuse_unplaceable(paths: Sequence[KeyPath], leaves: Sequence[Any], root: str, function: str = "") -> None:
-    """Raise if a leaf cannot live in an arena: not a tensor, not dense in memory, or on another device.
+def _distinct_elements(tensor: Tensor) -> int:
+    places = torch.zeros((), dtype=torch.int64, device="cpu")
+    for step, size in zip(tensor.stride(), tensor.shape, strict=True):
+        places = places[..., None] + step * torch.arange(size, device="cpu")
+    return int(places.unique().numel())
+
+
+def _overlapping(tensors: Sequence[Tensor]) -> tuple[int, int] | None:
+    """Positions of two tensors of one storage that overlap."""
+    ranges = [_byte_range(tensor) for tensor in tensors]
+    for cluster in _clusters(ranges):
+        # Columns of one matrix interleave without sharing a byte, so the bytes decide.
+        length = max(ranges[i][1] for i in cluster)
+        taken = torch.zeros(length, dtype=torch.bool, device="cpu")
+        for n, i in enumerate(cluster):
+            if _bytes_in(taken, tensors[i]).any():
+                return next((j, i) for j in cluster[:n] if _overlap(tensors[j], tensors[i], length))
+            _bytes_in(taken, tensors[i]).fill_(True)
+    return None
+
+
+def _clusters(ranges: Sequence[tuple[int, int]]) -> list[list[int]]:
+    """Groups of two and more ranges that reach into each other, directly or through others."""
+    groups: list[list[int]] = []
+    reach = 0
+    for i in sorted(range(len(ranges)), key=ranges.__getitem__):
+        first, end = ranges[i]
+        if groups and first < reach:
+            groups[-1].append(i)
+        else:
+            groups.append([i])
+        reach = max(reach, end)
+    return [group for group in groups if len(group) > 1]
+
+
+def _overlap(a: Tensor, b: Tensor, length: int) -> bool:
+    taken = torch.zeros(length, dtype=torch.bool, device="cpu")
+    _bytes_in(taken, a).fill_(True)
+    return bool(_bytes_in(taken, b).any())
+
+
+def _bytes_in(mask: Tensor, tensor: Tensor) -> Tensor:
+    """The bytes of ``tensor`` in a mask over the bytes of its storage."""
+    shape, size = (*tensor.shape, tensor.itemsize), tensor.itemsize
+    stride = (*(step * size for step in tensor.stride()), 1)
+    return torch.as_strided(mask, shape, stride, tensor.storage_offset() * size)
+
+
+def refuse_unplaceable(
+    paths: Sequence[KeyPath],
+    leaves: Sequence[Any],
+    devices: Sequence[torch.device | None],
+    root: str,
+    function: str = "",
+) -> None:
+    """Raise if a leaf cannot live in an arena: not a dense tensor, or not where the other leaves are.
+
+    Args:
+      paths: Key path of each leaf.
+      leaves: What is to be placed.
+      devices: Device of each leaf; None for one that may be anywhere.
+      root: Name of the tree.
+      function: Name of the user's function.
 
     Raises:
       LayoutError: All offending leaves are listed.
     """
+    home = next((device for device in devices if device is not None), None)
     rows = []
-    device = next((leaf.device for leaf in leaves if isinstance(leaf, Tensor)), None)
-    for path, leaf in zip(paths, leaves, strict=True):
-        where = path_string(path, root)
-        if not isinstance(leaf, Tensor):
-            rows.append(f"{where}  expected a tensor   got {type(leaf).__name__}")
-        elif leaf.layout != torch.strided:
-            rows.append(f"{where}  expected layout torch.strided   got {leaf.layout}")
-        elif leaf.is_quantized or leaf.is_nested:
-            rows.append(f"{where}  expected a plain tensor   got a quantized or nested one")
-        elif leaf.device.type == "meta" or leaf.device != device:
-            rows.append(f"{where}  expected device {device}   got {leaf.device}")
+    for path, leaf, device in zip(paths, leaves, devices, strict=True):
+        problem = unplaceable(leaf)
+        if problem:
+            rows.append(f"{path_string(path, root)}  expected a dense tensor   got {problem}")
+        elif device is not None and device != home:
+            rows.append(f"{path_string(path, root)}  expected device {home}   got {device}")
     if rows:
         raise LayoutError.of(
             function,
             f"`{root}` has leaves that cannot be placed.",
             rows=rows,
             why="A state is a pytree of dense tensors on one device.",
-            fix=f'make them tensors and move them, `fcg.place({root}, device="{device or "cpu"}")`; '
+            fix=f'make them tensors and move them, `fcg.place({root}, device="{home or "cpu"}")`; '
             "keep names and settings as static fields.",
         )
+
+
+def unplaceable(leaf: Any) -> str:
+    """What a leaf is, if it is no dense tensor of its own memory; else an empty string."""
+    if not isinstance(leaf, Tensor):
+        return type(leaf).__name__
+    if leaf.layout is not torch.strided:
+        return f"layout {leaf.layout}"
+    if type(leaf).__torch_dispatch__ is not Tensor.__torch_dispatch__:
+        return f"the subclass {type(leaf).__name__}"
+    if leaf.is_quantized or leaf.is_nested:
+        return "a quantized or nested tensor"
+    return str(BufferSpec.of(leaf)) if leaf.is_meta else ""

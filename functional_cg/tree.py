@@ -78,7 +78,7 @@ class Treedef:
     num_leaves: int
 
     def __hash__(self) -> int:
-        return hash((self.kind, self.num_leaves, tuple(map_str(self.keys)), self.children))
+        return hash((self.kind, self.num_leaves, tuple(str(key) for key in self.keys), self.children))
 
     @property
     def is_leaf(self) -> bool:
@@ -99,10 +99,6 @@ def static_values(treedef: Treedef) -> list[Any]:
     """Values of the static fields of all registered dataclasses in a structure."""
     own = list(treedef.context) if treedef.kind is not None and dataclasses.is_dataclass(treedef.kind) else []
     return [*own, *(value for child in treedef.children for value in static_values(child))]
-
-
-def map_str(items: Iterable[Any]) -> Iterable[str]:
-    return (str(item) for item in items)
 
 
 LEAF = Treedef(None, None, (), (), 1)
@@ -198,8 +194,9 @@ def node_unflatten(treedef: Treedef, children: Sequence[Any]) -> Any:
         return None
     if kind in _MAPPINGS:
         factory, names = treedef.context
-        items = zip(names, children, strict=True)
-        return defaultdict(factory, items) if kind is defaultdict else kind(items)
+        mapping: Any = defaultdict(factory) if kind is defaultdict else kind()
+        mapping.update(zip(names, children, strict=True))
+        return mapping
     if kind is list or kind is tuple:
         return kind(children)
     assert kind is not None
@@ -256,7 +253,7 @@ def map(function: Callable[..., Any], tree: Any, *rest: Any) -> Any:
 
 def path_string(path: KeyPath, root: str = "") -> str:
     """A key path as text: ``path_string(path, "state")`` gives ``state.params['w']``."""
-    return root + "".join(map_str(path))
+    return root + "".join(str(key) for key in path)
 
 
 def _describe(node: Treedef) -> str:

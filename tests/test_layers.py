@@ -28,6 +28,7 @@ ORDER = (
     "_philox_triton",
     "random",
     "arena",
+    "leaf",
     "state",
     "flat",
     "autodiff",
@@ -40,6 +41,7 @@ ORDER = (
     "stages.watch",
     "stages.program",
     "stages.inspect",
+    "stages.host",
     "stages.trace",
     "stages.lower",
     "stages.inductor",
@@ -84,7 +86,6 @@ LONG_FILES = {
         "keys, the registered op with its CPU kernel and decomposition, and the draws made of it",
     ),
     "stages.trace": (560, "one recorder; its parts share the state of a trace"),
-    "state": (560, "leaf, handle and lease know each other's insides, and nothing else may"),
 }
 
 # Calls whose result may be kept by a module: it cannot be changed, or it is a registration with the runtime.
