@@ -29,7 +29,8 @@ def _plain(leaf: Any) -> Any:
 
 def _bits(tensor: Tensor) -> Tensor:
     """All bytes of a tensor in logical order: NaNs and signed zeros compare by their bits."""
-    return tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
+    plain = tensor.detach().resolve_conj().resolve_neg()
+    return plain.clone(memory_format=torch.contiguous_format).reshape(-1).view(torch.uint8)
 
 
 def _same(a: Any, b: Any) -> bool:

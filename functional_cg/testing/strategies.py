@@ -69,7 +69,8 @@ def tensors(
         else st.just(dtype)
     )
     count = math.prod(size)
-    values = draw(st.lists(elements or elements_of(kind), min_size=min(count, 8), max_size=min(count, 8)))
+    values_of = elements_of(kind) if elements is None else elements
+    values = draw(st.lists(values_of, min_size=min(count, 8), max_size=min(count, 8)))
     flat = torch.tensor((values * (count // max(len(values), 1) + 1))[:count], dtype=kind)
     return _laid_out(
         flat.reshape(size), draw(st.sampled_from(("dense", "transposed", "gaps"))) if strided else "dense"
@@ -208,7 +209,7 @@ def _sum_gradient(w: Tensor) -> Tensor:
 
 def _into_clone(a: Tensor) -> Tensor:
     out = a.clone()
-    out.view(-1)[::2].neg_()
+    (out[::2] if out.dim() else out).add_(1)
     return out
 
 
@@ -257,7 +258,7 @@ _UNARY: tuple[tuple[str, Callable[[Tensor], bool], Callable[[Tensor], Tensor]], 
         lambda a: a.index_select(0, torch.tensor([0])),
     ),
     ("clone", lambda a: True, torch.clone),
-    ("into_clone", lambda a: a.is_contiguous() and _number(a) and a.dtype is not torch.uint8, _into_clone),
+    ("into_clone", _number, _into_clone),
     ("sum_gradient", _float, _sum_gradient),
     ("advance", _key, _advance),
     # views: of a leaf, of the input, of each other
