@@ -27,6 +27,7 @@ from .stages.inspect import certify
 from .stages.lower import Buffers, ExecutionPlan, lower_aten
 from .stages.program import Program
 from .stages.replay import MISS, Bound, Stats, output_builder, replayer
+from .stages.rewrite import rewrite
 from .stages.trace import BoundState, Recipe, is_fake, trace
 from .stages.watch import refuse_ambient_autocast, watch
 from .state import Handle, fill, place, placeable
@@ -243,11 +244,11 @@ class _Transform:
         # An optimizer in a static field is reached through the state, not through a name in the code.
         roots = tuple(value for s in call.states for value in pytree.static_values(s.handle._node))
         host_watch = watch(self._fn, roots=roots, arguments=call.statics)
+        inspection = certify(program, host_watch.names())
         with _timed(self._name, f"lowered {len(program.instrs)} ATen calls"):
+            rewrite(program, call.places())
             plan = self._plan(program, call.device)
-        return Lowered(
-            self._name, states, call.layout, program, plan, host_watch, certify(program, host_watch.names())
-        )
+        return Lowered(self._name, states, call.layout, program, plan, host_watch, inspection)
 
     def _plan(self, program: Program, device: torch.device) -> ExecutionPlan:
         choice = self._options["lowering"]

@@ -69,6 +69,14 @@ class Call:
         """Which memory the call is bound to."""
         return tuple((id(state.arena), state.start, state.stop) for state in self.states)
 
+    def places(self) -> list[tuple[int, int]]:
+        """Slab and offset of each bound slot; slabs of different states have different numbers."""
+        places: list[tuple[int, int]] = []
+        for number, state in enumerate(self.states):
+            slots = state.arena.plan.slots[state.start : state.stop]
+            places += [(number * 2**20 + slot.slab, slot.offset) for slot in slots]
+        return places
+
     def arguments(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The call as a capture takes it: handles and tensors in place, static arguments gone."""
         args, kwargs = self.assemble([state.handle for state in self.states], self.live)

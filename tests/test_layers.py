@@ -43,6 +43,7 @@ ORDER = (
     "stages.inspect",
     "stages.host",
     "stages.trace",
+    "stages.rewrite",
     "stages.lower",
     "stages.inductor",
     "stages.capture",

@@ -20,6 +20,7 @@ from ..random import decompose_random_bits
 from ..state import uninterrupted
 from .lower import Before, Buffers, Run, Schedule, schedule
 from .program import Instr, Program, Var, map_vars
+from .rewrite import padding, range_tensor
 
 __all__ = ["CompiledPlan", "build_graph", "lower_compiled"]
 
@@ -47,11 +48,10 @@ class CompiledPlan:
         return str(self._graph.code)
 
     def bind(self, buffers: Buffers) -> Run:
-        arguments = [
-            *(buffers.slots[i] for i in self._touched),
-            *buffers.inputs,
-            *buffers.constants,
-        ]
+        tensors = dict(zip(self._program.slots, buffers.slots, strict=True))
+        for known in self._program.ranges:
+            tensors[known.var] = range_tensor(known, [tensors[leaf] for leaf in known.leaves])
+        arguments = [*(tensors[var] for var in self._touched), *buffers.inputs, *buffers.constants]
         if self._compiled is None:
             self._compiled = self._compile(arguments)
         compiled = self._compiled
@@ -93,19 +93,18 @@ def lower_compiled(
     return CompiledPlan(program, schedule(program, fuse=False), device, compiler)
 
 
-def _touched_slots(program: Program, plan: Schedule) -> list[int]:
-    """Slots that some call reads or the commit writes; the others are not arguments of the compiled function."""
-    read = {var for instr in plan.head for var in instr.inputs()} | set(plan.outputs)
-    read |= {var for _, var in plan.commits}
-    written = {position for position, _ in plan.commits}
-    return [i for i, var in enumerate(program.slots) if i in written or var in read]
+def _touched_slots(program: Program, plan: Schedule) -> list[Var]:
+    """Slots and ranges that some call reads or the commit writes; no other is an argument of the compiled function."""
+    used = {var for instr in plan.head for var in instr.inputs()} | set(plan.outputs)
+    used |= {var for pair in plan.commits for var in pair}
+    return [var for var in [*program.slots, *(known.var for known in program.ranges)] if var in used]
 
 
-def build_graph(program: Program, plan: Schedule, touched: Sequence[int]) -> fx.GraphModule:
+def build_graph(program: Program, plan: Schedule, touched: Sequence[Var]) -> fx.GraphModule:
     """The program as an FX graph: placeholders are touched slots, inputs, constants; outputs are the metrics."""
     graph = fx.Graph()
     nodes: dict[Var, fx.Node] = {}
-    for var in [*(program.slots[i] for i in touched), *program.inputs, *(c.var for c in program.constants)]:
+    for var in [*touched, *program.inputs, *(c.var for c in program.constants)]:
         nodes[var] = graph.placeholder(repr(var))
     for i in plan.written_constants:
         var = program.constants[i].var
@@ -131,16 +130,24 @@ def build_graph(program: Program, plan: Schedule, touched: Sequence[int]) -> fx.
         for i, var in enumerate(plan.outputs)
     ]
     values = [
-        graph.call_function(clone, (nodes[var],)) if position in plan.staged else nodes[var]
-        for position, var in plan.commits
+        graph.call_function(clone, (nodes[new],)) if old in plan.staged else nodes[new]
+        for old, new in plan.commits
     ]
-    for (position, _), value in zip(plan.commits, values, strict=True):
-        graph.call_function(torch.ops.aten.copy_.default, (nodes[program.slots[position]], value))
+    padded = {known.var: known for known in program.ranges}
+    for (old, _), value in zip(plan.commits, values, strict=True):
+        if old in padded and (free := padding(padded[old])):
+            value = graph.call_function(_clear, (value, free))
+        graph.call_function(torch.ops.aten.copy_.default, (nodes[old], value))
     if not outputs:  # a compiled function has to return something
         device = program.slots[0].spec.device if program.slots else torch.device("cpu")
         outputs = [graph.call_function(torch.ops.aten.zeros.default, ([0],), {"device": device})]
     graph.output(tuple(outputs))
     return fx.GraphModule(torch.nn.Module(), graph)
+
+
+def _clear(vector: Tensor, positions: Sequence[int]) -> Tensor:
+    """The vector with zeros at the given positions: the padding of a slab stays zero."""
+    return vector.index_fill(0, torch.tensor(positions, device=vector.device), 0)
 
 
 def _item(value: Sequence[Any], index: int) -> Any:

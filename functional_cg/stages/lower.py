@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 
 from ..state import uninterrupted
-from .program import Instr, Program, Var, map_vars, vars_in
+from .program import Instr, Program, SlotRange, Var, map_vars, vars_in
+from .rewrite import padding, range_tensor
 
 __all__ = ["AtenPlan", "Buffers", "ExecutionPlan", "Run", "Schedule", "live_instrs", "lower_aten", "schedule"]
 
@@ -58,20 +59,18 @@ class ExecutionPlan(Protocol):
 def live_instrs(program: Program) -> list[Instr]:
     """The instructions whose effect reaches a result, in order.
 
-    A storage is live when something later reads it. An instruction is kept when one of its results, or a storage that
-    it writes, is live.
+    An instruction is kept when one of its results is used, or when it writes in place into memory that is used later.
     """
-    live = {var.storage for var in vars_in(program.outputs)}
-    live |= {
-        new.storage for old, new in zip(program.slots, program.new_state, strict=False) if old is not new
-    }
+    used = {*vars_in(program.outputs), *(new for _, new in program.updates)}
+    storages = {var.storage for var in used}
     kept = []
     for instr in reversed(program.instrs):
-        if any(var.storage in live for var in instr.outputs()) or any(
-            var.storage in live for var in instr.writes
+        if any(var in used for var in instr.outputs()) or any(
+            var.storage in storages for var in instr.writes
         ):
             kept.append(instr)
-            live.update(var.storage for var in instr.inputs())
+            used.update(instr.inputs())
+            storages.update(var.storage for var in instr.inputs())
     kept.reverse()
     return kept
 
@@ -83,8 +82,8 @@ class Schedule:
     Attributes:
       head: Calls that compute, in order.
       fused: Optimizer calls of the tail that write their slots in place.
-      commits: Pairs (slot position, variable) to copy in the tail.
-      staged: Variables among them that alias a slot and are copied to a temporary first.
+      commits: Pairs (slot or range, variable) to copy in the tail.
+      staged: Targets among them whose new value aliases a slot: it is copied to a temporary first.
       outputs: Metric variables, in order; those in ``cloned`` are copied because their memory is shared.
       cloned: Positions in ``outputs``.
       written_constants: Positions of literals that the step writes in place: each run starts from a copy.
@@ -92,8 +91,8 @@ class Schedule:
 
     head: list[Instr]
     fused: list[Instr] = field(default_factory=list)
-    commits: list[tuple[int, Var]] = field(default_factory=list)
-    staged: set[int] = field(default_factory=set)
+    commits: list[tuple[Var, Var]] = field(default_factory=list)
+    staged: set[Var] = field(default_factory=set)
     outputs: list[Var] = field(default_factory=list)
     cloned: set[int] = field(default_factory=set)
     written_constants: set[int] = field(default_factory=set)
@@ -108,19 +107,14 @@ def schedule(program: Program, *, fuse: bool = True) -> Schedule:
     """
     plan = Schedule(live_instrs(program))
     plan.outputs = list(vars_in(program.outputs))
-    slot_storages = {var.storage for var in program.slots}
+    targets = [*program.slots, *(known.var for known in program.ranges)]
+    in_slots = {var.storage for var in targets}
     if fuse:
         _move_fused(program, plan)
     done = {var for instr in plan.fused for var in instr.outputs()}
-    for position, (old, new) in enumerate(zip(program.slots, program.new_state, strict=False)):
-        if old is new or new in done:
-            continue
-        plan.commits.append((position, new))
-        if new.storage in slot_storages:
-            plan.staged.add(position)
-    shared = (
-        slot_storages | {var.storage for var in program.inputs} | {c.var.storage for c in program.constants}
-    )
+    plan.commits = [(old, new) for old, new in program.updates if new not in done]
+    plan.staged = {old for old, new in plan.commits if new.storage in in_slots}
+    shared = in_slots | {var.storage for var in program.inputs} | {c.var.storage for c in program.constants}
     uses = Counter(var.storage for var in plan.outputs)
     for position, var in enumerate(plan.outputs):
         if var.storage in shared or uses[var.storage] > 1 or not var.fills:
@@ -132,28 +126,27 @@ def schedule(program: Program, *, fuse: bool = True) -> Schedule:
 
 def _move_fused(program: Program, plan: Schedule) -> None:
     """Move fused optimizer calls to the tail where their results go to the very slots that they read."""
-    position_of = {var: i for i, var in enumerate(program.slots)}
+    slots = {*program.slots, *(known.var for known in program.ranges)}
     readers = Counter(var for instr in plan.head for var in set(instr.inputs()))
     readers.update(set(vars_in(program.outputs)))
-    goals: dict[Var, list[int]] = {}
-    for position, (old, new) in enumerate(zip(program.slots, program.new_state, strict=False)):
-        if old is not new:
-            goals.setdefault(new, []).append(position)
+    goals: dict[Var, list[Var]] = {}
+    for old, new in program.updates:
+        goals.setdefault(new, []).append(old)
 
     def fits(source: Var, result: Var) -> bool:
         if result not in goals:  # gradients and step counts: written by the schema's word only
-            return source not in position_of and not readers[result]
-        return goals[result] == [position_of.get(source)] and not readers[result]
+            return source not in slots and not readers[result]
+        return goals[result] == [source] and not readers[result]
 
     candidates = {}
     for instr in plan.head:
         pairs = _written_pairs(instr)
         if pairs and all(fits(source, result) for source, result in pairs):
             candidates[instr] = {source for source, result in pairs if result in goals}
-    written = {var.storage for slots in candidates.values() for var in slots}
-    for instr, slots in candidates.items():
+    written = {var.storage for own in candidates.values() for var in own}
+    for instr, own in candidates.items():
         # what a call only reads must not be what any of them writes
-        if slots and not any(var.storage in written for var in instr.inputs() if var not in slots):
+        if own and not any(var.storage in written for var in instr.inputs() if var not in own):
             plan.fused.append(instr)
     plan.head = [instr for instr in plan.head if instr not in plan.fused]
 
@@ -211,19 +204,26 @@ class AtenPlan:
         for i, (constant, tensor) in enumerate(zip(program.constants, buffers.constants, strict=True)):
             names[f"c{i}" if i in self._plan.written_constants else repr(constant.var)] = tensor
         with torch.inference_mode(False), torch.no_grad():
+            for known in program.ranges:
+                names[repr(known.var)] = range_tensor(known, [names[repr(leaf)] for leaf in known.leaves])
             for instr in self._hoisted:
                 names[repr(instr.out)] = _evaluate(instr, names)
         names["uninterrupted"], names["partial"] = uninterrupted, partial
         names["copy_all"] = torch._foreach_copy_
         names["commit_slots"] = tuple(
-            [names[repr(program.slots[i])] for i, _ in group] for group in self._commit_groups()
+            [names[repr(old)] for old, _ in group] for group in self._commit_groups()
         )
+        for number, known in enumerate(self._padded):
+            vector = names[repr(known.var)]
+            names[f"clear{number}"] = partial(
+                vector.index_fill_, 0, torch.tensor(padding(known), device=vector.device), 0
+            )
         exec(self._code, names)
         return names["run"]  # type: ignore[no-any-return]
 
     def _split_hoisted(self) -> tuple[list[Instr], list[Instr]]:
         """Separate the calls that only take views of static buffers."""
-        fixed = {*self._program.slots, *self._program.inputs}
+        fixed = {*self._program.slots, *self._program.inputs, *(known.var for known in self._program.ranges)}
         fixed |= {
             c.var for i, c in enumerate(self._program.constants) if i not in self._plan.written_constants
         }
@@ -236,13 +236,18 @@ class AtenPlan:
                 head.append(instr)
         return hoisted, head
 
-    def _commit_groups(self) -> list[list[tuple[int, Var]]]:
+    def _commit_groups(self) -> list[list[tuple[Var, Var]]]:
         """Commits by dtype and by whether strides agree: each group is one grouped copy on CUDA."""
-        groups: dict[tuple[torch.dtype, bool], list[tuple[int, Var]]] = {}
-        for position, var in self._plan.commits:
-            spec = self._program.slots[position].spec
-            groups.setdefault((spec.dtype, spec.stride == var.spec.stride), []).append((position, var))
+        groups: dict[tuple[torch.dtype, bool], list[tuple[Var, Var]]] = {}
+        for old, new in self._plan.commits:
+            groups.setdefault((old.spec.dtype, old.spec.stride == new.spec.stride), []).append((old, new))
         return list(groups.values())
+
+    @property
+    def _padded(self) -> list[SlotRange]:
+        """Ranges that are written and have padding, which has to stay zero."""
+        written = {old for old, _ in self._program.updates}
+        return [known for known in self._program.ranges if known.var in written and padding(known)]
 
     def _op(self, op: Any) -> str:
         name = "op_" + "".join(c if c.isalnum() else "_" for c in str(op))
@@ -282,14 +287,15 @@ class AtenPlan:
         lines += [
             f"m{i} = {var!r}{'.clone()' if i in plan.cloned else ''}" for i, var in enumerate(plan.outputs)
         ]
-        lines += [f"w{i} = {var!r}.clone()" for i, var in plan.commits if i in plan.staged]
+        lines += [f"w_{old!r} = {new!r}.clone()" for old, new in plan.commits if old in plan.staged]
         calls = []
         for instr in plan.fused:
             call = self._call(instr, in_place(instr.op))
             calls.append("partial(" + call.replace("(", ", ", 1))
         for number, group in enumerate(self._commit_groups()):
-            values = ", ".join(f"w{i}" if i in plan.staged else repr(var) for i, var in group)
+            values = ", ".join(f"w_{old!r}" if old in plan.staged else repr(new) for old, new in group)
             calls.append(f"partial(copy_all, commit_slots[{number}], [{values}])")
+        calls += [f"clear{number}" for number in range(len(self._padded))]
         lines.append(f"uninterrupted(({'*before, ' + ', '.join(calls) + ',' if calls else '*before,'}))")
         lines.append(f"return ({''.join(f'm{i}, ' for i in range(len(plan.outputs)))})")
         return "def run(before):\n" + "".join(f"    {line}\n" for line in lines)

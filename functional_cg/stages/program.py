@@ -15,7 +15,7 @@ from ..arena import BufferSpec
 from ..source import Location
 from ..tree import KeyPath, Treedef
 
-__all__ = ["Constant", "Instr", "Program", "Var", "map_vars", "vars_in"]
+__all__ = ["Constant", "Instr", "Program", "SlotRange", "Var", "map_vars", "vars_in"]
 
 
 @dataclass(eq=False, slots=True)
@@ -77,6 +77,23 @@ class Constant:
     name: str
 
 
+@dataclass(frozen=True, slots=True)
+class SlotRange:
+    """A run of slots read as one vector.
+
+    Attributes:
+      var: The vector.
+      leaves: Its slots, in order.
+      offsets: Where each begins in the vector, in elements.
+      length: Elements of the vector, padding included.
+    """
+
+    var: Var
+    leaves: tuple[Var, ...]
+    offsets: tuple[int, ...]
+    length: int
+
+
 @dataclass(eq=False, slots=True)
 class Program:
     """A traced step.
@@ -89,6 +106,9 @@ class Program:
       constants: Tensors that the program owns.
       instrs: The calls.
       new_state: New value of each of the first ``len(new_state)`` slots; empty for a read-only function.
+      places: Where each slot lies, known when the program is lowered: slab and offset in it, in elements.
+      ranges: Runs of slots that the lowered program reads as one vector.
+      updates: Pairs (slot or range, new value) of the lowered program, without slots that are returned unchanged.
       outputs: Metrics: a variable, or a Python value that comes back as it is.
       output_def: Their structure.
     """
@@ -100,6 +120,9 @@ class Program:
     constants: list[Constant] = field(default_factory=list)
     instrs: list[Instr] = field(default_factory=list)
     new_state: list[Var] = field(default_factory=list)
+    places: list[tuple[int, int]] = field(default_factory=list)
+    ranges: list[SlotRange] = field(default_factory=list)
+    updates: list[tuple[Var, Var]] = field(default_factory=list)
     outputs: list[Any] = field(default_factory=list)
     output_def: Treedef | None = None
     output_paths: list[KeyPath] = field(default_factory=list)
@@ -113,11 +136,11 @@ class Program:
         lines += [f"  {var!r} = input {i}  {var.spec}" for i, var in enumerate(self.inputs)]
         lines += [f"  {c.var!r} = {c.name}  {c.var.spec}" for c in self.constants]
         lines += [f"  {instr}" + (f"  # {instr.site}" if instr.site else "") for instr in self.instrs]
-        lines += [
-            f"  {name} <- {new!r}"
-            for old, new, name in zip(self.slots, self.new_state, self.slot_names, strict=False)
-            if old is not new
+        names = dict(zip(self.slots, self.slot_names, strict=True))
+        lines[1:1] = [
+            f"  {r.var!r} = {len(r.leaves)} leaves from {names[r.leaves[0]]} on" for r in self.ranges
         ]
+        lines += [f"  {names.get(old, repr(old))} <- {new!r}" for old, new in self.updates]
         lines.append(f"  return {self.outputs!r}")
         return "\n".join(lines)
 

@@ -1,0 +1,171 @@
+"""Rewrites of a traced program that change no bit of its results.
+
+``detach`` is dropped: below autograd it does nothing. And a role is a vector: ``optim.flatten`` ravels parameters, updates
+one vector and returns views of it, which taken literally is a copy per leaf in and another one out. Slots of a role lie in
+their slab exactly as ``ravel`` lays them out, so both disappear: the vector *is* the slab. Leaves that are zero need not be
+copied into a fresh vector either.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .program import Instr, Program, SlotRange, Var, map_vars
+
+__all__ = ["padding", "range_tensor", "rewrite"]
+
+_ZEROS = frozenset(
+    {torch.ops.aten.zeros_like.default, torch.ops.aten.zeros.default, torch.ops.aten.new_zeros.default}
+)
+_NOTHING = frozenset({torch.ops.aten.detach.default, torch.ops.aten.alias.default})
+
+
+def rewrite(program: Program, places: Sequence[tuple[int, int]]) -> None:
+    """Rewrite a traced program in place, for lowering.
+
+    Args:
+      program: The program; its ``updates`` and ``ranges`` are filled in.
+      places: Slab and offset of each slot.
+    """
+    program.places = list(places)
+    renamed: dict[Var, Var] = {}
+    _drop_detaches(program, renamed)
+    _alias_roles(program, renamed)
+    program.outputs = map_vars(lambda var: renamed.get(var, var), program.outputs)
+    program.new_state = [renamed.get(var, var) for var in program.new_state]
+    program.updates = [
+        (old, new) for old, new in zip(program.slots, program.new_state, strict=False) if old is not new
+    ]
+    _share_storages(program)
+    for known in program.ranges:
+        _merge_updates(program, known)
+
+
+def _drop_detaches(program: Program, renamed: dict[Var, Var]) -> None:
+    kept = []
+    for instr in program.instrs:
+        _rename(instr, renamed)
+        if instr.op in _NOTHING:
+            renamed[instr.out] = instr.args[0]
+        else:
+            kept.append(instr)
+    program.instrs = kept
+
+
+def _alias_roles(program: Program, renamed: dict[Var, Var]) -> None:
+    """Make ravelled roles variables of their own."""
+    written = {var.storage for instr in program.instrs for var in instr.writes}
+    zeros = {
+        instr.out
+        for instr in program.instrs
+        if instr.op in _ZEROS and isinstance(instr.out, Var) and instr.out.storage not in written
+    }
+    place_of = dict(zip(program.slots, program.places, strict=True))
+    kept = []
+    for instr in program.instrs:
+        _rename(instr, renamed)
+        if not _is_ravel(instr):
+            kept.append(instr)
+            continue
+        leaves, offsets, length = instr.args
+        if _is_role(leaves, offsets, place_of) and instr.out.storage not in written:
+            known = next(
+                (r for r in program.ranges if r.leaves == tuple(leaves) and r.length == length), None
+            )
+            if known is None:
+                program.ranges.append(SlotRange(instr.out, tuple(leaves), tuple(offsets), length))
+            else:
+                renamed[instr.out] = known.var
+        else:
+            instr.args = (*_without_zeros(leaves, offsets, zeros), length)
+            kept.append(instr)
+    program.instrs = kept
+
+
+def _is_ravel(instr: Instr) -> bool:
+    return instr.op._schema.name == "fcg::ravel"
+
+
+def _rename(instr: Instr, renamed: Mapping[Var, Var]) -> None:
+    if any(var in renamed for var in instr.inputs()):
+        instr.args = map_vars(lambda var: renamed.get(var, var), instr.args)
+        instr.kwargs = {
+            k: map_vars(lambda var: renamed.get(var, var), value) for k, value in instr.kwargs.items()
+        }
+        instr.writes = tuple(renamed.get(var, var) for var in instr.writes)
+
+
+def _is_role(leaves: Sequence[Var], offsets: Sequence[int], place_of: dict[Var, tuple[int, int]]) -> bool:
+    """Whether leaves are slots of one slab that lie there as the vector has them."""
+    places = [place_of.get(leaf) for leaf in leaves]
+    if None in places or len(set(leaves)) < len(leaves):
+        return False
+    slab, base = places[0][0], places[0][1] - offsets[0]  # type: ignore[index]
+    return base >= 0 and all(place == (slab, base + at) for place, at in zip(places, offsets, strict=True))
+
+
+def _without_zeros(
+    leaves: Sequence[Var], offsets: Sequence[int], zeros: set[Any]
+) -> tuple[list[Var], list[int]]:
+    pairs = [(leaf, at) for leaf, at in zip(leaves, offsets, strict=True) if leaf not in zeros]
+    pairs = pairs or [(leaves[0], offsets[0])]  # the op takes its dtype and device from a leaf
+    return [leaf for leaf, _ in pairs], [at for _, at in pairs]
+
+
+def _share_storages(program: Program) -> None:
+    """A range and its slots are one memory: give them, and all views of them, one storage number."""
+    if not program.ranges:
+        return
+    shared = {leaf.storage: known.var.storage for known in program.ranges for leaf in known.leaves}
+    seen = [*program.slots, *(var for instr in program.instrs for var in instr.outputs())]
+    for var in dict.fromkeys(seen):
+        var.storage = shared.get(var.storage, var.storage)
+
+
+def _merge_updates(program: Program, known: SlotRange) -> None:
+    """Replace the updates of a range's leaves by one of the range, if they are views of one vector in its layout."""
+    views = {instr.out: instr for instr in program.instrs if instr.op is torch.ops.aten.as_strided.default}
+    new_of = dict(program.updates)
+    source: Var | None = None
+    for leaf, at in zip(known.leaves, known.offsets, strict=True):
+        view = views.get(new_of.get(leaf))  # type: ignore[arg-type]
+        if view is None:
+            return
+        base, shape, stride, offset = (*view.args, 0)[:4]
+        if (tuple(shape), tuple(stride), offset) != (leaf.spec.shape, leaf.spec.stride, at):
+            return
+        if source not in (None, base) or base.spec.shape != (known.length,) or base.spec.stride != (1,):
+            return
+        source = base
+    assert source is not None
+    members = set(known.leaves)
+    program.updates = [(old, new) for old, new in program.updates if old not in members]
+    program.updates.append((known.var, source))
+
+
+def padding(known: SlotRange) -> list[int]:
+    """Positions of the vector that belong to no leaf; they stay zero."""
+    free = torch.ones(known.length, dtype=torch.bool)
+    for leaf, at in zip(known.leaves, known.offsets, strict=True):
+        free[at : at + leaf.spec.numel] = False
+    return free.nonzero().flatten().tolist()  # type: ignore[no-any-return]
+
+
+def range_tensor(known: SlotRange, slots: Sequence[Tensor]) -> Tensor:
+    """The slab's memory for a range, from the tensors of its slots; scratch slots get a vector of their own."""
+    first, last = slots[0], slots[-1]
+    base = first.storage_offset() - known.offsets[0]
+    together = first.untyped_storage()._cdata == last.untyped_storage()._cdata
+    if together and last.storage_offset() == base + known.offsets[-1] and len(slots) > 1:
+        return torch.as_strided(first, (known.length,), (1,), base)
+    if (
+        len(slots) == 1
+        and first.untyped_storage().nbytes() >= (base + known.length) * first.itemsize
+        and base >= 0
+    ):
+        return torch.as_strided(first, (known.length,), (1,), base)
+    return torch.zeros(known.length, dtype=first.dtype, device=first.device)
