@@ -75,10 +75,11 @@ class CompiledPlan:
     def _compile(self, arguments: list[Tensor]) -> Callable[..., Any]:
         with torch.no_grad():
             if self._compiler is not None:
-                return self._compiler(self._graph, arguments)
+                compiled: Callable[..., Any] = self._compiler(self._graph, arguments)
+                return compiled
             from torch._inductor import standalone_compile
 
-            return standalone_compile(  # type: ignore[no-any-return]
+            return standalone_compile(
                 self._graph,
                 list[Any](arguments),
                 dynamic_shapes="from_example_inputs",

@@ -1,9 +1,9 @@
 """Rewrites of a traced program that change no bit of its results.
 
-``detach`` is dropped: below autograd it does nothing. And a role is a vector: ``optim.flatten`` ravels parameters, updates
-one vector and returns views of it, which taken literally is a copy per leaf in and another one out. Slots of a role lie in
-their slab exactly as ``ravel`` lays them out, so both disappear: the vector *is* the slab. Leaves that are zero need not be
-copied into a fresh vector either.
+``detach`` is dropped: below autograd it does nothing. And a role is a vector: ``optim.flatten`` ravels parameters,
+updates one vector and returns views of it, which taken literally is a copy per leaf in and another one out. Slots of a
+role lie in their slab exactly as ``ravel`` lays them out, so both disappear: the vector *is* the slab. Leaves that are
+zero need not be copied into a fresh vector either.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ def _alias_roles(program: Program, renamed: dict[Var, Var]) -> None:
 
 
 def _is_ravel(instr: Instr) -> bool:
-    return instr.op._schema.name == "fcg::ravel"
+    return bool(instr.op._schema.name == "fcg::ravel")
 
 
 def _rename(instr: Instr, renamed: Mapping[Var, Var]) -> None:
@@ -132,7 +132,7 @@ def _merge_updates(program: Program, known: SlotRange) -> None:
     new_of = dict(program.updates)
     source: Var | None = None
     for leaf, at in zip(known.leaves, known.offsets, strict=True):
-        view = views.get(new_of.get(leaf))  # type: ignore[arg-type]
+        view = views.get(new_of.get(leaf))
         if view is None:
             return
         base, shape, stride, offset = (*view.args, 0)[:4]
@@ -152,7 +152,7 @@ def padding(known: SlotRange) -> list[int]:
     free = torch.ones(known.length, dtype=torch.bool)
     for leaf, at in zip(known.leaves, known.offsets, strict=True):
         free[at : at + leaf.spec.numel] = False
-    return free.nonzero().flatten().tolist()  # type: ignore[no-any-return]
+    return free.nonzero().flatten().tolist()
 
 
 def range_tensor(known: SlotRange, slots: Sequence[Tensor]) -> Tensor:
