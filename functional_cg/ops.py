@@ -14,7 +14,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["argument", "can_draw", "is_batched", "named_arguments", "sync_reason", "tensors_in", "written_arguments"]
+__all__ = [
+    "argument",
+    "can_draw",
+    "is_batched",
+    "named_arguments",
+    "sync_reason",
+    "tensors_in",
+    "written_arguments",
+]
 
 # op name -> (arguments written, flag argument that switches writing on, or "" for always)
 _HIDDEN_WRITES: Mapping[str, tuple[tuple[str, ...], str]] = MappingProxyType(
@@ -106,7 +114,13 @@ def sync_reason(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> st
     """Why the call needs the host, or an empty string."""
     name = func._schema.name
     if name in _NEEDS_VALUE:
-        return "asks for the value of a tensor"
+        return "asks for the value of a tensor on the host"
+    if name == "aten::repeat_interleave" and argument(func, "output_size", args, kwargs) is not None:
+        return ""
+    if name == "aten::histc" and argument(func, "min", args, kwargs) == argument(func, "max", args, kwargs):
+        return "takes its range from the values of a tensor"
+    if name == "aten::_linalg_check_errors" and args[0].device.type == "cuda":
+        return "checks on the host whether a decomposition succeeded"
     if name in {
         "aten::index",
         "aten::index_put",
@@ -116,9 +130,9 @@ def sync_reason(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> st
     }:
         indices = named_arguments(func, args, kwargs).get("indices") or ()
         masks = [i for i in tensors_in(list(indices)) if i.dtype in (torch.bool, torch.uint8)]
-        return "has a shape that depends on the values of a mask" if masks else ""
+        return "has a result whose shape depends on the values of a mask" if masks else ""
     if torch.Tag.dynamic_output_shape in func.tags:
-        return "has a shape that depends on the values of a tensor"
+        return "has a result whose shape depends on the values of a tensor"
     if torch.Tag.data_dependent_output in func.tags:
-        return "asks for the value of a tensor"
+        return "asks for the value of a tensor on the host"
     return ""

@@ -53,7 +53,7 @@ class Rules:
         if facts is None:
             facts = self._facts[func] = _facts(func)
         if facts.may_sync and (reason := sync_reason(func, args, kwargs)):
-            raise self._sync(func, reason)
+            raise self.host_read(reason, func)
         if facts.may_draw and can_draw(func, args, kwargs):
             raise self._random(func)
         if facts.may_move:
@@ -67,23 +67,59 @@ class Rules:
                 raise self._mutation(func, owner)
         return written
 
-    def foreign(self, func: Any, tensor: Tensor) -> ForeignTensorError:
+    def foreign(self, call: Any, tensor: Tensor, *, written: bool = False) -> ForeignTensorError:
         """The error for a tensor that the trace does not know."""
         return ForeignTensorError.of(
             self._function,
-            "reads a tensor that is in neither the state nor the inputs.",
-            rows=[f"{BufferSpec.of(tensor)} in {func}{_at()}"],
-            why="Replay would keep reading that address after the tensor is freed or replaced.",
-            fix="pass it as an input or in the state; or declare it, `graph_step(constants=(tensor,))`.",
+            f"{'writes' if written else 'reads'} a tensor that is in neither the state nor the inputs.",
+            rows=[f"{BufferSpec.of(tensor)} in {call}{_at()}"],
+            why="Replay would write to that address after the tensor is freed or replaced."
+            if written
+            else "Replay would keep reading that address after the tensor is freed or replaced.",
+            fix="return the new value in `metrics` or in the new state, and write it in the loop."
+            if written
+            else "pass it as an input or in the state; or declare it, `graph_step(constants=(tensor,))`.",
         )
 
-    def _sync(self, func: Any, reason: str) -> HostSyncError:
+    def foreign_array(self, tensor: Tensor) -> ForeignTensorError:
+        """The error for a tensor that shares its memory with a numpy array or a buffer."""
+        return ForeignTensorError.of(
+            self._function,
+            "reads an array of numpy that is in neither the state nor the inputs.",
+            rows=[f"{BufferSpec.of(tensor)}{_at()}"],
+            why="What the array holds now would be used for ever.",
+            fix="pass it as an input; a table that never changes can be a literal, `torch.tensor(array.tolist())`.",
+        )
+
+    def sparse(self, tensor: Tensor) -> LayoutError:
+        """The error for a tensor whose size in memory depends on values."""
+        return LayoutError.of(
+            self._function,
+            "makes a sparse tensor.",
+            rows=[f"{tensor.layout} of shape {list(tensor.shape)}{_at()}"],
+            why="How much memory it takes depends on values; a graph has fixed buffers.",
+            fix="use dense gradients, `sparse=False`, and dense tensors, `.to_dense()` before the step.",
+        )
+
+    def data_assigned(self) -> ReadOnlyError:
+        """The error for a tensor whose memory was exchanged behind the dispatcher."""
+        return ReadOnlyError.of(
+            self._function,
+            "exchanges the memory of a tensor (`.data = ...`, `swap_tensors`).",
+            rows=[f"seen{_at()}"] if user_frame() else [],
+            why="No kernel does it, so a replay would not repeat it.",
+            fix="bind the new tensor to a name of its own and return that.",
+        )
+
+    def host_read(self, reason: str, call: Any = "") -> HostSyncError:
+        """The error for a value that is needed on the host, worded for the line that asks for it."""
         frame = user_frame()
         what, fix = sync_spelling(frame) if frame is not None else ("", "")
+        shown = f"{call} (from {what})" if call and what else str(call or what)
         return HostSyncError.of(
             self._function,
-            f"{reason} on the host.",
-            rows=[f"{func}{f' (from {what})' if what else ''}{_at()}"],
+            f"{reason}.",
+            rows=[f"{shown}{_at()}"],
             why="Replay repeats kernels, not Python: what is decided now would be decided for ever.",
             fix=fix
             or "`torch.where(cond, a, b)`; or return the value in `metrics` and decide outside of the step.",
@@ -116,7 +152,7 @@ class Rules:
         if source is None or target is None or torch.device(target).type == source.device.type:
             return
         if source.device.type == "cuda":
-            raise self._sync(func, "copies a tensor to the host, to be used")
+            raise self.host_read("copies a tensor to the host", func)
 
 
 def _facts(func: Any) -> _Facts:
@@ -125,7 +161,8 @@ def _facts(func: Any) -> _Facts:
         may_sync=bool(
             {torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output} & set(func.tags)
             or any(
-                part in name for part in ("index", "scalar_dense", "equal", "allclose", "is_nonzero", "item")
+                part in name
+                for part in ("index", "scalar_dense", "equal", "allclose", "item", "histc", "check_err")
             )
         ),
         may_draw=torch.Tag.nondeterministic_seeded in func.tags

@@ -10,8 +10,6 @@ from __future__ import annotations
 import contextlib
 import gc
 import math
-import random
-import sys
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -26,6 +24,7 @@ from torch._subclasses.fake_tensor import (
     FakeTensorMode,
     unset_fake_temporarily,
 )
+from torch.overrides import BaseTorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from .. import tree as pytree
@@ -36,17 +35,20 @@ from ..errors import (
     ForeignTensorError,
     FunctionalCGError,
     HostSyncError,
-    ImplicitRandomnessError,
     LayoutError,
     SideEffectError,
 )
 from ..source import Location, Locator, is_user_file, raised_frame, sync_spelling
 from ..tree import KeyPath, Treedef, path_string
+from .host import HostGuard, HostRandomness, HostState
 from .inspect import Rules, refuse_new_state
 from .program import Constant, Instr, Program, Var
+from .watch import watch
 
 __all__ = ["BoundState", "Recipe", "canonical", "is_fake", "trace"]
 
+# Parts of the messages with which torch refuses to read a fake tensor's memory.
+_READS_MEMORY = (".numpy() is not supported", "Cannot access data pointer", "its data is not allocated yet")
 _LIFTS = frozenset(
     {torch.ops.aten.lift_fresh.default, torch.ops.aten.lift.default, torch.ops.aten.lift_fresh_copy.default}
 )
@@ -57,7 +59,8 @@ def canonical() -> Iterator[None]:
     """The setting in which a step runs, traced or eager, whatever surrounds the call.
 
     No gradient mode, inference mode or autocast is taken over; the autocast cache is off (it would make a weight's
-    gradient depend on how often the weight was cast); autograd stays on the calling thread.
+    gradient depend on how often the weight was cast); autograd stays on the calling thread; a function mode is on,
+    since modules such as ``MultiheadAttention`` take another path under one.
     """
     cached = torch.is_autocast_cache_enabled()
     with contextlib.ExitStack() as stack:
@@ -66,6 +69,7 @@ def canonical() -> Iterator[None]:
         for device_type in ("cpu", "cuda"):
             stack.enter_context(torch.autocast(device_type, enabled=False))
         stack.enter_context(torch.autograd.set_multithreading_enabled(False))
+        stack.enter_context(BaseTorchFunctionMode())
         torch.set_autocast_cache_enabled(False)
         try:
             yield
@@ -120,12 +124,13 @@ class _Recorder(TorchDispatchMode):
         self.program = Program(recipe.name, [], [], [])
         self._mode = mode
         self._first = first
+        self.variables: list[Var] = []
         self._vars: dict[int, Var] = {}
         self._kept: list[Tensor] = []  # keeps ids and storages unique while the trace lasts
         self._storages: dict[int, int] = {}
         self._protected: dict[int, str] = {}
-        self._declared: dict[int, Tensor] = {}
-        self._rules = Rules(recipe.name, self._protected)
+        self.declared: dict[int, Tensor] = {}
+        self.rules = Rules(recipe.name, self._protected)
         self._locator = Locator()
 
     # -- variables --------------------------------------------------------------------------------------------
@@ -140,19 +145,33 @@ class _Recorder(TorchDispatchMode):
     def declare(self, name: str, value: Tensor) -> None:
         """Make a closed-over tensor a constant, recognised by identity."""
         tensor, var = self.fake(BufferSpec.of(value), name)
-        self._declared[id(value)] = tensor
+        self.declared[id(value)] = tensor
         self.program.constants.append(Constant(var, value.detach(), name))
 
     def var_of(self, tensor: Tensor) -> Var | None:
-        return self._vars.get(id(self._declared.get(id(tensor), tensor)))
+        return self._vars.get(id(self.declared.get(id(tensor), tensor)))
+
+    def describes(self, var: Var, tensor: Tensor) -> bool:
+        """Whether a tensor is still what it was when its variable was made."""
+        spec = var.spec
+        return (
+            tensor.shape == spec.shape
+            and tensor.dtype is spec.dtype
+            and tensor.stride() == spec.stride
+            and tensor.storage_offset() == var.offset
+            and self._storages.get(storage_key(tensor)) == var.storage
+        )
 
     def _new_var(self, tensor: Tensor) -> Var:
+        if tensor.layout != torch.strided:
+            raise self.rules.sparse(tensor)
         self._kept.append(tensor)
         storage = tensor.untyped_storage()
         number = self._storages.setdefault(storage._cdata, len(self._storages))
         spec = BufferSpec(tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype, tensor.device)
         fills = storage.nbytes() == spec.nbytes
-        var = Var(len(self._vars), spec, number, int(tensor.storage_offset()), fills)
+        var = Var(len(self.variables), spec, number, int(tensor.storage_offset()), fills)
+        self.variables.append(var)
         self._vars[id(tensor)] = var
         return var
 
@@ -160,7 +179,7 @@ class _Recorder(TorchDispatchMode):
         """Let go of all tensors of the trace; what is alive afterwards is held by the user."""
         references = [weakref.ref(tensor) for tensor in self._kept]
         self._kept.clear()
-        self._declared.clear()
+        self.declared.clear()
         return references
 
     # -- dispatch ---------------------------------------------------------------------------------------------
@@ -173,25 +192,28 @@ class _Recorder(TorchDispatchMode):
             return func(*args, **kwargs)  # a question, not a computation
         if func in _LIFTS and not isinstance(args[0], FakeTensor):
             return self._literal(args[0])
-        written = self._rules.check(func, args, kwargs, storage_key)
-        fakes = [self._known(func, arg) for arg in args]
-        named = {name: self._known(func, value) for name, value in kwargs.items()}
+        written = self.rules.check(func, args, kwargs, storage_key)
+        fakes = [self._known(func, arg, written) for arg in args]
+        named = {name: self._known(func, value, written) for name, value in kwargs.items()}
         out = func(*fakes, **named)
         folded = self._folded(func, fakes, out)
         if folded is None:
             self._record(func, fakes, named, out, written)
         return out
 
-    def _known(self, func: Any, value: Any) -> Any:
+    def _known(self, func: Any, value: Any, written: Sequence[Tensor]) -> Any:
         if isinstance(value, Tensor):
-            if id(value) in self._vars:
+            var = self._vars.get(id(value))
+            if var is not None:
+                if not self.describes(var, value):
+                    raise self.rules.data_assigned()
                 return value
-            declared = self._declared.get(id(value))
+            declared = self.declared.get(id(value))
             if declared is None:
-                raise self._rules.foreign(func, value)
+                raise self.rules.foreign(func, value, written=any(tensor is value for tensor in written))
             return declared
         if isinstance(value, (list, tuple)):
-            return type(value)(self._known(func, item) for item in value)
+            return type(value)(self._known(func, item, written) for item in value)
         return value
 
     def _freeze(self, value: Any) -> Any:
@@ -203,7 +225,9 @@ class _Recorder(TorchDispatchMode):
 
     def _born(self, value: Any) -> Any:
         if isinstance(value, Tensor):
-            return self._vars.get(id(value)) or self._new_var(value)
+            var = self._vars.get(id(value))
+            # Calls such as `t_` and `resize_` return their argument in another shape: from then on it is another one.
+            return var if var is not None and self.describes(var, value) else self._new_var(value)
         if isinstance(value, (list, tuple)):
             return type(value)(self._born(item) for item in value)
         return None
@@ -211,20 +235,19 @@ class _Recorder(TorchDispatchMode):
     def _record(
         self, func: Any, args: list[Any], kwargs: dict[str, Any], out: Any, written: Sequence[Tensor]
     ) -> None:
-        instr = Instr(
-            func,
-            tuple(self._freeze(arg) for arg in args),
-            {name: self._freeze(value) for name, value in kwargs.items()},
-            self._born(out),
-            tuple(self._vars[id(tensor)] for tensor in written),
-            self._locator.locate(),
-        )
+        frozen = tuple(self._freeze(arg) for arg in args)
+        named = {name: self._freeze(value) for name, value in kwargs.items()}
+        writes = tuple(self._vars[id(tensor)] for tensor in written)
+        # Last, since the result may be an argument that the call has made another variable.
+        instr = Instr(func, frozen, named, self._born(out), writes, self._locator.locate())
         self.program.instrs.append(instr)
         if self._first is not None:
             refuse_difference(self._first, self.program.instrs, instr)
 
     def _literal(self, value: Tensor) -> Tensor:
-        """``torch.tensor([...])``: a constant of the step."""
+        """``torch.tensor([...])``: a constant of the step. Memory that it shares with numpy belongs to the caller."""
+        if not value.untyped_storage().resizable():
+            raise self.rules.foreign_array(value)
         number = len(self.program.constants)
         tensor, var = self.fake(BufferSpec.of(value), "a literal")
         del self._protected[storage_key(tensor)]  # writing it is harmless: each run starts from a copy
@@ -285,7 +308,10 @@ def _same(a: Any, b: Any) -> bool:
         return len(a) == len(b) and all(map(_same, a, b))
     if isinstance(a, dict):
         return list(a) == list(b) and all(_same(a[name], b[name]) for name in a)
-    return bool(a == b)
+    try:
+        return bool(a == b)
+    except Exception:  # whatever a user's object raises
+        return a is b
 
 
 def refuse_difference(first: Program, instrs: Sequence[Instr], instr: Instr) -> None:
@@ -308,40 +334,6 @@ def refuse_difference(first: Program, instrs: Sequence[Instr], instr: Instr) -> 
     )
 
 
-@dataclass(slots=True)
-class _HostRandomness:
-    """States of the generators on the host, compared before and after a trace."""
-
-    torch_state: Tensor
-    python_state: Any
-    numpy_state: Any
-
-    @classmethod
-    def read(cls) -> _HostRandomness:
-        numpy = sys.modules.get("numpy")
-        return cls(torch.get_rng_state(), random.getstate(), numpy and numpy.random.get_state())
-
-    def refuse_change(self, function: str) -> None:
-        now = _HostRandomness.read()
-        moved = []
-        if not torch.equal(self.torch_state, now.torch_state):
-            moved.append("torch (CPU)")
-            torch.set_rng_state(self.torch_state)
-        if self.python_state != now.python_state:
-            moved.append("random")
-            random.setstate(self.python_state)
-        if self.numpy_state is not None and repr(self.numpy_state) != repr(now.numpy_state):
-            moved.append("numpy.random")
-            sys.modules["numpy"].random.set_state(self.numpy_state)
-        if moved:
-            raise ImplicitRandomnessError.of(
-                function,
-                f"moves a random generator on the host: {', '.join(moved)}.",
-                why="Python runs when the step is traced, not when it is replayed: the numbers never change.",
-                fix="draw from a key in the state with `fcg.random`, or pass the numbers as an input.",
-            )
-
-
 @contextlib.contextmanager
 def _mapped_errors(name: str) -> Iterator[None]:
     """The user's exceptions chained under ours, and those of the fake mode translated."""
@@ -353,9 +345,16 @@ def _mapped_errors(name: str) -> Iterator[None]:
         raise _host_sync(name, error) from error
     except Exception as error:
         text = str(error)
-        if ("numpy" in text and "subclass" in text) or "Cannot access data pointer" in text:
+        if any(part in text for part in _READS_MEMORY):
             raise _host_sync(name, error) from error
         where = _raised_at(error)
+        if "HigherOrderOperator" in text:
+            raise CaptureError.of(
+                name,
+                f"calls an operator that takes functions, such as `torch.cond`{where}.",
+                why="A graph replays one sequence of kernels; what such an operator runs is not part of it.",
+                fix="compute both sides and select, `torch.where(cond, a, b)`; write a loop of fixed length in Python.",
+            ) from error
         raise CaptureError.of(
             name,
             f"raised {type(error).__name__}{where}: {text.splitlines()[0] if text else ''}",
@@ -391,10 +390,9 @@ def _refuse_kept(name: str, recorder: _Recorder, references: Sequence[weakref.re
         return
     gc.collect()  # cycles of the user's own, such as an autograd context
     sites = {id(var): instr.site for instr in recorder.program.instrs for var in instr.outputs()}
-    by_index = {var.index: var for var in recorder._vars.values()}
     rows = [
-        f"{by_index[i].spec}, made at {sites.get(id(by_index[i]), 'entry')}"
-        for i, reference in enumerate(references)
+        f"{var.spec}, made at {sites.get(id(var), 'entry')}"
+        for var, reference in zip(recorder.variables, references, strict=True)
         if reference() is not None
     ]
     if rows:
@@ -429,7 +427,7 @@ def _run(recipe: Recipe, first: Program | None) -> _Recorder:
     for name, constant in recipe.constants:
         recorder.declare(name, constant)
     args, kwargs = recipe.assemble(trees, inputs)
-    with canonical(), mode, recorder:
+    with canonical(), mode, recorder, HostGuard(recorder.rules):
         result = recipe.function(*args, **kwargs)
     _read_result(recipe, recorder, result)
     return recorder
@@ -455,10 +453,27 @@ def _read_result(recipe: Recipe, recorder: _Recorder, result: Any) -> None:
         ]
     leaves, program.output_def = pytree.flatten(result)
     program.output_paths = program.output_def.paths()
+    _refuse_arrays(recipe, program.output_paths, leaves)
     program.outputs = [
         _result_var(recipe, recorder, path, leaf, "metrics") if isinstance(leaf, Tensor) else leaf
         for path, leaf in zip(program.output_paths, leaves, strict=True)
     ]
+
+
+def _refuse_arrays(recipe: Recipe, paths: Sequence[KeyPath], leaves: Sequence[Any]) -> None:
+    rows = [
+        f"{path_string(path, 'metrics')}  expected a tensor   got {type(leaf).__name__}"
+        for path, leaf in zip(paths, leaves, strict=True)
+        if hasattr(leaf, "__array__") and hasattr(leaf, "flags") and not isinstance(leaf, Tensor)
+    ]
+    if rows:
+        raise ForeignTensorError.of(
+            recipe.name,
+            "returns an array that is not a tensor of the step.",
+            rows=rows,
+            why="Replay would return the same array each time.",
+            fix="pass it as an input and return that; or leave it outside of the step.",
+        )
 
 
 def _result_var(recipe: Recipe, recorder: _Recorder, path: KeyPath, leaf: Tensor, root: str) -> Var:
@@ -471,13 +486,8 @@ def _result_var(recipe: Recipe, recorder: _Recorder, path: KeyPath, leaf: Tensor
             why="Replay would return the same memory each time.",
             fix="pass it as an input or in the state; or declare it, `graph_step(constants=(tensor,))`.",
         )
-    if leaf.layout != torch.strided:
-        raise LayoutError.of(
-            recipe.name,
-            "returns a sparse tensor.",
-            rows=[f"{path_string(path, root)}  expected layout torch.strided   got {leaf.layout}"],
-            fix="use dense gradients (`sparse=False`) or `.to_dense()`.",
-        )
+    if id(leaf) not in recorder.declared and not recorder.describes(var, leaf):
+        raise recorder.rules.data_assigned()
     return var
 
 
@@ -487,16 +497,21 @@ def trace(recipe: Recipe) -> Program:
     Raises:
       FunctionalCGError: One class per mistake, see :mod:`functional_cg.errors`.
     """
-    randomness = _HostRandomness.read()
+    randomness, host = HostRandomness.read(), HostState(recipe.name)
     with _mapped_errors(recipe.name):
-        recorder = _run(recipe, None)
-        randomness.refuse_change(recipe.name)
-        _refuse_kept(recipe.name, recorder, recorder.release())
-        again = _run(recipe, recorder.program)
+        try:
+            recorder = _run(recipe, None)
+            randomness.refuse_change(recipe.name)
+            _refuse_kept(recipe.name, recorder, recorder.release())
+            watched = watch(recipe.function)
+            again = _run(recipe, recorder.program)
+        finally:
+            randomness.restore()
     program = recorder.program
     if len(again.program.instrs) != len(program.instrs):
         refuse_difference(again.program, program.instrs, program.instrs[-1])
     _refuse_changed_result(program, again.program)
+    host.refuse_change(watched)
     return program
 
 

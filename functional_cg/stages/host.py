@@ -1,0 +1,156 @@
+"""What a step's Python does beside its ATen calls: reads that no dispatch mode sees, generators and values it moves.
+
+Printing, numpy, pickling and ``.data = `` go past the dispatcher. A function mode sees them before they happen, on the
+tensors of the trace and on all others.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from types import FrameType, MappingProxyType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.overrides import TorchFunctionMode
+
+from ..errors import ImplicitRandomnessError, SideEffectError
+from .inspect import Rules
+from .watch import MODES, HostWatch, modes
+
+__all__ = ["HostGuard", "HostRandomness", "HostState"]
+
+_TORCH = os.path.dirname(torch.__file__) + os.sep
+# The Python side of the methods themselves, between the caller and the mode.
+_METHODS = tuple(
+    _TORCH + name for name in ("overrides.py", "_tensor.py", "_tensor_str.py", "utils/_contextlib.py")
+)
+
+_VALUES = "asks for the values of a tensor on the host"
+# Function -> what a caller asks for with it.
+_READS: Mapping[Any, str] = MappingProxyType(
+    {
+        Tensor.__repr__: _VALUES,
+        Tensor.__format__: _VALUES,
+        Tensor.__array__: _VALUES,
+        Tensor.__dlpack__: _VALUES,
+        Tensor.__reduce_ex__: _VALUES,
+        Tensor.numpy: _VALUES,
+        Tensor.tolist: _VALUES,
+        Tensor.cpu: "copies a tensor to the host",
+        Tensor.data_ptr: "asks for the address of a tensor",
+    }
+)
+_SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
+
+
+class HostGuard(TorchFunctionMode):
+    """Refuses what would read or replace a tensor without an ATen call.
+
+    Args:
+      rules: The rules of the trace, which word the errors.
+    """
+
+    def __init__(self, rules: Rules) -> None:
+        super().__init__()
+        self._rules = rules
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        if func in _READS and not _called_by_torch(sys._getframe(1)):
+            if isinstance(args[0], FakeTensor):
+                raise self._rules.host_read(_READS[func])
+            raise self._rules.foreign(func.__name__, args[0])
+        if func == _SET_DATA:
+            raise self._rules.data_assigned()
+        if func is Tensor.__deepcopy__:
+            return args[0].clone()
+        return func(*args, **(kwargs or {}))
+
+
+def _called_by_torch(frame: FrameType | None) -> bool:
+    """Whether torch itself reads, in the text of an error for example; the user's own code is to be told."""
+    while frame is not None and frame.f_code.co_filename.startswith(_METHODS):
+        frame = frame.f_back
+    return frame is not None and frame.f_code.co_filename.startswith(_TORCH)
+
+
+@dataclass(slots=True)
+class HostRandomness:
+    """States of the generators on the host, compared before and after a trace."""
+
+    torch_state: Tensor
+    python_state: Any
+    numpy_state: Any
+
+    @classmethod
+    def read(cls) -> HostRandomness:
+        numpy = sys.modules.get("numpy")
+        return cls(torch.get_rng_state(), random.getstate(), numpy and numpy.random.get_state())
+
+    def refuse_change(self, function: str) -> None:
+        """Raise if a generator has moved, after moving it back.
+
+        Raises:
+          ImplicitRandomnessError: Naming the generators.
+        """
+        moved = self.restore()
+        if moved:
+            raise ImplicitRandomnessError.of(
+                function,
+                f"moves a random generator on the host: {', '.join(moved)}.",
+                why="Python runs when the step is traced, not when it is replayed: the numbers never change.",
+                fix="draw from a key in the state with `fcg.random`, or pass the numbers as an input.",
+            )
+
+    def restore(self) -> list[str]:
+        """Move the generators back; returns the names of those that had moved."""
+        now = HostRandomness.read()
+        moved = []
+        if not torch.equal(self.torch_state, now.torch_state):
+            moved.append("torch (CPU)")
+            torch.set_rng_state(self.torch_state)
+        if self.python_state != now.python_state:
+            moved.append("random")
+            random.setstate(self.python_state)
+        if self.numpy_state is not None and repr(self.numpy_state) != repr(now.numpy_state):
+            moved.append("numpy.random")
+            sys.modules["numpy"].random.set_state(self.numpy_state)
+        return moved
+
+
+class HostState:
+    """Python values and modes that a trace must leave alone.
+
+    Args:
+      function: Name of the user's function.
+    """
+
+    def __init__(self, function: str) -> None:
+        self._function = function
+        self._modes = modes()
+
+    def refuse_change(self, watched: HostWatch) -> None:
+        """Raise if the traces have changed a mode, or the last one a value on the watch.
+
+        What only the first trace sets up (a flag, a number computed once) is no change.
+
+        Raises:
+          SideEffectError: Naming each.
+        """
+        rows = [(name, old, new) for name, old, new in watched.differences() if name not in MODES]
+        rows += [row for row in zip(MODES, self._modes, modes(), strict=True) if row[1] != row[2]]
+        if rows:
+            raise SideEffectError.of(
+                self._function,
+                f"changes {len(rows)} value(s) of the host while it runs.",
+                rows=[f"{name}  before {old!r}   after {new!r}" for name, old, new in rows],
+                why="Python runs when the step is traced, not when it is replayed: it would change no more.",
+                fix="count in the state (`state.step`), or do it in the loop around the step.",
+            )
