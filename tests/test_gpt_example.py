@@ -59,13 +59,16 @@ def test_program_learns_and_tells(tmp_path: Path) -> None:
 
 
 def test_ctrl_c_ends_the_run_with_its_result() -> None:
-    process = start_example(*TINY, "--steps", "1000000", "--device", "cpu", "--json")
-    assert process.stdout is not None
-    assert process.stderr is not None
-    while "loss" not in process.stderr.read(64):  # the bar: the loop is running
-        assert process.poll() is None
-    process.send_signal(signal.SIGINT)
-    out, err = process.communicate(timeout=60)
+    with start_example(*TINY, "--steps", "1000000", "--device", "cpu", "--json") as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        try:
+            while "loss" not in process.stderr.read(64):  # the bar: the loop is running
+                assert process.poll() is None
+            process.send_signal(signal.SIGINT)
+            out, err = process.communicate(timeout=60)
+        finally:
+            process.kill()
     assert process.returncode == 130, err
     assert "Traceback" not in err
     result = json.loads(out.splitlines()[-1])
