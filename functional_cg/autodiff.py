@@ -6,17 +6,19 @@ Gradients are taken by ``torch.autograd.grad`` with respect to fresh leaves made
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import wraps
-from typing import Any, Concatenate, Literal, ParamSpec, TypeVar, overload
+from typing import Any, Concatenate, Literal, ParamSpec, TypeVar, cast, overload
 
 import torch
+from einops import rearrange
 from torch import Tensor
 
 from . import tree as pytree
 from .arena import BufferSpec
 from .errors import CaptureError, LayoutError
 from .random import fold_in
+from .state import Leaf
 from .tree import path_string
 
 __all__ = ["grad", "microbatches", "value_and_grad"]
@@ -25,6 +27,9 @@ P = ParamSpec("P")
 Params = TypeVar("Params")
 Aux = TypeVar("Aux")
 Out = TypeVar("Out")
+
+# Where an autograd graph ends at a leaf. Private; test_autodiff notices a change.
+_LEAF_NODE = torch._C._functions.AccumulateGrad  # type: ignore[attr-defined]
 
 
 @overload
@@ -39,8 +44,9 @@ def value_and_grad(fn: Callable[..., Any], *, has_aux: bool = False) -> Callable
     """Make a function that returns the value of ``fn`` and its gradient with respect to the first argument.
 
     The order is JAX's (value, grad); ``torch.func.grad_and_value`` has the other one. A leaf that ``fn`` does not
-    use gets a gradient of zeros, where ``torch.optim`` would skip it: weight decay then moves that leaf. Nested calls
-    keep second-order terms: inside another ``value_and_grad`` the gradients are differentiable themselves.
+    use gets a gradient of zeros, where ``torch.optim`` would skip it: weight decay then moves that leaf (freeze it with
+    ``optim.masked`` or ``optim.partition``). Nested calls keep second-order terms: inside another ``value_and_grad``
+    the gradients are differentiable themselves, unless ``torch.no_grad()`` is around the inner call.
 
     Args:
       fn: Returns a scalar f32[] (or another floating dtype), or a pair of scalar and auxiliary tree.
@@ -64,14 +70,19 @@ def value_and_grad(fn: Callable[..., Any], *, has_aux: bool = False) -> Callable
         _refuse_transforms(name)
         flat, treedef = pytree.flatten(params)
         _refuse_undifferentiable(name, treedef, flat)
-        with torch.enable_grad():
-            # An outer call's leaf carries a graph: alias it, so that second-order terms flow through.
-            leaves = [x.view_as(x) if x.requires_grad else x.detach().requires_grad_() for x in flat]
+        recording = torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
+        with torch.inference_mode(False), torch.enable_grad():
+            leaves = [_differentiable(leaf, recording=recording) for leaf in flat]
             out = fn(pytree.unflatten(treedef, leaves), *args, **kwargs)
-            value, aux = out if has_aux else (out, None)
+            value, aux = _split(name, out) if has_aux else (out, None)
             _refuse_vector(name, value)
-            nested = any(x.requires_grad for x in flat) or _depends_on_others(value, leaves)
+            nested = recording and _depends_on_others([value, *pytree.leaves(aux)], leaves)
             grads = _gradients(value, leaves, create_graph=nested)
+        for leaf in leaves:
+            if leaf.is_leaf:
+                leaf.requires_grad_(
+                    False
+                )  # an outer call that meets it in its graph sees that it is done with
         if not nested:
             value, aux = value.detach(), pytree.map(_detached, aux)
         result = (value, aux) if has_aux else value
@@ -98,13 +109,20 @@ def grad(fn: Callable[..., Any], *, has_aux: bool = False) -> Callable[..., Any]
     return wrapped
 
 
+def _differentiable(leaf: Tensor, *, recording: bool) -> Tensor:
+    """A stand-in for a leaf, with respect to which gradients are taken."""
+    if recording and leaf.requires_grad:
+        return leaf.view_as(leaf)  # an outer call's leaf: an alias lets second-order terms flow through
+    if isinstance(leaf, Leaf) or leaf.is_inference():
+        return leaf.clone().requires_grad_()  # neither can require gradients itself
+    return leaf.detach().requires_grad_()
+
+
 def _gradients(value: Tensor, leaves: Sequence[Tensor], *, create_graph: bool) -> list[Tensor]:
     if not leaves or not value.requires_grad:
         return [torch.zeros_like(leaf) for leaf in leaves]
-    grads = torch.autograd.grad(
-        value, leaves, create_graph=create_graph, allow_unused=True, materialize_grads=False
-    )
-    # zeros_like keeps a layout of the leaf's own; autograd's materialized zeros may be expanded
+    grads = torch.autograd.grad(value, leaves, create_graph=create_graph, allow_unused=True)
+    # not `materialize_grads`: its zeros may be expanded, these have the layout of the leaf
     return [torch.zeros_like(leaf) if g is None else g for leaf, g in zip(leaves, grads, strict=True)]
 
 
@@ -112,21 +130,33 @@ def _detached(leaf: Any) -> Any:
     return leaf.detach() if isinstance(leaf, Tensor) else leaf
 
 
-def _depends_on_others(value: Tensor, leaves: Sequence[Tensor]) -> bool:
-    """Whether the value's graph reaches leaves other than ours: then an outer call differentiates through us."""
+def _depends_on_others(results: Iterable[Any], leaves: Sequence[Tensor]) -> bool:
+    """Whether results depend on leaves other than ours: then an outer call differentiates through this one."""
     ours = {id(leaf) for leaf in leaves}
-    stack = [value.grad_fn]
-    seen = set()
+    roots = [tensor for tensor in results if isinstance(tensor, Tensor) and tensor.requires_grad]
+    if any(tensor.is_leaf and id(tensor) not in ours for tensor in roots):
+        return True
+    stack, seen = [tensor.grad_fn for tensor in roots], set()
     while stack:
         node = stack.pop()
         if node is None or node in seen:
             continue
         seen.add(node)
-        variable = getattr(node, "variable", None)  # set on the nodes that end at a leaf
-        if variable is not None and id(variable) not in ours:
+        if isinstance(node, _LEAF_NODE) and node.variable.requires_grad and id(node.variable) not in ours:
             return True
         stack.extend(parent for parent, _ in node.next_functions)
     return False
+
+
+def _split(name: str, out: Any) -> tuple[Any, Any]:
+    if not isinstance(out, tuple) or len(out) != 2:
+        raise LayoutError.of(
+            name,
+            "does not return a pair of value and auxiliary tree.",
+            rows=[f"result  expected (value, aux)   got {type(out).__name__}"],
+            fix="`return loss, aux`; or leave out `has_aux=True`.",
+        )
+    return out
 
 
 def _refuse_transforms(name: str) -> None:
@@ -156,7 +186,7 @@ def _refuse_undifferentiable(name: str, treedef: pytree.Treedef, flat: Sequence[
 
 
 def _refuse_vector(name: str, value: Any) -> None:
-    if not isinstance(value, Tensor) or value.numel() != 1 or value.dim() != 0 or not value.is_floating_point():
+    if not isinstance(value, Tensor) or value.dim() or not value.is_floating_point():
         got = BufferSpec.of(value) if isinstance(value, Tensor) else type(value).__name__
         raise LayoutError.of(
             name,
@@ -166,17 +196,20 @@ def _refuse_vector(name: str, value: Any) -> None:
         )
 
 
-def microbatches(k: int) -> Callable[[Callable[Concatenate[Params, P], Out]], Callable[Concatenate[Params, P], Out]]:
+def microbatches(
+    k: int,
+) -> Callable[[Callable[Concatenate[Params, P], Out]], Callable[Concatenate[Params, P], Out]]:
     """Run a gradient function over ``k`` equal slices of the batch and average what it returns.
 
     Wrap the result of :func:`value_and_grad`: activations of one slice are freed before the next starts. The second
     argument (the batch) is cut along dimension 0. A keyword argument ``key`` is folded with the slice's number, so
-    that slices draw differently. Floating leaves of the result are averaged, in order; integer leaves are summed.
+    that slices draw differently. Floating and complex leaves of the result are averaged, in order; integer leaves
+    (counts) are summed.
 
     Args:
       k: Number of slices, at least 1.
     Raises:
-      LayoutError: If a leaf of the batch cannot be cut into ``k`` equal slices.
+      LayoutError: If a leaf of the batch cannot be cut into ``k`` equal slices, or a leaf of the result is no tensor.
 
     Example:
       >>> import torch, functional_cg as fcg
@@ -188,21 +221,26 @@ def microbatches(k: int) -> Callable[[Callable[Concatenate[Params, P], Out]], Ca
         raise ValueError(f"microbatches: expected a positive int, got {k!r}")
 
     def transform(fn: Callable[Concatenate[Params, P], Out]) -> Callable[Concatenate[Params, P], Out]:
+        name = getattr(fn, "__name__", type(fn).__name__)
+
         @wraps(fn)
         def wrapped(params: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
             flat, treedef = pytree.flatten(batch)
-            _refuse_uneven(getattr(fn, "__name__", "microbatches"), treedef, flat, k)
-            slices = [leaf.unflatten(0, (k, leaf.shape[0] // k)).unbind(0) for leaf in flat]
+            _refuse_uneven(name, treedef, flat, k)
+            slices = [rearrange(leaf, "(k b) ... -> k b ...", k=k) for leaf in flat]
             key = kwargs.get("key")
-            total = None
+            total: Any = None
             for i in range(k):
                 if key is not None:
                     kwargs["key"] = fold_in(key, i)
-                out = fn(params, pytree.unflatten(treedef, [s[i] for s in slices]), *args, **kwargs)  # type: ignore[call-arg, arg-type]
+                part = pytree.unflatten(treedef, [leaf[i] for leaf in slices])
+                out = cast("Callable[..., Any]", fn)(params, part, *args, **kwargs)
+                if total is None:
+                    _refuse_objects(name, out)
                 total = out if total is None else pytree.map(torch.add, total, out)
-            return pytree.map(lambda x: x / k if x.is_floating_point() else x, total)
+            return pytree.map(lambda x: x / k if x.is_floating_point() or x.is_complex() else x, total)
 
-        return wrapped
+        return cast("Callable[Concatenate[Params, P], Out]", wrapped)
 
     return transform
 
@@ -220,4 +258,19 @@ def _refuse_uneven(name: str, treedef: pytree.Treedef, flat: Sequence[Any], k: i
             f"the batch cannot be cut into {k} equal micro-batches.",
             rows=rows,
             fix="pad or drop the rest, or pass what has no batch dimension as a further argument.",
+        )
+
+
+def _refuse_objects(name: str, out: Any) -> None:
+    rows = [
+        f"{path_string(path, 'result')}  expected a tensor   got {type(leaf).__name__}"
+        for path, leaf in pytree.flatten_with_path(out)[0]
+        if not isinstance(leaf, Tensor)
+    ]
+    if rows:
+        raise LayoutError.of(
+            name,
+            "returns leaves that cannot be averaged over micro-batches.",
+            rows=rows,
+            fix="return tensors, and keep other objects outside of the function.",
         )

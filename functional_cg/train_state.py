@@ -83,7 +83,9 @@ class TrainState(_StateClass, Generic[Params]):
           AliasError: If two leaves share memory.
           LayoutError: If a leaf is no tensor.
         """
-        device = next((leaf.device for leaf in pytree.leaves(params) if isinstance(leaf, Tensor)), torch.device("cpu"))
+        device = next(
+            (leaf.device for leaf in pytree.leaves(params) if isinstance(leaf, Tensor)), torch.device("cpu")
+        )
         with torch.inference_mode(False), torch.no_grad():
             state = cls(
                 step=torch.zeros((), dtype=torch.int64, device=device),
