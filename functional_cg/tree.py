@@ -317,7 +317,7 @@ def at(where: Callable[[T], Any], tree: T, value: Any) -> T:
       The tree with the new value.
     Raises:
       LayoutError: If ``value`` has another structure than the selection.
-      ValueError: If ``where`` selects nothing of the tree.
+      ValueError: If ``where`` selects what is not of the tree, or a leaf twice.
 
     Example:
       >>> from functional_cg import tree
@@ -329,6 +329,8 @@ def at(where: Callable[[T], Any], tree: T, value: Any) -> T:
     selected, selected_def = flatten(where(markers))
     if not all(isinstance(item, _Marker) for item in selected):
         raise ValueError("tree.at: `where` must select leaves or subtrees of the tree, unchanged")
+    if len({marker.position for marker in selected}) < len(selected):
+        raise ValueError("tree.at: `where` selects a leaf twice; which value is meant?")
     new, new_def = flatten(value)
     if new_def != selected_def:
         raise LayoutError.of(
