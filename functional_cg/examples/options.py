@@ -69,7 +69,7 @@ def gpt_parser(prog: str, description: str) -> Parser:
         allow_abbrev=False,
     )
     add, positive = parser.add_argument, integer(1)
-    add("--steps", type=positive, default=400, metavar="N", help="training steps")
+    add("--steps", type=positive, default=300, metavar="N", help="training steps")
     add("--batch-size", type=positive, default=16, metavar="N", help="blocks in a batch")
     add("--block-size", type=positive, default=128, metavar="N", help="bytes in a block")
     add("--layers", type=positive, default=4, metavar="N", help="transformer blocks")
