@@ -7,84 +7,46 @@ from ``x > 0 and y`` and ``x[mask]`` from ``x[i]``. The fixes are written with t
 from __future__ import annotations
 
 import ast
+import contextlib
 import dis
 import inspect
 import itertools
 import linecache
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from types import FrameType, MappingProxyType, ModuleType
+from types import FrameType, ModuleType
 from typing import Any
 
 import torch
+
+from .advice import BUILTINS, FUNCTIONS, GENERIC, LOG, OR_OUTSIDE
 
 __all__ = ["sync_spelling"]
 
 _TEXT_SHOWN = 72
 _F_STRING_PARTS = (ast.JoinedStr, ast.FormattedValue, ast.Constant)
 
-_ELSE = "or return the value in `metrics` and decide outside of the step"
-_GENERIC = f"`torch.where(cond, a, b)`; {_ELSE}"
-_LOG = "return `{x}` in `metrics` and print it after the step; `step.eager(...)` runs once with real numbers"
 
-
-def _table(text: str) -> MappingProxyType[str, str]:
-    rows = (line.strip().split(" | ", 1) for line in text.strip().splitlines())
-    return MappingProxyType({name: fix for names, fix in rows for name in names.split()})
-
-
-# {x} is the tensor that the function works on, {y} its next argument, {args} all of them, {name} the function.
-_BUILTINS = _table("""
-    bool | keep `{x}` a tensor and select with it, `torch.where({x}, a, b)`; ELSE
-    float complex | use `{x}` itself, a 0-dim tensor computes like a number; or return it in `metrics`
-    int | use `{x}` itself; as an index `table.index_select(0, {x}[None])[0]`, as a size a static argument
-    range | loop a fixed number of times and mask, `torch.where(i < {x}, new, old)`; or make `{x}` a static argument
-    sorted | write `torch.sort({x}).values`
-    any all | write `torch.stack(list({x})).{name}()`, a tensor, and select with `torch.where`
-    print str repr format | LOG
-""".replace("ELSE", _ELSE).replace("LOG", _LOG))  # fmt: skip
-_FUNCTIONS = _table("""
-    item | use `{x}` itself, a 0-dim tensor computes like a number; or return it in `metrics`
-    tolist numpy __array__ | stay with torch ops on `{x}`; or return it in `metrics` and convert it outside of the step
-    cpu to | leave `{x}` on its device; or return it in `metrics` and move it outside of the step
-    nonzero argwhere | its length depends on values: keep the mask of fixed shape, `torch.where({x} != 0, values, 0)`
-    where | its length depends on values: keep the mask of fixed shape, `torch.where({x}, values, 0)`
-    unique | its length depends on values: sort and mark the repeats, `s = torch.sort({x}).values; s[1:] == s[:-1]`
-    unique_consecutive | its length depends on values: mark the repeats instead, `{x}[1:] == {x}[:-1]`
-    masked_select | `torch.where({y}, {x}, 0)` keeps the shape
-    repeat_interleave | give the total length as a number, `torch.repeat_interleave({args}, output_size=n)`
-    bincount | with `n` bins, `torch.zeros(n, dtype={x}.dtype).scatter_add(0, {x}, torch.ones_like({x}))`
-    equal | `({x} == {y}).all()` stays a tensor; select with `torch.where`, or return it in `metrics`
-    allclose | `torch.isclose({x}, {y}).all()` stays a tensor; select with `torch.where`, or return it in `metrics`
-    is_nonzero | `{x} != 0` stays a tensor; ELSE
-    tensor as_tensor array asarray | use the tensor `{x}` itself; `{x}.clone()` copies it
-    full | a tensor as the value is read on the host: write `{y}.expand(shape)`; a size comes from `.shape`
-    arange zeros ones empty rand randn linspace eye new_zeros new_ones new_empty | SIZE
-    view reshape expand repeat tile narrow split chunk unflatten | SIZE
-""".replace("ELSE", _ELSE).replace(
-    "SIZE",
-    "shapes are fixed at capture: take the size from `.shape` or a static argument, and mask with `torch.where`",
-))  # fmt: skip
-
-
-def sync_spelling(frame: FrameType, lasti: int | None = None) -> tuple[str, str]:
+def sync_spelling(frame: FrameType, lasti: int | None = None, *, by_mask: bool = False) -> tuple[str, str]:
     """How the line that runs in `frame` asks for a tensor's value, and the fix written with the user's names.
 
     Args:
       frame: The user's frame.
       lasti: The instruction, where the frame has moved on since (``traceback.tb_lasti``).
+      by_mask: Whether it is known that a subscript's index is a mask.
     Returns:
       (what, fix): such as ``("`if x > 0:`", "`torch.where(x > 0, a, b)`; or ...")``. Without source, or for a
       spelling that is not known, a general answer.
     """
-    site = _Site.of(frame, frame.f_lasti if lasti is None else lasti)
+    site = _Site.of(frame, frame.f_lasti if lasti is None else lasti, by_mask=by_mask)
     if site is None:
-        return "a tensor's value", _GENERIC
-    for classify in (_truth, _formatting, _call, _subscript, _containment):
+        return "a tensor's value", GENERIC
+    for classify in (_truth, _formatting, _call, _subscript, _containment, _arithmetic):
         answer = classify(site)
         if answer is not None:
             return answer
-    return f"`{_text(site.node)}`", _GENERIC
+    return f"`{_text(site.node)}`", GENERIC
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,9 +57,10 @@ class _Site:
     op: str
     frame: FrameType
     parents: dict[ast.AST, ast.AST] = field(repr=False)
+    by_mask: bool = False
 
     @classmethod
-    def of(cls, frame: FrameType, lasti: int) -> _Site | None:
+    def of(cls, frame: FrameType, lasti: int, *, by_mask: bool) -> _Site | None:
         code = frame.f_code
         span = next(itertools.islice(code.co_positions(), lasti // 2, None), (None,) * 4)
         if lasti < 0 or None in span:
@@ -113,17 +76,22 @@ class _Site:
             return None
         # Later in the walk is deeper, so the last of equal size is the innermost.
         node = min(reversed(around), key=_extent)
-        return cls(node, dis.opname[code.co_code[lasti]], frame, parents)
+        return cls(node, dis.opname[code.co_code[lasti]], frame, parents, by_mask)
 
     def up(self, node: ast.AST) -> Any:
         return self.parents.get(node)
 
     def value(self, node: ast.AST) -> Any:
-        """What a name, or an attribute of one, stands for; read without running any of the user's code."""
+        """What a name, or attributes and constant keys of one, stand for; none of the user's code is run."""
         if isinstance(node, ast.Name):
             return self.frame.f_locals.get(node.id, self.frame.f_globals.get(node.id))
         if isinstance(node, ast.Attribute):
             return inspect.getattr_static(self.value(node.value), node.attr, None)
+        if isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Constant):
+            owner = self.value(node.value)
+            if type(owner) in (dict, list, tuple):
+                with contextlib.suppress(LookupError, TypeError):
+                    return owner[node.slice.value]
         return None
 
 
@@ -177,7 +145,7 @@ def _truth(site: _Site) -> tuple[str, str] | None:
             )
         case _ if isinstance(test, ast.BoolOp | ast.UnaryOp | ast.Compare):
             return f"`{text}`", f"write `{cond}`, a tensor, and select with `torch.where`"
-    return f"the truth value of `{text}`", f"`torch.where({cond}, a, b)`; {_ELSE}"
+    return f"the truth value of `{text}`", f"`torch.where({cond}, a, b)`; {OR_OUTSIDE}"
 
 
 def _as_tensor(test: ast.expr) -> str:
@@ -210,10 +178,10 @@ def _fold(name: str, parts: Sequence[str]) -> str:
 def _branches(node: ast.If, cond: str) -> str:
     match node.body, node.orelse:
         case ([ast.Assign([ast.Name(name)], yes)], [ast.Assign([ast.Name(other)], no)]) if name == other:
-            return f"`{name} = torch.where({cond}, {_text(yes)}, {_text(no)})`; {_ELSE}"
+            return f"`{name} = torch.where({cond}, {_text(yes)}, {_text(no)})`; {OR_OUTSIDE}"
         case ([ast.Assign([ast.Name(name)], yes)], []):
-            return f"`{name} = torch.where({cond}, {_text(yes)}, {name})`; {_ELSE}"
-    return f"compute both sides and select, `torch.where({cond}, a, b)`; {_ELSE}"
+            return f"`{name} = torch.where({cond}, {_text(yes)}, {name})`; {OR_OUTSIDE}"
+    return f"compute both sides and select, `torch.where({cond}, a, b)`; {OR_OUTSIDE}"
 
 
 def _formatting(site: _Site) -> tuple[str, str] | None:
@@ -225,10 +193,10 @@ def _formatting(site: _Site) -> tuple[str, str] | None:
         values = [part.value for part in whole.values if isinstance(part, ast.FormattedValue)]
         tensors = [value for value in values if isinstance(site.value(value), torch.Tensor)] or values
         shown = tensors[0] if _extent(node) == _extent(whole) else getattr(node, "value", node)
-        return f"`{_text(whole)}`", _LOG.format(x=_text(shown))
+        return f"`{_text(whole)}`", LOG.format(x=_text(shown))
     if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mod) and _is_text(node.left):
         right = node.right.elts[0] if isinstance(node.right, ast.Tuple) and node.right.elts else node.right
-        return f"`{_text(node)}`", _LOG.format(x=_text(right))
+        return f"`{_text(node)}`", LOG.format(x=_text(right))
     return None
 
 
@@ -245,23 +213,28 @@ def _call(site: _Site) -> tuple[str, str] | None:
         case ast.Name(name) if name in ("max", "min") and args:
             return what, _extremum(site, name, args)
         case ast.Name(name):
-            template = _BUILTINS.get(name) or _FUNCTIONS.get(name)
+            template = BUILTINS.get(name) or FUNCTIONS.get(name)
         case ast.Attribute(value=ast.Name("math"), attr=name):
             kept = f"write `torch.{name}({', '.join(map(_text, args))})`"
-            return what, kept if hasattr(torch, name) else f"use the torch op for `math.{name}`; {_ELSE}"
+            return what, kept if hasattr(torch, name) else f"use the torch op for `math.{name}`; {OR_OUTSIDE}"
         case ast.Attribute(value=owner, attr="format") if _is_text(owner):
-            name, template = "format", _LOG
+            name, template = "format", LOG
         case ast.Attribute(value=owner, attr=name):
-            if not isinstance(site.value(owner), ModuleType):
+            module = site.value(owner)
+            if not isinstance(module, ModuleType):
                 args.insert(0, owner)
-            template = _FUNCTIONS.get(name)
+            template = FUNCTIONS.get(name)
+            if template is None and module is sys.modules.get("numpy") and hasattr(torch, name):
+                return what, f"write `torch.{name}({', '.join(map(_text, args))})`"
         case _:
             return None
     args += [keyword.value for keyword in node.keywords]
     if template is None or not args:
-        return what, f"that call needs a Python number: {_GENERIC}"
+        return what, f"that call needs a Python number: {GENERIC}"
     if isinstance(args[0], ast.List | ast.Tuple) and "itself" in template:
-        return what, f"write `torch.stack({_text(args[0])})`"
+        numbers = (ast.Constant, ast.UnaryOp)
+        parts = [f"torch.tensor({_text(e)})" if isinstance(e, numbers) else _text(e) for e in args[0].elts]
+        return what, f"write `torch.stack([{', '.join(parts)}])`"
     x, y = _operand(args[0]), _operand(args[1]) if len(args) > 1 else "value"
     return what, template.format(x=x, y=y, name=name, args=", ".join(map(_text, args)))
 
@@ -297,6 +270,17 @@ def _containment(site: _Site) -> tuple[str, str] | None:
     return f"`{_text(node)}`", f"write `{found}`, a tensor, and select with `torch.where`"
 
 
+def _arithmetic(site: _Site) -> tuple[str, str] | None:
+    node = site.node
+    if not isinstance(node, ast.BinOp):
+        return None
+    array = node.left if isinstance(site.value(node.right), torch.Tensor) else node.right
+    return f"`{_text(node)}`", (
+        f"`{_text(array)}` is an array of numpy, which computes on the host: pass it as an input, or declare "
+        f"`torch.as_tensor({_text(array)})` in `constants=`"
+    )
+
+
 # -- subscripts -----------------------------------------------------------------------------------------------
 
 
@@ -304,7 +288,7 @@ def _subscript(site: _Site) -> tuple[str, str] | None:
     node = site.node
     if not isinstance(node, ast.Subscript):
         return None
-    stacked = isinstance(site.value(node.value), list | tuple)
+    stacked = isinstance(site.value(node.value), list | tuple) or isinstance(node.value, ast.List | ast.Tuple)
     base = f"torch.stack({_text(node.value)})" if stacked else _operand(node.value)
     indices = list(node.slice.elts) if isinstance(node.slice, ast.Tuple) else [node.slice]
     for kind, fix in _INDEX_FIXES:
@@ -325,7 +309,9 @@ def _is_mask(site: _Site, index: ast.AST) -> bool:
         case ast.BinOp(left=left, op=ast.BitAnd() | ast.BitOr() | ast.BitXor()):
             return _is_mask(site, left)
     value = site.value(index)
-    return isinstance(value, torch.Tensor) and value.dtype in (torch.bool, torch.uint8)
+    if isinstance(value, torch.Tensor):
+        return value.dtype in (torch.bool, torch.uint8)
+    return site.by_mask and isinstance(index, ast.Call | ast.Name | ast.Attribute | ast.Subscript)
 
 
 def _is_window(site: _Site, index: ast.AST) -> bool:
@@ -356,6 +342,12 @@ def _stored(site: _Site, read: str) -> str | None:
 
 def _fix_mask(site: _Site, base: str, indices: Sequence[Any], dim: int) -> str:
     mask, count, stored = _text(indices[dim]), f"{_operand(indices[dim])}.sum()", _stored(site, base)
+    values, table = site.value(indices[dim]), site.value(site.node.value)
+    if isinstance(values, torch.Tensor) and isinstance(table, torch.Tensor):
+        missing = table.ndim - dim - values.ndim
+        if missing > 0:
+            mask = f"{_operand(indices[dim])}[...{', None' * missing}]"
+            count = f"{mask}.expand_as({base}).sum()"
     if stored is not None:
         return f"`{base} = torch.where({mask}, {stored}, {base})`"
     parent = site.up(site.node)

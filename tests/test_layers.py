@@ -21,6 +21,7 @@ ROOT = Path(__file__).resolve().parent.parent / PACKAGE
 ORDER = (
     "errors",
     "streams",
+    "advice",
     "spelling",
     "source",
     "ops",
@@ -37,6 +38,8 @@ ORDER = (
     "train_state",
     "inputs",
     "signature",
+    "stages.refs",
+    "stages.bytecode",
     "stages.scan",
     "stages.watch",
     "stages.program",

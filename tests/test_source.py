@@ -330,7 +330,7 @@ SPELLINGS = [
     (repeat_interleave, "`torch.repeat_interleave(x, x.long())`", "(x, x.long(), output_size=n)`"),
     (equal, "`torch.equal(x, -x)`", "`(x == (-x)).all()`"),
     (allclose, "`torch.allclose(x, loss)`", "`torch.isclose(x, loss).all()`"),
-    (tensor_of_list, "`torch.tensor([loss, 1.0])`", "`torch.stack([loss, 1.0])`"),
+    (tensor_of_list, "`torch.tensor([loss, 1.0])`", "`torch.stack([loss, torch.tensor(1.0)])`"),
     (zeros, "`torch.zeros(loss.long())`", "from `.shape` or a static argument"),
     (unknown_call, "`torch.nn.functional.leaky_relu(x, loss)`", "`torch.where(cond, a, b)`"),
     (contained, "`loss in x`", "`(x == loss).any()`"),

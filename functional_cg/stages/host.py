@@ -32,21 +32,20 @@ _METHODS = tuple(
 )
 
 _VALUES = "asks for the values of a tensor on the host"
-# Function -> what a caller asks for with it.
-_READS: Mapping[Any, str] = MappingProxyType(
+# Name of a tensor's method -> what a caller asks for with it.
+_READS: Mapping[str, str] = MappingProxyType(
     {
-        Tensor.__repr__: _VALUES,
-        Tensor.__format__: _VALUES,
-        Tensor.__array__: _VALUES,
-        Tensor.__dlpack__: _VALUES,
-        Tensor.__reduce_ex__: _VALUES,
-        Tensor.numpy: _VALUES,
-        Tensor.tolist: _VALUES,
-        Tensor.cpu: "copies a tensor to the host",
-        Tensor.data_ptr: "asks for the address of a tensor",
+        "__repr__": _VALUES,
+        "__format__": _VALUES,
+        "__array__": _VALUES,
+        "__dlpack__": _VALUES,
+        "__reduce_ex__": _VALUES,
+        "numpy": _VALUES,
+        "tolist": _VALUES,
+        "cpu": "copies a tensor to the host",
+        "data_ptr": "asks for the address of a tensor",
     }
 )
-_SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
 
 
 class HostGuard(TorchFunctionMode):
@@ -63,11 +62,12 @@ class HostGuard(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        if func in _READS and not _called_by_torch(sys._getframe(1)):
+        name = getattr(func, "__name__", "")
+        if name in _READS and not _called_by_torch(sys._getframe(1)):
             if isinstance(args[0], FakeTensor):
-                raise self._rules.host_read(_READS[func])
-            raise self._rules.foreign(func.__name__, args[0])
-        if func == _SET_DATA:
+                raise self._rules.host_read(_READS[name])
+            raise self._rules.foreign(name, args[0])
+        if func == Tensor.data.__set__:  # type: ignore[attr-defined]
             raise self._rules.data_assigned()
         if func is Tensor.__deepcopy__:
             return args[0].clone()

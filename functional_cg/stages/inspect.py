@@ -114,7 +114,8 @@ class Rules:
     def host_read(self, reason: str, call: Any = "") -> HostSyncError:
         """The error for a value that is needed on the host, worded for the line that asks for it."""
         frame = user_frame()
-        what, fix = sync_spelling(frame) if frame is not None else ("", "")
+        by_mask = "index" in str(call)
+        what, fix = sync_spelling(frame, by_mask=by_mask) if frame is not None else ("", "")
         shown = f"{call} (from {what})" if call and what else str(call or what)
         return HostSyncError.of(
             self._function,

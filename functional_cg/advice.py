@@ -1,0 +1,56 @@
+"""What to write in place of a call that asks for a tensor's value, with the user's names filled in later."""
+
+from __future__ import annotations
+
+from types import MappingProxyType
+
+__all__ = ["BUILTINS", "FUNCTIONS", "GENERIC", "LOG", "OR_OUTSIDE"]
+
+OR_OUTSIDE = "or return the value in `metrics` and decide outside of the step"
+GENERIC = f"`torch.where(cond, a, b)`; {OR_OUTSIDE}"
+LOG = "return `{x}` in `metrics` and print it after the step; `step.eager(...)` runs once with real numbers"
+
+
+def _table(text: str) -> MappingProxyType[str, str]:
+    rows = (line.strip().split(" | ", 1) for line in text.strip().splitlines())
+    return MappingProxyType({name: fix for names, fix in rows for name in names.split()})
+
+
+# {x} is the tensor that the function works on, {y} its next argument, {args} all of them, {name} the function.
+BUILTINS = _table("""
+    bool | keep `{x}` a tensor and select with it, `torch.where({x}, a, b)`; ELSE
+    float complex | use `{x}` itself, a 0-dim tensor computes like a number; or return it in `metrics`
+    int | use `{x}` itself; as an index `table.index_select(0, {x}[None])[0]`, as a size a static argument
+    range | loop a fixed number of times and mask, `torch.where(i < {x}, new, old)`; or make `{x}` a static argument
+    sorted | write `torch.sort({x}).values`
+    any all | write `torch.stack(list({x})).{name}()`, a tensor, and select with `torch.where`
+    print str repr format | LOG
+""".replace("ELSE", OR_OUTSIDE).replace("LOG", LOG))  # fmt: skip
+FUNCTIONS = _table("""
+    item | use `{x}` itself, a 0-dim tensor computes like a number; or return it in `metrics`
+    tolist numpy __array__ | stay with torch ops on `{x}`; or return it in `metrics` and convert it outside of the step
+    cpu to | leave `{x}` on its device; or return it in `metrics` and move it outside of the step
+    nonzero argwhere | its length depends on values: keep the mask of fixed shape, `torch.where({x} != 0, values, 0)`
+    where | its length depends on values: keep the mask of fixed shape, `torch.where({x}, values, 0)`
+    unique | its length depends on values: sort and mark the repeats, `s = torch.sort({x}).values; s[1:] == s[:-1]`
+    unique_consecutive | its length depends on values: mark the repeats instead, `{x}[1:] == {x}[:-1]`
+    masked_select | `torch.where({y}, {x}, 0)` keeps the shape
+    repeat_interleave | give the total length as a number, `torch.repeat_interleave({args}, output_size=n)`
+    index_put index_put_ | `torch.where(mask, new, {x})` keeps the shape
+    one_hot | give the number of classes, `torch.nn.functional.one_hot({x}, num_classes=n)`
+    histc | give the range, `torch.histc({x}, bins=n, min=a, max=b)`
+    select | write `{x}.index_select(dim, i[None]).squeeze(dim)`, which reads the index on the device
+    copy dumps dump save | `{x}.clone()` copies it; to save it, return it in `metrics`
+    data_ptr | leave addresses to kernels: an operator of your own goes through `torch.library`
+    bincount | with `n` bins, `torch.zeros(n, dtype={x}.dtype).scatter_add(0, {x}, torch.ones_like({x}))`
+    equal | `({x} == {y}).all()` stays a tensor; select with `torch.where`, or return it in `metrics`
+    allclose | `torch.isclose({x}, {y}).all()` stays a tensor; select with `torch.where`, or return it in `metrics`
+    is_nonzero | `{x} != 0` stays a tensor; ELSE
+    tensor as_tensor array asarray | use the tensor `{x}` itself; `{x}.clone()` copies it
+    full | a tensor as the value is read on the host: write `{y}.expand(shape)`; a size comes from `.shape`
+    arange zeros ones empty rand randn linspace eye new_zeros new_ones new_empty | SIZE
+    view reshape expand repeat tile narrow split tensor_split chunk unflatten | SIZE
+""".replace("ELSE", OR_OUTSIDE).replace(
+    "SIZE",
+    "shapes are fixed at capture: take the size from `.shape` or a static argument, and mask with `torch.where`",
+))  # fmt: skip
