@@ -208,7 +208,7 @@ class _Transform:
     # -- stages -----------------------------------------------------------------------------------------------
 
     def _lowered_for(self, call: Call) -> Lowered:
-        key = tuple(sorted(call.statics.items()))
+        key = call.static_key
         group = self._lowered.get(key, [])
         for lowered in group:
             if lowered.fits(call):
@@ -321,7 +321,7 @@ class _Transform:
             f"called with another layout than it was captured for (max_captures={most}); the state is unchanged.",
             rows=known.state_differences(call) + layout_differences(known.layout, call.layout),
             why="A captured graph has fixed shapes, dtypes and structure.",
-            fix=f"pad the last batch or drop it; to pay for one more graph, use `graph_step(max_captures={most + 1})`.",
+            fix=f"pad the last batch or drop it, convert other dtypes; to pay for one more graph, use `graph_step(max_captures={most + 1})`.",
         )
 
 

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from . import tree as pytree
 from .arena import Arena, BufferSpec, Plan, dense_stride, plan
+from .errors import LayoutError
 from .state import Leaf
 from .tree import KeyPath, Treedef, path_string
 
@@ -65,6 +66,13 @@ def as_input(value: Any) -> Tensor | None:
     if isinstance(value, Leaf):
         return value._read()
     if isinstance(value, Tensor):
+        if value.is_nested:
+            raise LayoutError.of(
+                "",
+                "an input is a nested tensor; the state is unchanged.",
+                why="Its shape changes from call to call; a captured graph has fixed shapes.",
+                fix="pad it, `torch.nested.to_padded_tensor(x, 0.0)`, and pass the lengths as an input.",
+            )
         return value.detach() if value.requires_grad else value
     if isinstance(value, bool):
         return torch.tensor(value, dtype=torch.bool)
@@ -241,7 +249,7 @@ def layout_matcher(
     body = "".join(f"        {line}\n" for line in lines)
     source = (
         f"def match(args, kwargs):\n    try:\n{body or '        pass'}\n"
-        f"        return [{', '.join(live)}]\n    except (KeyError, IndexError, AttributeError):\n        return None\n"
+        f"        return [{', '.join(live)}]\n    except (KeyError, IndexError, AttributeError, RuntimeError):\n        return None\n"
     )
     exec(compile(source, "<input check>", "exec"), names)
     return names["match"]  # type: ignore[no-any-return]

@@ -77,6 +77,13 @@ class Call:
             places += [(number * 2**20 + slot.slab, slot.offset) for slot in slots]
         return places
 
+    @property
+    def static_key(self) -> tuple[Any, ...]:
+        """The static arguments as a key, under which 1, 1.0 and True differ."""
+        return tuple(
+            (name, _exact(value)) for name, value in sorted(self.statics.items(), key=lambda item: item[0])
+        )
+
     def arguments(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The call as a capture takes it: handles and tensors in place, static arguments gone."""
         args, kwargs = self.assemble([state.handle for state in self.states], self.live)
@@ -103,7 +110,7 @@ class Signature:
     def __init__(self, fn: Callable[..., Any], static_argnames: Sequence[str], *, donates: bool) -> None:
         self.name = getattr(fn, "__name__", type(fn).__name__)
         self.donates = donates
-        self._static = tuple(static_argnames)
+        self._static = (static_argnames,) if isinstance(static_argnames, str) else tuple(static_argnames)
         try:
             parameters = list(inspect.signature(fn).parameters.values())
         except (TypeError, ValueError):  # a builtin without a signature
@@ -181,8 +188,9 @@ class Signature:
     def _refuse_other_devices(
         self, layout: InputLayout, live: Sequence[Tensor], device: torch.device
     ) -> None:
+        places = "cpu" if device.type == "cpu" else f"cpu or {device}"
         rows = [
-            f"{name}  expected {spec} on cpu or {device}   got {tensor.layout} on {tensor.device}"
+            f"{name}  expected a dense tensor on {places}   got {spec}, {tensor.layout} on {tensor.device}"
             for name, spec, tensor in zip(layout.live_names, layout.specs, live, strict=True)
             if tensor.layout != torch.strided or not (tensor.is_cpu or tensor.device == device)
         ]
@@ -192,8 +200,14 @@ class Signature:
                 "has inputs that cannot be copied in; the state is unchanged.",
                 rows=rows,
                 why="Inputs are dense tensors on the state's device or on the host.",
-                fix=f'move them, `batch["x"].to("{device}")`.',
+                fix=f'make them dense, `.to_dense()`, or move them, `.to("{device}")`.',
             )
+
+
+def _exact(value: Any) -> Any:
+    if isinstance(value, tuple):
+        return type(value), tuple(map(_exact, value))
+    return type(value), value.hex() if isinstance(value, float) else value
 
 
 def _first_device(inputs: Any) -> torch.device:

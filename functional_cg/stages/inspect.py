@@ -106,7 +106,7 @@ class Rules:
         return ReadOnlyError.of(
             self._function,
             "exchanges the memory of a tensor (`.data = ...`, `swap_tensors`).",
-            rows=[f"seen{_at()}"] if user_frame() else [],
+            rows=[_at().removeprefix(", ")] if _at() else [],
             why="No kernel does it, so a replay would not repeat it.",
             fix="bind the new tensor to a name of its own and return that.",
         )
