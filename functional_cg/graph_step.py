@@ -321,7 +321,8 @@ class _Transform:
             f"called with another layout than it was captured for (max_captures={most}); the state is unchanged.",
             rows=known.state_differences(call) + layout_differences(known.layout, call.layout),
             why="A captured graph has fixed shapes, dtypes and structure.",
-            fix=f"pad the last batch or drop it, convert other dtypes; to pay for one more graph, use `graph_step(max_captures={most + 1})`.",
+            fix="pad the last batch or drop it, convert other dtypes; "
+            f"to pay for one more graph, use `graph_step(max_captures={most + 1})`.",
         )
 
 

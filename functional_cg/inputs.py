@@ -249,7 +249,8 @@ def layout_matcher(
     body = "".join(f"        {line}\n" for line in lines)
     source = (
         f"def match(args, kwargs):\n    try:\n{body or '        pass'}\n"
-        f"        return [{', '.join(live)}]\n    except (KeyError, IndexError, AttributeError, RuntimeError):\n        return None\n"
+        f"        return [{', '.join(live)}]\n"
+        "    except (KeyError, IndexError, AttributeError, RuntimeError):\n        return None\n"
     )
     exec(compile(source, "<input check>", "exec"), names)
     return names["match"]  # type: ignore[no-any-return]
