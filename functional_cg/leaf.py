@@ -183,6 +183,10 @@ class Leaf(Tensor):
         cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        if torch.is_inference_mode_enabled() and func._can_decompose():
+            return func.decompose(
+                *args, **kwargs
+            )  # only its parts tell what it writes: F.batch_norm, for one
         for tensor in written_arguments(func, args, kwargs):
             if isinstance(tensor, Leaf):
                 raise tensor._read_only()
@@ -293,7 +297,8 @@ def _rewrap(value: Any, sources: Sequence[Leaf]) -> Any:
             key = storage_key(value)
             for source in sources:
                 if key in source._origin._lease.arena.storages:
-                    return Leaf(value, source._origin, source._path)
+                    lazy = value.is_conj() or value.is_neg()  # bits that a leaf cannot carry
+                    return value.clone() if lazy else Leaf(value, source._origin, source._path)
         return value
     if isinstance(value, (list, tuple)):
         return type(value)(_rewrap(item, sources) for item in value)
