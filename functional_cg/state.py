@@ -168,9 +168,9 @@ class Handle(TreeView):
             )
         return part
 
-    def _check(self) -> None:
+    def _check(self, path: str = "") -> None:
         if self._lease.cell[0] != self._generation:
-            raise donated(self._part.path, self._root)
+            raise donated(path or self._part.path, self._root)
 
     def _child(self, part: Part) -> Any:
         """A part as it is handed out: a leaf, None, or a handle of its own."""
@@ -200,7 +200,7 @@ class Handle(TreeView):
         part = None if self._part.is_mapping else self._part.children.get(name)
         if part is None:  # a method, a property, a static field
             return getattr(self._level(), name)
-        self._check()
+        self._check(part.path)
         return self._child(part)
 
     def __getitem__(self, key: Any) -> Any:
@@ -211,7 +211,7 @@ class Handle(TreeView):
             part = children[range(len(children))[key]]
         else:
             return self._level()[key]
-        self._check()
+        self._check(part.path)
         return self._child(part)
 
     def __iter__(self) -> Iterator[Any]:

@@ -186,6 +186,19 @@ def test_a_leaf_reads_like_a_tensor(read: Callable[[Tensor], Any]) -> None:
         assert_same(read(state["w"]), read(VALUES.clone()))
 
 
+NEEDS_GRAD_MODE = {"backward", "autograd.Function", "flags"}
+
+
+@pytest.mark.parametrize(
+    "read",
+    [READS[n] for n in READS if n not in NEEDS_GRAD_MODE],
+    ids=[n for n in READS if n not in NEEDS_GRAD_MODE],
+)
+def test_a_leaf_reads_like_a_tensor_in_inference_mode(read: Callable[[Tensor], Any]) -> None:
+    with torch.inference_mode(), untouched(placed()) as state:
+        assert_same(read(state["w"]), read(VALUES.clone()))
+
+
 def tensors_of(result: Any) -> list[Any]:
     if isinstance(result, (list, tuple)):
         return [t for item in result for t in tensors_of(item)]
