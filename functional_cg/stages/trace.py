@@ -38,6 +38,7 @@ from ..errors import (
     LayoutError,
     SideEffectError,
 )
+from ..ops import tensors_in
 from ..source import Location, Locator, is_user_file, raised_frame, sync_spelling
 from ..tree import KeyPath, Treedef, path_string
 from .host import HostGuard, HostRandomness, HostState
@@ -192,29 +193,33 @@ class _Recorder(TorchDispatchMode):
             return func(*args, **kwargs)  # a question, not a computation
         if func in _LIFTS and not isinstance(args[0], FakeTensor):
             return self._literal(args[0])
+        if self.declared:
+            args, kwargs = self._with_constants(args), self._with_constants(kwargs)
         written = self.rules.check(func, args, kwargs, storage_key)
-        fakes = [self._known(func, arg, written) for arg in args]
-        named = {name: self._known(func, value, written) for name, value in kwargs.items()}
-        out = func(*fakes, **named)
-        folded = self._folded(func, fakes, out)
+        for tensor in tensors_in([*args, *kwargs.values()]):
+            self._refuse_unknown(func, tensor, written)
+        out = func(*args, **kwargs)
+        folded = self._folded(func, args, out)
         if folded is None:
-            self._record(func, fakes, named, out, written)
+            self._record(func, args, kwargs, out, written)
         return out
 
-    def _known(self, func: Any, value: Any, written: Sequence[Tensor]) -> Any:
+    def _with_constants(self, value: Any) -> Any:
+        """Declared constants replaced by the fake tensors that stand for them."""
         if isinstance(value, Tensor):
-            var = self._vars.get(id(value))
-            if var is not None:
-                if not self.describes(var, value):
-                    raise self.rules.data_assigned()
-                return value
-            declared = self.declared.get(id(value))
-            if declared is None:
-                raise self.rules.foreign(func, value, written=any(tensor is value for tensor in written))
-            return declared
+            return self.declared.get(id(value), value)
+        if isinstance(value, dict):
+            return {name: self._with_constants(item) for name, item in value.items()}
         if isinstance(value, (list, tuple)):
-            return type(value)(self._known(func, item, written) for item in value)
+            return type(value)(self._with_constants(item) for item in value)
         return value
+
+    def _refuse_unknown(self, func: Any, tensor: Tensor, written: Sequence[Tensor]) -> None:
+        var = self._vars.get(id(tensor))
+        if var is None:
+            raise self.rules.foreign(func, tensor, written=any(other is tensor for other in written))
+        if not self.describes(var, tensor):
+            raise self.rules.data_assigned()
 
     def _freeze(self, value: Any) -> Any:
         if isinstance(value, Tensor):
@@ -233,7 +238,7 @@ class _Recorder(TorchDispatchMode):
         return None
 
     def _record(
-        self, func: Any, args: list[Any], kwargs: dict[str, Any], out: Any, written: Sequence[Tensor]
+        self, func: Any, args: Sequence[Any], kwargs: dict[str, Any], out: Any, written: Sequence[Tensor]
     ) -> None:
         frozen = tuple(self._freeze(arg) for arg in args)
         named = {name: self._freeze(value) for name, value in kwargs.items()}
@@ -257,7 +262,7 @@ class _Recorder(TorchDispatchMode):
                 self._refuse_changed_literal(number, value)
         return tensor
 
-    def _folded(self, func: Any, args: list[Any], out: Any) -> Constant | None:
+    def _folded(self, func: Any, args: Sequence[Any], out: Any) -> Constant | None:
         """A literal moved to the device becomes a literal there: a graph cannot copy from pageable memory."""
         if func is not torch.ops.aten._to_copy.default or out.device == args[0].device:
             return None

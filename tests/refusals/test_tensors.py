@@ -1,0 +1,423 @@
+"""Tensors that are none of the step's own: foreign ones, inputs written in place, exchanged memory, sparse ones."""
+
+import numpy
+import pytest
+import torch
+import torch.nn.functional as F
+
+import functional_cg as fcg
+from functional_cg import AliasError, ForeignTensorError, HostSyncError, LayoutError, ReadOnlyError
+from tests.refusals.judge import a_batch, a_state, accepted, assert_refused, metric, same
+
+TABLE = torch.ones(3)
+PARAMETER = torch.nn.Parameter(torch.ones(3))
+ARRAY = numpy.ones(3, dtype=numpy.float32)
+LINEAR = torch.nn.Linear(3, 2)
+EMBEDDING = torch.nn.Embedding(4, 3, sparse=True)
+
+
+# -- foreign tensors --------------------------------------------------------------------------------------------
+
+
+def read(s, b):
+    return s["w"] + TABLE
+
+
+def read_a_view(s, b):
+    return TABLE[1:] * 2
+
+
+def read_a_parameter(s, b):
+    return s["w"] * PARAMETER
+
+
+def read_by_a_module(s, b):
+    return LINEAR(b["x"])
+
+
+def read_its_data(s, b):
+    return TABLE.data * 2
+
+
+def read_in_a_loss(s, b):
+    return fcg.value_and_grad(lambda w: (w * TABLE).sum())(s["w"])
+
+
+def read_in_a_backward(s, b):
+    class Twice(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x * 2
+
+        @staticmethod
+        def backward(ctx, grad):
+            return grad * TABLE
+
+    return fcg.grad(lambda w: Twice.apply(w).sum())(s["w"])
+
+
+def read_in_a_list(s, b):
+    return torch.stack([s["w"], TABLE])
+
+
+def read_by_keyword(s, b):
+    return torch.clamp(s["w"], min=TABLE)
+
+
+def read_its_list(s, b):
+    return s["w"] * TABLE.tolist()[0]
+
+
+def read_its_array(s, b):
+    return s["w"] * float(TABLE.numpy()[0])
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        read,
+        read_a_view,
+        read_a_parameter,
+        read_by_a_module,
+        read_its_data,
+        read_in_a_loss,
+        read_in_a_backward,
+        read_in_a_list,
+        read_by_keyword,
+        read_its_list,
+        read_its_array,
+    ],
+)
+def test_foreign_tensor_that_is_read(function):
+    match = "reads a tensor that is in neither the state nor the inputs"
+    assert_refused(metric(function), ForeignTensorError, match, where=function)
+
+
+def returned_as_metric(s, b):
+    return s, TABLE
+
+
+def returned_as_state(s, b):
+    return {**s, "w": TABLE}, {}
+
+
+@pytest.mark.parametrize(
+    ("function", "path"),
+    [(returned_as_metric, r"metrics  f32\[3\]"), (returned_as_state, r"state\['w'\]  f32\[3\]")],
+)
+def test_foreign_tensor_that_is_returned(function, path):
+    assert_refused(function, ForeignTensorError, rf"returns a tensor that is in neither(.|\n)*{path}@cpu")
+
+
+def test_array_that_is_returned():
+    assert_refused(
+        metric(lambda s, b: ARRAY), ForeignTensorError, r"metrics\['out'\]  expected a tensor   got ndarray"
+    )
+
+
+def from_numpy(s, b):
+    return s["w"] + torch.from_numpy(ARRAY)
+
+
+def as_tensor(s, b):
+    return s["w"] + torch.as_tensor(ARRAY)
+
+
+def tensor_of_array(s, b):
+    return s["w"] + torch.tensor(ARRAY)
+
+
+def index_by_array(s, b):
+    return b["x"][numpy.array([0, 2])]
+
+
+@pytest.mark.parametrize("function", [from_numpy, as_tensor, tensor_of_array, index_by_array])
+def test_array_that_is_read(function):
+    assert_refused(metric(function), ForeignTensorError, "reads an array of numpy", where=function)
+    # What the message advises: a literal is a constant of the step.
+    assert same(accepted(metric(lambda s, b: torch.tensor(ARRAY.tolist())))["out"], torch.ones(3))
+
+
+def array_operand(s, b):
+    return s["w"] + ARRAY
+
+
+def test_array_operand_is_a_host_sync():
+    match = r"`ARRAY` is an array of numpy, which computes on the host: pass it as an input"
+    assert_refused(metric(array_operand), HostSyncError, match, where=array_operand)
+
+
+def test_leaf_of_another_state():
+    old = fcg.place({"v": torch.ones(3)})
+    leaf = old["v"]
+
+    def read_leaf(s, b):
+        return s["w"] + leaf
+
+    def read_handle(s, b):
+        return s["w"] + old["v"]
+
+    for function in (read_leaf, read_handle):
+        assert_refused(
+            metric(function), ForeignTensorError, r"f32\[3\]@cpu in aten.add.Tensor", where=function
+        )
+    assert same(old["v"], torch.ones(3))
+
+
+def test_leaf_of_the_donated_state():
+    state = a_state()
+    leaf = state["w"]
+
+    def read_old(s, b):
+        return {**s, "w": s["w"] + leaf}, {}
+
+    with pytest.raises(ForeignTensorError, match="reads a tensor"):
+        fcg.graph_step(read_old)(state, a_batch())
+    assert state.generation == 0
+
+
+def test_write_to_a_foreign_tensor_does_not_happen():
+    log = torch.zeros(3)
+
+    def write(s, b):
+        log.add_(s["w"])
+        return s, {}
+
+    assert_refused(write, ForeignTensorError, "writes a tensor that is in neither", where=write)
+    assert same(log, torch.zeros(3))
+
+
+def test_accepted_twins_of_foreign_tensors():
+    def declared(s, b):
+        return s["w"] + TABLE
+
+    assert same(accepted(metric(declared), constants=(TABLE,))["out"], torch.tensor([1.0, 2.0, 3.0]))
+    assert same(accepted(metric(lambda s, b: s["w"] * TABLE.shape[0]))["out"], torch.tensor([0.0, 3.0, 6.0]))
+    assert same(
+        accepted(metric(lambda s, b: s["w"] * numpy.float32(3)))["out"], torch.tensor([0.0, 3.0, 6.0])
+    )
+
+
+# -- inputs written in place ------------------------------------------------------------------------------------
+
+
+def write_batch(s, b):
+    b["x"].add_(1)
+
+
+def write_state(s, b):
+    s["w"].mul_(2)
+
+
+def write_view(s, b):
+    s["w"][1:].zero_()
+
+
+def write_data(s, b):
+    s["w"].data.mul_(2)
+
+
+def write_detached(s, b):
+    s["w"].detach().mul_(2)
+
+
+def write_transposed(s, b):
+    b["x"].t()[0].fill_(1.0)
+
+
+def write_item(s, b):
+    s["w"][0] = 1.0
+
+
+def write_augmented(s, b):
+    s["w"] += 1
+
+
+def write_out(s, b):
+    torch.add(b["x"], 1, out=b["x"])
+
+
+def write_foreach(s, b):
+    torch._foreach_mul_([s["w"]], 2.0)
+
+
+def write_statistics(s, b):
+    F.batch_norm(b["x"], s["w"], s["w"].clone(), training=True)
+
+
+def write_as_torch_optimizers_do(s, b):
+    weight = torch.nn.Parameter(s["w"])
+    with torch.enable_grad():
+        (weight * weight).sum().backward()
+    weight -= weight.grad
+
+
+def write_storage(s, b):
+    s["w"].set_(torch.zeros(3))
+
+
+def write_size(s, b):
+    s["w"].resize_(2)
+
+
+def write_dropout(s, b):
+    F.relu(b["x"], inplace=True)
+
+
+@pytest.mark.parametrize(
+    ("function", "owner"),
+    [
+        (write_batch, "b['x']"),
+        (write_state, "s['w']"),
+        (write_view, "s['w']"),
+        (write_data, "s['w']"),
+        (write_detached, "s['w']"),
+        (write_transposed, "b['x']"),
+        (write_item, "s['w']"),
+        (write_augmented, "s['w']"),
+        (write_out, "b['x']"),
+        (write_foreach, "s['w']"),
+        (write_statistics, "s['w']"),
+        (write_as_torch_optimizers_do, "s['w']"),
+        (write_storage, "s['w']"),
+        (write_size, "s['w']"),
+        (write_dropout, "b['x']"),
+    ],
+)
+def test_input_written_in_place(function, owner):
+    def step(s, b):
+        function(s, b)
+        return s, {}
+
+    message = assert_refused(step, ReadOnlyError, "writes in place into", where=function)
+    assert f"writes in place into `{owner}`." in message
+
+
+def test_declared_constant_written_in_place():
+    def step(s, b):
+        TABLE.add_(1)
+        return s, {}
+
+    assert_refused(
+        step, ReadOnlyError, r"writes in place into `constants\[0\]`", where=step, constants=(TABLE,)
+    )
+    assert same(TABLE, torch.ones(3))
+
+
+def fresh_tensors(s, b):
+    x = b["x"] + 1
+    x.mul_(2)
+    x[0] = 5.0
+    x.t_()
+    x.unsqueeze_(0)
+    torch.add(x, 1, out=x)
+    mean, variance = s["w"].clone(), s["w"].clone()
+    y = F.batch_norm(b["x"], mean, variance, training=True)
+    y.resize_(2, 3)
+    z = b["x"] * 3
+    z.set_(x)
+    return x, mean, variance, y, z, z + 1
+
+
+def test_fresh_tensors_may_be_written():
+    x = accepted(metric(fresh_tensors))["out"][0]
+    assert x.shape == (1, 3, 4)
+
+
+# -- memory exchanged behind the dispatcher ---------------------------------------------------------------------
+
+
+def assign_data(s, b):
+    s["w"].data = torch.zeros(3)
+    return s["w"]
+
+
+def assign_data_of_a_temporary(s, b):
+    y = b["x"] + 1
+    y.data = b["x"] * 2
+    return y
+
+
+def swapped(s, b):
+    y, z = b["x"] + 1, b["x"] * 2
+    torch.utils.swap_tensors(y, z)
+    return y * 1
+
+
+@pytest.mark.parametrize("function", [assign_data, assign_data_of_a_temporary, swapped])
+def test_exchanged_memory(function):
+    assert_refused(metric(function), ReadOnlyError, "exchanges the memory of a tensor", where=function)
+
+
+def swapped_and_returned(s, b):
+    y, z = b["x"] + 1, b["x"] * 2
+    torch.utils.swap_tensors(y, z)
+    return y
+
+
+def test_exchanged_memory_that_is_returned():
+    assert_refused(metric(swapped_and_returned), ReadOnlyError, "exchanges the memory of a tensor")
+
+
+# -- sparse tensors ---------------------------------------------------------------------------------------------
+
+
+def sparse_gradient(s, b):
+    return fcg.grad(lambda table: F.embedding(b["idx"], table, sparse=True).sum())(b["x"])
+
+
+def sparse_tensor(s, b):
+    return b["x"].to_sparse()
+
+
+def sparse_module(s, b):
+    return fcg.grad(lambda w: torch.func.functional_call(EMBEDDING, {"weight": w}, (b["idx"],)).sum())(b["x"])
+
+
+@pytest.mark.parametrize("function", [sparse_gradient, sparse_module, sparse_tensor])
+def test_sparse_tensor(function):
+    assert_refused(
+        metric(function), LayoutError, "makes a sparse tensor(.|\n)*`sparse=False`", where=function
+    )
+    dense = accepted(metric(lambda s, b: fcg.grad(lambda t: F.embedding(b["idx"], t).sum())(b["x"])))["out"]
+    assert same(dense.sum(1), torch.tensor([3.0, 0.0, 3.0, 0.0]))
+
+
+# -- leaves that share memory -----------------------------------------------------------------------------------
+
+SHARED = {"w": torch.ones(3)}
+MATRIX = torch.ones(4, 3)
+
+
+@pytest.mark.parametrize(
+    ("tree", "paths"),
+    [
+        ({"params": SHARED, "target": SHARED}, ("s['params']['w']", "s['target']['w']")),
+        ({"a": MATRIX, "b": MATRIX[1:2]}, ("s['a']", "s['b']")),
+        ({"a": MATRIX[:, :2], "b": MATRIX[:, 1:]}, ("s['a']", "s['b']")),
+        ({"a": MATRIX, "b": MATRIX.t()}, ("s['a']", "s['b']")),
+        ({"a": MATRIX, "b": MATRIX.view(torch.int32)}, ("s['a']", "s['b']")),
+        ({"a": MATRIX, "b": PARAMETER, "c": MATRIX.detach()}, ("s['a']", "s['c']")),
+    ],
+)
+def test_leaves_that_share_memory(tree, paths):
+    step = fcg.graph_step(lambda s, b: (s, {}))
+    values = fcg.tree.map(torch.clone, tree)
+    with pytest.raises(AliasError, match=r"two leaves of `s` share memory(.|\n)*To fix: copy it") as caught:
+        step(tree, a_batch())
+    assert all(path in str(caught.value) for path in paths)
+    assert step.stats.traces == step.stats.captures == 0
+    assert same(tree, values)
+    state, _ = step(values, a_batch())  # the advice: `.clone()`
+    assert same(fcg.snapshot(state), values)
+
+
+def test_leaf_that_overlaps_itself():
+    step = fcg.graph_step(lambda s, b: (s, {}))
+    with pytest.raises(AliasError, match=r"a leaf of `s` overlaps itself(.|\n)*s\['a'\]  f32\[3\]"):
+        step({"a": torch.ones(1).expand(3)}, a_batch())
+
+
+def test_disjoint_views_of_one_tensor_are_accepted():
+    state, _ = fcg.graph_step(lambda s, b: (s, {}))({"a": MATRIX[:, :1], "b": MATRIX[:, 1:]}, a_batch())
+    assert same(fcg.snapshot(state), {"a": torch.ones(4, 1), "b": torch.ones(4, 2)})
