@@ -74,8 +74,8 @@ DEFERRED = {
 # Dotted name -> the modules that may use it.
 DOORS = {
     "torch.utils._pytree": ("tree",),
-    "torch.cuda.CUDAGraph": ("stages.capture",),
-    "torch.cuda.graph": ("stages.capture",),
+    "torch.cuda.CUDAGraph": ("stages.capture", "bench.opponents"),
+    "torch.cuda.graph": ("stages.capture", "bench.opponents"),
     "torch.cuda.graphs": ("stages.capture",),
     "torch.cuda.make_graphed_callables": ("stages.capture",),
     "torch._subclasses.FakeTensorMode": ("stages.trace",),

@@ -54,23 +54,21 @@ class CompiledPlan:
         arguments = [*(tensors[var] for var in self._touched), *buffers.inputs, *buffers.constants]
         if self._compiled is None:
             self._compiled = self._compile(arguments)
-        compiled = self._compiled
-        on_host = self._device.type == "cpu"
-        anything = bool(self._plan.outputs)
+        compiled, count = self._compiled, len(self._plan.outputs)
 
-        def run(before: Before) -> Sequence[Tensor]:
+        def run_on_device(before: Before) -> Sequence[Tensor]:
             with torch.no_grad():
-                if not on_host:
-                    uninterrupted(before)
-                    out = compiled(*arguments)
-                else:
-                    # A compiled host function writes slots while Python runs: Ctrl-C waits until it is done.
-                    with _interrupts_deferred():
-                        out = compiled(*arguments)
-                        uninterrupted(before)
-            return out if anything else ()
+                uninterrupted(before)
+                return compiled(*arguments)[:count]  # type: ignore[no-any-return]
 
-        return run
+        def run_on_host(before: Before) -> Sequence[Tensor]:
+            # A compiled host function writes slots while Python runs: Ctrl-C waits until it is done.
+            with torch.no_grad(), _interrupts_deferred():
+                metrics = compiled(*arguments)[:count]
+                uninterrupted(before)
+                return _apart(metrics)
+
+        return run_on_host if self._device.type == "cpu" else run_on_device
 
     def _compile(self, arguments: list[Tensor]) -> Callable[..., Any]:
         with torch.no_grad():
@@ -139,11 +137,25 @@ def build_graph(program: Program, plan: Schedule, touched: Sequence[Var]) -> fx.
         if old in padded and (free := padding(padded[old])):
             value = graph.call_function(_clear, (value, free))
         graph.call_function(torch.ops.aten.copy_.default, (nodes[old], value))
-    if not outputs:  # a compiled function has to return something
+    # A staged value that is returned has to be a buffer of its own; inductor drops a clone that is only written.
+    staged = [value for (old, _), value in zip(plan.commits, values, strict=True) if old in plan.staged]
+    results = [*outputs, *staged]
+    if not results:  # a compiled function has to return something
         device = program.slots[0].spec.device if program.slots else torch.device("cpu")
-        outputs = [graph.call_function(torch.ops.aten.zeros.default, ([0],), {"device": device})]
-    graph.output(tuple(outputs))
+        results = [graph.call_function(torch.ops.aten.zeros.default, ([0],), {"device": device})]
+    graph.output(tuple(results))
     return fx.GraphModule(torch.nn.Module(), graph)
+
+
+def _apart(metrics: Sequence[Tensor]) -> list[Tensor]:
+    """Metrics with a storage each: a compiler may return one buffer for two equal results."""
+    seen: set[int] = set()
+    apart = []
+    for metric in metrics:
+        key = metric.untyped_storage()._cdata
+        apart.append(metric.clone() if key in seen else metric)
+        seen.add(key)
+    return apart
 
 
 def _clear(vector: Tensor, positions: Sequence[int]) -> Tensor:

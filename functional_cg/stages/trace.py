@@ -503,7 +503,7 @@ def trace(recipe: Recipe) -> Program:
       FunctionalCGError: One class per mistake, see :mod:`functional_cg.errors`.
     """
     randomness, host = HostRandomness.read(), HostState(recipe.name)
-    with _mapped_errors(recipe.name):
+    with _mapped_errors(recipe.name), torch.inference_mode(False):
         try:
             recorder = _run(recipe, None)
             randomness.refuse_change(recipe.name)
