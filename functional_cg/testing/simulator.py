@@ -151,13 +151,13 @@ class _SimulatedReplay:
         self._simulator = simulator
 
     def __call__(self, before: Before, /) -> Sequence[Tensor]:
-        with torch.inference_mode(False), torch.no_grad():
-            self._simulator.poison()
-            for call in self._head:
-                call.repeat()
-            uninterrupted((*before, *[call.bound() for call in self._tail]))
-            metrics = [_resolve(tensor) for tensor in self._static]
-            self.poison({storage_key(tensor) for tensor in metrics})
+        # Nothing here requires grad; without a context manager Ctrl-C finds no mode to leave half set.
+        self._simulator.poison()
+        for call in self._head:
+            call.repeat()
+        uninterrupted((*before, *[call.bound() for call in self._tail]))
+        metrics = [_resolve(tensor) for tensor in self._static]
+        self.poison({storage_key(tensor) for tensor in metrics})
         return metrics
 
     def poison(self, spared: set[int] | None = None) -> None:
@@ -218,6 +218,5 @@ class Simulator:
 
     def poison(self) -> None:
         """Overwrite the pool: all that lives in captures between two calls, static metrics included."""
-        with torch.inference_mode(False), torch.no_grad():
-            for replay in self._replays:
-                replay.poison()
+        for replay in self._replays:
+            replay.poison()
