@@ -311,16 +311,17 @@ def owned(value: Any) -> Any:
 
 
 def as_tensor(value: Any) -> Any:
-    """Python numbers and numpy arrays as tensors: bool, i64 and f32 scalars, as among the inputs of a step."""
-    if isinstance(value, bool):
-        return torch.tensor(value, dtype=torch.bool)
-    if isinstance(value, int):
-        return torch.tensor(value, dtype=torch.int64)
-    if isinstance(value, float):
-        return torch.tensor(value, dtype=torch.float32)
-    if type(value).__module__ == "numpy" and hasattr(value, "__array__"):
-        try:
+    """Python numbers and numpy arrays as tensors: bool, i64 and f32 scalars, as among the inputs of a step.
+
+    What torch cannot hold (strings, objects, integers of more than 64 bits) stays as it is, to be reported with its
+    key path.
+    """
+    try:
+        for kind, dtype in ((bool, torch.bool), (int, torch.int64), (float, torch.float32)):
+            if isinstance(value, kind):
+                return torch.tensor(value, dtype=dtype)
+        if type(value).__module__ == "numpy" and hasattr(value, "__array__"):
             return torch.tensor(value)
-        except (TypeError, ValueError):  # strings, objects, foreign byte order: reported with its key path
-            return value
+    except (TypeError, ValueError, RuntimeError):
+        pass
     return value
