@@ -5,6 +5,7 @@ import os
 import random
 import re
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import numpy
@@ -137,3 +138,31 @@ def accepted(function: Step, **options: Any) -> Any:
         assert same(metrics, expected)
         assert same(fcg.snapshot(state), fcg.snapshot(twin))
     return metrics
+
+
+@dataclass(frozen=True)
+class Spelling:
+    """One way to ask for a value.
+
+    Attributes:
+      refused: The function that asks.
+      fix: Words of the fix, as the message gives them.
+      twin: The function written as advised; the same value, where there is one.
+    """
+
+    refused: Step
+    fix: str
+    twin: Step | None = None
+
+    def __str__(self) -> str:
+        return self.refused.__name__
+
+
+def assert_spelling(spelling: Spelling) -> None:
+    """The function is refused with its own fix; its twin is accepted and means the same."""
+    fix = rf"\nTo fix: .*{re.escape(spelling.fix)}"
+    assert_refused(metric(spelling.refused), fcg.HostSyncError, fix, where=spelling.refused)
+    if spelling.twin is not None:
+        got = accepted(metric(spelling.twin))["out"]
+        meant = spelling.refused(fcg.snapshot(a_state()), a_batch())
+        torch.testing.assert_close(got, torch.as_tensor(meant, dtype=got.dtype), rtol=1e-6, atol=0.0)

@@ -1,0 +1,339 @@
+"""Every way to ask for a tensor's value on the host is refused, with a fix of its own; the fix is accepted."""
+
+import copy
+import math
+import operator
+import pickle
+
+import numpy
+import pytest
+import torch
+
+import functional_cg as fcg
+from functional_cg import CaptureError, HostSyncError
+from tests.refusals.judge import Spelling, assert_refused, assert_spelling, metric
+
+# -- numbers and text -------------------------------------------------------------------------------------------
+
+
+def item(s, b):
+    return s["w"] * b["s"].item()
+
+
+def tolist(s, b):
+    return b["x"].tolist()[0][0]
+
+
+def to_float(s, b):
+    return s["w"] * float(b["s"])
+
+
+def to_int(s, b):
+    return s["w"] * int(b["i"])
+
+
+def to_complex(s, b):
+    return complex(b["s"]).real
+
+
+def index_protocol(s, b):
+    return s["w"] * operator.index(b["i"])
+
+
+def numpy_method(s, b):
+    return b["x"].numpy().sum()
+
+
+def numpy_function(s, b):
+    return numpy.sqrt(b["x"])
+
+
+def numpy_array(s, b):
+    return numpy.asarray(b["x"]).sum()
+
+
+def cpu(s, b):
+    return b["x"].cpu().sum()
+
+
+def square_root(s, b):
+    return math.sqrt(b["s"]) * s["w"]
+
+
+def exponential(s, b):
+    return math.exp(-b["s"]) * s["w"]
+
+
+def is_nan(s, b):
+    return math.isnan(b["s"])
+
+
+def f_string(s, b):
+    return f"loss {b['s']}"
+
+
+def f_string_with_format(s, b):
+    return f"loss {b['s']:.3f}"
+
+
+def percent(s, b):
+    return "loss %.3f" % b["s"]  # noqa: UP031
+
+
+def format_method(s, b):
+    return "loss {:.3f}".format(b["s"])
+
+
+def to_str(s, b):
+    return str(b["s"])
+
+
+def printed(s, b):
+    print(b["s"])  # noqa: T201
+    return b["s"]
+
+
+def pickled(s, b):
+    return len(pickle.dumps(b["x"]))
+
+
+def shallow_copy(s, b):
+    return copy.copy(b["x"]) * 1
+
+
+def address(s, b):
+    return b["x"].data_ptr() % 2
+
+
+def literal_of_tensors(s, b):
+    return torch.tensor([b["s"], 1.0])
+
+
+NUMBERS = [
+    Spelling(item, "use `b['s']` itself", lambda s, b: s["w"] * b["s"]),
+    Spelling(tolist, "stay with torch ops on `b['x']`", lambda s, b: b["x"][0, 0]),
+    Spelling(to_float, "use `b['s']` itself", lambda s, b: s["w"] * b["s"]),
+    Spelling(to_int, "use `b['i']` itself", lambda s, b: s["w"] * b["i"]),
+    Spelling(to_complex, "use `b['s']` itself", lambda s, b: b["s"]),
+    Spelling(index_protocol, "return the value in `metrics`", lambda s, b: s["w"] * b["i"]),
+    Spelling(numpy_method, "stay with torch ops on `b['x']`", lambda s, b: b["x"].sum()),
+    Spelling(numpy_function, "write `torch.sqrt(b['x'])`"),
+    Spelling(numpy_array, "use the tensor `b['x']` itself", lambda s, b: b["x"].sum()),
+    Spelling(cpu, "leave `b['x']` on its device", lambda s, b: b["x"].sum()),
+    Spelling(square_root, "write `torch.sqrt(b['s'])`", lambda s, b: torch.sqrt(b["s"]) * s["w"]),
+    Spelling(exponential, "write `torch.exp(-b['s'])`", lambda s, b: torch.exp(-b["s"]) * s["w"]),
+    Spelling(is_nan, "write `torch.isnan(b['s'])`", lambda s, b: torch.isnan(b["s"])),
+    Spelling(f_string, "return `b['s']` in `metrics` and print it after the step"),
+    Spelling(f_string_with_format, "return `b['s']` in `metrics` and print it after the step"),
+    Spelling(percent, "return `b['s']` in `metrics` and print it after the step"),
+    Spelling(format_method, "return `b['s']` in `metrics` and print it after the step"),
+    Spelling(to_str, "return `b['s']` in `metrics` and print it after the step"),
+    Spelling(printed, "`step.eager(...)` runs once with real numbers", lambda s, b: b["s"]),
+    Spelling(pickled, "to save it, return it in `metrics`"),
+    Spelling(shallow_copy, "`b['x'].clone()` copies it", lambda s, b: b["x"].clone() * 1),
+    Spelling(address, "leave addresses to kernels"),
+    Spelling(
+        literal_of_tensors,
+        "write `torch.stack([b['s'], torch.tensor(1.0)])`",
+        lambda s, b: torch.stack([b["s"], torch.tensor(1.0)]),
+    ),
+]
+
+
+# -- decisions --------------------------------------------------------------------------------------------------
+
+
+def if_statement(s, b):
+    y = s["w"]
+    if b["s"] > 0:
+        y = y * 2
+    return y
+
+
+def if_else(s, b):
+    if b["s"] > 3:
+        y = s["w"]
+    else:
+        y = -s["w"]
+    return y
+
+
+def while_loop(s, b):
+    y = b["s"]
+    while y < 10:
+        y = y * 2
+    return y
+
+
+def ternary(s, b):
+    return s["w"] if b["s"] > 0 else -s["w"]
+
+
+def assertion(s, b):
+    assert b["s"] > 0
+    return b["s"]
+
+
+def to_bool(s, b):
+    return bool(b["s"] > 1)
+
+
+def conjunction(s, b):
+    return b["s"] > 0 and b["s"] < 3
+
+
+def negation(s, b):
+    return not b["s"]
+
+
+def chain(s, b):
+    return 0 < b["s"] < 3
+
+
+def membership(s, b):
+    return b["s"] in [1.0, 2.0]
+
+
+def contains(s, b):
+    return 2.0 in b["x"]
+
+
+def any_of(s, b):
+    return any(b["m"])
+
+
+def all_of(s, b):
+    return all(b["m"])
+
+
+def maximum(s, b):
+    return max(b["s"], 3.0)
+
+
+def minimum(s, b):
+    return min(b["x"][0, 0], b["x"][0, 1])
+
+
+def ordered(s, b):
+    return torch.stack(sorted(b["x"][0]))
+
+
+def loop_over_range(s, b):
+    y = s["w"]
+    for _ in range(b["i"]):
+        y = y + 1
+    return y
+
+
+def equal(s, b):
+    return torch.equal(b["x"], b["x"])
+
+
+def all_close(s, b):
+    return torch.allclose(b["x"], b["x"])
+
+
+def is_nonzero(s, b):
+    return b["s"].is_nonzero()
+
+
+DECISIONS = [
+    Spelling(
+        if_statement,
+        "`y = torch.where(b['s'] > 0, y * 2, y)`",
+        lambda s, b: torch.where(b["s"] > 0, s["w"] * 2, s["w"]),
+    ),
+    Spelling(
+        if_else,
+        "`y = torch.where(b['s'] > 3, s['w'], -s['w'])`",
+        lambda s, b: torch.where(b["s"] > 3, s["w"], -s["w"]),
+    ),
+    Spelling(
+        while_loop, "loop a fixed number of times and mask the update, `x = torch.where(y < 10, new_x, x)`"
+    ),
+    Spelling(
+        ternary,
+        "`torch.where(b['s'] > 0, s['w'], -s['w'])`",
+        lambda s, b: torch.where(b["s"] > 0, s["w"], -s["w"]),
+    ),
+    Spelling(assertion, "return `b['s'] > 0` in `metrics` and assert outside", lambda s, b: b["s"]),
+    Spelling(to_bool, "keep `(b['s'] > 1)` a tensor", lambda s, b: b["s"] > 1),
+    Spelling(
+        conjunction,
+        "write `torch.logical_and(b['s'] > 0, b['s'] < 3)`",
+        lambda s, b: torch.logical_and(b["s"] > 0, b["s"] < 3),
+    ),
+    Spelling(negation, "write `torch.logical_not(b['s'])`", lambda s, b: torch.logical_not(b["s"])),
+    Spelling(
+        chain,
+        "write `torch.logical_and(0 < b['s'], b['s'] < 3)`",
+        lambda s, b: torch.logical_and(0 < b["s"], b["s"] < 3),
+    ),
+    Spelling(
+        membership,
+        "write `torch.logical_or(b['s'] == 1.0, b['s'] == 2.0)`",
+        lambda s, b: torch.logical_or(b["s"] == 1.0, b["s"] == 2.0),
+    ),
+    Spelling(contains, "write `(b['x'] == 2.0).any()`", lambda s, b: (b["x"] == 2.0).any()),
+    Spelling(any_of, "write `torch.stack(list(b['m'])).any()`", lambda s, b: torch.stack(list(b["m"])).any()),
+    Spelling(all_of, "write `torch.stack(list(b['m'])).all()`", lambda s, b: torch.stack(list(b["m"])).all()),
+    Spelling(maximum, "write `torch.clamp(b['s'], min=3.0)`", lambda s, b: torch.clamp(b["s"], min=3.0)),
+    Spelling(
+        minimum,
+        "write `torch.minimum(b['x'][0, 0], b['x'][0, 1])`",
+        lambda s, b: torch.minimum(b["x"][0, 0], b["x"][0, 1]),
+    ),
+    Spelling(ordered, "write `torch.sort(b['x'][0]).values`", lambda s, b: torch.sort(b["x"][0]).values),
+    Spelling(loop_over_range, "loop a fixed number of times and mask, `torch.where(i < b['i'], new, old)`"),
+    Spelling(equal, "`(b['x'] == b['x']).all()`", lambda s, b: (b["x"] == b["x"]).all()),
+    Spelling(
+        all_close, "`torch.isclose(b['x'], b['x']).all()`", lambda s, b: torch.isclose(b["x"], b["x"]).all()
+    ),
+    Spelling(is_nonzero, "`b['s'] != 0` stays a tensor", lambda s, b: b["s"] != 0),
+]
+
+
+@pytest.mark.parametrize("spelling", [*NUMBERS, *DECISIONS], ids=str)
+def test_spelling_is_refused_and_its_fix_accepted(spelling):
+    assert_spelling(spelling)
+
+
+def test_sync_in_a_loss_and_in_a_backward():
+    def loss(w):
+        return w.sum() * (2.0 if w.sum() > 0 else 1.0)
+
+    class Guarded(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x * 2
+
+        @staticmethod
+        def backward(ctx, grad):
+            return grad * float(grad.sum())
+
+    for function, where in ((loss, loss), (lambda w: Guarded.apply(w).sum(), Guarded.backward)):
+
+        def step(s, b, function=function):
+            return s, fcg.grad(function)(s["w"])
+
+        assert_refused(step, HostSyncError, "asks for the value of a tensor on the host", where=where)
+
+
+def test_sync_on_a_literal_and_on_a_state_leaf():
+    def literal(s, b):
+        return s["w"] * torch.tensor(2.0).item()
+
+    def leaf(s, b):
+        return s["w"] * s["n"].item()
+
+    for function in (literal, leaf):
+        assert_refused(metric(function), HostSyncError, "asks for the value", where=function)
+
+
+def conditional(s, b):
+    return torch.cond(b["s"] > 0, lambda x: x + 1, lambda x: x - 1, (s["w"],))
+
+
+def test_operators_that_take_functions():
+    match = r"calls an operator that takes functions, such as `torch.cond`(.|\n)*To fix: compute both sides and select"
+    assert_refused(metric(conditional), CaptureError, match, where=conditional)
