@@ -234,7 +234,8 @@ def _words64(key: Tensor, n: int, stream: int) -> Tensor:
     if not is_batched(words):
         return words.view(torch.int64)
     low, high = words.unflatten(-1, (n, 2)).to(torch.int64).unbind(-1)  # torch 2.11 cannot view under vmap
-    return (low & 0xFFFFFFFF) | (high << 32)
+    both: Tensor = (low & 0xFFFFFFFF) | (high << 32)
+    return both
 
 
 def _words16(key: Tensor, n: int, stream: int) -> Tensor:

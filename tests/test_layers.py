@@ -55,6 +55,7 @@ ORDER = (
     "lowered",
     "constants",
     "eager",
+    "transform",
     "graph_step",
     "control",
     "precision",

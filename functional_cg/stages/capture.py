@@ -116,38 +116,39 @@ class _GraphReplay:
 
 
 class CUDABackend:
-    """Captures into CUDA graphs: one stream for warm-up and capture, one memory pool for all graphs of a step.
+    """Captures into CUDA graphs, with one memory pool for all graphs of a step.
 
-    Nothing of the pool is alive between calls (metrics are copied out), so graphs may share it.
+    Nothing of the pool is alive between calls (metrics are copied out), so graphs may share it. Warm-up has a stream of
+    its own: cuBLAS keeps a workspace per stream, and the one that a graph uses has to come from the graph's pool. Any
+    other may be freed at any time, by a compiled function's own graphs for example, and unmapped under the replay.
     """
 
     name = "cuda"
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._stream: torch.cuda.Stream | None = None
         self._pool: Any = None
 
     def capture(self, plan: ExecutionPlan, buffers: Buffers, scratch: Callable[[], Buffers]) -> Replay:
         with torch.cuda.device(self._device), quiet():
-            if self._stream is None:
-                self._stream = torch.cuda.Stream(self._device)
+            if self._pool is None:
                 self._pool = torch.cuda.graph_pool_handle()
             caller = torch.cuda.current_stream(self._device)
-            self._stream.wait_stream(caller)
-            with torch.cuda.stream(self._stream):
+            warm_up, stream = torch.cuda.Stream(self._device), torch.cuda.Stream(self._device)
+            warm_up.wait_stream(caller)
+            with torch.cuda.stream(warm_up):
                 run = plan.bind(buffers)  # compiles, where there is a compiler: for slots that do not overlap
                 warm = plan.bind(scratch())
                 for _ in range(_WARM_UPS):
                     warm(())
                 del warm
-            self._stream.synchronize()
+            warm_up.synchronize()
             graph = torch.cuda.CUDAGraph()
             try:
                 with (
                     _no_garbage_collection(),
                     torch.cuda.graph(
-                        graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"
+                        graph, pool=self._pool, stream=stream, capture_error_mode="thread_local"
                     ),
                 ):
                     static = run(())
@@ -160,7 +161,7 @@ class CUDABackend:
                     why="An operation of the step cannot be part of a CUDA graph; the state is unchanged.",
                     fix="see the original exception above; `step.lower(...).as_text()` lists the operations.",
                 ) from error
-            caller.wait_stream(self._stream)
+            caller.wait_stream(stream)
             return _GraphReplay(graph, run, static, self._device)
 
 

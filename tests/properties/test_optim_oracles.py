@@ -261,7 +261,8 @@ def test_lamb_without_decay_and_eps_does_not_depend_on_bias_correction(
     assert_near(ours(a, problem, fused=False), ours(b, problem, fused=False), factor=10)
 
 
-@given(problem=problems(), lr=rates, b1=betas, b2=betas, eps=st.sampled_from([1e-3, 1e-1]))
+# In float64: where v is near g^2, a rounding in float32 turns the sign in the update around.
+@given(problem=problems(torch.float64), lr=rates, b1=betas, b2=betas, eps=st.sampled_from([1e-3, 1e-1]))
 def test_yogi_near_torch_optimizer(problem: Problem, lr: float, b1: float, b2: float, eps: float) -> None:
     got = ours(optim.yogi(lr, b1, b2, eps), problem, fused=False)
     assert_near(got, judged(lambda p: torch_optimizer.Yogi(p, lr, (b1, b2), eps), problem), factor=10)

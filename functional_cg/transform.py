@@ -1,0 +1,383 @@
+"""What ``graph_step`` and ``graph_fn`` have in common: lowering, capture, and the cache of both."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+import time
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Literal, Self, cast
+
+import torch
+from torch import Tensor
+
+from . import tree as pytree
+from .constants import Constants
+from .eager import Shadow, run_eager
+from .errors import ClosedError, LayoutError
+from .inputs import Staging, layout_differences, layout_matcher
+from .lowered import Captured, Lowered
+from .signature import Call, Signature
+from .stages.capture import Backend, backend_for
+from .stages.inductor import lower_compiled
+from .stages.inspect import certify
+from .stages.lower import Buffers, ExecutionPlan, lower_aten
+from .stages.program import Program
+from .stages.replay import MISS, Bound, Stats, output_builder, replayer
+from .stages.rewrite import rewrite
+from .stages.trace import BoundState, Recipe, is_fake, trace
+from .stages.watch import refuse_ambient_autocast, watch
+from .state import Handle, fill, place, placeable
+
+__all__ = ["BackendChoice", "Debug", "Lowering", "Transform"]
+
+_log = logging.getLogger("functional_cg")
+_MAX_STATIC_COMBINATIONS = 8
+
+Lowering = Literal["auto", "aten", "inductor"] | Callable[..., Any]
+BackendChoice = Literal["auto", "eager"] | Backend
+Debug = Literal["verify", "poison", "verify+poison"]
+
+
+class Transform:
+    """A function with its options, what was lowered of it, and what was captured of that."""
+
+    _donates: bool
+
+    def __init__(
+        self,
+        fn: Callable[..., Any],
+        *,
+        static_argnames: Sequence[str] = (),
+        constants: Any = (),
+        max_captures: int = 1,
+        lowering: Lowering = "auto",
+        backend: BackendChoice = "auto",
+        debug: Debug | None = None,
+        verify_calls: int = 16,
+    ) -> None:
+        _refuse_options(fn, max_captures, lowering, backend, debug, verify_calls)
+        functools.update_wrapper(cast("Callable[..., Any]", self), fn)
+        self._fn = fn
+        self._options: dict[str, Any] = {
+            "static_argnames": static_argnames, "constants": constants, "max_captures": max_captures,
+            "lowering": lowering, "backend": backend, "debug": debug, "verify_calls": verify_calls,
+        }  # fmt: skip
+        self._signature = Signature(fn, static_argnames, donates=self._donates)
+        self._name = self._signature.name
+        self._constants = Constants(self._name, constants)
+        self._backend: Backend | None = None if isinstance(backend, str) else backend
+        self._shadow = Shadow(fn, self._name, donates=self._donates)
+        self._to_verify = verify_calls if debug is not None and "verify" in debug else 0
+        self._lowered: dict[tuple[Any, ...], list[Lowered]] = {}
+        self._captured: dict[tuple[int, Any], Captured] = {}
+        self._fast: Callable[[tuple[Any, ...], dict[str, Any]], Any] | None = None
+        self._closed = False
+        self._attribute = self._name
+        self.stats = Stats()
+
+    # -- public -----------------------------------------------------------------------------------------------
+
+    def lower(self, *args: Any, **kwargs: Any) -> Lowered:
+        """Trace, check and plan a call, without running it; ``.capture()`` goes on from there.
+
+        Returns:
+          A :class:`Lowered`: ``.inspection``, ``.as_text()``, ``.memory_analysis()``, ``.capture()``.
+        """
+        self._refuse_closed()
+        call = self._take_apart(args, kwargs)
+        lowered = self._lowered_for(call)
+        return lowered.at(functools.partial(self._captured_for, call, lowered))
+
+    def explain(self) -> str:
+        """What was traced, captured and replayed, as text."""
+        stats = self.stats
+        head = (
+            f"{self._name}: {stats.traces} traces, {stats.captures} captures, {stats.replays} replays, "
+            f"{stats.eager_calls} eager calls"
+        )
+        return "\n".join([head, *(str(lowered) for group in self._lowered.values() for lowered in group)])
+
+    def close(self) -> None:
+        """Free captures and their memory; states stay valid. Calls raise :class:`ClosedError` from then on."""
+        self._closed = True
+        self._fast = None
+        for captured in self._captured.values():
+            captured.close()
+        self._captured.clear()
+        self._lowered.clear()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def __reduce__(self) -> Any:
+        raise TypeError(
+            f"`{self._name}`: a step cannot be pickled or copied, its captures are bound to memory of this process. "
+            "To fix: pickle the state, `fcg.snapshot(state)`, and decorate the function again."
+        )
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._attribute = name
+
+    def _of_instance(self, instance: Any, owner: type | None) -> Any:
+        # Like functools.cached_property: one step per instance, kept and freed with it.
+        step = type(self)(self._fn.__get__(instance, owner), **self._options)
+        instance.__dict__[self._attribute] = step
+        return step
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} {self._name}: {self.stats}>"
+
+    # -- calls ------------------------------------------------------------------------------------------------
+
+    def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        fast = self._fast
+        if fast is not None:
+            result = fast(args, kwargs)
+            if result is not MISS:
+                return result
+        return self._slow(args, kwargs)
+
+    def _slow(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        self._refuse_closed()
+        if any(map(is_fake, _plain_leaves(args, kwargs))):
+            return self._fn(*args, **kwargs)  # called inside of another step's trace: becomes a part of it
+        if self._options["backend"] == "eager" or os.environ.get("FCG_DISABLE_CAPTURE") == "1":
+            return self._instead_of_capture(args, kwargs)
+        call = self._take_apart(args, kwargs)
+        refuse_ambient_autocast(self._name)
+        lowered = self._lowered_for(call)
+        lowered.watch.check(self._name)
+        self._constants.check()
+        replay = functools.partial(self._replay, call, lowered)
+        if self._to_verify:
+            self._to_verify -= 1
+            return self._shadow.verify(call, replay)
+        return replay()
+
+    def _replay(self, call: Call, lowered: Lowered) -> Any:
+        captured = self._captured_for(call, lowered)
+        if not self._to_verify and not call.statics:
+            self._fast = captured.call
+        args, kwargs = call.arguments()
+        result = captured.call(args, kwargs)
+        assert result is not MISS, "a call that was just taken apart fits its capture"
+        return result
+
+    def _instead_of_capture(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if not self.stats.eager_calls and self._options["backend"] != "eager":
+            _log.warning("%s: FCG_DISABLE_CAPTURE=1, every call runs eagerly", self._name)
+        return self._eager(args, kwargs)
+
+    def _eager(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        self._refuse_closed()
+        result = run_eager(self._fn, self._take_apart(args, kwargs), self._name, donates=self._donates)
+        self.stats.eager_calls += 1
+        return result
+
+    def _take_apart(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
+        args, kwargs, statics = self._signature.split_static(args, kwargs)
+        if self._donates:
+            if not args:
+                raise TypeError(f"`{self._name}`: the state must be the first positional argument")
+            if not isinstance(args[0], Handle):
+                args = (self._placed(args[0]), *args[1:])
+        return self._signature.take_apart(args, kwargs, statics)
+
+    def _placed(self, tree: Any) -> Handle:
+        """Place a plain tree, in an arena of this step whose last handle is gone if there is one of its layout."""
+        leaves, treedef, plan = placeable(tree, self._signature.parameter(0), self._name)
+        for captured in list(self._captured.values()):
+            if captured.arenas[0].free and captured.treedef == treedef and captured.arena.plan == plan:
+                lease = captured.lease_again()
+                fill(lease, leaves)
+                return Handle(lease, 0)
+        return cast("Handle", place(tree))
+
+    # -- stages -----------------------------------------------------------------------------------------------
+
+    def _lowered_for(self, call: Call) -> Lowered:
+        key = call.static_key
+        group = self._lowered.get(key, [])
+        for lowered in group:
+            if lowered.fits(call):
+                return lowered
+        if len(group) >= self._options["max_captures"]:
+            raise self._other_layout(group[0], call)
+        if not group and len(self._lowered) >= _MAX_STATIC_COMBINATIONS:
+            raise LayoutError.of(
+                self._name,
+                f"called with more than {_MAX_STATIC_COMBINATIONS} combinations of static arguments.",
+                why="Each combination is a trace and a capture of its own.",
+                fix="pass what changes often as an input.",
+            )
+        lowered = self._lower(call)
+        self._lowered.setdefault(key, []).append(lowered)
+        return lowered
+
+    def _lower(self, call: Call) -> Lowered:
+        refuse_ambient_autocast(self._name)
+        states = tuple(
+            BoundState(
+                s.name, s.handle._node, tuple(slot.spec for slot in s.arena.plan.slots[s.start : s.stop])
+            )
+            for s in call.states
+        )
+        recipe = Recipe(
+            self._fn, self._name, states, call.layout.specs, call.layout.live_names, call.assemble,
+            self._constants.named(), self._donates,
+        )  # fmt: skip
+        with _timed(self._name, "traced"):
+            program = trace(recipe)
+        self.stats.traces += 1
+        # An optimizer in a static field is reached through the state, not through a name in the code.
+        roots = tuple(value for s in call.states for value in pytree.static_values(s.handle._node))
+        host_watch = watch(self._fn, roots=roots, arguments=call.statics)
+        inspection = certify(program, host_watch.names())
+        with _timed(self._name, f"lowered {len(program.instrs)} ATen calls"):
+            rewrite(program, call.places())
+            plan = self._plan(program, call.device)
+        return Lowered(self._name, states, call.layout, program, plan, host_watch, inspection)
+
+    def _plan(self, program: Program, device: torch.device) -> ExecutionPlan:
+        choice = self._options["lowering"]
+        if choice == "auto":
+            choice = "inductor" if device.type == "cuda" else "aten"
+        if choice == "aten":
+            return lower_aten(program)
+        return lower_compiled(program, device, None if choice == "inductor" else choice)
+
+    def _captured_for(self, call: Call, lowered: Lowered) -> Captured:
+        key = (id(lowered), call.arenas)
+        captured = self._captured.get(key)
+        if captured is None:
+            with _timed(self._name, "captured"):
+                captured = self._captured[key] = self._capture(call, lowered)
+            self.stats.captures += 1
+            this = weakref.ref(self)
+            for arena in captured.arenas:
+                arena.watchers.append(functools.partial(_reap, this))
+        return captured
+
+    def _capture(self, call: Call, lowered: Lowered) -> Captured:
+        program = lowered.program
+        if self._backend is None:
+            self._backend = backend_for(call.device)
+        staging = Staging(call.layout.specs, call.device)
+        staging.copy_in(call.live)
+        slots = [slot for s in call.states for slot in s.arena.slots[s.start : s.stop]]
+        constants = [c.value.to(c.var.spec.device, copy=True) for c in program.constants]
+        for s in call.states:
+            s.arena.join()
+        replay = self._backend.capture(
+            lowered.plan,
+            Buffers(slots, staging.slots, constants),
+            lambda: Buffers(_scratch(slots), staging.slots, constants),
+        )
+        assert program.output_def is not None
+        fast = replayer(
+            name=self._name,
+            bound=[Bound(s.position, s.arena, s.start, s.stop) for s in call.states],
+            donates=self._donates,
+            match=layout_matcher(call.layout, call.device),
+            unchanged=self._unchanged(lowered),
+            staging=staging,
+            replay=replay,
+            build=output_builder(program.output_def, program.outputs),
+            stats=self.stats,
+        )
+        return Captured.of(fast, replay, call, constants)
+
+    def _unchanged(self, lowered: Lowered) -> Callable[[], bool]:
+        values, constants = lowered.watch.unchanged, self._constants.unchanged
+        return (lambda: values() and constants()) if self._constants else values
+
+    # -- refusals ---------------------------------------------------------------------------------------------
+
+    def _refuse_closed(self) -> None:
+        if self._closed:
+            raise ClosedError.of(
+                self._name,
+                "called after `close()`.",
+                why="Its captures and their memory are gone; states are still valid.",
+                fix="make a new step, `graph_step(fn)`.",
+            )
+
+    def _other_layout(self, known: Lowered, call: Call) -> LayoutError:
+        most = self._options["max_captures"]
+        return LayoutError.of(
+            self._name,
+            f"called with another layout than it was captured for (max_captures={most}); the state is unchanged.",
+            rows=known.state_differences(call) + layout_differences(known.layout, call.layout),
+            why="A captured graph has fixed shapes, dtypes and structure.",
+            fix="pad the last batch or drop it, convert other dtypes; "
+            f"to pay for one more graph, use `graph_step(max_captures={most + 1})`.",
+        )
+
+
+def _refuse_options(
+    fn: Any, max_captures: Any, lowering: Any, backend: Any, debug: Any, verify_calls: Any
+) -> None:
+    if not callable(fn):
+        raise TypeError(f"graph_step: expected a function, got {type(fn).__name__}")
+    for name, value, least in (("max_captures", max_captures, 1), ("verify_calls", verify_calls, 0)):
+        if not isinstance(value, int) or isinstance(value, bool) or value < least:
+            raise ValueError(f"graph_step: {name} must be an int of at least {least}, got {value!r}")
+    if lowering not in ("auto", "aten", "inductor") and not callable(lowering):
+        raise ValueError(
+            f"graph_step: lowering must be 'auto', 'aten', 'inductor' or a compiler, got {lowering!r}"
+        )
+    if backend not in ("auto", "eager") and not callable(getattr(backend, "capture", None)):
+        raise ValueError(f"graph_step: backend must be 'auto', 'eager' or a Backend object, got {backend!r}")
+    if debug not in (None, "verify", "poison", "verify+poison"):
+        raise ValueError(f"graph_step: debug must be 'verify', 'poison' or 'verify+poison', got {debug!r}")
+
+
+def _reap(this: weakref.ref[Transform]) -> None:
+    """Keep at most one capture whose handles are all gone; it waits for the next plain tree."""
+    step = this()
+    if step is None or step._closed:
+        return
+    spare = [key for key, captured in list(step._captured.items()) if captured.spare]
+    for key in spare[:-1]:
+        captured = step._captured.pop(key, None)
+        if captured is not None:
+            if step._fast is captured.call:
+                step._fast = None
+            captured.close()
+
+
+def _scratch(slots: Sequence[Tensor]) -> list[Tensor]:
+    """Buffers for warm-up: floating leaves share one (their values do not matter), the others are copied."""
+    largest: dict[torch.dtype, int] = {}
+    for slot in slots:
+        if slot.is_floating_point():
+            largest[slot.dtype] = max(largest.get(slot.dtype, 0), slot.numel())
+    shared = {
+        dtype: torch.zeros(numel, dtype=dtype, device=slots[0].device) for dtype, numel in largest.items()
+    }
+    return [
+        torch.as_strided(shared[slot.dtype], slot.shape, slot.stride())
+        if slot.dtype in shared
+        else slot.clone()
+        for slot in slots
+    ]
+
+
+def _plain_leaves(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[Any]:
+    for value in (*args, *kwargs.values()):
+        if not isinstance(value, Handle):
+            yield from pytree.leaves(value)
+
+
+@contextmanager
+def _timed(name: str, what: str) -> Iterator[None]:
+    start = time.perf_counter()
+    yield
+    _log.info("%s: %s in %.2f s", name, what, time.perf_counter() - start)
