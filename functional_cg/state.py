@@ -318,7 +318,7 @@ def place(tree: T, device: torch.device | str | None = None) -> T:
       tensor([2., 2.])
     """
     leaves, treedef, layout = placeable(tree, "state", device=device)
-    home = layout.slabs[0].device if layout.slabs else torch.device(device or "cpu")
+    home = layout.slabs[0].device if layout.slabs else torch.empty(0, device=device or "cpu").device
     lease = Lease(Arena.allocate(layout, home), treedef, treedef.paths())
     fill(lease, leaves)
     return Handle(lease, 0)  # type: ignore[return-value]
