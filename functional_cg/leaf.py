@@ -130,11 +130,11 @@ def donated(path: str, origin: Origin, state: str = "state") -> DonatedStateErro
     """The error for a handle or leaf that is used after its state was donated."""
     donor = getattr(origin, "_donor", "")
     by = f" to `{donor}`" if donor else ""
-    call = (
-        f"{state} = {state}.{donor}(...)"
-        if donor == "replace"
-        else f"{state}, metrics = {donor or 'step'}({state}, batch)"
-    )
+    edits = {
+        "replace": f"{state} = {state}.replace(...)",
+        "fcg.tree.at": f"{state} = fcg.tree.at(lambda s: ..., {state}, value)",
+    }
+    call = edits.get(donor, f"{state}, metrics = {donor or 'step'}({state}, batch)")
     return DonatedStateError.of(
         "",
         f"`{path}` was used after `{state}` was donated{by} (generation {origin._generation}).",
