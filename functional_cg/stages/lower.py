@@ -219,7 +219,7 @@ class AtenPlan:
                 vector.index_fill_, 0, torch.tensor(padding(known), device=vector.device), 0
             )
         exec(self._code, names)
-        return names["run"]  # type: ignore[no-any-return]
+        return names.pop("run")  # type: ignore[no-any-return]  # no cycle: buffers are freed with it
 
     def _split_hoisted(self) -> tuple[list[Instr], list[Instr]]:
         """Separate the calls that only take views of static buffers."""
