@@ -93,7 +93,7 @@ def test_replay_equals_eager_for_training(backend: Callable[[], Any]) -> None:
 
 
 @on_both_backends
-def test_a_step_that_is_handed_on_replays_between_fresh_results(backend: Callable[[], Any]) -> None:
+def test_literals_and_constants_live_as_long_as_the_capture(backend: Callable[[], Any]) -> None:
     """The literals and constants that a capture reads are its own: they outlive what the caller held."""
     table = torch.arange(12.0).reshape(4, 3)
 
@@ -252,6 +252,25 @@ def test_a_donated_state_and_its_leaves_are_loud(backend: Callable[[], Any], dat
             with pytest.raises(fcg.DonatedStateError, match="donated"):
                 leaf + leaf
         assert_trees_all_equal(state, before, "state")
+
+
+@on_both_backends
+def test_an_old_state_never_shows_new_values(backend: Callable[[], Any]) -> None:
+    """Either an error or the old value: for the handle, for a leaf and for a view of a leaf taken earlier."""
+    step = fcg.graph_step(lambda s, x: ({"w": s["w"] + x}, {}), backend=backend())
+    state = fcg.place({"w": torch.zeros(2)})
+    leaf, view, total = state["w"], state["w"][:1], state["w"].sum()
+    new, _ = step(state, torch.ones(2))
+    for use in (
+        lambda: state["w"],
+        lambda: leaf.tolist(),
+        lambda: view + 0,
+        lambda: step(state, torch.ones(2)),
+    ):
+        with pytest.raises(fcg.DonatedStateError, match="donated"):
+            use()
+    assert total.item() == 0
+    assert new["w"].tolist() == [1.0, 1.0]
 
 
 # -- layout -------------------------------------------------------------------------------------------------------

@@ -1,0 +1,66 @@
+"""Runs tests against a copy of the package, patched or not."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from tests.mutants.catalogue import Mutant
+
+ROOT = Path(__file__).resolve().parents[2]
+TIMEOUT_SECONDS = 240
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What tests say about a copy.
+
+    Attributes:
+      verdicts: ``PASSED``, ``FAILED`` or ``ERROR`` by test id.
+      output: What pytest wrote.
+    """
+
+    verdicts: dict[str, str]
+    output: str
+
+    def surviving(self, tests: Sequence[str]) -> list[str]:
+        """The tests that did not fail: an error in a fixture or an import kills nothing."""
+        return [test for test in tests if self.verdicts.get(test) != "FAILED"]
+
+
+def run(tests: Sequence[str], folder: Path, mutant: Mutant | None = None) -> Outcome:
+    """Run tests on a copy of the package and of the tests in ``folder``.
+
+    Raises:
+      StaleMutantError: If the mutant does not fit the code any more.
+      RuntimeError: If pytest could not run.
+    """
+    leave = shutil.ignore_patterns("__pycache__")
+    for name in ("functional_cg", "tests"):
+        shutil.copytree(ROOT / name, folder / name, ignore=leave)
+    shutil.copy(ROOT / "pyproject.toml", folder)
+    if mutant is not None:
+        mutant.apply(folder / "functional_cg")
+    (folder / "where.py").write_text(
+        "import functional_cg\n\ndef pytest_report_header():\n    return 'package: ' + functional_cg.__file__\n"
+    )
+    environment = {
+        name: value for name, value in os.environ.items() if not name.startswith(("PYTEST_", "FCG_"))
+    }
+    environment |= {"PYTHONPATH": str(folder), "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
+    flags = ["-rpfE", "--tb=line", "-p", "where", "-p", "no:cacheprovider", "-p", "no:randomly"]
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", *flags, *tests],
+        cwd=folder, env=environment, capture_output=True, text=True, timeout=TIMEOUT_SECONDS, check=False,
+    )  # fmt: skip
+    output = done.stdout + done.stderr
+    if done.returncode not in (0, 1) or f"package: {folder / 'functional_cg'}" not in output:
+        raise RuntimeError(f"pytest ended with {done.returncode}:\n{output}")
+    lines = re.finditer(r"^(PASSED|FAILED|ERROR) (\S+?::.*?)(?: - .*)?$", output, re.MULTILINE)
+    return Outcome({line[2]: line[1] for line in lines}, output)
