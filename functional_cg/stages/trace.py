@@ -247,7 +247,7 @@ class _Recorder(TorchDispatchMode):
         instr = Instr(func, frozen, named, self._born(out), writes, self._locator.locate())
         self.program.instrs.append(instr)
         if self._first is not None:
-            refuse_difference(self._first, self.program.instrs, instr)
+            _refuse_difference(self._first, self.program.instrs)
 
     def _literal(self, value: Tensor) -> Tensor:
         """``torch.tensor([...])``: a constant of the step. Memory that it shares with numpy belongs to the caller."""
@@ -319,53 +319,53 @@ def _same(a: Any, b: Any) -> bool:
         return a is b
 
 
-def refuse_difference(first: Program, instrs: Sequence[Instr], instr: Instr) -> None:
+def _refuse_difference(first: Program, instrs: Sequence[Instr]) -> None:
     """Raise if the last instruction differs from the one at its place in the first trace."""
-    number = len(instrs) - 1
+    number, instr = len(instrs) - 1, instrs[-1]
     known = first.instrs[number] if number < len(first.instrs) else None
     if (
-        known is not None
-        and known.op is instr.op
-        and _same(known.args, instr.args)
-        and _same(known.kwargs, instr.kwargs)
+        known is None
+        or known.op is not instr.op
+        or not _same(known.args, instr.args)
+        or not _same(known.kwargs, instr.kwargs)
     ):
-        return
-    raise BakedValueError.of(
-        first.function,
+        raise _difference(first.function, known, instr)
+
+
+def _difference(function: str, first: Instr | None, then: Instr | None) -> BakedValueError:
+    rows = [
+        f"{when}  {f'{instr}   at {instr.site}' if instr else 'nothing'}"
+        for when, instr in (("first", first), ("then ", then))
+    ]
+    return BakedValueError.of(
+        function,
         "two traces of it differ: a value on the host moved in between.",
-        rows=[f"first  {known}", f"then   {instr}   at {instr.site}"],
+        rows=rows,
         why="Replay would repeat the first trace for ever.",
         fix="pass what changes (time, counters, random numbers) as an input, or keep it in the state.",
     )
 
 
-@contextlib.contextmanager
-def _mapped_errors(name: str) -> Iterator[None]:
-    """The user's exceptions chained under ours, and those of the fake mode translated."""
-    try:
-        yield
-    except FunctionalCGError:
-        raise
-    except (DataDependentOutputException, DynamicOutputShapeException) as error:
-        raise _host_sync(name, error) from error
-    except Exception as error:
-        text = str(error)
-        if any(part in text for part in _READS_MEMORY):
-            raise _host_sync(name, error) from error
-        where = _raised_at(error)
-        if "HigherOrderOperator" in text:
-            raise CaptureError.of(
-                name,
-                f"calls an operator that takes functions, such as `torch.cond`{where}.",
-                why="A graph replays one sequence of kernels; what such an operator runs is not part of it.",
-                fix="compute both sides and select, `torch.where(cond, a, b)`; write a loop of fixed length in Python.",
-            ) from error
-        raise CaptureError.of(
+def _mapped(name: str, error: Exception) -> FunctionalCGError:
+    """Our error for an exception of the user's function, or for one with which the fake mode refuses a read."""
+    text = str(error)
+    by_value = isinstance(error, DataDependentOutputException | DynamicOutputShapeException)
+    if by_value or any(part in text for part in _READS_MEMORY):
+        return _host_sync(name, error)
+    where = _raised_at(error)
+    if isinstance(error, NotImplementedError) and "HigherOrderOperator" in text:
+        return CaptureError.of(
             name,
-            f"raised {type(error).__name__}{where}: {text.splitlines()[0] if text else ''}",
-            why="The step was being traced; nothing was launched and the state is unchanged.",
-            fix="see the original exception above; `step.eager(state, *inputs)` runs the function on real values.",
-        ) from error
+            f"calls an operator that takes functions, such as `torch.cond`{where}.",
+            why="A graph replays one sequence of kernels; what such an operator runs is not part of it.",
+            fix="compute both sides and select, `torch.where(cond, a, b)`; write a loop of fixed length in Python.",
+        )
+    return CaptureError.of(
+        name,
+        f"raised {type(error).__name__}{where}: {text.splitlines()[0] if text else ''}".rstrip(": "),
+        why="The step was being traced; nothing was launched and the state is unchanged.",
+        fix="see the original exception above; `step.eager(state, *inputs)` runs the function on real values.",
+    )
 
 
 def _host_sync(name: str, error: Exception) -> HostSyncError:
@@ -503,18 +503,23 @@ def trace(recipe: Recipe) -> Program:
       FunctionalCGError: One class per mistake, see :mod:`functional_cg.errors`.
     """
     randomness, host = HostRandomness.read(), HostState(recipe.name)
-    with _mapped_errors(recipe.name), torch.inference_mode(False):
-        try:
+    # No context manager maps the errors: contextlib would let go of ours for a StopIteration of the user's.
+    try:
+        with torch.inference_mode(False):
             recorder = _run(recipe, None)
             randomness.refuse_change(recipe.name)
             _refuse_kept(recipe.name, recorder, recorder.release())
             watched = watch(recipe.function)
             again = _run(recipe, recorder.program)
-        finally:
-            randomness.restore()
+    except FunctionalCGError:
+        raise
+    except Exception as error:
+        raise _mapped(recipe.name, error) from error
+    finally:
+        randomness.restore()
     program = recorder.program
-    if len(again.program.instrs) != len(program.instrs):
-        refuse_difference(again.program, program.instrs, program.instrs[-1])
+    if len(again.program.instrs) < len(program.instrs):
+        raise _difference(recipe.name, program.instrs[len(again.program.instrs)], None)
     _refuse_changed_result(program, again.program)
     host.refuse_change(watched)
     return program

@@ -328,20 +328,29 @@ def counter_branch(s, b):
     return s, s["w"] + 1 if next(COUNTER) % 2 else s["w"] - 1
 
 
-def counter_length(s, b):
-    w = s["w"]
-    for _ in range(next(COUNTER)):
-        w = w + 1
-    return s, w
-
-
 @pytest.mark.parametrize("function", [clock, counter, counter_shape, counter_branch])
 def test_value_that_moves(function):
     assert_refused(function, BakedValueError, "two traces of it differ(.|\n)*first  t", where=function)
 
 
-def test_number_of_calls_that_moves():
-    assert_refused(counter_length, BakedValueError, "two traces of it differ")
+@pytest.mark.parametrize(
+    ("numbers", "rows"),
+    [
+        ((1, 2), r"first  nothing\n  then   t\d = aten\.add"),
+        ((3, 1), r"first  t\d = aten\.add.*\n  then   nothing"),
+        ((0, 1), r"first  nothing\n  then   t\d = aten\.add"),
+    ],
+)
+def test_number_of_calls_that_moves(numbers, rows):
+    lengths = iter(numbers)
+
+    def loop(s, b):
+        w = s["w"]
+        for _ in range(next(lengths)):
+            w = w + 1
+        return s, w
+
+    assert_refused(loop, BakedValueError, rf"two traces of it differ(.|\n)*{rows}", where=loop)
 
 
 def test_literal_that_moves():

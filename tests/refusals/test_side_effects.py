@@ -1,0 +1,426 @@
+"""Side effects, exceptions and interrupts while a step is traced; a trace leaves everything outside of it alone."""
+
+import functools
+import gc
+import re
+import warnings
+import weakref
+
+import pytest
+import torch
+
+import functional_cg as fcg
+from functional_cg import CaptureError, SideEffectError
+from tests.refusals.judge import (
+    a_batch,
+    a_state,
+    accepted,
+    assert_line_of,
+    assert_refused,
+    assert_still_good,
+    metric,
+)
+
+# -- tensors that outlive the trace -----------------------------------------------------------------------------
+
+
+def keep_in_a_list():
+    kept = []
+
+    def step(s, b):
+        kept.append(s["w"] * 2)
+        return s, {}
+
+    return step
+
+
+def keep_in_an_attribute():
+    module = torch.nn.Module()
+
+    def step(s, b):
+        module.activation = b["x"].sum()
+        return s, {}
+
+    return step
+
+
+def keep_in_a_cache():
+    @functools.lru_cache
+    def table(size):
+        return torch.zeros(size)
+
+    def step(s, b):
+        return s, s["w"] + table(3)
+
+    return step
+
+
+def keep_in_a_cell():
+    best = None
+
+    def step(s, b):
+        nonlocal best
+        best = s["w"].max()
+        return s, {"best": best}
+
+    return step
+
+
+def keep_in_a_global():
+    def step(s, b):
+        global KEPT
+        KEPT = s["w"].max()
+        return s, {}
+
+    return step
+
+
+def keep_in_a_default():
+    def step(s, b, *, seen={}):  # noqa: B006
+        seen["x"] = b["x"] + 1
+        return s, {}
+
+    return step
+
+
+def keep_a_graph():
+    losses = []
+
+    def step(s, b):
+        def loss(w):
+            losses.append((w**2).sum())
+            return losses[-1]
+
+        return s, fcg.grad(loss)(s["w"])
+
+    return step
+
+
+def keep_in_a_cycle():
+    class Box:
+        pass
+
+    boxes = []
+
+    def step(s, b):
+        box = Box()
+        box.self, box.value = box, s["w"] * 2
+        boxes.append(weakref.proxy(box))
+        globals()["KEPT"] = box
+        return s, {}
+
+    return step
+
+
+KEPT = None
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        keep_in_a_list,
+        keep_in_an_attribute,
+        keep_in_a_cache,
+        keep_in_a_cell,
+        keep_in_a_global,
+        keep_in_a_default,
+        keep_a_graph,
+        keep_in_a_cycle,
+    ],
+)
+def test_tensor_that_is_kept(make):
+    match = r"keeps \d tensor\(s\) of the step beyond its end(.|\n)*f32\[.*\]@cpu, made at test_side_effects.py:\d+"
+    assert_refused(make(), SideEffectError, match, where=make)
+    globals()["KEPT"] = None
+
+
+def test_argument_that_is_kept():
+    kept = []
+
+    def step(s, b):
+        kept.append(b["x"])
+        return s, {}
+
+    assert_refused(step, SideEffectError, r"f32\[4,3\]@cpu, made at entry")
+
+
+def test_garbage_in_cycles_is_not_kept():
+    class Box:
+        pass
+
+    def step(s, b):
+        box = Box()
+        box.self, box.value = box, s["w"] * 2
+        return s, box.value + 1
+
+    gc.disable()
+    try:
+        accepted(step)
+    finally:
+        gc.enable()
+
+
+# -- values of the host that the step changes -------------------------------------------------------------------
+
+CALLS = 0
+
+
+def count_in_a_global():
+    def step(s, b):
+        global CALLS
+        CALLS += 1
+        return s, {}
+
+    return step, "CALLS"
+
+
+def count_in_an_attribute():
+    class Meter:
+        count = 0
+
+    meter = Meter()
+
+    def step(s, b):
+        meter.count += 1
+        return s, {}
+
+    return step, "meter.count"
+
+
+def count_in_a_cell():
+    count = 0
+
+    def step(s, b):
+        nonlocal count
+        count += 1
+        return s, {}
+
+    return step, "count"
+
+
+def count_in_a_dict():
+    meters = {"calls": 0}
+
+    def step(s, b):
+        meters["calls"] += 1
+        return s, {}
+
+    return step, 'meters["calls"]'
+
+
+@pytest.mark.parametrize("make", [count_in_a_global, count_in_an_attribute, count_in_a_cell, count_in_a_dict])
+def test_value_that_is_changed(make):
+    step, name = make()
+    match = rf"changes 1 value\(s\) of the host while it runs(.|\n)*{re.escape(name)}  before 1   after 2"
+    globals()["CALLS"] = 0
+    assert_refused(step, SideEffectError, match)
+
+
+def test_counting_in_the_state_is_accepted():
+    def counted(s, b):
+        n = s["n"] + 1
+        return {**s, "n": n}, {"calls": n}
+
+    assert accepted(counted)["calls"] == 2
+
+
+def test_mode_that_is_changed():
+    def step(s, b):
+        torch.set_default_dtype(torch.float64)
+        return s, {}
+
+    state = a_state()
+    try:
+        with pytest.raises(
+            SideEffectError, match=r"torch.get_default_dtype\(\)  before torch.float32   after torch.float64"
+        ):
+            fcg.graph_step(step)(state, a_batch())
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert_still_good(state, fcg.snapshot(a_state()), 0)
+
+
+def test_what_is_set_up_once_is_accepted():
+    class Model:
+        width = None
+
+        def __call__(self, w):
+            if self.width is None:
+                self.width = w.shape[0]
+            return w * self.width
+
+    model = Model()
+    assert accepted(metric(lambda s, b: model(s["w"])))["out"].tolist() == [0.0, 3.0, 6.0]
+
+
+# -- exceptions -------------------------------------------------------------------------------------------------
+
+
+class Custom(Exception):
+    """An exception of the user's own."""
+
+    def __init__(self, first, second):
+        super().__init__(first, second)
+
+
+def raise_key_error(s, b):
+    return s, b["missing"]
+
+
+def raise_custom(s, b):
+    raise Custom(1, 2)
+
+
+def raise_assertion(s, b):
+    assert b["x"].shape[0] == 5, "five rows"
+    return s, {}
+
+
+def raise_in_a_helper(s, b):
+    return s, helper(s["w"])
+
+
+def helper(w):
+    raise ValueError("bad width\nof two lines")
+
+
+def raise_stop_iteration(s, b):
+    return s, next(iter(()))
+
+
+@pytest.mark.parametrize(
+    ("function", "where", "kind", "text"),
+    [
+        (raise_key_error, raise_key_error, KeyError, ": 'missing'"),
+        (raise_custom, raise_custom, Custom, r": \(1, 2\)"),
+        (raise_assertion, raise_assertion, AssertionError, ": five rows"),
+        (raise_in_a_helper, helper, ValueError, ": bad width"),
+        (raise_stop_iteration, raise_stop_iteration, StopIteration, ""),
+    ],
+)
+def test_exception_of_the_user(function, where, kind, text):
+    assert_refused(function, CaptureError, rf"raised {kind.__name__}, at .*py:\d+{text}\n", where=where)
+    with pytest.raises(CaptureError, match="nothing was launched and the state is unchanged") as caught:
+        fcg.graph_step(function)(a_state(), a_batch())
+    assert type(caught.value.__cause__) is kind
+
+
+def test_exception_of_torch():
+    def step(s, b):
+        return s, b["x"] @ b["x"]
+
+    state = a_state()
+    with pytest.raises(CaptureError, match="raised RuntimeError, at ") as caught:
+        fcg.graph_step(step)(state, a_batch())
+    assert_line_of(step, str(caught.value))
+    assert isinstance(caught.value.__cause__, RuntimeError)
+    assert_still_good(state, fcg.snapshot(a_state()), 0)
+
+
+def test_call_that_does_not_fit_the_signature():
+    step = fcg.graph_step(lambda s, b: (s, {}))
+    for args in ((a_state(),), (a_state(), 1, 2)):
+        with pytest.raises(CaptureError, match="raised TypeError") as caught:
+            step(*args)
+        assert isinstance(caught.value.__cause__, TypeError)
+    assert step(a_state(), 1)[0].generation == 1
+
+
+def test_advice_for_an_exception_works():
+    """``.eager`` runs on real values, where the exception is the user's own."""
+    step, state = fcg.graph_step(raise_key_error), a_state()
+    with pytest.raises(KeyError, match="missing"):
+        step.eager(state, a_batch())
+    assert_still_good(state, fcg.snapshot(a_state()), 0)
+
+
+def test_same_step_works_once_its_function_does():
+    rows = {"n": 5}
+
+    def step(s, b):
+        assert b["x"].shape[0] == rows["n"], "rows"
+        return s, {"sum": b["x"].sum()}
+
+    step = fcg.graph_step(step)
+    state = a_state()
+    with pytest.raises(CaptureError, match="rows"):
+        step(state, a_batch())
+    rows["n"] = 4
+    state, metrics = step(state, a_batch())
+    assert metrics["sum"] == 66.0
+    assert (step.stats.traces, step.stats.captures) == (1, 1)
+
+
+@pytest.mark.parametrize("interrupt", [KeyboardInterrupt, SystemExit, GeneratorExit])
+@pytest.mark.parametrize("run", [1, 2])
+def test_interrupt_in_a_trace(interrupt, run):
+    """In the first run of the function or in the second: it propagates as it is, and nothing is lost."""
+    seen = []
+
+    def step(s, b):
+        seen.append(None)
+        with torch.enable_grad():
+            w = s["w"].detach().requires_grad_()
+            loss = (w * 2).sum()
+            if len(seen) == run:
+                raise interrupt
+            (grad,) = torch.autograd.grad(loss, w)
+        return {**s, "w": s["w"] - grad}, {"loss": loss.detach()}
+
+    step, state = fcg.graph_step(step), a_state()
+    generator = torch.get_rng_state()
+    with pytest.raises(interrupt):
+        step(state, a_batch())
+    assert torch.equal(generator, torch.get_rng_state())
+    assert torch.is_grad_enabled()
+    assert torch._C._len_torch_dispatch_stack() == torch._C._len_torch_function_stack() == 0
+    assert state.generation == 0
+    state, metrics = step(state.latest(), a_batch())  # the same step goes on
+    assert metrics["loss"] == 6.0
+    assert state["w"].tolist() == [-2.0, -1.0, 0.0]
+
+
+# -- the world around a trace -----------------------------------------------------------------------------------
+
+
+def world():
+    return {
+        "grad": torch.is_grad_enabled(),
+        "inference": torch.is_inference_mode_enabled(),
+        "autocast": torch.is_autocast_enabled("cpu"),
+        "autocast cache": torch.is_autocast_cache_enabled(),
+        "multithreading": torch.autograd.is_multithreading_enabled(),
+        "default dtype": torch.get_default_dtype(),
+        "dispatch modes": torch._C._len_torch_dispatch_stack(),
+        "function modes": torch._C._len_torch_function_stack(),
+        "garbage collection": gc.isenabled(),
+        "generator": torch.get_rng_state().tolist(),
+        "warnings": list(warnings.filters),
+    }
+
+
+def leaves_modes_on(s, b):
+    torch.set_grad_enabled(True)
+    torch.set_autocast_cache_enabled(True)
+    return s, {}
+
+
+def fails_under_autocast(s, b):
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        raise ValueError
+
+
+@pytest.mark.parametrize("ambient", [torch.no_grad, torch.enable_grad, torch.inference_mode])
+@pytest.mark.parametrize(
+    "function", [lambda s, b: (s, {}), raise_custom, leaves_modes_on, fails_under_autocast, keep_in_a_list()]
+)
+@pytest.mark.parametrize("way", ["__call__", "eager", "lower"])
+def test_world_is_left_alone(function, ambient, way):
+    step = fcg.graph_step(function)
+    with ambient():
+        before = world()
+        try:
+            getattr(step, way)(a_state(), a_batch())
+        except (fcg.FunctionalCGError, Custom, ValueError):
+            assert function is not leaves_modes_on
+        assert world() == before
