@@ -104,10 +104,12 @@ class _Call:
 
 
 class _Recorder(TorchDispatchMode):
-    """Records the calls of one run, and which memory is born in it."""
+    """Records the calls of one run on buffers, and which memory is born in it."""
 
-    def __init__(self) -> None:
+    def __init__(self, buffers: Buffers) -> None:
         super().__init__()
+        everything = [*buffers.slots, *buffers.inputs, *buffers.constants]
+        self._of_others = frozenset(storage_key(tensor) for tensor in everything)
         self.calls: list[_Call] = []
         self.tail = 0
         self.pool: dict[int, Tensor] = {}
@@ -116,9 +118,9 @@ class _Recorder(TorchDispatchMode):
         self.tail = len(self.calls)
 
     def address(self, value: Any) -> Any:
-        """A value as the record may keep it: memory of others by address only."""
+        """A value as the record may keep it: the static buffers by address only."""
         if isinstance(value, Tensor):
-            return value if storage_key(value) in self.pool else _Address(value)
+            return _Address(value) if storage_key(value) in self._of_others else value
         if isinstance(value, (list, tuple)):
             return type(value)(self.address(item) for item in value)
         return value
@@ -204,7 +206,7 @@ class Simulator:
             del warm
             run = plan.bind(buffers)
             before = [slot.clone() for slot in buffers.slots]  # a real capture runs nothing
-            recorder = _Recorder()
+            recorder = _Recorder(buffers)
             try:
                 with recorder:
                     static = run((recorder.begin_tail,))

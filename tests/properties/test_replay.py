@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import Phase, find, given, settings
 from hypothesis import strategies as st
 
 import functional_cg as fcg
@@ -90,6 +90,35 @@ def test_replay_equals_eager_for_random_programs(backend: Callable[[], Any], dat
 @on_both_backends
 def test_replay_equals_eager_for_training(backend: Callable[[], Any]) -> None:
     assert_replay_equals_eager(fcg.graph_step(train, backend=backend()), train_state(), batches())
+
+
+OPTIMIZERS = {
+    "sgd": fcg.optim.sgd(0.1, momentum=0.9, nesterov=True),
+    "adam": fcg.optim.adam(fcg.optim.linear(0.1, 0.0, 20)),
+    "masked": fcg.optim.adamw(0.1, weight_decay=0.1, mask=lambda p: tree.map(lambda leaf: leaf.dim() > 1, p)),
+    "adagrad": fcg.optim.adagrad(0.1),
+    "lamb": fcg.optim.lamb(0.1, weight_decay=0.01),
+    "yogi": fcg.optim.yogi(0.1),
+    "flat": fcg.optim.flatten(
+        fcg.optim.chain(fcg.optim.clip_by_global_norm(0.5), fcg.optim.adamw(0.1, weight_decay=0.1))
+    ),
+}
+
+
+@on_both_backends
+@pytest.mark.parametrize("optimizer", OPTIMIZERS.values(), ids=OPTIMIZERS.keys())
+def test_replay_equals_eager_for_every_optimizer(backend: Callable[[], Any], optimizer: Any) -> None:
+    """Fused updates write their slots in place; the metrics are the leaves before, which they must not touch."""
+    state = fcg.TrainState.create(
+        params={"w": torch.linspace(-1, 1, 6).reshape(3, 2), "b": torch.zeros(2)}, optimizer=optimizer
+    )
+
+    def step(state: Any, x: torch.Tensor) -> Any:
+        grads = fcg.grad(lambda p: torch.tanh(x @ p["w"] + p["b"]).square().mean())(state.params)
+        new = state.apply_gradients(grads)
+        return new, {"before": state.params, "after": new.params, "same": state.params["w"].T, "grads": grads}
+
+    assert_replay_equals_eager(fcg.graph_step(step, backend=backend()), state, batches())
 
 
 @on_both_backends
@@ -679,6 +708,37 @@ def test_the_simulator_refuses_compiled_plans() -> None:
     )
     with pytest.raises(TypeError, match='lowering="aten"'):
         step({"w": torch.zeros(2)}, torch.ones(2))
+
+
+# -- the strategies -----------------------------------------------------------------------------------------------
+
+KINDS: dict[str, Callable[[fst.StepProgram], bool]] = {
+    "gradient": lambda p: any(o.name == "gradient" for o in p.operations),
+    "random draw": lambda p: any(o.name in ("noise", "masked") for o in p.operations),
+    "write into a temporary": lambda p: any(o.name == "into_clone" for o in p.operations),
+    "literal": lambda p: any(o.name == "plus_literal" for o in p.operations),
+    "swap": lambda p: any(i != n and p.new_state[i : i + 1] == (n,) for n, i in enumerate(p.new_state)),
+    "one tensor in two places": lambda p: len(set(p.new_state)) < len(p.new_state),
+    "leaf passed through": lambda p: any(i == n for n, i in enumerate(p.new_state)),
+    "old leaf as metric": lambda p: any(i < len(p.new_state) for i in p.metrics),
+    "new leaf as metric": lambda p: any(i in p.new_state for i in p.metrics if i > len(p.new_state)),
+    "input as metric": lambda p: len(p.new_state) in p.metrics,
+    "view as metric": lambda p: any(
+        p.operations[i - len(p.new_state) - 1].name in ("transpose", "head", "expand", "alias")
+        for i in p.metrics
+        if i > len(p.new_state)
+    ),
+    "zero-size leaf": lambda p: any(leaf.numel() == 0 for leaf in tree.leaves(p.state)),
+    "strided leaf": lambda p: any(not leaf.is_contiguous() for leaf in tree.leaves(p.state)),
+    "three dtypes": lambda p: len({leaf.dtype for leaf in tree.leaves(p.state)}) > 4,
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_random_programs_contain(kind: str) -> None:
+    """What the strategy promises is drawn within a few hundred examples."""
+    without_shrinking = settings(max_examples=400, phases=[Phase.generate], database=None, derandomize=True)
+    assert KINDS[kind](find(fst.step_fns(), KINDS[kind], settings=without_shrinking))
 
 
 @given(data=st.data())
