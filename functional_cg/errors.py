@@ -138,4 +138,4 @@ class CaptureError(FunctionalCGError, RuntimeError):
 
 
 class ClosedError(FunctionalCGError, RuntimeError):
-    """A step was used after ``close()``."""
+    """A step was used after ``close()``, which frees its captures. States stay valid; make a new step."""

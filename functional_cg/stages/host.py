@@ -149,7 +149,7 @@ class HostState:
         if rows:
             raise SideEffectError.of(
                 self._function,
-                f"changes {len(rows)} value(s) of the host while it runs.",
+                f"changes {'a value' if len(rows) == 1 else f'{len(rows)} values'} of the host while it runs.",
                 rows=[f"{name}  before {old!r}   after {new!r}" for name, old, new in rows],
                 why="Python runs when the step is traced, not when it is replayed: it would change no more.",
                 fix="count in the state (`state.step`), or do it in the loop around the step.",

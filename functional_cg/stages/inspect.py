@@ -122,8 +122,7 @@ class Rules:
             f"{reason}.",
             rows=[f"{shown}{_at()}"],
             why="Replay repeats kernels, not Python: what is decided now would be decided for ever.",
-            fix=fix
-            or "`torch.where(cond, a, b)`; or return the value in `metrics` and decide outside of the step.",
+            fix=(fix or "return the value in `metrics` and decide outside of the step").rstrip(".") + ".",
         )
 
     def _random(self, func: Any) -> ImplicitRandomnessError:

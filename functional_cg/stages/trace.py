@@ -373,10 +373,10 @@ def _host_sync(name: str, error: Exception) -> HostSyncError:
     what, fix = sync_spelling(frame) if frame is not None else ("", "")
     return HostSyncError.of(
         name,
-        "asks for values of a tensor on the host.",
+        "asks for the values of a tensor on the host.",
         rows=[f"{what or str(error).splitlines()[0]}{_raised_at(error)}"],
         why="Replay repeats kernels, not Python: what is decided now would be decided for ever.",
-        fix=fix or "return the value in `metrics` and use it outside of the step.",
+        fix=(fix or "return the value in `metrics` and decide outside of the step").rstrip(".") + ".",
     )
 
 
@@ -403,7 +403,7 @@ def _refuse_kept(name: str, recorder: _Recorder, references: Sequence[weakref.re
     if rows:
         raise SideEffectError.of(
             name,
-            f"keeps {len(rows)} tensor(s) of the step beyond its end.",
+            f"keeps {'a tensor' if len(rows) == 1 else f'{len(rows)} tensors'} of the step beyond its end.",
             rows=rows,
             why="Python runs when the step is traced, not when it is replayed: what was kept would never be updated.",
             fix="return it in the metrics or in the new state instead of storing it (attribute, list, cache).",
