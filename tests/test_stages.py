@@ -1,0 +1,246 @@
+"""The stages of a step seen from outside: lowering, capture, eager runs, log lines, and what a call costs in Python."""
+
+import logging
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import functional_cg as fcg
+from functional_cg.stages.capture import CPUBackend
+from functional_cg.testing import assert_trees_all_equal
+from tests.small_step import a_state, assert_runs_like_eager, data, train
+
+# -- stages -----------------------------------------------------------------------------------------------------
+
+
+def test_lower_and_capture():
+    step, state = fcg.graph_step(train), a_state()
+    before = fcg.snapshot(state)
+    lowered = step.lower(state, data(0))
+    assert isinstance(lowered, fcg.Lowered)
+    assert (step.stats.traces, step.stats.captures, step.stats.replays) == (1, 0, 0)
+    text = lowered.as_text()
+    for part in (
+        "train:",
+        "state['w']  f32[3]@cpu",
+        "aten.norm" if "aten.norm" in text else "aten.linalg_vector_norm",
+    ):
+        assert part in text
+    assert "test_graph_step.py:" in text
+    assert "train is a pure function of its arguments:" in str(lowered.inspection)
+    assert "no host sync, no foreign tensor" in str(lowered.inspection)
+    memory = lowered.memory_analysis()
+    assert memory["state"] == 3 * 4 + 8
+    assert memory["inputs"] == 6 * 4
+    assert memory["metrics"] == 4 + 8
+    assert memory["constants"] == 0
+    assert memory["temporaries"] > 0
+    captured = lowered.capture()
+    assert isinstance(captured, fcg.Captured)
+    assert (step.stats.traces, step.stats.captures, step.stats.replays) == (1, 1, 0)
+    assert_trees_all_equal(fcg.snapshot(state), before)
+    state, _ = step(state, data(0))
+    assert (step.stats.traces, step.stats.captures, step.stats.replays) == (1, 1, 1)
+
+
+def test_explain_and_stats():
+    table = torch.ones(3)
+    rate = 0.5
+    step = fcg.graph_step(lambda s, b: ({**s, "w": s["w"] * rate + table}, b["x"].sum()), constants=(table,))
+    assert step.explain() == "<lambda>: 0 traces, 0 captures, 0 replays, 0 eager calls"
+    state = a_state()
+    for n in range(3):
+        state, _ = step(state, data(n))
+    step.eager(state, data(0))
+    text = step.explain()
+    assert text.startswith("<lambda>: 1 traces, 1 captures, 3 replays, 1 eager calls\n")
+    for part in (
+        "state leaves: 2, of which returned unchanged: s['n']",
+        "constants owned by the step: constants[0] f32[3]@cpu",
+        "host values watched at each call: rate",
+        "metrics: 1",
+        "memory: state 20 B",
+    ):
+        assert part in text
+
+
+def test_log_lines(caplog):
+    caplog.set_level(logging.INFO, logger="functional_cg")
+    step, state = fcg.graph_step(train), a_state()
+    for n in range(3):
+        state, _ = step(state, data(n))
+    stages = [record.getMessage().rsplit(" in ", 1)[0] for record in caplog.records]
+    assert stages[0] == "train: traced"
+    assert stages[1].startswith("train: lowered ")
+    assert stages[2] == "train: captured"
+    assert len(stages) == 3
+    assert all(record.getMessage().endswith(" s") for record in caplog.records)
+
+
+def test_verify_compares_the_first_calls():
+    step = fcg.graph_step(train, debug="verify", verify_calls=2)
+    state, ran = a_state(), []
+    for n in range(4):
+        state, _ = step(state, data(n))
+        ran.append(step.stats.replays)
+    assert ran == [1, 2, 3, 4]
+
+
+def test_a_backend_of_ones_own():
+    class Recording(CPUBackend):
+        def __init__(self):
+            self.captured = []
+
+        def capture(self, plan, buffers, scratch):
+            self.captured.append(len(buffers.slots))
+            return super().capture(plan, buffers, scratch)
+
+    backend = Recording()
+    assert_runs_like_eager(fcg.graph_step(train, backend=backend))
+    assert backend.captured == [2]
+
+
+def test_a_compiler_of_ones_own():
+    seen = []
+
+    def compiler(graph, inputs):
+        seen.append(len(inputs))
+        return graph.forward
+
+    step = fcg.graph_step(train, lowering=compiler)
+    state, twin = a_state(), a_state()
+    for n in range(3):
+        state, metrics = step(state, data(n))
+        twin, expected = step.eager(twin, data(n))
+        assert_trees_all_equal(metrics, expected)
+        assert_trees_all_equal(fcg.snapshot(state), fcg.snapshot(twin))
+    assert seen
+
+
+# -- eager ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("way", ["method", "backend", "environment"])
+def test_eager_runs_the_python_at_each_call(way, monkeypatch, caplog):
+    seen = []
+
+    def shown(state, batch):
+        seen.append(f"{batch['x'].sum():.1f}")  # real numbers, and side effects are seen
+        return train(state, batch)
+
+    if way == "environment":
+        monkeypatch.setenv("FCG_DISABLE_CAPTURE", "1")
+    step = fcg.graph_step(shown, backend="eager" if way == "backend" else "auto")
+    call = step.eager if way == "method" else step
+    state, twin, captured = a_state(), a_state(), fcg.graph_step(train, backend=CPUBackend())
+    monkeypatch.delenv("FCG_DISABLE_CAPTURE", raising=False)
+    for n in range(3):
+        twin, expected = captured(twin, data(n))
+        if way == "environment":
+            monkeypatch.setenv("FCG_DISABLE_CAPTURE", "1")
+        old = state
+        state, metrics = call(state, data(n))
+        monkeypatch.delenv("FCG_DISABLE_CAPTURE", raising=False)
+        assert state.generation == n + 1
+        with pytest.raises(fcg.DonatedStateError, match="was used after"):
+            _ = old["w"]
+        assert_trees_all_equal(metrics, expected)
+        assert_trees_all_equal(fcg.snapshot(state), fcg.snapshot(twin))
+    assert seen == ["15.0", "30.0", "45.0"]
+    assert (step.stats.traces, step.stats.captures, step.stats.eager_calls) == (0, 0, 3)
+    said = [record.getMessage() for record in caplog.records if "FCG_DISABLE_CAPTURE" in record.getMessage()]
+    assert len(said) == (1 if way == "environment" else 0)
+
+
+def test_eager_leaves_inputs_and_plain_trees_alone():
+    def hostile(state, batch):
+        batch["x"].zero_()
+        return {**state, "w": state["w"] + 1}, {}
+
+    tree, batch = {"w": torch.ones(3), "n": torch.tensor(0)}, data(0)
+    state, _ = fcg.graph_step(hostile).eager(tree, batch)
+    assert tree["w"].tolist() == [1.0, 1.0, 1.0]
+    assert batch["x"].sum() == 15.0
+    assert state["w"].tolist() == [2.0, 2.0, 2.0]
+
+
+# -- what a call costs ------------------------------------------------------------------------------------------
+
+
+def test_python_body_runs_while_tracing_only():
+    runs = []
+
+    def counted(state, batch):
+        runs.append(None)
+        return train(state, batch)
+
+    step, state = fcg.graph_step(counted), a_state()
+    for n in range(20):
+        state, _ = step(state, data(n))
+    traced = len(runs)
+    assert traced == 2  # and compared
+    step(fcg.fork(state), data(0))
+    assert len(runs) == traced
+
+
+def python_calls(function: Callable[[], Any]) -> int:
+    """Python and C functions called, counted from outside."""
+    count = 0
+
+    def profile(frame, event, arg):
+        nonlocal count
+        count += event in ("call", "c_call")
+
+    sys.setprofile(profile)
+    try:
+        function()
+    finally:
+        sys.setprofile(None)
+    return count
+
+
+def touch_one(state, batch):
+    """Of all leaves one is read and written."""
+    return {**state, "leaf0": state["leaf0"] + batch["x"]}, {"sum": state["leaf0"].sum()}
+
+
+def leaves(count: int) -> Any:
+    return fcg.place({f"leaf{i}": torch.full((4,), float(i)) for i in range(count)})
+
+
+def test_host_path_does_not_depend_on_leaves(record_property):
+    batch, calls, seconds, first = {"x": torch.ones(4)}, {}, {}, {}
+    for count in (10, 10_000):
+        step, state = fcg.graph_step(touch_one), leaves(count)
+        start = time.perf_counter()
+        state, _ = step(state, batch)
+        first[count] = time.perf_counter() - start
+        state, _ = step(state, batch)
+        calls[count] = python_calls(lambda step=step, state=state: step(state, batch))
+        state = state.latest()
+        best = float("inf")
+        for _ in range(5):
+            start = time.perf_counter()
+            for _ in range(200):
+                state, _ = step(state, batch)
+            best = min(best, (time.perf_counter() - start) / 200)
+        seconds[count] = best
+        assert state["leaf0"].tolist() == [1003.0] * 4
+        assert state[f"leaf{count - 1}"].tolist() == [float(count - 1)] * 4
+    ratio = seconds[10_000] / seconds[10]
+    record_property("cost of 10,000 leaves over 10", ratio)
+    sys.stdout.write(f"one call: {seconds[10] * 1e6:.1f} µs with 10 leaves, {ratio:.2f}x with 10,000\n")
+    assert calls[10] == calls[10_000]
+    assert first[10_000] < 20.0
+    assert ratio < 2.0  # 1.2 is the target; the machine is shared
+
+
+def test_python_calls_of_a_call_are_few():
+    step, state = fcg.graph_step(train), a_state()
+    for n in range(3):
+        state, _ = step(state, data(n))
+    assert python_calls(lambda: step(state, data(9))) < 100
