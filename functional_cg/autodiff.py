@@ -91,6 +91,14 @@ def value_and_grad(fn: Callable[..., Any], *, has_aux: bool = False) -> Callable
     return wrapped
 
 
+@overload
+def grad(
+    fn: Callable[Concatenate[Params, P], tuple[Tensor, Aux]], *, has_aux: Literal[True]
+) -> Callable[Concatenate[Params, P], tuple[Params, Aux]]: ...
+@overload
+def grad(
+    fn: Callable[Concatenate[Params, P], Tensor], *, has_aux: Literal[False] = False
+) -> Callable[Concatenate[Params, P], Params]: ...
 def grad(fn: Callable[..., Any], *, has_aux: bool = False) -> Callable[..., Any]:
     """Like :func:`value_and_grad`, without the value: returns ``grads``, or ``(grads, aux)``.
 

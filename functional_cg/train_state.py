@@ -63,7 +63,7 @@ class TrainState(_StateClass, Generic[Params]):
     def create(
         cls,
         *,
-        params: Any,
+        params: Params,
         optimizer: GradientTransformation,
         key: Tensor | None = None,
         buffers: Any = None,
@@ -99,7 +99,7 @@ class TrainState(_StateClass, Generic[Params]):
             )
             return place(state, device)
 
-    def apply_gradients(self, grads: Params, **changes: Any) -> Self:
+    def apply_gradients(self, grads: Params, /, **changes: Any) -> Self:
         """One optimizer update: new params and opt_state, ``step`` plus one.
 
         Args:

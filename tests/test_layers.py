@@ -106,6 +106,7 @@ FROZEN_CALLS = frozenset(
         "abspath",
         "attrgetter",
         "compile",  # re.compile
+        "device",
         "dirname",
         "float",
         "frozenset",
@@ -412,6 +413,10 @@ def mutable_parts(node: ast.AST, frozen: frozenset[str]) -> Iterator[ast.expr]:
         if not isinstance(node.value, ast.Call):
             for child in ast.iter_child_nodes(node.value):
                 yield from mutable_parts(child, frozen)
+    elif isinstance(node, ast.comprehension):
+        return  # what a comprehension runs over is not kept
+    elif isinstance(node, ast.comprehension):
+        return  # what a comprehension runs over is not kept
     elif isinstance(node, ast.Subscript):
         yield from mutable_parts(node.value, frozen)  # the slice of `Callable[[int], str]` is no list
     elif not isinstance(node, ast.Lambda):

@@ -18,23 +18,33 @@ _UNCONDITIONAL = ("JUMP_FORWARD", "JUMP_BACKWARD", "JUMP_BACKWARD_NO_INTERRUPT")
 # How many values an instruction takes from the stack, where its result is of no interest.
 _TAKES = MappingProxyType(
     {
-        **dict.fromkeys(("RESUME", "NOP", "NOT_TAKEN", "PRECALL", "CACHE", "COPY_FREE_VARS", "MAKE_CELL"), 0),
-        **dict.fromkeys(("PUSH_NULL", "LOAD_CLOSURE", "LOAD_BUILD_CLASS", "LOAD_COMMON_CONSTANT"), 0),
-        **dict.fromkeys(("UNARY_NEGATIVE", "UNARY_INVERT", "UNARY_NOT", "TO_BOOL", "GET_ITER", "POP_TOP"), 1),
-        **dict.fromkeys(("CALL_INTRINSIC_1", "LIST_TO_TUPLE"), 1),
-        "END_FOR": 2 if sys.version_info < (3, 13) else 1,
-        **dict.fromkeys(("FORMAT_SIMPLE", "CONVERT_VALUE", "LIST_EXTEND", "SET_UPDATE", "DICT_UPDATE"), 1),
-        **dict.fromkeys(("DICT_MERGE", "LIST_APPEND", "SET_ADD", "STORE_GLOBAL", "STORE_NAME"), 1),
-        **dict.fromkeys(("COMPARE_OP", "IS_OP", "CONTAINS_OP", "BINARY_OP", "STORE_ATTR", "MAP_ADD"), 2),
-        **dict.fromkeys(("FORMAT_WITH_SPEC", "SET_FUNCTION_ATTRIBUTE"), 2),
-        **dict.fromkeys(("STORE_SUBSCR", "BINARY_SLICE"), 3),
+        name: taken
+        for taken, names in (
+            (0, "RESUME NOP NOT_TAKEN PRECALL CACHE COPY_FREE_VARS MAKE_CELL"),
+            (0, "PUSH_NULL LOAD_CLOSURE LOAD_BUILD_CLASS LOAD_COMMON_CONSTANT"),
+            (
+                1,
+                "UNARY_NEGATIVE UNARY_INVERT UNARY_NOT TO_BOOL GET_ITER POP_TOP CALL_INTRINSIC_1 LIST_TO_TUPLE",
+            ),
+            (2 if sys.version_info < (3, 13) else 1, "END_FOR"),
+            (1, "FORMAT_SIMPLE CONVERT_VALUE LIST_EXTEND SET_UPDATE DICT_UPDATE"),
+            (1, "DICT_MERGE LIST_APPEND SET_ADD STORE_GLOBAL STORE_NAME"),
+            (
+                2,
+                "COMPARE_OP IS_OP CONTAINS_OP BINARY_OP STORE_ATTR MAP_ADD FORMAT_WITH_SPEC SET_FUNCTION_ATTRIBUTE",
+            ),
+            (3, "STORE_SUBSCR BINARY_SLICE"),
+        )
+        for name in names.split()
     }
 )
 _TAKES_BY_ARGUMENT: Mapping[str, Callable[[Any], int]] = MappingProxyType(
     {
-        **dict.fromkeys(
-            ("BUILD_TUPLE", "BUILD_LIST", "BUILD_SET", "BUILD_STRING", "BUILD_SLICE"), lambda n: n
-        ),
+        "BUILD_TUPLE": lambda n: n,
+        "BUILD_LIST": lambda n: n,
+        "BUILD_SET": lambda n: n,
+        "BUILD_STRING": lambda n: n,
+        "BUILD_SLICE": lambda n: n,
         "BUILD_MAP": lambda n: 2 * n,
         "BUILD_CONST_KEY_MAP": lambda n: n + 1,
         "FORMAT_VALUE": lambda flags: 2 if flags & 4 else 1,

@@ -152,9 +152,10 @@ class CUDABackend:
                     ),
                 ):
                     static = run(())
-            except FunctionalCGError:
-                raise
-            except Exception as error:
+            except BaseException as error:
+                _abandon(graph, self._pool, self._device)
+                if isinstance(error, FunctionalCGError) or not isinstance(error, Exception):
+                    raise
                 raise CaptureError.of(
                     "",
                     f"capture failed: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}",
@@ -163,6 +164,16 @@ class CUDABackend:
                 ) from error
             caller.wait_stream(stream)
             return _GraphReplay(graph, run, static, self._device)
+
+
+def _abandon(graph: torch.cuda.CUDAGraph, pool: Any, device: torch.device) -> None:
+    """Free a graph whose capture failed, and its memory."""
+    graph.reset()
+    try:
+        torch._C._cuda_endAllocateToPool(device.index, pool)
+    except RuntimeError:
+        return  # the capture was ended in order: its memory went with the graph
+    torch._C._cuda_releasePool(device.index, pool)
 
 
 @contextlib.contextmanager

@@ -24,6 +24,8 @@ from .rewrite import padding, range_tensor
 
 __all__ = ["CompiledPlan", "build_graph", "lower_compiled"]
 
+_WITH_SCALARS = frozenset({"aten::_fused_adam", "aten::_fused_adamw"})
+
 # One graph for all: inductor's own CUDA graphs off, whatever the user's global configuration says.
 _INDUCTOR_OPTIONS: Mapping[str, Any] = MappingProxyType(
     {"triton.cudagraphs": False, "triton.cudagraph_trees": False}
@@ -120,9 +122,15 @@ def build_graph(program: Program, plan: Schedule, touched: Sequence[Var]) -> fx.
                 if item is not None and not (isinstance(item, (list, tuple)) and not item):
                     assign(item, graph.call_function(_item, (value, i)))
 
+    scalars: list[fx.Node] = []
     for instr in plan.head:
         kwargs = {name: map_vars(node, value) for name, value in instr.kwargs.items()}
-        assign(instr.out, graph.call_function(_target(instr), map_vars(node, instr.args), kwargs))
+        value = graph.call_function(_target(instr), map_vars(node, instr.args), kwargs)
+        assign(instr.out, value)
+        if instr.op._schema.name in _WITH_SCALARS:
+            steps = instr.args[5]
+            corrections = graph.call_function(_item, (value, len(instr.out)))
+            scalars += [graph.call_function(_item, (corrections, i)) for i in range(2 * len(set(steps)))]
     clone = torch.ops.aten.clone.default
     outputs = [
         graph.call_function(clone, (nodes[var],)) if i in plan.cloned else nodes[var]
@@ -139,7 +147,8 @@ def build_graph(program: Program, plan: Schedule, touched: Sequence[Var]) -> fx.
         graph.call_function(torch.ops.aten.copy_.default, (nodes[old], value))
     # A staged value that is returned has to be a buffer of its own; inductor drops a clone that is only written.
     staged = [value for (old, _), value in zip(plan.commits, values, strict=True) if old in plan.staged]
-    results = [*outputs, *staged]
+    # So has a scalar of the optimizer: else the compiler puts its powers into every update kernel.
+    results = [*outputs, *staged, *scalars]
     if not results:  # a compiled function has to return something
         device = program.slots[0].spec.device if program.slots else torch.device("cpu")
         results = [graph.call_function(torch.ops.aten.zeros.default, ([0],), {"device": device})]
@@ -217,15 +226,19 @@ def _adam(
     grad_scale: Tensor | None = None,
     found_inf: Tensor | None = None,
 ) -> tuple[list[Tensor], ...]:
-    """Adam and AdamW, the order of operations of ``torch.optim`` (Kingma & Ba 2015; Loshchilov & Hutter 2019)."""
+    """Adam and AdamW, the order of operations of ``torch.optim`` (Kingma & Ba 2015; Loshchilov & Hutter 2019).
+
+    After the op's own results comes the list of its scalars: step size and root of the second bias correction.
+    """
     scalars: dict[int, tuple[Tensor, Tensor]] = {}
     out: tuple[list[Tensor], ...] = ([], [], [], [], [])
     maxima: Sequence[Tensor | None] = list(max_exp_avg_sqs) or [None] * len(params)
     for p, g, m, v, top, step in zip(params, grads, exp_avgs, exp_avg_sqs, maxima, state_steps, strict=True):
         if id(step) not in scalars:  # once per step, in float64, outside of the update kernels
             count = step.double()
-            scalars[id(step)] = (lr / (1 - beta1**count), (1 - beta2**count).sqrt())
-        step_size, root = (value.to(_scalar_dtype(p)) for value in scalars[id(step)])
+            both = lr / (1 - beta1**count), (1 - beta2**count).sqrt()
+            scalars[id(step)] = both[0].to(_scalar_dtype(p)), both[1].to(_scalar_dtype(p))
+        step_size, root = scalars[id(step)]
         gradient = -g if maximize else g
         decayed = p * (1 - lr * weight_decay) if decoupled and weight_decay else p
         if weight_decay and not decoupled:
@@ -242,7 +255,11 @@ def _adam(
             ]
         for column, result in zip(out, results, strict=True):
             column.append(result)
-    return (*out[:4], out[4] if max_exp_avg_sqs else [])
+    return (
+        *out[:4],
+        out[4] if max_exp_avg_sqs else [],
+        [value for pair in scalars.values() for value in pair],
+    )
 
 
 def _scalar_dtype(param: Tensor) -> torch.dtype:

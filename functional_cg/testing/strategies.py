@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -269,10 +268,10 @@ _UNARY: tuple[tuple[str, Callable[[Tensor], bool], Callable[[Tensor], Tensor]], 
     ("head", lambda a: a.dim() > 0, lambda a: a[:1]),
     ("flatten", lambda a: True, lambda a: a.reshape(-1)),
     ("expand", lambda a: a.dim() < 3, lambda a: a.expand(2, *a.shape)),
-    *(
-        (f"to_{dtype}".replace("torch.", ""), lambda a: True, partial(Tensor.to, dtype=dtype))
-        for dtype in (torch.float32, torch.float64, torch.bfloat16, torch.bool)
-    ),
+    ("to_float32", lambda a: True, lambda a: a.to(torch.float32)),
+    ("to_float64", lambda a: True, lambda a: a.to(torch.float64)),
+    ("to_bfloat16", lambda a: True, lambda a: a.to(torch.bfloat16)),
+    ("to_bool", lambda a: True, lambda a: a.to(torch.bool)),
 )
 _BINARY: tuple[tuple[str, Callable[[Tensor, Tensor], bool], Callable[[Tensor, Tensor], Tensor]], ...] = (
     ("add", lambda a, b: a.shape == b.shape and _number(a) and _number(b), torch.add),
