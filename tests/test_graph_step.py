@@ -154,9 +154,7 @@ def test_graph_fn_of_several_states_and_branches():
     def mix(params, other, x, teacher):
         return {"out": params["w"] * x + other["w"], "teacher": teacher["w"].sum(), "x": x}
 
-    state = fcg.TrainState.create(
-        params={"w": torch.ones(3)}, optimizer=fcg.optim.sgd(0.1), ema={"w": torch.ones(3)}
-    )
+    state = fcg.TrainState.create(params={"w": torch.ones(3)}, optimizer=fcg.optim.sgd(0.1))
     student, teacher = a_state(), a_state(2.0)
     fn = fcg.graph_fn(mix)
     for n in range(3):
