@@ -113,12 +113,15 @@ class Machine(RuleBasedStateMachine):
 
     # -- what users do --------------------------------------------------------------------------------------------
 
-    @rule(index=numbers, n=numbers)
-    def step(self, index: int, n: int) -> None:
-        """Train; the input is overwritten as soon as the call returns."""
+    @rule(index=numbers, n=numbers, overwrite=st.booleans())
+    def step(self, index: int, n: int, overwrite: bool) -> None:
+        """Train; the input is overwritten as soon as the call returns, or kept: nobody else may write it."""
         x = batch(n)
         self.call(self.train, train, index, x)
-        x.fill_(torch.nan)
+        if overwrite:
+            x.fill_(torch.nan)
+        else:
+            self.kept.append((x, batch(n)))
 
     @rule(index=numbers, n=numbers)
     def eager_step(self, index: int, n: int) -> None:
@@ -193,7 +196,7 @@ class Machine(RuleBasedStateMachine):
     @precondition(lambda self: self.old)
     @rule(which=numbers)
     def use_what_was_donated(self, which: int) -> None:
-        stale = self.old[which % len(self.old)]
+        stale = self.old[-1 - which % len(self.old)]  # the latest first
         with pytest.raises(fcg.DonatedStateError, match="donated"):
             _ = stale + 0 if isinstance(stale, torch.Tensor) else self.train(stale, batch(0))
 
@@ -237,12 +240,7 @@ class SimulatorMachine(Machine):
     backend = Simulator
 
 
-# An example is a run of 25 rules: half as many as of other tests.
-LIMITS = settings(
-    max_examples=settings.default.max_examples // 2,
-    stateful_step_count=25,
-    suppress_health_check=[HealthCheck.too_slow],
-)
+LIMITS = settings(stateful_step_count=25, suppress_health_check=[HealthCheck.too_slow])
 
 TestMachine = Machine.TestCase
 TestMachine.settings = LIMITS
