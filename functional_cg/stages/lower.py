@@ -144,10 +144,15 @@ def _move_fused(program: Program, plan: Schedule) -> None:
         if pairs and all(fits(source, result) for source, result in pairs):
             candidates[instr] = {source for source, result in pairs if result in goals}
     written = {var.storage for own in candidates.values() for var in own}
-    for instr, own in candidates.items():
+    written_later: set[int] = set()  # by the rest of the head: a call that moves behind it would read that
+    for instr in reversed(plan.head):
+        own = candidates.get(instr)
+        reads = {var.storage for var in instr.inputs() if own is None or var not in own}
         # what a call only reads must not be what any of them writes
-        if own and not any(var.storage in written for var in instr.inputs() if var not in own):
+        if own and reads.isdisjoint(written) and reads.isdisjoint(written_later):
             plan.fused.append(instr)
+        written_later.update(var.storage for var in instr.writes)
+    plan.fused.reverse()
     plan.head = [instr for instr in plan.head if instr not in plan.fused]
 
 
