@@ -128,13 +128,16 @@ class CUDABackend:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._pool: Any = None
+        self._streams: tuple[torch.cuda.Stream, ...] = ()
 
     def capture(self, plan: ExecutionPlan, buffers: Buffers, scratch: Callable[[], Buffers]) -> Replay:
         with torch.cuda.device(self._device), quiet():
             if self._pool is None:
                 self._pool = torch.cuda.graph_pool_handle()
+                # torch hands out streams in turn, from few; those of high priority are seldom somebody else's too
+                self._streams = tuple(torch.cuda.Stream(self._device, priority=-1) for _ in range(2))
+            warm_up, stream = self._streams
             caller = torch.cuda.current_stream(self._device)
-            warm_up, stream = torch.cuda.Stream(self._device), torch.cuda.Stream(self._device)
             warm_up.wait_stream(caller)
             with torch.cuda.stream(warm_up):
                 run = plan.bind(buffers)  # compiles, where there is a compiler: for slots that do not overlap
