@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -150,6 +151,7 @@ class CUDABackend:
             try:
                 with (
                     _no_garbage_collection(),
+                    _empty_graphs_are_fine(),
                     torch.cuda.graph(
                         graph, pool=self._pool, stream=stream, capture_error_mode="thread_local"
                     ),
@@ -157,6 +159,9 @@ class CUDABackend:
                     static = run(())
             except BaseException as error:
                 _abandon(graph, self._pool, self._device)
+                self._pool = (
+                    torch.cuda.graph_pool_handle()
+                )  # torch 2.11 takes the old one to be in use for ever
                 if isinstance(error, FunctionalCGError) or not isinstance(error, Exception):
                     raise
                 raise CaptureError.of(
@@ -190,6 +195,14 @@ def _no_garbage_collection() -> Iterator[None]:
     finally:
         if enabled:
             gc.enable()
+
+
+@contextlib.contextmanager
+def _empty_graphs_are_fine() -> Iterator[None]:
+    """A step that changes nothing has no kernels, which torch warns of."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="The CUDA Graph is empty")
+        yield
 
 
 def backend_for(device: torch.device) -> Backend:
