@@ -12,6 +12,7 @@ from typing_extensions import TypeVar, dataclass_transform
 
 from . import tree as pytree
 from .optim import GradientTransformation, apply_updates
+from .optim.base import refuse_unlike
 from .state import place
 
 __all__ = ["TrainState"]
@@ -82,7 +83,21 @@ class TrainState(_StateClass, Generic[Params]):
         Raises:
           AliasError: If two leaves share memory.
           LayoutError: If a leaf is no tensor.
+          TypeError: If ``params`` is a module, or ``optimizer`` or ``key`` is of another kind.
         """
+        if not isinstance(optimizer, GradientTransformation):
+            got = optimizer.__name__ if isinstance(optimizer, type) else type(optimizer).__name__
+            raise TypeError(
+                f"TrainState.create: optimizer must be one of `fcg.optim`, such as `fcg.optim.sgd(0.1)`, got {got}"
+            )
+        if isinstance(params, torch.nn.Module):
+            raise TypeError(
+                "TrainState.create: params must be a pytree of tensors, got a module: "
+                "pass `dict(module.named_parameters())`, and in the step call "
+                "`torch.func.functional_call(module, params, (x,))`"
+            )
+        if key is not None and not isinstance(key, Tensor):
+            raise TypeError(f"TrainState.create: key must be made with `fcg.random.key(seed)`, got {key!r}")
         device = next(
             (leaf.device for leaf in pytree.leaves(params) if isinstance(leaf, Tensor)), torch.device("cpu")
         )
@@ -102,11 +117,17 @@ class TrainState(_StateClass, Generic[Params]):
     def apply_gradients(self, grads: Params, /, **changes: Any) -> Self:
         """One optimizer update: new params and opt_state, ``step`` plus one.
 
+        The accumulator ``self.grads`` is neither read nor cleared: pass it as ``grads``, and zeros as a change,
+        ``grads=fcg.tree.map(torch.zeros_like, state.grads)``.
+
         Args:
-          grads: Pytree with the structure of ``params``.
+          grads: Pytree with the structure and shapes of ``params``.
           changes: Other fields to replace, such as ``buffers`` or ``key``.
+        Raises:
+          LayoutError: If ``grads`` is unlike ``params``.
         """
         optimizer = self.optimizer
+        refuse_unlike(self.params, grads)
         if optimizer.step is not None:
             params, opt_state = optimizer.step(grads, self.opt_state, self.params)
         else:

@@ -105,6 +105,60 @@ def test_unknown_and_missing_fields_are_type_errors() -> None:
         state.apply_gradients(grads_like(state.params), nope=1)
 
 
+def test_create_says_what_it_wants_in_place_of_torch_objects() -> None:
+    module = torch.nn.Linear(2, 2)
+    with pytest.raises(TypeError, match=r"got a module: pass `dict\(module.named_parameters\(\)\)`"):
+        fcg.TrainState.create(params=module, optimizer=ADAM)
+    for wrong, got in ((torch.optim.SGD(module.parameters(), lr=0.1), "SGD"), (optim.sgd, "sgd")):
+        optimizer: Any = wrong
+        with pytest.raises(TypeError, match=rf"must be one of `fcg.optim`, .*, got {got}"):
+            fcg.TrainState.create(params=params(), optimizer=optimizer)
+    key: Any = 0
+    with pytest.raises(TypeError, match=r"made with `fcg.random.key\(seed\)`, got 0"):
+        fcg.TrainState.create(params=params(), optimizer=ADAM, key=key)
+
+
+@pytest.mark.parametrize(
+    "optimizer",
+    [
+        optim.sgd(0.1),
+        ADAM,
+        optim.chain(optim.clip_by_global_norm(1.0), optim.adam(0.1)),
+        optim.inject_hyperparams(optim.sgd)(learning_rate=0.1),
+        optim.lamb(0.1, weight_decay=0.0),
+    ],
+)
+def test_gradients_unlike_the_parameters_are_refused(optimizer: Any) -> None:
+    weights = {"w": torch.ones(4)}
+
+    @fcg.graph_step
+    def swapped(state: Any) -> Any:
+        grads, _ = fcg.value_and_grad(lambda p: (p["w"] ** 2).sum())(state.params)
+        return state.apply_gradients(grads), {}
+
+    @fcg.graph_step
+    def reduced(state: Any) -> Any:
+        return state.apply_gradients(tree.map(torch.sum, state.params)), {}
+
+    state = fcg.TrainState.create(params=weights, optimizer=optimizer)
+    with pytest.raises(LayoutError, match="grads  expected dict with 1 children   got a leaf"):
+        swapped(state)
+    with pytest.raises(
+        LayoutError, match=r"grads\['w'\]  expected torch.float32 \[4\]   got torch.float32 \[\]"
+    ):
+        reduced(state)
+    assert state.step.item() == 0
+
+
+def test_the_fused_ops_refuse_gradients_of_another_dtype() -> None:
+    for optimizer in (optim.sgd(0.1), optim.adam(0.1), ADAM, optim.adagrad(0.1)):
+        state = fcg.snapshot(fcg.TrainState.create(params={"w": torch.ones(4)}, optimizer=optimizer))
+        with pytest.raises(
+            LayoutError, match=r"grads\['w'\]  expected torch.float32 \[4\]   got torch.float64"
+        ):
+            state.apply_gradients({"w": torch.ones(4, dtype=torch.float64)})
+
+
 def by_hand(optimizer: Any, steps: int) -> Any:
     p = params()
     opt_state = optimizer.init(p)

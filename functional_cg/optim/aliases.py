@@ -32,6 +32,7 @@ from functional_cg.optim.base import (
     in_range,
     need_params,
     rate_at,
+    refuse_unlike,
     resolve_flags,
     shared,
     zero_count,
@@ -127,6 +128,7 @@ class sgd(Optimizer):
 
 def update_trees(call: Any, trees: list[Any], tags: list[Any] | None = None) -> list[Any]:
     """Run a fused op over trees of one structure: params, grads, moments. Grads are not among the results."""
+    refuse_unlike(trees[0], trees[1], dtypes=True)
     treedef = tree.flatten(trees[0])[1]
     columns = [tree.leaves(one) for one in trees]
     results = _fused.per_group(call, columns, tags) if columns[0] else [[] for _ in range(len(trees) - 1)]
