@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 import os
+import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -76,6 +77,8 @@ class Transform:
         self._captured: dict[tuple[int, Any], Captured] = {}
         self._fast: Callable[[tuple[Any, ...], dict[str, Any]], Any] | None = None
         self._closed = False
+        # Of two threads one traces, captures or replays, the other waits: they share buffers and a memory pool.
+        self._lock = threading.RLock()
         self._attribute = self._name
         self.stats = Stats()
 
@@ -87,9 +90,10 @@ class Transform:
         Returns:
           A :class:`Lowered`: ``.inspection``, ``.as_text()``, ``.memory_analysis()``, ``.capture()``.
         """
-        self._refuse_closed()
-        call = self._take_apart(args, kwargs)
-        lowered = self._lowered_for(call)
+        with self._lock:
+            self._refuse_closed()
+            call = self._take_apart(args, kwargs)
+            lowered = self._lowered_for(call)
         return lowered.at(functools.partial(self._captured_for, call, lowered))
 
     def explain(self) -> str:
@@ -103,12 +107,13 @@ class Transform:
 
     def close(self) -> None:
         """Free captures and their memory; states stay valid. Calls raise :class:`ClosedError` from then on."""
-        self._closed = True
-        self._fast = None
-        for captured in self._captured.values():
-            captured.close()
-        self._captured.clear()
-        self._lowered.clear()
+        with self._lock:
+            self._closed = True
+            self._fast = None
+            for captured in self._captured.values():
+                captured.close()
+            self._captured.clear()
+            self._lowered.clear()
 
     def __enter__(self) -> Self:
         return self
@@ -150,6 +155,11 @@ class Transform:
             return self._fn(*args, **kwargs)  # called inside of another step's trace: becomes a part of it
         if self._options["backend"] == "eager" or os.environ.get("FCG_DISABLE_CAPTURE") == "1":
             return self._instead_of_capture(args, kwargs)
+        with self._lock:
+            self._refuse_closed()
+            return self._prepared(args, kwargs)
+
+    def _prepared(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         call = self._take_apart(args, kwargs)
         refuse_ambient_autocast(self._name)
         lowered = self._lowered_for(call)
@@ -167,6 +177,8 @@ class Transform:
             self._fast = captured.call
         args, kwargs = call.arguments()
         result = captured.call(args, kwargs)
+        if result is MISS:
+            self._take_apart(args, kwargs)  # says so where another thread has donated a state since
         assert result is not MISS, "a call that was just taken apart fits its capture"
         return result
 
@@ -291,6 +303,7 @@ class Transform:
             replay=replay,
             build=output_builder(program.output_def, program.outputs),
             stats=self.stats,
+            lock=self._lock,
         )
         return Captured.of(fast, replay, call, constants)
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import sys
+import threading
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -44,3 +47,39 @@ def test_gradients_overwritten_after_the_update_do_not_change_it(name: str, back
         twin, expected = step.eager(twin, x)
         assert _same(state, twin)
         assert _same(metrics, expected)
+
+
+@pytest.fixture
+def restless_threads() -> Iterator[None]:
+    """Threads that take turns as often as Python allows."""
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    yield
+    sys.setswitchinterval(interval)
+
+
+@pytest.mark.usefixtures("restless_threads")
+def test_threads_that_share_a_function_and_a_state_get_their_own_results() -> None:
+    """Its input buffers belong to one call at a time, from the first call on."""
+    scaled = fcg.graph_fn(lambda state, x: x * 2 + state["w"])
+    state = fcg.place({"w": torch.ones(3)})
+    wrong: list[Any] = []
+    start = threading.Barrier(4)
+
+    def work(number: float) -> None:
+        try:
+            start.wait()
+            for _ in range(1000):
+                got = scaled(state, torch.full((3,), number))[0].item()
+                if got != 1 + 2 * number:
+                    wrong.append((number, got))
+        except Exception as error:
+            wrong.append(error)
+
+    threads = [threading.Thread(target=work, args=(float(i),)) for i in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+    assert scaled.stats.traces == 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 from operator import setitem
@@ -114,6 +115,7 @@ def replayer(
     replay: Replay,
     build: Callable[[Sequence[Tensor]], Any],
     stats: Stats,
+    lock: AbstractContextManager[Any],
 ) -> Callable[[tuple[Any, ...], dict[str, Any]], Any]:
     """Make the fast path of one capture: ``call(args, kwargs) -> result, or MISS``."""
     fresh = replay.fresh
@@ -131,6 +133,9 @@ def replayer(
         stats.replays += 1
         return build(static if fresh else copy_out(static))
 
+    # Of several threads, one at a time: in the buffers of this step, and in each state that it reads.
+    states = sorted(dict.fromkeys(b.arena for b in bound), key=id)
+
     def read(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if len(args) <= last or not all(b.accepts(args[b.position]) for b in bound):
             return MISS
@@ -140,10 +145,9 @@ def replayer(
         return run(leaves, ())
 
     if not donates:
-        return read
+        return _under([lock, *(arena.lock for arena in states)], read)
 
     own, rest = bound[0].arena, bound[1:]
-    lock = own.lock
 
     def step(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not args or type(args[0]) is not Handle:
@@ -157,14 +161,30 @@ def replayer(
         leaves = match(_without(args, positions) if rest else args[1:], kwargs)
         if leaves is None or not unchanged():
             return MISS
-        with lock:
-            if lease.cell[0] != generation:
-                return MISS
-            metrics = run(leaves, (partial(setitem, lease.cell, 0, generation + 1),))
+        if lease.cell[0] != generation:
+            return MISS
+        metrics = run(leaves, (partial(setitem, lease.cell, 0, generation + 1),))
         set_donor(state, "_donor", name)
         return Handle(lease, generation + 1), metrics
 
-    return step
+    return _under([lock, *(arena.lock for arena in states)], step)
+
+
+def _under(
+    locks: Sequence[AbstractContextManager[Any]], call: Callable[[tuple[Any, ...], dict[str, Any]], Any]
+) -> Callable[[tuple[Any, ...], dict[str, Any]], Any]:
+    """The call with locks held; each by a ``with`` of its own, in which Ctrl-C cannot lose it."""
+
+    def nested(lock: AbstractContextManager[Any], inner: Callable[..., Any]) -> Callable[..., Any]:
+        def outer(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            with lock:
+                return inner(args, kwargs)
+
+        return outer
+
+    for lock in reversed(locks):
+        call = nested(lock, call)
+    return call
 
 
 def _without(args: tuple[Any, ...], positions: frozenset[int]) -> tuple[Any, ...]:
