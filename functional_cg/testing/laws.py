@@ -41,6 +41,12 @@ def _same(a: Any, b: Any) -> bool:
     )
 
 
+def _close(a: Any, b: Any, rtol: float, atol: float) -> bool:
+    if not (isinstance(a, Tensor) and isinstance(b, Tensor)) or not (a.is_floating_point() or a.is_complex()):
+        return False
+    return a.shape == b.shape and a.dtype is b.dtype and torch.allclose(a, b, rtol=rtol, atol=atol)
+
+
 def _shown(value: Any) -> str:
     if not isinstance(value, Tensor):
         return repr(value)
@@ -57,13 +63,13 @@ def _distance(a: Any, b: Any) -> str:
     return f"   greatest difference {gap.max().item():g}"
 
 
-def _first_difference(got: Any, expected: Any, root: str) -> str | None:
+def _first_difference(got: Any, expected: Any, root: str, rtol: float = 0, atol: float = 0) -> str | None:
     found, got_def = pytree.flatten(got)
     wanted, expected_def = pytree.flatten(expected)
     if got_def != expected_def:
         return "\n".join(["structures differ", *pytree.structure_diff(expected_def, got_def, root)])
     for path, a, b in zip(got_def.paths(), map(_plain, found), map(_plain, wanted), strict=True):
-        if not _same(a, b):
+        if not _same(a, b) and not ((rtol or atol) and _close(a, b, rtol, atol)):
             where = pytree.path_string(path, root)
             return f"{where}\n  expected {_shown(b)}\n  got      {_shown(a)}{_distance(a, b)}"
     return None
@@ -129,15 +135,19 @@ def _arguments(call: Any) -> tuple[Any, ...]:
     return call if isinstance(call, tuple) else (call,)
 
 
-def assert_replay_equals_eager(step: GraphStep[Any, Any], state: Any, inputs: Sequence[Any]) -> None:
+def assert_replay_equals_eager(
+    step: GraphStep[Any, Any], state: Any, inputs: Sequence[Any], *, rtol: float = 0, atol: float = 0
+) -> None:
     """Assert that each replay gives bitwise what the pure function gives: all leaves, all metrics, every call.
 
     Args:
       step: The captured step.
       state: Pytree or handle to start from; it is copied and stays as it is.
       inputs: One entry per call: the input, or a tuple of the inputs. Take new data for each.
+      rtol: Relative tolerance for floating leaves, for a lowering that compiles: a compiler may reorder arithmetic.
+      atol: Absolute tolerance, likewise. Both runs go on from their own results, so differences add up.
     Raises:
-      AssertionError: With the call's number and the first leaf that differs; also if a call did not replay.
+      AssertionError: With the call's number, the first leaf that differs and how much; also if a call did not replay.
     """
     start = snapshot(state)
     captured, eager = place(start), place(start)
@@ -147,7 +157,7 @@ def assert_replay_equals_eager(step: GraphStep[Any, Any], state: Any, inputs: Se
         eager, expected = step.eager(eager, *args)
         captured, metrics = step(captured, *args)
         for name, got, want in (("metrics", metrics, expected), ("state", captured, eager)):
-            difference = _first_difference(got, want, name)
+            difference = _first_difference(got, want, name, rtol, atol)
             if difference is not None:
                 raise AssertionError(
                     f"call {number} of {len(inputs)}: replay differs from eager at {difference}"

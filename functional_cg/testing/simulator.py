@@ -199,6 +199,8 @@ class Simulator:
         """Warm up on scratch memory, then record one run on the static buffers, which end as they were."""
         if not isinstance(plan, AtenPlan):
             raise TypeError('the simulator records ATen calls; it needs `lowering="aten"`')
+        if not all(tensor.is_cpu for tensor in buffers.slots):
+            raise TypeError("the simulator replays on the CPU; place the state there")
         with torch.inference_mode(False), torch.no_grad():
             warm = plan.bind(scratch())
             for _ in range(_WARM_UPS):

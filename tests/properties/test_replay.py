@@ -556,6 +556,27 @@ def test_the_replay_law_catches_a_step_that_runs_eagerly() -> None:
         assert_replay_equals_eager(step, {"w": torch.zeros(4, 3)}, batches(4))
 
 
+def test_the_replay_law_has_a_tolerance_only_when_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An oracle that is off by 1e-4 in one leaf, which is what a compiler's other order of arithmetic could do."""
+    step = fcg.graph_step(lambda s, x: ({"w": s["w"] + 0 * x, "n": s["n"] + 1}, {}))
+    state: Any = {"w": torch.ones(4, 3), "n": torch.tensor(0)}
+    eager = step.eager
+
+    def off(s: Any, x: torch.Tensor) -> Any:
+        new, metrics = eager(s, x)
+        return new.replace(w=torch.full((4, 3), 1 + 1e-4)), metrics
+
+    monkeypatch.setattr(step, "eager", off)
+    with pytest.raises(AssertionError, match=r"call 1 of 1.*\['w'\](.|\n)*greatest difference 0.0001"):
+        assert_replay_equals_eager(step, state, batches(1))
+    assert_replay_equals_eager(step, state, batches(1), rtol=2e-4)
+    with pytest.raises(AssertionError, match=r"\['w'\]"):
+        assert_replay_equals_eager(step, state, batches(1), rtol=5e-5)
+    monkeypatch.setattr(step, "eager", lambda s, x: (eager(s, x)[0].replace(n=torch.tensor(2)), {}))
+    with pytest.raises(AssertionError, match=r"\['n'\]"):
+        assert_replay_equals_eager(step, state, batches(1), rtol=10.0)  # counters have no tolerance
+
+
 def test_the_purity_law_passes_a_pure_step_and_catches_impure_ones() -> None:
     state = {"w": torch.zeros(4, 3)}
     assert_pure(lambda s, x: ({"w": s["w"] + x}, {}), state, batches(1)[0])
