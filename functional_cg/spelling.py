@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import dataclasses
 import dis
 import inspect
 import itertools
@@ -130,7 +131,7 @@ def _truth(site: _Site) -> tuple[str, str] | None:
                 f"`torch.where({cond}, {_text(parent.body)}, {_text(parent.orelse)})`",
             )
         case ast.If() if parent.test is test:
-            return f"`if {text}:`", _branches(parent, cond)
+            return f"`if {text}:`", _branches(site, parent, cond)
         case ast.While() if parent.test is test:
             return f"`while {text}:`", (
                 f"loop a fixed number of times and mask the update, `x = torch.where({cond}, new_x, x)`; "
@@ -175,13 +176,20 @@ def _fold(name: str, parts: Sequence[str]) -> str:
     return head
 
 
-def _branches(node: ast.If, cond: str) -> str:
+def _branches(site: _Site, node: ast.If, cond: str) -> str:
     match node.body, node.orelse:
         case ([ast.Assign([ast.Name(name)], yes)], [ast.Assign([ast.Name(other)], no)]) if name == other:
             return f"`{name} = torch.where({cond}, {_text(yes)}, {_text(no)})`; {OR_OUTSIDE}"
+        case ([ast.Assign([ast.Name(name) as target], yes)], []) if _is_tree(site.value(target)):
+            select = f"lambda new, old: torch.where({cond}, new, old)"
+            return f"`{name} = fcg.tree.map({select}, {_text(yes)}, {name})`; {OR_OUTSIDE}"
         case ([ast.Assign([ast.Name(name)], yes)], []):
             return f"`{name} = torch.where({cond}, {_text(yes)}, {name})`; {OR_OUTSIDE}"
     return f"compute both sides and select, `torch.where({cond}, a, b)`; {OR_OUTSIDE}"
+
+
+def _is_tree(value: object) -> bool:
+    return isinstance(value, dict | list | tuple) or dataclasses.is_dataclass(value)
 
 
 def _formatting(site: _Site) -> tuple[str, str] | None:
@@ -229,6 +237,9 @@ def _call(site: _Site) -> tuple[str, str] | None:
         case _:
             return None
     args += [keyword.value for keyword in node.keywords]
+    if template == LOG:
+        args = [arg for arg in args if not isinstance(arg, ast.Constant)] or args
+        args.sort(key=lambda arg: not isinstance(site.value(arg), torch.Tensor))
     if template is None or not args:
         return what, f"that call needs a Python number: {GENERIC}"
     if isinstance(args[0], ast.List | ast.Tuple) and "itself" in template:

@@ -8,6 +8,7 @@ first: host values that move between two runs show up there.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import gc
 import math
 import weakref
@@ -360,11 +361,16 @@ def _mapped(name: str, error: Exception) -> FunctionalCGError:
             why="A graph replays one sequence of kernels; what such an operator runs is not part of it.",
             fix="compute both sides and select, `torch.where(cond, a, b)`; write a loop of fixed length in Python.",
         )
+    fix = "see the original exception above; `step.eager(state, *inputs)` runs the function on real values."
+    if "does not require grad" in text:
+        fix = "in place of `backward()`, `loss, grads = fcg.value_and_grad(loss_fn)(state.params)`."
+    elif isinstance(error, dataclasses.FrozenInstanceError):
+        fix = "a state is immutable: `state = state.replace(...)` gives one with other fields."
     return CaptureError.of(
         name,
         f"raised {type(error).__name__}{where}: {text.splitlines()[0] if text else ''}".rstrip(": "),
         why="The step was being traced; nothing was launched and the state is unchanged.",
-        fix="see the original exception above; `step.eager(state, *inputs)` runs the function on real values.",
+        fix=fix,
     )
 
 
@@ -384,7 +390,8 @@ def _raised_at(error: BaseException) -> str:
     line, traceback = "", error.__traceback__
     while traceback is not None:
         code = traceback.tb_frame.f_code
-        if is_user_file(code.co_filename):
+        generated = line and code.co_filename == "<string>"  # such as a method that dataclasses wrote
+        if is_user_file(code.co_filename) and not generated:
             line = f", at {Location(code.co_filename, traceback.tb_lineno, code.co_name)}"
         traceback = traceback.tb_next
     return line

@@ -93,6 +93,11 @@ def printed(s, b):
     return b["s"]
 
 
+def printed_with_a_label(s, b):
+    print("loss", 3, b["s"])  # noqa: T201
+    return b["s"]
+
+
 def pickled(s, b):
     return len(pickle.dumps(b["x"]))
 
@@ -129,6 +134,7 @@ NUMBERS = [
     Spelling(format_method, "return `b['s']` in `metrics` and print it after the step"),
     Spelling(to_str, "return `b['s']` in `metrics` and print it after the step"),
     Spelling(printed, "`step.eager(...)` runs once with real numbers", lambda s, b: b["s"]),
+    Spelling(printed_with_a_label, "return `b['s']` in `metrics` and print it", lambda s, b: b["s"]),
     Spelling(pickled, "to save it, return it in `metrics`"),
     Spelling(shallow_copy, "`b['x'].clone()` copies it", lambda s, b: b["x"].clone() * 1),
     Spelling(address, "leave addresses to kernels"),
@@ -337,3 +343,35 @@ def conditional(s, b):
 def test_operators_that_take_functions():
     match = r"calls an operator that takes functions, such as `torch.cond`(.|\n)*To fix: compute both sides and select"
     assert_refused(metric(conditional), CaptureError, match, where=conditional)
+
+
+def test_what_a_newcomer_writes_gets_a_fix_of_its_own():
+    @fcg.graph_step
+    def branch(state, x):
+        if x > 0:
+            state = state.replace(params={"w": state.params["w"] * 2})
+        return state, {}
+
+    @fcg.graph_step
+    def backward(state, x):
+        (state.params["w"].sum() * x).backward()
+        return state, {}
+
+    @fcg.graph_step
+    def assigned(state, x):
+        state.key = x
+        return state, {}
+
+    state = fcg.TrainState.create(params={"w": torch.ones(2)}, optimizer=fcg.optim.sgd(0.1))
+    select = r"`state = fcg.tree.map\(lambda new, old: torch.where\(x > 0, new, old\), state.replace\(.*\), state\)`"
+    for step, error, fix in (
+        (branch, HostSyncError, select),
+        (backward, CaptureError, r"in place of `backward\(\)`, `loss, grads = fcg.value_and_grad"),
+        (
+            assigned,
+            CaptureError,
+            r"test_host_syncs.py:\d+: cannot assign(.|\n)*`state = state.replace\(...\)`",
+        ),
+    ):
+        with pytest.raises(error, match=fix):
+            step(state, 1.0)
