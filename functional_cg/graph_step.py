@@ -116,10 +116,12 @@ def graph_step(fn: Any = None, /, **options: Any) -> Any:
       fn: The pure function, or a method. With or without parentheses.
       static_argnames: Arguments that are Python constants; each combination of values is a capture of its own.
       constants: Tensors, or trees of them, that ``fn`` closes over: copied at lowering, read-only.
-      max_captures: Input layouts per combination of static arguments; one more is a ``LayoutError``.
+      max_captures: Input layouts per combination of static arguments; one more is a ``LayoutError``. Each arena, such
+        as a fork, has a capture of its own, which this does not count.
       lowering: ``"aten"`` starts in seconds; ``"inductor"`` compiles; ``"auto"`` is inductor on CUDA and aten on
         CPU; or a callable with the signature of a ``torch.compile`` backend.
-      backend: ``"auto"`` (where the state lives), ``"eager"`` (runs the Python each time), or a Backend object.
+      backend: ``"auto"`` (where the state lives), ``"eager"`` (runs the Python each time), or a Backend object. The
+        environment variable ``FCG_DISABLE_CAPTURE=1`` makes every step eager, for ``print`` and a debugger.
       debug: ``"verify"`` compares the first ``verify_calls`` calls with eager runs; ``"poison"`` overwrites dead
         memory between replays.
       verify_calls: Number of calls to verify.
