@@ -26,7 +26,9 @@ _library.define("ravel(Tensor[] leaves, int[] offsets, int length) -> Tensor")
 
 def _ravel(leaves: Sequence[Tensor], offsets: Sequence[int], length: int) -> Tensor:
     out = torch.zeros(length, dtype=leaves[0].dtype, device=leaves[0].device)
-    places = [torch.as_strided(out, leaf.shape, leaf.stride(), at) for leaf, at in zip(leaves, offsets, strict=True)]
+    places = [
+        torch.as_strided(out, leaf.shape, leaf.stride(), at) for leaf, at in zip(leaves, offsets, strict=True)
+    ]
     torch._foreach_copy_(places, list(leaves))
     return out
 
@@ -85,7 +87,11 @@ def unravel(like: Any, vector: Tensor) -> Any:
             rows=[f"vector  expected [{length}]   got {BufferSpec.of(vector)}"],
             fix="pass a vector made by `ravel` of the same tree.",
         )
-    views = [torch.as_strided(vector, s.shape, s.stride, at) for s, at in zip(specs, places, strict=True)]
+    vector = vector.contiguous()
+    start = int(vector.storage_offset())
+    views = [
+        torch.as_strided(vector, s.shape, s.stride, start + at) for s, at in zip(specs, places, strict=True)
+    ]
     return pytree.unflatten(treedef, views)
 
 
@@ -97,7 +103,9 @@ def _in_strides(leaf: Tensor, stride: tuple[int, ...]) -> Tensor:
 
 def _specs(treedef: pytree.Treedef, leaves: Sequence[Tensor]) -> list[BufferSpec]:
     if not leaves:
-        raise LayoutError.of("", "ravel: the tree has no leaves.", fix="pass a tree with at least one tensor.")
+        raise LayoutError.of(
+            "", "ravel: the tree has no leaves.", fix="pass a tree with at least one tensor."
+        )
     specs = [BufferSpec.of(leaf) for leaf in leaves]
     first = specs[0]
     rows = [

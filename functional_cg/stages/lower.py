@@ -25,6 +25,8 @@ __all__ = ["AtenPlan", "Buffers", "ExecutionPlan", "Run", "Schedule", "live_inst
 
 Before = Sequence[Callable[[], Any]]
 
+_AS_STRIDED = torch.ops.aten.as_strided.default
+
 
 @dataclass(frozen=True, slots=True)
 class Buffers:
@@ -261,6 +263,9 @@ class AtenPlan:
 
     def _call(self, instr: Instr, op: Any) -> str:
         arguments = [self._literal(arg) for arg in instr.args]
+        if op is _AS_STRIDED:
+            self._ops["as_strided"] = as_strided
+            return f"as_strided({instr.args[0].offset}, {', '.join(arguments)})"
         arguments += [f"{name}={self._literal(value)}" for name, value in instr.kwargs.items()]
         return f"{self._op(op)}({', '.join(arguments)})"
 
@@ -311,6 +316,15 @@ def lower_aten(program: Program) -> AtenPlan:
     return AtenPlan(program, schedule(program))
 
 
+def as_strided(
+    traced: int, tensor: Tensor, size: Sequence[int], stride: Sequence[int], offset: int | None = None
+) -> Tensor:
+    """``torch.as_strided``, whose offset counts from the storage's begin: a slot lies further in than when traced."""
+    if offset is not None:
+        offset += int(tensor.storage_offset()) - traced
+    return torch.as_strided(tensor, size, stride, offset)
+
+
 def _is_view(instr: Instr) -> bool:
     returns = instr.op._schema.returns
     return (
@@ -326,6 +340,8 @@ def _evaluate(instr: Instr, names: dict[str, Any]) -> Any:
         return names[repr(var)]
 
     kwargs = {name: map_vars(value, item) for name, item in instr.kwargs.items()}
+    if instr.op is _AS_STRIDED:
+        return as_strided(instr.args[0].offset, *(map_vars(value, arg) for arg in instr.args))
     return instr.op(*(map_vars(value, arg) for arg in instr.args), **kwargs)
 
 

@@ -35,14 +35,20 @@ def rewrite(program: Program, places: Sequence[tuple[int, int]]) -> None:
     renamed: dict[Var, Var] = {}
     _drop_detaches(program, renamed)
     _alias_roles(program, renamed)
-    program.outputs = map_vars(lambda var: renamed.get(var, var), program.outputs)
-    program.new_state = [renamed.get(var, var) for var in program.new_state]
+    program.outputs = map_vars(lambda var: _final(renamed, var), program.outputs)
+    program.new_state = [_final(renamed, var) for var in program.new_state]
     program.updates = [
         (old, new) for old, new in zip(program.slots, program.new_state, strict=False) if old is not new
     ]
     _share_storages(program)
     for known in program.ranges:
         _merge_updates(program, known)
+
+
+def _final(renamed: Mapping[Var, Var], var: Var) -> Var:
+    while var in renamed:  # a detached vector may have been replaced in turn
+        var = renamed[var]
+    return var
 
 
 def _drop_detaches(program: Program, renamed: dict[Var, Var]) -> None:
@@ -136,7 +142,7 @@ def _merge_updates(program: Program, known: SlotRange) -> None:
         if view is None:
             return
         base, shape, stride, offset = (*view.args, 0)[:4]
-        if (tuple(shape), tuple(stride), offset) != (leaf.spec.shape, leaf.spec.stride, at):
+        if (tuple(shape), tuple(stride), offset) != (leaf.spec.shape, leaf.spec.stride, base.offset + at):
             return
         if source not in (None, base) or base.spec.shape != (known.length,) or base.spec.stride != (1,):
             return
