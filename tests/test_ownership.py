@@ -546,17 +546,20 @@ def test_ctrl_c_at_every_bytecode_of_a_call(backend: Callable[[], Any]) -> None:
         calls = int(state.step)
         x = small_data(calls)
         tracer = sys.gettrace()
+        struck = False
         try:
             sys.settrace(Strike(moment))
             state, _ = step(state, x)
-            sys.settrace(tracer)
-            break
         except KeyboardInterrupt:
+            struck = True
+        finally:
             sys.settrace(tracer)
-            state = state.latest()
-            before_commit += int(state.step) == calls
-            after_commit += int(state.step) == calls + 1
-            assert before_commit + after_commit == moment + 1
+        if not struck:
+            break
+        state = state.latest()
+        before_commit += int(state.step) == calls
+        after_commit += int(state.step) == calls + 1
+        assert before_commit + after_commit == moment + 1
     assert before_commit > 0
     assert after_commit > 0
     calls = int(state.step)
