@@ -157,7 +157,7 @@ class Handle(TreeView):
             self._check()
             object.__setattr__(self, "_donor", donor)
             lease.write(positions, values)
-            return Handle(lease, lease.cell[0])
+        return Handle(lease, lease.cell[0])
 
     def _field(self, name: str) -> Part:
         part = self._part.children.get(name)

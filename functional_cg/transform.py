@@ -157,7 +157,8 @@ class Transform:
             return self._instead_of_capture(args, kwargs)
         with self._lock:
             self._refuse_closed()
-            return self._prepared(args, kwargs)
+            result = self._prepared(args, kwargs)  # a `return` here would leave the block with the lock held
+        return result
 
     def _prepared(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         call = self._take_apart(args, kwargs)

@@ -178,7 +178,8 @@ def _under(
     def nested(lock: AbstractContextManager[Any], inner: Callable[..., Any]) -> Callable[..., Any]:
         def outer(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             with lock:
-                return inner(args, kwargs)
+                result = inner(args, kwargs)  # a `return` here would leave the block with the lock held
+            return result
 
         return outer
 
