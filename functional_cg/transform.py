@@ -20,6 +20,7 @@ from .constants import Constants
 from .eager import Shadow, run_eager
 from .errors import ClosedError, LayoutError
 from .inputs import Staging, layout_differences, layout_matcher
+from .interrupts import held_back
 from .lowered import Captured, Lowered
 from .signature import Call, Signature
 from .stages.capture import Backend, backend_for
@@ -230,11 +231,12 @@ class Transform:
                 why="Each combination is a trace and a capture of its own.",
                 fix="pass what changes often as an input.",
             )
-        lowered = self._lower(call)
+        with held_back() as deliver_ctrl_c:
+            lowered = self._lower(call, deliver_ctrl_c)
         self._lowered.setdefault(key, []).append(lowered)
         return lowered
 
-    def _lower(self, call: Call) -> Lowered:
+    def _lower(self, call: Call, deliver_ctrl_c: Callable[[], None]) -> Lowered:
         refuse_ambient_autocast(self._name)
         states = tuple(
             BoundState(
@@ -247,7 +249,7 @@ class Transform:
             self._constants.named(), self._donates,
         )  # fmt: skip
         with _timed(self._name, "traced"):
-            program = trace(recipe)
+            program = trace(recipe, deliver_ctrl_c)
         self.stats.traces += 1
         # An optimizer in a static field is reached through the state, not through a name in the code.
         roots = tuple(value for s in call.states for value in pytree.static_values(s.handle._node))
@@ -270,7 +272,7 @@ class Transform:
         key = (id(lowered), call.arenas)
         captured = self._captured.get(key)
         if captured is None:
-            with _timed(self._name, "captured"):
+            with held_back(), _timed(self._name, "captured"):
                 captured = self._captured[key] = self._capture(call, lowered)
             self.stats.captures += 1
             this = weakref.ref(self)

@@ -21,6 +21,7 @@ ROOT = Path(__file__).resolve().parent.parent / PACKAGE
 ORDER = (
     "errors",
     "streams",
+    "interrupts",
     "advice",
     "spelling",
     "source",

@@ -121,11 +121,14 @@ class Recipe:
 class _Recorder(TorchDispatchMode):
     """Records ATen calls as instructions, or compares them with those of an earlier run."""
 
-    def __init__(self, recipe: Recipe, mode: FakeTensorMode, first: Program | None) -> None:
+    def __init__(
+        self, recipe: Recipe, mode: FakeTensorMode, first: Program | None, checkpoint: Callable[[], None]
+    ) -> None:
         super().__init__()
         self.program = Program(recipe.name, [], [], [])
         self._mode = mode
         self._first = first
+        self._checkpoint = checkpoint
         self.variables: list[Var] = []
         self._vars: dict[int, Var] = {}
         self._kept: list[Tensor] = []  # keeps ids and storages unique while the trace lasts
@@ -192,6 +195,7 @@ class _Recorder(TorchDispatchMode):
         kwargs = kwargs or {}
         if func is torch.ops.prim.device.default:
             return func(*args, **kwargs)  # a question, not a computation
+        self._checkpoint()
         if func in _LIFTS and not isinstance(args[0], FakeTensor):
             return self._literal(args[0])
         if self.declared:
@@ -417,9 +421,9 @@ def _refuse_kept(name: str, recorder: _Recorder, references: Sequence[weakref.re
         )
 
 
-def _run(recipe: Recipe, first: Program | None) -> _Recorder:
+def _run(recipe: Recipe, first: Program | None, checkpoint: Callable[[], None]) -> _Recorder:
     mode = FakeTensorMode()
-    recorder = _Recorder(recipe, mode, first)
+    recorder = _Recorder(recipe, mode, first, checkpoint)
     program = recorder.program
     trees: list[Any] = []
     for state in recipe.states:
@@ -503,9 +507,12 @@ def _result_var(recipe: Recipe, recorder: _Recorder, path: KeyPath, leaf: Tensor
     return var
 
 
-def trace(recipe: Recipe) -> Program:
+def trace(recipe: Recipe, checkpoint: Callable[[], None] = lambda: None) -> Program:
     """Trace a step twice on fake tensors; nothing is launched.
 
+    Args:
+      recipe: What to trace.
+      checkpoint: Called before each ATen call, where an exception does no harm.
     Raises:
       FunctionalCGError: One class per mistake, see :mod:`functional_cg.errors`.
     """
@@ -513,11 +520,11 @@ def trace(recipe: Recipe) -> Program:
     # No context manager maps the errors: contextlib would let go of ours for a StopIteration of the user's.
     try:
         with torch.inference_mode(False):
-            recorder = _run(recipe, None)
+            recorder = _run(recipe, None, checkpoint)
             randomness.refuse_change(recipe.name)
             _refuse_kept(recipe.name, recorder, recorder.release())
             watched = watch(recipe.function)
-            again = _run(recipe, recorder.program)
+            again = _run(recipe, recorder.program, checkpoint)
     except FunctionalCGError:
         raise
     except Exception as error:
