@@ -12,6 +12,7 @@ import random
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from hypothesis import strategies as st
 
 import functional_cg as fcg
 from functional_cg import tree
+from functional_cg.interrupts import held_back
 from functional_cg.testing import Simulator, assert_no_alias, assert_trees_all_equal
 from functional_cg.testing import strategies as fst
 
@@ -483,19 +485,19 @@ def uninterrupted_run(calls: int, backend: Any) -> Any:
 
 
 def interrupted_run(backend: str) -> None:
-    """A loop that is interrupted 50 times, also while it traces, and goes on by ``state.latest()``."""
+    """A loop that is interrupted 50 times, half of them while it traces, and goes on by ``state.latest()``."""
     make, delays = BACKENDS[backend], random.Random(0)
     step, state = fcg.graph_step(small_train, backend=make()), small_state()
     state, _ = step(state, small_data(0))  # torch imports some of its modules at the first trace
-    signal.signal(signal.SIGVTALRM, signal.default_int_handler)
+    signal.signal(signal.SIGVTALRM, lambda number, frame: signal.raise_signal(signal.SIGINT))
     for interrupt in range(50):
+        tracing = interrupt % 2 == 0
         try:
-            # Again after 50 ms: an interrupt inside of a weak reference's callback is swallowed by Python.
-            signal.setitimer(signal.ITIMER_VIRTUAL, delays.uniform(0.0005, 0.01), 0.05)
-            if interrupt % 10 == 0:
-                step = fcg.graph_step(small_train, backend=make())
+            # Again after a second: Python swallows what strikes inside of a weak reference's callback.
+            signal.setitimer(signal.ITIMER_VIRTUAL, delays.uniform(0.0005, 0.06 if tracing else 0.01), 1.0)
+            current = fcg.graph_step(small_train, backend=make()) if tracing else step
             while True:
-                state, _ = step(state, small_data(int(state.step)))
+                state, _ = current(state, small_data(int(state.step)))
         except KeyboardInterrupt:
             signal.setitimer(signal.ITIMER_VIRTUAL, 0)
             state = state.latest()
@@ -514,6 +516,79 @@ def test_ctrl_c_at_any_moment_loses_nothing(backend: str) -> None:
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert int(done.stdout.split()[0]) > 50
+
+
+on_the_main_thread = pytest.mark.skipif(
+    threading.current_thread() is not threading.main_thread(), reason="signals reach the main thread only"
+)
+
+
+@on_the_main_thread
+def test_ctrl_c_while_tracing_is_raised_at_the_next_op() -> None:
+    """Not in between, where torch would swallow it or end the process; a corrected call works."""
+    reached: list[str] = []
+    strike = True
+
+    def step(state: Any, x: torch.Tensor) -> Any:
+        if strike:
+            signal.raise_signal(signal.SIGINT)
+            reached.append("after the signal")
+        y = x + 1
+        reached.append("after the op")
+        return {"w": state["w"] + y}, {}
+
+    captured = fcg.graph_step(step)
+    state = fcg.place({"w": torch.zeros(2)})
+    with pytest.raises(KeyboardInterrupt):
+        captured(state, torch.ones(2))
+    assert reached == ["after the signal"]
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    strike = False
+    state, _ = captured(state, torch.ones(2))
+    assert state["w"].tolist() == [2.0, 2.0]
+
+
+@on_the_main_thread
+def test_ctrl_c_waits_at_most_until_a_step_is_built() -> None:
+    """In a capture there is no safe place: it is raised at its end, and the state is as it was."""
+
+    class Striking(Simulator):
+        def capture(self, *arguments: Any) -> Any:
+            replay = super().capture(*arguments)
+            signal.raise_signal(signal.SIGINT)
+            finished.append(replay)
+            return replay
+
+    finished: list[Any] = []
+    step = fcg.graph_step(lambda s, x: ({"w": s["w"] + x}, {}), backend=Striking())
+    state = fcg.place({"w": torch.zeros(2)})
+    with pytest.raises(KeyboardInterrupt):
+        step(state, torch.ones(2))
+    assert len(finished) == 1
+    assert state.latest()["w"].tolist() == [0.0, 0.0]
+
+
+@on_the_main_thread
+def test_a_second_ctrl_c_does_not_wait() -> None:
+    with held_back():
+        signal.raise_signal(signal.SIGINT)
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_other_threads_do_not_touch_signals() -> None:
+    found: list[Any] = []
+
+    def work() -> None:
+        with held_back() as deliver:
+            deliver()
+            found.append(signal.getsignal(signal.SIGINT))
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert found == [signal.getsignal(signal.SIGINT)]
 
 
 SIGNALS_ARRIVE_AFTER = frozenset({"CALL", "CALL_FUNCTION_EX", "CALL_KW", "RESUME", "JUMP_BACKWARD"})
