@@ -6,10 +6,11 @@ paths with *expected* and *got*, says why replay would make it wrong, and gives 
     LayoutError: `train_step`: called with another layout than it was captured for; `state` is unchanged.
       batch['x']  expected i64[8,1024]@cuda:0   got i64[8,960]@cuda:0
     A captured graph has fixed shapes.
-    To fix: pad the last batch or drop it; to pay for a second graph, use `graph_step(max_captures=2)`.
-    Docs: errors#LayoutError
+    To fix: pad the last batch or drop it; to pay for one more graph, use `graph_step(max_captures=2)`.
+    Docs: help(functional_cg.LayoutError)
 
-Errors are raised before anything is launched: the state that was passed in stays valid.
+Errors are raised before anything is launched: the state that was passed in stays valid. The docstring of each class
+is its page of the manual: ``help(functional_cg.LayoutError)``.
 """
 
 from __future__ import annotations
@@ -66,76 +67,181 @@ class FunctionalCGError(Exception):
             lines.append(why)
         if fix:
             lines.append(f"To fix: {fix}")
-        lines.append(f"Docs: errors#{cls.__name__}")
+        lines.append(f"Docs: help(functional_cg.{cls.__name__})")
         return cls("\n".join(lines))
 
 
 class LayoutError(FunctionalCGError, ValueError):
     """Structure, shape, dtype or device is not what the step was lowered for.
 
-    Raised when the inputs have another layout than the capture, and when a step returns a new state that is
-    unlike the old one. Shapes are strict: nothing is broadcast, nothing is cast. Pad the last batch, or allow a
-    second capture with ``max_captures``.
+    A graph has fixed shapes, so nothing is broadcast and nothing is cast. Causes:
+
+    - The last batch is smaller. Drop it (``DataLoader(..., drop_last=True)``), pad it and pass a mask, or pay for a
+      second graph with ``max_captures=2``.
+    - An array of numpy is float64. ``x.astype("float32")``; Python floats are f32 already.
+    - A batch has other keys, or a list where a dict was. Give each batch the same structure.
+    - A string or another object differs. Name its argument in ``static_argnames``: each value has its own graph.
+    - The step returns a state unlike the old one::
+
+        return {"w": state["w"].double()}, {}               # refused: f64 where f32 was
+        return state, {"w": state["w"].double()}            # results of another kind are metrics
     """
 
 
 class DonatedStateError(FunctionalCGError, RuntimeError):
     """A state was used after it was donated.
 
-    The call ``state, metrics = step(state, batch)`` takes over the buffers of the state passed in. Use the
-    returned one; ``state.latest()`` gives the living handle; ``fcg.snapshot(state)`` beforehand keeps the old values.
+    ``state, metrics = step(state, batch)`` takes over the buffers of the state passed in: they hold the new values,
+    and the old handle, and each leaf taken from it, raises. Causes:
+
+    - The result has another name. Bind it to the same one: ``state, metrics = step(state, batch)``.
+    - A leaf is kept for later. Copy it before the call: ``w = state.params["w"].clone()``.
+    - The old state is needed. ``old = fcg.snapshot(state)`` copies it out; ``other = fcg.fork(state)`` is a second
+      state that goes on by itself.
+    - An exception or Ctrl-C came between the call and the assignment: ``state = state.latest()``.
     """
 
 
 class AliasError(FunctionalCGError, ValueError):
     """Two leaves of a state share memory.
 
-    Each leaf owns one slot. Keep one name and read it twice (tied weights), or copy it (targets, EMA copies).
+    Each leaf owns one slot, so two names of one tensor would drift apart or be updated twice. Causes:
+
+    - Tied weights. Keep one name and read it twice::
+
+        params = {"wte": wte}                                # not {"wte": wte, "head": wte}
+        logits = hidden @ params["wte"].T
+
+    - A target network or an average that starts as the parameters: ``ema=fcg.tree.map(torch.clone, params)``.
+    - Views of one buffer, such as the rows of a stacked tensor: ``.clone()`` each.
     """
 
 
 class ReadOnlyError(FunctionalCGError, RuntimeError):
-    """A leaf of a state was written to, or an input was written to inside the step.
+    """A leaf of a state was written to, or an argument was written to inside of the step.
 
-    State changes only by what the step returns, or by ``state.replace(...)`` and ``fcg.tree.at(...)``. This is a
-    RuntimeError, never a TypeError: ``leaf += 1`` would otherwise rebind the name in silence.
+    A state changes only by what the step returns, or by ``state.replace(...)`` and ``fcg.tree.at(...)``. Causes:
+
+    - An update in place: ``state["w"] -= g`` becomes ``state = state.replace(w=state["w"] - g)``; inside of a step,
+      ``return {**state, "w": state["w"] - g}, metrics``.
+    - A module that updates its buffers, such as BatchNorm in training. Return the new ones, as ``fcg.from_module``
+      does: ``out, buffers = apply(params, state.buffers, x)``.
+    - Code that wants memory of its own: ``state["w"].clone()``, or ``fcg.snapshot(state)`` for all of it.
+
+    This is a RuntimeError, never a TypeError: ``leaf += 1`` would otherwise rebind the name in silence.
     """
 
 
 class ForeignTensorError(FunctionalCGError, RuntimeError):
     """The step reads a tensor that is neither state, nor input, nor declared constant.
 
-    A graph would keep reading that address after the tensor is freed or replaced. Pass it in, or declare it with
-    ``graph_step(constants=(tensor,))``.
+    A graph would keep reading that address after the tensor is freed or replaced. Causes:
+
+    - A mask or a table in a closure or a global: pass it as an input, or declare it,
+      ``@fcg.graph_step(constants=(mask,))``; the step then owns a copy.
+    - A module in a closure, whose parameters would be trained by nobody::
+
+        apply, params, buffers = fcg.from_module(model)      # the parameters go into the state
+        out, buffers = apply(state.params, state.buffers, x)
+
+    - A tensor kept from an earlier call: keep it in the state.
+
+    Tensors made in the step from Python numbers, ``torch.tensor([1.0, 2.0])``, need no declaration.
     """
 
 
 class HostSyncError(FunctionalCGError, RuntimeError):
     """The step asks for the value of a tensor on the host, or for a shape that depends on one.
 
-    Replay repeats kernels, not Python: the branch taken at trace time would be taken for ever.
+    Replay repeats kernels, not Python: the branch taken at trace time would be taken for ever. Causes:
+
+    - ``if loss > 1:``, ``float(loss)``, ``loss.item()``: select on the device, or return it and decide outside::
+
+        loss = torch.where(loss > 1, loss / 2, loss)
+
+    - A Python flag passed as an input is a live tensor: ``static_argnames=("flag",)`` keeps it a Python value.
+    - ``x[mask]``, ``nonzero``, ``unique``: keep the shape, ``torch.where(mask, x, 0)``.
+    - ``print(loss)``: return it in ``metrics``; ``step.eager(state, batch)`` runs once with real numbers.
     """
 
 
 class BakedValueError(FunctionalCGError, RuntimeError):
-    """A Python value that the graph has baked in differs now, or differed between two traces."""
+    """A Python value that the graph has baked in differs now, or differed between two traces.
+
+    Python runs when the step is traced; a replay would go on with the old value. Causes:
+
+    - A hyperparameter in a global, a closure or an attribute has changed. Pass it as an input (numbers are live), keep
+      it in the state, or name it in ``static_argnames`` if it seldom changes::
+
+        state, metrics = step(state, {**batch, "lr": 0.1})
+
+    - ``model.train()`` or ``model.eval()`` since the trace: make one step for each.
+    - A mode of torch (autocast, TF32, the default dtype) differs around the call: set it once, or inside of the step.
+    - ``time.time()``, ``random.random()`` or a counter: an input, or a leaf of the state.
+    - A tensor of ``constants=`` was written: it is an input.
+    """
 
 
 class ImplicitRandomnessError(FunctionalCGError, RuntimeError):
-    """A random op draws from a generator that is not in the state. Draw from a key with ``fcg.random``."""
+    """A random op draws from a generator that is not in the state.
+
+    Replay would draw the same numbers each time, or from a generator that nobody saves. Draw from a key::
+
+        key = fcg.random.fold_in(state.key, state.step)      # another one at each step
+        x = fcg.random.dropout(key, x, 0.1)
+        noise = fcg.random.normal(fcg.random.fold_in(key, 1), x.shape)
+
+    Causes: ``torch.randn`` and its like (``fcg.random.normal``), ``F.dropout`` and ``dropout_p`` of attention
+    (``fcg.random.dropout``), modules with dropout (``fcg.from_module`` draws from ``key=``), and random numbers of
+    Python or numpy (draw them outside and pass them as an input).
+    """
 
 
 class SideEffectError(FunctionalCGError, RuntimeError):
-    """The step does something that replay will not repeat: it keeps a tensor, or changes host state."""
+    """The step does something that replay will not repeat: it keeps a tensor, or changes host state.
+
+    Python runs when the step is traced, never again. Causes:
+
+    - ``losses.append(loss)`` or ``self.loss = loss``: return it and keep it outside::
+
+        state, metrics = step(state, batch)
+        losses.append(metrics["loss"])
+
+    - A counter, ``self.calls += 1``: a leaf of the state.
+    - A hook, a cache or an optimizer of torch that stores tensors: pass what it stores through the state.
+    """
 
 
 class StreamError(FunctionalCGError, RuntimeError):
-    """Work crosses the border of the capture: an event or a stream that was not joined back."""
+    """Work crosses the border of the capture: an event or a stream that was not joined back.
+
+    Causes: a side stream that was forked and not joined, and an event from before the step that is waited for inside.
+
+    Join what was forked, ``torch.cuda.current_stream().wait_stream(side)``, before the step returns; wait for outside
+    work before the call, never in it.
+    """
 
 
 class CaptureError(FunctionalCGError, RuntimeError):
-    """Tracing, lowering or capturing failed; the first cause is chained, the state is unchanged."""
+    """Tracing, lowering or capturing failed; the first cause is chained, the state is unchanged.
+
+    Causes:
+
+    - The function itself is wrong (a KeyError, shapes that do not fit): the original exception stands above, with its
+      line. ``step.eager(state, batch)`` runs the function once on real values, for ``print`` and a debugger.
+    - An op that a graph cannot hold, such as ``torch.cond``: compute both sides and select with ``torch.where``.
+    - ``loss.backward()``: ``loss, grads = fcg.value_and_grad(loss_fn)(state.params)``.
+    - ``debug="verify"`` found a replay that differs from the eager run: a kernel with hidden state or with atomics.
+    """
 
 
 class ClosedError(FunctionalCGError, RuntimeError):
-    """A step was used after ``close()``, which frees its captures. States stay valid; make a new step."""
+    """A step was used after ``close()``, or after the ``with`` block that it was made for.
+
+    Closing frees the captures and their memory. States stay valid; make a new step, or close later::
+
+        with fcg.graph_step(train) as step:
+            for batch in loader:
+                state, metrics = step(state, batch)
+        state.params                                         # still good
+    """

@@ -227,7 +227,7 @@ def test_one_tensor_under_two_names_is_refused() -> None:
         "Each leaf owns one slot; a shared slot would be updated twice per replay.\n"
         "To fix: copy it, `state['target']['w'] = state['params']['w'].clone()` (targets, EMA copies); "
         "or keep one leaf and read it twice in the loss (tied weights).\n"
-        "Docs: errors#AliasError"
+        "Docs: help(functional_cg.AliasError)"
     )
     p["target"] = p["w"].clone()
     fcg.place(p)

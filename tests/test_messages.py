@@ -2,6 +2,7 @@
 
 import inspect
 import os
+import re
 import textwrap
 from collections.abc import Callable
 from typing import Any
@@ -34,7 +35,7 @@ def assert_says(
     expected = textwrap.dedent(text).strip()
     for name, place in places.items():
         expected = expected.replace("{" + name + "}", place)
-    with pytest.raises(error, match=r"\nDocs: errors#") as caught:
+    with pytest.raises(error, match=r"\nDocs: help\(functional_cg\.") as caught:
         call()
     assert type(caught.value) is error
     assert str(caught.value) == expected
@@ -54,7 +55,7 @@ def test_layout_error():
           batch['x']  expected f32[8]@cpu   got f32[5]@cpu
         A captured graph has fixed shapes, dtypes and structure.
         To fix: pad the last batch or drop it, convert other dtypes; to pay for one more graph, use `graph_step(max_captures=2)`.
-        Docs: errors#LayoutError
+        Docs: help(functional_cg.LayoutError)
         """,  # noqa: E501
     )
     state, metrics = step(state, {"x": torch.nn.functional.pad(torch.ones(5), (0, 3))})
@@ -77,7 +78,7 @@ def test_layout_error_of_a_new_state():
           state['w']  expected f32[2]@cpu   got f64[2]@cpu
         The new state is written into the slots of the old one.
         To fix: return each leaf with its old shape, dtype and device; results of another kind belong in `metrics`.
-        Docs: errors#LayoutError
+        Docs: help(functional_cg.LayoutError)
         """,
     )
 
@@ -101,7 +102,7 @@ def test_donated_state_error():
         `state['w']` was used after `state` was donated to `train_step` (generation 0).
         Its buffers now hold generation 1.
         To fix: use the returned state, `state, metrics = train_step(state, batch)`, or `state.latest()`; to keep the old one, call `old = fcg.snapshot(state)` first.
-        Docs: errors#DonatedStateError
+        Docs: help(functional_cg.DonatedStateError)
         """,  # noqa: E501
     )
     assert new["w"].tolist() == state.latest()["w"].tolist() == [2.0, 2.0]
@@ -123,7 +124,7 @@ def test_alias_error():
           state['target']  f32[2]@cpu   bytes 0 to 8
         Each leaf owns one slot; a shared slot would be updated twice per replay.
         To fix: copy it, `state['target'] = state['params'].clone()` (targets, EMA copies); or keep one leaf and read it twice in the loss (tied weights).
-        Docs: errors#AliasError
+        Docs: help(functional_cg.AliasError)
         """,  # noqa: E501
     )
     state["target"] = state["params"].clone()
@@ -140,7 +141,7 @@ def test_read_only_error():
         `state['w']` was written to; leaves of a state are read-only.
         The state changes only by what a step returns.
         To fix: `state = state.replace(...)`, or `state = fcg.tree.at(lambda s: ..., state, value)`; for a copy of your own, `.clone()` or `fcg.snapshot(state)`.
-        Docs: errors#ReadOnlyError
+        Docs: help(functional_cg.ReadOnlyError)
         """,  # noqa: E501
     )
     assert state["w"].clone().add_(1).tolist() == [2.0, 2.0]
@@ -164,7 +165,7 @@ def test_read_only_error_in_a_step():
           aten.add_.Tensor, at {line}
         A step is a pure function: warm-up and replay would see different values than the eager run.
         To fix: compute a new tensor (`x = x + noise`) and return it in the new state.
-        Docs: errors#ReadOnlyError
+        Docs: help(functional_cg.ReadOnlyError)
         """,
         line=at(train_step, "x += 1"),
     )
@@ -189,7 +190,7 @@ def test_foreign_tensor_error():
           f32[2]@cpu in aten.mul.Tensor, at {line}
         Replay would keep reading that address after the tensor is freed or replaced.
         To fix: pass it as an input or in the state; or declare it, `graph_step(constants=(tensor,))`.
-        Docs: errors#ForeignTensorError
+        Docs: help(functional_cg.ForeignTensorError)
         """,
         line=at(train_step, "TABLE"),
     )
@@ -223,7 +224,7 @@ def test_host_sync_error():
           aten._local_scalar_dense.default (from `if loss > 1:`), at {line}
         Replay repeats kernels, not Python: what is decided now would be decided for ever.
         To fix: `loss = torch.where(loss > 1, loss / 2, loss)`; or return the value in `metrics` and decide outside of the step.
-        Docs: errors#HostSyncError
+        Docs: help(functional_cg.HostSyncError)
         """,  # noqa: E501
         line=at(train_step, "if loss"),
     )
@@ -261,7 +262,7 @@ def test_baked_value_error():
               LR  traced 0.5   now 0.25
             Replay repeats kernels, not Python: it would go on with the old value.
             To fix: pass `LR` in the batch (a Python number in the inputs is live) or keep it in the state; if it seldom changes, make it an argument of its own and name it in `static_argnames=("LR",)`.
-            Docs: errors#BakedValueError
+            Docs: help(functional_cg.BakedValueError)
             """,  # noqa: E501
         )
     finally:
@@ -299,7 +300,7 @@ def test_implicit_randomness_error():
           aten.bernoulli_.float, at {line}
         Replay would draw from a generator that nobody manages, or the same numbers each time.
         To fix: draw from a key: `key = fcg.random.fold_in(state.key, state.step)`, then `fcg.random.dropout(key, x, p)`, `normal`, `uniform`, `bernoulli`, ...
-        Docs: errors#ImplicitRandomnessError
+        Docs: help(functional_cg.ImplicitRandomnessError)
         """,  # noqa: E501
         line=at(train_step, "dropout"),
     )
@@ -332,7 +333,7 @@ def test_side_effect_error():
           f32[]@cpu, made at {line}
         Python runs when the step is traced, not when it is replayed: what was kept would never be updated.
         To fix: return it in the metrics or in the new state instead of storing it (attribute, list, cache).
-        Docs: errors#SideEffectError
+        Docs: help(functional_cg.SideEffectError)
         """,
         line=at(train_step, ".sum()"),
     )
@@ -359,7 +360,7 @@ def test_capture_error():
         `train_step`: raised KeyError, at {line}: 'y'
         The step was being traced; nothing was launched and the state is unchanged.
         To fix: see the original exception above; `step.eager(state, *inputs)` runs the function on real values.
-        Docs: errors#CaptureError
+        Docs: help(functional_cg.CaptureError)
         """,
         line=at(train_step, "batch["),
     )
@@ -382,7 +383,7 @@ def test_closed_error():
         `train_step`: called after `close()`.
         Its captures and their memory are gone; states are still valid.
         To fix: make a new step, `graph_step(fn)`.
-        Docs: errors#ClosedError
+        Docs: help(functional_cg.ClosedError)
         """,
     )
     state, _ = fcg.graph_step(train_step)(state, {})
@@ -393,7 +394,8 @@ def test_stream_error():
     """No step on the CPU has streams to lose; the class and its template."""
     error = fcg.StreamError.of("train_step", "waits for an event of another stream.", fix="join it back.")
     assert str(error) == (
-        "`train_step`: waits for an event of another stream.\nTo fix: join it back.\nDocs: errors#StreamError"
+        "`train_step`: waits for an event of another stream.\n"
+        "To fix: join it back.\nDocs: help(functional_cg.StreamError)"
     )
 
 
@@ -410,7 +412,10 @@ def test_each_class_has_a_message_test_and_a_manual_page(error):
     assert issubclass(error, ValueError | RuntimeError)
     assert not issubclass(error, TypeError)  # `leaf += 1` would rebind in silence
     assert getattr(fcg, error.__name__) is error
-    assert len((error.__doc__ or "").split()) >= 10
+    page = inspect.getdoc(error) or ""
+    assert "Docs: help(functional_cg." + error.__name__ + ")" in str(error.of("", "is wrong."))
+    assert 5 <= len(page.splitlines()) <= 20
+    assert "``" in page  # the rewrite
 
 
 def test_template_shows_five_rows():
@@ -419,5 +424,5 @@ def test_template_shows_five_rows():
     )
     assert str(error) == (
         "`f`: is wrong.\n  row 0\n  row 1\n  row 2\n  row 3\n  row 4\n  … and 2 more\nSo.\n"
-        "To fix: change it.\nDocs: errors#LayoutError"
+        "To fix: change it.\nDocs: help(functional_cg.LayoutError)"
     )

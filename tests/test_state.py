@@ -472,7 +472,7 @@ def test_full_message_of_a_write() -> None:
         "The state changes only by what a step returns.\n"
         "To fix: `state = state.replace(...)`, or `state = fcg.tree.at(lambda s: ..., state, value)`; "
         "for a copy of your own, `.clone()` or `fcg.snapshot(state)`.\n"
-        "Docs: errors#ReadOnlyError"
+        "Docs: help(functional_cg.ReadOnlyError)"
     )
 
 
@@ -540,7 +540,7 @@ def test_full_message_after_a_step() -> None:
         "Its buffers now hold generation 1.\n"
         "To fix: use the returned state, `state, metrics = double(state, batch)`, or `state.latest()`; "
         "to keep the old one, call `old = fcg.snapshot(state)` first.\n"
-        "Docs: errors#DonatedStateError"
+        "Docs: help(functional_cg.DonatedStateError)"
     )
     assert state["w"].tolist() == [2.0, 2.0]
     double.close()

@@ -781,7 +781,7 @@ def test_ambient_autocast_is_refused():
         "  torch.autocast('cpu')  expected off   got torch.bfloat16\n"
         "A step runs as it was traced, with autocast off: what surrounds the call is not a part of it.\n"
         "To fix: put `with torch.autocast('cpu', dtype=...):` inside of `train_step`.\n"
-        "Docs: errors#BakedValueError"
+        "Docs: help(functional_cg.BakedValueError)"
     )
     assert seen.unchanged()
 
@@ -825,7 +825,7 @@ def test_message(cfg):
         "Replay repeats kernels, not Python: it would go on with the old value.\n"
         "To fix: pass `CFG.lr` in the batch (a Python number in the inputs is live) or keep it in the state; if it "
         'seldom changes, make it an argument of its own and name it in `static_argnames=("lr",)`.\n'
-        "Docs: errors#BakedValueError"
+        "Docs: help(functional_cg.BakedValueError)"
     )
 
 

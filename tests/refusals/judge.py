@@ -117,7 +117,7 @@ def assert_refused(
     assert type(caught.value) is error
     assert message.startswith(f"`{function.__name__}`: "), message
     assert "\nTo fix: " in message
-    assert message.endswith(f"\nDocs: errors#{error.__name__}")
+    assert message.endswith(f"\nDocs: help(functional_cg.{error.__name__})")
     if where is not None:
         assert_line_of(where, message)
     assert backend.captures == step.stats.captures == step.stats.replays == 0
