@@ -6,7 +6,8 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import Any, Concatenate, Generic, ParamSpec, Protocol, Self, TypeVar, overload
 
-from .transform import BackendChoice, Debug, Lowering, Transform
+from .options import BackendChoice, Debug, Lowering
+from .transform import Transform
 
 __all__ = ["GraphFn", "GraphStep", "graph_fn", "graph_step"]
 

@@ -10,7 +10,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Literal, Self, cast
+from typing import Any, Self, cast
 
 import torch
 from torch import Tensor
@@ -22,6 +22,7 @@ from .errors import ClosedError, LayoutError
 from .inputs import Staging, layout_differences, layout_matcher
 from .interrupts import held_back
 from .lowered import Captured, Lowered
+from .options import BackendChoice, Debug, Lowering, refuse_options
 from .signature import Call, Signature
 from .stages.capture import Backend, backend_for
 from .stages.inductor import lower_compiled
@@ -34,14 +35,10 @@ from .stages.trace import BoundState, Recipe, is_fake, trace
 from .stages.watch import refuse_ambient_autocast, watch
 from .state import Handle, fill, place, placeable
 
-__all__ = ["BackendChoice", "Debug", "Lowering", "Transform"]
+__all__ = ["Transform"]
 
 _log = logging.getLogger("functional_cg")
 _MAX_STATIC_COMBINATIONS = 8
-
-Lowering = Literal["auto", "aten", "inductor"] | Callable[..., Any]
-BackendChoice = Literal["auto", "eager"] | Backend
-Debug = Literal["verify", "poison", "verify+poison"]
 
 
 class Transform:
@@ -61,7 +58,7 @@ class Transform:
         debug: Debug | None = None,
         verify_calls: int = 16,
     ) -> None:
-        _refuse_options(fn, max_captures, lowering, backend, debug, verify_calls)
+        refuse_options(fn, max_captures, lowering, backend, debug, verify_calls)
         functools.update_wrapper(cast("Callable[..., Any]", self), fn)
         self._fn = fn
         self._options: dict[str, Any] = {
@@ -335,24 +332,6 @@ class Transform:
             fix="pad the last batch or drop it, convert other dtypes; "
             f"to pay for one more graph, use `graph_step(max_captures={most + 1})`.",
         )
-
-
-def _refuse_options(
-    fn: Any, max_captures: Any, lowering: Any, backend: Any, debug: Any, verify_calls: Any
-) -> None:
-    if not callable(fn):
-        raise TypeError(f"graph_step: expected a function, got {type(fn).__name__}")
-    for name, value, least in (("max_captures", max_captures, 1), ("verify_calls", verify_calls, 0)):
-        if not isinstance(value, int) or isinstance(value, bool) or value < least:
-            raise ValueError(f"graph_step: {name} must be an int of at least {least}, got {value!r}")
-    if lowering not in ("auto", "aten", "inductor") and not callable(lowering):
-        raise ValueError(
-            f"graph_step: lowering must be 'auto', 'aten', 'inductor' or a compiler, got {lowering!r}"
-        )
-    if backend not in ("auto", "eager") and not callable(getattr(backend, "capture", None)):
-        raise ValueError(f"graph_step: backend must be 'auto', 'eager' or a Backend object, got {backend!r}")
-    if debug not in (None, "verify", "poison", "verify+poison"):
-        raise ValueError(f"graph_step: debug must be 'verify', 'poison' or 'verify+poison', got {debug!r}")
 
 
 def _reap(this: weakref.ref[Transform]) -> None:

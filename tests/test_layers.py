@@ -56,6 +56,7 @@ ORDER = (
     "lowered",
     "constants",
     "eager",
+    "options",
     "transform",
     "graph_step",
     "control",
