@@ -11,6 +11,7 @@ from torch import Tensor
 from typing_extensions import TypeVar, dataclass_transform
 
 from . import tree as pytree
+from .errors import LayoutError
 from .optim import GradientTransformation, apply_updates
 from .optim.base import refuse_unlike
 from .state import place
@@ -20,18 +21,21 @@ __all__ = ["TrainState"]
 Params = TypeVar("Params", default=Any)
 
 
-@dataclass_transform(frozen_default=True, kw_only_default=True)
+@dataclass_transform(
+    frozen_default=True, kw_only_default=True, field_specifiers=(pytree.static, dataclasses.field)
+)
 class _StateClass:
     """Makes every subclass a frozen dataclass and a pytree node, without a decorator."""
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
         dataclass(frozen=True, kw_only=True)(cls)
-        pytree.register_dataclass_node(cls, static=("optimizer",))
+        pytree.register_dataclass_node(cls)
 
 
 class TrainState(_StateClass, Generic[Params]):
-    """State of a training run: an immutable pytree. Subclass it to add fields.
+    """State of a training run: an immutable pytree. Subclass it to add fields; ``fcg.tree.static()`` declares one
+    that belongs to the structure.
 
     Attributes:
       step: i64[], number of updates so far.
@@ -58,7 +62,7 @@ class TrainState(_StateClass, Generic[Params]):
     buffers: Any = None
     key: Tensor | None = None
     grads: Params | None = None
-    optimizer: GradientTransformation
+    optimizer: GradientTransformation = pytree.static()
 
     @classmethod
     def create(
@@ -127,6 +131,13 @@ class TrainState(_StateClass, Generic[Params]):
           LayoutError: If ``grads`` is unlike ``params``.
         """
         optimizer = self.optimizer
+        if grads is None:
+            raise LayoutError.of(
+                "",
+                "apply_gradients: there are no gradients, `grads` is None.",
+                why="A state has an accumulator only if it was created with one.",
+                fix="`TrainState.create(..., accumulate=True)` makes `state.grads`.",
+            )
         refuse_unlike(self.params, grads)
         if optimizer.step is not None:
             params, opt_state = optimizer.step(grads, self.opt_state, self.params)

@@ -1,4 +1,4 @@
-"""Pytrees: nested containers with tensors as leaves. The one door to ``torch.utils._pytree``.
+"""Pytrees: nested containers with tensors as leaves. With :mod:`.nodes` the one door to ``torch.utils._pytree``.
 
 Dicts are flattened by sorted key, so the order in which a dict was written never matters. ``None`` is a node
 without leaves, as in JAX. Types registered with ``torch.utils._pytree`` are nodes here too.
@@ -13,12 +13,12 @@ from abc import ABC, abstractmethod
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar, overload
+from typing import Any, TypeVar
 
 from torch.utils import _pytree as torch_pytree
-from typing_extensions import dataclass_transform
 
 from .errors import LayoutError
+from .nodes import register_dataclass, register_dataclass_node, static
 
 __all__ = [
     "KeyPath",
@@ -31,6 +31,8 @@ __all__ = [
     "map",
     "path_string",
     "register_dataclass",
+    "register_dataclass_node",
+    "static",
     "static_values",
     "structure_diff",
     "unflatten",
@@ -41,6 +43,7 @@ Key = torch_pytree.SequenceKey[Any] | torch_pytree.MappingKey[Any, Any] | torch_
 KeyPath = tuple[Any, ...]
 
 _MAPPINGS = (dict, OrderedDict, defaultdict)
+_MAX_DEPTH = 100  # far below what Python's own stack allows: a tree that is deeper contains itself
 
 
 class TreeView(ABC):
@@ -148,16 +151,31 @@ def _open(tree: Any) -> _Node | None:
     return _Node(context, keys, children)
 
 
-def _flatten_into(tree: Any, out: list[Any]) -> Treedef:
+def _flatten_into(tree: Any, out: list[Any], path: list[Any]) -> Treedef:
     if isinstance(tree, TreeView):
         tree = tree.__tree__()
     node = _open(tree)
     if node is None:
         out.append(tree)
         return LEAF
-    start = len(out)
-    children = tuple(_flatten_into(child, out) for child in node.children)
-    return Treedef(type(tree), node.context, node.keys, children, len(out) - start)
+    if len(path) == _MAX_DEPTH:
+        raise _too_deep(path)
+    start, children = len(out), []
+    for key, child in zip(node.keys, node.children, strict=True):
+        path.append(key)
+        children.append(_flatten_into(child, out, path))
+        path.pop()
+    return Treedef(type(tree), node.context, node.keys, tuple(children), len(out) - start)
+
+
+def _too_deep(path: Sequence[Any]) -> LayoutError:
+    return LayoutError.of(
+        "",
+        f"a tree is nested more than {_MAX_DEPTH} levels deep, or contains itself.",
+        rows=[f"{path_string(tuple(path[:8]), 'tree')}..."],
+        why="A pytree ends in leaves.",
+        fix="take the reference to an outer container out; stack what is a long chain, `torch.stack(...)`.",
+    )
 
 
 def flatten(tree: Any) -> tuple[list[Any], Treedef]:
@@ -170,9 +188,12 @@ def flatten(tree: Any) -> tuple[list[Any], Treedef]:
       [1, 2]
       >>> tree.unflatten(treedef, leaves)
       {'a': [1, None], 'b': 2}
+
+    Raises:
+      LayoutError: If the tree contains itself.
     """
     out: list[Any] = []
-    treedef = _flatten_into(tree, out)
+    treedef = _flatten_into(tree, out, [])
     return out, treedef
 
 
@@ -246,6 +267,9 @@ def map(function: Callable[..., Any], tree: Any, *rest: Any) -> Any:
                 "",
                 "tree.map: the trees differ in structure.",
                 rows=structure_diff(treedef, other_def, "tree"),
+                fix="give each tree the structure of the first one."
+                if type(None) not in (treedef.kind, other_def.kind)
+                else "a tree is None: `state.grads`, for one, is there with `TrainState.create(accumulate=True)`.",
             )
         others.append(flat)
     return unflatten(treedef, [function(*group) for group in zip(first, *others, strict=True)])
@@ -342,59 +366,3 @@ def at(where: Callable[[T], Any], tree: T, value: Any) -> T:
     if isinstance(tree, TreeView):
         return tree.__tree_set__(updates)  # type: ignore[no-any-return]
     return unflatten(treedef, [updates.get(i, leaf) for i, leaf in enumerate(old)])  # type: ignore[no-any-return]
-
-
-@overload
-def register_dataclass(cls: type[T], /) -> type[T]: ...
-@overload
-def register_dataclass(*, static: Sequence[str] = ...) -> Callable[[type[T]], type[T]]: ...
-@dataclass_transform(frozen_default=True)
-def register_dataclass(cls: type[Any] | None = None, /, *, static: Sequence[str] = ()) -> Any:
-    """Make a dataclass a pytree node; fields named in ``static`` belong to the structure, not to the leaves.
-
-    A class that is not a dataclass yet becomes a frozen one. Nodes are rebuilt without ``__init__`` and
-    ``__post_init__``, so that neither can create stray tensors.
-
-    Example:
-      >>> from functional_cg import tree
-      >>> @tree.register_dataclass(static=("name",))
-      ... class Point:
-      ...     x: int
-      ...     name: str
-      >>> tree.map(lambda v: v + 1, Point(1, "p"))
-      Point(x=2, name='p')
-    """
-    if cls is None:
-        return lambda owner: register_dataclass_node(owner, static)
-    return register_dataclass_node(cls, static)
-
-
-def register_dataclass_node(cls: type[T], static: Sequence[str] = ()) -> type[T]:
-    """Register ``cls`` with torch's pytree registry; see :func:`register_dataclass`."""
-    if "__dataclass_fields__" not in cls.__dict__:
-        cls = dataclass(frozen=True)(cls)
-    names = [field.name for field in dataclasses.fields(cls)]  # type: ignore[arg-type]
-    unknown = sorted(set(static) - set(names))
-    if unknown:
-        raise ValueError(f"register_dataclass: {cls.__name__} has no field named {', '.join(unknown)}")
-    dynamic = [name for name in names if name not in static]
-
-    def flatten_fn(node: Any) -> tuple[list[Any], Any]:
-        return [getattr(node, name) for name in dynamic], tuple(getattr(node, name) for name in static)
-
-    def flatten_with_keys_fn(node: Any) -> tuple[list[tuple[Any, Any]], Any]:
-        children, context = flatten_fn(node)
-        return [
-            (torch_pytree.GetAttrKey(name), child) for name, child in zip(dynamic, children, strict=True)
-        ], context
-
-    def unflatten_fn(children: Iterable[Any], context: Any) -> Any:
-        node = object.__new__(cls)
-        for name, value in [*zip(dynamic, children, strict=True), *zip(static, context, strict=True)]:
-            object.__setattr__(node, name, value)
-        return node
-
-    torch_pytree.register_pytree_node(
-        cls, flatten_fn, unflatten_fn, flatten_with_keys_fn=flatten_with_keys_fn
-    )
-    return cls

@@ -26,6 +26,7 @@ ORDER = (
     "spelling",
     "source",
     "ops",
+    "nodes",
     "tree",
     "_philox_triton",
     "random",
@@ -76,7 +77,7 @@ DEFERRED = {
 
 # Dotted name -> the modules that may use it.
 DOORS = {
-    "torch.utils._pytree": ("tree",),
+    "torch.utils._pytree": ("nodes", "tree"),
     "torch.cuda.CUDAGraph": ("stages.capture", "bench.opponents"),
     "torch.cuda.graph": ("stages.capture", "bench.opponents"),
     "torch.cuda.graphs": ("stages.capture",),

@@ -2,7 +2,6 @@
 
 import inspect
 import os
-import re
 import textwrap
 from collections.abc import Callable
 from typing import Any

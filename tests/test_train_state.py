@@ -320,3 +320,39 @@ def test_repr_names_fields_and_specs() -> None:
     assert repr(state).startswith(
         "<state, generation 0: TrainState(step=i64[]@cpu, params={'w': f32[2]@cpu}, "
     )
+
+
+def test_subclasses_declare_static_fields_of_their_own():
+    class Run(fcg.TrainState):
+        ema: dict
+        depth: int = fcg.tree.static(default=2)
+
+    def create(**fields):
+        params = {"w": torch.ones(2)}
+        return Run.create(params=params, optimizer=fcg.optim.sgd(0.5), ema={"w": torch.zeros(2)}, **fields)
+
+    @fcg.graph_step
+    def train(state, batch):
+        assert type(state.depth) is int
+        grads = fcg.grad(lambda p: (p["w"] * batch).sum() * state.depth)(state.params)
+        return state.apply_gradients(grads, ema=state.params), {}
+
+    state, _ = train(create(), torch.ones(2))
+    assert (state.depth, type(state.tree), state.params["w"].tolist()) == (2, Run, [0.0, 0.0])
+    assert fcg.snapshot(state).depth == 2
+    with pytest.raises(fcg.LayoutError, match=r"static fields"):
+        train(create(depth=3), torch.ones(2))
+
+
+def test_gradients_that_are_not_there():
+    state = fcg.TrainState.create(params={"w": torch.ones(2)}, optimizer=fcg.optim.sgd(0.5))
+
+    def apply(state, batch):
+        return state.apply_gradients(state.grads), {}
+
+    def add(state, batch):
+        return state.replace(grads=fcg.tree.map(torch.add, state.grads, state.params)), {}
+
+    for function in (apply, add):
+        with pytest.raises(fcg.LayoutError, match=r"None(.|\n)*TrainState\.create\(.*accumulate=True"):
+            fcg.graph_step(function)(state, torch.ones(2))

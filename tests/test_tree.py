@@ -322,3 +322,37 @@ def test_unknown_static_field_is_refused() -> None:
 def test_registered_nodes_pickle() -> None:
     node = Node({"a": 1}, "p")
     assert pickle.loads(pickle.dumps(node)) == node
+
+
+# --- trees without an end ----------------------------------------------------------------------------------
+
+
+def test_a_tree_that_contains_itself_is_refused_with_its_path() -> None:
+    loop: dict[str, Any] = {"x": torch.ones(1)}
+    loop["again"] = [loop]
+    for call in (tree.leaves, fcg.place, fcg.snapshot, fcg.graph_fn(lambda batch: batch)):
+        with pytest.raises(LayoutError, match=r"contains itself\.\n  tree\['again'\]\[0\]\['again'\]"):
+            call(loop)
+
+
+def test_a_deep_tree_goes_all_the_way() -> None:
+    deep: Any = torch.ones(1)
+    for _ in range(98):  # and two more for the arguments of a call
+        deep = [deep]
+    assert tree.leaves(fcg.graph_fn(lambda batch: batch)(deep))[0].tolist() == [1.0]
+    assert repr(fcg.place(deep)).count("list") == 98
+    with pytest.raises(LayoutError, match="more than 100 levels deep"):
+        tree.flatten([[[deep]]])
+
+
+# --- static fields -----------------------------------------------------------------------------------------
+
+
+def test_fields_declared_static_belong_to_the_structure() -> None:
+    @tree.register_dataclass
+    class Layer:
+        w: Any
+        name: str = tree.static(default="dense")
+
+    assert tree.flatten(Layer(1))[1] != tree.flatten(Layer(1, "conv"))[1]
+    assert tree.map(lambda v: v + 1, Layer(1, "conv")) == Layer(2, "conv")

@@ -1,0 +1,94 @@
+"""Dataclasses as nodes of a pytree: which fields hold leaves, and which belong to the structure."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar, overload
+
+from torch.utils import _pytree as torch_pytree
+from typing_extensions import dataclass_transform
+
+__all__ = ["register_dataclass", "register_dataclass_node", "static"]
+
+T = TypeVar("T")
+
+_STATIC = "functional_cg.static"
+
+
+def static(**options: Any) -> Any:
+    """Declare a dataclass field that belongs to the structure: a name, a number of layers, an activation.
+
+    A graph has the value baked in: states that differ in it have different layouts. It is compared with ``==``.
+
+    Args:
+      options: Those of ``dataclasses.field``, such as ``default``.
+
+    Example:
+      >>> import torch, functional_cg as fcg
+      >>> class Run(fcg.TrainState):
+      ...     name: str = fcg.tree.static(default="run")
+      >>> state = Run.create(params={"w": torch.ones(2)}, optimizer=fcg.optim.sgd(0.1), name="first")
+      >>> state.name
+      'first'
+    """
+    return dataclasses.field(metadata={_STATIC: True}, **options)
+
+
+@overload
+def register_dataclass(cls: type[T], /) -> type[T]: ...
+@overload
+def register_dataclass(*, static: Sequence[str] = ...) -> Callable[[type[T]], type[T]]: ...
+@dataclass_transform(frozen_default=True, field_specifiers=(static, dataclasses.field))
+def register_dataclass(cls: type[Any] | None = None, /, *, static: Sequence[str] = ()) -> Any:
+    """Make a dataclass a pytree node; fields named in ``static``, or declared so, belong to the structure.
+
+    A class that is not a dataclass yet becomes a frozen one. Nodes are rebuilt without ``__init__`` and
+    ``__post_init__``, so that neither can create stray tensors.
+
+    Example:
+      >>> from functional_cg import tree
+      >>> @tree.register_dataclass(static=("name",))
+      ... class Point:
+      ...     x: int
+      ...     name: str
+      >>> tree.map(lambda v: v + 1, Point(1, "p"))
+      Point(x=2, name='p')
+    """
+    if cls is None:
+        return lambda owner: register_dataclass_node(owner, static)
+    return register_dataclass_node(cls, static)
+
+
+def register_dataclass_node(cls: type[T], static: Sequence[str] = ()) -> type[T]:
+    """Register ``cls`` with torch's pytree registry; see :func:`register_dataclass`."""
+    if "__dataclass_fields__" not in cls.__dict__:
+        cls = dataclass(frozen=True)(cls)
+    fields = dataclasses.fields(cls)  # type: ignore[arg-type]
+    names = [field.name for field in fields]
+    unknown = sorted(set(static) - set(names))
+    if unknown:
+        raise ValueError(f"register_dataclass: {cls.__name__} has no field named {', '.join(unknown)}")
+    static = [field.name for field in fields if field.name in static or _STATIC in field.metadata]
+    dynamic = [name for name in names if name not in static]
+
+    def flatten_fn(node: Any) -> tuple[list[Any], Any]:
+        return [getattr(node, name) for name in dynamic], tuple(getattr(node, name) for name in static)
+
+    def flatten_with_keys_fn(node: Any) -> tuple[list[tuple[Any, Any]], Any]:
+        children, context = flatten_fn(node)
+        return [
+            (torch_pytree.GetAttrKey(name), child) for name, child in zip(dynamic, children, strict=True)
+        ], context
+
+    def unflatten_fn(children: Iterable[Any], context: Any) -> Any:
+        node = object.__new__(cls)
+        for name, value in [*zip(dynamic, children, strict=True), *zip(static, context, strict=True)]:
+            object.__setattr__(node, name, value)
+        return node
+
+    torch_pytree.register_pytree_node(
+        cls, flatten_fn, unflatten_fn, flatten_with_keys_fn=flatten_with_keys_fn
+    )
+    return cls
