@@ -1,0 +1,76 @@
+"""Explain: what a step has traced, captured and refused, in text and in HTML. Nothing is read from a device."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from .lowered import Captured, Lowered
+from .markup import Html, card, fold, line, table
+from .stages.replay import Stats
+
+__all__ = ["explain", "explain_html", "warnings_of"]
+
+Plans = Sequence[tuple[Lowered, Sequence[Captured]]]
+
+_SHOWN = 8
+
+
+def explain(name: str, stats: Stats, plans: Plans, refusal: str) -> str:
+    """What a step does, for ``step.explain()``.
+
+    Args:
+      name: Name of the user's function.
+      stats: What it has done so far.
+      plans: What was lowered, each with its captures.
+      refusal: Words of the last error; empty if there was none.
+    """
+    head = (
+        f"{name}: {stats.traces} traces, {stats.captures} captures, {stats.replays} replays, "
+        f"{stats.eager_calls} eager calls"
+    )
+    lines = [head]
+    for lowered, captures in plans:
+        lines += [str(lowered), *_captures(captures)]
+        lines += [f"warning: {text}" for text in warnings_of(lowered)]
+    if refusal:
+        lines += ["last refusal:", *(f"  {text}" for text in refusal.splitlines())]
+    return "\n".join(lines)
+
+
+def explain_html(name: str, stats: Stats, plans: Plans, refusal: str) -> Html:
+    """The same for a notebook; arguments as for :func:`explain`."""
+    numbers = (("traces", stats.traces), ("captures", stats.captures), ("replays", stats.replays))
+    parts = [table([(key, str(value)) for key, value in (*numbers, ("eager calls", stats.eager_calls))])]
+    for number, (lowered, captures) in enumerate(plans):
+        layout = ", ".join(_layout(lowered)) or "no inputs"
+        parts.append(
+            fold(f"for {layout}", lowered.body_html(), *map(line, _captures(captures)), opened=not number)
+        )
+        parts += [line(f"warning: {text}") for text in warnings_of(lowered)]
+    if refusal:
+        parts.append(fold("last refusal", line(refusal)))
+    return card(name, *parts)
+
+
+def warnings_of(lowered: Lowered) -> Iterator[str]:
+    """What is probably a mistake, though nothing is wrong with it: new values that were computed and dropped."""
+    dropped = lowered.inspection.dropped
+    for text in dropped[:_SHOWN]:
+        yield f"{text}: a new value was computed and dropped; return it in the new state, or do not compute it."
+    if len(dropped) > _SHOWN:
+        yield f"… and {len(dropped) - _SHOWN:,} more"
+
+
+def _layout(lowered: Lowered) -> Iterator[str]:
+    names, specs = lowered.layout.live_names, lowered.layout.specs
+    for name, spec in zip(names[:_SHOWN], specs, strict=False):
+        yield f"{name} {spec}"
+    if len(names) > _SHOWN:
+        yield f"… and {len(names) - _SHOWN:,} more"
+
+
+def _captures(captures: Sequence[Captured]) -> list[str]:
+    lines = [f"  captured on {captured}" for captured in captures[:_SHOWN]]
+    if len(captures) > _SHOWN:
+        lines.append(f"  … and {len(captures) - _SHOWN:,} more captures")
+    return lines or ["  not captured yet"]
