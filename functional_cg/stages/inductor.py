@@ -6,23 +6,26 @@ copy of the state is made. The door to ``torch._inductor.standalone_compile``.
 
 from __future__ import annotations
 
+import math
 import signal
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from types import FrameType, MappingProxyType
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 
+from ..arena import dense_stride
 from ..random import decompose_random_bits
 from ..state import uninterrupted
 from .lower import Before, Buffers, Run, Schedule, schedule
-from .program import Instr, Program, Var, map_vars
+from .program import Instr, Program, SlotRange, Var, map_vars
 from .rewrite import padding, range_tensor
 
-__all__ = ["CompiledPlan", "build_graph", "lower_compiled"]
+__all__ = ["CompiledPlan", "Entrance", "build_graph", "lower_compiled"]
 
 _WITH_SCALARS = frozenset({"aten::_fused_adam", "aten::_fused_adamw"})
 
@@ -39,9 +42,10 @@ class CompiledPlan:
         self, program: Program, plan: Schedule, device: torch.device, compiler: Callable[..., Any] | None
     ):
         self._program = program
-        self._plan = plan
-        self._touched = _touched_slots(program, plan)
-        self._graph = build_graph(program, plan, self._touched)
+        self._plan = self.schedule = plan
+        self.compiled = True
+        self._entrance = Entrance.of(program, plan)
+        self._graph = build_graph(program, plan, self._entrance)
         self._device = device
         self._compiler = compiler
         self._compiled: Callable[..., Any] | None = None
@@ -53,7 +57,7 @@ class CompiledPlan:
         tensors = dict(zip(self._program.slots, buffers.slots, strict=True))
         for known in self._program.ranges:
             tensors[known.var] = range_tensor(known, [tensors[leaf] for leaf in known.leaves])
-        arguments = [*(tensors[var] for var in self._touched), *buffers.inputs, *buffers.constants]
+        arguments = [*(tensors[var] for var in self._entrance.slots), *buffers.inputs, *buffers.constants]
         if self._compiled is None:
             self._compiled = self._compile(arguments)
         compiled, count = self._compiled, len(self._plan.outputs)
@@ -94,19 +98,54 @@ def lower_compiled(
     return CompiledPlan(program, schedule(program, fuse=False), device, compiler)
 
 
-def _touched_slots(program: Program, plan: Schedule) -> list[Var]:
-    """Slots and ranges that some call reads or the commit writes; no other is an argument of the compiled function."""
-    used = {var for instr in plan.head for var in instr.inputs()} | set(plan.outputs)
-    used |= {var for pair in plan.commits for var in pair}
-    return [var for var in [*program.slots, *(known.var for known in program.ranges)] if var in used]
+@dataclass(frozen=True, slots=True)
+class Entrance:
+    """How the state enters a compiled function: what is written has one name there, and no other name reads it.
+
+    Attributes:
+      slots: Slots and ranges that are arguments: some call reads them, or the commit writes them.
+      windows: Slots inside of a range that is written, which are read as a part of it: range, first element.
+      gathered: Ranges of which a slot is written by itself: their vector is put together from the slots.
+    """
+
+    slots: list[Var]
+    windows: dict[Var, tuple[Var, int]]
+    gathered: list[SlotRange]
+
+    @classmethod
+    def of(cls, program: Program, plan: Schedule) -> Entrance:
+        written = {old for old, _ in plan.commits}
+        used = {var for instr in plan.head for var in instr.inputs()} | set(plan.outputs) | written
+        used |= {new for _, new in plan.commits}
+        ranges = [known for known in program.ranges if known.var in used]
+        windows = {
+            leaf: (known.var, at)
+            for known in ranges
+            if known.var in written
+            for leaf, at in zip(known.leaves, known.offsets, strict=True)
+        }
+        changing = written | windows.keys()
+        gathered = [r for r in ranges if r.var not in written and not changing.isdisjoint(r.leaves)]
+        used |= {leaf for known in gathered for leaf in known.leaves}
+        outside = windows.keys() | {known.var for known in gathered}
+        entering = [*program.slots, *(known.var for known in ranges)]
+        return cls([var for var in entering if var in used - outside], windows, gathered)
 
 
-def build_graph(program: Program, plan: Schedule, touched: Sequence[Var]) -> fx.GraphModule:
-    """The program as an FX graph: placeholders are touched slots, inputs, constants; outputs are the metrics."""
+def build_graph(program: Program, plan: Schedule, entrance: Entrance) -> fx.GraphModule:
+    """The program as an FX graph: placeholders are the state, inputs, constants; outputs are the metrics."""
     graph = fx.Graph()
     nodes: dict[Var, fx.Node] = {}
-    for var in [*touched, *program.inputs, *(c.var for c in program.constants)]:
+    for var in [*entrance.slots, *program.inputs, *(c.var for c in program.constants)]:
         nodes[var] = graph.placeholder(repr(var))
+    for leaf, (vector, at) in entrance.windows.items():
+        nodes[leaf] = graph.call_function(_restrided, (nodes[vector], leaf.spec.shape, leaf.spec.stride, at))
+    for known in entrance.gathered:
+        leaves = [nodes[leaf] for leaf in known.leaves]
+        nodes[known.var] = graph.call_function(
+            torch.ops.fcg.ravel.default, (leaves, list(known.offsets), known.length)
+        )
+    roots = {var: var for var in nodes}
     for i in plan.written_constants:
         var = program.constants[i].var
         nodes[var] = graph.call_function(torch.ops.aten.clone.default, (nodes[var],))
@@ -125,8 +164,16 @@ def build_graph(program: Program, plan: Schedule, touched: Sequence[Var]) -> fx.
     scalars: list[fx.Node] = []
     for instr in plan.head:
         kwargs = {name: map_vars(node, value) for name, value in instr.kwargs.items()}
-        value = graph.call_function(_target(instr), map_vars(node, instr.args), kwargs)
+        source = instr.args[0] if instr.args else None
+        if instr.op is torch.ops.aten.as_strided.default and source in roots:
+            value = graph.call_function(_restrided, (nodes[roots[source]], *instr.args[1:]), kwargs)
+        else:
+            value = graph.call_function(_target(instr), map_vars(node, instr.args), kwargs)
         assign(instr.out, value)
+        for out in instr.outputs():
+            root = next((roots[v] for v in instr.inputs() if v in roots and v.storage == out.storage), None)
+            if root is not None:
+                roots[out] = root
         if instr.op._schema.name in _WITH_SCALARS:
             steps = instr.args[5]
             corrections = graph.call_function(_item, (value, len(instr.out)))
@@ -170,6 +217,30 @@ def _apart(metrics: Sequence[Tensor]) -> list[Tensor]:
 def _clear(vector: Tensor, positions: Sequence[int]) -> Tensor:
     """The vector with zeros at the given positions: the padding of a slab stays zero."""
     return vector.index_fill(0, torch.tensor(positions, device=vector.device), 0)
+
+
+def _restrided(
+    root: Tensor, shape: Sequence[int], stride: Sequence[int], offset: int | None = None
+) -> Tensor:
+    """``as_strided`` on a tensor of the state, with offsets from its own beginning.
+
+    Taken literally, the compiler would count them from the beginning of the slab that the tensor lies in.
+    """
+    memory = root.permute(_outer_first(root.stride())).reshape(-1)
+    order = _outer_first(stride)
+    if dense_stride(torch.empty_strided(shape, stride, device="meta")) == tuple(stride):
+        part = memory.narrow(0, offset or 0, math.prod(shape)).view([shape[axis] for axis in order])
+        return part.permute([order.index(axis) for axis in range(len(shape))])
+    index = torch.full((), offset or 0, device=root.device)
+    for axis, (size, step) in enumerate(zip(shape, stride, strict=True)):
+        along = torch.arange(size, device=root.device) * step
+        index = index + along.view([-1 if other == axis else 1 for other in range(len(shape))])
+    return memory[index]
+
+
+def _outer_first(stride: Sequence[int]) -> list[int]:
+    """Axes in the order of memory."""
+    return sorted(range(len(stride)), key=lambda axis: -stride[axis])
 
 
 def _item(value: Sequence[Any], index: int) -> Any:

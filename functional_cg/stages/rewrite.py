@@ -123,11 +123,17 @@ def _without_zeros(
 
 
 def _share_storages(program: Program) -> None:
-    """A range and its slots are one memory: give them, and all views of them, one storage number."""
-    if not program.ranges:
+    """Ranges of a slab and their slots are one memory: give them, and all views of them, one storage number."""
+    slab_of = {slot: slab for slot, (slab, _) in zip(program.slots, program.places, strict=True)}
+    of_slab: dict[int, int] = {}
+    shared: dict[int, int] = {}
+    for known in program.ranges:  # two of them may overlap in part
+        storage = of_slab.setdefault(slab_of[known.leaves[0]], known.var.storage)
+        shared |= {var.storage: storage for var in (known.var, *known.leaves)}
+    if not shared:
         return
-    shared = {leaf.storage: known.var.storage for known in program.ranges for leaf in known.leaves}
-    seen = [*program.slots, *(var for instr in program.instrs for var in instr.outputs())]
+    ranges = (known.var for known in program.ranges)
+    seen = [*program.slots, *ranges, *(var for instr in program.instrs for var in instr.outputs())]
     for var in dict.fromkeys(seen):
         var.storage = shared.get(var.storage, var.storage)
 
