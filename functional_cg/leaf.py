@@ -19,7 +19,9 @@ from torch import Tensor
 
 from .arena import Arena, BufferSpec, storage_key
 from .errors import DonatedStateError, ReadOnlyError
+from .markup import card, table
 from .ops import tensors_in, written_arguments
+from .summary import summary
 from .tree import KeyPath, Treedef
 
 __all__ = ["Leaf", "Lease", "Origin", "Part", "as_tensor", "donated", "key_name", "owned", "uninterrupted"]
@@ -212,8 +214,18 @@ class Leaf(Tensor):
     # -- what reads -------------------------------------------------------------------------------------------
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return f"{self._title}\n{self._owned()!r}" if self._alive else self._title
+
+    def _repr_html_(self) -> str:
+        return card(self._title, *([table(summary(self._owned()))] if self._alive else []))
+
+    @property
+    def _title(self) -> str:
         title = f"{self._path}  {BufferSpec.of(self._real)}  generation {self._origin._generation}"
-        return f"{title}\n{self._owned()!r}" if self._alive else f"{title}, donated"
+        if self._alive:
+            return title
+        donor = getattr(self._origin, "_donor", "")
+        return f"{title}, donated{f' to `{donor}`' if donor else ''}"
 
     def __format__(self, spec: str) -> str:
         return format(self._owned(), spec) if self.dim() == 0 else super().__format__(spec)

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
 from typing import Any
 
 from torch import Tensor
 
 from .arena import Arena, dtype_name
+from .markup import Html, bar, card, element, fold, line, table
+from .outline import Entry, branches_html, columns, count, listed, outline, tree_html
 from .inputs import InputLayout, layout_differences
 from .signature import Call
 from .stages.capture import Replay
 from .stages.inspect import Inspection
 from .stages.lower import ExecutionPlan
+from .stages.costs import constant_costs, input_costs, metric_costs, slot_costs, staged_pairs
 from .stages.program import Program, Var
 from .stages.trace import BoundState
 from .stages.watch import HostWatch
@@ -24,6 +28,8 @@ __all__ = ["Captured", "Lowered"]
 
 
 @dataclass(eq=False)
+_STAGED_SHOWN = 8
+
 class Captured:
     """A lowered step captured on one arena (or several, for a function of several states).
 
@@ -83,6 +89,18 @@ class Captured:
 
 
 @dataclass(eq=False)
+    def __repr__(self) -> str:
+        return f"<Captured on {self}>"
+
+    def __str__(self) -> str:
+        return ", ".join(map(_arena_text, self.arenas)) or "no state"
+
+
+def _arena_text(arena: Arena) -> str:
+    lease = arena.lease() if arena.lease is not None else None
+    use = f"generation {lease.cell[0]}" if lease is not None else "free"
+    return f"an arena of {arena.plan.nbytes:,} B on {arena.device}, {use}"
+
 class Lowered:
     """A traced, checked and planned step: no device work was done for it.
 
@@ -160,4 +178,73 @@ class Lowered:
     def __str__(self) -> str:
         dtypes = sorted({dtype_name(var.spec.dtype) for var in self.program.slots})
         sizes = ", ".join(f"{name} {size:,} B" for name, size in self.memory_analysis().items())
-        return f"{self.inspection}\n  memory: {sizes}\n  dtypes of the state: {', '.join(dtypes)}"
+        header = ("key path", "spec", "bytes", "copied per call", "role")
+        branches = [
+            branch
+            for state, entries in self._state_costs()
+            for branch in outline(state.treedef, entries, state.name).ends()
+        ] + [branch for _, costs in self._other_costs() for branch in listed(costs)]
+        rows = [(b.path, b.what, f"{b.nbytes:,} B", f"{b.copied:,} B", b.role) for b in branches]
+        return "\n".join(
+            [
+                str(self.inspection),
+                f"  plan: {self._plan_line()}",
+                *(f"  {line}" for line in self._staged_lines()),
+                f"  memory: {sizes}",
+                f"  dtypes of the state: {', '.join(dtypes)}",
+                *columns([header, *rows]),
+            ]
+        )
+
+    def _repr_html_(self) -> str:
+        return card(f"{self.name}, lowered", self.body_html())
+
+    def body_html(self) -> Html:
+        """Plan, memory, leaves and certificate, without a title."""
+        memory = self.memory_analysis()
+        most = max(*memory.values(), 1)
+        parts = [line(text) for text in (self._plan_line(), *self._staged_lines())]
+        parts.append(table([(name, f"{size:,} B", bar(size / most)) for name, size in memory.items()]))
+        for state, entries in self._state_costs():
+            title = f"{state.name}: {count(len(entries), 'leaf')}"
+            parts.append(fold(title, tree_html(state.treedef, entries, state.name)))
+        for kind, costs in self._other_costs():
+            total = sum(entry.spec.nbytes for _, entry in costs)
+            if costs:
+                parts.append(fold(f"{kind}: {len(costs):,}", branches_html(listed(costs), max(total, 1))))
+        return element("div", *parts, fold("certificate", line(str(self.inspection))))
+
+    def _plan_line(self) -> str:
+        plan = self.plan.schedule
+        calls = count(len(plan.head) + len(plan.fused), "ATen call")
+        fused = f", {len(plan.fused)} of them in place" if plan.fused else ""
+        how = f"{calls}{fused}, compiled into one function" if self.plan.compiled else f"{calls}{fused}"
+        return f"{how}; {count(len(plan.commits), 'commit')}, {len(plan.staged)} of them staged"
+
+    def _staged_lines(self) -> list[str]:
+        pairs = staged_pairs(self.program, self.plan.schedule)
+        lines = [
+            f"staged: {old} <- {new}, its new value lies in another slot"
+            for old, new in pairs[:_STAGED_SHOWN]
+        ]
+        hidden = len(pairs) - len(lines)
+        return [*lines, f"… and {hidden:,} more"] if hidden else lines
+
+    def _state_costs(self) -> Iterator[tuple[BoundState, list[Entry]]]:
+        """The states with what a call does with each of their leaves."""
+        entries = iter(slot_costs(self.program, self.plan.schedule, compiled=self.plan.compiled))
+        for state in self.states:
+            yield state, list(islice(entries, len(state.specs)))
+
+    def _other_costs(self) -> list[tuple[str, list[tuple[str, Entry]]]]:
+        program, plan = self.program, self.plan.schedule
+        return [
+            ("inputs", input_costs(program, plan, self.layout.live_names)),
+            ("constants", constant_costs(program, plan)),
+            ("metrics", metric_costs(program, plan)),
+        ]
+    # -- what it looks like -----------------------------------------------------------------------------------
+
+    def __repr__(self) -> str:
+        return f"<Lowered {self.name}: {self._plan_line()}>"
+

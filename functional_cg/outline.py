@@ -113,31 +113,29 @@ def outline(
       widest: How many children of one node to show.
       cut: Whether to cut the children of other nodes than the root too, where they would be folded.
     """
-    places = list(accumulate((child.num_leaves for child in treedef.children), initial=0))
-    parts = [
-        (key, child, start)
-        for key, child, start in zip(treedef.keys, treedef.children, places, strict=False)
-        if child.num_leaves
-    ]
+    parts = _parts(treedef)
     shown = min(len(parts), lines, widest)
     shares = _shares([child.num_leaves for _, child, _ in parts[:shown]], lines)
-    children = [
-        outline(
-            child,
-            entries[start : start + child.num_leaves],
-            f"{path}{key}",
-            lines=share,
-            widest=widest,
-            cut=cut,
-        )
-        if cut or len(child.children) <= share
-        else _branch(child, entries[start : start + child.num_leaves], f"{path}{key}")
-        for (key, child, start), share in zip(parts, shares, strict=False)
-    ]
+    children = []
+    for (key, child, start), share in zip(parts, shares, strict=False):
+        below, where = entries[start : start + child.num_leaves], f"{path}{key}"
+        if cut or len(_parts(child)) <= share:
+            children.append(outline(child, below, where, lines=share, widest=widest, cut=cut))
+        else:
+            children.append(_branch(child, below, where))
     if shown < len(parts):
-        rest = entries[parts[shown][2] :]
-        children.append(_summed(f"… and {len(parts) - shown:,} more", rest))
+        children.append(_summed(f"… and {len(parts) - shown:,} more", entries[parts[shown][2] :]))
     return _branch(treedef, entries, path, tuple(children))
+
+
+def _parts(node: Treedef) -> list[tuple[object, Treedef, int]]:
+    """The children that hold leaves: key, structure, position of the first leaf."""
+    places = accumulate((child.num_leaves for child in node.children), initial=0)
+    return [
+        (key, child, start)
+        for key, child, start in zip(node.keys, node.children, places, strict=False)
+        if child.num_leaves
+    ]
 
 
 def _branch(node: Treedef, entries: Sequence[Entry], path: str, children: tuple[Branch, ...] = ()) -> Branch:

@@ -6,7 +6,7 @@ older handle, and every leaf taken from one, raises from then on.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any, Never, TypeVar
 
@@ -17,6 +17,8 @@ from . import tree as pytree
 from .arena import Arena, BufferSpec, Plan, plan, refuse_aliases, refuse_unplaceable, unplaceable
 from .errors import LayoutError, ReadOnlyError
 from .leaf import Leaf, Lease, Part, as_tensor, donated, key_name, owned, uninterrupted
+from .markup import card, fold
+from .outline import Entry, arena_html, count, tree_html, tree_text
 from .tree import KeyPath, Treedef, TreeView, path_string
 
 __all__ = [
@@ -34,8 +36,6 @@ __all__ = [
 ]
 
 T = TypeVar("T")
-
-_SHOWN_LEAVES = 64
 
 
 class Handle(TreeView):
@@ -198,6 +198,8 @@ class Handle(TreeView):
         if name == "_donor" or (name.startswith("__") and name.endswith("__")):
             raise AttributeError(name)  # not donated yet; no such protocol
         part = None if self._part.is_mapping else self._part.children.get(name)
+        if part is None and name.startswith(("_ipython_", "_repr_")):
+            raise AttributeError(name)  # notebooks ask for these of donated handles too
         if part is None:  # a method, a property, a static field
             return getattr(self._level(), name)
         self._check(part.path)
@@ -248,14 +250,25 @@ class Handle(TreeView):
         return snapshot, (snapshot(self),)
 
     def __repr__(self) -> str:
+        return "\n".join([self._title(), *tree_text(self._node, self._entries(), self._part.path)])
+
+    def _repr_html_(self) -> str:
+        arena = arena_html(self._lease.arena.plan, self._lease.paths)
+        tree = tree_html(self._node, self._entries(), self._part.path)
+        return card(self._title(), tree, *([fold("arena", arena)] if self._owner is None else []))
+
+    def _entries(self) -> list[Entry]:
+        return [Entry(slot.spec) for slot in self._lease.arena.plan.slots[self._part.start : self._part.stop]]
+
+    def _title(self) -> str:
         part, now = self._part, self._lease.cell[0]
-        specs = [slot.spec for slot in self._lease.arena.plan.slots[part.start : part.stop]]
-        if len(specs) <= _SHOWN_LEAVES:
-            body = _text(part.node, iter(specs))
-        else:
-            body = f"{len(specs)} leaves, {sum(spec.nbytes for spec in specs)} bytes"
-        state = "" if now == self._generation else ", donated"
-        return f"<{part.path}, generation {self._generation}{state}: {body}>"
+        kind = "Tensor" if part.node.kind is None else part.node.kind.__name__
+        title = f"{part.path}: {kind}, generation {self._generation}"
+        if now != self._generation:
+            donor = getattr(self._root, "_donor", "")
+            title += f", donated{f' to `{donor}`' if donor else ''} (its buffers now hold generation {now})"
+        nbytes = sum(entry.spec.nbytes for entry in self._entries())
+        return f"{title}, on {self._lease.arena.device}, {count(part.node.num_leaves, 'leaf')}, {nbytes:,} B"
 
 
 # The slots' own setters: the quickest way past `__setattr__`, half the time of `object.__setattr__`.
@@ -263,21 +276,6 @@ _set_lease = Handle.__dict__["_lease"].__set__
 _set_generation = Handle.__dict__["_generation"].__set__
 _set_part = Handle.__dict__["_part"].__set__
 _set_owner = Handle.__dict__["_owner"].__set__
-
-
-def _text(node: Treedef, specs: Iterator[BufferSpec]) -> str:
-    """A tree of specs as text. Written here, for a user's own repr may need values."""
-    if node.is_leaf:
-        return str(next(specs))
-    if node.kind is None or node.kind is type(None):
-        return "None"
-    children = [_text(child, specs) for child in node.children]
-    if node.kind in (list, tuple):
-        return f"{node.kind.__name__}({', '.join(children)})"
-    named = list(zip(map(key_name, node.keys), children, strict=True))
-    if issubclass(node.kind, Mapping):
-        return "{" + ", ".join(f"{name!r}: {child}" for name, child in named) + "}"
-    return f"{node.kind.__name__}({', '.join(f'{name}={child}' for name, child in named)})"
 
 
 def _misfits(specs: Sequence[BufferSpec], values: Sequence[Any], paths: Sequence[KeyPath]) -> list[str]:

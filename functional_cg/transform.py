@@ -10,7 +10,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Self, cast
+from typing import Any, Self, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -18,7 +18,8 @@ from torch import Tensor
 from . import tree as pytree
 from .constants import Constants
 from .eager import Shadow, run_eager
-from .errors import ClosedError, LayoutError
+from .errors import ClosedError, FunctionalCGError, LayoutError
+from .explain import explain, explain_html, warnings_of
 from .inputs import Staging, layout_differences, layout_matcher
 from .interrupts import held_back
 from .lowered import Captured, Lowered
@@ -39,6 +40,8 @@ __all__ = ["Transform"]
 
 _log = logging.getLogger("functional_cg")
 _MAX_STATIC_COMBINATIONS = 8
+T = TypeVar("T")
+
 
 
 class Transform:
@@ -79,6 +82,7 @@ class Transform:
         self._lock = threading.RLock()
         self._attribute = self._name
         self.stats = Stats()
+        self._refusal = ""
 
     # -- public -----------------------------------------------------------------------------------------------
 
@@ -91,17 +95,24 @@ class Transform:
         with self._lock:
             self._refuse_closed()
             call = self._take_apart(args, kwargs)
-            lowered = self._lowered_for(call)
+            lowered = self._noting(self._lowered_for, call)
         return lowered.at(functools.partial(self._captured_for, call, lowered))
 
     def explain(self) -> str:
-        """What was traced, captured and replayed, as text."""
-        stats = self.stats
-        head = (
-            f"{self._name}: {stats.traces} traces, {stats.captures} captures, {stats.replays} replays, "
-            f"{stats.eager_calls} eager calls"
-        )
-        return "\n".join([head, *(str(lowered) for group in self._lowered.values() for lowered in group)])
+        """What was traced, captured and refused, as text.
+
+        For each layout: the certificate, the plan, each leaf with its role and the bytes that a call copies for it,
+        the captures with their arenas, and new values that were computed and dropped. Reads nothing from a device.
+        """
+        return explain(self._name, self.stats, self._plans(), self._refusal)
+
+    def _plans(self) -> list[tuple[Lowered, list[Captured]]]:
+        captured = list(self._captured.items())
+        return [
+            (lowered, [capture for (plan, _), capture in captured if plan == id(lowered)])
+            for group in list(self._lowered.values())
+            for lowered in group
+        ]
 
     def close(self) -> None:
         """Free captures and their memory; states stay valid. Calls raise :class:`ClosedError` from then on."""
@@ -135,7 +146,10 @@ class Transform:
         return step
 
     def __repr__(self) -> str:
-        return f"<{type(self).__name__} {self._name}: {self.stats}>"
+        return f"<{type(self).__name__} {self._name}: {self.stats}{', closed' if self._closed else ''}>"
+
+    def _repr_html_(self) -> str:
+        return explain_html(self._name, self.stats, self._plans(), self._refusal)
 
     # -- calls ------------------------------------------------------------------------------------------------
 
@@ -155,7 +169,8 @@ class Transform:
             return self._instead_of_capture(args, kwargs)
         with self._lock:
             self._refuse_closed()
-            result = self._prepared(args, kwargs)  # a `return` here would leave the block with the lock held
+            # A `return` here would leave the block with the lock held.
+            result = self._noting(self._prepared, args, kwargs)
         return result
 
     def _prepared(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -167,6 +182,14 @@ class Transform:
         replay = functools.partial(self._replay, call, lowered)
         if self._to_verify:
             self._to_verify -= 1
+    def _noting(self, act: Callable[..., T], *args: Any) -> T:
+        """Run a part of a call; the words of a refusal are kept for ``explain``, its traceback would keep tensors."""
+        try:
+            return act(*args)
+        except FunctionalCGError as error:
+            self._refusal = f"{type(error).__name__}: {error}"
+            raise
+
             return self._shadow.verify(call, replay)
         return replay()
 
@@ -255,7 +278,10 @@ class Transform:
         with _timed(self._name, f"lowered {len(program.instrs)} ATen calls"):
             rewrite(program, call.places())
             plan = self._plan(program, call.device)
-        return Lowered(self._name, states, call.layout, program, plan, host_watch, inspection)
+        lowered = Lowered(self._name, states, call.layout, program, plan, host_watch, inspection)
+        for text in warnings_of(lowered):
+            _log.warning("%s: %s", self._name, text)
+        return lowered
 
     def _plan(self, program: Program, device: torch.device) -> ExecutionPlan:
         choice = self._options["lowering"]

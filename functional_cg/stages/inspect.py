@@ -7,7 +7,7 @@ one place.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +19,7 @@ from ..errors import ForeignTensorError, HostSyncError, ImplicitRandomnessError,
 from ..ops import argument, can_draw, sync_reason, tensors_in, written_arguments
 from ..source import Location, sync_spelling, user_frame
 from ..tree import Treedef, path_string, structure_diff
-from .program import Program
+from .program import Instr, Program, Var, live, vars_in
 
 __all__ = ["Inspection", "Rules", "certify", "refuse_new_state"]
 
@@ -207,7 +207,18 @@ def refuse_new_state(
 
 @dataclass(frozen=True, slots=True)
 class Inspection:
-    """A purity certificate: what the step reads, writes and leaves alone. ``str()`` prints it."""
+    """A purity certificate: what the step reads, writes and leaves alone. ``str()`` prints it.
+
+    Attributes:
+      function: Name of the user's function.
+      calls: Number of ATen calls by op.
+      leaves: Number of leaves of the states.
+      unchanged: Leaves that are returned as they came.
+      constants: Tensors that the step owns.
+      watched: Host values that are compared at each call.
+      outputs: Number of metrics.
+      dropped: Leaves among the unchanged ones for which a new value was computed, and where.
+    """
 
     function: str
     calls: Mapping[str, int]
@@ -216,6 +227,7 @@ class Inspection:
     constants: tuple[str, ...]
     watched: tuple[str, ...]
     outputs: int
+    dropped: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         def shown(names: Sequence[str]) -> str:
@@ -232,6 +244,7 @@ class Inspection:
                 f"  metrics: {self.outputs}",
                 f"  constants owned by the step: {shown(self.constants)}",
                 f"  host values watched at each call: {shown(self.watched)}",
+                f"  new values that were computed and dropped: {shown(self.dropped)}",
             ]
         )
 
@@ -250,4 +263,49 @@ def certify(program: Program, watched: Sequence[str]) -> Inspection:
         constants=tuple(f"{constant.name} {constant.var.spec}" for constant in program.constants),
         watched=tuple(watched),
         outputs=len(program.outputs),
+        dropped=tuple(_dropped(program)),
     )
+
+
+def _dropped(program: Program) -> Iterator[str]:
+    """State leaves that are returned unchanged, although a new value for them was computed and used for nothing.
+
+    The classical one: BatchNorm's new statistics that never reach the new state. A value is taken to be new for a leaf
+    if it is computed from it through values of its own shape and dtype alone.
+    """
+    kept = [
+        (name, old)
+        for name, old, new in zip(program.slot_names, program.slots, program.new_state, strict=False)
+        if old is new
+    ]
+    _, needed = live(program.instrs, [*program.new_state, *vars_in(program.outputs)])
+    leaf_of = {var: var for _, var in kept}
+    sites: dict[Var, str] = {}
+    for instr in program.instrs:
+        for source, result in _same_kind(instr):
+            leaf = leaf_of.get(source)
+            if leaf is None or leaf.storage == result.storage:  # no leaf's, or a view of it
+                continue
+            leaf_of.setdefault(result, leaf)
+            if result not in needed:
+                sites[leaf] = f" ({instr.site})" if instr.site else ""
+    yield from (name + sites[var] for name, var in kept if var in sites)
+
+
+def _same_kind(instr: Instr) -> Iterator[tuple[Var, Var]]:
+    """Pairs (argument, result) of one shape and dtype; of grouped ops, those at the same place of their lists."""
+    if str(instr.op).partition(".default")[0].endswith("_like"):
+        return  # made to the argument's shape, not from its values
+    columns = [instr.out, *instr.out] if isinstance(instr.out, (list, tuple)) else [instr.out]
+    for arg in instr.args:
+        for out in columns:
+            pairs = [(arg, out)]
+            if isinstance(arg, list) and isinstance(out, (list, tuple)) and len(arg) == len(out):
+                pairs = list(zip(arg, out, strict=True))
+            for source, result in pairs:
+                if (
+                    isinstance(source, Var)
+                    and isinstance(result, Var)
+                    and source.spec.same_layout(result.spec)
+                ):
+                    yield source, result

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from ..state import uninterrupted
-from .program import Instr, Program, SlotRange, Var, map_vars, vars_in
+from .program import Instr, Program, SlotRange, Var, live, map_vars, vars_in
 from .rewrite import padding, range_tensor
 
 __all__ = ["AtenPlan", "Buffers", "ExecutionPlan", "Run", "Schedule", "live_instrs", "lower_aten", "schedule"]
@@ -44,7 +44,15 @@ class Run(Protocol):
 
 
 class ExecutionPlan(Protocol):
-    """What a lowering makes: something that can be bound to buffers."""
+    """What a lowering makes: something that can be bound to buffers.
+
+    Attributes:
+      schedule: What it has to do.
+      compiled: Whether a compiler decides on the kernels, and on where a new value is computed.
+    """
+
+    schedule: Schedule
+    compiled: bool
 
     def bind(self, buffers: Buffers) -> Run:
         """Bind the plan to buffers; the result runs on exactly these addresses."""
@@ -59,22 +67,8 @@ class ExecutionPlan(Protocol):
 
 
 def live_instrs(program: Program) -> list[Instr]:
-    """The instructions whose effect reaches a result, in order.
-
-    An instruction is kept when one of its results is used, or when it writes in place into memory that is used later.
-    """
-    used = {*vars_in(program.outputs), *(new for _, new in program.updates)}
-    storages = {var.storage for var in used}
-    kept = []
-    for instr in reversed(program.instrs):
-        if any(var in used for var in instr.outputs()) or any(
-            var.storage in storages for var in instr.writes
-        ):
-            kept.append(instr)
-            used.update(instr.inputs())
-            storages.update(var.storage for var in instr.inputs())
-    kept.reverse()
-    return kept
+    """The instructions whose effect reaches a metric or the new state, in order."""
+    return live(program.instrs, [*vars_in(program.outputs), *(new for _, new in program.updates)])[0]
 
 
 @dataclass(slots=True)
@@ -192,7 +186,8 @@ class AtenPlan:
 
     def __init__(self, program: Program, plan: Schedule) -> None:
         self._program = program
-        self._plan = plan
+        self._plan = self.schedule = plan
+        self.compiled = False
         self._ops: dict[str, Any] = {}
         self._hoisted, head = self._split_hoisted()
         self._source = self._generate(head)

@@ -5,7 +5,7 @@ It is what ``trace`` makes, ``inspect`` certifies and ``lower`` compiles. No ten
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,7 +15,7 @@ from ..arena import BufferSpec
 from ..source import Location
 from ..tree import KeyPath, Treedef
 
-__all__ = ["Constant", "Instr", "Program", "SlotRange", "Var", "map_vars", "vars_in"]
+__all__ = ["Constant", "Instr", "Program", "SlotRange", "Var", "live", "map_vars", "vars_in"]
 
 
 @dataclass(eq=False, slots=True)
@@ -143,6 +143,25 @@ class Program:
         lines += [f"  {names.get(old, repr(old))} <- {new!r}" for old, new in self.updates]
         lines.append(f"  return {self.outputs!r}")
         return "\n".join(lines)
+
+
+def live(instrs: Sequence[Instr], results: Iterable[Var]) -> tuple[list[Instr], set[Var]]:
+    """The instructions whose effect reaches a result, in order, and the variables that they and the results read.
+
+    An instruction is kept when one of its results is used, or when it writes in place into memory that is used later.
+    """
+    used = set(results)
+    storages = {var.storage for var in used}
+    kept = []
+    for instr in reversed(instrs):
+        if any(var in used for var in instr.outputs()) or any(
+            var.storage in storages for var in instr.writes
+        ):
+            kept.append(instr)
+            used.update(instr.inputs())
+            storages.update(var.storage for var in instr.inputs())
+    kept.reverse()
+    return kept, used
 
 
 def vars_in(value: Any) -> Iterator[Var]:
