@@ -10,14 +10,14 @@ from typing import Any
 from torch import Tensor
 
 from .arena import Arena, dtype_name
+from .inputs import InputLayout, layout_differences
 from .markup import Html, bar, card, element, fold, line, table
 from .outline import Entry, branches_html, columns, count, listed, outline, tree_html
-from .inputs import InputLayout, layout_differences
 from .signature import Call
 from .stages.capture import Replay
+from .stages.costs import constant_costs, input_costs, metric_costs, slot_costs, staged_pairs
 from .stages.inspect import Inspection
 from .stages.lower import ExecutionPlan
-from .stages.costs import constant_costs, input_costs, metric_costs, slot_costs, staged_pairs
 from .stages.program import Program, Var
 from .stages.trace import BoundState
 from .stages.watch import HostWatch
@@ -26,10 +26,10 @@ from .tree import KeyPath, Treedef, path_string, structure_diff
 
 __all__ = ["Captured", "Lowered"]
 
-
-@dataclass(eq=False)
 _STAGED_SHOWN = 8
 
+
+@dataclass(eq=False)
 class Captured:
     """A lowered step captured on one arena (or several, for a function of several states).
 
@@ -87,8 +87,6 @@ class Captured:
         """Free the capture; the arenas live on as long as their handles."""
         self.replay.close()
 
-
-@dataclass(eq=False)
     def __repr__(self) -> str:
         return f"<Captured on {self}>"
 
@@ -101,6 +99,8 @@ def _arena_text(arena: Arena) -> str:
     use = f"generation {lease.cell[0]}" if lease is not None else "free"
     return f"an arena of {arena.plan.nbytes:,} B on {arena.device}, {use}"
 
+
+@dataclass(eq=False)
 class Lowered:
     """A traced, checked and planned step: no device work was done for it.
 
@@ -175,6 +175,11 @@ class Lowered:
             "temporaries": sum(size for storage, size in first.items() if storage not in outside),
         }
 
+    # -- what it looks like -----------------------------------------------------------------------------------
+
+    def __repr__(self) -> str:
+        return f"<Lowered {self.name}: {self._plan_line()}>"
+
     def __str__(self) -> str:
         dtypes = sorted({dtype_name(var.spec.dtype) for var in self.program.slots})
         sizes = ", ".join(f"{name} {size:,} B" for name, size in self.memory_analysis().items())
@@ -243,8 +248,3 @@ class Lowered:
             ("constants", constant_costs(program, plan)),
             ("metrics", metric_costs(program, plan)),
         ]
-    # -- what it looks like -----------------------------------------------------------------------------------
-
-    def __repr__(self) -> str:
-        return f"<Lowered {self.name}: {self._plan_line()}>"
-

@@ -38,10 +38,10 @@ from .state import Handle, fill, place, placeable
 
 __all__ = ["Transform"]
 
-_log = logging.getLogger("functional_cg")
-_MAX_STATIC_COMBINATIONS = 8
 T = TypeVar("T")
 
+_log = logging.getLogger("functional_cg")
+_MAX_STATIC_COMBINATIONS = 8
 
 
 class Transform:
@@ -78,11 +78,11 @@ class Transform:
         self._captured: dict[tuple[int, Any], Captured] = {}
         self._fast: Callable[[tuple[Any, ...], dict[str, Any]], Any] | None = None
         self._closed = False
+        self._refusal = ""
         # Of two threads one traces, captures or replays, the other waits: they share buffers and a memory pool.
         self._lock = threading.RLock()
         self._attribute = self._name
         self.stats = Stats()
-        self._refusal = ""
 
     # -- public -----------------------------------------------------------------------------------------------
 
@@ -173,6 +173,14 @@ class Transform:
             result = self._noting(self._prepared, args, kwargs)
         return result
 
+    def _noting(self, act: Callable[..., T], *args: Any) -> T:
+        """Run a part of a call; the words of a refusal are kept for ``explain``, its traceback would keep tensors."""
+        try:
+            return act(*args)
+        except FunctionalCGError as error:
+            self._refusal = f"{type(error).__name__}: {error}"
+            raise
+
     def _prepared(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         call = self._take_apart(args, kwargs)
         refuse_ambient_autocast(self._name)
@@ -182,14 +190,6 @@ class Transform:
         replay = functools.partial(self._replay, call, lowered)
         if self._to_verify:
             self._to_verify -= 1
-    def _noting(self, act: Callable[..., T], *args: Any) -> T:
-        """Run a part of a call; the words of a refusal are kept for ``explain``, its traceback would keep tensors."""
-        try:
-            return act(*args)
-        except FunctionalCGError as error:
-            self._refusal = f"{type(error).__name__}: {error}"
-            raise
-
             return self._shadow.verify(call, replay)
         return replay()
 
