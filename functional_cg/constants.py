@@ -8,6 +8,7 @@ from torch import Tensor
 
 from . import tree as pytree
 from .errors import BakedValueError
+from .leaf import Leaf
 
 __all__ = ["Constants"]
 
@@ -25,6 +26,11 @@ class Constants:
         self._function = function
         self._items = [(pytree.path_string(path, "constants"), leaf) for path, leaf in named]
         for name, leaf in self._items:
+            if isinstance(leaf, Leaf):
+                raise TypeError(
+                    f"`{function}`: {name} is of a state, which changes from call to call; "
+                    f"a state is an argument, `{function}(state, ...)`, and a fixed copy `fcg.snapshot(state)`"
+                )
             if not isinstance(leaf, Tensor):
                 raise TypeError(f"`{function}`: {name} must be a tensor, got {type(leaf).__name__}")
         self._versions: list[int] | None = None

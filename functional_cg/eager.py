@@ -17,8 +17,8 @@ from .arena import Arena
 from .errors import CaptureError, LayoutError
 from .signature import Call
 from .stages.inspect import refuse_new_state
-from .stages.trace import canonical
 from .state import Handle
+from .surroundings import canonical
 
 __all__ = ["Shadow", "run_eager"]
 

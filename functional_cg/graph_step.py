@@ -25,6 +25,7 @@ class GraphStep(Transform, Generic[P, R]):
     """
 
     _donates = True
+    _kind = "graph_step"
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         """Run one step: ``state, metrics = step(state, *inputs, **static)``. Donates ``state``."""
@@ -56,6 +57,7 @@ class GraphFn(Transform, Generic[P, R]):
     """
 
     _donates = False
+    _kind = "graph_fn"
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         """Run the function; every state handle among the arguments is borrowed."""

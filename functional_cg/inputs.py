@@ -1,29 +1,26 @@
-"""Inputs: their layout, a generated check of it, and the copy into static buffers.
+"""Inputs: what may be one, and their layout.
 
 Leaves may live on the state's device, on the CPU (pageable or pinned) or in numpy; Python numbers are live 0-dim
-inputs. Host leaves go through pinned slots that the step owns, so the caller may overwrite its own memory as soon as
-the call returns.
+inputs. Other objects belong to the layout and are compared with ``==``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+import numbers
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from . import tree as pytree
-from .arena import Arena, BufferSpec, Plan, dense_stride, plan
+from .arena import BufferSpec, unplaceable
 from .errors import LayoutError
-from .state import Leaf
+from .leaf import Leaf, as_tensor
 from .tree import KeyPath, Treedef, path_string
 
-__all__ = ["InputLayout", "Staging", "as_input", "input_layout", "layout_differences", "layout_matcher"]
-
-_RING_DEPTH = 3
-_FEW = 3  # as many single copies cost less than one grouped copy
+__all__ = ["InputLayout", "as_input", "cuts_a_graph", "input_layout", "same_object"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,14 +28,23 @@ class InputLayout:
     """What inputs must look like for one capture.
 
     Attributes:
+      roots: Parameter names of the positional inputs.
       treedef: Structure of ``(args, kwargs)`` without the bound states.
       names: Key path of each leaf, as text, starting at the parameter's name.
       leaves: Spec of each live leaf; any other object is itself part of the layout.
     """
 
+    roots: tuple[str, ...]
     treedef: Treedef
     names: tuple[str, ...]
     leaves: tuple[Any, ...]
+
+    @property
+    def arguments(self) -> dict[str, Treedef]:
+        """Structure of each argument, by its name."""
+        args, kwargs = self.treedef.children
+        named = {str(key.key): child for key, child in zip(kwargs.keys, kwargs.children, strict=True)}
+        return dict(zip(self.roots, args.children, strict=True)) | named
 
     @property
     def specs(self) -> tuple[BufferSpec, ...]:
@@ -57,57 +63,48 @@ class InputLayout:
         return pytree.unflatten(self.treedef, leaves)
 
 
-def _is_numpy(value: Any) -> bool:
-    return type(value).__module__ == "numpy" and hasattr(value, "__array__") and hasattr(value, "dtype")
-
-
 def as_input(value: Any) -> Tensor | None:
     """A live leaf as a tensor, without copying where possible; None for an object that belongs to the layout."""
     if isinstance(value, Leaf):
         return value._read()
-    if isinstance(value, Tensor):
-        if value.is_nested:
-            raise LayoutError.of(
-                "",
-                "an input is a nested tensor; the state is unchanged.",
-                why="Its shape changes from call to call; a captured graph has fixed shapes.",
-                fix="pad it, `torch.nested.to_padded_tensor(x, 0.0)`, and pass the lengths as an input.",
-            )
-        return value.detach() if value.requires_grad else value
-    if isinstance(value, bool):
-        return torch.tensor(value, dtype=torch.bool)
-    if isinstance(value, int):
-        return torch.tensor(value, dtype=torch.int64)
-    if isinstance(value, float):
-        return torch.tensor(value, dtype=torch.float32)
-    if _is_numpy(value):
-        return _from_numpy(value)
-    return None
-
-
-def _from_numpy(value: Any) -> Tensor | None:
-    if value.dtype.hasobject or value.dtype.kind in "SUVMm":
+    tensor = as_tensor(value)
+    if not isinstance(tensor, Tensor):
         return None
-    if value.ndim == 0 or not value.flags.writeable or any(step < 0 for step in value.strides):
-        return torch.tensor(value.copy())  # torch can neither share read-only memory nor walk it backwards
-    return torch.from_numpy(value)
+    return tensor.detach() if tensor.requires_grad else tensor
+
+
+def cuts_a_graph(value: Any) -> bool:
+    """Whether autograd is recording what the value goes through: it would miss the step, in silence.
+
+    Parameters are let through: a module's are passed to be read, far from any loss.
+    """
+    return (
+        isinstance(value, Tensor)
+        and value.requires_grad
+        and torch.is_grad_enabled()
+        and not isinstance(value, torch.nn.Parameter)
+    )
+
+
+def same_object(a: Any, b: Any) -> bool:
+    """Whether two objects of a layout are the same, or equal and of one type."""
+    if a is b or type(a) is not type(b):
+        return a is b
+    try:
+        return bool(a == b)
+    except Exception:  # a comparison of the user's own
+        return False
 
 
 def _names(roots: Sequence[str], paths: Sequence[KeyPath]) -> tuple[str, ...]:
     """Key paths that start at the user's parameter names instead of at positions."""
-    out = []
-    for path in paths:
-        if path[0].idx == 0:
-            position = path[1].idx
-            root = roots[position] if position < len(roots) else f"inputs[{position}]"
-        else:
-            root = str(path[1].key)
-        out.append(path_string(path[2:], root))
-    return tuple(out)
+    return tuple(
+        path_string(path[2:], roots[path[1].idx] if path[0].idx == 0 else str(path[1].key)) for path in paths
+    )
 
 
 def input_layout(
-    roots: Sequence[str], inputs: Any, device: torch.device | None
+    roots: Sequence[str], inputs: Any, device: torch.device | None, function: str = ""
 ) -> tuple[InputLayout, list[Tensor]]:
     """Layout of inputs, and their live leaves.
 
@@ -115,215 +112,104 @@ def input_layout(
       roots: Parameter names of the positional inputs.
       inputs: ``(args, kwargs)`` without the bound states.
       device: The state's device; host leaves are described as if they were there already.
+      function: Name of the user's function.
+    Raises:
+      LayoutError: If leaves cannot be copied in; all are listed.
     """
     flat, treedef = pytree.flatten(inputs)
+    roots = [roots[i] if i < len(roots) else f"inputs[{i}]" for i in range(len(inputs[0]))]
+    names = _names(roots, treedef.paths())
+    tensors = [as_input(value) for value in flat]
+    _refuse_unfit(function, names, flat, tensors, device)
     leaves: list[Any] = []
-    live: list[Tensor] = []
-    for value in flat:
-        tensor = as_input(value)
+    for value, tensor in zip(flat, tensors, strict=True):
         if tensor is None:
             leaves.append(value)
-            continue
-        live.append(tensor)
-        home = device if device is not None and tensor.is_cpu else tensor.device
-        leaves.append(BufferSpec(tuple(tensor.shape), _slot_stride(tensor), tensor.dtype, home))
-    return InputLayout(treedef, _names(roots, treedef.paths()), tuple(leaves)), live
+        else:
+            home = device if device is not None and tensor.is_cpu else tensor.device
+            leaves.append(replace(BufferSpec.of(tensor), device=home))
+    live = [tensor for tensor in tensors if tensor is not None]
+    return InputLayout(tuple(roots), treedef, names, tuple(leaves)), live
 
 
-def _slot_stride(tensor: Tensor) -> tuple[int, ...]:
-    if tensor.layout != torch.strided:
-        return ()
-    return dense_stride(tensor)
+# -- what cannot be copied in ---------------------------------------------------------------------------------
 
 
-def layout_differences(expected: InputLayout, got: InputLayout) -> list[str]:
-    """All differences of two layouts, one line each."""
-    if expected.treedef != got.treedef:
-        return _structure_rows(expected, got)
-    rows = []
-    for name, want, have in zip(expected.names, expected.leaves, got.leaves, strict=True):
-        if isinstance(want, BufferSpec) and isinstance(have, BufferSpec):
-            if not want.same_layout(have):
-                rows.append(f"{name}  expected {want}   got {have}")
-        elif isinstance(want, BufferSpec) or isinstance(have, BufferSpec) or not _same_object(want, have):
-            rows.append(f"{name}  expected {_shown(want)}   got {_shown(have)}")
-    return rows
-
-
-def _structure_rows(expected: InputLayout, got: InputLayout) -> list[str]:
-    rows = [
-        f"{n}  expected {_shown(v)}   got nothing"
-        for n, v in zip(expected.names, expected.leaves, strict=True)
-        if n not in got.names
+def _refuse_unfit(
+    function: str,
+    names: Sequence[str],
+    values: Sequence[Any],
+    tensors: Sequence[Tensor | None],
+    device: torch.device | None,
+) -> None:
+    here = [tensor.device for tensor in tensors if tensor is not None and not tensor.is_cpu]
+    home = device or (here[0] if here else torch.device("cpu"))
+    places = "cpu" if home.type == "cpu" else f"cpu or {home}"
+    unfit = [
+        (name, problem, _fix(name, value, home))
+        for name, value, tensor in zip(names, values, tensors, strict=True)
+        if (problem := _unfit(value, tensor, home))
     ]
-    rows += [
-        f"{n}  expected nothing   got {_shown(v)}"
-        for n, v in zip(got.names, got.leaves, strict=True)
-        if n not in expected.names
-    ]
-    return rows or pytree.structure_diff(expected.treedef, got.treedef, "inputs")
-
-
-def _shown(leaf: Any) -> str:
-    return str(leaf) if isinstance(leaf, BufferSpec) else f"{type(leaf).__name__} {leaf!r}"
-
-
-def _same_object(a: Any, b: Any) -> bool:
-    return a is b or (type(a) is type(b) and bool(a == b))
-
-
-# -- the generated check ------------------------------------------------------------------------------------------
-
-
-def layout_matcher(
-    layout: InputLayout, device: torch.device
-) -> Callable[[tuple[Any, ...], dict[str, Any]], Any]:
-    """Generate ``match(args, kwargs) -> list of live leaves, or None`` for one layout: no loop, no recursion."""
-    lines: list[str] = []
-    names: dict[str, Any] = {
-        "Tensor": Tensor,
-        "strided": torch.strided,
-        "convert": _convert,
-        "same": _same_object,
-        "flatten": pytree.flatten,
-    }
-    where = (
-        "{t}.is_cpu"
-        if device.type == "cpu"
-        else f"({{t}}.is_cpu or {{t}}.get_device() == {device.index or 0})"
-    )
-    live: list[str] = []
-    leaves = iter(layout.leaves)
-
-    def name(value: Any) -> str:
-        text = f"k{len(names)}"
-        names[text] = value
-        return text
-
-    def leaf(expr: str, want: Any) -> None:
-        if not isinstance(want, BufferSpec):
-            lines.append(f"if not same({expr}, {name(want)}): return None")
-            return
-        t = f"t{len(live)}"
-        live.append(t)
-        lines.append(f"{t} = {expr}")
-        lines.append(
-            f"if type({t}) is not Tensor or {t}.shape != {name(want.shape)} or {t}.dtype is not {name(want.dtype)} "
-            f"or {t}.layout is not strided or {t}.requires_grad or not {where.format(t=t)}:"
+    if unfit:
+        raise LayoutError.of(
+            function,
+            "has inputs that cannot be copied in; the state is unchanged.",
+            rows=[
+                f"{name}  expected a dense tensor on {places}   got {problem}" for name, problem, _ in unfit
+            ],
+            why="Inputs are numbers, arrays and dense tensors, copied into buffers of fixed shape at each call.",
+            fix=unfit[0][2],
         )
-        lines.append(f"    {t} = convert({t}, {name(want)})")
-        lines.append(f"    if {t} is None: return None")
 
-    def node(expr: str, treedef: Treedef) -> None:
-        if treedef.is_leaf:
-            leaf(expr, next(leaves))
-            return
-        kind, variable = treedef.kind, f"n{len(names)}"
-        if kind is type(None):
-            lines.append(f"if {expr} is not None: return None")
-            return
-        names[variable] = None
-        lines.append(f"{variable} = {expr}")
-        count = len(treedef.children)
-        if kind in (list, tuple) or (
-            kind is not None and issubclass(kind, tuple) and hasattr(kind, "_fields")
-        ):
-            lines.append(
-                f"if type({variable}) is not {name(kind)} or len({variable}) != {count}: return None"
-            )
-            children = [f"{variable}[{i}]" for i in range(count)]
-        elif kind is dict:
-            lines.append(f"if type({variable}) is not dict or len({variable}) != {count}: return None")
-            children = [f"{variable}[{name(key)}]" for key in treedef.context[1]]
-        else:
-            lines.append(f"{variable}, got = flatten({variable})")
-            lines.append(f"if got != {name(treedef)}: return None")
-            for i in range(treedef.num_leaves):
-                leaf(f"{variable}[{i}]", next(leaves))
-            return
-        for child_expr, child in zip(children, treedef.children, strict=True):
-            node(child_expr, child)
 
-    node("args", layout.treedef.children[0])
-    node("kwargs", layout.treedef.children[1])
-    body = "".join(f"        {line}\n" for line in lines)
-    source = (
-        f"def match(args, kwargs):\n    try:\n{body or '        pass'}\n"
-        f"        return [{', '.join(live)}]\n"
-        "    except (KeyError, IndexError, AttributeError, RuntimeError):\n        return None\n"
+def _unfit(value: Any, tensor: Tensor | None, home: torch.device) -> str:
+    """What a leaf is, if it cannot be copied in; else an empty string."""
+    if tensor is None:
+        # Numbers and arrays are live: one that no tensor can hold must not become a part of the layout.
+        if isinstance(value, numbers.Real):
+            return f"{type(value).__name__} {value}"
+        is_array = hasattr(value, "__array__") and type(value).__hash__ is None
+        return f"{type(value).__name__} of {getattr(value, 'dtype', 'objects')}" if is_array else ""
+    if cuts_a_graph(value):
+        return f"{BufferSpec.of(tensor)} that requires grad"
+    return unplaceable(tensor) or (
+        "" if tensor.is_cpu or tensor.device == home else str(BufferSpec.of(tensor))
     )
-    exec(compile(source, "<input check>", "exec"), names)
-    return names["match"]  # type: ignore[no-any-return]
 
 
-def _convert(value: Any, want: BufferSpec) -> Tensor | None:
-    """A leaf that is not a plain tensor of the wanted spec: numbers, numpy, parameters, leaves of a state."""
-    tensor = as_input(value)
-    if tensor is None or tensor.shape != want.shape or tensor.dtype is not want.dtype:
-        return None
-    fits = tensor.layout is torch.strided and (tensor.is_cpu or tensor.device == want.device)
-    return tensor if fits else None
+def _fix(name: str, value: Any, home: torch.device) -> str:
+    if not isinstance(value, Tensor):
+        return _array_fix(name, value)
+    if cuts_a_graph(value):
+        return (
+            f"take the gradient in the step, `fcg.value_and_grad(loss_fn)(params)`; or pass `{name}.detach()`, "
+            "for nothing flows back through a replay."
+        )
+    if value.is_nested:
+        return f"pad it, `torch.nested.to_padded_tensor({name}, 0.0)`, and pass the lengths as an input."
+    if value.is_quantized:
+        return f"pass `{name}.dequantize()`."
+    if value.layout is not torch.strided:
+        return f"make it dense, `{name}.to_dense()`."
+    if not value.is_cpu and not value.is_meta and value.device != home:
+        return f'move it, `{name}.to("{home}")`.'
+    return f"pass plain tensors that hold the values of `{name}`."
 
 
-# -- staging ------------------------------------------------------------------------------------------------------
-
-
-class Staging:
-    """Static input buffers of one capture, and the way into them.
-
-    Attributes:
-      arena: Their memory.
-      slots: One buffer per live input leaf, on the state's device.
-    """
-
-    def __init__(self, specs: Sequence[BufferSpec], device: torch.device) -> None:
-        here = [BufferSpec(spec.shape, spec.stride, spec.dtype, device) for spec in specs]
-        self.arena = Arena.allocate(plan(here, ["inputs"] * len(here)), device)
-        self.slots = self.arena.slots
-        self._ring: list[_PinnedSlot] = []
-        self._turn = 0
-
-    def copy_in(self, leaves: Sequence[Tensor]) -> None:
-        """Copy leaves into the static buffers; the caller's memory is free again when this returns."""
-        if not leaves:
-            return
-        if not self.arena.on_cuda:
-            torch._foreach_copy_(self.slots, list(leaves))
-            return
-        host = [i for i, leaf in enumerate(leaves) if leaf.is_cpu]
-        if len(leaves) - len(host) <= _FEW:
-            for slot, leaf in zip(self.slots, leaves, strict=True):
-                if not leaf.is_cpu:
-                    slot.copy_(leaf)
-        else:
-            there = [i for i, leaf in enumerate(leaves) if not leaf.is_cpu]
-            torch._foreach_copy_([self.slots[i] for i in there], [leaves[i] for i in there])
-        if host:
-            self._pinned_slot().send(host, leaves, self.arena)
-
-    def _pinned_slot(self) -> _PinnedSlot:
-        if len(self._ring) < _RING_DEPTH:
-            self._ring.append(_PinnedSlot(self.arena.plan))
-            return self._ring[-1]
-        self._turn = (self._turn + 1) % _RING_DEPTH
-        return self._ring[self._turn]
-
-
-class _PinnedSlot:
-    """Pinned host memory for one call's inputs, reused once its copy to the device is done."""
-
-    def __init__(self, device_plan: Plan) -> None:
-        cpu = torch.device("cpu")
-        specs = [BufferSpec(s.spec.shape, s.spec.stride, s.spec.dtype, cpu) for s in device_plan.slots]
-        self._host = Arena.allocate(plan(specs, ["inputs"] * len(specs)), cpu, pin_memory=True)
-        self._sent = torch.cuda.Event()
-
-    def send(self, host: Sequence[int], leaves: Sequence[Tensor], target: Arena) -> None:
-        self._sent.synchronize()
-        torch._foreach_copy_([self._host.slots[i] for i in host], [leaves[i] for i in host])
-        pairs = [(target.slots[i], self._host.slots[i]) for i in host]
-        if len(host) == len(leaves):  # everything comes from the host: one transfer per dtype
-            pairs = list(zip(target.slabs, self._host.slabs, strict=True))
-        for there, here in pairs:
-            there.copy_(here, non_blocking=True)
-        self._sent.record()
+def _array_fix(name: str, value: Any) -> str:
+    """How to make a number or an array of numpy one that torch can hold."""
+    dtype = getattr(value, "dtype", None)
+    if isinstance(value, int):
+        return "keep it below 2**63; or name its argument in `static_argnames`, with a graph for each value."
+    if hasattr(value, "filled"):
+        return f"pass `{name}.filled(0)`, and `{name}.mask` as an input of its own."
+    if getattr(dtype, "names", None):
+        return f"pass its fields, `{{field: {name}[field] for field in {name}.dtype.names}}`."
+    kind = getattr(dtype, "kind", "")
+    if kind in ("U", "S", "O"):
+        return f"pass numbers that stand for them, `numpy.unique({name}, return_inverse=True)[1]`."
+    if kind in ("m", "M"):
+        return f'pass `{name}.astype("int64")`.'
+    if kind in ("f", "c", "i", "u") and not getattr(dtype, "isnative", True):
+        return f'pass it in the byte order of this machine, `{name}.astype({name}.dtype.newbyteorder("="))`.'
+    return f'pass `numpy.asarray({name}, dtype="float64")`.'

@@ -128,8 +128,8 @@ class Origin(Protocol):
     _generation: int
 
 
-def donated(path: str, origin: Origin, state: str = "state") -> DonatedStateError:
-    """The error for a handle or leaf that is used after its state was donated."""
+def donated(path: str, origin: Origin, state: str = "state", function: str = "") -> DonatedStateError:
+    """The error for a handle or leaf that is used after its state was donated; `function` is who was called with it."""
     donor = getattr(origin, "_donor", "")
     by = f" to `{donor}`" if donor else ""
     edits = {
@@ -138,7 +138,7 @@ def donated(path: str, origin: Origin, state: str = "state") -> DonatedStateErro
     }
     call = edits.get(donor, f"{state}, metrics = {donor or 'step'}({state}, batch)")
     return DonatedStateError.of(
-        "",
+        function,
         f"`{path}` was used after `{state}` was donated{by} (generation {origin._generation}).",
         why=f"Its buffers now hold generation {origin._lease.cell[0]}.",
         fix=f"use the returned state, `{call}`, or `{state}.latest()`; "
@@ -323,17 +323,24 @@ def owned(value: Any) -> Any:
 
 
 def as_tensor(value: Any) -> Any:
-    """Python numbers and numpy arrays as tensors: bool, i64 and f32 scalars, as among the inputs of a step.
+    """Python numbers and numpy arrays as tensors on the host: bool, i64 and f32 scalars, as among inputs of a step.
 
-    What torch cannot hold (strings, objects, integers of more than 64 bits) stays as it is, to be reported with its
-    key path.
+    Memory of an array is shared where torch can. What torch cannot hold (strings, objects, integers of more than 64
+    bits, masked arrays) stays as it is, to be reported with its key path.
     """
     try:
         for kind, dtype in ((bool, torch.bool), (int, torch.int64), (float, torch.float32)):
             if isinstance(value, kind):
-                return torch.tensor(value, dtype=dtype)
+                return torch.tensor(value, dtype=dtype, device="cpu")
         if type(value).__module__ == "numpy" and hasattr(value, "__array__"):
-            return torch.tensor(value)
-    except (TypeError, ValueError, RuntimeError):
+            return _from_numpy(value)
+    except (TypeError, ValueError, RuntimeError, OverflowError):
         pass
     return value
+
+
+def _from_numpy(value: Any) -> Tensor:
+    strides = [step >= 0 and step % value.itemsize == 0 for step in value.strides]
+    if value.ndim == 0 or not value.flags.writeable or not all(strides):
+        return torch.tensor(value.copy(), device="cpu")  # torch shares no read-only memory, nor such strides
+    return torch.from_numpy(value)

@@ -10,8 +10,10 @@ from typing import Any
 from torch import Tensor
 
 from .arena import Arena, dtype_name
-from .inputs import InputLayout, layout_differences
+from .errors import LayoutError
+from .inputs import InputLayout
 from .markup import Html, bar, card, element, fold, line, table
+from .mismatch import layout_differences, layout_fix
 from .outline import Entry, branches_html, columns, count, listed, outline, tree_html
 from .signature import Call
 from .stages.capture import Replay
@@ -145,7 +147,9 @@ class Lowered:
         """How the states of a call differ from those of this plan, one line each."""
         rows: list[str] = []
         if len(call.states) != len(self.states):
-            return [f"states  expected {len(self.states)}   got {len(call.states)}"]
+            names, given = {s.name for s in self.states}, {s.name for s in call.states}
+            rows = [f"{name}  expected a state   got none" for name in sorted(names - given)]
+            return rows + [f"{name}  expected no state   got one" for name in sorted(given - names)]
         for want, have in zip(self.states, call.states, strict=True):
             if have.handle._node != want.treedef:
                 rows += structure_diff(want.treedef, have.handle._node, want.name)
@@ -157,6 +161,26 @@ class Lowered:
                 if spec != slot.spec
             ]
         return rows
+
+    def refusal(self, call: Call, transform: str, max_captures: int) -> LayoutError:
+        """The error for a call of another layout where there may be no more captures."""
+        more = f"`{transform}(max_captures={max_captures + 1})`"
+        of_states = self.state_differences(call)
+        if not of_states:
+            fix = layout_fix(self.layout, call.layout, more)
+        elif len(call.states) != len(self.states):
+            named = " and ".join(f"`{state.name}`" for state in self.states) or "no argument"
+            fix = f"pass a state as {named}, as in the first call, and nowhere else: check the order of the arguments."
+        else:
+            fix = f"make a step for each layout of the state, `{transform}(fn)`; or pay for one more graph, {more}."
+        return LayoutError.of(
+            self.name,
+            f"called with another layout than it was captured for (max_captures={max_captures}); "
+            "the state is unchanged.",
+            rows=of_states + layout_differences(self.layout, call.layout),
+            why="A captured graph has fixed shapes, dtypes and structure.",
+            fix=fix,
+        )
 
     def as_text(self) -> str:
         """The traced calls and the plan that runs them."""

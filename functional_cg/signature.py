@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from . import tree as pytree
-from .arena import Arena
-from .errors import AliasError, LayoutError
+from .arena import Arena, BufferSpec
+from .errors import AliasError
 from .inputs import InputLayout, as_input, input_layout
 from .state import Handle, Lease, check_alive
 
@@ -84,6 +84,13 @@ class Call:
             (name, _exact(value)) for name, value in sorted(self.statics.items(), key=lambda item: item[0])
         )
 
+    @property
+    def objects(self) -> dict[str, Any]:
+        """Whole arguments that the graph has baked in: static ones, and inputs that are neither tensor nor tree."""
+        pairs = zip(self.layout.names, self.layout.leaves, strict=True)
+        found = {name: leaf for name, leaf in pairs if not isinstance(leaf, BufferSpec)}
+        return {name: leaf for name, leaf in found.items() if name.isidentifier()} | self.statics
+
     def arguments(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The call as a capture takes it: handles and tensors in place, static arguments gone."""
         args, kwargs = self.assemble([state.handle for state in self.states], self.live)
@@ -117,6 +124,7 @@ class Signature:
             parameters = []
         positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
         self._names = [p.name for p in parameters if p.kind in positional]
+        self._nameless = {p.name for p in parameters if p.kind is inspect.Parameter.POSITIONAL_ONLY}
         takes_any = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters)
         known = {p.name for p in parameters}
         unknown = [name for name in self._static if name not in known]
@@ -130,6 +138,18 @@ class Signature:
     def parameter(self, position: int) -> str:
         """Name of the parameter at a position."""
         return self._names[position] if position < len(self._names) else f"inputs[{position}]"
+
+    def by_position(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Arguments passed by name, moved to their positions: ``step(s, b=batch)`` is ``step(s, batch)``."""
+        moved = list(args)
+        for name in self._names[len(args) :]:
+            if name not in kwargs or name in self._nameless:
+                break
+            moved.append(kwargs[name])
+        names = self._names[len(args) : len(moved)]
+        return tuple(moved), {name: value for name, value in kwargs.items() if name not in names}
 
     def split_static(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -154,7 +174,7 @@ class Signature:
 
         Raises:
           DonatedStateError: If a handle was donated.
-          LayoutError: If an input lies on another accelerator.
+          LayoutError: If an input cannot be copied in.
         """
         states: list[StateArgument] = []
         copied: list[Any] = []
@@ -162,7 +182,7 @@ class Signature:
         for position, value in enumerate(args):
             name = self.parameter(position)
             if isinstance(value, Handle):
-                check_alive(value, name)
+                check_alive(value, name, self.name)
                 if not self._shares_memory(value, states):
                     states.append(StateArgument(position, name, value))
                     continue
@@ -177,31 +197,12 @@ class Signature:
             )
         inputs = (tuple(copied), kwargs)
         device = states[0].arena.device if states else _first_device(inputs)
-        layout, live = input_layout(roots, inputs, device)
-        self._refuse_other_devices(layout, live, device)
+        layout, live = input_layout(roots, inputs, device, self.name)
         return Call(tuple(states), inputs, statics, layout, live, device)
 
     def _shares_memory(self, value: Handle, states: Sequence[StateArgument]) -> bool:
         """A second handle of the donated arena is copied in: the step writes there."""
         return self.donates and any(state.arena is value._lease.arena for state in states)
-
-    def _refuse_other_devices(
-        self, layout: InputLayout, live: Sequence[Tensor], device: torch.device
-    ) -> None:
-        places = "cpu" if device.type == "cpu" else f"cpu or {device}"
-        rows = [
-            f"{name}  expected a dense tensor on {places}   got {spec}, {tensor.layout} on {tensor.device}"
-            for name, spec, tensor in zip(layout.live_names, layout.specs, live, strict=True)
-            if tensor.layout != torch.strided or not (tensor.is_cpu or tensor.device == device)
-        ]
-        if rows:
-            raise LayoutError.of(
-                self.name,
-                "has inputs that cannot be copied in; the state is unchanged.",
-                rows=rows,
-                why="Inputs are dense tensors on the state's device or on the host.",
-                fix=f'make them dense, `.to_dense()`, or move them, `.to("{device}")`.',
-            )
 
 
 def _exact(value: Any) -> Any:

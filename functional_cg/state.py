@@ -349,14 +349,14 @@ def placeable(
     )
 
 
-def check_alive(handle: Handle, name: str) -> None:
-    """Raise if a handle was donated, under the name that the caller knows it by.
+def check_alive(handle: Handle, name: str, function: str) -> None:
+    """Raise if a handle that `function` is called with was donated, under the name that the caller knows it by.
 
     Raises:
       DonatedStateError: If an update of the arena has happened since the handle was made.
     """
     if handle._lease.cell[0] != handle._generation:
-        raise donated(name + handle._part.path.removeprefix("state"), handle._root, name)
+        raise donated(name + handle._part.path.removeprefix("state"), handle._root, name, function)
 
 
 def fill(lease: Lease, leaves: Sequence[Tensor]) -> None:

@@ -20,9 +20,9 @@ from .constants import Constants
 from .eager import Shadow, run_eager
 from .errors import ClosedError, FunctionalCGError, LayoutError
 from .explain import explain, explain_html, warnings_of
-from .inputs import Staging, layout_differences, layout_matcher
 from .interrupts import held_back
 from .lowered import Captured, Lowered
+from .matcher import layout_matcher
 from .options import BackendChoice, Debug, Lowering, refuse_options
 from .signature import Call, Signature
 from .stages.capture import Backend, backend_for
@@ -32,9 +32,11 @@ from .stages.lower import Buffers, ExecutionPlan, lower_aten
 from .stages.program import Program
 from .stages.replay import MISS, Bound, Stats, output_builder, replayer
 from .stages.rewrite import rewrite
-from .stages.trace import BoundState, Recipe, is_fake, trace
+from .stages.trace import BoundState, Recipe, trace
 from .stages.watch import refuse_ambient_autocast, watch
+from .staging import Staging
 from .state import Handle, fill, place, placeable
+from .surroundings import inside_a_step, refuse_anomaly_mode, refuse_foreign_modes
 
 __all__ = ["Transform"]
 
@@ -48,6 +50,7 @@ class Transform:
     """A function with its options, what was lowered of it, and what was captured of that."""
 
     _donates: bool
+    _kind: str
 
     def __init__(
         self,
@@ -60,8 +63,9 @@ class Transform:
         backend: BackendChoice = "auto",
         debug: Debug | None = None,
         verify_calls: int = 16,
+        **unknown: Any,
     ) -> None:
-        refuse_options(fn, max_captures, lowering, backend, debug, verify_calls)
+        refuse_options(self._kind, unknown, fn, max_captures, lowering, backend, debug, verify_calls)
         functools.update_wrapper(cast("Callable[..., Any]", self), fn)
         self._fn = fn
         self._options: dict[str, Any] = {
@@ -154,6 +158,11 @@ class Transform:
     # -- calls ------------------------------------------------------------------------------------------------
 
     def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if torch.is_inference_mode_enabled():
+            with torch.inference_mode(False), torch.no_grad():  # results are ordinary tensors
+                return self._call(args, kwargs)
+        if kwargs:
+            args, kwargs = self._signature.by_position(args, kwargs)
         fast = self._fast
         if fast is not None:
             result = fast(args, kwargs)
@@ -163,8 +172,8 @@ class Transform:
 
     def _slow(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self._refuse_closed()
-        if any(map(is_fake, _plain_leaves(args, kwargs))):
-            return self._fn(*args, **kwargs)  # called inside of another step's trace: becomes a part of it
+        if inside_a_step():
+            return self._fn(*args, **kwargs)  # becomes a part of the other one
         if self._options["backend"] == "eager" or os.environ.get("FCG_DISABLE_CAPTURE") == "1":
             return self._instead_of_capture(args, kwargs)
         with self._lock:
@@ -216,10 +225,12 @@ class Transform:
         return result
 
     def _take_apart(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
+        refuse_foreign_modes(self._name)
+        args, kwargs = self._signature.by_position(args, kwargs)
         args, kwargs, statics = self._signature.split_static(args, kwargs)
         if self._donates:
             if not args:
-                raise TypeError(f"`{self._name}`: the state must be the first positional argument")
+                raise TypeError(f"`{self._name}`: the state must be the first argument")
             if not isinstance(args[0], Handle):
                 args = (self._placed(args[0]), *args[1:])
         return self._signature.take_apart(args, kwargs, statics)
@@ -243,7 +254,7 @@ class Transform:
             if lowered.fits(call):
                 return lowered
         if len(group) >= self._options["max_captures"]:
-            raise self._other_layout(group[0], call)
+            raise group[0].refusal(call, self._kind, self._options["max_captures"])
         if not group and len(self._lowered) >= _MAX_STATIC_COMBINATIONS:
             raise LayoutError.of(
                 self._name,
@@ -258,6 +269,7 @@ class Transform:
 
     def _lower(self, call: Call, deliver_ctrl_c: Callable[[], None]) -> Lowered:
         refuse_ambient_autocast(self._name)
+        refuse_anomaly_mode(self._name)
         states = tuple(
             BoundState(
                 s.name, s.handle._node, tuple(slot.spec for slot in s.arena.plan.slots[s.start : s.stop])
@@ -273,7 +285,7 @@ class Transform:
         self.stats.traces += 1
         # An optimizer in a static field is reached through the state, not through a name in the code.
         roots = tuple(value for s in call.states for value in pytree.static_values(s.handle._node))
-        host_watch = watch(self._fn, roots=roots, arguments=call.statics)
+        host_watch = watch(self._fn, roots=roots, arguments=call.objects)
         inspection = certify(program, host_watch.names())
         with _timed(self._name, f"lowered {len(program.instrs)} ATen calls"):
             rewrite(program, call.places())
@@ -345,19 +357,8 @@ class Transform:
                 self._name,
                 "called after `close()`.",
                 why="Its captures and their memory are gone; states are still valid.",
-                fix="make a new step, `graph_step(fn)`.",
+                fix=f"make a new one, `{self._kind}(fn)`.",
             )
-
-    def _other_layout(self, known: Lowered, call: Call) -> LayoutError:
-        most = self._options["max_captures"]
-        return LayoutError.of(
-            self._name,
-            f"called with another layout than it was captured for (max_captures={most}); the state is unchanged.",
-            rows=known.state_differences(call) + layout_differences(known.layout, call.layout),
-            why="A captured graph has fixed shapes, dtypes and structure.",
-            fix="pad the last batch or drop it, convert other dtypes; "
-            f"to pay for one more graph, use `graph_step(max_captures={most + 1})`.",
-        )
 
 
 def _reap(this: weakref.ref[Transform]) -> None:
@@ -389,12 +390,6 @@ def _scratch(slots: Sequence[Tensor]) -> list[Tensor]:
         else slot.clone()
         for slot in slots
     ]
-
-
-def _plain_leaves(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[Any]:
-    for value in (*args, *kwargs.values()):
-        if not isinstance(value, Handle):
-            yield from pytree.leaves(value)
 
 
 @contextmanager

@@ -53,7 +53,7 @@ def test_layout_error():
         `train_step`: called with another layout than it was captured for (max_captures=1); the state is unchanged.
           batch['x']  expected f32[8]@cpu   got f32[5]@cpu
         A captured graph has fixed shapes, dtypes and structure.
-        To fix: pad the last batch or drop it, convert other dtypes; to pay for one more graph, use `graph_step(max_captures=2)`.
+        To fix: pad the last batch or drop it; to pay for one more graph, use `graph_step(max_captures=2)`.
         Docs: help(functional_cg.LayoutError)
         """,  # noqa: E501
     )
@@ -381,7 +381,7 @@ def test_closed_error():
         """
         `train_step`: called after `close()`.
         Its captures and their memory are gone; states are still valid.
-        To fix: make a new step, `graph_step(fn)`.
+        To fix: make a new one, `graph_step(fn)`.
         Docs: help(functional_cg.ClosedError)
         """,
     )

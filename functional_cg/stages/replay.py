@@ -13,7 +13,7 @@ from torch import Tensor
 
 from .. import tree as pytree
 from ..arena import Arena
-from ..inputs import Staging
+from ..staging import Staging
 from ..state import Handle
 from ..tree import Treedef
 from .capture import Replay, copy_out

@@ -7,12 +7,11 @@ first: host values that move between two runs show up there.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import gc
 import math
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,7 +24,6 @@ from torch._subclasses.fake_tensor import (
     FakeTensorMode,
     unset_fake_temporarily,
 )
-from torch.overrides import BaseTorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from .. import tree as pytree
@@ -41,47 +39,20 @@ from ..errors import (
 )
 from ..ops import tensors_in
 from ..source import Location, Locator, is_user_file, raised_frame, sync_spelling
+from ..surroundings import canonical
 from ..tree import KeyPath, Treedef, path_string
 from .host import HostGuard, HostRandomness, HostState
 from .inspect import Rules, refuse_new_state
 from .program import Constant, Instr, Program, Var
 from .watch import watch
 
-__all__ = ["BoundState", "Recipe", "canonical", "is_fake", "trace"]
+__all__ = ["BoundState", "Recipe", "trace"]
 
 # Parts of the messages with which torch refuses to read a fake tensor's memory.
 _READS_MEMORY = (".numpy() is not supported", "Cannot access data pointer", "its data is not allocated yet")
 _LIFTS = frozenset(
     {torch.ops.aten.lift_fresh.default, torch.ops.aten.lift.default, torch.ops.aten.lift_fresh_copy.default}
 )
-
-
-@contextlib.contextmanager
-def canonical() -> Iterator[None]:
-    """The setting in which a step runs, traced or eager, whatever surrounds the call.
-
-    No gradient mode, inference mode or autocast is taken over; the autocast cache is off (it would make a weight's
-    gradient depend on how often the weight was cast); autograd stays on the calling thread; a function mode is on,
-    since modules such as ``MultiheadAttention`` take another path under one.
-    """
-    cached = torch.is_autocast_cache_enabled()
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(torch.inference_mode(False))
-        stack.enter_context(torch.no_grad())
-        for device_type in ("cpu", "cuda"):
-            stack.enter_context(torch.autocast(device_type, enabled=False))
-        stack.enter_context(torch.autograd.set_multithreading_enabled(False))
-        stack.enter_context(BaseTorchFunctionMode())
-        torch.set_autocast_cache_enabled(False)
-        try:
-            yield
-        finally:
-            torch.set_autocast_cache_enabled(cached)
-
-
-def is_fake(value: Any) -> bool:
-    """Whether a value is a tensor of a trace in progress."""
-    return isinstance(value, FakeTensor)
 
 
 @dataclass(frozen=True, slots=True)

@@ -216,21 +216,20 @@ def test_input_that_cannot_be_copied_in(convert, match):
 def test_nested_input(captured):
     step, state, _ = captured
     nested = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])
-    with pytest.raises(LayoutError, match=r"an input is a nested tensor(.|\n)*to_padded_tensor"):
+    with pytest.raises(LayoutError, match=r"b\['x'\]  .* nested tensor(.|\n)*to_padded_tensor"):
         step(state, {"x": nested}, mode="train")
-    with pytest.raises(LayoutError, match="an input is a nested tensor"):
+    with pytest.raises(LayoutError, match="nested tensor"):
         fcg.graph_step(lambda s, b: (s, {}))(a_state(), nested)
 
 
 def test_what_is_not_another_layout():
-    """Strides, gradients, numpy and the order of a dict's keys are no part of a layout; conjugates are resolved."""
+    """Strides, parameters, numpy and the order of a dict's keys are no part of a layout; conjugates are resolved."""
     step = fcg.graph_step(lambda s, b: (s, (b["x"] * 2, b["z"] * 1)))
     z = torch.tensor([1 + 2j])
     state, (first, _) = step(a_state(), {"x": X, "z": z})
     for x in (
         torch.ones(3, 4).t(),
         torch.ones(1, 3).expand(4, 3),
-        torch.ones(4, 3, requires_grad=True),
         torch.nn.Parameter(torch.ones(4, 3)),
         numpy.ones((4, 3), dtype=numpy.float32),
         numpy.ones((3, 4), dtype=numpy.float32).T[::-1],
@@ -274,8 +273,8 @@ def test_tree_that_is_no_state():
         match=r"`s` has leaves that cannot be placed(.|\n)*s\['n'\]  expected a (dense )?tensor   got str",
     ):
         step({"w": torch.ones(3), "n": "adam"}, a_batch())
-    with pytest.raises(TypeError, match="the state must be the first positional argument"):
-        step(s=a_state(), b=a_batch())
+    with pytest.raises(TypeError, match="the state must be the first argument"):
+        step(b=a_batch())
 
 
 # -- static arguments -------------------------------------------------------------------------------------------

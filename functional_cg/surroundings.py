@@ -1,0 +1,84 @@
+"""What surrounds a call: the setting that a step makes for itself, and what it refuses to run in."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+import torch
+from torch.overrides import BaseTorchFunctionMode, _get_current_function_mode_stack
+
+from .errors import CaptureError
+
+__all__ = ["canonical", "inside_a_step", "refuse_anomaly_mode", "refuse_foreign_modes"]
+
+
+class _InStep(BaseTorchFunctionMode):
+    """On while the function of a step runs, traced or eager; modules such as MHA take another path under a mode."""
+
+
+@contextlib.contextmanager
+def canonical() -> Iterator[None]:
+    """The setting in which a step runs, traced or eager, whatever surrounds the call.
+
+    No gradient mode, inference mode or autocast is taken over; the autocast cache is off (it would make a weight's
+    gradient depend on how often the weight was cast); autograd stays on the calling thread; a function mode is on,
+    since modules such as ``MultiheadAttention`` take another path under one.
+    """
+    cached = torch.is_autocast_cache_enabled()
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(torch.inference_mode(False))
+        stack.enter_context(torch.no_grad())
+        for device_type in ("cpu", "cuda"):
+            stack.enter_context(torch.autocast(device_type, enabled=False))
+        stack.enter_context(torch.autograd.set_multithreading_enabled(False))
+        stack.enter_context(_InStep())
+        torch.set_autocast_cache_enabled(False)
+        try:
+            yield
+        finally:
+            torch.set_autocast_cache_enabled(cached)
+
+
+def inside_a_step() -> bool:
+    """Whether the function of a step is running on this thread: a step called now becomes a part of it."""
+    return any(isinstance(mode, _InStep) for mode in _get_current_function_mode_stack())  # private to torch
+
+
+def refuse_foreign_modes(function: str) -> None:
+    """Raise under a transform of ``torch.func`` and under a fake mode: a replay has nothing to show to either.
+
+    Raises:
+      CaptureError: Naming the function to transform instead.
+    """
+    if torch._C._functorch.peek_interpreter_stack() is not None:  # private, as is the next one
+        raise CaptureError.of(
+            function,
+            "is called under a transform of `torch.func`, such as `grad` or `vmap`; the state is unchanged.",
+            why="A transform does not see what a replay computes: gradients would be zeros.",
+            fix="transform inside of the step, `fcg.value_and_grad(loss_fn)(params)` or `torch.func.vmap(fn)(x)`; "
+            f"or transform the Python function, `{function}.__wrapped__`.",
+        )
+    if torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None:
+        raise CaptureError.of(
+            function,
+            "is called under a `FakeTensorMode`; the state is unchanged.",
+            why="There are no values to compute with.",
+            fix=f"leave the mode before the call; `{function}.lower(...)` plans a call without running it.",
+        )
+
+
+def refuse_anomaly_mode(function: str) -> None:
+    """Raise if autograd is to look for NaN while a step is traced.
+
+    Raises:
+      CaptureError: Naming the eager run.
+    """
+    if torch.is_anomaly_enabled() and torch.is_anomaly_check_nan_enabled():
+        raise CaptureError.of(
+            function,
+            "is traced under `torch.autograd.detect_anomaly()`; the state is unchanged.",
+            why="It looks at values, which a trace does not have, and a replay would not look again.",
+            fix=f"run one step under it on real values, `{function}.eager(...)`; or return "
+            "`torch.isfinite(loss)` in `metrics`.",
+        )
