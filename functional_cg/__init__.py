@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from . import optim, random, tree
 from .autodiff import grad, microbatches, value_and_grad
+from .debug import debug_print
 from .errors import (
     AliasError,
     BakedValueError,
@@ -45,6 +46,7 @@ __all__ = [
     "SideEffectError",
     "StreamError",
     "TrainState",
+    "debug_print",
     "fork",
     "grad",
     "graph_fn",

@@ -29,8 +29,9 @@ from .stages.capture import Backend, backend_for
 from .stages.inductor import lower_compiled
 from .stages.inspect import certify
 from .stages.lower import Buffers, ExecutionPlan, lower_aten
+from .stages.poison import Poisoned
 from .stages.program import Program
-from .stages.replay import MISS, Bound, Stats, output_builder, replayer
+from .stages.replay import MISS, Bound, Stats, finisher, replayer
 from .stages.rewrite import rewrite
 from .stages.trace import BoundState, Recipe, trace
 from .stages.watch import refuse_ambient_autocast, watch
@@ -330,7 +331,7 @@ class Transform:
             Buffers(slots, staging.slots, constants),
             lambda: Buffers(_scratch(slots), staging.slots, constants),
         )
-        assert program.output_def is not None
+        replay = Poisoned(replay, staging.slots) if "poison" in str(self._options["debug"]) else replay
         fast = replayer(
             name=self._name,
             bound=[Bound(s.position, s.arena, s.start, s.stop) for s in call.states],
@@ -339,7 +340,7 @@ class Transform:
             unchanged=self._unchanged(lowered),
             staging=staging,
             replay=replay,
-            build=output_builder(program.output_def, program.outputs),
+            finish=finisher(program),
             stats=self.stats,
             lock=self._lock,
         )

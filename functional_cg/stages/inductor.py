@@ -21,13 +21,12 @@ from torch import Tensor, fx
 from ..arena import dense_stride
 from ..random import decompose_random_bits
 from ..state import uninterrupted
+from .formulas import FORMULAS, WITH_SCALARS
 from .lower import Before, Buffers, Run, Schedule, schedule
 from .program import Instr, Program, SlotRange, Var, map_vars
 from .rewrite import padding, range_tensor
 
 __all__ = ["CompiledPlan", "Entrance", "build_graph", "lower_compiled"]
-
-_WITH_SCALARS = frozenset({"aten::_fused_adam", "aten::_fused_adamw"})
 
 # One graph for all: inductor's own CUDA graphs off, whatever the user's global configuration says.
 _INDUCTOR_OPTIONS: Mapping[str, Any] = MappingProxyType(
@@ -174,7 +173,7 @@ def build_graph(program: Program, plan: Schedule, entrance: Entrance) -> fx.Grap
             root = next((roots[v] for v in instr.inputs() if v in roots and v.storage == out.storage), None)
             if root is not None:
                 roots[out] = root
-        if instr.op._schema.name in _WITH_SCALARS:
+        if instr.op._schema.name in WITH_SCALARS:
             steps = instr.args[5]
             corrections = graph.call_function(_item, (value, len(instr.out)))
             scalars += [graph.call_function(_item, (corrections, i)) for i in range(2 * len(set(steps)))]
@@ -252,7 +251,7 @@ def _target(instr: Instr) -> Callable[..., Any]:
     name = instr.op._schema.name
     if name == "fcg::random_bits":
         return decompose_random_bits
-    return _FORMULAS.get(name, instr.op)
+    return FORMULAS.get(name, instr.op)
 
 
 @contextmanager
@@ -273,140 +272,3 @@ def _interrupts_deferred() -> Iterator[None]:
         signal.signal(signal.SIGINT, handler)
     if pending:
         handler(*pending[0])
-
-
-# -- fused optimizers as formulas ---------------------------------------------------------------------------------
-
-
-def _adam(
-    params: Sequence[Tensor],
-    grads: Sequence[Tensor],
-    exp_avgs: Sequence[Tensor],
-    exp_avg_sqs: Sequence[Tensor],
-    max_exp_avg_sqs: Sequence[Tensor],
-    state_steps: Sequence[Tensor],
-    *,
-    lr: Any,
-    beta1: float,
-    beta2: float,
-    weight_decay: float,
-    eps: float,
-    amsgrad: bool,
-    maximize: bool,
-    decoupled: bool,
-    grad_scale: Tensor | None = None,
-    found_inf: Tensor | None = None,
-) -> tuple[list[Tensor], ...]:
-    """Adam and AdamW, the order of operations of ``torch.optim`` (Kingma & Ba 2015; Loshchilov & Hutter 2019).
-
-    After the op's own results comes the list of its scalars: step size and root of the second bias correction.
-    """
-    scalars: dict[int, tuple[Tensor, Tensor]] = {}
-    out: tuple[list[Tensor], ...] = ([], [], [], [], [])
-    maxima: Sequence[Tensor | None] = list(max_exp_avg_sqs) or [None] * len(params)
-    for p, g, m, v, top, step in zip(params, grads, exp_avgs, exp_avg_sqs, maxima, state_steps, strict=True):
-        if id(step) not in scalars:  # once per step, in float64, outside of the update kernels
-            count = step.double()
-            both = lr / (1 - beta1**count), (1 - beta2**count).sqrt()
-            scalars[id(step)] = both[0].to(_scalar_dtype(p)), both[1].to(_scalar_dtype(p))
-        step_size, root = scalars[id(step)]
-        gradient = -g if maximize else g
-        decayed = p * (1 - lr * weight_decay) if decoupled and weight_decay else p
-        if weight_decay and not decoupled:
-            gradient = gradient + weight_decay * p
-        mu = m + (gradient - m) * (1 - beta1)
-        nu = v * beta2 + gradient * gradient * (1 - beta2)
-        bound = nu if top is None else torch.maximum(top, nu)
-        new = decayed - step_size * mu / (bound.sqrt() / root + eps)
-        results = [new.to(p.dtype), g, mu, nu, bound]
-        if found_inf is not None:
-            keep = found_inf.bool()
-            results = [
-                torch.where(keep, old, fresh) for old, fresh in zip([p, g, m, v, top], results, strict=True)
-            ]
-        for column, result in zip(out, results, strict=True):
-            column.append(result)
-    return (
-        *out[:4],
-        out[4] if max_exp_avg_sqs else [],
-        [value for pair in scalars.values() for value in pair],
-    )
-
-
-def _scalar_dtype(param: Tensor) -> torch.dtype:
-    return torch.float64 if param.dtype == torch.float64 else torch.float32
-
-
-def _adam_coupled(*args: Any, **kwargs: Any) -> Any:
-    return _adam(*args, decoupled=False, **kwargs)
-
-
-def _adam_decoupled(*args: Any, **kwargs: Any) -> Any:
-    return _adam(*args, decoupled=True, **kwargs)
-
-
-def _sgd(
-    params: Sequence[Tensor],
-    grads: Sequence[Tensor],
-    momenta: Sequence[Tensor],
-    *,
-    weight_decay: float,
-    momentum: float,
-    lr: Any,
-    dampening: float,
-    nesterov: bool,
-    maximize: bool,
-    is_first_step: bool,
-    grad_scale: Tensor | None = None,
-    found_inf: Tensor | None = None,
-) -> tuple[list[Tensor], ...]:
-    """SGD with momentum and Nesterov's, as ``torch.optim.SGD``."""
-    news, buffers = [], []
-    for i, (p, g) in enumerate(zip(params, grads, strict=True)):
-        gradient = -g if maximize else g
-        if weight_decay:
-            gradient = gradient + weight_decay * p
-        direction = gradient
-        if momentum:
-            buffer = gradient if is_first_step else momentum * momenta[i] + (1 - dampening) * gradient
-            direction = gradient + momentum * buffer if nesterov else buffer
-            buffers.append(buffer)
-        news.append((p - lr * direction).to(p.dtype))
-    return news, list(grads), buffers
-
-
-def _adagrad(
-    params: Sequence[Tensor],
-    grads: Sequence[Tensor],
-    state_sums: Sequence[Tensor],
-    state_steps: Sequence[Tensor],
-    *,
-    lr: Any,
-    lr_decay: float,
-    weight_decay: float,
-    eps: float,
-    maximize: bool,
-    grad_scale: Tensor | None = None,
-    found_inf: Tensor | None = None,
-) -> tuple[list[Tensor], ...]:
-    """Adagrad (Duchi et al. 2011), as ``torch.optim.Adagrad``."""
-    news, sums = [], []
-    for p, g, total, step in zip(params, grads, state_sums, state_steps, strict=True):
-        gradient = -g if maximize else g
-        if weight_decay:
-            gradient = gradient + weight_decay * p
-        rate = lr / (1 + (step - 1) * lr_decay)
-        new_total = total + gradient * gradient
-        news.append((p - rate * gradient / (new_total.sqrt() + eps)).to(p.dtype))
-        sums.append(new_total)
-    return news, list(grads), sums, list(state_steps)
-
-
-_FORMULAS: Mapping[str, Callable[..., Any]] = MappingProxyType(
-    {
-        "aten::_fused_adam": _adam_coupled,
-        "aten::_fused_adamw": _adam_decoupled,
-        "aten::_fused_sgd": _sgd,
-        "aten::_fused_adagrad": _adagrad,
-    }
-)

@@ -19,7 +19,7 @@ from ..errors import ForeignTensorError, HostSyncError, ImplicitRandomnessError,
 from ..ops import argument, can_draw, sync_reason, tensors_in, written_arguments
 from ..source import Location, sync_spelling, user_frame
 from ..tree import Treedef, path_string, structure_diff
-from .program import Instr, Program, Var, live, vars_in
+from .program import Instr, Program, Var, live
 
 __all__ = ["Inspection", "Rules", "certify", "refuse_new_state"]
 
@@ -278,7 +278,7 @@ def _dropped(program: Program) -> Iterator[str]:
         for name, old, new in zip(program.slot_names, program.slots, program.new_state, strict=False)
         if old is new
     ]
-    _, needed = live(program.instrs, [*program.new_state, *vars_in(program.outputs)])
+    _, needed = live(program.instrs, [*program.new_state, *program.results])
     leaf_of = {var: var for _, var in kept}
     sites: dict[Var, str] = {}
     for instr in program.instrs:

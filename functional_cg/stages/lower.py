@@ -68,7 +68,7 @@ class ExecutionPlan(Protocol):
 
 def live_instrs(program: Program) -> list[Instr]:
     """The instructions whose effect reaches a metric or the new state, in order."""
-    return live(program.instrs, [*vars_in(program.outputs), *(new for _, new in program.updates)])[0]
+    return live(program.instrs, [*program.results, *(new for _, new in program.updates)])[0]
 
 
 @dataclass(slots=True)
@@ -80,7 +80,7 @@ class Schedule:
       fused: Optimizer calls of the tail that write their slots in place.
       commits: Pairs (slot or range, variable) to copy in the tail.
       staged: Targets among them whose new value aliases a slot: it is copied to a temporary first.
-      outputs: Metric variables, in order; those in ``cloned`` are copied because their memory is shared.
+      outputs: Variables of metrics and printed values, in order; the memory of those in ``cloned`` is shared.
       cloned: Positions in ``outputs``.
       written_constants: Positions of literals that the step writes in place: each run starts from a copy.
     """
@@ -102,7 +102,7 @@ def schedule(program: Program, *, fuse: bool = True) -> Schedule:
       fuse: Whether fused optimizer ops may write their slots in place.
     """
     plan = Schedule(live_instrs(program))
-    plan.outputs = list(vars_in(program.outputs))
+    plan.outputs = program.results
     targets = [*program.slots, *(known.var for known in program.ranges)]
     in_slots = {var.storage for var in targets}
     if fuse:
@@ -124,7 +124,7 @@ def _move_fused(program: Program, plan: Schedule) -> None:
     """Move fused optimizer calls to the tail where their results go to the very slots that they read."""
     slots = {*program.slots, *(known.var for known in program.ranges)}
     readers = Counter(var for instr in plan.head for var in set(instr.inputs()))
-    readers.update(set(vars_in(program.outputs)))
+    readers.update(set(program.results))
     goals: dict[Var, list[Var]] = {}
     for old, new in program.updates:
         goals.setdefault(new, []).append(old)

@@ -111,6 +111,7 @@ class Program:
       updates: Pairs (slot or range, new value) of the lowered program, without slots that are returned unchanged.
       outputs: Metrics: a variable, or a Python value that comes back as it is.
       output_def: Their structure.
+      prints: What ``debug_print`` shows after each call: a format string and its values.
     """
 
     function: str
@@ -126,6 +127,12 @@ class Program:
     outputs: list[Any] = field(default_factory=list)
     output_def: Treedef | None = None
     output_paths: list[KeyPath] = field(default_factory=list)
+    prints: list[tuple[str, tuple[Var, ...]]] = field(default_factory=list)
+
+    @property
+    def results(self) -> list[Var]:
+        """What leaves the step: metrics, then printed values."""
+        return list(vars_in([*self.outputs, *(values for _, values in self.prints)]))
 
     def as_text(self) -> str:
         """The program, one call per line."""

@@ -13,13 +13,14 @@ from torch import Tensor
 
 from .. import tree as pytree
 from ..arena import Arena
+from ..debug import show
 from ..staging import Staging
 from ..state import Handle
 from ..tree import Treedef
 from .capture import Replay, copy_out
-from .program import Var
+from .program import Program, Var
 
-__all__ = ["MISS", "Bound", "Stats", "output_builder", "replayer"]
+__all__ = ["MISS", "Bound", "Stats", "finisher", "output_builder", "replayer"]
 
 
 class _Miss:
@@ -71,6 +72,22 @@ class Bound:
         )
 
 
+def finisher(program: Program) -> Callable[[Sequence[Tensor]], Any]:
+    """What is made of a replay's tensors: the pytree of outputs, and the lines to print."""
+    assert program.output_def is not None
+    build = output_builder(program.output_def, program.outputs)
+    if not program.prints:
+        return build
+
+    def printing(tensors: Sequence[Tensor]) -> Any:
+        values = iter(tensors[sum(isinstance(out, Var) for out in program.outputs) :])
+        for text, printed in program.prints:
+            show(text, [next(values) for _ in printed])
+        return build(tensors)
+
+    return printing
+
+
 def output_builder(treedef: Treedef, outputs: Sequence[Any]) -> Callable[[Sequence[Tensor]], Any]:
     """Generate ``build(tensors) -> pytree of outputs``; Python values among the outputs come back as they were."""
     names: dict[str, Any] = {}
@@ -113,7 +130,7 @@ def replayer(
     unchanged: Callable[[], bool],
     staging: Staging,
     replay: Replay,
-    build: Callable[[Sequence[Tensor]], Any],
+    finish: Callable[[Sequence[Tensor]], Any],
     stats: Stats,
     lock: AbstractContextManager[Any],
 ) -> Callable[[tuple[Any, ...], dict[str, Any]], Any]:
@@ -131,7 +148,7 @@ def replayer(
             copy_in(leaves)
         static = replay(before)
         stats.replays += 1
-        return build(static if fresh else copy_out(static))
+        return finish(static if fresh else copy_out(static))
 
     # Of several threads, one at a time: in the buffers of this step, and in each state that it reads.
     states = sorted(dict.fromkeys(b.arena for b in bound), key=id)

@@ -36,6 +36,7 @@ def rewrite(program: Program, places: Sequence[tuple[int, int]]) -> None:
     _drop_detaches(program, renamed)
     _alias_roles(program, renamed)
     program.outputs = map_vars(lambda var: _final(renamed, var), program.outputs)
+    program.prints = map_vars(lambda var: _final(renamed, var), program.prints)
     program.new_state = [_final(renamed, var) for var in program.new_state]
     program.updates = [
         (old, new) for old, new in zip(program.slots, program.new_state, strict=False) if old is not new

@@ -167,6 +167,9 @@ class _Recorder(TorchDispatchMode):
         if func is torch.ops.prim.device.default:
             return func(*args, **kwargs)  # a question, not a computation
         self._checkpoint()
+        if func is torch.ops.fcg.debug_print.default:
+            self.program.prints.append((args[0], tuple(self._freeze(value) for value in args[1])))
+            return None
         if func in _LIFTS and not isinstance(args[0], FakeTensor):
             return self._literal(args[0])
         if self.declared:
@@ -515,6 +518,11 @@ def _refuse_changed_result(first: Program, second: Program) -> None:
         f"{path_string(path, 'metrics')}  first {a!r}   then {b!r}"
         for path, a, b in zip(first.output_paths, first.outputs, second.outputs, strict=False)
         if not _same(a, b)
+    ]
+    rows += [
+        f"debug_print  first {a!r}   then {b!r}"
+        for (a, _), (b, _) in zip(first.prints, second.prints, strict=False)
+        if a != b
     ]
     if rows or first.output_def != second.output_def:
         raise BakedValueError.of(

@@ -25,26 +25,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ..arena import storage_key
 from ..ops import tensors_in
 from ..stages.lower import AtenPlan, Before, Buffers, ExecutionPlan
+from ..stages.poison import poison
 from ..state import uninterrupted
 
 __all__ = ["Simulator"]
 
 _WARM_UPS = 2
-_POISON_INT = 77  # a wrong number that is still a valid index of most tables
-
-
-def _poison(tensor: Tensor) -> None:
-    """Overwrite the whole storage of a tensor with values that cannot pass for results."""
-    storage = tensor.untyped_storage()
-    if not storage.nbytes():
-        return
-    whole = torch.empty(0, dtype=tensor.dtype).set_(storage)
-    if tensor.dtype is torch.bool:
-        whole.logical_not_()  # either value may be right by chance, the opposite of the last one is not
-    elif tensor.is_floating_point() or tensor.is_complex():
-        torch.empty(0, dtype=torch.uint8).set_(storage).fill_(0xFF)  # NaN in any format
-    else:
-        whole.fill_(_POISON_INT)
 
 
 class _Address:
@@ -62,7 +48,7 @@ class _Address:
         storage = torch.UntypedStorage._new_with_weak_ptr(self._storage.cdata)
         if storage is None:
             storage = torch.UntypedStorage(self._nbytes)
-            _poison(torch.empty(0, dtype=self._dtype).set_(storage))
+            poison(torch.empty(0, dtype=self._dtype).set_(storage))
         tensor: Tensor = torch.empty(0, dtype=self._dtype).set_(storage, *self._view)
         conjugated, negated = self._bits
         tensor = tensor.conj() if conjugated else tensor
@@ -166,7 +152,7 @@ class _SimulatedReplay:
         """Overwrite the memory that was born in the capture."""
         for key, tensor in self._pool.items():
             if key not in (spared or ()):
-                _poison(tensor)
+                poison(tensor)
 
     def close(self) -> None:
         self.poison()
