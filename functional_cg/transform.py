@@ -358,7 +358,7 @@ class Transform:
                 self._name,
                 "called after `close()`.",
                 why="Its captures and their memory are gone; states are still valid.",
-                fix=f"make a new one, `{self._kind}(fn)`.",
+                fix=f"make a new step, `{self._kind}(fn)`.",
             )
 
 

@@ -188,7 +188,7 @@ def test_foreign_tensor_error():
         `train_step`: reads a tensor that is in neither the state nor the inputs.
           f32[2]@cpu in aten.mul.Tensor, at {line}
         Replay would keep reading that address after the tensor is freed or replaced.
-        To fix: pass it as an input or in the state; or declare it, `graph_step(constants=(tensor,))`.
+        To fix: pass it as an input or in the state; or declare it, `constants=(tensor,)`.
         Docs: help(functional_cg.ForeignTensorError)
         """,
         line=at(train_step, "TABLE"),
@@ -381,7 +381,7 @@ def test_closed_error():
         """
         `train_step`: called after `close()`.
         Its captures and their memory are gone; states are still valid.
-        To fix: make a new one, `graph_step(fn)`.
+        To fix: make a new step, `graph_step(fn)`.
         Docs: help(functional_cg.ClosedError)
         """,
     )

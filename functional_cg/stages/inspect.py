@@ -6,6 +6,7 @@ one place.
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -22,6 +23,9 @@ from ..tree import Treedef, path_string, structure_diff
 from .program import Instr, Program, Var, live
 
 __all__ = ["Inspection", "Rules", "certify", "refuse_new_state"]
+
+_READ_FIX = "pass it as an input or in the state; or declare it, `constants=(tensor,)`."
+_WRITE_FIX = "return the new value in `metrics` or in the new state, and write it in the loop."
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +57,8 @@ class Rules:
         if facts is None:
             facts = self._facts[func] = _facts(func)
         if facts.may_sync and (reason := sync_reason(func, args, kwargs)):
-            raise self.host_read(reason, func)
+            source = next(tensors_in(list(args)), None)
+            raise self.host_read(reason, func, "" if source is None else self._protected.get(key(source), ""))
         if facts.may_draw and can_draw(func, args, kwargs):
             raise self._random(func)
         if facts.may_move:
@@ -64,7 +69,7 @@ class Rules:
         for tensor in written:
             owner = self._protected.get(key(tensor))
             if owner is not None:
-                raise self._mutation(func, owner)
+                raise self._mutation(func, owner, tensor)
         return written
 
     def foreign(self, call: Any, tensor: Tensor, *, written: bool = False) -> ForeignTensorError:
@@ -76,9 +81,7 @@ class Rules:
             why="Replay would write to that address after the tensor is freed or replaced."
             if written
             else "Replay would keep reading that address after the tensor is freed or replaced.",
-            fix="return the new value in `metrics` or in the new state, and write it in the loop."
-            if written
-            else "pass it as an input or in the state; or declare it, `graph_step(constants=(tensor,))`.",
+            fix=_module_fix(tensor) or (_WRITE_FIX if written else _READ_FIX),
         )
 
     def foreign_array(self, tensor: Tensor) -> ForeignTensorError:
@@ -111,18 +114,27 @@ class Rules:
             fix="bind the new tensor to a name of its own and return that.",
         )
 
-    def host_read(self, reason: str, call: Any = "") -> HostSyncError:
-        """The error for a value that is needed on the host, worded for the line that asks for it."""
+    def host_read(self, reason: str, call: Any = "", owner: str = "") -> HostSyncError:
+        """The error for a value that is needed on the host, worded for the line that asks for it.
+
+        Args:
+          reason: What happens, as a verb phrase.
+          call: The op.
+          owner: Name of the argument that is read, if it is one.
+        """
         frame = user_frame()
         by_mask = "index" in str(call)
         what, fix = sync_spelling(frame, by_mask=by_mask) if frame is not None else ("", "")
+        fix = (fix or "return the value in `metrics` and decide outside of the step").rstrip(".")
+        if owner.isidentifier():  # a whole argument: what was passed may have been a Python flag
+            fix = f'if `{owner}` is a Python value that chooses code, `static_argnames=("{owner}",)`; else {fix}'
         shown = f"{call} (from {what})" if call and what else str(call or what)
         return HostSyncError.of(
             self._function,
             f"{reason}.",
             rows=[f"{shown}{_at()}"],
             why="Replay repeats kernels, not Python: what is decided now would be decided for ever.",
-            fix=(fix or "return the value in `metrics` and decide outside of the step").rstrip(".") + ".",
+            fix=f"{fix}.",
         )
 
     def _random(self, func: Any) -> ImplicitRandomnessError:
@@ -135,13 +147,14 @@ class Rules:
             "`fcg.random.dropout(key, x, p)`, `normal`, `uniform`, `bernoulli`, ...",
         )
 
-    def _mutation(self, func: Any, owner: str) -> ReadOnlyError:
+    def _mutation(self, func: Any, owner: str, tensor: Tensor) -> ReadOnlyError:
         return ReadOnlyError.of(
             self._function,
             f"writes in place into `{owner}`.",
             rows=[f"{func}{_at()}"],
             why="A step is a pure function: warm-up and replay would see different values than the eager run.",
-            fix="compute a new tensor (`x = x + noise`) and return it in the new state.",
+            fix=_module_fix(tensor)
+            or "compute a new tensor (`x = x + noise`) and return it in the new state.",
         )
 
     def _check_move(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
@@ -153,6 +166,21 @@ class Rules:
             return
         if source.device.type == "cuda":
             raise self.host_read("copies a tensor to the host", func)
+
+
+def _module_fix(tensor: Tensor) -> str:
+    """The fix for a tensor that belongs to a module that is running now; an empty string for any other."""
+    name, frame = "", sys._getframe(1)
+    while frame.f_back is not None:
+        frame = frame.f_back
+        owner = frame.f_locals.get("self")
+        if isinstance(owner, torch.nn.Module):
+            own = (*owner.parameters(), *owner.buffers())
+            name = type(owner).__name__ if any(tensor is one for one in own) else name
+    return name and (
+        f"make the {name} a pure function, `apply, params, buffers = fcg.from_module(model)`: keep `params` and "
+        "`buffers` in the state, and in the step `out, buffers = apply(state.params, state.buffers, x)`."
+    )
 
 
 def _facts(func: Any) -> _Facts:

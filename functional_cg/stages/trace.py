@@ -474,7 +474,7 @@ def _result_var(recipe: Recipe, recorder: _Recorder, path: KeyPath, leaf: Tensor
             "returns a tensor that is in neither the state nor the inputs.",
             rows=[f"{path_string(path, root)}  {BufferSpec.of(leaf)}"],
             why="Replay would return the same memory each time.",
-            fix="pass it as an input or in the state; or declare it, `graph_step(constants=(tensor,))`.",
+            fix="pass it as an input or in the state; or declare it, `constants=(tensor,)`.",
         )
     if id(leaf) not in recorder.declared and not recorder.describes(var, leaf):
         raise recorder.rules.data_assigned()

@@ -375,3 +375,23 @@ def test_what_a_newcomer_writes_gets_a_fix_of_its_own():
     ):
         with pytest.raises(error, match=fix):
             step(state, 1.0)
+
+
+# -- flags of Python --------------------------------------------------------------------------------------------
+
+
+def test_a_flag_of_python_is_a_static_argument():
+    def step(s, b, training):
+        if training:
+            s = {**s, "w": s["w"] + 1}
+        return s, {}
+
+    state = fcg.place({"w": torch.zeros(2)})
+    with pytest.raises(
+        HostSyncError, match=r"To fix: if `training` is a Python .*`static_argnames=\(\"training\",\)`; else "
+    ):
+        fcg.graph_step(step)(state, {}, True)
+    static = fcg.graph_step(step, static_argnames=("training",))
+    for flag in (True, False, True):
+        state, _ = static(state, {}, flag)
+    assert state["w"].tolist() == [2.0, 2.0]

@@ -335,3 +335,90 @@ def test_too_many_static_combinations():
         step(state, a_batch(), k=8)
     state, out = step(state, a_batch(), k=7)
     assert out == 14.0
+
+
+# -- the fix fits the difference --------------------------------------------------------------------------------
+
+MORE = "to pay for one more graph, use `graph_step(max_captures=2)`."
+B = {"x": torch.ones(4, 3), "y": torch.ones(4), "mode": "train", "lr": 0.5, "pair": (1.0, 2.0)}
+FIXES = {
+    "last batch": (
+        {**B, "x": torch.ones(2, 3), "y": torch.ones(2)},
+        f"pad the last batch or drop it; {MORE}",
+    ),
+    "another size": ({**B, "x": torch.ones(4, 5)}, f"give `b['x']` the shape that it had; {MORE}"),
+    "another rank": ({**B, "x": torch.ones(3)}, f"give `b['x']` the shape that it had; {MORE}"),
+    "dtype": (
+        {**B, "x": torch.ones(4, 3).double()},
+        "convert it, `b['x'].to(torch.float32)`, or `.astype(...)`",
+    ),
+    "number": ({**B, "lr": 1}, "pass `float(b['lr'])`."),
+    "string": (
+        {**B, "mode": "test"},
+        "make `b['mode']` an argument of its own and name it in `static_argnames`",
+    ),
+    "misspelt": (
+        {"X": B["x"], **{k: v for k, v in B.items() if k != "x"}},
+        "did you mean `b['x']` by `b['X']`?",
+    ),
+    "extra": ({**B, "mask": B["y"]}, f"leave `b['mask']` out; {MORE}"),
+    "missing": ({k: v for k, v in B.items() if k != "y"}, f"pass `b['y']` as before; {MORE}"),
+    "longer": ({**B, "pair": (1.0, 2.0, 3.0)}, f"leave `b['pair'][2]` out; {MORE}"),
+    "list for dict": (list(B.values()), f"pass a dict as `b`; {MORE}"),
+    "list for tuple": ({**B, "pair": [1.0, 2.0]}, f"pass a tuple as `b['pair']`; {MORE}"),
+    "None for tensor": ({**B, "y": None}, f"pass a tensor as `b['y']`; {MORE}"),
+    "tree for tensor": ({**B, "y": {"a": B["y"]}}, "pass a tensor as `b['y']`"),
+    "empty for tensor": ({**B, "y": ()}, "pass a tensor as `b['y']`"),
+    "state for batch": (a_state(), "pass a state as `s`, as in the first call, and nowhere else"),
+}
+
+
+@pytest.mark.parametrize(("batch", "fix"), FIXES.values(), ids=FIXES)
+def test_the_fix_fits_the_difference(batch, fix):
+    step, state = fcg.graph_step(lambda s, b: (s, {})), a_state()
+    state, _ = step(state, B)
+    with pytest.raises(LayoutError, match=rf"max_captures=1(.|\n)*\nTo fix: {re.escape(fix)}"):
+        step(state, batch)
+    step(state, B)
+
+
+def test_the_fix_for_a_whole_argument_and_for_a_graph_fn():
+    def show(x, mode, scale=1.0):
+        return x * scale, mode
+
+    fn = fcg.graph_fn(show)
+    fn(torch.ones(4), "train")
+    for args, kwargs, fix in (
+        ((torch.ones(3), "train"), {}, "use `graph_fn(max_captures=2)`"),
+        ((torch.ones(4), "test"), {}, 'name it, `static_argnames=("mode",)`: each value'),
+        ((torch.ones(4), "train"), {"scale": 2.0}, "leave `scale` out"),
+        ((torch.ones(4), "train"), {"sclae": 2.0}, "leave `sclae` out"),
+        ((torch.ones(4),), {"moed": "train"}, "did you mean `mode` by `moed`?"),
+    ):
+        with pytest.raises(LayoutError, match=rf"^`show`: (.|\n)*{re.escape(fix)}"):
+            fn(*args, **kwargs)
+    static = fcg.graph_fn(show, static_argnames=("mode",))
+    assert [static(torch.ones(1), mode)[1] for mode in ("train", "test", "train")] == [
+        "train",
+        "test",
+        "train",
+    ]
+
+
+def test_state_and_batch_in_the_wrong_order():
+    step = fcg.graph_step(lambda s, b: (s, {}))
+    state, _ = step(a_state(), {"x": torch.ones(2)})
+    with pytest.raises(
+        LayoutError, match=r"b  expected no state   got one(.|\n)*as `s`(.|\n)*order of the arguments"
+    ):
+        step({"x": torch.ones(2)}, state)
+    step(state, {"x": torch.ones(2)})
+
+
+def test_the_fix_for_a_state_of_another_layout():
+    step = fcg.graph_step(lambda s, b: (s, {}))
+    step({"w": torch.ones(2)}, 1.0)
+    with pytest.raises(
+        LayoutError, match=r"To fix: make a step for each layout of the state, `graph_step\(fn\)`"
+    ):
+        step({"w": torch.ones(3)}, 1.0)

@@ -421,3 +421,62 @@ def test_leaf_that_overlaps_itself():
 def test_disjoint_views_of_one_tensor_are_accepted():
     state, _ = fcg.graph_step(lambda s, b: (s, {}))({"a": MATRIX[:, :1], "b": MATRIX[:, 1:]}, a_batch())
     assert same(fcg.snapshot(state), {"a": torch.ones(4, 1), "b": torch.ones(4, 2)})
+
+
+# -- modules ----------------------------------------------------------------------------------------------------
+
+
+class Net(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm = torch.nn.BatchNorm1d(3, affine=False)
+        self.register_buffer("scale", torch.ones(3))
+
+    def forward(self, x):
+        return self.norm(x)
+
+    def train_step(self, s, b):
+        return s, TABLE + self.scale
+
+
+NET = Net()
+
+
+def module_in_a_closure(s, b):
+    return s, NET(b["x"])
+
+
+def buffer_in_a_closure(s, b):
+    return s, NET.norm.running_mean * 2
+
+
+def statistics_in_place(s, b):
+    return s, torch.func.functional_call(NET, {"norm.running_mean": s["w"]}, (b["x"],))
+
+
+@pytest.mark.parametrize(
+    ("function", "error", "fix"),
+    [
+        (module_in_a_closure, ForeignTensorError, "make the Net a pure function, .*fcg.from_module"),
+        (statistics_in_place, ForeignTensorError, "make the Net a pure function, .*fcg.from_module"),
+        (metric(read_by_a_module), ForeignTensorError, "make the Linear a pure function, .*fcg.from_module"),
+        (buffer_in_a_closure, ForeignTensorError, "pass it as an input or in the state"),
+        (NET.train_step, ForeignTensorError, "pass it as an input or in the state"),
+    ],
+)
+def test_tensors_of_a_running_module_belong_into_the_state(function, error, fix):
+    assert_refused(function, error, rf"\nTo fix: {fix}")
+
+
+def test_running_statistics_in_the_state_are_returned_not_written():
+    def step(s, b):
+        return s, torch.func.functional_call(
+            NET, {f"norm.{name}": leaf for name, leaf in s.items()}, (b["x"],)
+        )
+
+    state = fcg.place({name: leaf.clone() for name, leaf in NET.norm.named_buffers()})
+    with pytest.raises(
+        ReadOnlyError,
+        match=r"writes in place into `s\[(.|\n)*\nTo fix: make the Net a pure(.|\n)*from_module",
+    ):
+        fcg.graph_step(step)(state, a_batch())
