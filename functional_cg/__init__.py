@@ -5,6 +5,7 @@ from __future__ import annotations
 from . import optim, random, tree
 from .autodiff import grad, microbatches, value_and_grad
 from .debug import debug_print
+from .checkpoint import load, load_state_dict, save, state_dict
 from .errors import (
     AliasError,
     BakedValueError,
@@ -51,11 +52,15 @@ __all__ = [
     "grad",
     "graph_fn",
     "graph_step",
+    "load",
+    "load_state_dict",
     "microbatches",
     "optim",
     "place",
     "random",
+    "save",
     "snapshot",
+    "state_dict",
     "tree",
     "value_and_grad",
 ]

@@ -370,6 +370,8 @@ def fill(lease: Lease, leaves: Sequence[Tensor]) -> None:
 def snapshot(state: T) -> T:
     """Copy a state (or a part of one, or a plain pytree) to ordinary tensors that the caller owns.
 
+    To keep it on disk, use ``fcg.save``: it needs no pickle, which ``torch.load`` refuses for classes by default.
+
     Example:
       >>> import torch, functional_cg as fcg
       >>> fcg.snapshot(fcg.place({"w": torch.ones(2)}))

@@ -138,7 +138,7 @@ class Transform:
     def __reduce__(self) -> Any:
         raise TypeError(
             f"`{self._name}`: a step cannot be pickled or copied, its captures are bound to memory of this process. "
-            "To fix: pickle the state, `fcg.snapshot(state)`, and decorate the function again."
+            "To fix: save the state, `fcg.save(path, state)`, and decorate the function again."
         )
 
     def __set_name__(self, owner: type, name: str) -> None:

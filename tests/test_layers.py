@@ -38,6 +38,7 @@ ORDER = (
     "leaf",
     "state",
     "debug",
+    "checkpoint",
     "flat",
     "autodiff",
     "nn",

@@ -19,16 +19,20 @@ FUNCTIONS = (
     "grad",
     "graph_fn",
     "graph_step",
+    "load",
+    "load_state_dict",
     "microbatches",
     "place",
+    "save",
     "snapshot",
+    "state_dict",
     "value_and_grad",
 )
 CLASSES = ("GraphStep", "TrainState")
 MODULES = ("optim", "random", "tree")
 
 # Importing the package brings none of these: they belong to extras, to notebooks or to one device.
-NOT_IMPORTED = ("IPython", "hypothesis", "matplotlib", "torch_optimizer", "triton")
+NOT_IMPORTED = ("IPython", "hypothesis", "matplotlib", "safetensors", "torch_optimizer", "triton")
 
 IMPORT_SCRIPT = f"""
 import sys

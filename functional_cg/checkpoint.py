@@ -1,0 +1,304 @@
+"""Checkpoints: a state as a flat dict of host tensors and as a file, and back into the same slots.
+
+A checkpoint holds leaves, under the dotted key paths that they have in the state, and nothing of the structure: the
+program that made the state makes it again, and loads the values into it. So a file needs no pickle, stays readable when
+a class is renamed, and can be read by other programs. What a pickle can do less well: ``torch.save(fcg.snapshot(state),
+path)`` stores classes and functions of the optimizer too, which ``torch.load`` refuses by default (``weights_only``),
+and a schedule written as a lambda does not pickle at all.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from . import tree as pytree
+from .arena import BufferSpec, refuse_unplaceable, unplaceable
+from .errors import LayoutError
+from .leaf import Leaf, as_tensor, key_name, owned
+from .state import Handle
+from .tree import Treedef, path_string
+
+__all__ = ["load", "load_state_dict", "save", "state_dict"]
+
+T = TypeVar("T")
+
+
+def state_dict(state: Any) -> dict[str, Tensor]:
+    """Copy the leaves of a state, of a part of one, or of a plain pytree to the host, under dotted names.
+
+    The tensors are contiguous and owned by the caller: ``torch.save`` them (``torch.load`` needs no ``weights_only=
+    False``), or let :func:`save` write them. Parameters keep the names that a module has for them, so
+    ``module.load_state_dict(fcg.state_dict(state.params))`` gives them back to the module.
+
+    Args:
+      state: A handle or a pytree of tensors; Python numbers and numpy arrays become tensors.
+    Returns:
+      One CPU tensor per leaf, in flat order, with the leaf's shape and dtype.
+    Raises:
+      DonatedStateError: If the handle was donated.
+      LayoutError: If a leaf is no dense tensor.
+      ValueError: If two leaves have one name, as in ``{"a.b": x, "a": {"b": y}}``.
+
+    Example:
+      >>> import torch, functional_cg as fcg
+      >>> module = torch.nn.Linear(2, 1)
+      >>> params = dict(module.named_parameters())
+      >>> state = fcg.TrainState.create(params=params, optimizer=fcg.optim.sgd(0.1))
+      >>> list(fcg.state_dict(state))
+      ['step', 'params.bias', 'params.weight', 'opt_state.count']
+      >>> module.load_state_dict(fcg.state_dict(state.params))
+      <All keys matched successfully>
+    """
+    leaves, treedef = _opened(state)
+    with torch.inference_mode(False), torch.no_grad():
+        return {name: _on_host(leaf) for name, leaf in zip(_names(treedef), leaves, strict=True)}
+
+
+def load_state_dict(state: T, d: Mapping[str, Any]) -> T:
+    """Write a flat dict, as :func:`state_dict` gives it, into a state; donates the handle.
+
+    The values go into the slots that are there: steps go on with their captures, and strides stay those of the slots.
+    A plain pytree is not written to, its copy is returned. For a part, ``state.replace`` takes it from anywhere, such
+    as the parameters of a pretrained module.
+
+    Args:
+      state: A handle, or a pytree of tensors.
+      d: One value per leaf, of the leaf's shape and dtype: tensors on any device, or numpy arrays.
+    Returns:
+      The new handle, or the new pytree.
+    Raises:
+      DonatedStateError: If the handle was donated.
+      LayoutError: If names are missing or unexpected, or values do not fit; all are listed, nothing was written.
+      TypeError: If ``d`` is no mapping, or ``state`` is a part of a state.
+
+    Example:
+      >>> import torch, functional_cg as fcg
+      >>> module = torch.nn.Linear(2, 1)
+      >>> params = dict(module.named_parameters())
+      >>> state = fcg.TrainState.create(params=params, optimizer=fcg.optim.sgd(0.1))
+      >>> kept = fcg.state_dict(state)
+      >>> state = state.replace(step=7)
+      >>> state = fcg.load_state_dict(state, kept)
+      >>> int(state.step)
+      0
+      >>> pretrained = torch.nn.Linear(2, 1).state_dict()
+      >>> state = state.replace(params={name: pretrained[name] for name in state.params})
+    """
+    return _loaded(state, d, "fcg.load_state_dict")
+
+
+def save(path: str | os.PathLike[str], state: Any) -> None:
+    """Write the leaves of a state to a safetensors file, all or nothing.
+
+    The data goes to a temporary file beside ``path``, which takes its place when all of it is on the disk: after a
+    crash, a full disk or Ctrl-C the old file is still there, whole. Takes twice the size of the state on the host.
+
+    Args:
+      path: The file; one that exists is replaced, a symbolic link to it stays.
+      state: What :func:`state_dict` takes.
+    Raises:
+      ImportError: If safetensors is not installed.
+      OSError: If the file cannot be written.
+      TypeError: If the file format cannot hold a leaf's dtype.
+      ValueError: If two leaves have one name, or one has the name that the format reserves.
+
+    Example:
+      >>> import tempfile, torch, functional_cg as fcg
+      >>> state = fcg.place({"w": torch.ones(2), "n": 3})
+      >>> with tempfile.TemporaryDirectory() as directory:
+      ...     fcg.save(f"{directory}/last.safetensors", state)
+      ...     state = state.replace(n=4)
+      ...     state = fcg.load(f"{directory}/last.safetensors", state)
+      >>> state["n"].item()
+      3
+    """
+    target = Path(os.path.realpath(_checked_path(path, "fcg.save")))
+    content = _serialized(state_dict(state))
+    temporary = target.with_name(f".{target.name}.{secrets.token_hex(4)}.tmp")
+    try:
+        with open(temporary, "xb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, target)
+        _sync_directory(target.parent)
+    except OSError as error:  # under the name that the caller knows
+        raise OSError(error.errno, error.strerror, str(target)) from error
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def load(path: str | os.PathLike[str], state: T) -> T:
+    """Read a file written by :func:`save` into a state of the same layout; donates the handle.
+
+    Any other safetensors file with the right names will do: for the weights of a pretrained model,
+    ``state.replace(params=fcg.load(path, fcg.snapshot(state.params)))``.
+
+    Args:
+      path: The file.
+      state: What :func:`load_state_dict` takes.
+    Returns:
+      The new handle, or the new pytree.
+    Raises:
+      DonatedStateError: If the handle was donated.
+      ImportError: If safetensors is not installed.
+      LayoutError: If it is the checkpoint of another model; all differences are listed, nothing was written.
+      OSError: If the file cannot be read.
+      ValueError: If it is no safetensors file, or not a whole one.
+    """
+    _checked_path(path, "fcg.load")
+    safetensors = _safetensors("fcg.load")
+    with open(path, "rb"):  # says in Python's words what is wrong with a path
+        pass
+    try:
+        values = safetensors.torch.load_file(path)
+    except safetensors.SafetensorError as error:
+        raise ValueError(f"fcg.load: {path} is no safetensors file, or not a whole one: {error}") from error
+    return _loaded(state, values, "fcg.load", f" in {os.fspath(path)}")
+
+
+def _loaded(state: T, d: Mapping[str, Any], function: str, where: str = "") -> T:
+    if not isinstance(d, Mapping):
+        raise TypeError(f"{function}: expected a dict of names and tensors, got {type(d).__name__}")
+    _refuse_part(state, function)
+    leaves, treedef = _opened(state)
+    values = {name: owned(as_tensor(value)) for name, value in d.items()}
+    slots = dict(zip(_names(treedef), leaves, strict=True))
+    rows = _differences(slots, values)
+    if rows:
+        raise LayoutError.of(
+            "",
+            f"{function}: the values{where} do not fit `state`, which is unchanged.",
+            rows=rows,
+            why="Each name has one slot, of a fixed shape and dtype.",
+            fix="create the state as it was when the values were saved (model, optimizer, fields), or rename and "
+            "convert the values first; nothing is broadcast and nothing is cast.",
+        )
+    ordered = [values[name] for name in slots]
+    if isinstance(state, Handle):
+        return state._write(dict(enumerate(ordered)), function, [])  # type: ignore[return-value]
+    with torch.inference_mode(False), torch.no_grad():
+        copies = [torch.empty_like(leaf).copy_(value) for leaf, value in zip(leaves, ordered, strict=True)]
+    return pytree.unflatten(treedef, copies)  # type: ignore[no-any-return]
+
+
+def _refuse_part(state: Any, function: str) -> None:
+    if isinstance(state, Handle) and state._owner is not None:
+        path = state._part.path
+        raise TypeError(
+            f"{function}: `{path}` is a part of a state; write through the whole: "
+            f"`state = state.replace(params=fcg.load_state_dict(fcg.snapshot({path}), d))`, for example"
+        )
+
+
+def _opened(state: Any) -> tuple[list[Tensor], Treedef]:
+    """Leaves of a state as tensors, and its structure."""
+    flat, treedef = pytree.flatten(state)
+    leaves = [as_tensor(leaf) for leaf in flat]
+    plain = [
+        (path, leaf) for path, leaf in zip(treedef.paths(), leaves, strict=True) if not isinstance(leaf, Leaf)
+    ]
+    refuse_unplaceable([path for path, _ in plain], [leaf for _, leaf in plain], [None] * len(plain), "state")
+    return leaves, treedef
+
+
+def _names(treedef: Treedef) -> list[str]:
+    """Dotted names of all leaves, in flat order.
+
+    Dots inside a key stay as they are, for they are what a module's own names consist of. Where two leaves would get
+    one name that way, there is no honest name for either.
+    """
+    paths: dict[str, Any] = {}
+    for path in treedef.paths():
+        name = ".".join(str(key_name(key)) for key in path)
+        if name in paths:
+            raise ValueError(
+                f"fcg.state_dict: `{path_string(paths[name], 'state')}` and `{path_string(path, 'state')}` have the "
+                f"same name, {name!r}. To fix: rename one of the keys."
+            )
+        paths[name] = path
+    return list(paths)
+
+
+def _on_host(leaf: Tensor) -> Tensor:
+    return torch.empty(leaf.shape, dtype=leaf.dtype, device="cpu").copy_(leaf)
+
+
+def _differences(slots: Mapping[str, Tensor], values: Mapping[str, Any]) -> list[str]:
+    """One row for each name that is missing, unexpected, or has a value of another shape or dtype."""
+    rows = []
+    for name in [*slots, *(name for name in values if name not in slots)]:
+        expected = _type(slots[name]) if name in slots else "nothing"
+        got = _type(values[name]) if name in values else "nothing"
+        if got != expected:
+            rows.append(f"{name}  expected {expected}   got {got}")
+    return rows
+
+
+def _type(value: Any) -> str:
+    """Dtype and shape as text, without the device, which may differ."""
+    problem = "" if isinstance(value, Leaf) else unplaceable(value)
+    return problem or str(BufferSpec.of(value)).partition("@")[0]
+
+
+def _checked_path(path: Any, function: str) -> Any:
+    if not isinstance(path, str | os.PathLike):
+        raise TypeError(
+            f"{function}: expected a path, got {type(path).__name__}. To fix: `{function}(path, state)`, path first."
+        )
+    return path
+
+
+def _serialized(tensors: dict[str, Tensor]) -> bytes:
+    """Content of a safetensors file."""
+    safetensors = _safetensors("fcg.save")
+    if "__metadata__" in tensors:
+        raise ValueError(
+            "fcg.save: a leaf is named '__metadata__', which safetensors files reserve. Rename it."
+        )
+    unknown = {tensor.dtype for tensor in tensors.values() if not _storable(safetensors, tensor.dtype)}
+    for name, tensor in tensors.items():
+        if tensor.dtype in unknown:
+            raise TypeError(
+                f"fcg.save: safetensors files cannot hold {_type(tensor)}, as `{name}` is. To fix: keep it as two real "
+                "tensors (`torch.view_as_real` of a complex one); or `torch.save(fcg.state_dict(state), path)`."
+            )
+    return safetensors.torch.save(tensors, {"format": "pt"})  # type: ignore[no-any-return]
+
+
+def _storable(safetensors: Any, dtype: torch.dtype) -> bool:
+    """Whether the file format has the dtype: asked by writing an empty tensor, for it has no public list."""
+    try:
+        safetensors.torch.save({"": torch.empty(0, dtype=dtype)})
+    except KeyError:
+        return False
+    return True
+
+
+def _safetensors(function: str) -> Any:
+    try:
+        import safetensors.torch
+    except ImportError as error:
+        raise ImportError(
+            f'{function} needs safetensors. To fix: `pip install "functional-cg[save]"`; without it, '
+            "`torch.save(fcg.state_dict(state), path)` and `fcg.load_state_dict(state, torch.load(path))`."
+        ) from error
+    return safetensors
+
+
+def _sync_directory(directory: Path) -> None:
+    """Make a rename survive a power cut; where a directory cannot be opened (Windows) there is no way to."""
+    if not hasattr(os, "O_DIRECTORY"):
+        return
+    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,46 @@
+"""Saving from the GPU and loading into a captured step there."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+import functional_cg as fcg
+from tests.test_checkpoint import assert_bitwise, new_run, new_step, take
+
+pytestmark = [pytest.mark.cuda, pytest.mark.filterwarnings("default")]
+
+
+def test_a_run_goes_on_bitwise_from_a_file_without_a_recapture(tmp_path: Path) -> None:
+    path = tmp_path / "last.safetensors"
+    step = new_step()
+    state, _ = take(step, fcg.place(fcg.snapshot(new_run(seed=1)), "cuda"), 0, 3)
+    fcg.save(path, state)
+    state, wanted = take(step, state, 3, 3)
+    later = fcg.state_dict(state)
+    assert all(tensor.device.type == "cpu" for tensor in later.values())
+    state = fcg.load(path, state)
+    assert state.step.device.type == "cuda"
+    state, losses = take(step, state, 3, 3)
+    assert_bitwise(losses, wanted)
+    assert_bitwise(fcg.state_dict(state), later)
+    assert (step.stats.captures, step.stats.replays) == (1, 9)
+
+
+def test_values_may_come_from_another_device_and_go_to_one() -> None:
+    values = {"w": torch.randn(2, 3, 4, 5), "n": torch.tensor(3)}
+    kept = fcg.state_dict(fcg.place(values, "cuda"))
+    assert_bitwise(
+        fcg.state_dict(fcg.load_state_dict(fcg.place(fcg.tree.map(torch.zeros_like, values)), kept)), kept
+    )
+    there = fcg.tree.map(lambda leaf: leaf.cuda(), kept)
+    assert_bitwise(fcg.state_dict(fcg.load_state_dict(fcg.place(values), there)), kept)
+
+
+def test_a_dict_is_complete_when_it_is_returned_from_a_side_stream() -> None:
+    state = fcg.place({"w": torch.zeros(1 << 22)}, "cuda")
+    with torch.cuda.stream(torch.cuda.Stream()):
+        state = state.replace(w=torch.ones(1 << 22))  # type: ignore[attr-defined]
+    assert fcg.state_dict(state)["w"].sum().item() == 1 << 22
