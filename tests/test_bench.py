@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from functional_cg.bench import measure
+from functional_cg.bench import dropout, measure
 from functional_cg.bench.__main__ import main
 from functional_cg.bench.measure import Row, bench, table
 from functional_cg.bench.opponents import OPPONENTS, Unavailable, build
@@ -173,3 +173,13 @@ def test_every_opponent_is_named_on_the_command_line(capsys: pytest.CaptureFixtu
         main(["--against", "?"])
     message = capsys.readouterr().err
     assert all(name in message for name in OPPONENTS)
+
+
+def test_dropout_rows_are_json(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dropout, "_SHAPES", {"cpu": ((4, 8),)})
+    monkeypatch.setattr(dropout, "_TARGET_S", 1e-4)
+    assert dropout.main(["--device", "cpu", "--lowering", "aten"]) == 0
+    first, *rows = map(json.loads, capsys.readouterr().out.splitlines())
+    assert first["torch"] == torch.__version__
+    assert [row["dtype"] for row in rows] == ["float32", "bfloat16"]
+    assert all(row["keyed_us"] > 0 and row["torch_us"] > 0 for row in rows)

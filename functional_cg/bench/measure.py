@@ -69,7 +69,8 @@ class Row:
       ratio: Its median over that of ours: above 1, ours is faster.
       host_us: Median time until a call returns while the device is idle, in µs.
       peak_bytes: Peak of allocated memory from the start of the build to the last compared loss.
-      reserved_bytes: Growth of what the allocator holds, pools of graphs included.
+      reserved_bytes: Growth of what the allocator holds in use, pools of graphs included.
+      start_bytes: The most that it held from the start of the build through the first step.
       first_step_s: Seconds from the start of the build until the first loss is there, compilation included.
       losses: The first losses.
       loss_distance: Largest relative distance of these to those of the reference system.
@@ -88,6 +89,7 @@ class Row:
     host_us: float | None = None
     peak_bytes: int | None = None
     reserved_bytes: int | None = None
+    start_bytes: int | None = None
     first_step_s: float | None = None
     losses: list[float] = field(default_factory=list)
     loss_distance: float | None = None
@@ -143,9 +145,12 @@ def _start(name: str, work: Workload, device: torch.device, batches: Sequence[Ba
         if i == 0:
             system.wait()
             row.first_step_s = time.perf_counter() - start
+            if on_gpu:
+                row.start_bytes = torch.cuda.max_memory_reserved(device) - reserved
     row.peak_bytes = system.peak_bytes()
     if on_gpu and row.peak_bytes is None:
         row.peak_bytes = torch.cuda.max_memory_allocated(device) - allocated
+        torch.cuda.empty_cache()
         row.reserved_bytes = torch.cuda.memory_reserved(device) - reserved
     for i in range(_WARM_UPS):
         system.step(system.batches[i % _BATCHES])
@@ -292,6 +297,7 @@ def table(work: Workload, rows: Sequence[Row]) -> str:
         "host µs",
         "peak GiB",
         "reserved GiB",
+        "start GiB",
     )
     head += ("first step s", "captures", "replays", "loss distance")
     lines = [head, *(_cells(row, work.tolerance) for row in rows if row.status == "ok")]
@@ -315,6 +321,7 @@ def _cells(row: Row, tolerance: float) -> tuple[str, ...]:
         "" if row.host_us is None else f"{row.host_us:,.1f}",
         "" if row.peak_bytes is None else f"{row.peak_bytes / _GIB:.3f}",
         "" if row.reserved_bytes is None else f"{row.reserved_bytes / _GIB:.3f}",
+        "" if row.start_bytes is None else f"{row.start_bytes / _GIB:.3f}",
         "" if row.first_step_s is None else f"{row.first_step_s:.2f}",
         *(str(row.counts.get(key, "")) for key in ("captures", "replays")),
         "" if row.loss_distance is None else f"{row.loss_distance:.1e}{agree}",
