@@ -218,7 +218,7 @@ class Lowered:
             [
                 str(self.inspection),
                 f"  plan: {self._plan_line()}",
-                *(f"  {line}" for line in self._staged_lines()),
+                *(f"  {text}" for text in self._staged_lines()),
                 f"  memory: {sizes}",
                 f"  dtypes of the state: {', '.join(dtypes)}",
                 *columns([header, *rows]),

@@ -1,0 +1,19 @@
+"""Pictures of states and steps, with matplotlib (opt-in import; the extra ``notebooks`` brings it).
+
+What needs no picture stands elsewhere: ``print(state)``, ``step.explain()``, and what a notebook shows for both.
+"""
+
+from __future__ import annotations
+
+try:
+    import matplotlib  # noqa: F401
+except ImportError as error:
+    raise ImportError(
+        "functional_cg.report draws with matplotlib, which is not installed. "
+        "To fix: `pip install 'functional-cg[notebooks]'`."
+    ) from error
+
+from .plots import arena, bytes_by_role, loss_curves
+from .timing import seconds_per_call, step_times
+
+__all__ = ["arena", "bytes_by_role", "loss_curves", "seconds_per_call", "step_times"]

@@ -1,0 +1,181 @@
+"""What a state takes, and how a run goes. Every plot returns its Axes, and can be told apart without colours."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import matplotlib.pyplot as plt
+from matplotlib.axes import Axes
+from torch import Tensor
+
+from ..arena import Plan, dtype_name
+from ..markup import colors
+from ..outline import count, segments
+from ..state import Handle
+
+__all__ = ["arena", "bytes_by_role", "loss_curves"]
+
+_HATCHES = ("", "//", "..", "xx", "\\\\", "oo", "--", "++")
+_PADDING = "padding"
+_DASHES = ("-", "--", ":", "-.")
+_UNITS = ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"))
+
+
+def bytes_by_role(state: Any, *, ax: Axes | None = None) -> Axes:
+    """Draw how many bytes each role of a state takes, by dtype.
+
+    Args:
+      state: Handle of a state.
+      ax: Where to draw; a new figure by default.
+    Returns:
+      The axes: one horizontal bar per role, stacked by dtype, padding last.
+    Raises:
+      TypeError: If ``state`` is no handle.
+
+    Example:
+      >>> import torch, functional_cg as fcg
+      >>> from functional_cg import report
+      >>> state = fcg.place({"w": torch.ones(256)})
+      >>> report.bytes_by_role(state).get_xlabel()
+      'KiB'
+    """
+    plan = _handle(state, "bytes_by_role")._lease.arena.plan
+    used = _bytes_of(plan)
+    roles = list(dict.fromkeys(role for role, _ in used))
+    kinds = sorted({kind for _, kind in used}, key=lambda kind: (kind == _PADDING, kind))
+    ends = dict.fromkeys(roles, 0.0)
+    ax = ax or _axes(0.5 * len(roles) + 1.2)
+    scale, unit = _unit(max((sum(used[role, kind] for kind in kinds) for role in roles), default=0))
+    shades = colors(kinds) | {_PADDING: "white"}
+    for kind, hatch in zip(kinds, _cycled(_HATCHES, len(kinds)), strict=True):
+        widths = [used[role, kind] / scale for role in roles]
+        ax.barh(
+            roles, widths, left=list(ends.values()), label=kind,
+            color=shades[kind], hatch=hatch, edgecolor="black", linewidth=0.6,
+        )  # fmt: skip
+        ends = {role: ends[role] + width for role, width in zip(roles, widths, strict=True)}
+    for role, end in ends.items():
+        ax.annotate(f" {_size(round(end * scale))}", (end, role), va="center")
+    ax.margins(x=0.2)
+    ax.invert_yaxis()
+    ax.set(xlabel=unit, ylabel="role", title=f"state: {_size(plan.nbytes)} by role")
+    _legend(ax)
+    return ax
+
+
+def _bytes_of(plan: Plan) -> Counter[tuple[str, str]]:
+    """Bytes by role and dtype, and the padding of each role."""
+    used = Counter[tuple[str, str]]()
+    for slab in plan.slabs:
+        used[slab.role, _PADDING] += slab.nbytes
+    for slot in plan.slots:
+        role = plan.slabs[slot.slab].role
+        used[role, dtype_name(slot.spec.dtype)] += slot.spec.nbytes
+        used[role, _PADDING] -= slot.spec.nbytes
+    return used
+
+
+def arena(state: Any, *, ax: Axes | None = None) -> Axes:
+    """Draw the arena of a state as a strip: slots in order, one colour and hatch per role, padding in white.
+
+    Args:
+      state: Handle of a state.
+      ax: Where to draw; a new figure by default.
+    Returns:
+      The axes; the horizontal one counts bytes from the begin of the first slab.
+    Raises:
+      TypeError: If ``state`` is no handle.
+
+    Example:
+      >>> import torch, functional_cg as fcg
+      >>> from functional_cg import report
+      >>> len(report.arena(fcg.place([torch.ones(4), torch.ones(8)])).patches)
+      2
+    """
+    lease = _handle(state, "arena")._lease
+    plan = lease.arena.plan
+    ax = ax or _axes(1.9)
+    scale, unit = _unit(plan.nbytes)
+    shades = colors(slab.role for slab in plan.slabs)
+    hatches = dict(zip(shades, _cycled(_HATCHES, len(shades)), strict=True))
+    labelled: set[str] = set()
+    for segment in segments(plan, lease.paths):
+        name = segment.role or _PADDING
+        ax.barh(
+            0, segment.size / scale, left=segment.start / scale, height=1,
+            color=shades.get(segment.role, "white"), hatch=hatches.get(segment.role, ""),
+            label="_" if name in labelled else name, edgecolor="black", linewidth=0.6,
+        )  # fmt: skip
+        labelled.add(name)
+    ax.set(xlabel=f"offset in {unit}", yticks=[], ylim=(-0.5, 0.5), xlim=(0, max(plan.nbytes, 1) / scale))
+    ax.set_title(
+        f"arena: {count(len(plan.slabs), 'slab')}, {count(len(plan.slots), 'slot')}, {_size(plan.nbytes)}"
+    )
+    _legend(ax, loc="center left", bbox_to_anchor=(1.0, 0.5))
+    return ax
+
+
+def loss_curves(curves: Mapping[str, Sequence[Any]], *, ax: Axes | None = None) -> Axes:
+    """Draw losses over calls, one line per run.
+
+    Args:
+      curves: Losses of each run, by its name: floats, or tensors of one element as a step returns them.
+      ax: Where to draw; a new figure by default.
+    Returns:
+      The axes; runs differ in dash and colour.
+    Raises:
+      ValueError: If there is no curve, or one is empty.
+
+    Example:
+      >>> from functional_cg import report
+      >>> report.loss_curves({"adamw": [2.0, 1.0, 0.5]}).lines[0].get_ydata().tolist()
+      [2.0, 1.0, 0.5]
+    """
+    empty = [name for name, losses in curves.items() if not len(losses)]
+    if empty or not curves:
+        raise ValueError(
+            f"report.loss_curves: {', '.join(map(repr, empty)) or 'the mapping'} has no losses. "
+            'To fix: collect them in the loop, `losses.append(metrics["loss"])`.'
+        )
+    ax = ax or _axes(3.2)
+    shades = colors(curves)
+    for (name, losses), dash in zip(curves.items(), _cycled(_DASHES, len(curves)), strict=True):
+        values = [loss.item() if isinstance(loss, Tensor) else float(loss) for loss in losses]
+        ax.plot(range(1, len(values) + 1), values, dash, color=shades[name], label=name, linewidth=1.5)
+    ax.set(xlabel="call of the step", ylabel="loss", title="loss by call")
+    ax.grid(alpha=0.3)
+    ax.legend(frameon=False)
+    return ax
+
+
+def _handle(state: Any, function: str) -> Handle:
+    if isinstance(state, Handle):
+        return state
+    raise TypeError(
+        f"report.{function}: expected a state handle, got {type(state).__name__}. "
+        "To fix: `fcg.place(tree)` makes one, and a step returns one."
+    )
+
+
+def _legend(ax: Axes, **where: Any) -> None:
+    if ax.get_legend_handles_labels()[0]:  # a state without leaves has nothing to name
+        ax.legend(frameon=False, **where)
+
+
+def _axes(height: float) -> Axes:
+    return plt.subplots(figsize=(7, height), layout="constrained")[1]
+
+
+def _unit(nbytes: int) -> tuple[int, str]:
+    return next(((scale, unit) for scale, unit in _UNITS if nbytes >= scale), (1, "bytes"))
+
+
+def _size(nbytes: int) -> str:
+    scale, unit = _unit(nbytes)
+    return f"{nbytes / scale:,.4g} {unit}"
+
+
+def _cycled(items: Sequence[str], length: int) -> list[str]:
+    return [items[i % len(items)] for i in range(length)]
