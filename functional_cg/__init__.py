@@ -23,6 +23,7 @@ from .errors import (
 )
 from .graph_step import GraphFn, GraphStep, graph_fn, graph_step
 from .lowered import Captured, Lowered
+from .nn import from_module
 from .state import fork, place, snapshot
 from .train_state import TrainState
 
@@ -49,6 +50,7 @@ __all__ = [
     "TrainState",
     "debug_print",
     "fork",
+    "from_module",
     "grad",
     "graph_fn",
     "graph_step",

@@ -1,0 +1,61 @@
+"""What a forward leaves on its module: attributes before and after it.
+
+Submodules, plain values and what stands in lists, dicts and sets is compared; objects of other kinds are compared by
+identity alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import nn
+
+from ..errors import SideEffectError
+
+__all__ = ["attributes", "refuse_changed"]
+
+
+def attributes(module: nn.Module) -> dict[str, tuple[Any, ...]]:
+    """What each attribute of a module and its parts holds now, containers by what is in them."""
+    found: dict[str, tuple[Any, ...]] = {}
+    for path, part in module.named_modules():
+        for name, value in vars(part).items():
+            where = f"{path}.{name}" if path else name
+            if name == "_buffers":
+                found[where] = tuple(value)  # their values may change, as `new_buffers`
+            elif isinstance(value, dict):
+                found[where] = (*value, *value.values())
+            else:
+                found[where] = tuple(value) if isinstance(value, (list, tuple, set)) else (value,)
+    return found
+
+
+def refuse_changed(
+    name: str, before: Mapping[str, tuple[Any, ...]], after: Mapping[str, tuple[Any, ...]]
+) -> None:
+    """Raise if attributes differ.
+
+    Raises:
+      SideEffectError: With the name of each.
+    """
+    changed = [where for where in after if not _same(before.get(where), after[where])]
+    changed += [where for where in before if where not in after]
+    if changed:
+        raise SideEffectError.of(
+            name,
+            f"its forward changes {len(changed)} attribute{'s' * (len(changed) > 1)} of the module.",
+            rows=[f"`{where}`" for where in changed],
+            why="`apply` is a pure function: what the forward leaves on the module is gone after the call.",
+            fix="return it; or make it a tensor and register it, `self.register_buffer(...)`: then it is returned in "
+            "`new_buffers`.",
+        )
+
+
+def _same(old: tuple[Any, ...] | None, new: tuple[Any, ...]) -> bool:
+    if old is None or len(old) != len(new):
+        return False
+    return all(
+        a is b or (type(a) is type(b) and isinstance(a, (int, float, str, bytes)) and a == b)
+        for a, b in zip(old, new, strict=True)
+    )

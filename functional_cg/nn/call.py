@@ -1,0 +1,239 @@
+"""One call of a module's forward: where in the module it is, what it draws, what it writes.
+
+Two modes watch it. Below autograd, so that the backward sees the same masks, each random op is drawn from the key and
+each write to a buffer goes to a copy. Above it, attention and RNNs are kept on kernels whose draws can be seen.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import sys
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from types import FrameType
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.overrides import TorchFunctionMode
+from torch.utils import checkpoint
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from ..arena import storage_key
+from ..errors import CaptureError, ImplicitRandomnessError, ReadOnlyError
+from ..ops import can_draw, written_arguments
+from ..source import Location, user_frame
+from .attributes import attributes, refuse_changed
+from .copies import CopyOnWrite, has_storage
+from .draws import draw, is_drawn
+
+__all__ = ["run"]
+
+_RNNS = frozenset({torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu})
+
+
+def run(
+    module: nn.Module,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    key: Tensor | None,
+    params: Mapping[str, Tensor],
+    copies: CopyOnWrite,
+) -> Any:
+    """Call a module of our own, which holds ``params``, and the originals of ``copies`` as its buffers.
+
+    Raises:
+      ImplicitRandomnessError: If an op draws and ``key`` is None, or if a key cannot replace it.
+      ReadOnlyError: If a parameter is written.
+      SideEffectError: If an attribute of the module is.
+      CaptureError: If ``torch.utils.checkpoint`` is called.
+    """
+    names = {storage_key(param): name for name, param in params.items() if has_storage(param)}
+    name, place = type(module).__name__, Place(module)
+    before = attributes(module)
+    with OpenKernels(), Effects(name, key, place, names, copies):
+        out = module(*args, **kwargs)
+    refuse_changed(name, before, attributes(module))
+    return out
+
+
+class Place:
+    """Where in a module its forward is, and how often it has drawn there.
+
+    Args:
+      module: A module of our own: its submodules get hooks that report when they start and end.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._name = type(module).__name__
+        self._trail: list[tuple[str, str]] = []
+        self._draws: Counter[str] = Counter()
+        for path, part in module.named_modules():
+            part.register_forward_pre_hook(partial(self._enter, path))
+            part.register_forward_hook(self._leave, always_call=True)
+
+    def _enter(self, path: str, module: nn.Module, args: Any) -> None:
+        self._trail.append((path, type(module).__name__))
+
+    def _leave(self, module: nn.Module, args: Any, out: Any) -> None:
+        self._trail.pop()
+
+    @property
+    def path(self) -> str:
+        """Name of the innermost submodule that runs, as ``named_modules`` has it."""
+        return self._trail[-1][0] if self._trail else ""
+
+    def next_stream(self) -> int:
+        """A number for one draw: a hash of the path and of how many draws came before it there."""
+        number = self._draws[self.path]
+        self._draws[self.path] += 1
+        digest = hashlib.blake2b(f"{self.path}:{number}".encode(), digest_size=8).digest()
+        return int.from_bytes(digest, "little") >> 1
+
+    def __str__(self) -> str:
+        path, name = self._trail[-1] if self._trail else ("", self._name)
+        return f"`{path}` ({name})" if path else f"`{name}` itself"
+
+
+class OpenKernels(TorchFunctionMode):
+    """Keeps attention and RNNs on kernels made of ATen calls where a fused one would hide what it does.
+
+    Fused attention and cuDNN's RNNs draw inside; oneDNN's LSTM keeps for the backward what it needs only if gradients
+    are on while it runs, which at a replay they may not be. While any function mode is on, ``MultiheadAttention`` and
+    the transformer layers take one and the same path, traced or not, in training and in evaluation.
+    """
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        with ExitStack() as stack:
+            if func is F.scaled_dot_product_attention and _attention_dropout(*args, **kwargs) > 0:
+                stack.enter_context(sdpa_kernel(SDPBackend.MATH))
+            elif func in _RNNS:
+                stack.enter_context(_without(torch.backends.mkldnn))
+                if _rnn_draws(args):
+                    stack.enter_context(_without(torch.backends.cudnn))
+            return func(*args, **kwargs)
+
+
+@contextmanager
+def _without(backend: Any) -> Iterator[None]:
+    # `backend.flags(enabled=False)` would set the precision of matrix products too.
+    enabled = backend.enabled
+    backend.enabled = False
+    try:
+        yield
+    finally:
+        backend.enabled = enabled
+
+
+def _attention_dropout(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    *args: Any,
+    **kwargs: Any,
+) -> float:
+    return dropout_p
+
+
+def _rnn_draws(args: Sequence[Any]) -> bool:
+    # Both signatures have (..., num_layers, dropout, train, ...), and no other float.
+    place = next((i for i, arg in enumerate(args) if isinstance(arg, float)), None)
+    return place is not None and args[place] > 0 and bool(args[place + 1])
+
+
+class Effects(TorchDispatchMode):
+    """Gives each random op numbers from the key and each written buffer a copy; refuses what cannot be made pure.
+
+    Args:
+      name: Name of the module, for messages.
+      key: i64[2], or None: then an op that draws is refused.
+      place: Where the forward is.
+      params: Names of the parameters by storage: writing one is refused.
+      copies: What may be written.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        key: Tensor | None,
+        place: Place,
+        params: Mapping[int, str],
+        copies: CopyOnWrite,
+    ) -> None:
+        super().__init__()
+        self._name, self._key, self._place = name, key, place
+        self._params, self._copies = params, copies
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if torch.is_inference_mode_enabled() and func._can_decompose():
+            with self:  # only its parts tell what it draws and writes
+                return func.decompose(*args, **kwargs)
+        self._refuse_checkpoint()
+        for tensor in written_arguments(func, args, kwargs):
+            self._refuse_parameter(func, tensor)
+            self._copies.write(tensor)
+        return self._copies.call(partial(self._run, func), args, kwargs)
+
+    def _run(self, func: Any, *args: Any, **kwargs: Any) -> Any:
+        if not can_draw(func, args, kwargs):
+            return func(*args, **kwargs)
+        if self._key is None or not is_drawn(func, args, kwargs):
+            raise self._random(func)
+        return draw(func, args, kwargs, self._key, self._place.next_stream())
+
+    def _random(self, func: Any) -> ImplicitRandomnessError:
+        what = "and `apply` has no key" if self._key is None else "in a way that a key cannot replace"
+        fix = "draw them with `fcg.random` outside of the module and pass them in."
+        if self._key is None:
+            fix = "pass one, `apply(params, buffers, x, key=fcg.random.fold_in(state.key, state.step))`; to evaluate, "
+            fix += "`train=False`."
+        return ImplicitRandomnessError.of(
+            self._name,
+            f"{self._place} draws random numbers {what}.",
+            rows=[f"{func}{_at()}"],
+            why="Replay would draw from a generator that nobody manages, or the same numbers each time.",
+            fix=fix,
+        )
+
+    def _refuse_parameter(self, func: Any, tensor: Tensor) -> None:
+        name = self._params.get(storage_key(tensor)) if has_storage(tensor) else None
+        if name is not None:
+            raise ReadOnlyError.of(
+                self._name,
+                f"{self._place} writes in place into `params[{name!r}]`.",
+                rows=[f"{func}{_at()}"],
+                why="A module is applied as a pure function: only buffers may change, as `new_buffers`.",
+                fix="write the parameter in the step, on the new state; or freeze it, `requires_grad_(False)`, "
+                "before `from_module`, which makes it a buffer.",
+            )
+
+    def _refuse_checkpoint(self) -> None:
+        frame: FrameType | None = sys._getframe(2)
+        while frame is not None and frame.f_code is not run.__code__:
+            if frame.f_code.co_filename == checkpoint.__file__:
+                raise CaptureError.of(
+                    self._name,
+                    f"{self._place} calls `torch.utils.checkpoint`.",
+                    rows=[_at().removeprefix(", at ")],
+                    why="It runs the forward again in the backward pass, after `apply` has ended: without the key, "
+                    "and on buffers that were written.",
+                    fix="switch it off; in transformers, `model.gradient_checkpointing_disable()`.",
+                )
+            frame = frame.f_back
+
+
+def _at() -> str:
+    frame = user_frame()
+    return f", at {Location(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name)}" if frame else ""

@@ -1,0 +1,206 @@
+"""``from_module``: a module's forward as a pure function of its parameters and buffers."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .. import tree as pytree
+from ..arena import BufferSpec, refuse_aliases
+from ..errors import LayoutError
+from .call import run
+from .copies import CopyOnWrite, owns_storage
+from .refusals import refuse_impure
+
+__all__ = ["Apply", "from_module"]
+
+
+def from_module(module: nn.Module) -> tuple[Apply, dict[str, Tensor], dict[str, Tensor]]:
+    """Make a pure function of a module's forward, and copy out its tensors.
+
+    Every random op inside of the module, in ``nn.Dropout``, attention and RNNs or written out, draws from the ``key``
+    of the call: a different one for each submodule and each draw in it, so that adding a layer leaves the masks of the
+    others as they are. Attention that drops out runs on the math backend, which keeps its matrix of weights in memory;
+    RNNs that drop out run without cuDNN, and on a CPU always one time step after the other. Writes to buffers, such as
+    BatchNorm's running statistics, are returned and not done. The module itself is copied and never read again.
+
+    Parameters that do not require gradients are among the buffers: they are not trained. Where ``module`` is in
+    training mode but a submodule is in evaluation mode, that submodule stays so.
+
+    Args:
+      module: Any module without hooks, wrappers, or lazy, sparse and meta tensors.
+    Returns:
+      (apply, params, buffers): an :class:`Apply`, and copies of the tensors under the module's own names; a tied
+      tensor has the first of its names.
+    Raises:
+      AliasError: If two parameters share memory without being one (``b.data = a.data``).
+      TypeError, SideEffectError, LayoutError, ForeignTensorError: For what cannot be made pure, by name.
+
+    Example:
+      >>> import torch, functional_cg as fcg
+      >>> model = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.BatchNorm1d(3), torch.nn.Dropout(0.5))
+      >>> apply, params, buffers = fcg.from_module(model)
+      >>> sorted(params)
+      ['0.bias', '0.weight', '1.bias', '1.weight']
+      >>> out, new_buffers = apply(params, buffers, torch.randn(4, 2), key=fcg.random.key(0))
+      >>> out.shape, new_buffers["1.num_batches_tracked"], buffers["1.num_batches_tracked"]
+      (torch.Size([4, 3]), tensor(1), tensor(0))
+      >>> model.load_state_dict(apply.state_dict(params, new_buffers))
+      <All keys matched successfully>
+    """
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"from_module: expected a torch.nn.Module, got {type(module).__name__}")
+    refuse_impure(module)
+    params = {name: p for name, p in module.named_parameters() if p.requires_grad}
+    buffers = dict(module.named_buffers())
+    buffers |= {name: p for name, p in module.named_parameters() if not p.requires_grad}
+    _refuse_shared(type(module).__name__, params | buffers)
+    apply = Apply(_template(module), frozenset(params), frozenset(_frozen(module)))
+    return apply, _owned(params), _owned(buffers)
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Apply:
+    """A module's forward as a pure function: ``apply(params, buffers, *args, ...) -> (out, new_buffers)``."""
+
+    _template: nn.Module
+    _trained: frozenset[str]
+    _frozen: frozenset[str]
+
+    def __call__(
+        self,
+        params: Mapping[str, Tensor],
+        buffers: Mapping[str, Tensor],
+        /,
+        *args: Any,
+        key: Tensor | None = None,
+        train: bool = True,
+        **kwargs: Any,
+    ) -> tuple[Any, dict[str, Tensor]]:
+        """Run the forward on a private copy of the module that holds the given tensors.
+
+        Args:
+          params: The trained tensors by name, of any floating dtype.
+          buffers: The other tensors by name; they are not written.
+          args: Arguments of the forward.
+          key: i64[2], what random ops draw from; needed only if one of them runs.
+          train: Whether the module is in training mode.
+          kwargs: Arguments of the forward.
+        Returns:
+          (out, new_buffers): what the forward returns, and the buffers after it.
+        Raises:
+          ImplicitRandomnessError: If an op draws and ``key`` is None, or if a key cannot replace it.
+          LayoutError: If names or shapes are not the module's.
+          ReadOnlyError: If the forward writes a parameter.
+          SideEffectError: If it writes an attribute of the module.
+          CaptureError: If it calls ``torch.utils.checkpoint``.
+        """
+        params, buffers = dict(params), dict(buffers)
+        self._refuse_unlike(params, buffers)
+        held = {name: _writable(buffer) for name, buffer in buffers.items()}
+        module = self._copy({**params, **held}, train=train)
+        copies = CopyOnWrite(filter(owns_storage, held.values()))
+        out = run(module, args, kwargs, key, params, copies)
+        new = {name: copies.current(_lookup(module, name)) for name in buffers}
+        # What was not written is returned as it was passed.
+        kept = {name for name in buffers if new[name] is held[name] and owns_storage(buffers[name])}
+        new_buffers = {name: buffers[name] if name in kept else new[name].detach() for name in buffers}
+        return pytree.map(copies.current, out) if copies else out, new_buffers
+
+    def state_dict(self, params: Mapping[str, Tensor], buffers: Mapping[str, Tensor]) -> dict[str, Any]:
+        """The tensors under all names that the module's own ``state_dict`` has: ``model.load_state_dict`` takes it.
+
+        Tied tensors stand under each of their names, and buffers that are not persistent are left out. Without it,
+        ``model.load_state_dict(params | buffers, strict=False)`` loads the same values.
+        """
+        params, buffers = dict(params), dict(buffers)
+        self._refuse_unlike(params, buffers)
+        values = {id(tensor): (params | buffers)[name] for name, tensor in _tensors(self._template)}
+        names = self._template.state_dict(keep_vars=True)
+        return {name: values.get(id(value), value) for name, value in names.items()}
+
+    def __repr__(self) -> str:
+        return f"<apply of {type(self._template).__name__}>"
+
+    def _copy(self, values: Mapping[str, Tensor], *, train: bool) -> nn.Module:
+        """A module of its own for one call: nothing that the forward does to it outlives the call."""
+        memo: dict[int, Any] = {id(tensor): values[name] for name, tensor in _tensors(self._template)}
+        module = copy.deepcopy(self._template, memo).train(train)
+        for path in self._frozen if train else ():
+            module.get_submodule(path).eval()
+        return module
+
+    def _refuse_unlike(self, params: Mapping[str, Any], buffers: Mapping[str, Any]) -> None:
+        rows = []
+        known = dict(_tensors(self._template))
+        for root, tree, names in (
+            ("params", params, self._trained),
+            ("buffers", buffers, known.keys() - self._trained),
+        ):
+            for name in sorted(names | tree.keys()):
+                got, expected = tree.get(name), known[name].shape if name in names else None
+                if expected is None or not isinstance(got, Tensor) or got.shape != expected:
+                    shown = "nothing" if expected is None else f"a tensor {list(expected)}"
+                    shown_got = BufferSpec.of(got) if isinstance(got, Tensor) else f"{got!r}"
+                    rows.append(f"{root}[{name!r}]  expected {shown}   got {shown_got}")
+        if rows:
+            raise LayoutError.of(
+                type(self._template).__name__,
+                "is applied to tensors that are not its own.",
+                rows=rows,
+                fix="pass `params` and `buffers` with the names and shapes that `from_module` returned.",
+            )
+
+
+def _tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Parameters and buffers by name; a tied one has the first of its names."""
+    yield from module.named_parameters()
+    yield from module.named_buffers()
+
+
+def _frozen(module: nn.Module) -> Iterator[str]:
+    """Paths of the submodules that were put in evaluation mode while the module trains."""
+    return (path for path, part in module.named_modules() if module.training and not part.training)
+
+
+def _owned(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    with torch.inference_mode(False), torch.no_grad():
+        return {name: tensor.detach().clone() for name, tensor in tensors.items()}
+
+
+def _refuse_shared(name: str, tensors: Mapping[str, Tensor]) -> None:
+    flat, treedef = pytree.flatten(dict(tensors))
+    refuse_aliases(treedef.paths(), flat, "params", name)
+
+
+def _template(module: nn.Module) -> nn.Module:
+    """A copy with its tensors on meta, tied like the originals: a tensor that a call did not replace is loud."""
+    with torch.inference_mode(False), torch.no_grad():
+        memo: dict[int, Any] = {id(tensor): _on_meta(tensor) for _, tensor in _tensors(module)}
+        try:
+            return copy.deepcopy(module, memo)
+        except Exception as error:
+            raise TypeError(
+                f"from_module: {type(module).__name__} cannot be copied, {type(error).__name__}: {error}\n"
+                "To fix: keep what cannot be copied (files, locks, generators) outside of the module."
+            ) from error
+
+
+def _on_meta(tensor: Tensor) -> Tensor:
+    empty = torch.empty_like(tensor, device="meta")
+    return nn.Parameter(empty, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty
+
+
+def _writable(buffer: Tensor) -> Tensor:
+    """What stands for a buffer in the module: an alias, to which copy on write applies, or else a copy."""
+    return buffer.detach() if owns_storage(buffer) else buffer.detach().clone()
+
+
+def _lookup(module: nn.Module, name: str) -> Any:
+    path, _, attribute = name.rpartition(".")
+    return getattr(module.get_submodule(path), attribute)

@@ -1,0 +1,143 @@
+"""Modules that are no pure function of their tensors, refused by name before anything is copied."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from types import FunctionType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..errors import ForeignTensorError, FunctionalCGError, LayoutError, SideEffectError
+
+__all__ = ["refuse_impure"]
+
+# Class of a wrapper in torch -> what to pass instead. Named, not imported: some take a second to import.
+_WRAPPERS = (
+    ("DistributedDataParallel", "pass the module inside, `model.module`"),
+    ("DataParallel", "pass the module inside, `model.module`"),
+    ("FullyShardedDataParallel", "pass the module before it was wrapped"),
+    ("FSDPModule", "pass the module before `fully_shard`"),
+    ("OptimizedModule", "pass the module before `torch.compile`; a step is compiled as a whole"),
+    ("ScriptModule", "pass the module before `torch.jit.script` or `trace`"),
+)
+_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+
+
+def refuse_impure(module: nn.Module) -> None:
+    """Raise for the first part of a module that `from_module` cannot make pure.
+
+    Raises:
+      TypeError: For wrappers: DDP, FSDP, compiled and scripted modules.
+      SideEffectError: For hooks on modules and tensors.
+      LayoutError: For lazy, sparse and meta tensors.
+      ForeignTensorError: For tensors that are plain attributes, and functions that hold on to the module.
+    """
+    name = type(module).__name__
+    parts = [
+        (f"`{path}` ({type(part).__name__})" if path else f"`{name}` itself", part)
+        for path, part in module.named_modules()
+    ]
+    for place, part in parts:
+        _refuse_wrapper(place, part)
+    for root, tensors in (("params", module.named_parameters()), ("buffers", module.named_buffers())):
+        for path, tensor in tensors:
+            _refuse_tensor(name, f"{root}[{path!r}]", tensor)
+    for place, part in parts:  # after the tensors: a lazy module has a hook
+        _refuse_hooks(name, place, part)
+    _refuse_attributes(name, module)
+
+
+def _refuse_wrapper(place: str, part: nn.Module) -> None:
+    classes = {cls.__name__ for cls in type(part).__mro__ if cls.__module__.startswith("torch.")}
+    fix = next((fix for wrapper, fix in _WRAPPERS if wrapper in classes), None)
+    if fix is not None:
+        raise TypeError(
+            f"from_module: {place} is a wrapper: what it does besides calling its module is not a function of "
+            f"parameters.\nTo fix: {fix}."
+        )
+
+
+def _refuse_hooks(name: str, place: str, part: nn.Module) -> None:
+    rows = [f"{kind.strip('_')}: {len(hooks)}" for kind in _HOOKS if (hooks := getattr(part, kind))]
+    if rows:
+        raise SideEffectError.of(
+            name,
+            f"{place} has hooks.",
+            rows=rows,
+            why="Their Python runs when the step is traced, not when it is replayed.",
+            fix="remove them, `handle.remove()`; for weight_norm and spectral_norm use "
+            "`torch.nn.utils.parametrizations`.",
+        )
+
+
+def _refuse_tensor(name: str, place: str, tensor: Tensor) -> None:
+    # Private, and the only sign of a hook on a tensor.
+    if tensor._backward_hooks or getattr(tensor, "_post_accumulate_grad_hooks", None):
+        raise SideEffectError.of(
+            name,
+            f"`{place}` has hooks.",
+            why="Gradients are taken with respect to the state's tensors, where these hooks would not run.",
+            fix="remove them, and change the gradients in the step.",
+        )
+    error: FunctionalCGError | None = None
+    if torch.nn.parameter.is_lazy(tensor):
+        error = _layout(name, place, "has no shape yet", "run the module once on an example, `model(x)`.")
+    elif tensor.layout != torch.strided:
+        error = _layout(name, place, f"is {tensor.layout}", "make it dense, `.to_dense()`.")
+    elif tensor.is_meta:
+        error = _layout(
+            name, place, "is on the meta device, without values", "load it: `model.to_empty(device=...)`."
+        )
+    if error is not None:
+        raise error
+
+
+def _layout(name: str, place: str, what: str, fix: str) -> LayoutError:
+    return LayoutError.of(name, f"`{place}` {what}.", why="A state holds values of fixed shapes.", fix=fix)
+
+
+def _refuse_attributes(name: str, module: nn.Module) -> None:
+    own = {id(tensor) for tensor in (*module.parameters(), *module.buffers())}
+    parts = {id(part) for part in module.modules()}
+    for path, attribute, value in _attributes(module):
+        where = f"{path}.{attribute}" if path else attribute
+        if isinstance(value, Tensor) and id(value) not in own:
+            raise ForeignTensorError.of(
+                name,
+                f"`{where}` is a tensor, but neither a parameter nor a buffer.",
+                why="It would not be a part of the state, and never be updated.",
+                fix=f'register it, `self.register_buffer("{attribute}", value)`; if an earlier call has left it there, '
+                "delete it.",
+            )
+        if isinstance(value, FunctionType) and any(
+            id(held) in parts or id(held) in own for held in _closure(value)
+        ):
+            raise ForeignTensorError.of(
+                name,
+                f"`{where}` is a function that holds on to the module.",
+                why="In a copy of the module it would go on reading the tensors of the original.",
+                fix="make it a method of a class.",
+            )
+
+
+def _attributes(module: nn.Module) -> Iterator[tuple[str, str, Any]]:
+    """(path of the module, name, value) of each attribute, and of what stands in a list, tuple or dict."""
+    for path, part in module.named_modules():
+        for name, value in vars(part).items():
+            if name in ("_parameters", "_buffers", "_modules"):
+                continue
+            items = value.values() if isinstance(value, dict) else value
+            for item in items if isinstance(items, (list, tuple)) or isinstance(value, dict) else (value,):
+                yield path, name, item
+
+
+def _closure(function: FunctionType) -> list[Any]:
+    held = []
+    for cell in function.__closure__ or ():
+        try:
+            held.append(cell.cell_contents)
+        except ValueError:  # not yet assigned
+            continue
+    return held

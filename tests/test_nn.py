@@ -1,0 +1,686 @@
+"""``from_module``: modules as pure functions, traced and eager, against the plain modules that they come from."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import itertools
+import pickle
+import threading
+import warnings
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.utils import parametrizations
+from torch.utils.checkpoint import checkpoint
+
+import functional_cg as fcg
+from functional_cg.testing import assert_replay_equals_eager, assert_trees_all_close, assert_trees_all_equal
+from tests.nn_models import (
+    DRAWING,
+    GPT,
+    PLAIN,
+    Attention,
+    Tied,
+    conv_net,
+    encoder_layer,
+    mean_square,
+    mlp,
+    state_of,
+    train_step,
+)
+
+KEY = fcg.random.key(7)
+
+
+def tokens(batch: int = 2, length: int = 8) -> dict[str, Tensor]:
+    ids = torch.randint(0, 11, (batch, length + 1))
+    return {"idx": ids[:, :-1].contiguous(), "targets": ids[:, 1:].contiguous()}
+
+
+def second(out: Any, batch: Any) -> Tensor:
+    return out[1]
+
+
+class Wrapped(nn.Module):
+    """A module whose forward is a function of the module and an input."""
+
+    def __init__(self, forward: Callable[..., Any]) -> None:
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
+        self.body = forward
+
+    def forward(self, x: Tensor) -> Any:
+        return self.body(self, x)
+
+
+# --- replay equals eager -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("case", [*PLAIN, *DRAWING])
+def test_replay_equals_eager(case: str) -> None:
+    make, batch = (PLAIN | DRAWING)[case]
+    apply, state = state_of(make(), fcg.optim.adamw(1e-2, weight_decay=0.1))
+    assert_replay_equals_eager(train_step(apply, lowering="aten"), state, [batch() for _ in range(16)])
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+@pytest.mark.parametrize("flash", [True, False])
+def test_replay_of_a_gpt_equals_eager(dropout: float, flash: bool) -> None:
+    apply, state = state_of(GPT(dropout, flash=flash), fcg.optim.adamw(1e-2, weight_decay=0.1))
+    step = train_step(apply, second, lambda batch: batch, lowering="aten")
+    assert_replay_equals_eager(step, state, [tokens() for _ in range(16)])
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+def test_replay_of_a_gpt2_of_transformers_equals_eager(
+    dropout: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    transformers = pytest.importorskip("transformers")
+    config = transformers.GPT2Config(
+        vocab_size=11,
+        n_positions=8,
+        n_embd=16,
+        n_layer=2,
+        n_head=2,
+        bos_token_id=0,
+        eos_token_id=0,
+        resid_pdrop=dropout,
+        embd_pdrop=dropout,
+        attn_pdrop=dropout,
+    )
+    model = transformers.GPT2LMHeadModel(config)
+    apply, state = state_of(model, fcg.optim.adamw(1e-2, weight_decay=0.1))
+    step = train_step(
+        apply,
+        lambda out, batch: out.loss,
+        lambda batch: {"input_ids": batch["idx"], "labels": batch["idx"]},
+        lowering="aten",
+    )
+    assert_replay_equals_eager(step, state, [tokens() for _ in range(16)])
+    assert set(state.params) == {name for name, _ in model.named_parameters()}
+
+
+@pytest.mark.slow
+def test_compiled_replay_is_close_to_eager() -> None:
+    module = nn.Sequential(nn.Conv1d(6, 6, 3, padding=1, bias=False), nn.BatchNorm1d(6), encoder_layer(0.1))
+    apply, state = state_of(module)
+    step = train_step(apply, lowering="inductor")
+    # A compiler reorders sums; 16 steps add the differences up.
+    assert_replay_equals_eager(step, state, [torch.randn(4, 6, 16) for _ in range(16)], rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    "case", ["conv and dropout2d", "encoder layer, dropout", "multihead attention, dropout"]
+)
+def test_evaluation_takes_one_path_traced_or_not(case: str) -> None:
+    make, batch = DRAWING[case]
+    module, x = make(), batch()
+    apply, state = state_of(module)
+
+    @fcg.graph_fn(lowering="aten")
+    def evaluate(state: Any, x: Tensor) -> Tensor:
+        return apply(state.params, state.buffers, x, train=False)[0]
+
+    replayed = evaluate(state, x)
+    assert torch.equal(replayed, evaluate.eager(state, x))
+    with torch.no_grad():
+        alone = apply(state.params, state.buffers, x, train=False)[0]
+        expected = module.eval()(x)
+    assert torch.equal(replayed, alone)
+    # In evaluation the plain module may take a fused path of its own.
+    assert_trees_all_close(replayed, expected)
+
+
+# --- the plain module as judge ---------------------------------------------------------------------------------
+
+# The plain module takes oneDNN's LSTM, which is another kernel.
+TOLERANCE = {"lstm": 1e-6}
+
+
+@pytest.mark.parametrize("case", PLAIN)
+def test_outputs_and_gradients_are_the_plain_modules(case: str) -> None:
+    make, batch = PLAIN[case]
+    module, x = make(), batch()
+    apply, params, buffers = fcg.from_module(module)
+
+    def loss_fn(params: Any) -> Any:
+        out, new_buffers = apply(params, buffers, x.clone())
+        return mean_square(out, x), new_buffers
+
+    (loss, new_buffers), grads = fcg.value_and_grad(loss_fn, has_aux=True)(params)
+    expected = mean_square(module(x.clone()), x)
+    expected.backward()
+    atol = TOLERANCE.get(case, 0)
+    got = {"loss": loss, "grads": grads, "buffers": new_buffers}
+    want = {
+        "loss": expected.detach(),
+        "grads": {name: p.grad for name, p in module.named_parameters()},
+        "buffers": dict(module.named_buffers()),
+    }
+    assert_trees_all_close(got, want, rtol=0, atol=atol)
+
+
+def test_batch_norm_after_three_steps_is_the_plain_modules() -> None:
+    module = conv_net()
+    apply, state = state_of(module)
+    step, optimizer = train_step(apply, lowering="aten"), torch.optim.SGD(module.parameters(), lr=0.1)
+    for _ in range(3):
+        x = torch.randn(4, 3, 8, 8)
+        state, _ = step(state, x)
+        optimizer.zero_grad()
+        mean_square(module(x), x).backward()
+        optimizer.step()
+    assert state.buffers["1.num_batches_tracked"] == 3
+    trained = {name: state.buffers[name] for name in state.buffers}
+    assert_trees_all_close(trained, dict(module.named_buffers()), rtol=0, atol=1e-6)
+    assert_trees_all_close(fcg.snapshot(state).params, dict(module.named_parameters()), rtol=0, atol=1e-6)
+    _, kept = apply(state.params, state.buffers, torch.randn(4, 3, 8, 8), train=False)
+    assert_trees_all_equal(kept, trained)
+
+
+# --- keyed draws -------------------------------------------------------------------------------------------------
+
+
+def call(module: nn.Module, x: Any, key: Tensor | None = KEY, **options: Any) -> Any:
+    """The module's output; the global generator stays where it is."""
+    apply, params, buffers = fcg.from_module(module)
+    before = torch.get_rng_state()
+    out = apply(params, buffers, x, key=key, **options)[0]
+    assert torch.equal(torch.get_rng_state(), before)
+    return out
+
+
+@pytest.mark.parametrize("p", [0.1, 0.5, 1.0])
+def test_dropout_keeps_the_rate_the_scale_and_one_mask_in_both_directions(p: float) -> None:
+    x = torch.ones(200, 500, requires_grad=True)
+    out = call(nn.Dropout(p), x)
+    (grad,) = torch.autograd.grad(out.sum(), x)
+    assert torch.equal(grad, out)  # of ones: zero and scaled at the same places
+    kept = (out != 0).double().mean().item()
+    assert abs(kept - (1 - p)) < 5 * (p * (1 - p) / x.numel()) ** 0.5 + 1e-12  # five standard deviations
+    assert {round(v, 4) for v in out.unique().tolist()} <= {0.0, round(1 / max(1 - p, 1e-9), 4)}
+
+
+@pytest.mark.parametrize("case", DRAWING)
+def test_draws_are_a_function_of_the_key(case: str) -> None:
+    make, batch = DRAWING[case]
+    module, x = make(), batch()
+    first, again = call(module, x), call(module, x)
+    other, off = call(module, x, fcg.random.key(8)), call(module, x, None, train=False)
+    assert_trees_all_equal(first, again)
+    for different in (other, off):
+        a, b = (out[0] if isinstance(out, tuple) else out for out in (first, different))
+        assert not torch.allclose(a, b)
+
+
+def test_layers_and_calls_draw_apart_and_by_path() -> None:
+    x = torch.ones(1000)
+
+    class Twice(nn.Module):
+        def __init__(self, *others: str) -> None:
+            super().__init__()
+            for name in (*others, "a", "b"):
+                self.add_module(name, nn.Dropout(0.5))
+
+        def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+            before = [part(x) for name, part in self.named_children() if name not in "ab"]
+            return self.a(x), self.a(x), self.b(x), *before
+
+    masks = call(Twice(), x)
+    assert all(0.4 < (one == other).double().mean() < 0.6 for one, other in itertools.pairwise(masks))
+    assert_trees_all_equal(call(Twice("new", "newer"), x)[:3], masks)
+
+
+def test_attention_drops_out_its_weights() -> None:
+    class Weights(nn.Module):
+        def forward(self, q: Tensor) -> Tensor:
+            # One-hot keys: the output is the dropped-out matrix of uniform weights itself.
+            return F.scaled_dot_product_attention(q, q, torch.eye(100).expand(8, 1, 100, 100), dropout_p=0.25)
+
+    weights = call(Weights(), torch.zeros(8, 1, 100, 4))
+    assert abs((weights != 0).double().mean().item() - 0.75) < 5 * (0.25 * 0.75 / weights.numel()) ** 0.5
+    torch.testing.assert_close(weights.unique(), torch.tensor([0.0, 0.01 / 0.75]))
+
+
+ONES = torch.ones(400, 500)
+# name -> (draw, mean, standard deviation)
+OPS: dict[str, tuple[Callable[[Tensor], Tensor], float, float]] = {
+    "rand": (lambda x: torch.rand(x.shape), 0.5, 12**-0.5),
+    "rand_like": (torch.rand_like, 0.5, 12**-0.5),
+    "uniform_": (lambda x: x.clone().uniform_(-1, 3), 1, 4 * 12**-0.5),
+    "randn": (lambda x: torch.randn(400, 500, dtype=torch.float64), 0, 1),
+    "randn_like": (torch.randn_like, 0, 1),
+    "normal_": (lambda x: torch.empty_like(x).normal_(3, 2), 3, 2),
+    "normal": (lambda x: torch.normal(3 * x, 2 * x), 3, 2),
+    "normal of a number": (lambda x: torch.normal(3.0, 2.0, (400, 500)), 3, 2),
+    "distribution": (lambda x: torch.distributions.Normal(3 * x, 2 * x).rsample(), 3, 2),
+    "bernoulli": (lambda x: torch.bernoulli(0.3 * x), 0.3, 0.21**0.5),
+    "bernoulli of p": (lambda x: torch.bernoulli(x, 0.3), 0.3, 0.21**0.5),
+    "bernoulli_": (lambda x: torch.empty_like(x).bernoulli_(0.3), 0.3, 0.21**0.5),
+    "native_dropout": (lambda x: torch.native_dropout(x, 0.3, True)[0], 1, (0.3 / 0.7) ** 0.5),
+    "exponential_": (lambda x: torch.empty_like(x).exponential_(2.0), 0.5, 0.5),
+    "randint": (lambda x: torch.randint(2, 8, (400, 500)), 4.5, (35 / 12) ** 0.5),
+    "randint_like": (lambda x: torch.randint_like(x, 6), 2.5, (35 / 12) ** 0.5),
+    "randperm": (lambda x: torch.randperm(200_000), 99_999.5, 200_000 * 12**-0.5),
+    "multinomial": (
+        lambda x: torch.multinomial(torch.tensor([1.0, 0.0, 3.0]), 200_000, replacement=True),
+        1.5,
+        0.75**0.5,
+    ),
+    "multinomial without replacement": (
+        lambda x: torch.multinomial(torch.tensor([1.0, 0.0, 3.0]).expand(200_000, 3), 1),
+        1.5,
+        0.75**0.5,
+    ),
+    "gumbel_softmax": (lambda x: F.gumbel_softmax(torch.zeros(100_000, 2), hard=True)[:, 0], 0.5, 0.5),
+}
+
+
+@pytest.mark.parametrize("name", OPS)
+def test_op_draws_from_its_distribution(name: str) -> None:
+    op, mean, std = OPS[name]
+    module = Wrapped(lambda self, x: op(x))
+    values = call(module, ONES).double()
+    assert abs(values.mean().item() - mean) < 5 * std / values.numel() ** 0.5
+    assert abs(values.std().item() / std - 1) < 0.02
+    assert not torch.equal(values, call(module, ONES, fcg.random.key(8)).double())
+    with torch.inference_mode():
+        assert torch.equal(values, call(module, ONES).double())
+
+
+def test_multinomial_without_replacement_draws_each_once() -> None:
+    rows = call(Wrapped(lambda self, x: torch.multinomial(x, 5)), torch.ones(1000, 5))
+    assert torch.equal(rows.sort().values, torch.arange(5).expand(1000, 5))
+
+
+# --- what needs a key ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("module", "place"),
+    [
+        (nn.Sequential(nn.Linear(16, 16), nn.Dropout(0.1)), r"`1` \(Dropout\)"),
+        (nn.Sequential(Attention(0.1)), r"`0.attn` \(MultiheadAttention\)"),
+        (nn.Sequential(nn.LSTM(16, 8, 2, dropout=0.1)), r"`0` \(LSTM\)"),
+        (Wrapped(lambda self, x: x + torch.randn_like(x)), "`Wrapped` itself"),
+    ],
+)
+def test_draw_without_a_key_is_refused_with_its_place(module: nn.Module, place: str) -> None:
+    apply, state = state_of(module)
+    x = torch.randn(4, 6, 16)
+    message = place + r" draws random numbers and `apply` has no key(.|\n)*, at .*py:\d+(.|\n)*key="
+    with pytest.raises(fcg.ImplicitRandomnessError, match=message):
+        apply(state.params, state.buffers, x)
+
+    @fcg.graph_fn
+    def forward(state: Any, x: Tensor) -> Any:
+        return apply(state.params, state.buffers, x)[0]
+
+    with pytest.raises(fcg.ImplicitRandomnessError, match=place):
+        forward(state, x)
+
+
+@pytest.mark.parametrize("case", DRAWING)
+def test_evaluation_needs_no_key(case: str) -> None:
+    make, batch = DRAWING[case]
+    call(make(), batch(), None, train=False)
+
+
+@pytest.mark.parametrize(
+    "op", [torch.poisson, lambda x: torch.rand(3, generator=torch.Generator()), lambda x: x.clone().cauchy_()]
+)
+def test_draw_that_no_key_can_replace_is_refused(op: Callable[[Tensor], Tensor]) -> None:
+    with pytest.raises(fcg.ImplicitRandomnessError, match="in a way that a key cannot replace"):
+        call(Wrapped(lambda self, x: op(x)), ONES)
+
+
+# --- tensors: names, ties, buffers -------------------------------------------------------------------------------
+
+
+def test_tied_weights_keep_one_name_and_load_under_both() -> None:
+    module = Tied()
+    apply, params, buffers = fcg.from_module(module)
+    assert list(params) == ["wte.weight"]
+    params = {"wte.weight": params["wte.weight"] + 1}
+    state = apply.state_dict(params, buffers)
+    assert set(state) == {"wte.weight", "head.weight"}
+    module.load_state_dict(state, strict=True)
+    assert module.head.weight is module.wte.weight
+    assert torch.equal(module.wte.weight, params["wte.weight"])
+    Tied().load_state_dict(params | buffers, strict=False)
+
+
+def test_state_of_a_run_loads_into_the_module() -> None:
+    module = conv_net()
+    module.register_buffer("table", torch.ones(3), persistent=False)
+    apply, state = state_of(module)
+    assert "table" in state.buffers
+    state, _ = train_step(apply)(state, torch.randn(4, 3, 8, 8))
+    module.load_state_dict(apply.state_dict(state.params, state.buffers), strict=True)
+    assert torch.equal(module[1].running_mean, state.buffers["1.running_mean"])
+
+
+def test_frozen_parameters_and_submodules_stay_so() -> None:
+    module = conv_net()
+    module[0].weight.requires_grad_(False)
+    module[1].eval()
+    apply, state = state_of(module)
+    assert "0.weight" in state.buffers
+    assert "0.weight" not in state.params
+    before = fcg.snapshot(state).buffers
+    state, _ = train_step(apply)(state, torch.randn(4, 3, 8, 8))
+    assert_trees_all_equal(fcg.snapshot(state).buffers, before)
+
+
+def test_shared_memory_that_is_no_tie_is_refused() -> None:
+    module = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    module[1].weight = nn.Parameter(module[0].weight.detach())
+    with pytest.raises(fcg.AliasError, match=r"params\['0.weight'\]"):
+        fcg.from_module(module)
+
+
+class Queue(nn.Module):
+    """Buffers written in every way: in place, through a view, by assignment, not at all."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("rows", torch.zeros(3, 4))
+        self.register_buffer("count", torch.zeros(()))
+        self.register_buffer("scale", torch.ones(4))
+        self.register_buffer("mask", torch.ones(4), persistent=False)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        first, early = self.rows[0], self.rows[1:]
+        before = early.sum()
+        self.rows.add_(1)
+        first.mul_(2)
+        self.rows.view(-1)[4:].copy_(x.flatten()[:8])
+        torch.add(self.count, 1, out=self.count)
+        self.scale = self.scale * x.mean()
+        return before, early.sum(), self.rows, first, (x * self.mask).sum()
+
+
+def test_written_buffers_are_returned_and_the_given_ones_kept() -> None:
+    module, x = Queue(), torch.randn(3, 4)
+    apply, params, buffers = fcg.from_module(module)
+    given = {name: buffer.clone() for name, buffer in buffers.items()}
+    out, new = apply(params, buffers, x)
+    expected = module(x)
+    assert_trees_all_equal(list(out), list(expected))
+    assert_trees_all_equal(new, dict(module.named_buffers()))
+    assert_trees_all_equal(buffers, given)
+    assert new["mask"] is buffers["mask"]  # nothing is copied that is not written
+
+
+@pytest.mark.parametrize("view", [lambda b: b.expand(2, *b.shape)[0], lambda b: torch.stack([b, b])[1]])
+def test_written_buffers_that_are_views_are_kept_too(view: Callable[[Tensor], Tensor]) -> None:
+    apply, params, buffers = fcg.from_module(Queue())
+    buffers = {name: view(buffer) for name, buffer in buffers.items()}
+    given = {name: buffer.clone() for name, buffer in buffers.items()}
+    _, new = apply(params, buffers, torch.ones(3, 4))
+    assert_trees_all_equal(buffers, given)
+    assert new["count"] == 1
+
+
+def test_replay_of_written_buffers_equals_eager() -> None:
+    apply, state = state_of(Queue())
+    step = fcg.graph_step(
+        lambda s, x: (lambda out: (s.replace(buffers=out[1]), out[0]))(apply(s.params, s.buffers, x)),
+        lowering="aten",
+    )
+    assert_replay_equals_eager(step, state, [torch.randn(3, 4) for _ in range(16)])
+
+
+def test_ensemble_under_vmap() -> None:
+    modules = [mlp() for _ in range(3)]
+    applied = [fcg.from_module(module) for module in modules]
+    stacked = {name: torch.stack([params[name] for _, params, _ in applied]) for name in applied[0][1]}
+    x = torch.randn(8, 16)
+    outs = torch.func.vmap(lambda params: applied[0][0](params, {}, x)[0])(stacked)
+    torch.testing.assert_close(outs, torch.stack([module(x) for module in modules]))
+
+
+def test_tensors_that_are_not_the_modules_are_refused() -> None:
+    apply, params, buffers = fcg.from_module(nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3)))
+    wrong = {**params, "0.weight": torch.ones(4, 3), "extra": torch.ones(1)}
+    del wrong["0.bias"]
+    with pytest.raises(fcg.LayoutError) as caught:
+        apply(wrong, buffers, torch.ones(2, 4))
+    for row in (
+        "params['0.weight']  expected a tensor [3, 4]   got f32[4,3]",
+        "params['extra']  expected nothing",
+    ):
+        assert row in str(caught.value)
+    with pytest.raises(
+        fcg.LayoutError, match=r"buffers\['1.running_mean'\]  expected a tensor \[3\]   got None"
+    ):
+        apply(params, {}, torch.ones(2, 4))
+
+
+# --- the original ---------------------------------------------------------------------------------------------------
+
+
+def test_the_original_is_left_alone_and_may_go() -> None:
+    module = conv_net(0.3).eval()
+    module(torch.randn(4, 3, 8, 8)).sum().backward()
+    values, grads = copy.deepcopy(module.state_dict()), [p.grad for p in module.parameters()]
+    apply, params, buffers = fcg.from_module(module)
+    out, _ = apply(params, buffers, torch.randn(4, 3, 8, 8), key=KEY)
+    out.sum().backward() if out.requires_grad else None
+    assert not any(part.training for part in module.modules())
+    assert all(p.grad is grad for p, grad in zip(module.parameters(), grads, strict=True))
+    assert_trees_all_equal(dict(module.state_dict()), dict(values))
+    storages = {p.untyped_storage().data_ptr() for p in module.parameters()}
+    assert not storages & {p.untyped_storage().data_ptr() for p in params.values()}
+    gone = [weakref.ref(p) for p in module.parameters()]
+    del module, grads
+    gc.collect()
+    assert all(reference() is None for reference in gone)
+    apply(params, buffers, torch.randn(4, 3, 8, 8), key=KEY)
+
+
+def test_apply_can_be_pickled_and_printed() -> None:
+    apply, params, buffers = fcg.from_module(conv_net())
+    x = torch.randn(4, 3, 8, 8)
+    assert repr(apply) == "<apply of Sequential>"
+    again = pickle.loads(pickle.dumps(apply))
+    assert torch.equal(again(params, buffers, x)[0], apply(params, buffers, x)[0])
+
+
+def test_threads_do_not_share_a_mode() -> None:
+    apply, params, buffers = fcg.from_module(nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5)))
+    x, wrong = torch.ones(64, 4), []
+
+    def repeat(train: bool) -> None:
+        expected = apply(params, buffers, x, key=KEY, train=train)[0]
+        for _ in range(100):
+            if not torch.equal(apply(params, buffers, x, key=KEY, train=train)[0], expected):
+                wrong.append(train)
+
+    threads = [threading.Thread(target=repeat, args=(train,)) for train in (True, False)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+
+
+def test_backends_are_as_before_after_an_error() -> None:
+    def fails(self: Any, x: Tensor) -> Tensor:
+        F.scaled_dot_product_attention(x, x, x, dropout_p=0.5)
+        raise KeyError("mine")
+
+    with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+        with pytest.raises(KeyError, match="mine"):
+            call(Wrapped(fails), torch.ones(1, 1, 4, 4))
+        assert not torch.backends.cuda.math_sdp_enabled()
+    assert torch.backends.mkldnn.enabled
+    assert torch.backends.cudnn.enabled
+
+
+# --- refused while it runs ----------------------------------------------------------------------------------------
+
+
+def keeps(self: Any, x: Tensor) -> Tensor:
+    self.last = self.inner(x)
+    return self.last
+
+
+def counts(self: Any, x: Tensor) -> Tensor:
+    self.calls = getattr(self, "calls", 0) + 1
+    return self.inner(x)
+
+
+def appends(self: Any, x: Tensor) -> Tensor:
+    self.history.append(x)
+    return self.inner(x)
+
+
+def registers(self: Any, x: Tensor) -> Tensor:
+    self.register_buffer("late", x)
+    return x
+
+
+@pytest.mark.parametrize(
+    ("forward", "attribute"),
+    [(keeps, "`0.last`"), (counts, "`0.calls`"), (appends, "`0.history`"), (registers, "`0._buffers`")],
+)
+def test_attributes_that_the_forward_writes_are_refused(
+    forward: Callable[..., Tensor], attribute: str
+) -> None:
+    module = Wrapped(forward)
+    module.history = []
+    apply, state = state_of(nn.Sequential(module))
+    with pytest.raises(fcg.SideEffectError, match=attribute):
+        apply(state.params, state.buffers, torch.ones(2, 4))
+    with pytest.raises(fcg.SideEffectError, match=attribute):
+        train_step(apply)(state, torch.ones(2, 4))
+    assert not hasattr(module, "last")
+    assert module.history == []
+
+
+def test_parameters_that_the_forward_writes_are_refused() -> None:
+    def clips(self: Any, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.inner.weight.clamp_(-1, 1)
+        return self.inner(x)
+
+    with pytest.raises(fcg.ReadOnlyError, match=r"params\['inner.weight'\]"):
+        call(Wrapped(clips), torch.ones(2, 4))
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_checkpoint_is_refused(use_reentrant: bool) -> None:
+    module = Wrapped(lambda self, x: checkpoint(torch.relu, self.inner(x), use_reentrant=use_reentrant))
+    apply, state = state_of(module)
+    params = {name: value.clone().requires_grad_() for name, value in dict(state.params).items()}
+    with pytest.raises(fcg.CaptureError, match=r"calls `torch.utils.checkpoint`(.|\n)*test_nn.py"):
+        apply(params, state.buffers, torch.ones(2, 4))
+    with pytest.raises(fcg.CaptureError, match=r"torch.utils.checkpoint"):
+        train_step(apply)(state, torch.ones(2, 4))
+
+
+# --- refused at once ------------------------------------------------------------------------------------------------
+
+
+def hooked(register: str) -> nn.Module:
+    module = nn.Sequential(nn.Linear(4, 4))
+    getattr(module[0], register)(lambda *args: None)
+    return module
+
+
+def with_tensor_hook(register: str) -> nn.Module:
+    module = nn.Sequential(nn.Linear(4, 4))
+    getattr(module[0].weight, register)(lambda *args: None)
+    return module
+
+
+def with_attribute(value: Any) -> nn.Module:
+    module = nn.Sequential(nn.Linear(4, 4))
+    module[0].table = value
+    return module
+
+
+def with_patched_forward() -> nn.Module:
+    module = nn.Linear(4, 4)
+    module.forward = lambda x: module.weight @ x
+    return module
+
+
+def with_sparse_buffer() -> nn.Module:
+    module = nn.Linear(4, 4)
+    module.register_buffer("graph", torch.eye(4).to_sparse())
+    return module
+
+
+REFUSED: dict[str, tuple[Callable[[], nn.Module], type[Exception], str]] = {
+    **{
+        kind: (lambda kind=kind: hooked(f"register_{kind}"), fcg.SideEffectError, r"`0` \(Linear\) has hooks")
+        for kind in (
+            "forward_hook",
+            "forward_pre_hook",
+            "full_backward_hook",
+            "full_backward_pre_hook",
+        )
+    },
+    **{
+        kind: (
+            lambda kind=kind: with_tensor_hook(kind),
+            fcg.SideEffectError,
+            r"params\['0.weight'\]` has hooks",
+        )
+        for kind in ("register_hook", "register_post_accumulate_grad_hook")
+    },
+    "lazy": (lambda: nn.Sequential(nn.LazyLinear(3)), fcg.LayoutError, r"params\['0.weight'\]` has no shape"),
+    "meta": (lambda: nn.Linear(3, 3, device="meta"), fcg.LayoutError, r"params\['bias'\]|params\['weight'\]"),
+    "sparse": (with_sparse_buffer, fcg.LayoutError, r"buffers\['graph'\]` is torch.sparse_coo"),
+    "data parallel": (lambda: nn.DataParallel(nn.Linear(3, 3)), TypeError, "inside, `model.module`"),
+    "compiled": (lambda: torch.compile(nn.Linear(3, 3)), TypeError, "before `torch.compile`"),
+    "scripted": (lambda: torch.jit.script(nn.Linear(3, 3)), TypeError, "before `torch.jit.script`"),
+    "tensor": (lambda: with_attribute(torch.ones(3)), fcg.ForeignTensorError, "`0.table` is a tensor"),
+    "tensors": (lambda: with_attribute([torch.ones(3)]), fcg.ForeignTensorError, "`0.table` is a tensor"),
+    "closure": (with_patched_forward, fcg.ForeignTensorError, "`forward` is a function that holds on"),
+    "not a module": (lambda: {"w": torch.ones(3)}, TypeError, "expected a torch.nn.Module"),
+    "lock": (lambda: with_attribute(threading.Lock()), TypeError, "Sequential cannot be copied"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_module_that_is_not_pure_is_refused_by_name(case: str) -> None:
+    make, error, message = REFUSED[case]
+    with pytest.raises(error, match=message):
+        fcg.from_module(make())
+
+
+@pytest.mark.parametrize("wrapper", ["DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule"])
+def test_wrapper_of_torch_distributed_is_refused(wrapper: str) -> None:
+    # Real ones need a process group; what is looked at is the class.
+    cls = type(wrapper, (nn.Linear,), {"__module__": "torch.distributed.anywhere"})
+    with pytest.raises(TypeError, match="is a wrapper"):
+        fcg.from_module(nn.Sequential(cls(3, 3)))
+
+
+def test_names_of_the_wrappers_are_torchs() -> None:
+    from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+    from torch.nn.parallel import DistributedDataParallel
+
+    for cls in (FSDPModule, FullyShardedDataParallel, DistributedDataParallel):
+        assert cls.__module__.startswith("torch.")
+        assert cls.__name__ in ("FSDPModule", "FullyShardedDataParallel", "DistributedDataParallel")
+
+
+@pytest.mark.parametrize("old", ["weight_norm", "spectral_norm"])
+def test_parametrization_by_hooks_is_refused_with_the_new_one(old: str) -> None:
+    with warnings.catch_warnings(action="ignore", category=FutureWarning):
+        module = getattr(nn.utils, old)(nn.Linear(4, 4))
+    with pytest.raises(fcg.SideEffectError, match=r"use `torch\.nn\.utils\.parametrizations`"):
+        fcg.from_module(module)
+    fcg.from_module(getattr(parametrizations, old)(nn.Linear(4, 4)))
