@@ -121,18 +121,10 @@ def save(path: str | os.PathLike[str], state: Any) -> None:
     """
     target = Path(os.path.realpath(_checked_path(path, "fcg.save")))
     content = _serialized(state_dict(state))
-    temporary = target.with_name(f".{target.name}.{secrets.token_hex(4)}.tmp")
     try:
-        with open(temporary, "xb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, target)
-        _sync_directory(target.parent)
+        _replace_file(target, content)
     except OSError as error:  # under the name that the caller knows
         raise OSError(error.errno, error.strerror, str(target)) from error
-    finally:
-        temporary.unlink(missing_ok=True)
 
 
 def load(path: str | os.PathLike[str], state: T) -> T:
@@ -291,6 +283,21 @@ def _safetensors(function: str) -> Any:
             "`torch.save(fcg.state_dict(state), path)` and `fcg.load_state_dict(state, torch.load(path))`."
         ) from error
     return safetensors
+
+
+def _replace_file(target: Path, content: bytes) -> None:
+    """Write a file beside ``target`` to the disk, then let it take the place."""
+    temporary = target.with_name(f".{target.name}.{secrets.token_hex(4)}.tmp")
+    file = open(temporary, "xb")
+    try:
+        with file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, target)
+    finally:
+        temporary.unlink(missing_ok=True)
+    _sync_directory(target.parent)
 
 
 def _sync_directory(directory: Path) -> None:

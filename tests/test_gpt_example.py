@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import signal
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
+import functional_cg as fcg
 from functional_cg.examples import gpt, text
 from functional_cg.examples.transformer import GPT
 from tests.gpt_runs import TINY, assert_replay_equals_eager, run_example, start_example
@@ -80,6 +85,42 @@ def test_ctrl_c_ends_the_run_with_its_result() -> None:
     assert math.isfinite(result["val_loss"])
 
 
+def test_a_killed_run_resumes_to_the_bits_of_an_uninterrupted_one(tmp_path: Path) -> None:
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    options = [*TINY, "--steps", "300", "--device", "cpu", "--lowering", "aten"]
+    run_example(*options, "--save", str(whole))
+    with start_example(*options, "--save", str(killed), "--save-every", "7") as process:
+        while steps_in(killed) == 0:
+            assert process.poll() is None
+        process.kill()
+    assert steps_in(killed) in range(7, 300, 7)
+    result = run_example(*options, "--resume", str(killed), "--save", str(killed))
+    assert result["steps"] == 300
+    assert result["captures"] == 1
+    assert result["replays"] in range(1, 294)
+    assert killed.read_bytes() == whole.read_bytes()
+
+
+def steps_in(checkpoint: Path) -> int:
+    """Steps that a checkpoint has behind it; none if it is not there yet."""
+    return int(load_file(checkpoint)["step"]) if checkpoint.exists() else 0
+
+
+def test_ctrl_c_leaves_a_checkpoint_of_the_last_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*args: Any) -> Iterator[text.Batch]:
+        yield from itertools.islice(batches(*args), 12)
+        raise KeyboardInterrupt
+
+    batches = text.batches
+    monkeypatch.setattr(gpt, "batches", interrupted)
+    path = tmp_path / "last"
+    assert (
+        gpt.main([*TINY, "--steps", "50", "--device", "cpu", "--lowering", "aten", "--save", str(path)])
+        == 130
+    )
+    assert steps_in(path) == 12
+
+
 @pytest.mark.parametrize(
     ("options", "said"),
     [
@@ -95,6 +136,14 @@ def test_ctrl_c_ends_the_run_with_its_result() -> None:
         (["--data", "{short}"], "the text has 100 bytes; blocks of 128 need at least 1290"),
         (["--data", "{empty}"], "the text is empty"),
         (["--out", "{short}"], "File exists"),
+        (["--save-every", "3"], "--save-every needs --save FILE"),
+        (["--save", "{short}/last"], "Not a directory: '{short}/last'"),
+        (["--resume", "no/such/file"], "No such file or directory: 'no/such/file'"),
+        (["--resume", "{short}"], "{short} is no safetensors file, or not a whole one"),
+        (
+            ["--resume", "{other}"],
+            "{other} is a checkpoint of another model: step expected i64[] got nothing",
+        ),
     ],
 )
 def test_bad_options_are_one_line(
@@ -102,7 +151,9 @@ def test_bad_options_are_one_line(
 ) -> None:
     (tmp_path / "short").write_text("x" * 100)
     (tmp_path / "empty").write_text("")
-    options = [option.format(short=tmp_path / "short", empty=tmp_path / "empty") for option in options]
+    fcg.save(tmp_path / "other", {"w": torch.ones(1)})
+    places = {name: tmp_path / name for name in ("short", "empty", "other")}
+    options, said = [option.format_map(places) for option in options], said.format_map(places)
     with pytest.raises(SystemExit) as stopped:
         gpt.main(options)
     assert stopped.value.code == 2

@@ -2,6 +2,9 @@
 
 The text is the source code of Python's standard library, or what ``--data`` names. Its last tenth is held out: a model
 that has learnt to use context ends with a validation loss below the entropy of the held-out bytes' own frequencies.
+
+``--save FILE`` keeps a checkpoint; the same options with ``--resume FILE`` go on from it, and end with the bits of a
+run that was never stopped.
 """
 
 from __future__ import annotations
@@ -13,6 +16,7 @@ import sys
 from argparse import Namespace
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
 from typing import Any, Literal
 
@@ -121,7 +125,7 @@ class History:
     Attributes:
       twin: Took the first calls eagerly.
       meter: Time of the training calls.
-      losses: Loss of each step, f32[] on the device.
+      losses: Loss of each step of this run, f32[] on the device.
       validation: Pairs of step and validation loss.
       interrupted: Whether Ctrl-C ended the run.
     """
@@ -145,33 +149,45 @@ def train(
     stream: Iterator[Batch],
     held_out: Sequence[Batch],
     steps: int,
+    checkpoint: Path | None = None,
+    save_every: int | None = None,
 ) -> tuple[State, History]:
-    """Train and evaluate. Ctrl-C ends the run early; no finished step is lost."""
+    """Train until ``state.step`` is ``steps``, and evaluate. Ctrl-C ends the run early; no finished step is lost.
+
+    ``checkpoint`` is written at the end, and after every ``save_every`` steps.
+    """
+    start = int(state.step)
     train_step.lower(state, held_out[0]).capture()  # now, not as a part of the first call
     history = History(EagerTwin(train_step, state))
     evaluate_every = _READ_EVERY * max(1, steps // (_READ_EVERY * _EVALUATIONS))
     every_s = 0.1 if sys.stderr.isatty() else 3600  # in a log file, a line per reading is enough
-    with tqdm(total=steps, unit="step", mininterval=every_s, dynamic_ncols=True) as bar:
+    with tqdm(total=steps, initial=start, unit="step", mininterval=every_s, dynamic_ncols=True) as bar:
         try:
             history.meter.mark()
-            for step in range(1, steps + 1):
+            for step in range(start + 1, steps + 1):
+                call = step - start
                 batch = next(stream)
                 state, metrics = train_step(state, batch)
                 history.losses.append(metrics["loss"])
                 bar.update()
-                if step > _CHECKED_CALLS and step % _READ_EVERY and step < steps:
+                saving = save_every is not None and step % save_every == 0 and step < steps
+                if call > _CHECKED_CALLS and step % _READ_EVERY and step < steps and not saving:
                     continue
-                history.meter.lap(step, metrics)
+                history.meter.lap(call, metrics)
                 tokens_per_s = history.meter.calls_per_s * batch["x"].numel()
                 bar.set_postfix_str(f"loss {float(metrics['loss']):.3f}, {tokens_per_s:,.0f} tokens/s")
-                if step <= _CHECKED_CALLS:
+                if call <= _CHECKED_CALLS:
                     history.twin.follow(batch, state, metrics)
                 if step % evaluate_every == 0 and step < steps:
                     history.validation.append((step, mean_loss(evaluate, state, held_out)))
                     bar.write(f"step {step}: validation loss {history.validation[-1][1]:.4f}")
+                if saving and checkpoint is not None:
+                    fcg.save(checkpoint, state)
                 history.meter.mark()
         except KeyboardInterrupt:
             state, history.interrupted = state.latest(), True
+    if checkpoint is not None:
+        fcg.save(checkpoint, state)
     history.validation.append((int(state.step), mean_loss(evaluate, state, held_out)))
     return state, history
 
@@ -179,22 +195,44 @@ def train(
 # -- the program --------------------------------------------------------------------------------------------------
 
 
-def run(options: Namespace, model: GPT, text: Tensor) -> tuple[dict[str, Any], History]:
+def first_state(options: Namespace, model: GPT) -> State:
+    """The state to start from: a fresh one, or the checkpoint that ``--resume`` names.
+
+    Raises:
+      ImportError: If a file is to be read or written and safetensors is not installed.
+      OSError: If a file cannot be read or written.
+      ValueError: If the file is no checkpoint, or that of another model.
+    """
+    state = create_state(model, make_optimizer(options.lr, options.steps), options.seed, options.device)
+    if options.resume is not None:
+        try:
+            state = fcg.load(options.resume, state)
+        except fcg.LayoutError as error:
+            difference = str(error).splitlines()[1].strip()
+            raise ValueError(f"{options.resume} is a checkpoint of another model: {difference}") from error
+    if options.save is not None:
+        fcg.save(options.save, state)  # a bad path is to be known now, not after the training
+    return state
+
+
+def run(options: Namespace, model: GPT, text: Tensor, state: State) -> tuple[dict[str, Any], History]:
     """Train as the options say; the result, and how it came about."""
     lowering = options.lowering
     if lowering == "auto":
         lowering = "inductor" if options.device.type == "cuda" else "aten"
     train_step, evaluate = make_train_step(model, lowering), make_evaluate(model, lowering)
-    state = create_state(model, make_optimizer(options.lr, options.steps), options.seed, options.device)
     parameters = sum(leaf.numel() for leaf in fcg.tree.leaves(state.params))
     training, held_out = split(text, options.block_size)
     print(f"{parameters:,} parameters on {options.device}, lowering {lowering}")
     print(f"{len(training):,} bytes to train on, {len(held_out):,} held out", flush=True)
 
     sizes = options.batch_size, options.block_size
-    stream = batches(training, *sizes, options.seed)
+    done = int(state.step)  # the batches of these steps are behind us
+    stream = islice(batches(training, *sizes, options.seed), done, None)
     fixed = validation_batches(held_out, *sizes, _VALIDATION_BATCHES)
-    state, history = train(train_step, evaluate, state, stream, fixed, options.steps)
+    state, history = train(
+        train_step, evaluate, state, stream, fixed, options.steps, options.save, options.save_every
+    )
     result = {
         "steps": int(state.step),
         **losses_and_entropy(history, unigram_entropy(held_out)),
@@ -270,19 +308,24 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the program; returns its exit code."""
     parser = gpt_parser("python -m functional_cg.examples.gpt", "Train a byte-level GPT on real text.")
     options = parser.parse_args(argv)
+    if options.save_every is not None and options.save is None:
+        parser.error("--save-every needs --save FILE")
     try:
         model = GPT(options.layers, options.width, options.heads, options.block_size, options.dropout)
         text = read_bytes(text_files(options.data), _TEXT_BYTES)
         split(text, options.block_size)
         if options.out is not None:
             options.out.mkdir(parents=True, exist_ok=True)
-    except (OSError, ValueError) as error:
+        state = first_state(options, model)
+    except (ImportError, OSError, ValueError) as error:
         parser.error(str(error))
+    except KeyboardInterrupt:
+        return 130
     logging.basicConfig(format="%(message)s")
     logging.getLogger("functional_cg").setLevel(logging.INFO)  # a line for each stage, with its seconds
 
     try:
-        result, history = run(options, model, text)
+        result, history = run(options, model, text, state)
     except KeyboardInterrupt:  # before the loop, or once more after it
         return 130
     print(summary(result))

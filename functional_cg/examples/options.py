@@ -88,5 +88,8 @@ def gpt_parser(prog: str, description: str) -> Parser:
     )
     add("--data", type=Path, metavar="PATH", help="file or directory to read instead of Python's own library")
     add("--out", type=Path, metavar="DIR", help="directory for history.json")
+    add("--save", type=Path, metavar="FILE", help="checkpoint to write at the end, also after Ctrl-C")
+    add("--save-every", type=positive, metavar="N", help="write it after every N steps, too")
+    add("--resume", type=Path, metavar="FILE", help="checkpoint to go on from, up to --steps in all")
     add("--json", action="store_true", help="print the result as JSON, as the last line")
     return parser
