@@ -23,6 +23,7 @@ from .surroundings import canonical
 __all__ = ["Shadow", "run_eager"]
 
 
+@torch.inference_mode(False)  # results are ordinary tensors
 def run_eager(fn: Callable[..., Any], call: Call, name: str, *, donates: bool) -> Any:
     """Run ``fn`` on private copies; a donating call commits the new state and returns its handle.
 

@@ -38,7 +38,13 @@ _ROWS_SHOWN = 5
 
 
 class FunctionalCGError(Exception):
-    """Base class of every error that functional_cg raises about a broken guarantee."""
+    """Base class of every error that functional_cg raises about a broken guarantee.
+
+    Attributes:
+      function: Name of the user's function; empty for errors outside of a step.
+    """
+
+    function: str = ""
 
     @classmethod
     def of(
@@ -68,7 +74,22 @@ class FunctionalCGError(Exception):
         if fix:
             lines.append(f"To fix: {fix}")
         lines.append(f"Docs: help(functional_cg.{cls.__name__})")
-        return cls("\n".join(lines))
+        error = cls("\n".join(lines))
+        error.function = function
+        return error
+
+    def within(self, function: str, where: str = "") -> Self:
+        """The error itself; one that names no function yet, such as that of a tree, names the step that it struck.
+
+        Args:
+          function: Name of the user's function.
+          where: The line in it, as in ``", at train.py:41"``.
+        """
+        if not self.function:
+            self.function = function
+            what, newline, rest = str(self).partition("\n")
+            self.args = (f"`{function}`: {what.removesuffix('.')}{where}.{newline}{rest}",)
+        return self
 
 
 class LayoutError(FunctionalCGError, ValueError):

@@ -188,7 +188,7 @@ class Transform:
         try:
             return act(*args)
         except FunctionalCGError as error:
-            self._refusal = f"{type(error).__name__}: {error}"
+            self._refusal = f"{type(error).__name__}: {error.within(self._name)}"
             raise
 
     def _prepared(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

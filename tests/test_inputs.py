@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import warnings
 from collections import OrderedDict, namedtuple
 from enum import Enum
 from typing import Any
@@ -11,6 +13,7 @@ import pytest
 import torch
 from hypothesis import given
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import functional_cg as fcg
 from functional_cg import tree
@@ -335,3 +338,263 @@ def test_inputs_that_cannot_be_copied_in_are_refused(make: Any) -> None:
     with pytest.raises(LayoutError, match=r"has inputs that cannot be copied in"):
         add(state, make())
     assert state["w"].tolist() == [1.0, 1.0]
+
+
+# --- what cannot be copied in ------------------------------------------------------------------------------
+
+UNFIT: dict[str, tuple[Any, str, str]] = {
+    "strings": (np.array(["a", "b"]), "ndarray of <U1", "numpy.unique(batch['x'], return_inverse=True)[1]"),
+    "objects": (np.array([None]), "ndarray of object", "numpy.unique"),
+    "large int": (2**63, f"int {2**63}", "`static_argnames`"),
+    "byte order": (np.ones(2, dtype=">f4"), "ndarray of >f4", '.newbyteorder("=")'),
+    "longdouble": (np.ones(2, dtype=np.longdouble), "ndarray of", 'dtype="float64"'),
+    "longdouble scalar": (np.longdouble(1), "longdouble 1.0", 'dtype="float64"'),
+    "structured": (np.zeros(2, dtype=[("a", "f4")]), "ndarray of [('a', '<f4')]", "batch['x'].dtype.names"),
+    "dates": (np.array(["2020"], dtype="M8[s]"), "ndarray of datetime64[s]", '.astype("int64")'),
+    "masked": (np.ma.array([1.0], mask=[True]), "MaskedArray of float64", "batch['x'].filled(0)"),
+    "sparse": (torch.eye(2).to_sparse(), "layout torch.sparse_coo", "batch['x'].to_dense()"),
+    "meta": (torch.ones(2, device="meta"), "f32[2]@meta", "plain tensors"),
+    "recorded": (
+        torch.ones(2, requires_grad=True) * 2,
+        "f32[2]@cpu that requires grad",
+        "batch['x'].detach()",
+    ),
+}
+
+
+@pytest.mark.parametrize(("value", "got", "fix"), UNFIT.values(), ids=UNFIT)
+def test_what_cannot_be_copied_in_is_named_with_its_fix(value: Any, got: str, fix: str) -> None:
+    expected = (
+        rf"^`f`: has inputs .*\n  batch\['x'\]  .*got {re.escape(got)}(.|\n)*To fix: .*{re.escape(fix)}"
+    )
+
+    def f(batch: Any) -> Any:
+        return batch["y"] * 2
+
+    cold, warm = fcg.graph_fn(f), fcg.graph_fn(f)
+    warm({"x": torch.ones(2), "y": 1.0})
+    for step in (cold, warm):
+        with pytest.raises(LayoutError, match=expected):
+            step({"x": value, "y": 1.0})
+        assert step.stats.captures == (step is warm)
+    assert warm({"x": torch.ones(2), "y": 2.0}).item() == 4.0
+
+
+def test_quantized_and_nested_tensors_are_named_with_their_fix() -> None:
+    with warnings.catch_warnings(action="ignore"):  # torch is about to change them
+        quantized = torch.quantize_per_tensor(torch.ones(2), 1.0, 0, torch.quint8)
+        nested, jagged = (
+            torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=layout)
+            for layout in (torch.strided, torch.jagged)
+        )
+    for value, fix in (
+        (quantized, "`x.dequantize()`"),
+        (nested, "padded_tensor(x"),
+        (jagged, "padded_tensor(x"),
+    ):
+        with pytest.raises(LayoutError, match=rf"x  expected a dense tensor(.|\n)*{re.escape(fix)}"):
+            fcg.graph_fn(lambda x: 1)(value)
+
+
+def test_the_fixes_for_arrays_work() -> None:
+    strings, big, fields = (
+        np.array(["a", "b", "a"]),
+        np.ones(2, dtype=">f4"),
+        np.zeros(2, dtype=[("a", "f4")]),
+    )
+    for array in (
+        np.unique(strings, return_inverse=True)[1],
+        big.astype(big.dtype.newbyteorder("=")),
+        {field: fields[field] for field in fields.dtype.names or ()},
+        np.asarray(np.longdouble(1), dtype="float64"),
+        np.ma.array([1.0], mask=[True]).filled(0),
+    ):
+        copy = fcg.graph_fn(lambda x: x)(array)
+        assert same(tree.leaves(copy), [torch.as_tensor(leaf) for leaf in tree.leaves(array)])
+
+
+def test_an_object_whose_comparison_fails_is_another_object() -> None:
+    class Odd:
+        def __eq__(self, other: object) -> bool:
+            raise ArithmeticError
+
+        __hash__ = None  # type: ignore[assignment]
+
+    first, f = Odd(), fcg.graph_fn(lambda x, setting: x + 1)
+    for _ in range(2):
+        assert f(1.0, first).item() == 2.0
+    with pytest.raises(LayoutError, match=r"setting  expected Odd(.|\n)*static_argnames=\(\"setting\",\)"):
+        f(1.0, Odd())
+
+
+def test_an_object_among_the_inputs_is_watched() -> None:
+    class Settings:
+        scale = 2.0
+
+    settings, f = Settings(), fcg.graph_fn(lambda x, settings: x * settings.scale)
+    assert f(1.0, settings).item() == 2.0
+    settings.scale = 3.0
+    with pytest.raises(fcg.BakedValueError, match=r"settings\.scale  traced 2\.0   now 3\.0"):
+        f(1.0, settings)
+
+
+def test_numbers_are_made_on_the_host_whatever_the_default_device() -> None:
+    double = fcg.graph_fn(lambda x: x * 2)
+    with torch.device("meta"):
+        assert [double(x).item() for x in (1.0, 2.0)] == [2.0, 4.0]
+        assert fcg.place({"a": 3, "b": np.arange(2)[::-1]})["b"].tolist() == [1, 0]
+
+
+# --- states among the inputs -------------------------------------------------------------------------------
+
+
+def test_states_in_containers_and_by_name_take_the_fast_path(monkeypatch: pytest.MonkeyPatch) -> None:
+    teacher: Any = fcg.TrainState.create(params={"w": torch.ones(2)}, optimizer=fcg.optim.sgd(0.5))
+    scale: Any = fcg.place(torch.tensor(2.0))
+
+    def f(batch: Any, *, teacher: Any) -> Any:
+        return batch["x"] * batch["teachers"][0].params["w"] * batch["scale"] + teacher.params["w"]
+
+    read = fcg.graph_fn(f)
+
+    def call(x: float) -> Any:
+        return read(
+            {"x": torch.full((2,), x), "teachers": [teacher], "scale": scale}, teacher=teacher
+        ).tolist()
+
+    assert call(1.0) == [3.0, 3.0]
+    monkeypatch.setattr(type(read), "_slow", lambda *_: pytest.fail("the fast path did not take the call"))
+    assert call(2.0) == [5.0, 5.0]
+    teacher = teacher.replace(params={"w": torch.full((2,), 2.0)})
+    assert call(2.0) == [10.0, 10.0]
+    monkeypatch.undo()
+    old, teacher = teacher, teacher.replace(params={"w": torch.zeros(2)})
+    teacher, living = old, teacher
+    with pytest.raises(fcg.DonatedStateError, match="was used after"):
+        call(1.0)
+    teacher = living
+    assert call(1.0) == [0.0, 0.0]
+    assert (read.stats.traces, read.stats.captures) == (1, 1)
+
+
+def test_arguments_by_name_are_arguments_at_their_positions(monkeypatch: pytest.MonkeyPatch) -> None:
+    def add(state: Any, batch: Any, scale: Any = 1.0, *, shift: Any = 0.0) -> Any:
+        return {"sum": state["sum"] + batch * scale}, state["sum"] + shift
+
+    step, state = fcg.graph_step(add), fcg.place({"sum": torch.zeros(2)})
+    state, _ = step(state, torch.ones(2), shift=1.0)
+    monkeypatch.setattr(type(step), "_slow", lambda *_: pytest.fail("the fast path did not take the call"))
+    state, _ = step(state, batch=torch.ones(2), shift=1.0)
+    state, out = step(shift=2.0, batch=torch.ones(2), state=state)
+    assert (state["sum"].tolist(), out.tolist()) == ([3.0, 3.0], [4.0, 4.0])
+    monkeypatch.undo()
+    with pytest.raises(
+        LayoutError, match=r"scale  expected nothing   got f32\[\]@cpu(.|\n)*leave `scale` out"
+    ):
+        step(state, torch.ones(2), shift=1.0, scale=2.0)
+
+
+def test_a_state_as_a_constant_is_refused_at_once() -> None:
+    def f(x: Any) -> Any:
+        return x
+
+    state: Any = fcg.place({"w": torch.ones(2)})
+    for constants in (state, (state,), {"w": state["w"]}):
+        with pytest.raises(TypeError, match=r"`f`: constants.* is of a state(.|\n)*`f\(state, \.\.\.\)`"):
+            fcg.graph_fn(f, constants=constants)
+
+
+# --- what surrounds a call ---------------------------------------------------------------------------------
+
+
+def total(w: Tensor, x: Tensor) -> Tensor:
+    return (w * x).sum()
+
+
+TRANSFORMS = {
+    "grad": lambda f: torch.func.grad(f)(torch.ones(2), torch.ones(2)),
+    "vmap": lambda f: torch.func.vmap(f)(torch.ones(3, 2), torch.ones(3, 2)),
+    "jvp": lambda f: torch.func.jvp(f, (torch.ones(2),) * 2, (torch.ones(2),) * 2),
+    "functionalize": lambda f: torch.func.functionalize(f)(torch.ones(2), torch.ones(2)),
+}
+
+
+@pytest.mark.parametrize("transform", TRANSFORMS.values(), ids=TRANSFORMS)
+def test_transforms_around_a_call_are_refused_and_inside_of_a_step_work(transform: Any) -> None:
+    f = fcg.graph_fn(total)
+
+    @fcg.graph_step
+    def inner(state: Any, x: Tensor) -> Any:
+        return state, total(state["w"], x)
+
+    def outer(state: Any, x: Tensor) -> Any:
+        state, _ = inner(state, x)
+        return state, transform(f)
+
+    for _ in range(2):  # cold and warm
+        with pytest.raises(
+            fcg.CaptureError, match=r"`total`: is called under a transform(.|\n)*`total.__wrapped__`"
+        ):
+            transform(f)
+        with pytest.raises(fcg.CaptureError, match="is called under a transform"):
+            transform(lambda w, x: inner({"w": w}, x)[1])
+        assert f(torch.ones(2), torch.ones(2)).item() == 2.0
+    expected = transform(total)
+    whole, state = fcg.graph_step(outer), fcg.place({"w": torch.ones(2)})
+    for run in (whole, whole.eager):
+        state, out = run(state, torch.ones(2))
+        assert same(tree.leaves(out), tree.leaves(expected))
+    assert whole.stats.captures == 1
+
+
+def test_gradients_do_not_vanish_in_a_replay() -> None:
+    f = fcg.graph_fn(total)
+    f(torch.ones(2), torch.ones(2))
+    with pytest.raises(LayoutError, match=r"w  .*requires grad(.|\n)*fcg\.value_and_grad"):
+        fcg.grad(f)(torch.ones(2), torch.ones(2))
+    with torch.no_grad():
+        assert f(torch.ones(2, requires_grad=True), torch.ones(2)).item() == 2.0
+    step = fcg.graph_step(lambda s, x: (s, fcg.grad(f)(s["w"], x)))
+    state: Any = fcg.place({"w": torch.ones(2)})
+    for run in (step, step.eager):
+        state, out = run(state, torch.full((2,), 3.0))
+        assert out.tolist() == [3.0, 3.0]
+
+
+def test_a_fake_mode_around_a_call_is_refused() -> None:
+    f, x = fcg.graph_fn(total), torch.ones(2)
+    for _ in range(2):
+        with (
+            FakeTensorMode(),
+            pytest.raises(fcg.CaptureError, match=r"under a `FakeTensorMode`(.|\n)*total\.lower"),
+        ):
+            f(x, x)
+        assert f(x, x).item() == 2.0
+
+
+def test_anomaly_detection_is_refused_while_tracing_and_works_in_an_eager_run() -> None:
+    step, state = (
+        fcg.graph_step(lambda s, x: (s, fcg.grad(total)(s["w"], x))),
+        fcg.place({"w": torch.ones(2)}),
+    )
+    with warnings.catch_warnings(action="ignore"), torch.autograd.detect_anomaly():
+        with pytest.raises(fcg.CaptureError, match=r"detect_anomaly\(\)`(.|\n)*eager"):
+            step(state, torch.ones(2))
+        state, out = step.eager(state, torch.ones(2))
+    assert out.tolist() == step(state, torch.ones(2))[1].tolist() == [1.0, 1.0]
+
+
+def test_results_under_inference_mode_are_ordinary_tensors() -> None:
+    step, f = fcg.graph_step(lambda s, x: ({"w": s["w"] + x}, {"w": s["w"] * 1})), fcg.graph_fn(total)
+    state: Any = fcg.place({"w": torch.ones(2)})
+    with torch.inference_mode():
+        for _ in range(2):
+            state, metrics = step(state, torch.ones(2))
+            assert not metrics["w"].is_inference()
+            assert not f(metrics["w"], torch.ones(2)).is_inference()
+            assert not f.eager(metrics["w"], torch.ones(2)).is_inference()
+            assert torch.is_inference_mode_enabled()
+    weight = torch.ones(2, requires_grad=True)
+    (metrics["w"] * weight).sum().backward()
+    assert weight.grad is not None
+    assert weight.grad.tolist() == [2.0, 2.0]

@@ -11,6 +11,7 @@ import torch
 
 import functional_cg as fcg
 from functional_cg import errors
+from functional_cg.stages.capture import CPUBackend, _failure
 
 TABLE = torch.tensor([1.0, 2.0])
 LR = 0.5
@@ -55,7 +56,7 @@ def test_layout_error():
         A captured graph has fixed shapes, dtypes and structure.
         To fix: pad the last batch or drop it; to pay for one more graph, use `graph_step(max_captures=2)`.
         Docs: help(functional_cg.LayoutError)
-        """,  # noqa: E501
+        """,
     )
     state, metrics = step(state, {"x": torch.nn.functional.pad(torch.ones(5), (0, 3))})
     assert metrics["mean"] == 5 / 8
@@ -390,12 +391,28 @@ def test_closed_error():
 
 
 def test_stream_error():
-    """No step on the CPU has streams to lose; the class and its template."""
-    error = fcg.StreamError.of("train_step", "waits for an event of another stream.", fix="join it back.")
-    assert str(error) == (
-        "`train_step`: waits for an event of another stream.\n"
-        "To fix: join it back.\nDocs: help(functional_cg.StreamError)"
+    """No step on the CPU has streams to lose: what the driver says is told from other failures."""
+
+    class Failing(CPUBackend):
+        def capture(self, *args: Any) -> Any:
+            raise _failure(RuntimeError("CUDA error: capturing stream has unjoined work\nCompile with ..."))
+
+    def train_step(state, batch):
+        return state, {}
+
+    state = a_state()
+    assert_says(
+        fcg.StreamError,
+        lambda: fcg.graph_step(train_step, backend=Failing())(state, {}),
+        """
+        `train_step`: capture failed: RuntimeError: CUDA error: capturing stream has unjoined work.
+        An operation of the step works on a stream of its own, which is no part of the graph.
+        To fix: in that operation, join what it forks, `torch.cuda.current_stream().wait_stream(side)`, and wait for work from outside before the step.
+        Docs: help(functional_cg.StreamError)
+        """,  # noqa: E501
     )
+    assert type(_failure(RuntimeError("CUDA error: invalid argument"))) is fcg.CaptureError
+    fcg.graph_step(train_step)(state, {})
 
 
 # -- all classes ------------------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from ..errors import CaptureError, FunctionalCGError
+from ..errors import CaptureError, FunctionalCGError, StreamError
 from ..state import uninterrupted
 from ..streams import current_device
 from .lower import Before, Buffers, ExecutionPlan, quiet
@@ -20,6 +20,7 @@ from .lower import Before, Buffers, ExecutionPlan, quiet
 __all__ = ["Backend", "CPUBackend", "CUDABackend", "Replay", "backend_for"]
 
 _WARM_UPS = 2
+_CROSSES_THE_BORDER = ("unjoined work", "uncaptured work")  # what the driver says of streams and events
 _FEW = 3  # as many clones cost less than one grouped copy
 
 
@@ -164,14 +165,28 @@ class CUDABackend:
                 )  # torch 2.11 takes the old one to be in use for ever
                 if isinstance(error, FunctionalCGError) or not isinstance(error, Exception):
                     raise
-                raise CaptureError.of(
-                    "",
-                    f"capture failed: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}",
-                    why="An operation of the step cannot be part of a CUDA graph; the state is unchanged.",
-                    fix="see the original exception above; `step.lower(...).as_text()` lists the operations.",
-                ) from error
+                raise _failure(error) from error
             caller.wait_stream(stream)
             return _GraphReplay(graph, run, static, self._device)
+
+
+def _failure(error: Exception) -> FunctionalCGError:
+    """Our error for what the driver or an operation says of a failed capture."""
+    said = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+    if any(words in str(error) for words in _CROSSES_THE_BORDER):
+        return StreamError.of(
+            "",
+            f"capture failed: {said}",
+            why="An operation of the step works on a stream of its own, which is no part of the graph.",
+            fix="in that operation, join what it forks, `torch.cuda.current_stream().wait_stream(side)`, and wait for "
+            "work from outside before the step.",
+        )
+    return CaptureError.of(
+        "",
+        f"capture failed: {said}",
+        why="An operation of the step cannot be part of a CUDA graph; the state is unchanged.",
+        fix="see the original exception above; `step.lower(...).as_text()` lists the operations.",
+    )
 
 
 def _abandon(graph: torch.cuda.CUDAGraph, pool: Any, device: torch.device) -> None:

@@ -499,7 +499,8 @@ def trace(recipe: Recipe, checkpoint: Callable[[], None] = lambda: None) -> Prog
             _refuse_kept(recipe.name, recorder, recorder.release())
             watched = watch(recipe.function)
             again = _run(recipe, recorder.program, checkpoint)
-    except FunctionalCGError:
+    except FunctionalCGError as error:
+        error.within(recipe.name, _raised_at(error))
         raise
     except Exception as error:
         raise _mapped(recipe.name, error) from error
