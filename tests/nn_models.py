@@ -183,12 +183,18 @@ def mean_square(out: Any, batch: Tensor) -> Tensor:
     return ((out[0] if isinstance(out, tuple) else out) ** 2).mean()
 
 
-def state_of(module: nn.Module, optimizer: Any = None, *, device: str = "cpu") -> tuple[Any, Any]:
-    """(apply, state) of a module."""
+def state_of(module: nn.Module, optimizer: Any = None) -> tuple[Any, Any]:
+    """(apply, state) of a module, on the module's device."""
     apply, params, buffers = fcg.from_module(module)
     optimizer = optimizer or fcg.optim.sgd(0.1)
-    key = fcg.random.key(0, device)
+    key = fcg.random.key(0)
     return apply, fcg.TrainState.create(params=params, buffers=buffers, optimizer=optimizer, key=key)
+
+
+def tokens(batch: int = 2, length: int = 8) -> dict[str, Tensor]:
+    """A batch for `GPT`."""
+    ids = torch.randint(0, 11, (batch, length + 1))
+    return {"idx": ids[:, :-1].contiguous(), "targets": ids[:, 1:].contiguous()}
 
 
 def train_step(

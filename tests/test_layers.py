@@ -131,6 +131,7 @@ FROZEN_CALLS = frozenset(
         "itemgetter",
         "join",  # of a path or a string
         "MappingProxyType",
+        "RLock",  # for what is one per process in torch itself
         "len",
         "max",
         "min",

@@ -21,7 +21,12 @@ from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import checkpoint
 
 import functional_cg as fcg
-from functional_cg.testing import assert_replay_equals_eager, assert_trees_all_close, assert_trees_all_equal
+from functional_cg.testing import (
+    Simulator,
+    assert_replay_equals_eager,
+    assert_trees_all_close,
+    assert_trees_all_equal,
+)
 from tests.nn_models import (
     DRAWING,
     GPT,
@@ -33,15 +38,11 @@ from tests.nn_models import (
     mean_square,
     mlp,
     state_of,
+    tokens,
     train_step,
 )
 
 KEY = fcg.random.key(7)
-
-
-def tokens(batch: int = 2, length: int = 8) -> dict[str, Tensor]:
-    ids = torch.randint(0, 11, (batch, length + 1))
-    return {"idx": ids[:, :-1].contiguous(), "targets": ids[:, 1:].contiguous()}
 
 
 def second(out: Any, batch: Any) -> Tensor:
@@ -63,11 +64,13 @@ class Wrapped(nn.Module):
 # --- replay equals eager -------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("backend", ["auto", Simulator()], ids=["cpu", "simulator"])
 @pytest.mark.parametrize("case", [*PLAIN, *DRAWING])
-def test_replay_equals_eager(case: str) -> None:
+def test_replay_equals_eager(case: str, backend: Any) -> None:
     make, batch = (PLAIN | DRAWING)[case]
     apply, state = state_of(make(), fcg.optim.adamw(1e-2, weight_decay=0.1))
-    assert_replay_equals_eager(train_step(apply, lowering="aten"), state, [batch() for _ in range(16)])
+    step = train_step(apply, lowering="aten", backend=backend)
+    assert_replay_equals_eager(step, state, [batch() for _ in range(16)])
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.1])
@@ -106,6 +109,22 @@ def test_replay_of_a_gpt2_of_transformers_equals_eager(
     )
     assert_replay_equals_eager(step, state, [tokens() for _ in range(16)])
     assert set(state.params) == {name for name, _ in model.named_parameters()}
+
+
+def test_replay_under_autocast_in_microbatches_equals_eager() -> None:
+    apply, state = state_of(encoder_layer(0.1))
+
+    @fcg.graph_step(lowering="aten")
+    def step(state: Any, x: Tensor) -> Any:
+        def loss_fn(params: Any, x: Tensor, key: Tensor) -> Tensor:
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                return mean_square(apply(params, state.buffers, x, key=key)[0].float(), x)
+
+        grads_of = fcg.microbatches(2)(fcg.value_and_grad(loss_fn))
+        loss, grads = grads_of(state.params, x, key=fcg.random.fold_in(state.key, state.step))
+        return state.apply_gradients(grads), {"loss": loss}
+
+    assert_replay_equals_eager(step, state, [torch.randn(4, 6, 16) for _ in range(16)])
 
 
 @pytest.mark.slow

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import hashlib
 import sys
+import threading
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from functools import partial
 from types import FrameType
 from typing import Any
@@ -33,6 +34,8 @@ from .draws import draw, is_drawn
 
 __all__ = ["run"]
 
+# Which kernels are on is a setting of the process: two threads that switch would each restore the other's.
+_SWITCH = threading.RLock()
 _RNNS = frozenset({torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu})
 
 
@@ -111,21 +114,24 @@ class OpenKernels(TorchFunctionMode):
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        with ExitStack() as stack:
-            if func is F.scaled_dot_product_attention and _attention_dropout(*args, **kwargs) > 0:
-                stack.enter_context(sdpa_kernel(SDPBackend.MATH))
-            elif func in _RNNS:
-                stack.enter_context(_without(torch.backends.mkldnn))
-                if _rnn_draws(args):
-                    stack.enter_context(_without(torch.backends.cudnn))
-            return func(*args, **kwargs)
+        if func is F.scaled_dot_product_attention and _attention_dropout(*args, **kwargs) > 0:
+            with _SWITCH, sdpa_kernel(SDPBackend.MATH):
+                return func(*args, **kwargs)
+        if func in _RNNS:
+            with (
+                _SWITCH,
+                _without(torch.backends.mkldnn),
+                _without(torch.backends.cudnn, when=_rnn_draws(args)),
+            ):
+                return func(*args, **kwargs)
+        return func(*args, **kwargs)
 
 
 @contextmanager
-def _without(backend: Any) -> Iterator[None]:
+def _without(backend: Any, *, when: bool = True) -> Iterator[None]:
     # `backend.flags(enabled=False)` would set the precision of matrix products too.
     enabled = backend.enabled
-    backend.enabled = False
+    backend.enabled = enabled and not when
     try:
         yield
     finally:
