@@ -437,9 +437,21 @@ def from_native(state: Any, x: Tensor) -> Any:
     return {**state, "w": state["w"] - out[0].sum()}, {}
 
 
+def written_by_an_op(state: Any, x: Tensor) -> Any:
+    """The op is needed for its result, what it writes is not."""
+    out = torch.nn.functional.batch_norm(x, state["mean"].clone(), torch.ones(3), training=True)
+    return {**state, "w": state["w"] - out.sum()}, {}
+
+
 @pytest.mark.parametrize(
     ("function", "leaves"),
-    [(batch_norm, ["mean", "seen"]), (in_place, ["mean"]), (grouped, ["mean"]), (from_native, ["mean"])],
+    [
+        (batch_norm, ["mean", "seen"]),
+        (in_place, ["mean"]),
+        (grouped, ["mean"]),
+        (from_native, ["mean"]),
+        (written_by_an_op, ["mean"]),
+    ],
 )
 def test_dropped_values_are_named(
     function: Callable[..., Any], leaves: list[str], caplog: pytest.LogCaptureFixture
@@ -478,7 +490,13 @@ def looked_at(state: Any, x: Tensor) -> Any:
     return {**state, "w": state["w"] - x.sum()}, {}
 
 
-@pytest.mark.parametrize("function", [returned, only_read, looked_at])
+def read_after_a_write(state: Any, x: Tensor) -> Any:
+    shifted = state["mean"].clone()
+    shifted.add_(x.mean(0))
+    return {**state, "w": state["w"] - shifted.sum()}, {}
+
+
+@pytest.mark.parametrize("function", [returned, only_read, looked_at, read_after_a_write])
 def test_what_is_used_is_not_called_dropped(function: Callable[..., Any]) -> None:
     lowered = fcg.graph_step(function).lower(statistics(), torch.ones(4, 3))
     assert lowered.inspection.dropped == ()

@@ -113,7 +113,7 @@ def arena(state: Any, *, ax: Axes | None = None) -> Axes:
     ax.set_title(
         f"arena: {count(len(plan.slabs), 'slab')}, {count(len(plan.slots), 'slot')}, {_size(plan.nbytes)}"
     )
-    _legend(ax, loc="center left", bbox_to_anchor=(1.0, 0.5))
+    _legend(ax)
     return ax
 
 
@@ -159,9 +159,9 @@ def _handle(state: Any, function: str) -> Handle:
     )
 
 
-def _legend(ax: Axes, **where: Any) -> None:
+def _legend(ax: Axes) -> None:
     if ax.get_legend_handles_labels()[0]:  # a state without leaves has nothing to name
-        ax.legend(frameon=False, **where)
+        ax.legend(loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False)
 
 
 def _axes(height: float) -> Axes:

@@ -301,23 +301,34 @@ def _dropped(program: Program) -> Iterator[str]:
     The classical one: BatchNorm's new statistics that never reach the new state. A value is taken to be new for a leaf
     if it is computed from it through values of its own shape and dtype alone.
     """
-    kept = [
-        (name, old)
+    unchanged = {
+        old: name
         for name, old, new in zip(program.slot_names, program.slots, program.new_state, strict=False)
         if old is new
-    ]
-    _, needed = live(program.instrs, [*program.new_state, *program.results])
-    leaf_of = {var: var for _, var in kept}
+    }
+    leaf_of = {var: var for var in unchanged}
     sites: dict[Var, str] = {}
-    for instr in program.instrs:
+    for instr, lost in _lost(program):
         for source, result in _same_kind(instr):
-            leaf = leaf_of.get(source)
-            if leaf is None or leaf.storage == result.storage:  # no leaf's, or a view of it
-                continue
-            leaf_of.setdefault(result, leaf)
-            if result not in needed:
-                sites[leaf] = f" ({instr.site})" if instr.site else ""
-    yield from (name + sites[var] for name, var in kept if var in sites)
+            if source in leaf_of:
+                leaf_of.setdefault(result, leaf_of[source])
+        for var in lost:
+            leaf = leaf_of.get(var)
+            if leaf is not None and leaf.storage != var.storage:  # no view of the leaf
+                sites.setdefault(leaf, f" ({instr.site})" if instr.site else "")
+    yield from (name + sites[leaf] for leaf, name in unchanged.items() if leaf in sites)
+
+
+def _lost(program: Program) -> Iterator[tuple[Instr, list[Var]]]:
+    """Each call with those of its results, and of the variables that it writes, that nothing reads afterwards."""
+    results = [*program.new_state, *program.results]
+    kept, needed = live(program.instrs, results)
+    place = {instr: number for number, instr in enumerate(kept)}
+    last_read = {var.storage: number for instr, number in place.items() for var in instr.inputs()}
+    last_read |= dict.fromkeys((var.storage for var in results), len(kept))
+    for instr in program.instrs:
+        overwritten = [var for var in instr.writes if last_read.get(var.storage, -1) <= place.get(instr, -1)]
+        yield instr, [*(var for var in instr.outputs() if var not in needed), *overwritten]
 
 
 def _same_kind(instr: Instr) -> Iterator[tuple[Var, Var]]:
