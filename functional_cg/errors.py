@@ -102,6 +102,7 @@ class LayoutError(FunctionalCGError, ValueError):
     - An array of numpy is float64. ``x.astype("float32")``; Python floats are f32 already.
     - A batch has other keys, or a list where a dict was. Give each batch the same structure.
     - A string or another object differs. Name its argument in ``static_argnames``: each value has its own graph.
+    - An input requires grad. Nothing flows back through a replay: take the gradient in the step, or ``x.detach()``.
     - The step returns a state unlike the old one::
 
         return {"w": state["w"].double()}, {}               # refused: f64 where f32 was
