@@ -101,7 +101,7 @@ def is_number(text: str) -> bool:
 
 def bar(fraction: float) -> Html:
     """A bar that is filled by a fraction from 0 to 1."""
-    filled = f"background:linear-gradient(90deg,{PALETTE[0]} {100 * fraction:.1f}%,transparent 0)"
+    filled = f"background:linear-gradient(90deg,{PALETTE[0]} {100 * fraction:.1f}%,transparent 0) no-repeat padding-box"
     return element("span", style=f"{_TRACK};{filled}")
 
 

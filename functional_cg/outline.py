@@ -217,7 +217,7 @@ def branches_html(branches: Sequence[Branch], total: int) -> Html:
         if rows:
             parts.append(table(rows))
             rows = []
-        title = "&ensp;".join(cell if isinstance(cell, Html) else element("span", cell) for cell in row)
+        title = "&ensp;&ensp;".join(cell if isinstance(cell, Html) else element("span", cell) for cell in row)
         parts.append(
             fold(Html(title), branches_html(branch.children, total), opened=len(branch.children) <= 8)
         )
