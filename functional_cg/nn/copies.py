@@ -12,7 +12,6 @@ from torch import Tensor
 
 from ..arena import storage_key
 from ..leaf import Leaf
-from ..ops import is_batched
 
 __all__ = ["CopyOnWrite", "has_storage", "owns_storage"]
 
@@ -71,8 +70,14 @@ def owns_storage(tensor: Tensor) -> bool:
 
 
 def has_storage(value: Any) -> bool:
-    """Whether a value is a tensor with memory of its own to look at."""
-    return isinstance(value, Tensor) and not isinstance(value, Leaf) and not is_batched(value)
+    """Whether a value is a tensor with memory of its own to look at; not so a leaf, or one inside of `torch.func`."""
+    if not isinstance(value, Tensor) or isinstance(value, Leaf):
+        return False
+    try:
+        value.untyped_storage()
+    except NotImplementedError:
+        return False
+    return True
 
 
 def _map(function: Callable[[Any], Any], value: Any) -> Any:
