@@ -388,6 +388,16 @@ def test_explain_lists_the_captures() -> None:
     assert repr(step).endswith(", closed>")
 
 
+def test_explain_lists_each_capture_under_its_layout() -> None:
+    step, state = fcg.graph_step(train, max_captures=2), a_state()
+    for size in (2, 4):
+        state, _ = step(state, {"x": torch.ones(size, 3)})
+    first, second = step.explain().split("train is a pure function")[1:]
+    for text, shape in ((first, "f32[2,3]"), (second, "f32[4,3]")):
+        assert shape in text
+        assert text.count("captured on an arena") == 1
+
+
 def test_explain_keeps_the_words_of_the_last_refusal() -> None:
     step, state = fcg.graph_step(train), a_state()
     state, _ = step(state, data(0))
