@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from . import optim, random, tree
 from .autodiff import grad, microbatches, value_and_grad
-from .debug import debug_print
 from .checkpoint import load, load_state_dict, save, state_dict
+from .debug import debug_print
 from .errors import (
     AliasError,
     BakedValueError,

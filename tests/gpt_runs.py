@@ -13,6 +13,7 @@ import torch
 
 import functional_cg as fcg
 from functional_cg.examples import gpt
+from functional_cg.examples.module_gpt import GPTModule, PureGPT
 from functional_cg.examples.text import Batch, batches
 from functional_cg.examples.transformer import GPT, Params
 from tests import judge_gpt
@@ -28,11 +29,15 @@ def random_batches(model: GPT, batch_size: int, count: int) -> list[Batch]:
     return list(itertools.islice(batches(text, batch_size, model.block_size, seed=2), count))
 
 
-def assert_replay_equals_eager(model: GPT, *, batch_size: int, calls: int, device: torch.device) -> None:
+def assert_replay_equals_eager(
+    model: GPT, *, batch_size: int, calls: int, device: torch.device, module: bool = False
+) -> None:
     """All leaves (the key among them) and metrics, bitwise, after each call with new inputs."""
-    step = gpt.make_train_step(model, "aten")
+    sizes = model.layers, model.width, model.heads, model.block_size, model.dropout, model.vocab
+    trained: gpt.Model = PureGPT(GPTModule(*sizes)) if module else model
+    step = gpt.make_train_step(trained, "aten")
     optimizer = gpt.make_optimizer(1e-2, calls)
-    replayed = gpt.create_state(model, optimizer, seed=3, device=device)
+    replayed = gpt.create_state(trained, optimizer, seed=3, device=device)
     eager = fcg.fork(replayed)
     for call, batch in enumerate(random_batches(model, batch_size, calls)):
         replayed, got = step(replayed, batch)

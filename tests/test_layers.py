@@ -86,6 +86,7 @@ ORDER = (
 # Imports inside a function: (importing module, imported module) -> why it cannot stand at the top.
 DEFERRED = {
     ("random", "_philox_triton"): "imports triton at its top, which CPU builds of torch do not bring",
+    ("examples.outcome", "report"): "needs matplotlib, which a picture alone is worth",
 }
 
 # Dotted name -> the modules that may use it.

@@ -458,27 +458,6 @@ def test_replay_of_written_buffers_equals_eager() -> None:
     assert_replay_equals_eager(step, state, [torch.randn(3, 4) for _ in range(16)])
 
 
-def test_gradients_of_both_orders_are_those_of_torch_func() -> None:
-    module = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout(0.5), nn.Tanh(), nn.Linear(4, 1))
-    apply, params, buffers = fcg.from_module(module)
-    x = torch.randn(8, 4)
-
-    def loss_fn(params: Any) -> Any:
-        out, new_buffers = apply(params, buffers, x, key=KEY)
-        return out.square().mean(), new_buffers
-
-    def penalty(grad: Callable[..., Any]) -> Callable[[Any], Tensor]:
-        return lambda params: sum(g.square().sum() for g in grad(loss_fn, has_aux=True)(params)[0].values())
-
-    assert_trees_all_close(
-        fcg.grad(loss_fn, has_aux=True)(params), torch.func.grad(loss_fn, has_aux=True)(params)
-    )
-    assert_trees_all_close(
-        fcg.grad(penalty(fcg.grad))(params), torch.func.grad(penalty(torch.func.grad))(params)
-    )
-    assert buffers["1.num_batches_tracked"] == 0
-
-
 def test_ensemble_under_vmap() -> None:
     modules = [mlp() for _ in range(3)]
     applied = [fcg.from_module(module) for module in modules]

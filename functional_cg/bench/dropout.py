@@ -12,6 +12,7 @@ import json
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -25,7 +26,7 @@ from .measure import environment
 __all__ = ["main"]
 
 _ROUNDS, _TARGET_S = 15, 0.05
-_SHAPES = {"cuda": ((16, 1024, 768), (16, 1024, 3072)), "cpu": ((16, 256, 256),)}
+_SHAPES = MappingProxyType({"cuda": ((16, 1024, 768), (16, 1024, 3072)), "cpu": ((16, 256, 256),)})
 
 
 def _results(y: Tensor, x: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:

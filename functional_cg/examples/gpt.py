@@ -3,6 +3,7 @@
 The text is the source code of Python's standard library, or what ``--data`` names. Its last tenth is held out: a model
 that has learnt to use context ends with a validation loss below the entropy of the held-out bytes' own frequencies.
 
+``--module`` writes the model as an ordinary ``nn.Module``; ``--compare`` trains that by an ordinary loop beside it.
 ``--save FILE`` keeps a checkpoint; the same options with ``--resume FILE`` go on from it, and end with the bits of a
 run that was never stopped.
 """
@@ -15,10 +16,9 @@ import math
 import sys
 from argparse import Namespace
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -27,12 +27,17 @@ from tqdm import tqdm
 
 import functional_cg as fcg
 
-from .measure import EagerTwin, Meter
+from .measure import EagerTwin
+from .module_gpt import GPTModule, PureGPT
 from .options import gpt_parser
+from .ordinary import train_ordinary
+from .outcome import History, draw_losses, finite, summary, write_history
+from .sampling import generate, make_sampler
 from .text import Batch, batches, read_bytes, split, text_files, unigram_entropy, validation_batches
 from .transformer import GPT, Params
 
 __all__ = [
+    "Model",
     "create_state",
     "cross_entropy",
     "main",
@@ -55,6 +60,27 @@ _READ_EVERY = 10  # steps; reading a loss waits for the device
 _CHECKED_CALLS = 4
 # A compiler fuses and reorders sums: after the checked calls a leaf may be this far from eager, relative to its norm.
 _COMPILED_TOLERANCE = 1e-3
+_COMPARED_STEPS = 60
+_PROMPT = b"def "
+
+
+class Model(Protocol):
+    """What the training step wants of a model: a pure function and its first parameters."""
+
+    def init(self, key: Tensor, /) -> Params:
+        """Draw parameters."""
+        ...
+
+    def apply(self, params: Params, tokens: Tensor, key: Tensor | None = None, /) -> Tensor:
+        """Logits; without a key, no dropout."""
+        ...
+
+
+def make_model(options: Namespace) -> Model:
+    """The model as two functions over a tree of parameters, or (``--module``) as a module."""
+    sizes = options.layers, options.width, options.heads, options.block_size, options.dropout
+    functions = GPT(*sizes)  # checks the sizes
+    return PureGPT(GPTModule(*sizes)) if options.module else functions
 
 
 # -- the training step --------------------------------------------------------------------------------------------
@@ -75,7 +101,7 @@ def matrices(params: Params) -> Params:
 
 
 def create_state(
-    model: GPT, optimizer: fcg.optim.GradientTransformation, seed: int, device: torch.device
+    model: Model, optimizer: fcg.optim.GradientTransformation, seed: int, device: torch.device
 ) -> State:
     """Fresh parameters, the same ones on every device, and a fresh optimizer state."""
     init_key, dropout_key = fcg.random.split(fcg.random.key(seed))
@@ -88,7 +114,7 @@ def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
     return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
 
-def make_train_step(model: GPT, lowering: Lowering = "auto") -> TrainStep:
+def make_train_step(model: Model, lowering: Lowering = "auto") -> TrainStep:
     """The training step: ``state, metrics = train_step(state, batch)``."""
 
     @fcg.graph_step(lowering=lowering)
@@ -105,7 +131,7 @@ def make_train_step(model: GPT, lowering: Lowering = "auto") -> TrainStep:
     return train_step
 
 
-def make_evaluate(model: GPT, lowering: Lowering = "auto") -> Evaluate:
+def make_evaluate(model: Model, lowering: Lowering = "auto") -> Evaluate:
     """The loss without dropout: ``evaluate(state.params, batch)`` borrows the parameters."""
 
     @fcg.graph_fn(lowering=lowering)
@@ -116,25 +142,6 @@ def make_evaluate(model: GPT, lowering: Lowering = "auto") -> Evaluate:
 
 
 # -- the loop -----------------------------------------------------------------------------------------------------
-
-
-@dataclass
-class History:
-    """What a run leaves behind.
-
-    Attributes:
-      twin: Took the first calls eagerly.
-      meter: Time of the training calls.
-      losses: Loss of each step of this run, f32[] on the device.
-      validation: Pairs of step and validation loss.
-      interrupted: Whether Ctrl-C ended the run.
-    """
-
-    twin: EagerTwin
-    meter: Meter = field(default_factory=Meter)
-    losses: list[Tensor] = field(default_factory=list)
-    validation: list[tuple[int, float]] = field(default_factory=list)
-    interrupted: bool = False
 
 
 def mean_loss(evaluate: Evaluate, state: State, held_out: Sequence[Batch]) -> float:
@@ -195,7 +202,7 @@ def train(
 # -- the program --------------------------------------------------------------------------------------------------
 
 
-def first_state(options: Namespace, model: GPT) -> State:
+def first_state(options: Namespace, model: Model) -> State:
     """The state to start from: a fresh one, or the checkpoint that ``--resume`` names.
 
     Raises:
@@ -211,11 +218,15 @@ def first_state(options: Namespace, model: GPT) -> State:
             difference = str(error).splitlines()[1].strip()
             raise ValueError(f"{options.resume} is a checkpoint of another model: {difference}") from error
     if options.save is not None:
+        if options.resume is None and options.save.exists():
+            raise ValueError(
+                f"{options.save} is there already; go on from it by --resume, or choose another name"
+            )
         fcg.save(options.save, state)  # a bad path is to be known now, not after the training
     return state
 
 
-def run(options: Namespace, model: GPT, text: Tensor, state: State) -> tuple[dict[str, Any], History]:
+def run(options: Namespace, model: Model, text: Tensor, state: State) -> tuple[dict[str, Any], History]:
     """Train as the options say; the result, and how it came about."""
     lowering = options.lowering
     if lowering == "auto":
@@ -230,13 +241,25 @@ def run(options: Namespace, model: GPT, text: Tensor, state: State) -> tuple[dic
     done = int(state.step)  # the batches of these steps are behind us
     stream = islice(batches(training, *sizes, options.seed), done, None)
     fixed = validation_batches(held_out, *sizes, _VALIDATION_BATCHES)
+    sampler = make_sampler(model.apply, lowering)
+
+    def sample(state: State) -> str:
+        return generate(sampler, state.params, _PROMPT, options.sample, options.block_size, options.seed)
+
+    before = sample(state)
     state, history = train(
         train_step, evaluate, state, stream, fixed, options.steps, options.save, options.save_every
     )
+    after = sample(state)
+    if options.compare:
+        history.ordinary = compare(options, training)
     result = {
         "steps": int(state.step),
         **losses_and_entropy(history, unigram_entropy(held_out)),
         **speed_and_agreement(history, tokens=math.prod(sizes), bitwise=lowering == "aten"),
+        "ordinary_tokens_per_s": history.ordinary[1] * math.prod(sizes) if history.ordinary else None,
+        "sample_before": before,
+        "sample_after": after,
         "captures": train_step.stats.captures,
         "replays": train_step.stats.replays,
         "parameters": parameters,
@@ -245,6 +268,17 @@ def run(options: Namespace, model: GPT, text: Tensor, state: State) -> tuple[dic
         "torch": torch.__version__,
     }
     return result, history
+
+
+def compare(options: Namespace, training: Tensor) -> tuple[list[float], float]:
+    """Train the module by an ordinary loop, from the first batch on: its losses, and steps per second."""
+    module = GPTModule(options.layers, options.width, options.heads, options.block_size, options.dropout)
+    init_key, _ = fcg.random.split(fcg.random.key(options.seed))
+    first = PureGPT(module).init(init_key)
+    module.load_state_dict(first, strict=False)  # the head is tied: it has one name there, two here
+    stream = batches(training, options.batch_size, options.block_size, options.seed)
+    steps = min(_COMPARED_STEPS, options.steps)
+    return train_ordinary(module.to(options.device), stream, steps, options.steps, options.lr)
 
 
 def losses_and_entropy(history: History, entropy: float) -> dict[str, Any]:
@@ -267,41 +301,11 @@ def speed_and_agreement(history: History, *, tokens: int, bitwise: bool) -> dict
     return {
         "tokens_per_s": history.meter.calls_per_s * tokens,
         "eager_tokens_per_s": twin.calls_per_s * tokens,
+        "speed_ratio": history.meter.calls_per_s / twin.calls_per_s if twin.calls_per_s else None,
         "checked_calls": twin.calls,
         "replay_equals_eager": twin.equal if bitwise else twin.distance <= _COMPILED_TOLERANCE,
         "replay_eager_distance": twin.distance,
     }
-
-
-def summary(result: dict[str, Any]) -> str:
-    """The result for a reader."""
-    how = "interrupted after" if result["interrupted"] else "finished"
-    equal = "equals" if result["replay_equals_eager"] else "DIFFERS FROM"
-    return (
-        f"{how} {result['steps']} steps\n"
-        f"validation loss {result['val_loss']:.4f} nats, {result['val_bits_per_byte']:.3f} bits/byte\n"
-        f"unigram entropy {result['unigram_entropy']:.4f} nats, {result['unigram_bits_per_byte']:.3f} bits/byte, "
-        "of the held-out bytes\n"
-        f"tokens/s {result['tokens_per_s']:,.0f} replayed, {result['eager_tokens_per_s']:,.0f} eager\n"
-        f"replay {equal} eager over {result['checked_calls']} calls, "
-        f"relative distance {result['replay_eager_distance']:.1e}"
-    )
-
-
-def finite(value: Any) -> Any:
-    """JSON knows no NaN and no infinity: they become None."""
-    if isinstance(value, dict):
-        return {name: finite(item) for name, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [finite(item) for item in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def write_history(directory: Path, result: dict[str, Any], history: History) -> None:
-    """Write ``history.json``: the result, the loss of each step, and the validation losses."""
-    losses = [float(loss) for loss in history.losses]
-    content = {"result": result, "losses": losses, "validation": history.validation}
-    (directory / "history.json").write_text(json.dumps(finite(content), indent=1) + "\n")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -311,7 +315,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if options.save_every is not None and options.save is None:
         parser.error("--save-every needs --save FILE")
     try:
-        model = GPT(options.layers, options.width, options.heads, options.block_size, options.dropout)
+        model = make_model(options)
         text = read_bytes(text_files(options.data), _TEXT_BYTES)
         split(text, options.block_size)
         if options.out is not None:
@@ -331,6 +335,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     print(summary(result))
     if options.out is not None:
         write_history(options.out, result, history)
+        if history.losses:
+            draw_losses(options.out / "loss.png", history)
     if options.json:
         print(json.dumps(finite(result)))
     return 130 if history.interrupted else 0

@@ -87,7 +87,16 @@ def gpt_parser(prog: str, description: str) -> Parser:
         help="of parameters, batches and dropout",
     )
     add("--data", type=Path, metavar="PATH", help="file or directory to read instead of Python's own library")
-    add("--out", type=Path, metavar="DIR", help="directory for history.json")
+    add(
+        "--module", action="store_true", help="write the model as an nn.Module and bring it in by from_module"
+    )
+    add("--sample", type=integer(0), default=200, metavar="N", help="bytes to generate before and after")
+    add(
+        "--compare",
+        action="store_true",
+        help="train by an ordinary loop with torch.optim, too: speed and loss",
+    )
+    add("--out", type=Path, metavar="DIR", help="directory for history.json and loss.png")
     add("--save", type=Path, metavar="FILE", help="checkpoint to write at the end, also after Ctrl-C")
     add("--save-every", type=positive, metavar="N", help="write it after every N steps, too")
     add("--resume", type=Path, metavar="FILE", help="checkpoint to go on from, up to --steps in all")

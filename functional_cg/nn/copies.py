@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ..arena import storage_key
 from ..leaf import Leaf
+from ..ops import is_batched
 
 __all__ = ["CopyOnWrite", "has_storage", "owns_storage"]
 
@@ -70,14 +71,8 @@ def owns_storage(tensor: Tensor) -> bool:
 
 
 def has_storage(value: Any) -> bool:
-    """Whether a value is a tensor with memory of its own to look at; not so a leaf, or one inside of `torch.func`."""
-    if not isinstance(value, Tensor) or isinstance(value, Leaf):
-        return False
-    try:
-        value.untyped_storage()
-    except NotImplementedError:
-        return False
-    return True
+    """Whether a value is a tensor with memory of its own to look at."""
+    return isinstance(value, Tensor) and not isinstance(value, Leaf) and not is_batched(value)
 
 
 def _map(function: Callable[[Any], Any], value: Any) -> Any:

@@ -1,0 +1,89 @@
+"""What a run of the GPT example leaves behind: its history, a summary, files."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from .measure import EagerTwin, Meter
+
+__all__ = ["History", "draw_losses", "finite", "summary", "write_history"]
+
+
+@dataclass
+class History:
+    """What a run leaves behind.
+
+    Attributes:
+      twin: Took the first calls eagerly.
+      meter: Time of the training calls.
+      losses: Loss of each step of this run, f32[] on the device.
+      validation: Pairs of step and validation loss.
+      interrupted: Whether Ctrl-C ended the run.
+      ordinary: Losses of an ordinary loop, and its steps per second.
+    """
+
+    twin: EagerTwin
+    meter: Meter = field(default_factory=Meter)
+    losses: list[Tensor] = field(default_factory=list)
+    validation: list[tuple[int, float]] = field(default_factory=list)
+    interrupted: bool = False
+    ordinary: tuple[list[float], float] | None = None
+
+
+def summary(result: dict[str, Any]) -> str:
+    """The result for a reader."""
+    how = "interrupted after" if result["interrupted"] else "finished"
+    equal = "equals" if result["replay_equals_eager"] else "DIFFERS FROM"
+    ordinary = result["ordinary_tokens_per_s"]
+    beside = f", {ordinary:,.0f} by an ordinary loop with torch.optim" if ordinary else ""
+    text = "".join(f"sample {when}: {result[f'sample_{when}']!r}\n" for when in ("before", "after"))
+    return (
+        f"{text}{how} {result['steps']} steps\n"
+        f"validation loss {result['val_loss']:.4f} nats, {result['val_bits_per_byte']:.3f} bits/byte\n"
+        f"unigram entropy {result['unigram_entropy']:.4f} nats, {result['unigram_bits_per_byte']:.3f} bits/byte, "
+        "of the held-out bytes\n"
+        f"tokens/s {result['tokens_per_s']:,.0f} replayed, {result['eager_tokens_per_s']:,.0f} eager{beside}\n"
+        f"replay {equal} eager over {result['checked_calls']} calls, "
+        f"relative distance {result['replay_eager_distance']:.1e}"
+    )
+
+
+def finite(value: Any) -> Any:
+    """JSON knows no NaN and no infinity: they become None."""
+    if isinstance(value, dict):
+        return {name: finite(item) for name, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def write_history(directory: Path, result: dict[str, Any], history: History) -> None:
+    """Write ``history.json``: the result, the loss of each step, and the validation losses."""
+    losses = [float(loss) for loss in history.losses]
+    content = {"result": result, "losses": losses, "validation": history.validation}
+    (directory / "history.json").write_text(json.dumps(finite(content), indent=1) + "\n")
+
+
+def draw_losses(file: Path, history: History) -> None:
+    """Write a picture of the loss curves.
+
+    Raises:
+      ImportError: If matplotlib is not installed.
+    """
+    from functional_cg import report  # brings matplotlib, which only this needs
+
+    curves: dict[str, Sequence[Any]] = {"captured": history.losses}
+    if history.ordinary:
+        curves["ordinary loop"] = history.ordinary[0]
+    axes = report.loss_curves(curves)
+    axes.set(xlabel="step", ylabel="training loss in nats per byte", title="")
+    figure = axes.get_figure(root=True)
+    assert figure is not None
+    figure.savefig(file, dpi=120, bbox_inches="tight")
