@@ -31,6 +31,7 @@ __all__ = [
     "decompose_random_bits",
     "dropout",
     "fold_in",
+    "keep_mask",
     "key",
     "normal",
     "permutation",
@@ -446,14 +447,16 @@ def bernoulli(key: Tensor, p: float | Tensor, shape: Sequence[int], *, stream: i
       tensor([True, True, True])
     """
     _check_key(key)
-    if not isinstance(p, Tensor):
-        _check_probability(p)
-    else:
+    if isinstance(p, Tensor):
         _check_operand("p", p, key)
         _check_broadcast(p, shape)
         p = p.detach().to(torch.float64)
+    else:
+        _check_probability(p)
     words = bits(key, _numel(shape), stream=stream).view(shape)
-    return (words.to(torch.float64) + 2.0**31) * 2.0**-32 < p
+    if isinstance(p, Tensor):
+        return (words.to(torch.float64) + 2.0**31) * 2.0**-32 < p
+    return words <= math.ceil(p * 2**32) - 2**31 - 1 if p else torch.zeros_like(words, dtype=torch.bool)
 
 
 def randint(
@@ -530,12 +533,25 @@ def dropout(key: Tensor, x: Tensor, p: float, *, stream: int = 0) -> Tensor:
     _check_probability(p)
     _check_key(key)
     _check_operand("x", x, key)
-    dropped, n = round(p * 65536), x.numel()
+    dropped = round(p * 65536)
     if dropped == 0:
         return x
-    halves = _words16(key, n, stream).view(x.shape)
     # Products, as in torch's own dropout: `masked_fill` takes four times as long on a CPU.
-    return x * (halves > dropped - 1 - 32768) * (65536 / max(65536 - dropped, 1))
+    return x * keep_mask(key, p, x.shape, stream=stream) * (65536 / max(65536 - dropped, 1))
+
+
+def keep_mask(key: Tensor, p: float, shape: Sequence[int], *, stream: int = 0) -> Tensor:
+    """What :func:`dropout` keeps: booleans that are false with probability round(p * 65536) / 65536.
+
+    Half the work of :func:`bernoulli`, which is exact to 2**-32.
+
+    Example:
+      >>> keep_mask(key(0), 0.0, (3,))
+      tensor([True, True, True])
+    """
+    halves = _words16(key, _numel(shape), stream).view(shape)
+    dropped = round(p * 65536)
+    return halves > dropped - 1 - 32768 if dropped else torch.ones_like(halves, dtype=torch.bool)
 
 
 def categorical(key: Tensor, logits: Tensor, axis: int = -1, *, stream: int = 0) -> Tensor:

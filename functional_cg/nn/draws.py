@@ -100,8 +100,8 @@ def _multinomial(key: Tensor, stream: int, a: Arguments) -> Tensor:
 
 def _dropout(key: Tensor, stream: int, a: Arguments) -> tuple[Tensor, Tensor]:
     x, p = a["input"], a["p"]
-    mask = random.bernoulli(key, 1 - p, x.shape, stream=stream)
-    # The backward scales by this very number.
+    mask = random.keep_mask(key, p, x.shape, stream=stream)
+    # The backward scales by this very number; to 2**-16, it is the inverse of what the mask keeps.
     return x * mask * (0.0 if p == 1 else 1 / (1 - p)), mask
 
 
