@@ -1,0 +1,122 @@
+"""What the notebooks share: data, errors that are expected, and pictures (``functional_cg[notebooks]``)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+
+import matplotlib.pyplot as plt
+import torch
+from matplotlib.axes import Axes
+from torch import Tensor
+
+__all__ = ["batches", "draw_owners", "draw_regions", "refused", "running_mean", "spiral"]
+
+Batch = dict[str, Tensor]
+
+_SHADES = ("tab:blue", "tab:orange", "tab:green")
+_MARKERS = ("o", "^", "s")
+_GRID = 120
+
+
+@contextmanager
+def refused(error: type[BaseException]) -> Iterator[None]:
+    """Print the error that the block has to raise.
+
+    Raises:
+      AssertionError: If the block ends without it.
+
+    Example:
+      >>> with refused(ValueError):
+      ...     int("x")
+      ValueError: invalid literal for int() with base 10: 'x'
+    """
+    try:
+        yield
+    except error as caught:
+        print(f"{type(caught).__name__}: {caught}")
+    else:
+        raise AssertionError(f"nothing raised {error.__name__}")
+
+
+def spiral(count: int, *, arms: int = 3, noise: float = 0.35, seed: int = 0) -> Batch:
+    """Points of a spiral galaxy and the arm of each: ``{"x": f32[count, 2], "y": i64[count]}``.
+
+    Example:
+      >>> spiral(5)["x"].shape
+      torch.Size([5, 2])
+    """
+    generator = torch.Generator().manual_seed(seed)
+    arm = torch.randint(arms, (count,), generator=generator)
+    radius = torch.rand(count, generator=generator)
+    angle = 2 * torch.pi * arm / arms + 5 * radius + noise * torch.randn(count, generator=generator)
+    return {"x": torch.stack([radius * angle.cos(), radius * angle.sin()], dim=1), "y": arm}
+
+
+def batches(data: Batch, batch_size: int, seed: int = 0) -> Iterator[Batch]:
+    """Draw rows with replacement, for ever.
+
+    Example:
+      >>> next(batches({"x": torch.ones(9)}, 2))
+      {'x': tensor([1., 1.])}
+    """
+    generator = torch.Generator().manual_seed(seed)
+    length = len(next(iter(data.values())))
+    while True:
+        rows = torch.randint(length, (batch_size,), generator=generator)
+        yield {name: values[rows] for name, values in data.items()}
+
+
+def running_mean(losses: Sequence[Tensor | float], window: int = 20) -> list[float]:
+    """The mean of each loss and of up to ``window - 1`` before it.
+
+    Example:
+      >>> running_mean([4.0, 2.0, 0.0], window=2)
+      [4.0, 3.0, 1.0]
+    """
+    sums = torch.tensor([0.0, *map(float, losses)], dtype=torch.float64).cumsum(0)
+    ends = torch.arange(1, len(sums))
+    starts = (ends - window).clamp(min=0)
+    means: list[float] = ((sums[ends] - sums[starts]) / (ends - starts)).tolist()
+    return means
+
+
+def draw_regions(classify: Callable[[Tensor], Tensor], data: Batch, title: str, ax: Axes) -> Axes:
+    """Draw which class each place of the plane is given, with the data on top.
+
+    Args:
+      classify: f32[n, 2] to i64[n]; called once, always with the same n.
+      data: ``x``, ``y`` as :func:`spiral` makes them.
+      title: Title of the axes.
+      ax: Where to draw.
+    """
+    line = torch.linspace(-1.1, 1.1, _GRID)
+    plane = torch.cartesian_prod(line, line)
+    classes = classify(plane).reshape(_GRID, _GRID).T
+    levels = [-0.5, 0.5, 1.5, 2.5]
+    ax.contourf(line.numpy(), line.numpy(), classes.numpy(), levels=levels, colors=_SHADES, alpha=0.3)
+    for arm, (shade, marker) in enumerate(zip(_SHADES, _MARKERS, strict=True)):
+        x = data["x"][data["y"] == arm]
+        ax.plot(x[:, 0].numpy(), x[:, 1].numpy(), marker, color=shade, markersize=2, label=f"arm {arm}")
+    ax.set(title=title, xlabel="x[0]", ylabel="x[1]", aspect="equal")
+    return ax
+
+
+def draw_owners(owners: Mapping[str, Sequence[int]]) -> None:
+    """Draw which names point to which memory.
+
+    Args:
+      owners: For each picture, the number of the buffer that each name points to.
+    """
+    _, axes = plt.subplots(
+        1, len(owners), figsize=(4 * len(owners), 2.4), layout="constrained", squeeze=False
+    )
+    for ax, (title, buffers) in zip(axes.flat, owners.items(), strict=True):
+        for i, buffer in enumerate(buffers):
+            ax.annotate("", (0.68, -buffer), (0.3, -i), arrowprops={"arrowstyle": "->"})
+            ax.text(0.28, -i, f"kept[{i}]", ha="right", va="center", family="monospace")
+        for buffer in sorted(set(buffers)):
+            box = {"boxstyle": "square", "facecolor": "tab:orange", "alpha": 0.5}
+            ax.text(0.72, -buffer, f"buffer {buffer}", va="center", bbox=box)
+        ax.set(title=title, xlim=(0, 1), ylim=(-len(buffers) + 0.4, 0.6))
+        ax.axis("off")
