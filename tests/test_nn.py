@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import gc
 import itertools
@@ -254,7 +255,8 @@ def test_layers_and_calls_draw_apart_and_by_path() -> None:
             return self.a(x), self.a(x), self.b(x), *before
 
     masks = call(Twice(), x)
-    assert all(0.4 < (one == other).double().mean() < 0.6 for one, other in itertools.pairwise(masks))
+    for one, other in itertools.combinations(masks, 2):
+        assert 0.4 < (one == other).double().mean() < 0.6
     assert_trees_all_equal(call(Twice("new", "newer"), x)[:3], masks)
 
 
@@ -315,6 +317,15 @@ def test_op_draws_from_its_distribution(name: str) -> None:
         assert torch.equal(values, call(module, ONES).double())
 
 
+def test_modules_in_inference_mode_draw_and_return_the_same() -> None:
+    apply, params, buffers = fcg.from_module(conv_net(0.3))
+    x = torch.randn(4, 3, 8, 8)
+    expected = apply(params, buffers, x, key=KEY)
+    with torch.inference_mode():
+        assert_trees_all_equal(apply(params, buffers, x, key=KEY), expected)
+    assert buffers["1.num_batches_tracked"] == 0
+
+
 def test_multinomial_without_replacement_draws_each_once() -> None:
     rows = call(Wrapped(lambda self, x: torch.multinomial(x, 5)), torch.ones(1000, 5))
     assert torch.equal(rows.sort().values, torch.arange(5).expand(1000, 5))
@@ -345,6 +356,16 @@ def test_draw_without_a_key_is_refused_with_its_place(module: nn.Module, place: 
 
     with pytest.raises(fcg.ImplicitRandomnessError, match=place):
         forward(state, x)
+
+
+def test_place_is_right_after_an_error_that_the_module_catches() -> None:
+    def recovers(self: Any, x: Tensor) -> Tensor:
+        with contextlib.suppress(RuntimeError):
+            self.inner(x[:, :1])  # of a wrong width
+        return torch.rand_like(x)
+
+    with pytest.raises(fcg.ImplicitRandomnessError, match="`Wrapped` itself draws"):
+        call(Wrapped(recovers), torch.ones(2, 4), None)
 
 
 @pytest.mark.parametrize("case", DRAWING)
@@ -456,6 +477,27 @@ def test_replay_of_written_buffers_equals_eager() -> None:
         lowering="aten",
     )
     assert_replay_equals_eager(step, state, [torch.randn(3, 4) for _ in range(16)])
+
+
+def test_gradients_of_both_orders_are_those_of_torch_func() -> None:
+    module = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout(0.5), nn.Tanh(), nn.Linear(4, 1))
+    apply, params, buffers = fcg.from_module(module)
+    x = torch.randn(8, 4)
+
+    def loss_fn(params: Any) -> Any:
+        out, new_buffers = apply(params, buffers, x, key=KEY)
+        return out.square().mean(), new_buffers
+
+    def penalty(grad: Callable[..., Any]) -> Callable[[Any], Tensor]:
+        return lambda params: sum(g.square().sum() for g in grad(loss_fn, has_aux=True)(params)[0].values())
+
+    assert_trees_all_close(
+        fcg.grad(loss_fn, has_aux=True)(params), torch.func.grad(loss_fn, has_aux=True)(params)
+    )
+    assert_trees_all_close(
+        fcg.grad(penalty(fcg.grad))(params), torch.func.grad(penalty(torch.func.grad))(params)
+    )
+    assert buffers["1.num_batches_tracked"] == 0
 
 
 def test_ensemble_under_vmap() -> None:

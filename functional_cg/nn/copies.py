@@ -12,7 +12,6 @@ from torch import Tensor
 
 from ..arena import storage_key
 from ..leaf import Leaf
-from ..ops import is_batched
 
 __all__ = ["CopyOnWrite", "has_storage", "owns_storage"]
 
@@ -48,21 +47,11 @@ class CopyOnWrite:
         return copy.view(value.dtype).as_strided(value.shape, value.stride(), value.storage_offset())
 
     def call(self, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """Call ``func`` on what its arguments are now. A result that is one of those is returned as it was passed."""
+        """Call ``func`` on what its arguments are now."""
         if not self._copies:
             return func(*args, **kwargs)
-        passed: dict[int, Tensor] = {}
-
-        def redirected(value: Any) -> Any:
-            now = self.current(value)
-            if now is not value:
-                passed[id(now)] = value
-            return now
-
-        out = func(
-            *_map(redirected, tuple(args)), **{name: _map(redirected, kwargs[name]) for name in kwargs}
-        )
-        return _map(lambda value: passed.get(id(value), value), out)
+        now = {name: _map(self.current, value) for name, value in kwargs.items()}
+        return func(*_map(self.current, tuple(args)), **now)
 
 
 def owns_storage(tensor: Tensor) -> bool:
@@ -71,8 +60,14 @@ def owns_storage(tensor: Tensor) -> bool:
 
 
 def has_storage(value: Any) -> bool:
-    """Whether a value is a tensor with memory of its own to look at."""
-    return isinstance(value, Tensor) and not isinstance(value, Leaf) and not is_batched(value)
+    """Whether a value is a tensor with memory of its own to look at; not so a leaf, or one inside of `torch.func`."""
+    if not isinstance(value, Tensor) or isinstance(value, Leaf):
+        return False
+    try:
+        value.untyped_storage()
+    except NotImplementedError:
+        return False
+    return True
 
 
 def _map(function: Callable[[Any], Any], value: Any) -> Any:

@@ -108,7 +108,7 @@ class Apply:
         out = run(module, args, kwargs, key, params, copies)
         new = {name: copies.current(_lookup(module, name)) for name in buffers}
         # What was not written is returned as it was passed.
-        kept = {name for name in buffers if new[name] is held[name] and owns_storage(buffers[name])}
+        kept = {name for name in buffers if new[name] is held[name] and owns_storage(held[name])}
         new_buffers = {name: buffers[name] if name in kept else new[name].detach() for name in buffers}
         return pytree.map(copies.current, out) if copies else out, new_buffers
 
@@ -136,18 +136,18 @@ class Apply:
         return module
 
     def _refuse_unlike(self, params: Mapping[str, Any], buffers: Mapping[str, Any]) -> None:
-        rows = []
         known = dict(_tensors(self._template))
+        rows = []
         for root, tree, names in (
             ("params", params, self._trained),
             ("buffers", buffers, known.keys() - self._trained),
         ):
             for name in sorted(names | tree.keys()):
-                got, expected = tree.get(name), known[name].shape if name in names else None
-                if expected is None or not isinstance(got, Tensor) or got.shape != expected:
-                    shown = "nothing" if expected is None else f"a tensor {list(expected)}"
-                    shown_got = BufferSpec.of(got) if isinstance(got, Tensor) else f"{got!r}"
-                    rows.append(f"{root}[{name!r}]  expected {shown}   got {shown_got}")
+                expected = f"a tensor {list(known[name].shape)}" if name in names else "nothing"
+                tensor = tree.get(name)
+                got = f"{BufferSpec.of(tensor) if isinstance(tensor, Tensor) else tensor}"
+                if not isinstance(tensor, Tensor) or name not in names or tensor.shape != known[name].shape:
+                    rows.append(f"{root}[{name!r}]  expected {expected}   got {got}")
         if rows:
             raise LayoutError.of(
                 type(self._template).__name__,
@@ -197,8 +197,9 @@ def _on_meta(tensor: Tensor) -> Tensor:
 
 
 def _writable(buffer: Tensor) -> Tensor:
-    """What stands for a buffer in the module: an alias, to which copy on write applies, or else a copy."""
-    return buffer.detach() if owns_storage(buffer) else buffer.detach().clone()
+    """What stands for a buffer in the module: an alias where copy on write will see to it, or else a copy."""
+    alias = buffer.detach()
+    return alias if owns_storage(alias) else alias.clone()
 
 
 def _lookup(module: nn.Module, name: str) -> Any:

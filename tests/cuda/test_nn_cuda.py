@@ -47,7 +47,8 @@ def test_compiled_replay_of_a_gpt_is_close_to_eager() -> None:
     assert_replay_equals_eager(step, state, batches, rtol=1e-3, atol=1e-4)
 
 
-@pytest.mark.parametrize("case", DRAWING)
+# Elementwise dropout is one op on CUDA, with 16 bits a decision, and a `bernoulli_` of 32 bits on a CPU.
+@pytest.mark.parametrize("case", ["conv and dropout2d"])
 def test_draws_are_those_of_the_cpu(case: str) -> None:
     make, batch = DRAWING[case]
     module, x = make(), batch()
@@ -59,6 +60,20 @@ def test_draws_are_those_of_the_cpu(case: str) -> None:
     here = apply(params, buffers, x, key=fcg.random.key(3))[0]
     # One differing mask would move an output by far more than another order of sums does.
     assert_trees_all_close(fcg.tree.map(Tensor.cpu, there), here, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("case", DRAWING)
+def test_draws_leave_the_generator_alone_and_are_a_function_of_the_key(case: str) -> None:
+    make, batch = DRAWING[case]
+    apply, params, buffers = fcg.from_module(make().cuda())
+    x, before = batch().cuda(), torch.cuda.get_rng_state()
+    first, again, other = (
+        apply(params, buffers, x, key=fcg.random.key(seed, "cuda"))[0] for seed in (3, 3, 4)
+    )
+    assert torch.equal(torch.cuda.get_rng_state(), before)
+    assert_trees_all_close(first, again, rtol=0, atol=0)
+    with pytest.raises(AssertionError):
+        assert_trees_all_close(first, other)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
