@@ -12,6 +12,7 @@ from . import tree as pytree
 from .arena import BufferSpec, unplaceable
 from .inputs import InputLayout, as_input, cuts_a_graph, same_object
 from .state import Handle
+from .surroundings import diverted
 from .tree import Treedef
 
 __all__ = ["layout_matcher"]
@@ -22,10 +23,10 @@ def layout_matcher(
 ) -> Callable[[tuple[Any, ...], dict[str, Any]], Any]:
     """Generate ``match(args, kwargs) -> list of live leaves, or None`` for one layout: no loop, no recursion.
 
-    A state among the inputs matches the tree that it stands for. Under a transform of ``torch.func`` or a dispatch mode
-    nothing matches: the slow path tells what is part of another step from what is refused.
+    A state among the inputs matches the tree that it stands for. Under a transform of ``torch.func``, in another step
+    and under a fake mode nothing matches: the slow path tells what becomes a part of that step from what is refused.
     """
-    lines = ["if transforms() is not None or modes(): return None"]
+    lines = ["if transforms() is not None or (modes() and diverted()): return None"]
     names: dict[str, Any] = {
         "Tensor": Tensor,
         "strided": torch.strided,
@@ -36,6 +37,7 @@ def layout_matcher(
         "opened": _opened,
         "transforms": torch._C._functorch.peek_interpreter_stack,  # private; test_inputs notices a change
         "modes": torch._C._len_torch_dispatch_stack,
+        "diverted": diverted,
     }
     where = (
         "{t}.is_cpu"

@@ -10,7 +10,7 @@ from torch.overrides import BaseTorchFunctionMode, _get_current_function_mode_st
 
 from .errors import CaptureError
 
-__all__ = ["canonical", "inside_a_step", "refuse_anomaly_mode", "refuse_foreign_modes"]
+__all__ = ["canonical", "diverted", "inside_a_step", "refuse_anomaly_mode", "refuse_foreign_modes"]
 
 
 class _InStep(BaseTorchFunctionMode):
@@ -45,6 +45,15 @@ def inside_a_step() -> bool:
     return any(isinstance(mode, _InStep) for mode in _get_current_function_mode_stack())  # private to torch
 
 
+def diverted() -> bool:
+    """Whether a call made now, under some dispatch mode, becomes a part of another step or is refused."""
+    return inside_a_step() or _under_fake_mode()
+
+
+def _under_fake_mode() -> bool:
+    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
+
+
 def refuse_foreign_modes(function: str) -> None:
     """Raise under a transform of ``torch.func`` and under a fake mode: a replay has nothing to show to either.
 
@@ -59,7 +68,7 @@ def refuse_foreign_modes(function: str) -> None:
             fix="transform inside of the step, `fcg.value_and_grad(loss_fn)(params)` or `torch.func.vmap(fn)(x)`; "
             f"or transform the Python function, `{function}.__wrapped__`.",
         )
-    if torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None:
+    if _under_fake_mode():
         raise CaptureError.of(
             function,
             "is called under a `FakeTensorMode`; the state is unchanged.",

@@ -14,6 +14,7 @@ import torch
 from hypothesis import given
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils.flop_counter import FlopCounterMode
 
 import functional_cg as fcg
 from functional_cg import tree
@@ -570,6 +571,17 @@ def test_a_fake_mode_around_a_call_is_refused() -> None:
         ):
             f(x, x)
         assert f(x, x).item() == 2.0
+
+
+def test_a_mode_that_looks_on_changes_nothing() -> None:
+    step: Any = fcg.graph_step(lambda state, x: ({"w": state["w"] + x.sum()}, x @ x))
+    state, x = fcg.place({"w": torch.zeros(2)}), torch.ones(2, 2)
+    for i in range(3):  # cold, then warm
+        with FlopCounterMode(display=False):
+            state, out = step(state, x)
+        assert out.tolist() == [[2.0, 2.0], [2.0, 2.0]]
+        assert state["w"].tolist() == [4.0 * (i + 1)] * 2
+    assert (step.stats.captures, step.stats.replays) == (1, 3)
 
 
 def test_anomaly_detection_is_refused_while_tracing_and_works_in_an_eager_run() -> None:
