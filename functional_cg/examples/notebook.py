@@ -2,15 +2,31 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import matplotlib.pyplot as plt
 import torch
 from matplotlib.axes import Axes
 from torch import Tensor
 
-__all__ = ["batches", "draw_owners", "draw_regions", "refused", "running_mean", "spiral"]
+from functional_cg import report
+
+__all__ = [
+    "batches",
+    "draw_last_batches",
+    "draw_losses",
+    "draw_over_first",
+    "draw_owners",
+    "draw_regions",
+    "mark",
+    "refused",
+    "running_mean",
+    "seconds_of",
+    "spiral",
+]
 
 Batch = dict[str, Tensor]
 
@@ -81,6 +97,37 @@ def running_mean(losses: Sequence[Tensor | float], window: int = 20) -> list[flo
     return means
 
 
+def seconds_of(call: Callable[..., Any], *args: Any, n: int) -> list[float]:
+    """Seconds of each of ``n`` calls on a CPU, after five that do not count."""
+    seconds = []
+    for _ in range(n + 5):
+        start = time.perf_counter()
+        call(*args)
+        seconds.append(time.perf_counter() - start)
+    return seconds[5:]
+
+
+def mark(ax: Axes, call: float, before: str, after: str) -> None:
+    """Draw a line between two calls, and say what is on either side of it."""
+    ax.axvline(call, color="black", linewidth=0.8)
+    ax.annotate(f"{before} ", (call, 1), xycoords=("data", "axes fraction"), ha="right", va="bottom")
+    ax.annotate(f" {after}", (call, 1), xycoords=("data", "axes fraction"), va="bottom")
+
+
+def draw_over_first(curves: Mapping[str, Sequence[Any]], **labels: str) -> Axes:
+    """Draw curves over a broad first one, so that it shows where they are equal.
+
+    Args:
+      curves: As for ``report.loss_curves``.
+      labels: What ``Axes.set`` takes.
+    """
+    ax = report.loss_curves(curves)
+    ax.lines[0].set(linewidth=6, alpha=0.3)
+    ax.legend(frameon=False, loc="center left", bbox_to_anchor=(1, 0.5))
+    ax.set(title="", **labels)
+    return ax
+
+
 def draw_regions(classify: Callable[[Tensor], Tensor], data: Batch, title: str, ax: Axes) -> Axes:
     """Draw which class each place of the plane is given, with the data on top.
 
@@ -120,3 +167,25 @@ def draw_owners(owners: Mapping[str, Sequence[int]]) -> None:
             ax.text(0.72, -buffer, f"buffer {buffer}", va="center", bbox=box)
         ax.set(title=title, xlim=(0, 1), ylim=(-len(buffers) + 0.4, 0.6))
         ax.axis("off")
+
+
+def draw_last_batches(before: tuple[Tensor, Tensor], last: tuple[Tensor, Tensor]) -> None:
+    """Draw what lies in a static buffer after four points were copied into it, and after one was broadcast."""
+    _, axes = plt.subplots(1, 2, figsize=(8, 2.8), layout="constrained", sharey=True)
+    axes[0].plot(before[0][4:], before[1][4:], "x", color="tab:orange", label="28 of the batch before")
+    axes[0].plot(last[0][:4], last[1][:4], "o", color="tab:blue", label="4 new points")
+    axes[1].plot(last[0][:1], last[1][:1], "o", color="tab:blue", label="1 new point, 32 times")
+    for ax in axes:
+        ax.set(xlabel="x", ylabel="y", xlim=(-2.1, 2.1), ylim=(-1.4, 2.2))
+        ax.legend(frameon=False, fontsize="small", loc="upper left")
+
+
+def draw_losses(losses: Mapping[str, Mapping[str, float]]) -> None:
+    """Draw bars: for each title one picture, with the summed loss of each run."""
+    _, axes = plt.subplots(
+        1, len(losses), figsize=(4 * len(losses), 2.8), layout="constrained", squeeze=False
+    )
+    for ax, (title, values) in zip(axes.flat, losses.items(), strict=True):
+        ax.bar_label(ax.bar(list(values), list(values.values())), fmt="%.3g")
+        ax.set(title=title, ylabel="loss, summed over the batch")
+        ax.margins(y=0.15)
