@@ -33,9 +33,9 @@ def new_model() -> nn.Module:
         return nn.Sequential(nn.Linear(1, 32), nn.Tanh(), nn.Linear(32, 1))
 
 
-def flat(params: nn.Module) -> Tensor:
+def flat(model: nn.Module) -> Tensor:
     """All parameters of a module in one vector of its own, in the order of their sorted names."""
-    return torch.cat([value.detach().flatten() for _, value in sorted(params.named_parameters())])
+    return torch.cat([value.detach().flatten() for _, value in sorted(model.named_parameters())])
 
 
 class Usual:
