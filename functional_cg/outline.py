@@ -15,11 +15,14 @@ from .markup import Html, Segment, bar, colors, element, fold, is_number, strip,
 from .tree import KeyPath, Treedef, path_string
 
 __all__ = [
+    "TEXT_LINES",
     "Branch",
     "Entry",
     "arena_html",
+    "branches_html",
     "columns",
     "count",
+    "listed",
     "outline",
     "segments",
     "spec_text",

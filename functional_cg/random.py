@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from .errors import LayoutError
+from .masking import masked_scale
 from .ops import is_batched
 
 __all__ = [
@@ -536,8 +537,8 @@ def dropout(key: Tensor, x: Tensor, p: float, *, stream: int = 0) -> Tensor:
     dropped = round(p * 65536)
     if dropped == 0:
         return x
-    # Products, as in torch's own dropout: `masked_fill` takes four times as long on a CPU.
-    return x * keep_mask(key, p, x.shape, stream=stream) * (65536 / max(65536 - dropped, 1))
+    mask = keep_mask(key, p, x.shape, stream=stream)
+    return masked_scale(x, mask, 65536 / max(65536 - dropped, 1))
 
 
 def keep_mask(key: Tensor, p: float, shape: Sequence[int], *, stream: int = 0) -> Tensor:

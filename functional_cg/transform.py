@@ -10,7 +10,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Self, TypeVar, cast
+from typing import Any, Self, cast
 
 import torch
 from torch import Tensor
@@ -40,8 +40,6 @@ from .state import Handle, fill, place, placeable
 from .surroundings import inside_a_step, refuse_anomaly_mode, refuse_foreign_modes
 
 __all__ = ["Transform"]
-
-T = TypeVar("T")
 
 _log = logging.getLogger("functional_cg")
 _MAX_STATIC_COMBINATIONS = 8
@@ -100,7 +98,7 @@ class Transform:
         with self._lock:
             self._refuse_closed()
             call = self._take_apart(args, kwargs)
-            lowered = self._noting(self._lowered_for, call)
+            lowered: Lowered = self._noting(self._lowered_for, call)
         return lowered.at(functools.partial(self._captured_for, call, lowered))
 
     def explain(self) -> str:
@@ -183,7 +181,7 @@ class Transform:
             result = self._noting(self._prepared, args, kwargs)
         return result
 
-    def _noting(self, act: Callable[..., T], *args: Any) -> T:
+    def _noting(self, act: Callable[..., Any], *args: Any) -> Any:
         """Run a part of a call; the words of a refusal are kept for ``explain``, its traceback would keep tensors."""
         try:
             return act(*args)

@@ -32,6 +32,7 @@ ORDER = (
     "nodes",
     "tree",
     "_philox_triton",
+    "masking",
     "random",
     "arena",
     "outline",

@@ -388,6 +388,16 @@ def test_explain_lists_the_captures() -> None:
     assert repr(step).endswith(", closed>")
 
 
+def test_explain_lists_each_capture_under_its_layout() -> None:
+    step, state = fcg.graph_step(train, max_captures=2), a_state()
+    for size in (2, 4):
+        state, _ = step(state, {"x": torch.ones(size, 3)})
+    first, second = step.explain().split("train is a pure function")[1:]
+    for text, shape in ((first, "f32[2,3]"), (second, "f32[4,3]")):
+        assert shape in text
+        assert text.count("captured on an arena") == 1
+
+
 def test_explain_keeps_the_words_of_the_last_refusal() -> None:
     step, state = fcg.graph_step(train), a_state()
     state, _ = step(state, data(0))
@@ -438,9 +448,10 @@ def from_native(state: Any, x: Tensor) -> Any:
 
 
 def written_by_an_op(state: Any, x: Tensor) -> Any:
-    """The op is needed for its result, what it writes is not."""
-    out = torch.nn.functional.batch_norm(x, state["mean"].clone(), torch.ones(3), training=True)
-    return {**state, "w": state["w"] - out.sum()}, {}
+    """The op is needed for all of its results, what it writes is not."""
+    mean = state["mean"].clone()
+    out = torch.ops.aten.native_batch_norm(x, None, None, mean, torch.ones(3), True, 0.1, 1e-5)
+    return {**state, "w": state["w"] - sum(result.sum() for result in out)}, {}
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ each write to a buffer goes to a copy. Above it, attention and RNNs are kept on 
 from __future__ import annotations
 
 import hashlib
+import inspect
 import sys
 import threading
 from collections import Counter
@@ -37,6 +38,7 @@ __all__ = ["run"]
 # Which kernels are on is a setting of the process: two threads that switch would each restore the other's.
 _SWITCH = threading.RLock()
 _RNNS = frozenset({torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu})
+_ATTENTION = frozenset({F.scaled_dot_product_attention, F.multi_head_attention_forward})
 
 
 def run(
@@ -105,8 +107,8 @@ class Place:
 class OpenKernels(TorchFunctionMode):
     """Keeps attention and RNNs on kernels made of ATen calls where a fused one would hide what it does.
 
-    Fused attention and cuDNN's RNNs draw inside; oneDNN's LSTM keeps for the backward what it needs only if gradients
-    are on while it runs, which at a replay they may not be. While any function mode is on, ``MultiheadAttention`` and
+    Fused attention and cuDNN's RNNs draw inside; and cuDNN's and oneDNN's RNNs leave out, seen from below autograd,
+    what their backward needs. While any function mode is on, ``MultiheadAttention`` and
     the transformer layers take one and the same path, traced or not, in training and in evaluation.
     """
 
@@ -114,46 +116,40 @@ class OpenKernels(TorchFunctionMode):
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if func is F.scaled_dot_product_attention and _attention_dropout(*args, **kwargs) > 0:
+        if func in _ATTENTION and _drops_out(func, args, kwargs):
             with _SWITCH, sdpa_kernel(SDPBackend.MATH):
                 return func(*args, **kwargs)
         if func in _RNNS:
             with (
                 _SWITCH,
                 _without(torch.backends.mkldnn),
-                _without(torch.backends.cudnn, when=_rnn_draws(args)),
+                _without(torch.backends.cudnn),
             ):
                 return func(*args, **kwargs)
         return func(*args, **kwargs)
 
 
 @contextmanager
-def _without(backend: Any, *, when: bool = True) -> Iterator[None]:
+def _without(backend: Any) -> Iterator[None]:
     # `backend.flags(enabled=False)` would set the precision of matrix products too.
     enabled = backend.enabled
-    backend.enabled = enabled and not when
+    backend.enabled = False
     try:
         yield
     finally:
         backend.enabled = enabled
 
 
-def _attention_dropout(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0,
-    *args: Any,
-    **kwargs: Any,
-) -> float:
-    return dropout_p
+def _attention(
+    query: Any, key: Any, value: Any, attn_mask: Any = None, dropout_p: float = 0.0, *more: Any, **named: Any
+) -> None:
+    """The first parameters of ``scaled_dot_product_attention``, which has no signature of its own."""
 
 
-def _rnn_draws(args: Sequence[Any]) -> bool:
-    # Both signatures have (..., num_layers, dropout, train, ...), and no other float.
-    place = next((i for i, arg in enumerate(args) if isinstance(arg, float)), None)
-    return place is not None and args[place] > 0 and bool(args[place + 1])
+def _drops_out(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    signature = inspect.signature(_attention if func is F.scaled_dot_product_attention else func)
+    given = signature.bind(*args, **kwargs).arguments
+    return given.get("dropout_p", 0.0) > 0 and bool(given.get("training", True))
 
 
 class Effects(TorchDispatchMode):

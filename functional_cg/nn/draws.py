@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from .. import random
+from ..masking import masked_scale
 from ..ops import named_arguments
 
 __all__ = ["draw", "is_drawn"]
@@ -65,9 +66,15 @@ def _normal(key: Tensor, stream: int, a: Arguments) -> Tensor:
     return values
 
 
+def _coins(key: Tensor, stream: int, p: Tensor | float, shape: Sequence[int]) -> Tensor:
+    """True with probability p: by 16 bits, as dropout wants them, where those are fine enough."""
+    if isinstance(p, float) and 0.01 <= p <= 0.99:
+        return random.keep_mask(key, 1 - p, shape, stream=stream)
+    return random.bernoulli(key, p, shape, stream=stream)
+
+
 def _bernoulli(key: Tensor, stream: int, a: Arguments) -> Tensor:
-    p = a.get("p", a["self"])
-    return random.bernoulli(key, p, a["self"].shape, stream=stream).to(a["self"].dtype)
+    return _coins(key, stream, a.get("p", a["self"]), a["self"].shape).to(a["self"].dtype)
 
 
 def _exponential(key: Tensor, stream: int, a: Arguments) -> Tensor:
@@ -100,9 +107,9 @@ def _multinomial(key: Tensor, stream: int, a: Arguments) -> Tensor:
 
 def _dropout(key: Tensor, stream: int, a: Arguments) -> tuple[Tensor, Tensor]:
     x, p = a["input"], a["p"]
-    mask = random.keep_mask(key, p, x.shape, stream=stream)
-    # The backward scales by this very number; to 2**-16, it is the inverse of what the mask keeps.
-    return x * mask * (0.0 if p == 1 else 1 / (1 - p)), mask
+    mask = _coins(key, stream, 1 - p, x.shape)
+    # The backward scales by this very number.
+    return masked_scale(x, mask, 0.0 if p == 1 else 1 / (1 - p)), mask
 
 
 _VALUES: Mapping[str, Callable[[Tensor, int, Arguments], Any]] = MappingProxyType(

@@ -26,8 +26,8 @@ def from_module(module: nn.Module) -> tuple[Apply, dict[str, Tensor], dict[str, 
     Every random op inside of the module, in ``nn.Dropout``, attention and RNNs or written out, draws from the ``key``
     of the call: a different one for each submodule and each draw in it, so that adding a layer leaves the masks of the
     others as they are. Attention that drops out runs on the math backend, which keeps its matrix of weights in memory;
-    RNNs that drop out run without cuDNN, and on a CPU always one time step after the other. Writes to buffers, such as
-    BatchNorm's running statistics, are returned and not done. The module itself is copied and never read again.
+    RNNs run one time step after the other, without cuDNN and oneDNN. Writes to buffers, such as BatchNorm's running
+    statistics, are returned and not done. The module itself is copied and never read again.
 
     Parameters that do not require gradients are among the buffers: they are not trained. Where ``module`` is in
     training mode but a submodule is in evaluation mode, that submodule stays so.

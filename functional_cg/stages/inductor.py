@@ -28,6 +28,8 @@ from .rewrite import padding, range_tensor
 
 __all__ = ["CompiledPlan", "Entrance", "build_graph", "lower_compiled"]
 
+_BULK = 2**16  # words; a launch costs as much as to compute about so many of them one by one
+
 # One graph for all: inductor's own CUDA graphs off, whatever the user's global configuration says.
 _INDUCTOR_OPTIONS: Mapping[str, Any] = MappingProxyType(
     {"triton.cudagraphs": False, "triton.cudagraph_trees": False}
@@ -249,9 +251,18 @@ def _item(value: Sequence[Any], index: int) -> Any:
 def _target(instr: Instr) -> Callable[..., Any]:
     """The call's target; ops of our own and fused optimizers are traced as formulas, which the compiler can fuse."""
     name = instr.op._schema.name
-    if name == "fcg::random_bits":
+    if name == "fcg::random_bits" and not _draws_in_bulk(instr):
         return decompose_random_bits
     return FORMULAS.get(name, instr.op)
+
+
+def _draws_in_bulk(instr: Instr) -> bool:
+    """Whether a kernel of its own draws faster than the kernels that it could be fused into.
+
+    It makes four words of one block, where a fused formula computes the whole block for each of them.
+    """
+    words = instr.out.spec
+    return bool(words.device.type == "cuda" and words.numel >= _BULK)
 
 
 @contextmanager

@@ -14,6 +14,7 @@ from tests.nn_models import DRAWING, GPT, PLAIN, mean_square, state_of, tokens, 
 
 pytestmark = [
     pytest.mark.cuda,
+    pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores"),
     # cuDNN's RNNs say so for weights of a functional call, which lie where the state has them.
     pytest.mark.filterwarnings("ignore:RNN module weights are not part of single contiguous chunk"),
 ]
@@ -47,8 +48,7 @@ def test_compiled_replay_of_a_gpt_is_close_to_eager() -> None:
     assert_replay_equals_eager(step, state, batches, rtol=1e-3, atol=1e-4)
 
 
-# Elementwise dropout is one op on CUDA, with 16 bits a decision, and a `bernoulli_` of 32 bits on a CPU.
-@pytest.mark.parametrize("case", ["conv and dropout2d"])
+@pytest.mark.parametrize("case", DRAWING)
 def test_draws_are_those_of_the_cpu(case: str) -> None:
     make, batch = DRAWING[case]
     module, x = make(), batch()

@@ -58,7 +58,7 @@ MUTANTS = (
     Mutant(
         "N1",
         "returns static outputs: metrics are not copied out of the pool",
-        (("return build(static if fresh else copy_out(static))", "return build(static)"),),
+        (("return finish(static if fresh else copy_out(static))", "return build(static)"),),
         (
             f"{OWNERSHIP}test_what_was_returned_never_changes[simulator]",
             f"{OWNERSHIP}test_gradients_returned_are_owned_and_sum_in_order[simulator]",
