@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 
 from .lowered import Captured, Lowered
 from .markup import Html, card, fold, line, table
+from .outline import count
 from .stages.replay import Stats
 
 __all__ = ["explain", "explain_html", "warnings_of"]
@@ -25,8 +26,8 @@ def explain(name: str, stats: Stats, plans: Plans, refusal: str) -> str:
       refusal: Words of the last error; empty if there was none.
     """
     head = (
-        f"{name}: {stats.traces} traces, {stats.captures} captures, {stats.replays} replays, "
-        f"{stats.eager_calls} eager calls"
+        f"{name}: {count(stats.traces, 'trace')}, {count(stats.captures, 'capture')}, "
+        f"{count(stats.replays, 'replay')}, {count(stats.eager_calls, 'eager call')}"
     )
     lines = [head]
     for lowered, captures in plans:

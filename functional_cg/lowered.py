@@ -172,7 +172,8 @@ class Lowered:
             named = " and ".join(f"`{state.name}`" for state in self.states) or "no argument"
             fix = f"pass a state as {named}, as in the first call, and nowhere else: check the order of the arguments."
         else:
-            fix = f"make a step for each layout of the state, `{transform}(fn)`; or pay for one more graph, {more}."
+            another = f"`{transform}({self.name if self.name.isidentifier() else 'step'}.__wrapped__)`"
+            fix = f"make a step for each layout of the state, {another}; or pay for one more graph, {more}."
         return LayoutError.of(
             self.name,
             f"called with another layout than it was captured for (max_captures={max_captures}); "

@@ -66,14 +66,22 @@ def raised_frame(error: BaseException) -> FrameType | None:
 
 @dataclass(frozen=True, slots=True)
 class Location:
-    """A line of the user's code; prints as ``train.py:33``."""
+    """A line of the user's code; prints as ``train.py:33``, or as ``In[3]:2`` in a notebook."""
 
     filename: str
     line: int
     function: str
 
     def __str__(self) -> str:
-        return f"{os.path.basename(self.filename)}:{self.line}"
+        return f"{_cell(self.filename) or os.path.basename(self.filename)}:{self.line}"
+
+
+def _cell(filename: str) -> str | None:
+    """The name of the notebook cell that a file stands for, where IPython runs."""
+    ipython = sys.modules.get("IPython")
+    shell = ipython.get_ipython() if ipython is not None else None
+    named = shell.compile.format_code_name(filename) if shell is not None else None
+    return named[1] if named else None
 
 
 class Locator:

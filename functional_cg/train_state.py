@@ -97,8 +97,8 @@ class TrainState(_StateClass, Generic[Params]):
         if isinstance(params, torch.nn.Module):
             raise TypeError(
                 "TrainState.create: params must be a pytree of tensors, got a module: "
-                "pass `dict(module.named_parameters())`, and in the step call "
-                "`torch.func.functional_call(module, params, (x,))`"
+                "`apply, params, buffers = fcg.from_module(module)`, and in the step "
+                "`out, new_buffers = apply(params, buffers, x)`"
             )
         if key is not None and not isinstance(key, Tensor):
             raise TypeError(f"TrainState.create: key must be made with `fcg.random.key(seed)`, got {key!r}")

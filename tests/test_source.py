@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 import einops
@@ -624,3 +625,16 @@ def test_raised_frame_is_the_innermost_of_the_user():
         fails()
     assert raised_frame(caught.value).f_code.co_name == "fails"
     assert raised_frame(ValueError()) is None
+
+
+def test_a_line_in_a_notebook_names_its_cell(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Compiler:
+        def format_code_name(self, name: str) -> tuple[str, str] | None:
+            return ("Cell", "In[3]") if name == "/tmp/ipykernel_1/5.py" else None
+
+    shell = SimpleNamespace(compile=Compiler())
+    monkeypatch.setitem(sys.modules, "IPython", SimpleNamespace(get_ipython=lambda: shell))
+    assert str(Location("/tmp/ipykernel_1/5.py", 2, "f")) == "In[3]:2"
+    assert str(Location("/home/train.py", 2, "f")) == "train.py:2"
+    monkeypatch.setitem(sys.modules, "IPython", SimpleNamespace(get_ipython=lambda: None))
+    assert str(Location("/tmp/ipykernel_1/5.py", 2, "f")) == "5.py:2"

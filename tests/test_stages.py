@@ -57,7 +57,7 @@ def test_explain_and_stats():
         state, _ = step(state, data(n))
     step.eager(state, data(0))
     text = step.explain()
-    assert text.startswith("<lambda>: 1 traces, 1 captures, 3 replays, 1 eager calls\n")
+    assert text.startswith("<lambda>: 1 trace, 1 capture, 3 replays, 1 eager call\n")
     for part in (
         "state leaves: 2, of which returned unchanged: s['n']",
         "constants owned by the step: constants[0] f32[3]@cpu",

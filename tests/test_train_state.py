@@ -107,7 +107,7 @@ def test_unknown_and_missing_fields_are_type_errors() -> None:
 
 def test_create_says_what_it_wants_in_place_of_torch_objects() -> None:
     module = torch.nn.Linear(2, 2)
-    with pytest.raises(TypeError, match=r"got a module: pass `dict\(module.named_parameters\(\)\)`"):
+    with pytest.raises(TypeError, match=r"got a module: `apply, params, buffers = fcg.from_module"):
         fcg.TrainState.create(params=module, optimizer=ADAM)
     for wrong, got in ((torch.optim.SGD(module.parameters(), lr=0.1), "SGD"), (optim.sgd, "sgd")):
         optimizer: Any = wrong

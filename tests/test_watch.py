@@ -777,7 +777,7 @@ def test_ambient_autocast_is_refused():
         # Made under autocast, the watch still says that off is what was traced.
         assert not watch(lambda x: x).unchanged()
     assert str(caught.value) == (
-        "`train_step`: is called under autocast; `state` is unchanged.\n"
+        "`train_step`: is called under autocast; the state is unchanged.\n"
         "  torch.autocast('cpu')  expected off   got torch.bfloat16\n"
         "A step runs as it was traced, with autocast off: what surrounds the call is not a part of it.\n"
         "To fix: put `with torch.autocast('cpu', dtype=...):` inside of `train_step`.\n"
@@ -820,7 +820,7 @@ def test_message(cfg):
         seen.check("train_step")
     assert str(caught.value) == (
         "`train_step`: reads a Python value that the graph has baked in, and that has changed since; "
-        "`state` is unchanged.\n"
+        "the state is unchanged.\n"
         "  CFG.lr  traced 0.1   now 0.2\n"
         "Replay repeats kernels, not Python: it would go on with the old value.\n"
         "To fix: pass `CFG.lr` in the batch (a Python number in the inputs is live) or keep it in the state; if it "

@@ -69,7 +69,7 @@ def refuse_ambient_autocast(function_name: str) -> None:
     on = [device for device in ("cuda", "cpu") if torch.is_autocast_enabled(device)]
     raise BakedValueError.of(
         function_name,
-        "is called under autocast; `state` is unchanged.",
+        "is called under autocast; the state is unchanged.",
         rows=[
             f"torch.autocast({device!r})  expected off   got {torch.get_autocast_dtype(device)}"
             for device in on
@@ -149,7 +149,7 @@ class HostWatch:
         if changed:
             raise BakedValueError.of(
                 function_name,
-                "reads a Python value that the graph has baked in, and that has changed since; `state` is unchanged.",
+                "reads a Python value that the graph has baked in, and that has changed since; the state is unchanged.",
                 rows=[f"{name}  traced {old!r}   now {new!r}" for name, old, new in changed],
                 why="Replay repeats kernels, not Python: it would go on with the old value.",
                 fix=_fix(changed[0][0]),
