@@ -141,6 +141,7 @@ class CUDABackend:
             warm_up, stream = self._streams
             caller = torch.cuda.current_stream(self._device)
             warm_up.wait_stream(caller)
+            torch.cuda.empty_cache()  # what building the state left in it would stand beside the warm-up's memory
             with torch.cuda.stream(warm_up):
                 run = plan.bind(buffers)  # compiles, where there is a compiler: for slots that do not overlap
                 warm = plan.bind(scratch())
