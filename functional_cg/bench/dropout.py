@@ -1,8 +1,8 @@
 """Time keyed dropout beside torch's own: ``python -m functional_cg.bench.dropout --device cuda``.
 
 Forward and backward of one dropout, at sizes where the device's time counts and not the host's. ``aten`` calls both op
-by op, as an eager run does; ``inductor`` compiles both into one kernel with the sums of their results, as a model's
-neighbouring ops would be: ours as a captured function, torch's by ``torch.compile``.
+by op, as an eager run does. ``inductor`` is a training step that has nothing but the dropout: ours captured as a whole,
+torch's as a compiled forward and backward and an update in place.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from .measure import environment
 __all__ = ["main"]
 
 _ROUNDS, _TARGET_S = 15, 0.05
+_RATE = 1e-6
 _SHAPES = MappingProxyType({"cuda": ((16, 1024, 3072), (16, 12, 1024, 1024)), "cpu": ((16, 256, 256),)})
 
 
@@ -34,38 +35,54 @@ def _results(y: Tensor, x: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
     return y.detach(), grad
 
 
-def _torchs(x: Tensor, up: Tensor, p: float) -> tuple[Tensor, Tensor]:
+def _of_torch(x: Tensor, up: Tensor, p: float) -> tuple[Tensor, Tensor]:
     x = x.detach().requires_grad_()
     return _results(F.dropout(x, p), x, up)
 
 
 def _keyed(key: Tensor, x: Tensor, up: Tensor, p: float) -> tuple[Tensor, Tensor]:
-    with torch.enable_grad():
-        x = x.detach().requires_grad_()
-        return _results(fcg.random.dropout(key, x, p), x, up)
-
-
-def _sums(results: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    return tuple(result.float().sum() for result in results)
+    x = x.detach().requires_grad_()
+    return _results(fcg.random.dropout(key, x, p), x, up)
 
 
 def _pair(lowering: str, x: Tensor, up: Tensor, p: float) -> tuple[Callable[[], Any], Callable[[], Any]]:
     """Ours and torch's, ready to be called."""
     key = fcg.random.key(0).to(x.device)
     if lowering == "aten":
-        return lambda: _keyed(key, x, up, p), lambda: _torchs(x, up, p)
-    state = fcg.place({"key": key, "x": x, "up": up})
+        return lambda: _keyed(key, x, up, p), lambda: _of_torch(x, up, p)
+    return _captured(key, x, up, p), _compiled(x, up, p)
 
-    @fcg.graph_fn(lowering="inductor")
-    def keyed(state: Any) -> Any:
-        return _sums(_keyed(state["key"], state["x"], state["up"], p))
 
-    def forward_and_backward(x: Tensor, up: Tensor) -> tuple[Tensor, ...]:
-        y = F.dropout(x, p)
-        return _sums((y, up * (y != 0) / (1 - p)))
+def _captured(key: Tensor, x: Tensor, up: Tensor, p: float) -> Callable[[], Any]:
+    def train_step(state: Any) -> Any:
+        drawn = fcg.random.fold_in(state["key"], state["step"])
 
-    compiled = torch.compile(forward_and_backward)
-    return lambda: keyed(state), lambda: compiled(x, up)
+        def loss_fn(x: Tensor) -> Tensor:
+            total: Tensor = (fcg.random.dropout(drawn, x, p) * state["up"]).float().sum()
+            return total
+
+        loss, grad = fcg.value_and_grad(loss_fn)(state["x"])
+        return {**state, "x": state["x"] - _RATE * grad, "step": state["step"] + 1}, loss
+
+    step = fcg.graph_step(train_step, lowering="inductor")
+    states: list[Any] = [fcg.place({"key": key, "x": x, "up": up, "step": torch.zeros_like(key[0])})]
+
+    def call() -> None:
+        states[0], _ = step(states[0])
+
+    return call
+
+
+def _compiled(x: Tensor, up: Tensor, p: float) -> Callable[[], Any]:
+    leaf = x.detach().clone().requires_grad_()
+    loss_of = torch.compile(lambda x, up: (F.dropout(x, p) * up).float().sum())
+
+    def call() -> None:
+        (grad,) = torch.autograd.grad(loss_of(leaf, up), leaf)
+        with torch.no_grad():
+            leaf.sub_(grad, alpha=_RATE)
+
+    return call
 
 
 def _block(call: Callable[[], Any], times: int, device: torch.device) -> float:

@@ -84,11 +84,14 @@ class CompiledPlan:
                 return compiled
             from torch._inductor import standalone_compile
 
+            options = dict(_INDUCTOR_OPTIONS)
+            if torch.are_deterministic_algorithms_enabled():
+                options["deterministic"] = True  # no variant of a reduction is chosen by timing it
             return standalone_compile(
                 self._graph,
                 list[Any](arguments),
                 dynamic_shapes="from_example_inputs",
-                options={"config_patches": dict(_INDUCTOR_OPTIONS)},
+                options={"config_patches": options},
             )
 
 

@@ -419,6 +419,7 @@ def test_the_fix_for_a_state_of_another_layout():
     step = fcg.graph_step(lambda s, b: (s, {}))
     step({"w": torch.ones(2)}, 1.0)
     with pytest.raises(
-        LayoutError, match=r"To fix: make a step for each layout of the state, `graph_step\(step.__wrapped__\)`"
+        LayoutError,
+        match=r"To fix: make a step for each layout of the state, `graph_step\(step.__wrapped__\)`",
     ):
         step({"w": torch.ones(3)}, 1.0)
