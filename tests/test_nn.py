@@ -82,9 +82,10 @@ def test_replay_of_a_gpt_equals_eager(dropout: float, flash: bool) -> None:
     assert_replay_equals_eager(step, state, [tokens() for _ in range(16)])
 
 
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)])
 @pytest.mark.parametrize("dropout", [0.0, 0.1])
 def test_replay_of_a_gpt2_of_transformers_equals_eager(
-    dropout: float, monkeypatch: pytest.MonkeyPatch
+    dropout: float, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     transformers = pytest.importorskip("transformers")
@@ -100,7 +101,7 @@ def test_replay_of_a_gpt2_of_transformers_equals_eager(
         embd_pdrop=dropout,
         attn_pdrop=dropout,
     )
-    model = transformers.GPT2LMHeadModel(config)
+    model = transformers.GPT2LMHeadModel(config).to(device)
     apply, state = state_of(model, fcg.optim.adamw(1e-2, weight_decay=0.1))
     step = train_step(
         apply,
@@ -108,7 +109,7 @@ def test_replay_of_a_gpt2_of_transformers_equals_eager(
         lambda batch: {"input_ids": batch["idx"], "labels": batch["idx"]},
         lowering="aten",
     )
-    assert_replay_equals_eager(step, state, [tokens() for _ in range(16)])
+    assert_replay_equals_eager(step, state, [tokens() for _ in range(16)])  # from the host
     assert set(state.params) == {name for name, _ in model.named_parameters()}
 
 
