@@ -111,9 +111,9 @@ def train(updates: int, device: str = "cpu") -> list[int]:
         state, _ = learn(state, play(state, carts), carts.now, 0.01 * (1 - update / updates))
         if update % SYNC_EVERY == 0:
             state = state.replace(target=state.params["critic"])  # copied into the slots of the target
+    print(f"mean return {np.mean(carts.returns[:50]):.0f} at first, {np.mean(carts.returns[-50:]):.0f} last")
     return carts.returns
 
 
 if __name__ == "__main__":
-    episodes = train(updates=200)
-    print(f"mean return {np.mean(episodes[:50]):.0f} at first, {np.mean(episodes[-50:]):.0f} in the end")
+    train(updates=200)

@@ -113,5 +113,5 @@ def distance(images: Tensor) -> float:
 if __name__ == "__main__":
     losses, samples = train(steps=200)
     print(f"loss {losses[0]:.2f} at first, {losses[-10:].mean():.2f} in the end")
-    noise = torch.randn_like(samples)
-    print(f"to the nearest disc: {distance(noise):.2f} from noise, {distance(samples):.2f} from samples")
+    print(f"to the nearest disc: {distance(torch.randn(64, 1, 16, 16)):.2f} from noise,", end=" ")
+    print(f"{distance(samples):.2f} from samples")

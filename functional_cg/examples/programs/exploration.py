@@ -23,7 +23,8 @@ def spirals(seed: int, count: int = 256) -> Iterator[Batch]:
     """Batches without end: points, f32[count, 2], and on which of two arms each one lies, f32[count]."""
     generator = torch.Generator().manual_seed(seed)
     while True:
-        radius, arm = 0.1 + 0.9 * torch.rand(count, generator=generator), torch.randint(2, (count,), generator=generator)
+        radius = 0.1 + 0.9 * torch.rand(count, generator=generator)
+        arm = torch.randint(2, (count,), generator=generator)
         angle = 9 * radius + torch.pi * arm
         x = torch.stack([radius * angle.cos(), radius * angle.sin()], dim=1)
         yield {"x": x + 0.05 * torch.randn(count, 2, generator=generator), "y": arm.float()}
@@ -53,7 +54,9 @@ def loss_fn(params: Params, batch: Batch) -> Tensor:
     return F.binary_cross_entropy_with_logits(logits, batch["y"])
 
 
-evaluate = fcg.graph_fn(loss_fn)
+@fcg.graph_fn
+def evaluate(params: Params, batch: Batch) -> Tensor:
+    return loss_fn(params, batch)
 
 
 @fcg.graph_step(static_argnames=("verbose",), max_captures=2)  # one more for the second optimizer
@@ -104,9 +107,8 @@ def explore(device: str = "cpu") -> list[float]:
         state = state.latest()
         report(f"{error}", state)
 
-    state = fcg.TrainState.create(
-        params=fcg.snapshot(state).params, optimizer=fcg.optim.sgd(0.1, momentum=0.9)
-    )
+    sgd = fcg.optim.sgd(0.1, momentum=0.9)
+    state = fcg.TrainState.create(params=fcg.snapshot(state).params, optimizer=sgd)
     state = run(state, take(100, batches))
     report("SGD from there", state)
     return losses
