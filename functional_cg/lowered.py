@@ -157,6 +157,11 @@ class Lowered:
             slots = have.arena.plan.slots[have.start : have.stop]
             rows += [
                 f"{path_string(path, want.name)}  expected {spec}   got {slot.spec}"
+                + (
+                    ""
+                    if str(spec) != str(slot.spec)
+                    else f", with strides {spec.stride} and {slot.spec.stride}"
+                )
                 for path, spec, slot in zip(want.treedef.paths(), want.specs, slots, strict=True)
                 if spec != slot.spec
             ]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -63,6 +63,10 @@ class Call:
     layout: InputLayout
     live: list[Tensor]
     device: torch.device
+
+    def laid_out(self, layout: InputLayout) -> Call:
+        """The same call, with its inputs in the strides of another layout that they fit."""
+        return replace(self, layout=layout)
 
     @property
     def arenas(self) -> tuple[tuple[int, int, int], ...]:

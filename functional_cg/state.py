@@ -162,9 +162,10 @@ class Handle(TreeView):
     def _field(self, name: str) -> Part:
         part = self._part.children.get(name)
         if part is None:
+            has = ", ".join(f"`{n}`" for n in self._part.children) or "none"
             raise TypeError(
-                f"replace: `{self._part.path}` has no field `{name}` that holds leaves; it has "
-                + (", ".join(f"`{n}`" for n in self._part.children) or "none")
+                f"replace: `{self._part.path}` has no field `{name}` that holds leaves; it has {has}. "
+                "What is no tensor is fixed for a state: create a new one from `fcg.snapshot(state).params`."
             )
         return part
 

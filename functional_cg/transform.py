@@ -13,7 +13,6 @@ from contextlib import contextmanager
 from typing import Any, Self, cast
 
 import torch
-from torch import Tensor
 
 from . import tree as pytree
 from .constants import Constants
@@ -25,7 +24,7 @@ from .lowered import Captured, Lowered
 from .matcher import layout_matcher
 from .options import BackendChoice, Debug, Lowering, refuse_options
 from .signature import Call, Signature
-from .stages.capture import Backend, backend_for
+from .stages.capture import Backend, backend_for, scratch
 from .stages.inductor import lower_compiled
 from .stages.inspect import certify
 from .stages.lower import Buffers, ExecutionPlan, lower_aten
@@ -198,7 +197,7 @@ class Transform:
         replay = functools.partial(self._replay, call, lowered)
         if self._to_verify:
             self._to_verify -= 1
-            return self._shadow.verify(call, replay)
+            return self._shadow.verify(call.laid_out(lowered.layout), replay)
         return replay()
 
     def _replay(self, call: Call, lowered: Lowered) -> Any:
@@ -219,7 +218,11 @@ class Transform:
 
     def _eager(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self._refuse_closed()
-        result = run_eager(self._fn, self._take_apart(args, kwargs), self._name, donates=self._donates)
+        call = self._take_apart(args, kwargs)
+        # Inputs take the strides that they have in a replay: the order of a sum depends on them.
+        known = next((one for one in self._lowered.get(call.static_key, ()) if one.fits(call)), call)
+        call = call.laid_out(known.layout)
+        result = run_eager(self._fn, call, self._name, donates=self._donates)
         self.stats.eager_calls += 1
         return result
 
@@ -318,7 +321,7 @@ class Transform:
         program = lowered.program
         if self._backend is None:
             self._backend = backend_for(call.device)
-        staging = Staging(call.layout.specs, call.device)
+        staging = Staging(lowered.layout.specs, call.device)
         staging.copy_in(call.live)
         slots = [slot for s in call.states for slot in s.arena.slots[s.start : s.stop]]
         constants = [c.value.to(c.var.spec.device, copy=True) for c in program.constants]
@@ -327,7 +330,7 @@ class Transform:
         replay = self._backend.capture(
             lowered.plan,
             Buffers(slots, staging.slots, constants),
-            lambda: Buffers(_scratch(slots), staging.slots, constants),
+            lambda: Buffers(scratch(slots), staging.slots, constants),
         )
         replay = Poisoned(replay, staging.slots) if "poison" in str(self._options["debug"]) else replay
         fast = replayer(
@@ -372,23 +375,6 @@ def _reap(this: weakref.ref[Transform]) -> None:
             if step._fast is captured.call:
                 step._fast = None
             captured.close()
-
-
-def _scratch(slots: Sequence[Tensor]) -> list[Tensor]:
-    """Buffers for warm-up: floating leaves share one (their values do not matter), the others are copied."""
-    largest: dict[torch.dtype, int] = {}
-    for slot in slots:
-        if slot.is_floating_point():
-            largest[slot.dtype] = max(largest.get(slot.dtype, 0), slot.numel())
-    shared = {
-        dtype: torch.zeros(numel, dtype=dtype, device=slots[0].device) for dtype, numel in largest.items()
-    }
-    return [
-        torch.as_strided(shared[slot.dtype], slot.shape, slot.stride())
-        if slot.dtype in shared
-        else slot.clone()
-        for slot in slots
-    ]
 
 
 @contextmanager

@@ -610,3 +610,37 @@ def test_results_under_inference_mode_are_ordinary_tensors() -> None:
     (metrics["w"] * weight).sum().backward()
     assert weight.grad is not None
     assert weight.grad.tolist() == [2.0, 2.0]
+
+
+# --- strides of a replay -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("debug", [None, "verify"])
+def test_inputs_have_the_strides_of_the_first_call_in_every_run(debug: Any) -> None:
+    @fcg.graph_step(lowering="aten", debug=debug)
+    def step(state: Any, x: Tensor) -> Any:
+        return {"n": state["n"] + 1}, {"first": x.view(-1)[:3], "mean": x.mean(0).sum()}
+
+    rows = torch.randn(64, 48, generator=torch.Generator().manual_seed(0))
+    columns = rows.t().contiguous().t()
+    state, other = (fcg.place({"n": torch.tensor(0)}) for _ in range(2))
+    state, want = step(state, rows)
+    for x in (rows, columns):  # on the arena of the trace, on another one, and eagerly
+        state, again = step(state, x)
+        other, there = step(other, x)
+        other, eager = step.eager(other, x)
+        for got in (again, there, eager):
+            assert torch.equal(got["first"], want["first"])
+            assert torch.equal(got["mean"], want["mean"])
+    assert step.stats.traces == 1
+
+
+def test_products_of_two_dtypes_are_refused_at_their_line() -> None:
+    act = fcg.graph_fn(lambda state, obs: obs @ state["w"])
+    state = fcg.place({"w": torch.ones(4, 2)})
+    with pytest.raises(
+        fcg.CaptureError, match=r"test_inputs.py:\d+: expected tensors of one dtype, got f64\[3,4\]"
+    ):
+        act(state, np.zeros((3, 4)))
+    assert act(state, np.zeros((3, 4), np.float32)).shape == (3, 2)
+    assert act.stats.captures == 1

@@ -17,7 +17,7 @@ from ..state import uninterrupted
 from ..streams import current_device
 from .lower import Before, Buffers, ExecutionPlan, quiet
 
-__all__ = ["Backend", "CPUBackend", "CUDABackend", "Replay", "backend_for"]
+__all__ = ["Backend", "CPUBackend", "CUDABackend", "Replay", "backend_for", "scratch"]
 
 _WARM_UPS = 2
 _CROSSES_THE_BORDER = ("unjoined work", "uncaptured work")  # what the driver says of streams and events
@@ -188,6 +188,23 @@ def _failure(error: Exception) -> FunctionalCGError:
         why="An operation of the step cannot be part of a CUDA graph; the state is unchanged.",
         fix="see the original exception above; `step.lower(...).as_text()` lists the operations.",
     )
+
+
+def scratch(slots: Sequence[Tensor]) -> list[Tensor]:
+    """Buffers for warm-up: floating leaves share one (their values do not matter), the others are copied."""
+    largest: dict[torch.dtype, int] = {}
+    for slot in slots:
+        if slot.is_floating_point():
+            largest[slot.dtype] = max(largest.get(slot.dtype, 0), slot.numel())
+    shared = {
+        dtype: torch.zeros(numel, dtype=dtype, device=slots[0].device) for dtype, numel in largest.items()
+    }
+    return [
+        torch.as_strided(shared[slot.dtype], slot.shape, slot.stride())
+        if slot.dtype in shared
+        else slot.clone()
+        for slot in slots
+    ]
 
 
 def _abandon(graph: torch.cuda.CUDAGraph, pool: Any, device: torch.device) -> None:

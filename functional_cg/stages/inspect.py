@@ -22,10 +22,16 @@ from ..source import Location, sync_spelling, user_frame
 from ..tree import Treedef, path_string, structure_diff
 from .program import Instr, Program, Var, live
 
-__all__ = ["Inspection", "Rules", "certify", "refuse_new_state"]
+__all__ = ["Inspection", "Rules", "certify", "refuse_mixed_dtypes", "refuse_new_state"]
 
 _READ_FIX = "pass it as an input or in the state; or declare it, `constants=(tensor,)`."
 _WRITE_FIX = "return the new value in `metrics` or in the new state, and write it in the loop."
+
+
+_PRODUCTS = frozenset(
+    {"aten::mm", "aten::bmm", "aten::addmm", "aten::baddbmm", "aten::addbmm", "aten::mv", "aten::addmv"}
+    | {"aten::dot", "aten::convolution"}
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,6 +211,17 @@ def _at() -> str:
     if frame is None:
         return ""
     return f", at {Location(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name)}"
+
+
+def refuse_mixed_dtypes(func: Any, tensors: Sequence[Tensor]) -> None:
+    """Raise, as the kernel would, for a product of tensors of different dtypes: a fake one takes them.
+
+    Raises:
+      RuntimeError: Naming the dtypes.
+    """
+    if func._schema.name in _PRODUCTS and len({tensor.dtype for tensor in tensors}) > 1:
+        found = ", ".join(str(BufferSpec.of(tensor)) for tensor in tensors)
+        raise RuntimeError(f"expected tensors of one dtype, got {found}; numpy makes float64")
 
 
 def refuse_new_state(

@@ -42,7 +42,7 @@ from ..source import Location, Locator, is_user_file, raised_frame, sync_spellin
 from ..surroundings import canonical
 from ..tree import KeyPath, Treedef, path_string
 from .host import HostGuard, HostRandomness, HostState
-from .inspect import Rules, refuse_new_state
+from .inspect import Rules, refuse_mixed_dtypes, refuse_new_state
 from .program import Constant, Instr, Program, Var
 from .watch import watch
 
@@ -175,8 +175,10 @@ class _Recorder(TorchDispatchMode):
         if self.declared:
             args, kwargs = self._with_constants(args), self._with_constants(kwargs)
         written = self.rules.check(func, args, kwargs, storage_key)
-        for tensor in tensors_in([*args, *kwargs.values()]):
+        tensors = list(tensors_in([*args, *kwargs.values()]))
+        for tensor in tensors:
             self._refuse_unknown(func, tensor, written)
+        refuse_mixed_dtypes(func, tensors)
         out = func(*args, **kwargs)
         folded = self._folded(func, args, out)
         if folded is None:
