@@ -37,8 +37,21 @@ def _ravel_fake(leaves: Sequence[Tensor], offsets: Sequence[int], length: int) -
     return leaves[0].new_empty(length)
 
 
+def _keep_layout(ctx: Any, inputs: Any, output: Tensor) -> None:
+    leaves, ctx.offsets, _ = inputs
+    ctx.layouts = [(leaf.shape, leaf.stride()) for leaf in leaves]
+
+
+def _ravel_backward(ctx: Any, grad: Tensor) -> tuple[list[Tensor], None, None]:
+    grad = grad.contiguous()
+    start, places = int(grad.storage_offset()), zip(ctx.layouts, ctx.offsets, strict=True)
+    leaves = [torch.as_strided(grad, shape, stride, start + at) for (shape, stride), at in places]
+    return leaves, None, None
+
+
 _library.impl("ravel", _ravel, "CompositeExplicitAutograd")
 _library._register_fake("ravel", _ravel_fake)
+torch.library.register_autograd("fcg::ravel", _ravel_backward, setup_context=_keep_layout, lib=_library)
 
 
 def ravel(tree: Any, like: Any = None) -> Tensor:

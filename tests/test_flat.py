@@ -11,6 +11,7 @@ from torch import Tensor
 
 import functional_cg as fcg
 from functional_cg.flat import ravel, unravel
+from functional_cg.testing.simulator import Simulator
 
 State = dict[str, Any]
 
@@ -81,12 +82,35 @@ def trained(device: str) -> Any:
     return fcg.TrainState.create(params=params, optimizer=optimizer)
 
 
+def views_of_views(state: State, x: Tensor) -> Any:
+    """`as_strided` without an offset starts where the view does."""
+    parts = {"leaf": state["p4"][2:], "input": x[1:], "vector": ravel(some(state, "p1", "p2"))[3:]}
+    return {**state, "p0": state["p0"] + x.sum()}, {
+        name: part.as_strided((part.numel(),), (1,)).clone() for name, part in parts.items()
+    }
+
+
+def returns_its_argument(state: State, x: Tensor) -> Any:
+    """An op whose result is the slot itself."""
+    kept, _ = torch.native_dropout(state["p0"], 0.5, False)
+    return {**state, "p0": state["p0"] + x.sum()}, {"kept": kept}
+
+
+def differentiated(state: State, x: Tensor) -> Any:
+    """The vector inside of a loss."""
+    loss, grads = fcg.value_and_grad(lambda p: (ravel(p) ** 2).sum() * x.sum() + p["p0"].sum())(state)
+    return fcg.tree.map(lambda leaf, grad: leaf - 0.01 * grad, state, grads), {"loss": loss}
+
+
 CASES: dict[str, tuple[Callable[..., Any], Callable[[str], Any]]] = {
     "one-of-many": (one_of_many, trained),
     "in-the-middle": (in_the_middle, lambda device: fcg.place(leaves(), device)),
     "read-beside": (read_beside, lambda device: fcg.place(leaves(), device)),
     "overlapping": (overlapping, lambda device: fcg.place(leaves(), device)),
     "odd-strides": (odd_strides, lambda device: fcg.place(leaves(), device)),
+    "views-of-views": (views_of_views, lambda device: fcg.place(leaves(), device)),
+    "returns-its-argument": (returns_its_argument, lambda device: fcg.place(leaves(), device)),
+    "differentiated": (differentiated, lambda device: fcg.place(leaves(), device)),
     "shapes": (shapes, lambda device: fcg.place(of_shapes(), device)),
 }
 
@@ -133,3 +157,49 @@ def test_ten_thousand_leaves_are_one_vector(lowering: Any) -> None:
     # Decay alone moves the other leaves: 16 times by 1e-3 of a tenth of themselves.
     expected = torch.tensor(9_999 / 10_000) * (1 - 1e-4) ** 16
     torch.testing.assert_close(state.params["p9999"][0].cpu(), expected, rtol=1e-5, atol=0)
+
+
+def test_gradients_of_a_vector_are_those_of_its_leaves() -> None:
+    _, grads = fcg.value_and_grad(lambda p: (ravel(p) ** 3).sum())(leaves())
+    fcg.tree.map(lambda got, leaf: torch.testing.assert_close(got, 3 * leaf**2), grads, leaves())
+
+
+@pytest.mark.parametrize("make", [fcg.optim.sgd, lambda rate: fcg.optim.flatten(fcg.optim.sgd(rate))])
+def test_one_step_maml_through_an_optimizer(make: Any) -> None:
+    optimizer = make(0.1)
+
+    def adapted(p: Any, x: Tensor) -> Any:
+        grads = fcg.grad(lambda q: ((q["w"] - x) ** 2).sum())(p)
+        updates, _ = optimizer.update(grads, optimizer.init(p), p)
+        return fcg.optim.apply_updates(p, updates)
+
+    def meta_step(state: Any, x: Tensor) -> Any:
+        return state, fcg.value_and_grad(lambda p: ((adapted(p, x)["w"] - 2 * x) ** 2).sum())(state)
+
+    params, x = {"w": torch.tensor([1.0, 2.0, 3.0])}, torch.tensor(0.5)
+    want = torch.func.grad(lambda w: ((w - 0.1 * 2 * (w - x) - 2 * x) ** 2).sum())(params["w"])
+    step = fcg.graph_step(meta_step)
+    for run in (step, step.eager):
+        torch.testing.assert_close(run(params, x)[1][1]["w"], want)
+
+
+def test_leaves_without_elements_in_a_vector_on_scratch_memory() -> None:
+    params = {"a": torch.zeros(0), "b": torch.ones(3)}
+    state = fcg.TrainState.create(params=params, optimizer=fcg.optim.flatten(fcg.optim.sgd(0.1)))
+    step = fcg.graph_step(
+        lambda s, x: (s.apply_gradients({"a": s.params["a"], "b": x}), {}), backend=Simulator()
+    )
+    for _ in range(3):
+        state, _ = step(state, torch.ones(3))
+    torch.testing.assert_close(state.params["b"].clone(), torch.full((3,), 0.7))
+
+
+@pytest.mark.parametrize("name", ["as_strided_copy", "as_strided_scatter"])
+def test_ops_that_count_from_the_storage_are_refused(name: str) -> None:
+    def step(state: State, x: Tensor) -> Any:
+        if name == "as_strided_copy":
+            return state, torch.as_strided_copy(state["p1"], (2,), (1,), 1)
+        return {**state, "p1": torch.as_strided_scatter(state["p1"], x, (2,), (1,), 1)}, {}
+
+    with pytest.raises(fcg.CaptureError, match=rf"calls `aten.{name}`(.|\n)*test_flat.py:\d+(.|\n)*To fix"):
+        fcg.graph_step(step)(leaves(), torch.ones(2))

@@ -721,3 +721,21 @@ def test_set_hyperparams_names_what_there_is() -> None:
     both = optim.chain(tx, tx)
     with pytest.raises(ValueError, match=r"2 places: state\[0\].hyperparams\['learning_rate'\], state\[1\]"):
         optim.set_hyperparams(both.init(params), learning_rate=0.1)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("options", [{}, {"momentum": 0.9}, {"momentum": 0.9, "nesterov": True}], ids=str)
+def test_sgd_moves_every_element_of_a_16_bit_leaf(options: dict[str, Any], dtype: torch.dtype) -> None:
+    """torch's fused op skips most of them on a CPU, so the judge is the loop over tensors."""
+    generator = torch.Generator().manual_seed(0)
+    start = torch.randn(33, generator=generator).to(dtype)
+    params, tx = {"w": start.clone()}, optim.sgd(0.1, **options)
+    state, theirs = tx.init(params), start.clone().requires_grad_()
+    judge = torch.optim.SGD([theirs], 0.1, foreach=False, fused=False, **options)
+    for _ in range(5):
+        theirs.grad = torch.randn(33, generator=generator).to(dtype)
+        assert tx.step is not None
+        params, state = tx.step({"w": theirs.grad}, state, params)
+        judge.step()
+    # Each step may round once more or less: an ulp of 16 bits.
+    torch.testing.assert_close(params["w"], theirs.detach(), rtol=2e-2, atol=2e-2)

@@ -125,6 +125,8 @@ def sgd(columns: Columns, *, lr: Scalar, momentum: Scalar, nesterov: bool) -> tu
     """
     params, grads, *trace = align(columns)
     lr = beside(lr, params[0])
+    if params[0].device.type == "cpu" and params[0].dtype in (torch.bfloat16, torch.float16):
+        return _sgd_in_half(params, grads, trace, lr, momentum, nesterov=nesterov)
     out = overload(aten._fused_sgd, lr)(
         params,
         grads,
@@ -138,6 +140,26 @@ def sgd(columns: Columns, *, lr: Scalar, momentum: Scalar, nesterov: bool) -> tu
         is_first_step=False,
     )
     return (out[0], out[2]) if trace else (out[0],)
+
+
+def _sgd_in_half(
+    params: Sequence[Tensor],
+    grads: Sequence[Tensor],
+    trace: Sequence[Sequence[Tensor]],
+    lr: Scalar,
+    momentum: Scalar,
+    *,
+    nesterov: bool,
+) -> tuple[list[Tensor], ...]:
+    """The formula: torch's fused op skips 16-bit elements on a CPU (2.11, 2.13), all but the last few of a leaf."""
+    news, buffers = [], []
+    for i, (p, g) in enumerate(zip(params, grads, strict=True)):
+        direction = g.float()
+        if trace:
+            buffers.append((momentum * trace[0][i].float() + direction).to(p.dtype))
+            direction = direction + momentum * buffers[-1].float() if nesterov else buffers[-1].float()
+        news.append((p.float() - lr * direction).to(p.dtype))
+    return (news, buffers) if trace else (news,)
 
 
 def adagrad(columns: Columns, *, lr: Scalar, count: Tensor, eps: Scalar) -> tuple[list[Tensor], list[Tensor]]:

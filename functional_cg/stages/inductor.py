@@ -149,7 +149,7 @@ def build_graph(program: Program, plan: Schedule, entrance: Entrance) -> fx.Grap
         nodes[known.var] = graph.call_function(
             torch.ops.fcg.ravel.default, (leaves, list(known.offsets), known.length)
         )
-    roots = {var: var for var in nodes}
+    roots, entering = {var: var for var in nodes}, frozenset(nodes)
     for i in plan.written_constants:
         var = program.constants[i].var
         nodes[var] = graph.call_function(torch.ops.aten.clone.default, (nodes[var],))
@@ -159,7 +159,8 @@ def build_graph(program: Program, plan: Schedule, entrance: Entrance) -> fx.Grap
 
     def assign(out: Any, value: fx.Node) -> None:
         if isinstance(out, Var):
-            nodes[out] = value
+            if out not in entering:  # `native_dropout` may return its argument
+                nodes[out] = value
         elif isinstance(out, (list, tuple)):
             for i, item in enumerate(out):
                 if item is not None and not (isinstance(item, (list, tuple)) and not item):
@@ -170,7 +171,10 @@ def build_graph(program: Program, plan: Schedule, entrance: Entrance) -> fx.Grap
         kwargs = {name: map_vars(node, value) for name, value in instr.kwargs.items()}
         source = instr.args[0] if instr.args else None
         if instr.op is torch.ops.aten.as_strided.default and source in roots:
-            value = graph.call_function(_restrided, (nodes[roots[source]], *instr.args[1:]), kwargs)
+            _, size, stride, *given = (*instr.args, *kwargs.values())
+            offset = given[0] if given and given[0] is not None else source.offset
+            at = offset - roots[source].offset
+            value = graph.call_function(_restrided, (nodes[roots[source]], size, stride, at))
         else:
             value = graph.call_function(_target(instr), map_vars(node, instr.args), kwargs)
         assign(instr.out, value)
@@ -223,9 +227,7 @@ def _clear(vector: Tensor, positions: Sequence[int]) -> Tensor:
     return vector.index_fill(0, torch.tensor(positions, device=vector.device), 0)
 
 
-def _restrided(
-    root: Tensor, shape: Sequence[int], stride: Sequence[int], offset: int | None = None
-) -> Tensor:
+def _restrided(root: Tensor, shape: Sequence[int], stride: Sequence[int], offset: int) -> Tensor:
     """``as_strided`` on a tensor of the state, with offsets from its own beginning.
 
     Taken literally, the compiler would count them from the beginning of the slab that the tensor lies in.
@@ -233,9 +235,9 @@ def _restrided(
     memory = root.permute(_outer_first(root.stride())).reshape(-1)
     order = _outer_first(stride)
     if dense_stride(torch.empty_strided(shape, stride, device="meta")) == tuple(stride):
-        part = memory.narrow(0, offset or 0, math.prod(shape)).view([shape[axis] for axis in order])
+        part = memory.narrow(0, offset, math.prod(shape)).view([shape[axis] for axis in order])
         return part.permute([order.index(axis) for axis in range(len(shape))])
-    index = torch.full((), offset or 0, device=root.device)
+    index = torch.full((), offset, device=root.device)
     for axis, (size, step) in enumerate(zip(shape, stride, strict=True)):
         along = torch.arange(size, device=root.device) * step
         index = index + along.view([-1 if other == axis else 1 for other in range(len(shape))])

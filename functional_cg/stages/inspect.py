@@ -16,7 +16,14 @@ import torch
 from torch import Tensor
 
 from ..arena import BufferSpec
-from ..errors import ForeignTensorError, HostSyncError, ImplicitRandomnessError, LayoutError, ReadOnlyError
+from ..errors import (
+    CaptureError,
+    ForeignTensorError,
+    HostSyncError,
+    ImplicitRandomnessError,
+    LayoutError,
+    ReadOnlyError,
+)
 from ..ops import argument, can_draw, sync_reason, tensors_in, written_arguments
 from ..source import Location, sync_spelling, user_frame
 from ..tree import Treedef, path_string, structure_diff
@@ -29,9 +36,20 @@ _WRITE_FIX = "return the new value in `metrics` or in the new state, and write i
 
 
 _PRODUCTS = frozenset(
-    {"aten::mm", "aten::bmm", "aten::addmm", "aten::baddbmm", "aten::addbmm", "aten::mv", "aten::addmv"}
-    | {"aten::dot", "aten::convolution"}
+    {
+        "aten::addbmm",
+        "aten::addmm",
+        "aten::addmv",
+        "aten::baddbmm",
+        "aten::bmm",
+        "aten::convolution",
+        "aten::dot",
+        "aten::mm",
+        "aten::mv",
+    }
 )
+# They count from the beginning of the storage, which for a leaf is that of its slab.
+_FROM_THE_STORAGE = frozenset({"aten::as_strided_", "aten::as_strided_copy", "aten::as_strided_scatter"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +79,8 @@ class Rules:
         """Refuse the op, or return the tensors that it writes."""
         facts = self._facts.get(func)
         if facts is None:
+            if func._schema.name in _FROM_THE_STORAGE:
+                raise self._from_the_storage(func)
             facts = self._facts[func] = _facts(func)
         if facts.may_sync and (reason := sync_reason(func, args, kwargs)):
             source = next(tensors_in(list(args)), None)
@@ -77,6 +97,16 @@ class Rules:
             if owner is not None:
                 raise self._mutation(func, owner, tensor)
         return written
+
+    def _from_the_storage(self, func: Any) -> CaptureError:
+        return CaptureError.of(
+            self._function,
+            f"calls `{func.overloadpacket}`.",
+            rows=[f"{func}{_at()}"],
+            why="It counts from the beginning of a storage, and in a replay a leaf begins elsewhere in its own.",
+            fix="read by `torch.as_strided(x, ...).clone()`; write by `y = x.clone()` and "
+            "`torch.as_strided(y, ...).copy_(z)`.",
+        )
 
     def foreign(self, call: Any, tensor: Tensor, *, written: bool = False) -> ForeignTensorError:
         """The error for a tensor that the trace does not know."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol
@@ -229,6 +229,7 @@ class AtenPlan:
         fixed |= {
             c.var for i, c in enumerate(self._program.constants) if i not in self._plan.written_constants
         }
+        self._fixed = fixed
         hoisted, head = [], []
         for instr in self._plan.head:
             if isinstance(instr.out, Var) and _is_view(instr) and all(var in fixed for var in instr.inputs()):
@@ -285,7 +286,7 @@ class AtenPlan:
             head, {*tail_vars, *plan.outputs}, {var for i in self._hoisted for var in i.outputs()}
         )
         for number, instr in enumerate(head):
-            lines.append(f"{_target(instr.out)}{self._call(instr, instr.op)}")
+            lines.append(f"{_target(instr.out, self._fixed)}{self._call(instr, instr.op)}")
             dead = last_use.get(number)
             if dead:
                 lines.append(f"del {', '.join(map(repr, dead))}")
@@ -340,12 +341,15 @@ def _evaluate(instr: Instr, names: dict[str, Any]) -> Any:
     return instr.op(*(map_vars(value, arg) for arg in instr.args), **kwargs)
 
 
-def _target(out: Any) -> str:
-    """Left-hand side that takes a call's result apart as the trace saw it."""
+def _target(out: Any, fixed: Collection[Var]) -> str:
+    """Left-hand side that takes a call's result apart as the trace saw it.
+
+    A result that is a static buffer has its name: ``native_dropout`` may return its argument.
+    """
 
     def text(value: Any) -> str:
         if isinstance(value, Var):
-            return repr(value)
+            return "_" if value in fixed else repr(value)
         if isinstance(value, (list, tuple)) and value:
             return f"[{', '.join(map(text, value))}]"
         return "_"

@@ -170,15 +170,13 @@ def padding(known: SlotRange) -> list[int]:
 
 def range_tensor(known: SlotRange, slots: Sequence[Tensor]) -> Tensor:
     """The slab's memory for a range, from the tensors of its slots; scratch slots get a vector of their own."""
-    first, last = slots[0], slots[-1]
+    first = slots[0]
     base = first.storage_offset() - known.offsets[0]
-    together = first.untyped_storage()._cdata == last.untyped_storage()._cdata
-    if together and last.storage_offset() == base + known.offsets[-1] and len(slots) > 1:
-        return torch.as_strided(first, (known.length,), (1,), base)
-    if (
-        len(slots) == 1
-        and first.untyped_storage().nbytes() >= (base + known.length) * first.itemsize
-        and base >= 0
-    ):
+    storage = first.untyped_storage()
+    in_place = all(
+        slot.untyped_storage()._cdata == storage._cdata and slot.storage_offset() == base + at
+        for slot, at in zip(slots, known.offsets, strict=True)
+    )
+    if in_place and base >= 0 and storage.nbytes() >= (base + known.length) * first.itemsize:
         return torch.as_strided(first, (known.length,), (1,), base)
     return torch.zeros(known.length, dtype=first.dtype, device=first.device)
