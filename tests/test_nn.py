@@ -613,7 +613,7 @@ def registers(self: Any, x: Tensor) -> Tensor:
 
 @pytest.mark.parametrize(
     ("forward", "attribute"),
-    [(keeps, "`0.last`"), (counts, "`0.calls`"), (appends, "`0.history`"), (registers, "`0._buffers`")],
+    [(keeps, "`0.last`"), (counts, "`0.calls`"), (appends, "`0.history`"), (registers, "`0.late`")],
 )
 def test_attributes_that_the_forward_writes_are_refused(
     forward: Callable[..., Tensor], attribute: str
@@ -627,6 +627,48 @@ def test_attributes_that_the_forward_writes_are_refused(
         train_step(apply)(state, torch.ones(2, 4))
     assert not hasattr(module, "last")
     assert module.history == []
+
+
+def starts(self: Any, x: Tensor) -> Tensor:
+    self.ema = x.mean(0) if self.ema is None else self.ema.lerp(x.mean(0), 0.1)
+    return self.inner(x) - self.ema
+
+
+def forgets(self: Any, x: Tensor) -> Tensor:
+    self.ema = None
+    return self.inner(x)
+
+
+@pytest.mark.parametrize(
+    ("forward", "value", "row", "fix"),
+    [
+        (starts, None, "before None   after a tensor", r"self\.register_buffer\('ema', value\)"),
+        (
+            forgets,
+            torch.ones(4),
+            "before a tensor   after None",
+            r"self\.ema = torch\.zeros_like\(self\.ema\)",
+        ),
+    ],
+)
+def test_buffers_that_come_or_go_are_refused(
+    forward: Callable[..., Tensor], value: Tensor | None, row: str, fix: str
+) -> None:
+    module = Wrapped(forward)
+    module.register_buffer("ema", value)
+    apply, state = state_of(nn.Sequential(module))
+    message = rf"`0\.ema`  {row}(.|\n)*{fix}"
+    with pytest.raises(fcg.SideEffectError, match=message):
+        apply(state.params, state.buffers, torch.ones(2, 4))
+    with pytest.raises(fcg.SideEffectError, match=message):
+        train_step(apply)(state, torch.ones(2, 4))
+
+
+def test_buffer_registered_with_its_first_value_is_returned() -> None:
+    module = Wrapped(starts)
+    module.register_buffer("ema", torch.zeros(4))
+    apply, params, buffers = fcg.from_module(module)
+    torch.testing.assert_close(apply(params, buffers, torch.ones(2, 4))[1]["ema"], torch.full((4,), 0.1))
 
 
 def test_parameters_that_the_forward_writes_are_refused() -> None:

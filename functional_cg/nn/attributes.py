@@ -1,7 +1,7 @@
 """What a forward leaves on its module: attributes before and after it.
 
 Submodules, plain values and what stands in lists, dicts and sets is compared; objects of other kinds are compared by
-identity alone.
+identity alone. Of buffers, whose values may change, it is compared which of them there are.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from torch import nn
 
 from ..errors import SideEffectError
 
-__all__ = ["attributes", "refuse_changed"]
+__all__ = ["attributes", "buffers_set", "refuse_changed", "refuse_changed_buffers"]
 
 
 def attributes(module: nn.Module) -> dict[str, tuple[Any, ...]]:
@@ -23,12 +23,47 @@ def attributes(module: nn.Module) -> dict[str, tuple[Any, ...]]:
         for name, value in vars(part).items():
             where = f"{path}.{name}" if path else name
             if name == "_buffers":
-                found[where] = tuple(value)  # their values may change, as `new_buffers`
-            elif isinstance(value, dict):
+                continue
+            if isinstance(value, dict):
                 found[where] = (*value, *value.values())
             else:
                 found[where] = tuple(value) if isinstance(value, (list, tuple, set)) else (value,)
     return found
+
+
+def buffers_set(module: nn.Module) -> dict[str, bool]:
+    """Whether each buffer of a module and its parts is a tensor, and not None."""
+    return {
+        f"{path}.{name}" if path else name: buffer is not None
+        for path, part in module.named_modules()
+        for name, buffer in part._buffers.items()  # `named_buffers` leaves out those that are None
+    }
+
+
+def refuse_changed_buffers(name: str, before: Mapping[str, bool], after: Mapping[str, bool]) -> None:
+    """Raise if there are other buffers than before, or if one became None or a tensor.
+
+    Raises:
+      SideEffectError: With the name of each.
+    """
+    changed = [where for where in {**before, **after} if before.get(where) != after.get(where)]
+    if not changed:
+        return
+    shown = {None: "not registered", False: "None", True: "a tensor"}
+    attribute = changed[0].rpartition(".")[2]
+    fix = f"register it with its first value, `self.register_buffer({attribute!r}, value)`, in `__init__`."
+    if before.get(changed[0]):
+        fix = f"keep it a tensor, `self.{attribute} = torch.zeros_like(self.{attribute})`."
+    raise SideEffectError.of(
+        name,
+        "its forward changes which buffers the module has.",
+        rows=[
+            f"`{where}`  before {shown[before.get(where)]}   after {shown[after.get(where)]}"
+            for where in changed
+        ],
+        why="`new_buffers` has the names of `buffers`: another one would be gone after the call.",
+        fix=fix,
+    )
 
 
 def refuse_changed(

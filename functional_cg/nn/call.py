@@ -29,7 +29,7 @@ from ..arena import storage_key
 from ..errors import CaptureError, ImplicitRandomnessError, ReadOnlyError
 from ..ops import can_draw, written_arguments
 from ..source import Location, user_frame
-from .attributes import attributes, refuse_changed
+from .attributes import attributes, buffers_set, refuse_changed, refuse_changed_buffers
 from .copies import CopyOnWrite, has_storage
 from .draws import draw, is_drawn
 
@@ -54,14 +54,15 @@ def run(
     Raises:
       ImplicitRandomnessError: If an op draws and ``key`` is None, or if a key cannot replace it.
       ReadOnlyError: If a parameter is written.
-      SideEffectError: If an attribute of the module is.
+      SideEffectError: If an attribute of the module is, or if a buffer comes or goes.
       CaptureError: If ``torch.utils.checkpoint`` is called.
     """
     names = {storage_key(param): name for name, param in params.items() if has_storage(param)}
     name, place = type(module).__name__, Place(module)
-    before = attributes(module)
+    before, buffers = attributes(module), buffers_set(module)
     with OpenKernels(), Effects(name, key, place, names, copies):
         out = module(*args, **kwargs)
+    refuse_changed_buffers(name, buffers, buffers_set(module))
     refuse_changed(name, before, attributes(module))
     return out
 

@@ -97,7 +97,7 @@ class Apply:
           ImplicitRandomnessError: If an op draws and ``key`` is None, or if a key cannot replace it.
           LayoutError: If names or shapes are not the module's.
           ReadOnlyError: If the forward writes a parameter.
-          SideEffectError: If it writes an attribute of the module.
+          SideEffectError: If it writes an attribute of the module, or if a buffer becomes None or a tensor.
           CaptureError: If it calls ``torch.utils.checkpoint``.
         """
         params, buffers = dict(params), dict(buffers)
