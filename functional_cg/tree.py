@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 from abc import ABC, abstractmethod
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -235,16 +235,14 @@ def unflatten(treedef: Treedef, leaves: Iterable[Any]) -> Any:
     flat = list(leaves)
     if len(flat) != treedef.num_leaves:
         raise ValueError(f"unflatten: the treedef has {treedef.num_leaves} leaves, got {len(flat)}")
-    position = 0
+    return _built(treedef, iter(flat))
 
-    def build(node: Treedef) -> Any:
-        nonlocal position
-        if node.is_leaf:
-            position += 1
-            return flat[position - 1]
-        return node_unflatten(node, [build(child) for child in node.children])
 
-    return build(treedef)
+def _built(treedef: Treedef, leaves: Iterator[Any]) -> Any:
+    # No inner function that names itself: it would be a cycle, which keeps the leaves until the next collection.
+    if treedef.is_leaf:
+        return next(leaves)
+    return node_unflatten(treedef, [_built(child, leaves) for child in treedef.children])
 
 
 def map(function: Callable[..., Any], tree: Any, *rest: Any) -> Any:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import gc
 import math
+import time
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -380,7 +381,10 @@ def _raised_at(error: BaseException) -> str:
 def _refuse_kept(name: str, recorder: _Recorder, references: Sequence[weakref.ref[Tensor]]) -> None:
     if not any(reference() is not None for reference in references):
         return
-    gc.collect()  # cycles of the user's own, such as an autograd context
+    # Cycles of the user's own, such as an autograd context. It does nothing while another thread collects.
+    if not gc.collect():
+        time.sleep(0.01)
+        gc.collect()
     sites = {id(var): instr.site for instr in recorder.program.instrs for var in instr.outputs()}
     rows = [
         f"{var.spec}, made at {sites.get(id(var), 'entry')}"
