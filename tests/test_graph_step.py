@@ -337,3 +337,15 @@ def test_constants():
     ):
         step(state, data(2))
     assert state.generation == 2
+
+
+@pytest.mark.parametrize("lowering", ["aten", "inductor"])
+def test_numbers_under_vmap(lowering):
+    @fcg.graph_step(lowering=lowering)
+    def step(state, x):
+        return {"w": torch.func.vmap(lambda row: row * 2 + x)(state["w"])}, {}
+
+    state = {"w": torch.arange(3.0)}
+    for n in range(3):
+        state, _ = step(state, torch.tensor(float(n)))
+    assert state["w"].tolist() == [4.0, 12.0, 20.0]

@@ -246,14 +246,16 @@ class _Recorder(TorchDispatchMode):
 
     def _folded(self, func: Any, args: Sequence[Any], out: Any) -> Constant | None:
         """A literal moved to the device becomes a literal there: a graph cannot copy from pageable memory."""
-        if func is not torch.ops.aten._to_copy.default or out.device == args[0].device:
+        source = args[0] if func is torch.ops.aten._to_copy.default else None
+        # Under `vmap` a Python number is cast, too.
+        if not isinstance(source, Tensor) or out.device == source.device:
             return None
-        source = self._vars[id(args[0])]
-        constant = next((c for c in self.program.constants if c.var is source), None)
+        var = self._vars[id(source)]
+        constant = next((c for c in self.program.constants if c.var is var), None)
         if constant is None:
             raise HostSyncError.of(
                 self.program.function,
-                f"copies a tensor that was computed on {args[0].device} to {out.device}.",
+                f"copies a tensor that was computed on {source.device} to {out.device}.",
                 rows=[f"{func}, at {self._locator.locate()}"],
                 why="Work on the host is not part of a graph.",
                 fix=f'create it on the device, `device="{out.device.type}"`.',
