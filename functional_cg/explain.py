@@ -54,7 +54,12 @@ def explain_html(name: str, stats: Stats, plans: Plans, refusal: str) -> Html:
 
 
 def warnings_of(lowered: Lowered) -> Iterator[str]:
-    """What is probably a mistake, though nothing is wrong with it: new values that were computed and dropped."""
+    """What is probably a mistake, though nothing is wrong with it: values dropped, numbers drawn again and again."""
+    for site in dict.fromkeys(lowered.inspection.repeated):
+        yield (
+            f"{site} draws the same numbers at each call: its key does not change; "
+            "fold the step in, `fcg.random.fold_in(state.key, state.step)`."
+        )
     dropped = lowered.inspection.dropped
     for text in dropped[:_SHOWN]:
         yield f"{text}: a new value was computed and dropped; return it in the new state, or do not compute it."

@@ -17,8 +17,8 @@ from .mismatch import layout_differences, layout_fix
 from .outline import Entry, branches_html, columns, count, listed, outline, tree_html
 from .signature import Call
 from .stages.capture import Replay
+from .stages.certificate import Inspection
 from .stages.costs import constant_costs, input_costs, metric_costs, slot_costs, staged_pairs
-from .stages.inspect import Inspection
 from .stages.lower import ExecutionPlan
 from .stages.program import Program, Var
 from .stages.trace import BoundState

@@ -25,8 +25,8 @@ from .matcher import layout_matcher
 from .options import BackendChoice, Debug, Lowering, refuse_options
 from .signature import Call, Signature
 from .stages.capture import Backend, backend_for, scratch
+from .stages.certificate import certify
 from .stages.inductor import lower_compiled
-from .stages.inspect import certify
 from .stages.lower import Buffers, ExecutionPlan, lower_aten
 from .stages.poison import Poisoned
 from .stages.program import Program
@@ -201,15 +201,27 @@ class Transform:
         return replay()
 
     def _replay(self, call: Call, lowered: Lowered) -> Any:
+        captures = self.stats.captures
         captured = self._captured_for(call, lowered)
+        args, kwargs = call.arguments()
+        try:
+            result = captured.call(args, kwargs)
+        except Exception:
+            if self.stats.captures > captures:  # it never ran: the corrected call may be of another layout
+                self._forget(lowered)
+            raise
         if not self._to_verify and not call.statics:
             self._fast = captured.call
-        args, kwargs = call.arguments()
-        result = captured.call(args, kwargs)
         if result is MISS:
             self._take_apart(args, kwargs)  # says so where another thread has donated a state since
         assert result is not MISS, "a call that was just taken apart fits its capture"
         return result
+
+    def _forget(self, lowered: Lowered) -> None:
+        for group in self._lowered.values():
+            group[:] = [other for other in group if other is not lowered]
+        for key in [key for key in self._captured if key[0] == id(lowered)]:
+            self._captured.pop(key).close()
 
     def _instead_of_capture(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not self.stats.eager_calls and self._options["backend"] != "eager":

@@ -3,10 +3,12 @@
 import gc
 import pickle
 import weakref
+from typing import Any
 
 import numpy
 import pytest
 import torch
+from torch import Tensor
 
 import functional_cg as fcg
 from functional_cg.testing import assert_trees_all_equal
@@ -349,3 +351,50 @@ def test_numbers_under_vmap(lowering):
     for n in range(3):
         state, _ = step(state, torch.tensor(float(n)))
     assert state["w"].tolist() == [4.0, 12.0, 20.0]
+
+
+# --- what the first call finds -----------------------------------------------------------------------------
+
+
+def test_a_key_that_does_not_change_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+    def same(state: Any, x: Tensor) -> Any:
+        return {**state, "w": state["w"] + fcg.random.dropout(state["key"], x, 0.5)}, {}
+
+    def folded(state: Any, x: Tensor) -> Any:
+        key = fcg.random.fold_in(state["key"], state["n"])
+        return {**state, "w": state["w"] + fcg.random.dropout(key, x, 0.5), "n": state["n"] + 1}, {}
+
+    def split(state: Any, x: Tensor) -> Any:
+        key, own = fcg.random.split(state["key"])
+        return {**state, "w": state["w"] + fcg.random.dropout(own, x, 0.5), "key": key}, {}
+
+    for fn, warned in ((same, True), (folded, False), (split, False)):
+        step = fcg.graph_step(fn)
+        caplog.clear()
+        step({"w": torch.zeros(4), "n": torch.tensor(0), "key": fcg.random.key(0)}, torch.ones(4))
+        assert ("draws the same numbers at each call" in step.explain()) is warned
+        assert ("test_graph_step.py" in caplog.text) is warned
+
+
+def test_a_first_replay_that_fails_leaves_no_capture_behind() -> None:
+    step = fcg.graph_step(lambda state, done: (state, state["w"] * (1 - done)))
+    state = fcg.place({"w": torch.ones(2)})
+    with pytest.raises(RuntimeError, match="bool tensor is not supported") as caught:
+        step(state, True)
+    assert any(
+        "test_graph_step.py" in note for note in getattr(caught.value, "__notes__", [str(caught.value)])
+    )
+    state, metric = step(state, 1.0)  # of another layout
+    assert metric.tolist() == [0.0, 0.0]
+
+
+def test_an_error_of_a_kernel_names_function_and_line() -> None:
+    look_up = fcg.graph_fn(lambda state, i: torch.nn.functional.embedding(i, state["w"]), lowering="aten")
+    state = fcg.place({"w": torch.zeros(4, 2)})
+    assert look_up(state, torch.tensor([1])).shape == (1, 2)
+    with pytest.raises(IndexError) as caught:
+        look_up(state, torch.tensor([5]))
+    (note,) = caught.value.__notes__
+    line = look_up.__wrapped__.__code__.co_firstlineno
+    assert note == f"`<lambda>`: raised by its replay, at test_graph_step.py:{line}; the state is unchanged."
+    assert look_up(state, torch.tensor([3])).shape == (1, 2)

@@ -55,6 +55,7 @@ ORDER = (
     "stages.scan",
     "stages.watch",
     "stages.program",
+    "stages.certificate",
     "stages.inspect",
     "stages.host",
     "stages.trace",

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol
@@ -17,6 +17,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from ..source import Location
 from ..state import uninterrupted
 from .program import Instr, Program, SlotRange, Var, live, map_vars, vars_in
 from .rewrite import padding, range_tensor
@@ -212,6 +213,7 @@ class AtenPlan:
                 names[repr(instr.out)] = _evaluate(instr, names)
         names["uninterrupted"], names["partial"] = uninterrupted, partial
         names["copy_all"] = torch._foreach_copy_
+        names["note"] = partial(_note, program.function, self._sites)
         names["commit_slots"] = tuple(
             [names[repr(old)] for old, _ in group] for group in self._commit_groups()
         )
@@ -285,7 +287,9 @@ class AtenPlan:
         last_use = _last_uses(
             head, {*tail_vars, *plan.outputs}, {var for i in self._hoisted for var in i.outputs()}
         )
+        self._sites: dict[int, Location | None] = {}
         for number, instr in enumerate(head):
+            self._sites[len(lines) + 3] = instr.site  # after `def` and `try`; lines count from 1
             lines.append(f"{_target(instr.out, self._fixed)}{self._call(instr, instr.op)}")
             dead = last_use.get(number)
             if dead:
@@ -302,14 +306,26 @@ class AtenPlan:
             values = ", ".join(f"w_{old!r}" if old in plan.staged else repr(new) for old, new in group)
             calls.append(f"partial(copy_all, commit_slots[{number}], [{values}])")
         calls += [f"clear{number}" for number in range(len(self._padded))]
-        lines.append(f"uninterrupted(({'*before, ' + ', '.join(calls) + ',' if calls else '*before,'}))")
-        lines.append(f"return ({''.join(f'm{i}, ' for i in range(len(plan.outputs)))})")
-        return "def run(before):\n" + "".join(f"    {line}\n" for line in lines)
+        return (
+            "def run(before):\n    try:\n"
+            + "".join(f"        {line}\n" for line in lines or ["pass"])
+            + "    except Exception as error:\n        note(error)\n        raise\n"
+            + f"    uninterrupted(({'*before, ' + ', '.join(calls) + ',' if calls else '*before,'}))\n"
+            + f"    return ({''.join(f'm{i}, ' for i in range(len(plan.outputs)))})\n"
+        )
 
 
 def lower_aten(program: Program) -> AtenPlan:
     """Lower to ATen calls, with fused optimizer ops writing their slots in place."""
     return AtenPlan(program, schedule(program))
+
+
+def _note(function: str, sites: Mapping[int, Location | None], error: Exception) -> None:
+    """Tell an exception that a kernel raised (an index out of range, say) where in the user's code it belongs."""
+    site = sites.get(error.__traceback__.tb_lineno) if error.__traceback__ is not None else None
+    error.add_note(
+        f"`{function}`: raised by its replay{f', at {site}' if site else ''}; the state is unchanged."
+    )
 
 
 def as_strided(
