@@ -681,6 +681,59 @@ def test_parameters_that_the_forward_writes_are_refused() -> None:
         call(Wrapped(clips), torch.ones(2, 4))
 
 
+def normalizes(self: Any, x: Tensor) -> Tensor:
+    self.inner.weight.data = self.inner.weight.data / self.inner.weight.data.norm()
+    return self.inner(x)
+
+
+def transposes(self: Any, x: Tensor) -> Tensor:
+    self.inner.weight.data = self.inner.weight.data.t()  # the same memory, read in another order
+    return self.inner(x)
+
+
+def counts_twice(self: Any, x: Tensor) -> Tensor:
+    for _ in range(2):  # the second finds the first one's memory free again
+        self.count.data = self.count.data + 1
+    return self.inner(x)
+
+
+@pytest.mark.parametrize(
+    ("forward", "row", "fix"),
+    [
+        (normalizes, r"params\['inner.weight'\]", "`weight = ...`"),
+        (transposes, r"params\['inner.weight'\]", "`weight = ...`"),
+        (counts_twice, r"buffers\['count'\]", r"`self.count.copy_\(...\)`"),
+    ],
+)
+@pytest.mark.parametrize("view", [torch.clone, lambda tensor: torch.stack([tensor, tensor])[1]])
+def test_tensors_whose_memory_the_forward_exchanges_are_refused(
+    forward: Callable[..., Tensor], row: str, fix: str, view: Callable[[Tensor], Tensor]
+) -> None:
+    module = Wrapped(forward)
+    module.register_buffer("count", torch.zeros(1000))
+    apply, params, buffers = fcg.from_module(module)
+    params, buffers = fcg.tree.map(view, (params, buffers))
+    before = fcg.tree.map(torch.clone, (params, buffers))
+
+    def loss_fn(params: Any) -> Tensor:
+        return apply(params, buffers, torch.ones(2, 4))[0].sum()
+
+    for call in (loss_fn, fcg.value_and_grad(loss_fn)):
+        with pytest.raises(
+            fcg.ReadOnlyError, match=rf"exchanges the memory of 1 tensor(.|\n)*{row}(.|\n)*{fix}"
+        ):
+            call(params)
+        assert_trees_all_equal((params, buffers), before)
+
+
+def test_buffer_whose_values_the_forward_copies_is_returned() -> None:
+    module = Wrapped(lambda self, x: self.count.copy_(self.count + 1) * x)
+    module.register_buffer("count", torch.zeros(4))
+    apply, params, buffers = fcg.from_module(module)
+    assert_trees_all_equal(apply(params, buffers, torch.ones(2, 4))[1], {"count": torch.ones(4)})
+    assert_trees_all_equal(buffers, {"count": torch.zeros(4)})
+
+
 @pytest.mark.parametrize("use_reentrant", [True, False])
 def test_checkpoint_is_refused(use_reentrant: bool) -> None:
     module = Wrapped(lambda self, x: checkpoint(torch.relu, self.inner(x), use_reentrant=use_reentrant))

@@ -9,11 +9,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
-from ..errors import SideEffectError
+from ..arena import storage_key
+from ..errors import ReadOnlyError, SideEffectError
+from .copies import has_storage
 
-__all__ = ["attributes", "buffers_set", "refuse_changed", "refuse_changed_buffers"]
+__all__ = ["attributes", "buffers_set", "refuse_changed", "refuse_changed_buffers", "refuse_exchanged"]
 
 
 def attributes(module: nn.Module) -> dict[str, tuple[Any, ...]]:
@@ -85,6 +87,33 @@ def refuse_changed(
             fix="return it; or make it a tensor and register it, `self.register_buffer(...)`: then it is returned in "
             "`new_buffers`.",
         )
+
+
+def refuse_exchanged(name: str, root: str, given: Mapping[str, Tensor], held: Mapping[str, Tensor]) -> None:
+    """Raise if tensors that the module held as aliases of those given lie elsewhere now.
+
+    Raises:
+      ReadOnlyError: With the name of each.
+    """
+    exchanged = [key for key in given if has_storage(held[key]) and _memory(held[key]) != _memory(given[key])]
+    if not exchanged:
+        return
+    attribute = exchanged[0].rpartition(".")[2]
+    fix = f"write its values, `self.{attribute}.copy_(...)`: they are returned in `new_buffers`."
+    if root == "params":
+        fix = f"give the new value a name of its own, `{attribute} = ...`, and compute with that."
+    raise ReadOnlyError.of(
+        name,
+        f"its forward exchanges the memory of {len(exchanged)} tensor{'s' * (len(exchanged) > 1)} "
+        "(`.data = ...`, `swap_tensors`).",
+        rows=[f"{root}[{key!r}]" for key in exchanged],
+        why="`apply` is a pure function: what becomes of the tensors that it holds is gone after the call.",
+        fix=fix,
+    )
+
+
+def _memory(tensor: Tensor) -> tuple[Any, ...]:
+    return storage_key(tensor), tensor.storage_offset(), tensor.shape, tensor.stride()
 
 
 def _same(old: tuple[Any, ...] | None, new: tuple[Any, ...]) -> bool:

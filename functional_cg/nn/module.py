@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -13,8 +13,9 @@ from torch import Tensor, nn
 from .. import tree as pytree
 from ..arena import BufferSpec, refuse_aliases
 from ..errors import LayoutError
+from .attributes import refuse_exchanged
 from .call import run
-from .copies import CopyOnWrite, owns_storage
+from .copies import CopyOnWrite, has_storage, owns_storage
 from .refusals import refuse_impure
 
 __all__ = ["Apply", "from_module"]
@@ -96,16 +97,21 @@ class Apply:
         Raises:
           ImplicitRandomnessError: If an op draws and ``key`` is None, or if a key cannot replace it.
           LayoutError: If names or shapes are not the module's.
-          ReadOnlyError: If the forward writes a parameter.
+          ReadOnlyError: If the forward writes a parameter, or exchanges the memory of a tensor.
           SideEffectError: If it writes an attribute of the module, or if a buffer becomes None or a tensor.
           CaptureError: If it calls ``torch.utils.checkpoint``.
         """
         params, buffers = dict(params), dict(buffers)
         self._refuse_unlike(params, buffers)
         held = {name: _writable(buffer) for name, buffer in buffers.items()}
-        module = self._copy({**params, **held}, train=train)
+        # Aliases: what the forward does to a tensor object, `.data = ...`, does not reach the caller's.
+        trained = {name: _alias(param) for name, param in params.items()}
+        given = {name: buffer.detach() for name, buffer in held.items()}
+        module = self._copy({**trained, **held}, train=train)
         copies = CopyOnWrite(filter(owns_storage, held.values()))
         out = run(module, args, kwargs, key, params, copies)
+        refuse_exchanged(type(module).__name__, "params", params, trained)
+        refuse_exchanged(type(module).__name__, "buffers", given, held)
         new = {name: copies.current(_lookup(module, name)) for name in buffers}
         # What was not written is returned as it was passed.
         kept = {name for name in buffers if new[name] is held[name] and owns_storage(held[name])}
@@ -200,6 +206,11 @@ def _writable(buffer: Tensor) -> Tensor:
     """What stands for a buffer in the module: an alias where copy on write will see to it, or else a copy."""
     alias = buffer.detach()
     return alias if owns_storage(alias) else alias.clone()
+
+
+def _alias(param: Tensor) -> Tensor:
+    """Another object for a parameter, of the same autograd graph; leaves and those of `torch.func` guard themselves."""
+    return cast(Tensor, torch.ops.aten.alias(param)) if has_storage(param) else param
 
 
 def _lookup(module: nn.Module, name: str) -> Any:
