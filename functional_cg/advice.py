@@ -8,7 +8,7 @@ __all__ = ["BUILTINS", "FUNCTIONS", "GENERIC", "LOG", "OR_OUTSIDE"]
 
 OR_OUTSIDE = "or return the value in `metrics` and decide outside of the step"
 GENERIC = f"`torch.where(cond, a, b)`; {OR_OUTSIDE}"
-LOG = "return `{x}` in `metrics` and print it after the step; `step.eager(...)` runs once with real numbers"
+LOG = "`fcg.debug_print('{{}}', {x})` prints at each call; `step.eager(...)` runs once with real numbers"
 
 
 def _table(text: str) -> MappingProxyType[str, str]:

@@ -263,7 +263,7 @@ def _() -> None:
         print(batch["x"].sum())  # noqa: T201
         return state, {}
 
-    raises(fcg.HostSyncError, "print it after the step", lambda: fcg.graph_step(prints)(a_state(), data(0)))
+    raises(fcg.HostSyncError, "debug_print", lambda: fcg.graph_step(prints)(a_state(), data(0)))
 
 
 @row("``if loss > x``", "raises")

@@ -739,3 +739,10 @@ def test_sgd_moves_every_element_of_a_16_bit_leaf(options: dict[str, Any], dtype
         judge.step()
     # Each step may round once more or less: an ulp of 16 bits.
     torch.testing.assert_close(params["w"], theirs.detach(), rtol=2e-2, atol=2e-2)
+
+
+def test_inject_hyperparams_wants_a_factory() -> None:
+    with pytest.raises(
+        TypeError, match=r"expected a factory, got the optimizer .*`inject_hyperparams\(optim.sgd\)"
+    ):
+        optim.inject_hyperparams(optim.sgd(0.1))  # type: ignore[arg-type]

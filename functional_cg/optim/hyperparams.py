@@ -62,6 +62,12 @@ class inject_hyperparams:
     static_args: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
+        if isinstance(self.factory, GradientTransformation):
+            name = type(self.factory).__name__
+            raise TypeError(
+                f"inject_hyperparams: expected a factory, got the optimizer {self.factory!r}: "
+                f"`inject_hyperparams(optim.{name})(learning_rate=...)`, with its numbers by name"
+            )
         names = (self.static_args,) if isinstance(self.static_args, str) else tuple(sorted(self.static_args))
         object.__setattr__(self, "static_args", names)
 
