@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import gc
+import random
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -88,3 +91,64 @@ def test_threads_may_trace_at_one_time() -> None:
     for thread in threads:
         thread.join()
     assert failures == []
+
+
+# -- random numbers -------------------------------------------------------------------------------------------------
+
+DRAWS: dict[str, Callable[[], Any]] = {
+    "torch (CPU)": lambda: torch.randn(4).tolist(),
+    "random": random.random,
+    "numpy.random": lambda: np.random.rand(4).tolist(),
+}
+
+
+@contextmanager
+def beside(act: Callable[[], Any], *, pause: float) -> Iterator[list[Any]]:
+    """Another thread that acts again and again; what it got."""
+    over, results = threading.Event(), list[Any]()
+
+    def work() -> None:
+        while not over.wait(pause):
+            results.append(act())
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    try:
+        yield results
+    finally:
+        over.set()
+        thread.join()
+
+
+@pytest.mark.parametrize("draw", DRAWS.values(), ids=DRAWS)
+def test_another_thread_may_draw_and_gets_each_number_once(draw: Callable[[], Any]) -> None:
+    with beside(draw, pause=0.0005) as drawn:
+        for _ in range(8):
+            fcg.graph_step(lambda s, x: ({"w": s["w"] * x}, {}))({"w": torch.ones(3)}, torch.ones(3))
+    assert len(drawn) == len(set(map(str, drawn))) > 8
+
+
+@pytest.mark.parametrize("draw", DRAWS.values(), ids=DRAWS)
+def test_a_thread_that_draws_nothing_hides_nobody(draw: Callable[[], Any]) -> None:
+    numpy_and_python = draw is not DRAWS["torch (CPU)"]
+
+    def step(state: Any, x: Tensor) -> Any:
+        draw()
+        return state, {}
+
+    step.__name__ = "sampling"
+    expected = "moves a random generator on the host" if numpy_and_python else "draws random numbers"
+    before = draw(), random.getstate(), np.random.get_state()[2]
+    with beside(lambda: None, pause=0.001), pytest.raises(fcg.ImplicitRandomnessError, match=expected):
+        fcg.graph_step(step)({"w": torch.ones(3)}, torch.ones(3))
+    assert (random.getstate(), np.random.get_state()[2]) == before[1:]
+
+
+def test_what_a_step_draws_beside_a_thread_that_draws_is_seen_in_the_second_trace() -> None:
+    with (
+        beside(random.random, pause=0.0),
+        pytest.raises(fcg.BakedValueError, match="two traces of it differ"),
+    ):
+        fcg.graph_step(lambda s, x: ({"w": s["w"] * random.random()}, {}))(
+            {"w": torch.ones(3)}, torch.ones(3)
+        )

@@ -9,7 +9,9 @@ from __future__ import annotations
 import os
 import random
 import sys
-from collections.abc import Mapping, Sequence
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import FrameType, MappingProxyType
 from typing import Any
@@ -31,6 +33,7 @@ _METHODS = tuple(
     _TORCH + name for name in ("overrides.py", "_tensor.py", "_tensor_str.py", "utils/_contextlib.py")
 )
 
+_RUNS = 3  # a thread that draws in each of them, and in no pause, would be bad luck
 _VALUES = "asks for the values of a tensor on the host"
 # Name of a tensor's method -> what a caller asks for with it.
 _READS: Mapping[str, str] = MappingProxyType(
@@ -94,14 +97,48 @@ class HostRandomness:
         numpy = sys.modules.get("numpy")
         return cls(torch.get_rng_state(), random.getstate(), numpy and numpy.random.get_state())
 
-    def refuse_change(self, function: str) -> None:
-        """Raise if a generator has moved, after moving it back.
+    def moved(self) -> list[str]:
+        """Names of the generators that are not where they were."""
+        now = HostRandomness.read()
+        same = {
+            "torch (CPU)": torch.equal(self.torch_state, now.torch_state),
+            "random": self.python_state == now.python_state,
+            "numpy.random": self.numpy_state is None or repr(self.numpy_state) == repr(now.numpy_state),
+        }
+        return [name for name, still in same.items() if not still]
 
+    def restore(self) -> None:
+        """Move the generators back."""
+        torch.set_rng_state(self.torch_state)
+        random.setstate(self.python_state)
+        if self.numpy_state is not None:
+            sys.modules["numpy"].random.set_state(self.numpy_state)
+
+    def restore_own(self) -> None:
+        """Move the generators back, unless another thread may have drawn since: it would get its numbers twice."""
+        if _alone() and self.moved():
+            self.restore()
+
+    def refuse_draws(self, function: str, again: Callable[[], object]) -> None:
+        """Raise if the function has moved a generator, after moving it back.
+
+        Beside other threads it has drawn itself if a generator moves in each of its runs and in no pause between them.
+        A thread that draws in just these moments is taken for the function; a function that draws while others do is
+        not seen here, nor is one that seeds to the same state each time. What it draws is then seen where the programs
+        of two traces differ.
+
+        Args:
+          function: Name of the user's function.
+          again: Runs it once more.
         Raises:
           ImplicitRandomnessError: Naming the generators.
         """
-        moved = self.restore()
+        moved = self.moved()
+        for _ in range(0 if _alone() else _RUNS):
+            if moved:
+                moved = _moved_alone_by(again, moved)
         if moved:
+            self.restore()
             raise ImplicitRandomnessError.of(
                 function,
                 f"moves a random generator on the host: {', '.join(moved)}.",
@@ -109,20 +146,18 @@ class HostRandomness:
                 fix="draw from a key in the state with `fcg.random`, or pass the numbers as an input.",
             )
 
-    def restore(self) -> list[str]:
-        """Move the generators back; returns the names of those that had moved."""
-        now = HostRandomness.read()
-        moved = []
-        if not torch.equal(self.torch_state, now.torch_state):
-            moved.append("torch (CPU)")
-            torch.set_rng_state(self.torch_state)
-        if self.python_state != now.python_state:
-            moved.append("random")
-            random.setstate(self.python_state)
-        if self.numpy_state is not None and repr(self.numpy_state) != repr(now.numpy_state):
-            moved.append("numpy.random")
-            sys.modules["numpy"].random.set_state(self.numpy_state)
-        return moved
+
+def _alone() -> bool:
+    return threading.active_count() == 1
+
+
+def _moved_alone_by(run: Callable[[], object], suspects: Sequence[str]) -> list[str]:
+    """Which generators move while it runs, and not while the thread rests for as long."""
+    before, start = HostRandomness.read(), time.perf_counter()
+    run()
+    seconds, moved, resting = time.perf_counter() - start, before.moved(), HostRandomness.read()
+    time.sleep(seconds)
+    return [name for name in suspects if name in moved and name not in resting.moved()]
 
 
 class HostState:

@@ -503,7 +503,7 @@ def trace(recipe: Recipe, checkpoint: Callable[[], None] = lambda: None) -> Prog
     try:
         with torch.inference_mode(False):
             recorder = _run(recipe, None, checkpoint)
-            randomness.refuse_change(recipe.name)
+            randomness.refuse_draws(recipe.name, lambda: _run(recipe, None, checkpoint))
             _refuse_kept(recipe.name, recorder, recorder.release())
             watched = watch(recipe.function)
             again = _run(recipe, recorder.program, checkpoint)
@@ -513,7 +513,7 @@ def trace(recipe: Recipe, checkpoint: Callable[[], None] = lambda: None) -> Prog
     except Exception as error:
         raise _mapped(recipe.name, error) from error
     finally:
-        randomness.restore()
+        randomness.restore_own()
     program = recorder.program
     if len(again.program.instrs) < len(program.instrs):
         raise _difference(recipe.name, program.instrs[len(again.program.instrs)], None)
