@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import gc
 import itertools
 import pickle
 import threading
+import types
 import warnings
 import weakref
 from collections.abc import Callable
@@ -766,10 +768,44 @@ def with_attribute(value: Any) -> nn.Module:
     return module
 
 
-def with_patched_forward() -> nn.Module:
+def patched(make: Callable[[nn.Module], Callable[..., Tensor]], name: str = "forward") -> nn.Module:
     module = nn.Linear(4, 4)
-    module.forward = lambda x: module.weight @ x
+    setattr(module, name, make(module))
     return module
+
+
+def around(function: Callable[..., Tensor], *more: Any) -> Callable[..., Tensor]:
+    return lambda x: function(x) * 2
+
+
+def with_default(module: nn.Module) -> Callable[..., Tensor]:
+    def forward(x: Tensor, *, weight: Tensor = module.weight) -> Tensor:
+        return x @ weight
+
+    return forward
+
+
+def of_globals(module: nn.Module) -> Callable[..., Tensor]:
+    known: dict[str, Any] = {"original": module.forward}
+    exec(
+        "def helper(x):\n    return original(x)\nforward = lambda x: [helper(part) for part in x]", known
+    )  # as a script's top level would
+    return known["forward"]
+
+
+# How a function reaches the module that it is an attribute of.
+REACHING: dict[str, Callable[[nn.Module], Any]] = {
+    "closure": lambda module: lambda x: module.weight @ x,
+    "bound method": lambda module: around(module.forward),
+    "default": lambda module: lambda x, m=module: m.weight @ x,
+    "keyword default": with_default,
+    "partial": lambda module: around(functools.partial(F.linear, weight=module.weight)),
+    "function in a closure": lambda module: around(around(module.forward)),
+    "function in a partial": lambda module: functools.partial(around(module.forward)),
+    "function in a list": lambda module: [[around(module.forward)]],
+    "list in a closure": lambda module: (lambda parts: lambda x: parts[0](x))([module.forward]),
+    "globals": of_globals,
+}
 
 
 def with_sparse_buffer() -> nn.Module:
@@ -804,7 +840,11 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], type[Exception], str]] = {
     "scripted": (lambda: torch.jit.script(nn.Linear(3, 3)), TypeError, "before `torch.jit.script`"),
     "tensor": (lambda: with_attribute(torch.ones(3)), fcg.ForeignTensorError, "`0.table` is a tensor"),
     "tensors": (lambda: with_attribute([torch.ones(3)]), fcg.ForeignTensorError, "`0.table` is a tensor"),
-    "closure": (with_patched_forward, fcg.ForeignTensorError, "`forward` is a function that holds on"),
+    "nested tensors": (
+        lambda: with_attribute({"a": [(torch.ones(3),)]}),
+        fcg.ForeignTensorError,
+        r"`0.table` is a tensor(.|\n)*self\.register_buffer\(",
+    ),
     "not a module": (lambda: {"w": torch.ones(3)}, TypeError, "expected a torch.nn.Module"),
     "lock": (lambda: with_attribute(threading.Lock()), TypeError, "Sequential cannot be copied"),
 }
@@ -815,6 +855,49 @@ def test_module_that_is_not_pure_is_refused_by_name(case: str) -> None:
     make, error, message = REFUSED[case]
     with pytest.raises(error, match=message):
         fcg.from_module(make())
+
+
+@pytest.mark.parametrize("name", ["forward", "f"])
+@pytest.mark.parametrize("case", REACHING)
+def test_function_that_reaches_the_original_is_refused(case: str, name: str) -> None:
+    module = nn.Sequential(patched(REACHING[case], name))
+    message = rf"`0.{name}` is a function that holds on(.|\n)*`def {name}\(self, ...\)`"
+    with pytest.raises(fcg.ForeignTensorError, match=message):
+        fcg.from_module(module)
+
+
+class Doubled(nn.Module):
+    """What the message advises for `linear.forward = lambda x: original(x) * 2`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x) * 2
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        Doubled,
+        lambda: patched(
+            lambda module: types.MethodType(lambda self, x: F.linear(x, self.weight) * 2, module)
+        ),
+        lambda: patched(lambda module: functools.partial(lambda self, x: self.weight @ x.T, module)),
+        lambda: patched(lambda module: F.relu, "act"),
+    ],
+)
+def test_functions_that_are_copied_with_the_module_give_its_gradients(make: Callable[[], nn.Module]) -> None:
+    module, x = make(), torch.randn(2, 4)
+    apply, params, buffers = fcg.from_module(module)
+    grads = fcg.grad(lambda params: apply(params, buffers, x)[0].square().sum())(params)
+    module(x).square().sum().backward()
+    # A bias that is not used has no gradient.
+    expected = {
+        name: torch.zeros_like(p) if p.grad is None else p.grad for name, p in module.named_parameters()
+    }
+    assert_trees_all_equal(grads, expected)
 
 
 @pytest.mark.parametrize("wrapper", ["DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule"])

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from types import FunctionType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ..errors import ForeignTensorError, FunctionalCGError, LayoutError, SideEffectError
+from .reach import contents, reached_uncopied
 
 __all__ = ["refuse_impure"]
 
@@ -111,33 +111,20 @@ def _refuse_attributes(name: str, module: nn.Module) -> None:
                 fix=f'register it, `self.register_buffer("{attribute}", value)`; if an earlier call has left it there, '
                 "delete it.",
             )
-        if isinstance(value, FunctionType) and any(
-            id(held) in parts or id(held) in own for held in _closure(value)
-        ):
+        if any(id(held) in parts or id(held) in own for held in reached_uncopied(value)):
             raise ForeignTensorError.of(
                 name,
                 f"`{where}` is a function that holds on to the module.",
                 why="In a copy of the module it would go on reading the tensors of the original.",
-                fix="make it a method of a class.",
+                fix=f"write it as a method, `def {attribute}(self, ...)`, of the module's class or of a module that "
+                "holds this one.",
             )
 
 
 def _attributes(module: nn.Module) -> Iterator[tuple[str, str, Any]]:
-    """(path of the module, name, value) of each attribute, and of what stands in a list, tuple or dict."""
+    """(path of the module, name, value) of each attribute, and of what stands in lists, tuples and dicts."""
+    of_torch = vars(nn.Module())  # registries, whose hooks are refused elsewhere
     for path, part in module.named_modules():
         for name, value in vars(part).items():
-            if name in ("_parameters", "_buffers", "_modules"):
-                continue
-            items = value.values() if isinstance(value, dict) else value
-            for item in items if isinstance(items, (list, tuple)) or isinstance(value, dict) else (value,):
-                yield path, name, item
-
-
-def _closure(function: FunctionType) -> list[Any]:
-    held = []
-    for cell in function.__closure__ or ():
-        try:
-            held.append(cell.cell_contents)
-        except ValueError:  # not yet assigned
-            continue
-    return held
+            if name not in of_torch:
+                yield from ((path, name, item) for item in contents(value))
