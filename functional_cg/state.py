@@ -36,14 +36,14 @@ __all__ = [
 ]
 
 T = TypeVar("T")
+_WRITERS = frozenset("append clear extend insert pop popitem remove reverse setdefault sort update".split())
 
 
 class Handle(TreeView):
     """A state, or a part of one: stands for the user's pytree and forwards its fields, items and methods.
 
-    Leaves are built only for what is touched. The public names below, ``latest`` and ``replace`` belong to the
-    handle and hide fields of the same name, which ``state.tree`` reaches: ``state.tree.replace``. Keys of a dict
-    are items, never attributes, and are not hidden.
+    Leaves are built only for what is touched. The public names below, ``latest`` and ``replace`` hide fields of the same
+    name, which ``state.tree`` reaches: ``state.tree.replace``. Keys of a dict are items, never attributes: none is hidden.
 
     Attributes:
       generation: Number of updates of the arena when this handle was made.
@@ -196,11 +196,11 @@ class Handle(TreeView):
     # -- forwarding -------------------------------------------------------------------------------------------
 
     def __getattr__(self, name: str) -> Any:
-        if name == "_donor" or (name.startswith("__") and name.endswith("__")):
-            raise AttributeError(name)  # not donated yet; no such protocol
+        if name == "_donor" or name.startswith(("__", "_ipython_", "_repr_")):
+            raise AttributeError(name)  # not donated yet; no such protocol, also for notebooks
         part = None if self._part.is_mapping else self._part.children.get(name)
-        if part is None and name.startswith(("_ipython_", "_repr_")):
-            raise AttributeError(name)  # notebooks ask for these of donated handles too
+        if part is None and name in _WRITERS and self._node.kind in (dict, list):
+            raise self._read_only(f".{name}(...)")  # it would change a passing dict or list, in silence
         if part is None:  # a method, a property, a static field
             return getattr(self._level(), name)
         self._check(part.path)

@@ -1081,3 +1081,17 @@ def test_leaves_are_freed_without_the_garbage_collector() -> None:
 def test_generators_of_strategies_make_states(getkey: Callable[[], Tensor]) -> None:
     state: Any = fcg.place({"key": getkey()})
     assert state.replace(key=getkey())["key"].shape == (2,)
+
+
+def test_methods_that_would_change_a_passing_container_are_refused() -> None:
+    state: Any = fcg.place({"a": torch.ones(1), "l": [torch.ones(1)]})
+    for call in (
+        lambda: state.update(a=torch.zeros(1)),
+        lambda: state.pop("a"),
+        lambda: state.setdefault("b", 1),
+        lambda: state["l"].append(torch.zeros(1)),
+    ):
+        with pytest.raises(ReadOnlyError, match=r"was assigned to; a state is immutable(.|\n)*tree\.at"):
+            call()
+    assert state.get("a").item() == 1.0
+    assert fcg.place(dict(update=torch.ones(1)))["update"].item() == 1.0
