@@ -42,8 +42,8 @@ _WRITERS = frozenset("append clear extend insert pop popitem remove reverse setd
 class Handle(TreeView):
     """A state, or a part of one: stands for the user's pytree and forwards its fields, items and methods.
 
-    Leaves are built only for what is touched. The public names below, ``latest`` and ``replace`` hide fields of the same
-    name, which ``state.tree`` reaches: ``state.tree.replace``. Keys of a dict are items, never attributes: none is hidden.
+    Leaves are built only for what is touched. The public names below, ``latest`` and ``replace`` hide fields of the
+    same name, which ``state.tree`` reaches: ``state.tree.replace``. Keys of a dict are items, never attributes.
 
     Attributes:
       generation: Number of updates of the arena when this handle was made.
