@@ -385,6 +385,28 @@ def test_draw_that_no_key_can_replace_is_refused(op: Callable[[Tensor], Tensor])
         call(Wrapped(lambda self, x: op(x)), ONES)
 
 
+@pytest.mark.parametrize(
+    ("op", "reason"),
+    [
+        (lambda x: x.clone().uniform_(2, 2), r"aten\.uniform_\.default(.|\n)*expected low < high"),
+        (
+            lambda x: torch.randn(3, dtype=torch.complex64),
+            r"aten\.randn\.default(.|\n)*floating dtype, got torch\.complex64(.|\n)*`torch\.complex`",
+        ),
+    ],
+)
+def test_draw_with_arguments_that_a_key_cannot_follow_is_refused_with_its_place(
+    op: Callable[[Tensor], Tensor], reason: str
+) -> None:
+    with pytest.raises(fcg.ImplicitRandomnessError, match=r"`0` \(Wrapped\) draws(.|\n)*" + reason):
+        call(nn.Sequential(Wrapped(lambda self, x: op(x))), ONES)
+
+
+def test_complex_numbers_are_drawn_as_two_real_ones() -> None:
+    values = call(Wrapped(lambda self, x: torch.complex(torch.randn_like(x), torch.randn_like(x))), ONES)
+    assert abs((values.real * values.imag).mean().item()) < 5 / values.numel() ** 0.5
+
+
 # --- tensors: names, ties, buffers -------------------------------------------------------------------------------
 
 
@@ -835,6 +857,11 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], type[Exception], str]] = {
     "lazy": (lambda: nn.Sequential(nn.LazyLinear(3)), fcg.LayoutError, r"params\['0.weight'\]` has no shape"),
     "meta": (lambda: nn.Linear(3, 3, device="meta"), fcg.LayoutError, r"params\['bias'\]|params\['weight'\]"),
     "sparse": (with_sparse_buffer, fcg.LayoutError, r"buffers\['graph'\]` is torch.sparse_coo"),
+    "cumulative average": (
+        lambda: nn.Sequential(nn.BatchNorm1d(3, momentum=None)).eval(),
+        fcg.HostSyncError,
+        r"`0` \(BatchNorm1d\) has `momentum=None`(.|\n)*`BatchNorm1d\(\.\.\., momentum=0\.1\)`",
+    ),
     "data parallel": (lambda: nn.DataParallel(nn.Linear(3, 3)), TypeError, "inside, `model.module`"),
     "compiled": (lambda: torch.compile(nn.Linear(3, 3)), TypeError, "before `torch.compile`"),
     "scripted": (lambda: torch.jit.script(nn.Linear(3, 3)), TypeError, "before `torch.jit.script`"),
@@ -855,6 +882,15 @@ def test_module_that_is_not_pure_is_refused_by_name(case: str) -> None:
     make, error, message = REFUSED[case]
     with pytest.raises(error, match=message):
         fcg.from_module(make())
+
+
+def test_batch_norm_that_does_not_average_may_have_no_momentum() -> None:
+    module = nn.Sequential(
+        nn.BatchNorm1d(3, momentum=None).eval(), nn.BatchNorm1d(3, momentum=None, track_running_stats=False)
+    )
+    apply, state = state_of(module)
+    step = train_step(apply, lowering="aten")
+    assert_replay_equals_eager(step, state, [torch.randn(4, 3) for _ in range(4)])
 
 
 @pytest.mark.parametrize("name", ["forward", "f"])

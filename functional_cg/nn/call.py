@@ -194,18 +194,26 @@ class Effects(TorchDispatchMode):
             return func(*args, **kwargs)
         if self._key is None or not is_drawn(func, args, kwargs):
             raise self._random(func)
-        return draw(func, args, kwargs, self._key, self._place.next_stream())
+        try:
+            return draw(func, args, kwargs, self._key, self._place.next_stream())
+        except (TypeError, ValueError) as error:
+            raise self._random(func, str(error)) from error
 
-    def _random(self, func: Any) -> ImplicitRandomnessError:
-        what = "and `apply` has no key" if self._key is None else "in a way that a key cannot replace"
+    def _random(self, func: Any, reason: str = "") -> ImplicitRandomnessError:
+        what = "in a way that a key cannot replace"
         fix = "draw them with `fcg.random` outside of the module and pass them in."
+        if reason:
+            fix = (
+                "call it with what `fcg.random` takes; complex numbers are `torch.complex` of two real draws."
+            )
         if self._key is None:
+            what = "and `apply` has no key"
             fix = "pass one, `apply(params, buffers, x, key=fcg.random.fold_in(state.key, state.step))`; to evaluate, "
             fix += "`train=False`."
         return ImplicitRandomnessError.of(
             self._name,
             f"{self._place} draws random numbers {what}.",
-            rows=[f"{func}{_at()}"],
+            rows=[f"{func}{_at()}", *reason.splitlines()[:1]],
             why="Replay would draw from a generator that nobody manages, or the same numbers each time.",
             fix=fix,
         )

@@ -40,7 +40,7 @@ def from_module(module: nn.Module) -> tuple[Apply, dict[str, Tensor], dict[str, 
       tensor has the first of its names.
     Raises:
       AliasError: If two parameters share memory without being one (``b.data = a.data``).
-      TypeError, SideEffectError, LayoutError, ForeignTensorError: For what cannot be made pure, by name.
+      TypeError, SideEffectError, HostSyncError, LayoutError, ForeignTensorError: For what cannot be made pure, by name.
 
     Example:
       >>> import torch, functional_cg as fcg
