@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+import sys
 from typing import Any
 
 import pytest
@@ -102,6 +104,64 @@ def test_a_bad_format_is_refused_before_anything_runs(text: str, error: type[Exc
     with pytest.raises(fcg.CaptureError, match=error.__name__):
         step(state, torch.ones(2))
     assert state["w"].tolist() == [1.0, 1.0]
+
+
+@pytest.mark.parametrize(
+    ("text", "dtype", "match"),
+    [
+        ("{:d}", torch.float32, r"`\{:d\}` does not format f32\[\]@cpu: Unknown format code 'd'"),
+        ("{:{w}.3q}", torch.float32, r"`\{:10.3q\}` does not format f32"),
+        ("{:.3q}", torch.int64, "does not format i64"),
+        ("{:x}", torch.complex64, "does not format c64"),
+        ("{!z}", torch.bool, "z"),
+    ],
+)
+def test_a_format_that_does_not_fit_the_dtype_is_refused_at_the_trace(
+    text: str, dtype: torch.dtype, match: str
+) -> None:
+    step = fcg.graph_step(lambda s, x: (fcg.debug_print(text, s["n"], w=10), (s, {}))[1])
+    state = fcg.place({"n": torch.zeros((), dtype=dtype)})
+    with pytest.raises(fcg.CaptureError, match=match):
+        step(state, 1)
+    assert state.generation == 0
+    assert state["n"] == 0
+
+
+def test_formats_may_hold_fields_and_strings_may_be_padded(capsys: pytest.CaptureFixture[str]) -> None:
+    texts = "{:{w}.3f}|", "{:{}}|", "{!r:>22}|"
+    step = fcg.graph_step(
+        lambda s, x: (fcg.debug_print("".join(texts), x[0], x[1], "8.1f", x, w=10), (s, {}))[1]
+    )
+    step({"w": torch.ones(1)}, torch.tensor([1.0, 2.0]))
+    assert capsys.readouterr().out == "     1.000|     2.0|      tensor([1., 2.])|\n"
+
+
+@pytest.mark.parametrize("lowering", ["aten", "inductor"])
+def test_under_vmap_each_element_has_a_line(lowering: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    def row(x: Tensor, shared: Tensor) -> Tensor:
+        fcg.debug_print("{:.1f} {}", x.sum(), shared)
+        return x.sum()
+
+    @fcg.graph_step(lowering=lowering)
+    def step(state: Any, x: Tensor) -> Any:
+        return state, torch.func.vmap(torch.func.grad(row), in_dims=(1, None))(x, state["w"])
+
+    state = {"w": torch.ones(1)}
+    for _ in range(2):
+        state, _ = step(state, torch.tensor([[1.0, 2.0], [3.0, 4.0]]))
+        assert capsys.readouterr().out == "4.0 tensor([1.])\n6.0 tensor([1.])\n"
+
+
+def test_a_closed_stdout_loses_no_state(monkeypatch: pytest.MonkeyPatch) -> None:
+    step, state = fcg.graph_step(talking), fcg.place({"w": torch.tensor([1.0, 2.0])})
+    state, _ = step(state, torch.zeros(2))
+    closed = io.StringIO()
+    closed.close()
+    monkeypatch.setattr(sys, "stdout", closed)
+    with pytest.raises(ValueError, match="closed file"):
+        step(state, torch.zeros(2))
+    assert state.latest().generation == 2
+    assert state.latest()["w"].tolist() == [0.25, 0.5]
 
 
 def test_text_that_moves_between_traces_is_refused() -> None:
