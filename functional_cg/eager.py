@@ -14,13 +14,13 @@ from torch import Tensor
 
 from . import tree as pytree
 from .arena import Arena
-from .errors import CaptureError, LayoutError
+from .errors import LayoutError
 from .signature import Call
 from .stages.inspect import refuse_new_state
 from .state import Handle
 from .surroundings import canonical
 
-__all__ = ["Shadow", "run_eager"]
+__all__ = ["copies", "evaluate", "run_eager"]
 
 
 @torch.inference_mode(False)  # results are ordinary tensors
@@ -30,7 +30,7 @@ def run_eager(fn: Callable[..., Any], call: Call, name: str, *, donates: bool) -
     Raises:
       LayoutError: If the new state is unlike the old one; nothing was written.
     """
-    result = _evaluate(fn, call, [_copies(s.arena, s.start, s.stop) for s in call.states], call.live)
+    result = evaluate(fn, call, [copies(s.arena, s.start, s.stop) for s in call.states], call.live)
     if not donates:
         return pytree.map(_own, result)
     new, metrics = _checked(result, call, name)
@@ -42,9 +42,10 @@ def run_eager(fn: Callable[..., Any], call: Call, name: str, *, donates: bool) -
     return Handle(state.lease, state.lease.cell[0]), metrics
 
 
-def _evaluate(
+def evaluate(
     fn: Callable[..., Any], call: Call, slots: Sequence[Sequence[Tensor]], live: Sequence[Tensor]
 ) -> Any:
+    """What ``fn`` returns for leaves of the states in place of their slots, and leaves of the inputs."""
     with canonical():
         trees = [
             pytree.unflatten(s.handle._node, leaves) for s, leaves in zip(call.states, slots, strict=True)
@@ -71,7 +72,8 @@ def _checked(result: Any, call: Call, name: str) -> tuple[list[Tensor], Any]:
     return new, pytree.map(_own, result[1])
 
 
-def _copies(arena: Arena, start: int, stop: int) -> list[Tensor]:
+def copies(arena: Arena, start: int, stop: int) -> list[Tensor]:
+    """Copies of an arena's slots, in their strides."""
     arena.join()
     with torch.no_grad():
         return [slot.clone() for slot in arena.slots[start:stop]]
@@ -85,60 +87,3 @@ def _private(tensor: Tensor, stride: tuple[int, ...], device: torch.device) -> T
 
 def _own(leaf: Any) -> Any:
     return leaf.detach().clone() if isinstance(leaf, Tensor) else leaf
-
-
-class Shadow:
-    """``debug="verify"``: runs a call's function eagerly on the values from before the call, and compares.
-
-    Args:
-      fn: The user's function.
-      name: Its name.
-      donates: Whether it returns a new state.
-    """
-
-    def __init__(self, fn: Callable[..., Any], name: str, *, donates: bool) -> None:
-        self._fn, self._name, self._donates = fn, name, donates
-        self._calls = 0
-
-    def verify(self, call: Call, replay: Callable[[], Any]) -> Any:
-        """Replay a call and return its result, if it is bitwise that of the eager run.
-
-        Raises:
-          CaptureError: Naming the leaf and the call that differ first.
-        """
-        slots = [_copies(s.arena, s.start, s.stop) for s in call.states]
-        live = [tensor.clone() for tensor in call.live]
-        result = replay()
-        self._calls += 1
-        expected = _evaluate(self._fn, call, slots, live)
-        if not self._donates:
-            self._compare("outputs", expected, result)
-            return result
-        self._compare("state", expected[0], result[0])
-        self._compare("metrics", expected[1], result[1])
-        return result
-
-    def _compare(self, root: str, expected: Any, got: Any) -> None:
-        pairs, _ = pytree.flatten_with_path(expected)
-        rows = []
-        for (path, want), have in zip(pairs, pytree.leaves(got), strict=True):
-            if isinstance(want, Tensor) and not _same_bits(want.detach(), have.detach()):
-                distance = (
-                    (want.double() - have.double()).abs().max().item()
-                    if not want.is_complex()
-                    else float("nan")
-                )
-                rows.append(f"{pytree.path_string(path, root)}  differs by up to {distance:.3g}")
-        if rows:
-            raise CaptureError.of(
-                self._name,
-                f"replay differs from the eager run at verified call {self._calls}.",
-                rows=rows,
-                why="Something in the step is not a function of its arguments, or is not deterministic.",
-                fix="look for kernels with hidden state or atomics (`torch.use_deterministic_algorithms(True)`), and "
-                "for host values reached in ways that are not watched.",
-            )
-
-
-def _same_bits(a: Tensor, b: Tensor) -> bool:
-    return torch.equal(a, b) or bool(((a == b) | ((a != a) & (b != b))).all())

@@ -125,8 +125,9 @@ def graph_step(fn: Any = None, /, **options: Any) -> Any:
         CPU; or a callable with the signature of a ``torch.compile`` backend.
       backend: ``"auto"`` (where the state lives), ``"eager"`` (runs the Python each time), or a Backend object. The
         environment variable ``FCG_DISABLE_CAPTURE=1`` makes every step eager, for ``print`` and a debugger.
-      debug: ``"verify"`` compares the first ``verify_calls`` calls with eager runs; ``"poison"`` overwrites dead
-        memory between replays.
+      debug: ``"verify"`` compares the first ``verify_calls`` calls with eager runs, bit for bit, or half of the digits
+        where a compiler reorders sums (:func:`functional_cg.verify.tolerance_of`); it is the net for what the host
+        watch does not see. ``"poison"`` overwrites dead memory between replays; ``"verify+poison"`` does both.
       verify_calls: Number of calls to verify.
     Raises:
       FunctionalCGError: At the call, before anything is launched; see :mod:`functional_cg.errors`.

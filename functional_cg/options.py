@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Callable, Iterable
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from .stages.capture import Backend
 
@@ -12,7 +12,7 @@ __all__ = ["BackendChoice", "Debug", "Lowering", "refuse_options"]
 
 Lowering = Literal["auto", "aten", "inductor"] | Callable[..., Any]
 BackendChoice = Literal["auto", "eager"] | Backend
-Debug = Literal["verify", "poison", "verify+poison"]
+Debug = Literal["verify", "poison", "verify+poison", "poison+verify"]
 
 _OPTIONS = ("static_argnames", "constants", "max_captures", "lowering", "backend", "debug", "verify_calls")
 
@@ -48,5 +48,5 @@ def refuse_options(
         )
     if backend not in ("auto", "eager") and not callable(getattr(backend, "capture", None)):
         raise ValueError(f"{transform}: backend must be 'auto', 'eager' or a Backend object, got {backend!r}")
-    if debug not in (None, "verify", "poison", "verify+poison"):
+    if debug not in (None, *get_args(Debug)):
         raise ValueError(f"{transform}: debug must be 'verify', 'poison' or 'verify+poison', got {debug!r}")

@@ -16,7 +16,7 @@ import torch
 
 from . import tree as pytree
 from .constants import Constants
-from .eager import Shadow, run_eager
+from .eager import run_eager
 from .errors import ClosedError, FunctionalCGError, LayoutError
 from .explain import explain, explain_html, warnings_of
 from .interrupts import held_back
@@ -37,6 +37,7 @@ from .stages.watch import refuse_ambient_autocast, watch
 from .staging import Staging
 from .state import Handle, fill, place, placeable
 from .surroundings import inside_a_step, refuse_anomaly_mode, refuse_foreign_modes
+from .verify import Shadow, tolerance_of
 
 __all__ = ["Transform"]
 
@@ -197,7 +198,7 @@ class Transform:
         replay = functools.partial(self._replay, call, lowered)
         if self._to_verify:
             self._to_verify -= 1
-            return self._shadow.verify(call.laid_out(lowered.layout), replay)
+            return self._shadow.verify(call.laid_out(lowered.layout), replay, tolerance_of(lowered))
         return replay()
 
     def _replay(self, call: Call, lowered: Lowered) -> Any:

@@ -72,6 +72,7 @@ ORDER = (
     "explain",
     "constants",
     "eager",
+    "verify",
     "options",
     "transform",
     "graph_step",
