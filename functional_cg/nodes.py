@@ -7,10 +7,11 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar, overload
 
+import torch
 from torch.utils import _pytree as torch_pytree
 from typing_extensions import dataclass_transform
 
-__all__ = ["register_dataclass", "register_dataclass_node", "static"]
+__all__ = ["register_dataclass", "register_dataclass_node", "same_static", "static"]
 
 T = TypeVar("T")
 
@@ -20,7 +21,8 @@ _STATIC = "functional_cg.static"
 def static(**options: Any) -> Any:
     """Declare a dataclass field that belongs to the structure: a name, a number of layers, an activation.
 
-    A graph has the value baked in: states that differ in it have different layouts. It is compared with ``==``.
+    A graph has the value baked in: states that differ in it have different layouts. It is compared with ``==``; numbers
+    by type and bits, so that 1, 1.0 and True are three values. Arrays and tensors are leaves: they cannot be static.
 
     Args:
       options: Those of ``dataclasses.field``, such as ``default``.
@@ -34,6 +36,35 @@ def static(**options: Any) -> Any:
       'first'
     """
     return dataclasses.field(metadata={_STATIC: True}, **options)
+
+
+def same_static(a: Any, b: Any) -> bool:
+    """Whether two static values make the same graph: equal, of one type, and in all numbers down to the bits.
+
+    Raises:
+      TypeError: If the values cannot be compared.
+    """
+    if a is b or type(a) is not type(b):
+        return a is b
+    match a:
+        case float():
+            return bool(a.hex() == b.hex())
+        case complex():
+            return same_static((a.real, a.imag), (b.real, b.imag))
+        case tuple() | list():
+            return len(a) == len(b) and all(map(same_static, a, b))
+        case dict():
+            return same_static(list(a.items()), list(b.items()))
+    if dataclasses.is_dataclass(a) and type(a).__eq__ is not object.__eq__:
+        names = [field.name for field in dataclasses.fields(a) if field.compare]
+        return same_static([getattr(a, name) for name in names], [getattr(b, name) for name in names])
+    try:
+        return bool(a == b)
+    except Exception as error:  # whatever a comparison of the user's own raises
+        raise TypeError(
+            f"static values of type {type(a).__name__} cannot be compared: {error}; "
+            "make an array a leaf of the tree, or give the class an `__eq__` that returns a bool"
+        ) from None
 
 
 @overload
@@ -74,7 +105,10 @@ def register_dataclass_node(cls: type[T], static: Sequence[str] = ()) -> type[T]
     dynamic = [name for name in names if name not in static]
 
     def flatten_fn(node: Any) -> tuple[list[Any], Any]:
-        return [getattr(node, name) for name in dynamic], tuple(getattr(node, name) for name in static)
+        context = tuple(getattr(node, name) for name in static)
+        for name, value in zip(static, context, strict=True):
+            _refuse_array(cls, name, value)
+        return [getattr(node, name) for name in dynamic], context
 
     def flatten_with_keys_fn(node: Any) -> tuple[list[tuple[Any, Any]], Any]:
         children, context = flatten_fn(node)
@@ -92,3 +126,11 @@ def register_dataclass_node(cls: type[T], static: Sequence[str] = ()) -> type[T]
         cls, flatten_fn, unflatten_fn, flatten_with_keys_fn=flatten_with_keys_fn
     )
     return cls
+
+
+def _refuse_array(cls: type, name: str, value: Any) -> None:
+    if isinstance(value, torch.Tensor) or getattr(value, "ndim", None):
+        raise TypeError(
+            f"`{cls.__name__}`: the static field `{name}` holds an array ({type(value).__name__}): a graph would have "
+            f"its values baked in. To fix: make `{name}` a field that is not static."
+        )

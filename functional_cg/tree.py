@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 from torch.utils import _pytree as torch_pytree
 
 from .errors import LayoutError
-from .nodes import register_dataclass, register_dataclass_node, static
+from .nodes import register_dataclass, register_dataclass_node, same_static, static
 
 __all__ = [
     "KeyPath",
@@ -79,6 +79,16 @@ class Treedef:
     keys: tuple[Any, ...]
     children: tuple[Treedef, ...]
     num_leaves: int
+
+    def __eq__(self, other: object) -> bool:
+        if self is other or not isinstance(other, Treedef):
+            return self is other
+        return (
+            self.kind is other.kind
+            and self.keys == other.keys
+            and same_static(self.context, other.context)
+            and self.children == other.children
+        )
 
     def __hash__(self) -> int:
         return hash((self.kind, self.num_leaves, tuple(str(key) for key in self.keys), self.children))
@@ -306,7 +316,7 @@ def structure_diff(expected: Treedef, got: Treedef, root: str = "tree") -> list[
             for key in there
             if key not in here
         )
-        if set(here) == set(there) and a.context != b.context:
+        if set(here) == set(there) and not same_static(a.context, b.context):
             rows.append(f"{where}  expected static fields {a.context!r}   got {b.context!r}")
         for key, child in zip(a.keys, a.children, strict=True):
             if str(key) in there:

@@ -9,6 +9,7 @@ from collections import OrderedDict, defaultdict, namedtuple
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -356,3 +357,63 @@ def test_fields_declared_static_belong_to_the_structure() -> None:
 
     assert tree.flatten(Layer(1))[1] != tree.flatten(Layer(1, "conv"))[1]
     assert tree.map(lambda v: v + 1, Layer(1, "conv")) == Layer(2, "conv")
+
+
+@dataclass(frozen=True)
+class Rate:
+    value: Any
+
+
+VALUES = (1, 1.0, True, 0.0, -0.0, 0, False, float("nan"), 1j, complex(0, -0.0), complex(0, 0.0), "1", None)
+
+
+@pytest.mark.parametrize("wrap", [lambda v: v, lambda v: (v, 2), lambda v: [v], lambda v: {"v": v}, Rate])
+def test_static_values_are_equal_to_their_copies_alone(wrap: Any) -> None:
+    @tree.register_dataclass(static=("tag",))
+    class Tagged:
+        x: Any
+        tag: Any
+
+    for i, one in enumerate(VALUES):
+        for j, other in enumerate(VALUES):
+            copied = pickle.loads(pickle.dumps(other))  # NaN is another object then
+            a, b = (tree.flatten(Tagged(1, wrap(v)))[1] for v in (one, copied))
+            assert (a == b) == (i == j), (one, other)
+            assert bool(tree.structure_diff(a, b)) == (i != j)
+
+
+def test_states_that_differ_in_a_static_number_have_graphs_of_their_own() -> None:
+    class Run(fcg.TrainState):
+        rate: Any = tree.static(default=1)
+
+    def made(rate: Any) -> Any:
+        return Run.create(params={"w": torch.ones(2)}, optimizer=fcg.optim.sgd(0.1), rate=rate)
+
+    step = fcg.graph_step(lambda s, x: (s, x / s.rate if s.rate else x * s.rate), max_captures=3)
+    assert step(made(0.0), torch.tensor(2.0))[1].signbit() == torch.tensor(False)
+    assert step(made(-0.0), torch.tensor(2.0))[1].signbit() == torch.tensor(True)
+    for _ in range(2):
+        step(made(float("nan")), torch.tensor(2.0))
+    assert step.stats.traces == 3
+
+
+@pytest.mark.parametrize("value", [torch.ones(2), torch.tensor(1.0), np.ones(2)])
+def test_arrays_are_refused_as_static_fields(value: Any) -> None:
+    @tree.register_dataclass(static=("mask",))
+    class Masked:
+        x: Any
+        mask: Any
+
+    with pytest.raises(TypeError, match=r"`Masked`: the static field `mask` holds an array"):
+        fcg.place(Masked(torch.ones(2), value))
+
+
+def test_static_values_that_cannot_be_compared_are_refused() -> None:
+    @tree.register_dataclass(static=("masks",))
+    class Masked:
+        x: Any
+        masks: Any
+
+    one, two = (tree.flatten(Masked(1, (np.ones(2),)))[1] for _ in range(2))
+    with pytest.raises(TypeError, match="static values of type ndarray cannot be compared"):
+        assert one == two
