@@ -1,7 +1,7 @@
 """Pytrees: nested containers with tensors as leaves. With :mod:`.nodes` the one door to ``torch.utils._pytree``.
 
 Dicts are flattened by sorted key, so the order in which a dict was written never matters. ``None`` is a node
-without leaves, as in JAX. Types registered with ``torch.utils._pytree`` are nodes here too.
+without leaves, as in JAX; a ``torch.Size`` is a leaf. Types registered with ``torch.utils._pytree`` are nodes here too.
 
 Key paths print as Python would read them: ``state.params['w']``, ``batch['x'][0]``.
 """
@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+import torch
 from torch.utils import _pytree as torch_pytree
 
 from .errors import LayoutError
@@ -149,7 +150,7 @@ def _open(tree: Any) -> _Node | None:
     if issubclass(kind, tuple) and hasattr(kind, "_fields"):
         return _Node(None, tuple(torch_pytree.GetAttrKey(name) for name in kind._fields), tree)
     registered = torch_pytree.SUPPORTED_NODES.get(kind)
-    if registered is None:
+    if registered is None or kind is torch.Size:  # a shape is one value: torch rebuilds it as a tuple
         return None
     children, context = registered.flatten_fn(tree)
     keyed = registered.flatten_with_keys_fn

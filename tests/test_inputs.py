@@ -644,3 +644,18 @@ def test_products_of_two_dtypes_are_refused_at_their_line() -> None:
         act(state, np.zeros((3, 4)))
     assert act(state, np.zeros((3, 4), np.float32)).shape == (3, 2)
     assert act.stats.captures == 1
+
+
+def test_a_shape_belongs_to_the_layout_and_comes_back_as_one() -> None:
+    step = fcg.graph_step(
+        lambda s, x, shape: ({"w": s["w"] + x.view(shape).sum(0)}, {"shape": shape, "own": x.shape})
+    )
+    state = {"w": torch.zeros(3)}
+    for _ in range(2):
+        state, metrics = step(state, torch.ones(6), torch.Size([2, 3]))
+        assert metrics == {"shape": torch.Size([2, 3]), "own": torch.Size([6])}
+        assert type(metrics["shape"]) is torch.Size
+    assert state["w"].tolist() == [4.0, 4.0, 4.0]
+    assert step.stats.replays == 2
+    with pytest.raises(fcg.LayoutError, match=r"shape  expected Size torch.Size\(\[2, 3\]\)   got Size"):
+        step(state, torch.ones(6), torch.Size([1, 6]))
