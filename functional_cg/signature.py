@@ -11,12 +11,14 @@ import torch
 from torch import Tensor
 
 from . import tree as pytree
-from .arena import Arena, BufferSpec
+from .arena import Arena
 from .errors import AliasError
 from .inputs import InputLayout, as_input, input_layout
 from .state import Handle, Lease, check_alive
 
 __all__ = ["Call", "Signature"]
+
+_LIVE = object()  # stands for a leaf that is copied in
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,10 +92,12 @@ class Call:
 
     @property
     def objects(self) -> dict[str, Any]:
-        """Whole arguments that the graph has baked in: static ones, and inputs that are neither tensor nor tree."""
-        pairs = zip(self.layout.names, self.layout.leaves, strict=True)
-        found = {name: leaf for name, leaf in pairs if not isinstance(leaf, BufferSpec)}
-        return {name: leaf for name, leaf in found.items() if name.isidentifier()} | self.statics
+        """The arguments with what the graph has baked in: static ones, and inputs without their tensors."""
+        live = {name: _LIVE for name in self.layout.live_names}
+        if len(live) == len(self.layout.names):
+            return self.statics
+        args, kwargs = self.layout.fill(list(live.values()))
+        return {**dict(zip(self.layout.roots, args, strict=True)), **kwargs, **self.statics}
 
     def arguments(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The call as a capture takes it: handles and tensors in place, static arguments gone."""

@@ -439,6 +439,23 @@ def test_an_object_among_the_inputs_is_watched() -> None:
         f(1.0, settings)
 
 
+def test_objects_inside_of_an_input_are_watched() -> None:
+    class Settings:
+        lr = 2.0
+
+    one, two = Settings(), Settings()
+    step = fcg.graph_step(lambda s, batch: (s, batch["x"] * batch["cfg"].lr * batch["more"][0].lr))
+    batch = {"x": torch.ones(1), "cfg": one, "more": [two, "name"]}
+    state, metric = step({"w": torch.ones(1)}, batch)
+    assert metric.item() == 4.0
+    for settings, name in ((one, r'batch\["cfg"\]\.lr'), (two, r'batch\["more"\]\[0\]\.lr')):
+        settings.lr = 100.0
+        with pytest.raises(fcg.BakedValueError, match=rf"{name}  traced 2\.0   now 100\.0"):
+            step(state, batch)
+        settings.lr = 2.0
+    assert step(state, batch)[1].item() == 4.0
+
+
 def test_numbers_are_made_on_the_host_whatever_the_default_device() -> None:
     double = fcg.graph_fn(lambda x: x * 2)
     with torch.device("meta"):

@@ -179,6 +179,37 @@ def test_key_that_is_itself_watched(cfg):
     assert watch(step).names() == ("KEY", 'CFG.table["lr"]')
 
 
+def test_key_asked_for_with_get(cfg):
+    notices(lambda x: x * CFG.table.get("lr", 1.0), 'CFG.table["lr"]', lambda: cfg.table.__setitem__("lr", 1))
+    assert watch(lambda x: x * CFG.table.get("none", 1.0)).names() == ()
+
+
+class Attributes(dict):
+    def __getattr__(self, name):
+        try:
+            return self[name]
+        except KeyError:
+            raise AttributeError(name) from None
+
+
+class Proxy:
+    def __init__(self, of):
+        self._of = of
+
+    def __getattr__(self, name):
+        return self._of[name]
+
+
+@pytest.mark.parametrize("make", [Attributes, Proxy])
+def test_attribute_that_the_users_class_looks_up(make):
+    values = Attributes(lr=0.1)
+    config = make(values) if make is Proxy else values
+    seen = watch(lambda x: x * config.lr)
+    assert any(known.endswith('["lr"]') for known in seen.names()), seen.names()
+    values["lr"] = 0.2
+    assert not seen.unchanged()
+
+
 def test_key_that_is_deleted(cfg):
     notices(lambda x: x * CFG.table["lr"], 'CFG.table["lr"]', lambda: cfg.table.pop("lr"))
 

@@ -213,6 +213,8 @@ class Reader:
         if found is not None and isinstance(found.value, property):
             self.visitor.enter(found)
             found = None
+        elif found is None and owner is not None and owner.computes_attributes is not None:
+            self.visitor.enter(owner.computes_attributes, [Ref(ins.argval)])
         self.push(found)
         # From Python 3.12 on a flag says that a method is loaded, which fills two places.
         if ins.opname == "LOAD_METHOD" or (
@@ -277,6 +279,9 @@ class Reader:
         if callee is not None and callee.value is super:
             cls, instance = self.names.get("__class__"), self.names.get(next(iter(self.code.co_varnames), ""))
             result = _super(cls, instance)
+        elif callee is not None and callee.value is dict.get and callee.bound is not None:
+            key = args[0] if args else None
+            result = self.visitor.reach(callee.bound.item(key.value)) if key is not None else None
         elif callee is None or not self.visitor.enter(callee, args, kwargs):
             self.spend([*args, *kwargs.values()])
         self.stack.append(result)

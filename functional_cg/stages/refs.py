@@ -101,7 +101,15 @@ class Ref:
             found = in_classes(owner.__mro__, name)
             found = found.__func__ if isinstance(found, staticmethod | classmethod) else found
             return None if found is _MISSING or _computes(found) else self.follow(found, Step(name))
+        if name == "get" and in_classes(type(owner).__mro__, name) is vars(dict)["get"]:
+            return Ref(dict.get, bound=self)
         return self._stored(name) or _member(type(owner).__mro__, name, self)
+
+    @property
+    def computes_attributes(self) -> Ref | None:
+        """The user's ``__getattr__``, which Python asks for an attribute that is not stored."""
+        found = in_classes(type(self.value).__mro__, "__getattr__")
+        return Ref(found, bound=self) if isinstance(found, FunctionType) else None
 
     def _stored(self, name: str) -> Ref | None:
         """An attribute that the instance itself holds: in its dict, its slots, its registry of submodules."""
