@@ -176,7 +176,7 @@ MUTANTS = (
     Mutant(
         "N8",
         "warm-up is not rolled back: it runs on the state's own slots",
-        (("Buffers(_scratch(slots), staging.slots, constants)", "Buffers(slots, staging.slots, constants)"),),
+        (("Buffers(scratch(slots), staging.slots, constants)", "Buffers(slots, staging.slots, constants)"),),
         (
             f"{REPLAY}test_call_n_is_n_updates[simulator]",
             f"{REPLAY}test_bias_correction_and_schedule_move_with_the_count[simulator]",
@@ -222,12 +222,11 @@ MUTANTS = (
         "silent eager fallback: runs the Python each time, and counts it as a replay",
         (
             (
-                ("        captured = self._captured_for(call, lowered)\n        if not self._to_verify"),
+                "        args, kwargs = call.arguments()\n        try:\n",
                 (
-                    "        captured = self._captured_for(call, lowered)\n"
                     "        self.stats.replays += 1\n"
                     "        return run_eager(self._fn, call, self._name, donates=self._donates)\n"
-                    "        if not self._to_verify"
+                    "        args, kwargs = call.arguments()\n        try:\n"
                 ),
             ),
         ),
