@@ -20,6 +20,7 @@ os.environ.setdefault("TORCHINDUCTOR_DETERMINISTIC", "1")
 # Where jax is installed (the bench compares with it), one worker would take three quarters of the GPU's memory.
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
+import signal
 import zlib
 from collections.abc import Callable, Generator
 from typing import Any
@@ -104,6 +105,8 @@ class GlobalStateGuard:
 def pytest_configure(config: pytest.Config) -> None:
     """Register the guard; share the cores among the workers."""
     config.pluginmanager.register(GlobalStateGuard(), "fcg-global-state-guard")
+    # A job in the background of a script starts with Ctrl-C ignored, and Python then leaves it so.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     if hasattr(config, "workerinput"):
         torch.set_num_threads(1)
 
