@@ -12,7 +12,7 @@ from torch import Tensor
 
 from . import tree as pytree
 from .arena import Arena
-from .errors import AliasError
+from .errors import AliasError, LayoutError
 from .inputs import InputLayout, as_input, input_layout
 from .state import Handle, Lease, check_alive
 
@@ -176,6 +176,25 @@ class Signature:
                     f"`{self.name}`: static argument `{name}` must be hashable, got {type(value).__name__}"
                 ) from None
         return args[:first], named, statics
+
+    def refuse_pair(self, tree: Any) -> None:
+        """Raise for what a step returns, passed on as a state.
+
+        Raises:
+          LayoutError: If it is a pair of a handle and metrics.
+        """
+        match tree:
+            case (Handle(generation=int(n)), other) if (
+                n and type(tree) is tuple and not isinstance(other, Handle)
+            ):
+                state = self.parameter(0)
+                raise LayoutError.of(
+                    self.name,
+                    f"was called with a pair of a state and metrics as `{state}`; the state is unchanged.",
+                    rows=[f"{state}  expected a state   got tuple"],
+                    why="A step returns both, the new state and the metrics.",
+                    fix=f"unpack what it returns, `{state}, metrics = {self.name}({state}, ...)`.",
+                )
 
     def take_apart(self, args: tuple[Any, ...], kwargs: dict[str, Any], statics: dict[str, Any]) -> Call:
         """Take a call apart; every handle must be alive.

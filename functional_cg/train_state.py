@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Generic, Self
 
@@ -87,21 +88,9 @@ class TrainState(_StateClass, Generic[Params]):
         Raises:
           AliasError: If two leaves share memory.
           LayoutError: If a leaf is no tensor.
-          TypeError: If ``params`` is a module, or ``optimizer`` or ``key`` is of another kind.
+          TypeError: If ``params`` is a module or a generator, or ``optimizer`` or ``key`` is of another kind.
         """
-        if not isinstance(optimizer, GradientTransformation):
-            got = optimizer.__name__ if isinstance(optimizer, type) else type(optimizer).__name__
-            raise TypeError(
-                f"TrainState.create: optimizer must be one of `fcg.optim`, such as `fcg.optim.sgd(0.1)`, got {got}"
-            )
-        if isinstance(params, torch.nn.Module):
-            raise TypeError(
-                "TrainState.create: params must be a pytree of tensors, got a module: "
-                "`apply, params, buffers = fcg.from_module(module)`, and in the step "
-                "`out, new_buffers = apply(params, buffers, x)`"
-            )
-        if key is not None and not isinstance(key, Tensor):
-            raise TypeError(f"TrainState.create: key must be made with `fcg.random.key(seed)`, got {key!r}")
+        _refuse_arguments(params, optimizer, key)
         device = next(
             (leaf.device for leaf in pytree.leaves(params) if isinstance(leaf, Tensor)), torch.device("cpu")
         )
@@ -153,3 +142,33 @@ class TrainState(_StateClass, Generic[Params]):
     def latest(self) -> Self:
         """The state itself; on a handle, the living handle of the same arena."""
         return self
+
+
+def _refuse_arguments(params: Any, optimizer: Any, key: Any) -> None:
+    if not isinstance(optimizer, GradientTransformation):
+        got = optimizer.__name__ if isinstance(optimizer, type) else type(optimizer).__name__
+        raise TypeError(
+            f"TrainState.create: optimizer must be one of `fcg.optim`, such as `fcg.optim.sgd(0.1)`, got {got}"
+        )
+    if isinstance(params, (torch.nn.Module, Iterator)):
+        got = "a module" if isinstance(params, torch.nn.Module) else f"a {type(params).__name__}"
+        raise TypeError(
+            f"TrainState.create: params must be a pytree of tensors, got {got}: "
+            "`apply, params, buffers = fcg.from_module(module)`, and in the step "
+            "`out, new_buffers = apply(params, buffers, x)`"
+        )
+    if key is not None and not isinstance(key, Tensor):
+        raise TypeError(f"TrainState.create: key must be made with `fcg.random.key(seed)`, got {key!r}")
+    rows = [
+        f"{pytree.path_string(path, 'params')}  expected a tensor   got {type(leaf).__name__}"
+        for path, leaf in pytree.flatten_with_path(params)[0]
+        if not isinstance(leaf, Tensor)
+    ]
+    if rows:
+        raise LayoutError.of(
+            "",
+            "TrainState.create: `params` has leaves that are no tensors.",
+            rows=rows,
+            why="Each parameter has a gradient and a state of the optimizer.",
+            fix="make them tensors, `torch.tensor(...)`; keep names and settings as static fields.",
+        )

@@ -50,6 +50,7 @@ class Transform:
 
     _donates: bool
     _kind: str
+    __wrapped__: Callable[..., Any]
 
     def __init__(
         self,
@@ -126,6 +127,10 @@ class Transform:
                 captured.close()
             self._captured.clear()
             self._lowered.clear()
+
+    def anew(self, **options: Any) -> Self:
+        """A new step of the same function, with the same options but for those given; nothing is captured yet."""
+        return type(self)(self._fn, **(self._options | options))
 
     def __enter__(self) -> Self:
         return self
@@ -247,6 +252,7 @@ class Transform:
             if not args:
                 raise TypeError(f"`{self._name}`: the state must be the first argument")
             if not isinstance(args[0], Handle):
+                self._signature.refuse_pair(args[0])
                 args = (self._placed(args[0]), *args[1:])
         return self._signature.take_apart(args, kwargs, statics)
 

@@ -58,6 +58,7 @@ ORDER = (
     "stages.certificate",
     "stages.inspect",
     "stages.host",
+    "stages.raised",
     "stages.trace",
     "stages.rewrite",
     "stages.lower",

@@ -680,11 +680,42 @@ def test_masked_refuses_an_optimizer() -> None:
             "partition: takes gradient transformations, got int",
         ),
         (lambda: optim.inject_hyperparams(float)(), TypeError, "the factory returned float"),
+        (
+            lambda: optim.sgd(torch.nn.Linear(1, 1).parameters()),
+            TypeError,
+            "sgd: learning_rate must be a number, a tensor or a schedule, got generator",
+        ),
     ],
 )
 def test_arguments_are_checked(make: Any, error: type[Exception], match: str) -> None:
     with pytest.raises(error, match=match):
         make()
+
+
+@pytest.mark.parametrize(
+    "factory", [optim.sgd, optim.adam, optim.adamw, optim.adagrad, optim.lamb, optim.yogi]
+)
+def test_names_of_torch_are_translated(factory: Any) -> None:
+    rest = {"weight_decay": 0.1} if factory in (optim.adamw, optim.lamb) else {}
+    match = rf"{factory.__name__}: has no argument `lr`; it takes `learning_rate`.*in place of `lr`"
+    for make in (factory, optim.inject_hyperparams(factory)):
+        with pytest.raises(TypeError, match=match):
+            make(lr=0.1, **rest)
+        assert isinstance(make(learning_rate=0.1, **rest), optim.GradientTransformation)
+
+
+def test_arguments_of_an_own_transformation_have_its_own_names() -> None:
+    class Own(optim.GradientTransformation):
+        def __init__(self, lr: float, **more: float) -> None:
+            self.lr = lr + sum(more.values())
+
+        def init(self, params: Any) -> Any:
+            return ()
+
+        def update(self, updates: Any, state: Any, params: Any = None) -> Any:
+            return updates, state
+
+    assert Own(lr=1.0, warmup=2.0).lr == 3.0
 
 
 def test_trees_are_checked() -> None:

@@ -109,6 +109,13 @@ def test_create_says_what_it_wants_in_place_of_torch_objects() -> None:
     module = torch.nn.Linear(2, 2)
     with pytest.raises(TypeError, match=r"got a module: `apply, params, buffers = fcg.from_module"):
         fcg.TrainState.create(params=module, optimizer=ADAM)
+    with pytest.raises(TypeError, match=r"got a generator: `apply, params, buffers = fcg.from_module"):
+        fcg.TrainState.create(params=module.parameters(), optimizer=ADAM)
+    for one in (optim.sgd(0.1), ADAM):
+        with pytest.raises(
+            LayoutError, match=r"no tensors.\n  params\[0\]\[0\]  expected a tensor   got str\n"
+        ):
+            fcg.TrainState.create(params=list(module.named_parameters()), optimizer=one)
     for wrong, got in ((torch.optim.SGD(module.parameters(), lr=0.1), "SGD"), (optim.sgd, "sgd")):
         optimizer: Any = wrong
         with pytest.raises(TypeError, match=rf"must be one of `fcg.optim`, .*, got {got}"):

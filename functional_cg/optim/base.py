@@ -12,16 +12,18 @@ optimizer can be a static field of a state and part of the key of a capture.
 
 from __future__ import annotations
 
+import numbers
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor
 
 from functional_cg import tree
 from functional_cg.errors import LayoutError
+from functional_cg.optim.arguments import refuse_unknown
 
 Params = Any  # PyTree of floating tensors
 Updates = Any  # PyTree like Params
@@ -47,6 +49,10 @@ class GradientTransformation(ABC):
 
     Source: ``optax.GradientTransformation``, plus the third function :attr:`step`.
     """
+
+    def __new__(cls, *args: Any, **options: Any) -> Self:
+        refuse_unknown(cls, options)
+        return super().__new__(cls)
 
     @abstractmethod
     def init(self, params: Params) -> OptState:
@@ -245,7 +251,14 @@ def require(condition: object, message: str) -> None:
 
 
 def in_range(name: str, value: object, *, low: float = 0.0, below: float = float("inf")) -> None:
-    """Refuse a Python number outside of [low, below); a tensor is not read: that would be a host sync."""
+    """Refuse a Python number outside of [low, below); a tensor is not read: that would be a host sync.
+
+    Raises:
+      TypeError: If the value is no number, tensor or schedule.
+      ValueError: If it is a number out of range.
+    """
+    if not (isinstance(value, (numbers.Real, Tensor)) or callable(value)):
+        raise TypeError(f"{name} must be a number, a tensor or a schedule, got {type(value).__name__}")
     if isinstance(value, (int, float)) and not low <= value < below:
         bound = f"in [{low:g}, {below:g})" if below != float("inf") else f"at least {low:g} and finite"
         raise ValueError(f"{name} must be {bound}, got {value!r}")

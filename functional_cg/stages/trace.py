@@ -7,7 +7,6 @@ first: host values that move between two runs show up there.
 
 from __future__ import annotations
 
-import dataclasses
 import gc
 import math
 import time
@@ -18,20 +17,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
-    FakeTensor,
-    FakeTensorMode,
-    unset_fake_temporarily,
-)
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from .. import tree as pytree
 from ..arena import BufferSpec, storage_key
 from ..errors import (
     BakedValueError,
-    CaptureError,
     ForeignTensorError,
     FunctionalCGError,
     HostSyncError,
@@ -39,18 +31,17 @@ from ..errors import (
     SideEffectError,
 )
 from ..ops import tensors_in
-from ..source import Location, Locator, is_user_file, raised_frame, sync_spelling
+from ..source import Locator
 from ..surroundings import canonical
 from ..tree import KeyPath, Treedef, path_string
 from .host import HostGuard, HostRandomness, HostState
 from .inspect import Rules, refuse_mixed_dtypes, refuse_new_state
 from .program import Constant, Instr, Program, Var
+from .raised import mapped, raised_at
 from .watch import watch
 
 __all__ = ["BoundState", "Recipe", "trace"]
 
-# Parts of the messages with which torch refuses to read a fake tensor's memory.
-_READS_MEMORY = (".numpy() is not supported", "Cannot access data pointer", "its data is not allocated yet")
 _LIFTS = frozenset(
     {torch.ops.aten.lift_fresh.default, torch.ops.aten.lift.default, torch.ops.aten.lift_fresh_copy.default}
 )
@@ -330,56 +321,6 @@ def _difference(function: str, first: Instr | None, then: Instr | None) -> Baked
     )
 
 
-def _mapped(name: str, error: Exception) -> FunctionalCGError:
-    """Our error for an exception of the user's function, or for one with which the fake mode refuses a read."""
-    text = str(error)
-    by_value = isinstance(error, DataDependentOutputException | DynamicOutputShapeException)
-    if by_value or any(part in text for part in _READS_MEMORY):
-        return _host_sync(name, error)
-    where = _raised_at(error)
-    if isinstance(error, NotImplementedError) and "HigherOrderOperator" in text:
-        return CaptureError.of(
-            name,
-            f"calls an operator that takes functions, such as `torch.cond`{where}.",
-            why="A graph replays one sequence of kernels; what such an operator runs is not part of it.",
-            fix="compute both sides and select, `torch.where(cond, a, b)`; write a loop of fixed length in Python.",
-        )
-    fix = "see the original exception above; `step.eager(state, *inputs)` runs the function on real values."
-    if "does not require grad" in text:
-        fix = "in place of `backward()`, `loss, grads = fcg.value_and_grad(loss_fn)(state.params)`."
-    elif isinstance(error, dataclasses.FrozenInstanceError):
-        fix = "a state is immutable: `state = state.replace(...)` gives one with other fields."
-    return CaptureError.of(
-        name,
-        f"raised {type(error).__name__}{where}: {text.splitlines()[0] if text else ''}".rstrip(": "),
-        why="The step was being traced; nothing was launched and the state is unchanged.",
-        fix=fix,
-    )
-
-
-def _host_sync(name: str, error: Exception) -> HostSyncError:
-    frame = raised_frame(error)
-    what, fix = sync_spelling(frame) if frame is not None else ("", "")
-    return HostSyncError.of(
-        name,
-        "asks for the values of a tensor on the host.",
-        rows=[f"{what or str(error).splitlines()[0]}{_raised_at(error)}"],
-        why="Replay repeats kernels, not Python: what is decided now would be decided for ever.",
-        fix=(fix or "return the value in `metrics` and decide outside of the step").rstrip(".") + ".",
-    )
-
-
-def _raised_at(error: BaseException) -> str:
-    line, traceback = "", error.__traceback__
-    while traceback is not None:
-        code = traceback.tb_frame.f_code
-        generated = line and code.co_filename == "<string>"  # such as a method that dataclasses wrote
-        if is_user_file(code.co_filename) and not generated:
-            line = f", at {Location(code.co_filename, traceback.tb_lineno, code.co_name)}"
-        traceback = traceback.tb_next
-    return line
-
-
 def _refuse_kept(name: str, recorder: _Recorder, references: Sequence[weakref.ref[Tensor]]) -> None:
     if not any(reference() is not None for reference in references):
         return
@@ -399,7 +340,8 @@ def _refuse_kept(name: str, recorder: _Recorder, references: Sequence[weakref.re
             f"keeps {'a tensor' if len(rows) == 1 else f'{len(rows)} tensors'} of the step beyond its end.",
             rows=rows,
             why="Python runs when the step is traced, not when it is replayed: what was kept would never be updated.",
-            fix="return it in the metrics or in the new state instead of storing it (attribute, list, cache).",
+            fix="return it in the metrics or in the new state instead of storing it (attribute, list, cache). "
+            f"A debugger keeps what it sees: use it in `{name}.eager(...)`, or with FCG_DISABLE_CAPTURE=1.",
         )
 
 
@@ -508,10 +450,10 @@ def trace(recipe: Recipe, checkpoint: Callable[[], None] = lambda: None) -> Prog
             watched = watch(recipe.function)
             again = _run(recipe, recorder.program, checkpoint)
     except FunctionalCGError as error:
-        error.within(recipe.name, _raised_at(error))
+        error.within(recipe.name, raised_at(error))
         raise
     except Exception as error:
-        raise _mapped(recipe.name, error) from error
+        raise mapped(recipe.name, recipe.input_names, error) from error
     finally:
         randomness.restore_own()
     program = recorder.program

@@ -62,6 +62,26 @@ def test_new_train_state_lists_all_differences():
     assert state.generation == 0
 
 
+@pytest.mark.parametrize("call", ["__call__", "eager"])
+def test_what_a_step_returned_is_to_be_unpacked(call):
+    def step(s, b):
+        return {**s, "w": s["w"] + 1}, {"sum": b["x"].sum()}
+
+    step = fcg.graph_step(step)
+    pair = step(a_state(), a_batch())
+    with pytest.raises(
+        LayoutError, match=r"called with a pair(.|\n)*To fix: unpack .*`s, metrics = step\(s, ...\)`"
+    ):
+        getattr(step, call)(pair, a_batch())
+    state, _ = pair
+    assert getattr(step, call)(state, a_batch())[0].generation == 2
+
+
+def test_state_that_is_a_tuple_of_a_state_and_more_is_accepted():
+    tree = (fcg.place({"w": torch.ones(2)}), {"n": torch.zeros(())})
+    assert fcg.graph_step(lambda s, b: (s, {}))(tree, a_batch())[0].generation == 1
+
+
 @pytest.mark.parametrize(
     ("result", "got"),
     [

@@ -3,7 +3,10 @@
 import functools
 import gc
 import importlib
+import io
+import pdb
 import re
+import sys
 import warnings
 import weakref
 
@@ -320,6 +323,17 @@ def test_exception_of_torch():
     assert_still_good(state, fcg.snapshot(a_state()), 0)
 
 
+def test_list_of_numbers_in_place_of_a_tensor():
+    def step(s, b):
+        return s, {"out": b["x"] @ s["w"]}
+
+    rows, state = [[1.0, 2.0, 3.0], [0.0, 1.0, 0.0]], a_state()
+    with pytest.raises(CaptureError, match=r"`b\['x'\]` is a list.*: pass `torch.tensor\(b\['x'\]\)`"):
+        fcg.graph_step(step)(state, {"x": rows})
+    _, metrics = fcg.graph_step(step)(state, {"x": torch.tensor(rows)})
+    assert metrics["out"].tolist() == [8.0, 1.0]
+
+
 def test_call_that_does_not_fit_the_signature():
     step = fcg.graph_step(lambda s, b: (s, {}))
     for args in ((a_state(),), (a_state(), 1, 2)):
@@ -335,6 +349,29 @@ def test_advice_for_an_exception_works():
     with pytest.raises(KeyError, match="missing"):
         step.eager(state, a_batch())
     assert_still_good(state, fcg.snapshot(a_state()), 0)
+
+
+@pytest.mark.parametrize(
+    ("commands", "kind"),
+    [("", CaptureError), ("continue\n" * 2, SideEffectError), ("next\ncontinue\n" * 2, SideEffectError)],
+)
+def test_debugger_is_sent_to_the_eager_run(commands, kind, capsys):
+    """Whether its user quits, goes on or steps through: what a debugger sees are tensors without values."""
+    seen = io.StringIO()
+
+    def debugged(s, b):
+        pdb.Pdb(stdin=io.StringIO(commands), stdout=seen, readrc=False, nosigint=True).set_trace()
+        return s, {"out": b["x"].sum()}
+
+    state, tracer = a_state(), sys.gettrace()
+    try:
+        with pytest.raises(kind, match=r"`debugged.eager\(...\)`.*FCG_DISABLE_CAPTURE=1"):
+            fcg.graph_step(debugged)(state, a_batch())
+    finally:
+        sys.settrace(tracer)
+    commands = "p b['x'].sum()\ncontinue\n"
+    fcg.graph_step(debugged).eager(state, a_batch())
+    assert "tensor(66.)" in seen.getvalue()
 
 
 def test_same_step_works_once_its_function_does():

@@ -1,0 +1,32 @@
+"""Arguments of the factories, for those who know them from ``torch.optim``."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any
+
+# Name in torch.optim -> what to write here.
+_HERE = MappingProxyType(
+    {
+        "lr": "`learning_rate=...`",
+        "betas": "`b1=..., b2=...`",
+        "params": "`fcg.TrainState.create(params=params, optimizer=optimizer)`",
+    }
+)
+
+
+def refuse_unknown(factory: type, options: Mapping[str, Any]) -> None:
+    """Refuse a keyword that a factory does not have.
+
+    Raises:
+      TypeError: Naming those that it has, and the one that is meant by a name of ``torch.optim``.
+    """
+    known = inspect.signature(factory).parameters
+    unknown = next((name for name in options if name not in known), None)
+    if unknown is None or any(p.kind is inspect.Parameter.VAR_KEYWORD for p in known.values()):
+        return
+    name, taken = factory.__name__, ", ".join(f"`{name}`" for name in known)
+    fix = f" To fix: {_HERE[unknown]} in place of `{unknown}`." if unknown in _HERE else ""
+    raise TypeError(f"{name}: has no argument `{unknown}`; it takes {taken or 'none'}.{fix}")
