@@ -306,7 +306,8 @@ class Transform:
         self.stats.traces += 1
         # An optimizer in a static field is reached through the state, not through a name in the code.
         roots = tuple(value for s in call.states for value in pytree.static_values(s.handle._node))
-        host_watch = watch(self._fn, roots=roots, arguments=call.objects)
+        constants = [tensor for _, tensor in self._constants.named()]
+        host_watch = watch(self._fn, roots=roots, arguments=call.objects, constants=constants)
         inspection = certify(program, host_watch.names())
         with _timed(self._name, f"lowered {len(program.instrs)} ATen calls"):
             rewrite(program, call.places())

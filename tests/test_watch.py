@@ -758,6 +758,15 @@ MODE_CHANGES = [
     ),
     (lambda: modes()[5], set_matmul, "tf32", "torch.backends.cuda.matmul.fp32_precision"),
     (lambda: modes()[6], set_conv, "ieee", "torch.backends.cudnn.conv.fp32_precision"),
+    *[
+        (
+            getattr(torch.backends.cuda, f"{kernel}_sdp_enabled"),
+            getattr(torch.backends.cuda, f"enable_{kernel}_sdp"),
+            False,
+            f"torch.backends.cuda.{kernel}_sdp_enabled()",
+        )
+        for kernel in ("flash", "mem_efficient", "math", "cudnn")
+    ],
 ]
 
 
@@ -836,6 +845,10 @@ def test_the_private_getters_agree_with_the_public_ones():
         torch.backends.cudnn.benchmark,
         torch.backends.cudnn.deterministic,
         torch.get_default_dtype(),
+        torch.backends.cuda.flash_sdp_enabled(),
+        torch.backends.cuda.mem_efficient_sdp_enabled(),
+        torch.backends.cuda.math_sdp_enabled(),
+        torch.backends.cuda.cudnn_sdp_enabled(),
     )
     assert modes() == public
     assert len(MODES) == len(modes())

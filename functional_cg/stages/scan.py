@@ -30,14 +30,18 @@ _NO_KEYWORDS: Mapping[str, Any] = MappingProxyType({})
 class Scan:
     """Collects the values that functions read.
 
+    Args:
+      constants: Declared constants: which tensor a name leads to is a value of the host too.
+
     Attributes:
       values: The values found, each once, with the way to read it again.
       says_autocast: Whether a function names autocast, whose default dtypes it then depends on.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, constants: Iterable[torch.Tensor] = ()) -> None:
         self.values: dict[Any, Ref] = {}
         self.says_autocast = False
+        self._constants = {id(tensor) for tensor in constants}
         self._entered: set[Any] = set()
         self._active: set[Any] = set()
         self._walked: dict[int, object] = {}
@@ -45,7 +49,7 @@ class Scan:
     def reach(self, ref: Ref | None) -> Ref | None:
         """Note what a name or a chain of the function leads to."""
         if ref is not None and ref.root is not None:
-            if is_value(ref.value):
+            if is_value(ref.value) or id(ref.value) in self._constants:
                 if ref.steps:
                     self.values.setdefault(ref.place, ref)
             elif isinstance(ref.value, torch.nn.Module):

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import numbers
 import struct
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, cast
 
 import torch
 
+from ..arena import BufferSpec
 from ..errors import BakedValueError
 from .refs import Ref
 from .scan import Scan
@@ -32,6 +33,10 @@ MODES = (
     "torch.backends.cudnn.benchmark",
     "torch.backends.cudnn.deterministic",
     "torch.get_default_dtype()",
+    "torch.backends.cuda.flash_sdp_enabled()",
+    "torch.backends.cuda.mem_efficient_sdp_enabled()",
+    "torch.backends.cuda.math_sdp_enabled()",
+    "torch.backends.cuda.cudnn_sdp_enabled()",
 )
 _CANONICAL = (False, False)
 
@@ -50,6 +55,10 @@ def modes() -> tuple[object, ...]:
         torch._C._get_cudnn_benchmark(),
         torch._C._get_cudnn_deterministic(),
         torch.get_default_dtype(),
+        torch._C._get_flash_sdp_enabled(),
+        torch._C._get_mem_efficient_sdp_enabled(),
+        torch._C._get_math_sdp_enabled(),
+        torch._C._get_cudnn_sdp_enabled(),
     )
 
 
@@ -83,7 +92,11 @@ def refuse_ambient_autocast(function_name: str) -> None:
 
 
 def watch(
-    fn: Callable[..., Any], *, roots: Sequence[object] = (), arguments: Mapping[str, object] | None = None
+    fn: Callable[..., Any],
+    *,
+    roots: Sequence[object] = (),
+    arguments: Mapping[str, object] | None = None,
+    constants: Iterable[torch.Tensor] = (),
 ) -> HostWatch:
     """Find what `fn`, and the user's own functions that it reaches, read on the host, and remember the values.
 
@@ -91,11 +104,12 @@ def watch(
       fn: A function, a method, a ``functools.partial`` or a callable object.
       roots: More that the step runs without naming it: an optimizer with the user's schedule, a module, functions.
       arguments: Static arguments by name: what `fn` reads of them (``cfg.lr``) is watched too.
+      constants: Declared constants: a name that led to one has to lead to the same tensor.
     Returns:
       The watch. Values reached in other ways (``getattr`` with a computed name, files, clocks, what an iteration
       yields) are not on it.
     """
-    scan = Scan()
+    scan = Scan(constants)
     scan.enter(
         Ref.to(fn, "self"), kwargs={name: Ref.to(value, name) for name, value in (arguments or {}).items()}
     )
@@ -150,13 +164,23 @@ class HostWatch:
             raise BakedValueError.of(
                 function_name,
                 "reads a Python value that the graph has baked in, and that has changed since; the state is unchanged.",
-                rows=[f"{name}  traced {old!r}   now {new!r}" for name, old, new in changed],
+                rows=[f"{name}  traced {_shown(old)}   now {_shown(new)}" for name, old, new in changed],
                 why="Replay repeats kernels, not Python: it would go on with the old value.",
-                fix=_fix(changed[0][0]),
+                fix=_fix(*changed[0][:2]),
             )
 
 
-def _fix(name: str) -> str:
+def _shown(value: object) -> str:
+    # The numbers of a tensor would wait for the device.
+    return f"the tensor {BufferSpec.of(value)}" if isinstance(value, torch.Tensor) else repr(value)
+
+
+def _fix(name: str, old: object) -> str:
+    if isinstance(old, torch.Tensor):
+        return (
+            f"a declared constant stays the tensor that it was at the first call: pass `{name}` as an input, keep it "
+            "in the state, or make another step."
+        )
     if name in MODES:
         return "set the mode before the first call and leave it; for another one make another step."
     if name.endswith(".training"):
@@ -184,8 +208,8 @@ def _read(entry: Ref) -> object:
 
 
 def same(new: Any, old: Any) -> bool:
-    """Whether two values bake the same constants: one type, equal, and for floats equal bits."""
-    if type(new) is not type(old):
+    """Whether two values bake the same constants: one type, equal, and for floats equal bits. Two tensors do not."""
+    if type(new) is not type(old) or isinstance(new, torch.Tensor):
         return False
     if isinstance(new, tuple):
         return len(new) == len(old) and all(map(same, new, old))
@@ -213,6 +237,7 @@ def _comparison(
     names |= {f"spelt{i}": ("ieee", "none") if then[i] == "ieee" else (then[i],) for i in (5, 6)}
     terms = ["not autocast()", "deterministic() is m4", "benchmark() is m7", "cudnn_deterministic() is m8"]
     terms += ["default_dtype() is m9", "fp32('cuda', 'matmul') in spelt5", "fp32('cuda', 'conv') in spelt6"]
+    terms += ["flash() is m10", "mem_efficient() is m11", "math() is m12", "cudnn_attention() is m13"]
     if autocast_dtypes:
         terms += ["autocast_dtype('cuda') is m2", "autocast_dtype('cpu') is m3"]
     roots: dict[int, str] = {}
@@ -239,4 +264,8 @@ def _getters() -> dict[str, Any]:
         "benchmark": torch._C._get_cudnn_benchmark,
         "cudnn_deterministic": torch._C._get_cudnn_deterministic,
         "default_dtype": torch.get_default_dtype,
+        "flash": torch._C._get_flash_sdp_enabled,
+        "mem_efficient": torch._C._get_mem_efficient_sdp_enabled,
+        "math": torch._C._get_math_sdp_enabled,
+        "cudnn_attention": torch._C._get_cudnn_sdp_enabled,
     }
