@@ -19,7 +19,8 @@ import torch
 from torch import Tensor
 
 from .errors import AliasError, LayoutError
-from .streams import current_raw_stream
+from .overlap import byte_range, overlapping, overlaps_itself
+from .streams import Stream, current_raw_stream, current_stream
 from .tree import KeyPath, path_string
 
 __all__ = [
@@ -174,7 +175,7 @@ class Arena:
       slabs: One 1-d tensor per slab.
       slots: One view per leaf, with the leaf's shape and strides.
       storages: Identities of the slabs' storages.
-      stream: The CUDA stream that used the arena last, and its handle.
+      stream: The stream that used the arena last, if work on it is queued; and its handle on CUDA.
       lock: Held while a call updates the arena: of two threads one wins, the other finds its state donated.
       lease: Weak reference to the state that lives here; whatever step asks, an arena serves one state at a time.
       watchers: Called when that state is gone.
@@ -185,7 +186,7 @@ class Arena:
     slots: tuple[Tensor, ...]
     device: torch.device
     storages: frozenset[int] = frozenset()
-    stream: torch.cuda.Stream | None = None
+    stream: Stream | None = None
     raw_stream: int = -1
     lock: threading.Lock = field(default_factory=threading.Lock)
     lease: weakref.ref[Any] | None = None
@@ -215,26 +216,31 @@ class Arena:
         return self.device.type == "cuda"
 
     def join(self) -> None:
-        """Order the current CUDA stream after the arena's last use, if that was on another one."""
-        if not self.on_cuda or self.raw_stream == current_raw_stream(self.device.index):
+        """Order the current stream after the arena's last use, if that was on another one."""
+        if self.on_cuda and self.raw_stream == current_raw_stream(self.device.index):
             return
-        current = torch.cuda.current_stream(self.device)
+        current = current_stream(self.device)
+        if current is self.stream:
+            return
         if self.stream is not None:
-            current.wait_stream(self.stream)
+            self._order_after(self.stream, current)
+        self.stream = current
+        if self.on_cuda:
+            self.raw_stream = current.cuda_stream
+
+    def _order_after(self, last: Stream, current: Any) -> None:
+        if current is None:
+            last.synchronize()
+            return
+        current.wait_stream(last)
+        if self.on_cuda:
             for slab in self.slabs:  # the allocator must not reuse them before this stream is done
                 slab.record_stream(current)
-        self.stream, self.raw_stream = current, current.cuda_stream
 
 
 def storage_key(tensor: Tensor) -> int:
     """Identity of a tensor's storage: two tensors share memory only if their keys are equal."""
     return int(tensor.untyped_storage()._cdata)
-
-
-def _byte_range(tensor: Tensor) -> tuple[int, int]:
-    first = int(tensor.storage_offset())
-    last = first + sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
-    return first * tensor.itemsize, (last + 1) * tensor.itemsize
 
 
 def refuse_aliases(
@@ -251,12 +257,12 @@ def refuse_aliases(
             by_storage.setdefault(storage_key(tensor), []).append(i)
 
     def row(i: int) -> str:
-        first, last = _byte_range(tensors[i])
+        first, last = byte_range(tensors[i])
         return f"{path_string(paths[i], root)}  {BufferSpec.of(tensors[i])}   bytes {first} to {last}"
 
     for members in by_storage.values():
         for i in members:
-            if _overlaps_itself(tensors[i]):
+            if overlaps_itself(tensors[i]):
                 raise AliasError.of(
                     function,
                     f"a leaf of `{root}` overlaps itself.",
@@ -264,7 +270,7 @@ def refuse_aliases(
                     why="Each element of a leaf owns its bytes; an expanded one would be written twice per replay.",
                     fix="copy it, `.clone(memory_format=torch.contiguous_format)`.",
                 )
-        pair = _overlapping([tensors[i] for i in members])
+        pair = overlapping([tensors[i] for i in members])
         if pair is not None:
             first, second = sorted(members[i] for i in pair)
             raise AliasError.of(
@@ -272,68 +278,45 @@ def refuse_aliases(
                 f"two leaves of `{root}` share memory.",
                 rows=[row(first), row(second)],
                 why="Each leaf owns one slot; a shared slot would be updated twice per replay.",
-                fix=f"copy it, `{path_string(paths[second], root)} = {path_string(paths[first], root)}.clone()` "
+                fix=f"copy it, `{_copy(paths, tensors, (first, second), root, function)}` "
                 "(targets, EMA copies); or keep one leaf and read it twice in the loss (tied weights).",
             )
 
 
-def _overlaps_itself(tensor: Tensor) -> bool:
-    if tensor.is_contiguous() or tensor.numel() < 2:
-        return False
-    reach = 0  # distance to the last element of the dimensions seen so far, fastest first
-    for step, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
-        if size > 1 and step <= reach:
-            return _distinct_elements(tensor) < tensor.numel()
-        reach += (size - 1) * step
-    return False
+def _copy(
+    paths: Sequence[KeyPath], tensors: Sequence[Tensor], pair: tuple[int, int], root: str, function: str
+) -> str:
+    """The code that gives the second leaf of a pair, with all that it shares, memory of its own."""
+    first, second = _shared(paths, tensors, pair)
+    alike = BufferSpec.of(tensors[pair[0]]) == BufferSpec.of(tensors[pair[1]])
+    of_class = str(second[0]).startswith(".")
+    # The fields of a state that is being created are arguments, which go by their own names.
+    base = "" if of_class and not function else root
+    target, source = (
+        path_string(path, base).removeprefix(".") for path in (second, first if alike else second)
+    )
+    is_leaf = second == paths[pair[1]]
+    copy = f"{source}.clone()" if is_leaf else f"fcg.tree.map(torch.clone, {source})"
+    if not of_class or len(second) > 1:
+        return f"{target} = {copy}"
+    return f"{root}.replace({second[0].name}={copy})" if function else f"{target}={copy}"
 
 
-def _distinct_elements(tensor: Tensor) -> int:
-    places = torch.zeros((), dtype=torch.int64, device="cpu")
-    for step, size in zip(tensor.stride(), tensor.shape, strict=True):
-        places = places[..., None] + step * torch.arange(size, device="cpu")
-    return int(places.unique().numel())
+def _shared(
+    paths: Sequence[KeyPath], tensors: Sequence[Tensor], pair: tuple[int, int]
+) -> tuple[KeyPath, KeyPath]:
+    """The largest subtrees around two leaves of which each leaf is in the storage of its counterpart."""
+    first, second = (paths[i] for i in pair)
 
+    def below(path: KeyPath) -> list[tuple[KeyPath, int]]:
+        size = len(path)
+        return [(p[size:], storage_key(t)) for p, t in zip(paths, tensors, strict=True) if p[:size] == path]
 
-def _overlapping(tensors: Sequence[Tensor]) -> tuple[int, int] | None:
-    """Positions of two tensors of one storage that overlap."""
-    ranges = [_byte_range(tensor) for tensor in tensors]
-    for cluster in _clusters(ranges):
-        # Columns of one matrix interleave without sharing a byte, so the bytes decide.
-        length = max(ranges[i][1] for i in cluster)
-        taken = torch.zeros(length, dtype=torch.bool, device="cpu")
-        for n, i in enumerate(cluster):
-            if _bytes_in(taken, tensors[i]).any():
-                return next((j, i) for j in cluster[:n] if _overlap(tensors[j], tensors[i], length))
-            _bytes_in(taken, tensors[i]).fill_(True)
-    return None
-
-
-def _clusters(ranges: Sequence[tuple[int, int]]) -> list[list[int]]:
-    """Groups of two and more ranges that reach into each other, directly or through others."""
-    groups: list[list[int]] = []
-    reach = 0
-    for i in sorted(range(len(ranges)), key=ranges.__getitem__):
-        first, end = ranges[i]
-        if groups and first < reach:
-            groups[-1].append(i)
-        else:
-            groups.append([i])
-        reach = max(reach, end)
-    return [group for group in groups if len(group) > 1]
-
-
-def _overlap(a: Tensor, b: Tensor, length: int) -> bool:
-    taken = torch.zeros(length, dtype=torch.bool, device="cpu")
-    _bytes_in(taken, a).fill_(True)
-    return bool(_bytes_in(taken, b).any())
-
-
-def _bytes_in(mask: Tensor, tensor: Tensor) -> Tensor:
-    """The bytes of ``tensor`` in a mask over the bytes of its storage."""
-    shape, size = (*tensor.shape, tensor.itemsize), tensor.itemsize
-    stride = (*(step * size for step in tensor.stride()), 1)
-    return torch.as_strided(mask, shape, stride, tensor.storage_offset() * size)
+    while len(first) > 1 < len(second) and first[:-1] != second[:-1]:
+        if below(first[:-1]) != below(second[:-1]):
+            break
+        first, second = first[:-1], second[:-1]
+    return first, second
 
 
 def refuse_unplaceable(

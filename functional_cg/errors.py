@@ -231,6 +231,7 @@ class SideEffectError(FunctionalCGError, RuntimeError):
 
     - A counter, ``self.calls += 1``: a leaf of the state.
     - A hook, a cache or an optimizer of torch that stores tensors: pass what it stores through the state.
+    - ``breakpoint()``: a debugger works in ``step.eager(state, batch)``, or with ``FCG_DISABLE_CAPTURE=1``.
     """
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from . import tree as pytree
-from .arena import Arena
+from .arena import Arena, BufferSpec
 from .errors import AliasError, LayoutError
 from .inputs import InputLayout, as_input, input_layout
 from .state import Handle, Lease, check_alive
@@ -36,6 +36,10 @@ class StateArgument:
     @property
     def lease(self) -> Lease:
         return self.handle._lease
+
+    @property
+    def specs(self) -> tuple[BufferSpec, ...]:
+        return tuple(slot.spec for slot in self.arena.plan.slots[self.start : self.stop])
 
     @property
     def start(self) -> int:

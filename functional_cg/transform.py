@@ -291,12 +291,7 @@ class Transform:
     def _lower(self, call: Call, deliver_ctrl_c: Callable[[], None]) -> Lowered:
         refuse_ambient_autocast(self._name)
         refuse_anomaly_mode(self._name)
-        states = tuple(
-            BoundState(
-                s.name, s.handle._node, tuple(slot.spec for slot in s.arena.plan.slots[s.start : s.stop])
-            )
-            for s in call.states
-        )
+        states = tuple(BoundState(s.name, s.handle._node, s.specs) for s in call.states)
         recipe = Recipe(
             self._fn, self._name, states, call.layout.specs, call.layout.live_names, call.assemble,
             self._constants.named(), self._donates,

@@ -226,12 +226,13 @@ def test_one_tensor_under_two_names_is_refused() -> None:
         "  state['params']['w']  f32[2,3]@cpu   bytes 0 to 24\n"
         "  state['target']['w']  f32[2,3]@cpu   bytes 0 to 24\n"
         "Each leaf owns one slot; a shared slot would be updated twice per replay.\n"
-        "To fix: copy it, `state['target']['w'] = state['params']['w'].clone()` (targets, EMA copies); "
+        "To fix: copy it, `state['target'] = fcg.tree.map(torch.clone, state['params'])` (targets, EMA copies); "
         "or keep one leaf and read it twice in the loss (tied weights).\n"
         "Docs: help(functional_cg.AliasError)"
     )
-    p["target"] = p["w"].clone()
-    fcg.place(p)
+    state: Any = {"params": p, "target": p}
+    state["target"] = fcg.tree.map(torch.clone, state["params"])
+    fcg.place(state)
 
 
 def overlapping() -> list[Any]:

@@ -34,6 +34,7 @@ ORDER = (
     "_philox_triton",
     "masking",
     "random",
+    "overlap",
     "arena",
     "outline",
     "leaf",

@@ -332,9 +332,9 @@ def test_side_effect_error():
         `train_step`: keeps a tensor of the step beyond its end.
           f32[]@cpu, made at {line}
         Python runs when the step is traced, not when it is replayed: what was kept would never be updated.
-        To fix: return it in the metrics or in the new state instead of storing it (attribute, list, cache).
+        To fix: return it in the metrics or in the new state instead of storing it (attribute, list, cache). A debugger keeps what it sees: use it in `train_step.eager(...)`, or with FCG_DISABLE_CAPTURE=1.
         Docs: help(functional_cg.SideEffectError)
-        """,
+        """,  # noqa: E501
         line=at(train_step, ".sum()"),
     )
 

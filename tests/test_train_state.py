@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import pickle
+import re
 from typing import Any
 
 import pytest
@@ -93,6 +94,36 @@ def test_create_refuses_aliases_and_objects_with_their_paths() -> None:
         fcg.TrainState.create(params={"w": shared}, optimizer=optim.sgd(0.1), buffers=shared)
     with pytest.raises(LayoutError, match=r"state.buffers\['name'\]  expected a dense tensor   got str"):
         fcg.TrainState.create(params=params(), optimizer=optim.sgd(0.1), buffers={"name": "x"})
+
+
+@pytest.mark.parametrize(
+    ("fields", "advice"),
+    [
+        ("params=params, ema=params", "ema=fcg.tree.map(torch.clone, params)"),
+        ("params=params, ema={'w': params['w'], 'b': own}", "ema['w'] = params['w'].clone()"),
+        ("params=params, ema={'w': params['w'][:1]}", "ema['w'] = ema['w'].clone()"),
+        (
+            "params={'online': params, 'target': params}, ema=own",
+            "params['target'] = fcg.tree.map(torch.clone, ",
+        ),
+        ("params=params, ema=own, buffers=params['w'].detach()", "buffers=params['w'].clone()"),
+    ],
+)
+def test_advice_for_an_alias_works_as_it_is_written(fields: str, advice: str) -> None:
+    """``name=...`` stands in the call, an assignment before it; both in the names of the arguments."""
+    names: dict[str, Any] = {"fcg": fcg, "torch": torch, "params": params(), "own": torch.ones(3)}
+    names["arguments"] = eval(f"dict({fields})", names)
+    with pytest.raises(AliasError, match="share memory") as caught:
+        EMAState.create(optimizer=ADAM, **names["arguments"])
+    (fix,) = re.findall(r"To fix: copy it, `(.*?)` \(targets", str(caught.value))
+    assert fix.startswith(advice)
+    names |= names["arguments"]
+    if " = " in fix:
+        exec(fix, names)
+    else:
+        names["arguments"] |= eval(f"dict({fix})", names)
+    values = fcg.snapshot(EMAState.create(optimizer=ADAM, **names["arguments"]))
+    torch.testing.assert_close(values.ema, names["arguments"]["ema"])
 
 
 def test_unknown_and_missing_fields_are_type_errors() -> None:

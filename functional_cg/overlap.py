@@ -1,0 +1,77 @@
+"""Which bytes of a storage tensors occupy, and whether they share any; read from shapes and strides alone."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+__all__ = ["byte_range", "overlapping", "overlaps_itself"]
+
+
+def byte_range(tensor: Tensor) -> tuple[int, int]:
+    """The first byte of a tensor in its storage, and the one after its last."""
+    first = int(tensor.storage_offset())
+    last = first + sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
+    return first * tensor.itemsize, (last + 1) * tensor.itemsize
+
+
+def overlaps_itself(tensor: Tensor) -> bool:
+    """Whether two elements of a tensor are in one place, as in an expanded one."""
+    if tensor.is_contiguous() or tensor.numel() < 2:
+        return False
+    reach = 0  # distance to the last element of the dimensions seen so far, fastest first
+    for step, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size > 1 and step <= reach:
+            return _distinct_elements(tensor) < tensor.numel()
+        reach += (size - 1) * step
+    return False
+
+
+def _distinct_elements(tensor: Tensor) -> int:
+    places = torch.zeros((), dtype=torch.int64, device="cpu")
+    for step, size in zip(tensor.stride(), tensor.shape, strict=True):
+        places = places[..., None] + step * torch.arange(size, device="cpu")
+    return int(places.unique().numel())
+
+
+def overlapping(tensors: Sequence[Tensor]) -> tuple[int, int] | None:
+    """Positions of two tensors of one storage that overlap."""
+    ranges = [byte_range(tensor) for tensor in tensors]
+    for cluster in _clusters(ranges):
+        # Columns of one matrix interleave without sharing a byte, so the bytes decide.
+        length = max(ranges[i][1] for i in cluster)
+        taken = torch.zeros(length, dtype=torch.bool, device="cpu")
+        for n, i in enumerate(cluster):
+            if _bytes_in(taken, tensors[i]).any():
+                return next((j, i) for j in cluster[:n] if _overlap(tensors[j], tensors[i], length))
+            _bytes_in(taken, tensors[i]).fill_(True)
+    return None
+
+
+def _clusters(ranges: Sequence[tuple[int, int]]) -> list[list[int]]:
+    """Groups of two and more ranges that reach into each other, directly or through others."""
+    groups: list[list[int]] = []
+    reach = 0
+    for i in sorted(range(len(ranges)), key=ranges.__getitem__):
+        first, end = ranges[i]
+        if groups and first < reach:
+            groups[-1].append(i)
+        else:
+            groups.append([i])
+        reach = max(reach, end)
+    return [group for group in groups if len(group) > 1]
+
+
+def _overlap(a: Tensor, b: Tensor, length: int) -> bool:
+    taken = torch.zeros(length, dtype=torch.bool, device="cpu")
+    _bytes_in(taken, a).fill_(True)
+    return bool(_bytes_in(taken, b).any())
+
+
+def _bytes_in(mask: Tensor, tensor: Tensor) -> Tensor:
+    """The bytes of ``tensor`` in a mask over the bytes of its storage."""
+    shape, size = (*tensor.shape, tensor.itemsize), tensor.itemsize
+    stride = (*(step * size for step in tensor.stride()), 1)
+    return torch.as_strided(mask, shape, stride, tensor.storage_offset() * size)
