@@ -35,11 +35,13 @@ class Scan:
 
     Attributes:
       values: The values found, each once, with the way to read it again.
+      definitions: Code, closure and defaults of the functions that names lead to, likewise.
       says_autocast: Whether a function names autocast, whose default dtypes it then depends on.
     """
 
     def __init__(self, constants: Iterable[torch.Tensor] = ()) -> None:
         self.values: dict[Any, Ref] = {}
+        self.definitions: dict[Any, Ref] = {}
         self.says_autocast = False
         self._constants = {id(tensor) for tensor in constants}
         self._entered: set[Any] = set()
@@ -64,6 +66,14 @@ class Scan:
         if ref is not None and not is_value(ref.value) and not isinstance(ref.value, type):
             self.enter(ref)
 
+    def _define(self, ref: Ref) -> None:
+        """Note the definition of a function of the user that a name leads to: a notebook may define it anew."""
+        if ref.root is not None and ref.steps and is_user_file(ref.value.__code__.co_filename):
+            for name in ("__code__", "__closure__", "__defaults__", "__kwdefaults__"):
+                part = ref.follow(getattr(ref.value, name), Step(name), name=ref.name)
+                if part is not None and part.value is not None:
+                    self.definitions.setdefault(part.place, part)
+
     def _modes_of(self, ref: Ref) -> None:
         """Note whether a module, and those inside of it that act on it, are in training mode."""
         for path, module in ref.value.named_modules():
@@ -84,6 +94,7 @@ class Scan:
         args = args if ref.bound is None else (ref.bound, *args)
         match value:
             case FunctionType():
+                self._define(ref)
                 return self._function(value, args, kwargs)
             case MethodType(__func__=FunctionType() as function):
                 name = next(iter(function.__code__.co_varnames), "self")

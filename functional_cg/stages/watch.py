@@ -9,6 +9,7 @@ from __future__ import annotations
 import numbers
 import struct
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
@@ -117,7 +118,11 @@ def watch(
         name = getattr(root, "__name__", type(root).__name__)
         scan.reach(Ref.to(root, name))
         scan.offer(Ref.to(root, name))
-    return HostWatch(tuple(scan.values.values()), autocast_dtypes=scan.says_autocast)
+    return HostWatch(
+        tuple(scan.values.values()),
+        definitions=tuple(scan.definitions.values()),
+        autocast_dtypes=scan.says_autocast,
+    )
 
 
 class HostWatch:
@@ -128,13 +133,16 @@ class HostWatch:
         their bits are equal; a name that is gone counts as changed.
     """
 
-    __slots__ = ("_entries", "_modes", "unchanged")
+    __slots__ = ("_definitions", "_entries", "_modes", "unchanged")
 
-    def __init__(self, entries: tuple[Ref, ...], *, autocast_dtypes: bool) -> None:
+    def __init__(
+        self, entries: tuple[Ref, ...], *, definitions: tuple[Ref, ...] = (), autocast_dtypes: bool
+    ) -> None:
         self._entries = entries
+        self._definitions = definitions
         self._modes = _CANONICAL + modes()[len(_CANONICAL) :]
         self.unchanged: Callable[[], bool] = _comparison(
-            entries, self._modes, autocast_dtypes=autocast_dtypes
+            (*entries, *definitions), self._modes, autocast_dtypes=autocast_dtypes
         )
 
     def __len__(self) -> int:
@@ -148,6 +156,8 @@ class HostWatch:
         """(name, old, new) of each value and mode that is not what it was."""
         rows = [(entry.name, entry.value, _read(entry)) for entry in self._entries]
         rows += zip(MODES, self._modes, modes(), strict=True)
+        redefined = [entry.name for entry in self._definitions if not same(_read(entry), entry.value)]
+        rows += [(name, _DEFINED, _Said("defined anew")) for name in dict.fromkeys(redefined)]
         return [(name, old, new) for name, old, new in rows if new is not old and not same(new, old)]
 
     def check(self, function_name: str) -> None:
@@ -181,6 +191,8 @@ def _fix(name: str, old: object) -> str:
             f"a declared constant stays the tensor that it was at the first call: pass `{name}` as an input, keep it "
             "in the state, or make another step."
         )
+    if old is _DEFINED:
+        return f"make the step anew, `graph_step(fn)`: its graph has the old `{name}` in it."
     if name in MODES:
         return "set the mode before the first call and leave it; for another one make another step."
     if name.endswith(".training"):
@@ -192,9 +204,17 @@ def _fix(name: str, old: object) -> str:
     )
 
 
-class _Gone:
+@dataclass(frozen=True)
+class _Said:
+    """What stands in a message for something that has no short repr of its own."""
+
+    text: str
+
     def __repr__(self) -> str:
-        return "<gone>"
+        return self.text
+
+
+_DEFINED = _Said("as defined then")
 
 
 def _read(entry: Ref) -> object:
@@ -203,7 +223,7 @@ def _read(entry: Ref) -> object:
         for step in entry.steps:
             value = value[step.key] if step.item else getattr(value, step.key)
     except Exception:  # whatever a user's object raises, the value is not there any more
-        return _Gone()
+        return _Said("<gone>")
     return value
 
 
