@@ -7,11 +7,13 @@ returns.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from .arena import Arena, BufferSpec, Plan, plan
+from .arena import Arena, BufferSpec, plan
+from .streams import current_stream
 
 __all__ = ["Staging"]
 
@@ -38,7 +40,7 @@ class Staging:
         """Copy leaves into the static buffers; the caller's memory is free again when this returns."""
         if not leaves:
             return
-        if not self.arena.on_cuda:
+        if not self.arena.on_cuda and current_stream(self.arena.device) is None:
             torch._foreach_copy_(self.slots, list(leaves))
             return
         host = [i for i, leaf in enumerate(leaves) if leaf.is_cpu]
@@ -54,7 +56,7 @@ class Staging:
 
     def _pinned_slot(self) -> _PinnedSlot:
         if len(self._ring) < _RING_DEPTH:
-            self._ring.append(_PinnedSlot(self.arena.plan))
+            self._ring.append(_PinnedSlot(self.arena))
             return self._ring[-1]
         self._turn = (self._turn + 1) % _RING_DEPTH
         return self._ring[self._turn]
@@ -63,18 +65,19 @@ class Staging:
 class _PinnedSlot:
     """Pinned host memory for one call's inputs, reused once its copy to the device is done."""
 
-    def __init__(self, device_plan: Plan) -> None:
+    def __init__(self, target: Arena) -> None:
         cpu = torch.device("cpu")
-        specs = [BufferSpec(s.spec.shape, s.spec.stride, s.spec.dtype, cpu) for s in device_plan.slots]
-        self._host = Arena.allocate(plan(specs, ["inputs"] * len(specs)), cpu, pin_memory=True)
-        self._sent = torch.cuda.Event()
+        specs = [BufferSpec(s.spec.shape, s.spec.stride, s.spec.dtype, cpu) for s in target.plan.slots]
+        self._host = Arena.allocate(plan(specs, ["inputs"] * len(specs)), cpu, pin_memory=target.on_cuda)
+        self._sent: Any = None
 
     def send(self, host: Sequence[int], leaves: Sequence[Tensor], target: Arena) -> None:
-        self._sent.synchronize()
+        if self._sent is not None:
+            self._sent.synchronize()
         torch._foreach_copy_([self._host.slots[i] for i in host], [leaves[i] for i in host])
         pairs = [(target.slots[i], self._host.slots[i]) for i in host]
         if len(host) == len(leaves):  # everything comes from the host: one transfer per dtype
             pairs = list(zip(target.slabs, self._host.slabs, strict=True))
         for there, here in pairs:
             there.copy_(here, non_blocking=True)
-        self._sent.record()
+        self._sent = current_stream(target.device).record_event(self._sent)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from types import MappingProxyType
 
 import torch
 from torch import Tensor
@@ -12,22 +13,28 @@ from .lower import Before
 
 __all__ = ["Poisoned", "poison"]
 
-_POISON_INT = 77  # a wrong number that is still a valid index of most tables
+_INTEGERS = MappingProxyType({1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64})
 
 
 def poison(tensor: Tensor) -> None:
-    """Overwrite the whole storage of a tensor with values that cannot pass for results."""
+    """Overwrite the whole storage of a tensor with values that cannot pass for results.
+
+    Floating numbers become NaN. An integer or bool becomes its opposite, 0, or 1 where it was 0: always another value,
+    and one that may be an index. A GPU reads the wrong row in silence where the CPU would refuse 77, so whoever looks
+    up a row with it gets a wrong one here too. Poison once: twice is the old value, if that was 0 or 1.
+    """
     storage = tensor.untyped_storage()
     if not storage.nbytes():
         return
-    whole = torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(storage)
-    if tensor.dtype is torch.bool:
-        whole.logical_not_()  # either value may be right by chance, the opposite of the last one is not
-    elif tensor.is_floating_point() or tensor.is_complex():
-        bytes_ = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage)
-        bytes_.fill_(0xFF)  # NaN in any format
+    if tensor.is_floating_point() or tensor.is_complex():
+        _whole(tensor, torch.uint8).fill_(0xFF)  # NaN in any format
     else:
-        whole.fill_(_POISON_INT)
+        _whole(tensor, _INTEGERS[tensor.itemsize]).logical_not_()
+
+
+def _whole(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """All memory of a tensor's storage, as numbers of another dtype."""
+    return torch.empty(0, dtype=dtype, device=tensor.device).set_(tensor.untyped_storage())
 
 
 class Poisoned:

@@ -136,7 +136,9 @@ def replayer(
 ) -> Callable[[tuple[Any, ...], dict[str, Any]], Any]:
     """Make the fast path of one capture: ``call(args, kwargs) -> result, or MISS``."""
     fresh = replay.fresh
-    joined = [arena for arena in dict.fromkeys([*(b.arena for b in bound), staging.arena]) if arena.on_cuda]
+    # Where outputs are static, work is queued, if only on a simulated stream.
+    used = dict.fromkeys([*(b.arena for b in bound), staging.arena])
+    joined = [arena for arena in used if arena.on_cuda or not fresh]
     positions = frozenset(b.position for b in bound)
     last = max(positions, default=-1)
     copy_in, set_donor = staging.copy_in, object.__setattr__

@@ -2,91 +2,77 @@
 
 Pass it as ``graph_step(backend=Simulator())``. A capture records the ATen calls of the plan with the memory that they
 read and write and the literals that they were given; from then on no Python of the step runs. A replay repeats the
-calls on the same memory. Between replays everything that would lie in the graph's private pool is overwritten, static
-metrics included, and all captures of one simulator share that pool. What was not born in the capture is known by its
-address only: once its owner lets go of it, the simulator finds garbage there.
+calls on the same memory.
 
-A step that survives this is safe on the GPU as far as memory and baked values go. Streams are not simulated.
+- The pool: memory that is born in a capture is used again within it as soon as it is free. Between replays all of it
+  is overwritten, static metrics included; all captures of one simulator share their pool so far.
+- Owners: what was not born in the capture is known by its address only. Once its owner lets go of it, the simulator
+  finds garbage there.
+- Randomness: numbers drawn from a generator are those of the capture, each time.
+- Streams: :meth:`Simulator.stream` delays copies and replays until something waits for them. Host inputs go through
+  the ring of staging slots that a GPU would need.
+
+A step that survives this is safe on the GPU as far as memory, order and baked values go.
 """
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from ..arena import storage_key
-from ..ops import tensors_in
 from ..stages.lower import AtenPlan, Before, Buffers, ExecutionPlan
-from ..stages.poison import poison
 from ..state import uninterrupted
+from ..streams import current_stream
+from .recorded import Address, Block, Call, Foreign, Memory
+from .simulated_stream import DeviceMemory, SimulatedStream, wait_for
 
 __all__ = ["Simulator"]
 
 _WARM_UPS = 2
+_CPU = torch.device("cpu")
 
 
-class _Address:
-    """Memory that somebody else owns, as a graph knows it: an address, and how to read it."""
+class _Pool:
+    """Memory that is born in one capture, a block of it for each tensor that lives."""
 
-    def __init__(self, tensor: Tensor) -> None:
-        self._storage = StorageWeakRef(tensor.untyped_storage())
-        self._nbytes = tensor.untyped_storage().nbytes()
-        self._dtype = tensor.dtype
-        self._view = (tensor.storage_offset(), tensor.shape, tensor.stride())
-        self._bits = (tensor.is_conj(), tensor.is_neg())
+    def __init__(self) -> None:
+        self.blocks: list[Block] = []
+        self._free: list[Block] = []
+        self._live: dict[int, tuple[StorageWeakRef, Block]] = {}
 
-    def tensor(self) -> Tensor:
-        """What lies there now: garbage if the owner has freed it."""
-        storage = torch.UntypedStorage._new_with_weak_ptr(self._storage.cdata)
-        if storage is None:
-            storage = torch.UntypedStorage(self._nbytes)
-            poison(torch.empty(0, dtype=self._dtype).set_(storage))
-        tensor: Tensor = torch.empty(0, dtype=self._dtype).set_(storage, *self._view)
-        conjugated, negated = self._bits
-        tensor = tensor.conj() if conjugated else tensor
-        return torch._neg_view(tensor) if negated else tensor
+    def find(self, tensor: Tensor) -> Block | None:
+        """The block of a tensor, grown if the tensor has outgrown it."""
+        _, block = self._live.get(storage_key(tensor), (None, None))
+        if block is not None:
+            block.grow(tensor.untyped_storage().nbytes())
+        return block
 
+    def reclaim(self) -> None:
+        """Take back the blocks of tensors that are gone."""
+        for key in [key for key, (storage, _) in self._live.items() if storage.expired()]:
+            self._free.append(self._live.pop(key)[1])
 
-def _resolve(value: Any) -> Any:
-    """An argument as it was recorded, with addresses looked up."""
-    if isinstance(value, _Address):
-        return value.tensor()
-    if isinstance(value, (list, tuple)):
-        return type(value)(_resolve(item) for item in value)
-    return value
-
-
-@dataclass(frozen=True, slots=True)
-class _Call:
-    """One recorded call: the op, arguments with literals as they were, and results in the memory that they had.
-
-    Attributes:
-      fresh: Results that are not memory of an argument, with their positions among all results.
-    """
-
-    op: Any
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    fresh: tuple[tuple[int, Tensor], ...]
-
-    def bound(self) -> Callable[[], Any]:
-        """The call on what lies at the recorded addresses now, as a function that runs in C."""
-        kwargs = {name: _resolve(value) for name, value in self.kwargs.items()}
-        return partial(getattr(self.op, "_op", self.op), *_resolve(self.args), **kwargs)
-
-    def repeat(self) -> None:
-        """Run the call, and put its results where they lay when it was recorded."""
-        results = list(tensors_in([self.bound()()]))
-        for position, memory in self.fresh:
-            memory.untyped_storage().copy_(results[position].untyped_storage(), non_blocking=False)
+    def allocate(self, tensor: Tensor) -> Block:
+        """A block for a new tensor: of those that are free the smallest that is large enough."""
+        block = self.find(tensor)
+        if block is None:
+            nbytes = tensor.untyped_storage().nbytes()
+            block = min((b for b in self._free if b.nbytes >= nbytes), key=lambda b: b.nbytes, default=None)
+            if block is None:
+                block = Block(nbytes)
+                self.blocks.append(block)
+            else:
+                self._free.remove(block)
+            self._live[storage_key(tensor)] = StorageWeakRef(tensor.untyped_storage()), block
+        return block
 
 
 class _Recorder(TorchDispatchMode):
@@ -95,34 +81,24 @@ class _Recorder(TorchDispatchMode):
     def __init__(self, buffers: Buffers) -> None:
         super().__init__()
         everything = [*buffers.slots, *buffers.inputs, *buffers.constants]
-        self._of_others = frozenset(storage_key(tensor) for tensor in everything)
-        self.calls: list[_Call] = []
+        self._of_others = {storage_key(tensor): Foreign(tensor) for tensor in everything}
+        self.calls: list[Call] = []
         self.tail = 0
-        self.pool: dict[int, Tensor] = {}
+        self.pool = _Pool()
 
     def begin_tail(self) -> None:
         self.tail = len(self.calls)
 
-    def address(self, value: Any) -> Any:
-        """A value as the record may keep it: the static buffers by address only."""
-        if isinstance(value, Tensor):
-            return _Address(value) if storage_key(value) in self._of_others else value
-        if isinstance(value, (list, tuple)):
-            return type(value)(self.address(item) for item in value)
-        return value
+    def locate(self, tensor: Tensor) -> Memory:
+        """Where a tensor lies: in a static buffer, in the pool, or in what the bound plan holds."""
+        return self._of_others.get(storage_key(tensor)) or self.pool.find(tensor) or Block.of(tensor)
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        kwargs = kwargs or {}
-        out = func(*args, **kwargs)
-        given = {storage_key(tensor) for tensor in tensors_in([*args, *kwargs.values()])}
-        fresh = [(i, t) for i, t in enumerate(tensors_in([out])) if storage_key(t) not in given]
-        arguments = self.address(args)
-        named = {name: self.address(value) for name, value in kwargs.items()}
-        for _, tensor in fresh:  # the recorded tensors stay alive, so no storage is ever used twice
-            self.pool.setdefault(storage_key(tensor), tensor)
-        self.calls.append(_Call(func, arguments, named, tuple(fresh)))
+        self.pool.reclaim()
+        call, out = Call.run(func, args, kwargs or {}, locate=self.locate, allocate=self.pool.allocate)
+        self.calls.append(call)
         return out
 
 
@@ -134,29 +110,36 @@ class _SimulatedReplay:
     def __init__(self, recorder: _Recorder, static: Sequence[Tensor], simulator: Simulator) -> None:
         self._head = recorder.calls[: recorder.tail]
         self._tail = recorder.calls[recorder.tail :]
-        self._pool = recorder.pool
-        self._static = [recorder.address(tensor) for tensor in static]
+        self._static = [Address(tensor, recorder.locate(tensor)) for tensor in static]
+        self.blocks = recorder.pool.blocks
         self._simulator = simulator
 
     def __call__(self, before: Before, /) -> Sequence[Tensor]:
+        stream = current_stream(_CPU)
+        if stream is None:
+            self._run(before)
+        else:
+            uninterrupted((*before, partial(stream.queue.append, partial(self._run, ()))))
+        return [address.tensor() for address in self._static]
+
+    def _run(self, before: Before) -> None:
         # Nothing here requires grad; without a context manager Ctrl-C finds no mode to leave half set.
-        self._simulator.poison()
+        self._simulator.overwrite()
+        for block in self.blocks:
+            block.revive()
         for call in self._head:
             call.repeat()
         uninterrupted((*before, *[call.bound() for call in self._tail]))
-        metrics = [_resolve(tensor) for tensor in self._static]
-        self.poison({storage_key(tensor) for tensor in metrics})
-        return metrics
-
-    def poison(self, spared: set[int] | None = None) -> None:
-        """Overwrite the memory that was born in the capture."""
-        for key, tensor in self._pool.items():
-            if key not in (spared or ()):
-                poison(tensor)
+        metrics = [address.memory for address in self._static]
+        for block in self.blocks:
+            if block not in metrics:
+                block.poison()
 
     def close(self) -> None:
-        self.poison()
-        self._head, self._tail, self._static, self._pool = [], [], [], {}
+        self._simulator.synchronize()  # a replay may be in flight
+        for block in self.blocks:
+            block.poison()
+        self._head, self._tail, self._static, self.blocks = [], [], [], []
 
 
 class Simulator:
@@ -178,6 +161,8 @@ class Simulator:
 
     def __init__(self) -> None:
         self._replays: weakref.WeakSet[_SimulatedReplay] = weakref.WeakSet()
+        self._device = DeviceMemory()
+        self._streams: dict[str, SimulatedStream] = {}
 
     def capture(
         self, plan: ExecutionPlan, buffers: Buffers, scratch: Callable[[], Buffers]
@@ -187,26 +172,67 @@ class Simulator:
             raise TypeError('the simulator records ATen calls; it needs `lowering="aten"`')
         if not all(tensor.is_cpu for tensor in buffers.slots):
             raise TypeError("the simulator replays on the CPU; place the state there")
-        with torch.inference_mode(False), torch.no_grad():
-            warm = plan.bind(scratch())
-            for _ in range(_WARM_UPS):
-                warm(())
-            del warm
-            run = plan.bind(buffers)
-            before = [slot.clone() for slot in buffers.slots]  # a real capture runs nothing
-            recorder = _Recorder(buffers)
-            try:
-                with recorder:
-                    static = run((recorder.begin_tail,))
-            finally:
-                uninterrupted(
-                    [partial(slot.copy_, value) for slot, value in zip(buffers.slots, before, strict=True)]
-                )
-        replay = _SimulatedReplay(recorder, static, self)
+        stream = current_stream(_CPU)
+        if stream is not None:
+            stream.synchronize()  # warm-up waits for the caller's stream
+        with _disable_current_modes(), torch.inference_mode(False), torch.no_grad():
+            replay = self._record(plan, buffers, scratch)
         self._replays.add(replay)
         return replay
 
+    def _record(self, plan: AtenPlan, buffers: Buffers, scratch: Callable[[], Buffers]) -> _SimulatedReplay:
+        warm = plan.bind(scratch())
+        for _ in range(_WARM_UPS):
+            warm(())
+        del warm
+        run = plan.bind(buffers)
+        before = [slot.clone() for slot in buffers.slots]  # a real capture runs nothing
+        recorder = _Recorder(buffers)
+        try:
+            with recorder:
+                static = run((recorder.begin_tail,))
+        finally:
+            uninterrupted(
+                [partial(slot.copy_, value) for slot, value in zip(buffers.slots, before, strict=True)]
+            )
+        replay = _SimulatedReplay(recorder, static, self)
+        pool = [torch.empty(0).set_(block.storage(torch.float32)) for block in replay.blocks]
+        self._device.add([*buffers.slots, *buffers.inputs, *buffers.constants, *pool])
+        return replay
+
+    def stream(self, name: str) -> SimulatedStream:
+        """A stream by its name: under ``with simulator.stream("a"):`` copies and replays are queued.
+
+        Nothing of it is done until it has to be: because the host reads a value by ``item()``, because the library
+        orders streams, or by :meth:`synchronize`, which has to come before values are read in other ways.
+
+        Example:
+          >>> import torch, functional_cg as fcg
+          >>> simulator = fcg.testing.Simulator()
+          >>> step = fcg.graph_step(lambda s, x: ({"w": s["w"] + x}, {"w": s["w"] * 1}), backend=simulator)
+          >>> state = {"w": torch.zeros(2)}
+          >>> for name in ("a", "b"):
+          ...     with simulator.stream(name):
+          ...         state, metrics = step(state, torch.ones(2))
+          >>> metrics["w"].tolist()
+          [nan, nan]
+          >>> simulator.synchronize()
+          >>> metrics["w"].tolist()
+          [1.0, 1.0]
+        """
+        return self._streams.setdefault(name, SimulatedStream(self._device))
+
+    def synchronize(self) -> None:
+        """Let all streams do their work, the last one first: what nobody has ordered happens in the wrong order."""
+        wait_for(list(self._streams.values()))
+
     def poison(self) -> None:
         """Overwrite the pool: all that lives in captures between two calls, static metrics included."""
+        self.synchronize()
+        self.overwrite()
+
+    def overwrite(self) -> None:
+        """Overwrite the pool at this moment of a stream's work."""
         for replay in self._replays:
-            replay.poison()
+            for block in replay.blocks:
+                block.poison()
