@@ -1,0 +1,385 @@
+"""A state machine for one's own step: whatever a user does between two calls, a state is what the function made of it.
+
+It needs hypothesis and is imported by its own name.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from hypothesis import assume
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from torch import Tensor
+
+from .. import tree as pytree
+from ..errors import ClosedError, DonatedStateError, FunctionalCGError, LayoutError, ReadOnlyError
+from ..graph_step import GraphFn, GraphStep
+from ..stages.capture import Backend
+from ..state import Handle, fork, place, snapshot
+from .laws import assert_no_alias, assert_trees_all_close, assert_trees_all_equal
+from .simulator import Simulator
+
+__all__ = ["GraphStepMachine", "machine"]
+
+_MOST_STATES = 3
+
+
+def some() -> st.SearchStrategy[int]:
+    """Which of several things a rule takes, modulo their number."""
+    return st.integers(0, 7)
+
+
+class _RaisedInsideError(Exception):
+    """What a step raises that is made to fail."""
+
+
+def machine(
+    step: GraphStep[Any, Any],
+    *,
+    state: st.SearchStrategy[Any],
+    inputs: st.SearchStrategy[Any],
+    evaluate: Sequence[GraphFn[Any, Any]] = (),
+    backend: Callable[[], Backend] | None = None,
+    rtol: float = 0.0,
+    atol: float = 0.0,
+) -> type[GraphStepMachine]:
+    """Make a hypothesis state machine that does with a step what users do between two calls, mistakes included.
+
+    It steps, steps eagerly, evaluates, keeps what was returned, overwrites its inputs, reads and writes leaves, forks,
+    saves and restores, drops states and collects garbage, passes inputs of another layout, uses what was donated, lets
+    the function raise, closes the step and makes it anew. After each of these every state must equal, bitwise, what
+    the plain Python function made of a plain tree, and nothing that was returned may have changed.
+
+    Each example makes the step anew, with its options: it is traced and captured again, so that a failing example can
+    be repeated. Set ``deadline=None``.
+
+    Args:
+      step: The step to test; it is not called itself.
+      state: Strategy for states to start from, all of one layout: handles or pytrees, such as ``st.builds(create)``.
+      inputs: Strategy for the input of a call, or for a tuple of its inputs; all of one layout.
+      evaluate: Read-only functions to call in between, with the state and the inputs.
+      backend: Makes a backend for each example, such as :class:`functional_cg.testing.Simulator`; else the step's own.
+      rtol: Relative tolerance for floating leaves, where a lowering compiles. A state is then compared call by call.
+      atol: Absolute tolerance, likewise.
+    Returns:
+      A machine class; ``machine(...).TestCase`` is a test. Subclass it to add rules of your own.
+    Raises:
+      TypeError: If an argument is not what is said above.
+
+    Example:
+      >>> import torch, functional_cg as fcg
+      >>> from hypothesis import settings, strategies as st
+      >>> from functional_cg.testing.stateful import machine
+      >>> from functional_cg.testing.strategies import like
+      >>> step = fcg.graph_step(lambda s, x: ({"sum": s["sum"] + x}, {"old": s["sum"]}))
+      >>> start = st.builds(lambda: {"sum": torch.zeros(2)})
+      >>> TestSum = machine(step, state=start, inputs=like(torch.zeros(2))).TestCase
+      >>> TestSum.settings = settings(deadline=None, max_examples=2)
+      >>> TestSum().runTest()
+    """
+    if not isinstance(step, GraphStep):
+        raise TypeError(f"machine: `step` must be a graph_step, got {type(step).__name__}")
+    for name, strategy in (("state", state), ("inputs", inputs)):
+        if not isinstance(strategy, st.SearchStrategy):
+            raise TypeError(f"machine: `{name}` must be a hypothesis strategy, got {type(strategy).__name__}")
+    for function in evaluate:
+        if not isinstance(function, GraphFn):
+            raise TypeError(f"machine: `evaluate` must hold graph_fns, got {type(function).__name__}")
+
+    class StepMachine(GraphStepMachine):
+        subject = Subject(step, tuple(evaluate), backend, rtol, atol)
+
+        @initialize(state=state)
+        def start(self, state: Any) -> None:
+            self.add(state)
+
+        @precondition(lambda self: len(self.states) < _MOST_STATES)
+        @rule(state=state)
+        def start_another(self, state: Any) -> None:
+            self.add(state)
+
+        @rule(which=some(), inputs=inputs, overwrite=st.booleans())
+        def take_a_step(self, *, which: int, inputs: Any, overwrite: bool) -> None:
+            self.call(which, inputs, overwrite=overwrite)
+
+        @rule(which=some(), inputs=inputs)
+        def take_a_step_eagerly(self, which: int, inputs: Any) -> None:
+            self.call(which, inputs, eagerly=True)
+
+        @rule(which=some(), inputs=inputs)
+        def evaluate_in_between(self, which: int, inputs: Any) -> None:
+            self.look(which, inputs)
+
+        @rule(which=some(), inputs=inputs, how=some())
+        def pass_another_layout(self, which: int, inputs: Any, how: int) -> None:
+            self.misfit(which, inputs, how)
+
+        @precondition(lambda self: self.donated)
+        @rule(which=some(), inputs=inputs)
+        def use_what_was_donated(self, which: int, inputs: Any) -> None:
+            self.misuse(which, inputs)
+
+        @rule(which=some(), inputs=inputs)
+        def raise_inside(self, which: int, inputs: Any) -> None:
+            self.fail(which, inputs)
+
+        @rule(which=some(), inputs=inputs)
+        def close_and_make_anew(self, which: int, inputs: Any) -> None:
+            self.renew(which, inputs)
+
+    StepMachine.__name__ = StepMachine.__qualname__ = f"{step._name}_machine"
+    return StepMachine
+
+
+@dataclass(frozen=True)
+class Subject:
+    """What a machine tests, and how: the arguments of :func:`machine`."""
+
+    step: GraphStep[Any, Any]
+    evaluations: tuple[GraphFn[Any, Any], ...]
+    backend: Callable[[], Backend] | None
+    rtol: float
+    atol: float
+
+
+class GraphStepMachine(RuleBasedStateMachine):
+    """What :func:`machine` makes a subclass of; a rule of your own can use its methods.
+
+    Attributes:
+      captured: The step under test.
+      states: Pairs of a state and the plain tree that it must equal.
+      donated: Handles that were donated, and leaves that were taken from them before.
+      kept: Pairs of what must never change and its copy.
+      saved: Snapshots to restore.
+    """
+
+    subject: ClassVar[Subject]
+
+    def __init__(self) -> None:
+        super().__init__()
+        backend = self.subject.backend
+        self.options: dict[str, Any] = {} if backend is None else {"backend": backend()}
+        self.captured: GraphStep[Any, Any] = self.subject.step.anew(**self.options)
+        readers = (GraphFn(_all_leaves), *self.subject.evaluations)
+        self.readers = [reader.anew(**self.options) for reader in readers]
+        self.states: list[tuple[Any, Any]] = []
+        self.donated: list[Any] = []
+        self.kept: list[tuple[Any, Any]] = []
+        self.saved: list[Any] = []
+
+    # -- what rules are made of -----------------------------------------------------------------------------------
+
+    def add(self, state: Any) -> None:
+        """Take a state in, by copy: it may be drawn again."""
+        self.states.append((place(snapshot(state)), snapshot(state)))
+
+    def chosen(self, which: int) -> tuple[Any, Any]:
+        """A state and its model."""
+        return self.states[which % len(self.states)]
+
+    def advance(self, which: int, state: Any, model: Any) -> None:
+        """Note that a state was donated for a new one, and with it the leaves that were taken from it."""
+        old, _ = self.chosen(which)
+        self.states[which % len(self.states)] = (state, model)
+        self.donated.append(old)
+
+    def keep(self, got: Any, expected: Any) -> None:
+        """Compare what was returned with what should have been; it must stay so."""
+        self.compare(got, expected, "metrics")
+        self.kept.append((got, snapshot(got)))
+
+    def compare(self, got: Any, expected: Any, name: str) -> None:
+        """Assert that two trees are equal, as far as the tolerance asks for it."""
+        rtol, atol = self.subject.rtol, self.subject.atol
+        if rtol or atol:
+            assert_trees_all_close(got, expected, rtol=rtol, atol=atol, name=name)
+        else:
+            assert_trees_all_equal(got, expected, name)
+
+    def call(self, which: int, call: Any, *, eagerly: bool = False, overwrite: bool = False) -> None:
+        """Step, and let the Python function make the same step of the model."""
+        state, model = self.chosen(which)
+        expected, wanted = _run(self.subject.step.__wrapped__, model, call)
+        given = snapshot(call) if overwrite else call
+        leaves = pytree.leaves(state)
+        replays = self.captured.stats.replays
+        new, metrics = (self.captured.eager if eagerly else self.captured)(state, *_arguments(given))
+        self.advance(which, new, expected)
+        self.donated += leaves[-2:]
+        assert eagerly or self.captured.stats.replays == replays + 1, f"it did not replay: {self.captured!r}"
+        if overwrite:
+            pytree.map(_overwrite, given)
+        else:
+            mine = [leaf for leaf in pytree.leaves(call) if isinstance(leaf, Tensor)]
+            self.kept.append((mine, snapshot(mine)))
+        self.keep(metrics, wanted)
+        if self.subject.rtol or self.subject.atol:  # small differences add up from call to call
+            self.compare(new, expected, "state")
+            self.states[which % len(self.states)] = (new, snapshot(new))
+
+    # -- what users do --------------------------------------------------------------------------------------------
+
+    @rule(which=some(), leaf=some(), back=st.booleans())
+    def write_a_leaf(self, *, which: int, leaf: int, back: bool) -> None:
+        """Replace a leaf by zeros or turn it round, and overwrite the value that was handed over."""
+        state, model = self.chosen(which)
+
+        def where(tree: Any) -> Any:
+            return pytree.leaves(tree)[leaf % len(pytree.leaves(tree))]
+
+        value = where(model).flip(0) if back and where(model).dim() else torch.zeros_like(where(model))
+        model = pytree.at(where, model, value.clone())
+        new = pytree.at(where, state, value)
+        value.zero_()
+        self.advance(which, new, model)
+
+    @precondition(lambda self: len(self.states) < _MOST_STATES)
+    @rule(which=some())
+    def fork(self, which: int) -> None:
+        state, model = self.chosen(which)
+        self.states.append((fork(state), snapshot(model)))
+
+    @rule(which=some())
+    def save(self, which: int) -> None:
+        state, model = self.chosen(which)
+        self.saved.append(snapshot(state))
+        self.kept.append((self.saved[-1], snapshot(model)))
+
+    @precondition(lambda self: self.saved)
+    @rule(which=some(), saved=some())
+    def restore(self, which: int, saved: int) -> None:
+        """Write a snapshot into the slots of a state."""
+        state, _ = self.chosen(which)
+        value = self.saved[saved % len(self.saved)]
+        self.advance(which, pytree.at(lambda tree: tree, state, value), snapshot(value))
+
+    @rule(which=some())
+    def use_the_latest(self, which: int) -> None:
+        """What one does after Ctrl-C in a notebook."""
+        state, model = self.chosen(which)
+        self.states[which % len(self.states)] = (state.latest(), model)
+
+    @precondition(lambda self: len(self.states) > 1)
+    @rule(which=some())
+    def drop(self, which: int) -> None:
+        """Let go of a state and of all that was taken from it."""
+        del self.states[which % len(self.states)]
+        self.donated.clear()
+        gc.collect()
+
+    # -- mistakes -------------------------------------------------------------------------------------------------
+
+    @rule(which=some(), leaf=some())
+    def write_into_a_leaf(self, which: int, leaf: int) -> None:
+        state, _ = self.chosen(which)
+        leaves = pytree.leaves(state)
+        with _refused(ReadOnlyError):
+            leaves[leaf % len(leaves)].zero_()
+
+    @precondition(lambda self: self.donated)
+    @rule(which=some())
+    def read_what_was_donated(self, which: int) -> None:
+        stale = self.donated[-1 - which % len(self.donated)]  # the latest first
+        with _refused(DonatedStateError):
+            snapshot(stale)
+
+    def look(self, which: int, call: Any) -> None:
+        """Read-only functions between steps: they borrow the state."""
+        state, model = self.chosen(which)
+        generation = state.generation
+        for reader in self.readers:
+            self.keep(reader(state, *_arguments(call)), _run(reader.__wrapped__, model, call))
+        assert state.generation == generation, "a read-only function donated the state"
+
+    def misuse(self, which: int, call: Any) -> None:
+        """Step from a state that was donated."""
+        handles = [stale for stale in self.donated if isinstance(stale, Handle)]
+        assume(handles)
+        with _refused(DonatedStateError):
+            self.captured(handles[-1 - which % len(handles)], *_arguments(call))
+
+    def misfit(self, which: int, call: Any, how: int) -> None:
+        """Step with an input that has another shape or dtype than the first call's."""
+        leaves, treedef = pytree.flatten(call)
+        places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
+        assume(places and self.captured.stats.traces)
+        place = places[how // 2 % len(places)]
+        leaf = leaves[place]
+        leaves[place] = (
+            leaf[None] if how % 2 else leaf.to(torch.int16 if leaf.is_floating_point() else torch.float32)
+        )
+        with _refused(LayoutError):
+            self.captured(self.chosen(which)[0], *_arguments(pytree.unflatten(treedef, leaves)))
+
+    def fail(self, which: int, call: Any) -> None:
+        """Let the function raise when it is done."""
+
+        def raises(state: Any, *inputs: Any) -> Any:
+            self.subject.step.__wrapped__(state, *inputs)
+            raise _RaisedInsideError
+
+        failing: GraphStep[Any, Any] = GraphStep(raises, **self.options)
+        with _refused(_RaisedInsideError, FunctionalCGError):
+            failing(self.chosen(which)[0], *_arguments(call))
+
+    def renew(self, which: int, call: Any) -> None:
+        """Close the step, try it once more, and make a new one: the states go on."""
+        self.captured.close()
+        with _refused(ClosedError):
+            self.captured(self.chosen(which)[0], *_arguments(call))
+        self.captured = self.subject.step.anew(**self.options)
+
+    # -- what holds after each rule -------------------------------------------------------------------------------
+
+    @invariant()
+    def states_are_what_the_function_made(self) -> None:
+        backend = self.options.get("backend")
+        if isinstance(backend, Simulator):
+            backend.poison()
+        for state, model in self.states:
+            assert_trees_all_equal(state, model, "state")
+
+    @invariant()
+    def what_was_kept_never_changes(self) -> None:
+        for mine, its_copy in self.kept:
+            assert_trees_all_equal(mine, its_copy, "kept")
+
+    def teardown(self) -> None:
+        """One trace however many states; nothing that was returned shares memory with a state."""
+        assert self.captured.stats.traces <= 1, f"more than one trace: {self.captured!r}"
+        assert_no_alias([state for state, _ in self.states], [mine for mine, _ in self.kept])
+
+
+def _arguments(call: Any) -> tuple[Any, ...]:
+    return call if isinstance(call, tuple) else (call,)
+
+
+def _all_leaves(state: Any, *inputs: Any) -> Any:
+    """Returns everything as it is: what it returns must not be the state's memory."""
+    return {"state": pytree.leaves(state), "inputs": inputs}
+
+
+def _run(function: Callable[..., Any], state: Any, call: Any) -> Any:
+    """What the Python function makes of a plain tree."""
+    with torch.no_grad():
+        return snapshot(function(state, *_arguments(call)))
+
+
+def _overwrite(leaf: Any) -> None:
+    if isinstance(leaf, Tensor):
+        leaf.zero_()
+
+
+@contextmanager
+def _refused(*errors: type[Exception]) -> Iterator[None]:
+    try:
+        yield
+    except errors:
+        return
+    raise AssertionError(f"expected {' or '.join(error.__name__ for error in errors)}, nothing was raised")
