@@ -187,9 +187,9 @@ def test_foreign_tensor_error():
         lambda: fcg.graph_step(train_step)(a_state(), {}),
         """
         `train_step`: reads a tensor that is in neither the state nor the inputs.
-          f32[2]@cpu in aten.mul.Tensor, at {line}
+          TABLE  f32[2]@cpu in aten.mul.Tensor, at {line}
         Replay would keep reading that address after the tensor is freed or replaced.
-        To fix: pass it as an input or in the state; or declare it, `constants=(tensor,)`.
+        To fix: pass `TABLE` as an input or in the state; or declare it, `constants=(TABLE,)`.
         Docs: help(functional_cg.ForeignTensorError)
         """,
         line=at(train_step, "TABLE"),

@@ -7,7 +7,7 @@ one place.
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,13 +23,15 @@ from ..errors import (
     LayoutError,
     ReadOnlyError,
 )
+from ..leaf import Leaf
 from ..ops import argument, can_draw, sync_reason, tensors_in, written_arguments
 from ..source import Location, sync_spelling, user_frame
 from ..tree import Treedef, path_string, structure_diff
+from .refs import Ref
+from .scan import Scan
 
 __all__ = ["Rules", "refuse_mixed_dtypes", "refuse_new_state"]
 
-_READ_FIX = "pass it as an input or in the state; or declare it, `constants=(tensor,)`."
 _WRITE_FIX = "return the new value in `metrics` or in the new state, and write it in the loop."
 
 
@@ -66,10 +68,12 @@ class Rules:
     Args:
       function: Name of the user's function, for messages.
       protected: Name of the state leaf, input or constant that owns a storage, by storage key.
+      code: The function itself, where messages look for the names of tensors.
     """
 
-    def __init__(self, function: str, protected: Mapping[int, str]) -> None:
+    def __init__(self, function: str, protected: Mapping[int, str], code: Callable[..., Any]) -> None:
         self._function = function
+        self._code = code
         self._protected = protected
         self._facts: dict[Any, _Facts] = {}
 
@@ -108,15 +112,33 @@ class Rules:
 
     def foreign(self, call: Any, tensor: Tensor, *, written: bool = False) -> ForeignTensorError:
         """The error for a tensor that the trace does not know."""
+        name = self._name_of(tensor)
         return ForeignTensorError.of(
             self._function,
             f"{'writes' if written else 'reads'} a tensor that is in neither the state nor the inputs.",
-            rows=[f"{BufferSpec.of(tensor)} in {call}{_at()}"],
+            rows=[f"{name}  {BufferSpec.of(tensor)} in {call}{_at()}".strip()],
             why="Replay would write to that address after the tensor is freed or replaced."
             if written
             else "Replay would keep reading that address after the tensor is freed or replaced.",
-            fix=_module_fix(tensor) or (_WRITE_FIX if written else _READ_FIX),
+            fix=_module_fix(tensor) or (_WRITE_FIX if written else _read_fix(name, tensor)),
         )
+
+    def returned(self, path: str, tensor: Tensor) -> ForeignTensorError:
+        """The error for a result that the trace does not know."""
+        name = self._name_of(tensor)
+        return ForeignTensorError.of(
+            self._function,
+            "returns a tensor that is in neither the state nor the inputs.",
+            rows=[f"{path}  {BufferSpec.of(tensor)}" + (f"   which is {name}" if name else "")],
+            why="Replay would return the same memory each time.",
+            fix=_read_fix(name, tensor),
+        )
+
+    def _name_of(self, tensor: Tensor) -> str:
+        """How the user's code writes a tensor, such as ``W`` or ``model.weight``; empty where no name leads to it."""
+        scan = Scan([tensor])
+        scan.enter(Ref.to(self._code, "self"))
+        return next((ref.name for ref in scan.values.values() if ref.value is tensor), "")
 
     def foreign_array(self, tensor: Tensor) -> ForeignTensorError:
         """The error for a tensor that shares its memory with a numpy array or a buffer."""
@@ -200,6 +222,13 @@ class Rules:
             return
         if source.device.type == "cuda":
             raise self.host_read("copies a tensor to the host", func)
+
+
+def _read_fix(name: str, tensor: Tensor) -> str:
+    passed = f"pass {f'`{name}`' if name else 'it'} as an input or in the state"
+    if isinstance(tensor, Leaf):  # it changes from call to call
+        return f"{passed}."
+    return f"{passed}; or declare it, `constants=({name or 'tensor'},)`."
 
 
 def _module_fix(tensor: Tensor) -> str:

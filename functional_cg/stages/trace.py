@@ -98,7 +98,7 @@ class _Recorder(TorchDispatchMode):
         self._storages: dict[int, int] = {}
         self._protected: dict[int, str] = {}
         self.declared: dict[int, Tensor] = {}
-        self.rules = Rules(recipe.name, self._protected)
+        self.rules = Rules(recipe.name, self._protected, recipe.function)
         self._locator = Locator()
 
     # -- variables --------------------------------------------------------------------------------------------
@@ -388,14 +388,14 @@ def _read_result(recipe: Recipe, recorder: _Recorder, result: Any) -> None:
         leaves, treedef = pytree.flatten(new_state)
         refuse_new_state(recipe.name, old.treedef, old.specs, treedef, leaves)
         program.new_state = [
-            _result_var(recipe, recorder, path, leaf, "state")
+            _result_var(recorder, path, leaf, "state")
             for path, leaf in zip(treedef.paths(), leaves, strict=True)
         ]
     leaves, program.output_def = pytree.flatten(result)
     program.output_paths = program.output_def.paths()
     _refuse_arrays(recipe, program.output_paths, leaves)
     program.outputs = [
-        _result_var(recipe, recorder, path, leaf, "metrics") if isinstance(leaf, Tensor) else leaf
+        _result_var(recorder, path, leaf, "metrics") if isinstance(leaf, Tensor) else leaf
         for path, leaf in zip(program.output_paths, leaves, strict=True)
     ]
 
@@ -416,16 +416,10 @@ def _refuse_arrays(recipe: Recipe, paths: Sequence[KeyPath], leaves: Sequence[An
         )
 
 
-def _result_var(recipe: Recipe, recorder: _Recorder, path: KeyPath, leaf: Tensor, root: str) -> Var:
+def _result_var(recorder: _Recorder, path: KeyPath, leaf: Tensor, root: str) -> Var:
     var = recorder.var_of(leaf)
     if var is None:
-        raise ForeignTensorError.of(
-            recipe.name,
-            "returns a tensor that is in neither the state nor the inputs.",
-            rows=[f"{path_string(path, root)}  {BufferSpec.of(leaf)}"],
-            why="Replay would return the same memory each time.",
-            fix="pass it as an input or in the state; or declare it, `constants=(tensor,)`.",
-        )
+        raise recorder.rules.returned(path_string(path, root), leaf)
     if id(leaf) not in recorder.declared and not recorder.describes(var, leaf):
         raise recorder.rules.data_assigned()
     return var
