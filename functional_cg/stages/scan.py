@@ -35,7 +35,7 @@ class Scan:
 
     Attributes:
       values: The values found, each once, with the way to read it again.
-      definitions: Code, closure and defaults of the functions that names lead to, likewise.
+      definitions: Code, closure and defaults of the functions that names lead to, and the modules, likewise.
       says_autocast: Whether a function names autocast, whose default dtypes it then depends on.
     """
 
@@ -56,6 +56,7 @@ class Scan:
                     self.values.setdefault(ref.place, ref)
             elif isinstance(ref.value, torch.nn.Module):
                 self._modes_of(ref)
+                self._identify(ref)
             elif isinstance(ref.value, type) and issubclass(ref.value, torch.autograd.Function):
                 for name in ("forward", "setup_context", "backward"):
                     self.offer(ref.attribute(name))
@@ -73,6 +74,11 @@ class Scan:
                 part = ref.follow(getattr(ref.value, name), Step(name), name=ref.name)
                 if part is not None and part.value is not None:
                     self.definitions.setdefault(part.place, part)
+
+    def _identify(self, ref: Ref) -> None:
+        """Note which module, or which callable object of a library, a name leads to."""
+        if ref.root is not None and ref.steps:
+            self.definitions.setdefault(ref.place, ref)
 
     def _modes_of(self, ref: Ref) -> None:
         """Note whether a module, and those inside of it that act on it, are in training mode."""
@@ -114,6 +120,8 @@ class Scan:
             return self.enter(wrapped, args, kwargs)
         if call is not None and isinstance(call.value, FunctionType) and _is_user_class(type(value)):
             return self.enter(call, args, kwargs)
+        if callable(value):
+            self._identify(ref)
         self.walk(value, ref.name)
         return False
 
