@@ -60,6 +60,7 @@ ORDER = (
     "stages.inspect",
     "stages.host",
     "stages.raised",
+    "stages.fake",
     "stages.trace",
     "stages.rewrite",
     "stages.lower",
@@ -101,8 +102,8 @@ DOORS = {
     "torch.cuda.graph": ("stages.capture", "bench.opponents"),
     "torch.cuda.graphs": ("stages.capture",),
     "torch.cuda.make_graphed_callables": ("stages.capture",),
-    "torch._subclasses.FakeTensorMode": ("stages.trace",),
-    "torch._subclasses.fake_tensor.FakeTensorMode": ("stages.trace",),
+    "torch._subclasses.FakeTensorMode": ("stages.fake",),
+    "torch._subclasses.fake_tensor.FakeTensorMode": ("stages.fake",),
 }
 
 MAX_LINES = 400

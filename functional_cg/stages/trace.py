@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
+from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from .. import tree as pytree
@@ -34,6 +34,7 @@ from ..ops import tensors_in
 from ..source import Locator
 from ..surroundings import canonical
 from ..tree import KeyPath, Treedef, path_string
+from .fake import FakeMode, without_log
 from .host import HostGuard, HostRandomness, HostState
 from .inspect import Rules, refuse_mixed_dtypes, refuse_new_state
 from .program import Constant, Instr, Program, Var
@@ -85,7 +86,7 @@ class _Recorder(TorchDispatchMode):
     """Records ATen calls as instructions, or compares them with those of an earlier run."""
 
     def __init__(
-        self, recipe: Recipe, mode: FakeTensorMode, first: Program | None, checkpoint: Callable[[], None]
+        self, recipe: Recipe, mode: FakeMode, first: Program | None, checkpoint: Callable[[], None]
     ) -> None:
         super().__init__()
         self.program = Program(recipe.name, [], [], [])
@@ -346,7 +347,7 @@ def _refuse_kept(name: str, recorder: _Recorder, references: Sequence[weakref.re
 
 
 def _run(recipe: Recipe, first: Program | None, checkpoint: Callable[[], None]) -> _Recorder:
-    mode = FakeTensorMode()
+    mode = FakeMode()
     recorder = _Recorder(recipe, mode, first, checkpoint)
     program = recorder.program
     trees: list[Any] = []
@@ -367,7 +368,7 @@ def _run(recipe: Recipe, first: Program | None, checkpoint: Callable[[], None]) 
     for name, constant in recipe.constants:
         recorder.declare(name, constant)
     args, kwargs = recipe.assemble(trees, inputs)
-    with canonical(), mode, recorder, HostGuard(recorder.rules):
+    with canonical(), without_log(), mode, recorder, HostGuard(recorder.rules):
         result = recipe.function(*args, **kwargs)
     _read_result(recipe, recorder, result)
     return recorder

@@ -1,0 +1,74 @@
+"""The fake mode of a trace: it answers alike in each run, and says nothing on the side. Its torch names are private."""
+
+import logging
+import threading
+
+import pytest
+import torch
+from torch._subclasses import fake_tensor
+
+import functional_cg as fcg
+from functional_cg.testing import assert_trees_all_equal
+
+SIZES = {"ih": (16, 3), "hh": (16, 4), "bias_ih": (16,), "bias_hh": (16,)}
+
+
+def lstm_step(state, x):
+    """One step of gradient descent for ``torch.lstm``: the CPU's backward returns one tensor for both biases."""
+
+    def loss_fn(params):
+        h = torch.zeros(1, x.shape[1], 4)
+        weights = [params[name] for name in SIZES]
+        return torch.lstm(x, (h, h), weights, True, 1, 0.0, False, False, False)[0].square().mean()
+
+    loss, grads = fcg.value_and_grad(loss_fn)(dict(state))
+    return fcg.tree.map(lambda p, g: p - 0.1 * g, dict(state), grads), {"loss": loss, "grads": grads}
+
+
+def test_op_that_returns_one_tensor_twice_is_traced_alike_with_and_without_the_cache():
+    state = {name: torch.full(size, 0.1) for name, size in SIZES.items()}
+    x = torch.linspace(-1, 1, 30).reshape(5, 2, 3)
+    fake_tensor.FakeTensorMode.cache_clear()
+    for _ in range(2):
+        step = fcg.graph_step(lstm_step)
+        expected, wanted = step.eager(fcg.place(state), x)
+        new, metrics = step(fcg.place(state), x)
+        assert_trees_all_equal(fcg.snapshot(new), fcg.snapshot(expected))
+        assert_trees_all_equal(metrics, wanted)
+
+
+class Kept(logging.Handler):
+    """Keeps the messages that it is given."""
+
+    def __init__(self):
+        super().__init__()
+        self.messages = []
+
+    def emit(self, record):
+        self.messages.append(record.getMessage())
+
+
+def test_failing_op_is_raised_and_not_logged():
+    text = "failed while attempting to run meta for %s"
+    log, kept = logging.getLogger("torch._subclasses.fake_tensor"), Kept()
+
+    def step(s, b):
+        other = threading.Thread(target=log.error, args=(text, "the op of another thread"))
+        other.start()
+        other.join()
+        log.error("another message")
+        return s, b @ b
+
+    before = list(log.filters)
+    log.addHandler(kept)
+    try:
+        with pytest.raises(fcg.CaptureError, match="raised RuntimeError") as caught:
+            fcg.graph_step(step)(fcg.place({"w": torch.ones(3)}), torch.ones(2, 3))
+        assert kept.messages == [text % "the op of another thread", "another message"]
+        assert isinstance(caught.value.__cause__, RuntimeError)
+        assert log.filters == before
+        with fake_tensor.FakeTensorMode(), pytest.raises(RuntimeError, match="reduction dim"):
+            torch.ones(2, 3) @ torch.ones(2, 3)
+        assert kept.messages[2:] == [text % "aten.mm.default"]  # torch logs it, in these words
+    finally:
+        log.removeHandler(kept)
