@@ -156,9 +156,9 @@ class HostWatch:
         """(name, old, new) of each value and mode that is not what it was."""
         rows = [(entry.name, entry.value, _read(entry)) for entry in self._entries]
         rows += zip(MODES, self._modes, modes(), strict=True)
-        redefined = [entry.name for entry in self._definitions if not same(_read(entry), entry.value)]
-        rows += [(name, _DEFINED, _Said("defined anew")) for name in dict.fromkeys(redefined)]
-        return [(name, old, new) for name, old, new in rows if new is not old and not same(new, old)]
+        changed = [(name, old, new) for name, old, new in rows if _differ(new, old)]
+        redefined = [entry.name for entry in self._definitions if _differ(_read(entry), entry.value)]
+        return changed + [(name, _DEFINED, _Said("defined anew")) for name in dict.fromkeys(redefined)]
 
     def check(self, function_name: str) -> None:
         """Raise if something differs.
@@ -225,6 +225,10 @@ def _read(entry: Ref) -> object:
     except Exception:  # whatever a user's object raises, the value is not there any more
         return _Said("<gone>")
     return value
+
+
+def _differ(new: object, old: object) -> bool:
+    return new is not old and not same(new, old)
 
 
 def same(new: Any, old: Any) -> bool:
