@@ -1,0 +1,117 @@
+"""What the hazard tests share: the places where a step runs, and the law that holds in all of them.
+
+A test marked ``everywhere`` runs on the CPU backend, on the simulator and, where there is one, on a GPU.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import functional_cg as fcg
+from functional_cg.testing import Simulator, assert_no_alias, assert_trees_all_equal
+
+CALLS = 16
+
+
+@dataclass(frozen=True)
+class Place:
+    """A device and the backend that replays there.
+
+    Attributes:
+      device: Where states live.
+      backend: Makes the ``backend=`` of a step.
+    """
+
+    device: str
+    backend: Callable[[], Any]
+
+    def step(self, fn: Any, **options: Any) -> Any:
+        """A step whose replay repeats the calls of the eager run, so that the two agree in every bit."""
+        return fcg.graph_step(fn, lowering="aten", **{"backend": self.backend(), **options})
+
+    def put(self, tree: Any) -> Any:
+        """Copies of the tensors of a tree, on the device."""
+        return fcg.tree.map(lambda leaf: leaf.to(self.device, copy=True), tree)
+
+    def randn(self, *shape: int, seed: int) -> Tensor:
+        """Normal numbers, the same ones on every device; no global generator is touched."""
+        return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(self.device)
+
+    def poison(self, backend: Any) -> None:
+        """Overwrite what lives in captures between two calls, where the backend can."""
+        if isinstance(backend, Simulator):
+            backend.poison()
+
+    def wait(self) -> None:
+        """Wait until the device is done."""
+        if self.device == "cuda":
+            torch.cuda.synchronize()
+
+
+CPU = Place("cpu", lambda: "auto")
+SIMULATOR = Place("cpu", Simulator)
+GPU = Place("cuda", lambda: "auto")
+
+# Warnings are printed and not raised on a GPU: what libraries warn of depends on the machine.
+on_a_gpu = [pytest.mark.cuda, pytest.mark.filterwarnings("default")]
+everywhere = pytest.mark.parametrize(
+    "place",
+    [
+        pytest.param(CPU, id="cpu"),
+        pytest.param(SIMULATOR, id="simulator"),
+        pytest.param(GPU, id="cuda", marks=on_a_gpu),
+    ],
+)
+on_both_devices = pytest.mark.parametrize(
+    "place", [pytest.param(CPU, id="cpu"), pytest.param(GPU, id="cuda", marks=on_a_gpu)]
+)
+
+
+def overwrite(tree: Any) -> None:
+    """Fill a caller's tensors with what nobody computes: the call has returned, so they are the caller's again."""
+    for leaf in fcg.tree.leaves(tree):
+        leaf.fill_(torch.nan if leaf.is_floating_point() or leaf.is_complex() else 1)
+
+
+def assert_law(place: Place, fn: Any, state: Any, calls: Iterable[Any], **options: Any) -> Any:
+    """Each replay gives bitwise what the eager run gives, and what was returned stays as it was.
+
+    Args:
+      place: Where to run.
+      fn: The step's function.
+      state: Pytree to start from; it stays as it is.
+      calls: The batch of each call; all are overwritten once their call has returned.
+      options: Of ``graph_step``.
+    Returns:
+      The step, its last state, and the metrics of each call.
+    """
+    backend = place.backend()
+    step = place.step(fn, backend=backend, **options)
+    captured, eager = fcg.place(state), fcg.place(state)
+    kept: list[Any] = []
+    copies: list[Any] = []
+    for number, batch in enumerate(calls):
+        eager, expected = step.eager(eager, batch)
+        captured, metrics = step(captured, batch)
+        overwrite(batch)
+        assert_trees_all_equal((captured, metrics), (eager, expected), f"call {number}")
+        kept.append(metrics)
+        copies.append(expected)
+        place.poison(backend)
+    assert_trees_all_equal(kept, copies, "kept metrics")
+    assert_no_alias(kept, captured)
+    assert (step.stats.traces, step.stats.captures, step.stats.replays) == (1, 1, len(kept))
+    return step, captured, kept
+
+
+def living_tensors() -> int:
+    """How many tensors Python holds."""
+    gc.collect()
+    return sum(issubclass(type(thing), Tensor) for thing in gc.get_objects())
