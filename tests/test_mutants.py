@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 
 from tests.mutants.__main__ import main
-from tests.mutants.catalogue import MAX_LINES, MUTANTS, Mutant, StaleMutantError
-from tests.mutants.runner import ROOT, run
+from tests.mutants.catalogue import MUTANTS
+from tests.mutants.mutant import GENERAL, MAX_LINES, Mutant, StaleMutantError
+from tests.mutants.runner import ROOT, general_killers, run
 
 KILLERS = tuple(dict.fromkeys(test for mutant in MUTANTS for test in mutant.killers))
 
@@ -29,10 +30,29 @@ def test_the_shipped_code_passes_all_of_these_tests(tmp_path: Path) -> None:
     assert outcome.verdicts == dict.fromkeys(KILLERS, "PASSED"), outcome.output
 
 
-def test_the_mutants_of_the_core_are_there() -> None:
-    numbers = {mutant.name.split()[0] for mutant in MUTANTS}
-    assert numbers >= {"N1", "N2", "N3", "N4", "N5", "N6", "N7", "N8", "N15", "N16", "N17"}
+def test_all_twenty_are_there() -> None:
+    assert {mutant.number for mutant in MUTANTS} == set(range(1, 21))
     assert len({mutant.name for mutant in MUTANTS}) == len(MUTANTS)
+    assert {name for mutant in MUTANTS for name in mutant.general} <= set(GENERAL)
+
+
+def test_twelve_are_noticed_without_knowing_them() -> None:
+    """The record; the test below repeats some of it, ``python -m tests.mutants --general`` all."""
+    general = {m.number for m in MUTANTS if {"programs", "machine"} & set(m.general)}
+    assert len(general) >= 12
+
+
+@pytest.mark.parametrize("name", ["N4", "N10", "N16"])
+def test_random_programs_notice_what_the_record_says(name: str, tmp_path: Path) -> None:
+    mutant = next(mutant for mutant in MUTANTS if mutant.name == name)
+    assert "programs" in mutant.general
+    assert general_killers(tmp_path, mutant, ["programs"]) == ("programs",)
+
+
+def test_tests_on_a_gpu_exist() -> None:
+    for test in dict.fromkeys(test for mutant in MUTANTS for test in mutant.gpu):
+        file, _, function = test.partition("::")
+        assert f"\ndef {function}(" in (ROOT / file).read_text(encoding="utf-8"), test
 
 
 def test_a_survivor_is_noticed(tmp_path: Path) -> None:
@@ -72,5 +92,5 @@ def test_a_stale_mutant_is_loud(old: str, new: str, said: str) -> None:
 def test_the_table(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["N16"]) == 0
     printed = capsys.readouterr().out
-    assert "N16          killed" in printed
+    assert "N16              killed    programs" in printed
     assert printed.endswith("1 of 1 mutants killed\n")

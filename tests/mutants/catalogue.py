@@ -1,58 +1,19 @@
 """The mutants: wrong implementations, each the shipped code with one thing wrong.
 
-A mutant replaces a passage or two. What a naive implementation does literally is often impossible here (nothing
-that the caller owns is ever an address in a plan), so each is the nearest mistake that this architecture allows; where
-that is not the literal one, ``what`` says so. ``killers`` are tests that must fail, all of them.
+What a naive implementation does literally is often impossible here (nothing that the caller owns is ever an address in
+a plan), so each is the nearest mistake that this architecture allows; where that is not the literal one, ``what`` says
+so. ``general`` is a record: ``python -m tests.mutants --general`` measures it.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from pathlib import Path
-
-MAX_LINES = 20
-
-
-class StaleMutantError(Exception):
-    """A mutant's passage is not in the code any more."""
-
-
-@dataclass(frozen=True)
-class Mutant:
-    """One mistake.
-
-    Attributes:
-      name: Number in the list of naive designs, with a word where a number has several mutants.
-      what: The mistake.
-      edits: Pairs of a passage, which must occur exactly once in the package, and what stands there instead.
-      killers: Ids of the tests that notice.
-    """
-
-    name: str
-    what: str
-    edits: tuple[tuple[str, str], ...]
-    killers: tuple[str, ...]
-
-    def apply(self, package: Path) -> None:
-        """Patch a copy of the package.
-
-        Raises:
-          StaleMutantError: If a passage is not there exactly once, or the patch is too long.
-        """
-        if sum(len(new.splitlines()) for _, new in self.edits) > MAX_LINES:
-            raise StaleMutantError(f"{self.name}: a mutant is a patch of at most {MAX_LINES} lines")
-        for old, new in self.edits:
-            sources = {file: file.read_text(encoding="utf-8") for file in package.rglob("*.py")}
-            found = [file for file, source in sources.items() for _ in range(source.count(old))]
-            if len(found) != 1 or old == new:
-                raise StaleMutantError(
-                    f"{self.name} ({self.what}): this passage occurs {len(found)} times; write the mutant anew:\n{old}"
-                )
-            found[0].write_text(sources[found[0]].replace(old, new), encoding="utf-8")
-
+from tests.mutants.mutant import Mutant
 
 OWNERSHIP = "tests/test_ownership.py::"
 REPLAY = "tests/properties/test_replay.py::"
+SIMULATOR = "tests/properties/test_simulator.py::"
+REFUSALS = "tests/refusals/"
+GPU = "tests/cuda/"
 
 MUTANTS = (
     Mutant(
@@ -183,6 +144,95 @@ MUTANTS = (
         ),
     ),
     Mutant(
+        "N9",
+        "no fork and join: a call on another stream does not wait for the arena's last use",
+        (("            self._order_after(self.stream, current)\n", "            pass\n"),),
+        (f"{SIMULATOR}test_calls_on_any_streams_are_done_in_order",),
+        gpu=(
+            f"{GPU}test_ownership_cuda.py::test_caller_alternates_streams_behind_long_kernels",
+            f"{GPU}test_state_cuda.py::test_a_leaf_read_on_another_stream_waits_for_the_last_update",
+        ),
+    ),
+    Mutant(
+        "N10",
+        "randomness is not managed: draws take torch's generator, which a graph knows at one offset only",
+        (
+            (
+                "        if facts.may_draw and can_draw(func, args, kwargs):\n            raise self._random(func)\n",
+                "",
+            ),
+            (
+                "    return _random_bits(key, stream, n)\n",
+                "    return torch.randint(-(2**31), 2**31, (n,), dtype=torch.int32, device=key.device)\n",
+            ),
+        ),
+        (
+            f"{REPLAY}test_replay_equals_eager_for_training[cpu]",
+            f"{REPLAY}test_replay_equals_eager_for_training[simulator]",
+            f"{REFUSALS}test_random_ops.py::test_draw_is_refused[rrelu]",
+        ),
+        gpu=(f"{GPU}test_random_cuda.py::test_replay_draws_anew_from_a_new_key",),
+    ),
+    Mutant(
+        "N11",
+        "clipping is decided on the host; a trace cannot read the norm, so it decides for ever that gradients are long",
+        (
+            (
+                "        factor = self.max_norm / global_norm(flat).clamp(min=self.max_norm)\n",
+                (
+                    "        norm = global_norm(flat)\n"
+                    "        if type(norm) is Tensor and norm <= self.max_norm:\n"
+                    "            return updates, state\n"
+                    "        factor = self.max_norm / norm\n"
+                ),
+            ),
+        ),
+        (
+            f"{REPLAY}test_replay_equals_eager_for_training[cpu]",
+            f"{REPLAY}test_replay_equals_eager_for_every_optimizer[flat-cpu]",
+        ),
+        gpu=(f"{GPU}test_agreement.py::test_mlp_with_dropout_clip_and_schedule",),
+    ),
+    Mutant(
+        "N12",
+        "a pinned staging slot is filled again before the device has read it",
+        (("            self._sent.synchronize()\n", "            pass\n"),),
+        (
+            f"{SIMULATOR}test_host_memory_is_free_at_once_behind_a_busy_stream[tensor]",
+            f"{SIMULATOR}test_host_memory_is_free_at_once_behind_a_busy_stream[numpy]",
+        ),
+        gpu=(f"{GPU}test_ownership_cuda.py::test_host_batches_are_free_at_once_behind_a_busy_device",),
+    ),
+    Mutant(
+        "N13",
+        "a pool is shared while outputs live in it: what a graph_fn returns is not copied out",
+        (
+            (
+                "return finish(static if fresh else copy_out(static))",
+                "return finish(static if fresh or not donates else copy_out(static))",
+            ),
+        ),
+        (f"{SIMULATOR}test_outputs_of_an_evaluation_outlive_other_replays[simulator]",),
+    ),
+    Mutant(
+        "N14 state",
+        "no clean-up after an exception: a call gives the old state up before its kernels have run",
+        (
+            (
+                '"def run(before):\\n    try:\\n"',
+                '"def run(before):\\n    uninterrupted(before)\\n    try:\\n"',
+            ),
+            ("self._sites[len(lines) + 3]", "self._sites[len(lines) + 4]"),
+        ),
+        (f"{SIMULATOR}test_a_replay_that_raises_consumes_nothing[cpu]",),
+    ),
+    Mutant(
+        "N14 capture",
+        "no clean-up after an exception: a capture whose first replay failed stays",
+        (("                self._forget(lowered)\n", "                pass\n"),),
+        ("tests/test_graph_step.py::test_a_first_replay_that_fails_leaves_no_capture_behind",),
+    ),
+    Mutant(
         "N14 commit",
         "Ctrl-C may strike in the middle of the commit",
         (("    deque(map(operator.call, calls), maxlen=0)\n", ("    for call in calls:\n        call()\n")),),
@@ -231,5 +281,49 @@ MUTANTS = (
             ),
         ),
         (f"{REPLAY}test_the_python_body_runs_at_trace_time_only",),
+    ),
+    Mutant(
+        "N18",
+        "class-level globals: all steps of a process look up their programs and captures in one place",
+        (
+            (
+                "    _donates: bool\n    _kind: str\n",
+                "    _donates: bool\n    _kind: str\n    _lowered: Any = {}\n    _captured: Any = {}\n",
+            ),
+            ("        self._lowered: dict[tuple[Any, ...], list[Lowered]] = {}\n", ""),
+            ("        self._captured: dict[tuple[int, Any], Captured] = {}\n", ""),
+        ),
+        (
+            f"{REPLAY}test_two_trainers_interleaved_equal_separate_runs[cpu]",
+            f"{REPLAY}test_two_trainers_interleaved_equal_separate_runs[simulator]",
+        ),
+        gpu=(f"{GPU}test_lifecycle_cuda.py::test_two_trainers_interleaved_equal_two_alone",),
+    ),
+    Mutant(
+        "N19 momentum",
+        "a baked branch for the first step: momentum starts anew with each gradient, as it should in the first",
+        (("        is_first_step=False,\n", "        is_first_step=type(params[0]) is not Tensor,\n"),),
+        (f"{REPLAY}test_replay_equals_eager_for_every_optimizer[sgd-cpu]",),
+        gpu=(f"{GPU}test_agreement.py::test_optimizers",),
+    ),
+    Mutant(
+        "N19 micro-batches",
+        "the branch of the first micro-batch is that of all: a sum is overwritten and not added to",
+        (("total = out if total is None else pytree.map(torch.add, total, out)", "total = out"),),
+        (f"{OWNERSHIP}test_gradients_of_one_step_do_not_add_up_by_themselves[micro-batches]",),
+    ),
+    Mutant(
+        "N20",
+        "no liveness check: a tensor of the step that outlives its trace is not noticed",
+        (
+            (
+                "            _refuse_kept(recipe.name, recorder, recorder.release())\n",
+                "            recorder.release()\n",
+            ),
+        ),
+        (
+            f"{REFUSALS}test_side_effects.py::test_tensor_that_is_kept[keep_in_a_cache]",
+            f"{REFUSALS}test_side_effects.py::test_tensor_that_is_kept[keep_in_an_attribute]",
+        ),
     ),
 )

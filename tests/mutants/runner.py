@@ -11,10 +11,23 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.mutants.catalogue import Mutant
+from tests.mutants.mutant import GENERAL, Mutant
 
 ROOT = Path(__file__).resolve().parents[2]
-TIMEOUT_SECONDS = 240
+TIMEOUT_SECONDS = 600
+# Loaded by pytest: says which package it tests, and spares hypothesis the work on failures that nobody reads.
+PLUGIN = """
+import functional_cg
+import hypothesis
+
+def pytest_report_header():
+    return "package: " + functional_cg.__file__
+
+def pytest_configure(config):
+    phases = [hypothesis.Phase.explicit, hypothesis.Phase.generate]
+    hypothesis.settings.register_profile("mutants", hypothesis.settings.default, phases=phases)
+    hypothesis.settings.load_profile("mutants")
+"""
 
 
 @dataclass(frozen=True)
@@ -47,9 +60,7 @@ def run(tests: Sequence[str], folder: Path, mutant: Mutant | None = None) -> Out
     shutil.copy(ROOT / "pyproject.toml", folder)
     if mutant is not None:
         mutant.apply(folder / "functional_cg")
-    (folder / "where.py").write_text(
-        "import functional_cg\n\ndef pytest_report_header():\n    return 'package: ' + functional_cg.__file__\n"
-    )
+    (folder / "where.py").write_text(PLUGIN, encoding="utf-8")
     environment = {
         name: value for name, value in os.environ.items() if not name.startswith(("PYTEST_", "FCG_"))
     }
@@ -64,3 +75,10 @@ def run(tests: Sequence[str], folder: Path, mutant: Mutant | None = None) -> Out
         raise RuntimeError(f"pytest ended with {done.returncode}:\n{output}")
     lines = re.finditer(r"^(PASSED|FAILED|ERROR) (\S+?::.*?)(?: - .*)?$", output, re.MULTILINE)
     return Outcome({line[2]: line[1] for line in lines}, output)
+
+
+def general_killers(folder: Path, mutant: Mutant, names: Sequence[str] = tuple(GENERAL)) -> tuple[str, ...]:
+    """Which of the tests that draw what they do notice a mutant: names in :data:`GENERAL`."""
+    outcome = run([test for name in names for test in GENERAL[name]], folder, mutant)
+    failed = [test for test, verdict in outcome.verdicts.items() if verdict == "FAILED"]
+    return tuple(name for name in names if any(test.startswith(GENERAL[name]) for test in failed))

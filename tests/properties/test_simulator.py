@@ -21,6 +21,9 @@ from functional_cg.testing.recorded import Address, Block, Call, Foreign
 BACKENDS = {"cpu": lambda: "auto", "simulator": Simulator}
 
 on_both_backends = pytest.mark.parametrize("backend", BACKENDS.values(), ids=BACKENDS.keys())
+index_tensors = fst.tensors(
+    shapes=st.just((4,)), dtypes=st.just(torch.int64), elements=st.integers(0, 2), strided=False
+)
 streams_of = st.lists(st.sampled_from("abc"), min_size=8, max_size=8)
 
 
@@ -177,6 +180,18 @@ def test_steps_share_a_pool() -> None:
     assert static[1].isnan().all()
 
 
+@on_both_backends
+def test_outputs_of_an_evaluation_outlive_other_replays(backend: Callable[[], Any]) -> None:
+    """H83: an evaluation between two updates, whose results are read after the second."""
+    shared = backend()
+    step = fcg.graph_step(advance, backend=shared)
+    evaluate = fcg.graph_fn(lambda s, x: s["w"] + x, backend=shared)
+    state, _ = step(start(), batch(1))
+    kept = [evaluate(state, batch(n)) for n in range(3)]
+    state, _ = step(state, batch(1))
+    assert [out.tolist() for out in kept] == [(batch(1) + batch(n)).tolist() for n in range(3)]
+
+
 def test_freed_memory_holds_garbage_and_lent_memory_does_not() -> None:
     owned, numbers = torch.arange(3.0), torch.arange(3)
     addresses = [Address(tensor, Foreign(tensor)) for tensor in (owned, numbers)]
@@ -197,7 +212,7 @@ DTYPES = (
 )  # fmt: skip
 
 
-@given(value=st.sampled_from(DTYPES).flatmap(lambda dtype: fst.tensors(dtype=dtype)))
+@given(value=st.sampled_from(DTYPES).flatmap(lambda dtype: fst.tensors(dtypes=st.just(dtype))))
 def test_no_value_survives_poison(value: torch.Tensor) -> None:
     before = value.clone()
     poison(value)
@@ -209,7 +224,7 @@ def test_no_value_survives_poison(value: torch.Tensor) -> None:
         assert ((now == 0) | (now == 1)).all()
 
 
-@given(index=fst.tensors((4,), torch.int64, elements=st.integers(0, 2), strided=False))
+@given(index=index_tensors)
 def test_a_poisoned_index_finds_a_wrong_row_and_raises_nothing(index: torch.Tensor) -> None:
     table = torch.tensor([[1.0], [2.0], [3.0]])
     right = table[index].clone()
