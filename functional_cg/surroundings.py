@@ -3,18 +3,44 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch.overrides import BaseTorchFunctionMode, _get_current_function_mode_stack
+from torch.utils import checkpoint
 
 from .errors import CaptureError
 
 __all__ = ["canonical", "diverted", "inside_a_step", "refuse_anomaly_mode", "refuse_foreign_modes"]
 
+_NEAR = 6  # frames from the grad mode's setter up to the checkpoint
+
 
 class _InStep(BaseTorchFunctionMode):
     """On while the function of a step runs, traced or eager; modules such as MHA take another path under a mode."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is torch._C._set_grad_enabled:  # the first thing that a reentrant checkpoint does
+            _refuse_reentrant_checkpoint()
+        return super().__torch_function__(func, types, args, kwargs)
+
+
+def _refuse_reentrant_checkpoint() -> None:
+    frame = inspect.currentframe()
+    for _ in range(_NEAR):
+        frame = frame and frame.f_back
+        if frame and frame.f_code is checkpoint.CheckpointFunction.forward.__code__:
+            raise CaptureError.of(
+                "",
+                "calls `torch.utils.checkpoint` with `use_reentrant=True`.",
+                why="It differentiates its own arguments only: the gradient of what its function closes over, or gets "
+                "in a dict, would be zero.",
+                fix="`checkpoint(fn, *args, use_reentrant=False)`.",
+            )
 
 
 @contextlib.contextmanager
