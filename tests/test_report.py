@@ -11,6 +11,7 @@ from html.parser import HTMLParser
 from typing import Any
 
 import matplotlib as mpl
+import matplotlib.pyplot as plt
 import pytest
 import torch
 from hypothesis import given
@@ -558,6 +559,26 @@ def test_arena_draws_slots_where_they_lie() -> None:
     assert places == [(0, 480), (480, 32), (512, 8000), (8512, 16)]
     assert ax.get_xlabel() == "offset in KiB"
     assert legend(ax) == ["state", "padding"]
+
+
+@pytest.mark.parametrize("plot", [report.arena, report.bytes_by_role])
+@pytest.mark.parametrize("layout", [None, "constrained", "tight", "tight afterwards"])
+def test_legend_stays_in_the_place_of_the_axes_that_were_given(plot: Callable[..., Any], layout: Any) -> None:
+    state = fcg.TrainState.create(params={"w": torch.ones(64)}, optimizer=fcg.optim.adam(0.1))
+    figure, (left, right) = plt.subplots(
+        1, 2, figsize=(9, 2.5), layout=layout if layout != "tight afterwards" else None
+    )
+    end = right.get_window_extent().x1 if layout is None else figure.bbox.x1
+    for ax in (left, right):
+        assert plot(state, ax=ax) is ax
+    if layout == "tight afterwards":
+        figure.tight_layout()
+    figure.canvas.draw()
+    first, last = (ax.get_legend().get_window_extent() for ax in (left, right))
+    assert left.get_window_extent().x1 <= first.x0
+    assert first.x1 <= right.get_window_extent().x0
+    assert last.x1 <= end + 1
+    plt.close(figure)
 
 
 def test_step_times_of_seconds() -> None:

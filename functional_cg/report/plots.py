@@ -4,10 +4,15 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
+from matplotlib.backend_bases import RendererBase
+from matplotlib.gridspec import SubplotSpec
+from matplotlib.legend import Legend
+from matplotlib.transforms import Bbox
 from torch import Tensor
 
 from ..arena import Plan, dtype_name
@@ -19,6 +24,7 @@ __all__ = ["arena", "bytes_by_role", "loss_curves"]
 
 _HATCHES = ("", "//", "..", "xx", "\\\\", "oo", "--", "++")
 _PADDING = "padding"
+_GAP = 8  # points between the axes and their legend
 _DASHES = ("-", "--", ":", "-.")
 _UNITS = ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"))
 
@@ -161,7 +167,25 @@ def _handle(state: Any, function: str) -> Handle:
 
 def _legend(ax: Axes) -> None:
     if ax.get_legend_handles_labels()[0]:  # a state without leaves has nothing to name
-        ax.legend(loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False)
+        legend = ax.legend(loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False)
+        ax.set_axes_locator(_Beside(ax, legend))
+
+
+@dataclass(frozen=True)
+class _Beside:
+    """Keeps axes and the legend beside them in the place of the axes, whoever lays the figure out and when."""
+
+    axes: Axes
+    legend: Legend
+
+    def get_subplotspec(self) -> SubplotSpec | None:
+        return self.axes.get_subplotspec()
+
+    def __call__(self, _: object, renderer: RendererBase) -> Bbox:
+        figure, place = self.axes.figure, self.axes.get_position(original=True)
+        taken = float(self.legend.get_window_extent(renderer).width) + _GAP * figure.dpi / 72
+        kept = max(float(place.width) - taken / float(figure.bbox.width), float(place.width) / 2)
+        return Bbox.from_bounds(float(place.x0), float(place.y0), kept, float(place.height))
 
 
 def _axes(height: float) -> Axes:
