@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import itertools
 import sys
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -12,6 +13,7 @@ import pytest
 import torch
 from hypothesis import Phase, find, given, settings
 from hypothesis import strategies as st
+from hypothesis.errors import InvalidArgument
 
 import functional_cg as fcg
 from functional_cg import tree
@@ -354,7 +356,7 @@ def test_a_state_of_another_dtype_is_refused(dtype: torch.dtype) -> None:
     assert state["w"].tolist() == [0.0, 0.0]
 
 
-@given(x=fst.tensors(SHAPE, torch.float32))
+@given(x=fst.like(torch.zeros(SHAPE)))
 def test_strides_and_offsets_do_not_matter(strict_step: Any, x: torch.Tensor) -> None:
     _, metrics = strict_step({"w": torch.zeros(())}, x)
     assert torch.equal(metrics["x"], x)
@@ -762,6 +764,35 @@ def test_random_programs_contain(kind: str) -> None:
     assert KINDS[kind](find(fst.step_fns(), KINDS[kind], settings=without_shrinking))
 
 
+def test_a_fifth_of_the_programs_contains_each_kind() -> None:
+    """The kinds that steps get wrong most are not left to luck."""
+    seen: Counter[str] = Counter()
+
+    @settings(max_examples=150, phases=[Phase.generate], database=None, derandomize=True)
+    @given(fst.step_fns())
+    def count(program: fst.StepProgram) -> None:
+        seen.update(["programs", *program.kinds])
+
+    count()
+    rates = {kind: number / seen["programs"] for kind, number in seen.items()}
+    assert {kind for kind, rate in rates.items() if rate >= 0.2} == {
+        "programs", "gradients", "randomness", "swapped leaves", "tied weights", "zero-size leaves", "mixed dtypes",
+    }, rates  # fmt: skip
+
+
+@on_both_backends
+@given(optimizer=fst.optimizers())
+@settings(max_examples=10)
+def test_replay_equals_eager_for_drawn_optimizers(backend: Callable[[], Any], optimizer: Any) -> None:
+    state = fcg.TrainState.create(params={"w": torch.linspace(-1, 1, 6).reshape(3, 2)}, optimizer=optimizer)
+
+    def step(state: Any, x: torch.Tensor) -> Any:
+        loss, grads = fcg.value_and_grad(lambda p: torch.tanh(x @ p["w"]).square().mean())(state.params)
+        return state.apply_gradients(grads), {"loss": loss}
+
+    assert_replay_equals_eager(fcg.graph_step(step, backend=backend()), state, batches())
+
+
 @given(data=st.data())
 def test_like_keeps_the_layout_and_takes_elements_by_path(data: st.DataObject) -> None:
     tree_ = data.draw(fst.pytrees())
@@ -774,6 +805,19 @@ def test_like_keeps_the_layout_and_takes_elements_by_path(data: st.DataObject) -
     assert ones["y"].tolist() == [1.0, 1.0]
 
 
-def test_like_refuses_an_unknown_path() -> None:
-    with pytest.raises(ValueError, match=r"no leaf is named \['z'\]"):
-        fst.like({"x": torch.zeros(3)}, elements={"['z']": st.just(1.0)})
+@pytest.mark.parametrize(
+    ("strategy", "said"),
+    [
+        (
+            lambda: fst.like({"x": torch.zeros(3)}, elements={"['z']": st.just(1.0)}),
+            r"no leaf is named \['z'\]; there are \['x'\]",
+        ),
+        (lambda: fst.tensors(shapes=(2, 3)), r"`shapes` must be a strategy, got \(2, 3\).*like\(torch.zeros"),
+        (lambda: fst.tensors(dtypes=torch.float32), "`dtypes` must be a strategy"),
+        (lambda: fst.step_fns(states={"w": torch.zeros(2)}), "`states` must be a strategy"),
+    ],
+    ids=["like", "shapes", "dtypes", "states"],
+)
+def test_a_bad_argument_is_refused_when_drawn(strategy: Callable[[], Any], said: str) -> None:
+    with pytest.raises(InvalidArgument, match=said):
+        find(strategy(), lambda _: True)

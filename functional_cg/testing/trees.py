@@ -1,0 +1,166 @@
+"""Strategies for tensors, pytrees of them, states, specs of leaves, and inputs."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from hypothesis import strategies as st
+from hypothesis.errors import InvalidArgument
+from torch import Tensor
+
+from .. import tree as pytree
+from ..arena import BufferSpec
+
+__all__ = ["buffer_specs", "dtypes", "inputs", "like", "pytrees", "shapes", "states", "tensors"]
+
+Draw = Callable[[st.SearchStrategy[Any]], Any]
+
+
+def dtypes() -> st.SearchStrategy[torch.dtype]:
+    """Floating dtypes of 16 to 64 bits, integers and booleans."""
+    return st.sampled_from(
+        (
+            torch.float32, torch.float64, torch.bfloat16, torch.float16,
+            torch.int64, torch.int32, torch.uint8, torch.bool,
+        )
+    )  # fmt: skip
+
+
+def shapes(*, max_dims: int = 3, max_side: int = 4) -> st.SearchStrategy[tuple[int, ...]]:
+    """Shapes, also 0-dim and zero-size ones."""
+    return st.lists(st.integers(0, max_side), max_size=max_dims).map(tuple)
+
+
+def elements_of(dtype: torch.dtype) -> st.SearchStrategy[Any]:
+    """Values that a dtype holds exactly, small enough that a few steps of arithmetic do not overflow."""
+    if dtype is torch.bool:
+        return st.booleans()
+    if dtype.is_floating_point or dtype.is_complex:
+        return st.integers(-16, 16).map(lambda n: n / 8)
+    return st.integers(0, 7)
+
+
+@st.composite
+def tensors(
+    draw: Draw,
+    *,
+    shapes: st.SearchStrategy[tuple[int, ...]] = shapes(),  # noqa: B008 - strategies do not change
+    dtypes: st.SearchStrategy[torch.dtype] = dtypes(),  # noqa: B008
+    elements: st.SearchStrategy[Any] | None = None,
+    strided: bool = True,
+) -> Tensor:
+    """Tensors on the CPU; for one shape and dtype, :func:`like` a tensor of it.
+
+    Args:
+      draw: Given by hypothesis.
+      shapes: Shapes to draw from.
+      dtypes: Dtypes to draw from.
+      elements: Values; by default small ones that the dtype holds exactly.
+      strided: Also transposed tensors, and views with an offset and gaps.
+    Raises:
+      InvalidArgument: If an argument is no strategy.
+    """
+    for name, strategy in (("shapes", shapes), ("dtypes", dtypes), ("elements", elements)):
+        if strategy is not None and not isinstance(strategy, st.SearchStrategy):
+            raise InvalidArgument(
+                f"tensors: `{name}` must be a strategy, got {strategy!r}; "
+                "for tensors of one shape and dtype write `like(torch.zeros(2, 3))`"
+            )
+    return _drawn(draw, draw(shapes), draw(dtypes), elements, strided=strided)
+
+
+def _drawn(
+    draw: Draw,
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+    elements: st.SearchStrategy[Any] | None,
+    *,
+    strided: bool,
+) -> Tensor:
+    count = math.prod(shape)
+    values_of = elements_of(dtype) if elements is None else elements
+    values = draw(st.lists(values_of, min_size=min(count, 8), max_size=min(count, 8)))
+    flat = torch.tensor((values * (count // max(len(values), 1) + 1))[:count], dtype=dtype)
+    layout = draw(st.sampled_from(("dense", "transposed", "gaps"))) if strided else "dense"
+    return _laid_out(flat.reshape(shape), layout)
+
+
+def _laid_out(dense: Tensor, layout: str) -> Tensor:
+    if layout == "transposed" and dense.dim() > 1:
+        return dense.transpose(0, -1).contiguous().transpose(0, -1)
+    if layout == "gaps" and dense.dim():
+        wide = dense.new_zeros((*dense.shape[:-1], 2 * dense.shape[-1] + 1))
+        wide[..., 1::2] = dense
+        return wide[..., 1::2]
+    return dense
+
+
+def pytrees(leaves: st.SearchStrategy[Any] | None = None, *, max_leaves: int = 6) -> st.SearchStrategy[Any]:
+    """Nested dicts, lists and tuples with at least one leaf (tensors by default) and ``None`` here and there."""
+    base = tensors() if leaves is None else leaves
+    names = st.sampled_from("abcdef")
+
+    def nested(children: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
+        inner = children | st.none()
+        return (
+            st.dictionaries(names, inner, min_size=1, max_size=3)
+            | st.lists(inner, min_size=1, max_size=3)
+            | st.tuples(inner, inner)
+        )
+
+    trees = st.recursive(base, nested, max_leaves=max_leaves)
+    return trees.filter(lambda tree: bool(pytree.leaves(tree)))
+
+
+def buffer_specs() -> st.SearchStrategy[BufferSpec]:
+    """Specs of leaves on the CPU: shape, dtype, and dense strides in any order of the dimensions."""
+    return tensors().map(BufferSpec.of)
+
+
+def states(*, max_leaves: int = 6) -> st.SearchStrategy[Any]:
+    """Pytrees that can be a state: dicts of trees of tensors, of mixed dtypes and layouts."""
+    return st.dictionaries(st.sampled_from("pqrs"), pytrees(max_leaves=max_leaves), min_size=1, max_size=3)
+
+
+@st.composite
+def like(draw: Draw, tree: Any, *, elements: st.SearchStrategy[Any] | Mapping[str, Any] | None = None) -> Any:
+    """Trees of the same structure, shapes and dtypes with other values.
+
+    Args:
+      draw: Given by hypothesis.
+      tree: A pytree of tensors; what is no tensor stays as it is.
+      elements: Values to draw from; or a dict from key paths, as they print (``"['y']"``), to such strategies.
+    Raises:
+      InvalidArgument: If ``elements`` names a leaf that is not there.
+
+    Example:
+      >>> import torch
+      >>> from hypothesis import given, strategies as st
+      >>> from functional_cg.testing.strategies import like
+      >>> example = {"x": torch.zeros(4, 2), "label": torch.zeros(4, dtype=torch.int64)}
+      >>> @given(like(example, elements={"['label']": st.integers(0, 9)}))
+      ... def test_labels(batch):
+      ...     assert batch["label"].max() <= 9
+      >>> test_labels()
+    """
+    flat, treedef = pytree.flatten(tree)
+    names = [pytree.path_string(path) for path in treedef.paths()]
+    chosen = elements if isinstance(elements, Mapping) else dict.fromkeys(names, elements)
+    unknown = sorted(set(chosen) - set(names))
+    if unknown:
+        raise InvalidArgument(f"like: no leaf is named {', '.join(unknown)}; there are {', '.join(names)}")
+    leaves = [
+        _drawn(draw, tuple(leaf.shape), leaf.dtype, chosen.get(name), strided=True)
+        if isinstance(leaf, Tensor)
+        else leaf
+        for name, leaf in zip(names, flat, strict=True)
+    ]
+    return pytree.unflatten(treedef, leaves)
+
+
+def inputs(tree: Any, calls: int, *, elements: Any = None) -> st.SearchStrategy[list[Any]]:
+    """Inputs for several calls, each like ``tree``."""
+    return st.lists(like(tree, elements=elements), min_size=calls, max_size=calls)
