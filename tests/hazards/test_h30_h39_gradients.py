@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from functools import partial
 from typing import Any
 
 import pytest
@@ -108,11 +109,9 @@ def test_h34_hooks_inside_of_the_step_are_a_part_of_it(place: Place) -> None:
 
 
 CHECKPOINTED = {
-    "in a dict": lambda p, x, **how: checkpoint(loss_of, p, x, **how),
-    "closed over": lambda p, x, **how: checkpoint(lambda x: loss_of(p, x), x, **how),
-    "in part": lambda p, x, **how: (
-        loss_of(p, x) + checkpoint(lambda h: (h @ p["v"]).sum(), x @ p["w"], **how)
-    ),
+    "in a dict": lambda p, x, call: call(loss_of, p, x),
+    "closed over": lambda p, x, call: call(lambda x: loss_of(p, x), x),
+    "in part": lambda p, x, call: loss_of(p, x) + call(lambda h: (h @ p["v"]).sum(), x @ p["w"]),
 }
 
 
@@ -122,7 +121,7 @@ def test_h35_a_reentrant_checkpoint_is_refused(spelling: Any) -> None:
     """The gradients of what it closes over were zeros, with a warning at most."""
 
     def step_fn(p: Any, x: Tensor) -> Any:
-        return p, fcg.grad(lambda p: spelling(p, x, use_reentrant=how[0]))(p)
+        return p, fcg.grad(lambda p: spelling(p, x, partial(checkpoint, use_reentrant=how[0])))(p)
 
     how, x = [True], batches(CPU, 1)[0]
     step, state = CPU.step(step_fn), fcg.place(params(CPU))
@@ -134,7 +133,7 @@ def test_h35_a_reentrant_checkpoint_is_refused(spelling: Any) -> None:
         step.eager(state, x)
     how[0] = False  # the fix
     _, metrics = step(state, x)
-    expected = torch.func.grad(lambda p: spelling(p, x, use_reentrant=False))(params(CPU))
+    expected = torch.func.grad(lambda p: spelling(p, x, lambda fn, *args: fn(*args)))(params(CPU))
     for name, leaf in metrics.items():
         torch.testing.assert_close(leaf, expected[name], rtol=1e-5, atol=1e-6)
 
