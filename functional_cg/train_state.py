@@ -61,7 +61,8 @@ class TrainState(_StateClass, Generic[Params]):
     params: Params
     opt_state: Any
     buffers: Any = None
-    key: Tensor | None = None
+    # A state is created with a key or without one, which no checker can know: with Any a step that draws may use it.
+    key: Tensor | Any = None
     grads: Params | None = None
     optimizer: GradientTransformation = pytree.static()
 

@@ -47,7 +47,8 @@ def check_the_state() -> None:
     state = fcg.TrainState.create(params=params, optimizer=fcg.optim.sgd(0.1))
     assert_type(state.params["w"], Tensor)
     assert_type(state.step, Tensor)
-    assert_type(state.key, Tensor | None)
+    assert_type(state.key, Tensor | Any)
+    state.key.no_such_method()  # type: ignore[union-attr]
     takes_any_state(state)
     # Copies keep the type.
     assert_type(fcg.snapshot(state).params["w"], Tensor)
@@ -70,6 +71,26 @@ def check_a_step() -> None:
     with train_step as step:
         assert_type(step(state, batch), tuple[State, Metrics])
     train_step.close()
+
+
+def check_a_loop_that_draws() -> None:
+    @fcg.graph_step
+    def train_step(state: State, batch: Batch) -> tuple[State, Metrics]:
+        key = fcg.random.fold_in(state.key, state.step)
+        assert_type(key, Tensor)
+
+        def loss_fn(params: Params) -> Tensor:
+            hidden = fcg.random.dropout(key, torch.relu(batch["x"] @ params["w"]), 0.1)
+            return (hidden - batch["y"]).square().mean()
+
+        loss, grads = fcg.value_and_grad(loss_fn)(state.params)
+        return state.apply_gradients(grads), {"loss": loss}
+
+    optimizer = fcg.optim.adamw(fcg.optim.warmup_cosine(1e-2, 20, 300), weight_decay=0.01)
+    state: State = fcg.TrainState.create(params=params, optimizer=optimizer, key=fcg.random.key(0))
+    for _ in range(3):
+        state, metrics = train_step(state, batch)
+        assert_type(metrics["loss"].item(), bool | int | float)
 
 
 def check_a_step_with_options() -> None:
