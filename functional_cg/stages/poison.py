@@ -8,6 +8,7 @@ from types import MappingProxyType
 import torch
 from torch import Tensor
 
+from ..arena import storage_key
 from .capture import Replay, copy_out
 from .lower import Before
 
@@ -53,8 +54,9 @@ class Poisoned:
     def __call__(self, before: Before, /) -> Sequence[Tensor]:
         static = self._replay(before)
         metrics = static if self._replay.fresh else copy_out(static)
-        for dead in self._inputs if self._replay.fresh else (*self._inputs, *static):
-            poison(dead)
+        dead = self._inputs if self._replay.fresh else (*self._inputs, *static)
+        for tensor in {storage_key(tensor): tensor for tensor in dead}.values():  # inputs share slabs
+            poison(tensor)
         return metrics
 
     def close(self) -> None:

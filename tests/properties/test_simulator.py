@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import functional_cg as fcg
+from functional_cg.stages.capture import CPUBackend
 from functional_cg.stages.poison import poison
 from functional_cg.testing import Simulator, assert_replay_equals_eager, assert_trees_all_equal
 from functional_cg.testing import strategies as fst
@@ -229,6 +230,26 @@ def test_a_poisoned_index_finds_a_wrong_row_and_raises_nothing(index: torch.Tens
     poison(index)
     for look_up in (table.__getitem__, lambda i: torch.nn.functional.embedding(i, table)):
         assert (look_up(index) != right).all()
+
+
+@on_both_backends
+def test_between_calls_the_poison_option_leaves_nothing_of_the_inputs(backend: Callable[[], Any]) -> None:
+    """Two inputs in one slab are overwritten once."""
+    inputs: list[torch.Tensor] = []
+
+    class Spy:
+        name = "spy"
+
+        def capture(self, plan: Any, buffers: Any, scratch: Any) -> Any:
+            inputs.extend(buffers.inputs)
+            return (Simulator() if backend is Simulator else CPUBackend()).capture(plan, buffers, scratch)
+
+    step = fcg.graph_step(lambda s, x, y: (s, {"x": x + y}), backend=Spy(), debug="poison")
+    state, values = fcg.place({"w": torch.zeros(1)}), torch.tensor([0, 1, 2])
+    for _ in range(3):
+        state, metrics = step(state, values, values + 1)
+        assert metrics["x"].tolist() == [1, 3, 5]
+        assert [slot.tolist() for slot in inputs] == [[1, 0, 0], [0, 0, 0]]
 
 
 # -- what is recorded ---------------------------------------------------------------------------------------------
