@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import functional_cg as fcg
-from functional_cg.testing import assert_no_alias, assert_trees_all_equal
+from functional_cg.testing import Simulator, assert_no_alias, assert_trees_all_equal
 from functional_cg.testing import strategies as fst
 from tests.hazards.law import CALLS, GPU, Place, assert_law, everywhere
 
@@ -93,3 +93,18 @@ def test_h133_exports_of_what_was_returned_do_not_change(place: Place) -> None:
         assert all(np.array_equal(a, b) for a, b in zip(arrays, array_copies, strict=True))
         assert_trees_all_equal(tensors, tensor_copies, "DLPack")
     assert_no_alias([tensors[1] for _, tensors in kept], state)
+
+
+def test_the_law_notices_metrics_that_are_not_copied_out() -> None:
+    """The law can fail: a backend that hands out its static metrics."""
+
+    class Leaky(Simulator):
+        def capture(self, *arguments: Any) -> Any:
+            replay = super().capture(*arguments)
+            replay.fresh = True
+            return replay
+
+    leaky = Place("cpu", Leaky)
+    step_fn = lambda s, x: ({"w": s["w"] + x}, {"x": x * 2})  # noqa: E731
+    with pytest.raises(AssertionError, match="kept metrics"):
+        assert_law(leaky, step_fn, {"w": leaky.randn(3, seed=0)}, [leaky.randn(3, seed=n) for n in range(4)])
