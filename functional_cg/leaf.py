@@ -152,7 +152,9 @@ class Leaf(Tensor):
     """A read-only view of one slot: an ordinary tensor to read, which raises once its state was donated.
 
     Operations return ordinary tensors that own their memory; a view of a leaf is again a leaf. Writing raises
-    :class:`ReadOnlyError`. ``numpy()``, DLPack, pickling and ``deepcopy`` copy; the storage is out of reach.
+    :class:`ReadOnlyError`. ``numpy()``, DLPack, pickling and ``deepcopy`` copy; the storage is out of reach. A module
+    takes a copy: ``parameter.data = leaf.clone()``; without ``clone`` torch reads from address 0, and nothing in
+    Python can stop it.
     """
 
     _real: Tensor
@@ -195,6 +197,8 @@ class Leaf(Tensor):
             if isinstance(tensor, Leaf):
                 raise tensor._read_only()
         sources = [t for t in tensors_in([*args, *kwargs.values()]) if isinstance(t, Leaf)]
+        if func._schema.name == "aten::set_":
+            raise sources[0]._no_storage()
         out = func(*map(_unwrap, args), **{name: _unwrap(arg) for name, arg in kwargs.items()})
         return _rewrap(out, sources)
 

@@ -415,6 +415,7 @@ WRITES: dict[str, Callable[[Any], Any]] = {
     "vector_to_parameters": lambda w: torch.nn.utils.vector_to_parameters(torch.zeros(6), [w]),
     "custom op": custom_mutation,
     "set_": lambda w: w.set_(torch.ones(3)),
+    "set_ from it": lambda w: torch.empty(0).set_(w),
     "resize_": lambda w: w.resize_(10),
     "resize_as_": lambda w: w.resize_as_(torch.ones(10)),
     "t_": lambda w: w.t_(),

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode
 
-from ..errors import ImplicitRandomnessError, SideEffectError
+from ..errors import FunctionalCGError, ImplicitRandomnessError, SideEffectError
 from .inspect import Rules
 from .watch import MODES, HostWatch, modes
 
@@ -65,8 +65,15 @@ class HostGuard(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
+        try:
+            return self._call(func, args, kwargs or {})
+        except FunctionalCGError as error:
+            self._rules.remember(error)
+            raise
+
+    def _call(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         name = getattr(func, "__name__", "")
-        if name in _READS and not _called_by_torch(sys._getframe(1)):
+        if name in _READS and not _called_by_torch(sys._getframe(2)):
             if isinstance(args[0], FakeTensor):
                 raise self._rules.host_read(_READS[name])
             raise self._rules.foreign(name, args[0])
@@ -74,7 +81,7 @@ class HostGuard(TorchFunctionMode):
             raise self._rules.data_assigned()
         if func is Tensor.__deepcopy__:
             return args[0].clone()
-        return func(*args, **(kwargs or {}))
+        return func(*args, **kwargs)
 
 
 def _called_by_torch(frame: FrameType | None) -> bool:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from types import FrameType
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from ..arena import BufferSpec
 from ..errors import (
     CaptureError,
     ForeignTensorError,
+    FunctionalCGError,
     HostSyncError,
     ImplicitRandomnessError,
     LayoutError,
@@ -34,6 +36,8 @@ __all__ = ["Rules", "refuse_mixed_dtypes", "refuse_new_state"]
 
 _WRITE_FIX = "return the new value in `metrics` or in the new state, and write it in the loop."
 
+
+_DEBUGGERS = frozenset({"pdb", "reprlib", "debugpy", "pydevd", "_pydevd_bundle"})
 
 _PRODUCTS = frozenset(
     {
@@ -62,6 +66,16 @@ class _Facts:
     may_move: bool
 
 
+def _in_a_debugger(frame: FrameType | None) -> bool:
+    """Whether a debugger asked, to show a value: it catches what that raises, and nothing depends on it."""
+    # Further down than the trace is what called the step: `python -m pdb` is not meant.
+    while frame is not None and frame.f_code.co_name != "_run":
+        if frame.f_globals.get("__name__", "").partition(".")[0] in _DEBUGGERS:
+            return True
+        frame = frame.f_back
+    return False
+
+
 class Rules:
     """The rules for one trace: each op is shown to :meth:`check` before it runs.
 
@@ -76,6 +90,17 @@ class Rules:
         self._code = code
         self._protected = protected
         self._facts: dict[Any, _Facts] = {}
+        self._first: FunctionalCGError | None = None
+
+    def remember(self, error: FunctionalCGError) -> None:
+        """Note what is refused: the function may catch it, and go on with a value that replay would repeat."""
+        if not _in_a_debugger(sys._getframe()):
+            self._first = self._first or error
+
+    def refuse_what_was_caught(self) -> None:
+        """Raise the first refusal again, if there was one and the function returned all the same."""
+        if self._first is not None:
+            raise self._first
 
     def check(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], key: Any) -> list[Tensor]:
         """Refuse the op, or return the tensors that it writes."""

@@ -156,7 +156,13 @@ class _Recorder(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        kwargs = kwargs or {}
+        try:
+            return self._dispatch(func, args, kwargs or {})
+        except FunctionalCGError as error:
+            self.rules.remember(error)
+            raise
+
+    def _dispatch(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if func is torch.ops.prim.device.default:
             return func(*args, **kwargs)  # a question, not a computation
         self._checkpoint()
@@ -370,6 +376,7 @@ def _run(recipe: Recipe, first: Program | None, checkpoint: Callable[[], None]) 
     args, kwargs = recipe.assemble(trees, inputs)
     with canonical(), without_log(), mode, recorder, HostGuard(recorder.rules):
         result = recipe.function(*args, **kwargs)
+    recorder.rules.refuse_what_was_caught()
     _read_result(recipe, recorder, result)
     return recorder
 

@@ -1,6 +1,8 @@
 """Every way to ask for a tensor's value on the host is refused, with a fix of its own; the fix is accepted."""
 
+import contextlib
 import copy
+import logging
 import math
 import operator
 import pickle
@@ -10,7 +12,7 @@ import pytest
 import torch
 
 import functional_cg as fcg
-from functional_cg import CaptureError, HostSyncError
+from functional_cg import CaptureError, HostSyncError, ImplicitRandomnessError
 from tests.refusals.judge import Spelling, assert_refused, assert_spelling, metric
 
 # -- numbers and text -------------------------------------------------------------------------------------------
@@ -334,6 +336,56 @@ def test_sync_on_a_literal_and_on_a_state_leaf():
 
     for function in (literal, leaf):
         assert_refused(metric(function), HostSyncError, "asks for the value", where=function)
+
+
+def caught_number(s, b):
+    try:
+        return s["w"] * b["s"].item()
+    except Exception:
+        return s["w"]
+
+
+def caught_decision(s, b):
+    with contextlib.suppress(RuntimeError):
+        if b["s"] > 0:
+            return s["w"] + 1
+    return s["w"]
+
+
+def caught_draw(s, b):
+    try:
+        return torch.rand(3)
+    except fcg.FunctionalCGError:
+        return s["w"]
+
+
+def caught_array(s, b):
+    try:
+        return s["w"] * float(b["s"].numpy())
+    except Exception:
+        return s["w"]
+
+
+def caught_by_the_logger(s, b):
+    logging.getLogger("a user's").warning("%s", b["s"])
+    return s["w"]
+
+
+@pytest.mark.parametrize(
+    ("function", "error"),
+    [
+        (caught_number, HostSyncError),
+        (caught_decision, HostSyncError),
+        (caught_draw, ImplicitRandomnessError),
+        (caught_array, HostSyncError),
+        (caught_by_the_logger, HostSyncError),
+    ],
+    ids=lambda case: getattr(case, "__name__", ""),
+)
+def test_a_refusal_that_the_function_catches_is_raised_all_the_same(function, error, monkeypatch):
+    """It would go on with another value than an eager run has."""
+    monkeypatch.setattr(logging, "raiseExceptions", False)
+    assert_refused(metric(function), error, "asks for the value|draws random numbers|To fix", where=function)
 
 
 def conditional(s, b):
