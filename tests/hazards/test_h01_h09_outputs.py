@@ -14,11 +14,12 @@ from torch import Tensor
 import functional_cg as fcg
 from functional_cg.testing import Simulator, assert_no_alias, assert_trees_all_equal
 from functional_cg.testing import strategies as fst
-from tests.hazards.law import CALLS, GPU, Place, assert_law, everywhere
+from tests.hazards.law import CALLS, GPU, Place, assert_law, everywhere, few
 
 
 @pytest.mark.cuda
 @pytest.mark.filterwarnings("default")
+@few
 @hypothesis.given(data=st.data())
 def test_h01_random_programs_return_what_is_the_callers(data: st.DataObject) -> None:
     """Metrics that are views of leaves, of the input and of each other; leaves swapped, doubled, passed through."""

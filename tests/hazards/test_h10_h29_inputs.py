@@ -15,7 +15,7 @@ from torch import Tensor
 import functional_cg as fcg
 from functional_cg.testing import assert_trees_all_equal
 from functional_cg.testing import strategies as fst
-from tests.hazards.law import CALLS, CPU, Place, assert_law, everywhere, living_tensors
+from tests.hazards.law import CALLS, CPU, Place, assert_law, everywhere, few, living_tensors
 
 SHAPE = (4, 1, 3)
 DTYPES = (
@@ -47,6 +47,7 @@ def test_h11_what_the_caller_keeps_stays_as_it_was(place: Place) -> None:
 
 
 @everywhere
+@few
 @given(views=st.lists(st.sampled_from(["as it is", "transposed", "written"]), min_size=CALLS, max_size=CALLS))
 def test_h12_one_address_is_read_anew_at_each_call(place: Place, views: list[str]) -> None:
     step, state = place.step(lambda s, x: (s, {"x": x * 2})), zero(place)
@@ -60,6 +61,7 @@ def test_h12_one_address_is_read_anew_at_each_call(place: Place, views: list[str
 
 
 @everywhere
+@few
 @given(other=st.lists(st.integers(0, 4), max_size=4).map(tuple))
 def test_h13_no_shape_is_broadcast(place: Place, other: tuple[int, ...]) -> None:
     """Shapes of one element and those that broadcast either way are among the drawn ones."""
@@ -91,6 +93,7 @@ def test_h14_no_dtype_is_cast(place: Place, expected: torch.dtype) -> None:
 
 
 @everywhere
+@few
 @given(rows=st.lists(st.sampled_from([8, 5]), min_size=CALLS, max_size=CALLS))
 def test_h15_no_tail_of_an_earlier_batch_is_left(place: Place, rows: list[int]) -> None:
     """A shorter batch is refused; with a graph of its own, it is read to its own end."""
@@ -108,6 +111,7 @@ def test_h15_no_tail_of_an_earlier_batch_is_left(place: Place, rows: list[int]) 
 
 
 @everywhere
+@few
 @given(x=fst.like(torch.zeros(SHAPE)))
 def test_h16_strides_and_offsets_do_not_matter(place: Place, x: Tensor) -> None:
     step, state = place.step(add), zero(place)
@@ -118,6 +122,7 @@ def test_h16_strides_and_offsets_do_not_matter(place: Place, x: Tensor) -> None:
 
 
 @everywhere
+@few
 @given(axes=st.lists(st.booleans(), min_size=3, max_size=3), scale=st.integers(1, 9))
 def test_h17_expanded_inputs_are_copied_out_dense(place: Place, axes: list[bool], scale: int) -> None:
     step, state = place.step(add), zero(place)

@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 import functional_cg as fcg
 from functional_cg.testing import assert_trees_all_equal
-from tests.hazards.law import CALLS, CPU, GPU, Place, assert_law, everywhere, on_both_devices
+from tests.hazards.law import CALLS, CPU, GPU, Place, assert_law, everywhere, few, on_both_devices
 
 
 def params(place: Place) -> dict[str, Tensor]:
@@ -182,6 +182,7 @@ def test_h37_the_order_of_gradients_does_not_matter(place: Place) -> None:
 
 
 @everywhere
+@few
 @given(slices=st.sampled_from([1, 2, 4, 8]))
 def test_h38_micro_batches_replay_as_eager(place: Place, slices: int) -> None:
     def step_fn(p: Any, x: Tensor) -> Any:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 import functional_cg as fcg
 from functional_cg.testing import assert_trees_all_close, assert_trees_all_equal
-from tests.hazards.law import CALLS, GPU, Place, assert_law, everywhere, on_both_devices
+from tests.hazards.law import CALLS, GPU, Place, assert_law, everywhere, few, on_both_devices
 
 TOKENS = 3073  # one more than the sizes for which torch has a kernel that does not sort
 
@@ -65,7 +65,7 @@ def test_h54_clipping_stays_on_the_device_and_returns_the_norm(place: Place) -> 
         grads = fcg.grad(loss_of)(state.params, x)
         return state.apply_gradients(grads), {"norm": fcg.optim.global_norm(grads)}
 
-    params = {"w": place.randn(3, 2, seed=0), "b": place.randn(2, seed=1)}
+    params = {"w": place.randn(3, 2, seed=0), "b": place.randn(2, seed=1) / 50}
     optimizer = fcg.optim.chain(fcg.optim.clip_by_global_norm(0.5), fcg.optim.sgd(0.1))
     state = fcg.TrainState.create(params=params, optimizer=optimizer)
     batches = [place.randn(5, 3, seed=10 + n) * (n % 4) for n in range(CALLS)]
@@ -106,6 +106,7 @@ def skipping(state: Any, x: Tensor) -> Any:
 
 
 @everywhere
+@few
 @given(bad=st.sets(st.integers(0, CALLS - 1), max_size=6), value=st.sampled_from([torch.nan, torch.inf]))
 def test_h55_a_step_that_is_skipped_leaves_the_whole_tree(place: Place, bad: set[int], value: float) -> None:
     """H121 too: counter, moments, average and key go on as if the bad batches had never been."""

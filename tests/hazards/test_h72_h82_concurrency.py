@@ -16,7 +16,7 @@ from torch import Tensor
 
 import functional_cg as fcg
 from functional_cg.testing import Simulator, assert_trees_all_equal
-from tests.hazards.law import CALLS, GPU, SIMULATOR, Place, everywhere
+from tests.hazards.law import CALLS, GPU, SIMULATOR, Place, everywhere, few
 
 
 def train(state: Any, x: Tensor) -> Any:
@@ -89,6 +89,7 @@ def test_h74_of_two_threads_with_one_state_one_wins(place: Place) -> None:
         assert_trees_all_equal(state, twin, f"round {n}")
 
 
+@few
 @given(order=st.lists(st.sampled_from(["train", "rotate", "evaluate"]), min_size=CALLS, max_size=CALLS))
 def test_h82_steps_that_share_a_pool_may_run_in_any_order(order: list[str]) -> None:
     """One simulator is one pool, overwritten between any two calls."""
