@@ -35,7 +35,8 @@ class GraphStep(Transform, Generic[P, R]):
         """Run the Python function once on real values, under the same ownership rules as a captured call.
 
         ``print``, ``breakpoint`` and ``pdb`` show numbers. The result is bitwise that of a replay with
-        ``lowering="aten"``.
+        ``lowering="aten"``, but for the few ops that torch computes otherwise in a trace, such as ``svdvals`` and the
+        gradient of ``prod``: there the last bits differ, and ``debug="verify"`` compares with what a trace computes.
         """
         return self._eager(args, kwargs)  # type: ignore[no-any-return]
 

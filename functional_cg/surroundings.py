@@ -10,10 +10,18 @@ from typing import Any
 import torch
 from torch.overrides import BaseTorchFunctionMode, _get_current_function_mode_stack
 from torch.utils import checkpoint
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from .errors import CaptureError
 
-__all__ = ["canonical", "diverted", "inside_a_step", "refuse_anomaly_mode", "refuse_foreign_modes"]
+__all__ = [
+    "AsTraced",
+    "canonical",
+    "diverted",
+    "inside_a_step",
+    "refuse_anomaly_mode",
+    "refuse_foreign_modes",
+]
 
 _NEAR = 6  # frames from the grad mode's setter up to the checkpoint
 
@@ -27,6 +35,19 @@ class _InStep(BaseTorchFunctionMode):
         if func is torch._C._set_grad_enabled:  # the first thing that a reentrant checkpoint does
             _refuse_reentrant_checkpoint()
         return super().__torch_function__(func, types, args, kwargs)
+
+
+class AsTraced(TorchDispatchMode):
+    """Under this mode torch takes the kernels that it takes in a trace.
+
+    For some ops it asks whether a dispatch mode is on, as one is in a trace, and computes in another way then: singular
+    values, nuclear norms and the gradient of ``prod`` have other last bits. It costs Python at each op.
+    """
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        return func(*args, **(kwargs or {}))
 
 
 def _refuse_reentrant_checkpoint() -> None:

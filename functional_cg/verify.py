@@ -18,6 +18,7 @@ from .leaf import owned
 from .lowered import Lowered
 from .signature import Call
 from .stages.watch import same
+from .surroundings import AsTraced
 
 __all__ = ["Shadow", "tolerance_of"]
 
@@ -68,7 +69,7 @@ class Shadow:
         got = replay()
         self._calls += 1
         try:
-            with Silence():
+            with Silence(), AsTraced():
                 expected = evaluate(self._fn, call, slots, live)
         except Exception as error:  # whatever the user's function raises
             raise self._error(

@@ -13,6 +13,7 @@ from ..arena import BufferSpec, refuse_aliases, storage_key
 from ..errors import FunctionalCGError
 from ..graph_step import GraphFn, GraphStep, graph_step
 from ..state import Leaf, fork, place, snapshot
+from ..surroundings import AsTraced
 
 __all__ = [
     "assert_no_alias",
@@ -154,7 +155,8 @@ def assert_replay_equals_eager(
     replays = step.stats.replays
     for number, call in enumerate(inputs, 1):
         args = _arguments(call)
-        eager, expected = step.eager(eager, *args)
+        with AsTraced():
+            eager, expected = step.eager(eager, *args)
         captured, metrics = step(captured, *args)
         for name, got, want in (("metrics", metrics, expected), ("state", captured, eager)):
             difference = _first_difference(got, want, name, rtol, atol)
