@@ -1,7 +1,7 @@
 """``python -m tests.mutants [--general] [NAME ...]``: which tests kill which mutant, as a table.
 
-With ``--general`` the tests are those that draw what they do, and what they notice is compared with the record; this
-takes about a minute for each mutant.
+With ``--general`` the tests are those that draw what they do, with four times as many examples as in CI, and what they
+notice is compared with the record; this takes about a minute for each mutant.
 """
 
 from __future__ import annotations

@@ -15,6 +15,7 @@ from tests.mutants.mutant import GENERAL, Mutant
 
 ROOT = Path(__file__).resolve().parents[2]
 TIMEOUT_SECONDS = 600
+GENERAL_EXAMPLES = 100
 # Loaded by pytest: says which package it tests, and spares hypothesis the work on failures that nobody reads.
 PLUGIN = """
 import functional_cg
@@ -25,7 +26,8 @@ def pytest_report_header():
 
 def pytest_configure(config):
     phases = [hypothesis.Phase.explicit, hypothesis.Phase.generate]
-    hypothesis.settings.register_profile("mutants", hypothesis.settings.default, phases=phases)
+    profile = {"phases": phases, "max_examples": EXAMPLES or hypothesis.settings.default.max_examples}
+    hypothesis.settings.register_profile("mutants", hypothesis.settings.default, **profile)
     hypothesis.settings.load_profile("mutants")
 """
 
@@ -47,9 +49,14 @@ class Outcome:
         return [test for test in tests if self.verdicts.get(test) != "FAILED"]
 
 
-def run(tests: Sequence[str], folder: Path, mutant: Mutant | None = None) -> Outcome:
+def run(tests: Sequence[str], folder: Path, mutant: Mutant | None = None, *, examples: int = 0) -> Outcome:
     """Run tests on a copy of the package and of the tests in ``folder``.
 
+    Args:
+      tests: Ids.
+      folder: An empty folder.
+      mutant: What to patch the package with.
+      examples: Number of examples for hypothesis; by default that of the profile of CI.
     Raises:
       StaleMutantError: If the mutant does not fit the code any more.
       RuntimeError: If pytest could not run.
@@ -60,7 +67,7 @@ def run(tests: Sequence[str], folder: Path, mutant: Mutant | None = None) -> Out
     shutil.copy(ROOT / "pyproject.toml", folder)
     if mutant is not None:
         mutant.apply(folder / "functional_cg")
-    (folder / "where.py").write_text(PLUGIN, encoding="utf-8")
+    (folder / "where.py").write_text(f"EXAMPLES = {examples}\n{PLUGIN}", encoding="utf-8")
     environment = {
         name: value for name, value in os.environ.items() if not name.startswith(("PYTEST_", "FCG_"))
     }
@@ -79,6 +86,8 @@ def run(tests: Sequence[str], folder: Path, mutant: Mutant | None = None) -> Out
 
 def general_killers(folder: Path, mutant: Mutant, names: Sequence[str] = tuple(GENERAL)) -> tuple[str, ...]:
     """Which of the tests that draw what they do notice a mutant: names in :data:`GENERAL`."""
-    outcome = run([test for name in names for test in GENERAL[name]], folder, mutant)
+    outcome = run(
+        [test for name in names for test in GENERAL[name]], folder, mutant, examples=GENERAL_EXAMPLES
+    )
     failed = [test for test, verdict in outcome.verdicts.items() if verdict == "FAILED"]
     return tuple(name for name in names if any(test.startswith(GENERAL[name]) for test in failed))
