@@ -272,7 +272,7 @@ def test_h29_no_autograd_graph_is_kept(place: Place) -> None:
     assert living_tensors() <= tensors
 
 
-def test_h18_a_scalar_of_the_host_in_a_state_is_named_by_its_device() -> None:
+def test_h46_a_scalar_of_the_host_in_a_state_is_named_by_its_device() -> None:
     """A state lives on one device; where it does not, each leaf of another one is listed."""
     with pytest.raises(fcg.LayoutError, match=r"(?s)state\['lr'\].*@meta"):
         fcg.place({"w": torch.ones(3), "lr": torch.tensor(1e-3, device="meta")})
