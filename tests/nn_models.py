@@ -148,6 +148,100 @@ def dropouts() -> nn.Module:
     )
 
 
+class RunningScale(nn.Module):
+    """Divides by a running deviation that it has just updated."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.head = nn.Linear(16, 16), nn.Linear(16, 4)
+        self.register_buffer("std", torch.ones(16))
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.inner(x)
+        with torch.no_grad():
+            self.std.mul_(0.5).add_(h.std(0), alpha=0.5)
+        return self.head(h / self.std)
+
+
+class Counting(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(16, 4)
+        self.register_buffer("count", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.count += 1
+        return self.inner(x) * self.count
+
+
+class Pruned(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(16, 4)
+        self.register_buffer("mask", torch.ones(4, 16))
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.mask.copy_(self.inner.weight.abs() > 0.1)
+        return F.linear(x, self.inner.weight * self.mask, self.inner.bias)
+
+
+class Positions(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.wpe = nn.Embedding(8, 16)
+        self.register_buffer("pos", torch.zeros(8, dtype=torch.long))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.pos.copy_(torch.arange(8).flip(0))
+        return self.wpe(self.pos) * x
+
+
+class Remembering(nn.Module):
+    """Attends to rows that it writes first, through a view."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(16, 16)
+        self.register_buffer("bank", torch.zeros(2, 8, 16))
+
+    def forward(self, x: Tensor) -> Tensor:
+        z, rows = self.inner(x), self.bank[1]
+        with torch.no_grad():
+            rows.copy_(z)
+        return z @ rows.t()
+
+
+class NormalizedTwice(nn.Module):
+    """Batch norm that is updated by the inputs and then used as it is in evaluation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(16, 16)
+        self.norm = nn.BatchNorm1d(16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.norm(x)
+        self.norm.eval()
+        y = self.norm(self.inner(x))
+        self.norm.train()
+        return y
+
+
+class Target(nn.Module):
+    """A frozen twin that follows the trained layer, as in momentum contrast."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.twin = nn.Linear(16, 16), nn.Linear(16, 16).requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            for mine, its in zip(self.inner.parameters(), self.twin.parameters(), strict=True):
+                its.lerp_(mine, 0.1)
+        return self.twin(self.inner(x))
+
+
 def rows(*shape: int) -> Callable[[], Tensor]:
     return lambda: torch.randn(shape)
 
@@ -175,6 +269,12 @@ DRAWING: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor]]] = {
     "fused attention, dropout": (lambda: Fused(0.1), rows(4, 6, 16)),
     "lstm, dropout": (lambda: nn.LSTM(16, 8, 2, dropout=0.3, bidirectional=True), rows(4, 6, 16)),
     "gru, dropout": (lambda: nn.GRU(16, 8, 2, dropout=0.3), rows(4, 6, 16)),
+}
+
+# They write a buffer and use it in the same forward.
+WRITING: dict[str, Callable[[], nn.Module]] = {
+    cls.__name__: cls
+    for cls in (RunningScale, Counting, Pruned, Positions, Remembering, NormalizedTwice, Target)
 }
 
 

@@ -34,6 +34,7 @@ from tests.nn_models import (
     DRAWING,
     GPT,
     PLAIN,
+    WRITING,
     Attention,
     Tied,
     conv_net,
@@ -189,6 +190,58 @@ def test_outputs_and_gradients_are_the_plain_modules(case: str) -> None:
         "buffers": dict(module.named_buffers()),
     }
     assert_trees_all_close(got, want, rtol=0, atol=atol)
+
+
+@pytest.mark.parametrize("backend", [None, "auto", Simulator()], ids=["eager", "cpu", "simulator"])
+@pytest.mark.parametrize("case", WRITING)
+def test_buffers_written_and_then_used_have_the_plain_modules_gradients(case: str, backend: Any) -> None:
+    module = WRITING[case]()
+    apply, params, buffers = fcg.from_module(module)
+
+    def step(state: Any, x: Tensor) -> Any:
+        def loss_fn(params: Any) -> Any:
+            out, new_buffers = apply(params, state["buffers"], x)
+            return mean_square(out, x), new_buffers
+
+        (loss, buffers), grads = fcg.value_and_grad(loss_fn, has_aux=True)(state["params"])
+        params = {name: p - 0.1 * grads[name] for name, p in state["params"].items()}
+        return {"params": params, "buffers": buffers}, {"loss": loss, "grads": grads}
+
+    state: Any = {"params": params, "buffers": buffers}
+    run = step if backend is None else fcg.graph_step(lowering="aten", backend=backend)(step)
+    trained = {name: p for name, p in module.named_parameters() if p.requires_grad}
+    for _ in range(3):
+        x = torch.randn(8, 16)
+        state, metrics = run(state, x)
+        loss = mean_square(module(x), x)
+        grads = dict(zip(trained, torch.autograd.grad(loss, [*trained.values()]), strict=True))
+        with torch.no_grad():
+            for name, p in trained.items():
+                p.copy_(p - 0.1 * grads[name])
+        assert_trees_all_equal(metrics, {"loss": loss.detach(), "grads": grads})
+        frozen = {name: p for name, p in module.named_parameters() if not p.requires_grad}
+        expected = {"params": trained, "buffers": {**dict(module.named_buffers()), **frozen}}
+        assert_trees_all_equal(fcg.snapshot(state), expected)
+
+
+def test_buffer_used_before_it_is_written_is_torchs_own_error() -> None:
+    module = Wrapped(lambda self, x: (self.inner(x) * self.count, self.count.add_(1))[0])
+    module.register_buffer("count", torch.zeros(4))
+    apply, params, buffers = fcg.from_module(module)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        fcg.grad(lambda params: apply(params, buffers, torch.ones(2, 4))[0].sum())(params)
+
+
+def test_captured_step_copies_no_buffer_that_is_not_written() -> None:
+    module = Wrapped(
+        lambda self, x: self.inner(x)[:, :2] * self.mask.as_strided((2,), (1,), 1) + self.shift.mul_(2)
+    )
+    module.register_buffer("mask", torch.tensor([1.0, 2.0, 3.0]))
+    module.register_buffer("shift", torch.ones(2))
+    apply, state = state_of(module)
+    step = train_step(apply, lowering="aten")
+    assert step.lower(state, torch.ones(2, 4)).as_text().count("aten.clone") == 1
+    assert_replay_equals_eager(step, state, [torch.randn(2, 4) for _ in range(4)])
 
 
 def test_batch_norm_after_three_steps_is_the_plain_modules() -> None:
@@ -482,7 +535,7 @@ def test_written_buffers_are_returned_and_the_given_ones_kept() -> None:
     assert_trees_all_equal(list(out), list(expected))
     assert_trees_all_equal(new, dict(module.named_buffers()))
     assert_trees_all_equal(buffers, given)
-    assert new["mask"] is buffers["mask"]  # nothing is copied that is not written
+    assert new["mask"] is buffers["mask"]  # not written, so a step that returns it leaves it alone
 
 
 @pytest.mark.parametrize("view", [lambda b: b.expand(2, *b.shape)[0], lambda b: torch.stack([b, b])[1]])

@@ -11,9 +11,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ..arena import storage_key
 from ..errors import ReadOnlyError, SideEffectError
-from .copies import has_storage
+from .storage import storage_of
 
 __all__ = ["attributes", "buffers_set", "refuse_changed", "refuse_changed_buffers", "refuse_exchanged"]
 
@@ -95,7 +94,11 @@ def refuse_exchanged(name: str, root: str, given: Mapping[str, Tensor], held: Ma
     Raises:
       ReadOnlyError: With the name of each.
     """
-    exchanged = [key for key in given if has_storage(held[key]) and _memory(held[key]) != _memory(given[key])]
+    exchanged = [
+        key
+        for key in given
+        if storage_of(held[key]) is not None and _memory(held[key]) != _memory(given[key])
+    ]
     if not exchanged:
         return
     attribute = exchanged[0].rpartition(".")[2]
@@ -113,7 +116,7 @@ def refuse_exchanged(name: str, root: str, given: Mapping[str, Tensor], held: Ma
 
 
 def _memory(tensor: Tensor) -> tuple[Any, ...]:
-    return storage_key(tensor), tensor.storage_offset(), tensor.shape, tensor.stride()
+    return storage_of(tensor), tensor.storage_offset(), tensor.shape, tensor.stride()
 
 
 def _same(old: tuple[Any, ...] | None, new: tuple[Any, ...]) -> bool:

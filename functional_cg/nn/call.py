@@ -1,7 +1,7 @@
 """One call of a module's forward: where in the module it is, what it draws, what it writes.
 
-Two modes watch it. Below autograd, so that the backward sees the same masks, each random op is drawn from the key and
-each write to a buffer goes to a copy. Above it, attention and RNNs are kept on kernels whose draws can be seen.
+Two modes watch it. Below autograd, so that the backward sees the same masks, each random op is drawn from the key, and
+writes are noted. Above it, attention and RNNs are kept on kernels whose draws can be seen.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import inspect
 import sys
 import threading
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from functools import partial
 from types import FrameType
@@ -25,13 +25,12 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import checkpoint
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ..arena import storage_key
 from ..errors import CaptureError, ImplicitRandomnessError, ReadOnlyError
 from ..ops import can_draw, written_arguments
 from ..source import Location, user_frame
 from .attributes import attributes, buffers_set, refuse_changed, refuse_changed_buffers
-from .copies import CopyOnWrite, has_storage
 from .draws import draw, is_drawn
+from .storage import storage_of
 
 __all__ = ["run"]
 
@@ -47,24 +46,27 @@ def run(
     kwargs: Mapping[str, Any],
     key: Tensor | None,
     params: Mapping[str, Tensor],
-    copies: CopyOnWrite,
-) -> Any:
-    """Call a module of our own, which holds ``params``, and the originals of ``copies`` as its buffers.
+) -> tuple[Any, Set[int | None]]:
+    """Call a module of our own, which holds ``params``, and buffers that it may write.
 
+    Returns:
+      (out, written): what the forward returns, and the storages that it has written.
     Raises:
       ImplicitRandomnessError: If an op draws and ``key`` is None, or if a key cannot replace it.
       ReadOnlyError: If a parameter is written.
       SideEffectError: If an attribute of the module is, or if a buffer comes or goes.
       CaptureError: If ``torch.utils.checkpoint`` is called.
     """
-    names = {storage_key(param): name for name, param in params.items() if has_storage(param)}
+    names = {storage_of(param): name for name, param in params.items()}
+    names.pop(None, None)  # which would be all that cannot be told apart
     name, place = type(module).__name__, Place(module)
     before, buffers = attributes(module), buffers_set(module)
-    with OpenKernels(), Effects(name, key, place, names, copies):
+    effects = Effects(name, key, place, names)
+    with OpenKernels(), effects:
         out = module(*args, **kwargs)
     refuse_changed_buffers(name, buffers, buffers_set(module))
     refuse_changed(name, before, attributes(module))
-    return out
+    return out, effects.written
 
 
 class Place:
@@ -154,14 +156,16 @@ def _drops_out(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> boo
 
 
 class Effects(TorchDispatchMode):
-    """Gives each random op numbers from the key and each written buffer a copy; refuses what cannot be made pure.
+    """Gives each random op numbers from the key, and notes what is written; refuses what cannot be made pure.
 
     Args:
       name: Name of the module, for messages.
       key: i64[2], or None: then an op that draws is refused.
       place: Where the forward is.
       params: Names of the parameters by storage: writing one is refused.
-      copies: What may be written.
+
+    Attributes:
+      written: Storages that were written; None stands for all that cannot be told apart.
     """
 
     def __init__(
@@ -169,12 +173,12 @@ class Effects(TorchDispatchMode):
         name: str,
         key: Tensor | None,
         place: Place,
-        params: Mapping[int, str],
-        copies: CopyOnWrite,
+        params: Mapping[int | None, str],
     ) -> None:
         super().__init__()
         self._name, self._key, self._place = name, key, place
-        self._params, self._copies = params, copies
+        self._params = params
+        self.written: set[int | None] = {None}
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
@@ -186,8 +190,8 @@ class Effects(TorchDispatchMode):
         self._refuse_checkpoint()
         for tensor in written_arguments(func, args, kwargs):
             self._refuse_parameter(func, tensor)
-            self._copies.write(tensor)
-        return self._copies.call(partial(self._run, func), args, kwargs)
+            self.written.add(storage_of(tensor))
+        return self._run(func, *args, **kwargs)
 
     def _run(self, func: Any, *args: Any, **kwargs: Any) -> Any:
         if not can_draw(func, args, kwargs):
@@ -219,7 +223,7 @@ class Effects(TorchDispatchMode):
         )
 
     def _refuse_parameter(self, func: Any, tensor: Tensor) -> None:
-        name = self._params.get(storage_key(tensor)) if has_storage(tensor) else None
+        name = self._params.get(storage_of(tensor))
         if name is not None:
             raise ReadOnlyError.of(
                 self._name,

@@ -15,8 +15,8 @@ from ..arena import BufferSpec, refuse_aliases
 from ..errors import LayoutError
 from .attributes import refuse_exchanged
 from .call import run
-from .copies import CopyOnWrite, has_storage, owns_storage
 from .refusals import refuse_impure
+from .storage import storage_of
 
 __all__ = ["Apply", "from_module"]
 
@@ -87,7 +87,8 @@ class Apply:
 
         Args:
           params: The trained tensors by name, of any floating dtype.
-          buffers: The other tensors by name; they are not written.
+          buffers: The other tensors by name; they are not written. Each call copies them; a captured step copies only
+            those that the forward writes.
           args: Arguments of the forward.
           key: i64[2], what random ops draw from; needed only if one of them runs.
           train: Whether the module is in training mode.
@@ -103,20 +104,19 @@ class Apply:
         """
         params, buffers = dict(params), dict(buffers)
         self._refuse_unlike(params, buffers)
-        held = {name: _writable(buffer) for name, buffer in buffers.items()}
+        # Copies of all, of which a captured step keeps those that are written: autograd saves what the forward uses,
+        # so a copy that is made at the first write, behind autograd's back, would be one that no gradient sees.
+        held = {name: buffer.detach().clone() for name, buffer in buffers.items()}
         # Aliases: what the forward does to a tensor object, `.data = ...`, does not reach the caller's.
         trained = {name: _alias(param) for name, param in params.items()}
         given = {name: buffer.detach() for name, buffer in held.items()}
         module = self._copy({**trained, **held}, train=train)
-        copies = CopyOnWrite(filter(owns_storage, held.values()))
-        out = run(module, args, kwargs, key, params, copies)
+        out, written = run(module, args, kwargs, key, params)
         refuse_exchanged(type(module).__name__, "params", params, trained)
         refuse_exchanged(type(module).__name__, "buffers", given, held)
-        new = {name: copies.current(_lookup(module, name)) for name in buffers}
-        # What was not written is returned as it was passed.
-        kept = {name for name in buffers if new[name] is held[name] and owns_storage(held[name])}
-        new_buffers = {name: buffers[name] if name in kept else new[name].detach() for name in buffers}
-        return pytree.map(copies.current, out) if copies else out, new_buffers
+        new = {name: _lookup(module, name) for name in buffers}
+        kept = {name for name in buffers if new[name] is held[name] and storage_of(new[name]) not in written}
+        return out, {name: buffers[name] if name in kept else new[name].detach() for name in buffers}
 
     def state_dict(self, params: Mapping[str, Tensor], buffers: Mapping[str, Tensor]) -> dict[str, Any]:
         """The tensors under all names that the module's own ``state_dict`` has: ``model.load_state_dict`` takes it.
@@ -202,15 +202,9 @@ def _on_meta(tensor: Tensor) -> Tensor:
     return nn.Parameter(empty, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty
 
 
-def _writable(buffer: Tensor) -> Tensor:
-    """What stands for a buffer in the module: an alias where copy on write will see to it, or else a copy."""
-    alias = buffer.detach()
-    return alias if owns_storage(alias) else alias.clone()
-
-
 def _alias(param: Tensor) -> Tensor:
     """Another object for a parameter, of the same autograd graph; leaves and those of `torch.func` guard themselves."""
-    return cast(Tensor, torch.ops.aten.alias(param)) if has_storage(param) else param
+    return cast(Tensor, torch.ops.aten.alias(param)) if storage_of(param) is not None else param
 
 
 def _lookup(module: nn.Module, name: str) -> Any:

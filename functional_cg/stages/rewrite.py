@@ -1,9 +1,10 @@
 """Rewrites of a traced program that change no bit of its results.
 
-``detach`` is dropped: below autograd it does nothing. And a role is a vector: ``optim.flatten`` ravels parameters,
-updates one vector and returns views of it, which taken literally is a copy per leaf in and another one out. Slots of a
-role lie in their slab exactly as ``ravel`` lays them out, so both disappear: the vector *is* the slab. Leaves that are
-zero need not be copied into a fresh vector either.
+``detach`` is dropped: below autograd it does nothing. So is a copy that nobody writes: a module gets copies of all its
+buffers, and most only read them. And a role is a vector: ``optim.flatten`` ravels parameters, updates one vector and
+returns views of it, which taken literally is a copy per leaf in and another one out. Slots of a role lie in their slab
+exactly as ``ravel`` lays them out, so both disappear: the vector *is* the slab. Leaves that are zero need not be copied
+into a fresh vector either.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ __all__ = ["padding", "range_tensor", "rewrite"]
 _ZEROS = frozenset(
     {torch.ops.aten.zeros_like.default, torch.ops.aten.zeros.default, torch.ops.aten.new_zeros.default}
 )
+_CLONE = torch.ops.aten.clone.default
 _NOTHING = frozenset({torch.ops.aten.detach.default, torch.ops.aten.alias.default})
 
 
@@ -34,6 +36,7 @@ def rewrite(program: Program, places: Sequence[tuple[int, int]]) -> None:
     program.places = list(places)
     renamed: dict[Var, Var] = {}
     _drop_detaches(program, renamed)
+    _drop_copies(program, renamed)
     _alias_roles(program, renamed)
     program.outputs = map_vars(lambda var: _final(renamed, var), program.outputs)
     program.prints = map_vars(lambda var: _final(renamed, var), program.prints)
@@ -61,6 +64,34 @@ def _drop_detaches(program: Program, renamed: dict[Var, Var]) -> None:
         else:
             kept.append(instr)
     program.instrs = kept
+
+
+def _drop_copies(program: Program, renamed: dict[Var, Var]) -> None:
+    """Drop copies that nobody writes and that do not leave the step, of tensors that nobody writes."""
+    written = {var.storage for instr in program.instrs for var in instr.writes}
+    left = {_final(renamed, var).storage for var in (*program.results, *program.new_state)}
+    original: dict[int, int] = {}
+    kept = []
+    for instr in program.instrs:
+        _rename(instr, renamed)
+        for var in instr.outputs():  # views of a copy that is gone
+            var.storage = original.get(var.storage, var.storage)
+        if instr.op is _CLONE and _is_superfluous(instr.args[0], instr.out, written, left):
+            original[instr.out.storage] = instr.args[0].storage
+            renamed[instr.out] = instr.args[0]
+        else:
+            kept.append(instr)
+    program.instrs = kept
+
+
+def _is_superfluous(source: Var, copy: Var, written: set[int], left: set[int]) -> bool:
+    """Whether nothing tells a copy from its source; offsets, since views of the copy become views of the source."""
+    return (
+        source.spec == copy.spec
+        and source.offset == copy.offset
+        and source.storage not in written
+        and copy.storage not in written | left
+    )
 
 
 def _alias_roles(program: Program, renamed: dict[Var, Var]) -> None:

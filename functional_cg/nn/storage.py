@@ -1,0 +1,20 @@
+"""Which memory a tensor has, where it can be told."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from ..arena import storage_key
+from ..leaf import Leaf
+
+__all__ = ["storage_of"]
+
+
+def storage_of(tensor: Tensor) -> int | None:
+    """Identity of a tensor's storage; None of a leaf, and inside of `torch.func`, where there is none to look at."""
+    if isinstance(tensor, Leaf):
+        return None
+    try:
+        return storage_key(tensor)
+    except NotImplementedError:
+        return None
