@@ -1,7 +1,7 @@
 """``python -m tests.mutants [--general] [NAME ...]``: which tests kill which mutant, as a table.
 
-With ``--general`` the tests are those that draw what they do, with four times as many examples as in CI, and what they
-notice is compared with the record; this takes about a minute for each mutant.
+With ``--general`` the tests are those that draw what they do, and what they notice is compared with the record; this
+takes one to two minutes for each mutant.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def write(line: str) -> None:
 
 def row(mutant: Mutant, verdict: str, general: Sequence[str], seconds: float) -> str:
     drawn = ", ".join(general) or "-"
-    return f"{mutant.name:<16} {verdict:<9} {drawn:<27} {seconds:5.1f} s  {mutant.what}"
+    return f"{mutant.name:<16} {verdict:<9} {drawn:<38} {seconds:5.1f} s  {mutant.what}"
 
 
 def by_its_tests(mutant: Mutant, folder: Path) -> bool:

@@ -7,10 +7,12 @@ from pathlib import Path
 
 MAX_LINES = 20
 
-# Tests that draw what they do: random programs one call after the other, the same on several streams, and the machine.
+# Tests that draw what they do: random programs, the same on several streams, training with random optimizers, and the
+# state machine.
 GENERAL = {
     "programs": ("tests/properties/test_replay.py::test_replay_equals_eager_for_random_programs",),
     "streams": ("tests/properties/test_simulator.py::test_random_programs_on_any_streams_equal_eager",),
+    "optimizers": ("tests/properties/test_replay.py::test_replay_equals_eager_for_drawn_optimizers",),
     "machine": (
         "tests/properties/test_machine.py::TestMachine",
         "tests/properties/test_machine.py::TestSimulatorMachine",

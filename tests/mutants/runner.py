@@ -14,8 +14,7 @@ from pathlib import Path
 from tests.mutants.mutant import GENERAL, Mutant
 
 ROOT = Path(__file__).resolve().parents[2]
-TIMEOUT_SECONDS = 600
-GENERAL_EXAMPLES = 100
+TIMEOUT_SECONDS = 900
 # Loaded by pytest: says which package it tests, and spares hypothesis the work on failures that nobody reads.
 PLUGIN = """
 import functional_cg
@@ -26,8 +25,7 @@ def pytest_report_header():
 
 def pytest_configure(config):
     phases = [hypothesis.Phase.explicit, hypothesis.Phase.generate]
-    profile = {"phases": phases, "max_examples": EXAMPLES or hypothesis.settings.default.max_examples}
-    hypothesis.settings.register_profile("mutants", hypothesis.settings.default, **profile)
+    hypothesis.settings.register_profile("mutants", hypothesis.settings.default, phases=phases)
     hypothesis.settings.load_profile("mutants")
 """
 
@@ -49,14 +47,9 @@ class Outcome:
         return [test for test in tests if self.verdicts.get(test) != "FAILED"]
 
 
-def run(tests: Sequence[str], folder: Path, mutant: Mutant | None = None, *, examples: int = 0) -> Outcome:
+def run(tests: Sequence[str], folder: Path, mutant: Mutant | None = None) -> Outcome:
     """Run tests on a copy of the package and of the tests in ``folder``.
 
-    Args:
-      tests: Ids.
-      folder: An empty folder.
-      mutant: What to patch the package with.
-      examples: Number of examples for hypothesis; by default that of the profile of CI.
     Raises:
       StaleMutantError: If the mutant does not fit the code any more.
       RuntimeError: If pytest could not run.
@@ -67,7 +60,7 @@ def run(tests: Sequence[str], folder: Path, mutant: Mutant | None = None, *, exa
     shutil.copy(ROOT / "pyproject.toml", folder)
     if mutant is not None:
         mutant.apply(folder / "functional_cg")
-    (folder / "where.py").write_text(f"EXAMPLES = {examples}\n{PLUGIN}", encoding="utf-8")
+    (folder / "where.py").write_text(PLUGIN, encoding="utf-8")
     environment = {
         name: value for name, value in os.environ.items() if not name.startswith(("PYTEST_", "FCG_"))
     }
@@ -86,8 +79,6 @@ def run(tests: Sequence[str], folder: Path, mutant: Mutant | None = None, *, exa
 
 def general_killers(folder: Path, mutant: Mutant, names: Sequence[str] = tuple(GENERAL)) -> tuple[str, ...]:
     """Which of the tests that draw what they do notice a mutant: names in :data:`GENERAL`."""
-    outcome = run(
-        [test for name in names for test in GENERAL[name]], folder, mutant, examples=GENERAL_EXAMPLES
-    )
+    outcome = run([test for name in names for test in GENERAL[name]], folder, mutant)
     failed = [test for test, verdict in outcome.verdicts.items() if verdict == "FAILED"]
     return tuple(name for name in names if any(test.startswith(GENERAL[name]) for test in failed))
