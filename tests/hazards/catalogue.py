@@ -330,7 +330,7 @@ HAZARDS = (
          "random::test_dropout_under_vmap_shares_a_mask_unless_keys_differ"),
     _row(63, 1, "N10", "random numbers of Python, numpy or torch's CPU generator",
          "refused: ImplicitRandomnessError naming the generator",
-         "random_ops::test_generator_of_the_host", "H57::test_h63_the_hosts_generators_are_refused"),
+         "random_ops::test_generator_of_the_host"),
     _row(64, 3, "", "kernels with a generator of their own",
          "documented: no tracker sees it; debug=\"verify\" does",
          "H51::test_h56_a_kernel_with_hidden_state_is_found_by_verify"),

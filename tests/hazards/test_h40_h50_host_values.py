@@ -223,9 +223,7 @@ def test_h43_what_is_defined_anew_is_loud(case: Any) -> None:
         with pytest.raises(fcg.BakedValueError) as caught:
             step(state, 0)
         assert f"\n  {name}  traced as defined then   now defined anew\n" in str(caught.value)
-        assert f"To fix: make the step anew, `graph_step(fn)`: its graph has the old `{name}`" in str(
-            caught.value
-        )
+        assert "\nTo fix: make the step anew, `graph_step(fn)`: its graph has the old `" in str(caught.value)
         state, third = fcg.graph_step(step_fn)(state, 0)  # the fix
         assert not torch.equal(second, third)
     finally:

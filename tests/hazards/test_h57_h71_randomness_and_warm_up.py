@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 import functional_cg as fcg
 from functional_cg.testing import assert_trees_all_equal
-from tests.hazards.law import CALLS, CPU, GPU, Place, assert_law, everywhere, few
+from tests.hazards.law import CALLS, GPU, Place, assert_law, everywhere, few
 
 
 def keyed(place: Place, seed: int = 0) -> Any:
@@ -163,11 +163,6 @@ def test_h67_warm_up_sees_the_real_batch_and_real_indices(place: Place) -> None:
         state, metrics = step(state, batch)
         assert_trees_all_equal(metrics["value"], batch["table"][n % 3, n % 4].reshape(1, 1), f"call {n}")
     place.wait()
-
-
-def test_h63_the_hosts_generators_are_refused() -> None:
-    with pytest.raises(fcg.ImplicitRandomnessError, match="moves a random generator on the host"):
-        CPU.step(lambda s, x: (s, torch.manual_seed(0).initial_seed()))({"w": torch.ones(1)}, 0)
 
 
 COLD = """
