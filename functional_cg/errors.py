@@ -200,7 +200,8 @@ class BakedValueError(FunctionalCGError, RuntimeError):
     - ``model.train()`` or ``model.eval()`` since the trace: make one step for each.
     - A mode of torch (autocast, TF32, the default dtype) differs around the call: set it once, or inside of the step.
     - ``time.time()``, ``random.random()`` or a counter: an input, or a leaf of the state.
-    - A tensor of ``constants=`` was written: it is an input.
+    - A tensor of ``constants=`` was written, or its name leads to another one: it is an input.
+    - A helper or a module was defined anew, in a notebook for example: make the step anew too.
     """
 
 
