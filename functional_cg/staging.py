@@ -41,7 +41,7 @@ class Staging:
         if not leaves:
             return
         if not self.arena.on_cuda and current_stream(self.arena.device) is None:
-            torch._foreach_copy_(self.slots, list(leaves))
+            self.fill(leaves)
             return
         host = [i for i, leaf in enumerate(leaves) if leaf.is_cpu]
         if len(leaves) - len(host) <= _FEW:
@@ -53,6 +53,10 @@ class Staging:
             torch._foreach_copy_([self.slots[i] for i in there], [leaves[i] for i in there])
         if host:
             self._pinned_slot().send(host, leaves, self.arena)
+
+    def fill(self, leaves: Sequence[Tensor]) -> None:
+        """Copy leaves into the static buffers at once, where work is never queued."""
+        torch._foreach_copy_(self.slots, list(leaves))
 
     def _pinned_slot(self) -> _PinnedSlot:
         if len(self._ring) < _RING_DEPTH:

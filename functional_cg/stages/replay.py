@@ -137,11 +137,11 @@ def replayer(
     """Make the fast path of one capture: ``call(args, kwargs) -> result, or MISS``."""
     fresh = replay.fresh
     # Where outputs are static, work is queued, if only on a simulated stream.
-    used = dict.fromkeys([*(b.arena for b in bound), staging.arena])
-    joined = [arena for arena in used if arena.on_cuda or not fresh]
+    queued = staging.arena.on_cuda or not fresh
+    joined = list(dict.fromkeys([*(b.arena for b in bound), staging.arena])) if queued else []
     positions = frozenset(b.position for b in bound)
     last = max(positions, default=-1)
-    copy_in, set_donor = staging.copy_in, object.__setattr__
+    copy_in, set_donor = staging.copy_in if queued else staging.fill, object.__setattr__
 
     def run(leaves: Sequence[Tensor], before: Sequence[Any]) -> Any:
         for arena in joined:

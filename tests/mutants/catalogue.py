@@ -81,14 +81,13 @@ MUTANTS = (
         "skips the copy-in of what lies at the address of the last call",
         (
             (
-                ("            torch._foreach_copy_(self.slots, list(leaves))\n            return\n"),
+                "        torch._foreach_copy_(self.slots, list(leaves))\n",
                 (
-                    '            seen = self.__dict__.setdefault("seen", {})\n'
-                    "            for i, leaf in enumerate(leaves):\n"
-                    "                if seen.get(i) != leaf.data_ptr():\n"
-                    "                    self.slots[i].copy_(leaf)\n"
-                    "                seen[i] = leaf.data_ptr()\n"
-                    "            return\n"
+                    '        seen = self.__dict__.setdefault("seen", {})\n'
+                    "        for i, leaf in enumerate(leaves):\n"
+                    "            if seen.get(i) != leaf.data_ptr():\n"
+                    "                self.slots[i].copy_(leaf)\n"
+                    "            seen[i] = leaf.data_ptr()\n"
                 ),
             ),
         ),
