@@ -7,7 +7,7 @@ Gradients are taken by ``torch.autograd.grad`` with respect to fresh leaves made
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from functools import wraps
+from functools import partial, wraps
 from typing import Any, Concatenate, Literal, ParamSpec, TypeVar, cast, overload
 
 import torch
@@ -205,7 +205,7 @@ def _refuse_vector(name: str, value: Any) -> None:
 
 
 def microbatches(
-    k: int,
+    k: int, *, carry: str | None = None
 ) -> Callable[[Callable[Concatenate[Params, P], Out]], Callable[Concatenate[Params, P], Out]]:
     """Run a gradient function over ``k`` equal slices of the batch and average what it returns.
 
@@ -214,16 +214,33 @@ def microbatches(
     that slices draw differently. Floating and complex leaves of the result are averaged, in order; integer leaves
     (counts) are summed.
 
+    Buffers that each slice updates, such as those of batch norm, are neither: pass them as a keyword argument, return
+    the new ones in the auxiliary tree under the same name, and give that name as ``carry``.
+
     Args:
       k: Number of slices, at least 1.
+      carry: Name of a keyword argument that slices hand on: each gets what the one before it returned under that name,
+        and the result has the last one's.
     Raises:
-      LayoutError: If a leaf of the batch cannot be cut into ``k`` equal slices, or a leaf of the result is no tensor.
+      LayoutError: If a leaf of the batch cannot be cut into ``k`` equal slices, a leaf of the result is no tensor, or
+        the result has nothing like the argument under the name ``carry``.
 
     Example:
       >>> import torch, functional_cg as fcg
       >>> loss = lambda w, x: (w * x).mean()
       >>> fcg.microbatches(2)(fcg.value_and_grad(loss))(torch.tensor(2.0), torch.arange(4.0))
       (tensor(3.), tensor(1.5000))
+
+      With batch norm, as one slice after the other would update it:
+
+      >>> apply, params, buffers = fcg.from_module(torch.nn.BatchNorm1d(3))
+      >>> def loss(params, x, *, buffers):
+      ...     out, buffers = apply(params, buffers, x)
+      ...     return out.square().mean(), {"buffers": buffers}
+      >>> grads_of = fcg.microbatches(2, carry="buffers")(fcg.value_and_grad(loss, has_aux=True))
+      >>> (value, aux), grads = grads_of(params, torch.randn(8, 3), buffers=buffers)
+      >>> aux["buffers"]["num_batches_tracked"]
+      tensor(2)
     """
     if not isinstance(k, int) or k < 1:
         raise ValueError(f"microbatches: expected a positive int, got {k!r}")
@@ -238,6 +255,7 @@ def microbatches(
             slices = [rearrange(leaf, "(k b) ... -> k b ...", k=k) for leaf in flat]
             key = kwargs.get("key")
             total: Any = None
+            handed: list[int] = []
             for i in range(k):
                 if key is not None:
                     kwargs["key"] = fold_in(key, i)
@@ -245,12 +263,58 @@ def microbatches(
                 out = cast("Callable[..., Any]", fn)(params, part, *args, **kwargs)
                 if total is None:
                     _refuse_objects(name, out)
-                total = out if total is None else pytree.map(torch.add, total, out)
-            return pytree.map(lambda x: x / k if x.is_floating_point() or x.is_complex() else x, total)
+                if carry is not None:
+                    handed, kwargs[carry] = _handed_on(name, carry, kwargs, out)
+                total = out if total is None else _by_position(partial(_sum_or_last, handed), total, out)
+            return _by_position(partial(_mean_or_sum, k, handed), total)
 
         return cast("Callable[Concatenate[Params, P], Out]", wrapped)
 
     return transform
+
+
+def _by_position(function: Callable[..., Tensor], *trees: Any) -> Any:
+    """Map leaves of trees; the function also gets their flat position."""
+    treedef = pytree.flatten(trees[0])[1]
+    return pytree.map(function, pytree.unflatten(treedef, range(treedef.num_leaves)), *trees)
+
+
+def _sum_or_last(handed: Sequence[int], position: int, total: Tensor, new: Tensor) -> Tensor:
+    return new if position in handed else total + new
+
+
+def _mean_or_sum(k: int, handed: Sequence[int], position: int, total: Tensor) -> Tensor:
+    averaged = (total.is_floating_point() or total.is_complex()) and position not in handed
+    return total / k if averaged else total
+
+
+def _handed_on(name: str, carry: str, kwargs: dict[str, Any], out: Any) -> tuple[list[int], Any]:
+    """Where the result holds the next value of an argument, and that value, in the argument's structure."""
+    if carry not in kwargs:
+        raise TypeError(
+            f"microbatches: `carry={carry!r}`, but `{name}` is called without a keyword argument `{carry}`.\n"
+            f"To fix: `grads_of(params, batch, {carry}=...)`."
+        )
+    known = pytree.flatten(kwargs[carry])[1]
+    found = [
+        (path_string(path[depth + 1 :], carry), position, leaf)
+        for position, (path, leaf) in enumerate(pytree.flatten_with_path(out)[0])
+        for depth, key in enumerate(path)
+        if str(key) in (f"[{carry!r}]", f".{carry}")
+    ]
+    paths = [path_string(path, carry) for path in known.paths()]
+    at = {path: (position, leaf) for path, position, leaf in found}
+    if sorted(path for path, _, _ in found) != sorted(paths):
+        raise LayoutError.of(
+            name,
+            f"does not hand on `{carry}` from one micro-batch to the next.",
+            rows=[
+                f"{path}  expected one   got {sum(path == other for other, _, _ in found)}" for path in paths
+            ]
+            + [f"{path}  expected nothing" for path in at if path not in paths],
+            fix=f'return the new ones in the auxiliary tree, `return loss, {{"{carry}": {carry}}}`.',
+        )
+    return [at[path][0] for path in paths], pytree.unflatten(known, [at[path][1] for path in paths])
 
 
 def _refuse_uneven(name: str, treedef: pytree.Treedef, flat: Sequence[Any], k: int) -> None:

@@ -18,7 +18,11 @@ from functional_cg import random, tree
 from functional_cg.errors import CaptureError, LayoutError
 from functional_cg.testing.strategies import tensors
 
-floats = partial(tensors, dtype=torch.float64, strided=False)
+
+def floats(shape: tuple[int, ...]) -> st.SearchStrategy[Tensor]:
+    return tensors(shapes=st.just(shape), dtypes=st.just(torch.float64), strided=False)
+
+
 shapes = st.lists(st.integers(1, 4), max_size=3).map(tuple)
 
 
@@ -412,6 +416,36 @@ def test_key_none_and_further_arguments_are_handed_on() -> None:
         torch.tensor(1.0), torch.arange(4.0), 2.0, key=None
     )
     assert grads.item() == 3.0
+
+
+def test_carried_argument_is_handed_on_and_the_last_one_returned() -> None:
+    def total(w: Tensor, x: Tensor, *, kept: Any) -> Any:
+        kept = {"sum": kept["sum"] * w + x.sum(), "count": kept["count"] + 1}
+        return kept["sum"] * w, {"kept": kept, "n": torch.tensor(x.shape[0]), "mean": x.mean()}
+
+    start = {"count": torch.tensor(5), "sum": torch.tensor(1.0)}
+    grads_of = fcg.microbatches(2, carry="kept")(fcg.value_and_grad(total, has_aux=True))
+    (value, aux), _ = grads_of(torch.tensor(2.0), torch.arange(4.0), kept=start)
+    assert fcg.tree.map(Tensor.item, aux["kept"]) == {"count": 7, "sum": (1 * 2 + 1) * 2 + 5}
+    assert (value.item(), aux["n"].item(), aux["mean"].item()) == ((6 + 22) / 2, 4, 1.5)
+    assert fcg.tree.map(Tensor.item, start) == {"count": 5, "sum": 1.0}
+
+
+@pytest.mark.parametrize(
+    ("result", "row"),
+    [
+        ({"sum": torch.ones(())}, r"kept\['sum'\]  expected one   got 0"),
+        ({"kept": {"other": torch.ones(())}}, r"kept\['sum'\]  expected one   got 0"),
+        ({"kept": {"sum": torch.ones(()), "other": torch.ones(())}}, r"kept\['other'\]  expected nothing"),
+        ([{"kept": {"sum": torch.ones(())}}] * 2, r"kept\['sum'\]  expected one   got 2"),
+    ],
+)
+def test_carried_argument_that_is_not_returned_is_refused(result: Any, row: str) -> None:
+    run = fcg.microbatches(2, carry="kept")(lambda params, x, kept: result)
+    with pytest.raises(LayoutError, match=rf"does not hand on `kept`(.|\n)*{row}(.|\n)*return loss, "):
+        run(None, torch.ones(4), kept={"sum": torch.zeros(())})
+    with pytest.raises(TypeError, match=r"called without a keyword argument `kept`(.|\n)*batch, kept=\.\.\."):
+        run(None, torch.ones(4), {"sum": torch.zeros(())})
 
 
 def test_uneven_batch_is_refused_with_all_rows() -> None:

@@ -244,6 +244,34 @@ def test_captured_step_copies_no_buffer_that_is_not_written() -> None:
     assert_replay_equals_eager(step, state, [torch.randn(2, 4) for _ in range(4)])
 
 
+@pytest.mark.parametrize("backend", ["auto", Simulator()], ids=["cpu", "simulator"])
+def test_batch_norm_in_microbatches_is_the_plain_modules(backend: Any) -> None:
+    module = conv_net()
+    apply, params, buffers = fcg.from_module(module)
+
+    @fcg.graph_step(lowering="aten", backend=backend)
+    def step(state: Any, x: Tensor) -> Any:
+        def loss_fn(params: Any, x: Tensor, *, buffers: Any) -> Any:
+            out, buffers = apply(params, buffers, x)
+            return mean_square(out, x), {"buffers": buffers}
+
+        grads_of = fcg.microbatches(2, carry="buffers")(fcg.value_and_grad(loss_fn, has_aux=True))
+        (loss, aux), grads = grads_of(state["params"], x, buffers=state["buffers"])
+        return {**state, "buffers": aux["buffers"]}, {"loss": loss, "grads": grads}
+
+    state: Any = {"params": params, "buffers": buffers}
+    for _ in range(3):
+        x = torch.randn(4, 3, 8, 8)
+        state, metrics = step(state, x)
+        module.zero_grad()
+        losses = [mean_square(module(part), part) for part in x.chunk(2)]
+        sum(losses).backward()
+        assert_trees_all_equal(dict(state["buffers"]), dict(module.named_buffers()))
+        # The plain module adds gradients up in another order.
+        expected = {name: p.grad / 2 for name, p in module.named_parameters()}
+        assert_trees_all_close(metrics, {"loss": sum(losses).detach() / 2, "grads": expected})
+
+
 def test_batch_norm_after_three_steps_is_the_plain_modules() -> None:
     module = conv_net()
     apply, state = state_of(module)
