@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 import functional_cg as fcg
+from functional_cg.surroundings import AsTraced
 from functional_cg.testing import Simulator, assert_no_alias, assert_trees_all_equal
 
 CALLS = 16
@@ -102,7 +103,8 @@ def assert_law(place: Place, fn: Any, state: Any, calls: Iterable[Any], **option
     kept: list[Any] = []
     copies: list[Any] = []
     for number, batch in enumerate(calls):
-        eager, expected = step.eager(eager, batch)
+        with AsTraced():
+            eager, expected = step.eager(eager, batch)
         captured, metrics = step(captured, batch)
         overwrite(batch)
         assert_trees_all_equal((captured, metrics), (eager, expected), f"call {number}")
