@@ -21,6 +21,7 @@ __all__ = ["Backend", "CPUBackend", "CUDABackend", "Replay", "backend_for", "scr
 
 _WARM_UPS = 2
 _CROSSES_THE_BORDER = ("unjoined work", "uncaptured work")  # what the driver says of streams and events
+_LATER = "previous error during capture"
 _FEW = 3  # as many clones cost less than one grouped copy
 
 
@@ -166,9 +167,16 @@ class CUDABackend:
                 )  # torch 2.11 takes the old one to be in use for ever
                 if isinstance(error, FunctionalCGError) or not isinstance(error, Exception):
                     raise
-                raise _failure(error) from error
+                first = _first(error)
+                raise _failure(first) from first
             caller.wait_stream(stream)
             return _GraphReplay(graph, run, static, self._device)
+
+
+def _first(error: Exception) -> Exception:
+    """What broke the capture, where the driver says at its end only that something did."""
+    before = error.__context__
+    return before if _LATER in str(error) and isinstance(before, Exception) else error
 
 
 def _failure(error: Exception) -> FunctionalCGError:
