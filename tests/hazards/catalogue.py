@@ -452,6 +452,7 @@ HAZARDS = (
     _row(104, 1, "N14", "an exception leaves the stream capturing",
          "impossible: whatever raises, the state is as it was and the next call works",
          "H104::test_h104_an_exception_at_any_op_loses_nothing",
+         "H104::test_h104_the_first_cause_is_the_one_that_is_told",
          "lifecycle_cuda::test_an_exception_at_each_place_leaves_the_state_alone",
          "refusals_cuda::test_failed_capture_leaves_everything_usable"),
     _row(105, 1, "N17", "a failed capture goes on eagerly in silence",

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 import functional_cg as fcg
+from functional_cg.stages.capture import _failure, _first
 from functional_cg.testing import assert_trees_all_equal
 from tests.hazards.law import CALLS, CPU, GPU, Place, assert_law, everywhere
 
@@ -74,6 +75,19 @@ def test_h104_an_exception_at_any_op_loses_nothing(place: Place) -> None:
     twin, expected = step.eager(twin, place.randn(4, 3, seed=1))
     assert_trees_all_equal((state, metrics), (twin, expected))
     assert step.stats.captures == 1
+
+
+def test_h104_the_first_cause_is_the_one_that_is_told() -> None:
+    """CUDA ends a broken capture with an error of its own, which says nothing of what broke it."""
+    first = RuntimeError("CUDA error: dependency created on uncaptured work in another stream")
+    with pytest.raises(RuntimeError, match="previous error") as caught:  # noqa: PT012
+        try:
+            raise first
+        finally:
+            raise RuntimeError("CUDA error: operation failed due to a previous error during capture")
+    assert _first(caught.value) is first
+    assert type(_failure(_first(caught.value))) is fcg.StreamError
+    assert _first(first) is first
 
 
 @pytest.mark.cuda
