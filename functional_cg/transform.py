@@ -126,11 +126,13 @@ class Transform:
             for captured in self._captured.values():
                 captured.close()
             self._captured.clear()
-            self._lowered.clear()
+            self._lowered = {}  # a step that was made anew from this one may go on with its traces
 
-    def anew(self, **options: Any) -> Self:
-        """A new step of the same function, with the same options but for those given; nothing is captured yet."""
-        return type(self)(self._fn, **(self._options | options))
+    def anew(self, *, backend: BackendChoice | None = None) -> Self:
+        """A new step of the same function and options, which shares the traces; nothing is captured yet."""
+        new = type(self)(self._fn, **(self._options | {"backend": backend or self._options["backend"]}))
+        new._lowered = self._lowered
+        return new
 
     def __enter__(self) -> Self:
         return self

@@ -56,13 +56,13 @@ def machine(
     the function raise, closes the step and makes it anew. After each of these every state must equal, bitwise, what
     the plain Python function made of a plain tree, and nothing that was returned may have changed.
 
-    Each example makes the step anew, with its options: it is traced and captured again, so that a failing example can
-    be repeated. Set ``deadline=None``.
+    Each example captures the step anew, so that it can be repeated; the trace is shared. Set ``deadline=None``.
 
     Args:
       step: The step to test; it is not called itself.
       state: Strategy for states to start from, all of one layout: handles or pytrees, such as ``st.builds(create)``.
-      inputs: Strategy for the input of a call, or for a tuple of its inputs; all of one layout.
+      inputs: Strategy for the input of a call, or for a tuple of its inputs; all of one layout. Tensors are made
+        contiguous: in other strides the plain function would add up in another order than a replay.
       evaluate: Read-only functions to call in between, with the state and the inputs.
       backend: Makes a backend for each example, such as :class:`functional_cg.testing.Simulator`; else the step's own.
       rtol: Relative tolerance for floating leaves, where a lowering compiles. A state is then compared call by call.
@@ -92,8 +92,10 @@ def machine(
         if not isinstance(function, GraphFn):
             raise TypeError(f"machine: `evaluate` must hold graph_fns, got {type(function).__name__}")
 
+    inputs = inputs.map(_dense)
+
     class StepMachine(GraphStepMachine):
-        subject = Subject(step, tuple(evaluate), backend, rtol, atol)
+        subject = Subject(step.anew(), (GraphFn(_all_leaves), *evaluate), backend, rtol, atol)
 
         @initialize(state=state)
         def start(self, state: Any) -> None:
@@ -142,7 +144,7 @@ class Subject:
     """What a machine tests, and how: the arguments of :func:`machine`."""
 
     step: GraphStep[Any, Any]
-    evaluations: tuple[GraphFn[Any, Any], ...]
+    readers: tuple[GraphFn[Any, Any], ...]
     backend: Callable[[], Backend] | None
     rtol: float
     atol: float
@@ -166,8 +168,7 @@ class GraphStepMachine(RuleBasedStateMachine):
         backend = self.subject.backend
         self.options: dict[str, Any] = {} if backend is None else {"backend": backend()}
         self.captured: GraphStep[Any, Any] = self.subject.step.anew(**self.options)
-        readers = (GraphFn(_all_leaves), *self.subject.evaluations)
-        self.readers = [reader.anew(**self.options) for reader in readers]
+        self.readers = [reader.anew(**self.options) for reader in self.subject.readers]
         self.states: list[tuple[Any, Any]] = []
         self.donated: list[Any] = []
         self.kept: list[tuple[Any, Any]] = []
@@ -271,7 +272,7 @@ class GraphStepMachine(RuleBasedStateMachine):
         """Let go of a state and of all that was taken from it."""
         del self.states[which % len(self.states)]
         self.donated.clear()
-        gc.collect()
+        gc.collect(1)
 
     # -- mistakes -------------------------------------------------------------------------------------------------
 
@@ -308,7 +309,7 @@ class GraphStepMachine(RuleBasedStateMachine):
         """Step with an input that has another shape or dtype than the first call's."""
         leaves, treedef = pytree.flatten(call)
         places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
-        assume(places and self.captured.stats.traces)
+        assume(places and self.captured.stats.captures)
         place = places[how // 2 % len(places)]
         leaf = leaves[place]
         leaves[place] = (
@@ -358,6 +359,10 @@ class GraphStepMachine(RuleBasedStateMachine):
 
 def _arguments(call: Any) -> tuple[Any, ...]:
     return call if isinstance(call, tuple) else (call,)
+
+
+def _dense(call: Any) -> Any:
+    return pytree.map(lambda leaf: leaf.contiguous() if isinstance(leaf, Tensor) else leaf, call)
 
 
 def _all_leaves(state: Any, *inputs: Any) -> Any:
