@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.nn.utils import parametrizations
+from torch.nn.utils import parametrizations, prune
 from torch.utils.checkpoint import checkpoint
 
 import functional_cg as fcg
@@ -615,6 +615,36 @@ def test_ensemble_under_vmap() -> None:
     torch.testing.assert_close(outs, torch.stack([module(x) for module in modules]))
 
 
+@pytest.mark.parametrize("randomness", ["same", "different"])
+def test_one_key_under_vmap_draws_as_torch_is_told(randomness: str) -> None:
+    apply, params, buffers = fcg.from_module(nn.Dropout(0.5))
+    outs = torch.func.vmap(
+        lambda x, key: apply(params, buffers, x, key=key)[0], in_dims=(0, None), randomness=randomness
+    )(torch.ones(2, 1000), KEY)
+    equal = (outs[0] == outs[1]).double().mean()
+    assert equal == 1 if randomness == "same" else 0.4 < equal < 0.6
+    assert torch.equal(outs[0].unique(), torch.tensor([0.0, 2.0]))
+
+
+def test_batch_of_keys_is_refused() -> None:
+    apply, params, buffers = fcg.from_module(nn.Dropout(0.5))
+    f = torch.func.vmap(lambda x, key: apply(params, buffers, x, key=key)[0], randomness="different")
+    with pytest.raises(TypeError, match=r'expected `key` i64\[2\], got a batch(.|\n)*randomness="different"'):
+        f(torch.ones(2, 4), fcg.random.split(KEY, 2))
+
+
+@pytest.mark.parametrize(
+    ("args", "got"),
+    [((torch.ones(2, 4),), r"`buffers`(.|\n)*f32\[2,4\]"), ((None, 1), "`buffers`(.|\n)*None")],
+)
+def test_forgotten_buffers_are_refused(args: Any, got: str) -> None:
+    apply, params, _ = fcg.from_module(nn.Linear(4, 4))
+    with pytest.raises(TypeError, match=rf"`Linear`: expected {got}(.|\n)*apply\(params, buffers, x\)"):
+        apply(params, *args)
+    with pytest.raises(TypeError, match="`Linear`: expected `params`"):
+        apply(torch.ones(2, 4), *args)
+
+
 def test_tensors_that_are_not_the_modules_are_refused() -> None:
     apply, params, buffers = fcg.from_module(nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3)))
     wrong = {**params, "0.weight": torch.ones(4, 3), "extra": torch.ones(1)}
@@ -1041,3 +1071,23 @@ def test_parametrization_by_hooks_is_refused_with_the_new_one(old: str) -> None:
     with pytest.raises(fcg.SideEffectError, match=r"use `torch\.nn\.utils\.parametrizations`"):
         fcg.from_module(module)
     fcg.from_module(getattr(parametrizations, old)(nn.Linear(4, 4)))
+
+
+def test_pruning_is_refused_until_it_is_made_permanent() -> None:
+    module = prune.l1_unstructured(nn.Linear(4, 4), "weight", amount=0.5)
+    with pytest.raises(fcg.SideEffectError, match=r"`prune\.remove\(module, name\)`"):
+        fcg.from_module(module)
+    fcg.from_module(prune.remove(module, "weight"))
+
+
+def test_rnn_that_keeps_what_it_was_called_with_is_refused_with_the_way_out() -> None:
+    module = nn.GRU(4, 4)
+
+    @fcg.graph_fn
+    def forward(params: Any, x: Tensor) -> Tensor:
+        return torch.func.functional_call(module, dict(params), (x,))[0]
+
+    with pytest.raises(
+        fcg.SideEffectError, match=r"keeps 4 tensors(.|\n)*call an RNN by (.|\n)*fcg\.from_module"
+    ):
+        forward(fcg.place({name: p.detach() for name, p in module.named_parameters()}), torch.ones(2, 4))

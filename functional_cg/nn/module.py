@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from .. import tree as pytree
 from ..arena import BufferSpec, refuse_aliases
 from ..errors import LayoutError
+from ..ops import is_batched
 from .attributes import refuse_exchanged
 from .call import run
 from .refusals import refuse_impure
@@ -90,20 +91,22 @@ class Apply:
           buffers: The other tensors by name; they are not written. Each call copies them; a captured step copies only
             those that the forward writes.
           args: Arguments of the forward.
-          key: i64[2], what random ops draw from; needed only if one of them runs.
+          key: i64[2], what random ops draw from; needed only if one of them runs. Under ``torch.func.vmap`` it is one
+            key for all examples: with ``randomness="different"`` each of them draws numbers of its own.
           train: Whether the module is in training mode.
           kwargs: Arguments of the forward.
         Returns:
           (out, new_buffers): what the forward returns, and the buffers after it.
         Raises:
           ImplicitRandomnessError: If an op draws and ``key`` is None, or if a key cannot replace it.
+          TypeError: If ``params`` or ``buffers`` has no names, or ``key`` is a batch of keys.
           LayoutError: If names or shapes are not the module's.
           ReadOnlyError: If the forward writes a parameter, or exchanges the memory of a tensor.
           SideEffectError: If it writes an attribute of the module, or if a buffer becomes None or a tensor.
           CaptureError: If it calls ``torch.utils.checkpoint``.
         """
-        params, buffers = dict(params), dict(buffers)
-        self._refuse_unlike(params, buffers)
+        params, buffers = self._by_name(params, buffers)
+        self._refuse_batched(key)
         # Copies of all, of which a captured step keeps those that are written: autograd saves what the forward uses,
         # so a copy that is made at the first write, behind autograd's back, would be one that no gradient sees.
         held = {name: buffer.detach().clone() for name, buffer in buffers.items()}
@@ -121,11 +124,11 @@ class Apply:
     def state_dict(self, params: Mapping[str, Tensor], buffers: Mapping[str, Tensor]) -> dict[str, Any]:
         """The tensors under all names that the module's own ``state_dict`` has: ``model.load_state_dict`` takes it.
 
-        Tied tensors stand under each of their names, and buffers that are not persistent are left out. Without it,
-        ``model.load_state_dict(params | buffers, strict=False)`` loads the same values.
+        Tied tensors stand under each of their names, and buffers that are not persistent are left out. It takes the
+        parts of a state too, which themselves are no dicts: ``apply.state_dict(state.params, state.buffers)``. Without
+        it, ``model.load_state_dict({**params, **buffers}, strict=False)`` loads the same values.
         """
-        params, buffers = dict(params), dict(buffers)
-        self._refuse_unlike(params, buffers)
+        params, buffers = self._by_name(params, buffers)
         values = {id(tensor): (params | buffers)[name] for name, tensor in _tensors(self._template)}
         names = self._template.state_dict(keep_vars=True)
         return {name: values.get(id(value), value) for name, value in names.items()}
@@ -140,6 +143,29 @@ class Apply:
         for path in self._frozen if train else ():
             module.get_submodule(path).eval()
         return module
+
+    def _by_name(self, params: Any, buffers: Any) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        name = type(self._template).__name__
+        for root, tree in (("params", params), ("buffers", buffers)):
+            if not hasattr(tree, "keys"):
+                got = BufferSpec.of(tree) if isinstance(tree, Tensor) else type(tree).__name__
+                raise TypeError(
+                    f"`{name}`: expected `{root}` as a mapping of names to tensors, got {got}.\n"
+                    "To fix: `out, new_buffers = apply(params, buffers, x)`, with all that `from_module` returned; "
+                    "`buffers` is `{}` where the module has none."
+                )
+        params, buffers = dict(params), dict(buffers)
+        self._refuse_unlike(params, buffers)
+        return params, buffers
+
+    def _refuse_batched(self, key: Tensor | None) -> None:
+        if key is not None and is_batched(key):
+            raise TypeError(
+                f"`{type(self._template).__name__}`: expected `key` i64[2], got a batch of keys under `vmap`: the ops "
+                "inside of a module draw for the whole batch at once.\n"
+                'To fix: pass one key, `torch.func.vmap(f, in_dims=(0, None), randomness="different")(x, key)`: each '
+                "example draws numbers of its own; or draw from the keys with `fcg.random` outside of the module."
+            )
 
     def _refuse_unlike(self, params: Mapping[str, Any], buffers: Mapping[str, Any]) -> None:
         known = dict(_tensors(self._template))

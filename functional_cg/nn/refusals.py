@@ -72,7 +72,7 @@ def _refuse_hooks(name: str, place: str, part: nn.Module) -> None:
             rows=rows,
             why="Their Python runs when the step is traced, not when it is replayed.",
             fix="remove them, `handle.remove()`; for weight_norm and spectral_norm use "
-            "`torch.nn.utils.parametrizations`.",
+            "`torch.nn.utils.parametrizations`; after pruning, `prune.remove(module, name)`.",
         )
 
 

@@ -47,6 +47,8 @@ _LIFTS = frozenset(
     {torch.ops.aten.lift_fresh.default, torch.ops.aten.lift.default, torch.ops.aten.lift_fresh_copy.default}
 )
 
+_RNN_FIX = "call an RNN by `apply, params, buffers = fcg.from_module(module)`: it stores its parameters. Or "
+
 
 @dataclass(frozen=True, slots=True)
 class BoundState:
@@ -347,7 +349,8 @@ def _refuse_kept(name: str, recorder: _Recorder, references: Sequence[weakref.re
             f"keeps {'a tensor' if len(rows) == 1 else f'{len(rows)} tensors'} of the step beyond its end.",
             rows=rows,
             why="Python runs when the step is traced, not when it is replayed: what was kept would never be updated.",
-            fix="return it in the metrics or in the new state instead of storing it (attribute, list, cache). "
+            fix=(_RNN_FIX if all(row.endswith("entry") for row in rows) else "")
+            + "return it in the metrics or in the new state instead of storing it (attribute, list, cache). "
             f"A debugger keeps what it sees: use it in `{name}.eager(...)`, or with FCG_DISABLE_CAPTURE=1.",
         )
 
