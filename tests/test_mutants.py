@@ -38,11 +38,11 @@ def test_all_twenty_are_there() -> None:
 
 def test_twelve_are_noticed_without_knowing_them() -> None:
     """The record; the test below repeats some of it, ``python -m tests.mutants --general`` all."""
-    general = {m.number for m in MUTANTS if {"programs", "machine"} & set(m.general)}
+    general = {mutant.number for mutant in MUTANTS if mutant.general}
     assert len(general) >= 12
 
 
-@pytest.mark.parametrize("name", ["N4", "N10", "N16"])
+@pytest.mark.parametrize("name", ["N1", "N10", "N16"])
 def test_random_programs_notice_what_the_record_says(name: str, tmp_path: Path) -> None:
     mutant = next(mutant for mutant in MUTANTS if mutant.name == name)
     assert "programs" in mutant.general

@@ -25,12 +25,19 @@ MUTANTS = (
             f"{OWNERSHIP}test_gradients_returned_are_owned_and_sum_in_order[simulator]",
             f"{OWNERSHIP}test_writing_into_what_was_returned_has_no_effect[simulator]",
         ),
+        general=(
+            "programs",
+            "streams",
+            "optimizers",
+            "machine",
+        ),
     ),
     Mutant(
         "N2 inputs",
         "adopts the first call's inputs as static buffers",
         (("        staging.copy_in(call.live)\n", "        staging.slots = tuple(call.live)\n"),),
         (f"{OWNERSHIP}test_a_batch_that_is_kept_stays_as_it_was[cpu]",),
+        general=("streams",),
     ),
     Mutant(
         "N2 state",
@@ -44,6 +51,12 @@ MUTANTS = (
         (
             f"{OWNERSHIP}test_a_plain_state_stays_the_callers[cpu]",
             f"{OWNERSHIP}test_a_plain_state_stays_the_callers[simulator]",
+        ),
+        general=(
+            "programs",
+            "streams",
+            "optimizers",
+            "machine",
         ),
     ),
     Mutant(
@@ -75,6 +88,7 @@ MUTANTS = (
             f"{OWNERSHIP}test_constants_are_the_steps_own[simulator]",
             f"{REPLAY}test_literals_and_constants_live_as_long_as_the_capture[simulator]",
         ),
+        general=("streams",),
     ),
     Mutant(
         "N5 address",
@@ -95,6 +109,7 @@ MUTANTS = (
             f"{REPLAY}test_one_address_with_other_strides_is_read_anew",
             f"{OWNERSHIP}test_the_caller_may_overwrite_its_inputs_when_the_call_returns[tensor-cpu]",
         ),
+        general=("streams",),
     ),
     Mutant(
         "N5 layout",
@@ -123,6 +138,7 @@ MUTANTS = (
             f"{OWNERSHIP}test_gradients_of_one_step_do_not_add_up_by_themselves[twice]",
             f"{OWNERSHIP}test_gradients_of_one_step_do_not_add_up_by_themselves[micro-batches]",
         ),
+        general=("machine",),
     ),
     Mutant(
         "N7",
@@ -141,12 +157,19 @@ MUTANTS = (
             f"{REPLAY}test_call_n_is_n_updates[simulator]",
             f"{REPLAY}test_bias_correction_and_schedule_move_with_the_count[simulator]",
         ),
+        general=(
+            "programs",
+            "streams",
+            "optimizers",
+            "machine",
+        ),
     ),
     Mutant(
         "N9",
         "no fork and join: a call on another stream does not wait for the arena's last use",
         (("            self._order_after(self.stream, current)\n", "            pass\n"),),
         (f"{SIMULATOR}test_calls_on_any_streams_are_done_in_order",),
+        general=("streams",),
         gpu=(
             f"{GPU}test_ownership_cuda.py::test_caller_alternates_streams_behind_long_kernels",
             f"{GPU}test_state_cuda.py::test_a_leaf_read_on_another_stream_waits_for_the_last_update",
@@ -170,6 +193,11 @@ MUTANTS = (
             f"{REPLAY}test_replay_equals_eager_for_training[simulator]",
             f"{REFUSALS}test_random_ops.py::test_draw_is_refused[rrelu]",
         ),
+        general=(
+            "programs",
+            "streams",
+            "machine",
+        ),
         gpu=(f"{GPU}test_random_cuda.py::test_replay_draws_anew_from_a_new_key",),
     ),
     Mutant(
@@ -190,6 +218,7 @@ MUTANTS = (
             f"{REPLAY}test_replay_equals_eager_for_training[cpu]",
             f"{REPLAY}test_replay_equals_eager_for_every_optimizer[flat-cpu]",
         ),
+        general=("optimizers",),
         gpu=(f"{GPU}test_agreement.py::test_mlp_with_dropout_clip_and_schedule",),
     ),
     Mutant(
@@ -200,6 +229,7 @@ MUTANTS = (
             f"{SIMULATOR}test_host_memory_is_free_at_once_behind_a_busy_stream[tensor]",
             f"{SIMULATOR}test_host_memory_is_free_at_once_behind_a_busy_stream[numpy]",
         ),
+        general=("streams",),
         gpu=(f"{GPU}test_ownership_cuda.py::test_host_batches_are_free_at_once_behind_a_busy_device",),
     ),
     Mutant(
@@ -212,6 +242,7 @@ MUTANTS = (
             ),
         ),
         (f"{SIMULATOR}test_outputs_of_an_evaluation_outlive_other_replays[simulator]",),
+        general=("machine",),
     ),
     Mutant(
         "N14 state",
@@ -251,6 +282,7 @@ MUTANTS = (
             f"{REPLAY}test_an_old_state_never_shows_new_values[cpu]",
             f"{REPLAY}test_an_old_state_never_shows_new_values[simulator]",
         ),
+        general=("machine",),
     ),
     Mutant(
         "N16",
@@ -264,6 +296,11 @@ MUTANTS = (
         (
             f"{REPLAY}test_commit_is_parallel[cpu]",
             f"{REPLAY}test_commit_is_parallel[simulator]",
+        ),
+        general=(
+            "programs",
+            "streams",
+            "machine",
         ),
     ),
     Mutant(
@@ -296,6 +333,12 @@ MUTANTS = (
             f"{REPLAY}test_two_trainers_interleaved_equal_separate_runs[cpu]",
             f"{REPLAY}test_two_trainers_interleaved_equal_separate_runs[simulator]",
         ),
+        general=(
+            "programs",
+            "streams",
+            "optimizers",
+            "machine",
+        ),
         gpu=(f"{GPU}test_lifecycle_cuda.py::test_two_trainers_interleaved_equal_two_alone",),
     ),
     Mutant(
@@ -303,12 +346,13 @@ MUTANTS = (
         "a baked branch for the first step: momentum starts anew with each gradient, as it should in the first",
         (("        is_first_step=False,\n", "        is_first_step=type(params[0]) is not Tensor,\n"),),
         (f"{REPLAY}test_replay_equals_eager_for_every_optimizer[sgd-cpu]",),
+        general=("optimizers",),
         gpu=(f"{GPU}test_agreement.py::test_optimizers",),
     ),
     Mutant(
         "N19 micro-batches",
         "the branch of the first micro-batch is that of all: a sum is overwritten and not added to",
-        (("total = out if total is None else pytree.map(torch.add, total, out)", "total = out"),),
+        (("    return new if position in handed else total + new\n", "    return new\n"),),
         (f"{OWNERSHIP}test_gradients_of_one_step_do_not_add_up_by_themselves[micro-batches]",),
     ),
     Mutant(
