@@ -55,7 +55,7 @@ def test_h40_a_rate_that_is_set_between_calls_is_the_rate_that_is_used(place: Pl
         loss_of({"w": judge}, x).backward()
         optimizer.step()
         for params in (state.params, rated):
-            assert_trees_all_close(params, {"w": judge.detach()}, rtol=1e-5, atol=1e-6, name=f"call {n}")
+            assert_trees_all_close(params, {"w": judge.detach()}, rtol=1e-4, atol=1e-5, name=f"call {n}")
     assert step.stats.captures == by_batch.stats.captures == 1
 
 
@@ -73,7 +73,7 @@ def test_h41_bias_correction_moves_with_the_count(place: Place) -> None:
         optimizer.zero_grad()
         loss_of({"w": judge}, x).backward()
         optimizer.step()
-        assert_trees_all_close(state.params, {"w": judge.detach()}, rtol=1e-5, atol=1e-6, name=f"call {n}")
+        assert_trees_all_close(state.params, {"w": judge.detach()}, rtol=1e-4, atol=1e-5, name=f"call {n}")
 
 
 def test_h42_optimizers_and_schedulers_of_torch_are_refused() -> None:
