@@ -17,7 +17,7 @@ from .errors import CaptureError
 from .leaf import owned
 from .lowered import Lowered
 from .signature import Call
-from .stages.watch import same
+from .stages.values import same
 from .surroundings import AsTraced
 
 __all__ = ["Shadow", "tolerance_of"]

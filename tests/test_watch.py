@@ -181,7 +181,7 @@ def test_key_that_is_itself_watched(cfg):
 
 def test_key_asked_for_with_get(cfg):
     notices(lambda x: x * CFG.table.get("lr", 1.0), 'CFG.table["lr"]', lambda: cfg.table.__setitem__("lr", 1))
-    assert watch(lambda x: x * CFG.table.get("none", 1.0)).names() == ()
+    assert watch(lambda x: x * CFG.table.get("none", 1.0)).names() == ("'none' in CFG.table",)
 
 
 class Attributes(dict):
@@ -331,7 +331,7 @@ def test_object_passed_on_beside_a_computed_argument(cfg):
     def step(x):
         return helper(x * 2 + 1 if x is not None else x, CFG, options=(x and CFG.opt) or [y for y in x])
 
-    assert watch(step).names() == ("LR", "CFG.lr")
+    assert set(watch(step).names()) == {"LR", "CFG.lr", "CFG.opt.wd", "type(CFG)", "type(CFG.opt)"}
 
 
 def test_function_with_unpacked_arguments(monkeypatch):
@@ -548,6 +548,9 @@ def test_modes_of_a_module():
         "net.scale",
         "net.linear.training",
         "net.rest.training",
+        "net.rest.0.inplace",
+        "net.rest.1.inplace",
+        "net.rest.1.p",
     }
     notices(step, "net.rest.1.training", lambda: net.rest[1].eval())
     seen = watch(step)
@@ -618,7 +621,7 @@ def test_no_code_of_the_user_is_run():
     def step(x):
         return loud.lr + loud["lr"] + loud.rate + louder.lr + counts["lr"]
 
-    assert watch(step).names() == ()
+    assert watch(step).names() == ("type(loud)", "type(louder)", "'lr' in counts")
     assert not counts
 
 

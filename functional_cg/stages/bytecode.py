@@ -2,173 +2,59 @@
 
 from __future__ import annotations
 
+import builtins
 import dis
 import sys
-from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from types import CodeType, MappingProxyType
-from typing import Any, Protocol
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from importlib.util import resolve_name
+from types import CodeType, FunctionType
+from typing import Any
 
-from .refs import Ref, Step
+from . import calls
+from .machine import OPERATORS, Machine
+from .refs import Made, Ref, Refs, Step, either, is_user_module
+from .values import has_key, in_classes, is_value
 
-__all__ = ["Reader", "Visitor"]
-
-_UNCONDITIONAL = ("JUMP_FORWARD", "JUMP_BACKWARD", "JUMP_BACKWARD_NO_INTERRUPT")
-
-# How many values an instruction takes from the stack, where its result is of no interest.
-_TAKES = MappingProxyType(
-    {
-        name: taken
-        for taken, names in (
-            (0, "RESUME NOP NOT_TAKEN PRECALL CACHE COPY_FREE_VARS MAKE_CELL"),
-            (0, "PUSH_NULL LOAD_CLOSURE LOAD_BUILD_CLASS LOAD_COMMON_CONSTANT"),
-            (
-                1,
-                "UNARY_NEGATIVE UNARY_INVERT UNARY_NOT TO_BOOL GET_ITER POP_TOP CALL_INTRINSIC_1 LIST_TO_TUPLE",
-            ),
-            (2 if sys.version_info < (3, 13) else 1, "END_FOR"),
-            (1, "FORMAT_SIMPLE CONVERT_VALUE LIST_EXTEND SET_UPDATE DICT_UPDATE"),
-            (1, "DICT_MERGE LIST_APPEND SET_ADD STORE_GLOBAL STORE_NAME"),
-            (
-                2,
-                "COMPARE_OP IS_OP CONTAINS_OP BINARY_OP STORE_ATTR MAP_ADD FORMAT_WITH_SPEC SET_FUNCTION_ATTRIBUTE",
-            ),
-            (3, "STORE_SUBSCR BINARY_SLICE"),
-        )
-        for name in names.split()
-    }
-)
-_TAKES_BY_ARGUMENT: Mapping[str, Callable[[Any], int]] = MappingProxyType(
-    {
-        "BUILD_TUPLE": lambda n: n,
-        "BUILD_LIST": lambda n: n,
-        "BUILD_SET": lambda n: n,
-        "BUILD_STRING": lambda n: n,
-        "BUILD_SLICE": lambda n: n,
-        "BUILD_MAP": lambda n: 2 * n,
-        "BUILD_CONST_KEY_MAP": lambda n: n + 1,
-        "FORMAT_VALUE": lambda flags: 2 if flags & 4 else 1,
-        "MAKE_FUNCTION": lambda flags: 1 + (flags or 0).bit_count(),
-    }
-)
+__all__ = ["Inner", "Reader"]
 
 
-class Visitor(Protocol):
-    """What a `Reader` tells of."""
+@dataclass(frozen=True, slots=True, eq=False)
+class Inner:
+    """A function that the code makes: its own code, what the names around it stand for, and its defaults."""
 
-    def reach(self, ref: Ref | None, /) -> Ref | None:
-        """A name or a chain leads to this."""
+    code: CodeType
+    names: dict[str, Refs]
+    namespace: dict[str, Any]
+    defaults: Refs = ()
 
-    def offer(self, ref: Ref | None, /) -> None:
-        """This is handed on to something unknown, which may call it."""
+    def parameters(self, args: Iterable[Refs], kwargs: Mapping[str, Refs]) -> dict[str, Refs]:
+        """What its names stand for in a call."""
+        positional = self.code.co_varnames[: self.code.co_argcount]
+        known = dict(self.names)
+        for made in self.defaults:
+            if isinstance(made.value, Made) and len(made.value.parts) <= len(positional):
+                names = positional[len(positional) - len(made.value.parts) :]
+                known.update(zip(names, made.value.parts.values(), strict=True))
+        known.update(zip(positional, args, strict=False))
+        known.update({name: refs for name, refs in kwargs.items() if name in self.code.co_varnames})
+        return known
 
-    def enter(
-        self, ref: Ref, args: Sequence[Ref | None] = (), kwargs: Mapping[str, Ref | None] = ..., /
-    ) -> bool:
-        """This is called; returns whether what becomes of the arguments is known then."""
 
-
-class Reader:
-    """Runs a code object on references in place of values, once and in the order in which it is written.
-
-    It knows the instructions that make chains and calls. Any other empties the stack, and where branches join only
-    what they agree on is kept: what is taken from an empty stack is unknown, so nothing wrong is found, only less.
-    """
-
-    def __init__(
-        self, visitor: Visitor, code: CodeType, names: dict[str, Ref], namespace: dict[str, Any]
-    ) -> None:
-        self.visitor, self.code, self.names, self.namespace = visitor, code, names, namespace
-        self.stack: list[Ref | None] = []
-        self.falls = True  # whether the instruction before leads to this one
-        self.jumps: dict[int, list[list[Ref | None]]] = {}
-        self.keywords: tuple[str, ...] = ()
-        self.stores: Counter[str] = Counter()
-
-    def run(self) -> None:
-        """Read the code; `names` gains what local variables stand for."""
-        instructions = list(dis.get_instructions(self.code))
-        for ins in instructions:
-            if ins.opname.startswith(("STORE_FAST", "STORE_DEREF")):
-                self.stores.update(ins.argval if isinstance(ins.argval, tuple) else [ins.argval])
-        for ins in instructions:
-            self.join(ins.offset)
-            if ins.opcode in dis.hasjrel:
-                self.jump(ins)
-            else:
-                handler: Callable[[dis.Instruction], None] = getattr(
-                    self, f"op_{ins.opname.lower()}", self.other
-                )
-                handler(ins)
-        self.clear()
-
-    # -- branches -----------------------------------------------------------------------------------------------
-
-    def jump(self, ins: dis.Instruction) -> None:
-        if ins.argval > ins.offset:
-            effect = dis.stack_effect(ins.opcode, ins.arg, jump=True)
-            self.jumps.setdefault(ins.argval, []).append(_grown(self.stack, effect))
-        self.falls = ins.opname not in _UNCONDITIONAL
-        if self.falls:
-            effect = dis.stack_effect(ins.opcode, ins.arg, jump=False)
-            self.spend(self.stack[len(self.stack) + effect :] if effect < 0 else ())
-            self.stack = _grown(self.stack, effect)
-        else:
-            self.stack = []
-
-    def join(self, offset: int) -> None:
-        stacks = self.jumps.pop(offset, [])
-        if stacks:
-            stacks += [self.stack] if self.falls else []
-            depth = min(map(len, stacks))
-            kept = [stack[len(stack) - depth :] for stack in stacks]
-            self.stack = [
-                refs[0] if all(ref is refs[0] for ref in refs) else None for refs in zip(*kept, strict=True)
-            ]
-            self.spend(ref for stack in stacks for ref in stack if not any(ref is one for one in self.stack))
-        self.falls = True
-
-    # -- the stack ----------------------------------------------------------------------------------------------
-
-    def push(self, ref: Ref | None) -> None:
-        self.stack.append(self.visitor.reach(ref))
-
-    def pop(self) -> Ref | None:
-        return self.stack.pop() if self.stack else None
-
-    def take(self, count: int) -> list[Ref | None]:
-        return [self.pop() for _ in range(count)][::-1]
-
-    def spend(self, refs: Iterable[Ref | None]) -> None:
-        """What is handed on to something unknown may be called there."""
-        for ref in refs:
-            self.visitor.offer(ref)
-
-    def clear(self) -> None:
-        self.spend(self.stack)
-        self.stack.clear()
-
-    def other(self, ins: dis.Instruction) -> None:
-        count = _TAKES.get(ins.opname)
-        if count is None and ins.opname in _TAKES_BY_ARGUMENT:
-            count = _TAKES_BY_ARGUMENT[ins.opname](ins.arg)
-        if count is None:
-            self.clear()
-            return
-        self.spend(self.take(count))
-        self.stack += [None] * (dis.stack_effect(ins.opcode, ins.arg) + count)
+class Reader(Machine):
+    """What the instructions that make chains and calls do on references."""
 
     # -- names --------------------------------------------------------------------------------------------------
 
     def op_load_global(self, ins: dis.Instruction) -> None:
         if ins.arg is not None and ins.arg & 1 and ins.opname == "LOAD_GLOBAL":
-            self.stack.append(None)
+            self.stack.append(())
         name = ins.argval
         if name in self.namespace:
-            value = self.namespace[name]
-            self.push(Ref(value, self.namespace, (Step(name, item=True),), name))
+            self.push((Ref(self.namespace[name], self.namespace, (Step(name, item=True),), name),))
         else:
-            self.push(Ref(super) if name == "super" else None)
+            found = getattr(builtins, name, None)
+            self.push((Ref(found),) if callable(found) else ())
 
     op_load_name = op_load_global
 
@@ -176,24 +62,19 @@ class Reader:
         # From Python 3.13 on LOAD_FAST of a cell loads the cell, for the closure of an inner function.
         cells = self.code.co_cellvars + self.code.co_freevars if ins.opname.startswith("LOAD_FAST") else ()
         for name in ins.argval if isinstance(ins.argval, tuple) else (ins.argval,):
-            self.push(None if name in cells else self.names.get(name))
+            self.push(() if name in cells else self.names.get(name, ()))
 
     op_load_deref = op_load_classderef = op_load_fast_check = op_load_fast_and_clear = op_load_fast
     op_load_fast_borrow = op_load_fast_load_fast = op_load_fast_borrow_load_fast_borrow = op_load_fast
 
     def op_load_const(self, ins: dis.Instruction) -> None:
-        self.push(Ref(ins.argval))
+        self.push((Ref(ins.argval),))
 
     op_load_small_int = op_load_const
 
     def store(self, name: str) -> None:
-        ref = self.pop()
-        # The text is read once, in its order: a name that is assigned twice stands for nothing known.
-        if ref is not None and self.stores[name] == 1:
-            self.names[name] = ref
-        else:
-            self.spend([ref])
-            self.names.pop(name, None)
+        refs = self.names[name] = self.pop()
+        self.ever[name] = either(self.ever.get(name, ()), refs)
 
     def op_store_fast(self, ins: dis.Instruction) -> None:
         for name in ins.argval if isinstance(ins.argval, tuple) else (ins.argval,):
@@ -203,24 +84,30 @@ class Reader:
 
     def op_store_fast_load_fast(self, ins: dis.Instruction) -> None:
         self.store(ins.argval[0])
-        self.push(self.names.get(ins.argval[1]))
+        self.push(self.names.get(ins.argval[1], ()))
+
+    def op_import_name(self, ins: dis.Instruction) -> None:
+        level, _ = self.take(2)
+        dots = level[0].value if level else 0
+        name = (
+            resolve_name("." * dots + ins.argval, self.namespace.get("__package__")) if dots else ins.argval
+        )
+        module = sys.modules.get(name)
+        known = module is not None and is_user_module(module)
+        self.push((Ref(module, sys.modules, (Step(name, item=True),), name) if known else Ref(module),))
+
+    def op_import_from(self, ins: dis.Instruction) -> None:
+        self.push(calls.attribute(self.visitor, self.peek(), ins.argval))
 
     # -- chains -------------------------------------------------------------------------------------------------
 
     def op_load_attr(self, ins: dis.Instruction) -> None:
-        owner = self.pop()
-        found = owner.attribute(ins.argval) if owner is not None else None
-        if found is not None and isinstance(found.value, property):
-            self.visitor.enter(found)
-            found = None
-        elif found is None and owner is not None and owner.computes_attributes is not None:
-            self.visitor.enter(owner.computes_attributes, [Ref(ins.argval)])
-        self.push(found)
+        self.stack.append(calls.attribute(self.visitor, self.pop(), ins.argval))
         # From Python 3.12 on a flag says that a method is loaded, which fills two places.
         if ins.opname == "LOAD_METHOD" or (
             sys.version_info >= (3, 12) and ins.arg is not None and ins.arg & 1
         ):
-            self.stack.append(None)
+            self.stack.append(())
 
     op_load_method = op_load_attr
 
@@ -231,17 +118,53 @@ class Reader:
 
     def op_binary_subscr(self, ins: dis.Instruction) -> None:
         owner, key = self.take(2)
-        self.push(owner.item(key.value) if owner is not None and key is not None else None)
+        self.stack.append(calls.item(self.visitor, owner, key))
 
     def op_binary_op(self, ins: dis.Instruction) -> None:
         if ins.argrepr == "[]":
             self.op_binary_subscr(ins)
         else:
-            self.other(ins)
+            self.operate(ins)
+
+    def operate(self, ins: dis.Instruction) -> None:
+        """An operator: of the user's classes it calls a method."""
+        name = OPERATORS.get(ins.argrepr.rstrip("=") if ins.opname == "BINARY_OP" else ins.argval)
+        for ref in self.stack[-2] if len(self.stack) > 1 and name else ():
+            method = in_classes(type(ref.value).__mro__, str(name))
+            if isinstance(method, FunctionType):
+                self.visitor.enter(Ref(method, bound=ref), [self.peek()])
+        self.other(ins)
+
+    op_compare_op = operate
+
+    def op_is_op(self, ins: dis.Instruction) -> None:
+        for refs in self.take(2):
+            self.test(refs, by_kind=True)
+        self.stack.append(())
+
+    def op_to_bool(self, ins: dis.Instruction) -> None:
+        self.test(self.pop())
+        self.stack.append(())
+
+    def op_unary_not(self, ins: dis.Instruction) -> None:
+        self.op_to_bool(ins)
+
+    def op_contains_op(self, ins: dis.Instruction) -> None:
+        keys, owners = self.take(2)
+        for owner in owners:
+            method = in_classes(type(owner.value).__mro__, "__contains__")
+            if isinstance(method, FunctionType) and owner.storage is owner:
+                self.visitor.enter(Ref(method, bound=owner), [keys])
+            elif keys and all(is_value(key.value) for key in keys):
+                for key in keys:
+                    self.visitor.note(owner, has_key(key.value))
+            else:
+                self.visitor.use((owner,))
+        self.stack.append(())
 
     def op_copy(self, ins: dis.Instruction) -> None:
         depth = ins.arg or 0
-        self.stack.append(self.stack[-depth] if depth <= len(self.stack) else None)
+        self.stack.append(self.stack[-depth] if depth <= len(self.stack) else ())
 
     def op_swap(self, ins: dis.Instruction) -> None:
         depth = ins.arg or 0
@@ -250,14 +173,117 @@ class Reader:
         else:
             self.stack[-1], self.stack[-depth] = self.stack[-depth], self.stack[-1]
 
+    # -- containers ---------------------------------------------------------------------------------------------
+
+    def op_build_tuple(self, ins: dis.Instruction) -> None:
+        self.stack += [Made.of(*self.take(ins.arg or 0))]
+
+    op_build_list = op_build_set = op_build_tuple
+
+    def op_build_map(self, ins: dis.Instruction) -> None:
+        taken = self.take(2 * (ins.arg or 0))
+        parts = {
+            key[0].value: value for key, value in zip(taken[::2], taken[1::2], strict=True) if _is_key(key)
+        }
+        self.stack.append((Ref(Made(parts)),))
+
+    def op_build_const_key_map(self, ins: dis.Instruction) -> None:
+        *values, keys = self.take((ins.arg or 0) + 1)
+        self.stack.append((Ref(Made(dict(zip(keys[0].value, values, strict=True)))),) if keys else ())
+
+    def op_list_append(self, ins: dis.Instruction) -> None:
+        self.gather(ins.arg or 0, self.pop())
+
+    op_set_add = op_list_append
+
+    def op_map_add(self, ins: dis.Instruction) -> None:
+        self.gather(ins.arg or 0, self.take(2)[1])
+
+    def gather(self, depth: int, refs: Refs) -> None:
+        """A comprehension adds to what it makes."""
+        if refs and depth <= len(self.stack):
+            held = [made.value.all for made in self.stack[-depth] if isinstance(made.value, Made)]
+            self.stack[-depth] = Made.of(either(*held, refs))
+
+    def op_get_iter(self, ins: dis.Instruction) -> None:
+        self.stack.append(Made.of(calls.elements(self.visitor, self.pop())))
+
+    def op_unpack_sequence(self, ins: dis.Instruction) -> None:
+        owners, count = self.pop(), ins.arg or 0
+        all_of_it = calls.elements(self.visitor, owners)
+        parts: list[list[Refs]] = [[] for _ in range(count)]
+        for owner in owners:
+            held = (
+                owner.value.parts if isinstance(owner.value, Made) else dict(enumerate(zip(owner.elements())))
+            )
+            for place in range(count):
+                parts[place].append(held[place] if len(held) == count and place in held else all_of_it)
+        self.stack += [either(*places) for places in parts][::-1]
+
+    def op_unpack_ex(self, ins: dis.Instruction) -> None:
+        found = calls.elements(self.visitor, self.pop())
+        before, after = (ins.arg or 0) & 0xFF, (ins.arg or 0) >> 8
+        self.stack += [*[found] * after, Made.of(found), *[found] * before]
+
+    def op_match_class(self, ins: dis.Instruction) -> None:
+        owners, cls, names = self.take(3)
+        self.test(owners, by_kind=True)
+        placed = [getattr(ref.value, "__match_args__", ())[: ins.arg or 0] for ref in cls]
+        keys = [*(placed[0] if placed else ()), *(names[0].value if names else ())]
+        self.stack.append(Made.of(*(calls.attribute(self.visitor, owners, key) for key in keys)))
+
     # -- calls --------------------------------------------------------------------------------------------------
+
+    def op_make_function(self, ins: dis.Instruction) -> None:
+        code = self.pop()
+        *given, _ = [*self.take((ins.arg or 0).bit_count()), ()]
+        defaults = given[0] if given and (ins.arg or 0) & 1 else ()
+        inner = Inner(code[0].value, self.ever, self.namespace, defaults) if code else None
+        self.stack.append((Ref(inner),) if inner is not None else ())
+
+    def op_set_function_attribute(self, ins: dis.Instruction) -> None:
+        given, function = self.take(2)
+        made = [ref.value for ref in function if isinstance(ref.value, Inner)]
+        defaults = given if ins.arg == 1 else ()
+        again = [Inner(one.code, one.names, one.namespace, defaults or one.defaults) for one in made]
+        self.stack.append(tuple(map(Ref, again)))
+
+    def op_before_with(self, ins: dis.Instruction) -> None:
+        held: Refs = ()
+        for ref in self.pop():
+            if isinstance(ref.value, Made):
+                held = either(held, ref.value.all)
+                continue
+            enter = ref.attribute("__enter__")
+            found = self.visitor.enter(enter) if enter is not None else None
+            leave = ref.attribute("__exit__")
+            if leave is not None:
+                self.visitor.enter(leave)
+            if found is None:
+                self.visitor.use((ref,))
+            held = either(held, found or ())
+        self.stack += [(), held]
+
+    def op_return_value(self, ins: dis.Instruction) -> None:
+        self.returned = either(self.returned, self.peek())
+        self.clear()
+        self.falls = False
+
+    def op_return_const(self, ins: dis.Instruction) -> None:
+        self.returned = either(self.returned, (Ref(ins.argval),))
+        self.clear()
+        self.falls = False
+
+    def op_yield_value(self, ins: dis.Instruction) -> None:
+        self.returned = either(self.returned, self.pop())
+        self.stack.append(())
 
     def op_kw_names(self, ins: dis.Instruction) -> None:
         self.keywords = self.code.co_consts[ins.arg or 0]
 
     def op_call_kw(self, ins: dis.Instruction) -> None:
         names = self.pop()
-        self.keywords = names.value if names is not None else ()
+        self.keywords = names[0].value if names else ()
         self.op_call(ins)
 
     def op_call(self, ins: dis.Instruction) -> None:
@@ -268,35 +294,36 @@ class Reader:
 
     def op_call_function_ex(self, ins: dis.Instruction) -> None:
         given = 2 if sys.version_info >= (3, 14) else 1 + ((ins.arg or 0) & 1)
-        self.spend(self.take(given))
+        for refs in self.take(given):
+            self.visitor.use(refs)
         self.call([], {})
 
-    def call(self, args: list[Ref | None], kwargs: dict[str, Ref | None]) -> None:
+    def call(self, args: list[Refs], kwargs: dict[str, Refs]) -> None:
         """Call what lies under the arguments: two places, of which one is empty or, for a method, its ``self``."""
         first, second = self.take(2)
-        callee = first or second
-        result = None
-        if callee is not None and callee.value is super:
+        results = [self.result(callee, args, kwargs) for callee in first or second]
+        if not results or None in results:
+            for refs in (*args, *kwargs.values()):
+                self.visitor.use(refs)
+        self.stack.append(either(*(result or () for result in results)))
+
+    def result(self, callee: Ref, args: list[Refs], kwargs: dict[str, Refs]) -> Refs | None:
+        if callee.value is super:
             cls, instance = self.names.get("__class__"), self.names.get(next(iter(self.code.co_varnames), ""))
-            result = _super(cls, instance)
-        elif callee is not None and callee.value is dict.get and callee.bound is not None:
-            key = args[0] if args else None
-            result = self.visitor.reach(callee.bound.item(key.value)) if key is not None else None
-        elif callee is None or not self.visitor.enter(callee, args, kwargs):
-            self.spend([*args, *kwargs.values()])
-        self.stack.append(result)
+            return _super(cls or (), instance or ())
+        if callee.value is globals:
+            return (Ref.to(self.namespace, "globals()"),)
+        return self.visitor.enter(callee, args, kwargs)
 
 
-def _super(cls: Ref | None, instance: Ref | None) -> Ref | None:
-    if (
-        cls is None
-        or instance is None
-        or not isinstance(cls.value, type)
-        or not isinstance(instance.value, cls.value)
-    ):
-        return None
-    return Ref(super(cls.value, instance.value), bound=instance)
+def _super(classes: Refs, instances: Refs) -> Refs:
+    return tuple(
+        Ref(super(cls.value, instance.value), bound=instance)
+        for cls in classes
+        for instance in instances
+        if isinstance(cls.value, type) and isinstance(instance.value, cls.value)
+    )
 
 
-def _grown(stack: list[Ref | None], effect: int) -> list[Ref | None]:
-    return [*stack, *[None] * effect] if effect >= 0 else stack[:effect]
+def _is_key(refs: Refs) -> bool:
+    return len(refs) == 1 and is_value(refs[0].value) and not isinstance(refs[0].value, slice)

@@ -18,13 +18,28 @@ from typing import Any
 import torch
 
 from ..source import is_user_file
-from .bytecode import Reader
-from .refs import Ref, Step, in_classes, instance_dict, is_user_module, is_value
+from .bytecode import Inner, Reader
+from .calls import known_call
+from .refs import Made, Ref, Refs, Step, is_user_module
+from .values import (
+    CONTENTS,
+    KIND,
+    SUBMODULES,
+    View,
+    in_classes,
+    instance_dict,
+    is_container,
+    is_value,
+)
 
 __all__ = ["Scan"]
 
 _LARGEST_CONTAINER = 256
-_NO_KEYWORDS: Mapping[str, Any] = MappingProxyType({})
+_DEEPEST = 4  # containers inside of containers
+_METHODS = ("forward", "setup_context", "backward")  # of an autograd.Function
+_DEEPEST_CALLS = 32
+_MOST_CALLS = 2048
+_NO_KEYWORDS: Mapping[str, Refs] = MappingProxyType({})
 
 
 class Scan:
@@ -35,7 +50,7 @@ class Scan:
 
     Attributes:
       values: The values found, each once, with the way to read it again.
-      definitions: Code, closure and defaults of the functions that names lead to, and the modules, likewise.
+      definitions: Code, closure and defaults of the functions that names lead to, classes and modules, likewise.
       says_autocast: Whether a function names autocast, whose default dtypes it then depends on.
     """
 
@@ -44,28 +59,56 @@ class Scan:
         self.definitions: dict[Any, Ref] = {}
         self.says_autocast = False
         self._constants = {id(tensor) for tensor in constants}
-        self._entered: set[Any] = set()
+        self._entered: dict[Any, Refs] = {}
         self._active: set[Any] = set()
         self._walked: dict[int, object] = {}
 
-    def reach(self, ref: Ref | None) -> Ref | None:
+    def reach(self, ref: Ref) -> Ref:
         """Note what a name or a chain of the function leads to."""
-        if ref is not None and ref.root is not None:
-            if is_value(ref.value) or id(ref.value) in self._constants:
-                if ref.steps:
-                    self.values.setdefault(ref.place, ref)
-            elif isinstance(ref.value, torch.nn.Module):
-                self._modes_of(ref)
-                self._identify(ref)
-            elif isinstance(ref.value, type) and issubclass(ref.value, torch.autograd.Function):
-                for name in ("forward", "setup_context", "backward"):
-                    self.offer(ref.attribute(name))
+        if ref.root is None:
+            return ref
+        if is_value(ref.value) or id(ref.value) in self._constants:
+            if ref.steps:
+                self.values.setdefault(ref.place, ref)
+        elif isinstance(ref.value, torch.nn.Module):
+            self._module_of(ref)
+        elif isinstance(ref.value, type):
+            self._identify(ref)
+            for name in _METHODS if issubclass(ref.value, torch.autograd.Function) else ():
+                found = ref.attribute(name)
+                self.offer((found,) if found is not None else ())
         return ref
 
-    def offer(self, ref: Ref | None) -> None:
+    def note(self, ref: Ref, view: View) -> None:
+        """Note that a part of a value is read."""
+        if view is not KIND:
+            ref = dataclasses.replace(ref.storage, name=ref.name)
+        if ref.root is not None and view.fits(ref.value) and (ref.steps or view is not KIND):
+            seen = ref.seen(view)
+            self.values.setdefault(seen.place, seen)
+
+    def offer(self, refs: Refs) -> None:
         """Enter what is handed on to code that is not scanned: it may be called there."""
-        if ref is not None and not is_value(ref.value) and not isinstance(ref.value, type):
-            self.enter(ref)
+        for ref in refs:
+            if isinstance(ref.value, Made):
+                self.offer(ref.value.all)
+            elif not is_value(ref.value) and not isinstance(ref.value, type):
+                self.enter(ref)
+
+    def use(self, refs: Refs) -> None:
+        """Note all that code which is not scanned can read of a container."""
+        self.offer(refs)
+        for ref in refs:
+            self._read_whole(ref)
+
+    def _read_whole(self, ref: Ref, depth: int = 0) -> None:
+        if isinstance(ref.value, Made):
+            for part in ref.value.all:
+                self._read_whole(self.reach(part), depth)
+        elif is_container(ref.storage.value) and not is_value(ref.value) and depth < _DEEPEST:
+            self.note(ref, CONTENTS)
+            for part in ref.values():
+                self._read_whole(part, depth + 1)
 
     def _define(self, ref: Ref) -> None:
         """Note the definition of a function of the user that a name leads to: a notebook may define it anew."""
@@ -76,43 +119,67 @@ class Scan:
                     self.definitions.setdefault(part.place, part)
 
     def _identify(self, ref: Ref) -> None:
-        """Note which module, or which callable object of a library, a name leads to."""
+        """Note which class, module, or callable of a library, a name leads to."""
         if ref.root is not None and ref.steps:
             self.definitions.setdefault(ref.place, ref)
 
-    def _modes_of(self, ref: Ref) -> None:
-        """Note whether a module, and those inside of it that act on it, are in training mode."""
+    def _module_of(self, ref: Ref) -> None:
+        """Note a module: which it is, and what torch's own code reads of it and of those inside of it."""
+        self._identify(ref)
+        if ref.value._modules:
+            inside = Ref.to(ref.value, ref.name).seen(SUBMODULES)
+            self.definitions.setdefault(inside.place, inside)
         for path, module in ref.value.named_modules():
-            forward = getattr(getattr(type(module), "forward", None), "__code__", None)
-            if not path or (forward is not None and "training" in forward.co_names):
-                # Read from the module itself: the way to it through its parents costs a lookup per level.
-                self.reach(Ref.to(module, f"{ref.name}.{path}".rstrip(".")).attribute("training"))
+            forward = getattr(type(module), "forward", None)
+            # Read from the module itself: the way to it through its parents costs a lookup per level.
+            place = Ref.to(module, f"{ref.name}.{path}".rstrip("."))
+            if not path or (isinstance(forward, FunctionType) and "training" in forward.__code__.co_names):
+                training = place.attribute("training")
+                if training is not None:
+                    self.reach(training)
+            if isinstance(forward, FunctionType) and not is_user_file(forward.__code__.co_filename):
+                self._settings_of(place, forward)
+
+    def _settings_of(self, ref: Ref, forward: FunctionType) -> None:
+        """Note the numbers and names that a forward of torch's own reads of its module."""
+        for name in forward.__code__.co_names:
+            found = ref.attribute(name) if name in instance_dict(ref.value) else None
+            if found is not None and is_value(found.value):
+                self.reach(found)
 
     def enter(
-        self, ref: Ref, args: Sequence[Ref | None] = (), kwargs: Mapping[str, Ref | None] = _NO_KEYWORDS
-    ) -> bool:
+        self, ref: Ref, args: Sequence[Refs] = (), kwargs: Mapping[str, Refs] = _NO_KEYWORDS
+    ) -> Refs | None:
         """Scan what a call of `ref.value` runs, its parameters standing for `args` and `kwargs`.
 
         Returns:
-          Whether it is the user's code, so that what becomes of the arguments is known.
+          What the result stands for; None if it is not the user's code, so that what becomes of the arguments is
+          unknown.
         """
         value = ref.value
-        args = args if ref.bound is None else (ref.bound, *args)
+        if (known := known_call(self, ref, args, kwargs)) is not None:
+            return known
+        if ref.bound is not None:
+            args = (ref.bound,), *args
+            self.note(ref.bound, KIND)
         match value:
+            case Inner():
+                return self._call(value.code, value.code, value.parameters(args, kwargs), value.namespace)
             case FunctionType():
                 self._define(ref)
                 return self._function(value, args, kwargs)
             case MethodType(__func__=FunctionType() as function):
                 name = next(iter(function.__code__.co_varnames), "self")
                 owner = Ref(value.__self__) if ref.root is None else Ref.to(value.__self__, name)
-                return self._function(function, (owner, *args), kwargs)
+                return self._function(function, ((owner,), *args), kwargs)
             case functools.partial():
                 return self._partial(ref, args, kwargs)
             case property(fget=FunctionType() as getter):
                 return self._function(getter, args, {})
             case type():
                 init = in_classes(value.__mro__, "__init__")
-                return isinstance(init, FunctionType) and self._function(init, (None, *args), kwargs)
+                made = isinstance(init, FunctionType) and self._function(init, ((), *args), kwargs)
+                return None if made is None or made is False else ()
             case torch.nn.Module():
                 return self._module(ref, args, kwargs)
         wrapped, call = ref.attribute("__wrapped__"), ref.attribute("__call__")
@@ -123,23 +190,24 @@ class Scan:
         if callable(value):
             self._identify(ref)
         self.walk(value, ref.name)
-        return False
+        return None
 
-    def _partial(self, ref: Ref, args: Sequence[Ref | None], kwargs: Mapping[str, Ref | None]) -> bool:
+    def _partial(self, ref: Ref, args: Sequence[Refs], kwargs: Mapping[str, Refs]) -> Refs | None:
         partial = ref.value
         keywords = Ref(partial.keywords, partial, (Step("keywords"),), ref.name)
-        first = [Ref.to(value, f"{ref.name}.args[{place}]") for place, value in enumerate(partial.args)]
-        named = {name: keywords.item(name) for name in partial.keywords}
+        first = [(Ref.to(value, f"{ref.name}.args[{place}]"),) for place, value in enumerate(partial.args)]
+        named = {name: (found,) for name in partial.keywords if (found := keywords.item(name)) is not None}
         return self.enter(Ref.to(partial.func, ref.name), (*first, *args), {**named, **kwargs})
 
-    def _module(self, ref: Ref, args: Sequence[Ref | None], kwargs: Mapping[str, Ref | None]) -> bool:
+    def _module(self, ref: Ref, args: Sequence[Refs], kwargs: Mapping[str, Refs]) -> Refs | None:
         forward = ref.attribute("forward")
         if forward is not None and is_user_file(forward.value.__code__.co_filename):
             return self.enter(forward, args, kwargs)
         for name, child in ref.value._modules.items():
             steps = Step("_modules"), Step(name, item=True)
-            self.offer(ref.follow(child, *steps, name=f"{ref.name}.{name}"))
-        return False
+            found = ref.follow(child, *steps, name=f"{ref.name}.{name}")
+            self.offer((found,) if found is not None else ())
+        return None
 
     def walk(self, value: object, name: str) -> None:
         """Enter the functions that something of a library holds: a wrapper's closure, an optimizer, a container."""
@@ -172,38 +240,53 @@ class Scan:
         return [getattr(value, field.name, None) for field in fields] or (held.values() if ours else ())
 
     def _function(
-        self, function: FunctionType, args: Sequence[Ref | None], kwargs: Mapping[str, Ref | None]
-    ) -> bool:
+        self, function: FunctionType, args: Sequence[Refs], kwargs: Mapping[str, Refs]
+    ) -> Refs | None:
         code, names = function.__code__, _closure(function)
         if not is_user_file(code.co_filename):
             for name, ref in names.items():
                 self.walk(ref.value, name)
-            return False
-        known = {name: ref for name, ref in _parameters(function, args, kwargs).items() if ref is not None}
-        entry = (function, tuple((name, ref.place) for name, ref in known.items()))
-        # A path around a cycle of objects is new each time round, but it leads to the same values.
-        active = (function, tuple((name, id(ref.value)) for name, ref in known.items()))
-        if entry not in self._entered and active not in self._active:
-            self._entered.add(entry)
-            self._active.add(active)
-            self.read(code, {**names, **known}, function.__globals__)
-            self._active.discard(active)
-        return True
+            wrapped = vars(function).get("__wrapped__")
+            return None if wrapped is None else self.enter(Ref.to(wrapped, wrapped.__name__), args, kwargs)
+        known = {name: refs for name, refs in _parameters(function, args, kwargs).items() if refs}
+        outer = {name: (ref,) for name, ref in names.items()}
+        return self._call(function, code, {**outer, **known}, function.__globals__)
 
-    def read(self, code: CodeType, names: dict[str, Ref], namespace: dict[str, Any]) -> None:
+    def _call(
+        self, function: object, code: CodeType, names: Mapping[str, Refs], namespace: dict[str, Any]
+    ) -> Refs:
+        """What a call stands for; each is scanned once, and none inside of itself."""
+        known = sorted(names.items())
+        entry = (function, tuple((name, tuple(ref.place for ref in refs)) for name, refs in known))
+        # A path around a cycle of objects is new each time round, but it leads to the same values.
+        active = (function, tuple((name, tuple(map(_identity, refs))) for name, refs in known))
+        fresh = entry not in self._entered and active not in self._active
+        if fresh and len(self._active) < _DEEPEST_CALLS and len(self._entered) < _MOST_CALLS:
+            self._entered[entry] = ()
+            self._active.add(active)
+            self._entered[entry] = self.read(code, names, namespace)
+            self._active.discard(active)
+        return self._entered.get(entry, ())
+
+    def read(self, code: CodeType, names: Mapping[str, Refs], namespace: dict[str, Any]) -> Refs:
         """Scan one code object and those nested in it; `names` says what its variables stand for."""
         self.says_autocast = self.says_autocast or "autocast" in code.co_names
-        Reader(self, code, names, namespace).run()
+        reader = Reader(self, code, names, namespace)
+        returned = reader.run()
         for inner in code.co_consts:
             if isinstance(inner, CodeType):
-                self.read(
-                    inner, {name: names[name] for name in inner.co_freevars if name in names}, namespace
-                )
+                outer = {name: reader.ever[name] for name in inner.co_freevars if name in reader.ever}
+                self.read(inner, outer, namespace)
+        return returned
 
 
 def _is_user_class(cls: type) -> bool:
     module = sys.modules.get(cls.__module__)
     return module is not None and is_user_module(module)
+
+
+def _identity(ref: Ref) -> object:
+    return Made if isinstance(ref.value, Made) else id(ref.value)
 
 
 def _closure(function: FunctionType) -> dict[str, Ref]:
@@ -216,19 +299,18 @@ def _closure(function: FunctionType) -> dict[str, Ref]:
     return names
 
 
-def _parameters(
-    function: FunctionType, args: Sequence[Ref | None], kwargs: Mapping[str, Ref | None]
-) -> dict[str, Ref | None]:
+def _parameters(function: FunctionType, args: Sequence[Refs], kwargs: Mapping[str, Refs]) -> dict[str, Refs]:
     """What the parameters stand for: the arguments of the call, else the defaults."""
     code = function.__code__
     positional = code.co_varnames[: code.co_argcount]
     named = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
     defaults, keywords = function.__defaults__ or (), function.__kwdefaults__ or {}
-    known: dict[str, Ref | None] = {}
+    known: dict[str, Refs] = {}
     for place, name in enumerate(positional[len(positional) - len(defaults) :]):
-        known[name] = Ref(defaults[place], function, (Step("__defaults__"), Step(place, item=True)), name)
+        steps = Step("__defaults__"), Step(place, item=True)
+        known[name] = (Ref(defaults[place], function, steps, name),)
     for name, value in keywords.items():
-        known[name] = Ref(value, function, (Step("__kwdefaults__"), Step(name, item=True)), name)
+        known[name] = (Ref(value, function, (Step("__kwdefaults__"), Step(name, item=True)), name),)
     known.update(zip(positional, args, strict=False))
-    known.update((name, ref) for name, ref in kwargs.items() if name in named)
+    known.update((name, refs) for name, refs in kwargs.items() if name in named)
     return known

@@ -6,18 +6,16 @@ identity first (about 0.03 µs a value), so that a change is an error before any
 
 from __future__ import annotations
 
-import numbers
-import struct
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
 
-from ..arena import BufferSpec
 from ..errors import BakedValueError
 from .refs import Ref
 from .scan import Scan
+from .values import Contents, same, shown
 
 __all__ = ["MODES", "HostWatch", "modes", "refuse_ambient_autocast", "watch"]
 
@@ -112,12 +110,12 @@ def watch(
     """
     scan = Scan(constants)
     scan.enter(
-        Ref.to(fn, "self"), kwargs={name: Ref.to(value, name) for name, value in (arguments or {}).items()}
+        Ref.to(fn, "self"), kwargs={name: (Ref.to(value, name),) for name, value in (arguments or {}).items()}
     )
     for root in roots:
         name = getattr(root, "__name__", type(root).__name__)
         scan.reach(Ref.to(root, name))
-        scan.offer(Ref.to(root, name))
+        scan.offer((Ref.to(root, name),))
     return HostWatch(
         tuple(scan.values.values()),
         definitions=tuple(scan.definitions.values()),
@@ -174,15 +172,10 @@ class HostWatch:
             raise BakedValueError.of(
                 function_name,
                 "reads a Python value that the graph has baked in, and that has changed since; the state is unchanged.",
-                rows=[f"{name}  traced {_shown(old)}   now {_shown(new)}" for name, old, new in changed],
+                rows=[f"{name}  traced {shown(old)}   now {shown(new)}" for name, old, new in changed],
                 why="Replay repeats kernels, not Python: it would go on with the old value.",
                 fix=_fix(*changed[0][:2]),
             )
-
-
-def _shown(value: object) -> str:
-    # The numbers of a tensor would wait for the device.
-    return f"the tensor {BufferSpec.of(value)}" if isinstance(value, torch.Tensor) else repr(value)
 
 
 def _fix(name: str, old: object) -> str:
@@ -218,36 +211,14 @@ _DEFINED = _Said("as defined then")
 
 
 def _read(entry: Ref) -> object:
-    value = entry.root
     try:
-        for step in entry.steps:
-            value = value[step.key] if step.item else getattr(value, step.key)
+        return entry.read()
     except Exception:  # whatever a user's object raises, the value is not there any more
         return _Said("<gone>")
-    return value
 
 
 def _differ(new: object, old: object) -> bool:
     return new is not old and not same(new, old)
-
-
-def same(new: Any, old: Any) -> bool:
-    """Whether two values bake the same constants: one type, equal, and for floats equal bits. Two tensors do not."""
-    if type(new) is not type(old) or isinstance(new, torch.Tensor):
-        return False
-    if isinstance(new, tuple):
-        return len(new) == len(old) and all(map(same, new, old))
-    if isinstance(new, numbers.Complex) and not isinstance(new, numbers.Rational):
-        return _bits(new) == _bits(old)
-    try:
-        return bool(new == old)
-    except Exception:  # a comparison of the user's own
-        return False
-
-
-def _bits(number: numbers.Complex) -> bytes:
-    value = complex(number)
-    return struct.pack("dd", value.real, value.imag)
 
 
 def _comparison(
@@ -268,7 +239,16 @@ def _comparison(
     for place, entry in enumerate(entries):
         root = roots.setdefault(id(entry.root), f"r{place}")
         names |= {root: entry.root, f"v{place}": entry.value}
-        now = root + "".join(map(str, entry.steps))
+        now = root
+        for number, step in enumerate(entry.steps):
+            names[f"k{place}_{number}"] = step.key
+            now += f"[k{place}_{number}]" if step.item else f".{step.key}"
+        if isinstance(entry.value, Contents):
+            terms.append(f"v{place}.is_in({now})")
+            continue
+        if entry.view is not None:
+            names[f"see{place}"] = entry.view.read
+            now = f"see{place}({now})"
         terms.append(f"({now} is v{place} or same({now}, v{place}))")
     body = "\n        and ".join(terms)
     source = (

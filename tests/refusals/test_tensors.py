@@ -129,7 +129,7 @@ def names_of_tensors():
         (lambda s, b: stacked[0] + s["w"], "stacked[0]"),
         (lambda s, b: Tables.mask + s["w"], "Tables.mask"),
         (lambda s, b: own, "own"),
-        (lambda s, b: [s["w"] + row for row in stacked], ""),
+        (lambda s, b: [s["w"] + row for row in stacked], "stacked[0]"),
         (tables, 'self.rows["first"]'),
     ]
 
