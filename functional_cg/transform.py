@@ -88,8 +88,6 @@ class Transform:
         self._attribute = self._name
         self.stats = Stats()
 
-    # -- public -----------------------------------------------------------------------------------------------
-
     def lower(self, *args: Any, **kwargs: Any) -> Lowered:
         """Trace, check and plan a call, without running it; ``.capture()`` goes on from there.
 
@@ -160,8 +158,6 @@ class Transform:
 
     def _repr_html_(self) -> str:
         return explain_html(self._name, self.stats, self._plans(), self._refusal)
-
-    # -- calls ------------------------------------------------------------------------------------------------
 
     def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if torch.is_inference_mode_enabled():
@@ -268,8 +264,6 @@ class Transform:
                 return Handle(lease, 0)
         return cast("Handle", place(tree))
 
-    # -- stages -----------------------------------------------------------------------------------------------
-
     def _lowered_for(self, call: Call) -> Lowered:
         key = call.static_key
         group = self._lowered.get(key, [])
@@ -367,8 +361,6 @@ class Transform:
     def _unchanged(self, lowered: Lowered) -> Callable[[], bool]:
         values, constants = lowered.watch.unchanged, self._constants.unchanged
         return (lambda: values() and constants()) if self._constants else values
-
-    # -- refusals ---------------------------------------------------------------------------------------------
 
     def _refuse_closed(self) -> None:
         if self._closed:

@@ -48,7 +48,11 @@ def unfinished(notebook: Any) -> list[str]:
 
 
 def test_there_are_notebooks() -> None:
-    assert [path.stem for path in NOTEBOOKS] == ["01_state_and_graph_step", "02_what_goes_wrong_without_it"]
+    assert [path.stem for path in NOTEBOOKS] == [
+        "01_state_and_graph_step",
+        "02_what_goes_wrong_without_it",
+        "03_property_testing",
+    ]
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)

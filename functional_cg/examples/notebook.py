@@ -16,11 +16,14 @@ from functional_cg import report
 
 __all__ = [
     "batches",
+    "broken",
+    "draw_counts",
     "draw_last_batches",
     "draw_losses",
     "draw_over_first",
     "draw_owners",
     "draw_regions",
+    "draw_sizes",
     "mark",
     "refused",
     "running_mean",
@@ -53,6 +56,40 @@ def refused(error: type[BaseException]) -> Iterator[None]:
         print(f"{type(caught).__name__}: {caught}")
     else:
         raise AssertionError(f"nothing raised {error.__name__}")
+
+
+def broken(test: Callable[[], object]) -> str:
+    """What hypothesis says of a law that a test breaks: the error, and the smallest example.
+
+    Raises:
+      AssertionError: If nothing breaks it.
+    """
+    try:
+        test()
+    except Exception as error:  # whatever the step under test raises
+        notes = "\n".join(getattr(error, "__notes__", []))
+        return f"{error}\n\n{notes.partition('Explanation:')[0].rstrip()}"
+    raise AssertionError("the law holds")
+
+
+def draw_sizes(tries: Sequence[tuple[int, bool]]) -> Axes:
+    """Draw the size of each example that hypothesis tried, and whether it broke the law."""
+    _, ax = plt.subplots(figsize=(7, 2.5))
+    for broke, marker, label in ((False, "o", "holds"), (True, "x", "breaks the law")):
+        points = [(number, size) for number, (size, failed) in enumerate(tries, 1) if failed is broke]
+        ax.plot(*zip(*points, strict=True), marker, color=_SHADES[broke], markersize=4, label=label)
+    ax.set(xlabel="example", ylabel="numbers that are not zero")
+    ax.legend(frameon=False)
+    return ax
+
+
+def draw_counts(counts: Mapping[str, int], *, of: int) -> Axes:
+    """Draw which part of ``of`` things each count is."""
+    _, ax = plt.subplots(figsize=(5, 2.5))
+    names = sorted(counts, key=lambda name: counts[name])
+    ax.barh(names, [counts[name] / of for name in names], color=_SHADES[0])
+    ax.set(xlim=(0, 1), xlabel=f"part of {of} programs")
+    return ax
 
 
 def spiral(count: int, *, arms: int = 3, noise: float = 0.35, seed: int = 0) -> Batch:
