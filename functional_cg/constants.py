@@ -16,6 +16,9 @@ __all__ = ["Constants"]
 class Constants:
     """Tensors declared with ``constants=``: copied at lowering, and watched for later writes.
 
+    A write that torch does not count (through ``.data``, ``torch.utils.swap_tensors``, a view in inference mode) is not
+    noticed; ``debug="verify"`` finds what comes of it. That a name leads to another tensor is the host watch's to see.
+
     Args:
       function: Name of the user's function, for messages.
       tree: Tensors or trees of them.

@@ -6,8 +6,9 @@ inputs. Other objects belong to the layout and are compared with ``==``.
 
 from __future__ import annotations
 
+import dataclasses
 import numbers
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -168,13 +169,26 @@ def _unfit(value: Any, tensor: Tensor | None, home: torch.device) -> str:
         # Numbers and arrays are live: one that no tensor can hold must not become a part of the layout.
         if isinstance(value, numbers.Real):
             return f"{type(value).__name__} {value}"
-        is_array = hasattr(value, "__array__") and type(value).__hash__ is None
+        if _hides_tensors(value):
+            return f"{type(value).__name__}, which is no pytree"
+        is_array = hasattr(type(value), "__array__") and type(value).__hash__ is None
         return f"{type(value).__name__} of {getattr(value, 'dtype', 'objects')}" if is_array else ""
     if cuts_a_graph(value):
         return f"{BufferSpec.of(tensor)} that requires grad"
     return unplaceable(tensor) or (
         "" if tensor.is_cpu or tensor.device == home else str(BufferSpec.of(tensor))
     )
+
+
+def _hides_tensors(value: Any) -> bool:
+    """Whether tensors are in something that looks like a tree, but is a leaf: they would not be copied in."""
+    if isinstance(value, Mapping):
+        held: Iterable[Any] = value.values()
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        held = [getattr(value, field.name, None) for field in dataclasses.fields(value)]
+    else:
+        return False
+    return any(isinstance(part, Tensor) for part in held)
 
 
 def _fix(name: str, value: Any, home: torch.device) -> str:
@@ -201,7 +215,11 @@ def _array_fix(name: str, value: Any) -> str:
     dtype = getattr(value, "dtype", None)
     if isinstance(value, int):
         return "keep it below 2**63; or name its argument in `static_argnames`, with a graph for each value."
-    if hasattr(value, "filled"):
+    if isinstance(value, Mapping):
+        return f"pass `dict({name})`."
+    if dataclasses.is_dataclass(value):
+        return f"register the class once, `fcg.tree.register_dataclass({type(value).__name__})`."
+    if hasattr(type(value), "filled"):
         return f"pass `{name}.filled(0)`, and `{name}.mask` as an input of its own."
     if getattr(dtype, "names", None):
         return f"pass its fields, `{{field: {name}[field] for field in {name}.dtype.names}}`."

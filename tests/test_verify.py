@@ -49,7 +49,7 @@ class Config:
         self.value = value
 
     def read(self) -> Any:
-        return getattr(self, "val" + "ue")
+        return getattr(self, "".join(["val", "ue"]))
 
 
 def first_and_second(cfg: Config, fn: Any, then: Any, **options: Any) -> Any:

@@ -301,6 +301,8 @@ class Reader(Machine):
     def call(self, args: list[Refs], kwargs: dict[str, Refs]) -> None:
         """Call what lies under the arguments: two places, of which one is empty or, for a method, its ``self``."""
         first, second = self.take(2)
+        if first and second:  # a comprehension's iterator is passed like a ``self``
+            args = [second, *args]
         results = [self.result(callee, args, kwargs) for callee in first or second]
         if not results or None in results:
             for refs in (*args, *kwargs.values()):

@@ -263,12 +263,8 @@ def _vars(visitor: Visitor, args: _Arguments, kwargs: Mapping[str, Refs]) -> Ref
     return attribute(visitor, args[0], "__dict__") if args else None
 
 
-def _same(visitor: Visitor, args: _Arguments, kwargs: Mapping[str, Refs]) -> Refs | None:
-    """A copy: what is read of it is read of the original."""
-    return args[0] if len(args) == 1 and not kwargs else None
-
-
-def _replace(visitor: Visitor, args: _Arguments, kwargs: Mapping[str, Refs]) -> Refs | None:
+def _copy(visitor: Visitor, args: _Arguments, kwargs: Mapping[str, Refs]) -> Refs | None:
+    """What is read of a copy is read of the original."""
     return args[0] if args else None
 
 
@@ -319,6 +315,12 @@ def _kind(visitor: Visitor, args: _Arguments, kwargs: Mapping[str, Refs]) -> Ref
     return ()
 
 
+def _each(visitor: Visitor, args: _Arguments, kwargs: Mapping[str, Refs]) -> Refs | None:
+    for arg in args:
+        elements(visitor, arg)
+    return None
+
+
 def _nothing(visitor: Visitor, args: _Arguments, kwargs: Mapping[str, Refs]) -> Refs | None:
     return ()
 
@@ -341,20 +343,12 @@ def _getenv(visitor: Visitor, args: _Arguments, kwargs: Mapping[str, Refs]) -> R
     return either(item(visitor, (Ref.to(os.environ, "os.environ"),), args[0]), *args[1:]) if args else None
 
 
-def _float(visitor: Visitor, args: _Arguments, kwargs: Mapping[str, Refs]) -> Refs | None:
-    return _converted(visitor, args, "__float__")
-
-
-def _int(visitor: Visitor, args: _Arguments, kwargs: Mapping[str, Refs]) -> Refs | None:
-    return _converted(visitor, args, "__int__")
-
-
-def _converted(visitor: Visitor, args: _Arguments, name: str) -> Refs | None:
-    """What the argument's own class says that it is."""
+def _number(visitor: Visitor, args: _Arguments, kwargs: Mapping[str, Refs]) -> Refs | None:
     for owner in args[0] if args else ():
-        method = in_classes(type(owner.value).__mro__, name)
-        if isinstance(method, FunctionType):
-            visitor.enter(Ref(method, bound=owner))
+        for name in ("__float__", "__int__", "__index__"):
+            method = in_classes(type(owner.value).__mro__, name)
+            if isinstance(method, FunctionType):
+                visitor.enter(Ref(method, bound=owner))
     return None
 
 
@@ -370,6 +364,9 @@ _KNOWN: Mapping[Any, Callable[..., Refs | None]] = MappingProxyType(
         id: _nothing,
         callable: _kind,
         print: _nothing,
+        sum: _each,
+        max: _each,
+        min: _each,
         dict: _dict,
         collections.OrderedDict: _dict,
         list: _list,
@@ -383,13 +380,13 @@ _KNOWN: Mapping[Any, Callable[..., Refs | None]] = MappingProxyType(
         zip: _zip,
         enumerate: _enumerate,
         map: _map,
-        float: _float,
-        int: _int,
-        copy.copy: _same,
-        copy.deepcopy: _same,
+        float: _number,
+        int: _number,
+        copy.copy: _copy,
+        copy.deepcopy: _copy,
         dataclasses.asdict: _asdict,
         dataclasses.astuple: _astuple,
-        dataclasses.replace: _replace,
+        dataclasses.replace: _copy,
         os.getenv: _getenv,
         operator.attrgetter: _attrgetter,
         operator.itemgetter: _itemgetter,

@@ -30,6 +30,7 @@ _BUILTIN_ITEMS = (
     tuple.__getitem__,
     MappingProxyType.__getitem__,
     collections.deque.__getitem__,
+    bytearray.__getitem__,
 )
 # Libraries of which a function, named in the code, is one that the scan may know.
 _STANDARD = frozenset({"builtins", "copy", "dataclasses", "functools", "itertools", "math", "operator", "os"})
@@ -113,7 +114,7 @@ class Ref:
         if isinstance(owner, type):
             return self._of_class(owner, name)
         if name == "__dict__":
-            return self.follow(instance_dict(owner), Step(name))
+            return self.follow(held, Step(name)) if (held := instance_dict(owner)) else None
         return self._stored(name) or _member(type(owner).__mro__, name, self)
 
     def _of_module(self, name: str) -> Ref | None:

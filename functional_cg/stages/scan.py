@@ -101,6 +101,21 @@ class Scan:
         for ref in refs:
             self._read_whole(ref)
 
+    def hold(self, ref: Ref) -> None:
+        """Note all of something that belongs to the structure of a state: it is not to change at all."""
+        self.use((ref,))
+        owner = ref.value
+        ours = type(owner).__module__.partition(".")[0] in (__name__.partition(".")[0], torch.__name__)
+        if ours or callable(owner):
+            return
+        if (
+            dataclasses.is_dataclass(owner) and type(owner).__hash__ is not None
+        ):  # its fields are not bound anew
+            fields = [ref.attribute(field.name) for field in dataclasses.fields(owner)]
+            self.use(tuple(field for field in fields if field is not None))
+        elif (held := ref.attribute("__dict__")) is not None:
+            self.use((dataclasses.replace(held, name=ref.name),))
+
     def _read_whole(self, ref: Ref, depth: int = 0) -> None:
         if isinstance(ref.value, Made):
             for part in ref.value.all:
@@ -112,7 +127,9 @@ class Scan:
 
     def _define(self, ref: Ref) -> None:
         """Note the definition of a function of the user that a name leads to: a notebook may define it anew."""
-        if ref.root is not None and ref.steps and is_user_file(ref.value.__code__.co_filename):
+        if not is_user_file(ref.value.__code__.co_filename):
+            self._identify(ref)
+        elif ref.root is not None and ref.steps:
             for name in ("__code__", "__closure__", "__defaults__", "__kwdefaults__"):
                 part = ref.follow(getattr(ref.value, name), Step(name), name=ref.name)
                 if part is not None and part.value is not None:

@@ -61,7 +61,7 @@ _SCALARS = (
     torch.layout,
     torch.memory_format,
 )
-_CONTAINERS = (list, tuple, dict, set, frozenset, deque, MappingProxyType)
+_CONTAINERS = (list, tuple, dict, set, frozenset, deque, bytearray, MappingProxyType)
 missing = object()
 
 
@@ -181,7 +181,7 @@ def _reader(container: Any) -> Callable[[Any], Iterable[Any]]:
             return lambda now: itertools.chain.from_iterable(now.items())
         case set() | frozenset():
             return _set_parts
-        case list() | tuple() | deque():
+        case list() | tuple() | deque() | bytearray():
             return iter
     return _array_parts
 

@@ -105,17 +105,15 @@ def watch(
       arguments: Static arguments by name: what `fn` reads of them (``cfg.lr``) is watched too.
       constants: Declared constants: a name that led to one has to lead to the same tensor.
     Returns:
-      The watch. Values reached in other ways (``getattr`` with a computed name, files, clocks, what an iteration
-      yields) are not on it.
+      The watch. Values reached in other ways (files, clocks, a computed attribute, a contextvar) are not on it.
     """
     scan = Scan(constants)
     scan.enter(
         Ref.to(fn, "self"), kwargs={name: (Ref.to(value, name),) for name, value in (arguments or {}).items()}
     )
     for root in roots:
-        name = getattr(root, "__name__", type(root).__name__)
-        scan.reach(Ref.to(root, name))
-        scan.offer((Ref.to(root, name),))
+        name = getattr(root, "__name__", f"static {type(root).__name__}")
+        scan.hold(scan.reach(Ref.to(root, name)))
     return HostWatch(
         tuple(scan.values.values()),
         definitions=tuple(scan.definitions.values()),
@@ -190,6 +188,12 @@ def _fix(name: str, old: object) -> str:
         return "set the mode before the first call and leave it; for another one make another step."
     if name.endswith(".training"):
         return "make one step for training and one for evaluation; each is captured in its own mode."
+    if name.endswith(")") or " in " in name:
+        return "make the step anew, `graph_step(fn)`; or decide by an argument that is named in `static_argnames`."
+    if isinstance(old, Contents):
+        return (
+            f"pass what is read of `{name}` in the batch, or keep it in the state; else make the step anew."
+        )
     argument = name.rpartition(".")[2] if name.rpartition(".")[2].isidentifier() else "name"
     return (
         f"pass `{name}` in the batch (a Python number in the inputs is live) or keep it in the state; if it seldom "
