@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import collections
+import dataclasses
 import re
+import types
 import warnings
 from collections import OrderedDict, namedtuple
 from enum import Enum
@@ -454,6 +457,105 @@ def test_objects_inside_of_an_input_are_watched() -> None:
             step(state, batch)
         settings.lr = 2.0
     assert step(state, batch)[1].item() == 4.0
+
+
+class DotDict(dict):  # type: ignore[type-arg]
+    __getattr__ = dict.get
+
+
+@dataclasses.dataclass
+class Batch:
+    x: Tensor
+
+
+@pytest.mark.parametrize(
+    ("make", "got", "fix"),
+    [
+        (lambda: DotDict(x=torch.ones(2)), "DotDict", "pass `dict(batch)`"),
+        (lambda: collections.UserDict(x=torch.ones(2)), "UserDict", "pass `dict(batch)`"),
+        (lambda: Batch(torch.ones(2)), "Batch", "`fcg.tree.register_dataclass(Batch)`"),
+    ],
+)
+def test_tensors_in_what_is_no_pytree_are_refused(make: Any, got: str, fix: str) -> None:
+    def f(batch: Any) -> Any:
+        return batch
+
+    with pytest.raises(LayoutError, match=rf"batch  .*got {got}, which is no pytree(.|\n)*{re.escape(fix)}"):
+        fcg.graph_fn(f)(make())
+
+
+MUTABLE: dict[str, tuple[Any, Any, Any]] = {
+    "set": (lambda: {"a"}, lambda held: 1.0 if "a" in held else 2.0, lambda held: held.clear()),
+    "bytearray": (lambda: bytearray(b"a"), lambda held: held[0], lambda held: held.append(1) or held.pop(0)),
+    "Counter": (lambda: collections.Counter(a=1), lambda held: held["a"], lambda held: held.update("a")),
+    "UserDict": (lambda: collections.UserDict(a=1), lambda held: held["a"], lambda held: held.update(a=2)),
+    "module": (
+        lambda: torch.nn.LeakyReLU(0.1),
+        lambda held: held(torch.ones(1)),
+        lambda held: setattr(held, "negative_slope", 0.5),
+    ),
+    "object": (
+        lambda: types.SimpleNamespace(rates=[0.1]),
+        lambda held: sum(held.rates),
+        lambda held: held.rates.append(1.0),
+    ),
+}
+
+
+@pytest.mark.parametrize(("make", "read", "change"), MUTABLE.values(), ids=MUTABLE)
+@pytest.mark.parametrize("wrap", [lambda held: held, lambda held: {"held": held}])
+def test_an_input_that_is_changed_in_place_is_loud(make: Any, read: Any, change: Any, wrap: Any) -> None:
+    held = make()
+    f = fcg.graph_fn(lambda x, batch: x * read(batch["held"] if type(batch) is dict else batch))
+    for _ in range(2):
+        f(1.0, wrap(held))
+    change(held)
+    with pytest.raises(fcg.BakedValueError, match=r"traced .* now "):
+        f(1.0, wrap(held))
+
+
+@dataclasses.dataclass(frozen=True)
+class Frozen:
+    rates: dict[str, float]
+
+
+@pytest.mark.parametrize(
+    ("held", "read", "change"),
+    [
+        ({"lr": 0.1}, lambda held: held["lr"], lambda held: held.update(lr=5.0)),
+        ([0.1], lambda held: held[-1], lambda held: held.append(5.0)),
+        (types.SimpleNamespace(lr=0.1), lambda held: held.lr, lambda held: setattr(held, "lr", 5.0)),
+        (Frozen({"lr": 0.1}), lambda held: held.rates["lr"], lambda held: held.rates.update(lr=5.0)),
+    ],
+)
+def test_a_static_field_that_is_changed_in_place_is_loud(held: Any, read: Any, change: Any) -> None:
+    class Run(fcg.TrainState):
+        held: Any = tree.static()
+
+    state: Any = Run.create(params={"w": torch.ones(1)}, optimizer=fcg.optim.sgd(0.1), held=held)
+    step = fcg.graph_step(lambda s, x: (s, x * read(s.held)))
+    for _ in range(2):
+        state, _ = step(state, 1.0)
+    change(held)
+    with pytest.raises(fcg.BakedValueError, match=r"static \w+.*  traced .* now "):
+        step(state, 1.0)
+
+
+def test_a_constant_that_is_bound_anew_is_loud_and_a_write_through_data_is_for_verify() -> None:
+    teacher = torch.nn.Linear(2, 2)
+
+    def f(x: Tensor) -> Tensor:
+        return x @ teacher.weight
+
+    plain, checked = (fcg.graph_fn(f, constants=(teacher.weight,), debug=debug) for debug in (None, "verify"))
+    for step in (plain, checked):
+        step(torch.ones(2))
+    teacher.weight.data.mul_(0.5)
+    with pytest.raises(fcg.CaptureError, match="differs by"):
+        checked(torch.ones(2))
+    teacher.weight = torch.nn.Parameter(torch.zeros(2, 2))
+    with pytest.raises(fcg.BakedValueError, match=r"teacher\.weight  traced the tensor"):
+        plain(torch.ones(2))
 
 
 def test_numbers_are_made_on_the_host_whatever_the_default_device() -> None:
