@@ -949,6 +949,21 @@ def test_large_container_is_compared_by_its_length_and_its_first_parts():
     assert not seen.unchanged()
 
 
+def test_registry_of_an_installed_package_may_grow():
+    package: dict[str, Any] = {
+        "__file__": "/env/site-packages/package.py",
+        "REGISTRY": {"a": 0.1},
+        "RATE": 0.1,
+    }
+    exec(compile("def find(k): return REGISTRY.get(str(k)), RATE", "/env/package.py", "exec"), package)
+    find = package["find"]
+    seen = watch(lambda x: find(x))
+    package["REGISTRY"]["b"] = 0.2
+    assert seen.unchanged()
+    package["RATE"] = 0.2
+    assert not seen.unchanged()
+
+
 def test_recursion_and_branches_of_the_user_end():
     def visit(x, depth):
         return visit((x, depth), visit([x], depth)) + visit(depth, [x]) if x else x

@@ -13,8 +13,8 @@ from typing import Any
 
 from . import calls
 from .machine import OPERATORS, Machine
-from .refs import Made, Ref, Refs, Step, either, is_user_module
-from .values import has_key, in_classes, is_value
+from .refs import Made, Ref, Refs, Step, either, is_installed, is_user_module
+from .values import has_key, in_classes, is_container, is_value
 
 __all__ = ["Inner", "Reader"]
 
@@ -51,6 +51,9 @@ class Reader(Machine):
             self.stack.append(())
         name = ins.argval
         if name in self.namespace:
+            if is_container(self.namespace[name]) and is_installed(self.namespace):
+                self.stack.append(())  # a registry: others add to it, which is no change for this step
+                return
             self.push((Ref(self.namespace[name], self.namespace, (Step(name, item=True),), name),))
         else:
             found = getattr(builtins, name, None)

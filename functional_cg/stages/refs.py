@@ -13,6 +13,7 @@ import itertools
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import PurePath
 from types import FunctionType, MappingProxyType, MemberDescriptorType, ModuleType
 from typing import Any
 
@@ -21,7 +22,7 @@ import torch
 from ..source import is_user_file
 from .values import LARGEST, View, in_classes, instance_dict, is_array, is_container, is_value, missing
 
-__all__ = ["Made", "Ref", "Refs", "Step", "either", "is_user_module"]
+__all__ = ["Made", "Ref", "Refs", "Step", "either", "is_installed", "is_user_module"]
 
 _LONGEST_PATH = 32
 _BUILTIN_ITEMS = (
@@ -288,6 +289,12 @@ def _inherited(parent: Any, name: str, instance: Ref | None) -> Ref | None:
     classes = parent.__self_class__.__mro__
     after = classes[classes.index(parent.__thisclass__) + 1 :]
     return _member(after, name, instance or Ref(parent.__self__))
+
+
+def is_installed(namespace: Mapping[str, Any]) -> bool:
+    """Whether code with these globals is of an installed package, rather than of the project that runs."""
+    path = PurePath(str(namespace.get("__file__") or ""))
+    return not {"site-packages", "dist-packages"}.isdisjoint(path.parts)
 
 
 def is_user_module(module: ModuleType) -> bool:

@@ -1,8 +1,9 @@
 """Which values of the host a function's Python reads directly, found in its bytecode without running it.
 
-A value is read directly when a name (a global, a closure cell, a default, ``self``), followed by attributes and
-constant keys, leads to it. Names are followed through local variables that are assigned once, as arguments into the
-user's own functions, and into what wrappers of libraries close over. The getter of a property is scanned, not run.
+A value is read directly when a name (a global, a closure cell, a default, ``self``), followed by attributes and keys,
+leads to it. Names are followed through local variables and branches, as arguments into the user's own functions and
+back as their results, and into what wrappers of libraries close over. Of a container that is handed on as a whole, what
+it holds is noted; of an object only what is read by name. The getter of a property is scanned, not run.
 """
 
 from __future__ import annotations
