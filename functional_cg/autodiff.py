@@ -71,7 +71,12 @@ def value_and_grad(fn: Callable[..., Any], *, has_aux: bool = False) -> Callable
         flat, treedef = pytree.flatten(params)
         _refuse_undifferentiable(name, treedef, flat)
         recording = torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
-        with torch.inference_mode(False), torch.enable_grad():
+        threads = torch.autograd.is_multithreading_enabled()  # which leaving inference mode would switch on
+        with (
+            torch.inference_mode(False),
+            torch.autograd.set_multithreading_enabled(threads),
+            torch.enable_grad(),
+        ):
             leaves = [_differentiable(leaf, recording=recording) for leaf in flat]
             out = fn(pytree.unflatten(treedef, leaves), *args, **kwargs)
             value, aux = _split(name, out) if has_aux else (out, None)

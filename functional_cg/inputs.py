@@ -133,9 +133,6 @@ def input_layout(
     return InputLayout(tuple(roots), treedef, names, tuple(leaves)), live
 
 
-# -- what cannot be copied in ---------------------------------------------------------------------------------
-
-
 def _refuse_unfit(
     function: str,
     names: Sequence[str],

@@ -20,7 +20,7 @@ from torch import Tensor
 from .arena import Arena, BufferSpec, storage_key
 from .errors import DonatedStateError, ReadOnlyError
 from .markup import card, table
-from .ops import tensors_in, written_arguments
+from .ops import copies, tensors_in, written_arguments
 from .summary import summary
 from .tree import KeyPath, Treedef
 
@@ -72,7 +72,7 @@ class Lease:
             here = [value.detach().to(arena.device) for value in values]
             calls: list[Callable[[], Any]] = [self.raised()]
             if positions:
-                calls.append(partial(torch._foreach_copy_, [arena.slots[i] for i in positions], here))
+                calls += copies([arena.slots[i] for i in positions], here)
             uninterrupted(calls)
 
 
@@ -217,8 +217,6 @@ class Leaf(Tensor):
     def _owned(self) -> Tensor:
         return self._read().clone()
 
-    # -- what reads -------------------------------------------------------------------------------------------
-
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"{self._title}\n{self._owned()!r}" if self._alive else self._title
 
@@ -250,8 +248,6 @@ class Leaf(Tensor):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return self._owned().__reduce_ex__(protocol)
-
-    # -- what writes ------------------------------------------------------------------------------------------
 
     def __setitem__(self, key: Any, value: Any) -> Never:  # would write into a copy, in silence
         raise self._read_only()

@@ -205,8 +205,6 @@ class Lowered:
             "temporaries": sum(size for storage, size in first.items() if storage not in outside),
         }
 
-    # -- what it looks like -----------------------------------------------------------------------------------
-
     def __repr__(self) -> str:
         return f"<Lowered {self.name}: {self._plan_line()}>"
 

@@ -53,9 +53,6 @@ def _shown(leaf: Any) -> str:
     return str(leaf) if isinstance(leaf, BufferSpec) else f"{type(leaf).__name__} {leaf!r}"
 
 
-# -- what to do -----------------------------------------------------------------------------------------------
-
-
 def layout_fix(expected: InputLayout, got: InputLayout, more: str) -> str:
     """What to do about the differences: in the words of the kind that comes first.
 

@@ -7,7 +7,8 @@ without saying so; the tag ``nondeterministic_seeded`` is on attention and RNN o
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from types import MappingProxyType
 from typing import Any
 
@@ -15,14 +16,19 @@ import torch
 from torch import Tensor
 
 __all__ = [
+    "UNGROUPED",
     "argument",
     "can_draw",
+    "copies",
     "is_batched",
     "named_arguments",
     "sync_reason",
     "tensors_in",
     "written_arguments",
 ]
+
+# On CUDA torch has no grouped copy of these.
+UNGROUPED = frozenset({torch.uint16, torch.uint32, torch.uint64})
 
 # op name -> (arguments written, flag argument that switches writing on, or "" for always)
 _HIDDEN_WRITES: Mapping[str, tuple[tuple[str, ...], str]] = MappingProxyType(
@@ -136,3 +142,16 @@ def sync_reason(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> st
     if torch.Tag.data_dependent_output in func.tags:
         return "asks for the value of a tensor on the host"
     return ""
+
+
+def copies(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> list[Callable[[], Any]]:
+    """Few calls that copy each source into its target: one for all that torch can copy as a group."""
+    pairs = list(zip(targets, sources, strict=True))
+    grouped = [(target, source) for target, source in pairs if target.dtype not in UNGROUPED]
+    calls: list[Callable[[], Any]] = [
+        partial(target.copy_, source) for target, source in pairs if target.dtype in UNGROUPED
+    ]
+    if grouped:
+        into, out_of = zip(*grouped, strict=True)
+        calls.append(partial(torch._foreach_copy_, list(into), list(out_of)))
+    return calls

@@ -191,9 +191,6 @@ def tree_text(treedef: Treedef, entries: Sequence[Entry], path: str) -> list[str
     return columns([(end.path, end.what, f"{end.nbytes:,} B") for end in ends])
 
 
-# -- HTML -----------------------------------------------------------------------------------------------------------
-
-
 def tree_html(treedef: Treedef, entries: Sequence[Entry], path: str) -> Html:
     """A tree that folds: key path, spec, bytes and a bar of its share of the whole."""
     root = outline(treedef, entries, path, lines=_HTML_LINES, widest=_HTML_CHILDREN, cut=True)
@@ -227,9 +224,6 @@ def branches_html(branches: Sequence[Branch], total: int) -> Html:
     if rows:
         parts.append(table(rows))
     return element("div", *parts)
-
-
-# -- the arena ------------------------------------------------------------------------------------------------------
 
 
 def segments(plan: Plan, paths: Sequence[KeyPath]) -> list[Segment]:

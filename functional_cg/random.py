@@ -372,7 +372,8 @@ def uniform(
     """Draw uniformly from [low, high).
 
     24 random bits an element (53 for float64), scaled in float32 (float64), rounded to ``dtype`` and kept
-    inside: no result is below ``low``, and none is ``high``, in any dtype.
+    inside: no result is below ``low``, and none is ``high``, in any dtype. Compiled, a result that is scaled to other
+    bounds than 0 and 1 may differ in its last bit.
 
     Raises:
       LayoutError: If ``key`` is not an i64[2].
@@ -390,7 +391,7 @@ def uniform(
     else:
         unit = ((bits(key, n, stream=stream) >> 8) & 0xFFFFFF).to(torch.float32) * 2.0**-24
     if (low, high) != (0.0, 1.0):
-        # The clamp changes no value: it keeps compilers from rounding product and sum only once.
+        # The clamp changes no value: it keeps most compilers from rounding product and sum only once.
         unit = (unit * (high - low)).clamp(max=high - low) + low
     return unit.to(dtype).clamp(smallest, largest).view(shape)
 

@@ -292,9 +292,6 @@ def _arithmetic(site: _Site) -> tuple[str, str] | None:
     )
 
 
-# -- subscripts -----------------------------------------------------------------------------------------------
-
-
 def _subscript(site: _Site) -> tuple[str, str] | None:
     node = site.node
     if not isinstance(node, ast.Subscript):

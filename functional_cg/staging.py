@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from .arena import Arena, BufferSpec, plan
+from .ops import UNGROUPED
 from .streams import current_stream
 
 __all__ = ["Staging"]
@@ -35,6 +36,7 @@ class Staging:
         self.slots = self.arena.slots
         self._ring: list[_PinnedSlot] = []
         self._turn = 0
+        self._singly = any(slot.dtype in UNGROUPED for slot in self.slots)
 
     def copy_in(self, leaves: Sequence[Tensor]) -> None:
         """Copy leaves into the static buffers; the caller's memory is free again when this returns."""
@@ -44,7 +46,7 @@ class Staging:
             self.fill(leaves)
             return
         host = [i for i, leaf in enumerate(leaves) if leaf.is_cpu]
-        if len(leaves) - len(host) <= _FEW:
+        if self._singly or len(leaves) - len(host) <= _FEW:
             for slot, leaf in zip(self.slots, leaves, strict=True):
                 if not leaf.is_cpu:
                     slot.copy_(leaf)

@@ -18,6 +18,7 @@ from .arena import Arena, BufferSpec, Plan, plan, refuse_aliases, refuse_unplace
 from .errors import LayoutError, ReadOnlyError
 from .leaf import Leaf, Lease, Part, as_tensor, donated, key_name, owned, uninterrupted
 from .markup import card, fold
+from .ops import copies
 from .outline import Entry, arena_html, count, tree_html, tree_text
 from .tree import KeyPath, Treedef, TreeView, path_string
 
@@ -193,8 +194,6 @@ class Handle(TreeView):
             return self._child(self._part)
         return pytree.node_unflatten(self._node, [self._child(part) for part in self._part.children.values()])
 
-    # -- forwarding -------------------------------------------------------------------------------------------
-
     def __getattr__(self, name: str) -> Any:
         if name == "_donor" or name.startswith(("__", "_ipython_", "_repr_")):
             raise AttributeError(name)  # not donated yet; no such protocol, also for notebooks
@@ -365,7 +364,8 @@ def fill(lease: Lease, leaves: Sequence[Tensor]) -> None:
     lease.arena.join()
     if leaves:
         with torch.inference_mode(False), torch.no_grad():
-            torch._foreach_copy_(list(lease.arena.slots), [leaf.detach() for leaf in leaves])
+            for call in copies(lease.arena.slots, [leaf.detach() for leaf in leaves]):
+                call()
 
 
 def snapshot(state: T) -> T:

@@ -484,3 +484,18 @@ def test_microbatches_in_a_captured_step_equal_eager() -> None:
     expected, expected_metrics = step(start, batch)
     close(metrics, expected_metrics, rtol=0, atol=0)
     close(fcg.snapshot(state), expected, rtol=0, atol=0)
+
+
+def test_gradients_stay_on_the_thread_that_the_caller_wants() -> None:
+    """Autograd has a thread for each GPU, on which a capture sees another thread's work."""
+    seen = []
+
+    def loss(w: Tensor) -> Tensor:
+        w.register_hook(lambda grad: seen.append(torch.autograd.is_multithreading_enabled()))
+        seen.append(torch.autograd.is_multithreading_enabled())
+        return w.sum()
+
+    for enabled in (True, False):
+        with torch.autograd.set_multithreading_enabled(enabled):
+            fcg.grad(loss)(torch.ones(2))
+    assert seen == [True, True, False, False]

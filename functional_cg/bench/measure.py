@@ -121,9 +121,6 @@ def environment(device: torch.device) -> dict[str, Any]:
     }
 
 
-# -- one system ---------------------------------------------------------------------------------------------------
-
-
 def _clean(device: torch.device) -> None:
     gc.collect()
     if device.type == "cuda":
@@ -203,9 +200,6 @@ def _host_us(system: System, calls: int) -> float:
     return statistics.median(times) * 1e6
 
 
-# -- a workload ---------------------------------------------------------------------------------------------------
-
-
 def bench(
     work: Workload,
     against: Sequence[str],
@@ -281,9 +275,6 @@ def _shut(system: System, row: Row) -> None:
 def _last_line(error: Exception) -> str:
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0] if lines else ''}"
-
-
-# -- for people ---------------------------------------------------------------------------------------------------
 
 
 def table(work: Workload, rows: Sequence[Row]) -> str:

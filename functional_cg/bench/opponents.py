@@ -84,9 +84,6 @@ def _waiter(device: torch.device) -> Callable[[], None]:
     return (lambda: torch.cuda.synchronize(device)) if device.type == "cuda" else (lambda: None)
 
 
-# -- ours ---------------------------------------------------------------------------------------------------------
-
-
 def _ours(name: str, work: Workload, device: torch.device, batches: Sequence[Batch]) -> System:
     lowering: Literal["aten", "inductor"] = "aten" if name == "ours-aten" else "inductor"
     params = {key: value.to(device) for key, value in work.params().items()}
@@ -131,9 +128,6 @@ def _train_step(work: Workload) -> Callable[[Any, Batch], tuple[Any, dict[str, T
 def _one_leaf(state: Any, batch: Any) -> tuple[Any, dict[str, Any]]:
     leaf = state["leaf00000"] * 0.99 + batch["x"]
     return {**state, "leaf00000": leaf}, {"loss": leaf.sum()}
-
-
-# -- torch --------------------------------------------------------------------------------------------------------
 
 
 class _Model(nn.Module):
@@ -268,9 +262,6 @@ def _one_leaf_in_place(work: Workload, device: torch.device, static: Batch) -> _
         leaf.copy_(initial)
 
     return update, restore, _nothing
-
-
-# -- jax ----------------------------------------------------------------------------------------------------------
 
 
 def _jax(work: Workload, device: torch.device, batches: Sequence[Batch]) -> System:

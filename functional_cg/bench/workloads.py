@@ -136,9 +136,6 @@ def workload(name: str) -> Workload:
     return next(one for one in _all() if one.name == name)
 
 
-# -- torch --------------------------------------------------------------------------------------------------------
-
-
 def torch_loss(work: Workload) -> Callable[[Params, Tensor, Tensor], Tensor]:
     """The loss ``f(params, x, y) -> f32[]``, for eager, compiled and captured systems alike."""
     dtype = torch.bfloat16 if work.bf16 else torch.float32
@@ -170,9 +167,6 @@ def torch_loss(work: Workload) -> Callable[[Params, Tensor, Tensor], Tensor]:
         return F.cross_entropy(logits.flatten(0, 1).float(), y.flatten())
 
     return mlp if work.kind == "mlp" else gpt
-
-
-# -- jax ----------------------------------------------------------------------------------------------------------
 
 
 def jax_loss(work: Workload, jax: Any, optax: Any, attention: str | None) -> Callable[..., Any]:

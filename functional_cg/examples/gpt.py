@@ -83,9 +83,6 @@ def make_model(options: Namespace) -> Model:
     return PureGPT(GPTModule(*sizes)) if options.module else functions
 
 
-# -- the training step --------------------------------------------------------------------------------------------
-
-
 def make_optimizer(peak_lr: float, steps: int) -> fcg.optim.GradientTransformation:
     """AdamW that decays the matrices only, behind a clip of the gradient's norm."""
     schedule = fcg.optim.warmup_cosine(peak_lr, steps // 10, steps, end_value=peak_lr / 10)
@@ -141,9 +138,6 @@ def make_evaluate(model: Model, lowering: Lowering = "auto") -> Evaluate:
     return evaluate
 
 
-# -- the loop -----------------------------------------------------------------------------------------------------
-
-
 def mean_loss(evaluate: Evaluate, state: State, held_out: Sequence[Batch]) -> float:
     """Validation loss of a state, which is borrowed."""
     return float(torch.stack([evaluate(state.params, batch) for batch in held_out]).mean())
@@ -197,9 +191,6 @@ def train(
         fcg.save(checkpoint, state)
     history.validation.append((int(state.step), mean_loss(evaluate, state, held_out)))
     return state, history
-
-
-# -- the program --------------------------------------------------------------------------------------------------
 
 
 def first_state(options: Namespace, model: Model) -> State:

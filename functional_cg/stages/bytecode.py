@@ -44,8 +44,6 @@ class Inner:
 class Reader(Machine):
     """What the instructions that make chains and calls do on references."""
 
-    # -- names --------------------------------------------------------------------------------------------------
-
     def op_load_global(self, ins: dis.Instruction) -> None:
         if ins.arg is not None and ins.arg & 1 and ins.opname == "LOAD_GLOBAL":
             self.stack.append(())
@@ -101,8 +99,6 @@ class Reader(Machine):
 
     def op_import_from(self, ins: dis.Instruction) -> None:
         self.push(calls.attribute(self.visitor, self.peek(), ins.argval))
-
-    # -- chains -------------------------------------------------------------------------------------------------
 
     def op_load_attr(self, ins: dis.Instruction) -> None:
         self.stack.append(calls.attribute(self.visitor, self.pop(), ins.argval))
@@ -176,8 +172,6 @@ class Reader(Machine):
         else:
             self.stack[-1], self.stack[-depth] = self.stack[-depth], self.stack[-1]
 
-    # -- containers ---------------------------------------------------------------------------------------------
-
     def op_build_tuple(self, ins: dis.Instruction) -> None:
         self.stack += [Made.of(*self.take(ins.arg or 0))]
 
@@ -234,8 +228,6 @@ class Reader(Machine):
         placed = [getattr(ref.value, "__match_args__", ())[: ins.arg or 0] for ref in cls]
         keys = [*(placed[0] if placed else ()), *(names[0].value if names else ())]
         self.stack.append(Made.of(*(calls.attribute(self.visitor, owners, key) for key in keys)))
-
-    # -- calls --------------------------------------------------------------------------------------------------
 
     def op_make_function(self, ins: dis.Instruction) -> None:
         code = self.pop()

@@ -68,9 +68,6 @@ class Visitor(Protocol):
         """This is called; returns what the result stands for, or None if the callee is unknown."""
 
 
-# -- reading one value ------------------------------------------------------------------------------------------
-
-
 def attribute(visitor: Visitor, owners: Refs, name: str) -> Refs:
     """What ``owner.name`` stands for; getters of properties are scanned."""
     return either(*(_attribute(visitor, owner, name) for owner in owners))
@@ -163,9 +160,6 @@ def length(visitor: Visitor, owner: Ref, view: View = LENGTH) -> None:
             visitor.enter(Ref(method, bound=owner))
             return
     visitor.note(owner, view if view.fits(owner.storage.value) else KIND)
-
-
-# -- builtins ---------------------------------------------------------------------------------------------------
 
 
 def known_call(visitor: Visitor, ref: Ref, args: _Arguments, kwargs: Mapping[str, Refs]) -> Refs | None:

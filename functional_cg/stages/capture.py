@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from ..errors import CaptureError, FunctionalCGError, StreamError
+from ..ops import copies
 from ..state import uninterrupted
 from ..streams import current_device
 from .lower import Before, Buffers, ExecutionPlan, quiet
@@ -262,5 +263,6 @@ def copy_out(static: Sequence[Tensor]) -> list[Tensor]:
         into.append(new)
         source.append(old)
     for into, source in groups.values():
-        torch._foreach_copy_(into, source)
+        for call in copies(into, source):
+            call()
     return fresh

@@ -17,6 +17,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from ..ops import UNGROUPED
 from ..source import Location
 from ..state import uninterrupted
 from .program import Instr, Program, SlotRange, Var, live, map_vars, vars_in
@@ -62,9 +63,6 @@ class ExecutionPlan(Protocol):
     def as_text(self) -> str:
         """The plan as source code."""
         ...
-
-
-# -- analysis, shared by all lowerings ----------------------------------------------------------------------------
 
 
 def live_instrs(program: Program) -> list[Instr]:
@@ -174,9 +172,6 @@ def in_place(op: Any) -> Any:
     """The in-place twin of a functional fused optimizer op."""
     name = op._schema.name.removeprefix("aten::") + "_"
     return getattr(getattr(torch.ops.aten, name), op._overloadname)
-
-
-# -- the aten lowering --------------------------------------------------------------------------------------------
 
 
 class AtenPlan:
@@ -303,8 +298,13 @@ class AtenPlan:
             call = self._call(instr, in_place(instr.op))
             calls.append("partial(" + call.replace("(", ", ", 1))
         for number, group in enumerate(self._commit_groups()):
-            values = ", ".join(f"w_{old!r}" if old in plan.staged else repr(new) for old, new in group)
-            calls.append(f"partial(copy_all, commit_slots[{number}], [{values}])")
+            values = [f"w_{old!r}" if old in plan.staged else repr(new) for old, new in group]
+            if group[0][0].spec.dtype in UNGROUPED:
+                calls += [
+                    f"partial({old!r}.copy_, {value})" for (old, _), value in zip(group, values, strict=True)
+                ]
+            else:
+                calls.append(f"partial(copy_all, commit_slots[{number}], [{', '.join(values)}])")
         calls += [f"clear{number}" for number in range(len(self._padded))]
         return (
             "def run(before):\n    try:\n"

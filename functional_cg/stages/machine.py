@@ -97,8 +97,6 @@ class Machine:
         self.clear()
         return Made.of(self.returned) if self.code.co_flags & _GENERATOR else self.returned
 
-    # -- branches -----------------------------------------------------------------------------------------------
-
     def jump(self, ins: dis.Instruction) -> None:
         step = calls.elements(self.visitor, self.peek()) if ins.opname == "FOR_ITER" else ()
         if ins.argval > ins.offset:
@@ -134,8 +132,6 @@ class Machine:
                 self.visitor.note(ref, KIND)
             else:
                 calls.length(self.visitor, ref, TRUTH)
-
-    # -- the stack ----------------------------------------------------------------------------------------------
 
     def push(self, refs: Refs) -> None:
         self.stack.append(tuple(map(self.visitor.reach, refs)))

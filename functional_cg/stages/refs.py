@@ -101,8 +101,6 @@ class Ref:
             value = step.read(value)
         return value if self.view is None else self.view.read(value)
 
-    # -- attributes -------------------------------------------------------------------------------------------------
-
     def attribute(self, name: str) -> Ref | None:
         """Follow an attribute that is stored, not computed; a method or a property comes with its ``self``."""
         owner: Any = self.value
@@ -166,8 +164,6 @@ class Ref:
                 steps = Step(registry), Step(name, item=True)
                 return self.follow(storage[registry][name], *steps, name=f"{self.name}.{name}")
         return None
-
-    # -- items ------------------------------------------------------------------------------------------------------
 
     @property
     def storage(self) -> Ref:

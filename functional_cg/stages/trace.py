@@ -104,8 +104,6 @@ class _Recorder(TorchDispatchMode):
         self.rules = Rules(recipe.name, self._protected, recipe.function)
         self._locator = Locator()
 
-    # -- variables --------------------------------------------------------------------------------------------
-
     def fake(self, spec: BufferSpec, owner: str) -> tuple[Tensor, Var]:
         """A new fake tensor for a leaf that exists outside of the step."""
         with self._mode:
@@ -152,8 +150,6 @@ class _Recorder(TorchDispatchMode):
         self._kept.clear()
         self.declared.clear()
         return references
-
-    # -- dispatch ---------------------------------------------------------------------------------------------
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None

@@ -100,9 +100,6 @@ def instance_dict(owner: object) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
-# -- when two are the same --------------------------------------------------------------------------------------
-
-
 def same(new: Any, old: Any) -> bool:
     """Whether two values bake the same constants: one type, equal, and for floats equal bits. Two tensors do not."""
     if type(new) is not type(old) or isinstance(new, torch.Tensor):
@@ -120,9 +117,6 @@ def same(new: Any, old: Any) -> bool:
 def _bits(number: numbers.Complex) -> bytes:
     value = complex(number)
     return struct.pack("dd", value.real, value.imag)
-
-
-# -- what is compared -------------------------------------------------------------------------------------------
 
 
 class Contents:

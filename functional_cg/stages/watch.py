@@ -19,8 +19,6 @@ from .values import Contents, same, shown
 
 __all__ = ["MODES", "HostWatch", "modes", "refuse_ambient_autocast", "watch"]
 
-# -- torch's modes ----------------------------------------------------------------------------------------------
-
 MODES = (
     "torch.is_autocast_enabled('cuda')",
     "torch.is_autocast_enabled('cpu')",
@@ -85,9 +83,6 @@ def refuse_ambient_autocast(function_name: str) -> None:
         why="A step runs as it was traced, with autocast off: what surrounds the call is not a part of it.",
         fix=f"put `with torch.autocast({(on or ['cuda'])[0]!r}, dtype=...):` inside of `{function_name}`.",
     )
-
-
-# -- the watch --------------------------------------------------------------------------------------------------
 
 
 def watch(

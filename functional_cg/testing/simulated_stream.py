@@ -62,8 +62,6 @@ class SimulatedStream(TorchDispatchMode):
         self._done = 0
         self.queue: deque[Callable[[], Any]] = deque()
 
-    # -- what the library asks of a stream --------------------------------------------------------------------
-
     def wait_stream(self, stream: SimulatedStream) -> None:
         self.queue.append(stream.record_event().synchronize)
 
@@ -79,8 +77,6 @@ class SimulatedStream(TorchDispatchMode):
             while self._done < number:
                 self._done += 1  # first, since the work may wait for a stream that waits for this one
                 self.queue.popleft()()
-
-    # -- what is queued ---------------------------------------------------------------------------------------
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None

@@ -173,8 +173,6 @@ class GraphStepMachine(RuleBasedStateMachine):
         self.kept: list[tuple[Any, Any]] = []
         self.saved: list[Any] = []
 
-    # -- what rules are made of -----------------------------------------------------------------------------------
-
     def add(self, state: Any) -> None:
         """Take a state in, by copy: it may be drawn again."""
         self.states.append((place(snapshot(state)), snapshot(state)))
@@ -223,8 +221,6 @@ class GraphStepMachine(RuleBasedStateMachine):
             self.compare(new, expected, "state")
             self.states[which % len(self.states)] = (new, snapshot(new))
 
-    # -- what users do --------------------------------------------------------------------------------------------
-
     @rule(which=some(), leaf=some(), back=st.booleans())
     def write_a_leaf(self, *, which: int, leaf: int, back: bool) -> None:
         """Replace a leaf by zeros or turn it round, and overwrite the value that was handed over."""
@@ -272,8 +268,6 @@ class GraphStepMachine(RuleBasedStateMachine):
         del self.states[which % len(self.states)]
         self.donated.clear()
         gc.collect(1)
-
-    # -- mistakes -------------------------------------------------------------------------------------------------
 
     @rule(which=some(), leaf=some())
     def write_into_a_leaf(self, which: int, leaf: int) -> None:
@@ -336,8 +330,6 @@ class GraphStepMachine(RuleBasedStateMachine):
         with _refused(ClosedError):
             self.captured(self.chosen(which)[0], *_arguments(call))
         self.captured = self.subject.step.anew(**self.options)
-
-    # -- what holds after each rule -------------------------------------------------------------------------------
 
     @invariant()
     def states_are_what_the_function_made(self) -> None:

@@ -141,20 +141,20 @@ def test_a_call_does_not_wait_for_the_device() -> None:
 def test_the_body_runs_at_trace_time_only(lowering: Any) -> None:
     runs = Counter[str]()
 
-    def counted(state: Any, batch: Any) -> Any:
-        note()
-        return mlp_step(state, batch)
+    def note(frame: Any, event: str, argument: Any) -> None:
+        runs[event] += frame.f_code is mlp_step.__code__
 
-    def note() -> None:
-        runs["body"] += 1
-
-    step = fcg.graph_step(counted, lowering=lowering)
-    state, _ = step(mlp_state(), mlp_batch(0))
-    traced = runs["body"]
+    step = fcg.graph_step(mlp_step, lowering=lowering)
+    sys.setprofile(note)
+    try:
+        state, _ = step(mlp_state(), mlp_batch(0))
+        traced = runs["call"]
+        for i in range(1, 17):
+            state, _ = step(state, mlp_batch(i))
+    finally:
+        sys.setprofile(None)
     assert traced == 2
-    for i in range(1, 17):
-        state, _ = step(state, mlp_batch(i))
-    assert runs["body"] == traced
+    assert runs["call"] == traced
     assert (step.stats.traces, step.stats.captures, step.stats.replays) == (1, 1, 17)
 
 
