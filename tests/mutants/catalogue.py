@@ -44,7 +44,10 @@ MUTANTS = (
         "adopts the leaves of a plain state as slots",
         (
             (
-                "            torch._foreach_copy_(list(lease.arena.slots), [leaf.detach() for leaf in leaves])\n",
+                (
+                    "            for call in copies(lease.arena.slots, [leaf.detach() for leaf in leaves]):\n"
+                    "                call()\n"
+                ),
                 "            lease.arena.slots = tuple(leaf.detach() for leaf in leaves)\n",
             ),
         ),
