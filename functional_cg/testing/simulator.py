@@ -129,7 +129,9 @@ class _SimulatedReplay:
             block.revive()
         for call in self._head:
             call.repeat()
-        uninterrupted((*before, *[call.bound() for call in self._tail]))
+        # A commit of what torch keeps lazily, such as a conjugate, computes before it writes.
+        tail = [call.repeat if call.fresh else call.bound() for call in self._tail]
+        uninterrupted((*before, *tail))
         metrics = [address.memory for address in self._static]
         for block in self.blocks:
             if block not in metrics:

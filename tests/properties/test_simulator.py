@@ -348,3 +348,18 @@ def test_a_replay_that_raises_consumes_nothing(backend: Callable[[], Any]) -> No
         assert_trees_all_equal(state, before, "state")
     assert before["n"].item() == 3
     assert before["row"].tolist() == [4.0, 5.0]
+
+
+def test_a_lazy_conjugate_becomes_a_leaf() -> None:
+    """Its bits are computed by the commit, and not by a call of the step."""
+
+    def step(state: Any, x: torch.Tensor) -> Any:
+        spectrum = torch.fft.fft(x)
+        new = {"conj": spectrum.conj(), "neg": spectrum.conj().imag, "n": state["n"] + 1}
+        return new, {"old": state["conj"]}
+
+    start = {
+        "conj": torch.zeros(4, dtype=torch.complex64), "neg": torch.zeros(4), "n": torch.zeros(()),
+    }  # fmt: skip
+    inputs = [torch.randn(4) for _ in range(16)]
+    assert_replay_equals_eager(fcg.graph_step(step, backend=Simulator()), start, inputs)
