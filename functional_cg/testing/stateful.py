@@ -6,10 +6,8 @@ It needs hypothesis and is imported by its own name.
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any, ClassVar
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from hypothesis import strategies as st
@@ -17,12 +15,13 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from torch import Tensor
 
 from .. import tree as pytree
-from ..errors import ClosedError, DonatedStateError, FunctionalCGError, LayoutError, ReadOnlyError
+from ..errors import DonatedStateError, ReadOnlyError
 from ..graph_step import GraphFn, GraphStep
 from ..stages.capture import Backend
-from ..state import Handle, fork, place, snapshot
-from .laws import assert_no_alias, assert_trees_all_close, assert_trees_all_equal
+from ..state import fork, snapshot
+from .laws import assert_no_alias, assert_trees_all_equal
 from .simulator import Simulator
+from .twins import Subject, Twins, refused
 
 __all__ = ["GraphStepMachine", "machine"]
 
@@ -32,10 +31,6 @@ _MOST_STATES = 3
 def some() -> st.SearchStrategy[int]:
     """Which of several things a rule takes, modulo their number."""
     return st.integers(0, 7)
-
-
-class _RaisedInsideError(Exception):
-    """What a step raises that is made to fail."""
 
 
 def machine(
@@ -94,7 +89,7 @@ def machine(
     inputs = inputs.map(_dense)
 
     class StepMachine(GraphStepMachine):
-        subject = Subject(step.anew(), (GraphFn(_all_leaves), *evaluate), backend, rtol, atol)
+        subject = Subject(step.anew(), (GraphFn(_all_leaves), *evaluate), backend, inputs, rtol, atol)
 
         @initialize(state=state)
         def start(self, state: Any) -> None:
@@ -138,88 +133,31 @@ def machine(
     return StepMachine
 
 
-@dataclass(frozen=True)
-class Subject:
-    """What a machine tests, and how: the arguments of :func:`machine`."""
-
-    step: GraphStep[Any, Any]
-    readers: tuple[GraphFn[Any, Any], ...]
-    backend: Callable[[], Backend] | None
-    rtol: float
-    atol: float
-
-
-class GraphStepMachine(RuleBasedStateMachine):
-    """What :func:`machine` makes a subclass of; a rule of your own can use its methods.
+class GraphStepMachine(Twins, RuleBasedStateMachine):
+    """What :func:`machine` makes a subclass of; a rule of your own can use the methods of :class:`Twins`.
 
     Attributes:
-      captured: The step under test.
-      states: Pairs of a state and the plain tree that it must equal.
-      donated: Handles that were donated, and leaves that were taken from them before.
-      kept: Pairs of what must never change and its copy.
       saved: Snapshots to restore.
     """
 
-    subject: ClassVar[Subject]
-
     def __init__(self) -> None:
         super().__init__()
-        backend = self.subject.backend
-        self.options: dict[str, Any] = {} if backend is None else {"backend": backend()}
-        self.captured: GraphStep[Any, Any] = self.subject.step.anew(**self.options)
-        self.readers = [reader.anew(**self.options) for reader in self.subject.readers]
-        self.states: list[tuple[Any, Any]] = []
-        self.donated: list[Any] = []
-        self.kept: list[tuple[Any, Any]] = []
         self.saved: list[Any] = []
 
-    def add(self, state: Any) -> None:
-        """Take a state in, by copy: it may be drawn again."""
-        self.states.append((place(snapshot(state)), snapshot(state)))
-
-    def chosen(self, which: int) -> tuple[Any, Any]:
-        """A state and its model."""
-        return self.states[which % len(self.states)]
-
-    def advance(self, which: int, state: Any, model: Any) -> None:
-        """Note that a state was donated for a new one, and with it the leaves that were taken from it."""
-        old, _ = self.chosen(which)
-        self.states[which % len(self.states)] = (state, model)
-        self.donated.append(old)
-
-    def keep(self, got: Any, expected: Any) -> None:
-        """Compare what was returned with what should have been; it must stay so."""
-        self.compare(got, expected, "metrics")
-        self.kept.append((got, snapshot(got)))
-
-    def compare(self, got: Any, expected: Any, name: str) -> None:
-        """Assert that two trees are equal, as far as the tolerance asks for it."""
-        rtol, atol = self.subject.rtol, self.subject.atol
-        if rtol or atol:
-            assert_trees_all_close(got, expected, rtol=rtol, atol=atol, name=name)
-        else:
-            assert_trees_all_equal(got, expected, name)
-
-    def call(self, which: int, call: Any, *, eagerly: bool = False, overwrite: bool = False) -> None:
-        """Step, and let the Python function make the same step of the model."""
-        state, model = self.chosen(which)
-        expected, wanted = _run(self.subject.step.__wrapped__, model, call)
-        given = snapshot(call) if overwrite else call
-        leaves = pytree.leaves(state)
-        replays = self.captured.stats.replays
-        new, metrics = (self.captured.eager if eagerly else self.captured)(state, *_arguments(given))
-        self.advance(which, new, expected)
-        self.donated += leaves[-2:]
-        assert eagerly or self.captured.stats.replays == replays + 1, f"it did not replay: {self.captured!r}"
-        if overwrite:
-            pytree.map(_overwrite, given)
-        else:
-            mine = [leaf for leaf in pytree.leaves(call) if isinstance(leaf, Tensor)]
-            self.kept.append((mine, snapshot(mine)))
-        self.keep(metrics, wanted)
-        if self.subject.rtol or self.subject.atol:  # small differences add up from call to call
-            self.compare(new, expected, "state")
-            self.states[which % len(self.states)] = (new, snapshot(new))
+    @precondition(lambda self: isinstance(self.options.get("backend"), Simulator))
+    @rule(data=st.data(), which=some())
+    def take_steps_on_streams(self, data: Any, which: int) -> None:
+        """Queue a few steps on two streams, with one buffer for their inputs, before anything is done."""
+        simulator = self.options["backend"]
+        pairs = []
+        for _ in range(4):
+            with simulator.stream(data.draw(st.sampled_from("ab"), label="stream")):
+                pairs.append(
+                    self.advanced(which, data.draw(self.subject.inputs, label="inputs"), overwrite=True)
+                )
+        simulator.synchronize()
+        for metrics, wanted in pairs:
+            self.keep(metrics, wanted)
 
     @rule(which=some(), leaf=some(), back=st.booleans())
     def write_a_leaf(self, *, which: int, leaf: int, back: bool) -> None:
@@ -273,63 +211,15 @@ class GraphStepMachine(RuleBasedStateMachine):
     def write_into_a_leaf(self, which: int, leaf: int) -> None:
         state, _ = self.chosen(which)
         leaves = pytree.leaves(state)
-        with _refused(ReadOnlyError):
+        with refused(ReadOnlyError):
             leaves[leaf % len(leaves)].zero_()
 
     @precondition(lambda self: self.donated)
     @rule(which=some())
     def read_what_was_donated(self, which: int) -> None:
         stale = self.donated[-1 - which % len(self.donated)]  # the latest first
-        with _refused(DonatedStateError):
+        with refused(DonatedStateError):
             snapshot(stale)
-
-    def look(self, which: int, call: Any) -> None:
-        """Read-only functions between steps: they borrow the state."""
-        state, model = self.chosen(which)
-        generation = state.generation
-        for reader in self.readers:
-            self.keep(reader(state, *_arguments(call)), _run(reader.__wrapped__, model, call))
-        assert state.generation == generation, "a read-only function donated the state"
-
-    def misuse(self, which: int, call: Any) -> None:
-        """Step from a state that was donated."""
-        handles = [stale for stale in self.donated if isinstance(stale, Handle)]
-        if not handles:
-            return
-        with _refused(DonatedStateError):
-            self.captured(handles[-1 - which % len(handles)], *_arguments(call))
-
-    def misfit(self, which: int, call: Any, how: int) -> None:
-        """Step with an input that has another shape or dtype than the first call's."""
-        leaves, treedef = pytree.flatten(call)
-        places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
-        if not places or not self.captured.stats.captures:
-            return  # the first call sets the layout
-        place = places[how // 2 % len(places)]
-        leaf = leaves[place]
-        leaves[place] = (
-            leaf[None] if how % 2 else leaf.to(torch.int16 if leaf.is_floating_point() else torch.float32)
-        )
-        with _refused(LayoutError):
-            self.captured(self.chosen(which)[0], *_arguments(pytree.unflatten(treedef, leaves)))
-
-    def fail(self, which: int, call: Any) -> None:
-        """Let the function raise when it is done."""
-
-        def raises(state: Any, *inputs: Any) -> Any:
-            self.subject.step.__wrapped__(state, *inputs)
-            raise _RaisedInsideError
-
-        failing: GraphStep[Any, Any] = GraphStep(raises, **self.options)
-        with _refused(_RaisedInsideError, FunctionalCGError):
-            failing(self.chosen(which)[0], *_arguments(call))
-
-    def renew(self, which: int, call: Any) -> None:
-        """Close the step, try it once more, and make a new one: the states go on."""
-        self.captured.close()
-        with _refused(ClosedError):
-            self.captured(self.chosen(which)[0], *_arguments(call))
-        self.captured = self.subject.step.anew(**self.options)
 
     @invariant()
     def states_are_what_the_function_made(self) -> None:
@@ -350,10 +240,6 @@ class GraphStepMachine(RuleBasedStateMachine):
         assert self.captured.stats.traces <= 1, f"more than one trace: {self.captured!r}"
 
 
-def _arguments(call: Any) -> tuple[Any, ...]:
-    return call if isinstance(call, tuple) else (call,)
-
-
 def _dense(call: Any) -> Any:
     return pytree.map(lambda leaf: leaf.contiguous() if isinstance(leaf, Tensor) else leaf, call)
 
@@ -361,23 +247,3 @@ def _dense(call: Any) -> Any:
 def _all_leaves(state: Any, *inputs: Any) -> Any:
     """Returns everything as it is: what it returns must not be the state's memory."""
     return {"state": pytree.leaves(state), "inputs": inputs}
-
-
-def _run(function: Callable[..., Any], state: Any, call: Any) -> Any:
-    """What the Python function makes of a plain tree."""
-    with torch.no_grad():
-        return snapshot(function(state, *_arguments(call)))
-
-
-def _overwrite(leaf: Any) -> None:
-    if isinstance(leaf, Tensor):
-        leaf.zero_()
-
-
-@contextmanager
-def _refused(*errors: type[Exception]) -> Iterator[None]:
-    try:
-        yield
-    except errors:
-        return
-    raise AssertionError(f"expected {' or '.join(error.__name__ for error in errors)}, nothing was raised")
