@@ -37,8 +37,8 @@ def test_all_twenty_are_there() -> None:
 
 
 def test_twelve_are_noticed_without_knowing_them() -> None:
-    """The record; the test below repeats some of it, ``python -m tests.mutants --general`` all."""
-    general = {mutant.number for mutant in MUTANTS if mutant.general}
+    """By random programs or the state machine alone, as recorded; the tests below repeat some of the record."""
+    general = {mutant.number for mutant in MUTANTS if {"programs", "machine"} & set(mutant.general)}
     assert len(general) >= 12
 
 
@@ -47,6 +47,13 @@ def test_random_programs_notice_what_the_record_says(name: str, tmp_path: Path) 
     mutant = next(mutant for mutant in MUTANTS if mutant.name == name)
     assert "programs" in mutant.general
     assert general_killers(tmp_path, mutant, ["programs"]) == ("programs",)
+
+
+@pytest.mark.parametrize("name", ["N9", "N12", "N13"])
+def test_the_machine_notices_what_the_record_says(name: str, tmp_path: Path) -> None:
+    mutant = next(mutant for mutant in MUTANTS if mutant.name == name)
+    assert "machine" in mutant.general
+    assert general_killers(tmp_path, mutant, ["machine"]) == ("machine",)
 
 
 def test_tests_on_a_gpu_exist() -> None:

@@ -37,7 +37,7 @@ MUTANTS = (
         "adopts the first call's inputs as static buffers",
         (("        staging.copy_in(call.live)\n", "        staging.slots = tuple(call.live)\n"),),
         (f"{OWNERSHIP}test_a_batch_that_is_kept_stays_as_it_was[cpu]",),
-        general=("streams",),
+        general=("streams", "machine"),
     ),
     Mutant(
         "N2 state",
@@ -112,7 +112,7 @@ MUTANTS = (
             f"{REPLAY}test_one_address_with_other_strides_is_read_anew",
             f"{OWNERSHIP}test_the_caller_may_overwrite_its_inputs_when_the_call_returns[tensor-cpu]",
         ),
-        general=("streams",),
+        general=("streams", "machine"),
     ),
     Mutant(
         "N5 layout",
@@ -123,6 +123,7 @@ MUTANTS = (
             f"{REPLAY}test_a_broadcastable_shape_is_refused[()]",
             f"{REPLAY}test_another_dtype_is_refused[torch.int64]",
         ),
+        general=("machine",),
     ),
     Mutant(
         "N6",
@@ -172,7 +173,7 @@ MUTANTS = (
         "no fork and join: a call on another stream does not wait for the arena's last use",
         (("            self._order_after(self.stream, current)\n", "            pass\n"),),
         (f"{SIMULATOR}test_calls_on_any_streams_are_done_in_order",),
-        general=("streams",),
+        general=("streams", "machine"),
         gpu=(
             f"{GPU}test_ownership_cuda.py::test_caller_alternates_streams_behind_long_kernels",
             f"{GPU}test_state_cuda.py::test_a_leaf_read_on_another_stream_waits_for_the_last_update",
@@ -232,7 +233,7 @@ MUTANTS = (
             f"{SIMULATOR}test_host_memory_is_free_at_once_behind_a_busy_stream[tensor]",
             f"{SIMULATOR}test_host_memory_is_free_at_once_behind_a_busy_stream[numpy]",
         ),
-        general=("streams",),
+        general=("streams", "machine"),
         gpu=(f"{GPU}test_ownership_cuda.py::test_host_batches_are_free_at_once_behind_a_busy_device",),
     ),
     Mutant(
