@@ -6,6 +6,7 @@ Gradients are taken by ``torch.autograd.grad`` with respect to fresh leaves made
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial, wraps
 from typing import Any, Concatenate, Literal, ParamSpec, TypeVar, cast, overload
@@ -46,7 +47,8 @@ def value_and_grad(fn: Callable[..., Any], *, has_aux: bool = False) -> Callable
     The order is JAX's (value, grad); ``torch.func.grad_and_value`` has the other one. A leaf that ``fn`` does not
     use gets a gradient of zeros, where ``torch.optim`` would skip it: weight decay then moves that leaf (freeze it with
     ``optim.masked`` or ``optim.partition``). Nested calls keep second-order terms: inside another ``value_and_grad``
-    the gradients are differentiable themselves, unless ``torch.no_grad()`` is around the inner call.
+    the gradients are differentiable themselves, unless ``torch.no_grad()`` is around the inner call. A value that
+    depends on no leaf at all is warned of.
 
     Args:
       fn: Returns a scalar f32[] (or another floating dtype), or a pair of scalar and auxiliary tree.
@@ -83,6 +85,12 @@ def value_and_grad(fn: Callable[..., Any], *, has_aux: bool = False) -> Callable
             _refuse_vector(name, value)
             nested = recording and _depends_on_others([value, *pytree.leaves(aux)], leaves)
             grads = _gradients(value, leaves, create_graph=nested)
+        if leaves and not value.requires_grad:
+            warnings.warn(
+                f"`{name}`: its value depends on no leaf of its first argument, so all gradients are zero. It has to "
+                "compute with that argument, `lambda p: ...`, and not with `state.params` from outside.",
+                stacklevel=2,
+            )
         for leaf in leaves:
             if leaf.is_leaf:
                 leaf.requires_grad_(

@@ -178,7 +178,7 @@ def _describe(value: object) -> str:
     return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}@{value.device}"
 
 
-def _check_key(key: object) -> None:
+def check_key(key: object) -> None:
     if not isinstance(key, Tensor):
         raise TypeError(f"`key`: expected a key, got {_describe(key)}. To fix: make one with `key(seed)`.")
     if key.dtype != torch.int64 or key.shape != (2,):
@@ -288,7 +288,7 @@ def fold_in(key: Tensor, data: int | Tensor) -> Tensor:
       >>> torch.equal(fold_in(key(0), 7), fold_in(key(0), torch.tensor(7)))
       True
     """
-    _check_key(key)
+    check_key(key)
     if not isinstance(data, Tensor):
         _check_integer("data", data, -(2**63), 2**64 - 1)
         first = torch.full((1,), _signed(data, 64), dtype=torch.int64, device=key.device)
@@ -313,7 +313,7 @@ def split(key: Tensor, n: int = 2) -> Tensor:
       >>> torch.equal(second, fold_in(key(0), 1))
       True
     """
-    _check_key(key)
+    check_key(key)
     _check_integer("n", n, 0, 2**61)
     return _random_bits(key, _DERIVE, 4 * n).view(n, 4)[:, :2].to(torch.int64) & _MASK
 
@@ -332,7 +332,7 @@ def bits(key: Tensor, n: int, *, stream: int = 0) -> Tensor:
       >>> [f"{word & 0xFFFFFFFF:08x}" for word in bits(key(0), 4).tolist()]
       ['6627e8d5', 'e169c58d', 'bc57ac4c', '9b00dbd8']
     """
-    _check_key(key)
+    check_key(key)
     _check_integer("n", n, 0, 2**63 - 1)
     _check_integer("stream", stream, 0, 2**63 - 1)
     return _random_bits(key, stream, n)
@@ -448,7 +448,7 @@ def bernoulli(key: Tensor, p: float | Tensor, shape: Sequence[int], *, stream: i
       >>> bernoulli(key(0), 1.0, (3,))
       tensor([True, True, True])
     """
-    _check_key(key)
+    check_key(key)
     if isinstance(p, Tensor):
         _check_operand("p", p, key)
         _check_broadcast(p, shape)
@@ -533,7 +533,7 @@ def dropout(key: Tensor, x: Tensor, p: float, *, stream: int = 0) -> Tensor:
       tensor([0., 2.])
     """
     _check_probability(p)
-    _check_key(key)
+    check_key(key)
     _check_operand("x", x, key)
     dropped = round(p * 65536)
     if dropped == 0:
@@ -570,7 +570,7 @@ def categorical(key: Tensor, logits: Tensor, axis: int = -1, *, stream: int = 0)
       >>> categorical(key(0), torch.tensor([[0.0, -torch.inf], [-torch.inf, 0.0]]))
       tensor([0, 1])
     """
-    _check_key(key)
+    check_key(key)
     _check_operand("logits", logits, key)
     # The bound keeps the noise finite: an infinite one would meet a logit of minus infinity as NaN.
     exponential = (-torch.log1p(-_unit64(key, logits.numel(), stream))).clamp(min=2.0**-54)

@@ -95,8 +95,10 @@ def test_unused_leaf_gets_zeros_in_its_own_layout() -> None:
     assert grads["unused"].stride() == unused.stride()
 
 
-def test_value_that_depends_on_nothing_gives_zeros() -> None:
-    value, grads = fcg.value_and_grad(lambda w: torch.tensor(3.0))(torch.ones(2))
+def test_value_that_depends_on_nothing_gives_zeros_and_a_warning() -> None:
+    """torch would raise; zeros alone would train nothing in silence."""
+    with pytest.warns(UserWarning, match="depends on no leaf of its first argument"):
+        value, grads = fcg.value_and_grad(lambda w: torch.tensor(3.0))(torch.ones(2))
     assert value.item() == 3.0
     assert torch.equal(grads, torch.zeros(2))
 

@@ -778,3 +778,12 @@ def test_a_shape_belongs_to_the_layout_and_comes_back_as_one() -> None:
     assert step.stats.replays == 2
     with pytest.raises(fcg.LayoutError, match=r"shape  expected Size torch.Size\(\[2, 3\]\)   got Size"):
         step(state, torch.ones(6), torch.Size([1, 6]))
+
+
+def test_a_product_with_an_array_of_doubles_names_the_array() -> None:
+    step = fcg.graph_step(lambda s, b: (s, {"out": b["obs"] @ s["w"]}))
+    with pytest.raises(fcg.CaptureError, match="expected tensors of one dtype") as error:
+        step({"w": torch.ones(2, 3)}, {"obs": np.ones((1, 2))})
+    assert "`b['obs']` is f64, as numpy makes it: pass it with `.astype(np.float32)`" in str(error.value)
+    _, metrics = step({"w": torch.ones(2, 3)}, {"obs": np.ones((1, 2)).astype(np.float32)})
+    assert metrics["out"].tolist() == [[2.0, 2.0, 2.0]]

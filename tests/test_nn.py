@@ -1091,3 +1091,9 @@ def test_rnn_that_keeps_what_it_was_called_with_is_refused_with_the_way_out() ->
         fcg.SideEffectError, match=r"keeps 4 tensors(.|\n)*call an RNN by (.|\n)*fcg\.from_module"
     ):
         forward(fcg.place({name: p.detach() for name, p in module.named_parameters()}), torch.ones(2, 4))
+
+
+def test_a_seed_is_no_key() -> None:
+    apply, params, buffers = fcg.from_module(nn.Sequential(nn.Linear(2, 2), nn.Dropout(0.5)))
+    with pytest.raises(TypeError, match=r"expected a key, got int 0. To fix: make one with `key\(seed\)`"):
+        apply(params, buffers, torch.ones(1, 2), key=0)

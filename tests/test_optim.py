@@ -777,3 +777,8 @@ def test_inject_hyperparams_wants_a_factory() -> None:
         TypeError, match=r"expected a factory, got the optimizer .*`inject_hyperparams\(optim.sgd\)"
     ):
         optim.inject_hyperparams(optim.sgd(0.1))  # type: ignore[arg-type]
+
+
+def test_injected_numbers_go_by_name() -> None:
+    with pytest.raises(TypeError, match=r"numbers go by name, got 0.1: `learning_rate=0.1`"):
+        optim.inject_hyperparams(optim.sgd)(0.1)

@@ -14,6 +14,7 @@ from .. import tree as pytree
 from ..arena import BufferSpec, refuse_aliases
 from ..errors import LayoutError
 from ..ops import is_batched
+from ..random import check_key
 from .attributes import refuse_exchanged
 from .call import run
 from .refusals import refuse_impure
@@ -31,8 +32,9 @@ def from_module(module: nn.Module) -> tuple[Apply, dict[str, Tensor], dict[str, 
     RNNs run one time step after the other, without cuDNN and oneDNN. Writes to buffers, such as BatchNorm's running
     statistics, are returned and not done. The module itself is copied and never read again.
 
-    Parameters that do not require gradients are among the buffers: they are not trained. Where ``module`` is in
-    training mode but a submodule is in evaluation mode, that submodule stays so.
+    Parameters that do not require gradients are among the buffers: they are not trained. The mode is an argument of the
+    call, ``train=True`` by default, whichever mode ``module`` is in; but where ``module`` is in training mode and a
+    submodule in evaluation mode, that submodule stays so.
 
     Args:
       module: Any module without hooks, wrappers, or lazy, sparse and meta tensors.
@@ -106,7 +108,7 @@ class Apply:
           CaptureError: If it calls ``torch.utils.checkpoint``.
         """
         params, buffers = self._by_name(params, buffers)
-        self._refuse_batched(key)
+        self._refuse_key(key)
         # Copies of all, of which a captured step keeps those that are written: autograd saves what the forward uses,
         # so a copy that is made at the first write, behind autograd's back, would be one that no gradient sees.
         held = {name: buffer.detach().clone() for name, buffer in buffers.items()}
@@ -158,8 +160,11 @@ class Apply:
         self._refuse_unlike(params, buffers)
         return params, buffers
 
-    def _refuse_batched(self, key: Tensor | None) -> None:
-        if key is not None and is_batched(key):
+    def _refuse_key(self, key: Tensor | None) -> None:
+        if key is None:
+            return
+        check_key(key)
+        if is_batched(key):
             raise TypeError(
                 f"`{type(self._template).__name__}`: expected `key` i64[2], got a batch of keys under `vmap`: the ops "
                 "inside of a module draw for the whole batch at once.\n"

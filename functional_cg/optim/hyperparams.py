@@ -71,7 +71,11 @@ class inject_hyperparams:
         names = (self.static_args,) if isinstance(self.static_args, str) else tuple(sorted(self.static_args))
         object.__setattr__(self, "static_args", names)
 
-    def __call__(self, **arguments: Any) -> InjectedTransformation:
+    def __call__(self, *unnamed: Any, **arguments: Any) -> InjectedTransformation:
+        if unnamed:
+            raise TypeError(
+                f"inject_hyperparams: numbers go by name, got {unnamed[0]!r}: `learning_rate={unnamed[0]!r}`"
+            )
         pairs = tuple((name, freeze(value)) for name, value in sorted(arguments.items()))
         tx = InjectedTransformation(self.factory, pairs, self.static_args)
         made: Any = tx.prototype

@@ -32,10 +32,12 @@ from ..tree import Treedef, path_string, structure_diff
 from .refs import Ref
 from .scan import Scan
 
-__all__ = ["Rules", "refuse_mixed_dtypes", "refuse_new_state"]
+__all__ = ["MIXED_DTYPES", "Rules", "refuse_mixed_dtypes", "refuse_new_state"]
 
 _WRITE_FIX = "return the new value in `metrics` or in the new state, and write it in the loop."
 
+
+MIXED_DTYPES = "expected tensors of one dtype"
 
 _DEBUGGERS = frozenset({"pdb", "reprlib", "debugpy", "pydevd", "_pydevd_bundle"})
 
@@ -303,7 +305,7 @@ def refuse_mixed_dtypes(func: Any, tensors: Sequence[Tensor]) -> None:
     """
     if func._schema.name in _PRODUCTS and len({tensor.dtype for tensor in tensors}) > 1:
         found = ", ".join(str(BufferSpec.of(tensor)) for tensor in tensors)
-        raise RuntimeError(f"expected tensors of one dtype, got {found}; numpy makes float64")
+        raise RuntimeError(f"{MIXED_DTYPES}, got {found}")
 
 
 def refuse_new_state(

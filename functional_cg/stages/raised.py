@@ -5,12 +5,15 @@ from __future__ import annotations
 import bdb
 import dataclasses
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping
 
+import torch
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 
+from ..arena import BufferSpec
 from ..errors import CaptureError, FunctionalCGError, HostSyncError
 from ..source import Location, is_user_file, raised_frame, sync_spelling
+from .inspect import MIXED_DTYPES
 
 __all__ = ["mapped", "raised_at"]
 
@@ -19,12 +22,12 @@ _READS_MEMORY = (".numpy() is not supported", "Cannot access data pointer", "its
 _IN_A_LIST = re.compile(r"(\[\d+\])+$")
 
 
-def mapped(name: str, inputs: Sequence[str], error: Exception) -> FunctionalCGError:
+def mapped(name: str, inputs: Mapping[str, BufferSpec], error: Exception) -> FunctionalCGError:
     """Our error for an exception of the user's function, or for one with which the fake mode refuses a read.
 
     Args:
       name: The function's.
-      inputs: Key paths of the input leaves, as text.
+      inputs: The input leaves by key path.
       error: What it raised.
     """
     text = str(error)
@@ -47,13 +50,16 @@ def mapped(name: str, inputs: Sequence[str], error: Exception) -> FunctionalCGEr
     )
 
 
-def _fix(name: str, inputs: Sequence[str], error: Exception) -> str:
+def _fix(name: str, inputs: Mapping[str, BufferSpec], error: Exception) -> str:
     if "does not require grad" in str(error):
         return "in place of `backward()`, `loss, grads = fcg.value_and_grad(loss_fn)(state.params)`."
     if isinstance(error, dataclasses.FrozenInstanceError):
         return "a state is immutable: `state = state.replace(...)` gives one with other fields."
     if isinstance(error, bdb.BdbQuit):
         return f"a debugger works where there are values: `{name}.eager(...)`, or FCG_DISABLE_CAPTURE=1 for all calls."
+    doubles = [path for path, spec in inputs.items() if spec.dtype is torch.float64]
+    if doubles and MIXED_DTYPES in str(error):
+        return f"`{doubles[0]}` is f64, as numpy makes it: pass it with `.astype(np.float32)`, or `.float()`."
     of_lists = [_IN_A_LIST.sub("", path) for path in inputs if _IN_A_LIST.search(path)]
     if of_lists and isinstance(error, TypeError) and re.search(r"\b(list|tuple)\b", str(error)):
         return f"`{of_lists[0]}` is a list, each number of it an input of its own: pass `torch.tensor({of_lists[0]})`."

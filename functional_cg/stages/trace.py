@@ -454,7 +454,7 @@ def trace(recipe: Recipe, checkpoint: Callable[[], None] = lambda: None) -> Prog
         error.within(recipe.name, raised_at(error))
         raise
     except Exception as error:
-        raise mapped(recipe.name, recipe.input_names, error) from error
+        raise mapped(recipe.name, dict(zip(recipe.input_names, recipe.inputs, strict=True)), error) from error
     finally:
         randomness.restore_own()
     program = recorder.program

@@ -1,6 +1,7 @@
 """Tests for steps: an adversarial replay, laws to assert, and hypothesis strategies (opt-in imports).
 
-``functional_cg.testing.strategies`` needs hypothesis and is imported by its own name.
+Two modules need hypothesis and are imported by their own names: ``functional_cg.testing.strategies``, and
+``functional_cg.testing.stateful``, whose ``machine`` does with a step what a loop does between two calls.
 """
 
 from __future__ import annotations

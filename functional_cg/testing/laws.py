@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -137,12 +137,17 @@ def _arguments(call: Any) -> tuple[Any, ...]:
 
 
 def assert_replay_equals_eager(
-    step: GraphStep[Any, Any], state: Any, inputs: Sequence[Any], *, rtol: float = 0, atol: float = 0
+    step: GraphStep[Any, Any] | Callable[..., Any],
+    state: Any,
+    inputs: Sequence[Any],
+    *,
+    rtol: float = 0,
+    atol: float = 0,
 ) -> None:
     """Assert that each replay gives bitwise what the pure function gives: all leaves, all metrics, every call.
 
     Args:
-      step: The captured step.
+      step: The captured step, or a function to capture.
       state: Pytree or handle to start from; it is copied and stays as it is.
       inputs: One entry per call: the input, or a tuple of the inputs. Take new data for each.
       rtol: Relative tolerance for floating leaves, for a lowering that compiles: a compiler may reorder arithmetic.
@@ -150,6 +155,7 @@ def assert_replay_equals_eager(
     Raises:
       AssertionError: With the call's number, the first leaf that differs and how much; also if a call did not replay.
     """
+    step = step if isinstance(step, GraphStep) else graph_step(step)
     start = snapshot(state)
     captured, eager = place(start), place(start)
     replays = step.stats.replays
