@@ -400,7 +400,9 @@ def test_exchanged_memory(function):
 @pytest.mark.parametrize("function", [swapped, swapped_and_returned])
 def test_swapped_tensors(function):
     """torch refuses it itself where its cache of fake tensors holds a weak reference: at the first such op."""
-    with pytest.raises((ReadOnlyError, CaptureError), match=r"exchanges the memory of a tensor|Cannot swap t"):
+    with pytest.raises(
+        (ReadOnlyError, CaptureError), match=r"exchanges the memory of a tensor|Cannot swap t"
+    ):
         fcg.graph_step(metric(function))(a_state(), a_batch())
     assert accepted(metric(lambda s, b: {"y": b["x"] + 1, "z": b["x"] * 2}))
     assert_refused(metric(function), ReadOnlyError, "exchanges the memory of a tensor")
