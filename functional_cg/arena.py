@@ -21,7 +21,7 @@ from torch import Tensor
 from .errors import AliasError, LayoutError
 from .overlap import byte_range, overlapping, overlaps_itself
 from .streams import Stream, current_raw_stream, current_stream
-from .tree import KeyPath, path_string
+from .tree import KeyPath, flatten_with_path, path_string
 
 __all__ = [
     "Arena",
@@ -355,6 +355,15 @@ def refuse_unplaceable(
             fix=f'make them tensors and move them, `fcg.place({root}, device="{home or "cpu"}")`; '
             "keep names and settings as static fields.",
         )
+
+
+def no_tensors(tree: Any, root: str) -> list[str]:
+    """A row of a message for each leaf of a tree that is no tensor."""
+    return [
+        f"{path_string(path, root)}  expected a tensor   got {type(leaf).__name__}"
+        for path, leaf in flatten_with_path(tree)[0]
+        if not isinstance(leaf, Tensor)
+    ]
 
 
 def unplaceable(leaf: Any) -> str:

@@ -16,7 +16,7 @@ from einops import rearrange
 from torch import Tensor
 
 from . import tree as pytree
-from .arena import BufferSpec
+from .arena import BufferSpec, no_tensors
 from .errors import CaptureError, LayoutError
 from .random import fold_in
 from .state import Leaf
@@ -347,11 +347,7 @@ def _refuse_uneven(name: str, treedef: pytree.Treedef, flat: Sequence[Any], k: i
 
 
 def _refuse_objects(name: str, out: Any) -> None:
-    rows = [
-        f"{path_string(path, 'result')}  expected a tensor   got {type(leaf).__name__}"
-        for path, leaf in pytree.flatten_with_path(out)[0]
-        if not isinstance(leaf, Tensor)
-    ]
+    rows = no_tensors(out, "result")
     if rows:
         raise LayoutError.of(
             name,

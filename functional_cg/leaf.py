@@ -197,7 +197,7 @@ class Leaf(Tensor):
             if isinstance(tensor, Leaf):
                 raise tensor._read_only()
         sources = [t for t in tensors_in([*args, *kwargs.values()]) if isinstance(t, Leaf)]
-        if func._schema.name == "aten::set_":
+        if func.overloadpacket is torch.ops.aten.set_:
             raise sources[0]._no_storage()
         out = func(*map(_unwrap, args), **{name: _unwrap(arg) for name, arg in kwargs.items()})
         return _rewrap(out, sources)

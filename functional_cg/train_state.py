@@ -12,6 +12,7 @@ from torch import Tensor
 from typing_extensions import TypeVar, dataclass_transform
 
 from . import tree as pytree
+from .arena import no_tensors
 from .errors import LayoutError
 from .optim import GradientTransformation, apply_updates
 from .optim.base import refuse_unlike
@@ -160,11 +161,7 @@ def _refuse_arguments(params: Any, optimizer: Any, key: Any) -> None:
         )
     if key is not None and not isinstance(key, Tensor):
         raise TypeError(f"TrainState.create: key must be made with `fcg.random.key(seed)`, got {key!r}")
-    rows = [
-        f"{pytree.path_string(path, 'params')}  expected a tensor   got {type(leaf).__name__}"
-        for path, leaf in pytree.flatten_with_path(params)[0]
-        if not isinstance(leaf, Tensor)
-    ]
+    rows = no_tensors(params, "params")
     if rows:
         raise LayoutError.of(
             "",

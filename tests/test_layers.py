@@ -54,7 +54,7 @@ ORDER = (
     "stages.values",
     "stages.refs",
     "stages.calls",
-    "stages.machine",
+    "stages.interpreter",
     "stages.bytecode",
     "stages.scan",
     "stages.watch",

@@ -29,7 +29,9 @@ from torch.nn import functional as F
 import functional_cg as fcg
 from functional_cg import tree
 from functional_cg.errors import DonatedStateError, LayoutError, ReadOnlyError
+from functional_cg.ops import copies
 from functional_cg.state import Handle, Leaf
+from functional_cg.testing import assert_trees_all_equal
 from functional_cg.testing.strategies import pytrees
 
 VALUES = torch.arange(6.0).view(2, 3) - 2.5
@@ -1096,3 +1098,15 @@ def test_methods_that_would_change_a_passing_container_are_refused() -> None:
             call()
     assert state.get("a").item() == 1.0
     assert fcg.place(dict(update=torch.ones(1)))["update"].item() == 1.0
+
+
+def test_few_calls_copy_many_tensors() -> None:
+    """On CUDA torch has no grouped copy of 16 to 64 bit unsigned integers: each of those has a call of its own."""
+    dtypes = (torch.float32, torch.uint16, torch.float32, torch.uint32, torch.uint64, torch.uint8)
+    sources = [torch.tensor([3, 4]).to(dtype) for dtype in dtypes]
+    targets = [torch.zeros_like(source) for source in sources]
+    calls = copies(targets, sources)
+    for call in calls:
+        call()
+    assert len(calls) == 4
+    assert_trees_all_equal(targets, sources)

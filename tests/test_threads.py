@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 import functional_cg as fcg
 from functional_cg import tree
+from tests.at_once import at_once
 
 # -- collections ----------------------------------------------------------------------------------------------------
 
@@ -76,21 +77,11 @@ def test_unflatten_keeps_no_leaf() -> None:
 
 
 def test_threads_may_trace_at_one_time() -> None:
-    failures: list[Exception] = []
-
     def work() -> None:
-        try:
-            for _ in range(8):
-                fcg.graph_step(lambda s, x: ({"w": s["w"] * x}, {}))({"w": torch.ones(3)}, torch.ones(3))
-        except Exception as error:
-            failures.append(error)
+        for _ in range(8):
+            fcg.graph_step(lambda s, x: ({"w": s["w"] * x}, {}))({"w": torch.ones(3)}, torch.ones(3))
 
-    threads = [threading.Thread(target=work) for _ in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert failures == []
+    assert at_once(work, work, work) == [None, None, None]
 
 
 # -- random numbers -------------------------------------------------------------------------------------------------

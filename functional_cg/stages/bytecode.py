@@ -12,7 +12,7 @@ from types import CodeType, FunctionType
 from typing import Any
 
 from . import calls
-from .machine import OPERATORS, Machine
+from .interpreter import OPERATORS, Interpreter
 from .refs import Made, Ref, Refs, Step, either, is_installed, is_user_module
 from .values import has_key, in_classes, is_container, is_value
 
@@ -41,7 +41,7 @@ class Inner:
         return known
 
 
-class Reader(Machine):
+class Reader(Interpreter):
     """What the instructions that make chains and calls do on references."""
 
     def op_load_global(self, ins: dis.Instruction) -> None:

@@ -32,11 +32,12 @@ from ..tree import Treedef, path_string, structure_diff
 from .refs import Ref
 from .scan import Scan
 
-__all__ = ["MIXED_DTYPES", "Rules", "refuse_mixed_dtypes", "refuse_new_state"]
+__all__ = ["MIXED_DTYPES", "Rules", "host_sync", "refuse_mixed_dtypes", "refuse_new_state"]
 
 _WRITE_FIX = "return the new value in `metrics` or in the new state, and write it in the loop."
 
 
+_DECIDE_OUTSIDE = "return the value in `metrics` and decide outside of the step"
 MIXED_DTYPES = "expected tensors of one dtype"
 
 _DEBUGGERS = frozenset({"pdb", "reprlib", "debugpy", "pydevd", "_pydevd_bundle"})
@@ -76,6 +77,17 @@ def _in_a_debugger(frame: FrameType | None) -> bool:
             return True
         frame = frame.f_back
     return False
+
+
+def host_sync(function: str, reason: str, row: str, fix: str) -> HostSyncError:
+    """The error for a value that is needed on the host; without a fix for its line, the general one."""
+    return HostSyncError.of(
+        function,
+        f"{reason}.",
+        rows=[row],
+        why="Replay repeats kernels, not Python: what is decided now would be decided for ever.",
+        fix=(fix or _DECIDE_OUTSIDE).rstrip(".") + ".",
+    )
 
 
 class Rules:
@@ -208,17 +220,11 @@ class Rules:
         frame = user_frame()
         by_mask = "index" in str(call)
         what, fix = sync_spelling(frame, by_mask=by_mask) if frame is not None else ("", "")
-        fix = (fix or "return the value in `metrics` and decide outside of the step").rstrip(".")
         if owner.isidentifier():  # a whole argument: what was passed may have been a Python flag
-            fix = f'if `{owner}` is a Python value that chooses code, `static_argnames=("{owner}",)`; else {fix}'
+            else_fix = fix or _DECIDE_OUTSIDE
+            fix = f'if `{owner}` is a Python value that chooses code, `static_argnames=("{owner}",)`; else {else_fix}'
         shown = f"{call} (from {what})" if call and what else str(call or what)
-        return HostSyncError.of(
-            self._function,
-            f"{reason}.",
-            rows=[f"{shown}{_at()}"],
-            why="Replay repeats kernels, not Python: what is decided now would be decided for ever.",
-            fix=f"{fix}.",
-        )
+        return host_sync(self._function, reason, f"{shown}{_at()}", fix)
 
     def _random(self, func: Any) -> ImplicitRandomnessError:
         return ImplicitRandomnessError.of(

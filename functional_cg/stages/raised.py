@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicO
 from ..arena import BufferSpec
 from ..errors import CaptureError, FunctionalCGError, HostSyncError
 from ..source import Location, is_user_file, raised_frame, sync_spelling
-from .inspect import MIXED_DTYPES
+from .inspect import MIXED_DTYPES, host_sync
 
 __all__ = ["mapped", "raised_at"]
 
@@ -69,13 +69,8 @@ def _fix(name: str, inputs: Mapping[str, BufferSpec], error: Exception) -> str:
 def _host_sync(name: str, error: Exception) -> HostSyncError:
     frame = raised_frame(error)
     what, fix = sync_spelling(frame) if frame is not None else ("", "")
-    return HostSyncError.of(
-        name,
-        "asks for the values of a tensor on the host.",
-        rows=[f"{what or str(error).splitlines()[0]}{raised_at(error)}"],
-        why="Replay repeats kernels, not Python: what is decided now would be decided for ever.",
-        fix=(fix or "return the value in `metrics` and decide outside of the step").rstrip(".") + ".",
-    )
+    row = f"{what or str(error).splitlines()[0]}{raised_at(error)}"
+    return host_sync(name, "asks for the values of a tensor on the host", row, fix)
 
 
 def raised_at(error: BaseException) -> str:

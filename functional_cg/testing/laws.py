@@ -132,7 +132,7 @@ def assert_no_alias(*trees: Any) -> None:
             raise AssertionError(f"{there} and {here} share one storage")
 
 
-def _arguments(call: Any) -> tuple[Any, ...]:
+def arguments(call: Any) -> tuple[Any, ...]:
     return call if isinstance(call, tuple) else (call,)
 
 
@@ -160,7 +160,7 @@ def assert_replay_equals_eager(
     captured, eager = place(start), place(start)
     replays = step.stats.replays
     for number, call in enumerate(inputs, 1):
-        args = _arguments(call)
+        args = arguments(call)
         with AsTraced():
             eager, expected = step.eager(eager, *args)
         captured, metrics = step(captured, *args)

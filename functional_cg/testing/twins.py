@@ -16,7 +16,7 @@ from ..errors import ClosedError, DonatedStateError, FunctionalCGError, LayoutEr
 from ..graph_step import GraphFn, GraphStep
 from ..stages.capture import Backend
 from ..state import Handle, place, snapshot
-from .laws import assert_trees_all_close, assert_trees_all_equal
+from .laws import arguments, assert_trees_all_close, assert_trees_all_equal
 
 __all__ = ["Subject", "Twins", "refused"]
 
@@ -104,7 +104,7 @@ class Twins:
         given = self.refilled(call) if overwrite else call
         leaves = pytree.leaves(state)
         replays = self.captured.stats.replays
-        new, metrics = (self.captured.eager if eagerly else self.captured)(state, *_arguments(given))
+        new, metrics = (self.captured.eager if eagerly else self.captured)(state, *arguments(given))
         self.advance(which, new, expected)
         self.donated += leaves[-2:]
         assert eagerly or self.captured.stats.replays == replays + 1, f"it did not replay: {self.captured!r}"
@@ -126,7 +126,7 @@ class Twins:
         state, model = self.chosen(which)
         generation = state.generation
         for reader in self.readers:
-            self.keep(reader(state, *_arguments(call)), _run(reader.__wrapped__, model, call))
+            self.keep(reader(state, *arguments(call)), _run(reader.__wrapped__, model, call))
         assert state.generation == generation, "a read-only function donated the state"
 
     def misuse(self, which: int, call: Any) -> None:
@@ -135,7 +135,7 @@ class Twins:
         if not handles:
             return
         with refused(DonatedStateError):
-            self.captured(handles[-1 - which % len(handles)], *_arguments(call))
+            self.captured(handles[-1 - which % len(handles)], *arguments(call))
 
     def misfit(self, which: int, call: Any, how: int) -> None:
         """Step with an input that has another shape or dtype than the first call's."""
@@ -149,7 +149,7 @@ class Twins:
             leaf[None] if how % 2 else leaf.to(torch.int16 if leaf.is_floating_point() else torch.float32)
         )
         with refused(LayoutError):
-            self.captured(self.chosen(which)[0], *_arguments(pytree.unflatten(treedef, leaves)))
+            self.captured(self.chosen(which)[0], *arguments(pytree.unflatten(treedef, leaves)))
 
     def fail(self, which: int, call: Any) -> None:
         """Let the function raise when it is done."""
@@ -160,24 +160,20 @@ class Twins:
 
         failing: GraphStep[Any, Any] = GraphStep(raises, **self.options)
         with refused(_RaisedInsideError, FunctionalCGError):
-            failing(self.chosen(which)[0], *_arguments(call))
+            failing(self.chosen(which)[0], *arguments(call))
 
     def renew(self, which: int, call: Any) -> None:
         """Close the step, try it once more, and make a new one: the states go on."""
         self.captured.close()
         with refused(ClosedError):
-            self.captured(self.chosen(which)[0], *_arguments(call))
+            self.captured(self.chosen(which)[0], *arguments(call))
         self.captured = self.subject.step.anew(**self.options)
-
-
-def _arguments(call: Any) -> tuple[Any, ...]:
-    return call if isinstance(call, tuple) else (call,)
 
 
 def _run(function: Callable[..., Any], state: Any, call: Any) -> Any:
     """What the Python function makes of a plain tree."""
     with torch.no_grad():
-        return snapshot(function(state, *_arguments(call)))
+        return snapshot(function(state, *arguments(call)))
 
 
 def _refill(buffer: Any, value: Any) -> Any:

@@ -6,6 +6,7 @@ import gc
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import functional_cg as fcg
+from tests.at_once import at_once
 from tests.cuda.helpers_cuda import (
     DEVICE,
     ON_GPU,
@@ -416,24 +418,9 @@ def test_of_two_threads_one_wins() -> None:
     state, _ = step(state, batch)
     twin, _ = step.eager(twin, batch)
     for i in range(20):
-        barrier, results = threading.Barrier(2), []
-
-        def call(barrier: Any = barrier, results: Any = results, state: Any = state) -> None:
-            barrier.wait()
-            try:
-                results.append(step(state, batch)[0])
-            except fcg.DonatedStateError as error:
-                results.append(error)
-
-        threads = [threading.Thread(target=call) for _ in range(2)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        winners = [one for one in results if not isinstance(one, Exception)]
-        assert len(results) == 2
-        assert len(winners) == 1
-        state = winners[0]
+        results = at_once(*[partial(step, state, batch)] * 2)
+        (winner,) = [one for one in results if not isinstance(one, fcg.DonatedStateError)]
+        state, _ = winner
         twin, _ = step.eager(twin, batch)
         assert_same(state, twin, f"round {i}")
 

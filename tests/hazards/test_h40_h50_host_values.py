@@ -128,19 +128,14 @@ def helper_with_another_default() -> Any:
 
         return helper
 
-    helper = make(2.0)
-
-    def anew() -> None:
-        nonlocal helper
-        helper = make(3.0)
-
-    return lambda w: helper(w), "helper", anew
+    return made_anew(make)
 
 
 def helper_with_another_closure() -> Any:
-    def make(rate: float) -> Callable[[Tensor], Tensor]:
-        return lambda w: w * rate
+    return made_anew(lambda rate: lambda w: w * rate)
 
+
+def made_anew(make: Callable[[float], Callable[[Tensor], Tensor]]) -> Any:
     helper = make(2.0)
 
     def anew() -> None:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import gc
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import pytest
@@ -16,6 +16,7 @@ from torch import Tensor
 
 import functional_cg as fcg
 from functional_cg.testing import Simulator, assert_trees_all_equal
+from tests.at_once import at_once
 from tests.hazards.law import CALLS, GPU, SIMULATOR, Place, everywhere, few
 
 
@@ -67,24 +68,9 @@ def test_h74_of_two_threads_with_one_state_one_wins(place: Place) -> None:
     state, _ = step(state, batch(place, 0))
     twin, _ = step.eager(twin, batch(place, 0))
     for n in range(20):
-        barrier = threading.Barrier(2)
-        results: list[Any] = []
-
-        def call(n: int = n, state: Any = state, barrier: Any = barrier, results: Any = results) -> None:
-            barrier.wait()
-            try:
-                results.append(step(state, batch(place, n))[0])
-            except fcg.DonatedStateError as error:
-                results.append(error)
-
-        threads = [threading.Thread(target=call) for _ in range(2)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        winners = [one for one in results if not isinstance(one, Exception)]
-        assert (len(results), len(winners)) == (2, 1)
-        state = winners[0]
+        results = at_once(*[partial(step, state, batch(place, n))] * 2)
+        (winner,) = [one for one in results if not isinstance(one, fcg.DonatedStateError)]
+        state, _ = winner
         twin, _ = step.eager(twin, batch(place, n))
         assert_trees_all_equal(state, twin, f"round {n}")
 

@@ -1,4 +1,4 @@
-"""A machine that runs a code object on references in place of values: its stack, its names, and where branches join."""
+"""Runs a code object on references in place of values: its stack, its names, and where branches join."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .calls import Visitor
 from .refs import Made, Refs, either
 from .values import KIND, TRUTH
 
-__all__ = ["OPERATORS", "Machine"]
+__all__ = ["OPERATORS", "Interpreter"]
 
 _UNCONDITIONAL = ("JUMP_FORWARD", "JUMP_BACKWARD", "JUMP_BACKWARD_NO_INTERRUPT")
 
@@ -63,7 +63,7 @@ def _taken(ins: dis.Instruction) -> tuple[int | None, bool]:
     return _TAKES.get(ins.opname), True
 
 
-class Machine:
+class Interpreter:
     """Runs a code object once, in the order in which it is written; `op_...` of a subclass are the instructions.
 
     Any other empties the stack, and where branches join a place may stand for what it is in each: what is taken from
