@@ -1105,8 +1105,9 @@ def test_few_calls_copy_many_tensors() -> None:
     dtypes = (torch.float32, torch.uint16, torch.float32, torch.uint32, torch.uint64, torch.uint8)
     sources = [torch.tensor([3, 4]).to(dtype) for dtype in dtypes]
     targets = [torch.zeros_like(source) for source in sources]
-    calls = copies(targets, sources)
+    calls: Any = copies(targets, sources)
     for call in calls:
         call()
     assert len(calls) == 4
+    assert [target.dtype for target in calls[-1].args[0]] == [torch.float32, torch.float32, torch.uint8]
     assert_trees_all_equal(targets, sources)
