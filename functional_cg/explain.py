@@ -60,11 +60,23 @@ def warnings_of(lowered: Lowered) -> Iterator[str]:
             f"{site} draws the same numbers at each call: its key does not change; "
             "fold the step in, `fcg.random.fold_in(state.key, state.step)`."
         )
+    shared = lowered.inspection.shared_keys
+    for first, then in shared[:_SHOWN]:
+        draw = f"{first} and {then} draw from" if first != then else f"{first} draws more than once from"
+        yield (
+            f"{draw} one and the same key, so the numbers are correlated: give each draw a key of its own, "
+            "`fcg.random.split(key)` or `fcg.random.fold_in(key, n)`."
+        )
+    yield from _rest(shared)
     dropped = lowered.inspection.dropped
     for text in dropped[:_SHOWN]:
         yield f"{text}: a new value was computed and dropped; return it in the new state, or do not compute it."
-    if len(dropped) > _SHOWN:
-        yield f"… and {len(dropped) - _SHOWN:,} more"
+    yield from _rest(dropped)
+
+
+def _rest(found: Sequence[object]) -> Iterator[str]:
+    if len(found) > _SHOWN:
+        yield f"… and {len(found) - _SHOWN:,} more"
 
 
 def _layout(lowered: Lowered) -> Iterator[str]:

@@ -6,10 +6,10 @@ between draws, so a replayed graph draws new numbers exactly when its key is new
 
 A key is an ``i64[2]`` tensor of two 32-bit words. Never draw twice from one key: `split` it, `fold_in` a
 number, or give each draw its own ``stream``, a number from 0 to 2**63 - 1 that is part of the counter and
-costs nothing. Results live on the key's device. Shapes and numbers are Python values, checked at the call; no
-function reads a tensor on the host. All draws come from one registered op, ``fcg::random_bits``: one node in a
-trace, and the same bits on CPU and CUDA, in eager and compiled code. Only `normal` and `categorical` compute
-logarithms, whose last bits may differ.
+costs nothing; a step that draws twice from one key is warned of. Results live on the key's device. Shapes and
+numbers are Python values, checked at the call; no function reads a tensor on the host. All draws come from one
+registered op, ``fcg::random_bits``: one node in a trace, and the same bits on CPU and CUDA, in eager and compiled
+code. Only `normal` and `categorical` compute logarithms, whose last bits may differ.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ _INTEGERS = (
     *(torch.uint8, torch.uint16, torch.uint32, torch.uint64),
 )
 # Keys are derived on a stream that no draw may use: a draw and a derived key never share a counter.
-_DERIVE = -1
+DERIVE = -1
 # 65,536 blocks are 3 MB of scratch: within the L2 cache, and enough for torch to use two threads for one op.
 _CHUNK_BLOCKS = 65_536
 # Below this a hundred ops on tiny tensors cost more than the arithmetic in Python integers.
@@ -298,7 +298,7 @@ def fold_in(key: Tensor, data: int | Tensor) -> Tensor:
         raise LayoutError.of("", "a key folds in one integer.", rows=rows, fix=fix)
     else:
         first = data.to(torch.int64).reshape(1)
-    return _random_bits(torch.cat([key, first]), _DERIVE, 2).to(torch.int64) & _MASK
+    return _random_bits(torch.cat([key, first]), DERIVE, 2).to(torch.int64) & _MASK
 
 
 def split(key: Tensor, n: int = 2) -> Tensor:
@@ -315,7 +315,7 @@ def split(key: Tensor, n: int = 2) -> Tensor:
     """
     check_key(key)
     _check_integer("n", n, 0, 2**61)
-    return _random_bits(key, _DERIVE, 4 * n).view(n, 4)[:, :2].to(torch.int64) & _MASK
+    return _random_bits(key, DERIVE, 4 * n).view(n, 4)[:, :2].to(torch.int64) & _MASK
 
 
 def bits(key: Tensor, n: int, *, stream: int = 0) -> Tensor:

@@ -18,6 +18,7 @@ __all__ = [
     "AsTraced",
     "canonical",
     "diverted",
+    "in_a_backward",
     "inside_a_step",
     "refuse_anomaly_mode",
     "refuse_foreign_modes",
@@ -90,6 +91,11 @@ def canonical() -> Iterator[None]:
 def inside_a_step() -> bool:
     """Whether the function of a step is running on this thread: a step called now becomes a part of it."""
     return any(isinstance(mode, _InStep) for mode in _get_current_function_mode_stack())  # private to torch
+
+
+def in_a_backward() -> bool:
+    """Whether autograd's backward is running on this thread, as it is when a checkpoint recomputes."""
+    return torch._C._current_graph_task_id() != -1  # private; test_keys notices a change
 
 
 def diverted() -> bool:

@@ -368,7 +368,12 @@ def test_a_key_that_does_not_change_is_warned_of(caplog: pytest.LogCaptureFixtur
         key, own = fcg.random.split(state["key"])
         return {**state, "w": state["w"] + fcg.random.dropout(own, x, 0.5), "key": key}, {}
 
-    for fn, warned in ((same, True), (folded, False), (split, False)):
+    def folded_twice(state: Any, x: Tensor) -> Any:
+        """A key that does not change may be derived from another: nothing is drawn from it."""
+        key = fcg.random.fold_in(fcg.random.split(state["key"])[1], state["n"])
+        return {**state, "w": state["w"] + fcg.random.dropout(key, x, 0.5), "n": state["n"] + 1}, {}
+
+    for fn, warned in ((same, True), (folded, False), (split, False), (folded_twice, False)):
         step = fcg.graph_step(fn)
         caplog.clear()
         step({"w": torch.zeros(4), "n": torch.tensor(0), "key": fcg.random.key(0)}, torch.ones(4))

@@ -59,6 +59,7 @@ ORDER = (
     "stages.scan",
     "stages.watch",
     "stages.program",
+    "stages.keys",
     "stages.certificate",
     "stages.inspect",
     "stages.host",

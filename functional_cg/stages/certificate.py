@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+from .keys import draws, shared_keys
 from .program import Instr, Program, Var, live
 
 __all__ = ["Inspection", "certify"]
@@ -25,6 +26,7 @@ class Inspection:
       outputs: Number of metrics.
       dropped: Leaves among the unchanged ones for which a new value was computed, and where.
       repeated: Draws of which each call gets the same numbers.
+      shared_keys: Pairs of draws of one call that have the same key and stream, and so correlated numbers.
     """
 
     function: str
@@ -36,6 +38,7 @@ class Inspection:
     outputs: int
     dropped: tuple[str, ...] = ()
     repeated: tuple[str, ...] = ()
+    shared_keys: tuple[tuple[str, str], ...] = ()
 
     def __str__(self) -> str:
         def shown(names: Sequence[str]) -> str:
@@ -53,6 +56,7 @@ class Inspection:
                 f"  constants owned by the step: {shown(self.constants)}",
                 f"  host values watched at each call: {shown(self.watched)}",
                 f"  new values that were computed and dropped: {shown(self.dropped)}",
+                f"  draws that share a key: {shown([' and '.join(pair) for pair in self.shared_keys])}",
             ]
         )
 
@@ -73,6 +77,7 @@ def certify(program: Program, watched: Sequence[str]) -> Inspection:
         outputs=len(program.outputs),
         dropped=tuple(_dropped(program)),
         repeated=tuple(_repeated(program)),
+        shared_keys=tuple(shared_keys(program)),
     )
 
 
@@ -83,10 +88,11 @@ def _repeated(program: Program) -> Iterator[str]:
     pairs = zip(program.slots, program.new_state, strict=False)
     changing = {*program.inputs, *(old for old, new in pairs if old is not new)}
     changing |= set(program.slots[len(program.new_state) :])  # of states that are only read here
+    drawn = set(draws(program))
     for instr in program.instrs:
         if not changing.isdisjoint(instr.inputs()):
             changing.update(instr.outputs())
-        elif instr.op._schema.name == "fcg::random_bits":
+        elif instr in drawn:
             yield str(instr.site or instr.op)
 
 

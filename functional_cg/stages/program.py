@@ -47,6 +47,7 @@ class Instr:
     Attributes:
       writes: Variables that the call writes in place.
       site: Where in the user's code, if known.
+      backward: Whether autograd's backward makes the call.
     """
 
     op: Any
@@ -55,6 +56,7 @@ class Instr:
     out: Any
     writes: tuple[Var, ...]
     site: Location | None
+    backward: bool = False
 
     def inputs(self) -> Iterator[Var]:
         yield from vars_in(self.args)

@@ -32,7 +32,7 @@ from ..errors import (
 )
 from ..ops import tensors_in
 from ..source import Locator
-from ..surroundings import canonical
+from ..surroundings import canonical, in_a_backward
 from ..tree import KeyPath, Treedef, path_string
 from .fake import FakeMode, without_log
 from .host import HostGuard, HostRandomness, HostState
@@ -222,7 +222,8 @@ class _Recorder(TorchDispatchMode):
         named = {name: self._freeze(value) for name, value in kwargs.items()}
         writes = tuple(self._vars[id(tensor)] for tensor in written)
         # Last, since the result may be an argument that the call has made another variable.
-        instr = Instr(func, frozen, named, self._born(out), writes, self._locator.locate())
+        born, site = self._born(out), self._locator.locate()
+        instr = Instr(func, frozen, named, born, writes, site, in_a_backward())
         self.program.instrs.append(instr)
         if self._first is not None:
             _refuse_difference(self._first, self.program.instrs)

@@ -109,6 +109,68 @@ def test_h61_equal_keys_draw_equal_numbers_and_streams_tell_them_apart(place: Pl
         assert not torch.equal(first, other)
 
 
+def two_layers(key: Tensor, x: Tensor) -> Any:
+    hidden = fcg.random.dropout(key, x, 0.5).tanh()
+    return fcg.random.dropout(key, hidden, 0.5)
+
+
+def two_layers_with_two_keys(key: Tensor, x: Tensor) -> Any:
+    first, second = fcg.random.split(key)
+    hidden = fcg.random.dropout(first, x, 0.5).tanh()
+    return fcg.random.dropout(second, hidden, 0.5)
+
+
+def two_distributions(key: Tensor, x: Tensor) -> Any:
+    noise = fcg.random.normal(key, (3,))
+    return noise * fcg.random.uniform(key, (3,))
+
+
+def two_distributions_with_two_keys(key: Tensor, x: Tensor) -> Any:
+    noise = fcg.random.normal(fcg.random.fold_in(key, 0), (3,))
+    return noise * fcg.random.uniform(fcg.random.fold_in(key, 1), (3,))
+
+
+def one_key_by_two_ways(key: Tensor, x: Tensor) -> Any:
+    hidden = fcg.random.dropout(fcg.random.fold_in(key, 7), x, 0.5)
+    return fcg.random.dropout(fcg.random.fold_in(key, 7), hidden.tanh(), 0.5)
+
+
+def two_streams_of_one_key(key: Tensor, x: Tensor) -> Any:
+    hidden = fcg.random.dropout(key, x, 0.5, stream=0)
+    return fcg.random.dropout(key, hidden.tanh(), 0.5, stream=1)
+
+
+@everywhere
+@pytest.mark.parametrize(
+    ("shared", "apart"),
+    [
+        (two_layers, two_layers_with_two_keys),
+        (two_distributions, two_distributions_with_two_keys),
+        (one_key_by_two_ways, two_streams_of_one_key),
+    ],
+)
+def test_h61_two_draws_with_one_key_are_warned_of(
+    shared: Any, apart: Any, place: Place, caplog: pytest.LogCaptureFixture
+) -> None:
+    """With both places and the advice; a twin that follows the advice is not warned of."""
+    lines = []
+    for draw in (shared, apart):
+
+        def step_fn(state: Any, x: Tensor, draw: Any = draw) -> Any:
+            key = fcg.random.fold_in(state["key"], state["n"])
+            return {**state, "n": state["n"] + 1}, draw(key, x)
+
+        caplog.clear()
+        assert_law(place, step_fn, keyed(place), [place.randn(64, seed=n) for n in range(CALLS)])
+        lines.append([record.getMessage() for record in caplog.records if "same key" in record.getMessage()])
+    here, first = "test_h57_h71_randomness_and_warm_up.py", shared.__code__.co_firstlineno + 1
+    warning = (
+        f"step_fn: {here}:{first} and {here}:{first + 1} draw from one and the same key, so the numbers are "
+        "correlated: give each draw a key of its own, `fcg.random.split(key)` or `fcg.random.fold_in(key, n)`."
+    )
+    assert lines == [[warning], []]
+
+
 # -- warm-up ----------------------------------------------------------------------------------------------------------
 
 
