@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from . import optim, random, tree
+from . import optim, random, sharding, tree
 from .autodiff import grad, microbatches, value_and_grad
 from .checkpoint import load, load_state_dict, save, state_dict
 from .debug import debug_print
@@ -61,6 +61,7 @@ __all__ = [
     "place",
     "random",
     "save",
+    "sharding",
     "snapshot",
     "state_dict",
     "tree",

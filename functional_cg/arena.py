@@ -19,7 +19,9 @@ import torch
 from torch import Tensor
 
 from .errors import AliasError, LayoutError
-from .overlap import byte_range, overlapping, overlaps_itself
+from .overlap import byte_range, overlapping, overlaps_itself, storage_key
+from .shards.placement import Placement
+from .shards.tensor import placed
 from .streams import Stream, current_raw_stream, current_stream
 from .tree import KeyPath, flatten_with_path, path_string
 
@@ -34,7 +36,6 @@ __all__ = [
     "plan",
     "refuse_aliases",
     "refuse_unplaceable",
-    "storage_key",
     "unplaceable",
 ]
 
@@ -54,17 +55,23 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 @dataclass(frozen=True, slots=True)
 class BufferSpec:
-    """What a leaf's buffer must be: ``f32[8,1024]@cuda:0``."""
+    """What a leaf's buffer must be: ``f32[8,1024]@cuda:0``.
+
+    A leaf on a mesh has a placement; shape and strides are then those of what this rank holds.
+    """
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]
     dtype: torch.dtype
     device: torch.device
+    placement: Placement | None = None
 
     @classmethod
     def of(cls, tensor: Tensor) -> BufferSpec:
         """Spec of a tensor, with dense strides in the order of the tensor's own."""
-        return cls(tuple(tensor.shape), dense_stride(tensor), tensor.dtype, tensor.device)
+        placement = placed(tensor)
+        held = tensor if placement is None else tensor.local  # type: ignore[attr-defined]
+        return cls(tuple(held.shape), dense_stride(held), held.dtype, held.device, placement)
 
     @property
     def numel(self) -> int:
@@ -76,10 +83,17 @@ class BufferSpec:
 
     def same_layout(self, other: BufferSpec) -> bool:
         """Whether shape, dtype and device agree; strides are not part of a leaf's type."""
-        return self.shape == other.shape and self.dtype == other.dtype and self.device == other.device
+        return (
+            self.shape == other.shape
+            and self.dtype == other.dtype
+            and self.device == other.device
+            and self.placement == other.placement
+        )
 
     def __str__(self) -> str:
-        return f"{dtype_name(self.dtype)}[{','.join(map(str, self.shape))}]@{self.device}"
+        shape = self.shape if self.placement is None else self.placement.shape
+        where = "" if self.placement is None else f" {self.placement.describe()}"
+        return f"{dtype_name(self.dtype)}[{','.join(map(str, shape))}]@{self.device}{where}"
 
 
 def dense_stride(tensor: Tensor) -> tuple[int, ...]:
@@ -236,11 +250,6 @@ class Arena:
         if self.on_cuda:
             for slab in self.slabs:  # the allocator must not reuse them before this stream is done
                 slab.record_stream(current)
-
-
-def storage_key(tensor: Tensor) -> int:
-    """Identity of a tensor's storage: two tensors share memory only if their keys are equal."""
-    return int(tensor.untyped_storage()._cdata)
 
 
 def refuse_aliases(

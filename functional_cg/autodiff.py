@@ -19,6 +19,7 @@ from . import tree as pytree
 from .arena import BufferSpec, no_tensors
 from .errors import CaptureError, LayoutError
 from .random import fold_in
+from .shards.reader import like_leaf, readers, variable_of, whole
 from .state import Leaf
 from .tree import path_string
 
@@ -80,11 +81,14 @@ def value_and_grad(fn: Callable[..., Any], *, has_aux: bool = False) -> Callable
             torch.enable_grad(),
         ):
             leaves = [_differentiable(leaf, recording=recording) for leaf in flat]
-            out = fn(pytree.unflatten(treedef, leaves), *args, **kwargs)
-            value, aux = _split(name, out) if has_aux else (out, None)
-            _refuse_vector(name, value)
-            nested = recording and _depends_on_others([value, *pytree.leaves(aux)], leaves)
-            grads = _gradients(value, leaves, create_graph=nested)
+            with readers(flat, leaves) as handed:
+                out = fn(pytree.unflatten(treedef, handed), *args, **kwargs)
+                value, aux = _split(name, out) if has_aux else (out, None)
+                aux = pytree.map(whole, aux)
+                _refuse_vector(name, value)
+                nested = recording and _depends_on_others([value, *pytree.leaves(aux)], leaves)
+                grads = _gradients(value, leaves, create_graph=nested)
+            grads = [like_leaf(leaf, grad) for leaf, grad in zip(flat, grads, strict=True)]
         if leaves and not value.requires_grad:
             warnings.warn(
                 f"`{name}`: its value depends on no leaf of its first argument, so all gradients are zero. It has to "
@@ -131,7 +135,8 @@ def grad(fn: Callable[..., Any], *, has_aux: bool = False) -> Callable[..., Any]
 
 
 def _differentiable(leaf: Tensor, *, recording: bool) -> Tensor:
-    """A stand-in for a leaf, with respect to which gradients are taken."""
+    """A stand-in for a leaf, with respect to which gradients are taken; of one on a mesh, for what a rank keeps."""
+    leaf = variable_of(whole(leaf))
     if recording and leaf.requires_grad:
         return leaf.view_as(leaf)  # an outer call's leaf: an alias lets second-order terms flow through
     if isinstance(leaf, Leaf) or leaf.is_inference():

@@ -22,10 +22,11 @@ from . import tree as pytree
 from .arena import BufferSpec, refuse_unplaceable, unplaceable
 from .errors import LayoutError
 from .leaf import Leaf, as_tensor, key_name, owned
+from .shards.tensor import Sharded
 from .state import Handle
 from .tree import Treedef, path_string
 
-__all__ = ["load", "load_state_dict", "save", "state_dict"]
+__all__ = ["load", "load_state_dict", "names_of", "save", "state_dict"]
 
 T = TypeVar("T")
 
@@ -58,7 +59,7 @@ def state_dict(state: Any) -> dict[str, Tensor]:
     """
     leaves, treedef = _opened(state)
     with torch.inference_mode(False), torch.no_grad():
-        return {name: _on_host(leaf) for name, leaf in zip(_names(treedef), leaves, strict=True)}
+        return {name: _on_host(leaf) for name, leaf in zip(names_of(treedef), leaves, strict=True)}
 
 
 def load_state_dict(state: T, d: Mapping[str, Any]) -> T:
@@ -162,7 +163,7 @@ def _loaded(state: T, d: Mapping[str, Any], function: str, where: str = "") -> T
     _refuse_part(state, function)
     leaves, treedef = _opened(state)
     values = {name: owned(as_tensor(value)) for name, value in d.items()}
-    slots = dict(zip(_names(treedef), leaves, strict=True))
+    slots = dict(zip(names_of(treedef), leaves, strict=True))
     rows = _differences(slots, values)
     if rows:
         raise LayoutError.of(
@@ -195,13 +196,15 @@ def _opened(state: Any) -> tuple[list[Tensor], Treedef]:
     flat, treedef = pytree.flatten(state)
     leaves = [as_tensor(leaf) for leaf in flat]
     plain = [
-        (path, leaf) for path, leaf in zip(treedef.paths(), leaves, strict=True) if not isinstance(leaf, Leaf)
+        (path, leaf)
+        for path, leaf in zip(treedef.paths(), leaves, strict=True)
+        if not isinstance(leaf, Leaf | Sharded)
     ]
     refuse_unplaceable([path for path, _ in plain], [leaf for _, leaf in plain], [None] * len(plain), "state")
     return leaves, treedef
 
 
-def _names(treedef: Treedef) -> list[str]:
+def names_of(treedef: Treedef) -> list[str]:
     """Dotted names of all leaves, in flat order.
 
     Dots inside a key stay as they are, for they are what a module's own names consist of. Where two leaves would get
@@ -220,6 +223,14 @@ def _names(treedef: Treedef) -> list[str]:
 
 
 def _on_host(leaf: Tensor) -> Tensor:
+    if isinstance(leaf, Sharded):
+        raise LayoutError.of(
+            "",
+            "fcg.state_dict: the state is sharded.",
+            rows=[str(BufferSpec.of(leaf))],
+            why="This rank holds its shards only.",
+            fix="`fcg.sharding.state_dict(state)`, on all ranks; rank 0 gets all of it.",
+        )
     return torch.empty(leaf.shape, dtype=leaf.dtype, device="cpu").copy_(leaf)
 
 
@@ -236,7 +247,7 @@ def _differences(slots: Mapping[str, Tensor], values: Mapping[str, Any]) -> list
 
 def _type(value: Any) -> str:
     """Dtype and shape as text, without the device, which may differ."""
-    problem = "" if isinstance(value, Leaf) else unplaceable(value)
+    problem = "" if isinstance(value, Leaf | Sharded) else unplaceable(value)
     return problem or str(BufferSpec.of(value)).partition("@")[0]
 
 

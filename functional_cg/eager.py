@@ -15,6 +15,7 @@ from torch import Tensor
 from . import tree as pytree
 from .arena import Arena
 from .errors import LayoutError
+from .shards.boundary import entered, held, left, mesh_of
 from .signature import Call
 from .stages.inspect import refuse_new_state
 from .state import Handle
@@ -30,7 +31,9 @@ def run_eager(fn: Callable[..., Any], call: Call, name: str, *, donates: bool) -
     Raises:
       LayoutError: If the new state is unlike the old one; nothing was written.
     """
-    result = evaluate(fn, call, [copies(s.arena, s.start, s.stop) for s in call.states], call.live)
+    result = evaluate(
+        fn, call, [copies(s.arena, s.start, s.stop) for s in call.states], call.live, donates=donates
+    )
     if not donates:
         return pytree.map(_own, result)
     new, metrics = _checked(result, call, name)
@@ -43,18 +46,26 @@ def run_eager(fn: Callable[..., Any], call: Call, name: str, *, donates: bool) -
 
 
 def evaluate(
-    fn: Callable[..., Any], call: Call, slots: Sequence[Sequence[Tensor]], live: Sequence[Tensor]
+    fn: Callable[..., Any],
+    call: Call,
+    slots: Sequence[Sequence[Tensor]],
+    live: Sequence[Tensor],
+    *,
+    donates: bool,
 ) -> Any:
     """What ``fn`` returns for leaves of the states in place of their slots, and leaves of the inputs."""
-    with canonical():
+    with canonical(mesh_of([spec for s in call.states for spec in s.specs])):
         trees = [
-            pytree.unflatten(s.handle._node, leaves) for s, leaves in zip(call.states, slots, strict=True)
+            pytree.unflatten(s.handle._node, entered(s.specs, leaves))
+            for s, leaves in zip(call.states, slots, strict=True)
         ]
         inputs = [
             _private(t, spec.stride, call.device) for t, spec in zip(live, call.layout.specs, strict=True)
         ]
         args, kwargs = call.assemble(trees, inputs)
-        return fn(*args, **kwargs)
+        result = fn(*args, **kwargs)
+        first = call.states[0] if donates else None
+        return result if first is None else left(first.specs, first.handle._node, result)
 
 
 def _checked(result: Any, call: Call, name: str) -> tuple[list[Tensor], Any]:
@@ -69,7 +80,7 @@ def _checked(result: Any, call: Call, name: str) -> tuple[list[Tensor], Any]:
     state = call.states[0]
     new, treedef = pytree.flatten(result[0])
     refuse_new_state(name, state.handle._node, [s.spec for s in state.arena.plan.slots], treedef, new)
-    return new, pytree.map(_own, result[1])
+    return [held(leaf) for leaf in new], pytree.map(_own, result[1])
 
 
 def copies(arena: Arena, start: int, stop: int) -> list[Tensor]:

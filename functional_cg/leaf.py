@@ -17,10 +17,11 @@ from typing import Any, Never, Protocol
 import torch
 from torch import Tensor
 
-from .arena import Arena, BufferSpec, storage_key
+from .arena import Arena, BufferSpec
 from .errors import DonatedStateError, ReadOnlyError
 from .markup import card, table
 from .ops import copies, tensors_in, written_arguments
+from .overlap import storage_key
 from .summary import summary
 from .tree import KeyPath, Treedef
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
@@ -15,6 +16,8 @@ from .inputs import InputLayout
 from .markup import Html, bar, card, element, fold, line, table
 from .mismatch import layout_differences, layout_fix
 from .outline import Entry, branches_html, columns, count, listed, outline, tree_html
+from .shards.boundary import mesh_of
+from .shards.mesh import Mesh
 from .signature import Call
 from .stages.capture import Replay
 from .stages.certificate import Inspection
@@ -133,6 +136,29 @@ class Lowered:
         """Capture the plan on the memory of the state that it was lowered with."""
         assert self.capture_here is not None
         return self.capture_here()
+
+    @property
+    def mesh(self) -> Mesh | None:
+        """The mesh that its states lie on."""
+        return mesh_of([spec for state in self.states for spec in state.specs])
+
+    def meet(self) -> None:
+        """Wait until all ranks of the mesh are about to capture the same: they would hang in a collective.
+
+        Raises:
+          CaptureError: On all ranks, naming those that are missing or differ.
+        """
+        mesh = self.mesh
+        if mesh is not None and mesh.ranks is not None:
+            names = (*self.program.slot_names, *self.layout.live_names)
+            leaves = zip(names, (*self.program.slots, *self.program.inputs), strict=True)
+            ops = "\n".join(str(instr.op) for instr in self.program.instrs)
+            lines = [
+                f"capture `{self.name}`",
+                *(f"{name}  {str(var.spec).partition('@')[0]}" for name, var in leaves),
+                f"{len(self.program.instrs)} ATen calls, {hashlib.blake2b(ops.encode(), digest_size=8).hexdigest()}",
+            ]
+            mesh.ranks.agree(self.name, "\n".join(lines))
 
     def fits(self, call: Call) -> bool:
         """Whether a call has this layout."""

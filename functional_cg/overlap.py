@@ -7,7 +7,12 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-__all__ = ["byte_range", "overlapping", "overlaps_itself"]
+__all__ = ["byte_range", "overlapping", "overlaps_itself", "storage_key"]
+
+
+def storage_key(tensor: Tensor) -> int:
+    """Identity of a tensor's storage: two tensors share memory only if their keys are equal."""
+    return int(tensor.untyped_storage()._cdata)
 
 
 def byte_range(tensor: Tensor) -> tuple[int, int]:

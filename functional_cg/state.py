@@ -20,6 +20,7 @@ from .leaf import Leaf, Lease, Part, as_tensor, donated, key_name, owned, uninte
 from .markup import card, fold
 from .ops import copies
 from .outline import Entry, arena_html, count, tree_html, tree_text
+from .shards.boundary import entered, held, localized
 from .tree import KeyPath, Treedef, TreeView, path_string
 
 __all__ = [
@@ -142,8 +143,8 @@ class Handle(TreeView):
             )
         self._check()
         lease, positions = self._lease, sorted(updates)
-        values = [owned(as_tensor(updates[i])) for i in positions]
         slots = [lease.arena.plan.slots[i].spec for i in positions]
+        values = [owned(localized(lease.arena.plan.slots[i].spec, as_tensor(updates[i]))) for i in positions]
         rows = rows + _misfits(slots, values, [lease.paths[i] for i in positions])
         if rows:
             raise LayoutError.of(
@@ -177,7 +178,8 @@ class Handle(TreeView):
     def _child(self, part: Part) -> Any:
         """A part as it is handed out: a leaf, None, or a handle of its own."""
         if part.node.is_leaf:
-            return Leaf(self._lease.arena.slots[part.start], self._root, part.path)
+            leaf = Leaf(self._lease.arena.slots[part.start], self._root, part.path)
+            return entered([self._lease.arena.plan.slots[part.start].spec], [leaf])[0]
         if part.node.kind is type(None):
             return None
         return Handle(self._lease, self._generation, part, self._root)
@@ -332,7 +334,8 @@ def placeable(
       LayoutError: If a leaf cannot live in an arena.
     """
     flat, treedef = pytree.flatten(tree)
-    leaves, paths = [owned(as_tensor(leaf)) for leaf in flat], treedef.paths()
+    placed, paths = [as_tensor(leaf) for leaf in flat], treedef.paths()
+    leaves = [owned(held(leaf)) for leaf in placed]
     # Numbers and numpy arrays have no device of their own: they go where the tensors are.
     devices = [leaf.device if isinstance(leaf, Tensor) else None for leaf in flat]
     if device is None:
@@ -342,11 +345,8 @@ def placeable(
         devices = [None] * len(flat)
     refuse_unplaceable(paths, leaves, devices, root, function)
     refuse_aliases(paths, leaves, root, function)
-    return (
-        leaves,
-        treedef,
-        plan([replace(BufferSpec.of(leaf), device=home) for leaf in leaves], _roles(treedef, paths)),
-    )
+    specs = [replace(BufferSpec.of(leaf), device=home) for leaf in placed]
+    return leaves, treedef, plan(specs, _roles(treedef, paths))
 
 
 def check_alive(handle: Handle, name: str, function: str) -> None:

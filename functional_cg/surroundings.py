@@ -13,10 +13,12 @@ from torch.utils import checkpoint
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from .errors import CaptureError
+from .shards.mesh import Mesh
 
 __all__ = [
     "AsTraced",
     "canonical",
+    "current_mesh",
     "diverted",
     "in_a_backward",
     "inside_a_step",
@@ -29,6 +31,10 @@ _NEAR = 6  # frames from the grad mode's setter up to the checkpoint
 
 class _InStep(BaseTorchFunctionMode):
     """On while the function of a step runs, traced or eager; modules such as MHA take another path under a mode."""
+
+    def __init__(self, mesh: Mesh | None) -> None:
+        super().__init__()
+        self.mesh = mesh
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -66,12 +72,15 @@ def _refuse_reentrant_checkpoint() -> None:
 
 
 @contextlib.contextmanager
-def canonical() -> Iterator[None]:
+def canonical(mesh: Mesh | None = None) -> Iterator[None]:
     """The setting in which a step runs, traced or eager, whatever surrounds the call.
 
     No gradient mode, inference mode or autocast is taken over; the autocast cache is off (it would make a weight's
     gradient depend on how often the weight was cast); autograd stays on the calling thread; a function mode is on,
     since modules such as ``MultiheadAttention`` take another path under one.
+
+    Args:
+      mesh: Where the leaves of the step's states lie.
     """
     cached = torch.is_autocast_cache_enabled()
     with contextlib.ExitStack() as stack:
@@ -80,7 +89,7 @@ def canonical() -> Iterator[None]:
         for device_type in ("cpu", "cuda"):
             stack.enter_context(torch.autocast(device_type, enabled=False))
         stack.enter_context(torch.autograd.set_multithreading_enabled(False))
-        stack.enter_context(_InStep())
+        stack.enter_context(_InStep(mesh))
         torch.set_autocast_cache_enabled(False)
         try:
             yield
@@ -90,7 +99,18 @@ def canonical() -> Iterator[None]:
 
 def inside_a_step() -> bool:
     """Whether the function of a step is running on this thread: a step called now becomes a part of it."""
-    return any(isinstance(mode, _InStep) for mode in _get_current_function_mode_stack())  # private to torch
+    return _step() is not None
+
+
+def current_mesh() -> Mesh | None:
+    """The mesh of the step that is running on this thread; None outside of one, and if its states lie on none."""
+    step = _step()
+    return None if step is None else step.mesh
+
+
+def _step() -> _InStep | None:
+    modes = _get_current_function_mode_stack()  # private to torch
+    return next((mode for mode in reversed(modes) if isinstance(mode, _InStep)), None)
 
 
 def in_a_backward() -> bool:

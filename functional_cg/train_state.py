@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Generic, Self
+from typing import Any, Generic, Protocol, Self
 
 import torch
 from torch import Tensor
@@ -21,6 +21,26 @@ from .state import place
 __all__ = ["TrainState"]
 
 Params = TypeVar("Params", default=Any)
+
+
+class Sharding(Protocol):
+    """What :meth:`TrainState.create` asks of a sharding."""
+
+    def parameters(self, params: Any, /) -> Any:
+        """Parameters as this rank holds them."""
+        ...
+
+    def moments(self, placed: Any, /) -> Any:
+        """Those parameters as the optimizer sees them when it makes its state."""
+        ...
+
+    def accumulators(self, placed: Any, /) -> Any:
+        """Zeros for their gradients."""
+        ...
+
+    def agreed(self, tree: Any, /) -> Any:
+        """Leaves that every rank holds whole."""
+        ...
 
 
 @dataclass_transform(
@@ -76,6 +96,7 @@ class TrainState(_StateClass, Generic[Params]):
         key: Tensor | None = None,
         buffers: Any = None,
         accumulate: bool = False,
+        sharding: Sharding | None = None,
         **fields: Any,
     ) -> Self:
         """Place parameters, fresh optimizer state and the rest in an arena; returns a handle.
@@ -86,6 +107,8 @@ class TrainState(_StateClass, Generic[Params]):
           key: i64[2]; moved to the device of ``params``.
           buffers: Pytree of tensors that are not trained.
           accumulate: Add ``grads``, an accumulator of zeros for gradients over several calls.
+          sharding: From :func:`functional_cg.sharding.zero`: a rank holds its shard of parameters and moments, with
+            the values of rank 0; what else is in the state is whole on each rank, with the values of rank 0 too.
           fields: Values of the fields that a subclass adds.
         Raises:
           AliasError: If two leaves share memory.
@@ -97,13 +120,18 @@ class TrainState(_StateClass, Generic[Params]):
             (leaf.device for leaf in pytree.leaves(params) if isinstance(leaf, Tensor)), torch.device("cpu")
         )
         with torch.inference_mode(False), torch.no_grad():
+            key = None if key is None else key.to(device)
+            if sharding is not None:
+                params = sharding.parameters(params)
+                buffers, key, fields = sharding.agreed((buffers, key, fields))
+            moved = params if sharding is None else sharding.moments(params)
             state = cls(
                 step=torch.zeros((), dtype=torch.int64, device=device),
                 params=params,
-                opt_state=optimizer.init(params),
+                opt_state=optimizer.init(moved),
                 buffers=buffers,
-                key=None if key is None else key.to(device),
-                grads=pytree.map(torch.zeros_like, params) if accumulate else None,
+                key=key,
+                grads=_accumulator(params, sharding) if accumulate else None,
                 optimizer=optimizer,
                 **fields,
             )
@@ -144,6 +172,10 @@ class TrainState(_StateClass, Generic[Params]):
     def latest(self) -> Self:
         """The state itself; on a handle, the living handle of the same arena."""
         return self
+
+
+def _accumulator(params: Any, sharding: Sharding | None) -> Any:
+    return pytree.map(torch.zeros_like, params) if sharding is None else sharding.accumulators(params)
 
 
 def _refuse_arguments(params: Any, optimizer: Any, key: Any) -> None:

@@ -320,9 +320,12 @@ class Transform:
         key = (id(lowered), call.arenas)
         captured = self._captured.get(key)
         if captured is None:
+            lowered.meet()
             with held_back(), _timed(self._name, "captured"):
                 captured = self._captured[key] = self._capture(call, lowered)
             self.stats.captures += 1
+            if lowered.mesh is not None:
+                lowered.mesh.captures.add(captured)
             this = weakref.ref(self)
             for arena in captured.arenas:
                 arena.watchers.append(functools.partial(_reap, this))

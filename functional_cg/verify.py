@@ -16,6 +16,7 @@ from .eager import copies, evaluate
 from .errors import CaptureError
 from .leaf import owned
 from .lowered import Lowered
+from .shards.boundary import held
 from .signature import Call
 from .stages.values import same
 from .surroundings import AsTraced
@@ -70,7 +71,7 @@ class Shadow:
         self._calls += 1
         try:
             with Silence(), AsTraced():
-                expected = evaluate(self._fn, call, slots, live)
+                expected = evaluate(self._fn, call, slots, live, donates=self._donates)
         except Exception as error:  # whatever the user's function raises
             raise self._error(
                 call,
@@ -126,7 +127,7 @@ def _difference(want: Any, have: Any, tolerance: float) -> str:
     """How two leaves differ; an empty string if they do not."""
     if not isinstance(want, Tensor) or not isinstance(have, Tensor):
         return "" if have is want or same(have, want) else f"eager {_shown(want)}   replay {_shown(have)}"
-    want, have = owned(want).detach(), owned(have).detach()
+    want, have = owned(held(want)).detach(), owned(held(have)).detach()
     if (want.shape, want.dtype) != (have.shape, have.dtype):
         return f"eager {_shown(want)}   replay {_shown(have)}"
     if _same_bits(want, have):

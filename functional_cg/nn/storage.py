@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from ..arena import storage_key
 from ..leaf import Leaf
+from ..overlap import storage_key
 
 __all__ = ["storage_of"]
 

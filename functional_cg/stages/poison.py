@@ -8,7 +8,7 @@ from types import MappingProxyType
 import torch
 from torch import Tensor
 
-from ..arena import storage_key
+from ..overlap import storage_key
 from .capture import Replay, copy_out
 from .lower import Before
 

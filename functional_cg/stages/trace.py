@@ -21,7 +21,7 @@ from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from .. import tree as pytree
-from ..arena import BufferSpec, storage_key
+from ..arena import BufferSpec
 from ..errors import (
     BakedValueError,
     ForeignTensorError,
@@ -31,6 +31,10 @@ from ..errors import (
     SideEffectError,
 )
 from ..ops import tensors_in
+from ..overlap import storage_key
+from ..shards.boundary import entered, held, left, mesh_of
+from ..shards.reader import Reader
+from ..shards.tensor import Sharded
 from ..source import Locator
 from ..surroundings import canonical, in_a_backward
 from ..tree import KeyPath, Treedef, path_string
@@ -146,7 +150,7 @@ class _Recorder(TorchDispatchMode):
 
     def release(self) -> list[weakref.ref[Tensor]]:
         """Let go of all tensors of the trace; what is alive afterwards is held by the user."""
-        references = [weakref.ref(tensor) for tensor in self._kept]
+        references = list(map(weakref.ref, self._kept))
         self._kept.clear()
         self.declared.clear()
         return references
@@ -154,6 +158,8 @@ class _Recorder(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        if Sharded in types or Reader in types:
+            return NotImplemented  # what it does with shards comes here again
         try:
             return self._dispatch(func, args, kwargs or {})
         except FunctionalCGError as error:
@@ -222,8 +228,7 @@ class _Recorder(TorchDispatchMode):
         named = {name: self._freeze(value) for name, value in kwargs.items()}
         writes = tuple(self._vars[id(tensor)] for tensor in written)
         # Last, since the result may be an argument that the call has made another variable.
-        born, site = self._born(out), self._locator.locate()
-        instr = Instr(func, frozen, named, born, writes, site, in_a_backward())
+        instr = Instr(func, frozen, named, self._born(out), writes, self._locator.locate(), in_a_backward())
         self.program.instrs.append(instr)
         if self._first is not None:
             _refuse_difference(self._first, self.program.instrs)
@@ -365,7 +370,7 @@ def _run(recipe: Recipe, first: Program | None, checkpoint: Callable[[], None]) 
             leaves.append(leaf)
             program.slots.append(var)
             program.slot_names.append(name)
-        trees.append(pytree.unflatten(state.treedef, leaves))
+        trees.append(pytree.unflatten(state.treedef, entered(state.specs, leaves)))
     inputs = []
     for name, spec in zip(recipe.input_names, recipe.inputs, strict=True):
         leaf, var = recorder.fake(spec, name)
@@ -374,8 +379,11 @@ def _run(recipe: Recipe, first: Program | None, checkpoint: Callable[[], None]) 
     for name, constant in recipe.constants:
         recorder.declare(name, constant)
     args, kwargs = recipe.assemble(trees, inputs)
-    with canonical(), without_log(), mode, recorder, HostGuard(recorder.rules):
+    mesh = mesh_of([spec for state in recipe.states for spec in state.specs])
+    with canonical(mesh), without_log(), mode, recorder, HostGuard(recorder.rules):
         result = recipe.function(*args, **kwargs)
+        if recipe.donates:
+            result = left(recipe.states[0].specs, recipe.states[0].treedef, result)
     recorder.rules.refuse_what_was_caught()
     _read_result(recipe, recorder, result)
     return recorder
@@ -396,7 +404,7 @@ def _read_result(recipe: Recipe, recorder: _Recorder, result: Any) -> None:
         leaves, treedef = pytree.flatten(new_state)
         refuse_new_state(recipe.name, old.treedef, old.specs, treedef, leaves)
         program.new_state = [
-            _result_var(recorder, path, leaf, "state")
+            _result_var(recorder, path, held(leaf), "state")
             for path, leaf in zip(treedef.paths(), leaves, strict=True)
         ]
     leaves, program.output_def = pytree.flatten(result)

@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 
 from .. import tree as pytree
-from ..arena import BufferSpec, refuse_aliases, storage_key
+from ..arena import BufferSpec, refuse_aliases
 from ..errors import FunctionalCGError
 from ..graph_step import GraphFn, GraphStep, graph_step
+from ..overlap import storage_key
 from ..state import Leaf, fork, place, snapshot
 from ..surroundings import AsTraced
 

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from ..arena import storage_key
 from ..ops import can_draw, tensors_in
+from ..overlap import storage_key
 from ..stages.poison import poison
 
 __all__ = ["Address", "Block", "Call", "Foreign", "Memory", "resolve"]

@@ -19,8 +19,8 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from ..arena import storage_key
 from ..ops import sync_reason, tensors_in, written_arguments
+from ..overlap import storage_key
 from ..state import Leaf
 from .recorded import Block, Call
 

@@ -1,0 +1,102 @@
+"""Ranks that meet outside of graphs: before a capture, all have to be about to capture the same thing.
+
+A rank that is missing, or that is called with another layout, would hang all others inside of a collective. They meet
+at the key-value store that the launcher's rendezvous has left, where waiting has an end.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore
+
+from ..errors import CaptureError
+
+__all__ = ["Ranks"]
+
+_GOODBYE_SECONDS = 5.0
+
+
+@dataclass(eq=False, slots=True)
+class Ranks:
+    """The ranks of a run.
+
+    Attributes:
+      store: Keys and values that all ranks see.
+      rank: This one's number.
+      size: Number of ranks.
+      timeout: Seconds to wait for the others.
+      meetings: Number of meetings so far; ranks that go the same way count alike.
+    """
+
+    store: Any
+    rank: int
+    size: int
+    timeout: float
+    meetings: int = 0
+
+    @classmethod
+    def of_this_run(cls, timeout: float) -> Ranks:
+        store = dist.distributed_c10d._get_default_store()  # private; test_sharding notices a change
+        return cls(PrefixStore("functional_cg", store), dist.get_rank(), dist.get_world_size(), timeout)
+
+    def agree(self, function: str, what: str) -> None:
+        """Wait for all ranks, and raise on all of them unless they are about to do the same.
+
+        Args:
+          function: Name of the user's function.
+          what: What this rank is about to do, in words that are equal on all ranks.
+        Raises:
+          CaptureError: Naming the ranks that are missing, or that do something else.
+        """
+        here, self.meetings = self.meetings, self.meetings + 1
+        keys = [f"{here}/{rank}" for rank in range(self.size)]
+        self.store.set(keys[self.rank], what)
+        try:
+            self.store.wait(keys, timedelta(seconds=self.timeout))
+        except RuntimeError as error:  # c10d's DistStoreError, and what older stores raise
+            missing = [rank for rank, key in enumerate(keys) if not self.store.check([key])]
+            raise CaptureError.of(
+                function,
+                f"waited {self.timeout:g} s for {_ranks(missing)}, on rank {self.rank} of {self.size}.",
+                rows=[f"rank {self.rank} is about to {what.splitlines()[0]}"],
+                why="A function over a sharded state is collective: all ranks call it, in the same order.",
+                fix="call it on all ranks and use its result on one, `out = sample(state)`, `if rank == 0: show(out)`.",
+            ) from error
+        said = [self.store.get(key).decode() for key in keys]
+        others = [rank for rank in range(self.size) if said[rank] != said[0]]
+        if others:
+            raise CaptureError.of(
+                function,
+                f"ranks are about to do different things: {_ranks(others)} differ from rank 0.",
+                rows=_differences(said[0], said[others[0]], others[0]),
+                why="Each rank captures one graph, and the collectives in them wait for each other.",
+                fix="call the same steps in one order on all ranks, with inputs of one layout: the last batch too.",
+            )
+
+    def part(self) -> None:
+        """Let all ranks get here before connections are cut; one that has died is not waited for long."""
+        keys = [f"end/{rank}" for rank in range(self.size)]
+        try:
+            self.store.set(keys[self.rank], "")
+            self.store.wait(keys, timedelta(seconds=_GOODBYE_SECONDS))
+        except RuntimeError:
+            return  # a rank, or the store itself, is gone already
+
+
+def _ranks(numbers: list[int]) -> str:
+    return f"rank{'s' * (len(numbers) != 1)} {', '.join(map(str, numbers))}"
+
+
+def _differences(first: str, other: str, rank: int) -> list[str]:
+    """The first lines that differ, of what rank 0 and another one said."""
+    a, b = first.splitlines(), other.splitlines()
+    pairs = [
+        *zip(a, b, strict=False),
+        *((line, "nothing") for line in a[len(b) :]),
+        *(("nothing", line) for line in b[len(a) :]),
+    ]
+    return [f"rank 0  {x}   rank {rank}  {y}" for x, y in pairs if x != y]

@@ -1,0 +1,100 @@
+"""Where a mesh comes from: the launcher's environment, torch's process groups, and their end."""
+
+from __future__ import annotations
+
+import atexit
+import math
+import os
+import weakref
+from collections.abc import Mapping
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+from ..shards.mesh import Axis, Mesh
+from .agreement import Ranks
+
+__all__ = ["mesh"]
+
+
+def mesh(axes: Mapping[str, int], *, device: str | None = None, timeout: float = 300.0) -> Mesh:
+    """Lay out all ranks of this run. Call it once, before anything touches a GPU.
+
+    Under ``torchrun`` (or any launcher that sets ``RANK``, ``LOCAL_RANK`` and ``WORLD_SIZE``) it picks this rank's
+    device, starts NCCL there (gloo on the CPU), and ends it when the interpreter exits. Process groups that are there
+    already are used, and left to whoever made them. A single process is a mesh of one rank, and nothing is started.
+
+    Args:
+      axes: Names and sizes, outermost first: ``{"data": -1}``, or ``{"replica": 2, "shard": -1}`` for a hybrid. Leaves
+        are sharded over the last axis, and replicated over the one before. One size may be -1: what is left.
+      device: ``"cuda"`` or ``"cpu"``; by default CUDA where there is one.
+      timeout: Seconds that ranks wait for each other before a capture, and in collectives on the CPU.
+    Raises:
+      ValueError: If the sizes do not multiply to the number of ranks.
+
+    Example:
+      >>> import functional_cg as fcg
+      >>> print(fcg.sharding.mesh({"data": -1}))
+      data=1
+    """
+    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    ranks = dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
+    sizes = _sizes(axes, ranks)
+    if ranks == 1:
+        return Mesh(tuple(Axis(name, 1, 0, "") for name in sizes))
+    ours = not dist.is_initialized()
+    if ours:
+        _start(device, timeout)
+    found = Mesh(_axes(sizes, device), ranks=Ranks.of_this_run(timeout))
+    atexit.register(_end, found.captures, found.ranks, ours=ours)
+    return found
+
+
+def _axes(sizes: Mapping[str, int], device: str) -> tuple[Axis, ...]:
+    wide = [name for name, size in sizes.items() if size > 1]
+    if len(wide) == 1:  # all ranks: their group is there already
+        rank, everyone = dist.get_rank(), dist.distributed_c10d._get_default_group().group_name
+        return tuple(
+            Axis(name, size, rank, everyone) if name in wide else Axis(name, 1, 0, "")
+            for name, size in sizes.items()
+        )
+    layout = init_device_mesh(device, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+    return tuple(
+        Axis(name, size, layout.get_local_rank(name), layout.get_group(name).group_name)
+        for name, size in sizes.items()
+    )
+
+
+def _sizes(axes: Mapping[str, int], ranks: int) -> dict[str, int]:
+    sizes = dict(axes)
+    free = [name for name, size in sizes.items() if size == -1]
+    known = math.prod(size for size in sizes.values() if size != -1)
+    if len(free) == 1 and known > 0 and ranks % known == 0:
+        sizes[free[0]] = ranks // known
+    if not 1 <= len(sizes) <= 2 or math.prod(sizes.values()) != ranks or min(sizes.values()) < 1:
+        raise ValueError(
+            f"sharding.mesh: {dict(axes)} does not lay out {ranks} rank{'s' * (ranks != 1)}. To fix: one or two axes "
+            'whose sizes multiply to the number of ranks, `{"data": -1}`; `torchrun --nproc_per_node=N` sets it.'
+        )
+    return sizes
+
+
+def _start(device: str, timeout: float) -> None:
+    if device == "cuda":
+        place = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+        torch.cuda.set_device(place)
+        dist.init_process_group("nccl", device_id=place, timeout=timedelta(seconds=timeout))
+    else:
+        dist.init_process_group("gloo", timeout=timedelta(seconds=timeout))
+
+
+def _end(captures: weakref.WeakSet[Any], ranks: Ranks, *, ours: bool) -> None:
+    """At exit: graphs first, then the communicators that they use. The other order hangs."""
+    for captured in list(captures):
+        captured.close()
+    if ours and dist.is_initialized():
+        ranks.part()
+        dist.destroy_process_group()

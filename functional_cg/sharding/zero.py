@@ -1,0 +1,129 @@
+"""ZeRO as placements: which of params, gradients and moments a rank holds a shard of.
+
+Source: Rajbhandari et al. 2020, "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from .. import tree as pytree
+from ..shards.collectives import broadcast
+from ..shards.mesh import Mesh
+from ..shards.placement import Placement, Reading
+from ..shards.tensor import Sharded
+from ..tree import KeyPath
+from .plan import buckets, layer_of
+
+__all__ = ["Zero", "zero"]
+
+Init = Callable[[KeyPath, Any, Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class Zero:
+    """What :func:`zero` returns; see there."""
+
+    mesh: Mesh
+    stage: Literal[1, 2, 3] = 3
+    bucket_bytes: int = 64 * 2**20
+    param_dtype: torch.dtype | None = None
+    reduce_dtype: torch.dtype | None = None
+    reshard: bool = True
+
+    def parameters(self, params: Any, make: Callable[[int, KeyPath, Tensor], Tensor] | None = None) -> Any:
+        """Parameters as this rank holds them; the values are those of rank 0.
+
+        Args:
+          params: Pytree of tensors; on the meta device where ``make`` makes them.
+          make: ``(number, path, leaf) -> tensor``, called leaf by leaf.
+        """
+        flat, treedef = pytree.flatten_with_path(params)
+        paths, leaves = [path for path, _ in flat], [leaf for _, leaf in flat]
+        sizes = [leaf.numel() * (self.param_dtype or leaf.dtype).itemsize for leaf in leaves]
+        numbers = buckets([layer_of(path) for path in paths], sizes, self.bucket_bytes)
+        return pytree.unflatten(
+            treedef,
+            [
+                self._place(leaf if make is None else make(i, path, leaf), bucket)
+                for i, (path, leaf, bucket) in enumerate(zip(paths, leaves, numbers, strict=True))
+            ],
+        )
+
+    def moments(self, placed: Any) -> Any:
+        """Parameters as the optimizer sees them when it makes its state: shards at every stage."""
+        return pytree.map(_shard, placed)
+
+    def accumulators(self, placed: Any) -> Any:
+        """Zeros for gradients over several calls: shards from stage 2 on."""
+        return pytree.map(torch.zeros_like, placed if self.stage == 1 else self.moments(placed))
+
+    def agreed(self, tree: Any) -> Any:
+        """Leaves that every rank holds whole, with the values of rank 0."""
+        return pytree.map(lambda leaf: broadcast(leaf, self.mesh) if isinstance(leaf, Tensor) else leaf, tree)
+
+    def _place(self, leaf: Tensor, bucket: int) -> Tensor:
+        whole = broadcast(leaf, self.mesh)
+        alone = self.mesh.size == 1 and self.param_dtype is None
+        if alone or not (leaf.is_floating_point() or leaf.is_complex()):
+            return whole
+        reading = Reading(
+            bucket, self.param_dtype, self.reduce_dtype, "whole" if self.stage == 1 else "shard", self.reshard
+        )
+        placement = Placement(
+            self.mesh, tuple(leaf.shape), self.stage == 3 and self.mesh.shards.size > 1, reading
+        )
+        return Sharded(placement.own(whole).clone() if placement.sharded else whole, placement)
+
+
+def zero(
+    mesh: Mesh,
+    *,
+    stage: Literal[1, 2, 3] = 3,
+    bucket_bytes: int = 64 * 2**20,
+    param_dtype: torch.dtype | None = None,
+    reduce_dtype: torch.dtype | None = None,
+    reshard: bool = True,
+) -> Zero:
+    """Shard a state over the ranks of a mesh: ``TrainState.create(..., sharding=zero(mesh, stage=3))``.
+
+    A rank holds its shard of the moments (stage 1), of gradients too (stage 2), and of parameters too (stage 3). At
+    stages 1 and 2 the new parameters are gathered at the end of the step; at stage 3 each is gathered where a loss
+    reads it. In a mesh of one rank nothing is sharded, and the graph has no collective.
+
+    Args:
+      mesh: From :func:`mesh`.
+      stage: 1, 2 or 3.
+      bucket_bytes: Leaves of a layer are gathered together, up to this size.
+      param_dtype: Dtype that a loss sees, such as ``torch.bfloat16`` over f32 parameters: gathers are half as large.
+      reduce_dtype: Dtype in which gradients are summed over ranks; by default the one that they come in.
+      reshard: Gather again in the backward (stage 3), which holds fewer whole leaves at a time.
+    Returns:
+      What :meth:`TrainState.create` takes as ``sharding``.
+    Raises:
+      ValueError: If the stage is none of the three.
+
+    Example:
+      >>> import torch, functional_cg as fcg
+      >>> mesh = fcg.sharding.mesh({"data": -1})
+      >>> state = fcg.TrainState.create(
+      ...     params={"w": torch.ones(4)}, optimizer=fcg.optim.sgd(0.1), sharding=fcg.sharding.zero(mesh, stage=3)
+      ... )
+    """
+    if stage not in (1, 2, 3):
+        raise ValueError(f"sharding.zero: stage must be 1, 2 or 3, got {stage!r}")
+    if bucket_bytes < 1:
+        raise ValueError(f"sharding.zero: bucket_bytes must be positive, got {bucket_bytes!r}")
+    return Zero(mesh, stage, bucket_bytes, param_dtype, reduce_dtype, reshard)
+
+
+def _shard(leaf: Any) -> Any:
+    if not isinstance(leaf, Sharded) or leaf.placement.sharded or leaf.placement.mesh.shards.size == 1:
+        return leaf
+    old = leaf.placement
+    return Sharded(old.own(leaf.local).clone(), Placement(old.mesh, old.shape, True, old.reading))

@@ -1,0 +1,81 @@
+"""The border of a step: slots hold what a rank holds, the user's function sees whole leaves."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, cast
+
+from torch import Tensor
+
+from .. import tree as pytree
+from ..arena import BufferSpec
+from ..tree import Treedef
+from .collectives import all_gather
+from .mesh import Mesh
+from .placement import Placement
+from .tensor import Sharded, shard_of
+
+__all__ = ["entered", "held", "left", "localized", "mesh_of"]
+
+
+def mesh_of(specs: Sequence[BufferSpec]) -> Mesh | None:
+    """The mesh that leaves lie on; None if they lie on none."""
+    return next((spec.placement.mesh for spec in specs if spec.placement is not None), None)
+
+
+def entered(specs: Sequence[BufferSpec], slots: Sequence[Tensor]) -> list[Tensor]:
+    """What the user's function sees of slots."""
+    return [
+        slot if spec.placement is None else Sharded(slot, spec.placement)
+        for spec, slot in zip(specs, slots, strict=True)
+    ]
+
+
+def left(specs: Sequence[BufferSpec], treedef: Treedef, result: Any) -> Any:
+    """What a step returns, ``(new_state, metrics)``, with the new state as it goes into the slots.
+
+    Shards where they hold shards, whole leaves where they hold those. What does not fit is left as it is, for the check
+    of the new state to name it.
+    """
+    if not any(spec.placement for spec in specs) or not isinstance(result, tuple) or len(result) != 2:
+        return result
+    leaves, found = pytree.flatten(result[0])
+    if found != treedef:
+        return result
+    out = list(leaves)
+    to_gather: dict[Any, list[int]] = {}
+    for i, (spec, leaf) in enumerate(zip(specs, leaves, strict=True)):
+        placement = spec.placement
+        if placement is None or not isinstance(leaf, Tensor) or tuple(leaf.shape) != placement.shape:
+            continue
+        if isinstance(leaf, Sharded) and leaf.placement.sharded and not placement.sharded:
+            to_gather.setdefault(placement.reading and placement.reading.bucket, []).append(i)
+        else:
+            out[i] = Sharded(localized(spec, leaf), placement)
+    for members in to_gather.values():
+        vectors = all_gather([leaves[i].local for i in members], _place(specs, members[0]).mesh.shards)
+        for i, vector in zip(members, vectors, strict=True):
+            out[i] = Sharded(_place(specs, i).unpad(vector), _place(specs, i))
+    return pytree.unflatten(treedef, out), result[1]
+
+
+def _place(specs: Sequence[BufferSpec], i: int) -> Placement:
+    return cast("Placement", specs[i].placement)
+
+
+def held(leaf: Any) -> Any:
+    """What this rank holds of a leaf: of one on a mesh, the tensor in its memory."""
+    return leaf.local if isinstance(leaf, Sharded) else leaf
+
+
+def localized(spec: BufferSpec, leaf: Any) -> Any:
+    """What a slot of this rank takes of a new value; a whole one has to be the same on all ranks.
+
+    A value of another shape stays as it is, for the check that follows to name it.
+    """
+    placement = spec.placement
+    if placement is None or not isinstance(leaf, Tensor) or tuple(leaf.shape) != placement.shape:
+        return leaf
+    if isinstance(leaf, Sharded) and leaf.placement.sharded == placement.sharded:
+        return leaf.local
+    return shard_of(leaf, placement) if placement.sharded else leaf

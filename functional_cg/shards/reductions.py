@@ -1,0 +1,106 @@
+"""Reductions of whole leaves: over this rank's elements first, then over the ranks that hold the others."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .collectives import all_reduce
+from .placement import Placement
+
+__all__ = ["REDUCTIONS", "norms"]
+
+Reduction = Callable[[Tensor, Placement, Mapping[str, Any]], Tensor]
+
+
+def _across(value: Tensor, placement: Placement, op: str = "sum") -> Tensor:
+    return all_reduce([value], placement.mesh.shards, op)[0]
+
+
+def _sum(local: Tensor, placement: Placement, named: Mapping[str, Any]) -> Tensor:
+    return _across(placement.masked(local).sum(dtype=named.get("dtype")), placement)
+
+
+def _mean(local: Tensor, placement: Placement, named: Mapping[str, Any]) -> Tensor:
+    return _sum(local, placement, named) / placement.numel
+
+
+def _max(local: Tensor, placement: Placement, named: Mapping[str, Any]) -> Tensor:
+    lowest = -math.inf if local.is_floating_point() else torch.iinfo(local.dtype).min
+    return _across(placement.masked(local, lowest).amax(), placement, "max")
+
+
+def _min(local: Tensor, placement: Placement, named: Mapping[str, Any]) -> Tensor:
+    highest = math.inf if local.is_floating_point() else torch.iinfo(local.dtype).max
+    return _across(placement.masked(local, highest).amin(), placement, "min")
+
+
+def _any(local: Tensor, placement: Placement, named: Mapping[str, Any]) -> Tensor:
+    return _max((local != 0).to(torch.int32), placement, named) != 0
+
+
+def _all(local: Tensor, placement: Placement, named: Mapping[str, Any]) -> Tensor:
+    return _min((local != 0).to(torch.int32), placement, named) != 0
+
+
+def _count(local: Tensor, placement: Placement, named: Mapping[str, Any]) -> Tensor:
+    return _across((placement.masked(local) != 0).sum(), placement)
+
+
+def _norm(local: Tensor, placement: Placement, named: Mapping[str, Any]) -> Tensor:
+    order = named.get("ord", named.get("p", 2))
+    return norms([(local, placement)], 2 if order is None else order, named.get("dtype"))[0]
+
+
+def norms(
+    leaves: Sequence[tuple[Tensor, Placement | None]], order: float, dtype: torch.dtype | None
+) -> list[Tensor]:
+    """The norm of each leaf; those of sharded leaves share one collective.
+
+    Args:
+      leaves: What a rank holds, and where; None for a leaf that is whole here.
+      order: 1, 2, or infinity.
+      dtype: In which to sum; None for the leaf's own.
+    """
+    if order not in (1, 2, math.inf):
+        raise ValueError(f"norm of order {order!r} of a sharded leaf: expected 1, 2 or infinity")
+    own = torch._foreach_norm(
+        [local if placement is None else placement.masked(local) for local, placement in leaves],
+        order,
+        dtype=dtype,
+    )
+    out = list(own)
+    sharded = [i for i, (_, placement) in enumerate(leaves) if placement is not None]
+    if not sharded:
+        return out
+    mesh = leaves[sharded[0]][1].mesh  # type: ignore[union-attr]
+    stacked = torch.stack([out[i] for i in sharded])
+    if order == 2:
+        total = all_reduce([stacked.square()], mesh.shards)[0].sqrt()
+    else:
+        total = all_reduce([stacked], mesh.shards, "sum" if order == 1 else "max")[0]
+    for i, norm in zip(sharded, total.unbind(), strict=True):
+        out[i] = norm
+    return out
+
+
+REDUCTIONS: Mapping[str, Reduction] = MappingProxyType(
+    {
+        "aten::sum": _sum,
+        "aten::mean": _mean,
+        "aten::amax": _max,
+        "aten::amin": _min,
+        "aten::max": _max,
+        "aten::min": _min,
+        "aten::any": _any,
+        "aten::all": _all,
+        "aten::count_nonzero": _count,
+        "aten::linalg_vector_norm": _norm,
+        "aten::norm": _norm,
+    }
+)

@@ -1,0 +1,264 @@
+"""Sharded: a tensor of full logical shape of which this rank holds a shard.
+
+Elementwise ops work on shards. Reductions of a whole leaf (``sum``, ``norm``, ``max``, ...) reduce over the mesh.
+Whatever else is asked of a sharded leaf is refused, and names ``sharding.gather``. A replicated leaf is held whole: any
+op may read it, and beside a sharded one it counts as this rank's shard.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Never
+
+import torch
+from torch import Tensor
+
+from ..errors import LayoutError, ReadOnlyError
+from ..ops import named_arguments, tensors_in, written_arguments
+from .placement import Placement
+from .reductions import REDUCTIONS, norms
+
+__all__ = ["Sharded", "placed"]
+
+aten = torch.ops.aten
+
+# Tensors in, tensors of the same elements out; what is not tagged pointwise.
+_LIKE = frozenset(
+    {
+        "aten::_to_copy", "aten::alias", "aten::clone", "aten::copy", "aten::copy_", "aten::detach",
+        "aten::empty_like", "aten::fill", "aten::fill_", "aten::full_like", "aten::lift_fresh", "aten::ones_like",
+        "aten::zero_", "aten::zeros_like", "aten::nan_to_num", "aten::where",
+    }
+)  # fmt: skip
+_COPIES = frozenset(
+    {"aten::clone", "aten::detach", "aten::zeros_like"}
+)  # a replicated leaf's is replicated too
+_VIEWS = frozenset({"aten::view", "aten::_unsafe_view", "aten::unsqueeze", "aten::squeeze"})
+_FUSED = ("aten::_fused_ada", "aten::_fused_sgd", "aten::_foreach_")
+
+
+class Sharded(Tensor):
+    """A leaf on a mesh. Its shape is the whole leaf's; it has no strides to speak of and no memory of its own."""
+
+    local: Tensor
+    placement: Placement
+
+    __slots__ = ("local", "placement")
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @staticmethod
+    def __new__(cls, local: Tensor, placement: Placement) -> Sharded:
+        if tuple(local.shape) != placement.local_shape:
+            raise ValueError(f"a shard of {list(placement.local_shape)} is expected, got {list(local.shape)}")
+        with torch.inference_mode(False):
+            out = torch.Tensor._make_wrapper_subclass(
+                cls, placement.shape, dtype=local.dtype, device=local.device, layout=torch.strided
+            )
+        torch._C._set_throw_on_mutable_data_ptr(out)  # else `to_dlpack` crashes the process
+        out.local = local
+        out.placement = placement
+        return out
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        sources = [t for t in tensors_in([*args, *kwargs.values()]) if isinstance(t, Sharded)]
+        name = func._schema.name
+        if not any(source.placement.sharded for source in sources):
+            out = func(*_map(_whole, args), **_map(_whole, kwargs))
+            return Sharded(out, sources[0].placement) if name in _COPIES else out
+        for tensor in written_arguments(func, args, kwargs):
+            if not isinstance(tensor, Sharded) or not tensor.placement.sharded:
+                raise refused(sources[0], f"{func}, which writes it into a tensor that is whole")
+        if name in REDUCTIONS:
+            return _reduced(func, args, kwargs)
+        if name.startswith("aten::_foreach_norm"):
+            return _norms(func, args, kwargs)
+        if name in _VIEWS:
+            return _viewed(func, args, kwargs, sources[0])
+        if torch.Tag.pointwise in func.tags or name in _LIKE:
+            return _elementwise(func, args, kwargs, sources)
+        if name.startswith(_FUSED):
+            return _by_lists(func, args, kwargs)
+        raise refused(sources[0], str(func))
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return f"{type(self).__name__}({_title(self)})"
+
+    def __format__(self, spec: str) -> str:
+        return repr(self)
+
+    def tolist(self) -> Never:
+        raise refused(self, "tolist")
+
+    def numpy(self, *, force: bool = False) -> Never:
+        raise refused(self, "numpy")
+
+    def untyped_storage(self) -> Never:
+        raise refused(self, "the storage")
+
+    def data_ptr(self) -> Never:
+        raise refused(self, "the address")
+
+    def __dlpack__(self, **options: Any) -> Never:
+        raise refused(self, "DLPack")
+
+    def __setitem__(self, key: Any, value: Any) -> Never:
+        raise ReadOnlyError.of(
+            "",
+            f"{_title(self)} was written to.",
+            why="A rank holds its shard only.",
+            fix="compute a new value, `torch.where(mask, new, old)`.",
+        )
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Sharded:
+        return Sharded(self.local.detach().clone(), self.placement)
+
+    def __reduce_ex__(self, protocol: Any) -> Never:
+        raise TypeError(
+            f"{_title(self)} cannot be pickled: its mesh is one of running processes. "
+            "To fix: `sharding.state_dict(state)`, or `sharding.local(leaf)` for this rank's shard."
+        )
+
+
+def placed(tensor: Any) -> Placement | None:
+    """Where a tensor lies on a mesh; None for what is on none."""
+    return tensor.placement if isinstance(tensor, Sharded) else None
+
+
+def refused(leaf: Sharded, what: str) -> LayoutError:
+    """The error for what a shard alone cannot answer."""
+    return LayoutError.of(
+        "",
+        f"asks a sharded leaf for {what}.",
+        rows=[_title(leaf)],
+        why="A rank holds a shard: elementwise ops work on it, and `sum`, `mean`, `norm`, `max`, `min` of all of it.",
+        fix="`sharding.gather(leaf)` on all ranks, for all of it; `sharding.local(leaf)` for this rank's shard.",
+    )
+
+
+def _title(leaf: Sharded) -> str:
+    dtype = str(leaf.dtype).removeprefix("torch.")
+    path = f"{leaf.local._path}  " if hasattr(leaf.local, "_path") else ""  # a slot of a state
+    return f"{path}{dtype}{list(leaf.placement.shape)} {leaf.placement.describe()}"
+
+
+def _map(function: Any, value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return function(value)
+    if isinstance(value, dict):
+        return {name: _map(function, item) for name, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return type(value)(_map(function, item) for item in value)
+    return value
+
+
+def _whole(tensor: Tensor) -> Tensor:
+    return tensor.local if isinstance(tensor, Sharded) else tensor
+
+
+def shard_of(tensor: Tensor, like: Placement) -> Tensor:
+    """This rank's elements of a tensor that stands beside a sharded leaf; one number stays one number.
+
+    Raises:
+      LayoutError: If it has another shape: a shard cannot be broadcast.
+    """
+    placement = placed(tensor)
+    shape = tuple(tensor.shape)
+    if placement is not None and placement.sharded:
+        if placement.mesh == like.mesh and shape == like.shape:
+            return tensor.local  # type: ignore[attr-defined,no-any-return]
+    elif shape == like.shape and (shape or placement is not None):
+        return like.own(_whole(tensor))
+    elif tensor.numel() == 1:
+        return _whole(tensor).reshape(())
+    raise LayoutError.of(
+        "",
+        "combines a sharded leaf with a tensor of another shape.",
+        rows=[
+            f"{list(like.shape)} {like.describe()}   with {list(shape)} {placement.describe() if placement else ''}"
+        ],
+        why="A shard is a range of the flattened leaf; other shapes cannot be broadcast over it.",
+        fix="expand the other to the leaf's shape, or `sharding.gather(leaf)`.",
+    )
+
+
+def _elementwise(
+    func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], sources: Sequence[Sharded]
+) -> Any:
+    home = next(source for source in sources if source.placement.sharded).placement
+    by_local = {id(source.local): source for source in sources}  # what an op in place returns
+    own = lambda t: shard_of(t, home)  # noqa: E731
+    out = func(*_map(own, args), **_map(own, kwargs))
+    return _map(lambda t: by_local[id(t)] if id(t) in by_local else Sharded(t, home), out)
+
+
+def _viewed(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], source: Sharded) -> Sharded:
+    shape = func(torch.empty(source.shape, device="meta"), *args[1:], **kwargs).shape
+    old = source.placement
+    return Sharded(source.local, Placement(old.mesh, tuple(shape), old.sharded, old.reading))
+
+
+def _by_lists(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Ops on lists of leaves: each row of the lists is a leaf of its own, sharded or not."""
+    named = named_arguments(func, args, kwargs)
+    rows = max(len(value) for value in named.values() if isinstance(value, (list, tuple)))
+    homes = [
+        next(
+            (p for column in _columns(named, rows) if (p := placed(column[i])) is not None and p.sharded),
+            None,
+        )
+        for i in range(rows)
+    ]
+
+    def own(value: Any) -> Any:
+        if isinstance(value, Tensor):
+            return _whole(value)
+        if (
+            isinstance(value, (list, tuple))
+            and len(value) == rows
+            and all(isinstance(t, Tensor) for t in value)
+        ):
+            return [
+                _whole(t) if home is None else shard_of(t, home) for t, home in zip(value, homes, strict=True)
+            ]
+        return value
+
+    def wrapped(column: Any) -> Any:
+        if isinstance(column, tuple) or (column and isinstance(column[0], (list, tuple))):
+            return type(column)(map(wrapped, column))
+        if not column:  # nothing is returned, or a list that this optimizer has no use for
+            return column
+        return [
+            t if home is None or tuple(t.shape) != home.local_shape else Sharded(t, home)
+            for t, home in zip(column, homes, strict=True)
+        ]
+
+    out = func(*map(own, args), **{name: own(value) for name, value in kwargs.items()})
+    return wrapped(out)
+
+
+def _columns(named: Mapping[str, Any], rows: int) -> list[Sequence[Any]]:
+    return [value for value in named.values() if isinstance(value, (list, tuple)) and len(value) == rows]
+
+
+def _reduced(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor:
+    """A reduction of a whole leaf: of this rank's elements, then over the ranks."""
+    named = named_arguments(func, args, kwargs)
+    leaf = args[0]
+    dims = named.get("dim")
+    everything = dims is None or len(dims if isinstance(dims, (list, tuple)) else [dims]) in (0, leaf.dim())
+    if not isinstance(leaf, Sharded) or not everything or named.get("keepdim"):
+        raise refused(
+            next(t for t in tensors_in(list(args)) if isinstance(t, Sharded)), f"{func} along a dimension"
+        )
+    return REDUCTIONS[func._schema.name](leaf.local, leaf.placement, named)
+
+
+def _norms(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
+    """``_foreach_norm``: one collective for all leaves."""
+    named = named_arguments(func, args, kwargs)
+    leaves = [(_whole(t), p if (p := placed(t)) is not None and p.sharded else None) for t in named["self"]]
+    return norms(leaves, named["ord"], named.get("dtype"))
