@@ -23,9 +23,11 @@ from .interrupts import held_back
 from .lowered import Captured, Lowered
 from .matcher import layout_matcher
 from .options import BackendChoice, Debug, Lowering, refuse_options
+from .shards.boundary import reading_of
 from .signature import Call, Signature
 from .stages.capture import Backend, backend_for, scratch
 from .stages.certificate import certify
+from .stages.grouping import group_collectives
 from .stages.inductor import lower_compiled
 from .stages.lower import Buffers, ExecutionPlan, lower_aten
 from .stages.poison import Poisoned
@@ -301,6 +303,8 @@ class Transform:
         host_watch = watch(self._fn, roots=roots, arguments=call.objects, constants=constants)
         inspection = certify(program, host_watch.names())
         with _timed(self._name, f"lowered {len(program.instrs)} ATen calls"):
+            reading = reading_of([spec for state in states for spec in state.specs])
+            program.instrs = group_collectives(program.instrs, reading.bucket_bytes, reading.prefetch)
             rewrite(program, call.places())
             plan = self._plan(program, call.device)
         lowered = Lowered(self._name, states, call.layout, program, plan, host_watch, inspection)

@@ -74,6 +74,7 @@ ORDER = (
     "stages.raised",
     "stages.fake",
     "stages.trace",
+    "stages.grouping",
     "stages.rewrite",
     "stages.lower",
     "stages.costs",

@@ -128,7 +128,7 @@ class _AllReduce(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, value: Tensor, mesh: Mesh, op: str) -> Tensor:
         ctx.mesh, ctx.op = mesh, op
-        total = all_reduce([value], mesh)[0]
+        total = all_reduce(value, mesh)
         return total / mesh.size if op == "mean" else total
 
     @staticmethod

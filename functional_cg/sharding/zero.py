@@ -18,7 +18,6 @@ from ..shards.mesh import Mesh
 from ..shards.placement import Placement, Reading
 from ..shards.tensor import Sharded
 from ..tree import KeyPath
-from .plan import buckets, layer_of
 
 __all__ = ["Zero", "zero"]
 
@@ -31,7 +30,8 @@ class Zero:
 
     mesh: Mesh
     stage: Literal[1, 2, 3] = 3
-    bucket_bytes: int = 64 * 2**20
+    bucket_bytes: int = 32 * 2**20
+    prefetch: int = 1
     param_dtype: torch.dtype | None = None
     reduce_dtype: torch.dtype | None = None
     reshard: bool = True
@@ -44,16 +44,10 @@ class Zero:
           make: ``(number, path, leaf) -> tensor``, called leaf by leaf.
         """
         flat, treedef = pytree.flatten_with_path(params)
-        paths, leaves = [path for path, _ in flat], [leaf for _, leaf in flat]
-        sizes = [leaf.numel() * (self.param_dtype or leaf.dtype).itemsize for leaf in leaves]
-        numbers = buckets([layer_of(path) for path in paths], sizes, self.bucket_bytes)
-        return pytree.unflatten(
-            treedef,
-            [
-                self._place(leaf if make is None else make(i, path, leaf), bucket)
-                for i, (path, leaf, bucket) in enumerate(zip(paths, leaves, numbers, strict=True))
-            ],
-        )
+        leaves = [
+            self._place(leaf if make is None else make(i, path, leaf)) for i, (path, leaf) in enumerate(flat)
+        ]
+        return pytree.unflatten(treedef, leaves)
 
     def moments(self, placed: Any) -> Any:
         """Parameters as the optimizer sees them when it makes its state: shards at every stage."""
@@ -67,13 +61,18 @@ class Zero:
         """Leaves that every rank holds whole, with the values of rank 0."""
         return pytree.map(lambda leaf: broadcast(leaf, self.mesh) if isinstance(leaf, Tensor) else leaf, tree)
 
-    def _place(self, leaf: Tensor, bucket: int) -> Tensor:
+    def _place(self, leaf: Tensor) -> Tensor:
         whole = broadcast(leaf, self.mesh)
         alone = self.mesh.size == 1 and self.param_dtype is None
         if alone or not (leaf.is_floating_point() or leaf.is_complex()):
             return whole
         reading = Reading(
-            bucket, self.param_dtype, self.reduce_dtype, "whole" if self.stage == 1 else "shard", self.reshard
+            self.bucket_bytes,
+            self.prefetch,
+            self.param_dtype,
+            self.reduce_dtype,
+            "whole" if self.stage == 1 else "shard",
+            self.reshard,
         )
         placement = Placement(
             self.mesh, tuple(leaf.shape), self.stage == 3 and self.mesh.shards.size > 1, reading
@@ -85,7 +84,8 @@ def zero(
     mesh: Mesh,
     *,
     stage: Literal[1, 2, 3] = 3,
-    bucket_bytes: int = 64 * 2**20,
+    bucket_bytes: int = 32 * 2**20,
+    prefetch: int = 1,
     param_dtype: torch.dtype | None = None,
     reduce_dtype: torch.dtype | None = None,
     reshard: bool = True,
@@ -99,7 +99,10 @@ def zero(
     Args:
       mesh: From :func:`mesh`.
       stage: 1, 2 or 3.
-      bucket_bytes: Leaves of a layer are gathered together, up to this size.
+      bucket_bytes: Leaves that are read one after the other are gathered together up to this size, and gradients
+        reduced together.
+      prefetch: How many such groups ahead of its use a leaf is gathered, beside the compute in between; 0 holds the
+        fewest whole leaves.
       param_dtype: Dtype that a loss sees, such as ``torch.bfloat16`` over f32 parameters: gathers are half as large.
       reduce_dtype: Dtype in which gradients are summed over ranks; by default the one that they come in.
       reshard: Gather again in the backward (stage 3), which holds fewer whole leaves at a time.
@@ -119,7 +122,7 @@ def zero(
         raise ValueError(f"sharding.zero: stage must be 1, 2 or 3, got {stage!r}")
     if bucket_bytes < 1:
         raise ValueError(f"sharding.zero: bucket_bytes must be positive, got {bucket_bytes!r}")
-    return Zero(mesh, stage, bucket_bytes, param_dtype, reduce_dtype, reshard)
+    return Zero(mesh, stage, bucket_bytes, prefetch, param_dtype, reduce_dtype, reshard)
 
 
 def _shard(leaf: Any) -> Any:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import Any
 
 from torch import Tensor
 
@@ -12,15 +12,21 @@ from ..arena import BufferSpec
 from ..tree import Treedef
 from .collectives import all_gather
 from .mesh import Mesh
-from .placement import Placement
+from .placement import Reading
 from .tensor import Sharded, shard_of
 
-__all__ = ["entered", "held", "left", "localized", "mesh_of"]
+__all__ = ["entered", "held", "left", "localized", "mesh_of", "reading_of"]
 
 
 def mesh_of(specs: Sequence[BufferSpec]) -> Mesh | None:
     """The mesh that leaves lie on; None if they lie on none."""
     return next((spec.placement.mesh for spec in specs if spec.placement is not None), None)
+
+
+def reading_of(specs: Sequence[BufferSpec]) -> Reading:
+    """How a loss reads the leaves; all parameters of a state are read alike."""
+    found = (spec.placement.reading for spec in specs if spec.placement is not None)
+    return next((reading for reading in found if reading is not None), Reading())
 
 
 def entered(specs: Sequence[BufferSpec], slots: Sequence[Tensor]) -> list[Tensor]:
@@ -43,24 +49,11 @@ def left(specs: Sequence[BufferSpec], treedef: Treedef, result: Any) -> Any:
     if found != treedef:
         return result
     out = list(leaves)
-    to_gather: dict[Any, list[int]] = {}
     for i, (spec, leaf) in enumerate(zip(specs, leaves, strict=True)):
         placement = spec.placement
-        if placement is None or not isinstance(leaf, Tensor) or tuple(leaf.shape) != placement.shape:
-            continue
-        if isinstance(leaf, Sharded) and leaf.placement.sharded and not placement.sharded:
-            to_gather.setdefault(placement.reading and placement.reading.bucket, []).append(i)
-        else:
+        if placement is not None and isinstance(leaf, Tensor) and tuple(leaf.shape) == placement.shape:
             out[i] = Sharded(localized(spec, leaf), placement)
-    for members in to_gather.values():
-        vectors = all_gather([leaves[i].local for i in members], _place(specs, members[0]).mesh.shards)
-        for i, vector in zip(members, vectors, strict=True):
-            out[i] = Sharded(_place(specs, i).unpad(vector), _place(specs, i))
     return pytree.unflatten(treedef, out), result[1]
-
-
-def _place(specs: Sequence[BufferSpec], i: int) -> Placement:
-    return cast("Placement", specs[i].placement)
 
 
 def held(leaf: Any) -> Any:
@@ -76,6 +69,8 @@ def localized(spec: BufferSpec, leaf: Any) -> Any:
     placement = spec.placement
     if placement is None or not isinstance(leaf, Tensor) or tuple(leaf.shape) != placement.shape:
         return leaf
-    if isinstance(leaf, Sharded) and leaf.placement.sharded == placement.sharded:
-        return leaf.local
-    return shard_of(leaf, placement) if placement.sharded else leaf
+    if placement.sharded:
+        return shard_of(leaf, placement)
+    if isinstance(leaf, Sharded) and leaf.placement.sharded:
+        return leaf.placement.unpad(all_gather(leaf.local, placement.mesh.shards))
+    return held(leaf)

@@ -5,7 +5,7 @@ An axis of one rank has no process group: there, each is the identity, and no op
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from typing import cast
 
 import torch
 import torch.distributed
@@ -14,52 +14,42 @@ from torch import Tensor
 
 from .mesh import Axis, Mesh
 
-__all__ = ["all_gather", "all_reduce", "broadcast", "reduce_scatter"]
+__all__ = ["GATHER", "REDUCE_SCATTER", "all_gather", "all_reduce", "broadcast", "reduce_scatter"]
 
 _ops = torch.ops._c10d_functional
+GATHER = _ops.all_gather_into_tensor_coalesced.default  # takes lists: a trace joins several into one launch
+REDUCE_SCATTER = _ops.reduce_scatter_tensor_coalesced.default
 
 
-def all_gather(shards: Sequence[Tensor], axis: Axis) -> list[Tensor]:
-    """Each vector [n] as [n * size], in the order of ranks; all vectors in one grouped launch per dtype."""
+def all_gather(shard: Tensor, axis: Axis) -> Tensor:
+    """A vector [n] of each rank, as one vector [n * size] in the order of ranks."""
     if axis.size == 1:
-        return list(shards)
-    return _grouped(shards, lambda group: _ops.all_gather_into_tensor_coalesced(group, axis.size, axis.group))
+        return shard
+    return _wait(GATHER([shard.contiguous()], axis.size, axis.group)[0])
 
 
-def reduce_scatter(vectors: Sequence[Tensor], axis: Axis) -> list[Tensor]:
-    """Sums over ranks of vectors [n * size], of which each rank gets its own [n]; one grouped launch per dtype."""
+def reduce_scatter(vector: Tensor, axis: Axis) -> Tensor:
+    """The sum over ranks of a vector [n * size], of which each rank gets its own [n]."""
     if axis.size == 1:
-        return list(vectors)
-    return _grouped(
-        vectors, lambda group: _ops.reduce_scatter_tensor_coalesced(group, "sum", axis.size, axis.group)
-    )
+        return vector
+    return _wait(REDUCE_SCATTER([vector.contiguous()], "sum", axis.size, axis.group)[0])
 
 
-def all_reduce(tensors: Sequence[Tensor], mesh: Mesh | Axis, op: str = "sum") -> list[Tensor]:
-    """Each tensor reduced over all ranks of a mesh, or along one axis.
+def all_reduce(tensor: Tensor, where: Mesh | Axis, op: str = "sum") -> Tensor:
+    """A tensor reduced over all ranks of a mesh, or along one axis.
 
     Args:
-      tensors: Of one shape per position on all ranks.
-      mesh: Over which ranks.
+      tensor: Of one shape on all ranks.
+      where: Over which ranks.
       op: ``sum``, ``max`` or ``min``.
     """
-    axes = mesh.wide if isinstance(mesh, Mesh) else (mesh,) * (mesh.size > 1)
-    out = list(tensors)
-    for axis in axes:
-        out = [_ops.wait_tensor(_ops.all_reduce(t.contiguous(), op, axis.group)) for t in out]
-    return out
+    for axis in where.wide if isinstance(where, Mesh) else (where,) * (where.size > 1):
+        tensor = _wait(_ops.all_reduce(tensor.contiguous(), op, axis.group))
+    return tensor
 
 
-def _grouped(tensors: Sequence[Tensor], call: object) -> list[Tensor]:
-    """Call once per dtype: one launch holds one dtype. Results in the order of the arguments."""
-    by_dtype: dict[torch.dtype, list[int]] = {}
-    for position, tensor in enumerate(tensors):
-        by_dtype.setdefault(tensor.dtype, []).append(position)
-    out: dict[int, Tensor] = {}
-    for positions in by_dtype.values():
-        results = call([tensors[i].contiguous() for i in positions])  # type: ignore[operator]
-        out.update(zip(positions, map(_ops.wait_tensor, results), strict=True))
-    return [out[i] for i in range(len(tensors))]
+def _wait(tensor: Tensor) -> Tensor:
+    return cast("Tensor", _ops.wait_tensor(tensor))
 
 
 def broadcast(tensor: Tensor, mesh: Mesh) -> Tensor:

@@ -24,14 +24,17 @@ class Reading:
     """How a loss reads a leaf, and what becomes of its gradient.
 
     Attributes:
-      bucket: Leaves of one bucket are gathered together, and their gradients reduced together.
+      bucket_bytes: Leaves that are read one after the other are gathered together up to this size, and their
+        gradients reduced together.
+      prefetch: How many groups ahead of its use a leaf is gathered.
       param_dtype: Dtype that the loss sees; None for the leaf's own.
       reduce_dtype: Dtype in which gradients are summed; None for the one that they come in.
       gradient: Whether each rank keeps the whole gradient or its shard.
       reshard: Whether a gathered leaf is let go after use and gathered again in the backward.
     """
 
-    bucket: int = 0
+    bucket_bytes: int = 0
+    prefetch: int = 0
     param_dtype: torch.dtype | None = None
     reduce_dtype: torch.dtype | None = None
     gradient: Literal["whole", "shard"] = "shard"

@@ -1,8 +1,9 @@
 """Reading leaves of a mesh in a loss: gathered where they are used, their gradients reduced in the backward.
 
-A loss gets a :class:`Reader` in place of each leaf. What reads it gets the whole leaf, gathered at that place together
-with the leaves of its bucket. Two buckets stay gathered at a time. What autograd keeps of a gathered leaf for the
-backward is the way to gather it again (``reshard``), so that no rank ever holds more than its shards and few buckets.
+A loss gets a :class:`Reader` in place of each leaf. What reads it gets the whole leaf, gathered at that place. Two
+leaves stay gathered at a time. What autograd keeps of a gathered leaf for the backward is the way to gather it again
+(``reshard``), so that no rank ever holds more than its shards and few whole leaves. Each leaf has a collective of its
+own here; a trace groups them in the order of their use.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from .tensor import Sharded
 
 __all__ = ["Reader", "gathered", "like_leaf", "readers", "variable_of", "whole"]
 
-_AT_ONCE = 2  # gathered buckets that stay: layers share a border, and a layer reads its weights one by one
+_AT_ONCE = 2  # gathered leaves that stay: ops in turn read a weight, a bias, and the weight again
 _QUESTIONS = frozenset(
     {
         Tensor.shape.__get__, Tensor.dtype.__get__, Tensor.device.__get__, Tensor.ndim.__get__,  # type: ignore[attr-defined]
@@ -104,119 +105,93 @@ def variable_of(leaf: Tensor) -> Tensor:
     return placement.own(leaf.local)
 
 
-class _Bucket:
-    """Leaves that are gathered together; it gathers as often as it is asked to.
+class _Source:
+    """Where a reader gets a leaf from; it gathers as often as it is asked to.
 
     Args:
-      leaves: The leaves.
-      variables: What gradients are taken with respect to, in their order; shards or whole leaves.
+      leaf: The leaf.
+      variable: What gradients are taken with respect to: a shard or the whole leaf.
     """
 
-    def __init__(self, leaves: Sequence[Sharded], variables: Sequence[Tensor]) -> None:
-        self.placements = [leaf.placement for leaf in leaves]
-        self.reading = self.placements[0].reading or Reading()
-        self.held = [leaf.local.detach() for leaf in leaves]
-        self.variables = list(variables)
+    def __init__(self, leaf: Sharded, variable: Tensor) -> None:
+        self.placement = leaf.placement
+        self.reading = leaf.placement.reading or Reading()
+        self.held = leaf.local.detach()
+        self.variable = variable
 
-    def gather(self) -> list[Tensor]:
-        """Whole leaves, in the dtype that a loss reads them in."""
-        cast = [local.to(self.reading.param_dtype or local.dtype) for local in self.held]
-        sharded = [i for i, placement in enumerate(self.placements) if placement.sharded]
-        if sharded:
-            axis = self.placements[0].mesh.shards
-            for i, vector in zip(sharded, all_gather([cast[i] for i in sharded], axis), strict=True):
-                cast[i] = self.placements[i].unpad(vector)
-        return cast
+    def gather(self) -> Tensor:
+        """The whole leaf, in the dtype that a loss reads it in."""
+        read = self.held.to(self.reading.param_dtype or self.held.dtype)
+        if not self.placement.sharded:
+            return read
+        return self.placement.unpad(all_gather(read, self.placement.mesh.shards))
 
-    def reduce(self, grads: Sequence[Tensor]) -> list[Tensor]:
-        """Means over all ranks of gradients of whole leaves, as this rank keeps them."""
-        mesh = self.placements[0].mesh
-        out = [grad.to(self.reading.reduce_dtype or grad.dtype) for grad in grads]
-        sharded = [
-            i
-            for i, placement in enumerate(self.placements)
-            if placement.sharded or self.reading.gradient == "shard"
-        ]
-        padded = [self.placements[i].pad(out[i]) for i in sharded]
-        for i, shard in zip(sharded, reduce_scatter(padded, mesh.shards), strict=True):
-            out[i] = shard
+    def reduce(self, grad: Tensor) -> Tensor:
+        """The mean over all ranks of a gradient of the whole leaf, as this rank keeps it."""
+        mesh, out = self.placement.mesh, grad.to(self.reading.reduce_dtype or grad.dtype)
+        if self.placement.sharded or self.reading.gradient == "shard":
+            out = reduce_scatter(self.placement.pad(out), mesh.shards)
+        else:
+            out = all_reduce(out, mesh.shards)
         for axis in mesh.axes[:-1]:
             out = all_reduce(out, axis)
-        others = [i for i in range(len(out)) if i not in set(sharded)]
-        for i, total in zip(others, all_reduce([out[i] for i in others], mesh.shards), strict=True):
-            out[i] = total
-        return [
-            (total / mesh.size).to(variable.dtype)
-            for total, variable in zip(out, self.variables, strict=True)
-        ]
+        return (out / mesh.size).to(self.variable.dtype)
 
 
 class _Gather(torch.autograd.Function):
-    """Shards to whole leaves; its transpose averages over the ranks."""
+    """A shard to the whole leaf; its transpose averages over the ranks."""
 
     @staticmethod
-    def forward(ctx: Any, bucket: _Bucket, *variables: Tensor) -> tuple[Tensor, ...]:
-        ctx.bucket = bucket
-        return tuple(
-            full.view_as(full) if full is held else full
-            for full, held in zip(bucket.gather(), bucket.held, strict=True)
-        )
+    def forward(ctx: Any, source: _Source, variable: Tensor) -> Tensor:
+        ctx.source = source
+        full = source.gather()
+        return full.view_as(full) if full is source.held else full
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> Any:
-        return None, *ctx.bucket.reduce(grads)
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return None, ctx.source.reduce(grad)
 
 
 class _Read:
-    """The readers of one loss: which buckets are gathered now, and how saved tensors find back."""
+    """The readers of one loss: which leaves are gathered now, and how saved tensors find back."""
 
     def __init__(self) -> None:
-        self._gathered: dict[_Bucket, list[Tensor]] = {}  # in the order of use, the last one last
-        self._again: dict[_Bucket, list[Tensor]] = {}
+        self._gathered: dict[_Source, Tensor] = {}  # in the order of use, the last one last
 
-    def forward(self, bucket: _Bucket, position: int) -> Tensor:
-        found = self._gathered.pop(bucket, None)
+    def forward(self, source: _Source) -> Tensor:
+        found = self._gathered.pop(source, None)
         if found is None:
-            found = list(cast("tuple[Tensor, ...]", _Gather.apply(bucket, *bucket.variables)))
-        self._gathered[bucket] = found
-        _keep_the_last(self._gathered, _AT_ONCE)
-        return found[position]
+            found = cast("Tensor", _Gather.apply(source, source.variable))
+        self._keep(source, found)
+        return found
 
     def pack(self, tensor: Tensor) -> Any:
         """What autograd keeps of a tensor: of a gathered leaf, the way back to it."""
-        key = (
-            storage_key(tensor)
-            if tensor.layout is torch.strided and not isinstance(tensor, (Sharded, Reader))
-            else -1
-        )
-        for bucket, leaves in self._gathered.items():
-            for position, leaf in enumerate(leaves):
-                if (
-                    bucket.reading.reshard
-                    and bucket.placements[position].sharded
-                    and storage_key(leaf) == key
-                ):
-                    return bucket, position, tensor.shape, tensor.stride(), tensor.storage_offset()
+        if tensor.layout is not torch.strided or isinstance(tensor, (Sharded, Reader)):
+            return tensor
+        key = storage_key(tensor)
+        for source, leaf in self._gathered.items():
+            if source.reading.reshard and source.placement.sharded and storage_key(leaf) == key:
+                return source, tensor.shape, tensor.stride(), tensor.storage_offset()
         return tensor
 
     def unpack(self, kept: Any) -> Tensor:
         if isinstance(kept, Tensor):
             return kept
-        bucket, position, shape, stride, offset = kept
-        found = self._gathered.get(bucket) or self._again.get(bucket) or bucket.gather()
-        self._gathered.clear()  # the forward is over
-        self._again = {bucket: found}
-        return torch.as_strided(found[position].detach(), shape, stride, offset)
+        source, shape, stride, offset = kept
+        found = self._gathered.pop(source, None)
+        found = source.gather() if found is None else found.detach()
+        self._keep(source, found)
+        return torch.as_strided(found, shape, stride, offset)
+
+    def _keep(self, source: _Source, found: Tensor) -> None:
+        self._gathered[source] = found
+        while len(self._gathered) > _AT_ONCE:
+            del self._gathered[next(iter(self._gathered))]
 
     def close(self) -> None:
         self._gathered.clear()
-        self._again.clear()
-
-
-def _keep_the_last(gathered: dict[_Bucket, list[Tensor]], number: int) -> None:
-    while len(gathered) > number:
-        del gathered[next(iter(gathered))]
 
 
 @contextlib.contextmanager
@@ -248,18 +223,16 @@ def gathered(leaves: Sequence[Tensor]) -> list[Tensor]:
 
 
 def _handed(leaves: Sequence[Tensor], variables: Sequence[Tensor], read: _Read) -> list[Tensor]:
-    buckets: dict[Any, list[int]] = {}
-    for position, leaf in enumerate(leaves):
-        if isinstance(leaf, Sharded):
-            alone = Reading(bucket=-1 - position)
-            buckets.setdefault((leaf.placement.mesh, leaf.placement.reading or alone), []).append(position)
-    handed = list(variables)
-    for (_, reading), members in buckets.items():
-        bucket = _Bucket([cast("Sharded", leaves[i]) for i in members], [variables[i] for i in members])
-        for number, i in enumerate(members):
-            dtype = reading.param_dtype or variables[i].dtype
-            handed[i] = Reader(variables[i], leaves[i].shape, dtype, partial(read.forward, bucket, number))
-    return handed
+    return [
+        _reader(leaf, variable, read) if isinstance(leaf, Sharded) else variable
+        for leaf, variable in zip(leaves, variables, strict=True)
+    ]
+
+
+def _reader(leaf: Sharded, variable: Tensor, read: _Read) -> Reader:
+    source = _Source(leaf, variable)
+    dtype = source.reading.param_dtype or variable.dtype
+    return Reader(variable, leaf.shape, dtype, partial(read.forward, source))
 
 
 def like_leaf(leaf: Tensor, grad: Tensor) -> Tensor:

@@ -19,7 +19,7 @@ Reduction = Callable[[Tensor, Placement, Mapping[str, Any]], Tensor]
 
 
 def _across(value: Tensor, placement: Placement, op: str = "sum") -> Tensor:
-    return all_reduce([value], placement.mesh.shards, op)[0]
+    return all_reduce(value, placement.mesh.shards, op)
 
 
 def _sum(local: Tensor, placement: Placement, named: Mapping[str, Any]) -> Tensor:
@@ -81,9 +81,9 @@ def norms(
     mesh = leaves[sharded[0]][1].mesh  # type: ignore[union-attr]
     stacked = torch.stack([out[i] for i in sharded])
     if order == 2:
-        total = all_reduce([stacked.square()], mesh.shards)[0].sqrt()
+        total = all_reduce(stacked.square(), mesh.shards).sqrt()
     else:
-        total = all_reduce([stacked], mesh.shards, "sum" if order == 1 else "max")[0]
+        total = all_reduce(stacked, mesh.shards, "sum" if order == 1 else "max")
     for i, norm in zip(sharded, total.unbind(), strict=True):
         out[i] = norm
     return out
