@@ -75,6 +75,7 @@ ORDER = (
     "stages.fake",
     "stages.trace",
     "stages.grouping",
+    "stages.recompute",
     "stages.rewrite",
     "stages.lower",
     "stages.costs",

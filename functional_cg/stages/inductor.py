@@ -24,6 +24,7 @@ from ..state import uninterrupted
 from .formulas import FORMULAS, WITH_SCALARS
 from .lower import Before, Buffers, Run, Schedule, schedule
 from .program import Instr, Program, SlotRange, Var, map_vars
+from .recompute import recompute
 from .rewrite import padding, range_tensor
 
 __all__ = ["CompiledPlan", "Entrance", "build_graph", "lower_compiled"]
@@ -99,6 +100,8 @@ def lower_compiled(
     program: Program, device: torch.device, compiler: Callable[..., Any] | None
 ) -> CompiledPlan:
     """Lower through inductor, or through ``compiler(graph_module, example_inputs) -> callable``."""
+    if device.type == "cuda":
+        recompute(program)
     return CompiledPlan(program, schedule(program, fuse=False), device, compiler)
 
 
