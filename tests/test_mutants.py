@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import re
+import subprocess
+import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
+from tests.mutants import gpu
 from tests.mutants.__main__ import main
 from tests.mutants.catalogue import MUTANTS
+from tests.mutants.gpu import calibrate
 from tests.mutants.mutant import GENERAL, MAX_LINES, Mutant, StaleMutantError
-from tests.mutants.runner import ROOT, general_killers, run
+from tests.mutants.runner import ROOT, Outcome, general_killers, run
 
 KILLERS = tuple(dict.fromkeys(test for mutant in MUTANTS for test in mutant.killers))
 
@@ -23,6 +30,7 @@ def test_each_mutant_is_killed_by_each_of_its_tests(mutant: Mutant, tmp_path: Pa
     outcome = run(mutant.killers, tmp_path, mutant)
     assert mutant.killers
     assert not outcome.surviving(mutant.killers), outcome.output
+    assert outcome.slips() == []
 
 
 def test_the_shipped_code_passes_all_of_these_tests(tmp_path: Path) -> None:
@@ -42,7 +50,7 @@ def test_twelve_are_noticed_without_knowing_them() -> None:
     assert len(general) >= 12
 
 
-@pytest.mark.parametrize("name", ["N1", "N10", "N16"])
+@pytest.mark.parametrize("name", ["N8", "N10", "N16"])
 def test_random_programs_notice_what_the_record_says(name: str, tmp_path: Path) -> None:
     mutant = next(mutant for mutant in MUTANTS if mutant.name == name)
     assert "programs" in mutant.general
@@ -56,10 +64,63 @@ def test_the_machine_notices_what_the_record_says(name: str, tmp_path: Path) -> 
     assert general_killers(tmp_path, mutant, ["machine"]) == ("machine",)
 
 
+@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
+def test_a_gpu_notices_or_it_is_said_why_not(mutant: Mutant) -> None:
+    assert bool(mutant.gpu) != bool(mutant.no_gpu)
+    assert len(mutant.gpu) <= 2
+    assert "\n" not in mutant.no_gpu
+
+
 def test_tests_on_a_gpu_exist() -> None:
-    for test in dict.fromkeys(test for mutant in MUTANTS for test in mutant.gpu):
-        file, _, function = test.partition("::")
-        assert f"\ndef {function}(" in (ROOT / file).read_text(encoding="utf-8"), test
+    tests = sorted({test for mutant in MUTANTS for test in mutant.gpu})
+    command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-m", "cuda", "-p", "no:cacheprovider"]
+    done = subprocess.run(
+        [*command, *tests], cwd=ROOT, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert sorted(line for line in done.stdout.splitlines() if "::" in line) == tests, (
+        done.stdout + done.stderr
+    )
+
+
+def test_without_a_gpu_one_line_says_so(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert main(["--gpu", "--jobs", "2"]) == 2
+    assert capsys.readouterr().out == "--gpu: torch sees no GPU here\n"
+
+
+def test_the_table_of_a_gpu() -> None:
+    """With tests that need none: killed, survived, broken, stale, without a test, and a shipped code that fails."""
+    test = "tests/properties/test_replay.py::test_commit_is_parallel[cpu]"
+    line = "    deque(map(operator.call, calls), maxlen=0)\n"
+    staged = "    plan.staged = {old for old, new in plan.commits if new.storage in in_slots}\n"
+    mutants = [
+        replace(planted(staged, "    plan.staged = set()\n"), name="mistake", gpu=(test,)),
+        replace(planted(line, line.replace("calls)", "[*calls])")), name="harmless", gpu=(test,)),
+        replace(planted(line, "    deque(map(nobody, calls), maxlen=0)\n"), name="slip", gpu=(test,)),
+        replace(planted("this passage is nowhere", ""), name="old", gpu=(test,)),
+        replace(planted("", ""), name="none", no_gpu="there is no such hazard"),
+    ]
+    lines: list[str] = []
+    assert calibrate(mutants, 2, lines.append) == 3
+    verdicts = [f"{mutant.name:<17} " for mutant in mutants]
+    table = "\n".join(lines)
+    for start, verdict in zip(verdicts, ["killed", "SURVIVED", "BROKEN", "NO RESULT", "-"], strict=True):
+        assert f"\n{start}{verdict} " in table, table
+    for said in (f"failed      {test}", f"passed      {test}", "NameError: name 'nobody'", "occurs 0 times"):
+        assert said in table, table
+    assert "no GPU test: there is no such hazard" in table
+    assert re.search(r"\nshipped code +passes ", table)
+    assert table.endswith("\n1 of 4 mutants killed on a GPU\n1 have no test there")
+
+
+def test_a_shipped_code_that_fails_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    test = "tests/a.py::test_a"
+    monkeypatch.setattr(gpu, "run", lambda tests, folder, mutant: Outcome({test: "FAILED"}, ""))
+    lines: list[str] = []
+    assert calibrate([replace(planted("a", "b"), gpu=(test,))], 1, lines.append) == 1
+    assert re.search(r"\nshipped code +FAILS .*\n +failed +tests/a.py::test_a\n", "\n".join(lines))
 
 
 def test_a_survivor_is_noticed(tmp_path: Path) -> None:
@@ -94,6 +155,27 @@ def test_a_stale_mutant_is_loud(old: str, new: str, said: str) -> None:
     with pytest.raises(StaleMutantError, match=said):
         planted(old, new).apply(ROOT / "functional_cg")
     assert (ROOT / "functional_cg" / "leaf.py").read_text(encoding="utf-8") == before
+
+
+def test_a_slip_is_noticed(tmp_path: Path) -> None:
+    """A mutant whose own code is wrong fails everywhere: that says nothing of the tests."""
+    test = "tests/properties/test_replay.py::test_commit_is_parallel[cpu]"
+    slip = planted("    deque(map(operator.call, calls), maxlen=0)\n", "    nobody(calls)\n")
+    outcome = run([test], tmp_path, slip)
+    assert outcome.surviving([test]) == []
+    assert [line.rpartition(": NameError: ")[2] for line in outcome.slips()] == [
+        "name 'nobody' is not defined"
+    ]
+
+
+@pytest.mark.parametrize(
+    "arguments", [["N21"], ["--gpu", "--jobs", "0"], ["--jobs", "2"], ["--gpu", "--general"]]
+)
+def test_bad_arguments(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        main(arguments)
+    assert stopped.value.code == 2
+    assert "error: " in capsys.readouterr().err
 
 
 def test_the_table(capsys: pytest.CaptureFixture[str]) -> None:

@@ -616,15 +616,15 @@ class Strike:
         return self
 
 
-@on_both_backends
-def test_ctrl_c_at_every_bytecode_of_a_call(backend: Callable[[], Any]) -> None:
-    """The same, exhaustively: an interrupt at each place of one replay where Python looks for signals."""
-    step, state = fcg.graph_step(small_train, backend=backend()), small_state()
-    state, _ = step(state, small_data(0))
+def struck_everywhere(step: Any, state: Any, data: Callable[[int], torch.Tensor]) -> Any:
+    """Call a step with an interrupt at each place of a replay where Python looks for signals; the state at the end.
+
+    After each of them the state is that of before the call or of after it, and says which.
+    """
     before_commit = after_commit = 0
     for moment in range(10_000):
         calls = int(state.step)
-        x = small_data(calls)
+        x = data(calls)
         tracer = sys.gettrace()
         sys._getframe().f_trace_opcodes = True  # Python 3.12 looks for it when tracing starts
         struck = False
@@ -638,10 +638,20 @@ def test_ctrl_c_at_every_bytecode_of_a_call(backend: Callable[[], Any]) -> None:
         if not struck:
             break
         state = state.latest()
+        assert state.generation == int(state.step)
         before_commit += int(state.step) == calls
         after_commit += int(state.step) == calls + 1
         assert before_commit + after_commit == moment + 1
     assert before_commit > 0
     assert after_commit > 0
+    return state
+
+
+@on_both_backends
+def test_ctrl_c_at_every_bytecode_of_a_call(backend: Callable[[], Any]) -> None:
+    """The same, exhaustively: an interrupt at each place of one replay where Python looks for signals."""
+    step, state = fcg.graph_step(small_train, backend=backend()), small_state()
+    state, _ = step(state, small_data(0))
+    state = struck_everywhere(step, state, small_data)
     calls = int(state.step)
     assert_trees_all_equal(state, uninterrupted_run(calls, backend()), f"state after {calls} calls")

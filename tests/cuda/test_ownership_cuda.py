@@ -37,6 +37,7 @@ from tests.cuda.helpers_cuda import (
     say,  # noqa: F401
     wait,
 )
+from tests.test_ownership import small_data, small_state, small_train, struck_everywhere
 
 pytestmark = marks
 CALLS = 16
@@ -393,6 +394,59 @@ def test_use_after_donation_is_loud() -> None:
     assert int(new.step) == 2
 
 
+def test_what_evaluations_returned_outlives_other_replays() -> None:
+    """H83: the graphs of a step share a pool, so that each may overwrite what another has left in it."""
+    step = fcg.graph_step(mlp_step, lowering="aten")
+    evaluate = fcg.graph_fn(lambda params, x: mlp(params, x), lowering="aten", max_captures=2)
+    state, kept = mlp_state(), []
+    for i in range(CALLS):
+        state, _ = step(state, mlp_batch(i))
+        x = mlp_batch(100 + i, rows=32 if i % 2 else 16)["x"]
+        kept.append((evaluate(state.params, x), evaluate.eager(state.params, x)))
+    for i, (held, expected) in enumerate(kept):
+        assert_same(held, expected, f"evaluation {i}")
+    assert disjoint([address_range(held) for held, _ in kept])
+    assert evaluate.stats.captures == 2
+
+
+# -- the mistakes of a naive step ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("transform", ["twice", "micro-batches"])
+def test_gradients_of_one_step_do_not_add_up_by_themselves(transform: str) -> None:
+    """Two gradients with respect to the same leaves are two values; torch.func.grad is the judge."""
+
+    def loss(p: Any, x: Tensor) -> Tensor:
+        return torch.tanh(x @ p["w"]).square().mean()
+
+    def train_step(state: Any, x: Tensor) -> Any:
+        if transform == "micro-batches":
+            return state, fcg.microbatches(2)(fcg.grad(loss))(state, x)
+        first, second = (fcg.grad(loss)(state, half) for half in x.chunk(2))
+        return state, fcg.tree.map(lambda a, b: (a + b) / 2, first, second)
+
+    step, params = fcg.graph_step(train_step, lowering="aten"), {"w": randn(3, seed=0)}
+    state: Any = params
+    for i in range(4):
+        x = randn(4, 3, seed=i)
+        state, grads = step(state, x)
+        first, second = (torch.func.grad(loss)(params, half)["w"] for half in x.chunk(2))
+        torch.testing.assert_close(grads["w"], (first + second) / 2, rtol=1e-5, atol=1e-6)
+
+
+def test_a_host_value_that_changed_is_loud() -> None:
+    rate = 0.5
+    step = fcg.graph_step(lambda state, x: ({"w": state["w"] + rate * x}, {}), lowering="aten")
+    x = torch.ones(2, device=DEVICE)
+    state, _ = step(fcg.place({"w": torch.zeros(2, device=DEVICE)}), x)
+    rate = 0.25
+    with pytest.raises(fcg.BakedValueError, match="rate"):
+        step(state, x)
+    rate = 0.5
+    state, _ = step(state, x)
+    assert state["w"].tolist() == [1.0, 1.0]
+
+
 # -- streams ------------------------------------------------------------------------------------------------------
 
 SLEEP = 4_000_000  # cycles, about 2 ms
@@ -519,6 +573,18 @@ def test_a_thousand_fresh_trees(say: Callable[[str], None]) -> None:  # noqa: F8
     assert step.stats.captures <= 2
     assert levels[1][0] <= levels[0][0] + 2**16
     assert levels[1][1] <= levels[0][1] + 2**22
+
+
+def test_ctrl_c_at_every_bytecode_of_a_call() -> None:
+    """The launch and the new generation go together: no interrupt comes between them."""
+    step = fcg.graph_step(small_train, lowering="aten")
+    state = fcg.place(fcg.snapshot(small_state()), DEVICE)
+    alone = fcg.fork(state)
+    state, _ = step(state, small_data(0).to(DEVICE))
+    state = struck_everywhere(step, state, lambda n: small_data(n).to(DEVICE))
+    for n in range(int(state.step)):
+        alone, _ = step(alone, small_data(n).to(DEVICE))
+    assert_same(state, alone, "after all interrupts")
 
 
 INTERRUPTS = """

@@ -11,6 +11,7 @@ from tests.refusals.judge import a_batch, a_state, metric, same
 from tests.refusals.test_host_syncs import DECISIONS, NUMBERS
 from tests.refusals.test_host_syncs_indices import INDICES
 from tests.refusals.test_random_ops import DRAWS
+from tests.refusals.test_side_effects import keep_in_an_attribute
 
 pytestmark = pytest.mark.cuda
 DEVICE = "cuda"
@@ -68,6 +69,12 @@ def test_tensor_of_the_host_that_is_closed_over():
     assert_refused_on_cuda(metric(lambda s, b: s["w"] * table.cuda()), fcg.ForeignTensorError, match)
     match = r"f32\[3\]@cpu in tolist"
     assert_refused_on_cuda(metric(lambda s, b: s["w"] * table.tolist()[0]), fcg.ForeignTensorError, match)
+
+
+def test_tensor_that_is_kept():
+    assert_refused_on_cuda(
+        keep_in_an_attribute(), fcg.SideEffectError, "keeps a tensor of the step beyond its end"
+    )
 
 
 def test_literals_are_moved_once():

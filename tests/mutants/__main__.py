@@ -1,18 +1,22 @@
-"""``python -m tests.mutants [--general] [NAME ...]``: which tests kill which mutant, as a table.
+"""``python -m tests.mutants [--general | --gpu [--jobs N]] [NAME ...]``: which tests kill which mutant, as a table.
 
 With ``--general`` the tests are those that draw what they do, and what they notice is compared with the record; this
-takes one to two minutes for each mutant.
+takes one to two minutes for each mutant. With ``--gpu`` they are those that need a GPU.
 """
 
 from __future__ import annotations
 
+import argparse
 import sys
 import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
 
+import torch
+
 from tests.mutants.catalogue import MUTANTS
+from tests.mutants.gpu import calibrate
 from tests.mutants.mutant import Mutant
 from tests.mutants.runner import general_killers, run
 
@@ -48,26 +52,49 @@ def by_what_is_drawn(mutant: Mutant, folder: Path) -> bool:
     return found == mutant.general
 
 
+def _positive(text: str) -> int:
+    if not text.isdecimal() or int(text) == 0:
+        raise argparse.ArgumentTypeError(f"expected a positive integer, got {text!r}")
+    return int(text)
+
+
 def main(arguments: Sequence[str]) -> int:
     """Run the mutants that are named, by default all; returns how many are not as they should be.
 
     A mutant of which no test is known that draws what it does is killed only by tests written for its kind.
     """
-    names = [argument for argument in arguments if argument != "--general"]
-    judge, said = (by_what_is_drawn, "as recorded") if "--general" in arguments else (by_its_tests, "killed")
-    write(
-        row(Mutant("mutant", "the mistake", (), ()), "", ("by what is drawn",), 0.0).replace(
-            "  0.0 s", "   time"
-        )
-    )
-    chosen = [m for m in MUTANTS if not names or any(m.name.split()[0] == name for name in names)]
+    parser = argparse.ArgumentParser("python -m tests.mutants")
+    names = list(dict.fromkeys(mutant.name.split()[0] for mutant in MUTANTS))
+    kind = parser.add_mutually_exclusive_group()
+    kind.add_argument("--general", action="store_true", help="by tests that draw what they do")
+    kind.add_argument("--gpu", action="store_true", help="by tests that need a GPU; 0 if all is well, else 1")
+    parser.add_argument("--jobs", type=_positive, help="with --gpu: how many mutants at once (default 1)")
+    parser.add_argument("names", nargs="*", metavar="NAME", help="N1 and so on (default: all)")
+    options = parser.parse_args(arguments)
+    if unknown := [name for name in options.names if name not in names]:
+        parser.error(f"unknown {', '.join(unknown)}; choose from {', '.join(names)}")
+    if options.jobs and not options.gpu:
+        parser.error("--jobs goes with --gpu")
+    chosen = [m for m in MUTANTS if not options.names or m.name.split()[0] in options.names]
+    if options.gpu:
+        if not torch.cuda.is_available():
+            write("--gpu: torch sees no GPU here")
+            return 2
+        return int(calibrate(chosen, options.jobs or 1, write) > 0)
+    return on_a_cpu(chosen, general=options.general)
+
+
+def on_a_cpu(chosen: Sequence[Mutant], *, general: bool) -> int:
+    """Run the tests that need no GPU."""
+    judge, said = (by_what_is_drawn, "as recorded") if general else (by_its_tests, "killed")
+    head = row(Mutant("mutant", "the mistake", (), ()), "", ("by what is drawn",), 0.0)
+    write(head.replace("  0.0 s", "   time"))
     good = 0
     for mutant in chosen:
         with tempfile.TemporaryDirectory() as folder:
             good += judge(mutant, Path(folder).resolve())
-    numbers = {m.number for m in chosen}
-    general = {m.number for m in chosen if m.general}
-    write(f"{len(general)} of {len(numbers)} designs are noticed by tests that draw what they do")
+    numbers, drawn = {m.number for m in chosen}, {m.number for m in chosen if m.general}
+    write(f"{len(drawn)} of {len(numbers)} designs are noticed by tests that draw what they do")
     write(f"{good} of {len(chosen)} mutants {said}")
     return len(chosen) - good
 

@@ -14,22 +14,23 @@ REPLAY = "tests/properties/test_replay.py::"
 SIMULATOR = "tests/properties/test_simulator.py::"
 REFUSALS = "tests/refusals/"
 GPU = "tests/cuda/"
+GPU_OWNERSHIP = f"{GPU}test_ownership_cuda.py::"
+HAZARDS = "tests/hazards/"
 
 MUTANTS = (
     Mutant(
         "N1",
         "returns static outputs: metrics are not copied out of the pool",
-        (("return finish(static if fresh else copy_out(static))", "return build(static)"),),
+        (("return finish(static if fresh else copy_out(static))", "return finish(static)"),),
         (
             f"{OWNERSHIP}test_what_was_returned_never_changes[simulator]",
             f"{OWNERSHIP}test_gradients_returned_are_owned_and_sum_in_order[simulator]",
             f"{OWNERSHIP}test_writing_into_what_was_returned_has_no_effect[simulator]",
         ),
-        general=(
-            "programs",
-            "streams",
-            "optimizers",
-            "machine",
+        general=("streams", "machine"),
+        gpu=(
+            f"{GPU_OWNERSHIP}test_metrics_are_new_each_time_and_writing_them_is_harmless",
+            f"{HAZARDS}test_h01_h09_outputs.py::test_h04_views_are_returned_as_memory_of_their_own[cuda]",
         ),
     ),
     Mutant(
@@ -38,6 +39,7 @@ MUTANTS = (
         (("        staging.copy_in(call.live)\n", "        staging.slots = tuple(call.live)\n"),),
         (f"{OWNERSHIP}test_a_batch_that_is_kept_stays_as_it_was[cpu]",),
         general=("streams", "machine"),
+        gpu=(f"{HAZARDS}test_h10_h29_inputs.py::test_h11_what_the_caller_keeps_stays_as_it_was[cuda]",),
     ),
     Mutant(
         "N2 state",
@@ -55,12 +57,8 @@ MUTANTS = (
             f"{OWNERSHIP}test_a_plain_state_stays_the_callers[cpu]",
             f"{OWNERSHIP}test_a_plain_state_stays_the_callers[simulator]",
         ),
-        general=(
-            "programs",
-            "streams",
-            "optimizers",
-            "machine",
-        ),
+        general=("programs", "streams", "optimizers", "machine"),
+        gpu=(f"{HAZARDS}test_h10_h29_inputs.py::test_h11_what_the_caller_keeps_stays_as_it_was[cuda]",),
     ),
     Mutant(
         "N3",
@@ -82,6 +80,7 @@ MUTANTS = (
             f"{OWNERSHIP}test_a_closed_over_tensor_is_refused_with_its_place",
             f"{OWNERSHIP}test_a_closed_over_module_is_refused",
         ),
+        gpu=(f"{GPU}test_refusals_cuda.py::test_tensor_of_the_host_that_is_closed_over",),
     ),
     Mutant(
         "N4",
@@ -92,6 +91,7 @@ MUTANTS = (
             f"{REPLAY}test_literals_and_constants_live_as_long_as_the_capture[simulator]",
         ),
         general=("streams",),
+        no_gpu="a replay of a graph holds the bound plan, and with it the constants a second time",
     ),
     Mutant(
         "N5 address",
@@ -107,12 +107,22 @@ MUTANTS = (
                     "            seen[i] = leaf.data_ptr()\n"
                 ),
             ),
+            (
+                "                if not leaf.is_cpu:\n                    slot.copy_(leaf)\n",
+                (
+                    '                seen = self.__dict__.setdefault("seen", {})\n'
+                    "                if not leaf.is_cpu and seen.get(id(slot)) != leaf.data_ptr():\n"
+                    "                    slot.copy_(leaf)\n"
+                    "                    seen[id(slot)] = leaf.data_ptr()\n"
+                ),
+            ),
         ),
         (
             f"{REPLAY}test_one_address_with_other_strides_is_read_anew",
             f"{OWNERSHIP}test_the_caller_may_overwrite_its_inputs_when_the_call_returns[tensor-cpu]",
         ),
         general=("streams", "machine"),
+        gpu=(f"{HAZARDS}test_h10_h29_inputs.py::test_h12_one_address_is_read_anew_at_each_call[cuda]",),
     ),
     Mutant(
         "N5 layout",
@@ -124,6 +134,10 @@ MUTANTS = (
             f"{REPLAY}test_another_dtype_is_refused[torch.int64]",
         ),
         general=("machine",),
+        gpu=(
+            f"{HAZARDS}test_h10_h29_inputs.py::test_h13_no_shape_is_broadcast[cuda]",
+            f"{HAZARDS}test_h10_h29_inputs.py::test_h14_no_dtype_is_cast[torch.int64-cuda]",
+        ),
     ),
     Mutant(
         "N6",
@@ -143,6 +157,10 @@ MUTANTS = (
             f"{OWNERSHIP}test_gradients_of_one_step_do_not_add_up_by_themselves[micro-batches]",
         ),
         general=("machine",),
+        gpu=(
+            f"{GPU_OWNERSHIP}test_gradients_of_one_step_do_not_add_up_by_themselves[twice]",
+            f"{HAZARDS}test_h30_h39_gradients.py::test_h31_gradients_of_a_first_step_are_those_of_torch_func[cuda]",
+        ),
     ),
     Mutant(
         "N7",
@@ -152,6 +170,7 @@ MUTANTS = (
             f"{OWNERSHIP}test_a_host_value_that_changed_is_loud[cpu]",
             f"{OWNERSHIP}test_a_host_value_that_changed_is_loud[simulator]",
         ),
+        gpu=(f"{GPU_OWNERSHIP}test_a_host_value_that_changed_is_loud",),
     ),
     Mutant(
         "N8",
@@ -161,12 +180,8 @@ MUTANTS = (
             f"{REPLAY}test_call_n_is_n_updates[simulator]",
             f"{REPLAY}test_bias_correction_and_schedule_move_with_the_count[simulator]",
         ),
-        general=(
-            "programs",
-            "streams",
-            "optimizers",
-            "machine",
-        ),
+        general=("programs", "streams", "optimizers", "machine"),
+        gpu=(f"{HAZARDS}test_h57_h71_randomness_and_warm_up.py::test_h65_call_n_is_n_updates[cuda]",),
     ),
     Mutant(
         "N9",
@@ -175,7 +190,7 @@ MUTANTS = (
         (f"{SIMULATOR}test_calls_on_any_streams_are_done_in_order",),
         general=("streams", "machine"),
         gpu=(
-            f"{GPU}test_ownership_cuda.py::test_caller_alternates_streams_behind_long_kernels",
+            f"{GPU_OWNERSHIP}test_caller_alternates_streams_behind_long_kernels[aten]",
             f"{GPU}test_state_cuda.py::test_a_leaf_read_on_another_stream_waits_for_the_last_update",
         ),
     ),
@@ -197,12 +212,8 @@ MUTANTS = (
             f"{REPLAY}test_replay_equals_eager_for_training[simulator]",
             f"{REFUSALS}test_random_ops.py::test_draw_is_refused[rrelu]",
         ),
-        general=(
-            "programs",
-            "streams",
-            "machine",
-        ),
-        gpu=(f"{GPU}test_random_cuda.py::test_replay_draws_anew_from_a_new_key",),
+        general=("programs", "streams", "machine"),
+        gpu=(f"{GPU}test_random_cuda.py::test_replay_draws_anew_from_a_new_key[uniform]",),
     ),
     Mutant(
         "N11",
@@ -234,7 +245,7 @@ MUTANTS = (
             f"{SIMULATOR}test_host_memory_is_free_at_once_behind_a_busy_stream[numpy]",
         ),
         general=("streams", "machine"),
-        gpu=(f"{GPU}test_ownership_cuda.py::test_host_batches_are_free_at_once_behind_a_busy_device",),
+        gpu=(f"{GPU_OWNERSHIP}test_host_batches_are_free_at_once_behind_a_busy_device",),
     ),
     Mutant(
         "N13",
@@ -247,6 +258,7 @@ MUTANTS = (
         ),
         (f"{SIMULATOR}test_outputs_of_an_evaluation_outlive_other_replays[simulator]",),
         general=("machine",),
+        gpu=(f"{GPU_OWNERSHIP}test_what_evaluations_returned_outlives_other_replays",),
     ),
     Mutant(
         "N14 state",
@@ -259,12 +271,14 @@ MUTANTS = (
             ("self._sites[len(lines) + 3]", "self._sites[len(lines) + 4]"),
         ),
         (f"{SIMULATOR}test_a_replay_that_raises_consumes_nothing[cpu]",),
+        no_gpu="a replay is one launch: nothing that its kernels do raises an exception on the host",
     ),
     Mutant(
         "N14 capture",
         "no clean-up after an exception: a capture whose first replay failed stays",
         (("                self._forget(lowered)\n", "                pass\n"),),
         ("tests/test_graph_step.py::test_a_first_replay_that_fails_leaves_no_capture_behind",),
+        no_gpu="what a step raises on the host it raises in the warm-up, before there is a capture",
     ),
     Mutant(
         "N14 commit",
@@ -274,6 +288,7 @@ MUTANTS = (
             f"{OWNERSHIP}test_ctrl_c_at_every_bytecode_of_a_call[cpu]",
             f"{OWNERSHIP}test_ctrl_c_at_every_bytecode_of_a_call[simulator]",
         ),
+        gpu=(f"{GPU_OWNERSHIP}test_ctrl_c_at_every_bytecode_of_a_call",),
     ),
     Mutant(
         "N15",
@@ -287,6 +302,7 @@ MUTANTS = (
             f"{REPLAY}test_an_old_state_never_shows_new_values[simulator]",
         ),
         general=("machine",),
+        gpu=(f"{GPU_OWNERSHIP}test_use_after_donation_is_loud",),
     ),
     Mutant(
         "N16",
@@ -301,11 +317,8 @@ MUTANTS = (
             f"{REPLAY}test_commit_is_parallel[cpu]",
             f"{REPLAY}test_commit_is_parallel[simulator]",
         ),
-        general=(
-            "programs",
-            "streams",
-            "machine",
-        ),
+        general=("programs", "streams", "machine"),
+        gpu=(f"{GPU_OWNERSHIP}test_swapped_and_rotated_leaves[aten]",),
     ),
     Mutant(
         "N17",
@@ -321,6 +334,7 @@ MUTANTS = (
             ),
         ),
         (f"{REPLAY}test_the_python_body_runs_at_trace_time_only",),
+        gpu=(f"{GPU}test_capture.py::test_the_body_runs_at_trace_time_only[aten]",),
     ),
     Mutant(
         "N18",
@@ -337,13 +351,11 @@ MUTANTS = (
             f"{REPLAY}test_two_trainers_interleaved_equal_separate_runs[cpu]",
             f"{REPLAY}test_two_trainers_interleaved_equal_separate_runs[simulator]",
         ),
-        general=(
-            "programs",
-            "streams",
-            "optimizers",
-            "machine",
+        general=("programs", "streams", "optimizers", "machine"),
+        gpu=(
+            f"{GPU}test_lifecycle_cuda.py::test_one_of_two_steps_is_destroyed[aten]",
+            f"{HAZARDS}test_h104_h112_lifecycle.py::test_h111_two_trainers_in_one_process_are_independent[cuda]",
         ),
-        gpu=(f"{GPU}test_lifecycle_cuda.py::test_two_trainers_interleaved_equal_two_alone",),
     ),
     Mutant(
         "N19 momentum",
@@ -351,13 +363,14 @@ MUTANTS = (
         (("        is_first_step=False,\n", "        is_first_step=type(params[0]) is not Tensor,\n"),),
         (f"{REPLAY}test_replay_equals_eager_for_every_optimizer[sgd-cpu]",),
         general=("optimizers",),
-        gpu=(f"{GPU}test_agreement.py::test_optimizers",),
+        gpu=(f"{GPU}test_agreement.py::test_optimizers[sgd]",),
     ),
     Mutant(
         "N19 micro-batches",
         "the branch of the first micro-batch is that of all: a sum is overwritten and not added to",
         (("    return new if position in handed else total + new\n", "    return new\n"),),
         (f"{OWNERSHIP}test_gradients_of_one_step_do_not_add_up_by_themselves[micro-batches]",),
+        gpu=(f"{GPU_OWNERSHIP}test_gradients_of_one_step_do_not_add_up_by_themselves[micro-batches]",),
     ),
     Mutant(
         "N20",
@@ -372,5 +385,6 @@ MUTANTS = (
             f"{REFUSALS}test_side_effects.py::test_tensor_that_is_kept[keep_in_a_cache]",
             f"{REFUSALS}test_side_effects.py::test_tensor_that_is_kept[keep_in_an_attribute]",
         ),
+        gpu=(f"{GPU}test_refusals_cuda.py::test_tensor_that_is_kept",),
     ),
 )

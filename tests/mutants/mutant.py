@@ -35,7 +35,8 @@ class Mutant:
       killers: Ids of the tests that notice, all of them.
       general: What notices without knowing the mistake: names in :data:`GENERAL`. Without any, only tests that were
         written for such a mistake kill it.
-      gpu: Ids of tests that notice on a GPU; they are not run here.
+      gpu: Ids of tests that notice on a GPU, one or two fast ones.
+      no_gpu: Why there is none: why the mistake is no hazard there, or cannot be seen.
     """
 
     name: str
@@ -44,6 +45,7 @@ class Mutant:
     killers: tuple[str, ...]
     general: tuple[str, ...] = ()
     gpu: tuple[str, ...] = ()
+    no_gpu: str = ""
 
     @property
     def number(self) -> int:

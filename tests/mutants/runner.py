@@ -15,6 +15,7 @@ from tests.mutants.mutant import GENERAL, Mutant
 
 ROOT = Path(__file__).resolve().parents[2]
 TIMEOUT_SECONDS = 900
+SLIPS = re.compile(r"^\S+:\d+: (NameError|UnboundLocalError|SyntaxError|ImportError|ModuleNotFoundError)\b")
 # Loaded by pytest: says which package it tests, and spares hypothesis the work on failures that nobody reads.
 PLUGIN = """
 import functional_cg
@@ -45,6 +46,10 @@ class Outcome:
     def surviving(self, tests: Sequence[str]) -> list[str]:
         """The tests that did not fail: an error in a fixture or an import kills nothing."""
         return [test for test in tests if self.verdicts.get(test) != "FAILED"]
+
+    def slips(self) -> list[str]:
+        """Lines on errors that no mistake in a design makes: a mutant with one fails everywhere, and says nothing."""
+        return [line for line in self.output.splitlines() if SLIPS.search(line)]
 
 
 def run(tests: Sequence[str], folder: Path, mutant: Mutant | None = None) -> Outcome:
