@@ -128,7 +128,11 @@ def graph_step(fn: Any = None, /, **options: Any) -> Any:
         environment variable ``FCG_DISABLE_CAPTURE=1`` makes every step eager, for ``print`` and a debugger.
       debug: ``"verify"`` compares the first ``verify_calls`` calls with eager runs, bit for bit, or half of the digits
         where a compiler reorders sums (:func:`functional_cg.verify.tolerance_of`); it is the net for what the host
-        watch does not see. ``"poison"`` overwrites dead memory between replays; ``"verify+poison"`` does both.
+        watch does not see. ``"poison"`` overwrites dead memory between replays; ``"verify+poison"`` does both. A
+        verified call costs about an eager run, copies of states and inputs from before the call, and a comparison of
+        all leaves that the function returns, each of which waits for the device; the calls after the verified ones
+        cost nothing. Poison costs a fill of inputs and metrics at every call. ``python -m functional_cg.bench.debug``
+        measures both.
       verify_calls: Number of calls to verify.
     Raises:
       FunctionalCGError: At the call, before anything is launched; see :mod:`functional_cg.errors`.

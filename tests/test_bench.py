@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import json
 import math
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from functional_cg.bench import dropout, measure
+from functional_cg.bench import debug, dropout, measure, opponents
 from functional_cg.bench.__main__ import main
 from functional_cg.bench.measure import Row, bench, table
 from functional_cg.bench.opponents import OPPONENTS, Unavailable, build
 from functional_cg.bench.workloads import Workload, jax_loss, names, torch_loss, workload
+from functional_cg.stages.poison import Poisoned
+from functional_cg.verify import Shadow
 
 CPU = torch.device("cpu")
 MLP = Workload("mlp", "mlp", layers=2, width=8, batch=4)
@@ -183,3 +186,48 @@ def test_dropout_rows_are_json(capsys: pytest.CaptureFixture[str], monkeypatch: 
     assert first["torch"] == torch.__version__
     assert [row["dtype"] for row in rows] == ["float32", "bfloat16"]
     assert all(row["keyed_us"] > 0 and row["torch_us"] > 0 for row in rows)
+
+
+@ALL
+def test_debug_has_a_row_for_each_setting_and_checks_each_call(
+    work: Workload, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: Counter[str] = Counter()
+
+    def count(kind: Any, method: str) -> None:
+        act = getattr(kind, method)
+
+        def counting(*args: Any) -> Any:
+            calls[method] += 1
+            return act(*args)
+
+        monkeypatch.setattr(kind, method, counting)
+
+    systems: list[Any] = []
+
+    def noted(*args: Any, **options: Any) -> Any:
+        systems.append(opponents.ours(*args, **options))
+        return systems[-1]
+
+    count(Shadow, "verify")
+    count(Poisoned, "__call__")
+    monkeypatch.setattr(debug, "ours", noted)
+    found = list(debug.rows(work, "aten", CPU, 4))
+    assert [row["debug"] for row in found] == ["off", "poison", "verify", "verify+poison"]
+    assert found[0]["ratio"] == 1
+    assert all(row["steps"] == 4 and row["least"] <= row["median"] <= row["most"] for row in found)
+    replays = systems[0].counts()["replays"]
+    assert replays > 4
+    assert [system.counts() for system in systems] == [{"captures": 1, "replays": replays}] * 4
+    assert calls == {"verify": 2 * replays, "__call__": 2 * replays}
+
+
+def test_debug_rows_are_json(capsys: pytest.CaptureFixture[str]) -> None:
+    options = ["--device", "cpu", "--lowering", "aten", "--workload", "leaves-10-one", "--steps", "2"]
+    assert debug.main(options) == 0
+    first, *found = map(json.loads, capsys.readouterr().out.splitlines())
+    assert first["torch"] == torch.__version__
+    assert [(row["workload"], row["debug"]) for row in found] == [
+        ("leaves-10-one", name) for name in ("off", "poison", "verify", "verify+poison")
+    ]
+    assert all(row["median"] > 0 for row in found)

@@ -23,11 +23,11 @@ import torch
 from .opponents import OURS, System, Unavailable, build
 from .workloads import Batch, Workload
 
-__all__ = ["Row", "Samples", "bench", "environment", "table"]
+__all__ = ["BATCHES", "WARM_UPS", "Row", "Samples", "bench", "environment", "in_turns", "table"]
 
-_BATCHES = 4
+BATCHES = 4
 _LOSSES = 5
-_WARM_UPS = 3
+WARM_UPS = 3
 _ROUNDS = 10
 _HOST_CALLS = 50
 _GIB = 2**30
@@ -138,7 +138,7 @@ def _start(name: str, work: Workload, device: torch.device, batches: Sequence[Ba
     start = time.perf_counter()
     system = build(name, work, device, batches)
     for i in range(_LOSSES):
-        row.losses.append(float(system.step(system.batches[i % _BATCHES])))
+        row.losses.append(float(system.step(system.batches[i % BATCHES])))
         if i == 0:
             system.wait()
             row.first_step_s = time.perf_counter() - start
@@ -149,8 +149,8 @@ def _start(name: str, work: Workload, device: torch.device, batches: Sequence[Ba
         row.peak_bytes = torch.cuda.max_memory_allocated(device) - allocated
         torch.cuda.empty_cache()
         row.reserved_bytes = torch.cuda.memory_reserved(device) - reserved
-    for i in range(_WARM_UPS):
-        system.step(system.batches[i % _BATCHES])
+    for i in range(WARM_UPS):
+        system.step(system.batches[i % BATCHES])
     system.wait()
     return system
 
@@ -173,12 +173,12 @@ def _block(system: System, steps: int) -> float:
     return (time.perf_counter() - start) * 1e3 / steps
 
 
-def _in_turns(systems: Sequence[System], steps: int) -> list[Samples]:
+def in_turns(systems: Sequence[System], steps: int) -> list[Samples]:
     """Time systems in turns; the order is reversed at each round."""
     rounds = min(_ROUNDS, steps)
     length = -(-steps // rounds)
     for system in systems:
-        _block(system, min(length, _WARM_UPS))
+        _block(system, min(length, WARM_UPS))
     blocks: dict[int, list[float]] = {i: [] for i in range(len(systems))}
     for turn in range(rounds):
         order = list(enumerate(systems))
@@ -222,7 +222,7 @@ def bench(
       deadline: On the clock of ``time.monotonic``: no system is started later.
     """
     steps = work.steps if steps is None else steps
-    batches = work.batches(_BATCHES)
+    batches = work.batches(BATCHES)
     rows: list[Row] = []
     ours: System | None = None
     reference: list[float] | None = None
@@ -255,9 +255,9 @@ def bench(
 
 def _fill(row: Row, system: System, ours: System | None, steps: int) -> None:
     if ours is None:
-        (row.ms,) = _in_turns([system], steps)
+        (row.ms,) = in_turns([system], steps)
     else:
-        row.ours_ms, row.ms = _in_turns([ours, system], steps)
+        row.ours_ms, row.ms = in_turns([ours, system], steps)
         row.ratio = row.ms.median / row.ours_ms.median
     row.host_us = _host_us(system, min(_HOST_CALLS, max(5, steps)))
     row.counts = system.counts()

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import torch
@@ -18,7 +18,7 @@ import functional_cg as fcg
 
 from .workloads import Batch, Params, Workload, jax_loss, torch_loss
 
-__all__ = ["OPPONENTS", "OURS", "System", "Unavailable", "build"]
+__all__ = ["OPPONENTS", "OURS", "System", "Unavailable", "build", "ours"]
 
 OURS = ("ours", "ours-aten")
 OPPONENTS = ("eager", "compile", "reduce-overhead", "hand-graph", "hand-graph-compiled", "jax")
@@ -70,7 +70,7 @@ def build(name: str, work: Workload, device: torch.device, batches: Sequence[Bat
         return _jax(work, device, batches)
     there = [{key: value.to(device) for key, value in batch.items()} for batch in batches]
     if name in OURS:
-        return _ours(name, work, device, there)
+        return replace(ours("aten" if name == "ours-aten" else "inductor", work, device, there), name=name)
     if device.type != "cuda" and name in ("reduce-overhead", "hand-graph", "hand-graph-compiled"):
         raise Unavailable("needs CUDA graphs")
     if work.kind == "leaves" and name != "hand-graph":
@@ -84,15 +84,29 @@ def _waiter(device: torch.device) -> Callable[[], None]:
     return (lambda: torch.cuda.synchronize(device)) if device.type == "cuda" else (lambda: None)
 
 
-def _ours(name: str, work: Workload, device: torch.device, batches: Sequence[Batch]) -> System:
-    lowering: Literal["aten", "inductor"] = "aten" if name == "ours-aten" else "inductor"
+def ours(
+    lowering: Literal["aten", "inductor"],
+    work: Workload,
+    device: torch.device,
+    batches: Sequence[Batch],
+    **options: Any,
+) -> System:
+    """Build ours.
+
+    Args:
+      lowering: Of the step.
+      work: What it trains.
+      device: Where.
+      batches: Batches there.
+      options: More of :func:`functional_cg.graph_step`.
+    """
     params = {key: value.to(device) for key, value in work.params().items()}
     step: Any
     if work.kind == "leaves":
-        step = fcg.graph_step(_one_leaf, lowering=lowering)
+        step = fcg.graph_step(_one_leaf, lowering=lowering, **options)
         state: Any = fcg.place(params)
     else:
-        step = fcg.graph_step(_train_step(work), lowering=lowering)
+        step = fcg.graph_step(_train_step(work), lowering=lowering, **options)
         optimizer = fcg.optim.adamw(
             work.learning_rate, b1=_BETAS[0], b2=_BETAS[1], eps=_EPS, weight_decay=work.weight_decay
         )
@@ -112,7 +126,7 @@ def _ours(name: str, work: Workload, device: torch.device, batches: Sequence[Bat
     def counts() -> dict[str, int]:
         return {"captures": step.stats.captures, "replays": step.stats.replays}
 
-    return System(name, run, batches, _waiter(device), close, counts)
+    return System("ours", run, batches, _waiter(device), close, counts)
 
 
 def _train_step(work: Workload) -> Callable[[Any, Batch], tuple[Any, dict[str, Tensor]]]:

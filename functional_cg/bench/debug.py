@@ -1,0 +1,80 @@
+"""Time what ``debug=`` costs: ``python -m functional_cg.bench.debug --device cuda``.
+
+The same training step without it, with ``"poison"``, ``"verify"`` and both, where every call is verified. They take
+turns, so that clocks and temperature are the same for all of them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from typing import Any, Literal
+
+import torch
+
+from .measure import BATCHES, WARM_UPS, environment, in_turns
+from .opponents import ours
+from .workloads import Workload, names, workload
+
+__all__ = ["main", "rows"]
+
+_SETTINGS = (None, "poison", "verify", "verify+poison")
+_STEPS = 200
+
+
+def rows(
+    work: Workload, lowering: Literal["aten", "inductor"], device: torch.device, steps: int
+) -> Iterator[dict[str, Any]]:
+    """One row for each setting.
+
+    Args:
+      work: What is trained.
+      lowering: Of the step.
+      device: Where.
+      steps: Timed steps for each setting.
+    """
+    batches = [{key: value.to(device) for key, value in batch.items()} for batch in work.batches(BATCHES)]
+    systems = [
+        ours(lowering, work, device, batches, debug=debug, verify_calls=sys.maxsize) for debug in _SETTINGS
+    ]
+    for system in systems:
+        for i in range(WARM_UPS):
+            system.step(batches[i % BATCHES])
+        system.wait()
+    samples = in_turns(systems, steps)
+    for debug, system, ms in zip(_SETTINGS, systems, samples, strict=True):
+        system.close()
+        yield {
+            "workload": work.name,
+            "lowering": lowering,
+            "debug": debug or "off",
+            **asdict(ms),
+            "ratio": round(ms.median / samples[0].median, 2),
+        }
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the program: a line of JSON per row, times in ms per call."""
+    on_gpu = torch.cuda.is_available()
+    parser = argparse.ArgumentParser("python -m functional_cg.bench.debug", description=__doc__)
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if on_gpu else "cpu")
+    parser.add_argument("--workload", choices=names(), nargs="+", default=["mlp-tiny", "gpt-nano"])
+    parser.add_argument("--lowering", choices=("aten", "inductor"), nargs="+", default=["aten", "inductor"])
+    parser.add_argument("--steps", type=int, default=_STEPS, help="timed steps for each setting")
+    options = parser.parse_args(argv)
+    if options.steps < 1:
+        parser.error(f"--steps: expected a positive integer, got {options.steps}")
+    device = torch.device(options.device, 0) if options.device == "cuda" else torch.device("cpu")
+    print(json.dumps(environment(device)), flush=True)
+    for name in options.workload:
+        for lowering in options.lowering:
+            for row in rows(workload(name), lowering, device, options.steps):
+                print(json.dumps(row), flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
