@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Generic, Protocol, Self
 
 import torch
@@ -12,22 +13,33 @@ from torch import Tensor
 from typing_extensions import TypeVar, dataclass_transform
 
 from . import tree as pytree
-from .arena import no_tensors
+from .arena import BufferSpec, no_tensors
 from .errors import LayoutError
 from .optim import GradientTransformation, apply_updates
 from .optim.base import refuse_unlike
+from .random import fold_in
+from .shards.mesh import Mesh
 from .state import place
+from .tree import KeyPath, path_string
 
 __all__ = ["TrainState"]
 
 Params = TypeVar("Params", default=Any)
 
 
+Init = Callable[[str, Tensor, Tensor], Tensor]
+
+
 class Sharding(Protocol):
     """What :meth:`TrainState.create` asks of a sharding."""
 
-    def parameters(self, params: Any, /) -> Any:
-        """Parameters as this rank holds them."""
+    @property
+    def mesh(self) -> Mesh:
+        """The ranks."""
+        ...
+
+    def parameters(self, params: Any, make: Any = None, /) -> Any:
+        """Parameters as this rank holds them; ``make(number, path, leaf)`` makes each where that is given."""
         ...
 
     def moments(self, placed: Any, /) -> Any:
@@ -97,33 +109,44 @@ class TrainState(_StateClass, Generic[Params]):
         buffers: Any = None,
         accumulate: bool = False,
         sharding: Sharding | None = None,
+        init: Init | None = None,
         **fields: Any,
     ) -> Self:
         """Place parameters, fresh optimizer state and the rest in an arena; returns a handle.
 
         Args:
-          params: Pytree of floating tensors on one device. They stay the caller's: values are copied.
+          params: Pytree of floating tensors on one device. They stay the caller's: values are copied. With ``init``,
+            on the meta device.
           optimizer: Gradient transformation, from :mod:`functional_cg.optim`.
           key: i64[2]; moved to the device of ``params``.
           buffers: Pytree of tensors that are not trained.
           accumulate: Add ``grads``, an accumulator of zeros for gradients over several calls.
           sharding: From :func:`functional_cg.sharding.zero`: a rank holds its shard of parameters and moments, with
             the values of rank 0; what else is in the state is whole on each rank, with the values of rank 0 too.
+          init: ``init(path, leaf, key) -> tensor`` makes a parameter, called leaf by leaf: of a model that fits on no
+            single device, a rank holds its shards and one whole leaf. ``path`` is text, ``params['w']``, ``leaf`` the
+            one on the meta device, and the tensor of its shape and dtype. Each leaf has a key of its own, folded from
+            ``key``.
           fields: Values of the fields that a subclass adds.
         Raises:
           AliasError: If two leaves share memory.
-          LayoutError: If a leaf is no tensor.
+          LayoutError: If a leaf is no tensor, or ``init`` makes one of another shape or dtype.
           TypeError: If ``params`` is a module or a generator, or ``optimizer`` or ``key`` is of another kind.
         """
         _refuse_arguments(params, optimizer, key)
-        device = next(
-            (leaf.device for leaf in pytree.leaves(params) if isinstance(leaf, Tensor)), torch.device("cpu")
-        )
+        if init is not None and key is None:
+            raise TypeError("TrainState.create: `init` needs keys: `key=fcg.random.key(seed)`")
+        device = _home(params, key, sharding, init)
         with torch.inference_mode(False), torch.no_grad():
             key = None if key is None else key.to(device)
+            make = None if init is None or key is None else partial(_made, init, key)
             if sharding is not None:
-                params = sharding.parameters(params)
+                params = sharding.parameters(params, make)
                 buffers, key, fields = sharding.agreed((buffers, key, fields))
+            elif make is not None:
+                flat, treedef = pytree.flatten_with_path(params)
+                leaves = [make(i, path, leaf) for i, (path, leaf) in enumerate(flat)]
+                params = pytree.unflatten(treedef, leaves)
             moved = params if sharding is None else sharding.moments(params)
             state = cls(
                 step=torch.zeros((), dtype=torch.int64, device=device),
@@ -172,6 +195,31 @@ class TrainState(_StateClass, Generic[Params]):
     def latest(self) -> Self:
         """The state itself; on a handle, the living handle of the same arena."""
         return self
+
+
+def _home(params: Any, key: Any, sharding: Sharding | None, init: Init | None) -> torch.device:
+    """Where the state is to live."""
+    if sharding is not None:
+        return sharding.mesh.device
+    if init is not None:
+        return key.device  # type: ignore[no-any-return]
+    first = next((leaf for leaf in pytree.leaves(params) if isinstance(leaf, Tensor)), None)
+    return torch.device("cpu") if first is None else first.device
+
+
+def _made(init: Init, key: Tensor, number: int, path: KeyPath, like: Tensor) -> Tensor:
+    name = path_string(path, "params")
+    made = init(name, like, fold_in(key, number))
+    spec = BufferSpec.of(like)
+    if not isinstance(made, Tensor) or (made.shape, made.dtype) != (like.shape, like.dtype):
+        got = BufferSpec.of(made) if isinstance(made, Tensor) else type(made).__name__
+        raise LayoutError.of(
+            "",
+            "TrainState.create: `init` makes another tensor than it was asked for.",
+            rows=[f"{name}  expected {spec}   got {got}"],
+            fix="return a tensor of `leaf.shape` and `leaf.dtype`, `fcg.random.normal(key, leaf.shape, std=0.02)`.",
+        )
+    return made.to(key.device)
 
 
 def _accumulator(params: Any, sharding: Sharding | None) -> Any:

@@ -44,11 +44,12 @@ def mesh(axes: Mapping[str, int], *, device: str | None = None, timeout: float =
     ranks = dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
     sizes = _sizes(axes, ranks)
     if ranks == 1:
-        return Mesh(tuple(Axis(name, 1, 0, "") for name in sizes))
+        return Mesh(tuple(Axis(name, 1, 0, "") for name in sizes), torch.empty(0, device=device).device)
     ours = not dist.is_initialized()
     if ours:
         _start(device, timeout)
-    found = Mesh(_axes(sizes, device), ranks=Ranks.of_this_run(timeout))
+    here = torch.empty(0, device=device).device
+    found = Mesh(_axes(sizes, device), here, ranks=Ranks.of_this_run(timeout))
     atexit.register(_end, found.captures, found.ranks, ours=ours)
     return found
 

@@ -59,10 +59,13 @@ class Zero:
 
     def agreed(self, tree: Any) -> Any:
         """Leaves that every rank holds whole, with the values of rank 0."""
-        return pytree.map(lambda leaf: broadcast(leaf, self.mesh) if isinstance(leaf, Tensor) else leaf, tree)
+        return pytree.map(lambda leaf: self._agreed(leaf), tree)
+
+    def _agreed(self, leaf: Any) -> Any:
+        return broadcast(leaf.to(self.mesh.device), self.mesh) if isinstance(leaf, Tensor) else leaf
 
     def _place(self, leaf: Tensor) -> Tensor:
-        whole = broadcast(leaf, self.mesh)
+        whole = broadcast(leaf.to(self.mesh.device), self.mesh)
         alone = self.mesh.size == 1 and self.param_dtype is None
         if alone or not (leaf.is_floating_point() or leaf.is_complex()):
             return whole

@@ -7,6 +7,8 @@ import weakref
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
+
 __all__ = ["Axis", "Mesh"]
 
 
@@ -35,11 +37,13 @@ class Mesh:
 
     Attributes:
       axes: Outermost first.
+      device: Where this rank's leaves live.
       captures: What holds graphs with collectives of this mesh; closed before its process groups are.
       ranks: How ranks meet outside of graphs; None for a single rank.
     """
 
     axes: tuple[Axis, ...]
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"), compare=False)
     captures: weakref.WeakSet[Any] = field(default_factory=weakref.WeakSet, compare=False, repr=False)
     ranks: Any = field(default=None, compare=False, repr=False)
 
