@@ -6,13 +6,17 @@ from torch import Tensor
 
 from ..leaf import Leaf
 from ..overlap import storage_key
+from ..shards.reader import Reader
 
 __all__ = ["storage_of"]
 
 
 def storage_of(tensor: Tensor) -> int | None:
-    """Identity of a tensor's storage; None of a leaf, and inside of `torch.func`, where there is none to look at."""
-    if isinstance(tensor, Leaf):
+    """Identity of a tensor's storage; None of a leaf, and inside of `torch.func`, where there is none to look at.
+
+    Nor is there one of what a loss reads of a mesh, which has memory only where it is used.
+    """
+    if isinstance(tensor, Leaf | Reader):
         return None
     try:
         return storage_key(tensor)

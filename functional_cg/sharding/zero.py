@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from .. import tree as pytree
 from ..shards.collectives import broadcast
@@ -65,7 +66,9 @@ class Zero:
         return broadcast(leaf.to(self.mesh.device), self.mesh) if isinstance(leaf, Tensor) else leaf
 
     def _place(self, leaf: Tensor) -> Tensor:
-        whole = broadcast(leaf.to(self.mesh.device), self.mesh)
+        # Shards of torch are cut along a dimension; ours are not.
+        full = leaf.full_tensor() if isinstance(leaf, DTensor) else leaf
+        whole = broadcast(full.to(self.mesh.device), self.mesh)
         alone = self.mesh.size == 1 and self.param_dtype is None
         if alone or not (leaf.is_floating_point() or leaf.is_complex()):
             return whole
