@@ -484,6 +484,26 @@ def test_dropped_values_are_named(
     assert any("computed and dropped" in text for text in html(step).texts)
 
 
+def test_a_table_that_a_module_only_reads_is_no_dropped_value() -> None:
+    class Scaled(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.w = torch.nn.Parameter(torch.ones(3))
+            self.register_buffer("table", torch.ones(3))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return (self.w * self.table.cos() * x).sum()
+
+    apply, params, buffers = fcg.from_module(Scaled())
+
+    def train_step(state: Any, x: Tensor) -> Any:
+        loss, grads = fcg.value_and_grad(lambda params: apply(params, state["buffers"], x)[0])(state["params"])
+        return {**state, "params": grads}, {"loss": loss}
+
+    state = fcg.place({"params": params, "buffers": buffers})
+    assert fcg.graph_step(train_step).lower(state, torch.ones(3)).inspection.dropped == ()
+
+
 def statistics() -> Any:
     return fcg.place({"mean": torch.zeros(3), "seen": torch.tensor(0), "w": torch.ones(3)})
 

@@ -234,7 +234,7 @@ def _on_meta(tensor: Tensor) -> Tensor:
 
 
 def _alias(param: Tensor) -> Tensor:
-    """Another object for a parameter, of the same autograd graph; leaves, readers and `torch.func`'s guard themselves."""
+    """Another object for a parameter, of the same graph; leaves, readers and those of `torch.func` guard themselves."""
     return cast(Tensor, torch.ops.aten.alias(param)) if storage_of(param) is not None else param
 
 
