@@ -106,6 +106,25 @@ def start_example(*options: str) -> subprocess.Popen[str]:
     )
 
 
+def run_on_ranks(ranks: int, *options: str) -> tuple[dict[str, Any], str]:
+    """Run the example by torchrun: the JSON object that it prints, and all that stands before it."""
+    launcher = ("torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}")
+    process = subprocess.Popen(
+        [sys.executable, "-m", *launcher, "-m", "functional_cg.examples.gpt", *options, "--json"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    try:
+        out, err = process.communicate(timeout=120)
+    finally:
+        process.terminate()  # torchrun takes its ranks along
+    assert process.returncode == 0, err
+    printed, _, last = out.rstrip("\n").rpartition("\n")
+    return json.loads(last), printed
+
+
 def run_example(*options: str) -> dict[str, Any]:
     """Run the example to its end: the JSON object of its last line."""
     process = start_example(*options, "--json")

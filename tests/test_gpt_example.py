@@ -143,8 +143,8 @@ def steps_in(checkpoint: Path) -> int:
 
 
 def test_ctrl_c_leaves_a_checkpoint_of_the_last_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupted(*args: Any) -> Iterator[text.Batch]:
-        yield from itertools.islice(batches(*args), 12)
+    def interrupted(*args: Any, **kwargs: Any) -> Iterator[text.Batch]:
+        yield from itertools.islice(batches(*args, **kwargs), 12)
         raise KeyboardInterrupt
 
     batches = text.batches

@@ -6,6 +6,9 @@ that has learnt to use context ends with a validation loss below the entropy of 
 ``--module`` writes the model as an ordinary ``nn.Module``; ``--compare`` trains that by an ordinary loop beside it.
 ``--save FILE`` keeps a checkpoint; the same options with ``--resume FILE`` go on from it, and end with the bits of a
 run that was never stopped.
+
+``torchrun --nproc_per_node=2 -m functional_cg.examples.gpt --mesh data=2 --zero 3`` trains on two ranks, each with a
+shard of the state and a slice of the batch. A checkpoint is one file, whatever the ranks: it goes on on any number.
 """
 
 from __future__ import annotations
@@ -31,7 +34,16 @@ from .measure import EagerTwin
 from .module_gpt import GPTModule, PureGPT
 from .options import gpt_parser
 from .ordinary import train_ordinary
-from .outcome import History, draw_losses, finite, summary, write_history
+from .outcome import (
+    History,
+    draw_losses,
+    finite,
+    losses_and_entropy,
+    speed_and_agreement,
+    summary,
+    write_history,
+)
+from .ranks import Ranks, ranks_of, stop_request
 from .sampling import generate, make_sampler
 from .text import Batch, batches, read_bytes, split, text_files, unigram_entropy, validation_batches
 from .transformer import GPT, Params
@@ -58,8 +70,6 @@ _VALIDATION_BATCHES = 16
 _EVALUATIONS = 4
 _READ_EVERY = 10  # steps; reading a loss waits for the device
 _CHECKED_CALLS = 4
-# A compiler fuses and reorders sums: after the checked calls a leaf may be this far from eager, relative to its norm.
-_COMPILED_TOLERANCE = 1e-3
 _COMPARED_STEPS = 60
 _PROMPT = b"def "
 
@@ -98,12 +108,16 @@ def matrices(params: Params) -> Params:
 
 
 def create_state(
-    model: Model, optimizer: fcg.optim.GradientTransformation, seed: int, device: torch.device
+    model: Model,
+    optimizer: fcg.optim.GradientTransformation,
+    seed: int,
+    device: torch.device,
+    sharding: Any = None,
 ) -> State:
-    """Fresh parameters, the same ones on every device, and a fresh optimizer state."""
+    """Fresh parameters, the same ones on every device, and a fresh optimizer state; on ranks, a shard of them."""
     init_key, dropout_key = fcg.random.split(fcg.random.key(seed))
     params = fcg.tree.map(lambda leaf: leaf.to(device), model.init(init_key))
-    return fcg.TrainState.create(params=params, optimizer=optimizer, key=dropout_key)
+    return fcg.TrainState.create(params=params, optimizer=optimizer, key=dropout_key, sharding=sharding)
 
 
 def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
@@ -112,18 +126,18 @@ def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
 
 
 def make_train_step(model: Model, lowering: Lowering = "auto") -> TrainStep:
-    """The training step: ``state, metrics = train_step(state, batch)``."""
+    """The training step: ``state, metrics = train_step(state, batch)``; on ranks, the batch is this one's slice."""
 
     @fcg.graph_step(lowering=lowering)
     def train_step(state: State, batch: Batch) -> tuple[State, Metrics]:
         assert state.key is not None
-        key = fcg.random.fold_in(state.key, state.step)
+        key = fcg.random.fold_in(fcg.sharding.fold_in(state.key), state.step)  # each rank has its own masks
 
         def loss_fn(params: Params) -> Tensor:
             return cross_entropy(model.apply(params, batch["x"], key), batch["y"])
 
         loss, grads = fcg.value_and_grad(loss_fn)(state.params)
-        return state.apply_gradients(grads), {"loss": loss}
+        return state.apply_gradients(grads), {"loss": fcg.sharding.mean(loss)}
 
     return train_step
 
@@ -133,7 +147,8 @@ def make_evaluate(model: Model, lowering: Lowering = "auto") -> Evaluate:
 
     @fcg.graph_fn(lowering=lowering)
     def evaluate(params: Params, batch: Batch) -> Tensor:
-        return cross_entropy(model.apply(params, batch["x"]), batch["y"])
+        logits = model.apply(fcg.sharding.gather(params), batch["x"])
+        return fcg.sharding.mean(cross_entropy(logits, batch["y"]))
 
     return evaluate
 
@@ -150,6 +165,7 @@ def train(
     stream: Iterator[Batch],
     held_out: Sequence[Batch],
     steps: int,
+    ranks: Ranks,
     checkpoint: Path | None = None,
     save_every: int | None = None,
 ) -> tuple[State, History]:
@@ -158,11 +174,22 @@ def train(
     ``checkpoint`` is written at the end, and after every ``save_every`` steps.
     """
     start = int(state.step)
-    train_step.lower(state, held_out[0]).capture()  # now, not as a part of the first call
-    history = History(EagerTwin(train_step, state))
+    lowered = train_step.lower(state, held_out[0])
+    lowered.capture()  # now, not as a part of the first call
+    history = History(EagerTwin(train_step, state), state_bytes=lowered.memory_analysis()["state"])
     evaluate_every = _READ_EVERY * max(1, steps // (_READ_EVERY * _EVALUATIONS))
     every_s = 0.1 if sys.stderr.isatty() else 3600  # in a log file, a line per reading is enough
-    with tqdm(total=steps, initial=start, unit="step", mininterval=every_s, dynamic_ncols=True) as bar:
+    with (
+        tqdm(
+            total=steps,
+            initial=start,
+            unit="step",
+            mininterval=every_s,
+            dynamic_ncols=True,
+            disable=not ranks.first,
+        ) as bar,
+        stop_request(ranks) as stopping,
+    ):
         try:
             history.meter.mark()
             for step in range(start + 1, steps + 1):
@@ -175,25 +202,53 @@ def train(
                 if call > _CHECKED_CALLS and step % _READ_EVERY and step < steps and not saving:
                     continue
                 history.meter.lap(call, metrics)
-                tokens_per_s = history.meter.calls_per_s * batch["x"].numel()
+                tokens_per_s = history.meter.calls_per_s * batch["x"].numel() * ranks.size
                 bar.set_postfix_str(f"loss {float(metrics['loss']):.3f}, {tokens_per_s:,.0f} tokens/s")
                 if call <= _CHECKED_CALLS:
                     history.twin.follow(batch, state, metrics)
                 if step % evaluate_every == 0 and step < steps:
                     history.validation.append((step, mean_loss(evaluate, state, held_out)))
-                    bar.write(f"step {step}: validation loss {history.validation[-1][1]:.4f}")
+                    if ranks.first:
+                        bar.write(f"step {step}: validation loss {history.validation[-1][1]:.4f}")
                 if saving and checkpoint is not None:
-                    fcg.save(checkpoint, state)
+                    save(checkpoint, state, ranks)
+                if stopping():
+                    raise KeyboardInterrupt
                 history.meter.mark()
         except KeyboardInterrupt:
             state, history.interrupted = state.latest(), True
     if checkpoint is not None:
-        fcg.save(checkpoint, state)
+        save(checkpoint, state, ranks)
     history.validation.append((int(state.step), mean_loss(evaluate, state, held_out)))
     return state, history
 
 
-def first_state(options: Namespace, model: Model) -> State:
+def save(path: Path, state: State, ranks: Ranks) -> None:
+    """Write a checkpoint of the whole state; all ranks call it, and the first one writes."""
+    whole = fcg.sharding.state_dict(state)
+    ranks.together(lambda: fcg.save(path, whole) if ranks.first else None)
+
+
+def model_and_text(options: Namespace, ranks: Ranks) -> tuple[Model, Tensor]:
+    """What a run is made of, with all that can be known to be wrong before it starts.
+
+    Raises:
+      OSError: If the text cannot be read, or the directory for the result not be made.
+      ValueError: If sizes do not fit each other or the text, or the checkpoint would replace another one.
+    """
+    model = make_model(options)
+    text = read_bytes(text_files(options.data), _TEXT_BYTES)
+    split(text, options.block_size)
+    if ranks.first and options.out is not None:
+        options.out.mkdir(parents=True, exist_ok=True)
+    if ranks.first and options.save is not None and options.resume is None and options.save.exists():
+        raise ValueError(
+            f"{options.save} is there already; go on from it by --resume, or choose another name"
+        )
+    return model, text
+
+
+def first_state(options: Namespace, model: Model, ranks: Ranks) -> State:
     """The state to start from: a fresh one, or the checkpoint that ``--resume`` names.
 
     Raises:
@@ -201,23 +256,27 @@ def first_state(options: Namespace, model: Model) -> State:
       OSError: If a file cannot be read or written.
       ValueError: If the file is no checkpoint, or that of another model.
     """
-    state = create_state(model, make_optimizer(options.lr, options.steps), options.seed, options.device)
+    optimizer = make_optimizer(options.lr, options.steps)
+    state = create_state(model, optimizer, options.seed, options.device, ranks.sharding)
     if options.resume is not None:
-        try:
-            state = fcg.load(options.resume, state)
-        except fcg.LayoutError as error:
-            difference = str(error).splitlines()[1].strip()
-            raise ValueError(f"{options.resume} is a checkpoint of another model: {difference}") from error
+        state = ranks.together(lambda: resumed(options.resume, state))
     if options.save is not None:
-        if options.resume is None and options.save.exists():
-            raise ValueError(
-                f"{options.save} is there already; go on from it by --resume, or choose another name"
-            )
-        fcg.save(options.save, state)  # a bad path is to be known now, not after the training
+        save(options.save, state, ranks)  # a bad path is to be known now, not after the training
     return state
 
 
-def run(options: Namespace, model: Model, text: Tensor, state: State) -> tuple[dict[str, Any], History]:
+def resumed(path: Path, state: State) -> State:
+    """The state with the values of a checkpoint, of which each rank keeps what it holds."""
+    try:
+        return fcg.load(path, state)
+    except fcg.LayoutError as error:
+        difference = str(error).splitlines()[1].strip()
+        raise ValueError(f"{path} is a checkpoint of another model: {difference}") from error
+
+
+def run(
+    options: Namespace, model: Model, text: Tensor, state: State, ranks: Ranks
+) -> tuple[dict[str, Any], History]:
     """Train as the options say; the result, and how it came about."""
     lowering = options.lowering
     if lowering == "auto":
@@ -225,21 +284,22 @@ def run(options: Namespace, model: Model, text: Tensor, state: State) -> tuple[d
     train_step, evaluate = make_train_step(model, lowering), make_evaluate(model, lowering)
     parameters = sum(leaf.numel() for leaf in fcg.tree.leaves(state.params))
     training, held_out = split(text, options.block_size)
-    print(f"{parameters:,} parameters on {options.device}, lowering {lowering}")
-    print(f"{len(training):,} bytes to train on, {len(held_out):,} held out", flush=True)
+    ranks.say(f"{parameters:,} parameters on {options.device}, lowering {lowering}")
+    ranks.say(f"{len(training):,} bytes to train on, {len(held_out):,} held out")
 
     sizes = options.batch_size, options.block_size
     done = int(state.step)  # the batches of these steps are behind us
-    stream = islice(batches(training, *sizes, options.seed), done, None)
-    fixed = validation_batches(held_out, *sizes, _VALIDATION_BATCHES)
-    sampler = make_sampler(model.apply, lowering)
+    own = {"rank": ranks.rank, "ranks": ranks.size}
+    stream = islice(batches(training, *sizes, options.seed, **own), done, None)
+    fixed = validation_batches(held_out, *sizes, _VALIDATION_BATCHES, **own)
+    sampler = make_sampler(lambda params, tokens: model.apply(fcg.sharding.gather(params), tokens), lowering)
 
     def sample(state: State) -> str:
         return generate(sampler, state.params, _PROMPT, options.sample, options.block_size, options.seed)
 
     before = sample(state)
     state, history = train(
-        train_step, evaluate, state, stream, fixed, options.steps, options.save, options.save_every
+        train_step, evaluate, state, stream, fixed, options.steps, ranks, options.save, options.save_every
     )
     after = sample(state)
     if options.compare:
@@ -247,13 +307,16 @@ def run(options: Namespace, model: Model, text: Tensor, state: State) -> tuple[d
     result = {
         "steps": int(state.step),
         **losses_and_entropy(history, unigram_entropy(held_out)),
-        **speed_and_agreement(history, tokens=math.prod(sizes), bitwise=lowering == "aten"),
+        **speed_and_agreement(history, ranks, math.prod(sizes) * ranks.size, bitwise=lowering == "aten"),
         "ordinary_tokens_per_s": history.ordinary[1] * math.prod(sizes) if history.ordinary else None,
         "sample_before": before,
         "sample_after": after,
         "captures": train_step.stats.captures,
         "replays": train_step.stats.replays,
         "parameters": parameters,
+        "ranks": ranks.size,
+        "zero": options.zero if options.mesh else None,
+        "bytes_per_rank": history.state_bytes,
         "device": options.device.type,
         "lowering": lowering,
         "torch": torch.__version__,
@@ -272,57 +335,40 @@ def compare(options: Namespace, training: Tensor) -> tuple[list[float], float]:
     return train_ordinary(module.to(options.device), stream, steps, options.steps, options.lr)
 
 
-def losses_and_entropy(history: History, entropy: float) -> dict[str, Any]:
-    """What was learnt, in nats and in bits."""
-    val_loss = history.validation[-1][1]
-    return {
-        "loss_first": float(history.losses[0]) if history.losses else None,
-        "loss_last": float(history.losses[-1]) if history.losses else None,
-        "val_loss": val_loss,
-        "val_bits_per_byte": val_loss / math.log(2),
-        "unigram_entropy": entropy,
-        "unigram_bits_per_byte": entropy / math.log(2),
-        "interrupted": history.interrupted,
-    }
-
-
-def speed_and_agreement(history: History, *, tokens: int, bitwise: bool) -> dict[str, Any]:
-    """Tokens per second, and whether a replay is what eager computes: to the last bit, or nearly if compiled."""
-    twin = history.twin
-    return {
-        "tokens_per_s": history.meter.calls_per_s * tokens,
-        "eager_tokens_per_s": twin.calls_per_s * tokens,
-        "speed_ratio": history.meter.calls_per_s / twin.calls_per_s if twin.calls_per_s else None,
-        "checked_calls": twin.calls,
-        "replay_equals_eager": twin.equal if bitwise else twin.distance <= _COMPILED_TOLERANCE,
-        "replay_eager_distance": twin.distance,
-    }
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the program; returns its exit code."""
     parser = gpt_parser("python -m functional_cg.examples.gpt", "Train a byte-level GPT on real text.")
     options = parser.parse_args(argv)
     if options.save_every is not None and options.save is None:
         parser.error("--save-every needs --save FILE")
+    if options.zero is not None and options.mesh is None:
+        parser.error("--zero needs --mesh AXES")
+    if options.compare and options.mesh is not None:
+        parser.error("--compare trains in one process; leave out --mesh")
+    options.zero = options.zero or 3
     try:
-        model = make_model(options)
-        text = read_bytes(text_files(options.data), _TEXT_BYTES)
-        split(text, options.block_size)
-        if options.out is not None:
-            options.out.mkdir(parents=True, exist_ok=True)
-        state = first_state(options, model)
+        ranks = ranks_of(options)
+        model, text = ranks.together(lambda: model_and_text(options, ranks))
+        state = first_state(options, model, ranks)
     except (ImportError, OSError, ValueError) as error:
         parser.error(str(error))
     except KeyboardInterrupt:
         return 130
     logging.basicConfig(format="%(message)s")
-    logging.getLogger("functional_cg").setLevel(logging.INFO)  # a line for each stage, with its seconds
+    if ranks.first:
+        logging.getLogger("functional_cg").setLevel(logging.INFO)  # a line for each stage, with its seconds
 
     try:
-        result, history = run(options, model, text, state)
+        result, history = run(options, model, text, state, ranks)
     except KeyboardInterrupt:  # before the loop, or once more after it
         return 130
+    if ranks.first:
+        tell(options, result, history)
+    return 130 if history.interrupted else 0
+
+
+def tell(options: Namespace, result: dict[str, Any], history: History) -> None:
+    """Print the result, and write it where the options say."""
     print(summary(result))
     if options.out is not None:
         write_history(options.out, result, history)
@@ -330,7 +376,6 @@ def main(argv: Sequence[str] | None = None) -> int:
             draw_losses(options.out / "loss.png", history)
     if options.json:
         print(json.dumps(finite(result)))
-    return 130 if history.interrupted else 0
 
 
 if __name__ == "__main__":

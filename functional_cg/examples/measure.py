@@ -35,8 +35,7 @@ class EagerTwin:
         self._state, expected = self._step.eager(self._state, batch)
         _wait(expected)
         self._seconds.append(time.perf_counter() - start)
-        got = fcg.tree.leaves((fcg.snapshot(state), metrics))
-        wanted = fcg.tree.leaves((fcg.snapshot(self._state), expected))
+        got, wanted = _held((state, metrics)), _held((self._state, expected))
         for a, b in zip(got, wanted, strict=True):
             self.equal &= torch.equal(a, b)
             self.distance = max(self.distance, _distance(a.double(), b.double()))
@@ -79,6 +78,12 @@ class Meter:
     def calls_per_s(self) -> float:
         """Calls per second, over all laps."""
         return self.calls / self._seconds if self.calls else 0.0
+
+
+def _held(tree: tuple[Any, dict[str, Tensor]]) -> list[Tensor]:
+    """Copies of what this rank holds of each leaf."""
+    state, metrics = tree
+    return [fcg.sharding.local(leaf) for leaf in fcg.tree.leaves((fcg.snapshot(state), metrics))]
 
 
 def _wait(metrics: dict[str, Tensor]) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import os
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import NoReturn
@@ -11,11 +13,16 @@ import torch
 
 __all__ = ["Parser", "device", "gpt_parser"]
 
+_GRACE_S = 5.0  # torchrun ends all ranks when one has failed: the first is to have said why by then
+
 
 class Parser(argparse.ArgumentParser):
-    """A parser whose errors are one line."""
+    """A parser whose errors are one line; of several ranks, which fail together, the first one says it."""
 
     def error(self, message: str) -> NoReturn:
+        if os.environ.get("RANK", "0") != "0":
+            time.sleep(_GRACE_S)
+            self.exit(2)
         self.exit(2, f"{self.prog}: error: {' '.join(message.split())}\n")
 
 
@@ -60,6 +67,22 @@ def device(name: str) -> torch.device:
     return torch.device(name)
 
 
+def mesh(text: str) -> dict[str, int]:
+    """An option's type: names and sizes of one axis or two, ``data=4`` or ``replica=2,shard=-1``."""
+    axes: dict[str, int] = {}
+    for part in text.split(","):
+        name, _, size = part.partition("=")
+        if (
+            not name.isidentifier()
+            or name in axes
+            or not size.removeprefix("-").isdecimal()
+            or len(axes) == 2
+        ):
+            raise argparse.ArgumentTypeError(f"expected NAME=RANKS, or two such by a comma, got {text!r}")
+        axes[name] = int(size)
+    return axes
+
+
 def gpt_parser(prog: str, description: str) -> Parser:
     """The options of the GPT example, with their defaults: a run of a minute or two on two CPU cores."""
     parser = Parser(
@@ -70,7 +93,13 @@ def gpt_parser(prog: str, description: str) -> Parser:
     )
     add, positive = parser.add_argument, integer(1)
     add("--steps", type=positive, default=300, metavar="N", help="training steps")
-    add("--batch-size", type=positive, default=16, metavar="N", help="blocks in a batch")
+    add(
+        "--batch-size",
+        type=positive,
+        default=16,
+        metavar="N",
+        help="blocks in a batch; with --mesh, of each rank",
+    )
     add("--block-size", type=positive, default=128, metavar="N", help="bytes in a block")
     add("--layers", type=positive, default=4, metavar="N", help="transformer blocks")
     add("--width", type=positive, default=128, metavar="N", help="size of the residual stream")
@@ -100,5 +129,19 @@ def gpt_parser(prog: str, description: str) -> Parser:
     add("--save", type=Path, metavar="FILE", help="checkpoint to write at the end, also after Ctrl-C")
     add("--save-every", type=positive, metavar="N", help="write it after every N steps, too")
     add("--resume", type=Path, metavar="FILE", help="checkpoint to go on from, up to --steps in all")
+    add(
+        "--mesh",
+        type=mesh,
+        metavar="AXES",
+        help="how the processes that torchrun starts are laid out: data=N, or replica=N,shard=M, one of which may be "
+        "-1 for what is left. A step trains on ranks x --batch-size blocks, and each rank on a slice of them",
+    )
+    add(
+        "--zero",
+        type=int,
+        choices=(1, 2, 3),
+        help="with --mesh, what a rank holds a shard of: 1 moments; 2 gradients, too; "
+        "3, as without this option, parameters, too",
+    )
     add("--json", action="store_true", help="print the result as JSON, as the last line")
     return parser

@@ -12,8 +12,20 @@ from typing import Any
 from torch import Tensor
 
 from .measure import EagerTwin, Meter
+from .ranks import Ranks
 
-__all__ = ["History", "draw_losses", "finite", "summary", "write_history"]
+__all__ = [
+    "History",
+    "draw_losses",
+    "finite",
+    "losses_and_entropy",
+    "speed_and_agreement",
+    "summary",
+    "write_history",
+]
+
+# A compiler fuses and reorders sums: after the checked calls a leaf may be this far from eager, relative to its norm.
+_COMPILED_TOLERANCE = 1e-3
 
 
 @dataclass
@@ -25,6 +37,7 @@ class History:
       meter: Time of the training calls.
       losses: Loss of each step of this run, f32[] on the device.
       validation: Pairs of step and validation loss.
+      state_bytes: What a rank holds of the state.
       interrupted: Whether Ctrl-C ended the run.
       ordinary: Losses of an ordinary loop, and its steps per second.
     """
@@ -33,8 +46,37 @@ class History:
     meter: Meter = field(default_factory=Meter)
     losses: list[Tensor] = field(default_factory=list)
     validation: list[tuple[int, float]] = field(default_factory=list)
+    state_bytes: int = 0
     interrupted: bool = False
     ordinary: tuple[list[float], float] | None = None
+
+
+def losses_and_entropy(history: History, entropy: float) -> dict[str, Any]:
+    """What was learnt, in nats and in bits."""
+    val_loss = history.validation[-1][1]
+    return {
+        "loss_first": float(history.losses[0]) if history.losses else None,
+        "loss_last": float(history.losses[-1]) if history.losses else None,
+        "val_loss": val_loss,
+        "val_bits_per_byte": val_loss / math.log(2),
+        "unigram_entropy": entropy,
+        "unigram_bits_per_byte": entropy / math.log(2),
+        "interrupted": history.interrupted,
+    }
+
+
+def speed_and_agreement(history: History, ranks: Ranks, tokens: int, *, bitwise: bool) -> dict[str, Any]:
+    """Tokens per second, and whether a replay is what eager computes: to the last bit, or nearly if compiled."""
+    twin = history.twin
+    equal, distances = zip(*ranks.exchange((twin.equal, twin.distance)), strict=True)
+    return {
+        "tokens_per_s": history.meter.calls_per_s * tokens,
+        "eager_tokens_per_s": twin.calls_per_s * tokens,
+        "speed_ratio": history.meter.calls_per_s / twin.calls_per_s if twin.calls_per_s else None,
+        "checked_calls": twin.calls,
+        "replay_equals_eager": all(equal) if bitwise else max(distances) <= _COMPILED_TOLERANCE,
+        "replay_eager_distance": max(distances),
+    }
 
 
 def summary(result: dict[str, Any]) -> str:

@@ -71,20 +71,31 @@ def split(data: Tensor, block_size: int) -> tuple[Tensor, Tensor]:
     return data[:-held_out], data[-held_out:]
 
 
-def batches(data: Tensor, batch_size: int, block_size: int, seed: int) -> Iterator[Batch]:
-    """Cut blocks at random places, for ever: ``{"x": i64[batch, block], "y": the same, one byte later}``."""
+def batches(
+    data: Tensor, batch_size: int, block_size: int, seed: int, *, rank: int = 0, ranks: int = 1
+) -> Iterator[Batch]:
+    """Cut blocks at random places, for ever: ``{"x": i64[batch, block], "y": the same, one byte later}``.
+
+    Each of several ranks draws the places of all, and cuts its own: together they are at each step the batch that one
+    rank would draw with a ``batch_size`` as many times as large.
+    """
     generator = torch.Generator().manual_seed(seed)
     while True:
-        yield _blocks(
-            data, torch.randint(len(data) - block_size, (batch_size,), generator=generator), block_size
-        )
+        starts = torch.randint(len(data) - block_size, (ranks * batch_size,), generator=generator)
+        yield _blocks(data, starts[rank * batch_size :][:batch_size], block_size)
 
 
-def validation_batches(data: Tensor, batch_size: int, block_size: int, count: int) -> list[Batch]:
-    """Cut ``count`` batches at places that are evenly spread over the text: the same ones at each call."""
-    last = len(data) - block_size - 1
-    starts = torch.arange(count * batch_size) * last // max(count * batch_size - 1, 1)
-    return [_blocks(data, part, block_size) for part in starts.split(batch_size)]
+def validation_batches(
+    data: Tensor, batch_size: int, block_size: int, count: int, *, rank: int = 0, ranks: int = 1
+) -> list[Batch]:
+    """Cut ``count`` batches at places that are evenly spread over the text: the same ones at each call.
+
+    Each of several ranks cuts its own, as in :func:`batches`.
+    """
+    last, places = len(data) - block_size - 1, count * ranks * batch_size
+    starts = torch.arange(places) * last // max(places - 1, 1)
+    parts = starts.split(ranks * batch_size)
+    return [_blocks(data, part[rank * batch_size :][:batch_size], block_size) for part in parts]
 
 
 def _blocks(data: Tensor, starts: Tensor, block_size: int) -> Batch:
