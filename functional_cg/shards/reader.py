@@ -174,7 +174,8 @@ class _Read:
         for source, leaf in self._gathered.items():
             if source.reading.reshard and source.placement.sharded and storage_key(leaf) == key:
                 return source, tensor.shape, tensor.stride(), tensor.storage_offset()
-        return tensor
+        # An op may keep its own result, whose graph holds what was kept: a cycle that nothing but a backward breaks.
+        return tensor if tensor.grad_fn is None else tensor.detach()
 
     def unpack(self, kept: Any) -> Tensor:
         if isinstance(kept, Tensor):
