@@ -41,7 +41,13 @@ class Ranks:
     @classmethod
     def of_this_run(cls, timeout: float) -> Ranks:
         store = dist.distributed_c10d._get_default_store()  # private; test_sharding notices a change
-        return cls(PrefixStore("functional_cg", store), dist.get_rank(), dist.get_world_size(), timeout)
+        return cls.over(store, dist.get_rank(), dist.get_world_size(), timeout)
+
+    @classmethod
+    def over(cls, store: Any, rank: int, size: int, timeout: float) -> Ranks:
+        """The ranks that share a store. What those of an earlier mesh said there is not heard again."""
+        number = store.add(f"functional_cg/meshes of rank {rank}", 1)  # alike on ranks that go the same way
+        return cls(PrefixStore(f"functional_cg/{number}", store), rank, size, timeout)
 
     def agree(self, function: str, what: str) -> None:
         """Wait for all ranks, and raise on all of them unless they are about to do the same.
@@ -69,9 +75,10 @@ class Ranks:
         said = [self.store.get(key).decode() for key in keys]
         others = [rank for rank in range(self.size) if said[rank] != said[0]]
         if others:
+            differ = f"{_ranks(others)} differ{'s' * (len(others) == 1)}"
             raise CaptureError.of(
                 function,
-                f"ranks are about to do different things: {_ranks(others)} differ from rank 0.",
+                f"ranks are about to do different things: {differ} from rank 0.",
                 rows=_differences(said[0], said[others[0]], others[0]),
                 why="Each rank captures one graph, and the collectives in them wait for each other.",
                 fix="call the same steps in one order on all ranks, with inputs of one layout: the last batch too.",
