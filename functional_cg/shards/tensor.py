@@ -35,6 +35,10 @@ _COPIES = frozenset(
 )  # a replicated leaf's is replicated too
 _VIEWS = frozenset({"aten::view", "aten::_unsafe_view", "aten::unsqueeze", "aten::squeeze"})
 _FUSED = ("aten::_fused_ada", "aten::_fused_sgd", "aten::_foreach_")
+# Tagged or named as if they were elementwise; they would answer for this rank's elements alone.
+_NOT_ELEMENTWISE = frozenset(
+    {"aten::equal", "aten::_foreach_max", "aten::_foreach_mm", "aten::_foreach_powsum"}
+)
 
 
 class Sharded(Tensor):
@@ -78,6 +82,8 @@ class Sharded(Tensor):
             return _norms(func, args, kwargs)
         if name in _VIEWS:
             return _viewed(func, args, kwargs, sources[0])
+        if name in _NOT_ELEMENTWISE:
+            raise refused(sources[0], str(func))
         if torch.Tag.pointwise in func.tags or name in _LIKE:
             return _elementwise(func, args, kwargs, sources)
         if name.startswith(_FUSED):
@@ -196,6 +202,8 @@ def _elementwise(
 
 
 def _viewed(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], source: Sharded) -> Sharded:
+    if func is aten.view.dtype:
+        raise refused(source, f"{func}, its memory as another dtype")
     shape = func(torch.empty(source.shape, device="meta"), *args[1:], **kwargs).shape
     old = source.placement
     return Sharded(source.local, Placement(old.mesh, tuple(shape), old.sharded, old.reading))
@@ -250,7 +258,8 @@ def _reduced(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tenso
     leaf = args[0]
     dims = named.get("dim")
     everything = dims is None or len(dims if isinstance(dims, (list, tuple)) else [dims]) in (0, leaf.dim())
-    if not isinstance(leaf, Sharded) or not everything or named.get("keepdim"):
+    pair = len(func._schema.returns) > 1  # `max` along a dimension returns places too
+    if not isinstance(leaf, Sharded) or not everything or pair or named.get("keepdim"):
         raise refused(
             next(t for t in tensors_in(list(args)) if isinstance(t, Sharded)), f"{func} along a dimension"
         )
