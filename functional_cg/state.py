@@ -16,7 +16,7 @@ from torch import Tensor
 from . import tree as pytree
 from .arena import Arena, BufferSpec, Plan, plan, refuse_aliases, refuse_unplaceable, unplaceable
 from .errors import LayoutError, ReadOnlyError
-from .leaf import Leaf, Lease, Part, as_tensor, donated, key_name, owned, uninterrupted
+from .leaf import Leaf, Lease, Part, as_tensor, donated, key_name, owned
 from .markup import card, fold
 from .ops import copies
 from .outline import Entry, arena_html, count, tree_html, tree_text
@@ -33,8 +33,8 @@ __all__ = [
     "owned",
     "place",
     "placeable",
+    "roles",
     "snapshot",
-    "uninterrupted",
 ]
 
 T = TypeVar("T")
@@ -292,7 +292,7 @@ def _misfits(specs: Sequence[BufferSpec], values: Sequence[Any], paths: Sequence
     return rows
 
 
-def _roles(treedef: Treedef, paths: Sequence[KeyPath]) -> list[str]:
+def roles(treedef: Treedef, paths: Sequence[KeyPath]) -> list[str]:
     """Fields of a state class are roles; any other pytree is one role."""
     if treedef.kind is not None and hasattr(treedef.kind, "__dataclass_fields__"):
         return [str(key_name(path[0])) for path in paths]
@@ -346,7 +346,7 @@ def placeable(
     refuse_unplaceable(paths, leaves, devices, root, function)
     refuse_aliases(paths, leaves, root, function)
     specs = [replace(BufferSpec.of(leaf), device=home) for leaf in placed]
-    return leaves, treedef, plan(specs, _roles(treedef, paths))
+    return leaves, treedef, plan(specs, roles(treedef, paths))
 
 
 def check_alive(handle: Handle, name: str, function: str) -> None:

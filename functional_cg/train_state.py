@@ -3,56 +3,24 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import partial
-from typing import Any, Generic, Protocol, Self
+from typing import Any, Generic, Self
 
 import torch
 from torch import Tensor
 from typing_extensions import TypeVar, dataclass_transform
 
 from . import tree as pytree
-from .arena import BufferSpec, no_tensors
+from .arena import no_tensors
+from .creation import Init, Sharding, create
 from .errors import LayoutError
 from .optim import GradientTransformation, apply_updates
 from .optim.base import refuse_unlike
-from .random import fold_in
-from .shards.mesh import Mesh
-from .state import place
-from .tree import KeyPath, path_string
 
 __all__ = ["TrainState"]
 
 Params = TypeVar("Params", default=Any)
-
-
-Init = Callable[[str, Tensor, Tensor], Tensor]
-
-
-class Sharding(Protocol):
-    """What :meth:`TrainState.create` asks of a sharding."""
-
-    @property
-    def mesh(self) -> Mesh:
-        """The ranks."""
-        ...
-
-    def parameters(self, params: Any, make: Any = None, /) -> Any:
-        """Parameters as this rank holds them; ``make(number, path, leaf)`` makes each where that is given."""
-        ...
-
-    def moments(self, placed: Any, /) -> Any:
-        """Those parameters as the optimizer sees them when it makes its state."""
-        ...
-
-    def accumulators(self, placed: Any, /) -> Any:
-        """Zeros for their gradients."""
-        ...
-
-    def agreed(self, tree: Any, /) -> Any:
-        """Leaves that every rank holds whole."""
-        ...
 
 
 @dataclass_transform(
@@ -136,29 +104,12 @@ class TrainState(_StateClass, Generic[Params]):
         _refuse_arguments(params, optimizer, key)
         if init is not None and key is None:
             raise TypeError("TrainState.create: `init` needs keys: `key=fcg.random.key(seed)`")
-        device = _home(params, key, sharding, init)
         with torch.inference_mode(False), torch.no_grad():
-            key = None if key is None else key.to(device)
-            make = None if init is None or key is None else partial(_made, init, key)
-            if sharding is not None:
-                params = sharding.parameters(params, make)
-                buffers, key, fields = sharding.agreed((buffers, key, fields))
-            elif make is not None:
-                flat, treedef = pytree.flatten_with_path(params)
-                leaves = [make(i, path, leaf) for i, (path, leaf) in enumerate(flat)]
-                params = pytree.unflatten(treedef, leaves)
-            moved = params if sharding is None else sharding.moments(params)
-            state = cls(
-                step=torch.zeros((), dtype=torch.int64, device=device),
-                params=params,
-                opt_state=optimizer.init(moved),
-                buffers=buffers,
-                key=key,
-                grads=_accumulator(params, sharding) if accumulate else None,
-                optimizer=optimizer,
-                **fields,
-            )
-            return place(state, device)
+            handle: Any = create(
+                cls, params=params, optimizer=optimizer, key=key, accumulate=accumulate, sharding=sharding, init=init,
+                others={"buffers": buffers, **fields},
+            )  # fmt: skip
+        return handle  # type: ignore[no-any-return]
 
     def apply_gradients(self, grads: Params, /, **changes: Any) -> Self:
         """One optimizer update: new params and opt_state, ``step`` plus one.
@@ -195,35 +146,6 @@ class TrainState(_StateClass, Generic[Params]):
     def latest(self) -> Self:
         """The state itself; on a handle, the living handle of the same arena."""
         return self
-
-
-def _home(params: Any, key: Any, sharding: Sharding | None, init: Init | None) -> torch.device:
-    """Where the state is to live."""
-    if sharding is not None:
-        return sharding.mesh.device
-    if init is not None:
-        return key.device  # type: ignore[no-any-return]
-    first = next((leaf for leaf in pytree.leaves(params) if isinstance(leaf, Tensor)), None)
-    return torch.device("cpu") if first is None else first.device
-
-
-def _made(init: Init, key: Tensor, number: int, path: KeyPath, like: Tensor) -> Tensor:
-    name = path_string(path, "params")
-    made = init(name, like, fold_in(key, number))
-    spec = BufferSpec.of(like)
-    if not isinstance(made, Tensor) or (made.shape, made.dtype) != (like.shape, like.dtype):
-        got = BufferSpec.of(made) if isinstance(made, Tensor) else type(made).__name__
-        raise LayoutError.of(
-            "",
-            "TrainState.create: `init` makes another tensor than it was asked for.",
-            rows=[f"{name}  expected {spec}   got {got}"],
-            fix="return a tensor of `leaf.shape` and `leaf.dtype`, `fcg.random.normal(key, leaf.shape, std=0.02)`.",
-        )
-    return made.to(key.device)
-
-
-def _accumulator(params: Any, sharding: Sharding | None) -> Any:
-    return pytree.map(torch.zeros_like, params) if sharding is None else sharding.accumulators(params)
 
 
 def _refuse_arguments(params: Any, optimizer: Any, key: Any) -> None:

@@ -53,6 +53,7 @@ ORDER = (
     "autodiff",
     "nn",
     "optim",
+    "creation",
     "train_state",
     "inputs",
     "matcher",

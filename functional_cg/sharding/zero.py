@@ -5,7 +5,6 @@ Source: Rajbhandari et al. 2020, "ZeRO: Memory Optimizations Toward Training Tri
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -18,11 +17,8 @@ from ..shards.collectives import broadcast
 from ..shards.mesh import Mesh
 from ..shards.placement import Placement, Reading
 from ..shards.tensor import Sharded
-from ..tree import KeyPath
 
 __all__ = ["Zero", "zero"]
-
-Init = Callable[[KeyPath, Any, Tensor], Tensor]
 
 
 @dataclass(frozen=True)
@@ -37,41 +33,12 @@ class Zero:
     reduce_dtype: torch.dtype | None = None
     reshard: bool = True
 
-    def parameters(self, params: Any, make: Callable[[int, KeyPath, Tensor], Tensor] | None = None) -> Any:
-        """Parameters as this rank holds them; the values are those of rank 0.
-
-        Args:
-          params: Pytree of tensors; on the meta device where ``make`` makes them.
-          make: ``(number, path, leaf) -> tensor``, called leaf by leaf.
-        """
-        flat, treedef = pytree.flatten_with_path(params)
-        leaves = [
-            self._place(leaf if make is None else make(i, path, leaf)) for i, (path, leaf) in enumerate(flat)
-        ]
-        return pytree.unflatten(treedef, leaves)
-
-    def moments(self, placed: Any) -> Any:
-        """Parameters as the optimizer sees them when it makes its state: shards at every stage."""
-        return pytree.map(_shard, placed)
-
-    def accumulators(self, placed: Any) -> Any:
-        """Zeros for gradients over several calls: shards from stage 2 on."""
-        return pytree.map(torch.zeros_like, placed if self.stage == 1 else self.moments(placed))
-
-    def agreed(self, tree: Any) -> Any:
-        """Leaves that every rank holds whole, with the values of rank 0."""
-        return pytree.map(lambda leaf: self._agreed(leaf), tree)
-
-    def _agreed(self, leaf: Any) -> Any:
-        return broadcast(leaf.to(self.mesh.device), self.mesh) if isinstance(leaf, Tensor) else leaf
-
-    def _place(self, leaf: Tensor) -> Tensor:
-        # Shards of torch are cut along a dimension; ours are not.
-        full = leaf.full_tensor() if isinstance(leaf, DTensor) else leaf
-        whole = broadcast(full.to(self.mesh.device), self.mesh)
+    def planned(self, leaf: Tensor) -> Tensor:
+        """A parameter as this rank holds it, on the meta device."""
         alone = self.mesh.size == 1 and self.param_dtype is None
+        meta = torch.empty(leaf.shape, dtype=leaf.dtype, device="meta")
         if alone or not (leaf.is_floating_point() or leaf.is_complex()):
-            return whole
+            return meta
         reading = Reading(
             self.bucket_bytes,
             self.prefetch,
@@ -80,10 +47,25 @@ class Zero:
             "whole" if self.stage == 1 else "shard",
             self.reshard,
         )
-        placement = Placement(
-            self.mesh, tuple(leaf.shape), self.stage == 3 and self.mesh.shards.size > 1, reading
-        )
-        return Sharded(placement.own(whole).clone() if placement.sharded else whole, placement)
+        sharded = self.stage == 3 and self.mesh.shards.size > 1
+        placement = Placement(self.mesh, tuple(leaf.shape), sharded, reading)
+        return Sharded(meta.new_empty(placement.local_shape), placement)
+
+    def agreed(self, leaf: Any) -> Any:
+        """The value of rank 0 of a leaf, on this rank's device."""
+        if not isinstance(leaf, Tensor):
+            return leaf
+        # Shards of torch are cut along a dimension; ours are not.
+        full = leaf.full_tensor() if isinstance(leaf, DTensor) else leaf
+        return broadcast(full.to(self.mesh.device), self.mesh)
+
+    def moved(self, placed: Any) -> Any:
+        """Parameters as the optimizer sees them when it makes its state: shards at every stage."""
+        return pytree.map(_shard, placed)
+
+    def accumulators(self, placed: Any) -> Any:
+        """Zeros for gradients over several calls: shards from stage 2 on."""
+        return pytree.map(torch.zeros_like, placed if self.stage == 1 else self.moved(placed))
 
 
 def zero(
@@ -135,4 +117,4 @@ def _shard(leaf: Any) -> Any:
     if not isinstance(leaf, Sharded) or leaf.placement.sharded or leaf.placement.mesh.shards.size == 1:
         return leaf
     old = leaf.placement
-    return Sharded(old.own(leaf.local).clone(), Placement(old.mesh, old.shape, True, old.reading))
+    return Sharded(old.own(leaf.local), Placement(old.mesh, old.shape, True, old.reading))

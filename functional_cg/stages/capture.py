@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from ..errors import CaptureError, FunctionalCGError, StreamError
+from ..leaf import uninterrupted
 from ..ops import copies
-from ..state import uninterrupted
 from ..streams import current_device
 from .lower import Before, Buffers, ExecutionPlan, quiet
 

@@ -113,7 +113,8 @@ def _dropped(program: Program) -> Iterator[str]:
         for source, result in _same_kind(instr):
             if source in leaf_of:
                 leaf_of.setdefault(result, leaf_of[source])
-        seen = {var.storage for var in instr.inputs() if not instr.writes}  # looked at in another way, not computed
+        # What is looked at in another way is not computed.
+        seen = set() if instr.writes else {var.storage for var in instr.inputs()}
         for var in (var for var in lost if var.storage not in seen):
             leaf = leaf_of.get(var)
             if leaf is not None and leaf.storage != var.storage:  # no view of the leaf

@@ -19,8 +19,8 @@ import torch
 from torch import Tensor, fx
 
 from ..arena import dense_stride
+from ..leaf import uninterrupted
 from ..random import decompose_random_bits
-from ..state import uninterrupted
 from .formulas import FORMULAS, WITH_SCALARS
 from .lower import Before, Buffers, Run, Schedule, schedule
 from .program import Instr, Program, SlotRange, Var, map_vars

@@ -17,9 +17,9 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from ..leaf import uninterrupted
 from ..ops import UNGROUPED
 from ..source import Location
-from ..state import uninterrupted
 from .program import Instr, Program, SlotRange, Var, live, map_vars, vars_in
 from .rewrite import padding, range_tensor
 

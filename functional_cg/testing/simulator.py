@@ -27,9 +27,9 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
+from ..leaf import uninterrupted
 from ..overlap import storage_key
 from ..stages.lower import AtenPlan, Before, Buffers, ExecutionPlan
-from ..state import uninterrupted
 from ..streams import current_stream
 from .recorded import Address, Block, Call, Foreign, Memory
 from .simulated_stream import DeviceMemory, SimulatedStream, wait_for

@@ -1,0 +1,199 @@
+"""How a training state comes to be: planned on the meta device, then written leaf by leaf into its arena.
+
+So a state costs its own size, and the largest parameter, while it is made: moments are never tensors beside their
+slots, and of a sharded model no rank holds more than its shards and one whole leaf.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from . import tree as pytree
+from .arena import Arena, BufferSpec, plan
+from .errors import LayoutError
+from .leaf import Lease, as_tensor, owned
+from .ops import copies
+from .random import fold_in
+from .shards.boundary import entered, held
+from .shards.mesh import Mesh
+from .shards.tensor import Sharded
+from .state import Handle, placeable, roles
+from .tree import KeyPath, path_string
+
+__all__ = ["Init", "Sharding", "create"]
+
+Init = Callable[[str, Tensor, Tensor], Tensor]
+
+aten = torch.ops.aten
+
+
+class Sharding(Protocol):
+    """What the creation of a state asks of a sharding."""
+
+    @property
+    def mesh(self) -> Mesh:
+        """The ranks."""
+        ...
+
+    def planned(self, leaf: Tensor, /) -> Tensor:
+        """A parameter as this rank holds it, on the meta device."""
+        ...
+
+    def agreed(self, leaf: Any, /) -> Any:
+        """The value of rank 0 of a leaf, on this rank's device."""
+        ...
+
+    def moved(self, placed: Any, /) -> Any:
+        """Parameters as the optimizer sees them when it makes its state."""
+        ...
+
+    def accumulators(self, placed: Any, /) -> Any:
+        """Zeros for the gradients of parameters."""
+        ...
+
+
+class _Whole:
+    """No sharding: this rank holds everything."""
+
+    def planned(self, leaf: Tensor) -> Tensor:
+        return torch.empty_like(leaf, device="meta")
+
+    def agreed(self, leaf: Any) -> Any:
+        return leaf
+
+    def moved(self, placed: Any) -> Any:
+        return placed
+
+    def accumulators(self, placed: Any) -> Any:
+        return pytree.map(torch.zeros_like, placed)
+
+
+class _OneNumber(TorchDispatchMode):
+    """Under this mode a tensor that is filled with one number, like another tensor, has the memory of that number."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        if Sharded in types:
+            return NotImplemented  # its shard comes here again
+        kwargs = kwargs or {}
+        if func not in (aten.zeros_like.default, aten.full_like.default):
+            return func(*args, **kwargs)
+        like, number = args[0], args[1] if len(args) > 1 else 0
+        dtype, device = kwargs.get("dtype") or like.dtype, kwargs.get("device") or like.device
+        return torch.full((), number, dtype=dtype, device=device).expand(like.shape)
+
+
+def create(
+    build: Callable[..., Any],
+    *,
+    params: Any,
+    optimizer: Any,
+    key: Tensor | None,
+    accumulate: bool,
+    sharding: Sharding | None,
+    init: Init | None,
+    others: Mapping[str, Any],
+) -> Handle:
+    """Place a fresh state.
+
+    Args:
+      build: Makes the state of its fields.
+      params: Parameters; on the meta device where ``init`` makes them.
+      optimizer: Makes ``opt_state`` of the parameters.
+      key: i64[2], or None.
+      accumulate: Whether there is an accumulator for gradients.
+      sharding: What a rank holds; None for everything.
+      init: ``(path, leaf, key) -> tensor``, or None.
+      others: The fields that are taken as they are given.
+    """
+    kind = sharding or _Whole()
+    home = _home(params, key, sharding, init)
+    given = build(
+        step=torch.zeros((), dtype=torch.int64, device=home), params=None, opt_state=None, optimizer=optimizer,
+        key=None if key is None else key.to(home), **others,
+    )  # fmt: skip
+    _refuse(given, None if init else params, home)
+    given = pytree.map(lambda leaf: kind.agreed(as_tensor(leaf)), given)
+    planned = pytree.map(kind.planned, params)
+    handle = _reserved(
+        replace(
+            given,
+            params=planned,
+            opt_state=optimizer.init(kind.moved(planned)),
+            grads=kind.accumulators(planned) if accumulate else None,
+        ),
+        home,
+    )
+    arena = handle._lease.arena
+    state = pytree.unflatten(handle._node, entered([slot.spec for slot in arena.plan.slots], arena.slots))
+    _write_params(state.params, params, kind, None if init is None else (init, given.key))
+    with _OneNumber():
+        moments = optimizer.init(kind.moved(state.params))
+    _write(state.opt_state, moments)
+    _write(replace(state, params=None, opt_state=None, grads=None), given)
+    return handle
+
+
+def _home(params: Any, key: Any, sharding: Sharding | None, init: Init | None) -> torch.device:
+    """Where the state is to live."""
+    if sharding is not None:
+        return sharding.mesh.device
+    if init is not None:
+        return key.device  # type: ignore[no-any-return]
+    first = next((leaf for leaf in pytree.leaves(params) if isinstance(leaf, Tensor)), None)
+    return torch.device("cpu") if first is None else first.device
+
+
+def _refuse(given: Any, params: Any, home: torch.device) -> None:
+    """Raise for what cannot be placed; DTensors are gathered, and have no memory of their own to share."""
+    plain = pytree.map(lambda leaf: None if hasattr(leaf, "full_tensor") else leaf, params)
+    placeable(replace(given, params=plain), "state", device=home)
+
+
+def _reserved(planned: Any, home: torch.device) -> Handle:
+    """A handle on an arena of zeros for a state that is planned on any device."""
+    leaves, treedef = pytree.flatten(planned)
+    paths = treedef.paths()
+    specs = [replace(BufferSpec.of(leaf), device=home) for leaf in leaves]
+    return Handle(Lease(Arena.allocate(plan(specs, roles(treedef, paths)), home), treedef, paths), 0)
+
+
+def _write_params(slots: Any, params: Any, kind: Any, made: tuple[Init, Tensor] | None) -> None:
+    """Leaf by leaf, so that one whole leaf at a time stands beside the arena."""
+    for number, ((path, leaf), slot) in enumerate(
+        zip(pytree.flatten_with_path(params)[0], pytree.leaves(slots), strict=True)
+    ):
+        value = owned(leaf) if made is None else _made(*made, number, path, leaf)
+        whole = kind.agreed(value)
+        held(slot).copy_(slot.placement.own(whole) if _is_shard(slot) else whole)
+
+
+def _is_shard(slot: Tensor) -> bool:
+    return isinstance(slot, Sharded) and slot.placement.sharded
+
+
+def _write(slots: Any, values: Any) -> None:
+    into = [held(slot) for slot in pytree.leaves(slots)]
+    for call in copies(into, [owned(held(value)).detach() for value in pytree.leaves(values)]):
+        call()
+
+
+def _made(init: Init, key: Tensor, number: int, path: KeyPath, like: Tensor) -> Tensor:
+    name = path_string(path, "params")
+    made = init(name, like, fold_in(key, number))
+    if not isinstance(made, Tensor) or (made.shape, made.dtype) != (like.shape, like.dtype):
+        got = BufferSpec.of(made) if isinstance(made, Tensor) else type(made).__name__
+        raise LayoutError.of(
+            "",
+            "TrainState.create: `init` makes another tensor than it was asked for.",
+            rows=[f"{name}  expected {BufferSpec.of(like)}   got {got}"],
+            fix="return a tensor of `leaf.shape` and `leaf.dtype`, `fcg.random.normal(key, leaf.shape, std=0.02)`.",
+        )
+    return made.to(key.device)
