@@ -1,14 +1,16 @@
 """Compute cheap values anew in the backward, in place of keeping them from the forward.
 
-What an activation function or a cast returns is as large as what it read, and both are kept: one by the next matrix
-product for its weight's gradient, the other by the activation's own. The first can be had from the second, by a kernel
-that runs at the speed of memory. A value is computed anew only where all that it is computed from is alive anyway, so
-memory never grows; it is the same op on the same values, so no bit changes.
+What an activation function or a cast returns is as large as what it read, and both are kept: one for the gradient of
+the next weight, the other for the activation's own. The first can be had from the second, by a kernel that runs at the
+speed of memory. A value is computed anew only from values that are alive then anyway, or are at most half its size, so
+memory does not grow. It is the same op on the same values: no bit changes.
+
+Source of the idea: Chen et al. 2016, "Training Deep Nets with Sublinear Memory Cost".
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -18,7 +20,7 @@ from .program import Instr, Program, Var, map_vars
 __all__ = ["recompute"]
 
 _LARGE = 2**20  # bytes: below, a kernel costs more than it frees
-_FEW = 4  # calls in a row
+_FEW = 8  # calls for one value
 _VIEWS = frozenset(
     {
         torch.ops.aten.view.default, torch.ops.aten._unsafe_view.default, torch.ops.aten.t.default,
@@ -28,120 +30,184 @@ _VIEWS = frozenset(
 )  # fmt: skip
 
 
+_CAST = torch.ops.aten._to_copy.default
+
+
+def recompute(program: Program, *, large: int = _LARGE) -> None:
+    """Rewrite a program in place: its backward computes cheap values anew.
+
+    Args:
+      program: A rewritten program.
+      large: Bytes from which on a value is worth a kernel.
+    """
+    lives = _Lives.of(program)
+    recipes = _recipes(program, lives, large)
+    fresh = _Fresh(program)
+    out: list[Instr] = []
+    for place, instr in enumerate(program.instrs):
+        if place >= lives.start:
+            for var in dict.fromkeys(instr.inputs()):
+                if var.storage in recipes:
+                    out += fresh.remade(var, lives, recipes)
+            instr = _renamed(instr, fresh.names)
+        out.append(instr)
+    program.instrs = out
+
+
 @dataclass(slots=True)
 class _Lives:
-    """Where the storages of a program are made and read."""
+    """Where the values of a program are made, and when they are read.
 
+    Attributes:
+      start: Where the backward begins.
+      maker: The call that makes a variable.
+      place: The number of a call.
+      first_read: Of storages that the forward made, their first read in the backward.
+      last_read: Of each storage.
+      written: Storages that some call writes in place.
+    """
+
+    start: int
     maker: dict[Var, Instr]
     place: dict[Instr, int]
+    first_read: dict[int, int]
     last_read: dict[int, int]
     written: set[int]
 
     @classmethod
     def of(cls, program: Program) -> _Lives:
-        instrs = program.instrs
-        end = len(instrs)
-        last = {var.storage: i for i, instr in enumerate(instrs) for var in instr.inputs()}
+        instrs, end = program.instrs, len(program.instrs)
+        start = next((i for i, instr in enumerate(instrs) if instr.backward), end)
         outside = [*program.slots, *program.inputs, *(c.var for c in program.constants)]
+        last = {var.storage: i for i, instr in enumerate(instrs) for var in instr.inputs()}
         last |= {var.storage: end for var in (*outside, *program.new_state, *program.results)}
+        first: dict[int, int] = {}
+        made = {var.storage for instr in instrs[:start] for var in instr.outputs()}
+        for i, instr in enumerate(instrs[start:], start):
+            for var in instr.inputs():
+                if var.storage in made:
+                    first.setdefault(var.storage, i)
         return cls(
+            start,
             {var: instr for instr in instrs for var in instr.outputs()},
             {instr: i for i, instr in enumerate(instrs)},
+            first,
             last,
             {var.storage for instr in instrs for var in instr.writes},
         )
 
 
-def recompute(program: Program) -> None:
-    """Rewrite a program in place: its backward computes cheap values anew."""
-    lives = _Lives.of(program)
-    start = next((i for i, instr in enumerate(program.instrs) if instr.backward), len(program.instrs))
-    readers: dict[int, list[int]] = {}  # of storages made in the forward, their reads in the backward
-    for i, instr in enumerate(program.instrs[start:], start):
-        for var in instr.inputs():
-            if var in lives.maker and lives.place[lives.maker[var]] < start:
-                readers.setdefault(var.storage, []).append(i)
-    number, kept = len(program.instrs), frozenset[int]()
-    before: dict[int, list[Instr]] = {}
-    renamed: dict[int, dict[Var, Var]] = {}
-    fresh = _Fresh(program)
-    for storage, places in sorted(readers.items(), key=lambda item: item[1][0]):
-        first = places[0]
-        wanted = {v for i in set(places) for v in program.instrs[i].inputs() if v.storage == storage}
-        chain = _chain(lives, wanted)
-        if chain is None or lives.last_read[storage] == number or storage in kept:
+@dataclass(frozen=True, slots=True)
+class _Recipe:
+    """How a storage is made anew.
+
+    Attributes:
+      sources: What it is computed from, in the end.
+      calls: How many calls it takes.
+    """
+
+    sources: frozenset[Var]
+    calls: int
+
+
+def _recipes(program: Program, lives: _Lives, large: int) -> dict[int, _Recipe]:
+    """Storages that are not kept for the backward, in the order in which the forward makes them."""
+    out: dict[int, _Recipe] = {}
+    results = {var.storage for var in (*program.new_state, *program.results)}
+    for instr in program.instrs[: lives.start]:
+        made = instr.out
+        if not isinstance(made, Var) or not _is_cheap(instr) or instr.writes:
             continue
-        sources = {var for instr in chain for var in instr.inputs() if lives.maker.get(var) not in chain}
-        if not all(_alive(lives, var, first, wanted) for var in sources):
+        if made.storage in results | lives.written:
             continue
-        kept |= {var.storage for var in sources}  # something is computed from it now
-        copies: dict[Var, Var] = {}
-        before.setdefault(first, []).extend(fresh.copies(chain, copies))
-        for i in set(places):
-            renamed.setdefault(i, {}).update(copies)
-    program.instrs = [
-        one
-        for i, instr in enumerate(program.instrs)
-        for one in (*before.get(i, ()), _renamed(instr, renamed.get(i, {})))
-    ]
-
-
-def _chain(lives: _Lives, wanted: set[Var]) -> list[Instr] | None:
-    """The calls that make some variables of one storage: one elementwise op, and views of its result."""
-    found: set[Instr] = set()
-    stack = list(wanted)
-    while stack:
-        instr = lives.maker.get(stack.pop())
-        if instr is None or instr in found:
+        parts = [
+            out[var.storage] if var.storage in out else _Recipe(frozenset({var}), 0) for var in instr.inputs()
+        ]
+        recipe = _Recipe(
+            frozenset(var for part in parts for var in part.sources), 1 + sum(part.calls for part in parts)
+        )
+        if recipe.calls > _FEW:
             continue
-        found.add(instr)
-        if (
-            len(found) > _FEW
-            or instr.writes
-            or not isinstance(instr.out, Var)
-            or instr.out.storage in lives.written
-        ):
-            return None
-        if instr.op in _VIEWS:
-            stack.extend(instr.inputs())
-        elif torch.Tag.pointwise not in instr.op.tags or instr.out.spec.nbytes < _LARGE:
-            return None
-    chain = sorted(found, key=lives.place.__getitem__)
-    return chain if chain and chain[0].op not in _VIEWS else None
+        first = lives.first_read.get(made.storage)
+        if first is None:  # the backward does not read it, but what is made from it, perhaps
+            out[made.storage] = recipe
+        elif made.spec.nbytes >= large and _pays(program, lives, made, first, recipe):
+            out[made.storage] = recipe
+            for var in recipe.sources:  # kept until then, if it was not
+                lives.last_read[var.storage] = max(lives.last_read.get(var.storage, -1), first)
+    return out
 
 
-def _alive(lives: _Lives, source: Var, first: int, wanted: set[Var]) -> bool:
-    """Whether a value is kept until ``first`` anyway, or is too small to matter."""
+def _pays(program: Program, lives: _Lives, made: Var, first: int, recipe: _Recipe) -> bool:
+    """Whether a value need not be kept: all that it is computed from is there, some of it from the forward."""
+    return (
+        any(var in lives.maker for var in recipe.sources)  # a weight's cast costs more to read than to keep
+        and all(_is_there(lives, var, first, made) for var in recipe.sources)
+        and all(_by_views(lives, var, made) for var in _read_in_backward(program, lives, made.storage))
+    )
+
+
+def _is_cheap(instr: Instr) -> bool:
+    """Whether a call goes over its arguments once: an elementwise op, or a cast."""
+    return instr.op not in _VIEWS and (torch.Tag.pointwise in instr.op.tags or instr.op is _CAST)
+
+
+def _read_in_backward(program: Program, lives: _Lives, storage: int) -> Iterable[Var]:
+    return {
+        var for instr in program.instrs[lives.start :] for var in instr.inputs() if var.storage == storage
+    }
+
+
+def _by_views(lives: _Lives, var: Var, root: Var) -> bool:
+    """Whether a variable is a value, or is made from it by views alone."""
+    while var is not root:
+        maker = lives.maker.get(var)
+        if maker is None or maker.op not in _VIEWS:
+            return False
+        var = next(maker.inputs())
+    return True
+
+
+def _is_there(lives: _Lives, source: Var, first: int, made: Var) -> bool:
+    """Whether a value is alive at ``first``, or costs less to keep than what it replaces."""
     if source.storage in lives.written:
         return False
-    small = 16 * source.spec.nbytes <= max(var.spec.nbytes for var in wanted)
-    return small or lives.last_read.get(source.storage, -1) >= first
+    return lives.last_read.get(source.storage, -1) >= first or 2 * source.spec.nbytes <= made.spec.nbytes
 
 
 class _Fresh:
-    """Makes new variables like old ones."""
+    """Makes values anew, each once, under names of their own.
+
+    Attributes:
+      names: The new name of each variable that was made anew.
+    """
 
     def __init__(self, program: Program) -> None:
         known = [var for instr in program.instrs for var in instr.outputs()]
         known += [*program.slots, *program.inputs, *(c.var for c in program.constants)]
         self._index = max((var.index for var in known), default=-1)
         self._storage = max((var.storage for var in known), default=-1)
+        self._storages: dict[int, int] = {}
+        self.names: dict[Var, Var] = {}
 
-    def copies(self, chain: Sequence[Instr], copies: dict[Var, Var]) -> Iterator[Instr]:
-        """The same calls with results of their own, which share one storage as the old ones do."""
-        self._storage += 1
-        for instr in chain:
-            self._index += 1
-            copies[instr.out] = replace(instr.out, index=self._index, storage=self._storage)
-            yield _renamed(replace(instr, backward=True), copies)
+    def remade(self, var: Var, lives: _Lives, recipes: dict[int, _Recipe]) -> list[Instr]:
+        """The calls that make a variable and what it needs, without those that were made before."""
+        if var in self.names or var.storage not in recipes:
+            return []
+        instr = lives.maker[var]
+        calls = [call for needed in instr.inputs() for call in self.remade(needed, lives, recipes)]
+        self._index += 1
+        if var.storage not in self._storages:
+            self._storage += 1
+            self._storages[var.storage] = self._storage
+        self.names[var] = replace(var, index=self._index, storage=self._storages[var.storage])
+        return [*calls, _renamed(replace(instr, backward=True), self.names)]
 
 
 def _renamed(instr: Instr, names: dict[Var, Var]) -> Instr:
-    if not names:
-        return instr
-
     def new(var: Var) -> Var:
         return names.get(var, var)
 
     kwargs = {name: map_vars(new, value) for name, value in instr.kwargs.items()}
-    return replace(instr, args=map_vars(new, instr.args), kwargs=kwargs, out=map_vars(new, instr.out))
+    args: Sequence[object] = map_vars(new, instr.args)
+    return replace(instr, args=tuple(args), kwargs=kwargs, out=map_vars(new, instr.out))
