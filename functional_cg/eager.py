@@ -15,7 +15,7 @@ from torch import Tensor
 from . import tree as pytree
 from .arena import Arena
 from .errors import LayoutError
-from .shards.boundary import entered, held, left, mesh_of
+from .shards.boundary import entered, held, left, mesh_of, shown
 from .signature import Call
 from .stages.inspect import refuse_new_state
 from .state import Handle
@@ -65,7 +65,7 @@ def evaluate(
         args, kwargs = call.assemble(trees, inputs)
         result = fn(*args, **kwargs)
         first = call.states[0] if donates else None
-        return result if first is None else left(first.specs, first.handle._node, result)
+        return shown(result) if first is None else left(first.specs, first.handle._node, result)
 
 
 def _checked(result: Any, call: Call, name: str) -> tuple[list[Tensor], Any]:

@@ -120,6 +120,7 @@ def _specs(treedef: pytree.Treedef, leaves: Sequence[Tensor]) -> list[BufferSpec
             "", "ravel: the tree has no leaves.", fix="pass a tree with at least one tensor."
         )
     specs = [BufferSpec.of(leaf) for leaf in leaves]
+    _refuse_shards(treedef, specs)
     first = specs[0]
     rows = [
         f"{path_string(path, 'tree')}  expected {first.dtype} on {first.device}   got {spec}"
@@ -134,6 +135,22 @@ def _specs(treedef: pytree.Treedef, leaves: Sequence[Tensor]) -> list[BufferSpec
             fix="ravel the leaves of each dtype on their own, with `fcg.optim.partition` for an optimizer.",
         )
     return specs
+
+
+def _refuse_shards(treedef: pytree.Treedef, specs: Sequence[BufferSpec]) -> None:
+    rows = [
+        f"{path_string(path, 'tree')}  {spec}"
+        for path, spec in zip(treedef.paths(), specs, strict=True)
+        if spec.placement is not None and spec.placement.sharded
+    ]
+    if rows:
+        raise LayoutError.of(
+            "",
+            "ravel: the leaves are sharded.",
+            rows=rows,
+            why="A rank holds a piece of each leaf; all pieces in one vector would be cut anew.",
+            fix="leave out `optim.flatten`: each rank updates its shards only. Elsewhere `sharding.gather(tree)`.",
+        )
 
 
 def _refuse_unlike(treedef: pytree.Treedef, specs: Sequence[BufferSpec], leaves: Sequence[Tensor]) -> None:

@@ -9,13 +9,15 @@ from torch import Tensor
 
 from .. import tree as pytree
 from ..arena import BufferSpec
-from ..tree import Treedef
+from ..errors import LayoutError
+from ..tree import Treedef, path_string
 from .collectives import all_gather
 from .mesh import Mesh
 from .placement import Reading
+from .reader import Reader, whole
 from .tensor import Sharded, shard_of
 
-__all__ = ["entered", "held", "left", "localized", "mesh_of", "reading_of"]
+__all__ = ["entered", "held", "left", "localized", "mesh_of", "reading_of", "shown"]
 
 
 def mesh_of(specs: Sequence[BufferSpec]) -> Mesh | None:
@@ -43,17 +45,46 @@ def left(specs: Sequence[BufferSpec], treedef: Treedef, result: Any) -> Any:
     Shards where they hold shards, whole leaves where they hold those. What does not fit is left as it is, for the check
     of the new state to name it.
     """
-    if not any(spec.placement for spec in specs) or not isinstance(result, tuple) or len(result) != 2:
+    if not isinstance(result, tuple) or len(result) != 2:
         return result
+    metrics = shown(result[1])
+    if not any(spec.placement for spec in specs):
+        return result[0], metrics
     leaves, found = pytree.flatten(result[0])
     if found != treedef:
-        return result
+        return result[0], metrics
     out = list(leaves)
     for i, (spec, leaf) in enumerate(zip(specs, leaves, strict=True)):
         placement = spec.placement
         if placement is not None and isinstance(leaf, Tensor) and tuple(leaf.shape) == placement.shape:
             out[i] = Sharded(localized(spec, leaf), placement)
-    return pytree.unflatten(treedef, out), result[1]
+    return pytree.unflatten(treedef, out), metrics
+
+
+def shown(tree: Any) -> Any:
+    """Metrics, or what a read-only function returns, as they leave: whole.
+
+    Raises:
+      LayoutError: If a leaf is sharded.
+    """
+    flat, treedef = pytree.flatten(tree)
+    if not any(isinstance(leaf, (Sharded, Reader)) for leaf in flat):
+        return tree
+    rows = [
+        f"{path_string(path, 'metrics')}  {BufferSpec.of(leaf)}"
+        for path, leaf in zip(treedef.paths(), flat, strict=True)
+        if isinstance(leaf, Sharded) and leaf.placement.sharded
+    ]
+    if rows:
+        raise LayoutError.of(
+            "",
+            "returns sharded leaves beside the new state.",
+            rows=rows,
+            why="A rank holds a shard, and what a step returns is whole.",
+            fix="`sharding.gather(leaf)` for all of it, `leaf.norm()` for a number, `sharding.local(leaf)` for this "
+            "rank's shard.",
+        )
+    return pytree.unflatten(treedef, [held(whole(leaf)) for leaf in flat])
 
 
 def held(leaf: Any) -> Any:
@@ -69,6 +100,7 @@ def localized(spec: BufferSpec, leaf: Any) -> Any:
     placement = spec.placement
     if placement is None or not isinstance(leaf, Tensor) or tuple(leaf.shape) != placement.shape:
         return leaf
+    leaf = whole(leaf)
     if placement.sharded:
         return shard_of(leaf, placement)
     if isinstance(leaf, Sharded) and leaf.placement.sharded:

@@ -15,8 +15,11 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.autograd.function import once_differentiable
 
+from ..errors import LayoutError, ReadOnlyError
+from ..ops import tensors_in, written_arguments
 from ..overlap import storage_key
 from .collectives import all_gather, all_reduce, reduce_scatter
 from .placement import Placement, Reading
@@ -37,8 +40,19 @@ _QUESTIONS = frozenset(
 )  # fmt: skip
 
 
+# Methods that write have names with `_` at their end, or these.
+_IN_PLACE = frozenset(
+    f"__{name}__"
+    for name in "setitem iadd isub imul imatmul itruediv ifloordiv imod ipow iand ior ixor ilshift irshift".split()
+)
+
+
 class Reader(Tensor):
-    """A leaf of a mesh as a loss sees it: whichever op reads it gets the whole leaf."""
+    """A leaf of a mesh as a loss sees it: whichever op reads it gets the whole leaf.
+
+    Gradients reach the leaf through what was read; or through the reader itself, where it goes into an autograd
+    function or a ``vmap`` as it is.
+    """
 
     _read: Callable[[], Tensor]
 
@@ -48,9 +62,7 @@ class Reader(Tensor):
     def __new__(
         cls, like: Tensor, shape: Sequence[int], dtype: torch.dtype, read: Callable[[], Tensor]
     ) -> Reader:
-        reader = torch.Tensor._make_wrapper_subclass(
-            cls, shape, dtype=dtype, device=like.device, requires_grad=like.requires_grad
-        )
+        reader = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=like.device)
         reader._read = read
         return reader
 
@@ -62,6 +74,10 @@ class Reader(Tensor):
         if func in _QUESTIONS:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
+        name = getattr(func, "__name__", "")
+        for tensor in tensors_in(list(args[:1])):
+            if isinstance(tensor, Reader) and (name in _IN_PLACE or _writes(name)):
+                raise _written(tensor)
         seen: dict[int, Tensor] = {}
         return func(*_read_all(args, seen), **_read_all(kwargs, seen))
 
@@ -69,11 +85,28 @@ class Reader(Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
+        kwargs = kwargs or {}
+        for tensor in written_arguments(func, args, kwargs):
+            if isinstance(tensor, Reader):
+                raise _written(tensor)
         seen: dict[int, Tensor] = {}  # an op that C++ called: it saw no function mode
-        return func(*_read_all(args, seen), **_read_all(kwargs or {}, seen))
+        return func(*_read_all(args, seen), **_read_all(kwargs, seen))
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"Reader({self.dtype}, {list(self.shape)})"
+
+
+def _writes(name: str) -> bool:
+    return name.endswith("_") and not name.endswith("__") and name != "requires_grad_"
+
+
+def _written(leaf: Tensor) -> ReadOnlyError:
+    return ReadOnlyError.of(
+        "",
+        f"writes in place into a leaf, {str(leaf.dtype).removeprefix('torch.')}{list(leaf.shape)}.",
+        why="The leaf was gathered for this reading; what is written there is lost.",
+        fix="compute a new tensor, `w = w + 1`; return what is to stay in the new state.",
+    )
 
 
 def _read_all(value: Any, seen: dict[int, Tensor]) -> Any:
@@ -128,6 +161,14 @@ class _Source:
 
     def reduce(self, grad: Tensor) -> Tensor:
         """The mean over all ranks of a gradient of the whole leaf, as this rank keeps it."""
+        if isinstance(grad, Sharded):
+            raise LayoutError.of(
+                "",
+                "computes with a leaf and, beside it, with a sharded leaf that it did not get as an argument.",
+                rows=[f"{list(grad.shape)} {grad.placement.describe()}"],
+                why="A loss gets whole leaves; a leaf from elsewhere, such as `state.ema`, is this rank's shard.",
+                fix="`sharding.gather(leaf)` in place of that leaf.",
+            )
         mesh, out = self.placement.mesh, grad.to(self.reading.reduce_dtype or grad.dtype)
         if self.placement.sharded or self.reading.gradient == "shard":
             out = reduce_scatter(self.placement.pad(out), mesh.shards)
@@ -139,18 +180,18 @@ class _Source:
 
 
 class _Gather(torch.autograd.Function):
-    """A shard to the whole leaf; its transpose averages over the ranks."""
+    """A shard to the whole leaf, or to what stands for it; its transpose averages over the ranks."""
 
     @staticmethod
-    def forward(ctx: Any, source: _Source, variable: Tensor) -> Tensor:
+    def forward(ctx: Any, source: _Source, variable: Tensor, make: Callable[[], Tensor]) -> Tensor:
         ctx.source = source
-        full = source.gather()
+        full = make()
         return full.view_as(full) if full is source.held else full
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> Any:
-        return None, ctx.source.reduce(grad)
+        return None, ctx.source.reduce(grad), None
 
 
 class _Read:
@@ -158,11 +199,15 @@ class _Read:
 
     def __init__(self) -> None:
         self._gathered: dict[_Source, Tensor] = {}  # in the order of use, the last one last
+        self._versions: dict[_Source, int] = {}
 
     def forward(self, source: _Source) -> Tensor:
         found = self._gathered.pop(source, None)
-        if found is None:
-            found = cast("Tensor", _Gather.apply(source, source.variable))
+        if found is None or (source.variable.requires_grad and not found.requires_grad):
+            make = source.gather if found is None else found.detach
+            # Who reads first may be under `no_grad` or a transform; who reads next is to get a gradient all the same.
+            with torch.enable_grad(), _outside_of_transforms():
+                found = cast("Tensor", _Gather.apply(source, source.variable, make))
         self._keep(source, found)
         return found
 
@@ -182,17 +227,31 @@ class _Read:
             return kept
         source, shape, stride, offset = kept
         found = self._gathered.pop(source, None)
-        found = source.gather() if found is None else found.detach()
+        found = source.gather() if found is None else found
         self._keep(source, found)
-        return torch.as_strided(found, shape, stride, offset)
+        return torch.as_strided(found.detach(), shape, stride, offset)
 
     def _keep(self, source: _Source, found: Tensor) -> None:
         self._gathered[source] = found
+        if self._versions.setdefault(source, found._version) != found._version:
+            raise _written(found)  # through a view of it
         while len(self._gathered) > _AT_ONCE:
-            del self._gathered[next(iter(self._gathered))]
+            self._let_go(next(iter(self._gathered)))
+
+    def _let_go(self, source: _Source) -> None:
+        found = self._gathered.pop(source)
+        if self._versions.pop(source) != found._version:
+            raise _written(found)
 
     def close(self) -> None:
-        self._gathered.clear()
+        for source in list(self._gathered):
+            self._let_go(source)
+
+
+def _outside_of_transforms() -> contextlib.AbstractContextManager[Any]:
+    """What is read is the same for all that `torch.func.vmap` maps over."""
+    inside = torch._C._functorch.peek_interpreter_stack() is not None
+    return temporarily_clear_interpreter_stack() if inside else contextlib.nullcontext()
 
 
 @contextlib.contextmanager
@@ -210,11 +269,9 @@ def readers(leaves: Sequence[Tensor], variables: Sequence[Tensor]) -> Iterator[l
     if not any(isinstance(one, Reader) for one in handed):
         yield handed
         return
-    try:
-        with torch.autograd.graph.saved_tensors_hooks(read.pack, read.unpack):
-            yield handed
-    finally:
-        read.close()
+    with torch.autograd.graph.saved_tensors_hooks(read.pack, read.unpack):
+        yield handed
+    read.close()
 
 
 def gathered(leaves: Sequence[Tensor]) -> list[Tensor]:
@@ -233,7 +290,8 @@ def _handed(leaves: Sequence[Tensor], variables: Sequence[Tensor], read: _Read) 
 def _reader(leaf: Sharded, variable: Tensor, read: _Read) -> Reader:
     source = _Source(leaf, variable)
     dtype = source.reading.param_dtype or variable.dtype
-    return Reader(variable, leaf.shape, dtype, partial(read.forward, source))
+    make = partial(Reader, variable, leaf.shape, dtype, partial(read.forward, source))
+    return cast("Reader", _Gather.apply(source, variable, make))
 
 
 def like_leaf(leaf: Tensor, grad: Tensor) -> Tensor:

@@ -32,7 +32,7 @@ from ..errors import (
 )
 from ..ops import tensors_in
 from ..overlap import storage_key
-from ..shards.boundary import entered, held, left, mesh_of
+from ..shards.boundary import entered, held, left, mesh_of, shown
 from ..shards.reader import Reader
 from ..shards.tensor import Sharded
 from ..source import Locator
@@ -384,6 +384,8 @@ def _run(recipe: Recipe, first: Program | None, checkpoint: Callable[[], None]) 
         result = recipe.function(*args, **kwargs)
         if recipe.donates:
             result = left(recipe.states[0].specs, recipe.states[0].treedef, result)
+        else:
+            result = shown(result)
     recorder.rules.refuse_what_was_caught()
     _read_result(recipe, recorder, result)
     return recorder
