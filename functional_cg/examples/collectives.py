@@ -1,0 +1,134 @@
+"""What the collectives of a lowered step do, read from its program; and what a rank holds, by arithmetic."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+import functional_cg as fcg
+from functional_cg.shards.mesh import Axis, Mesh
+from functional_cg.shards.placement import Placement
+
+__all__ = ["Launch", "launches", "pieces", "planned_bytes", "whole_bytes"]
+
+_KINDS: Mapping[str, str] = MappingProxyType(
+    {
+        "_c10d_functional::all_gather_into_tensor_coalesced": "gather",
+        "_c10d_functional::reduce_scatter_tensor_coalesced": "reduce",
+        "_c10d_functional::all_reduce": "all-reduce",
+    }
+)
+_WAIT = "_c10d_functional::wait_tensor"
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One collective of a program.
+
+    Attributes:
+      kind: ``gather``, ``reduce`` (each rank gets its shard of a sum) or ``all-reduce`` (each gets all of it).
+      place: Its number among the program's calls.
+      wait: The number of the call that waits for it first: what stands between runs beside it.
+      leaves: How many tensors it moves.
+      nbytes: Their bytes, as whole leaves.
+      backward: Whether it belongs to the backward.
+    """
+
+    kind: str
+    place: int
+    wait: int
+    leaves: int
+    nbytes: int
+    backward: bool
+
+
+def launches(lowered: Any) -> list[Launch]:
+    """The collectives of a lowered step, in program order.
+
+    Args:
+      lowered: What ``step.lower(...)`` returns.
+    """
+    instrs = lowered.program.instrs
+    waits: dict[Any, int] = {}
+    for place, instr in reversed(list(enumerate(instrs))):
+        if instr.op._schema.name == _WAIT:
+            waits.update(dict.fromkeys(instr.inputs(), place))
+    found = []
+    for place, instr in enumerate(instrs):
+        kind = _KINDS.get(instr.op._schema.name)
+        if kind is not None:
+            made, given = list(instr.outputs()), list(instr.inputs())
+            sizes = [max(a.spec.nbytes, b.spec.nbytes) for a, b in zip(given, made, strict=True)]
+            first = min(waits[var] for var in made)
+            found.append(Launch(kind, place, first, len(made), sum(sizes), instr.backward))
+    return found
+
+
+def whole_bytes(lowered: Any) -> list[int]:
+    """Bytes of gathered leaves that are alive at each call of a program: from their gather to their last use.
+
+    Args:
+      lowered: What ``step.lower(...)`` returns.
+    """
+    instrs = lowered.program.instrs
+    memory: dict[int, int] = {}  # storage of what a wait returns -> storage of the gathered leaf
+    born: dict[int, tuple[int, int]] = {}
+    last: dict[int, int] = {}
+    for place, instr in enumerate(instrs):
+        name = instr.op._schema.name
+        if _KINDS.get(name) == "gather":
+            born.update({var.storage: (place, var.spec.nbytes) for var in instr.outputs()})
+        if name == _WAIT:
+            (given,), (made,) = instr.inputs(), instr.outputs()
+            memory[made.storage] = given.storage
+        for var in instr.inputs():
+            last[memory.get(var.storage, var.storage)] = place
+    alive = [0] * len(instrs)
+    for storage, (start, nbytes) in born.items():
+        for place in range(start, last[storage] + 1):
+            alive[place] += nbytes
+    return alive
+
+
+def pieces(numel: int, ranks: int) -> list[range]:
+    """Which elements of a leaf each of several ranks holds; past its end there is padding.
+
+    Example:
+      >>> pieces(5, 2)
+      [range(0, 3), range(3, 6)]
+    """
+    return [
+        range(place.mesh.rank * place.length, (place.mesh.rank + 1) * place.length)
+        for place in _places((numel,), ranks)
+    ]
+
+
+def planned_bytes(params: Any, ranks: int, stage: int) -> dict[str, int]:
+    """What a rank holds of a training run with AdamW at a stage of ZeRO, padding included.
+
+    Args:
+      params: Pytree of tensors, whole.
+      ranks: Over how many.
+      stage: 1, 2 or 3.
+
+    Example:
+      >>> import torch
+      >>> planned_bytes({"w": torch.zeros(10)}, ranks=4, stage=2)
+      {'parameters': 40, 'gradients': 12, 'moments': 24}
+    """
+    leaves = fcg.tree.leaves(params)
+    whole = sum(leaf.nbytes for leaf in leaves)
+    shards = sum(next(_places(tuple(leaf.shape), ranks)).length * leaf.itemsize for leaf in leaves)
+    return {
+        "parameters": shards if stage == 3 else whole,
+        "gradients": shards if stage >= 2 else whole,
+        "moments": 2 * shards,
+    }
+
+
+def _places(shape: tuple[int, ...], ranks: int) -> Any:
+    """Where each of several ranks, of which none has been started, has its piece of a leaf."""
+    for rank in range(ranks):
+        yield Placement(Mesh((Axis("data", ranks, rank, ""),)), shape, sharded=True)

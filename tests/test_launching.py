@@ -1,0 +1,73 @@
+"""Functions of a notebook on ranks: the script that they become, and what comes back."""
+
+from __future__ import annotations
+
+import os
+import string as text
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+
+from functional_cg.examples.collectives import pieces, planned_bytes
+from functional_cg.examples.launching import on_ranks, script_of
+
+LIMIT = 3
+
+
+def letters(words: list[str]) -> Counter[str]:
+    return Counter(letter for word in words for letter in word if letter in text.ascii_letters)
+
+
+def most(words: list[str]) -> list[str]:
+    return sorted(letters(words), key=lambda letter: -letters(words)[letter])[:LIMIT]
+
+
+def factorial(n: int) -> int:
+    return 1 if n < 2 else n * factorial(n - 1)
+
+
+def rank_and(value: Any) -> tuple[int, Any]:
+    return int(os.environ["RANK"]), value
+
+
+def fails() -> None:
+    raise KeyError("of this rank")
+
+
+def test_a_script_has_what_its_function_uses() -> None:
+    names: dict[str, Any] = {}
+    exec(script_of(most), names)
+    assert names["most"](["a b", "bab"]) == most(["a b", "bab"]) == ["b", "a"]
+    assert {"most", "letters", "text", "Counter", "LIMIT"} <= names.keys()
+    assert "words" not in names  # a name of an argument, whatever it is elsewhere
+
+
+def test_a_function_may_call_itself() -> None:
+    names: dict[str, Any] = {}
+    exec(script_of(factorial), names)
+    assert names["factorial"](4) == 24
+
+
+def test_ranks_return_in_their_order_and_a_failure_is_told() -> None:
+    assert on_ranks(2, rank_and, {"x": 1}) == [(0, {"x": 1}), (1, {"x": 1})]
+    with pytest.raises(RuntimeError, match=r"rank 0 of `fails` failed:(.|\n)*KeyError: 'of this rank'"):
+        on_ranks(1, fails)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 8])
+@pytest.mark.parametrize("size", [0, 1, 5, 16])
+def test_pieces_are_equal_and_cover_all_elements(size: int, ranks: int) -> None:
+    held = pieces(size, ranks)
+    assert [element for piece in held for element in piece][:size] == list(range(size))
+    assert len({len(piece) for piece in held}) == 1
+    assert len(held) * len(held[0]) - size < max(ranks, 1)
+
+
+def test_planned_bytes_shrink_with_the_stage() -> None:
+    params = {"w": torch.zeros(8, 3), "scale": torch.tensor(1.0)}
+    one = planned_bytes(params, 1, 3)
+    assert one == planned_bytes(params, 1, 1) == {"parameters": 100, "gradients": 100, "moments": 200}
+    totals = [sum(planned_bytes(params, 4, stage).values()) for stage in (1, 2, 3)]
+    assert totals == [100 + 100 + 56, 100 + 28 + 56, 28 + 28 + 56]
