@@ -497,7 +497,9 @@ def test_a_table_that_a_module_only_reads_is_no_dropped_value() -> None:
     apply, params, buffers = fcg.from_module(Scaled())
 
     def train_step(state: Any, x: Tensor) -> Any:
-        loss, grads = fcg.value_and_grad(lambda params: apply(params, state["buffers"], x)[0])(state["params"])
+        loss, grads = fcg.value_and_grad(lambda params: apply(params, state["buffers"], x)[0])(
+            state["params"]
+        )
         return {**state, "params": grads}, {"loss": loss}
 
     state = fcg.place({"params": params, "buffers": buffers})

@@ -2,7 +2,8 @@
 
 All systems train one module from the same values on the same batches, each rank on its own, with AdamW. They run one
 after the other in one job. Milliseconds per step are medians of blocks, on the slowest rank; peak memory is that of the
-allocator from the first step on, and beside it while the model was made. *Exposed* is the time in collectives that no other kernel runs beside.
+allocator from the first step on, and beside it while the model was made. *Exposed* is the time in collectives that no
+other kernel runs beside.
 """
 
 from __future__ import annotations
