@@ -161,7 +161,7 @@ class _Source:
 
     def reduce(self, grad: Tensor) -> Tensor:
         """The mean over all ranks of a gradient of the whole leaf, as this rank keeps it."""
-        if isinstance(grad, Sharded):
+        if isinstance(grad, Sharded) and grad.placement.sharded:
             raise LayoutError.of(
                 "",
                 "computes with a leaf and, beside it, with a sharded leaf that it did not get as an argument.",
@@ -169,6 +169,7 @@ class _Source:
                 why="A loss gets whole leaves; a leaf from elsewhere, such as `state.ema`, is this rank's shard.",
                 fix="`sharding.gather(leaf)` in place of that leaf.",
             )
+        grad = grad.local if isinstance(grad, Sharded) else grad
         mesh, out = self.placement.mesh, grad.to(self.reading.reduce_dtype or grad.dtype)
         if self.placement.sharded or self.reading.gradient == "shard":
             out = reduce_scatter(self.placement.pad(out), mesh.shards)

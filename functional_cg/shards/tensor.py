@@ -30,9 +30,6 @@ _LIKE = frozenset(
         "aten::zero_", "aten::zeros_like", "aten::nan_to_num", "aten::where",
     }
 )  # fmt: skip
-_COPIES = frozenset(
-    {"aten::clone", "aten::detach", "aten::zeros_like"}
-)  # a replicated leaf's is replicated too
 _VIEWS = frozenset({"aten::view", "aten::_unsafe_view", "aten::unsqueeze", "aten::squeeze"})
 _FUSED = ("aten::_fused_ada", "aten::_fused_sgd", "aten::_foreach_")
 # Tagged or named as if they were elementwise; they would answer for this rank's elements alone.
@@ -71,8 +68,7 @@ class Sharded(Tensor):
         sources = [t for t in tensors_in([*args, *kwargs.values()]) if isinstance(t, Sharded)]
         name = func._schema.name
         if not any(source.placement.sharded for source in sources):
-            out = func(*_map(_whole, args), **_map(_whole, kwargs))
-            return Sharded(out, sources[0].placement) if name in _COPIES else out
+            return _replicated(func, args, kwargs, sources)
         for tensor in written_arguments(func, args, kwargs):
             if not isinstance(tensor, Sharded) or not tensor.placement.sharded:
                 raise refused(sources[0], f"{func}, which writes it into a tensor that is whole")
@@ -82,25 +78,30 @@ class Sharded(Tensor):
             return _norms(func, args, kwargs)
         if name in _VIEWS:
             return _viewed(func, args, kwargs, sources[0])
-        if name in _NOT_ELEMENTWISE:
+        if not _same_elements(func):
             raise refused(sources[0], str(func))
-        if torch.Tag.pointwise in func.tags or name in _LIKE:
-            return _elementwise(func, args, kwargs, sources)
         if name.startswith(_FUSED):
             return _by_lists(func, args, kwargs)
-        raise refused(sources[0], str(func))
+        return _elementwise(func, args, kwargs, sources)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        return f"{type(self).__name__}({_title(self)})"
+        numbers = "" if self.placement.sharded else f"\n{self.local!r}"
+        return f"{type(self).__name__}({_title(self)}){numbers}"
 
     def __format__(self, spec: str) -> str:
-        return repr(self)
+        return repr(self) if self.placement.sharded else format(self.local, spec)
 
-    def tolist(self) -> Never:
-        raise refused(self, "tolist")
+    def tolist(self) -> Any:
+        return self._here("tolist").tolist()
 
-    def numpy(self, *, force: bool = False) -> Never:
-        raise refused(self, "numpy")
+    def numpy(self, *, force: bool = False) -> Any:
+        return self._here("numpy").numpy(force=force)
+
+    def _here(self, what: str) -> Tensor:
+        """The leaf where this rank holds all of it."""
+        if self.placement.sharded:
+            raise refused(self, what)
+        return self.local
 
     def untyped_storage(self) -> Never:
         raise refused(self, "the storage")
@@ -199,6 +200,31 @@ def _elementwise(
     own = lambda t: shard_of(t, home)  # noqa: E731
     out = func(*_map(own, args), **_map(own, kwargs))
     return _map(lambda t: by_local[id(t)] if id(t) in by_local else Sharded(t, home), out)
+
+
+def _same_elements(func: Any) -> bool:
+    """Whether results have the elements of the arguments, one for one."""
+    name = func._schema.name
+    named_so = torch.Tag.pointwise in func.tags or name in _LIKE or name.startswith(_FUSED)
+    return named_so and name not in _NOT_ELEMENTWISE
+
+
+def _replicated(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], sources: Sequence[Sharded]) -> Any:
+    """An op on leaves that this rank holds whole. A leaf's elements computed with are on all ranks again.
+
+    So a loss that reads ``p + scale * g`` gets its gradient averaged, as where the two are shards.
+    """
+    by_local = {id(source.local): source for source in sources}
+    homes = {source.placement.shape: source.placement for source in sources}
+    out = func(*_map(_whole, args), **_map(_whole, kwargs))
+    if not _same_elements(func):
+        return out
+
+    def placed_again(t: Tensor) -> Tensor:
+        home = homes.get(tuple(t.shape))
+        return by_local[id(t)] if id(t) in by_local else t if home is None else Sharded(t, home)
+
+    return _map(placed_again, out)
 
 
 def _viewed(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], source: Sharded) -> Sharded:

@@ -382,10 +382,8 @@ def _run(recipe: Recipe, first: Program | None, checkpoint: Callable[[], None]) 
     mesh = mesh_of([spec for state in recipe.states for spec in state.specs])
     with canonical(mesh), without_log(), mode, recorder, HostGuard(recorder.rules):
         result = recipe.function(*args, **kwargs)
-        if recipe.donates:
-            result = left(recipe.states[0].specs, recipe.states[0].treedef, result)
-        else:
-            result = shown(result)
+        old = recipe.states[0] if recipe.donates else None
+        result = shown(result) if old is None else left(old.specs, old.treedef, result)
     recorder.rules.refuse_what_was_caught()
     _read_result(recipe, recorder, result)
     return recorder
