@@ -89,10 +89,11 @@ def _gathers(instrs: list[Instr], limit: int, ahead: int) -> list[Instr]:
             start = runs[max(0, number - ahead)][0].place
             needed = [_ancestors(instrs, maker, item.place, start) for item in run]
             moved = sorted({place for places in needed for place in places} - moves.gone)
-            if any(_touches(instrs[place], written) for place in moved):
+            joined = [item.place for item in run]
+            if any(_touches(instrs[place], written) for place in (*moved, *joined)):
                 continue
-            moves.gone |= {*moved, *(item.place for item in run)}
-            launch = _joined([instrs[item.place] for item in run])
+            moves.gone |= {*moved, *joined}
+            launch = _joined([instrs[place] for place in joined])
             moves.before.setdefault(start, []).extend([*(instrs[place] for place in moved), launch])
     return moves.apply(instrs)
 
@@ -105,7 +106,7 @@ def _reductions(instrs: list[Instr], limit: int) -> list[Instr]:
             places = [section[i].place for i in run]
             last = places[-1]
             dependents = _dependents(instrs, places, last)
-            if last in dependents or any(_touches(instrs[place], written) for place in dependents):
+            if any(_touches(instrs[place], written) for place in (*places, *dependents)):
                 continue
             moves.gone |= {*places, *dependents}
             launch = _joined([instrs[place] for place in places])
@@ -114,14 +115,21 @@ def _reductions(instrs: list[Instr], limit: int) -> list[Instr]:
 
 
 def _sections(instrs: Sequence[Instr], op: object) -> Iterator[list[_Item]]:
-    """Collectives that follow each other and are of one kind: of one dtype and group, all in the backward or none."""
+    """Collectives that follow each other and are of one kind: of one dtype and group, all in the backward or none.
+
+    None of them needs the result of another: with two gradients in one step, the second one's gathers wait for what
+    the first one's led to.
+    """
     found: list[_Item] = []
+    depth: dict[Var, int] = {}  # number of such collectives on the way to a value
     for place, instr in enumerate(instrs):
+        here = max((depth.get(var, 0) for var in instr.inputs()), default=0)
+        depth.update(dict.fromkeys(instr.outputs(), here + (instr.op is op)))
         if instr.op is not op:
             continue
         (source,) = instr.args[0]
         (result,) = instr.out
-        kind = (source.spec.dtype, *instr.args[1:], instr.backward)
+        kind = (source.spec.dtype, *instr.args[1:], instr.backward, here)
         if found and found[-1].kind != kind:
             yield found
             found = []
