@@ -2,8 +2,8 @@
 
 What an activation function or a cast returns is as large as what it read, and both are kept: one for the gradient of
 the next weight, the other for the activation's own. The first can be had from the second, by a kernel that runs at the
-speed of memory. A value is computed anew only from values that are alive then anyway, or are at most half its size, so
-memory does not grow. It is the same op on the same values: no bit changes.
+speed of memory. A value is computed anew only from values that are alive then anyway, or together smaller than it,
+so what is kept does not grow. It is the same op on the same values: no bit changes.
 
 Source of the idea: Chen et al. 2016, "Training Deep Nets with Sublinear Memory Cost".
 """
@@ -64,6 +64,7 @@ class _Lives:
       place: The number of a call.
       first_read: Of storages that the forward made, their first read in the backward.
       last_read: Of each storage.
+      size: Its bytes.
       written: Storages that some call writes in place.
     """
 
@@ -72,6 +73,7 @@ class _Lives:
     place: dict[Instr, int]
     first_read: dict[int, int]
     last_read: dict[int, int]
+    size: dict[int, int]
     written: set[int]
 
     @classmethod
@@ -83,6 +85,9 @@ class _Lives:
         last |= {var.storage: end for var in (*outside, *program.new_state, *program.results)}
         first: dict[int, int] = {}
         made = {var.storage for instr in instrs[:start] for var in instr.outputs()}
+        size: dict[int, int] = {}
+        for var in (var for instr in instrs for var in instr.outputs()):
+            size[var.storage] = max(size.get(var.storage, 0), var.spec.nbytes)
         for i, instr in enumerate(instrs[start:], start):
             for var in instr.inputs():
                 if var.storage in made:
@@ -93,6 +98,7 @@ class _Lives:
             {instr: i for i, instr in enumerate(instrs)},
             first,
             last,
+            size,
             {var.storage for instr in instrs for var in instr.writes},
         )
 
@@ -139,10 +145,13 @@ def _recipes(program: Program, lives: _Lives, large: int) -> dict[int, _Recipe]:
 
 
 def _pays(program: Program, lives: _Lives, made: Var, first: int, recipe: _Recipe) -> bool:
-    """Whether a value need not be kept: all that it is computed from is there, some of it from the forward."""
+    """Whether a value need not be kept: what it is computed from is there, or costs less to keep."""
+    sources = {var.storage for var in recipe.sources}
+    kept_for_it = sum(lives.size.get(one, 0) for one in sources if lives.last_read.get(one, -1) < first)
     return (
         any(var in lives.maker for var in recipe.sources)  # a weight's cast costs more to read than to keep
-        and all(_is_there(lives, var, first, made) for var in recipe.sources)
+        and sources.isdisjoint(lives.written)
+        and kept_for_it < made.spec.nbytes
         and all(_by_views(lives, var, made) for var in _read_in_backward(program, lives, made.storage))
     )
 
@@ -166,13 +175,6 @@ def _by_views(lives: _Lives, var: Var, root: Var) -> bool:
             return False
         var = next(maker.inputs())
     return True
-
-
-def _is_there(lives: _Lives, source: Var, first: int, made: Var) -> bool:
-    """Whether a value is alive at ``first``, or costs less to keep than what it replaces."""
-    if source.storage in lives.written:
-        return False
-    return lives.last_read.get(source.storage, -1) >= first or 2 * source.spec.nbytes <= made.spec.nbytes
 
 
 class _Fresh:
