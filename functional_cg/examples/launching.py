@@ -6,7 +6,6 @@ import dis
 import inspect
 import os
 import pickle
-import socket
 import subprocess
 import sys
 import tempfile
@@ -16,6 +15,8 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import CodeType, FunctionType, ModuleType
 from typing import Any
+
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 __all__ = ["on_ranks", "script_of"]
 
@@ -51,10 +52,12 @@ def on_ranks(ranks: int, function: Callable[..., Any], *args: Any, timeout: floa
         given.write_bytes(pickle.dumps(args))
         command = [sys.executable, str(script), str(given), directory]
         logs = [Path(directory, f"{rank}.log") for rank in range(ranks)]
+        # The port is taken and named in one act; one that was only found to be free may be gone by the time of its use.
+        store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
         with ExitStack() as stack:
             processes = [
                 stack.enter_context(_started(command, log, environment))
-                for log, environment in zip(logs, _environments(ranks), strict=True)
+                for log, environment in zip(logs, _environments(ranks, store.port), strict=True)
             ]
             failed = _first_failed(processes, time.monotonic() + timeout)
         if failed is not None:
@@ -62,11 +65,14 @@ def on_ranks(ranks: int, function: Callable[..., Any], *args: Any, timeout: floa
         return [pickle.loads(Path(directory, str(rank)).read_bytes()) for rank in range(ranks)]
 
 
-def _environments(ranks: int) -> Iterator[dict[str, str]]:
+def _environments(ranks: int, port: int) -> Iterator[dict[str, str]]:
     """What ``torchrun`` tells each rank of one machine, and that GPUs are for programs, not for pages."""
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        meeting = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(free.getsockname()[1])}
+    meeting = {
+        "MASTER_ADDR": "localhost",
+        "MASTER_PORT": str(port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",  # the store is here already: rank 0 is not to open one
+        "TORCHELASTIC_RESTART_COUNT": "0",
+    }
     everyone = {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks), **meeting}
     for rank in range(ranks):
         own = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
