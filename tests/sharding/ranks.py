@@ -1,0 +1,250 @@
+"""Run a function on several ranks, each a process of its own, and get what each rank returned or raised.
+
+Importing torch takes seconds, so one process does it once: a server that is started with the first call and forks the
+ranks of every call. It never runs CUDA and starts no thread, so that a fork of it is as good as a new process: ranks
+start from a fresh interpreter state, end as any script does, and a rank that dies or hangs takes no other test with it.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import ctypes
+import faulthandler
+import functools
+import gc
+import json
+import os
+import pickle
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Never
+
+__all__ = ["Outcome", "on_ranks", "outcomes"]
+
+_ROOT = Path(__file__).resolve().parents[2]
+_TIMEOUT = 90.0
+_DIE_WITH_PARENT = 1  # PR_SET_PDEATHSIG of Linux
+_STACKS_BEFORE = 2.0  # seconds before a rank is killed, it says where it hangs
+
+# A sum over ranks in one order, whatever its size: what is grouped then has the bits of what is not.
+_NCCL = {"NCCL_ALGO": "Ring", "NCCL_PROTO": "Simple"}
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of one rank.
+
+    Attributes:
+      value: What the function returned.
+      error: Its traceback as text, or why there is none; empty if it returned.
+      code: The process' exit code; negative for a signal.
+      log: What it printed.
+      seconds: From its start until its end.
+    """
+
+    value: Any
+    error: str
+    code: int
+    log: str
+    seconds: float
+
+
+def outcomes(
+    ranks: int,
+    function: Callable[..., Any],
+    *args: Any,
+    device: str = "cpu",
+    timeout: float = _TIMEOUT,
+    launched: bool = True,
+) -> list[Outcome]:
+    """Run a function on ranks, and wait until all processes have ended.
+
+    Args:
+      ranks: How many.
+      function: At the top level of a module.
+      args: What it gets; copied by pickle.
+      device: ``cuda`` sets NCCL up to sum in one order; the function asks for its mesh there.
+      timeout: Seconds until all ranks are killed.
+      launched: Whether there is the environment that a launcher makes.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "call").write_bytes(pickle.dumps((function, args)))
+        environment = _environment(ranks, device) if launched else {}
+        request = {"folder": folder, "ranks": ranks, "timeout": timeout, "environment": environment}
+        ends = _server(device).ask(request)
+        return [_outcome(Path(folder), rank, *end) for rank, end in enumerate(ends)]
+
+
+def on_ranks(ranks: int, function: Callable[..., Any], *args: Any, **options: Any) -> list[Any]:
+    """What a function returned on each rank.
+
+    Raises:
+      AssertionError: If it raised on a rank, a rank hung, or ended with another exit code than 0.
+    """
+    found = outcomes(ranks, function, *args, **options)
+    failed = [rank for rank, outcome in enumerate(found) if outcome.error or outcome.code]
+    if failed:
+        parts = [
+            f"rank {rank} of {ranks}, exit code {found[rank].code}: {found[rank].error}\n{found[rank].log}"
+            for rank in failed
+        ]
+        raise AssertionError("\n\n".join(parts))
+    return [outcome.value for outcome in found]
+
+
+def _environment(ranks: int, device: str) -> dict[str, str]:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    common = {
+        "WORLD_SIZE": str(ranks),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": port,
+        "GLOO_SOCKET_IFNAME": "lo",
+    }
+    return common | (_NCCL if device == "cuda" else {})
+
+
+def _outcome(folder: Path, rank: int, code: int, seconds: float) -> Outcome:
+    log = (folder / f"log{rank}").read_text(errors="replace")
+    try:
+        value, error = pickle.loads((folder / f"result{rank}").read_bytes())
+    except (OSError, EOFError, pickle.UnpicklingError):
+        value, error = (
+            None,
+            f"killed after {seconds:.0f} s" if code == -signal.SIGKILL else "ended without a result",
+        )
+    return Outcome(value, error, code, log, seconds)
+
+
+class _Server:
+    """The process that forks ranks."""
+
+    def __init__(self, device: str) -> None:
+        hidden = {} if device == "cuda" else {"CUDA_VISIBLE_DEVICES": ""}
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "tests.sharding.ranks"],
+            cwd=_ROOT,
+            env=os.environ | {"OMP_NUM_THREADS": "1", "TORCHINDUCTOR_COMPILE_THREADS": "1"} | hidden,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        atexit.register(self._process.kill)
+
+    def ask(self, request: Mapping[str, Any]) -> list[tuple[int, float]]:
+        """Exit code and seconds of each rank."""
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        try:
+            self._process.stdin.write(json.dumps(request) + "\n")
+            self._process.stdin.flush()
+            answer = self._process.stdout.readline()
+        except (
+            BaseException
+        ):  # Ctrl-C, or a test's own time limit: the answer would come to the next one who asks
+            self._process.kill()
+            _server.cache_clear()
+            raise
+        assert answer, f"the server of ranks ended with {self._process.wait()}"
+        return [tuple(end) for end in json.loads(answer)]
+
+
+@functools.cache
+def _server(device: str) -> _Server:
+    return _Server(device)
+
+
+# -- in the server ------------------------------------------------------------------------------------------------
+
+
+def _serve() -> None:
+    """Fork ranks for each line of the standard input; a rank returns from here, and its interpreter ends."""
+    _import_all()
+    gc.freeze()  # collections in the ranks leave alone what all of them share
+    while line := sys.stdin.readline():
+        request = json.loads(line)
+        started: dict[int, int] = {}
+        for rank in range(request["ranks"]):
+            child = os.fork()
+            if child == 0:
+                _be_rank(rank, Path(request["folder"]), request["environment"], request["timeout"])
+            started[child] = rank
+        print(json.dumps(_ends(started, request["timeout"])), flush=True)  # noqa: T201 - the answer
+
+
+def _import_all() -> None:
+    """Pay for all imports once, those of a first trace too; with a GPU in sight nothing may be computed here."""
+    import torch._dynamo  # noqa: F401
+
+    import functional_cg  # noqa: F401
+
+    if not os.environ.get("CUDA_VISIBLE_DEVICES", "all"):
+        from tests.sharding.programs import warm_up
+
+        warm_up()
+
+
+def _ends(started: Mapping[int, int], timeout: float) -> Sequence[tuple[int, float]]:
+    """Wait for processes; what is left after ``timeout`` seconds is killed."""
+    start, left, killed = time.monotonic(), dict(started), False
+    ends: dict[int, tuple[int, float]] = {}
+    while left:
+        child, status = os.waitpid(-1, os.WNOHANG)
+        passed = time.monotonic() - start
+        if child in left:
+            ends[left.pop(child)] = (os.waitstatus_to_exitcode(status), passed)
+        elif passed > timeout and not killed:
+            killed = True
+            for other in left:
+                os.kill(other, signal.SIGKILL)
+        else:
+            time.sleep(0.005)
+    return [ends[rank] for rank in sorted(ends)]
+
+
+def _be_rank(rank: int, folder: Path, environment: Mapping[str, str], timeout: float) -> Never:
+    ctypes.CDLL(None).prctl(_DIE_WITH_PARENT, signal.SIGKILL)
+    log = os.open(folder / f"log{rank}", os.O_WRONLY | os.O_CREAT, 0o600)
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    for source, target in ((nothing, 0), (log, 1), (log, 2)):
+        os.dup2(source, target)
+    faulthandler.enable()
+    faulthandler.dump_traceback_later(max(timeout - _STACKS_BEFORE, 0.1))
+    os.environ.update(environment)
+    if environment:
+        os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank))
+    code = 1
+    try:
+        function, args = pickle.loads((folder / "call").read_bytes())
+        result = (function(*args), "")
+        code = 0
+    except BaseException:
+        result = (None, traceback.format_exc())
+    with contextlib.suppress(OSError):  # the folder is gone: the caller has given up
+        _write(folder / f"result{rank}", result)
+    # What an interpreter does at its end, but for tearing down torch module by module, which takes a second.
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    os._exit(code)
+
+
+def _write(path: Path, result: Any) -> None:
+    try:
+        content = pickle.dumps(result)
+    except Exception:  # whatever a value of a test raises
+        content = pickle.dumps((None, traceback.format_exc()))
+    path.write_bytes(content)
+
+
+if __name__ == "__main__":
+    _serve()
