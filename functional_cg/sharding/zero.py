@@ -97,7 +97,7 @@ def zero(
     Returns:
       What :meth:`TrainState.create` takes as ``sharding``.
     Raises:
-      ValueError: If the stage is none of the three.
+      ValueError: If the stage is none of the three, ``bucket_bytes`` not positive, or ``prefetch`` negative.
 
     Example:
       >>> import torch, functional_cg as fcg
@@ -110,6 +110,8 @@ def zero(
         raise ValueError(f"sharding.zero: stage must be 1, 2 or 3, got {stage!r}")
     if bucket_bytes < 1:
         raise ValueError(f"sharding.zero: bucket_bytes must be positive, got {bucket_bytes!r}")
+    if prefetch < 0:
+        raise ValueError(f"sharding.zero: prefetch must not be negative, got {prefetch!r}")
     return Zero(mesh, stage, bucket_bytes, prefetch, param_dtype, reduce_dtype, reshard)
 
 
