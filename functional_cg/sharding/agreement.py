@@ -6,6 +6,9 @@ at the key-value store that the launcher's rendezvous has left, where waiting ha
 
 from __future__ import annotations
 
+import contextlib
+import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -18,6 +21,8 @@ from ..errors import CaptureError
 __all__ = ["Ranks"]
 
 _GOODBYE_SECONDS = 5.0
+_GIVEN_UP = "given up"  # what a rank says that waits no longer
+_AGAIN = 0.05  # seconds until a rank is asked again that has given up
 
 
 @dataclass(eq=False, slots=True)
@@ -58,21 +63,23 @@ class Ranks:
         Raises:
           CaptureError: Naming the ranks that are missing, or that do something else.
         """
-        here, self.meetings = self.meetings, self.meetings + 1
+        here = self.meetings
         keys = [f"{here}/{rank}" for rank in range(self.size)]
         self.store.set(keys[self.rank], what)
-        try:
-            self.store.wait(keys, timedelta(seconds=self.timeout))
-        except RuntimeError as error:  # c10d's DistStoreError, and what older stores raise
-            missing = [rank for rank, key in enumerate(keys) if not self.store.check([key])]
+        said = self._heard(keys)
+        absent = [rank for rank in range(self.size) if not said[rank]]
+        missing = absent or [rank for rank in range(self.size) if said[rank] == _GIVEN_UP]
+        if missing:
+            # Who comes later is not to go on alone, and the call may be made again on all ranks.
+            self.store.set(keys[self.rank], _GIVEN_UP)
             raise CaptureError.of(
                 function,
                 f"waited {self.timeout:g} s for {_ranks(missing)}, on rank {self.rank} of {self.size}.",
                 rows=[f"rank {self.rank} is about to {what.splitlines()[0]}"],
                 why="A function over a sharded state is collective: all ranks call it, in the same order.",
                 fix="call it on all ranks and use its result on one, `out = sample(state)`, `if rank == 0: show(out)`.",
-            ) from error
-        said = [self.store.get(key).decode() for key in keys]
+            )
+        self.meetings += 1
         others = [rank for rank in range(self.size) if said[rank] != said[0]]
         if others:
             differ = f"{_ranks(others)} differ{'s' * (len(others) == 1)}"
@@ -83,6 +90,18 @@ class Ranks:
                 why="Each rank captures one graph, and the collectives in them wait for each other.",
                 fix="call the same steps in one order on all ranks, with inputs of one layout: the last batch too.",
             )
+
+    def _heard(self, keys: Sequence[str]) -> list[str]:
+        """What each rank says; an empty text of one that was not here by the end of the time."""
+        end = time.monotonic() + self.timeout
+        while True:
+            left = timedelta(seconds=max(end - time.monotonic(), 0.01))  # 0 is for ever
+            with contextlib.suppress(RuntimeError):  # c10d's DistStoreError, and what older stores raise
+                self.store.wait(keys, left)
+            said = [self.store.get(key).decode() if self.store.check([key]) else "" for key in keys]
+            if {"", _GIVEN_UP}.isdisjoint(said) or time.monotonic() >= end:
+                return said
+            time.sleep(_AGAIN)
 
     def part(self) -> None:
         """Let all ranks get here before connections are cut; one that has died is not waited for long."""

@@ -1,0 +1,136 @@
+"""H95: ranks that are about to capture different things, or of which some are missing, all raise; none hangs.
+
+Here ranks are threads that share a store; ``test_refusals_on_ranks`` has processes and steps.
+"""
+
+from __future__ import annotations
+
+import re
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+import functional_cg as fcg
+from functional_cg.sharding.agreement import Ranks
+
+SHORT = 0.4
+
+
+def at_once(*acts: Callable[[], Any]) -> list[BaseException | None]:
+    """Run acts on threads of their own; what each of them raised."""
+    raised: list[BaseException | None] = [None] * len(acts)
+
+    def run(number: int) -> None:
+        try:
+            acts[number]()
+        except BaseException as error:
+            raised[number] = error
+
+    threads = [threading.Thread(target=run, args=(number,)) for number in range(len(acts))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=60)
+    assert not any(thread.is_alive() for thread in threads), "a rank hangs"
+    return raised
+
+
+def ranks(size: int, timeout: float = 10.0) -> list[Ranks]:
+    store = dist.HashStore()
+    return [Ranks.over(store, rank, size, timeout) for rank in range(size)]
+
+
+def says(rank: Ranks, what: str) -> Callable[[], None]:
+    return lambda: rank.agree("train", what)
+
+
+def test_ranks_that_agree_go_on() -> None:
+    everyone = ranks(3)
+    for call in range(4):
+        assert at_once(*(says(rank, f"capture {call}") for rank in everyone)) == [None] * 3
+
+
+def test_h95_all_ranks_raise_where_one_differs() -> None:
+    first = "capture `train`\nstate['w']  f32[4]\nbatch['x']  f32[8,3]\n7 ATen calls, abc"
+    other = first.replace("f32[8,3]", "f32[5,3]")
+    everyone = ranks(4)
+    raised = at_once(*(says(rank, other if rank.rank in (1, 3) else first) for rank in everyone))
+    expected = """`train`: ranks are about to do different things: ranks 1, 3 differ from rank 0.
+  rank 0  batch['x']  f32[8,3]   rank 1  batch['x']  f32[5,3]
+Each rank captures one graph, and the collectives in them wait for each other.
+To fix: call the same steps in one order on all ranks, with inputs of one layout: the last batch too.
+Docs: help(functional_cg.CaptureError)"""
+    assert all(isinstance(error, fcg.CaptureError) for error in raised)
+    assert [str(error) for error in raised] == [expected] * 4
+    assert at_once(*(says(rank, "the next one") for rank in everyone)) == [None] * 4, "they are in step again"
+
+
+@pytest.mark.parametrize(
+    ("first", "other", "rows"),
+    [
+        ("a\nb", "a", ["rank 0  b   rank 1  nothing"]),
+        ("a", "a\nb", ["rank 0  nothing   rank 1  b"]),
+        ("a\nb\nc", "x\nb\ny", ["rank 0  a   rank 1  x", "rank 0  c   rank 1  y"]),
+    ],
+)
+def test_the_lines_that_differ_are_shown(first: str, other: str, rows: list[str]) -> None:
+    zero, one = ranks(2)
+    raised = at_once(says(zero, first), says(one, other))
+    assert re.findall(r"^  (.*)$", str(raised[0]), re.MULTILINE) == rows
+
+
+def test_h95_missing_ranks_are_named_in_time() -> None:
+    everyone = ranks(4, SHORT)
+    start = time.monotonic()
+    raised = at_once(*(says(rank, "capture `train`") for rank in everyone if rank.rank in (0, 2)))
+    assert time.monotonic() - start < 10 * SHORT
+    assert [str(error).splitlines()[0] for error in raised] == [
+        "`train`: waited 0.4 s for ranks 1, 3, on rank 0 of 4.",
+        "`train`: waited 0.4 s for ranks 1, 3, on rank 2 of 4.",
+    ]
+    assert str(raised[0]).splitlines()[1:] == [
+        "  rank 0 is about to capture `train`",
+        "A function over a sharded state is collective: all ranks call it, in the same order.",
+        "To fix: call it on all ranks and use its result on one, `out = sample(state)`, `if rank == 0: show(out)`.",
+        "Docs: help(functional_cg.CaptureError)",
+    ]
+
+
+def test_who_comes_too_late_does_not_go_on_alone() -> None:
+    """What a rank said that has given up since is not taken for an answer."""
+    zero, one = ranks(2, SHORT)
+    assert at_once(says(zero, "capture"))[0] is not None
+    (late,) = at_once(says(one, "capture"))
+    assert isinstance(late, fcg.CaptureError)
+    assert "for rank 0, on rank 1 of 2" in str(late)
+
+
+def test_after_a_failure_the_call_can_be_made_again() -> None:
+    zero, one = ranks(2, SHORT)
+    assert at_once(says(zero, "capture"))[0] is not None
+    assert at_once(says(zero, "capture"), says(one, "capture")) == [None, None]
+    assert at_once(says(zero, "more"), says(one, "more")) == [None, None]
+
+
+def test_a_second_mesh_does_not_hear_what_was_said_on_the_first() -> None:
+    store = dist.HashStore()
+    first = [Ranks.over(store, rank, 2, 10.0) for rank in range(2)]
+    assert at_once(says(first[0], "capture a"), says(first[1], "capture a")) == [None, None]
+    second = [Ranks.over(store, rank, 2, SHORT) for rank in range(2)]
+    (alone,) = at_once(says(second[0], "capture a"))
+    assert isinstance(alone, fcg.CaptureError)
+
+
+def test_parting_waits_for_all_and_not_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("functional_cg.sharding.agreement._GOODBYE_SECONDS", SHORT)
+    zero, one = ranks(2)
+    start = time.monotonic()
+    zero.part()
+    assert SHORT * 0.9 < time.monotonic() - start < 10 * SHORT
+    start = time.monotonic()
+    one.part()
+    assert time.monotonic() - start < SHORT
