@@ -77,7 +77,7 @@ def test_a_failed_capture_leaves_nothing_behind(say: Callable[[str], None]) -> N
         x = torch.tensor(0.25, device=DEVICE)
         before = memory()
         levels = []
-        for _ in range(6):
+        for _ in range(100):
             with pytest.raises(fcg.CaptureError) as failure:
                 step(state, x)
             assert failure.value.__cause__ is not None
@@ -87,7 +87,7 @@ def test_a_failed_capture_leaves_nothing_behind(say: Callable[[str], None]) -> N
             failure = None  # type: ignore[assignment]  # its traceback keeps tensors alive
             levels.append(memory())
         say(
-            f"allocated, reserved MiB: {_mib(before)}, after each failed capture {[_mib(one) for one in levels]}"
+            f"allocated, reserved MiB: {_mib(before)}, after failed captures {[_mib(levels[i]) for i in (0, 9, 99)]}"
         )
         # the same step, once the op behaves
         syncs[0] = False
