@@ -39,7 +39,7 @@ from .stages.watch import refuse_ambient_autocast, watch
 from .staging import Staging
 from .state import Handle, fill, place, placeable
 from .surroundings import inside_a_step, refuse_anomaly_mode, refuse_foreign_modes
-from .verify import Shadow, tolerance_of
+from .verify import Shadow
 
 __all__ = ["Transform"]
 
@@ -203,7 +203,7 @@ class Transform:
         replay = functools.partial(self._replay, call, lowered)
         if self._to_verify:
             self._to_verify -= 1
-            return self._shadow.verify(call.laid_out(lowered.layout), replay, tolerance_of(lowered))
+            return self._shadow.verify(call.laid_out(lowered.layout), lowered, replay)
         return replay()
 
     def _replay(self, call: Call, lowered: Lowered) -> Any:

@@ -3,44 +3,31 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from . import tree as pytree
-from .arena import BufferSpec
+from .arena import Arena, BufferSpec
 from .debug import Silence
-from .eager import copies, evaluate
+from .eager import evaluate
 from .errors import CaptureError
 from .leaf import owned
 from .lowered import Lowered
-from .shards.boundary import held
+from .shards.boundary import entered, held
 from .signature import Call
+from .stages.lower import Buffers, ExecutionPlan, lower_aten, quiet
+from .stages.program import Program
+from .stages.replay import finisher
 from .stages.values import same
+from .staging import Staging
 from .surroundings import AsTraced
 
-__all__ = ["Shadow", "tolerance_of"]
-
-
-def tolerance_of(lowered: Lowered) -> float:
-    """How far a replay may be from the eager run: the norm of the difference over that of the leaf.
-
-    Nothing for ATen calls: they are repeated as they are, bit for bit. A compiler adds in another order, fuses products
-    with sums and keeps what it fuses unrounded, and a step amplifies that by its condition, which nobody knows. Half
-    of the digits of the coarsest floating dtype that the step computes in leaves room for it (3.5e-4 in f32, 0.088 in
-    bf16): a number that is stale, or a kernel that has read dead memory, differs in the first ones.
-    """
-    if not lowered.plan.compiled:
-        return 0.0
-    computed = {var.spec.dtype for instr in lowered.program.instrs for var in instr.outputs()}
-    return _half_the_digits(computed | {spec.dtype for state in lowered.states for spec in state.specs})
-
-
-def _half_the_digits(dtypes: Iterable[torch.dtype]) -> float:
-    inexact = [dtype for dtype in dtypes if dtype.is_floating_point or dtype.is_complex]
-    return max((float(torch.finfo(dtype).eps) ** 0.5 for dtype in inexact), default=0.0)
+__all__ = ["Shadow"]
 
 
 class Shadow:
@@ -56,42 +43,75 @@ class Shadow:
         self._fn, self._name, self._donates = fn, name, donates
         self._calls = 0
 
-    def verify(self, call: Call, replay: Callable[[], Any], tolerance: float) -> Any:
+    def verify(self, call: Call, lowered: Lowered, replay: Callable[[], Any]) -> Any:
         """Replay a call and return its result, if it is that of the eager run.
 
-        Numbers and integer tensors have to be equal, floating tensors equal in their bits; with a ``tolerance``, equal
-        up to this part of their norm, plus one rounding of 1.0 per element. What the eager run prints is not shown.
+        Numbers have to be equal, tensors in all bits. A compiler adds in another order, and a step amplifies that as
+        much as it likes (Adam makes an update of 1e-3 of a gradient that is nothing but rounding), so no tolerance
+        would tell it from a mistake. Where there is one, two things are compared, both in all bits: the calls that the
+        trace recorded, run one by one, with the eager run; and the replay with the compiled function run outside of it.
+        What the runs beside the replay print is not shown.
 
         Raises:
           CaptureError: Naming the leaves that differ and the call; or the eager run has raised.
         """
-        slots = [copies(s.arena, s.start, s.stop) for s in call.states]
+        before = [_copy(state.arena) for state in call.states]
         live = [tensor.clone() for tensor in call.live]
         got = replay()
         self._calls += 1
-        try:
-            with Silence(), AsTraced():
-                expected = evaluate(self._fn, call, slots, live, donates=self._donates)
-        except Exception as error:  # whatever the user's function raises
-            raise self._error(
-                call,
-                f"raises {type(error).__name__} in the eager run of verified call {self._calls}: {error}",
-            ) from error
-        rows = self._differences(call, expected, got, tolerance)
-        if rows:
-            raise self._error(
-                call, f"replay differs from the eager run at verified call {self._calls}.", rows
-            )
+        rehearse = partial(self._rehearse, call, before, live, lowered.program)
+        if lowered.plan.compiled:
+            self._compare(call, rehearse(lowered.plan), "the compiled function run by itself", got)
+            recorded = rehearse(lower_aten(lowered.program))
+        else:
+            recorded = got
+        self._compare(call, self._eager_run(call, before, live), "the eager run", recorded)
         return got
 
-    def _differences(self, call: Call, expected: Any, got: Any, tolerance: float) -> list[str]:
+    def _eager_run(self, call: Call, before: Sequence[Arena], live: Sequence[Tensor]) -> Any:
+        slots = [arena.slots[s.start : s.stop] for s, arena in zip(call.states, before, strict=True)]
+        try:
+            with Silence(), AsTraced():
+                return evaluate(self._fn, call, slots, live, donates=self._donates)
+        except Exception as error:  # whatever the user's function raises
+            what = f"raises {type(error).__name__} in the eager run of verified call {self._calls}: {error}"
+            raise self._error(call, what) from error
+
+    def _rehearse(
+        self,
+        call: Call,
+        before: Sequence[Arena],
+        live: Sequence[Tensor],
+        program: Program,
+        plan: ExecutionPlan,
+    ) -> Any:
+        """What a plan makes of a call, on memory of its own."""
+        arenas = [_copy(arena) for arena in before]
+        slots = [arena.slots[s.start : s.stop] for s, arena in zip(call.states, arenas, strict=True)]
+        staging = Staging(call.layout.specs, call.device)
+        staging.copy_in(live)
+        constants = [c.value.to(c.var.spec.device, copy=True) for c in program.constants]
+        with quiet():
+            run = plan.bind(Buffers(list(chain.from_iterable(slots)), staging.slots, constants))
+            metrics = finisher(program, prints=False)(run(()))
         if not self._donates:
-            return _differences("outputs", expected, got, tolerance)
+            return metrics
+        state, values = call.states[0], slots[0]
+        return pytree.unflatten(state.handle._node, entered(state.specs, values)), metrics
+
+    def _compare(self, call: Call, expected: Any, run: str, got: Any) -> None:
+        rows = self._differences(call, expected, got)
+        if rows:
+            raise self._error(call, f"replay differs from {run} at verified call {self._calls}.", rows)
+
+    def _differences(self, call: Call, expected: Any, got: Any) -> list[str]:
+        if not self._donates:
+            return _differences("outputs", expected, got)
         if not isinstance(expected, tuple) or len(expected) != 2:
             return [f"result  eager {type(expected).__name__}   replay (state, metrics)"]
         names = call.states[0].name, "metrics"
         triples = zip(names, expected, got, strict=True)
-        return [row for name, want, have in triples for row in _differences(name, want, have, tolerance)]
+        return [row for name, want, have in triples for row in _differences(name, want, have)]
 
     def _error(self, call: Call, what: str, rows: Iterable[str] = ()) -> CaptureError:
         kept = (
@@ -109,7 +129,17 @@ class Shadow:
         )
 
 
-def _differences(root: str, expected: Any, got: Any, tolerance: float) -> list[str]:
+def _copy(arena: Arena) -> Arena:
+    """Memory of the same layout with the same values."""
+    arena.join()
+    copy = Arena.allocate(arena.plan, arena.device)
+    with torch.no_grad():
+        for new, old in zip(copy.slabs, arena.slabs, strict=True):
+            new.copy_(old)
+    return copy
+
+
+def _differences(root: str, expected: Any, got: Any) -> list[str]:
     """Where two trees differ, one line each."""
     pairs, treedef = pytree.flatten_with_path(expected)
     leaves, other = pytree.flatten(got)
@@ -120,10 +150,10 @@ def _differences(root: str, expected: Any, got: Any, tolerance: float) -> list[s
     triples = [
         (pytree.path_string(path, root), want, have) for (path, want), have in zip(pairs, leaves, strict=True)
     ]
-    return [f"{name}  {text}" for name, want, have in triples if (text := _difference(want, have, tolerance))]
+    return [f"{name}  {text}" for name, want, have in triples if (text := _difference(want, have))]
 
 
-def _difference(want: Any, have: Any, tolerance: float) -> str:
+def _difference(want: Any, have: Any) -> str:
     """How two leaves differ; an empty string if they do not."""
     if not isinstance(want, Tensor) or not isinstance(have, Tensor):
         return "" if have is want or same(have, want) else f"eager {_shown(want)}   replay {_shown(have)}"
@@ -134,12 +164,8 @@ def _difference(want: Any, have: Any, tolerance: float) -> str:
         return ""
     if not (want.is_floating_point() or want.is_complex()):
         return f"differs in {int((want != have).sum())} of {want.numel()} elements"
-    distance, allowed = _distance(want, have), _allowed(want, tolerance)
-    if tolerance and distance <= allowed:
-        return ""
-    if not distance:
-        return "differs in the sign of zeros"
-    return f"differs by {distance:.3g} in norm, allowed is {allowed if tolerance else 0:.3g}"
+    distance = _distance(want, have)
+    return f"differs by {distance:.3g} in norm" if distance else "differs in the sign of zeros"
 
 
 def _shown(leaf: Any) -> str:
@@ -156,12 +182,6 @@ def _distance(want: Tensor, have: Tensor) -> float:
     equal = (want == have) | (want.isnan() & have.isnan())
     distance: float = torch.where(equal, 0.0, have - want).abs().norm().item()
     return math.inf if math.isnan(distance) else distance
-
-
-def _allowed(want: Tensor, tolerance: float) -> float:
-    finite = torch.where(want.isfinite(), _wide(want), 0.0)
-    norm: float = finite.abs().norm().item()
-    return tolerance * norm + torch.finfo(want.dtype).eps * math.sqrt(want.numel())
 
 
 def _same_bits(a: Tensor, b: Tensor) -> bool:

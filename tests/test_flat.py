@@ -144,6 +144,7 @@ def test_vectors_and_slots_are_one_memory(case: str, lowering: Any, device: str)
 
 
 @pytest.mark.cuda
+@pytest.mark.timeout(400)  # inductor takes its time for 10,000 leaves, more so beside other tests
 @pytest.mark.parametrize("lowering", ["aten", "inductor"])
 def test_ten_thousand_leaves_are_one_vector(lowering: Any) -> None:
     """AdamW over all leaves: a handful of kernels, whatever the number of leaves."""

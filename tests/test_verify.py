@@ -69,7 +69,7 @@ def test_a_stale_number_is_found_and_the_state_is_not_lost(lowering: Any) -> Non
         cfg, lambda s, x: ({"w": s["w"] + x * cfg.read()}, {}), 1.01, lowering=lowering
     )
     assert "replay differs from the eager run at verified call 2" in text
-    assert r"s['w']  differs by 0.0173 in norm, allowed is " in text
+    assert r"s['w']  differs by 0.0173 in norm" in text
     assert "`s.latest()` is its state" in text
     assert old.latest()["w"].tolist() == [3.0, 3.0, 3.0]
 
@@ -102,7 +102,7 @@ def test_a_read_only_function() -> None:
     look = fcg.graph_fn(lambda x: x * cfg.read(), debug="verify")
     look(torch.ones(2))
     cfg.value = 2.0
-    with pytest.raises(fcg.CaptureError, match=r"outputs  differs by 1\.41 in norm, allowed is 0") as error:
+    with pytest.raises(fcg.CaptureError, match=r"outputs  differs by 1\.41 in norm") as error:
         look(torch.ones(2))
     assert "latest" not in str(error.value)
 
@@ -114,28 +114,74 @@ def test_lines_are_printed_once(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("want", "have", "exact", "close"),
+    ("want", "have", "text"),
     [
-        ([0.0], [-0.0], False, True),
-        ([NAN, 1.0], [NAN, 1.0], True, True),
-        ([NAN, 1.0], [1.0, 1.0], False, False),
-        ([float("inf")], [float("-inf")], False, False),
-        ([float("inf"), 1.0], [float("inf"), 1.0 + 1e-6], False, True),
-        ([100.0, 0.0], [100.0, 1e-2], False, True),  # of the leaf's norm, not of the element
-        ([100.0, 0.0], [100.0, 0.1], False, False),
-        ([0.0], [1e-7], False, True),
-        ([1.0 + 1.0j], [1.0 + 1.00001j], False, True),
-        ([complex(1.0, 0.0)], [complex(1.0, -0.0)], False, True),
-        ([1, 2], [1, 3], False, False),
-        ([True], [False], False, False),
-        ([], [], True, True),
+        ([0.0], [-0.0], "differs in the sign of zeros"),
+        ([NAN, 1.0], [NAN, 1.0], ""),
+        ([NAN, 1.0], [1.0, 1.0], "differs by inf in norm"),
+        ([float("inf")], [float("-inf")], "differs by inf in norm"),
+        ([float("inf"), 1.0], [float("inf"), 1.5], "differs by 0.5 in norm"),
+        ([100.0, 0.0], [100.0, 1e-7], "differs by 1e-07 in norm"),
+        ([1.0 + 1.0j], [1.0 + 1.5j], "differs by 0.5 in norm"),
+        ([complex(1.0, 0.0)], [complex(1.0, -0.0)], "differs in the sign of zeros"),
+        ([1, 2], [1, 3], "differs in 1 of 2 elements"),
+        ([True], [False], "differs in 1 of 1 elements"),
+        ([], [], ""),
     ],
     ids=str,
 )
-def test_bits_or_a_part_of_the_norm(want: Any, have: Any, *, exact: bool, close: bool) -> None:
-    tensors = torch.tensor(want), torch.tensor(have)
-    assert (_difference(*tensors, 0.0) == "") == exact
-    assert (_difference(*tensors, 3.5e-4) == "") == close
+def test_all_bits_count(want: Any, have: Any, text: str) -> None:
+    assert _difference(torch.tensor(want), torch.tensor(have)) == text
+
+
+def test_rounding_that_an_optimizer_amplifies_is_no_false_alarm() -> None:
+    """The gradient of a bias before a normalisation is nothing but rounding, of which Adam makes a whole update."""
+    torch.manual_seed(0)
+    optimizer = fcg.optim.adam(0.1)
+
+    def fn(state: Any, x: Tensor) -> Any:
+        def loss_fn(p: Any) -> Tensor:
+            return nn.functional.layer_norm((x @ p["w"]).sum(-1, keepdim=True) + p["b"], (64, 1)).sin().mean()
+
+        loss, grads = fcg.value_and_grad(loss_fn)(state.params)
+        return state.apply_gradients(grads), {"loss": loss}
+
+    def state() -> Any:
+        return fcg.TrainState.create(params={"w": w, "b": torch.zeros(1)}, optimizer=optimizer)
+
+    w = torch.randn(32, 32)
+    steps = [fcg.graph_step(fn, lowering=lowering, debug="verify") for lowering in ("aten", "inductor")]
+    states = [state(), state()]
+    for _ in range(4):
+        x = torch.randn(3, 64, 32)
+        states = [step(one, x)[0] for step, one in zip(steps, states, strict=True)]
+    assert not torch.allclose(states[0].params["b"], states[1].params["b"], rtol=0.1), "the lowerings agree"
+
+
+@pytest.mark.parametrize("donates", [True, False])
+def test_a_compiler_that_changes_its_mind_is_found(*, donates: bool) -> None:
+    """The replay is compared with the compiled function, since nobody knows how far that may be from the eager run."""
+    runs: list[int] = []
+
+    def compiler(graph: Any, example_inputs: Any) -> Any:
+        del example_inputs
+
+        def compiled(*args: Any) -> Any:
+            runs.append(len(runs))
+            out = graph(*args)
+            return [out[0] + 1e-6 * len(runs), *out[1:]]
+
+        return compiled
+
+    text = r"replay differs from the compiled function run by itself at verified call 1(.|\n)*differs by"
+    if donates:
+        step: Any = fcg.graph_step(lambda s, x: (s, {"m": x * 2}), lowering=compiler, debug="verify")
+        with pytest.raises(fcg.CaptureError, match=text):
+            step({"w": torch.ones(1)}, torch.ones(2))
+    else:
+        look: Any = fcg.graph_fn(lambda x: x * 2, lowering=compiler, debug="verify")
+        with pytest.raises(fcg.CaptureError, match=text):
+            look(torch.ones(2))
 
 
 @pytest.mark.parametrize(

@@ -72,11 +72,11 @@ class Bound:
         )
 
 
-def finisher(program: Program) -> Callable[[Sequence[Tensor]], Any]:
+def finisher(program: Program, *, prints: bool = True) -> Callable[[Sequence[Tensor]], Any]:
     """What is made of a replay's tensors: the pytree of outputs, and the lines to print."""
     assert program.output_def is not None
     build = output_builder(program.output_def, program.outputs)
-    if not program.prints:
+    if not (prints and program.prints):
         return build
 
     def printing(tensors: Sequence[Tensor]) -> Any:

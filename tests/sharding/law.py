@@ -7,17 +7,20 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
 import functional_cg as fcg
 from functional_cg.shards.tensor import Sharded
-from functional_cg.surroundings import AsTraced
 from functional_cg.testing import assert_no_alias, assert_trees_all_equal
 from tests.hazards.law import overwrite
-from tests.sharding.programs import PROGRAMS, Setting
+from tests.sharding.programs import PROGRAMS, Setting, key_of, mlp_loss, mlp_state
 
-__all__ = ["CALLS", "HYBRID", "Run", "held", "law", "on_gloo_and_nccl", "rank_of", "trained"]
+__all__ = [
+    "CALLS", "HYBRID", "Run", "assert_same_step", "batches", "forks_in_turn", "held", "law",
+    "on_gloo_and_nccl", "rank_of", "trained", "two_steps_on_one_state",
+]  # fmt: skip
 
 CALLS = 16
 HYBRID = {"replica": 2, "shard": 2}
@@ -69,33 +72,84 @@ def batches(program: str, device: str, rank: int) -> Callable[[int], Any]:
     return lambda call: fcg.tree.map(lambda leaf: leaf.to(device), make(call, rank))
 
 
+def assert_same_step(
+    step: Any, captured: Any, eager: Any, batch: Any, call: Any
+) -> tuple[Any, Any, Any, Any]:
+    """One call of each; afterwards both states have the same bits on this rank, and so have the metrics.
+
+    Returns:
+      Both states, and both metrics.
+    """
+    eager, expected = step.eager(eager, batch)
+    captured, metrics = step(captured, batch)
+    overwrite(batch)
+    assert_trees_all_equal((held(captured), metrics), (held(eager), expected), f"call {call}")
+    return captured, eager, metrics, expected
+
+
 def law(run: Run, device: str) -> Any:
     """Sixteen calls with new data, replayed and on a fork eagerly.
 
     Returns:
       The metrics of each call; the state as a dict on rank 0; and the numbers of traces, captures and replays.
     """
-    program, rank = PROGRAMS[run.program], rank_of()
+    program = PROGRAMS[run.program]
     captured = program.state(run.setting.zero(device), device)
-    eager, batch_of = fcg.fork(captured), batches(run.program, device, rank)
+    eager, batch_of = fcg.fork(captured), batches(run.program, device, rank_of())
     # A replay that repeats the calls of the eager run, so that the two agree in every bit.
     step = fcg.graph_step(program.step, **{"lowering": "aten", **run.options})
     kept: list[Any] = []
     copies: list[Any] = []
     for call in range(CALLS):
-        batch = batch_of(call)
-        with AsTraced():
-            eager, expected = step.eager(eager, batch)
-        captured, metrics = step(captured, batch)
-        overwrite(batch)
-        assert_trees_all_equal((held(captured), metrics), (held(eager), expected), f"call {call}")
+        captured, eager, metrics, expected = assert_same_step(step, captured, eager, batch_of(call), call)
         kept.append(metrics)
         copies.append(expected)
     assert_trees_all_equal(kept, copies, "kept metrics")
     assert_no_alias(kept, held(captured))
-    counts = (step.stats.traces, step.stats.captures, step.stats.replays)
     whole = fcg.sharding.state_dict(captured)
-    return {"metrics": [on_host(metrics) for metrics in kept], "state": whole, "counts": counts}
+    return {"metrics": [on_host(metrics) for metrics in kept], "state": whole, "counts": counts_of(step)}
+
+
+def counts_of(step: Any) -> tuple[int, int, int]:
+    return step.stats.traces, step.stats.captures, step.stats.replays
+
+
+def forks_in_turn(setting: Setting, device: str) -> Any:
+    """Two states of one step, each with batches of its own, called in turn."""
+    program, rank = PROGRAMS["mlp"], rank_of()
+    step = fcg.graph_step(program.step, lowering="aten")
+    first = program.state(setting.zero(device), device)
+    pairs = [(first, fcg.fork(first)), (fcg.fork(first), fcg.fork(first))]
+    for call in range(CALLS):
+        for number, (captured, eager) in enumerate(pairs):
+            batch = batches("mlp", device, rank + 10 * number)(call)
+            pairs[number] = assert_same_step(step, captured, eager, batch, (call, number))[:2]
+    ends = [fcg.sharding.gather(captured.params["w1"]) for captured, _ in pairs]
+    assert not ends[0].equal(ends[1])
+    return counts_of(step)
+
+
+def two_steps_on_one_state(setting: Setting, device: str) -> Any:
+    """Three calls of a step that adds up gradients, then one of a step that updates, four times over."""
+    captured = mlp_state(accumulate=True)(setting.zero(device), device)
+    eager, batch_of = fcg.fork(captured), batches("mlp", device, rank_of())
+    add, update = fcg.graph_step(add_up, lowering="aten"), fcg.graph_step(update_with_sum, lowering="aten")
+    for call in range(CALLS):
+        step = update if call % 4 == 3 else add
+        captured, eager, _, _ = assert_same_step(step, captured, eager, batch_of(call), call)
+    assert int(captured.step) == CALLS // 4
+    return [counts_of(add), counts_of(update)]
+
+
+def add_up(state: Any, batch: Any) -> Any:
+    loss, grads = fcg.value_and_grad(lambda p: mlp_loss(p, batch, key_of(state))[0])(state.params)
+    key = fcg.random.fold_in(state.key, 1)
+    return state.replace(grads=fcg.tree.map(torch.add, state.grads, grads), key=key), {"loss": loss}
+
+
+def update_with_sum(state: Any, batch: Any) -> Any:
+    new = state.apply_gradients(state.grads, grads=fcg.tree.map(torch.zeros_like, state.grads))
+    return new, {"norm": fcg.optim.global_norm(state.grads)}
 
 
 def on_host(metrics: Mapping[str, Tensor]) -> dict[str, Tensor]:

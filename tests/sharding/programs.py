@@ -176,7 +176,7 @@ class Average(fcg.TrainState):
 def average_state(zero: Any, device: str) -> Any:
     params = fcg.tree.map(lambda leaf: leaf.to(device), mlp_params())
     params["frozen"] = torch.arange(5, device=device)
-    rules = {"trained": optim.sgd(0.1, momentum=0.9), "frozen": optim.set_to_zero()}
+    rules = {"trained": optim.sgd(0.02, momentum=0.9), "frozen": optim.set_to_zero()}
     labels = {name: "frozen" if name == "frozen" else "trained" for name in params}
     return Average.create(
         params=params, optimizer=optim.partition(rules, labels), key=fcg.random.key(7), sharding=zero,
@@ -187,7 +187,7 @@ def average_state(zero: Any, device: str) -> Any:
 def average_step(state: Any, batch: Any) -> Any:
     """A whole leaf follows a sharded one, an integer leaf among the parameters stays as it is."""
     trained = {name: leaf for name, leaf in state.params.items() if name != "frozen"}
-    x = batch["x"] + state.params["frozen"]
+    x = batch["x"] + 0.1 * state.params["frozen"]
     loss, grads = fcg.value_and_grad(lambda p: mlp_loss(p, {"x": x, "y": batch["y"]}, key_of(state))[0])(
         trained
     )

@@ -35,6 +35,8 @@ _TIMEOUT = 90.0
 _DIE_WITH_PARENT = 1  # PR_SET_PDEATHSIG of Linux
 _STACKS_BEFORE = 2.0  # seconds before a rank is killed, it says where it hangs
 
+_HEAD_START = 0.05  # seconds: rank 0 listens before others call, who would try again much later
+
 # A sum over ranks in one order, whatever its size: what is grouped then has the bits of what is not.
 _NCCL = {"NCCL_ALGO": "Ring", "NCCL_PROTO": "Simple"}
 
@@ -179,6 +181,8 @@ def _serve() -> None:
             if child == 0:
                 _be_rank(rank, Path(request["folder"]), request["environment"], request["timeout"])
             started[child] = rank
+            if rank == 0:
+                time.sleep(_HEAD_START)
         print(json.dumps(_ends(started, request["timeout"])), flush=True)  # noqa: T201 - the answer
 
 

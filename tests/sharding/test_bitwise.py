@@ -1,4 +1,4 @@
-"""Sixteen calls with new data on each rank: every shard, metric and norm has the bits of the eager run."""
+"""Sixteen calls with new data on each rank: shards, metrics and norms have the bits of the eager run. H101, T-DEREF-2."""
 
 from __future__ import annotations
 
@@ -8,37 +8,90 @@ from typing import Any
 import pytest
 import torch
 
-from tests.sharding.law import CALLS, HYBRID, Run, law, on_gloo_and_nccl
+from tests.sharding.law import (
+    CALLS,
+    HYBRID,
+    Run,
+    forks_in_turn,
+    law,
+    on_gloo_and_nccl,
+    two_steps_on_one_state,
+)
 from tests.sharding.programs import PROGRAMS, Setting, warm_up
 from tests.sharding.ranks import on_ranks
 
-BF16 = {"mlp in bf16"}
+TWO = {"data": 2}
+SMALL = {"bucket_bytes": 100}  # some leaves share a launch, others have one of their own
+BF16 = {"param_dtype": torch.bfloat16}
+
+# What `zero` can be told, and the meshes that have an axis of one rank.
+SETTINGS = [
+    Run("gpt", Setting(TWO, 2, {"bucket_bytes": 1000})),
+    Run("gpt", Setting(TWO, 3, {"bucket_bytes": 1000, "prefetch": 2})),
+    Run("lamb", Setting(TWO, 3, SMALL)),
+    Run("micro-batches", Setting(TWO, 3, SMALL)),
+    Run("mlp in bf16", Setting(TWO, 1, BF16 | {"reduce_dtype": torch.float32})),
+    Run("sharpness-aware", Setting(TWO, 3, {"reshard": False, "prefetch": 3})),
+    Run("mlp", Setting(TWO, 3, {"bucket_bytes": 1, "prefetch": 0, "reshard": False})),
+    Run("mlp", Setting({"replica": 2, "shard": 1}, 3)),
+    Run("mlp", Setting({"replica": 1, "shard": 2}, 3, {"prefetch": 4}), {"debug": "poison"}),
+]
 
 
 def laws(runs: Sequence[Run], device: str) -> list[Any]:
-    """The counts of each run; its law raises where it is broken."""
+    """The counts of each run, and its metrics; its law raises where it is broken."""
     warm_up()
-    return [law(run, device)["counts"] for run in runs]
+    results = [law(run, device) for run in runs]
+    return [(result["counts"], result["metrics"]) for result in results]
 
 
 def runs(axes: dict[str, int]) -> list[Run]:
-
     return [
-        Run(name, Setting(axes, stage, {"param_dtype": torch.bfloat16} if name in BF16 else {}))
+        Run(name, Setting(axes, stage, BF16 if name == "mlp in bf16" else {}))
         for name in PROGRAMS
         for stage in (1, 2, 3)
     ]
 
 
+def assert_agree(ranks: int, runs: Sequence[Run], device: str) -> None:
+    """Each rank keeps the law by one capture, and what is reduced by name is the same on all of them."""
+    results = on_ranks(ranks, laws, runs, device, device=device)
+    for run, of_run in zip(runs, zip(*results, strict=True), strict=True):
+        assert [counts for counts, _ in of_run] == [(1, 1, CALLS)] * ranks, run
+        for of_call in zip(*(metrics for _, metrics in of_run), strict=True):
+            for name, first in of_call[0].items():
+                assert torch.isfinite(first).all(), (run, name)
+                if name in ("own loss", "worst"):
+                    assert len({float(metrics[name]) for metrics in of_call}) == ranks, "ranks see other data"
+                else:
+                    assert all(torch.equal(metrics[name], first) for metrics in of_call), (run, name)
+
+
 @on_gloo_and_nccl
-@pytest.mark.parametrize("axes", [{"data": 2}], ids=["2"])
-def test_all_programs_at_all_stages(axes: dict[str, int], device: str) -> None:
-    for counts in on_ranks(2, laws, runs(axes), device):
-        assert counts == [(1, 1, CALLS)] * len(runs(axes))
+def test_all_programs_at_all_stages(device: str) -> None:
+    assert_agree(2, runs(TWO), device)
+
+
+@on_gloo_and_nccl
+def test_all_settings(device: str) -> None:
+    assert_agree(2, SETTINGS, device)
 
 
 @pytest.mark.parametrize("axes", [{"data": 4}, HYBRID], ids=["4", "2x2"])
 def test_four_ranks(axes: dict[str, int]) -> None:
-    chosen = [run for run in runs(axes) if run.program in ("mlp", "gpt")]
-    for counts in on_ranks(4, laws, chosen, "cpu"):
-        assert counts == [(1, 1, CALLS)] * len(chosen)
+    assert_agree(4, [run for run in runs(axes) if run.program in ("mlp", "gpt")], "cpu")
+
+
+@on_gloo_and_nccl
+def test_two_forks_are_stepped_in_turn(device: str) -> None:
+    """One step, two arenas: a capture each, and neither sees the other."""
+    counts = on_ranks(2, forks_in_turn, Setting(TWO, 3, SMALL), device, device=device)
+    assert counts == [(1, 2, 2 * CALLS)] * 2
+
+
+@on_gloo_and_nccl
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_two_steps_take_turns_on_one_state(stage: int, device: str) -> None:
+    """One adds up gradients, the other updates with the sum: collectives of two graphs on one communicator."""
+    counts: Any = on_ranks(2, two_steps_on_one_state, Setting(TWO, stage, SMALL), device, device=device)
+    assert counts == [[(1, 1, 12), (1, 1, 4)]] * 2
