@@ -1,4 +1,4 @@
-"""Sixteen calls with new data on each rank: shards, metrics and norms have the bits of the eager run. H101, T-DEREF-2."""
+"""Sixteen calls with new data on each rank: shards, metrics and norms have the bits of the eager run (H101)."""
 
 from __future__ import annotations
 
