@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from . import optim, random, sharding, tree
+from . import nn, optim, random, sharding, tree
 from .autodiff import grad, microbatches, value_and_grad
 from .checkpoint import load, load_state_dict, save, state_dict
 from .debug import debug_print
@@ -57,6 +57,7 @@ __all__ = [
     "load",
     "load_state_dict",
     "microbatches",
+    "nn",
     "optim",
     "place",
     "random",

@@ -29,7 +29,7 @@ FUNCTIONS = (
     "value_and_grad",
 )
 CLASSES = ("GraphStep", "TrainState")
-MODULES = ("optim", "random", "tree")
+MODULES = ("nn", "optim", "random", "tree")
 
 # Importing the package brings none of these: they belong to extras, to notebooks or to one device.
 NOT_IMPORTED = ("IPython", "hypothesis", "matplotlib", "safetensors", "torch_optimizer", "triton")
