@@ -14,11 +14,20 @@ from torch import Tensor
 
 from .mesh import Axis, Mesh
 
-__all__ = ["GATHER", "REDUCE_SCATTER", "all_gather", "all_reduce", "broadcast", "reduce_scatter"]
+__all__ = [
+    "ALL_REDUCE",
+    "GATHER",
+    "REDUCE_SCATTER",
+    "all_gather",
+    "all_reduce",
+    "broadcast",
+    "reduce_scatter",
+]
 
 _ops = torch.ops._c10d_functional
 GATHER = _ops.all_gather_into_tensor_coalesced.default  # takes lists: a trace joins several into one launch
 REDUCE_SCATTER = _ops.reduce_scatter_tensor_coalesced.default
+ALL_REDUCE = _ops.all_reduce.default
 
 
 def all_gather(shard: Tensor, axis: Axis) -> Tensor:
@@ -44,7 +53,7 @@ def all_reduce(tensor: Tensor, where: Mesh | Axis, op: str = "sum") -> Tensor:
       op: ``sum``, ``max`` or ``min``.
     """
     for axis in where.wide if isinstance(where, Mesh) else (where,) * (where.size > 1):
-        tensor = _wait(_ops.all_reduce(tensor.contiguous(), op, axis.group))
+        tensor = _wait(ALL_REDUCE(tensor.contiguous(), op, axis.group))
     return tensor
 
 

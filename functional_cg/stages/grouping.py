@@ -2,8 +2,9 @@
 
 A trace has one gather per read of a sharded leaf, and one reduction per gradient. Those that come one after the other
 become one launch, up to a number of bytes: a gather moves up to the first of its group, as it depends on slots alone;
-a reduction moves down to the last. A group of gathers may start ``ahead`` groups before its first use, so that it runs
-beside the compute in between. What is moved computes the same values: only the order of independent calls changes.
+a reduction moves down to the last. A group of gathers may start ``ahead`` groups before its first use, and what needs
+a reduction's result waits until the next one is under way, so that both run beside the compute in between. What is
+moved computes the same values: only the order of independent calls changes.
 """
 
 from __future__ import annotations
@@ -11,10 +12,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-from ..shards.collectives import GATHER, REDUCE_SCATTER
+from ..shards.collectives import ALL_REDUCE, GATHER, REDUCE_SCATTER
 from .program import Instr, Var, vars_in
 
-__all__ = ["group_collectives", "groups"]
+__all__ = ["group_collectives", "groups", "is_launch"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +31,11 @@ class _Item:
     place: int
     kind: tuple[object, ...]
     nbytes: int
+
+
+def is_launch(instr: Instr) -> bool:
+    """Whether it starts a collective, which runs beside what follows until it is waited for."""
+    return instr.op in (ALL_REDUCE, GATHER, REDUCE_SCATTER)
 
 
 def groups(sizes: Sequence[int], limit: int) -> list[list[int]]:
@@ -58,7 +64,7 @@ def group_collectives(instrs: list[Instr], limit: int, ahead: int = 0) -> list[I
       limit: Bytes of whole leaves in one launch.
       ahead: How many groups before its own a group of gathers starts.
     """
-    return _reductions(_gathers(instrs, limit, ahead), limit)
+    return _late(_reductions(_gathers(instrs, limit, ahead), limit))
 
 
 @dataclass(slots=True)
@@ -112,6 +118,29 @@ def _reductions(instrs: list[Instr], limit: int) -> list[Instr]:
             launch = _joined([instrs[place] for place in places])
             moves.after[last] = [launch, *(instrs[place] for place in sorted(dependents))]
     return moves.apply(instrs)
+
+
+def _late(instrs: Sequence[Instr]) -> list[Instr]:
+    """What needs a reduction's result comes after the launch of the next reduction; of the last one, at the end."""
+    written = {var.storage for instr in instrs for var in instr.writes}
+    out: list[Instr] = []
+    held: list[Instr] = []
+    waiting: set[Var] = set()  # what launches and held instructions make
+    for instr in instrs:
+        launch = instr.op in (ALL_REDUCE, REDUCE_SCATTER)
+        needs = any(var in waiting for var in instr.inputs())
+        if needs and not launch and not _touches(instr, written):
+            held.append(instr)
+            waiting.update(instr.outputs())
+            continue
+        if needs or instr.writes:  # it may not go ahead of what is held
+            out += held
+            held, waiting = [], set()
+        out.append(instr)
+        if launch:
+            out += held
+            held, waiting = [], set(instr.outputs())
+    return out + held
 
 
 def _sections(instrs: Sequence[Instr], op: object) -> Iterator[list[_Item]]:

@@ -22,6 +22,7 @@ from ..arena import dense_stride
 from ..leaf import uninterrupted
 from ..random import decompose_random_bits
 from .formulas import FORMULAS, WITH_SCALARS
+from .grouping import is_launch
 from .lower import Before, Buffers, Run, Schedule, schedule
 from .program import Instr, Program, SlotRange, Var, map_vars
 from .recompute import recompute
@@ -34,6 +35,12 @@ _BULK = 2**16  # words; a launch costs as much as to compute about so many of th
 # One graph for all: inductor's own CUDA graphs off, whatever the user's global configuration says.
 _INDUCTOR_OPTIONS: Mapping[str, Any] = MappingProxyType(
     {"triton.cudagraphs": False, "triton.cudagraph_trees": False}
+)
+
+# Inductor's passes put the launch of a collective next to its wait, or the wait next to the first use of its result; our
+# own order has both where compute runs in between.
+_IN_ORDER: Mapping[str, Any] = MappingProxyType(
+    {"reorder_for_peak_memory": False, "reorder_for_locality": False}
 )
 
 
@@ -86,6 +93,8 @@ class CompiledPlan:
             from torch._inductor import standalone_compile
 
             options = dict(_INDUCTOR_OPTIONS)
+            if any(is_launch(instr) for instr in self._program.instrs):
+                options |= _IN_ORDER
             if torch.are_deterministic_algorithms_enabled():
                 options["deterministic"] = True  # no variant of a reduction is chosen by timing it
             return standalone_compile(

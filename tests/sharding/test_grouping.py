@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from functional_cg.arena import BufferSpec
-from functional_cg.shards.collectives import GATHER, REDUCE_SCATTER
+from functional_cg.shards.collectives import ALL_REDUCE, GATHER, REDUCE_SCATTER
 from functional_cg.stages.grouping import group_collectives, groups
 from functional_cg.stages.program import Instr, Var
 
@@ -73,6 +73,9 @@ class Builder:
         out = self.new(max(source.spec.numel // RANKS, 1), source.spec.dtype)
         return self.call(REDUCE_SCATTER, ([source], "sum", RANKS, group), [out])[0]
 
+    def sum(self, source: Var, group: str = "g") -> Var:
+        return self.call(ALL_REDUCE, (source, "sum", group), self.new(source.spec.numel, source.spec.dtype))
+
     def add(self, a: Var, b: Var) -> Var:
         return self.call(aten.add.Tensor, (a, b), self.new(a.spec.numel, a.spec.dtype))
 
@@ -90,11 +93,23 @@ class Builder:
 def programs(draw: Callable[[Any], Any]) -> Builder:
     """Collectives of slots, of values and of each other, with casts, views and writes in place between them."""
     program = Builder(slots=draw(st.integers(1, 4)))
-    kinds = ("gather", "gather", "gather", "reduce", "reduce", "reduce", "add", "cast", "view", "write")
+    kinds = (
+        "gather",
+        "gather",
+        "gather",
+        "reduce",
+        "reduce",
+        "reduce",
+        "sum",
+        "add",
+        "cast",
+        "view",
+        "write",
+    )
     for _ in range(draw(st.integers(0, 14))):
         kind = draw(st.sampled_from(kinds))
         some = st.sampled_from(program.vars)
-        if kind in ("gather", "reduce"):
+        if kind in ("gather", "reduce", "sum"):
             getattr(program, kind)(draw(some), draw(st.sampled_from("ggh")))
         elif kind == "add":
             program.add(draw(some), draw(some))
@@ -192,6 +207,23 @@ def test_gathers_start_with_their_group_or_some_groups_ahead(limit: int, ahead: 
 def test_reductions_wait_for_the_last_of_their_group() -> None:
     instrs = [instr for instr in group_collectives(a_model(4).instrs, 64) if instr.backward]
     assert " ".join("r" * len(i.out) if i.op is REDUCE_SCATTER else "c" for i in instrs) == "c c rr c c rr"
+
+
+@pytest.mark.parametrize("reduce", ["reduce", "sum"])
+def test_what_needs_a_reduction_comes_after_the_launch_of_the_next(reduce: str) -> None:
+    program = Builder(slots=1)
+    program.backward = True
+    h = program.slots[0]
+    for _ in range(3):
+        h = program.add(h, h)
+        updates.add(program.view(getattr(program, reduce)(h)))
+    launches = (REDUCE_SCATTER, ALL_REDUCE)
+    instrs = group_collectives(program.instrs, 1)
+    text = "".join(
+        "u" if not isinstance(i.out, list) and i.out in updates else "r" if i.op in launches else "c"
+        for i in instrs
+    )
+    assert text == "crcrucruu"
 
 
 def test_the_gathers_of_a_second_gradient_wait_for_the_first() -> None:
