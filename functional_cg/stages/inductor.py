@@ -37,8 +37,8 @@ _INDUCTOR_OPTIONS: Mapping[str, Any] = MappingProxyType(
     {"triton.cudagraphs": False, "triton.cudagraph_trees": False}
 )
 
-# Inductor's passes put the launch of a collective next to its wait, or the wait next to the first use of its result; our
-# own order has both where compute runs in between.
+# Inductor's passes put the launch of a collective next to its wait, or the wait next to the first use of its result;
+# our own order has both where compute runs in between.
 _IN_ORDER: Mapping[str, Any] = MappingProxyType(
     {"reorder_for_peak_memory": False, "reorder_for_locality": False}
 )
