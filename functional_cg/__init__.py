@@ -17,6 +17,7 @@ from .errors import (
     HostSyncError,
     ImplicitRandomnessError,
     LayoutError,
+    RankError,
     ReadOnlyError,
     SideEffectError,
     StreamError,
@@ -24,6 +25,7 @@ from .errors import (
 from .graph_step import GraphFn, GraphStep, graph_fn, graph_step
 from .lowered import Captured, Lowered
 from .nn import from_module
+from .prefetch import prefetch
 from .state import fork, place, snapshot
 from .train_state import TrainState
 
@@ -44,6 +46,7 @@ __all__ = [
     "ImplicitRandomnessError",
     "LayoutError",
     "Lowered",
+    "RankError",
     "ReadOnlyError",
     "SideEffectError",
     "StreamError",
@@ -60,6 +63,7 @@ __all__ = [
     "nn",
     "optim",
     "place",
+    "prefetch",
     "random",
     "save",
     "sharding",

@@ -23,6 +23,7 @@ FUNCTIONS = (
     "load_state_dict",
     "microbatches",
     "place",
+    "prefetch",
     "save",
     "snapshot",
     "state_dict",
