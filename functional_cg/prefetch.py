@@ -248,7 +248,7 @@ def on_host(leaf: Any) -> Tensor | None:
 
     Among the latter are numbers, which may be static arguments, and what the step refuses: its message names the leaf.
     """
-    if isinstance(leaf, Leaf) or not (isinstance(leaf, Tensor) or getattr(leaf, "shape", ())):
+    if isinstance(leaf, Leaf) or not (isinstance(leaf, Tensor) or getattr(leaf, "shape", None)):
         return None
     tensor = as_input(leaf)
     if tensor is None or not tensor.is_cpu or unplaceable(tensor) or cuts_a_graph(leaf):
