@@ -5,6 +5,7 @@ values. ``sgd``, ``adam``, ``adamw`` and ``adagrad`` also have a ``step`` that r
 count on the device.
 """
 
+from functional_cg.optim.adapted import AdaptedState, from_torch
 from functional_cg.optim.aliases import AdagradState, SgdState, adagrad, adam, adamw, sgd
 from functional_cg.optim.base import EmptyState, GradientTransformation, apply_updates
 from functional_cg.optim.clipping import clip_by_global_norm, global_norm
@@ -41,6 +42,7 @@ from functional_cg.optim.transforms import (
 
 __all__ = [
     "AdagradState",
+    "AdaptedState",
     "EmptyState",
     "GradientTransformation",
     "InjectHyperparamsState",
@@ -63,6 +65,7 @@ __all__ = [
     "cosine",
     "exponential",
     "flatten",
+    "from_torch",
     "global_norm",
     "identity",
     "inject_hyperparams",

@@ -1,0 +1,274 @@
+"""Host code on device numbers: the step of a stateful optimizer, run as a pure function of tensors.
+
+Such a step counts with Python numbers, branches on them, reads ``.item()`` and writes ``p.data``. Here its functions
+are built again with globals of their own, in which ``math``, ``min`` or ``float`` take tensors; a function mode keeps
+on the device what would have been read; and where Python asks whether a tensor is true, each way is run, and
+``torch.where`` joins their results. Nothing that belongs to somebody else is changed.
+"""
+
+from __future__ import annotations
+
+import builtins
+import functools
+import inspect
+import math
+import sys
+import types
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from functional_cg.ops import tensors_in
+
+MAX_RUNS = 64  # of one step; beyond it, a step is refused
+
+_READS = frozenset({Tensor.item, Tensor.__float__, Tensor.__int__})
+_TO_HOST = frozenset({Tensor.cpu, Tensor.numpy, Tensor.tolist, Tensor.__index__, Tensor.__array__})
+_FILLED = frozenset({torch.zeros_like, torch.ones_like, torch.full_like})
+_DATA = Tensor.data.__get__  # type: ignore[attr-defined]
+_SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
+# Functions that scale their second tensor by a number, and the name of it.
+_SCALED = MappingProxyType({"add": "alpha", "sub": "alpha", "addcmul": "value", "addcdiv": "value"})
+
+
+class RefusedError(Exception):
+    """What a step does that no function of tensors can."""
+
+
+def number(value: Any, device: torch.device) -> Tensor:
+    """A host number as f64[]; a tensor is a copy in f64."""
+    if isinstance(value, Tensor):
+        return value.to(device=device, dtype=torch.float64).reshape(())
+    return torch.full((), value, dtype=torch.float64, device=device)
+
+
+# -- every way through a step -------------------------------------------------------------------------------------
+
+
+class _Answers:
+    """What a run answers where Python asks whether a tensor is true: as given, then always yes."""
+
+    def __init__(self, given: Sequence[bool]) -> None:
+        self.given = list(given)
+        self.asked: list[Tensor] = []
+
+    def __call__(self, condition: Tensor) -> bool:
+        self.asked.append(condition.reshape(()) != 0)
+        if len(self.asked) > len(self.given):
+            self.given.append(True)
+        return self.given[len(self.asked) - 1]
+
+
+def every_way(run: Callable[[Callable[[Tensor], bool]], list[Tensor]]) -> list[Tensor]:
+    """The results of ``run`` on the way that its conditions choose.
+
+    Args:
+      run: Gets what answers a condition; pure, and the same each time up to the first other answer.
+    Raises:
+      RefusedError: If there are more than ``MAX_RUNS`` ways.
+    """
+    runs = 0
+
+    def join(given: list[bool]) -> list[Tensor]:
+        nonlocal runs
+        runs += 1
+        if runs > MAX_RUNS:
+            raise RefusedError(f"branches on tensors in more than {MAX_RUNS} ways")
+        answers = _Answers(given)
+        out = run(answers)
+        for i in reversed(range(len(given), len(answers.asked))):
+            other = join([*answers.given[:i], False])
+            out = [torch.where(answers.asked[i], a, b) for a, b in zip(out, other, strict=True)]
+        return out
+
+    return join([])
+
+
+# -- numbers on the device ----------------------------------------------------------------------------------------
+
+
+class HostNumbers(TorchFunctionMode):
+    """Keep on the device what a step would read on the host.
+
+    Numbers are f64[]: they meet a tensor of another dtype as a Python number does, without promoting it.
+
+    Args:
+      device: Where numbers live.
+      ask: What answers a condition.
+    """
+
+    def __init__(self, device: torch.device, ask: Callable[[Tensor], bool]) -> None:
+        super().__init__()
+        self.device = device
+        self.ask = ask
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        kwargs = dict(kwargs or {})
+        if func in _READS:
+            return number(args[0], self.device)
+        if func is Tensor.__bool__:
+            return self.ask(args[0])
+        if func in _TO_HOST:
+            raise RefusedError(f"reads a tensor on the host, by `{func.__name__}`")
+        if func == _DATA:
+            return args[0].detach()
+        if func == _SET_DATA:
+            return args[0].copy_(args[1])
+        if func is torch.tensor and isinstance(args[0], (int, float)):
+            dtype = kwargs.get("dtype") or torch.get_default_dtype()
+            return torch.full((), args[0], dtype=dtype, device=self.device)
+        if func is Tensor.__setitem__ and isinstance(args[1], Tensor) and args[1].dtype == torch.bool:
+            return args[0].copy_(torch.where(args[1], args[2], args[0]))
+        if func is torch.full_like and isinstance(args[1], Tensor):
+            return torch.zeros_like(args[0]) + _beside(args[1], args[0])
+        out = kwargs.pop("out", None)
+        args, kwargs = _alike(*_unscaled(func, list(args), kwargs))
+        result = func(*args, **kwargs)
+        if (
+            func in _FILLED
+        ):  # where states are made, one number may stand for all elements: no memory to write to
+            result = result.contiguous()
+        return result if out is None else out.copy_(result)
+
+
+def _unscaled(func: Any, args: list[Any], kwargs: dict[str, Any]) -> tuple[list[Any], dict[str, Any]]:
+    """A tensor in the place of a number argument, multiplied into the tensor that it scales."""
+    name = getattr(func, "__name__", "").removesuffix("_")
+    scale = _SCALED.get(name)
+    if scale is None:
+        return args, kwargs
+    tensors = 2 if scale == "alpha" else 3
+    if len(args) > tensors:  # the old order of arguments: the number in front
+        kwargs[scale] = args.pop(1)
+    value = kwargs.get(scale)
+    if isinstance(value, Tensor):
+        del kwargs[scale]
+        args[1] = args[1] * _beside(value, args[1])
+    return args, kwargs
+
+
+def _beside(value: Tensor, tensor: Any) -> Tensor:
+    return value.to(tensor.dtype) if isinstance(tensor, Tensor) and tensor.is_floating_point() else value
+
+
+def _is_number(tensor: Tensor) -> bool:
+    return tensor.dim() == 0 and tensor.dtype == torch.float64
+
+
+def _alike(args: list[Any], kwargs: dict[str, Any]) -> tuple[list[Any], dict[str, Any]]:
+    """Numbers rounded to the dtype of the tensors that they meet."""
+    found = tensors_in([*args, *kwargs.values()])
+    dtypes = {t.dtype for t in found if t.is_floating_point() and not _is_number(t)}
+    if len(dtypes) != 1 or not any(_is_number(t) for t in found):
+        return args, kwargs
+    dtype = dtypes.pop()
+
+    def rounded(value: Any) -> Any:
+        return value.to(dtype) if isinstance(value, Tensor) and _is_number(value) else value
+
+    return [rounded(arg) for arg in args], {name: rounded(value) for name, value in kwargs.items()}
+
+
+# -- functions with globals of their own --------------------------------------------------------------------------
+
+
+class _Math:
+    """The module ``math`` for numbers of both kinds."""
+
+    __slots__ = ()
+
+    def __getattr__(self, name: str) -> Any:
+        plain, of_tensors = getattr(math, name), getattr(torch, name, None)
+        if not callable(plain):
+            return plain
+
+        def either(*args: Any) -> Any:
+            if not any(isinstance(arg, Tensor) for arg in args):
+                return plain(*args)
+            if of_tensors is None:
+                raise RefusedError(f"asks `math.{name}` of a tensor")
+            return of_tensors(*args)
+
+        return either
+
+
+class _Copy:
+    """The module ``copy``: copies of tensors are clones."""
+
+    __slots__ = ()
+
+    @staticmethod
+    def deepcopy(value: Any) -> Any:
+        return value.clone() if isinstance(value, Tensor) else value
+
+
+def _extreme(plain: Callable[..., Any], of_tensors: Callable[..., Tensor]) -> Callable[..., Any]:
+    def either(*args: Any) -> Any:
+        values = list(args[0]) if len(args) == 1 else list(args)
+        like = next((value for value in values if isinstance(value, Tensor)), None)
+        if like is None:
+            return plain(values)
+        tensors = [value if isinstance(value, Tensor) else torch.full_like(like, value) for value in values]
+        return functools.reduce(of_tensors, tensors)
+
+    return either
+
+
+def _float(value: Any) -> Any:
+    return value.double() if isinstance(value, Tensor) else float(value)
+
+
+def _int(value: Any) -> Any:
+    return value.double().trunc() if isinstance(value, Tensor) else int(value)
+
+
+def _own_globals(module: str, names: Mapping[str, Any]) -> dict[str, Any]:
+    """The globals of a module, with functions of it that see these globals too."""
+    own = dict(names)
+    swapped = {
+        "math": _Math(), "copy": _Copy(), "min": _extreme(min, torch.minimum), "max": _extreme(max, torch.maximum),
+        "float": _float, "int": _int,
+    }  # fmt: skip
+    own.update({name: new for name, new in swapped.items() if name in names or name in vars(builtins)})
+    for name, value in names.items():
+        if inspect.isfunction(value) and value.__module__ == module:
+            own[name] = _rebuilt(value, own)
+    return own
+
+
+def _rebuilt(function: Any, own: dict[str, Any]) -> Any:
+    """A function with other globals, without its decorators."""
+    bare = inspect.unwrap(function)
+    new = types.FunctionType(bare.__code__, own, bare.__name__, bare.__defaults__, bare.__closure__)
+    new.__kwdefaults__ = bare.__kwdefaults__
+    return new
+
+
+class Shelf(list[Any]):
+    """A list of equal entries in which a step looks things up by a number: whichever is asked for, it is the first."""
+
+    def __getitem__(self, place: Any) -> Any:
+        if isinstance(place, Tensor):
+            if any(entry != self[0] for entry in self):
+                raise RefusedError("looks a number up in a list")
+            return super().__getitem__(0)
+        return super().__getitem__(place)
+
+
+def hosted(cls: type[torch.optim.Optimizer]) -> type[torch.optim.Optimizer]:
+    """A subclass whose methods, but for its construction, take device numbers."""
+    methods: dict[str, Any] = {}
+    for base in reversed(cls.__mro__[: cls.__mro__.index(torch.optim.Optimizer)]):
+        own = _own_globals(base.__module__, vars(sys.modules[base.__module__]))
+        for name, value in vars(base).items():
+            if isinstance(value, (staticmethod, classmethod)):
+                methods[name] = type(value)(_rebuilt(value.__func__, own))
+            elif isinstance(value, types.FunctionType) and not name.startswith("__"):
+                methods[name] = _rebuilt(value, own)
+    return type(cls.__name__, (cls,), methods)
