@@ -59,7 +59,7 @@ def state_dict(state: Any) -> dict[str, Tensor]:
     """
     leaves, treedef = _opened(state)
     with torch.inference_mode(False), torch.no_grad():
-        return {name: _on_host(leaf) for name, leaf in zip(names_of(treedef), leaves, strict=True)}
+        return {name: _on_host(name, leaf) for name, leaf in zip(names_of(treedef), leaves, strict=True)}
 
 
 def load_state_dict(state: T, d: Mapping[str, Any]) -> T:
@@ -222,12 +222,12 @@ def names_of(treedef: Treedef) -> list[str]:
     return list(paths)
 
 
-def _on_host(leaf: Tensor) -> Tensor:
+def _on_host(name: str, leaf: Tensor) -> Tensor:
     if isinstance(leaf, Sharded):
         raise LayoutError.of(
             "",
             "fcg.state_dict: the state is sharded.",
-            rows=[str(BufferSpec.of(leaf))],
+            rows=[f"{name}  {BufferSpec.of(leaf)}"],
             why="This rank holds its shards only.",
             fix="`fcg.sharding.state_dict(state)`, on all ranks; rank 0 gets all of it.",
         )

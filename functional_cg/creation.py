@@ -22,6 +22,7 @@ from .ops import copies
 from .random import fold_in
 from .shards.boundary import entered, held
 from .shards.mesh import Mesh
+from .shards.peers import among, together
 from .shards.tensor import Sharded
 from .state import Handle, placeable, roles
 from .tree import KeyPath, path_string
@@ -113,6 +114,26 @@ def create(
       init: ``(path, leaf, key) -> tensor``, or None.
       others: The fields that are taken as they are given.
     """
+    if sharding is not None and not all(hasattr(sharding, name) for name in ("mesh", "planned", "agreed")):
+        raise TypeError(
+            f"TrainState.create: sharding must be made with `fcg.sharding.zero(mesh, stage=3)`, "
+            f"got {type(sharding).__name__}"
+        )
+    with among(None if sharding is None else sharding.mesh, "TrainState.create"):
+        return _created(build, params, optimizer, key, sharding, init, others, accumulate=accumulate)
+
+
+def _created(
+    build: Callable[..., Any],
+    params: Any,
+    optimizer: Any,
+    key: Tensor | None,
+    sharding: Sharding | None,
+    init: Init | None,
+    others: Mapping[str, Any],
+    *,
+    accumulate: bool,
+) -> Handle:
     kind = sharding or _Whole()
     home = _home(params, key, sharding, init)
     given = build(
@@ -120,6 +141,8 @@ def create(
         key=None if key is None else key.to(home), **others,
     )  # fmt: skip
     _refuse(given, None if init else params, home)
+    if sharding is not None:
+        together(sharding.mesh, "TrainState.create", _announced(given, params, sharding))
     given = pytree.map(lambda leaf: kind.agreed(as_tensor(leaf)), given)
     planned = pytree.map(kind.planned, params)
     handle = _reserved(
@@ -139,6 +162,19 @@ def create(
     _write(state.opt_state, moments)
     _write(replace(state, params=None, opt_state=None, grads=None), given)
     return handle
+
+
+def _announced(given: Any, params: Any, sharding: Sharding) -> str:
+    """What a rank is about to create, in words that are equal on all ranks that create the same."""
+    lines = ["create a state", str(sharding)]
+    for root, tree in (("params", params), ("state", given)):
+        leaves, _ = pytree.flatten_with_path(tree)
+        lines += [
+            f"{path_string(path, root)}  {leaf.dtype}{list(leaf.shape)}"
+            for path, leaf in leaves
+            if isinstance(leaf, Tensor)
+        ]
+    return "\n".join(lines)
 
 
 def _home(params: Any, key: Any, sharding: Sharding | None, init: Init | None) -> torch.device:

@@ -16,6 +16,7 @@ from . import tree as pytree
 from .arena import Arena
 from .errors import LayoutError
 from .shards.boundary import entered, held, left, mesh_of, shown
+from .shards.peers import among, together
 from .signature import Call
 from .stages.inspect import refuse_new_state
 from .state import Handle
@@ -31,9 +32,14 @@ def run_eager(fn: Callable[..., Any], call: Call, name: str, *, donates: bool) -
     Raises:
       LayoutError: If the new state is unlike the old one; nothing was written.
     """
-    result = evaluate(
-        fn, call, [copies(s.arena, s.start, s.stop) for s in call.states], call.live, donates=donates
-    )
+    mesh = mesh_of([spec for s in call.states for spec in s.specs])
+    named = zip(call.layout.live_names, call.layout.specs, strict=True)
+    lines = [f"run `{name}` eagerly", *(f"{leaf}  {str(spec).partition('@')[0]}" for leaf, spec in named)]
+    together(mesh, name, "\n".join(lines))
+    with among(mesh, name):
+        result = evaluate(
+            fn, call, [copies(s.arena, s.start, s.stop) for s in call.states], call.live, donates=donates
+        )
     if not donates:
         return pytree.map(_own, result)
     new, metrics = _checked(result, call, name)

@@ -29,6 +29,7 @@ __all__ = [
     "HostSyncError",
     "ImplicitRandomnessError",
     "LayoutError",
+    "RankError",
     "ReadOnlyError",
     "SideEffectError",
     "StreamError",
@@ -256,6 +257,26 @@ class CaptureError(FunctionalCGError, RuntimeError):
     - An op that a graph cannot hold, such as ``torch.cond``: compute both sides and select with ``torch.where``.
     - ``loss.backward()``: ``loss, grads = fcg.value_and_grad(loss_fn)(state.params)``.
     - ``debug="verify"`` found a replay that differs from the eager run: a kernel with hidden state or with atomics.
+    """
+
+
+class RankError(CaptureError):
+    """The ranks of a mesh do not go together: one is missing, has ended, or does something else.
+
+    What is computed over sharded leaves is collective, and a rank that is alone in it would wait for ever. Causes:
+
+    - A call on some ranks only. All of them call it, and one uses what comes back::
+
+        text = sample(state)                                 # on all ranks
+        if mesh.rank == 0:
+            print(text)
+
+    - Inputs of another layout on one rank, such as a shorter last batch: ``DataLoader(..., drop_last=True)``.
+    - Other steps, or another order of calls, because of a condition that is not the same on all ranks.
+    - A rank has raised an error of its own, or was killed: see what it said, and start again from the last file. The
+      state of the others is that of their last step.
+    - ``torch.distributed.destroy_process_group()`` before the last call: a mesh ends what it has started by itself.
+    - A leaf that all ranks hold whole would get other values on each: ``sharding.mean`` of what is computed from data.
     """
 
 

@@ -19,6 +19,7 @@ from . import tree as pytree
 from .arena import BufferSpec, unplaceable
 from .errors import LayoutError
 from .leaf import Leaf, as_tensor
+from .shards.tensor import Sharded
 from .tree import KeyPath, Treedef, path_string
 
 __all__ = ["InputLayout", "as_input", "cuts_a_graph", "input_layout", "same_object"]
@@ -196,6 +197,8 @@ def _fix(name: str, value: Any, home: torch.device) -> str:
             f"take the gradient in the step, `fcg.value_and_grad(loss_fn)(params)`; or pass `{name}.detach()`, "
             "for nothing flows back through a replay."
         )
+    if isinstance(value, Sharded):
+        return f"read the leaf from the state that the step gets; or pass `sharding.gather({name})`, made on all ranks."
     if value.is_nested:
         return f"pad it, `torch.nested.to_padded_tensor({name}, 0.0)`, and pass the lengths as an input."
     if value.is_quantized:

@@ -18,6 +18,7 @@ from .mismatch import layout_differences, layout_fix
 from .outline import Entry, branches_html, columns, count, listed, outline, tree_html
 from .shards.boundary import mesh_of
 from .shards.mesh import Mesh
+from .shards.peers import lost
 from .signature import Call
 from .stages.capture import Replay
 from .stages.certificate import Inspection
@@ -61,11 +62,13 @@ class Captured:
         replay: Replay,
         call: Call,
         constants: Sequence[Tensor],
+        name: str = "",
     ) -> Captured:
-        """A capture made for a call; it keeps the call's memory, not its handles."""
+        """A capture made for a call of ``name``; it keeps the call's memory, not its handles."""
         lease = call.states[0].lease if call.states else None
+        mesh = mesh_of([spec for state in call.states for spec in state.specs])
         return cls(
-            fast,
+            fast if mesh is None or mesh.size == 1 or mesh.device.type != "cpu" else _among(fast, mesh, name),
             replay,
             tuple(state.arena for state in call.states),
             tuple(constants),
@@ -97,6 +100,21 @@ class Captured:
 
     def __str__(self) -> str:
         return ", ".join(map(_arena_text, self.arenas)) or "no state"
+
+
+def _among(fast: Callable[..., Any], mesh: Mesh, name: str) -> Callable[..., Any]:
+    """The calls of a capture whose collectives raise, as gloo's do, where a rank has ended."""
+
+    def call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        try:
+            return fast(args, kwargs)
+        except RuntimeError as error:
+            found = lost(mesh, name, error)
+            if found is None:
+                raise
+            raise found from error
+
+    return call
 
 
 def _arena_text(arena: Arena) -> str:
@@ -146,7 +164,7 @@ class Lowered:
         """Wait until all ranks of the mesh are about to capture the same: they would hang in a collective.
 
         Raises:
-          CaptureError: On all ranks, naming those that are missing or differ.
+          RankError: On all ranks, naming those that are missing or differ.
         """
         mesh = self.mesh
         if mesh is not None and mesh.ranks is not None:

@@ -14,6 +14,7 @@ from . import tree as pytree
 from .arena import Arena, BufferSpec
 from .errors import AliasError, LayoutError
 from .inputs import InputLayout, as_input, input_layout
+from .shards.boundary import refuse_meshes
 from .state import Handle, Lease, check_alive
 
 __all__ = ["Call", "Signature"]
@@ -226,6 +227,7 @@ class Signature:
                 why="A step takes over whole states.",
                 fix="pass the whole state; a read-only function of a part is a `graph_fn`.",
             )
+        refuse_meshes(((state.name, spec) for state in states for spec in state.specs), self.name)
         inputs = (tuple(copied), kwargs)
         device = states[0].arena.device if states else _first_device(inputs)
         layout, live = input_layout(roots, inputs, device, self.name)

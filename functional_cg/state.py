@@ -20,7 +20,7 @@ from .leaf import Leaf, Lease, Part, as_tensor, donated, key_name, owned
 from .markup import card, fold
 from .ops import copies
 from .outline import Entry, arena_html, count, tree_html, tree_text
-from .shards.boundary import entered, held, localized
+from .shards.boundary import at_rest, held, localized, on_one_mesh
 from .tree import KeyPath, Treedef, TreeView, path_string
 
 __all__ = [
@@ -179,7 +179,7 @@ class Handle(TreeView):
         """A part as it is handed out: a leaf, None, or a handle of its own."""
         if part.node.is_leaf:
             leaf = Leaf(self._lease.arena.slots[part.start], self._root, part.path)
-            return entered([self._lease.arena.plan.slots[part.start].spec], [leaf])[0]
+            return at_rest(self._lease.arena.plan.slots[part.start].spec, leaf)
         if part.node.kind is type(None):
             return None
         return Handle(self._lease, self._generation, part, self._root)
@@ -346,7 +346,7 @@ def placeable(
     refuse_unplaceable(paths, leaves, devices, root, function)
     refuse_aliases(paths, leaves, root, function)
     specs = [replace(BufferSpec.of(leaf), device=home) for leaf in placed]
-    return leaves, treedef, plan(specs, roles(treedef, paths))
+    return leaves, treedef, plan(on_one_mesh(paths, specs, root, function), roles(treedef, paths))
 
 
 def check_alive(handle: Handle, name: str, function: str) -> None:

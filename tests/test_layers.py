@@ -87,6 +87,7 @@ ORDER = (
     "stages.poison",
     "stages.replay",
     "stages",
+    "costs",
     "lowered",
     "explain",
     "constants",

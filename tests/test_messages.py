@@ -3,14 +3,17 @@
 import inspect
 import os
 import textwrap
+import threading
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import functional_cg as fcg
 from functional_cg import errors
+from functional_cg.sharding.agreement import Ranks
 from functional_cg.stages.capture import CPUBackend, _failure
 
 TABLE = torch.tensor([1.0, 2.0])
@@ -413,6 +416,28 @@ def test_stream_error():
     )
     assert type(_failure(RuntimeError("CUDA error: invalid argument"))) is fcg.CaptureError
     fcg.graph_step(train_step)(state, {})
+
+
+def test_rank_error():
+    """One of two ranks calls; ``tests/sharding`` has processes, and the rest of the advice."""
+    ranks = Ranks.over(dist.HashStore(), 0, 2, 0.1)
+    assert_says(
+        fcg.RankError,
+        lambda: ranks.agree("sample", "capture `sample`\nx  f32[2]"),
+        """
+        `sample`: waited 0.1 s for rank 1, on rank 0 of 2.
+          rank 0 is about to capture `sample`
+        A function over a sharded state is collective: all ranks call it, in the same order.
+        To fix: call it on all ranks and use its result on one, `out = sample(state)`, `if rank == 0: show(out)`.
+        Docs: help(functional_cg.RankError)
+        """,
+    )
+    store = dist.HashStore()
+    both = [Ranks.over(store, rank, 2, 10.0) for rank in range(2)]
+    other = threading.Thread(target=both[1].agree, args=("sample", "capture `sample`"))
+    other.start()
+    both[0].agree("sample", "capture `sample`")
+    other.join()
 
 
 # -- all classes ------------------------------------------------------------------------------------------------

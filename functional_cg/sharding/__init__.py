@@ -4,8 +4,9 @@ One program on all ranks: launched by ``torchrun``, each rank captures one graph
 mesh, or with one rank, everything here is the identity, and the same source runs on one GPU.
 """
 
+from ..shards.mesh import Mesh
 from .launch import mesh
 from .values import fold_in, gather, local, mean, state_dict, sum
-from .zero import zero
+from .zero import Zero, zero
 
-__all__ = ["fold_in", "gather", "local", "mean", "mesh", "state_dict", "sum", "zero"]
+__all__ = ["Mesh", "Zero", "fold_in", "gather", "local", "mean", "mesh", "state_dict", "sum", "zero"]

@@ -16,13 +16,14 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore
 
-from ..errors import CaptureError
+from ..errors import RankError
 
 __all__ = ["Ranks"]
 
 _GOODBYE_SECONDS = 5.0
 _GIVEN_UP = "given up"  # what a rank says that waits no longer
 _AGAIN = 0.05  # seconds until a rank is asked again that has given up
+_ROLL_CALL_SECONDS = 2.0  # ranks that have lost each other do so at nearly one time
 
 
 @dataclass(eq=False, slots=True)
@@ -61,18 +62,50 @@ class Ranks:
           function: Name of the user's function.
           what: What this rank is about to do, in words that are equal on all ranks.
         Raises:
-          CaptureError: Naming the ranks that are missing, or that do something else.
+          RankError: Naming the ranks that are missing, or that do something else.
+        """
+        said = self.shared(function, what)
+        others = [rank for rank in range(self.size) if said[rank] != said[0]]
+        if others:
+            differ = f"{_ranks(others)} differ{'s' * (len(others) == 1)}"
+            raise RankError.of(
+                function,
+                f"ranks are about to do different things: {differ} from rank 0.",
+                rows=_differences(said[0], said[others[0]], others[0]),
+                why="Each rank captures one graph, and the collectives in them wait for each other.",
+                fix="call the same steps in one order on all ranks, with inputs of one layout: the last batch too.",
+            )
+
+    def shared(self, function: str, what: str) -> list[str]:
+        """What each rank says; all of them ask.
+
+        Args:
+          function: Name of the user's function.
+          what: What this rank says; the first line says what it is about to do.
+        Raises:
+          RankError: Naming the ranks that are missing.
         """
         here = self.meetings
         keys = [f"{here}/{rank}" for rank in range(self.size)]
-        self.store.set(keys[self.rank], what)
-        said = self._heard(keys)
+        try:
+            self.store.set(keys[self.rank], what)
+            said = self._heard(keys)
+            if here:  # whoever is here has left the meeting before
+                self.store.delete_key(f"{here - 1}/{self.rank}")
+        except RuntimeError as error:
+            raise RankError.of(
+                function,
+                f"rank {self.rank} of {self.size} cannot reach the store where ranks meet.",
+                rows=[str(error).partition("\n")[0]],
+                why="The launcher holds it, or rank 0 does: one of them has ended.",
+                fix="see what rank 0 and the launcher said; then start all ranks again, from the last checkpoint.",
+            ) from error
         absent = [rank for rank in range(self.size) if not said[rank]]
         missing = absent or [rank for rank in range(self.size) if said[rank] == _GIVEN_UP]
         if missing:
             # Who comes later is not to go on alone, and the call may be made again on all ranks.
             self.store.set(keys[self.rank], _GIVEN_UP)
-            raise CaptureError.of(
+            raise RankError.of(
                 function,
                 f"waited {self.timeout:g} s for {_ranks(missing)}, on rank {self.rank} of {self.size}.",
                 rows=[f"rank {self.rank} is about to {what.splitlines()[0]}"],
@@ -80,16 +113,18 @@ class Ranks:
                 fix="call it on all ranks and use its result on one, `out = sample(state)`, `if rank == 0: show(out)`.",
             )
         self.meetings += 1
-        others = [rank for rank in range(self.size) if said[rank] != said[0]]
-        if others:
-            differ = f"{_ranks(others)} differ{'s' * (len(others) == 1)}"
-            raise CaptureError.of(
-                function,
-                f"ranks are about to do different things: {differ} from rank 0.",
-                rows=_differences(said[0], said[others[0]], others[0]),
-                why="Each rank captures one graph, and the collectives in them wait for each other.",
-                fix="call the same steps in one order on all ranks, with inputs of one layout: the last batch too.",
-            )
+        return said
+
+    def absent(self) -> list[int]:
+        """The ranks that do not answer now: they have ended, or do not know yet that a connection is lost."""
+        keys = [f"lost/{rank}" for rank in range(self.size)]
+        try:
+            self.store.set(keys[self.rank], "")
+            with contextlib.suppress(RuntimeError):
+                self.store.wait(keys, timedelta(seconds=min(_ROLL_CALL_SECONDS, self.timeout)))
+            return [rank for rank, key in enumerate(keys) if not self.store.check([key])]
+        except RuntimeError:
+            return []  # the store is gone, and with it everyone's answer
 
     def _heard(self, keys: Sequence[str]) -> list[str]:
         """What each rank says; an empty text of one that was not here by the end of the time."""

@@ -33,6 +33,8 @@ def mesh(axes: Mapping[str, int], *, device: str | None = None, timeout: float =
       device: ``"cuda"`` or ``"cpu"``; by default CUDA where there is one.
       timeout: Seconds that ranks wait for each other before a capture, and in collectives on the CPU.
     Raises:
+      RuntimeError: If the launcher has left out what a rank has to know, or there are more ranks here than GPUs.
+      TypeError: If an argument is of another kind.
       ValueError: If the sizes do not multiply to the number of ranks.
 
     Example:
@@ -40,8 +42,9 @@ def mesh(axes: Mapping[str, int], *, device: str | None = None, timeout: float =
       >>> print(fcg.sharding.mesh({"data": -1}))
       data=1
     """
+    _refuse_arguments(axes, device, timeout)
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
-    ranks = dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
+    ranks = dist.get_world_size() if dist.is_initialized() else _number("WORLD_SIZE", "1")
     sizes = _sizes(axes, ranks)
     if ranks == 1:
         return Mesh(tuple(Axis(name, 1, 0, "") for name in sizes), torch.empty(0, device=device).device)
@@ -84,12 +87,64 @@ def _sizes(axes: Mapping[str, int], ranks: int) -> dict[str, int]:
 
 
 def _start(device: str, timeout: float) -> None:
+    for name in ("RANK", "MASTER_ADDR", "MASTER_PORT"):
+        if name not in os.environ:
+            raise _incomplete(name)
     if device == "cuda":
-        place = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+        place = _gpu(_number("LOCAL_RANK"), torch.cuda.device_count())
         torch.cuda.set_device(place)
         dist.init_process_group("nccl", device_id=place, timeout=timedelta(seconds=timeout))
     else:
         dist.init_process_group("gloo", timeout=timedelta(seconds=timeout))
+
+
+def _gpu(rank: int, gpus: int) -> torch.device:
+    """The device of a rank, by its number among those of its machine."""
+    if rank >= gpus:
+        raise RuntimeError(
+            f"sharding.mesh: LOCAL_RANK is {rank}, and torch sees {gpus} GPU{'s' * (gpus != 1)} on this machine. "
+            "Two ranks on one GPU would wait for each other for ever. To fix: "
+            f"`torchrun --nproc_per_node={gpus or 1} train.py`, and no smaller `CUDA_VISIBLE_DEVICES`; "
+            'without a GPU, `sharding.mesh(..., device="cpu")`.'
+        )
+    return torch.device("cuda", rank)
+
+
+def _number(name: str, default: str | None = None) -> int:
+    """An integer of the environment."""
+    text = os.environ.get(name, default)
+    if text is None:
+        raise _incomplete(name)
+    if not text.isdecimal():
+        raise RuntimeError(f"sharding.mesh: {name} is {text!r}, expected an integer, as `torchrun` sets it.")
+    return int(text)
+
+
+def _incomplete(name: str) -> RuntimeError:
+    return RuntimeError(
+        f"sharding.mesh: {name} is not set, and there are {os.environ.get('WORLD_SIZE')} ranks. To fix: "
+        "`torchrun --nproc_per_node=N train.py`; another launcher sets RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR and "
+        "MASTER_PORT for each rank."
+    )
+
+
+def _refuse_arguments(axes: Any, device: Any, timeout: Any) -> None:
+    if not isinstance(axes, Mapping):
+        raise TypeError(
+            f'sharding.mesh: axes must be a dict of names and sizes, got {axes!r}. To fix: `{{"data": -1}}`.'
+        )
+    for name, size in axes.items():
+        if not isinstance(name, str) or not isinstance(size, int) or isinstance(size, bool):
+            raise TypeError(
+                f"sharding.mesh: an axis has a text as its name and an integer as its size, got {name!r}: {size!r}. "
+                'To fix: `{"data": -1}`.'
+            )
+    if device not in (None, "cpu", "cuda"):
+        raise ValueError(f'sharding.mesh: device must be "cuda" or "cpu", got {device!r}')
+    if device == "cuda" and not torch.cuda.is_available():
+        raise RuntimeError('sharding.mesh: torch sees no GPU. To fix: `sharding.mesh(..., device="cpu")`.')
+    if not isinstance(timeout, (int, float)) or isinstance(timeout, bool) or not timeout > 0:
+        raise ValueError(f"sharding.mesh: timeout must be a positive number of seconds, got {timeout!r}")
 
 
 def _end(captures: weakref.WeakSet[Any], ranks: Ranks, *, ours: bool) -> None:

@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal, TypeVar, cast
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from .. import random
 from .. import tree as pytree
+from ..arena import BufferSpec
 from ..checkpoint import names_of
-from ..leaf import owned
+from ..errors import LayoutError, RankError
+from ..leaf import as_tensor, owned
 from ..shards.collectives import all_reduce
 from ..shards.mesh import Mesh
+from ..shards.peers import among, together
 from ..shards.reader import gathered, whole
 from ..shards.tensor import Sharded
 from ..surroundings import current_mesh, inside_a_step
+from ..tree import path_string
 
 __all__ = ["fold_in", "gather", "local", "mean", "state_dict", "sum"]
 
@@ -24,12 +30,15 @@ T = TypeVar("T")
 
 
 def mean(tree: T) -> T:
-    """The mean over all ranks of each leaf, in a step; without a mesh, the leaves themselves.
+    """The mean over all ranks of each leaf, in a step. With one rank, the leaves themselves.
 
     Gradients flow through it: the mean of the ranks' losses has the gradient that ``value_and_grad`` takes of one.
 
     Args:
-      tree: Pytree of floating tensors, of equal shapes on all ranks.
+      tree: Pytree of tensors, of equal shapes on all ranks; the mean of integers is floating.
+    Raises:
+      LayoutError: If a leaf is sharded, boolean, or no tensor.
+      RankError: With several ranks, outside of a step, or in one whose states lie on no mesh.
 
     Example:
       >>> import torch, functional_cg as fcg
@@ -42,18 +51,20 @@ def mean(tree: T) -> T:
 
 
 def sum(tree: T) -> T:  # the field's name for it; used as `sharding.sum`
-    """The sum over all ranks of each leaf, in a step; without a mesh, the leaves themselves."""
+    """The sum over all ranks of each leaf, in a step; else like :func:`mean`."""
     return _reduced(tree, "sum")
 
 
 def fold_in(key: Tensor) -> Tensor:
-    """A key of this rank's own, in a step: ranks that share ``state.key`` draw differently. Without a mesh, ``key``.
+    """A key of this rank's own, in a step: ranks that share ``state.key`` draw differently. With one rank, ``key``.
 
     Args:
       key: i64[2].
+    Raises:
+      RankError: With several ranks, outside of a step, or in one whose states lie on no mesh.
     """
-    mesh = current_mesh()
-    if mesh is None or mesh.size == 1:
+    mesh = _mesh_here("fold_in", "`fcg.random.fold_in(key, mesh.rank)`")
+    if mesh is None:
         return key
     # The rank enters as a value, so that all ranks run one program.
     return random.fold_in(key, torch.tensor(mesh.rank, device="cpu").to(key.device))
@@ -66,6 +77,8 @@ def gather(tree: T) -> T:
 
     Args:
       tree: Pytree, or a single leaf.
+    Raises:
+      RankError: Outside of a step, if a rank does not call it, or calls it with other leaves.
 
     Example:
       >>> import torch, functional_cg as fcg
@@ -76,9 +89,10 @@ def gather(tree: T) -> T:
     if not any(isinstance(leaf, Sharded) for leaf in flat):
         return tree
     with torch.no_grad():
-        out = gathered(flat)
-        if not inside_a_step():
-            out = [owned(whole(leaf)).clone() for leaf in out]
+        if inside_a_step():
+            return cast("T", pytree.unflatten(treedef, gathered(flat)))
+        with _all_ranks("sharding.gather", "gather", flat):
+            out = [owned(whole(leaf)).clone() for leaf in gathered(flat)]
     return cast("T", pytree.unflatten(treedef, out))
 
 
@@ -86,7 +100,15 @@ def local(leaf: Tensor) -> Tensor:
     """This rank's elements of a leaf: a vector of the shard's length; a leaf on no mesh, as it is.
 
     Outside of a step the padding is cut off; the last ranks of a small leaf have fewer elements, or none.
+
+    Raises:
+      TypeError: If it is no tensor.
     """
+    if not isinstance(leaf, Tensor):
+        raise TypeError(
+            f"sharding.local: expected a leaf, got {type(leaf).__name__}. To fix: "
+            "`fcg.tree.map(fcg.sharding.local, tree)` for all leaves of a tree."
+        )
     if not isinstance(leaf, Sharded):
         return owned(leaf)  # type: ignore[no-any-return]
     placement, held = leaf.placement, owned(leaf.local)
@@ -104,15 +126,18 @@ def state_dict(state: Any) -> Mapping[str, Tensor]:
 
     Args:
       state: A handle, or a pytree of tensors.
+    Raises:
+      RankError: If a rank does not call it, or calls it with other leaves.
     """
     flat, treedef = pytree.flatten(state)
+    mesh = _mesh_of(flat)
     out: dict[str, Tensor] = {}
-    for name, leaf in zip(names_of(treedef), flat, strict=True):
-        full = _once(leaf) if isinstance(leaf, Sharded) else owned(leaf)
-        if not isinstance(leaf, Sharded) or leaf.placement.mesh.rank == 0:
-            out[name] = full.detach().to("cpu", copy=True)
-    mesh = next((leaf.placement.mesh for leaf in flat if isinstance(leaf, Sharded)), None)
-    return out if mesh is None or mesh.rank == 0 else {}
+    with _all_ranks("sharding.state_dict", "make a state dict", flat):
+        for name, leaf in zip(names_of(treedef), flat, strict=True):
+            full = _once(leaf) if isinstance(leaf, Sharded) else owned(as_tensor(leaf))
+            if mesh is None or mesh.rank == 0:
+                out[name] = full.detach().to("cpu", copy=True)
+    return out
 
 
 def _once(leaf: Sharded) -> Tensor:
@@ -137,7 +162,66 @@ class _AllReduce(torch.autograd.Function):
 
 
 def _reduced(tree: T, op: Literal["mean", "sum"]) -> T:
-    mesh = current_mesh()
-    if mesh is None or mesh.size == 1:
+    mesh = _mesh_here(op, "`torch.distributed.all_reduce(value)` on all ranks")
+    if mesh is None:
         return tree
+    rows = [
+        f"{path_string(path, 'tree')}  expected a tensor of numbers   got {_kind(leaf)}"
+        for path, leaf in pytree.flatten_with_path(tree)[0]
+        if not _reducible(leaf)
+    ]
+    if rows:
+        raise LayoutError.of(
+            "",
+            f"`sharding.{op}` cannot reduce {'a leaf' if len(rows) == 1 else f'{len(rows)} leaves'}.",
+            rows=rows,
+            why="It takes the values that each rank has computed of its data, element by element.",
+            fix="a number as `torch.tensor(n)`, a mask as `mask.float()`; a sharded leaf is one leaf over all ranks, "
+            f"`leaf.{op}()`, or `sharding.gather(leaf)`.",
+        )
     return cast("T", pytree.map(lambda leaf: _AllReduce.apply(leaf, mesh, op), tree))
+
+
+def _reducible(leaf: Any) -> bool:
+    sharded = isinstance(leaf, Sharded) and leaf.placement.sharded
+    return isinstance(leaf, Tensor) and not sharded and leaf.dtype is not torch.bool
+
+
+def _kind(leaf: Any) -> str:
+    return str(BufferSpec.of(leaf)) if isinstance(leaf, Tensor) else type(leaf).__name__
+
+
+def _mesh_here(name: str, outside: str) -> Mesh | None:
+    """The mesh of the step that runs here; None where there is but one rank.
+
+    Raises:
+      RankError: If there are several, and none of them is known to do the same now.
+    """
+    mesh = current_mesh()
+    if mesh is not None:
+        return mesh if mesh.size > 1 else None
+    if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
+        return None
+    here = "in a step whose states lie on no mesh" if inside_a_step() else "outside of a step"
+    raise RankError.of(
+        "",
+        f"`sharding.{name}` was called {here}, with {dist.get_world_size()} ranks.",
+        why="The ranks of a step are those that its state is sharded over; here none are known, and what this rank "
+        "holds would pass for what all of them hold.",
+        fix="call it in such a step, `TrainState.create(..., sharding=sharding.zero(mesh))`, and return what it gives "
+        f"in the metrics; outside, {outside}.",
+    )
+
+
+def _mesh_of(leaves: Sequence[Any]) -> Mesh | None:
+    return next((leaf.placement.mesh for leaf in leaves if isinstance(leaf, Sharded)), None)
+
+
+@contextlib.contextmanager
+def _all_ranks(function: str, what: str, leaves: Sequence[Any]) -> Iterator[None]:
+    """A block of collectives outside of a step: it begins when all ranks are there, with the same leaves."""
+    mesh = _mesh_of(leaves)
+    lines = [what, *(f"{leaf.dtype}{list(leaf.shape)}" for leaf in leaves if isinstance(leaf, Sharded))]
+    together(mesh, function, "\n".join(lines))
+    with among(mesh, function):
+        yield

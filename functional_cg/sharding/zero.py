@@ -5,7 +5,7 @@ Source: Rajbhandari et al. 2020, "ZeRO: Memory Optimizations Toward Training Tri
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, Literal
 
 import torch
@@ -23,7 +23,17 @@ __all__ = ["Zero", "zero"]
 
 @dataclass(frozen=True)
 class Zero:
-    """What :func:`zero` returns; see there."""
+    """A sharding of states over a mesh; made by :func:`zero`, which says what the options do.
+
+    Attributes:
+      mesh: The ranks.
+      stage: 1, 2 or 3.
+      bucket_bytes: Bytes of whole leaves that share a launch.
+      prefetch: How many groups ahead of its use a leaf is gathered.
+      param_dtype: Dtype that a loss sees; None for the parameters' own.
+      reduce_dtype: Dtype in which gradients are summed; None for the one that they come in.
+      reshard: Whether the backward gathers again.
+    """
 
     mesh: Mesh
     stage: Literal[1, 2, 3] = 3
@@ -32,6 +42,13 @@ class Zero:
     param_dtype: torch.dtype | None = None
     reduce_dtype: torch.dtype | None = None
     reshard: bool = True
+
+    def __str__(self) -> str:
+        """In words that are equal on all ranks."""
+        options = ", ".join(
+            f"{field.name}={getattr(self, field.name)}" for field in fields(self) if field.name != "mesh"
+        )
+        return f"zero({options}) on {self.mesh}"
 
     def planned(self, leaf: Tensor) -> Tensor:
         """A parameter as this rank holds it, on the meta device."""
@@ -97,6 +114,7 @@ def zero(
     Returns:
       What :meth:`TrainState.create` takes as ``sharding``.
     Raises:
+      TypeError: If an argument is of another kind.
       ValueError: If the stage is none of the three, ``bucket_bytes`` not positive, or ``prefetch`` negative.
 
     Example:
@@ -106,12 +124,24 @@ def zero(
       ...     params={"w": torch.ones(4)}, optimizer=fcg.optim.sgd(0.1), sharding=fcg.sharding.zero(mesh, stage=3)
       ... )
     """
-    if stage not in (1, 2, 3):
+    if not isinstance(mesh, Mesh):
+        raise TypeError(
+            f'sharding.zero: mesh must be made with `fcg.sharding.mesh({{"data": -1}})`, got {type(mesh).__name__}'
+        )
+    if stage not in (1, 2, 3) or isinstance(stage, bool):
         raise ValueError(f"sharding.zero: stage must be 1, 2 or 3, got {stage!r}")
+    for name, number in (("bucket_bytes", bucket_bytes), ("prefetch", prefetch)):
+        if not isinstance(number, int) or isinstance(number, bool):
+            raise TypeError(f"sharding.zero: {name} must be an integer, got {number!r}")
     if bucket_bytes < 1:
         raise ValueError(f"sharding.zero: bucket_bytes must be positive, got {bucket_bytes!r}")
     if prefetch < 0:
         raise ValueError(f"sharding.zero: prefetch must not be negative, got {prefetch!r}")
+    for name, dtype in (("param_dtype", param_dtype), ("reduce_dtype", reduce_dtype)):
+        if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+            raise TypeError(
+                f"sharding.zero: {name} must be a floating dtype such as torch.bfloat16, got {dtype!r}"
+            )
     return Zero(mesh, stage, bucket_bytes, prefetch, param_dtype, reduce_dtype, reshard)
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
@@ -10,19 +11,64 @@ from torch import Tensor
 from .. import tree as pytree
 from ..arena import BufferSpec
 from ..errors import LayoutError
-from ..tree import Treedef, path_string
+from ..tree import KeyPath, Treedef, path_string
 from .collectives import all_gather
 from .mesh import Mesh
 from .placement import Reading
 from .reader import Reader, whole
 from .tensor import Sharded, shard_of
 
-__all__ = ["entered", "held", "left", "localized", "mesh_of", "reading_of", "shown"]
+__all__ = [
+    "at_rest",
+    "entered",
+    "held",
+    "left",
+    "localized",
+    "mesh_of",
+    "on_one_mesh",
+    "reading_of",
+    "refuse_meshes",
+    "shown",
+]
 
 
 def mesh_of(specs: Sequence[BufferSpec]) -> Mesh | None:
     """The mesh that leaves lie on; None if they lie on none."""
     return next((spec.placement.mesh for spec in specs if spec.placement is not None), None)
+
+
+def on_one_mesh(
+    paths: Sequence[KeyPath], specs: Sequence[BufferSpec], root: str, function: str = ""
+) -> Sequence[BufferSpec]:
+    """The specs of a state's leaves, which lie on one mesh at most."""
+    refuse_meshes(
+        ((path_string(path, root), spec) for path, spec in zip(paths, specs, strict=True)), function
+    )
+    return specs
+
+
+def refuse_meshes(named: Iterable[tuple[str, BufferSpec]], function: str = "") -> None:
+    """Raise for leaves that lie on several meshes.
+
+    Args:
+      named: Key paths and specs.
+      function: Name of the user's function.
+    Raises:
+      LayoutError: Naming the first leaf on each mesh.
+    """
+    firsts: dict[Mesh, str] = {}
+    for name, spec in named:
+        if spec.placement is not None:
+            firsts.setdefault(spec.placement.mesh, name)
+    if len(firsts) > 1:
+        raise LayoutError.of(
+            function,
+            f"gets leaves on {len(firsts)} meshes; nothing was changed.",
+            rows=[f"{name}  on {mesh}" for mesh, name in firsts.items()],
+            why="The collectives of a step run over the ranks of one mesh.",
+            fix="make one mesh, once, `mesh = sharding.mesh(...)`, and all states with it; from another mesh, "
+            "`sharding.gather(leaf)` is a whole leaf.",
+        )
 
 
 def reading_of(specs: Sequence[BufferSpec]) -> Reading:
@@ -34,9 +80,14 @@ def reading_of(specs: Sequence[BufferSpec]) -> Reading:
 def entered(specs: Sequence[BufferSpec], slots: Sequence[Tensor]) -> list[Tensor]:
     """What the user's function sees of slots."""
     return [
-        slot if spec.placement is None else Sharded(slot, spec.placement)
+        slot if spec.placement is None else Sharded(slot, replace(spec.placement, at_rest=False))
         for spec, slot in zip(specs, slots, strict=True)
     ]
+
+
+def at_rest(spec: BufferSpec, leaf: Tensor) -> Tensor:
+    """What is shown of a slot outside of a step, where nothing may start a collective."""
+    return leaf if spec.placement is None else Sharded(leaf, replace(spec.placement, at_rest=True))
 
 
 def left(specs: Sequence[BufferSpec], treedef: Treedef, result: Any) -> Any:
@@ -81,7 +132,7 @@ def shown(tree: Any) -> Any:
             "returns sharded leaves beside the new state.",
             rows=rows,
             why="A rank holds a shard, and what a step returns is whole.",
-            fix="`sharding.gather(leaf)` for all of it, `leaf.norm()` for a number, `sharding.local(leaf)` for this "
+            fix="`sharding.gather(leaf)` for all of it, `leaf.norm()` for a number; `sharding.local(leaf)` for this "
             "rank's shard.",
         )
     return pytree.unflatten(treedef, [held(whole(leaf)) for leaf in flat])

@@ -50,12 +50,14 @@ class Placement:
       shape: Logical shape, the same on all ranks.
       sharded: Whether a rank holds a shard; else it holds all of it.
       reading: How a loss reads it; None for a leaf that is no parameter.
+      at_rest: Whether the leaf is looked at outside of a step, where an op of one rank alone starts no collective.
     """
 
     mesh: Mesh
     shape: tuple[int, ...]
     sharded: bool
     reading: Reading | None = field(default=None, compare=False)
+    at_rest: bool = field(default=False, compare=False)
 
     @property
     def numel(self) -> int:

@@ -8,6 +8,8 @@ op may read it, and beside a sharded one it counts as this rank's shard.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from types import MappingProxyType
 from typing import Any, Never
 
 import torch
@@ -32,6 +34,9 @@ _LIKE = frozenset(
 )  # fmt: skip
 _VIEWS = frozenset({"aten::view", "aten::_unsafe_view", "aten::unsqueeze", "aten::squeeze"})
 _FUSED = ("aten::_fused_ada", "aten::_fused_sgd", "aten::_foreach_")
+_IN_WORDS = MappingProxyType(
+    {"aten._local_scalar_dense.default": "a number of the host, by `.item()`, `float()` or `if`"}
+)
 # Tagged or named as if they were elementwise; they would answer for this rank's elements alone.
 _NOT_ELEMENTWISE = frozenset(
     {"aten::equal", "aten::_foreach_max", "aten::_foreach_mm", "aten::_foreach_powsum"}
@@ -72,10 +77,11 @@ class Sharded(Tensor):
         for tensor in written_arguments(func, args, kwargs):
             if not isinstance(tensor, Sharded) or not tensor.placement.sharded:
                 raise refused(sources[0], f"{func}, which writes it into a tensor that is whole")
-        if name in REDUCTIONS:
-            return _reduced(func, args, kwargs)
-        if name.startswith("aten::_foreach_norm"):
-            return _norms(func, args, kwargs)
+        if name in REDUCTIONS or name.startswith("aten::_foreach_norm"):
+            at_rest = next((source for source in sources if source.placement.at_rest), None)
+            if at_rest is not None:
+                raise _alone(at_rest, str(func))
+            return _reduced(func, args, kwargs) if name in REDUCTIONS else _norms(func, args, kwargs)
         if name in _VIEWS:
             return _viewed(func, args, kwargs, sources[0])
         if not _same_elements(func):
@@ -113,11 +119,26 @@ class Sharded(Tensor):
         raise refused(self, "DLPack")
 
     def __setitem__(self, key: Any, value: Any) -> Never:
-        raise ReadOnlyError.of(
+        raise self._read_only()
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name not in ("local", "placement"):
+            raise self._read_only(f"`.{name}`")
+        super().__setattr__(name, value)
+
+    def requires_grad_(self, requires_grad: bool = True) -> Sharded:  # noqa: FBT001, FBT002
+        if requires_grad:
+            raise self._read_only("`.requires_grad`")
+        return self
+
+    def _read_only(self, attribute: str = "") -> ReadOnlyError:
+        return ReadOnlyError.of(
             "",
-            f"{_title(self)} was written to.",
-            why="A rank holds its shard only.",
-            fix="compute a new value, `torch.where(mask, new, old)`.",
+            f"{attribute}{' of ' * bool(attribute)}a sharded leaf was written to.",
+            rows=[_title(self)],
+            why="A rank holds its shard only, and the state changes only by what a step returns.",
+            fix="compute a new value, `torch.where(mask, new, leaf)`; outside of a step, "
+            "`state = fcg.tree.at(lambda s: ..., state, value)`.",
         )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Sharded:
@@ -139,10 +160,22 @@ def refused(leaf: Sharded, what: str) -> LayoutError:
     """The error for what a shard alone cannot answer."""
     return LayoutError.of(
         "",
-        f"asks a sharded leaf for {what}.",
+        f"asks a sharded leaf for {_IN_WORDS.get(what, what)}.",
         rows=[_title(leaf)],
         why="A rank holds a shard: elementwise ops work on it, and `sum`, `mean`, `norm`, `max`, `min` of all of it.",
         fix="`sharding.gather(leaf)` on all ranks, for all of it; `sharding.local(leaf)` for this rank's shard.",
+    )
+
+
+def _alone(leaf: Sharded, what: str) -> LayoutError:
+    """The error for what needs all ranks, asked where nobody knows whether they ask too."""
+    return LayoutError.of(
+        "",
+        f"asks a sharded leaf for {what} outside of the step that got it.",
+        rows=[_title(leaf)],
+        why="A rank holds a shard: the answer is a collective, and a rank that asks alone would wait for ever.",
+        fix="return it in the metrics of a step; or `sharding.gather(leaf)` on all ranks, for all of it; "
+        "`sharding.local(leaf)` for this rank's shard.",
     )
 
 
@@ -232,7 +265,7 @@ def _viewed(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], source: S
         raise refused(source, f"{func}, its memory as another dtype")
     shape = func(torch.empty(source.shape, device="meta"), *args[1:], **kwargs).shape
     old = source.placement
-    return Sharded(source.local, Placement(old.mesh, tuple(shape), old.sharded, old.reading))
+    return Sharded(source.local, replace(old, shape=tuple(shape)))
 
 
 def _by_lists(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:

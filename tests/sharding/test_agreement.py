@@ -63,8 +63,8 @@ def test_h95_all_ranks_raise_where_one_differs() -> None:
   rank 0  batch['x']  f32[8,3]   rank 1  batch['x']  f32[5,3]
 Each rank captures one graph, and the collectives in them wait for each other.
 To fix: call the same steps in one order on all ranks, with inputs of one layout: the last batch too.
-Docs: help(functional_cg.CaptureError)"""
-    assert all(isinstance(error, fcg.CaptureError) for error in raised)
+Docs: help(functional_cg.RankError)"""
+    assert all(isinstance(error, fcg.RankError) for error in raised)
     assert [str(error) for error in raised] == [expected] * 4
     assert at_once(*(says(rank, "the next one") for rank in everyone)) == [None] * 4, "they are in step again"
 
@@ -96,7 +96,7 @@ def test_h95_missing_ranks_are_named_in_time() -> None:
         "  rank 0 is about to capture `train`",
         "A function over a sharded state is collective: all ranks call it, in the same order.",
         "To fix: call it on all ranks and use its result on one, `out = sample(state)`, `if rank == 0: show(out)`.",
-        "Docs: help(functional_cg.CaptureError)",
+        "Docs: help(functional_cg.RankError)",
     ]
 
 
@@ -105,7 +105,7 @@ def test_who_comes_too_late_does_not_go_on_alone() -> None:
     zero, one = ranks(2, SHORT)
     assert at_once(says(zero, "capture"))[0] is not None
     (late,) = at_once(says(one, "capture"))
-    assert isinstance(late, fcg.CaptureError)
+    assert isinstance(late, fcg.RankError)
     assert "for rank 0, on rank 1 of 2" in str(late)
 
 
@@ -122,7 +122,7 @@ def test_a_second_mesh_does_not_hear_what_was_said_on_the_first() -> None:
     assert at_once(says(first[0], "capture a"), says(first[1], "capture a")) == [None, None]
     second = [Ranks.over(store, rank, 2, SHORT) for rank in range(2)]
     (alone,) = at_once(says(second[0], "capture a"))
-    assert isinstance(alone, fcg.CaptureError)
+    assert isinstance(alone, fcg.RankError)
 
 
 def test_parting_waits_for_all_and_not_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:

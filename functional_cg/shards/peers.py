@@ -1,0 +1,71 @@
+"""Connections to the other ranks, as they break: what c10d says of it, in the words of the package."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+from ..errors import FunctionalCGError, RankError
+from .mesh import Mesh
+
+__all__ = ["among", "lost", "together"]
+
+_CONNECTION = ("gloo", "TCPStore", "Connection reset", "Broken pipe")  # what c10d calls the ones that broke
+_NO_GROUP = ("process group", "has been destroyed", "has not been initialized")
+
+
+def together(mesh: Mesh | None, function: str, what: str) -> None:
+    """Wait for all ranks to be about to do the same, outside of graphs; nothing on one rank.
+
+    Raises:
+      RankError: On all ranks, naming those that are missing or differ.
+    """
+    if mesh is not None and mesh.ranks is not None:
+        mesh.ranks.agree(function, what)
+
+
+@contextlib.contextmanager
+def among(mesh: Mesh | None, function: str) -> Iterator[None]:
+    """A block that talks to the other ranks.
+
+    Raises:
+      RankError: If a connection breaks.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        found = lost(mesh, function, error)
+        if found is None:
+            raise
+        raise found from error
+
+
+def lost(mesh: Mesh | None, function: str, error: RuntimeError) -> RankError | None:
+    """Our error for what c10d says of a broken connection; None for any other error."""
+    if mesh is None or mesh.ranks is None or isinstance(error, FunctionalCGError):
+        return None
+    if any(words in str(error) for words in _NO_GROUP):
+        return RankError.of(
+            function,
+            "the process groups of the mesh are gone; the state is that of the last step.",
+            rows=[_first_line(error)],
+            why="Sharded leaves are computed with over all ranks.",
+            fix="call it before `torch.distributed.destroy_process_group()`; a mesh ends what it has started itself.",
+        )
+    if not any(words in str(error) for words in _CONNECTION):
+        return None
+    absent = mesh.ranks.absent()
+    names = ", ".join(map(str, absent))
+    who = f"rank{'s' * (len(absent) > 1)} {names}" if absent else "the other ranks"
+    return RankError.of(
+        function,
+        f"rank {mesh.rank} of {mesh.size} has lost {who}; the state is that of the last step.",
+        rows=[_first_line(error)],
+        why="A collective waits for all ranks: one of them has ended, or has not come in time.",
+        fix="see what that rank said, and call steps on all ranks in one order; then start all ranks again, from "
+        "the last checkpoint.",
+    )
+
+
+def _first_line(error: RuntimeError) -> str:
+    return str(error).partition("\n")[0].rpartition("] ")[2]
