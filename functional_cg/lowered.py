@@ -11,6 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from .arena import Arena, dtype_name
+from .costs import CostAnalysis, cost_analysis, memory_analysis
 from .errors import LayoutError
 from .inputs import InputLayout
 from .markup import Html, bar, card, element, fold, line, table
@@ -24,7 +25,7 @@ from .stages.capture import Replay
 from .stages.certificate import Inspection
 from .stages.costs import constant_costs, input_costs, metric_costs, slot_costs, staged_pairs
 from .stages.lower import ExecutionPlan
-from .stages.program import Program, Var
+from .stages.program import Program
 from .stages.trace import BoundState
 from .stages.watch import HostWatch
 from .state import Lease
@@ -46,6 +47,7 @@ class Captured:
       constants: Tensors that the step owns; they live as long as the capture, which knows their addresses only.
       treedef: Structure of the first state.
       paths: Its key paths.
+      lowered: What it was captured from.
     """
 
     call: Callable[[tuple[Any, ...], dict[str, Any]], Any]
@@ -54,6 +56,7 @@ class Captured:
     constants: tuple[Tensor, ...]
     treedef: Treedef | None
     paths: list[KeyPath]
+    lowered: Lowered | None = None
 
     @classmethod
     def of(
@@ -90,6 +93,17 @@ class Captured:
         assert self.treedef is not None
         assert self.arena.free
         return Lease(self.arena, self.treedef, self.paths)
+
+    def cost_analysis(
+        self,
+        seconds: float | None = None,
+        *,
+        bandwidth: float | None = None,
+        peak_flops: float | None = None,
+    ) -> CostAnalysis:
+        """What a call costs, and how far it is from the floor; see :meth:`Lowered.cost_analysis`."""
+        assert self.lowered is not None, "captures come from `Lowered.capture`"
+        return self.lowered.cost_analysis(seconds, bandwidth=bandwidth, peak_flops=peak_flops)
 
     def close(self) -> None:
         """Free the capture; the arenas live on as long as their handles."""
@@ -153,7 +167,9 @@ class Lowered:
     def capture(self) -> Captured:
         """Capture the plan on the memory of the state that it was lowered with."""
         assert self.capture_here is not None
-        return self.capture_here()
+        captured = self.capture_here()
+        captured.lowered = captured.lowered or replace(self, capture_here=None)
+        return captured
 
     @property
     def mesh(self) -> Mesh | None:
@@ -237,17 +253,51 @@ class Lowered:
         return f"{self.program.as_text()}\n\n{self.plan.as_text()}"
 
     def memory_analysis(self) -> dict[str, int]:
-        """Bytes by use: ``state``, ``inputs``, ``constants``, ``metrics``, and ``temporaries`` (their sum)."""
-        born = [var for instr in self.program.instrs for var in instr.outputs()]
-        first = {var.storage: var.spec.nbytes for var in reversed(born)}
-        outside = {var.storage for var in (*self.program.slots, *self.program.inputs)}
-        return {
-            "state": sum(var.spec.nbytes for var in self.program.slots),
-            "inputs": sum(var.spec.nbytes for var in self.program.inputs),
-            "constants": sum(constant.var.spec.nbytes for constant in self.program.constants),
-            "metrics": sum(var.spec.nbytes for var in self.program.outputs if isinstance(var, Var)),
-            "temporaries": sum(size for storage, size in first.items() if storage not in outside),
-        }
+        """Bytes by use.
+
+        ``state``, and of it each field of a dataclass under its name (``state.params``); ``inputs``, ``constants``,
+        ``metrics``; ``temporaries``, the sum of all; ``peak``, the most that state, inputs, constants and temporaries
+        take at a time. Temporaries are those of the program: a compiler makes fewer of them.
+
+        Example:
+          >>> import torch, functional_cg as fcg
+          >>> step = fcg.graph_step(lambda state, x: ({"w": state["w"] + x * 2}, {}))
+          >>> step.lower({"w": torch.ones(4)}, torch.ones(4)).memory_analysis()
+          {'state': 16, 'inputs': 16, 'constants': 0, 'metrics': 0, 'temporaries': 32, 'peak': 64}
+        """
+        return memory_analysis(self.program, self.plan.schedule)
+
+    def cost_analysis(
+        self,
+        seconds: float | None = None,
+        *,
+        bandwidth: float | None = None,
+        peak_flops: float | None = None,
+    ) -> CostAnalysis:
+        """FLOPs, bytes moved, calls by kind, and the floor of a call. Prints as a table; ``as_dict()`` for programs.
+
+        The floor is the roofline of the whole step: its products at the device's peak rate, or the bytes that any
+        implementation moves at full bandwidth, whichever takes longer. Rates of H100 (SXM) and H200 are known by name;
+        fp32 products count at the rate of TF32 unless ``torch.set_float32_matmul_precision`` is ``"highest"``.
+
+        Args:
+          seconds: What a call was measured to take: then the distance to the floor is given, too.
+          bandwidth: Bytes per second of the device's memory, where it is another device, or measured.
+          peak_flops: FLOPs per second of its products, of whatever dtype.
+        Raises:
+          ValueError: If one of the three is not a positive number.
+
+        Example:
+          >>> import torch, functional_cg as fcg
+          >>> step = fcg.graph_step(lambda state, x: ({"w": state["w"] @ x}, {}))
+          >>> lowered = step.lower({"w": torch.ones(4, 4)}, torch.ones(4, 4))
+          >>> costs = lowered.cost_analysis(1e-5, bandwidth=1e9, peak_flops=1e9)
+          >>> costs.flops, costs.bytes_least, costs.bound, costs.floor_s
+          (128, 192, 'memory', 1.92e-07)
+        """
+        return cost_analysis(
+            self.program, self.plan, seconds=seconds, bandwidth=bandwidth, peak_flops=peak_flops
+        )
 
     def __repr__(self) -> str:
         return f"<Lowered {self.name}: {self._plan_line()}>"
