@@ -20,6 +20,7 @@ from .arena import BufferSpec, no_tensors
 from .errors import CaptureError, LayoutError
 from .random import fold_in
 from .shards.reader import like_leaf, readers, variable_of, whole
+from .shards.tensor import refuse_at_rest
 from .state import Leaf
 from .tree import path_string
 
@@ -73,6 +74,7 @@ def value_and_grad(fn: Callable[..., Any], *, has_aux: bool = False) -> Callable
         _refuse_transforms(name)
         flat, treedef = pytree.flatten(params)
         _refuse_undifferentiable(name, treedef, flat)
+        refuse_at_rest(flat, "gradients")
         recording = torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
         threads = torch.autograd.is_multithreading_enabled()  # which leaving inference mode would switch on
         with (

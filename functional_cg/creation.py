@@ -140,7 +140,7 @@ def _created(
         step=torch.zeros((), dtype=torch.int64, device=home), params=None, opt_state=None, optimizer=optimizer,
         key=None if key is None else key.to(home), **others,
     )  # fmt: skip
-    _refuse(given, None if init else params, home)
+    _refuse(given, None if init else params, home, gathers=sharding is not None)
     if sharding is not None:
         together(sharding.mesh, "TrainState.create", _announced(given, params, sharding))
     given = pytree.map(lambda leaf: kind.agreed(as_tensor(leaf)), given)
@@ -187,10 +187,24 @@ def _home(params: Any, key: Any, sharding: Sharding | None, init: Init | None) -
     return torch.device("cpu") if first is None else first.device
 
 
-def _refuse(given: Any, params: Any, home: torch.device) -> None:
-    """Raise for what cannot be placed; DTensors are gathered, and have no memory of their own to share."""
-    plain = pytree.map(lambda leaf: None if hasattr(leaf, "full_tensor") else leaf, params)
-    placeable(replace(given, params=plain), "state", device=home)
+def _refuse(given: Any, params: Any, home: torch.device, *, gathers: bool) -> None:
+    """Raise for what cannot be placed; a sharding gathers DTensors, which have no memory of their own to share."""
+    plain = pytree.map(lambda leaf: None if gathers and hasattr(leaf, "full_tensor") else leaf, params)
+    whole = replace(given, params=plain)
+    rows = [
+        f"{path_string(path, 'state')}  expected a whole tensor   got {BufferSpec.of(leaf)}"
+        for path, leaf in pytree.flatten_with_path(whole)[0]
+        if isinstance(leaf, Sharded) and leaf.placement.sharded
+    ]
+    if rows:
+        raise LayoutError.of(
+            "",
+            "TrainState.create: gets sharded leaves.",
+            rows=rows,
+            why="A state takes its values from rank 0, which holds a shard of these.",
+            fix="`sharding.gather(tree)` on all ranks, and create the state of what it gives.",
+        )
+    placeable(whole, "state", device=home)
 
 
 def _reserved(planned: Any, home: torch.device) -> Handle:

@@ -20,7 +20,7 @@ from ..ops import named_arguments, tensors_in, written_arguments
 from .placement import Placement
 from .reductions import REDUCTIONS, norms
 
-__all__ = ["Sharded", "placed"]
+__all__ = ["Sharded", "placed", "refuse_at_rest"]
 
 aten = torch.ops.aten
 
@@ -78,9 +78,7 @@ class Sharded(Tensor):
             if not isinstance(tensor, Sharded) or not tensor.placement.sharded:
                 raise refused(sources[0], f"{func}, which writes it into a tensor that is whole")
         if name in REDUCTIONS or name.startswith("aten::_foreach_norm"):
-            at_rest = next((source for source in sources if source.placement.at_rest), None)
-            if at_rest is not None:
-                raise _alone(at_rest, str(func))
+            refuse_at_rest(sources, str(func))
             return _reduced(func, args, kwargs) if name in REDUCTIONS else _norms(func, args, kwargs)
         if name in _VIEWS:
             return _viewed(func, args, kwargs, sources[0])
@@ -167,16 +165,22 @@ def refused(leaf: Sharded, what: str) -> LayoutError:
     )
 
 
-def _alone(leaf: Sharded, what: str) -> LayoutError:
-    """The error for what needs all ranks, asked where nobody knows whether they ask too."""
-    return LayoutError.of(
-        "",
-        f"asks a sharded leaf for {what} outside of the step that got it.",
-        rows=[_title(leaf)],
-        why="A rank holds a shard: the answer is a collective, and a rank that asks alone would wait for ever.",
-        fix="return it in the metrics of a step; or `sharding.gather(leaf)` on all ranks, for all of it; "
-        "`sharding.local(leaf)` for this rank's shard.",
-    )
+def refuse_at_rest(leaves: Sequence[Any], what: str) -> None:
+    """Raise for what needs all ranks, asked where nobody knows whether they ask too.
+
+    Raises:
+      LayoutError: If one of the leaves is looked at outside of a step.
+    """
+    for leaf in leaves:
+        if isinstance(leaf, Sharded) and leaf.placement.at_rest and leaf.placement.mesh.size > 1:
+            raise LayoutError.of(
+                "",
+                f"asks a leaf of {leaf.placement.mesh.size} ranks for {what} outside of the step that got it.",
+                rows=[_title(leaf)],
+                why="The answer is a collective, and a rank that asks alone would wait for ever.",
+                fix="return it in the metrics of a step; or `sharding.gather(leaf)` on all ranks, for all of it; "
+                "`sharding.local(leaf)` for this rank's shard.",
+            )
 
 
 def _title(leaf: Sharded) -> str:
@@ -214,9 +218,10 @@ def shard_of(tensor: Tensor, like: Placement) -> Tensor:
         return like.own(_whole(tensor))
     elif tensor.numel() == 1:
         return _whole(tensor).reshape(())
+    other = placement is not None and placement.mesh != like.mesh and shape == like.shape
     raise LayoutError.of(
         "",
-        "combines a sharded leaf with a tensor of another shape.",
+        f"combines a sharded leaf with {'one of another mesh' if other else 'a tensor of another shape'}.",
         rows=[
             f"{list(like.shape)} {like.describe()}   with {list(shape)} {placement.describe() if placement else ''}"
         ],
