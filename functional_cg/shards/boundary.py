@@ -153,7 +153,8 @@ def localized(spec: BufferSpec, leaf: Any) -> Any:
         return leaf
     leaf = whole(leaf)
     if placement.sharded:
-        return shard_of(leaf, placement)
+        on_shards = isinstance(leaf, Sharded) and leaf.placement.sharded
+        return shard_of(leaf, placement) if on_shards else placement.own(held(leaf))
     if isinstance(leaf, Sharded) and leaf.placement.sharded:
         return leaf.placement.unpad(all_gather(leaf.local, placement.mesh.shards))
     return held(leaf)

@@ -93,7 +93,9 @@ class Sharded(Tensor):
         return f"{type(self).__name__}({_title(self)}){numbers}"
 
     def __format__(self, spec: str) -> str:
-        return repr(self) if self.placement.sharded else format(self.local, spec)
+        if self.placement.sharded and not spec:
+            return repr(self)
+        return format(self._here(f"its number in the format {spec!r}"), spec)
 
     def tolist(self) -> Any:
         return self._here("tolist").tolist()
