@@ -82,6 +82,7 @@ ORDER = (
     "stages.lower",
     "stages.costs",
     "stages.formulas",
+    "stages.logits",
     "stages.inductor",
     "stages.capture",
     "stages.poison",
