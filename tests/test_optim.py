@@ -35,6 +35,24 @@ TRANSFORMATIONS = [
     optim.scale_by_yogi(),
     optim.add_decayed_weights(0.1, mask=DECAY),
     optim.clip_by_global_norm(0.5),
+    optim.clip_by_value(0.5),
+    optim.clip_by_norm(0.5),
+    optim.clip_by_rms(0.5),
+    optim.adaptive_clip(0.1),
+    optim.centralize(),
+    optim.freeze(DECAY),
+    optim.scale_by_adadelta(),
+    optim.scale_by_adamax(),
+    optim.scale_by_amsgrad(),
+    optim.scale_by_belief(),
+    optim.scale_by_factored_rms(),
+    optim.scale_by_lars(0.1, mask=DECAY),
+    optim.scale_by_lion(),
+    optim.scale_by_nadam(),
+    optim.scale_by_novograd(),
+    optim.scale_by_param_rms(),
+    optim.scale_by_radam(),
+    optim.scale_by_rms(centered=True),
 ]
 OPTIMIZERS = [
     optim.sgd(0.1),
@@ -49,6 +67,21 @@ OPTIMIZERS = [
     optim.lamb(0.1, weight_decay=0.1, mask=DECAY),
     optim.lamb(0.1, weight_decay=0.0, bias_correction=False),
     optim.yogi(SCHEDULE),
+    optim.adabelief(SCHEDULE),
+    optim.adadelta(SCHEDULE),
+    optim.adafactor(SCHEDULE, weight_decay=0.1, mask=DECAY),
+    optim.adamax(0.1),
+    optim.amsgrad(0.1),
+    optim.lars(0.1, weight_decay=0.1, mask=DECAY),
+    optim.lion(SCHEDULE, weight_decay=0.1, mask=DECAY),
+    optim.muon(SCHEDULE, weight_decay=0.1),
+    optim.muon(0.1, weight_decay=0.1, labels={"w": "muon", "b": "adamw"}),
+    optim.nadam(SCHEDULE),
+    optim.novograd(0.1, weight_decay=0.1, mask=DECAY),
+    optim.radam(0.1),
+    optim.rmsprop(0.1, momentum=0.9),
+    optim.lookahead(optim.adamw(0.1, weight_decay=0.1), sync_period=3),
+    optim.schedule_free(optim.sgd(SCHEDULE), SCHEDULE),
     optim.chain(optim.clip_by_global_norm(0.5), optim.adamw(SCHEDULE, weight_decay=0.1, mask=DECAY)),
     optim.chain(optim.add_decayed_weights(0.1), optim.chain(optim.sgd(0.1))),
     optim.chain(optim.masked(optim.scale(0.5), DECAY), optim.trace(0.9), optim.scale(-0.1)),
@@ -61,6 +94,9 @@ OPTIMIZERS = [
     optim.inject_hyperparams(optim.lamb)(learning_rate=0.1, b1=0.9, b2=0.999, eps=1e-6, weight_decay=0.1),
     optim.inject_hyperparams(optim.yogi)(learning_rate=0.1, b1=0.9, eps=1e-3),
     optim.inject_hyperparams(optim.adagrad)(learning_rate=0.1, eps=1e-10),
+    optim.inject_hyperparams(optim.muon, ("ns_steps",))(learning_rate=0.1, momentum=0.9, weight_decay=0.1),
+    optim.inject_hyperparams(optim.nadam)(learning_rate=0.1, b1=0.9, b2=0.9, eps=1e-8, momentum_decay=0.1),
+    optim.inject_hyperparams(optim.adafactor)(learning_rate=0.1, decay_rate=0.8, clipping_threshold=1.0),
 ]
 FLAT = [
     optim.flatten(optim.sgd(SCHEDULE, momentum=0.9)),
@@ -129,7 +165,7 @@ def test_transformations_are_values(tx: optim.GradientTransformation) -> None:
 
 @pytest.mark.parametrize("tx", EVERY, ids=repr)
 def test_repr_is_the_call_that_makes_it(tx: optim.GradientTransformation) -> None:
-    assert eval(repr(tx), {**vars(optim), "optim": optim}) == tx
+    assert eval(repr(tx), {**vars(optim), "optim": optim, "torch": torch}) == tx
 
 
 def test_a_mask_is_copied_and_its_writing_order_does_not_matter() -> None:

@@ -5,14 +5,51 @@ values. ``sgd``, ``adam``, ``adamw`` and ``adagrad`` also have a ``step`` that r
 count on the device.
 """
 
+from functional_cg.optim.adam_family import adabelief, adamax, amsgrad, nadam, radam
 from functional_cg.optim.adapted import AdaptedState, from_torch
+from functional_cg.optim.adaptive import (
+    ScaleByAmsgradState,
+    ScaleByNadamState,
+    scale_by_adamax,
+    scale_by_amsgrad,
+    scale_by_belief,
+    scale_by_nadam,
+    scale_by_radam,
+)
 from functional_cg.optim.aliases import AdagradState, SgdState, adagrad, adam, adamw, sgd
 from functional_cg.optim.base import EmptyState, GradientTransformation, apply_updates
 from functional_cg.optim.clipping import clip_by_global_norm, global_norm
 from functional_cg.optim.combine import MaskedState, PartitionState, chain, masked, partition
+from functional_cg.optim.elementwise import (
+    ScaleByAdadeltaState,
+    ScaleByLionState,
+    ScaleByRmsState,
+    adadelta,
+    lion,
+    rmsprop,
+    scale_by_adadelta,
+    scale_by_lion,
+    scale_by_rms,
+)
+from functional_cg.optim.factored import (
+    ScaleByFactoredRmsState,
+    adafactor,
+    clip_by_rms,
+    scale_by_factored_rms,
+    scale_by_param_rms,
+)
 from functional_cg.optim.flat import flatten
 from functional_cg.optim.formulas import lamb, yogi
+from functional_cg.optim.gradients import adaptive_clip, centralize, clip_by_norm, clip_by_value, freeze
 from functional_cg.optim.hyperparams import InjectHyperparamsState, inject_hyperparams, set_hyperparams
+from functional_cg.optim.layerwise import (
+    ScaleByNovogradState,
+    lars,
+    novograd,
+    scale_by_lars,
+    scale_by_novograd,
+)
+from functional_cg.optim.matrix import muon, scale_by_muon
 from functional_cg.optim.schedules import (
     Schedule,
     constant,
@@ -39,6 +76,7 @@ from functional_cg.optim.transforms import (
     set_to_zero,
     trace,
 )
+from functional_cg.optim.wrappers import LookaheadState, ScheduleFreeState, lookahead, sam, schedule_free
 
 __all__ = [
     "AdagradState",
@@ -46,41 +84,84 @@ __all__ = [
     "EmptyState",
     "GradientTransformation",
     "InjectHyperparamsState",
+    "LookaheadState",
     "MaskedState",
     "PartitionState",
+    "ScaleByAdadeltaState",
     "ScaleByAdamState",
+    "ScaleByAmsgradState",
+    "ScaleByFactoredRmsState",
+    "ScaleByLionState",
+    "ScaleByNadamState",
+    "ScaleByNovogradState",
+    "ScaleByRmsState",
     "ScaleByRssState",
     "ScaleByScheduleState",
     "Schedule",
+    "ScheduleFreeState",
     "SgdState",
     "TraceState",
+    "adabelief",
+    "adadelta",
+    "adafactor",
     "adagrad",
     "adam",
+    "adamax",
     "adamw",
+    "adaptive_clip",
     "add_decayed_weights",
+    "amsgrad",
     "apply_updates",
+    "centralize",
     "chain",
     "clip_by_global_norm",
+    "clip_by_norm",
+    "clip_by_rms",
+    "clip_by_value",
     "constant",
     "cosine",
     "exponential",
     "flatten",
+    "freeze",
     "from_torch",
     "global_norm",
     "identity",
     "inject_hyperparams",
     "lamb",
+    "lars",
     "linear",
+    "lion",
+    "lookahead",
     "masked",
+    "muon",
+    "nadam",
+    "novograd",
     "partition",
     "piecewise_constant",
+    "radam",
+    "rmsprop",
+    "sam",
     "scale",
+    "scale_by_adadelta",
     "scale_by_adam",
+    "scale_by_adamax",
+    "scale_by_amsgrad",
+    "scale_by_belief",
+    "scale_by_factored_rms",
+    "scale_by_lars",
     "scale_by_learning_rate",
+    "scale_by_lion",
+    "scale_by_muon",
+    "scale_by_nadam",
+    "scale_by_novograd",
+    "scale_by_param_rms",
+    "scale_by_radam",
+    "scale_by_rms",
     "scale_by_rss",
     "scale_by_schedule",
     "scale_by_trust_ratio",
     "scale_by_yogi",
+    "schedule_free",
     "set_hyperparams",
     "set_to_zero",
     "sgd",

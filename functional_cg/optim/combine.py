@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -10,6 +11,7 @@ from functional_cg import tree
 from functional_cg.optim.base import (
     FrozenTree,
     GradientTransformation,
+    Optimizer,
     OptState,
     Params,
     StepFn,
@@ -77,6 +79,33 @@ class chain(GradientTransformation):
         grads, heads = chain(*self.links[:-1]).update(grads, state[:-1], params)
         params, last = step_or_update(self.links[-1], grads, state[-1], params)
         return params, (*heads, last)
+
+
+class Composed(Optimizer):
+    """An optimizer that is a chain of links, made of its hyper-parameters; its state is a tuple of theirs."""
+
+    def __post_init__(self) -> None:
+        try:
+            chain(*self.links)  # each link refuses what it cannot take
+        except (TypeError, ValueError) as error:
+            raise type(error)(f"{type(self).__name__}: {error}") from None
+
+    @property
+    @abstractmethod
+    def links(self) -> tuple[GradientTransformation, ...]:
+        """The transformations that run in a row."""
+
+    @property
+    def parts(self) -> tuple[GradientTransformation, ...]:
+        return self.links
+
+    def init(self, params: Params) -> OptState:
+        return chain(*self.links).init(params)
+
+    def update(
+        self, updates: Updates, state: OptState, params: Params | None = None
+    ) -> tuple[Updates, OptState]:
+        return chain(*self.links).update(updates, state, params)
 
 
 class MaskedState(NamedTuple):

@@ -1,0 +1,484 @@
+"""Each optimizer against a judge, and each captured step against its eager run.
+
+The judges are ``torch.optim``, ``torch_optimizer`` and the papers' formulas written out here: 20 steps in float64. The
+tolerance is relative to how far a leaf has gone: 1e-12, a few roundings a step, or what the judge's own arithmetic
+allows where it computes in float32 or bfloat16.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import functional_cg as fcg
+from functional_cg import optim, tree
+from functional_cg.errors import LayoutError
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    import torch_optimizer
+
+STEPS = 20
+RATE = 0.05
+SHAPES = ((4, 3), (3, 5), (7,), ())
+MATRICES = ((4, 3), (3, 5), (3, 3))
+
+Judge = Callable[[list[Tensor]], Any]
+
+
+def problem(
+    shapes: Any = SHAPES, *, dtype: torch.dtype = torch.float64
+) -> tuple[list[Tensor], list[list[Tensor]]]:
+    generator = torch.Generator().manual_seed(1)
+
+    def leaves() -> list[Tensor]:
+        return [torch.randn(shape, dtype=dtype, generator=generator) for shape in shapes]
+
+    return leaves(), [leaves() for _ in range(STEPS)]
+
+
+def ours(tx: optim.GradientTransformation, params: Any, steps: list[Any]) -> Iterator[tuple[Any, Any]]:
+    """Parameters and state after each step, by ``update``."""
+    state = tx.init(params)
+    for grads in steps:
+        updates, state = tx.update(grads, state, params)
+        params = optim.apply_updates(params, updates)
+        yield params, state
+
+
+def judged(make: Judge, params: list[Tensor], steps: list[list[Tensor]]) -> Iterator[list[Tensor]]:
+    leaves = [leaf.clone().requires_grad_() for leaf in params]
+    optimizer = make(leaves)
+    for grads in steps:
+        for leaf, grad in zip(leaves, grads, strict=True):
+            leaf.grad = grad.clone()
+        optimizer.step()
+        yield [leaf.detach().clone() for leaf in leaves]
+
+
+def assert_near(got: list[Tensor], expected: list[Tensor], start: list[Tensor], tolerance: float) -> None:
+    for x, y, before in zip(got, expected, start, strict=True):
+        way = float((y - before).abs().max())
+        assert way > 0, "the judge stands still"
+        torch.testing.assert_close(x, y, rtol=0, atol=tolerance * way)
+
+
+# -- classes ------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Case:
+    """Ours, and its judge.
+
+    Attributes:
+      tx: The transformation.
+      judge: Makes an optimizer object of leaves.
+      tolerance: Relative to the way.
+      shapes: Of the leaves.
+    """
+
+    tx: optim.GradientTransformation
+    judge: Judge
+    tolerance: float = 1e-12
+    shapes: Any = SHAPES
+
+    def __str__(self) -> str:
+        return repr(self.tx)
+
+
+def torch_class(name: str, **hyper: Any) -> Judge:
+    return lambda leaves: getattr(torch.optim, name)(leaves, **hyper)
+
+
+def other_class(name: str, **hyper: Any) -> Judge:
+    return lambda leaves: getattr(torch_optimizer, name)(leaves, **hyper)
+
+
+B = {"b1": 0.8, "b2": 0.9}
+BETAS = (0.8, 0.9)
+
+CASES = [
+    Case(optim.amsgrad(RATE, **B), torch_class("Adam", lr=RATE, betas=BETAS, amsgrad=True)),
+    Case(optim.adamax(RATE, **B), torch_class("Adamax", lr=RATE, betas=BETAS)),
+    # The judge keeps its product of momenta in float32.
+    Case(
+        optim.nadam(RATE, **B, momentum_decay=0.1),
+        torch_class("NAdam", lr=RATE, betas=BETAS, momentum_decay=0.1),
+        1e-6,
+    ),
+    Case(optim.radam(RATE, **B), torch_class("RAdam", lr=RATE, betas=BETAS)),
+    Case(optim.radam(RATE, b1=0.8, b2=0.99), torch_class("RAdam", lr=RATE, betas=(0.8, 0.99))),
+    Case(optim.radam(RATE, **B), other_class("RAdam", lr=RATE, betas=BETAS), 1e-5),
+    Case(
+        optim.adabelief(RATE, **B, eps=1e-8),
+        other_class("AdaBelief", lr=RATE, betas=BETAS, eps=1e-8, rectify=False, weight_decouple=False),
+    ),
+    Case(optim.adadelta(0.5, decay=0.8), torch_class("Adadelta", lr=0.5, rho=0.8)),
+    Case(optim.rmsprop(RATE, decay=0.8), torch_class("RMSprop", lr=RATE, alpha=0.8)),
+    Case(
+        optim.rmsprop(RATE, decay=0.8, momentum=0.5, centered=True, eps=1e-3),
+        torch_class("RMSprop", lr=RATE, alpha=0.8, momentum=0.5, centered=True, eps=1e-3),
+    ),
+    Case(
+        optim.lars(RATE, 0.8, trust_coefficient=0.1, weight_decay=0.1),
+        other_class("LARS", lr=RATE, momentum=0.8, trust_coefficient=0.1, weight_decay=0.1),
+    ),
+    Case(
+        optim.lars(RATE, 0.8, nesterov=True, trust_coefficient=0.1, weight_decay=0.1),
+        other_class("LARS", lr=RATE, momentum=0.8, nesterov=True, trust_coefficient=0.1, weight_decay=0.1),
+    ),
+    # The judge keeps its norms in float32.
+    Case(
+        optim.novograd(RATE, **B, weight_decay=0.1),
+        other_class("NovoGrad", lr=RATE, betas=BETAS, weight_decay=0.1),
+        1e-5,
+    ),
+    Case(optim.adafactor(0.5), torch_class("Adafactor", lr=0.5)),
+    Case(
+        optim.adafactor(0.5, 0.6, (1e-3, 0.1), 1.2, weight_decay=0.1),
+        torch_class("Adafactor", lr=0.5, beta2_decay=-0.6, eps=(1e-3, 0.1), d=1.2, weight_decay=0.1),
+    ),
+    # Both iterate in bfloat16, by the same products; one rounding more or less moves an element by 2^-8.
+    Case(
+        optim.muon(RATE, weight_decay=0.1),
+        torch_class("Muon", lr=RATE, weight_decay=0.1),
+        1e-2,
+        MATRICES,
+    ),
+    Case(
+        optim.muon(RATE, 0.8, nesterov=False, match_rms=True, ns_steps=4, weight_decay=0.1),
+        torch_class(
+            "Muon", lr=RATE, weight_decay=0.1, momentum=0.8, nesterov=False, ns_steps=4,
+            adjust_lr_fn="match_rms_adamw",
+        ),
+        1e-2,
+        MATRICES,
+    ),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_equals_its_judge(case: Case) -> None:
+    params, steps = problem(case.shapes)
+    for (got, _), expected in zip(
+        ours(case.tx, params, steps), judged(case.judge, params, steps), strict=True
+    ):
+        assert_near(got, expected, params, case.tolerance)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "case"),
+    [
+        (optim.amsgrad(RATE, b1=0.8, b2=0.9001), CASES[0]),
+        (optim.scale(-RATE), CASES[1]),
+        (optim.nadam(RATE, **B, momentum_decay=0.2), CASES[2]),
+        (optim.adam(RATE, **B), CASES[3]),
+        (optim.lars(RATE, 0.8, trust_coefficient=0.1, weight_decay=0.11), CASES[10]),
+        (optim.adafactor(0.5, 0.81), CASES[13]),
+        (optim.muon(RATE, weight_decay=0.1, nesterov=False), CASES[15]),
+    ],
+    ids=repr,
+)
+def test_a_judge_finds_a_planted_bug(wrong: optim.GradientTransformation, case: Case) -> None:
+    params, steps = problem(case.shapes)
+    with pytest.raises(AssertionError, match="not close"):  # noqa: PT012
+        for (got, _), expected in zip(
+            ours(wrong, params, steps), judged(case.judge, params, steps), strict=True
+        ):
+            assert_near(got, expected, params, case.tolerance)
+
+
+def test_lookahead_is_the_judges_from_its_second_step_on() -> None:
+    """``torch_optimizer.Lookahead`` takes its slow parameters after the first step."""
+    params, steps = problem()
+    inner = optim.sgd(RATE, 0.8)
+    tx = optim.lookahead(inner, sync_period=3, slow_step_size=0.3)
+    expected = list(
+        judged(
+            lambda leaves: torch_optimizer.Lookahead(torch.optim.SGD(leaves, RATE, 0.8), k=3, alpha=0.3),
+            params,
+            steps,
+        )
+    )
+    (first, inner_state), *_ = ours(inner, params, steps[:1])
+    assert_near(first, expected[0], params, 1e-12)
+    state, now = tx.init(first)._replace(inner_state=inner_state), first
+    for grads, theirs in zip(steps[1:], expected[1:], strict=True):
+        now, state = tx.step(grads, state, now)
+        assert_near(now, theirs, params, 1e-12)
+
+
+# -- papers -------------------------------------------------------------------------------------------------------
+
+
+def test_lion_is_algorithm_2() -> None:
+    params, steps = problem()
+    got = [one for one, _ in ours(optim.lion(RATE, 0.8, 0.9, weight_decay=0.1), params, steps)]
+    for i, p in enumerate(params):
+        m = torch.zeros_like(p)
+        for step, grads in enumerate(steps):
+            g = grads[i]
+            update = torch.sign(0.8 * m + 0.2 * g)
+            p = p - RATE * (update + 0.1 * p)
+            m = 0.9 * m + 0.1 * g
+            assert_near([got[step][i]], [p], [params[i]], 1e-12)
+
+
+@pytest.mark.parametrize("schedule", [0.05, optim.linear(0.0, 0.1, 8)], ids=["constant", "warm-up"])
+def test_schedule_free_is_equations_3_to_5(schedule: Any) -> None:
+    start, steps = problem()
+    rate_of = schedule if callable(schedule) else lambda count: schedule
+    tx = optim.schedule_free(optim.sgd(schedule), schedule, b1=0.8)
+    x, z, total, largest = start, start, 0.0, 0.0
+    for count, (grads, (y, state)) in enumerate(zip(steps, ours(tx, start, steps), strict=True)):
+        rate = rate_of(count)
+        z = [a - rate * g for a, g in zip(z, grads, strict=True)]
+        largest = max(largest, rate)
+        total += largest**2
+        part = largest**2 / total if total else 0.0
+        x = [(1 - part) * a + part * b for a, b in zip(x, z, strict=True)]
+        if rate:
+            # A schedule is evaluated in float32.
+            tolerance = 1e-5 if callable(schedule) else 1e-12
+            assert_near(y, [0.2 * a + 0.8 * b for a, b in zip(z, x, strict=True)], start, tolerance)
+            assert_near(tx.eval_params(state, y), x, start, tolerance)
+
+
+def test_schedule_free_averages_the_way_with_a_constant_rate() -> None:
+    start, steps = problem()
+    tx, z, way = optim.schedule_free(optim.sgd(RATE), b1=0.8), start, []
+    for grads in steps:
+        z = [a - RATE * g for a, g in zip(z, grads, strict=True)]
+        way.append(z)
+    *_, (y, state) = ours(tx, start, steps)
+    mean = [torch.stack(leaf).mean(0) for leaf in zip(*way, strict=True)]
+    assert_near(tx.eval_params(state, y), mean, start, 1e-12)
+
+
+@pytest.mark.parametrize("adaptive", [False, True])
+def test_sam_is_the_gradient_uphill(adaptive: bool) -> None:
+    params = dict(zip("ab", problem()[0], strict=False))
+
+    def loss(p: Any) -> Tensor:
+        return (p["a"].sin().sum() + p["b"].square().sum() * p["a"].mean()).square()
+
+    leaves = {name: leaf.clone().requires_grad_() for name, leaf in params.items()}
+    grads = dict(zip(leaves, torch.autograd.grad(loss(leaves), [*leaves.values()]), strict=True))
+    weights = {
+        name: leaf.detach().abs() if adaptive else torch.ones_like(leaf) for name, leaf in leaves.items()
+    }
+    size = math.sqrt(sum(float((weights[name] * grads[name]).square().sum()) for name in leaves))
+    uphill = {
+        name: (leaf + 0.1 * weights[name].square() * grads[name] / size).detach().requires_grad_()
+        for name, leaf in leaves.items()
+    }
+    expected = dict(zip(leaves, torch.autograd.grad(loss(uphill), [*uphill.values()]), strict=True))
+    value, got = optim.sam(fcg.value_and_grad(loss), 0.1, adaptive=adaptive)(params)
+    torch.testing.assert_close(value, loss(params), rtol=1e-14, atol=0)
+    torch.testing.assert_close(got, expected, rtol=1e-10, atol=1e-12)
+    assert not any(torch.allclose(got[name], grads[name], rtol=1e-3) for name in got)
+
+
+def test_clip_by_value_is_torchs() -> None:
+    grads, _ = problem()
+    leaves = [torch.zeros_like(leaf, requires_grad=True) for leaf in grads]
+    for leaf, grad in zip(leaves, grads, strict=True):
+        leaf.grad = grad.clone()
+    torch.nn.utils.clip_grad_value_(leaves, 0.3)
+    got, _ = optim.clip_by_value(0.3).update(grads, ())
+    assert all(torch.equal(x, leaf.grad) for x, leaf in zip(got, leaves, strict=True))
+
+
+def test_clip_by_norm_is_torchs_for_each_leaf() -> None:
+    grads = [*problem()[0], torch.zeros(2, dtype=torch.float64), torch.full((3,), 0.01, dtype=torch.float64)]
+    got, _ = optim.clip_by_norm(0.3).update(grads, ())
+    for x, grad in zip(got, grads, strict=True):
+        leaf = torch.zeros_like(grad, requires_grad=True)
+        leaf.grad = grad.clone()
+        torch.nn.utils.clip_grad_norm_([leaf], 0.3)
+        # torch divides by the norm plus 1e-6
+        torch.testing.assert_close(x, leaf.grad, rtol=1e-5, atol=0)
+
+
+def test_adaptive_clip_is_equation_3_for_each_row() -> None:
+    params, (grads, *_) = problem(((4, 3), (2, 3, 2), (5,)))
+    got, _ = optim.adaptive_clip(0.5, eps=0.1).update(grads, (), params)
+    rows = 0
+    for x, g, p in zip(got, grads, params, strict=True):
+        units = zip(x, g, p, strict=True) if g.dim() > 1 else [(x, g, p)]
+        for unit, grad, weight in units:
+            limit = 0.5 * max(float(weight.norm()), 0.1)
+            expected = grad * limit / grad.norm() if grad.norm() > limit else grad
+            torch.testing.assert_close(unit, expected, rtol=1e-12, atol=0)
+            rows += bool(grad.norm() > limit)
+    assert 0 < rows < 7, "some rows are clipped, some are not"
+
+
+def test_centralized_rows_have_no_mean() -> None:
+    grads, _ = problem(((4, 3), (2, 3, 2), (5,)))
+    got, _ = optim.centralize().update(grads, ())
+    for x, g in zip(got[:2], grads, strict=False):
+        torch.testing.assert_close(
+            x.flatten(1).mean(1), torch.zeros(len(x), dtype=x.dtype), rtol=0, atol=1e-15
+        )
+        torch.testing.assert_close(
+            (x - g).flatten(1).std(1), torch.zeros(len(x), dtype=x.dtype), rtol=0, atol=1e-15
+        )
+    assert got[2] is grads[2]
+
+
+def test_frozen_leaves_stay_and_the_others_move() -> None:
+    params = dict(zip("ab", problem()[0], strict=False))
+    tx = optim.chain(optim.adamw(RATE, weight_decay=0.1), optim.freeze({"a": True, "b": False}))
+    (got, _), *_ = ours(tx, params, [params])
+    assert torch.equal(got["a"], params["a"])
+    assert not torch.equal(got["b"], params["b"])
+
+
+def test_muon_orthogonalizes() -> None:
+    """In float64, and against the singular value decomposition: the iteration ends between 0.7 and 1.2."""
+    grads = {"w": problem(((6, 4),))[0][0]}
+    link = optim.scale_by_muon(ns_dtype=torch.float64, nesterov=False)
+    u, s, v = torch.linalg.svd(grads["w"], full_matrices=False)
+    assert s.max() / s.min() > 1.5, "far from orthogonal"
+    out = link.update(grads, link.init(grads))[0]["w"] / math.sqrt(6 / 4)
+    inner = u.T @ out @ v.T
+    assert (inner - torch.diag(inner.diag())).abs().max() < 1e-10, "the same singular vectors"
+    assert ((inner.diag() > 0.65) & (inner.diag() < 1.25)).all()
+
+
+def test_muon_gives_each_leaf_to_its_label() -> None:
+    params = dict(zip("abc", problem((*MATRICES[:2], (5,)))[0], strict=True))
+    labels = {"a": "adamw", "b": "muon", "c": "adamw"}
+    tx = optim.muon(RATE, weight_decay=0.1, adamw_learning_rate=0.01, labels=labels)
+    adamw = optim.adamw(0.01, weight_decay=0.1)
+    (got, _), *_ = ours(tx, params, [params])
+    (alone, _), *_ = ours(adamw, params, [params])
+    assert [torch.equal(got[name], alone[name]) for name in "abc"] == [True, False, True]
+
+
+# -- captured -----------------------------------------------------------------------------------------------------
+
+SCHEDULE = optim.warmup_cosine(0.05, 3, 20)
+
+CAPTURED = [
+    *{repr(case.tx): case.tx for case in CASES}.values(),
+    optim.sgd(SCHEDULE, 0.9),
+    optim.adam(SCHEDULE),
+    optim.adamw(SCHEDULE, weight_decay=0.1),
+    optim.adagrad(SCHEDULE),
+    optim.lamb(SCHEDULE, weight_decay=0.1),
+    optim.yogi(SCHEDULE),
+    optim.nadam(SCHEDULE),
+    optim.radam(SCHEDULE, b2=0.9),
+    optim.adafactor(SCHEDULE, weight_decay=0.1),
+    optim.muon(SCHEDULE, weight_decay=0.1),
+    optim.lion(SCHEDULE, weight_decay=0.1),
+    optim.lookahead(optim.adamw(SCHEDULE, weight_decay=0.1), sync_period=3),
+    optim.schedule_free(optim.sgd(SCHEDULE), SCHEDULE),
+    optim.chain(optim.clip_by_value(0.5), optim.adam(RATE)),
+    optim.chain(optim.clip_by_norm(0.1), optim.sgd(RATE)),
+    optim.chain(optim.adaptive_clip(0.01), optim.sgd(RATE)),
+    optim.chain(optim.centralize(), optim.trace(0.9), optim.scale(-RATE)),
+    optim.chain(optim.adam(RATE), optim.freeze({"w": False, "b": True})),
+    optim.inject_hyperparams(optim.lion)(learning_rate=0.05, b1=0.9, weight_decay=0.1),
+    optim.inject_hyperparams(optim.lars)(learning_rate=0.05, momentum=0.9, weight_decay=0.1),
+    optim.inject_hyperparams(partial(optim.muon, weight_decay=0.1))(learning_rate=0.05, momentum=0.9),
+    optim.inject_hyperparams(partial(optim.adafactor))(learning_rate=0.05, decay_rate=0.8),
+    optim.inject_hyperparams(optim.radam, ("b2",))(learning_rate=0.05, b1=0.9, b2=0.9, eps=1e-8),
+]
+
+
+def loss_of(params: Any, batch: Tensor) -> Tensor:
+    return ((batch @ params["w"]).tanh() + params["b"] - 1).square().mean()
+
+
+def step_of(state: Any, batch: Tensor) -> Any:
+    loss, grads = fcg.value_and_grad(loss_of)(state.params, batch)
+    return state.apply_gradients(grads), {"loss": loss}
+
+
+def sharp_step_of(state: Any, batch: Tensor) -> Any:
+    loss, grads = optim.sam(fcg.value_and_grad(loss_of), 0.1)(state.params, batch)
+    return state.apply_gradients(grads), {"loss": loss}
+
+
+def assert_captured(tx: optim.GradientTransformation, function: Any = step_of) -> None:
+    """Twenty calls with new data: the captured step and the eager one have the same bits, and move."""
+    generator = torch.Generator().manual_seed(2)
+    params = {"w": torch.randn(5, 4, generator=generator), "b": torch.randn(4, generator=generator)}
+    captured = fcg.TrainState.create(params=params, optimizer=tx)
+    eager, step = fcg.fork(captured), fcg.graph_step(function, lowering="aten")
+    for call in range(STEPS):
+        batch = torch.randn(6, 5, generator=generator)
+        eager, expected = step.eager(eager, batch)
+        captured, metrics = step(captured, batch)
+        for x, y in zip(tree.leaves((captured, metrics)), tree.leaves((eager, expected)), strict=True):
+            assert torch.equal(x, y), call
+            assert not x.isnan().any(), call
+    assert step.stats.captures == 1
+    assert not torch.equal(captured.params["w"], params["w"])
+
+
+@pytest.mark.parametrize("tx", CAPTURED, ids=repr)
+def test_captured_equals_eager(tx: optim.GradientTransformation) -> None:
+    assert_captured(tx)
+
+
+def test_captured_sharpness_aware_step_equals_eager() -> None:
+    assert_captured(optim.sgd(RATE), sharp_step_of)
+
+
+# -- mistakes -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("make", "match"),
+    [
+        (lambda: optim.nadam(-0.1), "nadam: scale_by_learning_rate: learning_rate must be at least 0"),
+        (lambda: optim.radam(0.1, b1=1.0), r"radam: scale_by_radam: b1 must be in \[0, 1\)"),
+        (lambda: optim.nadam(0.1, momentum_decay=-1.0), "momentum_decay must be at least 0"),
+        (lambda: optim.rmsprop(0.1, decay=1.0), r"rmsprop: scale_by_rms: decay must be in \[0, 1\)"),
+        (lambda: optim.adadelta(decay=2.0), "adadelta: scale_by_adadelta: decay must be in"),
+        (lambda: optim.lion(0.1, weight_decay=-1.0), "lion: add_decayed_weights: weight_decay must be at least"),
+        (lambda: optim.lars(0.1, weight_decay=-1.0), "lars: scale_by_lars: weight_decay must be at least 0"),
+        (lambda: optim.novograd(0.1, b2=1.0), "novograd: scale_by_novograd: b2 must be in"),
+        (lambda: optim.adafactor(0.1, eps=(1.0,)), "adafactor: eps is a pair"),
+        (lambda: optim.clip_by_rms(0.0), "clip_by_rms: threshold is 0"),
+        (lambda: optim.clip_by_value(0.0), "clip_by_value: max_delta is 0"),
+        (lambda: optim.clip_by_norm(-1.0), "clip_by_norm: max_norm must be at least 0"),
+        (lambda: optim.adaptive_clip(0.0), "adaptive_clip: clipping is 0"),
+        (lambda: optim.scale_by_muon(ns_coefficients=(1.0, 2.0)), "ns_coefficients are three numbers"),
+        (lambda: optim.lookahead(optim.sgd(0.1), sync_period=0), "sync_period must be a positive int, got 0"),
+        (lambda: optim.lookahead(optim.sgd(0.1), slow_step_size=1.1), "slow_step_size must be in"),
+        (lambda: optim.lookahead(optim.scale_by_adam()), "lookahead: .* makes no steps"),
+        (lambda: optim.schedule_free(optim.trace(0.9)), "schedule_free: .* makes no steps"),
+        (lambda: optim.schedule_free(optim.sgd(0.1), b1=0.0), "schedule_free: b1 is 0"),
+        (lambda: optim.sam(loss_of, -1.0), "sam: rho must be at least 0"),
+    ],
+)  # fmt: skip
+def test_arguments_are_checked(make: Any, match: str) -> None:
+    with pytest.raises(ValueError, match=match):
+        make()
+
+
+def test_muon_names_the_leaves_that_are_no_matrices() -> None:
+    with pytest.raises(LayoutError, match=r"takes matrices(.|\n)*params\['b'\]  got \[3\](.|\n)*optim.muon"):
+        optim.scale_by_muon().init({"w": torch.zeros(2, 2), "b": torch.zeros(3)})
+
+
+def test_flatten_refuses_what_acts_leaf_by_leaf() -> None:
+    for tx in (
+        optim.lars(0.1, weight_decay=0.1), optim.novograd(0.1), optim.adafactor(0.1), optim.muon(0.1, weight_decay=0.1),
+        optim.clip_by_norm(1.0), optim.adaptive_clip(0.1), optim.centralize(),
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match="takes a norm per leaf"):
+            optim.flatten(tx)
