@@ -82,7 +82,6 @@ ORDER = (
     "stages.lower",
     "stages.costs",
     "stages.formulas",
-    "stages.logits",
     "stages.inductor",
     "stages.capture",
     "stages.poison",
@@ -117,10 +116,10 @@ DEFERRED = {
 # Dotted name -> the modules that may use it.
 DOORS = {
     "torch.utils._pytree": ("nodes", "tree"),
-    "torch.cuda.CUDAGraph": ("stages.capture", "bench.opponents"),
-    "torch.cuda.graph": ("stages.capture", "bench.opponents"),
+    "torch.cuda.CUDAGraph": ("stages.capture", "bench.by_hand"),
+    "torch.cuda.graph": ("stages.capture", "bench.by_hand"),
     "torch.cuda.graphs": ("stages.capture",),
-    "torch.cuda.make_graphed_callables": ("stages.capture",),
+    "torch.cuda.make_graphed_callables": ("stages.capture", "bench.torch_systems"),
     "torch._subclasses.FakeTensorMode": ("stages.fake",),
     "torch._subclasses.fake_tensor.FakeTensorMode": ("stages.fake",),
 }

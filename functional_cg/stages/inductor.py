@@ -23,7 +23,6 @@ from ..leaf import uninterrupted
 from ..random import decompose_random_bits
 from .formulas import FORMULAS, WITH_SCALARS
 from .grouping import is_launch
-from .logits import read_targets_first
 from .lower import Before, Buffers, Run, Schedule, schedule
 from .program import Instr, Program, SlotRange, Var, map_vars
 from .recompute import recompute
@@ -56,9 +55,6 @@ class CompiledPlan:
         self.compiled = True
         self._entrance = Entrance.of(program, plan)
         self._graph = build_graph(program, plan, self._entrance)
-        if device.type == "cuda" and compiler is None:
-            read_targets_first(self._graph.graph)
-            self._graph.recompile()
         self._device = device
         self._compiler = compiler
         self._compiled: Callable[..., Any] | None = None
