@@ -1,0 +1,122 @@
+"""Optimizers with a norm or a matrix for each leaf, on shards: what one process computes with the leaves whole."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import functional_cg as fcg
+from functional_cg import optim
+from functional_cg.shards.tensor import Sharded
+from tests.sharding.law import CALLS, assert_same_step, batches, on_gloo_and_nccl, rank_of
+from tests.sharding.programs import PROGRAMS, Setting, mlp_state, warm_up
+from tests.sharding.ranks import on_ranks
+
+RANKS = 2
+
+PLANTED = "norms of shards"
+
+
+def of_this_rank(grads: Any, state: Any, params: Any) -> Any:
+    """Gradients over their norm, which forgets what the other ranks hold."""
+
+    def scaled(g: Tensor) -> Tensor:
+        held = g.local if isinstance(g, Sharded) else g
+        return g / (held.norm() + 1e-3)
+
+    return fcg.tree.map(scaled, grads), state
+
+
+def no_state(params: Any) -> Any:
+    return optim.EmptyState()
+
+
+OPTIMIZERS: Mapping[str, Callable[[], Any]] = MappingProxyType(
+    {
+        "lars": lambda: optim.lars(0.05, trust_coefficient=0.1, weight_decay=0.1),
+        "novograd": lambda: optim.novograd(0.05, weight_decay=0.1),
+        "adafactor": lambda: optim.adafactor(0.05, weight_decay=0.1),
+        "muon": lambda: optim.muon(0.05, weight_decay=0.1, ns_dtype=torch.float32),
+        "centred and clipped": lambda: optim.chain(
+            optim.centralize(), optim.adaptive_clip(0.05), optim.clip_by_norm(0.05), optim.sgd(0.5)
+        ),
+        "lookahead": lambda: optim.lookahead(optim.radam(0.05, b2=0.9), sync_period=3),
+        "schedule-free": lambda: optim.schedule_free(optim.sgd(0.05)),
+        PLANTED: lambda: optim.chain(
+            optim.GradientTransformation.from_functions(no_state, of_this_rank), optim.sgd(0.05)
+        ),
+    }
+)
+
+
+def step_of(state: Any, batch: Any) -> Any:
+    """As of the MLP, without a draw: all ranks together see what one process sees of all rows."""
+    loss, grads = fcg.value_and_grad(loss_of)(state.params, batch)
+    return state.apply_gradients(grads), {"loss": fcg.sharding.mean(loss)}
+
+
+def loss_of(params: Any, batch: Any) -> Tensor:
+    h = torch.tanh(batch["x"] @ params["w1"] + params["b1"])
+    out = params["scale"] * (h @ params["w2"] + params["b2"]) * params["one"]
+    return (out + params["none"].sum() + params["even"].square().mean() - batch["y"]).square().mean()
+
+
+def trained(names: list[str], stages: list[int], device: str) -> Any:
+    """Each optimizer at each stage: captured steps have the bits of eager ones; the whole parameters on rank 0."""
+    warm_up()
+    ends = {}
+    for name in names:
+        for stage in stages:
+            captured = mlp_state(OPTIMIZERS[name])(Setting({"data": RANKS}, stage).zero(device), device)
+            eager, batch_of = fcg.fork(captured), batches("mlp", device, rank_of())
+            step = fcg.graph_step(step_of, lowering="aten")
+            for call in range(CALLS):
+                captured, eager, _, _ = assert_same_step(step, captured, eager, batch_of(call), call)
+            assert step.stats.replays == CALLS
+            ends[name, stage] = fcg.sharding.state_dict(captured)
+    return ends
+
+
+def alone(name: str) -> Any:
+    """The same on one process, on the rows of all ranks."""
+    state = mlp_state(OPTIMIZERS[name])(None, "cpu")
+    step = fcg.graph_step(step_of, lowering="aten")
+    for call in range(CALLS):
+        parts = [PROGRAMS["mlp"].batch(call, rank) for rank in range(RANKS)]
+        state, _ = step.eager(state, fcg.tree.map(lambda *rows: torch.cat(rows), *parts))
+    return fcg.state_dict(state)
+
+
+def gaps(name: str, stage: int, end: Any) -> list[str]:
+    """The leaves of the parameters that ended elsewhere than on one process.
+
+    Sums over ranks and rows are taken in another order: a rounding of each number, and 1e-4 of the way of a leaf.
+    """
+    start, expected = fcg.state_dict(mlp_state(OPTIMIZERS[name])(None, "cpu")), alone(name)
+    assert end.keys() == expected.keys()
+    found = []
+    for path in (path for path in expected if path.startswith("params.")):
+        if expected[path].numel():
+            way = float((expected[path] - start[path]).abs().max())
+            assert way > 1e-4, (name, path)
+            gap = float((expected[path] - end[path]).abs().max())
+            if not gap <= 1e-4 * way + 1e-6:
+                found.append(f"{name} at stage {stage}: {path} by {gap:.1e} of {way:.1e}")
+    return found
+
+
+@on_gloo_and_nccl
+def test_sharded_optimizers_are_those_of_whole_leaves(device: str) -> None:
+    names = [name for name in OPTIMIZERS if name != PLANTED]
+    ends, *others = on_ranks(RANKS, trained, names, [1, 3], device, device=device)
+    assert all(not part for other in others for part in other.values())
+    assert [row for (name, stage), end in ends.items() for row in gaps(name, stage, end)] == []
+
+
+def test_a_norm_of_shards_is_found() -> None:
+    ends, *_ = on_ranks(RANKS, trained, [PLANTED], [3], "cpu")
+    assert len(gaps(PLANTED, 3, ends[PLANTED, 3])) > 1
