@@ -120,6 +120,7 @@ def _among(fast: Callable[..., Any], mesh: Mesh, name: str) -> Callable[..., Any
     """The calls of a capture whose collectives raise, as gloo's do, where a rank has ended."""
 
     def call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        mesh.ranks.refuse_if_lost(name)
         try:
             return fast(args, kwargs)
         except RuntimeError as error:

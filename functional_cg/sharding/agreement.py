@@ -36,6 +36,7 @@ class Ranks:
       size: Number of ranks.
       timeout: Seconds to wait for the others.
       meetings: Number of meetings so far; ranks that go the same way count alike.
+      lost: Whether a connection to another rank is known to be broken.
     """
 
     store: Any
@@ -43,6 +44,7 @@ class Ranks:
     size: int
     timeout: float
     meetings: int = 0
+    lost: bool = False
 
     @classmethod
     def of_this_run(cls, timeout: float) -> Ranks:
@@ -85,6 +87,7 @@ class Ranks:
         Raises:
           RankError: Naming the ranks that are missing.
         """
+        self.refuse_if_lost(function)
         here = self.meetings
         keys = [f"{here}/{rank}" for rank in range(self.size)]
         try:
@@ -115,8 +118,23 @@ class Ranks:
         self.meetings += 1
         return said
 
+    def refuse_if_lost(self, function: str) -> None:
+        """Raise if a collective has failed before: what ranks send since might meet what others sent for it.
+
+        Raises:
+          RankError: At once.
+        """
+        if self.lost:
+            raise RankError.of(
+                function,
+                f"rank {self.rank} of {self.size} has lost another rank before; the state is that of the last step.",
+                why="After a collective that failed, ranks do not go together any more.",
+                fix="start all ranks again, from the last checkpoint.",
+            )
+
     def absent(self) -> list[int]:
         """The ranks that do not answer now: they have ended, or do not know yet that a connection is lost."""
+        self.lost = True
         keys = [f"lost/{rank}" for rank in range(self.size)]
         try:
             self.store.set(keys[self.rank], "")
@@ -140,6 +158,8 @@ class Ranks:
 
     def part(self) -> None:
         """Let all ranks get here before connections are cut; one that has died is not waited for long."""
+        if self.lost:
+            return
         keys = [f"end/{rank}" for rank in range(self.size)]
         try:
             self.store.set(keys[self.rank], "")

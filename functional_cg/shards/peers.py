@@ -10,7 +10,8 @@ from .mesh import Mesh
 
 __all__ = ["among", "lost", "together"]
 
-_CONNECTION = ("gloo", "TCPStore", "Connection reset", "Broken pipe")  # what c10d calls the ones that broke
+# What c10d calls connections that broke.
+_CONNECTION = ("gloo", "pair closure", "TCPStore", "Connection reset", "Connection closed", "Broken pipe")
 _NO_GROUP = ("process group", "has been destroyed", "has not been initialized")
 
 
@@ -68,4 +69,8 @@ def lost(mesh: Mesh | None, function: str, error: RuntimeError) -> RankError | N
 
 
 def _first_line(error: RuntimeError) -> str:
-    return str(error).partition("\n")[0].rpartition("] ")[2]
+    """What c10d says, without the place in its source and its own advice."""
+    return (
+        str(error).partition("\n")[0].partition("] ")[2].partition(". This is")[0]
+        or str(error).partition("\n")[0]
+    )
