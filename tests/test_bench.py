@@ -11,11 +11,16 @@ from typing import Any
 import pytest
 import torch
 
-from functional_cg.bench import debug, dropout, measure, opponents
+from functional_cg.bench import debug, dropout, first_call, measure, opponents
 from functional_cg.bench.__main__ import main
-from functional_cg.bench.measure import Row, bench, table
-from functional_cg.bench.opponents import OPPONENTS, Unavailable, build
-from functional_cg.bench.workloads import Workload, jax_loss, names, torch_loss, workload
+from functional_cg.bench.environment import Environment
+from functional_cg.bench.jax_losses import jax_loss
+from functional_cg.bench.losses import torch_loss
+from functional_cg.bench.measure import Row, bench
+from functional_cg.bench.opponents import build
+from functional_cg.bench.system import OPPONENTS, OURS, VARIANTS, Unavailable
+from functional_cg.bench.tables import plot, table
+from functional_cg.bench.workloads import Workload, names, workload
 from functional_cg.stages.poison import Poisoned
 from functional_cg.verify import Shadow
 
@@ -24,7 +29,16 @@ MLP = Workload("mlp", "mlp", layers=2, width=8, batch=4)
 MLP_BF16 = Workload("mlp-bf16", "mlp", layers=2, width=8, batch=4, bf16=True, tolerance=1e-2)
 GPT = Workload("gpt", "gpt", layers=1, width=16, batch=2, time=8, vocab=11)
 LEAVES = Workload("leaves", "leaves", width=4, leaves=12)
-ALL = pytest.mark.parametrize("work", [MLP, MLP_BF16, GPT, LEAVES], ids=lambda work: work.name)
+EACH = Workload("each", "optimizer", width=4, leaves=12, learning_rate=1e-2)
+FLAT = Workload("flat", "optimizer", width=40, leaves=3, flat=True, learning_rate=1e-2)
+CNN = Workload("cnn", "cnn", layers=1, width=4, batch=4, tolerance=1e-3)
+HOST = Workload("host", "cnn", layers=1, width=4, batch=4, host=True, tolerance=1e-3)
+DROPOUT = Workload("dropout", "dropout", width=64, batch=512, tolerance=5e-2)
+ACTOR = Workload("actor", "actor", layers=1, width=8, batch=4, tolerance=1e-3)
+LOOP = Workload("loop", "loop", layers=1, width=8, batch=4, tolerance=1e-3)
+TRAINED = [MLP, MLP_BF16, GPT, CNN, DROPOUT, ACTOR]
+ALL = pytest.mark.parametrize("work", [*TRAINED, LEAVES, EACH, FLAT, HOST, LOOP], ids=lambda work: work.name)
+DEBUGGED = pytest.mark.parametrize("work", [MLP, GPT, LEAVES], ids=lambda work: work.name)
 
 
 def run(work: Workload, *against: str) -> list[Row]:
@@ -39,7 +53,7 @@ def run(work: Workload, *against: str) -> list[Row]:
 def test_eager_and_ours_start_from_the_same_values(work: Workload) -> None:
     ours, eager = run(work, "eager")
     assert (ours.system, ours.status, ours.reason) == ("ours-aten", "ok", "")
-    assert ours.counts["captures"] == 1
+    assert ours.counts["captures"] == (2 if work.kind == "loop" else 1)
     assert ours.counts["replays"] > 4
     assert ours.ms is not None
     assert ours.ms.steps == 4
@@ -52,6 +66,69 @@ def test_eager_and_ours_start_from_the_same_values(work: Workload) -> None:
     assert eager.ms is not None
     assert eager.ms.least <= eager.ms.median <= eager.ms.most
     assert len(set(ours.losses)) == len(ours.losses)
+    if work.kind != "loop":
+        assert ours.floor_ms is not None
+        assert ours.over_floor is not None
+        assert ours.over_floor > 0
+
+
+def test_variants_of_ours_compute_the_same_where_they_should() -> None:
+    for work in (FLAT, HOST):
+        variants = [name for name in VARIANTS if name in work.systems]
+        assert len(variants) == (4 if work is FLAT else 2)
+        rows = run(work, *variants)
+        assert [row.status for row in rows] == ["ok"] * len(rows), [row.reason for row in rows]
+        assert all(row.losses_agree for row in rows), [row.losses for row in rows]
+        assert all(row.counts["captures"] == 1 for row in rows)
+
+
+@pytest.mark.parametrize("name", [*OPPONENTS, *OURS, *VARIANTS])
+def test_every_system_is_made_for_some_workload_and_named_where_it_is_not(name: str) -> None:
+    systems = {work: workload(work).systems for work in names()}
+    assert any(name in known for known in systems.values())
+    others = [work for work, known in systems.items() if name not in known]
+    for other in others[:1]:
+        with pytest.raises(Unavailable, match=f"is not made for {other}"):
+            build(name, workload(other), CPU, [])
+
+
+def test_the_environment_repeats_itself() -> None:
+    seen: list[Any] = []
+
+    def learn(x: Any, y: Any) -> None:
+        seen.append((x.copy(), y.copy()))
+
+    for _ in range(2):
+        environment = Environment(3)
+        for turn in range(4):
+            environment.turn(lambda x, turn=turn: (x[:, 0] > 0) + turn % 2, learn)
+    for first, second in zip(seen[:4], seen[4:], strict=True):
+        assert (first[0] == second[0]).all()
+        assert (first[1] == second[1]).all()
+    assert (seen[0][0] != seen[1][0]).any()
+    assert seen[0][0].shape == (3, 16)
+    assert seen[0][1].shape == (3, 2)
+
+
+def test_a_picture_of_the_rows(tmp_path: Path) -> None:
+    rows = [json.loads(row.as_json({})) for row in run(MLP, "eager", "hand-graph")]
+    plot(rows, tmp_path / "times.png")
+    assert (tmp_path / "times.png").read_bytes().startswith(b"\x89PNG")
+    with pytest.raises(ValueError, match="no system has times"):
+        plot(rows[2:], tmp_path / "none.png")
+
+
+@pytest.mark.slow
+def test_first_calls_are_made_in_processes_of_their_own() -> None:
+    work = workload("mlp-4x64")
+    cold, warm = first_call.rows(work, ["eager"], CPU, math.inf)
+    assert (cold.system, cold.status, warm.system) == ("eager, cold", "ok", "eager, warm")
+    assert cold.first_step_s is not None
+    assert cold.first_step_s > 0
+    assert cold.losses == warm.losses
+    assert "eager, cold" in table(work, [cold, warm])
+    late = list(first_call.rows(work, ["eager"], CPU, -math.inf))
+    assert [row.status for row in late] == ["skipped", "skipped"]
 
 
 def test_graphs_by_hand_are_skipped_by_name() -> None:
@@ -121,17 +198,29 @@ def test_gpt2_has_its_size() -> None:
     small = Workload("x", "gpt", layers=work.layers, width=work.width, time=work.time, vocab=1)
     size = sum(value.numel() for value in small.params().values()) + (work.vocab - 1) * work.width
     assert 124_000_000 < size < 125_000_000
-    assert all(name in names() for name in ("mlp-tiny", "gpt-nano", "leaves-10000-one", "mlp-4x64"))
+    wanted = "mlp-tiny gpt-nano cnn optimizer host-batch dropout rl-update rl-loop mlp-4x64".split()
+    wanted += [f"leaves-{n}-{how}" for n in (10, 100, 1000, 10_000) for how in ("one", "flat", "each")]
+    assert set(wanted) <= set(names())
 
 
-@pytest.mark.parametrize("work", [MLP, GPT], ids=lambda work: work.name)
+@pytest.mark.parametrize("work", [MLP, GPT, CNN, ACTOR], ids=lambda work: work.name)
 def test_jax_computes_the_same_loss(work: Workload) -> None:
     jax = pytest.importorskip("jax")
     optax = pytest.importorskip("optax")
     params, (batch,) = work.params(), work.batches(1)
-    arrays = {name: jax.numpy.asarray(value.numpy()) for name, value in params.items()}
-    got = jax_loss(work, jax, optax, None)(arrays, *(jax.numpy.asarray(batch[name].numpy()) for name in "xy"))
-    assert float(got) == pytest.approx(float(torch_loss(work)(params, batch["x"], batch["y"])), rel=1e-5)
+    arrays, extra = (
+        {name: jax.numpy.asarray(value.numpy()) for name, value in tree.items()}
+        for tree in (params, work.buffers())
+    )
+    x = batch["x"].permute(0, 2, 3, 1) if work.kind == "cnn" else batch["x"]
+    got, new = jax_loss(work, jax, optax, None)(
+        arrays, extra, jax.numpy.asarray(x.numpy()), jax.numpy.asarray(batch["y"].numpy())
+    )
+    buffers = work.buffers()
+    wanted = torch_loss(work)({**params, **buffers}, batch["x"], batch["y"])
+    assert float(got) == pytest.approx(float(wanted), rel=1e-5)
+    for name, value in buffers.items():
+        assert torch.allclose(torch.from_numpy(jax.device_get(new[name]).copy()), value, atol=1e-5)
 
 
 def test_jax_is_skipped_with_its_reason(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -143,12 +232,15 @@ def test_jax_is_skipped_with_its_reason(monkeypatch: pytest.MonkeyPatch) -> None
 def test_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "rows.jsonl"
     options = ["--workload", "leaves-10-one", "--against", "eager", "--ours", "ours-aten", "--device", "cpu"]
-    assert main([*options, "--steps", "3", "--json", "--out", str(out)]) == 0
+    picture = tmp_path / "times.png"
+    assert main([*options, "--steps", "3", "--json", "--out", str(out), "--plot", str(picture)]) == 0
+    assert picture.exists()
     lines = [json.loads(line) for line in out.read_text().splitlines()]
     assert [(row["system"], row["status"]) for row in lines] == [("ours-aten", "ok"), ("eager", "skipped")]
     assert lines[0]["torch"] == torch.__version__
     printed = capsys.readouterr().out
     assert [json.loads(line) for line in printed.splitlines() if line.startswith("{")] == lines
+    assert "skipped: eager: is not made for leaves-10-one" in printed
     assert "10 leaves of f32[4]" in printed
 
 
@@ -175,7 +267,7 @@ def test_every_opponent_is_named_on_the_command_line(capsys: pytest.CaptureFixtu
     with pytest.raises(SystemExit):
         main(["--against", "?"])
     message = capsys.readouterr().err
-    assert all(name in message for name in OPPONENTS)
+    assert all(name in message for name in (*OPPONENTS, *OURS, *VARIANTS))
 
 
 def test_dropout_rows_are_json(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -188,7 +280,7 @@ def test_dropout_rows_are_json(capsys: pytest.CaptureFixture[str], monkeypatch: 
     assert all(row["keyed_us"] > 0 and row["torch_us"] > 0 for row in rows)
 
 
-@ALL
+@DEBUGGED
 def test_debug_has_a_row_for_each_setting_and_checks_each_call(
     work: Workload, monkeypatch: pytest.MonkeyPatch
 ) -> None:

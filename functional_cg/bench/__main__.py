@@ -6,10 +6,12 @@ Each workload runs in a process of its own if there are several, so that one of 
 from __future__ import annotations
 
 import argparse
+import json
 import logging
 import os
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -17,8 +19,10 @@ from typing import NoReturn
 
 import torch
 
-from .measure import Row, bench, environment, table
-from .opponents import OPPONENTS, OURS
+from . import first_call
+from .measure import Row, bench, environment
+from .system import OPPONENTS, OURS, VARIANTS
+from .tables import plot, table
 from .workloads import names, workload
 
 __all__ = ["main"]
@@ -26,6 +30,7 @@ __all__ = ["main"]
 _PROGRAM = "python -m functional_cg.bench"
 _ON_CUDA = "mlp-tiny,gpt-nano,gpt2-124m"
 _ON_CPU = "mlp-4x64,mlp-4x256"
+_FIRST_CALL = "first-call"
 _GRACE_S = 120  # for the system that is running when the time limit is reached
 
 
@@ -71,11 +76,14 @@ def _parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add(
         "--workload",
-        type=_list(names()),
-        help=f"any of {', '.join(names())}; default {_ON_CUDA}, on CPU {_ON_CPU}",
+        type=_list((*names(), _FIRST_CALL)),
+        help=f"any of {', '.join((*names(), _FIRST_CALL))}; default {_ON_CUDA}, on CPU {_ON_CPU}",
     )
-    systems = (*OPPONENTS[:-1], *OURS[1:], *OPPONENTS[-1:])  # jax last: it brings its own runtime
-    add("--against", type=_list(systems), default=list(systems), help="systems beside ours (default: all)")
+    add(
+        "--against",
+        type=_list((*OPPONENTS, *OURS, *VARIANTS)),
+        help="systems beside ours (default: all that there are for the workload)",
+    )
     add(
         "--ours",
         choices=OURS,
@@ -85,7 +93,13 @@ def _parser() -> argparse.ArgumentParser:
     add("--device", type=_device, default="auto", help="auto, cpu or cuda")
     add("--steps", type=_positive, help="timed steps for each system (default: by workload, 40 to 1000)")
     add("--limit-s", type=_positive, default=460, help="no system is started after so many seconds")
+    add(
+        "--nodes",
+        action="store_true",
+        help="count the nodes of opponents, too: their profiler may slow the next one",
+    )
     add("--json", action="store_true", help="print a line of JSON for each row")
+    add("--plot", type=Path, help="picture that gets the medians, for example times.png")
     add("--out", type=Path, help="file that gets these lines")
     add("--verbose", action="store_true", help="log each stage of ours with its seconds")
     return parser
@@ -106,42 +120,93 @@ def main(argv: Sequence[str] | None = None) -> int:
             options.out.write_text("")
         except OSError as error:
             parser.error(str(error))
+    if options.plot is not None:
+        return _drawn(chosen, options)
+    return _run(chosen, options)
+
+
+def _run(chosen: Sequence[str], options: argparse.Namespace) -> int:
     if len(chosen) > 1:
         return _in_processes(chosen, options)
     if options.verbose:
         logging.basicConfig(format="%(message)s")
         logging.getLogger("functional_cg").setLevel(logging.INFO)
-    return _here(chosen[0], options)
+    return _first_calls(options) if chosen[0] == _FIRST_CALL else _here(chosen[0], options)
+
+
+def _drawn(chosen: Sequence[str], options: argparse.Namespace) -> int:
+    """Run, and draw the rows that were written on the way."""
+    with tempfile.TemporaryDirectory() as folder:
+        options.out = options.out or Path(folder) / "rows.jsonl"
+        code = _run(chosen, options)
+        rows = [json.loads(line) for line in options.out.read_text().splitlines()]
+    if any(row["ms"] is not None for row in rows):
+        plot(rows, options.plot)
+        print(f"wrote {options.plot}")
+    else:
+        print(f"no system has times to draw: {options.plot} was not written")
+    return code
 
 
 def _here(name: str, options: argparse.Namespace) -> int:
     work, where = workload(name), environment(options.device)
-    print(
-        f"{where['device']}, " + ", ".join(f"{key} {where[key]}" for key in ("torch", "cuda", "python")),
-        flush=True,
-    )
+    _print_environment(where)
 
     def emit(row: Row) -> None:
         figure = row.reason if row.ms is None else f"{row.ms.median:.4f} ms, host {row.host_us or 0:.1f} µs"
         print(f"{row.workload}: {row.system}: {row.status}: {figure}", flush=True)
         if options.out is not None:
-            with options.out.open("a") as file:
+            with options.out.open("a") as file:  # in case that the next system takes the process with it
                 file.write(row.as_json(where) + "\n")
 
     deadline = time.monotonic() + options.limit_s
     rows = bench(
         work,
-        options.against,
+        options.against or _all_for(name),
         options.device,
         emit,
         anchor=options.ours,
         steps=options.steps,
         deadline=deadline,
+        nodes=options.nodes,
     )
     print(f"\n{table(work, rows)}\n", flush=True)
+    return _written(rows, where, options)
+
+
+def _all_for(name: str) -> list[str]:
+    """All systems of a workload, and all opponents: those that are not made for it are named, too. Jax comes last."""
+    systems = dict.fromkeys([*workload(name).systems, *OPPONENTS])
+    return sorted(systems, key=lambda system: system == "jax")
+
+
+def _first_calls(options: argparse.Namespace) -> int:
+    work, where = (
+        workload("gpt2-124m" if options.device.type == "cuda" else "mlp-4x64"),
+        environment(options.device),
+    )
+    _print_environment(where)
+    deadline = time.monotonic() + options.limit_s
+    rows = []
+    for row in first_call.rows(work, options.against or first_call.SYSTEMS, options.device, deadline):
+        rows.append(row)
+        print(f"{row.system}: {row.status}: {row.reason or f'{row.first_step_s:.2f} s'}", flush=True)
+    print(f"\n{table(work, rows)}\n", flush=True)
+    return _written(rows, where, options)
+
+
+def _print_environment(where: dict[str, object]) -> None:
+    versions = ", ".join(f"{key} {where[key]}" for key in ("torch", "cuda", "python"))
+    print(f"{where['device']}, {versions}", flush=True)
+
+
+def _written(rows: Sequence[Row], where: dict[str, object], options: argparse.Namespace) -> int:
+    """Write the rows where they are asked for; the exit code."""
+    lines = [row.as_json(where) for row in rows]
     if options.json:
-        for row in rows:
-            print(row.as_json(where))
+        print("\n".join(lines))
+    if options.out is not None:
+        options.out.write_text("".join(f"{line}\n" for line in lines))
     sys.stdout.flush()
     return int(any(row.status == "failed" or row.losses_agree is False for row in rows))
 
@@ -154,8 +219,9 @@ def _in_processes(chosen: Sequence[str], options: argparse.Namespace) -> int:
         row = Row(name, "all", "skipped", "the time limit was reached")
         if left > 0:
             command = [sys.executable, "-m", "functional_cg.bench", "--workload", name]
-            command += ["--against", ",".join(options.against), "--device", options.device.type]
-            command += ["--ours", options.ours]
+            command += ["--device", options.device.type, "--ours", options.ours]
+            command += ["--against", ",".join(options.against)] if options.against else []
+            command += ["--nodes"] if options.nodes else []
             command += ["--limit-s", str(max(1, round(left)))]
             command += ["--steps", str(options.steps)] if options.steps else []
             command += ["--json"] if options.json else []

@@ -14,23 +14,25 @@ import platform
 import statistics
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
 
-from .opponents import OURS, System, Unavailable, build
+from .opponents import build
+from .system import OURS, System, Unavailable
 from .workloads import Batch, Workload
 
-__all__ = ["BATCHES", "WARM_UPS", "Row", "Samples", "bench", "environment", "in_turns", "table"]
+__all__ = ["BATCHES", "WARM_UPS", "Row", "Samples", "bench", "environment", "in_turns", "start"]
 
 BATCHES = 4
 _LOSSES = 5
 WARM_UPS = 3
 _ROUNDS = 10
 _HOST_CALLS = 50
-_GIB = 2**30
+_COPIED = (2**28, 2**25)  # bytes, on a GPU and on a CPU: beyond their caches, to find the rate of a copy
+_PRODUCT = (4096, 512)  # and of a product
 
 
 @dataclass(frozen=True)
@@ -71,11 +73,15 @@ class Row:
       peak_bytes: Peak of allocated memory from the start of the build to the last compared loss.
       reserved_bytes: Growth of what the allocator holds in use, pools of graphs included.
       start_bytes: The most that it held from the start of the build through the first step.
+      steady_bytes: The most that it held from the second step on.
       first_step_s: Seconds from the start of the build until the first loss is there, compilation included.
       losses: The first losses.
       loss_distance: Largest relative distance of these to those of the reference system.
       losses_agree: Whether that is within the workload's tolerance.
       counts: Captures and replays, where the system counts them.
+      nodes: Kernels, copies and fills on the device in one step.
+      floor_ms: Below this the device cannot be; see :meth:`functional_cg.Lowered.cost_analysis`.
+      over_floor: Its median over that.
       notes: What a reader should know.
     """
 
@@ -90,11 +96,15 @@ class Row:
     peak_bytes: int | None = None
     reserved_bytes: int | None = None
     start_bytes: int | None = None
+    steady_bytes: int | None = None
     first_step_s: float | None = None
     losses: list[float] = field(default_factory=list)
     loss_distance: float | None = None
     losses_agree: bool | None = None
     counts: dict[str, int] = field(default_factory=dict)
+    nodes: int | None = None
+    floor_ms: float | None = None
+    over_floor: float | None = None
     notes: list[str] = field(default_factory=list)
 
     def as_json(self, environment: dict[str, Any]) -> str:
@@ -128,29 +138,45 @@ def _clean(device: torch.device) -> None:
         torch.cuda.empty_cache()
 
 
-def _start(name: str, work: Workload, device: torch.device, batches: Sequence[Batch], row: Row) -> System:
-    """Build a system and take its first steps: time to the first loss, losses and memory go into the row."""
+def start(name: str, work: Workload, device: torch.device, batches: Sequence[Batch], row: Row) -> System:
+    """Build a system and take its first steps: time to the first loss, losses and memory go into the row.
+
+    Args:
+      name: The system.
+      work: What it trains.
+      device: Where.
+      batches: Batches on the CPU.
+      row: What is filled in.
+    Raises:
+      Unavailable: If it cannot run here.
+    """
     _clean(device)
     on_gpu = device.type == "cuda"
     if on_gpu:
         torch.cuda.reset_peak_memory_stats(device)
         allocated, reserved = torch.cuda.memory_allocated(device), torch.cuda.memory_reserved(device)
-    start = time.perf_counter()
+    begin = time.perf_counter()
     system = build(name, work, device, batches)
     for i in range(_LOSSES):
-        row.losses.append(float(system.step(system.batches[i % BATCHES])))
+        row.losses.append(float(system.step(system.batches[i % len(system.batches)])))
         if i == 0:
             system.wait()
-            row.first_step_s = time.perf_counter() - start
+            row.first_step_s = time.perf_counter() - begin
             if on_gpu:
+                row.peak_bytes = torch.cuda.max_memory_allocated(device) - allocated
                 row.start_bytes = torch.cuda.max_memory_reserved(device) - reserved
-    row.peak_bytes = system.peak_bytes()
-    if on_gpu and row.peak_bytes is None:
-        row.peak_bytes = torch.cuda.max_memory_allocated(device) - allocated
+                torch.cuda.empty_cache()
+                torch.cuda.reset_peak_memory_stats(device)
+    own = system.peak_bytes()
+    if own is not None:
+        row.peak_bytes, row.start_bytes = own, None
+    elif on_gpu:
+        row.peak_bytes = max(row.peak_bytes or 0, torch.cuda.max_memory_allocated(device) - allocated)
+        row.steady_bytes = torch.cuda.max_memory_reserved(device) - reserved
         torch.cuda.empty_cache()
         row.reserved_bytes = torch.cuda.memory_reserved(device) - reserved
     for i in range(WARM_UPS):
-        system.step(system.batches[i % BATCHES])
+        system.step(system.batches[i % len(system.batches)])
     system.wait()
     return system
 
@@ -209,6 +235,7 @@ def bench(
     anchor: str = OURS[0],
     steps: int | None = None,
     deadline: float = math.inf,
+    nodes: bool = False,
 ) -> list[Row]:
     """Time ours and the opponents on one workload. A system that fails is a row; the others go on.
 
@@ -220,6 +247,8 @@ def bench(
       anchor: Which of ours the others are compared with; it stays alive all the time.
       steps: Timed steps for each system.
       deadline: On the clock of ``time.monotonic``: no system is started later.
+      nodes: Whether the nodes of opponents are counted, too. The profiler that counts them may slow down what is timed
+        after it; those of ours are counted when all is timed.
     """
     steps = work.steps if steps is None else steps
     batches = work.batches(BATCHES)
@@ -233,10 +262,13 @@ def bench(
         try:
             if time.monotonic() > deadline:
                 raise Unavailable("the time limit was reached")
-            system = _start(name, work, device, batches, row)
+            system = start(name, work, device, batches, row)
             reference = reference or row.losses
             _compare(row, reference, work.tolerance)
             _fill(row, system, ours, steps)
+            _place_above_floor(row, rows[0], work, system, device)
+            if nodes and name != anchor:
+                row.nodes = _nodes(system, device)
         except Unavailable as error:
             row.status, row.reason = "skipped", str(error)
         except Exception as error:
@@ -249,6 +281,7 @@ def bench(
             _shut(system, row)
         system = None
     if ours is not None:
+        rows[0].nodes = _nodes(ours, device)
         _shut(ours, rows[0])
     return rows
 
@@ -277,56 +310,66 @@ def _last_line(error: Exception) -> str:
     return f"{type(error).__name__}: {lines[0] if lines else ''}"
 
 
-def table(work: Workload, rows: Sequence[Row]) -> str:
-    """The rows of one workload, as text."""
-    head: tuple[str, ...] = (
-        "system",
-        "ms/step",
-        "min",
-        "max",
-        "x ours",
-        "host µs",
-        "peak GiB",
-        "reserved GiB",
-        "start GiB",
-    )
-    head += ("first step s", "captures", "replays", "loss distance")
-    lines = [head, *(_cells(row, work.tolerance) for row in rows if row.status == "ok")]
-    widths = [max(len(line[i]) for line in lines) for i in range(len(head))]
-    text = [f"{work.name}: {work.describe()}"]
-    for line in lines:
-        first, *others = (cell.rjust(width) for cell, width in zip(line, widths, strict=True))
-        text.append("  ".join([line[0].ljust(len(first)), *others]))
-    text += _remarks(rows)
-    return "\n".join(text)
-
-
-def _cells(row: Row, tolerance: float) -> tuple[str, ...]:
+def _place_above_floor(row: Row, anchor: Row, work: Workload, system: System, device: torch.device) -> None:
+    """Fill in the floor, which ours knows, and how far above it the system is."""
     assert row.ms is not None
-    places = 2 if row.ms.median >= 10 else 4
-    agree = "" if row.losses_agree else f" DIFFERS (> {tolerance:g})"
-    return (
-        row.system,
-        *(f"{value:.{places}f}" for value in (row.ms.median, row.ms.least, row.ms.most)),
-        "" if row.ratio is None else f"{row.ratio:.2f}",
-        "" if row.host_us is None else f"{row.host_us:,.1f}",
-        "" if row.peak_bytes is None else f"{row.peak_bytes / _GIB:.3f}",
-        "" if row.reserved_bytes is None else f"{row.reserved_bytes / _GIB:.3f}",
-        "" if row.start_bytes is None else f"{row.start_bytes / _GIB:.3f}",
-        "" if row.first_step_s is None else f"{row.first_step_s:.2f}",
-        *(str(row.counts.get(key, "")) for key in ("captures", "replays")),
-        "" if row.loss_distance is None else f"{row.loss_distance:.1e}{agree}",
-    )
+    if row is anchor:
+        costs = system.costs(None, None)
+        if costs is not None and costs.floor_s is None:
+            costs = system.costs(*_rates(device))
+            row.notes.append(
+                "the floor is that of rates measured in this run, of a copy and of an fp32 product"
+            )
+        row.floor_ms = None if costs is None or costs.floor_s is None else costs.floor_s * 1e3
+    row.floor_ms = anchor.floor_ms
+    row.over_floor = None if not row.floor_ms else row.ms.median / row.floor_ms
+    if work.kind == "optimizer":
+        rate = 28 * work.leaves * work.width / row.ms.median * 1e3
+        row.notes.append(
+            f"{rate / 1e9:,.1f} GB/s of 28 B per parameter; a copy {_copy_rate(device) / 1e9:,.1f} GB/s"
+        )
 
 
-def _remarks(rows: Sequence[Row]) -> Iterator[str]:
-    for row in rows:
-        if row.status != "ok":
-            yield f"{row.status}: {row.system}: {row.reason}"
-        for note in row.notes:
-            yield f"note: {row.system}: {note}"
-    first = next((row for row in rows if row.losses), None)
-    if first is not None:
-        yield f"first losses of {first.system}: {', '.join(f'{loss:.6f}' for loss in first.losses)}"
-    steps = sorted({row.ms.steps for row in rows if row.ms is not None})
-    yield f"{' or '.join(map(str, steps)) or 'no'} timed steps each; x ours: ratio of medians, interleaved blocks"
+def _rates(device: torch.device) -> tuple[float, float]:
+    """Bytes per second of a copy, and FLOPs per second of an fp32 product."""
+    size = _PRODUCT[device.type == "cpu"]
+    x = torch.ones(size, size, device=device)
+    return _copy_rate(device), 2 * size**3 / _shortest(lambda: torch.mm(x, x), device)
+
+
+def _copy_rate(device: torch.device) -> float:
+    """Bytes read and written per second by a copy."""
+    size = _COPIED[device.type == "cpu"]
+    source = torch.ones(size, dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    return 2 * size / _shortest(lambda: target.copy_(source), device)
+
+
+def _shortest(call: Callable[[], Any], device: torch.device) -> float:
+    """Seconds of a call at its best."""
+    times = []
+    for _ in range(_ROUNDS):
+        _wait(device)
+        begin = time.perf_counter()
+        call()
+        _wait(device)
+        times.append(time.perf_counter() - begin)
+    return min(times)
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _nodes(system: System, device: torch.device) -> int | None:
+    """What a step does on the device, by the profiler: kernels, copies and fills."""
+    if device.type != "cuda":
+        return None
+    from torch.profiler import ProfilerActivity, profile
+
+    system.wait()
+    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+        system.step(system.batches[0])
+        system.wait()
+    return int(sum(event.device_type.name == "CUDA" for event in profiler.events() or ()))

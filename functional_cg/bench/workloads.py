@@ -1,4 +1,4 @@
-"""What is timed: models as pure functions, in torch and in jax, with their initial values and batches.
+"""What is timed: sizes, initial values and batches.
 
 All systems of a workload start from the same values, see the same batches and run the same arithmetic: parameters are
 kept in fp32 and cast to the compute dtype where they are used; norms, softmax and losses are computed in fp32.
@@ -7,20 +7,24 @@ kept in fp32 and cast to the compute dtype where they are used; norms, softmax a
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-__all__ = ["Batch", "Params", "Workload", "jax_loss", "names", "torch_loss", "workload"]
+from .system import OPPONENTS, OURS, VARIANTS
+
+__all__ = ["ACTIONS", "CLASSES", "OBSERVATION", "Batch", "Params", "Workload", "blocks", "names", "workload"]
 
 Params = dict[str, Tensor]
 Batch = dict[str, Tensor]
 
 _INITIAL_SEED, _BATCH_SEED = 1, 2
+CLASSES, ACTIONS = 10, 4  # of the convolutional net, and of the actor
+_PICTURE, OBSERVATION = 32, 16
+_TRAINED = (*OURS, *OPPONENTS)
 
 
 @dataclass(frozen=True)
@@ -29,26 +33,32 @@ class Workload:
 
     Attributes:
       name: What the command line calls it.
-      kind: ``mlp`` (mean squared error), ``gpt`` (next-token loss), or ``leaves`` (many leaves, one of them updated).
-      layers: Number of layers or blocks.
-      width: Features of a layer, or size of a leaf.
+      kind: ``mlp`` (mean squared error), ``gpt`` (next-token loss), ``cnn`` (a residual net with batch norm),
+        ``dropout`` (nothing but one), ``actor`` (an actor-critic update), ``loop`` (the loop around that update,
+        with an environment in numpy), ``leaves`` (many leaves, one of them updated), ``optimizer`` (AdamW alone).
+      layers: Number of layers or blocks; per stage, for ``cnn``.
+      width: Features of a layer, channels of the first stage, or size of a leaf.
       batch: Examples.
       time: Tokens of an example.
       vocab: Number of tokens.
-      leaves: Number of leaves of the state, for ``leaves``.
+      leaves: Number of leaves of the state, for ``leaves`` and ``optimizer``.
+      flat: Whether ours updates the leaves as one vector, for ``optimizer``.
+      host: Whether batches come from the host at each step.
       bf16: Whether the arithmetic is in bf16 (with fp32 parameters and moments) instead of fp32.
       steps: Timed steps for each system, where the command line does not say.
       tolerance: How far the first losses of two systems may be apart, relatively.
     """
 
     name: str
-    kind: Literal["mlp", "gpt", "leaves"]
+    kind: Literal["mlp", "gpt", "cnn", "dropout", "actor", "loop", "leaves", "optimizer"]
     layers: int = 0
     width: int = 0
     batch: int = 0
     time: int = 0
     vocab: int = 0
     leaves: int = 0
+    flat: bool = False
+    host: bool = False
     bf16: bool = False
     steps: int = 100
     tolerance: float = 1e-4
@@ -60,11 +70,39 @@ class Workload:
         """Attention heads, of 64 features where that divides the width."""
         return max(1, self.width // 64)
 
+    @property
+    def systems(self) -> tuple[str, ...]:
+        """The systems that there are for it."""
+        if self.kind == "leaves":
+            return (*OURS, "hand-graph", "jax")
+        if self.kind == "optimizer":
+            variants = VARIANTS[:4] if self.flat and self.width > 4 else ()
+            return (*OURS, *variants, "eager", "compile", "hand-graph", "jax")
+        if self.kind == "loop":
+            return (*OURS, "eager", "compile", "reduce-overhead", "jax")
+        if self.host:
+            return (*OURS, *VARIANTS[4:], "eager", "compile", "jax")
+        return _TRAINED
+
     def describe(self) -> str:
         """The sizes, for a reader."""
+        arithmetic = "bf16 compute, fp32 masters" if self.bf16 else "fp32"
         if self.kind == "leaves":
             return f"{self.leaves:,} leaves of f32[{self.width}], of which the step updates one"
-        arithmetic = "bf16 compute, fp32 masters" if self.bf16 else "fp32"
+        if self.kind == "optimizer":
+            how = "; ours as one vector" if self.flat else ""
+            return f"AdamW alone, {self.leaves:,} leaves of f32[{self.width:,}]{how}"
+        if self.kind == "dropout":
+            return f"one dropout (p = 0.1) of f32[{self.batch:,},{self.width:,}], forward, backward, SGD; masks differ"
+        if self.kind == "cnn":
+            where = "from the host at each step; ours is resident" if self.host else "resident"
+            return (
+                f"residual net, 3x{self.layers} blocks from {self.width} channels, batch norm, channels_last, "
+                f"{self.batch} pictures of 3x{_PICTURE}x{_PICTURE}, {where}, {arithmetic}, AdamW"
+            )
+        if self.kind in ("actor", "loop"):
+            what = "one update" if self.kind == "actor" else "observe, act, act on the host, update"
+            return f"actor-critic, {self.layers} layers of {self.width}, {self.batch} environments: {what}, fp32, AdamW"
         if self.kind == "mlp":
             return f"{self.layers} layers of {self.width}, batch {self.batch}, {arithmetic}, AdamW"
         return (
@@ -79,9 +117,21 @@ class Workload:
         def normal(*shape: int, std: float) -> Tensor:
             return torch.randn(shape, generator=generator) * std
 
-        if self.kind == "leaves":
+        if self.kind in ("leaves", "optimizer"):
             return {f"leaf{i:05d}": torch.full((self.width,), float(i % 7)) for i in range(self.leaves)}
+        if self.kind == "dropout":
+            return {"x": torch.ones(self.batch, self.width)}
+        if self.kind == "cnn":
+            return _cnn_params(self, normal)
         width, params = self.width, {}
+        if self.kind in ("actor", "loop"):
+            for i in range(self.layers):
+                inputs = width if i else OBSERVATION
+                params[f"w{i}"] = normal(width, inputs, std=(2 / inputs) ** 0.5)
+                params[f"b{i}"] = torch.zeros(width)
+            return params | {
+                "policy": normal(ACTIONS, width, std=width**-0.5), "value": normal(1, width, std=width**-0.5)
+            }  # fmt: skip
         if self.kind == "mlp":
             for i in range(self.layers):
                 params[f"w{i}"] = normal(width, width, std=(2 / width) ** 0.5)
@@ -98,29 +148,103 @@ class Workload:
             params[f"down_{i}"] = normal(width, 4 * width, std=added)
         return params | {"norm": torch.ones(width), "shift": torch.zeros(width)}
 
+    def buffers(self) -> Params:
+        """Running statistics of batch norm; empty for other kinds."""
+        if self.kind != "cnn":
+            return {}
+        sizes = {"stem": self.width}
+        for name, _, channels, _ in blocks(self):
+            sizes |= {f"{name}_a": channels, f"{name}_b": channels}
+        means = {f"mean_{name}": torch.zeros(channels) for name, channels in sizes.items()}
+        return means | {f"var_{name}": torch.ones(channels) for name, channels in sizes.items()}
+
     def batches(self, count: int) -> list[Batch]:
         """Batches on the CPU, the same ones at each call."""
         generator = torch.Generator().manual_seed(_BATCH_SEED)
-        if self.kind == "leaves":
-            return [{"x": torch.randn(self.width, generator=generator)} for _ in range(count)]
-        if self.kind == "mlp":
-            shape = (self.batch, self.width)
+
+        def normal(*shape: int) -> Tensor:
+            return torch.randn(shape, generator=generator)
+
+        if self.kind in ("leaves", "optimizer"):
+            return [{"x": normal(self.width if self.kind == "leaves" else 4)} for _ in range(count)]
+        if self.kind in ("mlp", "dropout"):
+            rows = self.batch if self.kind == "mlp" else 4
+            return [{name: normal(rows, self.width) for name in ("x", "y")} for _ in range(count)]
+        if self.kind == "cnn":
+            shape = (self.batch, 3, _PICTURE, _PICTURE)
             return [
-                {name: torch.randn(shape, generator=generator) for name in ("x", "y")} for _ in range(count)
+                {
+                    "x": normal(*shape).contiguous(memory_format=torch.channels_last),
+                    "y": torch.randint(CLASSES, (self.batch,), generator=generator),
+                }
+                for _ in range(count)
+            ]
+        if self.kind in ("actor", "loop"):
+            actions = torch.randint(ACTIONS, (count, self.batch, 1), generator=generator)
+            return [
+                {
+                    "x": normal(self.batch, OBSERVATION),
+                    "y": torch.cat([row.float(), normal(self.batch, 1)], 1),
+                }
+                for row in actions
             ]
         tokens = torch.randint(self.vocab, (count, self.batch, self.time + 1), generator=generator)
         return [{"x": row[:, :-1].contiguous(), "y": row[:, 1:].contiguous()} for row in tokens]
 
 
+def blocks(work: Workload) -> Iterator[tuple[str, int, int, int]]:
+    """The blocks of a residual net: name, channels in, channels out, stride."""
+    before = work.width
+    for stage in range(3):
+        channels = work.width * 2**stage
+        for i in range(work.layers):
+            yield f"s{stage}b{i}", before, channels, 2 if stage and not i else 1
+            before = channels
+
+
+def _cnn_params(work: Workload, normal: Any) -> Params:
+    def conv(outputs: int, inputs: int, size: int) -> Tensor:
+        weight: Tensor = normal(outputs, inputs, size, size, std=(2 / (inputs * size * size)) ** 0.5)
+        return weight.contiguous(memory_format=torch.channels_last)
+
+    def norm(name: str, channels: int) -> Params:
+        return {f"scale_{name}": torch.ones(channels), f"shift_{name}": torch.zeros(channels)}
+
+    params = {"conv_stem": conv(work.width, 3, 3)} | norm("stem", work.width)
+    channels = work.width
+    for name, inputs, channels, _ in blocks(work):
+        params |= {f"conv_{name}_a": conv(channels, inputs, 3), f"conv_{name}_b": conv(channels, channels, 3)}
+        params |= norm(f"{name}_a", channels) | norm(f"{name}_b", channels)
+        if inputs != channels:
+            params[f"conv_{name}_skip"] = conv(channels, inputs, 1)
+    return params | {"head": normal(CLASSES, channels, std=channels**-0.5), "bias": torch.zeros(CLASSES)}
+
+
 def _all() -> tuple[Workload, ...]:
-    gpt = {"kind": "gpt", "bf16": True, "tolerance": 1e-2}
+    bf16: dict[str, Any] = {"bf16": True, "tolerance": 1e-2}
+    gpt: dict[str, Any] = {"kind": "gpt", **bf16}
+    cnn: dict[str, Any] = {"kind": "cnn", **bf16, "layers": 2, "width": 64, "batch": 256, "tolerance": 5e-2}
+    adamw: dict[str, Any] = {"kind": "optimizer", "learning_rate": 1e-2}
+    actor: dict[str, Any] = {"layers": 2, "width": 256, "batch": 64, "tolerance": 1e-2}
+    counts = (10, 100, 1000, 10_000)
     return (
         Workload("mlp-tiny", "mlp", 4, 256, 256, bf16=True, steps=1000, tolerance=1e-2),
-        Workload("gpt-nano", layers=4, width=256, batch=8, time=256, vocab=256, steps=300, **gpt),  # type: ignore[arg-type]
-        Workload("gpt2-124m", layers=12, width=768, batch=16, time=1024, vocab=50304, steps=40, **gpt),  # type: ignore[arg-type]
-        Workload("leaves-10-one", "leaves", width=4, leaves=10, steps=300),
-        Workload("leaves-1000-one", "leaves", width=4, leaves=1000, steps=300),
-        Workload("leaves-10000-one", "leaves", width=4, leaves=10_000, steps=100),
+        Workload("gpt-nano", layers=4, width=256, batch=8, time=256, vocab=256, steps=300, **gpt),
+        Workload("gpt2-124m", layers=12, width=768, batch=16, time=1024, vocab=50304, steps=40, **gpt),
+        Workload("cnn", steps=100, **cnn),
+        Workload("cnn-tiny", **cnn | {"layers": 1, "width": 8, "batch": 16}, steps=20),
+        *(Workload(f"leaves-{n}-one", "leaves", width=4, leaves=n, steps=300) for n in counts),
+        *(Workload(f"leaves-{n}-flat", width=4, leaves=n, flat=True, steps=100, **adamw) for n in counts),
+        *(Workload(f"leaves-{n}-each", width=4, leaves=n, steps=100, **adamw) for n in counts),
+        Workload("optimizer", width=838_000, leaves=148, flat=True, steps=50, **adamw),
+        Workload("optimizer-10000", width=1020, leaves=10_000, flat=True, steps=50, **adamw),
+        Workload("optimizer-small", width=12_000, leaves=100, flat=True, steps=100, **adamw),
+        Workload("host-batch", host=True, steps=100, **cnn),
+        Workload("host-batch-tiny", host=True, **cnn | {"layers": 1, "width": 8, "batch": 16}, steps=20),
+        Workload("dropout", "dropout", width=3072, batch=16_384, tolerance=2e-2),
+        Workload("dropout-small", "dropout", width=256, batch=4096, tolerance=2e-2),
+        Workload("rl-update", "actor", steps=500, **actor),
+        Workload("rl-loop", "loop", steps=200, **actor),
         Workload("mlp-4x64", "mlp", 4, 64, 32, steps=1000),
         Workload("mlp-4x256", "mlp", 4, 256, 256, steps=200),
     )
@@ -134,81 +258,3 @@ def names() -> tuple[str, ...]:
 def workload(name: str) -> Workload:
     """The workload of a name."""
     return next(one for one in _all() if one.name == name)
-
-
-def torch_loss(work: Workload) -> Callable[[Params, Tensor, Tensor], Tensor]:
-    """The loss ``f(params, x, y) -> f32[]``, for eager, compiled and captured systems alike."""
-    dtype = torch.bfloat16 if work.bf16 else torch.float32
-    layers, heads, width = work.layers, work.heads, work.width
-
-    def mlp(p: Params, x: Tensor, y: Tensor) -> Tensor:
-        h = x.to(dtype)
-        for i in range(layers):
-            h = F.linear(h if i == 0 else F.relu(h), p[f"w{i}"].to(dtype), p[f"b{i}"].to(dtype))
-        return F.mse_loss(h.float(), y)
-
-    def norm(h: Tensor, scale: Tensor, shift: Tensor) -> Tensor:
-        return F.layer_norm(h, (width,), scale.to(dtype), shift.to(dtype))
-
-    def gpt(p: Params, x: Tensor, y: Tensor) -> Tensor:
-        rows, time = x.shape
-        wte = p["wte"].to(dtype)
-        h = F.embedding(x, wte) + p["wpe"].to(dtype)
-        for i in range(layers):
-            n = norm(h, p[f"norm1_{i}"], p[f"shift1_{i}"])
-            qkv = F.linear(n, p[f"qkv_{i}"].to(dtype)).view(rows, time, 3, heads, width // heads)
-            q, k, v = qkv.permute(2, 0, 3, 1, 4).unbind(0)
-            mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-            h = h + F.linear(mixed.transpose(1, 2).reshape(rows, time, width), p[f"out_{i}"].to(dtype))
-            n = norm(h, p[f"norm2_{i}"], p[f"shift2_{i}"])
-            n = F.gelu(F.linear(n, p[f"up_{i}"].to(dtype)), approximate="tanh")
-            h = h + F.linear(n, p[f"down_{i}"].to(dtype))
-        logits = F.linear(norm(h, p["norm"], p["shift"]), wte)
-        return F.cross_entropy(logits.flatten(0, 1).float(), y.flatten())
-
-    return mlp if work.kind == "mlp" else gpt
-
-
-def jax_loss(work: Workload, jax: Any, optax: Any, attention: str | None) -> Callable[..., Any]:
-    """The same loss in jax: ``f(params, x, y)``.
-
-    Args:
-      work: The workload.
-      jax: The module.
-      optax: The module.
-      attention: ``implementation`` of ``jax.nn.dot_product_attention``.
-    """
-    jnp = jax.numpy
-    dtype = jnp.bfloat16 if work.bf16 else jnp.float32
-    layers, heads, width = work.layers, work.heads, work.width
-
-    def mlp(p: Any, x: Any, y: Any) -> Any:
-        h = x.astype(dtype)
-        for i in range(layers):
-            h = h if i == 0 else jax.nn.relu(h)
-            h = h @ p[f"w{i}"].astype(dtype).T + p[f"b{i}"].astype(dtype)
-        return jnp.mean((h.astype(jnp.float32) - y) ** 2)
-
-    def norm(h: Any, scale: Any, shift: Any) -> Any:
-        wide = h.astype(jnp.float32)
-        mean = wide.mean(-1, keepdims=True)
-        spread = jax.lax.rsqrt(((wide - mean) ** 2).mean(-1, keepdims=True) + 1e-5)
-        return ((wide - mean) * spread * scale.astype(dtype) + shift.astype(dtype)).astype(dtype)
-
-    def gpt(p: Any, x: Any, y: Any) -> Any:
-        rows, time = x.shape
-        wte = p["wte"].astype(dtype)
-        h = wte[x] + p["wpe"].astype(dtype)
-        for i in range(layers):
-            n = norm(h, p[f"norm1_{i}"], p[f"shift1_{i}"])
-            qkv = (n @ p[f"qkv_{i}"].astype(dtype).T).reshape(rows, time, 3, heads, width // heads)
-            q, k, v = (qkv[:, :, j] for j in range(3))
-            mixed = jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation=attention)
-            h = h + mixed.reshape(rows, time, width) @ p[f"out_{i}"].astype(dtype).T
-            n = norm(h, p[f"norm2_{i}"], p[f"shift2_{i}"])
-            n = jax.nn.gelu(n @ p[f"up_{i}"].astype(dtype).T, approximate=True)
-            h = h + n @ p[f"down_{i}"].astype(dtype).T
-        logits = (norm(h, p["norm"], p["shift"]) @ wte.T).astype(jnp.float32)
-        return optax.softmax_cross_entropy_with_integer_labels(logits, y).mean()
-
-    return mlp if work.kind == "mlp" else gpt

@@ -1,0 +1,97 @@
+"""Time and memory of the first call: each system in a process of its own, with cold and with warm caches.
+
+``python -m functional_cg.bench --workload first-call`` runs it. Seconds are those from the start of the build to the
+first loss, without the imports.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import torch
+
+from .measure import BATCHES, Row, start
+from .system import OPPONENTS, OURS, Unavailable
+from .workloads import Workload, names, workload
+
+__all__ = ["SYSTEMS", "main", "rows"]
+
+SYSTEMS = (OURS[0], "eager", "compile", "reduce-overhead", "hand-graph-compiled", "jax", OURS[1])
+_GRACE_S = 240
+
+
+def rows(work: Workload, systems: Sequence[str], device: torch.device, deadline: float) -> Iterator[Row]:
+    """Two rows for each system: cold, and warm.
+
+    Args:
+      work: What is trained.
+      systems: Names.
+      device: Where.
+      deadline: On the clock of ``time.monotonic``: no process is started later.
+    """
+    for name in systems:
+        with tempfile.TemporaryDirectory() as folder:
+            for caches in ("cold", "warm"):
+                row = Row(work.name, f"{name}, {caches}", "skipped", "the time limit was reached")
+                if time.monotonic() < deadline:
+                    row = _in_process(work, name, row.system, device, Path(folder))
+                yield row
+
+
+def _in_process(work: Workload, name: str, label: str, device: torch.device, folder: Path) -> Row:
+    out = folder / "row.json"
+    out.unlink(missing_ok=True)
+    caches = {
+        "TORCHINDUCTOR_CACHE_DIR": "inductor", "TRITON_CACHE_DIR": "triton", "JAX_COMPILATION_CACHE_DIR": "jax"
+    }  # fmt: skip
+    command = [sys.executable, "-m", "functional_cg.bench.first_call", name, "--workload", work.name]
+    command += ["--device", device.type, "--out", str(out)]
+    try:
+        code = subprocess.run(
+            command,
+            check=False,
+            timeout=_GRACE_S,
+            env=os.environ | {key: str(folder / value) for key, value in caches.items()},
+        ).returncode
+    except subprocess.TimeoutExpired:
+        return Row(work.name, label, "failed", f"took longer than {_GRACE_S} s")
+    if code != 0 or not out.exists():
+        return Row(work.name, label, "failed", f"the process ended with {code}")
+    row = Row(**json.loads(out.read_text()))
+    row.system = label
+    if row.start_bytes and row.steady_bytes:
+        row.notes.append(
+            f"memory through the first call: {row.start_bytes / row.steady_bytes:.3f} of the steady peak"
+        )
+    return row
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Make the first calls of one system, and write its row as JSON."""
+    parser = argparse.ArgumentParser("python -m functional_cg.bench.first_call", description=__doc__)
+    parser.add_argument("system", choices=(*OURS, *OPPONENTS))
+    parser.add_argument("--workload", choices=names(), required=True)
+    parser.add_argument("--device", choices=("cpu", "cuda"), required=True)
+    parser.add_argument("--out", type=Path, required=True)
+    options = parser.parse_args(argv)
+    device = torch.device("cuda", 0) if options.device == "cuda" else torch.device("cpu")
+    work = workload(options.workload)
+    row = Row(work.name, options.system)
+    try:
+        start(options.system, work, device, work.batches(BATCHES), row).close()
+    except Unavailable as error:
+        row.status, row.reason = "skipped", str(error)
+    options.out.write_text(row.as_json({}))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

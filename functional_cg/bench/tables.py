@@ -1,0 +1,118 @@
+"""Rows as a table for people, and as a picture."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from .measure import Row
+from .workloads import Workload
+
+__all__ = ["plot", "table"]
+
+_GIB = 2**30
+_HEAD = (
+    "system", "ms/step", "min", "max", "spread", "per s", "x ours", "x floor", "host µs", "nodes", "peak GiB",
+    "reserved GiB", "start GiB", "first step s", "captures", "replays", "loss distance",
+)  # fmt: skip
+
+
+def table(work: Workload, rows: Sequence[Row]) -> str:
+    """The rows of one workload, as text.
+
+    Args:
+      work: The workload.
+      rows: The first one is what the others are compared with.
+    """
+    lines = [_HEAD, *(_cells(row, work.tolerance) for row in rows if row.status == "ok")]
+    keep = [i for i in range(len(_HEAD)) if i == 0 or any(line[i] for line in lines[1:])]
+    widths = {i: max(len(line[i]) for line in lines) for i in keep}
+    text = [f"{work.name}: {work.describe()}"]
+    for line in lines:
+        first, *others = (line[i].rjust(widths[i]) for i in keep)
+        text.append("  ".join([line[0].ljust(len(first)), *others]))
+    text += _remarks(rows)
+    return "\n".join(text)
+
+
+def _cells(row: Row, tolerance: float) -> tuple[str, ...]:
+    times: tuple[str, ...] = ("",) * 5
+    if row.ms is not None:
+        places = 2 if row.ms.median >= 10 else 4
+        times = (
+            *(f"{value:.{places}f}" for value in (row.ms.median, row.ms.least, row.ms.most)),
+            f"{(row.ms.most - row.ms.least) / row.ms.median:.1%}",
+            f"{1e3 / row.ms.median:,.0f}",
+        )
+    agree = "" if row.losses_agree is not False else f" DIFFERS (> {tolerance:g})"
+
+    def shown(value: float | None, form: str, unit: float = 1) -> str:
+        return "" if value is None else format(value / unit, form)
+
+    return (
+        row.system,
+        *times,
+        shown(row.ratio, ".2f"),
+        shown(row.over_floor, ".2f" if (row.over_floor or 0) < 100 else ",.0f"),
+        shown(row.host_us, ",.1f"),
+        shown(row.nodes, ",.0f"),
+        *(shown(value, ".3f", _GIB) for value in (row.peak_bytes, row.reserved_bytes, row.start_bytes)),
+        shown(row.first_step_s, ".2f"),
+        *(str(row.counts.get(key, "")) for key in ("captures", "replays")),
+        "" if row.loss_distance is None else f"{row.loss_distance:.1e}{agree}",
+    )
+
+
+def _remarks(rows: Sequence[Row]) -> Iterator[str]:
+    for row in rows:
+        if row.status != "ok":
+            yield f"{row.status}: {row.system}: {row.reason}"
+        for note in row.notes:
+            yield f"note: {row.system}: {note}"
+    first = next((row for row in rows if row.losses), None)
+    if first is not None:
+        yield f"first losses of {first.system}: {', '.join(f'{loss:.6f}' for loss in first.losses)}"
+    floor = next((row.floor_ms for row in rows if row.floor_ms is not None), None)
+    if floor is not None:
+        yield f"floor: {floor:.3g} ms, the products at peak rate or the least bytes at full bandwidth"
+    steps = sorted({row.ms.steps for row in rows if row.ms is not None})
+    yield f"{' or '.join(map(str, steps)) or 'no'} timed steps each; x ours: ratio of medians, interleaved blocks"
+
+
+def plot(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
+    """Draw the medians with their spread, a panel for each workload, and save the picture.
+
+    Args:
+      rows: As in the lines of JSON; those without times are left out.
+      path: Where to; its ending is the format.
+    Raises:
+      ValueError: If no row has times.
+    """
+    import matplotlib.pyplot as plt
+
+    timed = [row for row in rows if row["ms"] is not None]
+    if not timed:
+        raise ValueError("no system has times to draw")
+    chosen = list(dict.fromkeys(row["workload"] for row in timed))
+    figure, panels = plt.subplots(
+        len(chosen),
+        figsize=(8, 0.8 + 0.6 * len(chosen) + 0.3 * len(timed)),
+        layout="constrained",
+        squeeze=False,
+    )
+    for name, panel in zip(chosen, panels[:, 0], strict=True):
+        mine = [row for row in timed if row["workload"] == name]
+        medians = [row["ms"]["median"] for row in mine]
+        ends = [
+            [row["ms"]["median"] - row["ms"]["least"] for row in mine],
+            [row["ms"]["most"] - row["ms"]["median"] for row in mine],
+        ]
+        shades = ["#2c6fbb" if row["system"].startswith("ours") else "#a0a0a0" for row in mine]
+        bars = panel.barh([row["system"] for row in mine], medians, xerr=ends, color=shades)
+        panel.bar_label(bars, [f" {value:.3g}" for value in medians])
+        panel.invert_yaxis()
+        panel.margins(x=0.15)
+        panel.set(title=name, xlabel="ms per step: median, from least to most")
+    figure.savefig(path)
+    plt.close(figure)

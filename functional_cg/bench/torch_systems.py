@@ -1,0 +1,149 @@
+"""Ordinary torch: eager, compiled, and with graphed forward and backward; fused AdamW in all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .environment import Environment
+from .losses import Model
+from .system import BETAS, EPS, System, Unavailable, nothing, there, waiter
+from .workloads import Batch, Workload
+
+__all__ = ["Alone", "in_torch", "optimizer_for"]
+
+_COMPILED_LEAVES = 100
+
+
+def in_torch(name: str, work: Workload, device: torch.device, batches: Sequence[Batch]) -> System:
+    """Build ``eager``, ``compile``, ``reduce-overhead`` or ``graphed-callables``.
+
+    Args:
+      name: One of these.
+      work: What it trains.
+      device: Where.
+      batches: Batches on the CPU.
+    Raises:
+      Unavailable: If it cannot run here.
+    """
+    if device.type != "cuda" and name in ("reduce-overhead", "graphed-callables"):
+        raise Unavailable("needs CUDA graphs")
+    if work.kind == "optimizer":
+        return _optimizer_alone(name, work, device, batches)
+    model: Model = Model(work).to(device)
+    optimizer = optimizer_for(work, model)
+    call = _called(name, model, device, batches)
+    own_pool = name == "reduce-overhead"
+
+    def update(x: Tensor, y: Tensor) -> Tensor:
+        loss = call(x, y)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        return loss.detach().clone() if own_pool else loss.detach()  # type: ignore[no-any-return]
+
+    def run(batch: Batch) -> Tensor:
+        if own_pool:
+            torch.compiler.cudagraph_mark_step_begin()
+        return update(batch["x"], batch["y"])
+
+    def run_from_host(batch: Batch) -> Tensor:
+        return run({key: value.to(device, non_blocking=True) for key, value in batch.items()})
+
+    close = torch._dynamo.reset if name in ("compile", "reduce-overhead") else nothing
+    if work.kind == "loop":
+        turn = _turn(name, work, device, model, update)
+        return System(name, turn, [None], waiter(device), close)
+    if work.host:
+        return System(name, run_from_host, pinned(batches, device), waiter(device), close)
+    return System(name, run, there(batches, device), waiter(device), close)
+
+
+def _called(name: str, model: Model, device: torch.device, batches: Sequence[Batch]) -> Any:
+    if name == "compile":
+        return torch.compile(model)
+    if name == "reduce-overhead":
+        return torch.compile(model, mode="reduce-overhead")
+    if name == "graphed-callables":
+        sample = tuple(batches[0][key].to(device) for key in "xy")
+        make: Any = torch.cuda.make_graphed_callables
+        return make(model, sample)
+    return model
+
+
+def _turn(
+    name: str, work: Workload, device: torch.device, model: Model, update: Callable[[Tensor, Tensor], Tensor]
+) -> Callable[[Any], Tensor]:
+    """A turn of the loop of reinforcement learning."""
+    environment = Environment(work.batch)
+    modes = {"compile": None, "reduce-overhead": "reduce-overhead"}
+    choose: Any = torch.compile(model.act, mode=modes[name]) if name in modes else model.act
+
+    def act(seen: Any) -> Any:
+        with torch.no_grad():
+            return choose(torch.from_numpy(seen).to(device)).cpu().numpy()
+
+    def learn(x: Any, y: Any) -> Tensor:
+        if name == "reduce-overhead":
+            torch.compiler.cudagraph_mark_step_begin()
+        return update(torch.from_numpy(x).to(device), torch.from_numpy(y).to(device))
+
+    return lambda batch: environment.turn(act, learn)
+
+
+def optimizer_for(work: Workload, model: nn.Module, **options: Any) -> torch.optim.Optimizer:
+    """The optimizer of a workload: fused AdamW, or SGD for a dropout alone."""
+    if work.kind == "dropout":
+        return torch.optim.SGD(model.parameters(), lr=work.learning_rate, fused=True)
+    return torch.optim.AdamW(
+        model.parameters(), lr=work.learning_rate, betas=BETAS, eps=EPS, weight_decay=work.weight_decay,
+        **{"fused": True, **options},
+    )  # fmt: skip
+
+
+def pinned(batches: Sequence[Batch], device: torch.device) -> list[Batch]:
+    """Batches as a loader with pinned memory has them."""
+    return [
+        {key: value.pin_memory() if device.type == "cuda" else value for key, value in batch.items()}
+        for batch in batches
+    ]
+
+
+class Alone(nn.Module):
+    """Leaves with gradients that stay: what an optimizer alone is timed on."""
+
+    def __init__(self, work: Workload) -> None:
+        super().__init__()
+        for name, value in work.params().items():
+            self.register_parameter(name, nn.Parameter(value))
+
+    def with_gradients(self, device: torch.device) -> Alone:
+        """The module on a device, each parameter with a hundredth of itself as gradient."""
+        self.to(device)
+        for param in self.parameters():
+            param.grad = param.detach() * 0.01
+        return self
+
+    def shown(self) -> Tensor:
+        """One element of the second leaf: what is compared in place of a loss."""
+        return self.leaf00001.detach()[0].clone()  # type: ignore[operator]
+
+
+def _optimizer_alone(name: str, work: Workload, device: torch.device, batches: Sequence[Batch]) -> System:
+    if name == "compile" and work.leaves > _COMPILED_LEAVES * 2:
+        raise Unavailable(f"takes minutes to compile for {work.leaves:,} leaves")
+    model = Alone(work).with_gradients(device)
+    compiled = name == "compile"
+    options = {"fused": False, "foreach": True, "capturable": device.type == "cuda"} if compiled else {}
+    optimizer = optimizer_for(work, model, **options)
+    advance: Any = torch.compile(optimizer.step) if compiled else optimizer.step
+
+    def run(batch: Batch) -> Tensor:
+        advance()
+        return model.shown()
+
+    close = torch._dynamo.reset if compiled else nothing
+    return System(name, run, there(batches, device), waiter(device), close)
