@@ -1,15 +1,18 @@
 """Time what ``debug=`` costs: ``python -m functional_cg.bench.debug --device cuda``.
 
 The same training step without it, with ``"poison"``, ``"verify"`` and both, where every call is verified. They take
-turns, so that clocks and temperature are the same for all of them.
+turns, so that clocks and temperature are the same for all of them. Algorithms are deterministic: ``"verify"`` refuses a
+compiled gradient of an embedding, which adds up in another order each time.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict
 from typing import Any, Literal
 
@@ -69,11 +72,23 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error(f"--steps: expected a positive integer, got {options.steps}")
     device = torch.device(options.device, 0) if options.device == "cuda" else torch.device("cpu")
     print(json.dumps(environment(device)), flush=True)
-    for name in options.workload:
-        for lowering in options.lowering:
-            for row in rows(workload(name), lowering, device, options.steps):
-                print(json.dumps(row), flush=True)
+    with _deterministic():
+        for name in options.workload:
+            for lowering in options.lowering:
+                for row in rows(workload(name), lowering, device, options.steps):
+                    print(json.dumps(row), flush=True)
     return 0
+
+
+@contextmanager
+def _deterministic() -> Iterator[None]:
+    before = torch.are_deterministic_algorithms_enabled()
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS wants it so
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before)
 
 
 if __name__ == "__main__":

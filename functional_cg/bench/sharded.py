@@ -3,7 +3,8 @@
 All systems train one module from the same values on the same batches, each rank on its own, with AdamW. They run one
 after the other in one job. Milliseconds per step are medians of blocks, on the slowest rank; peak memory is that of the
 allocator from the first step on, and beside it while the model was made. *Exposed* is the time in collectives that no
-other kernel runs beside.
+other kernel runs beside, *compute* that in other kernels. ``ours-3-kept`` keeps gathered parameters for the backward
+(``reshard=False``); ``ddp-compile-views`` has gradients as views of DDP's buckets.
 """
 
 from __future__ import annotations
@@ -29,7 +30,9 @@ from .models import Config, LanguageModel, config, names
 
 __all__ = ["main"]
 
-SYSTEMS = ("ddp-compile", "fsdp2-compile", "ours-1", "ours-2", "ours-3")
+SYSTEMS = (
+    "ddp-compile", "ddp-compile-views", "fsdp2-compile", "ours-1", "ours-2", "ours-3", "ours-3-kept",
+)  # fmt: skip
 _BLOCKS, _WARM_UPS = 5, 6
 _LEARNING_RATE, _WEIGHT_DECAY = 3e-4, 0.1
 _GIB = 2**30
@@ -45,6 +48,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     batches = _batches(c, mesh)
     rows = []
     for name in options.systems.split(","):
+        if name not in SYSTEMS:
+            raise SystemExit(
+                f"functional_cg.bench.sharded: no system {name!r}; known are {', '.join(SYSTEMS)}"
+            )
         row = _measured(name, c, mesh, batches, options)
         rows.append(row)
         if mesh.rank == 0:
@@ -62,7 +69,6 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--lowering", choices=("auto", "aten", "inductor"), default="auto")
     parser.add_argument("--bucket-mib", type=float, default=32.0, help="bucket_bytes of zero()")
     parser.add_argument("--prefetch", type=int, default=1)
-    parser.add_argument("--no-reshard", action="store_true")
     parser.add_argument("--json", action="store_true")
     return parser.parse_args(arguments)
 
@@ -104,18 +110,17 @@ def _build(name: str, c: Config, mesh: Any, options: argparse.Namespace) -> tupl
     with mesh.device:
         model = LanguageModel(c)
     if name.startswith("ours-"):
-        return _ours(model, int(name.removeprefix("ours-")), mesh, options)
-    if name == "ddp-compile":
+        return _ours(model, name, mesh, options)
+    if name.startswith("ddp-compile"):
         places = [mesh.device.index] if mesh.device.type == "cuda" else None
-        trained: Any = torch.compile(DistributedDataParallel(model, places, gradient_as_bucket_view=True))
-    elif name == "fsdp2-compile":
+        views = name == "ddp-compile-views"
+        trained: Any = torch.compile(DistributedDataParallel(model, places, gradient_as_bucket_view=views))
+    else:
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, cast_forward_inputs=False)
         for block in model.blocks:
             block.compile()
             fully_shard(block, mp_policy=policy)
         trained = fully_shard(model, mp_policy=policy)
-    else:
-        raise SystemExit(f"functional_cg.bench.sharded: no system {name!r}; known are {', '.join(SYSTEMS)}")
     optimizer = torch.optim.AdamW(
         trained.parameters(), lr=_LEARNING_RATE, weight_decay=_WEIGHT_DECAY, fused=True
     )
@@ -131,12 +136,13 @@ def _build(name: str, c: Config, mesh: Any, options: argparse.Namespace) -> tupl
 
 
 def _ours(
-    model: LanguageModel, stage: Any, mesh: Any, options: argparse.Namespace
+    model: LanguageModel, name: str, mesh: Any, options: argparse.Namespace
 ) -> tuple[Step, Callable[[], None]]:
     apply, params, buffers = fcg.from_module(model)
+    stage: Any = int(name.split("-")[1])
     sharding = fcg.sharding.zero(
         mesh, stage=stage, param_dtype=torch.bfloat16, bucket_bytes=int(options.bucket_mib * 2**20),
-        prefetch=options.prefetch, reshard=not options.no_reshard,
+        prefetch=options.prefetch, reshard=not name.endswith("-kept"),
     )  # fmt: skip
     optimizer = fcg.optim.adamw(_LEARNING_RATE, weight_decay=_WEIGHT_DECAY)
     states: list[Any] = [
@@ -177,7 +183,7 @@ def _times(step: Step, batches: Sequence[Any], mesh: Any, length: int) -> list[f
 
 
 def _communication(step: Step, batches: Sequence[Any], steps: int = 3) -> dict[str, Any]:
-    """Milliseconds per step in collectives, how many of them stand alone, and the number of launches."""
+    """Milliseconds per step in collectives, in those that stand alone and in other kernels; number of collectives."""
     from torch.profiler import ProfilerActivity, profile
 
     with profile(activities=[ProfilerActivity.CUDA]) as profiler:
@@ -194,7 +200,7 @@ def _communication(step: Step, batches: Sequence[Any], steps: int = 3) -> dict[s
     hidden = sum(_covered(start, end, work) for start, end in talk)
     return {
         "collective_ms": total / steps / 1e3, "exposed_ms": (total - hidden) / steps / 1e3,
-        "collectives": len(talk) // steps,
+        "collectives": len(talk) // steps, "compute_ms": sum(end - start for start, end in work) / steps / 1e3,
     }  # fmt: skip
 
 
@@ -228,7 +234,8 @@ def _line(row: dict[str, Any], first: dict[str, Any]) -> str:
     if "peak_gib" in row:
         text += (
             f"  peak {row['peak_gib']:.2f} GiB  collectives {row['collective_ms']:.2f} ms in {row['collectives']}, "
-            f"exposed {row['exposed_ms']:.2f} ms ({row['exposed_ms'] / row['ms']:.1%})"
+            f"exposed {row['exposed_ms']:.2f} ms ({row['exposed_ms'] / row['ms']:.1%}), "
+            f"compute {row['compute_ms']:.2f} ms"
         )
     return text
 
