@@ -5,6 +5,7 @@ from __future__ import annotations
 from . import nn, optim, random, sharding, tree
 from .autodiff import grad, microbatches, value_and_grad
 from .checkpoint import load, load_state_dict, save, state_dict
+from .control import cond, scan
 from .debug import debug_print
 from .errors import (
     AliasError,
@@ -51,6 +52,7 @@ __all__ = [
     "SideEffectError",
     "StreamError",
     "TrainState",
+    "cond",
     "debug_print",
     "fork",
     "from_module",
@@ -66,6 +68,7 @@ __all__ = [
     "prefetch",
     "random",
     "save",
+    "scan",
     "sharding",
     "snapshot",
     "state_dict",

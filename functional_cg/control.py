@@ -1,0 +1,150 @@
+"""Control flow inside of a step: a choice on the device, and a loop over a leading dimension.
+
+A captured graph runs the same kernels at each call. So a choice runs both branches and selects, and a loop is unrolled.
+The names and the order of arguments are those of ``jax.lax``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import tree as pytree
+from .arena import BufferSpec
+from .errors import LayoutError
+from .tree import path_string, structure_diff
+
+__all__ = ["cond", "scan"]
+
+
+def cond(pred: Tensor, true_fn: Callable[..., Any], false_fn: Callable[..., Any], *operands: Any) -> Any:
+    """``true_fn(*operands)`` where ``pred`` holds, else ``false_fn(*operands)``: both run, and a value is selected.
+
+    For a condition that only the device knows. One that Python knows is an ordinary ``if``.
+
+    Both branches cost time at each call. What is not selected gets a gradient of zero; but zero times an infinite
+    derivative is NaN, so a branch must be differentiable where it is not selected, too: clamp its operands first, as in
+    ``cond(x > 0, lambda x: x.clamp(min=1e-6).log(), torch.zeros_like, x)``.
+
+    Args:
+      pred: bool, of shape [].
+      true_fn: Returns a pytree of tensors.
+      false_fn: Returns one of the same structure, shapes and dtypes.
+      operands: Given to both.
+    Returns:
+      The selected pytree, of new tensors.
+    Raises:
+      TypeError: If ``pred`` is no tensor of dtype bool and shape [].
+      LayoutError: If the branches return different structures, shapes or dtypes, or leaves that are no tensors.
+
+    Example:
+      >>> import torch, functional_cg as fcg
+      >>> @fcg.graph_fn
+      ... def clipped(x):
+      ...     return fcg.cond(x.norm() > 1, lambda x: x / x.norm(), lambda x: x, x)
+      >>> clipped(torch.tensor([3.0, 4.0])), clipped(torch.tensor([0.3, 0.4]))
+      (tensor([0.6000, 0.8000]), tensor([0.3000, 0.4000]))
+    """
+    if not isinstance(pred, Tensor) or pred.dtype != torch.bool or pred.dim():
+        got = str(BufferSpec.of(pred)) if isinstance(pred, Tensor) else repr(pred)
+        raise TypeError(
+            f"cond: `pred` has to be a tensor of dtype bool and shape [], got {got}; a condition of Python is an `if`"
+        )
+    chosen, other = true_fn(*operands), false_fn(*operands)
+    _refuse_unlike("cond", "false_fn", chosen, "true_fn", other)
+    return pytree.map(lambda one, two: torch.where(pred, one, two), chosen, other)
+
+
+def scan(
+    fn: Callable[[Any, Any], tuple[Any, Any]],
+    init: Any,
+    xs: Any,
+    length: int | None = None,
+    *,
+    reverse: bool = False,
+) -> tuple[Any, Any]:
+    """A loop that carries a value along the first dimension of ``xs``, unrolled: one copy of the body per element.
+
+    Args:
+      fn: ``fn(carry, x) -> (carry, y)``; the new carry has the structure, shapes and dtypes of the old one.
+      init: The first carry.
+      xs: A pytree of tensors [n, ...]; ``x`` is the tree of their elements. None for a loop over nothing.
+      length: The number of elements; needed where ``xs`` has no leaves.
+      reverse: Whether it begins with the last element; ``ys`` are in the order of ``xs`` all the same.
+    Returns:
+      The last carry, and the ``y`` of all elements, stacked: tensors [n, ...].
+    Raises:
+      TypeError: If ``fn`` does not return a pair.
+      ValueError: If there is no length, or the loop has no element and so nothing to stack.
+      LayoutError: If leaves of ``xs`` have no or different lengths, or a carry or ``y`` is unlike the one before.
+
+    Example:
+      >>> import torch, functional_cg as fcg
+      >>> fcg.scan(lambda total, x: (total + x, total), torch.tensor(0), torch.tensor([1, 2, 3]))
+      (tensor(6), tensor([0, 1, 3]))
+    """
+    leaves, treedef = pytree.flatten(xs)
+    count = _length(leaves, treedef, length)
+    columns = [leaf.unbind(0) for leaf in leaves]
+    carry, ys = init, [None] * count
+    for i in reversed(range(count)) if reverse else range(count):
+        out = fn(carry, pytree.unflatten(treedef, [column[i] for column in columns]))
+        if not isinstance(out, tuple) or len(out) != 2:
+            raise TypeError(f"scan: `fn` has to return a pair (carry, y), got {type(out).__name__}")
+        _refuse_unlike("scan", "carry", carry, "the carry before", out[0])
+        carry, ys[i] = out
+    first = ys[0]
+    for y in ys[1:]:
+        _refuse_unlike("scan", "y", first, "the first y", y)
+    return carry, pytree.map(lambda *column: torch.stack(column), *ys)
+
+
+def _length(leaves: list[Any], treedef: pytree.Treedef, length: int | None) -> int:
+    rows = [
+        f"{path_string(path, 'xs')}  expected a tensor [{'n' if length is None else length}, ...]   got "
+        + (str(BufferSpec.of(leaf)) if isinstance(leaf, Tensor) else type(leaf).__name__)
+        for path, leaf in zip(treedef.paths(), leaves, strict=True)
+    ]
+    sizes = {leaf.shape[0] if isinstance(leaf, Tensor) and leaf.dim() else -1 for leaf in leaves}
+    sizes |= set() if length is None else {length}
+    if len(sizes) > 1 or -1 in sizes:
+        raise LayoutError.of(
+            "scan",
+            "`xs` has no common first dimension.",
+            rows=rows,
+            fix="pass what is the same for all elements by closure.",
+        )
+    if not sizes or not max(sizes):
+        raise ValueError(
+            "scan: there is no element; give `xs` with a first dimension of 1 or more, or `length`"
+        )
+    return int(max(sizes))
+
+
+def _refuse_unlike(function: str, name: str, expected: Any, other: str, got: Any) -> None:
+    """Refuse two trees of different structures, shapes or dtypes."""
+    want, treedef = pytree.flatten(expected)
+    have, found = pytree.flatten(got)
+    rows = structure_diff(treedef, found, name)
+    if not rows:
+        rows = [
+            f"{path_string(path, name)}  expected {_shown(a)}   got {_shown(b)}"
+            for path, a, b in zip(treedef.paths(), want, have, strict=True)
+            if not (isinstance(a, Tensor) and isinstance(b, Tensor))
+            or (a.shape, a.dtype) != (b.shape, b.dtype)
+        ]
+    if rows:
+        raise LayoutError.of(
+            function,
+            f"`{name}` is unlike {other}.",
+            rows=rows,
+            why="One graph serves all values, so shapes and dtypes cannot depend on them.",
+            fix="return tensors of the same structure, shapes and dtypes; a number as `torch.full((), 0.0)`.",
+        )
+
+
+def _shown(leaf: Any) -> str:
+    return str(BufferSpec.of(leaf)) if isinstance(leaf, Tensor) else repr(leaf)

@@ -1,0 +1,142 @@
+"""``cond`` and ``scan``: against Python's own ``if`` and ``for``, in a captured step, and what they refuse."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+import functional_cg as fcg
+from functional_cg.testing import assert_trees_all_equal
+
+CALLS = 20
+
+
+@given(x=st.floats(-3, 3, width=32))
+def test_cond_is_an_if(x: float) -> None:
+    def yes(v: Tensor) -> Any:
+        return {"value": v * 2, "parts": (v.sin(), v.long())}
+
+    def no(v: Tensor) -> Any:
+        return {"value": -v, "parts": (v.cos(), v.long() + 1)}
+
+    value = torch.tensor(x)
+    assert_trees_all_equal(fcg.cond(value > 0, yes, no, value), yes(value) if x > 0 else no(value))
+
+
+def test_gradients_go_through_the_selected_branch_only() -> None:
+    for x, expected in ((2.0, 3.0), (-2.0, -5.0)):
+        got = fcg.grad(lambda v: fcg.cond(v > 0, lambda v: 3 * v, lambda v: -5 * v, v))(torch.tensor(x))
+        assert float(got) == expected
+
+
+@given(
+    n=st.integers(1, 5),
+    reverse=st.booleans(),
+    start=st.floats(-1, 1, width=32),
+)
+def test_scan_is_a_loop(n: int, start: float, *, reverse: bool) -> None:
+    def body(carry: Any, x: Any) -> Any:
+        new = {"a": carry["a"] * 0.5 + x["p"].sum(), "n": carry["n"] + 1}
+        return new, (new["a"] * 2, x["q"] + carry["n"])
+
+    torch.manual_seed(n)
+    xs = {"p": torch.randn(n, 2), "q": torch.arange(n)}
+    carry: Any = {"a": torch.tensor(start), "n": torch.tensor(0)}
+    got = fcg.scan(body, carry, xs, reverse=reverse)
+    ys: list[Any] = [None] * n
+    for i in reversed(range(n)) if reverse else range(n):
+        carry, ys[i] = body(carry, {"p": xs["p"][i], "q": xs["q"][i]})
+    expected = carry, (torch.stack([y[0] for y in ys]), torch.stack([y[1] for y in ys]))
+    assert_trees_all_equal(got, expected)
+
+
+def test_scan_over_nothing_but_a_length() -> None:
+    carry, ys = fcg.scan(lambda c, _: (c * 2, c), torch.tensor(1), None, length=4)
+    assert int(carry) == 16
+    assert ys.tolist() == [1, 2, 4, 8]
+
+
+def recurrent(state: Any, xs: Tensor) -> Any:
+    """A recurrent net through time, whose update is skipped where the loss is large."""
+
+    def loss_fn(p: Any) -> Tensor:
+        def cell(h: Tensor, x: Tensor) -> Any:
+            h = torch.tanh(x @ p["in"] + h @ p["back"])
+            return h, h @ p["out"]
+
+        _, ys = fcg.scan(cell, torch.zeros(3), xs)
+        return (ys**2).mean()
+
+    loss, grads = fcg.value_and_grad(loss_fn)(state.params)
+    new = state.apply_gradients(grads)
+    params = fcg.cond(loss < 0.2, lambda: new.params, lambda: fcg.tree.map(torch.clone, state.params))
+    return new.replace(params=params), {"loss": loss, "taken": loss < 0.2}
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)])
+def test_a_captured_step_is_the_eager_one(device: str) -> None:
+    torch.manual_seed(0)
+    params = {"in": torch.randn(2, 3), "back": torch.randn(3, 3), "out": torch.randn(3, 1)}
+    params = {name: leaf.to(device) for name, leaf in params.items()}
+    state = fcg.TrainState.create(params=params, optimizer=fcg.optim.sgd(0.05))
+    twin, step = fcg.fork(state), fcg.graph_step(recurrent, lowering="aten")
+    taken = []
+    for call in range(CALLS):
+        xs = torch.randn(5, 2, device=device)
+        state, metrics = step(state, xs)
+        twin, expected = step.eager(twin, xs)
+        assert_trees_all_equal((state, metrics), (twin, expected), f"call {call}")
+        taken.append(bool(metrics["taken"]))
+    assert len(set(taken)) == 2, "both branches are to be seen"
+    assert (step.stats.captures, step.stats.replays) == (1, CALLS)
+
+
+@pytest.mark.parametrize(
+    ("pred", "got"),
+    [(True, "True"), (torch.ones(()), "f32[]@cpu"), (torch.tensor([True]), "bool[1]@cpu")],
+    ids=["Python", "a number", "a vector"],
+)
+def test_a_condition_is_one_bool(pred: Any, got: str) -> None:
+    with pytest.raises(
+        TypeError, match=f"`pred` has to be a tensor of dtype bool and shape .., got {re.escape(got)}; a"
+    ):
+        fcg.cond(pred, torch.sin, torch.cos, torch.ones(2))
+
+
+@pytest.mark.parametrize(
+    ("other", "row"),
+    [
+        (lambda x: {"a": x.double()}, "false_fn['a']  expected f32[2]@cpu   got f64[2]@cpu"),
+        (lambda x: {"a": x[:1]}, "false_fn['a']  expected f32[2]@cpu   got f32[1]@cpu"),
+        (lambda x: {"a": 1.0}, "false_fn['a']  expected f32[2]@cpu   got 1.0"),
+        (lambda x: {"b": x}, "false_fn['b']  expected nothing   got a leaf"),
+    ],
+    ids=["dtype", "shape", "a number", "structure"],
+)  # fmt: skip
+def test_branches_that_differ_are_refused(other: Any, row: str) -> None:
+    with pytest.raises(fcg.LayoutError, match="`false_fn` is unlike true_fn") as error:
+        fcg.cond(torch.tensor(True), lambda x: {"a": x}, other, torch.ones(2))
+    assert row in str(error.value)
+
+
+def test_loops_that_have_no_shape_are_refused() -> None:
+    with pytest.raises(fcg.LayoutError, match=r"carry  expected f32\[\]@cpu   got f32\[2\]@cpu"):
+        fcg.scan(lambda c, x: (c + x, c), torch.tensor(0.0), torch.ones(3, 2))
+    with pytest.raises(fcg.LayoutError, match=r"y  expected f32\[\]@cpu   got f32\[1\]@cpu"):
+        fcg.scan(lambda c, x: (c + 1, x if c is zero else x[None]), zero := torch.tensor(0), torch.ones(3))
+    with pytest.raises(fcg.LayoutError, match=r"xs\['b'\]  expected a tensor \[n, ...\]   got f32\[2\]@cpu"):
+        fcg.scan(lambda c, x: (c, x), torch.tensor(0), {"a": torch.ones(3), "b": torch.ones(2)})
+    with pytest.raises(fcg.LayoutError, match=r"xs  expected a tensor \[4, ...\]   got f32\[3\]@cpu"):
+        fcg.scan(lambda c, x: (c, x), torch.tensor(0), torch.ones(3), length=4)
+    with pytest.raises(ValueError, match="there is no element"):
+        fcg.scan(lambda c, x: (c, x), torch.tensor(0), torch.ones(0, 2))
+    with pytest.raises(ValueError, match="there is no element"):
+        fcg.scan(lambda c, x: (c, x), torch.tensor(0), None)
+    with pytest.raises(TypeError, match=r"`fn` has to return a pair \(carry, y\), got Tensor"):
+        fcg.scan(lambda c, x: c, torch.tensor(0), torch.ones(3))
