@@ -6,7 +6,7 @@ count on the device.
 """
 
 from functional_cg.optim.adam_family import adabelief, adamax, amsgrad, nadam, radam
-from functional_cg.optim.adapted import AdaptedState, from_torch
+from functional_cg.optim.adapted import AdaptedState
 from functional_cg.optim.adaptive import (
     ScaleByAmsgradState,
     ScaleByNadamState,
@@ -50,6 +50,7 @@ from functional_cg.optim.layerwise import (
     scale_by_novograd,
 )
 from functional_cg.optim.matrix import muon, scale_by_muon
+from functional_cg.optim.proof import from_torch
 from functional_cg.optim.schedules import (
     Schedule,
     constant,

@@ -1,4 +1,4 @@
-"""Optimizer classes of other libraries as gradient transformations."""
+"""Optimizer classes of other libraries as gradient transformations: what :func:`.proof.from_torch` returns."""
 
 from __future__ import annotations
 
@@ -6,14 +6,13 @@ import inspect
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from functional_cg import tree
-from functional_cg.errors import CaptureError
+from functional_cg.errors import LayoutError
 from functional_cg.optim.base import (
     FrozenTree,
     Optimizer,
@@ -21,7 +20,6 @@ from functional_cg.optim.base import (
     ScalarOrSchedule,
     StepFn,
     Updates,
-    freeze,
     need_params,
     rate_at,
     refuse_unlike,
@@ -30,14 +28,7 @@ from functional_cg.optim.base import (
 )
 from functional_cg.optim.hosted import HostNumbers, RefusedError, Shelf, every_way, hosted, number
 from functional_cg.overlap import storage_key
-
-STEPS = 12  # of the proof
-TOLERANCE = 1e-5  # of the proof in f64, of the way that a leaf has gone so far: some classes compute in f32
-# Leaves of the proof; a class that takes matrices alone has the second row.
-_SHAPES = (((3, 4), (5,)), ((3, 4), (4, 2)))
-
-# What stands here for a class that cannot be adapted.
-NATIVE = MappingProxyType({"Lookahead": "optim.lookahead(inner, sync_period, slow_step_size)"})
+from functional_cg.shards.tensor import Sharded
 
 
 class AdaptedState(NamedTuple):
@@ -79,11 +70,11 @@ class Adapted(Optimizer):
         """An object of the class, or of its hosted subclass, for these parameters."""
         rate, hyper = self.learning_rate, thaw(self.hyper)
         if rate is not None:
-            rate = rate(0) if callable(rate) else rate
-            hyper["lr"] = 1.0 if isinstance(rate, Tensor) else rate
+            hyper["lr"] = rate if isinstance(rate, (int, float)) else 1.0
         return (cls or self.cls)(leaves, **hyper)
 
     def init(self, params: Params) -> AdaptedState:
+        _refuse_sharded(params)
         with torch.no_grad():
             kept = tuple(self._first_kept(leaf) for leaf in tree.leaves(params))
         return AdaptedState(zero_count(params), kept)
@@ -149,6 +140,21 @@ class Adapted(Optimizer):
         return tree.map(torch.clone, _on_device(kept, leaf.device))
 
 
+def _refuse_sharded(params: Params) -> None:
+    flat, _ = tree.flatten_with_path(params)
+    rows = [
+        f"{tree.path_string(path, 'params')}  {leaf!r}" for path, leaf in flat if isinstance(leaf, Sharded)
+    ]
+    if rows:
+        raise LayoutError.of(
+            "",
+            "from_torch: an optimizer class sees whole parameters; these lie on a mesh.",
+            rows=rows,
+            why="A rank holds a shard, and the class would take that for all of it.",
+            fix="use a transformation of `optim`; functional_cg/optim/README.md says which has the same formula.",
+        )
+
+
 def _is_number(value: Any) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
@@ -188,6 +194,9 @@ class _Leaf:
         self.group = self.optimizer.param_groups[0]
         if rate is not None:
             self.group["lr"] = number(rate, leaf.device) if isinstance(rate, Tensor) else rate
+        for name in ("foreach", "fused"):  # what torch chooses on a GPU; a graph has no use for either
+            if name in self.group and self.group[name] is None:
+                self.group[name] = False
         for place in (self.group, vars(self.optimizer)):
             lists = {name: value for name, value in place.items() if type(value) is list}
             place.update({k: Shelf(v) for k, v in lists.items() if k not in ("params", "param_groups")})
@@ -202,7 +211,8 @@ class _Leaf:
             self.group.update(kept["group"])
         self.before = {**vars(self.optimizer), **self.group}
         self.leaf.grad = grad
-        with torch.device(self.leaf.device), HostNumbers(self.leaf.device, ask):
+        with warnings.catch_warnings(), torch.device(self.leaf.device), HostNumbers(self.leaf.device, ask):
+            warnings.simplefilter("ignore")  # of the class, on its own style
             inspect.unwrap(type(self.optimizer).step)(self.optimizer)
 
     def moved(self) -> list[str]:
@@ -244,129 +254,3 @@ def _on_device(value: Any, device: torch.device) -> Any:
     if isinstance(value, (int, float)):
         return number(value, device)
     raise RefusedError(f"keeps {type(value).__name__} {value!r}")
-
-
-# -- the proof ----------------------------------------------------------------------------------------------------
-
-
-def from_torch(cls: type[torch.optim.Optimizer], **hyper: Any) -> Adapted:
-    """Turn a class of ``torch.optim``, ``torch_optimizer`` or your own into a gradient transformation.
-
-    The step of the class runs as a pure function: its counts and bias corrections are f64[] on the device, a branch on
-    them or on data is computed both ways and joined by ``torch.where``, and each parameter has an object of its own,
-    so that a class whose parameters act on each other is refused. Where the first step is another formula, both are
-    computed. Prefer a transformation of this package where there is one: it computes nothing twice.
-
-    Before it returns, it runs the class itself and what it made of it for 12 steps beside each other, in f64.
-
-    State: a count, and for each parameter what the class keeps of it, its numbers as f64[].
-
-    Args:
-      cls: The class.
-      hyper: What it is constructed with. ``lr`` may be a schedule, or f64[] of a state.
-    Raises:
-      TypeError: If ``cls`` is no optimizer class, or a number other than ``lr`` is a tensor.
-      CaptureError: If the two differ, or the step asks for what only the host has; it names the class.
-
-    Example:
-      >>> from functional_cg import optim
-      >>> optimizer = optim.from_torch(torch.optim.SGD, lr=0.5, momentum=0.9)
-      >>> params = {"w": torch.tensor([1.0, 2.0])}
-      >>> optimizer.step({"w": torch.tensor([1.0, -1.0])}, optimizer.init(params), params)[0]
-      {'w': tensor([0.5000, 2.5000])}
-    """
-    if not (isinstance(cls, type) and issubclass(cls, torch.optim.Optimizer)):
-        raise TypeError(
-            f"from_torch: takes an optimizer class, as in `from_torch(torch.optim.NAdam, lr=0.1)`, got {cls!r}"
-        )
-    tensors = [name for name, value in hyper.items() if name != "lr" and isinstance(value, Tensor)]
-    if tensors:
-        raise TypeError(f"from_torch: `{tensors[0]}` is a tensor; of the numbers only `lr` may be one")
-    learning_rate = hyper.pop("lr", None)
-    pairs = freeze(dict(hyper))
-    if isinstance(learning_rate, Tensor):  # one of a state: proved with a number before, and not read here
-        return Adapted(cls, learning_rate, pairs, joined=True)
-    reasons: list[str] = []
-    for joined in (False, True):
-        candidate = Adapted(cls, learning_rate, pairs, joined=joined)
-        reason = _difference(candidate)
-        if not reason:
-            return candidate
-        reasons.append(reason)
-    raise _refusal(cls, reasons[-1])
-
-
-def _refusal(cls: type, reason: str) -> CaptureError:
-    native = NATIVE.get(cls.__name__)
-    other = (
-        "write its formula as a transformation, `optim.GradientTransformation.from_functions(init, update)`."
-    )
-    return CaptureError.of(
-        "",
-        f"from_torch: `{cls.__module__.partition('.')[0]}.{cls.__name__}` cannot be made a pure function.",
-        rows=[f"{cls.__name__}  {reason}"],
-        why="A graph repeats kernels: what the host decides or keeps is decided once, for ever.",
-        fix=f"use `{native}`." if native else other,
-    )
-
-
-def _problem(shapes: Any) -> tuple[list[Tensor], list[list[Tensor]]]:
-    generator = torch.Generator().manual_seed(0)
-
-    def tensors() -> list[Tensor]:
-        return [torch.randn(shape, dtype=torch.float64, generator=generator) for shape in shapes]
-
-    return tensors(), [tensors() for _ in range(STEPS)]
-
-
-def _constructed(tx: Adapted) -> tuple[Any, list[Tensor], list[list[Tensor]]]:
-    """The class itself on the leaves of the proof, and gradients for them."""
-    for shapes in _SHAPES[:-1]:
-        params, grads = _problem(shapes)
-        try:
-            return tx.made(params), params, grads
-        except ValueError:
-            continue  # a class of matrices alone; or wrong arguments, which are wrong for matrices too
-    params, grads = _problem(_SHAPES[-1])
-    return tx.made(params), params, grads
-
-
-def _difference(tx: Adapted) -> str:
-    """How what was made of a class differs from it; empty if it does not."""
-    try:
-        optimizer, theirs, steps = _constructed(tx)
-    except ValueError:
-        raise  # the class' own words on its arguments
-    except Exception as error:
-        return f"cannot be constructed of parameters: {_words(error)}"
-    start, rate = [leaf.clone() for leaf in theirs], tx.learning_rate
-    ours = start
-    try:
-        state = tx.init(ours)
-        for count, grads in enumerate(steps):
-            for leaf, grad in zip(theirs, grads, strict=True):
-                leaf.grad = grad.clone()
-            if callable(rate):
-                optimizer.param_groups[0]["lr"] = float(rate(count))
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # of the class, on its own style
-                optimizer.step()
-                ours, state = tx._step(grads, state, ours)
-            gap = max(_gap(*three) for three in zip(ours, theirs, start, strict=True))
-            if not gap <= TOLERANCE:
-                return (
-                    f"differs from itself as a function at step {count + 1}, by {gap:.1e} of the way so far"
-                )
-    except RefusedError as error:
-        return str(error)
-    except Exception as error:
-        return f"its step raises {_words(error)}"
-    return ""
-
-
-def _gap(ours: Tensor, theirs: Tensor, start: Tensor) -> float:
-    return float((ours - theirs).abs().max() / (theirs - start).abs().max())
-
-
-def _words(error: Exception) -> str:
-    return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"

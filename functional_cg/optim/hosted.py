@@ -12,7 +12,6 @@ import builtins
 import functools
 import inspect
 import math
-import sys
 import types
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
@@ -228,7 +227,7 @@ def _int(value: Any) -> Any:
     return value.double().trunc() if isinstance(value, Tensor) else int(value)
 
 
-def _own_globals(module: str, names: Mapping[str, Any]) -> dict[str, Any]:
+def _own_globals(names: Mapping[str, Any]) -> dict[str, Any]:
     """The globals of a module, with functions of it that see these globals too."""
     own = dict(names)
     swapped = {
@@ -237,7 +236,7 @@ def _own_globals(module: str, names: Mapping[str, Any]) -> dict[str, Any]:
     }  # fmt: skip
     own.update({name: new for name, new in swapped.items() if name in names or name in vars(builtins)})
     for name, value in names.items():
-        if inspect.isfunction(value) and value.__module__ == module:
+        if inspect.isfunction(value) and inspect.unwrap(value).__globals__ is names:
             own[name] = _rebuilt(value, own)
     return own
 
@@ -263,12 +262,20 @@ class Shelf(list[Any]):
 
 def hosted(cls: type[torch.optim.Optimizer]) -> type[torch.optim.Optimizer]:
     """A subclass whose methods, but for its construction, take device numbers."""
+    modules: dict[str, dict[str, Any]] = {}
+
+    def rebuilt(function: Any) -> Any:
+        names = inspect.unwrap(function).__globals__
+        home = names["__name__"]
+        if home not in modules:
+            modules[home] = _own_globals(names)
+        return _rebuilt(function, modules[home])
+
     methods: dict[str, Any] = {}
     for base in reversed(cls.__mro__[: cls.__mro__.index(torch.optim.Optimizer)]):
-        own = _own_globals(base.__module__, vars(sys.modules[base.__module__]))
         for name, value in vars(base).items():
             if isinstance(value, (staticmethod, classmethod)):
-                methods[name] = type(value)(_rebuilt(value.__func__, own))
+                methods[name] = type(value)(rebuilt(value.__func__))
             elif isinstance(value, types.FunctionType) and not name.startswith("__"):
-                methods[name] = _rebuilt(value, own)
+                methods[name] = rebuilt(value)
     return type(cls.__name__, (cls,), methods)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -77,20 +77,20 @@ class inject_hyperparams:
                 f"inject_hyperparams: numbers go by name, got {unnamed[0]!r}: `learning_rate={unnamed[0]!r}`"
             )
         pairs = tuple((name, freeze(value)) for name, value in sorted(arguments.items()))
-        tx = InjectedTransformation(self.factory, pairs, self.static_args)
-        made: Any = tx.prototype
+        made: Any = self.factory(**{name: thaw(value) for name, value in pairs})
         if not isinstance(made, GradientTransformation):
             raise TypeError(f"inject_hyperparams: the factory returned {type(made).__name__}: {made!r}")
-        return tx
+        return InjectedTransformation(self.factory, pairs, self.static_args, made)
 
 
 @dataclass(frozen=True, repr=False)
 class InjectedTransformation(GradientTransformation):
-    """What ``inject_hyperparams(factory)(...)`` returns."""
+    """What ``inject_hyperparams(factory)(...)`` returns; ``prototype`` is made with the numbers as constants."""
 
     factory: Callable[..., GradientTransformation]
     arguments: tuple[tuple[str, Any], ...]
     static_args: tuple[str, ...]
+    prototype: GradientTransformation = field(compare=False)
 
     def __repr__(self) -> str:
         name = getattr(self.factory, "__name__", repr(self.factory))
@@ -100,11 +100,6 @@ class InjectedTransformation(GradientTransformation):
     def _make(self, hyperparams: dict[str, Any]) -> GradientTransformation:
         arguments = {name: thaw(value) for name, value in self.arguments}
         return self.factory(**{**arguments, **hyperparams})
-
-    @property
-    def prototype(self) -> GradientTransformation:
-        """The transformation with the numbers it was made with."""
-        return self._make({})
 
     @property
     def parts(self) -> tuple[GradientTransformation, ...]:

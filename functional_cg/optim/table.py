@@ -1,0 +1,78 @@
+"""The table of optimizer classes in README.md: ``python -m functional_cg.optim.table`` writes it anew.
+
+It needs ``torch_optimizer``, which the rest of the package does not.
+"""
+
+from __future__ import annotations
+
+import importlib
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from types import MappingProxyType
+
+import torch
+
+from functional_cg.errors import CaptureError
+from functional_cg.optim.proof import NATIVE, from_torch
+
+MARK = "<!-- made by `python -m functional_cg.optim.table` -->\n"
+
+# Transformations of this package with the formula of a class of that name; the tests judge each by that class.
+BESIDE = MappingProxyType(
+    {
+        "torch.optim": (
+            "adadelta", "adafactor", "adagrad", "adam", "adamax", "adamw", "muon", "nadam", "radam", "rmsprop", "sgd",
+        ),
+        "torch_optimizer": ("adabelief", "lamb", "lars", "lookahead", "novograd", "radam", "yogi"),
+    }
+)  # fmt: skip
+
+
+def readme() -> Path:
+    """Where the table stands."""
+    return Path(__file__).with_name("README.md")
+
+
+def classes(package: str) -> Iterator[type[torch.optim.Optimizer]]:
+    """The optimizer classes that a package exports, by name."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of the package, on being imported
+        module = importlib.import_module(package)
+    for name in sorted(module.__all__):
+        value = getattr(module, name)
+        if isinstance(value, type) and issubclass(value, torch.optim.Optimizer):
+            if value is not torch.optim.Optimizer:
+                yield value
+
+
+def row(package: str, cls: type[torch.optim.Optimizer]) -> str:
+    """What becomes of a class."""
+    name = cls.__name__
+    beside = f"`{name.lower()}`" if name.lower() in BESIDE[package] else ""
+    try:
+        tx = from_torch(cls)
+    except CaptureError as error:
+        reason = str(error).splitlines()[1].strip().removeprefix(name).strip().partition("Error: ")
+        why = f"refused: {reason[2] or reason[0]}".removesuffix(".")
+        return f"| `{name}` | {'native' if name in NATIVE else why} | {beside} |"
+    return f"| `{name}` | adapted{', its first step apart' if tx.joined else ''} | {beside} |"
+
+
+def table() -> str:
+    """Markdown, one table for each package."""
+    parts = []
+    for package in BESIDE:
+        rows = [row(package, cls) for cls in classes(package)]
+        head = "| class | by `from_torch` | the same formula here |\n|---|---|---|\n"
+        parts.append(f"\n### {package}\n\n{head}{''.join(one + chr(10) for one in rows)}")
+    return "".join(parts)
+
+
+def current() -> str:
+    """The whole of README.md with its table made anew."""
+    return readme().read_text(encoding="utf-8").partition(MARK)[0] + MARK + table()
+
+
+if __name__ == "__main__":
+    readme().write_text(current(), encoding="utf-8")
