@@ -7,7 +7,9 @@ allows where it computes in float32 or bfloat16.
 
 from __future__ import annotations
 
+import dataclasses
 import math
+import re
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -21,6 +23,7 @@ from torch import Tensor
 import functional_cg as fcg
 from functional_cg import optim, tree
 from functional_cg.errors import LayoutError
+from functional_cg.optim.base import Optimizer
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
@@ -468,6 +471,52 @@ def test_captured_sharpness_aware_step_equals_eager() -> None:
 def test_arguments_are_checked(make: Any, match: str) -> None:
     with pytest.raises(ValueError, match=match):
         make()
+
+
+NEW = (
+    "scale_by_amsgrad scale_by_adamax scale_by_nadam scale_by_radam scale_by_belief amsgrad adamax nadam radam "
+    "adabelief scale_by_rms rmsprop scale_by_adadelta adadelta scale_by_lion lion scale_by_lars lars scale_by_novograd novograd "
+    "scale_by_factored_rms adafactor clip_by_rms scale_by_param_rms scale_by_muon muon clip_by_value clip_by_norm "
+    "adaptive_clip centralize freeze lookahead schedule_free"
+).split()
+
+
+@pytest.mark.parametrize("name", NEW)
+def test_a_docstring_says_where_it_is_from_what_it_takes_and_what_it_keeps(name: str) -> None:
+    cls: Any = getattr(optim, name)
+    text = cls.__doc__
+    assert "Source:" in text
+    assert "Example:" in text
+    assert "``" in text.partition("Source:")[0], "its formula"
+    for one in dataclasses.fields(cls):
+        assert f"\n      {one.name}: " in text, one.name
+    if dataclasses.fields(cls):
+        assert "Raises:" in text
+    if tree.leaves(cls(**ARGUMENTS.get(name, {})).init({"w": torch.zeros(2, 2)})):
+        assert "State:" in text
+
+
+ARGUMENTS: dict[str, dict[str, Any]] = {
+    **{name: {"learning_rate": 0.1} for name in ("amsgrad", "adamax", "nadam", "radam", "adabelief")},
+    **{name: {"learning_rate": 0.1} for name in ("rmsprop", "novograd")},
+    **{name: {"learning_rate": 0.1, "weight_decay": 0.1} for name in ("lion", "lars", "muon")},
+    **{name: {"inner": optim.sgd(0.1)} for name in ("lookahead", "schedule_free")},
+    "scale_by_lars": {"weight_decay": 0.1}, "clip_by_rms": {"threshold": 1.0}, "clip_by_value": {"max_delta": 1.0},
+    "clip_by_norm": {"max_norm": 1.0}, "adaptive_clip": {"clipping": 0.1}, "freeze": {"mask": True},
+}  # fmt: skip
+
+
+def test_every_optimizer_is_captured_above() -> None:
+    classes = {
+        name: value
+        for name, value in vars(optim).items()
+        if isinstance(value, type)
+        and issubclass(value, optim.GradientTransformation)
+        and name in optim.__all__
+    }
+    steppers = {name for name, value in classes.items() if issubclass(value, Optimizer)}
+    assert len(steppers) >= 20
+    assert steppers <= {word for tx in CAPTURED for word in re.findall(r"\w+", repr(tx))}
 
 
 def test_muon_names_the_leaves_that_are_no_matrices() -> None:

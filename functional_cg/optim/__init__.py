@@ -2,7 +2,7 @@
 
 Transformations turn gradients into updates (``init``, ``update``), compose with :class:`chain`, and are frozen
 values. ``sgd``, ``adam``, ``adamw`` and ``adagrad`` also have a ``step`` that runs one fused op. Schedules read the
-count on the device.
+count on the device. :func:`from_torch` adapts the optimizer classes of other packages.
 """
 
 from functional_cg.optim.adam_family import adabelief, adamax, amsgrad, nadam, radam

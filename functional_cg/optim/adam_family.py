@@ -47,7 +47,17 @@ class _Family(Composed):
 class amsgrad(_Family):
     """AMSGrad: Adam over the largest second moment so far; see ``scale_by_amsgrad``.
 
+    State: that of ``scale_by_amsgrad``, and of the rate: count i64[] for a schedule, else none.
+
     Source: Reddi et al. 2018; ``torch.optim.Adam(amsgrad=True)``.
+
+    Attributes:
+      learning_rate: Number, f32[], or schedule.
+      b1: Decay of the first moment, in [0, 1).
+      b2: Decay of the second moment, in [0, 1).
+      eps: Added outside of the root.
+    Raises:
+      ValueError: If a number is out of its range.
 
     Example:
       >>> import torch
@@ -67,7 +77,17 @@ class amsgrad(_Family):
 class adamax(_Family):
     """AdaMax: Adam over a decayed maximum; see ``scale_by_adamax``.
 
+    State: that of ``scale_by_adamax``, and of the rate: count i64[] for a schedule, else none.
+
     Source: Kingma and Ba 2015, section 7.1; ``torch.optim.Adamax``.
+
+    Attributes:
+      learning_rate: Number, f32[], or schedule.
+      b1: Decay of the first moment, in [0, 1).
+      b2: Decay of the second moment, in [0, 1).
+      eps: Least part of the maximum that a gradient has.
+    Raises:
+      ValueError: If a number is out of its range.
 
     Example:
       >>> import torch
@@ -87,7 +107,18 @@ class adamax(_Family):
 class nadam(_Family):
     """NAdam: Adam that looks one step ahead; see ``scale_by_nadam``, also for ``momentum_decay``.
 
+    State: that of ``scale_by_nadam``, and of the rate: count i64[] for a schedule, else none.
+
     Source: Dozat 2016; ``torch.optim.NAdam``.
+
+    Attributes:
+      learning_rate: Number, f32[], or schedule.
+      b1: Decay of the first moment, in [0, 1).
+      b2: Decay of the second moment, in [0, 1).
+      eps: Added outside of the root.
+      momentum_decay: How fast the momentum grows; 0 for one that does not.
+    Raises:
+      ValueError: If a number is out of its range.
 
     Example:
       >>> import torch
@@ -109,7 +140,17 @@ class nadam(_Family):
 class radam(_Family):
     """RAdam: Adam that starts as momentum, until its second moment is known; see ``scale_by_radam``.
 
+    State: that of ``scale_by_radam``, and of the rate: count i64[] for a schedule, else none.
+
     Source: Liu et al. 2020; ``torch.optim.RAdam``, ``torch_optimizer.RAdam``.
+
+    Attributes:
+      learning_rate: Number, f32[], or schedule.
+      b1: Decay of the first moment, in [0, 1).
+      b2: Decay of the second moment, in [0, 1).
+      eps: Added outside of the root.
+    Raises:
+      ValueError: If a number is out of its range.
 
     Example:
       >>> import torch
@@ -129,7 +170,17 @@ class radam(_Family):
 class adabelief(_Family):
     """AdaBelief: Adam over how far gradients are from their mean; see ``scale_by_belief``.
 
+    State: that of ``scale_by_belief``, and of the rate: count i64[] for a schedule, else none.
+
     Source: Zhuang et al. 2020; ``optax.adabelief``, ``torch_optimizer.AdaBelief``.
+
+    Attributes:
+      learning_rate: Number, f32[], or schedule.
+      b1: Decay of the first moment, in [0, 1).
+      b2: Decay of the second moment, in [0, 1).
+      eps: Added to the second moment at each step, and outside of the root.
+    Raises:
+      ValueError: If a number is out of its range.
 
     Example:
       >>> import torch

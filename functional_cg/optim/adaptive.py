@@ -80,7 +80,16 @@ class scale_by_amsgrad(_Moments):
     ``nu_max <- max(nu_max, nu)``, and out comes ``mu_hat / (sqrt(nu_max / (1 - b2^t)) + eps)``; see ``scale_by_adam``.
     ``optax.scale_by_amsgrad`` takes the maximum of the corrected moments.
 
+    State: count i64[]; mu, nu and nu_max like params.
+
     Source: Reddi et al. 2018; ``torch.optim.Adam(amsgrad=True)``.
+
+    Attributes:
+      b1: Decay of the first moment, in [0, 1).
+      b2: Decay of the second moment, in [0, 1).
+      eps: Added outside of the root.
+    Raises:
+      ValueError: If a number is out of its range.
 
     Example:
       >>> from functional_cg import optim
@@ -109,7 +118,16 @@ class scale_by_adamax(_Moments):
 
     ``nu <- max(b2 nu, |u| + eps)``, and out comes ``mu / (1 - b1^t) / nu``.
 
+    State: count i64[]; mu and nu like params.
+
     Source: Kingma and Ba 2015, section 7.1; ``torch.optim.Adamax``.
+
+    Attributes:
+      b1: Decay of the first moment, in [0, 1).
+      b2: Decay of the second moment, in [0, 1).
+      eps: Least part of the maximum that a gradient has.
+    Raises:
+      ValueError: If a number is out of its range.
 
     Example:
       >>> from functional_cg import optim
@@ -145,6 +163,8 @@ class scale_by_nadam(_Moments):
     ``(m_(t+1) / (1 - M_(t+1)) mu + (1 - m_t) / (1 - M_t) u) / (sqrt(nu_hat) + eps)``. ``optax.nadam`` has a fixed
     momentum.
 
+    State: count i64[]; product f64[]; mu and nu like params.
+
     Source: Dozat 2016; ``torch.optim.NAdam``.
 
     Attributes:
@@ -152,6 +172,8 @@ class scale_by_nadam(_Moments):
       b2: Decay of the second moment, in [0, 1).
       eps: Added outside of the root.
       momentum_decay: How fast the momentum grows; 0 for one that does not.
+    Raises:
+      ValueError: If a number is out of its range.
 
     Example:
       >>> from functional_cg import optim
@@ -192,7 +214,16 @@ class scale_by_radam(_Moments):
     With ``r_inf = 2 / (1 - b2) - 1`` and ``r = r_inf - 2 t b2^t / (1 - b2^t)``: out comes ``mu_hat`` while ``r <= 5``,
     and then ``mu_hat sqrt((r - 4) (r - 2) r_inf / ((r_inf - 4) (r_inf - 2) r)) sqrt(1 - b2^t) / (sqrt(nu) + eps)``.
 
+    State: count i64[]; mu and nu like params.
+
     Source: Liu et al. 2020; ``torch.optim.RAdam``, ``torch_optimizer.RAdam``.
+
+    Attributes:
+      b1: Decay of the first moment, in [0, 1).
+      b2: Decay of the second moment, in [0, 1).
+      eps: Added outside of the root.
+    Raises:
+      ValueError: If a number is out of its range.
 
     Example:
       >>> from functional_cg import optim
@@ -228,7 +259,16 @@ class scale_by_belief(_Moments):
 
     ``nu <- b2 nu + (1 - b2) (u - mu)^2 + eps``, and out comes ``mu_hat / (sqrt(nu_hat) + eps)``.
 
+    State: count i64[]; mu and nu like params.
+
     Source: Zhuang et al. 2020; ``optax.scale_by_belief``, ``torch_optimizer.AdaBelief``.
+
+    Attributes:
+      b1: Decay of the first moment, in [0, 1).
+      b2: Decay of the second moment, in [0, 1).
+      eps: Added to the second moment at each step, and outside of the root.
+    Raises:
+      ValueError: If a number is out of its range.
 
     Example:
       >>> from functional_cg import optim

@@ -37,12 +37,16 @@ class scale_by_rms(GradientTransformation):
 
     With ``centered``, by the standard deviation: ``sqrt(nu - mu^2)`` with the running mean ``mu``.
 
+    State: nu like params, and mu with ``centered``.
+
     Source: Hinton 2012, lecture 6e; ``torch.optim.RMSprop``. ``optax.scale_by_rms`` has ``eps`` inside of the root.
 
     Attributes:
       decay: In [0, 1).
       eps: Added outside of the root.
       centered: Subtract the mean.
+    Raises:
+      ValueError: If a number is out of its range.
 
     Example:
       >>> from functional_cg import optim
@@ -79,6 +83,8 @@ class scale_by_rms(GradientTransformation):
 class rmsprop(Composed):
     """RMSprop: ``scale_by_rms``, then momentum, then the learning rate.
 
+    State: that of ``scale_by_rms``; a trace like params with momentum; count i64[] for a schedule.
+
     Source: Hinton 2012, lecture 6e; ``torch.optim.RMSprop``.
 
     Attributes:
@@ -87,6 +93,8 @@ class rmsprop(Composed):
       eps: Added outside of the root.
       momentum: In [0, 1).
       centered: Scale by the standard deviation.
+    Raises:
+      ValueError: If a number is out of its range.
 
     Example:
       >>> from functional_cg import optim
@@ -124,11 +132,15 @@ class scale_by_adadelta(GradientTransformation):
     ``s <- decay s + (1 - decay) u^2``, out comes ``d = sqrt(e + eps) / sqrt(s + eps) u``, and
     ``e <- decay e + (1 - decay) d^2``.
 
+    State: of_updates and of_deltas like params.
+
     Source: Zeiler 2012; ``torch.optim.Adadelta``, ``optax.scale_by_adadelta``.
 
     Attributes:
       decay: In [0, 1); ``rho`` of torch.
       eps: Added inside of both roots.
+    Raises:
+      ValueError: If a number is out of its range.
 
     Example:
       >>> from functional_cg import optim
@@ -162,12 +174,16 @@ class scale_by_adadelta(GradientTransformation):
 class adadelta(Composed):
     """Adadelta: ``scale_by_adadelta``, then the learning rate, which is 1 in the paper.
 
+    State: that of ``scale_by_adadelta``; count i64[] for a schedule.
+
     Source: Zeiler 2012; ``torch.optim.Adadelta``.
 
     Attributes:
       learning_rate: Number, f32[], or schedule.
       decay: Of both running sizes, in [0, 1); ``rho`` of torch.
       eps: Added inside of both roots.
+    Raises:
+      ValueError: If a number is out of its range.
 
     Example:
       >>> from functional_cg import optim
@@ -196,11 +212,15 @@ class ScaleByLionState(NamedTuple):
 class scale_by_lion(GradientTransformation):
     """The sign of a running mean: out comes ``sign(b1 mu + (1 - b1) u)``, and ``mu <- b2 mu + (1 - b2) u``.
 
+    State: mu like params.
+
     Source: Chen et al. 2023, algorithm 2; ``optax.scale_by_lion``.
 
     Attributes:
       b1: How much of the mean is in the sign, in [0, 1).
       b2: Decay of the mean, in [0, 1).
+    Raises:
+      ValueError: If a number is out of its range.
 
     Example:
       >>> from functional_cg import optim
@@ -233,6 +253,8 @@ class lion(Composed):
     Every element moves by the learning rate, which is 3 to 10 times smaller than that of AdamW, with a weight decay
     that is as much larger.
 
+    State: that of ``scale_by_lion``; count i64[] for a schedule.
+
     Source: Chen et al. 2023; ``optax.lion``, with a decay of 1e-3 there.
 
     Attributes:
@@ -241,6 +263,8 @@ class lion(Composed):
       b2: Decay of the mean, in [0, 1).
       weight_decay: Number or f32[]; no default.
       mask: Which leaves decay; see ``adamw``.
+    Raises:
+      ValueError: If a number is out of its range.
 
     Example:
       >>> from functional_cg import optim

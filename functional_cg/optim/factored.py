@@ -58,11 +58,15 @@ class scale_by_factored_rms(GradientTransformation):
     ``nu = r c / mean(r)``; out comes ``u / sqrt(max(nu, eps^2))``. Vectors keep ``nu`` itself. Leaves of more than two
     dimensions are stacks of matrices.
 
+    State: count i64[]; [..., rows, 1] and [..., 1, columns] for a matrix, the leaf's shape for a vector.
+
     Source: Shazeer and Stern 2018; ``torch.optim.Adafactor``.
 
     Attributes:
       decay_rate: Positive; larger forgets later.
       eps: Least root; None for that of the dtype.
+    Raises:
+      ValueError: If a number is out of its range.
 
     Example:
       >>> from functional_cg import optim
@@ -147,6 +151,8 @@ class clip_by_rms(Stateless):
 
     Attributes:
       threshold: Positive number or f32[].
+    Raises:
+      ValueError: If a number is out of its range.
 
     Example:
       >>> from functional_cg import optim
@@ -184,6 +190,8 @@ class scale_by_param_rms(Stateless):
 
     Attributes:
       min_scale: Number or f32[].
+    Raises:
+      ValueError: If a number is out of its range.
 
     Example:
       >>> from functional_cg import optim
@@ -220,6 +228,8 @@ class adafactor(Optimizer):
     ``scale_by_factored_rms``, ``clip_by_rms``, ``scale_by_param_rms``, and the rate
     ``min(learning_rate, 1 / sqrt(t))``; decay is decoupled and scales with ``learning_rate`` alone.
 
+    State: that of ``scale_by_factored_rms``.
+
     Source: Shazeer and Stern 2018; ``torch.optim.Adafactor``. ``optax.adafactor`` and ``torch_optimizer.Adafactor``
     have other defaults, and momentum.
 
@@ -230,6 +240,8 @@ class adafactor(Optimizer):
       clipping_threshold: Largest root mean square of a step, before the learning rate.
       weight_decay: Number or f32[].
       mask: Which leaves decay; see ``adamw``.
+    Raises:
+      ValueError: If a number is out of its range.
 
     Example:
       >>> from functional_cg import optim

@@ -39,6 +39,8 @@ class clip_by_value(Stateless):
 
     Attributes:
       max_delta: Positive number, or f32[].
+    Raises:
+      ValueError: If a number is out of its range.
 
     Example:
       >>> from functional_cg import optim
@@ -66,6 +68,8 @@ class clip_by_norm(Stateless):
 
     Attributes:
       max_norm: Positive number, or f32[].
+    Raises:
+      ValueError: If a number is out of its range.
 
     Example:
       >>> from functional_cg import optim
@@ -116,6 +120,8 @@ class adaptive_clip(Stateless):
     Attributes:
       clipping: Largest ratio of the two norms, positive number or f32[].
       eps: Least norm of a parameter.
+    Raises:
+      ValueError: If a number is out of its range.
 
     Example:
       >>> from functional_cg import optim
@@ -194,6 +200,8 @@ class freeze(Stateless):
 
     Attributes:
       mask: A prefix tree of bools, or a function from the parameters to one.
+    Raises:
+      TypeError: If a flag of the mask is no bool.
 
     Example:
       >>> from functional_cg import optim

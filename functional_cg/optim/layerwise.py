@@ -52,6 +52,8 @@ class scale_by_lars(Stateless):
       trust_coefficient: The part of its norm by which a leaf moves at a learning rate of 1.
       eps: Added to the denominator.
       mask: None for all leaves, a prefix tree of bools, or a function from the parameters to one.
+    Raises:
+      ValueError: If a number is out of its range.
 
     Example:
       >>> from functional_cg import optim
@@ -97,6 +99,8 @@ class scale_by_lars(Stateless):
 class lars(Composed):
     """LARS: momentum on gradients that are scaled to the norm of their leaf; see ``scale_by_lars``.
 
+    State: a trace like params; count i64[] for a schedule.
+
     Source: You et al. 2017; ``torch_optimizer.LARS``.
 
     Attributes:
@@ -107,6 +111,8 @@ class lars(Composed):
       eps: Added to the denominator of the ratio.
       weight_decay: Number or f32[]; no default.
       mask: Which leaves decay and are scaled; vectors, as a rule, are not.
+    Raises:
+      ValueError: If a number is out of its range.
 
     Example:
       >>> from functional_cg import optim
@@ -147,11 +153,15 @@ class scale_by_novograd(GradientTransformation):
 
     ``nu <- b2 nu + (1 - b2) |u|^2``, which starts at the first ``|u|^2``.
 
+    State: count i64[]; nu, f32[] or f64[] for each leaf.
+
     Source: Ginsburg et al. 2019; ``torch_optimizer.NovoGrad``.
 
     Attributes:
       b2: Decay, in [0, 1).
       eps: Added outside of the root.
+    Raises:
+      ValueError: If a number is out of its range.
 
     Example:
       >>> from functional_cg import optim
@@ -201,6 +211,8 @@ class novograd(Composed):
 
     ``t <- b1 t + g / (sqrt(nu) + eps) + weight_decay p``, ``p <- p - learning_rate t``.
 
+    State: that of ``scale_by_novograd``; a trace like params; count i64[] for a schedule.
+
     Source: Ginsburg et al. 2019; ``torch_optimizer.NovoGrad``.
 
     Attributes:
@@ -210,6 +222,8 @@ class novograd(Composed):
       eps: Added outside of the root.
       weight_decay: Number or f32[].
       mask: Which leaves decay; see ``adamw``.
+    Raises:
+      ValueError: If a number is out of its range.
 
     Example:
       >>> from functional_cg import optim

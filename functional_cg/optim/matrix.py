@@ -74,6 +74,8 @@ class scale_by_muon(GradientTransformation):
     with its singular values near 1 (they end between 0.7 and 1.2), times ``sqrt(max(1, rows / columns))``, or with
     ``match_rms`` times ``0.2 sqrt(max(rows, columns))``, by which an element moves as with AdamW.
 
+    State: a trace like params.
+
     Source: Jordan et al. 2024, "Muon"; ``torch.optim.Muon``.
 
     Attributes:
@@ -154,6 +156,8 @@ class muon(Optimizer):
     ``p <- p - learning_rate * (u + weight_decay * p)`` with the ``u`` of ``scale_by_muon``. Embeddings and the last
     layer, though matrices, are better off with AdamW: say so in ``labels``.
 
+    State: a trace like the matrices; count i64[], mu and nu like the rest; count i64[] for a schedule.
+
     Source: Jordan et al. 2024; ``torch.optim.Muon``, ``optax.contrib.muon``.
 
     Attributes:
@@ -167,6 +171,8 @@ class muon(Optimizer):
       adamw_learning_rate: Number, f32[], or schedule; None for ``learning_rate``.
       labels: "muon" or "adamw": a prefix tree, or a function from the parameters to one; None for "muon" where there
         are two dimensions.
+    Raises:
+      ValueError: If a number is out of its range.
 
     Example:
       >>> from functional_cg import optim

@@ -50,6 +50,8 @@ class lookahead(Optimizer):
 
     Between, ``inner`` steps by itself. ``step`` is there for every ``inner``, and runs its fused op if it has one.
 
+    State: count i64[]; slow parameters like params; that of ``inner``.
+
     Source: Zhang et al. 2019; ``optax.lookahead``. ``torch_optimizer.Lookahead`` starts its slow parameters after the
     first step.
 
@@ -57,6 +59,8 @@ class lookahead(Optimizer):
       inner: The optimizer that makes the fast steps.
       sync_period: Steps of ``inner`` between two of the slow parameters, at least 1.
       slow_step_size: In [0, 1]; with 1 there is ``inner`` alone.
+    Raises:
+      ValueError: If a number is out of its range.
 
     Example:
       >>> from functional_cg import optim
@@ -77,7 +81,11 @@ class lookahead(Optimizer):
             isinstance(self.sync_period, int) and self.sync_period >= 1,
             f"lookahead: sync_period must be a positive int, got {self.sync_period!r}",
         )
-        in_range("lookahead: slow_step_size", self.slow_step_size, below=1.0 + 2**-52)
+        in_range("lookahead: slow_step_size", self.slow_step_size)
+        require(
+            isinstance(self.slow_step_size, Tensor) or self.slow_step_size <= 1,
+            f"lookahead: slow_step_size must be in [0, 1], got {self.slow_step_size!r}",
+        )
         require(
             self.inner.applies_learning_rate,
             f"lookahead: {self.inner!r} makes no steps; put a learning rate behind it, or use an optimizer",
@@ -139,6 +147,8 @@ class schedule_free(Optimizer):
     and ``w`` the largest rate so far to the power ``weight_lr_power``. Evaluate at ``x``: :meth:`eval_params`.
     ``inner`` has no momentum: ``sgd(lr)``, or ``scale_by_rms`` and a rate. Decay in it acts at ``y``.
 
+    State: count i64[]; largest and total f64[]; z like params; that of ``inner``.
+
     Source: Defazio et al. 2024, "The Road Less Scheduled"; ``optax.contrib.schedule_free``.
 
     Attributes:
@@ -146,6 +156,8 @@ class schedule_free(Optimizer):
       learning_rate: The schedule of ``inner`` if it has one; any number stands for a constant rate.
       b1: In (0, 1): how near to the average gradients are taken.
       weight_lr_power: Not negative; 0 averages all steps alike.
+    Raises:
+      ValueError: If a number is out of its range.
 
     Example:
       >>> from functional_cg import optim
