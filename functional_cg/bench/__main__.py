@@ -87,8 +87,7 @@ def _parser() -> argparse.ArgumentParser:
     add(
         "--ours",
         choices=OURS,
-        default=OURS[0],
-        help="which of ours to compare with (default: ours, by inductor)",
+        help="which of ours to compare with (default: ours, by inductor; with thousands of updates, ours-aten)",
     )
     add("--device", type=_device, default="auto", help="auto, cpu or cuda")
     add("--steps", type=_positive, help="timed steps for each system (default: by workload, 40 to 1000)")
@@ -165,7 +164,7 @@ def _here(name: str, options: argparse.Namespace) -> int:
         options.against or _all_for(name),
         options.device,
         emit,
-        anchor=options.ours,
+        anchor=options.ours or work.anchor,
         steps=options.steps,
         deadline=deadline,
         nodes=options.nodes,
@@ -219,7 +218,8 @@ def _in_processes(chosen: Sequence[str], options: argparse.Namespace) -> int:
         row = Row(name, "all", "skipped", "the time limit was reached")
         if left > 0:
             command = [sys.executable, "-m", "functional_cg.bench", "--workload", name]
-            command += ["--device", options.device.type, "--ours", options.ours]
+            command += ["--device", options.device.type]
+            command += ["--ours", options.ours] if options.ours else []
             command += ["--against", ",".join(options.against)] if options.against else []
             command += ["--nodes"] if options.nodes else []
             command += ["--limit-s", str(max(1, round(left)))]

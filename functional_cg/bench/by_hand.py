@@ -168,8 +168,9 @@ def _optimizer_alone(work: Workload, device: torch.device) -> _InPlace:
     initial = work.params()
 
     def update() -> Tensor:
+        shown = model.shown()
         optimizer.step()
-        return model.shown()
+        return shown
 
     def restore() -> None:
         with torch.no_grad():

@@ -147,8 +147,7 @@ def _update_alone(optimizer: Any, optax: Any) -> Any:
     def step(state: Any, batch: Any) -> Any:
         params, opt_state, grads = state
         updates, opt_state = optimizer.update(grads, opt_state, params)
-        params = optax.apply_updates(params, updates)
-        return (params, opt_state, grads), params["leaf00001"][0]
+        return (optax.apply_updates(params, updates), opt_state, grads), params["leaf00001"][0]
 
     return step
 

@@ -11,11 +11,9 @@ from torch import Tensor, nn
 from .environment import Environment
 from .losses import Model
 from .system import BETAS, EPS, System, Unavailable, nothing, there, waiter
-from .workloads import Batch, Workload
+from .workloads import MANY_LEAVES, Batch, Workload
 
 __all__ = ["Alone", "in_torch", "optimizer_for"]
-
-_COMPILED_LEAVES = 100
 
 
 def in_torch(name: str, work: Workload, device: torch.device, batches: Sequence[Batch]) -> System:
@@ -133,7 +131,7 @@ class Alone(nn.Module):
 
 
 def _optimizer_alone(name: str, work: Workload, device: torch.device, batches: Sequence[Batch]) -> System:
-    if name == "compile" and work.leaves > _COMPILED_LEAVES * 2:
+    if name == "compile" and work.leaves > MANY_LEAVES:
         raise Unavailable(f"takes minutes to compile for {work.leaves:,} leaves")
     model = Alone(work).with_gradients(device)
     compiled = name == "compile"
@@ -142,8 +140,9 @@ def _optimizer_alone(name: str, work: Workload, device: torch.device, batches: S
     advance: Any = torch.compile(optimizer.step) if compiled else optimizer.step
 
     def run(batch: Batch) -> Tensor:
+        shown = model.shown()
         advance()
-        return model.shown()
+        return shown
 
     close = torch._dynamo.reset if compiled else nothing
     return System(name, run, there(batches, device), waiter(device), close)

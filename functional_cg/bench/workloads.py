@@ -16,12 +16,24 @@ from torch import Tensor
 
 from .system import OPPONENTS, OURS, VARIANTS
 
-__all__ = ["ACTIONS", "CLASSES", "OBSERVATION", "Batch", "Params", "Workload", "blocks", "names", "workload"]
+__all__ = [
+    "ACTIONS",
+    "CLASSES",
+    "MANY_LEAVES",
+    "OBSERVATION",
+    "Batch",
+    "Params",
+    "Workload",
+    "blocks",
+    "names",
+    "workload",
+]
 
 Params = dict[str, Tensor]
 Batch = dict[str, Tensor]
 
 _INITIAL_SEED, _BATCH_SEED = 1, 2
+MANY_LEAVES = 200  # beyond that, no compiler gets an update for each leaf
 CLASSES, ACTIONS = 10, 4  # of the convolutional net, and of the actor
 _PICTURE, OBSERVATION = 32, 16
 _TRAINED = (*OURS, *OPPONENTS)
@@ -77,12 +89,18 @@ class Workload:
             return (*OURS, "hand-graph", "jax")
         if self.kind == "optimizer":
             variants = VARIANTS[:4] if self.flat and self.width > 4 else ()
-            return (*OURS, *variants, "eager", "compile", "hand-graph", "jax")
+            ours = OURS if self.flat or self.leaves <= MANY_LEAVES else OURS[1:]
+            return (*ours, *variants, "eager", "compile", "hand-graph", "jax")
         if self.kind == "loop":
             return (*OURS, "eager", "compile", "reduce-overhead", "jax")
         if self.host:
             return (*OURS, *VARIANTS[4:], "eager", "compile", "jax")
         return _TRAINED
+
+    @property
+    def anchor(self) -> str:
+        """Which of ours the others are compared with: a compiler takes too long over thousands of updates."""
+        return OURS[self.kind == "optimizer" and not self.flat and self.leaves > MANY_LEAVES]
 
     def describe(self) -> str:
         """The sizes, for a reader."""
