@@ -475,9 +475,9 @@ def test_arguments_are_checked(make: Any, match: str) -> None:
 
 NEW = (
     "scale_by_amsgrad scale_by_adamax scale_by_nadam scale_by_radam scale_by_belief amsgrad adamax nadam radam "
-    "adabelief scale_by_rms rmsprop scale_by_adadelta adadelta scale_by_lion lion scale_by_lars lars scale_by_novograd novograd "
-    "scale_by_factored_rms adafactor clip_by_rms scale_by_param_rms scale_by_muon muon clip_by_value clip_by_norm "
-    "adaptive_clip centralize freeze lookahead schedule_free"
+    "adabelief scale_by_rms rmsprop scale_by_adadelta adadelta scale_by_lion lion scale_by_lars lars "
+    "scale_by_novograd novograd scale_by_factored_rms adafactor clip_by_rms scale_by_param_rms scale_by_muon muon "
+    "clip_by_value clip_by_norm adaptive_clip centralize freeze lookahead schedule_free"
 ).split()
 
 
