@@ -17,6 +17,7 @@ from .inputs import InputLayout
 from .markup import Html, bar, card, element, fold, line, table
 from .mismatch import layout_differences, layout_fix
 from .outline import Entry, branches_html, columns, count, listed, outline, tree_html
+from .replicas import apart, refuse_divergence, told_apart
 from .shards.boundary import mesh_of
 from .shards.mesh import Mesh
 from .shards.peers import lost
@@ -194,6 +195,11 @@ class Lowered:
                 f"{len(self.program.instrs)} ATen calls, {hashlib.blake2b(ops.encode(), digest_size=8).hexdigest()}",
             ]
             mesh.ranks.agree(self.name, "\n".join(lines))
+            said = [
+                words.split() for words in mesh.ranks.shared(self.name, " ".join(told_apart(self.program)))
+            ]
+            specs = [spec for state in self.states for spec in state.specs]
+            refuse_divergence(self.program, specs, self.layout.live_names, mesh, apart(said, mesh))
 
     def fits(self, call: Call) -> bool:
         """Whether a call has this layout."""
