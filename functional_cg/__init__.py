@@ -27,6 +27,7 @@ from .graph_step import GraphFn, GraphStep, graph_fn, graph_step
 from .lowered import Captured, Lowered
 from .nn import from_module
 from .prefetch import prefetch
+from .remat import remat
 from .state import fork, place, snapshot
 from .train_state import TrainState
 
@@ -67,6 +68,7 @@ __all__ = [
     "place",
     "prefetch",
     "random",
+    "remat",
     "save",
     "scan",
     "sharding",

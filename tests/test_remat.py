@@ -1,0 +1,96 @@
+"""``remat``: the same bits from less memory; what is computed again is not merged away."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch._inductor.utils import run_and_get_code
+
+import functional_cg as fcg
+from functional_cg.testing import assert_trees_all_equal
+
+CALLS, LAYERS = 20, 3
+MM = torch.ops.aten.mm.default
+
+
+def layer(p: Any, x: Tensor, key: Tensor) -> Any:
+    hidden = torch.nn.functional.gelu(x @ p["in"])
+    return {"out": x + fcg.random.dropout(key, hidden, 0.2) @ p["out"]}
+
+
+KINDS: dict[str, Any] = {
+    "plain": layer,
+    "all again": fcg.remat(layer),
+    "products kept": fcg.remat(layer, policy=lambda op: op is MM),
+}
+
+
+def train_step(kind: str) -> Any:
+    def step(state: Any, x: Tensor) -> Any:
+        def loss_fn(params: Any) -> Tensor:
+            h = x
+            for i, p in enumerate(params):
+                h = KINDS[kind](p, h, fcg.random.fold_in(state.key, i))["out"]
+            return (h**2).mean()
+
+        loss, grads = fcg.value_and_grad(loss_fn)(state.params)
+        key = fcg.random.fold_in(state.key, state.step)
+        return state.apply_gradients(grads).replace(key=key), {"loss": loss}
+
+    return step
+
+
+def a_state(device: str = "cpu") -> Any:
+    torch.manual_seed(0)
+    params = [{"in": torch.randn(16, 32) / 4, "out": torch.randn(32, 16) / 4} for _ in range(LAYERS)]
+    params = fcg.tree.map(lambda leaf: leaf.to(device), params)
+    return fcg.TrainState.create(params=params, optimizer=fcg.optim.sgd(0.1), key=fcg.random.key(3))
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)])
+@pytest.mark.parametrize("kind", ["all again", "products kept"])
+def test_the_same_bits_as_without(kind: str, device: str) -> None:
+    step, plain = (fcg.graph_step(train_step(name), lowering="aten") for name in (kind, "plain"))
+    state = a_state(device)
+    twin, other = fcg.fork(state), fcg.fork(state)
+    for call in range(CALLS):
+        x = torch.randn(64, 16, device=device)
+        state, metrics = step(state, x)
+        twin, expected = step.eager(twin, x)
+        other, reference = plain(other, x)
+        assert_trees_all_equal((state, metrics), (twin, expected), f"eager, call {call}")
+        assert_trees_all_equal((state, metrics), (other, reference), f"without remat, call {call}")
+    assert (step.stats.captures, step.stats.replays) == (1, CALLS)
+
+
+def lowered(kind: str, lowering: Any) -> Any:
+    return fcg.graph_step(train_step(kind), lowering=lowering).lower(a_state(), torch.randn(256, 16))
+
+
+def test_products_and_memory() -> None:
+    found = {kind: lowered(kind, "aten") for kind in KINDS}
+    products = {kind: sum(instr.op is MM for instr in one.program.instrs) for kind, one in found.items()}
+    # A layer has two products, and two gradients of each, but for the first input; the first product comes again.
+    assert products == {"plain": 6 * LAYERS - 1, "all again": 7 * LAYERS - 1, "products kept": 6 * LAYERS - 1}
+    peaks = {kind: one.memory_analysis()["peak"] for kind, one in found.items()}
+    assert peaks["all again"] < peaks["products kept"] < peaks["plain"]
+    values = 256 * 32 * 4  # bytes of one value between two products; keeping all is three of them per layer
+    assert peaks["plain"] - peaks["all again"] >= 2 * (LAYERS - 1) * values
+
+
+@pytest.mark.parametrize(("kind", "again"), [("plain", 0), ("all again", 1)])
+def test_the_compiler_does_not_merge_the_two_runs(kind: str, again: int) -> None:
+    step, state, x = fcg.graph_step(train_step(kind), lowering="inductor"), a_state(), torch.randn(256, 16)
+    _, codes = run_and_get_code(step, state, x)
+    products = sum(code.count("extern_kernels.mm(") + code.count("extern_kernels.addmm(") for code in codes)
+    assert products == (6 + again) * LAYERS - 1
+
+
+def test_what_is_no_function_is_refused() -> None:
+    with pytest.raises(TypeError, match="`fn` has to be a function, got Tensor"):
+        fcg.remat(torch.ones(2))  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="`policy` has to be a function, got str"):
+        fcg.remat(layer, policy="dots")  # type: ignore[arg-type]
