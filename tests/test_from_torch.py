@@ -135,9 +135,12 @@ def test_every_class_is_here_or_refused(package: str) -> None:
     assert not here & set(REFUSED[package])
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=["f64", "f32"])
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_adapted_equals_the_class(case: Case) -> None:
-    params, steps = problem(case.shapes)
+def test_adapted_equals_the_class(case: Case, dtype: torch.dtype) -> None:
+    params, steps = problem(case.shapes, dtype=dtype)
+    # A number meets a float32 tensor rounded once more or less than on the host.
+    tolerance = case.tolerance if dtype == torch.float64 else 1e-4
     tx = optim.from_torch(case.cls, **case.hyper)
     assert tx.joined == case.joined
     state, now = tx.init(params), params
@@ -147,7 +150,7 @@ def test_adapted_equals_the_class(case: Case) -> None:
             steps, judged(lambda p: case.cls(p, **case.hyper), params, steps), strict=True
         ):
             now, state = tx.step(grads, state, now)
-            assert_near(now, expected, params, case.tolerance)
+            assert_near(now, expected, params, tolerance)
 
 
 class MatricesAlone(optim.GradientTransformation):
@@ -333,6 +336,14 @@ class Branching(Own):
                     leaf.data.add_(leaf.grad, alpha=-lr)
 
 
+class Exploding(Own):
+    """Ends in infinity."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for leaf, _, _ in self.each():
+            leaf.data.mul_(1e200)
+
+
 @pytest.mark.parametrize(
     ("cls", "reason"),
     [
@@ -342,6 +353,7 @@ class Branching(Own):
         (Growing, "keeps other things after one step than after another"),
         (Wording, "keeps str 'first'"),
         (Listing, "reads a tensor on the host, by `numpy`"),
+        (Exploding, "is not finite at step 2 with these arguments"),
         (Branching, "branches on tensors in more than 64 ways"),
     ],
 )

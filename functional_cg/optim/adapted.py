@@ -143,7 +143,9 @@ class Adapted(Optimizer):
 def _refuse_sharded(params: Params) -> None:
     flat, _ = tree.flatten_with_path(params)
     rows = [
-        f"{tree.path_string(path, 'params')}  {leaf!r}" for path, leaf in flat if isinstance(leaf, Sharded)
+        f"{tree.path_string(path, 'params')}  {list(leaf.shape)} {leaf.placement.describe()}"
+        for path, leaf in flat
+        if isinstance(leaf, Sharded)
     ]
     if rows:
         raise LayoutError.of(

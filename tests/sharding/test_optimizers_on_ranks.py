@@ -117,6 +117,22 @@ def test_sharded_optimizers_are_those_of_whole_leaves(device: str) -> None:
     assert [row for (name, stage), end in ends.items() for row in gaps(name, stage, end)] == []
 
 
+def refused_on_a_mesh() -> str:
+    try:
+        mlp_state(lambda: optim.from_torch(torch.optim.NAdam, lr=0.1))(
+            Setting({"data": RANKS}).zero("cpu"), "cpu"
+        )
+    except fcg.LayoutError as error:
+        return str(error)
+    return ""
+
+
+def test_an_adapted_class_is_refused_on_a_mesh() -> None:
+    for text in on_ranks(RANKS, refused_on_a_mesh):
+        assert "an optimizer class sees whole parameters; these lie on a mesh" in text
+        assert "params['b1']  [7] sharded over data=2" in text
+
+
 def test_a_norm_of_shards_is_found() -> None:
     ends, *_ = on_ranks(RANKS, trained, [PLANTED], [3], "cpu")
     assert len(gaps(PLANTED, 3, ends[PLANTED, 3])) > 1
