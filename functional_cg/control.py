@@ -85,6 +85,17 @@ def scan(
       >>> import torch, functional_cg as fcg
       >>> fcg.scan(lambda total, x: (total + x, total), torch.tensor(0), torch.tensor([1, 2, 3]))
       (tensor(6), tensor([0, 1, 3]))
+
+      Several training steps in one graph, on batches [k, ...]; the metrics of a call are those of its steps:
+
+      >>> @fcg.graph_step
+      ... def train_step(state, batch):
+      ...     return {"n": state["n"] + batch.sum()}, {"n": state["n"]}
+      >>> @fcg.graph_step
+      ... def several_steps(state, batches):
+      ...     return fcg.scan(train_step, state, batches)
+      >>> several_steps({"n": torch.tensor(0.0)}, torch.ones(3, 2))[1]
+      {'n': tensor([0., 2., 4.])}
     """
     leaves, treedef = pytree.flatten(xs)
     count = _length(leaves, treedef, length)

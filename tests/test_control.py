@@ -97,6 +97,38 @@ def test_a_captured_step_is_the_eager_one(device: str) -> None:
     assert (step.stats.captures, step.stats.replays) == (1, CALLS)
 
 
+@fcg.graph_step(lowering="aten")
+def one_step(state: Any, batch: Any) -> Any:
+    key = fcg.random.fold_in(state.key, state.step)
+
+    def loss_fn(p: Any) -> Tensor:
+        return ((fcg.random.dropout(key, batch["x"], 0.3) @ p["w"] - batch["y"]) ** 2).mean()
+
+    loss, grads = fcg.value_and_grad(loss_fn)(state.params)
+    return state.apply_gradients(grads), {"loss": loss, "step": state.step}
+
+
+@fcg.graph_step(lowering="aten")
+def four_steps(state: Any, batches: Any) -> Any:
+    return fcg.scan(one_step, state, batches)
+
+
+def test_steps_in_one_graph_are_as_many_calls() -> None:
+    torch.manual_seed(0)
+    optimizer = fcg.optim.chain(fcg.optim.clip_by_global_norm(1.0), fcg.optim.adamw(0.01, weight_decay=0.1))
+    several = fcg.TrainState.create(params={"w": torch.randn(3)}, optimizer=optimizer, key=fcg.random.key(5))
+    single = fcg.fork(several)
+    for call in range(5):
+        batches = {"x": torch.randn(4, 8, 3), "y": torch.randn(4, 8)}
+        several, metrics = four_steps(several, batches)
+        for i in range(4):
+            single, expected = one_step(single, fcg.tree.map(lambda leaf, i=i: leaf[i].clone(), batches))
+            assert_trees_all_equal(fcg.tree.map(lambda leaf, i=i: leaf[i], metrics), expected)
+        assert_trees_all_equal(several, single, f"call {call}")
+    assert metrics["step"].tolist() == [16, 17, 18, 19]
+    assert (four_steps.stats.replays, one_step.stats.replays) == (5, 20)
+
+
 @pytest.mark.parametrize(
     ("pred", "got"),
     [(True, "True"), (torch.ones(()), "f32[]@cpu"), (torch.tensor([True]), "bool[1]@cpu")],
