@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import re
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -436,6 +437,14 @@ def test_the_table_is_current() -> None:
 def test_the_table_names_transformations_that_are_there() -> None:
     assert {name for names in table.BESIDE.values() for name in names} <= set(optim.__all__)
     assert "| `NAdam` | adapted | `nadam` |" in table.readme().read_text(encoding="utf-8")
+
+
+def test_the_readme_names_what_there_is() -> None:
+    text = table.readme().read_text(encoding="utf-8")
+    cells = [line.split("|")[2] for line in text.partition("| | |")[2].partition("\n\n")[0].splitlines()[2:]]
+    names = [name for cell in cells for name in re.findall(r"`(\w+)`", cell)]
+    assert len(names) > 30
+    assert set(names) <= set(optim.__all__)
 
 
 def test_the_example_of_the_readme_runs() -> None:
