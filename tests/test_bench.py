@@ -92,6 +92,16 @@ def test_every_system_is_made_for_some_workload_and_named_where_it_is_not(name: 
             build(name, workload(other), CPU, [])
 
 
+@pytest.mark.parametrize("name", ["leaves-10000-each", "leaves-10000-flat", "optimizer-10000"])
+def test_what_would_compile_for_minutes_is_skipped_with_its_reason(name: str) -> None:
+    work = workload(name)
+    assert work.anchor == "ours-aten"
+    for system in ("ours", "compile"):
+        with pytest.raises(Unavailable, match="takes minutes to compile for 10,000 leaves"):
+            build(system, work, CPU, [])
+    assert workload("leaves-100-each").anchor == workload("leaves-1000-flat").anchor == "ours"
+
+
 def test_the_environment_repeats_itself() -> None:
     seen: list[Any] = []
 

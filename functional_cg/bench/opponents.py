@@ -58,6 +58,10 @@ def _ours(name: str, work: Workload, device: torch.device, batches: Sequence[Bat
         lowering = "aten"
     if name == "ours-leaves" and work.leaves > MANY_LEAVES:
         lowering = "aten"
+    if name in VARIANTS and work.slow_to_compile:
+        lowering = "aten"
+    if lowering == "inductor" and work.slow_to_compile:
+        raise Unavailable(f"takes minutes to compile for {work.leaves:,} leaves")
     if work.kind == "loop":
         return replace(_loop(lowering, work, device), name=name)
     if name in ("ours-host", "ours-prefetch"):

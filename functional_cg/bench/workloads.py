@@ -33,7 +33,7 @@ Params = dict[str, Tensor]
 Batch = dict[str, Tensor]
 
 _INITIAL_SEED, _BATCH_SEED = 1, 2
-MANY_LEAVES = 200  # beyond that, no compiler gets an update for each leaf
+MANY_LEAVES, MANY_FLAT_LEAVES = 200, 2000  # beyond these, no compiler gets the update of them
 CLASSES, ACTIONS = 10, 4  # of the convolutional net, and of the actor
 _PICTURE, OBSERVATION = 32, 16
 _TRAINED = (*OURS, *OPPONENTS)
@@ -89,8 +89,7 @@ class Workload:
             return (*OURS, "hand-graph", "jax")
         if self.kind == "optimizer":
             variants = VARIANTS[:4] if self.flat and self.width > 4 else ()
-            ours = OURS if self.flat or self.leaves <= MANY_LEAVES else OURS[1:]
-            return (*ours, *variants, "eager", "compile", "hand-graph", "jax")
+            return (*OURS, *variants, "eager", "compile", "hand-graph", "jax")
         if self.kind == "loop":
             return (*OURS, "eager", "compile", "reduce-overhead", "jax")
         if self.host:
@@ -99,8 +98,13 @@ class Workload:
 
     @property
     def anchor(self) -> str:
-        """Which of ours the others are compared with: a compiler takes too long over thousands of updates."""
-        return OURS[self.kind == "optimizer" and not self.flat and self.leaves > MANY_LEAVES]
+        """Which of ours the others are compared with."""
+        return OURS[self.slow_to_compile]
+
+    @property
+    def slow_to_compile(self) -> bool:
+        """Whether a compiler takes minutes over the update of so many leaves."""
+        return self.kind == "optimizer" and self.leaves > (MANY_FLAT_LEAVES if self.flat else MANY_LEAVES)
 
     def describe(self) -> str:
         """The sizes, for a reader."""
