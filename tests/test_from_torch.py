@@ -250,7 +250,7 @@ def test_nothing_of_the_class_or_its_module_is_changed() -> None:
         ("torch.optim", "SparseAdam", "does not support dense gradients"),
         ("torch_optimizer", "Adahessian", "does not have grad_fn"),
         ("torch_optimizer", "Lookahead", r"cannot be constructed of parameters(.|\n)*use `optim.lookahead\("),
-        ("torch_optimizer", "SWATS", "changes its `lr`"),
+        ("torch_optimizer", "SWATS", "changes `lr` for all parameters at once"),
         ("torch_optimizer", "Shampoo", "reads a tensor on the host, by `cpu`"),
     ],
 )
@@ -290,6 +290,32 @@ class Remembering(Own):
         self.past.append(1.0)
         for leaf, _, lr in self.each():
             leaf.data.add_(leaf.grad, alpha=-lr / len(self.past))
+
+
+class Swinging(Own):
+    """Keeps numbers in a dict on the object, and needs them late."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params)
+        self.rates = {"count": 0}
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.rates["count"] += 1
+        for leaf, _, lr in self.each():
+            leaf.data.add_(leaf.grad, alpha=-lr if self.rates["count"] < 100 else lr)
+
+
+class Averaging(Own):
+    """Keeps a tensor on the object, written in place."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params)
+        self.mean = torch.zeros(())
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.mean += 1
+        for leaf, _, lr in self.each():
+            leaf.data.add_(leaf.grad, alpha=-lr * (self.mean > 100))
 
 
 class Mixing(Own):
@@ -348,8 +374,10 @@ class Exploding(Own):
 @pytest.mark.parametrize(
     ("cls", "reason"),
     [
-        (Counting, "changes its `calls`"),
-        (Remembering, "differs from itself as a function at step 2, by"),
+        (Counting, "changes `calls` on the object"),
+        (Remembering, "changes `past` on the object"),
+        (Swinging, "changes `rates` on the object"),
+        (Averaging, "changes `mean` on the object"),
         (Mixing, "differs from itself as a function at step 1, by"),
         (Growing, "keeps other things after one step than after another"),
         (Wording, "keeps str 'first'"),

@@ -114,11 +114,14 @@ class Adapted(Optimizer):
             start = None if fresh else tree.unflatten(treedef, [one.clone() for one in flat])
             one = _Leaf(self, cls, leaf, rate)
             one.run(grad.clone(), start, ask)
-            strange = [name for name in one.moved() if name not in old["group"]]
+            strange = [name for name in one.moved if name not in old["group"]]
             if strange:
-                raise RefusedError(
-                    f"changes its `{strange[0]}`, of all parameters at once, on some steps only"
+                where = (
+                    "for all parameters at once"
+                    if strange[0] in one.group
+                    else "on the object, not in its state"
                 )
+                raise RefusedError(f"changes `{strange[0]}` {where}")
             names = {name: one.group[name] for name in old["group"]}
             kept, structure = tree.flatten(
                 _on_device({"state": dict(one.state), "group": names}, leaf.device)
@@ -135,7 +138,7 @@ class Adapted(Optimizer):
         """What is kept of a leaf before the first step: values as they are first assigned, of gradients of zeros."""
         one = _Leaf(self, hosted(self.cls), leaf, None)
         one.run(torch.zeros_like(leaf).contiguous(), None, lambda condition: True)
-        numbers = [name for name in one.moved() if _is_number(one.group.get(name))]
+        numbers = [name for name in one.moved if _is_number(one.group.get(name))]
         kept = {"state": one.first_state(), "group": {name: one.before[name] for name in numbers}}
         return tree.map(torch.clone, _on_device(kept, leaf.device))
 
@@ -188,7 +191,15 @@ class _First(dict[Any, Any]):
 
 
 class _Leaf:
-    """A class at work on one parameter: an object of it that lives for one step."""
+    """A class at work on one parameter: an object of it that lives for one step.
+
+    Attributes:
+      before: What the group and the object hold before the step, beside parameters and their state.
+      moved: The names of what the step has changed there.
+    """
+
+    before: dict[str, Any]
+    moved: list[str]
 
     def __init__(self, of: Adapted, cls: Any, leaf: Tensor, rate: Any) -> None:
         self.leaf = leaf.detach().clone()
@@ -211,17 +222,20 @@ class _Leaf:
         if kept is not None:
             self.state.update(kept["state"])
             self.group.update(kept["group"])
-        self.before = {**vars(self.optimizer), **self.group}
+        self.before = self._held()
+        marks = {name: _mark(value) for name, value in self.before.items()}
         self.leaf.grad = grad
         with warnings.catch_warnings(), torch.device(self.leaf.device), HostNumbers(self.leaf.device, ask):
             warnings.simplefilter("ignore")  # of the class, on its own style
             inspect.unwrap(type(self.optimizer).step)(self.optimizer)
+        self.moved = [name for name, value in self._held().items() if _mark(value) != marks.get(name)]
 
-    def moved(self) -> list[str]:
-        """Which numbers, tensors and texts of the group or of the object itself the step has changed."""
-        after = {**vars(self.optimizer), **self.group}
-        held = [k for k, v in after.items() if isinstance(v, (int, float, str, Tensor))]
-        return [name for name in held if after[name] is not self.before.get(name)]
+    def _held(self) -> dict[str, Any]:
+        """What the group and the object itself hold beside parameters and their state."""
+        held = {**vars(self.optimizer), **self.group}
+        return {
+            name: value for name, value in held.items() if name not in ("state", "params", "param_groups")
+        }
 
     def first_state(self) -> dict[Any, Any]:
         """What is kept of the parameter, in values as they were first assigned; zeros for what was filled later."""
@@ -232,6 +246,20 @@ class _Leaf:
             else tree.map(torch.zeros_like, value)
             for name, value in self.state.items()
         }
+
+
+def _mark(value: Any) -> Any:
+    """Equal for one value before and after a step, if the step did not change it.
+
+    What is in the entries of a list may change: there a class keeps what it has computed for its other parameters.
+    """
+    if isinstance(value, Tensor):
+        return id(value), value._version
+    if isinstance(value, dict):
+        return id(value), tuple((name, id(item)) for name, item in value.items())
+    if isinstance(value, (list, tuple, set)):
+        return id(value), tuple(map(id, value))
+    return id(value)
 
 
 def _copied(value: Any) -> Any:
