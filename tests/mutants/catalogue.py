@@ -8,6 +8,7 @@ so. ``general`` is a record: ``python -m tests.mutants --general`` measures it.
 from __future__ import annotations
 
 from tests.mutants.mutant import Mutant
+from tests.mutants.sharded import SHARDED
 
 OWNERSHIP = "tests/test_ownership.py::"
 REPLAY = "tests/properties/test_replay.py::"
@@ -387,4 +388,5 @@ MUTANTS = (
         ),
         gpu=(f"{GPU}test_refusals_cuda.py::test_tensor_that_is_kept",),
     ),
+    *SHARDED,
 )

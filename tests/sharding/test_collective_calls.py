@@ -29,7 +29,7 @@ from tests.sharding.programs import Setting, mlp_batch, mlp_state
 from tests.sharding.ranks import Outcome, on_ranks, outcomes
 
 TIMEOUT = 1.0  # seconds that ranks wait for one that does not come
-PATIENCE = 30.0  # seconds that they may wait where all of them come
+PATIENCE = 15.0  # seconds that they may wait where all of them come
 AWAY = 3.0  # of a mesh, where one stays away from a replay
 SLOW = 8.0  # seconds that a refusal takes at most: the mesh's timeout, a roll call, and a busy machine
 EXIT = 12.0  # seconds that a process takes at most, from its start to its end
@@ -192,6 +192,28 @@ def test_h95_calls_that_are_not_the_same_on_all_ranks_are_refused(device: str) -
             expected = expected.replace("{others}", others).replace("{n}", str(ranks))
             assert re.match(expected, found[0]), (name, rank, found[0])
             assert found[1] < SLOW, (name, rank, found[1])
+
+
+def differing(device: str) -> Any:
+    """Two captures of another layout, and of another function, on one of two ranks."""
+    b = Bench(device, 2, timeout=AWAY)
+    said = []
+    for number, name in enumerate(("another layout", "another function")):
+        act = CALLS[name][b.mesh.rank == 1]
+        assert act is not None
+        meet(number)
+        b.mesh.ranks.timeout = PATIENCE
+        said.append(told(lambda act=act: act(b))[0])
+    return said
+
+
+@on_gloo_and_nccl
+def test_h95_layouts_and_functions_that_differ_are_refused(device: str) -> None:
+    """Also where collectives themselves would give up soon: it is the agreement that speaks."""
+    results = on_ranks(2, differing, device, device=device)
+    for rank, (layout, function) in enumerate(results):
+        assert re.match(SAID["another layout"][rank] or "", layout), layout
+        assert re.match(SAID["another function"][rank] or "", function), function
 
 
 # -- a rank that goes -----------------------------------------------------------------------------------------------

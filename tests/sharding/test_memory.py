@@ -62,7 +62,7 @@ def alive(lowered: Lowered) -> list[int]:
 
 
 def measured(options: Mapping[str, Any]) -> Any:
-    """Bytes of the leaves on a mesh and of all slots; and the most beside them until gradients are shards, and after."""
+    """Bytes of leaves on the mesh, and of all slots; the most beside them until gradients are shards, and after."""
     zero = Setting({"data": RANKS}, 3, options).zero("cpu")
     params = {f"w{number}": torch.eye(WIDTH) for number in range(LAYERS)}
     state = fcg.TrainState.create(params=params, optimizer=optim.adamw(0.1, weight_decay=0.0), sharding=zero)

@@ -24,7 +24,7 @@ from tests.sharding.mistakes import MISTAKES, close, same
 from tests.sharding.programs import Setting, mlp_batch, mlp_params, mlp_state, mlp_step
 from tests.sharding.ranks import on_ranks
 
-TIMEOUT = 20.0  # of a mesh: no test waits for it unless it fails
+TIMEOUT = 8.0  # of a mesh: no test waits for it unless it fails
 
 
 def bench(device: str) -> Any:

@@ -184,6 +184,24 @@ def test_a_module_goes_in_and_comes_back(device: str) -> None:
     assert all(not after[name].equal(leaf) for name, leaf in before.items() if leaf.numel() > 1)
 
 
+def gathered_twice(device: str) -> Any:
+    """Whole leaves before and after a step; what was gathered before stays what it was."""
+    state, step = trained(Setting({"data": 2}, 3), device, calls=1)
+    first, one = sharding.gather(state.params), sharding.gather(state.params["w1"])
+    before = [leaf.clone() for leaf in fcg.tree.leaves(first)]
+    state, _ = step(state, batches(PROGRAM, device, rank_of())(1))
+    second, two = sharding.gather(state.params), sharding.gather(state.params["w1"])
+    assert same(first, before)
+    assert not one.equal(two)
+    assert same(sharding.local(state.params["w1"]), second["w1"].flatten()[18 * rank_of() :][:18])
+    return not same(first, second) and same(second["w1"], two)
+
+
+@on_gloo_and_nccl
+def test_what_is_gathered_is_that_of_now(device: str) -> None:
+    assert on_ranks(2, gathered_twice, device, device=device) == [True, True]
+
+
 def not_its_own() -> str:
     """A checkpoint of another model, on all ranks; what differs is listed and nothing is written."""
     state, _ = trained(Setting({"data": 2}, 3), "cpu", calls=1)

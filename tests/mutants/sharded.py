@@ -1,0 +1,88 @@
+"""Wrong implementations of sharding; their tests run on several processes with gloo."""
+
+from __future__ import annotations
+
+from tests.mutants.mutant import Mutant
+
+__all__ = ["SHARDED"]
+
+SHARDING = "tests/sharding/"
+SEVERAL = "it takes several GPUs; the same tests run there, `-m multi_gpu`"
+
+SHARDED = (
+    Mutant(
+        "N21",
+        "a rank captures without asking whether the others capture the same",
+        (('            mesh.ranks.agree(self.name, "\\n".join(lines))\n', ""),),
+        (
+            f"{SHARDING}test_collective_calls.py::test_h95_layouts_and_functions_that_differ_are_refused[gloo]",
+        ),
+        no_gpu=SEVERAL,
+    ),
+    Mutant(
+        "N22",
+        "a checkpoint of one rank's shards only",
+        (
+            (
+                "        return whole(gathered([bare])[0])\n",
+                (
+                    "        own, where = owned(bare.local), bare.placement\n"
+                    "        return where.unpad(own.repeat(where.mesh.shards.size)) if where.sharded else own\n"
+                ),
+            ),
+        ),
+        (f"{SHARDING}test_state_dict.py::test_a_module_goes_in_and_comes_back[gloo]",),
+        no_gpu=SEVERAL,
+    ),
+    Mutant(
+        "N23",
+        "gradients are summed over ranks and not averaged",
+        (
+            (
+                "        return (out / mesh.size).to(self.variable.dtype)\n",
+                "        return out.to(self.variable.dtype)\n",
+            ),
+        ),
+        (f"{SHARDING}test_oracle.py::test_slices_train_as_the_whole_batch_does[gloo]",),
+        no_gpu=SEVERAL,
+    ),
+    Mutant(
+        "N24",
+        "what was gathered is kept, and shown again after the next update",
+        (
+            (
+                "            out = [owned(whole(leaf)).clone() for leaf in gathered(flat)]\n",
+                (
+                    "            out = [owned(whole(leaf)).clone() for leaf in gathered(flat)]\n"
+                    "            out = [leaf.clone() for leaf in gather.__dict__.setdefault(str(treedef), out)]\n"
+                ),
+            ),
+        ),
+        (f"{SHARDING}test_state_dict.py::test_what_is_gathered_is_that_of_now[gloo]",),
+        no_gpu=SEVERAL,
+    ),
+    Mutant(
+        "N25",
+        "a leaf that all ranks hold whole takes whatever each rank computes",
+        (
+            (
+                "    differs = _followed(program, specs, names, mesh, others)\n",
+                "    differs: dict[int, Axes] = {}\n",
+            ),
+        ),
+        (
+            (
+                f"{SHARDING}test_replicas.py::"
+                "test_running_statistics_of_a_slice_are_refused_and_their_mean_is_taken[gloo]"
+            ),
+        ),
+        no_gpu=SEVERAL,
+    ),
+    Mutant(
+        "N26",
+        "padding takes part in reductions of a leaf",
+        (("        if not (self.sharded and self.padded):\n", "        if local is not None:\n"),),
+        (f"{SHARDING}test_placements.py::test_masking_keeps_what_is_on_one_rank_alone",),
+        no_gpu=SEVERAL,
+    ),
+)
