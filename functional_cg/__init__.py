@@ -26,6 +26,7 @@ from .errors import (
 from .graph_step import GraphFn, GraphStep, graph_fn, graph_step
 from .lowered import Captured, Lowered
 from .nn import from_module
+from .precision import LossScale
 from .prefetch import prefetch
 from .remat import remat
 from .state import fork, place, snapshot
@@ -47,6 +48,7 @@ __all__ = [
     "HostSyncError",
     "ImplicitRandomnessError",
     "LayoutError",
+    "LossScale",
     "Lowered",
     "RankError",
     "ReadOnlyError",

@@ -1,0 +1,113 @@
+"""The loss scale: the rule of torch's own, in a captured step that skips updates on the device."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+import functional_cg as fcg
+from functional_cg.testing import assert_trees_all_equal
+
+CALLS = 24
+
+
+@given(
+    finite=st.lists(st.booleans(), min_size=1, max_size=30),
+    interval=st.integers(1, 5),
+    exponent=st.integers(-3, 127),
+)
+def test_the_rule_is_that_of_torch(finite: list[bool], interval: int, exponent: int) -> None:
+    ours = fcg.LossScale.create(2.0**exponent, growth_interval=interval)
+    scale, tracker = torch.tensor(2.0**exponent), torch.tensor(0, dtype=torch.int32)
+    for ok in finite:
+        ours = ours.adjusted(torch.tensor(ok))
+        torch._amp_update_scale_(scale, tracker, torch.tensor(float(not ok)), 2.0, 0.5, interval)
+        assert torch.equal(ours.scale, scale)
+        assert torch.equal(ours.good, tracker)
+
+
+class State(fcg.TrainState):
+    loss_scale: fcg.LossScale
+
+
+def train_step(state: Any, batch: Any) -> Any:
+    def loss_fn(params: Any) -> Tensor:
+        hidden = torch.relu(batch["x"].half() @ params["in"].half())
+        loss = ((hidden @ params["out"].half()).float().squeeze(1) - batch["y"]).square().mean()
+        scaled: Tensor = state.loss_scale.scaled(loss)
+        return scaled
+
+    loss, grads = fcg.value_and_grad(loss_fn)(state.params)
+    grads = state.loss_scale.unscaled(grads)
+    finite = fcg.optim.global_norm(grads).isfinite()
+    new = fcg.cond(finite, lambda: state.apply_gradients(grads), lambda: state)
+    metrics = {"loss": state.loss_scale.unscaled(loss), "finite": finite, "scale": state.loss_scale.scale}
+    return new.replace(loss_scale=state.loss_scale.adjusted(finite)), metrics
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)])
+def test_a_captured_step_skips_on_the_device(device: str) -> None:
+    """Overflowing steps leave parameters, moments and counters as they are; the others train as in float32."""
+    torch.manual_seed(0)
+    params = {"in": torch.randn(8, 16, device=device) / 3, "out": torch.randn(16, 1, device=device) / 4}
+    state = State.create(
+        params=params, optimizer=fcg.optim.adam(0.01),
+        loss_scale=fcg.LossScale.create(2.0**20, growth_interval=4, device=device),
+    )  # fmt: skip
+    twin, step = fcg.fork(state), fcg.graph_step(train_step, lowering="aten")
+    skipped, scales, losses = [], [], []
+    for call in range(CALLS):
+        x = torch.randn(32, 8, device=device)
+        batch = {"x": x, "y": x.sum(1)}
+        before = fcg.snapshot(state)
+        state, metrics = step(state, batch)
+        twin, expected = step.eager(twin, batch)
+        assert_trees_all_equal((state, metrics), (twin, expected), f"call {call}")
+        skipped.append(not metrics["finite"])
+        scales.append(float(metrics["scale"]))
+        losses.append(float(metrics["loss"]))
+        if skipped[-1]:
+            after = fcg.snapshot(state)
+            assert_trees_all_equal(
+                (after.params, after.opt_state, after.step), (before.params, before.opt_state, before.step)
+            )
+    assert skipped[0]
+    assert 1 <= sum(skipped) < CALLS / 2
+    assert int(state.step) == CALLS - sum(skipped)
+    assert min(scales) < scales[0]
+    assert any(after > before for before, after in pairwise(scales)), "it never grew"
+    taken = [loss for loss, skip in zip(losses, skipped, strict=True) if not skip]
+    assert taken[-1] < taken[0]
+    assert (step.stats.captures, step.stats.replays) == (1, CALLS)
+
+
+def test_what_the_scale_is_for() -> None:
+    """A gradient that float16 rounds to zero comes through."""
+
+    def gradient(scale: float) -> float:
+        loss_scale = fcg.LossScale.create(scale)
+        grad = fcg.grad(lambda w: loss_scale.scaled((w.half() * 1e-8).float()))(torch.tensor(1.0))
+        return float(loss_scale.unscaled(grad))
+
+    assert gradient(1.0) == 0.0
+    assert gradient(2.0**12) == pytest.approx(1e-8, rel=1e-2)
+
+
+def test_leaves_that_are_no_numbers_stay() -> None:
+    tree = {"loss": torch.tensor(1.5), "count": torch.tensor(3), "name": "x"}
+    scaled = fcg.LossScale.create(4.0).scaled(tree)
+    assert (float(scaled["loss"]), int(scaled["count"]), scaled["name"]) == (6.0, 3, "x")  # type: ignore[arg-type, call-overload]
+
+
+@pytest.mark.parametrize(
+    "options", [{"initial": 0.0}, {"growth_interval": 0}, {"factor": 1.0}, {"initial": float("nan")}]
+)
+def test_numbers_out_of_range_are_refused(options: Any) -> None:
+    with pytest.raises(ValueError, match="expected initial > 0, growth_interval >= 1 and factor > 1"):
+        fcg.LossScale.create(**options)
