@@ -18,7 +18,7 @@ T = TypeVar("T")
 @pytree.register_dataclass
 @dataclass(frozen=True)
 class LossScale:
-    """A factor that keeps gradients in float16 from vanishing: smaller when they overflow, larger when they long did not.
+    """A factor that keeps gradients in float16 from vanishing: less when they overflow, more when they long did not.
 
     Micikevicius et al. 2018, Mixed Precision Training; the rule of ``torch.amp.GradScaler``, on the device, without a
     host sync. bfloat16 needs none.
