@@ -21,8 +21,6 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from functional_cg.ops import tensors_in
-
 MAX_RUNS = 64  # of one step; beyond it, a step is refused
 
 _READS = frozenset({Tensor.item, Tensor.__float__, Tensor.__int__})
@@ -93,7 +91,7 @@ def every_way(run: Callable[[Callable[[Tensor], bool]], list[Tensor]]) -> list[T
 class HostNumbers(TorchFunctionMode):
     """Keep on the device what a step would read on the host.
 
-    Numbers are f64[]: they meet a tensor of another dtype as a Python number does, without promoting it.
+    Numbers are f64[]: as a Python number, one does not promote a tensor that has dimensions.
 
     Args:
       device: Where numbers live.
@@ -127,11 +125,11 @@ class HostNumbers(TorchFunctionMode):
         if func is torch.full_like and isinstance(args[1], Tensor):
             return torch.zeros_like(args[0]) + _beside(args[1], args[0])
         out = kwargs.pop("out", None)
-        args, kwargs = _alike(*_unscaled(func, list(args), kwargs))
+        args, kwargs = _unscaled(func, list(args), kwargs)
         result = func(*args, **kwargs)
         if (
             func in _FILLED
-        ):  # where states are made, one number may stand for all elements: no memory to write to
+        ):  # where states are made, one number stands for all elements: nothing to write into
             result = result.contiguous()
         return result if out is None else out.copy_(result)
 
@@ -154,24 +152,6 @@ def _unscaled(func: Any, args: list[Any], kwargs: dict[str, Any]) -> tuple[list[
 
 def _beside(value: Tensor, tensor: Any) -> Tensor:
     return value.to(tensor.dtype) if isinstance(tensor, Tensor) and tensor.is_floating_point() else value
-
-
-def _is_number(tensor: Tensor) -> bool:
-    return tensor.dim() == 0 and tensor.dtype == torch.float64
-
-
-def _alike(args: list[Any], kwargs: dict[str, Any]) -> tuple[list[Any], dict[str, Any]]:
-    """Numbers rounded to the dtype of the tensors that they meet."""
-    found = tensors_in([*args, *kwargs.values()])
-    dtypes = {t.dtype for t in found if t.is_floating_point() and not _is_number(t)}
-    if len(dtypes) != 1 or not any(_is_number(t) for t in found):
-        return args, kwargs
-    dtype = dtypes.pop()
-
-    def rounded(value: Any) -> Any:
-        return value.to(dtype) if isinstance(value, Tensor) and _is_number(value) else value
-
-    return [rounded(arg) for arg in args], {name: rounded(value) for name, value in kwargs.items()}
 
 
 # -- functions with globals of their own --------------------------------------------------------------------------
