@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import subprocess
 import sys
 from pathlib import Path
@@ -30,7 +31,7 @@ FUNCTIONS = (
     "value_and_grad",
 )
 CLASSES = ("GraphStep", "TrainState")
-MODULES = ("nn", "optim", "random", "tree")
+MODULES = ("nn", "optim", "random", "sharding", "tree")
 
 # Importing the package brings none of these: they belong to extras, to notebooks or to one device.
 NOT_IMPORTED = ("IPython", "hypothesis", "matplotlib", "safetensors", "torch_optimizer", "triton")
@@ -85,6 +86,18 @@ def test_module_is_public_and_says_what_it_exports(name: str) -> None:
     assert isinstance(module, ModuleType)
     assert module.__name__ == f"functional_cg.{name}"
     assert [export for export in module.__all__ if not hasattr(module, export)] == []
+
+
+def test_types_of_sharding_are_public() -> None:
+    """What users annotate: a mesh and a sharding."""
+    mesh: fcg.sharding.Mesh = fcg.sharding.mesh({"data": -1}, device="cpu")
+    zero: fcg.sharding.Zero = fcg.sharding.zero(mesh)
+    assert type(mesh) is fcg.sharding.Mesh
+    assert type(zero) is fcg.sharding.Zero
+    for name in fcg.sharding.__all__:
+        assert getattr(fcg.sharding, name).__doc__
+    fields = [field.name for field in dataclasses.fields(zero)]
+    assert all(f" {field}: " in (fcg.sharding.Zero.__doc__ or "") for field in fields)
 
 
 @pytest.mark.parametrize("name", errors.__all__)

@@ -24,7 +24,8 @@ notice. Written by `python -m tests.hazards`; a test compares this page with the
 - *with sharding*: needs several GPUs; not built yet.
 
 Priority 1 must hold, 2 should, 3 is a diagnostic or no goal. *CPU* is the CPU backend and, where the test draws steps,
-the simulator; *GPU* is one GPU: `python -m pytest tests -m cuda`.
+the simulator; *GPU* is one GPU: `python -m pytest tests -m cuda`. Sharding runs in processes with gloo on the CPU, and
+with NCCL on *several GPUs*: `python -m pytest tests -m multi_gpu`.
 """
 
 

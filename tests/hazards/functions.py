@@ -12,6 +12,7 @@ __all__ = ["ROOT", "path_of", "places", "runs_on"]
 
 ROOT = Path(__file__).resolve().parents[2]
 _ON_BOTH = ("everywhere", "on_both_devices")
+_ON_RANKS = "on_gloo_and_nccl"
 
 
 def path_of(test: str) -> str:
@@ -26,7 +27,7 @@ def path_of(test: str) -> str:
 
 @functools.cache
 def places(file: str) -> dict[str, frozenset[str]]:
-    """The test functions of a file, and where each runs: on the ``CPU``, on one ``GPU``, or both."""
+    """The test functions of a file, and where each runs: on the ``CPU``, on one ``GPU``, on ``several GPUs``."""
     tree = ast.parse((ROOT / file).read_text(encoding="utf-8"))
     return {
         node.name: frozenset({"GPU"} if file.startswith("tests/cuda/") else _places_of(node))
@@ -39,6 +40,8 @@ def _places_of(test: ast.FunctionDef) -> set[str]:
     marks = [ast.unparse(decorator) for decorator in test.decorator_list]
     if "pytest.mark.cuda" in marks:
         return {"GPU"}
+    if _ON_RANKS in marks:
+        return {"CPU", "several GPUs"}
     return {"CPU", "GPU"} if any(mark in _ON_BOTH for mark in marks) else {"CPU"}
 
 
