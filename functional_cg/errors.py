@@ -257,6 +257,8 @@ class CaptureError(FunctionalCGError, RuntimeError):
     - An op that a graph cannot hold, such as ``torch.cond``: compute both sides and select with ``torch.where``.
     - ``loss.backward()``: ``loss, grads = fcg.value_and_grad(loss_fn)(state.params)``.
     - ``debug="verify"`` found a replay that differs from the eager run: a kernel with hidden state or with atomics.
+    - ``optim.from_torch(cls)`` cannot make a pure function of an optimizer class, and says what stands in the way: take
+      a transformation of ``fcg.optim``, or write the formula as one.
     """
 
 
