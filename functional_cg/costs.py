@@ -239,7 +239,7 @@ def kind_of(instr: Instr) -> str:
 
 def flops_of(instr: Instr) -> int:
     """FLOPs of a product; 0 for any other call. torch's formulas, and for attention one that knows ``is_causal``."""
-    if kind_of(instr) == "attention":
+    if "scaled_dot_product" in instr.op._schema.name:
         return _attention_flops(instr)
     packet = instr.op.overloadpacket
     formula: Callable[..., int] | None = flop_registry.get(packet)

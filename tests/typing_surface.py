@@ -6,6 +6,7 @@ with ``type: ignore`` is a mistake that has to be found: mypy reports an ignore 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any, TypedDict, assert_type
 
 import torch
@@ -192,3 +193,19 @@ def check_gradients() -> None:
     )
     assert_type(fcg.grad(loss_fn)(params, batch), Params)
     assert_type(fcg.microbatches(4)(fcg.value_and_grad(loss_fn))(params, batch), tuple[Tensor, Params])
+
+
+def check_prefetch() -> None:
+    batches: list[Batch] = [batch]
+    assert_type(fcg.prefetch(batches, fcg.graph_step(step_fn)), Iterator[Batch])
+    fcg.prefetch(batches, step_fn)  # type: ignore[arg-type]
+
+
+def check_costs(state: State) -> None:
+    lowered = fcg.graph_step(step_fn).lower(state, batch)
+    assert_type(lowered.cost_analysis().flops, int)
+    assert_type(lowered.capture().cost_analysis(0.1).distance, float | None)
+    assert_type(lowered.memory_analysis(), dict[str, int])
+    hidden, targets = batch["x"], batch["y"].long()[:, 0]
+    assert_type(fcg.nn.linear_cross_entropy(hidden, params["w"], targets, reduction="sum"), Tensor)
+    fcg.nn.linear_cross_entropy(hidden, params["w"], targets, reduction="average")  # type: ignore[arg-type]
