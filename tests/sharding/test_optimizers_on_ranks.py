@@ -46,6 +46,7 @@ OPTIMIZERS: Mapping[str, Callable[[], Any]] = MappingProxyType(
         ),
         "lookahead": lambda: optim.lookahead(optim.radam(0.05, b2=0.9), sync_period=3),
         "schedule-free": lambda: optim.schedule_free(optim.sgd(0.05)),
+        "sharpness-aware": lambda: optim.sgd(0.05),
         PLANTED: lambda: optim.chain(
             optim.GradientTransformation.from_functions(no_state, of_this_rank), optim.sgd(0.05)
         ),
@@ -59,10 +60,19 @@ def step_of(state: Any, batch: Any) -> Any:
     return state.apply_gradients(grads), {"loss": fcg.sharding.mean(loss)}
 
 
+def sharp_step_of(state: Any, batch: Any) -> Any:
+    """The same with gradients from uphill, which lies where the mean over ranks of the gradients leads."""
+    loss, grads = optim.sam(fcg.value_and_grad(loss_of), 0.1, adaptive=True)(state.params, batch)
+    return state.apply_gradients(grads), {"loss": fcg.sharding.mean(loss)}
+
+
 def loss_of(params: Any, batch: Any) -> Tensor:
     h = torch.tanh(batch["x"] @ params["w1"] + params["b1"])
     out = params["scale"] * (h @ params["w2"] + params["b2"]) * params["one"]
     return (out + params["none"].sum() + params["even"].square().mean() - batch["y"]).square().mean()
+
+
+STEP_OF: Mapping[str, Callable[..., Any]] = MappingProxyType({"sharpness-aware": sharp_step_of})
 
 
 def trained(names: list[str], stages: list[int], device: str) -> Any:
@@ -73,7 +83,7 @@ def trained(names: list[str], stages: list[int], device: str) -> Any:
         for stage in stages:
             captured = mlp_state(OPTIMIZERS[name])(Setting({"data": RANKS}, stage).zero(device), device)
             eager, batch_of = fcg.fork(captured), batches("mlp", device, rank_of())
-            step = fcg.graph_step(step_of, lowering="aten")
+            step = fcg.graph_step(STEP_OF.get(name, step_of), lowering="aten")
             for call in range(CALLS):
                 captured, eager, _, _ = assert_same_step(step, captured, eager, batch_of(call), call)
             assert step.stats.replays == CALLS
@@ -84,7 +94,7 @@ def trained(names: list[str], stages: list[int], device: str) -> Any:
 def alone(name: str) -> Any:
     """The same on one process, on the rows of all ranks."""
     state = mlp_state(OPTIMIZERS[name])(None, "cpu")
-    step = fcg.graph_step(step_of, lowering="aten")
+    step = fcg.graph_step(STEP_OF.get(name, step_of), lowering="aten")
     for call in range(CALLS):
         parts = [PROGRAMS["mlp"].batch(call, rank) for rank in range(RANKS)]
         state, _ = step.eager(state, fcg.tree.map(lambda *rows: torch.cat(rows), *parts))
