@@ -30,7 +30,7 @@ from tests.sharding.ranks import Outcome, on_ranks, outcomes
 
 TIMEOUT = 1.0  # seconds that ranks wait for one that does not come
 PATIENCE = 15.0  # seconds that they may wait where all of them come
-AWAY = 3.0  # of a mesh, where one stays away from a replay
+AWAY = 2.0  # of a mesh, where one stays away from a replay
 SLOW = 8.0  # seconds that a refusal takes at most: the mesh's timeout, a roll call, and a busy machine
 EXIT = 12.0  # seconds that a process takes at most, from its start to its end
 ENDED = 7  # an exit code of its own

@@ -156,7 +156,7 @@ def test_on_a_hybrid_mesh_axes_are_told_apart() -> None:
 def lowers(device: str) -> list[str]:
     """Programs of the tests of sharding on a hybrid mesh: which are refused. The others run in ``test_bitwise``."""
     refused = []
-    for name in ("accumulation", "average", "lamb", "micro-batches", "sharpness-aware"):
+    for name in ("accumulation", "average", "sharpness-aware"):
         program = PROGRAMS[name]
         state = program.state(Setting(HYBRID, 3).zero(device), device)
         try:
