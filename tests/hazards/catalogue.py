@@ -464,7 +464,7 @@ HAZARDS = (
     _row(96, 1, "N14", "graphs hold communicators at exit",
          "impossible: graphs are closed before the process groups, without any call of the user's",
          "collective_calls::test_h96_processes_end", "collective_calls::test_h96_two_meshes_of_other_axes"),
-    _row(97, 1, "N11", "a host sync beside a captured collective stalls all ranks",
+    _row(97, 1, "N11 N27", "a host sync beside a captured collective stalls all ranks",
          "refused: HostSyncError in the step; LayoutError for a number of a sharded leaf, on the rank that asks",
          "host_syncs::test_spelling_is_refused_and_its_fix_accepted",
          "misuse::test_mistake_is_refused_and_its_repair_works"),

@@ -85,4 +85,16 @@ SHARDED = (
         (f"{SHARDING}test_placements.py::test_masking_keeps_what_is_on_one_rank_alone",),
         no_gpu=SEVERAL,
     ),
+    Mutant(
+        "N27",
+        "a rank alone may ask for the norm of a sharded leaf outside of a step",
+        (
+            (
+                "        if isinstance(leaf, Sharded) and leaf.placement.at_rest and leaf.placement.mesh.size > 1:\n",
+                "        if leaf is None:\n",
+            ),
+        ),
+        (f"{SHARDING}test_misuse.py::test_mistake_is_refused_and_its_repair_works[norm-gloo]",),
+        no_gpu=SEVERAL,
+    ),
 )
