@@ -21,6 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import functional_cg as fcg
 from functional_cg import report
 from functional_cg.outline import TEXT_LINES, outline, segments
+from functional_cg.testing import assert_trees_all_equal
 from functional_cg.testing.strategies import pytrees
 
 from .small_step import a_state, data, train
@@ -506,6 +507,32 @@ def test_a_table_that_a_module_only_reads_is_no_dropped_value() -> None:
     assert fcg.graph_step(train_step).lower(state, torch.ones(3)).inspection.dropped == ()
 
 
+def test_kept_gradients_are_updated_from_in_place_and_are_no_dropped_values() -> None:
+    """The op gives gradients back as if it had written them, which it does with a `grad_scale` only."""
+    torch.manual_seed(0)
+    optimizer = fcg.optim.adamw(0.1, weight_decay=0.1)
+    params = {"a": torch.randn(5), "b": torch.randn(3)}
+    state = fcg.TrainState.create(params=params, optimizer=optimizer, accumulate=True)
+    step = fcg.graph_step(lambda state, grads: (state.apply_gradients(state.grads, grads=grads), {}))
+    grads = fcg.tree.map(torch.randn_like, params)
+    lowered = step.lower(state, grads)
+    assert lowered.inspection.dropped == ()
+    assert "1 of them in place" in str(lowered)
+    twin = fcg.fork(state)
+    for _ in range(16):
+        grads = fcg.tree.map(torch.randn_like, params)
+        state, _ = step(state, grads)
+        twin, _ = step.eager(twin, grads)
+        assert_trees_all_equal(state, twin)
+
+
+def test_an_update_of_kept_gradients_that_stay_names_none() -> None:
+    optimizer = fcg.optim.adamw(0.1, weight_decay=0.1)
+    state = fcg.TrainState.create(params={"a": torch.ones(5)}, optimizer=optimizer, accumulate=True)
+    step = fcg.graph_step(lambda state: (state.apply_gradients(state.grads), {}))
+    assert step.lower(state).inspection.dropped == ()
+
+
 def statistics() -> Any:
     return fcg.place({"mean": torch.zeros(3), "seen": torch.tensor(0), "w": torch.ones(3)})
 
@@ -524,13 +551,19 @@ def looked_at(state: Any, x: Tensor) -> Any:
     return {**state, "w": state["w"] - x.sum()}, {}
 
 
+def copied(state: Any, x: Tensor) -> Any:
+    """As `from_module` does with buffers, in case that the module writes to them."""
+    state["mean"].clone()
+    return {**state, "w": state["w"] - x.sum()}, {}
+
+
 def read_after_a_write(state: Any, x: Tensor) -> Any:
     shifted = state["mean"].clone()
     shifted.add_(x.mean(0))
     return {**state, "w": state["w"] - shifted.sum()}, {}
 
 
-@pytest.mark.parametrize("function", [returned, only_read, looked_at, read_after_a_write])
+@pytest.mark.parametrize("function", [returned, only_read, looked_at, copied, read_after_a_write])
 def test_what_is_used_is_not_called_dropped(function: Callable[..., Any]) -> None:
     lowered = fcg.graph_step(function).lower(statistics(), torch.ones(4, 3))
     assert lowered.inspection.dropped == ()

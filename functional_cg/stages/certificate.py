@@ -6,10 +6,14 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+import torch
+
 from .keys import draws, shared_keys
 from .program import Instr, Program, Var, live
 
 __all__ = ["Inspection", "certify"]
+
+_GRADIENTS = 1  # place of the gradients among the arguments of a fused optimizer op
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,6 +117,8 @@ def _dropped(program: Program) -> Iterator[str]:
         for source, result in _same_kind(instr):
             if source in leaf_of:
                 leaf_of.setdefault(result, leaf_of[source])
+        if instr.op is torch.ops.aten.clone.default:  # the leaf's own value, until it is written to
+            continue
         # What is looked at in another way is not computed.
         seen = set() if instr.writes else {var.storage for var in instr.inputs()}
         for var in (var for var in lost if var.storage not in seen):
@@ -138,8 +144,11 @@ def _same_kind(instr: Instr) -> Iterator[tuple[Var, Var]]:
     """Pairs (argument, result) of one shape and dtype; of grouped ops, those at the same place of their lists."""
     if str(instr.op).partition(".default")[0].endswith("_like"):
         return  # made to the argument's shape, not from its values
+    unscaled = str(instr.op).startswith("aten._fused_") and not instr.kwargs.get("grad_scale")
     columns = [instr.out, *instr.out] if isinstance(instr.out, (list, tuple)) else [instr.out]
-    for arg in instr.args:
+    for number, arg in enumerate(instr.args):
+        if unscaled and number == _GRADIENTS:
+            continue  # given back as they came
         for out in columns:
             pairs = [(arg, out)]
             if isinstance(arg, list) and isinstance(out, (list, tuple)) and len(arg) == len(out):

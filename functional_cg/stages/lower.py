@@ -128,16 +128,18 @@ def _move_fused(program: Program, plan: Schedule) -> None:
     for old, new in program.updates:
         goals.setdefault(new, []).append(old)
 
-    def fits(source: Var, result: Var) -> bool:
-        if result not in goals:  # gradients and step counts: written by the schema's word only
-            return source not in slots and not readers[result]
+    def fits(name: str, source: Var, result: Var) -> bool:
+        if (
+            result not in goals
+        ):  # step counts, and gradients that have no `grad_scale`: no kernel writes these
+            return (name == "grads" or source not in slots) and not readers[result]
         return goals[result] == [source] and not readers[result]
 
     candidates = {}
     for instr in plan.head:
         pairs = _written_pairs(instr)
-        if pairs and all(fits(source, result) for source, result in pairs):
-            candidates[instr] = {source for source, result in pairs if result in goals}
+        if pairs and all(fits(*pair) for pair in pairs):
+            candidates[instr] = {source for _, source, result in pairs if result in goals}
     written = {var.storage for own in candidates.values() for var in own}
     written_later: set[int] = set()  # by the rest of the head: a call that moves behind it would read that
     for instr in reversed(plan.head):
@@ -151,8 +153,8 @@ def _move_fused(program: Program, plan: Schedule) -> None:
     plan.head = [instr for instr in plan.head if instr not in plan.fused]
 
 
-def _written_pairs(instr: Instr) -> list[tuple[Var, Var]] | None:
-    """Pairs (argument, result) of a functional fused optimizer op; None for any other op."""
+def _written_pairs(instr: Instr) -> list[tuple[str, Var, Var]] | None:
+    """What a functional fused optimizer op says it writes, (name, argument, result); None for any other op."""
     packet = instr.op.overloadpacket
     if (
         not str(packet).startswith("aten._fused_")
@@ -162,10 +164,11 @@ def _written_pairs(instr: Instr) -> list[tuple[Var, Var]] | None:
         return None
     names = [result.name.removesuffix("_out") for result in instr.op._schema.returns]
     arguments = {a.name: i for i, a in enumerate(instr.op._schema.arguments)}
-    pairs: list[tuple[Var, Var]] = []
-    for name, results in zip(names, instr.out, strict=True):
-        pairs += zip(vars_in(instr.args[arguments[name]]), vars_in(results), strict=True)
-    return pairs
+    return [
+        (name, source, result)
+        for name, results in zip(names, instr.out, strict=True)
+        for source, result in zip(vars_in(instr.args[arguments[name]]), vars_in(results), strict=True)
+    ]
 
 
 def in_place(op: Any) -> Any:

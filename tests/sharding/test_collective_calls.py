@@ -251,7 +251,7 @@ def held(state: Any) -> Any:
 
 
 LOST = (
-    r"RankError: (`train_step`: )?rank {} of 3 has lost {}; the state is that of the last step\."
+    r"RankError: `train_step`: rank {} of 3 has lost {}; the state is that of the last step\."
     r"\n  (Connection|Read|Timed|Application)"
 )
 
