@@ -70,7 +70,7 @@ def recurrent(state: Any, xs: Tensor) -> Any:
             h = torch.tanh(x @ p["in"] + h @ p["back"])
             return h, h @ p["out"]
 
-        _, ys = fcg.scan(cell, torch.zeros(3), xs)
+        _, ys = fcg.scan(cell, torch.zeros(3, device=xs.device), xs)
         return (ys**2).mean()
 
     loss, grads = fcg.value_and_grad(loss_fn)(state.params)

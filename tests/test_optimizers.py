@@ -188,7 +188,7 @@ def test_equals_its_judge(case: Case) -> None:
         (optim.adafactor(0.5, 0.81), CASES[13]),
         (optim.muon(RATE, weight_decay=0.1, nesterov=False), CASES[15]),
     ],
-    ids=repr,
+    ids=str,
 )
 def test_a_judge_finds_a_planted_bug(wrong: optim.GradientTransformation, case: Case) -> None:
     params, steps = problem(case.shapes)

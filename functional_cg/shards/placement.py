@@ -99,8 +99,8 @@ class Placement:
         """A shard with another number in place of its padding, for reductions."""
         if not (self.sharded and self.padded):
             return local
-        # The rank enters as a value, so that all ranks run one program.
-        start = torch.tensor(self.mesh.shards.rank * self.length, device="cpu").to(local.device)
+        # A number in a call on the device: what is copied there from the host cannot be captured.
+        start = torch.full((), self.mesh.shards.rank * self.length, device=local.device)
         place = torch.arange(self.length, device=local.device) + start
         return torch.where(
             place < self.numel, local, torch.full((), fill, dtype=local.dtype, device=local.device)
