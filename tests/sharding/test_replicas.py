@@ -67,7 +67,7 @@ DIFFER: dict[str, tuple[Callable[[Any, Any], dict[str, Any]], str]] = {
     "a view": (lambda s, b: {"mean": b["x"].t()[:, 0]}, MEAN),
     "this rank's shard": (
         lambda s, b: {"mean": s.mean + sharding.local(s.params["w"]).sum()},
-        LAST + r", by (literal|state)",
+        LAST + r", by (a number of Python|state)",
     ),
     "this rank's key": (
         lambda s, b: {"mean": fcg.random.normal(sharding.fold_in(s.key), (5,))},
