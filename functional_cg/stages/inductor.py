@@ -145,7 +145,8 @@ class Entrance:
         used |= {leaf for known in gathered for leaf in known.leaves}
         outside = windows.keys() | {known.var for known in gathered}
         entering = [*program.slots, *(known.var for known in ranges)]
-        return cls([var for var in entering if var in used - outside], windows, gathered)
+        read = {leaf: window for leaf, window in windows.items() if leaf in used}
+        return cls([var for var in entering if var in used - outside], read, gathered)
 
 
 def build_graph(program: Program, plan: Schedule, entrance: Entrance) -> fx.GraphModule:
