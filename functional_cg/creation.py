@@ -42,8 +42,8 @@ class Sharding(Protocol):
         """The ranks."""
         ...
 
-    def planned(self, leaf: Tensor, /) -> Tensor:
-        """A parameter as this rank holds it, on the meta device."""
+    def planned(self, params: Any, /) -> Any:
+        """Parameters as this rank holds them, on the meta device."""
         ...
 
     def agreed(self, leaf: Any, /) -> Any:
@@ -62,8 +62,8 @@ class Sharding(Protocol):
 class _Whole:
     """No sharding: this rank holds everything."""
 
-    def planned(self, leaf: Tensor) -> Tensor:
-        return torch.empty_like(leaf, device="meta")
+    def planned(self, params: Any) -> Any:
+        return pytree.map(lambda leaf: torch.empty_like(leaf, device="meta"), params)
 
     def agreed(self, leaf: Any) -> Any:
         return leaf
@@ -73,6 +73,74 @@ class _Whole:
 
     def accumulators(self, placed: Any) -> Any:
         return pytree.map(torch.zeros_like, placed)
+
+
+class _Parts:
+    """A tree of shardings, each for the parameters at and below its place.
+
+    Args:
+      tree: A prefix of the parameters' tree.
+    """
+
+    def __init__(self, tree: Any) -> None:
+        self._parts: list[tuple[KeyPath, Sharding]] = pytree.flatten_with_path(tree)[0]
+        self.mesh = self._parts[0][1].mesh
+        rows = [
+            f"{path_string(path, 'sharding')}  on {part.mesh}"
+            for path, part in self._parts
+            if part.mesh != self.mesh
+        ]
+        if rows:
+            raise LayoutError.of(
+                "",
+                "TrainState.create: parts of `sharding` lie on different meshes.",
+                rows=[f"{path_string(self._parts[0][0], 'sharding')}  on {self.mesh}", *rows],
+                why="The collectives of a step run over the ranks of one mesh.",
+                fix="make all of them with one `mesh`.",
+            )
+
+    def __str__(self) -> str:
+        return ", ".join(f"{path_string(path, 'params')}: {part}" for path, part in self._parts)
+
+    def planned(self, params: Any) -> Any:
+        paths = [path for path, _ in pytree.flatten_with_path(params)[0]]
+        rows = [
+            f"{path_string(path, 'params')}  expected a sharding   got none"
+            for path in paths
+            if self._part_of(path) is None
+        ]
+        rows += [
+            f"{path_string(part, 'params')}  expected a parameter   got none"
+            for part, _ in self._parts
+            if not any(path[: len(part)] == part for path in paths)
+        ]
+        if rows:
+            raise LayoutError.of(
+                "",
+                "TrainState.create: `sharding` is no prefix of `params`.",
+                rows=rows,
+                why="Each parameter has one sharding: that at its place in the tree, or above it.",
+                fix="give each part of `params` its sharding, or one to all, `sharding=fcg.sharding.zero(mesh)`.",
+            )
+        return self._each("planned", params)
+
+    def agreed(self, leaf: Any) -> Any:
+        return self._parts[0][1].agreed(leaf)
+
+    def moved(self, placed: Any) -> Any:
+        return self._each("moved", placed)
+
+    def accumulators(self, placed: Any) -> Any:
+        return self._each("accumulators", placed)
+
+    def _each(self, method: str, tree: Any) -> Any:
+        leaves, treedef = pytree.flatten_with_path(tree)
+        return pytree.unflatten(
+            treedef, [getattr(self._part_of(path), method)(leaf) for path, leaf in leaves]
+        )
+
+    def _part_of(self, path: KeyPath) -> Sharding | None:
+        return next((part for place, part in self._parts if path[: len(place)] == place), None)
 
 
 class _OneNumber(TorchDispatchMode):
@@ -98,7 +166,7 @@ def create(
     optimizer: Any,
     key: Tensor | None,
     accumulate: bool,
-    sharding: Sharding | None,
+    sharding: Any,
     init: Init | None,
     others: Mapping[str, Any],
 ) -> Handle:
@@ -110,17 +178,29 @@ def create(
       optimizer: Makes ``opt_state`` of the parameters.
       key: i64[2], or None.
       accumulate: Whether there is an accumulator for gradients.
-      sharding: What a rank holds; None for everything.
+      sharding: What a rank holds, or a prefix tree of such; None for everything.
       init: ``(path, leaf, key) -> tensor``, or None.
       others: The fields that are taken as they are given.
     """
-    if sharding is not None and not all(hasattr(sharding, name) for name in ("mesh", "planned", "agreed")):
-        raise TypeError(
-            f"TrainState.create: sharding must be made with `fcg.sharding.zero(mesh, stage=3)`, "
-            f"got {type(sharding).__name__}"
-        )
+    sharding = _of_all(sharding)
     with among(None if sharding is None else sharding.mesh, "TrainState.create"):
         return _created(build, params, optimizer, key, sharding, init, others, accumulate=accumulate)
+
+
+def _of_all(sharding: Any) -> Sharding | None:
+    """One sharding for all parameters, of one or of a tree of them."""
+    if sharding is None:
+        return None
+    parts = pytree.leaves(sharding)
+    strange = [
+        part for part in parts if not all(hasattr(part, name) for name in ("mesh", "planned", "agreed"))
+    ]
+    if strange or not parts:
+        got = type(strange[0] if strange else sharding).__name__
+        raise TypeError(
+            f"TrainState.create: sharding must be made with `fcg.sharding.zero(mesh, stage=3)`, got {got}"
+        )
+    return sharding if parts == [sharding] else _Parts(sharding)
 
 
 def _created(
@@ -144,7 +224,7 @@ def _created(
     if sharding is not None:
         together(sharding.mesh, "TrainState.create", _announced(given, params, sharding))
     given = pytree.map(lambda leaf: kind.agreed(as_tensor(leaf)), given)
-    planned = pytree.map(kind.planned, params)
+    planned = kind.planned(params)
     handle = _reserved(
         replace(
             given,

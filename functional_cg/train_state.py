@@ -76,7 +76,7 @@ class TrainState(_StateClass, Generic[Params]):
         key: Tensor | None = None,
         buffers: Any = None,
         accumulate: bool = False,
-        sharding: Sharding | None = None,
+        sharding: Sharding | Any = None,
         init: Init | None = None,
         **fields: Any,
     ) -> Self:
@@ -89,8 +89,9 @@ class TrainState(_StateClass, Generic[Params]):
           key: i64[2]; moved to the device of ``params``.
           buffers: Pytree of tensors that are not trained.
           accumulate: Add ``grads``, an accumulator of zeros for gradients over several calls.
-          sharding: From :func:`functional_cg.sharding.zero`: a rank holds its shard of parameters and moments, with
-            the values of rank 0; what else is in the state is whole on each rank, with the values of rank 0 too.
+          sharding: From :func:`functional_cg.sharding.zero`, or a prefix of the tree of ``params`` with such leaves: a
+            rank holds its shard of parameters and moments, with the values of rank 0; what else is in the state is
+            whole on each rank, with the values of rank 0 too.
           init: ``init(path, leaf, key) -> tensor`` makes a parameter, called leaf by leaf: of a model that fits on no
             single device, a rank holds its shards and one whole leaf. ``path`` is text, ``params['w']``, ``leaf`` the
             one on the meta device, and the tensor of its shape and dtype. Each leaf has a key of its own, folded from

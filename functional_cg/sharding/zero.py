@@ -50,8 +50,11 @@ class Zero:
         )
         return f"zero({options}) on {self.mesh}"
 
-    def planned(self, leaf: Tensor) -> Tensor:
-        """A parameter as this rank holds it, on the meta device."""
+    def planned(self, params: Any) -> Any:
+        """Parameters as this rank holds them, on the meta device."""
+        return pytree.map(self._planned, params)
+
+    def _planned(self, leaf: Tensor) -> Tensor:
         alone = self.mesh.size == 1 and self.param_dtype is None
         meta = torch.empty(leaf.shape, dtype=leaf.dtype, device="meta")
         if alone or not (leaf.is_floating_point() or leaf.is_complex()):
@@ -112,7 +115,9 @@ def zero(
       reduce_dtype: Dtype in which gradients are summed over ranks; by default the one that they come in.
       reshard: Gather again in the backward (stage 3), which holds fewer whole leaves at a time.
     Returns:
-      What :meth:`TrainState.create` takes as ``sharding``.
+      What :meth:`TrainState.create` takes as ``sharding``, for all parameters; or as a leaf of a prefix of their tree,
+      for those below it: ``sharding={"embedding": zero(mesh, stage=1), "blocks": zero(mesh, stage=3)}``. Buckets and
+      prefetch are those of the first.
     Raises:
       TypeError: If an argument is of another kind.
       ValueError: If the stage is none of the three, ``bucket_bytes`` not positive, or ``prefetch`` negative.

@@ -56,7 +56,7 @@ class Run:
         axes = "x".join(str(size) for size in self.setting.axes.values())
         named = {**self.setting.options, **self.options}
         return "-".join(
-            [self.program, axes, f"zero{self.setting.stage}", *(f"{k}={v}" for k, v in named.items())]
+            [self.program, axes, f"zero {self.setting.stage}", *(f"{k}={v}" for k, v in named.items())]
         )
 
 

@@ -435,7 +435,7 @@ MISTAKES = {
     "sharding is a dict": Mistake(
         lambda b: fcg.TrainState.create(params=b.whole, optimizer=fcg.optim.sgd(0.1), sharding={"data": 2}),
         TypeError,
-        r"TrainState\.create: sharding must be made with .*, got dict$",
+        r"TrainState\.create: sharding must be made with .*, got int$",
         "",
         created_of_whole_leaves,
     ),

@@ -29,13 +29,13 @@ class Setting:
 
     Attributes:
       axes: Of the mesh.
-      stage: Of ZeRO.
+      stage: Of ZeRO; or one for each top-level part of the parameters.
       options: Further arguments of ``sharding.zero``.
       timeout: Of the mesh, in seconds.
     """
 
     axes: Mapping[str, int]
-    stage: int = 3
+    stage: int | Mapping[str, int] = 3
     options: Mapping[str, Any] = field(default_factory=dict)
     timeout: float = 60.0
 
@@ -43,7 +43,13 @@ class Setting:
         return sharding.mesh(self.axes, device=device, timeout=self.timeout)
 
     def zero(self, device: str) -> Any:
-        return sharding.zero(self.mesh(device), stage=self.stage, **self.options)  # type: ignore[arg-type]
+        mesh = self.mesh(device)
+        if isinstance(self.stage, Mapping):
+            return {part: self._zero(mesh, stage) for part, stage in self.stage.items()}
+        return self._zero(mesh, self.stage)
+
+    def _zero(self, mesh: Any, stage: int) -> Any:
+        return sharding.zero(mesh, stage=stage, **self.options)  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True)

@@ -25,6 +25,9 @@ TWO = {"data": 2}
 SMALL = {"bucket_bytes": 100}  # some leaves share a launch, others have one of their own
 BF16 = {"param_dtype": torch.bfloat16}
 
+# A stage of its own for each leaf: those below a part that is a tree, such as `blocks`, share one.
+STAGES = {"w1": 3, "b1": 1, "w2": 2, "b2": 3, "one": 1, "scale": 2, "none": 3, "even": 3}
+
 # What `zero` can be told, and the meshes that have an axis of one rank.
 SETTINGS = [
     Run("gpt", Setting(TWO, 2, {"bucket_bytes": 1000})),
@@ -34,6 +37,8 @@ SETTINGS = [
     Run("mlp in bf16", Setting(TWO, 1, BF16 | {"reduce_dtype": torch.float32})),
     Run("sharpness-aware", Setting(TWO, 3, {"reshard": False, "prefetch": 3})),
     Run("mlp", Setting(TWO, 3, {"bucket_bytes": 1, "prefetch": 0, "reshard": False})),
+    Run("mlp", Setting(TWO, STAGES, SMALL)),
+    Run("accumulation", Setting(TWO, STAGES)),
     Run("mlp", Setting({"replica": 2, "shard": 1}, 3)),
     Run("mlp", Setting({"replica": 1, "shard": 2}, 3, {"prefetch": 4}), {"debug": "poison"}),
 ]
