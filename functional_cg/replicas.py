@@ -1,8 +1,11 @@
-"""Leaves that all ranks hold whole, and whether a step keeps them the same on all of them.
+"""Leaves that all ranks hold whole, or in shards that fit each other, and whether a step keeps them so.
 
 Over which axes of a mesh a value may differ is followed through the program: inputs differ over all of them, a shard
 over the axis that it is cut along; a reduction or a gather over an axis makes its result the same along it. A number
 among the inputs, of no dimension, is taken to be the same everywhere: a learning rate, a flag.
+
+Shards differ, as parts of one leaf do. Computed with other data on each rank they are parts of no one leaf, and a
+gather of them is the same everywhere but no more than a patchwork: only a reduction makes one value of data.
 """
 
 from __future__ import annotations
@@ -67,7 +70,7 @@ def refuse_divergence(
     mesh: Mesh,
     others: Mapping[int, Sequence[str]],
 ) -> None:
-    """Raise if a new leaf is not the same on the ranks that hold it whole.
+    """Raise if a new leaf is not the same on the ranks that hold it whole, or its shards do not fit each other.
 
     Args:
       program: The program of a step; its first slots are those of the new state.
@@ -79,31 +82,42 @@ def refuse_divergence(
       RankError: Naming each such leaf, and what it is computed from.
     """
     differs = _followed(program, specs, names, mesh, others)
+    own_data = _followed(program, specs, names, mesh, {}, of_data=True)
     targets = {known.var: known.leaves for known in program.ranges}
     place = {slot: number for number, slot in enumerate(program.slots)}
-    rows = []
+    rows, patchworks = [], []
     for target, new in program.updates:
         for slot in targets.get(target, (target,)):
-            found = {
-                axis: source
-                for axis, source in differs.get(new.storage, {}).items()
-                if axis not in _cut(specs[place[slot]])
-            }
+            name, cut = program.slot_names[place[slot]], _cut(specs[place[slot]])
+            known, data = differs.get(new.storage, {}), own_data.get(new.storage, {})
+            found = {axis: source for axis, source in known.items() if axis not in cut}
             if found:
-                source = next(iter(found.values()))
-                rows.append(
-                    f"{program.slot_names[place[slot]]}  differs over {', '.join(found)}, by {source}"
+                rows.append(f"{name}  differs over {', '.join(found)}, by {next(iter(found.values()))}")
+            elif data:
+                patchworks.append(
+                    f"{name}  each shard over {', '.join(data)} by its own {next(iter(data.values()))}"
                 )
     if rows:
         raise RankError.of(
             program.function,
-            f"gives {'a leaf' if len(rows) == 1 else f'{len(rows)} leaves'} that all ranks hold whole another value on "
-            "each; the state is unchanged.",
+            f"gives {_leaves(rows)} that all ranks hold whole another value on each; the state is unchanged.",
             rows=rows,
             why="Nobody would notice: each rank goes on with its own, and a checkpoint has that of the first.",
             fix="`sharding.mean(value)` of it, as for gradients, before it goes into the new state; of running "
             "statistics, `fcg.tree.map(lambda b: sharding.mean(b) if b.is_floating_point() else b, buffers)`.",
         )
+    if patchworks:
+        raise RankError.of(
+            program.function,
+            f"computes the shards of {_leaves(patchworks)} with other data on each rank; the state is unchanged.",
+            rows=patchworks,
+            why="They would be parts of different leaves: one scaled or chosen by this batch, another one by that.",
+            fix="`sharding.mean(value)` or `sharding.sum(value)` of what comes from the data, before it meets a shard.",
+        )
+
+
+def _leaves(rows: Sequence[str]) -> str:
+    return "a leaf" if len(rows) == 1 else f"{len(rows)} leaves"
 
 
 def _cut(spec: BufferSpec) -> tuple[str, ...]:
@@ -118,8 +132,14 @@ def _followed(
     names: Sequence[str],
     mesh: Mesh,
     others: Mapping[int, Sequence[str]],
+    *,
+    of_data: bool = False,
 ) -> dict[int, Axes]:
-    """Over which axes the values in each storage may differ, at the end."""
+    """Over which axes the values in each storage may differ, at the end.
+
+    Args:
+      of_data: Only by what is computed from inputs and not reduced since, shard by shard or whole.
+    """
     axes = {axis.group: axis.name for axis in mesh.wide}
     everywhere = tuple(axes.values())
     differs: dict[int, dict[str, str]] = {}
@@ -130,7 +150,7 @@ def _followed(
             known.setdefault(axis, source)
 
     for slot, spec, name in zip(program.slots, specs, program.slot_names, strict=True):
-        add(slot, {axis: name for axis in _cut(spec) if axis in everywhere})
+        add(slot, {axis: name for axis in _cut(spec) if axis in everywhere and not of_data})
     for known in program.ranges:
         for leaf in known.leaves:
             add(known.var, differs[leaf.storage])
@@ -144,7 +164,7 @@ def _followed(
             found = dict(differs.get(var.storage, {})) | found
         if number in others:
             found = dict.fromkeys(others[number], f"a number of Python in {instr.op}") | found
-        if instr.op in (_ALL_REDUCE, GATHER):
+        if instr.op is _ALL_REDUCE or instr.op is (REDUCE_SCATTER if of_data else GATHER):
             found.pop(axes[instr.args[-1]], None)
         elif instr.op is REDUCE_SCATTER:
             found.setdefault(axes[instr.args[-1]], "the rank's own part of a sum")

@@ -218,7 +218,8 @@ class _Read:
             return tensor
         key = storage_key(tensor)
         for source, leaf in self._gathered.items():
-            if source.reading.reshard and source.placement.sharded and storage_key(leaf) == key:
+            kept_again = source.reading.reshard and source.placement.sharded and storage_key(leaf) == key
+            if kept_again and _same_numbers(tensor, leaf):
                 return source, tensor.shape, tensor.stride(), tensor.storage_offset()
         # An op may keep its own result, whose graph holds what was kept: a cycle that nothing but a backward breaks.
         return tensor if tensor.grad_fn is None else tensor.detach()
@@ -247,6 +248,11 @@ class _Read:
     def close(self) -> None:
         for source in list(self._gathered):
             self._let_go(source)
+
+
+def _same_numbers(view: Tensor, leaf: Tensor) -> bool:
+    """Whether a view reads its leaf's memory as the leaf does: neither conjugated nor as another dtype."""
+    return (view.dtype, view.is_conj(), view.is_neg()) == (leaf.dtype, leaf.is_conj(), leaf.is_neg())
 
 
 def _outside_of_transforms() -> contextlib.AbstractContextManager[Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor
@@ -22,6 +22,15 @@ def _across(value: Tensor, placement: Placement, op: str = "sum") -> Tensor:
     return all_reduce(value, placement.mesh.shards, op)
 
 
+def _extreme(value: Tensor, placement: Placement, op: Literal["max", "min"]) -> Tensor:
+    """The largest or smallest over the ranks; NaN if one of them has it, which the collectives may leave out."""
+    if not value.is_floating_point():
+        return _across(value, placement, op)
+    missing = value.isnan().to(value.dtype) * (1 if op == "max" else -1)
+    extreme, some = _across(torch.stack([value, missing]), placement, op).unbind()
+    return extreme.masked_fill(some != 0, math.nan)
+
+
 def _sum(local: Tensor, placement: Placement, named: Mapping[str, Any]) -> Tensor:
     return _across(placement.masked(local).sum(dtype=named.get("dtype")), placement)
 
@@ -32,12 +41,12 @@ def _mean(local: Tensor, placement: Placement, named: Mapping[str, Any]) -> Tens
 
 def _max(local: Tensor, placement: Placement, named: Mapping[str, Any]) -> Tensor:
     lowest = -math.inf if local.is_floating_point() else torch.iinfo(local.dtype).min
-    return _across(placement.masked(local, lowest).amax(), placement, "max")
+    return _extreme(placement.masked(local, lowest).amax(), placement, "max")
 
 
 def _min(local: Tensor, placement: Placement, named: Mapping[str, Any]) -> Tensor:
     highest = math.inf if local.is_floating_point() else torch.iinfo(local.dtype).max
-    return _across(placement.masked(local, highest).amin(), placement, "min")
+    return _extreme(placement.masked(local, highest).amin(), placement, "min")
 
 
 def _any(local: Tensor, placement: Placement, named: Mapping[str, Any]) -> Tensor:
@@ -78,12 +87,12 @@ def norms(
     sharded = [i for i, (_, placement) in enumerate(leaves) if placement is not None]
     if not sharded:
         return out
-    mesh = leaves[sharded[0]][1].mesh  # type: ignore[union-attr]
+    home = cast("Placement", leaves[sharded[0]][1])
     stacked = torch.stack([out[i] for i in sharded])
     if order == 2:
-        total = all_reduce(stacked.square(), mesh.shards).sqrt()
+        total = _across(stacked.square(), home).sqrt()
     else:
-        total = all_reduce(stacked, mesh.shards, "sum" if order == 1 else "max")
+        total = _across(stacked, home) if order == 1 else _extreme(stacked, home, "max")
     for i, norm in zip(sharded, total.unbind(), strict=True):
         out[i] = norm
     return out

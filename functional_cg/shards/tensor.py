@@ -208,6 +208,8 @@ def _whole(tensor: Tensor) -> Tensor:
 def shard_of(tensor: Tensor, like: Placement) -> Tensor:
     """This rank's elements of a tensor that stands beside a sharded leaf; one number stays one number.
 
+    With a dimension or without one, as it was: that decides on the dtype of what is computed.
+
     Raises:
       LayoutError: If it has another shape: a shard cannot be broadcast.
     """
@@ -218,8 +220,8 @@ def shard_of(tensor: Tensor, like: Placement) -> Tensor:
             return tensor.local  # type: ignore[attr-defined,no-any-return]
     elif shape == like.shape and (shape or placement is not None):
         return like.own(_whole(tensor))
-    elif tensor.numel() == 1:
-        return _whole(tensor).reshape(())
+    elif tensor.numel() == 1 and len(shape) <= len(like.shape):
+        return _whole(tensor).reshape((1,) if shape else ())
     other = placement is not None and placement.mesh != like.mesh and shape == like.shape
     raise LayoutError.of(
         "",
@@ -237,7 +239,13 @@ def _elementwise(
 ) -> Any:
     home = next(source for source in sources if source.placement.sharded).placement
     by_local = {id(source.local): source for source in sources}  # what an op in place returns
-    own = lambda t: shard_of(t, home)  # noqa: E731
+
+    def own(t: Tensor) -> Tensor:
+        mine = shard_of(t, home)
+        # A shard has a dimension. Beside one of a leaf without any, a number gets one too, so that both count alike
+        # for the dtype of the result.
+        return mine if home.shape or mine.dim() else mine.reshape(1)
+
     out = func(*_map(own, args), **_map(own, kwargs))
     return _map(lambda t: by_local[id(t)] if id(t) in by_local else Sharded(t, home), out)
 

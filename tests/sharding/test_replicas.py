@@ -1,9 +1,10 @@
-"""Leaves that all ranks hold whole: a step that would give them another value on each is refused, no other one is."""
+"""Leaves that all ranks hold whole, or in shards: a step that would pull them apart is refused, no other one is."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from itertools import product
 from typing import Any
 
 import pytest
@@ -39,7 +40,7 @@ def stepping(change: Callable[[Any, Any], dict[str, Any]]) -> Any:
 
     def train_step(state: Any, batch: Any) -> Any:
         loss, grads = fcg.value_and_grad(lambda p: (batch["x"] @ p["w"]).square().mean())(state.params)
-        return state.apply_gradients(grads, **change(state, batch)), {"loss": sharding.mean(loss)}
+        return state.apply_gradients(grads).replace(**change(state, batch)), {"loss": sharding.mean(loss)}
 
     return train_step
 
@@ -80,7 +81,7 @@ DIFFER: dict[str, tuple[Callable[[Any, Any], dict[str, Any]], str]] = {
     "this rank's rows": (lambda s, b: {"mean": rows_of_a_rank(s, b)}, LAST + r", by a number of Python"),
 }
 
-# Whole leaves that are the same everywhere, and sharded ones, whatever they are computed from: taken.
+# Whole leaves that are the same everywhere, and shards that fit each other: taken.
 AGREE: dict[str, Callable[[Any, Any], dict[str, Any]]] = {
     "nothing": lambda s, b: {},
     "the mean of all": lambda s, b: {"mean": 0.9 * s.mean + 0.1 * sharding.mean(b["x"].mean(0))},
@@ -91,7 +92,58 @@ AGREE: dict[str, Callable[[Any, Any], dict[str, Any]]] = {
     "a number among the inputs": lambda s, b: {"mean": s.mean * b["rate"], "count": s.count + 1},
     "a flag": lambda s, b: {"mean": torch.where(b["flag"], s.mean, s.mean + 1)},
     "rows of all": lambda s, b: {"mean": sharding.mean(rows_of_a_rank(s, b))},
+    "shards by data of all": lambda s, b: {"params": fcg.tree.map(lambda p: p * due(s, b).exp(), s.params)},
 }  # fmt: skip
+
+
+def due(state: Any, batch: Any) -> Tensor:
+    return sharding.mean(batch["x"].mean())  # type: ignore[no-any-return]
+
+
+# Shards computed with another value on each rank. Before stage 3 it may be whole leaves that would differ.
+PATCHWORKS: dict[str, Callable[[Any, Any, Any], Any]] = {
+    "scaled by the batch": lambda s, g, b: s.apply_gradients({"w": g["w"] / b["x"].abs().sum()}),
+    "chosen by the batch": lambda s, g, b: s.replace(
+        params=fcg.cond(b["x"].sum() > 0, lambda: s.apply_gradients(g).params, lambda: s.params)
+    ),
+    "the batch added": lambda s, g, b: s.replace(params={"w": s.params["w"] + b["x"][0]}),
+    "moments of own gradients": lambda s, g, b: s.apply_gradients(
+        fcg.grad(lambda p: (b["x"] @ p["w"]).square().mean())({"w": sharding.gather(s.params)["w"] * 1})
+    ),
+}
+
+
+def pulled_apart(stages: list[int]) -> dict[tuple[int, str], str]:
+    said = {}
+    for stage in stages:
+        state = make(Setting({"data": 2}, stage), "cpu")
+        batch = batch_of("cpu", dist.get_rank())
+        for name, change in PATCHWORKS.items():
+
+            def train_step(state: Any, batch: Any, change: Any = change) -> Any:
+                grads = fcg.grad(lambda p: (batch["x"] @ p["w"]).square().mean())(state.params)
+                return change(state, grads, batch), {}
+
+            before = fcg.fork(state)
+            try:
+                fcg.graph_step(train_step, lowering="aten")(before, batch)
+            except fcg.RankError as error:
+                said[stage, name] = str(error)
+                assert same(sharding.gather(before.params["w"]), sharding.gather(state.params["w"])), name
+    return said
+
+
+def test_shards_are_not_computed_with_other_data_on_each_rank() -> None:
+    apart = "computes the shards of {} with other data on each rank; the state is unchanged."
+    for said in on_ranks(2, pulled_apart, [1, 2, 3]):
+        for name, stage in product(PATCHWORKS, (1, 2, 3)):
+            message = said.get((stage, name), "nothing")
+            ways = [apart] if stage == 3 else [apart, REFUSED]
+            expected = "|".join(way.format("(a leaf|3 leaves)") for way in ways)
+            assert re.match(f"`train_step`: ({expected})", message), (stage, name, message)
+            if stage == 3:
+                assert "state.params['w']  each shard over data by its own batch['x']" in message
+                assert "To fix: `sharding.mean(value)` or `sharding.sum(value)` of what comes" in message
 
 
 def batch_of(device: Any, rank: int) -> dict[str, Any]:
