@@ -82,6 +82,7 @@ ORDER = (
     "stages.grouping",
     "stages.recompute",
     "stages.rewrite",
+    "stages.fused",
     "stages.lower",
     "stages.costs",
     "stages.formulas",

@@ -20,6 +20,7 @@ from torch import Tensor
 from ..leaf import uninterrupted
 from ..ops import UNGROUPED
 from ..source import Location
+from .fused import in_place, read_arguments, written_pairs
 from .program import Instr, Program, SlotRange, Var, live, map_vars, vars_in
 from .rewrite import padding, range_tensor
 
@@ -137,44 +138,20 @@ def _move_fused(program: Program, plan: Schedule) -> None:
 
     candidates = {}
     for instr in plan.head:
-        pairs = _written_pairs(instr)
+        pairs = written_pairs(instr)
         if pairs and all(fits(*pair) for pair in pairs):
             candidates[instr] = {source for _, source, result in pairs if result in goals}
     written = {var.storage for own in candidates.values() for var in own}
     written_later: set[int] = set()  # by the rest of the head: a call that moves behind it would read that
     for instr in reversed(plan.head):
         own = candidates.get(instr)
-        reads = {var.storage for var in instr.inputs() if own is None or var not in own}
-        # what a call only reads must not be what any of them writes
+        # what a call reads must not be what any of them writes: nor what it writes itself, in another of its rows
+        reads = {var.storage for var in read_arguments(instr)} if own else set()
         if own and reads.isdisjoint(written) and reads.isdisjoint(written_later):
             plan.fused.append(instr)
         written_later.update(var.storage for var in instr.writes)
     plan.fused.reverse()
     plan.head = [instr for instr in plan.head if instr not in plan.fused]
-
-
-def _written_pairs(instr: Instr) -> list[tuple[str, Var, Var]] | None:
-    """What a functional fused optimizer op says it writes, (name, argument, result); None for any other op."""
-    packet = instr.op.overloadpacket
-    if (
-        not str(packet).startswith("aten._fused_")
-        or instr.op._schema.is_mutable
-        or instr.kwargs.get("grad_scale")
-    ):
-        return None
-    names = [result.name.removesuffix("_out") for result in instr.op._schema.returns]
-    arguments = {a.name: i for i, a in enumerate(instr.op._schema.arguments)}
-    return [
-        (name, source, result)
-        for name, results in zip(names, instr.out, strict=True)
-        for source, result in zip(vars_in(instr.args[arguments[name]]), vars_in(results), strict=True)
-    ]
-
-
-def in_place(op: Any) -> Any:
-    """The in-place twin of a functional fused optimizer op."""
-    name = op._schema.name.removeprefix("aten::") + "_"
-    return getattr(getattr(torch.ops.aten, name), op._overloadname)
 
 
 class AtenPlan:
