@@ -11,7 +11,7 @@ gather of them is the same everywhere but no more than a patchwork: only a reduc
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import product
 from typing import Any
 
@@ -89,7 +89,7 @@ def refuse_divergence(
     for target, new in program.updates:
         for slot in targets.get(target, (target,)):
             name, cut = program.slot_names[place[slot]], _cut(specs[place[slot]])
-            known, data = differs.get(new.storage, {}), own_data.get(new.storage, {})
+            known, data = differs(new), own_data(new)
             found = {axis: source for axis, source in known.items() if axis not in cut}
             if found:
                 rows.append(f"{name}  differs over {', '.join(found)}, by {next(iter(found.values()))}")
@@ -134,15 +134,21 @@ def _followed(
     others: Mapping[int, Sequence[str]],
     *,
     of_data: bool = False,
-) -> dict[int, Axes]:
-    """Over which axes the values in each storage may differ, at the end.
+) -> Callable[[Var], Axes]:
+    """Over which axes the values of a variable may differ, at the end.
 
     Args:
       of_data: Only by what is computed from inputs and not reduced since, shard by shard or whole.
     """
     axes = {axis.group: axis.name for axis in mesh.wide}
     everywhere = tuple(axes.values())
-    differs: dict[int, dict[str, str]] = {}
+    differs: dict[int, dict[str, str]] = {}  # by storage
+    views: dict[
+        Var, dict[str, str]
+    ] = {}  # a part that each rank picks for itself, of what is the same on all
+
+    def of(var: Var) -> dict[str, str]:
+        return differs.get(var.storage, {}) | views.get(var, {})
 
     def add(var: Var, found: Mapping[str, str]) -> None:
         known = differs.setdefault(var.storage, {})
@@ -161,16 +167,20 @@ def _followed(
     for number, instr in enumerate(program.instrs, len(program.constants)):
         found: dict[str, str] = {}
         for var in instr.inputs():
-            found = dict(differs.get(var.storage, {})) | found
+            found = of(var) | found
         if number in others:
             found = dict.fromkeys(others[number], f"a number of Python in {instr.op}") | found
         if instr.op is _ALL_REDUCE or instr.op is (REDUCE_SCATTER if of_data else GATHER):
             found.pop(axes[instr.args[-1]], None)
         elif instr.op is REDUCE_SCATTER:
             found.setdefault(axes[instr.args[-1]], "the rank's own part of a sum")
+        looked_at = {var.storage for var in instr.inputs()} - {var.storage for var in instr.writes}
         for var in (*instr.outputs(), *instr.writes):
-            add(var, found)
-    return {storage: dict(found) for storage, found in differs.items()}
+            if var.storage in looked_at:
+                views[var] = found
+            else:
+                add(var, found)
+    return of
 
 
 def _numbers(value: Any) -> Iterator[Any]:

@@ -52,6 +52,7 @@ def test_there_are_notebooks() -> None:
         "01_state_and_graph_step",
         "02_what_goes_wrong_without_it",
         "03_property_testing",
+        "04_optimizers_and_recipes",
         "05_sharded_state",
     ]
 

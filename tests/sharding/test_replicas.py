@@ -266,3 +266,31 @@ def test_running_statistics_of_a_slice_are_refused_and_their_mean_is_taken(devic
     first, second = on_ranks(2, with_batch_norm, True, device, device=device)
     assert same(first, second)
     assert first["1.running_mean"].any()
+
+
+def guarded(stages: list[int]) -> list[bool]:
+    """Whether a step that skips what is not finite is taken, and skipped by all where one rank overflows."""
+
+    def train_step(state: Any, x: Tensor) -> Any:
+        grads = fcg.grad(lambda p: (x @ p["w"] + p["v"]).square().mean())(state.params)
+        finite = fcg.optim.global_norm(grads).isfinite()
+        return fcg.cond(finite, lambda: state.apply_gradients(grads), lambda: state), {"finite": finite}
+
+    seen = []
+    for stage in stages:
+        mesh = sharding.mesh({"data": 2}, device="cpu", timeout=30.0)
+        # Leaves that two ranks divide: their parts are views of gradients that are the same on both.
+        state = fcg.TrainState.create(
+            params={"w": torch.ones(5, 4), "v": torch.ones(4)}, optimizer=fcg.optim.adam(0.1),
+            sharding=sharding.zero(mesh, stage=stage),  # type: ignore[arg-type]
+        )  # fmt: skip
+        step = fcg.graph_step(train_step, lowering="aten")
+        for largest in (1.0, float("inf") if dist.get_rank() else 1.0, 2.0):
+            state, metrics = step(state, torch.full((4, 5), largest))
+            seen.append(bool(metrics["finite"]))
+        assert int(state.step) == 2
+    return seen
+
+
+def test_a_norm_of_evenly_cut_gradients_is_the_same_on_all_ranks() -> None:
+    assert on_ranks(2, guarded, [1, 2, 3]) == [[True, False, True] * 3] * 2
