@@ -23,6 +23,7 @@ _ZEROS = frozenset(
     {torch.ops.aten.zeros_like.default, torch.ops.aten.zeros.default, torch.ops.aten.new_zeros.default}
 )
 _CLONE = torch.ops.aten.clone.default
+_LAZY = frozenset({torch.ops.aten._conj.default, torch.ops.aten._neg_view.default})
 _NOTHING = frozenset({torch.ops.aten.detach.default, torch.ops.aten.alias.default})
 
 
@@ -70,13 +71,17 @@ def _drop_copies(program: Program, renamed: dict[Var, Var]) -> None:
     """Drop copies that nobody writes and that do not leave the step, of tensors that nobody writes."""
     written = {var.storage for instr in program.instrs for var in instr.writes}
     left = {_final(renamed, var).storage for var in (*program.results, *program.new_state)}
+    # a copy of a conjugated view is what resolves it, for kernels that do not read such a view
+    unresolved = {
+        instr.out.storage for instr in program.instrs if instr.op in _LAZY and isinstance(instr.out, Var)
+    }
     original: dict[int, int] = {}
     kept = []
     for instr in program.instrs:
         _rename(instr, renamed)
         for var in instr.outputs():  # views of a copy that is gone
             var.storage = original.get(var.storage, var.storage)
-        if instr.op is _CLONE and _is_superfluous(instr.args[0], instr.out, written, left):
+        if instr.op is _CLONE and _is_superfluous(instr.args[0], instr.out, written, left, unresolved):
             original[instr.out.storage] = instr.args[0].storage
             renamed[instr.out] = instr.args[0]
         else:
@@ -84,12 +89,12 @@ def _drop_copies(program: Program, renamed: dict[Var, Var]) -> None:
     program.instrs = kept
 
 
-def _is_superfluous(source: Var, copy: Var, written: set[int], left: set[int]) -> bool:
+def _is_superfluous(source: Var, copy: Var, written: set[int], left: set[int], unresolved: set[int]) -> bool:
     """Whether nothing tells a copy from its source; offsets, since views of the copy become views of the source."""
     return (
         source.spec == copy.spec
         and source.offset == copy.offset
-        and source.storage not in written
+        and source.storage not in written | unresolved
         and copy.storage not in written | left
     )
 
