@@ -170,7 +170,7 @@ def test_a_slip_is_noticed(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "arguments", [["N21"], ["--gpu", "--jobs", "0"], ["--jobs", "2"], ["--gpu", "--general"]]
+    "arguments", [["N99"], ["--gpu", "--jobs", "0"], ["--jobs", "2"], ["--gpu", "--general"]]
 )
 def test_bad_arguments(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as stopped:
