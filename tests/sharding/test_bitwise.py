@@ -51,11 +51,13 @@ def laws(runs: Sequence[Run], device: str) -> list[Any]:
     return [(result["counts"], result["metrics"]) for result in results]
 
 
-def runs(axes: dict[str, int]) -> list[Run]:
+def runs(device: str) -> list[Run]:
+    """Each program at each stage; on the CPU, where calls take long, at the second stage only what is reduced there."""
     return [
-        Run(name, Setting(axes, stage, BF16 if name == "mlp in bf16" else {}))
+        Run(name, Setting(TWO, stage, BF16 if name == "mlp in bf16" else {}))
         for name in PROGRAMS
         for stage in (1, 2, 3)
+        if device == "cuda" or stage != 2 or name in ("mlp", "accumulation", "micro-batches")
     ]
 
 
@@ -75,7 +77,7 @@ def assert_agree(ranks: int, runs: Sequence[Run], device: str) -> None:
 
 @on_gloo_and_nccl
 def test_all_programs_at_all_stages(device: str) -> None:
-    assert_agree(2, runs(TWO), device)
+    assert_agree(2, runs(device), device)
 
 
 @on_gloo_and_nccl
