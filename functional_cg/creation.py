@@ -221,10 +221,10 @@ def _created(
         key=None if key is None else key.to(home), **others,
     )  # fmt: skip
     _refuse(given, None if init else params, home, gathers=sharding is not None)
+    planned = kind.planned(params)  # a tree that is no prefix is refused before ranks talk to each other
     if sharding is not None:
         together(sharding.mesh, "TrainState.create", _announced(given, params, sharding))
     given = pytree.map(lambda leaf: kind.agreed(as_tensor(leaf)), given)
-    planned = kind.planned(params)
     handle = _reserved(
         replace(
             given,

@@ -20,7 +20,7 @@ from .outline import Entry, branches_html, columns, count, listed, outline, tree
 from .replicas import apart, refuse_divergence, told_apart
 from .shards.boundary import mesh_of
 from .shards.mesh import Mesh
-from .shards.peers import lost
+from .shards.peers import among
 from .signature import Call
 from .stages.capture import Replay
 from .stages.certificate import Inspection
@@ -57,7 +57,7 @@ class Captured:
     constants: tuple[Tensor, ...]
     treedef: Treedef | None
     paths: list[KeyPath]
-    lowered: Lowered | None = None
+    lowered: Lowered
 
     @classmethod
     def of(
@@ -66,18 +66,21 @@ class Captured:
         replay: Replay,
         call: Call,
         constants: Sequence[Tensor],
-        name: str = "",
+        lowered: Lowered,
     ) -> Captured:
-        """A capture made for a call of ``name``; it keeps the call's memory, not its handles."""
+        """A capture made for a call; it keeps the call's memory, not its handles."""
         lease = call.states[0].lease if call.states else None
-        mesh = mesh_of([spec for state in call.states for spec in state.specs])
+        mesh = lowered.mesh
+        if mesh is not None and mesh.size > 1 and mesh.device.type == "cpu":
+            fast = _among(fast, mesh, lowered.name)
         return cls(
-            fast if mesh is None or mesh.size == 1 or mesh.device.type != "cpu" else _among(fast, mesh, name),
+            fast,
             replay,
             tuple(state.arena for state in call.states),
             tuple(constants),
             lease.treedef if lease else None,
             lease.paths if lease else [],
+            lowered,
         )
 
     @property
@@ -103,7 +106,6 @@ class Captured:
         peak_flops: float | None = None,
     ) -> CostAnalysis:
         """What a call costs, and how far it is from the floor; see :meth:`Lowered.cost_analysis`."""
-        assert self.lowered is not None, "captures come from `Lowered.capture`"
         return self.lowered.cost_analysis(seconds, bandwidth=bandwidth, peak_flops=peak_flops)
 
     def close(self) -> None:
@@ -122,13 +124,8 @@ def _among(fast: Callable[..., Any], mesh: Mesh, name: str) -> Callable[..., Any
 
     def call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         mesh.ranks.refuse_if_lost(name)
-        try:
+        with among(mesh, name):
             return fast(args, kwargs)
-        except RuntimeError as error:
-            found = lost(mesh, name, error)
-            if found is None:
-                raise
-            raise found from error
 
     return call
 
@@ -169,9 +166,7 @@ class Lowered:
     def capture(self) -> Captured:
         """Capture the plan on the memory of the state that it was lowered with."""
         assert self.capture_here is not None
-        captured = self.capture_here()
-        captured.lowered = captured.lowered or replace(self, capture_here=None)
-        return captured
+        return self.capture_here()
 
     @property
     def mesh(self) -> Mesh | None:

@@ -20,13 +20,12 @@ from torch import Tensor
 
 from .arena import BufferSpec
 from .errors import RankError
-from .shards.collectives import GATHER, REDUCE_SCATTER
+from .shards.collectives import ALL_REDUCE, GATHER, REDUCE_SCATTER
 from .shards.mesh import Mesh
 from .stages.program import Program, Var
 
 __all__ = ["apart", "refuse_divergence", "told_apart"]
 
-_ALL_REDUCE = torch.ops._c10d_functional.all_reduce.default
 _ODD = 6364136223846793005  # spreads the place of a byte over 64 bits
 
 Axes = Mapping[str, str]  # over which axes a value may differ, and the source that this comes from
@@ -143,9 +142,8 @@ def _followed(
     axes = {axis.group: axis.name for axis in mesh.wide}
     everywhere = tuple(axes.values())
     differs: dict[int, dict[str, str]] = {}  # by storage
-    views: dict[
-        Var, dict[str, str]
-    ] = {}  # a part that each rank picks for itself, of what is the same on all
+    # Parts that each rank picks for itself, of what is the same on all.
+    views: dict[Var, dict[str, str]] = {}
 
     def of(var: Var) -> dict[str, str]:
         return differs.get(var.storage, {}) | views.get(var, {})
@@ -170,7 +168,7 @@ def _followed(
             found = of(var) | found
         if number in others:
             found = dict.fromkeys(others[number], f"a number of Python in {instr.op}") | found
-        if instr.op is _ALL_REDUCE or instr.op is (REDUCE_SCATTER if of_data else GATHER):
+        if instr.op is ALL_REDUCE or instr.op is (REDUCE_SCATTER if of_data else GATHER):
             found.pop(axes[instr.args[-1]], None)
         elif instr.op is REDUCE_SCATTER:
             found.setdefault(axes[instr.args[-1]], "the rank's own part of a sum")

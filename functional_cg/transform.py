@@ -363,7 +363,7 @@ class Transform:
             stats=self.stats,
             lock=self._lock,
         )
-        return Captured.of(fast, replay, call, constants, self._name)
+        return Captured.of(fast, replay, call, constants, lowered)
 
     def _unchanged(self, lowered: Lowered) -> Callable[[], bool]:
         values, constants = lowered.watch.unchanged, self._constants.unchanged

@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
-from functional_cg.shards.reader import gathered
-from functional_cg.shards.reader import whole as read
+from functional_cg.shards.reader import all_of
 from functional_cg.shards.tensor import Sharded
 
 
 def whole(leaf: Tensor) -> Tensor:
     """All of a leaf, in its own dtype: gathered over the ranks where they hold shards."""
-    if not isinstance(leaf, Sharded):
-        return leaf
-    with torch.no_grad():
-        return read(gathered([Sharded(leaf.local, leaf.placement.without_reading())])[0])
+    return all_of(leaf) if isinstance(leaf, Sharded) else leaf
 
 
 def placed_like(value: Tensor, leaf: Tensor) -> Tensor:

@@ -19,7 +19,7 @@ from ..leaf import as_tensor, owned
 from ..shards.collectives import all_reduce
 from ..shards.mesh import Mesh
 from ..shards.peers import among, together
-from ..shards.reader import gathered, whole
+from ..shards.reader import all_of, gathered, whole
 from ..shards.tensor import Sharded
 from ..surroundings import current_mesh, inside_a_step
 from ..tree import path_string
@@ -134,17 +134,10 @@ def state_dict(state: Any) -> Mapping[str, Tensor]:
     out: dict[str, Tensor] = {}
     with _all_ranks("sharding.state_dict", "make a state dict", flat):
         for name, leaf in zip(names_of(treedef), flat, strict=True):
-            full = _once(leaf) if isinstance(leaf, Sharded) else owned(as_tensor(leaf))
+            full = all_of(leaf) if isinstance(leaf, Sharded) else owned(as_tensor(leaf))
             if mesh is None or mesh.rank == 0:
                 out[name] = full.detach().to("cpu", copy=True)
     return out
-
-
-def _once(leaf: Sharded) -> Tensor:
-    """A leaf gathered by itself, in its own dtype."""
-    bare = Sharded(leaf.local, leaf.placement.without_reading())
-    with torch.no_grad():
-        return whole(gathered([bare])[0])
 
 
 class _AllReduce(torch.autograd.Function):

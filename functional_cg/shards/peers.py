@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from ..errors import FunctionalCGError, RankError
 from .mesh import Mesh
 
-__all__ = ["among", "lost", "together"]
+__all__ = ["among", "together"]
 
 # What c10d calls connections that broke.
 _CONNECTION = ("gloo", "pair closure", "TCPStore", "Connection reset", "Connection closed", "Broken pipe")
@@ -35,13 +35,13 @@ def among(mesh: Mesh | None, function: str) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        found = lost(mesh, function, error)
+        found = _lost(mesh, function, error)
         if found is None:
             raise
         raise found from error
 
 
-def lost(mesh: Mesh | None, function: str, error: RuntimeError) -> RankError | None:
+def _lost(mesh: Mesh | None, function: str, error: RuntimeError) -> RankError | None:
     """Our error for what c10d says of a broken connection; None for any other error."""
     if mesh is None or mesh.ranks is None or isinstance(error, FunctionalCGError):
         return None

@@ -25,7 +25,7 @@ from .collectives import all_gather, all_reduce, reduce_scatter
 from .placement import Placement, Reading
 from .tensor import Sharded
 
-__all__ = ["Reader", "gathered", "like_leaf", "readers", "variable_of", "whole"]
+__all__ = ["Reader", "all_of", "gathered", "like_leaf", "readers", "variable_of", "whole"]
 
 _AT_ONCE = 2  # gathered leaves that stay: ops in turn read a weight, a bias, and the weight again
 _QUESTIONS = frozenset(
@@ -285,6 +285,12 @@ def gathered(leaves: Sequence[Tensor]) -> list[Tensor]:
     """Readers of leaves outside of a loss, without gradients."""
     held = [leaf.local if isinstance(leaf, Sharded) else leaf for leaf in leaves]
     return _handed(leaves, held, _Read())
+
+
+def all_of(leaf: Sharded) -> Tensor:
+    """All of one leaf, gathered by itself at once, in its own dtype and without gradients."""
+    with torch.no_grad():
+        return whole(gathered([Sharded(leaf.local, leaf.placement.without_reading())])[0])
 
 
 def _handed(leaves: Sequence[Tensor], variables: Sequence[Tensor], read: _Read) -> list[Tensor]:
