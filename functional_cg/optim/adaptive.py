@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from functional_cg import tree
+from functional_cg.optim.arithmetic import averaged, squared
 from functional_cg.optim.base import (
     GradientTransformation,
     Params,
@@ -24,17 +25,6 @@ from functional_cg.optim.base import (
     zero_count,
 )
 from functional_cg.optim.transforms import ScaleByAdamState, bias_corrected, check_adam
-
-
-def averaged(decay: Scalar, old: Updates, new: Updates) -> Updates:
-    """The running average ``decay * old + (1 - decay) * new`` of every leaf."""
-    keep, rest = shared(decay), shared(1 - decay)
-    return tree.map(lambda a, b: keep(a) * a + rest(a) * b, old, new)
-
-
-def squared(updates: Updates) -> Updates:
-    """The square of every element."""
-    return tree.map(torch.square, updates)
 
 
 @dataclass(frozen=True)
@@ -244,13 +234,9 @@ class scale_by_radam(_Moments):
 
         def scaled(m: Tensor, v: Tensor) -> Tensor:
             factor = root(v) / (v.sqrt() + eps(v))
-            return m * correct(m) * torch.where(_beside(known, v), factor, torch.ones_like(v))
+            return m * correct(m) * torch.where(known.to(v.device), factor, torch.ones_like(v))
 
         return tree.map(scaled, mu, nu), ScaleByAdamState(state.count + 1, mu, nu)
-
-
-def _beside(flag: Tensor, leaf: Tensor) -> Tensor:
-    return flag.to(leaf.device)
 
 
 @dataclass(frozen=True)

@@ -264,6 +264,12 @@ def in_range(name: str, value: object, *, low: float = 0.0, below: float = float
         raise ValueError(f"{name} must be {bound}, got {value!r}")
 
 
+def positive(name: str, value: object, *, below: float = float("inf")) -> None:
+    """Refuse what :func:`in_range` refuses, and a number that is 0."""
+    in_range(name, value, below=below)
+    require(not isinstance(value, (int, float)) or value, f"{name} is 0")
+
+
 def rate_at(learning_rate: ScalarOrSchedule, count: Tensor) -> float | Tensor:
     """The learning rate of this step: a Python number as it is, all else as f32[] on the device of ``count``.
 

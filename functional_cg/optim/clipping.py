@@ -10,7 +10,7 @@ from torch import Tensor
 
 from functional_cg import tree
 from functional_cg.optim import _fused
-from functional_cg.optim.base import OptState, Params, Scalar, Stateless, Updates, in_range, require
+from functional_cg.optim.base import OptState, Params, Scalar, Stateless, Updates, positive
 
 
 def global_norm(updates: Updates) -> Tensor:
@@ -62,10 +62,7 @@ class clip_by_global_norm(Stateless):
     max_norm: Scalar
 
     def __post_init__(self) -> None:
-        in_range("clip_by_global_norm: max_norm", self.max_norm)
-        require(
-            not isinstance(self.max_norm, (int, float)) or self.max_norm, "clip_by_global_norm: max_norm is 0"
-        )
+        positive("clip_by_global_norm: max_norm", self.max_norm)
 
     def update(
         self, updates: Updates, state: OptState, params: Params | None = None

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 
 from functional_cg import tree
-from functional_cg.optim.adaptive import averaged, squared
+from functional_cg.optim.arithmetic import averaged, squared
 from functional_cg.optim.base import (
     GradientTransformation,
     Params,

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from functional_cg import tree
-from functional_cg.optim.adaptive import averaged
+from functional_cg.optim.arithmetic import averaged, norm, where_selected
 from functional_cg.optim.base import (
     GradientTransformation,
     Optimizer,
@@ -26,14 +26,13 @@ from functional_cg.optim.base import (
     full_like_tree,
     in_range,
     need_params,
+    positive,
     rate_at,
     require,
-    resolve_flags,
     shared,
     zero_count,
 )
 from functional_cg.optim.combine import chain
-from functional_cg.optim.layerwise import norm
 from functional_cg.optim.transforms import (
     Mask,
     descend,
@@ -163,8 +162,7 @@ class clip_by_rms(Stateless):
     threshold: Scalar
 
     def __post_init__(self) -> None:
-        in_range("clip_by_rms: threshold", self.threshold)
-        require(not isinstance(self.threshold, (int, float)) or self.threshold, "clip_by_rms: threshold is 0")
+        positive("clip_by_rms: threshold", self.threshold)
 
     @property
     def acts_per_leaf(self) -> bool:
@@ -284,7 +282,6 @@ class adafactor(Optimizer):
         rate = rate_at(self.learning_rate, state.count)
         bound = (state.count + 1).to(torch.float64).rsqrt()
         updates, (state, *_) = chain(*self.parts).update(updates, (state, (), ()), params)
-        flat, treedef = tree.flatten(descend(updates, bound.clamp(max=rate)))
         decay = shared(rate * self.weight_decay)
-        rows = zip(flat, tree.leaves(params), resolve_flags(self.mask, params), strict=True)
-        return tree.unflatten(treedef, [u - decay(p) * p if on else u for u, p, on in rows]), state
+        moved = descend(updates, bound.clamp(max=rate))
+        return where_selected(self.mask, lambda u, p: u - decay(p) * p, moved, params), state

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from functional_cg import tree
 from functional_cg.optim import base
+from functional_cg.optim.arithmetic import norm
 from functional_cg.optim.base import (
     OptState,
     Params,
@@ -18,17 +19,11 @@ from functional_cg.optim.base import (
     Updates,
     in_range,
     need_params,
-    require,
+    positive,
     resolve_flags,
     shared,
 )
-from functional_cg.optim.layerwise import norm
 from functional_cg.optim.whole import placed_like, whole
-
-
-def _positive(name: str, value: Scalar) -> None:
-    in_range(name, value)
-    require(not isinstance(value, (int, float)) or value, f"{name} is 0")
 
 
 @dataclass(frozen=True)
@@ -51,7 +46,7 @@ class clip_by_value(Stateless):
     max_delta: Scalar
 
     def __post_init__(self) -> None:
-        _positive("clip_by_value: max_delta", self.max_delta)
+        positive("clip_by_value: max_delta", self.max_delta)
 
     def update(
         self, updates: Updates, state: OptState, params: Params | None = None
@@ -80,7 +75,7 @@ class clip_by_norm(Stateless):
     max_norm: Scalar
 
     def __post_init__(self) -> None:
-        _positive("clip_by_norm: max_norm", self.max_norm)
+        positive("clip_by_norm: max_norm", self.max_norm)
 
     @property
     def acts_per_leaf(self) -> bool:
@@ -136,7 +131,7 @@ class adaptive_clip(Stateless):
     eps: Scalar = 1e-3
 
     def __post_init__(self) -> None:
-        _positive("adaptive_clip: clipping", self.clipping)
+        positive("adaptive_clip: clipping", self.clipping)
         in_range("adaptive_clip: eps", self.eps)
 
     @property

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from functional_cg import tree
+from functional_cg.optim.arithmetic import norm, where_selected
 from functional_cg.optim.base import (
     GradientTransformation,
     OptState,
@@ -24,18 +25,11 @@ from functional_cg.optim.base import (
     full_like_tree,
     in_range,
     need_params,
-    resolve_flags,
     shared,
     zero_count,
 )
 from functional_cg.optim.combine import Composed
 from functional_cg.optim.transforms import Mask, add_decayed_weights, scale_by_learning_rate, trace
-
-
-def norm(leaf: Tensor) -> Tensor:
-    """The L2 norm of a leaf, f32[] or f64[]."""
-    out: Tensor = torch.linalg.vector_norm(leaf, dtype=torch.promote_types(leaf.dtype, torch.float32))
-    return out
 
 
 @dataclass(frozen=True)
@@ -90,9 +84,7 @@ class scale_by_lars(Stateless):
             decayed = torch.where(still, u, u + decay(u) * p)
             return decayed * torch.where(still, torch.ones_like(ratio), ratio).to(u.dtype)
 
-        flat, treedef = tree.flatten(updates)
-        rows = zip(flat, tree.leaves(params), resolve_flags(self.mask, params), strict=True)
-        return tree.unflatten(treedef, [scaled(u, p) if on else u for u, p, on in rows]), state
+        return where_selected(self.mask, scaled, updates, params), state
 
 
 @dataclass(frozen=True)

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from functional_cg import tree
 from functional_cg.errors import LayoutError
-from functional_cg.optim.adaptive import averaged
 from functional_cg.optim.aliases import adamw
+from functional_cg.optim.arithmetic import averaged
 from functional_cg.optim.base import (
     GradientTransformation,
     Optimizer,

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from functional_cg import tree
+from functional_cg.optim.arithmetic import averaged, squared, where_selected
 from functional_cg.optim.base import (
     EmptyState,
     GradientTransformation,
@@ -28,7 +29,6 @@ from functional_cg.optim.base import (
     in_range,
     need_params,
     rate_at,
-    resolve_flags,
     shared,
     zero_count,
 )
@@ -239,12 +239,12 @@ class scale_by_adam(GradientTransformation):
     def update(
         self, updates: Updates, state: ScaleByAdamState, params: Params | None = None
     ) -> tuple[Updates, ScaleByAdamState]:
-        b1, b2, rest1, rest2, eps = map(shared, (self.b1, self.b2, 1 - self.b1, 1 - self.b2, self.eps))
-        mu = tree.map(lambda m, u: b1(m) * m + rest1(m) * u, state.mu, updates)
-        nu = tree.map(lambda v, u: b2(v) * v + rest2(v) * (u * u), state.nu, updates)
+        mu = averaged(self.b1, state.mu, updates)
+        nu = averaged(self.b2, state.nu, squared(updates))
         new = ScaleByAdamState(state.count + 1, mu, nu)
         if self.bias_correction:
             return bias_corrected(new, self.b1, self.b2, self.eps), new
+        eps = shared(self.eps)
         return tree.map(lambda m, v: m / (v.sqrt() + eps(v)), mu, nu), new
 
 
@@ -281,13 +281,13 @@ class scale_by_yogi(GradientTransformation):
     def update(
         self, updates: Updates, state: ScaleByAdamState, params: Params | None = None
     ) -> tuple[Updates, ScaleByAdamState]:
-        b1, rest1, rest2 = map(shared, (self.b1, 1 - self.b1, 1 - self.b2))
+        rest = shared(1 - self.b2)
 
         def second(v: Tensor, u: Tensor) -> Tensor:
             square = u * u
-            return v - rest2(v) * torch.sign(v - square) * square
+            return v - rest(v) * torch.sign(v - square) * square
 
-        mu = tree.map(lambda m, u: b1(m) * m + rest1(m) * u, state.mu, updates)
+        mu = averaged(self.b1, state.mu, updates)
         new = ScaleByAdamState(state.count + 1, mu, tree.map(second, state.nu, updates))
         return bias_corrected(new, self.b1, self.b2, self.eps), new
 
@@ -376,7 +376,5 @@ class add_decayed_weights(Stateless):
         self, updates: Updates, state: OptState, params: Params | None = None
     ) -> tuple[Updates, OptState]:
         params = need_params("add_decayed_weights", params)
-        flat, treedef = tree.flatten(updates)
         rate = shared(self.weight_decay)
-        rows = zip(flat, tree.leaves(params), resolve_flags(self.mask, params), strict=True)
-        return tree.unflatten(treedef, [u + rate(p) * p if on else u for u, p, on in rows]), state
+        return where_selected(self.mask, lambda u, p: u + rate(p) * p, updates, params), state

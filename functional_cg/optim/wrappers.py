@@ -21,6 +21,7 @@ from functional_cg.optim.base import (
     Updates,
     in_range,
     need_params,
+    positive,
     rate_at,
     require,
     shared,
@@ -176,8 +177,7 @@ class schedule_free(Optimizer):
 
     def __post_init__(self) -> None:
         in_range("schedule_free: learning_rate", self.learning_rate)
-        in_range("schedule_free: b1", self.b1, below=1.0)
-        require(not isinstance(self.b1, (int, float)) or self.b1, "schedule_free: b1 is 0")
+        positive("schedule_free: b1", self.b1, below=1.0)
         in_range("schedule_free: weight_lr_power", self.weight_lr_power)
         require(
             self.inner.applies_learning_rate,
