@@ -24,10 +24,11 @@ SHARDED = (
         "a checkpoint of one rank's shards only",
         (
             (
-                "        return whole(gathered([bare])[0])\n",
+                "            full = all_of(leaf) if isinstance(leaf, Sharded) else owned(as_tensor(leaf))\n",
                 (
-                    "        own, where = owned(bare.local), bare.placement\n"
-                    "        return where.unpad(own.repeat(where.mesh.shards.size)) if where.sharded else own\n"
+                    "            full = owned(leaf.local if isinstance(leaf, Sharded) else as_tensor(leaf))\n"
+                    "            if isinstance(leaf, Sharded) and leaf.placement.sharded:\n"
+                    "                full = leaf.placement.unpad(full.repeat(leaf.placement.mesh.shards.size))\n"
                 ),
             ),
         ),
