@@ -477,7 +477,7 @@ NEW = (
     "scale_by_amsgrad scale_by_adamax scale_by_nadam scale_by_radam scale_by_belief amsgrad adamax nadam radam "
     "adabelief scale_by_rms rmsprop scale_by_adadelta adadelta scale_by_lion lion scale_by_lars lars "
     "scale_by_novograd novograd scale_by_factored_rms adafactor clip_by_rms scale_by_param_rms scale_by_muon muon "
-    "clip_by_value clip_by_norm adaptive_clip centralize freeze lookahead schedule_free"
+    "clip_by_value clip_by_norm adaptive_clip centralize add_noise freeze lookahead schedule_free"
 ).split()
 
 
@@ -503,6 +503,7 @@ ARGUMENTS: dict[str, dict[str, Any]] = {
     **{name: {"inner": optim.sgd(0.1)} for name in ("lookahead", "schedule_free")},
     "scale_by_lars": {"weight_decay": 0.1}, "clip_by_rms": {"threshold": 1.0}, "clip_by_value": {"max_delta": 1.0},
     "clip_by_norm": {"max_norm": 1.0}, "adaptive_clip": {"clipping": 0.1}, "freeze": {"mask": True},
+    "add_noise": {"eta": 1.0, "gamma": 0.55, "key": 0},
 }  # fmt: skip
 
 
@@ -528,6 +529,7 @@ def test_flatten_refuses_what_acts_leaf_by_leaf() -> None:
     for tx in (
         optim.lars(0.1, weight_decay=0.1), optim.novograd(0.1), optim.adafactor(0.1), optim.muon(0.1, weight_decay=0.1),
         optim.clip_by_norm(1.0), optim.adaptive_clip(0.1), optim.centralize(),
+        optim.add_noise(1.0, 0.5, key=0),
     ):  # fmt: skip
         with pytest.raises(ValueError, match="takes a norm per leaf"):
             optim.flatten(tx)

@@ -50,6 +50,7 @@ from functional_cg.optim.layerwise import (
     scale_by_novograd,
 )
 from functional_cg.optim.matrix import muon, scale_by_muon
+from functional_cg.optim.noise import AddNoiseState, add_noise
 from functional_cg.optim.proof import from_torch
 from functional_cg.optim.schedules import (
     Schedule,
@@ -82,6 +83,7 @@ from functional_cg.optim.wrappers import LookaheadState, ScheduleFreeState, look
 __all__ = [
     "AdagradState",
     "AdaptedState",
+    "AddNoiseState",
     "EmptyState",
     "GradientTransformation",
     "InjectHyperparamsState",
@@ -111,6 +113,7 @@ __all__ = [
     "adamw",
     "adaptive_clip",
     "add_decayed_weights",
+    "add_noise",
     "amsgrad",
     "apply_updates",
     "centralize",

@@ -88,7 +88,7 @@ class GradientTransformation(ABC):
 
     @property
     def acts_per_leaf(self) -> bool:
-        """Whether the borders between leaves matter, as they do for a norm per leaf."""
+        """Whether the borders between leaves matter, as they do for a norm or a draw per leaf."""
         return any(part.acts_per_leaf for part in self.parts)
 
     @staticmethod

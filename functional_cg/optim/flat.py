@@ -48,7 +48,7 @@ class flatten(GradientTransformation):
     def __post_init__(self) -> None:
         require(
             not self.inner.acts_per_leaf,
-            f"flatten: {self.inner!r} takes a norm per leaf; on one vector it would be another optimizer",
+            f"flatten: {self.inner!r} takes a norm per leaf, or a draw; on one vector it would be another optimizer",
         )
 
     @property

@@ -47,6 +47,7 @@ OPTIMIZERS: Mapping[str, Callable[[], Any]] = MappingProxyType(
         "lookahead": lambda: optim.lookahead(optim.radam(0.05, b2=0.9), sync_period=3),
         "schedule-free": lambda: optim.schedule_free(optim.sgd(0.05)),
         "sharpness-aware": lambda: optim.sgd(0.05),
+        "noise": lambda: optim.chain(optim.add_noise(0.5, 0.55, key=3), optim.sgd(0.05)),
         PLANTED: lambda: optim.chain(
             optim.GradientTransformation.from_functions(no_state, of_this_rank), optim.sgd(0.05)
         ),
