@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from . import nn, optim, random, sharding, tree
+from . import nn, optim, precision, random, sharding, tree
 from .autodiff import grad, microbatches, value_and_grad
 from .checkpoint import load, load_state_dict, save, state_dict
 from .control import cond, scan
@@ -30,6 +30,7 @@ from .precision import LossScale
 from .prefetch import prefetch
 from .remat import remat
 from .state import fork, place, snapshot
+from .taps import tap
 from .train_state import TrainState
 
 __version__ = "0.1.0"
@@ -68,6 +69,7 @@ __all__ = [
     "nn",
     "optim",
     "place",
+    "precision",
     "prefetch",
     "random",
     "remat",
@@ -76,6 +78,7 @@ __all__ = [
     "sharding",
     "snapshot",
     "state_dict",
+    "tap",
     "tree",
     "value_and_grad",
 ]

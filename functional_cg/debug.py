@@ -48,12 +48,20 @@ torch.library.register_vmap("fcg::debug_print", _show_each, lib=_library)
 
 
 class Silence(TorchFunctionMode):
-    """Under this mode nothing is printed."""
+    """Under this mode nothing is printed, and nothing tapped.
+
+    Args:
+      on: Whether it is so; a mode that does nothing is still one, and some modules of torch ask whether there is one.
+    """
+
+    def __init__(self, *, on: bool = True) -> None:
+        super().__init__()
+        self._unsaid = (torch.ops.fcg.debug_print.default, torch.ops.fcg.tap.default) if on else ()
 
     def __torch_function__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        return None if func is torch.ops.fcg.debug_print.default else func(*args, **(kwargs or {}))
+        return None if func in self._unsaid else func(*args, **(kwargs or {}))
 
 
 def debug_print(text: str, /, *args: Any, **kwargs: Any) -> None:

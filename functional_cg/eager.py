@@ -6,6 +6,7 @@ replay of the aten lowering is bitwise equal to this.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -20,13 +21,13 @@ from .shards.peers import among, together
 from .signature import Call
 from .stages.inspect import refuse_new_state
 from .state import Handle
-from .surroundings import canonical
+from .surroundings import Listening, canonical
 
 __all__ = ["copies", "evaluate", "run_eager"]
 
 
 @torch.inference_mode(False)  # results are ordinary tensors
-def run_eager(fn: Callable[..., Any], call: Call, name: str, *, donates: bool) -> Any:
+def run_eager(fn: Callable[..., Any], call: Call, name: str, *, donates: bool, listening: Listening) -> Any:
     """Run ``fn`` on private copies; a donating call commits the new state and returns its handle.
 
     Raises:
@@ -37,9 +38,8 @@ def run_eager(fn: Callable[..., Any], call: Call, name: str, *, donates: bool) -
     lines = [f"run `{name}` eagerly", *(f"{leaf}  {str(spec).partition('@')[0]}" for leaf, spec in named)]
     together(mesh, name, "\n".join(lines))
     with among(mesh, name):
-        result = evaluate(
-            fn, call, [copies(s.arena, s.start, s.stop) for s in call.states], call.live, donates=donates
-        )
+        slots = [copies(s.arena, s.start, s.stop) for s in call.states]
+        result = evaluate(fn, call, slots, call.live, donates=donates, listening=listening)
     if not donates:
         return pytree.map(_own, result)
     new, metrics = _checked(result, call, name)
@@ -58,9 +58,10 @@ def evaluate(
     live: Sequence[Tensor],
     *,
     donates: bool,
+    listening: Listening = contextlib.nullcontext,
 ) -> Any:
     """What ``fn`` returns for leaves of the states in place of their slots, and leaves of the inputs."""
-    with canonical(mesh_of([spec for s in call.states for spec in s.specs])):
+    with canonical(mesh_of([spec for s in call.states for spec in s.specs]), listening):
         trees = [
             pytree.unflatten(s.handle._node, entered(s.specs, leaves))
             for s, leaves in zip(call.states, slots, strict=True)
@@ -68,8 +69,7 @@ def evaluate(
         inputs = [
             _private(t, spec.stride, call.device) for t, spec in zip(live, call.layout.specs, strict=True)
         ]
-        args, kwargs = call.assemble(trees, inputs)
-        result = fn(*args, **kwargs)
+        result = call.apply(fn, trees, inputs)
         first = call.states[0] if donates else None
         return shown(result) if first is None else left(first.specs, first.handle._node, result)
 

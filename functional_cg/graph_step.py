@@ -94,6 +94,7 @@ def graph_step(
     static_argnames: Sequence[str] = (),
     constants: Any = (),
     max_captures: int = 1,
+    steps_per_call: int = 1,
     lowering: Lowering = "auto",
     backend: BackendChoice = "auto",
     debug: Debug | None = None,
@@ -105,6 +106,7 @@ def graph_step(
     static_argnames: Sequence[str] = (),
     constants: Any = (),
     max_captures: int = 1,
+    steps_per_call: int = 1,
     lowering: Lowering = "auto",
     backend: BackendChoice = "auto",
     debug: Debug | None = None,
@@ -122,6 +124,8 @@ def graph_step(fn: Any = None, /, **options: Any) -> Any:
       constants: Tensors, or trees of them, that ``fn`` closes over: copied at lowering, read-only.
       max_captures: Input layouts per combination of static arguments; one more is a ``LayoutError``. Each arena, such
         as a fork, has a capture of its own, which this does not count.
+      steps_per_call: Number K of steps that a call takes, all in one graph: inputs [K, ...], metrics [K, ...]. For
+        steps that are shorter than the launch of a graph. ``fn`` stays a function of one step.
       lowering: ``"aten"`` starts in seconds; ``"inductor"`` compiles; ``"auto"`` is inductor on CUDA and aten on
         CPU; or a callable with the signature of a ``torch.compile`` backend.
       backend: ``"auto"`` (where the state lives), ``"eager"`` (runs the Python each time), or a Backend object. The

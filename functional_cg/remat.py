@@ -10,6 +10,7 @@ from torch._ops import OpOverload
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from . import tree as pytree
+from .debug import Silence
 
 __all__ = ["remat"]
 
@@ -56,7 +57,8 @@ def remat(fn: Callable[P, T], *, policy: Policy | None = None) -> Callable[P, T]
 
         def on_leaves(*leaves: Any) -> tuple[Any, ...]:
             args, kwargs = pytree.unflatten(treedef, leaves)
-            out, out_def = pytree.flatten(fn(*args, **kwargs))
+            with Silence(on=bool(results)):  # what the first run has printed and tapped
+                out, out_def = pytree.flatten(fn(*args, **kwargs))
             results.append(out_def)
             return tuple(out)
 

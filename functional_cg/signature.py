@@ -12,6 +12,7 @@ from torch import Tensor
 
 from . import tree as pytree
 from .arena import Arena, BufferSpec
+from .control import scan
 from .errors import AliasError, LayoutError
 from .inputs import InputLayout, as_input, input_layout
 from .shards.boundary import refuse_meshes
@@ -62,6 +63,7 @@ class Call:
       layout: Layout of the inputs.
       live: Input leaves as tensors.
       device: Where the step runs.
+      steps: How many steps the call is: inputs are stacked, and so are the metrics.
     """
 
     states: tuple[StateArgument, ...]
@@ -70,6 +72,7 @@ class Call:
     layout: InputLayout
     live: list[Tensor]
     device: torch.device
+    steps: int = 1
 
     def laid_out(self, layout: InputLayout) -> Call:
         """The same call, with its inputs in the strides of another layout that they fit."""
@@ -117,6 +120,16 @@ class Call:
             args.insert(state.position, tree)
         return tuple(args), {**named, **self.statics}
 
+    def apply(self, fn: Callable[..., Any], trees: Sequence[Any], live: Sequence[Tensor]) -> Any:
+        """What ``fn`` returns, called for each step on the state that the one before has returned."""
+
+        def one(state: Any, inputs: Sequence[Tensor]) -> Any:
+            args, kwargs = self.assemble([state, *trees[1:]] if trees else (), inputs)
+            return fn(*args, **kwargs)
+
+        first = trees[0] if trees else None
+        return one(first, live) if self.steps == 1 else scan(one, first, list(live), self.steps)
+
 
 class Signature:
     """How calls of one function are taken apart.
@@ -125,11 +138,14 @@ class Signature:
       fn: The user's function.
       static_argnames: Names of arguments that are Python constants of a capture.
       donates: Whether the first argument is a state that the call takes over.
+      steps: How many steps a call is.
     """
 
-    def __init__(self, fn: Callable[..., Any], static_argnames: Sequence[str], *, donates: bool) -> None:
+    def __init__(
+        self, fn: Callable[..., Any], static_argnames: Sequence[str], *, donates: bool, steps: int = 1
+    ) -> None:
         self.name = getattr(fn, "__name__", type(fn).__name__)
-        self.donates = donates
+        self.donates, self._steps = donates, steps
         self._static = (static_argnames,) if isinstance(static_argnames, str) else tuple(static_argnames)
         try:
             parameters = list(inspect.signature(fn).parameters.values())
@@ -206,7 +222,7 @@ class Signature:
 
         Raises:
           DonatedStateError: If a handle was donated.
-          LayoutError: If an input cannot be copied in.
+          LayoutError: If an input cannot be copied in, or has no first dimension for the steps of a call.
         """
         states: list[StateArgument] = []
         copied: list[Any] = []
@@ -231,7 +247,25 @@ class Signature:
         inputs = (tuple(copied), kwargs)
         device = states[0].arena.device if states else _first_device(inputs)
         layout, live = input_layout(roots, inputs, device, self.name)
-        return Call(tuple(states), inputs, statics, layout, live, device)
+        if self._steps > 1:
+            self._refuse_unstacked(layout)
+        return Call(tuple(states), inputs, statics, layout, live, device, self._steps)
+
+    def _refuse_unstacked(self, layout: InputLayout) -> None:
+        rows = [
+            f"{name}  expected [{self._steps}, ...]   got {spec}"
+            for name, spec in zip(layout.live_names, layout.specs, strict=True)
+            if spec.shape[:1] != (self._steps,)
+        ]
+        if rows:
+            raise LayoutError.of(
+                self.name,
+                f"takes {self._steps} steps per call, and so inputs of as many; the state is unchanged.",
+                rows=rows,
+                why="Each step takes one element along the first dimension.",
+                fix=f"stack the inputs of {self._steps} steps; what is the same in all goes into the state, or is a "
+                "static argument.",
+            )
 
     def _shares_memory(self, value: Handle, states: Sequence[StateArgument]) -> bool:
         """A second handle of the donated arena is copied in: the step writes there."""

@@ -8,7 +8,7 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Self, cast
 
@@ -22,7 +22,7 @@ from .explain import explain, explain_html, warnings_of
 from .interrupts import held_back
 from .lowered import Captured, Lowered
 from .matcher import layout_matcher
-from .options import BackendChoice, Debug, Lowering, refuse_options
+from .options import BackendChoice, Options
 from .shards.boundary import reading_of
 from .signature import Call, Signature
 from .stages.capture import Backend, backend_for, scratch
@@ -39,6 +39,7 @@ from .stages.watch import refuse_ambient_autocast, watch
 from .staging import Staging
 from .state import Handle, fill, place, placeable
 from .surroundings import inside_a_step, refuse_anomaly_mode, refuse_foreign_modes
+from .taps import Taps
 from .verify import Shadow
 
 __all__ = ["Transform"]
@@ -54,32 +55,19 @@ class Transform:
     _kind: str
     __wrapped__: Callable[..., Any]
 
-    def __init__(
-        self,
-        fn: Callable[..., Any],
-        *,
-        static_argnames: Sequence[str] = (),
-        constants: Any = (),
-        max_captures: int = 1,
-        lowering: Lowering = "auto",
-        backend: BackendChoice = "auto",
-        debug: Debug | None = None,
-        verify_calls: int = 16,
-        **unknown: Any,
-    ) -> None:
-        refuse_options(self._kind, unknown, fn, max_captures, lowering, backend, debug, verify_calls)
+    def __init__(self, fn: Callable[..., Any], **given: Any) -> None:
+        self._given, options = given, Options.of(self._kind, fn, given)
+        self._options = options
         functools.update_wrapper(cast("Callable[..., Any]", self), fn)
         self._fn = fn
-        self._options: dict[str, Any] = {
-            "static_argnames": static_argnames, "constants": constants, "max_captures": max_captures,
-            "lowering": lowering, "backend": backend, "debug": debug, "verify_calls": verify_calls,
-        }  # fmt: skip
-        self._signature = Signature(fn, static_argnames, donates=self._donates)
+        self._signature = Signature(
+            fn, options.static_argnames, donates=self._donates, steps=options.steps_per_call
+        )
         self._name = self._signature.name
-        self._constants = Constants(self._name, constants)
-        self._backend: Backend | None = None if isinstance(backend, str) else backend
+        self._constants = Constants(self._name, options.constants)
+        self._backend: Backend | None = None if isinstance(options.backend, str) else options.backend
         self._shadow = Shadow(fn, self._name, donates=self._donates)
-        self._to_verify = verify_calls if debug is not None and "verify" in debug else 0
+        self._to_verify = options.verify_calls if "verify" in str(options.debug) else 0
         self._lowered: dict[tuple[Any, ...], list[Lowered]] = {}
         self._captured: dict[tuple[int, Any], Captured] = {}
         self._fast: Callable[[tuple[Any, ...], dict[str, Any]], Any] | None = None
@@ -89,6 +77,7 @@ class Transform:
         self._lock = threading.RLock()
         self._attribute = self._name
         self.stats = Stats()
+        self.taps = Taps()
 
     def lower(self, *args: Any, **kwargs: Any) -> Lowered:
         """Trace, check and plan a call, without running it; ``.capture()`` goes on from there.
@@ -130,7 +119,7 @@ class Transform:
 
     def anew(self, *, backend: BackendChoice | None = None) -> Self:
         """A new step of the same function and options, which shares the traces; nothing is captured yet."""
-        new = type(self)(self._fn, **(self._options | {"backend": backend or self._options["backend"]}))
+        new = type(self)(self._fn, **(self._given | ({} if backend is None else {"backend": backend})))
         new._lowered = self._lowered
         return new
 
@@ -151,7 +140,7 @@ class Transform:
 
     def _of_instance(self, instance: Any, owner: type | None) -> Any:
         # Like functools.cached_property: one step per instance, kept and freed with it.
-        step = type(self)(self._fn.__get__(instance, owner), **self._options)
+        step = type(self)(self._fn.__get__(instance, owner), **self._given)
         instance.__dict__[self._attribute] = step
         return step
 
@@ -177,14 +166,25 @@ class Transform:
     def _slow(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self._refuse_closed()
         if inside_a_step():
-            return self._fn(*args, **kwargs)  # becomes a part of the other one
-        if self._options["backend"] == "eager" or os.environ.get("FCG_DISABLE_CAPTURE") == "1":
+            return self._inside(args, kwargs)
+        if self._options.backend == "eager" or os.environ.get("FCG_DISABLE_CAPTURE") == "1":
             return self._instead_of_capture(args, kwargs)
         with self._lock:
             self._refuse_closed()
             # A `return` here would leave the block with the lock held.
             result = self._noting(self._prepared, args, kwargs)
         return result
+
+    def _inside(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """A part of another step."""
+        if self._options.steps_per_call > 1:
+            raise LayoutError.of(
+                self._name,
+                f"takes {self._options.steps_per_call} steps per call, and is called inside of a step.",
+                why="What is called there becomes a part of the other step, and its inputs are not stacked.",
+                fix=f"`fcg.scan({self._name}, state, batches)` of a step without `steps_per_call`.",
+            )
+        return self._fn(*args, **kwargs)
 
     def _noting(self, act: Callable[..., Any], *args: Any) -> Any:
         """Run a part of a call; the words of a refusal are kept for ``explain``, its traceback would keep tensors."""
@@ -230,7 +230,7 @@ class Transform:
             self._captured.pop(key).close()
 
     def _instead_of_capture(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if not self.stats.eager_calls and self._options["backend"] != "eager":
+        if not self.stats.eager_calls and self._options.backend != "eager":
             _log.warning("%s: FCG_DISABLE_CAPTURE=1, every call runs eagerly", self._name)
         return self._eager(args, kwargs)
 
@@ -240,7 +240,7 @@ class Transform:
         # Inputs take the strides that they have in a replay: the order of a sum depends on them.
         known = next((one for one in self._lowered.get(call.static_key, ()) if one.fits(call)), call)
         call = call.laid_out(known.layout)
-        result = run_eager(self._fn, call, self._name, donates=self._donates)
+        result = run_eager(self._fn, call, self._name, donates=self._donates, listening=self.taps.listening)
         self.stats.eager_calls += 1
         return result
 
@@ -272,8 +272,8 @@ class Transform:
         for lowered in group:
             if lowered.fits(call):
                 return lowered
-        if len(group) >= self._options["max_captures"]:
-            raise group[0].refusal(call, self._kind, self._options["max_captures"])
+        if len(group) >= self._options.max_captures:
+            raise group[0].refusal(call, self._kind, self._options.max_captures)
         if not group and len(self._lowered) >= _MAX_STATIC_COMBINATIONS:
             raise LayoutError.of(
                 self._name,
@@ -291,7 +291,7 @@ class Transform:
         refuse_anomaly_mode(self._name)
         states = tuple(BoundState(s.name, s.handle._node, s.specs) for s in call.states)
         recipe = Recipe(
-            self._fn, self._name, states, call.layout.specs, call.layout.live_names, call.assemble,
+            self._fn, self._name, states, call.layout.specs, call.layout.live_names, call.apply,
             self._constants.named(), self._donates,
         )  # fmt: skip
         with _timed(self._name, "traced"):
@@ -313,7 +313,7 @@ class Transform:
         return lowered
 
     def _plan(self, program: Program, device: torch.device) -> ExecutionPlan:
-        choice = self._options["lowering"]
+        choice = self._options.lowering
         if choice == "auto":
             choice = "inductor" if device.type == "cuda" else "aten"
         if choice == "aten":
@@ -350,7 +350,7 @@ class Transform:
             Buffers(slots, staging.slots, constants),
             lambda: Buffers(scratch(slots), staging.slots, constants),
         )
-        replay = Poisoned(replay, staging.slots) if "poison" in str(self._options["debug"]) else replay
+        replay = Poisoned(replay, staging.slots) if "poison" in str(self._options.debug) else replay
         fast = replayer(
             name=self._name,
             bound=[Bound(s.position, s.arena, s.start, s.stop) for s in call.states],
@@ -359,7 +359,7 @@ class Transform:
             unchanged=self._unchanged(lowered),
             staging=staging,
             replay=replay,
-            finish=finisher(program),
+            finish=finisher(program, self.taps),
             stats=self.stats,
             lock=self._lock,
         )

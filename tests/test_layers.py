@@ -48,6 +48,7 @@ ORDER = (
     "outline",
     "leaf",
     "state",
+    "taps",
     "debug",
     "checkpoint",
     "flat",

@@ -76,7 +76,7 @@ def metric_costs(program: Program, plan: Schedule) -> list[tuple[str, Entry]]:
         for path, value in zip(program.output_paths, program.outputs, strict=True)
         if isinstance(value, Var)
     ]
-    paths += ["printed" for _, values in program.prints for _ in values]
+    paths += [str(report) for report in program.reports for _ in report.values]
     costs = []
     for i, (path, var) in enumerate(zip(paths, plan.outputs, strict=True)):
         copies = (i in plan.cloned) + (var.spec.device.type == "cuda")

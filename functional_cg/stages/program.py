@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor
+from torch._ops import OpOverload
 
 from ..arena import BufferSpec
 from ..source import Location
@@ -96,6 +97,24 @@ class SlotRange:
     length: int
 
 
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What a step shows beside its metrics: a call of ``debug_print`` or ``tap``.
+
+    Attributes:
+      func: The op.
+      args: Its arguments but the last.
+      values: The last one.
+    """
+
+    func: OpOverload
+    args: tuple[Any, ...]
+    values: tuple[Var, ...]
+
+    def __str__(self) -> str:
+        return f"{self.func.__name__.split('.')[0]}({', '.join(map(repr, self.args))})"
+
+
 @dataclass(eq=False, slots=True)
 class Program:
     """A traced step.
@@ -113,7 +132,7 @@ class Program:
       updates: Pairs (slot or range, new value) of the lowered program, without slots that are returned unchanged.
       outputs: Metrics: a variable, or a Python value that comes back as it is.
       output_def: Their structure.
-      prints: What ``debug_print`` shows after each call: a format string and its values.
+      reports: What is printed or tapped at each call.
     """
 
     function: str
@@ -129,12 +148,12 @@ class Program:
     outputs: list[Any] = field(default_factory=list)
     output_def: Treedef | None = None
     output_paths: list[KeyPath] = field(default_factory=list)
-    prints: list[tuple[str, tuple[Var, ...]]] = field(default_factory=list)
+    reports: list[Report] = field(default_factory=list)
 
     @property
     def results(self) -> list[Var]:
-        """What leaves the step: metrics, then printed values."""
-        return list(vars_in([*self.outputs, *(values for _, values in self.prints)]))
+        """What leaves the step: metrics, then what is printed and tapped."""
+        return list(vars_in([*self.outputs, *(report.values for report in self.reports)]))
 
     def as_text(self) -> str:
         """The program, one call per line."""

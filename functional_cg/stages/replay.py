@@ -9,6 +9,7 @@ from functools import partial
 from operator import setitem
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from .. import tree as pytree
@@ -16,6 +17,7 @@ from ..arena import Arena
 from ..debug import show
 from ..staging import Staging
 from ..state import Handle
+from ..taps import Taps
 from ..tree import Treedef
 from .capture import Replay, copy_out
 from .program import Program, Var
@@ -72,20 +74,32 @@ class Bound:
         )
 
 
-def finisher(program: Program, *, prints: bool = True) -> Callable[[Sequence[Tensor]], Any]:
-    """What is made of a replay's tensors: the pytree of outputs, and the lines to print."""
+def finisher(program: Program, taps: Taps | None) -> Callable[[Sequence[Tensor]], Any]:
+    """What is made of a replay's tensors: the pytree of outputs, the lines to print, and what was tapped.
+
+    Args:
+      program: The traced step.
+      taps: Where tapped values go; None prints and taps nothing.
+    """
     assert program.output_def is not None
     build = output_builder(program.output_def, program.outputs)
-    if not (prints and program.prints):
+    if taps is None or not program.reports:
         return build
+    receivers: dict[Any, Callable[..., None]] = {
+        torch.ops.fcg.debug_print.default: show,
+        torch.ops.fcg.tap.default: taps.record,
+    }
+    reports = [(partial(receivers[r.func], *r.args), len(r.values)) for r in program.reports]
+    metrics = sum(isinstance(out, Var) for out in program.outputs)
 
-    def printing(tensors: Sequence[Tensor]) -> Any:
-        values = iter(tensors[sum(isinstance(out, Var) for out in program.outputs) :])
-        for text, printed in program.prints:
-            show(text, [next(values) for _ in printed])
+    def reporting(tensors: Sequence[Tensor]) -> Any:
+        start = metrics
+        for report, count in reports:
+            report(tensors[start : start + count])
+            start += count
         return build(tensors)
 
-    return printing
+    return reporting
 
 
 def output_builder(treedef: Treedef, outputs: Sequence[Any]) -> Callable[[Sequence[Tensor]], Any]:

@@ -10,6 +10,7 @@ into a fresh vector either.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -40,7 +41,10 @@ def rewrite(program: Program, places: Sequence[tuple[int, int]]) -> None:
     _drop_copies(program, renamed)
     _alias_roles(program, renamed)
     program.outputs = map_vars(lambda var: _final(renamed, var), program.outputs)
-    program.prints = map_vars(lambda var: _final(renamed, var), program.prints)
+    program.reports = [
+        replace(report, values=map_vars(lambda var: _final(renamed, var), report.values))
+        for report in program.reports
+    ]
     program.new_state = [_final(renamed, var) for var in program.new_state]
     program.updates = [
         (old, new) for old, new in zip(program.slots, program.new_state, strict=False) if old is not new

@@ -13,6 +13,7 @@ import time
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -41,7 +42,7 @@ from ..tree import KeyPath, Treedef, path_string
 from .fake import FakeMode, without_log
 from .host import HostGuard, HostRandomness, HostState
 from .inspect import Rules, refuse_mixed_dtypes, refuse_new_state
-from .program import Constant, Instr, Program, Var
+from .program import Constant, Instr, Program, Report, Var
 from .raised import mapped, raised_at
 from .watch import watch
 
@@ -73,7 +74,7 @@ class Recipe:
       states: Bound states, in order; the first one is donated if ``donates``.
       inputs: Specs of the input leaves.
       input_names: Their key paths, as text.
-      assemble: Builds the call's arguments from trees of the states and leaves of the inputs.
+      apply: Calls the function on trees of the states and leaves of the inputs.
       constants: Declared constants.
       donates: Whether the function returns (new_state, metrics); else it returns outputs.
     """
@@ -83,7 +84,7 @@ class Recipe:
     states: tuple[BoundState, ...]
     inputs: tuple[BufferSpec, ...]
     input_names: tuple[str, ...]
-    assemble: Callable[[Sequence[Any], Sequence[Any]], tuple[tuple[Any, ...], dict[str, Any]]]
+    apply: Callable[[Callable[..., Any], Sequence[Any], Sequence[Any]], Any]
     constants: tuple[tuple[str, Tensor], ...]
     donates: bool
 
@@ -170,8 +171,8 @@ class _Recorder(TorchDispatchMode):
         if func is torch.ops.prim.device.default:
             return func(*args, **kwargs)  # a question, not a computation
         self._checkpoint()
-        if func is torch.ops.fcg.debug_print.default:
-            self.program.prints.append((args[0], tuple(self._freeze(value) for value in args[1])))
+        if func in (torch.ops.fcg.debug_print.default, torch.ops.fcg.tap.default):
+            self.program.reports.append(Report(func, tuple(args[:-1]), tuple(self._freeze(list(args[-1])))))
             return None
         if func in _LIFTS and not isinstance(args[0], FakeTensor):
             return self._literal(args[0])
@@ -378,10 +379,9 @@ def _run(recipe: Recipe, first: Program | None, checkpoint: Callable[[], None]) 
         program.inputs.append(var)
     for name, constant in recipe.constants:
         recorder.declare(name, constant)
-    args, kwargs = recipe.assemble(trees, inputs)
     mesh = mesh_of([spec for state in recipe.states for spec in state.specs])
     with canonical(mesh), without_log(), mode, recorder, HostGuard(recorder.rules):
-        result = recipe.function(*args, **kwargs)
+        result = recipe.apply(recipe.function, trees, inputs)
         old = recipe.states[0] if recipe.donates else None
         result = shown(result) if old is None else left(old.specs, old.treedef, result)
     recorder.rules.refuse_what_was_caught()
@@ -481,9 +481,7 @@ def _refuse_changed_result(first: Program, second: Program) -> None:
         if not _same(a, b)
     ]
     rows += [
-        f"debug_print  first {a!r}   then {b!r}"
-        for (a, _), (b, _) in zip(first.prints, second.prints, strict=False)
-        if a != b
+        f"first {a}   then {b}" for a, b in zip_longest(first.reports, second.reports) if str(a) != str(b)
     ]
     if rows or first.output_def != second.output_def:
         raise BakedValueError.of(
