@@ -204,7 +204,7 @@ def _opened(state: Any) -> tuple[list[Tensor], Treedef]:
     return leaves, treedef
 
 
-def names_of(treedef: Treedef) -> list[str]:
+def names_of(treedef: Treedef, function: str = "fcg.state_dict", root: str = "state") -> list[str]:
     """Dotted names of all leaves, in flat order.
 
     Dots inside a key stay as they are, for they are what a module's own names consist of. Where two leaves would get
@@ -215,8 +215,8 @@ def names_of(treedef: Treedef) -> list[str]:
         name = ".".join(str(key_name(key)) for key in path)
         if name in paths:
             raise ValueError(
-                f"fcg.state_dict: `{path_string(paths[name], 'state')}` and `{path_string(path, 'state')}` have the "
-                f"same name, {name!r}. To fix: rename one of the keys."
+                f"{function}: `{path_string(paths[name], root)}` and `{path_string(path, root)}` have the same name, "
+                f"{name!r}. To fix: rename one of the keys."
             )
         paths[name] = path
     return list(paths)

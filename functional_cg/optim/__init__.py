@@ -50,6 +50,7 @@ from functional_cg.optim.layerwise import (
     scale_by_novograd,
 )
 from functional_cg.optim.matrix import muon, scale_by_muon
+from functional_cg.optim.names import by_name, norms
 from functional_cg.optim.noise import AddNoiseState, add_noise
 from functional_cg.optim.proof import from_torch
 from functional_cg.optim.schedules import (
@@ -116,6 +117,7 @@ __all__ = [
     "add_noise",
     "amsgrad",
     "apply_updates",
+    "by_name",
     "centralize",
     "chain",
     "clip_by_global_norm",
@@ -139,6 +141,7 @@ __all__ = [
     "masked",
     "muon",
     "nadam",
+    "norms",
     "novograd",
     "partition",
     "piecewise_constant",

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from functional_cg import tree
+from functional_cg.optim import _fused
 from functional_cg.optim.base import Params, Scalar, Updates, resolve_flags, shared
 
 
@@ -27,6 +28,18 @@ def norm(leaf: Tensor) -> Tensor:
     """The L2 norm of a leaf, f32[] or f64[]."""
     out: Tensor = torch.linalg.vector_norm(leaf, dtype=torch.promote_types(leaf.dtype, torch.float32))
     return out
+
+
+def leaf_norms(leaves: Sequence[Tensor]) -> list[Tensor]:
+    """The L2 norm of each leaf, f32[] or f64[]; one op for all leaves of a device and a dtype."""
+    if not leaves:
+        return []
+
+    def norms(columns: Any, _: Any) -> tuple[Any]:
+        dtype = torch.promote_types(columns[0][0].dtype, torch.float32)
+        return (torch._foreach_norm(columns[0], 2, dtype=dtype),)
+
+    return _fused.per_group(norms, [leaves])[0]
 
 
 def where_selected(

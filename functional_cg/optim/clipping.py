@@ -10,6 +10,7 @@ from torch import Tensor
 
 from functional_cg import tree
 from functional_cg.optim import _fused
+from functional_cg.optim.arithmetic import leaf_norms
 from functional_cg.optim.base import OptState, Params, Scalar, Stateless, Updates, positive
 
 
@@ -31,12 +32,7 @@ def global_norm(updates: Updates) -> Tensor:
     if not flat:
         return torch.zeros((), dtype=torch.float64)
 
-    def norms(columns: Any, _: Any) -> tuple[Any]:
-        dtype = torch.promote_types(columns[0][0].dtype, torch.float32)
-        return (torch._foreach_norm(columns[0], 2, dtype=dtype),)
-
-    per_leaf = _fused.per_group(norms, [flat])[0]
-    stacked = torch.stack([_fused.beside(norm, flat[0]) for norm in per_leaf])
+    stacked = torch.stack([_fused.beside(norm, flat[0]) for norm in leaf_norms(flat)])
     norm: Tensor = torch.linalg.vector_norm(stacked, dtype=torch.float64)
     return norm
 

@@ -58,7 +58,8 @@ OPTIMIZERS: Mapping[str, Callable[[], Any]] = MappingProxyType(
 def step_of(state: Any, batch: Any) -> Any:
     """As of the MLP, without a draw: all ranks together see what one process sees of all rows."""
     loss, grads = fcg.value_and_grad(loss_of)(state.params, batch)
-    return state.apply_gradients(grads), {"loss": fcg.sharding.mean(loss)}
+    new = state.apply_gradients(grads)
+    return new, {"loss": fcg.sharding.mean(loss), "sizes": optim.norms(new.params)}
 
 
 def sharp_step_of(state: Any, batch: Any) -> Any:
@@ -86,9 +87,11 @@ def trained(names: list[str], stages: list[int], device: str) -> Any:
             eager, batch_of = fcg.fork(captured), batches("mlp", device, rank_of())
             step = fcg.graph_step(STEP_OF.get(name, step_of), lowering="aten")
             for call in range(CALLS):
-                captured, eager, _, _ = assert_same_step(step, captured, eager, batch_of(call), call)
+                captured, eager, metrics, _ = assert_same_step(step, captured, eager, batch_of(call), call)
             assert step.stats.replays == CALLS
-            ends[name, stage] = fcg.sharding.state_dict(captured)
+            ends[name, stage] = whole = fcg.sharding.state_dict(captured)
+            for leaf, size in metrics.get("sizes", {}).items() if whole else ():
+                torch.testing.assert_close(size.cpu(), whole[f"params.{leaf}"].norm(), rtol=1e-5, atol=0)
     return ends
 
 
