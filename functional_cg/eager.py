@@ -6,7 +6,6 @@ replay of the aten lowering is bitwise equal to this.
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -21,14 +20,17 @@ from .shards.peers import among, together
 from .signature import Call
 from .stages.inspect import refuse_new_state
 from .state import Handle
-from .surroundings import Listening, canonical
+from .surroundings import canonical
+from .taps import Taps
 
 __all__ = ["copies", "evaluate", "run_eager"]
 
 
 @torch.inference_mode(False)  # results are ordinary tensors
-def run_eager(fn: Callable[..., Any], call: Call, name: str, *, donates: bool, listening: Listening) -> Any:
+def run_eager(fn: Callable[..., Any], call: Call, name: str, taps: Taps, *, donates: bool) -> Any:
     """Run ``fn`` on private copies; a donating call commits the new state and returns its handle.
+
+    What it taps goes to ``taps``.
 
     Raises:
       LayoutError: If the new state is unlike the old one; nothing was written.
@@ -37,9 +39,9 @@ def run_eager(fn: Callable[..., Any], call: Call, name: str, *, donates: bool, l
     named = zip(call.layout.live_names, call.layout.specs, strict=True)
     lines = [f"run `{name}` eagerly", *(f"{leaf}  {str(spec).partition('@')[0]}" for leaf, spec in named)]
     together(mesh, name, "\n".join(lines))
-    with among(mesh, name):
+    with among(mesh, name), taps.listening():
         slots = [copies(s.arena, s.start, s.stop) for s in call.states]
-        result = evaluate(fn, call, slots, call.live, donates=donates, listening=listening)
+        result = evaluate(fn, call, slots, call.live, donates=donates)
     if not donates:
         return pytree.map(_own, result)
     new, metrics = _checked(result, call, name)
@@ -58,10 +60,9 @@ def evaluate(
     live: Sequence[Tensor],
     *,
     donates: bool,
-    listening: Listening = contextlib.nullcontext,
 ) -> Any:
     """What ``fn`` returns for leaves of the states in place of their slots, and leaves of the inputs."""
-    with canonical(mesh_of([spec for s in call.states for spec in s.specs]), listening):
+    with canonical(mesh_of([spec for s in call.states for spec in s.specs])):
         trees = [
             pytree.unflatten(s.handle._node, entered(s.specs, leaves))
             for s, leaves in zip(call.states, slots, strict=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -17,9 +17,7 @@ from .shards.mesh import Mesh
 
 __all__ = [
     "AsTraced",
-    "Listening",
     "canonical",
-    "current_listening",
     "current_mesh",
     "diverted",
     "in_a_backward",
@@ -28,17 +26,15 @@ __all__ = [
     "refuse_foreign_modes",
 ]
 
-Listening = Callable[[], contextlib.AbstractContextManager[Any]]
-
 _NEAR = 6  # frames from the grad mode's setter up to the checkpoint
 
 
 class _InStep(BaseTorchFunctionMode):
     """On while the function of a step runs, traced or eager; modules such as MHA take another path under a mode."""
 
-    def __init__(self, mesh: Mesh | None, listening: Listening) -> None:
+    def __init__(self, mesh: Mesh | None) -> None:
         super().__init__()
-        self.mesh, self.listening = mesh, listening
+        self.mesh = mesh
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -76,7 +72,7 @@ def _refuse_reentrant_checkpoint() -> None:
 
 
 @contextlib.contextmanager
-def canonical(mesh: Mesh | None = None, listening: Listening = contextlib.nullcontext) -> Iterator[None]:
+def canonical(mesh: Mesh | None = None) -> Iterator[None]:
     """The setting in which a step runs, traced or eager, whatever surrounds the call.
 
     No gradient mode, inference mode or autocast is taken over; the autocast cache is off (it would make a weight's
@@ -85,7 +81,6 @@ def canonical(mesh: Mesh | None = None, listening: Listening = contextlib.nullco
 
     Args:
       mesh: Where the leaves of the step's states lie.
-      listening: Makes the context in which values are tapped.
     """
     cached = torch.is_autocast_cache_enabled()
     with contextlib.ExitStack() as stack:
@@ -94,7 +89,7 @@ def canonical(mesh: Mesh | None = None, listening: Listening = contextlib.nullco
         for device_type in ("cpu", "cuda"):
             stack.enter_context(torch.autocast(device_type, enabled=False))
         stack.enter_context(torch.autograd.set_multithreading_enabled(False))
-        stack.enter_context(_InStep(mesh, listening))
+        stack.enter_context(_InStep(mesh))
         torch.set_autocast_cache_enabled(False)
         try:
             yield
@@ -111,12 +106,6 @@ def current_mesh() -> Mesh | None:
     """The mesh of the step that is running on this thread; None outside of one, and if its states lie on none."""
     step = _step()
     return None if step is None else step.mesh
-
-
-def current_listening() -> Listening:
-    """Makes the context in which values of the step that is running on this thread are tapped."""
-    step = _step()
-    return contextlib.nullcontext if step is None else step.listening
 
 
 def _step() -> _InStep | None:

@@ -8,15 +8,15 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from .arena import BufferSpec
 from .leaf import owned
-from .surroundings import current_listening
 
 __all__ = ["Taps", "tap"]
 
@@ -25,8 +25,14 @@ _library = torch.library.Library("fcg", "FRAGMENT")
 _library.define("tap(str name, int keep, Tensor[] values) -> ()")
 
 
-def _unheard(name: str, keep: int, values: Sequence[Tensor]) -> None:
-    """Outside of a step nobody listens."""
+_listener: ContextVar[Taps | None] = ContextVar("listener", default=None)
+
+
+def _record(name: str, keep: int, values: Sequence[Tensor]) -> None:
+    """In an eager run; a trace takes note of the call instead, and outside of a step nobody listens."""
+    taps = _listener.get()
+    if taps is not None:
+        taps.record(name, keep, values)
 
 
 def _batched(info: Any, in_dims: Any, name: str, keep: int, values: Sequence[Tensor]) -> tuple[None, None]:
@@ -37,7 +43,7 @@ def _batched(info: Any, in_dims: Any, name: str, keep: int, values: Sequence[Ten
     return None, None
 
 
-_library.impl("tap", _unheard, "CompositeExplicitAutograd")
+_library.impl("tap", _record, "CompositeExplicitAutograd")
 torch.library.register_vmap("fcg::tap", _batched, lib=_library)
 
 
@@ -81,8 +87,7 @@ def tap(name: str, x: Tensor, *, keep: int = 1) -> None:
         raise ValueError(f"tap: `keep` has to be an integer of 1 or more, got {keep!r}")
     with torch.no_grad():  # a copy, since the step may write to it later
         value = owned(x).detach().clone()
-    with current_listening()():
-        torch.ops.fcg.tap.default(name, keep, [value])
+    torch.ops.fcg.tap.default(name, keep, [value])
 
 
 class Taps(Mapping[str, Tensor]):
@@ -126,20 +131,11 @@ class Taps(Mapping[str, Tensor]):
         ]
         return "\n".join(lines) or "nothing was tapped yet"
 
-    def listening(self) -> TorchDispatchMode:
-        """A mode under which :func:`tap` is recorded here at once, as in an eager run."""
-        return _Listening(self)
-
-
-class _Listening(TorchDispatchMode):
-    def __init__(self, taps: Taps) -> None:
-        super().__init__()
-        self._taps = taps
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        if func is not torch.ops.fcg.tap.default:
-            return func(*args, **(kwargs or {}))
-        self._taps.record(*args)
-        return None
+    @contextmanager
+    def listening(self) -> Iterator[None]:
+        """Within it, what is tapped on this thread is recorded here at once, as in an eager run."""
+        token = _listener.set(self)
+        try:
+            yield
+        finally:
+            _listener.reset(token)

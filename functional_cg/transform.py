@@ -240,7 +240,7 @@ class Transform:
         # Inputs take the strides that they have in a replay: the order of a sum depends on them.
         known = next((one for one in self._lowered.get(call.static_key, ()) if one.fits(call)), call)
         call = call.laid_out(known.layout)
-        result = run_eager(self._fn, call, self._name, donates=self._donates, listening=self.taps.listening)
+        result = run_eager(self._fn, call, self._name, self.taps, donates=self._donates)
         self.stats.eager_calls += 1
         return result
 

@@ -145,6 +145,7 @@ LONG_FILES = {
 # Calls whose result may be kept by a module: it cannot be changed, or it is a registration with the runtime.
 FROZEN_CALLS = frozenset(
     {
+        "ContextVar",  # what it holds is scoped by a `with`
         "Library",
         "NewType",
         "ParamSpec",

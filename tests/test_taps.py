@@ -99,6 +99,35 @@ def test_a_leaf_is_tapped_as_it_was_at_that_moment() -> None:
         assert torch.equal(step.taps["w"], old)
 
 
+class Doubled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
+        fcg.tap("in backward", grad)
+        return grad * 2
+
+
+def test_gradients_on_their_way_are_tapped() -> None:
+    def fn(state: Any, x: Tensor) -> Any:
+        def loss_fn(w: Tensor) -> Tensor:
+            hidden = Doubled.apply(x @ w)
+            hidden.register_hook(lambda grad: fcg.tap("in hook", grad))
+            return hidden.square().sum()
+
+        return {**state, "w": state["w"] - 1e-3 * fcg.grad(loss_fn)(state["w"])}, {}
+
+    for run in (step := fcg.graph_step(fn), step.eager):
+        state = fcg.place(start())
+        for n in range(3):
+            expected = 4 * data(n) @ state["w"]
+            state, _ = run(state, data(n))
+            for name in ("in hook", "in backward"):
+                torch.testing.assert_close(step.taps[name], expected)
+
+
 def test_in_a_loop_a_name_has_several_values() -> None:
     def layer(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
         x = torch.tanh(x * w)

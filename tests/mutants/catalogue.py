@@ -329,7 +329,7 @@ MUTANTS = (
                 "        args, kwargs = call.arguments()\n        try:\n",
                 (
                     "        self.stats.replays += 1\n"
-                    "        return run_eager(self._fn, call, self._name, donates=self._donates)\n"
+                    "        return run_eager(self._fn, call, self._name, self.taps, donates=self._donates)\n"
                     "        args, kwargs = call.arguments()\n        try:\n"
                 ),
             ),
