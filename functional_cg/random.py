@@ -240,8 +240,11 @@ def _words64(key: Tensor, n: int, stream: int) -> Tensor:
     return both
 
 
-def _words16(key: Tensor, n: int, stream: int) -> Tensor:
-    """i16[n] of 16 random bits each; the first of two comes from the low half of a word."""
+def half_words(key: Tensor, n: int, stream: int = 0, start: int | None = None) -> Tensor:
+    """i16[n] of 16 random bits each, from number ``start`` on; the first of two is the low half of a word."""
+    if start is not None:
+        both = bits(key, n // 2 + 1, stream=stream, start=start // 2).view(torch.int16)
+        return both.narrow(0, start % 2, n)
     words = bits(key, (n + 1) // 2, stream=stream)
     if not is_batched(words):
         return words.view(torch.int16)[:n]
@@ -318,15 +321,15 @@ def split(key: Tensor, n: int = 2) -> Tensor:
     return _random_bits(key, DERIVE, 4 * n).view(n, 4)[:, :2].to(torch.int64) & _MASK
 
 
-def bits(key: Tensor, n: int, *, stream: int = 0) -> Tensor:
-    """Draw ``n`` words of 32 random bits, i32[n].
+def bits(key: Tensor, n: int, *, stream: int = 0, start: int | None = None) -> Tensor:
+    """Draw ``n`` words of 32 random bits, i32[n]; with ``start``, from that word on.
 
     Word ``4 * i + j`` is output ``j`` of Philox for the counter ``(i, stream)``, two words each, low word first:
-    a longer draw begins with the shorter one, and two streams share no counter.
+    a longer draw begins with the shorter one, one with a ``start`` is a part of it, and two streams share no counter.
 
     Raises:
       LayoutError: If ``key`` is not an i64[2].
-      TypeError, ValueError: If ``n`` or ``stream`` is not a Python int of at least 0.
+      TypeError, ValueError: If ``n``, ``stream`` or ``start`` is not a Python int of at least 0.
 
     Example:
       >>> [f"{word & 0xFFFFFFFF:08x}" for word in bits(key(0), 4).tolist()]
@@ -335,6 +338,11 @@ def bits(key: Tensor, n: int, *, stream: int = 0) -> Tensor:
     check_key(key)
     _check_integer("n", n, 0, 2**63 - 1)
     _check_integer("stream", stream, 0, 2**63 - 1)
+    if start is not None:
+        _check_integer("start", start, 0, 2**63 - 1)
+        # One program for each start: ranks that draw parts of one leaf run the same calls on the same shapes.
+        first = torch.full((1,), start // 4, dtype=torch.int64, device=key.device)
+        return _random_bits(torch.cat([key, first]), stream, n + 3).narrow(0, start % 4, n)
     return _random_bits(key, stream, n)
 
 
@@ -551,7 +559,7 @@ def keep_mask(key: Tensor, p: float, shape: Sequence[int], *, stream: int = 0) -
       >>> keep_mask(key(0), 0.0, (3,))
       tensor([True, True, True])
     """
-    halves = _words16(key, _numel(shape), stream).view(shape)
+    halves = half_words(key, _numel(shape), stream).view(shape)
     dropped = round(p * 65536)
     return halves > dropped - 1 - 32768 if dropped else torch.ones_like(halves, dtype=torch.bool)
 

@@ -387,6 +387,7 @@ CAPTURED = [
     optim.lion(SCHEDULE, weight_decay=0.1),
     optim.lookahead(optim.adamw(SCHEDULE, weight_decay=0.1), sync_period=3),
     optim.schedule_free(optim.sgd(SCHEDULE), SCHEDULE),
+    optim.stochastic_rounding(optim.adamw(SCHEDULE, weight_decay=0.1), key=3),
     optim.chain(optim.clip_by_value(0.5), optim.adam(RATE)),
     optim.chain(optim.clip_by_norm(0.1), optim.sgd(RATE)),
     optim.chain(optim.adaptive_clip(0.01), optim.sgd(RATE)),
@@ -477,7 +478,8 @@ NEW = (
     "scale_by_amsgrad scale_by_adamax scale_by_nadam scale_by_radam scale_by_belief amsgrad adamax nadam radam "
     "adabelief scale_by_rms rmsprop scale_by_adadelta adadelta scale_by_lion lion scale_by_lars lars "
     "scale_by_novograd novograd scale_by_factored_rms adafactor clip_by_rms scale_by_param_rms scale_by_muon muon "
-    "clip_by_value clip_by_norm adaptive_clip centralize add_noise freeze lookahead schedule_free"
+    "clip_by_value clip_by_norm adaptive_clip centralize add_noise freeze lookahead schedule_free "
+    "stochastic_rounding"
 ).split()
 
 
@@ -503,7 +505,7 @@ ARGUMENTS: dict[str, dict[str, Any]] = {
     **{name: {"inner": optim.sgd(0.1)} for name in ("lookahead", "schedule_free")},
     "scale_by_lars": {"weight_decay": 0.1}, "clip_by_rms": {"threshold": 1.0}, "clip_by_value": {"max_delta": 1.0},
     "clip_by_norm": {"max_norm": 1.0}, "adaptive_clip": {"clipping": 0.1}, "freeze": {"mask": True},
-    "add_noise": {"eta": 1.0, "gamma": 0.55, "key": 0},
+    "add_noise": {"eta": 1.0, "gamma": 0.55, "key": 0}, "stochastic_rounding": {"inner": optim.sgd(0.1), "key": 0},
 }  # fmt: skip
 
 
@@ -529,7 +531,7 @@ def test_flatten_refuses_what_acts_leaf_by_leaf() -> None:
     for tx in (
         optim.lars(0.1, weight_decay=0.1), optim.novograd(0.1), optim.adafactor(0.1), optim.muon(0.1, weight_decay=0.1),
         optim.clip_by_norm(1.0), optim.adaptive_clip(0.1), optim.centralize(),
-        optim.add_noise(1.0, 0.5, key=0),
+        optim.add_noise(1.0, 0.5, key=0), optim.stochastic_rounding(optim.sgd(0.1), key=0),
     ):  # fmt: skip
         with pytest.raises(ValueError, match="takes a norm per leaf"):
             optim.flatten(tx)

@@ -31,7 +31,7 @@ FUNCTIONS = (
     "value_and_grad",
 )
 CLASSES = ("GraphStep", "TrainState")
-MODULES = ("nn", "optim", "random", "sharding", "tree")
+MODULES = ("nn", "optim", "precision", "random", "sharding", "tree")
 
 # Importing the package brings none of these: they belong to extras, to notebooks or to one device.
 NOT_IMPORTED = ("IPython", "hypothesis", "matplotlib", "safetensors", "torch_optimizer", "triton")

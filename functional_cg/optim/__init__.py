@@ -53,6 +53,7 @@ from functional_cg.optim.matrix import muon, scale_by_muon
 from functional_cg.optim.names import by_name, norms
 from functional_cg.optim.noise import AddNoiseState, add_noise
 from functional_cg.optim.proof import from_torch
+from functional_cg.optim.rounding import StochasticRoundingState, stochastic_rounding
 from functional_cg.optim.schedules import (
     Schedule,
     constant,
@@ -104,6 +105,7 @@ __all__ = [
     "Schedule",
     "ScheduleFreeState",
     "SgdState",
+    "StochasticRoundingState",
     "TraceState",
     "adabelief",
     "adadelta",
@@ -172,6 +174,7 @@ __all__ = [
     "set_hyperparams",
     "set_to_zero",
     "sgd",
+    "stochastic_rounding",
     "trace",
     "warmup_cosine",
     "yogi",

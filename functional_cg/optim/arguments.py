@@ -7,6 +7,9 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
+import torch
+from torch import Tensor
+
 # Name in torch.optim -> what to write here.
 _HERE = MappingProxyType(
     {
@@ -30,3 +33,20 @@ def refuse_unknown(factory: type, options: Mapping[str, Any]) -> None:
     name, taken = factory.__name__, ", ".join(f"`{name}`" for name in known)
     fix = f" To fix: {_HERE[unknown]} in place of `{unknown}`." if unknown in _HERE else ""
     raise TypeError(f"{name}: has no argument `{unknown}`; it takes {taken or 'none'}.{fix}")
+
+
+def seed_of(factory: str, key: Tensor | int) -> int:
+    """The seed of a key: a number makes the transformation a value that can be compared, hashed and pickled.
+
+    Raises:
+      TypeError: If ``key`` is neither a key nor a Python int.
+    """
+    if isinstance(key, int) and not isinstance(key, bool):
+        return key
+    if isinstance(key, Tensor) and key.dtype == torch.int64 and key.shape == (2,):
+        low, high = key.tolist()
+        return int(low + (high << 32))
+    raise TypeError(
+        f"{factory}: key must be a key, i64[2], or a Python int, got {type(key).__name__}: {key!r}. "
+        "To fix: `key=fcg.random.key(0)`."
+    )

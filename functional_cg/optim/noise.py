@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from functional_cg import random, tree
+from functional_cg.optim.arguments import seed_of
 from functional_cg.optim.base import (
     GradientTransformation,
     OptState,
@@ -66,7 +67,7 @@ class add_noise(GradientTransformation):
     def __post_init__(self) -> None:
         in_range("add_noise: eta", self.eta)
         in_range("add_noise: gamma", self.gamma)
-        object.__setattr__(self, "key", _seed(self.key))
+        object.__setattr__(self, "key", seed_of("add_noise", self.key))
 
     @property
     def acts_per_leaf(self) -> bool:
@@ -91,16 +92,3 @@ class add_noise(GradientTransformation):
 
         out = [noisy(stream, u) for stream, u in enumerate(flat)]
         return tree.unflatten(treedef, out), AddNoiseState(state.count + 1, state.key)
-
-
-def _seed(key: Tensor | int) -> int:
-    """The seed of a key: a number makes the transformation a value that can be compared, hashed and pickled."""
-    if isinstance(key, int) and not isinstance(key, bool):
-        return key
-    if isinstance(key, Tensor) and key.dtype == torch.int64 and key.shape == (2,):
-        low, high = key.tolist()
-        return int(low + (high << 32))
-    raise TypeError(
-        f"add_noise: key must be a key, i64[2], or a Python int, got {type(key).__name__}: {key!r}. "
-        "To fix: `key=fcg.random.key(0)`."
-    )

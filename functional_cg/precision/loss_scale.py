@@ -1,4 +1,4 @@
-"""Mixed precision: a dynamic loss scale as a part of the state."""
+"""A dynamic loss scale as a part of the state."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any, Self, TypeVar
 import torch
 from torch import Tensor
 
-from . import tree as pytree
+from .. import tree as pytree
 
 __all__ = ["LossScale"]
 
