@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from functional_cg.bench import debug, dropout, first_call, measure, opponents
+from functional_cg.bench import debug, dropout, first_call, measure, opponents, torch_systems
 from functional_cg.bench.__main__ import main
 from functional_cg.bench.environment import Environment
 from functional_cg.bench.jax_losses import jax_loss
@@ -31,13 +33,19 @@ GPT = Workload("gpt", "gpt", layers=1, width=16, batch=2, time=8, vocab=11)
 LEAVES = Workload("leaves", "leaves", width=4, leaves=12)
 EACH = Workload("each", "optimizer", width=4, leaves=12, learning_rate=1e-2)
 FLAT = Workload("flat", "optimizer", width=40, leaves=3, flat=True, learning_rate=1e-2)
+RULES = [
+    Workload(rule, "optimizer", rule=rule, layers=1, width=16, learning_rate=1e-2, weight_decay=0.0, tolerance=2e-3)
+    for rule in ("muon", "lamb", "adafactor")
+]  # fmt: skip
 CNN = Workload("cnn", "cnn", layers=1, width=4, batch=4, tolerance=1e-3)
 HOST = Workload("host", "cnn", layers=1, width=4, batch=4, host=True, tolerance=1e-3)
 DROPOUT = Workload("dropout", "dropout", width=64, batch=512, tolerance=5e-2)
 ACTOR = Workload("actor", "actor", layers=1, width=8, batch=4, tolerance=1e-3)
 LOOP = Workload("loop", "loop", layers=1, width=8, batch=4, tolerance=1e-3)
 TRAINED = [MLP, MLP_BF16, GPT, CNN, DROPOUT, ACTOR]
-ALL = pytest.mark.parametrize("work", [*TRAINED, LEAVES, EACH, FLAT, HOST, LOOP], ids=lambda work: work.name)
+ALL = pytest.mark.parametrize(
+    "work", [*TRAINED, LEAVES, EACH, FLAT, *RULES, HOST, LOOP], ids=lambda work: work.name
+)
 DEBUGGED = pytest.mark.parametrize("work", [MLP, GPT, LEAVES], ids=lambda work: work.name)
 
 
@@ -90,6 +98,40 @@ def test_every_system_is_made_for_some_workload_and_named_where_it_is_not(name: 
     for other in others[:1]:
         with pytest.raises(Unavailable, match=f"is not made for {other}"):
             build(name, workload(other), CPU, [])
+
+
+@pytest.mark.parametrize("work", RULES, ids=lambda work: work.name)
+def test_a_rule_with_another_number_is_marked(work: Workload, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tenth more of a learning rate is seen."""
+    classes = torch_systems.in_classes
+
+    def planted(work: Workload, leaves: Any) -> Any:
+        return classes(replace(work, learning_rate=1.1 * work.learning_rate), leaves)
+
+    monkeypatch.setattr(torch_systems, "in_classes", planted)
+    assert run(work, "eager")[1].losses_agree is False
+
+
+def test_a_class_that_is_not_there_is_skipped_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "torch_optimizer", None)
+    monkeypatch.delattr(torch.optim, "Muon")
+    muon, lamb, _ = RULES
+    for work, name in ((muon, "torch.optim.Muon"), (lamb, "torch_optimizer.Lamb")):
+        rows = run(work, "eager", "compile")
+        assert [row.status for row in rows] == ["ok", "skipped", "skipped"]
+        assert f"skipped: eager: needs {name}" in table(work, rows)
+
+
+@pytest.mark.parametrize("name", ["muon", "lamb", "adafactor"])
+def test_rules_are_timed_on_the_blocks_of_gpt2(name: str) -> None:
+    gpt, work = workload("gpt2-124m"), workload(f"optimizer-{name}")
+    assert (work.layers, work.width) == (gpt.layers, gpt.width)
+    small = {"layers": 1, "width": 8, "vocab": 1, "time": 1}
+    params, block = replace(work, **small).params(), replace(gpt, **small).params()
+    assert params.keys() == block.keys() - {"wte", "wpe", "norm", "shift"}
+    assert all(params[key].shape == block[key].shape for key in params)
+    assert replace(work, **small).gradients().keys() == params.keys()
+    assert work.systems == ("ours", "ours-aten", "eager", "compile", "jax")
 
 
 @pytest.mark.parametrize("name", ["leaves-10000-each", "leaves-10000-flat", "optimizer-10000"])
@@ -234,7 +276,7 @@ def test_jax_computes_the_same_loss(work: Workload) -> None:
 
 
 def test_jax_is_skipped_with_its_reason(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(__import__("sys").modules, "jax", None)
+    monkeypatch.setitem(sys.modules, "jax", None)
     with pytest.raises(Unavailable, match="jax"):
         build("jax", MLP, CPU, MLP.batches(1))
 

@@ -475,8 +475,18 @@ def test_the_readme_names_what_there_is() -> None:
     assert set(names) <= set(optim.__all__)
 
 
-def test_the_example_of_the_readme_runs() -> None:
-    text = table.readme().read_text(encoding="utf-8")
+def test_the_examples_of_the_readme_run() -> None:
+    average, adapted = re.findall(r"```python\n(.*?)```", table.readme().read_text(encoding="utf-8"), re.DOTALL)
     names: dict[str, Any] = {}
-    exec(text.partition("```python\n")[2].partition("```")[0], names)
+    exec(adapted, names)
     assert names["state"].opt_state.leaves[0]["state"]["prev"].shape == (3,)
+    torch.manual_seed(0)
+    exec(average, names)
+    before = fcg.snapshot(names["state"])
+    assert not torch.equal(before.ema["w"], before.params["w"])
+    state, metrics = names["train_step"](names["state"], torch.full((4, 3), torch.nan))
+    assert metrics["skipped"]
+    assert all(torch.equal(x, y) for x, y in zip(tree.leaves(state), tree.leaves(before), strict=True))
+    state, metrics = names["train_step"](state, torch.ones(4, 3))
+    assert not metrics["skipped"]
+    assert not torch.equal(state.ema["w"], before.ema["w"])

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from .environment import Environment
 from .jax_losses import jax_actor, jax_loss
+from .rules import in_optax
 from .system import BETAS, EPS, System, Unavailable
 from .workloads import Batch, Workload
 
@@ -42,17 +43,17 @@ def in_jax(work: Workload, device: torch.device, batches: Sequence[Batch]) -> Sy
     optimizer = _optimizer(work, optax)
     put = lambda value: jax.device_put(value, place)  # noqa: E731
 
-    def fresh() -> Any:
+    def shaped(value: Tensor) -> Any:
         # Copies: a donated array of numpy's memory would be the workload's own.
-        params = {key: put(value.numpy().copy()) for key, value in work.params().items()}
+        return (value.T if work.rule != "adamw" else value).numpy().copy()
+
+    def fresh() -> Any:
+        params = {key: put(shaped(value)) for key, value in work.params().items()}
         if work.kind == "leaves":
             return params
         if work.kind == "optimizer":
-            return (
-                params,
-                optimizer.init(params),
-                {key: put(v.numpy() * 0.01) for key, v in work.params().items()},
-            )
+            grads = {key: put(shaped(value)) for key, value in work.gradients().items()}
+            return params, optimizer.init(params), grads
         extra = {key: put(value.numpy().copy()) for key, value in work.buffers().items()}
         if work.kind == "dropout":
             extra["count"] = put(torch.zeros((), dtype=torch.int32).numpy())
@@ -62,7 +63,7 @@ def in_jax(work: Workload, device: torch.device, batches: Sequence[Batch]) -> Sy
         if work.kind == "leaves":
             return jax.jit(_one_leaf, donate_argnums=0)
         if work.kind == "optimizer":
-            return jax.jit(_update_alone(optimizer, optax), donate_argnums=0)
+            return jax.jit(_update_alone(work, optimizer, optax), donate_argnums=0)
         loss_of = jax_loss(work, jax, optax, attention)
 
         def step(state: Any, batch: Any) -> Any:
@@ -135,6 +136,8 @@ def in_jax(work: Workload, device: torch.device, batches: Sequence[Batch]) -> Sy
 def _optimizer(work: Workload, optax: Any) -> Any:
     if work.kind == "dropout":
         return optax.sgd(work.learning_rate)
+    if work.rule != "adamw":
+        return in_optax(work, optax)
     return optax.adamw(work.learning_rate, b1=BETAS[0], b2=BETAS[1], eps=EPS, weight_decay=work.weight_decay)
 
 
@@ -143,11 +146,11 @@ def _one_leaf(state: Any, batch: Any) -> Any:
     return {**state, "leaf00000": leaf}, leaf.sum()
 
 
-def _update_alone(optimizer: Any, optax: Any) -> Any:
+def _update_alone(work: Workload, optimizer: Any, optax: Any) -> Any:
     def step(state: Any, batch: Any) -> Any:
         params, opt_state, grads = state
         updates, opt_state = optimizer.update(grads, opt_state, params)
-        return (optax.apply_updates(params, updates), opt_state, grads), params["leaf00001"][0]
+        return (optax.apply_updates(params, updates), opt_state, grads), params[work.shown].reshape(-1)[0]
 
     return step
 

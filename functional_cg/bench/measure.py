@@ -323,7 +323,7 @@ def _place_above_floor(row: Row, anchor: Row, work: Workload, system: System, de
         row.floor_ms = None if costs is None or costs.floor_s is None else costs.floor_s * 1e3
     row.floor_ms = anchor.floor_ms
     row.over_floor = None if not row.floor_ms else row.ms.median / row.floor_ms
-    if work.kind == "optimizer":
+    if work.kind == "optimizer" and work.rule == "adamw":
         rate = 28 * work.leaves * work.width / row.ms.median * 1e3
         row.notes.append(
             f"{rate / 1e9:,.1f} GB/s of 28 B per parameter; a copy {_copy_rate(device) / 1e9:,.1f} GB/s"

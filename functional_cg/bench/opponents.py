@@ -14,6 +14,7 @@ from torch import Tensor
 import functional_cg as fcg
 
 from ..costs import CostAnalysis
+from . import rules
 from .by_hand import by_hand, in_tensordict
 from .environment import Environment
 from .jax_systems import in_jax
@@ -121,7 +122,7 @@ def _state_of(work: Workload, device: torch.device, variant: str) -> Any:
     optimizer = _optimizer(work, variant)
     if work.kind == "optimizer":
         state = fcg.TrainState.create(params=params, optimizer=optimizer, accumulate=True)
-        return state.replace(grads={name: value * 0.01 for name, value in params.items()})
+        return state.replace(grads={name: value.to(device) for name, value in work.gradients().items()})
     key = fcg.random.key(0).to(device) if work.kind == "dropout" else None
     buffers = {name: value.to(device) for name, value in work.buffers().items()} or None
     return fcg.TrainState.create(params=params, optimizer=optimizer, buffers=buffers, key=key)
@@ -130,6 +131,8 @@ def _state_of(work: Workload, device: torch.device, variant: str) -> Any:
 def _optimizer(work: Workload, variant: str) -> Any:
     if work.kind == "dropout":
         return fcg.optim.sgd(work.learning_rate)
+    if work.rule != "adamw":
+        return rules.in_ours(work)
     rate: Any = work.learning_rate
     if variant == "ours-schedule":
         rate = fcg.optim.linear(rate, rate, 1000)  # of the same rate, so that the values stay comparable
@@ -144,7 +147,7 @@ def _step_of(work: Workload, variant: str) -> Callable[[Any, Batch], tuple[Any, 
     if work.kind == "leaves":
         return _one_leaf
     if work.kind == "optimizer":
-        return _guarded if variant == "ours-guard" else _update_alone
+        return _guarded(work) if variant == "ours-guard" else _update_alone(work)
     if work.kind == "cnn":
         return _with_buffers(work)
     loss_of = torch_loss(work)
@@ -173,16 +176,25 @@ def _one_leaf(state: Any, batch: Any) -> tuple[Any, dict[str, Any]]:
     return {**state, "leaf00000": leaf}, {"loss": leaf.sum()}
 
 
-def _update_alone(state: Any, batch: Any) -> tuple[Any, dict[str, Any]]:
+def _update_alone(work: Workload) -> Callable[[Any, Batch], tuple[Any, dict[str, Tensor]]]:
     """What is compared in place of a loss is an old value: to read a new one would keep it apart from its slot."""
-    return state.apply_gradients(state.grads), {"loss": state.params["leaf00001"][0]}
+
+    def update(state: Any, batch: Batch) -> tuple[Any, dict[str, Tensor]]:
+        return state.apply_gradients(state.grads), {"loss": state.params[work.shown].view(-1)[0]}
+
+    return update
 
 
-def _guarded(state: Any, batch: Any) -> tuple[Any, dict[str, Any]]:
+def _guarded(work: Workload) -> Callable[[Any, Batch], tuple[Any, dict[str, Tensor]]]:
     """Nothing changes where the batch is not finite."""
-    new, metrics = _update_alone(state, batch)
-    fine = torch.isfinite(batch["x"].sum())
-    return fcg.tree.map(lambda after, before: torch.where(fine, after, before), new, state), metrics
+    update = _update_alone(work)
+
+    def guarded(state: Any, batch: Batch) -> tuple[Any, dict[str, Tensor]]:
+        new, metrics = update(state, batch)
+        fine = torch.isfinite(batch["x"].sum())
+        return fcg.tree.map(lambda after, before: torch.where(fine, after, before), new, state), metrics
+
+    return guarded
 
 
 def _from_host(

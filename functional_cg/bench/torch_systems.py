@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -10,10 +11,18 @@ from torch import Tensor, nn
 
 from .environment import Environment
 from .losses import Model
+from .rules import in_classes
 from .system import BETAS, EPS, System, Unavailable, nothing, there, waiter
 from .workloads import MANY_LEAVES, Batch, Workload
 
 __all__ = ["Alone", "in_torch", "optimizer_for"]
+
+_BREAKS = MappingProxyType(
+    {
+        "lamb": "the class counts in Python and writes `p.data`: most of it stays eager",
+        "adafactor": "the class reads its count on the host: most of it stays eager",
+    }
+)
 
 
 def in_torch(name: str, work: Workload, device: torch.device, batches: Sequence[Batch]) -> System:
@@ -115,19 +124,21 @@ class Alone(nn.Module):
 
     def __init__(self, work: Workload) -> None:
         super().__init__()
+        self._work = work
         for name, value in work.params().items():
             self.register_parameter(name, nn.Parameter(value))
 
     def with_gradients(self, device: torch.device) -> Alone:
-        """The module on a device, each parameter with a hundredth of itself as gradient."""
+        """The module on a device, with the gradients of the workload."""
         self.to(device)
-        for param in self.parameters():
-            param.grad = param.detach() * 0.01
+        gradients = self._work.gradients()
+        for name, param in self.named_parameters():
+            param.grad = gradients[name].to(device)
         return self
 
     def shown(self) -> Tensor:
-        """One element of the second leaf: what is compared in place of a loss."""
-        return self.leaf00001.detach()[0].clone()  # type: ignore[operator]
+        """One element of one leaf: what is compared in place of a loss."""
+        return self.get_parameter(self._work.shown).detach().view(-1)[0].clone()
 
 
 def _optimizer_alone(name: str, work: Workload, device: torch.device, batches: Sequence[Batch]) -> System:
@@ -135,9 +146,8 @@ def _optimizer_alone(name: str, work: Workload, device: torch.device, batches: S
         raise Unavailable(f"takes minutes to compile for {work.leaves:,} leaves")
     model = Alone(work).with_gradients(device)
     compiled = name == "compile"
-    options = {"fused": False, "foreach": True, "capturable": device.type == "cuda"} if compiled else {}
-    optimizer = optimizer_for(work, model, **options)
-    advance: Any = torch.compile(optimizer.step) if compiled else optimizer.step
+    step = _adamw(work, model, device, compiled=compiled) if work.rule == "adamw" else _rule(work, model)
+    advance: Any = torch.compile(step) if compiled else step
 
     def run(batch: Batch) -> Tensor:
         shown = model.shown()
@@ -145,4 +155,20 @@ def _optimizer_alone(name: str, work: Workload, device: torch.device, batches: S
         return shown
 
     close = torch._dynamo.reset if compiled else nothing
-    return System(name, run, there(batches, device), waiter(device), close)
+    notes = [_BREAKS[work.rule]] if compiled and work.rule in _BREAKS else []
+    return System(name, run, there(batches, device), waiter(device), close, notes=notes)
+
+
+def _adamw(work: Workload, model: nn.Module, device: torch.device, *, compiled: bool) -> Callable[[], Any]:
+    options = {"fused": False, "foreach": True, "capturable": device.type == "cuda"} if compiled else {}
+    return optimizer_for(work, model, **options).step
+
+
+def _rule(work: Workload, model: nn.Module) -> Callable[[], None]:
+    optimizers = in_classes(work, list(model.parameters()))
+
+    def step() -> None:
+        for optimizer in optimizers:
+            optimizer.step()
+
+    return step

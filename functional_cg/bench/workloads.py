@@ -32,7 +32,8 @@ __all__ = [
 Params = dict[str, Tensor]
 Batch = dict[str, Tensor]
 
-_INITIAL_SEED, _BATCH_SEED = 1, 2
+_INITIAL_SEED, _BATCH_SEED, _GRADIENT_SEED = 1, 2, 3
+_GPT_STD = 0.02
 MANY_LEAVES, MANY_FLAT_LEAVES = 200, 2000  # beyond these, no compiler gets the update of them
 CLASSES, ACTIONS = 10, 4  # of the convolutional net, and of the actor
 _PICTURE, OBSERVATION = 32, 16
@@ -47,13 +48,14 @@ class Workload:
       name: What the command line calls it.
       kind: ``mlp`` (mean squared error), ``gpt`` (next-token loss), ``cnn`` (a residual net with batch norm),
         ``dropout`` (nothing but one), ``actor`` (an actor-critic update), ``loop`` (the loop around that update,
-        with an environment in numpy), ``leaves`` (many leaves, one of them updated), ``optimizer`` (AdamW alone).
+        with an environment in numpy), ``leaves`` (many leaves, one of them updated), ``optimizer`` (an update alone).
       layers: Number of layers or blocks; per stage, for ``cnn``.
       width: Features of a layer, channels of the first stage, or size of a leaf.
       batch: Examples.
       time: Tokens of an example.
       vocab: Number of tokens.
-      leaves: Number of leaves of the state, for ``leaves`` and ``optimizer``.
+      leaves: Number of leaves of the state, for ``leaves`` and ``optimizer``; 0 for those of the blocks of a GPT.
+      rule: Which update, for ``optimizer``.
       flat: Whether ours updates the leaves as one vector, for ``optimizer``.
       host: Whether batches come from the host at each step.
       bf16: Whether the arithmetic is in bf16 (with fp32 parameters and moments) instead of fp32.
@@ -69,6 +71,7 @@ class Workload:
     time: int = 0
     vocab: int = 0
     leaves: int = 0
+    rule: Literal["adamw", "muon", "lamb", "adafactor"] = "adamw"
     flat: bool = False
     host: bool = False
     bf16: bool = False
@@ -87,6 +90,8 @@ class Workload:
         """The systems that there are for it."""
         if self.kind == "leaves":
             return (*OURS, "hand-graph", "jax")
+        if self.kind == "optimizer" and self.rule != "adamw":
+            return (*OURS, "eager", "compile", "jax")
         if self.kind == "optimizer":
             variants = VARIANTS[:4] if self.flat and self.width > 4 else ()
             return (*OURS, *variants, "eager", "compile", "hand-graph", "jax")
@@ -111,6 +116,8 @@ class Workload:
         arithmetic = "bf16 compute, fp32 masters" if self.bf16 else "fp32"
         if self.kind == "leaves":
             return f"{self.leaves:,} leaves of f32[{self.width}], of which the step updates one"
+        if self.kind == "optimizer" and not self.leaves:
+            return f"{self.rule} alone, the leaves of {self.layers} blocks of a GPT, {self.width} wide, fp32"
         if self.kind == "optimizer":
             how = "; ours as one vector" if self.flat else ""
             return f"AdamW alone, {self.leaves:,} leaves of f32[{self.width:,}]{how}"
@@ -139,6 +146,8 @@ class Workload:
         def normal(*shape: int, std: float) -> Tensor:
             return torch.randn(shape, generator=generator) * std
 
+        if self.kind == "optimizer" and not self.leaves:
+            return _gpt_blocks(self, normal)
         if self.kind in ("leaves", "optimizer"):
             return {f"leaf{i:05d}": torch.full((self.width,), float(i % 7)) for i in range(self.leaves)}
         if self.kind == "dropout":
@@ -159,16 +168,23 @@ class Workload:
                 params[f"w{i}"] = normal(width, width, std=(2 / width) ** 0.5)
                 params[f"b{i}"] = torch.zeros(width)
             return params
-        std, added = 0.02, 0.02 / math.sqrt(2 * self.layers)
-        params["wte"], params["wpe"] = normal(self.vocab, width, std=std), normal(self.time, width, std=std)
-        for i in range(self.layers):
-            params |= {f"norm1_{i}": torch.ones(width), f"shift1_{i}": torch.zeros(width)}
-            params[f"qkv_{i}"] = normal(3 * width, width, std=std)
-            params[f"out_{i}"] = normal(width, width, std=added)
-            params |= {f"norm2_{i}": torch.ones(width), f"shift2_{i}": torch.zeros(width)}
-            params[f"up_{i}"] = normal(4 * width, width, std=std)
-            params[f"down_{i}"] = normal(width, 4 * width, std=added)
+        params["wte"] = normal(self.vocab, width, std=_GPT_STD)
+        params["wpe"] = normal(self.time, width, std=_GPT_STD)
+        params |= _gpt_blocks(self, normal)
         return params | {"norm": torch.ones(width), "shift": torch.zeros(width)}
+
+    def gradients(self) -> Params:
+        """Gradients of an update alone, the same ones at each step."""
+        generator = torch.Generator().manual_seed(_GRADIENT_SEED)
+        return {
+            name: 0.01 * (value if self.leaves else torch.randn(value.shape, generator=generator))
+            for name, value in self.params().items()
+        }
+
+    @property
+    def shown(self) -> str:
+        """The leaf whose first element is compared in place of the loss of an update alone."""
+        return "leaf00001" if self.leaves else "up_0"
 
     def buffers(self) -> Params:
         """Running statistics of batch norm; empty for other kinds."""
@@ -224,6 +240,19 @@ def blocks(work: Workload) -> Iterator[tuple[str, int, int, int]]:
             before = channels
 
 
+def _gpt_blocks(work: Workload, normal: Any) -> Params:
+    params: Params = {}
+    width, added = work.width, _GPT_STD / math.sqrt(2 * work.layers)
+    for i in range(work.layers):
+        params |= {f"norm1_{i}": torch.ones(width), f"shift1_{i}": torch.zeros(width)}
+        params[f"qkv_{i}"] = normal(3 * width, width, std=_GPT_STD)
+        params[f"out_{i}"] = normal(width, width, std=added)
+        params |= {f"norm2_{i}": torch.ones(width), f"shift2_{i}": torch.zeros(width)}
+        params[f"up_{i}"] = normal(4 * width, width, std=_GPT_STD)
+        params[f"down_{i}"] = normal(width, 4 * width, std=added)
+    return params
+
+
 def _cnn_params(work: Workload, normal: Any) -> Params:
     def conv(outputs: int, inputs: int, size: int) -> Tensor:
         weight: Tensor = normal(outputs, inputs, size, size, std=(2 / (inputs * size * size)) ** 0.5)
@@ -247,6 +276,12 @@ def _all() -> tuple[Workload, ...]:
     gpt: dict[str, Any] = {"kind": "gpt", **bf16}
     cnn: dict[str, Any] = {"kind": "cnn", **bf16, "layers": 2, "width": 64, "batch": 256, "tolerance": 5e-2}
     adamw: dict[str, Any] = {"kind": "optimizer", "learning_rate": 1e-2}
+    # Muon iterates in bfloat16, where a compiler rounds less often, and optax in fp32: a few hundredths of a step.
+    rules: dict[str, dict[str, Any]] = {
+        "muon": {**adamw, "rule": "muon", "learning_rate": 2e-3, "tolerance": 5e-3},
+        "lamb": {**adamw, "rule": "lamb", "weight_decay": 0.0, "tolerance": 1e-4},
+        "adafactor": {**adamw, "rule": "adafactor", "tolerance": 1e-4},
+    }
     actor: dict[str, Any] = {"layers": 2, "width": 256, "batch": 64, "tolerance": 1e-2}
     counts = (10, 100, 1000, 10_000)
     return (
@@ -261,6 +296,11 @@ def _all() -> tuple[Workload, ...]:
         Workload("optimizer", width=838_000, leaves=148, flat=True, steps=50, **adamw),
         Workload("optimizer-10000", width=1020, leaves=10_000, flat=True, steps=50, **adamw),
         Workload("optimizer-small", width=12_000, leaves=100, flat=True, steps=100, **adamw),
+        *(
+            Workload(f"optimizer-{rule}{size}", layers=layers, width=width, steps=steps, **alone)
+            for rule, alone in rules.items()
+            for size, layers, width, steps in (("", 12, 768, 40), ("-small", 2, 128, 100))
+        ),
         Workload("host-batch", host=True, steps=100, **cnn),
         Workload("host-batch-tiny", host=True, **cnn | {"layers": 1, "width": 8, "batch": 16}, steps=20),
         Workload("dropout", "dropout", width=3072, batch=16_384, tolerance=2e-2),
