@@ -225,7 +225,7 @@ def _refuse_vector(name: str, value: Any) -> None:
 
 
 def microbatches(
-    k: int, *, carry: str | None = None
+    k: int, *, carry: str | None = None, dtype: torch.dtype | None = None
 ) -> Callable[[Callable[Concatenate[Params, P], Out]], Callable[Concatenate[Params, P], Out]]:
     """Run a gradient function over ``k`` equal slices of the batch and average what it returns.
 
@@ -241,6 +241,8 @@ def microbatches(
       k: Number of slices, at least 1.
       carry: Name of a keyword argument that slices hand on: each gets what the one before it returned under that name,
         and the result has the last one's.
+      dtype: In which floating leaves are summed and returned, such as ``torch.float32`` for gradients in bfloat16,
+        whose sums would lose what is small; None for their own. What ``carry`` hands on keeps its own.
     Raises:
       LayoutError: If a leaf of the batch cannot be cut into ``k`` equal slices, a leaf of the result is no tensor, or
         the result has nothing like the argument under the name ``carry``.
@@ -264,6 +266,8 @@ def microbatches(
     """
     if not isinstance(k, int) or k < 1:
         raise ValueError(f"microbatches: expected a positive int, got {k!r}")
+    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+        raise TypeError(f"microbatches: dtype must be a floating dtype such as torch.float32, got {dtype!r}")
 
     def transform(fn: Callable[Concatenate[Params, P], Out]) -> Callable[Concatenate[Params, P], Out]:
         name = getattr(fn, "__name__", type(fn).__name__)
@@ -285,6 +289,7 @@ def microbatches(
                     _refuse_objects(name, out)
                 if carry is not None:
                     handed, kwargs[carry] = _handed_on(name, carry, kwargs, out)
+                out = _by_position(partial(_in_dtype, dtype, handed), out)
                 total = out if total is None else _by_position(partial(_sum_or_last, handed), total, out)
             return _by_position(partial(_mean_or_sum, k, handed), total)
 
@@ -297,6 +302,10 @@ def _by_position(function: Callable[..., Tensor], *trees: Any) -> Any:
     """Map leaves of trees; the function also gets their flat position."""
     treedef = pytree.flatten(trees[0])[1]
     return pytree.map(function, pytree.unflatten(treedef, range(treedef.num_leaves)), *trees)
+
+
+def _in_dtype(dtype: torch.dtype | None, handed: Sequence[int], position: int, leaf: Tensor) -> Tensor:
+    return leaf if dtype is None or position in handed or not leaf.is_floating_point() else leaf.to(dtype)
 
 
 def _sum_or_last(handed: Sequence[int], position: int, total: Tensor, new: Tensor) -> Tensor:

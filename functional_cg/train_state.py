@@ -15,8 +15,9 @@ from . import tree as pytree
 from .arena import no_tensors
 from .creation import Init, Sharding, create
 from .errors import LayoutError
-from .optim import GradientTransformation, apply_updates
-from .optim.base import refuse_unlike
+from .optim import GradientTransformation
+from .optim.base import step_or_update
+from .optim.fitting import refuse_unlike
 
 __all__ = ["TrainState"]
 
@@ -119,12 +120,12 @@ class TrainState(_StateClass, Generic[Params]):
         ``grads=fcg.tree.map(torch.zeros_like, state.grads)``.
 
         Args:
-          grads: Pytree with the structure and shapes of ``params``.
+          grads: Pytree with the structure and shapes of ``params``. Of other floating dtypes, such as bfloat16 for
+            float32 parameters, they are converted; for the optimizers with a fused op, a few leaves at a time.
           changes: Other fields to replace, such as ``buffers`` or ``key``.
         Raises:
           LayoutError: If ``grads`` is unlike ``params``.
         """
-        optimizer = self.optimizer
         if grads is None:
             raise LayoutError.of(
                 "",
@@ -133,11 +134,7 @@ class TrainState(_StateClass, Generic[Params]):
                 fix="`TrainState.create(..., accumulate=True)` makes `state.grads`.",
             )
         refuse_unlike(self.params, grads)
-        if optimizer.step is not None:
-            params, opt_state = optimizer.step(grads, self.opt_state, self.params)
-        else:
-            updates, opt_state = optimizer.update(grads, self.opt_state, self.params)
-            params = apply_updates(self.params, updates)
+        params, opt_state = step_or_update(self.optimizer, grads, self.opt_state, self.params)
         return dataclasses.replace(self, step=self.step + 1, params=params, opt_state=opt_state, **changes)
 
     def replace(self, **changes: Any) -> Self:

@@ -188,13 +188,18 @@ def test_gradients_unlike_the_parameters_are_refused(optimizer: Any) -> None:
     assert state.step.item() == 0
 
 
-def test_the_fused_ops_refuse_gradients_of_another_dtype() -> None:
-    for optimizer in (optim.sgd(0.1), optim.adam(0.1), ADAM, optim.adagrad(0.1)):
+@pytest.mark.parametrize("dtype", [torch.complex64, torch.int32])
+def test_gradients_that_are_not_floating_are_refused(dtype: torch.dtype) -> None:
+    for optimizer in (
+        optim.sgd(0.1),
+        optim.adam(0.1),
+        ADAM,
+        optim.adagrad(0.1),
+        optim.lion(0.1, weight_decay=0.0),
+    ):
         state = fcg.snapshot(fcg.TrainState.create(params={"w": torch.ones(4)}, optimizer=optimizer))
-        with pytest.raises(
-            LayoutError, match=r"grads\['w'\]  expected torch.float32 \[4\]   got torch.float64"
-        ):
-            state.apply_gradients({"w": torch.ones(4, dtype=torch.float64)})
+        with pytest.raises(LayoutError, match=rf"grads\['w'\]  expected torch.float32 \[4\]   got {dtype}"):
+            state.apply_gradients({"w": torch.ones(4, dtype=dtype)})
 
 
 def by_hand(optimizer: Any, steps: int) -> Any:

@@ -18,6 +18,8 @@ from torch import Tensor
 
 aten = torch.ops.aten
 
+BUCKET_BYTES = 4 * 2**20  # a launch that takes as long as ten launches cost
+
 Scalar = float | Tensor  # only a learning rate may be a tensor here
 Columns = Sequence[Sequence[Tensor]]  # params, grads, moments...; one row per leaf
 
@@ -45,6 +47,25 @@ def per_group(
             for i, value in zip(rows, result, strict=True):
                 target[i] = value
     return out
+
+
+def converting(
+    call: Callable[..., Any], columns: Columns, tags: Sequence[Any] | None
+) -> tuple[Callable[..., Any], list[Any]]:
+    """A call that gives gradients the dtypes of the parameters, and tags that cut the leaves into buckets for it.
+
+    The op takes one dtype. A bucket at a time, converted gradients are never all there beside the ones that came.
+    """
+    used, buckets = 0, []
+    for p in columns[0]:
+        used += p.numel() * p.element_size()
+        buckets.append(used // BUCKET_BYTES)
+
+    def convert(group: Columns, tag: Any) -> Any:
+        params, grads, *rest = group
+        return call([params, [g.to(p.dtype) for p, g in zip(params, grads, strict=True)], *rest], tag[0])
+
+    return convert, list(zip(tags or [None] * len(buckets), buckets, strict=True))
 
 
 def is_dense(tensor: Tensor, order: Sequence[int]) -> bool:

@@ -22,10 +22,10 @@ from functional_cg.optim.base import (
     Updates,
     need_params,
     rate_at,
-    refuse_unlike,
     thaw,
     zero_count,
 )
+from functional_cg.optim.fitting import refuse_unlike
 from functional_cg.optim.hosted import HostNumbers, RefusedError, Shelf, every_way, hosted, number
 from functional_cg.overlap import storage_key
 from functional_cg.shards.tensor import Sharded
@@ -91,7 +91,7 @@ class Adapted(Optimizer):
         return self._step
 
     def _step(self, grads: Updates, state: AdaptedState, params: Params) -> tuple[Params, AdaptedState]:
-        refuse_unlike(params, grads, dtypes=True)
+        refuse_unlike(params, grads)
         leaves, treedef = tree.flatten(params)
         cls, first = hosted(self.cls), state.count == 0
         rate = None if self.learning_rate is None else rate_at(self.learning_rate, state.count)
@@ -113,7 +113,7 @@ class Adapted(Optimizer):
             fresh = self.joined and ask(first)
             start = None if fresh else tree.unflatten(treedef, [one.clone() for one in flat])
             one = _Leaf(self, cls, leaf, rate)
-            one.run(grad.clone(), start, ask)
+            one.run(grad.to(leaf.dtype, copy=True), start, ask)
             strange = [name for name in one.moved if name not in old["group"]]
             if strange:
                 where = (

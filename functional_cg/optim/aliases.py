@@ -32,11 +32,11 @@ from functional_cg.optim.base import (
     in_range,
     need_params,
     rate_at,
-    refuse_unlike,
     resolve_flags,
     shared,
     zero_count,
 )
+from functional_cg.optim.fitting import refuse_unlike
 from functional_cg.optim.transforms import (
     Mask,
     ScaleByAdamState,
@@ -128,9 +128,11 @@ class sgd(Optimizer):
 
 def update_trees(call: Any, trees: list[Any], tags: list[Any] | None = None) -> list[Any]:
     """Run a fused op over trees of one structure: params, grads, moments. Grads are not among the results."""
-    refuse_unlike(trees[0], trees[1], dtypes=True)
+    refuse_unlike(trees[0], trees[1])
     treedef = tree.flatten(trees[0])[1]
     columns = [tree.leaves(one) for one in trees]
+    if any(p.dtype != g.dtype for p, g in zip(*columns[:2], strict=True)):
+        call, tags = _fused.converting(call, columns, tags)
     results = _fused.per_group(call, columns, tags) if columns[0] else [[] for _ in range(len(trees) - 1)]
     return [tree.unflatten(treedef, column) for column in results]
 

@@ -24,6 +24,7 @@ from torch import Tensor
 from functional_cg import tree
 from functional_cg.errors import LayoutError
 from functional_cg.optim.arguments import refuse_unknown
+from functional_cg.optim.fitting import in_dtypes_of
 
 Params = Any  # PyTree of floating tensors
 Updates = Any  # PyTree like Params
@@ -168,39 +169,16 @@ def apply_updates(params: Params, updates: Updates) -> Params:
     return tree.map(lambda p, u: (p + u).to(p.dtype), params, updates)
 
 
-def refuse_unlike(params: Params, grads: Updates, *, dtypes: bool = False) -> None:
-    """Refuse gradients that do not fit the parameters: fused kernels walk raw memory and do not check.
-
-    Raises:
-      LayoutError: If ``grads`` differs in structure or shapes, or (with ``dtypes``) in dtypes; all differences
-        are listed.
-    """
-    flat, treedef = tree.flatten_with_path(params)
-    values, other = tree.flatten(grads)
-    rows = tree.structure_diff(treedef, other, "grads") if other != treedef else []
-    if not rows:
-        rows = [
-            f"{tree.path_string(path, 'grads')}  expected {p.dtype} {list(p.shape)}   got {g.dtype} {list(g.shape)}"
-            for (path, p), g in zip(flat, values, strict=True)
-            if p.shape != g.shape or (dtypes and p.dtype != g.dtype)
-        ]
-    if rows:
-        raise LayoutError.of(
-            "",
-            "optim: the gradients are unlike the parameters.",
-            rows=rows,
-            fix="`loss, grads = fcg.value_and_grad(loss_fn)(state.params)`, value first, "
-            "then `state.apply_gradients(grads)`.",
-        )
-
-
 def step_or_update(
     tx: GradientTransformation, grads: Updates, state: OptState, params: Params
 ) -> tuple[Params, OptState]:
-    """New parameters and state: by ``tx.step`` where there is one, else by ``update`` and ``apply_updates``."""
+    """New parameters and state: by ``tx.step`` where there is one, else by ``update`` and ``apply_updates``.
+
+    Gradients may have other floating dtypes than the parameters; a ``step`` converts them where it needs to.
+    """
     if tx.step is not None:
         return tx.step(grads, state, params)
-    updates, state = tx.update(grads, state, params)
+    updates, state = tx.update(in_dtypes_of(params, grads), state, params)
     return apply_updates(params, updates), state
 
 

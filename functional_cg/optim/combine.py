@@ -26,6 +26,7 @@ from functional_cg.optim.base import (
     step_or_update,
     thaw,
 )
+from functional_cg.optim.fitting import in_dtypes_of
 
 
 @dataclass(frozen=True, init=False, repr=False)
@@ -76,6 +77,8 @@ class chain(GradientTransformation):
         return self._step if self.links and self.links[-1].step is not None else None
 
     def _step(self, grads: Updates, state: OptState, params: Params) -> tuple[Params, OptState]:
+        if tree.leaves(state[:-1]):  # moments before the last link
+            grads = in_dtypes_of(params, grads)
         grads, heads = chain(*self.links[:-1]).update(grads, state[:-1], params)
         params, last = step_or_update(self.links[-1], grads, state[-1], params)
         return params, (*heads, last)

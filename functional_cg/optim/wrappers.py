@@ -29,6 +29,7 @@ from functional_cg.optim.base import (
     zero_count,
 )
 from functional_cg.optim.clipping import global_norm
+from functional_cg.optim.fitting import in_dtypes_of
 
 
 def interpolated(weight: Scalar, a: Params, b: Params) -> Params:
@@ -217,7 +218,7 @@ class schedule_free(Optimizer):
     def _step(
         self, grads: Updates, state: ScheduleFreeState, params: Params
     ) -> tuple[Params, ScheduleFreeState]:
-        updates, inner_state = self.inner.update(grads, state.inner_state, params)
+        updates, inner_state = self.inner.update(in_dtypes_of(params, grads), state.inner_state, params)
         z = tree.map(torch.add, state.z, updates)
         largest = state.largest.clamp(min=rate_at(self.learning_rate, state.count))
         weight = largest**self.weight_lr_power

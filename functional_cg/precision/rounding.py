@@ -102,7 +102,8 @@ def _rounded(x: Tensor, halves: Tensor, dtype: torch.dtype) -> Tensor:
         noise = noise >> (_DRAWN - cut)
 
     def moved(y: Tensor) -> Tensor:
-        return ((y.view(integers) + noise) & -(1 << cut)).view(x.dtype)
+        cut_off: Tensor = ((y.view(integers) + noise) & -(1 << cut)).view(x.dtype)
+        return cut_off
 
     if narrow.smallest_normal == wide.smallest_normal:
         near = moved(x)

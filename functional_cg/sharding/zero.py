@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from .. import tree as pytree
+from ..precision import Policy
 from ..shards.collectives import broadcast
 from ..shards.mesh import Mesh
 from ..shards.placement import Placement, Reading
@@ -96,6 +97,7 @@ def zero(
     prefetch: int = 1,
     param_dtype: torch.dtype | None = None,
     reduce_dtype: torch.dtype | None = None,
+    policy: Policy | None = None,
     reshard: bool = True,
 ) -> Zero:
     """Shard a state over the ranks of a mesh: ``TrainState.create(..., sharding=zero(mesh, stage=3))``.
@@ -113,13 +115,14 @@ def zero(
         fewest whole leaves.
       param_dtype: Dtype that a loss sees, such as ``torch.bfloat16`` over f32 parameters: gathers are half as large.
       reduce_dtype: Dtype in which gradients are summed over ranks; by default the one that they come in.
+      policy: In place of these two: its ``compute`` and its ``reduce``.
       reshard: Gather again in the backward (stage 3), which holds fewer whole leaves at a time.
     Returns:
       What :meth:`TrainState.create` takes as ``sharding``, for all parameters; or as a leaf of a prefix of their tree,
       for those below it: ``sharding={"embedding": zero(mesh, stage=1), "blocks": zero(mesh, stage=3)}``. Buckets and
       prefetch are those of the first.
     Raises:
-      TypeError: If an argument is of another kind.
+      TypeError: If an argument is of another kind, or a policy is given beside a dtype.
       ValueError: If the stage is none of the three, ``bucket_bytes`` not positive, or ``prefetch`` negative.
 
     Example:
@@ -142,6 +145,13 @@ def zero(
         raise ValueError(f"sharding.zero: bucket_bytes must be positive, got {bucket_bytes!r}")
     if prefetch < 0:
         raise ValueError(f"sharding.zero: prefetch must not be negative, got {prefetch!r}")
+    if policy is not None:
+        if not isinstance(policy, Policy) or param_dtype is not None or reduce_dtype is not None:
+            raise TypeError(
+                "sharding.zero: expected a `fcg.precision.Policy` in place of param_dtype and reduce_dtype, got "
+                f"policy={policy!r}, param_dtype={param_dtype}, reduce_dtype={reduce_dtype}"
+            )
+        param_dtype, reduce_dtype = policy.compute, policy.reduce
     for name, dtype in (("param_dtype", param_dtype), ("reduce_dtype", reduce_dtype)):
         if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
             raise TypeError(

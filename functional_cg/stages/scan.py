@@ -165,6 +165,14 @@ class Scan:
             if found is not None and is_value(found.value):
                 self.reach(found)
 
+    def _settings_of_value(self, ref: Ref) -> None:
+        """Note what a method of a library can read of its frozen dataclass: of a precision policy, the dtypes."""
+        made = getattr(type(ref.value), "__dataclass_params__", None)
+        for field in dataclasses.fields(ref.value) if made is not None and made.frozen else ():
+            found = ref.attribute(field.name)
+            if found is not None and is_value(found.value):
+                self.reach(found)
+
     def enter(
         self, ref: Ref, args: Sequence[Refs] = (), kwargs: Mapping[str, Refs] = _NO_KEYWORDS
     ) -> Refs | None:
@@ -180,6 +188,8 @@ class Scan:
         if ref.bound is not None:
             args = (ref.bound,), *args
             self.note(ref.bound, KIND)
+            if isinstance(value, FunctionType) and not is_user_file(value.__code__.co_filename):
+                self._settings_of_value(ref.bound)
         match value:
             case Inner():
                 return self._call(value.code, value.code, value.parameters(args, kwargs), value.namespace)
