@@ -51,14 +51,14 @@ def test_twelve_are_noticed_without_knowing_them() -> None:
     assert len(general) >= 12
 
 
-@pytest.mark.parametrize("name", ["N8", "N10", "N16"])
+@pytest.mark.parametrize("name", ["N10", "N16"])
 def test_random_programs_notice_what_the_record_says(name: str, tmp_path: Path) -> None:
     mutant = next(mutant for mutant in MUTANTS if mutant.name == name)
     assert "programs" in mutant.general
     assert general_killers(tmp_path, mutant, ["programs"]) == ("programs",)
 
 
-@pytest.mark.parametrize("name", ["N9", "N12", "N13"])
+@pytest.mark.parametrize("name", ["N13"])
 def test_the_machine_notices_what_the_record_says(name: str, tmp_path: Path) -> None:
     mutant = next(mutant for mutant in MUTANTS if mutant.name == name)
     assert "machine" in mutant.general

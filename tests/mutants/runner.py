@@ -2,19 +2,30 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import re
 import shutil
-import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+
+import pytest
+import torch
 
 from tests.mutants.mutant import GENERAL, Mutant
 
 ROOT = Path(__file__).resolve().parents[2]
 TIMEOUT_SECONDS = 900
+OUTPUT = "output.txt"
+# No module that pytest rewrites, and none that starts a thread.
+PRELOADED = [
+    "torch",
+    "torch._subclasses.fake_tensor",
+    "torch.distributed.device_mesh",
+    "torch.utils.checkpoint",
+]
 SLIPS = re.compile(r"^\S+:\d+: (NameError|UnboundLocalError|SyntaxError|ImportError|ModuleNotFoundError)\b")
 # Loaded by pytest: says which package it tests, and spares hypothesis the work on failures that nobody reads.
 PLUGIN = """
@@ -69,17 +80,42 @@ def run(tests: Sequence[str], folder: Path, mutant: Mutant | None = None) -> Out
     environment = {
         name: value for name, value in os.environ.items() if not name.startswith(("PYTEST_", "FCG_"))
     }
-    environment |= {"PYTHONPATH": str(folder), "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
+    environment |= {"PYTHONPATH": str(folder), "PYTHONDONTWRITEBYTECODE": "1"}
     flags = ["-rpfE", "--tb=line", "-p", "where", "-p", "no:cacheprovider", "-p", "no:randomly"]
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", *flags, *tests],
-        cwd=folder, env=environment, capture_output=True, text=True, timeout=TIMEOUT_SECONDS, check=False,
-    )  # fmt: skip
-    output = done.stdout + done.stderr
-    if done.returncode not in (0, 1) or f"package: {folder / 'functional_cg'}" not in output:
-        raise RuntimeError(f"pytest ended with {done.returncode}:\n{output}")
+    code, output = _pytest(folder, [*flags, *tests], environment)
+    if code not in (0, 1) or f"package: {folder / 'functional_cg'}" not in output:
+        raise RuntimeError(f"pytest ended with {code}:\n{output}")
     lines = re.finditer(r"^(PASSED|FAILED|ERROR) (\S+?::.*?)(?: - .*)?$", output, re.MULTILINE)
     return Outcome({line[2]: line[1] for line in lines}, output)
+
+
+def _pytest(folder: Path, arguments: Sequence[str], environment: Mapping[str, str]) -> tuple[int | None, str]:
+    """Run pytest in a process forked from one that has imported torch: half of a short run is that import."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOADED)
+    process = context.Process(target=_in_folder, args=(folder, arguments, environment))
+    process.start()
+    process.join(TIMEOUT_SECONDS)
+    process.kill()
+    process.join()
+    return process.exitcode, (folder / OUTPUT).read_text(encoding="utf-8")
+
+
+def _in_folder(folder: Path, arguments: Sequence[str], environment: Mapping[str, str]) -> None:
+    """What the forked process does: as if started there, without the modules of this copy."""
+    os.chdir(folder)
+    os.environ.clear()
+    os.environ.update(environment)
+    sys.path[:] = [str(folder), *(entry for entry in sys.path if entry not in ("", str(ROOT)))]
+    for name in [name for name in sys.modules if name.partition(".")[0] in ("functional_cg", "tests")]:
+        del sys.modules[name]
+    output = os.open(OUTPUT, os.O_WRONLY | os.O_CREAT)
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+    torch.set_num_threads(1)
+    code = pytest.main(list(arguments))
+    sys.stdout.flush()
+    os._exit(code)
 
 
 def general_killers(folder: Path, mutant: Mutant, names: Sequence[str] = tuple(GENERAL)) -> tuple[str, ...]:
