@@ -190,9 +190,8 @@ class Lowered:
                 f"{len(self.program.instrs)} ATen calls, {hashlib.blake2b(ops.encode(), digest_size=8).hexdigest()}",
             ]
             mesh.ranks.agree(self.name, "\n".join(lines))
-            said = [
-                words.split() for words in mesh.ranks.shared(self.name, " ".join(told_apart(self.program)))
-            ]
+            numbers = "\n".join([lines[0], *told_apart(self.program)])
+            said = [text.splitlines()[1:] for text in mesh.ranks.shared(self.name, numbers)]
             specs = [spec for state in self.states for spec in state.specs]
             refuse_divergence(self.program, specs, self.layout.live_names, mesh, apart(said, mesh))
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -21,8 +20,6 @@ from ..errors import RankError
 __all__ = ["Ranks"]
 
 _GOODBYE_SECONDS = 5.0
-_GIVEN_UP = "given up"  # what a rank says that waits no longer
-_AGAIN = 0.05  # seconds until a rank is asked again that has given up
 _ROLL_CALL_SECONDS = 2.0  # ranks that have lost each other do so at nearly one time
 
 
@@ -36,6 +33,8 @@ class Ranks:
       size: Number of ranks.
       timeout: Seconds to wait for the others.
       meetings: Number of meetings so far; ranks that go the same way count alike.
+      attempts: Number of times that this meeting has been given up.
+      last: What of the meeting before is still in the store.
       lost: Whether a connection to another rank is known to be broken.
     """
 
@@ -44,6 +43,8 @@ class Ranks:
     size: int
     timeout: float
     meetings: int = 0
+    attempts: int = 0
+    last: tuple[str, ...] = ()
     lost: bool = False
 
     @classmethod
@@ -88,13 +89,9 @@ class Ranks:
           RankError: Naming the ranks that are missing.
         """
         self.refuse_if_lost(function)
-        here = self.meetings
-        keys = [f"{here}/{rank}" for rank in range(self.size)]
+        end = time.monotonic() + self.timeout
         try:
-            self.store.set(keys[self.rank], what)
-            said = self._heard(keys)
-            if here:  # whoever is here has left the meeting before
-                self.store.delete_key(f"{here - 1}/{self.rank}")
+            said, absent = self._met(what, end)
         except RuntimeError as error:
             raise RankError.of(
                 function,
@@ -103,20 +100,50 @@ class Ranks:
                 why="The launcher holds it, or rank 0 does: one of them has ended.",
                 fix="see what rank 0 and the launcher said; then start all ranks again, from the last checkpoint.",
             ) from error
-        absent = [rank for rank in range(self.size) if not said[rank]]
-        missing = absent or [rank for rank in range(self.size) if said[rank] == _GIVEN_UP]
-        if missing:
-            # Who comes later is not to go on alone, and the call may be made again on all ranks.
-            self.store.set(keys[self.rank], _GIVEN_UP)
+        if absent:
             raise RankError.of(
                 function,
-                f"waited {self.timeout:g} s for {_ranks(missing)}, on rank {self.rank} of {self.size}.",
+                f"waited {self.timeout:g} s for {_ranks(absent)}, on rank {self.rank} of {self.size}.",
                 rows=[f"rank {self.rank} is about to {what.splitlines()[0]}"],
                 why="A function over a sharded state is collective: all ranks call it, in the same order.",
                 fix="call it on all ranks and use its result on one, `out = sample(state)`, `if rank == 0: show(out)`.",
             )
-        self.meetings += 1
         return said
+
+    def _met(self, what: str, end: float) -> tuple[list[str], list[int]]:
+        """What each rank says, or which ranks are absent at the end of the time.
+
+        Whether ranks have met is decided once for all of them, by the first one that knows: else one might give up in
+        the moment in which the last one comes, who would go on alone. Who comes after an attempt was given up makes
+        the next one, and those that call again make it too.
+        """
+        while True:
+            place = f"{self.meetings}/{self.attempts}"
+            keys = [f"{place}/{rank}" for rank in range(self.size)]
+            self.store.set(keys[self.rank], what)
+            absent = self._absent(keys, place, end)
+            verdict = "given up" if absent else "met"
+            if self.store.compare_set(place, "", verdict).decode() == "met":
+                said = [self.store.get(key).decode() for key in keys]
+                self._forget_the_last()
+                self.meetings, self.attempts, self.last = self.meetings + 1, 0, (place, keys[self.rank])
+                return said, []
+            self.attempts += 1
+            if absent and time.monotonic() >= end:
+                return [], absent
+
+    def _absent(self, keys: list[str], place: str, end: float) -> list[int]:
+        """The ranks that have not come to an attempt by the end of the time, or by its own end."""
+        left = timedelta(seconds=max(end - time.monotonic(), 0.01))  # 0 is for ever
+        if not self.store.check([place]):
+            with contextlib.suppress(RuntimeError):  # c10d's DistStoreError, and what older stores raise
+                self.store.wait(keys, left)
+        return [rank for rank, key in enumerate(keys) if not self.store.check([key])]
+
+    def _forget_the_last(self) -> None:
+        """Delete what this rank has said at the meeting before: whoever is here has left it."""
+        for key in self.last:
+            self.store.delete_key(key)
 
     def refuse_if_lost(self, function: str) -> None:
         """Raise if a collective has failed before: what ranks send since might meet what others sent for it.
@@ -143,18 +170,6 @@ class Ranks:
             return [rank for rank, key in enumerate(keys) if not self.store.check([key])]
         except RuntimeError:
             return []  # the store is gone, and with it everyone's answer
-
-    def _heard(self, keys: Sequence[str]) -> list[str]:
-        """What each rank says; an empty text of one that was not here by the end of the time."""
-        end = time.monotonic() + self.timeout
-        while True:
-            left = timedelta(seconds=max(end - time.monotonic(), 0.01))  # 0 is for ever
-            with contextlib.suppress(RuntimeError):  # c10d's DistStoreError, and what older stores raise
-                self.store.wait(keys, left)
-            said = [self.store.get(key).decode() if self.store.check([key]) else "" for key in keys]
-            if {"", _GIVEN_UP}.isdisjoint(said) or time.monotonic() >= end:
-                return said
-            time.sleep(_AGAIN)
 
     def part(self) -> None:
         """Let all ranks get here before connections are cut; one that has died is not waited for long."""

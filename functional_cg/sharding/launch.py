@@ -19,6 +19,8 @@ from .agreement import Ranks
 
 __all__ = ["mesh"]
 
+_LONGEST = 1e6  # seconds, more than a week; torch counts in integers, which have no infinity
+
 
 def mesh(axes: Mapping[str, int], *, device: str | None = None, timeout: float = 300.0) -> Mesh:
     """Lay out all ranks of this run. Call it once, before anything touches a GPU.
@@ -52,12 +54,12 @@ def mesh(axes: Mapping[str, int], *, device: str | None = None, timeout: float =
     if ours:
         _start(device, timeout)
     here = torch.empty(0, device=device).device
-    found = Mesh(_axes(sizes, device), here, ranks=Ranks.of_this_run(timeout))
+    found = Mesh(_axes(sizes, device, timeout), here, ranks=Ranks.of_this_run(timeout))
     atexit.register(_end, found.captures, found.ranks, ours=ours)
     return found
 
 
-def _axes(sizes: Mapping[str, int], device: str) -> tuple[Axis, ...]:
+def _axes(sizes: Mapping[str, int], device: str, timeout: float) -> tuple[Axis, ...]:
     wide = [name for name, size in sizes.items() if size > 1]
     if len(wide) == 1:  # all ranks: their group is there already
         rank, everyone = dist.get_rank(), dist.distributed_c10d._get_default_group().group_name
@@ -66,6 +68,8 @@ def _axes(sizes: Mapping[str, int], device: str) -> tuple[Axis, ...]:
             for name, size in sizes.items()
         )
     layout = init_device_mesh(device, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+    for name in sizes:  # else they wait for half an hour, whatever the default group does
+        dist.distributed_c10d._set_pg_timeout(timedelta(seconds=timeout), layout.get_group(name))
     return tuple(
         Axis(name, size, layout.get_local_rank(name), layout.get_group(name).group_name)
         for name, size in sizes.items()
@@ -134,7 +138,7 @@ def _refuse_arguments(axes: Any, device: Any, timeout: Any) -> None:
             f'sharding.mesh: axes must be a dict of names and sizes, got {axes!r}. To fix: `{{"data": -1}}`.'
         )
     for name, size in axes.items():
-        if not isinstance(name, str) or not isinstance(size, int) or isinstance(size, bool):
+        if not (isinstance(name, str) and name and isinstance(size, int)) or isinstance(size, bool):
             raise TypeError(
                 f"sharding.mesh: an axis has a text as its name and an integer as its size, got {name!r}: {size!r}. "
                 'To fix: `{"data": -1}`.'
@@ -143,8 +147,11 @@ def _refuse_arguments(axes: Any, device: Any, timeout: Any) -> None:
         raise ValueError(f'sharding.mesh: device must be "cuda" or "cpu", got {device!r}')
     if device == "cuda" and not torch.cuda.is_available():
         raise RuntimeError('sharding.mesh: torch sees no GPU. To fix: `sharding.mesh(..., device="cpu")`.')
-    if not isinstance(timeout, (int, float)) or isinstance(timeout, bool) or not timeout > 0:
-        raise ValueError(f"sharding.mesh: timeout must be a positive number of seconds, got {timeout!r}")
+    number = isinstance(timeout, (int, float)) and not isinstance(timeout, bool)
+    if not number or not 0 < timeout <= _LONGEST:
+        raise ValueError(
+            f"sharding.mesh: timeout must be a positive number of seconds, {_LONGEST:g} at most, got {timeout!r}"
+        )
 
 
 def _end(captures: weakref.WeakSet[Any], ranks: Ranks, *, ours: bool) -> None:

@@ -109,6 +109,72 @@ def test_who_comes_too_late_does_not_go_on_alone() -> None:
     assert "for rank 0, on rank 1 of 2" in str(late)
 
 
+class Delayed:
+    """A store on which a rank is slow: something happens just before it says that it waits no longer."""
+
+    def __init__(self, store: Any, verdict: str, before: Callable[[], Any]) -> None:
+        self._store, self._verdict, self._before = store, verdict, before
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._store, name)
+
+    def compare_set(self, key: str, expected: str, desired: str) -> Any:
+        if desired == self._verdict:
+            self._verdict = ""
+            self._before()
+        return self._store.compare_set(key, expected, desired)
+
+
+def test_h95_who_comes_while_another_gives_up_does_not_go_on_alone() -> None:
+    """The last rank comes after the other one has looked for it, and before that one has given up: both go on."""
+    zero, one = ranks(2, SHORT)
+    zero.store = Delayed(zero.store, "given up", lambda: raised.extend(at_once(says(one, "capture"))))
+    raised: list[BaseException | None] = []
+    assert at_once(says(zero, "capture")) == [None]
+    assert raised == [None]
+    assert at_once(says(zero, "more"), says(one, "more")) == [None, None]
+
+
+def test_h95_who_sees_all_while_another_gives_up_does_not_go_on_alone() -> None:
+    """The last rank finds all there, and before it can say so one of them has given up: nobody goes on."""
+    zero, one = ranks(2, SHORT)
+    late, complete, gone = threading.Event(), threading.Event(), threading.Event()
+    zero.store = Delayed(zero.store, "given up", lambda: (late.set(), complete.wait(10)))
+    one.store = Delayed(one.store, "met", lambda: (complete.set(), gone.wait(10)))
+
+    def gives_up() -> None:
+        try:
+            zero.agree("train", "capture")
+        finally:
+            gone.set()
+
+    def comes_late() -> None:
+        late.wait(10)
+        one.agree("train", "capture")
+
+    assert [type(error) for error in at_once(gives_up, comes_late)] == [fcg.RankError] * 2
+    assert at_once(says(zero, "again"), says(one, "again")) == [None, None]
+
+
+def test_ranks_that_have_given_up_at_other_times_meet_again() -> None:
+    """One has called twice for nothing, one never, one waits meanwhile."""
+    zero, one, two = ranks(3, SHORT)
+    assert [type(error) for error in at_once(says(zero, "a"))] == [fcg.RankError]
+    assert [type(error) for error in at_once(says(zero, "a"), says(two, "a"))] == [fcg.RankError] * 2
+    one.timeout = two.timeout = zero.timeout = 10.0
+    assert at_once(says(zero, "a"), says(one, "a"), says(two, "a")) == [None] * 3
+    assert at_once(says(zero, "b"), says(one, "b"), says(two, "b")) == [None] * 3
+
+
+def test_what_was_said_is_deleted() -> None:
+    """A run of many captures leaves nothing behind but its last meeting."""
+    everyone = ranks(2)
+    store, before = everyone[0].store, everyone[0].store.num_keys()
+    for call in range(4):
+        assert at_once(*(says(rank, f"capture {call}") for rank in everyone)) == [None] * 2
+        assert store.num_keys() <= before + 3
+
+
 def test_after_a_failure_the_call_can_be_made_again() -> None:
     zero, one = ranks(2, SHORT)
     assert at_once(says(zero, "capture"))[0] is not None

@@ -404,6 +404,12 @@ def test_h96_processes_end(how: str, device: str) -> None:
             assert "KeyError: 'of all ranks'" in end.error
 
 
+def timeout_of(group: str) -> float:
+    """Seconds that a collective of a group waits for a rank that does not come."""
+    found = dist.distributed_c10d._resolve_process_group(group)
+    return float(found._get_backend(torch.device("cpu")).options._timeout.total_seconds())
+
+
 def hybrid_twice() -> Any:
     """Two meshes of other axes over one set of ranks."""
     settings = Setting({"data": 4}, 3), Setting({"replica": 2, "shard": 2}, 3)
@@ -413,6 +419,7 @@ def hybrid_twice() -> Any:
     for call in range(2):
         for number, state in enumerate(states):
             states[number], metrics = step(state, mlp_batch(call, rank))
+    assert {timeout_of(axis.group) for s in settings for axis in s.mesh("cpu").axes} == {settings[0].timeout}
     return [sharding.state_dict(state) for state in states], float(metrics["loss"])
 
 
