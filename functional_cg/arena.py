@@ -74,6 +74,11 @@ class BufferSpec:
         return cls(tuple(held.shape), dense_stride(held), held.dtype, held.device, placement)
 
     @property
+    def logical_shape(self) -> tuple[int, ...]:
+        """Shape of the whole leaf."""
+        return self.shape if self.placement is None else self.placement.shape
+
+    @property
     def numel(self) -> int:
         return math.prod(self.shape)
 
@@ -91,9 +96,8 @@ class BufferSpec:
         )
 
     def __str__(self) -> str:
-        shape = self.shape if self.placement is None else self.placement.shape
         where = "" if self.placement is None else f" {self.placement.describe()}"
-        return f"{dtype_name(self.dtype)}[{','.join(map(str, shape))}]@{self.device}{where}"
+        return f"{dtype_name(self.dtype)}[{','.join(map(str, self.logical_shape))}]@{self.device}{where}"
 
 
 def dense_stride(tensor: Tensor) -> tuple[int, ...]:
@@ -381,6 +385,8 @@ def unplaceable(leaf: Any) -> str:
         return type(leaf).__name__
     if leaf.layout is not torch.strided:
         return f"layout {leaf.layout}"
+    if placed(leaf) is not None:
+        return str(BufferSpec.of(leaf))
     if type(leaf).__torch_dispatch__ is not Tensor.__torch_dispatch__:
         return f"the subclass {type(leaf).__name__}"
     if leaf.is_quantized or leaf.is_nested:

@@ -12,6 +12,7 @@ from itertools import accumulate
 
 from .arena import BufferSpec, Plan, dtype_name
 from .markup import Html, Segment, bar, colors, element, fold, is_number, strip, table
+from .shards.boundary import mesh_of
 from .tree import KeyPath, Treedef, path_string
 
 __all__ = [
@@ -25,6 +26,7 @@ __all__ = [
     "listed",
     "outline",
     "segments",
+    "size_text",
     "spec_text",
     "tree_html",
     "tree_text",
@@ -79,8 +81,15 @@ class Branch:
 
 
 def spec_text(spec: BufferSpec) -> str:
-    """A spec without its device: ``f32[768,768]``."""
-    return f"{dtype_name(spec.dtype)}[{','.join(map(str, spec.shape))}]"
+    """A spec without its device: ``f32[768,768]``, ``f32[768,768] sharded over data=8``."""
+    return str(spec).replace(f"@{spec.device}", "", 1)
+
+
+def size_text(entries: Sequence[Entry]) -> str:
+    """How many leaves and bytes: ``2 leaves, 1,024 B``; of leaves on a mesh, the bytes that this rank holds."""
+    mesh = mesh_of([entry.spec for entry in entries])
+    where = "" if mesh is None else f" on rank {mesh.rank} of {mesh.size}"
+    return f"{count(len(entries), 'leaf')}, {sum(entry.spec.nbytes for entry in entries):,} B{where}"
 
 
 def count(number: int, noun: str) -> str:

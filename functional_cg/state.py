@@ -14,14 +14,14 @@ import torch
 from torch import Tensor
 
 from . import tree as pytree
-from .arena import Arena, BufferSpec, Plan, plan, refuse_aliases, refuse_unplaceable, unplaceable
+from .arena import Arena, BufferSpec, Plan, plan, refuse_aliases, refuse_unplaceable
 from .errors import LayoutError, ReadOnlyError
 from .leaf import Leaf, Lease, Part, as_tensor, donated, key_name, owned
 from .markup import card, fold
 from .ops import copies
-from .outline import Entry, arena_html, count, tree_html, tree_text
-from .shards.boundary import at_rest, held, localized, on_one_mesh
-from .tree import KeyPath, Treedef, TreeView, path_string
+from .outline import Entry, arena_html, size_text, tree_html, tree_text
+from .shards.boundary import at_rest, held, localized, misfits, on_one_mesh, sharding_fix
+from .tree import KeyPath, Treedef, TreeView
 
 __all__ = [
     "Handle",
@@ -144,17 +144,19 @@ class Handle(TreeView):
         self._check()
         lease, positions = self._lease, sorted(updates)
         slots = [lease.arena.plan.slots[i].spec for i in positions]
-        values = [owned(localized(lease.arena.plan.slots[i].spec, as_tensor(updates[i]))) for i in positions]
-        rows = rows + _misfits(slots, values, [lease.paths[i] for i in positions])
+        values = [owned(as_tensor(updates[i])) for i in positions]
+        rows = rows + misfits(slots, values, [lease.paths[i] for i in positions])
         if rows:
             raise LayoutError.of(
                 "",
                 f"{donor}: values do not fit the slots of `state`, which is unchanged.",
                 rows=rows,
                 why="Slots have fixed shapes and dtypes.",
-                fix="convert the values first; nothing is broadcast and nothing is cast. "
+                fix=sharding_fix(slots, values)
+                or "convert the values first; nothing is broadcast and nothing is cast. "
                 "For another structure, `fcg.place` a new state.",
             )
+        values = [owned(localized(slot, value)) for slot, value in zip(slots, values, strict=True)]
         with lease.arena.lock:
             self._check()
             object.__setattr__(self, "_donor", donor)
@@ -269,8 +271,7 @@ class Handle(TreeView):
         if now != self._generation:
             donor = getattr(self._root, "_donor", "")
             title += f", donated{f' to `{donor}`' if donor else ''} (its buffers now hold generation {now})"
-        nbytes = sum(entry.spec.nbytes for entry in self._entries())
-        return f"{title}, on {self._lease.arena.device}, {count(part.node.num_leaves, 'leaf')}, {nbytes:,} B"
+        return f"{title}, on {self._lease.arena.device}, {size_text(self._entries())}"
 
 
 # The slots' own setters: the quickest way past `__setattr__`, half the time of `object.__setattr__`.
@@ -278,18 +279,6 @@ _set_lease = Handle.__dict__["_lease"].__set__
 _set_generation = Handle.__dict__["_generation"].__set__
 _set_part = Handle.__dict__["_part"].__set__
 _set_owner = Handle.__dict__["_owner"].__set__
-
-
-def _misfits(specs: Sequence[BufferSpec], values: Sequence[Any], paths: Sequence[KeyPath]) -> list[str]:
-    """Where values have not the shape and dtype of their slot; the device may differ."""
-    rows = []
-    for spec, value, path in zip(specs, values, paths, strict=True):
-        problem = unplaceable(value)
-        if not problem and (tuple(value.shape) != spec.shape or value.dtype != spec.dtype):
-            problem = str(BufferSpec.of(value))
-        if problem:
-            rows.append(f"{path_string(path, 'state')}  expected {spec}   got {problem}")
-    return rows
 
 
 def roles(treedef: Treedef, paths: Sequence[KeyPath]) -> list[str]:

@@ -9,14 +9,14 @@ from typing import Any
 from torch import Tensor
 
 from .. import tree as pytree
-from ..arena import BufferSpec
+from ..arena import BufferSpec, unplaceable
 from ..errors import LayoutError
 from ..tree import KeyPath, Treedef, path_string
 from .collectives import all_gather
 from .mesh import Mesh
 from .placement import Reading
 from .reader import Reader, whole
-from .tensor import Sharded, shard_of
+from .tensor import Sharded, placed, shard_of
 
 __all__ = [
     "at_rest",
@@ -25,9 +25,11 @@ __all__ = [
     "left",
     "localized",
     "mesh_of",
+    "misfits",
     "on_one_mesh",
     "reading_of",
     "refuse_meshes",
+    "sharding_fix",
     "shown",
 ]
 
@@ -69,6 +71,42 @@ def refuse_meshes(named: Iterable[tuple[str, BufferSpec]], function: str = "") -
             fix="make one mesh, once, `mesh = sharding.mesh(...)`, and all states with it; from another mesh, "
             "`sharding.gather(leaf)` is a whole leaf.",
         )
+
+
+def misfits(specs: Sequence[BufferSpec], values: Sequence[Any], paths: Sequence[KeyPath]) -> list[str]:
+    """Where values have not the shape and dtype of their slot; the device may differ, and how they are sharded."""
+    rows = []
+    for spec, value, path in zip(specs, values, paths, strict=True):
+        problem = unplaceable(value) if spec.placement is None or placed(value) is None else ""
+        if not problem and (tuple(value.shape) != spec.logical_shape or value.dtype != spec.dtype):
+            problem = str(BufferSpec.of(value))
+        if problem:
+            rows.append(f"{path_string(path, 'state')}  expected {spec}   got {problem}")
+    return rows
+
+
+def sharding_fix(expected: Sequence[BufferSpec], leaves: Sequence[Any]) -> str:
+    """What to do about leaves that fit their slots but for how they are sharded; an empty text if there are none."""
+    for spec, leaf in zip(expected, leaves, strict=True):
+        if not isinstance(leaf, Tensor) or leaf.dtype != spec.dtype or placed(leaf) == spec.placement:
+            continue
+        slot, shape = spec.placement, tuple(leaf.shape)
+        if slot is None and shape == spec.shape:
+            return (
+                "give `fcg.sharding.gather(leaf)`: the slot is whole on each rank, and the new leaf is "
+                f"{BufferSpec.of(leaf)}."
+            )
+        if (
+            slot is not None
+            and slot.sharded
+            and shape != slot.shape
+            and shape in ((slot.length,), (slot.elements,))
+        ):
+            return (
+                "give the leaf itself, or all of it, `fcg.sharding.gather(leaf)`: of either, this rank's shard is "
+                "taken; what `fcg.sharding.local` gives has lost its shape."
+            )
+    return ""
 
 
 def reading_of(specs: Sequence[BufferSpec]) -> Reading:

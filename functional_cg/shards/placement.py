@@ -69,6 +69,11 @@ class Placement:
         return -(-self.numel // self.mesh.shards.size)
 
     @property
+    def elements(self) -> int:
+        """Elements of this rank's shard, without padding."""
+        return max(0, min(self.length, self.numel - self.mesh.shards.rank * self.length))
+
+    @property
     def padded(self) -> bool:
         return self.length * self.mesh.shards.size != self.numel
 

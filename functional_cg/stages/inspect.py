@@ -27,6 +27,7 @@ from ..errors import (
 )
 from ..leaf import Leaf
 from ..ops import argument, can_draw, sync_reason, tensors_in, written_arguments
+from ..shards.boundary import sharding_fix
 from ..source import Location, sync_spelling, user_frame
 from ..tree import Treedef, path_string, structure_diff
 from .refs import Ref
@@ -56,6 +57,8 @@ _PRODUCTS = frozenset(
     }
 )
 # They count from the beginning of the storage, which for a leaf is that of its slab.
+# Collectives in place, sends and receives; memory that ranks have registered with each other.
+_BETWEEN_RANKS = frozenset({"c10d", "symm_mem"})
 _FROM_THE_STORAGE = frozenset({"aten::as_strided_", "aten::as_strided_copy", "aten::as_strided_scatter"})
 
 
@@ -122,6 +125,8 @@ class Rules:
         if facts is None:
             if func._schema.name in _FROM_THE_STORAGE:
                 raise self._from_the_storage(func)
+            if func.namespace in _BETWEEN_RANKS:
+                raise self._between_ranks(func)
             facts = self._facts[func] = _facts(func)
         if facts.may_sync and (reason := sync_reason(func, args, kwargs)):
             source = next(tensors_in(list(args)), None)
@@ -147,6 +152,15 @@ class Rules:
             why="It counts from the beginning of a storage, and in a replay a leaf begins elsewhere in its own.",
             fix="read by `torch.as_strided(x, ...).clone()`; write by `y = x.clone()` and "
             "`torch.as_strided(y, ...).copy_(z)`.",
+        )
+
+    def _between_ranks(self, func: Any) -> CaptureError:
+        return CaptureError.of(
+            self._function,
+            f"talks to other ranks by {func}{_at()}.",
+            why="What works in place on memory of a trace, or waits for one rank alone, has no place in a graph.",
+            fix="`fcg.sharding.mean(value)` or `sum` over the ranks of its state, `fcg.sharding.gather(leaf)` for a "
+            "leaf; sends and receives, as of a pipeline, belong between steps.",
         )
 
     def foreign(self, call: Any, tensor: Tensor, *, written: bool = False) -> ForeignTensorError:
@@ -336,5 +350,6 @@ def refuse_new_state(
             "returns a new state that is unlike the old one.",
             rows=rows,
             why="The new state is written into the slots of the old one.",
-            fix="return each leaf with its old shape, dtype and device; results of another kind belong in `metrics`.",
+            fix=(sharding_fix(old, new) if old_def == new_def else "")
+            or "return each leaf with its old shape, dtype and device; results of another kind belong in `metrics`.",
         )
