@@ -12,9 +12,9 @@ from torch import Tensor
 
 from .. import random
 from .. import tree as pytree
-from ..arena import BufferSpec
+from ..arena import BufferSpec, no_tensors
 from ..checkpoint import names_of
-from ..errors import LayoutError, RankError
+from ..errors import CaptureError, LayoutError, RankError
 from ..leaf import as_tensor, owned
 from ..shards.collectives import all_reduce
 from ..shards.mesh import Mesh
@@ -35,9 +35,12 @@ def mean(tree: T) -> T:
     Gradients flow through it: the mean of the ranks' losses has the gradient that ``value_and_grad`` takes of one.
 
     Args:
-      tree: Pytree of tensors, of equal shapes on all ranks; the mean of integers is floating.
+      tree: Pytree of tensors, of equal shapes on all ranks; the mean of integers is floating. Floating ones are
+        summed in their own dtype, rounded after each addition; ``x.float()`` sums bf16 in f32.
+    Returns:
+      The same bits on all ranks.
     Raises:
-      LayoutError: If a leaf is sharded, boolean, or no tensor.
+      LayoutError: If a leaf is sharded, boolean, of a float8 dtype, or no tensor.
       RankError: With several ranks, outside of a step, or in one whose states lie on no mesh.
 
     Example:
@@ -61,11 +64,13 @@ def fold_in(key: Tensor) -> Tensor:
     Args:
       key: i64[2].
     Raises:
+      LayoutError: If it is no key.
       RankError: With several ranks, outside of a step, or in one whose states lie on no mesh.
     """
     mesh = _mesh_here("fold_in", "`fcg.random.fold_in(key, mesh.rank)`")
     if mesh is None:
         return key
+    random.check_key(key)
     # The rank enters as a value, so that all ranks run one program.
     return random.fold_in(key, torch.tensor(mesh.rank, device="cpu").to(key.device))
 
@@ -92,7 +97,9 @@ def gather(tree: T) -> T:
         if inside_a_step():
             return cast("T", pytree.unflatten(treedef, gathered(flat)))
         with _all_ranks("sharding.gather", "gather", flat):
-            out = [owned(whole(leaf)).clone() for leaf in gathered(flat)]
+            out = [
+                owned(whole(leaf)).clone() if isinstance(leaf, Tensor) else leaf for leaf in gathered(flat)
+            ]
     return cast("T", pytree.unflatten(treedef, out))
 
 
@@ -114,8 +121,7 @@ def local(leaf: Tensor) -> Tensor:
     placement, held = leaf.placement, owned(leaf.local)
     if not placement.sharded or inside_a_step():
         return cast("Tensor", held if not placement.sharded else placement.masked(held))
-    start = placement.mesh.shards.rank * placement.length
-    return held[: max(0, min(placement.length, placement.numel - start))].clone()  # type: ignore[no-any-return]
+    return held[: placement.elements].clone()  # type: ignore[no-any-return]
 
 
 def state_dict(state: Any) -> Mapping[str, Tensor]:
@@ -127,14 +133,33 @@ def state_dict(state: Any) -> Mapping[str, Tensor]:
     Args:
       state: A handle, or a pytree of tensors.
     Raises:
+      CaptureError: In a step, which copies nothing to the host.
+      LayoutError: If a leaf is no tensor.
       RankError: If a rank does not call it, or calls it with other leaves.
     """
+    if inside_a_step():
+        raise CaptureError.of(
+            "",
+            "`sharding.state_dict` was called in a step.",
+            why="It copies leaves to the host of rank 0, and a graph repeats what is done on the devices of all.",
+            fix="call it between steps, on the state that one has returned; in a step, `sharding.gather(leaf)`.",
+        )
     flat, treedef = pytree.flatten(state)
+    flat = [as_tensor(leaf) for leaf in flat]
+    rows = no_tensors(pytree.unflatten(treedef, flat), "state")
+    if rows:
+        raise LayoutError.of(
+            "",
+            "sharding.state_dict: the state has leaves that are no tensors.",
+            rows=rows,
+            why="A state dict holds tensors under their names.",
+            fix="leave them out, or keep them as static fields; of a module, `module.state_dict()`.",
+        )
     mesh = _mesh_of(flat)
     out: dict[str, Tensor] = {}
     with _all_ranks("sharding.state_dict", "make a state dict", flat):
         for name, leaf in zip(names_of(treedef), flat, strict=True):
-            full = all_of(leaf) if isinstance(leaf, Sharded) else owned(as_tensor(leaf))
+            full = all_of(leaf) if isinstance(leaf, Sharded) else owned(leaf)
             if mesh is None or mesh.rank == 0:
                 out[name] = full.detach().to("cpu", copy=True)
     return out
@@ -146,8 +171,10 @@ class _AllReduce(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, value: Tensor, mesh: Mesh, op: str) -> Tensor:
         ctx.mesh, ctx.op = mesh, op
-        total = all_reduce(value, mesh)
-        return total / mesh.size if op == "mean" else total
+        # Small integers have no room for a sum, and no backend adds all of their dtypes.
+        integer = not (value.is_floating_point() or value.is_complex())
+        total = all_reduce(value.long() if integer else value, mesh)
+        return total / mesh.size if op == "mean" else total.to(value.dtype)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
@@ -169,15 +196,17 @@ def _reduced(tree: T, op: Literal["mean", "sum"]) -> T:
             f"`sharding.{op}` cannot reduce {'a leaf' if len(rows) == 1 else f'{len(rows)} leaves'}.",
             rows=rows,
             why="It takes the values that each rank has computed of its data, element by element.",
-            fix="a number as `torch.tensor(n)`, a mask as `mask.float()`; a sharded leaf is one leaf over all ranks, "
-            f"`leaf.{op}()`, or `sharding.gather(leaf)`.",
+            fix="a number as `torch.tensor(n)`, a mask or float8 as `leaf.float()`; a sharded leaf is one over all "
+            f"ranks, `leaf.{op}()`, or `sharding.gather(leaf)`.",
         )
     return cast("T", pytree.map(lambda leaf: _AllReduce.apply(leaf, mesh, op), tree))
 
 
 def _reducible(leaf: Any) -> bool:
-    sharded = isinstance(leaf, Sharded) and leaf.placement.sharded
-    return isinstance(leaf, Tensor) and not sharded and leaf.dtype is not torch.bool
+    if not isinstance(leaf, Tensor) or (isinstance(leaf, Sharded) and leaf.placement.sharded):
+        return False
+    float8 = leaf.is_floating_point() and leaf.dtype.itemsize == 1  # which nothing adds up
+    return not float8 and leaf.dtype is not torch.bool
 
 
 def _kind(leaf: Any) -> str:

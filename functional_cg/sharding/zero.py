@@ -114,7 +114,10 @@ def zero(
       prefetch: How many such groups ahead of its use a leaf is gathered, beside the compute in between; 0 holds the
         fewest whole leaves.
       param_dtype: Dtype that a loss sees, such as ``torch.bfloat16`` over f32 parameters: gathers are half as large.
-      reduce_dtype: Dtype in which gradients are summed over ranks; by default the one that they come in.
+      reduce_dtype: Dtype in which gradients are summed over ranks and divided by their number; by default the one
+        that they come in, which ``param_dtype`` sets. All ranks get the same bits of a sum, but in bf16 it is rounded
+        to 8 bits after each of the ``ranks - 1`` additions, in an order that the backend chooses; ``torch.float32``
+        rounds once, at the end, and sends twice the bytes.
       policy: In place of these two: its ``compute`` and its ``reduce``.
       reshard: Gather again in the backward (stage 3), which holds fewer whole leaves at a time.
     Returns:
@@ -136,7 +139,7 @@ def zero(
         raise TypeError(
             f'sharding.zero: mesh must be made with `fcg.sharding.mesh({{"data": -1}})`, got {type(mesh).__name__}'
         )
-    if stage not in (1, 2, 3) or isinstance(stage, bool):
+    if not isinstance(stage, int) or stage not in (1, 2, 3) or isinstance(stage, bool):
         raise ValueError(f"sharding.zero: stage must be 1, 2 or 3, got {stage!r}")
     for name, number in (("bucket_bytes", bucket_bytes), ("prefetch", prefetch)):
         if not isinstance(number, int) or isinstance(number, bool):
@@ -152,10 +155,14 @@ def zero(
                 f"policy={policy!r}, param_dtype={param_dtype}, reduce_dtype={reduce_dtype}"
             )
         param_dtype, reduce_dtype = policy.compute, policy.reduce
+    if not isinstance(reshard, bool):
+        raise TypeError(f"sharding.zero: reshard must be True or False, got {reshard!r}")
     for name, dtype in (("param_dtype", param_dtype), ("reduce_dtype", reduce_dtype)):
-        if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+        floating = isinstance(dtype, torch.dtype) and dtype.is_floating_point
+        if dtype is not None and not (floating and dtype.itemsize > 1):  # nothing adds up float8
             raise TypeError(
-                f"sharding.zero: {name} must be a floating dtype such as torch.bfloat16, got {dtype!r}"
+                f"sharding.zero: {name} must be a floating dtype of 16 bits or more, such as torch.bfloat16, got "
+                f"{dtype!r}"
             )
     return Zero(mesh, stage, bucket_bytes, prefetch, param_dtype, reduce_dtype, reshard)
 

@@ -30,10 +30,18 @@ REDUCE_SCATTER = _ops.reduce_scatter_tensor_coalesced.default
 ALL_REDUCE = _ops.all_reduce.default
 
 
+# Dtypes that every backend sends and adds up; what is sent and not added up may be of any dtype, as bytes.
+_NUMBERS = frozenset(
+    {torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.uint8}
+)
+
+
 def all_gather(shard: Tensor, axis: Axis) -> Tensor:
     """A vector [n] of each rank, as one vector [n * size] in the order of ranks."""
     if axis.size == 1:
         return shard
+    if shard.dtype not in _NUMBERS:
+        return all_gather(_bytes(shard), axis).view(shard.dtype)
     return _wait(GATHER([shard.contiguous()], axis.size, axis.group)[0])
 
 
@@ -41,6 +49,8 @@ def reduce_scatter(vector: Tensor, axis: Axis) -> Tensor:
     """The sum over ranks of a vector [n * size], of which each rank gets its own [n]."""
     if axis.size == 1:
         return vector
+    if vector.is_complex():
+        return torch.view_as_complex(reduce_scatter(_pairs(vector), axis))
     return _wait(REDUCE_SCATTER([vector.contiguous()], "sum", axis.size, axis.group)[0])
 
 
@@ -52,6 +62,8 @@ def all_reduce(tensor: Tensor, where: Mesh | Axis, op: str = "sum") -> Tensor:
       where: Over which ranks.
       op: ``sum``, ``max`` or ``min``.
     """
+    if tensor.is_complex():
+        return torch.view_as_complex(all_reduce(_pairs(tensor), where, op))
     for axis in where.wide if isinstance(where, Mesh) else (where,) * (where.size > 1):
         tensor = _wait(ALL_REDUCE(tensor.contiguous(), op, axis.group))
     return tensor
@@ -61,9 +73,19 @@ def _wait(tensor: Tensor) -> Tensor:
     return cast("Tensor", _ops.wait_tensor(tensor))
 
 
+def _pairs(tensor: Tensor) -> Tensor:
+    """Complex numbers [...] as real ones [..., 2]."""
+    return torch.view_as_real(tensor.resolve_conj().contiguous())
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    """The memory of a tensor, as a vector."""
+    return tensor.resolve_conj().resolve_neg().contiguous().flatten().view(torch.uint8)
+
+
 def broadcast(tensor: Tensor, mesh: Mesh) -> Tensor:
     """The value of rank 0, as a new tensor; outside of graphs."""
-    out = tensor.detach().clone(memory_format=torch.contiguous_format)
+    out = tensor.detach().resolve_conj().resolve_neg().clone(memory_format=torch.contiguous_format)
     if mesh.size > 1:
-        torch.distributed.broadcast(out, 0)
+        torch.distributed.broadcast(_bytes(out), 0)  # into the same memory
     return out

@@ -23,10 +23,13 @@ from ..ops import tensors_in, written_arguments
 from ..overlap import storage_key
 from .collectives import all_gather, all_reduce, reduce_scatter
 from .placement import Placement, Reading
-from .tensor import Sharded
+from .tensor import Sharded, title
 
 __all__ = ["Reader", "all_of", "gathered", "like_leaf", "readers", "variable_of", "whole"]
 
+_NO_HOOKS = (
+    "support saved tensor hooks"  # what `torch.func` says of a block in which others decide what is kept
+)
 _AT_ONCE = 2  # gathered leaves that stay: ops in turn read a weight, a bias, and the weight again
 _QUESTIONS = frozenset(
     {
@@ -218,7 +221,7 @@ class _Read:
             return tensor
         key = storage_key(tensor)
         for source, leaf in self._gathered.items():
-            kept_again = source.reading.reshard and source.placement.sharded and storage_key(leaf) == key
+            kept_again = _let_go_after_use(source.placement) and storage_key(leaf) == key
             if kept_again and _same_numbers(tensor, leaf):
                 return source, tensor.shape, tensor.stride(), tensor.storage_offset()
         # An op may keep its own result, whose graph holds what was kept: a cycle that nothing but a backward breaks.
@@ -273,12 +276,38 @@ def readers(leaves: Sequence[Tensor], variables: Sequence[Tensor]) -> Iterator[l
     """
     read = _Read()
     handed = _handed(leaves, variables, read)
-    if not any(isinstance(one, Reader) for one in handed):
-        yield handed
-        return
-    with torch.autograd.graph.saved_tensors_hooks(read.pack, read.unpack):
+    let_go = [leaf for leaf in leaves if isinstance(leaf, Sharded) and _let_go_after_use(leaf.placement)]
+    with _gathering_again(let_go, read) if let_go else contextlib.nullcontext():
         yield handed
     read.close()
+
+
+@contextlib.contextmanager
+def _gathering_again(leaves: Sequence[Sharded], read: _Read) -> Iterator[None]:
+    """A block in which autograd keeps, of gathered leaves, the way to gather them again.
+
+    Raises:
+      LayoutError: If `torch.func` differentiates there, which lets nobody say what is kept.
+    """
+    try:
+        with torch.autograd.graph.saved_tensors_hooks(read.pack, read.unpack):
+            yield
+    except RuntimeError as error:
+        if _NO_HOOKS not in str(error):
+            raise
+        refusal = LayoutError.of(
+            "",
+            "differentiates with `torch.func` in a loss whose leaves are gathered again in the backward.",
+            rows=[title(leaf) for leaf in leaves],
+            why="`torch.func.grad`, `vjp`, `jacrev` and `hessian` keep whole leaves; nothing can gather those again.",
+            fix="`fcg.grad` in place of `torch.func.grad`; or let whole leaves stay until the backward, "
+            "`sharding.zero(mesh, reshard=False)`, also for per-sample gradients under `vmap`.",
+        )
+        raise refusal.with_traceback(error.__traceback__) from error
+
+
+def _let_go_after_use(placement: Placement) -> bool:
+    return placement.sharded and (placement.reading or Reading()).reshard
 
 
 def gathered(leaves: Sequence[Tensor]) -> list[Tensor]:

@@ -73,11 +73,9 @@ def norms(
 
     Args:
       leaves: What a rank holds, and where; None for a leaf that is whole here.
-      order: 1, 2, or infinity.
+      order: A positive number, or infinity.
       dtype: In which to sum; None for the leaf's own.
     """
-    if order not in (1, 2, math.inf):
-        raise ValueError(f"norm of order {order!r} of a sharded leaf: expected 1, 2 or infinity")
     own = torch._foreach_norm(
         [local if placement is None else placement.masked(local) for local, placement in leaves],
         order,
@@ -89,10 +87,12 @@ def norms(
         return out
     home = cast("Placement", leaves[sharded[0]][1])
     stacked = torch.stack([out[i] for i in sharded])
-    if order == 2:
+    if order == math.inf:
+        total = _extreme(stacked, home, "max")
+    elif order == 2:
         total = _across(stacked.square(), home).sqrt()
     else:
-        total = _across(stacked, home) if order == 1 else _extreme(stacked, home, "max")
+        total = _across(stacked.pow(order), home).pow(1 / order)
     for i, norm in zip(sharded, total.unbind(), strict=True):
         out[i] = norm
     return out

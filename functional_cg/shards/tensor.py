@@ -20,7 +20,7 @@ from ..ops import named_arguments, tensors_in, written_arguments
 from .placement import Placement
 from .reductions import REDUCTIONS, norms
 
-__all__ = ["Sharded", "placed", "refuse_at_rest"]
+__all__ = ["Sharded", "placed", "refuse_at_rest", "shard_of", "title"]
 
 aten = torch.ops.aten
 
@@ -90,7 +90,7 @@ class Sharded(Tensor):
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         numbers = "" if self.placement.sharded else f"\n{self.local!r}"
-        return f"{type(self).__name__}({_title(self)}){numbers}"
+        return f"{type(self).__name__}({title(self)}){numbers}"
 
     def __format__(self, spec: str) -> str:
         if self.placement.sharded and not spec:
@@ -135,7 +135,7 @@ class Sharded(Tensor):
         return ReadOnlyError.of(
             "",
             f"{attribute}{' of ' * bool(attribute)}a sharded leaf was written to.",
-            rows=[_title(self)],
+            rows=[title(self)],
             why="A rank holds its shard only, and the state changes only by what a step returns.",
             fix="compute a new value, `torch.where(mask, new, leaf)`; outside of a step, "
             "`state = fcg.tree.at(lambda s: ..., state, value)`.",
@@ -146,7 +146,7 @@ class Sharded(Tensor):
 
     def __reduce_ex__(self, protocol: Any) -> Never:
         raise TypeError(
-            f"{_title(self)} cannot be pickled: its mesh is one of running processes. "
+            f"{title(self)} cannot be pickled: its mesh is one of running processes. "
             "To fix: `sharding.state_dict(state)`, or `sharding.local(leaf)` for this rank's shard."
         )
 
@@ -161,7 +161,7 @@ def refused(leaf: Sharded, what: str) -> LayoutError:
     return LayoutError.of(
         "",
         f"asks a sharded leaf for {_IN_WORDS.get(what, what)}.",
-        rows=[_title(leaf)],
+        rows=[title(leaf)],
         why="A rank holds a shard: elementwise ops work on it, and `sum`, `mean`, `norm`, `max`, `min` of all of it.",
         fix="`sharding.gather(leaf)` on all ranks, for all of it; `sharding.local(leaf)` for this rank's shard.",
     )
@@ -178,14 +178,15 @@ def refuse_at_rest(leaves: Sequence[Any], what: str) -> None:
             raise LayoutError.of(
                 "",
                 f"asks a leaf of {leaf.placement.mesh.size} ranks for {what} outside of the step that got it.",
-                rows=[_title(leaf)],
+                rows=[title(leaf)],
                 why="The answer is a collective, and a rank that asks alone would wait for ever.",
                 fix="return it in the metrics of a step; or `sharding.gather(leaf)` on all ranks, for all of it; "
                 "`sharding.local(leaf)` for this rank's shard.",
             )
 
 
-def _title(leaf: Sharded) -> str:
+def title(leaf: Sharded) -> str:
+    """A leaf in a line: ``state.params['w']  float32[5, 7] sharded over data=2``."""
     dtype = str(leaf.dtype).removeprefix("torch.")
     path = f"{leaf.local._path}  " if hasattr(leaf.local, "_path") else ""  # a slot of a state
     return f"{path}{dtype}{list(leaf.placement.shape)} {leaf.placement.describe()}"
@@ -337,11 +338,19 @@ def _reduced(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tenso
         raise refused(
             next(t for t in tensors_in(list(args)) if isinstance(t, Sharded)), f"{func} along a dimension"
         )
+    _refuse_order(leaf, named.get("ord", named.get("p")))
     return REDUCTIONS[func._schema.name](leaf.local, leaf.placement, named)
+
+
+def _refuse_order(leaf: Sharded, order: float | None) -> None:
+    """Norms of shards make the norm of the leaf if its order is positive; 0 is a count, and -1 no sum of anything."""
+    if order is not None and not order > 0:
+        raise refused(leaf, f"its norm of order {order:g}")
 
 
 def _norms(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
     """``_foreach_norm``: one collective for all leaves."""
     named = named_arguments(func, args, kwargs)
+    _refuse_order(next(t for t in named["self"] if isinstance(t, Sharded)), named["ord"])
     leaves = [(_whole(t), p if (p := placed(t)) is not None and p.sharded else None) for t in named["self"]]
     return norms(leaves, named["ord"], named.get("dtype"))

@@ -24,9 +24,9 @@ SHARDED = (
         "a checkpoint of one rank's shards only",
         (
             (
-                "            full = all_of(leaf) if isinstance(leaf, Sharded) else owned(as_tensor(leaf))\n",
+                "            full = all_of(leaf) if isinstance(leaf, Sharded) else owned(leaf)\n",
                 (
-                    "            full = owned(leaf.local if isinstance(leaf, Sharded) else as_tensor(leaf))\n"
+                    "            full = owned(leaf.local if isinstance(leaf, Sharded) else leaf)\n"
                     "            if isinstance(leaf, Sharded) and leaf.placement.sharded:\n"
                     "                full = leaf.placement.unpad(full.repeat(leaf.placement.mesh.shards.size))\n"
                 ),
@@ -52,10 +52,10 @@ SHARDED = (
         "what was gathered is kept, and shown again after the next update",
         (
             (
-                "            out = [owned(whole(leaf)).clone() for leaf in gathered(flat)]\n",
+                '    return cast("T", pytree.unflatten(treedef, out))\n',
                 (
-                    "            out = [owned(whole(leaf)).clone() for leaf in gathered(flat)]\n"
-                    "            out = [leaf.clone() for leaf in gather.__dict__.setdefault(str(treedef), out)]\n"
+                    "    out = [leaf.clone() for leaf in gather.__dict__.setdefault(str(treedef), out)]\n"
+                    '    return cast("T", pytree.unflatten(treedef, out))\n'
                 ),
             ),
         ),

@@ -82,6 +82,15 @@ def same(tree: Any, other: Any) -> bool:
     )
 
 
+def stepped(new: Callable[[Any], Any], state: Any, *inputs: Any) -> Any:
+    """What a step returns as its new state."""
+
+    def train_step(state: Any, *inputs: Any) -> Any:
+        return new(state, *inputs), {}
+
+    return fcg.graph_step(train_step, lowering="aten")(fcg.fork(state), *inputs)[0]
+
+
 NUMBER = r"asks a sharded leaf for a number of the host, by `\.item\(\)`, `float\(\)` or `if`\."
 W1 = r"state\.params\['w1'\]  float32\[5, 7\] sharded over data=2"
 SCALE = r"state\.params\['scale'\]  float32\[\] sharded over data=2"
@@ -137,6 +146,44 @@ def created_of_whole_leaves(b: Any) -> bool:
         sharding=b.zero,
     )
     return same(sharding.gather(made.params["w1"]), b.whole["w1"]) and same(made.ema["w1"], b.whole["w1"])
+
+
+def average_of(gather: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    return lambda s: s.replace(ema={"w1": gather(s.params["w1"]) * 2})
+
+
+def average_follows(b: Any) -> bool:
+    new = stepped(average_of(sharding.gather), b.average)
+    return same(new.ema["w1"], 2 * b.whole["w1"])
+
+
+def curvature(grad: Callable[..., Any]) -> Callable[[Any], Any]:
+    """A loss with a gradient in it, and its own gradient."""
+
+    def loss(params: Any) -> Any:
+        return grad(lambda w: torch.tanh(w).sum())(params["w1"]).square().sum()
+
+    return lambda s: fcg.grad(loss)({"w1": s.params["w1"]})["w1"].norm()
+
+
+def curvature_in_a_step(b: Any) -> bool:
+    stay = sharding.zero(b.mesh, reshard=False)
+    kept = fcg.TrainState.create(params=b.whole, optimizer=fcg.optim.sgd(0.1), sharding=stay)
+    w = b.whole["w1"].clone().requires_grad_()
+    (expected,) = torch.autograd.grad((1 - torch.tanh(w).square()).square().sum(), w)
+    return close(metric(curvature(fcg.grad), b.state), expected.norm()) and close(
+        metric(curvature(torch.func.grad), kept), expected.norm()
+    )
+
+
+def reduced(x: Any) -> Any:
+    torch.distributed.all_reduce(y := x * 2)
+    return y
+
+
+def sent_on(x: Any) -> Any:
+    torch.distributed.send(x * 2, 0)
+    return x
 
 
 def mean_in_a_step(b: Any) -> bool:
@@ -346,7 +393,7 @@ MISTAKES = {
         lambda b: metric(lambda s, w: w.sum(), b.state, b.w),
         fcg.LayoutError,
         COPIED_IN.format("train_step"),
-        r"inputs\[1\]  expected a dense tensor on \S+( or \S+)?   got the subclass Sharded",
+        r"inputs\[1\]  expected a dense tensor on \S+( or \S+)?   got f32\[5,7\]@\S+ sharded over data=2",
         lambda b: close(metric(lambda s, w: w.sum(), b.state, sharding.gather(b.w)), b.whole["w1"].sum()),
     ),
     "new leaf of another shape": Mistake(
@@ -355,6 +402,96 @@ MISTAKES = {
         r"fcg\.tree\.at: values do not fit the slots",
         r"state\.params\['w1'\]  expected f32\[5,7\]\S* sharded over data=2   got f32\[3,2\]",
         updates_out_of_place,
+    ),
+    "an average that is sharded": Mistake(
+        lambda b: stepped(average_of(lambda leaf: leaf), b.average),
+        fcg.LayoutError,
+        r"`train_step`: returns a new state that is unlike the old one",
+        r"state\.ema\['w1'\]  expected f32\[5,7\]@\S+   got f32\[5,7\]@\S+ sharded over data=2\n"
+        r"[^\n]*\nTo fix: give `fcg\.sharding\.gather\(leaf\)`: the slot is whole on each rank",
+        average_follows,
+    ),
+    "an average that is sharded, eagerly": Mistake(
+        lambda b: fcg.fork(b.average).replace(ema={"w1": b.w}),
+        fcg.LayoutError,
+        r"replace: values do not fit the slots of `state`, which is unchanged\.",
+        r"state\.ema\['w1'\]  expected f32\[5,7\]@\S+   got f32\[5,7\]@\S+ sharded over data=2\n"
+        r"[^\n]*\nTo fix: give `fcg\.sharding\.gather\(leaf\)`",
+        lambda b: same(
+            fcg.fork(b.average).replace(ema={"w1": sharding.gather(b.w)}).ema["w1"], b.whole["w1"]
+        ),
+    ),
+    "a shard as a new leaf": Mistake(
+        lambda b: stepped(
+            lambda s: s.replace(params={**s.params, "w1": sharding.local(s.params["w1"])}), b.state
+        ),
+        fcg.LayoutError,
+        r"`train_step`: returns a new state that is unlike the old one",
+        r"expected f32\[5,7\]@\S+ sharded over data=2   got f32\[18\]@\S+\n"
+        r"[^\n]*\nTo fix: give the leaf itself, or all of it, `fcg\.sharding\.gather\(leaf\)`",
+        lambda b: same(
+            sharding.gather(
+                stepped(lambda s: s.replace(params={**s.params, "w1": s.params["w1"] * 2}), b.state)
+            ).params["w1"],
+            2 * b.whole["w1"],
+        ),
+    ),
+    # of another kind than ours
+    "norm of order 0": Mistake(
+        lambda b: read(lambda s: s.params["w1"].norm(0), b.state),
+        fcg.LayoutError,
+        r"`show`: asks a sharded leaf for its norm of order 0, at mistakes",
+        r"sharding\.gather\(leaf\)",
+        lambda b: close(read(lambda s: sharding.gather(s.params["w1"]).norm(0), b.state), 35),
+    ),
+    "torch.func.grad": Mistake(
+        lambda b: metric(curvature(torch.func.grad), b.state),
+        fcg.LayoutError,
+        r"`train_step`: differentiates with `torch\.func` in a loss whose leaves are gathered again .*, at mistakes",
+        r"  float32\[5, 7\] sharded over data=2\n",
+        curvature_in_a_step,
+    ),
+    "all_reduce of torch in a step": Mistake(
+        lambda b: metric(lambda s, x: reduced(x), b.state, torch.ones(2)),
+        fcg.CaptureError,
+        r"`train_step`: talks to other ranks by c10d\.allreduce_\.default, at mistakes",
+        r"fcg\.sharding\.mean",
+        mean_in_a_step,
+    ),
+    "send in a step": Mistake(
+        lambda b: metric(lambda s, x: sent_on(x), b.state, torch.ones(2)),
+        fcg.CaptureError,
+        r"`train_step`: talks to other ranks by c10d\.send\.default, at mistakes",
+        r"of a pipeline, belong between steps",
+        mean_in_a_step,
+    ),
+    "state_dict in a step": Mistake(
+        lambda b: metric(sharding.state_dict, b.state),
+        fcg.CaptureError,
+        r"`train_step`: `sharding\.state_dict` was called in a step, at mistakes",
+        "",
+        everything,
+    ),
+    "state_dict of an object": Mistake(
+        lambda b: sharding.state_dict({"w": b.w, "name": "mlp"}),
+        fcg.LayoutError,
+        r"sharding\.state_dict: the state has leaves that are no tensors\.",
+        r"state\['name'\]  expected a tensor   got str",
+        everything,
+    ),
+    "fold_in of no key": Mistake(
+        lambda b: metric(lambda s: sharding.fold_in(3), b.state),
+        fcg.CaptureError,
+        r"`train_step`: raised TypeError, at mistakes.*: `key`: expected a key, got int 3\.",
+        "",
+        lambda b: metric(lambda s: sharding.fold_in(s.key), b.state).shape == (2,),
+    ),
+    "mean of float8": Mistake(
+        lambda b: metric(lambda s, x: sharding.mean(x.to(torch.float8_e5m2)), b.state, torch.ones(2)),
+        fcg.LayoutError,
+        r"`train_step`: `sharding\.mean` cannot reduce a leaf",
+        r"got f8_e5m2\[2\]",
+        mean_in_a_step,
     ),
     # reductions over ranks
     "mean outside": Mistake(

@@ -20,7 +20,7 @@ import functional_cg as fcg
 from functional_cg import sharding
 from functional_cg.sharding import launch
 from tests.sharding.law import on_gloo_and_nccl
-from tests.sharding.mistakes import MISTAKES, close, same
+from tests.sharding.mistakes import MISTAKES, WithAverage, close, same
 from tests.sharding.programs import Setting, mlp_batch, mlp_params, mlp_state, mlp_step
 from tests.sharding.ranks import on_ranks
 
@@ -39,6 +39,9 @@ def bench(device: str) -> Any:
     return SimpleNamespace(
         mesh=zero.mesh, zero=zero, state=state, twin=fcg.fork(state), other=mlp_state()(other, device),
         device=home, w=state.params["w1"], one=state.params["one"], scale=state.params["scale"],
+        average=WithAverage.create(
+            params=mlp_params(), ema={"w1": mlp_params()["w1"]}, optimizer=fcg.optim.sgd(0.1), sharding=zero
+        ),
         whole={name: leaf.to(home) for name, leaf in mlp_params().items()}, key=fcg.random.key(7).to(home),
         ddp=torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 2).to(home)), fsdp=fsdp,
     )  # fmt: skip
@@ -110,16 +113,46 @@ def shown(device: str) -> Any:
     """What a sharded leaf prints, copies and clones to: no number of another rank is needed for it."""
     b = bench(device)
     twin = copy.deepcopy(b.w)
-    return repr(b.w), f"{b.w}", len(b.w), same(sharding.gather(twin), b.whole["w1"]), repr(b.state.params)
+    page = b.state._repr_html_()
+    return repr(b.w), f"{b.w}", len(b.w), same(sharding.gather(twin), b.whole["w1"]), str(b.average), page
 
 
 @on_gloo_and_nccl
 def test_printing_and_copying_ask_nobody(device: str) -> None:
-    for printed, formatted, length, same_values, tree in on_ranks(2, shown, device, device=device):
+    for rank, result in enumerate(on_ranks(2, shown, device, device=device)):
+        printed, formatted, length, same_values, tree, page = result
         assert printed == formatted == "Sharded(state.params['w1']  float32[5, 7] sharded over data=2)"
         assert length == 5
         assert same_values
-        assert "state.params['w1']" in tree
+        assert re.search(rf"^state: WithAverage, .* 320 B on rank {rank} of 2$", tree, re.MULTILINE), tree
+        assert re.search(
+            r"state\.params\['w1'\] +f32\[5,7\] sharded over data=2 +72 B$", tree, re.MULTILINE
+        ), tree
+        assert re.search(r"state\.ema\['w1'\] +f32\[5,7\] +140 B$", tree, re.MULTILINE), tree
+        assert "<span>f32[5,7] sharded over data=2</span>" in page
+        assert "f32[18]" not in page
+
+
+def replaced_by_a_shard(device: str) -> Any:
+    """A shard in place of its leaf, which on the first rank has the shape of its slot."""
+    b = bench(device)
+    try:
+        fcg.fork(b.state).replace(params={**b.state.params, "w1": sharding.local(b.w)})
+    except fcg.LayoutError as error:
+        return str(error), b.state.generation
+    return "nothing", b.state.generation
+
+
+@on_gloo_and_nccl
+def test_a_shard_is_no_leaf_on_any_rank(device: str) -> None:
+    for (said, generation), size in zip(
+        on_ranks(2, replaced_by_a_shard, device, device=device), (18, 17), strict=True
+    ):
+        assert re.search(rf"expected f32\[5,7\]@\S+ sharded over data=2   got f32\[{size}\]@\S+\n", said), (
+            said
+        )
+        assert "To fix: give the leaf itself, or all of it, `fcg.sharding.gather(leaf)`" in said
+        assert generation == 0
 
 
 # -- one process --------------------------------------------------------------------------------------------------
@@ -204,6 +237,7 @@ def set_environment(monkeypatch: pytest.MonkeyPatch, environment: dict[str, str 
         (({"data": "1"},), TypeError, r"an axis has .*, got 'data': '1'"),
         (({"data": True},), TypeError, r"an axis has .*, got 'data': True"),
         (({1: 1},), TypeError, r"an axis has .*, got 1: 1"),
+        (({"": 1},), TypeError, r"an axis has .*, got '': 1"),
         (({"data": 3},), ValueError, r"\{'data': 3\} does not lay out 1 rank\. To fix"),
     ],
     ids=str,
@@ -219,10 +253,15 @@ def test_axes_of_another_kind_are_refused(arguments: Any, error: type[Exception]
     [
         ({"device": "tpu"}, ValueError, r'device must be "cuda" or "cpu", got \'tpu\''),
         ({"device": 0}, ValueError, r'device must be "cuda" or "cpu", got 0'),
-        ({"timeout": 0}, ValueError, "timeout must be a positive number of seconds, got 0"),
+        ({"timeout": 0}, ValueError, r"timeout must be a positive number of seconds, 1e\+06 at most, got 0"),
         ({"timeout": -1.0}, ValueError, "timeout must be a positive number"),
-        ({"timeout": "1"}, ValueError, "timeout must be a positive number of seconds, got '1'"),
+        ({"timeout": "1"}, ValueError, "timeout must be a positive number of seconds, .* got '1'"),
         ({"timeout": math.nan}, ValueError, "timeout must be a positive number"),
+        (
+            {"timeout": math.inf},
+            ValueError,
+            r"timeout must be a positive number of seconds, 1e\+06 at most, got inf",
+        ),
     ],
     ids=str,
 )

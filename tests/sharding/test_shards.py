@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -39,6 +40,8 @@ EXTREMES: dict[str, Op] = {
 # Name -> a leaf, and what a step computes of it; the NaN is on rank 0 or 1 alone.
 OPS: dict[str, tuple[Tensor, Op]] = {
     **{f"{name} of a NaN at {place}": (with_nan(place), op) for place in (0, 4) for name, op in EXTREMES.items()},
+    **{f"norm of order {order}": (randn(1, 5), partial(Tensor.norm, p=order)) for order in (0.5, 1, 3, math.inf)},
+    "norms of order 3": (randn(1, 5), lambda w: torch.stack(torch._foreach_norm([w, w + 1], 3.0))),
     "max": (randn(1, 5), Tensor.max),
     "min": (randn(1, 5), Tensor.min),
     "inf": (torch.tensor([1.0, -math.inf, math.inf]), lambda w: torch.stack([w.max(), w.min()])),
