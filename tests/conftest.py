@@ -20,6 +20,7 @@ os.environ.setdefault("TORCHINDUCTOR_DETERMINISTIC", "1")
 # Where jax is installed (the bench compares with it), one worker would take three quarters of the GPU's memory.
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
+import gc
 import signal
 import zlib
 from collections.abc import Callable, Generator
@@ -121,6 +122,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         needed = several.args[0] if several and several.args else 2
         if several and gpus < needed:
             item.add_marker(pytest.mark.skip(reason=f"needs {needed} GPUs, torch sees {gpus}"))
+
+
+def pytest_collection_finish() -> None:
+    """Collections while tests run leave alone what was imported: a trace that meets cycles collects them."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture

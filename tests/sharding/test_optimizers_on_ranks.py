@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import cache
 from types import MappingProxyType
 from typing import Any
 
@@ -35,24 +36,23 @@ def no_state(params: Any) -> Any:
     return optim.EmptyState()
 
 
+# Some of them in a row: each costs the ranks two traces and 32 steps, at each stage.
 OPTIMIZERS: Mapping[str, Callable[[], Any]] = MappingProxyType(
     {
         "lars": lambda: optim.lars(0.05, trust_coefficient=0.1, weight_decay=0.1),
-        "novograd": lambda: optim.novograd(0.05, weight_decay=0.1),
         "adafactor": lambda: optim.adafactor(0.05, weight_decay=0.1),
         "muon": lambda: optim.muon(0.05, weight_decay=0.1, ns_dtype=torch.float32),
-        "centred and clipped": lambda: optim.chain(
-            optim.centralize(), optim.adaptive_clip(0.05), optim.clip_by_norm(0.05), optim.sgd(0.5)
+        "noisy, centred and clipped": lambda: optim.chain(
+            optim.add_noise(1e-3, 0.55, key=3), optim.centralize(), optim.adaptive_clip(0.05),
+            optim.clip_by_norm(0.05), optim.sgd(0.5),
         ),
-        "lookahead": lambda: optim.lookahead(optim.radam(0.05, b2=0.9), sync_period=3),
-        "schedule-free": lambda: optim.schedule_free(optim.sgd(0.05)),
-        "sharpness-aware": lambda: optim.sgd(0.05),
-        "noise": lambda: optim.chain(optim.add_noise(0.5, 0.55, key=3), optim.sgd(0.05)),
+        "lookahead, novograd": lambda: optim.lookahead(optim.novograd(0.05, weight_decay=0.1), sync_period=3),
+        "schedule-free, sharpness-aware": lambda: optim.schedule_free(optim.sgd(0.05)),
         PLANTED: lambda: optim.chain(
             optim.GradientTransformation.from_functions(no_state, of_this_rank), optim.sgd(0.05)
         ),
     }
-)
+)  # fmt: skip
 
 
 def step_of(state: Any, batch: Any) -> Any:
@@ -74,7 +74,9 @@ def loss_of(params: Any, batch: Any) -> Tensor:
     return (out + params["none"].sum() + params["even"].square().mean() - batch["y"]).square().mean()
 
 
-STEP_OF: Mapping[str, Callable[..., Any]] = MappingProxyType({"sharpness-aware": sharp_step_of})
+STEP_OF: Mapping[str, Callable[..., Any]] = MappingProxyType(
+    {"schedule-free, sharpness-aware": sharp_step_of}
+)
 
 
 def trained(names: list[str], stages: list[int], device: str) -> Any:
@@ -95,6 +97,7 @@ def trained(names: list[str], stages: list[int], device: str) -> Any:
     return ends
 
 
+@cache
 def alone(name: str) -> Any:
     """The same on one process, on the rows of all ranks."""
     state = mlp_state(OPTIMIZERS[name])(None, "cpu")
