@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 __all__ = ["FILES", "HAZARDS", "OUTCOMES", "Hazard"]
 
-OUTCOMES = ("impossible", "refused", "documented", "with sharding")
+OUTCOMES = ("impossible", "refused", "documented")
 
 FILES = {
     "agreement": "tests/cuda/test_agreement.py",
@@ -64,6 +64,7 @@ FILES = {
     "H57": "tests/hazards/test_h57_h71_randomness_and_warm_up.py",
     "H72": "tests/hazards/test_h72_h82_concurrency.py",
     "H85": "tests/hazards/test_h85_h92_memory.py",
+    "H102": "tests/hazards/test_h102_h103_between_ranks.py",
     "H104": "tests/hazards/test_h104_h112_lifecycle.py",
     "H113": "tests/hazards/test_h113_h126_semantics.py",
     "H127": "tests/hazards/test_h127_h132_odd_tensors.py",
@@ -403,7 +404,9 @@ HAZARDS = (
          "impossible: captures are thread-local",
          "lifecycle_cuda::test_threads_that_use_the_device_during_captures"),
     _row(81, 1, "", "the current device is not the state's",
-         "with sharding: a replay switches to the device of its arena"),
+         "impossible: a capture and each replay switch to the device of the arena, and back",
+         "H72::test_h81_a_replay_switches_to_the_device_of_its_arena",
+         "H72::test_h81_a_step_on_another_gpu_than_the_current_one"),
     # memory
     _row(82, 1, "N13", "graphs that share a pool clobber each other's outputs",
          "impossible: nothing in a pool is alive between calls",
@@ -486,8 +489,13 @@ HAZARDS = (
          "placements::test_shards_one_after_the_other_are_the_leaf",
          "placements::test_masking_keeps_what_is_on_one_rank_alone", "bitwise::test_four_ranks",
          "state_dict::test_any_ranks_read_what_others_wrote", "state_dict::test_a_module_goes_in_and_comes_back"),
-    _row(102, 3, "", "registered memory of collectives is freed or moved", "with sharding"),
-    _row(103, 3, "", "pipelines inside of a graph", "with sharding"),
+    _row(102, 3, "", "registered memory of collectives is freed or moved",
+         "refused: CaptureError for ops on memory that ranks have registered with each other; the package registers "
+         "none, and inputs are copied in",
+         "H102::test_h102_ops_on_registered_memory_are_refused", "H102::test_h102_the_package_registers_no_memory"),
+    _row(103, 3, "", "pipelines inside of a graph",
+         "refused: CaptureError naming the send or the receive, in the trace: no rank waits",
+         "H102::test_h103_sends_and_receives_are_refused"),
     # lifecycle
     _row(104, 1, "N14", "an exception leaves the stream capturing",
          "impossible: whatever raises, the state is as it was and the next call works",

@@ -21,7 +21,6 @@ notice. Written by `python -m tests.hazards`; a test compares this page with the
 - *impossible*: the result is right, whatever you do.
 - *refused*: an error of its own class before anything is launched; the state is as it was.
 - *documented*: it behaves as the test shows, the same at every call.
-- *with sharding*: needs several GPUs; not built yet.
 
 Priority 1 must hold, 2 should, 3 is a diagnostic or no goal. *CPU* is the CPU backend and, where the test draws steps,
 the simulator; *GPU* is one GPU: `python -m pytest tests -m cuda`. Sharding runs in processes with gloo on the CPU, and
@@ -41,14 +40,14 @@ def page() -> str:
 
 def _row(hazard: Hazard) -> str:
     tests = "<br>".join(_link(test) for test in hazard.tests)
-    where = ", ".join(sorted(runs_on(hazard))) if hazard.tests else "several GPUs"
+    where = ", ".join(sorted(runs_on(hazard)))
     sees = hazard.sees.replace("|", "\\|")
     return _line(
         hazard.id,
         hazard.title,
         str(hazard.priority),
         sees,
-        tests or "-",
+        tests,
         " ".join(hazard.mutants) or "-",
         where,
     )

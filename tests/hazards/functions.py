@@ -12,6 +12,7 @@ __all__ = ["ROOT", "path_of", "places", "runs_on"]
 
 ROOT = Path(__file__).resolve().parents[2]
 _ON_BOTH = ("everywhere", "on_both_devices")
+_SEVERAL = "pytest.mark.multi_gpu(2)"
 _ON_RANKS = "on_gloo_and_nccl"
 
 
@@ -40,6 +41,8 @@ def _places_of(test: ast.FunctionDef) -> set[str]:
     marks = [ast.unparse(decorator) for decorator in test.decorator_list]
     if "pytest.mark.cuda" in marks:
         return {"GPU"}
+    if _SEVERAL in marks:
+        return {"several GPUs"}
     if _ON_RANKS in marks:
         return {"CPU", "several GPUs"}
     return {"CPU", "GPU"} if any(mark in _ON_BOTH for mark in marks) else {"CPU"}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -15,6 +16,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import functional_cg as fcg
+from functional_cg.stages import capture
 from functional_cg.testing import Simulator, assert_trees_all_equal
 from tests.at_once import at_once
 from tests.hazards.law import CALLS, GPU, SIMULATOR, Place, everywhere, few
@@ -228,3 +230,44 @@ def test_h73_batches_made_on_other_streams_are_waited_for_like_in_any_op() -> No
         torch.cuda.synchronize()
         twin, expected = step.eager(twin, batch(GPU, n))
         assert_trees_all_equal((state, metrics), (twin, expected), f"call {n}")
+
+
+# -- several devices ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("current", "launched_on"), [(0, [1]), (1, [])])
+def test_h81_a_replay_switches_to_the_device_of_its_arena(
+    current: int, launched_on: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And where it is there already, it saves the time."""
+    entered, launches = [], []
+
+    @contextmanager
+    def device(place: torch.device) -> Iterator[None]:
+        entered.append(place.index)
+        yield
+        entered.clear()
+
+    monkeypatch.setattr(capture, "current_device", lambda: current)
+    monkeypatch.setattr(torch.cuda, "device", device)
+    replay = object.__new__(capture._GraphReplay)
+    replay._device, replay._static = torch.device("cuda", 1), ()
+    replay._launch = lambda: launches.append(list(entered))
+    assert replay((lambda: launches.append("inputs are copied in"),)) == ()
+    assert launches == ["inputs are copied in", launched_on]
+    assert entered == []
+
+
+@pytest.mark.multi_gpu(2)
+def test_h81_a_step_on_another_gpu_than_the_current_one() -> None:
+    """Captured and replayed from there, with the bits of the eager run; the current device stays what it was."""
+    place = replace(GPU, device="cuda:1")
+    captured = a_state(place)
+    eager, step = fcg.fork(captured), fcg.graph_step(train, lowering="aten")
+    with torch.cuda.device(0):
+        for call in range(CALLS):
+            captured, metrics = step(captured, batch(place, call))
+            eager, expected = step.eager(eager, batch(place, call))
+            assert torch.cuda.current_device() == 0
+            assert_trees_all_equal((captured, metrics), (eager, expected), f"call {call}")
+            assert metrics["grad"].device == torch.device("cuda", 1)
