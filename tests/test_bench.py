@@ -83,7 +83,7 @@ def test_eager_and_ours_start_from_the_same_values(work: Workload) -> None:
 def test_variants_of_ours_compute_the_same_where_they_should() -> None:
     for work in (FLAT, HOST):
         variants = [name for name in VARIANTS if name in work.systems]
-        assert len(variants) == (4 if work is FLAT else 2)
+        assert len(variants) == (5 if work is FLAT else 2)
         rows = run(work, *variants)
         assert [row.status for row in rows] == ["ok"] * len(rows), [row.reason for row in rows]
         assert all(row.losses_agree for row in rows), [row.losses for row in rows]

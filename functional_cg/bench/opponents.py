@@ -134,11 +134,11 @@ def _optimizer(work: Workload, variant: str) -> Any:
     if work.rule != "adamw":
         return rules.in_ours(work)
     rate: Any = work.learning_rate
-    if variant == "ours-schedule":
+    if variant in ("ours-schedule", "ours-recipe"):
         rate = fcg.optim.linear(rate, rate, 1000)  # of the same rate, so that the values stay comparable
     adamw = fcg.optim.adamw(rate, b1=BETAS[0], b2=BETAS[1], eps=EPS, weight_decay=work.weight_decay)
     chosen: Any = adamw
-    if variant == "ours-clip":
+    if variant in ("ours-clip", "ours-recipe"):
         chosen = fcg.optim.chain(fcg.optim.clip_by_global_norm(_CLIP), adamw)
     return fcg.optim.flatten(chosen) if work.flat and variant != "ours-leaves" else chosen
 
@@ -147,7 +147,7 @@ def _step_of(work: Workload, variant: str) -> Callable[[Any, Batch], tuple[Any, 
     if work.kind == "leaves":
         return _one_leaf
     if work.kind == "optimizer":
-        return _guarded(work) if variant == "ours-guard" else _update_alone(work)
+        return _guarded(work) if variant in ("ours-guard", "ours-recipe") else _update_alone(work)
     if work.kind == "cnn":
         return _with_buffers(work)
     loss_of = torch_loss(work)

@@ -25,7 +25,10 @@ __all__ = [
 
 OURS = ("ours", "ours-aten")
 # Ours once more, with something added to the step or to the way of its batch.
-VARIANTS = ("ours-leaves", "ours-clip", "ours-schedule", "ours-guard", "ours-host", "ours-prefetch")
+# A recipe is clipping, a schedule and a guard together.
+VARIANTS = (
+    "ours-leaves", "ours-clip", "ours-schedule", "ours-guard", "ours-recipe", "ours-host", "ours-prefetch",
+)  # fmt: skip
 OPPONENTS = (
     "eager", "compile", "reduce-overhead", "graphed-callables", "hand-graph", "hand-graph-compiled",
     "cudagraph-module", "jax",
