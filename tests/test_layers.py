@@ -128,6 +128,7 @@ DOORS = {
     "torch.cuda.graph": ("stages.capture", "bench.by_hand"),
     "torch.cuda.graphs": ("stages.capture",),
     "torch.cuda.make_graphed_callables": ("stages.capture", "bench.torch_systems"),
+    "torch._scaled_mm": ("nn._scaled_mm",),
     "torch._subclasses.FakeTensorMode": ("stages.fake",),
     "torch._subclasses.fake_tensor.FakeTensorMode": ("stages.fake",),
 }

@@ -1,8 +1,9 @@
-"""Modules as pure functions, ``apply, params, buffers = from_module(model)``, and losses made for a step's memory."""
+"""Modules as pure functions, ``apply, params, buffers = from_module(model)``; losses made for a step's memory; fp8."""
 
 from __future__ import annotations
 
 from .cross_entropy import linear_cross_entropy
+from .fp8 import Fp8Scaling, fp8_linear
 from .module import Apply, from_module
 
-__all__ = ["Apply", "from_module", "linear_cross_entropy"]
+__all__ = ["Apply", "Fp8Scaling", "fp8_linear", "from_module", "linear_cross_entropy"]
