@@ -46,7 +46,8 @@ class Captured:
       replay: The backend's replay.
       arenas: The memory that the capture is bound to, states first; it outlives the capture.
       constants: Tensors that the step owns; they live as long as the capture, which knows their addresses only.
-      treedef: Structure of the first state.
+      treedef: Structure of the first state, whose arena takes the next plain tree when all its handles are gone; None
+        among several ranks, one of which may still hold a handle, and would capture anew alone.
       paths: Its key paths.
       lowered: What it was captured from.
     """
@@ -71,14 +72,15 @@ class Captured:
         """A capture made for a call; it keeps the call's memory, not its handles."""
         lease = call.states[0].lease if call.states else None
         mesh = lowered.mesh
-        if mesh is not None and mesh.size > 1 and mesh.device.type == "cpu":
+        several = mesh is not None and mesh.size > 1
+        if mesh is not None and several and mesh.device.type == "cpu":
             fast = _among(fast, mesh, lowered.name)
         return cls(
             fast,
             replay,
             tuple(state.arena for state in call.states),
             tuple(constants),
-            lease.treedef if lease else None,
+            lease.treedef if lease and not several else None,
             lease.paths if lease else [],
             lowered,
         )

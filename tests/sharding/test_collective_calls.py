@@ -194,6 +194,32 @@ def test_h95_calls_that_are_not_the_same_on_all_ranks_are_refused(device: str) -
             assert found[1] < SLOW, (name, rank, found[1])
 
 
+def halved(state: Any) -> Any:
+    return {"w": state["w"] / 2}, {"norm": state["w"].norm()}
+
+
+def kept_by_one(device: str) -> Any:
+    """Plain trees go into a step one after the other; one rank keeps what came of the first."""
+    b = Bench(device, 2, timeout=AWAY)
+    step, kept = fcg.graph_step(halved, lowering="aten"), []
+    norms = []
+    for _ in range(3):
+        new, metrics = step({"w": b.state.params["w1"]})
+        norms.append(float(metrics["norm"]))
+        kept += [new] * b.mesh.rank
+        del new
+    return norms, step.stats.captures
+
+
+@on_gloo_and_nccl
+def test_h95_a_state_that_lives_on_one_rank_alone_is_no_difference(device: str) -> None:
+    """All ranks capture anew, or none: whether memory is free is not the same on all of them."""
+    norm = float(torch.linspace(-1, 1, 35).norm())
+    for norms, captures in on_ranks(2, kept_by_one, device, device=device):
+        assert norms == pytest.approx([norm] * 3)
+        assert captures == 3
+
+
 def differing(device: str) -> Any:
     """Two captures of another layout, and of another function, on one of two ranks."""
     b = Bench(device, 2, timeout=AWAY)
