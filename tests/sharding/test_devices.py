@@ -27,23 +27,29 @@ class TracedError(Exception):
     """Ends a call after its trace."""
 
 
-def traced_on_meta(names: list[str]) -> list[str]:
-    """The calls with an argument or a result on the host, of each program at stages 1 and 3."""
-    found = []
-    for name in names:
-        for stage in (1, 3):
-            options = {"param_dtype": torch.bfloat16} if name == "mlp in bf16" else {}
-            program = traced(name, Setting({"data": 2}, stage, options))
-            found += [
-                f"{name}, stage {stage}: {instr.op} at {instr.site}"
-                for instr in program.instrs
-                for var in (*instr.inputs(), *instr.outputs())
-                if var.spec.device != META
-            ]
-    return found
+def traced_on_meta(names: list[str]) -> tuple[int, list[str]]:
+    """Number of programs, and their calls with an argument or a result on the host.
+
+    All ranks make the states, of each program at stages 1 and 3; they trace one program, so each traces its part.
+    """
+    cases = [(name, stage) for name in names for stage in (1, 3)]
+    states = [PROGRAMS[name].state(setting_of(name, stage).zero("cpu"), "cpu") for name, stage in cases]
+    mine = range(rank_of(), len(cases), 2)
+    found = [
+        f"{cases[i]}: {instr.op} at {instr.site}"
+        for i in mine
+        for instr in traced(cases[i][0], states[i]).instrs
+        for var in (*instr.inputs(), *instr.outputs())
+        if var.spec.device != META
+    ]
+    return len(mine), found
 
 
-def traced(name: str, setting: Setting) -> Program:
+def setting_of(name: str, stage: int) -> Setting:
+    return Setting({"data": 2}, stage, {"param_dtype": torch.bfloat16} if name == "mlp in bf16" else {})
+
+
+def traced(name: str, state: Any) -> Program:
     def moved(specs: Any) -> list[Any]:
         return [dataclasses.replace(spec, device=META) for spec in specs]
 
@@ -55,7 +61,6 @@ def traced(name: str, setting: Setting) -> Program:
     traces: list[Program] = []
     trace = transform.trace
     program = PROGRAMS[name]
-    state = program.state(setting.zero("cpu"), "cpu")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(transform, "trace", on_meta)
         with pytest.raises(TracedError):
@@ -64,4 +69,4 @@ def traced(name: str, setting: Setting) -> Program:
 
 
 def test_programs_copy_nothing_from_the_host() -> None:
-    assert on_ranks(2, traced_on_meta, TRACED) == [[], []]
+    assert on_ranks(2, traced_on_meta, TRACED) == [(len(TRACED), []), (len(TRACED), [])]

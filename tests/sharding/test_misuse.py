@@ -281,6 +281,13 @@ def test_a_mesh_of_gpus_where_there_is_none() -> None:
     [
         ({"mesh": {"data": 2}}, TypeError, r"mesh must be made with `fcg\.sharding\.mesh\(.*\)`, got dict"),
         ({"stage": True}, ValueError, "stage must be 1, 2 or 3, got True"),
+        ({"stage": 3.0}, ValueError, r"stage must be 1, 2 or 3, got 3\.0"),
+        ({"reshard": "no"}, TypeError, "reshard must be True or False, got 'no'"),
+        (
+            {"param_dtype": torch.float8_e5m2},
+            TypeError,
+            r"param_dtype must be .* of 16 bits or more, .* float8_e5m2",
+        ),
         ({"bucket_bytes": "1"}, TypeError, "bucket_bytes must be an integer, got '1'"),
         ({"bucket_bytes": 1.5}, TypeError, r"bucket_bytes must be an integer, got 1\.5"),
         ({"prefetch": None}, TypeError, "prefetch must be an integer, got None"),
