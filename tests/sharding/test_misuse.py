@@ -286,7 +286,7 @@ def test_a_mesh_of_gpus_where_there_is_none() -> None:
         (
             {"param_dtype": torch.float8_e5m2},
             TypeError,
-            r"param_dtype must be .* of 16 bits or more, .* float8_e5m2",
+            r"param_dtype must be .* of 16 bits or more, .*float8_e5m2",
         ),
         ({"bucket_bytes": "1"}, TypeError, "bucket_bytes must be an integer, got '1'"),
         ({"bucket_bytes": 1.5}, TypeError, r"bucket_bytes must be an integer, got 1\.5"),
