@@ -83,7 +83,7 @@ def value_and_grad(fn: Callable[..., Any], *, has_aux: bool = False) -> Callable
             torch.enable_grad(),
         ):
             leaves = [_differentiable(leaf, recording=recording) for leaf in flat]
-            with readers(flat, leaves) as handed:
+            with readers(flat, leaves, treedef) as handed:
                 out = fn(pytree.unflatten(treedef, handed), *args, **kwargs)
                 value, aux = _split(name, out) if has_aux else (out, None)
                 aux = pytree.map(whole, aux)

@@ -21,6 +21,7 @@ from torch.autograd.function import once_differentiable
 from ..errors import LayoutError, ReadOnlyError
 from ..ops import tensors_in, written_arguments
 from ..overlap import storage_key
+from ..tree import Treedef, path_string
 from .collectives import all_gather, all_reduce, reduce_scatter
 from .placement import Placement, Reading
 from .tensor import Sharded, title
@@ -265,25 +266,32 @@ def _outside_of_transforms() -> contextlib.AbstractContextManager[Any]:
 
 
 @contextlib.contextmanager
-def readers(leaves: Sequence[Tensor], variables: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+def readers(
+    leaves: Sequence[Tensor], variables: Sequence[Tensor], treedef: Treedef
+) -> Iterator[list[Tensor]]:
     """Stand-ins for leaves in a loss; plain leaves are their own variables.
 
     Args:
       leaves: Leaves of a tree, some of them sharded.
       variables: What gradients are taken with respect to, one per leaf.
+      treedef: Of the tree, for messages.
     Yields:
       What the loss gets. Backward passes belong inside of the block.
     """
     read = _Read()
     handed = _handed(leaves, variables, read)
-    let_go = [leaf for leaf in leaves if isinstance(leaf, Sharded) and _let_go_after_use(leaf.placement)]
-    with _gathering_again(let_go, read) if let_go else contextlib.nullcontext():
+    let_go = {
+        i: leaf
+        for i, leaf in enumerate(leaves)
+        if isinstance(leaf, Sharded) and _let_go_after_use(leaf.placement)
+    }
+    with _gathering_again(let_go, treedef, read) if let_go else contextlib.nullcontext():
         yield handed
     read.close()
 
 
 @contextlib.contextmanager
-def _gathering_again(leaves: Sequence[Sharded], read: _Read) -> Iterator[None]:
+def _gathering_again(leaves: Mapping[int, Sharded], treedef: Treedef, read: _Read) -> Iterator[None]:
     """A block in which autograd keeps, of gathered leaves, the way to gather them again.
 
     Raises:
@@ -295,10 +303,11 @@ def _gathering_again(leaves: Sequence[Sharded], read: _Read) -> Iterator[None]:
     except RuntimeError as error:
         if _NO_HOOKS not in str(error):
             raise
+        paths = treedef.paths()
         refusal = LayoutError.of(
             "",
             "differentiates with `torch.func` in a loss whose leaves are gathered again in the backward.",
-            rows=[title(leaf) for leaf in leaves],
+            rows=[f"{path_string(paths[i], 'params')}  {title(leaf)}" for i, leaf in leaves.items()],
             why="`torch.func.grad`, `vjp`, `jacrev` and `hessian` keep whole leaves; nothing can gather those again.",
             fix="`fcg.grad` in place of `torch.func.grad`; or let whole leaves stay until the backward, "
             "`sharding.zero(mesh, reshard=False)`, also for per-sample gradients under `vmap`.",

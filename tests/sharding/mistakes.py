@@ -448,7 +448,7 @@ MISTAKES = {
         lambda b: metric(curvature(torch.func.grad), b.state),
         fcg.LayoutError,
         r"`train_step`: differentiates with `torch\.func` in a loss whose leaves are gathered again .*, at mistakes",
-        r"  float32\[5, 7\] sharded over data=2\n",
+        r"\n  params\['w1'\]  float32\[5, 7\] sharded over data=2\n",
         curvature_in_a_step,
     ),
     "all_reduce of torch in a step": Mistake(
