@@ -24,6 +24,7 @@ from torch import Tensor
 from .errors import LayoutError
 from .masking import masked_scale
 from .ops import is_batched
+from .tree import leaves
 
 __all__ = [
     "bernoulli",
@@ -174,7 +175,9 @@ _random_bits: Callable[[Tensor, int, int], Tensor] = torch.ops.fcg.random_bits.d
 
 def _describe(value: object) -> str:
     if not isinstance(value, Tensor):
-        return f"{type(value).__name__} {value!r}"
+        # The repr of a whole state would read its values, which a step refuses with another error.
+        reads = any(isinstance(leaf, Tensor) for leaf in leaves(value))
+        return type(value).__name__ if reads else f"{type(value).__name__} {value!r}"
     return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}@{value.device}"
 
 

@@ -486,6 +486,13 @@ MISTAKES = {
         "",
         lambda b: metric(lambda s: sharding.fold_in(s.key), b.state).shape == (2,),
     ),
+    "fold_in of a state": Mistake(
+        lambda b: metric(sharding.fold_in, b.state),
+        fcg.CaptureError,
+        r"`train_step`: raised TypeError, at mistakes.*: `key`: expected a key, got TrainState\.",
+        "",
+        lambda b: metric(lambda s: sharding.fold_in(s.key), b.state).shape == (2,),
+    ),
     "mean of float8": Mistake(
         lambda b: metric(lambda s, x: sharding.mean(x.to(torch.float8_e5m2)), b.state, torch.ones(2)),
         fcg.LayoutError,
