@@ -121,7 +121,11 @@ class Ranks:
             place = f"{self.meetings}/{self.attempts}"
             keys = [f"{place}/{rank}" for rank in range(self.size)]
             self.store.set(keys[self.rank], what)
-            absent = self._absent(keys, place, end)
+            try:
+                absent = self._absent(keys, place, end)
+            except KeyboardInterrupt:
+                self.store.compare_set(place, "", "given up")  # this rank has come, and goes
+                raise
             verdict = "given up" if absent else "met"
             if self.store.compare_set(place, "", verdict).decode() == "met":
                 said = [self.store.get(key).decode() for key in keys]

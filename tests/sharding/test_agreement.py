@@ -156,6 +156,28 @@ def test_h95_who_sees_all_while_another_gives_up_does_not_go_on_alone() -> None:
     assert at_once(says(zero, "again"), says(one, "again")) == [None, None]
 
 
+class Interrupted:
+    """A store on which Ctrl-C strikes while a rank waits."""
+
+    def __init__(self, store: Any) -> None:
+        self._store = store
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._store, name)
+
+    def wait(self, keys: list[str], time: Any) -> None:
+        raise KeyboardInterrupt
+
+
+def test_nobody_goes_on_with_a_rank_that_was_interrupted() -> None:
+    zero, one = ranks(2, SHORT)
+    store, zero.store = zero.store, Interrupted(zero.store)
+    assert [type(error) for error in at_once(says(zero, "capture"))] == [KeyboardInterrupt]
+    assert [type(error) for error in at_once(says(one, "capture"))] == [fcg.RankError]
+    zero.store = store
+    assert at_once(says(zero, "capture"), says(one, "capture")) == [None, None]
+
+
 def test_ranks_that_have_given_up_at_other_times_meet_again() -> None:
     """One has called twice for nothing, one never, one waits meanwhile."""
     zero, one, two = ranks(3, SHORT)
