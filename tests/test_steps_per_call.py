@@ -35,7 +35,9 @@ def train_step(state: Any, batch: dict[str, Tensor], *, power: int = 2) -> Any:
 
 def fresh() -> Any:
     params = {"w": torch.linspace(-1, 1, 3), "b": torch.zeros(())}
-    return fcg.TrainState.create(params=params, optimizer=fcg.optim.adamw(1e-2, weight_decay=0.1), key=fcg.random.key(0))
+    return fcg.TrainState.create(
+        params=params, optimizer=fcg.optim.adamw(1e-2, weight_decay=0.1), key=fcg.random.key(0)
+    )
 
 
 @pytest.mark.parametrize("backend", ["auto", "eager"])
