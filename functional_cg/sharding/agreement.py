@@ -115,8 +115,9 @@ class Ranks:
 
         Whether ranks have met is decided once for all of them, by the first one that knows: else one might give up in
         the moment in which the last one comes, who would go on alone. Who comes after an attempt was given up makes
-        the next one, and those that call again make it too.
+        the next one, and those that call again make it too. Absent are those that have come to none.
         """
+        never = set(range(self.size))
         while True:
             place = f"{self.meetings}/{self.attempts}"
             keys = [f"{place}/{rank}" for rank in range(self.size)]
@@ -133,8 +134,9 @@ class Ranks:
                 self.meetings, self.attempts, self.last = self.meetings + 1, 0, (place, keys[self.rank])
                 return said, []
             self.attempts += 1
+            never &= set(absent)
             if absent and time.monotonic() >= end:
-                return [], absent
+                return [], sorted(never) or absent
 
     def _absent(self, keys: list[str], place: str, end: float) -> list[int]:
         """The ranks that have not come to an attempt by the end of the time, or by its own end."""
