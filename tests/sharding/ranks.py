@@ -187,12 +187,12 @@ def _serve() -> None:
 
 
 def _import_all() -> None:
-    """Pay for all imports once, those of a first trace too; with a GPU in sight nothing may be computed here."""
-    import torch._dynamo  # noqa: F401
+    """Pay for all imports once, those of a first trace too; builds of torch with CUDA may not fork after a backward."""
+    import torch._dynamo
 
     import functional_cg  # noqa: F401
 
-    if not os.environ.get("CUDA_VISIBLE_DEVICES", "all"):
+    if torch.version.cuda is None:
         from tests.sharding.programs import warm_up
 
         warm_up()
