@@ -17,8 +17,10 @@ from functional_cg.bench import debug, dropout, first_call, measure, opponents, 
 from functional_cg.bench.__main__ import main
 from functional_cg.bench.environment import Environment
 from functional_cg.bench.jax_losses import jax_loss
+from functional_cg.bench.jax_sharded import mean_and_losses
 from functional_cg.bench.losses import torch_loss
 from functional_cg.bench.measure import Row, bench
+from functional_cg.bench.models import Config, LanguageModel
 from functional_cg.bench.opponents import build
 from functional_cg.bench.system import OPPONENTS, OURS, VARIANTS, Unavailable
 from functional_cg.bench.tables import plot, table
@@ -273,6 +275,20 @@ def test_jax_computes_the_same_loss(work: Workload) -> None:
     assert float(got) == pytest.approx(float(wanted), rel=1e-5)
     for name, value in buffers.items():
         assert torch.allclose(torch.from_numpy(jax.device_get(new[name]).copy()), value, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["gpt", "llama"])
+def test_jax_computes_the_loss_of_the_module(kind: str) -> None:
+    jax = pytest.importorskip("jax")
+    pytest.importorskip("optax")
+    c = Config("small", kind, 2, 32, 4, 4 if kind == "gpt" else 2, 64, 128, 2, 16)
+    torch.manual_seed(0)
+    model = LanguageModel(c)
+    tokens = torch.randint(c.vocab, (2, c.batch, c.time))
+    arrays = {name: jax.numpy.asarray(value.detach().numpy()) for name, value in model.named_parameters()}
+    mean, rows = mean_and_losses(arrays, *(jax.numpy.asarray(part.numpy()) for part in tokens), c)
+    assert float(mean) == pytest.approx(model(*tokens).item(), rel=2e-3)  # products are in bf16
+    assert float(rows.mean()) == pytest.approx(float(mean), rel=1e-6)
 
 
 def test_jax_is_skipped_with_its_reason(monkeypatch: pytest.MonkeyPatch) -> None:

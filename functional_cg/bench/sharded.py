@@ -28,13 +28,13 @@ import functional_cg as fcg
 
 from .models import Config, LanguageModel, config, names
 
-__all__ = ["main"]
+__all__ = ["BLOCKS", "LEARNING_RATE", "WARM_UPS", "WEIGHT_DECAY", "batches_of", "main"]
 
 SYSTEMS = (
     "ddp-compile", "ddp-compile-views", "fsdp2-compile", "ours-1", "ours-2", "ours-3", "ours-3-kept",
 )  # fmt: skip
-_BLOCKS, _WARM_UPS = 5, 6
-_LEARNING_RATE, _WEIGHT_DECAY = 3e-4, 0.1
+BLOCKS, WARM_UPS = 5, 6
+LEARNING_RATE, WEIGHT_DECAY = 3e-4, 0.1
 _GIB = 2**30
 
 Step = Callable[[tuple[Tensor, Tensor]], Tensor]
@@ -45,7 +45,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _options(arguments)
     mesh = fcg.sharding.mesh({"data": -1}, device=options.device)
     c = config(options.model)
-    batches = _batches(c, mesh)
+    batches = [tuple(part.to(mesh.device) for part in batch) for batch in batches_of(c, mesh.rank)]
     rows = []
     for name in options.systems.split(","):
         if name not in SYSTEMS:
@@ -73,9 +73,10 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
-def _batches(c: Config, mesh: Any) -> list[tuple[Tensor, Tensor]]:
-    generator = torch.Generator().manual_seed(1 + mesh.rank)
-    tokens = torch.randint(c.vocab, (8, c.batch, c.time + 1), generator=generator).to(mesh.device)
+def batches_of(c: Config, rank: int) -> list[tuple[Tensor, Tensor]]:
+    """The batches of one rank, on the CPU: tokens and targets i64[batch, time]."""
+    generator = torch.Generator().manual_seed(1 + rank)
+    tokens = torch.randint(c.vocab, (8, c.batch, c.time + 1), generator=generator)
     return [(row[:, :-1].contiguous(), row[:, 1:].contiguous()) for row in tokens]
 
 
@@ -86,9 +87,9 @@ def _measured(name: str, c: Config, mesh: Any, batches: Any, options: argparse.N
     step, close = _build(name, c, mesh, options)
     create_peak = _peak(mesh.device) - left
     _free(mesh.device)
-    losses = [float(step(batches[i % len(batches)])) for i in range(_WARM_UPS)]
+    losses = [float(step(batches[i % len(batches)])) for i in range(WARM_UPS)]
     first = time.perf_counter() - start
-    times = _times(step, batches, mesh, max(1, options.steps // _BLOCKS))
+    times = _times(step, batches, mesh, max(1, options.steps // BLOCKS))
     row = {
         "system": name, "model": c.name, "ranks": mesh.size, "ms": statistics.median(times), "ms_min": min(times),
         "ms_max": max(times), "tokens_per_s": c.batch * c.time * mesh.size / statistics.median(times) * 1e3,
@@ -123,7 +124,7 @@ def _build(name: str, c: Config, mesh: Any, options: argparse.Namespace) -> tupl
             fully_shard(block, mp_policy=policy)
         trained = fully_shard(model, mp_policy=policy)
     optimizer = torch.optim.AdamW(
-        trained.parameters(), lr=_LEARNING_RATE, weight_decay=_WEIGHT_DECAY, fused=True
+        trained.parameters(), lr=LEARNING_RATE, weight_decay=WEIGHT_DECAY, fused=True
     )
 
     def step(batch: tuple[Tensor, Tensor]) -> Tensor:
@@ -145,7 +146,7 @@ def _ours(
         mesh, stage=stage, param_dtype=torch.bfloat16, bucket_bytes=int(options.bucket_mib * 2**20),
         prefetch=options.prefetch, reshard=not name.endswith("-kept"),
     )  # fmt: skip
-    optimizer = fcg.optim.adamw(_LEARNING_RATE, weight_decay=_WEIGHT_DECAY)
+    optimizer = fcg.optim.adamw(LEARNING_RATE, weight_decay=WEIGHT_DECAY)
     states: list[Any] = [
         fcg.TrainState.create(params=params, buffers=buffers, optimizer=optimizer, sharding=sharding)
     ]
@@ -170,7 +171,7 @@ def _ours(
 def _times(step: Step, batches: Sequence[Any], mesh: Any, length: int) -> list[float]:
     """Milliseconds per step of each block, on the slowest rank."""
     out = []
-    for _ in range(_BLOCKS):
+    for _ in range(BLOCKS):
         _wait(mesh)
         start = time.perf_counter()
         for i in range(length):
