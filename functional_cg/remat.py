@@ -30,7 +30,9 @@ def remat(fn: Callable[P, T], *, policy: Policy | None = None) -> Callable[P, T]
     ``torch.utils.checkpoint`` for pytrees, with no generator's state to restore.
 
     Args:
-      fn: A pure function of pytrees, such as one layer of a model: ``remat(layer)(params, x, key)``.
+      fn: A pure function of pytrees, such as one layer of a model: ``remat(layer)(params, x, key)``. Of modules it is
+        the ``apply`` of :func:`from_module`, of a model or of one of its blocks, from outside; inside of a module's
+        ``forward`` it is refused.
       policy: ``policy(op) -> bool``: whether the result of an op is kept. None keeps nothing;
         ``lambda op: op is torch.ops.aten.mm.default`` keeps matrix products and computes what lies between them.
     Returns:

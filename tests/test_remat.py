@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch._inductor.utils import run_and_get_code
 
 import functional_cg as fcg
@@ -64,6 +64,47 @@ def test_the_same_bits_as_without(kind: str, device: str) -> None:
         assert_trees_all_equal((state, metrics), (twin, expected), f"eager, call {call}")
         assert_trees_all_equal((state, metrics), (other, reference), f"without remat, call {call}")
     assert (step.stats.captures, step.stats.replays) == (1, CALLS)
+
+
+@pytest.mark.parametrize("policy", [None, lambda op: op is MM], ids=["all again", "products kept"])
+def test_the_apply_of_a_module(policy: Any) -> None:
+    torch.manual_seed(0)
+    parts = [
+        nn.Linear(16, 16),
+        nn.BatchNorm1d(16),
+        nn.GELU(),
+        nn.Dropout(0.2),
+        nn.Linear(16, 16),
+        nn.Dropout(0.2),
+    ]
+    apply, params, buffers = fcg.from_module(nn.Sequential(*parts))
+
+    def step_of(block: Any) -> Any:
+        def loss_fn(params: Any, buffers: Any, x: Tensor, key: Tensor) -> Any:
+            for i in range(2):
+                x, buffers = block(params, buffers, x, key=fcg.random.fold_in(key, i))
+            return x.square().mean(), buffers
+
+        def step(state: Any, x: Tensor) -> Any:
+            key = fcg.random.fold_in(state.key, state.step)
+            grads_of = fcg.value_and_grad(loss_fn, has_aux=True)
+            (loss, buffers), grads = grads_of(state.params, state.buffers, x, key)
+            return state.apply_gradients(grads, buffers=buffers), {"loss": loss, "grads": grads}
+
+        return fcg.graph_step(step, lowering="aten")
+
+    step, plain = step_of(fcg.remat(apply, policy=policy)), step_of(apply)
+    state = fcg.TrainState.create(
+        params=params, buffers=buffers, optimizer=fcg.optim.sgd(0.1), key=fcg.random.key(3)
+    )
+    twin, other = fcg.fork(state), fcg.fork(state)
+    for call in range(CALLS):
+        x = torch.randn(8, 16)
+        state, metrics = step(state, x)
+        twin, expected = step.eager(twin, x)
+        assert_trees_all_equal((state, metrics), (twin, expected), f"eager, call {call}")
+        other, reference = plain(other, x)
+        assert_trees_all_equal((state, metrics), (other, reference), f"without remat, call {call}")
 
 
 def lowered(kind: str, lowering: Any) -> Any:

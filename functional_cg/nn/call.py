@@ -237,14 +237,16 @@ class Effects(TorchDispatchMode):
     def _refuse_checkpoint(self) -> None:
         frame: FrameType | None = sys._getframe(2)
         while frame is not None and frame.f_code is not run.__code__:
-            if frame.f_code.co_filename == checkpoint.__file__:
+            # Its hooks run here too, where a `remat` around `apply` computes again; they are none of the module's.
+            if frame.f_code.co_filename == checkpoint.__file__ and frame.f_code.co_name == "checkpoint":
                 raise CaptureError.of(
                     self._name,
-                    f"{self._place} calls `torch.utils.checkpoint`.",
+                    f"{self._place} calls `torch.utils.checkpoint`, as `fcg.remat` does.",
                     rows=[_at().removeprefix(", at ")],
                     why="It runs the forward again in the backward pass, after `apply` has ended: without the key, "
                     "and on buffers that were written.",
-                    fix="switch it off; in transformers, `model.gradient_checkpointing_disable()`.",
+                    fix="switch it off; in transformers, `model.gradient_checkpointing_disable()`. Around an `apply`, "
+                    "of the model or of a block, `fcg.remat(apply)(params, buffers, x, key=key)` does it.",
                 )
             frame = frame.f_back
 

@@ -105,7 +105,7 @@ class Apply:
           LayoutError: If names or shapes are not the module's.
           ReadOnlyError: If the forward writes a parameter, or exchanges the memory of a tensor.
           SideEffectError: If it writes an attribute of the module, or if a buffer becomes None or a tensor.
-          CaptureError: If it calls ``torch.utils.checkpoint``.
+          CaptureError: If it calls ``torch.utils.checkpoint``, as ``remat`` does; around ``apply``, ``remat`` is fine.
         """
         params, buffers = self._by_name(params, buffers)
         self._refuse_key(key)

@@ -275,7 +275,8 @@ class Scan:
             for name, ref in names.items():
                 self.walk(ref.value, name)
             wrapped = vars(function).get("__wrapped__")
-            return None if wrapped is None else self.enter(Ref.to(wrapped, wrapped.__name__), args, kwargs)
+            name = getattr(wrapped, "__name__", type(wrapped).__name__)
+            return None if wrapped is None else self.enter(Ref.to(wrapped, name), args, kwargs)
         known = {name: refs for name, refs in _parameters(function, args, kwargs).items() if refs}
         outer = {name: (ref,) for name, ref in names.items()}
         return self._call(function, code, {**outer, **known}, function.__globals__)
