@@ -6,7 +6,7 @@ The names and the order of arguments are those of ``jax.lax``.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -35,7 +35,7 @@ def cond(pred: Tensor, true_fn: Callable[..., Any], false_fn: Callable[..., Any]
       false_fn: Returns one of the same structure, shapes and dtypes.
       operands: Given to both.
     Returns:
-      The selected pytree, of new tensors.
+      The selected pytree. A leaf that both branches return as it is stays that leaf; the others are new tensors.
     Raises:
       TypeError: If ``pred`` is no tensor of dtype bool and shape [].
       LayoutError: If the branches return different structures, shapes or dtypes, or leaves that are no tensors.
@@ -55,7 +55,7 @@ def cond(pred: Tensor, true_fn: Callable[..., Any], false_fn: Callable[..., Any]
         )
     chosen, other = true_fn(*operands), false_fn(*operands)
     _refuse_unlike("cond", "false_fn", chosen, "true_fn", other)
-    return pytree.map(lambda one, two: torch.where(pred, one, two), chosen, other)
+    return pytree.map(lambda one, two: one if one is two else torch.where(pred, one, two), chosen, other)
 
 
 def scan(
@@ -77,9 +77,10 @@ def scan(
     Returns:
       The last carry, and the ``y`` of all elements, stacked: tensors [n, ...].
     Raises:
-      TypeError: If ``fn`` does not return a pair.
+      TypeError: If ``fn`` does not return a pair, or ``length`` is no integer.
       ValueError: If there is no length, or the loop has no element and so nothing to stack.
-      LayoutError: If leaves of ``xs`` have no or different lengths, or a carry or ``y`` is unlike the one before.
+      LayoutError: If leaves of ``xs`` have no or different lengths, a carry or ``y`` is unlike the one before, or has a
+        leaf that is no tensor.
 
     Example:
       >>> import torch, functional_cg as fcg
@@ -97,20 +98,40 @@ def scan(
       >>> several_steps({"n": torch.tensor(0.0)}, torch.ones(3, 2))[1]
       {'n': tensor([0., 2., 4.])}
     """
+    if length is not None and type(length) is not int:
+        raise TypeError(f"scan: `length` has to be an integer, got {length!r}")
+
+    def pair(carry: Any, x: Any) -> tuple[Any, Any]:
+        out = fn(carry, x)
+        if not isinstance(out, tuple) or len(out) != 2:
+            raise TypeError(f"scan: `fn` has to return a pair (carry, y), got {type(out).__name__}")
+        return out
+
     leaves, treedef = pytree.flatten(xs)
     count = _length(leaves, treedef, length)
     columns = [leaf.unbind(0) for leaf in leaves]
-    carry, ys = init, [None] * count
-    for i in reversed(range(count)) if reverse else range(count):
-        out = fn(carry, pytree.unflatten(treedef, [column[i] for column in columns]))
-        if not isinstance(out, tuple) or len(out) != 2:
-            raise TypeError(f"scan: `fn` has to return a pair (carry, y), got {type(out).__name__}")
-        _refuse_unlike("scan", "carry", carry, "the carry before", out[0])
-        carry, ys[i] = out
-    first = ys[0]
-    for y in ys[1:]:
-        _refuse_unlike("scan", "y", first, "the first y", y)
-    return carry, pytree.map(lambda *column: torch.stack(column), *ys)
+    elements = [pytree.unflatten(treedef, [column[i] for column in columns]) for i in range(count)]
+    return loop(pair, init, elements, names=("scan", "carry", "y"), reverse=reverse)
+
+
+def loop(
+    fn: Callable[[Any, Any], tuple[Any, Any]],
+    carry: Any,
+    elements: Sequence[Any],
+    *,
+    names: tuple[str, str, str],
+    reverse: bool = False,
+) -> tuple[Any, Any]:
+    """The loop of :func:`scan` over elements; ``names`` are those of function, carry and ``y`` in a refusal."""
+    function, carried, stacked = names
+    ys: list[Any] = []
+    for element in reversed(elements) if reverse else elements:
+        new, y = fn(carry, element)
+        _refuse_unlike(function, carried, carry, f"the {carried} before", new)
+        _refuse_unlike(function, stacked, ys[0] if ys else y, f"the first {stacked}", y)
+        carry = new
+        ys.append(y)
+    return carry, pytree.map(lambda *column: torch.stack(column), *(reversed(ys) if reverse else ys))
 
 
 def _length(leaves: list[Any], treedef: pytree.Treedef, length: int | None) -> int:
@@ -121,14 +142,14 @@ def _length(leaves: list[Any], treedef: pytree.Treedef, length: int | None) -> i
     ]
     sizes = {leaf.shape[0] if isinstance(leaf, Tensor) and leaf.dim() else -1 for leaf in leaves}
     sizes |= set() if length is None else {length}
-    if len(sizes) > 1 or -1 in sizes:
+    if leaves and (len(sizes) > 1 or -1 in sizes):
         raise LayoutError.of(
             "scan",
             "`xs` has no common first dimension.",
             rows=rows,
-            fix="pass what is the same for all elements by closure.",
+            fix="pass what is the same for all elements by closure; `length` may be left out where there are `xs`.",
         )
-    if not sizes or not max(sizes):
+    if max(sizes, default=0) < 1:
         raise ValueError(
             "scan: there is no element; give `xs` with a first dimension of 1 or more, or `length`"
         )
@@ -142,7 +163,7 @@ def _refuse_unlike(function: str, name: str, expected: Any, other: str, got: Any
     rows = structure_diff(treedef, found, name)
     if not rows:
         rows = [
-            f"{path_string(path, name)}  expected {_shown(a)}   got {_shown(b)}"
+            f"{path_string(path, name)}  {_difference(a, b)}"
             for path, a, b in zip(treedef.paths(), want, have, strict=True)
             if not (isinstance(a, Tensor) and isinstance(b, Tensor))
             or (a.shape, a.dtype) != (b.shape, b.dtype)
@@ -157,5 +178,9 @@ def _refuse_unlike(function: str, name: str, expected: Any, other: str, got: Any
         )
 
 
-def _shown(leaf: Any) -> str:
-    return str(BufferSpec.of(leaf)) if isinstance(leaf, Tensor) else repr(leaf)
+def _difference(expected: Any, got: Any) -> str:
+    if not isinstance(expected, Tensor):
+        return f"expected a tensor   got {expected!r}"
+    return f"expected {BufferSpec.of(expected)}   got " + (
+        str(BufferSpec.of(got)) if isinstance(got, Tensor) else repr(got)
+    )

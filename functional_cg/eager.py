@@ -14,10 +14,9 @@ from torch import Tensor
 
 from . import tree as pytree
 from .arena import Arena
-from .errors import LayoutError
 from .shards.boundary import entered, held, left, mesh_of, shown
 from .shards.peers import among, together
-from .signature import Call
+from .signature import Call, new_state_and_metrics
 from .stages.inspect import refuse_new_state
 from .state import Handle
 from .surroundings import canonical
@@ -77,17 +76,11 @@ def evaluate(
 
 def _checked(result: Any, call: Call, name: str) -> tuple[list[Tensor], Any]:
     """New state leaves and owned metrics of a donating function's result."""
-    if not isinstance(result, tuple) or len(result) != 2:
-        raise LayoutError.of(
-            name,
-            "does not return a pair of new state and metrics.",
-            rows=[f"result  expected (state, metrics)   got {type(result).__name__}"],
-            fix="`return state, {}` if there are no metrics; for a read-only function use `graph_fn`.",
-        )
+    changed, metrics = new_state_and_metrics(name, result)
     state = call.states[0]
-    new, treedef = pytree.flatten(result[0])
+    new, treedef = pytree.flatten(changed)
     refuse_new_state(name, state.handle._node, [s.spec for s in state.arena.plan.slots], treedef, new)
-    return [held(leaf) for leaf in new], pytree.map(_own, result[1])
+    return [held(leaf) for leaf in new], pytree.map(_own, metrics)
 
 
 def copies(arena: Arena, start: int, stop: int) -> list[Tensor]:

@@ -12,13 +12,13 @@ from torch import Tensor
 
 from . import tree as pytree
 from .arena import Arena, BufferSpec
-from .control import scan
+from .control import loop
 from .errors import AliasError, LayoutError
 from .inputs import InputLayout, as_input, input_layout
 from .shards.boundary import refuse_meshes
 from .state import Handle, Lease, check_alive
 
-__all__ = ["Call", "Signature"]
+__all__ = ["Call", "Signature", "new_state_and_metrics"]
 
 _LIVE = object()  # stands for a leaf that is copied in
 
@@ -57,6 +57,7 @@ class Call:
     """One call, taken apart.
 
     Attributes:
+      function: The user's function, in messages.
       states: Bound states; for a donating step, the first one is donated.
       inputs: ``(args, kwargs)`` that are copied in.
       statics: Static arguments by name.
@@ -66,6 +67,7 @@ class Call:
       steps: How many steps the call is: inputs are stacked, and so are the metrics.
     """
 
+    function: str
     states: tuple[StateArgument, ...]
     inputs: tuple[tuple[Any, ...], dict[str, Any]]
     statics: dict[str, Any]
@@ -128,7 +130,31 @@ class Call:
             return fn(*args, **kwargs)
 
         first = trees[0] if trees else None
-        return one(first, live) if self.steps == 1 else scan(one, first, list(live), self.steps)
+        if self.steps == 1:
+            return one(first, live)
+        columns = [leaf.unbind(0) for leaf in live]
+        return loop(
+            lambda state, inputs: new_state_and_metrics(self.function, one(state, inputs)),
+            first,
+            [[column[i] for column in columns] for i in range(self.steps)],
+            names=(self.function, self.states[0].name, "metrics"),
+        )
+
+
+def new_state_and_metrics(function: str, result: Any) -> tuple[Any, Any]:
+    """What a step returns.
+
+    Raises:
+      LayoutError: If it is no pair.
+    """
+    if not isinstance(result, tuple) or len(result) != 2:
+        raise LayoutError.of(
+            function,
+            "does not return a pair of new state and metrics.",
+            rows=[f"result  expected (state, metrics)   got {type(result).__name__}"],
+            fix="`return state, {}` if there are no metrics; for a read-only function use `graph_fn`.",
+        )
+    return result
 
 
 class Signature:
@@ -249,7 +275,7 @@ class Signature:
         layout, live = input_layout(roots, inputs, device, self.name)
         if self._steps > 1:
             self._refuse_unstacked(layout)
-        return Call(tuple(states), inputs, statics, layout, live, device, self._steps)
+        return Call(self.name, tuple(states), inputs, statics, layout, live, device, self._steps)
 
     def _refuse_unstacked(self, layout: InputLayout) -> None:
         rows = [

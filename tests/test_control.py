@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import functional_cg as fcg
-from functional_cg.testing import assert_trees_all_equal
+from functional_cg.testing import assert_replay_equals_eager, assert_trees_all_equal
 
 CALLS = 20
 
@@ -170,5 +170,35 @@ def test_loops_that_have_no_shape_are_refused() -> None:
         fcg.scan(lambda c, x: (c, x), torch.tensor(0), torch.ones(0, 2))
     with pytest.raises(ValueError, match="there is no element"):
         fcg.scan(lambda c, x: (c, x), torch.tensor(0), None)
+    with pytest.raises(ValueError, match="there is no element"):
+        fcg.scan(lambda c, x: (c, x), torch.tensor(0), None, length=-1)
+    with pytest.raises(TypeError, match=r"`length` has to be an integer, got 2\.5"):
+        fcg.scan(lambda c, x: (c, x), torch.tensor(0), None, length=2.5)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match=r"`fn` has to return a pair \(carry, y\), got Tensor"):
         fcg.scan(lambda c, x: c, torch.tensor(0), torch.ones(3))
+
+
+@pytest.mark.parametrize("n", [1, 3])
+def test_a_number_of_python_is_refused_and_a_tensor_does(n: int) -> None:
+    with pytest.raises(fcg.LayoutError, match=r"y\['lr'\]  expected a tensor   got 0\.1") as error:
+        fcg.scan(lambda c, x: (c, {"lr": 0.1}), torch.tensor(0), None, n)
+    assert "a number as `torch.full((), 0.0)`" in str(error.value)
+    assert fcg.scan(lambda c, x: (c, torch.full((), 0.1)), torch.tensor(0), None, n)[1].shape == (n,)
+    with pytest.raises(fcg.LayoutError, match=r"carry  expected a tensor   got 0\n"):
+        fcg.scan(lambda c, x: (c + x, c), 0, torch.ones(n))
+
+
+def test_a_leaf_that_both_branches_return_is_not_selected() -> None:
+    """It costs nothing, and is not taken for a new value that was dropped."""
+
+    @fcg.graph_step(lowering="aten")
+    def step(state: Any, x: Tensor) -> Any:
+        new = fcg.cond(x > 0, lambda: {**state, "n": state["n"] + x}, lambda: state)
+        return {**new, "kept": state["kept"]}, {}
+
+    state = {"n": torch.zeros(()), "kept": torch.ones(3)}
+    inspection = step.lower(state, torch.ones(())).inspection
+    assert inspection.calls["aten.where.self"] == 1
+    assert not inspection.dropped
+    assert inspection.unchanged == ("state['kept']",)
+    assert_replay_equals_eager(step, state, [torch.tensor(float(i % 3 - 1)) for i in range(6)])

@@ -125,3 +125,26 @@ def test_inside_of_another_step_it_is_refused_with_the_way_to_go() -> None:
 def test_a_read_only_function_has_no_such_option() -> None:
     with pytest.raises(TypeError, match="unexpected keyword argument 'steps_per_call'"):
         fcg.graph_fn(lambda x: x, steps_per_call=2)  # type: ignore[call-overload]
+
+
+@pytest.mark.parametrize(
+    ("fn", "words"),
+    [
+        (lambda state, x: {"n": state["n"]}, "does not return a pair of new state and metrics"),
+        (lambda state, x: ({"n": state["n"].double()}, {}), "state['n']  expected f32[]@cpu   got f64[]@cpu"),
+        (lambda state, x: ({"m": state["n"]}, {}), "state['m']  expected nothing   got a leaf"),
+        (lambda state, x: (state, {"lr": 0.1}), "metrics['lr']  expected a tensor   got 0.1"),
+    ],
+    ids=["no pair", "dtype", "structure", "a number"],
+)  # fmt: skip
+@pytest.mark.parametrize("backend", ["auto", "eager"])
+def test_what_is_returned_is_refused_in_the_words_of_the_step(fn: Any, words: str, backend: Any) -> None:
+    """Not in those of the loop, which is nothing that was called."""
+    fn.__name__ = "my_step"
+    step = fcg.graph_step(fn, steps_per_call=2, backend=backend)
+    state = fcg.place({"n": torch.zeros(())})
+    with pytest.raises(fcg.LayoutError, match="`my_step`: ") as caught:
+        step(state, torch.ones(2))
+    assert words in str(caught.value)
+    assert "scan" not in str(caught.value)
+    assert float(state["n"]) == 0

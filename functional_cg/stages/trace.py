@@ -28,7 +28,6 @@ from ..errors import (
     ForeignTensorError,
     FunctionalCGError,
     HostSyncError,
-    LayoutError,
     SideEffectError,
 )
 from ..ops import tensors_in
@@ -36,6 +35,7 @@ from ..overlap import storage_key
 from ..shards.boundary import entered, held, left, mesh_of, shown
 from ..shards.reader import Reader
 from ..shards.tensor import Sharded
+from ..signature import new_state_and_metrics
 from ..source import Locator
 from ..surroundings import canonical, in_a_backward
 from ..tree import KeyPath, Treedef, path_string
@@ -392,14 +392,7 @@ def _run(recipe: Recipe, first: Program | None, checkpoint: Callable[[], None]) 
 def _read_result(recipe: Recipe, recorder: _Recorder, result: Any) -> None:
     program = recorder.program
     if recipe.donates:
-        if not isinstance(result, tuple) or len(result) != 2:
-            raise LayoutError.of(
-                recipe.name,
-                "does not return a pair of new state and metrics.",
-                rows=[f"result  expected (state, metrics)   got {type(result).__name__}"],
-                fix="`return state, {}` if there are no metrics; for a read-only function use `graph_fn`.",
-            )
-        new_state, result = result
+        new_state, result = new_state_and_metrics(recipe.name, result)
         old = recipe.states[0]
         leaves, treedef = pytree.flatten(new_state)
         refuse_new_state(recipe.name, old.treedef, old.specs, treedef, leaves)
