@@ -18,6 +18,7 @@ from torch import Tensor
 from . import tree as pytree
 from .arena import BufferSpec, no_tensors
 from .errors import CaptureError, LayoutError
+from .ops import adds_up
 from .random import fold_in
 from .shards.reader import like_leaf, readers, variable_of, whole
 from .shards.tensor import refuse_at_rest
@@ -244,6 +245,8 @@ def microbatches(
       dtype: In which floating leaves are summed and returned, such as ``torch.float32`` for gradients in bfloat16,
         whose sums would lose what is small; None for their own. What ``carry`` hands on keeps its own.
     Raises:
+      ValueError: If ``k`` is no integer of 1 or more.
+      TypeError: If ``dtype`` is no floating dtype of 16 bits or more.
       LayoutError: If a leaf of the batch cannot be cut into ``k`` equal slices, a leaf of the result is no tensor, or
         the result has nothing like the argument under the name ``carry``.
 
@@ -264,10 +267,12 @@ def microbatches(
       >>> aux["buffers"]["num_batches_tracked"]
       tensor(2)
     """
-    if not isinstance(k, int) or k < 1:
+    if type(k) is not int or k < 1:
         raise ValueError(f"microbatches: expected a positive int, got {k!r}")
-    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
-        raise TypeError(f"microbatches: dtype must be a floating dtype such as torch.float32, got {dtype!r}")
+    if dtype is not None and not adds_up(dtype):
+        raise TypeError(
+            f"microbatches: dtype must be a floating dtype of 16 bits or more, such as torch.float32, got {dtype!r}"
+        )
 
     def transform(fn: Callable[Concatenate[Params, P], Out]) -> Callable[Concatenate[Params, P], Out]:
         name = getattr(fn, "__name__", type(fn).__name__)

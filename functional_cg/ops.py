@@ -17,6 +17,7 @@ from torch import Tensor
 
 __all__ = [
     "UNGROUPED",
+    "adds_up",
     "argument",
     "can_draw",
     "copies",
@@ -155,3 +156,8 @@ def copies(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> list[Callabl
         into, out_of = zip(*grouped, strict=True)
         calls.append(partial(torch._foreach_copy_, list(into), list(out_of)))
     return calls
+
+
+def adds_up(dtype: object) -> bool:
+    """Whether it is a floating dtype with sums: any but those of 8 bits."""
+    return isinstance(dtype, torch.dtype) and dtype.is_floating_point and dtype.itemsize > 1

@@ -121,7 +121,8 @@ class TrainState(_StateClass, Generic[Params]):
 
         Args:
           grads: Pytree with the structure and shapes of ``params``. Of other floating dtypes, such as bfloat16 for
-            float32 parameters, they are converted; for the optimizers with a fused op, a few leaves at a time.
+            float32 parameters, the optimizer converts them; with a fused op, a few leaves at a time. In a ``chain``,
+            what is in front of such an optimizer, as a clip is, computes in the dtype of the gradients.
           changes: Other fields to replace, such as ``buffers`` or ``key``.
         Raises:
           LayoutError: If ``grads`` is unlike ``params``.

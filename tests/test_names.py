@@ -190,6 +190,12 @@ def test_what_has_no_norm_is_refused() -> None:
     ):
         optim.norms(optim.scale_by_adam().init({"w": torch.ones(2)}))
     with pytest.raises(
+        LayoutError, match=r"values\['a'\]  expected a floating leaf of 16 bits or more   got 1\.0\n"
+    ):
+        optim.norms({"a": 1.0})
+    with pytest.raises(LayoutError, match=r"of 16 bits or more   got torch.float8_e5m2\n"):
+        optim.norms({"a": torch.ones(2).to(torch.float8_e5m2)})
+    with pytest.raises(
         ValueError, match=r"optim.norms: `values\['a'\]\['b'\]` and .* have the same name, 'a.b'"
     ):
         optim.norms({"a.b": torch.ones(1), "a": {"b": torch.ones(1)}})

@@ -131,6 +131,8 @@ OPTIMIZERS: dict[str, Callable[[], Any]] = {
     ),
     "lookahead": lambda: optim.lookahead(optim.adam(0.1), sync_period=2),
     "schedule-free": lambda: optim.schedule_free(optim.sgd(0.1)),
+    "flat": lambda: optim.flatten(optim.adam(0.1)),
+    "rounded": lambda: optim.stochastic_rounding(optim.adam(0.1), key=0),
     "class": lambda: optim.from_torch(torch.optim.Rprop, lr=0.1),
 }
 
@@ -146,6 +148,14 @@ def test_gradients_of_another_dtype_are_those_converted(name: str, dtype: torch.
         one = one.apply_gradients(grads)
         other = other.apply_gradients(fcg.tree.map(Tensor.float, grads))
     assert_trees_all_equal(one, other)
+
+
+def test_a_gradient_that_is_no_tensor_is_refused() -> None:
+    state = fcg.TrainState.create(params={"w": torch.ones(3)}, optimizer=optim.sgd(0.1))
+    with pytest.raises(
+        fcg.LayoutError, match=r"grads\['w'\]  expected torch.float32 \[3\]   got 1\.0(.|\n)*To fix"
+    ):
+        state.apply_gradients({"w": 1.0})
 
 
 def test_narrow_gradients_are_never_all_converted_at_once() -> None:
@@ -236,9 +246,19 @@ def test_a_policy_is_a_value() -> None:
     ):
         Policy(reduce=torch.int32)
     with pytest.raises(
-        TypeError, match=r"microbatches: dtype must be a floating dtype such as torch.float32, got 32"
+        TypeError, match=r"microbatches: dtype must be a floating dtype of 16 bits or more, such as .*got 32"
     ):
         fcg.microbatches(2, dtype=32)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2], ids=str)
+def test_a_dtype_without_sums_is_refused(dtype: torch.dtype) -> None:
+    with pytest.raises(TypeError, match=f"microbatches: dtype must be .* of 16 bits or more, .*got {dtype}"):
+        fcg.microbatches(2, dtype=dtype)
+    with pytest.raises(TypeError, match=f"Policy: accumulate must be .* of 16 bits or more, .*got {dtype}"):
+        Policy(accumulate=dtype)
+    with pytest.raises(ValueError, match="microbatches: expected a positive int, got True"):
+        fcg.microbatches(True)
 
 
 def test_another_policy_is_not_overlooked() -> None:

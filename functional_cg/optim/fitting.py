@@ -18,7 +18,9 @@ def refuse_unlike(params: Any, grads: Any) -> None:
         another; all differences are listed.
     """
 
-    def unlike(p: Tensor, g: Tensor) -> bool:
+    def unlike(p: Tensor, g: Any) -> bool:
+        if not isinstance(g, Tensor):
+            return True
         converts = p.is_floating_point() and g.is_floating_point()
         return p.shape != g.shape or (p.dtype != g.dtype and not converts)
 
@@ -27,7 +29,8 @@ def refuse_unlike(params: Any, grads: Any) -> None:
     rows = tree.structure_diff(treedef, other, "grads") if other != treedef else []
     if not rows:
         rows = [
-            f"{tree.path_string(path, 'grads')}  expected {p.dtype} {list(p.shape)}   got {g.dtype} {list(g.shape)}"
+            f"{tree.path_string(path, 'grads')}  expected {p.dtype} {list(p.shape)}   got "
+            + (f"{g.dtype} {list(g.shape)}" if isinstance(g, Tensor) else repr(g))
             for (path, p), g in zip(flat, values, strict=True)
             if unlike(p, g)
         ]

@@ -13,6 +13,7 @@ from functional_cg.optim.base import (
     Updates,
     require,
 )
+from functional_cg.optim.fitting import in_dtypes_of
 
 
 @dataclass(frozen=True)
@@ -73,5 +74,5 @@ class flatten(GradientTransformation):
     def _step(self, grads: Updates, state: OptState, params: Params) -> tuple[Params, OptState]:
         inner_step = self.inner.step
         assert inner_step is not None
-        vector, state = inner_step(ravel(grads, params), state, ravel(params))
+        vector, state = inner_step(ravel(in_dtypes_of(params, grads), params), state, ravel(params))
         return unravel(params, vector), state

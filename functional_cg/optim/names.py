@@ -12,6 +12,7 @@ from torch import Tensor
 from functional_cg import tree
 from functional_cg.checkpoint import names_of
 from functional_cg.errors import LayoutError
+from functional_cg.ops import adds_up
 from functional_cg.optim.arithmetic import leaf_norms
 from functional_cg.optim.base import Params
 
@@ -114,7 +115,7 @@ def norms(values: Any) -> dict[str, Tensor]:
     Returns:
       ``{name: norm}``, f32[] each, f64[] for a leaf in float64.
     Raises:
-      LayoutError: If a leaf is not floating.
+      LayoutError: If a leaf is not floating, or of 8 bits.
       ValueError: If two leaves have one name.
 
     Example:
@@ -125,9 +126,10 @@ def norms(values: Any) -> dict[str, Tensor]:
     """
     flat, treedef = tree.flatten_with_path(values)
     rows = [
-        f"{tree.path_string(path, 'values')}  expected a floating leaf   got {leaf.dtype}"
+        f"{tree.path_string(path, 'values')}  expected a floating leaf of 16 bits or more   got "
+        f"{getattr(leaf, 'dtype', repr(leaf))}"
         for path, leaf in flat
-        if not leaf.is_floating_point()
+        if not adds_up(getattr(leaf, "dtype", None))
     ]
     if rows:
         raise LayoutError.of(

@@ -22,6 +22,7 @@ from functional_cg.optim.base import (
     require,
     zero_count,
 )
+from functional_cg.optim.fitting import in_dtypes_of
 from functional_cg.precision import stochastic_round
 
 
@@ -109,7 +110,7 @@ class stochastic_rounding(Optimizer):
     ) -> tuple[Params, StochasticRoundingState]:
         wide = tree.map(_wide, params)
         # Not by the fused op of `inner`: a formula is compiled with the casts around it, and no wide copy is made.
-        updates, inner_state = self.inner.update(tree.map(_wide, grads), state.inner_state, wide)
+        updates, inner_state = self.inner.update(in_dtypes_of(wide, grads), state.inner_state, wide)
         key = random.fold_in(state.key, state.count)
         flat, treedef = tree.flatten(params)
         wanted = tree.leaves(apply_updates(wide, updates))

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from .. import tree as pytree
+from ..ops import adds_up
 
 __all__ = ["Policy"]
 
@@ -32,7 +33,7 @@ class Policy:
       reduce: Of gradients that are summed over ranks.
       accumulate: Of gradients that are summed over micro-batches.
     Raises:
-      TypeError: If one of them is no floating dtype.
+      TypeError: If one of them is no floating dtype, or one of 8 bits, which has no sums: see ``fcg.nn.fp8_linear``.
 
     Example:
       >>> import torch, functional_cg as fcg
@@ -60,9 +61,10 @@ class Policy:
     def __post_init__(self) -> None:
         for field in fields(self):
             dtype = getattr(self, field.name)
-            if not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+            if not adds_up(dtype):
                 raise TypeError(
-                    f"precision.Policy: {field.name} must be a floating dtype such as torch.bfloat16, got {dtype!r}"
+                    f"precision.Policy: {field.name} must be a floating dtype of 16 bits or more, such as "
+                    f"torch.bfloat16, got {dtype!r}"
                 )
 
     def to_param(self, tree: T) -> T:

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from .. import tree as pytree
+from ..ops import adds_up
 from ..precision import Policy
 from ..shards.collectives import broadcast
 from ..shards.mesh import Mesh
@@ -158,8 +159,7 @@ def zero(
     if not isinstance(reshard, bool):
         raise TypeError(f"sharding.zero: reshard must be True or False, got {reshard!r}")
     for name, dtype in (("param_dtype", param_dtype), ("reduce_dtype", reduce_dtype)):
-        floating = isinstance(dtype, torch.dtype) and dtype.is_floating_point
-        if dtype is not None and not (floating and dtype.itemsize > 1):  # nothing adds up float8
+        if dtype is not None and not adds_up(dtype):
             raise TypeError(
                 f"sharding.zero: {name} must be a floating dtype of 16 bits or more, such as torch.bfloat16, got "
                 f"{dtype!r}"
