@@ -52,8 +52,9 @@ def tap(name: str, x: Tensor, *, keep: int = 1) -> None:
 
     The step computes what it did before; the value leaves it as a metric does, without a host sync. With ``keep``
     the last values stay on the device, so that a loss is recorded at each call and read every hundred calls. A name
-    that is tapped several times in a call, as in a loop, has several values in it, in order. Under ``vmap`` a value has
-    the batch as its first dimension. Outside of a step nothing is kept.
+    that is tapped several times in a call, as in a loop, has several values in it, in order; one of another shape,
+    dtype or ``keep`` begins anew, so it needs a name of its own. Under ``vmap`` a value has the batch as its first
+    dimension. Outside of a step nothing is kept.
 
     Args:
       name: Under which it is read.

@@ -291,6 +291,17 @@ def test_other_arguments_are_refused() -> None:
         fp8_linear(x, x, None, Fp8Scaling.create(2))
     with pytest.raises(TypeError, match=r"Fp8Scaling of one layer, got 1\.0"):
         fp8_linear(x, x, None, 1.0)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"expected weight of f32, bf16 or f16, got NoneType"):
+        fp8_linear(x, None, None, one)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"expected bias of f32, bf16 or f16, got torch.int64"):
+        fp8_linear(x, x, torch.ones(16, dtype=torch.int64), one)
+    with pytest.raises(TypeError, match=r"of layers \[\], got tuple(.|\n)*`state.fp8.updated\(seen\)`"):
+        one.updated((one,))  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"of layers \[\], got \[2\]"):
+        one.updated(Fp8Scaling.create(2))
+    for layers in (-1, 0, 2.0, True):
+        with pytest.raises(ValueError, match=f"layers as integers of 1 or more, got .{layers},"):
+            Fp8Scaling.create(layers)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="this is the scaling of one layer"):
         one[0]
     for options in ({"history": 0}, {"margin": -1}, {"margin": 9}):

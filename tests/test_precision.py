@@ -106,8 +106,28 @@ def test_leaves_that_are_no_numbers_stay() -> None:
 
 
 @pytest.mark.parametrize(
-    "options", [{"initial": 0.0}, {"growth_interval": 0}, {"factor": 1.0}, {"initial": float("nan")}]
+    "options",
+    [
+        {"initial": 0.0},
+        {"initial": float("nan")},
+        {"initial": float("inf")},
+        {"initial": 1e39},  # infinite in float32: no step would ever be finite
+        {"initial": "2"},
+        {"growth_interval": 0},
+        {"growth_interval": 2.5},
+        {"factor": 1.0},
+        {"factor": float("inf")},
+    ],
+    ids=str,
 )
 def test_numbers_out_of_range_are_refused(options: Any) -> None:
-    with pytest.raises(ValueError, match="expected initial > 0, growth_interval >= 1 and factor > 1"):
+    with pytest.raises(
+        ValueError, match=r"initial > 0, an integer growth_interval >= 1 and factor > 1, all finite, got"
+    ):
         fcg.LossScale.create(**options)
+
+
+@pytest.mark.parametrize("finite", [True, torch.tensor(1.0), torch.tensor([True])], ids=str)
+def test_whether_gradients_are_finite_is_one_bool_on_the_device(finite: Any) -> None:
+    with pytest.raises(TypeError, match=r"`finite` as a tensor of dtype bool and shape \[\], got .*isfinite"):
+        fcg.LossScale.create().adjusted(finite)

@@ -126,6 +126,16 @@ def test_gradients_pass_as_through_a_cast() -> None:
     assert torch.equal(grad, torch.arange(9.0))
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_under_vmap_an_element_draws_what_it_draws_alone(dtype: torch.dtype) -> None:
+    keys, x = random.split(random.key(0), 5), torch.linspace(-1, 1, 30).view(5, 6)
+    alone = torch.stack([stochastic_round(key, row, dtype) for key, row in zip(keys, x, strict=True)])
+    together = torch.vmap(lambda key, row: stochastic_round(key, row, dtype))(keys, x)
+    assert torch.equal(together.float(), alone.float())
+    grad = torch.func.grad(lambda x: stochastic_round(keys[0], 2 * x, dtype).float().sum())
+    assert torch.equal(torch.vmap(grad)(x), torch.full_like(x, 2))
+
+
 @pytest.mark.parametrize(
     ("arguments", "error", "match"),
     [

@@ -88,8 +88,10 @@ class Fp8Scaling:
           margin: Powers of two that stay free above the peak, for values that grow from step to step.
           device: Where the state lives.
         Raises:
-          ValueError: If ``history`` is not positive, or ``margin`` negative or above 8.
+          ValueError: If a dimension or ``history`` is not positive, or ``margin`` negative or above 8.
         """
+        if not all(type(size) is int and size >= 1 for size in layers):
+            raise ValueError(f"nn.Fp8Scaling: expected layers as integers of 1 or more, got {layers!r}")
         if not (isinstance(history, int) and history >= 1 and isinstance(margin, int) and 0 <= margin <= 8):
             raise ValueError(
                 "nn.Fp8Scaling: expected history of at least 1 and margin from 0 to 8, "
@@ -124,7 +126,16 @@ class Fp8Scaling:
 
         Args:
           grads: The gradient with respect to this scaling, or a mean or sum of several.
+        Raises:
+          TypeError: If it is none.
         """
+        if not isinstance(grads, Fp8Scaling) or grads.seen.shape != self.seen.shape:
+            got = list(grads.seen.shape[:-2]) if isinstance(grads, Fp8Scaling) else type(grads).__name__
+            raise TypeError(
+                f"nn.Fp8Scaling: expected the gradient of this scaling, of layers {list(self.seen.shape[:-2])}, got "
+                f"{got}. To fix: `loss, (grads, seen) = fcg.value_and_grad(loss_fn)((state.params, state.fp8), x)`, "
+                "and `state.fp8.updated(seen)`."
+            )
         mesh = current_mesh()
         counts = grads.seen if mesh is None or mesh.size == 1 else all_reduce(grads.seen, mesh)
         powers = ((_exponents(counts.device) + _BIAS) << _MANTISSA).view(torch.float32)
@@ -156,7 +167,7 @@ def fp8_linear(x: Tensor, weight: Tensor, bias: Tensor | None, scaling: Fp8Scali
     Args:
       x: f32, bf16 or f16 [..., k]; the product of its other dimensions, and ``k``, are multiples of 16.
       weight: f32, bf16 or f16 [n, k], ``n`` a multiple of 16 too. Masters in f32 are rounded once, as they are.
-      bias: [n], or None; added in the dtype of ``x``.
+      bias: f32, bf16 or f16 [n], or None; added in the dtype of ``x``.
       scaling: Of one layer.
     Returns:
       [..., n] in the dtype of ``x``. Gradients have the dtypes of what they are of.
@@ -251,9 +262,10 @@ def _refuse_unfit(x: Tensor, weight: Tensor, bias: Tensor | None, scaling: Fp8Sc
             f"nn.fp8_linear: expected the Fp8Scaling of one layer, got {got}. To fix: `scaling[i]`, or "
             "`for weight, one in zip(weights, scaling)`."
         )
-    for name, tensor in (("x", x), ("weight", weight)):
-        if tensor.dtype not in _WIDE:
-            raise TypeError(f"nn.fp8_linear: expected {name} of f32, bf16 or f16, got {tensor.dtype}")
+    for name, tensor in (("x", x), ("weight", weight), ("bias", x if bias is None else bias)):
+        dtype = tensor.dtype if isinstance(tensor, Tensor) else type(tensor).__name__
+        if dtype not in _WIDE:
+            raise TypeError(f"nn.fp8_linear: expected {name} of f32, bf16 or f16, got {dtype}")
     shapes = f"x {list(x.shape)}, weight {list(weight.shape)}"
     if weight.dim() != 2 or x.dim() < 1 or x.shape[-1] != weight.shape[1]:
         raise ValueError(f"nn.fp8_linear: expected x [..., k] and weight [n, k], got {shapes}")

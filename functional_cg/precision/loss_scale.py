@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from numbers import Real
 from typing import Any, Self, TypeVar
 
 import torch
@@ -70,11 +71,19 @@ class LossScale:
         """A fresh scale.
 
         Raises:
-          ValueError: If ``initial`` is not positive, ``growth_interval`` below 1, or ``factor`` not above 1.
+          ValueError: If ``initial`` is not positive, ``growth_interval`` no integer of 1 or more, ``factor`` not above
+            1, or one of them not finite in float32.
         """
-        if not (initial > 0 and growth_interval >= 1 and factor > 1):
+        largest = torch.finfo(torch.float32).max
+        if not (
+            all(isinstance(number, Real) for number in (initial, factor))
+            and 0 < initial <= largest
+            and 1 < factor <= largest
+            and isinstance(growth_interval, int)
+            and growth_interval >= 1
+        ):
             raise ValueError(
-                "LossScale: expected initial > 0, growth_interval >= 1 and factor > 1, "
+                "LossScale: expected initial > 0, an integer growth_interval >= 1 and factor > 1, all finite, "
                 f"got {initial!r}, {growth_interval!r} and {factor!r}"
             )
         return cls(
@@ -108,7 +117,15 @@ class LossScale:
 
         Args:
           finite: bool[], whether all gradients of this one were.
+        Raises:
+          TypeError: If it is none.
         """
+        if not isinstance(finite, Tensor) or finite.dtype != torch.bool or finite.dim():
+            got = f"{finite.dtype} {list(finite.shape)}" if isinstance(finite, Tensor) else repr(finite)
+            raise TypeError(
+                f"LossScale.adjusted: expected `finite` as a tensor of dtype bool and shape [], got {got}. To fix: "
+                "`fcg.optim.global_norm(grads).isfinite()`."
+            )
         grows = self.good + 1 >= self.growth_interval
         grown = torch.where(grows, self.scale * self.factor, self.scale)
         grown = torch.where(grown.isfinite(), grown, self.scale)

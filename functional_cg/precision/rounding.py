@@ -78,10 +78,15 @@ def _drawn(key: Tensor, x: Tensor, dtype: torch.dtype, stream: int, start: int |
 class _Rounded(torch.autograd.Function):
     """``f(x, halves, dtype)``, with the derivative of a cast."""
 
+    generate_vmap_rule = True
+
     @staticmethod
-    def forward(ctx: Any, x: Tensor, halves: Tensor, dtype: torch.dtype) -> Tensor:
-        ctx.dtype = x.dtype
+    def forward(x: Tensor, halves: Tensor, dtype: torch.dtype) -> Tensor:
         return _rounded(x, halves, dtype)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.dtype = inputs[0].dtype
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
