@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.flop_counter import flop_registry
 
 from .ops import named_arguments
 from .outline import columns
@@ -241,6 +240,8 @@ def flops_of(instr: Instr) -> int:
     """FLOPs of a product; 0 for any other call. torch's formulas, and for attention one that knows ``is_causal``."""
     if "scaled_dot_product" in instr.op._schema.name:
         return _attention_flops(instr)
+    from torch.utils.flop_counter import flop_registry  # imports triton where there is one
+
     packet = instr.op.overloadpacket
     formula: Callable[..., int] | None = flop_registry.get(packet)
     if formula is not None:
