@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Literal, TypeVar, cast
 
 import torch
@@ -75,13 +76,15 @@ def fold_in(key: Tensor) -> Tensor:
     return random.fold_in(key, torch.tensor(mesh.rank, device="cpu").to(key.device))
 
 
-def gather(tree: T) -> T:
+def gather(tree: T, *, masters: bool = False) -> T:
     """Whole leaves in place of sharded ones; all ranks call it. Without a mesh, the tree itself.
 
     In a step each leaf is gathered where it is read. Outside it is gathered at once, into memory of the caller's.
+    Where ``zero`` has a ``param_dtype`` or a policy, parameters come as a loss sees them, in bfloat16 for instance.
 
     Args:
       tree: Pytree, or a single leaf.
+      masters: Parameters as the state keeps them, in their own dtype: for an average of them, twice the bytes.
     Raises:
       RankError: Outside of a step, if a rank does not call it, or calls it with other leaves.
 
@@ -93,6 +96,8 @@ def gather(tree: T) -> T:
     flat, treedef = pytree.flatten(tree)
     if not any(isinstance(leaf, Sharded) for leaf in flat):
         return tree
+    if masters:
+        flat = [_in_own_dtype(leaf) for leaf in flat]
     with torch.no_grad():
         if inside_a_step():
             return cast("T", pytree.unflatten(treedef, gathered(flat)))
@@ -101,6 +106,13 @@ def gather(tree: T) -> T:
                 owned(whole(leaf)).clone() if isinstance(leaf, Tensor) else leaf for leaf in gathered(flat)
             ]
     return cast("T", pytree.unflatten(treedef, out))
+
+
+def _in_own_dtype(leaf: Any) -> Any:
+    reading = leaf.placement.reading if isinstance(leaf, Sharded) else None
+    if reading is None:
+        return leaf
+    return Sharded(leaf.local, replace(leaf.placement, reading=replace(reading, param_dtype=None)))
 
 
 def local(leaf: Tensor) -> Tensor:

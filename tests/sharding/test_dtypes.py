@@ -155,3 +155,40 @@ def test_all_ranks_hold_the_same_bits_of_a_sum_in_bf16(axes: dict[str, int]) -> 
             off = (value.double() - exact).abs() / (largest if name.startswith("sum") else largest / RANKS)
             assert off.max() <= (RANKS - 1) * 2**-8, name
             assert off.max() > 2**-9, f"{name} is more exact than the page says"
+
+
+def averaged(device: str) -> Any:
+    """An average of f32 parameters that a loss sees in bf16, moved in the step; and both kinds of gathers outside."""
+    policy = fcg.precision.Policy()
+    zero = sharding.zero(Setting({"data": 2}, 3).zero(device).mesh, stage=3, policy=policy)
+    params = {"w": randn(3, 7, 5), "b": randn(4, 3)}
+    rate, mean = optim.sgd(0.1), fcg.snapshot(params)
+    state = fcg.TrainState.create(params=params, buffers=mean, optimizer=rate, sharding=zero)
+
+    def step(state: Any, x: Tensor) -> Any:
+        loss, grads = fcg.value_and_grad(lambda p: (x.bfloat16() @ p["w"]).sum() + p["b"].sum())(state.params)
+        new = state.apply_gradients(grads)
+        whole = sharding.gather(new.params, masters=True)
+        mean = fcg.tree.map(lambda mean, p: mean.lerp(p, 0.25), state.buffers, whole)
+        return new.replace(buffers=mean), {"loss": loss}
+
+    captured, eager = fcg.graph_step(step, lowering="aten"), fcg.fork(state)
+    before = sharding.gather(state.params, masters=True)
+    x = randn(1, 2, 7).to(zero.mesh.device)
+    eager, _ = captured.eager(eager, x)
+    state, _ = captured(state, x)
+    masters, seen = sharding.gather(state.params, masters=True), sharding.gather(state.params)
+    moved = fcg.tree.map(lambda mean, p: mean.lerp(p, 0.25), before, masters)
+    results = before, masters, seen, moved, fcg.snapshot(state.buffers), fcg.snapshot(eager.buffers)
+    return [{name: leaf.cpu() for name, leaf in tree.items()} for tree in results]
+
+
+@on_gloo_and_nccl
+def test_masters_are_gathered_in_their_own_dtype(device: str) -> None:
+    for before, masters, seen, moved, mean, again in on_ranks(2, averaged, device, device=device):
+        assert torch.equal(before["w"], randn(3, 7, 5))
+        for name in ("w", "b"):
+            assert torch.equal(mean[name], moved[name])
+            assert torch.equal(mean[name], again[name])
+            assert torch.equal(seen[name], masters[name].bfloat16())
+            assert not torch.equal(seen[name].float(), masters[name])
