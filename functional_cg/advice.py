@@ -54,3 +54,13 @@ FUNCTIONS = _table("""
     "SIZE",
     "shapes are fixed at capture: take the size from `.shape` or a static argument, and mask with `torch.where`",
 ))  # fmt: skip
+
+# To an array of numpy that meets a tensor; ARRAY stands for what the user wrote.
+ARRAY = (
+    "`ARRAY` is an array of numpy, which computes on the host: pass it as an input, or declare "
+    "`torch.as_tensor(ARRAY)` in `constants=`"
+)
+DRAWN_ARRAY = (
+    "`ARRAY` is drawn by numpy, once and on the host: draw it from a key in the state, "
+    "`fcg.random.uniform(key, shape)`, `normal`, ..., or pass it as an input"
+)

@@ -22,6 +22,7 @@ class GraphStep(Transform, Generic[P, R]):
 
     Attributes:
       stats: Numbers of traces, captures, replays and eager calls.
+      taps: ``step.taps[name]``: what :func:`tap` has kept of the calls so far.
     """
 
     _donates = True
@@ -55,6 +56,7 @@ class GraphFn(Transform, Generic[P, R]):
 
     Attributes:
       stats: Numbers of traces, captures, replays and eager calls.
+      taps: ``fn.taps[name]``: what :func:`tap` has kept of the calls so far.
     """
 
     _donates = False

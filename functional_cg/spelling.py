@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from .advice import BUILTINS, FUNCTIONS, GENERIC, LOG, OR_OUTSIDE
+from .advice import ARRAY, BUILTINS, DRAWN_ARRAY, FUNCTIONS, GENERIC, LOG, OR_OUTSIDE
 
 __all__ = ["sync_spelling"]
 
@@ -286,10 +286,13 @@ def _arithmetic(site: _Site) -> tuple[str, str] | None:
     if not isinstance(node, ast.BinOp):
         return None
     array = node.left if isinstance(site.value(node.right), torch.Tensor) else node.right
-    return f"`{_text(node)}`", (
-        f"`{_text(array)}` is an array of numpy, which computes on the host: pass it as an input, or declare "
-        f"`torch.as_tensor({_text(array)})` in `constants=`"
-    )
+    advice = DRAWN_ARRAY if any(_draws(site.value(part)) for part in ast.walk(array)) else ARRAY
+    return f"`{_text(node)}`", advice.replace("ARRAY", _text(array))
+
+
+def _draws(value: Any) -> bool:
+    of = value.__name__ if isinstance(value, ModuleType) else type(value).__module__
+    return of.startswith("numpy.random")  # the module, or a generator of its
 
 
 def _subscript(site: _Site) -> tuple[str, str] | None:

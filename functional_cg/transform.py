@@ -83,7 +83,7 @@ class Transform:
         """Trace, check and plan a call, without running it; ``.capture()`` goes on from there.
 
         Returns:
-          A :class:`Lowered`: ``.inspection``, ``.as_text()``, ``.memory_analysis()``, ``.capture()``.
+          A :class:`Lowered`: ``.inspection``, ``.as_text()``, ``.cost_analysis()``, ``.memory_analysis()``.
         """
         with self._lock:
             self._refuse_closed()

@@ -190,6 +190,23 @@ def test_array_operand_is_a_host_sync():
     assert_refused(metric(array_operand), HostSyncError, match, where=array_operand)
 
 
+GENERATOR = numpy.random.default_rng(0)
+
+
+def array_drawn(s, b):
+    return s["w"] + numpy.random.rand(3).astype(numpy.float32)
+
+
+def array_of_generator(s, b):
+    return s["w"] + 2 * GENERATOR.normal(size=3)
+
+
+@pytest.mark.parametrize("function", [array_drawn, array_of_generator])
+def test_array_that_is_drawn_wants_a_key(function):
+    match = r"is drawn by numpy, once and on the host: draw it from a key(.|\n)*`fcg.random.uniform\(key, shape\)`"
+    assert_refused(metric(function), HostSyncError, match, where=function)
+
+
 def test_leaf_of_another_state():
     old = fcg.place({"v": torch.ones(3)})
     leaf = old["v"]
