@@ -195,6 +195,20 @@ def test_micro_batches_see_the_larger_maximum() -> None:
     assert one.updated(grads).history[:, 0].tolist() == [64.0, 4.0, 1.0]
 
 
+def test_an_overflow_is_not_clamped_to_a_gradient_that_looks_right() -> None:
+    """In float16 2 * 63**2 * 2**4 is infinite: the step is to be skipped, as it is without fp8."""
+    x, one, loss_scale = torch.eye(16).half(), Fp8Scaling.create(), fcg.LossScale.create(2.0**4)
+
+    def loss(trained: Any, size: float) -> Tensor:
+        weight, scaling = trained
+        return loss_scale.scaled((size * fp8_linear(x, weight, None, scaling).float()).square().sum())
+
+    grads, seen = fcg.grad(loss)((torch.ones(16, 16), one), 1.0)
+    assert fcg.optim.global_norm(grads).isfinite()
+    grads, _ = fcg.grad(loss)((torch.ones(16, 16), one.updated(seen)), 63.0)
+    assert not fcg.optim.global_norm(grads).isfinite()
+
+
 def test_a_scaled_loss_changes_the_gradient_alone() -> None:
     one, loss_scale = Fp8Scaling.create(), fcg.LossScale.create(2.0**10)
     grads = fcg.grad(lambda s: loss_scale.scaled(once(s, SMALL)))(one)
@@ -245,12 +259,13 @@ def test_evaluation_and_the_first_step_use_the_scales_as_they_are() -> None:
     assert narrow.dtype == torch.bfloat16
 
 
-def test_what_is_larger_than_ever_is_clamped_and_nan_stays() -> None:
+def test_what_is_larger_than_ever_is_clamped_and_what_is_not_finite_is_nan() -> None:
     x = SMALL.clone()
-    x[0, 0], x[1, 0], x[2, 0] = 1e6, -torch.inf, torch.nan
+    x[0, 0], x[1, 0], x[2, 0], x[3, 0] = 1e6, -1e38, torch.nan, -torch.inf
     out = fp8_linear(x, torch.eye(16), None, Fp8Scaling.create())
     assert out[:2, 0].tolist() == [448.0, -448.0]
-    assert out[2].isnan().all()
+    assert out[2:4].isnan().all()
+    assert out[4:].isfinite().all()
     assert newest(once, Fp8Scaling.create(), x)[0] == 0.0
 
 

@@ -32,7 +32,8 @@ class Fp8Scaling:
     Delayed scaling: a step quantises by what earlier ones have seen, so that no product waits for a maximum. The scale
     is a power of two, ``2**(top - margin) / peak``: ``peak`` is the largest absolute value of the last ``n`` steps,
     rounded up to a power of two, and ``2**top`` the largest one of the format, 2**8 of e4m3 and 2**15 of e5m2. What is
-    larger than ever before is clamped to the largest number of the format, for one step. The first step has scales of
+    larger than ever before is clamped to the largest number of the format, for one step; an infinity becomes NaN, so
+    that a loss scale sees it. The first step has scales of
     1, with which small gradients are zeros.
 
     A step sees maxima in its backward pass as well, where nothing can be returned, so that they come out as a gradient:
@@ -223,9 +224,13 @@ class _Fp8Linear(torch.autograd.Function):
 
 
 def _rounded(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """A multiple of ``x`` in fp8; what is too large becomes the largest number, and NaN stays NaN."""
+    """A multiple of ``x`` in fp8; what is too large becomes the largest number, and what is not finite NaN.
+
+    An infinity is an overflow, which a loss scale has to see; e4m3 has none.
+    """
     largest = torch.finfo(dtype).max
-    return (x.float() * scale).clamp(-largest, largest).to(dtype)
+    clamped = (x.float() * scale).clamp(-largest, largest)
+    return torch.where(x.isfinite(), clamped, torch.nan).to(dtype)
 
 
 def _maximum(x: Tensor) -> Tensor:
