@@ -127,7 +127,8 @@ def graph_step(fn: Any = None, /, **options: Any) -> Any:
       max_captures: Input layouts per combination of static arguments; one more is a ``LayoutError``. Each arena, such
         as a fork, has a capture of its own, which this does not count.
       steps_per_call: Number K of steps that a call takes, all in one graph: inputs [K, ...], metrics [K, ...]. For
-        steps that are shorter than the launch of a graph. ``fn`` stays a function of one step.
+        steps that are shorter than the launch of a graph. ``fn`` stays a function of one step. ``batches``, a list
+        of K, are stacked by ``fcg.tree.map(lambda *leaves: torch.stack(leaves), *batches)``.
       lowering: ``"aten"`` starts in seconds; ``"inductor"`` compiles; ``"auto"`` is inductor on CUDA and aten on
         CPU; or a callable with the signature of a ``torch.compile`` backend.
       backend: ``"auto"`` (where the state lives), ``"eager"`` (runs the Python each time), or a Backend object. The

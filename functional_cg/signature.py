@@ -289,8 +289,8 @@ class Signature:
                 f"takes {self._steps} steps per call, and so inputs of as many; the state is unchanged.",
                 rows=rows,
                 why="Each step takes one element along the first dimension.",
-                fix=f"stack the inputs of {self._steps} steps; what is the same in all goes into the state, or is a "
-                "static argument.",
+                fix=f"stack the inputs of {self._steps} steps, `fcg.tree.map(lambda *leaves: torch.stack(leaves), "
+                "*batches)`; what is the same in all goes into the state, or is a static argument.",
             )
 
     def _shares_memory(self, value: Handle, states: Sequence[StateArgument]) -> bool:

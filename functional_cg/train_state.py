@@ -147,11 +147,17 @@ class TrainState(_StateClass, Generic[Params]):
         return self
 
 
+def _of_torch(optimizer: Any) -> bool:
+    kind = optimizer if isinstance(optimizer, type) else type(optimizer)
+    return issubclass(kind, torch.optim.Optimizer)
+
+
 def _refuse_arguments(params: Any, optimizer: Any, key: Any) -> None:
     if not isinstance(optimizer, GradientTransformation):
         got = optimizer.__name__ if isinstance(optimizer, type) else type(optimizer).__name__
         raise TypeError(
             f"TrainState.create: optimizer must be one of `fcg.optim`, such as `fcg.optim.sgd(0.1)`, got {got}"
+            + (f"; or of its class, `fcg.optim.from_torch({got}, lr=0.1)`" if _of_torch(optimizer) else "")
         )
     if isinstance(params, (torch.nn.Module, Iterator)):
         got = "a module" if isinstance(params, torch.nn.Module) else f"a {type(params).__name__}"
