@@ -92,9 +92,11 @@ def sharding_fix(expected: Sequence[BufferSpec], leaves: Sequence[Any]) -> str:
             continue
         slot, shape = spec.placement, tuple(leaf.shape)
         if slot is None and shape == spec.shape:
+            held = placed(leaf)
+            narrow = held is not None and held.reading is not None and held.reading.param_dtype is not None
+            call = f"fcg.sharding.gather(leaf{', masters=True' if narrow else ''})"
             return (
-                "give `fcg.sharding.gather(leaf)`: the slot is whole on each rank, and the new leaf is "
-                f"{BufferSpec.of(leaf)}."
+                f"give `{call}`: the slot is whole on each rank, and the new leaf is {BufferSpec.of(leaf)}."
             )
         if (
             slot is not None

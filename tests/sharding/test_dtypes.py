@@ -172,6 +172,8 @@ def averaged(device: str) -> Any:
         mean = fcg.tree.map(lambda mean, p: mean.lerp(p, 0.25), state.buffers, whole)
         return new.replace(buffers=mean), {"loss": loss}
 
+    with pytest.raises(fcg.LayoutError, match=r"To fix: give `fcg.sharding.gather\(leaf, masters=True\)`"):
+        fcg.graph_step(lambda state: (state.replace(buffers=state.params), {}), lowering="aten")(state)
     captured, eager = fcg.graph_step(step, lowering="aten"), fcg.fork(state)
     before = sharding.gather(state.params, masters=True)
     x = randn(1, 2, 7).to(zero.mesh.device)
