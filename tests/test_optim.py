@@ -709,11 +709,18 @@ def test_masked_refuses_an_optimizer() -> None:
         (lambda: optim.sgd(0.1, nesterov=True), ValueError, "nesterov=True needs momentum"),
         (lambda: optim.sgd(0.1, momentum=1.0), ValueError, "sgd: momentum must be in"),
         (lambda: optim.clip_by_global_norm(0.0), ValueError, "max_norm is 0"),
-        (lambda: optim.chain(optim.sgd), TypeError, "chain: takes gradient transformations, got ABCMeta"),
-        (
-            lambda: optim.partition({"a": 1}, "a"),
-            TypeError,
-            "partition: takes gradient transformations, got int",
+        *(
+            (make, TypeError, rf"{name}: takes gradient transformations, such as .* got {kind}: ")
+            for name, make, kind in (
+                ("chain", lambda: optim.chain(optim.sgd), "ABCMeta"),
+                ("partition", lambda: optim.partition({"a": 1}, "a"), "int"),
+                ("partition", lambda: optim.partition({"a": None}, "a"), "NoneType"),
+                ("masked", lambda: optim.masked(optim.sgd, True), "ABCMeta"),
+                ("flatten", lambda: optim.flatten(None), "NoneType"),
+                ("lookahead", lambda: optim.lookahead(optim.sgd), "ABCMeta"),
+                ("schedule_free", lambda: optim.schedule_free(None), "NoneType"),
+                ("stochastic_rounding", lambda: optim.stochastic_rounding(optim.sgd, 0), "ABCMeta"),
+            )
         ),
         (lambda: optim.inject_hyperparams(float)(), TypeError, "the factory returned float"),
         (

@@ -222,6 +222,24 @@ def need_params(name: str, params: Params | None) -> Params:
     return params
 
 
+def need_transformations(name: str, *given: object) -> None:
+    """Raise ``TypeError`` for what is no gradient transformation."""
+    for tx in given:
+        if not isinstance(tx, GradientTransformation):
+            raise TypeError(
+                f"{name}: takes gradient transformations, such as `optim.sgd(0.1)`, got {type(tx).__name__}: {tx!r}"
+            )
+
+
+def need_steps(name: str, inner: GradientTransformation) -> None:
+    """Refuse a transformation that makes no steps."""
+    need_transformations(name, inner)
+    require(
+        inner.applies_learning_rate,
+        f"{name}: {inner!r} makes no steps; put a learning rate behind it, or use an optimizer",
+    )
+
+
 def require(condition: object, message: str) -> None:
     """Raise ``ValueError(message)`` unless ``condition``."""
     if not condition:

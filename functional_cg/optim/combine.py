@@ -19,6 +19,7 @@ from functional_cg.optim.base import (
     broadcast_prefix,
     freeze,
     need_params,
+    need_transformations,
     replace_selected,
     require,
     resolve_flags,
@@ -48,9 +49,7 @@ class chain(GradientTransformation):
     links: tuple[GradientTransformation, ...]
 
     def __init__(self, *links: GradientTransformation) -> None:
-        for link in links:
-            if not isinstance(link, GradientTransformation):
-                raise TypeError(f"chain: takes gradient transformations, got {type(link).__name__}: {link!r}")
+        need_transformations("chain", *links)
         object.__setattr__(self, "links", links)
 
     def __repr__(self) -> str:
@@ -145,6 +144,7 @@ class masked(GradientTransformation):
     mask: Any
 
     def __post_init__(self) -> None:
+        need_transformations("masked", self.inner)
         require(
             not self.inner.applies_learning_rate,
             f"masked: {self.inner!r} scales by a learning rate, and `masked` passes the other leaves through: "
@@ -212,9 +212,7 @@ class partition(GradientTransformation):
         labels: Callable[[Params], Any] | Any,
     ) -> None:
         frozen = transforms if isinstance(transforms, FrozenTree) else freeze(dict(transforms))
-        for tx in frozen.leaves:
-            if not isinstance(tx, GradientTransformation):
-                raise TypeError(f"partition: takes gradient transformations, got {type(tx).__name__}: {tx!r}")
+        need_transformations("partition", *frozen.thaw().values())
         object.__setattr__(self, "transforms", frozen)
         object.__setattr__(self, "labels", freeze(labels))
 

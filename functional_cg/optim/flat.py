@@ -11,6 +11,7 @@ from functional_cg.optim.base import (
     Params,
     StepFn,
     Updates,
+    need_transformations,
     require,
 )
 from functional_cg.optim.fitting import in_dtypes_of
@@ -47,6 +48,7 @@ class flatten(GradientTransformation):
     inner: GradientTransformation
 
     def __post_init__(self) -> None:
+        need_transformations("flatten", self.inner)
         require(
             not self.inner.acts_per_leaf,
             f"flatten: {self.inner!r} takes a norm per leaf, or a draw; on one vector it would be another optimizer",

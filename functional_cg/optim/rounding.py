@@ -19,7 +19,7 @@ from functional_cg.optim.base import (
     apply_updates,
     device_of,
     need_params,
-    require,
+    need_steps,
     zero_count,
 )
 from functional_cg.optim.fitting import in_dtypes_of
@@ -58,7 +58,7 @@ class stochastic_rounding(Optimizer):
       key: A key, i64[2], that nothing else draws from, or a seed; kept as a Python int. Parts of a ``partition`` need
         different ones.
     Raises:
-      TypeError: If ``key`` is neither a key nor a Python int.
+      TypeError: If ``key`` is neither a key nor a Python int, or ``inner`` no transformation.
       ValueError: If ``inner`` makes no steps.
 
     Example:
@@ -76,10 +76,7 @@ class stochastic_rounding(Optimizer):
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "key", seed_of("stochastic_rounding", self.key))
-        require(
-            self.inner.applies_learning_rate,
-            f"stochastic_rounding: {self.inner!r} makes no steps; put a learning rate behind it, or use an optimizer",
-        )
+        need_steps("stochastic_rounding", self.inner)
 
     @property
     def parts(self) -> tuple[GradientTransformation, ...]:

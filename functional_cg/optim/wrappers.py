@@ -21,6 +21,7 @@ from functional_cg.optim.base import (
     Updates,
     in_range,
     need_params,
+    need_steps,
     positive,
     rate_at,
     require,
@@ -88,10 +89,7 @@ class lookahead(Optimizer):
             isinstance(self.slow_step_size, Tensor) or self.slow_step_size <= 1,
             f"lookahead: slow_step_size must be in [0, 1], got {self.slow_step_size!r}",
         )
-        require(
-            self.inner.applies_learning_rate,
-            f"lookahead: {self.inner!r} makes no steps; put a learning rate behind it, or use an optimizer",
-        )
+        need_steps("lookahead", self.inner)
 
     @property
     def parts(self) -> tuple[GradientTransformation, ...]:
@@ -180,10 +178,7 @@ class schedule_free(Optimizer):
         in_range("schedule_free: learning_rate", self.learning_rate)
         positive("schedule_free: b1", self.b1, below=1.0)
         in_range("schedule_free: weight_lr_power", self.weight_lr_power)
-        require(
-            self.inner.applies_learning_rate,
-            f"schedule_free: {self.inner!r} makes no steps; put a learning rate behind it, or use an optimizer",
-        )
+        need_steps("schedule_free", self.inner)
 
     @property
     def parts(self) -> tuple[GradientTransformation, ...]:
