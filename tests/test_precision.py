@@ -131,3 +131,17 @@ def test_numbers_out_of_range_are_refused(options: Any) -> None:
 def test_whether_gradients_are_finite_is_one_bool_on_the_device(finite: Any) -> None:
     with pytest.raises(TypeError, match=r"`finite` as a tensor of dtype bool and shape \[\], got .*isfinite"):
         fcg.LossScale.create().adjusted(finite)
+
+
+@pytest.mark.parametrize("default", [torch.bfloat16, torch.float64], ids=str)
+def test_scales_are_float32_under_any_default_dtype(default: torch.dtype) -> None:
+    torch.set_default_dtype(default)
+    try:
+        loss_scale, fp8 = fcg.LossScale.create(), fcg.nn.Fp8Scaling.create(2)
+        adjusted = loss_scale.adjusted(torch.tensor(True))
+        x = torch.ones(16, 16, dtype=torch.float32)
+        seen = fcg.grad(lambda scaling: fcg.nn.fp8_linear(x, x, None, scaling[1]).sum())(fp8)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert (loss_scale.scale.dtype, adjusted.scale.dtype) == (torch.float32, torch.float32)
+    assert all(leaf.dtype == torch.float32 for leaf in fcg.tree.leaves((fp8, fp8.updated(seen))))

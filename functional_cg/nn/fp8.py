@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Self
 
 import torch
@@ -98,10 +99,11 @@ class Fp8Scaling:
                 "nn.Fp8Scaling: expected history of at least 1 and margin from 0 to 8, "
                 f"got {history!r} and {margin!r}"
             )
+        zeros = partial(torch.zeros, dtype=torch.float32, device=device)
         return cls(
-            torch.ones((*layers, _ROLES), device=device),
-            torch.zeros((*layers, _ROLES, history), device=device),
-            torch.zeros((*layers, _ROLES, _BINS), device=device),
+            zeros((*layers, _ROLES)) + 1,
+            zeros((*layers, _ROLES, history)),
+            zeros((*layers, _ROLES, _BINS)),
             margin,
         )
 

@@ -87,7 +87,7 @@ class LossScale:
                 f"got {initial!r}, {growth_interval!r} and {factor!r}"
             )
         return cls(
-            torch.tensor(float(initial), device=device),
+            torch.tensor(float(initial), dtype=torch.float32, device=device),
             torch.tensor(0, dtype=torch.int32, device=device),
             growth_interval,
             float(factor),
