@@ -144,7 +144,7 @@ HAZARDS = (
          "ownership_cuda::test_consumer_on_another_stream_reads_the_value_of_its_call",
          "simulator::test_calls_on_any_streams_are_done_in_order"),
     _row(8, 3, "", "reading a metric waits for the device at each step",
-         "documented: a call itself never waits; read metrics when you need them, or fcg.tap(name, x, keep=100) at once",
+         "documented: a call itself never waits; read metrics when you need them; fcg.tap keeps the last ones",
          "capture::test_a_call_does_not_wait_for_the_device", "taps_cuda::test_a_tap_waits_for_nothing",
          "taps::test_taps_of_replays_are_those_of_eager_runs_and_change_nothing"),
     _row(9, 1, "N15", "an old state is used after the step took it over",
