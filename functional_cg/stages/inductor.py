@@ -43,6 +43,10 @@ _IN_ORDER: Mapping[str, Any] = MappingProxyType(
     {"reorder_for_peak_memory": False, "reorder_for_locality": False}
 )
 
+# Loops of fewer elements run on one thread of the host: to wake another takes longer than inductor believes. A step of
+# four layers of 64 takes 0.13 ms in place of 0.17.
+_ON_HOST: Mapping[str, Any] = MappingProxyType({"cpp.min_chunk_size": 8192})
+
 
 class CompiledPlan:
     """Runs a compiled function on static buffers."""
@@ -95,6 +99,8 @@ class CompiledPlan:
             options = dict(_INDUCTOR_OPTIONS)
             if any(is_launch(instr) for instr in self._program.instrs):
                 options |= _IN_ORDER
+            if self._device.type == "cpu":
+                options |= _ON_HOST
             if torch.are_deterministic_algorithms_enabled():
                 options["deterministic"] = True  # no variant of a reduction is chosen by timing it
             return standalone_compile(
