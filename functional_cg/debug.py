@@ -18,8 +18,9 @@ from torch.overrides import TorchFunctionMode
 
 from .arena import BufferSpec
 from .leaf import owned
+from .taps import TAP
 
-__all__ = ["Silence", "debug_print", "show"]
+__all__ = ["DEBUG_PRINT", "REPORTS", "Silence", "debug_print", "show"]
 
 # The registration lives as long as this module.
 _library = torch.library.Library("fcg", "FRAGMENT")
@@ -45,6 +46,11 @@ def _show_each(info: Any, in_dims: Any, text: str, values: Sequence[Tensor]) -> 
 
 
 torch.library.register_vmap("fcg::debug_print", _show_each, lib=_library)
+DEBUG_PRINT = torch.ops.fcg.debug_print.default
+
+
+# What leaves a step beside its metrics.
+REPORTS = frozenset({DEBUG_PRINT, TAP})
 
 
 class Silence(TorchFunctionMode):
@@ -56,7 +62,7 @@ class Silence(TorchFunctionMode):
 
     def __init__(self, *, on: bool = True) -> None:
         super().__init__()
-        self._unsaid = (torch.ops.fcg.debug_print.default, torch.ops.fcg.tap.default) if on else ()
+        self._unsaid = REPORTS if on else frozenset()
 
     def __torch_function__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
@@ -96,7 +102,7 @@ def debug_print(text: str, /, *args: Any, **kwargs: Any) -> None:
     template = _Template(text, args, kwargs)
     with torch.no_grad():  # copies, since the step may write to a tensor after it was printed
         values = [owned(tensor).detach().clone() for tensor in template.tensors]
-    torch.ops.fcg.debug_print.default(template.text, values or [torch.zeros(0)])
+    DEBUG_PRINT(template.text, values or [torch.zeros(0)])
 
 
 class _Template:

@@ -18,7 +18,7 @@ from torch import Tensor
 from .arena import BufferSpec
 from .leaf import owned
 
-__all__ = ["Taps", "tap"]
+__all__ = ["TAP", "Taps", "tap"]
 
 # The registration lives as long as this module.
 _library = torch.library.Library("fcg", "FRAGMENT")
@@ -45,6 +45,7 @@ def _batched(info: Any, in_dims: Any, name: str, keep: int, values: Sequence[Ten
 
 _library.impl("tap", _record, "CompositeExplicitAutograd")
 torch.library.register_vmap("fcg::tap", _batched, lib=_library)
+TAP = torch.ops.fcg.tap.default
 
 
 def tap(name: str, x: Tensor, *, keep: int = 1) -> None:
@@ -88,7 +89,7 @@ def tap(name: str, x: Tensor, *, keep: int = 1) -> None:
         raise ValueError(f"tap: `keep` has to be an integer of 1 or more, got {keep!r}")
     with torch.no_grad():  # a copy, since the step may write to it later
         value = owned(x).detach().clone()
-    torch.ops.fcg.tap.default(name, keep, [value])
+    TAP(name, keep, [value])
 
 
 class Taps(Mapping[str, Tensor]):

@@ -9,15 +9,14 @@ from functools import partial
 from operator import setitem
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from .. import tree as pytree
 from ..arena import Arena
-from ..debug import show
+from ..debug import DEBUG_PRINT, show
 from ..staging import Staging
 from ..state import Handle
-from ..taps import Taps
+from ..taps import TAP, Taps
 from ..tree import Treedef
 from .capture import Replay, copy_out
 from .program import Program, Var
@@ -85,10 +84,7 @@ def finisher(program: Program, taps: Taps | None) -> Callable[[Sequence[Tensor]]
     build = output_builder(program.output_def, program.outputs)
     if taps is None or not program.reports:
         return build
-    receivers: dict[Any, Callable[..., None]] = {
-        torch.ops.fcg.debug_print.default: show,
-        torch.ops.fcg.tap.default: taps.record,
-    }
+    receivers: dict[Any, Callable[..., None]] = {DEBUG_PRINT: show, TAP: taps.record}
     reports = [(partial(receivers[r.func], *r.args), len(r.values)) for r in program.reports]
     metrics = sum(isinstance(out, Var) for out in program.outputs)
 

@@ -23,6 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from .. import tree as pytree
 from ..arena import BufferSpec
+from ..debug import REPORTS
 from ..errors import (
     BakedValueError,
     ForeignTensorError,
@@ -171,7 +172,7 @@ class _Recorder(TorchDispatchMode):
         if func is torch.ops.prim.device.default:
             return func(*args, **kwargs)  # a question, not a computation
         self._checkpoint()
-        if func in (torch.ops.fcg.debug_print.default, torch.ops.fcg.tap.default):
+        if func in REPORTS:
             self.program.reports.append(Report(func, tuple(args[:-1]), tuple(self._freeze(list(args[-1])))))
             return None
         if func in _LIFTS and not isinstance(args[0], FakeTensor):
