@@ -64,7 +64,7 @@ def stochastic_round(
         raise TypeError(f"precision.stochastic_round: expected dtype to be one of {names}, got {dtype!r}")
     if not isinstance(x, Sharded):
         return _drawn(key, x, dtype, stream)
-    start = x.placement.mesh.shards.rank * x.placement.length if x.placement.sharded else None
+    start = x.placement.start if x.placement.sharded else None
     return Sharded(_drawn(key, x.local, dtype, stream, start), x.placement)
 
 

@@ -17,6 +17,7 @@ from ..arena import BufferSpec, no_tensors
 from ..checkpoint import names_of
 from ..errors import CaptureError, LayoutError, RankError
 from ..leaf import as_tensor, owned
+from ..ops import adds_up
 from ..shards.collectives import all_reduce
 from ..shards.mesh import Mesh
 from ..shards.peers import among, together
@@ -217,8 +218,7 @@ def _reduced(tree: T, op: Literal["mean", "sum"]) -> T:
 def _reducible(leaf: Any) -> bool:
     if not isinstance(leaf, Tensor) or (isinstance(leaf, Sharded) and leaf.placement.sharded):
         return False
-    float8 = leaf.is_floating_point() and leaf.dtype.itemsize == 1  # which nothing adds up
-    return not float8 and leaf.dtype is not torch.bool
+    return adds_up(leaf.dtype) if leaf.is_floating_point() else leaf.dtype is not torch.bool
 
 
 def _kind(leaf: Any) -> str:

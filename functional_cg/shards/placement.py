@@ -69,9 +69,14 @@ class Placement:
         return -(-self.numel // self.mesh.shards.size)
 
     @property
+    def start(self) -> int:
+        """Number of the first element of this rank's shard, in the whole leaf."""
+        return self.mesh.shards.rank * self.length
+
+    @property
     def elements(self) -> int:
         """Elements of this rank's shard, without padding."""
-        return max(0, min(self.length, self.numel - self.mesh.shards.rank * self.length))
+        return max(0, min(self.length, self.numel - self.start))
 
     @property
     def padded(self) -> bool:
@@ -98,14 +103,14 @@ class Placement:
 
     def own(self, whole: Tensor) -> Tensor:
         """This rank's shard of a leaf [*shape]: a vector [length]."""
-        return self.pad(whole).narrow(0, self.mesh.shards.rank * self.length, self.length)
+        return self.pad(whole).narrow(0, self.start, self.length)
 
     def masked(self, local: Tensor, fill: float = 0.0) -> Tensor:
         """A shard with another number in place of its padding, for reductions."""
         if not (self.sharded and self.padded):
             return local
         # A number in a call on the device: what is copied there from the host cannot be captured.
-        start = torch.full((), self.mesh.shards.rank * self.length, device=local.device)
+        start = torch.full((), self.start, device=local.device)
         place = torch.arange(self.length, device=local.device) + start
         return torch.where(
             place < self.numel, local, torch.full((), fill, dtype=local.dtype, device=local.device)
