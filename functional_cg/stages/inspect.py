@@ -56,9 +56,9 @@ _PRODUCTS = frozenset(
         "aten::mv",
     }
 )
-# They count from the beginning of the storage, which for a leaf is that of its slab.
 # Collectives in place, sends and receives; memory that ranks have registered with each other.
 _BETWEEN_RANKS = frozenset({"c10d", "symm_mem"})
+# They count from the beginning of the storage, which for a leaf is that of its slab.
 _FROM_THE_STORAGE = frozenset({"aten::as_strided_", "aten::as_strided_copy", "aten::as_strided_scatter"})
 
 

@@ -74,9 +74,9 @@ def _drop_detaches(program: Program, renamed: dict[Var, Var]) -> None:
 def _drop_copies(program: Program, renamed: dict[Var, Var]) -> None:
     """Drop copies that nobody writes and that do not leave the step, of tensors that nobody writes."""
     written = {var.storage for instr in program.instrs for var in instr.writes}
-    left = {_final(renamed, var).storage for var in (*program.results, *program.new_state)}
+    kept_copies = written | {_final(renamed, var).storage for var in (*program.results, *program.new_state)}
     # a copy of a conjugated view is what resolves it, for kernels that do not read such a view
-    unresolved = {
+    kept_sources = written | {
         instr.out.storage for instr in program.instrs if instr.op in _LAZY and isinstance(instr.out, Var)
     }
     original: dict[int, int] = {}
@@ -85,7 +85,7 @@ def _drop_copies(program: Program, renamed: dict[Var, Var]) -> None:
         _rename(instr, renamed)
         for var in instr.outputs():  # views of a copy that is gone
             var.storage = original.get(var.storage, var.storage)
-        if instr.op is _CLONE and _is_superfluous(instr.args[0], instr.out, written, left, unresolved):
+        if instr.op is _CLONE and _is_superfluous(instr.args[0], instr.out, kept_sources, kept_copies):
             original[instr.out.storage] = instr.args[0].storage
             renamed[instr.out] = instr.args[0]
         else:
@@ -93,13 +93,13 @@ def _drop_copies(program: Program, renamed: dict[Var, Var]) -> None:
     program.instrs = kept
 
 
-def _is_superfluous(source: Var, copy: Var, written: set[int], left: set[int], unresolved: set[int]) -> bool:
+def _is_superfluous(source: Var, copy: Var, kept_sources: set[int], kept_copies: set[int]) -> bool:
     """Whether nothing tells a copy from its source; offsets, since views of the copy become views of the source."""
     return (
         source.spec == copy.spec
         and source.offset == copy.offset
-        and source.storage not in written | unresolved
-        and copy.storage not in written | left
+        and source.storage not in kept_sources
+        and copy.storage not in kept_copies
     )
 
 
