@@ -13,8 +13,10 @@ from ..costs import CostAnalysis
 __all__ = [
     "BETAS",
     "EPS",
+    "FEEDS",
     "OPPONENTS",
     "OURS",
+    "UPDATES",
     "VARIANTS",
     "System",
     "Unavailable",
@@ -24,11 +26,11 @@ __all__ = [
 ]
 
 OURS = ("ours", "ours-aten")
-# Ours once more, with something added to the step or to the way of its batch.
+# Ours once more, with something added to the update, or to the way of its batch.
 # A recipe is clipping, a schedule and a guard together.
-VARIANTS = (
-    "ours-leaves", "ours-clip", "ours-schedule", "ours-guard", "ours-recipe", "ours-host", "ours-prefetch",
-)  # fmt: skip
+UPDATES = ("ours-leaves", "ours-clip", "ours-schedule", "ours-guard", "ours-recipe")
+FEEDS = ("ours-host", "ours-prefetch")
+VARIANTS = (*UPDATES, *FEEDS)
 OPPONENTS = (
     "eager", "compile", "reduce-overhead", "graphed-callables", "hand-graph", "hand-graph-compiled",
     "cudagraph-module", "jax",

@@ -14,7 +14,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from .system import OPPONENTS, OURS, VARIANTS
+from .system import FEEDS, OPPONENTS, OURS, UPDATES
 
 __all__ = [
     "ACTIONS",
@@ -93,12 +93,12 @@ class Workload:
         if self.kind == "optimizer" and self.rule != "adamw":
             return (*OURS, "eager", "compile", "jax")
         if self.kind == "optimizer":
-            variants = VARIANTS[:5] if self.flat and self.width > 4 else ()
+            variants = UPDATES if self.flat and self.width > 4 else ()
             return (*OURS, *variants, "eager", "compile", "hand-graph", "jax")
         if self.kind == "loop":
             return (*OURS, "eager", "compile", "reduce-overhead", "jax")
         if self.host:
-            return (*OURS, *VARIANTS[5:], "eager", "compile", "jax")
+            return (*OURS, *FEEDS, "eager", "compile", "jax")
         return _TRAINED
 
     @property
