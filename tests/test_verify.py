@@ -107,8 +107,12 @@ def test_a_read_only_function() -> None:
     assert "latest" not in str(error.value)
 
 
-def test_lines_are_printed_once(capsys: pytest.CaptureFixture[str]) -> None:
-    step = fcg.graph_step(lambda s, x: (fcg.debug_print("x {}", x), (s, {}))[1], debug="verify")
+@pytest.mark.parametrize("lowering", ["aten", lambda graph, inputs: graph], ids=["aten", "a compiler"])
+def test_lines_are_printed_once(lowering: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    """Also where the compiled function and the recorded calls run once more, to be compared."""
+    step = fcg.graph_step(
+        lambda s, x: (fcg.debug_print("x {}", x), (s, {}))[1], debug="verify", lowering=lowering
+    )
     step({"w": torch.ones(1)}, torch.tensor(2))
     assert capsys.readouterr().out == "x 2\n"
 

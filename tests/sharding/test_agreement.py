@@ -109,6 +109,15 @@ def test_who_comes_too_late_does_not_go_on_alone() -> None:
     assert "for rank 0, on rank 1 of 2" in str(late)
 
 
+def test_who_has_come_and_given_up_is_not_among_the_missing() -> None:
+    everyone = ranks(4, SHORT)
+    messages = [str(at_once(says(everyone[rank], "capture"))[0]).splitlines()[0] for rank in (0, 2)]
+    assert messages == [
+        "`train`: waited 0.4 s for ranks 1, 2, 3, on rank 0 of 4.",
+        "`train`: waited 0.4 s for ranks 1, 3, on rank 2 of 4.",
+    ]
+
+
 class Delayed:
     """A store on which a rank is slow: something happens just before it says that it waits no longer."""
 
