@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 __all__ = [
+    "FUSED",
     "UNGROUPED",
     "adds_up",
     "argument",
@@ -27,6 +28,9 @@ __all__ = [
     "tensors_in",
     "written_arguments",
 ]
+
+# Beginnings of the names of fused optimizers; `aten::_fused_rms_norm` is none.
+FUSED = ("aten::_fused_ada", "aten::_fused_sgd")
 
 # On CUDA torch has no grouped copy of these.
 UNGROUPED = frozenset({torch.uint16, torch.uint32, torch.uint64})

@@ -135,10 +135,14 @@ def test_scales_and_gradients_are_those_of_quantising_by_hand(device: str, backe
         assert_trees_all_equal((state, metrics), (twin, expected), f"call {call}")
         batch = batch_of(call)
         loss, grads = judge.step(params, batch["x"], batch["y"])
-        assert float(metrics["loss"]) == pytest.approx(loss, rel=1e-5), f"call {call}"
+        # A value at a border may be rounded the other way: by 1/16 of itself in e4m3, by 1/8 in e5m2. A GPU adds up a
+        # product in another order than the judge.
+        assert float(metrics["loss"]) == pytest.approx(loss, rel=1e-5 if device == "cpu" else 2e-4), (
+            f"call {call}"
+        )
         for got, wanted in zip(metrics["grads"], grads, strict=True):
             gap = (got.cpu().double() - wanted).norm() / wanted.norm()
-            assert gap < 1e-3, f"call {call}"  # a hidden value at a border may be rounded the other way
+            assert gap < (1e-3 if device == "cpu" else 2e-2), f"call {call}"
         assert state.fp8.history.tolist() == judge.history, f"call {call}"
         assert state.fp8.scale.tolist() == judge.scales, f"call {call}"
         assert not state.fp8.seen.any()

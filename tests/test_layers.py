@@ -87,6 +87,7 @@ ORDER = (
     "stages.lower",
     "stages.costs",
     "stages.formulas",
+    "stages.logits",
     "stages.inductor",
     "stages.capture",
     "stages.poison",

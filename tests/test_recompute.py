@@ -12,9 +12,10 @@ from torch import Tensor
 
 import functional_cg as fcg
 from functional_cg.bench.models import LanguageModel, config
+from functional_cg.stages.inductor import lower_compiled
 from functional_cg.stages.lower import Buffers, lower_aten
 from functional_cg.stages.program import Program
-from functional_cg.stages.recompute import recompute
+from functional_cg.stages.recompute import keep_as_buffers, recompute
 
 
 def mlp(params: dict[str, Tensor], x: Tensor) -> Tensor:
@@ -133,3 +134,107 @@ def test_weights_are_not_cast_a_second_time() -> None:
         if instr.op is torch.ops.aten._to_copy.default and set(instr.inputs()) & set(program.slots)
     ]
     assert len(casts) == 2
+
+
+def normed(params: dict[str, Tensor], x: Tensor) -> Tensor:
+    h = F.layer_norm(x @ params["a"], (8,), params["b"][0], params["b"][1])
+    h = F.layer_norm(F.gelu(h @ params["c"]), (8,))
+    return (h @ params["d"]).square().mean()
+
+
+def test_a_normalization_is_applied_anew_with_the_same_statistics() -> None:
+    """By a compiler, as it is used: torch's kernel for a CPU rounds in another order than the formula."""
+    params, x = parameters("a", "b", "c", "d"), torch.randn(16, 8)
+    results = []
+    for change in (lambda program: None, lambda program: recompute(program, large=1)):
+        program, slots = traced(normed, params, x)
+        kept = kept_bytes(program)
+        change(program)
+        plan = lower_compiled(program, torch.device("cpu"), None)
+        metrics = plan.bind(Buffers(slots, [x.clone()], [c.value.clone() for c in program.constants]))(())
+        results.append([*slots, *(metric.clone() for metric in metrics)])
+    assert kept_bytes(program) == kept - 3 * 16 * 8 * 4  # two results of norms, one of gelu
+    assert sum(instr.op is torch.ops.aten.native_layer_norm.default for instr in program.instrs) == 2
+    assert sum(instr.op is torch.ops.fcg.normalized.default for instr in program.instrs) == 2
+    for got, want in zip(results[1], results[0], strict=True):
+        assert torch.equal(got, want)
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("kind", ["layer", "rms"])
+def test_norms_in_bf16_are_applied_anew_on_a_gpu(kind: str) -> None:
+    def loss(params: dict[str, Tensor], x: Tensor) -> Tensor:
+        h = x.bfloat16() @ params["a"].bfloat16()
+        weight = params["b"].bfloat16()
+        h = F.layer_norm(h, (8,), weight[0], weight[1]) if kind == "layer" else F.rms_norm(h, (8,), weight[0])
+        return (h @ params["c"].bfloat16()).float().square().mean()
+
+    params = {name: value.cuda() for name, value in parameters("a", "b", "c").items()}
+    x = torch.randn(16, 8, device="cuda")
+    program, slots = traced(loss, params, x)
+    kept, expected = kept_bytes(program), run(program, slots, x)
+    recompute(program, large=1)
+    assert sum(instr.op is torch.ops.fcg.normalized.default for instr in program.instrs) == 1
+    assert kept_bytes(program) < kept
+    for got, want in zip(run(program, slots, x), expected, strict=True):
+        torch.testing.assert_close(
+            got, want, rtol=1e-2, atol=1e-3
+        )  # an element that was rounded the other way
+
+
+def test_what_the_backward_reads_is_in_memory() -> None:
+    """Of a sum that a compiler would rather keep as its parts."""
+
+    def loss(params: dict[str, Tensor], x: Tensor) -> Tensor:
+        h = x @ params["a"]
+        h = h + torch.sin(h) @ params["b"]
+        h = h + torch.sin(h) @ params["c"]
+        return h.square().mean()
+
+    program, slots = traced(loss, parameters("a", "b", "c"), x := torch.randn(16, 8))
+    expected = run(program, slots, x)
+    sums = [
+        instr.out for instr in program.instrs if instr.op is torch.ops.aten.add.Tensor and not instr.backward
+    ]
+    keep_as_buffers(program, large=1)
+    views = {i.args[0]: i.out for i in program.instrs if i.op is torch.ops.aten.as_strided.default}
+    read = {var for instr in program.instrs if instr.backward for var in instr.inputs()}
+    assert len(sums) == 2
+    for value in sums:
+        assert views[value].storage == value.storage
+        assert views[value] in read
+        assert value not in read
+    for got, want in zip(run(program, slots, x), expected, strict=True):
+        assert torch.equal(got, want)
+
+
+@pytest.mark.cuda
+def test_a_view_with_strides_makes_a_compiler_store_what_it_shows() -> None:
+    """What `keep_as_buffers` relies on."""
+    from torch._inductor import standalone_compile
+    from torch._inductor.utils import run_and_get_code
+
+    def graph(kept: bool) -> torch.fx.GraphModule:
+        made = torch.fx.Graph()
+        a, b, w = (made.placeholder(name) for name in "abw")
+        total = made.call_function(torch.ops.aten.add.Tensor, (a, b))
+        if kept:
+            total = made.call_function(torch.ops.aten.as_strided.default, (total, [16, 8], [8, 1]))
+        more = made.call_function(torch.ops.aten.add.Tensor, (total, b))
+        product = made.call_function(torch.ops.aten.mm.default, (more, w))
+        made.output((made.call_function(torch.ops.aten.add.Tensor, (total, product)),))
+        return torch.fx.GraphModule(torch.nn.Module(), made)
+
+    args = [torch.randn(shape, device="cuda") for shape in ((16, 8), (16, 8), (8, 8))]
+
+    def stored(kept: bool) -> int:
+        with torch.no_grad():
+            compiled, codes = run_and_get_code(
+                standalone_compile, graph(kept), args, dynamic_shapes="from_example_inputs"
+            )
+            (got,) = compiled(*args)
+        total = args[0] + args[1]
+        torch.testing.assert_close(got, total + (total + args[1]) @ args[2])
+        return sum(code.count("empty_strided_cuda((16, 8)") for code in codes)
+
+    assert stored(kept=True) == stored(kept=False) + 1

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ..errors import LayoutError, ReadOnlyError
-from ..ops import named_arguments, tensors_in, written_arguments
+from ..ops import FUSED, named_arguments, tensors_in, written_arguments
 from .placement import Placement
 from .reductions import REDUCTIONS, norms
 
@@ -33,7 +33,7 @@ _LIKE = frozenset(
     }
 )  # fmt: skip
 _VIEWS = frozenset({"aten::view", "aten::_unsafe_view", "aten::unsqueeze", "aten::squeeze"})
-_FUSED = ("aten::_fused_ada", "aten::_fused_sgd", "aten::_foreach_")
+_BY_LISTS = (*FUSED, "aten::_foreach_")
 _IN_WORDS = MappingProxyType(
     {"aten._local_scalar_dense.default": "a number of the host, by `.item()`, `float()` or `if`"}
 )
@@ -84,7 +84,7 @@ class Sharded(Tensor):
             return _viewed(func, args, kwargs, sources[0])
         if not _same_elements(func):
             raise refused(sources[0], str(func))
-        if name.startswith(_FUSED):
+        if name.startswith(_BY_LISTS):
             return _by_lists(func, args, kwargs)
         return _elementwise(func, args, kwargs, sources)
 
@@ -254,7 +254,7 @@ def _elementwise(
 def _same_elements(func: Any) -> bool:
     """Whether results have the elements of the arguments, one for one."""
     name = func._schema.name
-    named_so = torch.Tag.pointwise in func.tags or name in _LIKE or name.startswith(_FUSED)
+    named_so = torch.Tag.pointwise in func.tags or name in _LIKE or name.startswith(_BY_LISTS)
     return named_so and name not in _NOT_ELEMENTWISE
 
 

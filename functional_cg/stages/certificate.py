@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
+from ..ops import FUSED
 from .keys import draws, shared_keys
 from .program import Instr, Program, Var, live
 
@@ -144,7 +145,7 @@ def _same_kind(instr: Instr) -> Iterator[tuple[Var, Var]]:
     """Pairs (argument, result) of one shape and dtype; of grouped ops, those at the same place of their lists."""
     if str(instr.op).partition(".default")[0].endswith("_like"):
         return  # made to the argument's shape, not from its values
-    unscaled = str(instr.op).startswith("aten._fused_") and not instr.kwargs.get("grad_scale")
+    unscaled = instr.op._schema.name.startswith(FUSED) and not instr.kwargs.get("grad_scale")
     columns = [instr.out, *instr.out] if isinstance(instr.out, (list, tuple)) else [instr.out]
     for number, arg in enumerate(instr.args):
         if unscaled and number == _GRADIENTS:

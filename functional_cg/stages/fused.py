@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from ..ops import named_arguments
+from ..ops import FUSED, named_arguments
 from .program import Instr, Var, vars_in
 
 __all__ = ["in_place", "read_arguments", "written_pairs"]
@@ -14,15 +14,11 @@ __all__ = ["in_place", "read_arguments", "written_pairs"]
 
 def written_pairs(instr: Instr) -> list[tuple[str, Var, Var]] | None:
     """What a functional fused optimizer op says it writes, (name, argument, result); None for any other op."""
-    packet = instr.op.overloadpacket
-    if (
-        not str(packet).startswith("aten._fused_")
-        or instr.op._schema.is_mutable
-        or instr.kwargs.get("grad_scale")
-    ):
+    schema = instr.op._schema
+    if not schema.name.startswith(FUSED) or schema.is_mutable or instr.kwargs.get("grad_scale"):
         return None
-    names = [result.name.removesuffix("_out") for result in instr.op._schema.returns]
-    arguments = {a.name: i for i, a in enumerate(instr.op._schema.arguments)}
+    names = [result.name.removesuffix("_out") for result in schema.returns]
+    arguments = {a.name: i for i, a in enumerate(schema.arguments)}
     return [
         (name, source, result)
         for name, results in zip(names, instr.out, strict=True)

@@ -6,7 +6,10 @@ copy of the state is made. The door to ``torch._inductor.standalone_compile``.
 
 from __future__ import annotations
 
+import hashlib
+import inspect
 import math
+import operator
 import signal
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -23,9 +26,10 @@ from ..leaf import uninterrupted
 from ..random import decompose_random_bits
 from .formulas import FORMULAS, WITH_SCALARS
 from .grouping import is_launch
+from .logits import ON_LOGITS, has_large_logits, read_targets_first
 from .lower import Before, Buffers, Run, Schedule, schedule
 from .program import Instr, Program, SlotRange, Var, map_vars
-from .recompute import recompute
+from .recompute import keep_as_buffers, recompute
 from .rewrite import padding, range_tensor
 
 __all__ = ["CompiledPlan", "Entrance", "build_graph", "lower_compiled"]
@@ -43,6 +47,10 @@ _IN_ORDER: Mapping[str, Any] = MappingProxyType(
     {"reorder_for_peak_memory": False, "reorder_for_locality": False}
 )
 
+# Its pass over the order would put a weight's gradient next to the update at the end of the step, with all that is
+# computed anew for it, and so far from the kernels that read the same values.
+_ON_GPU: Mapping[str, Any] = MappingProxyType({"reorder_for_locality": False})
+
 # Loops of fewer elements run on one thread of the host: to wake another takes longer than inductor believes. A step of
 # four layers of 64 takes 0.13 ms in place of 0.17.
 _ON_HOST: Mapping[str, Any] = MappingProxyType({"cpp.min_chunk_size": 8192})
@@ -59,6 +67,9 @@ class CompiledPlan:
         self.compiled = True
         self._entrance = Entrance.of(program, plan)
         self._graph = build_graph(program, plan, self._entrance)
+        if device.type == "cuda" and compiler is None and has_large_logits(program):
+            read_targets_first(self._graph.graph)
+            self._graph.recompile()
         self._device = device
         self._compiler = compiler
         self._compiled: Callable[..., Any] | None = None
@@ -96,11 +107,10 @@ class CompiledPlan:
                 return compiled
             from torch._inductor import standalone_compile
 
-            options = dict(_INDUCTOR_OPTIONS)
+            options = {**_INDUCTOR_OPTIONS, "unsafe_marked_cacheable_functions": _sources()}
             if any(is_launch(instr) for instr in self._program.instrs):
                 options |= _IN_ORDER
-            if self._device.type == "cpu":
-                options |= _ON_HOST
+            options |= _ON_HOST if self._device.type == "cpu" else _ON_GPU
             if torch.are_deterministic_algorithms_enabled():
                 options["deterministic"] = True  # no variant of a reduction is chosen by timing it
             return standalone_compile(
@@ -117,6 +127,7 @@ def lower_compiled(
     """Lower through inductor, or through ``compiler(graph_module, example_inputs) -> callable``."""
     if device.type == "cuda":
         recompute(program)
+        keep_as_buffers(program)
     return CompiledPlan(program, schedule(program, fuse=False), device, compiler)
 
 
@@ -183,7 +194,7 @@ def build_graph(program: Program, plan: Schedule, entrance: Entrance) -> fx.Grap
         elif isinstance(out, (list, tuple)):
             for i, item in enumerate(out):
                 if item is not None and not (isinstance(item, (list, tuple)) and not item):
-                    assign(item, graph.call_function(_item, (value, i)))
+                    assign(item, graph.call_function(operator.getitem, (value, i)))
 
     scalars: list[fx.Node] = []
     for instr in plan.head:
@@ -203,8 +214,10 @@ def build_graph(program: Program, plan: Schedule, entrance: Entrance) -> fx.Grap
                 roots[out] = root
         if instr.op._schema.name in WITH_SCALARS:
             steps = instr.args[5]
-            corrections = graph.call_function(_item, (value, len(instr.out)))
-            scalars += [graph.call_function(_item, (corrections, i)) for i in range(2 * len(set(steps)))]
+            corrections = graph.call_function(operator.getitem, (value, len(instr.out)))
+            scalars += [
+                graph.call_function(operator.getitem, (corrections, i)) for i in range(2 * len(set(steps)))
+            ]
     clone = torch.ops.aten.clone.default
     outputs = [
         graph.call_function(clone, (nodes[var],)) if i in plan.cloned else nodes[var]
@@ -268,16 +281,27 @@ def _outer_first(stride: Sequence[int]) -> list[int]:
     return sorted(range(len(stride)), key=lambda axis: -stride[axis])
 
 
-def _item(value: Sequence[Any], index: int) -> Any:
-    return value[index]
-
-
 def _target(instr: Instr) -> Callable[..., Any]:
     """The call's target; ops of our own and fused optimizers are traced as formulas, which the compiler can fuse."""
     name = instr.op._schema.name
     if name == "fcg::random_bits" and not _draws_in_bulk(instr):
         return decompose_random_bits
     return FORMULAS.get(name, instr.op)
+
+
+def _sources() -> dict[str, str]:
+    """Functions of ours that a graph may call, with a digest of what they are: part of the key of torch's cache.
+
+    Of a graph that calls a function unknown to it, torch keeps the kernels alone, and traces it anew in each process.
+    """
+    functions = (decompose_random_bits, _clear, _restrided, *FORMULAS.values(), *ON_LOGITS)
+    modules = {function.__module__: inspect.getmodule(function) for function in functions}
+    digests = {
+        name: hashlib.sha256(inspect.getsource(module).encode()).hexdigest()
+        for name, module in modules.items()
+        if module is not None
+    }
+    return {f"{f.__module__}.{f.__name__}": digests[f.__module__] for f in functions}
 
 
 def _draws_in_bulk(instr: Instr) -> bool:

@@ -92,7 +92,8 @@ def test_a_captured_block_has_the_bits_of_the_eager_one() -> None:
         twin, expected = step.eager(twin, batch_of(call))
         assert_trees_all_equal((state, metrics), (twin, expected), f"call {call}")
     assert (step.stats.captures, step.stats.replays) == (1, CALLS)
-    assert (state.fp8.history[..., :CALLS] > 0).all()
+    # With the first scales gradients are too small for float8; each call reaches one layer more.
+    assert (state.fp8.history[..., : CALLS - len(LAYERS)] > 0).all()
     assert len(state.fp8.scale.unique()) > 2
 
 

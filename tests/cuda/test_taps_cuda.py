@@ -57,13 +57,14 @@ def test_taps_are_what_the_step_computed(lowering: Any) -> None:
 def test_a_tap_waits_for_nothing() -> None:
     step = fcg.graph_step(tapping)
     state = mlp_state()
-    for n in range(3):
-        state, _ = step(state, mlp_batch(n))
+    batches = [mlp_batch(n) for n in range(8)]
+    for batch in batches[:3]:
+        state, _ = step(state, batch)
     wait()
     torch.cuda.set_sync_debug_mode("error")
     try:
-        for n in range(8):
-            state, _ = step(state, mlp_batch(n))
+        for batch in batches:
+            state, _ = step(state, batch)
         last = step.taps["loss"]
     finally:
         torch.cuda.set_sync_debug_mode("default")

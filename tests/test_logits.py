@@ -1,0 +1,103 @@
+"""Cross-entropies in a compiled plan: the targets' logits are read first, and the loss and its gradient stay."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, fx
+
+from functional_cg.stages.logits import read_targets_first
+
+N, CLASSES, IGNORED = 6, 11, 4
+aten = torch.ops.aten
+
+
+def recorded(fn: Any, *args: Tensor) -> fx.GraphModule:
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    return make_fx(fn)(*args)
+
+
+def loss_and_gradient(reduction: str, cast: Any, **options: Any) -> Any:
+    def fn(h: Tensor, w: Tensor, target: Tensor) -> Any:
+        logits = F.linear(h, w)
+        loss = F.cross_entropy(
+            cast(logits), target.flatten(), reduction=reduction, ignore_index=IGNORED, **options
+        )
+        return loss, *torch.autograd.grad(loss.sum(), [h, w])
+
+    return fn
+
+
+def arguments(dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    torch.manual_seed(0)
+    h, w = torch.randn(2, N // 2, 5, dtype=dtype), torch.randn(CLASSES, 5, dtype=dtype)
+    return h.requires_grad_(), w.requires_grad_(), torch.tensor([[0, IGNORED, 10], [3, 2, IGNORED]])
+
+
+def widened(logits: Tensor) -> Tensor:
+    return logits.flatten(0, 1).float()
+
+
+def targets(graph: fx.Graph) -> list[Any]:
+    return [node.target for node in graph.nodes]
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_loss_and_gradients_are_the_same(reduction: str, dtype: torch.dtype) -> None:
+    args = arguments(dtype)
+    module = recorded(loss_and_gradient(reduction, widened), *args)
+    expected = module(*args)
+    read_targets_first(module.graph)
+    module.recompile()
+    assert aten.nll_loss_forward.default not in targets(module.graph)
+    assert aten._log_softmax.default not in targets(module.graph)
+    # The formula adds up a row in another order than the kernel.
+    torch.testing.assert_close(
+        module(*args), expected, rtol=2e-6 if dtype == torch.float32 else 1e-2, atol=1e-6
+    )
+
+
+def test_the_targets_are_read_before_the_rows() -> None:
+    module = recorded(loss_and_gradient("mean", widened), *arguments(torch.float32))
+    read_targets_first(module.graph)
+    names = [getattr(target, "__name__", "") for target in targets(module.graph)]
+    assert names.index("_picked") < names.index("_log_softmax") < names.index("_loss")
+    module.graph.lint()
+
+
+def test_compiled_in_all_bits() -> None:
+    """What inductor makes of the op itself and of the formula has the same bits."""
+    from torch._inductor import standalone_compile
+
+    args = [arg.detach() for arg in arguments(torch.float32)]
+    module = recorded(loss_and_gradient("mean", widened), *arguments(torch.float32))
+    results = []
+    for change in (False, True):
+        if change:
+            read_targets_first(module.graph)
+            module.recompile()
+        with torch.no_grad():
+            results.append(standalone_compile(module, args, dynamic_shapes="from_example_inputs")(*args))
+    assert all(torch.equal(one, other) for one, other in zip(*results, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("cast", "options", "reduction"),
+    [
+        (lambda logits: widened(logits).tanh(), {}, "mean"),
+        (lambda logits: widened(logits.half()), {}, "mean"),
+        (widened, {"weight": torch.ones(CLASSES)}, "mean"),
+        (widened, {}, "none"),
+    ],
+    ids=["another op in between", "narrowed", "weights", "no reduction"],
+)  # fmt: skip
+def test_other_losses_are_left_alone(cast: Any, options: Any, reduction: str) -> None:
+    module = recorded(loss_and_gradient(reduction, cast, **options), *arguments(torch.float32))
+    before = targets(module.graph)
+    read_targets_first(module.graph)
+    assert targets(module.graph) == before
