@@ -251,6 +251,8 @@ PLAIN: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor]]] = {
     "mlp": (mlp, rows(8, 16)),
     "conv and batch norm": (conv_net, rows(4, 3, 8, 8)),
     "layer norm": (lambda: nn.Sequential(nn.Linear(16, 16), nn.LayerNorm(16)), rows(8, 16)),
+    # On a GPU it is one op, whose name begins like that of a fused optimizer.
+    "rms norm": (lambda: nn.Sequential(nn.Linear(16, 16), nn.RMSNorm(16)), rows(8, 16)),
     "tied embedding": (Tied, rows(4, 6, 16)),
     "multihead attention": (Attention, rows(4, 6, 16)),
     "encoder layer": (encoder_layer, rows(4, 6, 16)),

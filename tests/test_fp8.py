@@ -135,9 +135,9 @@ def test_scales_and_gradients_are_those_of_quantising_by_hand(device: str, backe
         assert_trees_all_equal((state, metrics), (twin, expected), f"call {call}")
         batch = batch_of(call)
         loss, grads = judge.step(params, batch["x"], batch["y"])
-        # A value at a border may be rounded the other way: by 1/16 of itself in e4m3, by 1/8 in e5m2. A GPU adds up a
-        # product in another order than the judge.
-        assert float(metrics["loss"]) == pytest.approx(loss, rel=1e-5 if device == "cpu" else 2e-4), (
+        # A value at a border may be rounded the other way: by 1/16 of itself in e4m3, by 1/8 in e5m2. On a GPU, which
+        # adds up products in another order than the judge, some are.
+        assert float(metrics["loss"]) == pytest.approx(loss, rel=1e-5 if device == "cpu" else 2e-3), (
             f"call {call}"
         )
         for got, wanted in zip(metrics["grads"], grads, strict=True):

@@ -12,7 +12,6 @@ from torch import Tensor
 
 import functional_cg as fcg
 from functional_cg.bench.models import LanguageModel, config
-from functional_cg.stages.inductor import lower_compiled
 from functional_cg.stages.lower import Buffers, lower_aten
 from functional_cg.stages.program import Program
 from functional_cg.stages.recompute import keep_as_buffers, recompute
@@ -136,52 +135,6 @@ def test_weights_are_not_cast_a_second_time() -> None:
     assert len(casts) == 2
 
 
-def normed(params: dict[str, Tensor], x: Tensor) -> Tensor:
-    h = F.layer_norm(x @ params["a"], (8,), params["b"][0], params["b"][1])
-    h = F.layer_norm(F.gelu(h @ params["c"]), (8,))
-    return (h @ params["d"]).square().mean()
-
-
-def test_a_normalization_is_applied_anew_with_the_same_statistics() -> None:
-    """By a compiler, as it is used: torch's kernel for a CPU rounds in another order than the formula."""
-    params, x = parameters("a", "b", "c", "d"), torch.randn(16, 8)
-    results = []
-    for change in (lambda program: None, lambda program: recompute(program, large=1)):
-        program, slots = traced(normed, params, x)
-        kept = kept_bytes(program)
-        change(program)
-        plan = lower_compiled(program, torch.device("cpu"), None)
-        metrics = plan.bind(Buffers(slots, [x.clone()], [c.value.clone() for c in program.constants]))(())
-        results.append([*slots, *(metric.clone() for metric in metrics)])
-    assert kept_bytes(program) == kept - 3 * 16 * 8 * 4  # two results of norms, one of gelu
-    assert sum(instr.op is torch.ops.aten.native_layer_norm.default for instr in program.instrs) == 2
-    assert sum(instr.op is torch.ops.fcg.normalized.default for instr in program.instrs) == 2
-    for got, want in zip(results[1], results[0], strict=True):
-        assert torch.equal(got, want)
-
-
-@pytest.mark.cuda
-@pytest.mark.parametrize("kind", ["layer", "rms"])
-def test_norms_in_bf16_are_applied_anew_on_a_gpu(kind: str) -> None:
-    def loss(params: dict[str, Tensor], x: Tensor) -> Tensor:
-        h = x.bfloat16() @ params["a"].bfloat16()
-        weight = params["b"].bfloat16()
-        h = F.layer_norm(h, (8,), weight[0], weight[1]) if kind == "layer" else F.rms_norm(h, (8,), weight[0])
-        return (h @ params["c"].bfloat16()).float().square().mean()
-
-    params = {name: value.cuda() for name, value in parameters("a", "b", "c").items()}
-    x = torch.randn(16, 8, device="cuda")
-    program, slots = traced(loss, params, x)
-    kept, expected = kept_bytes(program), run(program, slots, x)
-    recompute(program, large=1)
-    assert sum(instr.op is torch.ops.fcg.normalized.default for instr in program.instrs) == 1
-    assert kept_bytes(program) < kept
-    for got, want in zip(run(program, slots, x), expected, strict=True):
-        torch.testing.assert_close(
-            got, want, rtol=1e-2, atol=1e-3
-        )  # an element that was rounded the other way
-
-
 def test_what_the_backward_reads_is_in_memory() -> None:
     """Of a sum that a compiler would rather keep as its parts."""
 
@@ -222,7 +175,7 @@ def test_a_view_with_strides_makes_a_compiler_store_what_it_shows() -> None:
             total = made.call_function(torch.ops.aten.as_strided.default, (total, [16, 8], [8, 1]))
         more = made.call_function(torch.ops.aten.add.Tensor, (total, b))
         product = made.call_function(torch.ops.aten.mm.default, (more, w))
-        made.output((made.call_function(torch.ops.aten.add.Tensor, (total, product)),))
+        made.output((made.call_function(torch.ops.aten.mul.Tensor, (total, product)),))
         return torch.fx.GraphModule(torch.nn.Module(), made)
 
     args = [torch.randn(shape, device="cuda") for shape in ((16, 8), (16, 8), (8, 8))]
@@ -234,7 +187,7 @@ def test_a_view_with_strides_makes_a_compiler_store_what_it_shows() -> None:
             )
             (got,) = compiled(*args)
         total = args[0] + args[1]
-        torch.testing.assert_close(got, total + (total + args[1]) @ args[2])
+        torch.testing.assert_close(got, total * ((total + args[1]) @ args[2]))
         return sum(code.count("empty_strided_cuda((16, 8)") for code in codes)
 
     assert stored(kept=True) == stored(kept=False) + 1

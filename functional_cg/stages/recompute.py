@@ -3,8 +3,7 @@
 What an activation function or a cast returns is as large as what it read, and both are kept: one for the gradient of
 the next weight, the other for the activation's own. The first can be had from the second, by a kernel that runs at the
 speed of memory. A value is computed anew only from values that are alive then anyway, or together smaller than it,
-so what is kept does not grow. It is the same op on the same values: no bit changes. A normalization is not made anew,
-but applied with the statistics that its gradient needs anyway, by the formula that a compiler uses for it.
+so what is kept does not grow. It is the same op on the same values: no bit changes.
 
 What is kept is a buffer. A compiler that sees both passes at once would not store a sum that is cheap to compute: it
 would keep all that the sum is made from, add it up in each kernel that reads it, and store in fp32 what the backward
@@ -19,7 +18,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
-from torch import Tensor
 
 from .program import Instr, Program, Var, map_vars
 
@@ -35,26 +33,7 @@ _VIEWS = frozenset(
     }
 )  # fmt: skip
 _CAST = torch.ops.aten._to_copy.default
-_LAYER_NORM, _RMS_NORM = torch.ops.aten.native_layer_norm.default, torch.ops.aten._fused_rms_norm.default
 _AS_STRIDED = torch.ops.aten.as_strided.default
-
-# The registration lives as long as this module.
-_library = torch.library.Library("fcg", "FRAGMENT")
-_library.define("normalized(Tensor x, Tensor? mean, Tensor rstd, Tensor? weight, Tensor? bias) -> Tensor")
-
-
-def _normalized(
-    x: Tensor, mean: Tensor | None, rstd: Tensor, weight: Tensor | None, bias: Tensor | None
-) -> Tensor:
-    """A layer norm or RMS norm by its statistics: in fp32 at least, and in the order of torch's decompositions."""
-    wide = x.to(torch.promote_types(x.dtype, torch.float32))
-    out = (wide if mean is None else wide - mean) * rstd
-    out = out if weight is None else out * weight
-    return (out if bias is None else out + bias).to(x.dtype)
-
-
-_library.impl("normalized", _normalized, "CompositeImplicitAutograd")
-_NORMALIZED = torch.ops.fcg.normalized.default
 
 
 def recompute(program: Program, *, large: int = _LARGE) -> None:
@@ -170,12 +149,13 @@ def _recipes(program: Program, lives: _Lives, large: int) -> dict[int, _Recipe]:
     out: dict[int, _Recipe] = {}
     results = {var.storage for var in (*program.new_state, *program.results)}
     for instr in program.instrs[: lives.start]:
-        call = _cheap(instr)
-        if call is None or call.out.storage in results | lives.written:
+        made = instr.out
+        if not isinstance(made, Var) or not _is_cheap(instr) or instr.writes:
             continue
-        made = call.out
+        if made.storage in results | lives.written:
+            continue
         parts = [
-            out[var.storage] if var.storage in out else _Recipe(frozenset({var}), 0) for var in call.inputs()
+            out[var.storage] if var.storage in out else _Recipe(frozenset({var}), 0) for var in instr.inputs()
         ]
         recipe = _Recipe(
             frozenset(var for part in parts for var in part.sources), 1 + sum(part.calls for part in parts)
@@ -204,22 +184,9 @@ def _pays(program: Program, lives: _Lives, made: Var, first: int, recipe: _Recip
     )
 
 
-def _cheap(instr: Instr) -> Instr | None:
-    """The call that makes a result anew by going over its arguments once; None if there is none.
-
-    An elementwise op or a cast does it itself.
-    """
-    if instr.op is _LAYER_NORM:
-        x, _, weight, bias, _ = instr.args
-        made, mean, rstd = instr.out
-        return replace(instr, op=_NORMALIZED, args=(x, mean, rstd, weight, bias), out=made)
-    if instr.op is _RMS_NORM:
-        x, _, weight, _ = instr.args
-        made, rstd = instr.out
-        return replace(instr, op=_NORMALIZED, args=(x, None, rstd, weight, None), out=made)
-    elementwise = torch.Tag.pointwise in instr.op.tags or instr.op is _CAST
-    single = isinstance(instr.out, Var) and not instr.writes
-    return instr if single and elementwise and instr.op not in _VIEWS else None
+def _is_cheap(instr: Instr) -> bool:
+    """Whether a call goes over its arguments once: an elementwise op, or a cast."""
+    return instr.op not in _VIEWS and (torch.Tag.pointwise in instr.op.tags or instr.op is _CAST)
 
 
 def _read_in_backward(program: Program, lives: _Lives, storage: int) -> Iterable[Var]:
@@ -256,7 +223,6 @@ class _Fresh:
         if var in self.names or var.storage not in recipes:
             return []
         instr = lives.maker[var]
-        instr = _cheap(instr) or instr  # or a view of it
         calls = [call for needed in instr.inputs() for call in self.remade(needed, lives, recipes)]
         self._index += 1
         if var.storage not in self._storages:
