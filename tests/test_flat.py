@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -102,8 +103,28 @@ def differentiated(state: State, x: Tensor) -> Any:
     return fcg.tree.map(lambda leaf, grad: leaf - 0.01 * grad, state, grads), {"loss": loss}
 
 
+def chosen(new: Any, old: Any, condition: Callable[[int], Tensor]) -> Any:
+    number = itertools.count()
+    return fcg.tree.map(lambda after, before: torch.where(condition(next(number)), after, before), new, old)
+
+
+def guarded(state: Any, x: Tensor) -> Any:
+    """Old or new vectors, by one condition inside of another one."""
+    new, metrics = one_of_many(state, x)
+    first, second = x[0] > 0, x[1] < 0
+    return chosen(state, chosen(new, state, lambda i: first), lambda i: second), metrics
+
+
+def guarded_apart(state: Any, x: Tensor) -> Any:
+    """Each leaf by a condition of its own."""
+    new, metrics = one_of_many(state, x)
+    return chosen(new, state, lambda i: x[i % 2] > 0), metrics
+
+
 CASES: dict[str, tuple[Callable[..., Any], Callable[[str], Any]]] = {
     "one-of-many": (one_of_many, trained),
+    "guarded": (guarded, trained),
+    "guarded-apart": (guarded_apart, trained),
     "in-the-middle": (in_the_middle, lambda device: fcg.place(leaves(), device)),
     "read-beside": (read_beside, lambda device: fcg.place(leaves(), device)),
     "overlapping": (overlapping, lambda device: fcg.place(leaves(), device)),
@@ -141,6 +162,17 @@ def run(case: str, lowering: Any, device: str) -> fcg.GraphStep[Any, Any]:
 def test_vectors_and_slots_are_one_memory(case: str, lowering: Any, device: str) -> None:
     step = run(case, lowering, device)
     assert (step.stats.captures, step.stats.replays) == (1, 16)
+
+
+def test_a_guard_chooses_between_vectors() -> None:
+    """Parameters are one update, like without the guard; moments are vectors anyway."""
+    updates = {}
+    for case in ("one-of-many", "guarded", "guarded-apart"):
+        fn, make = CASES[case]
+        program = fcg.graph_step(fn).lower(make("cpu"), torch.randn(2)).program
+        ranges = {known.var for known in program.ranges}
+        updates[case] = sum(old in ranges for old, _ in program.updates)
+    assert updates == {"one-of-many": 1, "guarded": 1, "guarded-apart": 0}
 
 
 @pytest.mark.cuda

@@ -30,7 +30,7 @@ from .logits import ON_LOGITS, has_large_logits, read_targets_first
 from .lower import Before, Buffers, Run, Schedule, schedule
 from .program import Instr, Program, SlotRange, Var, map_vars
 from .recompute import keep_as_buffers, recompute
-from .rewrite import padding, range_tensor
+from .rewrite import clears, range_tensor
 
 __all__ = ["CompiledPlan", "Entrance", "build_graph", "lower_compiled"]
 
@@ -85,17 +85,22 @@ class CompiledPlan:
         if self._compiled is None:
             self._compiled = self._compile(arguments)
         compiled, count = self._compiled, len(self._plan.outputs)
+        after = clears(
+            self._program, tensors
+        )  # not in the graph: to write at some places of a result takes a copy
 
         def run_on_device(before: Before) -> Sequence[Tensor]:
             with torch.no_grad():
                 uninterrupted(before)
-                return compiled(*arguments)[:count]  # type: ignore[no-any-return]
+                metrics: Sequence[Tensor] = compiled(*arguments)[:count]
+                uninterrupted(after)
+                return metrics
 
         def run_on_host(before: Before) -> Sequence[Tensor]:
             # A compiled host function writes slots while Python runs: Ctrl-C waits until it is done.
             with torch.no_grad(), _interrupts_deferred():
                 metrics = compiled(*arguments)[:count]
-                uninterrupted(before)
+                uninterrupted((*before, *after))
                 return _apart(metrics)
 
         return run_on_host if self._device.type == "cpu" else run_on_device
@@ -227,10 +232,7 @@ def build_graph(program: Program, plan: Schedule, entrance: Entrance) -> fx.Grap
         graph.call_function(clone, (nodes[new],)) if old in plan.staged else nodes[new]
         for old, new in plan.commits
     ]
-    padded = {known.var: known for known in program.ranges}
     for (old, _), value in zip(plan.commits, values, strict=True):
-        if old in padded and (free := padding(padded[old])):
-            value = graph.call_function(_clear, (value, free))
         graph.call_function(torch.ops.aten.copy_.default, (nodes[old], value))
     # A staged value that is returned has to be a buffer of its own; inductor drops a clone that is only written.
     staged = [value for (old, _), value in zip(plan.commits, values, strict=True) if old in plan.staged]
@@ -252,11 +254,6 @@ def _apart(metrics: Sequence[Tensor]) -> list[Tensor]:
         apart.append(metric.clone() if key in seen else metric)
         seen.add(key)
     return apart
-
-
-def _clear(vector: Tensor, positions: Sequence[int]) -> Tensor:
-    """The vector with zeros at the given positions: the padding of a slab stays zero."""
-    return vector.index_fill(0, torch.tensor(positions, device=vector.device), 0)
 
 
 def _restrided(root: Tensor, shape: Sequence[int], stride: Sequence[int], offset: int) -> Tensor:
@@ -294,7 +291,7 @@ def _sources() -> dict[str, str]:
 
     Of a graph that calls a function unknown to it, torch keeps the kernels alone, and traces it anew in each process.
     """
-    functions = (decompose_random_bits, _clear, _restrided, *FORMULAS.values(), *ON_LOGITS)
+    functions = (decompose_random_bits, _restrided, *FORMULAS.values(), *ON_LOGITS)
     modules = {function.__module__: inspect.getmodule(function) for function in functions}
     digests = {
         name: hashlib.sha256(inspect.getsource(module).encode()).hexdigest()

@@ -21,8 +21,8 @@ from ..leaf import uninterrupted
 from ..ops import UNGROUPED
 from ..source import Location
 from .fused import in_place, read_arguments, written_pairs
-from .program import Instr, Program, SlotRange, Var, live, map_vars, vars_in
-from .rewrite import padding, range_tensor
+from .program import Instr, Program, Var, live, map_vars, vars_in
+from .rewrite import clears, range_tensor
 
 __all__ = ["AtenPlan", "Buffers", "ExecutionPlan", "Run", "Schedule", "live_instrs", "lower_aten", "schedule"]
 
@@ -192,11 +192,7 @@ class AtenPlan:
         names["commit_slots"] = tuple(
             [names[repr(old)] for old, _ in group] for group in self._commit_groups()
         )
-        for number, known in enumerate(self._padded):
-            vector = names[repr(known.var)]
-            names[f"clear{number}"] = partial(
-                vector.index_fill_, 0, torch.tensor(padding(known), device=vector.device), 0
-            )
+        names["clears"] = clears(program, {known.var: names[repr(known.var)] for known in program.ranges})
         exec(self._code, names)
         return names.pop("run")  # type: ignore[no-any-return]  # no cycle: buffers are freed with it
 
@@ -222,12 +218,6 @@ class AtenPlan:
         for old, new in self._plan.commits:
             groups.setdefault((old.spec.dtype, old.spec.stride == new.spec.stride), []).append((old, new))
         return list(groups.values())
-
-    @property
-    def _padded(self) -> list[SlotRange]:
-        """Ranges that are written and have padding, which has to stay zero."""
-        written = {old for old, _ in self._program.updates}
-        return [known for known in self._program.ranges if known.var in written and padding(known)]
 
     def _op(self, op: Any) -> str:
         name = "op_" + "".join(c if c.isalnum() else "_" for c in str(op))
@@ -285,12 +275,12 @@ class AtenPlan:
                 ]
             else:
                 calls.append(f"partial(copy_all, commit_slots[{number}], [{', '.join(values)}])")
-        calls += [f"clear{number}" for number in range(len(self._padded))]
+        calls.append("*clears")
         return (
             "def run(before):\n    try:\n"
             + "".join(f"        {line}\n" for line in lines or ["pass"])
             + "    except Exception as error:\n        note(error)\n        raise\n"
-            + f"    uninterrupted(({'*before, ' + ', '.join(calls) + ',' if calls else '*before,'}))\n"
+            + f"    uninterrupted((*before, {', '.join(calls)}))\n"
             + f"    return ({''.join(f'm{i}, ' for i in range(len(plan.outputs)))})\n"
         )
 

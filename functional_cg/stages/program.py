@@ -16,7 +16,7 @@ from ..arena import BufferSpec
 from ..source import Location
 from ..tree import KeyPath, Treedef
 
-__all__ = ["Constant", "Instr", "Program", "SlotRange", "Var", "live", "map_vars", "vars_in"]
+__all__ = ["Constant", "Instr", "Program", "SlotRange", "Var", "highest", "live", "map_vars", "vars_in"]
 
 
 @dataclass(eq=False, slots=True)
@@ -171,6 +171,14 @@ class Program:
         lines += [f"  {names.get(old, repr(old))} <- {new!r}" for old, new in self.updates]
         lines.append(f"  return {self.outputs!r}")
         return "\n".join(lines)
+
+
+def highest(program: Program) -> tuple[int, int]:
+    """The highest number of a variable, and of a storage; -1 if there is none."""
+    known = [var for instr in program.instrs for var in instr.outputs()]
+    known += [*program.slots, *program.inputs, *(c.var for c in program.constants)]
+    known += [one.var for one in program.ranges]
+    return max((var.index for var in known), default=-1), max((var.storage for var in known), default=-1)
 
 
 def live(instrs: Sequence[Instr], results: Iterable[Var]) -> tuple[list[Instr], set[Var]]:

@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from .program import Instr, Program, Var, map_vars
+from .program import Instr, Program, Var, highest, map_vars
 
 __all__ = ["keep_as_buffers", "recompute"]
 
@@ -67,7 +67,7 @@ def keep_as_buffers(program: Program, *, large: int = _LARGE) -> None:
       large: Bytes from which on it is worth it.
     """
     lives = _Lives.of(program)
-    index = _highest(program)
+    index, _ = highest(program)
     names: dict[Var, Var] = {}
     out: list[Instr] = []
     for place, instr in enumerate(program.instrs):
@@ -213,8 +213,7 @@ class _Fresh:
     """
 
     def __init__(self, program: Program) -> None:
-        self._index = _highest(program)
-        self._storage = max((var.storage for var in _known(program)), default=-1)
+        self._index, self._storage = highest(program)
         self._storages: dict[int, int] = {}
         self.names: dict[Var, Var] = {}
 
@@ -230,15 +229,6 @@ class _Fresh:
             self._storages[var.storage] = self._storage
         self.names[var] = replace(var, index=self._index, storage=self._storages[var.storage])
         return [*calls, _renamed(replace(instr, backward=True), self.names)]
-
-
-def _known(program: Program) -> list[Var]:
-    made = [var for instr in program.instrs for var in instr.outputs()]
-    return [*made, *program.slots, *program.inputs, *(c.var for c in program.constants)]
-
-
-def _highest(program: Program) -> int:
-    return max((var.index for var in _known(program)), default=-1)
 
 
 def _renamed(instr: Instr, names: dict[Var, Var]) -> Instr:

@@ -3,22 +3,24 @@
 ``detach`` is dropped: below autograd it does nothing. So is a copy that nobody writes: a module gets copies of all its
 buffers, and most only read them. And a role is a vector: ``optim.flatten`` ravels parameters, updates one vector and
 returns views of it, which taken literally is a copy per leaf in and another one out. Slots of a role lie in their slab
-exactly as ``ravel`` lays them out, so both disappear: the vector *is* the slab. Leaves that are zero need not be copied
-into a fresh vector either.
+exactly as ``ravel`` lays them out, so both disappear: the vector *is* the slab. A guard that chooses between old and
+new leaves by one condition chooses between vectors then. Leaves that are zero need not be copied into a fresh vector
+either.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from .program import Instr, Program, SlotRange, Var, map_vars
+from .program import Instr, Program, SlotRange, Var, highest, map_vars
 
-__all__ = ["padding", "range_tensor", "rewrite"]
+__all__ = ["clears", "range_tensor", "rewrite"]
 
 _ZEROS = frozenset(
     {torch.ops.aten.zeros_like.default, torch.ops.aten.zeros.default, torch.ops.aten.new_zeros.default}
@@ -180,28 +182,70 @@ def _share_storages(program: Program) -> None:
 
 
 def _merge_updates(program: Program, known: SlotRange) -> None:
-    """Replace the updates of a range's leaves by one of the range, if they are views of one vector in its layout."""
-    views = {instr.out: instr for instr in program.instrs if instr.op is torch.ops.aten.as_strided.default}
+    """Replace the updates of a range's leaves by one of the range, if they are parts of one vector in its layout."""
     new_of = dict(program.updates)
-    source: Var | None = None
-    for leaf, at in zip(known.leaves, known.offsets, strict=True):
-        view = views.get(new_of.get(leaf))
-        if view is None:
-            return
-        base, shape, stride, offset = (*view.args, 0)[:4]
-        if (tuple(shape), tuple(stride), offset) != (leaf.spec.shape, leaf.spec.stride, base.offset + at):
-            return
-        if source not in (None, base) or base.spec.shape != (known.length,) or base.spec.stride != (1,):
-            return
-        source = base
-    assert source is not None
+    if not new_of.keys() >= set(known.leaves):
+        return
+    makers = {var: instr for instr in program.instrs for var in instr.outputs()}
+    source = _as_vector(program, known, [new_of[leaf] for leaf in known.leaves], makers)
+    if source is None:
+        return
     members = set(known.leaves)
     program.updates = [(old, new) for old, new in program.updates if old not in members]
     program.updates.append((known.var, source))
 
 
-def padding(known: SlotRange) -> list[int]:
-    """Positions of the vector that belong to no leaf; they stay zero."""
+def _as_vector(
+    program: Program, known: SlotRange, parts: Sequence[Any], makers: Mapping[Var, Instr]
+) -> Var | None:
+    """The vector that has these values where a range has its leaves: there already, or chosen by one condition."""
+    if list(parts) == list(known.leaves):
+        return known.var
+    calls = [makers[part] for part in parts if part in makers]
+    if len(calls) < len(parts) or any(call.op is not calls[0].op for call in calls):
+        return None
+    if calls[0].op is torch.ops.aten.as_strided.default:
+        return _common_base(known, calls)
+    if calls[0].op is not torch.ops.aten.where.self:
+        return None
+    condition = calls[0].args[0]
+    if condition.spec.shape or any(call.args[0] is not condition for call in calls):
+        return None
+    yes, no = (_as_vector(program, known, [call.args[i] for call in calls], makers) for i in (1, 2))
+    if yes is None or no is None or yes.spec != no.spec:
+        return None
+    index, storage = highest(program)
+    out = replace(yes, index=index + 1, storage=storage + 1, offset=0)
+    program.instrs.append(replace(calls[0], args=(condition, yes, no), out=out))
+    return out
+
+
+def _common_base(known: SlotRange, views: Sequence[Instr]) -> Var | None:
+    """The vector in a range's layout that these are views of."""
+    source: Var | None = None
+    for leaf, at, view in zip(known.leaves, known.offsets, views, strict=True):
+        base, shape, stride, offset = (*view.args, 0)[:4]
+        if (tuple(shape), tuple(stride), offset) != (leaf.spec.shape, leaf.spec.stride, base.offset + at):
+            return None
+        if source not in (None, base) or base.spec.shape != (known.length,) or base.spec.stride != (1,):
+            return None
+        source = base
+    return source
+
+
+def clears(program: Program, tensors: Mapping[Var, Tensor]) -> list[Callable[[], Any]]:
+    """Calls that follow the commit: of ranges that are written, what belongs to no leaf stays zero."""
+    written = {old for old, _ in program.updates}
+    calls: list[Callable[[], Any]] = []
+    for known in program.ranges:
+        if known.var in written and (free := _padding(known)):
+            vector = tensors[known.var]
+            calls.append(partial(vector.index_fill_, 0, torch.tensor(free, device=vector.device), 0))
+    return calls
+
+
+def _padding(known: SlotRange) -> list[int]:
+    """Positions of the vector that belong to no leaf."""
     free = torch.ones(known.length, dtype=torch.bool)
     for leaf, at in zip(known.leaves, known.offsets, strict=True):
         free[at : at + leaf.spec.numel] = False
