@@ -53,7 +53,7 @@ def by_hand(name: str, work: Workload, device: torch.device, batches: Sequence[B
         loss = update()
     torch.cuda.current_stream(device).wait_stream(side)
     restore()
-    held: list[Any] = [graph, loss]
+    held: list[Any] = [graph, loss, update]  # a graph knows addresses: what lies there has to stay
     del graph, loss
     keys = list(static)
 
