@@ -1,0 +1,58 @@
+"""What torch keeps on disk of a compiled step: the traced graph too, under a key that knows our own functions."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch._dynamo.utils import counters
+from torch._inductor.utils import fresh_cache
+
+import functional_cg as fcg
+from functional_cg.stages import inductor
+
+
+def train_step(state: Any, x: Tensor) -> Any:
+    def loss(params: Any) -> Tensor:
+        key = fcg.random.fold_in(state.key, state.step)
+        return fcg.random.dropout(key, x @ params["w"], 0.5).square().mean()
+
+    value, grads = fcg.value_and_grad(loss)(state.params)
+    return state.apply_gradients(grads), {"loss": value}
+
+
+def found() -> tuple[int, int, int]:
+    """Compile the step in a way that a new process would; hits, misses and graphs that cannot be kept."""
+    counters.clear()
+    state = fcg.TrainState.create(
+        params={"w": torch.ones(4, 4)},
+        optimizer=fcg.optim.chain(
+            fcg.optim.clip_by_global_norm(1.0), fcg.optim.adamw(1e-2, weight_decay=0.1)
+        ),
+        key=fcg.random.key(0),
+    )
+    fcg.graph_step(train_step, lowering="inductor")(state, torch.ones(2, 4))
+    seen = counters["aot_autograd"]
+    return tuple(seen[f"autograd_cache_{name}"] for name in ("hit", "miss", "bypass"))  # type: ignore[return-value]
+
+
+def test_a_step_is_found_again_unless_our_functions_changed(monkeypatch: pytest.MonkeyPatch) -> None:
+    with fresh_cache():
+        assert found() == (0, 1, 0)
+        assert found() == (1, 0, 0)
+        sources = inductor._sources()
+        changed = {name: digest[::-1] for name, digest in sources.items()}
+        monkeypatch.setattr(inductor, "_sources", lambda: changed)
+        assert found() == (0, 1, 0)
+
+
+def test_the_key_has_all_functions_of_ours() -> None:
+    """Of each, a digest of the module that it stands in."""
+    sources = inductor._sources()
+    modules = {name.rpartition(".")[0]: digest for name, digest in sources.items()}
+    assert set(modules.values()) == {sources[name] for name in sources}
+    assert len(set(modules.values())) == len(modules)
+    assert "functional_cg.stages.formulas._adam_decoupled" in sources
+    assert "functional_cg.random.decompose_random_bits" in sources
