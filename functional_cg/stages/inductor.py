@@ -85,9 +85,8 @@ class CompiledPlan:
         if self._compiled is None:
             self._compiled = self._compile(arguments)
         compiled, count = self._compiled, len(self._plan.outputs)
-        after = clears(
-            self._program, tensors
-        )  # not in the graph: to write at some places of a result takes a copy
+        # Not in the graph: to write at some places of a result takes a copy of it there.
+        after = clears(self._program, tensors)
 
         def run_on_device(before: Before) -> Sequence[Tensor]:
             with torch.no_grad():

@@ -52,16 +52,19 @@ def has_large_logits(program: Program) -> bool:
 def read_targets_first(graph: fx.Graph) -> None:
     """Change the cross-entropies of a graph whose logits are a matrix product."""
     place = {node: number for number, node in enumerate(graph.nodes)}
+    writes = [number for node, number in place.items() if _writes(node)]
     for nll in graph.find_nodes(op="call_function", target=_aten.nll_loss_forward.default):
         logp, target, weight, reduction, ignored = nll.args
         if weight is not None or not reduction or logp.target is not _aten._log_softmax.default:
             continue
-        rows, dim, _ = logp.args
+        rows, dim, widened = logp.args
         product = _product(rows)
         if product is None or dim != 1 or place[target] > place[logp]:
             continue
+        if any(place[product] < number < place[nll] for number in writes):
+            continue  # what is read in another place may have another value there
         with graph.inserting_before(logp):
-            picked, again = _items(graph, _picked, (product, rows, target, ignored), 2)
+            picked, again = _items(graph, _picked, (product, rows, target, ignored, widened), 2)
             probabilities, top, total = _items(graph, _log_softmax, logp.args, 3)
         with graph.inserting_before(nll):
             loss = graph.call_function(_loss, (picked, top, total, again, reduction, ignored))
@@ -83,14 +86,26 @@ def _product(rows: fx.Node) -> fx.Node | None:
     return node if node.target in _PRODUCTS and casts <= 1 else None
 
 
+def _writes(node: fx.Node) -> bool:
+    return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
+
+
 def _items(graph: fx.Graph, function: Any, args: Any, count: int) -> list[fx.Node]:
     results = graph.call_function(function, args)
     return [graph.call_function(operator.getitem, (results, i)) for i in range(count)]
 
 
-def _picked(product: Tensor, rows: Tensor, target: Tensor, ignored: int) -> tuple[Tensor, Tensor]:
+def _picked(
+    product: Tensor,
+    rows: Tensor,
+    target: Tensor,
+    ignored: int,
+    half_to_float: bool,  # noqa: FBT001
+) -> tuple[Tensor, Tensor]:
+    """Logits of the targets, in the dtype of the log-probabilities, and the targets."""
     picked, again = torch.ops.fcg.pick.default(product.view(rows.shape), target, ignored)
-    return picked.to(rows.dtype), again
+    picked = picked.to(rows.dtype)
+    return picked.float() if half_to_float else picked, again
 
 
 def _log_softmax(rows: Tensor, dim: int, half_to_float: bool) -> tuple[Tensor, Tensor, Tensor]:  # noqa: FBT001

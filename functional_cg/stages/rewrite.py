@@ -121,7 +121,7 @@ def _alias_roles(program: Program, renamed: dict[Var, Var]) -> None:
             kept.append(instr)
             continue
         leaves, offsets, length = instr.args
-        if _is_role(leaves, offsets, place_of) and instr.out.storage not in written:
+        if _is_role(leaves, offsets, length, place_of) and instr.out.storage not in written:
             known = next(
                 (r for r in program.ranges if r.leaves == tuple(leaves) and r.length == length), None
             )
@@ -148,13 +148,21 @@ def _rename(instr: Instr, renamed: Mapping[Var, Var]) -> None:
         instr.writes = tuple(renamed.get(var, var) for var in instr.writes)
 
 
-def _is_role(leaves: Sequence[Var], offsets: Sequence[int], place_of: dict[Var, tuple[int, int]]) -> bool:
-    """Whether leaves are slots of one slab that lie there as the vector has them."""
+def _is_role(
+    leaves: Sequence[Var], offsets: Sequence[int], length: int, place_of: dict[Var, tuple[int, int]]
+) -> bool:
+    """Whether leaves are slots of one slab that lie there as the vector has them, and no other slot in between."""
     places = [place_of.get(leaf) for leaf in leaves]
     if None in places or len(set(leaves)) < len(leaves):
         return False
     slab, base = places[0][0], places[0][1] - offsets[0]  # type: ignore[index]
-    return base >= 0 and all(place == (slab, base + at) for place, at in zip(places, offsets, strict=True))
+    members = set(leaves)  # a small slot that is none may lie where the vector has its padding
+    alone = not any(
+        other == slab and base <= at < base + length and slot.spec.numel and slot not in members
+        for slot, (other, at) in place_of.items()
+    )
+    together = all(place == (slab, base + at) for place, at in zip(places, offsets, strict=True))
+    return base >= 0 and alone and together
 
 
 def _without_zeros(
@@ -213,6 +221,10 @@ def _as_vector(
         return None
     yes, no = (_as_vector(program, known, [call.args[i] for call in calls], makers) for i in (1, 2))
     if yes is None or no is None or yes.spec != no.spec:
+        return None
+    # The vector is chosen at the end of the step: nobody may write what is chosen from, or what was chosen.
+    written = {var.storage for instr in program.instrs for var in instr.writes}
+    if not written.isdisjoint(var.storage for var in (condition, yes, no, *(call.out for call in calls))):
         return None
     index, storage = highest(program)
     out = replace(yes, index=index + 1, storage=storage + 1, offset=0)
