@@ -121,10 +121,39 @@ def guarded_apart(state: Any, x: Tensor) -> Any:
     return chosen(new, state, lambda i: x[i % 2] > 0), metrics
 
 
+def guarded_then_written(what: str) -> Callable[..., Any]:
+    def step(state: State, x: Tensor) -> Any:
+        """What was chosen from, or a part of what was chosen, is written afterwards."""
+        vector, flag = ravel(state) + x.sum(), x[0] > 0
+        new = chosen(unravel(state, vector), state, lambda i: flag)
+        {"vector": vector, "flag": flag, "part": new["p1"][:2]}[what].zero_()
+        return new, {"vector": vector, "flag": flag}
+
+    return step
+
+
+def around_a_slot(state: State, x: Tensor) -> Any:
+    """A slot that is not in the vector lies where the vector has padding."""
+    ends = some(state, "a", "c")
+    return {**state, **unravel(ends, ravel(ends) * 0.5 + x.sum())}, {"sum": ravel(ends).sum()}
+
+
+def of_ends() -> State:
+    return {"a": torch.ones(1), "b": torch.full((2,), 7.0), "c": torch.ones(1024)}
+
+
 CASES: dict[str, tuple[Callable[..., Any], Callable[[str], Any]]] = {
     "one-of-many": (one_of_many, trained),
     "guarded": (guarded, trained),
     "guarded-apart": (guarded_apart, trained),
+    **{
+        f"guarded-then-written-{what}": (
+            guarded_then_written(what),
+            lambda device: fcg.place(leaves(), device),
+        )
+        for what in ("vector", "flag", "part")
+    },
+    "around-a-slot": (around_a_slot, lambda device: fcg.place(of_ends(), device)),
     "in-the-middle": (in_the_middle, lambda device: fcg.place(leaves(), device)),
     "read-beside": (read_beside, lambda device: fcg.place(leaves(), device)),
     "overlapping": (overlapping, lambda device: fcg.place(leaves(), device)),
@@ -190,6 +219,22 @@ def test_ten_thousand_leaves_are_one_vector(lowering: Any) -> None:
     # Decay alone moves the other leaves: 16 times by 1e-3 of a tenth of themselves.
     expected = torch.tensor(9_999 / 10_000) * (1 - 1e-4) ** 16
     torch.testing.assert_close(state.params["p9999"][0].cpu(), expected, rtol=1e-5, atol=0)
+
+
+def test_a_partition_leaves_a_bias_between_its_matrices_alone() -> None:
+    """The first matrix ends 192 bytes before the next one may begin: the bias fits in there."""
+    params = {"a": torch.ones(10, 1000), "bias": torch.ones(10), "w": torch.ones(32, 32)}
+    optimizer = fcg.optim.partition(
+        {"flat": fcg.optim.flatten(fcg.optim.sgd(0.1)), "rest": fcg.optim.sgd(0.0)},
+        {"a": "flat", "bias": "rest", "w": "flat"},
+    )
+    step = fcg.graph_step(
+        lambda s, x: (s.apply_gradients(fcg.tree.map(lambda p: p * x, s.params)), {}), lowering="aten"
+    )
+    state = fcg.TrainState.create(params=params, optimizer=optimizer)
+    for _ in range(2):
+        state, _ = step(state, torch.tensor(1.0))
+    assert torch.equal(state.params["bias"].clone(), torch.ones(10))
 
 
 def test_gradients_of_a_vector_are_those_of_its_leaves() -> None:

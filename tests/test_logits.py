@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from typing import Any
 
 import pytest
@@ -40,6 +41,12 @@ def arguments(dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
 
 def widened(logits: Tensor) -> Tensor:
     return logits.flatten(0, 1).float()
+
+
+def written(logits: Tensor) -> Tensor:
+    rows = logits.flatten(0, 1).double()
+    rows[:, :3] = 0.5
+    return rows
 
 
 def targets(graph: fx.Graph) -> list[Any]:
@@ -86,15 +93,34 @@ def test_compiled_in_all_bits() -> None:
     assert all(torch.equal(one, other) for one, other in zip(*results, strict=True))
 
 
+@pytest.mark.parametrize("reduction", [1, 2])
+def test_the_loss_of_halves_is_wide(reduction: int) -> None:
+    """On a GPU `log_softmax` widens halves by itself, under autocast too; sum and number are larger than a half."""
+    graph = fx.Graph()
+    h, w, target = (graph.placeholder(name) for name in ("h", "w", "target"))
+    product = graph.call_function(aten.mm.default, (h, w))
+    logp = graph.call_function(aten._log_softmax.default, (product, 1, True))
+    nll = graph.call_function(aten.nll_loss_forward.default, (logp, target, None, reduction, IGNORED))
+    graph.output(tuple(graph.call_function(operator.getitem, (nll, i)) for i in range(2)))
+    read_targets_first(graph)
+    rows = 2**17
+    args = torch.zeros(rows, 5).half(), torch.zeros(5, CLASSES).half(), torch.zeros(rows, dtype=torch.int64)
+    loss, number = fx.GraphModule(torch.nn.Module(), graph)(*args)
+    expected = torch.tensor(float(CLASSES)).log() * (rows if reduction == 2 else 1)
+    torch.testing.assert_close(loss, expected)
+    torch.testing.assert_close(number, torch.tensor(float(rows)))
+
+
 @pytest.mark.parametrize(
     ("cast", "options", "reduction"),
     [
         (lambda logits: widened(logits).tanh(), {}, "mean"),
         (lambda logits: widened(logits.half()), {}, "mean"),
+        (written, {}, "mean"),
         (widened, {"weight": torch.ones(CLASSES)}, "mean"),
         (widened, {}, "none"),
     ],
-    ids=["another op in between", "narrowed", "weights", "no reduction"],
+    ids=["another op in between", "narrowed", "written", "weights", "no reduction"],
 )  # fmt: skip
 def test_other_losses_are_left_alone(cast: Any, options: Any, reduction: str) -> None:
     module = recorded(loss_and_gradient(reduction, cast, **options), *arguments(torch.float32))

@@ -290,7 +290,7 @@ def _sources() -> dict[str, str]:
 
     Of a graph that calls a function unknown to it, torch keeps the kernels alone, and traces it anew in each process.
     """
-    functions = (decompose_random_bits, _restrided, *FORMULAS.values(), *ON_LOGITS)
+    functions = (decompose_random_bits, _restrided, dense_stride, *FORMULAS.values(), *ON_LOGITS)
     modules = {function.__module__: inspect.getmodule(function) for function in functions}
     digests = {
         name: hashlib.sha256(inspect.getsource(module).encode()).hexdigest()
