@@ -40,7 +40,7 @@ def test_the_programs_learn_on_two_ranks_and_go_on_on_one(tmp_path: Path) -> Non
     first, second = on_ranks(2, run_blocks, [train, save], str(tmp_path))
     assert first["printed"].startswith("tensor(")
     assert not second["printed"]
-    assert first["loss"] == second["loss"] < 0.02  # of 0.11 at first
+    assert first["loss"] == second["loss"] < 0.01
     assert first["captures"] == second["captures"] == 1
 
     shortened = train.replace("range(300)", "range(3)")

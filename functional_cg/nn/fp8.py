@@ -34,8 +34,8 @@ class Fp8Scaling:
     is a power of two, ``2**(top - margin) / peak``: ``peak`` is the largest absolute value of the last ``n`` steps,
     rounded up to a power of two, and ``2**top`` the largest one of the format, 2**8 of e4m3 and 2**15 of e5m2. What is
     larger than ever before is clamped to the largest number of the format, for one step; an infinity becomes NaN, so
-    that a loss scale sees it. The first step has scales of 1, with which small gradients are zeros: in a
-    deep model each of the first steps reaches one layer more.
+    that a loss scale sees it. The first step has scales of 1, with which small gradients are zeros: in a deep model
+    each of the first steps reaches one layer more.
 
     A step sees maxima in its backward pass as well, where nothing can be returned, so that they come out as a gradient:
     that of ``seen``. It counts for each power of two how many maxima it bounds, and counts add up where gradients do:

@@ -1,4 +1,4 @@
-"""Compute cheap values anew in the backward, in place of keeping them from the forward.
+"""What the forward keeps for the backward: nothing that is cheap to compute anew, and the rest in buffers.
 
 What an activation function or a cast returns is as large as what it read, and both are kept: one for the gradient of
 the next weight, the other for the activation's own. The first can be had from the second, by a kernel that runs at the
