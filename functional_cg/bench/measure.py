@@ -30,7 +30,7 @@ BATCHES = 4
 _LOSSES = 5
 WARM_UPS = 3
 _ROUNDS = 10
-_HOST_CALLS = 50
+_HOST_CALLS, _HOST_MS = (5, 300), 600  # least and most calls, and about how long they may take
 _COPIED = (2**28, 2**25)  # bytes, on a GPU and on a CPU: beyond their caches, to find the rate of a copy
 _PRODUCT = (4096, 512)  # and of a product
 
@@ -70,6 +70,8 @@ class Row:
       ours_ms: Times of ours in the same rounds.
       ratio: Its median over that of ours: above 1, ours is faster.
       host_us: Median time until a call returns while the device is idle, in µs.
+      ours_host_us: That of ours, in turns with it.
+      host_ratio: Its host time over that of ours.
       peak_bytes: Peak of allocated memory from the start of the build to the last compared loss.
       reserved_bytes: Growth of what the allocator holds in use, pools of graphs included.
       start_bytes: The most that it held from the start of the build through the first step.
@@ -93,6 +95,8 @@ class Row:
     ours_ms: Samples | None = None
     ratio: float | None = None
     host_us: float | None = None
+    ours_host_us: float | None = None
+    host_ratio: float | None = None
     peak_bytes: int | None = None
     reserved_bytes: int | None = None
     start_bytes: int | None = None
@@ -213,17 +217,18 @@ def in_turns(systems: Sequence[System], steps: int) -> list[Samples]:
     return [Samples.of(blocks[i], length * rounds) for i in range(len(systems))]
 
 
-def _host_us(system: System, calls: int) -> float:
-    """Median time until a call returns while the device is idle."""
-    times = []
+def _host_us(systems: Sequence[System], calls: int) -> list[float]:
+    """Median time until a call returns while the device is idle, of systems in turns."""
+    times: list[list[float]] = [[] for _ in systems]
     for i in range(calls):
-        batch = system.batches[i % len(system.batches)]
-        system.wait()
-        start = time.perf_counter()
-        system.step(batch)
-        times.append(time.perf_counter() - start)
-    system.wait()
-    return statistics.median(times) * 1e6
+        for system, spent in zip(systems, times, strict=True):
+            batch = system.batches[i % len(system.batches)]
+            system.wait()
+            start = time.perf_counter()
+            system.step(batch)
+            spent.append(time.perf_counter() - start)
+            system.wait()
+    return [statistics.median(spent) * 1e6 for spent in times]
 
 
 def bench(
@@ -287,12 +292,14 @@ def bench(
 
 
 def _fill(row: Row, system: System, ours: System | None, steps: int) -> None:
-    if ours is None:
-        (row.ms,) = in_turns([system], steps)
-    else:
-        row.ours_ms, row.ms = in_turns([ours, system], steps)
+    both = [system] if ours is None else [ours, system]
+    *first, row.ms = in_turns(both, steps)
+    calls = min(steps, int(_HOST_MS / row.ms.median))
+    *first_us, row.host_us = _host_us(both, min(max(calls, _HOST_CALLS[0]), _HOST_CALLS[1]))
+    if first:
+        (row.ours_ms,), (row.ours_host_us,) = first, first_us
         row.ratio = row.ms.median / row.ours_ms.median
-    row.host_us = _host_us(system, min(_HOST_CALLS, max(5, steps)))
+        row.host_ratio = row.host_us / row.ours_host_us
     row.counts = system.counts()
     row.notes = system.notes
 

@@ -13,8 +13,8 @@ __all__ = ["plot", "table"]
 
 _GIB = 2**30
 _HEAD = (
-    "system", "ms/step", "min", "max", "spread", "per s", "x ours", "x floor", "host µs", "nodes", "peak GiB",
-    "reserved GiB", "start GiB", "first step s", "captures", "replays", "loss distance",
+    "system", "ms/step", "min", "max", "spread", "per s", "x ours", "x floor", "host µs", "x ours host", "nodes",
+    "peak GiB", "reserved GiB", "start GiB", "first step s", "captures", "replays", "loss distance",
 )  # fmt: skip
 
 
@@ -56,6 +56,7 @@ def _cells(row: Row, tolerance: float) -> tuple[str, ...]:
         shown(row.ratio, ".2f"),
         shown(row.over_floor, ".2f" if (row.over_floor or 0) < 100 else ",.0f"),
         shown(row.host_us, ",.1f"),
+        shown(row.host_ratio, ".2f"),
         shown(row.nodes, ",.0f"),
         *(shown(value, ".3f", _GIB) for value in (row.peak_bytes, row.reserved_bytes, row.start_bytes)),
         shown(row.first_step_s, ".2f"),
