@@ -244,3 +244,17 @@ def test_python_calls_of_a_call_are_few():
     for n in range(3):
         state, _ = step(state, data(n))
     assert python_calls(lambda: step(state, data(9))) < 100
+
+
+def test_a_compiled_step_finds_out_that_an_op_returns_other_strides_than_it_says() -> None:
+    """Nothing else would: the compiled function reads memory by the strides of the trace."""
+    with torch.library._scoped_library("functional_cg_tests", "DEF") as library:
+        library.define("columns(Tensor x) -> Tensor")
+        library.impl("columns", lambda x: x.t().contiguous().t(), "CPU")
+        library.impl("columns", torch.empty_like, "Meta")
+        columns = torch.ops.functional_cg_tests.columns
+        step = fcg.graph_step(lambda s, x: ({"w": s["w"] + 2 * columns(x)}, {}), lowering="inductor")
+        state = fcg.place({"w": torch.zeros(3, 4)})
+        with pytest.raises(AssertionError, match="stride"):
+            step(state, torch.arange(12.0).view(3, 4))
+        assert not state["w"].any()

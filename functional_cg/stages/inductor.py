@@ -10,18 +10,16 @@ import hashlib
 import inspect
 import math
 import operator
-import signal
-import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from types import FrameType, MappingProxyType
+from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 
 from ..arena import dense_stride
+from ..interrupts import Deferred
 from ..leaf import uninterrupted
 from ..random import decompose_random_bits
 from .formulas import FORMULAS, WITH_SCALARS
@@ -58,6 +56,15 @@ _TOGETHER: Mapping[str, Any] = MappingProxyType({"combo_kernels": True, "combo_k
 # Loops of fewer elements run on one thread of the host: to wake another takes longer than inductor believes. A step of
 # four layers of 64 takes 0.13 ms in place of 0.17.
 _ON_HOST: Mapping[str, Any] = MappingProxyType({"cpp.min_chunk_size": 8192})
+
+# Beside elementwise ops and views: ops for whose results inductor allocates buffers itself. What other ops return, it
+# compares at each call with the strides that they have on fake tensors, and the arguments too, for 20 us in all.
+_IN_OWN_BUFFERS = frozenset(
+    f"aten::{name}"
+    for name in "_fused_adam _fused_adamw _fused_sgd _log_softmax _log_softmax_backward_data _softmax _to_copy "
+    "_softmax_backward_data _unsafe_view addmm amax bmm cat copy_ full_like mean mm mse_loss mse_loss_backward "
+    "ones_like stack sum zeros_like".split()
+)
 
 
 class CompiledPlan:
@@ -101,7 +108,7 @@ class CompiledPlan:
 
         def run_on_host(before: Before) -> Sequence[Tensor]:
             # A compiled host function writes slots while Python runs: Ctrl-C waits until it is done.
-            with torch.no_grad(), _interrupts_deferred():
+            with torch.no_grad(), Deferred():
                 metrics = compiled(*arguments)[:count]
                 uninterrupted((*before, *after))
                 return _apart(metrics)
@@ -121,6 +128,8 @@ class CompiledPlan:
                 options |= _IN_ORDER
             elif self._device.type == "cuda":
                 options |= _TOGETHER
+            if self._device.type == "cpu" and all(map(_in_own_buffers, self._program.instrs)):
+                options["size_asserts"] = False
             if torch.are_deterministic_algorithms_enabled():
                 options["deterministic"] = True  # no variant of a reduction is chosen by timing it
             return standalone_compile(
@@ -291,6 +300,11 @@ def _target(instr: Instr) -> Callable[..., Any]:
     return FORMULAS.get(name, instr.op)
 
 
+def _in_own_buffers(instr: Instr) -> bool:
+    op = instr.op
+    return torch.Tag.pointwise in op.tags or op.is_view or op._schema.name in _IN_OWN_BUFFERS
+
+
 def _sources() -> dict[str, str]:
     """Functions of ours that a graph may call, with a digest of what they are: part of the key of torch's cache.
 
@@ -313,23 +327,3 @@ def _draws_in_bulk(instr: Instr) -> bool:
     """
     words = instr.out.spec
     return bool(words.device.type == "cuda" and words.numel >= _BULK)
-
-
-@contextmanager
-def _interrupts_deferred() -> Iterator[None]:
-    """Hold back Ctrl-C inside of the block and deliver it at its end."""
-    if threading.current_thread() is not threading.main_thread():
-        yield  # only the main thread is interrupted
-        return
-    handler = signal.getsignal(signal.SIGINT)
-    pending: list[tuple[int, FrameType | None]] = []
-    if not callable(handler):
-        yield
-        return
-    signal.signal(signal.SIGINT, lambda number, frame: pending.append((number, frame)))
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, handler)
-    if pending:
-        handler(*pending[0])
