@@ -132,6 +132,32 @@ def guarded_then_written(what: str) -> Callable[..., Any]:
     return step
 
 
+def chosen_from_itself(state: State, x: Tensor) -> Any:
+    """Leaves that stay, by themselves and elsewhere; values that are written after such a choice."""
+    flag, moved = x[0] > 0, state["p1"] + x.sum()
+
+    def same(value: Tensor) -> Tensor:
+        return torch.where(flag, value, value)
+
+    before, after = same(moved), moved.clone()
+    kept = same(after)
+    after.mul_(2)
+    new = {
+        "p0": same(state["p0"]),
+        "p1": after,
+        "p2": same(state["p2"][:1]).expand(5),
+        "p3": same(state["p4"][:6]),
+    }
+    metrics = {
+        "before": before,
+        "kept": kept,
+        "written": same(moved).mul_(3),
+        "p0": same(state["p0"]),
+        "wide": torch.where(x > 0, flag, flag),
+    }
+    return {**new, "p4": same(state["p4"]).clone().mul_(0.5)}, metrics
+
+
 def around_a_slot(state: State, x: Tensor) -> Any:
     """A slot that is not in the vector lies where the vector has padding."""
     ends = some(state, "a", "c")
@@ -153,6 +179,7 @@ CASES: dict[str, tuple[Callable[..., Any], Callable[[str], Any]]] = {
         )
         for what in ("vector", "flag", "part")
     },
+    "chosen-from-itself": (chosen_from_itself, lambda device: fcg.place(leaves(), device)),
     "around-a-slot": (around_a_slot, lambda device: fcg.place(of_ends(), device)),
     "in-the-middle": (in_the_middle, lambda device: fcg.place(leaves(), device)),
     "read-beside": (read_beside, lambda device: fcg.place(leaves(), device)),
@@ -202,6 +229,16 @@ def test_a_guard_chooses_between_vectors() -> None:
         ranges = {known.var for known in program.ranges}
         updates[case] = sum(old in ranges for old, _ in program.updates)
     assert updates == {"one-of-many": 1, "guarded": 1, "guarded-apart": 0}
+
+
+def test_a_guard_of_the_whole_state_does_not_touch_what_stays() -> None:
+    def step(state: State, x: Tensor) -> Any:
+        new = {**state, "p0": state["p0"] + x.sum(), "p1": state["p2"].sum() * state["p1"].detach()}
+        return chosen(new, state, lambda i: x[0] > 0), {}
+
+    program = fcg.graph_step(step).lower(fcg.place(leaves()), torch.ones(2)).program
+    assert [program.slots.index(old) for old, _ in program.updates] == [0, 1]
+    assert sum("where" in str(instr.op) for instr in program.instrs) == 2
 
 
 @pytest.mark.cuda

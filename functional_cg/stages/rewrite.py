@@ -1,7 +1,8 @@
 """Rewrites of a traced program that change no bit of its results.
 
 ``detach`` is dropped: below autograd it does nothing. So is a copy that nobody writes: a module gets copies of all its
-buffers, and most only read them. And a role is a vector: ``optim.flatten`` ravels parameters, updates one vector and
+buffers, and most only read them; and a choice between a tensor and itself, which a guard of the whole state makes of
+each leaf that stays. And a role is a vector: ``optim.flatten`` ravels parameters, updates one vector and
 returns views of it, which taken literally is a copy per leaf in and another one out. Slots of a role lie in their slab
 exactly as ``ravel`` lays them out, so both disappear: the vector *is* the slab. A guard that chooses between old and
 new leaves by one condition chooses between vectors then. Leaves that are zero need not be copied into a fresh vector
@@ -26,6 +27,7 @@ _ZEROS = frozenset(
     {torch.ops.aten.zeros_like.default, torch.ops.aten.zeros.default, torch.ops.aten.new_zeros.default}
 )
 _CLONE = torch.ops.aten.clone.default
+_WHERE = torch.ops.aten.where.self
 _LAZY = frozenset({torch.ops.aten._conj.default, torch.ops.aten._neg_view.default})
 _NOTHING = frozenset({torch.ops.aten.detach.default, torch.ops.aten.alias.default})
 
@@ -74,7 +76,7 @@ def _drop_detaches(program: Program, renamed: dict[Var, Var]) -> None:
 
 
 def _drop_copies(program: Program, renamed: dict[Var, Var]) -> None:
-    """Drop copies that nobody writes and that do not leave the step, of tensors that nobody writes."""
+    """Drop copies that nobody writes, of tensors that nobody writes; clones only if they do not leave the step."""
     written = {var.storage for instr in program.instrs for var in instr.writes}
     kept_copies = written | {_final(renamed, var).storage for var in (*program.results, *program.new_state)}
     # a copy of a conjugated view is what resolves it, for kernels that do not read such a view
@@ -87,9 +89,14 @@ def _drop_copies(program: Program, renamed: dict[Var, Var]) -> None:
         _rename(instr, renamed)
         for var in instr.outputs():  # views of a copy that is gone
             var.storage = original.get(var.storage, var.storage)
-        if instr.op is _CLONE and _is_superfluous(instr.args[0], instr.out, kept_sources, kept_copies):
-            original[instr.out.storage] = instr.args[0].storage
-            renamed[instr.out] = instr.args[0]
+        source, reasons = None, kept_copies
+        if instr.op is _CLONE:
+            source = instr.args[0]
+        elif instr.op is _WHERE and instr.args[1] is instr.args[2]:
+            source, reasons = instr.args[1], written
+        if source is not None and _is_superfluous(source, instr.out, kept_sources, reasons):
+            original[instr.out.storage] = source.storage
+            renamed[instr.out] = source
         else:
             kept.append(instr)
     program.instrs = kept
