@@ -287,7 +287,7 @@ def _all() -> tuple[Workload, ...]:
     return (
         Workload("mlp-tiny", "mlp", 4, 256, 256, bf16=True, steps=1000, tolerance=1e-2),
         Workload("gpt-nano", layers=4, width=256, batch=8, time=256, vocab=256, steps=300, **gpt),
-        Workload("gpt2-124m", layers=12, width=768, batch=16, time=1024, vocab=50304, steps=40, **gpt),
+        Workload("gpt2-124m", layers=12, width=768, batch=16, time=1024, vocab=50304, steps=100, **gpt),
         Workload("cnn", steps=100, **cnn),
         Workload("cnn-tiny", **cnn | {"layers": 1, "width": 8, "batch": 16}, steps=20),
         *(Workload(f"leaves-{n}-one", "leaves", width=4, leaves=n, steps=300) for n in counts),
