@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -25,3 +26,27 @@ def test_a_product_with_a_conjugate_has_its_gradients_in_a_replay() -> None:
     captured, x = fcg.fork(eager), torch.randn(5, 3)
     step = fcg.graph_step(train_step, lowering="aten")
     assert_trees_all_equal(step(captured, x), step.eager(eager, x), "state and metrics")
+
+
+@pytest.mark.parametrize("lowering", ["aten", "inductor"])
+@pytest.mark.parametrize(
+    "copy", [torch.clone, lambda x: torch.where(x.real[0] > 0, x, x)], ids=["clone", "where"]
+)
+def test_a_copy_that_nobody_needs_does_not_take_the_one_that_resolves_with_it(
+    copy: Any, lowering: Any
+) -> None:
+    """The first copy is dropped; the view of it is one of the slot then, and still has to be resolved."""
+
+    def step(state: Any, x: Tensor) -> Any:
+        conjugate = copy(state["z"]).conj().resolve_conj()
+        negative = torch._neg_view(copy(state["w"])).resolve_neg()
+        metrics = {"sums": torch.view_as_real(conjugate).sum(0), "bits": negative.view(torch.int32).sum()}
+        return {"z": state["z"] * x, "w": state["w"] + 1}, metrics
+
+    captured = fcg.graph_step(step, lowering="aten")
+    state = fcg.place({"z": torch.tensor([1 + 2j, 3j]), "w": torch.arange(3.0)})
+    eager = fcg.fork(state)
+    for call in range(4):
+        state, metrics = captured(state, torch.tensor(call + 0.5))
+        eager, expected = captured.eager(eager, torch.tensor(call + 0.5))
+        assert_trees_all_equal((state, metrics), (eager, expected), f"call {call}")

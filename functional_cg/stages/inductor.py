@@ -57,15 +57,6 @@ _TOGETHER: Mapping[str, Any] = MappingProxyType({"combo_kernels": True, "combo_k
 # four layers of 64 takes 0.13 ms in place of 0.17.
 _ON_HOST: Mapping[str, Any] = MappingProxyType({"cpp.min_chunk_size": 8192})
 
-# Beside elementwise ops and views: ops for whose results inductor allocates buffers itself. What other ops return, it
-# compares at each call with the strides that they have on fake tensors, and the arguments too, for 20 us in all.
-_IN_OWN_BUFFERS = frozenset(
-    f"aten::{name}"
-    for name in "_fused_adam _fused_adamw _fused_sgd _log_softmax _log_softmax_backward_data _softmax _to_copy "
-    "_softmax_backward_data _unsafe_view addmm amax bmm cat copy_ full_like mean mm mse_loss mse_loss_backward "
-    "ones_like stack sum zeros_like".split()
-)
-
 
 class CompiledPlan:
     """Runs a compiled function on static buffers."""
@@ -128,8 +119,6 @@ class CompiledPlan:
                 options |= _IN_ORDER
             elif self._device.type == "cuda":
                 options |= _TOGETHER
-            if self._device.type == "cpu" and all(map(_in_own_buffers, self._program.instrs)):
-                options["size_asserts"] = False
             if torch.are_deterministic_algorithms_enabled():
                 options["deterministic"] = True  # no variant of a reduction is chosen by timing it
             return standalone_compile(
@@ -298,11 +287,6 @@ def _target(instr: Instr) -> Callable[..., Any]:
     if name == "fcg::random_bits" and not _draws_in_bulk(instr):
         return decompose_random_bits
     return FORMULAS.get(name, instr.op)
-
-
-def _in_own_buffers(instr: Instr) -> bool:
-    op = instr.op
-    return torch.Tag.pointwise in op.tags or op.is_view or op._schema.name in _IN_OWN_BUFFERS
 
 
 def _sources() -> dict[str, str]:

@@ -78,10 +78,12 @@ def _drop_detaches(program: Program, renamed: dict[Var, Var]) -> None:
 def _drop_copies(program: Program, renamed: dict[Var, Var]) -> None:
     """Drop copies that nobody writes, of tensors that nobody writes; clones only if they do not leave the step."""
     written = {var.storage for instr in program.instrs for var in instr.writes}
-    kept_copies = written | {_final(renamed, var).storage for var in (*program.results, *program.new_state)}
-    # a copy of a conjugated view is what resolves it, for kernels that do not read such a view
+    # A copy of a conjugated view is what resolves it, for kernels that do not read such a view.
     kept_sources = written | {
         instr.out.storage for instr in program.instrs if instr.op in _LAZY and isinstance(instr.out, Var)
+    }
+    kept_copies = kept_sources | {
+        _final(renamed, var).storage for var in (*program.results, *program.new_state)
     }
     original: dict[int, int] = {}
     kept = []
@@ -93,7 +95,7 @@ def _drop_copies(program: Program, renamed: dict[Var, Var]) -> None:
         if instr.op is _CLONE:
             source = instr.args[0]
         elif instr.op is _WHERE and instr.args[1] is instr.args[2]:
-            source, reasons = instr.args[1], written
+            source, reasons = instr.args[1], kept_sources
         if source is not None and _is_superfluous(source, instr.out, kept_sources, reasons):
             original[instr.out.storage] = source.storage
             renamed[instr.out] = source
