@@ -91,17 +91,22 @@ def _drop_copies(program: Program, renamed: dict[Var, Var]) -> None:
         _rename(instr, renamed)
         for var in instr.outputs():  # views of a copy that is gone
             var.storage = original.get(var.storage, var.storage)
-        source, reasons = None, kept_copies
-        if instr.op is _CLONE:
-            source = instr.args[0]
-        elif instr.op is _WHERE and instr.args[1] is instr.args[2]:
-            source, reasons = instr.args[1], kept_sources
-        if source is not None and _is_superfluous(source, instr.out, kept_sources, reasons):
+        source, kept_as = _copied(instr), kept_copies if instr.op is _CLONE else kept_sources
+        if source is not None and _is_superfluous(source, instr.out, kept_sources, kept_as):
             original[instr.out.storage] = source.storage
             renamed[instr.out] = source
         else:
             kept.append(instr)
     program.instrs = kept
+
+
+def _copied(instr: Instr) -> Var | None:
+    """What a call returns the values of."""
+    if instr.op is _CLONE:
+        return instr.args[0]  # type: ignore[no-any-return]
+    if instr.op is _WHERE and instr.args[1] is instr.args[2]:
+        return instr.args[1]  # type: ignore[no-any-return]
+    return None
 
 
 def _is_superfluous(source: Var, copy: Var, kept_sources: set[int], kept_copies: set[int]) -> bool:
