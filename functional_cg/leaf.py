@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import operator
 import weakref
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -33,7 +34,7 @@ def uninterrupted(calls: Sequence[Callable[[], Any]]) -> None:
     Each call has to be implemented in C itself (a ``partial`` over a builtin); then either all or none have run
     when a KeyboardInterrupt is raised.
     """
-    list(map(operator.call, calls))
+    deque(map(operator.call, calls), maxlen=0)
 
 
 @dataclass(eq=False, slots=True, weakref_slot=True)
