@@ -45,22 +45,20 @@ class Staging:
         if not self.arena.on_cuda and current_stream(self.arena.device) is None:
             self.fill(leaves)
             return
-        host: list[int] = []
-        there: list[int] = []
-        for i, leaf in enumerate(leaves):
-            (host if leaf.is_cpu else there).append(i)
-        if self._singly or len(there) <= _FEW:
-            for i in there:
-                self.slots[i].copy_(leaves[i])
+        host = [i for i, leaf in enumerate(leaves) if leaf.is_cpu]
+        if self._singly or len(leaves) - len(host) <= _FEW:
+            for slot, leaf in zip(self.slots, leaves, strict=True):
+                if not leaf.is_cpu:
+                    slot.copy_(leaf)
         else:
+            there = [i for i, leaf in enumerate(leaves) if not leaf.is_cpu]
             torch._foreach_copy_([self.slots[i] for i in there], [leaves[i] for i in there])
         if host:
             self._pinned_slot().send(host, leaves, self.arena)
 
     def fill(self, leaves: Sequence[Tensor]) -> None:
         """Copy leaves into the static buffers at once, where work is never queued."""
-        if leaves:
-            torch._foreach_copy_(self.slots, list(leaves))
+        torch._foreach_copy_(self.slots, list(leaves))
 
     def _pinned_slot(self) -> _PinnedSlot:
         if len(self._ring) < _RING_DEPTH:

@@ -5,14 +5,12 @@ A simulated stream (``functional_cg.testing``) queues work on the CPU. It is a d
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
 from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
-__all__ = ["Stream", "current_device", "current_raw_stream", "current_stream", "raw_stream_getter"]
+__all__ = ["Stream", "current_device", "current_raw_stream", "current_stream"]
 
 
 @runtime_checkable
@@ -44,13 +42,6 @@ def current_stream(device: torch.device) -> Any:
 def current_raw_stream(device_index: int) -> int:
     """Handle of the current stream of a device; comparable, nothing else."""
     return torch._C._cuda_getCurrentRawStream(device_index)  # type: ignore[no-any-return, unused-ignore]
-
-
-def raw_stream_getter(device: torch.device) -> Callable[[], int | None]:
-    """:func:`current_raw_stream` of one device, in C; None elsewhere than on CUDA, where no stream has a handle."""
-    if device.type != "cuda":
-        return lambda: None
-    return partial(torch._C._cuda_getCurrentRawStream, device.index)
 
 
 def current_device() -> int:

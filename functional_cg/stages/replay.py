@@ -16,7 +16,6 @@ from ..arena import Arena
 from ..debug import DEBUG_PRINT, show
 from ..staging import Staging
 from ..state import Handle
-from ..streams import raw_stream_getter
 from ..taps import TAP, Taps
 from ..tree import Treedef
 from .capture import Replay, copy_out
@@ -150,17 +149,15 @@ def replayer(
     # Where outputs are static, work is queued, if only on a simulated stream.
     queued = staging.arena.on_cuda or not fresh
     joined = list(dict.fromkeys([*(b.arena for b in bound), staging.arena])) if queued else []
-    stream = raw_stream_getter(staging.arena.device)
     positions = frozenset(b.position for b in bound)
     last = max(positions, default=-1)
     copy_in, set_donor = staging.copy_in if queued else staging.fill, object.__setattr__
 
     def run(leaves: Sequence[Tensor], before: Sequence[Any]) -> Any:
-        now = stream()
         for arena in joined:
-            if arena.raw_stream != now:
-                arena.join()
-        copy_in(leaves)
+            arena.join()
+        if leaves:
+            copy_in(leaves)
         static = replay(before)
         stats.replays += 1
         return finish(static if fresh else copy_out(static))

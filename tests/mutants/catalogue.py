@@ -109,12 +109,12 @@ MUTANTS = (
                 ),
             ),
             (
-                "                self.slots[i].copy_(leaves[i])\n",
+                "                if not leaf.is_cpu:\n                    slot.copy_(leaf)\n",
                 (
                     '                seen = self.__dict__.setdefault("seen", {})\n'
-                    "                if seen.get(i) != leaves[i].data_ptr():\n"
-                    "                    self.slots[i].copy_(leaves[i])\n"
-                    "                    seen[i] = leaves[i].data_ptr()\n"
+                    "                if not leaf.is_cpu and seen.get(id(slot)) != leaf.data_ptr():\n"
+                    "                    slot.copy_(leaf)\n"
+                    "                    seen[id(slot)] = leaf.data_ptr()\n"
                 ),
             ),
         ),
