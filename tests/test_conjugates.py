@@ -28,13 +28,10 @@ def test_a_product_with_a_conjugate_has_its_gradients_in_a_replay() -> None:
     assert_trees_all_equal(step(captured, x), step.eager(eager, x), "state and metrics")
 
 
-@pytest.mark.parametrize("lowering", ["aten", "inductor"])
 @pytest.mark.parametrize(
     "copy", [torch.clone, lambda x: torch.where(x.real[0] > 0, x, x)], ids=["clone", "where"]
 )
-def test_a_copy_that_nobody_needs_does_not_take_the_one_that_resolves_with_it(
-    copy: Any, lowering: Any
-) -> None:
+def test_a_copy_that_nobody_needs_does_not_take_the_one_that_resolves_with_it(copy: Any) -> None:
     """The first copy is dropped; the view of it is one of the slot then, and still has to be resolved."""
 
     def step(state: Any, x: Tensor) -> Any:

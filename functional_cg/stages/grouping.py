@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from ..shards.collectives import ALL_REDUCE, GATHER, REDUCE_SCATTER
-from .program import Instr, Var, vars_in
+from .program import Instr, Var, vars_in, written_storages
 
 __all__ = ["group_collectives", "groups", "is_launch"]
 
@@ -87,7 +87,7 @@ class _Moves:
 
 def _gathers(instrs: list[Instr], limit: int, ahead: int) -> list[Instr]:
     maker = {var: place for place, instr in enumerate(instrs) for var in instr.outputs()}
-    written = {var.storage for instr in instrs for var in instr.writes}
+    written = written_storages(instrs)
     moves = _Moves()
     for section in _sections(instrs, GATHER):
         runs = [[section[i] for i in run] for run in groups([item.nbytes for item in section], limit)]
@@ -105,7 +105,7 @@ def _gathers(instrs: list[Instr], limit: int, ahead: int) -> list[Instr]:
 
 
 def _reductions(instrs: list[Instr], limit: int) -> list[Instr]:
-    written = {var.storage for instr in instrs for var in instr.writes}
+    written = written_storages(instrs)
     moves = _Moves()
     for section in _sections(instrs, REDUCE_SCATTER):
         for run in groups([item.nbytes for item in section], limit):
@@ -122,7 +122,7 @@ def _reductions(instrs: list[Instr], limit: int) -> list[Instr]:
 
 def _late(instrs: Sequence[Instr]) -> list[Instr]:
     """What needs a reduction's result comes after the launch of the next reduction; of the last one, at the end."""
-    written = {var.storage for instr in instrs for var in instr.writes}
+    written = written_storages(instrs)
     out: list[Instr] = []
     held: list[Instr] = []
     waiting: set[Var] = set()  # what launches and held instructions make

@@ -21,7 +21,7 @@ from ..leaf import uninterrupted
 from ..ops import UNGROUPED
 from ..source import Location
 from .fused import in_place, read_arguments, written_pairs
-from .program import Instr, Program, Var, live, map_vars, vars_in
+from .program import Instr, Program, Var, live, map_vars, vars_in, written_storages
 from .rewrite import clears, range_tensor
 
 __all__ = ["AtenPlan", "Buffers", "ExecutionPlan", "Run", "Schedule", "live_instrs", "lower_aten", "schedule"]
@@ -115,7 +115,7 @@ def schedule(program: Program, *, fuse: bool = True) -> Schedule:
     for position, var in enumerate(plan.outputs):
         if var.storage in shared or uses[var.storage] > 1 or not var.fills:
             plan.cloned.add(position)
-    written = {var.storage for instr in plan.head for var in instr.writes}
+    written = written_storages(plan.head)
     plan.written_constants = {i for i, c in enumerate(program.constants) if c.var.storage in written}
     return plan
 

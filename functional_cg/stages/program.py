@@ -16,7 +16,18 @@ from ..arena import BufferSpec
 from ..source import Location
 from ..tree import KeyPath, Treedef
 
-__all__ = ["Constant", "Instr", "Program", "SlotRange", "Var", "highest", "live", "map_vars", "vars_in"]
+__all__ = [
+    "Constant",
+    "Instr",
+    "Program",
+    "SlotRange",
+    "Var",
+    "highest",
+    "live",
+    "map_vars",
+    "vars_in",
+    "written_storages",
+]
 
 
 @dataclass(eq=False, slots=True)
@@ -179,6 +190,11 @@ def highest(program: Program) -> tuple[int, int]:
     known += [*program.slots, *program.inputs, *(c.var for c in program.constants)]
     known += [one.var for one in program.ranges]
     return max((var.index for var in known), default=-1), max((var.storage for var in known), default=-1)
+
+
+def written_storages(instrs: Iterable[Instr]) -> set[int]:
+    """Numbers of the storages that some call writes in place."""
+    return {var.storage for instr in instrs for var in instr.writes}
 
 
 def live(instrs: Sequence[Instr], results: Iterable[Var]) -> tuple[list[Instr], set[Var]]:

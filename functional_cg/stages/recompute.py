@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from .program import Instr, Program, Var, highest, map_vars
+from .program import Instr, Program, Var, highest, map_vars, written_storages
 
 __all__ = ["keep_as_buffers", "recompute"]
 
@@ -127,7 +127,7 @@ class _Lives:
             first,
             last,
             size,
-            {var.storage for instr in instrs for var in instr.writes},
+            written_storages(instrs),
         )
 
 

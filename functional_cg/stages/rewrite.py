@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .program import Instr, Program, SlotRange, Var, highest, map_vars
+from .program import Instr, Program, SlotRange, Var, highest, map_vars, written_storages
 
 __all__ = ["clears", "range_tensor", "rewrite"]
 
@@ -77,7 +77,7 @@ def _drop_detaches(program: Program, renamed: dict[Var, Var]) -> None:
 
 def _drop_copies(program: Program, renamed: dict[Var, Var]) -> None:
     """Drop copies that nobody writes, of tensors that nobody writes; clones only if they do not leave the step."""
-    written = {var.storage for instr in program.instrs for var in instr.writes}
+    written = written_storages(program.instrs)
     # A copy of a conjugated view is what resolves it, for kernels that do not read such a view.
     kept_sources = written | {
         instr.out.storage for instr in program.instrs if instr.op in _LAZY and isinstance(instr.out, Var)
@@ -101,7 +101,7 @@ def _drop_copies(program: Program, renamed: dict[Var, Var]) -> None:
 
 
 def _copied(instr: Instr) -> Var | None:
-    """What a call returns the values of."""
+    """What a call returns unchanged, if that is all it does."""
     if instr.op is _CLONE:
         return instr.args[0]  # type: ignore[no-any-return]
     if instr.op is _WHERE and instr.args[1] is instr.args[2]:
@@ -121,7 +121,7 @@ def _is_superfluous(source: Var, copy: Var, kept_sources: set[int], kept_copies:
 
 def _alias_roles(program: Program, renamed: dict[Var, Var]) -> None:
     """Make ravelled roles variables of their own."""
-    written = {var.storage for instr in program.instrs for var in instr.writes}
+    written = written_storages(program.instrs)
     zeros = {
         instr.out
         for instr in program.instrs
@@ -228,7 +228,7 @@ def _as_vector(
         return None
     if calls[0].op is torch.ops.aten.as_strided.default:
         return _common_base(known, calls)
-    if calls[0].op is not torch.ops.aten.where.self:
+    if calls[0].op is not _WHERE:
         return None
     condition = calls[0].args[0]
     if condition.spec.shape or any(call.args[0] is not condition for call in calls):
@@ -237,7 +237,7 @@ def _as_vector(
     if yes is None or no is None or yes.spec != no.spec:
         return None
     # The vector is chosen at the end of the step: nobody may write what is chosen from, or what was chosen.
-    written = {var.storage for instr in program.instrs for var in instr.writes}
+    written = written_storages(program.instrs)
     if not written.isdisjoint(var.storage for var in (condition, yes, no, *(call.out for call in calls))):
         return None
     index, storage = highest(program)

@@ -485,8 +485,3 @@ def _refuse_changed_result(first: Program, second: Program) -> None:
             why="A Python value among the metrics comes back as it was at the trace.",
             fix="return a tensor, or count outside of the step.",
         )
-
-
-def written_storages(program: Program) -> set[int]:
-    """Numbers of the storages that some call writes in place."""
-    return {var.storage for instr in program.instrs for var in instr.writes}
