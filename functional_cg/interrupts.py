@@ -14,7 +14,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 __all__ = ["Deferred", "held_back"]
 
@@ -55,11 +55,14 @@ def held_back() -> Iterator[Callable[[], None]]:
 
 
 class Deferred:
-    """Hold Ctrl-C back inside of the block and deliver it at its end; for blocks of microseconds, at each call."""
+    """Hold Ctrl-C back inside of the block, and deliver it once at its end; for short blocks, at each call.
+
+    The second one waits, too. Where the block raises, its error comes in place of Ctrl-C.
+    """
 
     __slots__ = ("_handler", "_waiting")
 
-    def __enter__(self) -> Self:
+    def __enter__(self) -> None:
         self._waiting: list[tuple[int, Any]] = []
         self._handler: Any = None
         if threading.current_thread() is threading.main_thread():  # no other is interrupted
@@ -67,7 +70,6 @@ class Deferred:
             if callable(handler):
                 self._handler = handler
                 _signal.signal(signal.SIGINT, self._hold)
-        return self
 
     def _hold(self, number: int, frame: Any) -> None:
         self._waiting.append((number, frame))

@@ -30,7 +30,8 @@ BATCHES = 4
 _LOSSES = 5
 WARM_UPS = 3
 _ROUNDS = 10
-_HOST_CALLS, _HOST_MS = (5, 300), 600  # least and most calls, and about how long they may take
+_HOST_CALLS = (5, 300)  # at least and at most
+_HOST_MS = 600  # about how long they may take
 _COPIED = (2**28, 2**25)  # bytes, on a GPU and on a CPU: beyond their caches, to find the rate of a copy
 _PRODUCT = (4096, 512)  # and of a product
 
@@ -218,12 +219,11 @@ def in_turns(systems: Sequence[System], steps: int) -> list[Samples]:
 
 
 def _host_us(systems: Sequence[System], calls: int) -> list[float]:
-    """Median time until a call returns while the device is idle, of systems in turns."""
+    """Median time until a call returns while the device is idle, of systems in turns; it is idle at the beginning."""
     times: list[list[float]] = [[] for _ in systems]
     for i in range(calls):
         for system, spent in zip(systems, times, strict=True):
             batch = system.batches[i % len(system.batches)]
-            system.wait()
             start = time.perf_counter()
             system.step(batch)
             spent.append(time.perf_counter() - start)
@@ -293,11 +293,13 @@ def bench(
 
 def _fill(row: Row, system: System, ours: System | None, steps: int) -> None:
     both = [system] if ours is None else [ours, system]
-    *first, row.ms = in_turns(both, steps)
-    calls = min(steps, int(_HOST_MS / row.ms.median))
-    *first_us, row.host_us = _host_us(both, min(max(calls, _HOST_CALLS[0]), _HOST_CALLS[1]))
-    if first:
-        (row.ours_ms,), (row.ours_host_us,) = first, first_us
+    times = in_turns(both, steps)
+    row.ms = times[-1]
+    least, most = _HOST_CALLS
+    host_us = _host_us(both, max(least, min(most, steps, int(_HOST_MS / row.ms.median))))
+    row.host_us = host_us[-1]
+    if ours is not None:
+        row.ours_ms, row.ours_host_us = times[0], host_us[0]
         row.ratio = row.ms.median / row.ours_ms.median
         row.host_ratio = row.host_us / row.ours_host_us
     row.counts = system.counts()
