@@ -130,9 +130,8 @@ def test_products_and_memory() -> None:
 
 @pytest.mark.parametrize(("kind", "again"), [("plain", 0), ("all again", 1)])
 def test_the_compiler_does_not_merge_the_two_runs(kind: str, again: int) -> None:
-    step = fcg.graph_step(
-        train_step(kind, without_dropout), lowering="inductor"
-    )  # masks take a compiler seconds
+    """Without masks, which take a compiler seconds."""
+    step = fcg.graph_step(train_step(kind, without_dropout), lowering="inductor")
     _, codes = run_and_get_code(step, a_state(), torch.randn(256, 16))
     products = sum(code.count("extern_kernels.mm(") + code.count("extern_kernels.addmm(") for code in codes)
     assert products == (6 + again) * LAYERS - 1
