@@ -596,6 +596,20 @@ def test_ctrl_c_in_a_replay_on_the_host_waits_for_its_end() -> None:
 
 
 @on_the_main_thread
+def test_ctrl_c_in_a_replay_on_the_host_reaches_a_handler_of_the_users_once() -> None:
+    heard: list[int] = []
+    before = signal.signal(signal.SIGINT, lambda number, frame: heard.append(number))
+    try:
+        with Deferred():
+            signal.raise_signal(signal.SIGINT)
+            signal.raise_signal(signal.SIGINT)
+            assert not heard
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert heard == [signal.SIGINT]
+
+
+@on_the_main_thread
 @pytest.mark.parametrize("handler", [signal.SIG_IGN, signal.SIG_DFL], ids=["ignored", "default"])
 def test_a_handler_that_is_not_pythons_stays(handler: Any) -> None:
     before = signal.signal(signal.SIGINT, handler)
