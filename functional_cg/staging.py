@@ -19,7 +19,6 @@ from .streams import current_stream
 __all__ = ["Staging"]
 
 _RING_DEPTH = 3
-_FEW = 3  # as many single copies cost less than one grouped copy
 
 
 class Staging:
@@ -46,15 +45,21 @@ class Staging:
             self.fill(leaves)
             return
         host = [i for i, leaf in enumerate(leaves) if leaf.is_cpu]
-        if self._singly or len(leaves) - len(host) <= _FEW:
-            for slot, leaf in zip(self.slots, leaves, strict=True):
-                if not leaf.is_cpu:
-                    slot.copy_(leaf)
+        if not host:
+            self._copy(self.slots, leaves)
+            return
+        here = [i for i, leaf in enumerate(leaves) if not leaf.is_cpu]
+        if here:
+            self._copy([self.slots[i] for i in here], [leaves[i] for i in here])
+        self._pinned_slot().send(host, leaves, self.arena)
+
+    def _copy(self, slots: Sequence[Tensor], leaves: Sequence[Tensor]) -> None:
+        """Copy on the device: two leaves in one launch take half as long as one by one."""
+        if self._singly:
+            for slot, leaf in zip(slots, leaves, strict=True):
+                slot.copy_(leaf)
         else:
-            there = [i for i, leaf in enumerate(leaves) if not leaf.is_cpu]
-            torch._foreach_copy_([self.slots[i] for i in there], [leaves[i] for i in there])
-        if host:
-            self._pinned_slot().send(host, leaves, self.arena)
+            torch._foreach_copy_(slots, leaves)
 
     def fill(self, leaves: Sequence[Tensor]) -> None:
         """Copy leaves into the static buffers at once, where work is never queued."""

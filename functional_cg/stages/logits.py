@@ -3,7 +3,10 @@
 The gradient of a cross-entropy is as large as the logits and could take their memory, if nothing read them afterwards.
 A compiler computes it in the pass over the rows that finds their maxima, and the loss itself later, from the logits of
 the targets: so both stay. Picked before that pass, the targets' logits are a short vector. That it comes before is sure
-only where the gradient needs it: so the gradient gets its targets from the same op. Same operations on the same values.
+only where the gradient needs it: so the gradient gets its targets from the same op.
+
+The gradient of log-probabilities needs sums over rows of the loss's own gradient, in which one element is not zero.
+That element is the sum, and is known without a pass over the row. Same operations on the same values.
 """
 
 from __future__ import annotations
@@ -21,6 +24,7 @@ __all__ = ["ON_LOGITS", "has_large_logits", "read_targets_first"]
 _LARGE = 2**25  # bytes
 _aten = torch.ops.aten
 _VIEWS = frozenset({_aten.view.default, _aten._unsafe_view.default})
+_GRADIENT = _aten._log_softmax_backward_data.default
 _PRODUCTS = frozenset({_aten.mm.default, _aten.addmm.default})
 
 # An op, so that the compiler reads the logits here and not where the loss needs them.
@@ -71,10 +75,23 @@ def read_targets_first(graph: fx.Graph) -> None:
         for user in list(logp.users):
             if user.target is _aten.nll_loss_backward.default:
                 user.replace_input_with(target, again)
+                _know_sums(graph, user)
         logp.replace_all_uses_with(probabilities)
         nll.replace_all_uses_with(loss)
         graph.erase_node(nll)
         graph.erase_node(logp)
+
+
+def _know_sums(graph: fx.Graph, of_loss: fx.Node) -> None:
+    """Change the gradients that need sums over rows of the loss's own gradient."""
+    grad, _, target, weight, reduction, ignored, number = of_loss.args
+    for user in list(of_loss.users):
+        if weight is None and user.target is _GRADIENT and user.args[0] is of_loss and user.args[2] == 1:
+            with graph.inserting_before(user):
+                known = grad, target, reduction, ignored, number
+                slope = graph.call_function(_slope, (*user.args, *known))
+            user.replace_all_uses_with(slope)
+            graph.erase_node(user)
 
 
 def _product(rows: fx.Node) -> fx.Node | None:
@@ -128,4 +145,23 @@ def _loss(
     return loss / number if reduction == 1 else loss, number
 
 
-ON_LOGITS = (_picked, _log_softmax, _loss)
+def _slope(
+    of_loss: Tensor,
+    logp: Tensor,
+    dim: int,
+    dtype: torch.dtype,
+    grad: Tensor,
+    target: Tensor,
+    reduction: int,
+    ignored: int,
+    number: Tensor,
+) -> Tensor:
+    """The gradient of the logits, as inductor decomposes the op, with sums that are known."""
+    if logp.dtype is not torch.float32:
+        return _GRADIENT(of_loss, logp, dim, dtype)  # type: ignore[no-any-return]
+    each = -(grad / number if reduction == 1 else grad)
+    total = torch.where(target != ignored, each, 0).unsqueeze(dim)
+    return (of_loss - logp.exp() * total).to(dtype)
+
+
+ON_LOGITS = (_picked, _log_softmax, _loss, _slope)
