@@ -1,4 +1,4 @@
-"""The CUDA kernel of ``fcg::random_bits``; the only file that imports triton."""
+"""The CUDA kernel of ``fcg::random_bits``; beside the one of ``fcg::cross_entropy_`` the only file that imports triton."""
 
 from __future__ import annotations
 

@@ -197,6 +197,7 @@ class Arena:
       lock: Held while a call updates the arena: of two threads one wins, the other finds its state donated.
       lease: Weak reference to the state that lives here; whatever step asks, an arena serves one state at a time.
       watchers: Called when that state is gone.
+      on_cuda: Whether the device is a GPU; each call asks several times.
     """
 
     plan: Plan
@@ -209,6 +210,10 @@ class Arena:
     lock: threading.Lock = field(default_factory=threading.Lock)
     lease: weakref.ref[Any] | None = None
     watchers: list[Callable[[], None]] = field(default_factory=list)
+    on_cuda: bool = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.on_cuda = self.device.type == "cuda"
 
     @property
     def free(self) -> bool:
@@ -228,10 +233,6 @@ class Arena:
                 for slot in plan.slots
             )
         return cls(plan, slabs, slots, device, frozenset(map(storage_key, slabs)))
-
-    @property
-    def on_cuda(self) -> bool:
-        return self.device.type == "cuda"
 
     def join(self) -> None:
         """Order the current stream after the arena's last use, if that was on another one."""

@@ -42,7 +42,7 @@ def layout_matcher(
     where = (
         "{t}.is_cpu"
         if device.type == "cpu"
-        else f"({{t}}.is_cpu or {{t}}.get_device() == {device.index or 0})"
+        else f"({{t}}.get_device() == {device.index or 0} or {{t}}.is_cpu)"
     )
     live: list[str] = []
     leaves = iter(layout.leaves)

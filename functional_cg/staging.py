@@ -37,7 +37,7 @@ class Staging:
         self._turn = 0
         self._singly = any(slot.dtype in UNGROUPED for slot in self.slots)
 
-    def copy_in(self, leaves: Sequence[Tensor]) -> None:
+    def copy_in(self, leaves: list[Tensor]) -> None:
         """Copy leaves into the static buffers; the caller's memory is free again when this returns."""
         if not leaves:
             return
@@ -50,10 +50,10 @@ class Staging:
             return
         here = [i for i, leaf in enumerate(leaves) if not leaf.is_cpu]
         if here:
-            self._copy([self.slots[i] for i in here], [leaves[i] for i in here])
+            self._copy(tuple(self.slots[i] for i in here), [leaves[i] for i in here])
         self._pinned_slot().send(host, leaves, self.arena)
 
-    def _copy(self, slots: Sequence[Tensor], leaves: Sequence[Tensor]) -> None:
+    def _copy(self, slots: tuple[Tensor, ...], leaves: list[Tensor]) -> None:
         """Copy on the device: two leaves in one launch take half as long as one by one."""
         if self._singly:
             for slot, leaf in zip(slots, leaves, strict=True):
@@ -61,9 +61,9 @@ class Staging:
         else:
             torch._foreach_copy_(slots, leaves)
 
-    def fill(self, leaves: Sequence[Tensor]) -> None:
+    def fill(self, leaves: list[Tensor]) -> None:
         """Copy leaves into the static buffers at once, where work is never queued."""
-        torch._foreach_copy_(self.slots, list(leaves))
+        torch._foreach_copy_(self.slots, leaves)
 
     def _pinned_slot(self) -> _PinnedSlot:
         if len(self._ring) < _RING_DEPTH:

@@ -81,7 +81,7 @@ class Shadow:
         self,
         call: Call,
         before: Sequence[Arena],
-        live: Sequence[Tensor],
+        live: list[Tensor],
         program: Program,
         plan: ExecutionPlan,
     ) -> Any:

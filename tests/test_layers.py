@@ -33,6 +33,7 @@ ORDER = (
     "nodes",
     "tree",
     "_philox_triton",
+    "_cross_entropy_triton",
     "masking",
     "random",
     "overlap",
@@ -88,6 +89,7 @@ ORDER = (
     "stages.costs",
     "stages.formulas",
     "stages.logits",
+    "stages.cross_entropy",
     "stages.inductor",
     "stages.capture",
     "stages.poison",
@@ -119,6 +121,7 @@ ORDER = (
 # Imports inside a function: (importing module, imported module) -> why it cannot stand at the top.
 DEFERRED = {
     ("random", "_philox_triton"): "imports triton at its top, which CPU builds of torch do not bring",
+    ("stages.cross_entropy", "_cross_entropy_triton"): "the same",
     ("examples.outcome", "report"): "needs matplotlib, which a picture alone is worth",
 }
 

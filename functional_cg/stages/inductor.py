@@ -22,6 +22,7 @@ from ..arena import dense_stride
 from ..interrupts import Deferred
 from ..leaf import uninterrupted
 from ..random import decompose_random_bits
+from .cross_entropy import ON_CROSS_ENTROPY, join_gradients
 from .formulas import FORMULAS, WITH_SCALARS
 from .grouping import is_launch
 from .logits import ON_LOGITS, has_large_logits, read_targets_first
@@ -72,6 +73,7 @@ class CompiledPlan:
         self._entrance = Entrance.of(program, plan)
         self._graph = build_graph(program, plan, self._entrance)
         if device.type == "cuda" and compiler is None and has_large_logits(program):
+            join_gradients(self._graph.graph)
             read_targets_first(self._graph.graph)
             self._graph.recompile()
         self._device = device
@@ -201,6 +203,7 @@ def build_graph(program: Program, plan: Schedule, entrance: Entrance) -> fx.Grap
         if isinstance(out, Var):
             if out not in entering:  # `native_dropout` may return its argument
                 nodes[out] = value
+                value.meta["spec"] = out.spec
         elif isinstance(out, (list, tuple)):
             for i, item in enumerate(out):
                 if item is not None and not (isinstance(item, (list, tuple)) and not item):
@@ -301,7 +304,14 @@ def _sources() -> dict[str, str]:
 
     Of a graph that calls a function unknown to it, torch keeps the kernels alone, and traces it anew in each process.
     """
-    functions = (decompose_random_bits, _restrided, dense_stride, *FORMULAS.values(), *ON_LOGITS)
+    functions = (
+        decompose_random_bits,
+        _restrided,
+        dense_stride,
+        *FORMULAS.values(),
+        *ON_LOGITS,
+        *ON_CROSS_ENTROPY,
+    )
     modules = {function.__module__: inspect.getmodule(function) for function in functions}
     digests = {
         name: hashlib.sha256(inspect.getsource(module).encode()).hexdigest()

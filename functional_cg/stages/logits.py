@@ -17,13 +17,16 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from ..arena import BufferSpec
 from .program import Program
 
-__all__ = ["ON_LOGITS", "has_large_logits", "read_targets_first"]
+__all__ = [
+    "ON_LOGITS", "VIEWS", "has_large_logits", "is_large", "product_of", "read_targets_first", "writes",
+]  # fmt: skip
 
 _LARGE = 2**25  # bytes
 _aten = torch.ops.aten
-_VIEWS = frozenset({_aten.view.default, _aten._unsafe_view.default})
+VIEWS = frozenset({_aten.view.default, _aten._unsafe_view.default})
 _GRADIENT = _aten._log_softmax_backward_data.default
 _PRODUCTS = frozenset({_aten.mm.default, _aten.addmm.default})
 
@@ -49,23 +52,28 @@ _library._register_fake("pick", _pick_fake)
 def has_large_logits(program: Program) -> bool:
     """Whether a program has a cross-entropy over so many classes and rows that their memory is worth some kernels."""
     return any(
-        instr.op is _aten._log_softmax.default and instr.out.spec.nbytes >= _LARGE for instr in program.instrs
+        instr.op is _aten._log_softmax.default and is_large(instr.out.spec) for instr in program.instrs
     )
+
+
+def is_large(spec: BufferSpec) -> bool:
+    """Whether log-probabilities are worth some kernels."""
+    return spec.nbytes >= _LARGE
 
 
 def read_targets_first(graph: fx.Graph) -> None:
     """Change the cross-entropies of a graph whose logits are a matrix product."""
     place = {node: number for number, node in enumerate(graph.nodes)}
-    writes = [number for node, number in place.items() if _writes(node)]
+    written = [number for node, number in place.items() if writes(node)]
     for nll in graph.find_nodes(op="call_function", target=_aten.nll_loss_forward.default):
         logp, target, weight, reduction, ignored = nll.args
         if weight is not None or not reduction or logp.target is not _aten._log_softmax.default:
             continue
         rows, dim, widened = logp.args
-        product = _product(rows)
+        product = product_of(rows)
         if product is None or dim != 1 or place[target] > place[logp]:
             continue
-        if any(place[product] < number < place[nll] for number in writes):
+        if any(place[product] < number < place[nll] for number in written):
             continue  # what is read in another place may have another value there
         with graph.inserting_before(logp):
             picked, again = _items(graph, _picked, (product, rows, target, ignored, widened), 2)
@@ -94,16 +102,16 @@ def _know_sums(graph: fx.Graph, of_loss: fx.Node) -> None:
             graph.erase_node(user)
 
 
-def _product(rows: fx.Node) -> fx.Node | None:
+def product_of(rows: fx.Node) -> fx.Node | None:
     """The product that rows are a view of, in another dtype at most."""
     node, casts = rows, 0
-    while node.target in _VIEWS or node.target is _aten._to_copy.default:
-        casts += node.target not in _VIEWS
+    while node.target in VIEWS or node.target is _aten._to_copy.default:
+        casts += node.target not in VIEWS
         node = node.args[0]  # type: ignore[assignment]
     return node if node.target in _PRODUCTS and casts <= 1 else None
 
 
-def _writes(node: fx.Node) -> bool:
+def writes(node: fx.Node) -> bool:
     return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
 
 

@@ -153,7 +153,7 @@ def replayer(
     last = max(positions, default=-1)
     copy_in, set_donor = staging.copy_in if queued else staging.fill, object.__setattr__
 
-    def run(leaves: Sequence[Tensor], before: Sequence[Any]) -> Any:
+    def run(leaves: list[Tensor], before: Sequence[Any]) -> Any:
         for arena in joined:
             arena.join()
         if leaves:

@@ -1,0 +1,82 @@
+"""The CUDA kernel of ``fcg::cross_entropy_``.
+
+One program per row. Its first pass finds the maximum and the sum of exponentials block by block, rescaling the sum once
+a block; its second reads the row again, from the cache for the most part, and leaves the gradient in its place.
+Source of the first pass: Milakov & Gimelshein 2018, "Online normalizer calculation for softmax".
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+__all__ = ["cross_entropy_cuda"]
+
+_BLOCK = 8192
+_THREADS_PER_WARP, _ELEMENTS_PER_THREAD, _MOST_WARPS = 32, 16, 16
+
+
+@triton.jit(do_not_specialize=["ignored"])
+def _cross_entropy_kernel(rows, target, scale, losses, classes, ignored, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    right = tl.load(target + row)
+    counts = right != ignored
+    right = tl.where(counts, right, 0)
+    tl.device_assert((right >= 0) & (right < classes), "a target is no class")
+    first = rows + row * classes
+    block = tl.arange(0, BLOCK)
+    top = -float("inf")
+    sums = tl.zeros((BLOCK,), tl.float32)
+    for start in range(0, classes, BLOCK):
+        inside = start + block < classes
+        x = tl.load(first + start + block, mask=inside, other=-float("inf"), eviction_policy="evict_last").to(
+            tl.float32
+        )
+        new = tl.maximum(top, tl.max(x, 0))
+        finite = tl.where(new == -float("inf"), 0.0, new)
+        sums = sums * tl.exp(top - finite) + tl.exp(x - finite)
+        top = new
+    total = tl.log(tl.sum(sums, 0))
+    found = tl.load(first + right).to(tl.float32) - top - total
+    tl.store(losses + row, tl.where(counts, -found, 0.0))
+    factor = tl.where(counts, tl.load(scale), 0.0)
+    tl.debug_barrier()  # the target's logit is read before another thread writes there
+    for start in range(0, classes, BLOCK):
+        index = start + block
+        x = tl.load(first + index, mask=index < classes, eviction_policy="evict_first").to(tl.float32)
+        slope = tl.exp(x - top - total) * factor - tl.where(index == right, factor, 0.0)
+        tl.store(first + index, slope.to(rows.dtype.element_ty), mask=index < classes)
+
+
+def cross_entropy_cuda(
+    rows: torch.Tensor, target: torch.Tensor, scale: torch.Tensor, ignored: int
+) -> torch.Tensor:
+    """Launch the kernel: no sync, the grid depends on shapes only.
+
+    Args:
+      rows: f[n, classes], contiguous, bf16, f16 or f32; the gradient is left in it.
+      target: i64[n], contiguous.
+      scale: f32[], the gradient of a row's loss.
+      ignored: Rows with this target have neither loss nor gradient.
+    Returns:
+      f32[n], the loss of each row.
+    """
+    count, classes = rows.shape
+    losses = torch.empty(count, dtype=torch.float32, device=rows.device)
+    block = min(_BLOCK, triton.next_power_of_2(classes))
+    warps = max(1, min(_MOST_WARPS, block // (_THREADS_PER_WARP * _ELEMENTS_PER_THREAD)))
+    with torch.cuda.device(rows.device):
+        _cross_entropy_kernel[(count,)](
+            rows,
+            target,
+            scale,
+            losses,
+            classes,
+            ignored,
+            BLOCK=block,
+            num_warps=warps,
+            debug=True,  # the assertion holds
+            sanitize_overflow=False,  # and no other is added
+        )
+    return losses

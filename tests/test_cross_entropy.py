@@ -1,0 +1,253 @@
+"""A large cross-entropy and its gradient in one kernel: the kernel, and which losses of a step get it."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import textwrap
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, fx
+
+import functional_cg as fcg
+from functional_cg.stages.cross_entropy import join_gradients
+from functional_cg.stages.inductor import Entrance, build_graph
+from functional_cg.stages.lower import schedule
+
+IGNORED = -100
+ROWS, CLASSES, WIDTH = 256, 33_000, 8  # 32 MiB of log-probabilities: large enough
+OP = torch.ops.fcg.cross_entropy_.default
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)]
+
+
+# --- the kernel --------------------------------------------------------------------------------------------
+
+
+def judge(rows: Tensor, target: Tensor, scale: float, ignored: int = IGNORED) -> tuple[Tensor, Tensor]:
+    """Losses and gradient by torch, in fp64."""
+    wide = rows.double().requires_grad_()
+    losses = F.cross_entropy(wide, target, reduction="none", ignore_index=ignored)
+    return losses.detach(), torch.autograd.grad((losses * scale).sum(), wide)[0]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("classes", [1, 2, 17, 1000, 8192, 8193, 50_257])
+def test_losses_and_slopes_are_those_of_torch(device: str, dtype: torch.dtype, classes: int) -> None:
+    torch.manual_seed(classes)
+    rows = (torch.randn(9, classes) * 5).to(dtype)
+    target = torch.randint(0, classes, (9,))
+    target[[1, 4]] = IGNORED
+    expected, slopes = judge(rows, target, 0.25)
+    mine = rows.to(device)
+    scale = torch.tensor(0.25, device=device)
+    losses = OP(mine, target.to(device), scale, IGNORED)
+    # fp32 arithmetic on sums of up to 50,257 terms; the gradient is rounded to the dtype of the logits once.
+    torch.testing.assert_close(losses.double().cpu(), expected, rtol=1e-5, atol=1e-5)
+    rounding = {torch.float32: 1e-5, torch.bfloat16: 2**-8, torch.float16: 2**-11}[dtype]
+    torch.testing.assert_close(mine.double().cpu(), slopes, rtol=rounding, atol=1e-7)
+    assert mine[[1, 4]].eq(0).all()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_masked_classes_and_extreme_logits(device: str) -> None:
+    rows = torch.zeros(4, 9000)
+    rows[0, :8500] = -torch.inf  # the whole first block
+    rows[1, 5] = 3e38
+    rows[2] = -3e38
+    rows[3] = -torch.inf
+    target = torch.tensor([8999, 5, 7, 0])
+    expected, slopes = judge(rows, target, 1.0)
+    mine = rows.to(device)
+    losses = OP(mine, target.to(device), torch.ones((), device=device), IGNORED)
+    torch.testing.assert_close(losses.double().cpu(), expected, equal_nan=True)
+    torch.testing.assert_close(mine.double().cpu(), slopes, equal_nan=True)
+
+
+@pytest.mark.cuda
+def test_rows_beyond_32_bits_of_elements() -> None:
+    rows = torch.zeros(43_000, 50_304, dtype=torch.bfloat16, device="cuda")
+    target = torch.arange(43_000, device="cuda")
+    losses = OP(rows, target, torch.ones((), device="cuda"), IGNORED)
+    torch.testing.assert_close(losses, torch.full_like(losses, 50_304).log())
+    assert rows[-1, 42_999].item() == pytest.approx(-1, abs=1e-2)
+    assert rows[-1, :42_999].eq(torch.tensor(1 / 50_304).bfloat16().item()).all()
+
+
+@pytest.mark.cuda
+def test_a_target_that_is_no_class_is_an_error_on_the_device() -> None:
+    source = textwrap.dedent(f"""
+        import torch
+        import functional_cg
+        rows = torch.zeros(2, 100, device="cuda")
+        target = torch.tensor([3, 100], device="cuda")
+        torch.ops.fcg.cross_entropy_(rows, target, torch.ones((), device="cuda"), {IGNORED})
+        torch.cuda.synchronize()
+    """)
+    found = subprocess.run(
+        [sys.executable, "-c", source], capture_output=True, text=True, timeout=300, check=False
+    )
+    assert found.returncode != 0
+    assert "a target is no class" in found.stderr + found.stdout
+    assert "device-side assert" in found.stderr
+
+
+# --- which losses get it -----------------------------------------------------------------------------------
+
+
+def mean_loss(logits: Tensor, y: Tensor) -> Tensor:
+    return F.cross_entropy(logits.float(), y)
+
+
+def initial(device: str = "cpu") -> Any:
+    torch.manual_seed(0)
+    head = torch.randn(CLASSES, WIDTH) * 0.5
+    return fcg.TrainState.create(params={"head": head.to(device)}, optimizer=fcg.optim.sgd(10.0))
+
+
+def batch(seed: int, device: str = "cpu") -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    y = torch.randint(0, CLASSES, (ROWS,), generator=generator)
+    y[seed % ROWS] = IGNORED
+    return {"x": torch.randn(ROWS, WIDTH, generator=generator).to(device), "y": y.to(device)}
+
+
+def step_of(loss: Any, dtype: torch.dtype = torch.bfloat16, *, gradient: bool = True) -> Any:
+    def train_step(state: Any, batch: Any) -> Any:
+        def fn(p: Any) -> Tensor:
+            logits = batch["x"].to(dtype) @ p["head"].to(dtype).T
+            return loss(logits, batch["y"])  # type: ignore[no-any-return]
+
+        if not gradient:
+            return state, {"loss": fn(state.params)}
+        value, grads = fcg.value_and_grad(fn)(state.params)
+        return state.apply_gradients(grads), {"loss": value}
+
+    return train_step
+
+
+def graph_of(train_step: Any) -> tuple[fx.GraphModule, list[Tensor]]:
+    """What goes to the compiler, and arguments for it."""
+    state = initial()
+    lowered = fcg.graph_step(train_step, lowering="aten").lower(state, batch(3))
+    program = lowered.program
+    plan = schedule(program, fuse=False)
+    entrance = Entrance.of(program, plan)
+    values = dict(zip(program.slots, state._lease.arena.slots, strict=True))
+    given = [values[var].clone() for var in entrance.slots]
+    return build_graph(program, plan, entrance), [*given, *batch(3).values()]
+
+
+def joined(train_step: Any) -> int:
+    """How many losses of a step get the kernel; what it computes stays what it was."""
+    module, arguments = graph_of(train_step)
+    twin = [argument.clone() for argument in arguments]
+    expected = module(*twin)
+    join_gradients(module.graph)
+    module.graph.lint()
+    module.recompile()
+    found = module(*arguments)
+    for one, other in zip([*found, *arguments], [*expected, *twin], strict=True):
+        # Where a slope is rounded to bf16 the other way, the sum of a weight's gradient moves by 2**-8 of that slope.
+        torch.testing.assert_close(one, other, rtol=2e-5, atol=1e-3)
+    return len(module.graph.find_nodes(op="call_function", target=OP))
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        mean_loss,
+        lambda logits, y: F.cross_entropy(logits.float(), y, reduction="sum"),
+        lambda logits, y: F.cross_entropy(logits.float(), torch.where(y == IGNORED, 7, y), ignore_index=7),
+        lambda logits, y: F.cross_entropy(logits.view(2, -1, CLASSES).flatten(0, 1).float(), y),
+        lambda logits, y: mean_loss(logits, y) * 0.125 + 3.0,
+        lambda logits, y: mean_loss(logits, y) * (y != IGNORED).sum() / 100,
+        lambda logits, y: -mean_loss(logits, y),
+    ],
+    ids=["mean", "sum", "ignored", "views", "scaled", "scaled by the batch", "negative"],
+)  # fmt: skip
+def test_losses_that_get_it(loss: Any) -> None:
+    assert joined(step_of(loss)) == 1
+
+
+def test_logits_of_f32_get_it() -> None:
+    assert joined(step_of(mean_loss, torch.float32)) == 1
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        lambda logits, y: mean_loss(logits, y) ** 2,
+        lambda logits, y: mean_loss(logits, y) + 1e-4 * logits.float().logsumexp(1).square().mean(),
+        lambda logits, y: F.cross_entropy(logits.float(), y, label_smoothing=0.1),
+        lambda logits, y: F.cross_entropy(logits.float(), y, weight=torch.ones(CLASSES)),
+        lambda logits, y: F.cross_entropy(logits.float(), y, reduction="none").mean(),
+        lambda logits, y: F.cross_entropy(logits.float().tanh(), y),
+        lambda logits, y: mean_loss(logits[:16], y[:16]),
+        lambda logits, y: mean_loss(logits, y) + F.nll_loss(logits.float().log_softmax(-1), y),
+    ],
+    ids=["squared", "z-loss", "smooth", "weights", "by row", "soft cap", "small", "two of one"],
+)  # fmt: skip
+def test_losses_that_do_not(loss: Any) -> None:
+    assert joined(step_of(loss)) == 0
+
+
+def test_a_loss_without_gradient_is_left_alone() -> None:
+    assert joined(step_of(mean_loss, gradient=False)) == 0
+
+
+def test_logits_that_leave_the_step_are_left_alone() -> None:
+    def train_step(state: Any, batch: Any) -> Any:
+        def fn(p: Any) -> Any:
+            logits = batch["x"].bfloat16() @ p["head"].bfloat16().T
+            return mean_loss(logits, batch["y"]), logits
+
+        (value, logits), grads = fcg.value_and_grad(fn, has_aux=True)(state.params)
+        return state.apply_gradients(grads), {"loss": value, "logits": logits}
+
+    assert joined(train_step) == 0
+
+
+def test_each_of_two_losses_gets_it() -> None:
+    def train_step(state: Any, batch: Any) -> Any:
+        def fn(p: Any) -> Any:
+            head = p["head"].bfloat16().T
+            return sum(mean_loss((batch["x"] * k).bfloat16() @ head, batch["y"]) for k in (1, 2)) / 2
+
+        value, grads = fcg.value_and_grad(fn)(state.params)
+        return state.apply_gradients(grads), {"loss": value}
+
+    assert joined(train_step) == 2
+
+
+def test_compiled_it_needs_no_copy_of_the_logits() -> None:
+    from torch._inductor import standalone_compile
+    from torch._inductor.utils import run_and_get_code
+
+    module, arguments = graph_of(step_of(mean_loss))
+    join_gradients(module.graph)
+    module.recompile()
+    compiled = lambda: standalone_compile(module, arguments, dynamic_shapes="from_example_inputs")  # noqa: E731
+    with torch.no_grad():
+        _, (code,) = run_and_get_code(lambda: compiled()(*arguments))
+    assert code.count(f"({ROWS}, {CLASSES}), ({CLASSES}, 1), torch.bfloat16)") == 1
+    assert code.count("cross_entropy_.default(buf") == 1
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_a_captured_step_is_within_rounding_of_the_eager_one(dtype: torch.dtype) -> None:
+    step = fcg.graph_step(step_of(mean_loss, dtype))
+    state, twin = initial("cuda"), initial("cuda")
+    for seed in range(16):
+        state, metrics = step(state, batch(seed, "cuda"))
+        twin, expected = step.eager(twin, batch(seed, "cuda"))
+        torch.testing.assert_close(metrics["loss"], expected["loss"], rtol=1e-4, atol=1e-5)
+    assert step.stats.replays == 16
+    assert "cross_entropy_" in step.lower(state, batch(0, "cuda")).plan.as_text()
+    torch.testing.assert_close(
+        state.params["head"].clone(), twin.params["head"].clone(), rtol=1e-2, atol=2e-2
+    )
