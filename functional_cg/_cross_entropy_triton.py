@@ -1,7 +1,7 @@
 """The CUDA kernel of ``fcg::cross_entropy_``.
 
 One program per row. Its first pass finds the maximum and the sum of exponentials block by block, rescaling the sum once
-a block; its second reads the row again, from the cache for the most part, and leaves the gradient in its place.
+a block; its second reads the row again, backwards, from the cache for the most part, and leaves the gradient there.
 Source of the first pass: Milakov & Gimelshein 2018, "Online normalizer calculation for softmax".
 """
 
@@ -14,7 +14,7 @@ import triton.language as tl
 __all__ = ["cross_entropy_cuda"]
 
 _BLOCK = 8192
-_THREADS_PER_WARP, _ELEMENTS_PER_THREAD, _MOST_WARPS = 32, 16, 16
+_ELEMENTS_PER_WARP, _MOST_WARPS = 1024, 8
 
 
 @triton.jit(do_not_specialize=["ignored"])
@@ -42,8 +42,9 @@ def _cross_entropy_kernel(rows, target, scale, losses, classes, ignored, BLOCK: 
     tl.store(losses + row, tl.where(counts, -found, 0.0))
     factor = tl.where(counts, tl.load(scale), 0.0)
     tl.debug_barrier()  # the target's logit is read before another thread writes there
-    for start in range(0, classes, BLOCK):
-        index = start + block
+    last = (classes - 1) // BLOCK
+    for back in range(last + 1):
+        index = (last - back) * BLOCK + block
         x = tl.load(first + index, mask=index < classes, eviction_policy="evict_first").to(tl.float32)
         slope = tl.exp(x - top - total) * factor - tl.where(index == right, factor, 0.0)
         tl.store(first + index, slope.to(rows.dtype.element_ty), mask=index < classes)
@@ -65,7 +66,7 @@ def cross_entropy_cuda(
     count, classes = rows.shape
     losses = torch.empty(count, dtype=torch.float32, device=rows.device)
     block = min(_BLOCK, triton.next_power_of_2(classes))
-    warps = max(1, min(_MOST_WARPS, block // (_THREADS_PER_WARP * _ELEMENTS_PER_THREAD)))
+    warps = max(1, min(_MOST_WARPS, block // _ELEMENTS_PER_WARP))
     with torch.cuda.device(rows.device):
         _cross_entropy_kernel[(count,)](
             rows,

@@ -1,4 +1,4 @@
-"""The CUDA kernel of ``fcg::random_bits``; beside the one of ``fcg::cross_entropy_`` the only file that imports triton."""
+"""The CUDA kernel of ``fcg::random_bits``; it and ``_cross_entropy_triton`` are the files that import triton."""
 
 from __future__ import annotations
 
