@@ -10,12 +10,11 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, fx
+from torch import Tensor
 
 import functional_cg as fcg
 from functional_cg.stages.cross_entropy import join_gradients
-from functional_cg.stages.inductor import Entrance, build_graph
-from functional_cg.stages.lower import schedule
+from tests.compiled_graphs import assert_same_results, graph_of
 
 IGNORED = -100
 ROWS, CLASSES, WIDTH = 256, 33_000, 8  # 32 MiB of log-probabilities: large enough
@@ -129,30 +128,11 @@ def step_of(loss: Any, dtype: torch.dtype = torch.bfloat16, *, gradient: bool = 
     return train_step
 
 
-def graph_of(train_step: Any) -> tuple[fx.GraphModule, list[Tensor]]:
-    """What goes to the compiler, and arguments for it."""
-    state = initial()
-    lowered = fcg.graph_step(train_step, lowering="aten").lower(state, batch(3))
-    program = lowered.program
-    plan = schedule(program, fuse=False)
-    entrance = Entrance.of(program, plan)
-    values = dict(zip(program.slots, state._lease.arena.slots, strict=True))
-    given = [values[var].clone() for var in entrance.slots]
-    return build_graph(program, plan, entrance), [*given, *batch(3).values()]
-
-
 def joined(train_step: Any) -> int:
     """How many losses of a step get the kernel; what it computes stays what it was."""
-    module, arguments = graph_of(train_step)
-    twin = [argument.clone() for argument in arguments]
-    expected = module(*twin)
-    join_gradients(module.graph)
-    module.graph.lint()
-    module.recompile()
-    found = module(*arguments)
-    for one, other in zip([*found, *arguments], [*expected, *twin], strict=True):
-        # Where a slope is rounded to bf16 the other way, the sum of a weight's gradient moves by 2**-8 of that slope.
-        torch.testing.assert_close(one, other, rtol=2e-5, atol=1e-3)
+    module, arguments = graph_of(train_step, initial(), batch(3))
+    # Where a slope is rounded to bf16 the other way, the sum of a weight's gradient moves by 2**-8 of that slope.
+    assert_same_results(module, arguments, join_gradients, rtol=2e-5, atol=1e-3)
     return len(module.graph.find_nodes(op="call_function", target=OP))
 
 
@@ -227,7 +207,7 @@ def test_compiled_it_needs_no_copy_of_the_logits() -> None:
     from torch._inductor import standalone_compile
     from torch._inductor.utils import run_and_get_code
 
-    module, arguments = graph_of(step_of(mean_loss))
+    module, arguments = graph_of(step_of(mean_loss), initial(), batch(3))
     join_gradients(module.graph)
     module.recompile()
     compiled = lambda: standalone_compile(module, arguments, dynamic_shapes="from_example_inputs")  # noqa: E731

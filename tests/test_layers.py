@@ -90,6 +90,7 @@ ORDER = (
     "stages.formulas",
     "stages.logits",
     "stages.cross_entropy",
+    "stages.products",
     "stages.inductor",
     "stages.capture",
     "stages.poison",

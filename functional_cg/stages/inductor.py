@@ -27,6 +27,7 @@ from .formulas import FORMULAS, WITH_SCALARS
 from .grouping import is_launch
 from .logits import ON_LOGITS, has_large_logits, read_targets_first
 from .lower import Before, Buffers, Run, Schedule, schedule
+from .products import batch_gradients, join_relus
 from .program import Instr, Program, SlotRange, Var, map_vars
 from .recompute import keep_as_buffers, recompute
 from .rewrite import clears, range_tensor
@@ -72,7 +73,14 @@ class CompiledPlan:
         self.compiled = True
         self._entrance = Entrance.of(program, plan)
         self._graph = build_graph(program, plan, self._entrance)
-        if device.type == "cuda" and compiler is None and has_large_logits(program):
+        self._in_order = any(is_launch(instr) for instr in program.instrs)
+        on_gpu = device.type == "cuda" and compiler is None
+        self._small = on_gpu and not self._in_order and _largest(program) <= _SMALL
+        if self._small:
+            join_relus(self._graph.graph)
+            batch_gradients(self._graph.graph)
+            self._graph.recompile()
+        elif on_gpu and has_large_logits(program):
             join_gradients(self._graph.graph)
             read_targets_first(self._graph.graph)
             self._graph.recompile()
@@ -119,9 +127,9 @@ class CompiledPlan:
 
             options = {**_INDUCTOR_OPTIONS, "unsafe_marked_cacheable_functions": _sources()}
             options |= _ON_HOST if self._device.type == "cpu" else _ON_GPU
-            if any(is_launch(instr) for instr in self._program.instrs):
+            if self._in_order:
                 options |= _IN_ORDER
-            elif self._device.type == "cuda" and _largest(self._program) <= _SMALL:
+            elif self._small:
                 options |= _TOGETHER
             if torch.are_deterministic_algorithms_enabled():
                 options["deterministic"] = True  # no variant of a reduction is chosen by timing it
@@ -179,11 +187,15 @@ class Entrance:
 
 
 def build_graph(program: Program, plan: Schedule, entrance: Entrance) -> fx.GraphModule:
-    """The program as an FX graph: placeholders are the state, inputs, constants; outputs are the metrics."""
+    """The program as an FX graph: placeholders are the state, inputs, constants; outputs are the metrics.
+
+    What a variable is stands in its node's ``meta["spec"]``.
+    """
     graph = fx.Graph()
     nodes: dict[Var, fx.Node] = {}
     for var in [*entrance.slots, *program.inputs, *(c.var for c in program.constants)]:
         nodes[var] = graph.placeholder(repr(var))
+        nodes[var].meta["spec"] = var.spec
     for leaf, (vector, at) in entrance.windows.items():
         nodes[leaf] = graph.call_function(_restrided, (nodes[vector], leaf.spec.shape, leaf.spec.stride, at))
     for known in entrance.gathered:
