@@ -276,6 +276,40 @@ def test_lazy_and_strided_views_are_resolved(leaf: Tensor) -> None:
     assert staging.slots[0].tolist() == leaf.tolist()
 
 
+def bits(tensor: Tensor) -> list[int]:
+    flat = tensor.cpu().resolve_neg().reshape(-1).contiguous()
+    return flat.view(torch.uint8).tolist() if flat.numel() else []
+
+
+JOINED = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.uint8, torch.bool)
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("dtype", [*JOINED, torch.uint16, torch.complex64, torch.float8_e5m2], ids=str)
+@pytest.mark.parametrize(
+    "shapes",
+    [[(64, 64), (64, 64)], [(8192,), (0, 3), (3, 4096), (2, 2, 1024)], [(), ()], [(5,), (3, 3)], [(64, 64)] * 9],
+    ids=["two", "an empty one", "scalars", "gaps", "many"],
+)  # fmt: skip
+def test_what_is_on_the_device_is_copied_in_bit_for_bit(dtype: torch.dtype, shapes: Any) -> None:
+    cuda = torch.device("cuda", 0)
+    live, strided = [], []
+    for shape in shapes:
+        pairs = torch.randn(*shape, 2, device=cuda).mul(9).abs().to(dtype)
+        strided.append(pairs[..., 0])
+        live.append(pairs.cpu()[..., 1].contiguous().cuda())
+    layout, _ = input_layout(["batch"], ((live,), {}), cuda)
+    staging = Staging(layout.specs, cuda)
+    negative = [torch._neg_view(leaf) for leaf in live] if dtype in JOINED[:4] else live
+    for leaves in (live, strided, [*live[:1], *strided[1:]], [*live[:-1], live[-1].cpu()], negative, live):
+        for slot in staging.slots:
+            slot.zero_()
+        staging.copy_in(leaves)
+        torch.cuda.synchronize()
+        for slot, leaf in zip(staging.slots, leaves, strict=True):
+            assert bits(slot) == bits(leaf)
+
+
 def test_inference_tensors_are_inputs() -> None:
     with torch.inference_mode():
         x = torch.ones(2)
