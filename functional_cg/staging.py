@@ -44,7 +44,7 @@ class Staging:
         self._ring: list[_PinnedSlot] = []
         self._turn = 0
         self._singly = any(slot.dtype in UNGROUPED for slot in self.slots)
-        self._vector = _as_vector(self.arena)
+        self._rows = _as_rows(self.arena)
 
     def copy_in(self, leaves: list[Tensor]) -> None:
         """Copy leaves into the static buffers; the caller's memory is free again when this returns."""
@@ -54,8 +54,8 @@ class Staging:
             self.fill(leaves)
             return
         host = [i for i, leaf in enumerate(leaves) if leaf.is_cpu]
-        if not host and self._vector is not None and all(leaf.is_contiguous() for leaf in leaves):
-            torch.cat([leaf.view(-1) for leaf in leaves], out=self._vector)
+        if not host and self._rows is not None:
+            torch.cat(leaves, out=self._rows)
             return
         here = [i for i, leaf in enumerate(leaves) if not leaf.is_cpu]
         if self._singly or len(here) <= _FEW:
@@ -78,20 +78,21 @@ class Staging:
         return self._ring[self._turn]
 
 
-def _as_vector(arena: Arena) -> Tensor | None:
-    """Several slots as one vector, if they lie in one slab without gaps: one launch fills it.
+def _as_rows(arena: Arena) -> Tensor | None:
+    """Several slots as the rows of one tensor, if they lie in one slab without gaps: one launch fills them.
 
-    A grouped copy is one launch, too, but has one block of threads for a tensor of 65,536 elements: it takes 9 us on an
+    A grouped copy is one launch, too, but has one block of threads for a tensor of 65,536 elements: it takes 8 us on an
     H100 where single copies take 1 us each.
     """
-    if len(arena.slots) < 2 or len(arena.slabs) != 1 or arena.slabs[0].dtype not in _JOINED:
+    slots = arena.slots
+    if len(slots) < 2 or len(arena.slabs) != 1 or arena.slabs[0].dtype not in _JOINED:
         return None
-    end = 0
-    for slot, tensor in zip(arena.plan.slots, arena.slots, strict=True):
-        if slot.offset != end or not tensor.is_contiguous():
+    end, shape = 0, slots[0].shape[1:]
+    for place, slot in zip(arena.plan.slots, slots, strict=True):
+        if place.offset != end or not slot.dim() or slot.shape[1:] != shape or not slot.is_contiguous():
             return None
-        end += slot.spec.numel
-    return arena.slabs[0][:end]
+        end += slot.numel()
+    return arena.slabs[0][:end].view(-1, *shape) if end else None
 
 
 class _PinnedSlot:

@@ -288,8 +288,11 @@ JOINED = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int
 @pytest.mark.parametrize("dtype", [*JOINED, torch.uint16, torch.complex64, torch.float8_e5m2], ids=str)
 @pytest.mark.parametrize(
     "shapes",
-    [[(64, 64), (64, 64)], [(8192,), (0, 3), (3, 4096), (2, 2, 1024)], [(), ()], [(5,), (3, 3)], [(64, 64)] * 9],
-    ids=["two", "an empty one", "scalars", "gaps", "many"],
+    [
+        [(64, 64), (64, 64)], [(8, 1024), (0, 1024), (3, 1024)], [(8192,), (1024,)], [(8192,), (3, 4096)], [(), ()],
+        [(0, 3), (0, 3)], [(5,), (3,)], [(64, 64)] * 9,
+    ],
+    ids=["two", "an empty one", "vectors", "other rows", "scalars", "nothing", "gaps", "many"],
 )  # fmt: skip
 def test_what_is_on_the_device_is_copied_in_bit_for_bit(dtype: torch.dtype, shapes: Any) -> None:
     cuda = torch.device("cuda", 0)
