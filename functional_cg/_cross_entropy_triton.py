@@ -57,7 +57,7 @@ def cross_entropy_cuda(
 
     Args:
       rows: f[n, classes], contiguous, bf16, f16 or f32; the gradient is left in it.
-      target: i64[n], contiguous.
+      target: i64[n].
       scale: f32[], the gradient of a row's loss.
       ignored: Rows with this target have neither loss nor gradient.
     Returns:
@@ -70,7 +70,7 @@ def cross_entropy_cuda(
     with torch.cuda.device(rows.device):
         _cross_entropy_kernel[(count,)](
             rows,
-            target,
+            target.contiguous(),
             scale,
             losses,
             classes,

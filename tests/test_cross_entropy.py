@@ -52,6 +52,17 @@ def test_losses_and_slopes_are_those_of_torch(device: str, dtype: torch.dtype, c
 
 
 @pytest.mark.parametrize("device", DEVICES)
+def test_targets_may_be_a_column(device: str) -> None:
+    torch.manual_seed(0)
+    rows, target = torch.randn(9, 50), torch.randint(0, 50, (9, 3))[:, 1]
+    expected, slopes = judge(rows, target, 1.0)
+    mine = rows.to(device)
+    losses = OP(mine, target.to(device), torch.ones((), device=device), IGNORED)
+    torch.testing.assert_close(losses.double().cpu(), expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(mine.double().cpu(), slopes, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("device", DEVICES)
 def test_masked_classes_and_extreme_logits(device: str) -> None:
     rows = torch.zeros(4, 9000)
     rows[0, :8500] = -torch.inf  # the whole first block
@@ -175,6 +186,16 @@ def test_losses_that_do_not(loss: Any) -> None:
     assert joined(step_of(loss)) == 0
 
 
+def test_a_gradient_that_takes_many_calls_is_not_computed_earlier() -> None:
+    def loss(logits: Tensor, y: Tensor) -> Tensor:
+        value, h = mean_loss(logits, y), y.double()
+        for _ in range(40):
+            h = h + torch.tanh(h)  # 2**40 ways lead to the first
+        return value * h.mean().float().detach()
+
+    assert joined(step_of(loss)) == 0
+
+
 def test_a_loss_without_gradient_is_left_alone() -> None:
     assert joined(step_of(mean_loss, gradient=False)) == 0
 
@@ -187,6 +208,17 @@ def test_logits_that_leave_the_step_are_left_alone() -> None:
 
         (value, logits), grads = fcg.value_and_grad(fn, has_aux=True)(state.params)
         return state.apply_gradients(grads), {"loss": value, "logits": logits}
+
+    assert joined(train_step) == 0
+
+
+def test_a_gradient_that_is_cast_twice_is_left_alone() -> None:
+    def train_step(state: Any, batch: Any) -> Any:
+        logits = batch["x"].bfloat16() @ state.params["head"].bfloat16().T
+        value, (slope,) = fcg.value_and_grad(lambda z: mean_loss(z[0], batch["y"]))((logits.float(),))
+        kept, changed = slope.bfloat16(), slope.bfloat16()
+        changed[0].mul_(0.0)
+        return state, {"loss": value, "kept": kept.float().sum(0), "changed": changed.float().sum(0)}
 
     assert joined(train_step) == 0
 

@@ -24,6 +24,7 @@ _aten = torch.ops.aten
 _CAST = _aten._to_copy.default
 _GRADIENT = _aten._log_softmax_backward_data.default
 _LIKE: Mapping[Any, float] = MappingProxyType({_aten.ones_like.default: 1.0, _aten.zeros_like.default: 0.0})
+_FEW = 16  # calls that a gradient of the loss may take
 _DTYPES = frozenset({torch.bfloat16, torch.float16, torch.float32})
 
 _library = torch.library.Library("fcg", "FRAGMENT")
@@ -114,7 +115,8 @@ def _loss_of(nll: fx.Node) -> _Loss | None:
     results = tuple(slope.users) if rows is not read else (slope,)
     spec = rows.meta["spec"]
     fits = (
-        slope.args[:3] == (backward, logp, 1)
+        len(results) == 1
+        and slope.args[:3] == (backward, logp, 1)
         and set(logp.users) == {nll, backward, slope}
         and logp.meta["spec"].dtype is torch.float32
         and spec.dtype in _DTYPES
@@ -156,20 +158,39 @@ def _join(graph: fx.Graph, loss: _Loss, place: Mapping[fx.Node, int]) -> None:
 
 
 def _before(graph: fx.Graph, node: fx.Node, place: Mapping[fx.Node, int], end: int) -> fx.Node | None:
-    """The value of a node, computed before a place; None if it is not known there."""
-    if place.get(node, end) < end:
-        return node
-    value = _LIKE.get(node.target)
-    if value is not None:
-        spec = node.meta["spec"]
-        options = {"dtype": spec.dtype, "device": spec.device}
-        return graph.call_function(_aten.full.default, (list(spec.shape), value), options)
-    if not isinstance(node.target, torch._ops.OpOverload) or writes(node):
-        return None
-    made = {needed: _before(graph, needed, place, end) for needed in node.all_input_nodes}
-    if None in made.values() or node.target is _aten.nll_loss_forward.default:
-        return None
-    return graph.node_copy(node, made.__getitem__)
+    """The value of a node, computed before a place; None if it is not known there, or takes many calls."""
+    needed: set[fx.Node] = set()
+    front = [node]
+    while front:
+        one = front.pop()
+        if one in needed or place.get(one, end) < end:
+            continue
+        if one not in place or not _is_plain(one) or len(needed) == _FEW:
+            return None
+        needed.add(one)
+        front += [] if one.target in _LIKE else one.all_input_nodes
+    made: dict[fx.Node, fx.Node] = {}
+    for one in sorted(needed, key=place.__getitem__):
+        spec = one.meta["spec"]
+        if one.target in _LIKE:
+            options = {"dtype": spec.dtype, "device": spec.device}
+            made[one] = graph.call_function(
+                _aten.full.default, (list(spec.shape), _LIKE[one.target]), options
+            )
+        else:
+            made[one] = graph.node_copy(one, lambda known: made.get(known, known))
+    return made.get(node, node)
+
+
+def _is_plain(node: fx.Node) -> bool:
+    """Whether a call may be made earlier: no collective, nothing that writes, not the loss itself."""
+    return (
+        isinstance(node.target, torch._ops.OpOverload)
+        and node.target.namespace == "aten"
+        and node.target is not _aten.nll_loss_forward.default
+        and not writes(node)
+        and "spec" in node.meta
+    )
 
 
 def _number(target: Tensor, ignored: int) -> Tensor:

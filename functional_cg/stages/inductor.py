@@ -27,7 +27,7 @@ from .formulas import FORMULAS, WITH_SCALARS
 from .grouping import is_launch
 from .logits import ON_LOGITS, has_large_logits, read_targets_first
 from .lower import Before, Buffers, Run, Schedule, schedule
-from .products import batch_gradients, join_relus
+from .products import batch_gradients
 from .program import Instr, Program, SlotRange, Var, map_vars
 from .recompute import keep_as_buffers, recompute
 from .rewrite import clears, range_tensor
@@ -77,7 +77,6 @@ class CompiledPlan:
         on_gpu = device.type == "cuda" and compiler is None
         self._small = on_gpu and not self._in_order and _largest(program) <= _SMALL
         if self._small:
-            join_relus(self._graph.graph)
             batch_gradients(self._graph.graph)
             self._graph.recompile()
         elif on_gpu and has_large_logits(program):
