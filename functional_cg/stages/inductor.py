@@ -80,7 +80,8 @@ class CompiledPlan:
             batch_gradients(self._graph.graph)
             self._graph.recompile()
         elif on_gpu and has_large_logits(program):
-            join_gradients(self._graph.graph)
+            if not self._in_order:  # beside collectives it was not measured yet
+                join_gradients(self._graph.graph)
             read_targets_first(self._graph.graph)
             self._graph.recompile()
         self._device = device
