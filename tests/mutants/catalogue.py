@@ -99,7 +99,7 @@ MUTANTS = (
         "skips the copy-in of what lies at the address of the last call",
         (
             (
-                "        torch._foreach_copy_(self.slots, list(leaves))\n",
+                "        torch._foreach_copy_(self.slots, leaves)\n",
                 (
                     '        seen = self.__dict__.setdefault("seen", {})\n'
                     "        for i, leaf in enumerate(leaves):\n"
@@ -109,12 +109,13 @@ MUTANTS = (
                 ),
             ),
             (
-                "                if not leaf.is_cpu:\n                    slot.copy_(leaf)\n",
+                "            for i in here:\n                self.slots[i].copy_(leaves[i])\n",
                 (
-                    '                seen = self.__dict__.setdefault("seen", {})\n'
-                    "                if not leaf.is_cpu and seen.get(id(slot)) != leaf.data_ptr():\n"
-                    "                    slot.copy_(leaf)\n"
-                    "                    seen[id(slot)] = leaf.data_ptr()\n"
+                    '            seen = self.__dict__.setdefault("seen", {})\n'
+                    "            for i in here:\n"
+                    "                if seen.get(i) != leaves[i].data_ptr():\n"
+                    "                    self.slots[i].copy_(leaves[i])\n"
+                    "                seen[i] = leaves[i].data_ptr()\n"
                 ),
             ),
         ),
