@@ -22,7 +22,7 @@ from functional_cg.bench.losses import torch_loss
 from functional_cg.bench.measure import Row, bench
 from functional_cg.bench.models import Config, LanguageModel
 from functional_cg.bench.opponents import build
-from functional_cg.bench.system import OPPONENTS, OURS, VARIANTS, Unavailable
+from functional_cg.bench.system import FEW, OPPONENTS, OURS, VARIANTS, Unavailable
 from functional_cg.bench.tables import plot, table
 from functional_cg.bench.workloads import Workload, names, workload
 from functional_cg.stages.poison import Poisoned
@@ -90,6 +90,16 @@ def test_variants_of_ours_compute_the_same_where_they_should() -> None:
         assert [row.status for row in rows] == ["ok"] * len(rows), [row.reason for row in rows]
         assert all(row.losses_agree for row in rows), [row.losses for row in rows]
         assert all(row.counts["captures"] == 1 for row in rows)
+
+
+@pytest.mark.parametrize("name", ["leaves-100-one", "leaves-100-flat", "leaves-100-each"])
+def test_the_same_step_over_ten_leaves_is_timed_in_turns_with_ours(name: str) -> None:
+    row = run(workload(name), FEW)[1]
+    assert (row.status, row.losses_agree, row.counts["captures"]) == ("ok", True, 1), row.reason
+    assert row.host_ratio is not None
+    assert row.floor_ms is None
+    assert row.notes == []
+    assert FEW not in workload(name.replace("100", "10")).systems
 
 
 @pytest.mark.parametrize("name", [*OPPONENTS, *OURS, *VARIANTS])

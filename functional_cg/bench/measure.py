@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from .opponents import build
-from .system import OURS, System, Unavailable
+from .system import FEW, OURS, System, Unavailable
 from .workloads import Batch, Workload
 
 __all__ = ["BATCHES", "WARM_UPS", "Row", "Samples", "bench", "environment", "in_turns", "start"]
@@ -271,7 +271,8 @@ def bench(
             reference = reference or row.losses
             _compare(row, reference, work.tolerance)
             _fill(row, system, ours, steps)
-            _place_above_floor(row, rows[0], work, system, device)
+            if name != FEW:  # a step over fewer leaves has a floor of its own
+                _place_above_floor(row, rows[0], work, system, device)
             if nodes and name != anchor:
                 row.nodes = _nodes(system, device)
         except Unavailable as error:

@@ -19,9 +19,9 @@ from .by_hand import by_hand, in_tensordict
 from .environment import Environment
 from .jax_systems import in_jax
 from .losses import Model, actor_outputs, torch_loss
-from .system import BETAS, EPS, OURS, VARIANTS, System, Unavailable, there, waiter
+from .system import BETAS, EPS, FEW, OURS, VARIANTS, System, Unavailable, there, waiter
 from .torch_systems import in_torch, pinned
-from .workloads import MANY_LEAVES, Batch, Workload
+from .workloads import FEW_LEAVES, MANY_LEAVES, Batch, Workload
 
 __all__ = ["build", "ours"]
 
@@ -67,7 +67,8 @@ def _ours(name: str, work: Workload, device: torch.device, batches: Sequence[Bat
         return replace(_loop(lowering, work, device), name=name)
     if name in ("ours-host", "ours-prefetch"):
         return replace(_from_host(name, lowering, work, device, batches), name=name)
-    system = ours(lowering, work, device, there(batches, device), variant=name)
+    trained = replace(work, leaves=FEW_LEAVES) if name == FEW else work
+    system = ours(lowering, trained, device, there(batches, device), variant=name)
     return replace(system, name=name)
 
 

@@ -14,6 +14,7 @@ __all__ = [
     "BETAS",
     "EPS",
     "FEEDS",
+    "FEW",
     "OPPONENTS",
     "OURS",
     "UPDATES",
@@ -30,7 +31,8 @@ OURS = ("ours", "ours-aten")
 # A recipe is clipping, a schedule and a guard together.
 UPDATES = ("ours-leaves", "ours-clip", "ours-schedule", "ours-guard", "ours-recipe")
 FEEDS = ("ours-host", "ours-prefetch")
-VARIANTS = (*UPDATES, *FEEDS)
+FEW = "ours-10-leaves"  # the same step over so few: what a call pays for each leaf is the difference
+VARIANTS = (*UPDATES, *FEEDS, FEW)
 OPPONENTS = (
     "eager", "compile", "reduce-overhead", "graphed-callables", "hand-graph", "hand-graph-compiled",
     "cudagraph-module", "jax",

@@ -14,11 +14,12 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from .system import FEEDS, OPPONENTS, OURS, UPDATES
+from .system import FEEDS, FEW, OPPONENTS, OURS, UPDATES
 
 __all__ = [
     "ACTIONS",
     "CLASSES",
+    "FEW_LEAVES",
     "MANY_LEAVES",
     "OBSERVATION",
     "Batch",
@@ -34,9 +35,11 @@ Batch = dict[str, Tensor]
 
 _INITIAL_SEED, _BATCH_SEED, _GRADIENT_SEED = 1, 2, 3
 _GPT_STD = 0.02
+FEW_LEAVES = 10
 MANY_LEAVES, MANY_FLAT_LEAVES = 200, 2000  # beyond these, no compiler gets the update of them
 CLASSES, ACTIONS = 10, 4  # of the convolutional net, and of the actor
 _PICTURE, OBSERVATION = 32, 16
+_LEAF = 4  # elements of a leaf, where it is their number that counts
 _TRAINED = (*OURS, *OPPONENTS)
 
 
@@ -88,12 +91,13 @@ class Workload:
     @property
     def systems(self) -> tuple[str, ...]:
         """The systems that there are for it."""
+        few = (FEW,) if self.leaves > FEW_LEAVES and self.width == _LEAF else ()
         if self.kind == "leaves":
-            return (*OURS, "hand-graph", "jax")
+            return (*OURS, *few, "hand-graph", "jax")
         if self.kind == "optimizer" and self.rule != "adamw":
             return (*OURS, "eager", "compile", "jax")
         if self.kind == "optimizer":
-            variants = UPDATES if self.flat and self.width > 4 else ()
+            variants = UPDATES if self.flat and self.width > _LEAF else few
             return (*OURS, *variants, "eager", "compile", "hand-graph", "jax")
         if self.kind == "loop":
             return (*OURS, "eager", "compile", "reduce-overhead", "jax")
@@ -290,9 +294,9 @@ def _all() -> tuple[Workload, ...]:
         Workload("gpt2-124m", layers=12, width=768, batch=16, time=1024, vocab=50304, steps=100, **gpt),
         Workload("cnn", steps=100, **cnn),
         Workload("cnn-tiny", **cnn | {"layers": 1, "width": 8, "batch": 16}, steps=20),
-        *(Workload(f"leaves-{n}-one", "leaves", width=4, leaves=n, steps=300) for n in counts),
-        *(Workload(f"leaves-{n}-flat", width=4, leaves=n, flat=True, steps=100, **adamw) for n in counts),
-        *(Workload(f"leaves-{n}-each", width=4, leaves=n, steps=100, **adamw) for n in counts),
+        *(Workload(f"leaves-{n}-one", "leaves", width=_LEAF, leaves=n, steps=300) for n in counts),
+        *(Workload(f"leaves-{n}-flat", width=_LEAF, leaves=n, flat=True, steps=100, **adamw) for n in counts),
+        *(Workload(f"leaves-{n}-each", width=_LEAF, leaves=n, steps=100, **adamw) for n in counts),
         Workload("optimizer", width=838_000, leaves=148, flat=True, steps=50, **adamw),
         Workload("optimizer-10000", width=1020, leaves=10_000, flat=True, steps=50, **adamw),
         Workload("optimizer-small", width=12_000, leaves=100, flat=True, steps=100, **adamw),
