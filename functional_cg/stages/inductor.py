@@ -48,17 +48,19 @@ _IN_ORDER: Mapping[str, Any] = MappingProxyType(
 )
 
 # Its pass over the order would put a weight's gradient next to the update at the end of the step, with all that is
-# computed anew for it, and so far from the kernels that read the same values. Scalars of the optimizer are read by the
-# update of each leaf: of all pairs of readers of a value, those are tried for fusion that are close in the order.
-_ON_GPU: Mapping[str, Any] = MappingProxyType(
-    {"reorder_for_locality": False, "max_fusion_buffer_group_pairwise_attempts": 16}
-)
+# computed anew for it, and so far from the kernels that read the same values.
+_ON_GPU: Mapping[str, Any] = MappingProxyType({"reorder_for_locality": False})
 
 # In a step of small values launches are what takes time: kernels that do not need each other are launched together,
 # casts of weights, sums for biases, updates of leaves. A GPT of four layers of 256 has 136 nodes in place of 176.
 # Large ones are left alone: what is launched together is in memory together, and a reduction may run many times slower.
 _TOGETHER: Mapping[str, Any] = MappingProxyType({"combo_kernels": True})
 _SMALL = 2**24  # bytes
+
+# In others it is the compiler that takes time. The update of each leaf reads the scalars of the optimizer: of all pairs
+# of readers of a value, those are tried for fusion that are close in the order. For 148 leaves it halves the search,
+# and the kernels are the same.
+_APART: Mapping[str, Any] = MappingProxyType({"max_fusion_buffer_group_pairwise_attempts": 16})
 
 # Loops of fewer elements run on one thread of the host: to wake another takes longer than inductor believes. A step of
 # four layers of 64 takes 0.13 ms in place of 0.17.
@@ -128,11 +130,12 @@ class CompiledPlan:
             from torch._inductor import standalone_compile
 
             options = {**_INDUCTOR_OPTIONS, "unsafe_marked_cacheable_functions": _sources()}
-            options |= _ON_HOST if self._device.type == "cpu" else _ON_GPU
+            if self._device.type == "cpu":
+                options |= _ON_HOST
+            else:
+                options |= {**_ON_GPU, **(_TOGETHER if self._small else _APART)}
             if self._in_order:
                 options |= _IN_ORDER
-            elif self._small:
-                options |= _TOGETHER
             if torch.are_deterministic_algorithms_enabled():
                 options["deterministic"] = True  # no variant of a reduction is chosen by timing it
             return standalone_compile(
