@@ -330,6 +330,14 @@ def test_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
         ["--steps", "0"],
         ["--device", "tpu"],
         ["--workload", ","],
+        ["--plot", "nowhere/times.png"],
+        ["--plot", "times.nothing"],
+        ["--plot", "."],
+        ["--workload", "first-call", "--steps", "3"],
+        ["--workload", "first-call", "--plot", "times.png"],
+        ["--workload", "first-call", "--nodes"],
+        ["--workload", "first-call", "--against", "ours-prefetch"],
+        ["--workload", "mlp-4x64,first-call", "--against", "hand-graph"],
     ],
 )
 def test_bad_options_are_one_line_and_exit_code_two(
@@ -339,6 +347,33 @@ def test_bad_options_are_one_line_and_exit_code_two(
         main(options)
     assert stopped.value.code == 2
     assert len(capsys.readouterr().err.strip().splitlines()) == 1
+
+
+def test_a_picture_needs_matplotlib_before_anything_is_timed(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib.backend_bases", None)
+    with pytest.raises(SystemExit):
+        main(["--workload", "leaves-10-one", "--plot", "times.png"])
+    assert "--plot times.png: " in capsys.readouterr().err
+
+
+def test_columns_of_the_table_agree_with_each_other() -> None:
+    rows = run(LEAVES, "ours")
+    one = rows[1]
+    assert one.ms is not None
+    assert one.ours_ms is not None
+    assert one.ratio == one.ms.median / one.ours_ms.median
+    printed = table(LEAVES, rows)
+    assert f"{one.ours_ms.median:.4f}  {one.ratio:.2f}" in printed.replace("   ", "  ").replace("   ", "  ")
+    assert "ours ms" in printed
+
+
+def test_a_step_in_bf16_has_a_floor_by_products_in_bf16() -> None:
+    (row,) = run(MLP_BF16)
+    assert any("a product of torch.bfloat16" in note for note in row.notes), row.notes
+    (row,) = run(MLP)
+    assert any("a product of torch.float32" in note for note in row.notes), row.notes
 
 
 def test_every_opponent_is_named_on_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:

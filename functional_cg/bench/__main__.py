@@ -22,7 +22,7 @@ import torch
 from . import first_call
 from .measure import Row, bench, environment
 from .system import OPPONENTS, OURS, VARIANTS
-from .tables import plot, table
+from .tables import plot, refuse_unfit_path, table
 from .workloads import names, workload
 
 __all__ = ["main"]
@@ -48,9 +48,8 @@ def _list(known: Sequence[str]) -> Callable[[str], list[str]]:
         chosen = [name.strip() for name in text.split(",") if name.strip()]
         unknown = [name for name in chosen if name not in known]
         if unknown or not chosen:
-            raise argparse.ArgumentTypeError(
-                f"unknown {', '.join(unknown) or 'empty list'}; choose from {', '.join(known)}"
-            )
+            wrong = f"unknown {', '.join(unknown)}" if unknown else "nothing is named"
+            raise argparse.ArgumentTypeError(f"{wrong}; choose from {', '.join(known)}")
         return chosen
 
     return parse
@@ -87,11 +86,16 @@ def _parser() -> argparse.ArgumentParser:
     add(
         "--ours",
         choices=OURS,
-        help="which of ours to compare with (default: ours, by inductor; with thousands of updates, ours-aten)",
+        help="which of ours to compare with (default: ours, by inductor; ours-aten where that takes minutes)",
     )
     add("--device", type=_device, default="auto", help="auto, cpu or cuda")
-    add("--steps", type=_positive, help="timed steps for each system (default: by workload, 40 to 1000)")
-    add("--limit-s", type=_positive, default=460, help="no system is started after so many seconds")
+    add("--steps", type=_positive, help="timed steps for each system (default: by workload, 20 to 1000)")
+    add(
+        "--limit-s",
+        type=_positive,
+        default=460,
+        help="no system of any workload is started after so many seconds (default: 460); it is a skipped row then",
+    )
     add(
         "--nodes",
         action="store_true",
@@ -99,7 +103,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     add("--json", action="store_true", help="print a line of JSON for each row")
     add("--plot", type=Path, help="picture that gets the medians, for example times.png")
-    add("--out", type=Path, help="file that gets these lines")
+    add("--out", type=Path, help="file that gets these lines, with or without --json; it is emptied first")
     add("--verbose", action="store_true", help="log each stage of ours with its seconds")
     return parser
 
@@ -114,6 +118,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # jax shares the GPU with torch
     if not on_gpu:
         os.environ.setdefault("JAX_PLATFORMS", "cpu")
+    _refuse_unfit(parser, chosen, options)
     if options.out is not None:
         try:
             options.out.write_text("")
@@ -122,6 +127,25 @@ def main(argv: Sequence[str] | None = None) -> int:
     if options.plot is not None:
         return _drawn(chosen, options)
     return _run(chosen, options)
+
+
+def _refuse_unfit(
+    parser: argparse.ArgumentParser, chosen: Sequence[str], options: argparse.Namespace
+) -> None:
+    """Find out what cannot be done before anything is timed."""
+    if chosen == [_FIRST_CALL]:
+        unused = [name for name in ("steps", "ours", "nodes", "plot") if getattr(options, name)]
+        if unused:
+            parser.error(f"{_FIRST_CALL} times no steps: --{unused[0]} says nothing about it")
+    if _FIRST_CALL in chosen and (others := set(options.against or ()) - set(first_call.SYSTEMS)):
+        parser.error(
+            f"{_FIRST_CALL} is not made for {min(others)}; it is for {', '.join(first_call.SYSTEMS)}"
+        )
+    if options.plot is not None:
+        try:
+            refuse_unfit_path(options.plot)
+        except (OSError, ValueError, ImportError) as error:
+            parser.error(f"--plot {options.plot}: {error}")
 
 
 def _run(chosen: Sequence[str], options: argparse.Namespace) -> int:

@@ -34,6 +34,7 @@ _HOST_CALLS = (5, 300)  # at least and at most
 _HOST_MS = 600  # about how long they may take
 _COPIED = (2**28, 2**25)  # bytes, on a GPU and on a CPU: beyond their caches, to find the rate of a copy
 _PRODUCT = (4096, 512)  # and of a product
+_BEST_OF_S = 0.1  # at least so long, until its first calls are forgotten
 
 
 @dataclass(frozen=True)
@@ -326,9 +327,10 @@ def _place_above_floor(row: Row, anchor: Row, work: Workload, system: System, de
     if row is anchor:
         costs = system.costs(None, None)
         if costs is not None and costs.floor_s is None:
-            costs = system.costs(*_rates(device))
+            dtype = torch.bfloat16 if work.bf16 else torch.float32
+            costs = system.costs(*_rates(device, dtype))
             row.notes.append(
-                "the floor is that of rates measured in this run, of a copy and of an fp32 product"
+                f"the floor is that of rates measured in this run, of a copy and of a product of {dtype}"
             )
         row.floor_ms = None if costs is None or costs.floor_s is None else costs.floor_s * 1e3
     row.floor_ms = anchor.floor_ms
@@ -340,10 +342,10 @@ def _place_above_floor(row: Row, anchor: Row, work: Workload, system: System, de
         )
 
 
-def _rates(device: torch.device) -> tuple[float, float]:
-    """Bytes per second of a copy, and FLOPs per second of an fp32 product."""
+def _rates(device: torch.device, dtype: torch.dtype) -> tuple[float, float]:
+    """Bytes per second of a copy, and FLOPs per second of a product of a dtype."""
     size = _PRODUCT[device.type == "cpu"]
-    x = torch.ones(size, size, device=device)
+    x = torch.ones(size, size, device=device, dtype=dtype)
     return _copy_rate(device), 2 * size**3 / _shortest(lambda: torch.mm(x, x), device)
 
 
@@ -357,8 +359,8 @@ def _copy_rate(device: torch.device) -> float:
 
 def _shortest(call: Callable[[], Any], device: torch.device) -> float:
     """Seconds of a call at its best."""
-    times = []
-    for _ in range(_ROUNDS):
+    times: list[float] = []
+    while len(times) < _ROUNDS or sum(times) < _BEST_OF_S:
         _wait(device)
         begin = time.perf_counter()
         call()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -9,12 +10,13 @@ from typing import Any
 from .measure import Row
 from .workloads import Workload
 
-__all__ = ["plot", "table"]
+__all__ = ["plot", "refuse_unfit_path", "table"]
 
 _GIB = 2**30
 _HEAD = (
-    "system", "ms/step", "min", "max", "spread", "per s", "x ours", "x floor", "host µs", "x ours host", "nodes",
-    "peak GiB", "reserved GiB", "start GiB", "first step s", "captures", "replays", "loss distance",
+    "system", "ms/step", "min", "max", "spread", "per s", "ours ms", "x ours", "x floor", "host µs", "ours host µs",
+    "x ours host", "nodes", "peak GiB", "reserved GiB", "start GiB", "first step s", "captures", "replays",
+    "loss distance",
 )  # fmt: skip
 
 
@@ -37,13 +39,13 @@ def table(work: Workload, rows: Sequence[Row]) -> str:
 
 
 def _cells(row: Row, tolerance: float) -> tuple[str, ...]:
-    times: tuple[str, ...] = ("",) * 5
+    times: tuple[str, ...] = ("",) * 6
     if row.ms is not None:
-        places = 2 if row.ms.median >= 10 else 4
         times = (
-            *(f"{value:.{places}f}" for value in (row.ms.median, row.ms.least, row.ms.most)),
+            *(_milliseconds(value) for value in (row.ms.median, row.ms.least, row.ms.most)),
             f"{(row.ms.most - row.ms.least) / row.ms.median:.1%}",
             f"{1e3 / row.ms.median:,.0f}",
+            "" if row.ours_ms is None else _milliseconds(row.ours_ms.median),
         )
     agree = "" if row.losses_agree is not False else f" DIFFERS (> {tolerance:g})"
 
@@ -56,6 +58,7 @@ def _cells(row: Row, tolerance: float) -> tuple[str, ...]:
         shown(row.ratio, ".2f"),
         shown(row.over_floor, ".2f" if (row.over_floor or 0) < 100 else ",.0f"),
         shown(row.host_us, ",.1f"),
+        shown(row.ours_host_us, ",.1f"),
         shown(row.host_ratio, ".2f"),
         shown(row.nodes, ",.0f"),
         *(shown(value, ".3f", _GIB) for value in (row.peak_bytes, row.reserved_bytes, row.start_bytes)),
@@ -63,6 +66,10 @@ def _cells(row: Row, tolerance: float) -> tuple[str, ...]:
         *(str(row.counts.get(key, "")) for key in ("captures", "replays")),
         "" if row.loss_distance is None else f"{row.loss_distance:.1e}{agree}",
     )
+
+
+def _milliseconds(value: float) -> str:
+    return f"{value:.{2 if value >= 10 else 4}f}"
 
 
 def _remarks(rows: Sequence[Row]) -> Iterator[str]:
@@ -77,8 +84,32 @@ def _remarks(rows: Sequence[Row]) -> Iterator[str]:
     floor = next((row.floor_ms for row in rows if row.floor_ms is not None), None)
     if floor is not None:
         yield f"floor: {floor:.3g} ms, the products at peak rate or the least bytes at full bandwidth"
-    steps = sorted({row.ms.steps for row in rows if row.ms is not None})
-    yield f"{' or '.join(map(str, steps)) or 'no'} timed steps each; x ours: ratio of medians, interleaved blocks"
+    if steps := sorted({row.ms.steps for row in rows if row.ms is not None}):
+        yield f"{' or '.join(map(str, steps))} timed steps each: ours alone, then in turns with each of the others"
+        yield "ours ms, ours host µs: ours in the same rounds; x ours: ratio of the medians of these rounds"
+    elif not any(row.status == "ok" for row in rows):
+        yield "no timed steps"
+
+
+def refuse_unfit_path(path: Path) -> None:
+    """Find out whether a picture can be saved, before it is drawn.
+
+    Args:
+      path: Where to.
+    Raises:
+      ImportError: If there is no matplotlib.
+      ValueError: If its ending is no format.
+      OSError: If there is no such folder, or nothing can be written there.
+    """
+    from matplotlib.backend_bases import FigureCanvasBase
+
+    known = FigureCanvasBase.get_supported_filetypes()
+    if path.suffix[1:].lower() not in known:
+        raise ValueError(f"the ending has to be one of {', '.join(sorted(known))}")
+    if not path.parent.is_dir() or path.is_dir():
+        raise FileNotFoundError("there is no such folder" if not path.is_dir() else "is a folder")
+    if not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise PermissionError("cannot be written")
 
 
 def plot(rows: Sequence[Mapping[str, Any]], path: Path) -> None:

@@ -58,8 +58,8 @@ def linear_cross_entropy(
     Raises:
       ValueError: If shapes do not fit, ``chunk`` is not positive, or ``reduction`` is none of the three.
       TypeError: If dtypes differ, ``hidden`` is not floating, or ``targets`` are not i64.
-      IndexError: On CPU, for a target that is no class; on CUDA it is a device-side assertion, as in torch.
-      RuntimeError: If it is differentiated twice (``create_graph=True``, or a gradient of a gradient).
+      RuntimeError: On CPU, for a target that is no class (on CUDA it is a device-side assertion, as in torch). If it is
+        differentiated twice (``create_graph=True``, or a gradient of a gradient).
 
     Example:
       >>> import torch, functional_cg as fcg
