@@ -11,6 +11,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from numbers import Real
 from types import MappingProxyType
 from typing import Any
 
@@ -168,7 +169,7 @@ def cost_analysis(
       ValueError: If one of the three is not positive.
     """
     for name, value in (("seconds", seconds), ("bandwidth", bandwidth), ("peak_flops", peak_flops)):
-        if value is not None and not (value > 0 and math.isfinite(value)):
+        if value is not None and not (isinstance(value, Real) and value > 0 and math.isfinite(value)):
             raise ValueError(f"cost_analysis: {name} must be a positive number, got {value!r}")
     schedule = plan.schedule
     instrs = [*schedule.head, *schedule.fused]
