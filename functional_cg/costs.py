@@ -149,6 +149,15 @@ class CostAnalysis:
         return "\n".join([*lines, *columns([(f"kind of call{fused}", "calls", "GFLOP", "MB moved"), *rows])])
 
 
+def _positive(name: str, value: Any) -> float | None:
+    if value is None:
+        return None
+    is_number = isinstance(value, Real) and not isinstance(value, bool)
+    if is_number and 0 < value < 2**1000:
+        return float(value)
+    raise ValueError(f"cost_analysis: {name} must be a positive number, got {value!r}")
+
+
 def cost_analysis(
     program: Program,
     plan: ExecutionPlan,
@@ -168,9 +177,9 @@ def cost_analysis(
     Raises:
       ValueError: If one of the three is not positive.
     """
-    for name, value in (("seconds", seconds), ("bandwidth", bandwidth), ("peak_flops", peak_flops)):
-        if value is not None and not (isinstance(value, Real) and value > 0 and math.isfinite(value)):
-            raise ValueError(f"cost_analysis: {name} must be a positive number, got {value!r}")
+    seconds = _positive("seconds", seconds)
+    bandwidth = _positive("bandwidth", bandwidth)
+    peak_flops = _positive("peak_flops", peak_flops)
     schedule = plan.schedule
     instrs = [*schedule.head, *schedule.fused]
     used = {var for instr in instrs for var in instr.inputs()}

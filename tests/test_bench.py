@@ -338,6 +338,8 @@ def test_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
         ["--workload", "first-call", "--nodes"],
         ["--workload", "first-call", "--against", "ours-prefetch"],
         ["--workload", "mlp-4x64,first-call", "--against", "hand-graph"],
+        ["--out", "times.png", "--plot", "times.png"],
+        ["--out", "/dev/null", "--plot", "times.png"],
     ],
 )
 def test_bad_options_are_one_line_and_exit_code_two(

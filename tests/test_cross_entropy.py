@@ -235,6 +235,26 @@ def test_each_of_two_losses_gets_it() -> None:
     assert joined(train_step) == 2
 
 
+def test_a_loss_weighted_by_what_another_one_overwrites_is_left_alone() -> None:
+    """The slope of the first loss stands in the memory of its logits; the weight of the second is made of the slope."""
+
+    def train_step(state: Any, b: Any) -> Any:
+        x = b["x"].bfloat16()
+
+        def both(p: Any) -> Any:
+            head = p["head"].bfloat16().T
+            ahead = (2 * x @ head).float().log_softmax(1)
+            loss = fcg.value_and_grad(lambda logits: 100 * mean_loss(logits.float(), b["y"]))
+            first, slope = loss((x @ head).detach())
+            weight = slope.float().square().sum()
+            return F.nll_loss(ahead, b["y"]) * weight, {"first": first, "weight": weight}
+
+        (value, metrics), grads = fcg.value_and_grad(both, has_aux=True)(state.params)
+        return state.replace(params=grads), {"loss": value, **metrics}
+
+    assert joined(train_step) == 1
+
+
 def test_compiled_it_needs_no_copy_of_the_logits() -> None:
     from torch._inductor import standalone_compile
     from torch._inductor.utils import run_and_get_code

@@ -91,6 +91,7 @@ ORDER = (
     "stages.logits",
     "stages.cross_entropy",
     "stages.products",
+    "stages.in_place",
     "stages.inductor",
     "stages.capture",
     "stages.poison",

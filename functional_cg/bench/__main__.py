@@ -142,15 +142,22 @@ def _refuse_unfit(
             f"{_FIRST_CALL} is not made for {min(others)}; it is for {', '.join(first_call.SYSTEMS)}"
         )
     if options.plot is not None:
+        if options.out is not None and (options.out == options.plot or not _is_file(options.out)):
+            parser.error("--out has to be a file of its own, from which --plot reads")
         try:
             refuse_unfit_path(options.plot)
         except (OSError, ValueError, ImportError) as error:
             parser.error(f"--plot {options.plot}: {error}")
 
 
+def _is_file(path: Path) -> bool:
+    return path.is_file() or not path.exists()
+
+
 def _run(chosen: Sequence[str], options: argparse.Namespace) -> int:
     if len(chosen) > 1:
-        return _in_processes(chosen, options)
+        with tempfile.TemporaryDirectory() as folder:
+            return _in_processes(chosen, options, Path(folder))
     if options.verbose:
         logging.basicConfig(format="%(message)s")
         logging.getLogger("functional_cg").setLevel(logging.INFO)
@@ -234,8 +241,8 @@ def _written(rows: Sequence[Row], where: dict[str, object], options: argparse.Na
     return int(any(row.status == "failed" or row.losses_agree is False for row in rows))
 
 
-def _in_processes(chosen: Sequence[str], options: argparse.Namespace) -> int:
-    """Run one process per workload; the time limit is for all of them."""
+def _in_processes(chosen: Sequence[str], options: argparse.Namespace, folder: Path) -> int:
+    """Run one process per workload, which writes its rows into a folder; the time limit is for all of them."""
     start, worst = time.monotonic(), 0
     for name in chosen:
         left = options.limit_s - (time.monotonic() - start)
@@ -243,14 +250,15 @@ def _in_processes(chosen: Sequence[str], options: argparse.Namespace) -> int:
         if left > 0:
             command = [sys.executable, "-m", "functional_cg.bench", "--workload", name]
             command += ["--device", options.device.type]
-            command += ["--ours", options.ours] if options.ours else []
             command += ["--against", ",".join(options.against)] if options.against else []
-            command += ["--nodes"] if options.nodes else []
             command += ["--limit-s", str(max(1, round(left)))]
-            command += ["--steps", str(options.steps)] if options.steps else []
+            if name != _FIRST_CALL:  # which times no steps
+                command += ["--ours", options.ours] if options.ours else []
+                command += ["--nodes"] if options.nodes else []
+                command += ["--steps", str(options.steps)] if options.steps else []
             command += ["--json"] if options.json else []
             command += ["--verbose"] if options.verbose else []
-            part = options.out.with_name(f"{options.out.name}.{name}") if options.out is not None else None
+            part = folder / f"{name}.jsonl" if options.out is not None else None
             command += ["--out", str(part)] if part is not None else []
             try:
                 code = subprocess.run(command, check=False, timeout=left + _GRACE_S).returncode

@@ -84,9 +84,10 @@ def join_gradients(graph: fx.Graph) -> None:
     Args:
       graph: Its nodes have their ``spec`` in ``meta``.
     """
-    place = {node: number for number, node in enumerate(graph.nodes)}
-    written = [number for node, number in place.items() if writes(node)]
     for nll in graph.find_nodes(op="call_function", target=_aten.nll_loss_forward.default):
+        # Anew for each: a loss that got the kernel overwrites its logits, which stand for their gradient from there on.
+        place = {node: number for number, node in enumerate(graph.nodes)}
+        written = [number for node, number in place.items() if writes(node)]
         loss = _loss_of(nll)
         if loss is None or place[nll.args[1]] > place[loss.logp]:
             continue

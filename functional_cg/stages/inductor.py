@@ -25,6 +25,7 @@ from ..random import decompose_random_bits
 from .cross_entropy import ON_CROSS_ENTROPY, join_gradients
 from .formulas import FORMULAS, WITH_SCALARS
 from .grouping import is_launch
+from .in_place import compiler_pass
 from .logits import ON_LOGITS, has_large_logits, read_targets_first
 from .lower import Before, Buffers, Run, Schedule, schedule
 from .products import batch_gradients
@@ -130,6 +131,7 @@ class CompiledPlan:
             from torch._inductor import standalone_compile
 
             options = {**_INDUCTOR_OPTIONS, "unsafe_marked_cacheable_functions": _sources()}
+            options["post_grad_custom_post_pass"] = compiler_pass()
             if self._device.type == "cpu":
                 options |= _ON_HOST
             else:
