@@ -35,6 +35,16 @@ MUTANTS = (
         ),
     ),
     Mutant(
+        "N1 in place",
+        "the compiler decides alone what it writes into a slot: a metric is what the slot becomes",
+        (('            options["post_grad_custom_post_pass"] = compiler_pass()\n', ""),),
+        (
+            "tests/test_in_place.py::test_a_metric_that_is_a_leaf_but_for_a_part[index_put-cpu]",
+            "tests/test_in_place.py::test_a_leaf_that_is_another_one_but_for_a_part[first-cpu]",
+        ),
+        gpu=("tests/test_in_place.py::test_a_metric_that_is_a_leaf_but_for_a_part[index_put-cuda]",),
+    ),
+    Mutant(
         "N2 inputs",
         "adopts the first call's inputs as static buffers",
         (("        staging.copy_in(call.live)\n", "        staging.slots = tuple(call.live)\n"),),
