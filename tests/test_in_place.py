@@ -11,6 +11,8 @@ from torch import Tensor
 import functional_cg as fcg
 from functional_cg.stages.in_place import keep_slots
 from functional_cg.testing import assert_trees_all_equal
+from tests.sharding.programs import Setting, warm_up
+from tests.sharding.ranks import on_ranks
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)]
 PARTIAL = {
@@ -25,7 +27,18 @@ PARTIAL = {
     "a view of it": lambda w, b: w.index_put((b["i"],), b["v"]).t(),
     "of a copy": lambda w, b: written(w.clone(), b),
     "of a product with one": lambda w, b: written(w * 1, b),
+    "by an op that writes": lambda w, b: tenfold(w.clone()),
 }
+
+
+@torch.library.custom_op("fcg_tests::tenfold_", mutates_args={"x"})
+def tenfold_(x: Tensor) -> None:
+    x.mul_(10)
+
+
+def tenfold(copy: Tensor) -> Tensor:
+    tenfold_(copy)
+    return copy
 
 
 def written(copy: Tensor, b: Any) -> Tensor:
@@ -38,8 +51,8 @@ def batch(call: int, device: str) -> dict[str, Tensor]:
     return {"i": torch.tensor([0, 1, 3]).to(device), "v": rows.to(device)}
 
 
-def assert_as_eager(train_step: Any, first: Any, device: str) -> str:
-    """Sixteen calls, of which all metrics are kept; the lowered text."""
+def assert_as_eager(train_step: Any, first: Any, device: str) -> None:
+    """Sixteen calls, of which all metrics are kept."""
     state = fcg.place(fcg.tree.map(lambda leaf: leaf.to(device), first))
     twin, step = fcg.fork(state), fcg.graph_step(train_step, lowering="inductor")
     kept, expected = [], []
@@ -51,7 +64,6 @@ def assert_as_eager(train_step: Any, first: Any, device: str) -> str:
         assert_trees_all_equal((state, metrics), (twin, wanted), f"call {call}")
     assert_trees_all_equal(kept, expected, "kept metrics")
     assert step.stats.replays == 16
-    return str(step.lower(state, batch(0, device)).plan.as_text())
 
 
 @pytest.mark.filterwarnings("ignore:.*torch._prims_common.check:FutureWarning")  # torch's own, of a diagonal
@@ -83,6 +95,36 @@ def test_what_becomes_its_own_slot_and_is_a_metric_too(device: str) -> None:
         return {"w": new}, {"m": new, "sum": new.sum(), "old": state["w"][0]}
 
     assert_as_eager(train_step, {"w": torch.ones(5, 2)}, device)
+
+
+class Counting(fcg.TrainState):
+    count: Any
+
+
+def summed(state: Any, b: Any) -> Any:
+    grads = fcg.tree.map(torch.ones_like, state.params)
+    doubled = state.count * 2
+    return state.apply_gradients(grads, count=doubled), {"m": fcg.sharding.sum(state.count)}
+
+
+def sums_on_ranks() -> list[float]:
+    """What was kept of a sum over ranks, of a leaf that each call doubles."""
+    warm_up()
+    zero = Setting({"data": 2}, 1).zero("cpu")
+    given = {"params": torch.ones(8), "optimizer": fcg.optim.sgd(0.1), "sharding": zero}
+    state, step, kept = (
+        Counting.create(**given, count=torch.ones(5)),
+        fcg.graph_step(summed, lowering="inductor"),
+        [],
+    )
+    for call in range(4):
+        state, metrics = step(state, batch(call, "cpu"))
+        kept.append(metrics["m"])
+    return [float(metric[0]) for metric in kept]
+
+
+def test_a_sum_over_ranks_that_is_kept() -> None:
+    assert on_ranks(2, sums_on_ranks, device="cpu", timeout=240.0) == [[2.0, 4.0, 8.0, 16.0]] * 2
 
 
 def traced(function: Any) -> torch.fx.Graph:
