@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import re
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -153,7 +154,7 @@ def _positive(name: str, value: Any) -> float | None:
     if value is None:
         return None
     is_number = isinstance(value, Real) and not isinstance(value, bool)
-    if is_number and 0 < value < 2**1000:
+    if is_number and 0 < value <= sys.float_info.max:
         return float(value)
     raise ValueError(f"cost_analysis: {name} must be a positive number, got {value!r}")
 

@@ -24,6 +24,7 @@ __all__ = [
     "copies",
     "is_batched",
     "named_arguments",
+    "returns_view",
     "sync_reason",
     "tensors_in",
     "written_arguments",
@@ -101,6 +102,12 @@ def written_arguments(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any])
             value = args[position] if position < len(args) else kwargs.get(parameter.name)
             written.extend(tensors_in(value))
     return written
+
+
+def returns_view(func: Any) -> bool:
+    """Whether the result shares memory with an argument that the op does not write."""
+    returns = func._schema.returns
+    return len(returns) == 1 and returns[0].alias_info is not None and not returns[0].alias_info.is_write
 
 
 def can_draw(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:

@@ -19,9 +19,9 @@ from .by_hand import by_hand, in_tensordict
 from .environment import Environment
 from .jax_systems import in_jax
 from .losses import Model, actor_outputs, torch_loss
-from .system import BETAS, EPS, FEW, OURS, VARIANTS, System, Unavailable, there, waiter
+from .system import BETAS, EPS, FEW, FEW_LEAVES, OURS, VARIANTS, System, Unavailable, there, waiter
 from .torch_systems import in_torch, pinned
-from .workloads import FEW_LEAVES, MANY_LEAVES, Batch, Workload
+from .workloads import MANY_LEAVES, Batch, Workload
 
 __all__ = ["build", "ours"]
 

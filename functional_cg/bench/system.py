@@ -15,6 +15,7 @@ __all__ = [
     "EPS",
     "FEEDS",
     "FEW",
+    "FEW_LEAVES",
     "OPPONENTS",
     "OURS",
     "UPDATES",
@@ -31,7 +32,10 @@ OURS = ("ours", "ours-aten")
 # A recipe is clipping, a schedule and a guard together.
 UPDATES = ("ours-leaves", "ours-clip", "ours-schedule", "ours-guard", "ours-recipe")
 FEEDS = ("ours-host", "ours-prefetch")
-FEW = "ours-10-leaves"  # the same step over so few: what a call pays for each leaf is the difference
+FEW_LEAVES = 10
+FEW = (
+    f"ours-{FEW_LEAVES}-leaves"  # the same step over so few: what a call pays for each leaf is the difference
+)
 VARIANTS = (*UPDATES, *FEEDS, FEW)
 OPPONENTS = (
     "eager", "compile", "reduce-overhead", "graphed-callables", "hand-graph", "hand-graph-compiled",

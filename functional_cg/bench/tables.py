@@ -106,8 +106,10 @@ def refuse_unfit_path(path: Path) -> None:
     known = FigureCanvasBase.get_supported_filetypes()
     if path.suffix[1:].lower() not in known:
         raise ValueError(f"the ending has to be one of {', '.join(sorted(known))}")
-    if not path.parent.is_dir() or path.is_dir():
-        raise FileNotFoundError("there is no such folder" if not path.is_dir() else "is a folder")
+    if not path.parent.is_dir():
+        raise FileNotFoundError("there is no such folder")
+    if path.is_dir():
+        raise IsADirectoryError("is a folder")
     if not os.access(path if path.exists() else path.parent, os.W_OK):
         raise PermissionError("cannot be written")
 

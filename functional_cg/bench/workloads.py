@@ -14,12 +14,11 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from .system import FEEDS, FEW, OPPONENTS, OURS, UPDATES
+from .system import FEEDS, FEW, FEW_LEAVES, OPPONENTS, OURS, UPDATES
 
 __all__ = [
     "ACTIONS",
     "CLASSES",
-    "FEW_LEAVES",
     "MANY_LEAVES",
     "OBSERVATION",
     "Batch",
@@ -35,7 +34,6 @@ Batch = dict[str, Tensor]
 
 _INITIAL_SEED, _BATCH_SEED, _GRADIENT_SEED = 1, 2, 3
 _GPT_STD = 0.02
-FEW_LEAVES = 10
 MANY_LEAVES, MANY_FLAT_LEAVES = 200, 2000  # beyond these, no compiler gets the update of them
 CLASSES, ACTIONS = 10, 4  # of the convolutional net, and of the actor
 _PICTURE, OBSERVATION = 32, 16

@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import fx
 
+from ..ops import returns_view
+
 __all__ = ["compiler_pass", "keep_slots"]
 
 _aten = torch.ops.aten
@@ -51,10 +53,7 @@ def keep_slots(graph: fx.Graph) -> None:
     Args:
       graph: After the compiler's own changes: arguments that are written are so at the end, by ``copy_``.
     """
-    written = {node.args[0] for node in graph.find_nodes(op="call_function", target=_COPY)}
-    for slot in graph.find_nodes(op="placeholder"):
-        if slot not in written:
-            continue
+    for slot in dict.fromkeys(node.args[0] for node in graph.find_nodes(op="call_function", target=_COPY)):
         for call in list(slot.users):
             if _may_be_in_place(call, slot) and _outlives(call, slot):
                 with graph.inserting_before(call):
@@ -89,9 +88,6 @@ def _outlives(call: fx.Node, slot: fx.Node) -> bool:
 
 def _is_part(call: fx.Node) -> bool:
     """Whether a call returns its argument, or a view of it."""
-    if call.target is operator.getitem:
-        return True
-    return isinstance(call.target, torch._ops.OpOverload) and any(
-        result.alias_info is not None and not result.alias_info.is_write
-        for result in call.target._schema.returns
-    )
+    if isinstance(call.target, torch._ops.OpOverload):
+        return returns_view(call.target)
+    return call.target is operator.getitem

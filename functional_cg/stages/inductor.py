@@ -61,7 +61,7 @@ _SMALL = 2**24  # bytes
 # In others it is the compiler that takes time. The update of each leaf reads the scalars of the optimizer: of all pairs
 # of readers of a value, those are tried for fusion that are close in the order. For 148 leaves it halves the search,
 # and the kernels are the same.
-_APART: Mapping[str, Any] = MappingProxyType({"max_fusion_buffer_group_pairwise_attempts": 16})
+_CLOSE_PAIRS: Mapping[str, Any] = MappingProxyType({"max_fusion_buffer_group_pairwise_attempts": 16})
 
 # Loops of fewer elements run on one thread of the host: to wake another takes longer than inductor believes. A step of
 # four layers of 64 takes 0.13 ms in place of 0.17.
@@ -135,7 +135,7 @@ class CompiledPlan:
             if self._device.type == "cpu":
                 options |= _ON_HOST
             else:
-                options |= {**_ON_GPU, **(_TOGETHER if self._small else _APART)}
+                options |= {**_ON_GPU, **(_TOGETHER if self._small else _CLOSE_PAIRS)}
             if self._in_order:
                 options |= _IN_ORDER
             if torch.are_deterministic_algorithms_enabled():

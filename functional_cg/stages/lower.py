@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from ..leaf import uninterrupted
-from ..ops import UNGROUPED
+from ..ops import UNGROUPED, returns_view
 from ..source import Location
 from .fused import in_place, read_arguments, written_pairs
 from .program import Instr, Program, Var, live, map_vars, vars_in, written_storages
@@ -205,7 +205,8 @@ class AtenPlan:
         self._fixed = fixed
         hoisted, head = [], []
         for instr in self._plan.head:
-            if isinstance(instr.out, Var) and _is_view(instr) and all(var in fixed for var in instr.inputs()):
+            is_view = not instr.writes and returns_view(instr.op)
+            if isinstance(instr.out, Var) and is_view and all(var in fixed for var in instr.inputs()):
                 fixed.add(instr.out)
                 hoisted.append(instr)
             else:
@@ -305,16 +306,6 @@ def as_strided(
     if offset is not None:
         offset += int(tensor.storage_offset()) - traced
     return torch.as_strided(tensor, size, stride, offset)
-
-
-def _is_view(instr: Instr) -> bool:
-    returns = instr.op._schema.returns
-    return (
-        not instr.writes
-        and len(returns) == 1
-        and returns[0].alias_info is not None
-        and not returns[0].alias_info.is_write
-    )
 
 
 def _evaluate(instr: Instr, names: dict[str, Any]) -> Any:
