@@ -198,7 +198,7 @@ def cost_analysis(
         moved[kind] += _bytes_of(instr, used)
         if number:
             by_dtype[next(instr.inputs()).spec.dtype] += number
-    copies = list(_border(program, schedule, compiled=plan.compiled))
+    copies = list(_border(program, schedule, copies=plan.copies))
     if copies:
         calls["border"], moved["border"] = len(copies), 2 * sum(copies)
     kinds = {name: KindOfCall(calls[name], flops[name], moved[name]) for name, _ in moved.most_common()}
@@ -298,10 +298,10 @@ def _bytes_of(instr: Instr, used: Iterable[Var]) -> int:
     return sum(read.values()) + sum(results.values()) + sum(var.spec.nbytes for var in instr.writes)
 
 
-def _border(program: Program, plan: Schedule, *, compiled: bool) -> Iterator[int]:
+def _border(program: Program, plan: Schedule, *, copies: bool) -> Iterator[int]:
     """Bytes of each copy at the border of the step: inputs in, new state to its slots, metrics out."""
     yield from (var.spec.nbytes for var in program.inputs)
-    for old, _ in () if compiled else plan.commits:
+    for old, _ in plan.commits if copies else ():
         yield old.spec.nbytes * (2 if old in plan.staged else 1)
     yield from (var.spec.nbytes for var in plan.outputs if var.spec.device.type == "cuda")
 

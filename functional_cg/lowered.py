@@ -362,7 +362,7 @@ class Lowered:
 
     def _state_costs(self) -> Iterator[tuple[BoundState, list[Entry]]]:
         """The states with what a call does with each of their leaves."""
-        entries = iter(slot_costs(self.program, self.plan.schedule, compiled=self.plan.compiled))
+        entries = iter(slot_costs(self.program, self.plan.schedule, copies=self.plan.copies))
         for state in self.states:
             yield state, list(islice(entries, len(state.specs)))
 

@@ -27,8 +27,8 @@ from .shards.boundary import reading_of
 from .signature import Call, Signature
 from .stages.capture import Backend, backend_for, scratch
 from .stages.certificate import certify
+from .stages.compiled import lower_compiled
 from .stages.grouping import group_collectives
-from .stages.inductor import lower_compiled
 from .stages.lower import Buffers, ExecutionPlan, lower_aten
 from .stages.poison import Poisoned
 from .stages.program import Program

@@ -12,26 +12,26 @@ from .program import Program, Var
 __all__ = ["constant_costs", "input_costs", "metric_costs", "slot_costs", "staged_pairs"]
 
 
-def slot_costs(program: Program, plan: Schedule, *, compiled: bool) -> list[Entry]:
+def slot_costs(program: Program, plan: Schedule, *, copies: bool) -> list[Entry]:
     """What a call does with each leaf of the bound states, in the order of the slots.
 
     Args:
       program: The lowered program.
       plan: Its schedule.
-      compiled: Whether a compiler fuses the copies of the commit into the kernels that compute the new values.
+      copies: Whether new values are computed elsewhere and copied into their slots.
     """
     roles = {var: "passed through" for var in program.slots[: len(program.new_state)]}
-    copies: dict[Var, int] = {}
+    copied: dict[Var, int] = {}
     commits = {old for old, _ in plan.commits}
     for target, leaves in _targets(program):
         role, factor = "updated in place", 0
         if target in plan.staged:
             role, factor = "returned in another slot, staged", 2
-        elif target in commits and not compiled:
+        elif target in commits and copies:
             role, factor = "updated by a copy", 1
         for leaf in leaves:
-            roles[leaf], copies[leaf] = role, factor * leaf.spec.nbytes
-    return [Entry(var.spec, roles.get(var, "borrowed"), copies.get(var, 0)) for var in program.slots]
+            roles[leaf], copied[leaf] = role, factor * leaf.spec.nbytes
+    return [Entry(var.spec, roles.get(var, "borrowed"), copied.get(var, 0)) for var in program.slots]
 
 
 def _targets(program: Program) -> Iterator[tuple[Var, tuple[Var, ...]]]:

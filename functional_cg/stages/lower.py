@@ -51,11 +51,13 @@ class ExecutionPlan(Protocol):
 
     Attributes:
       schedule: What it has to do.
-      compiled: Whether a compiler decides on the kernels, and on where a new value is computed.
+      compiled: Whether a compiler decides on the kernels.
+      copies: Whether new values are computed elsewhere and copied into their slots.
     """
 
     schedule: Schedule
     compiled: bool
+    copies: bool
 
     def bind(self, buffers: Buffers) -> Run:
         """Bind the plan to buffers; the result runs on exactly these addresses."""
@@ -160,10 +162,12 @@ class AtenPlan:
     Views of static buffers are taken once, at binding; temporaries are dropped after their last use.
     """
 
+    compiled = False
+    copies = True
+
     def __init__(self, program: Program, plan: Schedule) -> None:
         self._program = program
         self._plan = self.schedule = plan
-        self.compiled = False
         self._ops: dict[str, Any] = {}
         self._hoisted, head = self._split_hoisted()
         self._source = self._generate(head)
@@ -205,8 +209,8 @@ class AtenPlan:
         self._fixed = fixed
         hoisted, head = [], []
         for instr in self._plan.head:
-            is_view = not instr.writes and returns_view(instr.op)
-            if isinstance(instr.out, Var) and is_view and all(var in fixed for var in instr.inputs()):
+            makes_one = isinstance(instr.out, Var) and not instr.writes and not fixed.isdisjoint(instr.inputs())
+            if makes_one and returns_view(instr.op) and all(var in fixed for var in instr.inputs()):
                 fixed.add(instr.out)
                 hoisted.append(instr)
             else:

@@ -1,0 +1,128 @@
+"""Indices are checked before a compiled function on the host uses them.
+
+Such a function checks each index in the loop that reads by it. Where the loop runs on several threads, the exception
+that it throws is caught by none of them, and the process ends (torch 2.13). Checked before, as a tensor, a wrong index
+is an ``IndexError``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..ops import named_arguments
+from .program import Instr, Program, Var, highest, map_vars
+
+__all__ = ["check_indices"]
+
+_library = torch.library.Library("fcg", "FRAGMENT")
+_library.define("checked(Tensor index, int least, int size) -> Tensor")
+_INTEGERS = frozenset({torch.int64, torch.int32, torch.int16, torch.int8})
+
+
+def _checked(index: Tensor, least: int, size: int) -> Tensor:
+    if index.numel():
+        low, high = (int(end) for end in index.aminmax())
+        if low < least or high >= size:
+            wrong = low if low < least else high
+            raise IndexError(f"index {wrong} is out of bounds for a dimension of size {size}")
+    return index.clone()
+
+
+_library.impl("checked", _checked, "CompositeExplicitAutograd")
+_library._register_fake("checked", lambda index, least, size: torch.empty_like(index))
+_CHECKED = torch.ops.fcg.checked.default
+
+Bounds = Iterator[tuple[Var, int, int]]  # an index, its least value, and the size that it stays below
+
+
+def _of_each_dimension(named: Mapping[str, Any]) -> Bounds:
+    for axis, index in enumerate(named["indices"]):
+        if isinstance(index, Var):
+            size = named["self"].spec.shape[axis]
+            yield index, -size, size
+
+
+def _along_one(named: Mapping[str, Any]) -> Bounds:
+    shape = named["self"].spec.shape
+    yield named["index"], 0, shape[named["dim"]] if shape else 1
+
+
+def _along_one_or_from_its_end(named: Mapping[str, Any]) -> Bounds:
+    for index, _, size in _along_one(named):
+        yield index, -size, size
+
+
+def _of_rows(named: Mapping[str, Any]) -> Bounds:
+    yield named["indices"], 0, named["weight"].spec.shape[0]
+
+
+def _of_elements(named: Mapping[str, Any]) -> Bounds:
+    size = named["self"].spec.numel
+    yield named["index"], -size, size
+
+
+_BOUNDS: Mapping[str, Callable[[Mapping[str, Any]], Bounds]] = MappingProxyType(
+    {
+        **dict.fromkeys(
+            ("index", "index_put", "index_put_", "_index_put_impl", "_index_put_impl_"), _of_each_dimension
+        ),
+        **dict.fromkeys(("_unsafe_index", "_unsafe_index_put"), _of_each_dimension),
+        **dict.fromkeys(
+            (
+                "gather", "scatter", "scatter_", "scatter_add", "scatter_add_", "scatter_reduce",
+                "scatter_reduce_", "index_select", "index_add", "index_add_", "index_reduce", "index_reduce_",
+            ),
+            _along_one,
+        ),
+        **dict.fromkeys(("index_copy", "index_copy_", "index_fill", "index_fill_"), _along_one_or_from_its_end),
+        "embedding": _of_rows,
+        **dict.fromkeys(("take", "put", "put_"), _of_elements),
+    }
+)  # fmt: skip
+
+
+def check_indices(program: Program, head: Sequence[Instr]) -> list[Instr]:
+    """A head whose calls that index read checked indices. Each index is checked once for each size.
+
+    Args:
+      program: The program, for numbers that are not taken.
+      head: Its calls.
+    """
+    number, storage = highest(program)
+    known: dict[tuple[Var, int, int], Var] = {}
+    calls: list[Instr] = []
+    for instr in head:
+        names: dict[Var, Var] = {}
+        for index, least, size in _bounds(instr):
+            if (index, least, size) not in known:
+                number, storage = number + 1, storage + 1
+                out = replace(index, index=number, storage=storage, offset=0, fills=True)
+                known[index, least, size] = out
+                calls.append(Instr(_CHECKED, (index, least, size), {}, out, (), instr.site, instr.backward))
+            names[index] = known[index, least, size]
+        calls.append(_reading(instr, names) if names else instr)
+    return calls
+
+
+def _bounds(instr: Instr) -> Bounds:
+    """The indices of a call that are computed, and what each has to be."""
+    schema = instr.op._schema
+    bounds = _BOUNDS.get(schema.name.removeprefix("aten::"))
+    if bounds is not None:
+        for index, least, size in bounds(named_arguments(instr.op, instr.args, instr.kwargs)):
+            if index.spec.dtype in _INTEGERS and index.spec.numel:
+                yield index, least, size
+
+
+def _reading(instr: Instr, names: Mapping[Var, Var]) -> Instr:
+    def new(var: Var) -> Var:
+        return names.get(var, var)
+
+    kwargs = {name: map_vars(new, value) for name, value in instr.kwargs.items()}
+    return replace(instr, args=map_vars(new, instr.args), kwargs=kwargs)

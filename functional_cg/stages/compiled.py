@@ -1,0 +1,219 @@
+"""Lower with a compiler: inductor, or any backend of ``torch.compile``.
+
+On a GPU the whole step is one compiled function that writes the slots itself, so gradients fuse into the update and no
+copy of the state is made: nothing raises there once it runs. On a host a call may raise in the middle, and what another
+compiler does with memory is not known: so the compiled function is the head alone, which writes nothing, and ATen calls
+commit what it returns.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from ..leaf import uninterrupted
+from ..overlap import storage_key
+from .bounds import check_indices
+from .cross_entropy import join_gradients
+from .graph import Entrance, build_graph
+from .grouping import is_launch
+from .inductor import compile_graph
+from .logits import has_large_logits, read_targets_first
+from .lower import AtenPlan, Before, Buffers, ExecutionPlan, Run, Schedule, schedule
+from .products import batch_gradients
+from .program import Instr, Program, Var, highest, map_vars
+from .recompute import keep_as_buffers, recompute
+from .rewrite import clears, range_tensor
+
+__all__ = ["HeadPlan", "InPlacePlan", "lower_compiled"]
+
+Compiler = Callable[..., Any]
+
+_SMALL = 2**24  # bytes
+
+
+def lower_compiled(program: Program, device: torch.device, compiler: Compiler | None) -> ExecutionPlan:
+    """Lower through inductor, or through ``compiler(graph_module, example_inputs) -> callable``."""
+    if device.type == "cuda":
+        recompute(program)
+        keep_as_buffers(program)
+        if compiler is None:
+            return InPlacePlan(program, device)
+    return HeadPlan(program, device, compiler)
+
+
+class InPlacePlan:
+    """Runs a compiled function that returns the metrics and writes the slots."""
+
+    compiled = True
+    copies = False
+
+    def __init__(self, program: Program, device: torch.device) -> None:
+        self._program = program
+        self.schedule = plan = schedule(program, fuse=False)
+        self._entrance = Entrance.of(program, plan, writes=plan.commits)
+        self._graph = build_graph(program, plan, self._entrance, writes=plan.commits)
+        self._on_host = device.type == "cpu"
+        self._in_order = _collects(program)
+        self._small = not self._in_order and _largest(program) <= _SMALL
+        if self._small:
+            batch_gradients(self._graph.graph)
+            self._graph.recompile()
+        elif has_large_logits(program):
+            join_gradients(self._graph.graph)
+            read_targets_first(self._graph.graph)
+            self._graph.recompile()
+        self._compiled: Callable[..., Any] | None = None
+
+    def as_text(self) -> str:
+        return str(self._graph.code)
+
+    def bind(self, buffers: Buffers) -> Run:
+        arguments, ranges = _arguments(self._program, self._entrance, buffers)
+        if self._compiled is None:
+            self._compiled = self._compile(arguments)
+        compiled, count = self._compiled, len(self.schedule.outputs)
+        # Not in the graph: to write at some places of a result takes a copy of it there.
+        after = clears(self._program, ranges)
+
+        def run(before: Before) -> Sequence[Tensor]:
+            with torch.no_grad():
+                uninterrupted(before)
+                metrics: Sequence[Tensor] = compiled(*arguments)[:count]
+                uninterrupted(after)
+                return metrics
+
+        return run
+
+    def _compile(self, arguments: Sequence[Tensor]) -> Callable[..., Any]:
+        with torch.no_grad():
+            return compile_graph(
+                self._graph, arguments, on_host=self._on_host, small=self._small, in_order=self._in_order
+            )
+
+
+class HeadPlan:
+    """Runs a compiled function that writes nothing, and then the commit of the ATen lowering."""
+
+    compiled = True
+    copies = True
+
+    def __init__(self, program: Program, device: torch.device, compiler: Compiler | None) -> None:
+        self._program = program
+        self.schedule = plan = schedule(program)
+        if device.type == "cpu" and compiler is None:
+            plan = replace(plan, head=check_indices(program, plan.head))
+        born = {var for instr in plan.head for var in instr.outputs()}
+        fused = (var for instr in plan.fused for var in instr.inputs() if var in born)
+        handed_on = list(dict.fromkeys([*fused, *(new for _, new in plan.commits)]))
+        entrance = Entrance.of(program, plan, handed_on=handed_on)
+        graph = build_graph(program, plan, entrance, handed_on=handed_on)
+        compile_head = compiler or partial(
+            compile_graph, on_host=device.type == "cpu", small=False, in_order=_collects(program)
+        )
+        self._head = _Head(program.function, graph, len(plan.outputs), compile_head, known=compiler is None)
+        self._entrance = entrance
+        self._aten = AtenPlan(program, _around(self._head, program, plan, entrance, handed_on))
+
+    def as_text(self) -> str:
+        return f"{self._head.graph.code}\n{self._aten.as_text()}"
+
+    def bind(self, buffers: Buffers) -> Run:
+        if self._head.compiled is None:
+            self._head.compile(_arguments(self._program, self._entrance, buffers)[0])
+        return self._aten.bind(buffers)
+
+
+class _Head:
+    """A compiled function as an op: what it returns is not the memory of an argument.
+
+    Args:
+      name: For the plan's text.
+      graph: What to compile.
+      metrics: How many of its results leave the step: each is memory of its own.
+      compiler: ``compiler(graph_module, example_inputs) -> callable``.
+      known: Whether the compiler is ours, whose results are never the memory of an argument.
+    """
+
+    def __init__(
+        self, name: str, graph: fx.GraphModule, metrics: int, compiler: Compiler, *, known: bool
+    ) -> None:
+        self.graph, self._name, self._metrics = graph, name, metrics
+        self._compiler, self._known = compiler, known
+        self.compiled: Callable[..., Any] | None = None
+
+    def __str__(self) -> str:
+        return f"compiled.{self._name}"
+
+    def compile(self, arguments: Sequence[Tensor]) -> None:
+        with torch.no_grad():
+            self.compiled = self._compiler(self.graph, list(arguments))
+
+    def __call__(self, *arguments: Tensor) -> list[Tensor]:
+        assert self.compiled is not None
+        with torch.no_grad():
+            results = self.compiled(*arguments)
+        taken = set() if self._known else {storage_key(one) for one in arguments}
+        apart = []
+        for position, result in enumerate(results):
+            key = storage_key(result)
+            apart.append(result.clone() if key in taken else result)
+            if position < self._metrics:
+                taken.add(key)  # a compiler may return one buffer for two equal results
+        return apart
+
+
+def _around(
+    head: _Head, program: Program, plan: Schedule, entrance: Entrance, handed_on: Sequence[Var]
+) -> Schedule:
+    """The schedule that calls a compiled head, and commits what it hands on."""
+    index, storage = highest(program)
+    arguments = [*entrance.slots, *program.inputs, *(c.var for c in program.constants)]
+    number = itertools.count(1)
+
+    def fresh(var: Var) -> Var:
+        n = next(number)
+        return replace(var, index=index + n, storage=storage + n, offset=0, fills=True)
+
+    metrics = [fresh(var) for var in plan.outputs]
+    names = {var: fresh(var) for var in handed_on}
+
+    def new(var: Var) -> Var:
+        return names.get(var, var)
+
+    fused = [
+        replace(
+            instr,
+            args=map_vars(new, instr.args),
+            kwargs={name: map_vars(new, value) for name, value in instr.kwargs.items()},
+        )
+        for instr in plan.fused
+    ]
+    call = Instr(head, tuple(arguments), {}, [*metrics, *names.values()], (), None)
+    return Schedule([call], fused, [(old, names[value]) for old, value in plan.commits], outputs=metrics)
+
+
+def _arguments(
+    program: Program, entrance: Entrance, buffers: Buffers
+) -> tuple[list[Tensor], dict[Var, Tensor]]:
+    """The arguments of a graph, and the tensors of all slots and ranges."""
+    tensors = dict(zip(program.slots, buffers.slots, strict=True))
+    for known in program.ranges:
+        tensors[known.var] = range_tensor(known, [tensors[leaf] for leaf in known.leaves])
+    return [*(tensors[var] for var in entrance.slots), *buffers.inputs, *buffers.constants], tensors
+
+
+def _collects(program: Program) -> bool:
+    """Whether a program has collectives."""
+    return any(is_launch(instr) for instr in program.instrs)
+
+
+def _largest(program: Program) -> int:
+    """Bytes of the largest value that the step computes."""
+    return max((var.spec.nbytes for instr in program.instrs for var in instr.outputs()), default=0)

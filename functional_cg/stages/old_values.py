@@ -1,0 +1,162 @@
+"""What a compiled step keeps of an old leaf is the old value, whatever the compiler drops, moves or writes early.
+
+A compiled step writes its slots itself, so a value that leaves it, as a metric or into another slot, must not be the
+memory of a slot when that memory changes. In the program such a value is a copy. A compiler drops copies: passes over
+the graph drop some, and the translation of single calls drops others (``cat`` of one tensor, ``pow(x, 1)``), each right
+by itself, and together wrong. Two rules, applied to the graph after all of the compiler's passes, make it impossible:
+
+* What leaves is ``fcg::own`` of its value. The op is translated when the memory of its argument is known: an argument
+  that is the memory of a slot or an input is copied, and any other costs nothing. The copy is a read like any other, so
+  the compiler orders it before the write.
+* A call that the compiler may do in a slot gets a copy of that slot if its result is read after the slot's next value.
+  torch turns ``new = index_put(slot, ...)`` into a write to the slot if a later call writes the slot anyway, whatever
+  that call writes, and whether or not ``new`` is still to be read (so torch 2.11 and 2.13, ``torch.compile``, too).
+
+The door to inductor's lowerings and its intermediate representation.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from ..ops import returns_view
+
+__all__ = ["compiler_pass", "keep_old_values"]
+
+_aten = torch.ops.aten
+_COPY = _aten.copy_.default
+# Their result is their first argument but for a part.
+_PARTIAL = frozenset(
+    {
+        _aten.index_put.default,
+        _aten._unsafe_index_put.default,
+        _aten.slice_scatter.default,
+        _aten.select_scatter.default,
+        _aten.diagonal_scatter.default,
+        _aten.as_strided_scatter.default,
+    }
+)
+
+_library = torch.library.Library("fcg", "FRAGMENT")
+_library.define("own(Tensor value) -> Tensor")
+_library.impl("own", torch.clone, "CompositeExplicitAutograd")
+_library._register_fake("own", torch.empty_like)
+_OWN = torch.ops.fcg.own.default
+
+
+def compiler_pass() -> Any:
+    """:func:`keep_old_values` as inductor's last pass before it decides what is done in place."""
+    # Two seconds, which a step that is not compiled does not need.
+    from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
+    from torch._inductor.lowering import lowerings, register_lowering
+
+    if _OWN not in lowerings:
+        register_lowering(_OWN, type_promotion_kind=None)(_owned)
+
+    class KeepOldValues(CustomGraphPass):
+        def __call__(self, graph: fx.Graph) -> None:
+            keep_old_values(graph)
+
+        def uuid(self) -> Any:
+            return get_hash_for_files((__file__,))
+
+    return KeepOldValues()
+
+
+def keep_old_values(graph: fx.Graph) -> None:
+    """Make sure that what leaves a graph is not the memory of an argument.
+
+    Args:
+      graph: After the compiler's own changes: arguments that are written are so at the end, by ``copy_``.
+    """
+    writes = graph.find_nodes(op="call_function", target=_COPY)
+    for slot in dict.fromkeys(write.args[0] for write in writes):
+        _copy_for_calls_in_place(graph, slot)
+    _own_what_leaves(graph, writes)
+
+
+def _owned(value: Any) -> Any:
+    """``fcg::own`` in inductor's representation: a copy where a value is the memory of an argument of the graph."""
+    from torch._inductor import ir
+    from torch._inductor.lowering import clone
+
+    memory = value.data
+    while isinstance(memory, (ir.BaseView, ir.MutableBox)):
+        memory = memory.data
+    return clone(value) if isinstance(memory, (ir.InputBuffer, ir.ConstantBuffer)) else value
+
+
+def _own_what_leaves(graph: fx.Graph, writes: Sequence[fx.Node]) -> None:
+    """Put ``own`` between a value and the slot that it becomes, or the output that it is."""
+    *_, last_argument = graph.find_nodes(op="placeholder")
+    owned: dict[fx.Node, fx.Node] = {}
+
+    def own(value: fx.Node) -> fx.Node:
+        if value not in owned:
+            with graph.inserting_after(last_argument if value.op == "placeholder" else value):
+                owned[value] = graph.call_function(_OWN, (value,))
+        return owned[value]
+
+    for write in writes:
+        slot, value = write.args
+        if not _is_done_in(slot, value):
+            write.args = (slot, own(value))
+    output = graph.output_node()
+    output.args = (type(output.args[0])(own(one) for one in output.args[0]),)
+
+
+def _is_done_in(slot: fx.Node, value: fx.Node) -> bool:
+    """Whether a slot's new value is what the compiler may compute in the slot itself: then a copy would move it twice."""
+    call = value
+    while _is_part(call):
+        call = call.args[0]
+    new, old = value.meta["val"], slot.meta["val"]
+    return (new.dtype, new.shape, new.stride()) == (old.dtype, old.shape, old.stride()) and any(
+        _may_be_in_place(call, argument) for argument in call.all_input_nodes
+    )
+
+
+def _copy_for_calls_in_place(graph: fx.Graph, slot: fx.Node) -> None:
+    """Give a copy of a slot to calls that could be done in it, and whose result is read after the slot's next value."""
+    for call in list(slot.users):
+        if _may_be_in_place(call, slot) and _outlives(call, slot):
+            with graph.inserting_before(call):
+                copy = graph.call_function(_aten.clone.default, (slot,))
+            call.replace_input_with(slot, copy)
+
+
+def _may_be_in_place(call: fx.Node, argument: fx.Node) -> bool:
+    """Whether the result may be written into the memory of an argument."""
+    # Higher-order operators wrap ops and Triton kernels that write their arguments; a sum over ranks has such a form.
+    wraps = isinstance(call.target, torch._ops.HigherOrderOperator) or _is_collective(call)
+    return wraps or (call.target in _PARTIAL and call.args[0] is argument)
+
+
+def _is_collective(call: fx.Node) -> bool:
+    return isinstance(call.target, torch._ops.OpOverload) and call.target.namespace == "_c10d_functional"
+
+
+def _outlives(call: fx.Node, slot: fx.Node) -> bool:
+    """Whether the result, or what shares its memory, is an output, or becomes another slot."""
+    known, front = {call}, [call]
+    while front:
+        one = front.pop()
+        for user in one.users:
+            if user.op == "output" or (user.target is _COPY and user.args[0] is not slot):
+                return True
+            if user not in known and (_is_part(user) or _may_be_in_place(user, one)):
+                known.add(user)
+                front.append(user)
+    return False
+
+
+def _is_part(call: fx.Node) -> bool:
+    """Whether a call returns its argument, or a view of it."""
+    if isinstance(call.target, torch._ops.OpOverload):
+        return returns_view(call.target)
+    return call.target is operator.getitem
