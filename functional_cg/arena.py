@@ -23,7 +23,7 @@ from .overlap import byte_range, overlapping, overlaps_itself, storage_key
 from .shards.placement import Placement
 from .shards.tensor import placed
 from .streams import Stream, current_raw_stream, current_stream
-from .tree import KeyPath, flatten_with_path, path_string
+from .tree import KeyPath, path_string
 
 __all__ = [
     "Arena",
@@ -234,6 +234,14 @@ class Arena:
             )
         return cls(plan, slabs, slots, device, frozenset(map(storage_key, slabs)))
 
+    def copy(self) -> Arena:
+        """Memory of the same layout with the same values."""
+        self.join()
+        copy = Arena.allocate(self.plan, self.device)
+        for new, old in zip(copy.slabs, self.slabs, strict=True):
+            new.copy_(old)
+        return copy
+
     def join(self) -> None:
         """Order the current stream after the arena's last use, if that was on another one."""
         if self.on_cuda and self.raw_stream == current_raw_stream(self.device.index):
@@ -369,15 +377,6 @@ def refuse_unplaceable(
             fix=f'make them tensors and move them, `fcg.place({root}, device="{home or "cpu"}")`; '
             "keep names and settings as static fields.",
         )
-
-
-def no_tensors(tree: Any, root: str) -> list[str]:
-    """A row of a message for each leaf of a tree that is no tensor."""
-    return [
-        f"{path_string(path, root)}  expected a tensor   got {type(leaf).__name__}"
-        for path, leaf in flatten_with_path(tree)[0]
-        if not isinstance(leaf, Tensor)
-    ]
 
 
 def unplaceable(leaf: Any) -> str:

@@ -16,14 +16,14 @@ from einops import rearrange
 from torch import Tensor
 
 from . import tree as pytree
-from .arena import BufferSpec, no_tensors
+from .arena import BufferSpec
 from .errors import CaptureError, LayoutError
 from .ops import adds_up
 from .random import fold_in
 from .shards.reader import like_leaf, readers, variable_of, whole
 from .shards.tensor import refuse_at_rest
 from .state import Leaf
-from .tree import path_string
+from .tree import no_tensors, path_string
 
 __all__ = ["grad", "microbatches", "value_and_grad"]
 

@@ -10,7 +10,7 @@ import math
 import re
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from numbers import Real
 from types import MappingProxyType
@@ -22,7 +22,7 @@ from torch import Tensor
 from .ops import named_arguments
 from .outline import columns
 from .stages.lower import ExecutionPlan, Schedule
-from .stages.program import Instr, Program, Var, map_vars
+from .stages.program import Instr, Program, Var, map_vars, peak_bytes
 
 __all__ = ["CostAnalysis", "KindOfCall", "cost_analysis", "memory_analysis"]
 
@@ -350,20 +350,7 @@ def memory_analysis(program: Program, plan: Schedule) -> dict[str, int]:
 
 
 def _peak_of_temporaries(plan: Schedule, sizes: Mapping[int, int]) -> int:
-    """The most bytes of temporaries alive at a time: each from the call that makes it to the last that reads it."""
-    instrs: Sequence[Instr] = [*plan.head, *plan.fused]
-    last = {var.storage: i for i, instr in enumerate(instrs) for var in (*instr.outputs(), *instr.inputs())}
-    last |= {var.storage: len(instrs) for var in (*plan.outputs, *(new for _, new in plan.commits))}
-    alive: dict[int, int] = {}
-    now = most = 0
-    for i, instr in enumerate(instrs):
-        touched = dict.fromkeys(var.storage for var in (*instr.outputs(), *instr.inputs()))
-        for storage in touched:
-            if storage in sizes and storage not in alive:
-                alive[storage] = sizes[storage]
-                now += sizes[storage]
-        most = max(most, now)
-        for storage in touched:
-            if last[storage] == i:
-                now -= alive.pop(storage, 0)
-    return max(most, now + sum(old.spec.nbytes for old in plan.staged))
+    """The most bytes of temporaries alive at a time."""
+    kept = {var.storage for var in (*plan.outputs, *(new for _, new in plan.commits))}
+    most, left = peak_bytes([*plan.head, *plan.fused], kept, sizes)
+    return max(most, left + sum(old.spec.nbytes for old in plan.staged))

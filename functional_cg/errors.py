@@ -29,6 +29,7 @@ __all__ = [
     "HostSyncError",
     "ImplicitRandomnessError",
     "LayoutError",
+    "MiscompileError",
     "RankError",
     "ReadOnlyError",
     "SideEffectError",
@@ -259,6 +260,22 @@ class CaptureError(FunctionalCGError, RuntimeError):
     - ``debug="verify"`` found a replay that differs from the eager run: a kernel with hidden state or with atomics.
     - ``optim.from_torch(cls)`` cannot make a pure function of an optimizer class, and says what stands in the way: take
       a transformation of ``fcg.optim``, or write the formula as one.
+    """
+
+
+class MiscompileError(FunctionalCGError, RuntimeError):
+    """What the compiler made of a step computes something else than the step; nothing was committed.
+
+    Before the first call of a compiled step commits anything, it runs once on the real values, and its calls run one by
+    one beside it. A difference that rounding does not explain names the leaf or metric, and the line that computes it.
+    What rounding explains is measured, by runs whose results are moved by an ulp. Causes:
+
+    - A mistake of the compiler, or of this package: please report it, with the step. ``lowering="aten"`` runs the
+      calls as they are.
+    - A call that does not return the same for the same arguments, such as a kernel with atomics or an operator of your
+      own that keeps something: ``torch.use_deterministic_algorithms(True)``, or compute it outside of the step.
+
+    ``certify=False`` leaves the comparison out; ``step.explain()`` says whether it was made.
     """
 
 

@@ -6,7 +6,7 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import Any, Concatenate, Generic, ParamSpec, Protocol, Self, TypeVar, overload
 
-from .options import BackendChoice, Debug, Lowering
+from .options import BackendChoice, Certify, Debug, Lowering
 from .transform import Transform
 
 __all__ = ["GraphFn", "GraphStep", "graph_fn", "graph_step"]
@@ -101,6 +101,7 @@ def graph_step(
     backend: BackendChoice = "auto",
     debug: Debug | None = None,
     verify_calls: int = 16,
+    certify: Certify = "auto",
 ) -> GraphStep[P, R]: ...
 @overload
 def graph_step(
@@ -113,6 +114,7 @@ def graph_step(
     backend: BackendChoice = "auto",
     debug: Debug | None = None,
     verify_calls: int = 16,
+    certify: Certify = "auto",
 ) -> _MakesStep: ...
 def graph_step(fn: Any = None, /, **options: Any) -> Any:
     """Transform a pure ``fn(state, *inputs, **static) -> (state, metrics)`` into a captured step.
@@ -142,6 +144,9 @@ def graph_step(fn: Any = None, /, **options: Any) -> Any:
         metrics at every call. ``python -m functional_cg.bench.debug`` measures both: on an H200, for a GPT of 4 layers
         with ``aten``, 0.97 ms a call without, 0.98 ms with poison, and 32 ms for a verified call.
       verify_calls: Number of calls to verify.
+      certify: Whether a compiled step is compared with its traced calls, one by one, on the real values of the first
+        call and before it commits: ``"auto"`` where the memory that the step itself takes is enough, ``True`` always,
+        ``False`` never. ``explain()`` says whether it was. It takes a few runs of the traced calls.
     Raises:
       FunctionalCGError: At the call, before anything is launched; see :mod:`functional_cg.errors`.
 
@@ -173,6 +178,7 @@ def graph_fn(
     backend: BackendChoice = "auto",
     debug: Debug | None = None,
     verify_calls: int = 16,
+    certify: Certify = "auto",
 ) -> GraphFn[P, R]: ...
 @overload
 def graph_fn(
@@ -184,6 +190,7 @@ def graph_fn(
     backend: BackendChoice = "auto",
     debug: Debug | None = None,
     verify_calls: int = 16,
+    certify: Certify = "auto",
 ) -> _MakesFn: ...
 def graph_fn(fn: Any = None, /, **options: Any) -> Any:
     """Transform a read-only ``fn(*args) -> outputs``: evaluation, sampling, acting.

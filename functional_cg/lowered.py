@@ -27,7 +27,9 @@ from .stages.certificate import Inspection
 from .stages.costs import constant_costs, input_costs, metric_costs, slot_costs, staged_pairs
 from .stages.lower import ExecutionPlan
 from .stages.program import Program
+from .stages.reference import Reference
 from .stages.trace import BoundState
+from .stages.trial import Certificate
 from .stages.watch import HostWatch
 from .state import Lease
 from .tree import KeyPath, Treedef, path_string, structure_diff
@@ -150,6 +152,8 @@ class Lowered:
       plan: What runs.
       watch: Host values that are compared at each call.
       inspection: A purity certificate that prints.
+      reference: The traced calls, before anything was rewritten.
+      certificate: Whether a compiled plan was compared with them, once it was captured.
     """
 
     name: str
@@ -159,6 +163,8 @@ class Lowered:
     plan: ExecutionPlan
     watch: HostWatch
     inspection: Inspection
+    reference: Reference
+    certificate: Certificate | None = None
     capture_here: Callable[[], Captured] | None = None
 
     def at(self, capture_here: Callable[[], Captured]) -> Lowered:
@@ -319,6 +325,7 @@ class Lowered:
             [
                 str(self.inspection),
                 f"  plan: {self._plan_line()}",
+                *([f"  {self.certificate}"] if self.certificate else []),
                 *(f"  {text}" for text in self._staged_lines()),
                 f"  memory: {sizes}",
                 f"  dtypes of the state: {', '.join(dtypes)}",
@@ -333,7 +340,8 @@ class Lowered:
         """Plan, memory, leaves and certificate, without a title."""
         memory = self.memory_analysis()
         most = max(*memory.values(), 1)
-        parts = [line(text) for text in (self._plan_line(), *self._staged_lines())]
+        certificate = [str(self.certificate)] if self.certificate else []
+        parts = [line(text) for text in (self._plan_line(), *certificate, *self._staged_lines())]
         parts.append(table([(name, f"{size:,} B", bar(size / most)) for name, size in memory.items()]))
         for state, entries in self._state_costs():
             title = f"{state.name}: {count(len(entries), 'leaf')}"

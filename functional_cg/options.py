@@ -9,10 +9,11 @@ from typing import Any, Literal, Self, get_args
 
 from .stages.capture import Backend
 
-__all__ = ["BackendChoice", "Debug", "Lowering", "Options"]
+__all__ = ["BackendChoice", "Certify", "Debug", "Lowering", "Options"]
 
 Lowering = Literal["auto", "aten", "inductor"] | Callable[..., Any]
 BackendChoice = Literal["auto", "eager"] | Backend
+Certify = Literal["auto"] | bool
 Debug = Literal["verify", "poison", "verify+poison", "poison+verify"]
 
 
@@ -28,6 +29,7 @@ class Options:
     backend: BackendChoice = "auto"
     debug: Debug | None = None
     verify_calls: int = 16
+    certify: Certify = "auto"
 
     @classmethod
     def of(cls, transform: str, fn: Any, given: Mapping[str, Any]) -> Self:
@@ -54,6 +56,8 @@ class Options:
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < least:
                 raise ValueError(f"{transform}: {name} must be an int of at least {least}, got {value!r}")
+        if self.certify not in ("auto", True, False):
+            raise ValueError(f"{transform}: certify must be 'auto', True or False, got {self.certify!r}")
         lowering, backend, debug = self.lowering, self.backend, self.debug
         if lowering not in ("auto", "aten", "inductor") and not callable(lowering):
             raise ValueError(

@@ -12,12 +12,12 @@ from torch import Tensor
 from typing_extensions import TypeVar, dataclass_transform
 
 from . import tree as pytree
-from .arena import no_tensors
 from .creation import Init, Sharding, create
 from .errors import LayoutError
 from .optim import GradientTransformation
 from .optim.base import step_or_update
 from .optim.fitting import refuse_unlike
+from .tree import no_tensors
 
 __all__ = ["TrainState"]
 

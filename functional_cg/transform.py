@@ -15,6 +15,7 @@ from typing import Any, Self, cast
 import torch
 
 from . import tree as pytree
+from .certify import certify
 from .constants import Constants
 from .eager import run_eager
 from .errors import ClosedError, FunctionalCGError, LayoutError
@@ -26,12 +27,12 @@ from .options import BackendChoice, Options
 from .shards.boundary import reading_of
 from .signature import Call, Signature
 from .stages.capture import Backend, backend_for, scratch
-from .stages.certificate import certify
-from .stages.compiled import lower_compiled
+from .stages.certificate import inspection_of
+from .stages.compiled import lower
 from .stages.grouping import group_collectives
-from .stages.lower import Buffers, ExecutionPlan, lower_aten
+from .stages.lower import Buffers
 from .stages.poison import Poisoned
-from .stages.program import Program
+from .stages.reference import Reference
 from .stages.replay import MISS, Bound, Stats, finisher, replayer
 from .stages.rewrite import rewrite
 from .stages.trace import BoundState, Recipe, trace
@@ -208,13 +209,13 @@ class Transform:
 
     def _replay(self, call: Call, lowered: Lowered) -> Any:
         captures = self.stats.captures
-        captured = self._captured_for(call, lowered)
-        args, kwargs = call.arguments()
         try:
+            captured = self._captured_for(call, lowered)
+            args, kwargs = call.arguments()
             result = captured.call(args, kwargs)
         except Exception:
-            if self.stats.captures > captures:  # it never ran: the corrected call may be of another layout
-                self._forget(lowered)
+            if self.stats.captures > captures or not self._captures_of(lowered):
+                self._forget(lowered)  # it never ran: the corrected call may be of another layout
             raise
         if not self._to_verify and not call.statics:
             self._fast = captured.call
@@ -223,10 +224,13 @@ class Transform:
         assert result is not MISS, "a call that was just taken apart fits its capture"
         return result
 
+    def _captures_of(self, lowered: Lowered) -> list[tuple[int, Any]]:
+        return [key for key in self._captured if key[0] == id(lowered)]
+
     def _forget(self, lowered: Lowered) -> None:
         for group in self._lowered.values():
             group[:] = [other for other in group if other is not lowered]
-        for key in [key for key in self._captured if key[0] == id(lowered)]:
+        for key in self._captures_of(lowered):
             self._captured.pop(key).close()
 
     def _instead_of_capture(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -301,24 +305,17 @@ class Transform:
         roots = tuple(value for s in call.states for value in pytree.static_values(s.handle._node))
         constants = [tensor for _, tensor in self._constants.named()]
         host_watch = watch(self._fn, roots=roots, arguments=call.objects, constants=constants)
-        inspection = certify(program, host_watch.names())
+        inspection = inspection_of(program, host_watch.names())
+        reference = Reference(program.twin())  # before anything is rewritten
         with _timed(self._name, f"lowered {len(program.instrs)} ATen calls"):
             reading = reading_of([spec for state in states for spec in state.specs])
             program.instrs = group_collectives(program.instrs, reading.bucket_bytes, reading.prefetch)
             rewrite(program, call.places())
-            plan = self._plan(program, call.device)
-        lowered = Lowered(self._name, states, call.layout, program, plan, host_watch, inspection)
+            plan = lower(program, call.device, self._options.lowering, reference)
+        lowered = Lowered(self._name, states, call.layout, program, plan, host_watch, inspection, reference)
         for text in warnings_of(lowered):
             _log.warning("%s: %s", self._name, text)
         return lowered
-
-    def _plan(self, program: Program, device: torch.device) -> ExecutionPlan:
-        choice = self._options.lowering
-        if choice == "auto":
-            choice = "inductor" if device.type == "cuda" else "aten"
-        if choice == "aten":
-            return lower_aten(program)
-        return lower_compiled(program, device, None if choice == "inductor" else choice)
 
     def _captured_for(self, call: Call, lowered: Lowered) -> Captured:
         key = (id(lowered), call.arenas)
@@ -345,10 +342,12 @@ class Transform:
         constants = [c.value.to(c.var.spec.device, copy=True) for c in program.constants]
         for s in call.states:
             s.arena.join()
+        buffers = Buffers(slots, staging.slots, constants)
+        if self._options.certify and lowered.plan.compiled and lowered.certificate is None:
+            arenas = [state.arena for state in call.states]
+            lowered.certificate = certify(lowered, buffers, arenas, self._backend, self._options.certify)
         replay = self._backend.capture(
-            lowered.plan,
-            Buffers(slots, staging.slots, constants),
-            lambda: Buffers(scratch(slots), staging.slots, constants),
+            lowered.plan, buffers, lambda: Buffers(scratch(slots), staging.slots, constants)
         )
         replay = Poisoned(replay, staging.slots) if "poison" in str(self._options.debug) else replay
         fast = replayer(

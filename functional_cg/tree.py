@@ -375,3 +375,12 @@ def at(where: Callable[[T], Any], tree: T, value: Any) -> T:
     if isinstance(tree, TreeView):
         return tree.__tree_set__(updates)  # type: ignore[no-any-return]
     return unflatten(treedef, [updates.get(i, leaf) for i, leaf in enumerate(old)])  # type: ignore[no-any-return]
+
+
+def no_tensors(tree: Any, root: str) -> list[str]:
+    """A row of a message for each leaf of a tree that is no tensor."""
+    return [
+        f"{path_string(path, root)}  expected a tensor   got {type(leaf).__name__}"
+        for path, leaf in flatten_with_path(tree)[0]
+        if not isinstance(leaf, torch.Tensor)
+    ]

@@ -55,7 +55,7 @@ class Shadow:
         Raises:
           CaptureError: Naming the leaves that differ and the call; or the eager run has raised.
         """
-        before = [_copy(state.arena) for state in call.states]
+        before = [state.arena.copy() for state in call.states]
         live = [tensor.clone() for tensor in call.live]
         got = replay()
         self._calls += 1
@@ -86,7 +86,7 @@ class Shadow:
         plan: ExecutionPlan,
     ) -> Any:
         """What a plan makes of a call, on memory of its own."""
-        arenas = [_copy(arena) for arena in before]
+        arenas = [arena.copy() for arena in before]
         slots = [arena.slots[s.start : s.stop] for s, arena in zip(call.states, arenas, strict=True)]
         staging = Staging(call.layout.specs, call.device)
         staging.copy_in(live)
@@ -127,16 +127,6 @@ class Shadow:
             fix="look for kernels with hidden state or atomics (`torch.use_deterministic_algorithms(True)`), and "
             "for host values reached in ways that are not watched.",
         )
-
-
-def _copy(arena: Arena) -> Arena:
-    """Memory of the same layout with the same values."""
-    arena.join()
-    copy = Arena.allocate(arena.plan, arena.device)
-    with torch.no_grad():
-        for new, old in zip(copy.slabs, arena.slabs, strict=True):
-            new.copy_(old)
-    return copy
 
 
 def _differences(root: str, expected: Any, got: Any) -> list[str]:

@@ -1,25 +1,47 @@
-"""What a step hands to the compiler."""
+"""What a step hands to the compiler, and the places where what it makes of it runs."""
 
 from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, fx
 
 import functional_cg as fcg
-from functional_cg.stages.inductor import Entrance, build_graph
-from functional_cg.stages.lower import schedule
+from functional_cg.stages.compiled import InPlacePlan
+from functional_cg.stages.graph import Entrance, build_graph
+from functional_cg.stages.lower import ExecutionPlan, schedule
+from functional_cg.stages.program import Program
+from functional_cg.stages.recompute import keep_as_buffers, recompute
+
+# Warnings are printed and not raised on a GPU: what libraries warn of depends on the machine.
+ON_A_GPU = pytest.param("cuda", marks=[pytest.mark.cuda, pytest.mark.filterwarnings("default")])
+# On a host a compiled function writes no slot; on a GPU it writes them all, which a host can do, too. The fixture
+# `compiled_on` gives the device.
+COMPILED = ("cpu", "cpu as a GPU", ON_A_GPU)
+
+
+def lower_as_on_a_gpu(program: Program, device: torch.device, choice: Any, reference: Any) -> ExecutionPlan:
+    """The lowering that writes slots in the compiled function, on whatever device."""
+    del choice, reference
+    recompute(program)
+    keep_as_buffers(program)
+    return InPlacePlan(program, device)
+
+
+compiled = pytest.mark.parametrize("compiled_on", COMPILED, indirect=True)
 
 
 def graph_of(train_step: Any, state: Any, batch: Any) -> tuple[fx.GraphModule, list[Tensor]]:
     """The graph of a step on the CPU, before any change that is made on a GPU, and arguments for it."""
     program = fcg.graph_step(train_step, lowering="aten").lower(state, batch).program
     plan = schedule(program, fuse=False)
-    entrance = Entrance.of(program, plan)
+    entrance = Entrance.of(program, plan, writes=plan.commits)
     values = dict(zip(program.slots, state._lease.arena.slots, strict=True))
     given = [values[var].clone() for var in entrance.slots]
-    return build_graph(program, plan, entrance), [*given, *fcg.tree.leaves(batch)]
+    graph = build_graph(program, plan, entrance, writes=plan.commits)
+    return graph, [*given, *fcg.tree.leaves(batch)]
 
 
 def assert_same_results(

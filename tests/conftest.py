@@ -144,3 +144,14 @@ def getkey() -> Callable[[], torch.Tensor]:
         return random.fold_in(random.key(0), count)
 
     return next_key
+
+
+@pytest.fixture
+def compiled_on(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The device of a test marked by ``tests.compiled_graphs.compiled``, whose steps are compiled as they are there."""
+    place: str = request.param
+    if place == "cpu as a GPU":
+        from tests.compiled_graphs import lower_as_on_a_gpu
+
+        monkeypatch.setattr("functional_cg.transform.lower", lower_as_on_a_gpu)
+    return place.partition(" ")[0]

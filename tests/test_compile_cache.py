@@ -11,7 +11,7 @@ from torch._dynamo.utils import counters
 from torch._inductor.utils import fresh_cache
 
 import functional_cg as fcg
-from functional_cg.stages import inductor
+from functional_cg.stages import graph, inductor
 
 
 def train_step(state: Any, x: Tensor) -> Any:
@@ -42,15 +42,15 @@ def test_a_step_is_found_again_unless_our_functions_changed(monkeypatch: pytest.
     with fresh_cache():
         assert found() == (0, 1, 0)
         assert found() == (1, 0, 0)
-        sources = inductor._sources()
+        sources = graph.sources()
         changed = {name: digest[::-1] for name, digest in sources.items()}
-        monkeypatch.setattr(inductor, "_sources", lambda: changed)
+        monkeypatch.setattr(inductor, "sources", lambda: changed)
         assert found() == (0, 1, 0)
 
 
 def test_the_key_has_all_functions_of_ours() -> None:
     """Of each, a digest of the module that it stands in."""
-    sources = inductor._sources()
+    sources = graph.sources()
     modules = {name.rpartition(".")[0]: digest for name, digest in sources.items()}
     assert set(modules.values()) == {sources[name] for name in sources}
     assert len(set(modules.values())) == len(modules)

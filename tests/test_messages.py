@@ -418,6 +418,36 @@ def test_stream_error():
     fcg.graph_step(train_step)(state, {})
 
 
+def test_miscompile_error():
+    """A compiler that sums over the other axis; the advice runs the same step as it is."""
+
+    def total(state, x):
+        return {**state, "w": state["w"] + x.sum(0)}, {"n": state["n"] + 1}
+
+    def compiler(graph, inputs):
+        (node,) = graph.graph.find_nodes(op="call_function", target=torch.ops.aten.sum.dim_IntList)
+        node.args = (node.args[0], [1])
+        graph.recompile()
+        return graph
+
+    state, x = a_state(), torch.tensor([[1.0, 2.0], [3.0, 5.0]])
+    assert_says(
+        fcg.MiscompileError,
+        lambda: fcg.graph_step(total, lowering=compiler)(state, x),
+        """
+        `total`: what the compiler made of it computes something else; the state is unchanged.
+          state['w']  differs by 1, of which rounding explains 1.91e-06, computed at {line}
+        Before the first call commits, the compiled step is compared with its calls one by one.
+        To fix: `lowering="aten"` runs these calls as they are; please report it, with the step.
+        Docs: help(functional_cg.MiscompileError)
+        """,
+        line=at(total, "x.sum(0)"),
+    )
+    assert state.generation == 0
+    state, _ = fcg.graph_step(total, lowering="aten")(state, x)
+    assert state["w"].tolist() == [5.0, 8.0]
+
+
 def test_rank_error():
     """One of two ranks calls; ``tests/sharding`` has processes, and the rest of the advice."""
     ranks = Ranks.over(dist.HashStore(), 0, 2, 0.1)

@@ -368,7 +368,7 @@ def test_explain_a_function_that_borrows() -> None:
 def test_explain_a_compiled_step() -> None:
     step = fcg.graph_step(train, lowering=lambda graph, inputs: graph)
     state, _ = step(a_state(), data(0))
-    assert rows(step.explain())["state['w']"] == ("f32[3]", 0, "updated in place")
+    assert rows(step.explain())["state['w']"] == ("f32[3]", 12, "updated by a copy")
     assert "compiled into one function" in repr(step.lower(state, data(0)))
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from .. import random
 from .. import tree as pytree
-from ..arena import BufferSpec, no_tensors
+from ..arena import BufferSpec
 from ..checkpoint import names_of
 from ..errors import CaptureError, LayoutError, RankError
 from ..leaf import as_tensor, owned
@@ -24,7 +24,7 @@ from ..shards.peers import among, together
 from ..shards.reader import all_of, gathered, whole
 from ..shards.tensor import Sharded
 from ..surroundings import current_mesh, inside_a_step
-from ..tree import path_string
+from ..tree import no_tensors, path_string
 
 __all__ = ["fold_in", "gather", "local", "mean", "state_dict", "sum"]
 

@@ -69,22 +69,35 @@ def _of_elements(named: Mapping[str, Any]) -> Bounds:
 
 _BOUNDS: Mapping[str, Callable[[Mapping[str, Any]], Bounds]] = MappingProxyType(
     {
-        **dict.fromkeys(
-            ("index", "index_put", "index_put_", "_index_put_impl", "_index_put_impl_"), _of_each_dimension
-        ),
-        **dict.fromkeys(("_unsafe_index", "_unsafe_index_put"), _of_each_dimension),
-        **dict.fromkeys(
-            (
-                "gather", "scatter", "scatter_", "scatter_add", "scatter_add_", "scatter_reduce",
-                "scatter_reduce_", "index_select", "index_add", "index_add_", "index_reduce", "index_reduce_",
-            ),
-            _along_one,
-        ),
-        **dict.fromkeys(("index_copy", "index_copy_", "index_fill", "index_fill_"), _along_one_or_from_its_end),
+        "index": _of_each_dimension,
+        "index_put": _of_each_dimension,
+        "index_put_": _of_each_dimension,
+        "_index_put_impl": _of_each_dimension,
+        "_index_put_impl_": _of_each_dimension,
+        "_unsafe_index": _of_each_dimension,
+        "_unsafe_index_put": _of_each_dimension,
+        "gather": _along_one,
+        "scatter": _along_one,
+        "scatter_": _along_one,
+        "scatter_add": _along_one,
+        "scatter_add_": _along_one,
+        "scatter_reduce": _along_one,
+        "scatter_reduce_": _along_one,
+        "index_select": _along_one,
+        "index_add": _along_one,
+        "index_add_": _along_one,
+        "index_reduce": _along_one,
+        "index_reduce_": _along_one,
+        "index_copy": _along_one_or_from_its_end,
+        "index_copy_": _along_one_or_from_its_end,
+        "index_fill": _along_one_or_from_its_end,
+        "index_fill_": _along_one_or_from_its_end,
         "embedding": _of_rows,
-        **dict.fromkeys(("take", "put", "put_"), _of_elements),
+        "take": _of_elements,
+        "put": _of_elements,
+        "put_": _of_elements,
     }
-)  # fmt: skip
+)
 
 
 def check_indices(program: Program, head: Sequence[Instr]) -> list[Instr]:

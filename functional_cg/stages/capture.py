@@ -134,30 +134,37 @@ class CUDABackend:
         self._pool: Any = None
         self._streams: tuple[torch.cuda.Stream, ...] = ()
 
-    def capture(self, plan: ExecutionPlan, buffers: Buffers, scratch: Callable[[], Buffers]) -> Replay:
-        with torch.cuda.device(self._device), quiet():
+    @contextlib.contextmanager
+    def aside(self) -> Iterator[None]:
+        """Work before a capture: on the warm-up's stream, whose memory the warm-up uses again."""
+        with torch.cuda.device(self._device):
             if self._pool is None:
                 self._pool = torch.cuda.graph_pool_handle()
                 # torch hands out streams in turn, from few; those of high priority are seldom somebody else's too
                 self._streams = tuple(torch.cuda.Stream(self._device, priority=-1) for _ in range(2))
-            warm_up, stream = self._streams
-            caller = torch.cuda.current_stream(self._device)
-            warm_up.wait_stream(caller)
-            torch.cuda.empty_cache()  # what building the state left in it would stand beside the warm-up's memory
+            warm_up = self._streams[0]
+            warm_up.wait_stream(torch.cuda.current_stream(self._device))
+            torch.cuda.empty_cache()  # what building the state left in it would stand beside this work's memory
             with torch.cuda.stream(warm_up):
+                yield
+            warm_up.synchronize()
+
+    def capture(self, plan: ExecutionPlan, buffers: Buffers, scratch: Callable[[], Buffers]) -> Replay:
+        with torch.cuda.device(self._device), quiet():
+            caller = torch.cuda.current_stream(self._device)
+            with self.aside():
                 run = plan.bind(buffers)  # compiles, where there is a compiler: for slots that do not overlap
                 warm = plan.bind(scratch())
                 for _ in range(_WARM_UPS):
                     warm(())
                 del warm
-            warm_up.synchronize()
             graph = torch.cuda.CUDAGraph()
             try:
                 with (
                     _no_garbage_collection(),
                     _empty_graphs_are_fine(),
                     torch.cuda.graph(
-                        graph, pool=self._pool, stream=stream, capture_error_mode="thread_local"
+                        graph, pool=self._pool, stream=self._streams[1], capture_error_mode="thread_local"
                     ),
                 ):
                     static = run(())
@@ -170,7 +177,7 @@ class CUDABackend:
                     raise
                 first = _first(error)
                 raise _failure(first) from first
-            caller.wait_stream(stream)
+            caller.wait_stream(self._streams[1])
             return _GraphReplay(graph, run, static, self._device)
 
 

@@ -12,7 +12,7 @@ from ..ops import FUSED
 from .keys import draws, shared_keys
 from .program import Instr, Program, Var, live
 
-__all__ = ["Inspection", "certify"]
+__all__ = ["Inspection", "inspection_of"]
 
 _GRADIENTS = 1  # place of the gradients among the arguments of a fused optimizer op
 
@@ -66,7 +66,7 @@ class Inspection:
         )
 
 
-def certify(program: Program, watched: Sequence[str]) -> Inspection:
+def inspection_of(program: Program, watched: Sequence[str]) -> Inspection:
     """Sum up a traced program."""
     return Inspection(
         function=program.function,

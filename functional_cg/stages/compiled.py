@@ -1,4 +1,4 @@
-"""Lower with a compiler: inductor, or any backend of ``torch.compile``.
+"""Lower: to ATen calls, or with a compiler: inductor, or any backend of ``torch.compile``.
 
 On a GPU the whole step is one compiled function that writes the slots itself, so gradients fuse into the update and no
 copy of the state is made: nothing raises there once it runs. On a host a call may raise in the middle, and what another
@@ -25,27 +25,40 @@ from .graph import Entrance, build_graph
 from .grouping import is_launch
 from .inductor import compile_graph
 from .logits import has_large_logits, read_targets_first
-from .lower import AtenPlan, Before, Buffers, ExecutionPlan, Run, Schedule, schedule
+from .lower import AtenPlan, Before, Buffers, ExecutionPlan, Run, Schedule, lower_aten, schedule
 from .products import batch_gradients
 from .program import Instr, Program, Var, highest, map_vars
 from .recompute import keep_as_buffers, recompute
+from .reference import Reference
 from .rewrite import clears, range_tensor
 
-__all__ = ["HeadPlan", "InPlacePlan", "lower_compiled"]
+__all__ = ["HeadPlan", "InPlacePlan", "lower"]
 
 Compiler = Callable[..., Any]
 
 _SMALL = 2**24  # bytes
 
 
-def lower_compiled(program: Program, device: torch.device, compiler: Compiler | None) -> ExecutionPlan:
-    """Lower through inductor, or through ``compiler(graph_module, example_inputs) -> callable``."""
-    if device.type == "cuda":
+def lower(
+    program: Program, device: torch.device, choice: str | Compiler, reference: Reference
+) -> ExecutionPlan:
+    """Lower a rewritten program.
+
+    Args:
+      program: The program.
+      device: Where it runs.
+      choice: ``"aten"``, ``"inductor"``, ``"auto"``, or a ``compiler(graph_module, example_inputs) -> callable``.
+      reference: The program as it was traced, which finds the user's line for what a compiled function raises.
+    """
+    on_gpu = device.type == "cuda"
+    if choice == "aten" or (choice == "auto" and not on_gpu):
+        return lower_aten(program)
+    if on_gpu:
         recompute(program)
         keep_as_buffers(program)
-        if compiler is None:
-            return InPlacePlan(program, device)
-    return HeadPlan(program, device, compiler)
+    if not isinstance(choice, str):
+        return HeadPlan(program, device, choice, reference)
+    return InPlacePlan(program, device) if on_gpu else HeadPlan(program, device, None, reference)
 
 
 class InPlacePlan:
@@ -104,8 +117,10 @@ class HeadPlan:
     compiled = True
     copies = True
 
-    def __init__(self, program: Program, device: torch.device, compiler: Compiler | None) -> None:
-        self._program = program
+    def __init__(
+        self, program: Program, device: torch.device, compiler: Compiler | None, reference: Reference
+    ) -> None:
+        self._program, self._reference = program, reference
         self.schedule = plan = schedule(program)
         if device.type == "cpu" and compiler is None:
             plan = replace(plan, head=check_indices(program, plan.head))
@@ -117,7 +132,14 @@ class HeadPlan:
         compile_head = compiler or partial(
             compile_graph, on_host=device.type == "cpu", small=False, in_order=_collects(program)
         )
-        self._head = _Head(program.function, graph, len(plan.outputs), compile_head, known=compiler is None)
+        self._head = _Head(
+            program.function,
+            graph,
+            compile_head,
+            metrics=len(plan.outputs),
+            count=len(plan.outputs) + len(handed_on),
+            known=compiler is None,
+        )
         self._entrance = entrance
         self._aten = AtenPlan(program, _around(self._head, program, plan, entrance, handed_on))
 
@@ -127,7 +149,7 @@ class HeadPlan:
     def bind(self, buffers: Buffers) -> Run:
         if self._head.compiled is None:
             self._head.compile(_arguments(self._program, self._entrance, buffers)[0])
-        return self._aten.bind(buffers)
+        return self._aten.bind(buffers, partial(self._reference.raises_at, buffers))
 
 
 class _Head:
@@ -136,16 +158,17 @@ class _Head:
     Args:
       name: For the plan's text.
       graph: What to compile.
-      metrics: How many of its results leave the step: each is memory of its own.
       compiler: ``compiler(graph_module, example_inputs) -> callable``.
+      metrics: How many of its results leave the step: each is memory of its own.
+      count: How many of its results are wanted.
       known: Whether the compiler is ours, whose results are never the memory of an argument.
     """
 
     def __init__(
-        self, name: str, graph: fx.GraphModule, metrics: int, compiler: Compiler, *, known: bool
+        self, name: str, graph: fx.GraphModule, compiler: Compiler, *, metrics: int, count: int, known: bool
     ) -> None:
-        self.graph, self._name, self._metrics = graph, name, metrics
-        self._compiler, self._known = compiler, known
+        self.graph, self._name, self._compiler = graph, name, compiler
+        self._metrics, self._count, self._known = metrics, count, known
         self.compiled: Callable[..., Any] | None = None
 
     def __str__(self) -> str:
@@ -158,7 +181,7 @@ class _Head:
     def __call__(self, *arguments: Tensor) -> list[Tensor]:
         assert self.compiled is not None
         with torch.no_grad():
-            results = self.compiled(*arguments)
+            results = self.compiled(*arguments)[: self._count]
         taken = set() if self._known else {storage_key(one) for one in arguments}
         apart = []
         for position, result in enumerate(results):

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from ..outline import Entry, count
-from ..tree import path_string
 from .lower import Schedule
 from .program import Program, Var
 
@@ -71,14 +70,8 @@ def constant_costs(program: Program, plan: Schedule) -> list[tuple[str, Entry]]:
 
 def metric_costs(program: Program, plan: Schedule) -> list[tuple[str, Entry]]:
     """Metrics: fresh tensors at each call; a graph has them in its own memory, from where they are copied out."""
-    paths = [
-        path_string(path, "metrics")
-        for path, value in zip(program.output_paths, program.outputs, strict=True)
-        if isinstance(value, Var)
-    ]
-    paths += [str(report) for report in program.reports for _ in report.values]
     costs = []
-    for i, (path, var) in enumerate(zip(paths, plan.outputs, strict=True)):
+    for i, ((path, _), var) in enumerate(zip(program.named_results(), plan.outputs, strict=True)):
         copies = (i in plan.cloned) + (var.spec.device.type == "cuda")
         costs.append((path, Entry(var.spec, "returned", copies * var.spec.nbytes)))
     return costs

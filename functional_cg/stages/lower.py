@@ -24,7 +24,17 @@ from .fused import in_place, read_arguments, written_pairs
 from .program import Instr, Program, Var, live, map_vars, vars_in, written_storages
 from .rewrite import clears, range_tensor
 
-__all__ = ["AtenPlan", "Buffers", "ExecutionPlan", "Run", "Schedule", "live_instrs", "lower_aten", "schedule"]
+__all__ = [
+    "AtenPlan",
+    "Buffers",
+    "ExecutionPlan",
+    "Run",
+    "Schedule",
+    "evaluate",
+    "live_instrs",
+    "lower_aten",
+    "schedule",
+]
 
 Before = Sequence[Callable[[], Any]]
 
@@ -176,7 +186,13 @@ class AtenPlan:
     def as_text(self) -> str:
         return self._source
 
-    def bind(self, buffers: Buffers) -> Run:
+    def bind(self, buffers: Buffers, raised_at: Callable[[], Location | None] = lambda: None) -> Run:
+        """Bind the plan to buffers.
+
+        Args:
+          buffers: The buffers.
+          raised_at: Finds the user's line for an exception of a call that has none.
+        """
         names: dict[str, Any] = dict(self._ops)
         program = self._program
         for var, tensor in zip(program.slots, buffers.slots, strict=True):
@@ -189,10 +205,10 @@ class AtenPlan:
             for known in program.ranges:
                 names[repr(known.var)] = range_tensor(known, [names[repr(leaf)] for leaf in known.leaves])
             for instr in self._hoisted:
-                names[repr(instr.out)] = _evaluate(instr, names)
+                names[repr(instr.out)] = evaluate(instr, lambda var: names[repr(var)])
         names["uninterrupted"], names["partial"] = uninterrupted, partial
         names["copy_all"] = torch._foreach_copy_
-        names["note"] = partial(_note, program.function, self._sites)
+        names["note"] = partial(_note, program.function, self._sites, raised_at)
         names["commit_slots"] = tuple(
             [names[repr(old)] for old, _ in group] for group in self._commit_groups()
         )
@@ -209,7 +225,9 @@ class AtenPlan:
         self._fixed = fixed
         hoisted, head = [], []
         for instr in self._plan.head:
-            makes_one = isinstance(instr.out, Var) and not instr.writes and not fixed.isdisjoint(instr.inputs())
+            makes_one = (
+                isinstance(instr.out, Var) and not instr.writes and not fixed.isdisjoint(instr.inputs())
+            )
             if makes_one and returns_view(instr.op) and all(var in fixed for var in instr.inputs()):
                 fixed.add(instr.out)
                 hoisted.append(instr)
@@ -295,9 +313,15 @@ def lower_aten(program: Program) -> AtenPlan:
     return AtenPlan(program, schedule(program))
 
 
-def _note(function: str, sites: Mapping[int, Location | None], error: Exception) -> None:
+def _note(
+    function: str,
+    sites: Mapping[int, Location | None],
+    raised_at: Callable[[], Location | None],
+    error: Exception,
+) -> None:
     """Tell an exception that a kernel raised (an index out of range, say) where in the user's code it belongs."""
     site = sites.get(error.__traceback__.tb_lineno) if error.__traceback__ is not None else None
+    site = site or raised_at()
     error.add_note(
         f"`{function}`: raised by its replay{f', at {site}' if site else ''}; the state is unchanged."
     )
@@ -312,14 +336,18 @@ def as_strided(
     return torch.as_strided(tensor, size, stride, offset)
 
 
-def _evaluate(instr: Instr, names: dict[str, Any]) -> Any:
-    def value(var: Var) -> Any:
-        return names[repr(var)]
+def evaluate(instr: Instr, value: Callable[[Var], Any]) -> Any:
+    """Run a call by itself.
 
+    Args:
+      instr: The call.
+      value: The tensor of a variable.
+    """
     kwargs = {name: map_vars(value, item) for name, item in instr.kwargs.items()}
+    args = map_vars(value, instr.args)
     if instr.op is _AS_STRIDED:
-        return as_strided(instr.args[0].offset, *(map_vars(value, arg) for arg in instr.args))
-    return instr.op(*(map_vars(value, arg) for arg in instr.args), **kwargs)
+        return as_strided(instr.args[0].offset, *args, **kwargs)
+    return instr.op(*args, **kwargs)
 
 
 def _target(out: Any, fixed: Collection[Var]) -> str:

@@ -22,7 +22,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import fx
 
 from ..ops import returns_view
 
@@ -103,16 +103,21 @@ def _own_what_leaves(graph: fx.Graph, writes: Sequence[fx.Node]) -> None:
         return owned[value]
 
     for write in writes:
-        slot, value = write.args
+        slot, value = map(_as_node, write.args)
         if not _is_done_in(slot, value):
             write.args = (slot, own(value))
     output = graph.output_node()
-    output.args = (type(output.args[0])(own(one) for one in output.args[0]),)
+    output.args = (fx.map_arg(output.args[0], own),)
+
+
+def _as_node(argument: Any) -> fx.Node:
+    assert isinstance(argument, fx.Node)
+    return argument
 
 
 def _is_done_in(slot: fx.Node, value: fx.Node) -> bool:
-    """Whether a slot's new value is what the compiler may compute in the slot itself: then a copy would move it twice."""
-    call = value
+    """Whether the compiler may compute a slot's new value in the slot itself, so that there is nothing to copy."""
+    call: Any = value
     while _is_part(call):
         call = call.args[0]
     new, old = value.meta["val"], slot.meta["val"]

@@ -5,8 +5,8 @@ It is what ``trace`` makes, ``inspect`` certifies and ``lower`` compiles. No ten
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import Tensor
@@ -14,7 +14,7 @@ from torch._ops import OpOverload
 
 from ..arena import BufferSpec
 from ..source import Location
-from ..tree import KeyPath, Treedef
+from ..tree import KeyPath, Treedef, path_string
 
 __all__ = [
     "Constant",
@@ -25,6 +25,7 @@ __all__ = [
     "highest",
     "live",
     "map_vars",
+    "peak_bytes",
     "vars_in",
     "written_storages",
 ]
@@ -166,6 +167,39 @@ class Program:
         """What leaves the step: metrics, then what is printed and tapped."""
         return list(vars_in([*self.outputs, *(report.values for report in self.reports)]))
 
+    def named_results(self) -> Iterator[tuple[str, Var]]:
+        """What leaves the step, each with its key path or with what shows it."""
+        for path, value in zip(self.output_paths, self.outputs, strict=True):
+            if isinstance(value, Var):
+                yield path_string(path, "metrics"), value
+        yield from ((str(report), value) for report in self.reports for value in report.values)
+
+    def twin(self) -> Program:
+        """The same program in variables and calls of its own, which stays as it is when this one is rewritten."""
+        twins: dict[Var, Var] = {}
+
+        def new(var: Var) -> Var:
+            if var not in twins:
+                twins[var] = replace(var)
+            return twins[var]
+
+        def twin(instr: Instr) -> Instr:
+            kwargs = {name: map_vars(new, value) for name, value in instr.kwargs.items()}
+            writes = tuple(map(new, instr.writes))
+            args, out = map_vars(new, instr.args), map_vars(new, instr.out)
+            return replace(instr, args=args, kwargs=kwargs, out=out, writes=writes)
+
+        return replace(
+            self,
+            slots=list(map(new, self.slots)),
+            inputs=list(map(new, self.inputs)),
+            constants=[replace(constant, var=new(constant.var)) for constant in self.constants],
+            instrs=list(map(twin, self.instrs)),
+            new_state=list(map(new, self.new_state)),
+            outputs=map_vars(new, self.outputs),
+            reports=[replace(report, values=map_vars(new, report.values)) for report in self.reports],
+        )
+
     def as_text(self) -> str:
         """The program, one call per line."""
         lines = [f"{self.function}:"]
@@ -214,6 +248,31 @@ def live(instrs: Sequence[Instr], results: Iterable[Var]) -> tuple[list[Instr], 
             storages.update(var.storage for var in instr.inputs())
     kept.reverse()
     return kept, used
+
+
+def peak_bytes(instrs: Sequence[Instr], kept: Collection[int], sizes: Mapping[int, int]) -> tuple[int, int]:
+    """The most bytes of temporaries that are alive at a time while calls run, and what is alive after them.
+
+    Args:
+      instrs: The calls; each temporary lives from the call that makes it to the last that reads it.
+      kept: Storages that are read after them.
+      sizes: Bytes of each storage that counts.
+    """
+    last = {var.storage: i for i, instr in enumerate(instrs) for var in (*instr.outputs(), *instr.inputs())}
+    last |= dict.fromkeys(kept, len(instrs))
+    alive: dict[int, int] = {}
+    now = most = 0
+    for i, instr in enumerate(instrs):
+        touched = dict.fromkeys(var.storage for var in (*instr.outputs(), *instr.inputs()))
+        for storage in touched:
+            if storage in sizes and storage not in alive:
+                alive[storage] = sizes[storage]
+                now += sizes[storage]
+        most = max(most, now)
+        for storage in touched:
+            if last[storage] == i:
+                now -= alive.pop(storage, 0)
+    return most, now
 
 
 def vars_in(value: Any) -> Iterator[Var]:

@@ -1,0 +1,157 @@
+"""What rounding may do to a program: its calls again, each with results that are moved by an ulp.
+
+Two programs that compute the same in another order round at other places. By how much their results may differ is not
+known in advance: a sum of thousands of terms, a sign that a gradient near zero has, a token that is drawn, each
+amplifies the last bits as much as it likes. So it is measured: run one program again, move what its calls return by an
+ulp at random, and see what becomes of its results.
+
+Only what was rounded is moved. A result whose last bits are zero is taken to be exact, such as a whole number, so an
+exact program has no spread at all, and whatever is not equal to it is wrong.
+
+Source: Parker 1997, "Monte Carlo Arithmetic: exploiting randomness in floating-point arithmetic".
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from types import MappingProxyType
+
+import torch
+from torch import Tensor
+
+from ..ops import returns_view
+from .program import Instr, Var
+
+__all__ = ["Shaker"]
+
+_CHUNK = 2**22  # elements
+# dtype -> integer of its size; its last bits, which are zero in few rounded numbers and in most exact ones; infinity.
+_BITS = MappingProxyType(
+    {
+        torch.float64: (torch.int64, 2**20 - 1, 0x7FF0_0000_0000_0000),
+        torch.float32: (torch.int32, 2**10 - 1, 0x7F80_0000),
+        torch.bfloat16: (torch.int16, 2**3 - 1, 0x7F80),
+        torch.float16: (torch.int16, 2**4 - 1, 0x7C00),
+    }
+)
+_WIDE = MappingProxyType({torch.bfloat16: torch.float32, torch.float16: torch.float32})
+# What only moves numbers about rounds none.
+_MOVES = frozenset(
+    """clone copy copy_ cat stack where index index_select gather embedding constant_pad_nd repeat flip roll sort
+    slice_scatter select_scatter diagonal_scatter as_strided_scatter scatter masked_fill tril triu relu neg abs
+    maximum minimum amax amin zeros ones full empty arange zeros_like ones_like full_like empty_like ravel
+    new_zeros new_full new_empty _conj lift_fresh_copy max_pool2d_with_indices""".split()
+)
+_DECIDES = frozenset(
+    """lt le gt ge eq ne argmax argmin topk sort floor ceil round trunc sign frac fmod remainder floor_divide
+    bucketize searchsorted max min argsort isnan isinf isfinite logical_not logical_and logical_or nonzero""".split()
+)
+_PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "convolution", "convolution_backward", "linear", "matmul")
+_TF32 = 2.0**-11  # what its factors are rounded by
+_IN_A_ROW = 16  # terms that are added up in one go: by lanes of a vector unit, in a tile of a product
+
+
+@dataclass(slots=True)
+class Shaker:
+    """Moves what calls return by up to ``most`` ulps, at random.
+
+    Attributes:
+      generator: Draws which way; on the device of the program.
+      most: Ulps, a whole number.
+      decisions: Ulps by which it moves what a call decides by (a comparison, ``argmax``, a rounding), for that call.
+    """
+
+    generator: torch.Generator
+    most: int = 1
+    decisions: int = 0
+
+    def arguments(self, instr: Instr, values: dict[Var, Tensor]) -> dict[Var, Tensor]:
+        """Arguments for a call in place of some of its own."""
+        if not self.decisions or not (_name(instr) in _DECIDES or _narrows(instr)):
+            return {}
+        moved = {}
+        for var in dict.fromkeys(instr.inputs()):
+            if var in values and values[var].dtype in _BITS and var not in instr.writes:
+                moved[var] = values[var].clone()
+                self._move(moved[var], self.decisions, 0.0)
+        return moved
+
+    def results(self, instr: Instr, made: list[tuple[Var, Tensor]]) -> None:
+        """Move the results of a call, in place."""
+        if instr.writes or _name(instr) in _MOVES or returns_view(instr.op):
+            return
+        taken = {var.storage for var in instr.inputs()}
+        for var, tensor in made:
+            if var.storage not in taken:
+                self._move(tensor, self.most, _spread(instr, tensor) * self.most)
+
+    def _move(self, tensor: Tensor, most: int, spread: float) -> None:
+        """Move a tensor of memory of its own; ``spread`` is in parts of its root mean square."""
+        if tensor.is_complex():
+            tensor = torch.view_as_real(tensor)
+        if tensor.dtype not in _BITS or not tensor.numel():
+            return
+        integer, last, infinity = _BITS[tensor.dtype]
+        if spread:
+            root = torch.linalg.vector_norm(tensor, dtype=_WIDE.get(tensor.dtype))
+            step = torch.where(root.isfinite(), root, 0.0) * (spread / math.sqrt(tensor.numel()))
+        for part in _parts(tensor):
+            bits = part.view(integer)
+            magnitude = bits & torch.iinfo(integer).max
+            stays = (bits & last == 0) | (magnitude <= most) | (magnitude >= infinity - 1 - most)
+            ulps = torch.randint(
+                -most, most + 1, part.shape, dtype=integer, device=part.device, generator=self.generator
+            )
+            moved = (bits + ulps).view(part.dtype)
+            if spread:
+                moved += step * torch.randn(part.shape, device=part.device, generator=self.generator)
+            part.copy_(torch.where(stays, part, moved))
+
+
+def _parts(tensor: Tensor) -> Iterator[Tensor]:
+    """The elements of a dense tensor in the order of memory, some at a time."""
+    strides = tensor.stride()
+    flat = tensor.permute(sorted(range(tensor.dim()), key=lambda axis: -strides[axis]))
+    if flat.is_contiguous():
+        yield from flat.view(-1).split(_CHUNK)
+
+
+def _name(instr: Instr) -> str:
+    return str(instr.op._schema.name).partition("::")[2]
+
+
+def _narrows(instr: Instr) -> bool:
+    """Whether a call is a cast to a dtype that is no floating one, or one of 8 bits: a rounding to few values."""
+    return _name(instr) == "_to_copy" and all(out.spec.dtype not in _BITS for out in instr.outputs())
+
+
+def _spread(instr: Instr, result: Tensor) -> float:
+    """How far apart sums of the same terms in another order are, in parts of their root mean square."""
+    if not isinstance(instr.out, Var) and any(isinstance(out, (list, tuple)) for out in instr.out):
+        return 0.0  # one of the grouped ops, which are elementwise
+    product = _name(instr) in _PRODUCTS
+    terms = _terms(instr, result, product=product)
+    precise = torch.finfo(
+        torch.float64 if result.dtype in (torch.float64, torch.complex128) else torch.float32
+    )
+    spread = precise.eps * math.sqrt(terms / _IN_A_ROW) if terms > _IN_A_ROW else 0.0
+    return spread + (_TF32 if product and _in_tf32(_name(instr), result) else 0.0)
+
+
+def _terms(instr: Instr, result: Tensor, *, product: bool) -> float:
+    """About how many terms each element of a result is the sum of."""
+    sizes = sorted((var.spec.numel for var in instr.inputs()), reverse=True)
+    if not sizes or not result.numel():
+        return 0.0
+    if product and len(sizes) > 1:
+        return math.sqrt(sizes[0] * sizes[1] / result.numel())
+    return sizes[0] / result.numel()
+
+
+def _in_tf32(name: str, result: Tensor) -> bool:
+    """Whether a product may round its factors to TF32; of convolutions torch's default is that they do."""
+    if not result.is_cuda or result.dtype != torch.float32:
+        return False
+    return name.startswith("convolution") or torch.get_float32_matmul_precision() != "highest"
