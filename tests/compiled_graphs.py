@@ -11,7 +11,7 @@ from torch import Tensor, fx
 import functional_cg as fcg
 from functional_cg.stages.compiled import InPlacePlan
 from functional_cg.stages.graph import Entrance, build_graph
-from functional_cg.stages.lower import ExecutionPlan, schedule
+from functional_cg.stages.lower import Buffers, ExecutionPlan, Run, schedule
 from functional_cg.stages.program import Program
 from functional_cg.stages.recompute import keep_as_buffers, recompute
 
@@ -27,7 +27,15 @@ def lower_as_on_a_gpu(program: Program, device: torch.device, choice: Any, refer
     del choice, reference
     recompute(program)
     keep_as_buffers(program)
-    return InPlacePlan(program, device)
+    return _CopiedOut(program, device)
+
+
+class _CopiedOut(InPlacePlan):
+    """Its metrics are copied out, as those of a graph are."""
+
+    def bind(self, buffers: Buffers) -> Run:
+        run = super().bind(buffers)
+        return lambda before: [metric.clone() for metric in run(before)]
 
 
 compiled = pytest.mark.parametrize("compiled_on", COMPILED, indirect=True)

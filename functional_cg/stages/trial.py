@@ -5,13 +5,18 @@ much as rounding makes of them: by how much is found out by running the program 
 by an ulp (:mod:`functional_cg.stages.ulps`). A leaf that lies further off than a few times what such runs do is not
 rounding. What jumps (a token that is drawn, a route that is taken) jumps in some of these runs, too: before anything is
 refused, more of them look further.
+
+Two steps are compared, the second from where the first has led: at the first a learning rate that warms up is zero, an
+average is what it averages, and what is written too early is not seen.
 """
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -23,6 +28,8 @@ from .ulps import Shaker
 
 __all__ = ["Certificate", "Difference", "Trial"]
 
+_log = logging.getLogger("functional_cg")
+_STEPS = 2
 # Runs that measure rounding: by how many ulps results are moved, and what is decided by; how many times what such a
 # run makes of a result it may lie off. Where nothing jumps, what a run makes of it grows with the ulps: each of them
 # says the same then.
@@ -74,42 +81,83 @@ class Difference:
         return f"{self.name}  differs by {self.greatest:.3g}, of which rounding explains {self.rounding:.3g}{where}"
 
 
-@dataclass(slots=True)
-class Trial:
-    """What a plan has made of real values, to be compared with the program.
+Independent = Callable[[], AbstractContextManager[Buffers]]
 
-    Attributes:
+
+class Trial:
+    """A plan beside its program.
+
+    Args:
       reference: The program.
-      got: What the plan computes in place of the program's outputs, on the host.
+      plan: The plan.
+      independent: ``with independent() as buffers:`` gives static buffers with the values of the call, which may be
+        written, and are forgotten or put back at the end.
     """
 
-    reference: Reference
-    got: list[Tensor]
+    def __init__(self, reference: Reference, plan: ExecutionPlan, independent: Independent) -> None:
+        self._reference, self._plan, self._independent = reference, plan, independent
+        writes = any(out.slot is not None for out in reference.outputs)
+        self._steps = _STEPS if writes else 1
 
-    @classmethod
-    def of(cls, reference: Reference, plan: ExecutionPlan, buffers: Buffers) -> Trial:
-        """Run a plan once on buffers that it may write."""
+    def rehearse(self, buffers: Buffers, scratch: Sequence[Tensor]) -> None:
+        """Compile the plan, and run it once, on other inputs: what it keeps of them shows in the trial.
+
+        Args:
+          buffers: Static buffers with the values of the call, which stay as they are.
+          scratch: Slots for a warm-up.
+        """
+        zeros = replace(buffers, inputs=[torch.zeros_like(one) for one in buffers.inputs])
         with quiet():
-            metrics = iter(plan.bind(buffers)(()))
-            return cls(
-                reference,
-                _aside(
-                    [
-                        next(metrics) if out.slot is None else buffers.slots[out.slot]
-                        for out in reference.outputs
-                    ]
-                ),
-            )
+            self._plan.bind(zeros)  # compiles it, for slots that do not overlap
+            run = self._plan.bind(replace(zeros, slots=scratch))
+            try:
+                run(())
+            except (
+                Exception
+            ) as error:  # zeros may be what a kernel of the host refuses, such as a singular matrix
+                _log.debug("not rehearsed: %s", error)
 
-    def differences(self, buffers: Buffers, together: Callable[[bool], bool]) -> list[Difference]:
+    def run(self) -> list[list[Tensor]]:
+        """What the plan makes of some steps, on the host."""
+        with self._independent() as mine, quiet():
+            run = self._plan.bind(mine)
+            return [self._outputs(mine, run(())) for _ in range(self._steps)]
+
+    def differences(self, got: Sequence[list[Tensor]], together: Callable[[bool], bool]) -> list[Difference]:
         """What the plan computes otherwise; empty if it is what the program says but for rounding.
 
         Args:
-          buffers: The values that the plan has run on; they are only read.
+          got: What :meth:`run` has returned.
           together: ``together(flag)`` says whether the flag is set here, or on another rank that does the same.
         """
-        first = self.reference.run(buffers)
-        off = [_distance(one, other) for one, other in zip(self.got, first, strict=True)]
+        for number, step in enumerate(got):
+            with self._independent() as mine:
+                if number:
+                    self._write(mine, got[number - 1])
+                found = self._compared(step, mine, together)
+            if together(bool(found)):
+                return found
+        return []
+
+    def _outputs(self, buffers: Buffers, metrics: Sequence[Tensor]) -> list[Tensor]:
+        """A copy of each output, after the plan has run on buffers."""
+        left = iter(metrics)
+        outputs = self._reference.outputs
+        return _aside([next(left) if out.slot is None else buffers.slots[out.slot] for out in outputs])
+
+    def _write(self, buffers: Buffers, values: Sequence[Tensor]) -> None:
+        """Put a state that was computed into slots."""
+        for out, value in zip(self._reference.outputs, values, strict=True):
+            if out.slot is not None:
+                buffers.slots[out.slot].copy_(value)
+
+    def _compared(
+        self, got: Sequence[Tensor], buffers: Buffers, together: Callable[[bool], bool]
+    ) -> list[Difference]:
+        """How the outputs of one step lie from what the program makes of the buffers."""
+        reference = self._reference
+        first = reference.run(buffers)
+        off = [_distance(one, other) for one, other in zip(got, first, strict=True)]
         limits = [_floor(value) for value in first]
         expected = _aside(first)
         del first
@@ -117,11 +165,11 @@ class Trial:
         for most, decisions, factor in _RUNS:
             if not together(not all(map(_Distance.within, off, limits))):
                 return []
-            for number, value in enumerate(self.reference.run(buffers, Shaker(generator, most, decisions))):
+            for number, value in enumerate(reference.run(buffers, Shaker(generator, most, decisions))):
                 limits[number] = limits[number].or_more(_distance(expected[number], value).times(factor))
         return [
-            Difference(out.name, apart.greatest, limit.greatest, self.reference.site_of(out.var))
-            for out, apart, limit in zip(self.reference.outputs, off, limits, strict=True)
+            Difference(out.name, apart.greatest, limit.greatest, reference.site_of(out.var))
+            for out, apart, limit in zip(reference.outputs, off, limits, strict=True)
             if not apart.within(limit)
         ]
 

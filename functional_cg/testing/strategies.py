@@ -5,6 +5,7 @@ They need hypothesis. The first example of a test captures its step, the others 
 
 from __future__ import annotations
 
+from .exact import exact_step_fns, whole_numbers
 from .programs import StepProgram, optimizers, step_fns
 from .trees import buffer_specs, dtypes, inputs, like, pytrees, shapes, states, tensors
 
@@ -12,6 +13,7 @@ __all__ = [
     "StepProgram",
     "buffer_specs",
     "dtypes",
+    "exact_step_fns",
     "inputs",
     "like",
     "optimizers",
@@ -20,4 +22,5 @@ __all__ = [
     "states",
     "step_fns",
     "tensors",
+    "whole_numbers",
 ]

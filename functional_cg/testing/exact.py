@@ -1,0 +1,346 @@
+"""Random steps whose arithmetic is exact: whole numbers, far from the end of what their dtypes hold.
+
+Sums of whole numbers have the same value in any order, and no product of them is rounded, so every lowering has to give
+the same numbers: there is no tolerance to choose, and any difference is a mistake. (Zeros have a sign, which the order
+of a sum does change.)
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from hypothesis import event
+from hypothesis import strategies as st
+from torch import Tensor
+
+from .. import random as keyed
+from .. import tree as pytree
+from ..autodiff import grad
+from ..control import cond
+from ..remat import remat
+from ..state import snapshot
+from .programs import Operation, StepProgram
+from .trees import Draw, like
+
+__all__ = ["exact_step_fns", "whole_numbers"]
+
+_MOST = 8  # of a leaf and an input, by magnitude
+_NUMEL = 64  # of a value: what is expanded again and again stays small
+_LIMITS = {torch.float32: 2**20, torch.float64: 2**40, torch.bfloat16: 2**7, torch.float16: 2**10}
+
+
+def whole_numbers(most: int = _MOST) -> st.SearchStrategy[int]:
+    """Whole numbers of either sign, as elements of ``like(tree, elements=whole_numbers())``.
+
+    Args:
+      most: The greatest magnitude.
+    """
+    return st.integers(-most, most)
+
+
+def _limit(dtype: torch.dtype) -> int:
+    """Up to where a dtype holds all whole numbers, with room for the next operation."""
+    if dtype in _LIMITS:
+        return _LIMITS[dtype]
+    return 1 if dtype is torch.bool else torch.iinfo(dtype).max // 8
+
+
+def _number(a: Tensor) -> bool:
+    return a.dtype is not torch.bool
+
+
+def _float(a: Tensor) -> bool:
+    return a.is_floating_point()
+
+
+def _dims(a: Tensor) -> bool:
+    return a.dim() > 0
+
+
+def _rows(a: Tensor) -> bool:
+    return a.dim() > 0 and a.shape[0] > 0
+
+
+def _matrix(a: Tensor) -> bool:
+    return a.dim() == 2 and a.numel() > 0
+
+
+def _key(a: Tensor) -> bool:
+    return a.dtype is torch.int64 and a.shape == (2,)
+
+
+def _index(a: Tensor) -> Tensor:
+    return torch.arange(a.shape[0], device=a.device)
+
+
+def _into_clone(a: Tensor) -> Tensor:
+    out = a.clone()
+    (out[::2] if out.dim() else out).add_(1)
+    return out
+
+
+def _row_written(a: Tensor) -> Tensor:
+    out = a.clone()
+    out[0] = 3
+    return out
+
+
+def _square_gradient(a: Tensor) -> Tensor:
+    gradient: Tensor = grad(lambda p: (p * p).sum())(a)
+    return gradient
+
+
+def _remade(a: Tensor) -> Tensor:
+    gradient: Tensor = grad(lambda p: remat(lambda q: q * q * 2)(p).sum())(a)
+    return gradient
+
+
+def _branch(a: Tensor) -> Tensor:
+    out: Tensor = cond(a.sum() > 0, lambda: a.clone(), lambda: a + 1)
+    return out
+
+
+def _same(bound: float) -> float:
+    return bound
+
+
+# Name, what it fits, what it computes, and the bound of the result for the bound of the argument.
+_UNARY: tuple[
+    tuple[str, Callable[[Tensor], bool], Callable[[Tensor], Tensor], Callable[[float], float]], ...
+] = (
+    # the value itself, in words that a compiler may drop
+    ("clone", lambda a: True, torch.clone, _same),
+    ("copy", lambda a: True, lambda a: a.to(a.dtype, copy=True), _same),
+    ("cat_of_one", _dims, lambda a: torch.cat([a]), _same),
+    ("stack_of_one", lambda a: True, lambda a: torch.stack([a])[0], _same),
+    ("pad_by_nothing", _dims, lambda a: F.pad(a, (0, 0)), _same),
+    ("repeat_once", lambda a: True, lambda a: a.repeat([1] * a.dim()), _same),
+    ("through_double", _float, lambda a: a.double().to(a.dtype), _same),
+    ("first_power", _float, lambda a: a.pow(1), _same),
+    ("plus_zero", _number, lambda a: a + 0, _same),
+    ("times_one", _number, lambda a: a * 1, _same),
+    ("over_one", _float, lambda a: a / 1, _same),
+    ("flat_clone", lambda a: True, lambda a: a.reshape(-1).clone().view(a.shape), _same),
+    ("transposed_clone", _dims, lambda a: a.transpose(0, -1).clone().transpose(0, -1), _same),
+    ("into_empty", lambda a: True, lambda a: torch.empty_like(a).copy_(a), _same),
+    ("one_slice", _dims, lambda a: a[0 : a.shape[0]].clone(), _same),
+    ("chosen", lambda a: True, lambda a: torch.where(torch.ones_like(a, dtype=torch.bool), a, a), _same),
+    ("halves", _number, lambda a: a.relu() - (-a).relu() if _float(a) else a, _same),
+    ("by_index", _rows, lambda a: a[_index(a)], _same),
+    ("split_and_joined", _rows, lambda a: torch.cat(a.split(1)), _same),
+    ("unbound", _rows, lambda a: torch.stack(a.unbind(0)), _same),
+    ("window", _rows, lambda a: a.unfold(0, 1, 1)[..., 0], _same),
+    # views
+    ("alias", lambda a: True, lambda a: a.view_as(a), _same),
+    ("detach", lambda a: True, torch.detach, _same),
+    ("transpose", lambda a: a.dim() > 1, lambda a: a.transpose(0, -1), _same),
+    ("head", _dims, lambda a: a[:1], _same),
+    ("row", _rows, lambda a: a[-1], _same),
+    ("flatten", lambda a: True, lambda a: a.reshape(-1), _same),
+    ("expand", lambda a: a.dim() < 3 and a.numel() * 2 <= _NUMEL, lambda a: a.expand(2, *a.shape), _same),
+    # arithmetic
+    ("plus_one", _number, lambda a: a + 1, lambda b: b + 1),
+    ("plus_literal", _number, lambda a: a + torch.tensor([1, 2, 3])[1].to(a.dtype), lambda b: b + 2),
+    ("double", _number, lambda a: a * 2, lambda b: 2 * b),
+    ("negative", _float, torch.neg, _same),
+    ("square", _number, lambda a: a * a, lambda b: b * b),
+    ("clamped", _number, lambda a: a.clamp(-_MOST, _MOST), lambda b: min(b, _MOST)),
+    ("relu", _float, torch.relu, _same),
+    ("sign", _number, torch.sign, lambda b: 1),
+    ("positive", _number, lambda a: a > 0, lambda b: 1),
+    ("not", lambda a: a.dtype is torch.bool, torch.logical_not, _same),
+    ("into_clone", _number, _into_clone, lambda b: b + 1),
+    ("row_written", lambda a: _rows(a) and _number(a), _row_written, lambda b: max(b, 3)),
+    ("square_gradient", _float, _square_gradient, lambda b: 2 * b),
+    ("remat_gradient", _float, _remade, lambda b: 4 * b),
+    ("branch", _float, _branch, lambda b: b + 1),
+    # moving about
+    ("flip", _dims, lambda a: a.flip(0), _same),
+    ("roll", _dims, lambda a: a.roll(1, 0), _same),
+    ("sort", _dims, lambda a: a.sort(-1).values, _same),
+    ("largest", lambda a: _rows(a) and a.numel() > 0, lambda a: a.amax(0), _same),
+    ("lower_half", _matrix, torch.tril, _same),
+    ("slice_scatter", _rows, lambda a: torch.slice_scatter(a, a[-1:].clone(), 0, 0, 1), _same),
+    ("as_float64", lambda a: True, lambda a: a.to(torch.float64), _same),
+    ("as_float32", lambda a: True, lambda a: a.to(torch.float32), _same),
+    ("as_bfloat16", lambda a: True, lambda a: a.to(torch.bfloat16), _same),
+    ("as_int64", lambda a: True, lambda a: a.to(torch.int64), _same),
+    # keyed
+    ("advanced", _key, lambda key: keyed.fold_in(key, 1), lambda b: 0),
+)
+_BINARY: tuple[
+    tuple[
+        str,
+        Callable[[Tensor, Tensor], bool],
+        Callable[[Tensor, Tensor], Tensor],
+        Callable[[float, float], float],
+    ],
+    ...,
+] = (
+    ("add", lambda a, b: a.shape == b.shape and _number(a) and _number(b), torch.add, lambda x, y: x + y),
+    ("subtract", lambda a, b: a.shape == b.shape and _float(a) and _float(b), torch.sub, lambda x, y: x + y),
+    (
+        "multiply",
+        lambda a, b: a.shape == b.shape and _number(a) and _number(b),
+        torch.mul,
+        lambda x, y: x * y,
+    ),
+    ("larger", lambda a, b: a.shape == b.shape and a.dtype is b.dtype, torch.maximum, max),
+    ("equal", lambda a, b: a.shape == b.shape, torch.eq, lambda x, y: 1),
+    (
+        "chosen_by_sign",
+        lambda a, b: a.shape == b.shape and a.dtype is b.dtype and _number(a),
+        lambda a, b: torch.where(a > 0, a, b),
+        max,
+    ),
+    (
+        "product",
+        lambda a, b: _matrix(a) and a.shape == b.shape and a.dtype is b.dtype and _float(a),
+        lambda a, b: a @ b.mT,
+        lambda x, y: 4 * x * y,
+    ),
+    (
+        "product_gradient",
+        lambda a, b: _matrix(a) and a.shape == b.shape and a.dtype is b.dtype and _float(a),
+        lambda a, b: grad(lambda p: (p @ b.mT).sum())(a),
+        lambda x, y: 4 * y,
+    ),
+    (
+        "rows_added",
+        lambda a, b: _rows(a) and a.shape == b.shape and a.dtype is b.dtype and _number(a),
+        lambda a, b: a.index_add(0, torch.zeros(a.shape[0], dtype=torch.int64, device=a.device), b),
+        lambda x, y: x + 4 * y,
+    ),
+    (
+        "rows_put",
+        lambda a, b: _rows(a) and a.shape == b.shape and a.dtype is b.dtype,
+        lambda a, b: a.index_put((_index(a)[:1],), b[:1]),
+        max,
+    ),
+    (
+        "masked",
+        lambda key, a: _key(key) and _number(a),
+        lambda key, a: torch.where(keyed.bernoulli(key, 0.5, tuple(a.shape)), a, torch.zeros_like(a)),
+        lambda x, y: y,
+    ),
+    (
+        "drawn",
+        lambda key, a: _key(key) and _number(a),
+        lambda key, a: a + keyed.randint(key, tuple(a.shape), 0, 4).to(a.dtype),
+        lambda x, y: y + 3,
+    ),
+)
+# The sum of a value, whose bound depends on how many elements it has.
+_SUMS: tuple[tuple[str, Callable[[Tensor], bool], Callable[[Tensor], Tensor]], ...] = (
+    ("sum", _float, torch.sum),
+    ("sum_of_rows", lambda a: _float(a) and a.dim() > 0, lambda a: a.sum(0)),
+    ("running_sum", lambda a: _float(a) and a.dim() > 0, lambda a: a.cumsum(-1)),
+)
+
+
+def _candidates(values: Sequence[Tensor], bounds: Sequence[float]) -> list[tuple[Operation, float]]:
+    """All operations that fit some values, with the bounds of their results."""
+    found: list[tuple[Operation, float]] = []
+    for i, a in enumerate(values):
+        if bounds[i] < math.inf:
+            found += [(Operation(n, f, (i,)), bound(bounds[i])) for n, fits, f, bound in _UNARY if fits(a)]
+            found += [(Operation(n, f, (i,)), bounds[i] * a.numel()) for n, fits, f in _SUMS if fits(a)]
+        for j, b in enumerate(values):
+            found += [
+                (Operation(n, f, (i, j)), bound(bounds[i], bounds[j]))
+                for n, fits, f, bound in _BINARY
+                if fits(a, b) and (bounds[i] < math.inf or _key(a)) and bounds[j] < math.inf
+            ]
+    return found
+
+
+@st.composite
+def exact_step_fns(
+    draw: Draw, *, max_operations: int = 12, device: torch.device | str | None = None
+) -> StepProgram:
+    """Random pure steps on whole numbers, for which every lowering gives the same numbers.
+
+    They keep old leaves in many spellings, swap them, take gradients, write rows, draw from keys, and return metrics
+    that alias old leaves, new leaves, the input and each other. A leaf never leaves [-8, 8], so they may be called as
+    often as one likes.
+
+    Args:
+      draw: Given by hypothesis.
+      max_operations: Upper bound of the program's length.
+      device: Where its state and its input lie.
+
+    Example:
+      >>> import functional_cg as fcg
+      >>> from hypothesis import given, settings, strategies as st
+      >>> from functional_cg.testing import assert_replay_equals_eager
+      >>> from functional_cg.testing.strategies import exact_step_fns, inputs, whole_numbers
+      >>> @settings(deadline=None, max_examples=2)
+      ... @given(st.data())
+      ... def test_replays(data):
+      ...     program = data.draw(exact_step_fns())
+      ...     calls = data.draw(inputs(program.x, 4, elements=whole_numbers()))
+      ...     assert_replay_equals_eager(fcg.graph_step(program), program.state, calls)
+      >>> test_replays()
+    """
+    tree = pytree.map(lambda leaf: leaf.to(device), snapshot(draw(_states())))
+    shape = draw(st.sampled_from(((2, 3), (3,), ())))
+    x = draw(like(torch.zeros(shape), elements=whole_numbers())).to(device)
+    leaves = pytree.leaves(tree)
+    values: list[Tensor] = [*leaves, x]
+    # A key is no number: its bits are not to be added to anything.
+    bounds: list[float] = [math.inf if _key(leaf) else _MOST for leaf in leaves] + [_MOST]
+    operations: list[Operation] = []
+    for _ in range(draw(st.integers(1, max_operations))):
+        fitting = [(one, bound) for one, bound in _candidates(values, bounds)]
+        name = draw(st.sampled_from(sorted({one.name for one, _ in fitting})))
+        chosen = draw(st.sampled_from([pair for pair in fitting if pair[0].name == name]))
+        value = chosen[0].function(*[values[i] for i in chosen[0].operands])
+        if chosen[1] <= _limit(value.dtype) and value.numel() <= _NUMEL:
+            values.append(value)
+            bounds.append(chosen[1])
+            operations.append(chosen[0])
+    new_state = draw(_new_states(leaves, values, bounds))
+    metrics = draw(st.lists(st.integers(0, len(values) - 1), max_size=4))
+    program = StepProgram(tree, x, tuple(operations), new_state, tuple(metrics))
+    for kind in sorted(program.kinds):
+        event(kind)
+    return program
+
+
+@st.composite
+def _states(draw: Draw) -> Any:
+    def some(*shape: int, dtype: torch.dtype = torch.float32) -> Any:
+        return draw(like(torch.zeros(shape, dtype=dtype), elements=whole_numbers()))
+
+    return {
+        "twins": (some(2, 3), some(2, 3)),
+        "ring": [some(3) for _ in range(3)],
+        "square": some(3, 3),
+        "other": some(2, 3, dtype=draw(st.sampled_from((torch.float64, torch.bfloat16, torch.int64)))),
+        "scalar": some(),
+        "none": torch.zeros(0),
+        "flag": draw(like(torch.zeros(3, dtype=torch.bool))),
+        "key": keyed.key(draw(st.integers(0, 2**31))),
+    }
+
+
+@st.composite
+def _new_states(
+    draw: Draw, leaves: Sequence[Tensor], values: Sequence[Tensor], bounds: Sequence[float]
+) -> tuple[int, ...]:
+    """The value that becomes each leaf; values that are computed first, so that examples shrink towards change."""
+    new_state = []
+    for number, leaf in enumerate(leaves):
+        most = math.inf if _key(leaf) else max(_MOST, 1)
+        fitting = [
+            i
+            for i, value in enumerate(values)
+            if value.shape == leaf.shape and value.dtype is leaf.dtype and (bounds[i] <= most or i == number)
+            if _key(leaf) or bounds[i] < math.inf
+        ]
+        new_state.append(draw(st.sampled_from(fitting[::-1])))
+    return tuple(new_state)
