@@ -73,7 +73,8 @@ def _certificate(lowered: Lowered, buffers: Buffers, arenas: Sequence[Arena], as
     trial.rehearse(buffers, scratch(buffers.slots))
     got = trial.run()
     if asked == "auto" and on_gpu:
-        room, needed = _room(device), reference.peak()
+        room = _room(device)
+        needed = reference.fit(room)
         if together(needed > room):
             return Certificate(
                 False,
@@ -83,7 +84,7 @@ def _certificate(lowered: Lowered, buffers: Buffers, arenas: Sequence[Arena], as
     found = trial.differences(got, together)
     if together(bool(found)):
         raise _error(lowered.name, found, mesh)
-    return Certificate(certified=True)
+    return Certificate(certified=True, share=trial.share)
 
 
 def _on_any_rank(name: str, mesh: Mesh | None, flag: bool) -> bool:  # noqa: FBT001 - it is what is asked

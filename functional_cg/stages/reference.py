@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from ..source import Location
 from .lower import Buffers, evaluate, quiet
 from .program import Instr, Program, Var, live, peak_bytes, written_storages
-from .ulps import Shaker
+from .remat_plan import in_order, within
+from .ulps import BESIDE, CHUNK, Shaker
 
 __all__ = ["Output", "Reference"]
 
@@ -47,7 +49,7 @@ class Reference:
         self.outputs += [Output(name, new, i) for i, (name, old, new) in enumerate(leaves) if old is not new]
         kept = [out.var for out in self.outputs]
         self._instrs, _ = live(program.instrs, kept)
-        self._last = _last_reads(self._instrs, kept)
+        self._actions = in_order(self._instrs, kept)
         written = written_storages(self._instrs)
         self._written = {i for i, c in enumerate(program.constants) if c.var.storage in written}
 
@@ -61,20 +63,38 @@ class Reference:
         values = self._bound(buffers)
         static = frozenset(values)
         with quiet():
-            for number, instr in enumerate(self._instrs):
-                self._call(instr, values, static, shaker)
-                for var in self._last.get(number, ()):
+            for action in self._actions:
+                for var in action.forget:
                     del values[var]
+                if action.instr is not None:
+                    self._call(action.instr, values, static, shaker)
         return [values[out.var] for out in self.outputs]
 
-    def peak(self) -> int:
-        """The most bytes that a run takes at a time beside its buffers."""
+    def fit(self, room: int) -> int:
+        """Let runs take no more memory than there is room for beside the buffers, if that can be had.
+
+        What does not fit is dropped and computed again.
+
+        Args:
+          room: Bytes.
+        Returns:
+          Bytes that a run takes at a time: more than there is room for, where no such order is found.
+        """
         static = {var.storage for var in self._bound_vars()}
         sizes: dict[int, int] = {}
         for var in (var for instr in self._instrs for var in instr.outputs()):
             if var.storage not in static:
                 sizes[var.storage] = max(sizes.get(var.storage, 0), var.spec.nbytes)
-        return peak_bytes(self._instrs, {out.var.storage for out in self.outputs}, sizes)[0]
+        kept = [out.var for out in self.outputs]
+        beside = BESIDE * min(max(sizes.values(), default=0), CHUNK * torch.float64.itemsize)
+        peak, _ = peak_bytes(self._instrs, {var.storage for var in kept}, sizes)
+        if peak + beside <= room:
+            return peak + beside
+        actions = within(self._instrs, kept, static, room - beside)
+        if actions is None:
+            return peak + beside
+        self._actions = actions
+        return room
 
     def raises_at(self, buffers: Buffers) -> Location | None:
         """The user's line whose call raises on these buffers; None if none does."""
@@ -120,18 +140,3 @@ def _assigned(out: object, value: object) -> Iterable[tuple[Var, Tensor]]:
         assert isinstance(value, (list, tuple))
         for item, part in zip(out, value, strict=False):
             yield from _assigned(item, part)
-
-
-def _last_reads(instrs: Sequence[Instr], kept: Iterable[Var]) -> dict[int, list[Var]]:
-    """Variables to forget after each call: made by a call, and read by no later one."""
-    born = {var for instr in instrs for var in instr.outputs()}
-    last: dict[Var, int] = {}
-    for number, instr in enumerate(instrs):
-        for var in (*instr.inputs(), *instr.outputs()):
-            last[var] = number
-    keep = set(kept)
-    forget: dict[int, list[Var]] = {}
-    for var, number in last.items():
-        if var in born and var not in keep:
-            forget.setdefault(number, []).append(var)
-    return forget

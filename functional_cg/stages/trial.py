@@ -24,7 +24,7 @@ from torch import Tensor
 from ..source import Location
 from .lower import Buffers, ExecutionPlan, quiet
 from .reference import Reference
-from .ulps import Shaker
+from .ulps import CHUNK, Shaker
 
 __all__ = ["Certificate", "Difference", "Trial"]
 
@@ -39,7 +39,6 @@ _RUNS = (
     *((most, 8 * most, max(8.0 / most, 2.0)) for most in (1, 2, 4, 8) for _ in "1234"),
 )
 _FLOOR = 2.0  # ulps of the result itself
-_CHUNK = 2**22  # elements
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,15 +48,18 @@ class Certificate:
     Attributes:
       certified: Whether it was, and computes the same.
       why_not: Why it was not.
+      share: The largest difference, in parts of what rounding explains.
     """
 
     certified: bool
     why_not: str = ""
+    share: float = 0.0
 
     def __str__(self) -> str:
-        if self.certified:
-            return "certified: on the values of the first call, the compiled plan computes what the traced calls do"
-        return f"not certified: {self.why_not}"
+        if not self.certified:
+            return f"not certified: {self.why_not}"
+        found = f"differences come to {self.share:.0%} of what rounding explains" if self.share else "bit by bit"
+        return f"certified: on the values of the first call it computes what its calls do one by one; {found}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,12 +94,16 @@ class Trial:
       plan: The plan.
       independent: ``with independent() as buffers:`` gives static buffers with the values of the call, which may be
         written, and are forgotten or put back at the end.
+
+    Attributes:
+      share: The largest difference that was found, in parts of what rounding explains.
     """
 
     def __init__(self, reference: Reference, plan: ExecutionPlan, independent: Independent) -> None:
         self._reference, self._plan, self._independent = reference, plan, independent
         writes = any(out.slot is not None for out in reference.outputs)
         self._steps = _STEPS if writes else 1
+        self.share = 0.0
 
     def rehearse(self, buffers: Buffers, scratch: Sequence[Tensor]) -> None:
         """Compile the plan, and run it once, on other inputs: what it keeps of them shows in the trial.
@@ -164,6 +170,7 @@ class Trial:
         generator = torch.Generator(_device(buffers)).manual_seed(0)
         for most, decisions, factor in _RUNS:
             if not together(not all(map(_Distance.within, off, limits))):
+                self.share = max([self.share, *map(_Distance.share, off, limits)])
                 return []
             for number, value in enumerate(reference.run(buffers, Shaker(generator, most, decisions))):
                 limits[number] = limits[number].or_more(_distance(expected[number], value).times(factor))
@@ -204,6 +211,12 @@ class _Distance:
 
     def within(self, limit: _Distance) -> bool:
         return self.norm <= limit.norm and self.greatest <= limit.greatest
+
+    def share(self, limit: _Distance) -> float:
+        """Which part of a limit, within which it is, it comes to."""
+        if not math.isfinite(limit.greatest):
+            return 0.0
+        return max(self.norm / (limit.norm or 1.0), self.greatest / (limit.greatest or 1.0))
 
 
 def _distance(kept: Tensor, value: Tensor) -> _Distance:
@@ -251,4 +264,4 @@ def _numbers(tensor: Tensor) -> Iterator[Tensor]:
     if tensor.is_floating_point() and tensor.itemsize == 1:
         tensor = tensor.float()
     if tensor.numel():
-        yield from tensor.reshape(-1).split(_CHUNK)
+        yield from tensor.reshape(-1).split(CHUNK)

@@ -24,9 +24,10 @@ from torch import Tensor
 from ..ops import returns_view
 from .program import Instr, Var
 
-__all__ = ["Shaker"]
+__all__ = ["BESIDE", "CHUNK", "Shaker"]
 
-_CHUNK = 2**22  # elements
+CHUNK = 2**22  # elements that are moved at a time
+BESIDE = 6  # times their bytes are taken for it
 # dtype -> integer of its size; its last bits, which are zero in few rounded numbers and in most exact ones; infinity.
 _BITS = MappingProxyType(
     {
@@ -115,7 +116,7 @@ def _parts(tensor: Tensor) -> Iterator[Tensor]:
     strides = tensor.stride()
     flat = tensor.permute(sorted(range(tensor.dim()), key=lambda axis: -strides[axis]))
     if flat.is_contiguous():
-        yield from flat.view(-1).split(_CHUNK)
+        yield from flat.view(-1).split(CHUNK)
 
 
 def _name(instr: Instr) -> str:
