@@ -11,9 +11,9 @@ import logging
 import os
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -58,30 +58,22 @@ def certify(
 
 
 def _certificate(lowered: Lowered, buffers: Buffers, arenas: Sequence[Arena], asked: Certify) -> Certificate:
-    reference, mesh = lowered.reference, lowered.mesh
+    mesh = lowered.mesh
     together = partial(_on_any_rank, lowered.name, mesh)
-    device = next((one.device for one in (*buffers.slots, *buffers.inputs)), torch.device("cpu"))
-    on_gpu = device.type == "cuda"
-    written = [buffers.slots[out.slot] for out in reference.outputs if out.slot is not None]
-    wanted = 4 * sum(slot.nbytes for slot in written)
-    if together(_host_memory() < wanted):
-        return Certificate(False, f"the host has no {wanted:,} B to keep values in")
-    independent = (
-        partial(_set_aside, buffers, written, arenas) if on_gpu else partial(_copied, buffers, arenas)
-    )
-    trial = Trial(reference, lowered.plan, independent)
+    written = [out.slot for out in lowered.reference.outputs if out.slot is not None]
+    needed = 2 * sum(buffers.slots[slot].nbytes for slot in written)
+    if together(_host_memory() < needed):
+        return Certificate(False, f"the host has no {needed:,} B to keep values in")
+    trial = Trial(lowered.reference, lowered.plan, together)
     trial.rehearse(buffers, scratch(buffers.slots))
-    got = trial.run()
-    if asked == "auto" and on_gpu:
-        room = _room(device)
-        needed = reference.fit(room)
-        if together(needed > room):
-            return Certificate(
-                False,
-                f"call by call its program takes {needed:,} B beside the state, where the step takes {room:,} B; "
-                "`certify=True` takes them",
-            )
-    found = trial.differences(got, together)
+    on_gpu = any(one.is_cuda for one in (*buffers.slots, *buffers.inputs))
+    with _InPlace.of(buffers, written, arenas, asked) if on_gpu else _Copied.of(buffers, arenas) as space:
+        found = trial.differences(space)
+    if trial.lacking:
+        return Certificate(
+            False,
+            f"call by call it takes {trial.lacking:,} B more than the step; `certify=True` takes them",
+        )
     if together(bool(found)):
         raise _error(lowered.name, found, mesh)
     return Certificate(certified=True, share=trial.share)
@@ -106,26 +98,83 @@ def _error(name: str, found: Sequence[Difference], mesh: Mesh | None) -> Miscomp
     )
 
 
-@contextlib.contextmanager
-def _copied(buffers: Buffers, arenas: Sequence[Arena]) -> Iterator[Buffers]:
-    """Buffers like the given ones, with slots in memory of their own."""
-    slots: dict[int, Tensor] = {}
-    for arena in dict.fromkeys(arenas):
-        slots |= zip(map(id, arena.slots), arena.copy().slots, strict=True)
-    yield replace(buffers, slots=[slots[id(slot)] for slot in buffers.slots])
+@dataclass
+class _Copied:
+    """Buffers like the given ones, with slots in memory of their own.
+
+    Attributes:
+      given: The buffers.
+      buffers: Those that may be written.
+    """
+
+    given: Buffers
+    buffers: Buffers
+
+    @classmethod
+    @contextlib.contextmanager
+    def of(cls, buffers: Buffers, arenas: Sequence[Arena]) -> Iterator[Self]:
+        """The space of a trial."""
+        slots: dict[int, Tensor] = {}
+        for arena in dict.fromkeys(arenas):
+            slots |= zip(map(id, arena.slots), arena.copy().slots, strict=True)
+        yield cls(buffers, replace(buffers, slots=[slots[id(slot)] for slot in buffers.slots]))
+
+    def reset(self) -> None:
+        for mine, slot in zip(self.buffers.slots, self.given.slots, strict=True):
+            mine.copy_(slot)
+
+    def room(self) -> int | None:
+        return None
+
+    def keep(self, values: Sequence[Tensor]) -> list[Tensor]:
+        return list(values)
 
 
-@contextlib.contextmanager
-def _set_aside(buffers: Buffers, written: Sequence[Tensor], arenas: Sequence[Arena]) -> Iterator[Buffers]:
-    """The buffers themselves; what the slots that the step writes hold is kept on the host, and put back."""
-    with contextlib.ExitStack() as locks:
-        for arena in sorted(dict.fromkeys(arenas), key=id):
-            locks.enter_context(arena.lock)
-        kept = [slot.cpu() for slot in written]
-        try:
-            yield buffers
-        finally:
-            uninterrupted(copies(written, kept))
+@dataclass
+class _InPlace:
+    """The buffers themselves; what the written slots hold is kept on the host, where it takes none of the GPU's memory.
+
+    Attributes:
+      buffers: The buffers.
+      slots: The slots that the step writes.
+      kept: What they held.
+      limited: Whether no more memory may be taken than was before.
+    """
+
+    buffers: Buffers
+    slots: list[Tensor]
+    kept: list[Tensor]
+    limited: bool
+
+    @classmethod
+    @contextlib.contextmanager
+    def of(
+        cls, buffers: Buffers, written: Sequence[int], arenas: Sequence[Arena], asked: Certify
+    ) -> Iterator[Self]:
+        """The space of a trial; at its end the slots hold what they held."""
+        slots = [buffers.slots[slot] for slot in written]
+        with contextlib.ExitStack() as locks:
+            for arena in sorted(dict.fromkeys(arenas), key=id):
+                locks.enter_context(arena.lock)
+            space = cls(buffers, slots, [slot.cpu() for slot in slots], asked == "auto")
+            try:
+                yield space
+            finally:
+                space.reset()
+
+    def reset(self) -> None:
+        uninterrupted(copies(self.slots, self.kept))
+
+    def room(self) -> int | None:
+        if not self.limited:
+            return None
+        stats: dict[str, Any] = torch.cuda.memory_stats(self.buffers.slots[0].device)
+        # Beside what is expected, which stays while the program runs again.
+        outputs = sum(slot.nbytes for slot in self.slots)
+        return int(stats["allocated_bytes.all.peak"]) - int(stats["allocated_bytes.all.current"]) - outputs
+
+    def keep(self, values: Sequence[Tensor]) -> list[Tensor]:
+        return [value.cpu() for value in values]
 
 
 def _host_memory() -> int:
@@ -137,9 +186,3 @@ def _host_memory() -> int:
     except (OSError, KeyError, ValueError):
         pages: int = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
         return pages
-
-
-def _room(device: torch.device) -> int:
-    """Bytes of a GPU that may be allocated again without a new peak."""
-    stats: dict[str, Any] = torch.cuda.memory_stats(device)
-    return int(stats["allocated_bytes.all.peak"]) - int(stats["allocated_bytes.all.current"])

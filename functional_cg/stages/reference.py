@@ -123,7 +123,9 @@ class Reference:
     def _call(
         self, instr: Instr, values: dict[Var, Tensor], static: Iterable[Var], shaker: Shaker | None
     ) -> None:
-        moved = {} if shaker is None else shaker.arguments(instr, values)
+        moved: dict[Var, Tensor] = {}
+        if shaker is not None:
+            instr, moved = shaker.scalars(instr), shaker.arguments(instr, values)
         result = evaluate(instr, lambda var: moved[var] if var in moved else values[var])
         made = list(_assigned(instr.out, result))
         values.update((var, tensor) for var, tensor in made if var not in static)

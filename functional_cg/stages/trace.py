@@ -179,6 +179,8 @@ class _Recorder(TorchDispatchMode):
             return self._literal(args[0])
         if self.declared:
             args, kwargs = self._with_constants(args), self._with_constants(kwargs)
+        if func is torch.ops.aten.copy_.default:
+            args = self._from_here(*args)
         written = self.rules.check(func, args, kwargs, storage_key)
         tensors = list(tensors_in([*args, *kwargs.values()]))
         for tensor in tensors:
@@ -268,6 +270,14 @@ class _Recorder(TorchDispatchMode):
             moved = Constant(self._new_var(out), constant.value.to(out.dtype), constant.name)
         self.program.constants.append(moved)
         return moved
+
+    def _from_here(self, target: Tensor, source: Any, *rest: Any) -> tuple[Any, ...]:
+        """The arguments of a copy, from a literal on its target's device: ``x[0] = 3`` copies one from the host."""
+        if isinstance(source, Tensor) and source.device.type == "cpu" != target.device.type:
+            here = torch.ops.aten._to_copy.default(source, device=target.device)
+            self._folded(torch.ops.aten._to_copy.default, [source], here)
+            return target, here, *rest
+        return target, source, *rest
 
     def _refuse_changed_literal(self, number: int, value: Tensor) -> None:
         assert self._first is not None

@@ -14,9 +14,10 @@ from __future__ import annotations
 
 import logging
 import math
+import random
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -26,10 +27,9 @@ from .lower import Buffers, ExecutionPlan, quiet
 from .reference import Reference
 from .ulps import CHUNK, Shaker
 
-__all__ = ["Certificate", "Difference", "Trial"]
+__all__ = ["Certificate", "Difference", "Space", "Trial"]
 
 _log = logging.getLogger("functional_cg")
-_STEPS = 2
 # Runs that measure rounding: by how many ulps results are moved, and what is decided by; how many times what such a
 # run makes of a result it may lie off. Where nothing jumps, what a run makes of it grows with the ulps: each of them
 # says the same then.
@@ -58,7 +58,9 @@ class Certificate:
     def __str__(self) -> str:
         if not self.certified:
             return f"not certified: {self.why_not}"
-        found = f"differences come to {self.share:.0%} of what rounding explains" if self.share else "bit by bit"
+        found = (
+            f"differences come to {self.share:.0%} of what rounding explains" if self.share else "bit by bit"
+        )
         return f"certified: on the values of the first call it computes what its calls do one by one; {found}"
 
 
@@ -83,7 +85,26 @@ class Difference:
         return f"{self.name}  differs by {self.greatest:.3g}, of which rounding explains {self.rounding:.3g}{where}"
 
 
-Independent = Callable[[], AbstractContextManager[Buffers]]
+class Space(Protocol):
+    """Static buffers with the values of a call, in which a trial may write.
+
+    Attributes:
+      buffers: The buffers.
+    """
+
+    buffers: Buffers
+
+    def reset(self) -> None:
+        """Put the values of the call into the slots again."""
+        ...
+
+    def room(self) -> int | None:
+        """Bytes that the reference may take; None if that is no matter."""
+        ...
+
+    def keep(self, values: Sequence[Tensor]) -> list[Tensor]:
+        """Copies of values, where they are not in the way."""
+        ...
 
 
 class Trial:
@@ -92,17 +113,19 @@ class Trial:
     Args:
       reference: The program.
       plan: The plan.
-      independent: ``with independent() as buffers:`` gives static buffers with the values of the call, which may be
-        written, and are forgotten or put back at the end.
+      together: ``together(flag)`` says whether the flag is set here, or on another rank that does the same.
 
     Attributes:
+      lacking: Bytes that the program takes and that there is no room for; then nothing was compared.
       share: The largest difference that was found, in parts of what rounding explains.
     """
 
-    def __init__(self, reference: Reference, plan: ExecutionPlan, independent: Independent) -> None:
-        self._reference, self._plan, self._independent = reference, plan, independent
-        writes = any(out.slot is not None for out in reference.outputs)
-        self._steps = _STEPS if writes else 1
+    def __init__(self, reference: Reference, plan: ExecutionPlan, together: Callable[[bool], bool]) -> None:
+        self._reference, self._plan, self._together = reference, plan, together
+        self._leaves = [
+            (place, out.slot) for place, out in enumerate(reference.outputs) if out.slot is not None
+        ]
+        self.lacking = 0
         self.share = 0.0
 
     def rehearse(self, buffers: Buffers, scratch: Sequence[Tensor]) -> None:
@@ -123,67 +146,66 @@ class Trial:
             ) as error:  # zeros may be what a kernel of the host refuses, such as a singular matrix
                 _log.debug("not rehearsed: %s", error)
 
-    def run(self) -> list[list[Tensor]]:
-        """What the plan makes of some steps, on the host."""
-        with self._independent() as mine, quiet():
-            run = self._plan.bind(mine)
-            return [self._outputs(mine, run(())) for _ in range(self._steps)]
-
-    def differences(self, got: Sequence[list[Tensor]], together: Callable[[bool], bool]) -> list[Difference]:
-        """What the plan computes otherwise; empty if it is what the program says but for rounding.
+    def differences(self, space: Space) -> list[Difference]:
+        """What the plan computes otherwise; empty if it is what the program says but for rounding, or was not compared.
 
         Args:
-          got: What :meth:`run` has returned.
-          together: ``together(flag)`` says whether the flag is set here, or on another rank that does the same.
+          space: Where the plan and the program run.
         """
-        for number, step in enumerate(got):
-            with self._independent() as mine:
-                if number:
-                    self._write(mine, got[number - 1])
-                found = self._compared(step, mine, together)
-            if together(bool(found)):
-                return found
-        return []
-
-    def _outputs(self, buffers: Buffers, metrics: Sequence[Tensor]) -> list[Tensor]:
-        """A copy of each output, after the plan has run on buffers."""
-        left = iter(metrics)
-        outputs = self._reference.outputs
-        return _aside([next(left) if out.slot is None else buffers.slots[out.slot] for out in outputs])
-
-    def _write(self, buffers: Buffers, values: Sequence[Tensor]) -> None:
-        """Put a state that was computed into slots."""
-        for out, value in zip(self._reference.outputs, values, strict=True):
-            if out.slot is not None:
-                buffers.slots[out.slot].copy_(value)
-
-    def _compared(
-        self, got: Sequence[Tensor], buffers: Buffers, together: Callable[[bool], bool]
-    ) -> list[Difference]:
-        """How the outputs of one step lie from what the program makes of the buffers."""
-        reference = self._reference
-        first = reference.run(buffers)
-        off = [_distance(one, other) for one, other in zip(got, first, strict=True)]
-        limits = [_floor(value) for value in first]
-        expected = _aside(first)
+        slots = space.buffers.slots
+        with quiet():
+            run = self._plan.bind(space.buffers)
+            first = self._outputs(slots, run(()))
+        space.reset()
+        if not self._fits(space.room()):
+            return []
+        found = self._compared(first, space.buffers)
+        if self._together(bool(found)) or not self._leaves:
+            return found
+        led_to = space.keep([first[place] for place, _ in self._leaves])
         del first
-        generator = torch.Generator(_device(buffers)).manual_seed(0)
+        self._write(slots, led_to)
+        with quiet():
+            second = self._outputs(slots, run(()))
+        self._write(slots, led_to)
+        return self._compared(second, space.buffers)
+
+    def _fits(self, room: int | None) -> bool:
+        if room is None:
+            return True
+        needed = self._reference.fit(room)
+        if not self._together(needed > room):
+            return True
+        self.lacking = max(needed - room, 1)
+        return False
+
+    def _outputs(self, slots: Sequence[Tensor], metrics: Sequence[Tensor]) -> list[Tensor]:
+        """A copy of each output, after the plan has run."""
+        left = iter(metrics)
+        return [(next(left) if o.slot is None else slots[o.slot]).clone() for o in self._reference.outputs]
+
+    def _write(self, slots: Sequence[Tensor], values: Sequence[Tensor]) -> None:
+        for (_, slot), value in zip(self._leaves, values, strict=True):
+            slots[slot].copy_(value)
+
+    def _compared(self, got: Sequence[Tensor], buffers: Buffers) -> list[Difference]:
+        """How the outputs of a step lie from what the program makes of the buffers."""
+        reference = self._reference
+        expected = [value.clone() for value in reference.run(buffers)]
+        off = [_distance(one, other) for one, other in zip(got, expected, strict=True)]
+        limits = [_floor(value) for value in expected]
+        generator, dice = torch.Generator(_device(buffers)).manual_seed(0), random.Random(0)
         for most, decisions, factor in _RUNS:
-            if not together(not all(map(_Distance.within, off, limits))):
+            if not self._together(not all(map(_Distance.within, off, limits))):
                 self.share = max([self.share, *map(_Distance.share, off, limits)])
                 return []
-            for number, value in enumerate(reference.run(buffers, Shaker(generator, most, decisions))):
+            for number, value in enumerate(reference.run(buffers, Shaker(generator, most, decisions, dice))):
                 limits[number] = limits[number].or_more(_distance(expected[number], value).times(factor))
         return [
             Difference(out.name, apart.greatest, limit.greatest, reference.site_of(out.var))
             for out, apart, limit in zip(reference.outputs, off, limits, strict=True)
             if not apart.within(limit)
         ]
-
-
-def _aside(values: Sequence[Tensor]) -> list[Tensor]:
-    """Values on the host, where they take none of the device's memory."""
-    return [value.to("cpu", copy=True) for value in values]
 
 
 def _device(buffers: Buffers) -> torch.device:

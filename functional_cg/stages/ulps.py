@@ -5,6 +5,9 @@ known in advance: a sum of thousands of terms, a sign that a gradient near zero 
 amplifies the last bits as much as it likes. So it is measured: run one program again, move what its calls return by an
 ulp at random, and see what becomes of its results.
 
+Numbers of Python among the arguments are moved, too: kernels hold them in float32, which keeps three digits less of
+what an optimizer subtracts its decay of 0.999 from.
+
 Only what was rounded is moved. A result whose last bits are zero is taken to be exact, such as a whole number, so an
 exact program has no spread at all, and whatever is not equal to it is wrong.
 
@@ -14,9 +17,12 @@ Source: Parker 1997, "Monte Carlo Arithmetic: exploiting randomness in floating-
 from __future__ import annotations
 
 import math
+import random
+import struct
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -62,11 +68,13 @@ class Shaker:
       generator: Draws which way; on the device of the program.
       most: Ulps, a whole number.
       decisions: Ulps by which it moves what a call decides by (a comparison, ``argmax``, a rounding), for that call.
+      dice: Draws for numbers of Python.
     """
 
     generator: torch.Generator
     most: int = 1
     decisions: int = 0
+    dice: random.Random = field(default_factory=lambda: random.Random(0))
 
     def arguments(self, instr: Instr, values: dict[Var, Tensor]) -> dict[Var, Tensor]:
         """Arguments for a call in place of some of its own."""
@@ -78,6 +86,20 @@ class Shaker:
                 moved[var] = values[var].clone()
                 self._move(moved[var], self.decisions, 0.0)
         return moved
+
+    def scalars(self, instr: Instr) -> Instr:
+        """The call with its numbers of Python as kernels may hold them."""
+        if not any(isinstance(value, float) for value in _flat((*instr.args, *instr.kwargs.values()))):
+            return instr
+        kwargs = {name: self._moved(value) for name, value in instr.kwargs.items()}
+        return replace(instr, args=self._moved(instr.args), kwargs=kwargs)
+
+    def _moved(self, value: Any) -> Any:
+        if isinstance(value, (list, tuple)):
+            return type(value)(self._moved(item) for item in value)
+        if not isinstance(value, float) or not math.isfinite(value) or _is_single(value):
+            return value
+        return value * (1.0 + self.dice.randint(-self.most, self.most) * 2.0**-24)
 
     def results(self, instr: Instr, made: list[tuple[Var, Tensor]]) -> None:
         """Move the results of a call, in place."""
@@ -109,6 +131,22 @@ class Shaker:
             if spread:
                 moved += step * torch.randn(part.shape, device=part.device, generator=self.generator)
             part.copy_(torch.where(stays, part, moved))
+
+
+def _flat(value: Any) -> Iterator[Any]:
+    if isinstance(value, (list, tuple)):
+        for item in value:
+            yield from _flat(item)
+    else:
+        yield value
+
+
+def _is_single(value: float) -> bool:
+    """Whether float32 holds a number."""
+    try:
+        return struct.unpack("f", struct.pack("f", value))[0] == value  # type: ignore[no-any-return]
+    except OverflowError:
+        return True
 
 
 def _parts(tensor: Tensor) -> Iterator[Tensor]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -30,7 +31,9 @@ __all__ = ["exact_step_fns", "whole_numbers"]
 
 _MOST = 8  # of a leaf and an input, by magnitude
 _NUMEL = 64  # of a value: what is expanded again and again stays small
-_LIMITS = {torch.float32: 2**20, torch.float64: 2**40, torch.bfloat16: 2**7, torch.float16: 2**10}
+_LIMITS = MappingProxyType(
+    {torch.float32: 2**20, torch.float64: 2**40, torch.bfloat16: 2**7, torch.float16: 2**10}
+)
 
 
 def whole_numbers(most: int = _MOST) -> st.SearchStrategy[int]:
