@@ -13,6 +13,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from types import MappingProxyType
 from typing import Any, Self
 
 import torch
@@ -32,6 +33,8 @@ from .stages.trial import Certificate, Difference, Trial
 __all__ = ["certify"]
 
 _log = logging.getLogger("functional_cg")
+_LARGE = 2**20  # bytes
+_INTEGERS = MappingProxyType({1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64})
 
 
 def certify(
@@ -61,7 +64,7 @@ def _certificate(lowered: Lowered, buffers: Buffers, arenas: Sequence[Arena], as
     mesh = lowered.mesh
     together = partial(_on_any_rank, lowered.name, mesh)
     written = [out.slot for out in lowered.reference.outputs if out.slot is not None]
-    needed = 2 * sum(buffers.slots[slot].nbytes for slot in written)
+    needed = sum(buffers.slots[slot].nbytes for slot in written)
     if together(_host_memory() < needed):
         return Certificate(False, f"the host has no {needed:,} B to keep values in")
     trial = Trial(lowered.reference, lowered.plan, together)
@@ -126,9 +129,6 @@ class _Copied:
     def room(self) -> int | None:
         return None
 
-    def keep(self, values: Sequence[Tensor]) -> list[Tensor]:
-        return list(values)
-
 
 @dataclass
 class _InPlace:
@@ -136,14 +136,12 @@ class _InPlace:
 
     Attributes:
       buffers: The buffers.
-      slots: The slots that the step writes.
-      kept: What they held.
+      kept: The slots that the step writes, with what they held; None for zeros.
       limited: Whether no more memory may be taken than was before.
     """
 
     buffers: Buffers
-    slots: list[Tensor]
-    kept: list[Tensor]
+    kept: list[tuple[Tensor, Tensor | None]]
     limited: bool
 
     @classmethod
@@ -156,25 +154,33 @@ class _InPlace:
         with contextlib.ExitStack() as locks:
             for arena in sorted(dict.fromkeys(arenas), key=id):
                 locks.enter_context(arena.lock)
-            space = cls(buffers, slots, [slot.cpu() for slot in slots], asked == "auto")
+            space = cls(buffers, [(slot, _on_host(slot)) for slot in slots], asked == "auto")
             try:
                 yield space
             finally:
                 space.reset()
 
     def reset(self) -> None:
-        uninterrupted(copies(self.slots, self.kept))
+        pairs = [(slot, value) for slot, value in self.kept if value is not None]
+        zeros = [partial(slot.zero_) for slot, value in self.kept if value is None]
+        uninterrupted([*copies([slot for slot, _ in pairs], [value for _, value in pairs]), *zeros])
 
     def room(self) -> int | None:
         if not self.limited:
             return None
         stats: dict[str, Any] = torch.cuda.memory_stats(self.buffers.slots[0].device)
-        # Beside what is expected, which stays while the program runs again.
-        outputs = sum(slot.nbytes for slot in self.slots)
-        return int(stats["allocated_bytes.all.peak"]) - int(stats["allocated_bytes.all.current"]) - outputs
+        return int(stats["allocated_bytes.all.peak"]) - int(stats["allocated_bytes.all.current"])
 
-    def keep(self, values: Sequence[Tensor]) -> list[Tensor]:
-        return [value.cpu() for value in values]
+
+def _on_host(slot: Tensor) -> Tensor | None:
+    """A copy of a slot in the host's memory; None if it is zero, as the moments of an optimizer are at first."""
+    integer = _INTEGERS.get(slot.itemsize)
+    if integer is not None and not slot.view(integer).any():  # all bits: there are two zeros
+        return None
+    host = torch.empty_like(slot, device="cpu")
+    if slot.nbytes > _LARGE:  # memory that nobody has touched is slow to get, by several threads less so
+        host.fill_(0)
+    return host.copy_(slot)
 
 
 def _host_memory() -> int:

@@ -78,7 +78,9 @@ def differs(programs: Sequence[StepProgram], device: str, calls: int = CALLS, nu
         assert_trees_all_close(kept, expected, rtol=0, atol=0, name="metrics")
         assert_no_alias(kept, state)
         assert step.stats.replays == calls, f"it did not replay: {step!r}"
-    except Exception as error:  # whatever a compiler or a driver raises is a finding, and the next program is tried
+    except (
+        Exception
+    ) as error:  # whatever a compiler or a driver raises is a finding, and the next program is tried
         return f"{type(error).__name__}: {error}"
     finally:
         step.close()

@@ -88,6 +88,7 @@ ORDER = (
     "stages.lower",
     "stages.costs",
     "stages.ulps",
+    "stages.sketch",
     "stages.remat_plan",
     "stages.reference",
     "stages.trial",

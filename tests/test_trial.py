@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor, fx
 
 import functional_cg as fcg
+from functional_cg.stages.lower import Buffers
+from functional_cg.stages.sketch import distance, sketch
+from functional_cg.stages.ulps import Shaker
 from functional_cg.testing import assert_trees_all_equal
+from functional_cg.testing import strategies as fst
 from tests.compiled_graphs import ON_A_GPU, lower_as_on_a_gpu
+from tests.other_rounding import STEPS, compile_wide
 
 aten = torch.ops.aten
 DEVICES = ["cpu", ON_A_GPU]
@@ -170,3 +178,221 @@ def test_no_mistake_is_none(device: str, in_place: Callable[[Any], None]) -> Non
     twin, expected = step.eager(twin, a_batch(device))
     torch.testing.assert_close(metrics["loss"], expected["loss"])
     assert "  certified: " in step.explain()
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_rounding_is_no_mistake(name: str) -> None:
+    """Of steps that draw, route, rank, quantise: none is refused, by a compiler that rounds elsewhere."""
+    shares = []
+    for seed in range(8):
+        params, train_step, batch = STEPS[name](seed)
+        rate = fcg.optim.adamw(1e-3, weight_decay=0.1) if seed % 2 else fcg.optim.sgd(0.1, momentum=0.9)
+        optimizer = (
+            fcg.optim.stochastic_rounding(rate, key=fcg.random.key(seed)) if name == "stochastic" else rate
+        )
+        state = fcg.TrainState.create(params=params, optimizer=optimizer, key=fcg.random.key(seed))
+        step = fcg.graph_step(train_step, lowering=compile_wide)
+        step(state, batch)
+        (text,) = [line for line in step.explain().splitlines() if "certified" in line]
+        assert text.startswith("  certified: ")
+        shares.append("of what rounding explains" in text)
+    assert any(shares)  # it does round elsewhere
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_a_mistake_among_what_jumps_is_found(name: str) -> None:
+    """A product has the wrong sign."""
+
+    def compiler(graph: fx.GraphModule, inputs: Any) -> Any:
+        products = [
+            n
+            for op in (aten.mm.default, aten.bmm.default)
+            for n in graph.graph.find_nodes(op="call_function", target=op)
+        ]
+        with graph.graph.inserting_after(products[0]):
+            wrong = graph.graph.call_function(aten.neg.default, (products[0],))
+        wrong.meta["spec"] = products[0].meta["spec"]
+        products[0].replace_all_uses_with(wrong, delete_user_cb=lambda user: user is not wrong)
+        graph.recompile()
+        return compile_wide(graph, inputs)
+
+    params, train_step, batch = STEPS[name](0)
+    state = fcg.TrainState.create(
+        params=params, optimizer=fcg.optim.adamw(1e-3, weight_decay=0.1), key=fcg.random.key(0)
+    )
+    with pytest.raises(fcg.MiscompileError):
+        fcg.graph_step(train_step, lowering=compiler)(state, batch)
+
+
+# -- what it costs, and when it is left out --------------------------------------------------------------------------
+
+
+def test_the_options(caplog: pytest.LogCaptureFixture) -> None:
+    def said(**options: Any) -> str:
+        step = fcg.graph_step(lambda s, x: ({"w": s["w"] + x}, {}), **options)
+        step({"w": torch.zeros(3)}, torch.ones(3))
+        return " ".join(line for line in step.explain().splitlines() if "certified" in line)
+
+    plain = lambda graph, inputs: graph  # noqa: E731
+    caplog.set_level(logging.INFO, logger="functional_cg")
+    assert said(lowering="aten") == ""  # what runs is the program itself
+    assert said(lowering=plain, certify=False) == ""
+    assert "certified" not in caplog.text
+    for asked in ("auto", True):
+        text = said(lowering=plain, certify=asked)
+        assert (
+            text
+            == "  certified: on the values of the first call it computes what its calls do one by one; bit by bit"
+        )
+        assert "<lambda>: certified: " in caplog.text
+    with pytest.raises(ValueError, match="certify must be 'auto', True or False, got 'yes'"):
+        fcg.graph_step(lambda s, x: (s, {}), certify="yes")  # type: ignore[call-overload]
+
+
+def test_a_host_without_room_leaves_it_out_and_says_so(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("functional_cg.certify._host_memory", lambda: 0)
+    step = fcg.graph_step(lambda s, x: ({"w": s["w"] + x}, {}), lowering=lambda graph, inputs: graph)
+    step({"w": torch.zeros(3)}, torch.ones(3))
+    assert "<lambda>: not certified: the host has no 12 B to keep values in; in " in caplog.text
+    assert "  not certified: the host has no 12 B" in step.explain()
+
+
+def test_one_certificate_serves_all_arenas() -> None:
+    runs = []
+
+    def compiler(graph: fx.GraphModule, inputs: Any) -> Any:
+        return lambda *args: (runs.append(1), graph(*args))[1]
+
+    step = fcg.graph_step(lambda s, x: ({"w": s["w"] + x}, {}), lowering=compiler)
+    first, second = fcg.place({"w": torch.zeros(3)}), fcg.place({"w": torch.ones(3)})
+    step(first, torch.ones(3))
+    before = len(runs)
+    step(second, torch.ones(3))
+    assert (len(runs) - before, step.stats.captures) == (1, 2)
+
+
+def test_a_read_only_function_is_compared_too() -> None:
+    def wrong(graph: fx.GraphModule, inputs: Any) -> Any:
+        return lambda *args: [out + 1 for out in graph(*args)]
+
+    state = fcg.place({"w": torch.ones(3)})
+    look = fcg.graph_fn(lambda s, x: s["w"] @ x, lowering=wrong)
+    with pytest.raises(fcg.MiscompileError, match=r"metrics  differs by 1, of which"):
+        look(state, torch.ones(3))
+    assert fcg.graph_fn(lambda s, x: s["w"] @ x, lowering="aten")(state, torch.ones(3)) == 3
+
+
+def test_a_refused_step_may_be_called_with_another_layout() -> None:
+    """Nothing of the failed first call stays."""
+    broken = [True]
+
+    def compiler(graph: fx.GraphModule, inputs: Any) -> Any:
+        return lambda *args: [out + broken[0] for out in graph(*args)]
+
+    step = fcg.graph_step(lambda s, x: ({"w": s["w"] + x.sum()}, {}), lowering=compiler)
+    state = fcg.place({"w": torch.zeros(3)})
+    with pytest.raises(fcg.MiscompileError):
+        step(state, torch.ones(4))
+    broken[0] = False
+    state, _ = step(state, torch.ones(2))
+    assert state["w"].tolist() == [2.0, 2.0, 2.0]
+
+
+# -- its parts -------------------------------------------------------------------------------------------------------
+
+
+@given(st.integers(1, 5), st.integers(0, 2**32))
+def test_a_sketch_keeps_distances(size: int, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    a = torch.randn(size * 50_000 + 3, generator=generator)
+    b = a + torch.randn(len(a), generator=generator) * 1e-3
+    apart = distance(sketch(a), sketch(b))
+    assert apart.norm == pytest.approx(float((a - b).norm()), rel=0.05)
+    one = a.clone()
+    one[seed % len(a)] += 1
+    assert distance(sketch(a), sketch(one)).norm == pytest.approx(1.0, rel=1e-6)
+    assert distance(sketch(a), sketch(a.clone())).norm == 0
+    assert sketch(a).nbytes <= max(a.nbytes / 8 * 1.5, 8 * 2**16)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+def test_what_is_not_finite_is_as_good_as_itself(value: float) -> None:
+    a = torch.tensor([1.0, value, 3.0])
+    assert distance(sketch(a), sketch(a.clone())).norm == 0
+    assert distance(sketch(a), sketch(torch.tensor([1.0, 2.0, 3.0]))).norm == float("inf")
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.complex64]
+)
+def test_what_was_rounded_moves_by_an_ulp_and_what_is_exact_stays(dtype: torch.dtype) -> None:
+    exact = torch.arange(-8, 9).to(dtype)
+    special = torch.tensor([float("inf"), -float("inf"), 0.0, -0.0]).to(dtype)
+    rounded = torch.linspace(0.1, 0.9, 1000, dtype=torch.float64).sin().to(dtype)
+    shaker = Shaker(torch.Generator().manual_seed(0))
+    for value, still in ((exact, True), (special, True), (rounded, False)):
+        moved = value.clone()
+        shaker._move(moved, 1, 0.0)
+        assert torch.equal(moved, value) is still
+        finite = torch.view_as_real(value) if value.is_complex() else value
+        apart = (torch.view_as_real(moved) if value.is_complex() else moved) - finite
+        limit = finite.abs().double().nan_to_num(0, 0, 0) * torch.finfo(dtype).eps
+        assert bool((apart.double().nan_to_num(0).abs() <= limit).all())
+    largest = torch.full((8,), torch.finfo(dtype).max, dtype=dtype)
+    shaker._move(largest, 1, 0.0)
+    assert bool(largest.isfinite().all())
+
+
+@given(fst.step_fns(), st.integers(1, 10))
+def test_within_less_memory_a_program_computes_the_same(program: Any, tenths: int) -> None:
+    step = fcg.graph_step(program)
+    state = fcg.place(program.state)
+    lowered = step.lower(state, program.x)
+    buffers = Buffers(state._lease.arena.slots, [program.x], [one.value for one in lowered.program.constants])
+    expected = [value.clone() for value in lowered.reference.run(buffers)]
+    peak = lowered.reference.fit(2**60)
+    lowered.reference.fit(peak * tenths // 10)
+    for got, value in zip(lowered.reference.run(buffers), expected, strict=True):
+        assert_trees_all_equal(got, value)
+
+
+def test_a_deep_net_in_a_third_of_the_memory() -> None:
+    def loss_of(params: Any, x: Tensor) -> Tensor:
+        for w in params:
+            x = F.gelu(x @ w)
+        return x.square().mean()
+
+    def train_step(state: Any, x: Tensor) -> Any:
+        loss, grads = fcg.value_and_grad(lambda p: loss_of(p, x))(state["params"])
+        return {"params": [w - 0.1 * g for w, g in zip(state["params"], grads, strict=True)]}, {"loss": loss}
+
+    state = fcg.place({"params": [torch.randn(16, 16) / 4 for _ in range(16)]})
+    x = torch.randn(2048, 16)
+    reference = fcg.graph_step(train_step).lower(state, x).reference
+    buffers = Buffers(state._lease.arena.slots, [x], [])
+    expected = [value.clone() for value in reference.run(buffers)]
+    room = reference.fit(2**60) // 3
+    assert reference.fit(room) == room
+    assert _most(reference._actions, reference) <= room
+    assert len(reference._actions) < 2 * len(reference._instrs)
+    for got, value in zip(reference.run(buffers), expected, strict=True):
+        assert_trees_all_equal(got, value)
+
+
+def _most(actions: Any, reference: Any) -> int:
+    """The most bytes that are there at a time, counted action by action."""
+    static = {var.storage for var in reference._bound_vars()}
+    there: dict[Any, int] = {}
+    most = 0
+    for action in actions:
+        for var in action.forget:
+            del there[var]
+        if action.instr is not None:
+            there |= {var: var.spec.nbytes for var in action.instr.outputs() if var.storage not in static}
+        sizes: dict[int, int] = {}
+        for var, size in there.items():
+            sizes[var.storage] = max(sizes.get(var.storage, 0), size)
+        most = max(most, sum(sizes.values()))
+    return most

@@ -21,13 +21,14 @@ from .program import Instr, Program, Var, highest, map_vars
 __all__ = ["check_indices"]
 
 _library = torch.library.Library("fcg", "FRAGMENT")
-_library.define("checked(Tensor index, int least, int size) -> Tensor")
+_library.define("checked(Tensor index, int least, int size, int? ignored=None) -> Tensor")
 _INTEGERS = frozenset({torch.int64, torch.int32, torch.int16, torch.int8})
 
 
-def _checked(index: Tensor, least: int, size: int) -> Tensor:
+def _checked(index: Tensor, least: int, size: int, ignored: int | None = None) -> Tensor:
     if index.numel():
-        low, high = (int(end) for end in index.aminmax())
+        counts = index if ignored is None else torch.where(index == ignored, least, index)
+        low, high = (int(end) for end in counts.aminmax())
         if low < least or high >= size:
             wrong = low if low < least else high
             raise IndexError(f"index {wrong} is out of bounds for a dimension of size {size}")
@@ -35,36 +36,42 @@ def _checked(index: Tensor, least: int, size: int) -> Tensor:
 
 
 _library.impl("checked", _checked, "CompositeExplicitAutograd")
-_library._register_fake("checked", lambda index, least, size: torch.empty_like(index))
+_library._register_fake("checked", lambda index, *bounds: torch.empty_like(index))
 _CHECKED = torch.ops.fcg.checked.default
 
-Bounds = Iterator[tuple[Var, int, int]]  # an index, its least value, and the size that it stays below
+# An index, its least value, the size that it stays below, and a value that stands for none.
+Bounds = Iterator[tuple[Var, int, int, int | None]]
 
 
 def _of_each_dimension(named: Mapping[str, Any]) -> Bounds:
     for axis, index in enumerate(named["indices"]):
         if isinstance(index, Var):
             size = named["self"].spec.shape[axis]
-            yield index, -size, size
+            yield index, -size, size, None
 
 
 def _along_one(named: Mapping[str, Any]) -> Bounds:
     shape = named["self"].spec.shape
-    yield named["index"], 0, shape[named["dim"]] if shape else 1
+    yield named["index"], 0, shape[named["dim"]] if shape else 1, None
 
 
 def _along_one_or_from_its_end(named: Mapping[str, Any]) -> Bounds:
-    for index, _, size in _along_one(named):
-        yield index, -size, size
+    for index, _, size, _ in _along_one(named):
+        yield index, -size, size, None
 
 
 def _of_rows(named: Mapping[str, Any]) -> Bounds:
-    yield named["indices"], 0, named["weight"].spec.shape[0]
+    yield named["indices"], 0, named["weight"].spec.shape[0], None
 
 
 def _of_elements(named: Mapping[str, Any]) -> Bounds:
     size = named["self"].spec.numel
-    yield named["index"], -size, size
+    yield named["index"], -size, size, None
+
+
+def _of_classes(named: Mapping[str, Any]) -> Bounds:
+    shape = named["self"].spec.shape
+    yield named["target"], 0, shape[min(1, len(shape) - 1)], named["ignore_index"]
 
 
 _BOUNDS: Mapping[str, Callable[[Mapping[str, Any]], Bounds]] = MappingProxyType(
@@ -93,6 +100,10 @@ _BOUNDS: Mapping[str, Callable[[Mapping[str, Any]], Bounds]] = MappingProxyType(
         "index_fill": _along_one_or_from_its_end,
         "index_fill_": _along_one_or_from_its_end,
         "embedding": _of_rows,
+        "nll_loss_forward": _of_classes,
+        "nll_loss_backward": _of_classes,
+        "nll_loss2d_forward": _of_classes,
+        "nll_loss2d_backward": _of_classes,
         "take": _of_elements,
         "put": _of_elements,
         "put_": _of_elements,
@@ -108,17 +119,17 @@ def check_indices(program: Program, head: Sequence[Instr]) -> list[Instr]:
       head: Its calls.
     """
     number, storage = highest(program)
-    known: dict[tuple[Var, int, int], Var] = {}
+    known: dict[tuple[Any, ...], Var] = {}
     calls: list[Instr] = []
     for instr in head:
         names: dict[Var, Var] = {}
-        for index, least, size in _bounds(instr):
-            if (index, least, size) not in known:
+        for bounds in _bounds(instr):
+            index, *_ = bounds
+            if bounds not in known:
                 number, storage = number + 1, storage + 1
-                out = replace(index, index=number, storage=storage, offset=0, fills=True)
-                known[index, least, size] = out
-                calls.append(Instr(_CHECKED, (index, least, size), {}, out, (), instr.site, instr.backward))
-            names[index] = known[index, least, size]
+                known[bounds] = replace(index, index=number, storage=storage, offset=0, fills=True)
+                calls.append(Instr(_CHECKED, bounds, {}, known[bounds], (), instr.site, instr.backward))
+            names[index] = known[bounds]
         calls.append(_reading(instr, names) if names else instr)
     return calls
 
@@ -128,9 +139,9 @@ def _bounds(instr: Instr) -> Bounds:
     schema = instr.op._schema
     bounds = _BOUNDS.get(schema.name.removeprefix("aten::"))
     if bounds is not None:
-        for index, least, size in bounds(named_arguments(instr.op, instr.args, instr.kwargs)):
+        for index, *limits in bounds(named_arguments(instr.op, instr.args, instr.kwargs)):
             if index.spec.dtype in _INTEGERS and index.spec.numel:
-                yield index, least, size
+                yield index, *limits
 
 
 def _reading(instr: Instr, names: Mapping[Var, Var]) -> Instr:

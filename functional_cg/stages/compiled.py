@@ -124,9 +124,12 @@ class HeadPlan:
         self.schedule = plan = schedule(program)
         if device.type == "cpu" and compiler is None:
             plan = replace(plan, head=check_indices(program, plan.head))
+        # A compiler drops what has no result; checks are made before the commit.
+        checks = [instr for instr in plan.head if instr.checks]
+        plan = replace(plan, head=[instr for instr in plan.head if not instr.checks])
         born = {var for instr in plan.head for var in instr.outputs()}
-        fused = (var for instr in plan.fused for var in instr.inputs() if var in born)
-        handed_on = list(dict.fromkeys([*fused, *(new for _, new in plan.commits)]))
+        read = (var for instr in (*checks, *plan.fused) for var in instr.inputs() if var in born)
+        handed_on = list(dict.fromkeys([*read, *(new for _, new in plan.commits)]))
         entrance = Entrance.of(program, plan, handed_on=handed_on)
         graph = build_graph(program, plan, entrance, handed_on=handed_on)
         compile_head = compiler or partial(
@@ -141,7 +144,7 @@ class HeadPlan:
             known=compiler is None,
         )
         self._entrance = entrance
-        self._aten = AtenPlan(program, _around(self._head, program, plan, entrance, handed_on))
+        self._aten = AtenPlan(program, _around(self._head, program, plan, entrance, handed_on, checks))
 
     def as_text(self) -> str:
         return f"{self._head.graph.code}\n{self._aten.as_text()}"
@@ -193,9 +196,14 @@ class _Head:
 
 
 def _around(
-    head: _Head, program: Program, plan: Schedule, entrance: Entrance, handed_on: Sequence[Var]
+    head: _Head,
+    program: Program,
+    plan: Schedule,
+    entrance: Entrance,
+    handed_on: Sequence[Var],
+    checks: Sequence[Instr],
 ) -> Schedule:
-    """The schedule that calls a compiled head, and commits what it hands on."""
+    """The schedule that calls a compiled head, makes checks, and commits what it hands on."""
     index, storage = highest(program)
     arguments = [*entrance.slots, *program.inputs, *(c.var for c in program.constants)]
     number = itertools.count(1)
@@ -210,16 +218,18 @@ def _around(
     def new(var: Var) -> Var:
         return names.get(var, var)
 
-    fused = [
-        replace(
-            instr,
-            args=map_vars(new, instr.args),
-            kwargs={name: map_vars(new, value) for name, value in instr.kwargs.items()},
-        )
-        for instr in plan.fused
-    ]
+    def renamed(instr: Instr) -> Instr:
+        kwargs = {name: map_vars(new, value) for name, value in instr.kwargs.items()}
+        return replace(instr, args=map_vars(new, instr.args), kwargs=kwargs)
+
+    fused = list(map(renamed, plan.fused))
     call = Instr(head, tuple(arguments), {}, [*metrics, *names.values()], (), None)
-    return Schedule([call], fused, [(old, names[value]) for old, value in plan.commits], outputs=metrics)
+    return Schedule(
+        [call, *map(renamed, checks)],
+        fused,
+        [(old, names[value]) for old, value in plan.commits],
+        outputs=metrics,
+    )
 
 
 def _arguments(

@@ -9,6 +9,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch._ops import OpOverload
 
@@ -71,6 +72,11 @@ class Instr:
     site: Location | None
     backward: bool = False
 
+    @property
+    def checks(self) -> bool:
+        """Whether all that the call does is to raise or not, such as where a matrix is singular."""
+        return not self.writes and not any(True for _ in self.outputs())
+
     def inputs(self) -> Iterator[Var]:
         yield from vars_in(self.args)
         yield from vars_in(tuple(self.kwargs.values()))
@@ -90,6 +96,13 @@ class Constant:
     var: Var
     value: Tensor
     name: str
+
+    def holds(self, other: Tensor) -> bool:
+        """Whether another tensor has the same bits."""
+        if other.shape != self.value.shape or other.dtype != self.value.dtype:
+            return False
+        mine, its = (one.contiguous().reshape(-1).view(torch.uint8) for one in (self.value, other))
+        return torch.equal(mine, its)
 
 
 @dataclass(frozen=True, slots=True)
@@ -234,15 +247,16 @@ def written_storages(instrs: Iterable[Instr]) -> set[int]:
 def live(instrs: Sequence[Instr], results: Iterable[Var]) -> tuple[list[Instr], set[Var]]:
     """The instructions whose effect reaches a result, in order, and the variables that they and the results read.
 
-    An instruction is kept when one of its results is used, or when it writes in place into memory that is used later.
+    An instruction is kept when one of its results is used, when it writes in place into memory that is used later, or
+    when it is a check, which has no result.
     """
     used = set(results)
     storages = {var.storage for var in used}
     kept = []
     for instr in reversed(instrs):
-        if any(var in used for var in instr.outputs()) or any(
-            var.storage in storages for var in instr.writes
-        ):
+        reaches = any(var in used for var in instr.outputs())
+        reaches |= any(var.storage in storages for var in instr.writes)
+        if reaches or instr.checks:
             kept.append(instr)
             used.update(instr.inputs())
             storages.update(var.storage for var in instr.inputs())

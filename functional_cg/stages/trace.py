@@ -53,6 +53,13 @@ _LIFTS = frozenset(
     {torch.ops.aten.lift_fresh.default, torch.ops.aten.lift.default, torch.ops.aten.lift_fresh_copy.default}
 )
 
+# What puts a value into a tensor may take it from a number on the host.
+_PUTS = frozenset(
+    f"aten::{name}{end}"
+    for name in ("copy", "fill", "index_put", "masked_fill", "index_fill")
+    for end in ("", "_")
+)
+
 _RNN_FIX = "call an RNN by `apply, params, buffers = fcg.from_module(module)`: it stores its parameters. Or "
 
 
@@ -179,8 +186,8 @@ class _Recorder(TorchDispatchMode):
             return self._literal(args[0])
         if self.declared:
             args, kwargs = self._with_constants(args), self._with_constants(kwargs)
-        if func is torch.ops.aten.copy_.default:
-            args = self._from_here(*args)
+        if func._schema.name in _PUTS:
+            args = self._from_here(args)
         written = self.rules.check(func, args, kwargs, storage_key)
         tensors = list(tensors_in([*args, *kwargs.values()]))
         for tensor in tensors:
@@ -271,18 +278,23 @@ class _Recorder(TorchDispatchMode):
         self.program.constants.append(moved)
         return moved
 
-    def _from_here(self, target: Tensor, source: Any, *rest: Any) -> tuple[Any, ...]:
-        """The arguments of a copy, from a literal on its target's device: ``x[0] = 3`` copies one from the host."""
-        if isinstance(source, Tensor) and source.device.type == "cpu" != target.device.type:
-            here = torch.ops.aten._to_copy.default(source, device=target.device)
-            self._folded(torch.ops.aten._to_copy.default, [source], here)
-            return target, here, *rest
-        return target, source, *rest
+    def _from_here(self, args: Sequence[Any]) -> tuple[Any, ...]:
+        """Arguments of a call that puts values into a tensor: literals, as the 3 of ``x[0] = 3``, lie where it does."""
+        to, device = torch.ops.aten._to_copy.default, args[0].device
+
+        def here(value: Any) -> Any:
+            if not isinstance(value, Tensor) or value.device == device or value.device.type != "cpu":
+                return value
+            moved = to(value, device=device)
+            self._folded(to, [value], moved)
+            return moved
+
+        return tuple(map(here, args))
 
     def _refuse_changed_literal(self, number: int, value: Tensor) -> None:
         assert self._first is not None
         known = self._first.constants
-        if number >= len(known) or not _same_tensor(known[number].value, value):
+        if number >= len(known) or not known[number].holds(value):
             raise BakedValueError.of(
                 self.program.function,
                 "a tensor literal differs between two traces.",
@@ -290,14 +302,6 @@ class _Recorder(TorchDispatchMode):
                 why="Replay would use the value of the trace for ever.",
                 fix="pass it as an input.",
             )
-
-
-def _same_tensor(a: Tensor, b: Tensor) -> bool:
-    if a.shape != b.shape or a.dtype != b.dtype:
-        return False
-    return torch.equal(
-        a.contiguous().reshape(-1).view(torch.uint8), b.contiguous().reshape(-1).view(torch.uint8)
-    )
 
 
 def _same(a: Any, b: Any) -> bool:

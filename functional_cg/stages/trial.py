@@ -13,9 +13,8 @@ average is what it averages, and what is written too early is not seen.
 from __future__ import annotations
 
 import logging
-import math
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -25,7 +24,8 @@ from torch import Tensor
 from ..source import Location
 from .lower import Buffers, ExecutionPlan, quiet
 from .reference import Reference
-from .ulps import CHUNK, Shaker
+from .sketch import Distance, distance, floor, sketch
+from .ulps import Shaker
 
 __all__ = ["Certificate", "Difference", "Space", "Trial"]
 
@@ -38,7 +38,6 @@ _RUNS = (
     (1, 0, 8.0),
     *((most, 8 * most, max(8.0 / most, 2.0)) for most in (1, 2, 4, 8) for _ in "1234"),
 )
-_FLOOR = 2.0  # ulps of the result itself
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,10 +101,6 @@ class Space(Protocol):
         """Bytes that the reference may take; None if that is no matter."""
         ...
 
-    def keep(self, values: Sequence[Tensor]) -> list[Tensor]:
-        """Copies of values, where they are not in the way."""
-        ...
-
 
 class Trial:
     """A plan beside its program.
@@ -122,7 +117,7 @@ class Trial:
 
     def __init__(self, reference: Reference, plan: ExecutionPlan, together: Callable[[bool], bool]) -> None:
         self._reference, self._plan, self._together = reference, plan, together
-        self._leaves = [
+        self._slots = [
             (place, out.slot) for place, out in enumerate(reference.outputs) if out.slot is not None
         ]
         self.lacking = 0
@@ -152,138 +147,86 @@ class Trial:
         Args:
           space: Where the plan and the program run.
         """
-        slots = space.buffers.slots
-        with quiet():
-            run = self._plan.bind(space.buffers)
-            first = self._outputs(slots, run(()))
-        space.reset()
-        if not self._fits(space.room()):
-            return []
-        found = self._compared(first, space.buffers)
-        if self._together(bool(found)) or not self._leaves:
-            return found
-        led_to = space.keep([first[place] for place, _ in self._leaves])
-        del first
-        self._write(slots, led_to)
-        with quiet():
-            second = self._outputs(slots, run(()))
-        self._write(slots, led_to)
-        return self._compared(second, space.buffers)
+        for leads in (self._stays, self._to_the_next_step):
+            leads(space)
+            got = [sketch(value) for value in self._made(space)]
+            leads(space)
+            room = space.room()
+            if room is not None and self._lacks(room):
+                return []
+            wrong = self._compared(got, space.buffers)
+            if self._together(bool(wrong)):
+                return self._described(wrong, space, leads)
+            if not self._slots:
+                break
+        return []
 
-    def _fits(self, room: int | None) -> bool:
-        if room is None:
-            return True
+    def _stays(self, space: Space) -> None:
+        space.reset()
+
+    def _to_the_next_step(self, space: Space) -> None:
+        """Let the slots hold what the program makes of them."""
+        space.reset()
+        values = self._reference.run(space.buffers)
+        for place, slot in self._slots:
+            space.buffers.slots[slot].copy_(values[place])
+
+    def _lacks(self, room: int) -> bool:
         needed = self._reference.fit(room)
         if not self._together(needed > room):
-            return True
+            return False
         self.lacking = max(needed - room, 1)
-        return False
+        return True
 
-    def _outputs(self, slots: Sequence[Tensor], metrics: Sequence[Tensor]) -> list[Tensor]:
-        """A copy of each output, after the plan has run."""
-        left = iter(metrics)
-        return [(next(left) if o.slot is None else slots[o.slot]).clone() for o in self._reference.outputs]
+    def _made(self, space: Space) -> list[Tensor]:
+        """The outputs of the plan, in memory that the next run writes."""
+        with quiet():
+            metrics = iter(self._plan.bind(space.buffers)(()))
+        slots = space.buffers.slots
+        return [next(metrics) if out.slot is None else slots[out.slot] for out in self._reference.outputs]
 
-    def _write(self, slots: Sequence[Tensor], values: Sequence[Tensor]) -> None:
-        for (_, slot), value in zip(self._leaves, values, strict=True):
-            slots[slot].copy_(value)
-
-    def _compared(self, got: Sequence[Tensor], buffers: Buffers) -> list[Difference]:
-        """How the outputs of a step lie from what the program makes of the buffers."""
-        reference = self._reference
-        expected = [value.clone() for value in reference.run(buffers)]
-        off = [_distance(one, other) for one, other in zip(got, expected, strict=True)]
-        limits = [_floor(value) for value in expected]
-        generator, dice = torch.Generator(_device(buffers)).manual_seed(0), random.Random(0)
+    def _compared(self, got: Sequence[Tensor], buffers: Buffers) -> dict[int, Distance]:
+        """Which outputs are too far from what the program makes of the buffers, with how far they may be."""
+        expected, limits = [], []
+        for value in self._reference.run(buffers):
+            expected.append(sketch(value))
+            limits.append(floor(value))
+        off = list(map(distance, got, expected))
+        device = next((one.device for one in (*got, *expected) if not one.is_cpu), torch.device("cpu"))
+        generator, dice = torch.Generator(device).manual_seed(0), random.Random(0)
         for most, decisions, factor in _RUNS:
-            if not self._together(not all(map(_Distance.within, off, limits))):
-                self.share = max([self.share, *map(_Distance.share, off, limits)])
-                return []
-            for number, value in enumerate(reference.run(buffers, Shaker(generator, most, decisions, dice))):
-                limits[number] = limits[number].or_more(_distance(expected[number], value).times(factor))
-        return [
-            Difference(out.name, apart.greatest, limit.greatest, reference.site_of(out.var))
-            for out, apart, limit in zip(reference.outputs, off, limits, strict=True)
+            if not self._together(not all(map(Distance.within, off, limits))):
+                self.share = max([self.share, *map(Distance.share, off, limits)])
+                return {}
+            moved = self._reference.run(buffers, Shaker(generator, most, decisions, dice))
+            for number, value in enumerate(moved):
+                limits[number] = limits[number].or_more(
+                    distance(expected[number], sketch(value)).times(factor)
+                )
+        return {
+            n: limit
+            for n, (apart, limit) in enumerate(zip(off, limits, strict=True))
             if not apart.within(limit)
-        ]
+        }
+
+    def _described(
+        self, wrong: Mapping[int, Distance], space: Space, leads: Callable[[Space], None]
+    ) -> list[Difference]:
+        """What is wrong, in full: both run once more."""
+        leads(space)
+        values = self._reference.run(space.buffers)
+        kept = {number: values[number].cpu() for number in wrong}
+        leads(space)
+        values = self._made(space)
+        found = []
+        for number, limit in wrong.items():
+            out, greatest = self._reference.outputs[number], _greatest(values[number].cpu(), kept[number])
+            found.append(Difference(out.name, greatest, limit.greatest, self._reference.site_of(out.var)))
+        return found
 
 
-def _device(buffers: Buffers) -> torch.device:
-    tensors = (*buffers.slots, *buffers.inputs, *buffers.constants)
-    return next((tensor.device for tensor in tensors if not tensor.is_cpu), torch.device("cpu"))
-
-
-@dataclass(frozen=True, slots=True)
-class _Distance:
-    """How far apart two tensors are.
-
-    Attributes:
-      norm: Of the difference; of whole numbers and flags, the root of how many differ.
-      greatest: The greatest difference of an element.
-    """
-
-    norm: float
-    greatest: float
-
-    def times(self, factor: float) -> _Distance:
-        return _Distance(self.norm * factor, self.greatest * factor)
-
-    def or_more(self, other: _Distance) -> _Distance:
-        return _Distance(max(self.norm, other.norm), max(self.greatest, other.greatest))
-
-    def within(self, limit: _Distance) -> bool:
-        return self.norm <= limit.norm and self.greatest <= limit.greatest
-
-    def share(self, limit: _Distance) -> float:
-        """Which part of a limit, within which it is, it comes to."""
-        if not math.isfinite(limit.greatest):
-            return 0.0
-        return max(self.norm / (limit.norm or 1.0), self.greatest / (limit.greatest or 1.0))
-
-
-def _distance(kept: Tensor, value: Tensor) -> _Distance:
-    """The distance of two tensors of one shape and dtype; a NaN is as good as another, and so is an infinity."""
-    norm = greatest = 0.0
-    for one, other in zip(_numbers(kept), _numbers(value), strict=True):
-        one = one.to(other.device)
-        if not one.is_floating_point():
-            apart = one != other
-            norm += float(apart.sum())
-            # Which numbers they are says nothing: of two tokens one is as far off as the other.
-            greatest = max(greatest, float(apart.any()))
-            continue
-        one, other = one.double(), other.double()
-        same = (one == other) | (one.isnan() & other.isnan())
-        apart = torch.where(same, 0.0, one - other).abs()
-        norm += float(apart.square().sum())
-        greatest = max(greatest, float(apart.max()))
-    unknown = math.isnan(norm) or math.isnan(greatest)
-    return _Distance(math.inf, math.inf) if unknown else _Distance(math.sqrt(norm), greatest)
-
-
-def _floor(value: Tensor) -> _Distance:
-    """What the rounding of a result itself may make of it."""
-    if not (value.is_floating_point() or value.is_complex()):
-        return _Distance(0.0, 0.0)
-    spacing = torch.finfo(value.dtype)
-    norm = greatest = 0.0
-    for part in _numbers(value):
-        finite = torch.where(part.isfinite(), part, 0.0).double().abs()
-        norm += float(finite.square().sum())
-        greatest = max(greatest, float(finite.max()))
-    smallest = spacing.smallest_normal * spacing.eps
-    return (
-        _Distance(math.sqrt(norm), greatest)
-        .times(_FLOOR * spacing.eps)
-        .or_more(_Distance(smallest * math.sqrt(value.numel()), smallest))
-    )
-
-
-def _numbers(tensor: Tensor) -> Iterator[Tensor]:
-    """The elements in logical order, some at a time, complex ones as pairs, in a dtype that computes."""
-    if tensor.is_complex():
-        tensor = torch.view_as_real(tensor.resolve_conj())
-    if tensor.is_floating_point() and tensor.itemsize == 1:
-        tensor = tensor.float()
-    if tensor.numel():
-        yield from tensor.reshape(-1).split(CHUNK)
+def _greatest(one: Tensor, other: Tensor) -> float:
+    """The greatest difference of an element."""
+    wide = torch.complex128 if one.is_complex() else torch.float64
+    apart = torch.where(one == other, 0.0, one.to(wide) - other.to(wide)).abs()
+    return float(apart.nan_to_num(torch.inf).max())

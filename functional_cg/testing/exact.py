@@ -239,9 +239,10 @@ _BINARY: tuple[
 )
 # The sum of a value, whose bound depends on how many elements it has.
 _SUMS: tuple[tuple[str, Callable[[Tensor], bool], Callable[[Tensor], Tensor]], ...] = (
-    ("sum", _float, torch.sum),
-    ("sum_of_rows", lambda a: _float(a) and a.dim() > 0, lambda a: a.sum(0)),
-    ("running_sum", lambda a: _float(a) and a.dim() > 0, lambda a: a.cumsum(-1)),
+    # Not of nothing: some compilers launch no threads for it, which a driver refuses.
+    ("sum", lambda a: _float(a) and a.numel() > 0, torch.sum),
+    ("sum_of_rows", lambda a: _float(a) and _rows(a) and a.numel() > 0, lambda a: a.sum(0)),
+    ("running_sum", lambda a: _float(a) and _rows(a) and a.numel() > 0, lambda a: a.cumsum(-1)),
 )
 
 

@@ -14,6 +14,8 @@ OWNERSHIP = "tests/test_ownership.py::"
 REPLAY = "tests/properties/test_replay.py::"
 SIMULATOR = "tests/properties/test_simulator.py::"
 REFUSALS = "tests/refusals/"
+OLD_VALUES = "tests/test_old_values.py::"
+TRIAL = "tests/test_trial.py::"
 GPU = "tests/cuda/"
 GPU_OWNERSHIP = f"{GPU}test_ownership_cuda.py::"
 HAZARDS = "tests/hazards/"
@@ -37,12 +39,86 @@ MUTANTS = (
     Mutant(
         "N1 in place",
         "the compiler decides alone what it writes into a slot: a metric is what the slot becomes",
-        (('            options["post_grad_custom_post_pass"] = compiler_pass()\n', ""),),
         (
-            "tests/test_in_place.py::test_a_metric_that_is_a_leaf_but_for_a_part[index_put-cpu]",
-            "tests/test_in_place.py::test_a_leaf_that_is_another_one_but_for_a_part[first-cpu]",
+            (
+                "            if _may_be_in_place(call, slot) and _outlives(call, slot):",
+                "            if False:",
+            ),
         ),
-        gpu=("tests/test_in_place.py::test_a_metric_that_is_a_leaf_but_for_a_part[index_put-cuda]",),
+        (f"{OLD_VALUES}test_a_metric_that_is_a_leaf_but_for_a_part[cpu as a GPU]",),
+        gpu=(f"{OLD_VALUES}test_a_metric_that_is_a_leaf_but_for_a_part[cuda]",),
+    ),
+    Mutant(
+        "N33",
+        "a compiler drops the copy of an old leaf: what leaves is not owned",
+        (("    return clone(value) if isinstance", "    return value if isinstance"),),
+        (
+            f"{OLD_VALUES}test_old_values_compiled[cpu as a GPU]",
+            f"{OLD_VALUES}test_leaves_that_change_places[cpu as a GPU]",
+            f"{OLD_VALUES}test_exact_training[one step-by leaf-cpu as a GPU]",
+        ),
+        gpu=(
+            f"{OLD_VALUES}test_old_values_compiled[cuda]",
+            f"{OLD_VALUES}test_leaves_that_change_places[cuda]",
+        ),
+    ),
+    Mutant(
+        "N34",
+        "a compiled host step writes the state while it computes: what raises later leaves it half written",
+        (
+            (
+                "    return InPlacePlan(program, device) if on_gpu else HeadPlan(program, device, None, reference)",
+                "    return InPlacePlan(program, device)",
+            ),
+        ),
+        (
+            "tests/test_host_errors.py::test_an_index_out_of_range[rows]",
+            "tests/test_host_errors.py::test_what_else_raises[an op of one's own]",
+        ),
+        no_gpu="on a GPU no kernel raises",
+    ),
+    Mutant(
+        "N48",
+        "a compiled step is judged by itself: the program beside it is the plan once more",
+        (
+            ("        for value in self._reference.run(buffers):", "        for value in self._made_again:"),
+            (
+                "            got = [sketch(value) for value in self._made(space)]",
+                (
+                    "            self._made_again = [value.clone() for value in self._made(space)]\n"
+                    "            got = [sketch(value) for value in self._made_again]"
+                ),
+            ),
+        ),
+        (
+            f"{TRIAL}test_a_planted_mistake_is_refused[a wrong stride-cpu]",
+            f"{TRIAL}test_a_planted_mistake_is_refused[a sum over the wrong axis-cpu]",
+        ),
+        gpu=(f"{TRIAL}test_a_planted_mistake_is_refused[a wrong stride-cuda]",),
+    ),
+    Mutant(
+        "N49",
+        "the trial sees the first step alone, at which a rate that warms up is zero",
+        (
+            (
+                "        for leads in (self._stays, self._to_the_next_step):",
+                "        for leads in (self._stays,):",
+            ),
+        ),
+        (f"{TRIAL}test_a_planted_mistake_is_refused[a dropped clone-cpu]",),
+        gpu=(f"{TRIAL}test_a_planted_mistake_is_refused[a dropped clone-cuda]",),
+    ),
+    Mutant(
+        "N50",
+        "rounding is taken to be an ulp of the result, whatever the step makes of it",
+        (
+            (
+                "            if not together(not all(map(Distance.within, off, limits))):",
+                "            if together(any(map(Distance.within, off, limits))) and most > 99:",
+            ),
+        ),
+        (f"{TRIAL}test_rounding_is_no_mistake[gpt]",),
+        no_gpu="the place where rounding is measured is the same",
     ),
     Mutant(
         "N2 inputs",
@@ -288,7 +364,7 @@ MUTANTS = (
     Mutant(
         "N14 capture",
         "no clean-up after an exception: a capture whose first replay failed stays",
-        (("                self._forget(lowered)\n", "                pass\n"),),
+        (("                self._forget(lowered)  # it", "                pass  # it"),),
         ("tests/test_graph_step.py::test_a_first_replay_that_fails_leaves_no_capture_behind",),
         no_gpu="what a step raises on the host it raises in the warm-up, before there is a capture",
     ),
@@ -337,11 +413,11 @@ MUTANTS = (
         "silent eager fallback: runs the Python each time, and counts it as a replay",
         (
             (
-                "        args, kwargs = call.arguments()\n        try:\n",
+                "            captured = self._captured_for(call, lowered)\n            args, kwargs",
                 (
-                    "        self.stats.replays += 1\n"
-                    "        return run_eager(self._fn, call, self._name, self.taps, donates=self._donates)\n"
-                    "        args, kwargs = call.arguments()\n        try:\n"
+                    "            self.stats.replays += 1\n"
+                    "            return run_eager(self._fn, call, self._name, self.taps, donates=self._donates)\n"
+                    "            captured = self._captured_for(call, lowered)\n            args, kwargs"
                 ),
             ),
         ),

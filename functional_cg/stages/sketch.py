@@ -1,0 +1,112 @@
+"""Sketches: how far apart two tensors are, of which only an eighth is kept.
+
+A sketch is linear: that of a difference is the difference of the sketches. It adds up sixteen neighbours each, with
+random signs, so the root of its squares is in the mean that of the tensor's own, and of a tensor that is zero but for
+a few elements it keeps each of them. A small tensor is its own sketch.
+
+Source: Charikar, Chen, Farach-Colton 2002, "Finding frequent items in data streams".
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .ulps import CHUNK
+
+__all__ = ["Distance", "distance", "floor", "sketch"]
+
+_NEIGHBOURS = 16
+_TILE = 2**16  # elements after which the signs begin anew; of as many a tensor is small
+_ODD = 0x9E3779B1  # near the golden ratio of 2^32
+_FLOOR = 2.0  # ulps
+
+
+@dataclass(frozen=True, slots=True)
+class Distance:
+    """How far apart two tensors are.
+
+    Attributes:
+      norm: Root of the sum of squares of the difference.
+      greatest: The greatest difference of an element.
+    """
+
+    norm: float
+    greatest: float
+
+    def times(self, factor: float) -> Distance:
+        return Distance(self.norm * factor, self.greatest * factor)
+
+    def or_more(self, other: Distance) -> Distance:
+        return Distance(max(self.norm, other.norm), max(self.greatest, other.greatest))
+
+    def within(self, limit: Distance) -> bool:
+        return self.norm <= limit.norm and self.greatest <= limit.greatest
+
+    def share(self, limit: Distance) -> float:
+        """Which part of a limit, within which it is, it comes to."""
+        if not math.isfinite(limit.greatest):
+            return 0.0
+        return max(self.norm / (limit.norm or 1.0), self.greatest / (limit.greatest or 1.0))
+
+
+def sketch(tensor: Tensor) -> Tensor:
+    """A vector f64 that stands for a tensor in :func:`distance`."""
+    if tensor.numel() <= _TILE:
+        return torch.cat(
+            [part.double() for part in _numbers(tensor)] or [torch.zeros(0, dtype=torch.float64)]
+        )
+    place = torch.arange(_TILE, device=tensor.device)
+    signs = 1.0 - 2.0 * (place * _ODD >> 16 & 1).view(-1, _NEIGHBOURS)
+    sums = []
+    for part in _numbers(tensor):
+        whole = F.pad(part.double(), (0, -part.numel() % _TILE)).view(-1, *signs.shape)
+        sums.append((whole * signs).sum(-1).flatten())
+    return torch.cat(sums)
+
+
+def distance(one: Tensor, other: Tensor) -> Distance:
+    """The distance of two sketches; a NaN is as good as another, and so is an infinity."""
+    same = (one == other) | (one.isnan() & other.isnan())
+    apart = torch.where(same, 0.0, one - other)
+    if not apart.numel():
+        return Distance(0.0, 0.0)
+    norm, greatest = torch.stack([apart.square().sum().sqrt(), apart.abs().max()]).tolist()
+    unknown = math.isnan(norm) or math.isnan(greatest)
+    return Distance(math.inf, math.inf) if unknown else Distance(norm, greatest)
+
+
+def floor(tensor: Tensor) -> Distance:
+    """What the rounding of a result itself may make of it."""
+    if not (tensor.is_floating_point() or tensor.is_complex()):
+        return Distance(0.0, 0.0)
+    spacing = torch.finfo(tensor.dtype)
+    norm = greatest = 0.0
+    for part in _numbers(tensor):
+        finite = torch.where(part.isfinite(), part, 0.0).double().abs()
+        norm += float(finite.square().sum())
+        greatest = max(greatest, float(finite.max()))
+    smallest = spacing.smallest_normal * spacing.eps
+    least = Distance(smallest * math.sqrt(tensor.numel()), smallest)
+    # A sketch adds neighbours up.
+    most = min(greatest * math.sqrt(_NEIGHBOURS), math.sqrt(norm)) if tensor.numel() > _TILE else greatest
+    return Distance(math.sqrt(norm), most).times(_FLOOR * spacing.eps).or_more(least)
+
+
+def _numbers(tensor: Tensor) -> Iterator[Tensor]:
+    """The elements in logical order, some at a time, complex ones as pairs, in a dtype that computes.
+
+    Whole numbers are scattered over the unit interval: which token it is says nothing, only that it is another.
+    """
+    if tensor.is_complex():
+        tensor = torch.view_as_real(tensor.resolve_conj())
+    for part in tensor.reshape(-1).split(CHUNK) if tensor.numel() else ():
+        if part.is_floating_point():
+            yield part.float() if part.itemsize == 1 else part
+        else:
+            yield (part.long() * _ODD & 0xFFFF_FFFF).double() / 2.0**32

@@ -1,0 +1,164 @@
+"""A compiled step on a host that raises in the middle leaves the state as it was, and names the user's line."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import functional_cg as fcg
+from functional_cg.testing import assert_trees_all_equal
+
+MANY = 200_000  # a loop over as many runs on several threads, where an exception ends the process
+
+
+@torch.library.custom_op("fcg_tests::refuse_seven", mutates_args=())
+def refuse_seven(x: Tensor) -> Tensor:
+    if bool((x == 7).any()):
+        raise ValueError("seven is refused")
+    return x.clone()
+
+
+@refuse_seven.register_fake
+def _(x: Tensor) -> Tensor:
+    return torch.empty_like(x)
+
+
+@torch.library.custom_op("fcg_tests::huge_for_seven", mutates_args=())
+def huge_for_seven(x: Tensor) -> Tensor:
+    return x.clone() if not bool((x == 7).any()) else torch.empty(2**60)
+
+
+@huge_for_seven.register_fake
+def _(x: Tensor) -> Tensor:
+    return torch.empty_like(x)
+
+
+def rows(state: Any, i: Tensor) -> Tensor:
+    return state["table"][i]
+
+
+def columns(state: Any, i: Tensor) -> Tensor:
+    return state["table"].T[:, i]
+
+
+def embedding(state: Any, i: Tensor) -> Tensor:
+    return torch.nn.functional.embedding(i, state["table"])
+
+
+def gathered(state: Any, i: Tensor) -> Tensor:
+    return state["table"].gather(0, i[:, None])
+
+
+def selected(state: Any, i: Tensor) -> Tensor:
+    return state["table"].index_select(0, i)
+
+
+def taken(state: Any, i: Tensor) -> Tensor:
+    return torch.take(state["table"], i)
+
+
+def put(state: Any, i: Tensor) -> Tensor:
+    return state["table"].index_put((i,), torch.ones(2))
+
+
+def added(state: Any, i: Tensor) -> Tensor:
+    return state["table"].index_add(0, i, torch.ones(len(i), 2))
+
+
+def scattered(state: Any, i: Tensor) -> Tensor:
+    return state["table"].scatter_add(0, i[:, None], torch.ones(len(i), 1))
+
+
+def filled(state: Any, i: Tensor) -> Tensor:
+    return state["table"].index_fill(0, i, 1.0)
+
+
+def loss_of(state: Any, i: Tensor) -> Tensor:
+    return torch.nn.functional.nll_loss(state["table"].T.sum(0).log_softmax(0).expand(len(i), 100), i)
+
+
+def refused(state: Any, i: Tensor) -> Tensor:
+    return refuse_seven(i)
+
+
+def too_large(state: Any, i: Tensor) -> Tensor:
+    return huge_for_seven(i)
+
+
+def singular(state: Any, i: Tensor) -> Tensor:
+    return torch.linalg.cholesky(torch.eye(3) - 2 * (i == 100).any() * torch.eye(3))
+
+
+INDEXED = (rows, columns, embedding, gathered, selected, taken, put, added, scattered, filled)
+
+
+def assert_atomic(looked_up: Callable[..., Tensor], good: Tensor, bad: Tensor, error: Any) -> None:
+    """A step that updates leaves before and after a call that raises, in every order of names."""
+
+    def train_step(state: Any, i: Tensor) -> Any:
+        found = looked_up(state, i)
+        new = {
+            "a": state["a"] + 1,
+            "n": state["n"] + 1,
+            "table": state["table"] * 2,
+            "z": state["z"] - found.sum(),
+        }
+        return new, {"found": found, "old": state["a"].clone()}
+
+    start = {"a": torch.zeros(5), "n": torch.tensor(0), "table": torch.randn(100, 2), "z": torch.zeros(3)}
+    state, step = fcg.place(start), fcg.graph_step(train_step, lowering="inductor")
+    for _ in range(2):
+        state, _ = step(state, good)
+    before = fcg.snapshot(state)
+    with pytest.raises(error) as caught:
+        step(state, bad)
+    lines, first = inspect.getsourcelines(looked_up)
+    place = f"test_host_errors.py:{first + len(lines) - 1}"
+    assert (
+        f"`train_step`: raised by its replay, at {place}; the state is unchanged." in caught.value.__notes__
+    )
+    assert state.generation == 2
+    assert_trees_all_equal(state, before)
+    twin = fcg.fork(state)
+    state, _ = step(state, good)
+    twin, _ = step.eager(twin, good)
+    torch.testing.assert_close(fcg.snapshot(state), fcg.snapshot(twin), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("looked_up", INDEXED, ids=lambda function: function.__name__)
+def test_an_index_out_of_range(looked_up: Callable[..., Tensor]) -> None:
+    good = torch.arange(16)
+    assert_atomic(looked_up, good, good.clone().index_fill(0, torch.tensor([3]), 1000), IndexError)
+
+
+@pytest.mark.parametrize("looked_up", [rows, embedding, loss_of], ids=lambda function: function.__name__)
+def test_an_index_out_of_range_among_many(looked_up: Callable[..., Tensor]) -> None:
+    good = torch.arange(MANY) % 100
+    assert_atomic(looked_up, good, good.clone().index_fill(0, torch.tensor([MANY // 2]), 1000), IndexError)
+
+
+@pytest.mark.parametrize(
+    ("looked_up", "bad", "error"),
+    [(refused, 7, ValueError), (too_large, 7, RuntimeError), (singular, 100, RuntimeError)],
+    ids=["an op of one's own", "memory", "a singular matrix"],
+)
+def test_what_else_raises(looked_up: Callable[..., Tensor], bad: int, error: type[Exception]) -> None:
+    assert_atomic(looked_up, torch.arange(3), torch.tensor([1, bad, 2]), error)
+
+
+def test_indices_from_the_end_are_fine() -> None:
+    def train_step(state: Any, i: Tensor) -> Any:
+        new = state["w"].index_put((i,), torch.ones(2)).index_fill(0, i[:1], 5.0)
+        return {"w": new}, {"rows": state["w"][i], "taken": torch.take(state["w"], i)}
+
+    state, step = fcg.place({"w": torch.randn(6, 2)}), fcg.graph_step(train_step, lowering="inductor")
+    twin = fcg.fork(state)
+    for i in (torch.tensor([-1, 0, -6]), torch.tensor([5, -3, 2])):
+        twin, expected = step.eager(twin, i)
+        state, metrics = step(state, i)
+        assert_trees_all_equal((state, metrics), (twin, expected))
