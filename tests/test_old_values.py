@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -9,11 +11,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch._inductor import config
+from torch._inductor.utils import run_and_get_code
 
 import functional_cg as fcg
 from functional_cg.stages.old_values import keep_old_values
 from functional_cg.testing import assert_no_alias, assert_trees_all_close
-from tests.compiled_graphs import compiled
+from tests.compiled_graphs import compiled, lower_as_on_a_gpu
 from tests.sharding.programs import Setting, warm_up
 from tests.sharding.ranks import on_ranks
 
@@ -408,3 +412,34 @@ def test_what_leaves_is_owned_and_once() -> None:
     ]
     assert set(left) == set(own)
     assert len({node.args[0] for node in own}) == len(own)
+
+
+def test_what_is_no_old_value_costs_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A training step has the same kernels as without the rule, with the powers of the optimizer in one of them."""
+
+    def kernels(*, owned: bool) -> Counter[str]:
+        monkeypatch.setattr("functional_cg.transform.lower", lower_as_on_a_gpu)
+        if not owned:
+            monkeypatch.setattr(
+                "functional_cg.stages.old_values._own_what_leaves", lambda graph, writes: None
+            )
+        params = {"w1": torch.randn(8, 8), "b": torch.zeros(8), "w2": torch.randn(8, 8)}
+        optimizer = fcg.optim.adamw(fcg.optim.warmup_cosine(1e-2, 2, 9), weight_decay=0.1)
+        state = fcg.TrainState.create(params=params, optimizer=optimizer)
+
+        def train_step(state: Any, x: Tensor) -> Any:
+            def loss_fn(p: Any) -> Tensor:
+                return (torch.tanh(x @ p["w1"] + p["b"]) @ p["w2"]).square().mean()
+
+            loss, grads = fcg.value_and_grad(loss_fn)(state.params)
+            return state.apply_gradients(grads), {"loss": loss, "grads": grads}
+
+        step = fcg.graph_step(train_step, lowering="inductor", certify=False)
+        with config.patch(force_disable_caches=True):
+            _, (text,) = run_and_get_code(step, state, torch.randn(4, 8))
+        return Counter(re.findall(r"extern_kernels\.\w+|async_compile|empty_strided_cpu\(|std::pow", text))
+
+    found = kernels(owned=True)
+    assert found == kernels(owned=False)
+    assert found["async_compile"] > 2
+    assert found["std::pow"] <= 4  # two of them, in a loop and in its tail

@@ -136,12 +136,11 @@ def check_indices(program: Program, head: Sequence[Instr]) -> list[Instr]:
 
 def _bounds(instr: Instr) -> Bounds:
     """The indices of a call that are computed, and what each has to be."""
-    schema = instr.op._schema
-    bounds = _BOUNDS.get(schema.name.removeprefix("aten::"))
+    bounds = _BOUNDS.get(instr.op._schema.name.removeprefix("aten::"))
     if bounds is not None:
-        for index, *limits in bounds(named_arguments(instr.op, instr.args, instr.kwargs)):
-            if index.spec.dtype in _INTEGERS and index.spec.numel:
-                yield index, *limits
+        for one in bounds(named_arguments(instr.op, instr.args, instr.kwargs)):
+            if one[0].spec.dtype in _INTEGERS and one[0].spec.numel:
+                yield one
 
 
 def _reading(instr: Instr, names: Mapping[Var, Var]) -> Instr:

@@ -72,7 +72,7 @@ class InPlacePlan:
         self.schedule = plan = schedule(program, fuse=False)
         self._entrance = Entrance.of(program, plan, writes=plan.commits)
         self._graph = build_graph(program, plan, self._entrance, writes=plan.commits)
-        self._on_host = device.type == "cpu"
+        self._device = device
         self._in_order = _collects(program)
         self._small = not self._in_order and _largest(program) <= _SMALL
         if self._small:
@@ -88,7 +88,9 @@ class InPlacePlan:
         return str(self._graph.code)
 
     def bind(self, buffers: Buffers) -> Run:
-        arguments, ranges = _arguments(self._program, self._entrance, buffers)
+        # A kernel may be given a number on the host as if it lay on the device.
+        here = [one.to(self._device) for one in buffers.constants]
+        arguments, ranges = _arguments(self._program, self._entrance, replace(buffers, constants=here))
         if self._compiled is None:
             self._compiled = self._compile(arguments)
         compiled, count = self._compiled, len(self.schedule.outputs)
@@ -107,7 +109,11 @@ class InPlacePlan:
     def _compile(self, arguments: Sequence[Tensor]) -> Callable[..., Any]:
         with torch.no_grad():
             return compile_graph(
-                self._graph, arguments, on_host=self._on_host, small=self._small, in_order=self._in_order
+                self._graph,
+                arguments,
+                on_host=self._device.type == "cpu",
+                small=self._small,
+                in_order=self._in_order,
             )
 
 

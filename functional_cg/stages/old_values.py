@@ -84,7 +84,10 @@ def _owned(value: Any) -> Any:
     """``fcg::own`` in inductor's representation: a copy where a value is the memory of an argument of the graph."""
     from torch._inductor import ir
     from torch._inductor.lowering import clone
+    from torch._inductor.virtualized import V
 
+    if any(user.op == "output" for user in V.graph.current_node.users):
+        value.realize()  # as the compiler does for an output that others read too: these read it from memory
     memory = value.data
     while isinstance(memory, (ir.BaseView, ir.MutableBox)):
         memory = memory.data

@@ -21,6 +21,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from ..overlap import storage_key
 from ..source import Location
 from .lower import Buffers, ExecutionPlan, quiet
 from .reference import Reference
@@ -167,9 +168,13 @@ class Trial:
     def _to_the_next_step(self, space: Space) -> None:
         """Let the slots hold what the program makes of them."""
         space.reset()
-        values = self._reference.run(space.buffers)
-        for place, slot in self._slots:
-            space.buffers.slots[slot].copy_(values[place])
+        slots, values = space.buffers.slots, self._reference.run(space.buffers)
+        memory = {storage_key(slot) for slot in slots}
+        # All at once: what is another slot's old value is copied before that is written.
+        new = {slot: values[place] for place, slot in self._slots}
+        new = {slot: value.clone() if storage_key(value) in memory else value for slot, value in new.items()}
+        for slot, value in new.items():
+            slots[slot].copy_(value)
 
     def _lacks(self, room: int) -> bool:
         needed = self._reference.fit(room)
