@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, fx
 
 import functional_cg as fcg
+from functional_cg.ops import returns_view
 
 __all__ = ["STEPS", "compile_wide"]
 
@@ -22,13 +23,24 @@ def _wide(value: Any) -> Any:
     return value.to(_WIDER[value.dtype]) if isinstance(value, Tensor) and value.dtype in _WIDER else value
 
 
+def _is_written(node: fx.Node) -> bool:
+    """Whether a call writes what a node makes, or a view of it: that is to be the same memory."""
+    for user in node.users:
+        schema = getattr(user.target, "_schema", None)
+        if schema is not None and (schema.is_mutable or "batch_norm" in schema.name):
+            return True
+        if schema is not None and returns_view(user.target) and _is_written(user):
+            return True
+    return getattr(getattr(node.target, "_schema", None), "is_mutable", False)
+
+
 class _Wide(fx.Interpreter):
     """Runs pointwise ops, sums and products in a wider dtype, and what is pointwise is not rounded."""
 
     def run_node(self, node: fx.Node) -> Any:
         target = node.target
         name = str(getattr(getattr(target, "_schema", None), "name", "")).partition("::")[2]
-        pointwise = torch.Tag.pointwise in getattr(target, "tags", ())
+        pointwise = torch.Tag.pointwise in getattr(target, "tags", ()) and not _is_written(node)
         if node.op != "call_function" or not (pointwise or name in _PRODUCTS):
             args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), self._declared)
             return getattr(self, node.op)(target, args, kwargs)
