@@ -34,6 +34,7 @@ __all__ = ["certify"]
 
 _log = logging.getLogger("functional_cg")
 _LARGE = 2**20  # bytes
+_WORKSPACE = 8  # one part in so many is left for what kernels take to compute in
 _INTEGERS = MappingProxyType({1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64})
 
 
@@ -169,7 +170,8 @@ class _InPlace:
         if not self.limited:
             return None
         stats: dict[str, Any] = torch.cuda.memory_stats(self.buffers.slots[0].device)
-        return int(stats["allocated_bytes.all.peak"]) - int(stats["allocated_bytes.all.current"])
+        room = int(stats["allocated_bytes.all.peak"]) - int(stats["allocated_bytes.all.current"])
+        return room - room // _WORKSPACE
 
 
 def _on_host(slot: Tensor) -> Tensor | None:

@@ -90,6 +90,7 @@ ORDER = (
     "stages.ulps",
     "stages.sketch",
     "stages.remat_plan",
+    "stages.row_blocks",
     "stages.reference",
     "stages.trial",
     "stages.formulas",

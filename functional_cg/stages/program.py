@@ -24,6 +24,7 @@ __all__ = [
     "SlotRange",
     "Var",
     "highest",
+    "highest_of",
     "live",
     "map_vars",
     "peak_bytes",
@@ -233,10 +234,14 @@ class Program:
 
 def highest(program: Program) -> tuple[int, int]:
     """The highest number of a variable, and of a storage; -1 if there is none."""
-    known = [var for instr in program.instrs for var in instr.outputs()]
-    known += [*program.slots, *program.inputs, *(c.var for c in program.constants)]
-    known += [one.var for one in program.ranges]
-    return max((var.index for var in known), default=-1), max((var.storage for var in known), default=-1)
+    known = [*program.slots, *program.inputs, *(c.var for c in program.constants)]
+    return highest_of(program.instrs, [*known, *(one.var for one in program.ranges)])
+
+
+def highest_of(instrs: Iterable[Instr], known: Iterable[Var] = ()) -> tuple[int, int]:
+    """The same of the variables of calls, and of others that are known."""
+    every = [*known, *(var for instr in instrs for var in (*instr.inputs(), *instr.outputs()))]
+    return max((var.index for var in every), default=-1), max((var.storage for var in every), default=-1)
 
 
 def written_storages(instrs: Iterable[Instr]) -> set[int]:

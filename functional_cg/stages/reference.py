@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -12,9 +12,14 @@ from ..source import Location
 from .lower import Buffers, evaluate, quiet
 from .program import Instr, Program, Var, live, peak_bytes, written_storages
 from .remat_plan import in_order, within
-from .ulps import BESIDE, CHUNK, Shaker
+from .row_blocks import in_blocks
+from .ulps import BESIDE, Shaker
 
 __all__ = ["Output", "Reference"]
+
+_LEAST, _MOST = 2**16, 2**24  # elements that are moved at a time
+# What is divided: from which part of the room on a value is large, and into how many blocks.
+_DIVISIONS = ((8, 8), (16, 16), (64, 16), (64, 64))
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +45,7 @@ class Reference:
 
     Attributes:
       outputs: What it computes: metrics first.
+      chunk: How many elements a shaker should move at a time.
     """
 
     def __init__(self, program: Program) -> None:
@@ -50,6 +56,7 @@ class Reference:
         kept = [out.var for out in self.outputs]
         self._instrs, _ = live(program.instrs, kept)
         self._actions = in_order(self._instrs, kept)
+        self.chunk = _MOST
         written = written_storages(self._instrs)
         self._written = {i for i, c in enumerate(program.constants) if c.var.storage in written}
 
@@ -86,15 +93,23 @@ class Reference:
             if var.storage not in static:
                 sizes[var.storage] = max(sizes.get(var.storage, 0), var.spec.nbytes)
         kept = [out.var for out in self.outputs]
-        beside = BESIDE * min(max(sizes.values(), default=0), CHUNK * torch.float64.itemsize)
+        self.chunk = min(max(room // (8 * BESIDE * torch.float64.itemsize), _LEAST), _MOST)
+        beside = BESIDE * min(max(sizes.values(), default=0), self.chunk * torch.float64.itemsize)
         peak, _ = peak_bytes(self._instrs, {var.storage for var in kept}, sizes)
         if peak + beside <= room:
             return peak + beside
-        actions = within(self._instrs, kept, static, room - beside)
-        if actions is None:
-            return peak + beside
-        self._actions = actions
-        return room
+        for instrs in self._divided(room):
+            actions = within(instrs, kept, static, room - beside)
+            if actions is not None:
+                self._actions = actions
+                return room
+        return peak + beside
+
+    def _divided(self, room: int) -> Iterator[Sequence[Instr]]:
+        """The calls as they are, then with large values in blocks of rows."""
+        yield self._instrs
+        for part, blocks in _DIVISIONS:
+            yield in_blocks(self._instrs, [out.var for out in self.outputs], room // part, blocks)
 
     def raises_at(self, buffers: Buffers) -> Location | None:
         """The user's line whose call raises on these buffers; None if none does."""

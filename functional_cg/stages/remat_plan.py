@@ -88,7 +88,8 @@ class _Plan:
             for var in instr.inputs():
                 self._uses.setdefault(var.storage, []).append(number)
             collective = instr.op.namespace == "_c10d_functional"  # all ranks make the same ones
-            fixed = collective or any(var.storage in written for var in instr.inputs())
+            # What is made from such a storage neither, once that is gone.
+            fixed = collective or any(var.storage in self._stays for var in instr.inputs())
             for var in instr.outputs():
                 if var.storage not in static:
                     self._maker.setdefault(var, instr)

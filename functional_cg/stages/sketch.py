@@ -17,11 +17,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .ulps import CHUNK
-
 __all__ = ["Distance", "distance", "floor", "sketch"]
 
 _NEIGHBOURS = 16
+_CHUNK = 2**20  # elements that are added up at a time
 _TILE = 2**16  # elements after which the signs begin anew; of as many a tensor is small
 _ODD = 0x9E3779B1  # near the golden ratio of 2^32
 _FLOOR = 2.0  # ulps
@@ -105,7 +104,7 @@ def _numbers(tensor: Tensor) -> Iterator[Tensor]:
     """
     if tensor.is_complex():
         tensor = torch.view_as_real(tensor.resolve_conj())
-    for part in tensor.reshape(-1).split(CHUNK) if tensor.numel() else ():
+    for part in tensor.reshape(-1).split(_CHUNK) if tensor.numel() else ():
         if part.is_floating_point():
             yield part.float() if part.itemsize == 1 else part
         else:

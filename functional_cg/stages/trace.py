@@ -55,9 +55,7 @@ _LIFTS = frozenset(
 
 # What puts a value into a tensor may take it from a number on the host.
 _PUTS = frozenset(
-    f"aten::{name}{end}"
-    for name in ("copy", "fill", "index_put", "masked_fill", "index_fill")
-    for end in ("", "_")
+    f"aten::{op}{end}" for op in "copy fill index_put masked_fill index_fill".split() for end in ("", "_")
 )
 
 _RNN_FIX = "call an RNN by `apply, params, buffers = fcg.from_module(module)`: it stores its parameters. Or "

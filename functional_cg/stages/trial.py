@@ -203,7 +203,9 @@ class Trial:
             if not self._together(not all(map(Distance.within, off, limits))):
                 self.share = max([self.share, *map(Distance.share, off, limits)])
                 return {}
-            moved = self._reference.run(buffers, Shaker(generator, most, decisions, dice))
+            moved = self._reference.run(
+                buffers, Shaker(generator, most, decisions, dice, self._reference.chunk)
+            )
             for number, value in enumerate(moved):
                 limits[number] = limits[number].or_more(
                     distance(expected[number], sketch(value)).times(factor)

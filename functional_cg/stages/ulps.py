@@ -30,10 +30,10 @@ from torch import Tensor
 from ..ops import returns_view
 from .program import Instr, Var
 
-__all__ = ["BESIDE", "CHUNK", "Shaker"]
+__all__ = ["BESIDE", "Shaker"]
 
-CHUNK = 2**22  # elements that are moved at a time
-BESIDE = 6  # times their bytes are taken for it
+BESIDE = 6  # times the bytes of what is moved at a time are taken for it
+_CHUNK = 2**22  # elements
 # dtype -> integer of its size; its last bits, which are zero in few rounded numbers and in most exact ones; infinity.
 _BITS = MappingProxyType(
     {
@@ -69,12 +69,14 @@ class Shaker:
       most: Ulps, a whole number.
       decisions: Ulps by which it moves what a call decides by (a comparison, ``argmax``, a rounding), for that call.
       dice: Draws for numbers of Python.
+      chunk: Elements that are moved at a time.
     """
 
     generator: torch.Generator
     most: int = 1
     decisions: int = 0
     dice: random.Random = field(default_factory=lambda: random.Random(0))
+    chunk: int = _CHUNK
 
     def arguments(self, instr: Instr, values: dict[Var, Tensor]) -> dict[Var, Tensor]:
         """Arguments for a call in place of some of its own."""
@@ -120,7 +122,7 @@ class Shaker:
         if spread:
             root = torch.linalg.vector_norm(tensor, dtype=_WIDE.get(tensor.dtype))
             step = torch.where(root.isfinite(), root, 0.0) * (spread / math.sqrt(tensor.numel()))
-        for part in _parts(tensor):
+        for part in _parts(tensor, self.chunk):
             bits = part.view(integer)
             magnitude = bits & torch.iinfo(integer).max
             stays = (bits & last == 0) | (magnitude <= most) | (magnitude >= infinity - 1 - most)
@@ -149,12 +151,12 @@ def _is_single(value: float) -> bool:
         return True
 
 
-def _parts(tensor: Tensor) -> Iterator[Tensor]:
+def _parts(tensor: Tensor, chunk: int) -> Iterator[Tensor]:
     """The elements of a dense tensor in the order of memory, some at a time."""
     strides = tensor.stride()
     flat = tensor.permute(sorted(range(tensor.dim()), key=lambda axis: -strides[axis]))
     if flat.is_contiguous():
-        yield from flat.view(-1).split(CHUNK)
+        yield from flat.view(-1).split(chunk)
 
 
 def _name(instr: Instr) -> str:
