@@ -26,9 +26,11 @@ from .lowered import Lowered
 from .ops import copies
 from .options import Certify
 from .shards.mesh import Mesh
+from .shards.peers import on_any
 from .stages.capture import Backend, CUDABackend, scratch
+from .stages.judge import Difference
 from .stages.lower import Buffers
-from .stages.trial import Certificate, Difference, Trial
+from .stages.trial import Certificate, Trial
 
 __all__ = ["certify"]
 
@@ -63,7 +65,7 @@ def certify(
 
 def _certificate(lowered: Lowered, buffers: Buffers, arenas: Sequence[Arena], asked: Certify) -> Certificate:
     mesh = lowered.mesh
-    together = partial(_on_any_rank, lowered.name, mesh)
+    together = partial(on_any, mesh, lowered.name)
     written = [out.slot for out in lowered.reference.outputs if out.slot is not None]
     needed = sum(buffers.slots[slot].nbytes for slot in written)
     if together(_host_memory() < needed):
@@ -81,14 +83,6 @@ def _certificate(lowered: Lowered, buffers: Buffers, arenas: Sequence[Arena], as
     if together(bool(found)):
         raise _error(lowered.name, found, mesh)
     return Certificate(certified=True, share=trial.share)
-
-
-def _on_any_rank(name: str, mesh: Mesh | None, flag: bool) -> bool:  # noqa: FBT001 - it is what is asked
-    """Whether a flag is set on any rank; all of them ask."""
-    if mesh is None or mesh.ranks is None:
-        return flag
-    said = mesh.ranks.shared(name, f"certify `{name}`\n{'yes' if flag else 'no'}")
-    return any(text.endswith("yes") for text in said)
 
 
 def _error(name: str, found: Sequence[Difference], mesh: Mesh | None) -> MiscompileError:

@@ -264,11 +264,12 @@ class CaptureError(FunctionalCGError, RuntimeError):
 
 
 class MiscompileError(FunctionalCGError, RuntimeError):
-    """What the compiler made of a step computes something else than the step; nothing was committed.
+    """What the compiler made of a step computes something else than the step.
 
     Before the first call of a compiled step commits anything, it runs once on the real values, and its calls run one by
-    one beside it. A difference that rounding does not explain names the leaf or metric, and the line that computes it.
-    What rounding explains is measured, by runs whose results are moved by an ulp. Causes:
+    one beside it; with ``debug="verify"`` so do the first calls, which then have committed. A difference that rounding
+    does not explain names the leaf or metric, and the line that computes it. What rounding explains is measured, by
+    runs whose results are moved by an ulp. Causes:
 
     - A mistake of the compiler, or of this package: please report it, with the step. ``lowering="aten"`` runs the
       calls as they are.

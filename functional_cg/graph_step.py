@@ -136,9 +136,10 @@ def graph_step(fn: Any = None, /, **options: Any) -> Any:
       backend: ``"auto"`` (where the state lives), ``"eager"`` (runs the Python each time), or a Backend object. The
         environment variable ``FCG_DISABLE_CAPTURE=1`` makes every step eager, for ``print`` and a debugger.
       debug: ``"verify"`` compares the first ``verify_calls`` calls with eager runs in all bits; it is the net for what
-        the host watch does not see. Where a compiler reorders sums, the recorded calls are compared with the eager run,
-        and the replay with the compiled function run outside of the graph. ``"poison"`` overwrites dead memory between
-        replays; ``"verify+poison"`` does both. A verified call costs about an eager run (three runs with a compiler),
+        the host watch does not see. Where a compiler reorders sums, the recorded calls are compared with the eager run
+        in all bits, and the compiled step with these calls as far as rounding goes, as ``certify`` does it.
+        ``"poison"`` overwrites dead memory between replays; ``"verify+poison"`` does both. A verified call costs about
+        an eager run (half a dozen runs with a compiler),
         copies of states and inputs from before the call, and a comparison of all leaves that the function returns, each
         of which waits for the device; the calls after the verified ones cost nothing. Poison costs a fill of inputs and
         metrics at every call. ``python -m functional_cg.bench.debug`` measures both: on an H200, for a GPT of 4 layers

@@ -15,11 +15,13 @@ from . import tree as pytree
 from .arena import Arena, BufferSpec
 from .debug import Silence
 from .eager import evaluate
-from .errors import CaptureError
+from .errors import CaptureError, MiscompileError
 from .leaf import owned
 from .lowered import Lowered
 from .shards.boundary import entered, held
+from .shards.peers import on_any
 from .signature import Call
+from .stages.judge import Judge
 from .stages.lower import Buffers, ExecutionPlan, lower_aten, quiet
 from .stages.program import Program
 from .stages.replay import finisher
@@ -47,22 +49,26 @@ class Shadow:
         """Replay a call and return its result, if it is that of the eager run.
 
         Numbers have to be equal, tensors in all bits. A compiler adds in another order, and a step amplifies that as
-        much as it likes (Adam makes an update of 1e-3 of a gradient that is nothing but rounding), so no tolerance
-        would tell it from a mistake. Where there is one, two things are compared, both in all bits: the calls that the
-        trace recorded, run one by one, with the eager run; and the replay with the compiled function run outside of it.
+        much as it likes (Adam makes an update of 1e-3 of a gradient that is nothing but rounding), so no constant
+        would tell it from a mistake. Where there is one, three things are compared: in all bits, the replay with the
+        compiled function run outside of it, and the calls that the trace recorded, run one by one, with the eager
+        run; and as far as rounding goes, which is measured, the compiled function with these calls.
         What the runs beside the replay print is not shown.
 
         Raises:
           CaptureError: Naming the leaves that differ and the call; or the eager run has raised.
+          MiscompileError: If a compiled function computes something else than the calls.
         """
         before = [state.arena.copy() for state in call.states]
         live = [tensor.clone() for tensor in call.live]
         got = replay()
         self._calls += 1
-        rehearse = partial(self._rehearse, call, before, live, lowered.program)
         if lowered.plan.compiled:
-            self._compare(call, rehearse(lowered.plan), "the compiled function run by itself", got)
-            recorded = rehearse(lower_aten(lowered.program))
+            fresh = partial(self._buffers, call, before, live, lowered.program)
+            result, outputs = self._rehearse(call, fresh(), lowered, lowered.plan)
+            self._compare(call, result, "the compiled function run by itself", got)
+            self._refuse_miscompiled(call, lowered, outputs, fresh())
+            recorded, _ = self._rehearse(call, fresh(), lowered, lower_aten(lowered.program))
         else:
             recorded = got
         self._compare(call, self._eager_run(call, before, live), "the eager run", recorded)
@@ -77,27 +83,43 @@ class Shadow:
             what = f"raises {type(error).__name__} in the eager run of verified call {self._calls}: {error}"
             raise self._error(call, what) from error
 
-    def _rehearse(
-        self,
-        call: Call,
-        before: Sequence[Arena],
-        live: list[Tensor],
-        program: Program,
-        plan: ExecutionPlan,
-    ) -> Any:
-        """What a plan makes of a call, on memory of its own."""
+    def _buffers(self, call: Call, before: Sequence[Arena], live: list[Tensor], program: Program) -> Buffers:
+        """Static buffers of a call, in memory of their own."""
         arenas = [arena.copy() for arena in before]
         slots = [arena.slots[s.start : s.stop] for s, arena in zip(call.states, arenas, strict=True)]
         staging = Staging(call.layout.specs, call.device)
         staging.copy_in(live)
         constants = [c.value.to(c.var.spec.device, copy=True) for c in program.constants]
+        return Buffers(list(chain.from_iterable(slots)), staging.slots, constants)
+
+    def _rehearse(
+        self, call: Call, buffers: Buffers, lowered: Lowered, plan: ExecutionPlan
+    ) -> tuple[Any, list[Tensor]]:
+        """What a plan makes of a call in the buffers: the result of the function, and the outputs of the program."""
         with quiet():
-            run = plan.bind(Buffers(list(chain.from_iterable(slots)), staging.slots, constants))
-            metrics = finisher(program, None)(run(()))
+            metrics = plan.bind(buffers)(())
+        slots, rest = buffers.slots, iter(metrics)
+        outputs = [next(rest) if out.slot is None else slots[out.slot] for out in lowered.reference.outputs]
+        result = finisher(lowered.program, None)(metrics)
         if not self._donates:
-            return metrics
-        state, values = call.states[0], slots[0]
-        return pytree.unflatten(state.handle._node, entered(state.specs, values)), metrics
+            return result, outputs
+        state = call.states[0]
+        values = slots[: state.stop - state.start]
+        return (pytree.unflatten(state.handle._node, entered(state.specs, values)), result), outputs
+
+    def _refuse_miscompiled(
+        self, call: Call, lowered: Lowered, outputs: Sequence[Tensor], buffers: Buffers
+    ) -> None:
+        judge = Judge(lowered.reference, partial(on_any, lowered.mesh, self._name))
+        found = judge.differences(outputs, buffers)
+        if found:
+            raise MiscompileError.of(
+                self._name,
+                f"what the compiler made of it computes something else at verified call {self._calls}.",
+                rows=[str(difference) for difference in found],
+                why=f"The compiled step is compared with its calls one by one.{self._kept(call)}",
+                fix='`lowering="aten"` runs these calls as they are; please report it, with the step.',
+            )
 
     def _compare(self, call: Call, expected: Any, run: str, got: Any) -> None:
         rows = self._differences(call, expected, got)
@@ -113,17 +135,17 @@ class Shadow:
         triples = zip(names, expected, got, strict=True)
         return [row for name, want, have in triples for row in _differences(name, want, have)]
 
+    def _kept(self, call: Call) -> str:
+        if not self._donates:
+            return ""
+        return f" The replay has committed: `{call.states[0].name}.latest()` is its state."
+
     def _error(self, call: Call, what: str, rows: Iterable[str] = ()) -> CaptureError:
-        kept = (
-            f" The replay has committed: `{call.states[0].name}.latest()` is its state."
-            if self._donates
-            else ""
-        )
         return CaptureError.of(
             self._name,
             what,
             rows=list(rows),
-            why=f"Something in the step is not a function of its arguments, or is not deterministic.{kept}",
+            why=f"Something in the step is not a function of its arguments, or is not deterministic.{self._kept(call)}",
             fix="look for kernels with hidden state or atomics (`torch.use_deterministic_algorithms(True)`), and "
             "for host values reached in ways that are not watched.",
         )

@@ -92,6 +92,7 @@ ORDER = (
     "stages.remat_plan",
     "stages.row_blocks",
     "stages.reference",
+    "stages.judge",
     "stages.trial",
     "stages.formulas",
     "stages.logits",

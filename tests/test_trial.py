@@ -170,9 +170,31 @@ def test_a_planted_mistake_is_refused(mistake: str, device: str, in_place: Calla
 
 
 @pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_verified_call_finds_what_the_certificate_does(
+    mistake: str, device: str, in_place: Callable[[Any], None]
+) -> None:
+    """Compiled calls are compared with eager ones: with what was compiled alone, a mistake agrees."""
+    compile_graph, where = MISTAKES[mistake]
+    in_place(compile_graph)
+    state = a_state(device)
+    step = fcg.graph_step(train_step, lowering="inductor", debug="verify", certify=False)
+
+    def two_calls() -> None:  # at the first one, the rate is zero
+        step(step(state, a_batch(device))[0], a_batch(device, 1))
+
+    with pytest.raises(
+        fcg.MiscompileError, match=rf"at verified call [12]\.(.|\n)*{where}(.|\n)*differs by"
+    ) as error:
+        two_calls()
+    assert "`state.latest()` is its state" in str(error.value)
+    assert state.latest().generation >= 1
+
+
+@pytest.mark.parametrize("device", DEVICES)
 def test_no_mistake_is_none(device: str, in_place: Callable[[Any], None]) -> None:
     in_place(compiler(nothing))
-    state, step = a_state(device), fcg.graph_step(train_step, lowering="inductor")
+    state, step = a_state(device), fcg.graph_step(train_step, lowering="inductor", debug="verify")
     twin = fcg.fork(state)
     state, metrics = step(state, a_batch(device))
     twin, expected = step.eager(twin, a_batch(device))

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from ..errors import FunctionalCGError, RankError
 from .mesh import Mesh
 
-__all__ = ["among", "together"]
+__all__ = ["among", "on_any", "together"]
 
 # What c10d calls connections that broke.
 _CONNECTION = ("gloo", "pair closure", "TCPStore", "Connection reset", "Connection closed", "Broken pipe")
@@ -23,6 +23,14 @@ def together(mesh: Mesh | None, function: str, what: str) -> None:
     """
     if mesh is not None and mesh.ranks is not None:
         mesh.ranks.agree(function, what)
+
+
+def on_any(mesh: Mesh | None, function: str, flag: bool) -> bool:  # noqa: FBT001 - it is what is asked
+    """Whether a flag is set on any rank: all of them ask, outside of graphs."""
+    if mesh is None or mesh.ranks is None:
+        return flag
+    said = mesh.ranks.shared(function, f"certify `{function}`\n{'yes' if flag else 'no'}")
+    return any(text.endswith("yes") for text in said)
 
 
 @contextlib.contextmanager

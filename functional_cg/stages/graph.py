@@ -19,11 +19,12 @@ from .cross_entropy import ON_CROSS_ENTROPY
 from .formulas import FORMULAS, WITH_SCALARS
 from .logits import ON_LOGITS
 from .lower import Schedule
-from .program import Instr, Program, SlotRange, Var, map_vars
+from .program import Instr, Program, SlotRange, Var, map_vars, written_storages
 
 __all__ = ["Entrance", "build_graph", "sources"]
 
 _CLONE = torch.ops.aten.clone.default
+_VIEWS = frozenset({torch.ops.aten.view.default, torch.ops.aten._unsafe_view.default})
 _BULK = 2**16  # words; a launch costs as much as to compute about so many of them one by one
 
 
@@ -133,6 +134,7 @@ def _add_calls(
 ) -> list[fx.Node]:
     """Add the calls of a head, and the nodes of what they make; returns the scalars of its optimizers."""
     roots = {var: var for var in nodes}
+    written = written_storages(head)
 
     def node(var: Var) -> fx.Node:
         return nodes[var]
@@ -157,7 +159,7 @@ def _add_calls(
             at = offset - roots[source].offset
             value = graph.call_function(_restrided, (nodes[roots[source]], size, stride, at))
         else:
-            value = graph.call_function(_target(instr), map_vars(node, instr.args), kwargs)
+            value = graph.call_function(_target(instr, written), map_vars(node, instr.args), kwargs)
         assign(instr.out, value)
         for out in instr.outputs():
             root = next((roots[v] for v in instr.inputs() if v in roots and v.storage == out.storage), None)
@@ -194,9 +196,16 @@ def _outer_first(stride: Sequence[int]) -> list[int]:
     return sorted(range(len(stride)), key=lambda axis: -stride[axis])
 
 
-def _target(instr: Instr) -> Callable[..., Any]:
-    """The call's target; ops of our own and fused optimizers are traced as formulas, which the compiler can fuse."""
+def _target(instr: Instr, written: Collection[int]) -> Callable[..., Any]:
+    """The call's target; ops of our own and fused optimizers are traced as formulas, which the compiler can fuse.
+
+    The formulas that a compiler has for torch's own ops lay some results out otherwise than the ops do (``cat`` of one
+    tensor that is not empty keeps its strides), so that not every view is one there. To reshape is as good where
+    nobody writes to the memory.
+    """
     name = instr.op._schema.name
+    if instr.op in _VIEWS and instr.out.storage not in written:
+        return torch.ops.aten.reshape.default
     if name == "fcg::random_bits" and not _draws_in_bulk(instr):
         return decompose_random_bits
     return FORMULAS.get(name, instr.op)
