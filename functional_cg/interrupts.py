@@ -1,4 +1,4 @@
-"""Ctrl-C while a step is built, and while one runs on the host.
+"""Ctrl-C while a step is built.
 
 torch's fake tensors call Python from C++ that must not throw: a KeyboardInterrupt that strikes there ends the process,
 or is swallowed half-way and leaves a wrong program. So Ctrl-C waits for the next safe place, which while tracing is the
@@ -7,16 +7,13 @@ next ATen call of the user's function. A second Ctrl-C does not wait.
 
 from __future__ import annotations
 
-# `signal` makes enums of handlers, which cost more than the rest of a call.
-import _signal  # type: ignore[import-not-found]
 import signal
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from types import TracebackType
 from typing import Any
 
-__all__ = ["Deferred", "held_back"]
+__all__ = ["held_back"]
 
 
 def _nothing() -> None:
@@ -52,33 +49,3 @@ def held_back() -> Iterator[Callable[[], None]]:
     finally:
         signal.signal(signal.SIGINT, handler)
         deliver()
-
-
-class Deferred:
-    """Hold Ctrl-C back inside of the block, and deliver it once at its end; for short blocks, at each call.
-
-    The second one waits, too. Where the block raises, its error comes in place of Ctrl-C.
-    """
-
-    __slots__ = ("_handler", "_waiting")
-
-    def __enter__(self) -> None:
-        self._waiting: list[tuple[int, Any]] = []
-        self._handler: Any = None
-        if threading.current_thread() is threading.main_thread():  # no other is interrupted
-            handler = _signal.getsignal(signal.SIGINT)
-            if callable(handler):
-                self._handler = handler
-                _signal.signal(signal.SIGINT, self._hold)
-
-    def _hold(self, number: int, frame: Any) -> None:
-        self._waiting.append((number, frame))
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        if self._handler is None:
-            return
-        _signal.signal(signal.SIGINT, self._handler)
-        if self._waiting and kind is None:
-            self._handler(*self._waiting[0])

@@ -25,7 +25,7 @@ from hypothesis import strategies as st
 
 import functional_cg as fcg
 from functional_cg import tree
-from functional_cg.interrupts import Deferred, held_back
+from functional_cg.interrupts import held_back
 from functional_cg.testing import Simulator, assert_no_alias, assert_trees_all_equal
 from functional_cg.testing import strategies as fst
 
@@ -577,50 +577,6 @@ def test_a_second_ctrl_c_does_not_wait() -> None:
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
-@on_the_main_thread
-def test_ctrl_c_in_a_replay_on_the_host_waits_for_its_end() -> None:
-    reached = []
-
-    def block(last: Callable[[], Any]) -> None:
-        with Deferred():
-            signal.raise_signal(signal.SIGINT)
-            signal.raise_signal(signal.SIGINT)
-            reached.append(last())
-
-    with pytest.raises(KeyboardInterrupt):
-        block(lambda: "the end")
-    assert reached == ["the end"]
-    with pytest.raises(StopIteration):  # what the block raises comes first
-        block(lambda: next(iter(())))
-    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
-
-
-@on_the_main_thread
-def test_ctrl_c_in_a_replay_on_the_host_reaches_a_handler_of_the_users_once() -> None:
-    heard: list[int] = []
-    before = signal.signal(signal.SIGINT, lambda number, frame: heard.append(number))
-    try:
-        with Deferred():
-            signal.raise_signal(signal.SIGINT)
-            signal.raise_signal(signal.SIGINT)
-            assert not heard
-    finally:
-        signal.signal(signal.SIGINT, before)
-    assert heard == [signal.SIGINT]
-
-
-@on_the_main_thread
-@pytest.mark.parametrize("handler", [signal.SIG_IGN, signal.SIG_DFL], ids=["ignored", "default"])
-def test_a_handler_that_is_not_pythons_stays(handler: Any) -> None:
-    before = signal.signal(signal.SIGINT, handler)
-    try:
-        with Deferred():
-            assert signal.getsignal(signal.SIGINT) is handler
-        assert signal.getsignal(signal.SIGINT) is handler
-    finally:
-        signal.signal(signal.SIGINT, before)
-
-
 def test_other_threads_do_not_touch_signals() -> None:
     found: list[Any] = []
 
@@ -628,13 +584,11 @@ def test_other_threads_do_not_touch_signals() -> None:
         with held_back() as deliver:
             deliver()
             found.append(signal.getsignal(signal.SIGINT))
-        with Deferred():
-            found.append(signal.getsignal(signal.SIGINT))
 
     thread = threading.Thread(target=work)
     thread.start()
     thread.join()
-    assert found == [signal.getsignal(signal.SIGINT)] * 2
+    assert found == [signal.getsignal(signal.SIGINT)]
 
 
 SIGNALS_ARRIVE_AFTER = frozenset({"CALL", "CALL_FUNCTION_EX", "CALL_KW", "RESUME", "JUMP_BACKWARD"})
