@@ -1,4 +1,4 @@
-"""Random programs of whole numbers, compiled: every number is that of the eager run, at each of sixteen calls.
+"""Random programs, compiled: of whole numbers, each of which is that of the eager run, at each of sixteen calls.
 
 ``python -m tests.exact_programs --programs 5000`` runs as many as one likes, several of them compiled together, and
 prints those that differ. ``--device cuda`` runs them on a GPU; ``--as-on-a-gpu`` on a CPU, by the lowering that
@@ -17,6 +17,7 @@ from unittest import mock
 
 import torch
 from hypothesis import HealthCheck, Phase, given, seed, settings
+from hypothesis.strategies import SearchStrategy
 from torch import Tensor
 
 import functional_cg as fcg
@@ -28,8 +29,8 @@ from tests.compiled_graphs import lower_as_on_a_gpu
 CALLS = 16
 
 
-def drawn(count: int, number: int) -> list[StepProgram]:
-    """So many programs, the same ones for the same number."""
+def drawn(count: int, number: int, of: SearchStrategy[StepProgram] | None = None) -> list[StepProgram]:
+    """So many programs, exact ones if nothing else is asked for, the same ones for the same number."""
     programs: list[StepProgram] = []
 
     @seed(number)
@@ -40,12 +41,22 @@ def drawn(count: int, number: int) -> list[StepProgram]:
         phases=[Phase.generate],
         suppress_health_check=list(HealthCheck),
     )
-    @given(exact_step_fns())
+    @given(of if of is not None else exact_step_fns())
     def collect(program: StepProgram) -> None:
         programs.append(program)
 
     collect()
     return programs
+
+
+def together(programs: Sequence[StepProgram]) -> Any:
+    """A step that takes a step of each program."""
+
+    def train_step(states: Any, inputs: Any) -> Any:
+        pairs = [program(state, x) for program, state, x in zip(programs, states, inputs, strict=True)]
+        return tuple(new for new, _ in pairs), tuple(metrics for _, metrics in pairs)
+
+    return train_step
 
 
 def differs(programs: Sequence[StepProgram], device: str, calls: int = CALLS, number: int = 0) -> str:
@@ -54,10 +65,6 @@ def differs(programs: Sequence[StepProgram], device: str, calls: int = CALLS, nu
     Each call has new inputs; all metrics are kept until the end.
     """
 
-    def train_step(states: Any, inputs: Any) -> Any:
-        pairs = [program(state, x) for program, state, x in zip(programs, states, inputs, strict=True)]
-        return tuple(new for new, _ in pairs), tuple(metrics for _, metrics in pairs)
-
     def inputs() -> tuple[Tensor, ...]:
         shapes = [program.x.shape for program in programs]
         return tuple(torch.randint(-8, 9, shape, generator=generator).float().to(device) for shape in shapes)
@@ -65,7 +72,7 @@ def differs(programs: Sequence[StepProgram], device: str, calls: int = CALLS, nu
     generator = torch.Generator().manual_seed(number)
     start = tuple(program.state for program in programs)
     state = fcg.place(fcg.tree.map(lambda leaf: leaf.to(device), start))
-    twin, step = fcg.fork(state), fcg.graph_step(train_step, lowering="inductor")
+    twin, step = fcg.fork(state), fcg.graph_step(together(programs), lowering="inductor")
     kept, expected = [], []
     try:
         for call in range(calls):
@@ -87,10 +94,10 @@ def differs(programs: Sequence[StepProgram], device: str, calls: int = CALLS, nu
     return ""
 
 
-def found(programs: Sequence[StepProgram], device: str, together: int, number: int) -> Iterator[str]:
+def found(programs: Sequence[StepProgram], device: str, size: int, number: int) -> Iterator[str]:
     """What differs among many programs, each named by its place."""
-    for first in range(0, len(programs), together):
-        group = programs[first : first + together]
+    for first in range(0, len(programs), size):
+        group = programs[first : first + size]
         if differs(group, device, number=number + first):
             alone = [(first + n, program, differs([program], device)) for n, program in enumerate(group)]
             said = [(place, program, text) for place, program, text in alone if text]

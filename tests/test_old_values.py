@@ -306,6 +306,33 @@ def test_a_leaf_that_is_another_one_but_for_a_part(name: str, order: str, compil
     assert_as_eager(train_step, state, lambda call: batch(call, compiled_on))
 
 
+@pytest.mark.filterwarnings("ignore:.*torch._prims_common.check:FutureWarning")  # torch's own, of a diagonal
+@compiled
+def test_a_value_that_is_kept_beside_itself_but_for_a_part(compiled_on: str) -> None:
+    """What a call may write into, because nobody seems to read it later, is a metric, or another leaf."""
+
+    def train_step(state: Any, b: Any) -> Any:
+        values = {name: state["w"].sin() * (n + 1) for n, name in enumerate(PARTIAL)}
+        new = {name: changed(values[name], b) for name, changed in PARTIAL.items()}
+        turned = new.pop("a view of it").t()
+        return {"w": state["w"] + 1, "kept": values, "new": new, "turned": turned}, {
+            "kept": values,
+            "new": new,
+        }
+
+    zeros = {name: torch.zeros(5, 2).to(compiled_on) for name in PARTIAL}
+    new = {name: zero.clone() for name, zero in zeros.items() if name != "a view of it"}
+    w, turned = torch.ones(5, 2).to(compiled_on), torch.zeros(5, 2).to(compiled_on)
+    state = fcg.place({"w": w, "kept": zeros, "new": new, "turned": turned})
+    step = fcg.graph_step(train_step, lowering="inductor")
+    for call in range(4):
+        with torch.no_grad():
+            (expected, wanted) = train_step(fcg.snapshot(state), batch(call, compiled_on))
+            wanted = fcg.snapshot(wanted)
+        state, metrics = step(state, batch(call, compiled_on))
+        assert_trees_all_close((state, metrics), (expected, wanted), rtol=1e-5, atol=1e-6)
+
+
 @compiled
 def test_what_becomes_its_own_slot_and_is_kept_too(compiled_on: str) -> None:
     """The compiler may write these into their slots; what is kept of the old value it may not."""

@@ -43,9 +43,10 @@ _PARTIAL = frozenset(
 )
 
 _library = torch.library.Library("fcg", "FRAGMENT")
-_library.define("own(Tensor value) -> Tensor")
-_library.impl("own", torch.clone, "CompositeExplicitAutograd")
-_library._register_fake("own", torch.empty_like)
+# A view, as it says: the compiler lets no call write into what is read by its view later.
+_library.define("own(Tensor(a) value) -> Tensor(a)")
+_library.impl("own", _aten.alias.default, "CompositeExplicitAutograd")
+_library._register_fake("own", _aten.alias.default)
 _OWN = torch.ops.fcg.own.default
 
 
@@ -91,7 +92,11 @@ def _owned(value: Any) -> Any:
     memory = value.data
     while isinstance(memory, (ir.BaseView, ir.MutableBox)):
         memory = memory.data
-    return clone(value) if isinstance(memory, (ir.InputBuffer, ir.ConstantBuffer)) else value
+    if not isinstance(memory, (ir.InputBuffer, ir.ConstantBuffer)):
+        return value
+    copy = clone(value)
+    copy.realize()  # now: some writes are put before what waits to be computed
+    return copy
 
 
 def _own_what_leaves(graph: fx.Graph, writes: Sequence[fx.Node]) -> None:

@@ -167,6 +167,6 @@ class Trial:
         """What is wrong, in full: both run once more."""
         leads(space)
         expected = self._reference.run(space.buffers)
-        kept = {number: expected[number].cpu() for number in wrong}
+        kept = {number: expected[number].to("cpu", copy=True) for number in wrong}
         leads(space)
         return self._judge.described(wrong, self._made(space), kept)

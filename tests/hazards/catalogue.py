@@ -23,11 +23,13 @@ FILES = {
     "checkpoint_cuda": "tests/cuda/test_checkpoint_cuda.py",
     "collective_calls": "tests/sharding/test_collective_calls.py",
     "debug": "tests/test_debug.py",
+    "exact": "tests/test_exact_programs.py",
     "footguns": "tests/test_footguns.py",
     "fp8": "tests/test_fp8.py",
     "fp8_cuda": "tests/cuda/test_fp8_cuda.py",
     "fp8_on_ranks": "tests/sharding/test_fp8_on_ranks.py",
     "graph_step": "tests/test_graph_step.py",
+    "host_errors": "tests/test_host_errors.py",
     "host_syncs": "tests/refusals/test_host_syncs.py",
     "host_values": "tests/refusals/test_host_values.py",
     "indices": "tests/refusals/test_host_syncs_indices.py",
@@ -39,6 +41,7 @@ FILES = {
     "misuse": "tests/sharding/test_misuse.py",
     "nn": "tests/test_nn.py",
     "nn_cuda": "tests/cuda/test_nn_cuda.py",
+    "old_values": "tests/test_old_values.py",
     "oracle": "tests/sharding/test_oracle.py",
     "ownership": "tests/test_ownership.py",
     "ownership_errors": "tests/refusals/test_ownership_errors.py",
@@ -55,12 +58,14 @@ FILES = {
     "rounding": "tests/test_rounding.py",
     "side_effects": "tests/refusals/test_side_effects.py",
     "simulator": "tests/properties/test_simulator.py",
+    "stages": "tests/test_stages.py",
     "state": "tests/test_state.py",
     "state_cuda": "tests/cuda/test_state_cuda.py",
     "state_dict": "tests/sharding/test_state_dict.py",
     "taps": "tests/test_taps.py",
     "taps_cuda": "tests/cuda/test_taps_cuda.py",
     "tensors": "tests/refusals/test_tensors.py",
+    "trial": "tests/test_trial.py",
     "verify": "tests/test_verify.py",
     "watch": "tests/test_watch.py",
     "H01": "tests/hazards/test_h01_h09_outputs.py",
@@ -83,7 +88,7 @@ class Hazard:
     """One row.
 
     Attributes:
-      number: From 1 to 136.
+      number: From 1 to 140.
       priority: 1 must, 2 should, 3 a diagnostic or no goal.
       title: What goes wrong.
       sees: What a user sees here; it begins with one of `OUTCOMES`.
@@ -635,5 +640,21 @@ HAZARDS = (
          "documented: bitwise with lowering=\"aten\"; debug=\"verify\" names the first leaf that differs",
          "verify::test_a_stale_number_is_found_and_the_state_is_not_lost", "agreement::test_gpt",
          "agreement::test_captured_equals_the_compiled_function_uncaptured"),
+    # what a compiler does
+    _row(137, 1, "N1 N33 N52", "a compiler drops the copy of an old leaf, and reads the slot after it was written",
+         "impossible: what leaves a compiled step is owned, by an op that the compiler sees no further than",
+         "old_values::test_old_values_compiled", "old_values::test_leaves_that_change_places",
+         "old_values::test_exact_training", "old_values::test_a_metric_that_is_a_leaf_but_for_a_part",
+         "exact::test_exact_programs_compiled"),
+    _row(138, 1, "N48 N49 N50 N51", "what was compiled is judged by what was compiled",
+         "refused: MiscompileError, by the calls of the trace, before the first call commits",
+         "trial::test_a_planted_mistake_is_refused", "trial::test_rounding_is_no_mistake",
+         "trial::test_a_verified_call_finds_what_the_certificate_does"),
+    _row(139, 1, "N34", "a compiled host step raises half-way, and leaves the state half written",
+         "refused: the IndexError of the kernel with your line; the state is as it was",
+         "host_errors::test_an_index_out_of_range", "host_errors::test_what_else_raises"),
+    _row(140, 1, "N53", "a compiler lays a result out otherwise than the trace has seen it",
+         "impossible: what is viewed is viewed by its shape",
+         "stages::test_what_a_compiler_lays_out_otherwise_is_viewed_all_the_same"),
 )
 # fmt: on

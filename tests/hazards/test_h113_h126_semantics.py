@@ -121,7 +121,7 @@ def test_h116_low_precision_copies_are_those_of_the_masters(place: Place) -> Non
         new = fcg.tree.map(lambda p, g: p - 0.5 * g, masters, grads)
         return new, {"low": fcg.tree.map(Tensor.bfloat16, masters), "dtype": grads}
 
-    _, state, kept = assert_law(place, step_fn, params(place), batches(place))
+    _, state, kept = assert_law(place, step_fn, params(place), batches(place), rtol=2**-5)
     assert {leaf.dtype for leaf in fcg.tree.leaves(fcg.snapshot(state))} == {torch.float32}
     assert_trees_all_equal(kept[0]["low"], fcg.tree.map(Tensor.bfloat16, params(place)))
     assert not any(torch.equal(a["low"]["w"], b["low"]["w"]) for a, b in itertools.pairwise(kept))
@@ -145,8 +145,8 @@ def test_h118_an_average_in_the_state_is_the_one_computed_outside(place: Place) 
     for x in batches(place):
         outside, _ = step(outside, x)
         average = fcg.tree.map(lambda a, leaf: a.lerp(leaf, 0.1), average, fcg.snapshot(outside))
-    assert_trees_all_equal(after["ema"], average, "average")
-    assert_trees_all_equal(after["p"], outside, "parameters")
+    place.assert_same(after["ema"], average, "average")
+    place.assert_same(after["p"], outside, "parameters")
 
 
 @everywhere
@@ -176,8 +176,8 @@ def test_h120_accumulation_inside_and_across_calls_are_one_sum(place: Place) -> 
         for part in x.chunk(4):
             state, _ = add(state, part)
         state, _ = update(state)
-    assert_trees_all_equal(state["p"], together, "parameters")
-    assert_trees_all_equal(state["sum"], zeros(), "accumulator")
+    place.assert_same(state["p"], together, "parameters")
+    place.assert_same(state["sum"], zeros(), "accumulator")
     # torch's own accumulation, in plain Python, is the judge
     leaves = {name: leaf.requires_grad_() for name, leaf in params(place).items()}
     for x in batches(place):
@@ -205,9 +205,9 @@ def test_h122_evaluation_borrows_the_state(place: Place) -> None:
         assert state.generation == generation
         state, _ = step(state, x)
         alone, _ = step(alone, x)
-        assert_trees_all_equal(state, alone, "training")
+        place.assert_same(state, alone, "training")
     for got, expected in kept:
-        assert_trees_all_equal(got, expected, "evaluation")
+        place.assert_same(got, expected, "evaluation")
     assert evaluate.stats.captures == 1
 
 

@@ -138,7 +138,7 @@ def test_h55_a_step_that_is_skipped_leaves_the_whole_tree(place: Place, bad: set
     for batch in good:
         without, _ = step.eager(without, batch)
     same = {name: leaf for name, leaf in fcg.snapshot(without).items() if name != "seen"}
-    assert_trees_all_equal({name: after[name] for name in same}, same, "as if they had never been")
+    place.assert_same({name: after[name] for name in same}, same, "as if they had never been")
 
 
 @contextmanager

@@ -51,11 +51,13 @@ MUTANTS = (
     Mutant(
         "N33",
         "a compiler drops the copy of an old leaf: what leaves is not owned",
-        (("    return clone(value) if isinstance", "    return value if isinstance"),),
+        (("    copy = clone(value)\n", "    copy = value\n"),),
         (
             f"{OLD_VALUES}test_old_values_compiled[cpu as a GPU]",
             f"{OLD_VALUES}test_leaves_that_change_places[cpu as a GPU]",
             f"{OLD_VALUES}test_exact_training[one step-by leaf-cpu as a GPU]",
+            "tests/test_exact_programs.py::test_exact_programs_compiled[cpu as a GPU]",
+            "tests/properties/test_machine_compiled.py::test_the_machine_of_a_compiled_step[cpu as a GPU]",
         ),
         gpu=(
             f"{OLD_VALUES}test_old_values_compiled[cuda]",
@@ -81,12 +83,11 @@ MUTANTS = (
         "N48",
         "a compiled step is judged by itself: the program beside it is the plan once more",
         (
-            ("        for value in self._reference.run(buffers):", "        for value in self._made_again:"),
             (
-                "            got = [sketch(value) for value in self._made(space)]",
+                "            wrong = self._judge.limits(got, space.buffers)",
                 (
-                    "            self._made_again = [value.clone() for value in self._made(space)]\n"
-                    "            got = [sketch(value) for value in self._made_again]"
+                    "            self._reference.run = lambda *ignored: [one.clone() for one in self._made(space)]\n"
+                    "            wrong = self._judge.limits(got, space.buffers)"
                 ),
             ),
         ),
@@ -113,12 +114,43 @@ MUTANTS = (
         "rounding is taken to be an ulp of the result, whatever the step makes of it",
         (
             (
-                "            if not together(not all(map(Distance.within, off, limits))):",
-                "            if together(any(map(Distance.within, off, limits))) and most > 99:",
+                "            if not self._together(not all(map(Distance.within, off, limits))):",
+                "            if all(map(Distance.within, off, limits)) or self._together(True) is None:",
             ),
         ),
         (f"{TRIAL}test_rounding_is_no_mistake[gpt]",),
         no_gpu="the place where rounding is measured is the same",
+    ),
+    Mutant(
+        "N51",
+        "debug=verify compares what was compiled with itself alone",
+        (
+            (
+                "            self._refuse_miscompiled(call, lowered, outputs, fresh())\n",
+                "",
+            ),
+        ),
+        (
+            f"{TRIAL}test_a_verified_call_finds_what_the_certificate_does[a wrong stride-cpu]",
+            f"{TRIAL}test_a_verified_call_finds_what_the_certificate_does[a dropped clone-cpu]",
+        ),
+        gpu=(f"{TRIAL}test_a_verified_call_finds_what_the_certificate_does[a dropped clone-cuda]",),
+    ),
+    Mutant(
+        "N52",
+        "the copy of an old leaf waits to be computed: a write by an op of torch comes first",
+        (("    copy.realize()  #", "    #"),),
+        (f"{HAZARDS}test_h127_h132_odd_tensors.py::test_h130_any_dtype_is_a_leaf[torch.complex64-compiled]",),
+        gpu=(
+            f"{HAZARDS}test_h127_h132_odd_tensors.py::test_h130_any_dtype_is_a_leaf[torch.complex64-cuda-compiled]",
+        ),
+    ),
+    Mutant(
+        "N53",
+        "a view that was recorded is made of what the compiler laid out otherwise",
+        (("    if instr.op in _VIEWS and instr.out.storage not in written:", "    if False:"),),
+        ("tests/test_stages.py::test_what_a_compiler_lays_out_otherwise_is_viewed_all_the_same",),
+        no_gpu="the graph is the same",
     ),
     Mutant(
         "N2 inputs",

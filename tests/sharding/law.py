@@ -1,4 +1,7 @@
-"""What runs on each rank: a captured step gives, on every shard and after every call, the bits of the eager run."""
+"""What runs on each rank: a captured step gives, on every shard and after every call, the bits of the eager run.
+
+A compiled one gives them but for rounding, which does not add up: the eager run starts at each call where that is.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,7 @@ from torch import Tensor
 import functional_cg as fcg
 from functional_cg.shards.tensor import Sharded
 from functional_cg.testing import assert_no_alias, assert_trees_all_equal
-from tests.hazards.law import overwrite
+from tests.hazards.law import COMPILED, CPU, Place, overwrite
 from tests.sharding.programs import PROGRAMS, Setting, key_of, mlp_loss, mlp_state
 
 __all__ = [
@@ -76,9 +79,9 @@ def batches(program: str, device: str, rank: int) -> Callable[[int], Any]:
 
 
 def assert_same_step(
-    step: Any, captured: Any, eager: Any, batch: Any, call: Any
+    step: Any, captured: Any, eager: Any, batch: Any, call: Any, place: Place = CPU
 ) -> tuple[Any, Any, Any, Any]:
-    """One call of each; afterwards both states have the same bits on this rank, and so have the metrics.
+    """One call of each; afterwards states and metrics are the same on this rank, as far as they are so in a place.
 
     Returns:
       Both states, and both metrics.
@@ -86,7 +89,7 @@ def assert_same_step(
     eager, expected = step.eager(eager, batch)
     captured, metrics = step(captured, batch)
     overwrite(batch)
-    assert_trees_all_equal((held(captured), metrics), (held(eager), expected), f"call {call}")
+    place.assert_same((held(captured), metrics), (held(eager), expected), f"call {call}")
     return captured, eager, metrics, expected
 
 
@@ -99,14 +102,17 @@ def law(run: Run, device: str) -> Any:
     program = PROGRAMS[run.program]
     captured = program.state(run.setting.zero(device), device)
     eager, batch_of = fcg.fork(captured), batches(run.program, device, rank_of())
-    # A replay that repeats the calls of the eager run, so that the two agree in every bit.
+    # As it is, a replay repeats the calls of the eager run, and the two agree in every bit.
     step = fcg.graph_step(program.step, **{"lowering": "aten", **run.options})
+    place = COMPILED if "inductor" in run.options.values() else CPU
     kept: list[Any] = []
     copies: list[Any] = []
     for call in range(CALLS):
-        captured, eager, metrics, expected = assert_same_step(step, captured, eager, batch_of(call), call)
+        if place is COMPILED:
+            eager = fcg.fork(captured)
+        captured, eager, metrics, _ = assert_same_step(step, captured, eager, batch_of(call), call, place)
         kept.append(metrics)
-        copies.append(expected)
+        copies.append(fcg.snapshot(metrics))
     assert_trees_all_equal(kept, copies, "kept metrics")
     assert_no_alias(kept, held(captured))
     whole = fcg.sharding.state_dict(captured)

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 
+from tests.compiled_graphs import lower_as_on_a_gpu
 from tests.sharding.law import (
     CALLS,
     HYBRID,
@@ -62,9 +64,9 @@ def runs(device: str) -> list[Run]:
     ]
 
 
-def assert_agree(ranks: int, runs: Sequence[Run], device: str) -> None:
+def assert_agree(ranks: int, runs: Sequence[Run], device: str, on_each: Any = laws) -> None:
     """Each rank keeps the law by one capture, and what is reduced by name is the same on all of them."""
-    results = on_ranks(ranks, laws, runs, device, device=device, timeout=200.0)
+    results = on_ranks(ranks, on_each, runs, device, device=device, timeout=200.0)
     for run, of_run in zip(runs, zip(*results, strict=True), strict=True):
         assert [counts for counts, _ in of_run] == [(1, 1, CALLS)] * ranks, run
         for of_call in zip(*(metrics for _, metrics in of_run), strict=True):
@@ -84,6 +86,27 @@ def test_all_programs_at_all_stages(device: str) -> None:
 @on_gloo_and_nccl
 def test_all_settings(device: str) -> None:
     assert_agree(2, SETTINGS, device)
+
+
+COMPILED = [
+    Run(name, Setting(TWO, stage, options), {"lowering": "inductor"})
+    for name, stage, options in (("mlp", 1, {}), ("mlp", 3, SMALL), ("accumulation", 2, {}), ("gpt", 3, {}))
+]
+
+
+@on_gloo_and_nccl
+def test_programs_compiled(device: str) -> None:
+    assert_agree(2, COMPILED, device)
+
+
+def laws_as_on_a_gpu(runs: Sequence[Run], device: str) -> list[Any]:
+    """The same where the compiled function writes the slots."""
+    with mock.patch("functional_cg.transform.lower", lower_as_on_a_gpu):
+        return laws(runs, device)
+
+
+def test_programs_compiled_as_on_a_gpu() -> None:
+    assert_agree(2, COMPILED, "cpu", laws_as_on_a_gpu)
 
 
 @backends(4)

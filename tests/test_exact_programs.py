@@ -1,0 +1,53 @@
+"""Laws of replay, compiled: random programs of whole numbers have no tolerance, others none but that of rounding.
+
+A few here; ``python -m tests.exact_programs`` runs as many as one likes.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import functional_cg as fcg
+from functional_cg.testing import assert_replay_equals_eager
+from functional_cg.testing import strategies as fst
+from tests.compiled_graphs import compiled
+from tests.exact_programs import drawn, found, together
+
+EXACT = 1e-30  # a relative tolerance that lets zeros have any sign, and nothing else
+
+
+@compiled
+def test_exact_programs_compiled(compiled_on: str) -> None:
+    """Every number of sixteen calls is that of the eager run; twelve programs are compiled at a time."""
+    assert [text for text in found(drawn(24, 0), compiled_on, 12, 0) if text] == []
+
+
+@compiled
+def test_no_random_program_is_refused_for_its_rounding(compiled_on: str) -> None:
+    """Programs that draw, divide, take gradients and roots: each compiles to what is certified."""
+    programs = drawn(6, 0, fst.step_fns())
+    states = fcg.tree.map(lambda leaf: leaf.to(compiled_on), tuple(program.state for program in programs))
+    step = fcg.graph_step(together(programs), lowering="inductor")
+    step(states, tuple(program.x.to(compiled_on) for program in programs))
+    assert "  certified: " in step.explain()
+
+
+@compiled
+def test_the_law_for_users_compiled(compiled_on: str) -> None:
+    """:func:`assert_replay_equals_eager` of a compiled step."""
+    for program in drawn(3, 1):
+        state = fcg.tree.map(lambda leaf: leaf.to(compiled_on), program.state)
+        inputs = [torch.randint(-8, 9, program.x.shape).to(compiled_on, program.x.dtype) for _ in range(16)]
+        assert_replay_equals_eager(fcg.graph_step(program, lowering="inductor"), state, inputs, rtol=EXACT)
+
+
+def test_the_law_notices_a_compiler_that_is_off_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    def off_by_one(graph: torch.fx.GraphModule, arguments: object, **options: object) -> object:
+        return lambda *given: [
+            value + 1 if value.dtype == torch.float32 else value for value in graph(*given)
+        ]
+
+    monkeypatch.setattr("functional_cg.stages.compiled.compile_graph", off_by_one)
+    monkeypatch.setattr("functional_cg.transform.certify", lambda *given: given[0].certificate)
+    assert any(text.startswith("program ") for text in found(drawn(4, 0), "cpu", 4, 0))
