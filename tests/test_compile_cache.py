@@ -56,4 +56,3 @@ def test_the_key_has_all_functions_of_ours() -> None:
     assert len(set(modules.values())) == len(modules)
     assert "functional_cg.stages.formulas._adam_decoupled" in sources
     assert "functional_cg.random.decompose_random_bits" in sources
-    assert "functional_cg.arena.dense_stride" in sources  # which `_restrided` calls

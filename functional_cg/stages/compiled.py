@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch.utils.dlpack import from_dlpack
 
 from ..leaf import uninterrupted
 from ..overlap import storage_key
@@ -245,7 +246,21 @@ def _arguments(
     tensors = dict(zip(program.slots, buffers.slots, strict=True))
     for known in program.ranges:
         tensors[known.var] = range_tensor(known, [tensors[leaf] for leaf in known.leaves])
-    return [*(tensors[var] for var in entrance.slots), *buffers.inputs, *buffers.constants], tensors
+    arguments = [*(tensors[var] for var in entrance.slots), *buffers.inputs, *buffers.constants]
+    return list(map(_by_itself, arguments)), tensors
+
+
+def _by_itself(tensor: Tensor) -> Tensor:
+    """The same memory as a storage that begins there.
+
+    Slots lie in one slab. Some of torch's passes forget where an argument begins in its storage, and all of them look
+    for pairs of arguments that overlap.
+    """
+    if not tensor.numel():
+        return tensor
+    span = 1 + sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
+    memory = from_dlpack(tensor.as_strided((span,), (1,)).view(torch.uint8))
+    return memory.view(tensor.dtype).as_strided(tensor.shape, tensor.stride())
 
 
 def _collects(program: Program) -> bool:

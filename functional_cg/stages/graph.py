@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import inspect
-import math
 import operator
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import fx
 
-from ..arena import dense_stride
 from ..random import decompose_random_bits
 from .cross_entropy import ON_CROSS_ENTROPY
 from .formulas import FORMULAS, WITH_SCALARS
@@ -24,6 +22,7 @@ from .program import Instr, Program, SlotRange, Var, map_vars, written_storages
 __all__ = ["Entrance", "build_graph", "sources"]
 
 _CLONE = torch.ops.aten.clone.default
+_AS_STRIDED = torch.ops.aten.as_strided.default
 _VIEWS = frozenset({torch.ops.aten.view.default, torch.ops.aten._unsafe_view.default})
 _BULK = 2**16  # words; a launch costs as much as to compute about so many of them one by one
 
@@ -96,7 +95,7 @@ def build_graph(
         nodes[var] = graph.placeholder(repr(var))
         nodes[var].meta["spec"] = var.spec
     for leaf, (vector, at) in entrance.windows.items():
-        nodes[leaf] = graph.call_function(_restrided, (nodes[vector], leaf.spec.shape, leaf.spec.stride, at))
+        nodes[leaf] = graph.call_function(_AS_STRIDED, (nodes[vector], leaf.spec.shape, leaf.spec.stride, at))
     for known in entrance.gathered:
         leaves = [nodes[leaf] for leaf in known.leaves]
         nodes[known.var] = graph.call_function(
@@ -153,11 +152,11 @@ def _add_calls(
     for instr in head:
         kwargs = {name: map_vars(node, value) for name, value in instr.kwargs.items()}
         source = instr.args[0] if instr.args else None
-        if instr.op is torch.ops.aten.as_strided.default and source in roots:
+        if instr.op is _AS_STRIDED and source in roots:
             _, size, stride, *given = (*instr.args, *kwargs.values())
             offset = given[0] if given and given[0] is not None else source.offset
             at = offset - roots[source].offset
-            value = graph.call_function(_restrided, (nodes[roots[source]], size, stride, at))
+            value = graph.call_function(_AS_STRIDED, (nodes[roots[source]], size, stride, at))
         else:
             value = graph.call_function(_target(instr, written), map_vars(node, instr.args), kwargs)
         assign(instr.out, value)
@@ -172,28 +171,6 @@ def _add_calls(
                 graph.call_function(operator.getitem, (corrections, i)) for i in range(2 * len(set(steps)))
             ]
     return scalars
-
-
-def _restrided(root: Tensor, shape: Sequence[int], stride: Sequence[int], offset: int) -> Tensor:
-    """``as_strided`` on a tensor of the state, with offsets from its own beginning.
-
-    Taken literally, the compiler would count them from the beginning of the slab that the tensor lies in.
-    """
-    memory = root.permute(_outer_first(root.stride())).reshape(-1)
-    order = _outer_first(stride)
-    if dense_stride(torch.empty_strided(shape, stride, device="meta")) == tuple(stride):
-        part = memory.narrow(0, offset, math.prod(shape)).view([shape[axis] for axis in order])
-        return part.permute([order.index(axis) for axis in range(len(shape))])
-    index = torch.full((), offset, device=root.device)
-    for axis, (size, step) in enumerate(zip(shape, stride, strict=True)):
-        along = torch.arange(size, device=root.device) * step
-        index = index + along.view([-1 if other == axis else 1 for other in range(len(shape))])
-    return memory[index]
-
-
-def _outer_first(stride: Sequence[int]) -> list[int]:
-    """Axes in the order of memory."""
-    return sorted(range(len(stride)), key=lambda axis: -stride[axis])
 
 
 def _target(instr: Instr, written: Collection[int]) -> Callable[..., Any]:
@@ -218,8 +195,6 @@ def sources() -> dict[str, str]:
     """
     functions = (
         decompose_random_bits,
-        _restrided,
-        dense_stride,
         *FORMULAS.values(),
         *ON_LOGITS,
         *ON_CROSS_ENTROPY,

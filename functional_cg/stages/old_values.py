@@ -3,14 +3,16 @@
 A compiled step writes its slots itself, so a value that leaves it, as a metric or into another slot, must not be the
 memory of a slot when that memory changes. In the program such a value is a copy. A compiler drops copies: passes over
 the graph drop some, and the translation of single calls drops others (``cat`` of one tensor, ``pow(x, 1)``), each right
-by itself, and together wrong. Two rules, applied to the graph after all of the compiler's passes, make it impossible:
+by itself, and together wrong. It also does calls in the memory of an argument that nobody seems to read later. Two ops,
+put into the graph after all of the compiler's passes, make it impossible:
 
 * What leaves is ``fcg::own`` of its value. The op is translated when the memory of its argument is known: an argument
   that is the memory of a slot or an input is copied, and any other costs nothing. The copy is a read like any other, so
-  the compiler orders it before the write.
-* A call that the compiler may do in a slot gets a copy of that slot if its result is read after the slot's next value.
-  torch turns ``new = index_put(slot, ...)`` into a write to the slot if a later call writes the slot anyway, whatever
-  that call writes, and whether or not ``new`` is still to be read (so torch 2.11 and 2.13, ``torch.compile``, too).
+  the compiler orders it before the write. And as the op says that its result is a view, no call is done in what is
+  still to leave.
+* What reads a value that an op outside of the compiler may be done in is ``fcg::now``: computed before that op. A
+  compiler waits with what is cheap to compute until somebody needs it, and finds such a value overwritten (so torch
+  2.11 and 2.13 with ``torch.compile``, too).
 
 The door to inductor's lowerings and its intermediate representation.
 """
@@ -18,7 +20,7 @@ The door to inductor's lowerings and its intermediate representation.
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -45,9 +47,12 @@ _PARTIAL = frozenset(
 _library = torch.library.Library("fcg", "FRAGMENT")
 # A view, as it says: the compiler lets no call write into what is read by its view later.
 _library.define("own(Tensor(a) value) -> Tensor(a)")
-_library.impl("own", _aten.alias.default, "CompositeExplicitAutograd")
-_library._register_fake("own", _aten.alias.default)
+_library.define("now(Tensor(a) value) -> Tensor(a)")
+for _name in ("own", "now"):
+    _library.impl(_name, _aten.alias.default, "CompositeExplicitAutograd")
+    _library._register_fake(_name, _aten.alias.default)
 _OWN = torch.ops.fcg.own.default
+_NOW = torch.ops.fcg.now.default
 
 
 def compiler_pass() -> Any:
@@ -58,6 +63,7 @@ def compiler_pass() -> Any:
 
     if _OWN not in lowerings:
         register_lowering(_OWN, type_promotion_kind=None)(_owned)
+        register_lowering(_NOW, type_promotion_kind=None)(_computed)
 
     class KeepOldValues(CustomGraphPass):
         def __call__(self, graph: fx.Graph) -> None:
@@ -75,10 +81,8 @@ def keep_old_values(graph: fx.Graph) -> None:
     Args:
       graph: After the compiler's own changes: arguments that are written are so at the end, by ``copy_``.
     """
-    writes = graph.find_nodes(op="call_function", target=_COPY)
-    for slot in dict.fromkeys(write.args[0] for write in writes):
-        _copy_for_calls_in_place(graph, slot)
-    _own_what_leaves(graph, writes)
+    _own_what_leaves(graph, graph.find_nodes(op="call_function", target=_COPY))
+    _read_before_writes(graph)
 
 
 def _owned(value: Any) -> Any:
@@ -134,38 +138,51 @@ def _is_done_in(slot: fx.Node, value: fx.Node) -> bool:
     )
 
 
-def _copy_for_calls_in_place(graph: fx.Graph, slot: fx.Node) -> None:
-    """Give a copy of a slot to calls that could be done in it, and whose result is read after the slot's next value."""
-    for call in list(slot.users):
-        if _may_be_in_place(call, slot) and _outlives(call, slot):
-            with graph.inserting_before(call):
-                copy = graph.call_function(_aten.clone.default, (slot,))
-            call.replace_input_with(slot, copy)
+def _computed(value: Any) -> Any:
+    """``fcg::now`` in inductor's representation."""
+    value.realize()
+    return value
+
+
+def _read_before_writes(graph: fx.Graph) -> None:
+    """Put ``now`` after what reads a value that a later call may be done in, unseen by the compiler."""
+    place = {node: number for number, node in enumerate(graph.nodes)}
+    written = {(argument, call) for call in place if _wraps(call) for argument in call.all_input_nodes}
+    for argument, call in written:
+        for reader in list(_readers(argument)):
+            if (
+                reader in place
+                and place[reader] < place[call]
+                and isinstance(reader.meta.get("val"), torch.Tensor)
+            ):
+                users = list(reader.users)
+                with graph.inserting_after(reader):
+                    now = graph.call_function(_NOW, (reader,))
+                for user in users:
+                    user.replace_input_with(reader, now)
+
+
+def _readers(value: fx.Node) -> Iterator[fx.Node]:
+    """The calls that compute with a value, or with a view of it."""
+    for user in value.users:
+        if _is_part(user):
+            yield from _readers(user)
+        elif user.op == "call_function" and user.target is not _COPY:
+            yield user
 
 
 def _may_be_in_place(call: fx.Node, argument: fx.Node) -> bool:
     """Whether the result may be written into the memory of an argument."""
-    # Higher-order operators wrap ops and Triton kernels that write their arguments; a sum over ranks has such a form.
-    wraps = isinstance(call.target, torch._ops.HigherOrderOperator) or _is_collective(call)
-    return wraps or (call.target in _PARTIAL and call.args[0] is argument)
+    # A sum over ranks has such a form.
+    collective = (
+        isinstance(call.target, torch._ops.OpOverload) and call.target.namespace == "_c10d_functional"
+    )
+    return collective or _wraps(call) or (call.target in _PARTIAL and call.args[0] is argument)
 
 
-def _is_collective(call: fx.Node) -> bool:
-    return isinstance(call.target, torch._ops.OpOverload) and call.target.namespace == "_c10d_functional"
-
-
-def _outlives(call: fx.Node, slot: fx.Node) -> bool:
-    """Whether the result, or what shares its memory, is an output, or becomes another slot."""
-    known, front = {call}, [call]
-    while front:
-        one = front.pop()
-        for user in one.users:
-            if user.op == "output" or (user.target is _COPY and user.args[0] is not slot):
-                return True
-            if user not in known and (_is_part(user) or _may_be_in_place(user, one)):
-                known.add(user)
-                front.append(user)
-    return False
+def _wraps(call: fx.Node) -> bool:
+    """Whether a call is an op or a Triton kernel that writes its arguments."""
+    return isinstance(call.target, torch._ops.HigherOrderOperator)
 
 
 def _is_part(call: fx.Node) -> bool:

@@ -38,15 +38,18 @@ MUTANTS = (
     ),
     Mutant(
         "N1 in place",
-        "the compiler decides alone what it writes into a slot: a metric is what the slot becomes",
+        "the compiler waits with what reads a slot until an op has written it: what is old is new",
         (
             (
-                "            if _may_be_in_place(call, slot) and _outlives(call, slot):",
-                "            if False:",
+                "    _read_before_writes(graph)\n",
+                "",
             ),
         ),
-        (f"{OLD_VALUES}test_a_metric_that_is_a_leaf_but_for_a_part[cpu as a GPU]",),
-        gpu=(f"{OLD_VALUES}test_a_metric_that_is_a_leaf_but_for_a_part[cuda]",),
+        (
+            f"{OLD_VALUES}test_a_metric_that_is_a_leaf_but_for_a_part[cpu as a GPU]",
+            f"{OLD_VALUES}test_what_reads_a_leaf_that_an_op_of_ones_own_writes_into[cpu as a GPU]",
+        ),
+        gpu=(f"{OLD_VALUES}test_what_reads_a_leaf_that_an_op_of_ones_own_writes_into[cuda]",),
     ),
     Mutant(
         "N33",
@@ -114,8 +117,8 @@ MUTANTS = (
         "rounding is taken to be an ulp of the result, whatever the step makes of it",
         (
             (
-                "            if not self._together(not all(map(Distance.within, off, limits))):",
-                "            if all(map(Distance.within, off, limits)) or self._together(True) is None:",
+                "        for most, decisions, factor in _RUNS:",
+                "        for most, decisions, factor in _RUNS[:0]:",
             ),
         ),
         (f"{TRIAL}test_rounding_is_no_mistake[gpt]",),
@@ -151,6 +154,25 @@ MUTANTS = (
         (("    if instr.op in _VIEWS and instr.out.storage not in written:", "    if False:"),),
         ("tests/test_stages.py::test_what_a_compiler_lays_out_otherwise_is_viewed_all_the_same",),
         no_gpu="the graph is the same",
+    ),
+    Mutant(
+        "N54",
+        "the compiler does a call in what leaves the step, since nobody seems to read it later",
+        (
+            (
+                '_library.define("own(Tensor(a) value) -> Tensor(a)")',
+                '_library.define("own(Tensor value) -> Tensor")',
+            ),
+            (
+                "    _library._register_fake(_name, _aten.alias.default)",
+                "    _library._register_fake(_name, torch.empty_like)",
+            ),
+        ),
+        (
+            f"{OLD_VALUES}test_a_value_that_is_kept_beside_itself_but_for_a_part[cpu]",
+            "tests/sharding/test_bitwise.py::test_programs_compiled[gloo]",
+        ),
+        gpu=(f"{OLD_VALUES}test_a_value_that_is_kept_beside_itself_but_for_a_part[cuda]",),
     ),
     Mutant(
         "N2 inputs",

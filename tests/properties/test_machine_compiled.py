@@ -20,10 +20,9 @@ from functional_cg.testing.strategies import like, whole_numbers
 from tests.compiled_graphs import compiled
 from tests.test_exact_programs import EXACT
 
-RUNS = hypothesis.settings().max_examples
 LIMITS = settings(
     deadline=None,
-    max_examples=RUNS if RUNS > 100 else 8,
+    max_examples=max(hypothesis.settings().max_examples, 50),
     stateful_step_count=30,
     suppress_health_check=list(HealthCheck),
 )
