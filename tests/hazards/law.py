@@ -1,7 +1,7 @@
 """What the hazard tests share: the places where a step runs, and the law that holds in all of them.
 
 A test marked ``everywhere`` runs on the CPU backend, on the simulator, compiled as for a GPU, and, where there is one,
-on a GPU, as it is and compiled.
+on a GPU, as it is and compiled; one marked ``as_it_is`` is not compiled.
 """
 
 from __future__ import annotations
@@ -82,16 +82,18 @@ COMPILED_ON_A_GPU = Place("cuda", lambda: "auto", "inductor")
 
 # Warnings are printed and not raised on a GPU: what libraries warn of depends on the machine.
 on_a_gpu = [pytest.mark.cuda, pytest.mark.filterwarnings("default")]
-everywhere = pytest.mark.parametrize(
-    "place",
-    [
-        pytest.param(CPU, id="cpu"),
-        pytest.param(SIMULATOR, id="simulator"),
-        pytest.param(COMPILED, id="compiled", marks=_complex),
-        pytest.param(GPU, id="cuda", marks=on_a_gpu),
-        pytest.param(COMPILED_ON_A_GPU, id="cuda-compiled", marks=on_a_gpu),
-    ],
-)
+_AS_IT_IS = [
+    pytest.param(CPU, id="cpu"),
+    pytest.param(SIMULATOR, id="simulator"),
+    pytest.param(GPU, id="cuda", marks=on_a_gpu),
+]
+_COMPILED = [
+    pytest.param(COMPILED, id="compiled", marks=_complex),
+    pytest.param(COMPILED_ON_A_GPU, id="cuda-compiled", marks=on_a_gpu),
+]
+everywhere = pytest.mark.parametrize("place", [*_AS_IT_IS, *_COMPILED])
+# For what is decided before anything is lowered.
+as_it_is = pytest.mark.parametrize("place", _AS_IT_IS)
 on_both_devices = pytest.mark.parametrize(
     "place", [pytest.param(CPU, id="cpu"), pytest.param(GPU, id="cuda", marks=on_a_gpu)]
 )

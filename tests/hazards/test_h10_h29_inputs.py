@@ -15,7 +15,7 @@ from torch import Tensor
 import functional_cg as fcg
 from functional_cg.testing import assert_trees_all_equal
 from functional_cg.testing import strategies as fst
-from tests.hazards.law import CALLS, CPU, Place, assert_law, everywhere, few, living_tensors
+from tests.hazards.law import CALLS, CPU, Place, as_it_is, assert_law, everywhere, few, living_tensors
 
 SHAPE = (4, 1, 3)
 DTYPES = (
@@ -60,7 +60,7 @@ def test_h12_one_address_is_read_anew_at_each_call(place: Place, views: list[str
         assert_trees_all_equal(metrics["x"], x.clone() * 2, f"call {number}")
 
 
-@everywhere
+@as_it_is
 @few
 @given(other=st.lists(st.integers(0, 4), max_size=4).map(tuple))
 def test_h13_no_shape_is_broadcast(place: Place, other: tuple[int, ...]) -> None:
@@ -75,7 +75,7 @@ def test_h13_no_shape_is_broadcast(place: Place, other: tuple[int, ...]) -> None
     assert bool((metrics["x"] == 2).all())
 
 
-@everywhere
+@as_it_is
 @pytest.mark.parametrize("expected", DTYPES, ids=str)
 def test_h14_no_dtype_is_cast(place: Place, expected: torch.dtype) -> None:
     """Every pair of dtypes, also those where each value fits."""
@@ -92,7 +92,7 @@ def test_h14_no_dtype_is_cast(place: Place, expected: torch.dtype) -> None:
     assert step.stats.replays == 2
 
 
-@everywhere
+@as_it_is
 @few
 @given(rows=st.lists(st.sampled_from([8, 5]), min_size=CALLS, max_size=CALLS))
 def test_h15_no_tail_of_an_earlier_batch_is_left(place: Place, rows: list[int]) -> None:

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 import functional_cg as fcg
 from functional_cg.testing import assert_trees_all_equal
-from tests.hazards.law import CALLS, GPU, Place, assert_law, everywhere, few
+from tests.hazards.law import CALLS, GPU, Place, as_it_is, assert_law, everywhere, few
 
 
 def keyed(place: Place, seed: int = 0) -> Any:
@@ -140,7 +140,7 @@ def two_streams_of_one_key(key: Tensor, x: Tensor) -> Any:
     return fcg.random.dropout(key, hidden.tanh(), 0.5, stream=1)
 
 
-@everywhere
+@as_it_is
 @pytest.mark.parametrize(
     ("shared", "apart"),
     [

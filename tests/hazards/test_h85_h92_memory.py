@@ -11,7 +11,7 @@ from torch import Tensor
 import functional_cg as fcg
 from functional_cg.testing import assert_trees_all_equal
 from tests.cuda import helpers_cuda
-from tests.hazards.law import CALLS, CPU, GPU, Place, everywhere, living_tensors
+from tests.hazards.law import CALLS, CPU, GPU, Place, as_it_is, everywhere, living_tensors
 
 MIB = 2**20
 SLACK = 96 * MIB  # workspaces of cuBLAS on the streams of warm-up and capture, and rounding to segments
@@ -142,7 +142,7 @@ def test_h86_allocator_settings_and_storms_do_no_harm(settings: str) -> None:
     assert "DONE 18" in run.stdout
 
 
-@everywhere
+@as_it_is
 def test_h90_layouts_are_counted_and_capped(place: Place) -> None:
     """64 sequence lengths: one capture, or as many as were asked for; then an error, never a slow silence."""
 

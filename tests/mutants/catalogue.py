@@ -58,9 +58,7 @@ MUTANTS = (
         (
             f"{OLD_VALUES}test_old_values_compiled[cpu as a GPU]",
             f"{OLD_VALUES}test_leaves_that_change_places[cpu as a GPU]",
-            f"{OLD_VALUES}test_exact_training[one step-by leaf-cpu as a GPU]",
             "tests/test_exact_programs.py::test_exact_programs_compiled[cpu as a GPU]",
-            "tests/properties/test_machine_compiled.py::test_the_machine_of_a_compiled_step[cpu as a GPU]",
         ),
         gpu=(
             f"{OLD_VALUES}test_old_values_compiled[cuda]",
@@ -168,10 +166,7 @@ MUTANTS = (
                 "    _library._register_fake(_name, torch.empty_like)",
             ),
         ),
-        (
-            f"{OLD_VALUES}test_a_value_that_is_kept_beside_itself_but_for_a_part[cpu]",
-            "tests/sharding/test_bitwise.py::test_programs_compiled[gloo]",
-        ),
+        (f"{OLD_VALUES}test_a_value_that_is_kept_beside_itself_but_for_a_part[cpu]",),
         gpu=(f"{OLD_VALUES}test_a_value_that_is_kept_beside_itself_but_for_a_part[cuda]",),
     ),
     Mutant(

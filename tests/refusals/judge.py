@@ -3,8 +3,8 @@
 import inspect
 import os
 import random
-import threading
 import re
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
