@@ -30,7 +30,7 @@ __all__ = ["Difference", "Judge"]
 _RUNS = (
     (1, 0, 8.0),
     (1, 0, 8.0),
-    *((most, 8 * most, max(8.0 / most, 2.0)) for most in (1, 2, 4, 8) for _ in "1234"),
+    *((most, 8 * most, max(8.0 / most, 2.0)) for most in (1, 2, 4, 8, 16, 32) for _ in "1234"),
 )
 
 

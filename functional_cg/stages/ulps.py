@@ -44,6 +44,7 @@ _BITS = MappingProxyType(
     }
 )
 _WIDE = MappingProxyType({torch.bfloat16: torch.float32, torch.float16: torch.float32})
+_MOST_NARROW = 8  # ulps of 16 bits: more would be another number
 # What only moves numbers about rounds none.
 _MOVES = frozenset(
     """clone copy copy_ cat stack where index index_select gather embedding constant_pad_nd repeat flip roll sort
@@ -110,7 +111,8 @@ class Shaker:
         taken = {var.storage for var in instr.inputs()}
         for var, tensor in made:
             if var.storage not in taken:
-                self._move(tensor, self.most, _spread(instr, tensor) * self.most)
+                most = min(self.most, _MOST_NARROW) if tensor.dtype in _WIDE else self.most
+                self._move(tensor, most, _spread(instr, tensor) * most)
 
     def _move(self, tensor: Tensor, most: int, spread: float) -> None:
         """Move a tensor of memory of its own; ``spread`` is in parts of its root mean square."""
