@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dis
 import gc
+import os
 import random
 import signal
 import subprocess
@@ -591,6 +592,7 @@ def test_other_threads_do_not_touch_signals() -> None:
     assert found == [signal.getsignal(signal.SIGINT)]
 
 
+PACKAGE = f"{Path(fcg.__file__).parent}{os.sep}"
 SIGNALS_ARRIVE_AFTER = frozenset({"CALL", "CALL_FUNCTION_EX", "CALL_KW", "RESUME", "JUMP_BACKWARD"})
 
 
@@ -603,7 +605,7 @@ class Strike:
 
     def __call__(self, frame: Any, event: str, arg: Any) -> Any:
         code = frame.f_code
-        if "functional_cg" not in code.co_filename and not code.co_filename.startswith("<"):
+        if not code.co_filename.startswith((PACKAGE, "<")):
             return None
         frame.f_trace_opcodes = True
         if event == "opcode":
