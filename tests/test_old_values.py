@@ -334,6 +334,28 @@ def test_a_value_that_is_kept_beside_itself_but_for_a_part(compiled_on: str) -> 
 
 
 @compiled
+def test_a_leaf_becomes_another_one_but_for_a_part_and_gets_an_input(compiled_on: str) -> None:
+    """What is written into one slot, and becomes another, is in that one alone when the first is written again."""
+
+    def train_step(state: Any, b: Any) -> Any:
+        moved = {
+            f"to {name}": PARTIAL[name](state[name], b) for name in ("index_put", "by an op that writes")
+        }
+        return {
+            name: b["new"] + n for n, name in enumerate(("index_put", "by an op that writes"))
+        } | moved, {}
+
+    names = ("index_put", "by an op that writes", "to index_put", "to by an op that writes")
+    first = {name: torch.ones(5, 2).to(compiled_on) for name in names}
+
+    def batches(call: int) -> Any:
+        return batch(call, compiled_on) | {"new": torch.full((5, 2), float(call)).to(compiled_on)}
+
+    assert_as_eager(train_step, first, batches)
+    assert_as_eager(train_step, dict(reversed(first.items())), batches)
+
+
+@compiled
 def test_what_reads_a_leaf_that_an_op_of_ones_own_writes_into(compiled_on: str) -> None:
     """A compiler waits with what is cheap to compute, here with all but the op."""
 

@@ -129,13 +129,26 @@ def _as_node(argument: Any) -> fx.Node:
 
 def _is_done_in(slot: fx.Node, value: fx.Node) -> bool:
     """Whether the compiler may compute a slot's new value in the slot itself, so that there is nothing to copy."""
-    call: Any = value
-    while _is_part(call):
-        call = call.args[0]
     new, old = value.meta["val"], slot.meta["val"]
-    return (new.dtype, new.shape, new.stride()) == (old.dtype, old.shape, old.stride()) and any(
-        _may_be_in_place(call, argument) for argument in call.all_input_nodes
+    alike = (new.dtype, new.shape, new.stride()) == (old.dtype, old.shape, old.stride())
+    return bool(alike) and _begins_in(slot, value)
+
+
+def _begins_in(slot: fx.Node, value: fx.Node) -> bool:
+    """Whether a value is a slot that calls may have written into, one after the other."""
+    call = _viewed(value)
+    return call is not slot and any(
+        _viewed(argument) is slot or _begins_in(slot, argument)
+        for argument in call.all_input_nodes
+        if _may_be_in_place(call, argument)
     )
+
+
+def _viewed(value: fx.Node) -> fx.Node:
+    """The result that a value is a part or a view of."""
+    while _is_part(value):
+        value = _as_node(value.args[0])
+    return value
 
 
 def _computed(value: Any) -> Any:
