@@ -333,6 +333,42 @@ def test_a_value_that_is_kept_beside_itself_but_for_a_part(compiled_on: str) -> 
         assert_trees_all_close((state, metrics), (expected, wanted), rtol=1e-5, atol=1e-6)
 
 
+FOREIGN: dict[str, Callable[[Any], Tensor]] = {
+    "imaginary": lambda s: s["c"].imag,
+    "real": lambda s: s["c"].real[1:],
+    "conjugate": lambda s: s["c"].conj().imag,
+    "pairs": lambda s: torch.view_as_real(s["c"]),
+    "turned": lambda s: s["c"].flip(0).real,
+    "bytes": lambda s: s["a"].view(torch.uint8),
+    "turned bytes": lambda s: s["a"].view(torch.int16).t(),
+    "long": lambda s: s["a"].view(torch.int64).flip(0),
+    "double of the imaginary": lambda s: s["c"].imag * 2,
+    "sum of bytes": lambda s: s["a"].view(torch.uint8).sum(0),
+}
+
+
+@pytest.mark.filterwarnings("ignore:Torchinductor does not support code generation for complex")
+@pytest.mark.parametrize("moves", [True, False], ids=["from the first call on", "from the fourth call on"])
+@compiled
+def test_views_that_a_compiler_leaves_to_torch(compiled_on: str, *, moves: bool) -> None:
+    """In a certified step; where nothing moves at first, the certificate sees none of it."""
+
+    def train_step(state: Any, x: Tensor) -> Any:
+        kept = {name: look(state) for name, look in FOREIGN.items()}
+        return {"a": state["a"] - x, "c": state["c"] * (1 + x.sum()), "kept": kept}, {"kept": state["kept"]}
+
+    a, c = torch.full((4, 4), 8.0), torch.complex(torch.ones(3), torch.full((3,), 8.0))
+    views = {name: look({"a": a, "c": c}).resolve_conj().clone() for name, look in FOREIGN.items()}
+    first = {"a": a, "c": c, "kept": views}
+    state = fcg.place(fcg.tree.map(lambda leaf: leaf.to(compiled_on), first))
+    twin, step = fcg.fork(state), fcg.graph_step(train_step, lowering="inductor")
+    for call in range(6):
+        x = torch.full((4, 4), float(moves or call > 2)).to(compiled_on)
+        twin, wanted = step.eager(twin, x)
+        state, metrics = step(state, x)
+        assert_equal((state, metrics), (twin, wanted), f"call {call}")
+
+
 @compiled
 def test_a_leaf_becomes_another_one_but_for_a_part_and_gets_an_input(compiled_on: str) -> None:
     """What is written into one slot, and becomes another, is in that one alone when the first is written again."""

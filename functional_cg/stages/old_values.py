@@ -3,8 +3,8 @@
 A compiled step writes its slots itself, so a value that leaves it, as a metric or into another slot, must not be the
 memory of a slot when that memory changes. In the program such a value is a copy. A compiler drops copies: passes over
 the graph drop some, and the translation of single calls drops others (``cat`` of one tensor, ``pow(x, 1)``), each right
-by itself, and together wrong. It also does calls in the memory of an argument that nobody seems to read later. Two ops,
-put into the graph after all of the compiler's passes, make it impossible:
+by itself, and together wrong. It also does calls in the memory of an argument that nobody seems to read later. Three
+rules, applied to the graph after all of the compiler's passes, make it impossible:
 
 * What leaves is ``fcg::own`` of its value. The op is translated when the memory of its argument is known: an argument
   that is the memory of a slot or an input is copied, and any other costs nothing. The copy is a read like any other, so
@@ -13,6 +13,8 @@ put into the graph after all of the compiler's passes, make it impossible:
 * What reads a value that an op outside of the compiler may be done in is ``fcg::now``: computed before that op. A
   compiler waits with what is cheap to compute until somebody needs it, and finds such a value overwritten (so torch
   2.11 and 2.13 with ``torch.compile``, too).
+* A view that the compiler leaves to torch, of other bits or of complex numbers, is of a copy: to the compiler, its
+  memory has nothing to do with the argument's.
 
 The door to inductor's lowerings and its intermediate representation.
 """
@@ -81,6 +83,8 @@ def keep_old_values(graph: fx.Graph) -> None:
     Args:
       graph: After the compiler's own changes: arguments that are written are so at the end, by ``copy_``.
     """
+    for argument in graph.find_nodes(op="placeholder"):
+        _copy_for_foreign_views(graph, argument)
     _own_what_leaves(graph, graph.find_nodes(op="call_function", target=_COPY))
     _read_before_writes(graph)
 
@@ -149,6 +153,26 @@ def _viewed(value: fx.Node) -> fx.Node:
     while _is_part(value):
         value = _as_node(value.args[0])
     return value
+
+
+def _copy_for_foreign_views(graph: fx.Graph, value: fx.Node) -> None:
+    for view in list(value.users):
+        if not _is_part(view) or "val" not in value.meta:
+            continue
+        if _is_foreign(view, value):
+            with graph.inserting_before(view):
+                copy = graph.call_function(_aten.clone.default, (value,))
+            view.replace_input_with(value, copy)
+        else:
+            _copy_for_foreign_views(graph, view)
+
+
+def _is_foreign(view: fx.Node, value: fx.Node) -> bool:
+    """Whether a view is made by torch itself, and not by loads at other places."""
+    new, old = view.meta.get("val"), value.meta["val"]
+    if not isinstance(new, torch.Tensor) or not isinstance(old, torch.Tensor):
+        return False
+    return new.is_complex() or old.is_complex() or new.itemsize != old.itemsize
 
 
 def _computed(value: Any) -> Any:

@@ -170,6 +170,16 @@ MUTANTS = (
         gpu=(f"{OLD_VALUES}test_a_value_that_is_kept_beside_itself_but_for_a_part[cuda]",),
     ),
     Mutant(
+        "N55",
+        "a view that torch makes is taken for memory of its own",
+        (("        _copy_for_foreign_views(graph, argument)\n", "        del argument\n"),),
+        (
+            f"{OLD_VALUES}test_views_that_a_compiler_leaves_to_torch[cpu as a GPU-from the first call on]",
+            f"{OLD_VALUES}test_views_that_a_compiler_leaves_to_torch[cpu as a GPU-from the fourth call on]",
+        ),
+        gpu=(f"{OLD_VALUES}test_views_that_a_compiler_leaves_to_torch[cuda-from the first call on]",),
+    ),
+    Mutant(
         "N2 inputs",
         "adopts the first call's inputs as static buffers",
         (("        staging.copy_in(call.live)\n", "        staging.slots = tuple(call.live)\n"),),
