@@ -28,7 +28,7 @@ from .options import Certify
 from .shards.mesh import Mesh
 from .shards.peers import on_any
 from .stages.capture import Backend, CUDABackend, scratch
-from .stages.judge import Difference
+from .stages.judge import Difference, miscompiled
 from .stages.lower import Buffers
 from .stages.trial import Certificate, Trial
 
@@ -87,12 +87,11 @@ def _certificate(lowered: Lowered, buffers: Buffers, arenas: Sequence[Arena], as
 
 def _error(name: str, found: Sequence[Difference], mesh: Mesh | None) -> MiscompileError:
     where = f"rank {mesh.rank} has found no difference, another rank has" if mesh is not None else ""
-    return MiscompileError.of(
+    return miscompiled(
         name,
-        "what the compiler made of it computes something else; the state is unchanged.",
-        rows=[str(difference) for difference in found] or [where],
-        why="Before the first call commits, the compiled step is compared with its calls one by one.",
-        fix='`lowering="aten"` runs these calls as they are; please report it, with the step.',
+        "something else; the state is unchanged.",
+        map(str, found) if found else [where],
+        "Before the first call commits, the compiled step is compared with its calls one by one.",
     )
 
 

@@ -15,13 +15,13 @@ from . import tree as pytree
 from .arena import Arena, BufferSpec
 from .debug import Silence
 from .eager import evaluate
-from .errors import CaptureError, MiscompileError
+from .errors import CaptureError
 from .leaf import owned
 from .lowered import Lowered
 from .shards.boundary import entered, held
 from .shards.peers import on_any
 from .signature import Call
-from .stages.judge import Judge
+from .stages.judge import Judge, miscompiled
 from .stages.lower import Buffers, ExecutionPlan, lower_aten, quiet
 from .stages.program import Program
 from .stages.replay import finisher
@@ -98,13 +98,12 @@ class Shadow:
         """What a plan makes of a call in the buffers: the result of the function, and the outputs of the program."""
         with quiet():
             metrics = plan.bind(buffers)(())
-        slots, rest = buffers.slots, iter(metrics)
-        outputs = [next(rest) if out.slot is None else slots[out.slot] for out in lowered.reference.outputs]
+        outputs = lowered.reference.made(metrics, buffers.slots)
         result = finisher(lowered.program, None)(metrics)
         if not self._donates:
             return result, outputs
         state = call.states[0]
-        values = slots[: state.stop - state.start]
+        values = buffers.slots[: state.stop - state.start]
         return (pytree.unflatten(state.handle._node, entered(state.specs, values)), result), outputs
 
     def _refuse_miscompiled(
@@ -113,12 +112,11 @@ class Shadow:
         judge = Judge(lowered.reference, partial(on_any, lowered.mesh, self._name))
         found = judge.differences(outputs, buffers)
         if found:
-            raise MiscompileError.of(
+            raise miscompiled(
                 self._name,
-                f"what the compiler made of it computes something else at verified call {self._calls}.",
-                rows=[str(difference) for difference in found],
-                why=f"The compiled step is compared with its calls one by one.{self._kept(call)}",
-                fix='`lowering="aten"` runs these calls as they are; please report it, with the step.',
+                f"something else at verified call {self._calls}.",
+                map(str, found),
+                f"The compiled step is compared with its calls one by one.{self._kept(call)}",
             )
 
     def _compare(self, call: Call, expected: Any, run: str, got: Any) -> None:

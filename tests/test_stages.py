@@ -297,3 +297,19 @@ def test_what_a_compiler_lays_out_otherwise_is_viewed_all_the_same() -> None:
             fcg.tree.leaves((state, metrics)), fcg.tree.leaves((twin, expected)), strict=True
         ):
             torch.testing.assert_close(one, other)
+
+
+def test_a_compiler_of_ones_own_finds_a_leaf_where_it_begins() -> None:
+    """It may run the graph on slots that lie in one slab: ``as_strided`` counts from the leaf, not from the slab."""
+
+    def step(state: Any, x: Any) -> Any:
+        w = state["w"]
+        new = {"a": state["a"] + x, "v": w.as_strided((3,), (2,), w.storage_offset() + 1) + 0, "w": w + 1}
+        return new, {"sum": w.as_strided((2, 2), (3, 1)).sum()}
+
+    compiled = fcg.graph_step(step, lowering=lambda graph, inputs: graph, certify=False)
+    state = fcg.place({"a": torch.ones(5), "v": torch.zeros(3), "w": torch.arange(6.0)})
+    for call in range(3):
+        state, metrics = compiled(state, torch.ones(5))
+        assert state["v"].tolist() == [1 + call, 3 + call, 5 + call]
+        assert float(metrics["sum"]) == 8 + 4 * call

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import fx
+from torch import Tensor, fx
 
 from ..random import decompose_random_bits
 from .cross_entropy import ON_CROSS_ENTROPY
@@ -95,7 +95,7 @@ def build_graph(
         nodes[var] = graph.placeholder(repr(var))
         nodes[var].meta["spec"] = var.spec
     for leaf, (vector, at) in entrance.windows.items():
-        nodes[leaf] = graph.call_function(_AS_STRIDED, (nodes[vector], leaf.spec.shape, leaf.spec.stride, at))
+        nodes[leaf] = graph.call_function(_restrided, (nodes[vector], leaf.spec.shape, leaf.spec.stride, at))
     for known in entrance.gathered:
         leaves = [nodes[leaf] for leaf in known.leaves]
         nodes[known.var] = graph.call_function(
@@ -156,7 +156,7 @@ def _add_calls(
             _, size, stride, *given = (*instr.args, *kwargs.values())
             offset = given[0] if given and given[0] is not None else source.offset
             at = offset - roots[source].offset
-            value = graph.call_function(_AS_STRIDED, (nodes[roots[source]], size, stride, at))
+            value = graph.call_function(_restrided, (nodes[roots[source]], size, stride, at))
         else:
             value = graph.call_function(_target(instr, written), map_vars(node, instr.args), kwargs)
         assign(instr.out, value)
@@ -171,6 +171,11 @@ def _add_calls(
                 graph.call_function(operator.getitem, (corrections, i)) for i in range(2 * len(set(steps)))
             ]
     return scalars
+
+
+def _restrided(root: Tensor, shape: Sequence[int], stride: Sequence[int], offset: int) -> Tensor:
+    """``as_strided`` on an argument, with offsets from where it begins in its storage: slots lie in one slab."""
+    return root.as_strided(shape, stride, root.storage_offset() + offset)
 
 
 def _target(instr: Instr, written: Collection[int]) -> Callable[..., Any]:
@@ -195,6 +200,7 @@ def sources() -> dict[str, str]:
     """
     functions = (
         decompose_random_bits,
+        _restrided,
         *FORMULAS.values(),
         *ON_LOGITS,
         *ON_CROSS_ENTROPY,

@@ -10,19 +10,20 @@ more of them look further.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from ..errors import MiscompileError
 from ..source import Location
 from .lower import Buffers
 from .reference import Reference
 from .sketch import Distance, distance, floor, sketch
 from .ulps import Shaker
 
-__all__ = ["Difference", "Judge"]
+__all__ = ["Difference", "Judge", "miscompiled"]
 
 # Runs that measure rounding: by how many ulps results are moved, and what is decided by; how many times what such a
 # run makes of a result it may lie off. Where nothing jumps, what a run makes of it grows with the ulps: each of them
@@ -53,6 +54,24 @@ class Difference:
     def __str__(self) -> str:
         where = f", computed at {self.site}" if self.site is not None else ""
         return f"{self.name}  differs by {self.greatest:.3g}, of which rounding explains {self.rounding:.3g}{where}"
+
+
+def miscompiled(name: str, what: str, rows: Iterable[str], why: str) -> MiscompileError:
+    """The error for a step that was compiled to something else.
+
+    Args:
+      name: The step.
+      what: What it computes, and what has become of the state.
+      rows: What differs.
+      why: When it was compared.
+    """
+    return MiscompileError.of(
+        name,
+        f"what the compiler made of it computes {what}",
+        rows=list(rows),
+        why=why,
+        fix='`lowering="aten"` runs these calls as they are; please report it, with the step.',
+    )
 
 
 class Judge:

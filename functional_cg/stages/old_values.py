@@ -156,6 +156,7 @@ def _viewed(value: fx.Node) -> fx.Node:
 
 
 def _copy_for_foreign_views(graph: fx.Graph, value: fx.Node) -> None:
+    """Give a copy of a value to views of it that torch itself makes."""
     for view in list(value.users):
         if not _is_part(view) or "val" not in value.meta:
             continue
@@ -184,19 +185,19 @@ def _computed(value: Any) -> Any:
 def _read_before_writes(graph: fx.Graph) -> None:
     """Put ``now`` after what reads a value that a later call may be done in, unseen by the compiler."""
     place = {node: number for number, node in enumerate(graph.nodes)}
-    written = {(argument, call) for call in place if _wraps(call) for argument in call.all_input_nodes}
-    for argument, call in written:
-        for reader in list(_readers(argument)):
-            if (
-                reader in place
-                and place[reader] < place[call]
-                and isinstance(reader.meta.get("val"), torch.Tensor)
-            ):
-                users = list(reader.users)
-                with graph.inserting_after(reader):
-                    now = graph.call_function(_NOW, (reader,))
-                for user in users:
-                    user.replace_input_with(reader, now)
+    readers = [
+        reader
+        for call in filter(_wraps, place)
+        for argument in call.all_input_nodes
+        for reader in _readers(argument)
+        if place[reader] < place[call] and isinstance(reader.meta.get("val"), torch.Tensor)
+    ]
+    for reader in dict.fromkeys(readers):
+        users = list(reader.users)
+        with graph.inserting_after(reader):
+            now = graph.call_function(_NOW, (reader,))
+        for user in users:
+            user.replace_input_with(reader, now)
 
 
 def _readers(value: fx.Node) -> Iterator[fx.Node]:

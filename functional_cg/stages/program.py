@@ -239,7 +239,7 @@ def highest(program: Program) -> tuple[int, int]:
 
 
 def highest_of(instrs: Iterable[Instr], known: Iterable[Var] = ()) -> tuple[int, int]:
-    """The same of the variables of calls, and of others that are known."""
+    """The highest number of a variable that calls have or that is known, and of a storage; -1 if there is none."""
     every = [*known, *(var for instr in instrs for var in (*instr.inputs(), *instr.outputs()))]
     return max((var.index for var in every), default=-1), max((var.storage for var in every), default=-1)
 

@@ -77,6 +77,16 @@ class Reference:
                     self._call(action.instr, values, static, shaker)
         return [values[out.var] for out in self.outputs]
 
+    def made(self, metrics: Iterable[Tensor], slots: Sequence[Tensor]) -> list[Tensor]:
+        """The outputs of a plan that has run, in the order of :attr:`outputs`.
+
+        Args:
+          metrics: What it has returned.
+          slots: The slots that it has written.
+        """
+        rest = iter(metrics)
+        return [next(rest) if out.slot is None else slots[out.slot] for out in self.outputs]
+
     def fit(self, room: int) -> int:
         """Let runs take no more memory than there is room for beside the buffers, if that can be had.
 

@@ -157,9 +157,8 @@ class Trial:
     def _made(self, space: Space) -> list[Tensor]:
         """The outputs of the plan, in memory that the next run writes."""
         with quiet():
-            metrics = iter(self._plan.bind(space.buffers)(()))
-        slots = space.buffers.slots
-        return [next(metrics) if out.slot is None else slots[out.slot] for out in self._reference.outputs]
+            metrics = self._plan.bind(space.buffers)(())
+        return self._reference.made(metrics, space.buffers.slots)
 
     def _described(
         self, wrong: Mapping[int, Distance], space: Space, leads: Callable[[Space], None]

@@ -11,5 +11,6 @@ from tests.hazards.law import COMPILED
 @pytest.fixture(autouse=True)
 def _as_on_a_gpu(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """In the place that is compiled, as on a GPU."""
-    if request.node.callspec.params.get("place") is COMPILED if hasattr(request.node, "callspec") else False:
+    callspec = getattr(request.node, "callspec", None)  # of a test with parameters
+    if callspec is not None and callspec.params.get("place") is COMPILED:
         monkeypatch.setattr("functional_cg.transform.lower", lower_as_on_a_gpu)

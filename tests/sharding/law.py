@@ -104,7 +104,7 @@ def law(run: Run, device: str) -> Any:
     eager, batch_of = fcg.fork(captured), batches(run.program, device, rank_of())
     # As it is, a replay repeats the calls of the eager run, and the two agree in every bit.
     step = fcg.graph_step(program.step, **{"lowering": "aten", **run.options})
-    place = COMPILED if "inductor" in run.options.values() else CPU
+    place = COMPILED if run.options.get("lowering") == "inductor" else CPU
     kept: list[Any] = []
     copies: list[Any] = []
     for call in range(CALLS):
