@@ -71,7 +71,7 @@ def _certificate(lowered: Lowered, buffers: Buffers, arenas: Sequence[Arena], as
     if together(_host_memory() < needed):
         return Certificate(False, f"the host has no {needed:,} B to keep values in")
     trial = Trial(lowered.reference, lowered.plan, together)
-    trial.rehearse(buffers, scratch(buffers.slots))
+    trial.rehearse(buffers, scratch(buffers.slots, lowered.reference.unchecked.slots))
     on_gpu = any(one.is_cuda for one in (*buffers.slots, *buffers.inputs))
     with _InPlace.of(buffers, written, arenas, asked) if on_gpu else _Copied.of(buffers, arenas) as space:
         found = trial.differences(space)
@@ -162,7 +162,8 @@ class _InPlace:
     def room(self) -> int | None:
         if not self.limited:
             return None
-        stats: dict[str, Any] = torch.cuda.memory_stats(self.buffers.slots[0].device)
+        device = next(one.device for one in (*self.buffers.slots, *self.buffers.inputs) if one.is_cuda)
+        stats: dict[str, Any] = torch.cuda.memory_stats(device)
         room = int(stats["allocated_bytes.all.peak"]) - int(stats["allocated_bytes.all.current"])
         return room - room // _WORKSPACE
 

@@ -346,8 +346,9 @@ class Transform:
         if self._options.certify and lowered.plan.compiled and lowered.certificate is None:
             arenas = [state.arena for state in call.states]
             lowered.certificate = certify(lowered, buffers, arenas, self._backend, self._options.certify)
+        free = lowered.reference.unchecked.slots
         replay = self._backend.capture(
-            lowered.plan, buffers, lambda: Buffers(scratch(slots), staging.slots, constants)
+            lowered.plan, buffers, lambda: Buffers(scratch(slots, free), staging.slots, constants)
         )
         replay = Poisoned(replay, staging.slots) if "poison" in str(self._options.debug) else replay
         fast = replayer(

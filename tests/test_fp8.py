@@ -14,7 +14,9 @@ from torch import Tensor
 
 import functional_cg as fcg
 from functional_cg.nn import Fp8Scaling, fp8, fp8_linear
+from functional_cg.stages.float8 import to_float8
 from functional_cg.testing import Simulator, assert_trees_all_equal
+from tests.compiled_graphs import compiled
 
 CALLS = 20
 HISTORY = 4
@@ -339,3 +341,34 @@ def test_a_gpu_without_fp8_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     ):
         _scaled_mm.refuse_device("nn.fp8_linear", torch.device("cuda:0"))
     _scaled_mm.refuse_device("nn.fp8_linear", torch.device("cpu"))
+
+
+@compiled
+@pytest.mark.parametrize("dtype", [E4M3, E5M2])
+def test_a_compiled_cast_overflows_as_torch_has_it(compiled_on: str, dtype: torch.dtype) -> None:
+    """Of all numbers of 16 bits, and of what lies about the largest ones: NaN, infinity or the largest number."""
+    ends = torch.tensor([448.0, 464.0, 480.0, 57344.0, 61440.0, 65536.0, 1e30], device=compiled_on)
+    ends = torch.cat([ends, ends.nextafter(2 * ends), ends.nextafter(0 * ends)])
+    x = (
+        torch.arange(2**16, dtype=torch.int32, device=compiled_on)
+        .to(torch.int16)
+        .view(torch.bfloat16)
+        .float()
+    )
+    x = torch.cat([x, ends, -ends])
+    cast = fcg.graph_fn(lambda x: (x.to(dtype).float(), (x * 2).to(dtype).float()), lowering="inductor")
+    for one, other in zip(cast(x), (x.to(dtype).float(), (x * 2).to(dtype).float()), strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=0, equal_nan=True)
+        assert torch.equal(one.isnan(), other.isnan())
+
+
+def test_what_is_too_large_has_the_bits_that_are_asked_for() -> None:
+    """Whatever the cast itself makes of it: a Triton kernel makes the largest number of it."""
+    x = torch.tensor([1e9, -1e9, torch.inf, -torch.inf, torch.nan, 464.0, 448.0, -1.5])
+    got = to_float8(x, dtype=E4M3, overflow=0x7F).view(torch.uint8)
+    assert got.tolist() == [0x7F, 0xFF, 0x7F, 0xFF, got[4].item(), 0x7E, 0x7E, 0xBC]
+    assert got[4] & 0x7F == 0x7F
+    got = to_float8(x * 128, dtype=E5M2, overflow=0x7C).float()
+    assert got.tolist()[:4] == [torch.inf, -torch.inf, torch.inf, -torch.inf]
+    assert got[4].isnan()
+    assert got.tolist()[5:] == [57344.0, 57344.0, -192.0]

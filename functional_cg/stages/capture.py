@@ -206,20 +206,19 @@ def _failure(error: Exception) -> FunctionalCGError:
     )
 
 
-def scratch(slots: Sequence[Tensor]) -> list[Tensor]:
-    """Buffers for warm-up: floating leaves share one (their values do not matter), the others are copied."""
+def scratch(slots: Sequence[Tensor], unchecked: Sequence[bool]) -> list[Tensor]:
+    """Buffers for warm-up: floating leaves that may hold any value share one, the others are copied."""
+    shares = [slot.is_floating_point() and free for slot, free in zip(slots, unchecked, strict=True)]
     largest: dict[torch.dtype, int] = {}
-    for slot in slots:
-        if slot.is_floating_point():
+    for slot, one in zip(slots, shares, strict=True):
+        if one:
             largest[slot.dtype] = max(largest.get(slot.dtype, 0), slot.numel())
     shared = {
         dtype: torch.zeros(numel, dtype=dtype, device=slots[0].device) for dtype, numel in largest.items()
     }
     return [
-        torch.as_strided(shared[slot.dtype], slot.shape, slot.stride())
-        if slot.dtype in shared
-        else slot.clone()
-        for slot in slots
+        torch.as_strided(shared[slot.dtype], slot.shape, slot.stride()) if one else slot.clone()
+        for slot, one in zip(slots, shares, strict=True)
     ]
 
 

@@ -14,6 +14,7 @@ from torch import Tensor, fx
 
 from ..random import decompose_random_bits
 from .cross_entropy import ON_CROSS_ENTROPY
+from .float8 import overflow_of, to_float8
 from .formulas import FORMULAS, WITH_SCALARS
 from .logits import ON_LOGITS
 from .lower import Schedule
@@ -158,7 +159,10 @@ def _add_calls(
             at = offset - roots[source].offset
             value = graph.call_function(_restrided, (nodes[roots[source]], size, stride, at))
         else:
-            value = graph.call_function(_target(instr, written), map_vars(node, instr.args), kwargs)
+            target, args = _target(instr, written), map_vars(node, instr.args)
+            if (overflow := overflow_of(instr)) is not None:
+                target, kwargs = to_float8, {**kwargs, "overflow": overflow}
+            value = graph.call_function(target, args, kwargs)
         assign(instr.out, value)
         for out in instr.outputs():
             root = next((roots[v] for v in instr.inputs() if v in roots and v.storage == out.storage), None)
@@ -201,6 +205,7 @@ def sources() -> dict[str, str]:
     functions = (
         decompose_random_bits,
         _restrided,
+        to_float8,
         *FORMULAS.values(),
         *ON_LOGITS,
         *ON_CROSS_ENTROPY,

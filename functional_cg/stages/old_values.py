@@ -92,16 +92,21 @@ def keep_old_values(graph: fx.Graph) -> None:
 def _owned(value: Any) -> Any:
     """``fcg::own`` in inductor's representation: a copy where a value is the memory of an argument of the graph."""
     from torch._inductor import ir
-    from torch._inductor.lowering import clone
+    from torch._inductor.lowering import clone, fallback_handler, unsupported_input_tensor
     from torch._inductor.virtualized import V
 
-    if any(user.op == "output" for user in V.graph.current_node.users):
+    call = V.graph.current_node
+    if any(user.op == "output" for user in call.users):
         value.realize()  # as the compiler does for an output that others read too: these read it from memory
     memory = value.data
     while isinstance(memory, (ir.BaseView, ir.MutableBox)):
         memory = memory.data
     if not isinstance(memory, (ir.InputBuffer, ir.ConstantBuffer)):
         return value
+    if unsupported_input_tensor(_as_node(call.args[0]).meta["val"]):
+        return fallback_handler(_aten.clone.default, add_to_fallback_set=False)(
+            value
+        )  # complex numbers: torch's
     copy = clone(value)
     copy.realize()  # now: some writes are put before what waits to be computed
     return copy

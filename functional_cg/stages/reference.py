@@ -14,6 +14,7 @@ from .program import Instr, Program, Var, live, peak_bytes, written_storages
 from .remat_plan import in_order, within
 from .row_blocks import in_blocks
 from .ulps import BESIDE, Shaker
+from .unchecked import Unchecked
 
 __all__ = ["Output", "Reference"]
 
@@ -45,11 +46,13 @@ class Reference:
 
     Attributes:
       outputs: What it computes: metrics first.
+      unchecked: Which of its slots and inputs may hold any value.
       chunk: How many elements a shaker should move at a time.
     """
 
     def __init__(self, program: Program) -> None:
         self._program = program
+        self.unchecked = Unchecked.of(program)
         leaves = zip(program.slot_names, program.slots, program.new_state, strict=False)
         self.outputs = [Output(name, var) for name, var in program.named_results()]
         self.outputs += [Output(name, new, i) for i, (name, old, new) in enumerate(leaves) if old is not new]

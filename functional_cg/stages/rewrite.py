@@ -279,7 +279,7 @@ def _padding(known: SlotRange) -> list[int]:
 
 
 def range_tensor(known: SlotRange, slots: Sequence[Tensor]) -> Tensor:
-    """The slab's memory for a range, from the tensors of its slots; scratch slots get a vector of their own."""
+    """The slab's memory for a range, from the tensors of its slots; a copy where these are scratch slots."""
     first = slots[0]
     base = first.storage_offset() - known.offsets[0]
     storage = first.untyped_storage()
@@ -289,4 +289,7 @@ def range_tensor(known: SlotRange, slots: Sequence[Tensor]) -> Tensor:
     )
     if in_place and base >= 0 and storage.nbytes() >= (base + known.length) * first.itemsize:
         return torch.as_strided(first, (known.length,), (1,), base)
-    return torch.zeros(known.length, dtype=first.dtype, device=first.device)
+    vector = torch.zeros(known.length, dtype=first.dtype, device=first.device)
+    for slot, at in zip(slots, known.offsets, strict=True):
+        vector[at : at + slot.numel()] = torch.as_strided(slot, (slot.numel(),), (1,))
+    return vector

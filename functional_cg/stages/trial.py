@@ -97,19 +97,26 @@ class Trial:
     def rehearse(self, buffers: Buffers, scratch: Sequence[Tensor]) -> None:
         """Compile the plan, and run it once, on other inputs: what it keeps of them shows in the trial.
 
+        Inputs that may hold any value are zero, and the others what they are.
+
         Args:
           buffers: Static buffers with the values of the call, which stay as they are.
           scratch: Slots for a warm-up.
         """
-        zeros = replace(buffers, inputs=[torch.zeros_like(one) for one in buffers.inputs])
+        unchecked = self._reference.unchecked.inputs
+        others = [
+            torch.zeros_like(one) if free else one.clone()
+            for one, free in zip(buffers.inputs, unchecked, strict=True)
+        ]
+        other = replace(buffers, inputs=others)
         with quiet():
-            self._plan.bind(zeros)  # compiles it, for slots that do not overlap
-            run = self._plan.bind(replace(zeros, slots=scratch))
+            self._plan.bind(other)  # compiles it, for slots that do not overlap
+            run = self._plan.bind(replace(other, slots=scratch))
             try:
                 run(())
             except (
                 Exception
-            ) as error:  # zeros may be what a kernel of the host refuses, such as a singular matrix
+            ) as error:  # zeros may be what the host's kernels refuse, such as a singular matrix
                 _log.debug("not rehearsed: %s", error)
 
     def differences(self, space: Space) -> list[Difference]:

@@ -178,7 +178,7 @@ _UNARY: tuple[tuple[str, Callable[[Tensor], bool], Callable[[Tensor], Tensor]], 
     (
         "index",
         lambda a: _number(a) and a.dim() > 0 and a.shape[0] > 0,
-        lambda a: a.index_select(0, torch.tensor([0])),
+        lambda a: a.index_select(0, torch.tensor([0], device=a.device)),
     ),
     ("clone", lambda a: True, torch.clone),
     ("into_clone", _number, _into_clone),

@@ -101,7 +101,9 @@ def test_failed_capture_leaves_everything_usable():
 
         return run
 
-    step = fcg.graph_step(lambda s, b: ({**s, "w": s["w"] + 1}, s["w"].sum()), lowering=compiler)
+    step = fcg.graph_step(
+        lambda s, b: ({**s, "w": s["w"] + 1}, s["w"].sum()), lowering=compiler, certify=False
+    )
     with pytest.raises(fcg.CaptureError, match="capture failed"):
         step(state, None)
     assert not torch.cuda.is_current_stream_capturing()

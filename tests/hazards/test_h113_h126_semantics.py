@@ -47,7 +47,7 @@ def test_h113_autocast_casts_the_weights_of_this_call(place: Place, cache: bool)
         new = fcg.tree.map(lambda leaf, g: leaf - 0.5 * g, p, grads)
         return new, {"value": value, "cast": cast, "w": p["w"]}
 
-    _, _, kept = assert_law(place, step_fn, params(place), batches(place))
+    _, _, kept = assert_law(place, step_fn, params(place), batches(place), rtol=1e-2)  # of 16 bits
     for metrics, x in zip(kept, batches(place), strict=True):
         assert_trees_all_equal(metrics["cast"], x.bfloat16() @ metrics["w"].bfloat16())
     assert len({float(metrics["value"]) for metrics in kept}) == CALLS

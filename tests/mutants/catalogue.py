@@ -322,7 +322,12 @@ MUTANTS = (
     Mutant(
         "N8",
         "warm-up is not rolled back: it runs on the state's own slots",
-        (("Buffers(scratch(slots), staging.slots, constants)", "Buffers(slots, staging.slots, constants)"),),
+        (
+            (
+                "Buffers(scratch(slots, free), staging.slots, constants)",
+                "Buffers(slots, staging.slots, constants)",
+            ),
+        ),
         (
             f"{REPLAY}test_call_n_is_n_updates[simulator]",
             f"{REPLAY}test_bias_correction_and_schedule_move_with_the_count[simulator]",

@@ -1,0 +1,80 @@
+"""Which inputs and slots may hold any value: what is run to warm up must not meet what a kernel refuses."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import functional_cg as fcg
+from functional_cg.stages.unchecked import Unchecked
+from functional_cg.testing import Simulator
+from tests.compiled_graphs import compiled
+
+TABLE = torch.randn(5, 3)
+ROW, IDS, X = torch.tensor(2), torch.tensor([1, 2]), torch.rand(2, 5)
+
+# What is computed of an input, and whether the input may then hold any value.
+CALLS: dict[str, tuple[Callable[[Tensor], Any], Tensor, bool]] = {
+    "arithmetic": (lambda x: (x * 2 + 1).tanh().sum(), X, True),
+    "a product": (lambda x: x @ x.T, X, True),
+    "a mask": (lambda m: torch.where(m, 1.0, 0.0), X > 0.5, True),
+    "integers added up": (lambda n: n.sum() + n.float().mean(), IDS, True),
+    "rows": (lambda n: TABLE[n], IDS, False),
+    "rows counted from elsewhere": (
+        lambda n: TABLE.index_select(0, (n.view(2, 1) - 1).flatten()),
+        IDS,
+        False,
+    ),
+    "an embedding": (lambda n: F.embedding(n, TABLE), IDS, False),
+    "an embedding of what was written into a copy": (
+        lambda n: F.embedding(torch.zeros_like(n).copy_(n).reshape(-1), TABLE),
+        IDS,
+        False,
+    ),
+    "classes": (lambda n: F.cross_entropy(X, n), IDS, False),
+    "logits": (lambda x: F.cross_entropy(x, IDS), X, True),
+    "rows of floats": (lambda x: TABLE[(x * 5).long()], X, False),
+    "the row of the largest": (lambda x: TABLE[x.argmax(-1)], X, True),
+    "the largest ones": (lambda x: x.gather(1, x.topk(2).indices), X, True),
+    "rows by comparison": (lambda x: TABLE[(x > 0.5).long()], X, True),
+    "probabilities": (lambda x: F.binary_cross_entropy(x, torch.ones_like(x)), X, False),
+    "a divisor": (lambda n: 7 // n, IDS, False),
+    "a remainder": (lambda n: torch.tensor(7) % (n + 1), IDS, False),
+    "a divisor that is no integer": (lambda x: 7 // x, X, True),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_what_may_hold_any_value(name: str) -> None:
+    fn, value, free = CALLS[name]
+    step = fcg.graph_step(
+        lambda state, x: ({"s": state["s"].clone()}, (fn(x), fn(state["s"]))),
+        backend=Simulator(),
+        constants=(TABLE, IDS, X),
+    )
+    unchecked = step.lower({"s": value}, value).reference.unchecked
+    assert unchecked == Unchecked((free,), (free,))
+
+
+@compiled
+def test_no_step_is_tried_on_values_that_its_calls_refuse(compiled_on: str) -> None:
+    """Zeros would end the process: a division of integers by zero on the host, a row before the first one on a GPU."""
+
+    def step(state: Any, n: Tensor) -> Any:
+        row = state["table"][(state["at"] - 7.0).long()]  # the place of a row, as a float
+        return {"table": state["table"] + 1, "at": (state["at"] - 6) % 5 + 7}, (row, 100 // n, row[0][n - 1])
+
+    table = torch.arange(10.0, device=compiled_on).reshape(5, 2)
+    state = fcg.place({"table": table, "at": torch.tensor([8.0], device=compiled_on)})
+    compiled, twin = fcg.graph_step(step, lowering="inductor"), fcg.fork(state)
+    for call in range(6):
+        n = torch.full((1,), 1 + call % 2, device=compiled_on)
+        twin, expected = compiled.eager(twin, n)
+        state, metrics = compiled(state, n)
+        for one, other in zip(metrics, expected, strict=True):
+            assert torch.equal(one, other)
