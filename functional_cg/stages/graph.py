@@ -14,6 +14,7 @@ from torch import Tensor, fx
 
 from ..random import decompose_random_bits
 from .cross_entropy import ON_CROSS_ENTROPY
+from .division import DIVISIONS, division_of
 from .float8 import overflow_of, to_float8
 from .formulas import FORMULAS, WITH_SCALARS
 from .logits import ON_LOGITS
@@ -159,10 +160,10 @@ def _add_calls(
             at = offset - roots[source].offset
             value = graph.call_function(_restrided, (nodes[roots[source]], size, stride, at))
         else:
-            target, args = _target(instr, written), map_vars(node, instr.args)
             if (overflow := overflow_of(instr)) is not None:
-                target, kwargs = to_float8, {**kwargs, "overflow": overflow}
-            value = graph.call_function(target, args, kwargs)
+                kwargs["overflow"] = overflow
+            args = map_vars(node, _with_floats(instr))
+            value = graph.call_function(_target(instr, written), args, kwargs)
         assign(instr.out, value)
         for out in instr.outputs():
             root = next((roots[v] for v in instr.inputs() if v in roots and v.storage == out.storage), None)
@@ -194,7 +195,16 @@ def _target(instr: Instr, written: Collection[int]) -> Callable[..., Any]:
         return torch.ops.aten.reshape.default
     if name == "fcg::random_bits" and not _draws_in_bulk(instr):
         return decompose_random_bits
-    return FORMULAS.get(name, instr.op)
+    if overflow_of(instr) is not None:
+        return to_float8
+    return division_of(instr) or FORMULAS.get(name, instr.op)
+
+
+def _with_floats(instr: Instr) -> tuple[Any, ...]:
+    """The arguments of a call. A product with the integer 0 would be taken for 0, and NaN would be lost."""
+    if instr.op._schema.name != "aten::mul" or not instr.out.spec.dtype.is_floating_point:
+        return instr.args
+    return tuple(0.0 if type(arg) is int and arg == 0 else arg for arg in instr.args)
 
 
 def sources() -> dict[str, str]:
@@ -206,6 +216,7 @@ def sources() -> dict[str, str]:
         decompose_random_bits,
         _restrided,
         to_float8,
+        *DIVISIONS.values(),
         *FORMULAS.values(),
         *ON_LOGITS,
         *ON_CROSS_ENTROPY,

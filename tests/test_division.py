@@ -1,0 +1,73 @@
+"""Division that rounds down, compiled: the bits of torch's kernels, also where the quotient is large or infinite."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+import functional_cg as fcg
+from functional_cg.stages.division import floor_divide, remainder
+from tests.compiled_graphs import compiled
+
+EDGES = [0.0, 1.0, 3.0, 7.5, 0.1, 0.3, 1e10, 1e-30, 1e38, torch.inf, torch.nan]
+VALUES = torch.tensor([*EDGES, *(-edge for edge in EDGES)])
+PAIRS = (VALUES.repeat_interleave(len(VALUES)), VALUES.repeat(len(VALUES)))
+numbers = st.floats(width=32)
+
+
+def assert_same_bits(one: Tensor, other: Tensor) -> None:
+    torch.testing.assert_close(one, other, rtol=0, atol=0, equal_nan=True)
+    assert torch.equal(one.signbit() & ~one.isnan(), other.signbit() & ~other.isnan())
+
+
+@given(st.lists(st.tuples(numbers, numbers), min_size=1, max_size=9))
+def test_the_formulas(pairs: list[tuple[float, float]]) -> None:
+    a, b = torch.tensor(pairs).T
+    assert_same_bits(remainder(a, b), a % b)
+    assert_same_bits(floor_divide(a, b), a // b)
+    assert_same_bits(remainder(a, pairs[0][1]), a % pairs[0][1])
+    assert_same_bits(floor_divide(pairs[0][0], b), pairs[0][0] // b)
+
+
+def divided(a: Tensor, b: Tensor) -> list[Tensor]:
+    both = [
+        a % b,
+        a // b,
+        torch.div(a, b, rounding_mode="floor"),
+        a % 3,
+        7 // b,
+        a % torch.inf,
+        a.clamp(-9, 9).nan_to_num().int() % 7,
+    ]
+    return [*both, a.clone().remainder_(b), a.clone().floor_divide_(b), (a % b).double()]
+
+
+@compiled
+def test_compiled(compiled_on: str) -> None:
+    a, b = (one.to(compiled_on) for one in PAIRS)
+    a = torch.where(a.abs() > 1e9, a, a.round(decimals=1))
+    for one, other in zip(fcg.graph_fn(divided, lowering="inductor")(a, b), divided(a, b), strict=True):
+        assert_same_bits(one, other) if one.is_floating_point() else torch.testing.assert_close(one, other)
+
+
+@compiled
+def test_a_product_with_nothing_of_what_is_no_number(compiled_on: str) -> None:
+    """``0 * nan`` is no number, at a later call, too."""
+
+    def step(state: Any, x: Tensor) -> Any:
+        return {"a": state["a"] + x * 0}, (x * 0, 0 * x + 1, (0 * x).sum(), x.int() * 0)
+
+    compiled, state = (
+        fcg.graph_step(step, lowering="inductor"),
+        fcg.place({"a": torch.ones(3, device=compiled_on)}),
+    )
+    for value in (1.0, torch.nan, torch.inf):
+        x = torch.tensor([1.0, value, 2.0], device=compiled_on)
+        twin, expected = compiled.eager(fcg.fork(state), x)
+        state, metrics = compiled(state, x)
+        for one, other in zip((state["a"], *metrics), (twin["a"], *expected), strict=True):
+            torch.testing.assert_close(one.clone(), other.clone(), rtol=0, atol=0, equal_nan=True)
