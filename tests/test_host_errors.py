@@ -82,6 +82,27 @@ def loss_of(state: Any, i: Tensor) -> Tensor:
     return torch.nn.functional.nll_loss(state["table"].T.sum(0).log_softmax(0).expand(len(i), 100), i)
 
 
+def gradient(state: Any, i: Tensor) -> Tensor:
+    """Of the rows nothing is read but their gradient."""
+    return fcg.grad(lambda table: torch.nn.functional.embedding(i, table).sum())(state["table"])
+
+
+def quotient(state: Any, i: Tensor) -> Tensor:
+    return torch.div(9, i - 7, rounding_mode="trunc") + torch.div(i, i - 7, rounding_mode="trunc")
+
+
+def rounded_down(state: Any, i: Tensor) -> Tensor:
+    return i // (i - 7)
+
+
+def rest(state: Any, i: Tensor) -> Tensor:
+    return (3 * i) % (i - 7)
+
+
+def entropy(state: Any, i: Tensor) -> Tensor:
+    return torch.nn.functional.binary_cross_entropy(i / 50, torch.ones(len(i)))
+
+
 def refused(state: Any, i: Tensor) -> Tensor:
     return refuse_seven(i)
 
@@ -94,7 +115,7 @@ def singular(state: Any, i: Tensor) -> Tensor:
     return torch.linalg.cholesky(torch.eye(3) - 2 * (i == 100).any() * torch.eye(3))
 
 
-INDEXED = (rows, columns, embedding, gathered, selected, taken, put, added, scattered, filled)
+INDEXED = (rows, columns, embedding, gradient, gathered, selected, taken, put, added, scattered, filled)
 
 
 def assert_atomic(looked_up: Callable[..., Tensor], good: Tensor, bad: Tensor, error: Any) -> None:
@@ -144,8 +165,16 @@ def test_an_index_out_of_range_among_many(looked_up: Callable[..., Tensor]) -> N
 
 @pytest.mark.parametrize(
     ("looked_up", "bad", "error"),
-    [(refused, 7, ValueError), (too_large, 7, RuntimeError), (singular, 100, RuntimeError)],
-    ids=["an op of one's own", "memory", "a singular matrix"],
+    [
+        (refused, 7, ValueError),
+        (too_large, 7, RuntimeError),
+        (singular, 100, RuntimeError),
+        (quotient, 7, RuntimeError),
+        (rounded_down, 7, RuntimeError),
+        (rest, 7, RuntimeError),
+        (entropy, 100, RuntimeError),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
 )
 def test_what_else_raises(looked_up: Callable[..., Tensor], bad: int, error: type[Exception]) -> None:
     assert_atomic(looked_up, torch.arange(3), torch.tensor([1, bad, 2]), error)

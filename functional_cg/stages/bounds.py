@@ -1,8 +1,9 @@
-"""Indices are checked before a compiled function on the host uses them.
+"""Indices, divisors and probabilities are checked before a compiled function on the host uses them.
 
-Such a function checks each index in the loop that reads by it. Where the loop runs on several threads, the exception
-that it throws is caught by none of them, and the process ends (torch 2.13). Checked before, as a tensor, a wrong index
-is an ``IndexError``.
+Such a function checks an index in the loop that reads by it. Where the loop runs on several threads, the exception that
+it throws is caught by none of them, and the process ends (torch 2.13); so it does where integers are divided by zero.
+Other checks of torch's kernels are left out. Checked before, as a tensor, a wrong value is the error that the kernel
+raises.
 """
 
 from __future__ import annotations
@@ -14,14 +15,17 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._ops import OpOverload
 
 from ..ops import named_arguments
 from .program import Instr, Program, Var, highest, map_vars
 
-__all__ = ["check_indices"]
+__all__ = ["check_values"]
 
 _library = torch.library.Library("fcg", "FRAGMENT")
 _library.define("checked(Tensor index, int least, int size, int? ignored=None) -> Tensor")
+_library.define("divisor(Tensor value) -> Tensor")
+_library.define("probability(Tensor value, str name) -> Tensor")
 _INTEGERS = frozenset({torch.int64, torch.int32, torch.int16, torch.int8})
 
 
@@ -35,12 +39,28 @@ def _checked(index: Tensor, least: int, size: int, ignored: int | None = None) -
     return index.clone()
 
 
-_library.impl("checked", _checked, "CompositeExplicitAutograd")
-_library._register_fake("checked", lambda index, *bounds: torch.empty_like(index))
+def _divisor(value: Tensor) -> Tensor:
+    if not bool(value.all()):
+        raise RuntimeError("ZeroDivisionError")
+    return value.clone()
+
+
+def _probability(value: Tensor, name: str) -> Tensor:
+    if not bool(((value >= 0) & (value <= 1)).all()):
+        raise RuntimeError(f"all elements of {name} should be between 0 and 1")
+    return value.clone()
+
+
+for _name, _check in (("checked", _checked), ("divisor", _divisor), ("probability", _probability)):
+    _library.impl(_name, _check, "CompositeExplicitAutograd")
+    _library._register_fake(_name, lambda value, *others: torch.empty_like(value))
 _CHECKED = torch.ops.fcg.checked.default
+_DIVISOR, _PROBABILITY = torch.ops.fcg.divisor.default, torch.ops.fcg.probability.default
 
 # An index, its least value, the size that it stays below, and a value that stands for none.
 Bounds = Iterator[tuple[Var, int, int, int | None]]
+# An op that checks, and its arguments, of which the first is what is checked.
+Demand = tuple[OpOverload, tuple[Any, ...]]
 
 
 def _of_each_dimension(named: Mapping[str, Any]) -> Bounds:
@@ -62,6 +82,10 @@ def _along_one_or_from_its_end(named: Mapping[str, Any]) -> Bounds:
 
 def _of_rows(named: Mapping[str, Any]) -> Bounds:
     yield named["indices"], 0, named["weight"].spec.shape[0], None
+
+
+def _of_gradients(named: Mapping[str, Any]) -> Bounds:
+    yield named["indices"], 0, named["num_weights"], named["padding_idx"]
 
 
 def _of_elements(named: Mapping[str, Any]) -> Bounds:
@@ -100,6 +124,7 @@ _BOUNDS: Mapping[str, Callable[[Mapping[str, Any]], Bounds]] = MappingProxyType(
         "index_fill": _along_one_or_from_its_end,
         "index_fill_": _along_one_or_from_its_end,
         "embedding": _of_rows,
+        "embedding_dense_backward": _of_gradients,
         "nll_loss_forward": _of_classes,
         "nll_loss_backward": _of_classes,
         "nll_loss2d_forward": _of_classes,
@@ -111,8 +136,8 @@ _BOUNDS: Mapping[str, Callable[[Mapping[str, Any]], Bounds]] = MappingProxyType(
 )
 
 
-def check_indices(program: Program, head: Sequence[Instr]) -> list[Instr]:
-    """A head whose calls that index read checked indices. Each index is checked once for each size.
+def check_values(program: Program, head: Sequence[Instr]) -> list[Instr]:
+    """A head whose calls read checked indices, divisors and probabilities. Each is checked once for each size.
 
     Args:
       program: The program, for numbers that are not taken.
@@ -123,24 +148,36 @@ def check_indices(program: Program, head: Sequence[Instr]) -> list[Instr]:
     calls: list[Instr] = []
     for instr in head:
         names: dict[Var, Var] = {}
-        for bounds in _bounds(instr):
-            index, *_ = bounds
-            if bounds not in known:
+        for demand in _demands(instr):
+            check, arguments = demand
+            value = arguments[0]
+            if demand not in known:
                 number, storage = number + 1, storage + 1
-                known[bounds] = replace(index, index=number, storage=storage, offset=0, fills=True)
-                calls.append(Instr(_CHECKED, bounds, {}, known[bounds], (), instr.site, instr.backward))
-            names[index] = known[bounds]
+                known[demand] = replace(value, index=number, storage=storage, offset=0, fills=True)
+                calls.append(Instr(check, arguments, {}, known[demand], (), instr.site, instr.backward))
+            names[value] = known[demand]
         calls.append(_reading(instr, names) if names else instr)
     return calls
 
 
-def _bounds(instr: Instr) -> Bounds:
-    """The indices of a call that are computed, and what each has to be."""
-    bounds = _BOUNDS.get(instr.op._schema.name.removeprefix("aten::"))
-    if bounds is not None:
-        for one in bounds(named_arguments(instr.op, instr.args, instr.kwargs)):
-            if one[0].spec.dtype in _INTEGERS and one[0].spec.numel:
-                yield one
+def _demands(instr: Instr) -> Iterator[Demand]:
+    """What a call demands of arguments that are computed."""
+    name = instr.op._schema.name.removeprefix("aten::")
+    named = named_arguments(instr.op, instr.args, instr.kwargs)
+    if name in _BOUNDS:
+        for bounds in _BOUNDS[name](named):
+            if bounds[0].spec.dtype in _INTEGERS and bounds[0].spec.numel:
+                yield _CHECKED, bounds
+    elif name.rstrip("_") in _DIVISIONS and isinstance(named["other"], Var):
+        if all(one.spec.dtype in _INTEGERS for one in instr.outputs()):
+            yield _DIVISOR, (named["other"],)
+    elif name == "binary_cross_entropy":
+        yield _PROBABILITY, (named["self"], "input")
+        yield _PROBABILITY, (named["target"], "target")
+
+
+# Of integers: a division of floating numbers by zero is infinite, or no number.
+_DIVISIONS = frozenset({"div", "floor_divide", "remainder", "fmod"})
 
 
 def _reading(instr: Instr, names: Mapping[Var, Var]) -> Instr:

@@ -18,9 +18,10 @@ import torch
 from torch import Tensor, fx
 from torch.utils.dlpack import from_dlpack
 
+from ..errors import CaptureError
 from ..leaf import uninterrupted
 from ..overlap import storage_key
-from .bounds import check_indices
+from .bounds import check_values
 from .cross_entropy import join_gradients
 from .graph import Entrance, build_graph
 from .grouping import is_launch
@@ -109,7 +110,8 @@ class InPlacePlan:
 
     def _compile(self, arguments: Sequence[Tensor]) -> Callable[..., Any]:
         with torch.no_grad():
-            return compile_graph(
+            return _by_inductor(
+                self._program.function,
                 self._graph,
                 arguments,
                 on_host=self._device.type == "cpu",
@@ -130,7 +132,7 @@ class HeadPlan:
         self._program, self._reference = program, reference
         self.schedule = plan = schedule(program)
         if device.type == "cpu" and compiler is None:
-            plan = replace(plan, head=check_indices(program, plan.head))
+            plan = replace(plan, head=check_values(program, plan.head))
         # A compiler drops what has no result; checks are made before the commit.
         checks = [instr for instr in plan.head if instr.checks]
         plan = replace(plan, head=[instr for instr in plan.head if not instr.checks])
@@ -140,7 +142,11 @@ class HeadPlan:
         entrance = Entrance.of(program, plan, handed_on=handed_on)
         graph = build_graph(program, plan, entrance, handed_on=handed_on)
         compile_head = compiler or partial(
-            compile_graph, on_host=device.type == "cpu", small=False, in_order=_collects(program)
+            _by_inductor,
+            program.function,
+            on_host=device.type == "cpu",
+            small=False,
+            in_order=_collects(program),
         )
         self._head = _Head(
             program.function,
@@ -160,6 +166,23 @@ class HeadPlan:
         if self._head.compiled is None:
             self._head.compile(_arguments(self._program, self._entrance, buffers)[0])
         return self._aten.bind(buffers, partial(self._reference.raises_at, buffers))
+
+
+def _by_inductor(
+    name: str, graph: fx.GraphModule, arguments: Sequence[Tensor], **options: bool
+) -> Callable[..., Any]:
+    """:func:`compile_graph`; raises :class:`CaptureError` for what inductor does not take."""
+    from torch._inductor.exc import InductorError
+
+    try:
+        return compile_graph(graph, arguments, **options)
+    except InductorError as error:
+        raise CaptureError.of(
+            name,
+            "torch's compiler gave up on it; the state is unchanged.",
+            rows=[str(error).strip().partition("\n")[0]],
+            fix='`lowering="aten"` runs the calls as they are.',
+        ) from error
 
 
 class _Head:

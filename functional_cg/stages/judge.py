@@ -9,6 +9,7 @@ more of them look further.
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -53,6 +54,8 @@ class Difference:
 
     def __str__(self) -> str:
         where = f", computed at {self.site}" if self.site is not None else ""
+        if self.greatest == math.inf:
+            return f"{self.name}  is infinite or NaN in only one of the two{where}"
         return f"{self.name}  differs by {self.greatest:.3g}, of which rounding explains {self.rounding:.3g}{where}"
 
 

@@ -32,20 +32,22 @@ _STRICT = (
 _DIVISIONS = ("div", "floor_divide", "remainder", "fmod")
 # Calls that take any integers, though no call by call of their elements.
 _CASTS = frozenset({"_to_copy", "copy_"})
-_LENIENT = _CASTS | {
-    "cat",
-    "stack",
-    "sum",
-    "cumsum",
-    "amax",
-    "amin",
-    "any",
-    "all",
-    "max",
-    "min",
-    "repeat",
-    "sort",
-}
+_LENIENT = _CASTS | frozenset(
+    {
+        "cat",
+        "stack",
+        "sum",
+        "cumsum",
+        "amax",
+        "amin",
+        "any",
+        "all",
+        "max",
+        "min",
+        "repeat",
+        "sort",
+    }
+)
 _OURS = frozenset({"aten", "prims", "fcg", "_c10d_functional", "c10d_functional"})
 
 
