@@ -11,8 +11,10 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,7 +30,7 @@ __all__ = ["Difference", "Judge", "miscompiled"]
 
 # Runs that measure rounding: by how many ulps results are moved, and what is decided by; how many times what such a
 # run makes of a result it may lie off. Where nothing jumps, what a run makes of it grows with the ulps: each of them
-# says the same then.
+# says the same then. In every other run the results of a call are moved the same way.
 _RUNS = (
     (1, 0, 8.0),
     (1, 0, 8.0),
@@ -99,21 +101,29 @@ class Judge:
           got: Sketches of the outputs.
           buffers: Slots, inputs and constants from before the call.
         """
-        expected, limits = [], []
-        for value in self._reference.run(buffers):
-            expected.append(sketch(value))
-            limits.append(floor(value))
+        count = len(self._reference.outputs)
+        expected: list[Any] = [None] * count
+        limits: list[Any] = [None] * count
+
+        def keep(number: int, value: Tensor) -> None:
+            expected[number], limits[number] = sketch(value), floor(value)
+
+        def allow(factor: float, number: int, value: Tensor) -> None:
+            apart = distance(expected[number], sketch(value))
+            limits[number] = limits[number].or_more(apart.times(factor))
+
+        self._reference.run(buffers, keep)
         off = list(map(distance, got, expected))
         device = next((one.device for one in (*got, *expected) if not one.is_cpu), torch.device("cpu"))
         generator, dice = torch.Generator(device).manual_seed(0), random.Random(0)
-        for most, decisions, factor in _RUNS:
+        for number, (most, decisions, factor) in enumerate(_RUNS):
             if not self._together(not all(map(Distance.within, off, limits))):
                 self.share = max([self.share, *map(Distance.share, off, limits)])
                 return {}
-            shaker = Shaker(generator, most, decisions, dice, self._reference.chunk)
-            for number, value in enumerate(self._reference.run(buffers, shaker)):
-                apart = distance(expected[number], sketch(value))
-                limits[number] = limits[number].or_more(apart.times(factor))
+            shaker = Shaker(
+                generator, most, decisions, leans=number % 2 == 1, dice=dice, chunk=self._reference.chunk
+            )
+            self._reference.run(buffers, partial(allow, factor), shaker)
         pairs = enumerate(zip(off, limits, strict=True))
         return {number: limit for number, (apart, limit) in pairs if not apart.within(limit)}
 
@@ -127,7 +137,18 @@ class Judge:
         wrong = self.limits(list(map(sketch, values)), buffers)
         if not self._together(bool(wrong)):
             return []
-        return self.described(wrong, values, dict(enumerate(self._reference.run(buffers))))
+        return self.described(wrong, values, self.expected(wrong, buffers))
+
+    def expected(self, wrong: Collection[int], buffers: Buffers) -> dict[int, Tensor]:
+        """Some outputs as the program says, on the host."""
+        kept: dict[int, Tensor] = {}
+
+        def keep(number: int, value: Tensor) -> None:
+            if number in wrong:
+                kept[number] = value.to("cpu", copy=True)
+
+        self._reference.run(buffers, keep)
+        return kept
 
     def described(
         self, wrong: Mapping[int, Distance], got: Sequence[Tensor], expected: Mapping[int, Tensor]
@@ -137,7 +158,7 @@ class Judge:
         Args:
           wrong: What :meth:`limits` has found.
           got: The outputs.
-          expected: At least those that are wrong.
+          expected: What :meth:`expected` says of them.
         """
         return [self._difference(n, _greatest(got[n].cpu(), expected[n].cpu()), wrong[n]) for n in wrong]
 

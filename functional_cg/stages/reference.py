@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from ..ops import FUSED
 from ..source import Location
 from .lower import Buffers, evaluate, quiet
 from .program import Instr, Program, Var, live, peak_bytes, written_storages
@@ -17,6 +19,10 @@ from .ulps import BESIDE, Shaker
 from .unchecked import Unchecked
 
 __all__ = ["Output", "Reference"]
+
+_library = torch.library.Library("fcg", "FRAGMENT")
+_library.define("shown(Tensor value) -> ()")
+_SHOWN = torch.ops.fcg.shown.default  # where a program is run, somebody looks at the value
 
 _LEAST, _MOST = 2**16, 2**24  # elements that are moved at a time
 # What is divided: from which part of the room on a value is large, and into how many blocks.
@@ -56,29 +62,49 @@ class Reference:
         leaves = zip(program.slot_names, program.slots, program.new_state, strict=False)
         self.outputs = [Output(name, var) for name, var in program.named_results()]
         self.outputs += [Output(name, new, i) for i, (name, old, new) in enumerate(leaves) if old is not new]
-        kept = [out.var for out in self.outputs]
-        self._instrs, _ = live(program.instrs, kept)
-        self._actions = in_order(self._instrs, kept)
+        self._instrs = self._with_shown(program)
+        self._actions = in_order(self._instrs)
         self.chunk = _MOST
         written = written_storages(self._instrs)
         self._written = {i for i, c in enumerate(program.constants) if c.var.storage in written}
 
-    def run(self, buffers: Buffers, shaker: Shaker | None = None) -> list[Tensor]:
-        """Run the program once, and return its outputs.
+    def _with_shown(self, program: Program) -> list[Instr]:
+        """The calls that an output needs, and after the last one that writes it a call that shows it."""
+        instrs, _ = live(program.instrs, [out.var for out in self.outputs])
+        instrs = [one for instr in instrs for one in _leaf_by_leaf(instr)]
+        last: dict[int, int] = {}
+        for number, instr in enumerate(instrs):
+            last |= dict.fromkeys((var.storage for var in (*instr.outputs(), *instr.writes)), number)
+        shown: dict[int, list[Instr]] = {}
+        for var in dict.fromkeys(out.var for out in self.outputs):
+            call = Instr(_SHOWN, (var,), {}, None, (), None)
+            shown.setdefault(last.get(var.storage, -1), []).append(call)
+        calls = [call for number, instr in enumerate(instrs) for call in (instr, *shown.get(number, ()))]
+        return [*shown.get(-1, ()), *calls]
+
+    def run(self, buffers: Buffers, see: Callable[[int, Tensor], None], shaker: Shaker | None = None) -> None:
+        """Run the program once.
 
         Args:
           buffers: Slots, inputs and constants.
+          see: ``see(number, value)`` is called with each output, when it is known, in no order; it keeps none.
           shaker: Moves what the calls return by ulps.
         """
+        numbers: dict[Var, list[int]] = {}
+        for number, out in enumerate(self.outputs):
+            numbers.setdefault(out.var, []).append(number)
         values = self._bound(buffers)
         static = frozenset(values)
         with quiet():
             for action in self._actions:
                 for var in action.forget:
                     del values[var]
-                if action.instr is not None:
+                if action.instr is not None and action.instr.op is _SHOWN:
+                    (var,) = action.instr.inputs()
+                    for number in numbers[var]:
+                        see(number, values[var])
+                elif action.instr is not None:
                     self._call(action.instr, values, static, shaker)
-        return [values[out.var] for out in self.outputs]
 
     def made(self, metrics: Iterable[Tensor], slots: Sequence[Tensor]) -> list[Tensor]:
         """The outputs of a plan that has run, in the order of :attr:`outputs`.
@@ -105,14 +131,13 @@ class Reference:
         for var in (var for instr in self._instrs for var in instr.outputs()):
             if var.storage not in static:
                 sizes[var.storage] = max(sizes.get(var.storage, 0), var.spec.nbytes)
-        kept = [out.var for out in self.outputs]
         self.chunk = min(max(room // (8 * BESIDE * torch.float64.itemsize), _LEAST), _MOST)
         beside = BESIDE * min(max(sizes.values(), default=0), self.chunk * torch.float64.itemsize)
-        peak, _ = peak_bytes(self._instrs, {var.storage for var in kept}, sizes)
+        peak, _ = peak_bytes(self._instrs, (), sizes)
         if peak + beside <= room:
             return peak + beside
         for instrs in self._divided(room):
-            actions = within(instrs, kept, static, room - beside)
+            actions = within(instrs, static, room - beside)
             if actions is not None:
                 self._actions = actions
                 return room
@@ -122,7 +147,7 @@ class Reference:
         """The calls as they are, then with large values in blocks of rows."""
         yield self._instrs
         for part, blocks in _DIVISIONS:
-            yield in_blocks(self._instrs, [out.var for out in self.outputs], room // part, blocks)
+            yield in_blocks(self._instrs, room // part, blocks)
 
     def raises_at(self, buffers: Buffers) -> Location | None:
         """The user's line whose call raises on these buffers; None if none does."""
@@ -130,6 +155,8 @@ class Reference:
         static = frozenset(values)
         with quiet():
             for instr in self._instrs:
+                if instr.op is _SHOWN:
+                    continue
                 try:
                     self._call(instr, values, static, None)
                 except Exception:  # whatever a kernel raises
@@ -159,6 +186,27 @@ class Reference:
         values.update((var, tensor) for var, tensor in made if var not in static)
         if shaker is not None:
             shaker.results(instr, [(var, tensor) for var, tensor in made if var not in static])
+
+
+def _leaf_by_leaf(instr: Instr) -> list[Instr]:
+    """A call on lists of tensors, as one call for each place in them: the results need not be there at one time."""
+    grouped = instr.op._schema.name.startswith((*FUSED, "aten::_foreach_"))
+    outputs = instr.out if isinstance(instr.out, tuple) else (instr.out,)
+    lists = [one for one in (*instr.args, *instr.kwargs.values(), *outputs) if isinstance(one, (list, tuple))]
+    lengths = {len(one) for one in lists} - {0}
+    if not grouped or instr.writes or len(lengths) != 1:
+        return [instr]
+
+    def at(place: int, value: Any) -> Any:
+        return value[place : place + 1] if isinstance(value, (list, tuple)) else value
+
+    def call(place: int) -> Instr:
+        args = tuple(at(place, arg) for arg in instr.args)
+        kwargs = {name: at(place, arg) for name, arg in instr.kwargs.items()}
+        made = [at(place, out) for out in outputs]
+        return replace(instr, args=args, kwargs=kwargs, out=made if isinstance(instr.out, tuple) else made[0])
+
+    return list(map(call, range(*lengths)))
 
 
 def _assigned(out: object, value: object) -> Iterable[tuple[Var, Tensor]]:

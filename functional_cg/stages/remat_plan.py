@@ -18,7 +18,7 @@ from .program import Instr, Var, written_storages
 
 __all__ = ["Action", "in_order", "within"]
 
-_MOST_RUNS = 8  # times as many calls as the program has: beyond, it would take too long
+_MOST_RUNS = 5  # times as many calls as the program has: beyond, it would take too long
 _FEW = 2**10  # a value of a smaller part of the budget is not worth to be looked at
 _PRODUCTS = ("mm", "attention", "convolution")
 _DEAR = 8  # a product is so many times as dear as its bytes
@@ -37,9 +37,9 @@ class Action:
     forget: list[Var] = field(default_factory=list)
 
 
-def in_order(instrs: Sequence[Instr], kept: Iterable[Var]) -> list[Action]:
+def in_order(instrs: Sequence[Instr]) -> list[Action]:
     """Each call once, in order; a variable is forgotten after the last call that reads it."""
-    born = {var for instr in instrs for var in instr.outputs()} - set(kept)
+    born = {var for instr in instrs for var in instr.outputs()}
     last: dict[Var, int] = {}
     for number, instr in enumerate(instrs):
         last |= dict.fromkeys((*instr.inputs(), *instr.outputs()), number)
@@ -50,18 +50,15 @@ def in_order(instrs: Sequence[Instr], kept: Iterable[Var]) -> list[Action]:
     return actions
 
 
-def within(
-    instrs: Sequence[Instr], kept: Sequence[Var], static: Iterable[int], budget: int
-) -> list[Action] | None:
+def within(instrs: Sequence[Instr], static: Iterable[int], budget: int) -> list[Action] | None:
     """An order that takes at most ``budget`` bytes beside the static buffers; None if none is found.
 
     Args:
       instrs: The calls.
-      kept: Variables that have to be there at the end.
       static: Storages of the static buffers.
       budget: Bytes.
     """
-    plan = _Plan(instrs, kept, frozenset(static), budget)
+    plan = _Plan(instrs, frozenset(static), budget)
     try:
         return plan.made()
     except _NoRoomError:
@@ -75,10 +72,8 @@ class _NoRoomError(Exception):
 class _Plan:
     """Goes through a program, and keeps account of what is there."""
 
-    def __init__(
-        self, instrs: Sequence[Instr], kept: Sequence[Var], static: frozenset[int], budget: int
-    ) -> None:
-        self._instrs, self._kept, self._static, self._budget = instrs, kept, static, budget
+    def __init__(self, instrs: Sequence[Instr], static: frozenset[int], budget: int) -> None:
+        self._instrs, self._static, self._budget = instrs, static, budget
         self._maker: dict[Var, Instr] = {}
         self._size: dict[int, int] = {}
         self._uses: dict[int, list[int]] = {}
@@ -96,8 +91,6 @@ class _Plan:
                     self._size[var.storage] = max(self._size.get(var.storage, 0), var.spec.nbytes)
                     if fixed:
                         self._stays.add(var.storage)
-        for var in kept:
-            self._uses.setdefault(var.storage, []).append(len(instrs))
         self._there: dict[int, set[Var]] = {}  # what is in memory, by storage
         self._used = 0
         self._now = 0
@@ -105,6 +98,8 @@ class _Plan:
         self._forget: list[Var] = []
 
     def made(self) -> list[Action]:
+        if max(map(self._needs, self._instrs), default=0) > self._budget:
+            raise _NoRoomError
         for number, instr in enumerate(self._instrs):
             self._now = number
             self._need(list(instr.inputs()), instr)
@@ -112,15 +107,18 @@ class _Plan:
             for storage in {var.storage for var in (*instr.inputs(), *instr.outputs())}:
                 if self._size.get(storage, 0) * _FEW < self._budget and self._next_use(storage) is None:
                     self._drop(storage)
-        self._now = len(self._instrs)
-        self._need(self._kept, None)
         self._actions.append(Action(None, self._forget))
         return self._actions
+
+    def _needs(self, instr: Instr) -> int:
+        """Bytes that a call takes, whatever else is there."""
+        storages = {var.storage for var in (*instr.inputs(), *instr.outputs())}
+        return sum(self._size.get(storage, 0) for storage in storages)
 
     def _is_there(self, var: Var) -> bool:
         return var not in self._maker or var in self._there.get(var.storage, ())
 
-    def _need(self, wanted: Sequence[Var], reader: Instr | None) -> None:
+    def _need(self, wanted: Sequence[Var], reader: Instr) -> None:
         """Make what is missing, and what that takes; what is wanted is not dropped for it."""
         waiting: list[Instr] = []
         protected = [set(wanted)]  # what is wanted, and by what has to be made for it

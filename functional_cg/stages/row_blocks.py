@@ -10,7 +10,7 @@ The values are those of the calls themselves, but for the order of such sums.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -45,22 +45,21 @@ class _Rows:
     sums: bool = False
 
 
-def in_blocks(instrs: Sequence[Instr], kept: Iterable[Var], large: int, blocks: int) -> list[Instr]:
+def in_blocks(instrs: Sequence[Instr], large: int, blocks: int) -> list[Instr]:
     """The calls, with those on large values in blocks of rows.
 
     Args:
       instrs: The calls; they are not changed.
-      kept: Variables that have to be there at the end.
       large: Bytes from which on a value is large.
       blocks: How many blocks a value is divided into; values whose rows cannot be are left whole.
     """
-    return _Divided(instrs, kept, large, blocks).calls()
+    return _Divided(instrs, large, blocks).calls()
 
 
 class _Divided:
     """Goes through calls, and holds those back that are to be run in blocks, until somebody needs a result."""
 
-    def __init__(self, instrs: Sequence[Instr], kept: Iterable[Var], large: int, blocks: int) -> None:
+    def __init__(self, instrs: Sequence[Instr], large: int, blocks: int) -> None:
         self._instrs, self._large, self._blocks = instrs, large, blocks
         self._index, self._storage = highest_of(instrs)
         self._parts: dict[Var, list[Var]] = {}
@@ -69,7 +68,7 @@ class _Divided:
         rules = {instr: self._rule(instr) for instr in instrs}
         self._rules = {instr: rule for instr, rule in rules.items() if rule is not None}
         # What has to be there whole: read by a call that is not divided, or by one that reads more than its rows.
-        self._whole = set(kept)
+        self._whole: set[Var] = set()
         for instr in instrs:
             rule = self._rules.get(instr)
             self._whole |= {var for var in instr.inputs() if rule is None or var not in rule.sliced}

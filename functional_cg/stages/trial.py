@@ -16,7 +16,6 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from ..overlap import storage_key
 from .judge import Difference, Judge
 from .lower import Buffers, ExecutionPlan, quiet
 from .reference import Reference
@@ -84,9 +83,7 @@ class Trial:
         self._reference, self._plan, self._together = reference, plan, together
         self._judge = Judge(reference, together)
         self._takes = 0
-        self._slots = [
-            (place, out.slot) for place, out in enumerate(reference.outputs) if out.slot is not None
-        ]
+        self._advances = any(out.slot is not None for out in reference.outputs)
         self.lacking = 0
 
     @property
@@ -135,7 +132,7 @@ class Trial:
             wrong = self._judge.limits(got, space.buffers)
             if self._together(bool(wrong)):
                 return self._described(wrong, space, leads)
-            if not self._slots:
+            if not self._advances:
                 break
         return []
 
@@ -143,15 +140,9 @@ class Trial:
         space.reset()
 
     def _to_the_next_step(self, space: Space) -> None:
-        """Let the slots hold what the program makes of them."""
+        """Let the slots hold what the plan makes of them: it was right about the first step."""
         space.reset()
-        slots, values = space.buffers.slots, self._reference.run(space.buffers)
-        memory = {storage_key(slot) for slot in slots}
-        # All at once: what is another slot's old value is copied before that is written.
-        new = {slot: values[place] for place, slot in self._slots}
-        new = {slot: value.clone() if storage_key(value) in memory else value for slot, value in new.items()}
-        for slot, value in new.items():
-            slots[slot].copy_(value)
+        self._made(space)
 
     def _lacks(self, room: int) -> bool:
         if not 0 < self._takes <= room:
@@ -172,7 +163,6 @@ class Trial:
     ) -> list[Difference]:
         """What is wrong, in full: both run once more."""
         leads(space)
-        expected = self._reference.run(space.buffers)
-        kept = {number: expected[number].to("cpu", copy=True) for number in wrong}
+        expected = self._judge.expected(wrong, space.buffers)
         leads(space)
-        return self._judge.described(wrong, self._made(space), kept)
+        return self._judge.described(wrong, self._made(space), expected)

@@ -69,6 +69,8 @@ class Shaker:
       generator: Draws which way; on the device of the program.
       most: Ulps, a whole number.
       decisions: Ulps by which it moves what a call decides by (a comparison, ``argmax``, a rounding), for that call.
+      leans: Whether the elements of a result are moved the same way, up or down, or all away from zero or towards it.
+        Equal numbers are rounded alike, and what is added up over thousands of them is thousands of times off.
       dice: Draws for numbers of Python.
       chunk: Elements that are moved at a time.
     """
@@ -76,6 +78,7 @@ class Shaker:
     generator: torch.Generator
     most: int = 1
     decisions: int = 0
+    leans: bool = False
     dice: random.Random = field(default_factory=lambda: random.Random(0))
     chunk: int = _CHUNK
 
@@ -121,6 +124,7 @@ class Shaker:
         if tensor.dtype not in _BITS or not tensor.numel():
             return
         integer, last, infinity = _BITS[tensor.dtype]
+        sign, outward = self.dice.choice((-1, 1)), self.dice.choice((False, True))
         if spread:
             root = torch.linalg.vector_norm(tensor, dtype=_WIDE.get(tensor.dtype))
             step = torch.where(root.isfinite(), root, 0.0) * (spread / math.sqrt(tensor.numel()))
@@ -131,10 +135,13 @@ class Shaker:
             ulps = torch.randint(
                 -most, most + 1, part.shape, dtype=integer, device=part.device, generator=self.generator
             )
-            moved = (bits + ulps).view(part.dtype)
+            if self.leans:  # the bits of a number say how far it is from zero
+                ulps = ulps.abs_().mul_(sign)
+                ulps = ulps if outward else torch.where(bits < 0, -ulps, ulps)
+            bits += ulps.masked_fill_(stays, 0)
             if spread:
-                moved += step * torch.randn(part.shape, device=part.device, generator=self.generator)
-            part.copy_(torch.where(stays, part, moved))
+                noise = torch.randn(part.shape, device=part.device, generator=self.generator)
+                part += noise.mul_(step).masked_fill_(stays, 0)
 
 
 def _flat(value: Any) -> Iterator[Any]:

@@ -87,7 +87,8 @@ MUTANTS = (
             (
                 "            wrong = self._judge.limits(got, space.buffers)",
                 (
-                    "            self._reference.run = lambda *ignored: [one.clone() for one in self._made(space)]\n"
+                    "            self._reference.run = lambda buffers, see, shaker=None: "
+                    "[see(n, one) for n, one in enumerate(self._made(space))]\n"
                     "            wrong = self._judge.limits(got, space.buffers)"
                 ),
             ),
