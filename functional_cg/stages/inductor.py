@@ -19,6 +19,10 @@ _INDUCTOR_OPTIONS: Mapping[str, Any] = MappingProxyType(
     {"triton.cudagraphs": False, "triton.cudagraph_trees": False}
 )
 
+# Kernels are timed on the values of the first run, as under `torch.compile`. This way of compiling would time them on ones
+# that it makes up: an index that is out of range there is a fault from which a GPU does not recover.
+_REAL_VALUES: Mapping[str, Any] = MappingProxyType({"triton.autotune_at_compile_time": False})
+
 # Inductor's passes put the launch of a collective next to its wait, or the wait next to the first use of its result;
 # our own order has both where compute runs in between.
 _IN_ORDER: Mapping[str, Any] = MappingProxyType(
@@ -58,7 +62,7 @@ def compile_graph(
     """
     from torch._inductor import standalone_compile
 
-    options = {**_INDUCTOR_OPTIONS, "unsafe_marked_cacheable_functions": sources()}
+    options = {**_INDUCTOR_OPTIONS, **_REAL_VALUES, "unsafe_marked_cacheable_functions": sources()}
     options["post_grad_custom_post_pass"] = compiler_pass()
     options |= _ON_HOST if on_host else {**_ON_GPU, **(_TOGETHER if small else _CLOSE_PAIRS)}
     if in_order:
