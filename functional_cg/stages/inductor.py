@@ -19,8 +19,8 @@ _INDUCTOR_OPTIONS: Mapping[str, Any] = MappingProxyType(
     {"triton.cudagraphs": False, "triton.cudagraph_trees": False}
 )
 
-# Kernels are timed on the values of the first run, as under `torch.compile`. This way of compiling would time them on ones
-# that it makes up: an index that is out of range there is a fault from which a GPU does not recover.
+# Kernels are timed on the values of the first run, as under `torch.compile`. This way of compiling would time them
+# on values that it makes up, whose indices may be out of range: a fault from which a GPU does not recover.
 _REAL_VALUES: Mapping[str, Any] = MappingProxyType({"triton.autotune_at_compile_time": False})
 
 # Inductor's passes put the launch of a collective next to its wait, or the wait next to the first use of its result;

@@ -103,13 +103,9 @@ def _owned(value: Any) -> Any:
         memory = memory.data
     if not isinstance(memory, (ir.InputBuffer, ir.ConstantBuffer)):
         return value
-    if unsupported_input_tensor(_as_node(call.args[0]).meta["val"]):
-        return fallback_handler(_aten.clone.default, add_to_fallback_set=False)(
-            value
-        )  # complex numbers: torch's
-    copy = clone(value)
-    copy.realize()  # now: some writes are put before what waits to be computed
-    return copy
+    if unsupported_input_tensor(_as_node(call.args[0]).meta["val"]):  # complex numbers: torch copies them
+        return fallback_handler(_aten.clone.default, add_to_fallback_set=False)(value)
+    return clone(value)
 
 
 def _own_what_leaves(graph: fx.Graph, writes: Sequence[fx.Node]) -> None:

@@ -54,7 +54,7 @@ MUTANTS = (
     Mutant(
         "N33",
         "a compiler drops the copy of an old leaf: what leaves is not owned",
-        (("    copy = clone(value)\n", "    copy = value\n"),),
+        (("    return clone(value)\n", "    return value\n"),),
         (
             f"{OLD_VALUES}test_old_values_compiled[cpu as a GPU]",
             f"{OLD_VALUES}test_leaves_that_change_places[cpu as a GPU]",
@@ -137,15 +137,6 @@ MUTANTS = (
             f"{TRIAL}test_a_verified_call_finds_what_the_certificate_does[a dropped clone-cpu]",
         ),
         gpu=(f"{TRIAL}test_a_verified_call_finds_what_the_certificate_does[a dropped clone-cuda]",),
-    ),
-    Mutant(
-        "N52",
-        "the copy of an old leaf waits to be computed: a write by an op of torch comes first",
-        (("    copy.realize()  #", "    #"),),
-        (f"{HAZARDS}test_h127_h132_odd_tensors.py::test_h130_any_dtype_is_a_leaf[torch.complex64-compiled]",),
-        gpu=(
-            f"{HAZARDS}test_h127_h132_odd_tensors.py::test_h130_any_dtype_is_a_leaf[torch.complex64-cuda-compiled]",
-        ),
     ),
     Mutant(
         "N53",
