@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import random
 from collections.abc import Callable
 from typing import Any
 
@@ -365,6 +366,33 @@ def test_what_was_rounded_moves_by_an_ulp_and_what_is_exact_stays(dtype: torch.d
     largest = torch.full((8,), torch.finfo(dtype).max, dtype=dtype)
     shaker._move(largest, 1, 0.0)
     assert bool(largest.isfinite().all())
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_shaker_that_leans_moves_all_the_same_way(dtype: torch.dtype, seed: int) -> None:
+    """Upwards, downwards, away from zero or towards it: so are equal numbers rounded, and a sum of them is far off."""
+    value = (torch.linspace(-0.9, 0.9, 4000, dtype=torch.float64).sin() * 1.234567).to(dtype)
+    shaker = Shaker(torch.Generator().manual_seed(seed), 2, leans=True, dice=random.Random(seed))
+    moved = value.clone()
+    shaker._move(moved, 2, 0.0)
+    apart = moved.double() - value.double()
+    ways = [apart, -apart, apart * value.sign(), -apart * value.sign()]
+    assert any(bool((way >= 0).all()) for way in ways)
+    assert (apart != 0).sum() > 2000
+
+
+def test_an_update_is_made_leaf_by_leaf() -> None:
+    """Not all new parameters and moments are there at a time, only their gradients."""
+
+    def train_step(state: Any, x: Tensor) -> Any:
+        grads = fcg.grad(lambda p: sum((x * leaf).square().sum() for leaf in p))(state.params)
+        return state.apply_gradients(grads), {}
+
+    params = [torch.randn(1024) for _ in range(32)]
+    state = fcg.place(fcg.TrainState.create(params=params, optimizer=fcg.optim.adamw(1e-3, weight_decay=0.1)))
+    reference = fcg.graph_step(train_step).lower(state, torch.randn(1024)).reference
+    assert _most(reference._actions, reference) < 44 * 4096
 
 
 def outputs(reference: Any, buffers: Buffers) -> list[Tensor]:
