@@ -75,6 +75,7 @@ class _Plan:
     def __init__(self, instrs: Sequence[Instr], static: frozenset[int], budget: int) -> None:
         self._instrs, self._static, self._budget = instrs, static, budget
         self._maker: dict[Var, Instr] = {}
+        self._price: dict[Var, tuple[float, tuple[Var, ...]]] = {}  # what its call moves, and reads
         self._size: dict[int, int] = {}
         self._uses: dict[int, list[int]] = {}
         written = written_storages(instrs)
@@ -85,9 +86,11 @@ class _Plan:
             collective = instr.op.namespace == "_c10d_functional"  # all ranks make the same ones
             # What is made from such a storage neither, once that is gone.
             fixed = collective or any(var.storage in self._stays for var in instr.inputs())
+            price = _price(instr)
             for var in instr.outputs():
                 if var.storage not in static:
                     self._maker.setdefault(var, instr)
+                    self._price.setdefault(var, (price, tuple(instr.inputs())))
                     self._size[var.storage] = max(self._size.get(var.storage, 0), var.spec.nbytes)
                     if fixed:
                         self._stays.add(var.storage)
@@ -186,10 +189,14 @@ class _Plan:
         """About what it costs to make a storage anew."""
         cost = 1.0
         for var in self._there[storage]:
-            maker = self._maker[var]
-            sizes = sum(one.spec.nbytes for one in (*maker.inputs(), *maker.outputs()))
+            price, inputs = self._price[var]
             # What is not there has to be made before.
-            lacking = sum(not self._is_there(one) for one in maker.inputs())
-            dear = _DEAR if any(word in str(maker.op) for word in _PRODUCTS) else 1
-            cost = max(cost, sizes * dear * (1 + lacking))
+            lacking = sum(not self._is_there(one) for one in inputs)
+            cost = max(cost, price * (1 + lacking))
         return cost
+
+
+def _price(instr: Instr) -> float:
+    """About what a call costs: the bytes that it moves."""
+    moved = sum(var.spec.nbytes for var in (*instr.inputs(), *instr.outputs()))
+    return float(moved * (_DEAR if any(word in str(instr.op) for word in _PRODUCTS) else 1))
