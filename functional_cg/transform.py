@@ -36,7 +36,7 @@ from .stages.reference import Reference
 from .stages.replay import MISS, Bound, Stats, finisher, replayer
 from .stages.rewrite import rewrite
 from .stages.trace import BoundState, Recipe, trace
-from .stages.watch import refuse_ambient_autocast, watch
+from .stages.watch import refuse_ambient_autocast
 from .staging import Staging
 from .state import Handle, fill, place, placeable
 from .surroundings import inside_a_step, refuse_anomaly_mode, refuse_foreign_modes
@@ -299,12 +299,8 @@ class Transform:
             self._constants.named(), self._donates,
         )  # fmt: skip
         with _timed(self._name, "traced"):
-            program = trace(recipe, deliver_ctrl_c)
+            program, host_watch = trace(recipe, deliver_ctrl_c)
         self.stats.traces += 1
-        # An optimizer in a static field is reached through the state, not through a name in the code.
-        roots = tuple(value for s in call.states for value in pytree.static_values(s.handle._node))
-        constants = [tensor for _, tensor in self._constants.named()]
-        host_watch = watch(self._fn, roots=roots, arguments=call.objects, constants=constants)
         inspection = inspection_of(program, host_watch.names())
         reference = Reference(program.twin())  # before anything is rewritten
         with _timed(self._name, f"lowered {len(program.instrs)} ATen calls"):

@@ -25,7 +25,9 @@ from hypothesis import strategies as st
 
 import functional_cg as fcg
 from functional_cg.errors import BakedValueError
-from functional_cg.stages.watch import MODES, HostWatch, modes, refuse_ambient_autocast, watch
+from functional_cg.stages.frames import followed
+from functional_cg.stages.reads import Reads
+from functional_cg.stages.watch import MODES, HostWatch, modes, refuse_ambient_autocast
 
 LR = 0.1
 KEY = "lr"
@@ -48,9 +50,18 @@ class Config:
 CFG = Config()
 
 
-def notices(fn, name, change, **watching):
+def watch(fn, *more, raises=(), constants=(), x=None, **named):
+    """Run `fn` as a trace does, and watch what it has read."""
+    reads = Reads(constants)
+    reads.root(fn, "self")
+    with followed(reads), contextlib.suppress(*raises):
+        fn(torch.ones(2) if x is None else x, *more, **named)
+    return HostWatch(reads.finish(), autocast_dtypes=reads.says_autocast)
+
+
+def notices(fn, name, change, *more, **watching):
     """`fn` reads `name`; `change` changes it and nothing else."""
-    seen = watch(fn, **watching)
+    seen = watch(fn, *more, **watching)
     assert name in seen.names(), seen.names()
     assert seen.unchanged()
     assert seen.differences() == []

@@ -12,6 +12,7 @@ import math
 import time
 import weakref
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Any
@@ -41,11 +42,13 @@ from ..source import Locator
 from ..surroundings import canonical, in_a_backward
 from ..tree import KeyPath, Treedef, path_string
 from .fake import FakeMode, without_log
+from .frames import followed
 from .host import HostGuard, HostRandomness, HostState
 from .inspect import Rules, refuse_mixed_dtypes, refuse_new_state
 from .program import Constant, Instr, Program, Report, Var
 from .raised import mapped, raised_at
-from .watch import watch
+from .reads import Reads
+from .watch import HostWatch
 
 __all__ = ["BoundState", "Recipe", "trace"]
 
@@ -371,7 +374,9 @@ def _refuse_kept(name: str, recorder: _Recorder, references: Sequence[weakref.re
         )
 
 
-def _run(recipe: Recipe, first: Program | None, checkpoint: Callable[[], None]) -> _Recorder:
+def _run(
+    recipe: Recipe, first: Program | None, checkpoint: Callable[[], None], reads: Reads | None = None
+) -> _Recorder:
     mode = FakeMode()
     recorder = _Recorder(recipe, mode, first, checkpoint)
     program = recorder.program
@@ -393,7 +398,8 @@ def _run(recipe: Recipe, first: Program | None, checkpoint: Callable[[], None]) 
     for name, constant in recipe.constants:
         recorder.declare(name, constant)
     mesh = mesh_of([spec for state in recipe.states for spec in state.specs])
-    with canonical(mesh), without_log(), mode, recorder, HostGuard(recorder.rules):
+    followed_or_not = nullcontext() if reads is None else followed(reads)
+    with canonical(mesh), without_log(), mode, recorder, HostGuard(recorder.rules), followed_or_not:
         result = recipe.apply(recipe.function, trees, inputs)
         old = recipe.states[0] if recipe.donates else None
         result = shown(result) if old is None else left(old.specs, old.treedef, result)
@@ -447,12 +453,14 @@ def _result_var(recorder: _Recorder, path: KeyPath, leaf: Tensor, root: str) -> 
     return var
 
 
-def trace(recipe: Recipe, checkpoint: Callable[[], None] = lambda: None) -> Program:
+def trace(recipe: Recipe, checkpoint: Callable[[], None] = lambda: None) -> tuple[Program, HostWatch]:
     """Trace a step twice on fake tensors; nothing is launched.
 
     Args:
       recipe: What to trace.
       checkpoint: Called before each ATen call, where an exception does no harm.
+    Returns:
+      (program, watch): the calls, and what the second run has read on the host.
     Raises:
       FunctionalCGError: One class per mistake, see :mod:`functional_cg.errors`.
     """
@@ -463,8 +471,9 @@ def trace(recipe: Recipe, checkpoint: Callable[[], None] = lambda: None) -> Prog
             recorder = _run(recipe, None, checkpoint)
             randomness.refuse_draws(recipe.name, lambda: _run(recipe, None, checkpoint))
             _refuse_kept(recipe.name, recorder, recorder.release())
-            watched = watch(recipe.function)
-            again = _run(recipe, recorder.program, checkpoint)
+            reads = Reads([constant for _, constant in recipe.constants])
+            reads.root(recipe.function, "self")
+            again = _run(recipe, recorder.program, checkpoint, reads)
     except FunctionalCGError as error:
         error.within(recipe.name, raised_at(error))
         raise
@@ -476,8 +485,9 @@ def trace(recipe: Recipe, checkpoint: Callable[[], None] = lambda: None) -> Prog
     if len(again.program.instrs) < len(program.instrs):
         raise _difference(recipe.name, program.instrs[len(again.program.instrs)], None)
     _refuse_changed_result(program, again.program)
-    host.refuse_change(watched)
-    return program
+    watched = HostWatch(reads.finish(), autocast_dtypes=reads.says_autocast)
+    host.refuse_change(watched, reads)
+    return program, watched
 
 
 def _refuse_changed_result(first: Program, second: Program) -> None:
