@@ -26,6 +26,8 @@ __all__ = ["followed"]
 _TORCH = os.path.dirname(torch.__file__) + os.sep
 # Libraries of which a method reads the attributes of an object of the user's, such as a module or a scheduler.
 _OF_OBJECTS = (
+    "<frozen os>",
+    "<frozen _collections_abc>",
     *(_TORCH + name for name in ("nn/modules/", "optim/", "distributions/")),
     *(path + os.sep for name in ("stdlib", "platstdlib") if (path := sysconfig.get_paths().get(name))),
 )

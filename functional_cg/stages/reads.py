@@ -60,6 +60,8 @@ class Reads:
         self._functions: dict[CodeType, list[Place]] = {}
         self._made: dict[CodeType, list[dict[str, tuple[Place, Step]]]] = {}
         self._classes: dict[type, bool] = {}
+        self._registries: dict[int, object] = {}
+        self.root(os.environ, "os.environ")
 
     # -- places -------------------------------------------------------------------------------------------------
 
@@ -280,31 +282,31 @@ class Reads:
         if name in namespace:
             value = namespace[name]
             library = type(value) is ModuleType and not _is_user_module(value)
-            if not library and not (is_container(value) and _is_installed(namespace)):
+            if is_container(value) and _is_installed(namespace):
+                self._registries[id(value)] = value  # others add to it, which is no change for this step
+            elif not library:
                 self.found(self.root(namespace, "globals()"), Step(ITEM, name), value, name)
             return value
-        value = getattr(builtins, name, UNKNOWN)
-        self.asked(namespace, name, "globals()")
-        return value
-
-    def asked(self, mapping: dict[str, Any], key: Any, name: str) -> None:
-        """Note whether a mapping has a key."""
-        place = self.root(mapping, name)
-        if (id(mapping), ITEM, type(key), key) not in self._seen:
-            self.part(place, has_key(key), key in mapping, f"{key!r} in {place.name}", key)
+        place = self.root(namespace, "globals()")
+        self.part(place, has_key(name), False, name, name, defines=True)  # a builtin is shadowed by one
+        return getattr(builtins, name, UNKNOWN)
 
     # -- parts --------------------------------------------------------------------------------------------------
 
-    def part(self, place: Place, read: Any, value: Any, name: str, key: Any = None) -> None:
+    def part(
+        self, place: Place, read: Any, value: Any, name: str, key: Any = None, *, defines: bool = False
+    ) -> None:
         """Note something that a function says of an object."""
         seen = (id(place.value), PART, name, type(key), key)
         if seen not in self._seen:
             self._seen.add(seen)
-            self.entries[seen] = Entry(place, Step(PART, read), How.SAME, value, name)
+            self.entries[seen] = Entry(place, Step(PART, read), How.SAME, value, name, defines)
 
     def whole(self, place: Place, depth: int = 0) -> None:
         """Note all that a container holds, and where; `depth`: how deep those inside of it are read too."""
         held = place.value
+        if id(held) in self._registries:
+            return
         key = (id(held), How.CONTENTS, None)
         if key not in self.entries:
             self.entries[key] = Entry(place, None, How.CONTENTS, Contents(held), place.name)
@@ -333,6 +335,10 @@ class Reads:
                 self._drawn.append((place, state, self._site))
         elif _advances(value):
             self._advanced.append((self.place(value), self._site))
+
+    def held_by(self, value: Any) -> list[Any]:
+        """What a container holds that is not plain, once it is read as a whole."""
+        return [] if value is UNKNOWN or not is_container(value) else [part for _, part in _parts(value)]
 
     def went_on(self, frame: FrameType) -> None:
         """A generator goes on that was made before the step."""
@@ -417,7 +423,7 @@ class Reads:
         if self.is_of_user(type(owner)) and instance_dict(owner) is not None and type(in_class) is FunctionType:
             place = self.place(owner)
             shown = f"{place.name}.{name}"
-            self.part(place, functools.partial(_stores, name), False, f"{name!r} in vars({place.name})", shown)
+            self.part(place, functools.partial(_stores, name), False, shown, name, defines=True)
         return _bound(in_class, owner)
 
     def _looked_up(self, owner: Any, name: str) -> Any:
@@ -438,8 +444,6 @@ class Reads:
             return UNKNOWN
         if _is_user_module(owner):
             self._read(owner, Step(ATTRIBUTE, name), found)
-        elif found is os.environ:
-            self.root(found, "os.environ")
         return found
 
     def _of_type(self, owner: type, name: str) -> Any:
@@ -543,6 +547,7 @@ class Reads:
         self.frame = None
         self._functions.clear()
         self._made.clear()
+        self._registries.clear()
         places = [place for place in self._places.values() if place.owner is None and not place.outlives]
         self._places.clear()
         probe = Place(object(), "")

@@ -69,6 +69,7 @@ _TAKES_BY_ARGUMENT: Mapping[str, Callable[[int], int]] = MappingProxyType(
 _MOVES = MappingProxyType({"POP_TOP": 1, "BUILD_LIST": 1, "DELETE_ATTR": 1, "DELETE_SUBSCR": 2, "END_FOR": 1})
 _WRITES = frozenset("append appendleft extend extendleft insert add __setitem__ __setattr__ __init__".split())
 _LOOKUPS = frozenset({"get", "setdefault", "__getitem__"})
+_GETTERS = (operator.attrgetter, operator.itemgetter)
 _SAYS_ALL = frozenset({"__reduce_ex__", "__reduce__", "__getstate__"})
 
 
@@ -481,8 +482,11 @@ class Shadow:
             self.push(handler(self, *args))
             return
         function = callee.__func__ if type(callee) is MethodType else callee
-        if type(function) in (operator.attrgetter, operator.itemgetter) and args:
+        if type(function) in _GETTERS and args:
             self.push(self._get(function, args[0]))
+            return
+        if callee in _GETTERS and UNKNOWN not in args:
+            self.push(callee(*args))
             return
         if type(callee) in (BuiltinFunctionType, MethodWrapperType) and type(callee.__self__) is not ModuleType:
             self.push(self._method(callee.__self__, callee.__name__, args, kwargs))
@@ -498,6 +502,11 @@ class Shadow:
         """Values are given to what is not seen, which may read all of a container."""
         for value in values:
             self.use(value, deep=True)
+        for getter in values:
+            if type(getter) in _GETTERS:  # what calls it is not seen
+                for value in values:
+                    for part in self.reads.held_by(value):
+                        self._get(getter, part)
 
     def _method(self, owner: Any, name: str, args: list[Any], kwargs: Mapping[str, Any]) -> Any:
         """A method that is not written in Python."""
