@@ -6,50 +6,44 @@ class of the user's calls equal may hold any of these.
 
 from __future__ import annotations
 
+import dataclasses
 import numbers
 import struct
-from collections import OrderedDict, deque
+from collections import deque
 from typing import Any
 
 import torch
 
-__all__ = ["Exact", "same"]
+__all__ = ["Exact", "alike", "same"]
 
 
 def same(new: Any, old: Any) -> bool:
     """Whether two values bake the same constants. Two tensors never do; what cannot be compared does not."""
-    if new is old:
-        return True
-    if type(new) is not type(old) or isinstance(new, torch.Tensor):
-        return False
     try:
-        return _alike(new, old)
+        return alike(new, old)
     except Exception:  # a comparison of the user's own, or values without an end
         return False
 
 
-def _alike(new: Any, old: Any) -> bool:
+def alike(new: Any, old: Any) -> bool:
+    """The same, but raises what a comparison of the user's own raises."""
+    if new is old:
+        return True
+    if type(new) is not type(old) or isinstance(new, torch.Tensor):
+        return False
     match new:
-        case str() | bytes() | bool() | int() if type(new).__module__ == "builtins":
-            return bool(new == old)
         case tuple() | list() | deque():
-            return len(new) == len(old) and all(map(same, new, old)) and _whole(new, old)
-        case dict():
-            return _same_entries(new, old) and _whole(new, old)
+            return len(new) == len(old) and all(map(alike, new, old)) and _holds_alike(new, old)
+        case dict():  # Python reads them in their order
+            return alike(list(new.items()), list(old.items())) and _holds_alike(new, old)
         case set() | frozenset():
-            return {Exact(part) for part in new} == {Exact(part) for part in old} and _whole(new, old)
+            return {Exact(part) for part in new} == {Exact(part) for part in old} and _holds_alike(new, old)
         case numbers.Complex() if not isinstance(new, numbers.Rational):
             return _bits(new) == _bits(old)
-    return bool(new == old) and _whole(new, old)
-
-
-def _same_entries(new: dict[Any, Any], old: dict[Any, Any]) -> bool:
-    if isinstance(new, OrderedDict) and not all(map(same, new, old)):
-        return False
-    held = {Exact(key): value for key, value in old.items()}
-    return len(new) == len(old) and all(
-        Exact(key) in held and same(value, held[Exact(key)]) for key, value in new.items()
-    )
+    if dataclasses.is_dataclass(new) and not isinstance(new, type) and type(new).__eq__ is not object.__eq__:
+        names = [field.name for field in dataclasses.fields(new) if field.compare]
+        return alike([getattr(new, name) for name in names], [getattr(old, name) for name in names])
+    return bool(new == old) and _holds_alike(new, old)
 
 
 def _bits(number: numbers.Complex) -> bytes:
@@ -57,7 +51,7 @@ def _bits(number: numbers.Complex) -> bytes:
     return struct.pack("dd", value.real, value.imag)
 
 
-def _whole(new: Any, old: Any) -> bool:
+def _holds_alike(new: Any, old: Any) -> bool:
     """Whether two equal objects hold the same, as far as ``copy`` would see."""
     if type(new).__module__ == "builtins":
         return True
@@ -67,8 +61,8 @@ def _whole(new: Any, old: Any) -> bool:
         return True
     if isinstance(parts, str):
         return bool(parts == others)
-    # Iterators over the parts of a list or a dict are new each time; these were compared before.
-    return same(parts[:3], others[:3])
+    # Behind these stand iterators over the parts of a list or a dict, which were compared before.
+    return alike(parts[:3], others[:3])
 
 
 class Exact:

@@ -36,7 +36,7 @@ from .stages.reference import Reference
 from .stages.replay import MISS, Bound, Stats, finisher, replayer
 from .stages.rewrite import rewrite
 from .stages.trace import BoundState, Recipe, trace
-from .stages.watch import refuse_ambient_autocast
+from .stages.watch import refuse_ambient_modes
 from .staging import Staging
 from .state import Handle, fill, place, placeable
 from .surroundings import inside_a_step, refuse_anomaly_mode, refuse_foreign_modes
@@ -197,7 +197,7 @@ class Transform:
 
     def _prepared(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         call = self._take_apart(args, kwargs)
-        refuse_ambient_autocast(self._name)
+        refuse_ambient_modes(self._name)
         lowered = self._lowered_for(call)
         lowered.watch.check(self._name)
         self._constants.check()
@@ -291,7 +291,7 @@ class Transform:
         return lowered
 
     def _lower(self, call: Call, deliver_ctrl_c: Callable[[], None]) -> Lowered:
-        refuse_ambient_autocast(self._name)
+        refuse_ambient_modes(self._name)
         refuse_anomaly_mode(self._name)
         states = tuple(BoundState(s.name, s.handle._node, s.specs) for s in call.states)
         recipe = Recipe(

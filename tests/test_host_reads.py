@@ -27,6 +27,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import functional_cg as fcg
+from functional_cg.sameness import Exact, same
 
 X = torch.tensor([1.0, 2.0])
 
@@ -442,3 +443,806 @@ def test_call_change_call(place: Any, read: str) -> None:
         return place(asked, cfg), lambda: change(cfg)
 
     assert isinstance(law(make), fcg.BakedValueError)
+
+
+# -- spellings of their own -----------------------------------------------------------------------------------------
+
+
+class Meta(type):
+    rate = 2.0
+
+
+def of_the_class() -> Any:
+    class Trainer:
+        k = 2.0
+
+        def step(self, x: Any, one: Any) -> Any:
+            return x * type(self).k
+
+    return Trainer().step, lambda: setattr(Trainer, "k", 5.0)
+
+
+def of_the_metaclass() -> Any:
+    class Kind(type):
+        rate = 2.0
+
+    class Trainer(metaclass=Kind):
+        pass
+
+    return lambda x, one: x * Trainer.rate, lambda: setattr(Kind, "rate", 5.0)
+
+
+def a_property_anew() -> Any:
+    class Held:
+        @property
+        def lr(self) -> float:
+            return 2.0
+
+    held = Held()
+    return lambda x, one: x * held.lr, lambda: setattr(Held, "lr", property(lambda self: 5.0))
+
+
+def what_a_descriptor_holds() -> Any:
+    class Rate:
+        value = 2.0
+
+        def __get__(self, instance: Any, owner: Any) -> float:
+            return self.value
+
+    class Held:
+        lr = Rate()
+
+    held, rate = Held(), vars(Held)["lr"]
+    return lambda x, one: x * held.lr, lambda: setattr(rate, "value", 5.0)
+
+
+def a_descriptor_anew() -> Any:
+    class Rate:
+        def __init__(self, value: float) -> None:
+            self.value = value
+
+        def __get__(self, instance: Any, owner: Any) -> float:
+            return self.value
+
+    class Held:
+        lr = Rate(2.0)
+
+    held = Held()
+    return lambda x, one: x * held.lr, lambda: setattr(Held, "lr", Rate(5.0))
+
+
+def a_method_anew() -> Any:
+    class Held:
+        def lr(self) -> float:
+            return 2.0
+
+    held = Held()
+    return lambda x, one: x * held.lr(), lambda: setattr(Held, "lr", lambda self: 5.0)
+
+
+def a_method_of_a_subclass() -> Any:
+    class Base:
+        def lr(self) -> float:
+            return 2.0
+
+    class Held(Base):
+        pass
+
+    held = Held()
+    return lambda x, one: x * held.lr(), lambda: setattr(Held, "lr", lambda self: 5.0)
+
+
+def a_method_of_one_object() -> Any:
+    class Held:
+        def lr(self) -> float:
+            return 2.0
+
+    held = Held()
+    return lambda x, one: x * held.lr(), lambda: setattr(held, "lr", lambda: 5.0)
+
+
+def a_class_method_anew() -> Any:
+    class Held:
+        @classmethod
+        def lr(cls) -> float:
+            return 2.0
+
+    return lambda x, one: x * Held.lr(), lambda: setattr(Held, "lr", classmethod(lambda cls: 5.0))
+
+
+def an_operator_anew() -> Any:
+    class Held:
+        def __rmul__(self, x: Any) -> Any:
+            return x + 1
+
+    held = Held()
+    return lambda x, one: 3.0 * held + x, lambda: setattr(Held, "__rmul__", lambda self, x: x + 2)
+
+
+def a_base_anew() -> Any:
+    class Held:
+        lr = 2.0
+
+    class Base:
+        lr = 5.0
+
+    class Middle:
+        pass
+
+    class Of(Middle):
+        pass
+
+    Middle.lr = 2.0  # type: ignore[attr-defined]
+    held = Of()
+    return lambda x, one: x * held.lr, lambda: setattr(Middle, "lr", 5.0)  # type: ignore[attr-defined]
+
+
+def a_long_list() -> Any:
+    held = [1.0] * 400
+    return lambda x, one: x * sum(held), lambda: put(held, 399, 7.0)
+
+
+def a_large_array() -> Any:
+    held = numpy.ones(5000)
+    return lambda x, one: x * float(held.sum()), lambda: put(held, 4999, 7.0)
+
+
+def a_view_of_an_array() -> Any:
+    held = numpy.ones((4, 4))
+    return lambda x, one: x * float(held.T[0, 3]), lambda: put(held, (3, 0), 7.0)
+
+
+def the_size_of_an_array() -> Any:
+    held = types.SimpleNamespace(array=numpy.ones(3))
+    return lambda x, one: x * held.array.size, lambda: setattr(held, "array", numpy.ones(4))
+
+
+def a_flag_of_numpy() -> Any:
+    held = types.SimpleNamespace(on=numpy.bool_(True))
+    return lambda x, one: x * 2 if held.on else x, lambda: setattr(held, "on", numpy.bool_(False))
+
+
+def a_partial_anew() -> Any:
+    held = types.SimpleNamespace(f=functools.partial(torch.mul, other=2.0))
+    return (
+        lambda x, one: held.f(x),
+        lambda: setattr(held, "f", functools.partial(torch.mul, other=5.0)),
+    )
+
+
+def a_partial_bound_anew() -> Any:
+    def scaled(x: Any, by: float) -> Any:
+        return x * by
+
+    held = functools.partial(scaled, by=2.0)
+
+    def change() -> None:
+        nonlocal held
+        held = functools.partial(scaled, by=5.0)
+
+    return lambda x, one: held(x), change
+
+
+def a_builtin_that_is_shadowed() -> Any:
+    names: dict[str, Any] = {}
+    exec(compile("def step(x, one): return x * max(2.0, 1.0)", "train.py", "exec"), names)
+    return names["step"], lambda: names.update(max=min)
+
+
+def a_forward_of_one_module() -> Any:
+    module = torch.nn.ReLU()
+    return lambda x, one: module(x), lambda: setattr(module, "forward", lambda x: x * 5)
+
+
+def a_hook() -> Any:
+    module = torch.nn.ReLU()
+    return (
+        lambda x, one: module(x),
+        lambda: module.register_forward_hook(lambda module, args, out: out * 5),
+    )
+
+
+def a_hook_on_all_modules() -> Any:
+    module = torch.nn.ReLU()
+    remove_hooks()
+
+    def change() -> None:
+        handle = torch.nn.modules.module.register_module_forward_hook(lambda module, args, out: out * 5)
+        HOOKS.append(handle)
+
+    return lambda x, one: module(x), change
+
+
+HOOKS: list[Any] = []
+
+
+def remove_hooks() -> None:
+    while HOOKS:
+        HOOKS.pop().remove()
+
+
+@pytest.fixture(autouse=True)
+def _no_hooks() -> Any:
+    yield
+    remove_hooks()
+
+
+def a_module_of_a_list() -> Any:
+    layers = torch.nn.ModuleList([torch.nn.LeakyReLU(0.1), torch.nn.LeakyReLU(0.2)])
+    place = types.SimpleNamespace(at=0)
+    return lambda x, one: layers[place.at](-x), lambda: setattr(layers[0], "negative_slope", 0.5)
+
+
+def a_module_that_is_replaced() -> Any:
+    layers = torch.nn.ModuleList([torch.nn.ReLU()])
+    return lambda x, one: layers[0](-x), lambda: put(layers, 0, torch.nn.Tanh())
+
+
+def a_schedule_of_torch() -> Any:
+    w = torch.nn.Parameter(torch.ones(1))
+    schedule = torch.optim.lr_scheduler.ExponentialLR(torch.optim.SGD([w], lr=2.0), gamma=0.5)
+
+    def change() -> None:
+        schedule.optimizer.step()
+        schedule.step()
+
+    return lambda x, one: x * schedule.get_last_lr()[0], change
+
+
+def a_rate_of_torch() -> Any:
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=2.0)
+    return lambda x, one: x * optimizer.param_groups[0]["lr"], lambda: put(optimizer.param_groups[0], "lr", 5.0)
+
+
+def equal_keys() -> Any:
+    held = {"on": 1}
+    return lambda x, one: x * 2 if held["on"] is True else x, lambda: put(held, "on", True)
+
+
+def the_sign_of_zero() -> Any:
+    held = [0.0]
+    return lambda x, one: x / torch.tensor(held), lambda: put(held, 0, -0.0)
+
+
+def a_decimal() -> Any:
+    held = {"a": decimal.Decimal("1.0")}
+    return lambda x, one: x * len(str(held["a"])), lambda: put(held, "a", decimal.Decimal("1.00"))
+
+
+def an_alias() -> Any:
+    first = Cfg()
+    second = first
+
+    def change() -> None:
+        nonlocal second
+        second = Cfg(5.0)
+
+    return lambda x, one: x * first.lr * second.lr, change
+
+
+def an_alias_as_an_argument() -> Any:
+    def read(cfg: Any) -> Any:
+        return cfg.lr
+
+    held = {"a": Cfg()}
+    held["b"] = held["a"]
+    return lambda x, one: x * read(held["a"]) * read(held["b"]), lambda: put(held, "b", Cfg(5.0))
+
+
+def a_deque() -> Any:
+    held = collections.deque([2.0, 3.0])
+    return lambda x, one: x * held[0], lambda: held.rotate()
+
+
+def an_ordered_dict() -> Any:
+    held = collections.OrderedDict(a=2.0, b=5.0)
+    return lambda x, one: x * next(iter(held.values())), lambda: held.move_to_end("a")
+
+
+def a_chain_map() -> Any:
+    held = collections.ChainMap({}, {"lr": 2.0})
+    return lambda x, one: x * held["lr"], lambda: put(held.maps[0], "lr", 5.0)
+
+
+def a_user_list() -> Any:
+    held = collections.UserList([2.0])
+    return lambda x, one: x * held[0], lambda: put(held, 0, 5.0)
+
+
+def a_default_dict() -> Any:
+    held = collections.defaultdict(lambda: 2.0)
+    return lambda x, one: x * held.get("lr", 2.0), lambda: put(held, "lr", 5.0)
+
+
+def a_named_tuple_anew() -> Any:
+    Rates = collections.namedtuple("Rates", "lr wd")
+    held = [Rates(2.0, 1.0)]
+    return lambda x, one: x * held[0].lr, lambda: put(held, 0, Rates(5.0, 1.0))
+
+
+def a_fraction() -> Any:
+    held = [fractions.Fraction(2)]
+    return lambda x, one: x * float(held[0]), lambda: put(held, 0, fractions.Fraction(5))
+
+
+def a_global_that_is_deleted() -> Any:
+    names: dict[str, Any] = {"max": min}
+    exec(compile("def step(x, one): return x * max(2.0, 5.0)", "train.py", "exec"), names)
+    return names["step"], lambda: names.pop("max")
+
+
+def a_function_in_a_table() -> Any:
+    held = {"act": torch.relu}
+    return lambda x, one: held["act"](-x), lambda: put(held, "act", torch.abs)
+
+
+def code_of_a_function() -> Any:
+    def helper(x: Any) -> Any:
+        return x * 2
+
+    return lambda x, one: helper(x), lambda: setattr(helper, "__code__", (lambda x: x * 5).__code__)
+
+
+def a_cell_of_a_helper() -> Any:
+    rate = 2.0
+
+    def helper(x: Any) -> Any:
+        return x * rate
+
+    def change() -> None:
+        nonlocal rate
+        rate = 5.0
+
+    return lambda x, one: helper(x), change
+
+
+def a_callback_in_a_table() -> Any:
+    def make(rate: float) -> Any:
+        return lambda x: x * rate
+
+    held = [make(2.0)]
+    return lambda x, one: functools.reduce(lambda y, f: f(y), held, x), lambda: put(held, 0, make(5.0))
+
+
+def a_set() -> Any:
+    held = {2.0}
+    return lambda x, one: x * sum(held), lambda: held.add(5.0)
+
+
+def a_byte() -> Any:
+    held = bytearray(b"ab")
+    return lambda x, one: x * held[0], lambda: put(held, 0, 5)
+
+
+def a_number_in_an_exception() -> Any:
+    held = [0]
+
+    def step(x: Any, one: Any) -> Any:
+        try:
+            return x * (1 / held[0])
+        except ZeroDivisionError:
+            return x
+
+    return step, lambda: put(held, 0, 4)
+
+
+def a_while_with_an_else() -> Any:
+    held = [2.0, 3.0]
+
+    def step(x: Any, one: Any) -> Any:
+        place = 0
+        while place < len(held) and held[place] < 2.5:
+            x, place = x * held[place], place + 1
+        else:
+            x = x + 1
+        return x
+
+    return step, lambda: put(held, 1, 1.0)
+
+
+def a_walrus() -> Any:
+    held = Cfg()
+    return lambda x, one: x * (lr := held.lr) * lr, lambda: setattr(held, "lr", 5.0)
+
+
+def a_nested_comprehension() -> Any:
+    held = [[Cfg()], [Cfg()]]
+    return (
+        lambda x, one: x * sum(c.lr for row in held for c in row if c.list),
+        lambda: setattr(held[1][0], "lr", 5.0),
+    )
+
+
+def a_dict_comprehension() -> Any:
+    held = {"a": Cfg(), "b": Cfg()}
+    return (
+        lambda x, one: x * {k: v.lr for k, v in held.items()}["b"],
+        lambda: setattr(held["b"], "lr", 5.0),
+    )
+
+
+def put(held: Any, key: Any, value: Any) -> None:
+    held[key] = value
+
+
+CHANGES = [
+    of_the_class, of_the_metaclass, a_property_anew, what_a_descriptor_holds, a_descriptor_anew, a_method_anew,
+    a_method_of_a_subclass, a_method_of_one_object, a_class_method_anew, an_operator_anew, a_base_anew, a_long_list,
+    a_large_array, a_view_of_an_array, the_size_of_an_array, a_flag_of_numpy, a_partial_anew, a_partial_bound_anew,
+    a_builtin_that_is_shadowed, a_forward_of_one_module, a_hook, a_hook_on_all_modules, a_module_of_a_list,
+    a_module_that_is_replaced, a_schedule_of_torch, a_rate_of_torch, equal_keys, the_sign_of_zero, a_decimal, an_alias,
+    an_alias_as_an_argument, a_deque, an_ordered_dict, a_chain_map, a_user_list, a_default_dict, a_named_tuple_anew,
+    a_fraction, a_global_that_is_deleted, a_function_in_a_table, code_of_a_function, a_cell_of_a_helper,
+    a_callback_in_a_table, a_set, a_byte, a_number_in_an_exception, a_while_with_an_else, a_walrus,
+    a_nested_comprehension, a_dict_comprehension,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("make", CHANGES, ids=lambda make: make.__name__)
+def test_each_change_is_loud(make: Any) -> None:
+    assert isinstance(law(make), fcg.BakedValueError)
+
+
+# -- what goes on from call to call ---------------------------------------------------------------------------------
+
+
+def a_generator() -> Any:
+    def numbers() -> Any:
+        while True:
+            yield 2.0
+
+    held = numbers()
+    return lambda x: x * next(held)
+
+
+def a_generator_that_is_walked() -> Any:
+    held = (2.0 for _ in itertools.count())
+
+    def step(x: Any) -> Any:
+        for rate in held:
+            return x * rate
+
+    return step
+
+
+def an_iterator_of_a_list() -> Any:
+    held = iter([2.0] * 100)
+    return lambda x: x * next(held)
+
+
+def a_cycle() -> Any:
+    held = itertools.cycle([2.0])
+    return lambda x: x * next(held)
+
+
+def a_count() -> Any:
+    held = itertools.count()
+    return lambda x: x * (1 if next(held) >= 0 else 2)
+
+
+def a_zip_in_an_attribute() -> Any:
+    held = types.SimpleNamespace(pairs=zip([2.0] * 9, [1.0] * 9, strict=True))
+    return lambda x: x * next(held.pairs)[0]
+
+
+def an_iterator_of_the_users() -> Any:
+    class Numbers:
+        at = 0
+
+        def __iter__(self) -> Any:
+            return self
+
+        def __next__(self) -> float:
+            self.at += 1
+            return 2.0
+
+    held = Numbers()
+    return lambda x: x * next(held)
+
+
+def a_list_that_is_popped() -> Any:
+    held = [2.0] * 100
+    return lambda x: x * held.pop(0)
+
+
+def a_deque_that_is_popped() -> Any:
+    held = collections.deque([2.0] * 100)
+    return lambda x: x * held.popleft()
+
+
+def a_dict_that_is_popped() -> Any:
+    held = dict.fromkeys(range(100), 2.0)
+    return lambda x: x * held.popitem()[1]
+
+
+def a_queue() -> Any:
+    held: queue.Queue[float] = queue.Queue()
+    for _ in range(100):
+        held.put(2.0)
+    return lambda x: x * held.get()
+
+
+def a_deque_that_rotates() -> Any:
+    held = collections.deque([2.0, 2.0, 3.0, 3.0, 3.0, 3.0])
+
+    def step(x: Any) -> Any:
+        held.rotate(1)
+        return x * (2.0 if held[0] else 1.0)
+
+    return step
+
+
+def a_count_of_the_class() -> Any:
+    class Trainer:
+        n = 0
+
+        def step(self, x: Any) -> Any:
+            type(self).n += 1
+            return x * (1 if type(self).n else 2)
+
+    return Trainer().step
+
+
+def a_count_in_a_cell() -> Any:
+    count = 0
+
+    def step(x: Any) -> Any:
+        nonlocal count
+        count += 1
+        return x * 2
+
+    return step
+
+
+def a_count_in_a_dict() -> Any:
+    held: dict[str, int] = collections.defaultdict(int)
+
+    def step(x: Any) -> Any:
+        held["calls"] += 1
+        return x * 2
+
+    return step
+
+
+def a_counter() -> Any:
+    held: collections.Counter[str] = collections.Counter()
+
+    def step(x: Any) -> Any:
+        held.update(["calls"])
+        return x * (2 if held["calls"] else 1)
+
+    return step
+
+
+def a_count_in_an_array() -> Any:
+    held = numpy.zeros(1)
+
+    def step(x: Any) -> Any:
+        held[0] += 1
+        return x * 2
+
+    return step
+
+
+def random_numbers_of_numpy() -> Any:
+    held = numpy.random.default_rng(0)
+    return lambda x: x * (2.0 if held.random() < 2 else 1.0)
+
+
+def old_random_numbers_of_numpy() -> Any:
+    held = types.SimpleNamespace(rng=numpy.random.RandomState(0))
+    return lambda x: x * (2.0 if held.rng.rand() < 2 else 1.0)
+
+
+def random_numbers_of_python() -> Any:
+    held = random.Random(0)
+    return lambda x: x * held.choice([2.0, 2.0])
+
+
+def a_method_that_draws() -> Any:
+    draw = random.Random(0).random
+    return lambda x: x * (2.0 if draw() < 2 else 1.0)
+
+
+def a_shuffle() -> Any:
+    rng, held = random.Random(0), [2.0, 2.0]
+
+    def step(x: Any) -> Any:
+        rng.shuffle(held)
+        return x * held[0]
+
+    return step
+
+
+ADVANCED = [
+    a_generator, a_generator_that_is_walked, an_iterator_of_a_list, a_cycle, a_count, a_zip_in_an_attribute,
+    an_iterator_of_the_users, a_list_that_is_popped, a_deque_that_is_popped, a_dict_that_is_popped, a_queue,
+    a_deque_that_rotates, a_count_of_the_class, a_count_in_a_cell, a_count_in_a_dict, a_counter, a_count_in_an_array,
+    random_numbers_of_numpy, old_random_numbers_of_numpy, random_numbers_of_python, a_method_that_draws, a_shuffle,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("make", ADVANCED, ids=lambda make: make.__name__)
+def test_what_goes_on_from_call_to_call_is_refused(make: Any) -> None:
+    """Also where both traces happen to get the same."""
+    step = fcg.graph_fn(make())
+    with pytest.raises(fcg.SideEffectError, match=r"(takes from what|changes a value|changes \d)(.|\n)*To fix: "):
+        step(X)
+
+
+def an_iterator_of_the_step() -> Any:
+    held = [2.0, 3.0]
+
+    def step(x: Any) -> Any:
+        each = iter(held)
+        numbers = (rate for rate in held)
+        queue_of_the_step = collections.deque(held)
+        return x * next(each) * next(each) * next(numbers) * queue_of_the_step.popleft()
+
+    return step
+
+
+def random_numbers_of_the_step() -> Any:
+    return lambda x: x * random.Random(0).random() * float(numpy.random.default_rng(0).random())
+
+
+def a_log() -> Any:
+    held: list[float] = []
+
+    def step(x: Any) -> Any:
+        held.append(1.0)
+        return x * 2
+
+    return step
+
+
+@pytest.mark.parametrize("make", [an_iterator_of_the_step, random_numbers_of_the_step, a_log])
+def test_what_a_step_makes_for_itself_is_its_own(make: Any) -> None:
+    step = fcg.graph_fn(make())
+    for _ in range(3):
+        assert torch.equal(step(X), make()(X))
+
+
+# -- states, batches, static arguments --------------------------------------------------------------------------------
+
+
+def test_attributes_of_a_states_class_are_watched() -> None:
+    class State(fcg.TrainState):
+        rate = 2.0
+
+        def scaled(self, x: Any) -> Any:
+            return x * self.rate
+
+    state = State.create(params={"w": X}, optimizer=fcg.optim.sgd(0.1))
+    step = fcg.graph_fn(lambda state, x: state.scaled(x))
+    assert step(state, X).tolist() == [2.0, 4.0]
+    State.rate = 5.0
+    with pytest.raises(fcg.BakedValueError, match=r"rate  traced 2.0   now 5.0"):
+        step(state, X)
+    State.rate = 2.0
+    step(state, X)
+    State.scaled = lambda self, x: x * 7  # type: ignore[method-assign,assignment]
+    with pytest.raises(fcg.BakedValueError, match="scaled  traced as defined then   now defined anew"):
+        step(state, X)
+
+
+def test_a_method_of_a_batch_is_watched() -> None:
+    @fcg.tree.register_dataclass
+    @dataclasses.dataclass
+    class Batch:
+        x: Any
+
+        def scaled(self) -> Any:
+            return self.x * 2
+
+    step = fcg.graph_fn(lambda batch: batch.scaled())
+    assert step(Batch(X)).tolist() == [2.0, 4.0]
+    Batch.scaled = lambda self: self.x * 5  # type: ignore[method-assign]
+    with pytest.raises(fcg.BakedValueError, match=r"Batch\.scaled"):
+        step(Batch(X))
+
+
+class WithSlots:
+    __slots__ = ("lr",)
+
+    def __init__(self) -> None:
+        self.lr = 2.0
+
+
+@pytest.mark.parametrize("kind", [WithSlots, Cfg])
+def test_what_is_read_of_a_static_field_is_watched(kind: Any) -> None:
+    @fcg.tree.register_dataclass(static=["cfg"])
+    @dataclasses.dataclass
+    class State:
+        w: Any
+        cfg: Any
+
+    cfg = types.SimpleNamespace(inner=kind())
+    step = fcg.graph_fn(lambda state: state.w * state.cfg.inner.lr)
+    state: Any = fcg.place(State(X, cfg))
+    assert step(state).tolist() == [2.0, 4.0]
+    cfg.inner.lr = 5.0
+    with pytest.raises(fcg.BakedValueError, match=r"inner\.lr  traced 2.0   now 5.0"):
+        step(state)
+
+
+@pytest.mark.parametrize("kind", [WithSlots, Cfg])
+def test_what_is_read_of_a_static_argument_is_watched(kind: Any) -> None:
+    step = fcg.graph_fn(lambda x, cfg: x * cfg.lr, static_argnames="cfg")
+    cfg = kind()
+    assert step(X, cfg=cfg).tolist() == [2.0, 4.0]
+    cfg.lr = 5.0
+    with pytest.raises(fcg.BakedValueError, match=r"cfg\.lr  traced 2.0   now 5.0"):
+        step(X, cfg=cfg)
+
+
+@dataclasses.dataclass(frozen=True)
+class D:
+    value: Any
+
+
+PAIRS = [
+    (D(True), D(1)),
+    (D(2), D(2.0)),
+    (D((0.0,)), D((-0.0,))),
+    (D(D(1)), D(D(True))),
+    (2, 2.0),
+    (1, True),
+    (0.0, -0.0),
+    ((1, (2.0,)), (1, (2,))),
+    (decimal.Decimal("1.0"), decimal.Decimal("1.00")),
+    (frozenset({1}), frozenset({True})),
+    (frozenset({(0.0,)}), frozenset({(-0.0,)})),
+    (complex(0.0, 0.0), complex(0.0, -0.0)),
+    (numpy.float32(0.0), numpy.float32(-0.0)),
+    (fractions.Fraction(1), 1),
+]
+
+
+@pytest.mark.parametrize(("one", "other"), PAIRS)
+def test_static_arguments_that_python_calls_equal_have_graphs_of_their_own(one: Any, other: Any) -> None:
+    step = fcg.graph_fn(lambda x, how: x * len(repr(how)), static_argnames="how")
+    for how in (one, other, one, other):
+        assert step(X, how=how).tolist() == (X * len(repr(how))).tolist()
+    assert step.stats.traces == 2
+
+
+@pytest.mark.parametrize(("one", "other"), [pair for pair in PAIRS if isinstance(pair[0], D)])
+def test_input_objects_that_python_calls_equal_are_other_layouts(one: Any, other: Any) -> None:
+    step = fcg.graph_fn(lambda x, how: x * len(repr(how)), max_captures=2)
+    for how in (one, other, one, other):
+        assert step(X, how).tolist() == (X * len(repr(how))).tolist()
+    assert step.stats.traces == 2
+
+
+VALUES = st.recursive(
+    st.one_of(st.booleans(), st.integers(0, 2), st.sampled_from([0.0, -0.0, 1.0, 2.0, "a", b"a", None])),
+    lambda parts: st.one_of(
+        st.lists(parts, max_size=2).map(tuple), st.frozensets(parts, max_size=2), parts.map(D)
+    ),
+    max_leaves=4,
+)
+
+
+@given(VALUES, VALUES)
+def test_values_are_the_same_if_and_only_if_their_text_is(one: Any, other: Any) -> None:
+    def text(value: Any) -> Any:
+        if isinstance(value, frozenset):
+            return "set", frozenset(map(text, value))
+        if isinstance(value, tuple):
+            return tuple(map(text, value))
+        return ("D", text(value.value)) if isinstance(value, D) else repr(value)
+
+    assert same(one, other) is (text(one) == text(other))
+    assert (Exact(one) == Exact(other)) is same(one, other)
+    assert same(copy.deepcopy(one), one)
+    if same(one, other):
+        assert hash(Exact(one)) == hash(Exact(other))
+
+
+def test_the_order_of_a_dict_counts() -> None:
+    one = collections.OrderedDict(a=1, b=2)
+    other = collections.OrderedDict(b=2, a=1)
+    assert same(one, collections.OrderedDict(a=1, b=2))
+    assert not same(one, other)
+    assert not same(dict(one), dict(other))

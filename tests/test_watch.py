@@ -27,7 +27,7 @@ import functional_cg as fcg
 from functional_cg.errors import BakedValueError
 from functional_cg.stages.frames import followed
 from functional_cg.stages.reads import Reads
-from functional_cg.stages.watch import MODES, HostWatch, modes, refuse_ambient_autocast
+from functional_cg.stages.watch import MODES, HostWatch, modes, refuse_ambient_modes
 from functional_cg.surroundings import canonical
 
 LR = 0.1
@@ -1153,13 +1153,13 @@ def test_default_dtype_of_autocast_counts_where_the_step_says_autocast(device):
 
 def test_ambient_autocast_is_refused():
     seen = watch(lambda x: x)
-    refuse_ambient_autocast("train_step")
+    refuse_ambient_modes("train_step")
     with torch.autocast("cpu", dtype=torch.bfloat16):
         assert not seen.unchanged()
         with pytest.raises(BakedValueError, match="under autocast") as caught:
             seen.check("train_step")
         with pytest.raises(BakedValueError, match="under autocast"):
-            refuse_ambient_autocast("train_step")
+            refuse_ambient_modes("train_step")
         # Made under autocast, the watch still says that off is what was traced.
         assert not watch(lambda x: x).unchanged()
     assert str(caught.value) == (
@@ -1195,6 +1195,7 @@ def test_the_private_getters_agree_with_the_public_ones():
         torch.backends.cuda.mem_efficient_sdp_enabled(),
         torch.backends.cuda.math_sdp_enabled(),
         torch.backends.cuda.cudnn_sdp_enabled(),
+        torch.get_default_device(),
     )
     assert modes() == public
     assert len(MODES) == len(modes())

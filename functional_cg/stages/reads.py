@@ -420,7 +420,8 @@ class Reads:
             self._read(owner, Step(ATTRIBUTE, name), in_class)
             return in_class
         self.of_class(type(owner), name, in_class)
-        if self.is_of_user(type(owner)) and instance_dict(owner) is not None and type(in_class) is FunctionType:
+        of_interest = self.is_of_user(type(owner)) or issubclass(type(owner), torch.nn.Module)
+        if of_interest and type(in_class) is FunctionType:  # one that the instance stores would come before it
             place = self.place(owner)
             shown = f"{place.name}.{name}"
             self.part(place, functools.partial(_stores, name), False, shown, name, defines=True)

@@ -14,10 +14,11 @@ import torch
 
 from ..errors import BakedValueError
 from ..sameness import same
+from ..surroundings import default_device, foreign_function_modes
 from .places import ATTRIBUTE, Entry, How, Place, Step
 from .values import Contents, is_container, shown
 
-__all__ = ["MODES", "HostWatch", "modes", "refuse_ambient_autocast"]
+__all__ = ["MODES", "HostWatch", "modes", "refuse_ambient_modes"]
 
 MODES = (
     "torch.is_autocast_enabled('cuda')",
@@ -34,8 +35,10 @@ MODES = (
     "torch.backends.cuda.mem_efficient_sdp_enabled()",
     "torch.backends.cuda.math_sdp_enabled()",
     "torch.backends.cuda.cudnn_sdp_enabled()",
+    "torch.get_default_device()",
 )
 _CANONICAL = (False, False)
+_saved_tensors_hooks = torch._C._autograd._top_saved_tensors_default_hooks
 
 
 def modes() -> tuple[object, ...]:
@@ -56,6 +59,7 @@ def modes() -> tuple[object, ...]:
         torch._C._get_mem_efficient_sdp_enabled(),
         torch._C._get_math_sdp_enabled(),
         torch._C._get_cudnn_sdp_enabled(),
+        default_device(),
     )
 
 
@@ -64,24 +68,36 @@ def _precision(name: str) -> str:
     return "ieee" if name == "none" else name
 
 
-def refuse_ambient_autocast(function_name: str) -> None:
-    """Raise if autocast is on around the call: the step would run without it, as it was traced.
+def refuse_ambient_modes(function_name: str) -> None:
+    """Raise if a mode is on around the call that would change what a trace records, and nothing of a replay.
+
+    Those are autocast, function modes other than that of a default device, and hooks on saved tensors.
 
     Raises:
-      BakedValueError: Naming the device and the dtype.
+      BakedValueError: Naming the mode.
     """
-    if not torch._C._is_any_autocast_enabled():
-        return
     on = [device for device in ("cuda", "cpu") if torch.is_autocast_enabled(device)]
+    rows = [
+        f"torch.autocast({device!r})  expected off   got {torch.get_autocast_dtype(device)}" for device in on
+    ]
+    name, inside = "autocast", f"torch.autocast({(on or ['cuda'])[0]!r}, dtype=...)"
+    foreign = foreign_function_modes()
+    if foreign:
+        name = inside = f"{foreign[-1]}()"
+        rows = [f"{mode}  expected none   got one that is on" for mode in foreign]
+    elif _saved_tensors_hooks(True) is not None:
+        name, inside = "hooks on saved tensors", "torch.autograd.graph.saved_tensors_hooks(...)"
+        rows = [f"{inside}  expected none   got hooks that are on"]
+    elif not torch._C._is_any_autocast_enabled():
+        return
     raise BakedValueError.of(
         function_name,
-        "is called under autocast; the state is unchanged.",
-        rows=[
-            f"torch.autocast({device!r})  expected off   got {torch.get_autocast_dtype(device)}"
-            for device in on
-        ],
-        why="A step runs as it was traced, with autocast off: what surrounds the call is not a part of it.",
-        fix=f"put `with torch.autocast({(on or ['cuda'])[0]!r}, dtype=...):` inside of `{function_name}`.",
+        f"is called under {name}; the state is unchanged.",
+        rows=rows,
+        why="A step runs as it was traced, with autocast off: what surrounds the call is not a part of it."
+        if on
+        else "A step runs as it was traced: what surrounds the call is not a part of it.",
+        fix=f"put `with {inside}:` inside of `{function_name}`.",
     )
 
 
@@ -131,7 +147,7 @@ class HostWatch:
         """
         if self.unchanged():
             return
-        refuse_ambient_autocast(function_name)
+        refuse_ambient_modes(function_name)
         changed = self.differences()
         if changed:
             raise BakedValueError.of(
@@ -215,6 +231,9 @@ def _comparison(
     terms = ["not autocast()", "deterministic() is m4", "benchmark() is m7", "cudnn_deterministic() is m8"]
     terms += ["default_dtype() is m9", "fp32('cuda', 'matmul') in spelt5", "fp32('cuda', 'conv') in spelt6"]
     terms += ["flash() is m10", "mem_efficient() is m11", "math() is m12", "cudnn_attention() is m13"]
+    usual = "not function_modes() or " if then[14] == torch.device("cpu") else ""
+    terms += ["saved_tensors_hooks(True) is None"]
+    terms += [f"({usual}(default_device() == m14 and not foreign_function_modes()))"]
     if autocast_dtypes:
         terms += ["autocast_dtype('cuda') is m2", "autocast_dtype('cpu') is m3"]
     lines = [f"if not ({' and '.join(terms)}): return False"]
@@ -271,4 +290,8 @@ def _getters() -> dict[str, Any]:
         "mem_efficient": torch._C._get_mem_efficient_sdp_enabled,
         "math": torch._C._get_math_sdp_enabled,
         "cudnn_attention": torch._C._get_cudnn_sdp_enabled,
+        "saved_tensors_hooks": _saved_tensors_hooks,
+        "function_modes": torch._C._len_torch_function_stack,
+        "foreign_function_modes": foreign_function_modes,
+        "default_device": default_device,
     }
