@@ -14,7 +14,6 @@ from typing import Any, Self, cast
 
 import torch
 
-from . import tree as pytree
 from .certify import certify
 from .constants import Constants
 from .eager import run_eager

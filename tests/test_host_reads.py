@@ -51,7 +51,9 @@ def outcome(call: Callable[[], Any]) -> Any:
         return error
 
 
-def law(make: Callable[[], tuple[Callable[[Any, Any], Any], Callable[[], Any]]], *, refused: bool = False) -> Any:
+def law(
+    make: Callable[[], tuple[Callable[[Any, Any], Any], Callable[[], Any]]], *, refused: bool = False
+) -> Any:
     """Call, change, call: equal to eager, or loud. `make` gives a function of a tensor and a change."""
     eager, change = make()
     expected = [eager(X, 1.0)]
@@ -145,7 +147,7 @@ def in_a_list_that_is_walked(read: Any, cfg: Any) -> Any:
 
 def in_a_dict_of_lists(read: Any, cfg: Any) -> Any:
     held = {"a": [cfg]}
-    return lambda x, one: x * [read(each) for each in held["a"]][0]
+    return lambda x, one: x * sum([read(each) for each in held["a"]])
 
 
 def in_a_linked_list(read: Any, cfg: Any) -> Any:
@@ -410,14 +412,14 @@ READS: dict[str, tuple[Callable[[Any], Any], Callable[[Any], None]]] = {
     "item": (lambda c: c.table["lr"], set_table),
     "get": (lambda c: c.table.get("lr", 0.0), set_table),
     "values": (lambda c: sum(c.table.values()), set_table),
-    "items": (lambda c: [v for _, v in c.table.items()][0], set_table),
+    "items": (lambda c: sum(v for _, v in c.table.items()), set_table),
     "dict": (lambda c: dict(c.table)["lr"], set_table),
     "list": (lambda c: c.list[0], set_list),
     "computed": (lambda c: c.list[len(c.list) - 2], set_list),
     "slice": (lambda c: c.list[:1][0], set_list),
     "sum": (lambda c: sum(c.list), set_list),
     "star": (lambda c: max(*c.list), set_list),
-    "map": (lambda c: list(map(float, c.list))[0], set_list),
+    "map": (lambda c: sum(list(map(float, c.list))), set_list),
     "zip": (lambda c: next(a for a, _ in zip(c.list, c.list, strict=True)), set_list),
     "while": (counted, set_list),
     "unpacked": (unpacked, set_list),
@@ -691,7 +693,9 @@ def a_schedule_of_torch() -> Any:
 
 def a_rate_of_torch() -> Any:
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=2.0)
-    return lambda x, one: x * optimizer.param_groups[0]["lr"], lambda: put(optimizer.param_groups[0], "lr", 5.0)
+    return lambda x, one: x * optimizer.param_groups[0]["lr"], lambda: put(
+        optimizer.param_groups[0], "lr", 5.0
+    )
 
 
 def equal_keys() -> Any:
@@ -1066,7 +1070,9 @@ ADVANCED = [
 def test_what_goes_on_from_call_to_call_is_refused(make: Any) -> None:
     """Also where both traces happen to get the same."""
     step = fcg.graph_fn(make())
-    with pytest.raises(fcg.SideEffectError, match=r"(takes from what|changes a value|changes \d)(.|\n)*To fix: "):
+    with pytest.raises(
+        fcg.SideEffectError, match=r"(takes from what|changes a value|changes \d)(.|\n)*To fix: "
+    ):
         step(X)
 
 

@@ -26,7 +26,7 @@ from hypothesis import strategies as st
 import functional_cg as fcg
 from functional_cg.errors import BakedValueError
 from functional_cg.stages.frames import followed
-from functional_cg.stages.reads import Reads
+from functional_cg.stages.names import HostReads
 from functional_cg.stages.watch import MODES, HostWatch, modes, refuse_ambient_modes
 from functional_cg.surroundings import canonical
 
@@ -54,7 +54,7 @@ CFG = Config()
 
 def watch(fn, *more, raises=(), constants=(), x=None, **named):
     """Run `fn` as a trace does, and watch what it has read."""
-    reads = Reads(constants)
+    reads = HostReads(constants)
     reads.root(fn, "self")
     with canonical(), followed(reads), contextlib.suppress(*raises):
         fn(torch.ones(2) if x is None else x, *more, **named)
@@ -576,17 +576,17 @@ def test_modes_of_a_module():
 
     x = torch.ones(3)
     assert {
-        "net.rest[\"1\"].training",
+        'net.rest["1"].training',
         "net.scale",
-        "net.rest[\"0\"].inplace",
-        "net.rest[\"1\"].inplace",
-        "net.rest[\"1\"].p",
+        'net.rest["0"].inplace',
+        'net.rest["1"].inplace',
+        'net.rest["1"].p',
     } <= set(watch(step, x=x).names())
-    notices(step, "net.rest[\"1\"].training", lambda: net.rest[1].eval(), x=x)
+    notices(step, 'net.rest["1"].training', lambda: net.rest[1].eval(), x=x)
     net.train()
     seen = watch(step, x=x)
     net.eval()
-    assert "net.rest[\"1\"].training" in [row[0] for row in seen.differences()]
+    assert 'net.rest["1"].training' in [row[0] for row in seen.differences()]
     with pytest.raises(BakedValueError, match="make one step for training and one for evaluation"):
         seen.check("step")
 
@@ -611,11 +611,7 @@ def test_constants_of_libraries_and_other_objects_are_not_entries():
     tensor = torch.ones(2)
 
     def step(x):
-        return (
-            x.to(torch.float32) * math.pi * tensor.shape[0]
-            + len(x)
-            + Colour.RED.value
-        )
+        return x.to(torch.float32) * math.pi * tensor.shape[0] + len(x) + Colour.RED.value
 
     assert watch(step).names() == ()
 
@@ -800,7 +796,7 @@ READ = {
     "sum": (lambda: [0.1], lambda held: sum(held), put(0)),
     "torch.tensor": (lambda: [[0.1], [0.2]], lambda held: torch.tensor(held), lambda held: put(0)(held[1])),
     "slice": (lambda: [0.1, 0.2], lambda held: held[0:1], put(0)),
-    "unknown key": (lambda: {"w": 0.1}, lambda held: [held[k] for k in str("w")], put("w")),
+    "unknown key": (lambda: {"w": 0.1}, lambda held: [held[k] for k in "w"], put("w")),
     "formatted key": (lambda: {"lr_w": 0.1}, lambda held: [held[f"lr_{n}"] for n in "w"], put("lr_w")),
     "key of a tuple": (lambda: {"a": 0.1, "b": 0.2}, lambda held: [held[k] for k in ("a", "b")], put("b")),
     "enum key": (lambda: {Colour.RED: 0.1}, lambda held: held[Colour.RED], put(Colour.RED)),

@@ -18,8 +18,10 @@ from typing import Any
 import torch
 
 from ..source import is_user_file
-from .reads import UNKNOWN, Reads
-from .shadow import Instructions, Shadow
+from .kinds import UNKNOWN
+from .names import HostReads
+from .shadow import Shadow
+from .stack import Instructions
 
 __all__ = ["followed"]
 
@@ -33,7 +35,17 @@ _OF_OBJECTS = (
 )
 _NOT_OF_OBJECTS = tuple(
     path + os.sep + name
-    for name in ("threading", "contextlib", "weakref", "site-packages", "logging", "typing", "abc", "warnings", "inspect")
+    for name in (
+        "threading",
+        "contextlib",
+        "weakref",
+        "site-packages",
+        "logging",
+        "typing",
+        "abc",
+        "warnings",
+        "inspect",
+    )
     if (path := sysconfig.get_paths().get("stdlib"))
 )
 _YIELDS = 0x20  # the flag of code that yields
@@ -46,7 +58,7 @@ class _Follower:
       reads: Is told what they read.
     """
 
-    def __init__(self, reads: Reads) -> None:
+    def __init__(self, reads: HostReads) -> None:
         self._reads = reads
         self._instructions = Instructions()
         self._shadows: dict[int, Shadow] = {}
@@ -114,7 +126,7 @@ def _is_own(frame: FrameType) -> bool | None:
 
 
 @contextmanager
-def followed(reads: Reads) -> Iterator[None]:
+def followed(reads: HostReads) -> Iterator[None]:
     """Tell `reads` what the frames read that run on this thread."""
     follower = _Follower(reads)
     try:
@@ -209,6 +221,12 @@ def _monitored(follower: _Follower) -> Iterator[None]:
         monitoring.set_events(tool, 0)
         for code in entered:
             monitoring.set_local_events(tool, code, 0)
-        for event in (events.PY_START, events.PY_RESUME, events.INSTRUCTION, events.PY_RETURN, events.PY_YIELD):
+        for event in (
+            events.PY_START,
+            events.PY_RESUME,
+            events.INSTRUCTION,
+            events.PY_RETURN,
+            events.PY_YIELD,
+        ):
             monitoring.register_callback(tool, event, None)
         monitoring.free_tool_id(tool)

@@ -71,9 +71,13 @@ def _names(function: FunctionType) -> Iterator[tuple[str, Any]]:
         except ValueError:  # not yet assigned
             continue
     if is_user_file(code.co_filename):
-        yield from ((name, function.__globals__[name]) for name in _globals(code) if name in function.__globals__)
+        yield from (
+            (name, function.__globals__[name]) for name in _globals(code) if name in function.__globals__
+        )
     defaults = function.__defaults__ or ()
-    yield from zip(code.co_varnames[code.co_argcount - len(defaults) : code.co_argcount], defaults, strict=True)
+    yield from zip(
+        code.co_varnames[code.co_argcount - len(defaults) : code.co_argcount], defaults, strict=True
+    )
     yield from (function.__kwdefaults__ or {}).items()
 
 

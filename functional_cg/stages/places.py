@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+import collections
 import enum
+import types
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from ..sameness import same
+from .kinds import is_key
 from .values import Contents
 
-__all__ = ["ATTRIBUTE", "CELL", "ITEM", "PART", "Entry", "How", "Place", "Step"]
+__all__ = ["ATTRIBUTE", "CELL", "ITEM", "PART", "Entry", "How", "Place", "Step", "parts_of"]
 
-ATTRIBUTE, ITEM, CELL, PART = "{owner}.{name}", "{owner}[{key}]", "{owner}.__closure__[{key}].cell_contents", "{key}({owner})"
+ATTRIBUTE, ITEM, CELL, PART = (
+    "{owner}.{name}",
+    "{owner}[{key}]",
+    "{owner}.__closure__[{key}].cell_contents",
+    "{key}({owner})",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,3 +137,12 @@ class Entry:
     def agrees(self, now: Any) -> bool:
         """Whether what is there now bakes what was there then."""
         return self.how.agrees(now, self.old)
+
+
+def parts_of(held: Any) -> list[tuple[Step, Any]]:
+    """What a container holds, and how it is found there; of a set, nothing can be."""
+    if issubclass(type(held), dict | types.MappingProxyType):
+        return [(Step(ITEM, key), part) for key, part in held.items() if is_key(key)]
+    if issubclass(type(held), list | tuple | collections.deque):
+        return [(Step(ITEM, number), part) for number, part in enumerate(held)]
+    return []

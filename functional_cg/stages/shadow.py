@@ -1,210 +1,36 @@
-"""The shadow of a frame: what lies on its stack, as far as it can be told, while its instructions run one by one.
+"""The shadow of a frame: each of its instructions, told before it runs, puts on a stack what it loads.
 
-Python shows the names of a running frame, not its stack. What an instruction puts there is told from what it loads;
-what is computed is unknown until it is stored under a name, or returned by a frame that is seen.
+Python shows the names of a running frame, not its stack. What is computed is unknown until it is stored under a name,
+or returned by a frame that is seen.
 """
 
 from __future__ import annotations
 
 import builtins
 import dis
-import operator
 import sys
-from collections.abc import Callable, Mapping
 from importlib.util import resolve_name
-from types import (
-    BuiltinFunctionType,
-    CodeType,
-    FrameType,
-    FunctionType,
-    MappingProxyType,
-    MethodType,
-    MethodWrapperType,
-    ModuleType,
-)
+from types import CodeType
 from typing import Any
 
-from ..source import Location, is_user_file
+from .calls import Calls, parent
+from .kinds import UNKNOWN
 from .places import ITEM, Step
-from .reads import UNKNOWN, Reads
-from .values import in_classes, is_container
+from .stack import NULL
+from .values import is_container
 
-__all__ = ["Instructions", "Shadow"]
+__all__ = ["Shadow"]
 
-_NULL: Any = object()  # the empty place beside a function that is called
-_BY_VERSION = sys.version_info >= (3, 12)
-
-# How many values an instruction takes from the stack. Others than these and the `op_...` below empty the shadow.
-_TAKES = MappingProxyType(
-    {
-        name: taken
-        for taken, names in (
-            (0, "RESUME NOP NOT_TAKEN PRECALL CACHE COPY_FREE_VARS MAKE_CELL RETURN_GENERATOR JUMP_FORWARD"),
-            (0, "JUMP_BACKWARD JUMP_BACKWARD_NO_INTERRUPT LOAD_CLOSURE LOAD_BUILD_CLASS LOAD_COMMON_CONSTANT"),
-            (0, "LOAD_ASSERTION_ERROR SETUP_ANNOTATIONS GEN_START DELETE_FAST DELETE_GLOBAL DELETE_NAME"),
-            (1, "UNARY_NEGATIVE UNARY_INVERT UNARY_POSITIVE UNARY_NOT TO_BOOL CALL_INTRINSIC_1"),
-            (1, "POP_JUMP_IF_TRUE POP_JUMP_IF_FALSE POP_JUMP_IF_NONE POP_JUMP_IF_NOT_NONE"),
-            (1, "POP_JUMP_FORWARD_IF_TRUE POP_JUMP_FORWARD_IF_FALSE POP_JUMP_FORWARD_IF_NONE"),
-            (1, "POP_JUMP_BACKWARD_IF_TRUE POP_JUMP_BACKWARD_IF_FALSE POP_JUMP_BACKWARD_IF_NONE"),
-            (1, "POP_JUMP_FORWARD_IF_NOT_NONE POP_JUMP_BACKWARD_IF_NOT_NONE"),
-            (1, "LIST_TO_TUPLE FORMAT_SIMPLE CONVERT_VALUE LIST_EXTEND SET_UPDATE DICT_UPDATE DICT_MERGE"),
-            (2, "COMPARE_OP BINARY_OP FORMAT_WITH_SPEC"),
-            (3, "BINARY_SLICE"),
-        )
-        for name in names.split()
-    }
-)
-_TAKES_BY_ARGUMENT: Mapping[str, Callable[[int], int]] = MappingProxyType(
-    {
-        "BUILD_STRING": lambda n: n,
-        "BUILD_SLICE": lambda n: n,
-        "BUILD_LIST": lambda n: n,
-        "BUILD_SET": lambda n: n,
-        "BUILD_MAP": lambda n: 2 * n,
-        "BUILD_CONST_KEY_MAP": lambda n: n + 1,
-        "FORMAT_VALUE": lambda flags: 2 if flags & 4 else 1,
-    }
-)
-# Those that put values elsewhere, or drop them: they read nothing.
-_MOVES = MappingProxyType({"POP_TOP": 1, "BUILD_LIST": 1, "DELETE_ATTR": 1, "DELETE_SUBSCR": 2, "END_FOR": 1})
-_WRITES = frozenset("append appendleft extend extendleft insert add __setitem__ __setattr__ __init__".split())
-_LOOKUPS = frozenset({"get", "setdefault", "__getitem__"})
-_GETTERS = (operator.attrgetter, operator.itemgetter)
-_SAYS_ALL = frozenset({"__reduce_ex__", "__reduce__", "__getstate__"})
+_METHODS_BY_FLAG = sys.version_info >= (3, 12)
 
 
-class Instructions:
-    """The instructions of code, by offset, each with the offset of the one after it."""
-
-    def __init__(self) -> None:
-        self._known: dict[CodeType, dict[int, tuple[dis.Instruction, int]]] = {}
-
-    def of(self, code: CodeType) -> dict[int, tuple[dis.Instruction, int]]:
-        """Those of `code`; a long argument counts to the instruction that it belongs to."""
-        known = self._known.get(code)
-        if known is None:
-            known = self._known[code] = {}
-            following = -1
-            for ins in reversed(list(dis.get_instructions(code))):
-                if ins.opname == "EXTENDED_ARG":
-                    known[ins.offset] = known[following]
-                else:
-                    known[ins.offset] = ins, following
-                following = ins.offset
-        return known
-
-
-class Shadow:
-    """What lies on the stack of one frame.
-
-    Args:
-      frame: The frame, at its start.
-      reads: Is told what is read.
-      instructions: Those of all code.
-      own: Whether the code is the user's. Of a library's, only what is read of known objects is of interest.
-    """
-
-    def __init__(self, frame: FrameType, reads: Reads, instructions: Instructions, *, own: bool) -> None:
-        self.frame, self.reads, self.own = frame, reads, own
-        self.code, self.stack = frame.f_code, list[Any]()
-        self.result: Any = UNKNOWN  # of the frame that this one has called last
-        self._instructions = instructions.of(self.code)
-        self._last: tuple[dis.Instruction, int] | None = None
-        self._awaits = False
-        self._keywords: tuple[str, ...] = ()
-        self._cells = reads.enter(frame) if own else {}
-
-    def leave(self) -> None:
-        """Let go of the frame, which has ended."""
-        del self.frame
-        self.stack.clear()
-
-    @property
-    def is_fresh(self) -> bool:
-        """Whether a generator that starts now has not yielded before."""
-        ins = self._instructions[self.frame.f_lasti][0] if self.frame.f_lasti in self._instructions else None
-        went_on = ins is not None and (ins.opname in ("YIELD_VALUE", "SEND") or (ins.opname == "RESUME" and ins.arg))
-        return not went_on
-
-    def step(self, offset: int) -> None:
-        """An instruction is about to run."""
-        here = self._instructions.get(offset)
-        if here is None or here is self._last:  # an argument that is long comes in two
-            return
-        self._finish(here[0].offset)
-        self._last, self.result = here, UNKNOWN
-        ins, self.reads.frame = here[0], self.frame
-        getattr(self, f"op_{ins.opname.lower()}", self.other)(ins)
-
-    def _finish(self, offset: int) -> None:
-        """The last instruction has run, and led here."""
-        if self._last is None:
-            return
-        ins, following = self._last
-        after = self._instructions.get(following)
-        falls = offset == following or (after is not None and after[0].offset == offset)
-        if self._awaits and self.stack and falls:
-            self.stack[-1] = self.result
-        self._awaits = False
-        if "FOR_ITER" in ins.opname:
-            if falls:
-                self.stack.append(UNKNOWN)
-            else:
-                self.pop()
-        elif "OR_POP" in ins.opname:
-            if falls:
-                self.pop()
-        elif not falls and ins.opcode not in dis.hasjrel:
-            self.stack.clear()  # an exception led here
-
-    # -- the stack ------------------------------------------------------------------------------------------------
-
-    def push(self, value: Any) -> None:
-        self.stack.append(value)
-
-    def pop(self) -> Any:
-        return self.stack.pop() if self.stack else UNKNOWN
-
-    def peek(self) -> Any:
-        return self.stack[-1] if self.stack else UNKNOWN
-
-    def take(self, count: int) -> list[Any]:
-        return [self.pop() for _ in range(count)][::-1]
-
-    def await_result(self) -> None:
-        """What comes is what the frame that is called now returns."""
-        self.push(UNKNOWN)
-        self._awaits = True
-
-    def use(self, value: Any, *, deep: bool = False) -> None:
-        if self._reads_from(value):
-            self.reads.use(value, deep=deep)
-
-    def other(self, ins: dis.Instruction) -> None:
-        name, arg = ins.opname, ins.arg or 0
-        if name in _TAKES_BY_ARGUMENT:
-            count = _TAKES_BY_ARGUMENT[name](arg)
-            deep = False
-        elif name in _MOVES:
-            count, deep = _MOVES[name], False
-        elif name in _TAKES:
-            count, deep = _TAKES[name], True
-        else:
-            self.stack.clear()
-            return
-        for value in self.take(count):
-            if "IF_" in name or name in ("UNARY_NOT", "TO_BOOL"):
-                if "NONE" not in name:
-                    self.size(value, truth=True)
-            elif deep:
-                self.use(value, deep=True)
-        for _ in range(dis.stack_effect(ins.opcode, ins.arg, jump=False) + count):
-            self.push(UNKNOWN)
+class Shadow(Calls):
+    """What the instructions of a frame do."""
 
     # -- names ----------------------------------------------------------------------------------------------------
 
     def op_push_null(self, ins: dis.Instruction) -> None:
-        self.push(_NULL)
+        self.push(NULL)
 
     def op_load_const(self, ins: dis.Instruction) -> None:
         self.push(ins.argval)
@@ -214,7 +40,7 @@ class Shadow:
     def op_load_global(self, ins: dis.Instruction) -> None:
         with_null = ins.arg is not None and ins.arg & 1 and ins.opname == "LOAD_GLOBAL"
         value = self._global(ins.argval)
-        self.stack += [_NULL, value] if with_null else [value]
+        self.stack += [NULL, value] if with_null else [value]
 
     def _global(self, name: str) -> Any:
         if self.own:
@@ -292,7 +118,7 @@ class Shadow:
     # -- parts ----------------------------------------------------------------------------------------------------
 
     def op_load_attr(self, ins: dis.Instruction) -> None:
-        as_method = ins.opname == "LOAD_METHOD" or (_BY_VERSION and (ins.arg or 0) & 1)
+        as_method = ins.opname == "LOAD_METHOD" or (_METHODS_BY_FLAG and (ins.arg or 0) & 1)
         self._attribute(self.pop(), ins.argval, as_method=bool(as_method))
 
     op_load_method = op_load_attr
@@ -300,7 +126,7 @@ class Shadow:
     def _attribute(self, owner: Any, name: str, *, as_method: bool) -> None:
         found = self.attribute(owner, name)
         if as_method:
-            self.push(_NULL)
+            self.push(NULL)
         if found is UNKNOWN:
             self.await_result()
         else:
@@ -308,8 +134,8 @@ class Shadow:
 
     def op_load_super_attr(self, ins: dis.Instruction) -> None:
         _, cls, instance = self.take(3)
-        parent = _parent(cls, instance)
-        self._attribute(parent, ins.argval, as_method=bool((ins.arg or 0) & 1))
+        above = parent(cls, instance)
+        self._attribute(above, ins.argval, as_method=bool((ins.arg or 0) & 1))
 
     def op_binary_subscr(self, ins: dis.Instruction) -> None:
         owner, key = self.take(2)
@@ -393,7 +219,7 @@ class Shadow:
 
     def op_build_tuple(self, ins: dis.Instruction) -> None:
         parts = self.take(ins.arg or 0)
-        self.push(UNKNOWN if any(part is UNKNOWN or part is _NULL for part in parts) else tuple(parts))
+        self.push(UNKNOWN if any(part is UNKNOWN or part is NULL for part in parts) else tuple(parts))
 
     def op_build_list(self, ins: dis.Instruction) -> None:
         self.take(ins.arg or 0)
@@ -430,7 +256,7 @@ class Shadow:
 
     def op_before_with(self, ins: dis.Instruction) -> None:
         owner = self.pop()
-        if owner is not UNKNOWN and owner is not _NULL:
+        if owner is not UNKNOWN and owner is not NULL:
             for name in ("__enter__", "__exit__"):
                 self.attribute(owner, name)
         self.push(UNKNOWN)
@@ -459,8 +285,8 @@ class Shadow:
         args = self.take(ins.arg or 0)
         names, self._keywords = self._keywords, ()
         first, second = self.take(2)
-        if first is _NULL or second is _NULL:
-            callee = second if first is _NULL else first
+        if first is NULL or second is NULL:
+            callee = second if first is NULL else first
         else:
             callee, args = first, [second, *args]
         split = len(args) - len(names)
@@ -469,153 +295,8 @@ class Shadow:
     def op_call_function_ex(self, ins: dis.Instruction) -> None:
         keywords = self.pop() if (ins.arg or 0) & 1 or sys.version_info >= (3, 14) else UNKNOWN
         given = self.pop()
-        first, second = self.take(2) if _NULL in self.stack[-2:] else (self.pop(), _NULL)
+        first, second = self.take(2) if NULL in self.stack[-2:] else (self.pop(), NULL)
         for value in (given, keywords):
             self.use(value)
-        callee = second if first is _NULL else first
+        callee = second if first is NULL else first
         self.call(callee, list(given) if type(given) is tuple else [UNKNOWN], {})
-
-    def call(self, callee: Any, args: list[Any], kwargs: dict[str, Any]) -> None:
-        """Something is called: the frames of what is written in Python are seen, of the rest what is handed to it."""
-        handler = _BUILTINS.get(callee) if type(callee) in (BuiltinFunctionType, type) else None
-        if handler is not None:
-            self.push(handler(self, *args))
-            return
-        function = callee.__func__ if type(callee) is MethodType else callee
-        if type(function) in _GETTERS and args:
-            self.push(self._get(function, args[0]))
-            return
-        if callee in _GETTERS and UNKNOWN not in args:
-            self.push(callee(*args))
-            return
-        if type(callee) in (BuiltinFunctionType, MethodWrapperType) and type(callee.__self__) is not ModuleType:
-            self.push(self._method(callee.__self__, callee.__name__, args, kwargs))
-            return
-        if type(function) is not FunctionType or not is_user_file(function.__code__.co_filename):
-            self.hand_on(*args, *kwargs.values())
-        if _is_python(callee):
-            self.await_result()
-        else:
-            self.push(UNKNOWN)
-
-    def hand_on(self, *values: Any) -> None:
-        """Values are given to what is not seen, which may read all of a container."""
-        for value in values:
-            self.use(value, deep=True)
-        for getter in values:
-            if type(getter) in _GETTERS:  # what calls it is not seen
-                for value in values:
-                    for part in self.reads.held_by(value):
-                        self._get(getter, part)
-
-    def _method(self, owner: Any, name: str, args: list[Any], kwargs: Mapping[str, Any]) -> Any:
-        """A method that is not written in Python."""
-        if not is_container(owner):
-            self.use(owner)
-            if name in _SAYS_ALL:
-                self.use(self.attribute(owner, "__dict__"), deep=True)
-        elif name in _WRITES:
-            return UNKNOWN
-        elif name in _LOOKUPS and args:
-            return self.item(owner, args[0])
-        else:
-            self.use(owner)
-        self.hand_on(*args, *kwargs.values())
-        return UNKNOWN
-
-    def attribute(self, owner: Any, name: str) -> Any:
-        """What ``owner.name`` is, noted if it is read of what the user has."""
-        return self.reads.attribute(owner, name) if self._reads_from(owner) else UNKNOWN
-
-    def item(self, owner: Any, key: Any) -> Any:
-        """What ``owner[key]`` is."""
-        return self.reads.item(owner, key) if self._reads_from(owner) else UNKNOWN
-
-    def size(self, owner: Any, *, truth: bool = False) -> None:
-        """``len(owner)``, or whether there is anything in it."""
-        if self._reads_from(owner):
-            self.reads.size(owner, truth=truth)
-
-    def _reads_from(self, owner: Any) -> bool:
-        if owner is UNKNOWN or owner is _NULL:
-            return False
-        known = self.reads.known(owner)
-        return self.own or (known is not None and known.root.outlives) or type(owner) is super
-
-    def _ask(self, owner: Any = UNKNOWN, name: Any = UNKNOWN, *default: Any) -> Any:
-        if type(name) is str:
-            return self.attribute(owner, name)
-        self.use(self.attribute(owner, "__dict__"), deep=True)
-        return UNKNOWN
-
-    def _ask_whether(self, owner: Any = UNKNOWN, name: Any = UNKNOWN) -> Any:
-        self._ask(owner, name)
-        return UNKNOWN
-
-    def _vars(self, owner: Any = UNKNOWN) -> Any:
-        return self.attribute(owner, "__dict__")
-
-    def _len(self, owner: Any = UNKNOWN) -> Any:
-        self.size(owner)
-        return UNKNOWN
-
-    def _bool(self, owner: Any = UNKNOWN) -> Any:
-        self.size(owner, truth=True)
-        return UNKNOWN
-
-    def _type(self, owner: Any = UNKNOWN, *more: Any) -> Any:
-        return UNKNOWN if owner is UNKNOWN or more else type(owner)
-
-    def _globals(self) -> Any:
-        self.reads.root(self.frame.f_globals, "globals()")
-        return self.frame.f_globals
-
-    def _super(self, *given: Any) -> Any:
-        names, held = self.code.co_varnames, self.frame.f_locals
-        return _parent(*given) if given else _parent(held.get("__class__"), held.get(names[0]) if names else None)
-
-    def _nothing(self, *given: Any) -> Any:
-        return UNKNOWN
-
-    def _get(self, getter: Any, owner: Any) -> Any:
-        found, keys = UNKNOWN, getter.__reduce__()[1]
-        for key in keys:
-            found = owner
-            if type(getter) is operator.itemgetter:
-                found = self.item(found, key)
-            else:
-                for name in key.split("."):
-                    found = self.attribute(found, name)
-        return found if len(keys) == 1 else UNKNOWN
-
-
-# What builtins read of their arguments: not what they hold, but a part of it, or nothing.
-_BUILTINS: Mapping[Any, Callable[..., Any]] = MappingProxyType(
-    {
-        getattr: Shadow._ask,
-        hasattr: Shadow._ask_whether,
-        vars: Shadow._vars,
-        len: Shadow._len,
-        bool: Shadow._bool,
-        type: Shadow._type,
-        globals: Shadow._globals,
-        super: Shadow._super,
-        **dict.fromkeys((id, print, callable, isinstance, issubclass, setattr, repr), Shadow._nothing),
-    }
-)
-
-
-def _parent(cls: Any, instance: Any) -> Any:
-    try:
-        return super(cls, instance)
-    except TypeError:
-        return UNKNOWN
-
-
-def _is_python(callee: Any) -> bool:
-    kind = type(callee)
-    if kind is MethodType:
-        return _is_python(callee.__func__)
-    if kind is FunctionType:
-        return not callee.__code__.co_flags & 0x20  # it yields
-    return type(in_classes(kind.__mro__, "__call__")) is FunctionType

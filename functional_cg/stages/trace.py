@@ -45,9 +45,9 @@ from .fake import FakeMode, without_log
 from .frames import followed
 from .host import HostGuard, HostRandomness, HostState
 from .inspect import Rules, refuse_mixed_dtypes, refuse_new_state
+from .names import HostReads
 from .program import Constant, Instr, Program, Report, Var
 from .raised import mapped, raised_at
-from .reads import Reads
 from .watch import HostWatch
 
 __all__ = ["BoundState", "Recipe", "trace"]
@@ -375,7 +375,7 @@ def _refuse_kept(name: str, recorder: _Recorder, references: Sequence[weakref.re
 
 
 def _run(
-    recipe: Recipe, first: Program | None, checkpoint: Callable[[], None], reads: Reads | None = None
+    recipe: Recipe, first: Program | None, checkpoint: Callable[[], None], reads: HostReads | None = None
 ) -> _Recorder:
     mode = FakeMode()
     recorder = _Recorder(recipe, mode, first, checkpoint)
@@ -471,7 +471,7 @@ def trace(recipe: Recipe, checkpoint: Callable[[], None] = lambda: None) -> tupl
             recorder = _run(recipe, None, checkpoint)
             randomness.refuse_draws(recipe.name, lambda: _run(recipe, None, checkpoint))
             _refuse_kept(recipe.name, recorder, recorder.release())
-            reads = Reads([constant for _, constant in recipe.constants])
+            reads = HostReads([constant for _, constant in recipe.constants])
             reads.root(recipe.function, "self")
             again = _run(recipe, recorder.program, checkpoint, reads)
     except FunctionalCGError as error:

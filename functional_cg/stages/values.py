@@ -9,7 +9,6 @@ import enum
 import itertools
 import numbers
 import operator
-import os
 import sys
 from collections import deque
 from collections.abc import Callable, Iterable

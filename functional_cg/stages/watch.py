@@ -134,7 +134,9 @@ class HostWatch:
         changed = [(entry, now) for entry, now in read if now is _GONE or not entry.agrees(now)]
         rows = [(entry.name, *_sides(entry, now)) for entry, now in changed if not entry.defines]
         rows += [
-            (name, old, new) for name, old, new in zip(MODES, self._modes, modes(), strict=True) if not same(new, old)
+            (name, old, new)
+            for name, old, new in zip(MODES, self._modes, modes(), strict=True)
+            if not same(new, old)
         ]
         redefined = dict.fromkeys(entry.name for entry, _ in changed if entry.defines)
         return rows + [(name, _DEFINED, _Said("defined anew")) for name in redefined]
