@@ -99,6 +99,19 @@ class Call:
             (name, Exact(value)) for name, value in sorted(self.statics.items(), key=lambda item: item[0])
         )
 
+    @property
+    def objects(self) -> tuple[tuple[str, Any], ...]:
+        """(name, object) of what the graph has baked in: static arguments and fields, objects among the inputs."""
+        leaves = zip(self.layout.names, self.layout.leaves, strict=True)
+        inputs = [(name, leaf) for name, leaf in leaves if not isinstance(leaf, BufferSpec)]
+        fields = [value for state in self.states for value in pytree.static_values(state.handle._node)]
+        # An optimizer in a static field is reached through the state, not through a name in the code.
+        return (
+            *inputs,
+            *self.statics.items(),
+            *((f"static {type(value).__name__}", value) for value in fields),
+        )
+
     def arguments(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The call as a capture takes it: handles and tensors in place, static arguments gone."""
         args, kwargs = self.assemble([state.handle for state in self.states], self.live)

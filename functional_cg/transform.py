@@ -31,10 +31,11 @@ from .stages.compiled import lower
 from .stages.grouping import group_collectives
 from .stages.lower import Buffers
 from .stages.poison import Poisoned
+from .stages.recipe import BoundState, Recipe
 from .stages.reference import Reference
 from .stages.replay import MISS, Bound, Stats, finisher, replayer
 from .stages.rewrite import rewrite
-from .stages.trace import BoundState, Recipe, trace
+from .stages.trace import trace
 from .stages.watch import refuse_ambient_modes
 from .staging import Staging
 from .state import Handle, fill, place, placeable
@@ -295,7 +296,7 @@ class Transform:
         states = tuple(BoundState(s.name, s.handle._node, s.specs) for s in call.states)
         recipe = Recipe(
             self._fn, self._name, states, call.layout.specs, call.layout.live_names, call.apply,
-            self._constants.named(), self._donates,
+            self._constants.named(), self._donates, call.objects,
         )  # fmt: skip
         with _timed(self._name, "traced"):
             program, host_watch = trace(recipe, deliver_ctrl_c)

@@ -5,8 +5,10 @@ The table is generated: where a value lives, how it is read, how it is changed. 
 
 from __future__ import annotations
 
+import array
 import collections
 import contextlib
+import contextvars
 import copy
 import dataclasses
 import decimal
@@ -16,7 +18,9 @@ import itertools
 import operator
 import queue
 import random
+import threading
 import types
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -865,6 +869,59 @@ def a_dict_comprehension() -> Any:
     )
 
 
+def a_variable_of_the_context() -> Any:
+    held = contextvars.ContextVar("held", default=2.0)
+    return lambda x, one: x * held.get(), lambda: held.set(5.0)
+
+
+def an_object_in_the_context() -> Any:
+    held: contextvars.ContextVar[Any] = contextvars.ContextVar("held")
+    held.set(Cfg())
+    return lambda x, one: x * held.get().lr, lambda: setattr(held.get(), "lr", 5.0)
+
+
+def a_weak_reference() -> Any:
+    cfg = Cfg()
+    held = weakref.ref(cfg)
+    return lambda x, one: x * held().lr, lambda: setattr(cfg, "lr", 5.0)
+
+
+def a_weak_proxy() -> Any:
+    cfg = Cfg()
+    held = weakref.proxy(cfg)
+    return lambda x, one: x * held.lr, lambda: setattr(cfg, "lr", 5.0)
+
+
+def of_a_thread() -> Any:
+    held = threading.local()
+    held.lr = 2.0
+    return lambda x, one: x * held.lr, lambda: setattr(held, "lr", 5.0)
+
+
+def an_array_of_python() -> Any:
+    held = array.array("d", [2.0])
+    return lambda x, one: x * held[0], lambda: put(held, 0, 5.0)
+
+
+def a_memoryview() -> Any:
+    held = bytearray(b"ab")
+    view = memoryview(held)
+    return lambda x, one: x * view[0], lambda: put(held, 0, 5)
+
+
+def a_bound_method_in_a_global() -> Any:
+    get = {"lr": 2.0}.get
+    return lambda x, one: x * get("lr"), lambda: put(get.__self__, "lr", 5.0)
+
+
+def sorted_by_an_attribute() -> Any:
+    held = [Cfg(2.0), Cfg(3.0)]
+    return (
+        lambda x, one: x * (1 if sorted(held, key=operator.attrgetter("lr"))[0] is held[0] else 2),
+        lambda: setattr(held[0], "lr", 5.0),
+    )
+
+
 def put(held: Any, key: Any, value: Any) -> None:
     held[key] = value
 
@@ -878,7 +935,8 @@ CHANGES = [
     an_alias_as_an_argument, a_deque, an_ordered_dict, a_chain_map, a_user_list, a_default_dict, a_named_tuple_anew,
     a_fraction, a_global_that_is_deleted, a_function_in_a_table, code_of_a_function, a_cell_of_a_helper,
     a_callback_in_a_table, a_set, a_byte, a_number_in_an_exception, a_while_with_an_else, a_walrus,
-    a_nested_comprehension, a_dict_comprehension,
+    a_nested_comprehension, a_dict_comprehension, a_variable_of_the_context, an_object_in_the_context, a_weak_reference,
+    a_weak_proxy, of_a_thread, an_array_of_python, a_memoryview, a_bound_method_in_a_global, sorted_by_an_attribute,
 ]  # fmt: skip
 
 

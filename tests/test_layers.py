@@ -86,6 +86,7 @@ ORDER = (
     "stages.host",
     "stages.raised",
     "stages.fake",
+    "stages.recipe",
     "stages.trace",
     "stages.grouping",
     "stages.recompute",

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextvars
+import functools
 import operator
+import weakref
 from collections.abc import Callable, Mapping
 from types import (
     BuiltinFunctionType,
@@ -43,6 +46,9 @@ class Calls(Stack):
         if callee in _GETTERS and UNKNOWN not in args:
             self.push(callee(*args))
             return
+        if type(callee) is weakref.ReferenceType:
+            self.push(self.reads.holds(callee, operator.call, callee()))
+            return
         if (
             type(callee) in (BuiltinFunctionType, MethodWrapperType)
             and type(callee.__self__) is not ModuleType
@@ -68,6 +74,8 @@ class Calls(Stack):
 
     def _method(self, owner: Any, name: str, args: list[Any], kwargs: Mapping[str, Any]) -> Any:
         """A method that is not written in Python."""
+        if type(owner) is contextvars.ContextVar and name == "get":
+            return self.reads.holds(owner, functools.partial(_held_by, *args), _held_by(*args, owner))
         if not is_container(owner):
             self.use(owner)
             if name in _SAYS_ALL:
@@ -141,9 +149,20 @@ _BUILTINS: Mapping[Any, Callable[..., Any]] = MappingProxyType(
         type: Calls._type,
         globals: Calls._globals,
         super: Calls._super,
-        **dict.fromkeys((id, print, callable, isinstance, issubclass, setattr, repr), Calls._nothing),
+        id: Calls._nothing,
+        print: Calls._nothing,
+        callable: Calls._nothing,
+        isinstance: Calls._nothing,
+        issubclass: Calls._nothing,
+        setattr: Calls._nothing,
+        repr: Calls._nothing,
     }
 )
+
+
+def _held_by(*args: Any) -> Any:
+    *default, variable = args
+    return contextvars.ContextVar.get(variable, *default)
 
 
 def parent(cls: Any, instance: Any) -> Any:

@@ -25,6 +25,7 @@ __all__ = [
     "has_key",
     "is_installed",
     "is_key",
+    "is_user_class",
     "is_user_module",
     "plain",
     "stored_in_class",
@@ -123,6 +124,12 @@ def is_installed(namespace: Mapping[str, Any]) -> bool:
     """Whether code with these globals is of an installed package, rather than of the project that runs."""
     path = PurePath(str(namespace.get("__file__") or ""))
     return not {"site-packages", "dist-packages"}.isdisjoint(path.parts)
+
+
+def is_user_class(cls: type) -> bool:
+    """Whether a class is of the user's code."""
+    module = sys.modules.get(cls.__module__)
+    return module is not None and is_user_module(module)
 
 
 def is_user_module(module: ModuleType) -> bool:

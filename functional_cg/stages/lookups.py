@@ -196,6 +196,12 @@ class Lookups(Reads):
                         self.root(function, shown), code, How.SAME, function.__code__, shown, defines=True
                     )
 
+    def holds(self, owner: Any, ask: Any, value: Any) -> Any:
+        """What a variable of the context, or a weak reference, leads to."""
+        place = self.place(owner)
+        self.found(place, Step(PART, ask), value, f"{place.name}()")
+        return value
+
     def item(self, owner: Any, key: Any) -> Any:
         """What ``owner[key]`` is, of a builtin container."""
         if owner is UNKNOWN or is_value(owner) or issubclass(type(owner), torch.Tensor):

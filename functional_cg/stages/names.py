@@ -30,6 +30,11 @@ class HostReads(Lookups):
         super().__init__(constants)
         self._made: dict[CodeType, list[dict[str, tuple[Place, Step]]]] = {}
 
+    def handed(self, value: Any, name: str) -> None:
+        """The step gets this from its caller."""
+        if not is_value(value) and not issubclass(type(value), torch.Tensor):
+            self.root(value, name)
+
     def enter(self, frame: FrameType) -> dict[str, list[tuple[Place, Step]]]:
         """Note what is read by the call of a function: itself, where its class has it, and defaults that are used.
 

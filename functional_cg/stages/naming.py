@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from ..source import is_user_file
+from .kinds import is_user_class
 from .places import ATTRIBUTE, ITEM, Step
 from .values import instance_dict, is_value
 
@@ -51,6 +52,8 @@ def _parts(name: str, value: Any) -> Iterator[tuple[str, Any]]:
         for registry in ("_parameters", "_buffers", "_modules"):
             yield from ((f"{name}.{key}", part) for key, part in vars(value)[registry].items())
         yield from _attributes(name, value)
+    elif issubclass(kind, type) and is_user_class(value):
+        yield from ((Step(ATTRIBUTE, key).shown(name), part) for key, part in vars(value).items())
     elif not issubclass(kind, torch.Tensor | type):
         yield from _attributes(name, value)
 

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from ..source import Location, is_user_file
-from .kinds import UNKNOWN, advances, generator_state, is_key, is_user_module, plain
+from .kinds import UNKNOWN, advances, generator_state, is_key, is_user_class, plain
 from .places import ATTRIBUTE, ITEM, PART, Entry, How, Place, Step, parts_of
 from .values import Contents, is_container, is_value
 
@@ -196,8 +196,7 @@ class Reads:
         """Whether a class is the user's own."""
         found = self._classes.get(cls)
         if found is None:
-            module = sys.modules.get(cls.__module__)
-            found = self._classes[cls] = module is not None and is_user_module(module)
+            found = self._classes[cls] = is_user_class(cls)
         return found
 
     def compare(

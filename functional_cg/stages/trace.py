@@ -13,7 +13,6 @@ import time
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Any
 
@@ -40,7 +39,7 @@ from ..shards.tensor import Sharded
 from ..signature import new_state_and_metrics
 from ..source import Locator
 from ..surroundings import canonical, in_a_backward
-from ..tree import KeyPath, Treedef, path_string
+from ..tree import KeyPath, path_string
 from .fake import FakeMode, without_log
 from .frames import followed
 from .host import HostGuard, HostRandomness, HostState
@@ -48,9 +47,10 @@ from .inspect import Rules, refuse_mixed_dtypes, refuse_new_state
 from .names import HostReads
 from .program import Constant, Instr, Program, Report, Var
 from .raised import mapped, raised_at
+from .recipe import Recipe
 from .watch import HostWatch
 
-__all__ = ["BoundState", "Recipe", "trace"]
+__all__ = ["trace"]
 
 _LIFTS = frozenset(
     {torch.ops.aten.lift_fresh.default, torch.ops.aten.lift.default, torch.ops.aten.lift_fresh_copy.default}
@@ -62,40 +62,6 @@ _PUTS = frozenset(
 )
 
 _RNN_FIX = "call an RNN by `apply, params, buffers = fcg.from_module(module)`: it stores its parameters. Or "
-
-
-@dataclass(frozen=True, slots=True)
-class BoundState:
-    """A state argument: read from its arena's slots rather than copied in."""
-
-    name: str
-    treedef: Treedef
-    specs: tuple[BufferSpec, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Recipe:
-    """What a step is traced for.
-
-    Attributes:
-      function: The user's function.
-      name: Its name, for messages.
-      states: Bound states, in order; the first one is donated if ``donates``.
-      inputs: Specs of the input leaves.
-      input_names: Their key paths, as text.
-      apply: Calls the function on trees of the states and leaves of the inputs.
-      constants: Declared constants.
-      donates: Whether the function returns (new_state, metrics); else it returns outputs.
-    """
-
-    function: Callable[..., Any]
-    name: str
-    states: tuple[BoundState, ...]
-    inputs: tuple[BufferSpec, ...]
-    input_names: tuple[str, ...]
-    apply: Callable[[Callable[..., Any], Sequence[Any], Sequence[Any]], Any]
-    constants: tuple[tuple[str, Tensor], ...]
-    donates: bool
 
 
 class _Recorder(TorchDispatchMode):
@@ -472,7 +438,8 @@ def trace(recipe: Recipe, checkpoint: Callable[[], None] = lambda: None) -> tupl
             randomness.refuse_draws(recipe.name, lambda: _run(recipe, None, checkpoint))
             _refuse_kept(recipe.name, recorder, recorder.release())
             reads = HostReads([constant for _, constant in recipe.constants])
-            reads.root(recipe.function, "self")
+            for name, value in (("self", recipe.function), *recipe.objects):
+                reads.handed(value, name)
             again = _run(recipe, recorder.program, checkpoint, reads)
     except FunctionalCGError as error:
         error.within(recipe.name, raised_at(error))

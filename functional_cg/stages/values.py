@@ -5,11 +5,14 @@ A container is compared in the part of it that the step reads: its length, wheth
 
 from __future__ import annotations
 
+import array
 import enum
 import itertools
 import numbers
 import operator
 import sys
+import threading
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterable
 from types import FunctionType, MappingProxyType
@@ -45,7 +48,12 @@ _SCALARS = (
     torch.layout,
     torch.memory_format,
 )
-_CONTAINERS = (list, tuple, dict, set, frozenset, deque, bytearray, MappingProxyType)
+_CONTAINERS = (list, tuple, dict, set, frozenset, deque, bytearray, MappingProxyType, array.array, memoryview)
+_ELSEWHERE = (
+    threading.local,
+    weakref.ProxyType,
+    weakref.CallableProxyType,
+)  # they store no attributes in themselves
 missing = object()
 
 
@@ -78,10 +86,11 @@ def in_classes(classes: Iterable[type], name: str) -> Any:
 
 
 def instance_dict(owner: object) -> dict[str, Any]:
-    """The attributes that an object itself stores."""
+    """The attributes that an object itself stores; those of a thread, and what a weak proxy stands for, included."""
     try:
-        found = object.__getattribute__(owner, "__dict__")
-    except AttributeError:
+        lookup = getattr if issubclass(type(owner), _ELSEWHERE) else object.__getattribute__
+        found = lookup(owner, "__dict__")
+    except (AttributeError, ReferenceError):
         return {}
     return found if isinstance(found, dict) else {}
 
@@ -126,8 +135,10 @@ def _reader(container: Any) -> Callable[[Any], Iterable[Any]]:
             return lambda now: itertools.chain.from_iterable(now.items())
         case set() | frozenset():
             return lambda now: (frozenset(now),)
-        case list() | tuple() | deque() | bytearray():
+        case list() | tuple() | deque() | bytearray() | array.array():
             return iter
+        case memoryview():
+            return lambda now: (now.tobytes(),)
     return _array_parts
 
 
