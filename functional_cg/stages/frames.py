@@ -10,7 +10,7 @@ import os
 import sys
 import sysconfig
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import CodeType, FrameType
 from typing import Any
@@ -23,7 +23,7 @@ from .names import HostReads
 from .shadow import Shadow
 from .stack import Instructions
 
-__all__ = ["followed"]
+__all__ = ["aside", "followed"]
 
 _TORCH = os.path.dirname(torch.__file__) + os.sep
 # Libraries of which a method reads the attributes of an object of the user's, such as a module or a scheduler.
@@ -56,20 +56,23 @@ class _Follower:
 
     Args:
       reads: Is told what they read.
+
+    Attributes:
+      own: Whether frames of code are the user's; None: nobody asks what they do.
     """
 
     def __init__(self, reads: HostReads) -> None:
         self._reads = reads
         self._instructions = Instructions()
         self._shadows: dict[int, Shadow] = {}
-        self._own: dict[CodeType, bool | None] = {}
+        self.own: dict[CodeType, bool | None] = {}
 
     def owned(self, frame: FrameType) -> bool | None:
         """Whether a frame is the user's; None: nobody asks what it does."""
         code = frame.f_code
-        if code not in self._own:
-            self._own[code] = _is_own(frame)
-        return self._own[code]
+        if code not in self.own:
+            self.own[code] = _is_own(frame)
+        return self.own[code]
 
     def shadow(self, frame: FrameType | None) -> Shadow | None:
         """The shadow of a frame that has started."""
@@ -115,13 +118,16 @@ class _Follower:
 
 def _is_own(frame: FrameType) -> bool | None:
     filename, namespace = frame.f_code.co_filename, frame.f_globals
+    if frame.f_code is torch.nn.Module.__getattr__.__code__:
+        return None  # where it looks is known
     if filename.startswith(_OF_OBJECTS):
         return None if filename.startswith(_NOT_OF_OBJECTS) else False
     if not is_user_file(filename):
         return None
-    if filename == "<string>":  # made by a decorator, such as dataclass
-        file = namespace.get("__file__")
-        return True if file is None or is_user_file(file) else None
+    if filename == "<string>":  # perhaps made by a decorator, such as dataclass, or by namedtuple
+        made_for = namespace.get("__file__")
+        made = str(namespace.get("__name__")).startswith("namedtuple_")
+        return None if made or (made_for is not None and not is_user_file(made_for)) else True
     return True
 
 
@@ -136,39 +142,54 @@ def followed(reads: HostReads) -> Iterator[None]:
         follower.leave()
 
 
-@contextmanager
-def _traced(follower: _Follower) -> Iterator[None]:
-    def called(frame: FrameType, event: str, arg: Any) -> Any:
-        if follower.owned(frame) is None:
-            return None
-        shadow = follower.start(frame)
+def aside(act: Callable[..., Any], *args: Any) -> Any:
+    """Call something of a library whose frames nobody asks about: a trace function would slow each of them down."""
+    tracer = sys.gettrace()
+    if not isinstance(tracer, _Tracer):
+        return act(*args)
+    sys.settrace(None)
+    try:
+        return act(*args)
+    finally:
+        sys.settrace(tracer)
+
+
+class _Tracer:
+    """A trace function.
+
+    Args:
+      follower: Is told of the frames.
+    """
+
+    def __init__(self, follower: _Follower) -> None:
+        self._follower, self._own = follower, follower.own
+
+    def __call__(self, frame: FrameType, event: str, arg: Any) -> Any:
+        if self._own.get(frame.f_code, False) is None or self._follower.owned(frame) is None:
+            return None  # as are most
         frame.f_trace_lines = False
-        if shadow is None:
-            return returned
-        frame.f_trace_opcodes = True
+        if self._follower.start(frame) is not None:
+            frame.f_trace_opcodes = True
+        return self._inside
 
-        return inside
-
-    def inside(frame: FrameType, event: str, arg: Any) -> Any:
+    def _inside(self, frame: FrameType, event: str, arg: Any) -> Any:
         if event == "opcode":
-            shadow = follower.shadow(frame)
+            shadow = self._follower.shadow(frame)
             if shadow is not None:
                 shadow.step(frame.f_lasti)
         elif event == "return":
-            follower.returned(frame, arg)
-        return inside
+            self._follower.returned(frame, arg)
+        return self._inside
 
-    def returned(frame: FrameType, event: str, arg: Any) -> Any:
-        if event == "return":
-            follower.returned(frame, arg)
-        return returned
 
-    before = sys.gettrace()
-    sys.settrace(called)
+@contextmanager
+def _traced(follower: _Follower) -> Iterator[None]:
+    before, tracer = sys.gettrace(), _Tracer(follower)
+    sys.settrace(tracer)
     try:
         yield
     finally:
-        if sys.gettrace() is called:  # else the step has started a debugger
+        if sys.gettrace() is tracer:  # else the step has started a debugger
             sys.settrace(before)
 
 

@@ -126,7 +126,8 @@ class Lookups(Reads):
             self._read(owner, Step(ATTRIBUTE, name), in_class)
             return in_class
         self.of_class(type(owner), name, in_class)
-        of_interest = self.is_of_user(type(owner)) or issubclass(type(owner), torch.nn.Module)
+        of_module = issubclass(type(owner), torch.nn.Module) and not name.startswith("_")
+        of_interest = self.is_of_user(type(owner)) or of_module
         if (
             of_interest and type(in_class) is FunctionType
         ):  # one that the instance stores would come before it
@@ -175,7 +176,8 @@ class Lookups(Reads):
     def of_class(self, cls: type, name: str, found: Any) -> None:
         """Note what a class of the user's has under a name."""
         definer = next((one for one in cls.__mro__ if name in vars(one)), cls)
-        if issubclass(cls, enum.Enum) or not (self.is_of_user(cls) or self.is_of_user(definer)):
+        own = self.is_of_user(definer) or (self.is_of_user(cls) and not name.startswith("_"))
+        if issubclass(cls, enum.Enum) or not own:
             return
         place, shown = self.root(cls, cls.__name__), f"{cls.__name__}.{name}"
         if found is missing:

@@ -153,8 +153,11 @@ class Reads:
         kind = type(value)
         known = self._places.get(id(value))
         if self._stays(value):
-            self.compare(owner, step, How.IDENTICAL, value, name, defines=True)
-            self.root(value, name)
+            # Of a module, which the step may have made, nothing but its place may keep it.
+            of_module = issubclass(kind, torch.nn.Module)
+            place = self.root(value, name, outlives=owner.root.outlives or not of_module)
+            how, old = (How.ALIAS, place) if of_module else (How.IDENTICAL, value)
+            self.compare(owner, step, how, old, name, defines=True)
         elif known is not None and known.root.outlives:
             self.compare(owner, step, How.ALIAS, known, name)
         elif not owner.root.outlives:

@@ -41,7 +41,7 @@ from ..source import Locator
 from ..surroundings import canonical, in_a_backward
 from ..tree import KeyPath, path_string
 from .fake import FakeMode, without_log
-from .frames import followed
+from .frames import aside, followed
 from .host import HostGuard, HostRandomness, HostState
 from .inspect import Rules, refuse_mixed_dtypes, refuse_new_state
 from .names import HostReads
@@ -137,7 +137,7 @@ class _Recorder(TorchDispatchMode):
         if Sharded in types or Reader in types:
             return NotImplemented  # what it does with shards comes here again
         try:
-            return self._dispatch(func, args, kwargs or {})
+            return aside(self._dispatch, func, args, kwargs or {})
         except FunctionalCGError as error:
             self.rules.remember(error)
             raise
