@@ -18,6 +18,7 @@ import itertools
 import operator
 import queue
 import random
+import re
 import threading
 import types
 import weakref
@@ -27,8 +28,9 @@ from typing import Any
 import numpy
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
+from torch.overrides import TorchFunctionMode
 
 import functional_cg as fcg
 from functional_cg.sameness import Exact, same
@@ -1240,6 +1242,66 @@ def test_what_is_read_of_a_static_argument_is_watched(kind: Any) -> None:
         step(X, cfg=cfg)
 
 
+# -- modes around a call ----------------------------------------------------------------------------------------------
+
+
+class Doubles(TorchFunctionMode):
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        return out * 2 if func is torch.Tensor.add else out
+
+
+AROUND = {
+    "Doubles()": Doubles,
+    "hooks on saved tensors": lambda: torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: 2 * x),
+    "hooks on saved tensors, of torch": torch.autograd.graph.save_on_cpu,
+}
+
+
+@pytest.mark.parametrize(("name", "mode"), AROUND.items(), ids=AROUND)
+@pytest.mark.parametrize("calls", [0, 1, 3])
+def test_a_mode_around_a_call_is_refused(name: str, mode: Any, calls: int) -> None:
+    """Around the first call it would be a part of the graph for ever, around a later one nothing."""
+    step = fcg.graph_step(lambda p, x: (p, fcg.grad(lambda p: (p["w"].exp() + x).sum())(p)))
+    state: Any = fcg.place({"w": X})
+    for _ in range(calls):
+        state, _ = step(state, X)
+    name = name.partition(",")[0]
+    with (
+        mode(),
+        pytest.raises(fcg.BakedValueError, match=rf"is called under {re.escape(name)}(.|\n)*inside of"),
+    ):
+        step(state, X)
+    state, grads = step(state, X)
+    assert torch.equal(grads["w"], X.exp())
+    assert state.generation == calls + 1
+
+
+def test_a_mode_in_the_step_is_a_part_of_it() -> None:
+    def f(x: Any) -> Any:
+        with Doubles():
+            return x.add(1)
+
+    assert torch.equal(fcg.graph_fn(f)(X), f(X))
+
+
+def test_a_default_device_is_compared() -> None:
+    with torch.device("cpu"):
+        step = fcg.graph_fn(lambda x: x + torch.ones(2))
+        step(X)
+    assert step(X).tolist() == [2.0, 3.0]
+    with torch.device("meta"), pytest.raises(fcg.BakedValueError, match=r"get_default_device\(\)  traced"):
+        step(X)
+
+
+def test_another_part_of_a_state_is_another_argument() -> None:
+    """Of one arena, one layout and one generation: what tells them apart is where they start."""
+    double = fcg.graph_fn(lambda part: part["w"] * 2)
+    state: Any = fcg.place({"p": {"w": torch.tensor([1.0])}, "q": {"w": torch.tensor([2.0])}})
+    for part, twice in (("p", 2.0), ("q", 4.0), ("p", 2.0), ("q", 4.0)):
+        assert double(state[part]).item() == twice
+
+
 @dataclasses.dataclass(frozen=True)
 class D:
     value: Any
@@ -1289,6 +1351,8 @@ VALUES = st.recursive(
 
 
 @given(VALUES, VALUES)
+@example(0.0, -0.0)
+@example(D(((1,),)), D(((True,),)))
 def test_values_are_the_same_if_and_only_if_their_text_is(one: Any, other: Any) -> None:
     def text(value: Any) -> Any:
         if isinstance(value, frozenset):
