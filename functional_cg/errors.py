@@ -201,6 +201,7 @@ class BakedValueError(FunctionalCGError, RuntimeError):
 
     - ``model.train()`` or ``model.eval()`` since the trace: make one step for each.
     - A mode of torch (autocast, TF32, the default dtype) differs around the call: set it once, or inside of the step.
+    - Autocast, a ``TorchFunctionMode`` or hooks on saved tensors around the call: put them inside of the step.
     - ``time.time()``, ``random.random()`` or a counter: an input, or a leaf of the state.
     - A tensor of ``constants=`` was written, or its name leads to another one: it is an input.
     - A helper or a module was defined anew, in a notebook for example: make the step anew too.
@@ -233,6 +234,7 @@ class SideEffectError(FunctionalCGError, RuntimeError):
         losses.append(metrics["loss"])
 
     - A counter, ``self.calls += 1``: a leaf of the state.
+    - ``next(iterator)``, ``queue.pop(0)``, ``rng.random()``: take it in the loop, and pass it as an input.
     - A hook, a cache or an optimizer of torch that stores tensors: pass what it stores through the state.
     - ``breakpoint()``: a debugger works in ``step.eager(state, batch)``, or with ``FCG_DISABLE_CAPTURE=1``.
     """

@@ -22,7 +22,7 @@ from .leaf import Leaf, as_tensor
 from .shards.tensor import Sharded
 from .tree import KeyPath, Treedef, path_string
 
-__all__ = ["InputLayout", "as_input", "cuts_a_graph", "input_layout", "same_object"]
+__all__ = ["InputLayout", "as_input", "cuts_a_graph", "input_layout"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,16 +86,6 @@ def cuts_a_graph(value: Any) -> bool:
         and torch.is_grad_enabled()
         and not isinstance(value, torch.nn.Parameter)
     )
-
-
-def same_object(a: Any, b: Any) -> bool:
-    """Whether two objects of a layout are the same, or equal and of one type."""
-    if a is b or type(a) is not type(b):
-        return a is b
-    try:
-        return bool(a == b)
-    except Exception:  # a comparison of the user's own
-        return False
 
 
 def _names(roots: Sequence[str], paths: Sequence[KeyPath]) -> tuple[str, ...]:

@@ -27,8 +27,8 @@ from .stages.certificate import Inspection
 from .stages.costs import constant_costs, input_costs, metric_costs, slot_costs, staged_pairs
 from .stages.lower import ExecutionPlan
 from .stages.program import Program
+from .stages.recipe import BoundState
 from .stages.reference import Reference
-from .stages.trace import BoundState
 from .stages.trial import Certificate
 from .stages.watch import HostWatch
 from .state import Lease

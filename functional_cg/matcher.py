@@ -10,7 +10,8 @@ from torch import Tensor
 
 from . import tree as pytree
 from .arena import BufferSpec, unplaceable
-from .inputs import InputLayout, as_input, cuts_a_graph, same_object
+from .inputs import InputLayout, as_input, cuts_a_graph
+from .sameness import same
 from .state import Handle
 from .surroundings import diverted
 from .tree import Treedef
@@ -31,7 +32,7 @@ def layout_matcher(
         "Tensor": Tensor,
         "strided": torch.strided,
         "convert": _convert,
-        "same": same_object,
+        "same": same,
         "flatten": pytree.flatten,
         "Handle": Handle,
         "opened": _opened,

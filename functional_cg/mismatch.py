@@ -10,7 +10,8 @@ import torch
 
 from . import tree as pytree
 from .arena import BufferSpec
-from .inputs import InputLayout, same_object
+from .inputs import InputLayout
+from .sameness import same
 from .tree import Treedef
 
 __all__ = ["layout_differences", "layout_fix"]
@@ -25,7 +26,7 @@ def layout_differences(expected: InputLayout, got: InputLayout) -> list[str]:
         if isinstance(want, BufferSpec) and isinstance(have, BufferSpec):
             if not want.same_layout(have):
                 rows.append(f"{name}  expected {want}   got {have}")
-        elif isinstance(want, BufferSpec) or isinstance(have, BufferSpec) or not same_object(want, have):
+        elif isinstance(want, BufferSpec) or isinstance(have, BufferSpec) or not same(want, have):
             rows.append(f"{name}  expected {_shown(want)}   got {_shown(have)}")
     return rows
 
@@ -66,7 +67,7 @@ def layout_fix(expected: InputLayout, got: InputLayout, more: str) -> str:
     pairs = [
         (name, want, have)
         for name, want, have in zip(expected.names, expected.leaves, got.leaves, strict=True)
-        if not same_object(want, have) and not _same_spec(want, have)
+        if not same(want, have) and not _same_spec(want, have)
     ]
     for name, want, have in pairs:
         if not isinstance(want, BufferSpec) or not isinstance(have, BufferSpec):

@@ -11,6 +11,8 @@ import torch
 from torch.utils import _pytree as torch_pytree
 from typing_extensions import dataclass_transform
 
+from .sameness import alike
+
 __all__ = ["register_dataclass", "register_dataclass_node", "same_static", "static"]
 
 T = TypeVar("T")
@@ -44,22 +46,8 @@ def same_static(a: Any, b: Any) -> bool:
     Raises:
       TypeError: If the values cannot be compared.
     """
-    if a is b or type(a) is not type(b):
-        return a is b
-    match a:
-        case float():
-            return bool(a.hex() == b.hex())
-        case complex():
-            return same_static((a.real, a.imag), (b.real, b.imag))
-        case tuple() | list():
-            return len(a) == len(b) and all(map(same_static, a, b))
-        case dict():
-            return same_static(list(a.items()), list(b.items()))
-    if dataclasses.is_dataclass(a) and type(a).__eq__ is not object.__eq__:
-        names = [field.name for field in dataclasses.fields(a) if field.compare]
-        return same_static([getattr(a, name) for name in names], [getattr(b, name) for name in names])
     try:
-        return bool(a == b)
+        return alike(a, b)
     except Exception as error:  # whatever a comparison of the user's own raises
         raise TypeError(
             f"static values of type {type(a).__name__} cannot be compared: {error}; "

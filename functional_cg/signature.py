@@ -15,12 +15,11 @@ from .arena import Arena, BufferSpec
 from .control import loop
 from .errors import AliasError, LayoutError
 from .inputs import InputLayout, as_input, input_layout
+from .sameness import Exact
 from .shards.boundary import refuse_meshes
 from .state import Handle, Lease, check_alive
 
 __all__ = ["Call", "Signature", "new_state_and_metrics"]
-
-_LIVE = object()  # stands for a leaf that is copied in
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,19 +94,23 @@ class Call:
 
     @property
     def static_key(self) -> tuple[Any, ...]:
-        """The static arguments as a key, under which 1, 1.0 and True differ."""
+        """The static arguments as a key, under which 1, 1.0 and True differ, and what holds them."""
         return tuple(
-            (name, _exact(value)) for name, value in sorted(self.statics.items(), key=lambda item: item[0])
+            (name, Exact(value)) for name, value in sorted(self.statics.items(), key=lambda item: item[0])
         )
 
     @property
-    def objects(self) -> dict[str, Any]:
-        """The arguments with what the graph has baked in: static ones, and inputs without their tensors."""
-        live = {name: _LIVE for name in self.layout.live_names}
-        if len(live) == len(self.layout.names):
-            return self.statics
-        args, kwargs = self.layout.fill(list(live.values()))
-        return {**dict(zip(self.layout.roots, args, strict=True)), **kwargs, **self.statics}
+    def objects(self) -> tuple[tuple[str, Any], ...]:
+        """(name, object) of what the graph has baked in: static arguments and fields, objects among the inputs."""
+        leaves = zip(self.layout.names, self.layout.leaves, strict=True)
+        inputs = [(name, leaf) for name, leaf in leaves if not isinstance(leaf, BufferSpec)]
+        fields = [value for state in self.states for value in pytree.static_values(state.handle._node)]
+        # An optimizer in a static field is reached through the state, not through a name in the code.
+        return (
+            *inputs,
+            *self.statics.items(),
+            *((f"static {type(value).__name__}", value) for value in fields),
+        )
 
     def arguments(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The call as a capture takes it: handles and tensors in place, static arguments gone."""
@@ -296,12 +299,6 @@ class Signature:
     def _shares_memory(self, value: Handle, states: Sequence[StateArgument]) -> bool:
         """A second handle of the donated arena is copied in: the step writes there."""
         return self.donates and any(state.arena is value._lease.arena for state in states)
-
-
-def _exact(value: Any) -> Any:
-    if isinstance(value, tuple):
-        return type(value), tuple(map(_exact, value))
-    return type(value), value.hex() if isinstance(value, float) else value
 
 
 def _first_device(inputs: Any) -> torch.device:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch.overrides import BaseTorchFunctionMode, _get_current_function_mode_stack
 from torch.utils import checkpoint
+from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from .errors import CaptureError
@@ -19,7 +20,9 @@ __all__ = [
     "AsTraced",
     "canonical",
     "current_mesh",
+    "default_device",
     "diverted",
+    "foreign_function_modes",
     "in_a_backward",
     "inside_a_step",
     "refuse_anomaly_mode",
@@ -111,6 +114,18 @@ def current_mesh() -> Mesh | None:
 def _step() -> _InStep | None:
     modes = _get_current_function_mode_stack()  # private to torch
     return next((mode for mode in reversed(modes) if isinstance(mode, _InStep)), None)
+
+
+def default_device() -> torch.device:
+    """Where tensors are made; torch's own getter makes one to find out."""
+    modes = [mode for mode in _get_current_function_mode_stack() if isinstance(mode, DeviceContext)]
+    return modes[-1].device if modes else torch.device("cpu")
+
+
+def foreign_function_modes() -> list[str]:
+    """Names of the function modes that are on, outermost first, but for those of a default device, and of a step."""
+    modes = _get_current_function_mode_stack()  # private to torch
+    return [type(mode).__name__ for mode in modes if not isinstance(mode, DeviceContext | _InStep)]
 
 
 def in_a_backward() -> bool:

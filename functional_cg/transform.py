@@ -14,7 +14,6 @@ from typing import Any, Self, cast
 
 import torch
 
-from . import tree as pytree
 from .certify import certify
 from .constants import Constants
 from .eager import run_eager
@@ -32,11 +31,12 @@ from .stages.compiled import lower
 from .stages.grouping import group_collectives
 from .stages.lower import Buffers
 from .stages.poison import Poisoned
+from .stages.recipe import BoundState, Recipe
 from .stages.reference import Reference
 from .stages.replay import MISS, Bound, Stats, finisher, replayer
 from .stages.rewrite import rewrite
-from .stages.trace import BoundState, Recipe, trace
-from .stages.watch import refuse_ambient_autocast, watch
+from .stages.trace import trace
+from .stages.watch import refuse_ambient_modes
 from .staging import Staging
 from .state import Handle, fill, place, placeable
 from .surroundings import inside_a_step, refuse_anomaly_mode, refuse_foreign_modes
@@ -197,7 +197,7 @@ class Transform:
 
     def _prepared(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         call = self._take_apart(args, kwargs)
-        refuse_ambient_autocast(self._name)
+        refuse_ambient_modes(self._name)
         lowered = self._lowered_for(call)
         lowered.watch.check(self._name)
         self._constants.check()
@@ -291,20 +291,16 @@ class Transform:
         return lowered
 
     def _lower(self, call: Call, deliver_ctrl_c: Callable[[], None]) -> Lowered:
-        refuse_ambient_autocast(self._name)
+        refuse_ambient_modes(self._name)
         refuse_anomaly_mode(self._name)
         states = tuple(BoundState(s.name, s.handle._node, s.specs) for s in call.states)
         recipe = Recipe(
             self._fn, self._name, states, call.layout.specs, call.layout.live_names, call.apply,
-            self._constants.named(), self._donates,
+            self._constants.named(), self._donates, call.objects,
         )  # fmt: skip
         with _timed(self._name, "traced"):
-            program = trace(recipe, deliver_ctrl_c)
+            program, host_watch = trace(recipe, deliver_ctrl_c)
         self.stats.traces += 1
-        # An optimizer in a static field is reached through the state, not through a name in the code.
-        roots = tuple(value for s in call.states for value in pytree.static_values(s.handle._node))
-        constants = [tensor for _, tensor in self._constants.named()]
-        host_watch = watch(self._fn, roots=roots, arguments=call.objects, constants=constants)
         inspection = inspection_of(program, host_watch.names())
         reference = Reference(program.twin())  # before anything is rewritten
         with _timed(self._name, f"lowered {len(program.instrs)} ATen calls"):

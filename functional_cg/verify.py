@@ -18,6 +18,7 @@ from .eager import evaluate
 from .errors import CaptureError
 from .leaf import owned
 from .lowered import Lowered
+from .sameness import same
 from .shards.boundary import entered, held
 from .shards.peers import on_any
 from .signature import Call
@@ -25,7 +26,6 @@ from .stages.judge import Judge, miscompiled
 from .stages.lower import Buffers, ExecutionPlan, lower_aten, quiet
 from .stages.program import Program
 from .stages.replay import finisher
-from .stages.values import same
 from .staging import Staging
 from .surroundings import AsTraced
 

@@ -488,7 +488,7 @@ def test_objects_inside_of_an_input_are_watched() -> None:
     batch = {"x": torch.ones(1), "cfg": one, "more": [two, "name"]}
     state, metric = step({"w": torch.ones(1)}, batch)
     assert metric.item() == 4.0
-    for settings, name in ((one, r'batch\["cfg"\]\.lr'), (two, r'batch\["more"\]\[0\]\.lr')):
+    for settings, name in ((one, r"batch\['cfg'\]\.lr"), (two, r"batch\['more'\]\[0\]\.lr")):
         settings.lr = 100.0
         with pytest.raises(fcg.BakedValueError, match=rf"{name}  traced 2\.0   now 100\.0"):
             step(state, batch)

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 import functional_cg as fcg
 from functional_cg.testing import assert_replay_equals_eager
 from functional_cg.verify import _difference
+from tests.out_of_sight import OutOfSight
 
 NAN = float("nan")
 
@@ -42,21 +43,11 @@ def test_a_sound_step_passes(lowering: Any, debug: Any) -> None:
     assert step.stats.replays == 5
 
 
-class Config:
-    """Read in a way that is not watched."""
-
-    def __init__(self, value: Any) -> None:
-        self.value = value
-
-    def read(self) -> Any:
-        return getattr(self, "".join(["val", "ue"]))
-
-
-def first_and_second(cfg: Config, fn: Any, then: Any, **options: Any) -> Any:
+def first_and_second(cfg: OutOfSight, fn: Any, then: Any, **options: Any) -> Any:
     """Verify a call, change what the watch does not see, and return the error of the next one and its state."""
     step, state = fcg.graph_step(fn, debug="verify", **options), fcg.place({"w": torch.ones(3)})
     state, _ = step(state, torch.ones(3))
-    cfg.value = then
+    cfg.write(then)
     with pytest.raises(fcg.CaptureError) as error:
         step(state, torch.ones(3))
     return str(error.value), state
@@ -64,7 +55,7 @@ def first_and_second(cfg: Config, fn: Any, then: Any, **options: Any) -> Any:
 
 @pytest.mark.parametrize("lowering", ["aten", "inductor"])
 def test_a_stale_number_is_found_and_the_state_is_not_lost(lowering: Any) -> None:
-    cfg = Config(1.0)
+    cfg = OutOfSight(1.0)
     text, old = first_and_second(
         cfg, lambda s, x: ({"w": s["w"] + x * cfg.read()}, {}), 1.01, lowering=lowering
     )
@@ -85,23 +76,23 @@ def test_a_stale_number_is_found_and_the_state_is_not_lost(lowering: Any) -> Non
     ],
 )  # fmt: skip
 def test_metrics_of_any_kind_are_compared(fn: Any, first: Any, then: Any, row: str) -> None:
-    cfg = Config(first)
+    cfg = OutOfSight(first)
     text, old = first_and_second(cfg, lambda s, x: (s, fn(cfg, x)), then)
     assert row in text
     assert old.latest().generation == 2
 
 
 def test_a_result_that_is_no_pair_any_more() -> None:
-    cfg = Config(2)
+    cfg = OutOfSight(2)
     text, _ = first_and_second(cfg, lambda s, x: (s, x, x)[: cfg.read()], 3)
     assert "result  eager tuple   replay (state, metrics)" in text
 
 
 def test_a_read_only_function() -> None:
-    cfg = Config(1.0)
+    cfg = OutOfSight(1.0)
     look = fcg.graph_fn(lambda x: x * cfg.read(), debug="verify")
     look(torch.ones(2))
-    cfg.value = 2.0
+    cfg.write(2.0)
     with pytest.raises(fcg.CaptureError, match=r"outputs  differs by 1\.41 in norm") as error:
         look(torch.ones(2))
     assert "latest" not in str(error.value)

@@ -23,6 +23,7 @@ from torch.overrides import TorchFunctionMode
 
 from ..errors import FunctionalCGError, ImplicitRandomnessError, SideEffectError
 from .inspect import Rules
+from .reads import Reads
 from .watch import MODES, HostWatch, modes
 
 __all__ = ["HostGuard", "HostRandomness", "HostState"]
@@ -178,8 +179,8 @@ class HostState:
         self._function = function
         self._modes = modes()
 
-    def refuse_change(self, watched: HostWatch) -> None:
-        """Raise if the traces have changed a mode, or the last one a value on the watch.
+    def refuse_change(self, watched: HostWatch, reads: Reads) -> None:
+        """Raise if the traces have changed a mode, or the last one a value on the watch, or taken from an iterator.
 
         What only the first trace sets up (a flag, a number computed once) is no change.
 
@@ -188,6 +189,16 @@ class HostState:
         """
         rows = [(name, old, new) for name, old, new in watched.differences() if name not in MODES]
         rows += [row for row in zip(MODES, self._modes, modes(), strict=True) if row[1] != row[2]]
+        advanced = reads.taken_from()
+        if advanced:
+            raise SideEffectError.of(
+                self._function,
+                "takes from what goes on from call to call.",
+                rows=[f"{name}, at {site}" for name, site in advanced],
+                why="Python runs when the step is traced, not when it is replayed: every call would get the same.",
+                fix="take it in the loop around the step, and pass it as an input; random numbers come from a key in "
+                "the state, `fcg.random`.",
+            )
         if rows:
             raise SideEffectError.of(
                 self._function,

@@ -30,8 +30,7 @@ from ..ops import argument, can_draw, sync_reason, tensors_in, written_arguments
 from ..shards.boundary import sharding_fix
 from ..source import Location, sync_spelling, user_frame
 from ..tree import Treedef, path_string, structure_diff
-from .refs import Ref
-from .scan import Scan
+from .naming import name_of
 
 __all__ = ["MIXED_DTYPES", "Rules", "host_sync", "refuse_mixed_dtypes", "refuse_new_state"]
 
@@ -165,7 +164,7 @@ class Rules:
 
     def foreign(self, call: Any, tensor: Tensor, *, written: bool = False) -> ForeignTensorError:
         """The error for a tensor that the trace does not know."""
-        name = self._name_of(tensor)
+        name = name_of(tensor, self._code)
         return ForeignTensorError.of(
             self._function,
             f"{'writes' if written else 'reads'} a tensor that is in neither the state nor the inputs.",
@@ -178,7 +177,7 @@ class Rules:
 
     def returned(self, path: str, tensor: Tensor) -> ForeignTensorError:
         """The error for a result that the trace does not know."""
-        name = self._name_of(tensor)
+        name = name_of(tensor, self._code)
         return ForeignTensorError.of(
             self._function,
             "returns a tensor that is in neither the state nor the inputs.",
@@ -186,12 +185,6 @@ class Rules:
             why="Replay would return the same memory each time.",
             fix=_read_fix(name, tensor),
         )
-
-    def _name_of(self, tensor: Tensor) -> str:
-        """How the user's code writes a tensor, such as ``W`` or ``model.weight``; empty where no name leads to it."""
-        scan = Scan([tensor])
-        scan.enter(Ref.to(self._code, "self"))
-        return next((ref.name for ref in scan.values.values() if ref.value is tensor), "")
 
     def foreign_array(self, tensor: Tensor) -> ForeignTensorError:
         """The error for a tensor that shares its memory with a numpy array or a buffer."""

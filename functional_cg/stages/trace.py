@@ -12,7 +12,7 @@ import math
 import time
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from contextlib import nullcontext
 from itertools import zip_longest
 from typing import Any
 
@@ -39,15 +39,18 @@ from ..shards.tensor import Sharded
 from ..signature import new_state_and_metrics
 from ..source import Locator
 from ..surroundings import canonical, in_a_backward
-from ..tree import KeyPath, Treedef, path_string
+from ..tree import KeyPath, path_string
 from .fake import FakeMode, without_log
+from .frames import aside, followed
 from .host import HostGuard, HostRandomness, HostState
 from .inspect import Rules, refuse_mixed_dtypes, refuse_new_state
+from .names import HostReads
 from .program import Constant, Instr, Program, Report, Var
 from .raised import mapped, raised_at
-from .watch import watch
+from .recipe import Recipe
+from .watch import HostWatch
 
-__all__ = ["BoundState", "Recipe", "trace"]
+__all__ = ["trace"]
 
 _LIFTS = frozenset(
     {torch.ops.aten.lift_fresh.default, torch.ops.aten.lift.default, torch.ops.aten.lift_fresh_copy.default}
@@ -59,40 +62,6 @@ _PUTS = frozenset(
 )
 
 _RNN_FIX = "call an RNN by `apply, params, buffers = fcg.from_module(module)`: it stores its parameters. Or "
-
-
-@dataclass(frozen=True, slots=True)
-class BoundState:
-    """A state argument: read from its arena's slots rather than copied in."""
-
-    name: str
-    treedef: Treedef
-    specs: tuple[BufferSpec, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Recipe:
-    """What a step is traced for.
-
-    Attributes:
-      function: The user's function.
-      name: Its name, for messages.
-      states: Bound states, in order; the first one is donated if ``donates``.
-      inputs: Specs of the input leaves.
-      input_names: Their key paths, as text.
-      apply: Calls the function on trees of the states and leaves of the inputs.
-      constants: Declared constants.
-      donates: Whether the function returns (new_state, metrics); else it returns outputs.
-    """
-
-    function: Callable[..., Any]
-    name: str
-    states: tuple[BoundState, ...]
-    inputs: tuple[BufferSpec, ...]
-    input_names: tuple[str, ...]
-    apply: Callable[[Callable[..., Any], Sequence[Any], Sequence[Any]], Any]
-    constants: tuple[tuple[str, Tensor], ...]
-    donates: bool
 
 
 class _Recorder(TorchDispatchMode):
@@ -168,7 +137,7 @@ class _Recorder(TorchDispatchMode):
         if Sharded in types or Reader in types:
             return NotImplemented  # what it does with shards comes here again
         try:
-            return self._dispatch(func, args, kwargs or {})
+            return aside(self._dispatch, func, args, kwargs or {})
         except FunctionalCGError as error:
             self.rules.remember(error)
             raise
@@ -371,7 +340,9 @@ def _refuse_kept(name: str, recorder: _Recorder, references: Sequence[weakref.re
         )
 
 
-def _run(recipe: Recipe, first: Program | None, checkpoint: Callable[[], None]) -> _Recorder:
+def _run(
+    recipe: Recipe, first: Program | None, checkpoint: Callable[[], None], reads: HostReads | None = None
+) -> _Recorder:
     mode = FakeMode()
     recorder = _Recorder(recipe, mode, first, checkpoint)
     program = recorder.program
@@ -393,7 +364,8 @@ def _run(recipe: Recipe, first: Program | None, checkpoint: Callable[[], None]) 
     for name, constant in recipe.constants:
         recorder.declare(name, constant)
     mesh = mesh_of([spec for state in recipe.states for spec in state.specs])
-    with canonical(mesh), without_log(), mode, recorder, HostGuard(recorder.rules):
+    followed_or_not = nullcontext() if reads is None else followed(reads)
+    with canonical(mesh), without_log(), mode, recorder, HostGuard(recorder.rules), followed_or_not:
         result = recipe.apply(recipe.function, trees, inputs)
         old = recipe.states[0] if recipe.donates else None
         result = shown(result) if old is None else left(old.specs, old.treedef, result)
@@ -447,12 +419,14 @@ def _result_var(recorder: _Recorder, path: KeyPath, leaf: Tensor, root: str) -> 
     return var
 
 
-def trace(recipe: Recipe, checkpoint: Callable[[], None] = lambda: None) -> Program:
+def trace(recipe: Recipe, checkpoint: Callable[[], None] = lambda: None) -> tuple[Program, HostWatch]:
     """Trace a step twice on fake tensors; nothing is launched.
 
     Args:
       recipe: What to trace.
       checkpoint: Called before each ATen call, where an exception does no harm.
+    Returns:
+      (program, watch): the calls, and what the second run has read on the host.
     Raises:
       FunctionalCGError: One class per mistake, see :mod:`functional_cg.errors`.
     """
@@ -463,8 +437,10 @@ def trace(recipe: Recipe, checkpoint: Callable[[], None] = lambda: None) -> Prog
             recorder = _run(recipe, None, checkpoint)
             randomness.refuse_draws(recipe.name, lambda: _run(recipe, None, checkpoint))
             _refuse_kept(recipe.name, recorder, recorder.release())
-            watched = watch(recipe.function)
-            again = _run(recipe, recorder.program, checkpoint)
+            reads = HostReads([constant for _, constant in recipe.constants])
+            for name, value in (("self", recipe.function), *recipe.objects):
+                reads.handed(value, name)
+            again = _run(recipe, recorder.program, checkpoint, reads)
     except FunctionalCGError as error:
         error.within(recipe.name, raised_at(error))
         raise
@@ -476,8 +452,9 @@ def trace(recipe: Recipe, checkpoint: Callable[[], None] = lambda: None) -> Prog
     if len(again.program.instrs) < len(program.instrs):
         raise _difference(recipe.name, program.instrs[len(again.program.instrs)], None)
     _refuse_changed_result(program, again.program)
-    host.refuse_change(watched)
-    return program
+    watched = HostWatch(reads.finish(), autocast_dtypes=reads.says_autocast)
+    host.refuse_change(watched, reads)
+    return program, watched
 
 
 def _refuse_changed_result(first: Program, second: Program) -> None:

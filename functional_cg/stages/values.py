@@ -5,48 +5,35 @@ A container is compared in the part of it that the step reads: its length, wheth
 
 from __future__ import annotations
 
+import array
 import enum
-import functools
 import itertools
 import numbers
 import operator
-import os
-import struct
 import sys
+import threading
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from types import FunctionType, MappingProxyType
 from typing import Any
 
 import torch
 
 from ..arena import BufferSpec
+from ..sameness import same
 
 __all__ = [
-    "CONTENTS",
-    "KIND",
-    "LARGEST",
-    "LENGTH",
-    "SUBMODULES",
-    "TRUTH",
     "Contents",
-    "Submodules",
-    "View",
-    "has_attribute",
-    "has_key",
     "in_classes",
     "instance_dict",
+    "is_array",
     "is_container",
     "is_value",
     "missing",
-    "same",
     "shown",
 ]
 
-LARGEST = 64  # parts of one container that are compared
-_LARGEST_ARRAY = 4096  # bytes
-_LONGEST_TUPLE = 8
 _SHOWN = 8
 _SCALARS = (
     numbers.Number,
@@ -61,15 +48,22 @@ _SCALARS = (
     torch.layout,
     torch.memory_format,
 )
-_CONTAINERS = (list, tuple, dict, set, frozenset, deque, bytearray, MappingProxyType)
+_CONTAINERS = (list, tuple, dict, set, frozenset, deque, bytearray, MappingProxyType, array.array, memoryview)
+_ELSEWHERE = (
+    threading.local,
+    weakref.ProxyType,
+    weakref.CallableProxyType,
+)  # they store no attributes in themselves
 missing = object()
 
 
 def is_value(value: Any) -> bool:
     """Whether `value` is plain data that a graph bakes in: a number, a string, None, a dtype, ..., a tuple of them."""
     if type(value) in (tuple, frozenset, torch.Size):
-        return len(value) <= _LONGEST_TUPLE and all(map(is_value, value))
-    return isinstance(value, _SCALARS)
+        return all(map(is_value, value))
+    numpy = sys.modules.get("numpy")
+    # Asking for the class of an instance could run something of the user's.
+    return issubclass(type(value), _SCALARS) or (numpy is not None and issubclass(type(value), numpy.generic))
 
 
 def is_array(value: object) -> bool:
@@ -80,9 +74,9 @@ def is_array(value: object) -> bool:
 
 def is_container(value: object) -> bool:
     """Whether reading what `value` holds runs nothing of the user's."""
-    if not isinstance(value, _CONTAINERS):
+    if not issubclass(type(value), _CONTAINERS):
         return is_array(value)
-    ways = ("__iter__", "__len__", "items") if isinstance(value, dict) else ("__iter__", "__len__")
+    ways = ("__iter__", "__len__", "items")
     return not any(isinstance(in_classes(type(value).__mro__, way), FunctionType) for way in ways)
 
 
@@ -92,55 +86,38 @@ def in_classes(classes: Iterable[type], name: str) -> Any:
 
 
 def instance_dict(owner: object) -> dict[str, Any]:
-    """The attributes that an object itself stores."""
+    """The attributes that an object itself stores; those of a thread, and what a weak proxy stands for, included."""
     try:
-        found = object.__getattribute__(owner, "__dict__")
-    except AttributeError:
+        lookup = getattr if issubclass(type(owner), _ELSEWHERE) else object.__getattribute__
+        found = lookup(owner, "__dict__")
+    except (AttributeError, ReferenceError):
         return {}
     return found if isinstance(found, dict) else {}
 
 
-def same(new: Any, old: Any) -> bool:
-    """Whether two values bake the same constants: one type, equal, and for floats equal bits. Two tensors do not."""
-    if type(new) is not type(old) or isinstance(new, torch.Tensor):
-        return False
-    if isinstance(new, tuple):
-        return len(new) == len(old) and all(map(same, new, old))
-    if isinstance(new, numbers.Complex) and not isinstance(new, numbers.Rational):
-        return _bits(new) == _bits(old)
-    try:
-        return bool(new == old)
-    except Exception:  # a comparison of the user's own
-        return False
-
-
-def _bits(number: numbers.Complex) -> bytes:
-    value = complex(number)
-    return struct.pack("dd", value.real, value.imag)
-
-
 class Contents:
-    """What a container held: its parts by identity, else by value; of a large one its length and its first parts."""
+    """What a container held: its parts by identity, else by value."""
 
-    __slots__ = ("_kind", "_parts", "_read", "_size")
+    __slots__ = ("_kind", "_parts", "_read")
     __hash__ = None  # type: ignore[assignment]
 
     def __init__(self, container: Any) -> None:
         self._kind, self._read = type(container), _reader(container)
-        self._size = None if is_array(container) else len(container)
-        self._parts = tuple(itertools.islice(self._read(container), 2 * LARGEST))
+        self._parts = tuple(self._read(container))
 
     def is_in(self, container: Any) -> bool:
         """Whether `container` holds the same now."""
-        if type(container) is not self._kind or (self._size is not None and len(container) != self._size):
+        if type(container) is not self._kind:
             return False
-        read, parts = self._read, self._parts
-        return all(map(operator.is_, read(container), parts)) or all(map(_same_part, read(container), parts))
+        now, parts = tuple(self._read(container)), self._parts
+        return len(now) == len(parts) and (
+            all(map(operator.is_, now, parts)) or all(map(_same_part, now, parts))
+        )
 
     def __eq__(self, other: object) -> bool:
         return (
             isinstance(other, Contents)
-            and (self._kind, self._size, len(self._parts)) == (other._kind, other._size, len(other._parts))
+            and (self._kind, len(self._parts)) == (other._kind, len(other._parts))
             and all(map(_same_part, self._parts, other._parts))
         )
 
@@ -152,95 +129,27 @@ class Contents:
         return f"{self._kind.__name__} of {', '.join(parts) or 'nothing'}"
 
 
-class Submodules(Contents):
-    """Which modules are inside of a module, however deep."""
-
-    __slots__ = ("_registries",)
-
-    def __init__(self, module: torch.nn.Module) -> None:
-        self._kind, self._size = type(module), None
-        self._registries = tuple(inner._modules for inner in module.modules() if inner._modules)
-        self._parts = self._held()
-
-    def is_in(self, container: Any) -> bool:
-        return self._held() == self._parts
-
-    def _held(self) -> tuple[Any, ...]:
-        return tuple(itertools.chain.from_iterable(map(dict.values, self._registries)))
-
-
 def _reader(container: Any) -> Callable[[Any], Iterable[Any]]:
     match container:
         case dict() | MappingProxyType():
             return lambda now: itertools.chain.from_iterable(now.items())
         case set() | frozenset():
-            return _set_parts
-        case list() | tuple() | deque() | bytearray():
+            return lambda now: (frozenset(now),)
+        case list() | tuple() | deque() | bytearray() | array.array():
             return iter
+        case memoryview():
+            return lambda now: (now.tobytes(),)
     return _array_parts
 
 
-def _set_parts(now: Any) -> Iterable[Any]:
-    return (frozenset(now),) if len(now) <= LARGEST else ()
-
-
 def _array_parts(now: Any) -> Iterable[Any]:
-    layout = now.shape, str(now.dtype)
-    return (*layout, now.tobytes()) if now.nbytes <= _LARGEST_ARRAY else layout
+    return now.shape, str(now.dtype), now.tolist() if now.dtype.hasobject else now.tobytes()
 
 
 def _same_part(new: Any, old: Any) -> bool:
     # A container inside of another one is an entry of its own, where more is read of it than that it is there.
     inner = type(new) is type(old) and is_container(old) and not is_value(old) and type(old) is not frozenset
     return new is old or inner or same(new, old)
-
-
-@dataclass(frozen=True, slots=True)
-class View:
-    """A part of a value that is compared in place of it.
-
-    Attributes:
-      read: The part.
-      fits: Whether a value has such a part, and reading it runs nothing of the user's.
-      text: How it is written, around the value.
-    """
-
-    read: Callable[[Any], object]
-    fits: Callable[[Any], bool]
-    text: str = "{}"
-
-
-def _holds(value: object) -> bool:
-    return (is_container(value) and not is_value(value)) or value is os.environ
-
-
-def _is_object(value: object) -> bool:
-    return not isinstance(value, type | torch.Tensor | torch.nn.Module) and not is_value(value)
-
-
-LENGTH = View(len, _holds, "len({})")
-TRUTH = View(bool, _holds, "bool({})")
-KIND = View(type, _is_object, "type({})")
-CONTENTS = View(Contents, is_container)
-SUBMODULES = View(Submodules, lambda module: isinstance(module, torch.nn.Module))
-
-
-def has_key(key: Any) -> View:
-    """Whether a container has a key, or an element."""
-    return View(functools.partial(_has_key, key), _holds, f"{key!r} in {{}}")
-
-
-def has_attribute(name: str) -> View:
-    """Whether an object has an attribute."""
-    return View(functools.partial(_has_attribute, name), _is_object, f"hasattr({{}}, {name!r})")
-
-
-def _has_key(key: Any, container: Any) -> bool:
-    return key in container
-
-
-def _has_attribute(name: str, owner: object) -> bool:
-    return hasattr(owner, name)
 
 
 def shown(value: object) -> str:

@@ -6,18 +6,19 @@ identity first (about 0.03 µs a value), so that a change is an error before any
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
 
 from ..errors import BakedValueError
-from .refs import Ref
-from .scan import Scan
-from .values import Contents, same, shown
+from ..sameness import same
+from ..surroundings import default_device, foreign_function_modes
+from .places import ATTRIBUTE, Entry, How, Place, Step
+from .values import Contents, is_container, shown
 
-__all__ = ["MODES", "HostWatch", "modes", "refuse_ambient_autocast", "watch"]
+__all__ = ["MODES", "HostWatch", "modes", "refuse_ambient_modes"]
 
 MODES = (
     "torch.is_autocast_enabled('cuda')",
@@ -34,8 +35,10 @@ MODES = (
     "torch.backends.cuda.mem_efficient_sdp_enabled()",
     "torch.backends.cuda.math_sdp_enabled()",
     "torch.backends.cuda.cudnn_sdp_enabled()",
+    "torch.get_default_device()",
 )
 _CANONICAL = (False, False)
+_saved_tensors_hooks = torch._C._autograd._top_saved_tensors_default_hooks
 
 
 def modes() -> tuple[object, ...]:
@@ -56,6 +59,7 @@ def modes() -> tuple[object, ...]:
         torch._C._get_mem_efficient_sdp_enabled(),
         torch._C._get_math_sdp_enabled(),
         torch._C._get_cudnn_sdp_enabled(),
+        default_device(),
     )
 
 
@@ -64,55 +68,36 @@ def _precision(name: str) -> str:
     return "ieee" if name == "none" else name
 
 
-def refuse_ambient_autocast(function_name: str) -> None:
-    """Raise if autocast is on around the call: the step would run without it, as it was traced.
+def refuse_ambient_modes(function_name: str) -> None:
+    """Raise if a mode is on around the call that would change what a trace records, and nothing of a replay.
+
+    Those are autocast, function modes other than that of a default device, and hooks on saved tensors.
 
     Raises:
-      BakedValueError: Naming the device and the dtype.
+      BakedValueError: Naming the mode.
     """
-    if not torch._C._is_any_autocast_enabled():
-        return
     on = [device for device in ("cuda", "cpu") if torch.is_autocast_enabled(device)]
+    rows = [
+        f"torch.autocast({device!r})  expected off   got {torch.get_autocast_dtype(device)}" for device in on
+    ]
+    name, inside = "autocast", f"torch.autocast({(on or ['cuda'])[0]!r}, dtype=...)"
+    foreign = foreign_function_modes()
+    if foreign:
+        name = inside = f"{foreign[-1]}()"
+        rows = [f"{mode}  expected none   got one that is on" for mode in foreign]
+    elif _saved_tensors_hooks(True) is not None:
+        name, inside = "hooks on saved tensors", "torch.autograd.graph.saved_tensors_hooks(...)"
+        rows = [f"{inside}  expected none   got hooks that are on"]
+    elif not torch._C._is_any_autocast_enabled():
+        return
     raise BakedValueError.of(
         function_name,
-        "is called under autocast; the state is unchanged.",
-        rows=[
-            f"torch.autocast({device!r})  expected off   got {torch.get_autocast_dtype(device)}"
-            for device in on
-        ],
-        why="A step runs as it was traced, with autocast off: what surrounds the call is not a part of it.",
-        fix=f"put `with torch.autocast({(on or ['cuda'])[0]!r}, dtype=...):` inside of `{function_name}`.",
-    )
-
-
-def watch(
-    fn: Callable[..., Any],
-    *,
-    roots: Sequence[object] = (),
-    arguments: Mapping[str, object] | None = None,
-    constants: Iterable[torch.Tensor] = (),
-) -> HostWatch:
-    """Find what `fn`, and the user's own functions that it reaches, read on the host, and remember the values.
-
-    Args:
-      fn: A function, a method, a ``functools.partial`` or a callable object.
-      roots: More that the step runs without naming it: an optimizer with the user's schedule, a module, functions.
-      arguments: Static arguments by name: what `fn` reads of them (``cfg.lr``) is watched too.
-      constants: Declared constants: a name that led to one has to lead to the same tensor.
-    Returns:
-      The watch. Values reached in other ways (files, clocks, a computed attribute, a contextvar) are not on it.
-    """
-    scan = Scan(constants)
-    scan.enter(
-        Ref.to(fn, "self"), kwargs={name: (Ref.to(value, name),) for name, value in (arguments or {}).items()}
-    )
-    for root in roots:
-        name = getattr(root, "__name__", f"static {type(root).__name__}")
-        scan.hold(scan.reach(Ref.to(root, name)))
-    return HostWatch(
-        tuple(scan.values.values()),
-        definitions=tuple(scan.definitions.values()),
-        autocast_dtypes=scan.says_autocast,
+        f"is called under {name}; the state is unchanged.",
+        rows=rows,
+        why="A step runs as it was traced, with autocast off: what surrounds the call is not a part of it."
+        if on
+        else "A step runs as it was traced: what surrounds the call is not a part of it.",
+        fix=f"put `with {inside}:` inside of `{function_name}`.",
     )
 
 
@@ -124,16 +109,13 @@ class HostWatch:
         their bits are equal; a name that is gone counts as changed.
     """
 
-    __slots__ = ("_definitions", "_entries", "_modes", "unchanged")
+    __slots__ = ("_entries", "_modes", "unchanged")
 
-    def __init__(
-        self, entries: tuple[Ref, ...], *, definitions: tuple[Ref, ...] = (), autocast_dtypes: bool
-    ) -> None:
-        self._entries = entries
-        self._definitions = definitions
+    def __init__(self, entries: Sequence[Entry] = (), *, autocast_dtypes: bool = False) -> None:
+        self._entries = tuple(entries)
         self._modes = _CANONICAL + modes()[len(_CANONICAL) :]
         self.unchanged: Callable[[], bool] = _comparison(
-            (*entries, *definitions), self._modes, autocast_dtypes=autocast_dtypes
+            self._entries, self._modes, autocast_dtypes=autocast_dtypes
         )
 
     def __len__(self) -> int:
@@ -141,15 +123,23 @@ class HostWatch:
 
     def names(self) -> tuple[str, ...]:
         """The values on the watch, as the user writes them."""
-        return tuple(entry.name for entry in self._entries)
+        values = (How.SAME, How.CONTENTS, How.IDENTICAL)
+        return tuple(
+            dict.fromkeys(entry.name for entry in self._entries if entry.how in values and not entry.defines)
+        )
 
     def differences(self) -> list[tuple[str, object, object]]:
         """(name, old, new) of each value and mode that is not what it was."""
-        rows = [(entry.name, entry.value, _read(entry)) for entry in self._entries]
-        rows += zip(MODES, self._modes, modes(), strict=True)
-        changed = [(name, old, new) for name, old, new in rows if _differ(new, old)]
-        redefined = [entry.name for entry in self._definitions if _differ(_read(entry), entry.value)]
-        return changed + [(name, _DEFINED, _Said("defined anew")) for name in dict.fromkeys(redefined)]
+        read = [(entry, _read(entry)) for entry in self._entries]
+        changed = [(entry, now) for entry, now in read if now is _GONE or not entry.agrees(now)]
+        rows = [(entry.name, *_sides(entry, now)) for entry, now in changed if not entry.defines]
+        rows += [
+            (name, old, new)
+            for name, old, new in zip(MODES, self._modes, modes(), strict=True)
+            if not same(new, old)
+        ]
+        redefined = dict.fromkeys(entry.name for entry, _ in changed if entry.defines)
+        return rows + [(name, _DEFINED, _Said("defined anew")) for name in redefined]
 
     def check(self, function_name: str) -> None:
         """Raise if something differs.
@@ -159,7 +149,7 @@ class HostWatch:
         """
         if self.unchanged():
             return
-        refuse_ambient_autocast(function_name)
+        refuse_ambient_modes(function_name)
         changed = self.differences()
         if changed:
             raise BakedValueError.of(
@@ -206,53 +196,84 @@ class _Said:
         return self.text
 
 
-_DEFINED = _Said("as defined then")
+_DEFINED, _GONE = _Said("as defined then"), _Said("<gone>")
 
 
-def _read(entry: Ref) -> object:
+def _read(entry: Entry) -> object:
     try:
         return entry.read()
     except Exception:  # whatever a user's object raises, the value is not there any more
-        return _Said("<gone>")
+        return _GONE
 
 
-def _differ(new: object, old: object) -> bool:
-    return new is not old and not same(new, old)
+def _sides(entry: Entry, now: object) -> tuple[object, object]:
+    """What stood there, and what stands there, as a message shows it."""
+    if now is _GONE:
+        return (entry.old if entry.how is not How.ALIAS else _Said(f"`{entry.old.name}`")), now
+    match entry.how:
+        case How.KIND:
+            return entry.old, type(now)
+        case How.CONTENTS:
+            return entry.old, Contents(now) if is_container(now) else now
+        case How.ALIAS:
+            return _Said(f"the same object as `{entry.old.name}`"), _Said("another one")
+    return entry.old, now
 
 
 def _comparison(
-    entries: Sequence[Ref], then: Sequence[object], *, autocast_dtypes: bool
+    entries: Sequence[Entry], then: Sequence[object], *, autocast_dtypes: bool
 ) -> Callable[[], bool]:
     """Generate the function that reads every mode and every entry once more and compares.
 
-    Modes are single objects, but for the precisions, which torch spells anew each time.
+    Modes are single objects, but for the precisions, which torch spells anew each time. An object from which several
+    values are read is looked up once.
     """
     names: dict[str, Any] = {"same": same, **_getters(), **{f"m{i}": mode for i, mode in enumerate(then)}}
     names |= {f"spelt{i}": ("ieee", "none") if then[i] == "ieee" else (then[i],) for i in (5, 6)}
     terms = ["not autocast()", "deterministic() is m4", "benchmark() is m7", "cudnn_deterministic() is m8"]
     terms += ["default_dtype() is m9", "fp32('cuda', 'matmul') in spelt5", "fp32('cuda', 'conv') in spelt6"]
     terms += ["flash() is m10", "mem_efficient() is m11", "math() is m12", "cudnn_attention() is m13"]
+    usual = "not function_modes() or " if then[14] == torch.device("cpu") else ""
+    terms += ["saved_tensors_hooks(True) is None"]
+    terms += [f"({usual}(default_device() == m14 and not foreign_function_modes()))"]
     if autocast_dtypes:
         terms += ["autocast_dtype('cuda') is m2", "autocast_dtype('cpu') is m3"]
-    roots: dict[int, str] = {}
-    for place, entry in enumerate(entries):
-        root = roots.setdefault(id(entry.root), f"r{place}")
-        names |= {root: entry.root, f"v{place}": entry.value}
-        now = root
-        for number, step in enumerate(entry.steps):
-            names[f"k{place}_{number}"] = step.key
-            now += f"[k{place}_{number}]" if step.item else f".{step.key}"
-        if isinstance(entry.value, Contents):
-            terms.append(f"v{place}.is_in({now})")
-            continue
-        if entry.view is not None:
-            names[f"see{place}"] = entry.view.read
-            now = f"see{place}({now})"
-        terms.append(f"({now} is v{place} or same({now}, v{place}))")
-    body = "\n        and ".join(terms)
-    source = (
-        f"def unchanged():\n    try:\n        return ({body})\n    except Exception:\n        return False\n"
-    )
+    lines = [f"if not ({' and '.join(terms)}): return False"]
+    variables: dict[Any, str] = {}
+
+    def named(value: object) -> str:
+        text = f"k{len(names)}"
+        names[text] = value
+        return text
+
+    def part(owner: str, step: Step) -> str:
+        key = step.key if step.way is ATTRIBUTE else named(step.key)
+        return step.way.format(owner=owner, key=key, name=key)
+
+    def object_at(owner: str, step: Step) -> str:
+        where = owner, step.way, type(step.key), step.key
+        if where not in variables:
+            text = part(owner, step)
+            variables[where] = f"p{len(variables)}"
+            lines.append(f"{variables[where]} = {text}")
+        return variables[where]
+
+    def variable(place: Place) -> str:
+        if place.owner is not None and place.step is not None:
+            return object_at(variable(place.owner), place.step)
+        return variables.setdefault(place, variables.get(place) or named(place.value))
+
+    for entry in entries:
+        now = variable(entry.owner)
+        if entry.step is not None and entry.how is How.KIND:
+            now = object_at(now, entry.step)
+        elif entry.step is not None:
+            lines.append(f"now = {part(now, entry.step)}")
+            now = "now"
+        old = variable(entry.old) if entry.how is How.ALIAS else named(entry.old)
+        lines.append(f"if {entry.how.differs.format(now=now, old=old)}: return False")
+    body = "".join(f"        {line}\n" for line in lines)
+    source = f"def unchanged():\n    try:\n{body}        return True\n    except Exception:\n        return False\n"
     exec(compile(source, "<functional_cg watch>", "exec"), names)
     return cast("Callable[[], bool]", names["unchanged"])
 
@@ -271,4 +292,8 @@ def _getters() -> dict[str, Any]:
         "mem_efficient": torch._C._get_mem_efficient_sdp_enabled,
         "math": torch._C._get_math_sdp_enabled,
         "cudnn_attention": torch._C._get_cudnn_sdp_enabled,
+        "saved_tensors_hooks": _saved_tensors_hooks,
+        "function_modes": torch._C._len_torch_function_stack,
+        "foreign_function_modes": foreign_function_modes,
+        "default_device": default_device,
     }

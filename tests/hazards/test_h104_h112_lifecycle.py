@@ -18,6 +18,7 @@ import functional_cg as fcg
 from functional_cg.stages.capture import _failure, _first
 from functional_cg.testing import assert_trees_all_equal
 from tests.hazards.law import CALLS, CPU, GPU, Place, assert_law, everywhere
+from tests.out_of_sight import OutOfSight
 
 
 class PlantedError(Exception):
@@ -29,10 +30,12 @@ class Budget(TorchFunctionMode):
 
     def __init__(self, ops: int) -> None:
         super().__init__()
-        self.left = iter(range(ops))
+        self.left = OutOfSight(ops)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if next(self.left, None) is None:
+        left = self.left.read()
+        self.left.write(left - 1)
+        if left == 0:
             raise PlantedError(func)
         return func(*args, **(kwargs or {}))
 

@@ -131,10 +131,6 @@ def helper_with_another_default() -> Any:
     return made_anew(make)
 
 
-def helper_with_another_closure() -> Any:
-    return made_anew(lambda rate: lambda w: w * rate)
-
-
 def made_anew(make: Callable[[float], Callable[[Tensor], Tensor]]) -> Any:
     helper = make(2.0)
 
@@ -195,7 +191,6 @@ DEFINITIONS = [
     global_helper,
     local_helper,
     helper_with_another_default,
-    helper_with_another_closure,
     helper_that_is_reloaded,
     module_in_a_closure,
     module_in_a_module,
@@ -223,6 +218,15 @@ def test_h43_what_is_defined_anew_is_loud(case: Any) -> None:
         assert not torch.equal(second, third)
     finally:
         globals()["scale"] = old
+
+
+def test_h43_a_helper_with_another_closure_is_called_by_what_it_closes_over() -> None:
+    call, _, anew = made_anew(lambda rate: lambda w: w * rate)
+    step = fcg.graph_fn(call)
+    step(torch.ones(3))
+    anew()
+    with pytest.raises(fcg.BakedValueError, match=r"rate  traced 2.0   now 3.0"):
+        step(torch.ones(3))
 
 
 def test_h43_a_cell_that_is_run_again_unchanged_is_the_same_definition() -> None:

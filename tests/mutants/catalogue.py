@@ -16,6 +16,7 @@ SIMULATOR = "tests/properties/test_simulator.py::"
 REFUSALS = "tests/refusals/"
 OLD_VALUES = "tests/test_old_values.py::"
 TRIAL = "tests/test_trial.py::"
+READS = "tests/test_host_reads.py::"
 GPU = "tests/cuda/"
 GPU_OWNERSHIP = f"{GPU}test_ownership_cuda.py::"
 HAZARDS = "tests/hazards/"
@@ -79,6 +80,42 @@ MUTANTS = (
             "tests/test_host_errors.py::test_what_else_raises[an op of one's own]",
         ),
         no_gpu="on a GPU no kernel raises",
+    ),
+    Mutant(
+        "N35",
+        "a part of a state is taken for any other part of the same layout",
+        (("            and value._start == self.start\n", ""),),
+        (f"{READS}test_another_part_of_a_state_is_another_argument",),
+        no_gpu="the argument is judged on the host, before anything is launched",
+    ),
+    Mutant(
+        "N36",
+        "values of two types that Python calls equal bake one graph",
+        (
+            (
+                "    if type(new) is not type(old) or isinstance(new, torch.Tensor):\n",
+                "    if isinstance(new, torch.Tensor):\n",
+            ),
+        ),
+        (f"{READS}test_values_are_the_same_if_and_only_if_their_text_is",),
+        no_gpu="values of the host are compared on the host",
+    ),
+    Mutant(
+        "N37",
+        "0.0 and -0.0 bake one graph",
+        (("            return _bits(new) == _bits(old)\n", "            return bool(new == old)\n"),),
+        (
+            f"{READS}test_values_are_the_same_if_and_only_if_their_text_is",
+            f"{READS}test_each_change_is_loud[the_sign_of_zero]",
+        ),
+        no_gpu="values of the host are compared on the host",
+    ),
+    Mutant(
+        "N38",
+        "an iterator that two traces move to equal numbers goes unnoticed",
+        (("        elif advances(value):\n", "        elif value is None:\n"),),
+        (f"{READS}test_what_goes_on_from_call_to_call_is_refused[a_cycle]",),
+        no_gpu="the Python of a step runs on the host",
     ),
     Mutant(
         "N48",
@@ -304,7 +341,7 @@ MUTANTS = (
     Mutant(
         "N7",
         "Python numbers and flags: what the step's Python reads is not compared at each call",
-        (("        return ({body})\\n", "        return True\\n"),),
+        (("    try:\\n{body}        return True\\n", "    try:\\n        return True\\n"),),
         (
             f"{OWNERSHIP}test_a_host_value_that_changed_is_loud[cpu]",
             f"{OWNERSHIP}test_a_host_value_that_changed_is_loud[simulator]",

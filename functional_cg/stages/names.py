@@ -1,0 +1,128 @@
+"""What the names of a frame stand for: its globals, the cells of its closure, its parameters."""
+
+from __future__ import annotations
+
+import builtins
+import gc
+from collections.abc import Iterable, Mapping
+from types import CodeType, FrameType, FunctionType, ModuleType
+from typing import Any
+
+import torch
+
+from .kinds import UNKNOWN, has_key, is_installed, is_user_module
+from .lookups import Lookups
+from .places import ATTRIBUTE, CELL, ITEM, Place, Step
+from .reads import parameters_with_defaults
+from .values import in_classes, is_container, is_value, missing
+
+__all__ = ["HostReads"]
+
+
+class HostReads(Lookups):
+    """What a step reads on the host while it runs.
+
+    Args:
+      constants: Declared constants: which tensor a name leads to is a value of the host too.
+    """
+
+    def __init__(self, constants: Iterable[torch.Tensor] = ()) -> None:
+        super().__init__(constants)
+        self._made: dict[CodeType, list[dict[str, tuple[Place, Step]]]] = {}
+
+    def handed(self, value: Any, name: str) -> None:
+        """The step gets this from its caller."""
+        if not is_value(value) and not issubclass(type(value), torch.Tensor):
+            self.root(value, name)
+
+    def enter(self, frame: FrameType) -> dict[str, list[tuple[Place, Step]]]:
+        """Note what is read by the call of a function: itself, where its class has it, and defaults that are used.
+
+        Returns:
+          Where the cells of its closure are found, by name.
+        """
+        code, self.frame = frame.f_code, frame
+        self.says_autocast = self.says_autocast or "autocast" in code.co_names
+        held = frame.f_locals
+        if code.co_argcount and code.co_varnames[0] in held:
+            self._method(held[code.co_varnames[0]], code)
+        cells: dict[str, list[tuple[Place, Step]]] = {name: [] for name in code.co_freevars}
+        for place in self._called(code, held):
+            self._defaults(place, code, held)
+            for number, name in enumerate(code.co_freevars):
+                cells[name].append((place, Step(CELL, number)))
+        for made in self._made.get(code, ()):
+            for name, cell in made.items():
+                if name in cells and cell not in cells[name]:
+                    cells[name].append(cell)
+        return cells
+
+    def _called(self, code: CodeType, held: Mapping[str, Any]) -> list[Place]:
+        places = self.functions.get(code)
+        if places is None and code.co_freevars and code not in self._made:
+            # A library calls it, which was given it before the step.
+            functions = [
+                one for one in gc.get_referrers(code) if type(one) is FunctionType and one.__code__ is code
+            ]
+            places = [self.root(one, code.co_name, outlives=False) for one in functions]
+            self.functions.setdefault(code, places)
+        return [place for place in places or () if _closes_over(place.value, held)]
+
+    def _method(self, owner: Any, code: CodeType) -> None:
+        if issubclass(type(owner), torch.Tensor) or is_value(owner):
+            return
+        cls = owner if issubclass(type(owner), type) else type(owner)
+        found = in_classes(cls.__mro__, code.co_name)
+        function = getattr(found, "fget", None) or getattr(found, "__func__", found)
+        if type(function) is FunctionType and function.__code__ is code:
+            self.of_class(cls, code.co_name, found)
+
+    def _defaults(self, place: Place, code: CodeType, held: Mapping[str, Any]) -> None:
+        if place.owner is not None:  # compared as a part of its definition
+            return
+        function = place.value
+        names = parameters_with_defaults(function)
+        for number, (name, value) in enumerate(zip(names, function.__defaults__ or (), strict=True)):
+            if held.get(name, missing) is value:
+                self.found(self._part(place, "__defaults__"), Step(ITEM, number), value, name)
+        for name, value in (function.__kwdefaults__ or {}).items():
+            if held.get(name, missing) is value:
+                self.found(self._part(place, "__kwdefaults__"), Step(ITEM, name), value, name)
+
+    def _part(self, place: Place, name: str) -> Place:
+        value = getattr(place.value, name)
+        known = self._places.get(id(value))
+        if known is None:
+            known = self._places[id(value)] = Place(value, place.name, place, Step(ATTRIBUTE, name))
+        return known
+
+    def made(self, code: CodeType, cells: Mapping[str, list[tuple[Place, Step]]]) -> None:
+        """A function of this code is made, whose closure shares these cells."""
+        shared = {name: found[0] for name in code.co_freevars if (found := cells.get(name))}
+        self._made.setdefault(code, []).append(shared)
+
+    def from_globals(self, frame: FrameType, name: str) -> Any:
+        """What a global name stands for."""
+        namespace = frame.f_globals
+        if name in namespace:
+            value = namespace[name]
+            library = type(value) is ModuleType and not is_user_module(value)
+            if is_container(value) and is_installed(namespace):
+                self._registries[id(value)] = value  # others add to it, which is no change for this step
+            elif not library:
+                self.found(self.root(namespace, "globals()"), Step(ITEM, name), value, name)
+            return value
+        place = self.root(namespace, "globals()")
+        self.part(place, has_key(name), False, name, name, defines=True)  # a builtin is shadowed by one
+        return getattr(builtins, name, UNKNOWN)
+
+
+def _closes_over(function: FunctionType, held: Mapping[str, Any]) -> bool:
+    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+        try:
+            value = cell.cell_contents
+        except ValueError:  # not yet assigned
+            value = missing
+        if held.get(name, missing) is not value:
+            return False
+    return True

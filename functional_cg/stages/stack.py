@@ -1,0 +1,202 @@
+"""The stack of a frame that runs, as far as it can be told from what its instructions load."""
+
+from __future__ import annotations
+
+import dis
+from collections.abc import Callable, Mapping
+from types import CodeType, FrameType, MappingProxyType
+from typing import Any
+
+from .kinds import UNKNOWN
+from .names import HostReads
+
+__all__ = ["NULL", "Instructions", "Stack"]
+
+NULL: Any = object()  # the empty place beside a function that is called
+
+# How many values an instruction takes from the stack. Others than these and the `op_...` below empty the shadow.
+_TAKES = MappingProxyType(
+    {
+        name: taken
+        for taken, names in (
+            (0, "RESUME NOP NOT_TAKEN PRECALL CACHE COPY_FREE_VARS MAKE_CELL RETURN_GENERATOR JUMP_FORWARD"),
+            (
+                0,
+                "JUMP_BACKWARD JUMP_BACKWARD_NO_INTERRUPT LOAD_CLOSURE LOAD_BUILD_CLASS LOAD_COMMON_CONSTANT",
+            ),
+            (0, "LOAD_ASSERTION_ERROR SETUP_ANNOTATIONS GEN_START DELETE_FAST DELETE_GLOBAL DELETE_NAME"),
+            (1, "UNARY_NEGATIVE UNARY_INVERT UNARY_POSITIVE UNARY_NOT TO_BOOL CALL_INTRINSIC_1"),
+            (1, "POP_JUMP_IF_TRUE POP_JUMP_IF_FALSE POP_JUMP_IF_NONE POP_JUMP_IF_NOT_NONE"),
+            (1, "POP_JUMP_FORWARD_IF_TRUE POP_JUMP_FORWARD_IF_FALSE POP_JUMP_FORWARD_IF_NONE"),
+            (1, "POP_JUMP_BACKWARD_IF_TRUE POP_JUMP_BACKWARD_IF_FALSE POP_JUMP_BACKWARD_IF_NONE"),
+            (1, "POP_JUMP_FORWARD_IF_NOT_NONE POP_JUMP_BACKWARD_IF_NOT_NONE"),
+            (1, "LIST_TO_TUPLE FORMAT_SIMPLE CONVERT_VALUE LIST_EXTEND SET_UPDATE DICT_UPDATE DICT_MERGE"),
+            (2, "COMPARE_OP BINARY_OP FORMAT_WITH_SPEC"),
+            (3, "BINARY_SLICE"),
+        )
+        for name in names.split()
+    }
+)
+_TAKES_BY_ARGUMENT: Mapping[str, Callable[[int], int]] = MappingProxyType(
+    {
+        "BUILD_STRING": lambda n: n,
+        "BUILD_SLICE": lambda n: n,
+        "BUILD_LIST": lambda n: n,
+        "BUILD_SET": lambda n: n,
+        "BUILD_MAP": lambda n: 2 * n,
+        "BUILD_CONST_KEY_MAP": lambda n: n + 1,
+        "FORMAT_VALUE": lambda flags: 2 if flags & 4 else 1,
+    }
+)
+# Those that put values elsewhere, or drop them: they read nothing.
+_MOVES = MappingProxyType({"POP_TOP": 1, "BUILD_LIST": 1, "DELETE_ATTR": 1, "DELETE_SUBSCR": 2, "END_FOR": 1})
+
+
+class Instructions:
+    """The instructions of code, by offset, each with the offset of the one after it."""
+
+    def __init__(self) -> None:
+        self._known: dict[CodeType, dict[int, tuple[dis.Instruction, int]]] = {}
+
+    def of(self, code: CodeType) -> dict[int, tuple[dis.Instruction, int]]:
+        """Those of `code`; a long argument counts to the instruction that it belongs to."""
+        known = self._known.get(code)
+        if known is None:
+            known = self._known[code] = {}
+            following = -1
+            for ins in reversed(list(dis.get_instructions(code))):
+                if ins.opname == "EXTENDED_ARG":
+                    known[ins.offset] = known[following]
+                else:
+                    known[ins.offset] = ins, following
+                following = ins.offset
+        return known
+
+
+class Stack:
+    """What lies on the stack of one frame.
+
+    Args:
+      frame: The frame, at its start.
+      reads: Is told what is read.
+      instructions: Those of all code.
+      own: Whether the code is the user's. Of a library's, only what is read of known objects is of interest.
+    """
+
+    def __init__(self, frame: FrameType, reads: HostReads, instructions: Instructions, *, own: bool) -> None:
+        self.frame, self.reads, self.own = frame, reads, own
+        self.code, self.stack = frame.f_code, list[Any]()
+        self.result: Any = UNKNOWN  # of the frame that this one has called last
+        self._instructions = instructions.of(self.code)
+        self._last: tuple[dis.Instruction, int] | None = None
+        self._awaits = False
+        self._keywords: tuple[str, ...] = ()
+        self._cells = reads.enter(frame) if own else {}
+
+    def leave(self) -> None:
+        """Let go of the frame, which has ended."""
+        del self.frame
+        self.stack.clear()
+
+    @property
+    def is_fresh(self) -> bool:
+        """Whether a generator that starts now has not yielded before."""
+        ins = self._instructions[self.frame.f_lasti][0] if self.frame.f_lasti in self._instructions else None
+        went_on = ins is not None and (
+            ins.opname in ("YIELD_VALUE", "SEND") or (ins.opname == "RESUME" and ins.arg)
+        )
+        return not went_on
+
+    def step(self, offset: int) -> None:
+        """An instruction is about to run."""
+        here = self._instructions.get(offset)
+        if here is None or here is self._last:  # an argument that is long comes in two
+            return
+        self._finish(here[0].offset)
+        self._last, self.result = here, UNKNOWN
+        ins, self.reads.frame = here[0], self.frame
+        getattr(self, f"op_{ins.opname.lower()}", self.other)(ins)
+
+    def _finish(self, offset: int) -> None:
+        """The last instruction has run, and led here."""
+        if self._last is None:
+            return
+        ins, following = self._last
+        after = self._instructions.get(following)
+        falls = offset == following or (after is not None and after[0].offset == offset)
+        if self._awaits and self.stack and falls:
+            self.stack[-1] = self.result
+        self._awaits = False
+        if "FOR_ITER" in ins.opname:
+            if falls:
+                self.stack.append(UNKNOWN)
+            else:
+                self.pop()
+        elif "OR_POP" in ins.opname:
+            if falls:
+                self.pop()
+        elif not falls and ins.opcode not in dis.hasjrel:
+            self.stack.clear()  # an exception led here
+
+    # -- the stack ------------------------------------------------------------------------------------------------
+
+    def push(self, value: Any) -> None:
+        self.stack.append(value)
+
+    def pop(self) -> Any:
+        return self.stack.pop() if self.stack else UNKNOWN
+
+    def peek(self) -> Any:
+        return self.stack[-1] if self.stack else UNKNOWN
+
+    def take(self, count: int) -> list[Any]:
+        return [self.pop() for _ in range(count)][::-1]
+
+    def await_result(self) -> None:
+        """What comes is what the frame that is called now returns."""
+        self.push(UNKNOWN)
+        self._awaits = True
+
+    def use(self, value: Any, *, deep: bool = False) -> None:
+        if self._reads_from(value):
+            self.reads.use(value, deep=deep)
+
+    def other(self, ins: dis.Instruction) -> None:
+        name, arg = ins.opname, ins.arg or 0
+        if name in _TAKES_BY_ARGUMENT:
+            count = _TAKES_BY_ARGUMENT[name](arg)
+            deep = False
+        elif name in _MOVES:
+            count, deep = _MOVES[name], False
+        elif name in _TAKES:
+            count, deep = _TAKES[name], True
+        else:
+            self.stack.clear()
+            return
+        for value in self.take(count):
+            if "IF_" in name or name in ("UNARY_NOT", "TO_BOOL"):
+                if "NONE" not in name:
+                    self.size(value, truth=True)
+            elif deep:
+                self.use(value, deep=True)
+        for _ in range(dis.stack_effect(ins.opcode, ins.arg, jump=False) + count):
+            self.push(UNKNOWN)
+
+    def attribute(self, owner: Any, name: str) -> Any:
+        """What ``owner.name`` is, noted if it is read of what the user has."""
+        return self.reads.attribute(owner, name) if self._reads_from(owner) else UNKNOWN
+
+    def item(self, owner: Any, key: Any) -> Any:
+        """What ``owner[key]`` is."""
+        return self.reads.item(owner, key) if self._reads_from(owner) else UNKNOWN
+
+    def size(self, owner: Any, *, truth: bool = False) -> None:
+        """``len(owner)``, or whether there is anything in it."""
+        if self._reads_from(owner):
+            self.reads.size(owner, truth=truth)
+
+    def _reads_from(self, owner: Any) -> bool:
+        if owner is UNKNOWN or owner is NULL:
+            return False
+        known = self.reads.known(owner)
+        return self.own or (known is not None and known.root.outlives) or type(owner) is super
