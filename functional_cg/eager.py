@@ -7,22 +7,22 @@ replay of the aten lowering is bitwise equal to this.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from . import tree as pytree
-from .arena import Arena
 from .shards.boundary import entered, held, left, mesh_of, shown
 from .shards.peers import among, together
 from .signature import Call, new_state_and_metrics
 from .stages.inspect import refuse_new_state
-from .state import Handle
+from .state import Handle, slot_copies
 from .surroundings import canonical
 from .taps import Taps
 
-__all__ = ["copies", "evaluate", "run_eager"]
+__all__ = ["evaluate", "run_eager"]
 
 
 @torch.inference_mode(False)  # results are ordinary tensors
@@ -39,17 +39,14 @@ def run_eager(fn: Callable[..., Any], call: Call, name: str, taps: Taps, *, dona
     lines = [f"run `{name}` eagerly", *(f"{leaf}  {str(spec).partition('@')[0]}" for leaf, spec in named)]
     together(mesh, name, "\n".join(lines))
     with among(mesh, name), taps.listening():
-        slots = [copies(s.arena, s.start, s.stop) for s in call.states]
+        slots = [slot_copies(s.handle) for s in call.states]
         result = evaluate(fn, call, slots, call.live, donates=donates)
     if not donates:
         return pytree.map(_own, result)
     new, metrics = _checked(result, call, name)
     state = call.states[0]
-    with state.arena.lock:
-        state.handle._check()
-        object.__setattr__(state.handle, "_donor", name)
-        state.lease.write(range(len(new)), new)
-    return Handle(state.lease, state.lease.cell[0]), metrics
+    new_state = state.arena.turn.alone(partial(state.handle._written, range(len(new)), new, name), name)
+    return new_state, metrics
 
 
 def evaluate(
@@ -81,13 +78,6 @@ def _checked(result: Any, call: Call, name: str) -> tuple[list[Tensor], Any]:
     new, treedef = pytree.flatten(changed)
     refuse_new_state(name, state.handle._node, [s.spec for s in state.arena.plan.slots], treedef, new)
     return [held(leaf) for leaf in new], pytree.map(_own, metrics)
-
-
-def copies(arena: Arena, start: int, stop: int) -> list[Tensor]:
-    """Copies of an arena's slots, in their strides."""
-    arena.join()
-    with torch.no_grad():
-        return [slot.clone() for slot in arena.slots[start:stop]]
 
 
 def _private(tensor: Tensor, stride: tuple[int, ...], device: torch.device) -> Tensor:

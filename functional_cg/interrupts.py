@@ -1,51 +1,102 @@
-"""Ctrl-C while a step is built.
+"""Signals while a step is built.
 
-torch's fake tensors call Python from C++ that must not throw: a KeyboardInterrupt that strikes there ends the process,
-or is swallowed half-way and leaves a wrong program. So Ctrl-C waits for the next safe place, which while tracing is the
-next ATen call of the user's function. A second Ctrl-C does not wait.
+torch's fake tensors call Python from C++ that must not throw: what a handler raises there ends the process, or is
+swallowed half-way and leaves a wrong program, or a mode that stays on. And a handler that calls the library would find
+itself in the trace. So signals wait until a step is built. A trace gives way to them at its next ATen call: it is
+begun anew when they are done. A Ctrl-C that comes a second after one that still waits does not wait.
 """
 
 from __future__ import annotations
 
+import os
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import FrameType
 from typing import Any
 
-__all__ = ["held_back"]
+__all__ = ["Held", "Interrupted", "held_back"]
+
+_IMPATIENCE = 1.0  # seconds
 
 
-def _nothing() -> None:
-    pass
+class Interrupted(BaseException):
+    """Ends a trace that gives way to a signal; no exception of the user's, whose code may catch those."""
+
+
+class Held:
+    """The signals that wait.
+
+    Args:
+      handlers: Python's own handlers, by signal.
+    """
+
+    def __init__(self, handlers: dict[int, Callable[[int, FrameType | None], Any]]) -> None:
+        self.handlers = handlers
+        self._waiting: list[tuple[int, FrameType | None]] = []
+        self._asked = 0.0  # when the first Ctrl-C came
+        self._process = os.getpid()
+        self.over = False
+
+    def hold(self, number: int, frame: FrameType | None) -> None:
+        """The handler of all of them."""
+        if self.over or os.getpid() != self._process:  # a child that was forked meanwhile traces nothing
+            self.handlers[number](number, frame)
+            return
+        again = any(waiting == signal.SIGINT == number for waiting, _ in self._waiting)
+        self._asked = self._asked if again else time.monotonic()
+        self._waiting.append((number, frame))
+        if again and time.monotonic() - self._asked >= _IMPATIENCE:
+            self.deliver()
+
+    def give_way(self) -> None:
+        """Raise where signals wait; called where an exception does no harm."""
+        if self._waiting:
+            raise Interrupted
+
+    def deliver(self) -> None:
+        """Call the handlers of all that wait, in order, also where one of them raises."""
+        if self._waiting:
+            number, frame = self._waiting.pop(0)
+            try:
+                self.handlers[number](number, frame)
+            finally:
+                self.deliver()
+
+    def release(self) -> None:
+        """Put the handlers back; what they raise meanwhile is raised at the end."""
+        self.over = True
+        raised: BaseException | None = None
+        for number, handler in self.handlers.items():
+            while signal.getsignal(number) == self.hold:
+                try:
+                    signal.signal(number, handler)
+                except BaseException as error:  # a handler that was put back has just run
+                    raised = error
+        if raised is not None:
+            raise raised
 
 
 @contextmanager
-def held_back() -> Iterator[Callable[[], None]]:
-    """Hold the first Ctrl-C back; it is raised by the function that is yielded, at the latest at the end.
+def held_back() -> Iterator[Held]:
+    """Hold signals back; their handlers run at the end of the block.
 
     Signals reach the main thread only, and only Python's own handlers can wait: elsewhere nothing happens here.
     """
-    handler = signal.getsignal(signal.SIGINT)
-    if threading.current_thread() is not threading.main_thread() or not callable(handler):
-        yield _nothing
-        return
-    waiting: list[tuple[int, Any]] = []
-
-    def hold(number: int, frame: Any) -> None:
-        waiting.append((number, frame))
-        if len(waiting) > 1:
-            deliver()
-
-    def deliver() -> None:
-        if waiting:
-            number, frame = waiting[0]
-            waiting.clear()
-            handler(number, frame)
-
-    signal.signal(signal.SIGINT, hold)
+    held = Held(_handlers() if threading.current_thread() is threading.main_thread() else {})
     try:
-        yield deliver
+        for number in held.handlers:
+            signal.signal(number, held.hold)
+        yield held
     finally:
-        signal.signal(signal.SIGINT, handler)
-        deliver()
+        try:
+            held.release()
+        finally:
+            held.deliver()
+
+
+def _handlers() -> dict[int, Callable[[int, FrameType | None], Any]]:
+    known = {number: signal.getsignal(number) for number in signal.valid_signals()}
+    return {number: handler for number, handler in known.items() if callable(handler)}

@@ -9,7 +9,7 @@ from __future__ import annotations
 import operator
 import weakref
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Never, Protocol
@@ -24,8 +24,20 @@ from .ops import copies, tensors_in, written_arguments
 from .overlap import storage_key
 from .summary import summary
 from .tree import KeyPath, Treedef
+from .turns import Turn, at_one_time
 
-__all__ = ["Leaf", "Lease", "Origin", "Part", "as_tensor", "donated", "key_name", "owned", "uninterrupted"]
+__all__ = [
+    "Leaf",
+    "Lease",
+    "Origin",
+    "Part",
+    "as_tensor",
+    "donated",
+    "key_name",
+    "owned",
+    "turns_of",
+    "uninterrupted",
+]
 
 
 def uninterrupted(calls: Sequence[Callable[[], Any]]) -> None:
@@ -200,11 +212,10 @@ class Leaf(Tensor):
         sources = [t for t in tensors_in([*args, *kwargs.values()]) if isinstance(t, Leaf)]
         if func.overloadpacket is torch.ops.aten.set_:
             raise sources[0]._no_storage()
-        out = func(*map(_unwrap, args), **{name: _unwrap(arg) for name, arg in kwargs.items()})
-        return _rewrap(out, sources)
+        return _rewrap(at_one_time(turns_of(sources), partial(_on_slots, func, args, kwargs)), sources)
 
     def _read(self) -> Tensor:
-        """The slot's own memory, for reading; raises once the state was donated."""
+        """The slot's own memory, for reading in its turn; raises once the state was donated."""
         origin = self._origin
         if not self._alive:
             raise donated(self._path, origin)
@@ -216,7 +227,8 @@ class Leaf(Tensor):
         return self._origin._lease.cell[0] == self._origin._generation
 
     def _owned(self) -> Tensor:
-        return self._read().clone()
+        turn: Turn = self._origin._lease.arena.turn
+        return turn.read(lambda: self._read().clone())  # type: ignore[no-any-return]
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"{self._title}\n{self._owned()!r}" if self._alive else self._title
@@ -296,6 +308,15 @@ class Leaf(Tensor):
             why="Whoever has the storage or its address can write the state unseen.",
             fix="take a copy of your own, `.clone()` or `fcg.snapshot(state)`.",
         )
+
+
+def _on_slots(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    return func(*map(_unwrap, args), **{name: _unwrap(arg) for name, arg in kwargs.items()})
+
+
+def turns_of(leaves: Iterable[Any]) -> list[Turn]:
+    """The turns of the states that leaves are read from."""
+    return [leaf._origin._lease.arena.turn for leaf in leaves if isinstance(leaf, Leaf)]
 
 
 def _unwrap(value: Any) -> Any:

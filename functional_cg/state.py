@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, Never, TypeVar
 
 import torch
@@ -16,12 +17,13 @@ from torch import Tensor
 from . import tree as pytree
 from .arena import Arena, BufferSpec, Plan, plan, refuse_aliases, refuse_unplaceable
 from .errors import LayoutError, ReadOnlyError
-from .leaf import Leaf, Lease, Part, as_tensor, donated, key_name, owned
+from .leaf import Leaf, Lease, Part, as_tensor, donated, key_name, owned, turns_of
 from .markup import card, fold
 from .ops import copies
 from .outline import Entry, arena_html, size_text, tree_html, tree_text
 from .shards.boundary import at_rest, held, localized, misfits, on_one_mesh, sharding_fix
 from .tree import KeyPath, Treedef, TreeView
+from .turns import at_one_time
 
 __all__ = [
     "Handle",
@@ -34,6 +36,7 @@ __all__ = [
     "place",
     "placeable",
     "roles",
+    "slot_copies",
     "snapshot",
 ]
 
@@ -157,11 +160,14 @@ class Handle(TreeView):
                 "For another structure, `fcg.place` a new state.",
             )
         values = [owned(localized(slot, value)) for slot, value in zip(slots, values, strict=True)]
-        with lease.arena.lock:
-            self._check()
-            object.__setattr__(self, "_donor", donor)
-            lease.write(positions, values)
-        return Handle(lease, lease.cell[0])
+        return lease.arena.turn.alone(partial(self._written, positions, values, donor))  # type: ignore[no-any-return]
+
+    def _written(self, positions: Sequence[int], values: Sequence[Tensor], donor: str) -> Handle:
+        """The handle of what was written; nothing else uses the state meanwhile."""
+        self._check()
+        object.__setattr__(self, "_donor", donor)
+        self._lease.write(positions, values)
+        return Handle(self._lease, self._lease.cell[0])
 
     def _field(self, name: str) -> Part:
         part = self._part.children.get(name)
@@ -348,6 +354,23 @@ def check_alive(handle: Handle, name: str, function: str) -> None:
         raise donated(name + handle._part.path.removeprefix("state"), handle._root, name, function)
 
 
+def slot_copies(handle: Handle) -> list[Tensor]:
+    """Copies of a state's leaves, in the strides of their slots.
+
+    Raises:
+      DonatedStateError: If the state was donated.
+    """
+    return handle._lease.arena.turn.read(partial(_slot_copies, handle))  # type: ignore[no-any-return]
+
+
+def _slot_copies(handle: Handle) -> list[Tensor]:
+    handle._check()
+    part, arena = handle._part, handle._lease.arena
+    arena.join()
+    with torch.no_grad():
+        return [slot.clone() for slot in arena.slots[part.start : part.stop]]
+
+
 def fill(lease: Lease, leaves: Sequence[Tensor]) -> None:
     """Copy leaves into all slots of a lease, in order."""
     lease.arena.join()
@@ -367,12 +390,14 @@ def snapshot(state: T) -> T:
       >>> fcg.snapshot(fcg.place({"w": torch.ones(2)}))
       {'w': tensor([1., 1.])}
     """
+    leaves, treedef = pytree.flatten(state)
+    turns = turns_of(map(held, leaves))
+    return pytree.unflatten(treedef, at_one_time(turns, partial(_copies, leaves)))  # type: ignore[no-any-return]
+
+
+def _copies(leaves: Sequence[Any]) -> list[Any]:
     with torch.inference_mode(False), torch.no_grad():
-        return pytree.map(_copied, state)  # type: ignore[no-any-return]
-
-
-def _copied(leaf: Any) -> Any:
-    return leaf.detach().clone() if isinstance(leaf, Tensor) else leaf
+        return [leaf.detach().clone() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
 
 
 def fork(state: T) -> T:

@@ -5,14 +5,14 @@ from __future__ import annotations
 import functools
 import logging
 import os
-import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Self, cast
 
 import torch
+from torch import Tensor
 
 from . import tree as pytree
 from .certify import certify
@@ -20,7 +20,7 @@ from .constants import Constants
 from .eager import run_eager
 from .errors import ClosedError, FunctionalCGError, LayoutError
 from .explain import explain, explain_html, warnings_of
-from .interrupts import held_back
+from .interrupts import Interrupted, held_back
 from .lowered import Captured, Lowered
 from .matcher import layout_matcher
 from .options import BackendChoice, Options
@@ -33,7 +33,7 @@ from .stages.grouping import group_collectives
 from .stages.lower import Buffers
 from .stages.poison import Poisoned
 from .stages.reference import Reference
-from .stages.replay import MISS, Bound, Stats, finisher, replayer
+from .stages.replay import MISS, Bound, Stats, finisher, recorder, replayer
 from .stages.rewrite import rewrite
 from .stages.trace import BoundState, Recipe, trace
 from .stages.watch import refuse_ambient_autocast, watch
@@ -41,12 +41,14 @@ from .staging import Staging
 from .state import Handle, fill, place, placeable
 from .surroundings import inside_a_step, refuse_anomaly_mode, refuse_foreign_modes
 from .taps import Taps
+from .turns import Turn, in_turn
 from .verify import Shadow
 
 __all__ = ["Transform"]
 
 _log = logging.getLogger("functional_cg")
 _MAX_STATIC_COMBINATIONS = 8
+_RESTARTS = 3  # of a trace that signals come into; then they wait for its end
 
 
 class Transform:
@@ -75,7 +77,7 @@ class Transform:
         self._closed = False
         self._refusal = ""
         # Of two threads one traces, captures or replays, the other waits: they share buffers and a memory pool.
-        self._lock = threading.RLock()
+        self._turn = Turn("a step")
         self._attribute = self._name
         self.stats = Stats()
         self.taps = Taps()
@@ -86,11 +88,14 @@ class Transform:
         Returns:
           A :class:`Lowered`: ``.inspection``, ``.as_text()``, ``.cost_analysis()``, ``.memory_analysis()``.
         """
-        with self._lock:
-            self._refuse_closed()
-            call = self._take_apart(args, kwargs)
-            lowered: Lowered = self._noting(self._lowered_for, call)
-        return lowered.at(functools.partial(self._captured_for, call, lowered))
+        call, lowered = self._turn.alone(functools.partial(self._lower_only, args, kwargs), self._name)
+        capture = functools.partial(self._captured_on_demand, call, lowered)
+        return lowered.at(functools.partial(self._turn.alone, capture, self._name))  # type: ignore[no-any-return]
+
+    def _lower_only(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Call, Lowered]:
+        self._refuse_closed()
+        call = self._take_apart(args, kwargs)
+        return call, self._noting(self._lowered_for, call)
 
     def explain(self) -> str:
         """What was traced, captured and refused, as text.
@@ -109,14 +114,20 @@ class Transform:
         ]
 
     def close(self) -> None:
-        """Free captures and their memory; states stay valid. Calls raise :class:`ClosedError` from then on."""
-        with self._lock:
-            self._closed = True
-            self._fast = None
-            for captured in self._captured.values():
-                captured.close()
-            self._captured.clear()
+        """Free captures and their memory; states stay valid. Calls raise :class:`ClosedError` from then on.
+
+        In the middle of a call of the step, as from the handler of a signal, they are freed at its end.
+        """
+        if self._turn.busy:
+            self._turn.wait()
+        with self._turn.lock:
+            in_use, self._closed, self._fast = self._turn.busy and not self._closed, True, None
+            captures, self._captured = self._captured, {}
             self._lowered = {}  # a step that was made anew from this one may go on with its traces
+            if not in_use:
+                self._turn.end(functools.partial(_closed_error, self._name, self._kind))
+                for captured in captures.values():
+                    captured.close()
 
     def anew(self, *, backend: BackendChoice | None = None) -> Self:
         """A new step of the same function and options, which shares the traces; nothing is captured yet."""
@@ -170,11 +181,10 @@ class Transform:
             return self._inside(args, kwargs)
         if self._options.backend == "eager" or os.environ.get("FCG_DISABLE_CAPTURE") == "1":
             return self._instead_of_capture(args, kwargs)
-        with self._lock:
-            self._refuse_closed()
-            # A `return` here would leave the block with the lock held.
-            result = self._noting(self._prepared, args, kwargs)
-        return result
+        finish, done = self._turn.alone(
+            functools.partial(self._noting, self._prepared, args, kwargs), self._name
+        )
+        return finish(done)
 
     def _inside(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A part of another step."""
@@ -195,7 +205,9 @@ class Transform:
             self._refusal = f"{type(error).__name__}: {error.within(self._name)}"
             raise
 
-    def _prepared(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _prepared(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Callable[[Any], Any], Any]:
+        """Run a call; returns what makes its result, once the next call may begin, and of what."""
+        self._refuse_closed()
         call = self._take_apart(args, kwargs)
         refuse_ambient_autocast(self._name)
         lowered = self._lowered_for(call)
@@ -204,34 +216,39 @@ class Transform:
         replay = functools.partial(self._replay, call, lowered)
         if self._to_verify:
             self._to_verify -= 1
-            return self._shadow.verify(call.laid_out(lowered.layout), lowered, replay)
+            call = call.laid_out(lowered.layout)
+            return _as_it_is, self._shadow.verify(call, lowered, lambda: _result(*replay()))
         return replay()
 
-    def _replay(self, call: Call, lowered: Lowered) -> Any:
-        captures = self.stats.captures
+    def _replay(self, call: Call, lowered: Lowered) -> tuple[Callable[[Any], Any], Any]:
+        key, new = (id(lowered), call.arenas), (id(lowered), call.arenas) not in self._captured
+        args, kwargs = call.arguments()
         try:
             captured = self._captured_for(call, lowered)
-            args, kwargs = call.arguments()
-            result = captured.call(args, kwargs)
-        except Exception:
-            if self.stats.captures > captures or not self._captures_of(lowered):
-                self._forget(lowered)  # it never ran: the corrected call may be of another layout
+            done = captured.run(args, kwargs)
+            lowered.counts |= done is not MISS
+        except BaseException:  # it never ran: nothing is kept of it, and the corrected call may be of another layout
+            if new and key in self._captured:
+                self._captured.pop(key).close()
+            if not lowered.counts:
+                self._forget(lowered)
             raise
         if not self._to_verify and not call.statics:
-            self._fast = captured.call
-        if result is MISS:
+            self._fast = _fast(self._turn, self._name, captured)
+        if done is MISS:
             self._take_apart(args, kwargs)  # says so where another thread has donated a state since
-        assert result is not MISS, "a call that was just taken apart fits its capture"
-        return result
+        assert done is not MISS, "a call that was just taken apart fits its capture"
+        return captured.finish, done
 
-    def _captures_of(self, lowered: Lowered) -> list[tuple[int, Any]]:
-        return [key for key in self._captured if key[0] == id(lowered)]
-
-    def _forget(self, lowered: Lowered) -> None:
-        for group in self._lowered.values():
-            group[:] = [other for other in group if other is not lowered]
-        for key in self._captures_of(lowered):
+    def _forget(self, *plans: Lowered) -> None:
+        """Drop plans that have never run: they take no place of others."""
+        numbers = set(map(id, plans))
+        for key in [key for key in self._captured if key[0] in numbers]:
             self._captured.pop(key).close()
+        for key, group in list(self._lowered.items()):
+            group[:] = [other for other in group if id(other) not in numbers]
+            if not group:
+                del self._lowered[key]
 
     def _instead_of_capture(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not self.stats.eager_calls and self._options.backend != "eager":
@@ -265,9 +282,9 @@ class Transform:
         leaves, treedef, plan = placeable(tree, self._signature.parameter(0), self._name)
         for captured in list(self._captured.values()):
             if captured.arenas[0].free and captured.treedef == treedef and captured.arena.plan == plan:
-                lease = captured.lease_again()
-                fill(lease, leaves)
-                return Handle(lease, 0)
+                taken = captured.arena.turn.alone(functools.partial(_taken_over, captured, leaves), self._name)
+                if taken is not None:
+                    return cast("Handle", taken)
         return cast("Handle", place(tree))
 
     def _lowered_for(self, call: Call) -> Lowered:
@@ -277,6 +294,8 @@ class Transform:
             if lowered.fits(call):
                 return lowered
         if len(group) >= self._options.max_captures:
+            self._forget(*(lowered for lowered in group if not lowered.counts))
+        if len(group) >= self._options.max_captures:
             raise group[0].refusal(call, self._kind, self._options.max_captures)
         if not group and len(self._lowered) >= _MAX_STATIC_COMBINATIONS:
             raise LayoutError.of(
@@ -285,12 +304,21 @@ class Transform:
                 why="Each combination is a trace and a capture of its own.",
                 fix="pass what changes often as an input.",
             )
-        with held_back() as deliver_ctrl_c:
-            lowered = self._lower(call, deliver_ctrl_c)
+        lowered = self._lowered_in_peace(call)
         self._lowered.setdefault(key, []).append(lowered)
         return lowered
 
-    def _lower(self, call: Call, deliver_ctrl_c: Callable[[], None]) -> Lowered:
+    def _lowered_in_peace(self, call: Call) -> Lowered:
+        """Trace and plan a call, from the start where a signal has come in between: its handler runs outside of it."""
+        for restarts in range(_RESTARTS, -1, -1):
+            with held_back() as held:
+                try:
+                    return self._lower(call, held.give_way if restarts else _go_on)
+                except Interrupted:
+                    continue
+        raise AssertionError("the last attempt gives way to no signal")
+
+    def _lower(self, call: Call, checkpoint: Callable[[], None]) -> Lowered:
         refuse_ambient_autocast(self._name)
         refuse_anomaly_mode(self._name)
         states = tuple(BoundState(s.name, s.handle._node, s.specs) for s in call.states)
@@ -299,7 +327,7 @@ class Transform:
             self._constants.named(), self._donates,
         )  # fmt: skip
         with _timed(self._name, "traced"):
-            program = trace(recipe, deliver_ctrl_c)
+            program = trace(recipe, checkpoint)
         self.stats.traces += 1
         # An optimizer in a static field is reached through the state, not through a name in the code.
         roots = tuple(value for s in call.states for value in pytree.static_values(s.handle._node))
@@ -317,6 +345,11 @@ class Transform:
             _log.warning("%s: %s", self._name, text)
         return lowered
 
+    def _captured_on_demand(self, call: Call, lowered: Lowered) -> Captured:
+        captured = self._captured_for(call, lowered)
+        lowered.counts = True
+        return captured
+
     def _captured_for(self, call: Call, lowered: Lowered) -> Captured:
         key = (id(lowered), call.arenas)
         captured = self._captured.get(key)
@@ -325,6 +358,7 @@ class Transform:
             with held_back(), _timed(self._name, "captured"):
                 captured = self._captured[key] = self._capture(call, lowered)
             self.stats.captures += 1
+            self._drop_spares()
             if lowered.mesh is not None:
                 lowered.mesh.captures.add(captured)
             this = weakref.ref(self)
@@ -350,7 +384,7 @@ class Transform:
             lowered.plan, buffers, lambda: Buffers(scratch(slots), staging.slots, constants)
         )
         replay = Poisoned(replay, staging.slots) if "poison" in str(self._options.debug) else replay
-        fast = replayer(
+        run = replayer(
             name=self._name,
             bound=[Bound(s.position, s.arena, s.start, s.stop) for s in call.states],
             donates=self._donates,
@@ -358,11 +392,17 @@ class Transform:
             unchanged=self._unchanged(lowered),
             staging=staging,
             replay=replay,
-            finish=finisher(program, self.taps),
+            taps=recorder(program, self.taps),
             stats=self.stats,
-            lock=self._lock,
         )
-        return Captured.of(fast, replay, call, constants, lowered)
+        return Captured.of(run, finisher(self._name, program), replay, call, constants, lowered)
+
+    def _drop_spares(self) -> None:
+        """Keep at most one capture whose handles are all gone; it waits for the next plain tree."""
+        spare = [key for key, captured in self._captured.items() if captured.spare]
+        for key in spare[:-1]:
+            self._fast = None
+            self._captured.pop(key).close()
 
     def _unchanged(self, lowered: Lowered) -> Callable[[], bool]:
         values, constants = lowered.watch.unchanged, self._constants.unchanged
@@ -370,26 +410,55 @@ class Transform:
 
     def _refuse_closed(self) -> None:
         if self._closed:
-            raise ClosedError.of(
-                self._name,
-                "called after `close()`.",
-                why="Its captures and their memory are gone; states are still valid.",
-                fix=f"make a new step, `{self._kind}(fn)`.",
-            )
+            raise _closed_error(self._name, self._kind)
+
+
+def _fast(turn: Turn, name: str, captured: Captured) -> Callable[[tuple[Any, ...], dict[str, Any]], Any]:
+    """The calls of a step from its second one on: ``call(args, kwargs)`` gives the result, or MISS."""
+    run, finish = in_turn(turn, captured.run, name), captured.finish
+
+    def call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        done = run(args, kwargs)
+        return done if done is MISS else finish(done)
+
+    return call
+
+
+def _result(finish: Callable[[Any], Any], done: Any) -> Any:
+    return finish(done)
+
+
+def _as_it_is(result: Any) -> Any:
+    return result
+
+
+def _go_on() -> None:
+    pass
+
+
+def _taken_over(captured: Captured, leaves: Sequence[Tensor]) -> Handle | None:
+    """A state in the memory of a capture, unless another thread was there first."""
+    if not captured.arena.free:
+        return None
+    lease = captured.lease_again()
+    fill(lease, leaves)
+    return Handle(lease, 0)
+
+
+def _closed_error(name: str, kind: str) -> ClosedError:
+    return ClosedError.of(
+        name,
+        "called after `close()`.",
+        why="Its captures and their memory are gone; states are still valid.",
+        fix=f"make a new step, `{kind}(fn)`.",
+    )
 
 
 def _reap(this: weakref.ref[Transform]) -> None:
-    """Keep at most one capture whose handles are all gone; it waits for the next plain tree."""
+    """Drop captures whose handles are gone: now, or at the next capture where the step is in a call."""
     step = this()
-    if step is None or step._closed:
-        return
-    spare = [key for key, captured in list(step._captured.items()) if captured.spare]
-    for key in spare[:-1]:
-        captured = step._captured.pop(key, None)
-        if captured is not None:
-            if step._fast is captured.call:
-                step._fast = None
-            captured.close()
+    if step is not None and not step._closed and not step._turn.busy:
+        step._turn.alone(step._drop_spares)
 
 
 @contextmanager

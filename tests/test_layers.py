@@ -22,6 +22,7 @@ ORDER = (
     "errors",
     "streams",
     "interrupts",
+    "turns",
     "shards.mesh",
     "surroundings",
     "markup",
@@ -184,6 +185,7 @@ FROZEN_CALLS = frozenset(
         "join",  # of a path or a string
         "MappingProxyType",
         "RLock",  # for what is one per process in torch itself
+        "_Turns",  # a fork strikes all of a process
         "len",
         "max",
         "min",
