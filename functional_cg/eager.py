@@ -18,7 +18,6 @@ from .shards.boundary import entered, held, left, mesh_of, shown
 from .shards.peers import among, together
 from .signature import Call, new_state_and_metrics
 from .stages.inspect import refuse_new_state
-from .state import Handle, slot_copies
 from .surroundings import canonical
 from .taps import Taps
 
@@ -39,7 +38,7 @@ def run_eager(fn: Callable[..., Any], call: Call, name: str, taps: Taps, *, dona
     lines = [f"run `{name}` eagerly", *(f"{leaf}  {str(spec).partition('@')[0]}" for leaf, spec in named)]
     together(mesh, name, "\n".join(lines))
     with among(mesh, name), taps.listening():
-        slots = [slot_copies(s.handle) for s in call.states]
+        slots = [s.handle._copied() for s in call.states]
         result = evaluate(fn, call, slots, call.live, donates=donates)
     if not donates:
         return pytree.map(_own, result)

@@ -15,11 +15,13 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
-from typing import Any
+from typing import Any, TypeVar
 
-__all__ = ["Held", "Interrupted", "held_back"]
+__all__ = ["Held", "Interrupted", "held_back", "undisturbed"]
 
+T = TypeVar("T")
 _IMPATIENCE = 1.0  # seconds
+_RESTARTS = 3  # of a build that signals come into; then they wait for its end
 
 
 class Interrupted(BaseException):
@@ -95,6 +97,26 @@ def held_back() -> Iterator[Held]:
             held.release()
         finally:
             held.deliver()
+
+
+def undisturbed(build: Callable[[Callable[[], None]], T]) -> T:
+    """Build something, from the start where a signal has come in between: its handler runs outside of it.
+
+    Args:
+      build: What to run; it is given what to call where an exception does no harm.
+    """
+    for _ in range(_RESTARTS):
+        with held_back() as held:
+            try:
+                return build(held.give_way)
+            except Interrupted:
+                continue
+    with held_back():
+        return build(_go_on)
+
+
+def _go_on() -> None:
+    pass
 
 
 def _handlers() -> dict[int, Callable[[int, FrameType | None], Any]]:

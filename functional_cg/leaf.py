@@ -88,6 +88,17 @@ class Lease:
                 calls += copies([arena.slots[i] for i in positions], here)
             uninterrupted(calls)
 
+    def copied(self, part: Part, check: Callable[[], None]) -> list[Tensor]:
+        """Copies of the slots of a part, in their strides, if the check lets them be read."""
+
+        def copies() -> list[Tensor]:
+            check()
+            self.arena.join()
+            with torch.no_grad():
+                return [slot.clone() for slot in self.arena.slots[part.start : part.stop]]
+
+        return self.arena.turn.read(copies)  # type: ignore[no-any-return]
+
 
 class Part:
     """A node of a state's tree: its structure, where its leaves lie, its key path.

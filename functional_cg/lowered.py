@@ -31,7 +31,7 @@ from .stages.reference import Reference
 from .stages.trace import BoundState
 from .stages.trial import Certificate
 from .stages.watch import HostWatch
-from .state import Lease
+from .state import Handle, Lease, fill
 from .tree import KeyPath, Treedef, path_string, structure_diff
 from .turns import Inner
 
@@ -101,11 +101,14 @@ class Captured:
         """Whether the last handle and leaf of one of its states is gone."""
         return any(arena.free for arena in self.arenas)
 
-    def lease_again(self) -> Lease:
-        """Start a new use of the first arena, once the old one has ended."""
+    def taken_over(self, leaves: Sequence[Tensor]) -> Handle | None:
+        """A new state in the first arena, once the old one is gone; None if another thread was there first."""
+        if not self.arena.free:
+            return None
         assert self.treedef is not None
-        assert self.arena.free
-        return Lease(self.arena, self.treedef, self.paths)
+        lease = Lease(self.arena, self.treedef, self.paths)
+        fill(lease, leaves)
+        return Handle(lease, 0)
 
     def cost_analysis(
         self,

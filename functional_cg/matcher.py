@@ -11,7 +11,7 @@ from torch import Tensor
 from . import tree as pytree
 from .arena import BufferSpec, unplaceable
 from .inputs import InputLayout, as_input, cuts_a_graph, same_object
-from .state import Handle, slot_copies
+from .state import Handle
 from .surroundings import diverted
 from .tree import Treedef
 
@@ -120,4 +120,4 @@ def _convert(value: Any, want: BufferSpec) -> Tensor | None:
 
 def _opened(state: Handle) -> Any:
     """The tree of a state; its leaves are copies, since another thread may step it before they are copied in."""
-    return pytree.unflatten(state._part.node, slot_copies(state))
+    return pytree.unflatten(state._part.node, state._copied())

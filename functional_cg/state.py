@@ -36,7 +36,6 @@ __all__ = [
     "place",
     "placeable",
     "roles",
-    "slot_copies",
     "snapshot",
 ]
 
@@ -168,6 +167,10 @@ class Handle(TreeView):
         object.__setattr__(self, "_donor", donor)
         self._lease.write(positions, values)
         return Handle(self._lease, self._lease.cell[0])
+
+    def _copied(self) -> list[Tensor]:
+        """Copies of the leaves, in the strides of their slots."""
+        return self._lease.copied(self._part, self._check)
 
     def _field(self, name: str) -> Part:
         part = self._part.children.get(name)
@@ -352,23 +355,6 @@ def check_alive(handle: Handle, name: str, function: str) -> None:
     """
     if handle._lease.cell[0] != handle._generation:
         raise donated(name + handle._part.path.removeprefix("state"), handle._root, name, function)
-
-
-def slot_copies(handle: Handle) -> list[Tensor]:
-    """Copies of a state's leaves, in the strides of their slots.
-
-    Raises:
-      DonatedStateError: If the state was donated.
-    """
-    return handle._lease.arena.turn.read(partial(_slot_copies, handle))  # type: ignore[no-any-return]
-
-
-def _slot_copies(handle: Handle) -> list[Tensor]:
-    handle._check()
-    part, arena = handle._part, handle._lease.arena
-    arena.join()
-    with torch.no_grad():
-        return [slot.clone() for slot in arena.slots[part.start : part.stop]]
 
 
 def fill(lease: Lease, leaves: Sequence[Tensor]) -> None:

@@ -7,20 +7,20 @@ import logging
 import os
 import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Self, cast
 
 import torch
-from torch import Tensor
 
 from . import tree as pytree
 from .certify import certify
 from .constants import Constants
 from .eager import run_eager
-from .errors import ClosedError, FunctionalCGError, LayoutError
+from .errors import FunctionalCGError, LayoutError
 from .explain import explain, explain_html, warnings_of
-from .interrupts import Interrupted, held_back
+from .interrupts import held_back, undisturbed
+from .kept import called_in_turn, closed_error, drop_spares, forget
 from .lowered import Captured, Lowered
 from .matcher import layout_matcher
 from .options import BackendChoice, Options
@@ -38,17 +38,16 @@ from .stages.rewrite import rewrite
 from .stages.trace import BoundState, Recipe, trace
 from .stages.watch import refuse_ambient_autocast, watch
 from .staging import Staging
-from .state import Handle, fill, place, placeable
+from .state import Handle, place, placeable
 from .surroundings import inside_a_step, refuse_anomaly_mode, refuse_foreign_modes
 from .taps import Taps
-from .turns import Turn, in_turn
+from .turns import Turn
 from .verify import Shadow
 
 __all__ = ["Transform"]
 
 _log = logging.getLogger("functional_cg")
 _MAX_STATIC_COMBINATIONS = 8
-_RESTARTS = 3  # of a trace that signals come into; then they wait for its end
 
 
 class Transform:
@@ -114,18 +113,16 @@ class Transform:
         ]
 
     def close(self) -> None:
-        """Free captures and their memory; states stay valid. Calls raise :class:`ClosedError` from then on.
-
-        In the middle of a call of the step, as from the handler of a signal, they are freed at its end.
-        """
+        """Free captures and their memory; states stay valid. Calls raise :class:`ClosedError` from then on."""
         if self._turn.busy:
             self._turn.wait()
         with self._turn.lock:
+            # In the middle of a call, as from the handler of a signal, they are freed at its end.
             in_use, self._closed, self._fast = self._turn.busy and not self._closed, True, None
             captures, self._captured = self._captured, {}
             self._lowered = {}  # a step that was made anew from this one may go on with its traces
             if not in_use:
-                self._turn.end(functools.partial(_closed_error, self._name, self._kind))
+                self._turn.end(functools.partial(closed_error, self._name, self._kind))
                 for captured in captures.values():
                     captured.close()
 
@@ -181,10 +178,8 @@ class Transform:
             return self._inside(args, kwargs)
         if self._options.backend == "eager" or os.environ.get("FCG_DISABLE_CAPTURE") == "1":
             return self._instead_of_capture(args, kwargs)
-        finish, done = self._turn.alone(
-            functools.partial(self._noting, self._prepared, args, kwargs), self._name
-        )
-        return finish(done)
+        prepare = functools.partial(self._noting, self._prepared, args, kwargs)
+        return self._turn.alone(prepare, self._name)()
 
     def _inside(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A part of another step."""
@@ -205,8 +200,8 @@ class Transform:
             self._refusal = f"{type(error).__name__}: {error.within(self._name)}"
             raise
 
-    def _prepared(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Callable[[Any], Any], Any]:
-        """Run a call; returns what makes its result, once the next call may begin, and of what."""
+    def _prepared(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[[], Any]:
+        """Run a call; what is returned puts its result together, when the next call may begin."""
         self._refuse_closed()
         call = self._take_apart(args, kwargs)
         refuse_ambient_autocast(self._name)
@@ -217,38 +212,30 @@ class Transform:
         if self._to_verify:
             self._to_verify -= 1
             call = call.laid_out(lowered.layout)
-            return _as_it_is, self._shadow.verify(call, lowered, lambda: _result(*replay()))
+            result = self._shadow.verify(call, lowered, lambda: replay()())
+            return lambda: result
         return replay()
 
-    def _replay(self, call: Call, lowered: Lowered) -> tuple[Callable[[Any], Any], Any]:
+    def _replay(self, call: Call, lowered: Lowered) -> Callable[[], Any]:
         key, new = (id(lowered), call.arenas), (id(lowered), call.arenas) not in self._captured
         args, kwargs = call.arguments()
         try:
             captured = self._captured_for(call, lowered)
             done = captured.run(args, kwargs)
             lowered.counts |= done is not MISS
-        except BaseException:  # it never ran: nothing is kept of it, and the corrected call may be of another layout
+        except BaseException:
+            # It never ran: nothing is kept of it, and the corrected call may be of another layout.
             if new and key in self._captured:
                 self._captured.pop(key).close()
             if not lowered.counts:
-                self._forget(lowered)
+                forget(self._lowered, self._captured, [lowered])
             raise
         if not self._to_verify and not call.statics:
-            self._fast = _fast(self._turn, self._name, captured)
+            self._fast = called_in_turn(self._turn, self._name, captured)
         if done is MISS:
             self._take_apart(args, kwargs)  # says so where another thread has donated a state since
         assert done is not MISS, "a call that was just taken apart fits its capture"
-        return captured.finish, done
-
-    def _forget(self, *plans: Lowered) -> None:
-        """Drop plans that have never run: they take no place of others."""
-        numbers = set(map(id, plans))
-        for key in [key for key in self._captured if key[0] in numbers]:
-            self._captured.pop(key).close()
-        for key, group in list(self._lowered.items()):
-            group[:] = [other for other in group if id(other) not in numbers]
-            if not group:
-                del self._lowered[key]
+        return functools.partial(captured.finish, done)
 
     def _instead_of_capture(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not self.stats.eager_calls and self._options.backend != "eager":
@@ -282,7 +269,7 @@ class Transform:
         leaves, treedef, plan = placeable(tree, self._signature.parameter(0), self._name)
         for captured in list(self._captured.values()):
             if captured.arenas[0].free and captured.treedef == treedef and captured.arena.plan == plan:
-                taken = captured.arena.turn.alone(functools.partial(_taken_over, captured, leaves), self._name)
+                taken = captured.arena.turn.alone(functools.partial(captured.taken_over, leaves), self._name)
                 if taken is not None:
                     return cast("Handle", taken)
         return cast("Handle", place(tree))
@@ -294,7 +281,7 @@ class Transform:
             if lowered.fits(call):
                 return lowered
         if len(group) >= self._options.max_captures:
-            self._forget(*(lowered for lowered in group if not lowered.counts))
+            forget(self._lowered, self._captured, [lowered for lowered in group if not lowered.counts])
         if len(group) >= self._options.max_captures:
             raise group[0].refusal(call, self._kind, self._options.max_captures)
         if not group and len(self._lowered) >= _MAX_STATIC_COMBINATIONS:
@@ -304,19 +291,9 @@ class Transform:
                 why="Each combination is a trace and a capture of its own.",
                 fix="pass what changes often as an input.",
             )
-        lowered = self._lowered_in_peace(call)
+        lowered = undisturbed(functools.partial(self._lower, call))
         self._lowered.setdefault(key, []).append(lowered)
         return lowered
-
-    def _lowered_in_peace(self, call: Call) -> Lowered:
-        """Trace and plan a call, from the start where a signal has come in between: its handler runs outside of it."""
-        for restarts in range(_RESTARTS, -1, -1):
-            with held_back() as held:
-                try:
-                    return self._lower(call, held.give_way if restarts else _go_on)
-                except Interrupted:
-                    continue
-        raise AssertionError("the last attempt gives way to no signal")
 
     def _lower(self, call: Call, checkpoint: Callable[[], None]) -> Lowered:
         refuse_ambient_autocast(self._name)
@@ -346,9 +323,8 @@ class Transform:
         return lowered
 
     def _captured_on_demand(self, call: Call, lowered: Lowered) -> Captured:
-        captured = self._captured_for(call, lowered)
         lowered.counts = True
-        return captured
+        return self._captured_for(call, lowered)
 
     def _captured_for(self, call: Call, lowered: Lowered) -> Captured:
         key = (id(lowered), call.arenas)
@@ -361,9 +337,9 @@ class Transform:
             self._drop_spares()
             if lowered.mesh is not None:
                 lowered.mesh.captures.add(captured)
-            this = weakref.ref(self)
+            reap = functools.partial(_reap, weakref.ref(self))
             for arena in captured.arenas:
-                arena.watchers.append(functools.partial(_reap, this))
+                arena.watchers.append(reap)
         return captured
 
     def _capture(self, call: Call, lowered: Lowered) -> Captured:
@@ -398,11 +374,8 @@ class Transform:
         return Captured.of(run, finisher(self._name, program), replay, call, constants, lowered)
 
     def _drop_spares(self) -> None:
-        """Keep at most one capture whose handles are all gone; it waits for the next plain tree."""
-        spare = [key for key, captured in self._captured.items() if captured.spare]
-        for key in spare[:-1]:
+        if drop_spares(self._captured):
             self._fast = None
-            self._captured.pop(key).close()
 
     def _unchanged(self, lowered: Lowered) -> Callable[[], bool]:
         values, constants = lowered.watch.unchanged, self._constants.unchanged
@@ -410,48 +383,7 @@ class Transform:
 
     def _refuse_closed(self) -> None:
         if self._closed:
-            raise _closed_error(self._name, self._kind)
-
-
-def _fast(turn: Turn, name: str, captured: Captured) -> Callable[[tuple[Any, ...], dict[str, Any]], Any]:
-    """The calls of a step from its second one on: ``call(args, kwargs)`` gives the result, or MISS."""
-    run, finish = in_turn(turn, captured.run, name), captured.finish
-
-    def call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        done = run(args, kwargs)
-        return done if done is MISS else finish(done)
-
-    return call
-
-
-def _result(finish: Callable[[Any], Any], done: Any) -> Any:
-    return finish(done)
-
-
-def _as_it_is(result: Any) -> Any:
-    return result
-
-
-def _go_on() -> None:
-    pass
-
-
-def _taken_over(captured: Captured, leaves: Sequence[Tensor]) -> Handle | None:
-    """A state in the memory of a capture, unless another thread was there first."""
-    if not captured.arena.free:
-        return None
-    lease = captured.lease_again()
-    fill(lease, leaves)
-    return Handle(lease, 0)
-
-
-def _closed_error(name: str, kind: str) -> ClosedError:
-    return ClosedError.of(
-        name,
-        "called after `close()`.",
-        why="Its captures and their memory are gone; states are still valid.",
-        fix=f"make a new step, `{kind}(fn)`.",
-    )
+            raise closed_error(self._name, self._kind)
 
 
 def _reap(this: weakref.ref[Transform]) -> None:

@@ -126,15 +126,24 @@ class Turn:
         """In a child whose parent had another thread in the middle of a call."""
         self.lock, self.busy = threading.RLock(), False
         if self.kind == "a state":
-            self.end(partial(_lost, "was written by another thread when this process was forked.", "fork between calls"))
+            self.end(_being_written)
 
 
-def _lost(what: str, fix: str) -> FunctionalCGError:
+def _being_written() -> FunctionalCGError:
     return BusyError.of(
         "",
-        f"a state {what}",
-        why="This process has a copy of memory that was just being written, or cannot be used here.",
-        fix=f"{fix}, or load the state anew in the child, `fcg.load(path, state)`.",
+        "a state is used that was in the middle of a call of another thread when this process was forked.",
+        why="The copy that this process has of it may be half written.",
+        fix="fork between calls; or load the state anew here, `fcg.load(path, fcg.place(...))`.",
+    )
+
+
+def _on_a_gpu() -> FunctionalCGError:
+    return BusyError.of(
+        "",
+        "a state on a GPU is used in a process that was forked from the one that made it.",
+        why="CUDA cannot be used in a forked process.",
+        fix='start processes by spawn, `torch.multiprocessing.get_context("spawn")`, and make states there.',
     )
 
 
@@ -206,7 +215,7 @@ class _Turns:
         self._taken.clear()
         for turn in living:
             if turn._on_gpu:
-                turn.end(partial(_lost, "on a GPU was inherited from the process that was forked.", "start processes by spawn"))
+                turn.end(_on_a_gpu)
             elif turn not in taken:
                 turn._forked()
         if living and torch.get_num_threads() > 1:

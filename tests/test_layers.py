@@ -117,6 +117,7 @@ ORDER = (
     "verify",
     "options",
     "certify",
+    "kept",
     "transform",
     "graph_step",
     "prefetch",

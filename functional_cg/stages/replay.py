@@ -77,7 +77,9 @@ class Bound:
 
 def recorder(program: Program, taps: Taps) -> Callable[[Sequence[Tensor]], None] | None:
     """What is done with the tapped values among a replay's tensors; None where nothing is tapped."""
-    places = [(partial(taps.record, *r.args), start) for r, start in _reported(program) if r.func is TAP]
+    places: list[tuple[Callable[..., None], int]] = [
+        (partial(taps.record, *r.args), start) for r, start in _reported(program) if r.func is TAP
+    ]
     if not places:
         return None
 
@@ -96,7 +98,7 @@ def finisher(name: str, program: Program) -> Callable[[tuple[Handle | None, Sequ
     assert program.output_def is not None
     build = output_builder(program.output_def, program.outputs)
     metrics = sum(isinstance(out, Var) for out in program.outputs)
-    lines = [
+    lines: list[tuple[Callable[..., None], int, int]] = [
         (partial(show, *r.args), start, start + len(r.values))
         for r, start in _reported(program)
         if r.func is DEBUG_PRINT
@@ -124,13 +126,12 @@ def _reported(program: Program) -> list[tuple[Report, int]]:
     return list(zip(program.reports, starts, strict=False))
 
 
-def _unfinished(
-    name: str, error: Exception, state: Handle | None, leaves: Sequence[Tensor]
-) -> ResultError:
+def _unfinished(name: str, error: Exception, state: Handle | None, leaves: Sequence[Tensor]) -> ResultError:
     found = ResultError.of(
         name,
         f"{type(error).__name__} was raised where its {'outputs' if state is None else 'metrics'} are put together.",
-        why="The call is done; " + ("nothing was lost." if state is None else "its new state is `error.state`."),
+        why="The call is done; "
+        + ("nothing was lost." if state is None else "its new state is `error.state`."),
         fix="let the class take whatever leaves it gets; what was computed is in `error.leaves`.",
     )
     found.state, found.leaves = state, list(leaves)
