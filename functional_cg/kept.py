@@ -1,16 +1,14 @@
-"""Kept: what a step lets go of what it has lowered and captured, and how it calls what it keeps."""
+"""Kept: what a step lets go of what it has lowered and captured."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from typing import Any
 
 from .errors import ClosedError
 from .lowered import Captured, Lowered
-from .stages.replay import MISS
-from .turns import Inner, Turn, in_turn
 
-__all__ = ["Captures", "Plans", "called_in_turn", "closed_error", "drop_spares", "forget"]
+__all__ = ["Captures", "Plans", "closed_error", "drop_spares", "forget"]
 
 Plans = dict[tuple[Any, ...], list[Lowered]]  # by their static arguments
 Captures = dict[tuple[int, Any], Captured]  # by plan and arenas
@@ -33,21 +31,6 @@ def drop_spares(captures: Captures) -> bool:
     for key in spare[:-1]:
         captures.pop(key).close()
     return len(spare) > 1
-
-
-def called_in_turn(turn: Turn, name: str, captured: Captured) -> Inner:
-    """The calls of a step from the second one on: ``call(args, kwargs)`` gives the result, or MISS.
-
-    The result is put together when the next call may begin: what the user's classes do then may be to call the step.
-    """
-    run: Inner = in_turn(turn, captured.run, name)
-    finish: Callable[[Any], Any] = captured.finish
-
-    def call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        done = run(args, kwargs)
-        return done if done is MISS else finish(done)
-
-    return call
 
 
 def closed_error(name: str, kind: str) -> ClosedError:

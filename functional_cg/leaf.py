@@ -223,7 +223,10 @@ class Leaf(Tensor):
         sources = [t for t in tensors_in([*args, *kwargs.values()]) if isinstance(t, Leaf)]
         if func.overloadpacket is torch.ops.aten.set_:
             raise sources[0]._no_storage()
-        return _rewrap(at_one_time(turns_of(sources), partial(_on_slots, func, args, kwargs)), sources)
+        compute = partial(_on_slots, func, args, kwargs)
+        if len(sources) == 1:
+            return _rewrap(sources[0]._turn.read(compute), sources)
+        return _rewrap(at_one_time(turns_of(sources), compute), sources)
 
     def _read(self) -> Tensor:
         """The slot's own memory, for reading in its turn; raises once the state was donated."""
@@ -238,8 +241,11 @@ class Leaf(Tensor):
         return self._origin._lease.cell[0] == self._origin._generation
 
     def _owned(self) -> Tensor:
-        turn: Turn = self._origin._lease.arena.turn
-        return turn.read(lambda: self._read().clone())  # type: ignore[no-any-return]
+        return self._turn.read(lambda: self._read().clone())  # type: ignore[no-any-return]
+
+    @property
+    def _turn(self) -> Turn:
+        return self._origin._lease.arena.turn
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"{self._title}\n{self._owned()!r}" if self._alive else self._title
@@ -327,7 +333,7 @@ def _on_slots(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
 
 def turns_of(leaves: Iterable[Any]) -> list[Turn]:
     """The turns of the states that leaves are read from."""
-    return [leaf._origin._lease.arena.turn for leaf in leaves if isinstance(leaf, Leaf)]
+    return [leaf._turn for leaf in leaves if isinstance(leaf, Leaf)]
 
 
 def _unwrap(value: Any) -> Any:

@@ -162,7 +162,7 @@ class Lowered:
       inspection: A purity certificate that prints.
       reference: The traced calls, before anything was rewritten.
       certificate: Whether a compiled plan was compared with them, once it was captured.
-      counts: Whether a call has run it: one that never has takes no place among ``max_captures``.
+      counts: Whether a call has run it, or it was captured on demand: else it takes no place among ``max_captures``.
     """
 
     name: str
@@ -184,7 +184,9 @@ class Lowered:
     def capture(self) -> Captured:
         """Capture the plan on the memory of the state that it was lowered with."""
         assert self.capture_here is not None
-        return self.capture_here()
+        captured = self.capture_here()
+        captured.lowered.counts = True
+        return captured
 
     @property
     def mesh(self) -> Mesh | None:

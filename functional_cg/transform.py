@@ -20,7 +20,7 @@ from .eager import run_eager
 from .errors import FunctionalCGError, LayoutError
 from .explain import explain, explain_html, warnings_of
 from .interrupts import held_back, undisturbed
-from .kept import called_in_turn, closed_error, drop_spares, forget
+from .kept import closed_error, drop_spares, forget
 from .lowered import Captured, Lowered
 from .matcher import layout_matcher
 from .options import BackendChoice, Options
@@ -41,7 +41,7 @@ from .staging import Staging
 from .state import Handle, place, placeable
 from .surroundings import inside_a_step, refuse_anomaly_mode, refuse_foreign_modes
 from .taps import Taps
-from .turns import Turn
+from .turns import Turn, in_turn
 from .verify import Shadow
 
 __all__ = ["Transform"]
@@ -88,7 +88,7 @@ class Transform:
           A :class:`Lowered`: ``.inspection``, ``.as_text()``, ``.cost_analysis()``, ``.memory_analysis()``.
         """
         call, lowered = self._turn.alone(functools.partial(self._lower_only, args, kwargs), self._name)
-        capture = functools.partial(self._captured_on_demand, call, lowered)
+        capture = functools.partial(self._captured_for, call, lowered)
         return lowered.at(functools.partial(self._turn.alone, capture, self._name))  # type: ignore[no-any-return]
 
     def _lower_only(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Call, Lowered]:
@@ -231,7 +231,7 @@ class Transform:
                 forget(self._lowered, self._captured, [lowered])
             raise
         if not self._to_verify and not call.statics:
-            self._fast = called_in_turn(self._turn, self._name, captured)
+            self._fast = in_turn(self._turn, captured.run, self._name, then=captured.finish)
         if done is MISS:
             self._take_apart(args, kwargs)  # says so where another thread has donated a state since
         assert done is not MISS, "a call that was just taken apart fits its capture"
@@ -322,10 +322,6 @@ class Transform:
             _log.warning("%s: %s", self._name, text)
         return lowered
 
-    def _captured_on_demand(self, call: Call, lowered: Lowered) -> Captured:
-        lowered.counts = True
-        return self._captured_for(call, lowered)
-
     def _captured_for(self, call: Call, lowered: Lowered) -> Captured:
         key = (id(lowered), call.arenas)
         captured = self._captured.get(key)
@@ -371,7 +367,9 @@ class Transform:
             taps=recorder(program, self.taps),
             stats=self.stats,
         )
-        return Captured.of(run, finisher(self._name, program), replay, call, constants, lowered)
+        return Captured.of(
+            run, finisher(self._name, program, donates=self._donates), replay, call, constants, lowered
+        )
 
     def _drop_spares(self) -> None:
         if drop_spares(self._captured):

@@ -64,11 +64,25 @@ class Turn:
 
     def alone(self, call: Callable[[], Any], function: str = "") -> Any:
         """Run a call that nothing else may interrupt but to read."""
-        return in_turn(self, lambda _, __: call(), function)((), {})
+        return self._taken(call, function, reads=False)
 
     def read(self, call: Callable[[], Any]) -> Any:
         """Run a call that reads: nothing writes meanwhile."""
-        return in_turn(self, lambda _, __: call(), reads=True)((), {})
+        return self._taken(call, "", reads=True)
+
+    def _taken(self, call: Callable[[], Any], function: str, *, reads: bool) -> Any:
+        if self.busy:
+            self.wait()
+        with self.lock:
+            before = self.busy
+            if before and not (reads and self.whole):
+                raise self.refusal(function)
+            self.busy = True
+            try:
+                result = call()  # a `return` here would leave the block with the lock held
+            finally:
+                self.busy = before
+        return result
 
     @contextmanager
     def shut(self) -> Iterator[None]:
@@ -147,14 +161,17 @@ def _on_a_gpu() -> FunctionalCGError:
     )
 
 
-def in_turn(turn: Turn, inner: Inner, function: str = "", *, reads: bool = False) -> Inner:
-    """A call that waits for its turn, and is refused in the middle of another one.
+def in_turn(
+    turn: Turn, inner: Inner, function: str, *, reads: bool = False, then: Callable[[Any], Any] | None = None
+) -> Inner:
+    """A call that waits for its turn, and is refused in the middle of another one: ``Turn.alone``, without its price.
 
     Args:
       turn: The turn.
       inner: The call.
       function: Name of the user's function, in messages.
       reads: Whether it may run in the middle of another call all the same, as long as there is something to read.
+      then: What is done with the result, when the turn is over.
     """
 
     def outer(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -166,10 +183,10 @@ def in_turn(turn: Turn, inner: Inner, function: str = "", *, reads: bool = False
                 raise turn.refusal(function)
             turn.busy = True
             try:
-                result = inner(args, kwargs)  # a `return` here would leave the block with the lock held
+                result = inner(args, kwargs)
             finally:
                 turn.busy = before
-        return result
+        return result if then is None else then(result)
 
     return outer
 

@@ -90,31 +90,29 @@ def recorder(program: Program, taps: Taps) -> Callable[[Sequence[Tensor]], None]
     return record
 
 
-def finisher(name: str, program: Program) -> Callable[[tuple[Handle | None, Sequence[Tensor]]], Any]:
-    """What is made of a new state and a replay's tensors: lines to print, and the result of the call.
+def finisher(name: str, program: Program, *, donates: bool) -> Callable[[Any], Any]:
+    """What is made of what a capture's run gives: lines that are printed, and the result of the call; MISS of MISS.
 
     What is written to, and the classes of the metrics, are the user's own: it may call the library, and it may raise.
     """
     assert program.output_def is not None
-    build = output_builder(program.output_def, program.outputs)
+    result, names = _expression(program.output_def, program.outputs)
     metrics = sum(isinstance(out, Var) for out in program.outputs)
     lines: list[tuple[Callable[..., None], int, int]] = [
         (partial(show, *r.args), start, start + len(r.values))
         for r, start in _reported(program)
         if r.func is DEBUG_PRINT
     ]
-
-    def finish(done: tuple[Handle | None, Sequence[Tensor]]) -> Any:
-        state, tensors = done
-        for line, start, stop in lines:
-            line(tensors[start:stop])
-        try:
-            result = build(tensors)
-        except Exception as error:  # whatever a class of the user's raises
-            raise _unfinished(name, error, state, tensors[:metrics]) from error
-        return result if state is None else (state, result)
-
-    return finish
+    prints = "".join(f"    lines[{i}][0](m[{a}:{b}])\n" for i, (_, a, b) in enumerate(lines))
+    names |= {"MISS": MISS, "lines": lines, "unfinished": partial(_unfinished, name, metrics)}
+    source = (
+        "def finish(done):\n    if done is MISS: return MISS\n    state, m = done\n"
+        f"{prints}    try:\n        result = {result}\n"
+        "    except Exception as error:\n        raise unfinished(error, state, m) from error\n"
+        f"    return {'state, result' if donates else 'result'}\n"
+    )
+    exec(compile(source, "<result>", "exec"), names)
+    return names["finish"]  # type: ignore[no-any-return]
 
 
 def _reported(program: Program) -> list[tuple[Report, int]]:
@@ -126,7 +124,9 @@ def _reported(program: Program) -> list[tuple[Report, int]]:
     return list(zip(program.reports, starts, strict=False))
 
 
-def _unfinished(name: str, error: Exception, state: Handle | None, leaves: Sequence[Tensor]) -> ResultError:
+def _unfinished(
+    name: str, metrics: int, error: Exception, state: Handle | None, tensors: Sequence[Tensor]
+) -> ResultError:
     found = ResultError.of(
         name,
         f"{type(error).__name__} was raised where its {'outputs' if state is None else 'metrics'} are put together.",
@@ -134,12 +134,19 @@ def _unfinished(name: str, error: Exception, state: Handle | None, leaves: Seque
         + ("nothing was lost." if state is None else "its new state is `error.state`."),
         fix="let the class take whatever leaves it gets; what was computed is in `error.leaves`.",
     )
-    found.state, found.leaves = state, list(leaves)
+    found.state, found.leaves = state, list(tensors[:metrics])
     return found
 
 
 def output_builder(treedef: Treedef, outputs: Sequence[Any]) -> Callable[[Sequence[Tensor]], Any]:
     """Generate ``build(tensors) -> pytree of outputs``; Python values among the outputs come back as they were."""
+    result, names = _expression(treedef, outputs)
+    exec(compile(f"def build(m):\n    return {result}\n", "<outputs>", "exec"), names)
+    return names["build"]  # type: ignore[no-any-return]
+
+
+def _expression(treedef: Treedef, outputs: Sequence[Any]) -> tuple[str, dict[str, Any]]:
+    """Source that makes a pytree of tensors `m`, and the names in it."""
     names: dict[str, Any] = {}
     leaves = iter(outputs)
     count = 0
@@ -166,9 +173,7 @@ def output_builder(treedef: Treedef, outputs: Sequence[Any]) -> Callable[[Sequen
             )
         return f"{name(pytree.node_unflatten)}({name(node)}, [{', '.join(children)}])"
 
-    source = f"def build(m):\n    return {expression(treedef)}\n"
-    exec(compile(source, "<outputs>", "exec"), names)
-    return names["build"]  # type: ignore[no-any-return]
+    return expression(treedef), names
 
 
 def replayer(
@@ -208,8 +213,11 @@ def replayer(
         return tensors
 
     def read(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if len(args) <= last or not all(b.accepts(args[b.position]) for b in bound):
+        if len(args) <= last:
             return MISS
+        for b in bound:
+            if not b.accepts(args[b.position]):
+                return MISS
         leaves = match(_without(args, positions), kwargs)
         if leaves is None or not unchanged():
             return MISS
