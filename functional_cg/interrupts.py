@@ -77,8 +77,11 @@ class Held:
                     signal.signal(number, handler)
                 except BaseException as error:  # a handler that was put back has just run
                     raised = error
-        if raised is not None:
-            raise raised
+        try:
+            if raised is not None:
+                raise raised
+        finally:
+            del raised  # else it would keep this frame, and this frame it
 
 
 @contextmanager

@@ -80,6 +80,7 @@ ORDER = (
     "stages.inspect",
     "stages.host",
     "stages.raised",
+    "stages.strays",
     "stages.fake",
     "stages.trace",
     "stages.grouping",
@@ -159,7 +160,7 @@ LONG_FILES = {
         600,
         "keys, the registered op with its CPU kernel and decomposition, and the draws made of it",
     ),
-    "stages.trace": (500, "one recorder; its parts share the state of a trace"),
+    "stages.trace": (520, "one recorder; its parts share the state of a trace"),
 }
 
 # Calls whose result may be kept by a module: it cannot be changed, or it is a registration with the runtime.
