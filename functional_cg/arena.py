@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from .errors import AliasError, LayoutError
+from .modes import ordinary
 from .overlap import byte_range, overlapping, overlaps_itself, storage_key
 from .shards.placement import Placement
 from .shards.tensor import placed
@@ -225,7 +226,7 @@ class Arena:
     @classmethod
     def allocate(cls, plan: Plan, device: torch.device, *, pin_memory: bool = False) -> Arena:
         """Allocate zeroed slabs; padding between slots stays zero for the arena's whole life."""
-        with torch.inference_mode(False), torch.no_grad():
+        with ordinary():
             slabs = tuple(
                 torch.zeros(slab.numel, dtype=slab.dtype, device=slab.device, pin_memory=pin_memory)
                 for slab in plan.slabs

@@ -23,6 +23,7 @@ from . import tree as pytree
 from .arena import BufferSpec, refuse_unplaceable, unplaceable
 from .errors import LayoutError
 from .leaf import Leaf, as_tensor, key_name, owned, turns_of
+from .modes import ordinary, without_gradients
 from .shards.tensor import Sharded
 from .state import Handle
 from .tree import Treedef, path_string
@@ -179,7 +180,8 @@ def _loaded(state: T, d: Mapping[str, Any], function: str, where: str = "") -> T
     ordered = [values[name] for name in slots]
     if isinstance(state, Handle):
         return state._write(dict(enumerate(ordered)), function, [])  # type: ignore[return-value]
-    with torch.inference_mode(False), torch.no_grad():
+    with ordinary():
+        without_gradients()
         copies = [torch.empty_like(leaf).copy_(value) for leaf, value in zip(leaves, ordered, strict=True)]
     return pytree.unflatten(treedef, copies)  # type: ignore[no-any-return]
 
@@ -225,7 +227,8 @@ def names_of(treedef: Treedef, function: str = "fcg.state_dict", root: str = "st
 
 
 def _all_on_host(names: Sequence[str], leaves: Sequence[Tensor]) -> list[Tensor]:
-    with torch.inference_mode(False), torch.no_grad():
+    with ordinary():
+        without_gradients()
         return [_on_host(name, leaf) for name, leaf in zip(names, leaves, strict=True)]
 
 

@@ -20,6 +20,7 @@ from torch import Tensor
 from .arena import Arena, BufferSpec
 from .errors import DonatedStateError, ReadOnlyError
 from .markup import card, table
+from .modes import ordinary, without_gradients
 from .ops import copies, tensors_in, written_arguments
 from .overlap import storage_key
 from .summary import summary
@@ -80,7 +81,8 @@ class Lease:
         """Write values into slots and raise the generation, all or nothing."""
         arena = self.arena
         arena.join()
-        with torch.inference_mode(False), torch.no_grad():
+        with ordinary():
+            without_gradients()
             # Whatever can fail happens before the generation is raised.
             here = [value.detach().to(arena.device) for value in values]
             calls: list[Callable[[], Any]] = [self.raised()]
@@ -94,7 +96,8 @@ class Lease:
         def copies() -> list[Tensor]:
             check()
             self.arena.join()
-            with torch.no_grad():
+            with ordinary():
+                without_gradients()
                 return [slot.clone() for slot in self.arena.slots[part.start : part.stop]]
 
         return self.arena.turn.read(copies)  # type: ignore[no-any-return]
@@ -191,7 +194,7 @@ class Leaf(Tensor):
     @staticmethod
     def __new__(cls, real: Tensor, origin: Origin, path: str) -> Leaf:
         if torch.is_inference_mode_enabled():  # the leaf may be used after the mode has ended
-            with torch.inference_mode(False):
+            with ordinary():
                 return cls.__new__(cls, real, origin, path)
         leaf = torch.Tensor._make_wrapper_subclass(
             cls,

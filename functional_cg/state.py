@@ -19,6 +19,7 @@ from .arena import Arena, BufferSpec, Plan, plan, refuse_aliases, refuse_unplace
 from .errors import LayoutError, ReadOnlyError
 from .leaf import Leaf, Lease, Part, as_tensor, donated, key_name, owned, turns_of
 from .markup import card, fold
+from .modes import ordinary
 from .ops import copies
 from .outline import Entry, arena_html, size_text, tree_html, tree_text
 from .shards.boundary import at_rest, held, localized, misfits, on_one_mesh, sharding_fix
@@ -168,8 +169,7 @@ class Handle(TreeView):
         self._lease.write(positions, values)
         return Handle(self._lease, self._lease.cell[0])
 
-    def _copied(self) -> list[Tensor]:
-        """Copies of the leaves, in the strides of their slots."""
+    def _copied(self) -> list[Tensor]:  # in the strides of the slots
         return self._lease.copied(self._part, self._check)
 
     def _field(self, name: str) -> Part:
@@ -361,7 +361,7 @@ def fill(lease: Lease, leaves: Sequence[Tensor]) -> None:
     """Copy leaves into all slots of a lease, in order."""
     lease.arena.join()
     if leaves:
-        with torch.inference_mode(False), torch.no_grad():
+        with ordinary():
             for call in copies(lease.arena.slots, [leaf.detach() for leaf in leaves]):
                 call()
 
@@ -382,7 +382,7 @@ def snapshot(state: T) -> T:
 
 
 def _copies(leaves: Sequence[Any]) -> list[Any]:
-    with torch.inference_mode(False), torch.no_grad():
+    with ordinary():
         return [leaf.detach().clone() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
 
 

@@ -23,6 +23,7 @@ from .interrupts import held_back, undisturbed
 from .kept import closed_error, drop_spares, forget
 from .lowered import Captured, Lowered
 from .matcher import layout_matcher
+from .modes import ordinary, without_gradients
 from .options import BackendChoice, Options
 from .shards.boundary import reading_of
 from .signature import Call, Signature
@@ -161,7 +162,8 @@ class Transform:
 
     def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if torch.is_inference_mode_enabled():
-            with torch.inference_mode(False), torch.no_grad():  # results are ordinary tensors
+            with ordinary():  # results are ordinary tensors
+                without_gradients()
                 return self._call(args, kwargs)
         if kwargs:
             args, kwargs = self._signature.by_position(args, kwargs)

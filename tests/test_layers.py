@@ -22,6 +22,7 @@ ORDER = (
     "errors",
     "streams",
     "interrupts",
+    "modes",
     "turns",
     "shards.mesh",
     "surroundings",

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from ..errors import SideEffectError
+from ..modes import ordinary, without_gradients
 from .program import Program, Var, live, map_vars
 
 __all__ = ["Stray", "disown"]
@@ -90,7 +91,8 @@ class _Value:
 
     def __call__(self) -> Tensor:
         if self._known is None:
-            with torch.inference_mode(False), torch.no_grad():
+            with ordinary():
+                without_gradients()
                 self._known = _computed(self._program, self._var)
         return self._known
 

@@ -1,0 +1,23 @@
+"""torch's modes put aside for a block. Entered and left in C: whatever the handler of a signal raises, none stays on.
+
+``torch.no_grad()`` and ``torch.inference_mode()`` are written in Python, where an exception may strike between the
+change of a mode and the block that changes it back. The guard below restores both modes.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+__all__ = ["ordinary", "without_gradients"]
+
+
+def ordinary() -> Any:
+    """Enter to make ordinary tensors, also in inference mode; at its end, the modes are what they were."""
+    return torch._C._InferenceMode(False)  # private, as is the next; test_signals notices a change
+
+
+def without_gradients() -> None:
+    """Record nothing, until the end of the block of :func:`ordinary` that this is called in."""
+    torch._C._set_grad_enabled(False)
