@@ -99,7 +99,9 @@ class Bench:
         self.state = fcg.load(self.path, self.state)
 
     def do_in_inference_mode(self) -> None:
-        guard = torch._C._InferenceMode(True)  # Python's own `torch.inference_mode` may be left on by a signal
+        guard = torch._C._InferenceMode(
+            True
+        )  # Python's own `torch.inference_mode` may be left on by a signal
         with guard:
             self.state, _ = self.step(self.state, torch.ones((), dtype=torch.float64))
             self.one("snapshot in inference mode", seen(fcg.snapshot(self.state)))
@@ -157,7 +159,9 @@ class Bench:
             self.state = self.state.latest()
             self.one(f"the state after {act.__name__}", seen(fcg.snapshot(self.state)))
             now = modes()
-            self.wrong += [f"after {act.__name__}: {k} {before[k]} -> {now[k]}" for k in now if now[k] != before[k]]
+            self.wrong += [
+                f"after {act.__name__}: {k} {before[k]} -> {now[k]}" for k in now if now[k] != before[k]
+            ]
         assert not self.wrong, f"{self.wrong[:5]} in {self.counts}"
         sender.join()
 

@@ -25,7 +25,11 @@ APART = 1_000_000  # between the numbers of two replacements
 def advance(state: Any, x: Tensor) -> Any:
     """All elements of all leaves are one number; a step adds one to it."""
     new = {name: leaf + x.to(leaf.dtype) for name, leaf in state.items()}
-    return new, {"seen": torch.stack([state["large"].aminmax()[0], state["large"].aminmax()[1], state["small"].sum() / 3])}
+    return new, {
+        "seen": torch.stack(
+            [state["large"].aminmax()[0], state["large"].aminmax()[1], state["small"].sum() / 3]
+        )
+    }
 
 
 def seen(state: Any) -> Tensor:
@@ -46,7 +50,11 @@ class Bench:
         self.step = fcg.graph_step(advance)
         self.look = fcg.graph_fn(seen)
         self.state: Any = fcg.place(
-            {"large": torch.zeros(floats, dtype=torch.float64), "small": torch.zeros(3, dtype=torch.float64), "n": 0}
+            {
+                "large": torch.zeros(floats, dtype=torch.float64),
+                "small": torch.zeros(3, dtype=torch.float64),
+                "n": 0,
+            }
         )
         self.counts: Counter[str] = Counter()
         self.torn: list[str] = []
@@ -149,7 +157,11 @@ def run(seconds: float, *, floats: int = 1 << 18, each: int = 2) -> Counter[str]
 
     with tempfile.TemporaryDirectory() as folder:
         bench = Bench(floats, folder)
-        threads = [threading.Thread(target=work, args=(bench, role), daemon=True) for role in ROLES for _ in range(each)]
+        threads = [
+            threading.Thread(target=work, args=(bench, role), daemon=True)
+            for role in ROLES
+            for _ in range(each)
+        ]
         for thread in threads:
             thread.start()
         for thread in threads:
