@@ -8,12 +8,15 @@ begun anew when they are done. A Ctrl-C that comes a second after one that still
 
 from __future__ import annotations
 
+import operator
 import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from types import FrameType
 from typing import Any, TypeVar
 
@@ -68,20 +71,20 @@ class Held:
                 self.deliver()
 
     def release(self) -> None:
-        """Put the handlers back; what they raise meanwhile is raised at the end."""
+        """Put the handlers back, but for those that were exchanged meanwhile."""
+        left = [number for number in self.handlers if signal.getsignal(number) == self.hold]
         self.over = True
-        raised: BaseException | None = None
-        for number, handler in self.handlers.items():
-            while signal.getsignal(number) == self.hold:
-                try:
-                    signal.signal(number, handler)
-                except BaseException as error:  # a handler that was put back has just run
-                    raised = error
-        try:
-            if raised is not None:
-                raise raised
-        finally:
-            del raised  # else it would keep this frame, and this frame it
+        _in_c([partial(signal.signal, number, self.handlers[number]) for number in left])
+
+
+def _in_c(calls: Sequence[Callable[[], Any]], attempts: int = 4) -> None:
+    """Run calls of C without a bytecode in between; again from the start where a handler that is back raises in one."""
+    try:
+        deque(map(operator.call, calls), maxlen=0)
+    except BaseException:
+        if attempts:
+            _in_c(calls, attempts - 1)
+        raise
 
 
 @contextmanager

@@ -232,7 +232,7 @@ class Transform:
             if not lowered.counts:
                 forget(self._lowered, self._captured, [lowered])
             raise
-        if not self._to_verify and not call.statics:
+        if not (self._to_verify or call.statics or self._closed):
             self._fast = in_turn(self._turn, captured.run, self._name, then=captured.finish)
         if done is MISS:
             self._take_apart(args, kwargs)  # says so where another thread has donated a state since
