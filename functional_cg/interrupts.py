@@ -11,6 +11,7 @@ from __future__ import annotations
 import operator
 import os
 import signal
+import sys
 import threading
 import time
 from collections import deque
@@ -40,7 +41,7 @@ class Held:
 
     def __init__(self, handlers: dict[int, Callable[[int, FrameType | None], Any]]) -> None:
         self.handlers = handlers
-        self._waiting: list[tuple[int, FrameType | None]] = []
+        self._waiting: list[int] = []  # without their frames, which would keep tensors of the trace
         self._asked = 0.0  # when the first Ctrl-C came
         self._process = os.getpid()
         self.over = False
@@ -50,9 +51,10 @@ class Held:
         if self.over or os.getpid() != self._process:  # a child that was forked meanwhile traces nothing
             self.handlers[number](number, frame)
             return
-        again = any(waiting == signal.SIGINT == number for waiting, _ in self._waiting)
-        self._asked = self._asked if again else time.monotonic()
-        self._waiting.append((number, frame))
+        again = number == signal.SIGINT and number in self._waiting
+        if number == signal.SIGINT and not again:
+            self._asked = time.monotonic()
+        self._waiting.append(number)
         if again and time.monotonic() - self._asked >= _IMPATIENCE:
             self.deliver()
 
@@ -64,9 +66,9 @@ class Held:
     def deliver(self) -> None:
         """Call the handlers of all that wait, in order, also where one of them raises."""
         if self._waiting:
-            number, frame = self._waiting.pop(0)
+            number = self._waiting.pop(0)
             try:
-                self.handlers[number](number, frame)
+                self.handlers[number](number, sys._getframe())
             finally:
                 self.deliver()
 

@@ -61,7 +61,9 @@ def test_in_the_middle_of_a_call_reading_is_all_there_is() -> None:
     turn = Turn("a state")
 
     def middle() -> list[Any]:
-        with pytest.raises(fcg.BusyError, match=r"`step`: a state was used in the middle of a call that is using it"):
+        with pytest.raises(
+            fcg.BusyError, match=r"`step`: a state was used in the middle of a call that is using it"
+        ):
             turn.alone(list, "step")
         return [turn.read(lambda: turn.read(lambda: "read")), turn.busy]
 
@@ -92,7 +94,9 @@ def test_several_are_taken_in_one_order() -> None:
     """Two threads that name them in different orders do not wait for each other."""
     several = [Turn("a state") for _ in range(4)]
     orders = [several, several[::-1]] * 4
-    assert at_once(*(partial(at_one_time, order, lambda: time.sleep(0.002)) for order in orders)) == [None] * 8
+    assert (
+        at_once(*(partial(at_one_time, order, lambda: time.sleep(0.002)) for order in orders)) == [None] * 8
+    )
 
 
 def test_out_of_order_nobody_waits_for_whoever_waits_for_him() -> None:
@@ -242,7 +246,9 @@ def test_in_the_middle_of_a_step_reads_work_and_writes_are_refused(write: str) -
 
     with once_in_the_middle(handler) as found:
         struck = torch.ops.fcg_turns.struck.default
-        step = fcg.graph_step(lambda s, x: ({"large": struck(s["large"]) + x, "n": s["n"] + 1}, {}), lowering="aten")
+        step = fcg.graph_step(
+            lambda s, x: ({"large": struck(s["large"]) + x, "n": s["n"] + 1}, {}), lowering="aten"
+        )
         shared[0], _ = step(shared[0], torch.ones(()))
     assert isinstance(found[0], fcg.BusyError)
     assert seen == [1.0] * len(seen)
@@ -300,7 +306,9 @@ def test_one_arena_is_taken_over_once() -> None:
             state, _ = step(state, torch.ones(()))
         del state
         plain = [{name: leaf + k for name, leaf in BOTH.items()} for k in (10, 20)]
-        found = at_once(*(partial(step, tree, torch.ones(())) for step, tree in zip(steps, plain, strict=True)))
+        found = at_once(
+            *(partial(step, tree, torch.ones(())) for step, tree in zip(steps, plain, strict=True))
+        )
         assert [int(state["n"]) for state, _ in found] == [11, 21]
 
 
@@ -326,7 +334,9 @@ def test_a_finalizer_that_calls_the_library_hangs_nothing() -> None:
 
     with once_in_the_middle(kill):
         struck = torch.ops.fcg_turns.struck.default
-        outer = fcg.graph_step(lambda s, x: ({"large": struck(s["large"]), "n": s["n"] + 1}, {}), lowering="aten")
+        outer = fcg.graph_step(
+            lambda s, x: ({"large": struck(s["large"]), "n": s["n"] + 1}, {}), lowering="aten"
+        )
         shared[0], _ = outer(shared[0], torch.ones(()))
     assert seen[0] == 1
     assert isinstance(seen[1], fcg.BusyError)
@@ -366,7 +376,10 @@ def making(what: Callable[[Any], Any]) -> Iterator[None]:
 
 
 def reports(state: Any, x: Tensor) -> Any:
-    return {name: leaf + x.to(leaf.dtype) for name, leaf in state.items()}, {"a": Report(x + 1), "n": state["n"] + 0}
+    return {name: leaf + x.to(leaf.dtype) for name, leaf in state.items()}, {
+        "a": Report(x + 1),
+        "n": state["n"] + 0,
+    }
 
 
 def test_result_error_has_what_was_computed() -> None:
@@ -535,7 +548,9 @@ def test_a_fork_from_the_middle_of_a_call() -> None:
 
     with once_in_the_middle(fork):
         struck = torch.ops.fcg_turns.struck.default
-        step = fcg.graph_step(lambda s, x: ({"large": struck(s["large"]), "n": s["n"] + 1}, {}), lowering="aten")
+        step = fcg.graph_step(
+            lambda s, x: ({"large": struck(s["large"]), "n": s["n"] + 1}, {}), lowering="aten"
+        )
         state, _ = step(a_state(), torch.ones(()))
         ok = int(state["n"]) == 1 and int(step(state, torch.ones(()))[0]["n"]) == 2
     if codes == [0]:

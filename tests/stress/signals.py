@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
 import signal
@@ -165,12 +166,18 @@ class Bench:
             except (KeyboardInterrupt, SystemExit, Late, fcg.DonatedStateError) as error:
                 self.ready = False
                 self.counts[f"{act.__name__} ended by {type(error).__name__}"] += 1
-            self.state = self.state.latest()
-            self.one(f"the state after {act.__name__}", seen(fcg.snapshot(self.state)))
+            self.one(f"the state after {act.__name__}", self._values())
             now = modes()
             self.wrong += [
                 f"after {act.__name__}: {k} {before[k]} -> {now[k]}" for k in now if now[k] != before[k]
             ]
+
+    def _values(self) -> Tensor:
+        """Those of the state as it is now, which a handler may step at any moment."""
+        while True:
+            self.state = self.state.latest()
+            with contextlib.suppress(fcg.DonatedStateError):
+                return seen(fcg.snapshot(self.state))
 
     def _send(self, signals: int, rate: float, over: threading.Event) -> None:
         chosen = random.Random(1)
