@@ -21,7 +21,7 @@ from torch import Tensor
 
 from .arena import Arena
 from .errors import MiscompileError
-from .leaf import uninterrupted
+from .interrupts import uninterrupted
 from .lowered import Lowered
 from .ops import copies
 from .options import Certify

@@ -1,4 +1,4 @@
-"""Signals while a step is built.
+"""Signals: what they cannot strike into, and how they wait while a step is built.
 
 torch's fake tensors call Python from C++ that must not throw: what a handler raises there ends the process, or is
 swallowed half-way and leaves a wrong program, or a mode that stays on. And a handler that calls the library would find
@@ -21,11 +21,20 @@ from functools import partial
 from types import FrameType
 from typing import Any, TypeVar
 
-__all__ = ["Held", "Interrupted", "held_back", "undisturbed"]
+__all__ = ["Held", "Interrupted", "held_back", "undisturbed", "uninterrupted"]
 
 T = TypeVar("T")
 _IMPATIENCE = 1.0  # seconds
 _RESTARTS = 3  # of a build that signals come into; then they wait for its end
+
+
+def uninterrupted(calls: Sequence[Callable[[], Any]]) -> None:
+    """Run calls one after the other in C, without a bytecode in between where Ctrl-C could strike.
+
+    Each call has to be implemented in C itself (a ``partial`` over a builtin); then either all or none have run
+    when a KeyboardInterrupt is raised.
+    """
+    deque(map(operator.call, calls), maxlen=0)
 
 
 class Interrupted(BaseException):
@@ -76,16 +85,16 @@ class Held:
         """Put the handlers back, but for those that were exchanged meanwhile."""
         left = [number for number in self.handlers if signal.getsignal(number) == self.hold]
         self.over = True
-        _in_c([partial(signal.signal, number, self.handlers[number]) for number in left])
+        _insisted([partial(signal.signal, number, self.handlers[number]) for number in left])
 
 
-def _in_c(calls: Sequence[Callable[[], Any]], attempts: int = 4) -> None:
-    """Run calls of C without a bytecode in between; again from the start where a handler that is back raises in one."""
+def _insisted(calls: Sequence[Callable[[], Any]], attempts: int = 4) -> None:
+    """Run calls, again from the start where a handler that is back already raises in one."""
     try:
-        deque(map(operator.call, calls), maxlen=0)
+        uninterrupted(calls)
     except BaseException:
         if attempts:
-            _in_c(calls, attempts - 1)
+            _insisted(calls, attempts - 1)
         raise
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import operator
 import weakref
-from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -19,6 +18,7 @@ from torch import Tensor
 
 from .arena import Arena, BufferSpec
 from .errors import DonatedStateError, ReadOnlyError
+from .interrupts import uninterrupted
 from .markup import card, table
 from .modes import ordinary, without_gradients
 from .ops import copies, tensors_in, written_arguments
@@ -37,17 +37,7 @@ __all__ = [
     "key_name",
     "owned",
     "turns_of",
-    "uninterrupted",
 ]
-
-
-def uninterrupted(calls: Sequence[Callable[[], Any]]) -> None:
-    """Run calls one after the other in C, without a bytecode in between where Ctrl-C could strike.
-
-    Each call has to be implemented in C itself (a ``partial`` over a builtin); then either all or none have run
-    when a KeyboardInterrupt is raised.
-    """
-    deque(map(operator.call, calls), maxlen=0)
 
 
 @dataclass(eq=False, slots=True, weakref_slot=True)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ..errors import CaptureError, FunctionalCGError, StreamError
-from ..leaf import uninterrupted
+from ..interrupts import uninterrupted
 from ..ops import copies
 from ..streams import current_device
 from .lower import Before, Buffers, ExecutionPlan, quiet

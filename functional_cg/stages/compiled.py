@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, fx
 from torch.utils.dlpack import from_dlpack
 
-from ..leaf import uninterrupted
+from ..interrupts import uninterrupted
 from ..modes import ordinary, without_gradients
 from ..overlap import storage_key
 from .bounds import check_indices
