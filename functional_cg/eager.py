@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from . import tree as pytree
+from .modes import leave_function_modes, ordinary
 from .shards.boundary import entered, held, left, mesh_of, shown
 from .shards.peers import among, together
 from .signature import Call, new_state_and_metrics
@@ -24,7 +25,6 @@ from .taps import Taps
 __all__ = ["evaluate", "run_eager"]
 
 
-@torch.inference_mode(False)  # results are ordinary tensors
 def run_eager(fn: Callable[..., Any], call: Call, name: str, taps: Taps, *, donates: bool) -> Any:
     """Run ``fn`` on private copies; a donating call commits the new state and returns its handle.
 
@@ -33,6 +33,11 @@ def run_eager(fn: Callable[..., Any], call: Call, name: str, taps: Taps, *, dona
     Raises:
       LayoutError: If the new state is unlike the old one; nothing was written.
     """
+    with ordinary():  # results are ordinary tensors
+        return _run(fn, call, name, taps, donates=donates)
+
+
+def _run(fn: Callable[..., Any], call: Call, name: str, taps: Taps, *, donates: bool) -> Any:
     mesh = mesh_of([spec for s in call.states for spec in s.specs])
     named = zip(call.layout.live_names, call.layout.specs, strict=True)
     lines = [f"run `{name}` eagerly", *(f"{leaf}  {str(spec).partition('@')[0]}" for leaf, spec in named)]
@@ -57,6 +62,22 @@ def evaluate(
     donates: bool,
 ) -> Any:
     """What ``fn`` returns for leaves of the states in place of their slots, and leaves of the inputs."""
+    depth = torch._C._len_torch_function_stack()
+    try:
+        return _evaluated(fn, call, slots, live, donates=donates)
+    except BaseException:
+        leave_function_modes(depth)
+        raise
+
+
+def _evaluated(
+    fn: Callable[..., Any],
+    call: Call,
+    slots: Sequence[Sequence[Tensor]],
+    live: Sequence[Tensor],
+    *,
+    donates: bool,
+) -> Any:
     with canonical(mesh_of([spec for s in call.states for spec in s.specs])):
         trees = [
             pytree.unflatten(s.handle._node, entered(s.specs, leaves))

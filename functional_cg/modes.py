@@ -10,12 +10,18 @@ from typing import Any
 
 import torch
 
-__all__ = ["ordinary", "without_gradients"]
+__all__ = ["leave_function_modes", "ordinary", "without_gradients"]
 
 
 def ordinary() -> Any:
     """Enter to make ordinary tensors, also in inference mode; at its end, the modes are what they were."""
     return torch._C._InferenceMode(False)  # private, as is the next; test_signals notices a change
+
+
+def leave_function_modes(depth: int) -> None:
+    """Leave all function modes but the first ones: those that a signal kept from being left by their own block."""
+    while torch._C._len_torch_function_stack() > depth:
+        torch._C._pop_torch_function_stack()
 
 
 def without_gradients() -> None:

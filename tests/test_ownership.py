@@ -601,13 +601,15 @@ SIGNALS_ARRIVE_AFTER = frozenset({"CALL", "CALL_FUNCTION_EX", "CALL_KW", "RESUME
 class Strike:
     """Raises KeyboardInterrupt at the n-th place of the library's bytecode where Python looks for signals."""
 
+    everywhere: tuple[str, ...] = (PACKAGE, "<")
+
     def __init__(self, moment: int) -> None:
         self.countdown = moment
         self._last: dict[Any, str] = {}
 
     def __call__(self, frame: Any, event: str, arg: Any) -> Any:
         code = frame.f_code
-        if not code.co_filename.startswith((PACKAGE, "<")):
+        if not code.co_filename.startswith(self.everywhere):
             return None
         frame.f_trace_opcodes = True
         if event == "opcode":

@@ -277,7 +277,14 @@ CALLS: dict[str, Callable[[Any], Any]] = {
     "numpy": lambda state: state["w"].numpy(),
     "step": lambda state: STEP(state, torch.ones(2)),
     "graph_fn": lambda state: LOOK(state),
+    "eager": lambda state: STEP.eager(state, torch.ones(2)),
 }
+
+
+class Anywhere(Strike):
+    """Strikes in torch's and Python's own bytecode, too."""
+
+    everywhere = ("",)
 
 
 @pytest.mark.filterwarnings("ignore")  # Python swallows what strikes in the callback of a weak reference
@@ -292,12 +299,12 @@ def test_no_mode_stays_on_at_any_bytecode(call: str, inference: bool) -> None:
     with guard:
         act(fcg.fork(state))
         before = modes()
-        for moment in range(1000):
+        for moment in range(0, 3000, 1 if call != "eager" else 7):
             tracer = sys.gettrace()
             sys._getframe().f_trace_opcodes = True
             struck = False
             try:
-                sys.settrace(Strike(moment))
+                sys.settrace(Anywhere(moment))
                 act(state)
             except KeyboardInterrupt:
                 struck = True
