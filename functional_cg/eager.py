@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from . import tree as pytree
-from .modes import leave_function_modes, ordinary
+from .modes import ordinary, restore, surrounding
 from .shards.boundary import entered, held, left, mesh_of, shown
 from .shards.peers import among, together
 from .signature import Call, new_state_and_metrics
@@ -62,11 +62,11 @@ def evaluate(
     donates: bool,
 ) -> Any:
     """What ``fn`` returns for leaves of the states in place of their slots, and leaves of the inputs."""
-    depth = torch._C._len_torch_function_stack()
+    modes = surrounding()
     try:
         return _evaluated(fn, call, slots, live, donates=donates)
     except BaseException:
-        leave_function_modes(depth)
+        restore(modes)
         raise
 
 

@@ -10,7 +10,9 @@ from typing import Any
 
 import torch
 
-__all__ = ["leave_function_modes", "ordinary", "without_gradients"]
+__all__ = ["ordinary", "restore", "surrounding", "without_gradients"]
+
+_DEVICES = ("cpu", "cuda")
 
 
 def ordinary() -> Any:
@@ -18,10 +20,20 @@ def ordinary() -> Any:
     return torch._C._InferenceMode(False)  # private, as is the next; test_signals notices a change
 
 
-def leave_function_modes(depth: int) -> None:
-    """Leave all function modes but the first ones: those that a signal kept from being left by their own block."""
+def surrounding() -> tuple[Any, ...]:
+    """The modes that a block of Python's own would change back, unless a signal kept it from that."""
+    autocast = [torch.is_autocast_enabled(device) for device in _DEVICES]
+    return torch._C._len_torch_function_stack(), torch.is_autocast_cache_enabled(), autocast
+
+
+def restore(modes: tuple[Any, ...]) -> None:
+    """Make modes again what :func:`surrounding` has seen."""
+    depth, cache, autocast = modes
     while torch._C._len_torch_function_stack() > depth:
         torch._C._pop_torch_function_stack()
+    torch.set_autocast_cache_enabled(cache)
+    for device, enabled in zip(_DEVICES, autocast, strict=True):
+        torch.set_autocast_enabled(device, enabled)
 
 
 def without_gradients() -> None:

@@ -91,8 +91,8 @@ def canonical(mesh: Mesh | None = None) -> Iterator[None]:
             stack.enter_context(torch.autocast(device_type, enabled=False))
         stack.enter_context(torch.autograd.set_multithreading_enabled(False))
         stack.enter_context(_InStep(mesh))
-        torch.set_autocast_cache_enabled(False)
         try:
+            torch.set_autocast_cache_enabled(False)
             yield
         finally:
             torch.set_autocast_cache_enabled(cached)
