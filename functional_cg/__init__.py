@@ -10,6 +10,7 @@ from .debug import debug_print
 from .errors import (
     AliasError,
     BakedValueError,
+    BusyError,
     CaptureError,
     ClosedError,
     DonatedStateError,
@@ -21,6 +22,7 @@ from .errors import (
     MiscompileError,
     RankError,
     ReadOnlyError,
+    ResultError,
     SideEffectError,
     StreamError,
 )
@@ -39,6 +41,7 @@ __version__ = "0.1.0"
 __all__ = [
     "AliasError",
     "BakedValueError",
+    "BusyError",
     "CaptureError",
     "Captured",
     "ClosedError",
@@ -55,6 +58,7 @@ __all__ = [
     "MiscompileError",
     "RankError",
     "ReadOnlyError",
+    "ResultError",
     "SideEffectError",
     "StreamError",
     "TrainState",

@@ -9,21 +9,23 @@ keep the dense strides that their leaf was placed with.
 from __future__ import annotations
 
 import math
-import threading
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from .errors import AliasError, LayoutError
+from .modes import ordinary
 from .overlap import byte_range, overlapping, overlaps_itself, storage_key
 from .shards.placement import Placement
 from .shards.tensor import placed
 from .streams import Stream, current_raw_stream, current_stream
 from .tree import KeyPath, path_string
+from .turns import Turn
 
 __all__ = [
     "Arena",
@@ -194,10 +196,10 @@ class Arena:
       slots: One view per leaf, with the leaf's shape and strides.
       storages: Identities of the slabs' storages.
       stream: The stream that used the arena last, if work on it is queued; and its handle on CUDA.
-      lock: Held while a call updates the arena: of two threads one wins, the other finds its state donated.
       lease: Weak reference to the state that lives here; whatever step asks, an arena serves one state at a time.
       watchers: Called when that state is gone.
       on_cuda: Whether the device is a GPU; each call asks several times.
+      turn: Whose turn it is to use it: of two threads that update it one wins, the other finds its state donated.
     """
 
     plan: Plan
@@ -207,13 +209,14 @@ class Arena:
     storages: frozenset[int] = frozenset()
     stream: Stream | None = None
     raw_stream: int = -1
-    lock: threading.Lock = field(default_factory=threading.Lock)
     lease: weakref.ref[Any] | None = None
     watchers: list[Callable[[], None]] = field(default_factory=list)
     on_cuda: bool = field(init=False)
+    turn: Turn = field(init=False)
 
     def __post_init__(self) -> None:
         self.on_cuda = self.device.type == "cuda"
+        self.turn = Turn("a state", on_gpu=self.on_cuda)
 
     @property
     def free(self) -> bool:
@@ -223,7 +226,7 @@ class Arena:
     @classmethod
     def allocate(cls, plan: Plan, device: torch.device, *, pin_memory: bool = False) -> Arena:
         """Allocate zeroed slabs; padding between slots stays zero for the arena's whole life."""
-        with torch.inference_mode(False), torch.no_grad():
+        with ordinary():
             slabs = tuple(
                 torch.zeros(slab.numel, dtype=slab.dtype, device=slab.device, pin_memory=pin_memory)
                 for slab in plan.slabs
@@ -236,11 +239,14 @@ class Arena:
 
     def copy(self) -> Arena:
         """Memory of the same layout with the same values."""
-        self.join()
         copy = Arena.allocate(self.plan, self.device)
-        for new, old in zip(copy.slabs, self.slabs, strict=True):
-            new.copy_(old)
+        self.turn.read(partial(self._copy_to, copy.slabs))
         return copy
+
+    def _copy_to(self, slabs: Sequence[Tensor]) -> None:
+        self.join()
+        for new, old in zip(slabs, self.slabs, strict=True):
+            new.copy_(old)
 
     def join(self) -> None:
         """Order the current stream after the arena's last use, if that was on another one."""

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from .arena import Arena
 from .errors import MiscompileError
-from .leaf import uninterrupted
+from .interrupts import uninterrupted
 from .lowered import Lowered
 from .ops import copies
 from .options import Certify
@@ -146,8 +146,8 @@ class _InPlace:
         """The space of a trial; at its end the slots hold what they held."""
         slots = [buffers.slots[slot] for slot in written]
         with contextlib.ExitStack() as locks:
-            for arena in sorted(dict.fromkeys(arenas), key=id):
-                locks.enter_context(arena.lock)
+            for arena in sorted(dict.fromkeys(arenas), key=lambda arena: arena.turn.rank):
+                locks.enter_context(arena.turn.shut())
             space = cls(buffers, [(slot, _on_host(slot)) for slot in slots], asked == "auto")
             try:
                 yield space

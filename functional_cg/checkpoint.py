@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import os
 import secrets
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -21,10 +22,12 @@ from torch import Tensor
 from . import tree as pytree
 from .arena import BufferSpec, refuse_unplaceable, unplaceable
 from .errors import LayoutError
-from .leaf import Leaf, as_tensor, key_name, owned
+from .leaf import Leaf, as_tensor, key_name, owned, turns_of
+from .modes import ordinary, without_gradients
 from .shards.tensor import Sharded
 from .state import Handle
 from .tree import Treedef, path_string
+from .turns import at_one_time
 
 __all__ = ["load", "load_state_dict", "names_of", "save", "state_dict"]
 
@@ -58,8 +61,8 @@ def state_dict(state: Any) -> dict[str, Tensor]:
       <All keys matched successfully>
     """
     leaves, treedef = _opened(state)
-    with torch.inference_mode(False), torch.no_grad():
-        return {name: _on_host(name, leaf) for name, leaf in zip(names_of(treedef), leaves, strict=True)}
+    names = names_of(treedef)
+    return dict(zip(names, at_one_time(turns_of(leaves), partial(_all_on_host, names, leaves)), strict=True))
 
 
 def load_state_dict(state: T, d: Mapping[str, Any]) -> T:
@@ -177,7 +180,8 @@ def _loaded(state: T, d: Mapping[str, Any], function: str, where: str = "") -> T
     ordered = [values[name] for name in slots]
     if isinstance(state, Handle):
         return state._write(dict(enumerate(ordered)), function, [])  # type: ignore[return-value]
-    with torch.inference_mode(False), torch.no_grad():
+    with ordinary():
+        without_gradients()
         copies = [torch.empty_like(leaf).copy_(value) for leaf, value in zip(leaves, ordered, strict=True)]
     return pytree.unflatten(treedef, copies)  # type: ignore[no-any-return]
 
@@ -220,6 +224,12 @@ def names_of(treedef: Treedef, function: str = "fcg.state_dict", root: str = "st
             )
         paths[name] = path
     return list(paths)
+
+
+def _all_on_host(names: Sequence[str], leaves: Sequence[Tensor]) -> list[Tensor]:
+    with ordinary():
+        without_gradients()
+        return [_on_host(name, leaf) for name, leaf in zip(names, leaves, strict=True)]
 
 
 def _on_host(name: str, leaf: Tensor) -> Tensor:

@@ -7,25 +7,24 @@ replay of the aten lowering is bitwise equal to this.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from . import tree as pytree
-from .arena import Arena
+from .modes import ordinary, restore, surrounding
 from .shards.boundary import entered, held, left, mesh_of, shown
 from .shards.peers import among, together
 from .signature import Call, new_state_and_metrics
 from .stages.inspect import refuse_new_state
-from .state import Handle
 from .surroundings import canonical
 from .taps import Taps
 
-__all__ = ["copies", "evaluate", "run_eager"]
+__all__ = ["evaluate", "run_eager"]
 
 
-@torch.inference_mode(False)  # results are ordinary tensors
 def run_eager(fn: Callable[..., Any], call: Call, name: str, taps: Taps, *, donates: bool) -> Any:
     """Run ``fn`` on private copies; a donating call commits the new state and returns its handle.
 
@@ -34,22 +33,24 @@ def run_eager(fn: Callable[..., Any], call: Call, name: str, taps: Taps, *, dona
     Raises:
       LayoutError: If the new state is unlike the old one; nothing was written.
     """
+    with ordinary():  # results are ordinary tensors
+        return _run(fn, call, name, taps, donates=donates)
+
+
+def _run(fn: Callable[..., Any], call: Call, name: str, taps: Taps, *, donates: bool) -> Any:
     mesh = mesh_of([spec for s in call.states for spec in s.specs])
     named = zip(call.layout.live_names, call.layout.specs, strict=True)
     lines = [f"run `{name}` eagerly", *(f"{leaf}  {str(spec).partition('@')[0]}" for leaf, spec in named)]
     together(mesh, name, "\n".join(lines))
     with among(mesh, name), taps.listening():
-        slots = [copies(s.arena, s.start, s.stop) for s in call.states]
+        slots = [s.handle._copied() for s in call.states]
         result = evaluate(fn, call, slots, call.live, donates=donates)
     if not donates:
         return pytree.map(_own, result)
     new, metrics = _checked(result, call, name)
     state = call.states[0]
-    with state.arena.lock:
-        state.handle._check()
-        object.__setattr__(state.handle, "_donor", name)
-        state.lease.write(range(len(new)), new)
-    return Handle(state.lease, state.lease.cell[0]), metrics
+    new_state = state.arena.turn.alone(partial(state.handle._written, range(len(new)), new, name), name)
+    return new_state, metrics
 
 
 def evaluate(
@@ -61,6 +62,22 @@ def evaluate(
     donates: bool,
 ) -> Any:
     """What ``fn`` returns for leaves of the states in place of their slots, and leaves of the inputs."""
+    modes = surrounding()
+    try:
+        return _evaluated(fn, call, slots, live, donates=donates)
+    except BaseException:
+        restore(modes)
+        raise
+
+
+def _evaluated(
+    fn: Callable[..., Any],
+    call: Call,
+    slots: Sequence[Sequence[Tensor]],
+    live: Sequence[Tensor],
+    *,
+    donates: bool,
+) -> Any:
     with canonical(mesh_of([spec for s in call.states for spec in s.specs])):
         trees = [
             pytree.unflatten(s.handle._node, entered(s.specs, leaves))
@@ -81,13 +98,6 @@ def _checked(result: Any, call: Call, name: str) -> tuple[list[Tensor], Any]:
     new, treedef = pytree.flatten(changed)
     refuse_new_state(name, state.handle._node, [s.spec for s in state.arena.plan.slots], treedef, new)
     return [held(leaf) for leaf in new], pytree.map(_own, metrics)
-
-
-def copies(arena: Arena, start: int, stop: int) -> list[Tensor]:
-    """Copies of an arena's slots, in their strides."""
-    arena.join()
-    with torch.no_grad():
-        return [slot.clone() for slot in arena.slots[start:stop]]
 
 
 def _private(tensor: Tensor, stride: tuple[int, ...], device: torch.device) -> Tensor:

@@ -16,11 +16,12 @@ is its page of the manual: ``help(functional_cg.LayoutError)``.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Self
+from typing import Any, Self
 
 __all__ = [
     "AliasError",
     "BakedValueError",
+    "BusyError",
     "CaptureError",
     "ClosedError",
     "DonatedStateError",
@@ -32,6 +33,7 @@ __all__ = [
     "MiscompileError",
     "RankError",
     "ReadOnlyError",
+    "ResultError",
     "SideEffectError",
     "StreamError",
 ]
@@ -312,3 +314,40 @@ class ClosedError(FunctionalCGError, RuntimeError):
                 state, metrics = step(state, batch)
         state.params                                         # still good
     """
+
+
+class BusyError(FunctionalCGError, RuntimeError):
+    """A step or a state was used in the middle of a call that is using it, or was lost to a fork.
+
+    Another thread would wait for the end of that call; what runs on its own thread cannot. Causes:
+
+    - The handler of a signal calls a step, or writes a state, while the main program is in a call. Handlers may read
+      (``fcg.save``, ``fcg.snapshot``, another ``graph_fn``) and raise; for anything else set a flag, and look at it in
+      the loop::
+
+        signal.signal(signal.SIGUSR1, lambda number, frame: flags.add("lower the rate"))
+
+    - A finalizer does, ``__del__`` or the callback of a weak reference: they run wherever Python collects garbage.
+    - A process was forked while another thread was in a long call, or its state lives on a GPU: in the child,
+      ``state = fcg.load(path, ...)``; or fork first, and make states afterwards.
+    """
+
+
+class ResultError(FunctionalCGError, RuntimeError):
+    """The result of a call could not be put together, after the call was done.
+
+    A class among the metrics has raised where its object is made of leaves (``tree_unflatten``, ``__post_init__``). The
+    call is not repeated and nothing is lost: the error has what was computed::
+
+        try:
+            state, metrics = step(state, batch)
+        except fcg.ResultError as error:
+            state, leaves = error.state, error.leaves
+
+    Attributes:
+      state: The new state; None for a function that returns none.
+      leaves: Tensors of the metrics, in flat order.
+    """
+
+    state: Any = None
+    leaves: Sequence[Any] = ()

@@ -68,7 +68,7 @@ class InputLayout:
 def as_input(value: Any) -> Tensor | None:
     """A live leaf as a tensor, without copying where possible; None for an object that belongs to the layout."""
     if isinstance(value, Leaf):
-        return value._read()
+        return value._owned()  # another thread may step its state before it is copied in
     tensor = as_tensor(value)
     if not isinstance(tensor, Tensor):
         return None

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import operator
 import weakref
-from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Never, Protocol
@@ -19,22 +18,26 @@ from torch import Tensor
 
 from .arena import Arena, BufferSpec
 from .errors import DonatedStateError, ReadOnlyError
+from .interrupts import uninterrupted
 from .markup import card, table
+from .modes import ordinary, without_gradients
 from .ops import copies, tensors_in, written_arguments
 from .overlap import storage_key
 from .summary import summary
 from .tree import KeyPath, Treedef
+from .turns import Turn, at_one_time
 
-__all__ = ["Leaf", "Lease", "Origin", "Part", "as_tensor", "donated", "key_name", "owned", "uninterrupted"]
-
-
-def uninterrupted(calls: Sequence[Callable[[], Any]]) -> None:
-    """Run calls one after the other in C, without a bytecode in between where Ctrl-C could strike.
-
-    Each call has to be implemented in C itself (a ``partial`` over a builtin); then either all or none have run
-    when a KeyboardInterrupt is raised.
-    """
-    deque(map(operator.call, calls), maxlen=0)
+__all__ = [
+    "Leaf",
+    "Lease",
+    "Origin",
+    "Part",
+    "as_tensor",
+    "donated",
+    "key_name",
+    "owned",
+    "turns_of",
+]
 
 
 @dataclass(eq=False, slots=True, weakref_slot=True)
@@ -68,13 +71,26 @@ class Lease:
         """Write values into slots and raise the generation, all or nothing."""
         arena = self.arena
         arena.join()
-        with torch.inference_mode(False), torch.no_grad():
+        with ordinary():
+            without_gradients()
             # Whatever can fail happens before the generation is raised.
             here = [value.detach().to(arena.device) for value in values]
             calls: list[Callable[[], Any]] = [self.raised()]
             if positions:
                 calls += copies([arena.slots[i] for i in positions], here)
             uninterrupted(calls)
+
+    def copied(self, part: Part, check: Callable[[], None]) -> list[Tensor]:
+        """Copies of the slots of a part, in their strides, if the check lets them be read."""
+
+        def copies() -> list[Tensor]:
+            check()
+            self.arena.join()
+            with ordinary():
+                without_gradients()
+                return [slot.clone() for slot in self.arena.slots[part.start : part.stop]]
+
+        return self.arena.turn.read(copies)  # type: ignore[no-any-return]
 
 
 class Part:
@@ -168,7 +184,7 @@ class Leaf(Tensor):
     @staticmethod
     def __new__(cls, real: Tensor, origin: Origin, path: str) -> Leaf:
         if torch.is_inference_mode_enabled():  # the leaf may be used after the mode has ended
-            with torch.inference_mode(False):
+            with ordinary():
                 return cls.__new__(cls, real, origin, path)
         leaf = torch.Tensor._make_wrapper_subclass(
             cls,
@@ -200,11 +216,13 @@ class Leaf(Tensor):
         sources = [t for t in tensors_in([*args, *kwargs.values()]) if isinstance(t, Leaf)]
         if func.overloadpacket is torch.ops.aten.set_:
             raise sources[0]._no_storage()
-        out = func(*map(_unwrap, args), **{name: _unwrap(arg) for name, arg in kwargs.items()})
-        return _rewrap(out, sources)
+        compute = partial(_on_slots, func, args, kwargs)
+        if len(sources) == 1:
+            return _rewrap(sources[0]._turn.read(compute), sources)
+        return _rewrap(at_one_time(turns_of(sources), compute), sources)
 
     def _read(self) -> Tensor:
-        """The slot's own memory, for reading; raises once the state was donated."""
+        """The slot's own memory, for reading in its turn; raises once the state was donated."""
         origin = self._origin
         if not self._alive:
             raise donated(self._path, origin)
@@ -216,7 +234,11 @@ class Leaf(Tensor):
         return self._origin._lease.cell[0] == self._origin._generation
 
     def _owned(self) -> Tensor:
-        return self._read().clone()
+        return self._turn.read(lambda: self._read().clone())  # type: ignore[no-any-return]
+
+    @property
+    def _turn(self) -> Turn:
+        return self._origin._lease.arena.turn
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"{self._title}\n{self._owned()!r}" if self._alive else self._title
@@ -296,6 +318,15 @@ class Leaf(Tensor):
             why="Whoever has the storage or its address can write the state unseen.",
             fix="take a copy of your own, `.clone()` or `fcg.snapshot(state)`.",
         )
+
+
+def _on_slots(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    return func(*map(_unwrap, args), **{name: _unwrap(arg) for name, arg in kwargs.items()})
+
+
+def turns_of(leaves: Iterable[Any]) -> list[Turn]:
+    """The turns of the states that leaves are read from."""
+    return [leaf._turn for leaf in leaves if isinstance(leaf, Leaf)]
 
 
 def _unwrap(value: Any) -> Any:

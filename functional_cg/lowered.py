@@ -31,8 +31,9 @@ from .stages.recipe import BoundState
 from .stages.reference import Reference
 from .stages.trial import Certificate
 from .stages.watch import HostWatch
-from .state import Lease
+from .state import Handle, Lease, fill
 from .tree import KeyPath, Treedef, path_string, structure_diff
+from .turns import Inner
 
 __all__ = ["Captured", "Lowered"]
 
@@ -44,7 +45,8 @@ class Captured:
     """A lowered step captured on one arena (or several, for a function of several states).
 
     Attributes:
-      call: ``call(args, kwargs)``: the result, or a miss if the call does not fit this capture.
+      run: ``run(args, kwargs)``: the new state and tensors, or a miss if the call does not fit this capture.
+      finish: Makes the result of a call of them; it runs code of the user's, such as the classes of the metrics.
       replay: The backend's replay.
       arenas: The memory that the capture is bound to, states first; it outlives the capture.
       constants: Tensors that the step owns; they live as long as the capture, which knows their addresses only.
@@ -54,7 +56,8 @@ class Captured:
       lowered: What it was captured from.
     """
 
-    call: Callable[[tuple[Any, ...], dict[str, Any]], Any]
+    run: Inner
+    finish: Callable[[Any], Any]
     replay: Replay
     arenas: tuple[Arena, ...]
     constants: tuple[Tensor, ...]
@@ -65,7 +68,8 @@ class Captured:
     @classmethod
     def of(
         cls,
-        fast: Callable[[tuple[Any, ...], dict[str, Any]], Any],
+        run: Inner,
+        finish: Callable[[Any], Any],
         replay: Replay,
         call: Call,
         constants: Sequence[Tensor],
@@ -76,9 +80,10 @@ class Captured:
         mesh = lowered.mesh
         several = mesh is not None and mesh.size > 1
         if mesh is not None and several and mesh.device.type == "cpu":
-            fast = _among(fast, mesh, lowered.name)
+            run = _among(run, mesh, lowered.name)
         return cls(
-            fast,
+            run,
+            finish,
             replay,
             tuple(state.arena for state in call.states),
             tuple(constants),
@@ -96,11 +101,14 @@ class Captured:
         """Whether the last handle and leaf of one of its states is gone."""
         return any(arena.free for arena in self.arenas)
 
-    def lease_again(self) -> Lease:
-        """Start a new use of the first arena, once the old one has ended."""
+    def taken_over(self, leaves: Sequence[Tensor]) -> Handle | None:
+        """A new state in the first arena, once the old one is gone; None if another thread was there first."""
+        if not self.arena.free:
+            return None
         assert self.treedef is not None
-        assert self.arena.free
-        return Lease(self.arena, self.treedef, self.paths)
+        lease = Lease(self.arena, self.treedef, self.paths)
+        fill(lease, leaves)
+        return Handle(lease, 0)
 
     def cost_analysis(
         self,
@@ -123,13 +131,13 @@ class Captured:
         return ", ".join(map(_arena_text, self.arenas)) or "no state"
 
 
-def _among(fast: Callable[..., Any], mesh: Mesh, name: str) -> Callable[..., Any]:
+def _among(run: Inner, mesh: Mesh, name: str) -> Inner:
     """The calls of a capture whose collectives raise, as gloo's do, where a rank has ended."""
 
     def call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         mesh.ranks.refuse_if_lost(name)
         with among(mesh, name):
-            return fast(args, kwargs)
+            return run(args, kwargs)
 
     return call
 
@@ -154,6 +162,7 @@ class Lowered:
       inspection: A purity certificate that prints.
       reference: The traced calls, before anything was rewritten.
       certificate: Whether a compiled plan was compared with them, once it was captured.
+      counts: Whether a call has run it, or it was captured on demand: else it takes no place among ``max_captures``.
     """
 
     name: str
@@ -165,6 +174,7 @@ class Lowered:
     inspection: Inspection
     reference: Reference
     certificate: Certificate | None = None
+    counts: bool = False
     capture_here: Callable[[], Captured] | None = None
 
     def at(self, capture_here: Callable[[], Captured]) -> Lowered:
@@ -174,7 +184,9 @@ class Lowered:
     def capture(self) -> Captured:
         """Capture the plan on the memory of the state that it was lowered with."""
         assert self.capture_here is not None
-        return self.capture_here()
+        captured = self.capture_here()
+        captured.lowered.counts = True
+        return captured
 
     @property
     def mesh(self) -> Mesh | None:

@@ -120,8 +120,5 @@ def _convert(value: Any, want: BufferSpec) -> Tensor | None:
 
 
 def _opened(state: Handle) -> Any:
-    """The tree of a state, with the memory of its slots as leaves, for reading."""
-    state._check()
-    part, arena = state._part, state._lease.arena
-    arena.join()
-    return pytree.unflatten(part.node, arena.slots[part.start : part.stop])
+    """The tree of a state; its leaves are copies, since another thread may step it before they are copied in."""
+    return pytree.unflatten(state._part.node, state._copied())

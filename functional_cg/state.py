@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, Never, TypeVar
 
 import torch
@@ -16,12 +17,14 @@ from torch import Tensor
 from . import tree as pytree
 from .arena import Arena, BufferSpec, Plan, plan, refuse_aliases, refuse_unplaceable
 from .errors import LayoutError, ReadOnlyError
-from .leaf import Leaf, Lease, Part, as_tensor, donated, key_name, owned
+from .leaf import Leaf, Lease, Part, as_tensor, donated, key_name, owned, turns_of
 from .markup import card, fold
+from .modes import ordinary
 from .ops import copies
 from .outline import Entry, arena_html, size_text, tree_html, tree_text
 from .shards.boundary import at_rest, held, localized, misfits, on_one_mesh, sharding_fix
 from .tree import KeyPath, Treedef, TreeView
+from .turns import at_one_time
 
 __all__ = [
     "Handle",
@@ -157,11 +160,17 @@ class Handle(TreeView):
                 "For another structure, `fcg.place` a new state.",
             )
         values = [owned(localized(slot, value)) for slot, value in zip(slots, values, strict=True)]
-        with lease.arena.lock:
-            self._check()
-            object.__setattr__(self, "_donor", donor)
-            lease.write(positions, values)
-        return Handle(lease, lease.cell[0])
+        return lease.arena.turn.alone(partial(self._written, positions, values, donor))  # type: ignore[no-any-return]
+
+    def _written(self, positions: Sequence[int], values: Sequence[Tensor], donor: str) -> Handle:
+        """The handle of what was written; nothing else uses the state meanwhile."""
+        self._check()
+        object.__setattr__(self, "_donor", donor)
+        self._lease.write(positions, values)
+        return Handle(self._lease, self._lease.cell[0])
+
+    def _copied(self) -> list[Tensor]:  # in the strides of the slots
+        return self._lease.copied(self._part, self._check)
 
     def _field(self, name: str) -> Part:
         part = self._part.children.get(name)
@@ -352,7 +361,7 @@ def fill(lease: Lease, leaves: Sequence[Tensor]) -> None:
     """Copy leaves into all slots of a lease, in order."""
     lease.arena.join()
     if leaves:
-        with torch.inference_mode(False), torch.no_grad():
+        with ordinary():
             for call in copies(lease.arena.slots, [leaf.detach() for leaf in leaves]):
                 call()
 
@@ -367,12 +376,14 @@ def snapshot(state: T) -> T:
       >>> fcg.snapshot(fcg.place({"w": torch.ones(2)}))
       {'w': tensor([1., 1.])}
     """
-    with torch.inference_mode(False), torch.no_grad():
-        return pytree.map(_copied, state)  # type: ignore[no-any-return]
+    leaves, treedef = pytree.flatten(state)
+    turns = turns_of(map(held, leaves))
+    return pytree.unflatten(treedef, at_one_time(turns, partial(_copies, leaves)))  # type: ignore[no-any-return]
 
 
-def _copied(leaf: Any) -> Any:
-    return leaf.detach().clone() if isinstance(leaf, Tensor) else leaf
+def _copies(leaves: Sequence[Any]) -> list[Any]:
+    with ordinary():
+        return [leaf.detach().clone() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
 
 
 def fork(state: T) -> T:

@@ -87,14 +87,15 @@ def canonical(mesh: Mesh | None = None) -> Iterator[None]:
     """
     cached = torch.is_autocast_cache_enabled()
     with contextlib.ExitStack() as stack:
-        stack.enter_context(torch.inference_mode(False))
+        if torch.is_inference_mode_enabled():
+            stack.enter_context(torch.inference_mode(False))
         stack.enter_context(torch.no_grad())
         for device_type in ("cpu", "cuda"):
             stack.enter_context(torch.autocast(device_type, enabled=False))
         stack.enter_context(torch.autograd.set_multithreading_enabled(False))
         stack.enter_context(_InStep(mesh))
-        torch.set_autocast_cache_enabled(False)
         try:
+            torch.set_autocast_cache_enabled(False)
             yield
         finally:
             torch.set_autocast_cache_enabled(cached)

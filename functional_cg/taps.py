@@ -17,6 +17,7 @@ from torch import Tensor
 
 from .arena import BufferSpec
 from .leaf import owned
+from .modes import ordinary, without_gradients
 
 __all__ = ["TAP", "Taps", "tap"]
 
@@ -87,7 +88,8 @@ def tap(name: str, x: Tensor, *, keep: int = 1) -> None:
         )
     if type(keep) is not int or keep < 1:
         raise ValueError(f"tap: `keep` has to be an integer of 1 or more, got {keep!r}")
-    with torch.no_grad():  # a copy, since the step may write to it later
+    with ordinary():  # a copy, since the step may write to it later
+        without_gradients()
         value = owned(x).detach().clone()
     TAP(name, keep, [value])
 
@@ -117,7 +119,8 @@ class Taps(Mapping[str, Tensor]):
             known = f"; tapped are {', '.join(self._rings)}" if self._rings else "; nothing was tapped yet"
             raise KeyError(f"{name!r} is no tapped value{known}")
         ring = self._rings[name]
-        with torch.no_grad():
+        with ordinary():
+            without_gradients()
             return ring[-1].clone() if ring.maxlen == 1 else torch.stack(list(ring))
 
     def __iter__(self) -> Iterator[str]:

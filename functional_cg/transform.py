@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import logging
 import os
-import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
@@ -17,11 +16,13 @@ import torch
 from .certify import certify
 from .constants import Constants
 from .eager import run_eager
-from .errors import ClosedError, FunctionalCGError, LayoutError
+from .errors import FunctionalCGError, LayoutError
 from .explain import explain, explain_html, warnings_of
-from .interrupts import held_back
+from .interrupts import held_back, undisturbed
+from .kept import closed_error, drop_spares, forget
 from .lowered import Captured, Lowered
 from .matcher import layout_matcher
+from .modes import ordinary, without_gradients
 from .options import BackendChoice, Options
 from .shards.boundary import reading_of
 from .signature import Call, Signature
@@ -33,14 +34,15 @@ from .stages.lower import Buffers
 from .stages.poison import Poisoned
 from .stages.recipe import BoundState, Recipe
 from .stages.reference import Reference
-from .stages.replay import MISS, Bound, Stats, finisher, replayer
+from .stages.replay import MISS, Bound, Stats, finisher, recorder, replayer
 from .stages.rewrite import rewrite
 from .stages.trace import trace
 from .stages.watch import refuse_ambient_modes
 from .staging import Staging
-from .state import Handle, fill, place, placeable
+from .state import Handle, place, placeable
 from .surroundings import inside_a_step, refuse_anomaly_mode, refuse_foreign_modes
 from .taps import Taps
+from .turns import Turn, in_turn
 from .verify import Shadow
 
 __all__ = ["Transform"]
@@ -75,7 +77,7 @@ class Transform:
         self._closed = False
         self._refusal = ""
         # Of two threads one traces, captures or replays, the other waits: they share buffers and a memory pool.
-        self._lock = threading.RLock()
+        self._turn = Turn("a step")
         self._attribute = self._name
         self.stats = Stats()
         self.taps = Taps()
@@ -86,11 +88,14 @@ class Transform:
         Returns:
           A :class:`Lowered`: ``.inspection``, ``.as_text()``, ``.cost_analysis()``, ``.memory_analysis()``.
         """
-        with self._lock:
-            self._refuse_closed()
-            call = self._take_apart(args, kwargs)
-            lowered: Lowered = self._noting(self._lowered_for, call)
-        return lowered.at(functools.partial(self._captured_for, call, lowered))
+        call, lowered = self._turn.alone(functools.partial(self._lower_only, args, kwargs), self._name)
+        capture = functools.partial(self._captured_for, call, lowered)
+        return lowered.at(functools.partial(self._turn.alone, capture, self._name))  # type: ignore[no-any-return]
+
+    def _lower_only(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Call, Lowered]:
+        self._refuse_closed()
+        call = self._take_apart(args, kwargs)
+        return call, self._noting(self._lowered_for, call)
 
     def explain(self) -> str:
         """What was traced, captured and refused, as text.
@@ -110,13 +115,17 @@ class Transform:
 
     def close(self) -> None:
         """Free captures and their memory; states stay valid. Calls raise :class:`ClosedError` from then on."""
-        with self._lock:
-            self._closed = True
-            self._fast = None
-            for captured in self._captured.values():
-                captured.close()
-            self._captured.clear()
+        if self._turn.busy:
+            self._turn.wait()
+        with self._turn.lock:
+            # In the middle of a call, as from the handler of a signal, they are freed at its end.
+            in_use, self._closed, self._fast = self._turn.busy and not self._closed, True, None
+            captures, self._captured = self._captured, {}
             self._lowered = {}  # a step that was made anew from this one may go on with its traces
+            if not in_use:
+                self._turn.end(functools.partial(closed_error, self._name, self._kind))
+                for captured in captures.values():
+                    captured.close()
 
     def anew(self, *, backend: BackendChoice | None = None) -> Self:
         """A new step of the same function and options, which shares the traces; nothing is captured yet."""
@@ -153,7 +162,8 @@ class Transform:
 
     def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if torch.is_inference_mode_enabled():
-            with torch.inference_mode(False), torch.no_grad():  # results are ordinary tensors
+            with ordinary():  # results are ordinary tensors
+                without_gradients()
                 return self._call(args, kwargs)
         if kwargs:
             args, kwargs = self._signature.by_position(args, kwargs)
@@ -170,11 +180,8 @@ class Transform:
             return self._inside(args, kwargs)
         if self._options.backend == "eager" or os.environ.get("FCG_DISABLE_CAPTURE") == "1":
             return self._instead_of_capture(args, kwargs)
-        with self._lock:
-            self._refuse_closed()
-            # A `return` here would leave the block with the lock held.
-            result = self._noting(self._prepared, args, kwargs)
-        return result
+        prepare = functools.partial(self._noting, self._prepared, args, kwargs)
+        return self._turn.alone(prepare, self._name)()
 
     def _inside(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A part of another step."""
@@ -195,7 +202,9 @@ class Transform:
             self._refusal = f"{type(error).__name__}: {error.within(self._name)}"
             raise
 
-    def _prepared(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _prepared(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[[], Any]:
+        """Run a call; what is returned puts its result together, when the next call may begin."""
+        self._refuse_closed()
         call = self._take_apart(args, kwargs)
         refuse_ambient_modes(self._name)
         lowered = self._lowered_for(call)
@@ -204,34 +213,31 @@ class Transform:
         replay = functools.partial(self._replay, call, lowered)
         if self._to_verify:
             self._to_verify -= 1
-            return self._shadow.verify(call.laid_out(lowered.layout), lowered, replay)
+            call = call.laid_out(lowered.layout)
+            result = self._shadow.verify(call, lowered, lambda: replay()())
+            return lambda: result
         return replay()
 
-    def _replay(self, call: Call, lowered: Lowered) -> Any:
-        captures = self.stats.captures
+    def _replay(self, call: Call, lowered: Lowered) -> Callable[[], Any]:
+        key, new = (id(lowered), call.arenas), (id(lowered), call.arenas) not in self._captured
+        args, kwargs = call.arguments()
         try:
             captured = self._captured_for(call, lowered)
-            args, kwargs = call.arguments()
-            result = captured.call(args, kwargs)
-        except Exception:
-            if self.stats.captures > captures or not self._captures_of(lowered):
-                self._forget(lowered)  # it never ran: the corrected call may be of another layout
+            done = captured.run(args, kwargs)
+            lowered.counts |= done is not MISS
+        except BaseException:
+            # It never ran: nothing is kept of it, and the corrected call may be of another layout.
+            if new and key in self._captured:
+                self._captured.pop(key).close()
+            if not lowered.counts:
+                forget(self._lowered, self._captured, [lowered])
             raise
-        if not self._to_verify and not call.statics:
-            self._fast = captured.call
-        if result is MISS:
+        if not (self._to_verify or call.statics or self._closed):
+            self._fast = in_turn(self._turn, captured.run, self._name, then=captured.finish)
+        if done is MISS:
             self._take_apart(args, kwargs)  # says so where another thread has donated a state since
-        assert result is not MISS, "a call that was just taken apart fits its capture"
-        return result
-
-    def _captures_of(self, lowered: Lowered) -> list[tuple[int, Any]]:
-        return [key for key in self._captured if key[0] == id(lowered)]
-
-    def _forget(self, lowered: Lowered) -> None:
-        for group in self._lowered.values():
-            group[:] = [other for other in group if other is not lowered]
-        for key in self._captures_of(lowered):
-            self._captured.pop(key).close()
+        assert done is not MISS, "a call that was just taken apart fits its capture"
+        return functools.partial(captured.finish, done)
 
     def _instead_of_capture(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not self.stats.eager_calls and self._options.backend != "eager":
@@ -265,9 +271,9 @@ class Transform:
         leaves, treedef, plan = placeable(tree, self._signature.parameter(0), self._name)
         for captured in list(self._captured.values()):
             if captured.arenas[0].free and captured.treedef == treedef and captured.arena.plan == plan:
-                lease = captured.lease_again()
-                fill(lease, leaves)
-                return Handle(lease, 0)
+                taken = captured.arena.turn.alone(functools.partial(captured.taken_over, leaves), self._name)
+                if taken is not None:
+                    return cast("Handle", taken)
         return cast("Handle", place(tree))
 
     def _lowered_for(self, call: Call) -> Lowered:
@@ -277,6 +283,8 @@ class Transform:
             if lowered.fits(call):
                 return lowered
         if len(group) >= self._options.max_captures:
+            forget(self._lowered, self._captured, [lowered for lowered in group if not lowered.counts])
+        if len(group) >= self._options.max_captures:
             raise group[0].refusal(call, self._kind, self._options.max_captures)
         if not group and len(self._lowered) >= _MAX_STATIC_COMBINATIONS:
             raise LayoutError.of(
@@ -285,12 +293,11 @@ class Transform:
                 why="Each combination is a trace and a capture of its own.",
                 fix="pass what changes often as an input.",
             )
-        with held_back() as deliver_ctrl_c:
-            lowered = self._lower(call, deliver_ctrl_c)
+        lowered = undisturbed(functools.partial(self._lower, call))
         self._lowered.setdefault(key, []).append(lowered)
         return lowered
 
-    def _lower(self, call: Call, deliver_ctrl_c: Callable[[], None]) -> Lowered:
+    def _lower(self, call: Call, checkpoint: Callable[[], None]) -> Lowered:
         refuse_ambient_modes(self._name)
         refuse_anomaly_mode(self._name)
         states = tuple(BoundState(s.name, s.handle._node, s.specs) for s in call.states)
@@ -299,7 +306,7 @@ class Transform:
             self._constants.named(), self._donates, call.objects,
         )  # fmt: skip
         with _timed(self._name, "traced"):
-            program, host_watch = trace(recipe, deliver_ctrl_c)
+            program, host_watch = trace(recipe, checkpoint)
         self.stats.traces += 1
         inspection = inspection_of(program, host_watch.names())
         reference = Reference(program.twin())  # before anything is rewritten
@@ -321,11 +328,12 @@ class Transform:
             with held_back(), _timed(self._name, "captured"):
                 captured = self._captured[key] = self._capture(call, lowered)
             self.stats.captures += 1
+            self._drop_spares()
             if lowered.mesh is not None:
                 lowered.mesh.captures.add(captured)
-            this = weakref.ref(self)
+            reap = functools.partial(_reap, weakref.ref(self))
             for arena in captured.arenas:
-                arena.watchers.append(functools.partial(_reap, this))
+                arena.watchers.append(reap)
         return captured
 
     def _capture(self, call: Call, lowered: Lowered) -> Captured:
@@ -347,7 +355,7 @@ class Transform:
             lowered.plan, buffers, lambda: Buffers(scratch(slots, free), staging.slots, constants)
         )
         replay = Poisoned(replay, staging.slots) if "poison" in str(self._options.debug) else replay
-        fast = replayer(
+        run = replayer(
             name=self._name,
             bound=[Bound(s.position, s.arena, s.start, s.stop) for s in call.states],
             donates=self._donates,
@@ -355,11 +363,16 @@ class Transform:
             unchanged=self._unchanged(lowered),
             staging=staging,
             replay=replay,
-            finish=finisher(program, self.taps),
+            taps=recorder(program, self.taps),
             stats=self.stats,
-            lock=self._lock,
         )
-        return Captured.of(fast, replay, call, constants, lowered)
+        return Captured.of(
+            run, finisher(self._name, program, donates=self._donates), replay, call, constants, lowered
+        )
+
+    def _drop_spares(self) -> None:
+        if drop_spares(self._captured):
+            self._fast = None
 
     def _unchanged(self, lowered: Lowered) -> Callable[[], bool]:
         values, constants = lowered.watch.unchanged, self._constants.unchanged
@@ -367,26 +380,14 @@ class Transform:
 
     def _refuse_closed(self) -> None:
         if self._closed:
-            raise ClosedError.of(
-                self._name,
-                "called after `close()`.",
-                why="Its captures and their memory are gone; states are still valid.",
-                fix=f"make a new step, `{self._kind}(fn)`.",
-            )
+            raise closed_error(self._name, self._kind)
 
 
 def _reap(this: weakref.ref[Transform]) -> None:
-    """Keep at most one capture whose handles are all gone; it waits for the next plain tree."""
+    """Drop captures whose handles are gone: now, or at the next capture where the step is in a call."""
     step = this()
-    if step is None or step._closed:
-        return
-    spare = [key for key, captured in list(step._captured.items()) if captured.spare]
-    for key in spare[:-1]:
-        captured = step._captured.pop(key, None)
-        if captured is not None:
-            if step._fast is captured.call:
-                step._fast = None
-            captured.close()
+    if step is not None and not step._closed and not step._turn.busy:
+        step._turn.alone(step._drop_spares)
 
 
 @contextmanager

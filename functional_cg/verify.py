@@ -25,7 +25,7 @@ from .signature import Call
 from .stages.judge import Judge, miscompiled
 from .stages.lower import Buffers, ExecutionPlan, lower_aten, quiet
 from .stages.program import Program
-from .stages.replay import finisher
+from .stages.replay import output_builder
 from .staging import Staging
 from .surroundings import AsTraced
 
@@ -99,7 +99,8 @@ class Shadow:
         with quiet():
             metrics = plan.bind(buffers)(())
         outputs = lowered.reference.made(metrics, buffers.slots)
-        result = finisher(lowered.program, None)(metrics)
+        assert lowered.program.output_def is not None
+        result = output_builder(lowered.program.output_def, lowered.program.outputs)(metrics)
         if not self._donates:
             return result, outputs
         state = call.states[0]

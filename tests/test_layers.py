@@ -23,6 +23,8 @@ ORDER = (
     "sameness",
     "streams",
     "interrupts",
+    "modes",
+    "turns",
     "shards.mesh",
     "surroundings",
     "markup",
@@ -85,6 +87,7 @@ ORDER = (
     "stages.inspect",
     "stages.host",
     "stages.raised",
+    "stages.strays",
     "stages.fake",
     "stages.recipe",
     "stages.trace",
@@ -126,6 +129,7 @@ ORDER = (
     "verify",
     "options",
     "certify",
+    "kept",
     "transform",
     "graph_step",
     "prefetch",
@@ -167,7 +171,7 @@ LONG_FILES = {
         600,
         "keys, the registered op with its CPU kernel and decomposition, and the draws made of it",
     ),
-    "stages.trace": (500, "one recorder; its parts share the state of a trace"),
+    "stages.trace": (520, "one recorder; its parts share the state of a trace"),
 }
 
 # Calls whose result may be kept by a module: it cannot be changed, or it is a registration with the runtime.
@@ -194,6 +198,7 @@ FROZEN_CALLS = frozenset(
         "join",  # of a path or a string
         "MappingProxyType",
         "RLock",  # for what is one per process in torch itself
+        "_Turns",  # a fork strikes all of a process
         "len",
         "max",
         "min",

@@ -372,6 +372,72 @@ def test_capture_error():
     assert step(a_state(), {"y": torch.ones(2)})[1] == 2.0
 
 
+def test_busy_error():
+    def train_step(state, batch):
+        return {**state, "w": state["w"] + 1}, {}
+
+    step, state, flags, said = fcg.graph_step(train_step), a_state(), [], []
+    state, _ = step(state, {})
+
+    def handler():  # as Python calls it between two lines of a call
+        with pytest.raises(fcg.BusyError) as caught:
+            state.replace(w=torch.zeros(2))
+        said.append(str(caught.value))
+        flags.append("zero")
+
+    step._turn.alone(lambda: state._lease.arena.turn.alone(handler))
+    (text,) = said
+    assert text == (
+        "a state was used in the middle of a call that is using it.\n"
+        "The handler of a signal, or a finalizer, runs between two lines of that call and cannot wait for its end.\n"
+        "To fix: set a flag there, and do it in the loop; reading and raising are fine.\n"
+        "Docs: help(functional_cg.BusyError)"
+    )
+    for _ in range(2):
+        if flags:
+            state = state.replace(w=torch.zeros(2))
+            flags.clear()
+        state, _ = step(state, {})
+    assert state["w"].tolist() == [2.0, 2.0]
+
+
+def test_result_error():
+    fails = [True]
+
+    class Report(dict):
+        pass
+
+    def made(values, names):
+        if fails[0] and type(values[0]) is torch.Tensor:
+            raise ValueError("not positive")
+        return Report(zip(names, values, strict=True))
+
+    torch.utils._pytree.register_pytree_node(Report, lambda d: (list(d.values()), list(d)), made)
+
+    def train_step(state, batch):
+        return {**state, "w": state["w"] + 1}, Report(loss=batch["x"].sum())
+
+    step, state = fcg.graph_step(train_step), a_state()
+    assert_says(
+        fcg.ResultError,
+        lambda: step(state, {"x": torch.ones(2)}),
+        """
+        `train_step`: ValueError was raised where its metrics are put together.
+        The call is done; its new state is `error.state`.
+        To fix: let the class take whatever leaves it gets; what was computed is in `error.leaves`.
+        Docs: help(functional_cg.ResultError)
+        """,
+    )
+    state = state.latest()
+    with pytest.raises(fcg.ResultError) as caught:
+        step(state, {"x": torch.ones(2)})
+    assert [leaf.item() for leaf in caught.value.leaves] == [2.0]
+    fails[0] = False
+    state, metrics = step(caught.value.state, {"x": torch.ones(2)})
+    assert metrics["loss"] == 2.0
+    assert state["w"].tolist() == [4.0, 4.0]
+
+
 def test_closed_error():
     def train_step(state, batch):
         return {**state, "w": state["w"] + 1}, {}

@@ -19,7 +19,8 @@ from torch import Tensor, fx
 from torch.utils.dlpack import from_dlpack
 
 from ..errors import CaptureError
-from ..leaf import uninterrupted
+from ..interrupts import uninterrupted
+from ..modes import ordinary, without_gradients
 from ..overlap import storage_key
 from .bounds import check_values
 from .cross_entropy import join_gradients
@@ -100,7 +101,8 @@ class InPlacePlan:
         after = clears(self._program, ranges)
 
         def run(before: Before) -> Sequence[Tensor]:
-            with torch.no_grad():
+            with ordinary():
+                without_gradients()
                 uninterrupted(before)
                 metrics: Sequence[Tensor] = compiled(*arguments)[:count]
                 uninterrupted(after)
@@ -109,7 +111,8 @@ class InPlacePlan:
         return run
 
     def _compile(self, arguments: Sequence[Tensor]) -> Callable[..., Any]:
-        with torch.no_grad():
+        with ordinary():
+            without_gradients()
             return _by_inductor(
                 self._program.function,
                 self._graph,
@@ -208,12 +211,14 @@ class _Head:
         return f"compiled.{self._name}"
 
     def compile(self, arguments: Sequence[Tensor]) -> None:
-        with torch.no_grad():
+        with ordinary():
+            without_gradients()
             self.compiled = self._compiler(self.graph, list(arguments))
 
     def __call__(self, *arguments: Tensor) -> list[Tensor]:
         assert self.compiled is not None
-        with torch.no_grad():
+        with ordinary():
+            without_gradients()
             results = self.compiled(*arguments)[: self._count]
         taken = set() if self._known else {storage_key(one) for one in arguments}
         apart = []

@@ -17,7 +17,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from ..leaf import uninterrupted
+from ..interrupts import uninterrupted
 from ..ops import UNGROUPED, returns_view
 from ..source import Location
 from .fused import in_place, read_arguments, written_pairs

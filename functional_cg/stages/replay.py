@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
+from itertools import accumulate
 from operator import setitem
 from typing import Any
 
@@ -14,14 +14,16 @@ from torch import Tensor
 from .. import tree as pytree
 from ..arena import Arena
 from ..debug import DEBUG_PRINT, show
+from ..errors import ResultError
 from ..staging import Staging
 from ..state import Handle
 from ..taps import TAP, Taps
 from ..tree import Treedef
+from ..turns import Inner, Turn, in_turn
 from .capture import Replay, copy_out
-from .program import Program, Var
+from .program import Program, Report, Var
 
-__all__ = ["MISS", "Bound", "Stats", "finisher", "output_builder", "replayer"]
+__all__ = ["MISS", "Bound", "Stats", "finisher", "output_builder", "recorder", "replayer"]
 
 
 class _Miss:
@@ -73,33 +75,78 @@ class Bound:
         )
 
 
-def finisher(program: Program, taps: Taps | None) -> Callable[[Sequence[Tensor]], Any]:
-    """What is made of a replay's tensors: the pytree of outputs, the lines to print, and what was tapped.
+def recorder(program: Program, taps: Taps) -> Callable[[Sequence[Tensor]], None] | None:
+    """What is done with the tapped values among a replay's tensors; None where nothing is tapped."""
+    places: list[tuple[Callable[..., None], int]] = [
+        (partial(taps.record, *r.args), start) for r, start in _reported(program) if r.func is TAP
+    ]
+    if not places:
+        return None
 
-    Args:
-      program: The traced step.
-      taps: Where tapped values go; None prints and taps nothing.
+    def record(tensors: Sequence[Tensor]) -> None:
+        for report, start in places:
+            report(tensors[start : start + 1])
+
+    return record
+
+
+def finisher(name: str, program: Program, *, donates: bool) -> Callable[[Any], Any]:
+    """What is made of what a capture's run gives: lines that are printed, and the result of the call; MISS of MISS.
+
+    What is written to, and the classes of the metrics, are the user's own: it may call the library, and it may raise.
     """
     assert program.output_def is not None
-    build = output_builder(program.output_def, program.outputs)
-    if taps is None or not program.reports:
-        return build
-    receivers: dict[Any, Callable[..., None]] = {DEBUG_PRINT: show, TAP: taps.record}
-    reports = [(partial(receivers[r.func], *r.args), len(r.values)) for r in program.reports]
+    result, names = _expression(program.output_def, program.outputs)
     metrics = sum(isinstance(out, Var) for out in program.outputs)
+    lines: list[tuple[Callable[..., None], int, int]] = [
+        (partial(show, *r.args), start, start + len(r.values))
+        for r, start in _reported(program)
+        if r.func is DEBUG_PRINT
+    ]
+    prints = "".join(f"    lines[{i}][0](m[{a}:{b}])\n" for i, (_, a, b) in enumerate(lines))
+    names |= {"MISS": MISS, "lines": lines, "unfinished": partial(_unfinished, name, metrics)}
+    source = (
+        "def finish(done):\n    if done is MISS: return MISS\n    state, m = done\n"
+        f"{prints}    try:\n        result = {result}\n"
+        "    except Exception as error:\n        raise unfinished(error, state, m) from error\n"
+        f"    return {'state, result' if donates else 'result'}\n"
+    )
+    exec(compile(source, "<result>", "exec"), names)
+    return names["finish"]  # type: ignore[no-any-return]
 
-    def reporting(tensors: Sequence[Tensor]) -> Any:
-        start = metrics
-        for report, count in reports:
-            report(tensors[start : start + count])
-            start += count
-        return build(tensors)
 
-    return reporting
+def _reported(program: Program) -> list[tuple[Report, int]]:
+    """What is printed or tapped, with the place of its first tensor: after the metrics, in order."""
+    starts = accumulate(
+        (len(report.values) for report in program.reports),
+        initial=sum(isinstance(out, Var) for out in program.outputs),
+    )
+    return list(zip(program.reports, starts, strict=False))
+
+
+def _unfinished(
+    name: str, metrics: int, error: Exception, state: Handle | None, tensors: Sequence[Tensor]
+) -> ResultError:
+    found = ResultError.of(
+        name,
+        f"{type(error).__name__} was raised where its {'outputs' if state is None else 'metrics'} are put together.",
+        why="The call is done; "
+        + ("nothing was lost." if state is None else "its new state is `error.state`."),
+        fix="let the class take whatever leaves it gets; what was computed is in `error.leaves`.",
+    )
+    found.state, found.leaves = state, list(tensors[:metrics])
+    return found
 
 
 def output_builder(treedef: Treedef, outputs: Sequence[Any]) -> Callable[[Sequence[Tensor]], Any]:
     """Generate ``build(tensors) -> pytree of outputs``; Python values among the outputs come back as they were."""
+    result, names = _expression(treedef, outputs)
+    exec(compile(f"def build(m):\n    return {result}\n", "<outputs>", "exec"), names)
+    return names["build"]  # type: ignore[no-any-return]
+
+
+def _expression(treedef: Treedef, outputs: Sequence[Any]) -> tuple[str, dict[str, Any]]:
+    """Source that makes a pytree of tensors `m`, and the names in it."""
     names: dict[str, Any] = {}
     leaves = iter(outputs)
     count = 0
@@ -126,9 +173,7 @@ def output_builder(treedef: Treedef, outputs: Sequence[Any]) -> Callable[[Sequen
             )
         return f"{name(pytree.node_unflatten)}({name(node)}, [{', '.join(children)}])"
 
-    source = f"def build(m):\n    return {expression(treedef)}\n"
-    exec(compile(source, "<outputs>", "exec"), names)
-    return names["build"]  # type: ignore[no-any-return]
+    return expression(treedef), names
 
 
 def replayer(
@@ -140,11 +185,13 @@ def replayer(
     unchanged: Callable[[], bool],
     staging: Staging,
     replay: Replay,
-    finish: Callable[[Sequence[Tensor]], Any],
+    taps: Callable[[Sequence[Tensor]], None] | None,
     stats: Stats,
-    lock: AbstractContextManager[Any],
-) -> Callable[[tuple[Any, ...], dict[str, Any]], Any]:
-    """Make the fast path of one capture: ``call(args, kwargs) -> result, or MISS``."""
+) -> Inner:
+    """Make the fast path of one capture: ``run(args, kwargs)`` gives the new state and tensors, or MISS.
+
+    Nothing of the user's own runs in it, so nothing can ask for a turn that it holds, but for handlers of signals.
+    """
     fresh = replay.fresh
     # Where outputs are static, work is queued, if only on a simulated stream.
     queued = staging.arena.on_cuda or not fresh
@@ -160,21 +207,25 @@ def replayer(
             copy_in(leaves)
         static = replay(before)
         stats.replays += 1
-        return finish(static if fresh else copy_out(static))
-
-    # Of several threads, one at a time: in the buffers of this step, and in each state that it reads.
-    states = sorted(dict.fromkeys(b.arena for b in bound), key=id)
+        tensors = static if fresh else copy_out(static)
+        if taps is not None:
+            taps(tensors)
+        return tensors
 
     def read(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if len(args) <= last or not all(b.accepts(args[b.position]) for b in bound):
+        if len(args) <= last:
             return MISS
+        for b in bound:
+            if not b.accepts(args[b.position]):
+                return MISS
         leaves = match(_without(args, positions), kwargs)
         if leaves is None or not unchanged():
             return MISS
-        return run(leaves, ())
+        return None, run(leaves, ())
 
+    turns = sorted({b.arena.turn for b in bound}, key=lambda turn: turn.rank)
     if not donates:
-        return _under([lock, *(arena.lock for arena in states)], read)
+        return _in_turns(turns, read, name, reads=True)
 
     own, rest = bound[0].arena, bound[1:]
 
@@ -192,28 +243,16 @@ def replayer(
             return MISS
         if lease.cell[0] != generation:
             return MISS
-        metrics = run(leaves, (partial(setitem, lease.cell, 0, generation + 1),))
+        tensors = run(leaves, (partial(setitem, lease.cell, 0, generation + 1),))
         set_donor(state, "_donor", name)
-        return Handle(lease, generation + 1), metrics
+        return Handle(lease, generation + 1), tensors
 
-    return _under([lock, *(arena.lock for arena in states)], step)
+    return _in_turns(turns, step, name)
 
 
-def _under(
-    locks: Sequence[AbstractContextManager[Any]], call: Callable[[tuple[Any, ...], dict[str, Any]], Any]
-) -> Callable[[tuple[Any, ...], dict[str, Any]], Any]:
-    """The call with locks held; each by a ``with`` of its own, in which Ctrl-C cannot lose it."""
-
-    def nested(lock: AbstractContextManager[Any], inner: Callable[..., Any]) -> Callable[..., Any]:
-        def outer(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            with lock:
-                result = inner(args, kwargs)  # a `return` here would leave the block with the lock held
-            return result
-
-        return outer
-
-    for lock in reversed(locks):
-        call = nested(lock, call)
+def _in_turns(turns: Sequence[Turn], call: Inner, name: str, *, reads: bool = False) -> Inner:
+    for turn in reversed(turns):
+        call = in_turn(turn, call, name, reads=reads)
     return call
 
 

@@ -48,6 +48,7 @@ from .names import HostReads
 from .program import Constant, Instr, Program, Report, Var
 from .raised import mapped, raised_at
 from .recipe import Recipe
+from .strays import disown
 from .watch import HostWatch
 
 __all__ = ["trace"]
@@ -78,6 +79,7 @@ class _Recorder(TorchDispatchMode):
         self.variables: list[Var] = []
         self._vars: dict[int, Var] = {}
         self._kept: list[Tensor] = []  # keeps ids and storages unique while the trace lasts
+        self._references: list[weakref.ref[Tensor]] = []
         self._storages: dict[int, int] = {}
         self._protected: dict[int, str] = {}
         self.declared: dict[int, Tensor] = {}
@@ -126,10 +128,10 @@ class _Recorder(TorchDispatchMode):
 
     def release(self) -> list[weakref.ref[Tensor]]:
         """Let go of all tensors of the trace; what is alive afterwards is held by the user."""
-        references = list(map(weakref.ref, self._kept))
+        self._references += map(weakref.ref, self._kept)
         self._kept.clear()
         self.declared.clear()
-        return references
+        return self._references
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -341,10 +343,15 @@ def _refuse_kept(name: str, recorder: _Recorder, references: Sequence[weakref.re
 
 
 def _run(
-    recipe: Recipe, first: Program | None, checkpoint: Callable[[], None], reads: HostReads | None = None
+    recipe: Recipe,
+    first: Program | None,
+    checkpoint: Callable[[], None],
+    runs: list[_Recorder],
+    reads: HostReads | None = None,
 ) -> _Recorder:
     mode = FakeMode()
     recorder = _Recorder(recipe, mode, first, checkpoint)
+    runs.append(recorder)
     program = recorder.program
     trees: list[Any] = []
     for state in recipe.states:
@@ -430,17 +437,17 @@ def trace(recipe: Recipe, checkpoint: Callable[[], None] = lambda: None) -> tupl
     Raises:
       FunctionalCGError: One class per mistake, see :mod:`functional_cg.errors`.
     """
-    randomness, host = HostRandomness.read(), HostState(recipe.name)
+    randomness, host, runs = HostRandomness.read(), HostState(recipe.name), list[_Recorder]()
     # No context manager maps the errors: contextlib would let go of ours for a StopIteration of the user's.
     try:
         with torch.inference_mode(False):
-            recorder = _run(recipe, None, checkpoint)
-            randomness.refuse_draws(recipe.name, lambda: _run(recipe, None, checkpoint))
+            recorder = _run(recipe, None, checkpoint, runs)
+            randomness.refuse_draws(recipe.name, lambda: _run(recipe, None, checkpoint, runs))
             _refuse_kept(recipe.name, recorder, recorder.release())
             reads = HostReads([constant for _, constant in recipe.constants])
             for name, value in (("self", recipe.function), *recipe.objects):
                 reads.handed(value, name)
-            again = _run(recipe, recorder.program, checkpoint, reads)
+            again = _run(recipe, recorder.program, checkpoint, runs, reads)
     except FunctionalCGError as error:
         error.within(recipe.name, raised_at(error))
         raise
@@ -448,6 +455,8 @@ def trace(recipe: Recipe, checkpoint: Callable[[], None] = lambda: None) -> tupl
         raise mapped(recipe.name, dict(zip(recipe.input_names, recipe.inputs, strict=True)), error) from error
     finally:
         randomness.restore_own()
+        for run in runs:
+            disown(run.program, run.release(), run.variables)
     program = recorder.program
     if len(again.program.instrs) < len(program.instrs):
         raise _difference(recipe.name, program.instrs[len(again.program.instrs)], None)

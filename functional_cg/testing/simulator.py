@@ -27,7 +27,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from ..leaf import uninterrupted
+from ..interrupts import uninterrupted
 from ..overlap import storage_key
 from ..stages.lower import AtenPlan, Before, Buffers, ExecutionPlan
 from ..streams import current_stream

@@ -13,6 +13,7 @@ __all__ = ["FILES", "HAZARDS", "OUTCOMES", "Hazard"]
 OUTCOMES = ("impossible", "refused", "documented")
 
 FILES = {
+    "after_failure": "tests/test_after_failure.py",
     "agreement": "tests/cuda/test_agreement.py",
     "agreement_of_ranks": "tests/sharding/test_agreement.py",
     "arena": "tests/test_arena.py",
@@ -57,6 +58,7 @@ FILES = {
     "replicas": "tests/sharding/test_replicas.py",
     "rounding": "tests/test_rounding.py",
     "side_effects": "tests/refusals/test_side_effects.py",
+    "signals": "tests/test_signals.py",
     "simulator": "tests/properties/test_simulator.py",
     "stages": "tests/test_stages.py",
     "state": "tests/test_state.py",
@@ -66,6 +68,7 @@ FILES = {
     "taps_cuda": "tests/cuda/test_taps_cuda.py",
     "tensors": "tests/refusals/test_tensors.py",
     "trial": "tests/test_trial.py",
+    "turns": "tests/test_turns.py",
     "verify": "tests/test_verify.py",
     "watch": "tests/test_watch.py",
     "reads": "tests/test_host_reads.py",
@@ -89,7 +92,7 @@ class Hazard:
     """One row.
 
     Attributes:
-      number: From 1 to 140.
+      number: From 1 to 147.
       priority: 1 must, 2 should, 3 a diagnostic or no goal.
       title: What goes wrong.
       sees: What a user sees here; it begins with one of `OUTCOMES`.
@@ -663,11 +666,46 @@ HAZARDS = (
     _row(140, 1, "N53", "a compiler lays a result out otherwise than the trace has seen it",
          "impossible: what is viewed is viewed by its shape",
          "stages::test_what_a_compiler_lays_out_otherwise_is_viewed_all_the_same"),
-    _row(141, 1, "N36 N37", "static arguments, or objects in a batch, that `==` calls equal share a graph",
+    # threads, signals, processes, and what is left of a call that fails
+    _row(141, 1, "N70", "a reader sees parts of two generations while another thread steps or writes",
+         "impossible: whoever reads waits for the call, and then reads one generation or finds its state donated",
+         "turns::test_who_reads_while_another_thread_writes_waits", "turns::test_stress_by_threads",
+         "turns::test_one_arena_is_taken_over_once"),
+    _row(142, 1, "N71", "the handler of a signal, or a finalizer, calls the library in the middle of a call",
+         "refused: BusyError at once for steps and writes; reads see one generation, and nothing waits for itself",
+         "turns::test_in_the_middle_of_a_step_reads_work_and_writes_are_refused",
+         "turns::test_a_step_in_the_middle_of_itself", "turns::test_a_finalizer_that_calls_the_library_hangs_nothing",
+         "turns::test_out_of_order_nobody_waits_for_whoever_waits_for_him", "signals::test_stress_by_signals"),
+    _row(143, 1, "N72", "a handler raises while a step is traced: the process ends, or a mode of torch stays on",
+         "impossible: signals wait for the next op, their handlers run outside of the trace, which begins anew",
+         "signals::test_what_a_handler_raises_in_a_trace_is_raised_by_the_call",
+         "signals::test_a_handler_may_call_the_library_in_a_trace",
+         "signals::test_a_trace_gives_way_a_few_times_only", "signals::test_no_mode_stays_on_at_any_bytecode"),
+    _row(144, 2, "", "a process is forked while another thread is in a call, and its child hangs",
+         "impossible: the fork waits for the call; refused in the child where it is a long one, or on a GPU: BusyError",
+         "turns::test_a_fork_waits_for_the_call_of_another_thread",
+         "turns::test_a_child_of_a_fork_in_a_long_call_is_told_at_once", "turns::test_a_child_computes_with_one_thread",
+         "turns::test_a_fork_from_the_middle_of_a_call", "turns::test_stress_by_forks"),
+    _row(145, 2, "", "a class among the metrics raises, or calls the library, after the commit",
+         "refused: ResultError has the new state and the leaves; it may call the step that it came from",
+         "turns::test_result_error_has_what_was_computed", "turns::test_metrics_that_call_the_library",
+         "turns::test_lines_that_are_printed_may_call_the_library"),
+    _row(146, 1, "N73", "a call that failed keeps its layout, its capture or a workspace",
+         "impossible: what has never run takes no place; workspaces of a failed capture are given back",
+         "after_failure::test_a_layout_that_could_not_be_captured_takes_no_place",
+         "after_failure::test_a_layout_whose_first_call_fails_takes_no_place",
+         "after_failure::test_static_arguments_that_fail_take_no_place",
+         "after_failure::test_twenty_failures_leave_no_workspaces",
+         "after_failure::test_the_largest_batch_is_looked_for"),
+    _row(147, 2, "N74", "a refused trace leaves tensors without values in caches of the user's",
+         "impossible for what is made of numbers, which is computed; refused for the rest: SideEffectError on use",
+         "after_failure::test_what_a_refused_trace_leaves_in_caches_has_values",
+         "after_failure::test_what_was_made_of_inputs_has_no_values_and_says_so"),
+    _row(148, 1, "N36 N37", "static arguments, or objects in a batch, that `==` calls equal share a graph",
          "impossible: they are told apart by type, sign and bits, at any depth",
          "reads::test_static_arguments_that_python_calls_equal_have_graphs_of_their_own",
          "reads::test_input_objects_that_python_calls_equal_are_other_layouts"),
-    _row(142, 1, "N35", "another part of a state is taken for the one that was captured",
+    _row(149, 1, "N35", "another part of a state is taken for the one that was captured",
          "impossible: an argument is its arena and where it starts",
          "reads::test_another_part_of_a_state_is_another_argument"),
 )

@@ -17,6 +17,9 @@ REFUSALS = "tests/refusals/"
 OLD_VALUES = "tests/test_old_values.py::"
 TRIAL = "tests/test_trial.py::"
 READS = "tests/test_host_reads.py::"
+TURNS = "tests/test_turns.py::"
+SIGNALS = "tests/test_signals.py::"
+AFTER_FAILURE = "tests/test_after_failure.py::"
 GPU = "tests/cuda/"
 GPU_OWNERSHIP = f"{GPU}test_ownership_cuda.py::"
 HAZARDS = "tests/hazards/"
@@ -25,7 +28,7 @@ MUTANTS = (
     Mutant(
         "N1",
         "returns static outputs: metrics are not copied out of the pool",
-        (("return finish(static if fresh else copy_out(static))", "return finish(static)"),),
+        (("tensors = static if fresh else copy_out(static)", "tensors = static"),),
         (
             f"{OWNERSHIP}test_what_was_returned_never_changes[simulator]",
             f"{OWNERSHIP}test_gradients_returned_are_owned_and_sum_in_order[simulator]",
@@ -207,6 +210,74 @@ MUTANTS = (
             f"{OLD_VALUES}test_views_that_a_compiler_leaves_to_torch[cpu as a GPU-from the fourth call on]",
         ),
         gpu=(f"{OLD_VALUES}test_views_that_a_compiler_leaves_to_torch[cuda-from the first call on]",),
+    ),
+    Mutant(
+        "N70",
+        "a leaf is read without taking turns: another thread may be writing it",
+        (
+            (
+                "            return _rewrap(sources[0]._turn.read(compute), sources)\n",
+                "            return _rewrap(compute(), sources)\n",
+            ),
+        ),
+        (
+            f"{TURNS}test_who_reads_while_another_thread_writes_waits[aminmax]",
+            f"{TURNS}test_stress_by_threads",
+        ),
+        no_gpu="a read is queued like any op; what takes the turn is the same",
+    ),
+    Mutant(
+        "N71",
+        "a step may be called in the middle of its own call, by the handler of a signal",
+        (
+            (
+                "            if before and not (reads and turn.whole):\n                raise turn.refusal(function)\n",
+                "",
+            ),
+        ),
+        (f"{TURNS}test_in_the_middle_of_a_step_reads_work_and_writes_are_refused[step]",),
+        no_gpu="the same Python on the host",
+    ),
+    Mutant(
+        "N72",
+        "Ctrl-C alone waits for the end of a trace",
+        (
+            (
+                "known.items() if callable(handler)}",
+                "known.items() if callable(handler) and number == signal.SIGINT}",
+            ),
+        ),
+        (
+            f"{SIGNALS}test_signals_wait_for_the_end_of_a_capture",
+            f"{SIGNALS}test_a_handler_may_call_the_library_in_a_trace",
+        ),
+        no_gpu="the same Python on the host",
+    ),
+    Mutant(
+        "N73",
+        "a layout that has never run takes the place of another",
+        (
+            (
+                "            if not lowered.counts:\n                forget",
+                "            if False:\n                forget",
+            ),
+            ("[lowered for lowered in group if not lowered.counts]", "[]"),
+        ),
+        (
+            f"{AFTER_FAILURE}test_a_layout_that_was_lowered_only_takes_no_place",
+            f"{AFTER_FAILURE}test_a_layout_whose_first_call_fails_takes_no_place[IndexError]",
+        ),
+        gpu=(f"{AFTER_FAILURE}test_the_largest_batch_is_looked_for",),
+    ),
+    Mutant(
+        "N74",
+        "a refused trace leaves its fake tensors where they are",
+        (("            disown(run.program, run.release(), run.variables)\n", "            run.release()\n"),),
+        (
+            f"{AFTER_FAILURE}test_what_a_refused_trace_leaves_in_caches_has_values[lru_cache-what is kept]",
+            f"{AFTER_FAILURE}test_what_was_made_of_inputs_has_no_values_and_says_so",
+        ),
+        no_gpu="a trace runs on the host",
     ),
     Mutant(
         "N2 inputs",
@@ -433,8 +504,8 @@ MUTANTS = (
         "a pool is shared while outputs live in it: what a graph_fn returns is not copied out",
         (
             (
-                "return finish(static if fresh else copy_out(static))",
-                "return finish(static if fresh or not donates else copy_out(static))",
+                "tensors = static if fresh else copy_out(static)",
+                "tensors = static if fresh or not donates else copy_out(static)",
             ),
         ),
         (f"{SIMULATOR}test_outputs_of_an_evaluation_outlive_other_replays[simulator]",),
@@ -457,8 +528,14 @@ MUTANTS = (
     Mutant(
         "N14 capture",
         "no clean-up after an exception: a capture whose first replay failed stays",
-        (("                self._forget(lowered)  # it", "                pass  # it"),),
-        ("tests/test_graph_step.py::test_a_first_replay_that_fails_leaves_no_capture_behind",),
+        (
+            ("            if new and key in self._captured:\n", "            if False:\n"),
+            (
+                "            if not lowered.counts:\n                forget",
+                "            if False:\n                forget",
+            ),
+        ),
+        (f"{AFTER_FAILURE}test_a_layout_whose_first_call_fails_takes_no_place[IndexError]",),
         no_gpu="what a step raises on the host it raises in the warm-up, before there is a capture",
     ),
     Mutant(
@@ -476,7 +553,7 @@ MUTANTS = (
         "a handle without generation: the update does not raise it",
         (
             ("(partial(setitem, lease.cell, 0, generation + 1),)", "()"),
-            ("return Handle(lease, generation + 1), metrics", "return Handle(lease, generation), metrics"),
+            ("return Handle(lease, generation + 1), tensors", "return Handle(lease, generation), tensors"),
         ),
         (
             f"{REPLAY}test_an_old_state_never_shows_new_values[cpu]",
@@ -506,11 +583,12 @@ MUTANTS = (
         "silent eager fallback: runs the Python each time, and counts it as a replay",
         (
             (
-                "            captured = self._captured_for(call, lowered)\n            args, kwargs",
+                "            captured = self._captured_for(call, lowered)\n            done",
                 (
                     "            self.stats.replays += 1\n"
-                    "            return run_eager(self._fn, call, self._name, self.taps, donates=self._donates)\n"
-                    "            captured = self._captured_for(call, lowered)\n            args, kwargs"
+                    "            done = run_eager(self._fn, call, self._name, self.taps, donates=self._donates)\n"
+                    "            return lambda: done\n"
+                    "            captured = self._captured_for(call, lowered)\n            done"
                 ),
             ),
         ),
