@@ -6,6 +6,7 @@ older handle, and every leaf taken from one, raises from then on.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any, Never, TypeVar
@@ -38,7 +39,6 @@ __all__ = [
 ]
 
 T = TypeVar("T")
-_WRITERS = frozenset("append clear extend insert pop popitem remove reverse setdefault sort update".split())
 
 
 class Handle(TreeView):
@@ -169,7 +169,8 @@ class Handle(TreeView):
             has = ", ".join(f"`{n}`" for n in self._part.children) or "none"
             raise TypeError(
                 f"replace: `{self._part.path}` has no field `{name}` that holds leaves; it has {has}. "
-                "What is no tensor is fixed for a state: create a new one from `fcg.snapshot(state).params`."
+                "What is no tensor is fixed for a state. To fix: create a new one of its leaves, "
+                "`fcg.TrainState.create(params=state.params, optimizer=..., key=state.key, step=state.step)`."
             )
         return part
 
@@ -202,12 +203,32 @@ class Handle(TreeView):
         if name == "_donor" or name.startswith(("__", "_ipython_", "_repr_")):
             raise AttributeError(name)  # not donated yet; no such protocol, also for notebooks
         part = None if self._part.is_mapping else self._part.children.get(name)
-        if part is None and name in _WRITERS and self._node.kind in (dict, list):
-            raise self._read_only(f".{name}(...)")  # it would change a passing dict or list, in silence
-        if part is None:  # a method, a property, a static field
-            return getattr(self._level(), name)
+        if part is None:
+            return self._of_node(name)
         self._check(part.path)
         return self._child(part)
+
+    def _of_node(self, name: str) -> Any:
+        """A method, a property or a static field of the user's node."""
+        node = self._level()
+        before = pytree.contents(node)
+
+        def unchanged(value: Any) -> Any:
+            if not pytree.same_contents(before, pytree.contents(node)):
+                raise self._read_only(
+                    f".{name}", "was called and changes it"
+                )  # in a passing node, in silence
+            return value
+
+        found = unchanged(getattr(node, name))
+        if getattr(found, "__self__", None) is not node:
+            return found
+
+        @functools.wraps(found)
+        def method(*args: Any, **kwargs: Any) -> Any:
+            return unchanged(found(*args, **kwargs))
+
+        return method
 
     def __getitem__(self, key: Any) -> Any:
         children = self._part.children
@@ -242,10 +263,10 @@ class Handle(TreeView):
     def __setitem__(self, key: Any, value: Any) -> Never:
         raise self._read_only(f"[{key!r}]")
 
-    def _read_only(self, where: str) -> ReadOnlyError:
+    def _read_only(self, where: str, what: str = "was assigned to") -> ReadOnlyError:
         return ReadOnlyError.of(
             "",
-            f"`{self._part.path}{where}` was assigned to; a state is immutable.",
+            f"`{self._part.path}{where}` {what}; a state is immutable.",
             fix="`state = state.replace(...)`, or `state = fcg.tree.at(lambda s: ..., state, value)`.",
         )
 

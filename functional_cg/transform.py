@@ -76,7 +76,9 @@ class Transform:
         self._refusal = ""
         # Of two threads one traces, captures or replays, the other waits: they share buffers and a memory pool.
         self._lock = threading.RLock()
-        self._attribute = self._name
+        self._key = f"{self._name} of step {id(self):#x}"
+        self._instance: Any = None
+        self._method: Transform | None = None
         self.stats = Stats()
         self.taps = Taps()
 
@@ -136,13 +138,15 @@ class Transform:
             "To fix: save the state, `fcg.save(path, state)`, and decorate the function again."
         )
 
-    def __set_name__(self, owner: type, name: str) -> None:
-        self._attribute = name
-
     def _of_instance(self, instance: Any, owner: type | None) -> Any:
-        # Like functools.cached_property: one step per instance, kept and freed with it.
-        step = type(self)(self._fn.__get__(instance, owner), **self._given)
-        instance.__dict__[self._attribute] = step
+        # One step per instance and per method, kept and freed with the instance. It is not kept under the method's own
+        # name: a copy of the instance has its entries, and what `super()` leads to is another method of that name.
+        kept = instance.__dict__
+        step = kept.get(self._key)
+        if step is None or step._instance is not instance or step._method is not self:
+            step = type(self)(self._fn.__get__(instance, owner), **self._given)
+            step._instance, step._method = instance, self
+            kept[self._key] = step
         return step
 
     def __repr__(self) -> str:

@@ -162,6 +162,18 @@ def _open(tree: Any) -> _Node | None:
     return _Node(context, keys, children)
 
 
+def contents(node: Any) -> list[tuple[Any, Any]]:
+    """What one level of a tree holds, by name: its children, and whatever attributes the object has."""
+    opened = _open(node)
+    children = [] if opened is None else list(zip(map(str, opened.keys), opened.children, strict=True))
+    return [*children, *getattr(node, "__dict__", {}).items()]
+
+
+def same_contents(a: Sequence[tuple[Any, Any]], b: Sequence[tuple[Any, Any]]) -> bool:
+    """Whether two results of :func:`contents` have the same objects under the same names."""
+    return len(a) == len(b) and all(x == y and old is new for (x, old), (y, new) in zip(a, b, strict=True))
+
+
 def _flatten_into(tree: Any, out: list[Any], path: list[Any]) -> Treedef:
     if isinstance(tree, TreeView):
         tree = tree.__tree__()

@@ -88,6 +88,16 @@ class GradientTransformation(ABC):
         return any(part.applies_learning_rate for part in self.parts)
 
     @property
+    def lacks_rate(self) -> GradientTransformation | None:
+        """The part that makes a direction of which nothing makes a step, as far as this can be known."""
+        if not type(self).__module__.startswith(__package__):
+            return None  # what others write may scale without saying so
+        if self.parts:
+            rates = [part.lacks_rate for part in self.parts]
+            return None if None in rates else rates[-1]
+        return None if self.applies_learning_rate else self
+
+    @property
     def acts_per_leaf(self) -> bool:
         """Whether the borders between leaves matter, as they do for a norm or a draw per leaf."""
         return any(part.acts_per_leaf for part in self.parts)
@@ -140,6 +150,10 @@ class FromFunctions(GradientTransformation):
     def applies_learning_rate(self) -> bool:
         return self.step_fn is not None
 
+    @property
+    def lacks_rate(self) -> None:
+        return None  # who knows
+
 
 class Stateless(GradientTransformation):
     """A transformation that keeps no state."""
@@ -154,6 +168,10 @@ class Optimizer(GradientTransformation):
     @property
     def applies_learning_rate(self) -> bool:
         return True
+
+    @property
+    def lacks_rate(self) -> None:
+        return None
 
 
 def apply_updates(params: Params, updates: Updates) -> Params:
@@ -240,6 +258,21 @@ def need_steps(name: str, inner: GradientTransformation) -> None:
     )
 
 
+def refuse_without_rate(name: str, tx: GradientTransformation) -> None:
+    """Refuse an optimizer whose updates are directions, as long as the gradients and uphill.
+
+    Raises:
+      ValueError: Naming the link that is missing.
+    """
+    part = tx.lacks_rate
+    require(
+        part is None,
+        f"{name}: the optimizer has no learning rate: {part!r} makes a direction, and added to the parameters it would "
+        "lead uphill.\nTo fix: put one behind it, `optim.chain(..., optim.scale_by_learning_rate(1e-3))`; or use an "
+        "optimizer that has one, such as `optim.adam(1e-3)`.",
+    )
+
+
 def require(condition: object, message: str) -> None:
     """Raise ``ValueError(message)`` unless ``condition``."""
     if not condition:
@@ -267,12 +300,9 @@ def positive(name: str, value: object, *, below: float = float("inf")) -> None:
 
 
 def rate_at(learning_rate: ScalarOrSchedule, count: Tensor) -> float | Tensor:
-    """The learning rate of this step: a Python number as it is, all else as f32[] on the device of ``count``.
-
-    The fused CUDA kernels read a tensor learning rate as float32; rounding it here gives ``update`` the same.
-    """
+    """The learning rate of this step: a Python number as it is, all else as f64[]; a leaf rounds it to its dtype."""
     rate = learning_rate(count) if callable(learning_rate) else learning_rate
-    return rate.to(torch.float32) if isinstance(rate, Tensor) else float(rate)
+    return rate.to(torch.float64) if isinstance(rate, Tensor) else float(rate)
 
 
 def shared(scalar: Scalar) -> Callable[[Tensor], Scalar]:

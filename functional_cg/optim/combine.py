@@ -158,6 +158,10 @@ class masked(GradientTransformation):
     def parts(self) -> tuple[GradientTransformation, ...]:
         return (self.inner,)
 
+    @property
+    def lacks_rate(self) -> GradientTransformation:
+        return self  # what it passes through is as it came
+
     def init(self, params: Params) -> MaskedState:
         flags = resolve_flags(self.mask, params)
         return MaskedState(self.inner.init(select(params, flags)) if any(flags) else None)
@@ -219,6 +223,10 @@ class partition(GradientTransformation):
     @property
     def parts(self) -> tuple[GradientTransformation, ...]:
         return self.transforms.leaves
+
+    @property
+    def lacks_rate(self) -> GradientTransformation | None:
+        return next((part for part in (tx.lacks_rate for tx in self.parts) if part is not None), None)
 
     def _groups(self, params: Params) -> dict[Any, tuple[GradientTransformation, list[bool]]]:
         """For every label that occurs: its transformation, and which leaves have it."""

@@ -58,6 +58,8 @@ _PRODUCTS = frozenset(
 )
 # Collectives in place, sends and receives; memory that ranks have registered with each other.
 _BETWEEN_RANKS = frozenset({"c10d", "symm_mem"})
+# Functional collectives, which a state's mesh makes the ranks agree on.
+_COLLECTIVES = frozenset({"_c10d_functional", "_c10d_functional_autograd", "c10d_functional"})
 # They count from the beginning of the storage, which for a leaf is that of its slab.
 _FROM_THE_STORAGE = frozenset({"aten::as_strided_", "aten::as_strided_copy", "aten::as_strided_scatter"})
 
@@ -100,10 +102,14 @@ class Rules:
       function: Name of the user's function, for messages.
       protected: Name of the state leaf, input or constant that owns a storage, by storage key.
       code: The function itself, where messages look for the names of tensors.
+      on_a_mesh: Whether the ranks of a state's mesh make the trace together, and see that they go together.
     """
 
-    def __init__(self, function: str, protected: Mapping[int, str], code: Callable[..., Any]) -> None:
+    def __init__(
+        self, function: str, protected: Mapping[int, str], code: Callable[..., Any], *, on_a_mesh: bool
+    ) -> None:
         self._function = function
+        self._on_a_mesh = on_a_mesh
         self._code = code
         self._protected = protected
         self._facts: dict[Any, _Facts] = {}
@@ -127,6 +133,8 @@ class Rules:
                 raise self._from_the_storage(func)
             if func.namespace in _BETWEEN_RANKS:
                 raise self._between_ranks(func)
+            if func.namespace in _COLLECTIVES and not self._on_a_mesh:
+                raise self._without_a_mesh(func)
             facts = self._facts[func] = _facts(func)
         if facts.may_sync and (reason := sync_reason(func, args, kwargs)):
             source = next(tensors_in(list(args)), None)
@@ -161,6 +169,15 @@ class Rules:
             why="What works in place on memory of a trace, or waits for one rank alone, has no place in a graph.",
             fix="`fcg.sharding.mean(value)` or `sum` over the ranks of its state, `fcg.sharding.gather(leaf)` for a "
             "leaf; sends and receives, as of a pipeline, belong between steps.",
+        )
+
+    def _without_a_mesh(self, func: Any) -> CaptureError:
+        return CaptureError.of(
+            self._function,
+            f"talks to other ranks by {func}{_at()}, and its state is on no mesh.",
+            why="Nothing would see to it that all ranks take part, with values of one shape: they would wait for ever.",
+            fix="make the state one of all ranks, `TrainState.create(..., sharding=fcg.sharding.zero(mesh, stage=1))`; "
+            "in the step `fcg.sharding.mean(value)` or `sum`.",
         )
 
     def foreign(self, call: Any, tensor: Tensor, *, written: bool = False) -> ForeignTensorError:

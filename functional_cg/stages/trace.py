@@ -14,6 +14,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
+from types import BuiltinFunctionType, FunctionType
 from typing import Any
 
 import torch
@@ -57,6 +58,9 @@ _LIFTS = frozenset(
 _PUTS = frozenset(
     f"aten::{op}{end}" for op in "copy fill index_put masked_fill index_fill".split() for end in ("", "_")
 )
+
+# Values without a hash of their own that cannot change, or that nobody means to.
+_ATOMS = (torch.dtype, torch.layout, torch.memory_format, type, type(None), FunctionType, BuiltinFunctionType)
 
 _RNN_FIX = "call an RNN by `apply, params, buffers = fcg.from_module(module)`: it stores its parameters. Or "
 
@@ -112,7 +116,8 @@ class _Recorder(TorchDispatchMode):
         self._storages: dict[int, int] = {}
         self._protected: dict[int, str] = {}
         self.declared: dict[int, Tensor] = {}
-        self.rules = Rules(recipe.name, self._protected, recipe.function)
+        mesh = mesh_of([spec for state in recipe.states for spec in state.specs])
+        self.rules = Rules(recipe.name, self._protected, recipe.function, on_a_mesh=mesh is not None)
         self._locator = Locator()
 
     def fake(self, spec: BufferSpec, owner: str) -> tuple[Tensor, Var]:
@@ -416,6 +421,7 @@ def _read_result(recipe: Recipe, recorder: _Recorder, result: Any) -> None:
     leaves, program.output_def = pytree.flatten(result)
     program.output_paths = program.output_def.paths()
     _refuse_arrays(recipe, program.output_paths, leaves)
+    _refuse_changeable(recipe, program.output_paths, leaves)
     program.outputs = [
         _result_var(recorder, path, leaf, "metrics") if isinstance(leaf, Tensor) else leaf
         for path, leaf in zip(program.output_paths, leaves, strict=True)
@@ -436,6 +442,35 @@ def _refuse_arrays(recipe: Recipe, paths: Sequence[KeyPath], leaves: Sequence[An
             why="Replay would return the same array each time.",
             fix="pass it as an input and return that; or leave it outside of the step.",
         )
+
+
+def _refuse_changeable(recipe: Recipe, paths: Sequence[KeyPath], leaves: Sequence[Any]) -> None:
+    rows = [
+        f"{path_string(path, 'metrics')}  expected a tensor or a plain value   got {type(leaf).__name__}"
+        for path, leaf in zip(paths, leaves, strict=True)
+        if not isinstance(leaf, Tensor) and not _is_fixed(leaf)
+    ]
+    if rows:
+        raise SideEffectError.of(
+            recipe.name,
+            "returns an object that can change.",
+            rows=rows,
+            why="Replay would return the same object each time: what one call's result is given, all would have.",
+            fix="return tensors, numbers and strings, in dicts, lists and tuples; make the object of them in the loop.",
+        )
+
+
+def _is_fixed(value: Any) -> bool:
+    """Whether no one can change a value: it is atomic, or has a hash of its own, as values have that stay equal."""
+    if isinstance(value, _ATOMS):
+        return True
+    if type(value).__hash__ is object.__hash__:
+        return False
+    try:
+        hash(value)
+    except TypeError:
+        return False
+    return True
 
 
 def _result_var(recorder: _Recorder, path: KeyPath, leaf: Tensor, root: str) -> Var:
