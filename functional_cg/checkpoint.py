@@ -129,10 +129,9 @@ def save(path: str | os.PathLike[str], state: Any) -> None:
         target = Path(path).resolve(strict=False)
     except RuntimeError as error:  # a link that leads to itself
         raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), os.fspath(path)) from error
-    mode = _replaceable(target)
     content = _serialized(state_dict(state))
     try:
-        _replace_file(target, content, mode)
+        _replace_file(target, content, _replaceable(target))
     except OSError as error:  # under the name that the caller knows
         raise OSError(error.errno, error.strerror, str(target)) from error
 
@@ -331,7 +330,9 @@ def _replace_file(target: Path, content: bytes, mode: int | None) -> None:
     """Write a file beside ``target`` to the disk, then let it take the place."""
     temporary = target.with_name(f".{target.name}.{secrets.token_hex(4)}.tmp")
     # Never readable by more than the file that it replaces, not even while it is written.
-    file = os.fdopen(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666 if mode is None else mode), "wb")
+    file = os.fdopen(
+        os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666 if mode is None else mode), "wb"
+    )
     try:
         with file:
             if mode is not None:

@@ -16,6 +16,7 @@ from .errors import LayoutError
 from .inputs import InputLayout
 from .markup import Html, bar, card, element, fold, line, table
 from .mismatch import layout_differences, layout_fix
+from .nn.originals import Original
 from .outline import Entry, branches_html, columns, count, listed, outline, tree_html
 from .replicas import apart, refuse_divergence, told_apart
 from .shards.boundary import mesh_of
@@ -153,6 +154,7 @@ class Lowered:
       watch: Host values that are compared at each call.
       inspection: A purity certificate that prints.
       reference: The traced calls, before anything was rewritten.
+      originals: The modules whose copies it has in it.
       certificate: Whether a compiled plan was compared with them, once it was captured.
     """
 
@@ -164,6 +166,7 @@ class Lowered:
     watch: HostWatch
     inspection: Inspection
     reference: Reference
+    originals: tuple[Original, ...] = ()
     certificate: Certificate | None = None
     capture_here: Callable[[], Captured] | None = None
 

@@ -23,6 +23,7 @@ from .explain import explain, explain_html, warnings_of
 from .interrupts import held_back
 from .lowered import Captured, Lowered
 from .matcher import layout_matcher
+from .nn.originals import meeting
 from .options import BackendChoice, Options
 from .shards.boundary import reading_of
 from .signature import Call, Signature
@@ -204,6 +205,8 @@ class Transform:
         refuse_ambient_autocast(self._name)
         lowered = self._lowered_for(call)
         lowered.watch.check(self._name)
+        for original in lowered.originals:
+            original.check(self._name)
         self._constants.check()
         replay = functools.partial(self._replay, call, lowered)
         if self._to_verify:
@@ -302,7 +305,7 @@ class Transform:
             self._fn, self._name, states, call.layout.specs, call.layout.live_names, call.apply,
             self._constants.named(), self._donates,
         )  # fmt: skip
-        with _timed(self._name, "traced"):
+        with _timed(self._name, "traced"), meeting() as originals:
             program = trace(recipe, deliver_ctrl_c)
         self.stats.traces += 1
         # An optimizer in a static field is reached through the state, not through a name in the code.
@@ -316,7 +319,17 @@ class Transform:
             program.instrs = group_collectives(program.instrs, reading.bucket_bytes, reading.prefetch)
             rewrite(program, call.places())
             plan = lower(program, call.device, self._options.lowering, reference)
-        lowered = Lowered(self._name, states, call.layout, program, plan, host_watch, inspection, reference)
+        lowered = Lowered(
+            self._name,
+            states,
+            call.layout,
+            program,
+            plan,
+            host_watch,
+            inspection,
+            reference,
+            tuple(originals),
+        )
         for text in warnings_of(lowered):
             _log.warning("%s: %s", self._name, text)
         return lowered
@@ -369,8 +382,10 @@ class Transform:
         return Captured.of(fast, replay, call, constants, lowered)
 
     def _unchanged(self, lowered: Lowered) -> Callable[[], bool]:
-        values, constants = lowered.watch.unchanged, self._constants.unchanged
-        return (lambda: values() and constants()) if self._constants else values
+        checks = [lowered.watch.unchanged]
+        checks += [self._constants.unchanged] if self._constants else []
+        checks += [original.unchanged for original in lowered.originals]
+        return functools.reduce(lambda first, then: lambda: first() and then(), checks)
 
     def _refuse_closed(self) -> None:
         if self._closed:

@@ -28,7 +28,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ..errors import CaptureError, ImplicitRandomnessError, ReadOnlyError
 from ..ops import can_draw, written_arguments
 from ..source import Location, user_frame
-from .attributes import attributes, buffers_set, refuse_changed, refuse_changed_buffers
+from .attributes import buffers_set, held, refuse_changed, refuse_changed_buffers
 from .draws import draw, is_drawn
 from .storage import storage_of
 
@@ -60,12 +60,12 @@ def run(
     names = {storage_of(param): name for name, param in params.items()}
     names.pop(None, None)  # which would be all that cannot be told apart
     name, place = type(module).__name__, Place(module)
-    before, buffers = attributes(module), buffers_set(module)
+    before, buffers = held(module), buffers_set(module)
     effects = Effects(name, key, place, names)
     with OpenKernels(), effects:
         out = module(*args, **kwargs)
     refuse_changed_buffers(name, buffers, buffers_set(module))
-    refuse_changed(name, before, attributes(module))
+    refuse_changed(name, before, held(module))
     return out, effects.written
 
 
@@ -184,6 +184,8 @@ class Effects(TorchDispatchMode):
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        if func.namespace == "prim":
+            return func(*args, **kwargs)  # a question about a tensor, not a computation
         if torch.is_inference_mode_enabled() and func._can_decompose():
             with self:  # only its parts tell what it draws and writes
                 return func.decompose(*args, **kwargs)

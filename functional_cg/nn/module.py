@@ -17,6 +17,7 @@ from ..ops import is_batched
 from ..random import check_key
 from .attributes import refuse_exchanged
 from .call import run
+from .originals import Original
 from .refusals import refuse_impure
 from .storage import storage_of
 
@@ -30,7 +31,8 @@ def from_module(module: nn.Module) -> tuple[Apply, dict[str, Tensor], dict[str, 
     of the call: a different one for each submodule and each draw in it, so that adding a layer leaves the masks of the
     others as they are. Attention that drops out runs on the math backend, which keeps its matrix of weights in memory;
     RNNs run one time step after the other, without cuDNN and oneDNN. Writes to buffers, such as BatchNorm's running
-    statistics, are returned and not done. The module itself is copied and never read again.
+    statistics, are returned and not done. The module itself is copied: what is done to it afterwards has no effect, and
+    the next call, be it a replay, is refused.
 
     Parameters that do not require gradients are among the buffers: they are not trained. The mode is an argument of the
     call, ``train=True`` by default, whichever mode ``module`` is in; but where ``module`` is in training mode and a
@@ -64,7 +66,7 @@ def from_module(module: nn.Module) -> tuple[Apply, dict[str, Tensor], dict[str, 
     buffers = dict(module.named_buffers())
     buffers |= {name: p for name, p in module.named_parameters() if not p.requires_grad}
     _refuse_shared(type(module).__name__, params | buffers)
-    apply = Apply(_template(module), frozenset(params), frozenset(_frozen(module)))
+    apply = Apply(_template(module), frozenset(params), frozenset(_frozen(module)), Original(module))
     return apply, _owned(params), _owned(buffers)
 
 
@@ -75,6 +77,7 @@ class Apply:
     _template: nn.Module
     _trained: frozenset[str]
     _frozen: frozenset[str]
+    _original: Original
 
     def __call__(
         self,
@@ -105,8 +108,10 @@ class Apply:
           LayoutError: If names or shapes are not the module's.
           ReadOnlyError: If the forward writes a parameter, or exchanges the memory of a tensor.
           SideEffectError: If it writes an attribute of the module, or if a buffer becomes None or a tensor.
+          BakedValueError: If the module was changed since ``from_module`` copied it: frozen, hooked, or an attribute.
           CaptureError: If it calls ``torch.utils.checkpoint``, as ``remat`` does; around ``apply``, ``remat`` is fine.
         """
+        self._original.met()
         params, buffers = self._by_name(params, buffers)
         self._refuse_key(key)
         # Copies of all, of which a captured step keeps those that are written: autograd saves what the forward uses,

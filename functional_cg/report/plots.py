@@ -63,7 +63,9 @@ def bytes_by_role(state: Any, *, ax: Axes | None = None) -> Axes:
         )  # fmt: skip
         ends = {role: ends[role] + width for role, width in zip(roles, widths, strict=True)}
     sizes = {role: sum(used[role, kind] for kind in kinds if kind != _PADDING) for role in roles}
-    for row, size in enumerate(sizes.values()):  # in a column at the right end of the frame, which no length of text leaves
+    for row, size in enumerate(
+        sizes.values()
+    ):  # in a column at the right end of the frame, whatever their length
         ax.annotate(
             _size(size), (1, row), xycoords=ax.get_yaxis_transform(), xytext=(-4, 0), textcoords="offset points",
             ha="right", va="center", bbox={"facecolor": "white", "edgecolor": "none", "pad": 1},
