@@ -16,7 +16,6 @@ from .errors import LayoutError
 from .inputs import InputLayout
 from .markup import Html, bar, card, element, fold, line, table
 from .mismatch import layout_differences, layout_fix
-from .nn.originals import Original
 from .outline import Entry, branches_html, columns, count, listed, outline, tree_html
 from .replicas import apart, refuse_divergence, told_apart
 from .shards.boundary import mesh_of
@@ -154,7 +153,6 @@ class Lowered:
       watch: Host values that are compared at each call.
       inspection: A purity certificate that prints.
       reference: The traced calls, before anything was rewritten.
-      originals: The modules whose copies it has in it.
       certificate: Whether a compiled plan was compared with them, once it was captured.
     """
 
@@ -166,9 +164,13 @@ class Lowered:
     watch: HostWatch
     inspection: Inspection
     reference: Reference
-    originals: tuple[Original, ...] = ()
     certificate: Certificate | None = None
     capture_here: Callable[[], Captured] | None = None
+
+    @property
+    def originals(self) -> list[Any]:
+        """The modules whose copies the program has run."""
+        return list(dict.fromkeys(one.original for one in self.program.applications))
 
     def at(self, capture_here: Callable[[], Captured]) -> Lowered:
         """The same plan, ready to be captured for the arguments of one call."""

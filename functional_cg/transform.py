@@ -23,7 +23,6 @@ from .explain import explain, explain_html, warnings_of
 from .interrupts import held_back
 from .lowered import Captured, Lowered
 from .matcher import layout_matcher
-from .nn.originals import meeting
 from .options import BackendChoice, Options
 from .shards.boundary import reading_of
 from .signature import Call, Signature
@@ -305,7 +304,7 @@ class Transform:
             self._fn, self._name, states, call.layout.specs, call.layout.live_names, call.apply,
             self._constants.named(), self._donates,
         )  # fmt: skip
-        with _timed(self._name, "traced"), meeting() as originals:
+        with _timed(self._name, "traced"):
             program = trace(recipe, deliver_ctrl_c)
         self.stats.traces += 1
         # An optimizer in a static field is reached through the state, not through a name in the code.
@@ -319,17 +318,7 @@ class Transform:
             program.instrs = group_collectives(program.instrs, reading.bucket_bytes, reading.prefetch)
             rewrite(program, call.places())
             plan = lower(program, call.device, self._options.lowering, reference)
-        lowered = Lowered(
-            self._name,
-            states,
-            call.layout,
-            program,
-            plan,
-            host_watch,
-            inspection,
-            reference,
-            tuple(originals),
-        )
+        lowered = Lowered(self._name, states, call.layout, program, plan, host_watch, inspection, reference)
         for text in warnings_of(lowered):
             _log.warning("%s: %s", self._name, text)
         return lowered

@@ -46,11 +46,11 @@ def run(
     kwargs: Mapping[str, Any],
     key: Tensor | None,
     params: Mapping[str, Tensor],
-) -> tuple[Any, Set[int | None]]:
+) -> tuple[Any, Set[int | None], bool]:
     """Call a module of our own, which holds ``params``, and buffers that it may write.
 
     Returns:
-      (out, written): what the forward returns, and the storages that it has written.
+      (out, written, drew): what the forward returns, the storages that it has written, and whether it drew numbers.
     Raises:
       ImplicitRandomnessError: If an op draws and ``key`` is None, or if a key cannot replace it.
       ReadOnlyError: If a parameter is written.
@@ -66,7 +66,7 @@ def run(
         out = module(*args, **kwargs)
     refuse_changed_buffers(name, buffers, buffers_set(module))
     refuse_changed(name, before, held(module))
-    return out, effects.written
+    return out, effects.written, place.drew
 
 
 class Place:
@@ -94,6 +94,11 @@ class Place:
     def path(self) -> str:
         """Name of the innermost submodule that runs, as ``named_modules`` has it."""
         return self._trail[-1][0] if self._trail else ""
+
+    @property
+    def drew(self) -> bool:
+        """Whether there were draws."""
+        return bool(self._draws)
 
     def next_stream(self) -> int:
         """A number for one draw: a hash of the path and of how many draws came before it there."""

@@ -13,11 +13,12 @@ from torch import Tensor, nn
 from .. import tree as pytree
 from ..arena import BufferSpec, refuse_aliases
 from ..errors import LayoutError
-from ..ops import is_batched
+from ..ops import is_batched, unwrapped
 from ..random import check_key
+from ..surroundings import in_a_backward
 from .attributes import refuse_exchanged
 from .call import run
-from .originals import Original
+from .originals import Applied, Original, note
 from .refusals import refuse_impure
 from .storage import storage_of
 
@@ -111,7 +112,7 @@ class Apply:
           BakedValueError: If the module was changed since ``from_module`` copied it: frozen, hooked, or an attribute.
           CaptureError: If it calls ``torch.utils.checkpoint``, as ``remat`` does; around ``apply``, ``remat`` is fine.
         """
-        self._original.met()
+        self._original.check()
         params, buffers = self._by_name(params, buffers)
         self._refuse_key(key)
         # Copies of all, of which a captured step keeps those that are written: autograd saves what the forward uses,
@@ -121,12 +122,25 @@ class Apply:
         trained = {name: _alias(param) for name, param in params.items()}
         given = {name: buffer.detach() for name, buffer in held.items()}
         module = self._copy({**trained, **held}, train=train)
-        out, written = run(module, args, kwargs, key, params)
+        out, written, drew = run(module, args, kwargs, key, params)
         refuse_exchanged(type(module).__name__, "params", params, trained)
         refuse_exchanged(type(module).__name__, "buffers", given, held)
         new = {name: _lookup(module, name) for name in buffers}
         kept = {name for name in buffers if new[name] is held[name] and storage_of(new[name]) not in written}
-        return out, {name: buffers[name] if name in kept else new[name].detach() for name in buffers}
+        values = {name: buffers[name] if name in kept else new[name].detach() for name in buffers}
+        if not in_a_backward():  # where `remat` computes again, for the gradients alone
+            self._note(module, {name: values[name] for name in buffers if name not in kept}, drew=drew)
+        return out, values
+
+    def _note(self, module: nn.Module, written: Mapping[str, Tensor], *, drew: bool) -> None:
+        parts = dict.fromkeys(name.rpartition(".")[0] for name in written)
+        texts = tuple(f"`{path}` ({type(module.get_submodule(path)).__name__})" for path in parts)
+        by_mode = module.training and (drew or bool(written))
+        note(
+            Applied(
+                self._original, type(module).__name__, by_mode, texts, tuple(map(unwrapped, written.values()))
+            )
+        )
 
     def state_dict(self, params: Mapping[str, Tensor], buffers: Mapping[str, Tensor]) -> dict[str, Any]:
         """The tensors under all names that the module's own ``state_dict`` has: ``model.load_state_dict`` takes it.

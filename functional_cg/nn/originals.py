@@ -14,6 +14,7 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
@@ -21,9 +22,9 @@ from torch import Tensor, nn
 from ..errors import BakedValueError
 from .attributes import Held, changed, held, walked
 
-__all__ = ["Original", "meeting"]
+__all__ = ["Applied", "Original", "meeting", "note"]
 
-_met: ContextVar[list[Original] | None] = ContextVar("met", default=None)
+_met: ContextVar[list[Applied] | None] = ContextVar("met", default=None)
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 _BY_NAME = ("_parameters", "_buffers")  # other tensors may take their places
 _OF_TORCH = frozenset(vars(nn.Module())) - {"_modules"}
@@ -64,13 +65,6 @@ class Original:
 
     def __reduce__(self) -> Any:
         return _Unknown, ()  # a copy of the function is one of a copy: there is no module to change
-
-    def met(self) -> None:
-        """Note that the module's function is called, in the trace that runs."""
-        self.check()
-        found = _met.get()
-        if found is not None and self not in found:
-            found.append(self)
 
     def unchanged(self) -> bool:
         """Whether what the module holds is as it was, at a glance."""
@@ -116,8 +110,38 @@ class Original:
 class _Unknown:
     """In place of an original in another process, or of a copy."""
 
-    def met(self) -> None:
-        """Nothing is noted."""
+    def unchanged(self) -> bool:
+        """Nobody can change it."""
+        return True
+
+    def check(self, function: str = "") -> None:
+        """Nothing is wrong with it."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Applied:
+    """One call of a module's function, as a trace finds it.
+
+    Attributes:
+      original: The module that was copied.
+      name: Its class.
+      by_mode: Whether it did what a module does in training mode alone: draw numbers, or write buffers.
+      parts: Parts of the module whose buffers were written, with their class.
+      written: New values of these buffers.
+    """
+
+    original: Original | _Unknown
+    name: str
+    by_mode: bool
+    parts: tuple[str, ...]
+    written: tuple[Tensor, ...]
+
+
+def note(applied: Applied) -> None:
+    """Show a call of a module's function to the trace that runs, if there is one."""
+    found = _met.get()
+    if found is not None:
+        found.append(applied)
 
 
 def _compared(module: nn.Module) -> Held:
@@ -153,9 +177,9 @@ def _stores(value: Any) -> Iterator[tuple[Any, Sequence[Any]]]:
 
 
 @contextmanager
-def meeting() -> Iterator[list[Original]]:
-    """Collect the originals of the modules whose functions are called."""
-    found: list[Original] = []
+def meeting() -> Iterator[list[Applied]]:
+    """Collect the calls of modules' functions."""
+    found: list[Applied] = []
     token = _met.set(found)
     try:
         yield found

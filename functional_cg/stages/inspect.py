@@ -26,6 +26,7 @@ from ..errors import (
     ReadOnlyError,
 )
 from ..leaf import Leaf
+from ..nn.module import Apply
 from ..ops import argument, can_draw, sync_reason, tensors_in, written_arguments
 from ..shards.boundary import sharding_fix
 from ..source import Location, sync_spelling, user_frame
@@ -182,7 +183,7 @@ class Rules:
 
     def foreign(self, call: Any, tensor: Tensor, *, written: bool = False) -> ForeignTensorError:
         """The error for a tensor that the trace does not know."""
-        name = self._name_of(tensor)
+        name, fix = self._name_of(tensor)
         return ForeignTensorError.of(
             self._function,
             f"{'writes' if written else 'reads'} a tensor that is in neither the state nor the inputs.",
@@ -190,25 +191,28 @@ class Rules:
             why="Replay would write to that address after the tensor is freed or replaced."
             if written
             else "Replay would keep reading that address after the tensor is freed or replaced.",
-            fix=_module_fix(tensor) or (_WRITE_FIX if written else _read_fix(name, tensor)),
+            fix=_module_fix(tensor) or (_WRITE_FIX if written else fix or _read_fix(name, tensor)),
         )
 
     def returned(self, path: str, tensor: Tensor) -> ForeignTensorError:
         """The error for a result that the trace does not know."""
-        name = self._name_of(tensor)
+        name, fix = self._name_of(tensor)
         return ForeignTensorError.of(
             self._function,
             "returns a tensor that is in neither the state nor the inputs.",
             rows=[f"{path}  {BufferSpec.of(tensor)}" + (f"   which is {name}" if name else "")],
             why="Replay would return the same memory each time.",
-            fix=_read_fix(name, tensor),
+            fix=fix or _read_fix(name, tensor),
         )
 
-    def _name_of(self, tensor: Tensor) -> str:
-        """How the user's code writes a tensor, such as ``W`` or ``model.weight``; empty where no name leads to it."""
+    def _name_of(self, tensor: Tensor) -> tuple[str, str]:
+        """How the code writes a tensor, such as ``W``, or nothing; and the fix if a module owns it, or nothing."""
         scan = Scan([tensor])
         scan.enter(Ref.to(self._code, "self"))
-        return next((ref.name for ref in scan.values.values() if ref.value is tensor), "")
+        refs = list(scan.values.values())
+        owner = next((ref.value for ref in refs if _owns(ref.value, tensor)), None)
+        name = next((ref.name for ref in refs if ref.value is tensor), "")
+        return name, "" if owner is None else _pure_module_fix(type(owner).__name__)
 
     def foreign_array(self, tensor: Tensor) -> ForeignTensorError:
         """The error for a tensor that shares its memory with a numpy array or a buffer."""
@@ -296,17 +300,43 @@ def _read_fix(name: str, tensor: Tensor) -> str:
 
 
 def _module_fix(tensor: Tensor) -> str:
-    """The fix for a tensor that belongs to a module that is running now; an empty string for any other."""
-    name, frame = "", sys._getframe(1)
+    """The fix for a tensor of a module, or of a module's function, that is running now; an empty string for others."""
+    fix, frame = "", sys._getframe(1)
     while frame.f_back is not None:
         frame = frame.f_back
         owner = frame.f_locals.get("self")
-        if isinstance(owner, torch.nn.Module):
-            own = (*owner.parameters(), *owner.buffers())
-            name = type(owner).__name__ if any(tensor is one for one in own) else name
-    return name and (
+        if _owns(owner, tensor):
+            fix = _pure_module_fix(type(owner).__name__)
+        elif isinstance(owner, Apply):
+            given = {root: frame.f_locals.get(root) for root in ("params", "buffers")}
+            roots = [
+                root for root, tree in given.items() if isinstance(tree, dict) and _stands_in(tree, tensor)
+            ]
+            fix = _state_fix(roots[0]) if roots else fix
+    return fix
+
+
+def _owns(owner: Any, tensor: Tensor) -> bool:
+    if not isinstance(owner, torch.nn.Module):
+        return False
+    return any(tensor is one for one in (*owner.parameters(), *owner.buffers()))
+
+
+def _stands_in(tree: dict[str, Any], tensor: Tensor) -> bool:
+    return any(one is tensor for one in tree.values())
+
+
+def _pure_module_fix(name: str) -> str:
+    return (
         f"make the {name} a pure function, `apply, params, buffers = fcg.from_module(model)`: keep `params` and "
         "`buffers` in the state, and in the step `out, buffers = apply(state.params, state.buffers, x)`."
+    )
+
+
+def _state_fix(root: str) -> str:
+    return (
+        f"keep them in the state, `TrainState.create(..., {root}={root})`: in the step `out, new_buffers = "
+        "apply(state.params, state.buffers, x)`, and `new_buffers` go into the new state."
     )
 
 

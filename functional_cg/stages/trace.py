@@ -32,6 +32,7 @@ from ..errors import (
     HostSyncError,
     SideEffectError,
 )
+from ..nn.originals import meeting
 from ..ops import tensors_in
 from ..overlap import storage_key
 from ..shards.boundary import entered, held, left, mesh_of, shown
@@ -44,7 +45,7 @@ from ..tree import KeyPath, Treedef, path_string
 from .fake import FakeMode, without_log
 from .host import HostGuard, HostRandomness, HostState
 from .inspect import Rules, refuse_mixed_dtypes, refuse_new_state
-from .program import Constant, Instr, Program, Report, Var
+from .program import Application, Constant, Instr, Program, Report, Var
 from .raised import mapped, raised_at
 from .watch import watch
 
@@ -398,12 +399,15 @@ def _run(recipe: Recipe, first: Program | None, checkpoint: Callable[[], None]) 
     for name, constant in recipe.constants:
         recorder.declare(name, constant)
     mesh = mesh_of([spec for state in recipe.states for spec in state.specs])
-    with canonical(mesh), without_log(), mode, recorder, HostGuard(recorder.rules):
+    with canonical(mesh), without_log(), mode, recorder, HostGuard(recorder.rules), meeting() as applied:
         result = recipe.apply(recipe.function, trees, inputs)
         old = recipe.states[0] if recipe.donates else None
         result = shown(result) if old is None else left(old.specs, old.treedef, result)
     recorder.rules.refuse_what_was_caught()
     _read_result(recipe, recorder, result)
+    for one in applied:
+        written = tuple(var for var in map(recorder.var_of, one.written) if var is not None)
+        program.applications.append(Application(one.original, one.name, one.by_mode, one.parts, written))
     return recorder
 
 
