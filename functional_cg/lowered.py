@@ -217,6 +217,10 @@ class Lowered:
             and not layout_differences(self.layout, call.layout)
         )
 
+    def seen(self, call: Call) -> Call:
+        """A call that fits, as the trace sees it."""
+        return call.laid_out(self.layout, [state.treedef for state in self.states])
+
     def state_differences(self, call: Call) -> list[str]:
         """How the states of a call differ from those of this plan, one line each."""
         rows: list[str] = []

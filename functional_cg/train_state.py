@@ -166,12 +166,12 @@ def _of_torch(optimizer: Any) -> bool:
 
 def _counted(step: int | Tensor | None) -> Tensor:
     """The number of updates as i64[]."""
-    count = step if isinstance(step, Tensor) else torch.tensor(0 if step is None else step)
+    count: Tensor = owned(step) if isinstance(step, Tensor) else torch.tensor(0 if step is None else step)
     if count.shape != () or count.dtype is not torch.int64:
         raise TypeError(
             f"TrainState.create: step must be a whole number, got {step!r}. To fix: `step=state.step`."
         )
-    return owned(count).detach().clone()
+    return count.detach().clone()
 
 
 def _refuse_arguments(params: Any, optimizer: Any, key: Any) -> None:

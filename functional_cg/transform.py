@@ -210,7 +210,7 @@ class Transform:
         replay = functools.partial(self._replay, call, lowered)
         if self._to_verify:
             self._to_verify -= 1
-            return self._shadow.verify(call.laid_out(lowered.layout), lowered, replay)
+            return self._shadow.verify(lowered.seen(call), lowered, replay)
         return replay()
 
     def _replay(self, call: Call, lowered: Lowered) -> Any:
@@ -248,8 +248,8 @@ class Transform:
         self._refuse_closed()
         call = self._take_apart(args, kwargs)
         # Inputs take the strides that they have in a replay: the order of a sum depends on them.
-        known = next((one for one in self._lowered.get(call.static_key, ()) if one.fits(call)), call)
-        call = call.laid_out(known.layout)
+        known = next((one for one in self._lowered.get(call.static_key, ()) if one.fits(call)), None)
+        call = call if known is None else known.seen(call)
         result = run_eager(self._fn, call, self._name, self.taps, donates=self._donates)
         self.stats.eager_calls += 1
         return result

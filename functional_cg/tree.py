@@ -1,7 +1,8 @@
 """Pytrees: nested containers with tensors as leaves. With :mod:`.nodes` the one door to ``torch.utils._pytree``.
 
-Dicts are flattened by sorted key, so the order in which a dict was written never matters. ``None`` is a node
-without leaves, as in JAX; a ``torch.Size`` is a leaf. Types registered with ``torch.utils._pytree`` are nodes here too.
+Dicts are flattened and compared by sorted key, so the order in which a dict was written never matters for what fits;
+rebuilt, a dict has its keys in the order in which it was put in. ``None`` is a node without leaves, as in JAX; a
+``torch.Size`` is a leaf. Types registered with ``torch.utils._pytree`` are nodes here too.
 
 Key paths print as Python would read them: ``state.params['w']``, ``batch['x'][0]``.
 """
@@ -12,7 +13,7 @@ import dataclasses
 from abc import ABC, abstractmethod
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import torch
@@ -62,10 +63,26 @@ class TreeView(ABC):
 
 
 @dataclass(frozen=True, slots=True)
+class _Names:
+    """What a dict is rebuilt from, beside its values.
+
+    Attributes:
+      factory: Of a defaultdict.
+      sorted: Its keys in the order of the flattened values.
+      put_in: Its keys in the order in which they were put in.
+    """
+
+    factory: Any
+    sorted: tuple[Any, ...]
+    put_in: tuple[Any, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Treedef:
     """Structure of a pytree without its leaves.
 
-    Two treedefs are equal when a tree of the one can take the place of a tree of the other.
+    Two treedefs are equal when a tree of the one can take the place of a tree of the other: the order of the keys of a
+    dict does not matter.
 
     Attributes:
       kind: Type of the node; None for a leaf.
@@ -87,9 +104,17 @@ class Treedef:
         return (
             self.kind is other.kind
             and self.keys == other.keys
-            and same_static(self.context, other.context)
+            and (isinstance(self.context, _Names) or same_static(self.context, other.context))
             and self.children == other.children
         )
+
+    def sorted(self) -> Treedef:
+        """The structure with all dicts in the order of their sorted keys."""
+        children = tuple(child.sorted() for child in self.children)
+        context = self.context
+        if isinstance(context, _Names):
+            context = replace(context, put_in=context.sorted)
+        return replace(self, context=context, children=children)
 
     def __hash__(self) -> int:
         return hash((self.kind, self.num_leaves, tuple(str(key) for key in self.keys), self.children))
@@ -141,7 +166,7 @@ def _open(tree: Any) -> _Node | None:
         names = _sorted_keys(tree)
         factory = tree.default_factory if kind is defaultdict else None
         return _Node(
-            (factory, tuple(names)),
+            _Names(factory, tuple(names), tuple(tree)),
             tuple(torch_pytree.MappingKey(name) for name in names),
             [tree[name] for name in names],
         )
@@ -163,10 +188,13 @@ def _open(tree: Any) -> _Node | None:
 
 
 def contents(node: Any) -> list[tuple[Any, Any]]:
-    """What one level of a tree holds, by name: its children, and whatever attributes the object has."""
+    """What one level of a tree holds, by name: its children, in order, and whatever attributes the object has."""
+    attributes = list(getattr(node, "__dict__", {}).items())
+    if type(node) in _MAPPINGS:
+        return [*node.items(), *attributes]
     opened = _open(node)
     children = [] if opened is None else list(zip(map(str, opened.keys), opened.children, strict=True))
-    return [*children, *getattr(node, "__dict__", {}).items()]
+    return [*children, *attributes]
 
 
 def same_contents(a: Sequence[tuple[Any, Any]], b: Sequence[tuple[Any, Any]]) -> bool:
@@ -210,7 +238,7 @@ def flatten(tree: Any) -> tuple[list[Any], Treedef]:
       >>> leaves
       [1, 2]
       >>> tree.unflatten(treedef, leaves)
-      {'a': [1, None], 'b': 2}
+      {'b': 2, 'a': [1, None]}
 
     Raises:
       LayoutError: If the tree contains itself.
@@ -237,9 +265,10 @@ def node_unflatten(treedef: Treedef, children: Sequence[Any]) -> Any:
     if kind is type(None):
         return None
     if kind in _MAPPINGS:
-        factory, names = treedef.context
-        mapping: Any = defaultdict(factory) if kind is defaultdict else kind()
-        mapping.update(zip(names, children, strict=True))
+        names = treedef.context
+        mapping: Any = defaultdict(names.factory) if kind is defaultdict else kind()
+        values = dict(zip(names.sorted, children, strict=True))
+        mapping.update((name, values[name]) for name in names.put_in)
         return mapping
     if kind is list or kind is tuple:
         return kind(children)
@@ -329,7 +358,11 @@ def structure_diff(expected: Treedef, got: Treedef, root: str = "tree") -> list[
             for key in there
             if key not in here
         )
-        if set(here) == set(there) and not same_static(a.context, b.context):
+        if (
+            set(here) == set(there)
+            and not isinstance(a.context, _Names)
+            and not same_static(a.context, b.context)
+        ):
             rows.append(f"{where}  expected static fields {a.context!r}   got {b.context!r}")
         for key, child in zip(a.keys, a.children, strict=True):
             if str(key) in there:

@@ -155,7 +155,8 @@ def _names(slots: Any) -> tuple[str, ...]:
 def _reduced(value: Any) -> list[tuple[str, Any]]:
     """What an object keeps in C, such as an iterator its place: as ``copy`` takes it."""
     cls = type(value)
-    if _array(value) or (cls.__reduce_ex__ is object.__reduce_ex__ and cls.__reduce__ is object.__reduce__):
+    own = any(vars(owner).keys() & {"__reduce__", "__reduce_ex__"} for owner in cls.__mro__[:-1])
+    if _array(value) or not own:
         return []
     try:
         parts = value.__reduce_ex__(4)

@@ -137,7 +137,7 @@ class masked(GradientTransformation):
       >>> tx = optim.masked(optim.scale(0.5), {"w": True, "b": False})
       >>> grads = {"w": torch.tensor(2.0), "b": torch.tensor(2.0)}
       >>> tx.update(grads, tx.init(grads), grads)[0]
-      {'b': tensor(2.), 'w': tensor(1.)}
+      {'w': tensor(1.), 'b': tensor(2.)}
     """
 
     inner: GradientTransformation
@@ -204,7 +204,7 @@ class partition(GradientTransformation):
       >>> tx = optim.partition({"train": optim.sgd(0.5), "freeze": optim.set_to_zero()}, {"w": "train", "b": "freeze"})
       >>> params = {"w": torch.tensor(2.0), "b": torch.tensor(2.0)}
       >>> tx.step(params, tx.init(params), params)[0]
-      {'b': tensor(2.), 'w': tensor(1.)}
+      {'w': tensor(1.), 'b': tensor(2.)}
     """
 
     transforms: FrozenTree

@@ -147,7 +147,7 @@ def _positions(node: tree.Treedef, start: int, path: tree.KeyPath) -> Iterator[t
     offset = start
     for key, child in zip(node.keys, node.children, strict=True):
         if node.kind is InjectHyperparamsState and str(key) == ".hyperparams":
-            for i, (name, inner) in enumerate(zip(child.context[1], child.keys, strict=True)):
+            for i, (name, inner) in enumerate(zip(child.context.sorted, child.keys, strict=True)):
                 yield name, offset + i, (*path, key, inner)
         else:
             yield from _positions(child, offset, (*path, key))

@@ -119,11 +119,8 @@ def output_builder(treedef: Treedef, outputs: Sequence[Any]) -> Callable[[Sequen
             return f"m[{count - 1}]"
         children = [expression(child) for child in node.children]
         if node.kind is dict:
-            return (
-                "{"
-                + ", ".join(f"{name(k)}: {c}" for k, c in zip(node.context[1], children, strict=True))
-                + "}"
-            )
+            values = dict(zip(node.context.sorted, children, strict=True))
+            return "{" + ", ".join(f"{name(k)}: {values[k]}" for k in node.context.put_in) + "}"
         return f"{name(pytree.node_unflatten)}({name(node)}, [{', '.join(children)}])"
 
     source = f"def build(m):\n    return {expression(treedef)}\n"

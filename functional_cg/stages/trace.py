@@ -468,7 +468,7 @@ def _is_fixed(value: Any) -> bool:
     """Whether no one can change a value: it is atomic, or has a hash of its own, as values have that stay equal."""
     if isinstance(value, _ATOMS):
         return True
-    if type(value).__hash__ is object.__hash__:
+    if not any("__hash__" in vars(owner) for owner in type(value).__mro__[:-1]):
         return False
     try:
         hash(value)
