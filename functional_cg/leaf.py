@@ -28,7 +28,7 @@ from .tree import KeyPath, Treedef
 
 __all__ = ["Leaf", "Lease", "Origin", "Part", "as_tensor", "donated", "key_name", "owned", "uninterrupted"]
 
-_LARGEST = torch.finfo(torch.float32).max
+_LARGEST = 3.4028234663852886e38  # the largest float32
 
 
 def uninterrupted(calls: Sequence[Callable[[], Any]]) -> None:

@@ -6,7 +6,6 @@ older handle, and every leaf taken from one, raises from then on.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any, Never, TypeVar
@@ -21,6 +20,7 @@ from .leaf import Leaf, Lease, Part, as_tensor, donated, key_name, owned
 from .markup import card, fold
 from .ops import copies
 from .outline import Entry, arena_html, size_text, tree_html, tree_text
+from .passing import read
 from .shards.boundary import at_rest, held, localized, misfits, on_one_mesh, sharding_fix
 from .tree import KeyPath, Treedef, TreeView
 
@@ -210,25 +210,7 @@ class Handle(TreeView):
 
     def _of_node(self, name: str) -> Any:
         """A method, a property or a static field of the user's node."""
-        node = self._level()
-        before = pytree.contents(node)
-
-        def unchanged(value: Any) -> Any:
-            if not pytree.same_contents(before, pytree.contents(node)):
-                raise self._read_only(
-                    f".{name}", "was called and changes it"
-                )  # in a passing node, in silence
-            return value
-
-        found = unchanged(getattr(node, name))
-        if getattr(found, "__self__", None) is not node:
-            return found
-
-        @functools.wraps(found)
-        def method(*args: Any, **kwargs: Any) -> Any:
-            return unchanged(found(*args, **kwargs))
-
-        return method
+        return read(self._level(), name, lambda: self._read_only(f".{name}", "was called and changes it"))
 
     def __getitem__(self, key: Any) -> Any:
         children = self._part.children

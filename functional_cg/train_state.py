@@ -16,8 +16,9 @@ from .creation import Init, Sharding, create
 from .errors import LayoutError
 from .leaf import Leaf, owned
 from .optim import GradientTransformation
-from .optim.base import refuse_without_rate, step_or_update
-from .optim.fitting import refuse_unlike
+from .optim.arguments import refuse_without_rate
+from .optim.base import step_or_update
+from .optim.fitting import filled, kept, left_out, refuse_unlike
 from .tree import no_tensors
 
 __all__ = ["TrainState"]
@@ -134,7 +135,10 @@ class TrainState(_StateClass, Generic[Params]):
         Args:
           grads: Pytree with the structure and shapes of ``params``. Of other floating dtypes, such as bfloat16 for
             float32 parameters, the optimizer converts them; with a fused op, a few leaves at a time. In a ``chain``,
-            what is in front of such an optimizer, as a clip is, computes in the dtype of the gradients.
+            what is in front of such an optimizer, as a clip is, computes in the dtype of the gradients. A parameter
+            that the loss does not use has a gradient of zeros, so that decay and moments still move it. None in its
+            place, or in place of a tree of them, leaves it out, as ``p.grad = None`` does in torch: the parameter and
+            its moments stay as they are, for the norm of a clip it is not there; counts go on.
           changes: Other fields to replace, such as ``buffers`` or ``key``.
         Raises:
           LayoutError: If ``grads`` is unlike ``params``.
@@ -146,8 +150,13 @@ class TrainState(_StateClass, Generic[Params]):
                 why="A state has an accumulator only if it was created with one.",
                 fix="`TrainState.create(..., accumulate=True)` makes `state.grads`.",
             )
+        out = left_out(self.params, grads)
+        grads = filled(self.params, grads, out) if out else grads
         refuse_unlike(self.params, grads)
         params, opt_state = step_or_update(self.optimizer, grads, self.opt_state, self.params)
+        if out:
+            params = kept(self.params, out, self.params, params)
+            opt_state = kept(self.params, out, self.opt_state, opt_state)
         return dataclasses.replace(self, step=self.step + 1, params=params, opt_state=opt_state, **changes)
 
     def replace(self, **changes: Any) -> Self:

@@ -76,9 +76,8 @@ class Transform:
         self._refusal = ""
         # Of two threads one traces, captures or replays, the other waits: they share buffers and a memory pool.
         self._lock = threading.RLock()
-        self._key = f"{self._name} of step {id(self):#x}"
-        self._instance: Any = None
-        self._method: Transform | None = None
+        # Of a method: the name in the instance's `__dict__`; the instance and the step in its class.
+        self._key, self._of = f"{self._name} of step {id(self):#x}", cast("tuple[Any, Any]", (None, None))
         self.stats = Stats()
         self.taps = Taps()
 
@@ -141,12 +140,10 @@ class Transform:
     def _of_instance(self, instance: Any, owner: type | None) -> Any:
         # One step per instance and per method, kept and freed with the instance. It is not kept under the method's own
         # name: a copy of the instance has its entries, and what `super()` leads to is another method of that name.
-        kept = instance.__dict__
-        step = kept.get(self._key)
-        if step is None or step._instance is not instance or step._method is not self:
-            step = type(self)(self._fn.__get__(instance, owner), **self._given)
-            step._instance, step._method = instance, self
-            kept[self._key] = step
+        step = instance.__dict__.get(self._key)
+        if step is None or step._of[0] is not instance or step._of[1] is not self:
+            step = instance.__dict__[self._key] = type(self)(self._fn.__get__(instance, owner), **self._given)
+            step._of = instance, self
         return step
 
     def __repr__(self) -> str:
@@ -220,7 +217,7 @@ class Transform:
             args, kwargs = call.arguments()
             result = captured.call(args, kwargs)
         except Exception:
-            if self.stats.captures > captures or not self._captures_of(lowered):
+            if self.stats.captures > captures or not any(key[0] == id(lowered) for key in self._captured):
                 self._forget(lowered)  # it never ran: the corrected call may be of another layout
             raise
         if not self._to_verify and not call.statics:
@@ -230,13 +227,10 @@ class Transform:
         assert result is not MISS, "a call that was just taken apart fits its capture"
         return result
 
-    def _captures_of(self, lowered: Lowered) -> list[tuple[int, Any]]:
-        return [key for key in self._captured if key[0] == id(lowered)]
-
     def _forget(self, lowered: Lowered) -> None:
         for group in self._lowered.values():
             group[:] = [other for other in group if other is not lowered]
-        for key in self._captures_of(lowered):
+        for key in [key for key in self._captured if key[0] == id(lowered)]:
             self._captured.pop(key).close()
 
     def _instead_of_capture(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -249,8 +243,8 @@ class Transform:
         call = self._take_apart(args, kwargs)
         # Inputs take the strides that they have in a replay: the order of a sum depends on them.
         known = next((one for one in self._lowered.get(call.static_key, ()) if one.fits(call)), None)
-        call = call if known is None else known.seen(call)
-        result = run_eager(self._fn, call, self._name, self.taps, donates=self._donates)
+        seen = call if known is None else known.seen(call)
+        result = run_eager(self._fn, seen, self._name, self.taps, donates=self._donates)
         self.stats.eager_calls += 1
         return result
 
@@ -371,10 +365,9 @@ class Transform:
         return Captured.of(fast, replay, call, constants, lowered)
 
     def _unchanged(self, lowered: Lowered) -> Callable[[], bool]:
-        checks = [lowered.watch.unchanged]
+        checks: list[Any] = [lowered.watch.unchanged, *(original.unchanged for original in lowered.originals)]
         checks += [self._constants.unchanged] if self._constants else []
-        checks += [original.unchanged for original in lowered.originals]
-        return functools.reduce(lambda first, then: lambda: first() and then(), checks)
+        return cast("Callable[[], bool]", functools.reduce(lambda one, two: lambda: one() and two(), checks))
 
     def _refuse_closed(self) -> None:
         if self._closed:

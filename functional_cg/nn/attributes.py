@@ -41,8 +41,8 @@ _PLAIN = (bool, int, float, complex, str, bytes, type(None), Enum, torch.dtype, 
 _SEQUENCES = (list, tuple, deque)
 _SETS = (set, frozenset)
 _LEAVES = (Tensor, type, ModuleType, BuiltinFunctionType)
-_OWN = __name__.partition(".")[0]  # what watches the forward counts
-_INSIDE = re.compile(r"<\d+>.*")  # below what an object keeps in C, which has no names
+_OWN = "functional_cg"  # what watches the forward counts
+_INSIDE = r"<\d+>.*"  # below what an object keeps in C, which has no names
 
 
 class _Same:
@@ -195,16 +195,15 @@ def _content(value: Any) -> Any:
 
 
 def _inline(item: Any) -> Any:
-    return item if isinstance(item, _PLAIN) else _ELSEWHERE if not isinstance(item, Tensor) else _Same(item)
-
-
-_ELSEWHERE = _Same(object())
+    if isinstance(item, Tensor):
+        return _Same(item)
+    return item if isinstance(item, _PLAIN) else ...  # what stands at a path of its own
 
 
 def changed(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
     """Paths at which something else is held; of what stands below another one of them, the first."""
     paths = [path for path in {**before, **after} if not _equal(before, after, path)]
-    shown = list(dict.fromkeys(_INSIDE.sub("", path) for path in paths))
+    shown = list(dict.fromkeys(re.sub(_INSIDE, "", path) for path in paths))
     return [path for path in shown if not any(path != one and _is_below(path, one) for one in shown)]
 
 

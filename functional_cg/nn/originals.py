@@ -11,7 +11,7 @@ from __future__ import annotations
 import operator
 import weakref
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Set
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -27,9 +27,7 @@ __all__ = ["Applied", "Original", "meeting", "note"]
 _met: ContextVar[list[Applied] | None] = ContextVar("met", default=None)
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 _BY_NAME = ("_parameters", "_buffers")  # other tensors may take their places
-_OF_TORCH = frozenset(vars(nn.Module())) - {"_modules"}
 _MANY = 256  # of what stands in longer containers, the number alone is compared at each call
-_requires_grad = operator.attrgetter("requires_grad")
 
 
 class Original:
@@ -46,7 +44,9 @@ class Original:
 
     def _remember(self, module: nn.Module) -> None:
         parts = [part for _, part in module.named_modules()]
-        stores = [store for path, value in walked(module) if not _of_torch(path) for store in _stores(value)]
+        names = vars(nn.Module()).keys() - {"_modules"}  # under which torch keeps things in each module
+        found = [value for path, value in walked(module) if path.rpartition(".")[2] not in names]
+        stores = [store for value in found for store in _stores(value, names)]
         entries = [entry for store, names in stores for entry in ((store, name) for name in names)]
         self._counted = [store for store, _ in stores]
         self._counts = list(map(len, self._counted))
@@ -56,7 +56,7 @@ class Original:
             getattr(part, name) for part in parts for name in _HOOKS
         ]  # none, or it would not be here
         self._parameters = list(module.parameters())
-        self._grads = list(map(_requires_grad, self._parameters))
+        self._grads = [one.requires_grad for one in self._parameters]
 
     def _gone(self, _: object) -> None:
         # What is left of the module goes with this.
@@ -73,7 +73,7 @@ class Original:
                 not any(self._hooks)
                 and list(map(len, self._counted)) == self._counts
                 and all(map(operator.is_, map(operator.getitem, self._owners, self._names), self._values))
-                and list(map(_requires_grad, self._parameters)) == self._grads
+                and [one.requires_grad for one in self._parameters] == self._grads
             ):
                 return True
         except (KeyError, IndexError):  # one is gone
@@ -156,17 +156,13 @@ def _compared(module: nn.Module) -> Held:
     return {path: content for path, content in found.items() if path not in tensors} | grads
 
 
-def _of_torch(path: str) -> bool:
-    return path.rpartition(".")[2] in _OF_TORCH
-
-
-def _stores(value: Any) -> Iterator[tuple[Any, Sequence[Any]]]:
+def _stores(value: Any, of_torch: Set[str]) -> Iterator[tuple[Any, Sequence[Any]]]:
     """What an object stores its state in, and the names or keys under which it is compared."""
     attributes = getattr(value, "__dict__", None)
     if isinstance(value, nn.Module):
         yield from ((getattr(value, name), ()) for name in _BY_NAME)
         yield value._modules, tuple(value._modules)
-        yield vars(value), tuple(vars(value).keys() - _OF_TORCH - {"_modules"})
+        yield vars(value), tuple(vars(value).keys() - of_torch - {"_modules"})
     elif isinstance(attributes, dict) and not isinstance(value, Tensor):
         yield attributes, tuple(attributes)
     if isinstance(value, (dict, list, deque)):

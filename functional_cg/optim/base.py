@@ -89,13 +89,12 @@ class GradientTransformation(ABC):
 
     @property
     def lacks_rate(self) -> GradientTransformation | None:
-        """The part that makes a direction of which nothing makes a step, as far as this can be known."""
-        if not type(self).__module__.startswith(__package__):
-            return None  # what others write may scale without saying so
-        if self.parts:
-            rates = [part.lacks_rate for part in self.parts]
-            return None if None in rates else rates[-1]
-        return None if self.applies_learning_rate else self
+        """The part that makes a direction of which nothing makes a step; what others write may scale unsaid."""
+        if self.parts and not isinstance(self, Optimizer):
+            lacking = [part.lacks_rate for part in self.parts]
+            return None if None in lacking else lacking[-1]
+        known = type(self).__module__.startswith(__package__) and not isinstance(self, FromFunctions)
+        return None if self.applies_learning_rate or not known else self
 
     @property
     def acts_per_leaf(self) -> bool:
@@ -150,10 +149,6 @@ class FromFunctions(GradientTransformation):
     def applies_learning_rate(self) -> bool:
         return self.step_fn is not None
 
-    @property
-    def lacks_rate(self) -> None:
-        return None  # who knows
-
 
 class Stateless(GradientTransformation):
     """A transformation that keeps no state."""
@@ -168,10 +163,6 @@ class Optimizer(GradientTransformation):
     @property
     def applies_learning_rate(self) -> bool:
         return True
-
-    @property
-    def lacks_rate(self) -> None:
-        return None
 
 
 def apply_updates(params: Params, updates: Updates) -> Params:
@@ -255,21 +246,6 @@ def need_steps(name: str, inner: GradientTransformation) -> None:
     require(
         inner.applies_learning_rate,
         f"{name}: {inner!r} makes no steps; put a learning rate behind it, or use an optimizer",
-    )
-
-
-def refuse_without_rate(name: str, tx: GradientTransformation) -> None:
-    """Refuse an optimizer whose updates are directions, as long as the gradients and uphill.
-
-    Raises:
-      ValueError: Naming the link that is missing.
-    """
-    part = tx.lacks_rate
-    require(
-        part is None,
-        f"{name}: the optimizer has no learning rate: {part!r} makes a direction, and added to the parameters it would "
-        "lead uphill.\nTo fix: put one behind it, `optim.chain(..., optim.scale_by_learning_rate(1e-3))`; or use an "
-        "optimizer that has one, such as `optim.adam(1e-3)`.",
     )
 
 

@@ -25,12 +25,11 @@ from ..errors import (
     LayoutError,
     ReadOnlyError,
 )
-from ..leaf import Leaf
-from ..nn.module import Apply
 from ..ops import argument, can_draw, sync_reason, tensors_in, written_arguments
 from ..shards.boundary import sharding_fix
 from ..source import Location, sync_spelling, user_frame
 from ..tree import Treedef, path_string, structure_diff
+from .owners import module_fix, owns, pure_module_fix, read_fix
 from .refs import Ref
 from .scan import Scan
 
@@ -191,7 +190,7 @@ class Rules:
             why="Replay would write to that address after the tensor is freed or replaced."
             if written
             else "Replay would keep reading that address after the tensor is freed or replaced.",
-            fix=_module_fix(tensor) or (_WRITE_FIX if written else fix or _read_fix(name, tensor)),
+            fix=module_fix(tensor) or (_WRITE_FIX if written else fix or read_fix(name, tensor)),
         )
 
     def returned(self, path: str, tensor: Tensor) -> ForeignTensorError:
@@ -202,7 +201,7 @@ class Rules:
             "returns a tensor that is in neither the state nor the inputs.",
             rows=[f"{path}  {BufferSpec.of(tensor)}" + (f"   which is {name}" if name else "")],
             why="Replay would return the same memory each time.",
-            fix=fix or _read_fix(name, tensor),
+            fix=fix or read_fix(name, tensor),
         )
 
     def _name_of(self, tensor: Tensor) -> tuple[str, str]:
@@ -210,9 +209,9 @@ class Rules:
         scan = Scan([tensor])
         scan.enter(Ref.to(self._code, "self"))
         refs = list(scan.values.values())
-        owner = next((ref.value for ref in refs if _owns(ref.value, tensor)), None)
+        owner = next((ref.value for ref in refs if owns(ref.value, tensor)), None)
         name = next((ref.name for ref in refs if ref.value is tensor), "")
-        return name, "" if owner is None else _pure_module_fix(type(owner).__name__)
+        return name, "" if owner is None else pure_module_fix(type(owner).__name__)
 
     def foreign_array(self, tensor: Tensor) -> ForeignTensorError:
         """The error for a tensor that shares its memory with a numpy array or a buffer."""
@@ -277,7 +276,7 @@ class Rules:
             f"writes in place into `{owner}`.",
             rows=[f"{func}{_at()}"],
             why="A step is a pure function: warm-up and replay would see different values than the eager run.",
-            fix=_module_fix(tensor)
+            fix=module_fix(tensor)
             or "compute a new tensor (`x = x + noise`) and return it in the new state.",
         )
 
@@ -290,54 +289,6 @@ class Rules:
             return
         if source.device.type == "cuda":
             raise self.host_read("copies a tensor to the host", func)
-
-
-def _read_fix(name: str, tensor: Tensor) -> str:
-    passed = f"pass {f'`{name}`' if name else 'it'} as an input or in the state"
-    if isinstance(tensor, Leaf):  # it changes from call to call
-        return f"{passed}."
-    return f"{passed}; or declare it, `constants=({name or 'tensor'},)`."
-
-
-def _module_fix(tensor: Tensor) -> str:
-    """The fix for a tensor of a module, or of a module's function, that is running now; an empty string for others."""
-    fix, frame = "", sys._getframe(1)
-    while frame.f_back is not None:
-        frame = frame.f_back
-        owner = frame.f_locals.get("self")
-        if _owns(owner, tensor):
-            fix = _pure_module_fix(type(owner).__name__)
-        elif isinstance(owner, Apply):
-            given = {root: frame.f_locals.get(root) for root in ("params", "buffers")}
-            roots = [
-                root for root, tree in given.items() if isinstance(tree, dict) and _stands_in(tree, tensor)
-            ]
-            fix = _state_fix(roots[0]) if roots else fix
-    return fix
-
-
-def _owns(owner: Any, tensor: Tensor) -> bool:
-    if not isinstance(owner, torch.nn.Module):
-        return False
-    return any(tensor is one for one in (*owner.parameters(), *owner.buffers()))
-
-
-def _stands_in(tree: dict[str, Any], tensor: Tensor) -> bool:
-    return any(one is tensor for one in tree.values())
-
-
-def _pure_module_fix(name: str) -> str:
-    return (
-        f"make the {name} a pure function, `apply, params, buffers = fcg.from_module(model)`: keep `params` and "
-        "`buffers` in the state, and in the step `out, buffers = apply(state.params, state.buffers, x)`."
-    )
-
-
-def _state_fix(root: str) -> str:
-    return (
-        f"keep them in the state, `TrainState.create(..., {root}={root})`: in the step `out, new_buffers = "
-        "apply(state.params, state.buffers, x)`, and `new_buffers` go into the new state."
-    )
 
 
 def _facts(func: Any) -> _Facts:

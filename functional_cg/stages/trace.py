@@ -14,7 +14,6 @@ import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
-from types import BuiltinFunctionType, FunctionType
 from typing import Any
 
 import torch
@@ -27,7 +26,6 @@ from ..arena import BufferSpec
 from ..debug import REPORTS
 from ..errors import (
     BakedValueError,
-    ForeignTensorError,
     FunctionalCGError,
     HostSyncError,
     SideEffectError,
@@ -47,6 +45,7 @@ from .host import HostGuard, HostRandomness, HostState
 from .inspect import Rules, refuse_mixed_dtypes, refuse_new_state
 from .program import Application, Constant, Instr, Program, Report, Var
 from .raised import mapped, raised_at
+from .results import refuse_unreturnable
 from .watch import watch
 
 __all__ = ["BoundState", "Recipe", "trace"]
@@ -59,9 +58,6 @@ _LIFTS = frozenset(
 _PUTS = frozenset(
     f"aten::{op}{end}" for op in "copy fill index_put masked_fill index_fill".split() for end in ("", "_")
 )
-
-# Values without a hash of their own that cannot change, or that nobody means to.
-_ATOMS = (torch.dtype, torch.layout, torch.memory_format, type, type(None), FunctionType, BuiltinFunctionType)
 
 _RNN_FIX = "call an RNN by `apply, params, buffers = fcg.from_module(module)`: it stores its parameters. Or "
 
@@ -424,57 +420,11 @@ def _read_result(recipe: Recipe, recorder: _Recorder, result: Any) -> None:
         ]
     leaves, program.output_def = pytree.flatten(result)
     program.output_paths = program.output_def.paths()
-    _refuse_arrays(recipe, program.output_paths, leaves)
-    _refuse_changeable(recipe, program.output_paths, leaves)
+    refuse_unreturnable(recipe.name, program.output_paths, leaves)
     program.outputs = [
         _result_var(recorder, path, leaf, "metrics") if isinstance(leaf, Tensor) else leaf
         for path, leaf in zip(program.output_paths, leaves, strict=True)
     ]
-
-
-def _refuse_arrays(recipe: Recipe, paths: Sequence[KeyPath], leaves: Sequence[Any]) -> None:
-    rows = [
-        f"{path_string(path, 'metrics')}  expected a tensor   got {type(leaf).__name__}"
-        for path, leaf in zip(paths, leaves, strict=True)
-        if hasattr(leaf, "__array__") and hasattr(leaf, "flags") and not isinstance(leaf, Tensor)
-    ]
-    if rows:
-        raise ForeignTensorError.of(
-            recipe.name,
-            "returns an array that is not a tensor of the step.",
-            rows=rows,
-            why="Replay would return the same array each time.",
-            fix="pass it as an input and return that; or leave it outside of the step.",
-        )
-
-
-def _refuse_changeable(recipe: Recipe, paths: Sequence[KeyPath], leaves: Sequence[Any]) -> None:
-    rows = [
-        f"{path_string(path, 'metrics')}  expected a tensor or a plain value   got {type(leaf).__name__}"
-        for path, leaf in zip(paths, leaves, strict=True)
-        if not isinstance(leaf, Tensor) and not _is_fixed(leaf)
-    ]
-    if rows:
-        raise SideEffectError.of(
-            recipe.name,
-            "returns an object that can change.",
-            rows=rows,
-            why="Replay would return the same object each time: what one call's result is given, all would have.",
-            fix="return tensors, numbers and strings, in dicts, lists and tuples; make the object of them in the loop.",
-        )
-
-
-def _is_fixed(value: Any) -> bool:
-    """Whether no one can change a value: it is atomic, or has a hash of its own, as values have that stay equal."""
-    if isinstance(value, _ATOMS):
-        return True
-    if not any("__hash__" in vars(owner) for owner in type(value).__mro__[:-1]):
-        return False
-    try:
-        hash(value)
-    except TypeError:
-        return False
-    return True
 
 
 def _result_var(recorder: _Recorder, path: KeyPath, leaf: Tensor, root: str) -> Var:
