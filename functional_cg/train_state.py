@@ -18,7 +18,7 @@ from .leaf import Leaf, owned
 from .optim import GradientTransformation
 from .optim.arguments import refuse_without_rate
 from .optim.base import step_or_update
-from .optim.fitting import filled, kept, left_out, refuse_unlike
+from .optim.fitting import filled, hidden, kept, left_out, owned_by, refuse_unlike
 from .tree import no_tensors
 
 __all__ = ["TrainState"]
@@ -153,10 +153,12 @@ class TrainState(_StateClass, Generic[Params]):
         out = left_out(self.params, grads)
         grads = filled(self.params, grads, out) if out else grads
         refuse_unlike(self.params, grads)
-        params, opt_state = step_or_update(self.optimizer, grads, self.opt_state, self.params)
+        old = (self.params, self.opt_state)
+        flags = [owned_by(self.params, out, part) if out else [] for part in old]
+        ours, theirs = (hidden(flag, part) if out else part for flag, part in zip(flags, old, strict=True))
+        params, opt_state = step_or_update(self.optimizer, grads, theirs, ours)
         if out:
-            params = kept(self.params, out, self.params, params)
-            opt_state = kept(self.params, out, self.opt_state, opt_state)
+            params, opt_state = map(kept, flags, old, (params, opt_state))
         return dataclasses.replace(self, step=self.step + 1, params=params, opt_state=opt_state, **changes)
 
     def replace(self, **changes: Any) -> Self:

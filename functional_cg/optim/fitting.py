@@ -68,19 +68,31 @@ def filled(params: Any, grads: Any, positions: set[int]) -> Any:
     return grads if next(given, None) is not None else tree.unflatten(treedef, values)
 
 
-def kept(params: Any, positions: set[int], old: Any, new: Any) -> Any:
-    """The state of an optimizer with what it has for the parameters at some positions as it was: leaves below them.
+def owned_by(params: Any, positions: set[int], state: Any) -> list[bool]:
+    """For each leaf of an optimizer's state, or of the parameters, whether it belongs to one of some parameters.
 
     A leaf belongs to the parameter whose key path its own ends with, the longest if there are several.
     """
     paths = tree.flatten(params)[1].paths()
-    before, treedef = tree.flatten_with_path(old)
-    values = []
-    for (path, leaf), changed in zip(before, tree.leaves(new), strict=True):
+    flags = []
+    for path, _ in tree.flatten_with_path(state)[0]:
         owners = [i for i, name in enumerate(paths) if path[len(path) - len(name) :] == name]
-        owner = max(owners, key=lambda i: len(paths[i]), default=None)
-        values.append(leaf if owner in positions else changed)
-    return tree.unflatten(treedef, values)
+        flags.append(max(owners, key=lambda i: len(paths[i]), default=None) in positions)
+    return flags
+
+
+def hidden(flags: list[bool], state: Any) -> Any:
+    """The tree with zeros in place of the leaves whose flag is True: what is computed of them is not used."""
+    flat, treedef = tree.flatten(state)
+    return tree.unflatten(
+        treedef, [zeros_like(leaf) if hide else leaf for leaf, hide in zip(flat, flags, strict=True)]
+    )
+
+
+def kept(flags: list[bool], old: Any, new: Any) -> Any:
+    """The new tree, with the leaves whose flag is True as they were."""
+    rows = zip(tree.leaves(old), tree.leaves(new), flags, strict=True)
+    return tree.unflatten(tree.flatten(new)[1], [a if keep else b for a, b, keep in rows])
 
 
 def in_dtypes_of(params: Any, grads: Any) -> Any:

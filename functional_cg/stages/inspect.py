@@ -208,10 +208,14 @@ class Rules:
         """How the code writes a tensor, such as ``W``, or nothing; and the fix if a module owns it, or nothing."""
         scan = Scan([tensor])
         scan.enter(Ref.to(self._code, "self"))
-        refs = list(scan.values.values())
-        owner = next((ref.value for ref in refs if owns(ref.value, tensor)), None)
-        name = next((ref.name for ref in refs if ref.value is tensor), "")
-        return name, "" if owner is None else pure_module_fix(type(owner).__name__)
+        ref = next((ref for ref in scan.values.values() if ref.value is tensor), None)
+        if ref is None:
+            return "", ""
+        owner, value = None, ref.root
+        for step in ref.steps:
+            owner = owner or (value if owns(value, tensor) else None)
+            value = step.read(value)
+        return ref.name, "" if owner is None else pure_module_fix(type(owner).__name__)
 
     def foreign_array(self, tensor: Tensor) -> ForeignTensorError:
         """The error for a tensor that shares its memory with a numpy array or a buffer."""
