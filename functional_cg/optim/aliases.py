@@ -3,8 +3,7 @@
 Each one is a transformation that scales by a learning rate, with ``update`` written out as a formula; ``sgd``,
 ``adam``, ``adamw`` and ``adagrad`` also have a ``step`` that runs the fused ATen op, the one that ``torch.optim``
 runs with ``fused=True``, to the last bit. Formula and op agree to a few roundings: per step, relative to the largest
-number in the leaf, 1e-6 in float32 and 1e-12 in float64 (1e-6 there with a learning rate that is a tensor, which
-is rounded to float32).
+number in the leaf, 1e-6 in float32 and 1e-12 in float64.
 
 A learning rate is a Python number (a constant of the capture), a schedule, or f32[]. A parameter that the loss does
 not use has a gradient of zeros, not None as in ``torch.optim``: moments and weight decay still move it.

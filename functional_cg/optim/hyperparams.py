@@ -40,8 +40,8 @@ class inject_hyperparams:
 
     Every ``float`` and ``int`` argument given by name becomes an f64[] of the state, to be changed with
     :func:`set_hyperparams`; what is left out, schedules, masks, bools and the names in ``static_args`` stay
-    constants. The fused ``step`` takes tensors for ``learning_rate`` (rounded to float32, as ``torch.optim`` with
-    a tensor) and ``weight_decay``; with ``b1``, ``b2``, ``eps`` or ``momentum`` in the state the formula runs.
+    constants. The fused ``step`` takes tensors for ``learning_rate`` (rounded to the dtype of the parameters)
+    and ``weight_decay``; with ``b1``, ``b2``, ``eps`` or ``momentum`` in the state the formula runs.
 
     Source: ``optax.inject_hyperparams``.
 

@@ -15,6 +15,7 @@ from .program import Instr, Program, Var, live
 __all__ = ["Inspection", "inspection_of"]
 
 _GRADIENTS = 1  # place of the gradients among the arguments of a fused optimizer op
+_WEIGHTS = (1, 2)  # places of weight and bias among those of a batch norm
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,13 +169,13 @@ def _same_kind(instr: Instr) -> Iterator[tuple[Var, Var]]:
     """Pairs (argument, result) of one shape and dtype; of grouped ops, those at the same place of their lists."""
     if str(instr.op).partition(".default")[0].endswith("_like"):
         return  # made to the argument's shape, not from its values
-    if "batch_norm" in instr.op._schema.name:
-        return  # statistics of the batch, in the shape of the weights
     unscaled = instr.op._schema.name.startswith(FUSED) and not instr.kwargs.get("grad_scale")
     columns = [instr.out, *instr.out] if isinstance(instr.out, (list, tuple)) else [instr.out]
     for number, arg in enumerate(instr.args):
         if unscaled and number == _GRADIENTS:
             continue  # given back as they came
+        if "batch_norm" in instr.op._schema.name and number in _WEIGHTS:
+            continue  # no statistics of the batch are new values for them
         for out in columns:
             pairs = [(arg, out)]
             if isinstance(arg, list) and isinstance(out, (list, tuple)) and len(arg) == len(out):
