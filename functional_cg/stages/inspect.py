@@ -29,7 +29,7 @@ from ..ops import argument, can_draw, sync_reason, tensors_in, written_arguments
 from ..shards.boundary import sharding_fix
 from ..source import Location, sync_spelling, user_frame
 from ..tree import Treedef, path_string, structure_diff
-from .owners import module_fix, owns, pure_module_fix, read_fix
+from .owners import module_fix, owned_fix, owns, read_fix
 from .refs import Ref
 from .scan import Scan
 
@@ -215,7 +215,7 @@ class Rules:
         for step in ref.steps:
             owner = owner or (value if owns(value, tensor) else None)
             value = step.read(value)
-        return ref.name, "" if owner is None else pure_module_fix(type(owner).__name__)
+        return ref.name, "" if owner is None else owned_fix(ref.name, type(owner).__name__)
 
     def foreign_array(self, tensor: Tensor) -> ForeignTensorError:
         """The error for a tensor that shares its memory with a numpy array or a buffer."""

@@ -11,7 +11,7 @@ from torch import Tensor
 from ..leaf import Leaf
 from ..nn.module import Apply
 
-__all__ = ["module_fix", "owns", "pure_module_fix", "read_fix"]
+__all__ = ["module_fix", "owned_fix", "owns", "read_fix"]
 
 
 def read_fix(name: str, tensor: Tensor) -> str:
@@ -28,7 +28,7 @@ def module_fix(tensor: Tensor) -> str:
         frame = frame.f_back
         owner = frame.f_locals.get("self")
         if owns(owner, tensor):
-            fix = pure_module_fix(type(owner).__name__)
+            fix = _pure_module_fix(type(owner).__name__)
         elif isinstance(owner, Apply):
             given = {root: frame.f_locals.get(root) for root in ("params", "buffers")}
             roots = [
@@ -48,10 +48,18 @@ def _stands_in(tree: dict[str, Any], tensor: Tensor) -> bool:
     return any(one is tensor for one in tree.values())
 
 
-def pure_module_fix(name: str) -> str:
+def _pure_module_fix(name: str) -> str:
     return (
         f"make the {name} a pure function, `apply, params, buffers = fcg.from_module(model)`: keep `params` and "
         "`buffers` in the state, and in the step `out, buffers = apply(state.params, state.buffers, x)`."
+    )
+
+
+def owned_fix(name: str, module: str) -> str:
+    """The fix for a tensor of a module that is read past it: it changes in training, and is no constant."""
+    return (
+        f"pass `{name}` as an input or in the state: `apply, params, buffers = fcg.from_module(model)` makes the "
+        f"{module} a pure function of both."
     )
 
 

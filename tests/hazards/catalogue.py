@@ -288,7 +288,7 @@ HAZARDS = (
          "refused: BakedValueError for what names, attributes and constant keys lead to; else debug=\"verify\"",
          "H40::test_h43_what_is_defined_anew_is_loud",
          "H40::test_h43_a_cell_that_is_run_again_unchanged_is_the_same_definition",
-         "H40::test_h43_settings_of_a_module_that_was_taken_over_have_no_effect",
+         "H40::test_h43_settings_of_a_module_that_was_taken_over_are_noticed",
          "watch::test_changed_if_and_only_if_type_or_value_differ", "host_values::test_changed_value"),
     _row(44, 1, "N7", "train or eval is baked in",
          "refused: BakedValueError; apply(..., train=) is an argument, evaluation a graph_fn",

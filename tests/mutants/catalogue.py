@@ -580,8 +580,8 @@ MUTANTS = (
         "a constant is the caller's own memory",
         (
             (
-                "        constants = [c.value.to(c.var.spec.device, copy=True) for c in program.constants]\n        for s",
-                "        constants = [c.value.to(c.var.spec.device) for c in program.constants]\n        for s",
+                "device, copy=True) for c in program.constants]\n        for s in call",
+                "device) for c in program.constants]\n        for s in call",
             ),
         ),
         (f"{BETWEEN}test_a_constant_is_a_copy",),
