@@ -388,7 +388,7 @@ def refuse_unplaceable(
 def unplaceable(leaf: Any) -> str:
     """What a leaf is, if it is no dense tensor of its own memory; else an empty string."""
     if not isinstance(leaf, Tensor):
-        return type(leaf).__name__
+        return f"{type(leaf).__name__} {leaf}" if isinstance(leaf, int | float) else type(leaf).__name__
     if leaf.layout is not torch.strided:
         return f"layout {leaf.layout}"
     if placed(leaf) is not None:

@@ -9,8 +9,10 @@ and a schedule written as a lambda does not pickle at all.
 
 from __future__ import annotations
 
+import errno
 import os
 import secrets
+import stat
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -105,7 +107,9 @@ def save(path: str | os.PathLike[str], state: Any) -> None:
     crash, a full disk or Ctrl-C the old file is still there, whole. Takes twice the size of the state on the host.
 
     Args:
-      path: The file; one that exists is replaced, a symbolic link to it stays.
+      path: The file; one that exists is replaced by one of the same mode, a symbolic link to it stays. What is no
+        regular file (a pipe, a device, a directory) is refused, and so is a file with a second name, for the other name
+        would keep the old data.
       state: What :func:`state_dict` takes.
     Raises:
       ImportError: If safetensors is not installed.
@@ -123,10 +127,14 @@ def save(path: str | os.PathLike[str], state: Any) -> None:
       >>> state["n"].item()
       3
     """
-    target = Path(os.path.realpath(_checked_path(path, "fcg.save")))
+    _checked_path(path, "fcg.save")
+    try:
+        target = Path(path).resolve(strict=False)
+    except RuntimeError as error:  # a link that leads to itself
+        raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), os.fspath(path)) from error
     content = _serialized(state_dict(state))
     try:
-        _replace_file(target, content)
+        _replace_file(target, content, _replaceable(target))
     except OSError as error:  # under the name that the caller knows
         raise OSError(error.errno, error.strerror, str(target)) from error
 
@@ -306,12 +314,39 @@ def _safetensors(function: str) -> Any:
     return safetensors
 
 
-def _replace_file(target: Path, content: bytes) -> None:
+def _replaceable(target: Path) -> int | None:
+    """Mode of the file that is to be replaced, None where there is none yet.
+
+    Raises:
+      OSError: If it is no regular file, or has a second name.
+    """
+    try:
+        there = target.lstat()
+    except FileNotFoundError:
+        return None
+    if stat.S_ISDIR(there.st_mode):
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(target))
+    if stat.S_ISLNK(there.st_mode):
+        raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), str(target))
+    if not stat.S_ISREG(there.st_mode):
+        raise OSError(errno.EINVAL, "fcg.save: is no regular file, and would be replaced by one", str(target))
+    if there.st_nlink > 1:
+        text = "fcg.save: has a second name (a hard link), which would keep the old data; delete one of them"
+        raise OSError(errno.EMLINK, text, str(target))
+    return stat.S_IMODE(there.st_mode)
+
+
+def _replace_file(target: Path, content: bytes, mode: int | None) -> None:
     """Write a file beside ``target`` to the disk, then let it take the place."""
     temporary = target.with_name(f".{target.name}.{secrets.token_hex(4)}.tmp")
-    file = open(temporary, "xb")
+    # Never readable by more than the file that it replaces, not even while it is written.
+    file = os.fdopen(
+        os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666 if mode is None else mode), "wb"
+    )
     try:
         with file:
+            if mode is not None:
+                os.chmod(temporary, mode)  # past the umask
             file.write(content)
             file.flush()
             os.fsync(file.fileno())

@@ -7,7 +7,8 @@ from typing import Any
 from torch import Tensor
 
 from . import tree as pytree
-from .errors import BakedValueError
+from .arena import BufferSpec
+from .errors import BakedValueError, ForeignTensorError
 from .leaf import Leaf
 
 __all__ = ["Constants"]
@@ -17,7 +18,8 @@ class Constants:
     """Tensors declared with ``constants=``: copied at lowering, and watched for later writes.
 
     A write that torch does not count (through ``.data``, ``torch.utils.swap_tensors``, a view in inference mode) is not
-    noticed; ``debug="verify"`` finds what comes of it. That a name leads to another tensor is the host watch's to see.
+    noticed; ``debug="verify"`` finds what comes of it. Nor would one be that goes through numpy or a file: memory that
+    torch does not own alone is refused. That a name leads to another tensor is the host watch's to see.
 
     Args:
       function: Name of the user's function, for messages.
@@ -36,6 +38,14 @@ class Constants:
                 )
             if not isinstance(leaf, Tensor):
                 raise TypeError(f"`{function}`: {name} must be a tensor, got {type(leaf).__name__}")
+            if not leaf.untyped_storage().resizable():
+                raise ForeignTensorError.of(
+                    function,
+                    "declares a constant whose memory is not torch's alone: that of numpy, of a buffer or of a file.",
+                    rows=[f"{name}  {BufferSpec.of(leaf)}"],
+                    why="What others write there would not be noticed, and the step goes on with a copy.",
+                    fix="declare a copy, and read that in the step: `table = table.clone()`, `constants=(table,)`.",
+                )
         self._versions: list[int] | None = None
 
     def __bool__(self) -> bool:

@@ -168,6 +168,7 @@ def create(
     accumulate: bool,
     sharding: Any,
     init: Init | None,
+    step: Tensor,
     others: Mapping[str, Any],
 ) -> Handle:
     """Place a fresh state.
@@ -180,11 +181,12 @@ def create(
       accumulate: Whether there is an accumulator for gradients.
       sharding: What a rank holds, or a prefix tree of such; None for everything.
       init: ``(path, leaf, key) -> tensor``, or None.
+      step: i64[], number of updates so far.
       others: The fields that are taken as they are given.
     """
     sharding = _of_all(sharding)
     with among(None if sharding is None else sharding.mesh, "TrainState.create"):
-        return _created(build, params, optimizer, key, sharding, init, others, accumulate=accumulate)
+        return _created(build, params, optimizer, key, sharding, init, step, others, accumulate=accumulate)
 
 
 def _of_all(sharding: Any) -> Sharding | None:
@@ -210,6 +212,7 @@ def _created(
     key: Tensor | None,
     sharding: Sharding | None,
     init: Init | None,
+    step: Tensor,
     others: Mapping[str, Any],
     *,
     accumulate: bool,
@@ -217,7 +220,7 @@ def _created(
     kind = sharding or _Whole()
     home = _home(params, key, sharding, init)
     given = build(
-        step=torch.zeros((), dtype=torch.int64, device=home), params=None, opt_state=None, optimizer=optimizer,
+        step=step.to(home), params=None, opt_state=None, optimizer=optimizer,
         key=None if key is None else key.to(home), **others,
     )  # fmt: skip
     _refuse(given, None if init else params, home, gathers=sharding is not None)

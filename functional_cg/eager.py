@@ -80,7 +80,7 @@ def _evaluated(
 ) -> Any:
     with canonical(mesh_of([spec for s in call.states for spec in s.specs])):
         trees = [
-            pytree.unflatten(s.handle._node, entered(s.specs, leaves))
+            pytree.unflatten(s.node, entered(s.specs, leaves))
             for s, leaves in zip(call.states, slots, strict=True)
         ]
         inputs = [
@@ -88,7 +88,7 @@ def _evaluated(
         ]
         result = call.apply(fn, trees, inputs)
         first = call.states[0] if donates else None
-        return shown(result) if first is None else left(first.specs, first.handle._node, result)
+        return shown(result) if first is None else left(first.specs, first.node, result)
 
 
 def _checked(result: Any, call: Call, name: str) -> tuple[list[Tensor], Any]:
@@ -96,7 +96,7 @@ def _checked(result: Any, call: Call, name: str) -> tuple[list[Tensor], Any]:
     changed, metrics = new_state_and_metrics(name, result)
     state = call.states[0]
     new, treedef = pytree.flatten(changed)
-    refuse_new_state(name, state.handle._node, [s.spec for s in state.arena.plan.slots], treedef, new)
+    refuse_new_state(name, state.node, [s.spec for s in state.arena.plan.slots], treedef, new)
     return [held(leaf) for leaf in new], pytree.map(_own, metrics)
 
 

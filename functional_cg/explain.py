@@ -68,6 +68,18 @@ def warnings_of(lowered: Lowered) -> Iterator[str]:
             "`fcg.random.split(key)` or `fcg.random.fold_in(key, n)`."
         )
     yield from _rest(shared)
+    if lowered.inspection.by_mode:
+        yield (
+            f"applies {', '.join(lowered.inspection.by_mode)} in training mode, by the statistics of the batch or with "
+            "dropout, and trains nothing: to evaluate, `apply(params, buffers, x, train=False)`."
+        )
+    elif forgotten := lowered.inspection.forgotten:
+        more = f" … and {len(forgotten) - _SHOWN:,} more" if len(forgotten) > _SHOWN else ""
+        yield (
+            f"{'; '.join(forgotten[:_SHOWN])}{more}: new values, such as BatchNorm's statistics, were computed and "
+            "dropped; return them, `loss, new_buffers` from the loss, `has_aux=True`, and "
+            "`state.apply_gradients(grads, buffers=new_buffers)`; or use those that are there, `train=False`."
+        )
     dropped = lowered.inspection.dropped
     for text in dropped[:_SHOWN]:
         yield f"{text}: a new value was computed and dropped; return it in the new state, or do not compute it."

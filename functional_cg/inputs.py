@@ -109,6 +109,7 @@ def input_layout(
       LayoutError: If leaves cannot be copied in; all are listed.
     """
     flat, treedef = pytree.flatten(inputs)
+    treedef = treedef.sorted()  # the function sees each batch in one order
     roots = [roots[i] if i < len(roots) else f"inputs[{i}]" for i in range(len(inputs[0]))]
     names = _names(roots, treedef.paths())
     tensors = [as_input(value) for value in flat]

@@ -6,6 +6,7 @@ memory of its own that reads one slot, as long as the generation that it was tak
 
 from __future__ import annotations
 
+import math
 import operator
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -38,6 +39,8 @@ __all__ = [
     "owned",
     "turns_of",
 ]
+
+_LARGEST = 3.4028234663852886e38  # the largest float32
 
 
 @dataclass(eq=False, slots=True, weakref_slot=True)
@@ -359,18 +362,29 @@ def owned(value: Any) -> Any:
 def as_tensor(value: Any) -> Any:
     """Python numbers and numpy arrays as tensors on the host: bool, i64 and f32 scalars, as among inputs of a step.
 
-    Memory of an array is shared where torch can. What torch cannot hold (strings, objects, integers of more than 64
-    bits, masked arrays) stays as it is, to be reported with its key path.
+    Floats are f64 where that is torch's default dtype. Memory of an array is shared where torch can. What torch cannot
+    hold (strings, objects, integers of more than 64 bits, floats beyond f32, masked arrays) stays as it is, to be
+    reported with its key path.
     """
     try:
-        for kind, dtype in ((bool, torch.bool), (int, torch.int64), (float, torch.float32)):
+        for kind, dtype in ((bool, torch.bool), (int, torch.int64)):
             if isinstance(value, kind):
                 return torch.tensor(value, dtype=dtype, device="cpu")
+        if isinstance(value, float):
+            return _from_float(value)
         if type(value).__module__ == "numpy" and hasattr(value, "__array__"):
             return _from_numpy(value)
     except (TypeError, ValueError, RuntimeError, OverflowError):
         pass
     return value
+
+
+def _from_float(value: float) -> Any:
+    if torch.get_default_dtype() is torch.float64:
+        return torch.tensor(value, dtype=torch.float64, device="cpu")
+    if abs(value) > _LARGEST and math.isfinite(value):
+        return value  # torch would make it infinite
+    return torch.tensor(value, dtype=torch.float32, device="cpu")
 
 
 def _from_numpy(value: Any) -> Tensor:

@@ -177,6 +177,11 @@ class Lowered:
     counts: bool = False
     capture_here: Callable[[], Captured] | None = None
 
+    @property
+    def originals(self) -> list[Any]:
+        """The modules whose copies the program has run."""
+        return list(dict.fromkeys(one.original for one in self.program.applications))
+
     def at(self, capture_here: Callable[[], Captured]) -> Lowered:
         """The same plan, ready to be captured for the arguments of one call."""
         return replace(self, capture_here=capture_here)
@@ -223,6 +228,10 @@ class Lowered:
             and call.layout.treedef == self.layout.treedef
             and not layout_differences(self.layout, call.layout)
         )
+
+    def seen(self, call: Call) -> Call:
+        """A call that fits, as the trace sees it."""
+        return call.laid_out(self.layout, [state.treedef for state in self.states])
 
     def state_differences(self, call: Call) -> list[str]:
         """How the states of a call differ from those of this plan, one line each."""

@@ -88,7 +88,7 @@ def layout_matcher(
             children = [f"{variable}[{i}]" for i in range(count)]
         elif kind is dict:
             lines.append(f"if type({variable}) is not dict or len({variable}) != {count}: return None")
-            children = [f"{variable}[{name(key)}]" for key in treedef.context[1]]
+            children = [f"{variable}[{name(key)}]" for key in treedef.context.sorted]
         else:
             lines.append(f"{variable}, got = flatten({variable})")
             lines.append(f"if got != {name(treedef)}: return None")

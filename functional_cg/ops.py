@@ -27,6 +27,7 @@ __all__ = [
     "returns_view",
     "sync_reason",
     "tensors_in",
+    "unwrapped",
     "written_arguments",
 ]
 
@@ -58,6 +59,14 @@ _NEEDS_VALUE = frozenset(
 def is_batched(tensor: Tensor) -> bool:
     """Whether a tensor stands for a batch under ``torch.func.vmap``."""
     return torch._C._functorch.is_batchedtensor(tensor)
+
+
+def unwrapped(tensor: Tensor) -> Tensor:
+    """The tensor that stands below the transforms of ``torch.func``."""
+    functorch = torch._C._functorch  # private; test_nn notices a change
+    while functorch.is_functorch_wrapped_tensor(tensor):
+        tensor = functorch.get_unwrapped(tensor)
+    return tensor
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:

@@ -18,6 +18,7 @@ from .inputs import InputLayout, as_input, input_layout
 from .sameness import Exact
 from .shards.boundary import refuse_meshes
 from .state import Handle, Lease, check_alive
+from .tree import Treedef
 
 __all__ = ["Call", "Signature", "new_state_and_metrics"]
 
@@ -29,6 +30,12 @@ class StateArgument:
     position: int
     name: str
     handle: Handle
+    seen_as: Treedef | None = None
+
+    @property
+    def node(self) -> Treedef:
+        """Structure of the tree that the function sees: a trace decides in which order keys are gone through."""
+        return self.seen_as or self.handle._node
 
     @property
     def arena(self) -> Arena:
@@ -75,9 +82,13 @@ class Call:
     device: torch.device
     steps: int = 1
 
-    def laid_out(self, layout: InputLayout) -> Call:
-        """The same call, with its inputs in the strides of another layout that they fit."""
-        return replace(self, layout=layout)
+    def laid_out(self, layout: InputLayout, structures: Sequence[Treedef]) -> Call:
+        """The same call, as a trace sees it: inputs in the strides of a layout, states with their keys in one order."""
+        states = (
+            replace(state, seen_as=structure)
+            for state, structure in zip(self.states, structures, strict=True)
+        )
+        return replace(self, layout=layout, states=tuple(states))
 
     @property
     def arenas(self) -> tuple[tuple[int, int, int], ...]:

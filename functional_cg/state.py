@@ -22,6 +22,7 @@ from .markup import card, fold
 from .modes import ordinary
 from .ops import copies
 from .outline import Entry, arena_html, size_text, tree_html, tree_text
+from .passing import read
 from .shards.boundary import at_rest, held, localized, misfits, on_one_mesh, sharding_fix
 from .tree import KeyPath, Treedef, TreeView
 from .turns import at_one_time
@@ -41,7 +42,6 @@ __all__ = [
 ]
 
 T = TypeVar("T")
-_WRITERS = frozenset("append clear extend insert pop popitem remove reverse setdefault sort update".split())
 
 
 class Handle(TreeView):
@@ -178,7 +178,8 @@ class Handle(TreeView):
             has = ", ".join(f"`{n}`" for n in self._part.children) or "none"
             raise TypeError(
                 f"replace: `{self._part.path}` has no field `{name}` that holds leaves; it has {has}. "
-                "What is no tensor is fixed for a state: create a new one from `fcg.snapshot(state).params`."
+                "What is no tensor is fixed for a state. To fix: create a new one of its leaves, "
+                "`fcg.TrainState.create(params=state.params, optimizer=..., key=state.key, step=state.step)`."
             )
         return part
 
@@ -211,12 +212,14 @@ class Handle(TreeView):
         if name == "_donor" or name.startswith(("__", "_ipython_", "_repr_")):
             raise AttributeError(name)  # not donated yet; no such protocol, also for notebooks
         part = None if self._part.is_mapping else self._part.children.get(name)
-        if part is None and name in _WRITERS and self._node.kind in (dict, list):
-            raise self._read_only(f".{name}(...)")  # it would change a passing dict or list, in silence
-        if part is None:  # a method, a property, a static field
-            return getattr(self._level(), name)
+        if part is None:
+            return self._of_node(name)
         self._check(part.path)
         return self._child(part)
+
+    def _of_node(self, name: str) -> Any:
+        """A method, a property or a static field of the user's node."""
+        return read(self._level(), name, lambda: self._read_only(f".{name}", "was called and changes it"))
 
     def __getitem__(self, key: Any) -> Any:
         children = self._part.children
@@ -251,10 +254,10 @@ class Handle(TreeView):
     def __setitem__(self, key: Any, value: Any) -> Never:
         raise self._read_only(f"[{key!r}]")
 
-    def _read_only(self, where: str) -> ReadOnlyError:
+    def _read_only(self, where: str, what: str = "was assigned to") -> ReadOnlyError:
         return ReadOnlyError.of(
             "",
-            f"`{self._part.path}{where}` was assigned to; a state is immutable.",
+            f"`{self._part.path}{where}` {what}; a state is immutable.",
             fix="`state = state.replace(...)`, or `state = fcg.tree.at(lambda s: ..., state, value)`.",
         )
 

@@ -14,9 +14,11 @@ from typing_extensions import TypeVar, dataclass_transform
 from . import tree as pytree
 from .creation import Init, Sharding, create
 from .errors import LayoutError
+from .leaf import Leaf, owned
 from .optim import GradientTransformation
+from .optim.arguments import refuse_without_rate
 from .optim.base import step_or_update
-from .optim.fitting import refuse_unlike
+from .optim.fitting import filled, hidden, kept, left_out, owned_by, refuse_unlike
 from .tree import no_tensors
 
 __all__ = ["TrainState"]
@@ -79,6 +81,7 @@ class TrainState(_StateClass, Generic[Params]):
         accumulate: bool = False,
         sharding: Sharding | Any = None,
         init: Init | None = None,
+        step: int | Tensor | None = None,
         **fields: Any,
     ) -> Self:
         """Place parameters, fresh optimizer state and the rest in an arena; returns a handle.
@@ -97,19 +100,29 @@ class TrainState(_StateClass, Generic[Params]):
             single device, a rank holds its shards and one whole leaf. ``path`` is text, ``params['w']``, ``leaf`` the
             one on the meta device, and the tensor of its shape and dtype. Each leaf has a key of its own, folded from
             ``key``.
+          step: Number of updates so far, 0 by default. With the ``key`` of another state, as for another optimizer in
+            the middle of a run, give its ``step`` too: a key and a step make the random numbers of a call.
           fields: Values of the fields that a subclass adds.
         Raises:
           AliasError: If two leaves share memory.
           LayoutError: If a leaf is no tensor, or ``init`` makes one of another shape or dtype.
           TypeError: If ``params`` is a module or a generator, or ``optimizer`` or ``key`` is of another kind.
+          ValueError: If ``optimizer`` applies no learning rate, or ``key`` is that of another state and ``step`` is
+            not given.
         """
         _refuse_arguments(params, optimizer, key)
+        if step is None and isinstance(key, Leaf):
+            raise ValueError(
+                "TrainState.create: `key` is that of another state, and `step` would begin at 0 again: "
+                "`fold_in(state.key, state.step)` would repeat the random numbers of the run so far.\n"
+                "To fix: go on counting, `step=state.step`; or begin with other numbers, `key=fcg.random.key(seed)`."
+            )
         if init is not None and key is None:
             raise TypeError("TrainState.create: `init` needs keys: `key=fcg.random.key(seed)`")
         with torch.inference_mode(False), torch.no_grad():
             handle: Any = create(
                 cls, params=params, optimizer=optimizer, key=key, accumulate=accumulate, sharding=sharding, init=init,
-                others={"buffers": buffers, **fields},
+                step=_counted(step), others={"buffers": buffers, **fields},
             )  # fmt: skip
         return handle  # type: ignore[no-any-return]
 
@@ -122,7 +135,10 @@ class TrainState(_StateClass, Generic[Params]):
         Args:
           grads: Pytree with the structure and shapes of ``params``. Of other floating dtypes, such as bfloat16 for
             float32 parameters, the optimizer converts them; with a fused op, a few leaves at a time. In a ``chain``,
-            what is in front of such an optimizer, as a clip is, computes in the dtype of the gradients.
+            what is in front of such an optimizer, as a clip is, computes in the dtype of the gradients. A parameter
+            that the loss does not use has a gradient of zeros, so that decay and moments still move it. None in its
+            place, or in place of a tree of them, leaves it out, as ``p.grad = None`` does in torch: the parameter and
+            its moments stay as they are, for the norm of a clip it is not there; counts go on.
           changes: Other fields to replace, such as ``buffers`` or ``key``.
         Raises:
           LayoutError: If ``grads`` is unlike ``params``.
@@ -134,8 +150,15 @@ class TrainState(_StateClass, Generic[Params]):
                 why="A state has an accumulator only if it was created with one.",
                 fix="`TrainState.create(..., accumulate=True)` makes `state.grads`.",
             )
+        out = left_out(self.params, grads)
+        grads = filled(self.params, grads, out) if out else grads
         refuse_unlike(self.params, grads)
-        params, opt_state = step_or_update(self.optimizer, grads, self.opt_state, self.params)
+        old = (self.params, self.opt_state)
+        flags = [owned_by(self.params, out, part) if out else [] for part in old]
+        ours, theirs = (hidden(flag, part) if out else part for flag, part in zip(flags, old, strict=True))
+        params, opt_state = step_or_update(self.optimizer, grads, theirs, ours)
+        if out:
+            params, opt_state = map(kept, flags, old, (params, opt_state))
         return dataclasses.replace(self, step=self.step + 1, params=params, opt_state=opt_state, **changes)
 
     def replace(self, **changes: Any) -> Self:
@@ -152,6 +175,16 @@ def _of_torch(optimizer: Any) -> bool:
     return issubclass(kind, torch.optim.Optimizer)
 
 
+def _counted(step: int | Tensor | None) -> Tensor:
+    """The number of updates as i64[]."""
+    count: Tensor = owned(step) if isinstance(step, Tensor) else torch.tensor(0 if step is None else step)
+    if count.shape != () or count.dtype is not torch.int64:
+        raise TypeError(
+            f"TrainState.create: step must be a whole number, got {step!r}. To fix: `step=state.step`."
+        )
+    return count.detach().clone()
+
+
 def _refuse_arguments(params: Any, optimizer: Any, key: Any) -> None:
     if not isinstance(optimizer, GradientTransformation):
         got = optimizer.__name__ if isinstance(optimizer, type) else type(optimizer).__name__
@@ -159,6 +192,7 @@ def _refuse_arguments(params: Any, optimizer: Any, key: Any) -> None:
             f"TrainState.create: optimizer must be one of `fcg.optim`, such as `fcg.optim.sgd(0.1)`, got {got}"
             + (f"; or of its class, `fcg.optim.from_torch({got}, lr=0.1)`" if _of_torch(optimizer) else "")
         )
+    refuse_without_rate("TrainState.create", optimizer)
     if isinstance(params, (torch.nn.Module, Iterator)):
         got = "a module" if isinstance(params, torch.nn.Module) else f"a {type(params).__name__}"
         raise TypeError(

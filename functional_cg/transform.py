@@ -78,7 +78,8 @@ class Transform:
         self._refusal = ""
         # Of two threads one traces, captures or replays, the other waits: they share buffers and a memory pool.
         self._turn = Turn("a step")
-        self._attribute = self._name
+        # Of a method: the name in the instance's `__dict__`; the instance and the step in its class.
+        self._key, self._of = f"{self._name} of step {id(self):#x}", cast("tuple[Any, Any]", (None, None))
         self.stats = Stats()
         self.taps = Taps()
 
@@ -145,13 +146,13 @@ class Transform:
             "To fix: save the state, `fcg.save(path, state)`, and decorate the function again."
         )
 
-    def __set_name__(self, owner: type, name: str) -> None:
-        self._attribute = name
-
     def _of_instance(self, instance: Any, owner: type | None) -> Any:
-        # Like functools.cached_property: one step per instance, kept and freed with it.
-        step = type(self)(self._fn.__get__(instance, owner), **self._given)
-        instance.__dict__[self._attribute] = step
+        # One step per instance and per method, kept and freed with the instance. It is not kept under the method's own
+        # name: a copy of the instance has its entries, and what `super()` leads to is another method of that name.
+        step = instance.__dict__.get(self._key)
+        if step is None or step._of[0] is not instance or step._of[1] is not self:
+            step = instance.__dict__[self._key] = type(self)(self._fn.__get__(instance, owner), **self._given)
+            step._of = instance, self
         return step
 
     def __repr__(self) -> str:
@@ -209,11 +210,13 @@ class Transform:
         refuse_ambient_modes(self._name)
         lowered = self._lowered_for(call)
         lowered.watch.check(self._name)
+        for original in lowered.originals:
+            original.check(self._name)
         self._constants.check()
         replay = functools.partial(self._replay, call, lowered)
         if self._to_verify:
             self._to_verify -= 1
-            call = call.laid_out(lowered.layout)
+            call = lowered.seen(call)
             result = self._shadow.verify(call, lowered, lambda: replay()())
             return lambda: result
         return replay()
@@ -248,9 +251,9 @@ class Transform:
         self._refuse_closed()
         call = self._take_apart(args, kwargs)
         # Inputs take the strides that they have in a replay: the order of a sum depends on them.
-        known = next((one for one in self._lowered.get(call.static_key, ()) if one.fits(call)), call)
-        call = call.laid_out(known.layout)
-        result = run_eager(self._fn, call, self._name, self.taps, donates=self._donates)
+        known = next((one for one in self._lowered.get(call.static_key, ()) if one.fits(call)), None)
+        seen = call if known is None else known.seen(call)
+        result = run_eager(self._fn, seen, self._name, self.taps, donates=self._donates)
         self.stats.eager_calls += 1
         return result
 
@@ -375,8 +378,9 @@ class Transform:
             self._fast = None
 
     def _unchanged(self, lowered: Lowered) -> Callable[[], bool]:
-        values, constants = lowered.watch.unchanged, self._constants.unchanged
-        return (lambda: values() and constants()) if self._constants else values
+        checks: list[Any] = [lowered.watch.unchanged, *(original.unchanged for original in lowered.originals)]
+        checks += [self._constants.unchanged] if self._constants else []
+        return cast("Callable[[], bool]", functools.reduce(lambda one, two: lambda: one() and two(), checks))
 
     def _refuse_closed(self) -> None:
         if self._closed:

@@ -1,7 +1,8 @@
 """Pytrees: nested containers with tensors as leaves. With :mod:`.nodes` the one door to ``torch.utils._pytree``.
 
-Dicts are flattened by sorted key, so the order in which a dict was written never matters. ``None`` is a node
-without leaves, as in JAX; a ``torch.Size`` is a leaf. Types registered with ``torch.utils._pytree`` are nodes here too.
+Dicts are flattened and compared by sorted key, so the order in which a dict was written never matters for what fits;
+rebuilt, a dict has its keys in the order in which it was put in. ``None`` is a node without leaves, as in JAX; a
+``torch.Size`` is a leaf. Types registered with ``torch.utils._pytree`` are nodes here too.
 
 Key paths print as Python would read them: ``state.params['w']``, ``batch['x'][0]``.
 """
@@ -19,7 +20,8 @@ import torch
 from torch.utils import _pytree as torch_pytree
 
 from .errors import LayoutError
-from .nodes import register_dataclass, register_dataclass_node, same_static, static
+from .nodes import register_dataclass, register_dataclass_node, static
+from .treedef import LEAF, KeyPath, Names, Treedef, path_string, structure_diff
 
 __all__ = [
     "KeyPath",
@@ -30,6 +32,7 @@ __all__ = [
     "flatten_with_path",
     "leaves",
     "map",
+    "opened",
     "path_string",
     "register_dataclass",
     "register_dataclass_node",
@@ -40,8 +43,6 @@ __all__ = [
 ]
 
 T = TypeVar("T")
-Key = torch_pytree.SequenceKey[Any] | torch_pytree.MappingKey[Any, Any] | torch_pytree.GetAttrKey
-KeyPath = tuple[Any, ...]
 
 _MAPPINGS = (dict, OrderedDict, defaultdict)
 _MAX_DEPTH = 100  # far below what Python's own stack allows: a tree that is deeper contains itself
@@ -61,61 +62,10 @@ class TreeView(ABC):
         """Return a view with the leaves at the given flat positions replaced."""
 
 
-@dataclass(frozen=True, slots=True)
-class Treedef:
-    """Structure of a pytree without its leaves.
-
-    Two treedefs are equal when a tree of the one can take the place of a tree of the other.
-
-    Attributes:
-      kind: Type of the node; None for a leaf.
-      context: What else the node's type needs to be rebuilt (static fields, for example).
-      keys: One key-path entry per child.
-      children: Treedefs of the children.
-      num_leaves: Number of leaves below.
-    """
-
-    kind: type | None
-    context: Any
-    keys: tuple[Any, ...]
-    children: tuple[Treedef, ...]
-    num_leaves: int
-
-    def __eq__(self, other: object) -> bool:
-        if self is other or not isinstance(other, Treedef):
-            return self is other
-        return (
-            self.kind is other.kind
-            and self.keys == other.keys
-            and same_static(self.context, other.context)
-            and self.children == other.children
-        )
-
-    def __hash__(self) -> int:
-        return hash((self.kind, self.num_leaves, tuple(str(key) for key in self.keys), self.children))
-
-    @property
-    def is_leaf(self) -> bool:
-        return self.kind is None
-
-    def paths(self, prefix: KeyPath = ()) -> list[KeyPath]:
-        """Key paths of all leaves, in flat order."""
-        if self.is_leaf:
-            return [prefix]
-        return [
-            path
-            for key, child in zip(self.keys, self.children, strict=True)
-            for path in child.paths((*prefix, key))
-        ]
-
-
 def static_values(treedef: Treedef) -> list[Any]:
     """Values of the static fields of all registered dataclasses in a structure."""
     own = list(treedef.context) if treedef.kind is not None and dataclasses.is_dataclass(treedef.kind) else []
     return [*own, *(value for child in treedef.children for value in static_values(child))]
-
-
-LEAF = Treedef(None, None, (), (), 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,7 +82,7 @@ def _sorted_keys(mapping: Any) -> list[Any]:
         return sorted(mapping, key=lambda key: (type(key).__name__, repr(key)))
 
 
-def _open(tree: Any) -> _Node | None:
+def opened(tree: Any) -> _Node | None:
     """One level of a tree; None for a leaf."""
     kind = type(tree)
     if tree is None:
@@ -141,7 +91,7 @@ def _open(tree: Any) -> _Node | None:
         names = _sorted_keys(tree)
         factory = tree.default_factory if kind is defaultdict else None
         return _Node(
-            (factory, tuple(names)),
+            Names(factory, tuple(names), tuple(tree)),
             tuple(torch_pytree.MappingKey(name) for name in names),
             [tree[name] for name in names],
         )
@@ -165,7 +115,7 @@ def _open(tree: Any) -> _Node | None:
 def _flatten_into(tree: Any, out: list[Any], path: list[Any]) -> Treedef:
     if isinstance(tree, TreeView):
         tree = tree.__tree__()
-    node = _open(tree)
+    node = opened(tree)
     if node is None:
         out.append(tree)
         return LEAF
@@ -198,7 +148,7 @@ def flatten(tree: Any) -> tuple[list[Any], Treedef]:
       >>> leaves
       [1, 2]
       >>> tree.unflatten(treedef, leaves)
-      {'a': [1, None], 'b': 2}
+      {'b': 2, 'a': [1, None]}
 
     Raises:
       LayoutError: If the tree contains itself.
@@ -225,9 +175,10 @@ def node_unflatten(treedef: Treedef, children: Sequence[Any]) -> Any:
     if kind is type(None):
         return None
     if kind in _MAPPINGS:
-        factory, names = treedef.context
-        mapping: Any = defaultdict(factory) if kind is defaultdict else kind()
-        mapping.update(zip(names, children, strict=True))
+        names = treedef.context
+        mapping: Any = defaultdict(names.factory) if kind is defaultdict else kind()
+        values = dict(zip(names.sorted, children, strict=True))
+        mapping.update((name, values[name]) for name in names.put_in)
         return mapping
     if kind is list or kind is tuple:
         return kind(children)
@@ -282,49 +233,6 @@ def map(function: Callable[..., Any], tree: Any, *rest: Any) -> Any:
             )
         others.append(flat)
     return unflatten(treedef, [function(*group) for group in zip(first, *others, strict=True)])
-
-
-def path_string(path: KeyPath, root: str = "") -> str:
-    """A key path as text: ``path_string(path, "state")`` gives ``state.params['w']``."""
-    return root + "".join(str(key) for key in path)
-
-
-def _describe(node: Treedef) -> str:
-    if node.is_leaf:
-        return "a leaf"
-    assert node.kind is not None
-    if node.kind is type(None):
-        return "None"
-    return f"{node.kind.__name__} with {len(node.children)} children"
-
-
-def structure_diff(expected: Treedef, got: Treedef, root: str = "tree") -> list[str]:
-    """All places where two structures differ, one line each, with key paths."""
-    rows: list[str] = []
-
-    def walk(a: Treedef, b: Treedef, path: KeyPath) -> None:
-        where = path_string(path, root)
-        if a.kind is not b.kind:
-            rows.append(f"{where}  expected {_describe(a)}   got {_describe(b)}")
-            return
-        here = {str(key): child for key, child in zip(a.keys, a.children, strict=True)}
-        there = {str(key): child for key, child in zip(b.keys, b.children, strict=True)}
-        rows.extend(
-            f"{where}{key}  expected {_describe(here[key])}   got nothing" for key in here if key not in there
-        )
-        rows.extend(
-            f"{where}{key}  expected nothing   got {_describe(there[key])}"
-            for key in there
-            if key not in here
-        )
-        if set(here) == set(there) and not same_static(a.context, b.context):
-            rows.append(f"{where}  expected static fields {a.context!r}   got {b.context!r}")
-        for key, child in zip(a.keys, a.children, strict=True):
-            if str(key) in there:
-                walk(child, there[str(key)], (*path, key))
-
-    walk(expected, got, ())
-    return rows
 
 
 class _Marker:

@@ -105,7 +105,7 @@ class Shadow:
             return result, outputs
         state = call.states[0]
         values = buffers.slots[: state.stop - state.start]
-        return (pytree.unflatten(state.handle._node, entered(state.specs, values)), result), outputs
+        return (pytree.unflatten(state.node, entered(state.specs, values)), result), outputs
 
     def _refuse_miscompiled(
         self, call: Call, lowered: Lowered, outputs: Sequence[Tensor], buffers: Buffers

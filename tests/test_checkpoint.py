@@ -6,10 +6,11 @@ import copy
 import io
 import os
 import pickle
+import stat
 import subprocess
 import sys
 from collections import OrderedDict, namedtuple
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -455,3 +456,51 @@ def test_a_state_that_does_not_pickle_can_be_saved(tmp_path: Path) -> None:
         pickle.dumps(state)
     fcg.save(tmp_path / "last", state)
     assert int(fcg.load(tmp_path / "last", create()).step) == 5
+
+
+@pytest.mark.parametrize("mode", [0o600, 0o640, 0o666, 0o444])
+def test_a_file_that_is_replaced_keeps_its_mode(tmp_path: Path, mode: int) -> None:
+    path, state = tmp_path / "run", fcg.place({"w": torch.ones(2)})
+    fcg.save(path, state)
+    path.chmod(mode)
+    link = tmp_path / "last"
+    link.symlink_to(path)
+    for target in (path, link):
+        fcg.save(target, state.replace(w=torch.zeros(2)) if target is link else state)
+        assert stat.S_IMODE(path.stat().st_mode) == mode
+    assert link.is_symlink()
+
+
+def _pipe(path: Path) -> None:
+    os.mkfifo(path)
+
+
+def _loop(path: Path) -> None:
+    path.symlink_to(path.name)
+
+
+def _second_name(path: Path) -> None:
+    path.write_bytes(b"old")
+    os.link(path, path.with_name("other"))
+
+
+@pytest.mark.parametrize(
+    ("make", "says"),
+    [
+        (_pipe, "is no regular file, and would be replaced by one: '.*run'"),
+        (_loop, "Too many levels of symbolic links: '.*run'"),
+        (_second_name, "has a second name .* which would keep the old data; delete one of them: '.*run'"),
+        (Path.mkdir, "Is a directory: '.*run'"),
+    ],
+)
+def test_what_is_no_regular_file_is_not_replaced(
+    tmp_path: Path, make: Callable[[Path], None], says: str
+) -> None:
+    path = tmp_path / "run"
+    make(path)
+    before = os.lstat(path)
+    with pytest.raises(OSError, match=says):
+        fcg.save(path, fcg.place({"w": torch.ones(2)}))
+    after = os.lstat(path)
+    assert (after.st_ino, after.st_mode, after.st_nlink) == (before.st_ino, before.st_mode, before.st_nlink)
+    assert not list(tmp_path.glob(".*"))

@@ -13,6 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import functional_cg as fcg
 from functional_cg import optim, tree
 from functional_cg.errors import DonatedStateError, LayoutError
 from functional_cg.state import place
@@ -825,3 +826,59 @@ def test_inject_hyperparams_wants_a_factory() -> None:
 def test_injected_numbers_go_by_name() -> None:
     with pytest.raises(TypeError, match=r"numbers go by name, got 0.1: `learning_rate=0.1`"):
         optim.inject_hyperparams(optim.sgd)(0.1)
+
+
+class _Mine(optim.GradientTransformation):
+    def init(self, params: Any) -> Any:
+        return ()
+
+    def update(self, updates: Any, state: Any, params: Any = None) -> Any:
+        return updates, state
+
+
+_LABELS = {"w": "a", "b": "b"}
+_UPHILL = [
+    optim.chain(optim.clip_by_global_norm(1.0), optim.scale_by_adam()),
+    optim.scale_by_adam(),
+    optim.trace(0.9),
+    optim.identity(),
+    optim.chain(),
+    optim.chain(optim.scale_by_adam(), optim.scale(0.1)),
+    optim.chain(optim.scale_by_adam(), optim.add_decayed_weights(0.1)),
+    optim.chain(optim.scale_by_adam(), optim.scale_by_schedule(optim.warmup_cosine(0.1, 10, 100))),
+    optim.partition({"a": optim.sgd(0.1), "b": optim.scale_by_adam()}, _LABELS),
+    optim.inject_hyperparams(optim.scale_by_adam)(b1=0.9),
+    optim.masked(optim.set_to_zero(), {"w": True, "b": False}),
+]
+_DOWNHILL = [
+    optim.set_to_zero(),
+    optim.chain(optim.scale_by_adam(), optim.scale_by_learning_rate(0.1)),
+    optim.chain(optim.scale_by_adam(), optim.scale(-0.1)),
+    optim.chain(
+        optim.scale_by_adam(), optim.scale_by_schedule(optim.linear(0.1, 0.0, 10)), optim.scale(-1.0)
+    ),
+    optim.chain(optim.scale_by_adam(), optim.scale_by_schedule(optim.linear(-0.1, 0.0, 10))),
+    optim.chain(optim.scale_by_adam(), optim.scale_by_schedule(lambda count: -0.1)),
+    optim.chain(optim.sgd(0.1), optim.masked(optim.set_to_zero(), {"w": True, "b": False})),
+    optim.partition({"a": optim.sgd(0.1), "b": optim.set_to_zero()}, _LABELS),
+    optim.inject_hyperparams(optim.adam)(learning_rate=0.1),
+    optim.lookahead(optim.adafactor(0.1)),
+    _Mine(),
+    optim.chain(optim.scale_by_adam(), _Mine()),
+    optim.chain(
+        optim.scale_by_adam(), optim.GradientTransformation.from_functions(_Mine().init, _Mine().update)
+    ),
+    optim.chain(optim.scale_by_adam(), optim.scale(torch.tensor(-0.1))),
+]
+
+
+@pytest.mark.parametrize("optimizer", _UPHILL, ids=lambda tx: repr(tx)[:60])
+def test_a_state_wants_an_optimizer_with_a_learning_rate(optimizer: Any) -> None:
+    params = {"w": torch.ones(2), "b": torch.ones(1)}
+    with pytest.raises(ValueError, match=r"no learning rate: .*(.|\n)*optim\.scale_by_learning_rate\(1e-3\)"):
+        fcg.TrainState.create(params=params, optimizer=optimizer)
+
+
+@pytest.mark.parametrize("optimizer", _DOWNHILL, ids=lambda tx: repr(tx)[:60].partition(" object")[0])
+def test_what_may_have_a_learning_rate_is_taken(optimizer: Any) -> None:
+    fcg.TrainState.create(params={"w": torch.ones(2), "b": torch.ones(1)}, optimizer=optimizer)

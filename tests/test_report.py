@@ -606,6 +606,20 @@ def test_bytes_by_role_draws_each_byte_once() -> None:
     assert len({bars.patches[0].get_hatch() for bars in ax.containers}) == 3
 
 
+@pytest.mark.parametrize("n", [4, 64, 1024])
+def test_sizes_by_role_stay_in_the_frame_and_are_those_of_the_leaves(n: int) -> None:
+    state = fcg.TrainState.create(params={"w": torch.ones(n, n)}, optimizer=fcg.optim.adam(0.1))
+    ax = report.bytes_by_role(state)
+    ax.figure.canvas.draw()
+    frame = ax.get_window_extent()
+    for text in ax.texts:
+        place = text.get_window_extent()
+        assert frame.x0 <= place.x0
+        assert place.x1 <= frame.x1
+    assert ax.texts[0].get_text() == "8 bytes"
+    plt.close(ax.figure)
+
+
 def test_arena_draws_slots_where_they_lie() -> None:
     state = fcg.place({"a": torch.zeros(120), "b": torch.zeros(2000), "n": 1})
     ax = report.arena(state)

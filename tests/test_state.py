@@ -12,10 +12,11 @@ import textwrap
 import threading
 import timeit
 import weakref
-from collections import OrderedDict, defaultdict, namedtuple
+from collections import OrderedDict, defaultdict, deque, namedtuple
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import einops
@@ -25,6 +26,7 @@ import torch
 from hypothesis import given
 from torch import Tensor
 from torch.nn import functional as F
+from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import functional_cg as fcg
@@ -698,8 +700,8 @@ class Model:
 def test_a_mapping_forwards_its_protocol() -> None:
     nest = {"w": torch.ones(2), "b": {"x": torch.zeros(1), "y": None}}
     state: Any = fcg.place(nest)
-    assert list(state) == list(state.keys()) == ["b", "w"]
-    assert [name for name, _ in state.items()] == ["b", "w"]
+    assert list(state) == list(state.keys()) == ["w", "b"]
+    assert [name for name, _ in state.items()] == ["w", "b"]
     assert state.get("nope", 3) == 3
     assert ("w" in state, "nope" in state, len(state), bool(state)) == (True, False, 2, True)
     assert {**state}["w"].tolist() == [1.0, 1.0]
@@ -707,7 +709,7 @@ def test_a_mapping_forwards_its_protocol() -> None:
     assert (lambda w, b: w.tolist())(**state) == [1.0, 1.0]
     assert state["b"]["y"] is None
     assert type(state["b"]) is Handle
-    assert [type(value) for value in state.values()] == [Handle, Leaf]
+    assert [type(value) for value in state.values()] == [Leaf, Handle]
     with pytest.raises(KeyError, match="nope"):
         state["nope"]
     with pytest.raises(AttributeError, match="'dict' object has no attribute 'w'"):
@@ -1092,18 +1094,66 @@ def test_generators_of_strategies_make_states(getkey: Callable[[], Tensor]) -> N
     assert state.replace(key=getkey())["key"].shape == (2,)
 
 
-def test_methods_that_would_change_a_passing_container_are_refused() -> None:
-    state: Any = fcg.place({"a": torch.ones(1), "l": [torch.ones(1)]})
-    for call in (
+class _Counts:
+    """A node whose methods write to it, in a slot and in a dict of its own."""
+
+    def __init__(self, n: Any) -> None:
+        self.n = n
+
+    def bump(self) -> int:
+        self.n = self.n + 1
+        return 3
+
+    def note(self) -> None:
+        self.seen = True
+
+    @property
+    def touched(self) -> bool:
+        self.n = None
+        return True
+
+    def read(self) -> float:
+        return self.n.item() + self.other()
+
+    def other(self) -> float:
+        return 1.0
+
+
+pytree.register_pytree_node(_Counts, lambda node: ([node.n], None), lambda children, _: _Counts(*children))
+
+
+@pytest.mark.parametrize("kind", [dict, OrderedDict, partial(defaultdict, list)])
+def test_methods_that_would_change_a_passing_container_are_refused(kind: Callable[[Any], Any]) -> None:
+    state: Any = fcg.place(
+        kind({"a": torch.ones(1), "l": [torch.ones(1), torch.zeros(1)], "d": deque([torch.ones(1)])})
+    )
+    calls = [
         lambda: state.update(a=torch.zeros(1)),
         lambda: state.pop("a"),
+        lambda: state.popitem(),
+        lambda: state.clear(),
         lambda: state.setdefault("b", 1),
         lambda: state["l"].append(torch.zeros(1)),
-    ):
-        with pytest.raises(ReadOnlyError, match=r"was assigned to; a state is immutable(.|\n)*tree\.at"):
+        lambda: state["l"].reverse(),
+        lambda: state["d"].rotate() or state["d"].append(1),
+    ]
+    calls += [lambda: state.move_to_end("a")] if kind is OrderedDict else []
+    for call in calls:
+        with pytest.raises(
+            ReadOnlyError, match=r"was called and changes it; a state is immutable(.|\n)*tree\.at"
+        ):
             call()
-    assert state.get("a").item() == 1.0
+    assert state.setdefault("a", 1).item() == state.get("a").item() == 1.0
     assert fcg.place(dict(update=torch.ones(1)))["update"].item() == 1.0
+
+
+def test_methods_of_a_node_that_write_to_it_are_refused() -> None:
+    state: Any = fcg.place({"counts": _Counts(torch.zeros(()))})["counts"]
+    for call in (state.bump, state.note, lambda: state.touched):
+        with pytest.raises(ReadOnlyError, match=r"`state\['counts'\]\.\w+` was called and changes it"):
+            call()
+    assert state.read() == 1.0
+    assert state.read.__name__ == "read"
 
 
 def test_few_calls_copy_many_tensors() -> None:

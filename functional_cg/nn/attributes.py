@@ -1,35 +1,224 @@
-"""What a forward leaves on its module: attributes before and after it.
+"""What a module holds: attributes and all that they lead to, by name, at any depth.
 
-Submodules, plain values and what stands in lists, dicts and sets is compared; objects of other kinds are compared by
-identity alone. Of buffers, whose values may change, it is compared which of them there are.
+A forward may leave nothing on the private copy that it runs on, for it is gone after the call; and what is done to the
+original after it was copied has no effect on the copy. Both are differences of what was held before and after. Of
+buffers, whose values may change, it is compared which of them there are.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import hashlib
+import itertools
+import re
+from collections import deque
+from collections.abc import Iterator, Mapping
+from enum import Enum
+from functools import cached_property, partial
+from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from ..errors import ReadOnlyError, SideEffectError
+from ..nodes import same_static
 from .storage import storage_of
 
-__all__ = ["attributes", "buffers_set", "refuse_changed", "refuse_changed_buffers", "refuse_exchanged"]
+__all__ = [
+    "Held",
+    "buffers_set",
+    "changed",
+    "held",
+    "refuse_changed",
+    "refuse_changed_buffers",
+    "refuse_exchanged",
+]
+
+Held = dict[str, Any]  # by path: what stands there, in a form that can be compared later
+
+# Compared by value, in the container that they stand in.
+_PLAIN = (bool, int, float, complex, str, bytes, type(None), Enum, torch.dtype, torch.device)
+_SEQUENCES = (list, tuple, deque)
+_SETS = (set, frozenset)
+_LEAVES = (Tensor, type, ModuleType, BuiltinFunctionType)
+_OWN = "functional_cg"  # what watches the forward counts
+_INSIDE = r"<\d+>.*"  # below what an object keeps in C, which has no names
 
 
-def attributes(module: nn.Module) -> dict[str, tuple[Any, ...]]:
-    """What each attribute of a module and its parts holds now, containers by what is in them."""
-    found: dict[str, tuple[Any, ...]] = {}
-    for path, part in module.named_modules():
-        for name, value in vars(part).items():
-            where = f"{path}.{name}" if path else name
-            if name == "_buffers":
-                continue
-            if isinstance(value, dict):
-                found[where] = (*value, *value.values())
-            else:
-                found[where] = tuple(value) if isinstance(value, (list, tuple, set)) else (value,)
+class _Same:
+    """Stands for an object that is compared by identity, and keeps it alive."""
+
+    __slots__ = ("value",)
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Same) and self.value is other.value
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+def held(module: nn.Module) -> Held:
+    """What a module, its parts and the classes of its parts hold now."""
+    found: Held = {}
+    for path, value in walked(module):
+        content = _content(value)
+        # What an object hands out of its inside may be another object each time.
+        found[path] = type(value) if "<" in path and isinstance(content, _Same) else content
     return found
+
+
+def walked(module: nn.Module) -> Iterator[tuple[str, Any]]:
+    """What a module holds, with the path to it, each object once."""
+    seen: dict[int, Any] = {}
+    left: list[tuple[str, Any]] = [("", module)]
+    while left:
+        path, value = left.pop()
+        known = id(value) in seen
+        if not known:
+            seen[id(value)] = value  # kept, so that no id is taken again
+            left.extend((path + name, below) for name, below in _below(value))
+        if not known or not path or isinstance(value, _PLAIN):
+            yield path.removeprefix("."), value
+
+
+def _below(value: Any) -> list[tuple[str, Any]]:
+    """What an object leads to, with the end of the path; plain values in containers are part of their content."""
+    if isinstance(value, (*_LEAVES, *_PLAIN)) or type(value).__module__.startswith(_OWN):
+        return []
+    if isinstance(value, nn.Module):
+        return [*_of_module(value), *_of_class(type(value))]
+    if isinstance(value, dict):
+        inner = [(f"[{key!r}]", item) for key, item in value.items() if not isinstance(item, _PLAIN)]
+        return [*inner, *_attributes(value)]
+    if isinstance(value, (*_SEQUENCES, *_SETS)):
+        inner = [(f"[{i}]", item) for i, item in enumerate(value) if not isinstance(item, _PLAIN)]
+        return [*inner, *_attributes(value)]
+    if isinstance(value, MethodType):
+        return [("", value.__self__)]
+    if isinstance(value, partial):
+        return [("", value.func), ("", value.args), ("", value.keywords), *_attributes(value)]
+    if isinstance(value, FunctionType):
+        return _attributes(value)
+    return [*_attributes(value), *_reduced(value)]
+
+
+def _of_module(module: nn.Module) -> list[tuple[str, Any]]:
+    """Attributes by their names, parts and parameters as if they were attributes; buffers are looked at elsewhere."""
+    found: list[tuple[str, Any]] = []
+    for name, value in vars(module).items():
+        if name in ("_modules", "_parameters"):
+            found += [(f".{key}", item) for key, item in value.items()]
+        elif name != "_buffers":
+            found.append((f".{name}", value))
+    return found
+
+
+def _of_class(cls: type) -> list[tuple[str, Any]]:
+    """Data that the user's own classes hold: it is shared by all modules of the class, copied or not."""
+    return [
+        (f".{owner.__name__}.{name}", value)
+        for owner in cls.__mro__
+        if owner.__module__.partition(".")[0] not in ("torch", "builtins")
+        for name, value in vars(owner).items()
+        if not name.startswith("__") and not isinstance(value, (FunctionType, property)) and _is_data(value)
+    ]
+
+
+def _is_data(value: Any) -> bool:
+    return isinstance(value, (*_PLAIN, *_SEQUENCES, *_SETS, dict))
+
+
+def _attributes(value: Any) -> list[tuple[str, Any]]:
+    """What an object stores under names, without what a cached property has left there: it would be computed again."""
+    cls = type(value)
+    slots = [
+        name
+        for owner in cls.__mro__
+        for name in _names(owner.__dict__.get("__slots__", ()))
+        if name not in ("__dict__", "__weakref__")
+    ]
+    found = {name: getattr(value, name) for name in slots if hasattr(value, name)}
+    found |= getattr(value, "__dict__", {})
+    return [
+        (f".{name}", item)
+        for name, item in found.items()
+        if not isinstance(getattr(cls, str(name), None), cached_property)
+    ]
+
+
+def _names(slots: Any) -> tuple[str, ...]:
+    return (slots,) if isinstance(slots, str) else tuple(slots)
+
+
+def _reduced(value: Any) -> list[tuple[str, Any]]:
+    """What an object keeps in C, such as an iterator its place: as ``copy`` takes it."""
+    cls = type(value)
+    own = any(vars(owner).keys() & {"__reduce__", "__reduce_ex__"} for owner in cls.__mro__[:-1])
+    if _array(value) or not own:
+        return []
+    try:
+        parts = value.__reduce_ex__(4)
+    except Exception:  # an object that cannot be copied: the module's own copy shares it
+        return []
+    if not isinstance(parts, tuple):
+        return []
+    items = [list(itertools.islice(part, 10_000)) if part is not None else None for part in parts[3:5]]
+    return [(f"<{i}>", part) for i, part in enumerate([*parts[1:3], *items])]
+
+
+def _array(value: Any) -> bool:
+    return isinstance(value, (bytearray, memoryview)) or (
+        type(value).__module__.partition(".")[0] == "numpy" and hasattr(value, "tobytes")
+    )
+
+
+def _content(value: Any) -> Any:
+    """What an object holds by itself, without what stands below it at paths of its own."""
+    if isinstance(value, _PLAIN):
+        return value
+    if isinstance(value, dict):
+        return type(value), tuple(value), tuple(map(_inline, value.values()))
+    if isinstance(value, _SEQUENCES):
+        return type(value), tuple(map(_inline, value))
+    if isinstance(value, _SETS):
+        return type(value), frozenset((type(item), item) for item in value)
+    if _array(value):
+        shape = getattr(value, "shape", None), str(getattr(value, "dtype", ""))
+        return (
+            type(value),
+            shape,
+            hashlib.blake2b(value.tobytes() if hasattr(value, "tobytes") else value).digest(),
+        )
+    return _Same(value)
+
+
+def _inline(item: Any) -> Any:
+    if isinstance(item, Tensor):
+        return _Same(item)
+    return item if isinstance(item, _PLAIN) else ...  # what stands at a path of its own
+
+
+def changed(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
+    """Paths at which something else is held; of what stands below another one of them, the first."""
+    paths = [path for path in {**before, **after} if not _equal(before, after, path)]
+    shown = list(dict.fromkeys(re.sub(_INSIDE, "", path) for path in paths))
+    return [path for path in shown if not any(path != one and _is_below(path, one) for one in shown)]
+
+
+def _is_below(path: str, other: str) -> bool:
+    return path.startswith(other) and path[len(other) :][:1] in (".", "[")
+
+
+def _equal(before: Mapping[str, Any], after: Mapping[str, Any], path: str) -> bool:
+    if path not in before or path not in after:
+        return False
+    old, new = before[path], after[path]
+    try:
+        return same_static(old, new)
+    except TypeError:
+        return old is new
 
 
 def buffers_set(module: nn.Module) -> dict[str, bool]:
@@ -67,21 +256,18 @@ def refuse_changed_buffers(name: str, before: Mapping[str, bool], after: Mapping
     )
 
 
-def refuse_changed(
-    name: str, before: Mapping[str, tuple[Any, ...]], after: Mapping[str, tuple[Any, ...]]
-) -> None:
-    """Raise if attributes differ.
+def refuse_changed(name: str, before: Held, after: Held) -> None:
+    """Raise if what a module holds differs.
 
     Raises:
-      SideEffectError: With the name of each.
+      SideEffectError: With the name of each attribute, element or key.
     """
-    changed = [where for where in after if not _same(before.get(where), after[where])]
-    changed += [where for where in before if where not in after]
-    if changed:
+    paths = changed(before, after)
+    if paths:
         raise SideEffectError.of(
             name,
-            f"its forward changes {len(changed)} attribute{'s' * (len(changed) > 1)} of the module.",
-            rows=[f"`{where}`" for where in changed],
+            f"its forward changes {len(paths)} attribute{'s' * (len(paths) > 1)} of the module.",
+            rows=[f"`{path}`" for path in paths],
             why="`apply` is a pure function: what the forward leaves on the module is gone after the call.",
             fix="return it; or make it a tensor and register it, `self.register_buffer(...)`: then it is returned in "
             "`new_buffers`.",
@@ -117,12 +303,3 @@ def refuse_exchanged(name: str, root: str, given: Mapping[str, Tensor], held: Ma
 
 def _memory(tensor: Tensor) -> tuple[Any, ...]:
     return storage_of(tensor), tensor.storage_offset(), tensor.shape, tensor.stride()
-
-
-def _same(old: tuple[Any, ...] | None, new: tuple[Any, ...]) -> bool:
-    if old is None or len(old) != len(new):
-        return False
-    return all(
-        a is b or (type(a) is type(b) and isinstance(a, (int, float, str, bytes)) and a == b)
-        for a, b in zip(old, new, strict=True)
-    )

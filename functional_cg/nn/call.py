@@ -28,7 +28,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ..errors import CaptureError, ImplicitRandomnessError, ReadOnlyError
 from ..ops import can_draw, written_arguments
 from ..source import Location, user_frame
-from .attributes import attributes, buffers_set, refuse_changed, refuse_changed_buffers
+from .attributes import buffers_set, held, refuse_changed, refuse_changed_buffers
 from .draws import draw, is_drawn
 from .storage import storage_of
 
@@ -46,11 +46,11 @@ def run(
     kwargs: Mapping[str, Any],
     key: Tensor | None,
     params: Mapping[str, Tensor],
-) -> tuple[Any, Set[int | None]]:
+) -> tuple[Any, Set[int | None], bool]:
     """Call a module of our own, which holds ``params``, and buffers that it may write.
 
     Returns:
-      (out, written): what the forward returns, and the storages that it has written.
+      (out, written, drew): what the forward returns, the storages that it has written, and whether it drew numbers.
     Raises:
       ImplicitRandomnessError: If an op draws and ``key`` is None, or if a key cannot replace it.
       ReadOnlyError: If a parameter is written.
@@ -60,13 +60,13 @@ def run(
     names = {storage_of(param): name for name, param in params.items()}
     names.pop(None, None)  # which would be all that cannot be told apart
     name, place = type(module).__name__, Place(module)
-    before, buffers = attributes(module), buffers_set(module)
+    before, buffers = held(module), buffers_set(module)
     effects = Effects(name, key, place, names)
     with OpenKernels(), effects:
         out = module(*args, **kwargs)
     refuse_changed_buffers(name, buffers, buffers_set(module))
-    refuse_changed(name, before, attributes(module))
-    return out, effects.written
+    refuse_changed(name, before, held(module))
+    return out, effects.written, place.drew
 
 
 class Place:
@@ -94,6 +94,11 @@ class Place:
     def path(self) -> str:
         """Name of the innermost submodule that runs, as ``named_modules`` has it."""
         return self._trail[-1][0] if self._trail else ""
+
+    @property
+    def drew(self) -> bool:
+        """Whether there were draws."""
+        return bool(self._draws)
 
     def next_stream(self) -> int:
         """A number for one draw: a hash of the path and of how many draws came before it there."""
@@ -184,6 +189,8 @@ class Effects(TorchDispatchMode):
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        if func.namespace == "prim":
+            return func(*args, **kwargs)  # a question about a tensor, not a computation
         if torch.is_inference_mode_enabled() and func._can_decompose():
             with self:  # only its parts tell what it draws and writes
                 return func.decompose(*args, **kwargs)

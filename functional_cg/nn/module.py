@@ -13,10 +13,12 @@ from torch import Tensor, nn
 from .. import tree as pytree
 from ..arena import BufferSpec, refuse_aliases
 from ..errors import LayoutError
-from ..ops import is_batched
+from ..ops import is_batched, unwrapped
 from ..random import check_key
+from ..surroundings import in_a_backward
 from .attributes import refuse_exchanged
 from .call import run
+from .originals import Applied, Original, note
 from .refusals import refuse_impure
 from .storage import storage_of
 
@@ -30,7 +32,8 @@ def from_module(module: nn.Module) -> tuple[Apply, dict[str, Tensor], dict[str, 
     of the call: a different one for each submodule and each draw in it, so that adding a layer leaves the masks of the
     others as they are. Attention that drops out runs on the math backend, which keeps its matrix of weights in memory;
     RNNs run one time step after the other, without cuDNN and oneDNN. Writes to buffers, such as BatchNorm's running
-    statistics, are returned and not done. The module itself is copied and never read again.
+    statistics, are returned and not done. The module itself is copied: what is done to it afterwards has no effect, and
+    the next call, be it a replay, is refused.
 
     Parameters that do not require gradients are among the buffers: they are not trained. The mode is an argument of the
     call, ``train=True`` by default, whichever mode ``module`` is in; but where ``module`` is in training mode and a
@@ -64,7 +67,7 @@ def from_module(module: nn.Module) -> tuple[Apply, dict[str, Tensor], dict[str, 
     buffers = dict(module.named_buffers())
     buffers |= {name: p for name, p in module.named_parameters() if not p.requires_grad}
     _refuse_shared(type(module).__name__, params | buffers)
-    apply = Apply(_template(module), frozenset(params), frozenset(_frozen(module)))
+    apply = Apply(_template(module), frozenset(params), frozenset(_frozen(module)), Original(module))
     return apply, _owned(params), _owned(buffers)
 
 
@@ -75,6 +78,7 @@ class Apply:
     _template: nn.Module
     _trained: frozenset[str]
     _frozen: frozenset[str]
+    _original: Original
 
     def __call__(
         self,
@@ -105,8 +109,10 @@ class Apply:
           LayoutError: If names or shapes are not the module's.
           ReadOnlyError: If the forward writes a parameter, or exchanges the memory of a tensor.
           SideEffectError: If it writes an attribute of the module, or if a buffer becomes None or a tensor.
+          BakedValueError: If the module was changed since ``from_module`` copied it: frozen, hooked, or an attribute.
           CaptureError: If it calls ``torch.utils.checkpoint``, as ``remat`` does; around ``apply``, ``remat`` is fine.
         """
+        self._original.check()
         params, buffers = self._by_name(params, buffers)
         self._refuse_key(key)
         # Copies of all, of which a captured step keeps those that are written: autograd saves what the forward uses,
@@ -116,12 +122,25 @@ class Apply:
         trained = {name: _alias(param) for name, param in params.items()}
         given = {name: buffer.detach() for name, buffer in held.items()}
         module = self._copy({**trained, **held}, train=train)
-        out, written = run(module, args, kwargs, key, params)
+        out, written, drew = run(module, args, kwargs, key, params)
         refuse_exchanged(type(module).__name__, "params", params, trained)
         refuse_exchanged(type(module).__name__, "buffers", given, held)
         new = {name: _lookup(module, name) for name in buffers}
         kept = {name for name in buffers if new[name] is held[name] and storage_of(new[name]) not in written}
-        return out, {name: buffers[name] if name in kept else new[name].detach() for name in buffers}
+        values = {name: buffers[name] if name in kept else new[name].detach() for name in buffers}
+        if not in_a_backward():  # where `remat` computes again, for the gradients alone
+            self._note(module, {name: values[name] for name in buffers if name not in kept}, drew=drew)
+        return out, values
+
+    def _note(self, module: nn.Module, written: Mapping[str, Tensor], *, drew: bool) -> None:
+        parts = dict.fromkeys(name.rpartition(".")[0] for name in written)
+        texts = tuple(f"`{path}` ({type(module.get_submodule(path)).__name__})" for path in parts)
+        by_mode = module.training and (drew or bool(written))
+        note(
+            Applied(
+                self._original, type(module).__name__, by_mode, texts, tuple(map(unwrapped, written.values()))
+            )
+        )
 
     def state_dict(self, params: Mapping[str, Tensor], buffers: Mapping[str, Tensor]) -> dict[str, Any]:
         """The tensors under all names that the module's own ``state_dict`` has: ``model.load_state_dict`` takes it.

@@ -103,6 +103,24 @@ def beside(scalar: Any, leaf: Tensor) -> Any:
     return scalar.to(leaf.device) if isinstance(scalar, Tensor) and scalar.device != leaf.device else scalar
 
 
+def with_rate(
+    call: Callable[[Columns, Scalar], Sequence[Sequence[Tensor]]], columns: Columns, lr: Scalar
+) -> tuple[list[Tensor], ...]:
+    """Run ``call(columns, lr)`` with a learning rate that the op reads as it is.
+
+    The CUDA kernels read a tensor as float32, also for parameters in float64. These take a step of rate 1, of which
+    they go the part that the rate says: all of these optimizers are linear in it.
+    """
+    params = columns[0]
+    if not isinstance(lr, Tensor):
+        return tuple(map(list, call(columns, lr)))
+    rate = beside(lr, params[0])
+    if params[0].dtype is not torch.float64:
+        return tuple(map(list, call(columns, rate.to(torch.float32))))
+    whole, *rest = call(columns, 1.0)
+    return [p + rate * (w - p) for p, w in zip(params, whole, strict=True)], *map(list, rest)
+
+
 def adam(
     packet: Any,
     columns: Columns,
@@ -113,30 +131,33 @@ def adam(
     b2: Scalar,
     eps: Scalar,
     weight_decay: Scalar,
-) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
+) -> tuple[list[Tensor], ...]:
     """``_fused_adam`` or ``_fused_adamw`` over (params, grads, mu, nu) -> (params, mu, nu).
 
     ``count`` is that of this step, from 1. The op only reads its ``state_steps``, so one f32[] serves all leaves.
     """
-    params, grads, mu, nu = align(columns)
-    lr = beside(lr, params[0])
-    steps = [beside(count, params[0]).to(torch.float32)] * len(params)
-    out = overload(packet, lr)(
-        params,
-        grads,
-        mu,
-        nu,
-        [],
-        steps,
-        lr=lr,
-        beta1=b1,
-        beta2=b2,
-        weight_decay=weight_decay,
-        eps=eps,
-        amsgrad=False,
-        maximize=False,
-    )
-    return out[0], out[2], out[3]
+
+    def call(columns: Columns, lr: Scalar) -> Any:
+        params, grads, mu, nu = columns
+        steps = [beside(count, params[0]).to(torch.float32)] * len(params)
+        out = overload(packet, lr)(
+            params,
+            grads,
+            mu,
+            nu,
+            [],
+            steps,
+            lr=lr,
+            beta1=b1,
+            beta2=b2,
+            weight_decay=weight_decay,
+            eps=eps,
+            amsgrad=False,
+            maximize=False,
+        )
+        return out[0], out[2], out[3]
+
+    return with_rate(call, align(columns), lr)
 
 
 def sgd(columns: Columns, *, lr: Scalar, momentum: Scalar, nesterov: bool) -> tuple[list[Tensor], ...]:
@@ -144,23 +165,26 @@ def sgd(columns: Columns, *, lr: Scalar, momentum: Scalar, nesterov: bool) -> tu
 
     A trace of zeros makes ``is_first_step``, a Python bool that a capture would freeze, unnecessary.
     """
-    params, grads, *trace = align(columns)
-    lr = beside(lr, params[0])
-    if params[0].device.type == "cpu" and params[0].dtype in (torch.bfloat16, torch.float16):
-        return _sgd_in_half(params, grads, trace, lr, momentum, nesterov=nesterov)
-    out = overload(aten._fused_sgd, lr)(
-        params,
-        grads,
-        trace[0] if trace else [],
-        weight_decay=0.0,
-        momentum=momentum,
-        lr=lr,
-        dampening=0.0,
-        nesterov=nesterov,
-        maximize=False,
-        is_first_step=False,
-    )
-    return (out[0], out[2]) if trace else (out[0],)
+
+    def call(columns: Columns, lr: Scalar) -> Any:
+        params, grads, *trace = columns
+        if params[0].device.type == "cpu" and params[0].dtype in (torch.bfloat16, torch.float16):
+            return _sgd_in_half(params, grads, trace, lr, momentum, nesterov=nesterov)
+        out = overload(aten._fused_sgd, lr)(
+            params,
+            grads,
+            trace[0] if trace else [],
+            weight_decay=0.0,
+            momentum=momentum,
+            lr=lr,
+            dampening=0.0,
+            nesterov=nesterov,
+            maximize=False,
+            is_first_step=False,
+        )
+        return (out[0], out[2]) if trace else (out[0],)
+
+    return with_rate(call, align(columns), lr)
 
 
 def _sgd_in_half(
@@ -183,12 +207,15 @@ def _sgd_in_half(
     return (news, buffers) if trace else (news,)
 
 
-def adagrad(columns: Columns, *, lr: Scalar, count: Tensor, eps: Scalar) -> tuple[list[Tensor], list[Tensor]]:
+def adagrad(columns: Columns, *, lr: Scalar, count: Tensor, eps: Scalar) -> tuple[list[Tensor], ...]:
     """``_fused_adagrad`` over (params, grads, sums) -> (params, sums)."""
-    params, grads, sums = align(columns)
-    lr = beside(lr, params[0])
-    steps = [beside(count, params[0]).to(torch.float32)] * len(params)
-    out = overload(aten._fused_adagrad, lr)(
-        params, grads, sums, steps, lr=lr, lr_decay=0.0, weight_decay=0.0, eps=eps, maximize=False
-    )
-    return out[0], out[2]
+
+    def call(columns: Columns, lr: Scalar) -> Any:
+        params, grads, sums = columns
+        steps = [beside(count, params[0]).to(torch.float32)] * len(params)
+        out = overload(aten._fused_adagrad, lr)(
+            params, grads, sums, steps, lr=lr, lr_decay=0.0, weight_decay=0.0, eps=eps, maximize=False
+        )
+        return out[0], out[2]
+
+    return with_rate(call, align(columns), lr)

@@ -3,8 +3,7 @@
 Each one is a transformation that scales by a learning rate, with ``update`` written out as a formula; ``sgd``,
 ``adam``, ``adamw`` and ``adagrad`` also have a ``step`` that runs the fused ATen op, the one that ``torch.optim``
 runs with ``fused=True``, to the last bit. Formula and op agree to a few roundings: per step, relative to the largest
-number in the leaf, 1e-6 in float32 and 1e-12 in float64 (1e-6 there with a learning rate that is a tensor, which
-is rounded to float32).
+number in the leaf, 1e-6 in float32 and 1e-12 in float64.
 
 A learning rate is a Python number (a constant of the capture), a schedule, or f32[]. A parameter that the loss does
 not use has a gradient of zeros, not None as in ``torch.optim``: moments and weight decay still move it.
@@ -228,7 +227,7 @@ class adamw(Optimizer):
       >>> params = {"w": torch.tensor([1.0, 2.0]), "b": torch.tensor(1.0)}
       >>> optimizer = optim.adamw(0.1, weight_decay=0.5, mask={"w": True, "b": False})
       >>> optimizer
-      adamw(learning_rate=0.1, b1=0.9, b2=0.999, eps=1e-08, weight_decay=0.5, mask={'b': False, 'w': True})
+      adamw(learning_rate=0.1, b1=0.9, b2=0.999, eps=1e-08, weight_decay=0.5, mask={'w': True, 'b': False})
       >>> grads = {"w": torch.tensor([1.0, -1.0]), "b": torch.tensor(0.0)}
       >>> optimizer.step(grads, optimizer.init(params), params)[0]
       {'b': tensor(1.), 'w': tensor([0.8500, 2.0000])}

@@ -50,3 +50,19 @@ def seed_of(factory: str, key: Tensor | int) -> int:
         f"{factory}: key must be a key, i64[2], or a Python int, got {type(key).__name__}: {key!r}. "
         "To fix: `key=fcg.random.key(0)`."
     )
+
+
+def refuse_without_rate(name: str, tx: Any) -> None:
+    """Refuse an optimizer whose updates are directions, as long as the gradients and uphill.
+
+    Raises:
+      ValueError: Naming the link that is missing.
+    """
+    part = tx.lacks_rate
+    if part is None:
+        return
+    raise ValueError(
+        f"{name}: the optimizer has no learning rate: {part!r} makes a direction, and added to the parameters it would "
+        "lead uphill.\nTo fix: put one behind it, `optim.chain(..., optim.scale_by_learning_rate(1e-3))`; or use an "
+        "optimizer that has one, such as `optim.adam(1e-3)`.",
+    )

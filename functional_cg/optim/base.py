@@ -88,6 +88,15 @@ class GradientTransformation(ABC):
         return any(part.applies_learning_rate for part in self.parts)
 
     @property
+    def lacks_rate(self) -> GradientTransformation | None:
+        """The part that makes a direction of which nothing makes a step; what others write may scale unsaid."""
+        if self.parts and not isinstance(self, Optimizer):
+            lacking = [part.lacks_rate for part in self.parts]
+            return None if None in lacking else lacking[-1]
+        known = type(self).__module__.startswith(__package__) and not isinstance(self, FromFunctions)
+        return None if self.applies_learning_rate or not known else self
+
+    @property
     def acts_per_leaf(self) -> bool:
         """Whether the borders between leaves matter, as they do for a norm or a draw per leaf."""
         return any(part.acts_per_leaf for part in self.parts)
@@ -267,12 +276,9 @@ def positive(name: str, value: object, *, below: float = float("inf")) -> None:
 
 
 def rate_at(learning_rate: ScalarOrSchedule, count: Tensor) -> float | Tensor:
-    """The learning rate of this step: a Python number as it is, all else as f32[] on the device of ``count``.
-
-    The fused CUDA kernels read a tensor learning rate as float32; rounding it here gives ``update`` the same.
-    """
+    """The learning rate of this step: a Python number as it is, all else as f64[]; a leaf rounds it to its dtype."""
     rate = learning_rate(count) if callable(learning_rate) else learning_rate
-    return rate.to(torch.float32) if isinstance(rate, Tensor) else float(rate)
+    return rate.to(torch.float64) if isinstance(rate, Tensor) else float(rate)
 
 
 def shared(scalar: Scalar) -> Callable[[Tensor], Scalar]:

@@ -137,7 +137,7 @@ class masked(GradientTransformation):
       >>> tx = optim.masked(optim.scale(0.5), {"w": True, "b": False})
       >>> grads = {"w": torch.tensor(2.0), "b": torch.tensor(2.0)}
       >>> tx.update(grads, tx.init(grads), grads)[0]
-      {'b': tensor(2.), 'w': tensor(1.)}
+      {'w': tensor(1.), 'b': tensor(2.)}
     """
 
     inner: GradientTransformation
@@ -157,6 +157,10 @@ class masked(GradientTransformation):
     @property
     def parts(self) -> tuple[GradientTransformation, ...]:
         return (self.inner,)
+
+    @property
+    def lacks_rate(self) -> GradientTransformation:
+        return self  # what it passes through is as it came
 
     def init(self, params: Params) -> MaskedState:
         flags = resolve_flags(self.mask, params)
@@ -200,7 +204,7 @@ class partition(GradientTransformation):
       >>> tx = optim.partition({"train": optim.sgd(0.5), "freeze": optim.set_to_zero()}, {"w": "train", "b": "freeze"})
       >>> params = {"w": torch.tensor(2.0), "b": torch.tensor(2.0)}
       >>> tx.step(params, tx.init(params), params)[0]
-      {'b': tensor(2.), 'w': tensor(1.)}
+      {'w': tensor(1.), 'b': tensor(2.)}
     """
 
     transforms: FrozenTree
@@ -219,6 +223,10 @@ class partition(GradientTransformation):
     @property
     def parts(self) -> tuple[GradientTransformation, ...]:
         return self.transforms.leaves
+
+    @property
+    def lacks_rate(self) -> GradientTransformation | None:
+        return next((part for part in (tx.lacks_rate for tx in self.parts) if part is not None), None)
 
     def _groups(self, params: Params) -> dict[Any, tuple[GradientTransformation, list[bool]]]:
         """For every label that occurs: its transformation, and which leaves have it."""

@@ -260,6 +260,7 @@ class adafactor(Optimizer):
     def __post_init__(self) -> None:
         in_range("adafactor: learning_rate", self.learning_rate)
         in_range("adafactor: weight_decay", self.weight_decay)
+        in_range("adafactor: clipping_threshold", self.clipping_threshold)
         object.__setattr__(self, "mask", freeze(self.mask))
         object.__setattr__(self, "eps", tuple(self.eps))
         require(len(self.eps) == 2, f"adafactor: eps is a pair, got {self.eps!r}")

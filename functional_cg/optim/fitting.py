@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, zeros_like
 
 from functional_cg import tree
 from functional_cg.errors import LayoutError
@@ -42,6 +42,57 @@ def refuse_unlike(params: Any, grads: Any) -> None:
             fix="`loss, grads = fcg.value_and_grad(loss_fn)(state.params)`, value first, "
             "then `state.apply_gradients(grads)`.",
         )
+
+
+def left_out(params: Any, grads: Any) -> set[int]:
+    """Flat positions of the parameters for which there is None in place of a gradient, or of a tree of them."""
+    found: set[int] = set()
+
+    def walk(p: tree.Treedef, g: tree.Treedef, start: int) -> None:
+        if g.kind is type(None):
+            found.update(range(start, start + p.num_leaves))
+        elif p.kind is g.kind and p.keys == g.keys:
+            for ours, theirs in zip(p.children, g.children, strict=True):
+                walk(ours, theirs, start)
+                start += ours.num_leaves
+
+    walk(tree.flatten(params)[1], tree.flatten(grads)[1], 0)
+    return found
+
+
+def filled(params: Any, grads: Any, positions: set[int]) -> Any:
+    """Gradients with zeros for what is left out."""
+    flat, treedef = tree.flatten(params)
+    given = iter(tree.leaves(grads))
+    values = [zeros_like(p) if i in positions else next(given, None) for i, p in enumerate(flat)]
+    return grads if next(given, None) is not None else tree.unflatten(treedef, values)
+
+
+def owned_by(params: Any, positions: set[int], state: Any) -> list[bool]:
+    """For each leaf of an optimizer's state, or of the parameters, whether it belongs to one of some parameters.
+
+    A leaf belongs to the parameter whose key path its own ends with, the longest if there are several.
+    """
+    paths = tree.flatten(params)[1].paths()
+    flags = []
+    for path, _ in tree.flatten_with_path(state)[0]:
+        owners = [i for i, name in enumerate(paths) if path[len(path) - len(name) :] == name]
+        flags.append(max(owners, key=lambda i: len(paths[i]), default=None) in positions)
+    return flags
+
+
+def hidden(flags: list[bool], state: Any) -> Any:
+    """The tree with zeros in place of the leaves whose flag is True: what is computed of them is not used."""
+    flat, treedef = tree.flatten(state)
+    return tree.unflatten(
+        treedef, [zeros_like(leaf) if hide else leaf for leaf, hide in zip(flat, flags, strict=True)]
+    )
+
+
+def kept(flags: list[bool], old: Any, new: Any) -> Any:
+    """The new tree, with the leaves whose flag is True as they were."""
+    rows = zip(tree.leaves(old), tree.leaves(new), flags, strict=True)
+    return tree.unflatten(tree.flatten(new)[1], [a if keep else b for a, b, keep in rows])
 
 
 def in_dtypes_of(params: Any, grads: Any) -> Any:

@@ -42,7 +42,7 @@ class flatten(GradientTransformation):
       >>> optimizer = optim.flatten(optim.sgd(0.5))
       >>> params = {"w": torch.tensor([1.0, 2.0]), "b": torch.tensor(3.0)}
       >>> optimizer.step(params, optimizer.init(params), params)[0]
-      {'b': tensor(1.5000), 'w': tensor([0.5000, 1.0000])}
+      {'w': tensor([0.5000, 1.0000]), 'b': tensor(1.5000)}
     """
 
     inner: GradientTransformation

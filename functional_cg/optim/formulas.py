@@ -118,6 +118,7 @@ class yogi(Optimizer):
 
     def __post_init__(self) -> None:
         in_range("yogi: learning_rate", self.learning_rate)
+        in_range("yogi: initial_accumulator_value", self.initial_accumulator_value)
         check_adam("yogi", self.b1, self.b2, self.eps)
 
     @property

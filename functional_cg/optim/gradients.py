@@ -69,7 +69,7 @@ class clip_by_norm(Stateless):
     Example:
       >>> from functional_cg import optim
       >>> optim.clip_by_norm(1.0).update({"w": torch.tensor([3.0, 4.0]), "b": torch.tensor([0.5])}, ())[0]
-      {'b': tensor([0.5000]), 'w': tensor([0.6000, 0.8000])}
+      {'w': tensor([0.6000, 0.8000]), 'b': tensor([0.5000])}
     """
 
     max_norm: Scalar
@@ -202,7 +202,7 @@ class freeze(Stateless):
       >>> from functional_cg import optim
       >>> frozen = optim.freeze({"w": True, "b": False})
       >>> frozen.update({"w": torch.tensor(2.0), "b": torch.tensor(2.0)}, ())[0]
-      {'b': tensor(2.), 'w': tensor(0.)}
+      {'w': tensor(0.), 'b': tensor(2.)}
     """
 
     mask: Any

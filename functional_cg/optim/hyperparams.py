@@ -40,8 +40,8 @@ class inject_hyperparams:
 
     Every ``float`` and ``int`` argument given by name becomes an f64[] of the state, to be changed with
     :func:`set_hyperparams`; what is left out, schedules, masks, bools and the names in ``static_args`` stay
-    constants. The fused ``step`` takes tensors for ``learning_rate`` (rounded to float32, as ``torch.optim`` with
-    a tensor) and ``weight_decay``; with ``b1``, ``b2``, ``eps`` or ``momentum`` in the state the formula runs.
+    constants. The fused ``step`` takes tensors for ``learning_rate`` (rounded to the dtype of the parameters)
+    and ``weight_decay``; with ``b1``, ``b2``, ``eps`` or ``momentum`` in the state the formula runs.
 
     Source: ``optax.inject_hyperparams``.
 
@@ -147,7 +147,7 @@ def _positions(node: tree.Treedef, start: int, path: tree.KeyPath) -> Iterator[t
     offset = start
     for key, child in zip(node.keys, node.children, strict=True):
         if node.kind is InjectHyperparamsState and str(key) == ".hyperparams":
-            for i, (name, inner) in enumerate(zip(child.context[1], child.keys, strict=True)):
+            for i, (name, inner) in enumerate(zip(child.context.sorted, child.keys, strict=True)):
                 yield name, offset + i, (*path, key, inner)
         else:
             yield from _positions(child, offset, (*path, key))

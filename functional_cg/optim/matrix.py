@@ -108,6 +108,7 @@ class scale_by_muon(GradientTransformation):
 
     def __post_init__(self) -> None:
         in_range("scale_by_muon: momentum", self.momentum, below=1.0)
+        in_range("scale_by_muon: eps", self.eps)
         object.__setattr__(self, "ns_coefficients", tuple(self.ns_coefficients))
         require(len(self.ns_coefficients) == 3, "scale_by_muon: ns_coefficients are three numbers")
 
@@ -195,6 +196,7 @@ class muon(Optimizer):
 
     def __post_init__(self) -> None:
         in_range("muon: learning_rate", self.learning_rate)
+        in_range("muon: momentum", self.momentum, below=1.0)
         object.__setattr__(self, "labels", freeze(self.labels))
         in_range("muon: weight_decay", self.weight_decay)
 

@@ -42,7 +42,7 @@ class by_name:
       ... )
       >>> params = {"wte": 1, "norm": 1, "blocks": [{"up": {"weight": 1, "bias": 1}} for _ in range(2)]}
       >>> groups(params)["blocks"]
-      [{'up': {'bias': 'frozen', 'weight': 'frozen'}}, {'up': {'bias': 'no decay', 'weight': 'decay'}}]
+      [{'up': {'weight': 'frozen', 'bias': 'frozen'}}, {'up': {'weight': 'decay', 'bias': 'no decay'}}]
       >>> optimizer = optim.partition(
       ...     {
       ...         "frozen": optim.set_to_zero(),

@@ -32,6 +32,7 @@ from functional_cg.optim.base import (
     shared,
     zero_count,
 )
+from functional_cg.optim.schedules import Schedule
 
 Mask = Any  # None, a prefix tree of bools, or a function of the parameters
 
@@ -55,6 +56,10 @@ class set_to_zero(Stateless):
     ) -> tuple[Updates, OptState]:
         return tree.map(torch.zeros_like, updates), state
 
+    @property
+    def lacks_rate(self) -> None:
+        return None  # zeros lead nowhere
+
 
 @dataclass(frozen=True)
 class scale(Stateless):
@@ -75,6 +80,10 @@ class scale(Stateless):
     @property
     def applies_learning_rate(self) -> bool:
         return isinstance(self.step_size, (int, float)) and self.step_size < 0
+
+    @property
+    def lacks_rate(self) -> GradientTransformation | None:
+        return super().lacks_rate if isinstance(self.step_size, (int, float)) else None
 
 
 class ScaleByScheduleState(NamedTuple):
@@ -107,6 +116,12 @@ class scale_by_schedule(GradientTransformation):
     @property
     def applies_learning_rate(self) -> bool:
         return True
+
+    @property
+    def lacks_rate(self) -> GradientTransformation | None:
+        """A schedule of positive numbers changes no sign: another link has to."""
+        climbs = isinstance(self.schedule, Schedule) and any(self.schedule(t) > 0 for t in (0, 1, 1000))
+        return self if climbs else None
 
 
 @dataclass(frozen=True)

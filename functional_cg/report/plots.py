@@ -36,7 +36,7 @@ def bytes_by_role(state: Any, *, ax: Axes | None = None) -> Axes:
       state: Handle of a state.
       ax: Where to draw; a new figure by default.
     Returns:
-      The axes: one horizontal bar per role, stacked by dtype, padding last.
+      The axes: one horizontal bar per role, stacked by dtype, padding last; the numbers are those of the leaves.
     Raises:
       TypeError: If ``state`` is no handle.
 
@@ -62,11 +62,17 @@ def bytes_by_role(state: Any, *, ax: Axes | None = None) -> Axes:
             color=shades[kind], hatch=hatch, edgecolor="black", linewidth=0.6,
         )  # fmt: skip
         ends = {role: ends[role] + width for role, width in zip(roles, widths, strict=True)}
-    for role, end in ends.items():
-        ax.annotate(f" {_size(round(end * scale))}", (end, role), va="center")
-    ax.margins(x=0.2)
+    sizes = {role: sum(used[role, kind] for kind in kinds if kind != _PADDING) for role in roles}
+    for row, size in enumerate(
+        sizes.values()
+    ):  # in a column at the right end of the frame, whatever their length
+        ax.annotate(
+            _size(size), (1, row), xycoords=ax.get_yaxis_transform(), xytext=(-4, 0), textcoords="offset points",
+            ha="right", va="center", bbox={"facecolor": "white", "edgecolor": "none", "pad": 1},
+        )  # fmt: skip
+    ax.margins(x=0.35)
     ax.invert_yaxis()
-    ax.set(xlabel=unit, ylabel="role", title=f"state: {_size(plan.nbytes)} by role")
+    ax.set(xlabel=unit, ylabel="role", title=f"state: {_size(sum(sizes.values()))} by role")
     _legend(ax)
     return ax
 

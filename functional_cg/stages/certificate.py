@@ -15,6 +15,7 @@ from .program import Instr, Program, Var, live
 __all__ = ["Inspection", "inspection_of"]
 
 _GRADIENTS = 1  # place of the gradients among the arguments of a fused optimizer op
+_WEIGHTS = (1, 2)  # places of weight and bias among those of a batch norm
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +30,9 @@ class Inspection:
       constants: Tensors that the step owns.
       watched: Host values that are compared at each call.
       outputs: Number of metrics.
-      dropped: Leaves among the unchanged ones for which a new value was computed, and where.
+      forgotten: Parts of modules whose new buffers were computed and dropped, as those of BatchNorm are.
+      by_mode: Modules that were applied in training mode by a function that trains nothing.
+      dropped: Other leaves among the unchanged ones for which a new value was computed, and where.
       repeated: Draws of which each call gets the same numbers.
       shared_keys: Pairs of draws of one call that have the same key and stream, and so correlated numbers.
     """
@@ -41,6 +44,8 @@ class Inspection:
     constants: tuple[str, ...]
     watched: tuple[str, ...]
     outputs: int
+    forgotten: tuple[str, ...] = ()
+    by_mode: tuple[str, ...] = ()
     dropped: tuple[str, ...] = ()
     repeated: tuple[str, ...] = ()
     shared_keys: tuple[tuple[str, str], ...] = ()
@@ -60,7 +65,7 @@ class Inspection:
                 f"  metrics: {self.outputs}",
                 f"  constants owned by the step: {shown(self.constants)}",
                 f"  host values watched at each call: {shown(self.watched)}",
-                f"  new values that were computed and dropped: {shown(self.dropped)}",
+                f"  new values that were computed and dropped: {shown([*self.forgotten, *self.dropped])}",
                 f"  draws that share a key: {shown([' and '.join(pair) for pair in self.shared_keys])}",
             ]
         )
@@ -80,6 +85,10 @@ def inspection_of(program: Program, watched: Sequence[str]) -> Inspection:
         constants=tuple(f"{constant.name} {constant.var.spec}" for constant in program.constants),
         watched=tuple(watched),
         outputs=len(program.outputs),
+        forgotten=tuple(_forgotten(program)),
+        by_mode=tuple(
+            dict.fromkeys(one.module for one in program.applications if one.by_mode and not program.new_state)
+        ),
         dropped=tuple(_dropped(program)),
         repeated=tuple(_repeated(program)),
         shared_keys=tuple(shared_keys(program)),
@@ -101,6 +110,20 @@ def _repeated(program: Program) -> Iterator[str]:
             yield str(instr.site or instr.op)
 
 
+def _by_mode(program: Program) -> Iterator[str]:
+    """Modules that a read-only function applies in training mode, where it makes a difference."""
+    yield from (one.module for one in program.applications if one.by_mode and not program.new_state)
+
+
+def _forgotten(program: Program) -> Iterator[str]:
+    """Parts of modules of whose new buffers some reach no result of the step."""
+    results = [*program.new_state, *program.results]
+    _, needed = live(program.instrs, results)
+    needed.update(results)
+    lost = [one for one in program.applications if not needed.issuperset(one.written)]
+    yield from dict.fromkeys(f"the buffers of {part} in {one.module}" for one in lost for part in one.parts)
+
+
 def _dropped(program: Program) -> Iterator[str]:
     """State leaves that are returned unchanged, although a new value for them was computed and used for nothing.
 
@@ -113,6 +136,7 @@ def _dropped(program: Program) -> Iterator[str]:
         if old is new
     }
     leaf_of = {var: var for var in unchanged}
+    buffers = {var.storage for one in program.applications for var in one.written}
     sites: dict[Var, str] = {}
     for instr, lost in _lost(program):
         for source, result in _same_kind(instr):
@@ -122,7 +146,7 @@ def _dropped(program: Program) -> Iterator[str]:
             continue
         # What is looked at in another way is not computed.
         seen = set() if instr.writes else {var.storage for var in instr.inputs()}
-        for var in (var for var in lost if var.storage not in seen):
+        for var in (var for var in lost if var.storage not in seen | buffers):
             leaf = leaf_of.get(var)
             if leaf is not None and leaf.storage != var.storage:  # no view of the leaf
                 sites.setdefault(leaf, f" ({instr.site})" if instr.site else "")
@@ -150,6 +174,8 @@ def _same_kind(instr: Instr) -> Iterator[tuple[Var, Var]]:
     for number, arg in enumerate(instr.args):
         if unscaled and number == _GRADIENTS:
             continue  # given back as they came
+        if "batch_norm" in instr.op._schema.name and number in _WEIGHTS:
+            continue  # no statistics of the batch are new values for them
         for out in columns:
             pairs = [(arg, out)]
             if isinstance(arg, list) and isinstance(out, (list, tuple)) and len(arg) == len(out):

@@ -57,10 +57,8 @@ def _adam(
         new = decayed - step_size * mu / (bound.sqrt() / root + eps)
         results = [new.to(p.dtype), g, mu, nu, bound]
         if found_inf is not None:
-            keep = found_inf.bool()
-            results = [
-                torch.where(keep, old, fresh) for old, fresh in zip([p, g, m, v, top], results, strict=True)
-            ]
+            keep, old = found_inf.bool(), [p, g, m, v, bound if top is None else top]
+            results = [torch.where(keep, *pair) for pair in zip(old, results, strict=True)]
         for column, result in zip(out, results, strict=True):
             column.append(result)
     return (

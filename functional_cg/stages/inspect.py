@@ -25,12 +25,12 @@ from ..errors import (
     LayoutError,
     ReadOnlyError,
 )
-from ..leaf import Leaf
 from ..ops import argument, can_draw, sync_reason, tensors_in, written_arguments
 from ..shards.boundary import sharding_fix
 from ..source import Location, sync_spelling, user_frame
 from ..tree import Treedef, path_string, structure_diff
-from .naming import name_of
+from .naming import way_to
+from .owners import module_fix, owned_fix, owns, read_fix
 
 __all__ = ["MIXED_DTYPES", "Rules", "host_sync", "refuse_mixed_dtypes", "refuse_new_state"]
 
@@ -57,6 +57,8 @@ _PRODUCTS = frozenset(
 )
 # Collectives in place, sends and receives; memory that ranks have registered with each other.
 _BETWEEN_RANKS = frozenset({"c10d", "symm_mem"})
+# Functional collectives, which a state's mesh makes the ranks agree on.
+_COLLECTIVES = frozenset({"_c10d_functional", "_c10d_functional_autograd", "c10d_functional"})
 # They count from the beginning of the storage, which for a leaf is that of its slab.
 _FROM_THE_STORAGE = frozenset({"aten::as_strided_", "aten::as_strided_copy", "aten::as_strided_scatter"})
 
@@ -99,10 +101,14 @@ class Rules:
       function: Name of the user's function, for messages.
       protected: Name of the state leaf, input or constant that owns a storage, by storage key.
       code: The function itself, where messages look for the names of tensors.
+      on_a_mesh: Whether the ranks of a state's mesh make the trace together, and see that they go together.
     """
 
-    def __init__(self, function: str, protected: Mapping[int, str], code: Callable[..., Any]) -> None:
+    def __init__(
+        self, function: str, protected: Mapping[int, str], code: Callable[..., Any], *, on_a_mesh: bool
+    ) -> None:
         self._function = function
+        self._on_a_mesh = on_a_mesh
         self._code = code
         self._protected = protected
         self._facts: dict[Any, _Facts] = {}
@@ -126,6 +132,8 @@ class Rules:
                 raise self._from_the_storage(func)
             if func.namespace in _BETWEEN_RANKS:
                 raise self._between_ranks(func)
+            if func.namespace in _COLLECTIVES and not self._on_a_mesh:
+                raise self._without_a_mesh(func)
             facts = self._facts[func] = _facts(func)
         if facts.may_sync and (reason := sync_reason(func, args, kwargs)):
             source = next(tensors_in(list(args)), None)
@@ -162,9 +170,18 @@ class Rules:
             "leaf; sends and receives, as of a pipeline, belong between steps.",
         )
 
+    def _without_a_mesh(self, func: Any) -> CaptureError:
+        return CaptureError.of(
+            self._function,
+            f"talks to other ranks by {func}{_at()}, and its state is on no mesh.",
+            why="Nothing would see to it that all ranks take part, with values of one shape: they would wait for ever.",
+            fix="make the state one of all ranks, `TrainState.create(..., sharding=fcg.sharding.zero(mesh, stage=1))`; "
+            "in the step `fcg.sharding.mean(value)` or `sum`.",
+        )
+
     def foreign(self, call: Any, tensor: Tensor, *, written: bool = False) -> ForeignTensorError:
         """The error for a tensor that the trace does not know."""
-        name = name_of(tensor, self._code)
+        name, fix = self._name_of(tensor)
         return ForeignTensorError.of(
             self._function,
             f"{'writes' if written else 'reads'} a tensor that is in neither the state nor the inputs.",
@@ -172,19 +189,25 @@ class Rules:
             why="Replay would write to that address after the tensor is freed or replaced."
             if written
             else "Replay would keep reading that address after the tensor is freed or replaced.",
-            fix=_module_fix(tensor) or (_WRITE_FIX if written else _read_fix(name, tensor)),
+            fix=module_fix(tensor) or (_WRITE_FIX if written else fix or read_fix(name, tensor)),
         )
 
     def returned(self, path: str, tensor: Tensor) -> ForeignTensorError:
         """The error for a result that the trace does not know."""
-        name = name_of(tensor, self._code)
+        name, fix = self._name_of(tensor)
         return ForeignTensorError.of(
             self._function,
             "returns a tensor that is in neither the state nor the inputs.",
             rows=[f"{path}  {BufferSpec.of(tensor)}" + (f"   which is {name}" if name else "")],
             why="Replay would return the same memory each time.",
-            fix=_read_fix(name, tensor),
+            fix=fix or read_fix(name, tensor),
         )
+
+    def _name_of(self, tensor: Tensor) -> tuple[str, str]:
+        """How the code writes a tensor, such as ``W``, or nothing; and the fix if a module owns it, or nothing."""
+        name, way = way_to(tensor, self._code)
+        owner = next((value for value in way if owns(value, tensor)), None)
+        return name, "" if owner is None else owned_fix(name, type(owner).__name__)
 
     def foreign_array(self, tensor: Tensor) -> ForeignTensorError:
         """The error for a tensor that shares its memory with a numpy array or a buffer."""
@@ -249,7 +272,7 @@ class Rules:
             f"writes in place into `{owner}`.",
             rows=[f"{func}{_at()}"],
             why="A step is a pure function: warm-up and replay would see different values than the eager run.",
-            fix=_module_fix(tensor)
+            fix=module_fix(tensor)
             or "compute a new tensor (`x = x + noise`) and return it in the new state.",
         )
 
@@ -262,28 +285,6 @@ class Rules:
             return
         if source.device.type == "cuda":
             raise self.host_read("copies a tensor to the host", func)
-
-
-def _read_fix(name: str, tensor: Tensor) -> str:
-    passed = f"pass {f'`{name}`' if name else 'it'} as an input or in the state"
-    if isinstance(tensor, Leaf):  # it changes from call to call
-        return f"{passed}."
-    return f"{passed}; or declare it, `constants=({name or 'tensor'},)`."
-
-
-def _module_fix(tensor: Tensor) -> str:
-    """The fix for a tensor that belongs to a module that is running now; an empty string for any other."""
-    name, frame = "", sys._getframe(1)
-    while frame.f_back is not None:
-        frame = frame.f_back
-        owner = frame.f_locals.get("self")
-        if isinstance(owner, torch.nn.Module):
-            own = (*owner.parameters(), *owner.buffers())
-            name = type(owner).__name__ if any(tensor is one for one in own) else name
-    return name and (
-        f"make the {name} a pure function, `apply, params, buffers = fcg.from_module(model)`: keep `params` and "
-        "`buffers` in the state, and in the step `out, buffers = apply(state.params, state.buffers, x)`."
-    )
 
 
 def _facts(func: Any) -> _Facts:

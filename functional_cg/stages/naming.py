@@ -15,23 +15,28 @@ from .kinds import is_user_class
 from .places import ATTRIBUTE, ITEM, Step
 from .values import instance_dict, is_value
 
-__all__ = ["name_of"]
+__all__ = ["name_of", "way_to"]
 
 _MOST = 4096  # objects that are looked at
 
 
 def name_of(target: object, function: Callable[..., Any]) -> str:
     """How `function`, or a function of the user's that it leads to, writes `target`; empty if no name leads to it."""
-    waiting: deque[tuple[str, Any]] = deque([("self", function)])
+    return way_to(target, function)[0]
+
+
+def way_to(target: object, function: Callable[..., Any]) -> tuple[str, tuple[object, ...]]:
+    """The name, as :func:`name_of` has it, and the objects that lead to it, the function first."""
+    waiting: deque[tuple[str, Any, tuple[object, ...]]] = deque([("self", function, ())])
     seen: dict[int, object] = {}
     while waiting and len(seen) < _MOST:
-        name, value = waiting.popleft()
+        name, value, way = waiting.popleft()
         if value is target:
-            return name
+            return name, way
         if id(value) not in seen and not is_value(value):
             seen[id(value)] = value
-            waiting.extend(_parts(name, value))
-    return ""
+            waiting.extend((part, found, (*way, value)) for part, found in _parts(name, value))
+    return "", ()
 
 
 def _parts(name: str, value: Any) -> Iterator[tuple[str, Any]]:

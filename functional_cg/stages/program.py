@@ -18,6 +18,7 @@ from ..source import Location
 from ..tree import KeyPath, Treedef, path_string
 
 __all__ = [
+    "Application",
     "Constant",
     "Instr",
     "Program",
@@ -141,6 +142,25 @@ class Report:
         return f"{self.func.__name__.split('.')[0]}({', '.join(map(repr, self.args))})"
 
 
+@dataclass(frozen=True, slots=True)
+class Application:
+    """A call of a module's function.
+
+    Attributes:
+      original: The module that was copied, which tells whether it was changed since.
+      module: Its class.
+      by_mode: Whether it did what modules do in training mode alone.
+      parts: Parts of the module whose buffers were written.
+      written: New values of these buffers.
+    """
+
+    original: Any
+    module: str
+    by_mode: bool
+    parts: tuple[str, ...]
+    written: tuple[Var, ...]
+
+
 @dataclass(eq=False, slots=True)
 class Program:
     """A traced step.
@@ -159,6 +179,7 @@ class Program:
       outputs: Metrics: a variable, or a Python value that comes back as it is.
       output_def: Their structure.
       reports: What is printed or tapped at each call.
+      applications: Calls of modules' functions.
     """
 
     function: str
@@ -175,6 +196,7 @@ class Program:
     output_def: Treedef | None = None
     output_paths: list[KeyPath] = field(default_factory=list)
     reports: list[Report] = field(default_factory=list)
+    applications: list[Application] = field(default_factory=list)
 
     @property
     def results(self) -> list[Var]:

@@ -166,11 +166,8 @@ def _expression(treedef: Treedef, outputs: Sequence[Any]) -> tuple[str, dict[str
             return f"m[{count - 1}]"
         children = [expression(child) for child in node.children]
         if node.kind is dict:
-            return (
-                "{"
-                + ", ".join(f"{name(k)}: {c}" for k, c in zip(node.context[1], children, strict=True))
-                + "}"
-            )
+            values = dict(zip(node.context.sorted, children, strict=True))
+            return "{" + ", ".join(f"{name(k)}: {values[k]}" for k in node.context.put_in) + "}"
         return f"{name(pytree.node_unflatten)}({name(node)}, [{', '.join(children)}])"
 
     return expression(treedef), names

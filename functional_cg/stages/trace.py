@@ -26,11 +26,11 @@ from ..arena import BufferSpec
 from ..debug import REPORTS
 from ..errors import (
     BakedValueError,
-    ForeignTensorError,
     FunctionalCGError,
     HostSyncError,
     SideEffectError,
 )
+from ..nn.originals import meeting
 from ..ops import tensors_in
 from ..overlap import storage_key
 from ..shards.boundary import entered, held, left, mesh_of, shown
@@ -45,9 +45,10 @@ from .frames import aside, followed
 from .host import HostGuard, HostRandomness, HostState
 from .inspect import Rules, refuse_mixed_dtypes, refuse_new_state
 from .names import HostReads
-from .program import Constant, Instr, Program, Report, Var
+from .program import Application, Constant, Instr, Program, Report, Var
 from .raised import mapped, raised_at
 from .recipe import Recipe
+from .results import refuse_unreturnable
 from .strays import disown
 from .watch import HostWatch
 
@@ -83,7 +84,8 @@ class _Recorder(TorchDispatchMode):
         self._storages: dict[int, int] = {}
         self._protected: dict[int, str] = {}
         self.declared: dict[int, Tensor] = {}
-        self.rules = Rules(recipe.name, self._protected, recipe.function)
+        mesh = mesh_of([spec for state in recipe.states for spec in state.specs])
+        self.rules = Rules(recipe.name, self._protected, recipe.function, on_a_mesh=mesh is not None)
         self._locator = Locator()
 
     def fake(self, spec: BufferSpec, owner: str) -> tuple[Tensor, Var]:
@@ -371,13 +373,17 @@ def _run(
     for name, constant in recipe.constants:
         recorder.declare(name, constant)
     mesh = mesh_of([spec for state in recipe.states for spec in state.specs])
-    followed_or_not = nullcontext() if reads is None else followed(reads)
-    with canonical(mesh), without_log(), mode, recorder, HostGuard(recorder.rules), followed_or_not:
+    follow = nullcontext() if reads is None else followed(reads)
+    guard = HostGuard(recorder.rules)
+    with canonical(mesh), without_log(), mode, recorder, guard, meeting() as applied, follow:
         result = recipe.apply(recipe.function, trees, inputs)
         old = recipe.states[0] if recipe.donates else None
         result = shown(result) if old is None else left(old.specs, old.treedef, result)
     recorder.rules.refuse_what_was_caught()
     _read_result(recipe, recorder, result)
+    for one in applied:
+        written = tuple(var for var in map(recorder.var_of, one.written) if var is not None)
+        program.applications.append(Application(one.original, one.name, one.by_mode, one.parts, written))
     return recorder
 
 
@@ -394,27 +400,11 @@ def _read_result(recipe: Recipe, recorder: _Recorder, result: Any) -> None:
         ]
     leaves, program.output_def = pytree.flatten(result)
     program.output_paths = program.output_def.paths()
-    _refuse_arrays(recipe, program.output_paths, leaves)
+    refuse_unreturnable(recipe.name, program.output_paths, leaves)
     program.outputs = [
         _result_var(recorder, path, leaf, "metrics") if isinstance(leaf, Tensor) else leaf
         for path, leaf in zip(program.output_paths, leaves, strict=True)
     ]
-
-
-def _refuse_arrays(recipe: Recipe, paths: Sequence[KeyPath], leaves: Sequence[Any]) -> None:
-    rows = [
-        f"{path_string(path, 'metrics')}  expected a tensor   got {type(leaf).__name__}"
-        for path, leaf in zip(paths, leaves, strict=True)
-        if hasattr(leaf, "__array__") and hasattr(leaf, "flags") and not isinstance(leaf, Tensor)
-    ]
-    if rows:
-        raise ForeignTensorError.of(
-            recipe.name,
-            "returns an array that is not a tensor of the step.",
-            rows=rows,
-            why="Replay would return the same array each time.",
-            fix="pass it as an input and return that; or leave it outside of the step.",
-        )
 
 
 def _result_var(recorder: _Recorder, path: KeyPath, leaf: Tensor, root: str) -> Var:

@@ -243,16 +243,20 @@ def test_h43_a_cell_that_is_run_again_unchanged_is_the_same_definition() -> None
         names["step"](state, 0)
 
 
-def test_h43_settings_of_a_module_that_was_taken_over_have_no_effect() -> None:
-    """Documented: ``apply`` is a function of a copy of the module, in eager runs too."""
+def test_h43_settings_of_a_module_that_was_taken_over_are_noticed() -> None:
+    """``apply`` is a function of a copy of the module, in eager runs too."""
     model = nn.Sequential(nn.Linear(3, 3), nn.LeakyReLU(0.5))
     apply, params, buffers = fcg.from_module(model)
     step = CPU.step(lambda p, x: (p, apply(p, buffers, x)[0]))
     x = CPU.randn(4, 3, seed=0)
     state, first = step(params, x)
     model[1].negative_slope = 0.0
-    state, second = step(state, x)
-    assert_trees_all_equal([second, apply(params, buffers, x)[0].detach()], [first, first])
+    for call in (lambda: step(state, x), lambda: apply(params, buffers, x)):
+        with pytest.raises(fcg.BakedValueError, match=r"`1\.negative_slope`"):
+            call()
+    model[1].negative_slope = 0.5
+    state, then = step(state, x)
+    assert_trees_all_equal(then, first)
     slope = fcg.graph_step(lambda p, b: (p, F.leaky_relu(b["x"], 0.5) * b["slope"]))  # the way: an input
     assert slope(state, {"x": x, "slope": 2.0})[1].shape == (4, 3)
 

@@ -14,6 +14,8 @@ OWNERSHIP = "tests/test_ownership.py::"
 REPLAY = "tests/properties/test_replay.py::"
 SIMULATOR = "tests/properties/test_simulator.py::"
 REFUSALS = "tests/refusals/"
+BETWEEN = "tests/test_between_calls.py::"
+LEFT = "tests/test_left_behind.py::"
 OLD_VALUES = "tests/test_old_values.py::"
 TRIAL = "tests/test_trial.py::"
 READS = "tests/test_host_reads.py::"
@@ -114,7 +116,7 @@ MUTANTS = (
         no_gpu="values of the host are compared on the host",
     ),
     Mutant(
-        "N38",
+        "N65",
         "an iterator that two traces move to equal numbers goes unnoticed",
         (("        elif advances(value):\n", "        elif value is None:\n"),),
         (f"{READS}test_what_goes_on_from_call_to_call_is_refused[a_cycle]",),
@@ -647,4 +649,134 @@ MUTANTS = (
         gpu=(f"{GPU}test_refusals_cuda.py::test_tensor_that_is_kept",),
     ),
     *SHARDED,
+    Mutant(
+        "N38",
+        "the fast path is taken with static arguments: a call without one is that of the call before",
+        (
+            (
+                "        if not (self._to_verify or call.statics or self._closed):",
+                "        if not (self._to_verify or self._closed):",
+            ),
+        ),
+        (f"{BETWEEN}test_a_default_is_not_the_static_argument_of_the_call_before",),
+        no_gpu="the choice is made on the host",
+    ),
+    Mutant(
+        "N39",
+        "leaves of one element may share memory",
+        (("        if tensor.numel():", "        if tensor.dim():"),),
+        (f"{BETWEEN}test_scalars_that_share_memory_are_refused",),
+        no_gpu="leaves are looked at on the host",
+    ),
+    Mutant(
+        "N40",
+        "an eager run sees its inputs in other strides than a replay",
+        (
+            (
+                "    out = torch.empty_strided(tensor.shape, stride, dtype=tensor.dtype, device=device)",
+                "    out = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)",
+            ),
+        ),
+        (f"{BETWEEN}test_an_eager_run_sees_inputs_in_their_strides",),
+        no_gpu="the copy is made in the same way",
+    ),
+    Mutant(
+        "N41",
+        "writes to a constant are counted from the last lowering on",
+        (
+            (
+                "        if self._versions is None:\n            self._versions = self._now()",
+                "        self._versions = self._now()",
+            ),
+        ),
+        (f"{BETWEEN}test_a_constant_written_before_another_lowering_is_noticed",),
+        no_gpu="the count is torch's",
+    ),
+    Mutant(
+        "N42",
+        "a constant is the caller's own memory",
+        (
+            (
+                "device, copy=True) for c in program.constants]\n        for s in call",
+                "device) for c in program.constants]\n        for s in call",
+            ),
+        ),
+        (f"{BETWEEN}test_a_constant_is_a_copy",),
+        no_gpu="a constant that comes from the host is a copy in any case",
+    ),
+    Mutant(
+        "N46",
+        "the scale of a loss grows until it is infinite",
+        (("        grown = torch.where(grown.isfinite(), grown, self.scale)\n", ""),),
+        (
+            f"{BETWEEN}test_a_loss_scale_stays_finite[{2.0**127}]",
+            f"{BETWEEN}test_a_loss_scale_stays_finite[3e+38]",
+        ),
+        no_gpu="the same ops",
+    ),
+    Mutant(
+        "N47",
+        "an eager run commits to a state that was donated while it ran",
+        (("        state.handle._check()\n        object", "        object"),),
+        (f"{BETWEEN}test_an_eager_run_that_loses_its_state_meanwhile_writes_nothing",),
+        no_gpu="the check is made on the host",
+    ),
+    Mutant(
+        "N60",
+        "a step of a method is kept under the method's name: a copy has that of the original, `super()` replaces it",
+        (
+            ('f"{self._name} of step {id(self):#x}"', "self._name"),
+            (
+                "        if step is None or step._of[0] is not instance or step._of[1] is not self:",
+                "        if step is None:",
+            ),
+        ),
+        (
+            f"{BETWEEN}test_a_copy_of_an_instance_has_a_step_of_its_own",
+            f"{BETWEEN}test_super_leads_to_the_step_of_the_parent_and_replaces_none[Tenfold-expected0]",
+        ),
+        no_gpu="methods are found on the host",
+    ),
+    Mutant(
+        "N61",
+        "a module that was copied is not looked at again",
+        (("*(original.unchanged for original in lowered.originals)]", "]"),),
+        (
+            f"{LEFT}test_a_module_changed_after_it_was_copied_is_noticed_at_the_next_call[freeze]",
+            f"{LEFT}test_a_module_changed_after_it_was_copied_is_noticed_at_the_next_call[attribute of a layer]",
+        ),
+        no_gpu="modules are compared on the host",
+    ),
+    Mutant(
+        "N62",
+        "what a forward leaves below the attributes of its module is not looked at",
+        (
+            (
+                "            left.extend((path + name, below) for name, below in _below(value))",
+                "            left.extend((path + name, below) for name, below in _below(value) if not path)",
+            ),
+        ),
+        (
+            f"{LEFT}test_what_a_forward_changes_in_place_is_refused_by_name[False-list in list]",
+            f"{LEFT}test_what_a_forward_changes_in_place_is_refused_by_name[False-object]",
+        ),
+        no_gpu="a module's Python runs on the host",
+    ),
+    Mutant(
+        "N63",
+        "dicts come back with their keys sorted",
+        (("Names(factory, tuple(names), tuple(tree)),", "Names(factory, tuple(names), tuple(names)),"),),
+        (
+            f"{BETWEEN}test_dicts_come_back_in_the_order_in_which_they_were_put_in",
+            f"{BETWEEN}test_gradients_states_and_metrics_are_in_the_order_of_what_went_in",
+        ),
+        no_gpu="the order is the host's",
+    ),
+    Mutant(
+        "N64",
+        "a rate of double parameters is rounded to float32",
+        (("    if params[0].dtype is not torch.float64:\n", "    if params:\n"),),
+        (f"{BETWEEN}test_rates_of_double_parameters_are_double[schedule-adam]",),
+        no_gpu="there it is what the op does by itself",
+    ),
 )

@@ -467,3 +467,15 @@ def test_world_is_left_alone(function, ambient, way):
         except (fcg.FunctionalCGError, Custom, ValueError):
             assert function is not leaves_modes_on
         assert world() == before
+
+
+def test_collectives_without_a_mesh_are_refused() -> None:
+    """Nothing sees to it that the other ranks take part: gloo aborts the process where shapes differ."""
+    ops = torch.ops._c10d_functional
+
+    @fcg.graph_step
+    def step(state, x):
+        return {"w": state["w"] + ops.wait_tensor(ops.all_reduce(x, "sum", "0"))}, {}
+
+    with pytest.raises(CaptureError, match=r"its state is on no mesh(.|\n)*fcg\.sharding\.mean\(value\)"):
+        step(fcg.place({"w": torch.zeros(2)}), torch.ones(2))

@@ -147,7 +147,9 @@ def test_foreign_tensor_is_called_by_the_name_that_the_code_has_for_it(read, nam
     with pytest.raises(ForeignTensorError, match="in neither the state nor the inputs") as caught:
         fcg.graph_step(function)(a_state(), a_batch())
     fix = f"`constants=({name or 'tensor'},)`"
-    assert fix in str(caught.value)
+    of_a_module = name == "NET.scale"  # a buffer, which training changes
+    assert (fix in str(caught.value)) is not of_a_module
+    assert not of_a_module or "pass `NET.scale` as an input or in the state" in str(caught.value)
     row = str(caught.value).splitlines()[1].split()
     assert row[0] == name or (not name and row[0] == "f32[3]@cpu") or row[-2:] == ["is", name]
 

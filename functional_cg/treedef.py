@@ -1,0 +1,134 @@
+"""The structure of a pytree without its leaves, and how two of them differ."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+from .nodes import same_static
+
+__all__ = ["LEAF", "KeyPath", "Names", "Treedef", "path_string", "structure_diff"]
+
+KeyPath = tuple[Any, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Names:
+    """What a dict is rebuilt from, beside its values.
+
+    Attributes:
+      factory: Of a defaultdict.
+      sorted: Its keys in the order of the flattened values.
+      put_in: Its keys in the order in which they were put in.
+    """
+
+    factory: Any
+    sorted: tuple[Any, ...]
+    put_in: tuple[Any, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Treedef:
+    """Structure of a pytree without its leaves.
+
+    Two treedefs are equal when a tree of the one can take the place of a tree of the other: the order of the keys of a
+    dict does not matter.
+
+    Attributes:
+      kind: Type of the node; None for a leaf.
+      context: What else the node's type needs to be rebuilt (static fields, for example).
+      keys: One key-path entry per child.
+      children: Treedefs of the children.
+      num_leaves: Number of leaves below.
+    """
+
+    kind: type | None
+    context: Any
+    keys: tuple[Any, ...]
+    children: tuple[Treedef, ...]
+    num_leaves: int
+
+    def __eq__(self, other: object) -> bool:
+        if self is other or not isinstance(other, Treedef):
+            return self is other
+        return (
+            self.kind is other.kind
+            and self.keys == other.keys
+            and (isinstance(self.context, Names) or same_static(self.context, other.context))
+            and self.children == other.children
+        )
+
+    def sorted(self) -> Treedef:
+        """The structure with all dicts in the order of their sorted keys."""
+        children = tuple(child.sorted() for child in self.children)
+        context = self.context
+        if isinstance(context, Names):
+            context = replace(context, put_in=context.sorted)
+        return replace(self, context=context, children=children)
+
+    def __hash__(self) -> int:
+        return hash((self.kind, self.num_leaves, tuple(str(key) for key in self.keys), self.children))
+
+    @property
+    def is_leaf(self) -> bool:
+        return self.kind is None
+
+    def paths(self, prefix: KeyPath = ()) -> list[KeyPath]:
+        """Key paths of all leaves, in flat order."""
+        if self.is_leaf:
+            return [prefix]
+        return [
+            path
+            for key, child in zip(self.keys, self.children, strict=True)
+            for path in child.paths((*prefix, key))
+        ]
+
+
+LEAF = Treedef(None, None, (), (), 1)
+
+
+def path_string(path: KeyPath, root: str = "") -> str:
+    """A key path as text: ``path_string(path, "state")`` gives ``state.params['w']``."""
+    return root + "".join(str(key) for key in path)
+
+
+def _describe(node: Treedef) -> str:
+    if node.is_leaf:
+        return "a leaf"
+    assert node.kind is not None
+    if node.kind is type(None):
+        return "None"
+    return f"{node.kind.__name__} with {len(node.children)} children"
+
+
+def structure_diff(expected: Treedef, got: Treedef, root: str = "tree") -> list[str]:
+    """All places where two structures differ, one line each, with key paths."""
+    rows: list[str] = []
+
+    def walk(a: Treedef, b: Treedef, path: KeyPath) -> None:
+        where = path_string(path, root)
+        if a.kind is not b.kind:
+            rows.append(f"{where}  expected {_describe(a)}   got {_describe(b)}")
+            return
+        here = {str(key): child for key, child in zip(a.keys, a.children, strict=True)}
+        there = {str(key): child for key, child in zip(b.keys, b.children, strict=True)}
+        rows.extend(
+            f"{where}{key}  expected {_describe(here[key])}   got nothing" for key in here if key not in there
+        )
+        rows.extend(
+            f"{where}{key}  expected nothing   got {_describe(there[key])}"
+            for key in there
+            if key not in here
+        )
+        if (
+            set(here) == set(there)
+            and not isinstance(a.context, Names)
+            and not same_static(a.context, b.context)
+        ):
+            rows.append(f"{where}  expected static fields {a.context!r}   got {b.context!r}")
+        for key, child in zip(a.keys, a.children, strict=True):
+            if str(key) in there:
+                walk(child, there[str(key)], (*path, key))
+
+    walk(expected, got, ())
+    return rows

@@ -1,0 +1,132 @@
+"""Formulas of the fused optimizer ops equal the ops; numbers of optimizers out of their ranges are refused."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from functional_cg import optim
+from functional_cg.stages.formulas import FORMULAS
+
+SHAPES = [(3,), (2, 3), ()]
+
+
+def leaves(seed: int, *, positive: bool = False) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    drawn = [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in SHAPES]
+    return [leaf.abs() for leaf in drawn] if positive else drawn
+
+
+def adam_calls() -> Any:
+    for decay, amsgrad, maximize in itertools.product((0.0, 0.1), (False, True), (False, True)):
+        args = [leaves(0), leaves(1), leaves(2), leaves(3, positive=True)]
+        args += [leaves(4, positive=True) if amsgrad else [], [torch.tensor(3.0)] * len(SHAPES)]
+        named = {"lr": 0.1, "beta1": 0.9, "beta2": 0.99, "weight_decay": decay, "eps": 1e-3}
+        yield args, {**named, "amsgrad": amsgrad, "maximize": maximize}
+
+
+def sgd_calls() -> Any:
+    for decay, momentum, maximize, first in itertools.product(
+        (0.0, 0.1), (0.0, 0.9), (False, True), (False, True)
+    ):
+        for nesterov in (False, True) if momentum else (False,):
+            args = [leaves(0), leaves(1), leaves(2) if momentum else []]
+            named = {
+                "weight_decay": decay,
+                "momentum": momentum,
+                "lr": 0.1,
+                "dampening": 0.0 if nesterov else 0.2,
+            }
+            yield args, {**named, "nesterov": nesterov, "maximize": maximize, "is_first_step": first}
+
+
+def adagrad_calls() -> Any:
+    for decay, lr_decay, maximize in itertools.product((0.0, 0.1), (0.0, 0.5), (False, True)):
+        args = [leaves(0), leaves(1), leaves(2, positive=True), [torch.tensor(3.0)] * len(SHAPES)]
+        yield (
+            args,
+            {"lr": 0.1, "lr_decay": lr_decay, "weight_decay": decay, "eps": 1e-3, "maximize": maximize},
+        )
+
+
+CALLS = {
+    "aten::_fused_adam": adam_calls,
+    "aten::_fused_adamw": adam_calls,
+    "aten::_fused_sgd": sgd_calls,
+    "aten::_fused_adagrad": adagrad_calls,
+}
+
+
+def test_each_formula_has_calls() -> None:
+    assert CALLS.keys() == FORMULAS.keys()
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_the_formula_is_that_of_the_op(name: str) -> None:
+    """All but the gradients, which the ops give back as they use them, and moments where there are none."""
+    op = getattr(torch.ops.aten, name.removeprefix("aten::")).default
+    gradients = [result.name for result in op._schema.returns].index("grads_out")
+    for args, named in CALLS[name]():
+        got, expected = FORMULAS[name](*args, **named), op(*args, **named)
+        for place, column in enumerate(expected):
+            if place != gradients and column and args[place]:
+                for ours, theirs in zip(got[place], column, strict=True):
+                    torch.testing.assert_close(
+                        ours, theirs, rtol=1e-7, atol=1e-7, msg=f"{name} {place} {named}"
+                    )
+
+
+@pytest.mark.parametrize("name", ["aten::_fused_adam", "aten::_fused_adamw"])
+def test_a_gradient_that_is_not_finite_moves_nothing(name: str) -> None:
+    (args, named), *_ = adam_calls()
+    for bad in (0.0, 1.0):
+        got = FORMULAS[name](*args, **named, found_inf=torch.tensor(bad))
+        moved = [not torch.equal(new, old) for new, old in zip(got[0], args[0], strict=True)]
+        assert moved == [not bad] * len(SHAPES)
+
+
+# Name of a number -> values that are none.
+OUT_OF_RANGE: dict[str, tuple[float, ...]] = {
+    "learning_rate": (-0.1, float("inf"), float("nan")),
+    "b1": (1.0, -0.1, 1.5),
+    "b2": (1.0, -0.1),
+    "decay": (1.0, -0.1),
+    "momentum": (1.0, -0.1),
+    "eps": (-1e-9,),
+    "weight_decay": (-0.1,),
+    "momentum_decay": (-1.0,),
+    "initial_accumulator_value": (-1.0,),
+    "clipping_threshold": (-1.0,),
+}
+
+
+def numbers() -> Any:
+    for name in optim.__all__:
+        made = getattr(optim, name)
+        if dataclasses.is_dataclass(made) and isinstance(made, type):
+            needed = {
+                field.name for field in dataclasses.fields(made) if field.default is dataclasses.MISSING
+            }
+            rest = {"learning_rate": 0.1, "weight_decay": 0.0, "decay": 0.5}
+            for field in dataclasses.fields(made):
+                if (
+                    field.name in OUT_OF_RANGE
+                    and needed <= rest.keys()
+                    and isinstance(field.default, (float, int))
+                ):
+                    yield name, field.name, {key: rest[key] for key in sorted(needed)}
+                elif field.name in OUT_OF_RANGE and needed <= rest.keys() and field.name in needed:
+                    yield name, field.name, {key: rest[key] for key in sorted(needed)}
+
+
+@pytest.mark.parametrize(("name", "number", "needed"), list(numbers()), ids=lambda value: str(value)[:20])
+def test_numbers_out_of_range_are_refused(name: str, number: str, needed: dict[str, float]) -> None:
+    getattr(optim, name)(**needed)
+    for value in OUT_OF_RANGE[number]:
+        with pytest.raises(ValueError, match=rf"^{name}: .* must be "):
+            getattr(optim, name)(**{**needed, number: value})

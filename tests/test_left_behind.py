@@ -1,0 +1,371 @@
+"""What a forward leaves on its module, what is done to a module that was copied, and new buffers that are dropped."""
+
+from __future__ import annotations
+
+import collections
+import copy
+import functools
+import gc
+import itertools
+import logging
+import random
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+import functional_cg as fcg
+from functional_cg.errors import BakedValueError, ForeignTensorError, SideEffectError
+from functional_cg.nn import attributes
+from functional_cg.ops import unwrapped
+
+
+class Plain:
+    def __init__(self) -> None:
+        self.n = 0
+        self.deep = [[0]]
+
+
+class Slotted:
+    __slots__ = ("n",)
+
+    def __init__(self) -> None:
+        self.n = 0
+
+
+class Cached:
+    @functools.cached_property
+    def number(self) -> int:
+        return 3
+
+
+def add(value: Any, key: Any) -> None:
+    value[key] += 1
+
+
+def count(value: Any) -> None:
+    value.n += 1
+
+
+# What the module holds, what its forward does with it, and how the message calls it.
+LEFT: dict[str, tuple[Callable[[], Any], Callable[[Any], Any], str]] = {
+    "deque": (lambda: collections.deque([0]), lambda held: held.append(1), "held"),
+    "dict in dict": (lambda: {"a": {"n": 0}}, lambda held: add(held["a"], "n"), "held['a']"),
+    "list in list": (lambda: [[0]], lambda held: held[0].append(1), "held[0]"),
+    "list in tuple": (lambda: ([0],), lambda held: add(held[0], 0), "held[0]"),
+    "array": (lambda: np.zeros(2), lambda held: add(held, 0), "held"),
+    "array in list": (lambda: [np.zeros(2)], lambda held: held[0].fill(3), "held[0]"),
+    "bytearray": (lambda: bytearray(2), lambda held: add(held, 0), "held"),
+    "counter": (collections.Counter, lambda held: add(held, "x"), "held"),
+    "defaultdict": (lambda: collections.defaultdict(list), lambda held: held["x"], "held"),
+    "set": (lambda: {1}, lambda held: held.add(2), "held"),
+    "object": (Plain, count, "held.n"),
+    "list of an object": (Plain, lambda held: add(held.deep[0], 0), "held.deep[0]"),
+    "object in list": (lambda: [Plain()], lambda held: count(held[0]), "held[0].n"),
+    "slots": (Slotted, count, "held.n"),
+    "iterator": (lambda: iter(range(9)), next, "held"),
+    "count": (itertools.count, next, "held"),
+    "generator of numpy": (lambda: np.random.default_rng(0), lambda held: held.random(), "held"),
+    "generator of Python": (lambda: random.Random(0), lambda held: held.random(), "held"),
+    "partial": (lambda: functools.partial(max, [0]), lambda held: held.args[0].append(1), "held[0]"),
+    "sign of zero": (lambda: [0.0], lambda held: held.__setitem__(0, -0.0), "held"),
+    "type of a number": (lambda: [1], lambda held: held.__setitem__(0, True), "held"),
+}
+
+
+class Leaves(nn.Module):
+    def __init__(self, held: Any, act: Callable[[Any], Any]) -> None:
+        super().__init__()
+        self.linear, self.held, self.act = nn.Linear(2, 2), held, act
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.act(self.held)
+        return self.linear(x)
+
+
+@pytest.mark.parametrize("kind", LEFT)
+@pytest.mark.parametrize("nested", [False, True])
+def test_what_a_forward_changes_in_place_is_refused_by_name(kind: str, nested: bool) -> None:
+    make, act, name = LEFT[kind]
+    module: nn.Module = Leaves(make(), act)
+    module = nn.Sequential(nn.ReLU(), module) if nested else module
+    apply, params, buffers = fcg.from_module(module)
+    where = f"1.{name}" if nested else name
+    with pytest.raises(SideEffectError, match="its forward changes 1 attribute") as caught:
+        apply(params, buffers, torch.ones(1, 2))
+    assert f"  `{where}`\n" in str(caught.value)
+
+
+@pytest.mark.parametrize("kind", LEFT)
+def test_what_a_forward_reads_is_none_of_it(kind: str) -> None:
+    module = Leaves(LEFT[kind][0](), lambda held: copy.deepcopy(held))
+    apply, params, buffers = fcg.from_module(module)
+    out, _ = apply(params, buffers, torch.ones(1, 2))
+    assert torch.equal(out, module(torch.ones(1, 2)))
+
+
+def test_what_a_cached_property_leaves_is_computed_again() -> None:
+    apply, params, buffers = fcg.from_module(Leaves(Cached(), lambda held: held.number))
+    apply(params, buffers, torch.ones(1, 2))
+
+
+def test_a_counter_in_a_class_is_refused() -> None:
+    class Counted(nn.Linear):
+        calls = 0
+
+        def forward(self, x: Tensor) -> Tensor:
+            type(self).calls += 1
+            return super().forward(x)
+
+    apply, params, buffers = fcg.from_module(Counted(2, 2))
+    with pytest.raises(SideEffectError, match=r"`Counted\.calls`"):
+        apply(params, buffers, torch.ones(1, 2))
+
+
+def test_a_module_that_holds_itself_is_gone_through_once() -> None:
+    module = Leaves({}, lambda held: None)
+    module.held["self"] = [module.held]
+    assert "held['self']" in attributes.held(module)
+
+
+# --- a module that is changed after it was copied ------------------------------------------------------------
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc, self.bn, self.drop = nn.Linear(2, 2), nn.BatchNorm1d(2), nn.Dropout(0.0)
+        self.scale, self.cfg, self.table = 2.0, Plain(), {"a": {"b": 1}}
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.drop(self.bn(self.fc(x))) * self.scale
+
+
+CHANGES: dict[str, tuple[Callable[[Net], Any], str]] = {
+    "freeze": (lambda net: net.fc.requires_grad_(False), "fc.weight.requires_grad"),
+    "forward hook": (lambda net: net.fc.register_forward_hook(lambda *_: None), "fc._forward_hooks"),
+    "hook before": (lambda net: net.register_forward_pre_hook(lambda *_: None), "_forward_pre_hooks"),
+    "hook of the backward": (lambda net: net.fc.register_full_backward_hook(lambda *_: None), "fc._"),
+    "attribute": (lambda net: setattr(net, "scale", 3.0), "scale"),
+    "attribute of a layer": (lambda net: setattr(net.drop, "p", 0.5), "drop.p"),
+    "a type": (lambda net: setattr(net.bn, "eps", True), "bn.eps"),
+    "new attribute": (lambda net: setattr(net, "more", 1), "more"),
+    "gone": (lambda net: delattr(net, "scale"), "scale"),
+    "config": (lambda net: setattr(net.cfg, "n", 3), "cfg.n"),
+    "list of a config": (lambda net: net.cfg.deep[0].append(3), "cfg.deep[0]"),
+    "dict in dict": (lambda net: net.table["a"].update(b=2), "table['a']"),
+    "layer": (lambda net: setattr(net, "fc", nn.Linear(2, 2)), "fc"),
+    "another layer": (lambda net: net.add_module("more", nn.ReLU()), "more"),
+    "forward": (lambda net: setattr(net, "forward", lambda x: x), "forward"),
+}
+HARMLESS: dict[str, Callable[[Net], Any]] = {
+    "mode": lambda net: net.eval(),
+    "values": lambda net: net.load_state_dict({k: v + 1 for k, v in net.state_dict().items()}),
+    "tensors": lambda net: net.load_state_dict({k: v + 1 for k, v in net.state_dict().items()}, assign=True),
+    "a run": lambda net: net(torch.randn(3, 2)).sum().backward(),
+    "dtype": lambda net: net.double(),
+}
+
+
+def applied(net: nn.Module) -> tuple[Any, Any, Any]:
+    apply, params, buffers = fcg.from_module(net)
+
+    @fcg.graph_step
+    def step(state: Any, x: Tensor) -> Any:
+        out, new = apply(state["params"], state["buffers"], x)
+        return {"params": state["params"], "buffers": new}, out
+
+    state, _ = step(fcg.place({"params": params, "buffers": buffers}), torch.randn(3, 2))
+    return apply, step, state
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_module_changed_after_it_was_copied_is_noticed_at_the_next_call(change: str) -> None:
+    net = Net()
+    _, step, state = applied(net)
+    act, name = CHANGES[change]
+    act(net)
+    with pytest.raises(BakedValueError, match="Net was changed after `from_module` copied it") as caught:
+        step(state, torch.randn(3, 2))
+    assert f"`{name}" in str(caught.value)
+    with pytest.raises(BakedValueError, match="Net was changed"):
+        step.eager(state, torch.randn(3, 2))
+    state.latest()
+
+
+@pytest.mark.parametrize("act", HARMLESS)
+def test_modes_and_values_of_the_original_are_no_changes(act: str) -> None:
+    net = Net()
+    apply, step, state = applied(net)
+    for _ in range(2):
+        HARMLESS[act](net)
+        state, _ = step(state, torch.randn(3, 2))
+        assert apply._original.unchanged()
+    assert step.stats.replays == 3
+
+
+def test_an_original_is_not_kept_alive() -> None:
+    net = Net()
+    part, _weight = weakref.ref(net.fc), weakref.ref(net.fc.weight)
+    _, step, state = applied(net)
+    gone = weakref.ref(net)
+    del net
+    gc.collect()
+    assert gone() is None
+    assert part() is None
+    step(state, torch.randn(3, 2))
+
+
+def test_a_copy_of_a_function_has_no_original() -> None:
+    net = Net()
+    apply, _, _ = applied(net)
+    twin = copy.deepcopy(apply)
+    net.scale = 4.0
+    twin._original.check()
+    assert twin._original.unchanged()
+
+
+# --- new buffers that are dropped ----------------------------------------------------------------------------
+
+
+def batch_norm() -> Any:
+    torch.manual_seed(0)
+    apply, params, buffers = fcg.from_module(nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)))
+    state = fcg.TrainState.create(params=params, buffers=buffers, optimizer=fcg.optim.sgd(0.1))
+    return apply, buffers, state
+
+
+def drop_from_state(apply: Any, buffers: Any) -> Any:
+    def step(state: Any, x: Tensor) -> Any:
+        loss, grads = fcg.value_and_grad(lambda p: apply(p, state.buffers, x)[0].mean())(state.params)
+        return state.apply_gradients(grads), loss
+
+    return fcg.graph_step(step)
+
+
+def drop_from_constants(apply: Any, buffers: Any) -> Any:
+    def step(state: Any, x: Tensor) -> Any:
+        loss, grads = fcg.value_and_grad(lambda p: apply(p, buffers, x)[0].mean())(state.params)
+        return state.apply_gradients(grads), loss
+
+    return fcg.graph_step(step, constants=(buffers,))
+
+
+def drop_from_input(apply: Any, buffers: Any) -> Any:
+    def step(state: Any, x: Tensor) -> Any:
+        def loss_fn(params: Any) -> Tensor:
+            return apply(
+                params, {name: value + x.sum().to(value.dtype) for name, value in buffers.items()}, x
+            )[0].mean()
+
+        loss, grads = fcg.value_and_grad(loss_fn)(state.params)
+        return state.apply_gradients(grads), loss
+
+    return fcg.graph_step(step, constants=(buffers,))
+
+
+def drop_under_func(apply: Any, buffers: Any) -> Any:
+    def step(state: Any, x: Tensor) -> Any:
+        grads = torch.func.grad(lambda p: apply(p, state.buffers, x)[0].mean())(dict(state.params))
+        return state.apply_gradients(grads), {}
+
+    return fcg.graph_step(step)
+
+
+def keep_all(apply: Any, buffers: Any) -> Any:
+    def step(state: Any, x: Tensor) -> Any:
+        def loss_fn(params: Any) -> Any:
+            out, new = fcg.remat(apply)(params, state.buffers, x)
+            out, new = apply(params, new, x)
+            return out.mean(), new
+
+        (loss, new), grads = fcg.value_and_grad(loss_fn, has_aux=True)(state.params)
+        return state.apply_gradients(grads, buffers=new), loss
+
+    return fcg.graph_step(step)
+
+
+@pytest.mark.parametrize("make", [drop_from_state, drop_from_constants, drop_from_input, drop_under_func])
+def test_new_buffers_that_are_dropped_are_one_warning(make: Any, caplog: pytest.LogCaptureFixture) -> None:
+    apply, buffers, state = batch_norm()
+    step = make(apply, buffers)
+    with caplog.at_level(logging.WARNING, logger="functional_cg"):
+        state, _ = step(state, torch.randn(4, 2))
+        step(state, torch.randn(4, 2))
+    assert len(caplog.messages) == 1
+    assert "the buffers of `1` (BatchNorm1d) in Sequential" in caplog.messages[0]
+    assert "state.apply_gradients(grads, buffers=new_buffers)" in caplog.messages[0]
+
+
+def test_new_buffers_that_are_returned_are_no_warning(caplog: pytest.LogCaptureFixture) -> None:
+    apply, buffers, state = batch_norm()
+    with caplog.at_level(logging.WARNING, logger="functional_cg"):
+        keep_all(apply, buffers)(state, torch.randn(4, 2))
+    assert not caplog.messages
+
+
+@pytest.mark.parametrize("train", [True, False])
+def test_training_mode_in_a_read_only_function_warns_once(
+    train: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    apply, _, state = batch_norm()
+    evaluate = fcg.graph_fn(lambda state, x: apply(state.params, state.buffers, x, train=train)[0])
+    with caplog.at_level(logging.WARNING, logger="functional_cg"):
+        for _ in range(2):
+            evaluate(state, torch.randn(4, 2))
+    assert [("train=False" in text, "training mode" in text) for text in caplog.messages] == [
+        (True, True)
+    ] * train
+
+
+@pytest.mark.parametrize("spelling", ["apply", "module", "attribute"])
+def test_buffers_of_a_module_are_told_to_go_into_the_state(spelling: str) -> None:
+    apply, buffers, state = batch_norm()
+    module = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+
+    def step(state: Any, x: Tensor) -> Any:
+        if spelling == "apply":
+            return state, apply(state.params, buffers, x)[0]
+        return state, (module(x) if spelling == "module" else x - module[1].running_mean)
+
+    with pytest.raises(ForeignTensorError, match="in the state") as caught:
+        fcg.graph_step(step)(state, torch.randn(4, 2))
+    assert "constants" not in str(caught.value)
+
+
+def test_unwrapped_sees_through_transforms() -> None:
+    """Private to torch: what it is called may change."""
+    seen: list[Tensor] = []
+
+    def f(x: Tensor) -> Tensor:
+        seen.append(unwrapped(x))
+        return x.sum()
+
+    x = torch.ones(2)
+    torch.func.grad(f)(x)
+    assert type(seen[0]) is Tensor
+    assert not torch._C._functorch.is_functorch_wrapped_tensor(seen[0])
+
+
+def test_inference_mode_inside_of_a_forward() -> None:
+    class Halved(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(2, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            with torch.inference_mode():
+                scale = (x * 2).abs().mean().clone()
+                scale = scale.to(torch.float64).to(x.device)
+            return self.linear(x) / (1 + scale.clone().float())
+
+    module, x = Halved(), torch.randn(3, 2)
+    apply, params, buffers = fcg.from_module(module)
+    evaluate = fcg.graph_fn(lambda state, x: apply(state, buffers, x, train=False)[0])
+    expected = module(x)
+    assert torch.equal(evaluate(fcg.place(params), x), expected)
+    assert torch.equal(apply(params, buffers, x)[0], expected)
