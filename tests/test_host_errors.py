@@ -174,7 +174,15 @@ def test_an_index_out_of_range_among_many(looked_up: Callable[..., Tensor]) -> N
         (rest, 7, RuntimeError),
         (entropy, 100, RuntimeError),
     ],
-    ids=lambda value: getattr(value, "__name__", ""),
+    ids=[
+        "an op of one's own",
+        "memory",
+        "a singular matrix",
+        "a quotient",
+        "rounded down",
+        "a rest",
+        "an entropy",
+    ],
 )
 def test_what_else_raises(looked_up: Callable[..., Tensor], bad: int, error: type[Exception]) -> None:
     assert_atomic(looked_up, torch.arange(3), torch.tensor([1, bad, 2]), error)

@@ -230,7 +230,7 @@ class adamw(Optimizer):
       adamw(learning_rate=0.1, b1=0.9, b2=0.999, eps=1e-08, weight_decay=0.5, mask={'w': True, 'b': False})
       >>> grads = {"w": torch.tensor([1.0, -1.0]), "b": torch.tensor(0.0)}
       >>> optimizer.step(grads, optimizer.init(params), params)[0]
-      {'b': tensor(1.), 'w': tensor([0.8500, 2.0000])}
+      {'w': tensor([0.8500, 2.0000]), 'b': tensor(1.)}
     """
 
     learning_rate: ScalarOrSchedule

@@ -55,7 +55,8 @@ def traced(name: str, state: Any) -> Program:
 
     def on_meta(recipe: Any, *args: Any) -> Any:
         states = tuple(dataclasses.replace(state, specs=moved(state.specs)) for state in recipe.states)
-        traces.append(trace(dataclasses.replace(recipe, states=states, inputs=moved(recipe.inputs)), *args))
+        recipe = dataclasses.replace(recipe, states=states, inputs=moved(recipe.inputs))
+        traces.append(trace(recipe, *args)[0])
         raise TracedError
 
     traces: list[Program] = []
