@@ -64,31 +64,20 @@ def evaluate(
     """What ``fn`` returns for leaves of the states in place of their slots, and leaves of the inputs."""
     modes = surrounding()
     try:
-        return _evaluated(fn, call, slots, live, donates=donates)
+        with canonical(mesh_of([spec for s in call.states for spec in s.specs])):
+            trees = [
+                pytree.unflatten(s.node, entered(s.specs, leaves))
+                for s, leaves in zip(call.states, slots, strict=True)
+            ]
+            inputs = [
+                _private(t, spec.stride, call.device) for t, spec in zip(live, call.layout.specs, strict=True)
+            ]
+            result = call.apply(fn, trees, inputs)
+            first = call.states[0] if donates else None
+            return shown(result) if first is None else left(first.specs, first.node, result)
     except BaseException:
         restore(modes)
         raise
-
-
-def _evaluated(
-    fn: Callable[..., Any],
-    call: Call,
-    slots: Sequence[Sequence[Tensor]],
-    live: Sequence[Tensor],
-    *,
-    donates: bool,
-) -> Any:
-    with canonical(mesh_of([spec for s in call.states for spec in s.specs])):
-        trees = [
-            pytree.unflatten(s.node, entered(s.specs, leaves))
-            for s, leaves in zip(call.states, slots, strict=True)
-        ]
-        inputs = [
-            _private(t, spec.stride, call.device) for t, spec in zip(live, call.layout.specs, strict=True)
-        ]
-        result = call.apply(fn, trees, inputs)
-        first = call.states[0] if donates else None
-        return shown(result) if first is None else left(first.specs, first.node, result)
 
 
 def _checked(result: Any, call: Call, name: str) -> tuple[list[Tensor], Any]:

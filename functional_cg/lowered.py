@@ -103,12 +103,8 @@ class Captured:
 
     def taken_over(self, leaves: Sequence[Tensor]) -> Handle | None:
         """A new state in the first arena, once the old one is gone; None if another thread was there first."""
-        if not self.arena.free:
-            return None
         assert self.treedef is not None
-        lease = Lease(self.arena, self.treedef, self.paths)
-        fill(lease, leaves)
-        return Handle(lease, 0)
+        return fill(Lease(self.arena, self.treedef, self.paths), leaves) if self.arena.free else None
 
     def cost_analysis(
         self,

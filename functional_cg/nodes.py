@@ -48,9 +48,9 @@ def same_static(a: Any, b: Any) -> bool:
     """
     try:
         return alike(a, b)
-    except Exception as error:  # whatever a comparison of the user's own raises
+    except TypeError as error:
         raise TypeError(
-            f"static values of type {type(a).__name__} cannot be compared: {error}; "
+            f"static {error}; "
             "make an array a leaf of the tree, or give the class an `__eq__` that returns a bool"
         ) from None
 

@@ -26,7 +26,7 @@ def same(new: Any, old: Any) -> bool:
 
 
 def alike(new: Any, old: Any) -> bool:
-    """The same, but raises what a comparison of the user's own raises."""
+    """The same; raises TypeError with the type of values that cannot be compared."""
     if new is old:
         return True
     if type(new) is not type(old) or isinstance(new, torch.Tensor):
@@ -43,7 +43,14 @@ def alike(new: Any, old: Any) -> bool:
     if dataclasses.is_dataclass(new) and not isinstance(new, type) and type(new).__eq__ is not object.__eq__:
         names = [field.name for field in dataclasses.fields(new) if field.compare]
         return alike([getattr(new, name) for name in names], [getattr(old, name) for name in names])
-    return bool(new == old) and _holds_alike(new, old)
+    return _equal(new, old) and _holds_alike(new, old)
+
+
+def _equal(new: Any, old: Any) -> bool:
+    try:
+        return bool(new == old)
+    except Exception as error:  # a comparison of the user's own
+        raise TypeError(f"values of type {type(new).__name__} cannot be compared: {error}") from error
 
 
 def _bits(number: numbers.Complex) -> bytes:

@@ -212,14 +212,10 @@ class Handle(TreeView):
         if name == "_donor" or name.startswith(("__", "_ipython_", "_repr_")):
             raise AttributeError(name)  # not donated yet; no such protocol, also for notebooks
         part = None if self._part.is_mapping else self._part.children.get(name)
-        if part is None:
-            return self._of_node(name)
+        if part is None:  # a method, a property or a static field of the user's node
+            return read(self._level(), name, lambda: self._read_only(f".{name}", "was called and changes it"))
         self._check(part.path)
         return self._child(part)
-
-    def _of_node(self, name: str) -> Any:
-        """A method, a property or a static field of the user's node."""
-        return read(self._level(), name, lambda: self._read_only(f".{name}", "was called and changes it"))
 
     def __getitem__(self, key: Any) -> Any:
         children = self._part.children
@@ -320,9 +316,7 @@ def place(tree: T, device: torch.device | str | None = None) -> T:
     """
     leaves, treedef, layout = placeable(tree, "state", device=device)
     home = layout.slabs[0].device if layout.slabs else torch.empty(0, device=device or "cpu").device
-    lease = Lease(Arena.allocate(layout, home), treedef, treedef.paths())
-    fill(lease, leaves)
-    return Handle(lease, 0)  # type: ignore[return-value]
+    return fill(Lease(Arena.allocate(layout, home), treedef, treedef.paths()), leaves)  # type: ignore[return-value]
 
 
 def placeable(
@@ -360,13 +354,14 @@ def check_alive(handle: Handle, name: str, function: str) -> None:
         raise donated(name + handle._part.path.removeprefix("state"), handle._root, name, function)
 
 
-def fill(lease: Lease, leaves: Sequence[Tensor]) -> None:
-    """Copy leaves into all slots of a lease, in order."""
+def fill(lease: Lease, leaves: Sequence[Tensor]) -> Handle:
+    """Copy leaves into all slots of a new lease, in order; returns its first handle."""
     lease.arena.join()
     if leaves:
         with ordinary():
             for call in copies(lease.arena.slots, [leaf.detach() for leaf in leaves]):
                 call()
+    return Handle(lease, 0)
 
 
 def snapshot(state: T) -> T:
@@ -380,8 +375,8 @@ def snapshot(state: T) -> T:
       {'w': tensor([1., 1.])}
     """
     leaves, treedef = pytree.flatten(state)
-    turns = turns_of(map(held, leaves))
-    return pytree.unflatten(treedef, at_one_time(turns, partial(_copies, leaves)))  # type: ignore[no-any-return]
+    new = at_one_time(turns_of(map(held, leaves)), partial(_copies, leaves))
+    return pytree.unflatten(treedef, new)  # type: ignore[no-any-return]
 
 
 def _copies(leaves: Sequence[Any]) -> list[Any]:

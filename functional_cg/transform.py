@@ -216,13 +216,13 @@ class Transform:
         replay = functools.partial(self._replay, call, lowered)
         if self._to_verify:
             self._to_verify -= 1
-            call = lowered.seen(call)
-            result = self._shadow.verify(call, lowered, lambda: replay()())
+            result = self._shadow.verify(lowered.seen(call), lowered, lambda: replay()())
             return lambda: result
         return replay()
 
     def _replay(self, call: Call, lowered: Lowered) -> Callable[[], Any]:
-        key, new = (id(lowered), call.arenas), (id(lowered), call.arenas) not in self._captured
+        key = (id(lowered), call.arenas)
+        new = key not in self._captured
         args, kwargs = call.arguments()
         try:
             captured = self._captured_for(call, lowered)
@@ -369,9 +369,8 @@ class Transform:
             taps=recorder(program, self.taps),
             stats=self.stats,
         )
-        return Captured.of(
-            run, finisher(self._name, program, donates=self._donates), replay, call, constants, lowered
-        )
+        finish = finisher(self._name, program, donates=self._donates)
+        return Captured.of(run, finish, replay, call, constants, lowered)
 
     def _drop_spares(self) -> None:
         if drop_spares(self._captured):

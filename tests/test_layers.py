@@ -175,10 +175,7 @@ LONG_FILES = {
         600,
         "keys, the registered op with its CPU kernel and decomposition, and the draws made of it",
     ),
-    "lowered": (410, "what lowering and capture leave behind; to be parted with the rooms"),
-    "state": (410, "one handle; to be parted with the rooms"),
-    "transform": (410, "one call from its arguments to its result; to be parted with the rooms"),
-    "stages.trace": (520, "one recorder; its parts share the state of a trace"),
+    "stages.trace": (500, "one recorder; its parts share the state of a trace"),
 }
 
 # Calls whose result may be kept by a module: it cannot be changed, or it is a registration with the runtime.

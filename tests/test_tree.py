@@ -415,7 +415,5 @@ def test_static_values_that_cannot_be_compared_are_refused() -> None:
         masks: Any
 
     one, two = (tree.flatten(Masked(1, (np.ones(2),)))[1] for _ in range(2))
-    with pytest.raises(
-        TypeError, match="static values of type tuple cannot be compared: The truth value of an array"
-    ):
+    with pytest.raises(TypeError, match="static values of type ndarray cannot be compared"):
         assert one == two

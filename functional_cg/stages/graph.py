@@ -160,10 +160,10 @@ def _add_calls(
             at = offset - roots[source].offset
             value = graph.call_function(_restrided, (nodes[roots[source]], size, stride, at))
         else:
+            target, args = _target(instr, written), map_vars(node, _with_floats(instr))
             if (overflow := overflow_of(instr)) is not None:
-                kwargs["overflow"] = overflow
-            args = map_vars(node, _with_floats(instr))
-            value = graph.call_function(_target(instr, written), args, kwargs)
+                target, kwargs = to_float8, {**kwargs, "overflow": overflow}
+            value = graph.call_function(target, args, kwargs)
         assign(instr.out, value)
         for out in instr.outputs():
             root = next((roots[v] for v in instr.inputs() if v in roots and v.storage == out.storage), None)
@@ -195,8 +195,6 @@ def _target(instr: Instr, written: Collection[int]) -> Callable[..., Any]:
         return torch.ops.aten.reshape.default
     if name == "fcg::random_bits" and not _draws_in_bulk(instr):
         return decompose_random_bits
-    if overflow_of(instr) is not None:
-        return to_float8
     return division_of(instr) or FORMULAS.get(name, instr.op)
 
 

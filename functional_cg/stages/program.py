@@ -75,6 +75,16 @@ class Instr:
     backward: bool = False
 
     @property
+    def name(self) -> str:
+        """The op's name, without where the op is from and which overload it is."""
+        return str(self.op._schema.name).partition("::")[2]
+
+    @property
+    def by_element(self) -> bool:
+        """Whether the call computes each element of its results from one of each argument."""
+        return torch.Tag.pointwise in self.op.tags
+
+    @property
     def checks(self) -> bool:
         """Whether all that the call does is to raise or not, such as where a matrix is singular."""
         return not self.writes and not any(True for _ in self.outputs())

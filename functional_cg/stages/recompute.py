@@ -73,7 +73,7 @@ def keep_as_buffers(program: Program, *, large: int = _LARGE) -> None:
     for place, instr in enumerate(program.instrs):
         out.append(_renamed(instr, names))
         made = instr.out
-        kept = place < lives.start and isinstance(made, Var) and torch.Tag.pointwise in instr.op.tags
+        kept = place < lives.start and isinstance(made, Var) and instr.by_element
         if kept and made.storage in lives.first_read.keys() - lives.written and made.spec.nbytes >= large:
             index += 1
             names[made] = replace(made, index=index)
@@ -186,7 +186,7 @@ def _pays(program: Program, lives: _Lives, made: Var, first: int, recipe: _Recip
 
 def _is_cheap(instr: Instr) -> bool:
     """Whether a call goes over its arguments once: an elementwise op, or a cast."""
-    return instr.op not in _VIEWS and (torch.Tag.pointwise in instr.op.tags or instr.op is _CAST)
+    return instr.op not in _VIEWS and (instr.by_element or instr.op is _CAST)
 
 
 def _read_in_backward(program: Program, lives: _Lives, storage: int) -> Iterable[Var]:

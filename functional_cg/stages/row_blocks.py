@@ -212,7 +212,7 @@ def _rows_of(instr: Instr) -> _Rows | None:
         rule = _along_other_axes
     elif name in _SUMS:
         rule = _of_sum
-    elif torch.Tag.pointwise in instr.op.tags or name in _COPIES:
+    elif instr.by_element or name in _COPIES:
         rule = _of_elements
     return rule(instr) if rule is not None else None
 

@@ -84,7 +84,7 @@ class Shaker:
 
     def arguments(self, instr: Instr, values: dict[Var, Tensor]) -> dict[Var, Tensor]:
         """Arguments for a call in place of some of its own."""
-        if not self.decisions or not (_name(instr) in _DECIDES or _narrows(instr)):
+        if not self.decisions or not (instr.name in _DECIDES or _narrows(instr)):
             return {}
         moved = {}
         for var in dict.fromkeys(instr.inputs()):
@@ -109,7 +109,7 @@ class Shaker:
 
     def results(self, instr: Instr, made: list[tuple[Var, Tensor]]) -> None:
         """Move the results of a call, in place."""
-        if instr.writes or _name(instr) in _MOVES or returns_view(instr.op):
+        if instr.writes or instr.name in _MOVES or returns_view(instr.op):
             return
         taken = {var.storage for var in instr.inputs()}
         for var, tensor in made:
@@ -168,26 +168,22 @@ def _parts(tensor: Tensor, chunk: int) -> Iterator[Tensor]:
         yield from flat.view(-1).split(chunk)
 
 
-def _name(instr: Instr) -> str:
-    return str(instr.op._schema.name).partition("::")[2]
-
-
 def _narrows(instr: Instr) -> bool:
     """Whether a call is a cast to a dtype that is no floating one, or one of 8 bits: a rounding to few values."""
-    return _name(instr) == "_to_copy" and all(out.spec.dtype not in _BITS for out in instr.outputs())
+    return instr.name == "_to_copy" and all(out.spec.dtype not in _BITS for out in instr.outputs())
 
 
 def _spread(instr: Instr, result: Tensor) -> float:
     """How far apart sums of the same terms in another order are, in parts of their root mean square."""
     if not isinstance(instr.out, Var) and any(isinstance(out, (list, tuple)) for out in instr.out):
         return 0.0  # one of the grouped ops, which are elementwise
-    product = _name(instr) in _PRODUCTS
+    product = instr.name in _PRODUCTS
     terms = _terms(instr, result, product=product)
     precise = torch.finfo(
         torch.float64 if result.dtype in (torch.float64, torch.complex128) else torch.float32
     )
     spread = precise.eps * math.sqrt(terms / _IN_A_ROW) if terms > _IN_A_ROW else 0.0
-    return spread + (_TF32 if product and _in_tf32(_name(instr), result) else 0.0)
+    return spread + (_TF32 if product and _in_tf32(instr.name, result) else 0.0)
 
 
 def _terms(instr: Instr, result: Tensor, *, product: bool) -> float:

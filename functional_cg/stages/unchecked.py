@@ -32,22 +32,7 @@ _STRICT = (
 _DIVISIONS = ("div", "floor_divide", "remainder", "fmod")
 # Calls that take any integers, though no call by call of their elements.
 _CASTS = frozenset({"_to_copy", "copy_"})
-_LENIENT = _CASTS | frozenset(
-    {
-        "cat",
-        "stack",
-        "sum",
-        "cumsum",
-        "amax",
-        "amin",
-        "any",
-        "all",
-        "max",
-        "min",
-        "repeat",
-        "sort",
-    }
-)
+_LENIENT = _CASTS | frozenset("cat stack sum cumsum amax amin any all max min repeat sort".split())
 _OURS = frozenset({"aten", "prims", "fcg", "_c10d_functional", "c10d_functional"})
 
 
@@ -86,27 +71,16 @@ def _is_position(instr: Instr, var: Var) -> bool:
     if var.spec.dtype is torch.bool:
         return True
     numbers = all(one.spec.dtype not in _INTEGERS for one in instr.inputs())
-    return var.spec.dtype in _INTEGERS and numbers and not _by_element(instr) and _name(instr) not in _CASTS
+    return var.spec.dtype in _INTEGERS and numbers and not instr.by_element and instr.name not in _CASTS
 
 
 def _checked_by(instr: Instr) -> Iterator[Var]:
     """The arguments of a call that it may refuse for their values."""
-    if not isinstance(instr.op, torch._ops.OpOverload) or instr.op.namespace not in _OURS:
+    if instr.op.namespace not in _OURS:
         yield from instr.inputs()  # nobody knows
         return
-    name = _name(instr)
+    name = instr.name
     if name.startswith(_STRICT):
         yield from instr.inputs()
-    elif name.startswith(_DIVISIONS) or not (
-        _by_element(instr) or name in _LENIENT or returns_view(instr.op)
-    ):
+    elif name.startswith(_DIVISIONS) or not (instr.by_element or name in _LENIENT or returns_view(instr.op)):
         yield from (var for var in instr.inputs() if var.spec.dtype in _INTEGERS)
-
-
-def _by_element(instr: Instr) -> bool:
-    return isinstance(instr.op, torch._ops.OpOverload) and torch.Tag.pointwise in instr.op.tags
-
-
-def _name(instr: Instr) -> str:
-    """The name of an op, without where it is from; empty for what is no op."""
-    return instr.op._schema.name.partition("::")[2] if isinstance(instr.op, torch._ops.OpOverload) else ""
