@@ -1,4 +1,4 @@
-"""The CUDA kernel of ``fcg::random_bits``; it and ``_cross_entropy_triton`` are the files that import triton."""
+"""The CUDA kernel of ``fcg::random_bits``; the files that import triton are named so."""
 
 from __future__ import annotations
 

@@ -39,6 +39,7 @@ ORDER = (
     "passing",
     "_philox_triton",
     "_cross_entropy_triton",
+    "_ulps_triton",
     "masking",
     "random",
     "overlap",
@@ -153,6 +154,7 @@ ORDER = (
 DEFERRED = {
     ("random", "_philox_triton"): "imports triton at its top, which CPU builds of torch do not bring",
     ("stages.cross_entropy", "_cross_entropy_triton"): "the same",
+    ("stages.ulps", "_ulps_triton"): "the same",
     ("examples.outcome", "report"): "needs matplotlib, which a picture alone is worth",
 }
 

@@ -25,6 +25,8 @@ from tests.other_rounding import STEPS, compile_wide
 
 aten = torch.ops.aten
 DEVICES = ["cpu", ON_A_GPU]
+HERE = ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)]
+
 Plant = Callable[[fx.Graph], None]
 
 
@@ -347,14 +349,15 @@ def test_what_is_not_finite_is_as_good_as_itself(value: float) -> None:
     assert distance(sketch(a), sketch(torch.tensor([1.0, 2.0, 3.0]))).norm == float("inf")
 
 
+@pytest.mark.parametrize("device", HERE)
 @pytest.mark.parametrize(
     "dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.complex64]
 )
-def test_what_was_rounded_moves_by_an_ulp_and_what_is_exact_stays(dtype: torch.dtype) -> None:
-    exact = torch.arange(-8, 9).to(dtype)
-    special = torch.tensor([float("inf"), -float("inf"), 0.0, -0.0]).to(dtype)
-    rounded = torch.linspace(0.1, 0.9, 1000, dtype=torch.float64).sin().to(dtype)
-    shaker = Shaker(torch.Generator().manual_seed(0))
+def test_what_was_rounded_moves_by_an_ulp_and_what_is_exact_stays(dtype: torch.dtype, device: str) -> None:
+    exact = torch.arange(-8, 9).to(device, dtype)
+    special = torch.tensor([float("inf"), -float("inf"), 0.0, -0.0]).to(device, dtype)
+    rounded = torch.linspace(0.1, 0.9, 1000, dtype=torch.float64).sin().to(device, dtype)
+    shaker = Shaker()
     for value, still in ((exact, True), (special, True), (rounded, False)):
         moved = value.clone()
         shaker._move(moved, 1, 0.0)
@@ -363,23 +366,40 @@ def test_what_was_rounded_moves_by_an_ulp_and_what_is_exact_stays(dtype: torch.d
         apart = (torch.view_as_real(moved) if value.is_complex() else moved) - finite
         limit = finite.abs().double().nan_to_num(0, 0, 0) * torch.finfo(dtype).eps
         assert bool((apart.double().nan_to_num(0).abs() <= limit).all())
-    largest = torch.full((8,), torch.finfo(dtype).max, dtype=dtype)
+    largest = torch.full((8,), torch.finfo(dtype).max, dtype=dtype, device=device)
     shaker._move(largest, 1, 0.0)
     assert bool(largest.isfinite().all())
 
 
+@pytest.mark.parametrize("device", HERE)
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_shaker_that_leans_moves_all_the_same_way(dtype: torch.dtype, seed: int) -> None:
+def test_a_shaker_that_leans_moves_all_the_same_way(dtype: torch.dtype, seed: int, device: str) -> None:
     """Upwards, downwards, away from zero or towards it: so are equal numbers rounded, and a sum of them is far off."""
-    value = (torch.linspace(-0.9, 0.9, 4000, dtype=torch.float64).sin() * 1.234567).to(dtype)
-    shaker = Shaker(torch.Generator().manual_seed(seed), 2, leans=True, dice=random.Random(seed))
+    value = (torch.linspace(-0.9, 0.9, 4000, dtype=torch.float64).sin() * 1.234567).to(device, dtype)
+    shaker = Shaker(2, leans=True, dice=random.Random(seed))
     moved = value.clone()
     shaker._move(moved, 2, 0.0)
     apart = moved.double() - value.double()
     ways = [apart, -apart, apart * value.sign(), -apart * value.sign()]
     assert any(bool((way >= 0).all()) for way in ways)
     assert (apart != 0).sum() > 2000
+
+
+@pytest.mark.parametrize("device", HERE)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_a_sum_is_moved_by_its_spread(dtype: torch.dtype, device: str) -> None:
+    """In parts of the root mean square, whatever an element is; in a layout of any order."""
+    value = (
+        (torch.linspace(-3, 3, 40_000, dtype=torch.float64).sin() * 1.234567).view(200, 200).to(device, dtype)
+    )
+    moved = value.t().clone(memory_format=torch.preserve_format)
+    Shaker()._move(moved, 1, 0.125)
+    apart = moved.t().double() - value.double()
+    root = value.double().square().mean().sqrt()
+    assert abs(float(apart.std() / root) - 0.125) < 0.01
+    assert abs(float(apart.mean() / root)) < 0.005
+    assert abs(float((apart * value).mean() / root**2)) < 0.005
 
 
 def test_an_update_is_made_leaf_by_leaf() -> None:

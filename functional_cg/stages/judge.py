@@ -114,15 +114,12 @@ class Judge:
 
         self._reference.run(buffers, keep)
         off = list(map(distance, got, expected))
-        device = next((one.device for one in (*got, *expected) if not one.is_cpu), torch.device("cpu"))
-        generator, dice = torch.Generator(device).manual_seed(0), random.Random(0)
+        dice = random.Random(0)
         for number, (most, decisions, factor) in enumerate(_RUNS):
             if not self._together(not all(map(Distance.within, off, limits))):
                 self.share = max([self.share, *map(Distance.share, off, limits)])
                 return {}
-            shaker = Shaker(
-                generator, most, decisions, leans=number % 2 == 1, dice=dice, chunk=self._reference.chunk
-            )
+            shaker = Shaker(most, decisions, leans=number % 2 == 1, dice=dice)
             self._reference.run(buffers, partial(allow, factor), shaker)
         pairs = enumerate(zip(off, limits, strict=True))
         return {number: limit for number, (apart, limit) in pairs if not apart.within(limit)}

@@ -15,7 +15,7 @@ from .lower import Buffers, evaluate, quiet
 from .program import Instr, Program, Var, live, peak_bytes, written_storages
 from .remat_plan import in_order, within
 from .row_blocks import in_blocks
-from .ulps import BESIDE, Shaker
+from .ulps import Shaker, decides
 from .unchecked import Unchecked
 
 __all__ = ["Output", "Reference"]
@@ -24,7 +24,6 @@ _library = torch.library.Library("fcg", "FRAGMENT")
 _library.define("shown(Tensor value) -> ()")
 _SHOWN = torch.ops.fcg.shown.default  # where a program is run, somebody looks at the value
 
-_LEAST, _MOST = 2**16, 2**24  # elements that are moved at a time
 # What is divided: from which part of the room on a value is large, and into how many blocks.
 _DIVISIONS = ((8, 8), (16, 16), (64, 16), (64, 64))
 
@@ -53,7 +52,6 @@ class Reference:
     Attributes:
       outputs: What it computes: metrics first.
       unchecked: Which of its slots and inputs may hold any value.
-      chunk: How many elements a shaker should move at a time.
     """
 
     def __init__(self, program: Program) -> None:
@@ -64,7 +62,6 @@ class Reference:
         self.outputs += [Output(name, new, i) for i, (name, old, new) in enumerate(leaves) if old is not new]
         self._instrs = self._with_shown(program)
         self._actions = in_order(self._instrs)
-        self.chunk = _MOST
         written = written_storages(self._instrs)
         self._written = {i for i, c in enumerate(program.constants) if c.var.storage in written}
 
@@ -131,8 +128,7 @@ class Reference:
         for var in (var for instr in self._instrs for var in instr.outputs()):
             if var.storage not in static:
                 sizes[var.storage] = max(sizes.get(var.storage, 0), var.spec.nbytes)
-        self.chunk = min(max(room // (8 * BESIDE * torch.float64.itemsize), _LEAST), _MOST)
-        beside = BESIDE * min(max(sizes.values(), default=0), self.chunk * torch.float64.itemsize)
+        beside = max(map(_copied, self._instrs), default=0)
         peak, _ = peak_bytes(self._instrs, (), sizes)
         if peak + beside <= room:
             return peak + beside
@@ -207,6 +203,11 @@ def _leaf_by_leaf(instr: Instr) -> list[Instr]:
         return replace(instr, args=args, kwargs=kwargs, out=made if isinstance(instr.out, tuple) else made[0])
 
     return list(map(call, range(*lengths)))
+
+
+def _copied(instr: Instr) -> int:
+    """Bytes that a shaker takes beside a call: it moves copies of what the call decides by."""
+    return sum(var.spec.nbytes for var in set(instr.inputs())) if decides(instr) else 0
 
 
 def _assigned(out: object, value: object) -> Iterable[tuple[Var, Tensor]]:

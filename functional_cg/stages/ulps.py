@@ -30,10 +30,9 @@ from torch import Tensor
 from ..ops import returns_view
 from .program import Instr, Var
 
-__all__ = ["BESIDE", "Shaker"]
+__all__ = ["Shaker", "decides"]
 
-BESIDE = 6  # times the bytes of what is moved at a time are taken for it
-_CHUNK = 2**22  # elements
+_CHUNK = 2**22  # elements that are moved at a time on the host
 # dtype -> integer of its size; its last bits, which are zero in few rounded numbers and in most exact ones; infinity.
 _BITS = MappingProxyType(
     {
@@ -44,6 +43,7 @@ _BITS = MappingProxyType(
     }
 )
 _WIDE = MappingProxyType({torch.bfloat16: torch.float32, torch.float16: torch.float32})
+_DIRECTIONS = (_UP, _DOWN, _OUTWARD, _INWARD) = (1, 2, 3, 4)  # 0 is any
 _MOST_NARROW = 8  # ulps of 16 bits: more would be another number
 # What only moves numbers about rounds none.
 _MOVES = frozenset(
@@ -66,25 +66,21 @@ class Shaker:
     """Moves what calls return by up to ``most`` ulps, at random.
 
     Attributes:
-      generator: Draws which way; on the device of the program.
       most: Ulps, a whole number.
       decisions: Ulps by which it moves what a call decides by (a comparison, ``argmax``, a rounding), for that call.
       leans: Whether the elements of a result are moved the same way, up or down, or all away from zero or towards it.
         Equal numbers are rounded alike, and what is added up over thousands of them is thousands of times off.
-      dice: Draws for numbers of Python.
-      chunk: Elements that are moved at a time.
+      dice: Draws for numbers of Python, and the seeds of what draws for tensors.
     """
 
-    generator: torch.Generator
     most: int = 1
     decisions: int = 0
     leans: bool = False
     dice: random.Random = field(default_factory=lambda: random.Random(0))
-    chunk: int = _CHUNK
 
     def arguments(self, instr: Instr, values: dict[Var, Tensor]) -> dict[Var, Tensor]:
         """Arguments for a call in place of some of its own."""
-        if not self.decisions or not (instr.name in _DECIDES or _narrows(instr)):
+        if not self.decisions or not decides(instr):
             return {}
         moved = {}
         for var in dict.fromkeys(instr.inputs()):
@@ -123,25 +119,40 @@ class Shaker:
             tensor = torch.view_as_real(tensor)
         if tensor.dtype not in _BITS or not tensor.numel():
             return
-        integer, last, infinity = _BITS[tensor.dtype]
-        sign, outward = self.dice.choice((-1, 1)), self.dice.choice((False, True))
+        flat = _flat_in_memory(tensor)
+        if flat is None:
+            return
+        direction = self.dice.choice(_DIRECTIONS) if self.leans else 0
+        seed, scale = self.dice.getrandbits(31), spread / math.sqrt(tensor.numel())
         if spread:
-            root = torch.linalg.vector_norm(tensor, dtype=_WIDE.get(tensor.dtype))
-            step = torch.where(root.isfinite(), root, 0.0) * (spread / math.sqrt(tensor.numel()))
-        for part in _parts(tensor, self.chunk):
-            bits = part.view(integer)
-            magnitude = bits & torch.iinfo(integer).max
-            stays = (bits & last == 0) | (magnitude <= most) | (magnitude >= infinity - 1 - most)
-            ulps = torch.randint(
-                -most, most + 1, part.shape, dtype=integer, device=part.device, generator=self.generator
-            )
-            if self.leans:  # the bits of a number say how far it is from zero
-                ulps = ulps.abs_().mul_(sign)
-                ulps = ulps if outward else torch.where(bits < 0, -ulps, ulps)
-            bits += ulps.masked_fill_(stays, 0)
-            if spread:
-                noise = torch.randn(part.shape, device=part.device, generator=self.generator)
-                part += noise.mul_(step).masked_fill_(stays, 0)
+            root = torch.linalg.vector_norm(flat, dtype=_WIDE.get(flat.dtype))
+        else:
+            root = flat.new_zeros((), dtype=_WIDE.get(flat.dtype))
+        if flat.is_cuda:
+            from .._ulps_triton import move_cuda
+
+            move_cuda(flat, most, root, scale, seed, direction, *_BITS[flat.dtype][1:])
+        else:
+            _move_on_host(flat, most, root, scale, seed, direction)
+
+
+def _move_on_host(flat: Tensor, most: int, root: Tensor, scale: float, seed: int, direction: int) -> None:
+    """As ``move_cuda`` does; in pieces, as each of them takes several times its bytes."""
+    integer, last, infinity = _BITS[flat.dtype]
+    generator = torch.Generator().manual_seed(seed)
+    step = root * scale if root.isfinite() else torch.zeros_like(root)
+    for part in flat.split(_CHUNK):
+        bits = part.view(integer)
+        magnitude = bits & torch.iinfo(integer).max
+        stays = (bits & last == 0) | (magnitude <= most) | (magnitude >= infinity - 1 - most)
+        ulps = torch.randint(-most, most + 1, part.shape, dtype=integer, generator=generator)
+        if direction:  # the bits of a number say how far it is from zero
+            outward = {_UP: bits >= 0, _DOWN: bits < 0}.get(direction, direction == _OUTWARD)
+            ulps = torch.where(torch.as_tensor(outward), ulps.abs(), -ulps.abs())
+        bits += ulps.masked_fill_(stays, 0)
+        if scale:
+            noise = torch.randn(part.shape, generator=generator)
+            part += noise.mul_(step).masked_fill_(stays, 0)
 
 
 def _flat(value: Any) -> Iterator[Any]:
@@ -160,12 +171,16 @@ def _is_single(value: float) -> bool:
         return True
 
 
-def _parts(tensor: Tensor, chunk: int) -> Iterator[Tensor]:
-    """The elements of a dense tensor in the order of memory, some at a time."""
+def _flat_in_memory(tensor: Tensor) -> Tensor | None:
+    """The elements of a dense tensor in the order of memory; None if it is not dense."""
     strides = tensor.stride()
     flat = tensor.permute(sorted(range(tensor.dim()), key=lambda axis: -strides[axis]))
-    if flat.is_contiguous():
-        yield from flat.view(-1).split(chunk)
+    return flat.view(-1) if flat.is_contiguous() else None
+
+
+def decides(instr: Instr) -> bool:
+    """Whether a call makes few values of many: a comparison, a rounding, an order."""
+    return instr.name in _DECIDES or _narrows(instr)
 
 
 def _narrows(instr: Instr) -> bool:
