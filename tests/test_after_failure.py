@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import functional_cg as fcg
-from functional_cg.stages.capture import CPUBackend
+from functional_cg.stages.capture import CPUBackend, CUDABackend
 from functional_cg.stages.strays import Stray
 from functional_cg.testing import assert_trees_all_equal
 
@@ -290,8 +290,9 @@ def products(state: Any, x: Tensor) -> Any:
 
 
 def too_large(state: Any, x: Tensor) -> Any:
-    wide = (x @ x)[:1].sum() * torch.ones(1 << 40, device=x.device)
-    return {"w": state["w"] + wide.sum()}, {}
+    """No compiler gets by without the memory of a product."""
+    rows = x.new_zeros(1 << 30, x.shape[0])
+    return {"w": state["w"] + (rows @ x).sum()}, {}
 
 
 @pytest.mark.cuda
@@ -333,6 +334,16 @@ def test_twenty_failures_leave_no_workspaces(where: str, lowering: Any) -> None:
 
 
 @pytest.mark.cuda
+def test_what_a_failed_trial_put_back_comes_before_what_is_read_next() -> None:
+    x = torch.zeros((), device="cuda")
+    with pytest.raises(ValueError, match="differs"), CUDABackend(x.device).aside():
+        torch.cuda._sleep(500_000_000)
+        x.fill_(1.0)
+        raise ValueError("it differs")
+    assert float(x) == 1.0
+
+
+@pytest.mark.cuda
 @pytest.mark.filterwarnings("default")
 def test_a_graph_outlives_the_failures_of_others() -> None:
     """Its workspace is from its own pool: clearing those of all streams does not take it away."""
@@ -351,17 +362,21 @@ def test_a_graph_outlives_the_failures_of_others() -> None:
 
 @pytest.mark.cuda
 @pytest.mark.filterwarnings("default")
-def test_the_largest_batch_is_looked_for() -> None:
+@pytest.mark.parametrize("lowering", ["aten", "inductor"])
+def test_the_largest_batch_is_looked_for(lowering: Any) -> None:
     def step(state: Any, x: Tensor) -> Any:
-        return {"w": state["w"] + (x[:, None, :] * x).sum()}, {}
+        return {"w": state["w"] + (x @ x.T).sum()}, {}
 
-    fitting, state, batch = fcg.graph_step(step), fcg.place({"w": torch.zeros((), device="cuda")}), 1 << 14
+    fitting = fcg.graph_step(step, lowering=lowering)
+    state, batch = fcg.place({"w": torch.zeros((), device="cuda")}), 1 << 19
+    failures = 0
     while True:
         try:
-            state, _ = fitting(state, torch.ones(batch, 1 << 10, device="cuda"))
+            state, _ = fitting(state, torch.ones(batch, 16, device="cuda"))
             break
         except (torch.OutOfMemoryError, fcg.CaptureError):
-            batch //= 2
-    assert float(state["w"]) == batch * batch * 2.0**10
-    state, _ = fitting(state, torch.ones(batch, 1 << 10, device="cuda"))
+            batch, failures = batch // 2, failures + 1
+    assert failures
+    assert float(state["w"]) == batch * batch * 16.0
+    state, _ = fitting(state, torch.ones(batch, 16, device="cuda"))
     assert fitting.stats.captures == 1

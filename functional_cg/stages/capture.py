@@ -142,13 +142,17 @@ class CUDABackend:
                 self._pool = torch.cuda.graph_pool_handle()
                 # torch hands out streams in turn, from few; those of high priority are seldom somebody else's too
                 self._streams = tuple(torch.cuda.Stream(self._device, priority=-1) for _ in range(2))
-            warm_up = self._streams[0]
-            warm_up.wait_stream(torch.cuda.current_stream(self._device))
+            caller, warm_up = torch.cuda.current_stream(self._device), self._streams[0]
+            warm_up.wait_stream(caller)
             torch.cuda.empty_cache()  # what building the state left in it would stand beside this work's memory
             try:
                 with torch.cuda.stream(warm_up):
                     yield
             except BaseException:
+                with contextlib.suppress(
+                    torch.AcceleratorError
+                ):  # of a device that the error on its way tells of
+                    caller.wait_stream(warm_up)  # the values of before were put back last
                 _free_workspaces()
                 raise
             warm_up.synchronize()

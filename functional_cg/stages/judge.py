@@ -13,7 +13,6 @@ import math
 import random
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -23,7 +22,7 @@ from ..errors import MiscompileError
 from ..source import Location
 from .lower import Buffers
 from .reference import Reference
-from .sketch import Distance, distance, floor, sketch
+from .sketch import Distance, distance, floor, known, sketch
 from .ulps import Shaker
 
 __all__ = ["Difference", "Judge", "miscompiled"]
@@ -103,24 +102,27 @@ class Judge:
         """
         count = len(self._reference.outputs)
         expected: list[Any] = [None] * count
-        limits: list[Any] = [None] * count
+        measured: list[Any] = [None] * count
 
         def keep(number: int, value: Tensor) -> None:
-            expected[number], limits[number] = sketch(value), floor(value)
+            expected[number], measured[number] = sketch(value), floor(value)
 
-        def allow(factor: float, number: int, value: Tensor) -> None:
-            apart = distance(expected[number], sketch(value))
-            limits[number] = limits[number].or_more(apart.times(factor))
+        def compare(number: int, value: Tensor) -> None:
+            measured[number] = distance(expected[number], sketch(value))
 
         self._reference.run(buffers, keep)
-        off = list(map(distance, got, expected))
+        limits, off = known(measured), known(list(map(distance, got, expected)))
         dice = random.Random(0)
         for number, (most, decisions, factor) in enumerate(_RUNS):
             if not self._together(not all(map(Distance.within, off, limits))):
                 self.share = max([self.share, *map(Distance.share, off, limits)])
                 return {}
             shaker = Shaker(most, decisions, leans=number % 2 == 1, dice=dice)
-            self._reference.run(buffers, partial(allow, factor), shaker)
+            self._reference.run(buffers, compare, shaker)
+            limits = [
+                limit.or_more(apart.times(factor))
+                for limit, apart in zip(limits, known(measured), strict=True)
+            ]
         pairs = enumerate(zip(off, limits, strict=True))
         return {number: limit for number, (apart, limit) in pairs if not apart.within(limit)}
 

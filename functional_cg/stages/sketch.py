@@ -10,14 +10,14 @@ Source: Charikar, Chen, Farach-Colton 2002, "Finding frequent items in data stre
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-__all__ = ["Distance", "distance", "floor", "sketch"]
+__all__ = ["Distance", "distance", "floor", "known", "sketch"]
 
 _NEIGHBOURS = 16
 _CHUNK = 2**20  # elements that are added up at a time
@@ -69,32 +69,45 @@ def sketch(tensor: Tensor) -> Tensor:
     return torch.cat(sums)
 
 
-def distance(one: Tensor, other: Tensor) -> Distance:
-    """The distance of two sketches; a NaN is as good as another, and so is an infinity."""
+def distance(one: Tensor, other: Tensor) -> Tensor:
+    """The distance of two sketches, f64[2], for :func:`known`; a NaN is as good as another, and so is an infinity."""
     same = (one == other) | (one.isnan() & other.isnan())
     apart = torch.where(same, 0.0, one - other)
     if not apart.numel():
-        return Distance(0.0, 0.0)
-    norm, greatest = torch.stack([apart.square().sum().sqrt(), apart.abs().max()]).tolist()
-    unknown = math.isnan(norm) or math.isnan(greatest)
-    return Distance(math.inf, math.inf) if unknown else Distance(norm, greatest)
+        return apart.new_zeros(2)
+    return torch.stack([apart.square().sum().sqrt(), apart.abs().max()])
 
 
-def floor(tensor: Tensor) -> Distance:
-    """What the rounding of a result itself may make of it."""
+def floor(tensor: Tensor) -> Tensor:
+    """What the rounding of a result itself may make of it, f64[2], for :func:`known`."""
+    norms = greatest = torch.zeros(1, dtype=torch.float64, device=tensor.device)
     if not (tensor.is_floating_point() or tensor.is_complex()):
-        return Distance(0.0, 0.0)
-    spacing = torch.finfo(tensor.dtype)
-    norm = greatest = 0.0
+        return torch.cat([norms, greatest])
     for part in _numbers(tensor):
-        finite = torch.where(part.isfinite(), part, 0.0).double().abs()
-        norm += float(finite.square().sum())
-        greatest = max(greatest, float(finite.max()))
+        finite = torch.where(part.isfinite(), part, 0.0).double()
+        norms = norms + finite.square().sum()
+        greatest = torch.maximum(greatest, finite.abs().max())
+    if tensor.numel() > _TILE:  # a sketch adds neighbours up
+        greatest = torch.minimum(greatest * math.sqrt(_NEIGHBOURS), norms.sqrt())
+    spacing = torch.finfo(tensor.dtype)
     smallest = spacing.smallest_normal * spacing.eps
-    least = Distance(smallest * math.sqrt(tensor.numel()), smallest)
-    # A sketch adds neighbours up.
-    most = min(greatest * math.sqrt(_NEIGHBOURS), math.sqrt(norm)) if tensor.numel() > _TILE else greatest
-    return Distance(math.sqrt(norm), most).times(_FLOOR * spacing.eps).or_more(least)
+    sizes = torch.cat([norms.sqrt(), greatest]) * (_FLOOR * spacing.eps)
+    return torch.cat(
+        [sizes[:1].clamp(min=smallest * math.sqrt(tensor.numel())), sizes[1:].clamp(min=smallest)]
+    )
+
+
+def known(measured: Sequence[Tensor]) -> list[Distance]:
+    """Distances on the host; it waits for each device once."""
+    found: dict[int, Distance] = {}
+    for device in dict.fromkeys(one.device for one in measured):
+        places = [place for place, one in enumerate(measured) if one.device == device]
+        for place, (norm, greatest) in zip(
+            places, torch.stack([measured[place] for place in places]).tolist(), strict=True
+        ):
+            unknown = math.isnan(norm) or math.isnan(greatest)
+            found[place] = Distance(math.inf, math.inf) if unknown else Distance(norm, greatest)
+    return [found[place] for place in range(len(measured))]
 
 
 def _numbers(tensor: Tensor) -> Iterator[Tensor]:

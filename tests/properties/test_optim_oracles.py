@@ -331,4 +331,10 @@ def test_steps_equal_torch_on_cuda(dtype: torch.dtype) -> None:
             expected = judged(
                 lambda p, make=make, theirs=theirs: make(p, lr=theirs, fused=True), (params, grads)
             )
-            assert_bitwise(ours(tx, (params, grads), fused=True), expected)
+            got = ours(tx, (params, grads), fused=True)
+            if (
+                theirs is rate and dtype is torch.float64
+            ):  # torch's kernel has the rate in float32, ours has not
+                assert_near(got, expected)
+            else:
+                assert_bitwise(got, expected)
