@@ -9,7 +9,7 @@ import triton.language as tl
 __all__ = ["move_cuda"]
 
 _BLOCK = 1024
-_ROUNDS = tl.constexpr(7)  # of Philox: the fewest that pass every test of its authors
+_ROUNDS = 7  # of Philox: the fewest that pass every test of its authors
 
 
 # Every call moves another size by another number: none of them may compile a kernel of its own.
@@ -25,6 +25,7 @@ def _move_kernel(
     LAST: tl.constexpr,
     INFINITY: tl.constexpr,
     BLOCK: tl.constexpr,
+    ROUNDS: tl.constexpr,
 ):
     place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = place < count
@@ -42,7 +43,7 @@ def _move_kernel(
 
     # The bits of a number say how far it is from zero: 1 and 2 are up and down, 3 and 4 outward and inward.
     # Draws repeat after 2**32 numbers: no harm.
-    c0, c1, c2, _ = tl.randint4x(seed, place.to(tl.int32), n_rounds=_ROUNDS)
+    c0, c1, c2, _ = tl.randint4x(seed, place.to(tl.int32), n_rounds=ROUNDS)
     ulps = (c0.to(tl.uint32, bitcast=True) % (2 * most + 1).to(tl.uint32)).to(tl.int32) - most
     length = tl.abs(ulps)
     outward = ((direction == 3) | ((direction == 1) & (bits >= 0))) | ((direction == 2) & (bits < 0))
@@ -87,5 +88,15 @@ def move_cuda(
     count = flat.numel()
     with torch.cuda.device(flat.device):
         _move_kernel[(triton.cdiv(count, _BLOCK),)](
-            flat, root, count, seed, most, scale, direction, LAST=last, INFINITY=infinity, BLOCK=_BLOCK
+            flat,
+            root,
+            count,
+            seed,
+            most,
+            scale,
+            direction,
+            LAST=last,
+            INFINITY=infinity,
+            BLOCK=_BLOCK,
+            ROUNDS=_ROUNDS,
         )
