@@ -315,7 +315,7 @@ class Transform:
         reference = Reference(program.twin())  # before anything is rewritten
         with _timed(self._name, f"lowered {len(program.instrs)} ATen calls"):
             reading = reading_of([spec for state in states for spec in state.specs])
-            program.instrs = group_collectives(program.instrs, reading.bucket_bytes, reading.prefetch)
+            program.instrs = group_collectives(program.instrs, reading, call.device)
             rewrite(program, call.places())
             plan = lower(program, call.device, self._options.lowering, reference)
         lowered = Lowered(self._name, states, call.layout, program, plan, host_watch, inspection, reference)

@@ -18,6 +18,7 @@ __all__ = [
     "ALL_REDUCE",
     "GATHER",
     "REDUCE_SCATTER",
+    "WAIT",
     "all_gather",
     "all_reduce",
     "broadcast",
@@ -28,6 +29,7 @@ _ops = torch.ops._c10d_functional
 GATHER = _ops.all_gather_into_tensor_coalesced.default  # takes lists: a trace joins several into one launch
 REDUCE_SCATTER = _ops.reduce_scatter_tensor_coalesced.default
 ALL_REDUCE = _ops.all_reduce.default
+WAIT = _ops.wait_tensor.default
 
 
 # Dtypes that every backend sends and adds up; what is sent and not added up may be of any dtype, as bytes.
@@ -70,7 +72,7 @@ def all_reduce(tensor: Tensor, where: Mesh | Axis, op: str = "sum") -> Tensor:
 
 
 def _wait(tensor: Tensor) -> Tensor:
-    return cast("Tensor", _ops.wait_tensor(tensor))
+    return cast("Tensor", WAIT(tensor))
 
 
 def _pairs(tensor: Tensor) -> Tensor:

@@ -5,6 +5,9 @@ become one launch, up to a number of bytes: a gather moves up to the first of it
 a reduction moves down to the last. A group of gathers may start ``ahead`` groups before its first use, and what needs
 a reduction's result waits until the next one is under way, so that both run beside the compute in between. What is
 moved computes the same values: only the order of independent calls changes.
+
+On a host each launch is waited for at once. Gloo runs two collectives of a group side by side, and of gathers that
+breaks its heap: torch 2.13 alone aborts or hangs after some thousand pairs of them.
 """
 
 from __future__ import annotations
@@ -12,7 +15,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-from ..shards.collectives import ALL_REDUCE, GATHER, REDUCE_SCATTER
+import torch
+
+from ..shards.collectives import ALL_REDUCE, GATHER, REDUCE_SCATTER, WAIT
+from ..shards.placement import Reading
 from .program import Instr, Var, vars_in, written_storages
 
 __all__ = ["group_collectives", "groups", "is_launch"]
@@ -56,15 +62,17 @@ def groups(sizes: Sequence[int], limit: int) -> list[list[int]]:
     return out
 
 
-def group_collectives(instrs: list[Instr], limit: int, ahead: int = 0) -> list[Instr]:
+def group_collectives(instrs: list[Instr], reading: Reading, device: torch.device) -> list[Instr]:
     """The instructions with their collectives grouped.
 
     Args:
       instrs: A traced program's.
-      limit: Bytes of whole leaves in one launch.
-      ahead: How many groups before its own a group of gathers starts.
+      reading: How many bytes a launch may have, and how far ahead a gather may start.
+      device: Where they run: on a CPU, one at a time.
     """
-    return _late(_reductions(_gathers(instrs, limit, ahead), limit))
+    gathered = _gathers(instrs, reading.bucket_bytes, reading.prefetch)
+    grouped = _late(_reductions(gathered, reading.bucket_bytes))
+    return _one_at_a_time(grouped) if device.type == "cpu" else grouped
 
 
 @dataclass(slots=True)
@@ -141,6 +149,23 @@ def _late(instrs: Sequence[Instr]) -> list[Instr]:
             out += held
             held, waiting = [], set(instr.outputs())
     return out + held
+
+
+def _one_at_a_time(instrs: Sequence[Instr]) -> list[Instr]:
+    """Each launch is followed by its waits."""
+    launched = {var for instr in instrs if is_launch(instr) for var in instr.outputs()}
+    waits: dict[Var, list[Instr]] = {}
+    for instr in instrs:
+        if instr.op is WAIT and instr.args[0] in launched:
+            waits.setdefault(instr.args[0], []).append(instr)
+    out: list[Instr] = []
+    for instr in instrs:
+        if instr.op is WAIT and instr.args[0] in launched:
+            continue
+        out.append(instr)
+        if is_launch(instr):
+            out += [wait for var in instr.outputs() for wait in waits.get(var, ())]
+    return out
 
 
 def _sections(instrs: Sequence[Instr], op: object) -> Iterator[list[_Item]]:
