@@ -223,6 +223,16 @@ def test_a_gradient_that_is_cast_twice_is_left_alone() -> None:
     assert joined(train_step) == 0
 
 
+def test_a_target_that_is_made_after_the_log_probabilities_is_left_alone() -> None:
+    """The kernel stands where these are made, and it reads the target."""
+
+    def loss(logits: Tensor, y: Tensor) -> Tensor:
+        logp = logits.float().log_softmax(1)
+        return F.nll_loss(logp, (y + 1) % CLASSES)
+
+    assert joined(step_of(loss)) == 0
+
+
 def test_each_of_two_losses_gets_it() -> None:
     def train_step(state: Any, batch: Any) -> Any:
         def fn(p: Any) -> Any:

@@ -168,6 +168,18 @@ def of_ends() -> State:
     return {"a": torch.ones(1), "b": torch.full((2,), 7.0), "c": torch.ones(1024)}
 
 
+def twins(state: State, x: Tensor) -> Any:
+    """Two vectors of one length, such as parameters and what is added up of their gradients."""
+    vector, total = ravel(state["params"]), ravel(state["total"])
+    total = total + vector * x.sum()
+    new = {"params": unravel(state["params"], vector - 0.1 * total), "total": unravel(state["total"], total)}
+    return new, {"norm": total.norm()}
+
+
+def of_twins() -> State:
+    return {"params": leaves(), "total": {name: -leaf for name, leaf in leaves().items()}}
+
+
 CASES: dict[str, tuple[Callable[..., Any], Callable[[str], Any]]] = {
     "one-of-many": (one_of_many, trained),
     "guarded": (guarded, trained),
@@ -180,6 +192,7 @@ CASES: dict[str, tuple[Callable[..., Any], Callable[[str], Any]]] = {
         for what in ("vector", "flag", "part")
     },
     "chosen-from-itself": (chosen_from_itself, lambda device: fcg.place(leaves(), device)),
+    "twins": (twins, lambda device: fcg.place(of_twins(), device)),
     "around-a-slot": (around_a_slot, lambda device: fcg.place(of_ends(), device)),
     "in-the-middle": (in_the_middle, lambda device: fcg.place(leaves(), device)),
     "read-beside": (read_beside, lambda device: fcg.place(leaves(), device)),

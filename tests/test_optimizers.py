@@ -8,6 +8,7 @@ allows where it computes in float32 or bfloat16.
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import math
 import re
 import warnings
@@ -442,6 +443,45 @@ def test_captured_sharpness_aware_step_equals_eager() -> None:
 
 
 # -- mistakes -----------------------------------------------------------------------------------------------------
+
+# What numbers without a default may be, of any optimizer and link.
+GOOD = {
+    "learning_rate": 0.1, "weight_decay": 0.1, "max_norm": 1.0, "max_delta": 1.0, "threshold": 1.0, "clipping": 0.1,
+    "decay": 0.9, "eta": 0.1, "gamma": 0.5, "inner": optim.sgd(0.1), "key": 0,
+    "loss_fn": lambda p: p.sum(), "rho": 0.1,
+}  # fmt: skip
+SIGNED = {"scale": {"step_size"}}  # a negative one descends
+
+
+def numbers_of(make: Any) -> list[str]:
+    """The arguments that take a number, or a tensor in its place."""
+    parameters = inspect.signature(make).parameters.values()
+    return [
+        p.name for p in parameters if re.match(r"(Scalar|ScalarOrSchedule)( \| None)?$", str(p.annotation))
+    ]
+
+
+def makers() -> list[tuple[str, str]]:
+    """All optimizers and links, with each of their numbers."""
+    made = {name: getattr(optim, name) for name in optim.__all__}
+    kinds = {
+        n: m for n, m in made.items() if isinstance(m, type) and issubclass(m, optim.GradientTransformation)
+    }
+    return [(name, number) for name, make in kinds.items() for number in numbers_of(make)]
+
+
+@pytest.mark.parametrize("wrong", [-1.0, math.nan, "0.1"])
+@pytest.mark.parametrize(("name", "number"), makers())
+def test_each_number_of_each_link_is_checked(name: str, number: str, wrong: Any) -> None:
+    make = getattr(optim, name)
+    required = [p.name for p in inspect.signature(make).parameters.values() if p.default is p.empty]
+    rest = {key: GOOD[key] for key in required if key != number}
+    make(**rest, **{number: torch.tensor(0.5)})
+    if wrong == -1.0 and number in SIGNED.get(name, ()):
+        return
+    # It may go by another name in the link that checks it: a momentum is the decay of a trace.
+    with pytest.raises((ValueError, TypeError), match=r"must be (at least|in \[|a number)"):
+        make(**rest, **{number: wrong})
 
 
 @pytest.mark.parametrize(

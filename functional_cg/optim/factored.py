@@ -81,6 +81,8 @@ class scale_by_factored_rms(GradientTransformation):
 
     def __post_init__(self) -> None:
         in_range("scale_by_factored_rms: decay_rate", self.decay_rate)
+        if self.eps is not None:
+            in_range("scale_by_factored_rms: eps", self.eps)
 
     @property
     def acts_per_leaf(self) -> bool:
@@ -264,6 +266,7 @@ class adafactor(Optimizer):
         object.__setattr__(self, "mask", freeze(self.mask))
         object.__setattr__(self, "eps", tuple(self.eps))
         require(len(self.eps) == 2, f"adafactor: eps is a pair, got {self.eps!r}")
+        _ = self.parts  # each checks its own
 
     @property
     def parts(self) -> tuple[GradientTransformation, ...]:

@@ -197,6 +197,9 @@ class muon(Optimizer):
     def __post_init__(self) -> None:
         in_range("muon: learning_rate", self.learning_rate)
         in_range("muon: momentum", self.momentum, below=1.0)
+        in_range("muon: weight_decay", self.weight_decay)
+        if self.adamw_learning_rate is not None:
+            in_range("muon: adamw_learning_rate", self.adamw_learning_rate)
         object.__setattr__(self, "labels", freeze(self.labels))
         in_range("muon: weight_decay", self.weight_decay)
 

@@ -7,6 +7,7 @@ of nearly equal numbers is involved, and rounded to a leaf's dtype where they me
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -70,6 +71,9 @@ class scale(Stateless):
     """
 
     step_size: Scalar
+
+    def __post_init__(self) -> None:
+        in_range("scale: step_size", self.step_size, low=-math.inf)
 
     def update(
         self, updates: Updates, state: OptState, params: Params | None = None

@@ -9,6 +9,7 @@ import re
 import threading
 import time
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ import torch.distributed as dist
 
 import functional_cg as fcg
 from functional_cg.sharding.agreement import Ranks
+from functional_cg.shards.peers import among
 
 SHORT = 0.4
 
@@ -231,3 +233,20 @@ def test_parting_waits_for_all_and_not_for_ever(monkeypatch: pytest.MonkeyPatch)
     start = time.monotonic()
     one.part()
     assert time.monotonic() - start < SHORT
+
+
+@pytest.mark.parametrize("said", ["shapes cannot be multiplied", "index 7 is out of bounds", ""])
+def test_what_is_no_broken_connection_stays_what_it_is(said: str) -> None:
+    mesh: Any = SimpleNamespace(ranks=SimpleNamespace(absent=list))
+    error = RuntimeError(said)
+    with pytest.raises(RuntimeError, match=f"^{said}$") as raised, among(mesh, "f"):
+        raise error
+    assert raised.value is error
+
+
+@pytest.mark.parametrize("said", ["Connection closed by peer", "the process group has been destroyed"])
+def test_a_broken_connection_is_a_rank_error(said: str) -> None:
+    mesh: Any = SimpleNamespace(rank=0, size=2, ranks=SimpleNamespace(absent=lambda: [1], lost=False))
+    with pytest.raises(fcg.RankError) as raised, among(mesh, "f"):
+        raise RuntimeError(said)
+    assert said in str(raised.value)
