@@ -33,9 +33,10 @@ def test_each_mutant_is_killed_by_each_of_its_tests(mutant: Mutant, tmp_path: Pa
     assert outcome.slips() == []
 
 
-def test_the_shipped_code_passes_all_of_these_tests(tmp_path: Path) -> None:
-    outcome = run(KILLERS, tmp_path)
-    assert outcome.verdicts == dict.fromkeys(KILLERS, "PASSED"), outcome.output
+def test_the_tests_of_mutants_are_there(tmp_path: Path) -> None:
+    """They pass on the shipped code, as all tests here do; ``python -m tests.mutants`` runs them on a copy of it."""
+    outcome = run(KILLERS, tmp_path, flags=["--collect-only", "-q"])
+    assert set(KILLERS) <= set(outcome.output.splitlines()), outcome.output
 
 
 def test_all_are_there() -> None:

@@ -266,7 +266,7 @@ MUTANTS = (
             f"{AFTER_FAILURE}test_a_layout_that_was_lowered_only_takes_no_place",
             f"{AFTER_FAILURE}test_a_layout_whose_first_call_fails_takes_no_place[IndexError]",
         ),
-        gpu=(f"{AFTER_FAILURE}test_the_largest_batch_is_looked_for",),
+        gpu=(f"{AFTER_FAILURE}test_the_largest_batch_is_looked_for[aten]",),
     ),
     Mutant(
         "N74",

@@ -23,8 +23,10 @@ OUTPUT = "output.txt"
 PRELOADED = [
     "torch",
     "torch._subclasses.fake_tensor",
-    "torch.distributed.device_mesh",
+    "torch.distributed.tensor",
     "torch.utils.checkpoint",
+    "torch._dynamo",
+    "torch._inductor.compile_fx",
 ]
 SLIPS = re.compile(r"^\S+:\d+: (NameError|UnboundLocalError|SyntaxError|ImportError|ModuleNotFoundError)\b")
 # Loaded by pytest: says which package it tests, and spares hypothesis the work on failures that nobody reads.
@@ -63,16 +65,20 @@ class Outcome:
         return [line for line in self.output.splitlines() if SLIPS.search(line)]
 
 
-def run(tests: Sequence[str], folder: Path, mutant: Mutant | None = None) -> Outcome:
+def run(
+    tests: Sequence[str],
+    folder: Path,
+    mutant: Mutant | None = None,
+    flags: Sequence[str] = ("-rpfE", "--tb=line"),
+) -> Outcome:
     """Run tests on a copy of the package and of the tests in ``folder``.
 
     Raises:
       StaleMutantError: If the mutant does not fit the code any more.
       RuntimeError: If pytest could not run.
     """
-    leave = shutil.ignore_patterns("__pycache__")
     for name in ("functional_cg", "tests"):
-        shutil.copytree(ROOT / name, folder / name, ignore=leave)
+        shutil.copytree(ROOT / name, folder / name)
     shutil.copy(ROOT / "pyproject.toml", folder)
     if mutant is not None:
         mutant.apply(folder / "functional_cg")
@@ -81,8 +87,8 @@ def run(tests: Sequence[str], folder: Path, mutant: Mutant | None = None) -> Out
         name: value for name, value in os.environ.items() if not name.startswith(("PYTEST_", "FCG_"))
     }
     environment |= {"PYTHONPATH": str(folder), "PYTHONDONTWRITEBYTECODE": "1"}
-    flags = ["-rpfE", "--tb=line", "-p", "where", "-p", "no:cacheprovider", "-p", "no:randomly"]
-    code, output = _pytest(folder, [*flags, *tests], environment)
+    plugins = ["-p", "where", "-p", "no:cacheprovider", "-p", "no:randomly"]
+    code, output = _pytest(folder, [*flags, *plugins, *tests], environment)
     if code not in (0, 1) or f"package: {folder / 'functional_cg'}" not in output:
         raise RuntimeError(f"pytest ended with {code}:\n{output}")
     lines = re.finditer(r"^(PASSED|FAILED|ERROR) (\S+?::.*?)(?: - .*)?$", output, re.MULTILINE)
