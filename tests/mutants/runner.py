@@ -65,12 +65,7 @@ class Outcome:
         return [line for line in self.output.splitlines() if SLIPS.search(line)]
 
 
-def run(
-    tests: Sequence[str],
-    folder: Path,
-    mutant: Mutant | None = None,
-    flags: Sequence[str] = ("-rpfE", "--tb=line"),
-) -> Outcome:
+def run(tests: Sequence[str], folder: Path, mutant: Mutant | None = None) -> Outcome:
     """Run tests on a copy of the package and of the tests in ``folder``.
 
     Raises:
@@ -87,8 +82,8 @@ def run(
         name: value for name, value in os.environ.items() if not name.startswith(("PYTEST_", "FCG_"))
     }
     environment |= {"PYTHONPATH": str(folder), "PYTHONDONTWRITEBYTECODE": "1"}
-    plugins = ["-p", "where", "-p", "no:cacheprovider", "-p", "no:randomly"]
-    code, output = _pytest(folder, [*flags, *plugins, *tests], environment)
+    flags = ["-rpfE", "--tb=line", "-p", "where", "-p", "no:cacheprovider", "-p", "no:randomly"]
+    code, output = _pytest(folder, [*flags, *tests], environment)
     if code not in (0, 1) or f"package: {folder / 'functional_cg'}" not in output:
         raise RuntimeError(f"pytest ended with {code}:\n{output}")
     lines = re.finditer(r"^(PASSED|FAILED|ERROR) (\S+?::.*?)(?: - .*)?$", output, re.MULTILINE)
