@@ -15,16 +15,26 @@ code. Only `normal` and `categorical` compute logarithms, whose last bits may di
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
+from ._draw_arguments import (
+    bounds,
+    check_broadcast,
+    check_floating,
+    check_integer,
+    check_key,
+    check_operand,
+    check_probability,
+    describe,
+    numel,
+)
+from ._random_bits import MASK, decompose_random_bits, multiply, random_bits, signed
 from .errors import LayoutError
 from .masking import masked_scale
 from .ops import is_batched
-from .tree import leaves
 
 __all__ = [
     "bernoulli",
@@ -42,195 +52,12 @@ __all__ = [
     "uniform",
 ]
 
-_MASK = 0xFFFFFFFF
-_MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
-_WEYL = (0x9E3779B9, 0xBB67AE85)
-_ROUNDS = 10
 _INTEGERS = (
     *(torch.int8, torch.int16, torch.int32, torch.int64),
     *(torch.uint8, torch.uint16, torch.uint32, torch.uint64),
 )
 # Keys are derived on a stream that no draw may use: a draw and a derived key never share a counter.
 DERIVE = -1
-# 65,536 blocks are 3 MB of scratch: within the L2 cache, and enough for torch to use two threads for one op.
-_CHUNK_BLOCKS = 65_536
-# Below this a hundred ops on tiny tensors cost more than the arithmetic in Python integers.
-_FEW_BLOCKS = 8
-
-
-# ``Any``: the arithmetic of the next two functions is the same for Python integers and for tensors.
-def _multiply(word: Any, factor: int) -> tuple[Any, Any]:
-    """The high and the low word of the product of two words, without overflow.
-
-    A C++ compiler may assume that an int64 never overflows, and then drop the masks that repair it.
-    """
-    if factor < 2**31:
-        product = word * factor
-        return product >> 32, product & _MASK
-    product = word * (factor - 2**32)
-    return (product >> 32) + word, product & _MASK
-
-
-def _philox(c0: Any, c1: Any, c2: Any, c3: Any, k0: Any, k1: Any) -> tuple[Any, Any, Any, Any]:
-    for _ in range(_ROUNDS):
-        (high0, low0), (high1, low1) = _multiply(c0, _MULTIPLIERS[0]), _multiply(c2, _MULTIPLIERS[1])
-        c0, c1, c2, c3 = high1 ^ c1 ^ k0, low1, high0 ^ c3 ^ k1, low0
-        k0, k1 = (k0 + _WEYL[0]) & _MASK, (k1 + _WEYL[1]) & _MASK
-    return c0, c1, c2, c3
-
-
-def _philox_chunk(out: Tensor, first: int, stream: int, k0: int, k1: int) -> None:
-    """Fill ``out`` (i64[blocks, 2], two words in each) from block ``first`` on, in place."""
-    block = torch.arange(len(out), device="cpu").add_(first)
-    c0, c1, c2, c3, p0, p1 = torch.empty((6, len(out)), dtype=torch.int64, device="cpu").unbind()
-    torch.bitwise_and(block, _MASK, out=c0)
-    torch.bitwise_right_shift(block, 32, out=c1).bitwise_and_(_MASK)
-    c2.fill_(stream & _MASK)
-    c3.fill_(stream >> 32 & _MASK)
-    for _ in range(_ROUNDS):
-        # A single op of torch wraps; the mask then undoes the arithmetic shift.
-        torch.mul(c0, _MULTIPLIERS[0], out=p0)
-        torch.mul(c2, _MULTIPLIERS[1], out=p1)
-        # c1 and c3 keep garbage above bit 31: the mask on the words that they are xored into removes it.
-        torch.bitwise_right_shift(p1, 32, out=c0).bitwise_xor_(c1).bitwise_xor_(k0).bitwise_and_(_MASK)
-        torch.bitwise_right_shift(p0, 32, out=c2).bitwise_xor_(c3).bitwise_xor_(k1).bitwise_and_(_MASK)
-        c1, c3, p0, p1 = p1, p0, c1, c3
-        k0, k1 = (k0 + _WEYL[0]) & _MASK, (k1 + _WEYL[1]) & _MASK
-    torch.bitwise_or(c0, c1.bitwise_left_shift_(32), out=out[:, 0])
-    torch.bitwise_or(c2, c3.bitwise_left_shift_(32), out=out[:, 1])
-
-
-def _signed(word: int, bits: int) -> int:
-    """The low ``bits`` bits of ``word`` as a signed number."""
-    half = 1 << (bits - 1)
-    return (word + half) % (2 * half) - half
-
-
-def _random_bits_cpu(key: Tensor, stream: int, n: int) -> Tensor:
-    # This is the kernel: it reads the key when it runs, as a CUDA kernel does. A trace never comes here.
-    k0, k1, first = (*key.tolist(), 0)[:3]
-    k0, k1, blocks = k0 & _MASK, k1 & _MASK, -(-n // 4)
-    if blocks <= _FEW_BLOCKS:
-        low = (((first + i) & _MASK, (first + i) >> 32 & _MASK) for i in range(blocks))
-        high = (stream & _MASK, stream >> 32 & _MASK)
-        words = [_signed(word, 32) for pair in low for word in _philox(*pair, *high, k0, k1)]
-        return torch.tensor(words[:n], dtype=torch.int32, device="cpu")
-    out = torch.empty(4 * blocks, dtype=torch.int32, device="cpu")
-    pairs = out.view(torch.int64).view(blocks, 2)
-    for start in range(0, blocks, _CHUNK_BLOCKS):
-        _philox_chunk(pairs[start : start + _CHUNK_BLOCKS], _signed(first + start, 64), stream, k0, k1)
-    return out if n == 4 * blocks else out[:n].clone()
-
-
-def _random_bits_cuda(key: Tensor, stream: int, n: int) -> Tensor:
-    # Imported at the first draw on CUDA: builds of torch for the CPU come without triton.
-    from functional_cg._philox_triton import random_bits_cuda
-
-    return random_bits_cuda(key, stream, n)
-
-
-def _random_bits_fake(key: Tensor, stream: int, n: int) -> Tensor:
-    return key.new_empty((n,), dtype=torch.int32)
-
-
-def decompose_random_bits(key: Tensor, stream: int, n: int) -> Tensor:
-    """Compute ``fcg::random_bits`` from plain ATen ops, bit for bit: for compilers that fuse.
-
-    Args:
-      key: i64[..., 2], or i64[..., 3] whose third number is the first block; leading axes are batched.
-      stream: The two upper counter words, as one 64-bit integer.
-      n: Number of 32-bit words.
-
-    Returns:
-      i32[..., n].
-
-    Example:
-      >>> torch.equal(decompose_random_bits(key(0), 5, 7), bits(key(0), 7, stream=5))
-      True
-    """
-    block = torch.arange(-(-n // 4), device=key.device)
-    if key.shape[-1] == 3:
-        block = block + key[..., 2:3]
-    low, high = block & _MASK, (block >> 32) & _MASK
-    k0, k1 = key[..., 0:1] & _MASK, key[..., 1:2] & _MASK
-    words = torch.stack(_philox(low, high, stream & _MASK, stream >> 32 & _MASK, k0, k1), dim=-1)
-    return words.flatten(-2)[..., :n].to(torch.int32)
-
-
-def _random_bits_vmap(info: Any, in_dims: Any, key: Tensor, stream: int, n: int) -> tuple[Tensor, int]:
-    return decompose_random_bits(key.movedim(in_dims[0], 0), stream, n), 0
-
-
-# A draw is a function of its arguments: no tag calls it nondeterministic. Words are int32: half the memory of
-# int64, and viewed as int16 or int64 for free where a draw needs 16 or 64 bits. `torch.library.custom_op`
-# would cost three times as much a call.
-_LIBRARY = torch.library.Library("fcg", "FRAGMENT")
-_LIBRARY.define("random_bits(Tensor key, int stream, int n) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,))
-_LIBRARY.impl("random_bits", _random_bits_cpu, "CPU")
-_LIBRARY.impl("random_bits", _random_bits_cuda, "CUDA")
-torch.library.register_fake("fcg::random_bits", _random_bits_fake, lib=_LIBRARY)
-torch.library.register_vmap("fcg::random_bits", _random_bits_vmap, lib=_LIBRARY)
-_random_bits: Callable[[Tensor, int, int], Tensor] = torch.ops.fcg.random_bits.default
-
-
-def _describe(value: object) -> str:
-    if not isinstance(value, Tensor):
-        # The repr of a whole state would read its values, which a step refuses with another error.
-        reads = any(isinstance(leaf, Tensor) for leaf in leaves(value))
-        return type(value).__name__ if reads else f"{type(value).__name__} {value!r}"
-    return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}@{value.device}"
-
-
-def check_key(key: object) -> None:
-    if not isinstance(key, Tensor):
-        raise TypeError(f"`key`: expected a key, got {_describe(key)}. To fix: make one with `key(seed)`.")
-    if key.dtype != torch.int64 or key.shape != (2,):
-        rows = [f"key  expected int64[2]   got {_describe(key)}"]
-        fix = "pass one key, from `key(seed)`, or one row of `split(key, n)`."
-        raise LayoutError.of("", "this is not a random key.", rows=rows, fix=fix)
-
-
-def _check_operand(name: str, value: object, key: Tensor) -> None:
-    if not isinstance(value, Tensor) or not value.is_floating_point():
-        raise TypeError(f"`{name}`: expected a floating tensor, got {_describe(value)}.")
-    if value.device != key.device:
-        rows = [f"{name}  expected a tensor on {key.device}, like the key   got {_describe(value)}"]
-        fix = "move one of them outside of the step; a copy between devices cannot be captured."
-        raise LayoutError.of("", "key and operand are on two devices.", rows=rows, fix=fix)
-
-
-def _check_integer(name: str, value: object, low: int, high: int) -> None:
-    # A tensor is refused before it is compared: the comparison would read it on the host.
-    if not isinstance(value, int):
-        raise TypeError(f"`{name}`: expected a Python int, got {_describe(value)}.")
-    if not low <= value <= high:
-        raise ValueError(f"`{name}`: expected an integer from {low} to {high}, got {value}.")
-
-
-def _check_floating(dtype: object) -> None:
-    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
-        raise TypeError(f"`dtype`: expected a floating dtype, got {dtype}.")
-
-
-def _check_probability(p: object) -> None:
-    if not isinstance(p, float | int) or not 0 <= p <= 1:
-        raise ValueError(f"`p`: expected a Python number from 0 to 1, got {_describe(p)}.")
-
-
-def _check_broadcast(p: Tensor, shape: Sequence[int]) -> None:
-    # A longer `p` would broadcast the draw instead: all its rows would share one.
-    sizes = zip(reversed(p.shape), reversed(shape), strict=False)
-    if p.ndim > len(shape) or any(size not in (1, wanted) for size, wanted in sizes):
-        rows = [f"p  expected a shape that broadcasts to {list(shape)}   got {_describe(p)}"]
-        raise LayoutError.of("", "`p` does not broadcast to `shape`.", rows=rows, fix="pass `p.shape`.")
-
-
-def _numel(shape: object) -> int:
-    if not isinstance(shape, Sequence):
-        raise TypeError(f"`shape`: expected a tuple of integers, got {_describe(shape)}.")
-    for size in shape:
-        _check_integer("shape", size, 0, 2**63 - 1)
-    return math.prod(shape)
 
 
 def _words64(key: Tensor, n: int, stream: int) -> Tensor:
@@ -273,9 +100,9 @@ def key(seed: int, device: torch.device | str | None = None) -> Tensor:
       >>> key(2**32 + 5)
       tensor([5, 1])
     """
-    _check_integer("seed", seed, -(2**63), 2**64 - 1)
+    check_integer("seed", seed, -(2**63), 2**64 - 1)
     # Two fills, not `torch.tensor`: a copy from the host could not be captured.
-    words = (seed & _MASK, seed >> 32 & _MASK)
+    words = (seed & MASK, seed >> 32 & MASK)
     return torch.stack([torch.full((), word, dtype=torch.int64, device=device) for word in words])
 
 
@@ -296,15 +123,15 @@ def fold_in(key: Tensor, data: int | Tensor) -> Tensor:
     """
     check_key(key)
     if not isinstance(data, Tensor):
-        _check_integer("data", data, -(2**63), 2**64 - 1)
-        first = torch.full((1,), _signed(data, 64), dtype=torch.int64, device=key.device)
+        check_integer("data", data, -(2**63), 2**64 - 1)
+        first = torch.full((1,), signed(data, 64), dtype=torch.int64, device=key.device)
     elif data.ndim or data.device != key.device or data.dtype not in _INTEGERS:
-        rows = [f"data  expected an integer tensor [] on {key.device}   got {_describe(data)}"]
+        rows = [f"data  expected an integer tensor [] on {key.device}   got {describe(data)}"]
         fix = "pass a Python int, or one integer such as `state.step`."
         raise LayoutError.of("", "a key folds in one integer.", rows=rows, fix=fix)
     else:
         first = data.to(torch.int64).reshape(1)
-    return _random_bits(torch.cat([key, first]), DERIVE, 2).to(torch.int64) & _MASK
+    return random_bits(torch.cat([key, first]), DERIVE, 2).to(torch.int64) & MASK
 
 
 def split(key: Tensor, n: int = 2) -> Tensor:
@@ -320,8 +147,8 @@ def split(key: Tensor, n: int = 2) -> Tensor:
       True
     """
     check_key(key)
-    _check_integer("n", n, 0, 2**61)
-    return _random_bits(key, DERIVE, 4 * n).view(n, 4)[:, :2].to(torch.int64) & _MASK
+    check_integer("n", n, 0, 2**61)
+    return random_bits(key, DERIVE, 4 * n).view(n, 4)[:, :2].to(torch.int64) & MASK
 
 
 def bits(key: Tensor, n: int, *, stream: int = 0, start: int | None = None) -> Tensor:
@@ -339,36 +166,14 @@ def bits(key: Tensor, n: int, *, stream: int = 0, start: int | None = None) -> T
       ['6627e8d5', 'e169c58d', 'bc57ac4c', '9b00dbd8']
     """
     check_key(key)
-    _check_integer("n", n, 0, 2**63 - 1)
-    _check_integer("stream", stream, 0, 2**63 - 1)
+    check_integer("n", n, 0, 2**63 - 1)
+    check_integer("stream", stream, 0, 2**63 - 1)
     if start is not None:
-        _check_integer("start", start, 0, 2**63 - 1)
+        check_integer("start", start, 0, 2**63 - 1)
         # One program for each start: ranks that draw parts of one leaf run the same calls on the same shapes.
         first = torch.full((1,), start // 4, dtype=torch.int64, device=key.device)
-        return _random_bits(torch.cat([key, first]), stream, n + 3).narrow(0, start % 4, n)
-    return _random_bits(key, stream, n)
-
-
-def _round_down(value: float, dtype: torch.dtype, *, strict: bool) -> float:
-    """The largest number of ``dtype`` that is at most ``value``, or below it if ``strict``."""
-    info = torch.finfo(dtype)
-    mantissa, exponent = math.frexp(value)
-    # Just below a power of two the numbers lie twice as dense; near zero, as dense as the subnormal ones.
-    spacing = math.ldexp(info.eps, exponent - (2 if mantissa == 0.5 else 1)) if value else 0.0
-    spacing = max(spacing, info.tiny * info.eps)
-    return (math.ceil(value / spacing) - 1 if strict else math.floor(value / spacing)) * spacing
-
-
-def _bounds(low: float, high: float, dtype: torch.dtype) -> tuple[float, float]:
-    """The smallest and the largest number of ``dtype`` in [low, high)."""
-    limit = torch.finfo(dtype).max
-    if not (low < high and max(-low, high, high - low) <= limit):
-        raise ValueError(f"expected low < high, at most {limit:.4g} apart ({dtype}), got [{low}, {high}).")
-    smallest = -_round_down(-low, dtype, strict=False)
-    largest = _round_down(high, dtype, strict=True)
-    if smallest > largest:
-        raise ValueError(f"[{low}, {high}) holds no number of {dtype}. To fix: use a wider range or dtype.")
-    return smallest, largest
+        return random_bits(torch.cat([key, first]), stream, n + 3).narrow(0, start % 4, n)
+    return random_bits(key, stream, n)
 
 
 def uniform(
@@ -395,8 +200,8 @@ def uniform(
       >>> bool((uniform(key(0), (1000,), dtype=torch.bfloat16) < 1).all())
       True
     """
-    _check_floating(dtype)
-    n, (smallest, largest) = _numel(shape), _bounds(low, high, dtype)
+    check_floating(dtype)
+    n, (smallest, largest) = numel(shape), bounds(low, high, dtype)
     if dtype == torch.float64:
         unit = _unit64(key, n, stream)
     else:
@@ -430,8 +235,8 @@ def normal(
       >>> normal(key(0), (2, 3)).shape
       torch.Size([2, 3])
     """
-    _check_floating(dtype)
-    n = _numel(shape)
+    check_floating(dtype)
+    n = numel(shape)
     half = (n + 1) // 2
     unit = _unit64(key, 2 * half, stream)
     radius = (torch.log1p(-unit[:half]) * -2.0).sqrt()
@@ -461,12 +266,12 @@ def bernoulli(key: Tensor, p: float | Tensor, shape: Sequence[int], *, stream: i
     """
     check_key(key)
     if isinstance(p, Tensor):
-        _check_operand("p", p, key)
-        _check_broadcast(p, shape)
+        check_operand("p", p, key)
+        check_broadcast(p, shape)
         p = p.detach().to(torch.float64)
     else:
-        _check_probability(p)
-    words = bits(key, _numel(shape), stream=stream).view(shape)
+        check_probability(p)
+    words = bits(key, numel(shape), stream=stream).view(shape)
     if isinstance(p, Tensor):
         return (words.to(torch.float64) + 2.0**31) * 2.0**-32 < p
     return words <= math.ceil(p * 2**32) - 2**31 - 1 if p else torch.zeros_like(words, dtype=torch.bool)
@@ -498,14 +303,14 @@ def randint(
     if dtype not in _INTEGERS:
         raise TypeError(f"`dtype`: expected an integer dtype, got {dtype}.")
     limits = torch.iinfo(dtype)
-    _check_integer("low", low, limits.min, min(limits.max, 2**63 - 1))
-    _check_integer("high", high, low + 1, min(limits.max + 1, 2**63, low + 2**63))
-    words = _words64(key, _numel(shape), stream)
-    word_low, word_high = words & _MASK, (words >> 32) & _MASK
-    range_low, range_high = (high - low) & _MASK, (high - low) >> 32
-    high0, low0 = _multiply(word_high, range_low)
-    high1, low1 = _multiply(word_low, range_high)
-    carry = (_multiply(word_low, range_low)[0] + low0 + low1) >> 32
+    check_integer("low", low, limits.min, min(limits.max, 2**63 - 1))
+    check_integer("high", high, low + 1, min(limits.max + 1, 2**63, low + 2**63))
+    words = _words64(key, numel(shape), stream)
+    word_low, word_high = words & MASK, (words >> 32) & MASK
+    range_low, range_high = (high - low) & MASK, (high - low) >> 32
+    high0, low0 = multiply(word_high, range_low)
+    high1, low1 = multiply(word_low, range_high)
+    carry = (multiply(word_low, range_low)[0] + low0 + low1) >> 32
     draws: Tensor = word_high * range_high + high0 + high1 + carry + low
     return draws.to(dtype).view(shape)
 
@@ -523,7 +328,7 @@ def permutation(key: Tensor, n: int, *, stream: int = 0) -> Tensor:
       >>> permutation(key(0), 5).sort().values
       tensor([0, 1, 2, 3, 4])
     """
-    _check_integer("n", n, 0, 2**61)
+    check_integer("n", n, 0, 2**61)
     return torch.argsort(_words64(key, n, stream), stable=True)
 
 
@@ -543,9 +348,9 @@ def dropout(key: Tensor, x: Tensor, p: float, *, stream: int = 0) -> Tensor:
       >>> dropout(key(0), torch.ones(6), 0.5).unique()
       tensor([0., 2.])
     """
-    _check_probability(p)
+    check_probability(p)
     check_key(key)
-    _check_operand("x", x, key)
+    check_operand("x", x, key)
     dropped = round(p * 65536)
     if dropped == 0:
         return x
@@ -562,7 +367,7 @@ def keep_mask(key: Tensor, p: float, shape: Sequence[int], *, stream: int = 0) -
       >>> keep_mask(key(0), 0.0, (3,))
       tensor([True, True, True])
     """
-    halves = half_words(key, _numel(shape), stream).view(shape)
+    halves = half_words(key, numel(shape), stream).view(shape)
     dropped = round(p * 65536)
     return halves > dropped - 1 - 32768 if dropped else torch.ones_like(halves, dtype=torch.bool)
 
@@ -582,7 +387,7 @@ def categorical(key: Tensor, logits: Tensor, axis: int = -1, *, stream: int = 0)
       tensor([0, 1])
     """
     check_key(key)
-    _check_operand("logits", logits, key)
+    check_operand("logits", logits, key)
     # The bound keeps the noise finite: an infinite one would meet a logit of minus infinity as NaN.
     exponential = (-torch.log1p(-_unit64(key, logits.numel(), stream))).clamp(min=2.0**-54)
     return torch.argmax(logits.detach().to(torch.float64) - exponential.log().view(logits.shape), dim=axis)

@@ -55,4 +55,4 @@ def test_the_key_has_all_functions_of_ours() -> None:
     assert set(modules.values()) == {sources[name] for name in sources}
     assert len(set(modules.values())) == len(modules)
     assert "functional_cg.stages.formulas._adam_decoupled" in sources
-    assert "functional_cg.random.decompose_random_bits" in sources
+    assert "functional_cg._random_bits.decompose_random_bits" in sources

@@ -38,6 +38,8 @@ ORDER = (
     "tree",
     "passing",
     "_philox_triton",
+    "_random_bits",
+    "_draw_arguments",
     "_cross_entropy_triton",
     "_ulps_triton",
     "masking",
@@ -152,7 +154,7 @@ ORDER = (
 
 # Imports inside a function: (importing module, imported module) -> why it cannot stand at the top.
 DEFERRED = {
-    ("random", "_philox_triton"): "imports triton at its top, which CPU builds of torch do not bring",
+    ("_random_bits", "_philox_triton"): "imports triton at its top, which CPU builds of torch do not bring",
     ("stages.cross_entropy", "_cross_entropy_triton"): "the same",
     ("stages.ulps", "_ulps_triton"): "the same",
     ("examples.outcome", "report"): "needs matplotlib, which a picture alone is worth",
@@ -173,10 +175,6 @@ DOORS = {
 MAX_LINES = 400
 # Module -> (its own limit, why it is one room all the same).
 LONG_FILES = {
-    "random": (
-        600,
-        "keys, the registered op with its CPU kernel and decomposition, and the draws made of it",
-    ),
     "stages.trace": (500, "one recorder; its parts share the state of a trace"),
 }
 
@@ -676,7 +674,7 @@ def test_deferred_checker_finds(source: str) -> None:
 def test_deferred_checker_allows_other_packages_and_what_is_listed() -> None:
     known = KNOWN | {"random", "_philox_triton"}
     assert deferred_violations("def f():\n    import matplotlib", "tree", known) == []
-    assert deferred_violations("def f():\n    from . import _philox_triton", "random", known) == []
+    assert deferred_violations("def f():\n    from . import _philox_triton", "_random_bits", known) == []
     assert deferred_violations("def f():\n    from . import _philox_triton", "tree", known) != []
 
 

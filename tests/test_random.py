@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from functional_cg import random
+from functional_cg import _random_bits, random
 from functional_cg.errors import LayoutError
 
 RANDOM_BITS = torch.ops.fcg.random_bits.default
@@ -193,11 +193,12 @@ def test_no_product_of_the_decomposition_overflows(monkeypatch: pytest.MonkeyPat
     """A C++ compiler drops the masks that repair an overflow: draws of one block came out wrong under inductor."""
     products = []
 
-    def recorded(word: Any, factor: int, multiply: Callable[..., Any] = random._multiply) -> Any:
+    def recorded(word: Any, factor: int, multiply: Callable[..., Any] = _random_bits.multiply) -> Any:
         products.append(factor if factor < 2**31 else factor - 2**32)
         return multiply(word, factor)
 
-    monkeypatch.setattr(random, "_multiply", recorded)
+    for module in (_random_bits, random):
+        monkeypatch.setattr(module, "multiply", recorded)
     random.decompose_random_bits(random.key(0), -1, 2)
     random.randint(random.key(0), (1,), 0, 2**63)
     assert products

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from .. import tree as pytree
+from .._draw_arguments import check_key
 from ..arena import BufferSpec, refuse_aliases
 from ..errors import LayoutError
 from ..ops import is_batched, unwrapped
-from ..random import check_key
 from ..surroundings import in_a_backward
 from .attributes import refuse_exchanged
 from .call import run

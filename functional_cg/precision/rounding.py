@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..random import check_key, half_words
+from .._draw_arguments import check_key
+from ..random import half_words
 from ..shards.tensor import Sharded
 
 __all__ = ["stochastic_round"]

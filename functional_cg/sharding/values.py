@@ -13,6 +13,7 @@ from torch import Tensor
 
 from .. import random
 from .. import tree as pytree
+from .._draw_arguments import check_key
 from ..arena import BufferSpec
 from ..checkpoint import names_of
 from ..errors import CaptureError, LayoutError, RankError
@@ -72,7 +73,7 @@ def fold_in(key: Tensor) -> Tensor:
     mesh = _mesh_here("fold_in", "`fcg.random.fold_in(key, mesh.rank)`")
     if mesh is None:
         return key
-    random.check_key(key)
+    check_key(key)
     # The rank enters as a value, so that all ranks run one program.
     return random.fold_in(key, torch.tensor(mesh.rank, device="cpu").to(key.device))
 

@@ -454,7 +454,7 @@ MUTANTS = (
                 "",
             ),
             (
-                "    return _random_bits(key, stream, n)\n",
+                "    return random_bits(key, stream, n)\n",
                 "    return torch.randint(-(2**31), 2**31, (n,), dtype=torch.int32, device=key.device)\n",
             ),
         ),

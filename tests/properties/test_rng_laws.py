@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from functional_cg import random
+from functional_cg import _draw_arguments, random
 
 seeds = st.integers(-(2**63), 2**64 - 1)
 keys = seeds.map(random.key)
@@ -90,7 +90,7 @@ def test_uniform_never_rounds_to_high(key: Tensor, dtype: torch.dtype, low: floa
 def test_round_down_is_the_neighbour(value: float, dtype: torch.dtype, strict: bool) -> None:
     limit = torch.finfo(dtype).max / 2
     value = max(-limit, min(limit, value))
-    got = random._round_down(value, dtype, strict=strict)
+    got = _draw_arguments.round_down(value, dtype, strict=strict)
     here = torch.tensor(got, dtype=torch.float64).to(dtype)
     assert here.double() == got
     assert got < value or (got == value and not strict)
