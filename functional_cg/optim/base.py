@@ -30,6 +30,8 @@ Params = Any  # PyTree of floating tensors
 Updates = Any  # PyTree like Params
 OptState = Any  # PyTree of tensors
 
+_OWN = "functional_cg.optim."
+
 InitFn = Callable[[Params], OptState]
 UpdateFn = Callable[[Updates, OptState, Params | None], tuple[Updates, OptState]]
 StepFn = Callable[[Updates, OptState, Params], tuple[Params, OptState]]
@@ -93,7 +95,7 @@ class GradientTransformation(ABC):
         if self.parts and not isinstance(self, Optimizer):
             lacking = [part.lacks_rate for part in self.parts]
             return None if None in lacking else lacking[-1]
-        known = type(self).__module__.startswith(__package__) and not isinstance(self, FromFunctions)
+        known = type(self).__module__.startswith(_OWN) and not isinstance(self, FromFunctions)
         return None if self.applies_learning_rate or not known else self
 
     @property
