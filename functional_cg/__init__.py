@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 from . import nn, optim, precision, random, sharding, tree
-from .autodiff import grad, microbatches, value_and_grad
 from .checkpoint import load, load_state_dict, save, state_dict
-from .control import cond, scan
-from .debug import debug_print
 from .errors import (
     AliasError,
     BakedValueError,
@@ -27,14 +24,17 @@ from .errors import (
     StreamError,
 )
 from .graph_step import GraphFn, GraphStep, graph_fn, graph_step
-from .lowered import Captured, Lowered
 from .nn import from_module
 from .precision import LossScale
 from .prefetch import prefetch
-from .remat import remat
-from .state import fork, place, snapshot
-from .taps import tap
+from .state.handle import fork, place, snapshot
+from .step.lowered import Captured, Lowered
 from .train_state import TrainState
+from .transforms.autodiff import grad, microbatches, value_and_grad
+from .transforms.control import cond, scan
+from .transforms.debug import debug_print
+from .transforms.remat import remat
+from .transforms.taps import tap
 
 __version__ = "0.1.0"
 

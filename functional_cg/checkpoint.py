@@ -22,14 +22,14 @@ import torch
 from torch import Tensor
 
 from . import tree as pytree
-from .arena import BufferSpec, refuse_unplaceable, unplaceable
+from .ambient.modes import ordinary, without_gradients
+from .concurrency.turns import at_one_time
 from .errors import LayoutError
-from .leaf import Leaf, as_tensor, key_name, owned, turns_of
-from .modes import ordinary, without_gradients
 from .shards.tensor import Sharded
-from .state import Handle
+from .state.arena import BufferSpec, refuse_unplaceable, unplaceable
+from .state.handle import Handle
+from .state.leaf import Leaf, as_tensor, key_name, owned, turns_of
 from .tree import Treedef, path_string
-from .turns import at_one_time
 
 __all__ = ["load", "load_state_dict", "names_of", "save", "state_dict"]
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Concatenate, Generic, ParamSpec, Protocol, Self, TypeVar, overload
 
 from .options import BackendChoice, Certify, Debug, Lowering
-from .transform import Transform
+from .step.captures import Transform
 
 __all__ = ["GraphFn", "GraphStep", "graph_fn", "graph_step"]
 

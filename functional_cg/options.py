@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Literal, Self, get_args
 
-from .stages.capture import Backend
+from .stages.run.capture import Backend
 
 __all__ = ["BackendChoice", "Certify", "Debug", "Lowering", "Options"]
 

@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 
 from . import tree as pytree
-from .arena import BufferSpec, unplaceable
+from .call.inputs import as_input, cuts_a_graph
 from .graph_step import GraphFn, GraphStep
-from .inputs import as_input, cuts_a_graph
-from .leaf import Leaf
+from .state.arena import BufferSpec, unplaceable
+from .state.leaf import Leaf
 
 __all__ = ["prefetch"]
 

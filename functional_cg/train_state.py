@@ -12,13 +12,13 @@ from torch import Tensor
 from typing_extensions import TypeVar, dataclass_transform
 
 from . import tree as pytree
-from .creation import Init, Sharding, create
 from .errors import LayoutError
-from .leaf import Leaf, owned
 from .optim import GradientTransformation
-from .optim.arguments import refuse_without_rate
-from .optim.base import step_or_update
-from .optim.fitting import filled, hidden, kept, left_out, owned_by, refuse_unlike
+from .optim.algebra.arguments import refuse_without_rate
+from .optim.algebra.base import step_or_update
+from .optim.algebra.fitting import filled, hidden, kept, left_out, owned_by, refuse_unlike
+from .state.creation import Init, Sharding, create
+from .state.leaf import Leaf, owned
 from .tree import no_tensors
 
 __all__ = ["TrainState"]

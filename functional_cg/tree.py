@@ -20,8 +20,8 @@ import torch
 from torch.utils import _pytree as torch_pytree
 
 from .errors import LayoutError
-from .nodes import register_dataclass, register_dataclass_node, static
-from .treedef import LEAF, KeyPath, Names, Treedef, path_string, structure_diff
+from .pytree.nodes import register_dataclass, register_dataclass_node, static
+from .pytree.treedef import LEAF, KeyPath, Names, Treedef, path_string, structure_diff
 
 __all__ = [
     "KeyPath",

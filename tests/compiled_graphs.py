@@ -9,11 +9,11 @@ import torch
 from torch import Tensor, fx
 
 import functional_cg as fcg
-from functional_cg.stages.compiled import InPlacePlan
-from functional_cg.stages.graph import Entrance, build_graph
-from functional_cg.stages.lower import Buffers, ExecutionPlan, Run, schedule
+from functional_cg.stages.lower.compiled import InPlacePlan
+from functional_cg.stages.lower.graph import Entrance, build_graph
+from functional_cg.stages.passes.recompute import keep_as_buffers, recompute
+from functional_cg.stages.plan import Buffers, ExecutionPlan, Run, schedule
 from functional_cg.stages.program import Program
-from functional_cg.stages.recompute import keep_as_buffers, recompute
 
 # Warnings are printed and not raised on a GPU: what libraries warn of depends on the machine.
 ON_A_GPU = pytest.param("cuda", marks=[pytest.mark.cuda, pytest.mark.filterwarnings("default")])

@@ -153,5 +153,5 @@ def compiled_on(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch)
     if place == "cpu as a GPU":
         from tests.compiled_graphs import lower_as_on_a_gpu
 
-        monkeypatch.setattr("functional_cg.transform.lower", lower_as_on_a_gpu)
+        monkeypatch.setattr("functional_cg.step.captures.lower", lower_as_on_a_gpu)
     return place.partition(" ")[0]

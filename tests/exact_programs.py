@@ -21,7 +21,7 @@ from hypothesis.strategies import SearchStrategy
 from torch import Tensor
 
 import functional_cg as fcg
-from functional_cg.stages.compiled import lower
+from functional_cg.stages.lower.compiled import lower
 from functional_cg.testing import assert_no_alias, assert_trees_all_close
 from functional_cg.testing.strategies import StepProgram, exact_step_fns
 from tests.compiled_graphs import lower_as_on_a_gpu
@@ -122,7 +122,7 @@ def main(arguments: Sequence[str]) -> int:
     start, wrong = time.perf_counter(), 0
     programs = drawn(options.programs, options.seed)
     how = lower_as_on_a_gpu if options.as_on_a_gpu else lower
-    with mock.patch("functional_cg.transform.lower", how):
+    with mock.patch("functional_cg.step.captures.lower", how):
         for done, text in enumerate(found(programs, options.device, options.together, options.seed)):
             if text:
                 wrong += 1

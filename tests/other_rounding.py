@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, fx
 
 import functional_cg as fcg
-from functional_cg.ops import returns_view
+from functional_cg.tensors.aten import returns_view
 
 __all__ = ["STEPS", "compile_wide"]
 

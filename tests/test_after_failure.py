@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 
 import functional_cg as fcg
-from functional_cg.stages.capture import CPUBackend, CUDABackend
-from functional_cg.stages.strays import Stray
+from functional_cg.stages.run.capture import CPUBackend, CUDABackend
+from functional_cg.stages.trace.strays import Stray
 from functional_cg.testing import assert_trees_all_equal
 
 # -- layouts -----------------------------------------------------------------------------------------------------------

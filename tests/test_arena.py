@@ -13,8 +13,8 @@ from torch import Tensor
 
 import functional_cg as fcg
 from functional_cg import tree
-from functional_cg.arena import Arena, BufferSpec, dtype_name, plan
 from functional_cg.errors import AliasError, LayoutError
+from functional_cg.state.arena import Arena, BufferSpec, dtype_name, plan
 
 DTYPES = [
     torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.complex32, torch.complex64, torch.complex128,

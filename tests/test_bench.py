@@ -14,20 +14,21 @@ from typing import Any
 import pytest
 import torch
 
-from functional_cg.bench import debug, dropout, first_call, measure, opponents, torch_systems
+from functional_cg.bench import debug, dropout, first_call, measure
 from functional_cg.bench.__main__ import main
-from functional_cg.bench.environment import Environment
-from functional_cg.bench.jax_losses import jax_loss
 from functional_cg.bench.jax_sharded import mean_and_losses
-from functional_cg.bench.losses import torch_loss
 from functional_cg.bench.measure import Row, bench
 from functional_cg.bench.models import Config, LanguageModel
-from functional_cg.bench.opponents import build
 from functional_cg.bench.system import FEW, OPPONENTS, OURS, VARIANTS, Unavailable
+from functional_cg.bench.systems import opponents, torch_systems
+from functional_cg.bench.systems.environment import Environment
+from functional_cg.bench.systems.jax_losses import jax_loss
+from functional_cg.bench.systems.losses import torch_loss
+from functional_cg.bench.systems.opponents import build
 from functional_cg.bench.tables import plot, table
 from functional_cg.bench.workloads import Workload, names, workload
-from functional_cg.stages.poison import Poisoned
-from functional_cg.verify import Shadow
+from functional_cg.stages.run.poison import Poisoned
+from functional_cg.step.verify import Shadow
 
 CPU = torch.device("cpu")
 MLP = Workload("mlp", "mlp", layers=2, width=8, batch=4)

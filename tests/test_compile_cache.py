@@ -11,7 +11,7 @@ from torch._dynamo.utils import counters
 from torch._inductor.utils import fresh_cache
 
 import functional_cg as fcg
-from functional_cg.stages import graph, inductor
+from functional_cg.stages.lower import graph, inductor
 
 
 def train_step(state: Any, x: Tensor) -> Any:
@@ -54,5 +54,5 @@ def test_the_key_has_all_functions_of_ours() -> None:
     modules = {name.rpartition(".")[0]: digest for name, digest in sources.items()}
     assert set(modules.values()) == {sources[name] for name in sources}
     assert len(set(modules.values())) == len(modules)
-    assert "functional_cg.stages.formulas._adam_decoupled" in sources
-    assert "functional_cg._random_bits.decompose_random_bits" in sources
+    assert "functional_cg.stages.passes.formulas._adam_decoupled" in sources
+    assert "functional_cg.random.words.decompose_random_bits" in sources

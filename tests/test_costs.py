@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch.utils.flop_counter import FlopCounterMode
 
 import functional_cg as fcg
-from functional_cg import costs
+from functional_cg.step import costs
 
 F32 = 4
 

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import functional_cg as fcg
-from functional_cg.stages.cross_entropy import join_gradients
+from functional_cg.stages.passes.cross_entropy import join_gradients
 from tests.compiled_graphs import assert_same_results, graph_of
 
 IGNORED = -100

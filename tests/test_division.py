@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import functional_cg as fcg
-from functional_cg.stages.division import floor_divide, remainder
+from functional_cg.stages.passes.division import floor_divide, remainder
 from tests.compiled_graphs import compiled
 
 EDGES = [0.0, 1.0, 3.0, 7.5, 0.1, 0.3, 1e10, 1e-30, 1e38, torch.inf, torch.nan]

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 import functional_cg as fcg
-from functional_cg.flat import ravel, unravel
+from functional_cg.state.flat import ravel, unravel
 from functional_cg.testing.simulator import Simulator
 
 State = dict[str, Any]

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from functional_cg import optim
-from functional_cg.stages.formulas import FORMULAS
+from functional_cg.stages.passes.formulas import FORMULAS
 
 SHAPES = [(3,), (2, 3), ()]
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 import functional_cg as fcg
 from functional_cg.nn import Fp8Scaling, fp8, fp8_linear
-from functional_cg.stages.float8 import to_float8
+from functional_cg.stages.passes.float8 import to_float8
 from functional_cg.testing import Simulator, assert_trees_all_equal
 from tests.compiled_graphs import compiled
 

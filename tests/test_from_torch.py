@@ -19,7 +19,7 @@ import functional_cg as fcg
 from functional_cg import optim, tree
 from functional_cg.errors import CaptureError
 from functional_cg.optim import table
-from functional_cg.optim.hosted import Shelf, every_way
+from functional_cg.optim.adapters.hosted import Shelf, every_way
 from tests.test_optimizers import (
     MATRICES,
     RATE,

@@ -34,7 +34,7 @@ from hypothesis import strategies as st
 from torch.overrides import TorchFunctionMode
 
 import functional_cg as fcg
-from functional_cg.sameness import Exact, same
+from functional_cg.pytree.sameness import Exact, same
 
 X = torch.tensor([1.0, 2.0])
 

@@ -21,11 +21,11 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import functional_cg as fcg
 from functional_cg import tree
+from functional_cg.call.inputs import InputLayout, as_input, input_layout
+from functional_cg.call.matcher import layout_matcher
+from functional_cg.call.mismatch import layout_differences
+from functional_cg.call.staging import Staging
 from functional_cg.errors import LayoutError
-from functional_cg.inputs import InputLayout, as_input, input_layout
-from functional_cg.matcher import layout_matcher
-from functional_cg.mismatch import layout_differences
-from functional_cg.staging import Staging
 from functional_cg.testing.strategies import pytrees
 
 CPU = torch.device("cpu")

@@ -13,8 +13,8 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 import functional_cg as fcg
+from functional_cg.ambient.setting import in_a_backward
 from functional_cg.random import bits, fold_in, split
-from functional_cg.surroundings import in_a_backward
 
 State = dict[str, Tensor]
 

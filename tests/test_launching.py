@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from functional_cg.examples.collectives import pieces, planned_bytes
-from functional_cg.examples.launching import on_ranks, script_of
+from functional_cg.examples.notebooks.collectives import pieces, planned_bytes
+from functional_cg.examples.notebooks.launching import on_ranks, script_of
 
 LIMIT = 3
 

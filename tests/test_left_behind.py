@@ -21,7 +21,7 @@ from torch import Tensor, nn
 import functional_cg as fcg
 from functional_cg.errors import BakedValueError, ForeignTensorError, SideEffectError
 from functional_cg.nn import attributes
-from functional_cg.ops import unwrapped
+from functional_cg.tensors.aten import unwrapped
 
 
 class Plain:

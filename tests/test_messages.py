@@ -14,7 +14,7 @@ import torch.distributed as dist
 import functional_cg as fcg
 from functional_cg import errors
 from functional_cg.sharding.agreement import Ranks
-from functional_cg.stages.capture import CPUBackend, _failure
+from functional_cg.stages.run.capture import CPUBackend, _failure
 
 TABLE = torch.tensor([1.0, 2.0])
 LR = 0.5

@@ -153,10 +153,10 @@ def test_code_that_cannot_be_imported_is_no_kill(tmp_path: Path) -> None:
     ids=["gone", "ambiguous", "long"],
 )
 def test_a_stale_mutant_is_loud(old: str, new: str, said: str) -> None:
-    before = (ROOT / "functional_cg" / "leaf.py").read_text(encoding="utf-8")
+    before = (ROOT / "functional_cg" / "state" / "leaf.py").read_text(encoding="utf-8")
     with pytest.raises(StaleMutantError, match=said):
         planted(old, new).apply(ROOT / "functional_cg")
-    assert (ROOT / "functional_cg" / "leaf.py").read_text(encoding="utf-8") == before
+    assert (ROOT / "functional_cg" / "state" / "leaf.py").read_text(encoding="utf-8") == before
 
 
 def test_a_slip_is_noticed(tmp_path: Path) -> None:

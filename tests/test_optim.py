@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import functional_cg as fcg
 from functional_cg import optim, tree
 from functional_cg.errors import DonatedStateError, LayoutError
-from functional_cg.state import place
+from functional_cg.state.handle import place
 
 DECAY = {"w": True, "b": False}
 SCHEDULE = optim.warmup_cosine(0.1, 2, 10)

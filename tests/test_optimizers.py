@@ -24,7 +24,7 @@ from torch import Tensor
 import functional_cg as fcg
 from functional_cg import optim, tree
 from functional_cg.errors import LayoutError
-from functional_cg.optim.base import Optimizer
+from functional_cg.optim.algebra.base import Optimizer
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")

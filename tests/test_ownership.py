@@ -25,8 +25,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import functional_cg as fcg
-from functional_cg import interrupts, tree
-from functional_cg.interrupts import held_back
+from functional_cg import tree
+from functional_cg.concurrency import interrupts
+from functional_cg.concurrency.interrupts import held_back
 from functional_cg.testing import Simulator, assert_no_alias, assert_trees_all_equal
 from functional_cg.testing import strategies as fst
 

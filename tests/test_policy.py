@@ -13,7 +13,7 @@ from torch import Tensor
 
 import functional_cg as fcg
 from functional_cg import optim
-from functional_cg.optim import _fused
+from functional_cg.optim.rules import fused as _fused
 from functional_cg.precision import Policy
 from functional_cg.testing import assert_trees_all_close, assert_trees_all_equal
 

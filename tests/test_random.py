@@ -14,8 +14,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from functional_cg import _random_bits, random
+from functional_cg import random
 from functional_cg.errors import LayoutError
+from functional_cg.random import words as _random_bits
 
 RANDOM_BITS = torch.ops.fcg.random_bits.default
 ONES = 0xFFFFFFFF

@@ -12,9 +12,9 @@ from torch import Tensor
 
 import functional_cg as fcg
 from functional_cg.bench.models import LanguageModel, config
-from functional_cg.stages.lower import Buffers, lower_aten
+from functional_cg.stages.passes.recompute import keep_as_buffers, recompute
+from functional_cg.stages.plan import Buffers, lower_aten
 from functional_cg.stages.program import Program
-from functional_cg.stages.recompute import keep_as_buffers, recompute
 
 
 def mlp(params: dict[str, Tensor], x: Tensor) -> Tensor:

@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import functional_cg as fcg
 from functional_cg import report
-from functional_cg.outline import TEXT_LINES, outline, segments
+from functional_cg.state.outline import TEXT_LINES, outline, segments
 from functional_cg.testing import assert_trees_all_equal
 from functional_cg.testing.strategies import pytrees
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 import functional_cg as fcg
-from functional_cg.examples.launching import on_ranks
+from functional_cg.examples.notebooks.launching import on_ranks
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = (ROOT / "functional_cg" / "sharding" / "README.md").read_text()

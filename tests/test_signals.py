@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 import functional_cg as fcg
-from functional_cg.interrupts import held_back
-from functional_cg.modes import ordinary, without_gradients
+from functional_cg.ambient.modes import ordinary, without_gradients
+from functional_cg.concurrency.interrupts import held_back
 from functional_cg.testing import Simulator
 from tests.stress import signals
 from tests.stress.signals import modes

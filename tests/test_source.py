@@ -19,7 +19,14 @@ from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from functional_cg.source import Location, Locator, is_user_file, raised_frame, sync_spelling, user_frame
+from functional_cg.messages.source import (
+    Location,
+    Locator,
+    is_user_file,
+    raised_frame,
+    sync_spelling,
+    user_frame,
+)
 
 
 class Sync(Exception):
@@ -583,19 +590,17 @@ def test_locator_tells_lines_of_one_function_apart():
         (torch.nn.functional.__file__, False),
         (einops.__file__, False),
         (os.__file__, False),
-        (sys.modules["functional_cg.source"].__file__, False),
+        (sys.modules["functional_cg"].__file__, False),
         (
-            os.path.join(
-                os.path.dirname(sys.modules["functional_cg.source"].__file__), "examples", "main.py"
-            ),
+            os.path.join(os.path.dirname(sys.modules["functional_cg"].__file__), "examples", "main.py"),
             True,
         ),
         (
-            os.path.join(os.path.dirname(sys.modules["functional_cg.source"].__file__), "testing", "laws.py"),
+            os.path.join(os.path.dirname(sys.modules["functional_cg"].__file__), "testing", "laws.py"),
             True,
         ),
         (
-            os.path.join(os.path.dirname(sys.modules["functional_cg.source"].__file__), "bench", "run.py"),
+            os.path.join(os.path.dirname(sys.modules["functional_cg"].__file__), "bench", "run.py"),
             True,
         ),
         (os.path.join(os.path.dirname(os.__file__), "site-packages", "mine", "model.py"), True),
@@ -612,7 +617,10 @@ def test_whose_file(filename, user):
 
 def test_no_user_frame_is_none():
     assert user_frame(None) is not None
-    code = "from functional_cg.source import *; import sys; print(Locator().locate(), user_frame().f_code.co_filename)"
+    code = (
+        "from functional_cg.messages.source import *; import sys; "
+        "print(Locator().locate(), user_frame().f_code.co_filename)"
+    )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["<string>:1", "<string>"]
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import functional_cg as fcg
-from functional_cg.stages.capture import CPUBackend
+from functional_cg.stages.run.capture import CPUBackend
 from functional_cg.testing import assert_trees_all_equal
 from tests.small_step import a_state, assert_runs_like_eager, data, train
 

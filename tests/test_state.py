@@ -32,8 +32,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import functional_cg as fcg
 from functional_cg import tree
 from functional_cg.errors import DonatedStateError, LayoutError, ReadOnlyError
-from functional_cg.ops import copies
-from functional_cg.state import Handle, Leaf
+from functional_cg.state.handle import Handle, Leaf
+from functional_cg.tensors.aten import copies
 from functional_cg.testing import assert_trees_all_equal
 from functional_cg.testing.strategies import pytrees
 

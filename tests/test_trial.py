@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 from torch import Tensor, fx
 
 import functional_cg as fcg
-from functional_cg.stages.lower import Buffers
-from functional_cg.stages.sketch import Distance, distance, known, sketch
-from functional_cg.stages.ulps import Shaker
+from functional_cg.stages.plan import Buffers
+from functional_cg.stages.trial.sketch import Distance, distance, known, sketch
+from functional_cg.stages.trial.ulps import Shaker
 from functional_cg.testing import assert_trees_all_equal
 from functional_cg.testing import strategies as fst
 from tests.compiled_graphs import ON_A_GPU, lower_as_on_a_gpu
@@ -154,8 +154,8 @@ def in_place(monkeypatch: pytest.MonkeyPatch) -> Callable[[Any], None]:
     """Lets steps be compiled by a function of ours, in graphs that write the slots, as on a GPU."""
 
     def by(compile_graph: Any) -> None:
-        monkeypatch.setattr("functional_cg.transform.lower", lower_as_on_a_gpu)
-        monkeypatch.setattr("functional_cg.stages.compiled.compile_graph", compile_graph)
+        monkeypatch.setattr("functional_cg.step.captures.lower", lower_as_on_a_gpu)
+        monkeypatch.setattr("functional_cg.stages.lower.compiled.compile_graph", compile_graph)
 
     return by
 
@@ -282,7 +282,7 @@ def test_the_options(caplog: pytest.LogCaptureFixture) -> None:
 def test_a_host_without_room_leaves_it_out_and_says_so(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("functional_cg.certify._host_memory", lambda: 0)
+    monkeypatch.setattr("functional_cg.step.certify._host_memory", lambda: 0)
     step = fcg.graph_step(lambda s, x: ({"w": s["w"] + x}, {}), lowering=lambda graph, inputs: graph)
     step({"w": torch.zeros(3)}, torch.ones(3))
     assert "<lambda>: not certified: the host has no 12 B to keep values in; in " in caplog.text

@@ -23,8 +23,8 @@ from torch import Tensor
 from torch.utils import _pytree
 
 import functional_cg as fcg
-from functional_cg import turns
-from functional_cg.turns import Turn, at_one_time
+from functional_cg.concurrency import turns
+from functional_cg.concurrency.turns import Turn, at_one_time
 from tests.at_once import at_once
 from tests.stress import forks, threads
 

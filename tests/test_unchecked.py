@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import functional_cg as fcg
-from functional_cg.stages.unchecked import Unchecked
+from functional_cg.stages.trial.unchecked import Unchecked
 from functional_cg.testing import Simulator
 from tests.compiled_graphs import compiled
 

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 import functional_cg as fcg
+from functional_cg.step.verify import _difference
 from functional_cg.testing import assert_replay_equals_eager
-from functional_cg.verify import _difference
 from tests.out_of_sight import OutOfSight
 
 NAN = float("nan")

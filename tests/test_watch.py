@@ -24,11 +24,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import functional_cg as fcg
+from functional_cg.ambient.setting import canonical
 from functional_cg.errors import BakedValueError
-from functional_cg.stages.frames import followed
-from functional_cg.stages.names import HostReads
-from functional_cg.stages.watch import MODES, HostWatch, modes, refuse_ambient_modes
-from functional_cg.surroundings import canonical
+from functional_cg.stages.watch.frames import followed
+from functional_cg.stages.watch.host_watch import MODES, HostWatch, modes, refuse_ambient_modes
+from functional_cg.stages.watch.names import HostReads
 
 LR = 0.1
 ONES = torch.ones(2)

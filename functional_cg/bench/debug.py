@@ -19,7 +19,7 @@ from typing import Any, Literal
 import torch
 
 from .measure import BATCHES, WARM_UPS, environment, in_turns
-from .opponents import ours
+from .systems.opponents import ours
 from .workloads import Workload, names, workload
 
 __all__ = ["main", "rows"]

@@ -20,8 +20,8 @@ from typing import Any
 
 import torch
 
-from .opponents import build
 from .system import FEW, OURS, System, Unavailable
+from .systems.opponents import build
 from .workloads import Batch, Workload
 
 __all__ = ["BATCHES", "WARM_UPS", "Row", "Samples", "bench", "environment", "in_turns", "start"]

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ..costs import CostAnalysis
+from ..step.costs import CostAnalysis
 
 __all__ = [
     "BETAS",

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import ReadOnlyError, SideEffectError
-from ..nodes import same_static
+from ..pytree.nodes import same_static
 from .storage import storage_of
 
 __all__ = [

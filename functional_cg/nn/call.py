@@ -26,8 +26,8 @@ from torch.utils import checkpoint
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..errors import CaptureError, ImplicitRandomnessError, ReadOnlyError
-from ..ops import can_draw, written_arguments
-from ..source import Location, user_frame
+from ..messages.source import Location, user_frame
+from ..tensors.aten import can_draw, written_arguments
 from .attributes import buffers_set, held, refuse_changed, refuse_changed_buffers
 from .draws import draw, is_drawn
 from .storage import storage_of

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from .. import random
-from ..masking import masked_scale
-from ..ops import named_arguments
+from ..random.masking import masked_scale
+from ..tensors.aten import named_arguments
 
 __all__ = ["draw", "is_drawn"]
 

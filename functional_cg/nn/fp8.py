@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from .. import tree as pytree
+from ..ambient.setting import current_mesh
 from ..shards.collectives import all_reduce
-from ..surroundings import current_mesh
 from ._scaled_mm import MULTIPLE, refuse_device, scaled_product
 
 __all__ = ["Fp8Scaling", "fp8_linear"]

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor, nn
 
 from .. import tree as pytree
-from .._draw_arguments import check_key
-from ..arena import BufferSpec, refuse_aliases
+from ..ambient.setting import in_a_backward
 from ..errors import LayoutError
-from ..ops import is_batched, unwrapped
-from ..surroundings import in_a_backward
+from ..random.arguments import check_key
+from ..state.arena import BufferSpec, refuse_aliases
+from ..tensors.aten import is_batched, unwrapped
 from .attributes import refuse_exchanged
 from .call import run
 from .originals import Applied, Original, note

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from ..leaf import Leaf
-from ..overlap import storage_key
 from ..shards.reader import Reader
+from ..state.leaf import Leaf
+from ..tensors.overlap import storage_key
 
 __all__ = ["storage_of"]
 

@@ -5,65 +5,17 @@ values. ``sgd``, ``adam``, ``adamw`` and ``adagrad`` also have a ``step`` that r
 count on the device. :func:`from_torch` adapts the optimizer classes of other packages.
 """
 
-from functional_cg.optim.adam_family import adabelief, adamax, amsgrad, nadam, radam
-from functional_cg.optim.adapted import AdaptedState
-from functional_cg.optim.adaptive import (
-    ScaleByAmsgradState,
-    ScaleByNadamState,
-    scale_by_adamax,
-    scale_by_amsgrad,
-    scale_by_belief,
-    scale_by_nadam,
-    scale_by_radam,
+from functional_cg.optim.adapters.adapted import AdaptedState
+from functional_cg.optim.adapters.proof import from_torch
+from functional_cg.optim.algebra.base import EmptyState, GradientTransformation, apply_updates
+from functional_cg.optim.algebra.combine import MaskedState, PartitionState, chain, masked, partition
+from functional_cg.optim.algebra.flat import flatten
+from functional_cg.optim.algebra.hyperparams import (
+    InjectHyperparamsState,
+    inject_hyperparams,
+    set_hyperparams,
 )
-from functional_cg.optim.aliases import AdagradState, SgdState, adagrad, adam, adamw, sgd
-from functional_cg.optim.base import EmptyState, GradientTransformation, apply_updates
-from functional_cg.optim.clipping import clip_by_global_norm, global_norm
-from functional_cg.optim.combine import MaskedState, PartitionState, chain, masked, partition
-from functional_cg.optim.elementwise import (
-    ScaleByAdadeltaState,
-    ScaleByLionState,
-    ScaleByRmsState,
-    adadelta,
-    lion,
-    rmsprop,
-    scale_by_adadelta,
-    scale_by_lion,
-    scale_by_rms,
-)
-from functional_cg.optim.factored import (
-    ScaleByFactoredRmsState,
-    adafactor,
-    clip_by_rms,
-    scale_by_factored_rms,
-    scale_by_param_rms,
-)
-from functional_cg.optim.flat import flatten
-from functional_cg.optim.formulas import lamb, yogi
-from functional_cg.optim.gradients import adaptive_clip, centralize, clip_by_norm, clip_by_value, freeze
-from functional_cg.optim.hyperparams import InjectHyperparamsState, inject_hyperparams, set_hyperparams
-from functional_cg.optim.layerwise import (
-    ScaleByNovogradState,
-    lars,
-    novograd,
-    scale_by_lars,
-    scale_by_novograd,
-)
-from functional_cg.optim.matrix import muon, scale_by_muon
-from functional_cg.optim.names import by_name, norms
-from functional_cg.optim.noise import AddNoiseState, add_noise
-from functional_cg.optim.proof import from_torch
-from functional_cg.optim.rounding import StochasticRoundingState, stochastic_rounding
-from functional_cg.optim.schedules import (
-    Schedule,
-    constant,
-    cosine,
-    exponential,
-    linear,
-    piecewise_constant,
-    warmup_cosine,
-)
-from functional_cg.optim.transforms import (
+from functional_cg.optim.algebra.links import (
     ScaleByAdamState,
     ScaleByRssState,
     ScaleByScheduleState,
@@ -80,7 +32,65 @@ from functional_cg.optim.transforms import (
     set_to_zero,
     trace,
 )
-from functional_cg.optim.wrappers import LookaheadState, ScheduleFreeState, lookahead, sam, schedule_free
+from functional_cg.optim.algebra.names import by_name, norms
+from functional_cg.optim.algebra.noise import AddNoiseState, add_noise
+from functional_cg.optim.algebra.schedules import (
+    Schedule,
+    constant,
+    cosine,
+    exponential,
+    linear,
+    piecewise_constant,
+    warmup_cosine,
+)
+from functional_cg.optim.rules.adam_family import adabelief, adamax, amsgrad, nadam, radam
+from functional_cg.optim.rules.adaptive import (
+    ScaleByAmsgradState,
+    ScaleByNadamState,
+    scale_by_adamax,
+    scale_by_amsgrad,
+    scale_by_belief,
+    scale_by_nadam,
+    scale_by_radam,
+)
+from functional_cg.optim.rules.aliases import AdagradState, SgdState, adagrad, adam, adamw, sgd
+from functional_cg.optim.rules.clipping import clip_by_global_norm, global_norm
+from functional_cg.optim.rules.elementwise import (
+    ScaleByAdadeltaState,
+    ScaleByLionState,
+    ScaleByRmsState,
+    adadelta,
+    lion,
+    rmsprop,
+    scale_by_adadelta,
+    scale_by_lion,
+    scale_by_rms,
+)
+from functional_cg.optim.rules.factored import (
+    ScaleByFactoredRmsState,
+    adafactor,
+    clip_by_rms,
+    scale_by_factored_rms,
+    scale_by_param_rms,
+)
+from functional_cg.optim.rules.gradients import adaptive_clip, centralize, clip_by_norm, clip_by_value, freeze
+from functional_cg.optim.rules.lamb_and_yogi import lamb, yogi
+from functional_cg.optim.rules.layerwise import (
+    ScaleByNovogradState,
+    lars,
+    novograd,
+    scale_by_lars,
+    scale_by_novograd,
+)
+from functional_cg.optim.rules.matrix import muon, scale_by_muon
+from functional_cg.optim.rules.rounding import StochasticRoundingState, stochastic_rounding
+from functional_cg.optim.rules.wrappers import (
+    LookaheadState,
+    ScheduleFreeState,
+    lookahead,
+    sam,
+    schedule_free,
+)
 
 __all__ = [
     "AdagradState",

@@ -14,7 +14,7 @@ from types import MappingProxyType
 import torch
 
 from functional_cg.errors import CaptureError
-from functional_cg.optim.proof import NATIVE, from_torch
+from functional_cg.optim.adapters.proof import NATIVE, from_torch
 
 MARK = "<!-- made by `python -m functional_cg.optim.table` -->\n"
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from .. import tree as pytree
-from ..ops import adds_up
+from ..tensors.aten import adds_up
 
 __all__ = ["Policy"]
 

@@ -15,10 +15,10 @@ from matplotlib.legend import Legend
 from matplotlib.transforms import Bbox
 from torch import Tensor
 
-from ..arena import Plan, dtype_name
-from ..markup import colors
-from ..outline import count, segments
-from ..state import Handle
+from ..messages.html import colors
+from ..state.arena import Plan, dtype_name
+from ..state.handle import Handle
+from ..state.outline import count, segments
 
 __all__ = ["arena", "bytes_by_role", "loss_curves"]
 

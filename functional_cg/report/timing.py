@@ -13,8 +13,8 @@ from matplotlib.axes import Axes
 from matplotlib.ticker import LogLocator, NullFormatter
 
 from ..graph_step import GraphFn, GraphStep
-from ..markup import colors
-from ..state import Handle, fork
+from ..messages.html import colors
+from ..state.handle import Handle, fork
 
 __all__ = ["seconds_per_call", "step_times"]
 

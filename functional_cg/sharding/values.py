@@ -13,18 +13,18 @@ from torch import Tensor
 
 from .. import random
 from .. import tree as pytree
-from .._draw_arguments import check_key
-from ..arena import BufferSpec
+from ..ambient.setting import current_mesh, inside_a_step
 from ..checkpoint import names_of
 from ..errors import CaptureError, LayoutError, RankError
-from ..leaf import as_tensor, owned
-from ..ops import adds_up
+from ..random.arguments import check_key
 from ..shards.collectives import all_reduce
 from ..shards.mesh import Mesh
 from ..shards.peers import among, together
 from ..shards.reader import all_of, gathered, whole
 from ..shards.tensor import Sharded
-from ..surroundings import current_mesh, inside_a_step
+from ..state.arena import BufferSpec
+from ..state.leaf import as_tensor, owned
+from ..tensors.aten import adds_up
 from ..tree import no_tensors, path_string
 
 __all__ = ["fold_in", "gather", "local", "mean", "state_dict", "sum"]

@@ -13,12 +13,12 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from .. import tree as pytree
-from ..ops import adds_up
 from ..precision import Policy
 from ..shards.collectives import broadcast
 from ..shards.mesh import Mesh
 from ..shards.placement import Placement, Reading
 from ..shards.tensor import Sharded
+from ..tensors.aten import adds_up
 
 __all__ = ["Zero", "zero"]
 

@@ -19,8 +19,8 @@ from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.autograd.function import once_differentiable
 
 from ..errors import LayoutError, ReadOnlyError
-from ..ops import tensors_in, written_arguments
-from ..overlap import storage_key
+from ..tensors.aten import tensors_in, written_arguments
+from ..tensors.overlap import storage_key
 from ..tree import Treedef, path_string
 from .collectives import all_gather, all_reduce, reduce_scatter
 from .placement import Placement, Reading

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ..errors import LayoutError, ReadOnlyError
-from ..ops import FUSED, named_arguments, tensors_in, written_arguments
+from ..tensors.aten import FUSED, named_arguments, tensors_in, written_arguments
 from .placement import Placement
 from .reductions import REDUCTIONS, norms
 

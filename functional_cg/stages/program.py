@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 from torch._ops import OpOverload
 
-from ..arena import BufferSpec
-from ..source import Location
+from ..messages.source import Location
+from ..state.arena import BufferSpec
 from ..tree import KeyPath, Treedef, path_string
 
 __all__ = [

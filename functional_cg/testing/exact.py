@@ -20,10 +20,10 @@ from torch import Tensor
 
 from .. import random as keyed
 from .. import tree as pytree
-from ..autodiff import grad
-from ..control import cond
-from ..remat import remat
-from ..state import snapshot
+from ..state.handle import snapshot
+from ..transforms.autodiff import grad
+from ..transforms.control import cond
+from ..transforms.remat import remat
 from .programs import Operation, StepProgram
 from .trees import Draw, like
 

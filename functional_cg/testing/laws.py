@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 
 from .. import tree as pytree
-from ..arena import BufferSpec, refuse_aliases
+from ..ambient.setting import AsTraced
 from ..errors import FunctionalCGError
 from ..graph_step import GraphFn, GraphStep, graph_step
-from ..overlap import storage_key
-from ..state import Leaf, fork, place, snapshot
-from ..surroundings import AsTraced
+from ..state.arena import BufferSpec, refuse_aliases
+from ..state.handle import Leaf, fork, place, snapshot
+from ..tensors.overlap import storage_key
 
 __all__ = [
     "assert_no_alias",

@@ -15,11 +15,11 @@ from torch import Tensor, nn
 from .. import optim
 from .. import random as keyed
 from .. import tree as pytree
-from ..arena import BufferSpec
-from ..autodiff import grad
 from ..nn import from_module
 from ..optim import GradientTransformation
-from ..state import snapshot
+from ..state.arena import BufferSpec
+from ..state.handle import snapshot
+from ..transforms.autodiff import grad
 from .trees import Draw, dtypes, like, tensors
 
 __all__ = ["StepProgram", "optimizers", "step_fns"]

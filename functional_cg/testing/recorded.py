@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from ..ops import can_draw, tensors_in
-from ..overlap import storage_key
-from ..stages.poison import poison
+from ..stages.run.poison import poison
+from ..tensors.aten import can_draw, tensors_in
+from ..tensors.overlap import storage_key
 
 __all__ = ["Address", "Block", "Call", "Foreign", "Memory", "resolve"]
 

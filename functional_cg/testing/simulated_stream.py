@@ -19,9 +19,9 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from ..ops import sync_reason, tensors_in, written_arguments
-from ..overlap import storage_key
-from ..state import Leaf
+from ..state.handle import Leaf
+from ..tensors.aten import sync_reason, tensors_in, written_arguments
+from ..tensors.overlap import storage_key
 from .recorded import Block, Call
 
 __all__ = ["DeviceMemory", "SimulatedStream"]

@@ -27,10 +27,10 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from ..interrupts import uninterrupted
-from ..overlap import storage_key
-from ..stages.lower import AtenPlan, Before, Buffers, ExecutionPlan
-from ..streams import current_stream
+from ..concurrency.interrupts import uninterrupted
+from ..concurrency.streams import current_stream
+from ..stages.plan import AtenPlan, Before, Buffers, ExecutionPlan
+from ..tensors.overlap import storage_key
 from .recorded import Address, Block, Call, Foreign, Memory
 from .simulated_stream import DeviceMemory, SimulatedStream, wait_for
 

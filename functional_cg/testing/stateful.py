@@ -17,8 +17,8 @@ from torch import Tensor
 from .. import tree as pytree
 from ..errors import DonatedStateError, ReadOnlyError
 from ..graph_step import GraphFn, GraphStep
-from ..stages.capture import Backend
-from ..state import fork, snapshot
+from ..stages.run.capture import Backend
+from ..state.handle import fork, snapshot
 from .laws import assert_no_alias, assert_trees_all_equal
 from .simulator import Simulator
 from .twins import Subject, Twins, refused

@@ -12,7 +12,7 @@ from hypothesis.errors import InvalidArgument
 from torch import Tensor
 
 from .. import tree as pytree
-from ..arena import BufferSpec
+from ..state.arena import BufferSpec
 
 __all__ = ["buffer_specs", "dtypes", "inputs", "like", "pytrees", "shapes", "states", "tensors"]
 

@@ -14,8 +14,8 @@ from torch import Tensor
 from .. import tree as pytree
 from ..errors import ClosedError, DonatedStateError, FunctionalCGError, LayoutError
 from ..graph_step import GraphFn, GraphStep
-from ..stages.capture import Backend
-from ..state import Handle, place, snapshot
+from ..stages.run.capture import Backend
+from ..state.handle import Handle, place, snapshot
 from .laws import arguments, assert_trees_all_close, assert_trees_all_equal
 
 __all__ = ["Subject", "Twins", "refused"]

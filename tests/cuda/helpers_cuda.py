@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import functional_cg as fcg
-from functional_cg.stages.lower import Buffers
+from functional_cg.stages.plan import Buffers
 
 REPOSITORY = Path(__file__).resolve().parent.parent.parent
 DEVICE = torch.device(os.environ.get("FCG_CUDA_TESTS_DEVICE", "cuda"))

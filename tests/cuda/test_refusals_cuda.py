@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import functional_cg as fcg
-from functional_cg.stages.capture import CUDABackend
+from functional_cg.stages.run.capture import CUDABackend
 from tests.refusals.judge import a_batch, a_state, metric, same
 from tests.refusals.test_host_syncs import DECISIONS, NUMBERS
 from tests.refusals.test_host_syncs_indices import INDICES

@@ -16,7 +16,7 @@ from torch import Tensor
 
 import functional_cg as fcg
 from functional_cg.errors import DonatedStateError, LayoutError, ReadOnlyError
-from functional_cg.leaf import Leaf
+from functional_cg.state.leaf import Leaf
 
 pytestmark = [pytest.mark.cuda, pytest.mark.filterwarnings("default")]
 

@@ -13,4 +13,4 @@ def _as_on_a_gpu(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
     """In the place that is compiled, as on a GPU."""
     callspec = getattr(request.node, "callspec", None)  # of a test with parameters
     if callspec is not None and callspec.params.get("place") is COMPILED:
-        monkeypatch.setattr("functional_cg.transform.lower", lower_as_on_a_gpu)
+        monkeypatch.setattr("functional_cg.step.captures.lower", lower_as_on_a_gpu)

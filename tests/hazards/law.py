@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.testing import assert_close
 
 import functional_cg as fcg
-from functional_cg.surroundings import AsTraced
+from functional_cg.ambient.setting import AsTraced
 from functional_cg.testing import Simulator, assert_no_alias, assert_trees_all_equal
 
 CALLS = 16

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 import functional_cg as fcg
-from functional_cg.stages.capture import _failure, _first
+from functional_cg.stages.run.capture import _failure, _first
 from functional_cg.testing import assert_trees_all_equal
 from tests.hazards.law import CALLS, CPU, GPU, Place, assert_law, everywhere
 from tests.out_of_sight import OutOfSight

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import functional_cg as fcg
-from functional_cg.stages import capture
+from functional_cg.stages.run import capture
 from functional_cg.testing import Simulator, assert_trees_all_equal
 from tests.at_once import at_once
 from tests.hazards.law import CALLS, GPU, SIMULATOR, Place, everywhere, few

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import functional_cg as fcg
-from functional_cg.arena import Arena, BufferSpec, Plan, offsets, plan
+from functional_cg.state.arena import Arena, BufferSpec, Plan, offsets, plan
 
 CPU = torch.device("cpu")
 DTYPES = [

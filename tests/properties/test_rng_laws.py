@@ -7,7 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from functional_cg import _draw_arguments, random
+from functional_cg import random
+from functional_cg.random import arguments as _draw_arguments
 
 seeds = st.integers(-(2**63), 2**64 - 1)
 keys = seeds.map(random.key)

@@ -14,8 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import functional_cg as fcg
-from functional_cg.stages.capture import CPUBackend
-from functional_cg.stages.poison import poison
+from functional_cg.stages.run.capture import CPUBackend
+from functional_cg.stages.run.poison import poison
 from functional_cg.testing import Simulator, assert_replay_equals_eager, assert_trees_all_equal
 from functional_cg.testing import strategies as fst
 from functional_cg.testing.recorded import Address, Block, Call, Foreign

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import functional_cg as fcg
-from functional_cg.stages.capture import CPUBackend
+from functional_cg.stages.run.capture import CPUBackend
 
 Step = Callable[[Any, Any], Any]
 

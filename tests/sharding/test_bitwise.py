@@ -105,7 +105,7 @@ def test_programs_compiled(device: str) -> None:
 
 def laws_as_on_a_gpu(runs: Sequence[Run], device: str) -> list[Any]:
     """The same where the compiled function writes the slots."""
-    with mock.patch("functional_cg.transform.lower", lower_as_on_a_gpu):
+    with mock.patch("functional_cg.step.captures.lower", lower_as_on_a_gpu):
         return laws(runs, device)
 
 

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 import functional_cg as fcg
-from functional_cg import transform
 from functional_cg.stages.program import Program
+from functional_cg.step import captures as transform
 from tests.sharding.law import batches, rank_of
 from tests.sharding.programs import PROGRAMS, Setting
 from tests.sharding.ranks import on_ranks

@@ -12,11 +12,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from functional_cg.arena import BufferSpec
 from functional_cg.shards.collectives import ALL_REDUCE, GATHER, REDUCE_SCATTER, WAIT
 from functional_cg.shards.placement import Reading
-from functional_cg.stages.grouping import group_collectives, groups, is_launch
+from functional_cg.stages.passes.grouping import group_collectives, groups, is_launch
 from functional_cg.stages.program import Instr, Var
+from functional_cg.state.arena import BufferSpec
 
 aten = torch.ops.aten
 COLLECTIVES = (GATHER, REDUCE_SCATTER)

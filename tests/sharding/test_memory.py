@@ -9,9 +9,9 @@ import torch
 
 import functional_cg as fcg
 from functional_cg import optim, sharding
-from functional_cg.lowered import Lowered
 from functional_cg.shards.collectives import REDUCE_SCATTER
 from functional_cg.shards.tensor import Sharded
+from functional_cg.step.lowered import Lowered
 from tests.sharding.programs import Setting
 from tests.sharding.ranks import on_ranks
 

@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import functional_cg as fcg
-from functional_cg.stages.lower import Buffers, lower_aten
+from functional_cg.stages.passes.recompute import keep_as_buffers, recompute
+from functional_cg.stages.plan import Buffers, lower_aten
 from functional_cg.stages.program import Program
-from functional_cg.stages.recompute import keep_as_buffers, recompute
 from functional_cg.testing import assert_trees_all_equal
 from functional_cg.testing.strategies import StepProgram, step_fns
 

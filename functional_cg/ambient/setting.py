@@ -1,0 +1,182 @@
+"""What surrounds a call: the setting that a step makes for itself, and what it refuses to run in."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch.overrides import BaseTorchFunctionMode, _get_current_function_mode_stack
+from torch.utils import checkpoint
+from torch.utils._device import DeviceContext
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from ..errors import CaptureError
+from ..shards.mesh import Mesh
+
+__all__ = [
+    "AsTraced",
+    "canonical",
+    "current_mesh",
+    "default_device",
+    "diverted",
+    "foreign_function_modes",
+    "in_a_backward",
+    "inside_a_step",
+    "refuse_anomaly_mode",
+    "refuse_foreign_modes",
+]
+
+_NEAR = 6  # frames from the grad mode's setter up to the checkpoint
+
+
+class _InStep(BaseTorchFunctionMode):
+    """On while the function of a step runs, traced or eager; modules such as MHA take another path under a mode."""
+
+    def __init__(self, mesh: Mesh | None) -> None:
+        super().__init__()
+        self.mesh = mesh
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is torch._C._set_grad_enabled:  # the first thing that a reentrant checkpoint does
+            _refuse_reentrant_checkpoint()
+        return super().__torch_function__(func, types, args, kwargs)
+
+
+class AsTraced(TorchDispatchMode):
+    """Under this mode torch takes the kernels that it takes in a trace.
+
+    For some ops it asks whether a dispatch mode is on, as one is in a trace, and computes in another way then: singular
+    values, nuclear norms and the gradient of ``prod`` have other last bits. It costs Python at each op.
+    """
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+def _refuse_reentrant_checkpoint() -> None:
+    frame = inspect.currentframe()
+    for _ in range(_NEAR):
+        frame = frame and frame.f_back
+        if frame and frame.f_code is checkpoint.CheckpointFunction.forward.__code__:
+            raise CaptureError.of(
+                "",
+                "calls `torch.utils.checkpoint` with `use_reentrant=True`.",
+                why="It differentiates its own arguments only: the gradient of what its function closes over, or gets "
+                "in a dict, would be zero.",
+                fix="`checkpoint(fn, *args, use_reentrant=False)`.",
+            )
+
+
+@contextlib.contextmanager
+def canonical(mesh: Mesh | None = None) -> Iterator[None]:
+    """The setting in which a step runs, traced or eager, whatever surrounds the call.
+
+    No gradient mode, inference mode or autocast is taken over; the autocast cache is off (it would make a weight's
+    gradient depend on how often the weight was cast); autograd stays on the calling thread; a function mode is on,
+    since modules such as ``MultiheadAttention`` take another path under one.
+
+    Args:
+      mesh: Where the leaves of the step's states lie.
+    """
+    cached = torch.is_autocast_cache_enabled()
+    with contextlib.ExitStack() as stack:
+        if torch.is_inference_mode_enabled():
+            stack.enter_context(torch.inference_mode(False))
+        stack.enter_context(torch.no_grad())
+        for device_type in ("cpu", "cuda"):
+            stack.enter_context(torch.autocast(device_type, enabled=False))
+        stack.enter_context(torch.autograd.set_multithreading_enabled(False))
+        stack.enter_context(_InStep(mesh))
+        try:
+            torch.set_autocast_cache_enabled(False)
+            yield
+        finally:
+            torch.set_autocast_cache_enabled(cached)
+
+
+def inside_a_step() -> bool:
+    """Whether the function of a step is running on this thread: a step called now becomes a part of it."""
+    return _step() is not None
+
+
+def current_mesh() -> Mesh | None:
+    """The mesh of the step that is running on this thread; None outside of one, and if its states lie on none."""
+    step = _step()
+    return None if step is None else step.mesh
+
+
+def _step() -> _InStep | None:
+    modes = _get_current_function_mode_stack()  # private to torch
+    return next((mode for mode in reversed(modes) if isinstance(mode, _InStep)), None)
+
+
+def default_device() -> torch.device:
+    """Where tensors are made; torch's own getter makes one to find out."""
+    modes = [mode for mode in _get_current_function_mode_stack() if isinstance(mode, DeviceContext)]
+    return modes[-1].device if modes else torch.device("cpu")
+
+
+def foreign_function_modes() -> list[str]:
+    """Names of the function modes that are on, outermost first, but for those of a default device, and of a step."""
+    modes = _get_current_function_mode_stack()  # private to torch
+    return [type(mode).__name__ for mode in modes if not isinstance(mode, DeviceContext | _InStep)]
+
+
+def in_a_backward() -> bool:
+    """Whether autograd's backward is running on this thread, as it is when a checkpoint recomputes."""
+    return torch._C._current_graph_task_id() != -1  # private; test_keys notices a change
+
+
+def diverted() -> bool:
+    """Whether a call made now, under some dispatch mode, becomes a part of another step or is refused."""
+    return inside_a_step() or _under_fake_mode()
+
+
+def _under_fake_mode() -> bool:
+    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
+
+
+def refuse_foreign_modes(function: str) -> None:
+    """Raise under a transform of ``torch.func`` and under a fake mode: a replay has nothing to show to either.
+
+    Raises:
+      CaptureError: Naming the function to transform instead.
+    """
+    if torch._C._functorch.peek_interpreter_stack() is not None:  # private, as is the next one
+        raise CaptureError.of(
+            function,
+            "is called under a transform of `torch.func`, such as `grad` or `vmap`; the state is unchanged.",
+            why="A transform does not see what a replay computes: gradients would be zeros.",
+            fix="transform inside of the step, `fcg.value_and_grad(loss_fn)(params)` or `torch.func.vmap(fn)(x)`; "
+            f"or transform the Python function, `{function}.__wrapped__`.",
+        )
+    if _under_fake_mode():
+        raise CaptureError.of(
+            function,
+            "is called under a `FakeTensorMode`; the state is unchanged.",
+            why="There are no values to compute with.",
+            fix=f"leave the mode before the call; `{function}.lower(...)` plans a call without running it.",
+        )
+
+
+def refuse_anomaly_mode(function: str) -> None:
+    """Raise if autograd is to look for NaN while a step is traced.
+
+    Raises:
+      CaptureError: Naming the eager run.
+    """
+    if torch.is_anomaly_enabled() and torch.is_anomaly_check_nan_enabled():
+        raise CaptureError.of(
+            function,
+            "is traced under `torch.autograd.detect_anomaly()`; the state is unchanged.",
+            why="It looks at values, which a trace does not have, and a replay would not look again.",
+            fix=f"run one step under it on real values, `{function}.eager(...)`; or return "
+            "`torch.isfinite(loss)` in `metrics`.",
+        )

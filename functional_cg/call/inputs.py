@@ -1,0 +1,224 @@
+"""Inputs: what may be one, and their layout.
+
+Leaves may live on the state's device, on the CPU (pageable or pinned) or in numpy; Python numbers are live 0-dim
+inputs. Other objects belong to the layout and are compared with ``==``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import numbers
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import tree as pytree
+from ..errors import LayoutError
+from ..shards.tensor import Sharded
+from ..state.arena import BufferSpec, unplaceable
+from ..state.leaf import Leaf, as_tensor
+from ..tree import KeyPath, Treedef, path_string
+
+__all__ = ["InputLayout", "as_input", "cuts_a_graph", "input_layout"]
+
+
+@dataclass(frozen=True, slots=True)
+class InputLayout:
+    """What inputs must look like for one capture.
+
+    Attributes:
+      roots: Parameter names of the positional inputs.
+      treedef: Structure of ``(args, kwargs)`` without the bound states.
+      names: Key path of each leaf, as text, starting at the parameter's name.
+      leaves: Spec of each live leaf; any other object is itself part of the layout.
+    """
+
+    roots: tuple[str, ...]
+    treedef: Treedef
+    names: tuple[str, ...]
+    leaves: tuple[Any, ...]
+
+    @property
+    def arguments(self) -> dict[str, Treedef]:
+        """Structure of each argument, by its name."""
+        args, kwargs = self.treedef.children
+        named = {str(key.key): child for key, child in zip(kwargs.keys, kwargs.children, strict=True)}
+        return dict(zip(self.roots, args.children, strict=True)) | named
+
+    @property
+    def specs(self) -> tuple[BufferSpec, ...]:
+        return tuple(leaf for leaf in self.leaves if isinstance(leaf, BufferSpec))
+
+    @property
+    def live_names(self) -> tuple[str, ...]:
+        return tuple(
+            n for n, leaf in zip(self.names, self.leaves, strict=True) if isinstance(leaf, BufferSpec)
+        )
+
+    def fill(self, live: Sequence[Any]) -> Any:
+        """The inputs' tree with live leaves put in."""
+        values = iter(live)
+        leaves = [next(values) if isinstance(leaf, BufferSpec) else leaf for leaf in self.leaves]
+        return pytree.unflatten(self.treedef, leaves)
+
+
+def as_input(value: Any) -> Tensor | None:
+    """A live leaf as a tensor, without copying where possible; None for an object that belongs to the layout."""
+    if isinstance(value, Leaf):
+        return value._owned()  # another thread may step its state before it is copied in
+    tensor = as_tensor(value)
+    if not isinstance(tensor, Tensor):
+        return None
+    return tensor.detach() if tensor.requires_grad else tensor
+
+
+def cuts_a_graph(value: Any) -> bool:
+    """Whether autograd is recording what the value goes through: it would miss the step, in silence.
+
+    Parameters are let through: a module's are passed to be read, far from any loss.
+    """
+    return (
+        isinstance(value, Tensor)
+        and value.requires_grad
+        and torch.is_grad_enabled()
+        and not isinstance(value, torch.nn.Parameter)
+    )
+
+
+def _names(roots: Sequence[str], paths: Sequence[KeyPath]) -> tuple[str, ...]:
+    """Key paths that start at the user's parameter names instead of at positions."""
+    return tuple(
+        path_string(path[2:], roots[path[1].idx] if path[0].idx == 0 else str(path[1].key)) for path in paths
+    )
+
+
+def input_layout(
+    roots: Sequence[str], inputs: Any, device: torch.device | None, function: str = ""
+) -> tuple[InputLayout, list[Tensor]]:
+    """Layout of inputs, and their live leaves.
+
+    Args:
+      roots: Parameter names of the positional inputs.
+      inputs: ``(args, kwargs)`` without the bound states.
+      device: The state's device; host leaves are described as if they were there already.
+      function: Name of the user's function.
+    Raises:
+      LayoutError: If leaves cannot be copied in; all are listed.
+    """
+    flat, treedef = pytree.flatten(inputs)
+    treedef = treedef.sorted()  # the function sees each batch in one order
+    roots = [roots[i] if i < len(roots) else f"inputs[{i}]" for i in range(len(inputs[0]))]
+    names = _names(roots, treedef.paths())
+    tensors = [as_input(value) for value in flat]
+    _refuse_unfit(function, names, flat, tensors, device)
+    leaves: list[Any] = []
+    for value, tensor in zip(flat, tensors, strict=True):
+        if tensor is None:
+            leaves.append(value)
+        else:
+            home = device if device is not None and tensor.is_cpu else tensor.device
+            leaves.append(replace(BufferSpec.of(tensor), device=home))
+    live = [tensor for tensor in tensors if tensor is not None]
+    return InputLayout(tuple(roots), treedef, names, tuple(leaves)), live
+
+
+def _refuse_unfit(
+    function: str,
+    names: Sequence[str],
+    values: Sequence[Any],
+    tensors: Sequence[Tensor | None],
+    device: torch.device | None,
+) -> None:
+    here = [tensor.device for tensor in tensors if tensor is not None and not tensor.is_cpu]
+    home = device or (here[0] if here else torch.device("cpu"))
+    places = "cpu" if home.type == "cpu" else f"cpu or {home}"
+    unfit = [
+        (name, problem, _fix(name, value, home))
+        for name, value, tensor in zip(names, values, tensors, strict=True)
+        if (problem := _unfit(value, tensor, home))
+    ]
+    if unfit:
+        raise LayoutError.of(
+            function,
+            "has inputs that cannot be copied in; the state is unchanged.",
+            rows=[
+                f"{name}  expected a dense tensor on {places}   got {problem}" for name, problem, _ in unfit
+            ],
+            why="Inputs are numbers, arrays and dense tensors, copied into buffers of fixed shape at each call.",
+            fix=unfit[0][2],
+        )
+
+
+def _unfit(value: Any, tensor: Tensor | None, home: torch.device) -> str:
+    """What a leaf is, if it cannot be copied in; else an empty string."""
+    if tensor is None:
+        # Numbers and arrays are live: one that no tensor can hold must not become a part of the layout.
+        if isinstance(value, numbers.Real):
+            return f"{type(value).__name__} {value}"
+        if _hides_tensors(value):
+            return f"{type(value).__name__}, which is no pytree"
+        is_array = hasattr(type(value), "__array__") and type(value).__hash__ is None
+        return f"{type(value).__name__} of {getattr(value, 'dtype', 'objects')}" if is_array else ""
+    if cuts_a_graph(value):
+        return f"{BufferSpec.of(tensor)} that requires grad"
+    return unplaceable(tensor) or (
+        "" if tensor.is_cpu or tensor.device == home else str(BufferSpec.of(tensor))
+    )
+
+
+def _hides_tensors(value: Any) -> bool:
+    """Whether tensors are in something that looks like a tree, but is a leaf: they would not be copied in."""
+    if isinstance(value, Mapping):
+        held: Iterable[Any] = value.values()
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        held = [getattr(value, field.name, None) for field in dataclasses.fields(value)]
+    else:
+        return False
+    return any(isinstance(part, Tensor) for part in held)
+
+
+def _fix(name: str, value: Any, home: torch.device) -> str:
+    if not isinstance(value, Tensor):
+        return _array_fix(name, value)
+    if cuts_a_graph(value):
+        return (
+            f"take the gradient in the step, `fcg.value_and_grad(loss_fn)(params)`; or pass `{name}.detach()`, "
+            "for nothing flows back through a replay."
+        )
+    if isinstance(value, Sharded):
+        return f"read the leaf from the state that the step gets; or pass `sharding.gather({name})`, made on all ranks."
+    if value.is_nested:
+        return f"pad it, `torch.nested.to_padded_tensor({name}, 0.0)`, and pass the lengths as an input."
+    if value.is_quantized:
+        return f"pass `{name}.dequantize()`."
+    if value.layout is not torch.strided:
+        return f"make it dense, `{name}.to_dense()`."
+    if not value.is_cpu and not value.is_meta and value.device != home:
+        return f'move it, `{name}.to("{home}")`.'
+    return f"pass plain tensors that hold the values of `{name}`."
+
+
+def _array_fix(name: str, value: Any) -> str:
+    """How to make a number or an array of numpy one that torch can hold."""
+    dtype = getattr(value, "dtype", None)
+    if isinstance(value, int):
+        return "keep it below 2**63; or name its argument in `static_argnames`, with a graph for each value."
+    if isinstance(value, Mapping):
+        return f"pass `dict({name})`."
+    if dataclasses.is_dataclass(value):
+        return f"register the class once, `fcg.tree.register_dataclass({type(value).__name__})`."
+    if hasattr(type(value), "filled"):
+        return f"pass `{name}.filled(0)`, and `{name}.mask` as an input of its own."
+    if getattr(dtype, "names", None):
+        return f"pass its fields, `{{field: {name}[field] for field in {name}.dtype.names}}`."
+    kind = getattr(dtype, "kind", "")
+    if kind in ("U", "S", "O"):
+        return f"pass numbers that stand for them, `numpy.unique({name}, return_inverse=True)[1]`."
+    if kind in ("m", "M"):
+        return f'pass `{name}.astype("int64")`.'
+    if kind in ("f", "c", "i", "u") and not getattr(dtype, "isnative", True):
+        return f'pass it in the byte order of this machine, `{name}.astype({name}.dtype.newbyteorder("="))`.'
+    return f'pass `numpy.asarray({name}, dtype="float64")`.'

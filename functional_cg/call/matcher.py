@@ -1,0 +1,124 @@
+"""The generated check of a call's inputs: whether they have the layout of a capture, and their live leaves."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import tree as pytree
+from ..ambient.setting import diverted
+from ..pytree.sameness import same
+from ..state.arena import BufferSpec, unplaceable
+from ..state.handle import Handle
+from ..tree import Treedef
+from .inputs import InputLayout, as_input, cuts_a_graph
+
+__all__ = ["layout_matcher"]
+
+
+def layout_matcher(
+    layout: InputLayout, device: torch.device
+) -> Callable[[tuple[Any, ...], dict[str, Any]], Any]:
+    """Generate ``match(args, kwargs) -> list of live leaves, or None`` for one layout: no loop, no recursion.
+
+    A state among the inputs matches the tree that it stands for. Under a transform of ``torch.func``, in another step
+    and under a fake mode nothing matches: the slow path tells what becomes a part of that step from what is refused.
+    """
+    lines = ["if transforms() is not None or (modes() and diverted()): return None"]
+    names: dict[str, Any] = {
+        "Tensor": Tensor,
+        "strided": torch.strided,
+        "convert": _convert,
+        "same": same,
+        "flatten": pytree.flatten,
+        "Handle": Handle,
+        "opened": _opened,
+        "transforms": torch._C._functorch.peek_interpreter_stack,  # private; test_inputs notices a change
+        "modes": torch._C._len_torch_dispatch_stack,
+        "diverted": diverted,
+    }
+    where = (
+        "{t}.is_cpu"
+        if device.type == "cpu"
+        else f"({{t}}.get_device() == {device.index or 0} or {{t}}.is_cpu)"
+    )
+    live: list[str] = []
+    leaves = iter(layout.leaves)
+
+    def name(value: Any) -> str:
+        text = f"k{len(names)}"
+        names[text] = value
+        return text
+
+    def leaf(expr: str, want: Any) -> None:
+        if not isinstance(want, BufferSpec):
+            lines.append(f"if not same({expr}, {name(want)}): return None")
+            return
+        t = f"t{len(live)}"
+        live.append(t)
+        lines.append(f"{t} = {expr}")
+        lines.append(
+            f"if type({t}) is not Tensor or {t}.shape != {name(want.shape)} or {t}.dtype is not {name(want.dtype)} "
+            f"or {t}.layout is not strided or {t}.requires_grad or not {where.format(t=t)}:"
+        )
+        lines.append(f"    {t} = convert({t}, {name(want)})")
+        lines.append(f"    if {t} is None: return None")
+
+    def node(expr: str, treedef: Treedef) -> None:
+        if treedef.is_leaf:
+            leaf(expr, next(leaves))
+            return
+        kind, variable = treedef.kind, f"n{len(names)}"
+        if kind is type(None):
+            lines.append(f"if {expr} is not None: return None")
+            return
+        names[variable] = None
+        lines.append(f"{variable} = {expr}")
+        lines.append(f"if type({variable}) is Handle: {variable} = opened({variable})")
+        count = len(treedef.children)
+        if kind in (list, tuple) or (
+            kind is not None and issubclass(kind, tuple) and hasattr(kind, "_fields")
+        ):
+            lines.append(
+                f"if type({variable}) is not {name(kind)} or len({variable}) != {count}: return None"
+            )
+            children = [f"{variable}[{i}]" for i in range(count)]
+        elif kind is dict:
+            lines.append(f"if type({variable}) is not dict or len({variable}) != {count}: return None")
+            children = [f"{variable}[{name(key)}]" for key in treedef.context.sorted]
+        else:
+            lines.append(f"{variable}, got = flatten({variable})")
+            lines.append(f"if got != {name(treedef)}: return None")
+            for i in range(treedef.num_leaves):
+                leaf(f"{variable}[{i}]", next(leaves))
+            return
+        for child_expr, child in zip(children, treedef.children, strict=True):
+            node(child_expr, child)
+
+    node("args", layout.treedef.children[0])
+    node("kwargs", layout.treedef.children[1])
+    body = "".join(f"        {line}\n" for line in lines)
+    source = (
+        f"def match(args, kwargs):\n    try:\n{body}"
+        f"        return [{', '.join(live)}]\n"
+        "    except (KeyError, IndexError, AttributeError, RuntimeError):\n        return None\n"
+    )
+    exec(compile(source, "<input check>", "exec"), names)
+    return names["match"]  # type: ignore[no-any-return]
+
+
+def _convert(value: Any, want: BufferSpec) -> Tensor | None:
+    """A leaf that is not a plain tensor of the wanted spec: numbers, numpy, parameters, leaves of a state."""
+    tensor = as_input(value.tree if type(value) is Handle else value)
+    if tensor is None or tensor.shape != want.shape or tensor.dtype is not want.dtype:
+        return None
+    fits = not cuts_a_graph(value) and not unplaceable(tensor)
+    return tensor if fits and (tensor.is_cpu or tensor.device == want.device) else None
+
+
+def _opened(state: Handle) -> Any:
+    """The tree of a state; its leaves are copies, since another thread may step it before they are copied in."""
+    return pytree.unflatten(state._part.node, state._copied())

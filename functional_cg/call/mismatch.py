@@ -1,0 +1,129 @@
+"""How the inputs of a call differ from those of a capture, and what to do about it."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from .. import tree as pytree
+from ..pytree.sameness import same
+from ..state.arena import BufferSpec
+from ..tree import Treedef
+from .inputs import InputLayout
+
+__all__ = ["layout_differences", "layout_fix"]
+
+
+def layout_differences(expected: InputLayout, got: InputLayout) -> list[str]:
+    """All differences of two layouts, one line each."""
+    if expected.treedef != got.treedef:
+        return _structure_rows(expected, got)
+    rows = []
+    for name, want, have in zip(expected.names, expected.leaves, got.leaves, strict=True):
+        if isinstance(want, BufferSpec) and isinstance(have, BufferSpec):
+            if not want.same_layout(have):
+                rows.append(f"{name}  expected {want}   got {have}")
+        elif isinstance(want, BufferSpec) or isinstance(have, BufferSpec) or not same(want, have):
+            rows.append(f"{name}  expected {_shown(want)}   got {_shown(have)}")
+    return rows
+
+
+def _structure_rows(expected: InputLayout, got: InputLayout) -> list[str]:
+    rows = [
+        f"{n}  expected {_shown(v)}   got nothing"
+        for n, v in zip(expected.names, expected.leaves, strict=True)
+        if n not in got.names
+    ]
+    rows += [
+        f"{n}  expected nothing   got {_shown(v)}"
+        for n, v in zip(got.names, got.leaves, strict=True)
+        if n not in expected.names
+    ]
+    if rows:
+        return rows
+    want, have = expected.arguments, got.arguments
+    rows = [f"{n}  expected an argument   got nothing" for n in want if n not in have]
+    rows += [f"{n}  expected nothing   got an argument" for n in have if n not in want]
+    return rows + [row for n in want if n in have for row in pytree.structure_diff(want[n], have[n], n)]
+
+
+def _shown(leaf: Any) -> str:
+    return str(leaf) if isinstance(leaf, BufferSpec) else f"{type(leaf).__name__} {leaf!r}"
+
+
+def layout_fix(expected: InputLayout, got: InputLayout, more: str) -> str:
+    """What to do about the differences: in the words of the kind that comes first.
+
+    Args:
+      expected: Layout of a capture.
+      got: Another layout.
+      more: The option that allows one more capture, as the user writes it.
+    """
+    if expected.treedef != got.treedef:
+        return _structure_fix("", expected.arguments, got.arguments, more)
+    pairs = [
+        (name, want, have)
+        for name, want, have in zip(expected.names, expected.leaves, got.leaves, strict=True)
+        if not same(want, have) and not _same_spec(want, have)
+    ]
+    for name, want, have in pairs:
+        if not isinstance(want, BufferSpec) or not isinstance(have, BufferSpec):
+            return _object_fix(name)
+    for name, want, have in pairs:
+        if want.dtype != have.dtype:
+            return _dtype_fix(name, want, have)
+    if all(want.shape and want.shape[1:] == have.shape[1:] and have.shape for _, want, have in pairs):
+        return f"pad the last batch or drop it; to pay for one more graph, use {more}."
+    return f"give `{pairs[0][0]}` the shape that it had; to pay for one more graph, use {more}."
+
+
+def _same_spec(want: Any, have: Any) -> bool:
+    return isinstance(want, BufferSpec) and isinstance(have, BufferSpec) and want.same_layout(have)
+
+
+def _object_fix(name: str) -> str:
+    if name.isidentifier():
+        return f'name it, `static_argnames=("{name}",)`: each value then has a graph of its own.'
+    return (
+        f"make `{name}` an argument of its own and name it in `static_argnames`: each value then has a graph of its "
+        "own; what is a number or a tensor stays one."
+    )
+
+
+def _dtype_fix(name: str, want: BufferSpec, have: BufferSpec) -> str:
+    number = {torch.float32: "float", torch.int64: "int", torch.bool: "bool"}.get(want.dtype)
+    if number and want.shape == have.shape == ():
+        return f"pass `{number}({name})`."
+    return f"convert it, `{name}.to({want.dtype})`, or `.astype(...)` where it is an array of numpy."
+
+
+def _structure_fix(place: str, want: Mapping[str, Treedef], have: Mapping[str, Treedef], more: str) -> str:
+    """The fix for the first difference of structure among arguments, or among the children of one node."""
+    missing, extra = [n for n in want if n not in have], [n for n in have if n not in want]
+    for name in extra:
+        meant = next((n for n in missing if difflib.get_close_matches(name.lower(), [n.lower()])), None)
+        if meant is not None:
+            return f"did you mean `{place}{meant}` by `{place}{name}`?"
+    if extra and not missing:
+        return f"leave `{place}{extra[0]}` out; to pay for one more graph, use {more}."
+    if missing:
+        return f"pass `{place}{missing[0]}` as before; to pay for one more graph, use {more}."
+    for name, node in want.items():
+        if node.kind is not have[name].kind:
+            return f"pass {_kind(node)} as `{place}{name}`; to pay for one more graph, use {more}."
+        if node != have[name]:
+            return _structure_fix(f"{place}{name}", _children(node), _children(have[name]), more)
+    return f"give `{place}` the static fields that it had; to pay for one more graph, use {more}."
+
+
+def _children(node: Treedef) -> dict[str, Treedef]:
+    return {str(key): child for key, child in zip(node.keys, node.children, strict=True)}
+
+
+def _kind(node: Treedef) -> str:
+    if node.is_leaf:
+        return "a tensor"
+    return "None" if node.kind is type(None) or node.kind is None else f"a {node.kind.__name__}"

@@ -1,0 +1,246 @@
+"""Turns: who uses what calls share, the buffers of a step and the memory of a state, and when.
+
+Another thread waits until a call is done. What runs on the same thread in the middle of a call (the handler of a
+signal, a finalizer) would wait for itself: it may read what is whole, and is refused anything else at once. A fork
+waits for the calls of other threads, so that the child finds their states whole.
+
+A thread that needs several turns takes them in ascending order. Only what interrupts a call can come to ask for them
+in another order; there, it gives up where somebody waits for what its thread holds.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, Literal
+
+import torch
+
+from ..errors import BusyError, FunctionalCGError
+
+__all__ = ["Inner", "Turn", "at_one_time", "in_turn"]
+
+Inner = Callable[[tuple[Any, ...], dict[str, Any]], Any]
+
+_PATIENCE = 0.5  # seconds that a fork waits for the calls of other threads
+_POLL = 0.001
+
+
+class Turn:
+    """The turn to use one thing: a step's buffers, or a state's memory.
+
+    Ctrl-C, or whatever a handler raises, cannot strike between taking a turn and the block that gives it back: both are
+    done in C, and what stands in between calls nothing.
+
+    Attributes:
+      kind: Steps come before states.
+      lock: Held by the thread whose turn it is.
+      busy: Whether a call is using it; nothing but reading is allowed in the middle of it.
+      whole: Whether it may be read.
+      over: Makes the error for whoever asks for it, once nobody may have it any more.
+    """
+
+    __slots__ = ("__weakref__", "_on_gpu", "_waiting", "busy", "kind", "lock", "over", "whole")
+
+    def __init__(self, kind: Literal["a step", "a state"], *, on_gpu: bool = False) -> None:
+        self.kind = kind
+        self.lock = threading.RLock()
+        self.busy = False
+        self.whole = True
+        self.over: Callable[[], FunctionalCGError] | None = None
+        self._waiting: list[None] = []
+        self._on_gpu = on_gpu
+        _turns.add(self)
+
+    @property
+    def rank(self) -> tuple[bool, int]:
+        """Its place in the order in which turns are taken."""
+        return self.kind == "a state", id(self)
+
+    def alone(self, call: Callable[[], Any], function: str = "") -> Any:
+        """Run a call that nothing else may interrupt but to read."""
+        return self._taken(call, function, reads=False)
+
+    def read(self, call: Callable[[], Any]) -> Any:
+        """Run a call that reads: nothing writes meanwhile."""
+        return self._taken(call, "", reads=True)
+
+    def _taken(self, call: Callable[[], Any], function: str, *, reads: bool) -> Any:
+        if self.busy:
+            self.wait()
+        with self.lock:
+            before = self.busy
+            if before and not (reads and self.whole):
+                raise self.refusal(function)
+            self.busy = True
+            try:
+                result = call()  # a `return` here would leave the block with the lock held
+            finally:
+                self.busy = before
+        return result
+
+    @contextmanager
+    def shut(self) -> Iterator[None]:
+        """A block in which nothing may be read either, for other values are there; it must not be interrupted."""
+        if self.busy:
+            self.wait()
+        with self.lock:
+            if self.busy:
+                raise self.refusal()
+            self.busy, self.whole = True, False
+            try:
+                yield
+            finally:
+                self.busy, self.whole = False, True
+
+    def end(self, over: Callable[[], FunctionalCGError]) -> None:
+        """Let nobody use it any more."""
+        self.over, self.busy, self.whole = over, True, False
+
+    def wait(self) -> None:
+        """Wait while another thread is in a call; in the middle of one of this thread's own there is nothing to do.
+
+        Raises:
+          BusyError: If that thread may be waiting for this one.
+        """
+        if self.over is not None or self.lock._is_owned():  # type: ignore[attr-defined] # private to threading
+            return
+        held = [turn for turn in _turns.living() if turn.lock._is_owned()]  # type: ignore[attr-defined]
+        in_order = all(turn.rank < self.rank for turn in held)
+        self._waiting.append(None)
+        try:
+            if in_order:
+                with self.lock:
+                    pass
+            while self.busy and not in_order:
+                if any(turn._waiting for turn in held):
+                    raise self.refusal()
+                time.sleep(_POLL)
+        finally:
+            self._waiting.pop()
+
+    def refusal(self, function: str = "") -> FunctionalCGError:
+        """The error for who asks for it in the middle of a call, or when it is over."""
+        if self.over is not None:
+            return self.over()
+        return BusyError.of(
+            function,
+            f"{self.kind} was used in the middle of a call that is using it.",
+            why="The handler of a signal, or a finalizer, runs between two lines of that call and cannot wait for its "
+            "end.",
+            fix="set a flag there, and do it in the loop; reading and raising are fine.",
+        )
+
+    def _forked(self) -> None:
+        """In a child whose parent had another thread in the middle of a call."""
+        self.lock, self.busy = threading.RLock(), False
+        if self.kind == "a state":
+            self.end(_being_written)
+
+
+def _being_written() -> FunctionalCGError:
+    return BusyError.of(
+        "",
+        "a state is used that was in the middle of a call of another thread when this process was forked.",
+        why="The copy that this process has of it may be half written.",
+        fix="fork between calls; or load the state anew here, `fcg.load(path, fcg.place(...))`.",
+    )
+
+
+def _on_a_gpu() -> FunctionalCGError:
+    return BusyError.of(
+        "",
+        "a state on a GPU is used in a process that was forked from the one that made it.",
+        why="CUDA cannot be used in a forked process.",
+        fix='start processes by spawn, `torch.multiprocessing.get_context("spawn")`, and make states there.',
+    )
+
+
+def in_turn(
+    turn: Turn, inner: Inner, function: str, *, reads: bool = False, then: Callable[[Any], Any] | None = None
+) -> Inner:
+    """A call that waits for its turn, and is refused in the middle of another one: ``Turn.alone``, without its price.
+
+    Args:
+      turn: The turn.
+      inner: The call.
+      function: Name of the user's function, in messages.
+      reads: Whether it may run in the middle of another call all the same, as long as there is something to read.
+      then: What is done with the result, when the turn is over.
+    """
+
+    def outer(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if turn.busy:
+            turn.wait()
+        with turn.lock:
+            before = turn.busy
+            if before and not (reads and turn.whole):
+                raise turn.refusal(function)
+            turn.busy = True
+            try:
+                result = inner(args, kwargs)
+            finally:
+                turn.busy = before
+        return result if then is None else then(result)
+
+    return outer
+
+
+def at_one_time(turns: Iterable[Turn], call: Callable[[], Any]) -> Any:
+    """Run a call that reads several states: none of them is written meanwhile."""
+    for turn in sorted(set(turns), key=lambda turn: turn.rank, reverse=True):
+        call = partial(turn.read, call)
+    return call()
+
+
+class _Turns:
+    """All turns of a process, for its forks: what another thread has locked stays locked in a child for ever."""
+
+    def __init__(self) -> None:
+        self._turns: set[weakref.ref[Turn]] = set()
+        self._taken: dict[int, list[Turn]] = {}  # by the forking thread
+
+    def add(self, turn: Turn) -> None:
+        self._turns.add(weakref.ref(turn, self._turns.discard))
+
+    def living(self) -> list[Turn]:
+        found = [reference() for reference in list(self._turns)]
+        return [turn for turn in found if turn is not None]
+
+    def before_fork(self) -> None:
+        """Take all turns, as far as that takes no longer than the calls of a loop."""
+        end, taken = time.monotonic() + _PATIENCE, self._taken.setdefault(threading.get_ident(), [])
+        for turn in sorted(self.living(), key=lambda turn: turn.rank):
+            if turn.lock.acquire(timeout=max(end - time.monotonic(), 0)):
+                taken.append(turn)
+
+    def after_fork(self) -> list[Turn]:
+        """Give them back."""
+        taken = self._taken.pop(threading.get_ident(), [])
+        for turn in taken:
+            turn.lock.release()
+        return taken
+
+    def in_child(self) -> None:
+        """Only the thread that has forked goes on here."""
+        taken, living = set(self.after_fork()), self.living()
+        self._taken.clear()
+        for turn in living:
+            if turn._on_gpu:
+                turn.end(_on_a_gpu)
+            elif turn not in taken:
+                turn._forked()
+        if living and torch.get_num_threads() > 1:
+            torch.set_num_threads(1)  # OpenMP's threads are gone here, and it would wait for them for ever
+
+
+_turns = _Turns()
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(
+        before=_turns.before_fork, after_in_parent=_turns.after_fork, after_in_child=_turns.in_child
+    )

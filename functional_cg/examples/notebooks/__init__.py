@@ -1,0 +1,1 @@
+"""What the notebooks share: pictures, data, and programs on several ranks."""

@@ -1,0 +1,112 @@
+"""Where in the user's code something happened.
+
+A frame is the user's unless its file belongs to torch, functional_cg, einops, numpy or the standard library; the
+programs of functional_cg (examples, bench, testing) count as user code.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import itertools
+import os
+import sys
+import sysconfig
+from dataclasses import dataclass
+from types import CodeType, FrameType
+
+from .code_reading import sync_spelling
+
+__all__ = ["Location", "Locator", "is_user_file", "raised_frame", "sync_spelling", "user_frame"]
+
+
+def _folder(package: str) -> list[str]:
+    # find_spec does not import a top-level package.
+    spec = importlib.util.find_spec(package)
+    return [os.path.dirname(spec.origin) + os.sep] if spec is not None and spec.origin else []
+
+
+def _standard_library() -> list[str]:
+    paths = sysconfig.get_paths()
+    return [os.path.join(paths[name], "") for name in ("stdlib", "platstdlib") if paths.get(name)]
+
+
+_HERE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
+_PROGRAMS = tuple(os.path.join(_HERE, name, "") for name in ("examples", "bench", "testing"))
+_GENERATED = ("<frozen ", "<eval_with_key>", "<functional_cg", "<__array_function__")
+_LIBRARIES = (_HERE, *itertools.chain(*map(_folder, ("torch", "einops", "numpy"))), *_GENERATED)
+_STANDARD = tuple(_standard_library())
+# Where a Python without a virtual environment installs packages: inside of the standard library's folder.
+_INSTALLED = tuple(path + name for path in _STANDARD for name in ("site-packages", "dist-packages"))
+
+
+def is_user_file(filename: str) -> bool:
+    """Whether code from `filename` is the user's, rather than torch's, ours or the standard library's."""
+    if filename.startswith(_LIBRARIES):
+        return filename.startswith(_PROGRAMS)
+    return not filename.startswith(_STANDARD) or filename.startswith(_INSTALLED)
+
+
+def user_frame(frame: FrameType | None = None) -> FrameType | None:
+    """The innermost frame of the user's code, from `frame` (default: the caller's) outwards."""
+    frame = sys._getframe(1) if frame is None else frame
+    while frame is not None and not is_user_file(frame.f_code.co_filename):
+        frame = frame.f_back
+    return frame
+
+
+def raised_frame(error: BaseException) -> FrameType | None:
+    """The innermost frame of the user's code in the traceback of `error`; for when the frames have returned."""
+    found, traceback = None, error.__traceback__
+    while traceback is not None:
+        if is_user_file(traceback.tb_frame.f_code.co_filename):
+            found = traceback.tb_frame
+        traceback = traceback.tb_next
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class Location:
+    """A line of the user's code; prints as ``train.py:33``, or as ``In[3]:2`` in a notebook."""
+
+    filename: str
+    line: int
+    function: str
+
+    def __str__(self) -> str:
+        return f"{_cell(self.filename) or os.path.basename(self.filename)}:{self.line}"
+
+
+def _cell(filename: str) -> str | None:
+    """The name of the notebook cell that a file stands for, where IPython runs."""
+    ipython = sys.modules.get("IPython")
+    shell = ipython.get_ipython() if ipython is not None else None
+    named = shell.compile.format_code_name(filename) if shell is not None else None
+    return named[1] if named else None
+
+
+class Locator:
+    """Finds the user's line for each op of one trace, and remembers what it learned about files and lines."""
+
+    __slots__ = ("_files", "_lines")
+
+    def __init__(self) -> None:
+        self._files: dict[str, bool] = {}
+        self._lines: dict[tuple[CodeType, int], Location] = {}
+
+    def locate(self, frame: FrameType | None = None) -> Location | None:
+        """The line of the innermost user frame, from `frame` (default: the caller's) outwards."""
+        found: FrameType | None = sys._getframe(1) if frame is None else frame
+        files = self._files
+        while found is not None:
+            name = found.f_code.co_filename
+            user = files.get(name)
+            if user is None:
+                user = files[name] = is_user_file(name)
+            if user:
+                key = (found.f_code, found.f_lasti)
+                location = self._lines.get(key)
+                if location is None:
+                    location = self._lines[key] = Location(name, found.f_lineno, found.f_code.co_name)
+                return location
+            found = found.f_back
+        return None

@@ -1,0 +1,1 @@
+"""Optimizer classes of torch and other libraries as pure transformations, if they walk the same way."""

@@ -1,0 +1,286 @@
+"""Optimizer classes of other libraries as gradient transformations: what :func:`.proof.from_torch` returns."""
+
+from __future__ import annotations
+
+import inspect
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from functional_cg import tree
+from functional_cg.errors import LayoutError
+from functional_cg.optim.adapters.hosted import HostNumbers, RefusedError, Shelf, every_way, hosted, number
+from functional_cg.optim.algebra.base import (
+    FrozenTree,
+    Optimizer,
+    Params,
+    ScalarOrSchedule,
+    StepFn,
+    Updates,
+    need_params,
+    rate_at,
+    thaw,
+    zero_count,
+)
+from functional_cg.optim.algebra.fitting import refuse_unlike
+from functional_cg.shards.tensor import Sharded
+from functional_cg.tensors.overlap import storage_key
+
+
+class AdaptedState(NamedTuple):
+    """State of an optimizer made by :func:`from_torch`."""
+
+    count: Tensor  # type: ignore[assignment]  # i64[], updates so far
+    leaves: tuple[Any, ...]  # for each parameter, what the class keeps of it; its numbers are f64[]
+
+
+@dataclass(frozen=True, repr=False)
+class Adapted(Optimizer):
+    """What :func:`from_torch` returns.
+
+    Attributes:
+      cls: The class.
+      learning_rate: Its ``lr``, a number, f64[] or a schedule; None where the class has its default.
+      hyper: Its other arguments.
+      joined: Whether the first step is another formula than those after it.
+    """
+
+    cls: type[torch.optim.Optimizer]
+    learning_rate: ScalarOrSchedule | None
+    hyper: FrozenTree
+    joined: bool = field(default=False, compare=False)
+
+    def __repr__(self) -> str:
+        hyper = thaw(self.hyper)
+        if self.learning_rate is not None:
+            hyper = {"lr": self.learning_rate, **hyper}
+        module = self.cls.__module__.partition(".")[0]
+        home = "torch.optim" if module == "torch" else module
+        return f"from_torch({', '.join([f'{home}.{self.cls.__name__}', *(f'{k}={v!r}' for k, v in hyper.items())])})"
+
+    @property
+    def acts_per_leaf(self) -> bool:
+        return True
+
+    def made(self, leaves: Sequence[Tensor], cls: type[torch.optim.Optimizer] | None = None) -> Any:
+        """An object of the class, or of its hosted subclass, for these parameters."""
+        rate, hyper = self.learning_rate, thaw(self.hyper)
+        if rate is not None:
+            hyper["lr"] = rate if isinstance(rate, (int, float)) else 1.0
+        return (cls or self.cls)(leaves, **hyper)
+
+    def init(self, params: Params) -> AdaptedState:
+        _refuse_sharded(params)
+        with torch.no_grad():
+            kept = tuple(self._first_kept(leaf) for leaf in tree.leaves(params))
+        return AdaptedState(zero_count(params), kept)
+
+    def update(
+        self, updates: Updates, state: AdaptedState, params: Params | None = None
+    ) -> tuple[Updates, AdaptedState]:
+        params = need_params("from_torch", params)
+        new, state = self._step(updates, state, params)
+        return tree.map(torch.sub, new, params), state
+
+    @property
+    def step(self) -> StepFn | None:
+        return self._step
+
+    def _step(self, grads: Updates, state: AdaptedState, params: Params) -> tuple[Params, AdaptedState]:
+        refuse_unlike(params, grads)
+        leaves, treedef = tree.flatten(params)
+        cls, first = hosted(self.cls), state.count == 0
+        rate = None if self.learning_rate is None else rate_at(self.learning_rate, state.count)
+        new, kept = [], []
+        for leaf, grad, old in zip(leaves, tree.leaves(grads), state.leaves, strict=True):
+            with torch.no_grad():
+                out = self._advanced(cls, rate, leaf, grad, old, first)
+            new.append(out[0])
+            kept.append(out[1])
+        return tree.unflatten(treedef, new), AdaptedState(state.count + 1, tuple(kept))
+
+    def _advanced(
+        self, cls: Any, rate: Any, leaf: Tensor, grad: Tensor, old: Any, first: Tensor
+    ) -> tuple[Tensor, Any]:
+        """One leaf and what is kept of it, after a step."""
+        flat, treedef = tree.flatten(old)
+
+        def run(ask: Callable[[Tensor], bool]) -> list[Tensor]:
+            fresh = self.joined and ask(first)
+            start = None if fresh else tree.unflatten(treedef, [one.clone() for one in flat])
+            one = _Leaf(self, cls, leaf, rate)
+            one.run(grad.to(leaf.dtype, copy=True), start, ask)
+            strange = [name for name in one.moved if name not in old["group"]]
+            if strange:
+                where = (
+                    "for all parameters at once"
+                    if strange[0] in one.group
+                    else "on the object, not in its state"
+                )
+                raise RefusedError(f"changes `{strange[0]}` {where}")
+            names = {name: one.group[name] for name in old["group"]}
+            kept, structure = tree.flatten(
+                _on_device({"state": dict(one.state), "group": names}, leaf.device)
+            )
+            if structure != treedef:
+                raise RefusedError("keeps other things after one step than after another")
+            return [one.leaf, *kept]
+
+        new, *kept = _apart(every_way(run))
+        kept = [one.to(like.dtype) for one, like in zip(kept, flat, strict=True)]
+        return new, tree.unflatten(treedef, kept)
+
+    def _first_kept(self, leaf: Tensor) -> Any:
+        """What is kept of a leaf before the first step: values as they are first assigned, of gradients of zeros."""
+        one = _Leaf(self, hosted(self.cls), leaf, None)
+        one.run(torch.zeros_like(leaf).contiguous(), None, lambda condition: True)
+        numbers = [name for name in one.moved if _is_number(one.group.get(name))]
+        kept = {"state": one.first_state(), "group": {name: one.before[name] for name in numbers}}
+        return tree.map(torch.clone, _on_device(kept, leaf.device))
+
+
+def _refuse_sharded(params: Params) -> None:
+    flat, _ = tree.flatten_with_path(params)
+    rows = [
+        f"{tree.path_string(path, 'params')}  {list(leaf.shape)} {leaf.placement.describe()}"
+        for path, leaf in flat
+        if isinstance(leaf, Sharded)
+    ]
+    if rows:
+        raise LayoutError.of(
+            "",
+            "from_torch: an optimizer class sees whole parameters; these lie on a mesh.",
+            rows=rows,
+            why="A rank holds a shard, and the class would take that for all of it.",
+            fix="use a transformation of `optim`; functional_cg/optim/README.md says which has the same formula.",
+        )
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def _apart(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """The same tensors, each in memory of its own."""
+    seen: set[Any] = set()
+    out = []
+    for tensor in tensors:
+        key = storage_key(tensor)
+        out.append(tensor.clone() if key in seen else tensor)
+        seen.add(key)
+    return out
+
+
+class _First(dict[Any, Any]):
+    """What a class keeps of a parameter; remembers the value that each name had first."""
+
+    def __init__(self, made: Mapping[Any, Any]) -> None:
+        super().__init__()
+        self.first: dict[Any, Any] = {}
+        for name, value in made.items():
+            self[name] = value
+
+    def __setitem__(self, name: Any, value: Any) -> None:
+        if name not in self:
+            self.first[name] = _copied(value)
+        super().__setitem__(name, value)
+
+
+class _Leaf:
+    """A class at work on one parameter: an object of it that lives for one step.
+
+    Attributes:
+      before: What the group and the object hold before the step, beside parameters and their state.
+      moved: The names of what the step has changed there.
+    """
+
+    before: dict[str, Any]
+    moved: list[str]
+
+    def __init__(self, of: Adapted, cls: Any, leaf: Tensor, rate: Any) -> None:
+        self.leaf = leaf.detach().clone()
+        self.optimizer = of.made([self.leaf], cls)
+        self.group = self.optimizer.param_groups[0]
+        if rate is not None:
+            self.group["lr"] = number(rate, leaf.device) if isinstance(rate, Tensor) else rate
+        for name in ("foreach", "fused"):  # what torch chooses on a GPU; a graph has no use for either
+            if name in self.group and self.group[name] is None:
+                self.group[name] = False
+        for place in (self.group, vars(self.optimizer)):
+            lists = {name: value for name, value in place.items() if type(value) is list}
+            place.update({k: Shelf(v) for k, v in lists.items() if k not in ("params", "param_groups")})
+        made = self.optimizer.state.get(self.leaf, {})
+        self.state = _First({k: v.contiguous() if isinstance(v, Tensor) else v for k, v in made.items()})
+        self.optimizer.state[self.leaf] = self.state
+
+    def run(self, grad: Tensor, kept: Any, ask: Callable[[Tensor], bool]) -> None:
+        """One step, from what was kept, or from the start."""
+        if kept is not None:
+            self.state.update(kept["state"])
+            self.group.update(kept["group"])
+        self.before = self._held()
+        marks = {name: _mark(value) for name, value in self.before.items()}
+        self.leaf.grad = grad
+        with warnings.catch_warnings(), torch.device(self.leaf.device), HostNumbers(self.leaf.device, ask):
+            warnings.simplefilter("ignore")  # of the class, on its own style
+            inspect.unwrap(type(self.optimizer).step)(self.optimizer)
+        self.moved = [name for name, value in self._held().items() if _mark(value) != marks.get(name)]
+
+    def _held(self) -> dict[str, Any]:
+        """What the group and the object itself hold beside parameters and their state."""
+        held = {**vars(self.optimizer), **self.group}
+        return {
+            name: value for name, value in held.items() if name not in ("state", "params", "param_groups")
+        }
+
+    def first_state(self) -> dict[Any, Any]:
+        """What is kept of the parameter, in values as they were first assigned; zeros for what was filled later."""
+        first = self.state.first
+        return {
+            name: first[name]
+            if _structure(first[name]) == _structure(value)
+            else tree.map(torch.zeros_like, value)
+            for name, value in self.state.items()
+        }
+
+
+def _mark(value: Any) -> Any:
+    """Equal for one value before and after a step, if the step did not change it.
+
+    What is in the entries of a list may change: there a class keeps what it has computed for its other parameters.
+    """
+    if isinstance(value, Tensor):
+        return id(value), value._version
+    if isinstance(value, dict):
+        return id(value), tuple((name, id(item)) for name, item in value.items())
+    if isinstance(value, (list, tuple, set)):
+        return id(value), tuple(map(id, value))
+    return id(value)
+
+
+def _copied(value: Any) -> Any:
+    if isinstance(value, (dict, list, tuple)):
+        return tree.map(_copied, value)
+    return value.clone() if isinstance(value, Tensor) else value
+
+
+def _structure(value: Any) -> Any:
+    return tree.flatten(value)[1] if isinstance(value, (dict, list, tuple)) else None
+
+
+def _on_device(value: Any, device: torch.device) -> Any:
+    if isinstance(value, dict):
+        return {name: _on_device(item, device) for name, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_on_device(item, device) for item in value]
+    if isinstance(value, Tensor):
+        return value.to(device)
+    if value is None:
+        return None
+    if isinstance(value, (int, float)):
+        return number(value, device)
+    raise RefusedError(f"keeps {type(value).__name__} {value!r}")

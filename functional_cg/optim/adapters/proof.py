@@ -1,0 +1,159 @@
+"""``from_torch``: a class becomes a transformation if both walk the same way."""
+
+from __future__ import annotations
+
+import warnings
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from functional_cg.ambient.setting import inside_a_step
+from functional_cg.errors import CaptureError
+from functional_cg.optim.adapters.adapted import Adapted
+from functional_cg.optim.adapters.hosted import RefusedError
+from functional_cg.optim.algebra.base import freeze
+
+STEPS = 12  # of the proof
+TOLERANCE = 1e-5  # of the proof in f64, of the way that a leaf has gone so far: some classes compute in f32
+# Leaves of the proof; a class that takes matrices alone has the second row.
+_SHAPES = (((3, 4), (5,), ()), ((3, 4), (4, 2)))
+
+# What stands here for a class that cannot be adapted.
+NATIVE = MappingProxyType({"Lookahead": "optim.lookahead(inner, sync_period, slow_step_size)"})
+
+
+def from_torch(cls: type[torch.optim.Optimizer], **hyper: Any) -> Adapted:
+    """Turn a class of ``torch.optim``, ``torch_optimizer`` or your own into a gradient transformation.
+
+    The step of the class runs as a pure function: its counts and bias corrections are f64[] on the device, a branch on
+    them or on data is computed both ways and joined by ``torch.where``, and each parameter has an object of its own,
+    so that a class whose parameters act on each other is refused. Where the first step is another formula, both are
+    computed. Prefer a transformation of this package where there is one: it computes nothing twice.
+
+    Before it returns, it runs the class itself and what it made of it for 12 steps beside each other, in f64.
+
+    State: a count, and for each parameter what the class keeps of it, its numbers as f64[].
+
+    Args:
+      cls: The class.
+      hyper: What it is constructed with. ``lr`` may be a schedule, or f64[] of a state; the class is constructed with
+        1.0 then.
+    Raises:
+      TypeError: If ``cls`` is no optimizer class, or a number other than ``lr`` is a tensor.
+      CaptureError: If the two differ, or the step asks for what only the host has; it names the class. Or if it is
+        called inside of a captured step.
+
+    Example:
+      >>> from functional_cg import optim
+      >>> optimizer = optim.from_torch(torch.optim.SGD, lr=0.5, momentum=0.9)
+      >>> params = {"w": torch.tensor([1.0, 2.0])}
+      >>> optimizer.step({"w": torch.tensor([1.0, -1.0])}, optimizer.init(params), params)[0]
+      {'w': tensor([0.5000, 2.5000])}
+    """
+    if not (isinstance(cls, type) and issubclass(cls, torch.optim.Optimizer)):
+        raise TypeError(
+            f"from_torch: takes an optimizer class, as in `from_torch(torch.optim.NAdam, lr=0.1)`, got {cls!r}"
+        )
+    tensors = [name for name, value in hyper.items() if name != "lr" and isinstance(value, Tensor)]
+    if tensors:
+        raise TypeError(f"from_torch: `{tensors[0]}` is a tensor; of the numbers only `lr` may be one")
+    learning_rate = hyper.pop("lr", None)
+    pairs = freeze(dict(hyper))
+    if isinstance(learning_rate, Tensor):  # one of a state: proved with a number before, and not read here
+        return Adapted(cls, learning_rate, pairs, joined=True)
+    if inside_a_step():
+        raise CaptureError.of(
+            "",
+            f"from_torch: `{cls.__name__}` is adapted inside of a step.",
+            why="It runs the class to compare, which is no part of the step.",
+            fix="make the optimizer once, outside: `TrainState.create(params=params, optimizer=from_torch(...))`.",
+        )
+    reasons: list[str] = []
+    for joined in (False, True):
+        candidate = Adapted(cls, learning_rate, pairs, joined=joined)
+        reason = _difference(candidate)
+        if not reason:
+            return candidate
+        reasons.append(reason)
+    raise _refusal(cls, reasons[-1])
+
+
+def _refusal(cls: type, reason: str) -> CaptureError:
+    native = NATIVE.get(cls.__name__)
+    other = (
+        "write its formula as a transformation, `optim.GradientTransformation.from_functions(init, update)`."
+    )
+    return CaptureError.of(
+        "",
+        f"from_torch: `{cls.__module__.partition('.')[0]}.{cls.__name__}` cannot be made a pure function.",
+        rows=[f"{cls.__name__}  {reason}"],
+        why="A graph repeats kernels: what the host decides or keeps is decided once, for ever.",
+        fix=f"use `{native}`." if native else other,
+    )
+
+
+def _problem(shapes: Any) -> tuple[list[Tensor], list[list[Tensor]]]:
+    generator = torch.Generator().manual_seed(0)
+
+    def tensors() -> list[Tensor]:
+        return [torch.randn(shape, dtype=torch.float64, generator=generator) for shape in shapes]
+
+    return tensors(), [tensors() for _ in range(STEPS)]
+
+
+def _constructed(tx: Adapted) -> tuple[Any, list[Tensor], list[list[Tensor]]]:
+    """The class itself on the leaves of the proof, and gradients for them."""
+    for shapes in _SHAPES[:-1]:
+        params, grads = _problem(shapes)
+        try:
+            return tx.made(params), params, grads
+        except ValueError:
+            continue  # a class of matrices alone; or wrong arguments, which are wrong for matrices too
+    params, grads = _problem(_SHAPES[-1])
+    return tx.made(params), params, grads
+
+
+def _difference(tx: Adapted) -> str:
+    """How what was made of a class differs from it; empty if it does not."""
+    try:
+        optimizer, theirs, steps = _constructed(tx)
+    except ValueError:
+        raise  # the class' own words on its arguments
+    except Exception as error:
+        return f"cannot be constructed of parameters: {_words(error)}"
+    start, rate = [leaf.clone() for leaf in theirs], tx.learning_rate
+    ours = start
+    try:
+        state = tx.init(ours)
+        for count, grads in enumerate(steps):
+            for leaf, grad in zip(theirs, grads, strict=True):
+                leaf.grad = grad.clone()
+            if callable(rate):
+                optimizer.param_groups[0]["lr"] = float(rate(count))
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                optimizer.step()
+            ours, state = tx._step(grads, state, ours)
+            if not all(torch.isfinite(leaf).all() for leaf in theirs):
+                return f"is not finite at step {count + 1} with these arguments: nothing to compare"
+            gap = max(_gap(*three) for three in zip(ours, theirs, start, strict=True))
+            if not gap <= TOLERANCE:
+                return (
+                    f"differs from itself as a function at step {count + 1}, by {gap:.1e} of the way so far"
+                )
+    except RefusedError as error:
+        return str(error)
+    except Exception as error:
+        return f"its step raises {_words(error)}"
+    return ""
+
+
+def _gap(ours: Tensor, theirs: Tensor, start: Tensor) -> float:
+    smallest = torch.finfo(start.dtype).tiny  # nothing has moved yet
+    return float((ours - theirs).abs().max() / (theirs - start).abs().max().clamp(min=smallest))
+
+
+def _words(error: Exception) -> str:
+    return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"

@@ -1,0 +1,399 @@
+"""What an optimizer is: a pair of pure functions, as a value.
+
+A :class:`GradientTransformation` turns gradients into updates; a state that it owns goes in and comes out::
+
+    opt_state = tx.init(params)
+    updates, opt_state = tx.update(grads, opt_state, params)
+    params = apply_updates(params, updates)
+
+Transformations are frozen dataclasses: equal arguments give equal, hashable, printable, picklable objects, so an
+optimizer can be a static field of a state and part of the key of a capture.
+"""
+
+from __future__ import annotations
+
+import numbers
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Self
+
+import torch
+from torch import Tensor
+
+from functional_cg import tree
+from functional_cg.errors import LayoutError
+from functional_cg.optim.algebra.arguments import refuse_unknown
+from functional_cg.optim.algebra.fitting import in_dtypes_of
+
+Params = Any  # PyTree of floating tensors
+Updates = Any  # PyTree like Params
+OptState = Any  # PyTree of tensors
+
+_OWN = "functional_cg.optim."
+
+InitFn = Callable[[Params], OptState]
+UpdateFn = Callable[[Updates, OptState, Params | None], tuple[Updates, OptState]]
+StepFn = Callable[[Updates, OptState, Params], tuple[Params, OptState]]
+Scalar = float | Tensor
+ScalarOrSchedule = float | Tensor | Callable[[Any], Any]
+
+
+class EmptyState(NamedTuple):
+    """State of a transformation that keeps none."""
+
+
+class GradientTransformation(ABC):
+    """A pure map from gradients to updates, with its state passed in and out.
+
+    Subclasses are frozen dataclasses whose fields are the hyper-parameters. A Python number in a field is a
+    constant of the capture; a number that should change between calls without a recapture is a schedule or goes
+    through :class:`inject_hyperparams`.
+
+    Source: ``optax.GradientTransformation``, plus the third function :attr:`step`.
+    """
+
+    def __new__(cls, *args: Any, **options: Any) -> Self:
+        refuse_unknown(cls, options)
+        return super().__new__(cls)
+
+    @abstractmethod
+    def init(self, params: Params) -> OptState:
+        """The state before the first update, on the devices of ``params``."""
+
+    @abstractmethod
+    def update(
+        self, updates: Updates, state: OptState, params: Params | None = None
+    ) -> tuple[Updates, OptState]:
+        """Transform ``updates`` (gradients at the head of a chain); nothing is written in place.
+
+        Returns:
+          (updates, state): a tree like ``updates``, and the next state, with the layout of ``state``.
+        """
+
+    @property
+    def step(self) -> StepFn | None:
+        """``step(grads, state, params) -> (new_params, new_state)`` in one fused op, or None.
+
+        Equal to ``update`` followed by :func:`apply_updates`, within the tolerance that the class states.
+        """
+        return None
+
+    @property
+    def parts(self) -> tuple[GradientTransformation, ...]:
+        """The transformations that this one is made of."""
+        return ()
+
+    @property
+    def applies_learning_rate(self) -> bool:
+        """Whether what comes out is meant to be added to the parameters as it is."""
+        return any(part.applies_learning_rate for part in self.parts)
+
+    @property
+    def lacks_rate(self) -> GradientTransformation | None:
+        """The part that makes a direction of which nothing makes a step; what others write may scale unsaid."""
+        if self.parts and not isinstance(self, Optimizer):
+            lacking = [part.lacks_rate for part in self.parts]
+            return None if None in lacking else lacking[-1]
+        known = type(self).__module__.startswith(_OWN) and not isinstance(self, FromFunctions)
+        return None if self.applies_learning_rate or not known else self
+
+    @property
+    def acts_per_leaf(self) -> bool:
+        """Whether the borders between leaves matter, as they do for a norm or a draw per leaf."""
+        return any(part.acts_per_leaf for part in self.parts)
+
+    @staticmethod
+    def from_functions(init: InitFn, update: UpdateFn, step: StepFn | None = None) -> GradientTransformation:
+        """A transformation made of your own functions.
+
+        Two of them are equal when their functions are; functions at the top level of a module keep it picklable.
+
+        Args:
+          init: ``init(params) -> state``.
+          update: ``update(updates, state, params) -> (updates, state)``, pure.
+          step: Optional ``step(grads, state, params) -> (new_params, new_state)``; it promises to equal
+            ``update`` and :func:`apply_updates`, learning rate included.
+
+        Example:
+          >>> from functional_cg import optim, tree
+          >>> sign = optim.GradientTransformation.from_functions(
+          ...     init=lambda params: optim.EmptyState(),
+          ...     update=lambda updates, state, params: (tree.map(torch.sign, updates), state),
+          ... )
+          >>> sign.update({"w": torch.tensor([-3.0, 2.0])}, sign.init(None))[0]
+          {'w': tensor([-1.,  1.])}
+        """
+        return FromFunctions(init, update, step)
+
+
+@dataclass(frozen=True)
+class FromFunctions(GradientTransformation):
+    """What :meth:`GradientTransformation.from_functions` returns."""
+
+    init_fn: InitFn
+    update_fn: UpdateFn
+    step_fn: StepFn | None = None
+
+    def init(self, params: Params) -> OptState:
+        return self.init_fn(params)
+
+    def update(
+        self, updates: Updates, state: OptState, params: Params | None = None
+    ) -> tuple[Updates, OptState]:
+        return self.update_fn(updates, state, params)
+
+    @property
+    def step(self) -> StepFn | None:
+        return self.step_fn
+
+    @property
+    def applies_learning_rate(self) -> bool:
+        return self.step_fn is not None
+
+
+class Stateless(GradientTransformation):
+    """A transformation that keeps no state."""
+
+    def init(self, params: Params) -> OptState:
+        return EmptyState()
+
+
+class Optimizer(GradientTransformation):
+    """A transformation whose updates are meant to be added to the parameters."""
+
+    @property
+    def applies_learning_rate(self) -> bool:
+        return True
+
+
+def apply_updates(params: Params, updates: Updates) -> Params:
+    """Add ``updates`` to ``params``, leaf by leaf; every leaf keeps its dtype.
+
+    Source: ``optax.apply_updates``.
+
+    Example:
+      >>> from functional_cg import optim
+      >>> optim.apply_updates({"w": torch.tensor([1.0, 2.0])}, {"w": torch.tensor([0.5, -0.5])})
+      {'w': tensor([1.5000, 1.5000])}
+    """
+    return tree.map(lambda p, u: (p + u).to(p.dtype), params, updates)
+
+
+def step_or_update(
+    tx: GradientTransformation, grads: Updates, state: OptState, params: Params
+) -> tuple[Params, OptState]:
+    """New parameters and state: by ``tx.step`` where there is one, else by ``update`` and ``apply_updates``.
+
+    Gradients may have other floating dtypes than the parameters; a ``step`` converts them where it needs to.
+    """
+    if tx.step is not None:
+        return tx.step(grads, state, params)
+    updates, state = tx.update(in_dtypes_of(params, grads), state, params)
+    return apply_updates(params, updates), state
+
+
+def device_of(params: Params) -> torch.device:
+    """Where counters live: with the first leaf."""
+    return next((leaf.device for leaf in tree.leaves(params)), torch.device("cpu"))
+
+
+def zero_count(params: Params) -> Tensor:
+    """A step counter: i64[] of value 0, beside the parameters."""
+    return torch.zeros((), dtype=torch.int64, device=device_of(params))
+
+
+def full_like_tree(params: Params, value: float = 0.0) -> Params:
+    """A tree of accumulators: shapes, dtypes, strides and devices of ``params``.
+
+    Raises:
+      LayoutError: If a leaf is not floating.
+    """
+    flat, treedef = tree.flatten_with_path(params)
+    rows = [
+        f"params{tree.path_string(path)}  got {leaf.dtype}"
+        for path, leaf in flat
+        if not leaf.is_floating_point()
+    ]
+    if rows:
+        raise LayoutError.of(
+            "",
+            "optim: parameters must be floating; these leaves are not.",
+            rows=rows,
+            fix="keep integer, boolean and complex tensors in `buffers`, or give the optimizer only a part of the "
+            "tree with `optim.partition`.",
+        )
+    return tree.unflatten(treedef, [torch.full_like(leaf, value) for _, leaf in flat])
+
+
+def need_params(name: str, params: Params | None) -> Params:
+    """Refuse an update that lacks the parameters it reads."""
+    if params is None:
+        raise ValueError(f"{name}: needs the parameters; call `update(updates, state, params)`")
+    return params
+
+
+def need_transformations(name: str, *given: object) -> None:
+    """Raise ``TypeError`` for what is no gradient transformation."""
+    for tx in given:
+        if not isinstance(tx, GradientTransformation):
+            raise TypeError(
+                f"{name}: takes gradient transformations, such as `optim.sgd(0.1)`, got {type(tx).__name__}: {tx!r}"
+            )
+
+
+def need_steps(name: str, inner: GradientTransformation) -> None:
+    """Refuse a transformation that makes no steps."""
+    need_transformations(name, inner)
+    require(
+        inner.applies_learning_rate,
+        f"{name}: {inner!r} makes no steps; put a learning rate behind it, or use an optimizer",
+    )
+
+
+def require(condition: object, message: str) -> None:
+    """Raise ``ValueError(message)`` unless ``condition``."""
+    if not condition:
+        raise ValueError(message)
+
+
+def in_range(name: str, value: object, *, low: float = 0.0, below: float = float("inf")) -> None:
+    """Refuse a Python number outside of [low, below); a tensor is not read: that would be a host sync.
+
+    Raises:
+      TypeError: If the value is no number, tensor or schedule.
+      ValueError: If it is a number out of range.
+    """
+    if not (isinstance(value, (numbers.Real, Tensor)) or callable(value)):
+        raise TypeError(f"{name} must be a number, a tensor or a schedule, got {type(value).__name__}")
+    if isinstance(value, (int, float)) and not low <= value < below:
+        bound = f"in [{low:g}, {below:g})" if below != float("inf") else f"at least {low:g} and finite"
+        raise ValueError(f"{name} must be {bound}, got {value!r}")
+
+
+def positive(name: str, value: object, *, below: float = float("inf")) -> None:
+    """Refuse what :func:`in_range` refuses, and a number that is 0."""
+    in_range(name, value, below=below)
+    require(not isinstance(value, (int, float)) or value, f"{name} is 0")
+
+
+def rate_at(learning_rate: ScalarOrSchedule, count: Tensor) -> float | Tensor:
+    """The learning rate of this step: a Python number as it is, all else as f64[]; a leaf rounds it to its dtype."""
+    rate = learning_rate(count) if callable(learning_rate) else learning_rate
+    return rate.to(torch.float64) if isinstance(rate, Tensor) else float(rate)
+
+
+def shared(scalar: Scalar) -> Callable[[Tensor], Scalar]:
+    """A scalar that many leaves share: a tensor is rounded once per dtype and device, not once per leaf.
+
+    Without the rounding a 0-dim float32 leaf times a float64 scalar would be float64.
+    """
+    if not isinstance(scalar, Tensor):
+        return lambda leaf: scalar
+    copies: dict[Any, Tensor] = {}
+
+    def beside(leaf: Tensor) -> Tensor:
+        kind = (leaf.dtype, leaf.device)
+        if kind not in copies:
+            copies[kind] = scalar.to(device=leaf.device, dtype=leaf.dtype)
+        return copies[kind]
+
+    return beside
+
+
+@dataclass(frozen=True)
+class FrozenTree:
+    """A pytree of hashable leaves as a value; prints as the tree."""
+
+    leaves: tuple[Any, ...]
+    treedef: tree.Treedef
+
+    def thaw(self) -> Any:
+        """The tree itself, a fresh copy."""
+        return tree.unflatten(self.treedef, self.leaves)
+
+    def __repr__(self) -> str:
+        return repr(self.thaw())
+
+
+def freeze(value: Any) -> Any:
+    """Containers as :class:`FrozenTree`, so that later changes to them change nothing; all else as it is."""
+    if not isinstance(value, (dict, list, tuple)):
+        return value
+    flat, treedef = tree.flatten(value)
+    return FrozenTree(tuple(flat), treedef)
+
+
+def thaw(value: Any) -> Any:
+    """Undo :func:`freeze`."""
+    return value.thaw() if isinstance(value, FrozenTree) else value
+
+
+def broadcast_prefix(prefix: Any, full: Any, name: str) -> list[Any]:
+    """One value of ``prefix`` for every leaf of ``full``.
+
+    Args:
+      prefix: A value, or a tree that may stop above the leaves of ``full``.
+      full: The whole tree.
+      name: How messages call the prefix.
+    Raises:
+      LayoutError: If ``prefix`` is not a prefix of ``full``; all differences are listed.
+    """
+    values, prefix_def = tree.flatten(prefix)
+    _, full_def = tree.flatten(full)
+    rows: list[str] = []
+    source = iter(values)
+
+    def walk(short: tree.Treedef, long: tree.Treedef, path: tree.KeyPath) -> Iterator[Any]:
+        if short.is_leaf:
+            value = next(source)
+            yield from [value] * long.num_leaves
+        elif short.kind is not long.kind or [*map(str, short.keys)] != [*map(str, long.keys)]:
+            rows.extend(tree.structure_diff(long, short, tree.path_string(path, name)))
+            for _ in range(short.num_leaves):
+                next(source)
+        else:
+            for key, a, b in zip(short.keys, short.children, long.children, strict=True):
+                yield from walk(a, b, (*path, key))
+
+    out = list(walk(prefix_def, full_def, ()))
+    if rows:
+        raise LayoutError.of(
+            "",
+            f"optim: `{name}` is not a prefix of the parameters.",
+            rows=rows,
+            fix=f"give `{name}` one value per leaf or per subtree, or make it a function of the parameters.",
+        )
+    return out
+
+
+def resolve_flags(mask: Any, full: Any) -> list[bool]:
+    """A mask (None: all; a prefix tree of bools; a function of the tree) as one bool per leaf.
+
+    Raises:
+      TypeError: If a value is not a Python bool; a tensor would have to be read on the host.
+    """
+    if mask is None:
+        return [True] * len(tree.leaves(full))
+    flags = broadcast_prefix(mask(full) if callable(mask) else thaw(mask), full, "mask")
+    wrong = [flag for flag in flags if not isinstance(flag, bool)]
+    if wrong:
+        raise TypeError(
+            f"mask: every leaf must be a Python bool, got {type(wrong[0]).__name__}: {wrong[0]!r}"
+        )
+    return flags
+
+
+def select(full: Any, flags: Sequence[bool]) -> Any:
+    """The tree with None, a node without leaves, in place of the leaves whose flag is False."""
+    flat, treedef = tree.flatten(full)
+    return tree.unflatten(treedef, [leaf if keep else None for leaf, keep in zip(flat, flags, strict=True)])
+
+
+def replace_selected(full: Any, flags: Sequence[bool], part: Any) -> Any:
+    """The tree with the leaves whose flag is True taken from ``part``; undoes :func:`select`."""
+    flat, treedef = tree.flatten(full)
+    source = iter(tree.leaves(part))
+    return tree.unflatten(
+        treedef, [next(source) if take else leaf for leaf, take in zip(flat, flags, strict=True)]
+    )

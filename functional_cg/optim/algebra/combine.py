@@ -1,0 +1,270 @@
+"""Transformations made of transformations: in a row, on a part of the tree, by label."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from functional_cg import tree
+from functional_cg.optim.algebra.base import (
+    FrozenTree,
+    GradientTransformation,
+    Optimizer,
+    OptState,
+    Params,
+    StepFn,
+    Updates,
+    broadcast_prefix,
+    freeze,
+    need_params,
+    need_transformations,
+    replace_selected,
+    require,
+    resolve_flags,
+    select,
+    step_or_update,
+    thaw,
+)
+from functional_cg.optim.algebra.fitting import in_dtypes_of
+
+
+@dataclass(frozen=True, init=False, repr=False)
+class chain(GradientTransformation):
+    """Apply transformations in a row: what leaves one enters the next.
+
+    The state is a tuple of their states. If the last link has a fused ``step``, so has the chain: what the earlier
+    links make of the gradients enters it as gradients. Source: ``optax.chain``.
+
+    Attributes:
+      links: The transformations.
+
+    Example:
+      >>> from functional_cg import optim
+      >>> optim.chain(optim.clip_by_global_norm(1.0), optim.sgd(0.1))
+      chain(clip_by_global_norm(max_norm=1.0), sgd(learning_rate=0.1, momentum=0.0, nesterov=False))
+    """
+
+    links: tuple[GradientTransformation, ...]
+
+    def __init__(self, *links: GradientTransformation) -> None:
+        need_transformations("chain", *links)
+        object.__setattr__(self, "links", links)
+
+    def __repr__(self) -> str:
+        return f"chain({', '.join(map(repr, self.links))})"
+
+    @property
+    def parts(self) -> tuple[GradientTransformation, ...]:
+        return self.links
+
+    def init(self, params: Params) -> OptState:
+        return tuple(link.init(params) for link in self.links)
+
+    def update(
+        self, updates: Updates, state: OptState, params: Params | None = None
+    ) -> tuple[Updates, OptState]:
+        states = []
+        for link, old in zip(self.links, state, strict=True):
+            updates, new = link.update(updates, old, params)
+            states.append(new)
+        return updates, tuple(states)
+
+    @property
+    def step(self) -> StepFn | None:
+        return self._step if self.links and self.links[-1].step is not None else None
+
+    def _step(self, grads: Updates, state: OptState, params: Params) -> tuple[Params, OptState]:
+        if tree.leaves(state[:-1]):  # moments before the last link
+            grads = in_dtypes_of(params, grads)
+        grads, heads = chain(*self.links[:-1]).update(grads, state[:-1], params)
+        params, last = step_or_update(self.links[-1], grads, state[-1], params)
+        return params, (*heads, last)
+
+
+class Composed(Optimizer):
+    """An optimizer that is a chain of links, made of its hyper-parameters; its state is a tuple of theirs."""
+
+    def __post_init__(self) -> None:
+        try:
+            chain(*self.links)  # each link refuses what it cannot take
+        except (TypeError, ValueError) as error:
+            raise type(error)(f"{type(self).__name__}: {error}") from None
+
+    @property
+    @abstractmethod
+    def links(self) -> tuple[GradientTransformation, ...]:
+        """The transformations that run in a row."""
+
+    @property
+    def parts(self) -> tuple[GradientTransformation, ...]:
+        return self.links
+
+    def init(self, params: Params) -> OptState:
+        return chain(*self.links).init(params)
+
+    def update(
+        self, updates: Updates, state: OptState, params: Params | None = None
+    ) -> tuple[Updates, OptState]:
+        return chain(*self.links).update(updates, state, params)
+
+
+class MaskedState(NamedTuple):
+    """State of :class:`masked`."""
+
+    inner_state: OptState  # None in place of the leaves that are not selected; None if no leaf is
+
+
+@dataclass(frozen=True)
+class masked(GradientTransformation):
+    """Apply ``inner`` where ``mask`` is True and pass the other updates through, unchanged.
+
+    ``inner`` sees the tree with None in place of the other leaves. Since these come out as they went in, ``inner``
+    must not be an optimizer: the raw gradients would be *added* to the other parameters.
+
+    Source: ``optax.masked``.
+
+    Attributes:
+      inner: A transformation that does not scale by a learning rate.
+      mask: A prefix tree of bools, or a function from the parameters to one.
+    Raises:
+      ValueError: If ``inner`` scales by a learning rate.
+
+    Example:
+      >>> import torch
+      >>> from functional_cg import optim
+      >>> tx = optim.masked(optim.scale(0.5), {"w": True, "b": False})
+      >>> grads = {"w": torch.tensor(2.0), "b": torch.tensor(2.0)}
+      >>> tx.update(grads, tx.init(grads), grads)[0]
+      {'w': tensor(1.), 'b': tensor(2.)}
+    """
+
+    inner: GradientTransformation
+    mask: Any
+
+    def __post_init__(self) -> None:
+        need_transformations("masked", self.inner)
+        require(
+            not self.inner.applies_learning_rate,
+            f"masked: {self.inner!r} scales by a learning rate, and `masked` passes the other leaves through: "
+            "their raw gradients would be added to the parameters. To leave leaves out of the weight decay, use "
+            "`adamw(..., mask=...)`; to treat leaves differently, use `partition`, with `set_to_zero()` for frozen "
+            "ones.",
+        )
+        object.__setattr__(self, "mask", freeze(self.mask))
+
+    @property
+    def parts(self) -> tuple[GradientTransformation, ...]:
+        return (self.inner,)
+
+    @property
+    def lacks_rate(self) -> GradientTransformation:
+        return self  # what it passes through is as it came
+
+    def init(self, params: Params) -> MaskedState:
+        flags = resolve_flags(self.mask, params)
+        return MaskedState(self.inner.init(select(params, flags)) if any(flags) else None)
+
+    def update(
+        self, updates: Updates, state: MaskedState, params: Params | None = None
+    ) -> tuple[Updates, MaskedState]:
+        flags = resolve_flags(self.mask, updates if params is None else params)
+        if not any(flags):
+            return updates, state
+        inner_params = None if params is None else select(params, flags)
+        part, inner_state = self.inner.update(select(updates, flags), state.inner_state, inner_params)
+        return replace_selected(updates, flags, part), MaskedState(inner_state)
+
+
+class PartitionState(NamedTuple):
+    """State of :class:`partition`."""
+
+    inner_states: dict[Any, OptState]  # by label; only the labels that occur
+
+
+@dataclass(frozen=True, init=False)
+class partition(GradientTransformation):
+    """Give every leaf the transformation of its label.
+
+    Each transformation sees the tree with None in place of the leaves of the other labels; a label that no leaf
+    has costs nothing. The fused ``step`` is there if one of the transformations has it.
+
+    Source: ``optax.partition`` (formerly ``multi_transform``).
+
+    Attributes:
+      transforms: ``{label: transformation}``.
+      labels: A prefix tree of labels, or a function from the parameters to one.
+    Raises:
+      ValueError: At the first use, if a leaf has a label without a transformation.
+
+    Example:
+      >>> import torch
+      >>> from functional_cg import optim
+      >>> tx = optim.partition({"train": optim.sgd(0.5), "freeze": optim.set_to_zero()}, {"w": "train", "b": "freeze"})
+      >>> params = {"w": torch.tensor(2.0), "b": torch.tensor(2.0)}
+      >>> tx.step(params, tx.init(params), params)[0]
+      {'w': tensor(1.), 'b': tensor(2.)}
+    """
+
+    transforms: FrozenTree
+    labels: Any
+
+    def __init__(
+        self,
+        transforms: Mapping[Any, GradientTransformation] | FrozenTree,
+        labels: Callable[[Params], Any] | Any,
+    ) -> None:
+        frozen = transforms if isinstance(transforms, FrozenTree) else freeze(dict(transforms))
+        need_transformations("partition", *frozen.thaw().values())
+        object.__setattr__(self, "transforms", frozen)
+        object.__setattr__(self, "labels", freeze(labels))
+
+    @property
+    def parts(self) -> tuple[GradientTransformation, ...]:
+        return self.transforms.leaves
+
+    @property
+    def lacks_rate(self) -> GradientTransformation | None:
+        return next((part for part in (tx.lacks_rate for tx in self.parts) if part is not None), None)
+
+    def _groups(self, params: Params) -> dict[Any, tuple[GradientTransformation, list[bool]]]:
+        """For every label that occurs: its transformation, and which leaves have it."""
+        labels = self.labels(params) if callable(self.labels) else thaw(self.labels)
+        names = broadcast_prefix(labels, params, "labels")
+        transforms = self.transforms.thaw()
+        for name, (path, _) in zip(names, tree.flatten_with_path(params)[0], strict=True):
+            require(
+                name in transforms,
+                f"partition: {tree.path_string(path, 'params')} has the label {name!r}, "
+                f"which is none of {sorted(transforms, key=str)}",
+            )
+        present = sorted(set(names), key=lambda name: (type(name).__name__, repr(name)))
+        return {name: (transforms[name], [other == name for other in names]) for name in present}
+
+    def init(self, params: Params) -> PartitionState:
+        groups = self._groups(params)
+        return PartitionState({name: tx.init(select(params, flags)) for name, (tx, flags) in groups.items()})
+
+    def update(
+        self, updates: Updates, state: PartitionState, params: Params | None = None
+    ) -> tuple[Updates, PartitionState]:
+        out, states = updates, {}
+        for name, (tx, flags) in self._groups(updates if params is None else params).items():
+            inner_params = None if params is None else select(params, flags)
+            part, states[name] = tx.update(select(updates, flags), state.inner_states[name], inner_params)
+            out = replace_selected(out, flags, part)
+        return out, PartitionState(states)
+
+    @property
+    def step(self) -> StepFn | None:
+        return self._step if any(tx.step is not None for tx in self.parts) else None
+
+    def _step(self, grads: Updates, state: PartitionState, params: Params) -> tuple[Params, PartitionState]:
+        out, states = need_params("partition", params), {}
+        for name, (tx, flags) in self._groups(params).items():
+            part, states[name] = step_or_update(
+                tx, select(grads, flags), state.inner_states[name], select(params, flags)
+            )
+            out = replace_selected(out, flags, part)
+        return out, PartitionState(states)

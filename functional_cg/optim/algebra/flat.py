@@ -1,0 +1,80 @@
+"""One vector in place of many leaves."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from functional_cg.optim.algebra.base import (
+    GradientTransformation,
+    OptState,
+    Params,
+    StepFn,
+    Updates,
+    need_transformations,
+    require,
+)
+from functional_cg.optim.algebra.fitting import in_dtypes_of
+from functional_cg.state.flat import ravel, unravel
+
+
+@dataclass(frozen=True)
+class flatten(GradientTransformation):
+    """Run ``inner`` on one vector of all leaves: a handful of ops, however many leaves there are.
+
+    Moments become vectors, with the padding of :func:`functional_cg.state.flat.ravel` between leaves. Elementwise
+    transformations give what they give leaf by leaf, up to the last bits (a vector is cut into other SIMD pieces),
+    and so does a norm of gradients. A norm *behind* moments counts what they make of the padding: nothing for Adam
+    with a positive ``eps``, something for Yogi, which does not start at 0.
+
+    ``inner`` sees no tree: masks and labels go around it, as in
+    ``partition({"decay": flatten(adamw(...)), "rest": flatten(adam(...))}, labels)``.
+
+    Source: ``optax.flatten``.
+
+    Attributes:
+      inner: A transformation without per-leaf norms. All leaves need one dtype and one device.
+    Raises:
+      ValueError: If ``inner`` acts leaf by leaf, as ``lamb`` does.
+
+    Example:
+      >>> import torch
+      >>> from functional_cg import optim
+      >>> optimizer = optim.flatten(optim.sgd(0.5))
+      >>> params = {"w": torch.tensor([1.0, 2.0]), "b": torch.tensor(3.0)}
+      >>> optimizer.step(params, optimizer.init(params), params)[0]
+      {'w': tensor([0.5000, 1.0000]), 'b': tensor(1.5000)}
+    """
+
+    inner: GradientTransformation
+
+    def __post_init__(self) -> None:
+        need_transformations("flatten", self.inner)
+        require(
+            not self.inner.acts_per_leaf,
+            f"flatten: {self.inner!r} takes a norm per leaf, or a draw; on one vector it would be another optimizer",
+        )
+
+    @property
+    def parts(self) -> tuple[GradientTransformation, ...]:
+        return (self.inner,)
+
+    def init(self, params: Params) -> OptState:
+        return self.inner.init(ravel(params))
+
+    def update(
+        self, updates: Updates, state: OptState, params: Params | None = None
+    ) -> tuple[Updates, OptState]:
+        like = updates if params is None else params
+        vector = None if params is None else ravel(params)
+        out, state = self.inner.update(ravel(updates, like), state, vector)
+        return unravel(like, out), state
+
+    @property
+    def step(self) -> StepFn | None:
+        return self._step if self.inner.step is not None else None
+
+    def _step(self, grads: Updates, state: OptState, params: Params) -> tuple[Params, OptState]:
+        inner_step = self.inner.step
+        assert inner_step is not None
+        vector, state = inner_step(ravel(in_dtypes_of(params, grads), params), state, ravel(params))
+        return unravel(params, vector), state

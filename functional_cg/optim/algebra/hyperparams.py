@@ -1,0 +1,205 @@
+"""Hyper-parameters that live in the state: changed between calls without a recapture."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+from torch import Tensor
+
+from functional_cg import tree
+from functional_cg.optim.algebra.base import (
+    GradientTransformation,
+    OptState,
+    Params,
+    StepFn,
+    Updates,
+    device_of,
+    freeze,
+    need_params,
+    require,
+    step_or_update,
+    thaw,
+)
+
+S = TypeVar("S")
+
+
+class InjectHyperparamsState(NamedTuple):
+    """State of a transformation made by :class:`inject_hyperparams`."""
+
+    hyperparams: dict[str, Tensor]  # f64[] each
+    inner_state: OptState
+
+
+@dataclass(frozen=True)
+class inject_hyperparams:
+    """Keep the numbers that a transformation is made with in its state.
+
+    Every ``float`` and ``int`` argument given by name becomes an f64[] of the state, to be changed with
+    :func:`set_hyperparams`; what is left out, schedules, masks, bools and the names in ``static_args`` stay
+    constants. The fused ``step`` takes tensors for ``learning_rate`` (rounded to the dtype of the parameters)
+    and ``weight_decay``; with ``b1``, ``b2``, ``eps`` or ``momentum`` in the state the formula runs.
+
+    Source: ``optax.inject_hyperparams``.
+
+    Attributes:
+      factory: What makes the transformation: ``adamw``, or your own function.
+      static_args: Names of number arguments that stay constants.
+
+    Example:
+      >>> from functional_cg import optim
+      >>> optimizer = optim.inject_hyperparams(optim.sgd)(learning_rate=0.5)
+      >>> params = {"w": torch.tensor(1.0)}
+      >>> state = optim.set_hyperparams(optimizer.init(params), learning_rate=0.25)
+      >>> optimizer.step({"w": torch.tensor(1.0)}, state, params)[0]
+      {'w': tensor(0.7500)}
+    """
+
+    factory: Callable[..., GradientTransformation]
+    static_args: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if isinstance(self.factory, GradientTransformation):
+            name = type(self.factory).__name__
+            raise TypeError(
+                f"inject_hyperparams: expected a factory, got the optimizer {self.factory!r}: "
+                f"`inject_hyperparams(optim.{name})(learning_rate=...)`, with its numbers by name"
+            )
+        names = (self.static_args,) if isinstance(self.static_args, str) else tuple(sorted(self.static_args))
+        object.__setattr__(self, "static_args", names)
+
+    def __call__(self, *unnamed: Any, **arguments: Any) -> InjectedTransformation:
+        if unnamed:
+            raise TypeError(
+                f"inject_hyperparams: numbers go by name, got {unnamed[0]!r}: `learning_rate={unnamed[0]!r}`"
+            )
+        pairs = tuple((name, freeze(value)) for name, value in sorted(arguments.items()))
+        made: Any = self.factory(**{name: thaw(value) for name, value in pairs})
+        if not isinstance(made, GradientTransformation):
+            raise TypeError(f"inject_hyperparams: the factory returned {type(made).__name__}: {made!r}")
+        return InjectedTransformation(self.factory, pairs, self.static_args, made)
+
+
+@dataclass(frozen=True, repr=False)
+class InjectedTransformation(GradientTransformation):
+    """What ``inject_hyperparams(factory)(...)`` returns; ``prototype`` is made with the numbers as constants."""
+
+    factory: Callable[..., GradientTransformation]
+    arguments: tuple[tuple[str, Any], ...]
+    static_args: tuple[str, ...]
+    prototype: GradientTransformation = field(compare=False)
+
+    def __repr__(self) -> str:
+        name = getattr(self.factory, "__name__", repr(self.factory))
+        static = f", static_args={self.static_args!r}" if self.static_args else ""
+        return f"inject_hyperparams({name}{static})({', '.join(f'{k}={v!r}' for k, v in self.arguments)})"
+
+    def _make(self, hyperparams: dict[str, Any]) -> GradientTransformation:
+        arguments = {name: thaw(value) for name, value in self.arguments}
+        return self.factory(**{**arguments, **hyperparams})
+
+    @property
+    def parts(self) -> tuple[GradientTransformation, ...]:
+        return (self.prototype,)
+
+    @property
+    def injected(self) -> dict[str, float]:
+        """The numbers that go into the state."""
+        return {
+            name: float(value)
+            for name, value in self.arguments
+            if name not in self.static_args
+            and isinstance(value, (int, float))
+            and not isinstance(value, bool)
+        }
+
+    def init(self, params: Params) -> InjectHyperparamsState:
+        device = device_of(params)
+        numbers = {
+            name: torch.full((), value, dtype=torch.float64, device=device)
+            for name, value in self.injected.items()
+        }
+        return InjectHyperparamsState(numbers, self._make(numbers).init(params))
+
+    def update(
+        self, updates: Updates, state: InjectHyperparamsState, params: Params | None = None
+    ) -> tuple[Updates, InjectHyperparamsState]:
+        updates, inner = self._make(state.hyperparams).update(updates, state.inner_state, params)
+        return updates, InjectHyperparamsState(state.hyperparams, inner)
+
+    @property
+    def step(self) -> StepFn | None:
+        return self._step if self.prototype.step is not None else None
+
+    def _step(
+        self, grads: Updates, state: InjectHyperparamsState, params: Params
+    ) -> tuple[Params, InjectHyperparamsState]:
+        params = need_params("inject_hyperparams", params)
+        params, inner = step_or_update(self._make(state.hyperparams), grads, state.inner_state, params)
+        return params, InjectHyperparamsState(state.hyperparams, inner)
+
+
+def _positions(node: tree.Treedef, start: int, path: tree.KeyPath) -> Iterator[tuple[str, int, tree.KeyPath]]:
+    """Name, flat position and key path of every injected number below ``node``."""
+    offset = start
+    for key, child in zip(node.keys, node.children, strict=True):
+        if node.kind is InjectHyperparamsState and str(key) == ".hyperparams":
+            for i, (name, inner) in enumerate(zip(child.context.sorted, child.keys, strict=True)):
+                yield name, offset + i, (*path, key, inner)
+        else:
+            yield from _positions(child, offset, (*path, key))
+        offset += child.num_leaves
+
+
+def set_hyperparams(state: S, **values: float | Tensor) -> S:
+    """Change numbers that :func:`inject_hyperparams` keeps in the state.
+
+    On a plain tree this is a pure copy of the structure; on a state handle the values are written into their slots,
+    the old handle is donated, and no step is captured again. Values are not checked.
+
+    Args:
+      state: A state with an ``opt_state`` in it, a handle of one, or an ``opt_state`` itself.
+      **values: New numbers, or 0-dim tensors, by name.
+    Returns:
+      The state with the new numbers.
+    Raises:
+      ValueError: If a name is not in the state, or stands there more than once.
+
+    Example:
+      >>> from functional_cg import optim
+      >>> optimizer = optim.inject_hyperparams(optim.adamw)(learning_rate=0.1, weight_decay=0.5)
+      >>> state = optimizer.init({"w": torch.zeros(3)})
+      >>> optim.set_hyperparams(state, learning_rate=0.01).hyperparams
+      {'learning_rate': tensor(0.0100, dtype=torch.float64), 'weight_decay': tensor(0.5000, dtype=torch.float64)}
+    """
+    old, treedef = tree.flatten(state)
+    found: dict[str, list[tuple[int, tree.KeyPath]]] = {}
+    for name, position, path in _positions(treedef, 0, ()):
+        found.setdefault(name, []).append((position, path))
+    for name in values:
+        places = found.get(name, [])
+        require(
+            places,
+            f"set_hyperparams: the state has no injected number {name!r}, it has {sorted(found)}. "
+            "Make the optimizer with `inject_hyperparams(factory)(...)`.",
+        )
+        require(
+            len(places) < 2,
+            f"set_hyperparams: {name!r} stands in {len(places)} places: "
+            f"{', '.join(tree.path_string(path, 'state') for _, path in places)}. Set one with `tree.at`.",
+        )
+    if not values:
+        return state
+    positions = [found[name][0][0] for name in values]
+    new = [_like(value, old[i]) for i, value in zip(positions, values.values(), strict=True)]
+    return tree.at(lambda view: [tree.leaves(view)[i] for i in positions], state, new)
+
+
+def _like(value: float | Tensor, slot: Tensor) -> Tensor:
+    """``value`` as a new 0-dim tensor with dtype and device of ``slot``."""
+    if isinstance(value, Tensor):
+        return value.detach().to(dtype=slot.dtype, device=slot.device, copy=True)
+    return torch.full((), float(value), dtype=slot.dtype, device=slot.device)

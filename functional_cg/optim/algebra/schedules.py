@@ -1,0 +1,257 @@
+"""Schedules: hyper-parameters that depend on a count of updates.
+
+A schedule is a frozen value that one can call. With an i64[] count on the device, as inside a step, it gives f64[]
+on that device, by ops that a capture replays; with a Python int it gives a Python float, so that it plots::
+
+    plt.plot([schedule(count) for count in range(1000)])
+
+The count is that of the updates done before: the first update uses ``schedule(0)``.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, overload
+
+import torch
+from torch import Tensor
+
+from functional_cg.optim.algebra.base import require
+
+
+class Schedule(ABC):
+    """A function from a count to a value, as a value."""
+
+    @overload
+    def __call__(self, count: Tensor) -> Tensor: ...
+    @overload
+    def __call__(self, count: int) -> float: ...
+    def __call__(self, count: int | Tensor) -> float | Tensor:
+        out: float | Tensor = self.value(
+            count.to(torch.float64) if isinstance(count, Tensor) else float(count)
+        )
+        return out
+
+    @abstractmethod
+    def value(self, t: Any) -> Any:
+        """The value at ``t``: a float or f64[], which comes out as the same kind."""
+
+
+def clip(x: Any, low: float, high: float) -> Any:
+    return x.clamp(low, high) if isinstance(x, Tensor) else min(max(x, low), high)
+
+
+def cos(x: Any) -> Any:
+    return torch.cos(x) if isinstance(x, Tensor) else math.cos(x)
+
+
+def floor(x: Any) -> Any:
+    return torch.floor(x) if isinstance(x, Tensor) else float(math.floor(x))
+
+
+def where(condition: Any, yes: Any, no: Any) -> Any:
+    if isinstance(condition, Tensor):
+        return torch.where(condition, yes, no)
+    return yes if condition else no
+
+
+def fill(t: Any, value: float) -> Any:
+    return torch.full_like(t, value) if isinstance(t, Tensor) else float(value)
+
+
+@dataclass(frozen=True)
+class constant(Schedule):
+    """The same value at every count. Source: ``optax.constant_schedule``.
+
+    Attributes:
+      constant_value: The value.
+    """
+
+    constant_value: float
+
+    def value(self, t: Any) -> Any:
+        return fill(t, self.constant_value)
+
+
+@dataclass(frozen=True)
+class linear(Schedule):
+    """A straight line from ``init_value`` to ``end_value``, flat before and after.
+
+    Source: ``optax.linear_schedule``.
+
+    Attributes:
+      init_value: Value up to ``transition_begin``.
+      end_value: Value from ``transition_begin + transition_steps`` on.
+      transition_steps: Length of the line, in updates.
+      transition_begin: Where the line begins, in updates.
+
+    Example:
+      >>> from functional_cg import optim
+      >>> [optim.linear(1.0, 0.0, transition_steps=4)(count) for count in (0, 1, 4, 9)]
+      [1.0, 0.75, 0.0, 0.0]
+    """
+
+    init_value: float
+    end_value: float
+    transition_steps: int
+    transition_begin: int = 0
+
+    def __post_init__(self) -> None:
+        require(
+            self.transition_steps > 0,
+            f"linear: transition_steps must be positive, got {self.transition_steps}",
+        )
+
+    def value(self, t: Any) -> Any:
+        part = clip((t - self.transition_begin) / self.transition_steps, 0.0, 1.0)
+        return self.init_value * (1 - part) + self.end_value * part
+
+
+@dataclass(frozen=True)
+class cosine(Schedule):
+    """Half a cosine from ``init_value`` down to ``end_value``, flat after.
+
+    ``end + (init - end) (1 + cos(pi t / decay_steps)) / 2``. ``optax.cosine_decay_schedule`` takes
+    ``alpha = end_value / init_value``. Source: Loshchilov and Hutter 2017.
+
+    Attributes:
+      init_value: Value at 0.
+      decay_steps: Length, in updates.
+      end_value: Value from ``decay_steps`` on.
+    """
+
+    init_value: float
+    decay_steps: int
+    end_value: float = 0.0
+
+    def __post_init__(self) -> None:
+        require(self.decay_steps > 0, f"cosine: decay_steps must be positive, got {self.decay_steps}")
+
+    def value(self, t: Any) -> Any:
+        part = (1 + cos(math.pi * clip(t / self.decay_steps, 0.0, 1.0))) / 2
+        return self.init_value * part + self.end_value * (1 - part)
+
+
+@dataclass(frozen=True)
+class warmup_cosine(Schedule):
+    """A line from ``init_value`` up to ``peak_value``, then half a cosine down to ``end_value``.
+
+    ``decay_steps`` counts the warm-up in: the end value is reached at ``count = decay_steps``. With the default
+    ``init_value`` the first update has a learning rate of 0. Source: ``optax.warmup_cosine_decay_schedule``.
+
+    Attributes:
+      peak_value: Value at ``warmup_steps``.
+      warmup_steps: Length of the line, in updates.
+      decay_steps: Length of the whole, warm-up included, in updates.
+      end_value: Value from ``decay_steps`` on.
+      init_value: Value at 0.
+
+    Example:
+      >>> from functional_cg import optim
+      >>> schedule = optim.warmup_cosine(3e-4, warmup_steps=100, decay_steps=10_000)
+      >>> schedule(0), schedule(50), schedule(100), schedule(10_000)
+      (0.0, 0.00015, 0.0003, 0.0)
+      >>> schedule(torch.tensor(100))
+      tensor(0.0003, dtype=torch.float64)
+    """
+
+    peak_value: float
+    warmup_steps: int
+    decay_steps: int
+    end_value: float = 0.0
+    init_value: float = 0.0
+
+    def __post_init__(self) -> None:
+        require(
+            self.warmup_steps >= 0,
+            f"warmup_cosine: warmup_steps must not be negative, got {self.warmup_steps}",
+        )
+        require(
+            self.decay_steps > self.warmup_steps,
+            f"warmup_cosine: decay_steps counts the warm-up in, so it must be above warmup_steps; got "
+            f"decay_steps={self.decay_steps}, warmup_steps={self.warmup_steps}",
+        )
+
+    def value(self, t: Any) -> Any:
+        decay = cosine(self.peak_value, self.decay_steps - self.warmup_steps, self.end_value)
+        down = decay.value(clip(t - self.warmup_steps, 0.0, math.inf))
+        if self.warmup_steps == 0:
+            return down
+        return where(
+            t < self.warmup_steps, linear(self.init_value, self.peak_value, self.warmup_steps).value(t), down
+        )
+
+
+@dataclass(frozen=True)
+class piecewise_constant(Schedule):
+    """Start at ``init_value`` and multiply by a scale at each boundary.
+
+    The scale counts from ``count = boundary`` on. Source: ``optax.piecewise_constant_schedule``.
+
+    Attributes:
+      init_value: Value before the first boundary.
+      boundaries_and_scales: ``{boundary: scale}``; kept as sorted pairs.
+
+    Example:
+      >>> from functional_cg import optim
+      >>> [optim.piecewise_constant(1.0, {2: 0.5, 4: 0.5})(count) for count in range(5)]
+      [1.0, 1.0, 0.5, 0.5, 0.25]
+    """
+
+    init_value: float
+    boundaries_and_scales: Mapping[int, float] | tuple[tuple[int, float], ...]
+
+    def __post_init__(self) -> None:
+        pairs = tuple(sorted(dict(self.boundaries_and_scales).items()))
+        object.__setattr__(self, "boundaries_and_scales", pairs)
+
+    def value(self, t: Any) -> Any:
+        out = fill(t, self.init_value)
+        for boundary, factor in dict(self.boundaries_and_scales).items():
+            out = where(t >= boundary, out * factor, out)
+        return out
+
+
+@dataclass(frozen=True)
+class exponential(Schedule):
+    """Decay by ``decay_rate`` every ``transition_steps``: ``init_value * decay_rate^(t / transition_steps)``.
+
+    Source: ``optax.exponential_decay``.
+
+    Attributes:
+      init_value: Value at 0.
+      transition_steps: Updates per factor.
+      decay_rate: The factor, positive.
+      staircase: Round the exponent down.
+      end_value: Bound that the value does not cross, or None.
+
+    Example:
+      >>> from functional_cg import optim
+      >>> [optim.exponential(1.0, transition_steps=2, decay_rate=0.25)(count) for count in range(3)]
+      [1.0, 0.5, 0.25]
+    """
+
+    init_value: float
+    transition_steps: int
+    decay_rate: float
+    staircase: bool = False
+    end_value: float | None = None
+
+    def __post_init__(self) -> None:
+        require(
+            self.transition_steps > 0,
+            f"exponential: transition_steps must be positive, got {self.transition_steps}",
+        )
+        require(self.decay_rate > 0, f"exponential: decay_rate must be positive, got {self.decay_rate}")
+
+    def value(self, t: Any) -> Any:
+        exponent = t / self.transition_steps
+        out = self.init_value * self.decay_rate ** (floor(exponent) if self.staircase else exponent)
+        if self.end_value is None:
+            return out
+        if self.decay_rate < 1:
+            return clip(out, self.end_value, math.inf)
+        return clip(out, -math.inf, self.end_value)

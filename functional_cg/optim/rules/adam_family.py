@@ -1,0 +1,198 @@
+"""Optimizers of Adam's family by name: each a link of :mod:`.adaptive`, then the learning rate."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from dataclasses import dataclass
+
+from functional_cg.optim.algebra.base import GradientTransformation, Scalar, ScalarOrSchedule
+from functional_cg.optim.algebra.combine import Composed
+from functional_cg.optim.algebra.links import scale_by_learning_rate
+from functional_cg.optim.rules.adaptive import (
+    scale_by_adamax,
+    scale_by_amsgrad,
+    scale_by_belief,
+    scale_by_nadam,
+    scale_by_radam,
+)
+
+
+@dataclass(frozen=True)
+class _Family(Composed):
+    """A link of moments, then the learning rate. For decay that is L2, ``chain(add_decayed_weights(...), ...)``.
+
+    Attributes:
+      learning_rate: Number, f32[], or schedule.
+      b1: Decay of the first moment, in [0, 1).
+      b2: Decay of the second moment, in [0, 1).
+      eps: What the denominator has at least.
+    """
+
+    learning_rate: ScalarOrSchedule
+    b1: Scalar = 0.9
+    b2: Scalar = 0.999
+    eps: Scalar = 1e-8
+
+    @property
+    @abstractmethod
+    def moments(self) -> GradientTransformation:
+        """The link that makes a direction of gradients."""
+
+    @property
+    def links(self) -> tuple[GradientTransformation, ...]:
+        return self.moments, scale_by_learning_rate(self.learning_rate)
+
+
+@dataclass(frozen=True)
+class amsgrad(_Family):
+    """AMSGrad: Adam over the largest second moment so far; see ``scale_by_amsgrad``.
+
+    State: that of ``scale_by_amsgrad``, and of the rate: count i64[] for a schedule, else none.
+
+    Source: Reddi et al. 2018; ``torch.optim.Adam(amsgrad=True)``.
+
+    Attributes:
+      learning_rate: Number, f32[], or schedule.
+      b1: Decay of the first moment, in [0, 1).
+      b2: Decay of the second moment, in [0, 1).
+      eps: Added outside of the root.
+    Raises:
+      ValueError: If a number is out of its range.
+
+    Example:
+      >>> import torch
+      >>> from functional_cg import optim
+      >>> params = {"w": torch.tensor([1.0, 2.0])}
+      >>> optimizer = optim.amsgrad(0.1)
+      >>> optimizer.update({"w": torch.tensor([4.0, -2.0])}, optimizer.init(params), params)[0]
+      {'w': tensor([-0.1000,  0.1000])}
+    """
+
+    @property
+    def moments(self) -> scale_by_amsgrad:
+        return scale_by_amsgrad(self.b1, self.b2, self.eps)
+
+
+@dataclass(frozen=True)
+class adamax(_Family):
+    """AdaMax: Adam over a decayed maximum; see ``scale_by_adamax``.
+
+    State: that of ``scale_by_adamax``, and of the rate: count i64[] for a schedule, else none.
+
+    Source: Kingma and Ba 2015, section 7.1; ``torch.optim.Adamax``.
+
+    Attributes:
+      learning_rate: Number, f32[], or schedule.
+      b1: Decay of the first moment, in [0, 1).
+      b2: Decay of the second moment, in [0, 1).
+      eps: Least part of the maximum that a gradient has.
+    Raises:
+      ValueError: If a number is out of its range.
+
+    Example:
+      >>> import torch
+      >>> from functional_cg import optim
+      >>> params = {"w": torch.tensor([1.0, 2.0])}
+      >>> optimizer = optim.adamax(0.1)
+      >>> optimizer.update({"w": torch.tensor([4.0, -2.0])}, optimizer.init(params), params)[0]
+      {'w': tensor([-0.1000,  0.1000])}
+    """
+
+    @property
+    def moments(self) -> scale_by_adamax:
+        return scale_by_adamax(self.b1, self.b2, self.eps)
+
+
+@dataclass(frozen=True)
+class nadam(_Family):
+    """NAdam: Adam that looks one step ahead; see ``scale_by_nadam``, also for ``momentum_decay``.
+
+    State: that of ``scale_by_nadam``, and of the rate: count i64[] for a schedule, else none.
+
+    Source: Dozat 2016; ``torch.optim.NAdam``.
+
+    Attributes:
+      learning_rate: Number, f32[], or schedule.
+      b1: Decay of the first moment, in [0, 1).
+      b2: Decay of the second moment, in [0, 1).
+      eps: Added outside of the root.
+      momentum_decay: How fast the momentum grows; 0 for one that does not.
+    Raises:
+      ValueError: If a number is out of its range.
+
+    Example:
+      >>> import torch
+      >>> from functional_cg import optim
+      >>> params = {"w": torch.tensor([1.0, 2.0])}
+      >>> optimizer = optim.nadam(0.1)
+      >>> optimizer.update({"w": torch.tensor([4.0, -2.0])}, optimizer.init(params), params)[0]
+      {'w': tensor([-0.1056,  0.1056])}
+    """
+
+    momentum_decay: Scalar = 4e-3
+
+    @property
+    def moments(self) -> scale_by_nadam:
+        return scale_by_nadam(self.b1, self.b2, self.eps, self.momentum_decay)
+
+
+@dataclass(frozen=True)
+class radam(_Family):
+    """RAdam: Adam that starts as momentum, until its second moment is known; see ``scale_by_radam``.
+
+    State: that of ``scale_by_radam``, and of the rate: count i64[] for a schedule, else none.
+
+    Source: Liu et al. 2020; ``torch.optim.RAdam``, ``torch_optimizer.RAdam``.
+
+    Attributes:
+      learning_rate: Number, f32[], or schedule.
+      b1: Decay of the first moment, in [0, 1).
+      b2: Decay of the second moment, in [0, 1).
+      eps: Added outside of the root.
+    Raises:
+      ValueError: If a number is out of its range.
+
+    Example:
+      >>> import torch
+      >>> from functional_cg import optim
+      >>> params = {"w": torch.tensor([1.0, 2.0])}
+      >>> optimizer = optim.radam(0.1)
+      >>> optimizer.update({"w": torch.tensor([4.0, -2.0])}, optimizer.init(params), params)[0]
+      {'w': tensor([-0.4000,  0.2000])}
+    """
+
+    @property
+    def moments(self) -> scale_by_radam:
+        return scale_by_radam(self.b1, self.b2, self.eps)
+
+
+@dataclass(frozen=True)
+class adabelief(_Family):
+    """AdaBelief: Adam over how far gradients are from their mean; see ``scale_by_belief``.
+
+    State: that of ``scale_by_belief``, and of the rate: count i64[] for a schedule, else none.
+
+    Source: Zhuang et al. 2020; ``optax.adabelief``, ``torch_optimizer.AdaBelief``.
+
+    Attributes:
+      learning_rate: Number, f32[], or schedule.
+      b1: Decay of the first moment, in [0, 1).
+      b2: Decay of the second moment, in [0, 1).
+      eps: Added to the second moment at each step, and outside of the root.
+    Raises:
+      ValueError: If a number is out of its range.
+
+    Example:
+      >>> import torch
+      >>> from functional_cg import optim
+      >>> params = {"w": torch.tensor([1.0, 2.0])}
+      >>> optimizer = optim.adabelief(0.1)
+      >>> optimizer.update({"w": torch.tensor([4.0, -2.0])}, optimizer.init(params), params)[0]
+      {'w': tensor([-0.1111,  0.1111])}
+    """
+
+    eps: Scalar = 1e-16
+
+    @property
+    def moments(self) -> scale_by_belief:
+        return scale_by_belief(self.b1, self.b2, self.eps)

@@ -1,0 +1,290 @@
+"""Optimizers that treat each element by itself and keep no count: ``rmsprop``, ``adadelta``, ``lion``."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+
+from functional_cg import tree
+from functional_cg.optim.algebra.arithmetic import averaged, squared
+from functional_cg.optim.algebra.base import (
+    GradientTransformation,
+    Params,
+    Scalar,
+    ScalarOrSchedule,
+    Updates,
+    freeze,
+    full_like_tree,
+    in_range,
+    shared,
+)
+from functional_cg.optim.algebra.combine import Composed
+from functional_cg.optim.algebra.links import Mask, add_decayed_weights, scale_by_learning_rate, trace
+
+
+class ScaleByRmsState(NamedTuple):
+    """State of :class:`scale_by_rms`."""
+
+    nu: Updates  # running mean of squares, like params
+    mu: Updates | None  # running mean, like params; None unless it is subtracted
+
+
+@dataclass(frozen=True)
+class scale_by_rms(GradientTransformation):
+    """Scale by a running root of the mean square: ``nu <- decay nu + (1 - decay) u^2``, ``u / (sqrt(nu) + eps)``.
+
+    With ``centered``, by the standard deviation: ``sqrt(nu - mu^2)`` with the running mean ``mu``.
+
+    State: nu like params, and mu with ``centered``.
+
+    Source: Hinton 2012, lecture 6e; ``torch.optim.RMSprop``. ``optax.scale_by_rms`` has ``eps`` inside of the root.
+
+    Attributes:
+      decay: In [0, 1).
+      eps: Added outside of the root.
+      centered: Subtract the mean.
+    Raises:
+      ValueError: If a number is out of its range.
+
+    Example:
+      >>> from functional_cg import optim
+      >>> link = optim.scale_by_rms(decay=0.75)
+      >>> link.update({"w": torch.tensor([4.0, -2.0])}, link.init({"w": torch.zeros(2)}))[0]
+      {'w': tensor([ 2., -2.])}
+    """
+
+    decay: Scalar = 0.99
+    eps: Scalar = 1e-8
+    centered: bool = False
+
+    def __post_init__(self) -> None:
+        in_range("scale_by_rms: decay", self.decay, below=1.0)
+        in_range("scale_by_rms: eps", self.eps)
+
+    def init(self, params: Params) -> ScaleByRmsState:
+        return ScaleByRmsState(full_like_tree(params), full_like_tree(params) if self.centered else None)
+
+    def update(
+        self, updates: Updates, state: ScaleByRmsState, params: Params | None = None
+    ) -> tuple[Updates, ScaleByRmsState]:
+        eps = shared(self.eps)
+        nu, mu = averaged(self.decay, state.nu, squared(updates)), state.mu
+        variance = nu
+        if self.centered:
+            mu = averaged(self.decay, mu, updates)
+            variance = tree.map(lambda v, m: v - m * m, nu, mu)
+        out = tree.map(lambda u, v: u / (v.sqrt() + eps(v)), updates, variance)
+        return out, ScaleByRmsState(nu, mu)
+
+
+@dataclass(frozen=True)
+class rmsprop(Composed):
+    """RMSprop: ``scale_by_rms``, then momentum, then the learning rate.
+
+    State: that of ``scale_by_rms``; a trace like params with momentum; count i64[] for a schedule.
+
+    Source: Hinton 2012, lecture 6e; ``torch.optim.RMSprop``.
+
+    Attributes:
+      learning_rate: Number, f32[], or schedule.
+      decay: Of the mean square, in [0, 1); ``alpha`` of torch.
+      eps: Added outside of the root.
+      momentum: In [0, 1).
+      centered: Scale by the standard deviation.
+    Raises:
+      ValueError: If a number is out of its range.
+
+    Example:
+      >>> from functional_cg import optim
+      >>> params = {"w": torch.tensor([1.0, 2.0])}
+      >>> optimizer = optim.rmsprop(0.1, decay=0.75)
+      >>> optimizer.update({"w": torch.tensor([4.0, -2.0])}, optimizer.init(params), params)[0]
+      {'w': tensor([-0.2000,  0.2000])}
+    """
+
+    learning_rate: ScalarOrSchedule
+    decay: Scalar = 0.99
+    eps: Scalar = 1e-8
+    momentum: Scalar = 0.0
+    centered: bool = False
+
+    @property
+    def links(self) -> tuple[GradientTransformation, ...]:
+        rms = scale_by_rms(self.decay, self.eps, self.centered)
+        still = isinstance(self.momentum, (int, float)) and self.momentum == 0
+        moving = () if still else (trace(self.momentum),)
+        return rms, *moving, scale_by_learning_rate(self.learning_rate)
+
+
+class ScaleByAdadeltaState(NamedTuple):
+    """State of :class:`scale_by_adadelta`."""
+
+    of_updates: Updates  # running mean of squares of what comes in, like params
+    of_deltas: Updates  # of what goes out, like params
+
+
+@dataclass(frozen=True)
+class scale_by_adadelta(GradientTransformation):
+    """Scale by a running size of steps over a running size of gradients.
+
+    ``s <- decay s + (1 - decay) u^2``, out comes ``d = sqrt(e + eps) / sqrt(s + eps) u``, and
+    ``e <- decay e + (1 - decay) d^2``.
+
+    State: of_updates and of_deltas like params.
+
+    Source: Zeiler 2012; ``torch.optim.Adadelta``, ``optax.scale_by_adadelta``.
+
+    Attributes:
+      decay: In [0, 1); ``rho`` of torch.
+      eps: Added inside of both roots.
+    Raises:
+      ValueError: If a number is out of its range.
+
+    Example:
+      >>> from functional_cg import optim
+      >>> link = optim.scale_by_adadelta(decay=0.75, eps=1.0)
+      >>> link.update({"w": torch.tensor([0.0, 2.0])}, link.init({"w": torch.zeros(2)}))[0]
+      {'w': tensor([0.0000, 1.4142])}
+    """
+
+    decay: Scalar = 0.9
+    eps: Scalar = 1e-6
+
+    def __post_init__(self) -> None:
+        in_range("scale_by_adadelta: decay", self.decay, below=1.0)
+        in_range("scale_by_adadelta: eps", self.eps)
+
+    def init(self, params: Params) -> ScaleByAdadeltaState:
+        return ScaleByAdadeltaState(full_like_tree(params), full_like_tree(params))
+
+    def update(
+        self, updates: Updates, state: ScaleByAdadeltaState, params: Params | None = None
+    ) -> tuple[Updates, ScaleByAdadeltaState]:
+        eps = shared(self.eps)
+        sizes = averaged(self.decay, state.of_updates, squared(updates))
+        out = tree.map(
+            lambda u, s, e: (e + eps(e)).sqrt() / (s + eps(s)).sqrt() * u, updates, sizes, state.of_deltas
+        )
+        return out, ScaleByAdadeltaState(sizes, averaged(self.decay, state.of_deltas, squared(out)))
+
+
+@dataclass(frozen=True)
+class adadelta(Composed):
+    """Adadelta: ``scale_by_adadelta``, then the learning rate, which is 1 in the paper.
+
+    State: that of ``scale_by_adadelta``; count i64[] for a schedule.
+
+    Source: Zeiler 2012; ``torch.optim.Adadelta``.
+
+    Attributes:
+      learning_rate: Number, f32[], or schedule.
+      decay: Of both running sizes, in [0, 1); ``rho`` of torch.
+      eps: Added inside of both roots.
+    Raises:
+      ValueError: If a number is out of its range.
+
+    Example:
+      >>> from functional_cg import optim
+      >>> params = {"w": torch.tensor([1.0, 2.0])}
+      >>> optimizer = optim.adadelta(0.5, decay=0.75, eps=1.0)
+      >>> optimizer.update({"w": torch.tensor([0.0, 2.0])}, optimizer.init(params), params)[0]
+      {'w': tensor([-0.0000, -0.7071])}
+    """
+
+    learning_rate: ScalarOrSchedule = 1.0
+    decay: Scalar = 0.9
+    eps: Scalar = 1e-6
+
+    @property
+    def links(self) -> tuple[GradientTransformation, ...]:
+        return scale_by_adadelta(self.decay, self.eps), scale_by_learning_rate(self.learning_rate)
+
+
+class ScaleByLionState(NamedTuple):
+    """State of :class:`scale_by_lion`."""
+
+    mu: Updates  # running mean, like params
+
+
+@dataclass(frozen=True)
+class scale_by_lion(GradientTransformation):
+    """The sign of a running mean: out comes ``sign(b1 mu + (1 - b1) u)``, and ``mu <- b2 mu + (1 - b2) u``.
+
+    State: mu like params.
+
+    Source: Chen et al. 2023, algorithm 2; ``optax.scale_by_lion``.
+
+    Attributes:
+      b1: How much of the mean is in the sign, in [0, 1).
+      b2: Decay of the mean, in [0, 1).
+    Raises:
+      ValueError: If a number is out of its range.
+
+    Example:
+      >>> from functional_cg import optim
+      >>> link = optim.scale_by_lion()
+      >>> link.update({"w": torch.tensor([4.0, -2.0])}, link.init({"w": torch.zeros(2)}))[0]
+      {'w': tensor([ 1., -1.])}
+    """
+
+    b1: Scalar = 0.9
+    b2: Scalar = 0.99
+
+    def __post_init__(self) -> None:
+        in_range("scale_by_lion: b1", self.b1, below=1.0)
+        in_range("scale_by_lion: b2", self.b2, below=1.0)
+
+    def init(self, params: Params) -> ScaleByLionState:
+        return ScaleByLionState(full_like_tree(params))
+
+    def update(
+        self, updates: Updates, state: ScaleByLionState, params: Params | None = None
+    ) -> tuple[Updates, ScaleByLionState]:
+        out = tree.map(torch.sign, averaged(self.b1, state.mu, updates))
+        return out, ScaleByLionState(averaged(self.b2, state.mu, updates))
+
+
+@dataclass(frozen=True)
+class lion(Composed):
+    """Lion: ``p <- p - learning_rate * (sign(b1 mu + (1 - b1) g) + weight_decay * p)``; see ``scale_by_lion``.
+
+    Every element moves by the learning rate, which is 3 to 10 times smaller than that of AdamW, with a weight decay
+    that is as much larger.
+
+    State: that of ``scale_by_lion``; count i64[] for a schedule.
+
+    Source: Chen et al. 2023; ``optax.lion``, with a decay of 1e-3 there.
+
+    Attributes:
+      learning_rate: Number, f32[], or schedule; it scales the decay too.
+      b1: How much of the mean is in the sign, in [0, 1).
+      b2: Decay of the mean, in [0, 1).
+      weight_decay: Number or f32[]; no default.
+      mask: Which leaves decay; see ``adamw``.
+    Raises:
+      ValueError: If a number is out of its range.
+
+    Example:
+      >>> from functional_cg import optim
+      >>> params = {"w": torch.tensor([1.0, 2.0])}
+      >>> optimizer = optim.lion(0.1, weight_decay=0.5)
+      >>> optimizer.update({"w": torch.tensor([4.0, -2.0])}, optimizer.init(params), params)[0]
+      {'w': tensor([-0.1500, -0.0000])}
+    """
+
+    learning_rate: ScalarOrSchedule
+    b1: Scalar = 0.9
+    b2: Scalar = 0.99
+    weight_decay: Scalar = field(kw_only=True)
+    mask: Mask = field(default=None, kw_only=True)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "mask", freeze(self.mask))
+        super().__post_init__()
+
+    @property
+    def links(self) -> tuple[GradientTransformation, ...]:
+        decayed = add_decayed_weights(self.weight_decay, self.mask)
+        return scale_by_lion(self.b1, self.b2), decayed, scale_by_learning_rate(self.learning_rate)

@@ -1,0 +1,288 @@
+"""``adafactor``: a second moment in the memory of one row and one column.
+
+Of a sharded leaf, rows and columns are those of the whole: it is gathered, and what comes of it is cut again.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from functional_cg import tree
+from functional_cg.optim.algebra.arithmetic import averaged, norm, where_selected
+from functional_cg.optim.algebra.base import (
+    GradientTransformation,
+    Optimizer,
+    OptState,
+    Params,
+    Scalar,
+    ScalarOrSchedule,
+    Stateless,
+    Updates,
+    freeze,
+    full_like_tree,
+    in_range,
+    need_params,
+    positive,
+    rate_at,
+    require,
+    shared,
+    zero_count,
+)
+from functional_cg.optim.algebra.combine import chain
+from functional_cg.optim.algebra.links import Mask, descend
+from functional_cg.optim.algebra.whole import placed_like, whole
+
+
+class ScaleByFactoredRmsState(NamedTuple):
+    """State of :class:`scale_by_factored_rms`; of each leaf, rows and columns or the elements."""
+
+    count: Tensor  # type: ignore[assignment]  # i64[], updates so far
+    rows: Updates  # [..., rows, 1] of a leaf [..., rows, columns], whole on each rank; None for a vector
+    columns: Updates  # [..., 1, columns]; None for a vector
+    elements: Updates  # like params, for vectors; None for a matrix
+
+
+@dataclass(frozen=True)
+class scale_by_factored_rms(GradientTransformation):
+    """Scale by a running root mean square, kept of a matrix as the means of its rows and of its columns.
+
+    With ``b = 1 - t^-decay_rate``: ``r <- b r + (1 - b) mean of u^2 along a row``, ``c`` likewise along a column, and
+    ``nu = r c / mean(r)``; out comes ``u / sqrt(max(nu, eps^2))``. Vectors keep ``nu`` itself. Leaves of more than two
+    dimensions are stacks of matrices.
+
+    State: count i64[]; [..., rows, 1] and [..., 1, columns] for a matrix, the leaf's shape for a vector.
+
+    Source: Shazeer and Stern 2018; ``torch.optim.Adafactor``.
+
+    Attributes:
+      decay_rate: Positive; larger forgets later.
+      eps: Least root; None for that of the dtype.
+    Raises:
+      ValueError: If a number is out of its range.
+
+    Example:
+      >>> from functional_cg import optim
+      >>> link = optim.scale_by_factored_rms()
+      >>> grads = {"w": torch.tensor([[3.0, 1.0], [6.0, 2.0]])}
+      >>> link.update(grads, link.init(grads))[0]
+      {'w': tensor([[1., 1.],
+              [1., 1.]])}
+    """
+
+    decay_rate: Scalar = 0.8
+    eps: float | None = None
+
+    def __post_init__(self) -> None:
+        in_range("scale_by_factored_rms: decay_rate", self.decay_rate)
+        if self.eps is not None:
+            in_range("scale_by_factored_rms: eps", self.eps)
+
+    @property
+    def acts_per_leaf(self) -> bool:
+        return True
+
+    def init(self, params: Params) -> ScaleByFactoredRmsState:
+        def means(leaf: Tensor, dim: int) -> Tensor | None:
+            shape = list(leaf.shape)
+            if len(shape) < 2:
+                return None
+            shape[dim] = 1
+            return torch.zeros(shape, dtype=leaf.dtype, device=leaf.device)
+
+        rows, columns = (tree.map(lambda leaf, dim=dim: means(leaf, dim), params) for dim in (-1, -2))
+        vectors = tree.map(lambda leaf: leaf if leaf.dim() < 2 else None, params)
+        return ScaleByFactoredRmsState(zero_count(params), rows, columns, full_like_tree(vectors))
+
+    def update(
+        self, updates: Updates, state: ScaleByFactoredRmsState, params: Params | None = None
+    ) -> tuple[Updates, ScaleByFactoredRmsState]:
+        decay = 1 - (state.count + 1).to(torch.float64) ** -self.decay_rate
+        flat, treedef = tree.flatten(updates)
+        matrices = [leaf.dim() > 1 for leaf in flat]
+        wholes = [whole(u) if matrix else u for u, matrix in zip(flat, matrices, strict=True)]
+        squares = [(w * w, matrix) for w, matrix in zip(wholes, matrices, strict=True)]
+        of_rows = [_mean(s, -1) for s, matrix in squares if matrix]
+        of_columns = [_mean(s, -2) for s, matrix in squares if matrix]
+        kept = [
+            averaged(decay, tree.leaves(old), new)
+            for old, new in (
+                (state.rows, of_rows),
+                (state.columns, of_columns),
+                (state.elements, [s for s, matrix in squares if not matrix]),
+            )
+        ]
+        pairs, singles = iter(zip(kept[0], kept[1], strict=True)), iter(kept[2])
+        out = []
+        for u, w, matrix in zip(flat, wholes, matrices, strict=True):
+            eps = torch.finfo(u.dtype).eps if self.eps is None else self.eps
+            if matrix:
+                r, c = next(pairs)
+                nu = r * c / _mean(r, -2).clamp(min=eps)
+                out.append(placed_like(w * nu.clamp(min=eps**2).rsqrt(), u))
+            else:
+                out.append(u * next(singles).clamp(min=eps**2).rsqrt())
+        shapes = (state.rows, state.columns, state.elements)
+        new = [tree.unflatten(tree.flatten(old)[1], leaves) for old, leaves in zip(shapes, kept, strict=True)]
+        return tree.unflatten(treedef, out), ScaleByFactoredRmsState(state.count + 1, *new)
+
+
+def _mean(matrix: Tensor, dim: int) -> Tensor:
+    """Along a dimension that stays; 0 where it has no elements."""
+    return matrix.sum(dim, keepdim=True) / max(1, matrix.shape[dim])
+
+
+def root_mean_square(leaf: Tensor) -> Tensor:
+    """Of all elements of a leaf; 0 for a leaf without elements."""
+    size: float = max(1, leaf.numel()) ** 0.5
+    return norm(leaf) / size
+
+
+@dataclass(frozen=True)
+class clip_by_rms(Stateless):
+    """Scale a leaf down to a root mean square of ``threshold``: ``u / max(1, rms(u) / threshold)``.
+
+    Source: Shazeer and Stern 2018; ``optax.clip_by_block_rms``.
+
+    Attributes:
+      threshold: Positive number or f32[].
+    Raises:
+      ValueError: If a number is out of its range.
+
+    Example:
+      >>> from functional_cg import optim
+      >>> optim.clip_by_rms(1.0).update({"w": torch.tensor([4.0, -4.0])}, ())[0]
+      {'w': tensor([ 1., -1.])}
+    """
+
+    threshold: Scalar
+
+    def __post_init__(self) -> None:
+        positive("clip_by_rms: threshold", self.threshold)
+
+    @property
+    def acts_per_leaf(self) -> bool:
+        return True
+
+    def update(
+        self, updates: Updates, state: OptState, params: Params | None = None
+    ) -> tuple[Updates, OptState]:
+        threshold = shared(self.threshold)
+
+        def clipped(u: Tensor) -> Tensor:
+            size = root_mean_square(u)
+            return u / (size / threshold(size)).clamp(min=1).to(u.dtype)
+
+        return tree.map(clipped, updates), state
+
+
+@dataclass(frozen=True)
+class scale_by_param_rms(Stateless):
+    """Scale a leaf by the root mean square of its parameter, at least ``min_scale``.
+
+    Source: Shazeer and Stern 2018; ``optax.scale_by_param_block_rms``.
+
+    Attributes:
+      min_scale: Number or f32[].
+    Raises:
+      ValueError: If a number is out of its range.
+
+    Example:
+      >>> from functional_cg import optim
+      >>> params = {"w": torch.tensor([3.0, -3.0])}
+      >>> optim.scale_by_param_rms().update({"w": torch.tensor([1.0, 2.0])}, (), params)[0]
+      {'w': tensor([3., 6.])}
+    """
+
+    min_scale: Scalar = 1e-3
+
+    def __post_init__(self) -> None:
+        in_range("scale_by_param_rms: min_scale", self.min_scale)
+
+    @property
+    def acts_per_leaf(self) -> bool:
+        return True
+
+    def update(
+        self, updates: Updates, state: OptState, params: Params | None = None
+    ) -> tuple[Updates, OptState]:
+        least = shared(self.min_scale)
+
+        def scaled(u: Tensor, p: Tensor) -> Tensor:
+            size = root_mean_square(p)
+            return u * size.clamp(min=least(size)).to(u.dtype)
+
+        return tree.map(scaled, updates, need_params("scale_by_param_rms", params)), state
+
+
+@dataclass(frozen=True)
+class adafactor(Optimizer):
+    """Adafactor: steps relative to the size of each leaf, with the memory of one row and one column of a matrix.
+
+    ``scale_by_factored_rms``, ``clip_by_rms``, ``scale_by_param_rms``, and the rate
+    ``min(learning_rate, 1 / sqrt(t))``; decay is decoupled and scales with ``learning_rate`` alone.
+
+    State: that of ``scale_by_factored_rms``.
+
+    Source: Shazeer and Stern 2018; ``torch.optim.Adafactor``. ``optax.adafactor`` and ``torch_optimizer.Adafactor``
+    have other defaults, and momentum.
+
+    Attributes:
+      learning_rate: Number, f32[], or schedule.
+      decay_rate: Of the second moment; ``-beta2_decay`` of torch.
+      eps: Least root of the second moment (None for that of the dtype), and least size of a leaf.
+      clipping_threshold: Largest root mean square of a step, before the learning rate.
+      weight_decay: Number or f32[].
+      mask: Which leaves decay; see ``adamw``.
+    Raises:
+      ValueError: If a number is out of its range.
+
+    Example:
+      >>> from functional_cg import optim
+      >>> params = {"w": torch.tensor([[3.0, 3.0], [3.0, 3.0]])}
+      >>> optimizer = optim.adafactor(0.01)
+      >>> optimizer.update({"w": torch.tensor([[3.0, 1.0], [6.0, 2.0]])}, optimizer.init(params), params)[0]
+      {'w': tensor([[-0.0300, -0.0300],
+              [-0.0300, -0.0300]])}
+    """
+
+    learning_rate: ScalarOrSchedule = 1e-2
+    decay_rate: Scalar = 0.8
+    eps: tuple[float | None, float] = (None, 1e-3)
+    clipping_threshold: Scalar = 1.0
+    weight_decay: Scalar = field(default=0.0, kw_only=True)
+    mask: Mask = field(default=None, kw_only=True)
+
+    def __post_init__(self) -> None:
+        in_range("adafactor: learning_rate", self.learning_rate)
+        in_range("adafactor: weight_decay", self.weight_decay)
+        in_range("adafactor: clipping_threshold", self.clipping_threshold)
+        object.__setattr__(self, "mask", freeze(self.mask))
+        object.__setattr__(self, "eps", tuple(self.eps))
+        require(len(self.eps) == 2, f"adafactor: eps is a pair, got {self.eps!r}")
+        _ = self.parts  # each checks its own
+
+    @property
+    def parts(self) -> tuple[GradientTransformation, ...]:
+        return (
+            scale_by_factored_rms(self.decay_rate, self.eps[0]),
+            clip_by_rms(self.clipping_threshold),
+            scale_by_param_rms(self.eps[1]),
+        )
+
+    def init(self, params: Params) -> ScaleByFactoredRmsState:
+        return scale_by_factored_rms(self.decay_rate, self.eps[0]).init(params)
+
+    def update(
+        self, updates: Updates, state: ScaleByFactoredRmsState, params: Params | None = None
+    ) -> tuple[Updates, ScaleByFactoredRmsState]:
+        params = need_params("adafactor", params)
+        rate = rate_at(self.learning_rate, state.count)
+        bound = (state.count + 1).to(torch.float64).rsqrt()
+        updates, (state, *_) = chain(*self.parts).update(updates, (state, (), ()), params)
+        decay = shared(rate * self.weight_decay)
+        moved = descend(updates, bound.clamp(max=rate))
+        return where_selected(self.mask, lambda u, p: u - decay(p) * p, moved, params), state

@@ -1,0 +1,219 @@
+"""What is done to gradients before they become updates: clipped leaf by leaf, centred, frozen."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from functional_cg import tree
+from functional_cg.optim.algebra import base
+from functional_cg.optim.algebra.arithmetic import norm
+from functional_cg.optim.algebra.base import (
+    OptState,
+    Params,
+    Scalar,
+    Stateless,
+    Updates,
+    in_range,
+    need_params,
+    positive,
+    resolve_flags,
+    shared,
+)
+from functional_cg.optim.algebra.whole import placed_like, whole
+
+
+@dataclass(frozen=True)
+class clip_by_value(Stateless):
+    """Bound every element: ``min(max(u, -max_delta), max_delta)``.
+
+    Source: ``optax.clip``; ``torch.nn.utils.clip_grad_value_``.
+
+    Attributes:
+      max_delta: Positive number, or f32[].
+    Raises:
+      ValueError: If a number is out of its range.
+
+    Example:
+      >>> from functional_cg import optim
+      >>> optim.clip_by_value(1.0).update({"w": torch.tensor([3.0, -0.5])}, ())[0]
+      {'w': tensor([ 1.0000, -0.5000])}
+    """
+
+    max_delta: Scalar
+
+    def __post_init__(self) -> None:
+        positive("clip_by_value: max_delta", self.max_delta)
+
+    def update(
+        self, updates: Updates, state: OptState, params: Params | None = None
+    ) -> tuple[Updates, OptState]:
+        low, high = shared(-self.max_delta), shared(self.max_delta)
+        return tree.map(lambda u: u.clamp(low(u), high(u)), updates), state
+
+
+@dataclass(frozen=True)
+class clip_by_norm(Stateless):
+    """Scale each leaf down to a norm of ``max_norm``: ``u max_norm / max(|u|, max_norm)``.
+
+    Source: Pascanu et al. 2013, leaf by leaf. ``clip_by_global_norm`` keeps the direction of all leaves together.
+
+    Attributes:
+      max_norm: Positive number, or f32[].
+    Raises:
+      ValueError: If a number is out of its range.
+
+    Example:
+      >>> from functional_cg import optim
+      >>> optim.clip_by_norm(1.0).update({"w": torch.tensor([3.0, 4.0]), "b": torch.tensor([0.5])}, ())[0]
+      {'w': tensor([0.6000, 0.8000]), 'b': tensor([0.5000])}
+    """
+
+    max_norm: Scalar
+
+    def __post_init__(self) -> None:
+        positive("clip_by_norm: max_norm", self.max_norm)
+
+    @property
+    def acts_per_leaf(self) -> bool:
+        return True
+
+    def update(
+        self, updates: Updates, state: OptState, params: Params | None = None
+    ) -> tuple[Updates, OptState]:
+        most = shared(self.max_norm)
+
+        def clipped(u: Tensor) -> Tensor:
+            size = norm(u)
+            return u * (most(size) / size.clamp(min=most(size))).to(u.dtype)
+
+        return tree.map(clipped, updates), state
+
+
+def _unit_norm(leaf: Tensor) -> Tensor:
+    """The norm of each unit, a row of a matrix, shaped to be broadcast; of a vector or a number, that of the leaf."""
+    return norm(leaf) if leaf.dim() < 2 else torch.linalg.vector_norm(leaf, dim=_inputs(leaf), keepdim=True)
+
+
+def _inputs(leaf: Tensor) -> tuple[int, ...]:
+    return tuple(range(1, leaf.dim()))
+
+
+@dataclass(frozen=True)
+class adaptive_clip(Stateless):
+    """Scale each unit down to a part of its parameter's norm: ``u min(1, clipping max(|p|, eps) / |u|)``.
+
+    A unit is a row: all of a leaf ``[out, ...]`` that makes one output, as in ``torch.nn.Linear``; a vector is
+    one unit.
+
+    Source: Brock et al. 2021, "High-Performance Large-Scale Image Recognition Without Normalization";
+    ``optax.adaptive_grad_clip``, where a unit is a column.
+
+    Attributes:
+      clipping: Largest ratio of the two norms, positive number or f32[].
+      eps: Least norm of a parameter.
+    Raises:
+      ValueError: If a number is out of its range.
+
+    Example:
+      >>> from functional_cg import optim
+      >>> params = {"w": torch.tensor([[3.0, 4.0], [0.0, 0.0]])}
+      >>> grads = {"w": torch.tensor([[6.0, 8.0], [0.0, 1.0]])}
+      >>> optim.adaptive_clip(0.5, eps=1.0).update(grads, (), params)[0]
+      {'w': tensor([[1.5000, 2.0000],
+              [0.0000, 0.5000]])}
+    """
+
+    clipping: Scalar
+    eps: Scalar = 1e-3
+
+    def __post_init__(self) -> None:
+        positive("adaptive_clip: clipping", self.clipping)
+        in_range("adaptive_clip: eps", self.eps)
+
+    @property
+    def acts_per_leaf(self) -> bool:
+        return True
+
+    def update(
+        self, updates: Updates, state: OptState, params: Params | None = None
+    ) -> tuple[Updates, OptState]:
+        ratio, least = shared(self.clipping), shared(self.eps)
+
+        def clipped(u: Tensor, p: Tensor) -> Tensor:
+            units, weights = (whole(u), whole(p)) if u.dim() > 1 else (u, p)
+            size, own = _unit_norm(units), _unit_norm(weights)
+            bound = ratio(own) * own.clamp(min=least(own))
+            small = torch.finfo(size.dtype).tiny
+            scaled = units * (bound / size.clamp(min=small)).clamp(max=1).to(u.dtype)
+            return placed_like(scaled, u) if u.dim() > 1 else scaled
+
+        return tree.map(clipped, updates, need_params("adaptive_clip", params)), state
+
+
+@dataclass(frozen=True)
+class centralize(Stateless):
+    """Subtract from every row of a matrix its mean: ``u - mean(u)`` over all dimensions but the first.
+
+    Vectors and numbers pass as they are.
+
+    Source: Yong et al. 2020, "Gradient Centralization"; ``optax.centralize``, over all dimensions but the last.
+
+    Example:
+      >>> from functional_cg import optim
+      >>> optim.centralize().update({"w": torch.tensor([[3.0, 1.0], [0.0, 4.0]])}, ())[0]
+      {'w': tensor([[ 1., -1.],
+              [-2.,  2.]])}
+    """
+
+    @property
+    def acts_per_leaf(self) -> bool:
+        return True
+
+    def update(
+        self, updates: Updates, state: OptState, params: Params | None = None
+    ) -> tuple[Updates, OptState]:
+        def centred(u: Tensor) -> Tensor:
+            if u.dim() < 2:
+                return u
+            all_of_it = whole(u)
+            return placed_like(all_of_it - all_of_it.mean(_inputs(u), keepdim=True), u)
+
+        return tree.map(centred, updates), state
+
+
+@dataclass(frozen=True)
+class freeze(Stateless):
+    """Replace the updates by zeros where ``mask`` is True; the last link of a chain, so that nothing decays either.
+
+    State is kept for frozen leaves too; ``partition`` with ``set_to_zero`` keeps none.
+
+    Source: ``optax.transforms.freeze``.
+
+    Attributes:
+      mask: A prefix tree of bools, or a function from the parameters to one.
+    Raises:
+      TypeError: If a flag of the mask is no bool.
+
+    Example:
+      >>> from functional_cg import optim
+      >>> frozen = optim.freeze({"w": True, "b": False})
+      >>> frozen.update({"w": torch.tensor(2.0), "b": torch.tensor(2.0)}, ())[0]
+      {'w': tensor(0.), 'b': tensor(2.)}
+    """
+
+    mask: Any
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "mask", base.freeze(self.mask))
+
+    def update(
+        self, updates: Updates, state: OptState, params: Params | None = None
+    ) -> tuple[Updates, OptState]:
+        flat, treedef = tree.flatten(updates)
+        flags = resolve_flags(self.mask, updates if params is None else params)
+        held = [torch.zeros_like(u) if on else u for u, on in zip(flat, flags, strict=True)]
+        return tree.unflatten(treedef, held), state

@@ -1,0 +1,243 @@
+"""Optimizers with one number per leaf, such as its norm: ``lars`` and ``novograd``.
+
+Norms are taken per leaf, in float32 at least; of a sharded leaf over all ranks.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from functional_cg import tree
+from functional_cg.optim.algebra.arithmetic import norm, where_selected
+from functional_cg.optim.algebra.base import (
+    GradientTransformation,
+    OptState,
+    Params,
+    Scalar,
+    ScalarOrSchedule,
+    Stateless,
+    Updates,
+    freeze,
+    full_like_tree,
+    in_range,
+    need_params,
+    shared,
+    zero_count,
+)
+from functional_cg.optim.algebra.combine import Composed
+from functional_cg.optim.algebra.links import Mask, add_decayed_weights, scale_by_learning_rate, trace
+
+
+@dataclass(frozen=True)
+class scale_by_lars(Stateless):
+    """Decay a leaf and scale the sum to its norm: ``trust |p| / (|u| + weight_decay |p| + eps) (u + weight_decay p)``.
+
+    The ratio is 1 where one of the norms is 0. Leaves that ``mask`` leaves out pass as they are.
+
+    Source: You et al. 2017, "Large Batch Training of Convolutional Networks"; ``torch_optimizer.LARS``.
+    ``optax.lars`` has ``|u + weight_decay p|`` in the denominator.
+
+    Attributes:
+      weight_decay: Number or f32[].
+      trust_coefficient: The part of its norm by which a leaf moves at a learning rate of 1.
+      eps: Added to the denominator.
+      mask: None for all leaves, a prefix tree of bools, or a function from the parameters to one.
+    Raises:
+      ValueError: If a number is out of its range.
+
+    Example:
+      >>> from functional_cg import optim
+      >>> params = {"w": torch.tensor([3.0, 4.0])}
+      >>> link = optim.scale_by_lars(weight_decay=0.0, trust_coefficient=0.5)
+      >>> link.update({"w": torch.tensor([0.0, 2.0])}, link.init(params), params)[0]
+      {'w': tensor([0.0000, 2.5000])}
+    """
+
+    weight_decay: Scalar
+    trust_coefficient: Scalar = 1e-3
+    eps: Scalar = 1e-8
+    mask: Mask = None
+
+    def __post_init__(self) -> None:
+        for name in ("weight_decay", "trust_coefficient", "eps"):
+            in_range(f"scale_by_lars: {name}", getattr(self, name))
+        object.__setattr__(self, "mask", freeze(self.mask))
+
+    @property
+    def acts_per_leaf(self) -> bool:
+        return True
+
+    def update(
+        self, updates: Updates, state: OptState, params: Params | None = None
+    ) -> tuple[Updates, OptState]:
+        params = need_params("scale_by_lars", params)
+        decay, trust, eps = map(shared, (self.weight_decay, self.trust_coefficient, self.eps))
+
+        def scaled(u: Tensor, p: Tensor) -> Tensor:
+            ours, theirs = norm(p), norm(u)
+            ratio = trust(ours) * ours / (theirs + decay(ours) * ours + eps(ours))
+            still = (ours == 0) | (theirs == 0)
+            decayed = torch.where(still, u, u + decay(u) * p)
+            return decayed * torch.where(still, torch.ones_like(ratio), ratio).to(u.dtype)
+
+        return where_selected(self.mask, scaled, updates, params), state
+
+
+@dataclass(frozen=True)
+class lars(Composed):
+    """LARS: momentum on gradients that are scaled to the norm of their leaf; see ``scale_by_lars``.
+
+    State: a trace like params; count i64[] for a schedule.
+
+    Source: You et al. 2017; ``torch_optimizer.LARS``.
+
+    Attributes:
+      learning_rate: Number, f32[], or schedule.
+      momentum: In [0, 1).
+      nesterov: Look one step ahead.
+      trust_coefficient: The part of its norm by which a leaf moves at a learning rate of 1.
+      eps: Added to the denominator of the ratio.
+      weight_decay: Number or f32[]; no default.
+      mask: Which leaves decay and are scaled; vectors, as a rule, are not.
+    Raises:
+      ValueError: If a number is out of its range.
+
+    Example:
+      >>> from functional_cg import optim
+      >>> params = {"w": torch.tensor([3.0, 4.0])}
+      >>> optimizer = optim.lars(1.0, trust_coefficient=0.5, weight_decay=0.0)
+      >>> optimizer.update({"w": torch.tensor([0.0, 2.0])}, optimizer.init(params), params)[0]
+      {'w': tensor([-0.0000, -2.5000])}
+    """
+
+    learning_rate: ScalarOrSchedule
+    momentum: Scalar = 0.9
+    nesterov: bool = False
+    trust_coefficient: Scalar = 1e-3
+    eps: Scalar = 1e-8
+    weight_decay: Scalar = field(kw_only=True)
+    mask: Mask = field(default=None, kw_only=True)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "mask", freeze(self.mask))
+        super().__post_init__()
+
+    @property
+    def links(self) -> tuple[GradientTransformation, ...]:
+        scaled = scale_by_lars(self.weight_decay, self.trust_coefficient, self.eps, self.mask)
+        return scaled, trace(self.momentum, self.nesterov), scale_by_learning_rate(self.learning_rate)
+
+
+class ScaleByNovogradState(NamedTuple):
+    """State of :class:`scale_by_novograd`."""
+
+    count: Tensor  # type: ignore[assignment]  # i64[], updates so far
+    nu: Updates  # running mean of the squared norm, one number per leaf
+
+
+@dataclass(frozen=True)
+class scale_by_novograd(GradientTransformation):
+    """Scale each leaf by a running mean of its squared norm: ``u / (sqrt(nu) + eps)``.
+
+    ``nu <- b2 nu + (1 - b2) |u|^2``, which starts at the first ``|u|^2``.
+
+    State: count i64[]; nu, f32[] or f64[] for each leaf.
+
+    Source: Ginsburg et al. 2019; ``torch_optimizer.NovoGrad``.
+
+    Attributes:
+      b2: Decay, in [0, 1).
+      eps: Added outside of the root.
+    Raises:
+      ValueError: If a number is out of its range.
+
+    Example:
+      >>> from functional_cg import optim
+      >>> link = optim.scale_by_novograd()
+      >>> link.update({"w": torch.tensor([3.0, 4.0])}, link.init({"w": torch.zeros(2)}))[0]
+      {'w': tensor([0.6000, 0.8000])}
+    """
+
+    b2: Scalar = 0.98
+    eps: Scalar = 1e-8
+
+    def __post_init__(self) -> None:
+        in_range("scale_by_novograd: b2", self.b2, below=1.0)
+        in_range("scale_by_novograd: eps", self.eps)
+
+    @property
+    def acts_per_leaf(self) -> bool:
+        return True
+
+    def init(self, params: Params) -> ScaleByNovogradState:
+        full_like_tree(params)  # refuses what is not floating
+
+        def start(leaf: Tensor) -> Tensor:
+            dtype = torch.promote_types(leaf.dtype, torch.float32)
+            return torch.zeros((), dtype=dtype, device=leaf.device)
+
+        return ScaleByNovogradState(zero_count(params), tree.map(start, params))
+
+    def update(
+        self, updates: Updates, state: ScaleByNovogradState, params: Params | None = None
+    ) -> tuple[Updates, ScaleByNovogradState]:
+        keep, rest, eps = map(shared, (self.b2, 1 - self.b2, self.eps))
+        first = state.count == 0
+
+        def second(v: Tensor, u: Tensor) -> Tensor:
+            size = norm(u).square()
+            return torch.where(first.to(v.device), size, keep(v) * v + rest(v) * size)
+
+        nu = tree.map(second, state.nu, updates)
+        out = tree.map(lambda u, v: u / (v.sqrt() + eps(v)).to(u.dtype), updates, nu)
+        return out, ScaleByNovogradState(state.count + 1, nu)
+
+
+@dataclass(frozen=True)
+class novograd(Composed):
+    """NovoGrad: gradients over their running norm, decayed, with momentum; see ``scale_by_novograd``.
+
+    ``t <- b1 t + g / (sqrt(nu) + eps) + weight_decay p``, ``p <- p - learning_rate t``.
+
+    State: that of ``scale_by_novograd``; a trace like params; count i64[] for a schedule.
+
+    Source: Ginsburg et al. 2019; ``torch_optimizer.NovoGrad``.
+
+    Attributes:
+      learning_rate: Number, f32[], or schedule.
+      b1: Momentum, in [0, 1).
+      b2: Decay of the squared norm, in [0, 1).
+      eps: Added outside of the root.
+      weight_decay: Number or f32[].
+      mask: Which leaves decay; see ``adamw``.
+    Raises:
+      ValueError: If a number is out of its range.
+
+    Example:
+      >>> from functional_cg import optim
+      >>> params = {"w": torch.tensor([1.0, 2.0])}
+      >>> optimizer = optim.novograd(0.1)
+      >>> optimizer.update({"w": torch.tensor([3.0, 4.0])}, optimizer.init(params), params)[0]
+      {'w': tensor([-0.0600, -0.0800])}
+    """
+
+    learning_rate: ScalarOrSchedule
+    b1: Scalar = 0.95
+    b2: Scalar = 0.98
+    eps: Scalar = 1e-8
+    weight_decay: Scalar = field(default=0.0, kw_only=True)
+    mask: Mask = field(default=None, kw_only=True)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "mask", freeze(self.mask))
+        super().__post_init__()
+
+    @property
+    def links(self) -> tuple[GradientTransformation, ...]:
+        decayed = add_decayed_weights(self.weight_decay, self.mask)
+        scaled = scale_by_novograd(self.b2, self.eps)
+        return scaled, decayed, trace(self.b1), scale_by_learning_rate(self.learning_rate)

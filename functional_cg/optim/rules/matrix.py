@@ -1,0 +1,228 @@
+"""``muon``: momentum made orthogonal, for leaves that are matrices.
+
+A sharded leaf is gathered for its matrix products, and what comes of them is cut again.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from functional_cg import tree
+from functional_cg.errors import LayoutError
+from functional_cg.optim.algebra.arithmetic import averaged
+from functional_cg.optim.algebra.base import (
+    GradientTransformation,
+    Optimizer,
+    OptState,
+    Params,
+    Scalar,
+    ScalarOrSchedule,
+    StepFn,
+    Updates,
+    freeze,
+    full_like_tree,
+    in_range,
+    require,
+)
+from functional_cg.optim.algebra.combine import chain, partition
+from functional_cg.optim.algebra.links import TraceState, add_decayed_weights, scale_by_learning_rate
+from functional_cg.optim.algebra.whole import placed_like, whole
+from functional_cg.optim.rules.aliases import adamw
+
+# torch.optim.Muon's, by Keller Jordan: steepest at 0, where singular values start.
+COEFFICIENTS = (3.4445, -4.7750, 2.0315)
+
+
+def orthogonalized(
+    matrix: Tensor, steps: int, coefficients: tuple[float, float, float], eps: float, dtype: torch.dtype
+) -> Tensor:
+    """A matrix with its singular values near 1, by Newton and Schulz: ``x <- a x + (b s + c s s) x``.
+
+    Here ``s`` is ``x`` times its transpose.
+
+    Args:
+      matrix: [rows, columns].
+      steps: How many iterations.
+      coefficients: a, b, c.
+      eps: Least norm that it is divided by at the start.
+      dtype: To iterate in.
+    """
+    a, b, c = coefficients
+    tall = matrix.shape[0] > matrix.shape[1]
+    x = matrix.to(dtype)
+    x = x.T if tall else x
+    x = x / torch.linalg.vector_norm(x).clamp(min=eps)
+    for _ in range(steps):
+        s = x @ x.T
+        x = torch.addmm(x, torch.addmm(s, s, s, beta=b, alpha=c), x, beta=a)
+    return x.T if tall else x
+
+
+@dataclass(frozen=True)
+class scale_by_muon(GradientTransformation):
+    """Momentum, then the nearest orthogonal matrix, for leaves that are matrices.
+
+    ``t <- momentum t + (1 - momentum) u``; out comes ``t``, or ``momentum t + (1 - momentum) u`` with ``nesterov``,
+    with its singular values near 1 (they end between 0.7 and 1.2), times ``sqrt(max(1, rows / columns))``, or with
+    ``match_rms`` times ``0.2 sqrt(max(rows, columns))``, by which an element moves as with AdamW.
+
+    State: a trace like params.
+
+    Source: Jordan et al. 2024, "Muon"; ``torch.optim.Muon``.
+
+    Attributes:
+      momentum: In [0, 1).
+      nesterov: Look one step ahead.
+      match_rms: Scale to the size of AdamW's steps (Liu et al. 2025).
+      ns_steps: Newton-Schulz iterations.
+      ns_coefficients: Of its polynomial.
+      ns_dtype: Dtype that it runs in.
+      eps: Least norm that a matrix is divided by.
+    Raises:
+      LayoutError: At the first use, if a leaf is no matrix.
+
+    Example:
+      >>> from functional_cg import optim
+      >>> link = optim.scale_by_muon(ns_dtype=torch.float32)
+      >>> grads = {"w": torch.tensor([[0.0, 5.0], [-5.0, 0.0]])}
+      >>> link.update(grads, link.init(grads))[0]["w"].abs().round(decimals=1)
+      tensor([[0.0000, 1.1000],
+              [1.1000, 0.0000]])
+    """
+
+    momentum: Scalar = 0.95
+    nesterov: bool = True
+    match_rms: bool = False
+    ns_steps: int = 5
+    ns_coefficients: tuple[float, float, float] = COEFFICIENTS
+    ns_dtype: torch.dtype = torch.bfloat16
+    eps: float = 1e-7
+
+    def __post_init__(self) -> None:
+        in_range("scale_by_muon: momentum", self.momentum, below=1.0)
+        in_range("scale_by_muon: eps", self.eps)
+        object.__setattr__(self, "ns_coefficients", tuple(self.ns_coefficients))
+        require(len(self.ns_coefficients) == 3, "scale_by_muon: ns_coefficients are three numbers")
+
+    @property
+    def acts_per_leaf(self) -> bool:
+        return True
+
+    def init(self, params: Params) -> TraceState:
+        flat, _ = tree.flatten_with_path(params)
+        rows = [f"params{tree.path_string(path)}  got {list(x.shape)}" for path, x in flat if x.dim() != 2]
+        if rows:
+            raise LayoutError.of(
+                "",
+                "scale_by_muon: takes matrices; these leaves are none.",
+                rows=rows,
+                fix='`optim.muon(...)` gives them to AdamW; its `labels` say "muon" or "adamw" for each leaf.',
+            )
+        return TraceState(full_like_tree(params))
+
+    def update(
+        self, updates: Updates, state: TraceState, params: Params | None = None
+    ) -> tuple[Updates, TraceState]:
+        new = averaged(self.momentum, state.trace, updates)
+        ahead = averaged(self.momentum, new, updates) if self.nesterov else new
+
+        def scaled(u: Tensor) -> Tensor:
+            rows, columns = u.shape
+            size = (
+                0.2 * max(rows, columns) ** 0.5 if self.match_rms else max(1, rows / max(1, columns)) ** 0.5
+            )
+            x = orthogonalized(whole(u), self.ns_steps, self.ns_coefficients, self.eps, self.ns_dtype)
+            return placed_like(x.to(u.dtype) * size, u)
+
+        return tree.map(scaled, ahead), TraceState(new)
+
+
+def _matrices(params: Params) -> Any:
+    """The labels of ``muon`` by default: leaves of two dimensions are its own, all others those of AdamW."""
+    return tree.map(lambda leaf: "muon" if leaf.dim() == 2 else "adamw", params)
+
+
+@dataclass(frozen=True)
+class muon(Optimizer):
+    """Muon for matrices, AdamW for all other leaves.
+
+    ``p <- p - learning_rate * (u + weight_decay * p)`` with the ``u`` of ``scale_by_muon``. Embeddings and the last
+    layer, though matrices, are better off with AdamW: say so in ``labels``.
+
+    State: a trace like the matrices; count i64[], mu and nu like the rest; count i64[] for a schedule.
+
+    Source: Jordan et al. 2024; ``torch.optim.Muon``, ``optax.contrib.muon``.
+
+    Attributes:
+      learning_rate: Number, f32[], or schedule; for matrices.
+      momentum: In [0, 1).
+      nesterov: Look one step ahead.
+      match_rms: Scale to the size of AdamW's steps, so that both learning rates are alike.
+      ns_steps: Newton-Schulz iterations.
+      ns_dtype: Dtype that they run in.
+      weight_decay: Number or f32[], of all leaves; no default.
+      adamw_learning_rate: Number, f32[], or schedule; None for ``learning_rate``.
+      labels: "muon" or "adamw": a prefix tree, or a function from the parameters to one; None for "muon" where there
+        are two dimensions.
+    Raises:
+      ValueError: If a number is out of its range.
+
+    Example:
+      >>> from functional_cg import optim
+      >>> params = {"w": torch.eye(2), "b": torch.ones(2)}
+      >>> optimizer = optim.muon(0.1, weight_decay=0.0)
+      >>> updates, _ = optimizer.update(params, optimizer.init(params), params)
+      >>> updates["b"]
+      tensor([-0.1000, -0.1000])
+    """
+
+    learning_rate: ScalarOrSchedule
+    momentum: Scalar = 0.95
+    nesterov: bool = True
+    match_rms: bool = False
+    ns_steps: int = 5
+    ns_dtype: torch.dtype = torch.bfloat16
+    weight_decay: Scalar = field(kw_only=True)
+    adamw_learning_rate: ScalarOrSchedule | None = field(default=None, kw_only=True)
+    labels: Any = field(default=None, kw_only=True)
+
+    def __post_init__(self) -> None:
+        in_range("muon: learning_rate", self.learning_rate)
+        in_range("muon: momentum", self.momentum, below=1.0)
+        in_range("muon: weight_decay", self.weight_decay)
+        if self.adamw_learning_rate is not None:
+            in_range("muon: adamw_learning_rate", self.adamw_learning_rate)
+        object.__setattr__(self, "labels", freeze(self.labels))
+        in_range("muon: weight_decay", self.weight_decay)
+
+    @property
+    def _parted(self) -> partition:
+        orthogonal = scale_by_muon(
+            self.momentum, self.nesterov, self.match_rms, self.ns_steps, ns_dtype=self.ns_dtype
+        )
+        rest = self.learning_rate if self.adamw_learning_rate is None else self.adamw_learning_rate
+        own = chain(
+            orthogonal, add_decayed_weights(self.weight_decay), scale_by_learning_rate(self.learning_rate)
+        )
+        others = adamw(rest, weight_decay=self.weight_decay)
+        return partition({"muon": own, "adamw": others}, _matrices if self.labels is None else self.labels)
+
+    @property
+    def parts(self) -> tuple[GradientTransformation, ...]:
+        return (self._parted,)
+
+    def init(self, params: Params) -> OptState:
+        return self._parted.init(params)
+
+    def update(
+        self, updates: Updates, state: OptState, params: Params | None = None
+    ) -> tuple[Updates, OptState]:
+        return self._parted.update(updates, state, params)
+
+    @property
+    def step(self) -> StepFn | None:
+        return self._parted.step

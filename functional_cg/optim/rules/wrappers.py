@@ -1,0 +1,263 @@
+"""Optimizers around optimizers: ``lookahead``, ``schedule_free``, and ``sam`` around a gradient."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from functional_cg import tree
+from functional_cg.optim.algebra.base import (
+    GradientTransformation,
+    Optimizer,
+    OptState,
+    Params,
+    Scalar,
+    ScalarOrSchedule,
+    StepFn,
+    Updates,
+    in_range,
+    need_params,
+    need_steps,
+    positive,
+    rate_at,
+    require,
+    shared,
+    step_or_update,
+    zero_count,
+)
+from functional_cg.optim.algebra.fitting import in_dtypes_of
+from functional_cg.optim.rules.clipping import global_norm
+
+
+def interpolated(weight: Scalar, a: Params, b: Params) -> Params:
+    """``a + weight (b - a)`` for every leaf."""
+    factor = shared(weight)
+    return tree.map(lambda x, y: x + factor(x) * (y - x), a, b)
+
+
+class LookaheadState(NamedTuple):
+    """State of :class:`lookahead`."""
+
+    count: Tensor  # type: ignore[assignment]  # i64[], updates so far
+    slow: Params  # slow parameters, like params
+    inner_state: OptState
+
+
+@dataclass(frozen=True)
+class lookahead(Optimizer):
+    """Every few steps, go back from where ``inner`` led: ``slow <- slow + slow_step_size (p - slow)``, ``p <- slow``.
+
+    Between, ``inner`` steps by itself. ``step`` is there for every ``inner``, and runs its fused op if it has one.
+
+    State: count i64[]; slow parameters like params; that of ``inner``.
+
+    Source: Zhang et al. 2019; ``optax.lookahead``. ``torch_optimizer.Lookahead`` starts its slow parameters after the
+    first step.
+
+    Attributes:
+      inner: The optimizer that makes the fast steps.
+      sync_period: Steps of ``inner`` between two of the slow parameters, at least 1.
+      slow_step_size: In [0, 1]; with 1 there is ``inner`` alone.
+    Raises:
+      ValueError: If a number is out of its range.
+
+    Example:
+      >>> from functional_cg import optim
+      >>> optimizer = optim.lookahead(optim.sgd(1.0), sync_period=2, slow_step_size=0.5)
+      >>> params, grads = {"w": torch.tensor([4.0])}, {"w": torch.tensor([1.0])}
+      >>> params, state = optimizer.step(grads, optimizer.init(params), params)
+      >>> params, state = optimizer.step(grads, state, params)
+      >>> params  # 4 to 2 by two steps, and half of the way back
+      {'w': tensor([3.])}
+    """
+
+    inner: GradientTransformation
+    sync_period: int = 6
+    slow_step_size: Scalar = 0.5
+
+    def __post_init__(self) -> None:
+        require(
+            isinstance(self.sync_period, int) and self.sync_period >= 1,
+            f"lookahead: sync_period must be a positive int, got {self.sync_period!r}",
+        )
+        in_range("lookahead: slow_step_size", self.slow_step_size)
+        require(
+            isinstance(self.slow_step_size, Tensor) or self.slow_step_size <= 1,
+            f"lookahead: slow_step_size must be in [0, 1], got {self.slow_step_size!r}",
+        )
+        need_steps("lookahead", self.inner)
+
+    @property
+    def parts(self) -> tuple[GradientTransformation, ...]:
+        return (self.inner,)
+
+    def init(self, params: Params) -> LookaheadState:
+        return LookaheadState(zero_count(params), tree.map(torch.clone, params), self.inner.init(params))
+
+    def update(
+        self, updates: Updates, state: LookaheadState, params: Params | None = None
+    ) -> tuple[Updates, LookaheadState]:
+        params = need_params("lookahead", params)
+        updates, inner_state = self.inner.update(updates, state.inner_state, params)
+        new, state = self._synced(tree.map(torch.add, params, updates), state, inner_state)
+        return tree.map(torch.sub, new, params), state
+
+    @property
+    def step(self) -> StepFn:
+        return self._step
+
+    def _step(self, grads: Updates, state: LookaheadState, params: Params) -> tuple[Params, LookaheadState]:
+        fast, inner_state = step_or_update(self.inner, grads, state.inner_state, params)
+        return self._synced(fast, state, inner_state)
+
+    def _synced(
+        self, fast: Params, state: LookaheadState, inner_state: OptState
+    ) -> tuple[Params, LookaheadState]:
+        count = state.count + 1
+        due = count % self.sync_period == 0
+
+        def chosen(yes: Tensor, no: Tensor) -> Tensor:
+            return torch.where(due.to(yes.device), yes, no)
+
+        ahead = interpolated(self.slow_step_size, state.slow, fast)
+        slow = tree.map(chosen, ahead, state.slow)
+        return tree.map(chosen, ahead, fast), LookaheadState(count, slow, inner_state)
+
+
+class ScheduleFreeState(NamedTuple):
+    """State of :class:`schedule_free`."""
+
+    count: Tensor  # type: ignore[assignment]  # i64[], updates so far
+    largest: Tensor  # f64[], the largest rate so far
+    total: Tensor  # f64[], sum of the weights so far
+    z: Params  # where `inner` is, like params
+    inner_state: OptState
+
+
+@dataclass(frozen=True)
+class schedule_free(Optimizer):
+    """Average the way of ``inner``, and take gradients between it and its average: no schedule that knows the end.
+
+    With ``z`` where ``inner`` is, ``x`` its average and ``y = (1 - b1) z + b1 x`` the parameters of the state, at which
+    gradients are taken: ``z <- z + inner(gradient at y)``, ``x <- (1 - c) x + c z``, with ``c = w / (sum of w so far)``
+    and ``w`` the largest rate so far to the power ``weight_lr_power``. Evaluate at ``x``: :meth:`eval_params`.
+    ``inner`` has no momentum: ``sgd(lr)``, or ``scale_by_rms`` and a rate. Decay in it acts at ``y``.
+
+    State: count i64[]; largest and total f64[]; z like params; that of ``inner``.
+
+    Source: Defazio et al. 2024, "The Road Less Scheduled"; ``optax.contrib.schedule_free``.
+
+    Attributes:
+      inner: The optimizer, with a constant rate or a warm-up.
+      learning_rate: The schedule of ``inner`` if it has one; any number stands for a constant rate.
+      b1: In (0, 1): how near to the average gradients are taken.
+      weight_lr_power: Not negative; 0 averages all steps alike.
+    Raises:
+      ValueError: If a number is out of its range.
+
+    Example:
+      >>> from functional_cg import optim
+      >>> optimizer = optim.schedule_free(optim.sgd(1.0), b1=0.5)
+      >>> params, grads = {"w": torch.tensor([4.0])}, {"w": torch.tensor([1.0])}
+      >>> params, state = optimizer.step(grads, optimizer.init(params), params)
+      >>> params, state = optimizer.step(grads, state, params)
+      >>> params, optimizer.eval_params(state, params)  # z is 2, after 3
+      ({'w': tensor([2.2500])}, {'w': tensor([2.5000])})
+    """
+
+    inner: GradientTransformation
+    learning_rate: ScalarOrSchedule = 1.0
+    b1: Scalar = 0.9
+    weight_lr_power: float = 2.0
+
+    def __post_init__(self) -> None:
+        in_range("schedule_free: learning_rate", self.learning_rate)
+        positive("schedule_free: b1", self.b1, below=1.0)
+        in_range("schedule_free: weight_lr_power", self.weight_lr_power)
+        need_steps("schedule_free", self.inner)
+
+    @property
+    def parts(self) -> tuple[GradientTransformation, ...]:
+        return (self.inner,)
+
+    def init(self, params: Params) -> ScheduleFreeState:
+        count = zero_count(params)
+        largest, total = (torch.zeros((), dtype=torch.float64, device=count.device) for _ in range(2))
+        z = tree.map(torch.clone, params)
+        return ScheduleFreeState(count, largest, total, z, self.inner.init(params))
+
+    def eval_params(self, state: ScheduleFreeState, params: Params) -> Params:
+        """The average ``x``, at which the model is evaluated: ``(y - (1 - b1) z) / b1``.
+
+        Args:
+          state: Of this optimizer, ``state.opt_state``.
+          params: The parameters beside it.
+        """
+        return interpolated(1 / self.b1, state.z, params)
+
+    def update(
+        self, updates: Updates, state: ScheduleFreeState, params: Params | None = None
+    ) -> tuple[Updates, ScheduleFreeState]:
+        params = need_params("schedule_free", params)
+        new, state = self._step(updates, state, params)
+        return tree.map(torch.sub, new, params), state
+
+    @property
+    def step(self) -> StepFn:
+        return self._step
+
+    def _step(
+        self, grads: Updates, state: ScheduleFreeState, params: Params
+    ) -> tuple[Params, ScheduleFreeState]:
+        updates, inner_state = self.inner.update(in_dtypes_of(params, grads), state.inner_state, params)
+        z = tree.map(torch.add, state.z, updates)
+        largest = state.largest.clamp(min=rate_at(self.learning_rate, state.count))
+        weight = largest**self.weight_lr_power
+        total = state.total + weight
+        part = torch.where(total > 0, weight / total, torch.zeros_like(total))
+        x = interpolated(part, self.eval_params(state, params), z)
+        y = interpolated(self.b1, z, x)
+        return y, ScheduleFreeState(state.count + 1, largest, total, z, inner_state)
+
+
+def sam(
+    value_and_grad: Callable[..., tuple[Any, Updates]], rho: Scalar = 0.05, *, adaptive: bool = False
+) -> Callable[..., tuple[Any, Updates]]:
+    """Sharpness-aware gradients: those at ``p + rho g / |g|``, where the loss is worst near ``p``.
+
+    ``g`` is the gradient at ``p`` and ``|g|`` its norm over all leaves. With ``adaptive``, the neighbourhood grows with
+    the parameters: ``p + rho p^2 g / |p g|``. It costs two gradients; any optimizer takes the second one.
+
+    Source: Foret et al. 2021; Kwon et al. 2021 for ``adaptive``; ``optax.contrib.sam``.
+
+    Args:
+      value_and_grad: ``(params, *args) -> (value, grads)``, as :func:`functional_cg.value_and_grad` makes it; called
+        twice with the same arguments.
+      rho: How far, positive number or f32[].
+      adaptive: Scale the neighbourhood by the parameters.
+    Returns:
+      A function of the same arguments: the value at ``p``, and the gradients from nearby.
+    Raises:
+      ValueError: If ``rho`` is negative.
+
+    Example:
+      >>> import functional_cg as fcg
+      >>> grads_of = fcg.optim.sam(fcg.value_and_grad(lambda p: (p["w"] ** 2).sum()), rho=0.5)
+      >>> grads_of({"w": torch.tensor([3.0, 4.0])})
+      (tensor(25.), {'w': tensor([6.6000, 8.8000])})
+    """
+    in_range("sam: rho", rho)
+
+    def nearby(params: Params, *args: Any, **kwargs: Any) -> tuple[Any, Updates]:
+        value, grads = value_and_grad(params, *args, **kwargs)
+        scaled = tree.map(lambda g, p: g * p.abs(), grads, params) if adaptive else grads
+        factor = shared(rho / (global_norm(scaled) + 1e-12))
+        uphill = tree.map(lambda g, p: g * p.abs(), scaled, params) if adaptive else scaled
+        _, grads = value_and_grad(tree.map(lambda p, g: p + factor(p) * g, params, uphill), *args, **kwargs)
+        return value, grads
+
+    return nearby

@@ -1,0 +1,393 @@
+"""Stateless random numbers: a draw is a pure function of a key.
+
+The generator is Philox4x32-10: ten rounds of a keyed bijection turn a 128-bit counter into four 32-bit words
+(Salmon, Moraes, Dror, Shaw: *Parallel random numbers: as easy as 1, 2, 3*, SC 2011). Nothing is stored
+between draws, so a replayed graph draws new numbers exactly when its key is new.
+
+A key is an ``i64[2]`` tensor of two 32-bit words. Never draw twice from one key: `split` it, `fold_in` a
+number, or give each draw its own ``stream``, a number from 0 to 2**63 - 1 that is part of the counter and
+costs nothing; a step that draws twice from one key is warned of. Results live on the key's device. Shapes and
+numbers are Python values, checked at the call; no function reads a tensor on the host. All draws come from one
+registered op, ``fcg::random_bits``: one node in a trace, and the same bits on CPU and CUDA, in eager and compiled
+code. Only `normal` and `categorical` compute logarithms, whose last bits may differ.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from ..errors import LayoutError
+from ..tensors.aten import is_batched
+from .arguments import (
+    bounds,
+    check_broadcast,
+    check_floating,
+    check_integer,
+    check_key,
+    check_operand,
+    check_probability,
+    describe,
+    numel,
+)
+from .masking import masked_scale
+from .words import MASK, decompose_random_bits, multiply, random_bits, signed
+
+__all__ = [
+    "bernoulli",
+    "bits",
+    "categorical",
+    "decompose_random_bits",
+    "dropout",
+    "fold_in",
+    "keep_mask",
+    "key",
+    "normal",
+    "permutation",
+    "randint",
+    "split",
+    "uniform",
+]
+
+_INTEGERS = (
+    *(torch.int8, torch.int16, torch.int32, torch.int64),
+    *(torch.uint8, torch.uint16, torch.uint32, torch.uint64),
+)
+# Keys are derived on a stream that no draw may use: a draw and a derived key never share a counter.
+DERIVE = -1
+
+
+def _words64(key: Tensor, n: int, stream: int) -> Tensor:
+    """i64[n] of 64 random bits each; the first of two words is the low half."""
+    words = bits(key, 2 * n, stream=stream)
+    if not is_batched(words):
+        return words.view(torch.int64)
+    low, high = words.unflatten(-1, (n, 2)).to(torch.int64).unbind(-1)  # torch 2.11 cannot view under vmap
+    both: Tensor = (low & 0xFFFFFFFF) | (high << 32)
+    return both
+
+
+def half_words(key: Tensor, n: int, stream: int = 0, start: int | None = None) -> Tensor:
+    """i16[n] of 16 random bits each, from number ``start`` on; the first of two is the low half of a word."""
+    if start is not None:
+        both = bits(key, n // 2 + 1, stream=stream, start=start // 2).view(torch.int16)
+        return both.narrow(0, start % 2, n)
+    words = bits(key, (n + 1) // 2, stream=stream)
+    if not is_batched(words):
+        return words.view(torch.int16)[:n]
+    return torch.stack([(words << 16) >> 16, words >> 16], dim=-1).flatten(-2)[..., :n].to(torch.int16)
+
+
+def _unit64(key: Tensor, n: int, stream: int) -> Tensor:
+    """f64[n], uniform on the multiples of 2**-53 in [0, 1)."""
+    return ((_words64(key, n, stream) >> 11) & (2**53 - 1)).to(torch.float64) * 2.0**-53
+
+
+def key(seed: int, device: torch.device | str | None = None) -> Tensor:
+    """Make a key from a seed: i64[2], the low and the high 32 bits.
+
+    Args:
+      seed: Any 64-bit integer, signed or not; neighbouring seeds are as good as distant ones.
+      device: Where the key lives (default: torch's default device).
+
+    Raises:
+      TypeError, ValueError: If ``seed`` is not a Python int of 64 bits.
+
+    Example:
+      >>> key(2**32 + 5)
+      tensor([5, 1])
+    """
+    check_integer("seed", seed, -(2**63), 2**64 - 1)
+    # Two fills, not `torch.tensor`: a copy from the host could not be captured.
+    words = (seed & MASK, seed >> 32 & MASK)
+    return torch.stack([torch.full((), word, dtype=torch.int64, device=device) for word in words])
+
+
+def fold_in(key: Tensor, data: int | Tensor) -> Tensor:
+    """Derive a key, i64[2], from a key and a number.
+
+    Args:
+      key: i64[2].
+      data: A Python int of 64 bits, or an integer tensor i*[] on the key's device, such as ``state.step``.
+
+    Raises:
+      LayoutError: If ``key`` is not an i64[2], or the tensor ``data`` is not an i*[] on its device.
+      TypeError, ValueError: If ``data`` is neither a tensor nor a Python int of 64 bits.
+
+    Example:
+      >>> torch.equal(fold_in(key(0), 7), fold_in(key(0), torch.tensor(7)))
+      True
+    """
+    check_key(key)
+    if not isinstance(data, Tensor):
+        check_integer("data", data, -(2**63), 2**64 - 1)
+        first = torch.full((1,), signed(data, 64), dtype=torch.int64, device=key.device)
+    elif data.ndim or data.device != key.device or data.dtype not in _INTEGERS:
+        rows = [f"data  expected an integer tensor [] on {key.device}   got {describe(data)}"]
+        fix = "pass a Python int, or one integer such as `state.step`."
+        raise LayoutError.of("", "a key folds in one integer.", rows=rows, fix=fix)
+    else:
+        first = data.to(torch.int64).reshape(1)
+    return random_bits(torch.cat([key, first]), DERIVE, 2).to(torch.int64) & MASK
+
+
+def split(key: Tensor, n: int = 2) -> Tensor:
+    """Derive ``n`` keys, i64[n, 2]; ``split(key, n)[i]`` is ``fold_in(key, i)``.
+
+    Raises:
+      LayoutError: If ``key`` is not an i64[2].
+      TypeError, ValueError: If ``n`` is not a Python int of at least 0.
+
+    Example:
+      >>> first, second = split(key(0))
+      >>> torch.equal(second, fold_in(key(0), 1))
+      True
+    """
+    check_key(key)
+    check_integer("n", n, 0, 2**61)
+    return random_bits(key, DERIVE, 4 * n).view(n, 4)[:, :2].to(torch.int64) & MASK
+
+
+def bits(key: Tensor, n: int, *, stream: int = 0, start: int | None = None) -> Tensor:
+    """Draw ``n`` words of 32 random bits, i32[n]; with ``start``, from that word on.
+
+    Word ``4 * i + j`` is output ``j`` of Philox for the counter ``(i, stream)``, two words each, low word first:
+    a longer draw begins with the shorter one, one with a ``start`` is a part of it, and two streams share no counter.
+
+    Raises:
+      LayoutError: If ``key`` is not an i64[2].
+      TypeError, ValueError: If ``n``, ``stream`` or ``start`` is not a Python int of at least 0.
+
+    Example:
+      >>> [f"{word & 0xFFFFFFFF:08x}" for word in bits(key(0), 4).tolist()]
+      ['6627e8d5', 'e169c58d', 'bc57ac4c', '9b00dbd8']
+    """
+    check_key(key)
+    check_integer("n", n, 0, 2**63 - 1)
+    check_integer("stream", stream, 0, 2**63 - 1)
+    if start is not None:
+        check_integer("start", start, 0, 2**63 - 1)
+        # One program for each start: ranks that draw parts of one leaf run the same calls on the same shapes.
+        first = torch.full((1,), start // 4, dtype=torch.int64, device=key.device)
+        return random_bits(torch.cat([key, first]), stream, n + 3).narrow(0, start % 4, n)
+    return random_bits(key, stream, n)
+
+
+def uniform(
+    key: Tensor,
+    shape: Sequence[int],
+    *,
+    low: float = 0.0,
+    high: float = 1.0,
+    dtype: torch.dtype = torch.float32,
+    stream: int = 0,
+) -> Tensor:
+    """Draw uniformly from [low, high).
+
+    24 random bits an element (53 for float64), scaled in float32 (float64), rounded to ``dtype`` and kept
+    inside: no result is below ``low``, and none is ``high``, in any dtype. Compiled, a result that is scaled to other
+    bounds than 0 and 1 may differ in its last bit.
+
+    Raises:
+      LayoutError: If ``key`` is not an i64[2].
+      TypeError: If ``shape`` is not a tuple of Python ints, or ``dtype`` is not floating.
+      ValueError: If [low, high) is empty, infinite, or holds no number of ``dtype``.
+
+    Example:
+      >>> bool((uniform(key(0), (1000,), dtype=torch.bfloat16) < 1).all())
+      True
+    """
+    check_floating(dtype)
+    n, (smallest, largest) = numel(shape), bounds(low, high, dtype)
+    if dtype == torch.float64:
+        unit = _unit64(key, n, stream)
+    else:
+        unit = ((bits(key, n, stream=stream) >> 8) & 0xFFFFFF).to(torch.float32) * 2.0**-24
+    if (low, high) != (0.0, 1.0):
+        # The clamp changes no value: it keeps most compilers from rounding product and sum only once.
+        unit = (unit * (high - low)).clamp(max=high - low) + low
+    return unit.to(dtype).clamp(smallest, largest).view(shape)
+
+
+def normal(
+    key: Tensor,
+    shape: Sequence[int],
+    *,
+    mean: float = 0.0,
+    std: float = 1.0,
+    dtype: torch.dtype = torch.float32,
+    stream: int = 0,
+) -> Tensor:
+    """Draw from the normal distribution, by the method of Box and Muller in float64, rounded to ``dtype``.
+
+    The bits are the same everywhere, but logarithm, sine and cosine are not: between CPU and CUDA, or eager
+    and compiled, the value in float64 differs by at most ``1e-13 * (|mean| + |std|)``, and the rounded result
+    by that and one unit in the last place. Values lie within 8.6 standard deviations.
+
+    Raises:
+      LayoutError: If ``key`` is not an i64[2].
+      TypeError: If ``shape`` is not a tuple of Python ints, or ``dtype`` is not floating.
+
+    Example:
+      >>> normal(key(0), (2, 3)).shape
+      torch.Size([2, 3])
+    """
+    check_floating(dtype)
+    n = numel(shape)
+    half = (n + 1) // 2
+    unit = _unit64(key, 2 * half, stream)
+    radius = (torch.log1p(-unit[:half]) * -2.0).sqrt()
+    angle = unit[half:] * math.tau
+    draws = torch.cat([radius * angle.cos(), radius * angle.sin()])[:n]
+    return (draws * std + mean).to(dtype).view(shape)
+
+
+def bernoulli(key: Tensor, p: float | Tensor, shape: Sequence[int], *, stream: int = 0) -> Tensor:
+    """Draw booleans that are true with probability ``p``, to within 2**-32.
+
+    Args:
+      key: i64[2].
+      p: A Python number from 0 to 1, or a floating tensor on the key's device that broadcasts to ``shape``,
+        whose values are not checked: below 0 means never, above 1 always.
+      shape: Shape of the result.
+      stream: Part of the counter.
+
+    Raises:
+      LayoutError: If ``key`` is not an i64[2], or ``p`` is on another device or does not broadcast.
+      TypeError: If ``p`` is a tensor but not floating, or ``shape`` is not a tuple of Python ints.
+      ValueError: If ``p`` is not a tensor and not a Python number from 0 to 1.
+
+    Example:
+      >>> bernoulli(key(0), 1.0, (3,))
+      tensor([True, True, True])
+    """
+    check_key(key)
+    if isinstance(p, Tensor):
+        check_operand("p", p, key)
+        check_broadcast(p, shape)
+        p = p.detach().to(torch.float64)
+    else:
+        check_probability(p)
+    words = bits(key, numel(shape), stream=stream).view(shape)
+    if isinstance(p, Tensor):
+        return (words.to(torch.float64) + 2.0**31) * 2.0**-32 < p
+    return words <= math.ceil(p * 2**32) - 2**31 - 1 if p else torch.zeros_like(words, dtype=torch.bool)
+
+
+def randint(
+    key: Tensor,
+    shape: Sequence[int],
+    low: int,
+    high: int,
+    *,
+    dtype: torch.dtype = torch.int64,
+    stream: int = 0,
+) -> Tensor:
+    """Draw integers from low to high - 1, at most 2**63 of them.
+
+    A 64-bit number times the range, keeping the high half of the 128-bit product; nothing is rejected. A
+    probability is off by less than 2**-64, that is by (high - low) * 2**-64 of itself.
+
+    Raises:
+      LayoutError: If ``key`` is not an i64[2].
+      TypeError: If ``low`` or ``high`` is not a Python int, or ``dtype`` not an integer dtype.
+      ValueError: If the range is empty, longer than 2**63, or does not fit ``dtype`` and int64.
+
+    Example:
+      >>> randint(key(0), (100,), 0, 6).max()
+      tensor(5)
+    """
+    if dtype not in _INTEGERS:
+        raise TypeError(f"`dtype`: expected an integer dtype, got {dtype}.")
+    limits = torch.iinfo(dtype)
+    check_integer("low", low, limits.min, min(limits.max, 2**63 - 1))
+    check_integer("high", high, low + 1, min(limits.max + 1, 2**63, low + 2**63))
+    words = _words64(key, numel(shape), stream)
+    word_low, word_high = words & MASK, (words >> 32) & MASK
+    range_low, range_high = (high - low) & MASK, (high - low) >> 32
+    high0, low0 = multiply(word_high, range_low)
+    high1, low1 = multiply(word_low, range_high)
+    carry = (multiply(word_low, range_low)[0] + low0 + low1) >> 32
+    draws: Tensor = word_high * range_high + high0 + high1 + carry + low
+    return draws.to(dtype).view(shape)
+
+
+def permutation(key: Tensor, n: int, *, stream: int = 0) -> Tensor:
+    """Draw a permutation of 0 to n - 1, i64[n], by a stable sort of 64-bit numbers.
+
+    Two of these are equal with a probability below n**2 / 2**65; only then is the order biased.
+
+    Raises:
+      LayoutError: If ``key`` is not an i64[2].
+      TypeError, ValueError: If ``n`` is not a Python int of at least 0.
+
+    Example:
+      >>> permutation(key(0), 5).sort().values
+      tensor([0, 1, 2, 3, 4])
+    """
+    check_integer("n", n, 0, 2**61)
+    return torch.argsort(_words64(key, n, stream), stable=True)
+
+
+def dropout(key: Tensor, x: Tensor, p: float, *, stream: int = 0) -> Tensor:
+    """Set each element of ``x`` to zero with probability ``p``, and scale the others so that the mean stays.
+
+    A decision takes 16 bits: the probability is p' = round(p * 65536) / 65536 and the scale 1 / (1 - p').
+    Which elements are dropped depends on the key and on ``p``, not on the values; a dropped NaN stays NaN, as
+    in torch. ``p = 0`` gives ``x`` itself, ``p = 1`` zeros. Differentiable in ``x``.
+
+    Raises:
+      LayoutError: If ``key`` is not an i64[2], or ``x`` is on another device.
+      TypeError: If ``x`` is not a floating tensor.
+      ValueError: If ``p`` is not a Python number from 0 to 1.
+
+    Example:
+      >>> dropout(key(0), torch.ones(6), 0.5).unique()
+      tensor([0., 2.])
+    """
+    check_probability(p)
+    check_key(key)
+    check_operand("x", x, key)
+    dropped = round(p * 65536)
+    if dropped == 0:
+        return x
+    mask = keep_mask(key, p, x.shape, stream=stream)
+    return masked_scale(x, mask, 65536 / max(65536 - dropped, 1))
+
+
+def keep_mask(key: Tensor, p: float, shape: Sequence[int], *, stream: int = 0) -> Tensor:
+    """What :func:`dropout` keeps: booleans that are false with probability round(p * 65536) / 65536.
+
+    Half the work of :func:`bernoulli`, which is exact to 2**-32.
+
+    Example:
+      >>> keep_mask(key(0), 0.0, (3,))
+      tensor([True, True, True])
+    """
+    halves = half_words(key, numel(shape), stream).view(shape)
+    dropped = round(p * 65536)
+    return halves > dropped - 1 - 32768 if dropped else torch.ones_like(halves, dtype=torch.bool)
+
+
+def categorical(key: Tensor, logits: Tensor, axis: int = -1, *, stream: int = 0) -> Tensor:
+    """Draw indices, i64, with probabilities ``softmax(logits, axis)``, by the Gumbel-max trick in float64.
+
+    A logit of minus infinity is never drawn if another one is finite. CPU and CUDA agree unless the two best
+    sums of logit and noise are within 1e-13 of each other.
+
+    Raises:
+      LayoutError: If ``key`` is not an i64[2], or ``logits`` is on another device.
+      TypeError: If ``logits`` is not a floating tensor.
+
+    Example:
+      >>> categorical(key(0), torch.tensor([[0.0, -torch.inf], [-torch.inf, 0.0]]))
+      tensor([0, 1])
+    """
+    check_key(key)
+    check_operand("logits", logits, key)
+    # The bound keeps the noise finite: an infinite one would meet a logit of minus infinity as NaN.
+    exponential = (-torch.log1p(-_unit64(key, logits.numel(), stream))).clamp(min=2.0**-54)
+    return torch.argmax(logits.detach().to(torch.float64) - exponential.log().view(logits.shape), dim=axis)

@@ -1,0 +1,107 @@
+"""What the arguments of a draw may be; everything that is wrong with them is said before anything is drawn."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from ..errors import LayoutError
+from ..tree import leaves
+
+__all__ = [
+    "bounds",
+    "check_broadcast",
+    "check_floating",
+    "check_integer",
+    "check_key",
+    "check_operand",
+    "check_probability",
+    "describe",
+    "numel",
+    "round_down",
+]
+
+
+def describe(value: object) -> str:
+    if not isinstance(value, Tensor):
+        # The repr of a whole state would read its values, which a step refuses with another error.
+        reads = any(isinstance(leaf, Tensor) for leaf in leaves(value))
+        return type(value).__name__ if reads else f"{type(value).__name__} {value!r}"
+    return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}@{value.device}"
+
+
+def check_key(key: object) -> None:
+    if not isinstance(key, Tensor):
+        raise TypeError(f"`key`: expected a key, got {describe(key)}. To fix: make one with `key(seed)`.")
+    if key.dtype != torch.int64 or key.shape != (2,):
+        rows = [f"key  expected int64[2]   got {describe(key)}"]
+        fix = "pass one key, from `key(seed)`, or one row of `split(key, n)`."
+        raise LayoutError.of("", "this is not a random key.", rows=rows, fix=fix)
+
+
+def check_operand(name: str, value: object, key: Tensor) -> None:
+    if not isinstance(value, Tensor) or not value.is_floating_point():
+        raise TypeError(f"`{name}`: expected a floating tensor, got {describe(value)}.")
+    if value.device != key.device:
+        rows = [f"{name}  expected a tensor on {key.device}, like the key   got {describe(value)}"]
+        fix = "move one of them outside of the step; a copy between devices cannot be captured."
+        raise LayoutError.of("", "key and operand are on two devices.", rows=rows, fix=fix)
+
+
+def check_integer(name: str, value: object, low: int, high: int) -> None:
+    # A tensor is refused before it is compared: the comparison would read it on the host.
+    if not isinstance(value, int):
+        raise TypeError(f"`{name}`: expected a Python int, got {describe(value)}.")
+    if not low <= value <= high:
+        raise ValueError(f"`{name}`: expected an integer from {low} to {high}, got {value}.")
+
+
+def check_floating(dtype: object) -> None:
+    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+        raise TypeError(f"`dtype`: expected a floating dtype, got {dtype}.")
+
+
+def check_probability(p: object) -> None:
+    if not isinstance(p, float | int) or not 0 <= p <= 1:
+        raise ValueError(f"`p`: expected a Python number from 0 to 1, got {describe(p)}.")
+
+
+def check_broadcast(p: Tensor, shape: Sequence[int]) -> None:
+    # A longer `p` would broadcast the draw instead: all its rows would share one.
+    sizes = zip(reversed(p.shape), reversed(shape), strict=False)
+    if p.ndim > len(shape) or any(size not in (1, wanted) for size, wanted in sizes):
+        rows = [f"p  expected a shape that broadcasts to {list(shape)}   got {describe(p)}"]
+        raise LayoutError.of("", "`p` does not broadcast to `shape`.", rows=rows, fix="pass `p.shape`.")
+
+
+def numel(shape: object) -> int:
+    if not isinstance(shape, Sequence):
+        raise TypeError(f"`shape`: expected a tuple of integers, got {describe(shape)}.")
+    for size in shape:
+        check_integer("shape", size, 0, 2**63 - 1)
+    return math.prod(shape)
+
+
+def round_down(value: float, dtype: torch.dtype, *, strict: bool) -> float:
+    """The largest number of ``dtype`` that is at most ``value``, or below it if ``strict``."""
+    info = torch.finfo(dtype)
+    mantissa, exponent = math.frexp(value)
+    # Just below a power of two the numbers lie twice as dense; near zero, as dense as the subnormal ones.
+    spacing = math.ldexp(info.eps, exponent - (2 if mantissa == 0.5 else 1)) if value else 0.0
+    spacing = max(spacing, info.tiny * info.eps)
+    return (math.ceil(value / spacing) - 1 if strict else math.floor(value / spacing)) * spacing
+
+
+def bounds(low: float, high: float, dtype: torch.dtype) -> tuple[float, float]:
+    """The smallest and the largest number of ``dtype`` in [low, high)."""
+    limit = torch.finfo(dtype).max
+    if not (low < high and max(-low, high, high - low) <= limit):
+        raise ValueError(f"expected low < high, at most {limit:.4g} apart ({dtype}), got [{low}, {high}).")
+    smallest = -round_down(-low, dtype, strict=False)
+    largest = round_down(high, dtype, strict=True)
+    if smallest > largest:
+        raise ValueError(f"[{low}, {high}) holds no number of {dtype}. To fix: use a wider range or dtype.")
+    return smallest, largest

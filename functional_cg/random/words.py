@@ -1,0 +1,139 @@
+"""``fcg::random_bits``: words of Philox4x32-10 for a key, as an op, with its kernels, and as a formula.
+
+Source: Salmon, Moraes, Dror, Shaw 2011, "Parallel random numbers: as easy as 1, 2, 3" (SC).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+__all__ = ["MASK", "decompose_random_bits", "multiply", "random_bits", "signed"]
+
+MASK = 0xFFFFFFFF
+_MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
+_WEYL = (0x9E3779B9, 0xBB67AE85)
+_ROUNDS = 10
+# 65,536 blocks are 3 MB of scratch: within the L2 cache, and enough for torch to use two threads for one op.
+_CHUNK_BLOCKS = 65_536
+# Below this a hundred ops on tiny tensors cost more than the arithmetic in Python integers.
+_FEW_BLOCKS = 8
+
+
+# ``Any``: the arithmetic of the next two functions is the same for Python integers and for tensors.
+def multiply(word: Any, factor: int) -> tuple[Any, Any]:
+    """The high and the low word of the product of two words, without overflow.
+
+    A C++ compiler may assume that an int64 never overflows, and then drop the masks that repair it.
+    """
+    if factor < 2**31:
+        product = word * factor
+        return product >> 32, product & MASK
+    product = word * (factor - 2**32)
+    return (product >> 32) + word, product & MASK
+
+
+def _philox(c0: Any, c1: Any, c2: Any, c3: Any, k0: Any, k1: Any) -> tuple[Any, Any, Any, Any]:
+    for _ in range(_ROUNDS):
+        (high0, low0), (high1, low1) = multiply(c0, _MULTIPLIERS[0]), multiply(c2, _MULTIPLIERS[1])
+        c0, c1, c2, c3 = high1 ^ c1 ^ k0, low1, high0 ^ c3 ^ k1, low0
+        k0, k1 = (k0 + _WEYL[0]) & MASK, (k1 + _WEYL[1]) & MASK
+    return c0, c1, c2, c3
+
+
+def _philox_chunk(out: Tensor, first: int, stream: int, k0: int, k1: int) -> None:
+    """Fill ``out`` (i64[blocks, 2], two words in each) from block ``first`` on, in place."""
+    block = torch.arange(len(out), device="cpu").add_(first)
+    c0, c1, c2, c3, p0, p1 = torch.empty((6, len(out)), dtype=torch.int64, device="cpu").unbind()
+    torch.bitwise_and(block, MASK, out=c0)
+    torch.bitwise_right_shift(block, 32, out=c1).bitwise_and_(MASK)
+    c2.fill_(stream & MASK)
+    c3.fill_(stream >> 32 & MASK)
+    for _ in range(_ROUNDS):
+        # A single op of torch wraps; the mask then undoes the arithmetic shift.
+        torch.mul(c0, _MULTIPLIERS[0], out=p0)
+        torch.mul(c2, _MULTIPLIERS[1], out=p1)
+        # c1 and c3 keep garbage above bit 31: the mask on the words that they are xored into removes it.
+        torch.bitwise_right_shift(p1, 32, out=c0).bitwise_xor_(c1).bitwise_xor_(k0).bitwise_and_(MASK)
+        torch.bitwise_right_shift(p0, 32, out=c2).bitwise_xor_(c3).bitwise_xor_(k1).bitwise_and_(MASK)
+        c1, c3, p0, p1 = p1, p0, c1, c3
+        k0, k1 = (k0 + _WEYL[0]) & MASK, (k1 + _WEYL[1]) & MASK
+    torch.bitwise_or(c0, c1.bitwise_left_shift_(32), out=out[:, 0])
+    torch.bitwise_or(c2, c3.bitwise_left_shift_(32), out=out[:, 1])
+
+
+def signed(word: int, bits: int) -> int:
+    """The low ``bits`` bits of ``word`` as a signed number."""
+    half = 1 << (bits - 1)
+    return (word + half) % (2 * half) - half
+
+
+def _random_bits_cpu(key: Tensor, stream: int, n: int) -> Tensor:
+    # This is the kernel: it reads the key when it runs, as a CUDA kernel does. A trace never comes here.
+    k0, k1, first = (*key.tolist(), 0)[:3]
+    k0, k1, blocks = k0 & MASK, k1 & MASK, -(-n // 4)
+    if blocks <= _FEW_BLOCKS:
+        low = (((first + i) & MASK, (first + i) >> 32 & MASK) for i in range(blocks))
+        high = (stream & MASK, stream >> 32 & MASK)
+        words = [signed(word, 32) for pair in low for word in _philox(*pair, *high, k0, k1)]
+        return torch.tensor(words[:n], dtype=torch.int32, device="cpu")
+    out = torch.empty(4 * blocks, dtype=torch.int32, device="cpu")
+    pairs = out.view(torch.int64).view(blocks, 2)
+    for start in range(0, blocks, _CHUNK_BLOCKS):
+        _philox_chunk(pairs[start : start + _CHUNK_BLOCKS], signed(first + start, 64), stream, k0, k1)
+    return out if n == 4 * blocks else out[:n].clone()
+
+
+def _random_bits_cuda(key: Tensor, stream: int, n: int) -> Tensor:
+    # Imported at the first draw on CUDA: builds of torch for the CPU come without triton.
+    from functional_cg.tensors.philox_triton import random_bits_cuda
+
+    return random_bits_cuda(key, stream, n)
+
+
+def _random_bits_fake(key: Tensor, stream: int, n: int) -> Tensor:
+    return key.new_empty((n,), dtype=torch.int32)
+
+
+def decompose_random_bits(key: Tensor, stream: int, n: int) -> Tensor:
+    """Compute ``fcg::random_bits`` from plain ATen ops, bit for bit: for compilers that fuse.
+
+    Args:
+      key: i64[..., 2], or i64[..., 3] whose third number is the first block; leading axes are batched.
+      stream: The two upper counter words, as one 64-bit integer.
+      n: Number of 32-bit words.
+
+    Returns:
+      i32[..., n].
+
+    Example:
+      >>> from functional_cg.random import bits, key
+      >>> torch.equal(decompose_random_bits(key(0), 5, 7), bits(key(0), 7, stream=5))
+      True
+    """
+    block = torch.arange(-(-n // 4), device=key.device)
+    if key.shape[-1] == 3:
+        block = block + key[..., 2:3]
+    low, high = block & MASK, (block >> 32) & MASK
+    k0, k1 = key[..., 0:1] & MASK, key[..., 1:2] & MASK
+    words = torch.stack(_philox(low, high, stream & MASK, stream >> 32 & MASK, k0, k1), dim=-1)
+    return words.flatten(-2)[..., :n].to(torch.int32)
+
+
+def _random_bits_vmap(info: Any, in_dims: Any, key: Tensor, stream: int, n: int) -> tuple[Tensor, int]:
+    return decompose_random_bits(key.movedim(in_dims[0], 0), stream, n), 0
+
+
+# A draw is a function of its arguments: no tag calls it nondeterministic. Words are int32: half the memory of
+# int64, and viewed as int16 or int64 for free where a draw needs 16 or 64 bits. `torch.library.custom_op`
+# would cost three times as much a call.
+_LIBRARY = torch.library.Library("fcg", "FRAGMENT")
+_LIBRARY.define("random_bits(Tensor key, int stream, int n) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,))
+_LIBRARY.impl("random_bits", _random_bits_cpu, "CPU")
+_LIBRARY.impl("random_bits", _random_bits_cuda, "CUDA")
+torch.library.register_fake("fcg::random_bits", _random_bits_fake, lib=_LIBRARY)
+torch.library.register_vmap("fcg::random_bits", _random_bits_vmap, lib=_LIBRARY)
+random_bits: Callable[[Tensor, int, int], Tensor] = torch.ops.fcg.random_bits.default

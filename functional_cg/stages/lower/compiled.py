@@ -1,0 +1,301 @@
+"""Lower: to ATen calls, or with a compiler: inductor, or any backend of ``torch.compile``.
+
+On a GPU the whole step is one compiled function that writes the slots itself, so gradients fuse into the update and no
+copy of the state is made: nothing raises there once it runs. On a host a call may raise in the middle, and what another
+compiler does with memory is not known: so the compiled function is the head alone, which writes nothing, and ATen calls
+commit what it returns.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.utils.dlpack import from_dlpack
+
+from ...ambient.modes import ordinary, without_gradients
+from ...concurrency.interrupts import uninterrupted
+from ...errors import CaptureError
+from ...tensors.overlap import storage_key
+from ..passes.bounds import check_values
+from ..passes.cross_entropy import join_gradients
+from ..passes.grouping import is_launch
+from ..passes.logits import has_large_logits, read_targets_first
+from ..passes.products import batch_gradients
+from ..passes.recompute import keep_as_buffers, recompute
+from ..passes.rewrite import clears, range_tensor
+from ..plan import AtenPlan, Before, Buffers, ExecutionPlan, Run, Schedule, lower_aten, schedule
+from ..program import Instr, Program, Var, highest, map_vars
+from ..trial.reference import Reference
+from .graph import Entrance, build_graph
+from .inductor import compile_graph
+
+__all__ = ["HeadPlan", "InPlacePlan", "lower"]
+
+Compiler = Callable[..., Any]
+
+_SMALL = 2**24  # bytes
+
+
+def lower(
+    program: Program, device: torch.device, choice: str | Compiler, reference: Reference
+) -> ExecutionPlan:
+    """Lower a rewritten program.
+
+    Args:
+      program: The program.
+      device: Where it runs.
+      choice: ``"aten"``, ``"inductor"``, ``"auto"``, or a ``compiler(graph_module, example_inputs) -> callable``.
+      reference: The program as it was traced, which finds the user's line for what a compiled function raises.
+    """
+    on_gpu = device.type == "cuda"
+    if choice == "aten" or (choice == "auto" and not on_gpu):
+        return lower_aten(program)
+    if on_gpu:
+        recompute(program)
+        keep_as_buffers(program)
+    if not isinstance(choice, str):
+        return HeadPlan(program, device, choice, reference)
+    return InPlacePlan(program, device) if on_gpu else HeadPlan(program, device, None, reference)
+
+
+class InPlacePlan:
+    """Runs a compiled function that returns the metrics and writes the slots."""
+
+    compiled = True
+    copies = False
+
+    def __init__(self, program: Program, device: torch.device) -> None:
+        self._program = program
+        self.schedule = plan = schedule(program, fuse=False)
+        self._entrance = Entrance.of(program, plan, writes=plan.commits)
+        self._graph = build_graph(program, plan, self._entrance, writes=plan.commits)
+        self._device = device
+        self._in_order = _collects(program)
+        self._small = not self._in_order and _largest(program) <= _SMALL
+        if self._small:
+            batch_gradients(self._graph.graph)
+            self._graph.recompile()
+        elif has_large_logits(program):
+            join_gradients(self._graph.graph)
+            read_targets_first(self._graph.graph)
+            self._graph.recompile()
+        self._compiled: Callable[..., Any] | None = None
+
+    def as_text(self) -> str:
+        return str(self._graph.code)
+
+    def bind(self, buffers: Buffers) -> Run:
+        # A kernel may be given a number on the host as if it lay on the device.
+        here = [one.to(self._device) for one in buffers.constants]
+        arguments, ranges = _arguments(self._program, self._entrance, replace(buffers, constants=here))
+        if self._compiled is None:
+            self._compiled = self._compile(arguments)
+        compiled, count = self._compiled, len(self.schedule.outputs)
+        # Not in the graph: to write at some places of a result takes a copy of it there.
+        after = clears(self._program, ranges)
+
+        def run(before: Before) -> Sequence[Tensor]:
+            with ordinary():
+                without_gradients()
+                uninterrupted(before)
+                metrics: Sequence[Tensor] = compiled(*arguments)[:count]
+                uninterrupted(after)
+                return metrics
+
+        return run
+
+    def _compile(self, arguments: Sequence[Tensor]) -> Callable[..., Any]:
+        with ordinary():
+            without_gradients()
+            return _by_inductor(
+                self._program.function,
+                self._graph,
+                arguments,
+                on_host=self._device.type == "cpu",
+                small=self._small,
+                in_order=self._in_order,
+            )
+
+
+class HeadPlan:
+    """Runs a compiled function that writes nothing, and then the commit of the ATen lowering."""
+
+    compiled = True
+    copies = True
+
+    def __init__(
+        self, program: Program, device: torch.device, compiler: Compiler | None, reference: Reference
+    ) -> None:
+        self._program, self._reference = program, reference
+        self.schedule = plan = schedule(program)
+        if device.type == "cpu" and compiler is None:
+            plan = replace(plan, head=check_values(program, plan.head))
+        # A compiler drops what has no result; checks are made before the commit.
+        checks = [instr for instr in plan.head if instr.checks]
+        plan = replace(plan, head=[instr for instr in plan.head if not instr.checks])
+        born = {var for instr in plan.head for var in instr.outputs()}
+        read = (var for instr in (*checks, *plan.fused) for var in instr.inputs() if var in born)
+        handed_on = list(dict.fromkeys([*read, *(new for _, new in plan.commits)]))
+        entrance = Entrance.of(program, plan, handed_on=handed_on)
+        graph = build_graph(program, plan, entrance, handed_on=handed_on)
+        compile_head = compiler or partial(
+            _by_inductor,
+            program.function,
+            on_host=device.type == "cpu",
+            small=False,
+            in_order=_collects(program),
+        )
+        self._head = _Head(
+            program.function,
+            graph,
+            compile_head,
+            metrics=len(plan.outputs),
+            count=len(plan.outputs) + len(handed_on),
+            known=compiler is None,
+        )
+        self._entrance = entrance
+        self._aten = AtenPlan(program, _around(self._head, program, plan, entrance, handed_on, checks))
+
+    def as_text(self) -> str:
+        return f"{self._head.graph.code}\n{self._aten.as_text()}"
+
+    def bind(self, buffers: Buffers) -> Run:
+        if self._head.compiled is None:
+            self._head.compile(_arguments(self._program, self._entrance, buffers)[0])
+        return self._aten.bind(buffers, partial(self._reference.raises_at, buffers))
+
+
+def _by_inductor(
+    name: str, graph: fx.GraphModule, arguments: Sequence[Tensor], **options: bool
+) -> Callable[..., Any]:
+    """:func:`compile_graph`; raises :class:`CaptureError` for what inductor does not take."""
+    from torch._inductor.exc import InductorError
+
+    try:
+        return compile_graph(graph, arguments, **options)
+    except InductorError as error:
+        raise CaptureError.of(
+            name,
+            "torch's compiler gave up on it; the state is unchanged.",
+            rows=[str(error).strip().partition("\n")[0]],
+            fix='`lowering="aten"` runs the calls as they are.',
+        ) from error
+
+
+class _Head:
+    """A compiled function as an op: what it returns is not the memory of an argument.
+
+    Args:
+      name: For the plan's text.
+      graph: What to compile.
+      compiler: ``compiler(graph_module, example_inputs) -> callable``.
+      metrics: How many of its results leave the step: each is memory of its own.
+      count: How many of its results are wanted.
+      known: Whether the compiler is ours, whose results are never the memory of an argument.
+    """
+
+    def __init__(
+        self, name: str, graph: fx.GraphModule, compiler: Compiler, *, metrics: int, count: int, known: bool
+    ) -> None:
+        self.graph, self._name, self._compiler = graph, name, compiler
+        self._metrics, self._count, self._known = metrics, count, known
+        self.compiled: Callable[..., Any] | None = None
+
+    def __str__(self) -> str:
+        return f"compiled.{self._name}"
+
+    def compile(self, arguments: Sequence[Tensor]) -> None:
+        with ordinary():
+            without_gradients()
+            self.compiled = self._compiler(self.graph, list(arguments))
+
+    def __call__(self, *arguments: Tensor) -> list[Tensor]:
+        assert self.compiled is not None
+        with ordinary():
+            without_gradients()
+            results = self.compiled(*arguments)[: self._count]
+        taken = set() if self._known else {storage_key(one) for one in arguments}
+        apart = []
+        for position, result in enumerate(results):
+            key = storage_key(result)
+            apart.append(result.clone() if key in taken else result)
+            if position < self._metrics:
+                taken.add(key)  # a compiler may return one buffer for two equal results
+        return apart
+
+
+def _around(
+    head: _Head,
+    program: Program,
+    plan: Schedule,
+    entrance: Entrance,
+    handed_on: Sequence[Var],
+    checks: Sequence[Instr],
+) -> Schedule:
+    """The schedule that calls a compiled head, makes checks, and commits what it hands on."""
+    index, storage = highest(program)
+    arguments = [*entrance.slots, *program.inputs, *(c.var for c in program.constants)]
+    number = itertools.count(1)
+
+    def fresh(var: Var) -> Var:
+        n = next(number)
+        return replace(var, index=index + n, storage=storage + n, offset=0, fills=True)
+
+    metrics = [fresh(var) for var in plan.outputs]
+    names = {var: fresh(var) for var in handed_on}
+
+    def new(var: Var) -> Var:
+        return names.get(var, var)
+
+    def renamed(instr: Instr) -> Instr:
+        kwargs = {name: map_vars(new, value) for name, value in instr.kwargs.items()}
+        return replace(instr, args=map_vars(new, instr.args), kwargs=kwargs)
+
+    fused = list(map(renamed, plan.fused))
+    call = Instr(head, tuple(arguments), {}, [*metrics, *names.values()], (), None)
+    return Schedule(
+        [call, *map(renamed, checks)],
+        fused,
+        [(old, names[value]) for old, value in plan.commits],
+        outputs=metrics,
+    )
+
+
+def _arguments(
+    program: Program, entrance: Entrance, buffers: Buffers
+) -> tuple[list[Tensor], dict[Var, Tensor]]:
+    """The arguments of a graph, and the tensors of all slots and ranges."""
+    tensors = dict(zip(program.slots, buffers.slots, strict=True))
+    for known in program.ranges:
+        tensors[known.var] = range_tensor(known, [tensors[leaf] for leaf in known.leaves])
+    arguments = [*(tensors[var] for var in entrance.slots), *buffers.inputs, *buffers.constants]
+    return list(map(_by_itself, arguments)), tensors
+
+
+def _by_itself(tensor: Tensor) -> Tensor:
+    """The same memory as a storage that begins there.
+
+    Slots lie in one slab. Some of torch's passes forget where an argument begins in its storage, and all of them look
+    for pairs of arguments that overlap.
+    """
+    if not tensor.numel():
+        return tensor
+    span = 1 + sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
+    memory = from_dlpack(tensor.as_strided((span,), (1,)).view(torch.uint8))
+    return memory.view(tensor.dtype).as_strided(tensor.shape, tensor.stride())
+
+
+def _collects(program: Program) -> bool:
+    """Whether a program has collectives."""
+    return any(is_launch(instr) for instr in program.instrs)
+
+
+def _largest(program: Program) -> int:
+    """Bytes of the largest value that the step computes."""
+    return max((var.spec.nbytes for instr in program.instrs for var in instr.outputs()), default=0)

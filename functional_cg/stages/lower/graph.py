@@ -1,0 +1,237 @@
+"""The graph that a compiler gets: the head of a program in FX, and how the state enters it."""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+import operator
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from ...random import decompose_random_bits
+from ..passes.cross_entropy import ON_CROSS_ENTROPY
+from ..passes.division import DIVISIONS, division_of
+from ..passes.float8 import overflow_of, to_float8
+from ..passes.formulas import FORMULAS, WITH_SCALARS
+from ..passes.logits import ON_LOGITS
+from ..plan import Schedule
+from ..program import Instr, Program, SlotRange, Var, map_vars, written_storages
+
+__all__ = ["Entrance", "build_graph", "sources"]
+
+_CLONE = torch.ops.aten.clone.default
+_AS_STRIDED = torch.ops.aten.as_strided.default
+_VIEWS = frozenset({torch.ops.aten.view.default, torch.ops.aten._unsafe_view.default})
+_BULK = 2**16  # words; a launch costs as much as to compute about so many of them one by one
+
+
+@dataclass(frozen=True, slots=True)
+class Entrance:
+    """How the state enters a compiled function: what is written has one name there, and no other name reads it.
+
+    Attributes:
+      slots: Slots and ranges that are arguments: some call reads them, or the commit writes them.
+      windows: Slots inside of a range that is written, which are read as a part of it: range, first element.
+      gathered: Ranges of which a slot is written by itself: their vector is put together from the slots.
+    """
+
+    slots: list[Var]
+    windows: dict[Var, tuple[Var, int]]
+    gathered: list[SlotRange]
+
+    @classmethod
+    def of(
+        cls,
+        program: Program,
+        plan: Schedule,
+        *,
+        handed_on: Sequence[Var] = (),
+        writes: Sequence[tuple[Var, Var]] = (),
+    ) -> Entrance:
+        """How the state enters a graph; the arguments are those of :func:`build_graph`."""
+        written = {old for old, _ in writes}
+        used = {var for instr in plan.head for var in instr.inputs()} | {*plan.outputs, *handed_on} | written
+        used |= {new for _, new in writes}
+        ranges = [known for known in program.ranges if known.var in used]
+        windows = {
+            leaf: (known.var, at)
+            for known in ranges
+            if known.var in written
+            for leaf, at in zip(known.leaves, known.offsets, strict=True)
+        }
+        changing = written | windows.keys()
+        gathered = [r for r in ranges if r.var not in written and not changing.isdisjoint(r.leaves)]
+        used |= {leaf for known in gathered for leaf in known.leaves}
+        outside = windows.keys() | {known.var for known in gathered}
+        entering = [*program.slots, *(known.var for known in ranges)]
+        read = {leaf: window for leaf, window in windows.items() if leaf in used}
+        return cls([var for var in entering if var in used - outside], read, gathered)
+
+
+def build_graph(
+    program: Program,
+    plan: Schedule,
+    entrance: Entrance,
+    *,
+    handed_on: Sequence[Var] = (),
+    writes: Sequence[tuple[Var, Var]] = (),
+) -> fx.GraphModule:
+    """The head of a program as an FX graph. Placeholders are the state, inputs, constants; outputs are the metrics.
+
+    What a variable is stands in its node's ``meta["spec"]``.
+
+    Args:
+      program: The program.
+      plan: Its schedule.
+      entrance: How the state enters.
+      handed_on: What it returns after the metrics, for those who read it before the next call.
+      writes: Pairs (slot or range, new value): what it writes, after all else.
+    """
+    graph = fx.Graph()
+    nodes: dict[Var, fx.Node] = {}
+    for var in [*entrance.slots, *program.inputs, *(c.var for c in program.constants)]:
+        nodes[var] = graph.placeholder(repr(var))
+        nodes[var].meta["spec"] = var.spec
+    for leaf, (vector, at) in entrance.windows.items():
+        nodes[leaf] = graph.call_function(_restrided, (nodes[vector], leaf.spec.shape, leaf.spec.stride, at))
+    for known in entrance.gathered:
+        leaves = [nodes[leaf] for leaf in known.leaves]
+        nodes[known.var] = graph.call_function(
+            torch.ops.fcg.ravel.default, (leaves, list(known.offsets), known.length)
+        )
+    entering = frozenset(nodes)
+    for i in plan.written_constants:
+        var = program.constants[i].var
+        nodes[var] = graph.call_function(_CLONE, (nodes[var],))
+    scalars = _add_calls(graph, plan.head, nodes, entering)
+    memory = {var.storage for var in entering}
+
+    def apart(var: Var) -> fx.Node:
+        return graph.call_function(_CLONE, (nodes[var],)) if var.storage in memory else nodes[var]
+
+    results = [
+        graph.call_function(_CLONE, (nodes[var],)) if i in plan.cloned else nodes[var]
+        for i, var in enumerate(plan.outputs)
+    ]
+    results += [apart(var) for var in handed_on]
+    values = [apart(new) for _, new in writes]
+    for (old, _), value in zip(writes, values, strict=True):
+        graph.call_function(torch.ops.aten.copy_.default, (nodes[old], value))
+    # A scalar of the optimizer has to be a buffer: else the compiler puts its powers into every update kernel.
+    results += scalars
+    if not results:  # a compiled function has to return something
+        device = program.slots[0].spec.device if program.slots else torch.device("cpu")
+        results = [graph.call_function(torch.ops.aten.zeros.default, ([0],), {"device": device})]
+    graph.output(tuple(results))
+    return fx.GraphModule(torch.nn.Module(), graph)
+
+
+def _add_calls(
+    graph: fx.Graph, head: Sequence[Instr], nodes: dict[Var, fx.Node], entering: Collection[Var]
+) -> list[fx.Node]:
+    """Add the calls of a head, and the nodes of what they make; returns the scalars of its optimizers."""
+    roots = {var: var for var in nodes}
+    written = written_storages(head)
+
+    def node(var: Var) -> fx.Node:
+        return nodes[var]
+
+    def assign(out: Any, value: fx.Node) -> None:
+        if isinstance(out, Var):
+            if out not in entering:  # `native_dropout` may return its argument
+                nodes[out] = value
+                value.meta["spec"] = out.spec
+        elif isinstance(out, (list, tuple)):
+            for i, item in enumerate(out):
+                if item is not None and not (isinstance(item, (list, tuple)) and not item):
+                    assign(item, graph.call_function(operator.getitem, (value, i)))
+
+    scalars: list[fx.Node] = []
+    for instr in head:
+        kwargs = {name: map_vars(node, value) for name, value in instr.kwargs.items()}
+        source = instr.args[0] if instr.args else None
+        if instr.op is _AS_STRIDED and source in roots:
+            _, size, stride, *given = (*instr.args, *kwargs.values())
+            offset = given[0] if given and given[0] is not None else source.offset
+            at = offset - roots[source].offset
+            value = graph.call_function(_restrided, (nodes[roots[source]], size, stride, at))
+        else:
+            target, args = _target(instr, written), map_vars(node, _with_floats(instr))
+            if (overflow := overflow_of(instr)) is not None:
+                target, kwargs = to_float8, {**kwargs, "overflow": overflow}
+            value = graph.call_function(target, args, kwargs)
+        assign(instr.out, value)
+        for out in instr.outputs():
+            root = next((roots[v] for v in instr.inputs() if v in roots and v.storage == out.storage), None)
+            if root is not None:
+                roots[out] = root
+        if instr.op._schema.name in WITH_SCALARS:
+            steps = instr.args[5]
+            corrections = graph.call_function(operator.getitem, (value, len(instr.out)))
+            scalars += [
+                graph.call_function(operator.getitem, (corrections, i)) for i in range(2 * len(set(steps)))
+            ]
+    return scalars
+
+
+def _restrided(root: Tensor, shape: Sequence[int], stride: Sequence[int], offset: int) -> Tensor:
+    """``as_strided`` on an argument, with offsets from where it begins in its storage: slots lie in one slab."""
+    return root.as_strided(shape, stride, root.storage_offset() + offset)
+
+
+def _target(instr: Instr, written: Collection[int]) -> Callable[..., Any]:
+    """The call's target; ops of our own and fused optimizers are traced as formulas, which the compiler can fuse.
+
+    The formulas that a compiler has for torch's own ops lay some results out otherwise than the ops do (``cat`` of one
+    tensor that is not empty keeps its strides), so that not every view is one there. To reshape is as good where
+    nobody writes to the memory.
+    """
+    name = instr.op._schema.name
+    if instr.op in _VIEWS and instr.out.storage not in written:
+        return torch.ops.aten.reshape.default
+    if name == "fcg::random_bits" and not _draws_in_bulk(instr):
+        return decompose_random_bits
+    return division_of(instr) or FORMULAS.get(name, instr.op)
+
+
+def _with_floats(instr: Instr) -> tuple[Any, ...]:
+    """The arguments of a call. A product with the integer 0 would be taken for 0, and NaN would be lost."""
+    if instr.op._schema.name != "aten::mul" or not instr.out.spec.dtype.is_floating_point:
+        return instr.args
+    return tuple(0.0 if type(arg) is int and arg == 0 else arg for arg in instr.args)
+
+
+def sources() -> dict[str, str]:
+    """Functions of ours that a graph may call, with a digest of what they are: part of the key of torch's cache.
+
+    Of a graph that calls a function unknown to it, torch keeps the kernels alone, and traces it anew in each process.
+    """
+    functions = (
+        decompose_random_bits,
+        _restrided,
+        to_float8,
+        *DIVISIONS.values(),
+        *FORMULAS.values(),
+        *ON_LOGITS,
+        *ON_CROSS_ENTROPY,
+    )
+    modules = {function.__module__: inspect.getmodule(function) for function in functions}
+    digests = {
+        name: hashlib.sha256(inspect.getsource(module).encode()).hexdigest()
+        for name, module in modules.items()
+        if module is not None
+    }
+    return {f"{f.__module__}.{f.__name__}": digests[f.__module__] for f in functions}
+
+
+def _draws_in_bulk(instr: Instr) -> bool:
+    """Whether a kernel of its own draws faster than the kernels that it could be fused into.
+
+    It makes four words of one block, where a fused formula computes the whole block for each of them.
+    """
+    words = instr.out.spec
+    return bool(words.device.type == "cuda" and words.numel >= _BULK)

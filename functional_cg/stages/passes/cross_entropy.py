@@ -1,0 +1,210 @@
+"""A cross-entropy over many classes and its gradient in one kernel, in the memory of the logits.
+
+Both need the maximum and the sum of each row, and the gradient is as large as the logits. A compiler joins them, too,
+in a kernel that rescales its sum at each element and is busy with exponentials: for 16,384 rows of 50,304 classes it
+takes 2.0 ms on an H100, and this one 1.5. The loss of a row, and with it the gradient, may differ in the last bits: the
+sum over the classes is added up in another order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from .logits import VIEWS, is_large, product_of, writes
+
+__all__ = ["ON_CROSS_ENTROPY", "join_gradients"]
+
+_aten = torch.ops.aten
+_CAST = _aten._to_copy.default
+_GRADIENT = _aten._log_softmax_backward_data.default
+_LIKE: Mapping[Any, float] = MappingProxyType({_aten.ones_like.default: 1.0, _aten.zeros_like.default: 0.0})
+_FEW = 16  # calls that a gradient of the loss may take
+_DTYPES = frozenset({torch.bfloat16, torch.float16, torch.float32})
+
+_library = torch.library.Library("fcg", "FRAGMENT")
+_library.define("cross_entropy_(Tensor(a!) rows, Tensor target, Tensor scale, int ignored) -> Tensor")
+_OP = torch.ops.fcg.cross_entropy_.default
+
+
+def _cross_entropy_cpu(rows: Tensor, target: Tensor, scale: Tensor, ignored: int) -> Tensor:
+    counts = target != ignored
+    index = torch.where(counts, target, 0).unsqueeze(1)
+    shifted = rows.float() - rows.float().amax(1, keepdim=True)
+    found = shifted - shifted.exp().sum(1, keepdim=True).log()
+    factor = torch.where(counts, scale, 0).unsqueeze(1)
+    rows.copy_((found.exp() * factor).scatter_add_(1, index, -factor))
+    return torch.where(counts, -found.gather(1, index).squeeze(1), 0)
+
+
+def _cross_entropy_cuda(rows: Tensor, target: Tensor, scale: Tensor, ignored: int) -> Tensor:
+    from ...tensors.cross_entropy_triton import cross_entropy_cuda
+
+    return cross_entropy_cuda(rows, target, scale, ignored)
+
+
+def _cross_entropy_fake(rows: Tensor, target: Tensor, scale: Tensor, ignored: int) -> Tensor:
+    return rows.new_empty(target.shape, dtype=torch.float32)
+
+
+_library.impl("cross_entropy_", _cross_entropy_cpu, "CPU")
+_library.impl("cross_entropy_", _cross_entropy_cuda, "CUDA")
+_library._register_fake("cross_entropy_", _cross_entropy_fake)
+
+
+@dataclass(frozen=True, slots=True)
+class _Loss:
+    """A cross-entropy and its gradient in a graph.
+
+    Attributes:
+      nll: The loss.
+      logp: The log-probabilities.
+      backward: The gradient of the log-probabilities.
+      results: The gradient of the logits, in their dtype.
+      rows: The logits, [n, classes]: what the kernel overwrites.
+      product: The product that makes them.
+    """
+
+    nll: fx.Node
+    logp: fx.Node
+    backward: fx.Node
+    results: tuple[fx.Node, ...]
+    rows: fx.Node
+    product: fx.Node
+
+
+def join_gradients(graph: fx.Graph) -> None:
+    """Change the cross-entropies of a graph whose logits are a large product that nothing else reads.
+
+    Args:
+      graph: Its nodes have their ``spec`` in ``meta``.
+    """
+    for nll in graph.find_nodes(op="call_function", target=_aten.nll_loss_forward.default):
+        # Anew for each: a loss that got the kernel overwrites its logits, which stand for their gradient from there on.
+        place = {node: number for number, node in enumerate(graph.nodes)}
+        written = [number for node, number in place.items() if writes(node)]
+        loss = _loss_of(nll)
+        if loss is None or place[nll.args[1]] > place[loss.logp]:
+            continue
+        last = max(place[node] for node in loss.results)
+        if not any(place[loss.product] < number < last for number in written):
+            _join(graph, loss, place)
+
+
+def _loss_of(nll: fx.Node) -> _Loss | None:
+    """The loss with its gradient, if the kernel can do them."""
+    arguments: Any = nll.args
+    logp, _, weight, reduction, _ = arguments
+    if weight is not None or not reduction or logp.target is not _aten._log_softmax.default:
+        return None
+    read = logp.args[0]
+    product, rows = product_of(read), read.args[0] if read.target is _CAST else read
+    of_logp = [user for user in logp.users if user.target is _aten.nll_loss_backward.default]
+    if product is None or not is_large(logp.meta["spec"]) or len(of_logp) != 1:
+        return None
+    backward, slopes = of_logp[0], list(of_logp[0].users)
+    if backward.args[1:6] != nll.args or [slope.target for slope in slopes] != [_GRADIENT]:
+        return None
+    slope = slopes[0]
+    results = tuple(slope.users) if rows is not read else (slope,)
+    spec = rows.meta["spec"]
+    fits = (
+        len(results) == 1
+        and slope.args[:3] == (backward, logp, 1)
+        and set(logp.users) == {nll, backward, slope}
+        and logp.meta["spec"].dtype is torch.float32
+        and spec.dtype in _DTYPES
+        and spec.stride == (spec.shape[1], 1)
+        and all(node.meta["spec"].dtype is spec.dtype for node in results)
+        and all(node.target is _CAST for node in results if node is not slope)
+        and all(_leads_to(user, logp) for user in product.users)
+    )
+    return _Loss(nll, logp, backward, results, rows, product) if fits else None
+
+
+def _leads_to(node: fx.Node, reader: fx.Node) -> bool:
+    """Whether a node is the reader, or a view or a cast of which all leads to it."""
+    passes = node.target in VIEWS or node.target is _CAST
+    return node is reader or (passes and all(_leads_to(user, reader) for user in node.users))
+
+
+def _join(graph: fx.Graph, loss: _Loss, place: Mapping[fx.Node, int]) -> None:
+    """Put the kernel where the log-probabilities were, if the gradient of the loss is known there."""
+    arguments: Any = (*loss.nll.args, loss.backward.args[0], loss.logp.args[0])
+    _, target, _, reduction, ignored, grad, read = arguments
+    with graph.inserting_before(loss.logp):
+        known = _before(graph, grad, place, place[loss.logp])
+        if known is None:
+            return
+        number = graph.call_function(_number, (target, ignored))
+        scale = graph.call_function(_scale, (known, number, reduction))
+        losses = graph.call_function(_OP, (loss.rows, target, scale, ignored))
+        total = graph.call_function(_total, (losses, number, reduction))
+    for item in list(loss.nll.users):
+        item.replace_all_uses_with(number if item.args[1] else total)
+        graph.erase_node(item)
+    for result in loss.results:
+        result.replace_all_uses_with(loss.rows)
+    slope = next(iter(loss.backward.users))
+    for node in dict.fromkeys([*loss.results, slope, loss.backward, loss.nll, loss.logp, read]):
+        if node is not loss.rows:
+            graph.erase_node(node)
+
+
+def _before(graph: fx.Graph, node: fx.Node, place: Mapping[fx.Node, int], end: int) -> fx.Node | None:
+    """The value of a node, computed before a place; None if it is not known there, or takes many calls."""
+    needed: set[fx.Node] = set()
+    front = [node]
+    while front:
+        one = front.pop()
+        if one in needed or place.get(one, end) < end:
+            continue
+        if one not in place or not _is_plain(one) or len(needed) == _FEW:
+            return None
+        needed.add(one)
+        front += [] if one.target in _LIKE else one.all_input_nodes
+    made: dict[fx.Node, fx.Node] = {}
+    for one in sorted(needed, key=place.__getitem__):
+        spec = one.meta["spec"]
+        if one.target in _LIKE:
+            options = {"dtype": spec.dtype, "device": spec.device}
+            made[one] = graph.call_function(
+                _aten.full.default, (list(spec.shape), _LIKE[one.target]), options
+            )
+        else:
+            made[one] = graph.node_copy(one, lambda known: made.get(known, known))
+    return made.get(node, node)
+
+
+def _is_plain(node: fx.Node) -> bool:
+    """Whether a call may be made earlier: no collective, nothing that writes, not the loss itself."""
+    return (
+        isinstance(node.target, torch._ops.OpOverload)
+        and node.target.namespace == "aten"
+        and node.target is not _aten.nll_loss_forward.default
+        and not writes(node)
+        and "spec" in node.meta
+    )
+
+
+def _number(target: Tensor, ignored: int) -> Tensor:
+    """How many targets count."""
+    return (target != ignored).sum().to(torch.float32)
+
+
+def _scale(grad: Tensor, number: Tensor, reduction: int) -> Tensor:
+    """The gradient of a row's loss."""
+    return grad / number if reduction == 1 else grad
+
+
+def _total(losses: Tensor, number: Tensor, reduction: int) -> Tensor:
+    """The mean (1) or the sum (2)."""
+    return losses.sum() / number if reduction == 1 else losses.sum()
+
+
+ON_CROSS_ENTROPY = (_number, _scale, _total)

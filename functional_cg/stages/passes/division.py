@@ -1,0 +1,74 @@
+"""Division of floating numbers that rounds down, and what remains, by the formulas of torch's own kernels.
+
+A compiler divides, rounds and multiplies again. Where the quotient has more digits than the format, nothing of what it
+makes is right, and infinite numbers give others or NaN.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..program import Instr
+
+__all__ = ["DIVISIONS", "division_of"]
+
+
+def division_of(instr: Instr) -> Callable[..., Tensor] | None:
+    """The formula of a call; None if it divides no floating numbers, or does not round down."""
+    name = instr.op._schema.name
+    if name.rstrip("_") == "aten::div" and instr.kwargs.get("rounding_mode") != "floor":
+        return None
+    return DIVISIONS.get(name) if any(out.spec.dtype.is_floating_point for out in instr.outputs()) else None
+
+
+def remainder(value: Any, other: Any) -> Tensor:
+    """What remains has the sign of the divisor."""
+    return _floored(value, other)[1]
+
+
+def floor_divide(value: Any, other: Any, *, rounding_mode: str = "floor") -> Tensor:
+    assert rounding_mode == "floor"
+    return _floored(value, other)[0]
+
+
+def remainder_(value: Tensor, other: Any) -> Tensor:
+    return value.copy_(remainder(value, other))
+
+
+def floor_divide_(value: Tensor, other: Any, *, rounding_mode: str = "floor") -> Tensor:
+    return value.copy_(floor_divide(value, other, rounding_mode=rounding_mode))
+
+
+def _floored(value: Any, other: Any) -> tuple[Tensor, Tensor]:
+    """Quotient and remainder of Python's ``divmod`` (CPython, ``float_divmod``), with IEEE's division by zero."""
+    dtype = torch.result_type(value, other)
+    if not isinstance(value, Tensor):
+        value = torch.full((), value, dtype=dtype, device=other.device)
+    value = value.to(dtype)
+    rest = torch.fmod(value, other)
+    other_sign = (rest != 0) & ((other < 0) != (rest < 0))
+    quotient = (value - rest) / other
+    quotient = torch.where(other_sign, quotient - 1, quotient)
+    down = quotient.floor()
+    down = torch.where(quotient - down > 0.5, down + 1, down)
+    whole = value / other
+    down = torch.where(quotient != 0, down, torch.copysign(torch.zeros_like(whole), whole))
+    down = torch.where((value.isfinite() & whole.isinf()) | (other == 0), whole, down)
+    return down, torch.where(other_sign, rest + other, rest)
+
+
+DIVISIONS: Mapping[str, Callable[..., Tensor]] = MappingProxyType(
+    {
+        "aten::remainder": remainder,
+        "aten::remainder_": remainder_,
+        "aten::floor_divide": floor_divide,
+        "aten::floor_divide_": floor_divide_,
+        "aten::div": floor_divide,
+        "aten::div_": floor_divide_,
+    }
+)

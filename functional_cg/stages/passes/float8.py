@@ -1,0 +1,40 @@
+"""Casts to eight bits that overflow as torch's own do.
+
+A Triton kernel saturates: what is too large becomes the largest finite number. torch gives NaN or infinity, or
+saturates, too, as the version and the format have it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..program import Instr
+
+__all__ = ["overflow_of", "to_float8"]
+
+# What is larger is rounded to a number that the format has not: half a step beyond its largest, where ties go to even.
+_LARGEST: Mapping[torch.dtype, float] = MappingProxyType(
+    {torch.float8_e4m3fn: 464.0, torch.float8_e5m2: 61439.99609375}
+)
+_NEGATIVE = 0x80
+
+
+def overflow_of(instr: Instr) -> int | None:
+    """The bits of what is too large for the format that a call casts to; None if it casts to none, or saturates."""
+    dtype = instr.kwargs.get("dtype")
+    if instr.op is not torch.ops.aten._to_copy.default or dtype not in _LARGEST:
+        return None
+    infinite = torch.full((), torch.inf, device=instr.out.spec.device).to(dtype)
+    return None if bool(infinite.float().isfinite()) else int(infinite.view(torch.uint8))
+
+
+def to_float8(value: Tensor, *, dtype: torch.dtype, overflow: int, **others: Any) -> Tensor:
+    """``value.to(dtype)``, in which what is too large has the bits of ``overflow`` but for its sign."""
+    cast = torch.ops.aten._to_copy.default(value, dtype=dtype, **others)
+    signed = torch.where(torch.signbit(value), _NEGATIVE | overflow, overflow).to(torch.uint8)
+    return torch.where(value.abs() > _LARGEST[dtype], signed, cast.view(torch.uint8)).view(dtype)

@@ -1,0 +1,229 @@
+"""Group the collectives of a traced program, and start gathers early.
+
+A trace has one gather per read of a sharded leaf, and one reduction per gradient. Those that come one after the other
+become one launch, up to a number of bytes: a gather moves up to the first of its group, as it depends on slots alone;
+a reduction moves down to the last. A group of gathers may start ``ahead`` groups before its first use, and what needs
+a reduction's result waits until the next one is under way, so that both run beside the compute in between. What is
+moved computes the same values: only the order of independent calls changes.
+
+On a host each launch is waited for at once. Gloo runs two collectives of a group side by side, and of gathers that
+breaks its heap: torch 2.13 alone aborts or hangs after some thousand pairs of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from ...shards.collectives import ALL_REDUCE, GATHER, REDUCE_SCATTER, WAIT
+from ...shards.placement import Reading
+from ..program import Instr, Var, vars_in, written_storages
+
+__all__ = ["group_collectives", "groups", "is_launch"]
+
+
+@dataclass(frozen=True, slots=True)
+class _Item:
+    """A collective that may join others.
+
+    Attributes:
+      place: Its number among the instructions.
+      kind: Only those of one kind can share a launch.
+      nbytes: Size of the whole leaf.
+    """
+
+    place: int
+    kind: tuple[object, ...]
+    nbytes: int
+
+
+def is_launch(instr: Instr) -> bool:
+    """Whether it starts a collective, which runs beside what follows until it is waited for."""
+    return instr.op in (ALL_REDUCE, GATHER, REDUCE_SCATTER)
+
+
+def groups(sizes: Sequence[int], limit: int) -> list[list[int]]:
+    """Cut a sequence into runs of at most ``limit`` bytes; what is larger is a run of its own.
+
+    Example:
+      >>> groups([10, 20, 50, 5, 5], 30)
+      [[0, 1], [2], [3, 4]]
+    """
+    out: list[list[int]] = []
+    filled = limit + 1
+    for i, size in enumerate(sizes):
+        if filled + size > limit:
+            out.append([])
+            filled = 0
+        out[-1].append(i)
+        filled += size
+    return out
+
+
+def group_collectives(instrs: list[Instr], reading: Reading, device: torch.device) -> list[Instr]:
+    """The instructions with their collectives grouped.
+
+    Args:
+      instrs: A traced program's.
+      reading: How many bytes a launch may have, and how far ahead a gather may start.
+      device: Where they run: on a CPU, one at a time.
+    """
+    gathered = _gathers(instrs, reading.bucket_bytes, reading.prefetch)
+    grouped = _late(_reductions(gathered, reading.bucket_bytes))
+    return _one_at_a_time(grouped) if device.type == "cpu" else grouped
+
+
+@dataclass(slots=True)
+class _Moves:
+    """What goes where: instructions that leave their place, and what stands before or after a place instead."""
+
+    gone: set[int] = field(default_factory=set)
+    before: dict[int, list[Instr]] = field(default_factory=dict)
+    after: dict[int, list[Instr]] = field(default_factory=dict)
+
+    def apply(self, instrs: Sequence[Instr]) -> list[Instr]:
+        out: list[Instr] = []
+        for place, instr in enumerate(instrs):
+            out += self.before.get(place, ())
+            if place not in self.gone:
+                out.append(instr)
+            out += self.after.get(place, ())
+        return out
+
+
+def _gathers(instrs: list[Instr], limit: int, ahead: int) -> list[Instr]:
+    maker = {var: place for place, instr in enumerate(instrs) for var in instr.outputs()}
+    written = written_storages(instrs)
+    moves = _Moves()
+    for section in _sections(instrs, GATHER):
+        runs = [[section[i] for i in run] for run in groups([item.nbytes for item in section], limit)]
+        for number, run in enumerate(runs):
+            start = runs[max(0, number - ahead)][0].place
+            needed = [_ancestors(instrs, maker, item.place, start) for item in run]
+            moved = sorted({place for places in needed for place in places} - moves.gone)
+            joined = [item.place for item in run]
+            if any(_touches(instrs[place], written) for place in (*moved, *joined)):
+                continue
+            moves.gone |= {*moved, *joined}
+            launch = _joined([instrs[place] for place in joined])
+            moves.before.setdefault(start, []).extend([*(instrs[place] for place in moved), launch])
+    return moves.apply(instrs)
+
+
+def _reductions(instrs: list[Instr], limit: int) -> list[Instr]:
+    written = written_storages(instrs)
+    moves = _Moves()
+    for section in _sections(instrs, REDUCE_SCATTER):
+        for run in groups([item.nbytes for item in section], limit):
+            places = [section[i].place for i in run]
+            last = places[-1]
+            dependents = _dependents(instrs, places, last)
+            if any(_touches(instrs[place], written) for place in (*places, *dependents)):
+                continue
+            moves.gone |= {*places, *dependents}
+            launch = _joined([instrs[place] for place in places])
+            moves.after[last] = [launch, *(instrs[place] for place in sorted(dependents))]
+    return moves.apply(instrs)
+
+
+def _late(instrs: Sequence[Instr]) -> list[Instr]:
+    """What needs a reduction's result comes after the launch of the next reduction; of the last one, at the end."""
+    written = written_storages(instrs)
+    out: list[Instr] = []
+    held: list[Instr] = []
+    waiting: set[Var] = set()  # what launches and held instructions make
+    for instr in instrs:
+        launch = instr.op in (ALL_REDUCE, REDUCE_SCATTER)
+        needs = any(var in waiting for var in instr.inputs())
+        if needs and not launch and not _touches(instr, written):
+            held.append(instr)
+            waiting.update(instr.outputs())
+            continue
+        if needs or instr.writes:  # it may not go ahead of what is held
+            out += held
+            held, waiting = [], set()
+        out.append(instr)
+        if launch:
+            out += held
+            held, waiting = [], set(instr.outputs())
+    return out + held
+
+
+def _one_at_a_time(instrs: Sequence[Instr]) -> list[Instr]:
+    """Each launch is followed by its waits."""
+    launched = {var for instr in instrs if is_launch(instr) for var in instr.outputs()}
+    waits: dict[Var, list[Instr]] = {}
+    for instr in instrs:
+        if instr.op is WAIT and instr.args[0] in launched:
+            waits.setdefault(instr.args[0], []).append(instr)
+    out: list[Instr] = []
+    for instr in instrs:
+        if instr.op is WAIT and instr.args[0] in launched:
+            continue
+        out.append(instr)
+        if is_launch(instr):
+            out += [wait for var in instr.outputs() for wait in waits.get(var, ())]
+    return out
+
+
+def _sections(instrs: Sequence[Instr], op: object) -> Iterator[list[_Item]]:
+    """Collectives that follow each other and are of one kind: of one dtype and group, all in the backward or none.
+
+    None of them needs the result of another: with two gradients in one step, the second one's gathers wait for what
+    the first one's led to.
+    """
+    found: list[_Item] = []
+    depth: dict[Var, int] = {}  # number of such collectives on the way to a value
+    for place, instr in enumerate(instrs):
+        here = max((depth.get(var, 0) for var in instr.inputs()), default=0)
+        depth.update(dict.fromkeys(instr.outputs(), here + (instr.op is op)))
+        if instr.op is not op:
+            continue
+        (source,) = instr.args[0]
+        (result,) = instr.out
+        kind = (source.spec.dtype, *instr.args[1:], instr.backward, here)
+        if found and found[-1].kind != kind:
+            yield found
+            found = []
+        found.append(_Item(place, kind, max(source.spec.nbytes, result.spec.nbytes)))
+    if found:
+        yield found
+
+
+def _ancestors(instrs: Sequence[Instr], maker: dict[Var, int], place: int, start: int) -> set[int]:
+    """The instructions from ``start`` on that one needs the results of."""
+    out: set[int] = set()
+    stack = list(instrs[place].inputs())
+    while stack:
+        made = maker.get(stack.pop(), -1)
+        if made >= start and made not in out:
+            out.add(made)
+            stack.extend(instrs[made].inputs())
+    return out
+
+
+def _dependents(instrs: Sequence[Instr], places: Sequence[int], last: int) -> set[int]:
+    """The instructions up to ``last`` that need results of those at ``places``."""
+    tainted = {var for place in places for var in instrs[place].outputs()}
+    out: set[int] = set()
+    for place in range(places[0], last + 1):
+        instr = instrs[place]
+        if any(var in tainted for var in instr.inputs()):
+            out.add(place)
+            tainted.update(instr.outputs())
+    return out
+
+
+def _touches(instr: Instr, written: set[int]) -> bool:
+    """Whether moving an instruction could move it across a write to what it reads or makes."""
+    return bool(instr.writes) or any(var.storage in written for var in (*instr.inputs(), *instr.outputs()))
+
+
+def _joined(launches: Sequence[Instr]) -> Instr:
+    """One launch in place of several."""
+    first = launches[0]
+    inputs = [var for launch in launches for var in vars_in(launch.args[0])]
+    results = [var for launch in launches for var in launch.outputs()]
+    return Instr(first.op, (inputs, *first.args[1:]), first.kwargs, results, (), first.site, first.backward)

@@ -1,0 +1,175 @@
+"""A loss over many classes reads the target's logit before it looks at the others.
+
+The gradient of a cross-entropy is as large as the logits and could take their memory, if nothing read them afterwards.
+A compiler computes it in the pass over the rows that finds their maxima, and the loss itself later, from the logits of
+the targets: so both stay. Picked before that pass, the targets' logits are a short vector. That it comes before is sure
+only where the gradient needs it: so the gradient gets its targets from the same op.
+
+The gradient of log-probabilities needs sums over rows of the loss's own gradient, in which one element is not zero.
+That element is the sum, and is known without a pass over the row. Same operations on the same values.
+"""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from ...state.arena import BufferSpec
+from ..program import Program
+
+__all__ = [
+    "ON_LOGITS", "VIEWS", "has_large_logits", "is_large", "product_of", "read_targets_first", "writes",
+]  # fmt: skip
+
+_LARGE = 2**25  # bytes
+_aten = torch.ops.aten
+VIEWS = frozenset({_aten.view.default, _aten._unsafe_view.default, _aten.reshape.default})
+_GRADIENT = _aten._log_softmax_backward_data.default
+_PRODUCTS = frozenset({_aten.mm.default, _aten.addmm.default})
+
+# An op, so that the compiler reads the logits here and not where the loss needs them.
+_library = torch.library.Library("fcg", "FRAGMENT")
+_library.define("pick(Tensor rows, Tensor target, int ignored) -> (Tensor, Tensor)")
+
+
+def _pick(rows: Tensor, target: Tensor, ignored: int) -> tuple[Tensor, Tensor]:
+    """The target's element [n] of each row [n, classes], the first for ignored ones, and the targets."""
+    index = torch.where(target != ignored, target, 0)
+    return rows.gather(1, index.unsqueeze(1)).squeeze(1), target.clone()
+
+
+def _pick_fake(rows: Tensor, target: Tensor, ignored: int) -> tuple[Tensor, Tensor]:
+    return rows.new_empty(target.shape), torch.empty_like(target)
+
+
+_library.impl("pick", _pick, "CompositeExplicitAutograd")
+_library._register_fake("pick", _pick_fake)
+
+
+def has_large_logits(program: Program) -> bool:
+    """Whether a program has a cross-entropy over so many classes and rows that their memory is worth some kernels."""
+    return any(
+        instr.op is _aten._log_softmax.default and is_large(instr.out.spec) for instr in program.instrs
+    )
+
+
+def is_large(spec: BufferSpec) -> bool:
+    """Whether log-probabilities are worth some kernels."""
+    return spec.nbytes >= _LARGE
+
+
+def read_targets_first(graph: fx.Graph) -> None:
+    """Change the cross-entropies of a graph whose logits are a matrix product."""
+    place = {node: number for number, node in enumerate(graph.nodes)}
+    written = [number for node, number in place.items() if writes(node)]
+    for nll in graph.find_nodes(op="call_function", target=_aten.nll_loss_forward.default):
+        logp, target, weight, reduction, ignored = nll.args
+        if weight is not None or not reduction or logp.target is not _aten._log_softmax.default:
+            continue
+        rows, dim, widened = logp.args
+        product = product_of(rows)
+        if product is None or dim != 1 or place[target] > place[logp]:
+            continue
+        if any(place[product] < number < place[nll] for number in written):
+            continue  # what is read in another place may have another value there
+        with graph.inserting_before(logp):
+            picked, again = _items(graph, _picked, (product, rows, target, ignored, widened), 2)
+            probabilities, top, total = _items(graph, _log_softmax, logp.args, 3)
+        with graph.inserting_before(nll):
+            loss = graph.call_function(_loss, (picked, top, total, again, reduction, ignored))
+        for user in list(logp.users):
+            if user.target is _aten.nll_loss_backward.default:
+                user.replace_input_with(target, again)
+                _know_sums(graph, user)
+        logp.replace_all_uses_with(probabilities)
+        nll.replace_all_uses_with(loss)
+        graph.erase_node(nll)
+        graph.erase_node(logp)
+
+
+def _know_sums(graph: fx.Graph, of_loss: fx.Node) -> None:
+    """Change the gradients that need sums over rows of the loss's own gradient."""
+    grad, _, target, weight, reduction, ignored, number = of_loss.args
+    for user in list(of_loss.users):
+        if weight is None and user.target is _GRADIENT and user.args[0] is of_loss and user.args[2] == 1:
+            with graph.inserting_before(user):
+                known = grad, target, reduction, ignored, number
+                slope = graph.call_function(_slope, (*user.args, *known))
+            user.replace_all_uses_with(slope)
+            graph.erase_node(user)
+
+
+def product_of(rows: fx.Node) -> fx.Node | None:
+    """The product that rows are a view of, in another dtype at most."""
+    node, casts = rows, 0
+    while node.target in VIEWS or node.target is _aten._to_copy.default:
+        casts += node.target not in VIEWS
+        node = node.args[0]  # type: ignore[assignment]
+    return node if node.target in _PRODUCTS and casts <= 1 else None
+
+
+def writes(node: fx.Node) -> bool:
+    return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
+
+
+def _items(graph: fx.Graph, function: Any, args: Any, count: int) -> list[fx.Node]:
+    results = graph.call_function(function, args)
+    return [graph.call_function(operator.getitem, (results, i)) for i in range(count)]
+
+
+def _picked(
+    product: Tensor,
+    rows: Tensor,
+    target: Tensor,
+    ignored: int,
+    half_to_float: bool,  # noqa: FBT001
+) -> tuple[Tensor, Tensor]:
+    """Logits of the targets, in the dtype of the log-probabilities, and the targets."""
+    picked, again = torch.ops.fcg.pick.default(product.view(rows.shape), target, ignored)
+    picked = picked.to(rows.dtype)
+    return picked.float() if half_to_float else picked, again
+
+
+def _log_softmax(rows: Tensor, dim: int, half_to_float: bool) -> tuple[Tensor, Tensor, Tensor]:  # noqa: FBT001
+    """Log-probabilities, and per row the maximum and the logarithm of the sum, as inductor decomposes the op."""
+    wide = rows.to(torch.promote_types(rows.dtype, torch.float32))
+    top = wide.amax(dim, keepdim=True)
+    shifted = wide - top
+    total = shifted.exp().sum(dim, keepdim=True).log()
+    found = shifted - total
+    return found if half_to_float else found.to(rows.dtype), top, total
+
+
+def _loss(
+    picked: Tensor, top: Tensor, total: Tensor, target: Tensor, reduction: int, ignored: int
+) -> tuple[Tensor, Tensor]:
+    """What ``nll_loss_forward`` returns: the mean (1) or sum (2), and the number of targets that count."""
+    found = picked.to(top.dtype) - top.squeeze(1) - total.squeeze(1)
+    counts = target != ignored
+    loss, number = torch.where(counts, -found.to(picked.dtype), 0).sum(), counts.sum().to(picked.dtype)
+    return loss / number if reduction == 1 else loss, number
+
+
+def _slope(
+    of_loss: Tensor,
+    logp: Tensor,
+    dim: int,
+    dtype: torch.dtype,
+    grad: Tensor,
+    target: Tensor,
+    reduction: int,
+    ignored: int,
+    number: Tensor,
+) -> Tensor:
+    """The gradient of the logits, as inductor decomposes the op, with sums that are known."""
+    if logp.dtype is not torch.float32:
+        return _GRADIENT(of_loss, logp, dim, dtype)  # type: ignore[no-any-return]
+    each = -(grad / number if reduction == 1 else grad)
+    total = torch.where(target != ignored, each, 0).unsqueeze(dim)
+    return (of_loss - logp.exp() * total).to(dtype)
+
+
+ON_LOGITS = (_picked, _log_softmax, _loss, _slope)

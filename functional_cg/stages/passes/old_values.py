@@ -1,0 +1,231 @@
+"""What a compiled step keeps of an old leaf is the old value, whatever the compiler drops, moves or writes early.
+
+A compiled step writes its slots itself, so a value that leaves it, as a metric or into another slot, must not be the
+memory of a slot when that memory changes. In the program such a value is a copy. A compiler drops copies: passes over
+the graph drop some, and the translation of single calls drops others (``cat`` of one tensor, ``pow(x, 1)``), each right
+by itself, and together wrong. It also does calls in the memory of an argument that nobody seems to read later. Three
+rules, applied to the graph after all of the compiler's passes, make it impossible:
+
+* What leaves is ``fcg::own`` of its value. The op is translated when the memory of its argument is known: an argument
+  that is the memory of a slot or an input is copied, and any other costs nothing. The copy is a read like any other, so
+  the compiler orders it before the write. And as the op says that its result is a view, no call is done in what is
+  still to leave.
+* What reads a value that an op outside of the compiler may be done in is ``fcg::now``: computed before that op. A
+  compiler waits with what is cheap to compute until somebody needs it, and finds such a value overwritten (so torch
+  2.11 and 2.13 with ``torch.compile``, too).
+* A view that the compiler leaves to torch, of other bits or of complex numbers, is of a copy: to the compiler, its
+  memory has nothing to do with the argument's.
+
+The door to inductor's lowerings and its intermediate representation.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from ...tensors.aten import returns_view
+
+__all__ = ["compiler_pass", "keep_old_values"]
+
+_aten = torch.ops.aten
+_COPY = _aten.copy_.default
+# Their result is their first argument but for a part.
+_PARTIAL = frozenset(
+    {
+        _aten.index_put.default,
+        _aten._unsafe_index_put.default,
+        _aten.slice_scatter.default,
+        _aten.select_scatter.default,
+        _aten.diagonal_scatter.default,
+        _aten.as_strided_scatter.default,
+    }
+)
+
+_library = torch.library.Library("fcg", "FRAGMENT")
+# A view, as it says: the compiler lets no call write into what is read by its view later.
+_library.define("own(Tensor(a) value) -> Tensor(a)")
+_library.define("now(Tensor(a) value) -> Tensor(a)")
+for _name in ("own", "now"):
+    _library.impl(_name, _aten.alias.default, "CompositeExplicitAutograd")
+    _library._register_fake(_name, _aten.alias.default)
+_OWN = torch.ops.fcg.own.default
+_NOW = torch.ops.fcg.now.default
+
+
+def compiler_pass() -> Any:
+    """:func:`keep_old_values` as inductor's last pass before it decides what is done in place."""
+    # Two seconds, which a step that is not compiled does not need.
+    from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
+    from torch._inductor.lowering import lowerings, register_lowering
+
+    if _OWN not in lowerings:
+        register_lowering(_OWN, type_promotion_kind=None)(_owned)
+        register_lowering(_NOW, type_promotion_kind=None)(_computed)
+
+    class KeepOldValues(CustomGraphPass):
+        def __call__(self, graph: fx.Graph) -> None:
+            keep_old_values(graph)
+
+        def uuid(self) -> Any:
+            return get_hash_for_files((__file__,))
+
+    return KeepOldValues()
+
+
+def keep_old_values(graph: fx.Graph) -> None:
+    """Make sure that what leaves a graph is not the memory of an argument.
+
+    Args:
+      graph: After the compiler's own changes: arguments that are written are so at the end, by ``copy_``.
+    """
+    for argument in graph.find_nodes(op="placeholder"):
+        _copy_for_foreign_views(graph, argument)
+    _own_what_leaves(graph, graph.find_nodes(op="call_function", target=_COPY))
+    _read_before_writes(graph)
+
+
+def _owned(value: Any) -> Any:
+    """``fcg::own`` in inductor's representation: a copy where a value is the memory of an argument of the graph."""
+    from torch._inductor import ir
+    from torch._inductor.lowering import clone, fallback_handler, unsupported_input_tensor
+    from torch._inductor.virtualized import V
+
+    call = V.graph.current_node
+    if any(user.op == "output" for user in call.users):
+        value.realize()  # as the compiler does for an output that others read too: these read it from memory
+    memory = value.data
+    while isinstance(memory, (ir.BaseView, ir.MutableBox)):
+        memory = memory.data
+    if not isinstance(memory, (ir.InputBuffer, ir.ConstantBuffer)):
+        return value
+    if unsupported_input_tensor(_as_node(call.args[0]).meta["val"]):  # complex numbers: torch copies them
+        return fallback_handler(_aten.clone.default, add_to_fallback_set=False)(value)
+    return clone(value)
+
+
+def _own_what_leaves(graph: fx.Graph, writes: Sequence[fx.Node]) -> None:
+    """Put ``own`` between a value and the slot that it becomes, or the output that it is."""
+    *_, last_argument = graph.find_nodes(op="placeholder")
+    owned: dict[fx.Node, fx.Node] = {}
+
+    def own(value: fx.Node) -> fx.Node:
+        if value not in owned:
+            with graph.inserting_after(last_argument if value.op == "placeholder" else value):
+                owned[value] = graph.call_function(_OWN, (value,))
+        return owned[value]
+
+    for write in writes:
+        slot, value = map(_as_node, write.args)
+        if not _is_done_in(slot, value):
+            write.args = (slot, own(value))
+    output = graph.output_node()
+    output.args = (fx.map_arg(output.args[0], own),)
+
+
+def _as_node(argument: Any) -> fx.Node:
+    assert isinstance(argument, fx.Node)
+    return argument
+
+
+def _is_done_in(slot: fx.Node, value: fx.Node) -> bool:
+    """Whether the compiler may compute a slot's new value in the slot itself, so that there is nothing to copy."""
+    new, old = value.meta["val"], slot.meta["val"]
+    alike = (new.dtype, new.shape, new.stride()) == (old.dtype, old.shape, old.stride())
+    return bool(alike) and _begins_in(slot, value)
+
+
+def _begins_in(slot: fx.Node, value: fx.Node) -> bool:
+    """Whether a value is a slot that calls may have written into, one after the other."""
+    call = _viewed(value)
+    return call is not slot and any(
+        _viewed(argument) is slot or _begins_in(slot, argument)
+        for argument in call.all_input_nodes
+        if _may_be_in_place(call, argument)
+    )
+
+
+def _viewed(value: fx.Node) -> fx.Node:
+    """The result that a value is a part or a view of."""
+    while _is_part(value):
+        value = _as_node(value.args[0])
+    return value
+
+
+def _copy_for_foreign_views(graph: fx.Graph, value: fx.Node) -> None:
+    """Give a copy of a value to views of it that torch itself makes."""
+    for view in list(value.users):
+        if not _is_part(view) or "val" not in value.meta:
+            continue
+        if _is_foreign(view, value):
+            with graph.inserting_before(view):
+                copy = graph.call_function(_aten.clone.default, (value,))
+            view.replace_input_with(value, copy)
+        else:
+            _copy_for_foreign_views(graph, view)
+
+
+def _is_foreign(view: fx.Node, value: fx.Node) -> bool:
+    """Whether a view is made by torch itself, and not by loads at other places."""
+    new, old = view.meta.get("val"), value.meta["val"]
+    if not isinstance(new, torch.Tensor) or not isinstance(old, torch.Tensor):
+        return False
+    return new.is_complex() or old.is_complex() or new.itemsize != old.itemsize
+
+
+def _computed(value: Any) -> Any:
+    """``fcg::now`` in inductor's representation."""
+    value.realize()
+    return value
+
+
+def _read_before_writes(graph: fx.Graph) -> None:
+    """Put ``now`` after what reads a value that a later call may be done in, unseen by the compiler."""
+    place = {node: number for number, node in enumerate(graph.nodes)}
+    readers = [
+        reader
+        for call in filter(_wraps, place)
+        for argument in call.all_input_nodes
+        for reader in _readers(argument)
+        if place[reader] < place[call] and isinstance(reader.meta.get("val"), torch.Tensor)
+    ]
+    for reader in dict.fromkeys(readers):
+        users = list(reader.users)
+        with graph.inserting_after(reader):
+            now = graph.call_function(_NOW, (reader,))
+        for user in users:
+            user.replace_input_with(reader, now)
+
+
+def _readers(value: fx.Node) -> Iterator[fx.Node]:
+    """The calls that compute with a value, or with a view of it."""
+    for user in value.users:
+        if _is_part(user):
+            yield from _readers(user)
+        elif user.op == "call_function" and user.target is not _COPY:
+            yield user
+
+
+def _may_be_in_place(call: fx.Node, argument: fx.Node) -> bool:
+    """Whether the result may be written into the memory of an argument."""
+    # A sum over ranks has such a form.
+    collective = (
+        isinstance(call.target, torch._ops.OpOverload) and call.target.namespace == "_c10d_functional"
+    )
+    return collective or _wraps(call) or (call.target in _PARTIAL and call.args[0] is argument)
+
+
+def _wraps(call: fx.Node) -> bool:
+    """Whether a call is an op or a Triton kernel that writes its arguments."""
+    return isinstance(call.target, torch._ops.HigherOrderOperator)
+
+
+def _is_part(call: fx.Node) -> bool:
+    """Whether a call returns its argument, or a view of it."""
+    if isinstance(call.target, torch._ops.OpOverload):
+        return returns_view(call.target)
+    return call.target is operator.getitem

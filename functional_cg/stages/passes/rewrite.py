@@ -1,0 +1,295 @@
+"""Rewrites of a traced program that change no bit of its results.
+
+``detach`` is dropped: below autograd it does nothing. So is a copy that nobody writes: a module gets copies of all its
+buffers, and most only read them; and a choice between a tensor and itself, which a guard of the whole state makes of
+each leaf that stays. And a role is a vector: ``optim.flatten`` ravels parameters, updates one vector and
+returns views of it, which taken literally is a copy per leaf in and another one out. Slots of a role lie in their slab
+exactly as ``ravel`` lays them out, so both disappear: the vector *is* the slab. A guard that chooses between old and
+new leaves by one condition chooses between vectors then. Leaves that are zero need not be copied into a fresh vector
+either.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..program import Instr, Program, SlotRange, Var, highest, map_vars, written_storages
+
+__all__ = ["clears", "range_tensor", "rewrite"]
+
+_ZEROS = frozenset(
+    {torch.ops.aten.zeros_like.default, torch.ops.aten.zeros.default, torch.ops.aten.new_zeros.default}
+)
+_CLONE = torch.ops.aten.clone.default
+_WHERE = torch.ops.aten.where.self
+_LAZY = frozenset({torch.ops.aten._conj.default, torch.ops.aten._neg_view.default})
+_NOTHING = frozenset({torch.ops.aten.detach.default, torch.ops.aten.alias.default})
+
+
+def rewrite(program: Program, places: Sequence[tuple[int, int]]) -> None:
+    """Rewrite a traced program in place, for lowering.
+
+    Args:
+      program: The program; its ``updates`` and ``ranges`` are filled in.
+      places: Slab and offset of each slot.
+    """
+    program.places = list(places)
+    renamed: dict[Var, Var] = {}
+    _drop_detaches(program, renamed)
+    _drop_copies(program, renamed)
+    _alias_roles(program, renamed)
+    program.outputs = map_vars(lambda var: _final(renamed, var), program.outputs)
+    program.reports = [
+        replace(report, values=map_vars(lambda var: _final(renamed, var), report.values))
+        for report in program.reports
+    ]
+    program.new_state = [_final(renamed, var) for var in program.new_state]
+    program.updates = [
+        (old, new) for old, new in zip(program.slots, program.new_state, strict=False) if old is not new
+    ]
+    _share_storages(program)
+    for known in program.ranges:
+        _merge_updates(program, known)
+
+
+def _final(renamed: Mapping[Var, Var], var: Var) -> Var:
+    while var in renamed:  # a detached vector may have been replaced in turn
+        var = renamed[var]
+    return var
+
+
+def _drop_detaches(program: Program, renamed: dict[Var, Var]) -> None:
+    kept = []
+    for instr in program.instrs:
+        _rename(instr, renamed)
+        if instr.op in _NOTHING:
+            renamed[instr.out] = instr.args[0]
+        else:
+            kept.append(instr)
+    program.instrs = kept
+
+
+def _drop_copies(program: Program, renamed: dict[Var, Var]) -> None:
+    """Drop copies that nobody writes, of tensors that nobody writes; clones only if they do not leave the step."""
+    written = written_storages(program.instrs)
+    # A copy of a conjugated view is what resolves it, for kernels that do not read such a view.
+    kept_sources = written | {
+        instr.out.storage for instr in program.instrs if instr.op in _LAZY and isinstance(instr.out, Var)
+    }
+    kept_copies = kept_sources | {
+        _final(renamed, var).storage for var in (*program.results, *program.new_state)
+    }
+    original: dict[int, int] = {}
+    kept = []
+    for instr in program.instrs:
+        _rename(instr, renamed)
+        for var in instr.outputs():  # views of a copy that is gone
+            var.storage = original.get(var.storage, var.storage)
+        source, kept_as = _copied(instr), kept_copies if instr.op is _CLONE else kept_sources
+        if source is not None and _is_superfluous(source, instr.out, kept_sources, kept_as):
+            original[instr.out.storage] = source.storage
+            renamed[instr.out] = source
+        else:
+            kept.append(instr)
+    program.instrs = kept
+
+
+def _copied(instr: Instr) -> Var | None:
+    """What a call returns unchanged, if that is all it does."""
+    if instr.op is _CLONE:
+        return instr.args[0]  # type: ignore[no-any-return]
+    if instr.op is _WHERE and instr.args[1] is instr.args[2]:
+        return instr.args[1]  # type: ignore[no-any-return]
+    return None
+
+
+def _is_superfluous(source: Var, copy: Var, kept_sources: set[int], kept_copies: set[int]) -> bool:
+    """Whether nothing tells a copy from its source; offsets, since views of the copy become views of the source."""
+    return (
+        source.spec == copy.spec
+        and source.offset == copy.offset
+        and source.storage not in kept_sources
+        and copy.storage not in kept_copies
+    )
+
+
+def _alias_roles(program: Program, renamed: dict[Var, Var]) -> None:
+    """Make ravelled roles variables of their own."""
+    written = written_storages(program.instrs)
+    zeros = {
+        instr.out
+        for instr in program.instrs
+        if instr.op in _ZEROS and isinstance(instr.out, Var) and instr.out.storage not in written
+    }
+    place_of = dict(zip(program.slots, program.places, strict=True))
+    kept = []
+    for instr in program.instrs:
+        _rename(instr, renamed)
+        if not _is_ravel(instr):
+            kept.append(instr)
+            continue
+        leaves, offsets, length = instr.args
+        if _is_role(leaves, offsets, length, place_of) and instr.out.storage not in written:
+            known = next(
+                (r for r in program.ranges if r.leaves == tuple(leaves) and r.length == length), None
+            )
+            if known is None:
+                program.ranges.append(SlotRange(instr.out, tuple(leaves), tuple(offsets), length))
+            else:
+                renamed[instr.out] = known.var
+        else:
+            instr.args = (*_without_zeros(leaves, offsets, zeros), length)
+            kept.append(instr)
+    program.instrs = kept
+
+
+def _is_ravel(instr: Instr) -> bool:
+    return bool(instr.op._schema.name == "fcg::ravel")
+
+
+def _rename(instr: Instr, renamed: Mapping[Var, Var]) -> None:
+    if any(var in renamed for var in instr.inputs()):
+        instr.args = map_vars(lambda var: renamed.get(var, var), instr.args)
+        instr.kwargs = {
+            k: map_vars(lambda var: renamed.get(var, var), value) for k, value in instr.kwargs.items()
+        }
+        instr.writes = tuple(renamed.get(var, var) for var in instr.writes)
+
+
+def _is_role(
+    leaves: Sequence[Var], offsets: Sequence[int], length: int, place_of: dict[Var, tuple[int, int]]
+) -> bool:
+    """Whether leaves are slots of one slab that lie there as the vector has them, and no other slot in between."""
+    places = [place_of.get(leaf) for leaf in leaves]
+    if None in places or len(set(leaves)) < len(leaves):
+        return False
+    slab, base = places[0][0], places[0][1] - offsets[0]  # type: ignore[index]
+    members = set(leaves)  # a small slot that is none may lie where the vector has its padding
+    alone = not any(
+        other == slab and base <= at < base + length and slot.spec.numel and slot not in members
+        for slot, (other, at) in place_of.items()
+    )
+    together = all(place == (slab, base + at) for place, at in zip(places, offsets, strict=True))
+    return base >= 0 and alone and together
+
+
+def _without_zeros(
+    leaves: Sequence[Var], offsets: Sequence[int], zeros: set[Any]
+) -> tuple[list[Var], list[int]]:
+    pairs = [(leaf, at) for leaf, at in zip(leaves, offsets, strict=True) if leaf not in zeros]
+    pairs = pairs or [(leaves[0], offsets[0])]  # the op takes its dtype and device from a leaf
+    return [leaf for leaf, _ in pairs], [at for _, at in pairs]
+
+
+def _share_storages(program: Program) -> None:
+    """Ranges of a slab and their slots are one memory: give them, and all views of them, one storage number."""
+    slab_of = {slot: slab for slot, (slab, _) in zip(program.slots, program.places, strict=True)}
+    of_slab: dict[int, int] = {}
+    shared: dict[int, int] = {}
+    for known in program.ranges:  # two of them may overlap in part
+        storage = of_slab.setdefault(slab_of[known.leaves[0]], known.var.storage)
+        shared |= {var.storage: storage for var in (known.var, *known.leaves)}
+    if not shared:
+        return
+    ranges = (known.var for known in program.ranges)
+    seen = [*program.slots, *ranges, *(var for instr in program.instrs for var in instr.outputs())]
+    for var in dict.fromkeys(seen):
+        var.storage = shared.get(var.storage, var.storage)
+
+
+def _merge_updates(program: Program, known: SlotRange) -> None:
+    """Replace the updates of a range's leaves by one of the range, if they are parts of one vector in its layout."""
+    new_of = dict(program.updates)
+    if not new_of.keys() >= set(known.leaves):
+        return
+    makers = {var: instr for instr in program.instrs for var in instr.outputs()}
+    source = _as_vector(program, known, [new_of[leaf] for leaf in known.leaves], makers)
+    if source is None:
+        return
+    members = set(known.leaves)
+    program.updates = [(old, new) for old, new in program.updates if old not in members]
+    program.updates.append((known.var, source))
+
+
+def _as_vector(
+    program: Program, known: SlotRange, parts: Sequence[Any], makers: Mapping[Var, Instr]
+) -> Var | None:
+    """The vector that has these values where a range has its leaves: there already, or chosen by one condition."""
+    if list(parts) == list(known.leaves):
+        return known.var
+    calls = [makers[part] for part in parts if part in makers]
+    if len(calls) < len(parts) or any(call.op is not calls[0].op for call in calls):
+        return None
+    if calls[0].op is torch.ops.aten.as_strided.default:
+        return _common_base(known, calls)
+    if calls[0].op is not _WHERE:
+        return None
+    condition = calls[0].args[0]
+    if condition.spec.shape or any(call.args[0] is not condition for call in calls):
+        return None
+    yes, no = (_as_vector(program, known, [call.args[i] for call in calls], makers) for i in (1, 2))
+    if yes is None or no is None or yes.spec != no.spec:
+        return None
+    # The vector is chosen at the end of the step: nobody may write what is chosen from, or what was chosen.
+    written = written_storages(program.instrs)
+    if not written.isdisjoint(var.storage for var in (condition, yes, no, *(call.out for call in calls))):
+        return None
+    index, storage = highest(program)
+    out = replace(yes, index=index + 1, storage=storage + 1, offset=0)
+    program.instrs.append(replace(calls[0], args=(condition, yes, no), out=out))
+    return out
+
+
+def _common_base(known: SlotRange, views: Sequence[Instr]) -> Var | None:
+    """The vector in a range's layout that these are views of."""
+    source: Var | None = None
+    for leaf, at, view in zip(known.leaves, known.offsets, views, strict=True):
+        base, shape, stride, offset = (*view.args, 0)[:4]
+        if (tuple(shape), tuple(stride), offset) != (leaf.spec.shape, leaf.spec.stride, base.offset + at):
+            return None
+        if source not in (None, base) or base.spec.shape != (known.length,) or base.spec.stride != (1,):
+            return None
+        source = base
+    return source
+
+
+def clears(program: Program, tensors: Mapping[Var, Tensor]) -> list[Callable[[], Any]]:
+    """Calls that follow the commit: of ranges that are written, what belongs to no leaf stays zero."""
+    written = {old for old, _ in program.updates}
+    calls: list[Callable[[], Any]] = []
+    for known in program.ranges:
+        if known.var in written and (free := _padding(known)):
+            vector = tensors[known.var]
+            calls.append(partial(vector.index_fill_, 0, torch.tensor(free, device=vector.device), 0))
+    return calls
+
+
+def _padding(known: SlotRange) -> list[int]:
+    """Positions of the vector that belong to no leaf."""
+    free = torch.ones(known.length, dtype=torch.bool)
+    for leaf, at in zip(known.leaves, known.offsets, strict=True):
+        free[at : at + leaf.spec.numel] = False
+    return free.nonzero().flatten().tolist()
+
+
+def range_tensor(known: SlotRange, slots: Sequence[Tensor]) -> Tensor:
+    """The slab's memory for a range, from the tensors of its slots; a copy where these are scratch slots."""
+    first = slots[0]
+    base = first.storage_offset() - known.offsets[0]
+    storage = first.untyped_storage()
+    in_place = all(
+        slot.untyped_storage()._cdata == storage._cdata and slot.storage_offset() == base + at
+        for slot, at in zip(slots, known.offsets, strict=True)
+    )
+    if in_place and base >= 0 and storage.nbytes() >= (base + known.length) * first.itemsize:
+        return torch.as_strided(first, (known.length,), (1,), base)
+    vector = torch.zeros(known.length, dtype=first.dtype, device=first.device)
+    for slot, at in zip(slots, known.offsets, strict=True):
+        vector[at : at + slot.numel()] = torch.as_strided(slot, (slot.numel(),), (1,))
+    return vector

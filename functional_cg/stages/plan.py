@@ -1,0 +1,388 @@
+"""Lower: from a traced program to a plan that runs on static buffers.
+
+The plan computes everything first (the head), then commits the new state (the tail). The head reads slots and never
+writes one; the tail writes slots and nothing else. So the commit is a parallel assignment, and an exception or Ctrl-C
+in the head leaves the state as it was.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from ..concurrency.interrupts import uninterrupted
+from ..messages.source import Location
+from ..tensors.aten import UNGROUPED, returns_view
+from .passes.fused import in_place, read_arguments, written_pairs
+from .passes.rewrite import clears, range_tensor
+from .program import Instr, Program, Var, live, map_vars, vars_in, written_storages
+
+__all__ = [
+    "AtenPlan",
+    "Buffers",
+    "ExecutionPlan",
+    "Run",
+    "Schedule",
+    "evaluate",
+    "live_instrs",
+    "lower_aten",
+    "schedule",
+]
+
+Before = Sequence[Callable[[], Any]]
+
+_AS_STRIDED = torch.ops.aten.as_strided.default
+
+
+@dataclass(frozen=True, slots=True)
+class Buffers:
+    """The static buffers that a plan is bound to, in the program's order."""
+
+    slots: Sequence[Tensor]
+    inputs: Sequence[Tensor]
+    constants: Sequence[Tensor]
+
+
+class Run(Protocol):
+    """A bound plan. Runs ``before`` (C-level calls) and the commit as one uninterrupted block; returns metrics."""
+
+    def __call__(self, before: Before, /) -> Sequence[Tensor]: ...
+
+
+class ExecutionPlan(Protocol):
+    """What a lowering makes: something that can be bound to buffers.
+
+    Attributes:
+      schedule: What it has to do.
+      compiled: Whether a compiler decides on the kernels.
+      copies: Whether new values are computed elsewhere and copied into their slots.
+    """
+
+    schedule: Schedule
+    compiled: bool
+    copies: bool
+
+    def bind(self, buffers: Buffers) -> Run:
+        """Bind the plan to buffers; the result runs on exactly these addresses."""
+        ...
+
+    def as_text(self) -> str:
+        """The plan as source code."""
+        ...
+
+
+def live_instrs(program: Program) -> list[Instr]:
+    """The instructions whose effect reaches a metric or the new state, in order."""
+    return live(program.instrs, [*program.results, *(new for _, new in program.updates)])[0]
+
+
+@dataclass(slots=True)
+class Schedule:
+    """What a plan has to do.
+
+    Attributes:
+      head: Calls that compute, in order.
+      fused: Optimizer calls of the tail that write their slots in place.
+      commits: Pairs (slot or range, variable) to copy in the tail.
+      staged: Targets among them whose new value aliases a slot: it is copied to a temporary first.
+      outputs: Variables of metrics and printed values, in order; the memory of those in ``cloned`` is shared.
+      cloned: Positions in ``outputs``.
+      written_constants: Positions of literals that the step writes in place: each run starts from a copy.
+    """
+
+    head: list[Instr]
+    fused: list[Instr] = field(default_factory=list)
+    commits: list[tuple[Var, Var]] = field(default_factory=list)
+    staged: set[Var] = field(default_factory=set)
+    outputs: list[Var] = field(default_factory=list)
+    cloned: set[int] = field(default_factory=set)
+    written_constants: set[int] = field(default_factory=set)
+
+
+def schedule(program: Program, *, fuse: bool = True) -> Schedule:
+    """Split a program into head and tail.
+
+    Args:
+      program: The traced step.
+      fuse: Whether fused optimizer ops may write their slots in place.
+    """
+    plan = Schedule(live_instrs(program))
+    plan.outputs = program.results
+    targets = [*program.slots, *(known.var for known in program.ranges)]
+    in_slots = {var.storage for var in targets}
+    if fuse:
+        _move_fused(program, plan)
+    done = {var for instr in plan.fused for var in instr.outputs()}
+    plan.commits = [(old, new) for old, new in program.updates if new not in done]
+    plan.staged = {old for old, new in plan.commits if new.storage in in_slots}
+    shared = in_slots | {var.storage for var in program.inputs} | {c.var.storage for c in program.constants}
+    uses = Counter(var.storage for var in plan.outputs)
+    for position, var in enumerate(plan.outputs):
+        if var.storage in shared or uses[var.storage] > 1 or not var.fills:
+            plan.cloned.add(position)
+    written = written_storages(plan.head)
+    plan.written_constants = {i for i, c in enumerate(program.constants) if c.var.storage in written}
+    return plan
+
+
+def _move_fused(program: Program, plan: Schedule) -> None:
+    """Move fused optimizer calls to the tail where their results go to the very slots that they read."""
+    slots = {*program.slots, *(known.var for known in program.ranges)}
+    readers = Counter(var for instr in plan.head for var in set(instr.inputs()))
+    readers.update(set(program.results))
+    goals: dict[Var, list[Var]] = {}
+    for old, new in program.updates:
+        goals.setdefault(new, []).append(old)
+
+    def fits(name: str, source: Var, result: Var) -> bool:
+        if (
+            result not in goals
+        ):  # step counts, and gradients that have no `grad_scale`: no kernel writes these
+            return (name == "grads" or source not in slots) and not readers[result]
+        return goals[result] == [source] and not readers[result]
+
+    candidates = {}
+    for instr in plan.head:
+        pairs = written_pairs(instr)
+        if pairs and all(fits(*pair) for pair in pairs):
+            candidates[instr] = {source for _, source, result in pairs if result in goals}
+    written = {var.storage for own in candidates.values() for var in own}
+    written_later: set[int] = set()  # by the rest of the head: a call that moves behind it would read that
+    for instr in reversed(plan.head):
+        own = candidates.get(instr)
+        # what a call reads must not be what any of them writes: nor what it writes itself, in another of its rows
+        reads = {var.storage for var in read_arguments(instr)} if own else set()
+        if own and reads.isdisjoint(written) and reads.isdisjoint(written_later):
+            plan.fused.append(instr)
+        written_later.update(var.storage for var in instr.writes)
+    plan.fused.reverse()
+    plan.head = [instr for instr in plan.head if instr not in plan.fused]
+
+
+class AtenPlan:
+    """Runs the traced ATen calls one by one: a generated function without arguments, all names bound.
+
+    Views of static buffers are taken once, at binding; temporaries are dropped after their last use.
+    """
+
+    compiled = False
+    copies = True
+
+    def __init__(self, program: Program, plan: Schedule) -> None:
+        self._program = program
+        self._plan = self.schedule = plan
+        self._ops: dict[str, Any] = {}
+        self._hoisted, head = self._split_hoisted()
+        self._source = self._generate(head)
+        self._code = compile(self._source, f"<plan of {program.function}>", "exec")
+
+    def as_text(self) -> str:
+        return self._source
+
+    def bind(self, buffers: Buffers, raised_at: Callable[[], Location | None] = lambda: None) -> Run:
+        """Bind the plan to buffers.
+
+        Args:
+          buffers: The buffers.
+          raised_at: Finds the user's line for an exception of a call that has none.
+        """
+        names: dict[str, Any] = dict(self._ops)
+        program = self._program
+        for var, tensor in zip(program.slots, buffers.slots, strict=True):
+            names[repr(var)] = tensor
+        for var, tensor in zip(program.inputs, buffers.inputs, strict=True):
+            names[repr(var)] = tensor
+        for i, (constant, tensor) in enumerate(zip(program.constants, buffers.constants, strict=True)):
+            names[f"c{i}" if i in self._plan.written_constants else repr(constant.var)] = tensor
+        with torch.inference_mode(False), torch.no_grad():
+            for known in program.ranges:
+                names[repr(known.var)] = range_tensor(known, [names[repr(leaf)] for leaf in known.leaves])
+            for instr in self._hoisted:
+                names[repr(instr.out)] = evaluate(instr, lambda var: names[repr(var)])
+        names["uninterrupted"], names["partial"] = uninterrupted, partial
+        names["copy_all"] = torch._foreach_copy_
+        names["note"] = partial(_note, program.function, self._sites, raised_at)
+        names["commit_slots"] = tuple(
+            [names[repr(old)] for old, _ in group] for group in self._commit_groups()
+        )
+        names["clears"] = clears(program, {known.var: names[repr(known.var)] for known in program.ranges})
+        exec(self._code, names)
+        return names.pop("run")  # type: ignore[no-any-return]  # no cycle: buffers are freed with it
+
+    def _split_hoisted(self) -> tuple[list[Instr], list[Instr]]:
+        """Separate the calls that only take views of static buffers."""
+        fixed = {*self._program.slots, *self._program.inputs, *(known.var for known in self._program.ranges)}
+        fixed |= {
+            c.var for i, c in enumerate(self._program.constants) if i not in self._plan.written_constants
+        }
+        self._fixed = fixed
+        hoisted, head = [], []
+        for instr in self._plan.head:
+            makes_one = (
+                isinstance(instr.out, Var) and not instr.writes and not fixed.isdisjoint(instr.inputs())
+            )
+            if makes_one and returns_view(instr.op) and all(var in fixed for var in instr.inputs()):
+                fixed.add(instr.out)
+                hoisted.append(instr)
+            else:
+                head.append(instr)
+        return hoisted, head
+
+    def _commit_groups(self) -> list[list[tuple[Var, Var]]]:
+        """Commits by dtype and by whether strides agree: each group is one grouped copy on CUDA."""
+        groups: dict[tuple[torch.dtype, bool], list[tuple[Var, Var]]] = {}
+        for old, new in self._plan.commits:
+            groups.setdefault((old.spec.dtype, old.spec.stride == new.spec.stride), []).append((old, new))
+        return list(groups.values())
+
+    def _op(self, op: Any) -> str:
+        name = "op_" + "".join(c if c.isalnum() else "_" for c in str(op))
+        self._ops[name] = getattr(op, "_op", op)  # the bare C++ entry, without OpOverload's Python frame
+        return name
+
+    def _call(self, instr: Instr, op: Any) -> str:
+        arguments = [self._literal(arg) for arg in instr.args]
+        if op is _AS_STRIDED:
+            self._ops["as_strided"] = as_strided
+            return f"as_strided({instr.args[0].offset}, {', '.join(arguments)})"
+        arguments += [f"{name}={self._literal(value)}" for name, value in instr.kwargs.items()]
+        return f"{self._op(op)}({', '.join(arguments)})"
+
+    def _literal(self, value: Any) -> str:
+        if isinstance(value, (Var, int, str, type(None))):
+            return repr(value)
+        if isinstance(value, float) and value == value and value not in (float("inf"), float("-inf")):
+            return repr(value)
+        if isinstance(value, list):
+            return f"[{', '.join(map(self._literal, value))}]"
+        if isinstance(value, tuple):
+            return f"({''.join(self._literal(item) + ',' for item in value)})"
+        name = f"k{len(self._ops)}"
+        self._ops[name] = value
+        return name
+
+    def _generate(self, head: Sequence[Instr]) -> str:
+        plan = self._plan
+        lines = [f"{self._program.constants[i].var!r} = c{i}.clone()" for i in sorted(plan.written_constants)]
+        tail_vars = {var for instr in plan.fused for var in instr.inputs()} | {var for _, var in plan.commits}
+        last_use = _last_uses(
+            head, {*tail_vars, *plan.outputs}, {var for i in self._hoisted for var in i.outputs()}
+        )
+        self._sites: dict[int, Location | None] = {}
+        for number, instr in enumerate(head):
+            self._sites[len(lines) + 3] = instr.site  # after `def` and `try`; lines count from 1
+            lines.append(f"{_target(instr.out, self._fixed)}{self._call(instr, instr.op)}")
+            dead = last_use.get(number)
+            if dead:
+                lines.append(f"del {', '.join(map(repr, dead))}")
+        lines += [
+            f"m{i} = {var!r}{'.clone()' if i in plan.cloned else ''}" for i, var in enumerate(plan.outputs)
+        ]
+        lines += [f"w_{old!r} = {new!r}.clone()" for old, new in plan.commits if old in plan.staged]
+        calls = []
+        for instr in plan.fused:
+            call = self._call(instr, in_place(instr.op))
+            calls.append("partial(" + call.replace("(", ", ", 1))
+        for number, group in enumerate(self._commit_groups()):
+            values = [f"w_{old!r}" if old in plan.staged else repr(new) for old, new in group]
+            if group[0][0].spec.dtype in UNGROUPED:
+                calls += [
+                    f"partial({old!r}.copy_, {value})" for (old, _), value in zip(group, values, strict=True)
+                ]
+            else:
+                calls.append(f"partial(copy_all, commit_slots[{number}], [{', '.join(values)}])")
+        calls.append("*clears")
+        return (
+            "def run(before):\n    try:\n"
+            + "".join(f"        {line}\n" for line in lines or ["pass"])
+            + "    except Exception as error:\n        note(error)\n        raise\n"
+            + f"    uninterrupted((*before, {', '.join(calls)}))\n"
+            + f"    return ({''.join(f'm{i}, ' for i in range(len(plan.outputs)))})\n"
+        )
+
+
+def lower_aten(program: Program) -> AtenPlan:
+    """Lower to ATen calls, with fused optimizer ops writing their slots in place."""
+    return AtenPlan(program, schedule(program))
+
+
+def _note(
+    function: str,
+    sites: Mapping[int, Location | None],
+    raised_at: Callable[[], Location | None],
+    error: Exception,
+) -> None:
+    """Tell an exception that a kernel raised (an index out of range, say) where in the user's code it belongs."""
+    site = sites.get(error.__traceback__.tb_lineno) if error.__traceback__ is not None else None
+    site = site or raised_at()
+    error.add_note(
+        f"`{function}`: raised by its replay{f', at {site}' if site else ''}; the state is unchanged."
+    )
+
+
+def as_strided(
+    traced: int, tensor: Tensor, size: Sequence[int], stride: Sequence[int], offset: int | None = None
+) -> Tensor:
+    """``torch.as_strided``, whose offset counts from the storage's begin: a slot lies further in than when traced."""
+    if offset is not None:
+        offset += int(tensor.storage_offset()) - traced
+    return torch.as_strided(tensor, size, stride, offset)
+
+
+def evaluate(instr: Instr, value: Callable[[Var], Any]) -> Any:
+    """Run a call by itself.
+
+    Args:
+      instr: The call.
+      value: The tensor of a variable.
+    """
+    kwargs = {name: map_vars(value, item) for name, item in instr.kwargs.items()}
+    args = map_vars(value, instr.args)
+    if instr.op is _AS_STRIDED:
+        return as_strided(instr.args[0].offset, *args, **kwargs)
+    return instr.op(*args, **kwargs)
+
+
+def _target(out: Any, fixed: Collection[Var]) -> str:
+    """Left-hand side that takes a call's result apart as the trace saw it.
+
+    A result that is a static buffer has its name: ``native_dropout`` may return its argument.
+    """
+
+    def text(value: Any) -> str:
+        if isinstance(value, Var):
+            return "_" if value in fixed else repr(value)
+        if isinstance(value, (list, tuple)) and value:
+            return f"[{', '.join(map(text, value))}]"
+        return "_"
+
+    return f"{text(out)} = " if any(True for _ in vars_in(out)) else ""
+
+
+def _last_uses(head: Sequence[Instr], kept: set[Var], fixed: set[Var]) -> dict[int, list[Var]]:
+    """Variables to drop after each call: born in the head, and not used by a later call, the tail or the metrics."""
+    born = {var: number for number, instr in enumerate(head) for var in instr.outputs()}
+    last = dict(born)
+    for number, instr in enumerate(head):
+        for var in instr.inputs():
+            if var in born:
+                last[var] = number
+    drop: dict[int, list[Var]] = {}
+    for var, number in last.items():
+        if var not in kept and var not in fixed:
+            drop.setdefault(number, []).append(var)
+    return drop
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """The setting in which a plan runs: plain tensors, no autograd."""
+    with torch.inference_mode(False), torch.no_grad():
+        yield

@@ -1,0 +1,291 @@
+"""Capture: turn a bound plan into something that replays. The one door to CUDA graphs."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from ...concurrency.interrupts import uninterrupted
+from ...concurrency.streams import current_device
+from ...errors import CaptureError, FunctionalCGError, StreamError
+from ...tensors.aten import copies
+from ..plan import Before, Buffers, ExecutionPlan, quiet
+
+__all__ = ["Backend", "CPUBackend", "CUDABackend", "Replay", "backend_for", "scratch"]
+
+_WARM_UPS = 2
+_CROSSES_THE_BORDER = ("unjoined work", "uncaptured work")  # what the driver says of streams and events
+_LATER = "previous error during capture"
+_FEW = 3  # as many clones cost less than one grouped copy
+
+
+class Replay(Protocol):
+    """A captured plan.
+
+    Attributes:
+      fresh: Whether each call returns new tensors; else it returns the same static ones, to be copied out.
+    """
+
+    fresh: bool
+
+    def __call__(self, before: Before, /) -> Sequence[Tensor]:
+        """Run once: ``before`` and the commit as one uninterrupted block. Returns metrics."""
+        ...
+
+    def close(self) -> None:
+        """Give up the graph and its memory."""
+        ...
+
+
+class Backend(Protocol):
+    """Where captures run. One object serves one step.
+
+    Attributes:
+      name: For messages and ``explain()``.
+    """
+
+    name: str
+
+    def capture(self, plan: ExecutionPlan, buffers: Buffers, scratch: Callable[[], Buffers]) -> Replay:
+        """Capture a plan on its static buffers.
+
+        Args:
+          plan: What to run.
+          buffers: The static buffers, filled with real inputs.
+          scratch: Makes buffers for warm-up, whose slots are not the state's.
+        """
+        ...
+
+
+@dataclass(eq=False)
+class _DirectReplay:
+    """Runs the bound plan itself."""
+
+    run: Callable[[Before], Sequence[Tensor]] | None
+    fresh: bool = True
+
+    def __call__(self, before: Before, /) -> Sequence[Tensor]:
+        # Nothing here requires grad, so the caller's grad mode makes no difference; autocast was refused.
+        return self.run(before)  # type: ignore[misc]
+
+    def close(self) -> None:
+        self.run = None
+
+
+class CPUBackend:
+    """Replays the plan on static buffers without a GPU: what makes the guarantee testable everywhere."""
+
+    name = "cpu"
+
+    def capture(self, plan: ExecutionPlan, buffers: Buffers, scratch: Callable[[], Buffers]) -> Replay:
+        return _DirectReplay(plan.bind(buffers))
+
+
+class _GraphReplay:
+    """Launches a CUDA graph; metrics lie in its private pool."""
+
+    fresh = False
+
+    def __init__(
+        self, graph: torch.cuda.CUDAGraph, run: Any, static: Sequence[Tensor], device: torch.device
+    ) -> None:
+        self._graph: torch.cuda.CUDAGraph | None = graph
+        self._run = run  # keeps constants and views of static buffers alive as long as the graph
+        self._static = static
+        self._device = device
+        # the C method itself: the Python override would be a place for Ctrl-C between launch and generation
+        self._launch = super(torch.cuda.CUDAGraph, graph).replay
+
+    def __call__(self, before: Before, /) -> Sequence[Tensor]:
+        if current_device() == self._device.index:
+            uninterrupted((*before, self._launch))
+        else:
+            with torch.cuda.device(self._device):
+                uninterrupted((*before, self._launch))
+        return self._static
+
+    def close(self) -> None:
+        if self._graph is not None:
+            torch.cuda.synchronize(self._device)  # a replay may be in flight
+            self._static, self._run = (), None
+            self._graph.reset()
+            self._graph = None
+
+
+class CUDABackend:
+    """Captures into CUDA graphs, with one memory pool for all graphs of a step.
+
+    Nothing of the pool is alive between calls (metrics are copied out), so graphs may share it. Warm-up has a stream of
+    its own: cuBLAS keeps a workspace per stream, and the one that a graph uses has to come from the graph's pool. Any
+    other may be freed at any time, by a compiled function's own graphs for example, and unmapped under the replay.
+    """
+
+    name = "cuda"
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._pool: Any = None
+        self._streams: tuple[torch.cuda.Stream, ...] = ()
+
+    @contextlib.contextmanager
+    def aside(self) -> Iterator[None]:
+        """Work before a capture: on the warm-up's stream, whose memory the warm-up uses again."""
+        with torch.cuda.device(self._device):
+            if self._pool is None:
+                self._pool = torch.cuda.graph_pool_handle()
+                # torch hands out streams in turn, from few; those of high priority are seldom somebody else's too
+                self._streams = tuple(torch.cuda.Stream(self._device, priority=-1) for _ in range(2))
+            caller, warm_up = torch.cuda.current_stream(self._device), self._streams[0]
+            warm_up.wait_stream(caller)
+            torch.cuda.empty_cache()  # what building the state left in it would stand beside this work's memory
+            try:
+                with torch.cuda.stream(warm_up):
+                    yield
+            except BaseException:
+                with contextlib.suppress(
+                    torch.AcceleratorError
+                ):  # of a device that the error on its way tells of
+                    caller.wait_stream(warm_up)  # the values of before were put back last
+                _free_workspaces()
+                raise
+            warm_up.synchronize()
+
+    def capture(self, plan: ExecutionPlan, buffers: Buffers, scratch: Callable[[], Buffers]) -> Replay:
+        with torch.cuda.device(self._device), quiet():
+            caller = torch.cuda.current_stream(self._device)
+            with self.aside():
+                run = plan.bind(buffers)  # compiles, where there is a compiler: for slots that do not overlap
+                warm = plan.bind(scratch())
+                for _ in range(_WARM_UPS):
+                    warm(())
+                del warm
+            graph = torch.cuda.CUDAGraph()
+            try:
+                with (
+                    _no_garbage_collection(),
+                    _empty_graphs_are_fine(),
+                    torch.cuda.graph(
+                        graph, pool=self._pool, stream=self._streams[1], capture_error_mode="thread_local"
+                    ),
+                ):
+                    static = run(())
+            except BaseException as error:
+                _abandon(graph, self._pool, self._device)
+                _free_workspaces()
+                self._pool = (
+                    torch.cuda.graph_pool_handle()
+                )  # torch 2.11 takes the old one to be in use for ever
+                if isinstance(error, FunctionalCGError) or not isinstance(error, Exception):
+                    raise
+                # No name for the first one: it would keep this frame and its tensors, and the frame it.
+                raise _failure(_first(error)) from _first(error)
+            caller.wait_stream(self._streams[1])
+            return _GraphReplay(graph, run, static, self._device)
+
+
+def _first(error: Exception) -> Exception:
+    """What broke the capture, where the driver says at its end only that something did."""
+    before = error.__context__
+    return before if _LATER in str(error) and isinstance(before, Exception) else error
+
+
+def _failure(error: Exception) -> FunctionalCGError:
+    """Our error for what the driver or an operation says of a failed capture."""
+    said = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+    if any(words in str(error) for words in _CROSSES_THE_BORDER):
+        return StreamError.of(
+            "",
+            f"capture failed: {said}",
+            why="An operation of the step works on a stream of its own, which is no part of the graph.",
+            fix="in that operation, join what it forks, `torch.cuda.current_stream().wait_stream(side)`, and wait for "
+            "work from outside before the step.",
+        )
+    return CaptureError.of(
+        "",
+        f"capture failed: {said}",
+        why="An operation of the step cannot be part of a CUDA graph; the state is unchanged.",
+        fix="see the original exception above; `step.lower(...).as_text()` lists the operations.",
+    )
+
+
+def scratch(slots: Sequence[Tensor], unchecked: Sequence[bool]) -> list[Tensor]:
+    """Buffers for warm-up: floating leaves that may hold any value share one, the others are copied."""
+    shares = [slot.is_floating_point() and free for slot, free in zip(slots, unchecked, strict=True)]
+    largest: dict[torch.dtype, int] = {}
+    for slot, one in zip(slots, shares, strict=True):
+        if one:
+            largest[slot.dtype] = max(largest.get(slot.dtype, 0), slot.numel())
+    shared = {
+        dtype: torch.zeros(numel, dtype=dtype, device=slots[0].device) for dtype, numel in largest.items()
+    }
+    return [
+        torch.as_strided(shared[slot.dtype], slot.shape, slot.stride()) if one else slot.clone()
+        for slot, one in zip(slots, shares, strict=True)
+    ]
+
+
+def _abandon(graph: torch.cuda.CUDAGraph, pool: Any, device: torch.device) -> None:
+    """Free a graph whose capture failed, and its memory."""
+    graph.reset()
+    try:
+        torch._C._cuda_endAllocateToPool(device.index, pool)
+    except RuntimeError:
+        return  # the capture was ended in order: its memory went with the graph
+    torch._C._cuda_releasePool(device.index, pool)
+
+
+def _free_workspaces() -> None:
+    """Give back what cuBLAS keeps for each stream that a product ran on, some 30 MB, also after that has failed.
+
+    It gets new ones when it needs them. Graphs that are alive do not miss theirs: those come from their own pools.
+    """
+    torch._C._cuda_clearCublasWorkspaces()
+
+
+@contextlib.contextmanager
+def _no_garbage_collection() -> Iterator[None]:
+    """No finalizer may destroy graphs or events while the stream is capturing."""
+    gc.collect()
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
+@contextlib.contextmanager
+def _empty_graphs_are_fine() -> Iterator[None]:
+    """A step that changes nothing has no kernels, which torch warns of."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="The CUDA Graph is empty")
+        yield
+
+
+def backend_for(device: torch.device) -> Backend:
+    """The backend where a state lives."""
+    return CUDABackend(device) if device.type == "cuda" else CPUBackend()
+
+
+def copy_out(static: Sequence[Tensor]) -> list[Tensor]:
+    """Fresh copies of static metrics, each with its own storage; many of them in one grouped copy per dtype."""
+    if len(static) <= _FEW:
+        return [metric.clone() for metric in static]
+    fresh = [torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=t.device) for t in static]
+    groups: dict[torch.dtype, tuple[list[Tensor], list[Tensor]]] = {}
+    for new, old in zip(fresh, static, strict=True):
+        into, source = groups.setdefault(new.dtype, ([], []))
+        into.append(new)
+        source.append(old)
+    for into, source in groups.values():
+        for call in copies(into, source):
+            call()
+    return fresh

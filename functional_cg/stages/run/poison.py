@@ -1,0 +1,64 @@
+"""Poison: overwrite memory that nobody may read any more, so that whoever does shows it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import MappingProxyType
+
+import torch
+from torch import Tensor
+
+from ...tensors.overlap import storage_key
+from ..plan import Before
+from .capture import Replay, copy_out
+
+__all__ = ["Poisoned", "poison"]
+
+_INTEGERS = MappingProxyType({1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64})
+
+
+def poison(tensor: Tensor) -> None:
+    """Overwrite the whole storage of a tensor with values that cannot pass for results.
+
+    Floating numbers become NaN. An integer or bool becomes its opposite, 0, or 1 where it was 0: always another value,
+    and one that may be an index. A GPU reads the wrong row in silence where the CPU would refuse 77, so whoever looks
+    up a row with it gets a wrong one here too. Poison once: twice is the old value, if that was 0 or 1.
+    """
+    storage = tensor.untyped_storage()
+    if not storage.nbytes():
+        return
+    if tensor.is_floating_point() or tensor.is_complex():
+        _whole(tensor, torch.uint8).fill_(0xFF)  # NaN in any format
+    else:
+        _whole(tensor, _INTEGERS[tensor.itemsize]).logical_not_()
+
+
+def _whole(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """All memory of a tensor's storage, as numbers of another dtype."""
+    return torch.empty(0, dtype=dtype, device=tensor.device).set_(tensor.untyped_storage())
+
+
+class Poisoned:
+    """``debug="poison"``: a replay after which its static inputs and metrics hold garbage.
+
+    Args:
+      replay: The replay.
+      inputs: Static buffers of the inputs, which each call fills again.
+    """
+
+    fresh = True
+
+    def __init__(self, replay: Replay, inputs: Sequence[Tensor]) -> None:
+        self._replay, self._inputs = replay, inputs
+
+    def __call__(self, before: Before, /) -> Sequence[Tensor]:
+        static = self._replay(before)
+        metrics = static if self._replay.fresh else copy_out(static)
+        dead = self._inputs if self._replay.fresh else (*self._inputs, *static)
+        for tensor in {storage_key(tensor): tensor for tensor in dead}.values():  # inputs share slabs
+            poison(tensor)
+        return metrics
+
+    def close(self) -> None:
+        self._replay.close()
+        self._inputs = ()

@@ -1,0 +1,189 @@
+"""The certificate: what a traced step reads, writes and leaves alone, and what in it is probably a mistake."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from ...tensors.aten import FUSED
+from ..program import Instr, Program, Var, live
+from .keys import draws, shared_keys
+
+__all__ = ["Inspection", "inspection_of"]
+
+_GRADIENTS = 1  # place of the gradients among the arguments of a fused optimizer op
+_WEIGHTS = (1, 2)  # places of weight and bias among those of a batch norm
+
+
+@dataclass(frozen=True, slots=True)
+class Inspection:
+    """A purity certificate: what the step reads, writes and leaves alone. ``str()`` prints it.
+
+    Attributes:
+      function: Name of the user's function.
+      calls: Number of ATen calls by op.
+      leaves: Number of leaves of the states.
+      unchanged: Leaves that are returned as they came.
+      constants: Tensors that the step owns.
+      watched: Host values that are compared at each call.
+      outputs: Number of metrics.
+      forgotten: Parts of modules whose new buffers were computed and dropped, as those of BatchNorm are.
+      by_mode: Modules that were applied in training mode by a function that trains nothing.
+      dropped: Other leaves among the unchanged ones for which a new value was computed, and where.
+      repeated: Draws of which each call gets the same numbers.
+      shared_keys: Pairs of draws of one call that have the same key and stream, and so correlated numbers.
+    """
+
+    function: str
+    calls: Mapping[str, int]
+    leaves: int
+    unchanged: tuple[str, ...]
+    constants: tuple[str, ...]
+    watched: tuple[str, ...]
+    outputs: int
+    forgotten: tuple[str, ...] = ()
+    by_mode: tuple[str, ...] = ()
+    dropped: tuple[str, ...] = ()
+    repeated: tuple[str, ...] = ()
+    shared_keys: tuple[tuple[str, str], ...] = ()
+
+    def __str__(self) -> str:
+        def shown(names: Sequence[str]) -> str:
+            return (
+                ", ".join(names[:8]) + (f", … and {len(names) - 8} more" if len(names) > 8 else "") or "none"
+            )
+
+        return "\n".join(
+            [
+                f"{self.function} is a pure function of its arguments:",
+                f"  {sum(self.calls.values())} ATen calls of {len(self.calls)} kinds; no host sync, no foreign tensor,",
+                "  no write into an argument, no implicit randomness, no tensor kept by Python",
+                f"  state leaves: {self.leaves}, of which returned unchanged: {shown(self.unchanged)}",
+                f"  metrics: {self.outputs}",
+                f"  constants owned by the step: {shown(self.constants)}",
+                f"  host values watched at each call: {shown(self.watched)}",
+                f"  new values that were computed and dropped: {shown([*self.forgotten, *self.dropped])}",
+                f"  draws that share a key: {shown([' and '.join(pair) for pair in self.shared_keys])}",
+            ]
+        )
+
+
+def inspection_of(program: Program, watched: Sequence[str]) -> Inspection:
+    """Sum up a traced program."""
+    return Inspection(
+        function=program.function,
+        calls=dict(Counter(str(instr.op) for instr in program.instrs).most_common()),
+        leaves=len(program.slots),
+        unchanged=tuple(
+            name
+            for name, old, new in zip(program.slot_names, program.slots, program.new_state, strict=False)
+            if old is new
+        ),
+        constants=tuple(f"{constant.name} {constant.var.spec}" for constant in program.constants),
+        watched=tuple(watched),
+        outputs=len(program.outputs),
+        forgotten=tuple(_forgotten(program)),
+        by_mode=tuple(
+            dict.fromkeys(one.module for one in program.applications if one.by_mode and not program.new_state)
+        ),
+        dropped=tuple(_dropped(program)),
+        repeated=tuple(_repeated(program)),
+        shared_keys=tuple(shared_keys(program)),
+    )
+
+
+def _repeated(program: Program) -> Iterator[str]:
+    """Draws from a key that no call changes: it depends on no input and on no leaf that gets a new value."""
+    if not program.new_state:  # a read-only function; what it reads may change in between
+        return
+    pairs = zip(program.slots, program.new_state, strict=False)
+    changing = {*program.inputs, *(old for old, new in pairs if old is not new)}
+    changing |= set(program.slots[len(program.new_state) :])  # of states that are only read here
+    drawn = set(draws(program))
+    for instr in program.instrs:
+        if not changing.isdisjoint(instr.inputs()):
+            changing.update(instr.outputs())
+        elif instr in drawn:
+            yield str(instr.site or instr.op)
+
+
+def _by_mode(program: Program) -> Iterator[str]:
+    """Modules that a read-only function applies in training mode, where it makes a difference."""
+    yield from (one.module for one in program.applications if one.by_mode and not program.new_state)
+
+
+def _forgotten(program: Program) -> Iterator[str]:
+    """Parts of modules of whose new buffers some reach no result of the step."""
+    results = [*program.new_state, *program.results]
+    _, needed = live(program.instrs, results)
+    needed.update(results)
+    lost = [one for one in program.applications if not needed.issuperset(one.written)]
+    yield from dict.fromkeys(f"the buffers of {part} in {one.module}" for one in lost for part in one.parts)
+
+
+def _dropped(program: Program) -> Iterator[str]:
+    """State leaves that are returned unchanged, although a new value for them was computed and used for nothing.
+
+    The classical one: BatchNorm's new statistics that never reach the new state. A value is taken to be new for a leaf
+    if it is computed from it through values of its own shape and dtype alone.
+    """
+    unchanged = {
+        old: name
+        for name, old, new in zip(program.slot_names, program.slots, program.new_state, strict=False)
+        if old is new
+    }
+    leaf_of = {var: var for var in unchanged}
+    buffers = {var.storage for one in program.applications for var in one.written}
+    sites: dict[Var, str] = {}
+    for instr, lost in _lost(program):
+        for source, result in _same_kind(instr):
+            if source in leaf_of:
+                leaf_of.setdefault(result, leaf_of[source])
+        if instr.op is torch.ops.aten.clone.default:  # the leaf's own value, until it is written to
+            continue
+        # What is looked at in another way is not computed.
+        seen = set() if instr.writes else {var.storage for var in instr.inputs()}
+        for var in (var for var in lost if var.storage not in seen | buffers):
+            leaf = leaf_of.get(var)
+            if leaf is not None and leaf.storage != var.storage:  # no view of the leaf
+                sites.setdefault(leaf, f" ({instr.site})" if instr.site else "")
+    yield from (name + sites[leaf] for leaf, name in unchanged.items() if leaf in sites)
+
+
+def _lost(program: Program) -> Iterator[tuple[Instr, list[Var]]]:
+    """Each call with those of its results, and of the variables that it writes, that nothing reads afterwards."""
+    results = [*program.new_state, *program.results]
+    kept, needed = live(program.instrs, results)
+    place = {instr: number for number, instr in enumerate(kept)}
+    last_read = {var.storage: number for instr, number in place.items() for var in instr.inputs()}
+    last_read |= dict.fromkeys((var.storage for var in results), len(kept))
+    for instr in program.instrs:
+        overwritten = [var for var in instr.writes if last_read.get(var.storage, -1) <= place.get(instr, -1)]
+        yield instr, [*(var for var in instr.outputs() if var not in needed), *overwritten]
+
+
+def _same_kind(instr: Instr) -> Iterator[tuple[Var, Var]]:
+    """Pairs (argument, result) of one shape and dtype; of grouped ops, those at the same place of their lists."""
+    if str(instr.op).partition(".default")[0].endswith("_like"):
+        return  # made to the argument's shape, not from its values
+    unscaled = instr.op._schema.name.startswith(FUSED) and not instr.kwargs.get("grad_scale")
+    columns = [instr.out, *instr.out] if isinstance(instr.out, (list, tuple)) else [instr.out]
+    for number, arg in enumerate(instr.args):
+        if unscaled and number == _GRADIENTS:
+            continue  # given back as they came
+        if "batch_norm" in instr.op._schema.name and number in _WEIGHTS:
+            continue  # no statistics of the batch are new values for them
+        for out in columns:
+            pairs = [(arg, out)]
+            if isinstance(arg, list) and isinstance(out, (list, tuple)) and len(arg) == len(out):
+                pairs = list(zip(arg, out, strict=True))
+            for source, result in pairs:
+                if (
+                    isinstance(source, Var)
+                    and isinstance(result, Var)
+                    and source.spec.same_layout(result.spec)
+                ):
+                    yield source, result

@@ -1,0 +1,209 @@
+"""What a step's Python does beside its ATen calls: reads that no dispatch mode sees, generators and values it moves.
+
+Printing, numpy, pickling and ``.data = `` go past the dispatcher. A function mode sees them before they happen, on the
+tensors of the trace and on all others.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from types import FrameType, MappingProxyType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.overrides import TorchFunctionMode
+
+from ...errors import FunctionalCGError, ImplicitRandomnessError, SideEffectError
+from ..watch.host_watch import MODES, HostWatch, modes
+from ..watch.reads import Reads
+from .rules import Rules
+
+__all__ = ["HostGuard", "HostRandomness", "HostState"]
+
+_TORCH = os.path.dirname(torch.__file__) + os.sep
+# The Python side of the methods themselves, between the caller and the mode.
+_METHODS = tuple(
+    _TORCH + name for name in ("overrides.py", "_tensor.py", "_tensor_str.py", "utils/_contextlib.py")
+)
+
+_RUNS = 3  # a thread that draws in each of them, and in no pause, would be bad luck
+_VALUES = "asks for the values of a tensor on the host"
+# Name of a tensor's method -> what a caller asks for with it.
+_READS: Mapping[str, str] = MappingProxyType(
+    {
+        "__repr__": _VALUES,
+        "__format__": _VALUES,
+        "__array__": _VALUES,
+        "__dlpack__": _VALUES,
+        "__reduce_ex__": _VALUES,
+        "numpy": _VALUES,
+        "tolist": _VALUES,
+        "cpu": "copies a tensor to the host",
+        "data_ptr": "asks for the address of a tensor",
+    }
+)
+
+
+class HostGuard(TorchFunctionMode):
+    """Refuses what would read or replace a tensor without an ATen call.
+
+    Args:
+      rules: The rules of the trace, which word the errors.
+    """
+
+    def __init__(self, rules: Rules) -> None:
+        super().__init__()
+        self._rules = rules
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        try:
+            return self._call(func, args, kwargs or {})
+        except FunctionalCGError as error:
+            self._rules.remember(error)
+            raise
+
+    def _call(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        name = getattr(func, "__name__", "")
+        if name in _READS and not _called_by_torch(sys._getframe(2)):
+            if isinstance(args[0], FakeTensor):
+                raise self._rules.host_read(_READS[name])
+            raise self._rules.foreign(name, args[0])
+        if func == Tensor.data.__set__:  # type: ignore[attr-defined]
+            raise self._rules.data_assigned()
+        if func is Tensor.__deepcopy__:
+            return args[0].clone()
+        return func(*args, **kwargs)
+
+
+def _called_by_torch(frame: FrameType | None) -> bool:
+    """Whether torch itself reads, in the text of an error for example; the user's own code is to be told."""
+    while frame is not None and frame.f_code.co_filename.startswith(_METHODS):
+        frame = frame.f_back
+    return frame is not None and frame.f_code.co_filename.startswith(_TORCH)
+
+
+@dataclass(slots=True)
+class HostRandomness:
+    """States of the generators on the host, compared before and after a trace."""
+
+    torch_state: Tensor
+    python_state: Any
+    numpy_state: Any
+
+    @classmethod
+    def read(cls) -> HostRandomness:
+        numpy = sys.modules.get("numpy")
+        return cls(torch.get_rng_state(), random.getstate(), numpy and numpy.random.get_state())
+
+    def moved(self) -> list[str]:
+        """Names of the generators that are not where they were."""
+        now = HostRandomness.read()
+        same = {
+            "torch (CPU)": torch.equal(self.torch_state, now.torch_state),
+            "random": self.python_state == now.python_state,
+            "numpy.random": self.numpy_state is None or repr(self.numpy_state) == repr(now.numpy_state),
+        }
+        return [name for name, still in same.items() if not still]
+
+    def restore(self) -> None:
+        """Move the generators back."""
+        torch.set_rng_state(self.torch_state)
+        random.setstate(self.python_state)
+        if self.numpy_state is not None:
+            sys.modules["numpy"].random.set_state(self.numpy_state)
+
+    def restore_own(self) -> None:
+        """Move the generators back, unless another thread may have drawn since: it would get its numbers twice."""
+        if _alone() and self.moved():
+            self.restore()
+
+    def refuse_draws(self, function: str, again: Callable[[], object]) -> None:
+        """Raise if the function has moved a generator, after moving it back.
+
+        Beside other threads it has drawn itself if a generator moves in each of its runs and in no pause between them.
+        A thread that draws in just these moments is taken for the function; a function that draws while others do is
+        not seen here, nor is one that seeds to the same state each time. What it draws is then seen where the programs
+        of two traces differ.
+
+        Args:
+          function: Name of the user's function.
+          again: Runs it once more.
+        Raises:
+          ImplicitRandomnessError: Naming the generators.
+        """
+        moved = self.moved()
+        for _ in range(0 if _alone() else _RUNS):
+            if moved:
+                moved = _moved_alone_by(again, moved)
+        if moved:
+            self.restore()
+            raise ImplicitRandomnessError.of(
+                function,
+                f"moves a random generator on the host: {', '.join(moved)}.",
+                why="Python runs when the step is traced, not when it is replayed: the numbers never change.",
+                fix="draw from a key in the state with `fcg.random`, or pass the numbers as an input.",
+            )
+
+
+def _alone() -> bool:
+    return threading.active_count() == 1
+
+
+def _moved_alone_by(run: Callable[[], object], suspects: Sequence[str]) -> list[str]:
+    """Which generators move while it runs, and not while the thread rests for as long."""
+    before, start = HostRandomness.read(), time.perf_counter()
+    run()
+    seconds, moved, resting = time.perf_counter() - start, before.moved(), HostRandomness.read()
+    time.sleep(seconds)
+    return [name for name in suspects if name in moved and name not in resting.moved()]
+
+
+class HostState:
+    """Python values and modes that a trace must leave alone.
+
+    Args:
+      function: Name of the user's function.
+    """
+
+    def __init__(self, function: str) -> None:
+        self._function = function
+        self._modes = modes()
+
+    def refuse_change(self, watched: HostWatch, reads: Reads) -> None:
+        """Raise if the traces have changed a mode, or the last one a value on the watch, or taken from an iterator.
+
+        What only the first trace sets up (a flag, a number computed once) is no change.
+
+        Raises:
+          SideEffectError: Naming each.
+        """
+        rows = [(name, old, new) for name, old, new in watched.differences() if name not in MODES]
+        rows += [row for row in zip(MODES, self._modes, modes(), strict=True) if row[1] != row[2]]
+        advanced = reads.taken_from()
+        if advanced:
+            raise SideEffectError.of(
+                self._function,
+                "takes from what goes on from call to call.",
+                rows=[f"{name}, at {site}" for name, site in advanced],
+                why="Python runs when the step is traced, not when it is replayed: every call would get the same.",
+                fix="take it in the loop around the step, and pass it as an input; random numbers come from a key in "
+                "the state, `fcg.random`.",
+            )
+        if rows:
+            raise SideEffectError.of(
+                self._function,
+                f"changes {'a value' if len(rows) == 1 else f'{len(rows)} values'} of the host while it runs.",
+                rows=[f"{name}  before {old!r}   after {new!r}" for name, old, new in rows],
+                why="Python runs when the step is traced, not when it is replayed: it would change no more.",
+                fix="count in the state (`state.step`), or do it in the loop around the step.",
+            )

@@ -1,0 +1,85 @@
+"""Keys: which draws of a program share one.
+
+A key is a value, and two ways may lead to the same value: so values are numbered. Two of them have one number if the
+same op made them of arguments with the same numbers, or if one is a copy of the other; what is written in place gets a
+new number. Equal numbers mean equal values; that values differ is never known, so what is found is certain and not
+complete.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from ...random import DERIVE
+from ..program import Instr, Program, Var, live, map_vars
+
+__all__ = ["draws", "shared_keys"]
+
+_COPIES = frozenset({"aten::alias", "aten::clone", "aten::detach"})
+
+
+class _Numbers:
+    """Numbers of values while a program is walked through."""
+
+    def __init__(self) -> None:
+        self._of: dict[Var, tuple[int, int]] = {}  # and the last write to its memory until then
+        self._writes: dict[int, int] = {}
+        self._known: dict[Any, int] = {}
+
+    def of(self, var: Var) -> int:
+        """The number of what a variable holds now."""
+        if var not in self._of:
+            self._name(var, self._number(var))
+        number, then = self._of[var]
+        now = self._writes.get(var.storage, -1)
+        return number if now == then else self._number((number, now))
+
+    def walk(self, instr: Instr) -> None:
+        """Number the results of a call."""
+        # As text: 1, 1.0 and True are equal, and so are 0.0 and -0.0.
+        made = instr.op, repr(map_vars(self.of, (instr.args, tuple(instr.kwargs.items()))))
+        copied = self.of(instr.args[0]) if instr.op._schema.name in _COPIES else None
+        for var in instr.writes:
+            self._writes[var.storage] = self._number(object())
+        for place, var in enumerate(instr.outputs()):
+            if var not in self._of:  # else an argument that was written in place
+                self._name(var, self._number((*made, place)) if copied is None else copied)
+
+    def _name(self, var: Var, number: int) -> None:
+        self._of[var] = number, self._writes.get(var.storage, -1)
+
+    def _number(self, what: Any) -> int:
+        return self._known.setdefault(what, len(self._known))
+
+
+def draws(program: Program) -> Iterator[Instr]:
+    """The calls that draw numbers; a key that is derived is no draw."""
+    return (
+        instr
+        for instr in program.instrs
+        if instr.op._schema.name == "fcg::random_bits" and instr.args[1] != DERIVE
+    )
+
+
+def shared_keys(program: Program) -> Iterator[tuple[str, str]]:
+    """Pairs of a draw and a later one with the same key and stream: one begins with the words of the other.
+
+    Draws of a backward do not count: a checkpoint recomputes what was drawn before.
+    """
+    drawn = {instr for instr in draws(program) if not instr.backward}
+    makers, _ = live(program.instrs, [instr.args[0] for instr in drawn])
+    numbers, relevant = _Numbers(), drawn.union(makers)
+    first: dict[tuple[int, int], Instr] = {}
+    for instr in program.instrs:
+        if instr in drawn:
+            key, stream, _ = instr.args
+            earlier = first.setdefault((numbers.of(key), stream), instr)
+            if earlier is not instr:
+                yield _site(earlier), _site(instr)
+        if instr in relevant:
+            numbers.walk(instr)
+
+
+def _site(instr: Instr) -> str:
+    return str(instr.site or instr.op)

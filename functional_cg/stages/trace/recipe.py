@@ -1,0 +1,50 @@
+"""What a step is traced for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from ...state.arena import BufferSpec
+from ...tree import Treedef
+
+__all__ = ["BoundState", "Recipe"]
+
+
+@dataclass(frozen=True, slots=True)
+class BoundState:
+    """A state argument: read from its arena's slots rather than copied in."""
+
+    name: str
+    treedef: Treedef
+    specs: tuple[BufferSpec, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """What a step is traced for.
+
+    Attributes:
+      function: The user's function.
+      name: Its name, for messages.
+      states: Bound states, in order; the first one is donated if ``donates``.
+      inputs: Specs of the input leaves.
+      input_names: Their key paths, as text.
+      apply: Calls the function on trees of the states and leaves of the inputs.
+      constants: Declared constants.
+      donates: Whether the function returns (new_state, metrics); else it returns outputs.
+      objects: (name, object) of what is handed to it and is no tensor: static arguments, objects among the inputs.
+    """
+
+    function: Callable[..., Any]
+    name: str
+    states: tuple[BoundState, ...]
+    inputs: tuple[BufferSpec, ...]
+    input_names: tuple[str, ...]
+    apply: Callable[[Callable[..., Any], Sequence[Any], Sequence[Any]], Any]
+    constants: tuple[tuple[str, Tensor], ...]
+    donates: bool
+    objects: tuple[tuple[str, Any], ...] = ()

@@ -1,0 +1,470 @@
+"""Trace: run the user's function once on fake tensors and record each ATen call.
+
+The recorder is a dispatch mode below autograd, entered inside of the fake mode's scope, so that it sees each op before
+anything runs: a write to a closed-over tensor is refused, not executed. A second run compares ops and literals with the
+first: host values that move between two runs show up there.
+"""
+
+from __future__ import annotations
+
+import gc
+import math
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from itertools import zip_longest
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from ... import tree as pytree
+from ...ambient.setting import canonical, in_a_backward
+from ...call.signature import new_state_and_metrics
+from ...errors import BakedValueError, FunctionalCGError, HostSyncError, SideEffectError
+from ...messages.source import Locator
+from ...nn.originals import meeting
+from ...shards.reader import Reader
+from ...shards.tensor import Sharded
+from ...state.arena import BufferSpec
+from ...state.boundary import entered, held, left, mesh_of, shown
+from ...tensors.aten import tensors_in
+from ...tensors.overlap import storage_key
+from ...transforms.debug import REPORTS
+from ...tree import KeyPath, path_string
+from ..program import Application, Constant, Instr, Program, Report, Var
+from ..watch.frames import aside, followed
+from ..watch.host_watch import HostWatch
+from ..watch.names import HostReads
+from .exceptions import mapped, raised_at
+from .fake_mode import FakeMode, without_log
+from .host import HostGuard, HostRandomness, HostState
+from .recipe import Recipe
+from .results import refuse_unreturnable
+from .rules import Rules, refuse_mixed_dtypes, refuse_new_state
+from .strays import disown
+
+__all__ = ["trace"]
+
+_LIFTS = frozenset(
+    {torch.ops.aten.lift_fresh.default, torch.ops.aten.lift.default, torch.ops.aten.lift_fresh_copy.default}
+)
+
+# What puts a value into a tensor may take it from a number on the host.
+_PUTS = frozenset(
+    f"aten::{op}{end}" for op in "copy fill index_put masked_fill index_fill".split() for end in ("", "_")
+)
+
+_RNN_FIX = "call an RNN by `apply, params, buffers = fcg.from_module(module)`: it stores its parameters. Or "
+
+
+class _Recorder(TorchDispatchMode):
+    """Records ATen calls as instructions, or compares them with those of an earlier run."""
+
+    def __init__(
+        self, recipe: Recipe, mode: FakeMode, first: Program | None, checkpoint: Callable[[], None]
+    ) -> None:
+        super().__init__()
+        self.program = Program(recipe.name, [], [], [])
+        self._mode = mode
+        self._first = first
+        self._checkpoint = checkpoint
+        self.variables: list[Var] = []
+        self._vars: dict[int, Var] = {}
+        self._kept: list[Tensor] = []  # keeps ids and storages unique while the trace lasts
+        self._references: list[weakref.ref[Tensor]] = []
+        self._storages: dict[int, int] = {}
+        self._protected: dict[int, str] = {}
+        self.declared: dict[int, Tensor] = {}
+        mesh = mesh_of([spec for state in recipe.states for spec in state.specs])
+        self.rules = Rules(recipe.name, self._protected, recipe.function, on_a_mesh=mesh is not None)
+        self._locator = Locator()
+
+    def fake(self, spec: BufferSpec, owner: str) -> tuple[Tensor, Var]:
+        """A new fake tensor for a leaf that exists outside of the step."""
+        with self._mode:
+            tensor = torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype, device=spec.device)
+        self._protected[storage_key(tensor)] = owner
+        return tensor, self._new_var(tensor)
+
+    def declare(self, name: str, value: Tensor) -> None:
+        """Make a closed-over tensor a constant, recognised by identity."""
+        tensor, var = self.fake(BufferSpec.of(value), name)
+        self.declared[id(value)] = tensor
+        self.program.constants.append(Constant(var, value.detach(), name))
+
+    def var_of(self, tensor: Tensor) -> Var | None:
+        return self._vars.get(id(self.declared.get(id(tensor), tensor)))
+
+    def describes(self, var: Var, tensor: Tensor) -> bool:
+        """Whether a tensor is still what it was when its variable was made."""
+        spec = var.spec
+        return (
+            tensor.shape == spec.shape
+            and tensor.dtype is spec.dtype
+            and tensor.stride() == spec.stride
+            and tensor.storage_offset() == var.offset
+            and self._storages.get(storage_key(tensor)) == var.storage
+        )
+
+    def _new_var(self, tensor: Tensor) -> Var:
+        if tensor.layout != torch.strided:
+            raise self.rules.sparse(tensor)
+        self._kept.append(tensor)
+        storage = tensor.untyped_storage()
+        number = self._storages.setdefault(storage._cdata, len(self._storages))
+        spec = BufferSpec(tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype, tensor.device)
+        fills = storage.nbytes() == spec.nbytes
+        var = Var(len(self.variables), spec, number, int(tensor.storage_offset()), fills)
+        self.variables.append(var)
+        self._vars[id(tensor)] = var
+        return var
+
+    def release(self) -> list[weakref.ref[Tensor]]:
+        """Let go of all tensors of the trace; what is alive afterwards is held by the user."""
+        self._references += map(weakref.ref, self._kept)
+        self._kept.clear()
+        self.declared.clear()
+        return self._references
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if Sharded in types or Reader in types:
+            return NotImplemented  # what it does with shards comes here again
+        try:
+            return aside(self._dispatch, func, args, kwargs or {})
+        except FunctionalCGError as error:
+            self.rules.remember(error)
+            raise
+
+    def _dispatch(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if func is torch.ops.prim.device.default:
+            return func(*args, **kwargs)  # a question, not a computation
+        self._checkpoint()
+        if func in REPORTS:
+            self.program.reports.append(Report(func, tuple(args[:-1]), tuple(self._freeze(list(args[-1])))))
+            return None
+        if func in _LIFTS and not isinstance(args[0], FakeTensor):
+            return self._literal(args[0])
+        if self.declared:
+            args, kwargs = self._with_constants(args), self._with_constants(kwargs)
+        if func._schema.name in _PUTS:
+            args = self._from_here(args)
+        written = self.rules.check(func, args, kwargs, storage_key)
+        tensors = list(tensors_in([*args, *kwargs.values()]))
+        for tensor in tensors:
+            self._refuse_unknown(func, tensor, written)
+        refuse_mixed_dtypes(func, tensors)
+        out = func(*args, **kwargs)
+        folded = self._folded(func, args, out)
+        if folded is None:
+            self._record(func, args, kwargs, out, written)
+        return out
+
+    def _with_constants(self, value: Any) -> Any:
+        """Declared constants replaced by the fake tensors that stand for them."""
+        if isinstance(value, Tensor):
+            return self.declared.get(id(value), value)
+        if isinstance(value, dict):
+            return {name: self._with_constants(item) for name, item in value.items()}
+        if isinstance(value, (list, tuple)):
+            return type(value)(self._with_constants(item) for item in value)
+        return value
+
+    def _refuse_unknown(self, func: Any, tensor: Tensor, written: Sequence[Tensor]) -> None:
+        var = self._vars.get(id(tensor))
+        if var is None:
+            raise self.rules.foreign(func, tensor, written=any(other is tensor for other in written))
+        if not self.describes(var, tensor):
+            raise self.rules.data_assigned()
+
+    def _freeze(self, value: Any) -> Any:
+        if isinstance(value, Tensor):
+            return self._vars[id(value)]
+        if isinstance(value, (list, tuple)):
+            return type(value)(self._freeze(item) for item in value)
+        return value
+
+    def _born(self, value: Any) -> Any:
+        if isinstance(value, Tensor):
+            var = self._vars.get(id(value))
+            # Calls such as `t_` and `resize_` return their argument in another shape: from then on it is another one.
+            return var if var is not None and self.describes(var, value) else self._new_var(value)
+        if isinstance(value, (list, tuple)):
+            return type(value)(self._born(item) for item in value)
+        return None
+
+    def _record(
+        self, func: Any, args: Sequence[Any], kwargs: dict[str, Any], out: Any, written: Sequence[Tensor]
+    ) -> None:
+        frozen = tuple(self._freeze(arg) for arg in args)
+        named = {name: self._freeze(value) for name, value in kwargs.items()}
+        writes = tuple(self._vars[id(tensor)] for tensor in written)
+        # Last, since the result may be an argument that the call has made another variable.
+        instr = Instr(func, frozen, named, self._born(out), writes, self._locator.locate(), in_a_backward())
+        self.program.instrs.append(instr)
+        if self._first is not None:
+            _refuse_difference(self._first, self.program.instrs)
+
+    def _literal(self, value: Tensor) -> Tensor:
+        """``torch.tensor([...])``: a constant of the step. Memory that it shares with numpy belongs to the caller."""
+        if not value.untyped_storage().resizable():
+            raise self.rules.foreign_array(value)
+        number = len(self.program.constants)
+        tensor, var = self.fake(BufferSpec.of(value), "a literal")
+        del self._protected[storage_key(tensor)]  # writing it is harmless: each run starts from a copy
+        with unset_fake_temporarily():
+            self.program.constants.append(Constant(var, value.detach().clone(), f"literal {number}"))
+            if self._first is not None:
+                self._refuse_changed_literal(number, value)
+        return tensor
+
+    def _folded(self, func: Any, args: Sequence[Any], out: Any) -> Constant | None:
+        """A literal moved to the device becomes a literal there: a graph cannot copy from pageable memory."""
+        source = args[0] if func is torch.ops.aten._to_copy.default else None
+        # Under `vmap` a Python number is cast, too.
+        if not isinstance(source, Tensor) or out.device == source.device:
+            return None
+        var = self._vars[id(source)]
+        constant = next((c for c in self.program.constants if c.var is var), None)
+        if constant is None:
+            raise HostSyncError.of(
+                self.program.function,
+                f"copies a tensor that was computed on {source.device} to {out.device}.",
+                rows=[f"{func}, at {self._locator.locate()}"],
+                why="Work on the host is not part of a graph.",
+                fix=f'create it on the device, `device="{out.device.type}"`.',
+            )
+        with unset_fake_temporarily():
+            moved = Constant(self._new_var(out), constant.value.to(out.dtype), constant.name)
+        self.program.constants.append(moved)
+        return moved
+
+    def _from_here(self, args: Sequence[Any]) -> tuple[Any, ...]:
+        """Arguments of a call that puts values into a tensor: literals, as the 3 of ``x[0] = 3``, lie where it does."""
+        to, device = torch.ops.aten._to_copy.default, args[0].device
+
+        def here(value: Any) -> Any:
+            if not isinstance(value, Tensor) or value.device == device or value.device.type != "cpu":
+                return value
+            moved = to(value, device=device)
+            self._folded(to, [value], moved)
+            return moved
+
+        return tuple(map(here, args))
+
+    def _refuse_changed_literal(self, number: int, value: Tensor) -> None:
+        assert self._first is not None
+        known = self._first.constants
+        if number >= len(known) or not known[number].holds(value):
+            raise BakedValueError.of(
+                self.program.function,
+                "a tensor literal differs between two traces.",
+                rows=[f"{BufferSpec.of(value)}, at {self._locator.locate()}"],
+                why="Replay would use the value of the trace for ever.",
+                fix="pass it as an input.",
+            )
+
+
+def _same(a: Any, b: Any) -> bool:
+    if isinstance(a, Var) and isinstance(b, Var):
+        return a.index == b.index
+    if type(a) is not type(b):
+        return False
+    if isinstance(a, float):
+        return (a == b and math.copysign(1, a) == math.copysign(1, b)) or (math.isnan(a) and math.isnan(b))
+    if isinstance(a, (list, tuple)):
+        return len(a) == len(b) and all(map(_same, a, b))
+    if isinstance(a, dict):
+        return list(a) == list(b) and all(_same(a[name], b[name]) for name in a)
+    try:
+        return bool(a == b)
+    except Exception:  # whatever a user's object raises
+        return a is b
+
+
+def _refuse_difference(first: Program, instrs: Sequence[Instr]) -> None:
+    """Raise if the last instruction differs from the one at its place in the first trace."""
+    number, instr = len(instrs) - 1, instrs[-1]
+    known = first.instrs[number] if number < len(first.instrs) else None
+    if (
+        known is None
+        or known.op is not instr.op
+        or not _same(known.args, instr.args)
+        or not _same(known.kwargs, instr.kwargs)
+    ):
+        raise _difference(first.function, known, instr)
+
+
+def _difference(function: str, first: Instr | None, then: Instr | None) -> BakedValueError:
+    rows = [
+        f"{when}  {f'{instr}   at {instr.site}' if instr else 'nothing'}"
+        for when, instr in (("first", first), ("then ", then))
+    ]
+    return BakedValueError.of(
+        function,
+        "two traces of it differ: a value on the host moved in between.",
+        rows=rows,
+        why="Replay would repeat the first trace for ever.",
+        fix="pass what changes (time, counters, random numbers) as an input, or keep it in the state.",
+    )
+
+
+def _refuse_kept(name: str, recorder: _Recorder, references: Sequence[weakref.ref[Tensor]]) -> None:
+    if not any(reference() is not None for reference in references):
+        return
+    # Cycles of the user's own, such as an autograd context. It does nothing while another thread collects.
+    if not gc.collect():
+        time.sleep(0.01)
+        gc.collect()
+    sites = {id(var): instr.site for instr in recorder.program.instrs for var in instr.outputs()}
+    rows = [
+        f"{var.spec}, made at {sites.get(id(var), 'entry')}"
+        for var, reference in zip(recorder.variables, references, strict=True)
+        if reference() is not None
+    ]
+    if rows:
+        raise SideEffectError.of(
+            name,
+            f"keeps {'a tensor' if len(rows) == 1 else f'{len(rows)} tensors'} of the step beyond its end.",
+            rows=rows,
+            why="Python runs when the step is traced, not when it is replayed: what was kept would never be updated.",
+            fix=(_RNN_FIX if all(row.endswith("entry") for row in rows) else "")
+            + "return it in the metrics or in the new state instead of storing it (attribute, list, cache). "
+            f"A debugger keeps what it sees: use it in `{name}.eager(...)`, or with FCG_DISABLE_CAPTURE=1.",
+        )
+
+
+def _run(
+    recipe: Recipe,
+    first: Program | None,
+    checkpoint: Callable[[], None],
+    runs: list[_Recorder],
+    reads: HostReads | None = None,
+) -> _Recorder:
+    mode = FakeMode()
+    recorder = _Recorder(recipe, mode, first, checkpoint)
+    runs.append(recorder)
+    program = recorder.program
+    trees: list[Any] = []
+    for state in recipe.states:
+        leaves = []
+        for path, spec in zip(state.treedef.paths(), state.specs, strict=True):
+            name = path_string(path, state.name)
+            leaf, var = recorder.fake(spec, name)
+            leaves.append(leaf)
+            program.slots.append(var)
+            program.slot_names.append(name)
+        trees.append(pytree.unflatten(state.treedef, entered(state.specs, leaves)))
+    inputs = []
+    for name, spec in zip(recipe.input_names, recipe.inputs, strict=True):
+        leaf, var = recorder.fake(spec, name)
+        inputs.append(leaf)
+        program.inputs.append(var)
+    for name, constant in recipe.constants:
+        recorder.declare(name, constant)
+    mesh = mesh_of([spec for state in recipe.states for spec in state.specs])
+    follow = nullcontext() if reads is None else followed(reads)
+    guard = HostGuard(recorder.rules)
+    with canonical(mesh), without_log(), mode, recorder, guard, meeting() as applied, follow:
+        result = recipe.apply(recipe.function, trees, inputs)
+        old = recipe.states[0] if recipe.donates else None
+        result = shown(result) if old is None else left(old.specs, old.treedef, result)
+    recorder.rules.refuse_what_was_caught()
+    _read_result(recipe, recorder, result)
+    for one in applied:
+        written = tuple(var for var in map(recorder.var_of, one.written) if var is not None)
+        program.applications.append(Application(one.original, one.name, one.by_mode, one.parts, written))
+    return recorder
+
+
+def _read_result(recipe: Recipe, recorder: _Recorder, result: Any) -> None:
+    program = recorder.program
+    if recipe.donates:
+        new_state, result = new_state_and_metrics(recipe.name, result)
+        old = recipe.states[0]
+        leaves, treedef = pytree.flatten(new_state)
+        refuse_new_state(recipe.name, old.treedef, old.specs, treedef, leaves)
+        program.new_state = [
+            _result_var(recorder, path, held(leaf), "state")
+            for path, leaf in zip(treedef.paths(), leaves, strict=True)
+        ]
+    leaves, program.output_def = pytree.flatten(result)
+    program.output_paths = program.output_def.paths()
+    refuse_unreturnable(recipe.name, program.output_paths, leaves)
+    program.outputs = [
+        _result_var(recorder, path, leaf, "metrics") if isinstance(leaf, Tensor) else leaf
+        for path, leaf in zip(program.output_paths, leaves, strict=True)
+    ]
+
+
+def _result_var(recorder: _Recorder, path: KeyPath, leaf: Tensor, root: str) -> Var:
+    var = recorder.var_of(leaf)
+    if var is None:
+        raise recorder.rules.returned(path_string(path, root), leaf)
+    if id(leaf) not in recorder.declared and not recorder.describes(var, leaf):
+        raise recorder.rules.data_assigned()
+    return var
+
+
+def trace(recipe: Recipe, checkpoint: Callable[[], None] = lambda: None) -> tuple[Program, HostWatch]:
+    """Trace a step twice on fake tensors; nothing is launched.
+
+    Args:
+      recipe: What to trace.
+      checkpoint: Called before each ATen call, where an exception does no harm.
+    Returns:
+      (program, watch): the calls, and what the second run has read on the host.
+    Raises:
+      FunctionalCGError: One class per mistake, see :mod:`functional_cg.errors`.
+    """
+    randomness, host, runs = HostRandomness.read(), HostState(recipe.name), list[_Recorder]()
+    # No context manager maps the errors: contextlib would let go of ours for a StopIteration of the user's.
+    try:
+        with torch.inference_mode(False):
+            recorder = _run(recipe, None, checkpoint, runs)
+            randomness.refuse_draws(recipe.name, lambda: _run(recipe, None, checkpoint, runs))
+            _refuse_kept(recipe.name, recorder, recorder.release())
+            reads = HostReads([constant for _, constant in recipe.constants])
+            for name, value in (("self", recipe.function), *recipe.objects):
+                reads.handed(value, name)
+            again = _run(recipe, recorder.program, checkpoint, runs, reads)
+    except FunctionalCGError as error:
+        error.within(recipe.name, raised_at(error))
+        raise
+    except Exception as error:
+        raise mapped(recipe.name, dict(zip(recipe.input_names, recipe.inputs, strict=True)), error) from error
+    finally:
+        randomness.restore_own()
+        for run in runs:
+            disown(run.program, run.release(), run.variables)
+    program = recorder.program
+    if len(again.program.instrs) < len(program.instrs):
+        raise _difference(recipe.name, program.instrs[len(again.program.instrs)], None)
+    _refuse_changed_result(program, again.program)
+    watched = HostWatch(reads.finish(), autocast_dtypes=reads.says_autocast)
+    host.refuse_change(watched, reads)
+    return program, watched
+
+
+def _refuse_changed_result(first: Program, second: Program) -> None:
+    rows = [
+        f"{path_string(path, 'metrics')}  first {a!r}   then {b!r}"
+        for path, a, b in zip(first.output_paths, first.outputs, second.outputs, strict=False)
+        if not _same(a, b)
+    ]
+    rows += [
+        f"first {a}   then {b}" for a, b in zip_longest(first.reports, second.reports) if str(a) != str(b)
+    ]
+    if rows or first.output_def != second.output_def:
+        raise BakedValueError.of(
+            first.function,
+            "returns Python values that differ between two traces.",
+            rows=rows,
+            why="A Python value among the metrics comes back as it was at the trace.",
+            fix="return a tensor, or count outside of the step.",
+        )

@@ -1,0 +1,349 @@
+"""Inspect: what a step may not do, checked op by op before the op runs.
+
+The rules are applied by the recorder of ``trace`` while it sees the ops; they are kept here so that they can be read in
+one place.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...errors import (
+    CaptureError,
+    ForeignTensorError,
+    FunctionalCGError,
+    HostSyncError,
+    ImplicitRandomnessError,
+    LayoutError,
+    ReadOnlyError,
+)
+from ...messages.source import Location, sync_spelling, user_frame
+from ...state.arena import BufferSpec
+from ...state.boundary import sharding_fix
+from ...tensors.aten import argument, can_draw, sync_reason, tensors_in, written_arguments
+from ...tree import Treedef, path_string, structure_diff
+from ..watch.naming import way_to
+from .owners import module_fix, owned_fix, owns, read_fix
+
+__all__ = ["MIXED_DTYPES", "Rules", "host_sync", "refuse_mixed_dtypes", "refuse_new_state"]
+
+_WRITE_FIX = "return the new value in `metrics` or in the new state, and write it in the loop."
+
+
+_DECIDE_OUTSIDE = "return the value in `metrics` and decide outside of the step"
+MIXED_DTYPES = "expected tensors of one dtype"
+
+_DEBUGGERS = frozenset({"pdb", "reprlib", "debugpy", "pydevd", "_pydevd_bundle"})
+
+_PRODUCTS = frozenset(
+    {
+        "aten::addbmm",
+        "aten::addmm",
+        "aten::addmv",
+        "aten::baddbmm",
+        "aten::bmm",
+        "aten::convolution",
+        "aten::dot",
+        "aten::mm",
+        "aten::mv",
+    }
+)
+# Collectives in place, sends and receives; memory that ranks have registered with each other.
+_BETWEEN_RANKS = frozenset({"c10d", "symm_mem"})
+# Functional collectives, which a state's mesh makes the ranks agree on.
+_COLLECTIVES = frozenset({"_c10d_functional", "_c10d_functional_autograd", "c10d_functional"})
+# They count from the beginning of the storage, which for a leaf is that of its slab.
+_FROM_THE_STORAGE = frozenset({"aten::as_strided_", "aten::as_strided_copy", "aten::as_strided_scatter"})
+
+
+@dataclass(frozen=True, slots=True)
+class _Facts:
+    """What an op can do at all, whatever its arguments: most ops can do nothing of it."""
+
+    may_sync: bool
+    may_draw: bool
+    may_write: bool
+    may_move: bool
+
+
+def _in_a_debugger(frame: FrameType | None) -> bool:
+    """Whether a debugger asked, to show a value: it catches what that raises, and nothing depends on it."""
+    # Further down than the trace is what called the step: `python -m pdb` is not meant.
+    while frame is not None and frame.f_code.co_name != "_run":
+        if frame.f_globals.get("__name__", "").partition(".")[0] in _DEBUGGERS:
+            return True
+        frame = frame.f_back
+    return False
+
+
+def host_sync(function: str, reason: str, row: str, fix: str) -> HostSyncError:
+    """The error for a value that is needed on the host; without a fix for its line, the general one."""
+    return HostSyncError.of(
+        function,
+        f"{reason}.",
+        rows=[row],
+        why="Replay repeats kernels, not Python: what is decided now would be decided for ever.",
+        fix=(fix or _DECIDE_OUTSIDE).rstrip(".") + ".",
+    )
+
+
+class Rules:
+    """The rules for one trace: each op is shown to :meth:`check` before it runs.
+
+    Args:
+      function: Name of the user's function, for messages.
+      protected: Name of the state leaf, input or constant that owns a storage, by storage key.
+      code: The function itself, where messages look for the names of tensors.
+      on_a_mesh: Whether the ranks of a state's mesh make the trace together, and see that they go together.
+    """
+
+    def __init__(
+        self, function: str, protected: Mapping[int, str], code: Callable[..., Any], *, on_a_mesh: bool
+    ) -> None:
+        self._function = function
+        self._on_a_mesh = on_a_mesh
+        self._code = code
+        self._protected = protected
+        self._facts: dict[Any, _Facts] = {}
+        self._first: FunctionalCGError | None = None
+
+    def remember(self, error: FunctionalCGError) -> None:
+        """Note what is refused: the function may catch it, and go on with a value that replay would repeat."""
+        if not _in_a_debugger(sys._getframe()):
+            self._first = self._first or error
+
+    def refuse_what_was_caught(self) -> None:
+        """Raise the first refusal again, if there was one and the function returned all the same."""
+        if self._first is not None:
+            raise self._first
+
+    def check(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], key: Any) -> list[Tensor]:
+        """Refuse the op, or return the tensors that it writes."""
+        facts = self._facts.get(func)
+        if facts is None:
+            if func._schema.name in _FROM_THE_STORAGE:
+                raise self._from_the_storage(func)
+            if func.namespace in _BETWEEN_RANKS:
+                raise self._between_ranks(func)
+            if func.namespace in _COLLECTIVES and not self._on_a_mesh:
+                raise self._without_a_mesh(func)
+            facts = self._facts[func] = _facts(func)
+        if facts.may_sync and (reason := sync_reason(func, args, kwargs)):
+            source = next(tensors_in(list(args)), None)
+            raise self.host_read(reason, func, "" if source is None else self._protected.get(key(source), ""))
+        if facts.may_draw and can_draw(func, args, kwargs):
+            raise self._random(func)
+        if facts.may_move:
+            self._check_move(func, args, kwargs)
+        if not facts.may_write:
+            return []
+        written = written_arguments(func, args, kwargs)
+        for tensor in written:
+            owner = self._protected.get(key(tensor))
+            if owner is not None:
+                raise self._mutation(func, owner, tensor)
+        return written
+
+    def _from_the_storage(self, func: Any) -> CaptureError:
+        return CaptureError.of(
+            self._function,
+            f"calls `{func.overloadpacket}`.",
+            rows=[f"{func}{_at()}"],
+            why="It counts from the beginning of a storage, and in a replay a leaf begins elsewhere in its own.",
+            fix="read by `torch.as_strided(x, ...).clone()`; write by `y = x.clone()` and "
+            "`torch.as_strided(y, ...).copy_(z)`.",
+        )
+
+    def _between_ranks(self, func: Any) -> CaptureError:
+        return CaptureError.of(
+            self._function,
+            f"talks to other ranks by {func}{_at()}.",
+            why="What works in place on memory of a trace, or waits for one rank alone, has no place in a graph.",
+            fix="`fcg.sharding.mean(value)` or `sum` over the ranks of its state, `fcg.sharding.gather(leaf)` for a "
+            "leaf; sends and receives, as of a pipeline, belong between steps.",
+        )
+
+    def _without_a_mesh(self, func: Any) -> CaptureError:
+        return CaptureError.of(
+            self._function,
+            f"talks to other ranks by {func}{_at()}, and its state is on no mesh.",
+            why="Nothing would see to it that all ranks take part, with values of one shape: they would wait for ever.",
+            fix="make the state one of all ranks, `TrainState.create(..., sharding=fcg.sharding.zero(mesh, stage=1))`; "
+            "in the step `fcg.sharding.mean(value)` or `sum`.",
+        )
+
+    def foreign(self, call: Any, tensor: Tensor, *, written: bool = False) -> ForeignTensorError:
+        """The error for a tensor that the trace does not know."""
+        name, fix = self._name_of(tensor)
+        return ForeignTensorError.of(
+            self._function,
+            f"{'writes' if written else 'reads'} a tensor that is in neither the state nor the inputs.",
+            rows=[f"{name}  {BufferSpec.of(tensor)} in {call}{_at()}".strip()],
+            why="Replay would write to that address after the tensor is freed or replaced."
+            if written
+            else "Replay would keep reading that address after the tensor is freed or replaced.",
+            fix=module_fix(tensor) or (_WRITE_FIX if written else fix or read_fix(name, tensor)),
+        )
+
+    def returned(self, path: str, tensor: Tensor) -> ForeignTensorError:
+        """The error for a result that the trace does not know."""
+        name, fix = self._name_of(tensor)
+        return ForeignTensorError.of(
+            self._function,
+            "returns a tensor that is in neither the state nor the inputs.",
+            rows=[f"{path}  {BufferSpec.of(tensor)}" + (f"   which is {name}" if name else "")],
+            why="Replay would return the same memory each time.",
+            fix=fix or read_fix(name, tensor),
+        )
+
+    def _name_of(self, tensor: Tensor) -> tuple[str, str]:
+        """How the code writes a tensor, such as ``W``, or nothing; and the fix if a module owns it, or nothing."""
+        name, way = way_to(tensor, self._code)
+        owner = next((value for value in way if owns(value, tensor)), None)
+        return name, "" if owner is None else owned_fix(name, type(owner).__name__)
+
+    def foreign_array(self, tensor: Tensor) -> ForeignTensorError:
+        """The error for a tensor that shares its memory with a numpy array or a buffer."""
+        return ForeignTensorError.of(
+            self._function,
+            "reads an array of numpy that is in neither the state nor the inputs.",
+            rows=[f"{BufferSpec.of(tensor)}{_at()}"],
+            why="What the array holds now would be used for ever.",
+            fix="pass it as an input; a table that never changes can be a literal, `torch.tensor(array.tolist())`.",
+        )
+
+    def sparse(self, tensor: Tensor) -> LayoutError:
+        """The error for a tensor whose size in memory depends on values."""
+        return LayoutError.of(
+            self._function,
+            "makes a sparse tensor.",
+            rows=[f"{tensor.layout} of shape {list(tensor.shape)}{_at()}"],
+            why="How much memory it takes depends on values; a graph has fixed buffers.",
+            fix="use dense gradients, `sparse=False`, and dense tensors, `.to_dense()` before the step.",
+        )
+
+    def data_assigned(self) -> ReadOnlyError:
+        """The error for a tensor whose memory was exchanged behind the dispatcher."""
+        return ReadOnlyError.of(
+            self._function,
+            "exchanges the memory of a tensor (`.data = ...`, `swap_tensors`).",
+            rows=[_at().removeprefix(", ")] if _at() else [],
+            why="No kernel does it, so a replay would not repeat it.",
+            fix="bind the new tensor to a name of its own and return that.",
+        )
+
+    def host_read(self, reason: str, call: Any = "", owner: str = "") -> HostSyncError:
+        """The error for a value that is needed on the host, worded for the line that asks for it.
+
+        Args:
+          reason: What happens, as a verb phrase.
+          call: The op.
+          owner: Name of the argument that is read, if it is one.
+        """
+        frame = user_frame()
+        by_mask = "index" in str(call)
+        what, fix = sync_spelling(frame, by_mask=by_mask) if frame is not None else ("", "")
+        if owner.isidentifier():  # a whole argument: what was passed may have been a Python flag
+            else_fix = fix or _DECIDE_OUTSIDE
+            fix = f'if `{owner}` is a Python value that chooses code, `static_argnames=("{owner}",)`; else {else_fix}'
+        shown = f"{call} (from {what})" if call and what else str(call or what)
+        return host_sync(self._function, reason, f"{shown}{_at()}", fix)
+
+    def _random(self, func: Any) -> ImplicitRandomnessError:
+        return ImplicitRandomnessError.of(
+            self._function,
+            "draws random numbers from a generator that is not in the state.",
+            rows=[f"{func}{_at()}"],
+            why="Replay would draw from a generator that nobody manages, or the same numbers each time.",
+            fix="draw from a key: `key = fcg.random.fold_in(state.key, state.step)`, then "
+            "`fcg.random.dropout(key, x, p)`, `normal`, `uniform`, `bernoulli`, ...",
+        )
+
+    def _mutation(self, func: Any, owner: str, tensor: Tensor) -> ReadOnlyError:
+        return ReadOnlyError.of(
+            self._function,
+            f"writes in place into `{owner}`.",
+            rows=[f"{func}{_at()}"],
+            why="A step is a pure function: warm-up and replay would see different values than the eager run.",
+            fix=module_fix(tensor)
+            or "compute a new tensor (`x = x + noise`) and return it in the new state.",
+        )
+
+    def _check_move(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        source = next(tensors_in(list(args)), None)
+        target = argument(func, "device", args, kwargs)
+        if func is torch.ops.aten.copy_.default:
+            source, target = args[1], args[0].device
+        if source is None or target is None or torch.device(target).type == source.device.type:
+            return
+        if source.device.type == "cuda":
+            raise self.host_read("copies a tensor to the host", func)
+
+
+def _facts(func: Any) -> _Facts:
+    name = func._schema.name
+    return _Facts(
+        may_sync=bool(
+            {torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output} & set(func.tags)
+            or any(
+                part in name
+                for part in ("index", "scalar_dense", "equal", "allclose", "item", "histc", "check_err")
+            )
+        ),
+        may_draw=torch.Tag.nondeterministic_seeded in func.tags
+        or any("Generator" in str(parameter.type) for parameter in func._schema.arguments),
+        may_write=func._schema.is_mutable or "batch_norm" in name,
+        may_move=name in {"aten::_to_copy", "aten::copy_"},
+    )
+
+
+def _at() -> str:
+    frame = user_frame()
+    if frame is None:
+        return ""
+    return f", at {Location(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name)}"
+
+
+def refuse_mixed_dtypes(func: Any, tensors: Sequence[Tensor]) -> None:
+    """Raise, as the kernel would, for a product of tensors of different dtypes: a fake one takes them.
+
+    Raises:
+      RuntimeError: Naming the dtypes.
+    """
+    if func._schema.name in _PRODUCTS and len({tensor.dtype for tensor in tensors}) > 1:
+        found = ", ".join(str(BufferSpec.of(tensor)) for tensor in tensors)
+        raise RuntimeError(f"{MIXED_DTYPES}, got {found}")
+
+
+def refuse_new_state(
+    function: str, old_def: Treedef, old: Sequence[BufferSpec], new_def: Treedef, new: Sequence[Any]
+) -> None:
+    """Raise if the new state is unlike the old one in structure, shape, dtype or device.
+
+    Raises:
+      LayoutError: All differences are listed.
+    """
+    rows = structure_diff(old_def, new_def, "state")
+    if not rows:
+        for path, spec, leaf in zip(old_def.paths(), old, new, strict=True):
+            got = BufferSpec.of(leaf) if isinstance(leaf, Tensor) else None
+            if got is None or not spec.same_layout(got):
+                rows.append(
+                    f"{path_string(path, 'state')}  expected {spec}   got {got or type(leaf).__name__}"
+                )
+    if rows:
+        raise LayoutError.of(
+            function,
+            "returns a new state that is unlike the old one.",
+            rows=rows,
+            why="The new state is written into the slots of the old one.",
+            fix=(sharding_fix(old, new) if old_def == new_def else "")
+            or "return each leaf with its old shape, dtype and device; results of another kind belong in `metrics`.",
+        )

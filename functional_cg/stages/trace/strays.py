@@ -1,0 +1,129 @@
+"""Strays: tensors of a refused trace that somebody still holds, such as a table in a cache of the user's.
+
+The trace is over, and nothing would compute with them. What was made of Python numbers alone is computed when it is
+asked for: the cache then holds what a run without a trace would have put there. What was made of leaves of a state or
+of inputs has no values, and says so.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...ambient.modes import ordinary, without_gradients
+from ...errors import SideEffectError
+from ..program import Program, Var, live, map_vars
+
+__all__ = ["Stray", "disown"]
+
+_DEVICE = torch.ops.prim.device.default
+
+
+class Stray(Tensor):
+    """A tensor without memory, whose values are computed where they are asked for. Results are ordinary tensors."""
+
+    _var: Var
+    _compute: Callable[[], Tensor]
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        if func is _DEVICE:
+            return args[0].device
+        return func(*_found(args), **{name: _found(value) for name, value in (kwargs or {}).items()})
+
+    @property
+    def device(self) -> torch.device:  # type: ignore[override]
+        return self._var.spec.device
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        try:
+            return repr(self._compute())
+        except SideEffectError:
+            return f"<a tensor of a refused trace, {self._var.spec}>"
+
+    def tolist(self) -> Any:
+        return self._compute().tolist()
+
+    def numpy(self, *, force: bool = False) -> Any:
+        return self._compute().numpy(force=force)
+
+    def __dlpack__(self, **options: Any) -> Any:
+        return self._compute().__dlpack__(**options)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        return self._compute().clone()
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self._compute().__reduce_ex__(protocol)
+
+
+def _found(value: Any) -> Any:
+    if isinstance(value, Stray):
+        return value._compute()
+    if isinstance(value, (list, tuple)):
+        return type(value)(map(_found, value))
+    return value
+
+
+def disown(program: Program, tensors: Sequence[weakref.ref[Tensor]], variables: Sequence[Var]) -> None:
+    """Make strays of the tensors of a trace that are still alive."""
+    for reference, var in zip(tensors, variables, strict=True):
+        tensor: Any = reference()
+        if tensor is not None:
+            tensor.__class__ = Stray
+            tensor._var, tensor._compute = var, _Value(program, var)
+
+
+class _Value:
+    """The value of a variable, computed once."""
+
+    def __init__(self, program: Program, var: Var) -> None:
+        self._program, self._var = program, var
+        self._known: Tensor | None = None
+
+    def __call__(self) -> Tensor:
+        if self._known is None:
+            with ordinary():
+                without_gradients()
+                self._known = _computed(self._program, self._var)
+        return self._known
+
+
+def _computed(program: Program, var: Var) -> Tensor:
+    instrs, _ = live([instr for instr in program.instrs if not instr.checks], [var])
+    values = {constant.var: constant.value.clone() for constant in program.constants}
+    for instr in instrs:
+        if not values.keys() >= set(instr.inputs()):
+            raise _without_values(program, var)
+        kwargs = {name: map_vars(values.__getitem__, value) for name, value in instr.kwargs.items()}
+        _bind(instr.out, instr.op(*map_vars(values.__getitem__, instr.args), **kwargs), values)
+    if var not in values:
+        raise _without_values(program, var)
+    return values[var]
+
+
+def _bind(out: Any, value: Any, values: dict[Var, Tensor]) -> None:
+    if isinstance(out, Var):
+        values[out] = value
+    elif isinstance(out, (list, tuple)):
+        for one, part in zip(out, value, strict=True):
+            _bind(one, part, values)
+
+
+def _without_values(program: Program, var: Var) -> SideEffectError:
+    sites = [instr.site for instr in program.instrs if var in instr.outputs()]
+    return SideEffectError.of(
+        program.function,
+        "a tensor of a call that was refused is used; it has no values.",
+        rows=[f"{var.spec}, made at {sites[0] if sites else 'entry'}"],
+        why="It was made of the state or the inputs while the step was traced, and something has kept it.",
+        fix="clear what keeps it (a cache, an attribute, a list), and return it from the step instead.",
+    )

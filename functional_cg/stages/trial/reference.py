@@ -1,0 +1,221 @@
+"""The reference: the calls that were traced, run one by one on given buffers, of which none is written."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...messages.source import Location
+from ...tensors.aten import FUSED
+from ..plan import Buffers, evaluate, quiet
+from ..program import Instr, Program, Var, live, peak_bytes, written_storages
+from .remat_plan import in_order, within
+from .row_blocks import in_blocks
+from .ulps import Shaker, decides
+from .unchecked import Unchecked
+
+__all__ = ["Output", "Reference"]
+
+_library = torch.library.Library("fcg", "FRAGMENT")
+_library.define("shown(Tensor value) -> ()")
+_SHOWN = torch.ops.fcg.shown.default  # where a program is run, somebody looks at the value
+
+# What is divided: from which part of the room on a value is large, and into how many blocks.
+_DIVISIONS = ((8, 8), (16, 16), (64, 16), (64, 64))
+
+
+@dataclass(frozen=True, slots=True)
+class Output:
+    """What a step computes that is seen from outside.
+
+    Attributes:
+      name: Its key path.
+      var: The variable.
+      slot: The number of the slot whose new value it is; None for a metric, and for what is printed or tapped.
+    """
+
+    name: str
+    var: Var
+    slot: int | None = None
+
+
+class Reference:
+    """Runs a traced program call by call.
+
+    Args:
+      program: As it was traced: nothing that the lowering does is in it.
+
+    Attributes:
+      outputs: What it computes: metrics first.
+      unchecked: Which of its slots and inputs may hold any value.
+    """
+
+    def __init__(self, program: Program) -> None:
+        self._program = program
+        self.unchecked = Unchecked.of(program)
+        leaves = zip(program.slot_names, program.slots, program.new_state, strict=False)
+        self.outputs = [Output(name, var) for name, var in program.named_results()]
+        self.outputs += [Output(name, new, i) for i, (name, old, new) in enumerate(leaves) if old is not new]
+        self._instrs = self._with_shown(program)
+        self._actions = in_order(self._instrs)
+        written = written_storages(self._instrs)
+        self._written = {i for i, c in enumerate(program.constants) if c.var.storage in written}
+
+    def _with_shown(self, program: Program) -> list[Instr]:
+        """The calls that an output needs, and after the last one that writes it a call that shows it."""
+        instrs, _ = live(program.instrs, [out.var for out in self.outputs])
+        instrs = [one for instr in instrs for one in _leaf_by_leaf(instr)]
+        last: dict[int, int] = {}
+        for number, instr in enumerate(instrs):
+            last |= dict.fromkeys((var.storage for var in (*instr.outputs(), *instr.writes)), number)
+        shown: dict[int, list[Instr]] = {}
+        for var in dict.fromkeys(out.var for out in self.outputs):
+            call = Instr(_SHOWN, (var,), {}, None, (), None)
+            shown.setdefault(last.get(var.storage, -1), []).append(call)
+        calls = [call for number, instr in enumerate(instrs) for call in (instr, *shown.get(number, ()))]
+        return [*shown.get(-1, ()), *calls]
+
+    def run(self, buffers: Buffers, see: Callable[[int, Tensor], None], shaker: Shaker | None = None) -> None:
+        """Run the program once.
+
+        Args:
+          buffers: Slots, inputs and constants.
+          see: ``see(number, value)`` is called with each output, when it is known, in no order; it keeps none.
+          shaker: Moves what the calls return by ulps.
+        """
+        numbers: dict[Var, list[int]] = {}
+        for number, out in enumerate(self.outputs):
+            numbers.setdefault(out.var, []).append(number)
+        values = self._bound(buffers)
+        static = frozenset(values)
+        with quiet():
+            for action in self._actions:
+                for var in action.forget:
+                    del values[var]
+                if action.instr is not None and action.instr.op is _SHOWN:
+                    (var,) = action.instr.inputs()
+                    for number in numbers[var]:
+                        see(number, values[var])
+                elif action.instr is not None:
+                    self._call(action.instr, values, static, shaker)
+
+    def made(self, metrics: Iterable[Tensor], slots: Sequence[Tensor]) -> list[Tensor]:
+        """The outputs of a plan that has run, in the order of :attr:`outputs`.
+
+        Args:
+          metrics: What it has returned.
+          slots: The slots that it has written.
+        """
+        rest = iter(metrics)
+        return [next(rest) if out.slot is None else slots[out.slot] for out in self.outputs]
+
+    def fit(self, room: int) -> int:
+        """Let runs take no more memory than there is room for beside the buffers, if that can be had.
+
+        What does not fit is dropped and computed again.
+
+        Args:
+          room: Bytes.
+        Returns:
+          Bytes that a run takes at a time: more than there is room for, where no such order is found.
+        """
+        static = {var.storage for var in self._bound_vars()}
+        sizes: dict[int, int] = {}
+        for var in (var for instr in self._instrs for var in instr.outputs()):
+            if var.storage not in static:
+                sizes[var.storage] = max(sizes.get(var.storage, 0), var.spec.nbytes)
+        beside = max(map(_copied, self._instrs), default=0)
+        peak, _ = peak_bytes(self._instrs, (), sizes)
+        if peak + beside <= room:
+            return peak + beside
+        for instrs in self._divided(room):
+            actions = within(instrs, static, room - beside)
+            if actions is not None:
+                self._actions = actions
+                return room
+        return peak + beside
+
+    def _divided(self, room: int) -> Iterator[Sequence[Instr]]:
+        """The calls as they are, then with large values in blocks of rows."""
+        yield self._instrs
+        for part, blocks in _DIVISIONS:
+            yield in_blocks(self._instrs, room // part, blocks)
+
+    def raises_at(self, buffers: Buffers) -> Location | None:
+        """The user's line whose call raises on these buffers; None if none does."""
+        values = self._bound(buffers)
+        static = frozenset(values)
+        with quiet():
+            for instr in self._instrs:
+                if instr.op is _SHOWN:
+                    continue
+                try:
+                    self._call(instr, values, static, None)
+                except Exception:  # whatever a kernel raises
+                    return instr.site
+        return None
+
+    def site_of(self, var: Var) -> Location | None:
+        """The user's line that computes a variable."""
+        return next((instr.site for instr in self._instrs if var in set(instr.outputs())), None)
+
+    def _bound_vars(self) -> list[Var]:
+        program = self._program
+        return [*program.slots, *program.inputs, *(constant.var for constant in program.constants)]
+
+    def _bound(self, buffers: Buffers) -> dict[Var, Tensor]:
+        own = [one.clone() if i in self._written else one for i, one in enumerate(buffers.constants)]
+        return dict(zip(self._bound_vars(), [*buffers.slots, *buffers.inputs, *own], strict=True))
+
+    def _call(
+        self, instr: Instr, values: dict[Var, Tensor], static: Iterable[Var], shaker: Shaker | None
+    ) -> None:
+        moved: dict[Var, Tensor] = {}
+        if shaker is not None:
+            instr, moved = shaker.scalars(instr), shaker.arguments(instr, values)
+        result = evaluate(instr, lambda var: moved[var] if var in moved else values[var])
+        made = list(_assigned(instr.out, result))
+        values.update((var, tensor) for var, tensor in made if var not in static)
+        if shaker is not None:
+            shaker.results(instr, [(var, tensor) for var, tensor in made if var not in static])
+
+
+def _leaf_by_leaf(instr: Instr) -> list[Instr]:
+    """A call on lists of tensors, as one call for each place in them: the results need not be there at one time."""
+    grouped = instr.op._schema.name.startswith((*FUSED, "aten::_foreach_"))
+    outputs = instr.out if isinstance(instr.out, tuple) else (instr.out,)
+    lists = [one for one in (*instr.args, *instr.kwargs.values(), *outputs) if isinstance(one, (list, tuple))]
+    lengths = {len(one) for one in lists} - {0}
+    if not grouped or instr.writes or len(lengths) != 1:
+        return [instr]
+
+    def at(place: int, value: Any) -> Any:
+        return value[place : place + 1] if isinstance(value, (list, tuple)) else value
+
+    def call(place: int) -> Instr:
+        args = tuple(at(place, arg) for arg in instr.args)
+        kwargs = {name: at(place, arg) for name, arg in instr.kwargs.items()}
+        made = [at(place, out) for out in outputs]
+        return replace(instr, args=args, kwargs=kwargs, out=made if isinstance(instr.out, tuple) else made[0])
+
+    return list(map(call, range(*lengths)))
+
+
+def _copied(instr: Instr) -> int:
+    """Bytes that a shaker takes beside a call: it moves copies of what the call decides by."""
+    return sum(var.spec.nbytes for var in set(instr.inputs())) if decides(instr) else 0
+
+
+def _assigned(out: object, value: object) -> Iterable[tuple[Var, Tensor]]:
+    """Variables of a result with their tensors."""
+    if isinstance(out, Var):
+        assert isinstance(value, Tensor)
+        yield out, value
+    elif isinstance(out, (list, tuple)):
+        assert isinstance(value, (list, tuple))
+        for item, part in zip(out, value, strict=False):
+            yield from _assigned(item, part)

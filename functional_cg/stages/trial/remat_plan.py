@@ -1,0 +1,202 @@
+"""In which order calls run where memory is short: what is dropped before its last use is computed again.
+
+The values of a forward pass wait for the backward, and together they are most of what a program needs. Where they do
+not fit, that one is dropped which costs the least to make anew for the memory and the time that it would wait. All
+sizes and all uses are known in advance, and so is the whole order.
+
+Source: Kirisame et al. 2021, "Dynamic Tensor Rematerialization"; with next uses in place of last ones.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_right
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass, field
+
+from ..program import Instr, Var, written_storages
+
+__all__ = ["Action", "in_order", "within"]
+
+_MOST_RUNS = 5  # times as many calls as the program has: beyond, it would take too long
+_FEW = 2**10  # a value of a smaller part of the budget is not worth to be looked at
+_PRODUCTS = ("mm", "attention", "convolution")
+_DEAR = 8  # a product is so many times as dear as its bytes
+
+
+@dataclass(slots=True)
+class Action:
+    """A call to run, and the variables to forget before it.
+
+    Attributes:
+      instr: The call; None at the end.
+      forget: Variables.
+    """
+
+    instr: Instr | None
+    forget: list[Var] = field(default_factory=list)
+
+
+def in_order(instrs: Sequence[Instr]) -> list[Action]:
+    """Each call once, in order; a variable is forgotten after the last call that reads it."""
+    born = {var for instr in instrs for var in instr.outputs()}
+    last: dict[Var, int] = {}
+    for number, instr in enumerate(instrs):
+        last |= dict.fromkeys((*instr.inputs(), *instr.outputs()), number)
+    actions = [Action(instr) for instr in (*instrs, None)]
+    for var, number in last.items():
+        if var in born:
+            actions[number + 1].forget.append(var)
+    return actions
+
+
+def within(instrs: Sequence[Instr], static: Iterable[int], budget: int) -> list[Action] | None:
+    """An order that takes at most ``budget`` bytes beside the static buffers; None if none is found.
+
+    Args:
+      instrs: The calls.
+      static: Storages of the static buffers.
+      budget: Bytes.
+    """
+    plan = _Plan(instrs, frozenset(static), budget)
+    try:
+        return plan.made()
+    except _NoRoomError:
+        return None
+
+
+class _NoRoomError(Exception):
+    """No order is found."""
+
+
+class _Plan:
+    """Goes through a program, and keeps account of what is there."""
+
+    def __init__(self, instrs: Sequence[Instr], static: frozenset[int], budget: int) -> None:
+        self._instrs, self._static, self._budget = instrs, static, budget
+        self._maker: dict[Var, Instr] = {}
+        self._price: dict[Var, tuple[float, tuple[Var, ...]]] = {}  # what its call moves, and reads
+        self._size: dict[int, int] = {}
+        self._uses: dict[int, list[int]] = {}
+        written = written_storages(instrs)
+        self._stays = set(written)  # storages that cannot be made anew
+        for number, instr in enumerate(instrs):
+            for var in instr.inputs():
+                self._uses.setdefault(var.storage, []).append(number)
+            collective = instr.op.namespace == "_c10d_functional"  # all ranks make the same ones
+            # What is made from such a storage neither, once that is gone.
+            fixed = collective or any(var.storage in self._stays for var in instr.inputs())
+            price = _price(instr)
+            for var in instr.outputs():
+                if var.storage not in static:
+                    self._maker.setdefault(var, instr)
+                    self._price.setdefault(var, (price, tuple(instr.inputs())))
+                    self._size[var.storage] = max(self._size.get(var.storage, 0), var.spec.nbytes)
+                    if fixed:
+                        self._stays.add(var.storage)
+        self._there: dict[int, set[Var]] = {}  # what is in memory, by storage
+        self._used = 0
+        self._now = 0
+        self._actions: list[Action] = []
+        self._forget: list[Var] = []
+
+    def made(self) -> list[Action]:
+        if max(map(self._needs, self._instrs), default=0) > self._budget:
+            raise _NoRoomError
+        for number, instr in enumerate(self._instrs):
+            self._now = number
+            self._need(list(instr.inputs()), instr)
+            self._run(instr)
+            for storage in {var.storage for var in (*instr.inputs(), *instr.outputs())}:
+                if self._size.get(storage, 0) * _FEW < self._budget and self._next_use(storage) is None:
+                    self._drop(storage)
+        self._actions.append(Action(None, self._forget))
+        return self._actions
+
+    def _needs(self, instr: Instr) -> int:
+        """Bytes that a call takes, whatever else is there."""
+        storages = {var.storage for var in (*instr.inputs(), *instr.outputs())}
+        return sum(self._size.get(storage, 0) for storage in storages)
+
+    def _is_there(self, var: Var) -> bool:
+        return var not in self._maker or var in self._there.get(var.storage, ())
+
+    def _need(self, wanted: Sequence[Var], reader: Instr) -> None:
+        """Make what is missing, and what that takes; what is wanted is not dropped for it."""
+        waiting: list[Instr] = []
+        protected = [set(wanted)]  # what is wanted, and by what has to be made for it
+        while True:
+            missing = next((var for var in protected[-1] if not self._is_there(var)), None)
+            if missing is not None:
+                maker = self._maker[missing]
+                if maker is reader or maker in waiting:
+                    raise _NoRoomError
+                waiting.append(maker)
+                protected.append(set(maker.inputs()))
+            elif waiting:
+                protected.pop()
+                self._run(waiting.pop(), {var.storage for group in protected for var in group})
+            else:
+                return
+
+    def _run(self, instr: Instr, protected: Collection[int] = ()) -> None:
+        """Add a call, after what has to make room for its results."""
+        outputs = [var for var in instr.outputs() if var in self._maker]
+        new = {var.storage for var in outputs} - self._there.keys()
+        size = sum(self._size[storage] for storage in new)
+        stays = {*protected} | {var.storage for var in (*instr.inputs(), *outputs)}
+        while self._used + size > self._budget:
+            self._drop(self._victim(stays))
+        self._actions.append(Action(instr, self._forget))
+        self._forget = []
+        self._used += size
+        for var in outputs:
+            self._there.setdefault(var.storage, set()).add(var)
+        if len(self._actions) > _MOST_RUNS * len(self._instrs):
+            raise _NoRoomError
+
+    def _drop(self, storage: int) -> None:
+        if storage in self._there:
+            self._forget += self._there.pop(storage)
+            self._used -= self._size[storage]
+
+    def _next_use(self, storage: int) -> int | None:
+        uses = self._uses.get(storage, [])
+        place = bisect_right(uses, self._now)
+        return uses[place] if place < len(uses) else None
+
+    def _victim(self, stays: set[int]) -> int:
+        """What to drop: it is large, not used for long, and cheap to make anew."""
+        best, most = None, 0.0
+        for storage in self._there:
+            size = self._size[storage]
+            if storage in stays or size * _FEW < self._budget:
+                continue
+            use = self._next_use(storage)
+            if use is None:
+                worth = math.inf
+            elif storage in self._stays:
+                continue
+            else:
+                worth = size * (use - self._now) / self._cost(storage)
+            if worth > most:
+                best, most = storage, worth
+        if best is None:
+            raise _NoRoomError
+        return best
+
+    def _cost(self, storage: int) -> float:
+        """About what it costs to make a storage anew."""
+        cost = 1.0
+        for var in self._there[storage]:
+            price, inputs = self._price[var]
+            # What is not there has to be made before.
+            lacking = sum(not self._is_there(one) for one in inputs)
+            cost = max(cost, price * (1 + lacking))
+        return cost
+
+
+def _price(instr: Instr) -> float:
+    """About what a call costs: the bytes that it moves."""
+    moved = sum(var.spec.nbytes for var in (*instr.inputs(), *instr.outputs()))
+    return float(moved * (_DEAR if any(word in str(instr.op) for word in _PRODUCTS) else 1))

@@ -1,0 +1,277 @@
+"""Large values in blocks of rows: a loss over many classes never has all of its logits in float32 in memory.
+
+Where a value is larger than the memory that there is, no order of the calls helps. But much of what is large is
+computed row by row: casts, a softmax over the classes, the gradient of a loss. Such calls are run for some rows at a
+time, one after the other for each block, and what is summed over the rows is added up. What needs all rows, such as a
+product, gets the blocks joined.
+
+The values are those of the calls themselves, but for the order of such sums.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from ...state.arena import BufferSpec
+from ...tensors.aten import named_arguments
+from ..program import Instr, Var, highest_of, map_vars
+
+__all__ = ["in_blocks"]
+
+_aten = torch.ops.aten
+_VIEWS = frozenset({"view", "_unsafe_view", "reshape"})
+_SOFTMAX = frozenset(
+    {"_softmax", "_log_softmax", "_softmax_backward_data", "_log_softmax_backward_data", "logsumexp"}
+)
+_SUMS = frozenset({"sum", "mean", "amax", "amin", "argmax"})
+_COPIES = frozenset({"_to_copy", "clone", "detach", "alias"})
+_SUM, _MEAN = 2, 1  # how torch numbers the reductions of a loss
+
+
+@dataclass(slots=True)
+class _Rows:
+    """How a call is run for some rows.
+
+    Attributes:
+      sliced: Arguments of which it reads the same rows.
+      sums: Whether its results are sums over all rows, and no rows.
+    """
+
+    sliced: set[Var]
+    sums: bool = False
+
+
+def in_blocks(instrs: Sequence[Instr], large: int, blocks: int) -> list[Instr]:
+    """The calls, with those on large values in blocks of rows.
+
+    Args:
+      instrs: The calls; they are not changed.
+      large: Bytes from which on a value is large.
+      blocks: How many blocks a value is divided into; values whose rows cannot be are left whole.
+    """
+    return _Divided(instrs, large, blocks).calls()
+
+
+class _Divided:
+    """Goes through calls, and holds those back that are to be run in blocks, until somebody needs a result."""
+
+    def __init__(self, instrs: Sequence[Instr], large: int, blocks: int) -> None:
+        self._instrs, self._large, self._blocks = instrs, large, blocks
+        self._index, self._storage = highest_of(instrs)
+        self._parts: dict[Var, list[Var]] = {}
+        self._waiting: list[tuple[Instr, _Rows]] = []
+        self._out: list[Instr] = []
+        rules = {instr: self._rule(instr) for instr in instrs}
+        self._rules = {instr: rule for instr, rule in rules.items() if rule is not None}
+        # What has to be there whole: read by a call that is not divided, or by one that reads more than its rows.
+        self._whole: set[Var] = set()
+        for instr in instrs:
+            rule = self._rules.get(instr)
+            self._whole |= {var for var in instr.inputs() if rule is None or var not in rule.sliced}
+
+    def calls(self) -> list[Instr]:
+        for instr in self._instrs:
+            rule = self._rules.get(instr)
+            made = {var for waiting, _ in self._waiting for var in waiting.outputs()}
+            summed = {var for waiting, rows in self._waiting if rows.sums for var in waiting.outputs()}
+            read = {var.storage for waiting, _ in self._waiting for var in waiting.inputs()}
+            needs = made if rule is None else {var for var in made if var in summed or var not in rule.sliced}
+            if not needs.isdisjoint(instr.inputs()) or any(var.storage in read for var in instr.writes):
+                self._flush()
+            if rule is None:
+                self._out.append(instr)
+            else:
+                self._waiting.append((instr, rule))
+        self._flush()
+        return self._out
+
+    def _rule(self, instr: Instr) -> _Rows | None:
+        """How to run a call in blocks; None if it is small, or if that is not known."""
+        outputs = list(instr.outputs())
+        sizes = [var.spec.nbytes for var in (*outputs, *instr.inputs())]
+        if instr.writes or not outputs or max(sizes, default=0) < self._large:
+            return None
+        rule = _rows_of(instr)
+        if rule is None or not rule.sliced or not (rule.sums or all(map(_is_dense, outputs))):
+            return None
+        rows = {var.spec.shape[0] for var in rule.sliced}
+        rows |= set() if rule.sums else {var.spec.shape[0] for var in outputs}
+        return rule if all(count % self._blocks == 0 and count for count in rows) else None
+
+    def _flush(self) -> None:
+        """Run what waits, block by block."""
+        waiting, self._waiting = self._waiting, []
+        for instr, rows in waiting:
+            for var in () if rows.sums else instr.outputs():
+                some = _some_rows(var.spec, self._blocks)
+                self._parts[var] = [self._fresh(some) for _ in range(self._blocks)]
+        sums: dict[Instr, list[Any]] = {instr: [] for instr, rows in waiting if rows.sums}
+        for block in range(self._blocks):
+            for instr, rows in waiting:
+                part = self._part(instr, rows, block)
+                self._out.append(part)
+                if rows.sums:
+                    sums[instr].append(part.out)
+        for instr, rows in waiting:
+            if rows.sums:
+                self._out += self._added_up(instr, sums[instr])
+                continue
+            for var in instr.outputs():
+                if var in self._whole:
+                    self._out.append(Instr(_aten.cat.default, (self._parts[var],), {}, var, (), instr.site))
+
+    def _part(self, instr: Instr, rows: _Rows, block: int) -> Instr:
+        """A call for the rows of one block."""
+        names: dict[Var, Var] = {}
+        for var in rows.sliced:
+            names[var] = self._parts[var][block] if var in self._parts else self._slice(var, block)
+
+        def new(var: Var) -> Var:
+            return names.get(var, var)
+
+        def made(var: Var) -> Var:
+            return self._fresh(var.spec) if rows.sums else self._parts[var][block]
+
+        args, out = map_vars(new, instr.args), map_vars(made, instr.out)
+        kwargs = {name: map_vars(new, value) for name, value in instr.kwargs.items()}
+        name = _name(instr)
+        if name in _VIEWS:
+            args = (args[0], [instr.out.spec.shape[0] // self._blocks, *instr.out.spec.shape[1:]])
+        elif name == "nll_loss_forward" and rows.sums:
+            args = (*args[:3], _SUM, args[4])
+        elif name == "mean" and rows.sums:
+            return replace(instr, op=_aten.sum.default, args=args, kwargs=kwargs, out=out)
+        return replace(instr, args=args, kwargs=kwargs, out=out)
+
+    def _slice(self, var: Var, block: int) -> Var:
+        rows = var.spec.shape[0] // self._blocks
+        spec = replace(var.spec, shape=(rows, *var.spec.shape[1:]))
+        offset = var.offset + block * rows * var.spec.stride[0]
+        self._index += 1
+        part = replace(var, index=self._index, spec=spec, offset=offset, fills=False)
+        self._out.append(
+            Instr(_aten.slice.Tensor, (var, 0, block * rows, (block + 1) * rows), {}, part, (), None)
+        )
+        return part
+
+    def _added_up(self, instr: Instr, parts: Sequence[Any]) -> list[Instr]:
+        """Calls that make the sums over all rows of those of the blocks."""
+        calls: list[Instr] = []
+
+        def total(values: Sequence[Var], out: Var) -> None:
+            for number, value in enumerate(values[1:]):
+                before = values[0] if number == 0 else calls[-1].out
+                after = out if number == len(values) - 2 else self._fresh(out.spec)
+                calls.append(Instr(_aten.add.Tensor, (before, value), {}, after, (), instr.site))
+
+        if isinstance(instr.out, Var):
+            mean = _name(instr) == "mean"
+            out = self._fresh(instr.out.spec) if mean else instr.out
+            total(parts, out)
+            if mean:
+                count = next(instr.inputs()).spec.numel
+                calls.append(Instr(_aten.div.Tensor, (out, count), {}, instr.out, (), instr.site))
+            return calls
+        loss, weight = instr.out
+        total([part[1] for part in parts], weight)
+        mean = instr.args[3] == _MEAN
+        out = self._fresh(loss.spec) if mean else loss
+        total([part[0] for part in parts], out)
+        if mean:
+            calls.append(Instr(_aten.div.Tensor, (out, weight), {}, loss, (), instr.site))
+        return calls
+
+    def _fresh(self, spec: BufferSpec) -> Var:
+        self._index, self._storage = self._index + 1, self._storage + 1
+        return Var(self._index, spec, self._storage, 0, True)
+
+
+def _name(instr: Instr) -> str:
+    return str(instr.op._schema.name).removeprefix("aten::")
+
+
+def _some_rows(spec: BufferSpec, blocks: int) -> BufferSpec:
+    return replace(spec, shape=(spec.shape[0] // blocks, *spec.shape[1:]))
+
+
+def _rows_of(instr: Instr) -> _Rows | None:
+    """Which arguments a call reads row by row, for results of the same rows; None if it is not known to."""
+    name = _name(instr)
+    rule: Callable[[Instr], _Rows | None] | None = None
+    if name in _VIEWS:
+        rule = _of_view
+    elif name == "nll_loss_forward":
+        rule = _of_loss
+    elif name == "nll_loss_backward":
+        rule = _of_loss_backward
+    elif name in _SOFTMAX or name == "gather":
+        rule = _along_other_axes
+    elif name in _SUMS:
+        rule = _of_sum
+    elif instr.by_element or name in _COPIES:
+        rule = _of_elements
+    return rule(instr) if rule is not None else None
+
+
+def _is_dense(var: Var) -> bool:
+    step, strides = 1, []
+    for size in reversed(var.spec.shape):
+        strides.append(step)
+        step *= size
+    return var.spec.stride == tuple(reversed(strides))
+
+
+def _of_view(instr: Instr) -> _Rows | None:
+    (source,) = instr.inputs()
+    if not source.spec.shape or not instr.out.spec.shape or not _is_dense(source):
+        return None
+    return _Rows({source})
+
+
+def _of_elements(instr: Instr) -> _Rows | None:
+    if not isinstance(instr.out, Var) or not instr.out.spec.shape:
+        return None
+    shape, sliced = instr.out.spec.shape, set()
+    for var in instr.inputs():
+        if len(var.spec.shape) == len(shape) and var.spec.shape[0] == shape[0]:
+            sliced.add(var)
+        elif len(var.spec.shape) == len(shape) and var.spec.shape[0] != 1:
+            return None
+    return _Rows(sliced)
+
+
+def _along_other_axes(instr: Instr) -> _Rows | None:
+    named = named_arguments(instr.op, instr.args, instr.kwargs)
+    sliced = set(instr.inputs())
+    dims = named["dim"] if isinstance(named["dim"], (list, tuple)) else [named["dim"]]
+    axes = len(next(iter(sliced)).spec.shape)
+    if not isinstance(instr.out, Var) or any(dim % axes == 0 for dim in dims) or not instr.out.spec.shape:
+        return None
+    return _Rows(sliced)
+
+
+def _of_sum(instr: Instr) -> _Rows | None:
+    named = named_arguments(instr.op, instr.args, instr.kwargs)
+    if named.get("dim") is None:
+        whole = _name(instr) in ("sum", "mean") and bool(named["self"].spec.shape)
+        floats = whole and instr.out.spec.dtype.is_floating_point and named.get("dtype") is None
+        return _Rows({named["self"]}, sums=True) if floats else None
+    return _along_other_axes(instr)
+
+
+def _of_loss(instr: Instr) -> _Rows | None:
+    rows, target, _, reduction, _ = instr.args
+    if len(rows.spec.shape) != 2:
+        return None
+    return _Rows({rows, target}, sums=reduction in (_SUM, _MEAN)) if reduction else None
+
+
+def _of_loss_backward(instr: Instr) -> _Rows | None:
+    _, rows, target, _, reduction, *_ = instr.args
+    if len(rows.spec.shape) != 2 or not reduction:
+        return None
+    return _Rows({rows, target})

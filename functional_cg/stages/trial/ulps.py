@@ -1,0 +1,218 @@
+"""What rounding may do to a program: its calls again, each with results that are moved by an ulp.
+
+Two programs that compute the same in another order round at other places. By how much their results may differ is not
+known in advance: a sum of thousands of terms, a sign that a gradient near zero has, a token that is drawn, each
+amplifies the last bits as much as it likes. So it is measured: run one program again, move what its calls return by an
+ulp at random, and see what becomes of its results.
+
+Numbers of Python among the arguments are moved, too: kernels hold them in float32, which keeps three digits less of
+what an optimizer subtracts its decay of 0.999 from.
+
+Only what was rounded is moved. A result whose last bits are zero is taken to be exact, such as a whole number, so an
+exact program has no spread at all, and whatever is not equal to it is wrong.
+
+Source: Parker 1997, "Monte Carlo Arithmetic: exploiting randomness in floating-point arithmetic".
+"""
+
+from __future__ import annotations
+
+import math
+import random
+import struct
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...tensors.aten import returns_view
+from ..program import Instr, Var
+
+__all__ = ["Shaker", "decides"]
+
+_CHUNK = 2**22  # elements that are moved at a time on the host
+# dtype -> integer of its size; its last bits, which are zero in few rounded numbers and in most exact ones; infinity.
+_BITS = MappingProxyType(
+    {
+        torch.float64: (torch.int64, 2**20 - 1, 0x7FF0_0000_0000_0000),
+        torch.float32: (torch.int32, 2**10 - 1, 0x7F80_0000),
+        torch.bfloat16: (torch.int16, 2**3 - 1, 0x7F80),
+        torch.float16: (torch.int16, 2**4 - 1, 0x7C00),
+    }
+)
+_WIDE = MappingProxyType({torch.bfloat16: torch.float32, torch.float16: torch.float32})
+_DIRECTIONS = (_UP, _DOWN, _OUTWARD, _INWARD) = (1, 2, 3, 4)  # 0 is any
+_MOST_NARROW = 8  # ulps of 16 bits: more would be another number
+# What only moves numbers about rounds none.
+_MOVES = frozenset(
+    """clone copy copy_ cat stack where index index_select gather embedding constant_pad_nd repeat flip roll sort
+    slice_scatter select_scatter diagonal_scatter as_strided_scatter scatter masked_fill tril triu relu neg abs
+    maximum minimum amax amin zeros ones full empty arange zeros_like ones_like full_like empty_like ravel
+    new_zeros new_full new_empty _conj lift_fresh_copy max_pool2d_with_indices""".split()
+)
+_DECIDES = frozenset(
+    """lt le gt ge eq ne argmax argmin topk sort floor ceil round trunc sign frac fmod remainder floor_divide
+    bucketize searchsorted max min argsort isnan isinf isfinite logical_not logical_and logical_or nonzero""".split()
+)
+_PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "convolution", "convolution_backward", "linear", "matmul")
+_TF32 = 2.0**-11  # what its factors are rounded by
+_IN_A_ROW = 16  # terms that are added up in one go: by lanes of a vector unit, in a tile of a product
+
+
+@dataclass(slots=True)
+class Shaker:
+    """Moves what calls return by up to ``most`` ulps, at random.
+
+    Attributes:
+      most: Ulps, a whole number.
+      decisions: Ulps by which it moves what a call decides by (a comparison, ``argmax``, a rounding), for that call.
+      leans: Whether the elements of a result are moved the same way, up or down, or all away from zero or towards it.
+        Equal numbers are rounded alike, and what is added up over thousands of them is thousands of times off.
+      dice: Draws for numbers of Python, and the seeds of what draws for tensors.
+    """
+
+    most: int = 1
+    decisions: int = 0
+    leans: bool = False
+    dice: random.Random = field(default_factory=lambda: random.Random(0))
+
+    def arguments(self, instr: Instr, values: dict[Var, Tensor]) -> dict[Var, Tensor]:
+        """Arguments for a call in place of some of its own."""
+        if not self.decisions or not decides(instr):
+            return {}
+        moved = {}
+        for var in dict.fromkeys(instr.inputs()):
+            if var in values and values[var].dtype in _BITS and var not in instr.writes:
+                moved[var] = values[var].clone()
+                self._move(moved[var], self.decisions, 0.0)
+        return moved
+
+    def scalars(self, instr: Instr) -> Instr:
+        """The call with its numbers of Python as kernels may hold them."""
+        if not any(isinstance(value, float) for value in _flat((*instr.args, *instr.kwargs.values()))):
+            return instr
+        kwargs = {name: self._moved(value) for name, value in instr.kwargs.items()}
+        return replace(instr, args=self._moved(instr.args), kwargs=kwargs)
+
+    def _moved(self, value: Any) -> Any:
+        if isinstance(value, (list, tuple)):
+            return type(value)(self._moved(item) for item in value)
+        if not isinstance(value, float) or not math.isfinite(value) or _is_single(value):
+            return value
+        return value * (1.0 + self.dice.randint(-self.most, self.most) * 2.0**-24)
+
+    def results(self, instr: Instr, made: list[tuple[Var, Tensor]]) -> None:
+        """Move the results of a call, in place."""
+        if instr.writes or instr.name in _MOVES or returns_view(instr.op):
+            return
+        taken = {var.storage for var in instr.inputs()}
+        for var, tensor in made:
+            if var.storage not in taken:
+                most = min(self.most, _MOST_NARROW) if tensor.dtype in _WIDE else self.most
+                self._move(tensor, most, _spread(instr, tensor) * most)
+
+    def _move(self, tensor: Tensor, most: int, spread: float) -> None:
+        """Move a tensor of memory of its own; ``spread`` is in parts of its root mean square."""
+        if tensor.is_complex():
+            tensor = torch.view_as_real(tensor)
+        if tensor.dtype not in _BITS or not tensor.numel():
+            return
+        flat = _flat_in_memory(tensor)
+        if flat is None:
+            return
+        direction = self.dice.choice(_DIRECTIONS) if self.leans else 0
+        seed, scale = self.dice.getrandbits(31), spread / math.sqrt(tensor.numel())
+        if spread:
+            root = torch.linalg.vector_norm(flat, dtype=_WIDE.get(flat.dtype))
+        else:
+            root = flat.new_zeros((), dtype=_WIDE.get(flat.dtype))
+        if flat.is_cuda:
+            from ...tensors.ulps_triton import move_cuda
+
+            move_cuda(flat, most, root, scale, seed, direction, *_BITS[flat.dtype][1:])
+        else:
+            _move_on_host(flat, most, root, scale, seed, direction)
+
+
+def _move_on_host(flat: Tensor, most: int, root: Tensor, scale: float, seed: int, direction: int) -> None:
+    """As ``move_cuda`` does; in pieces, as each of them takes several times its bytes."""
+    integer, last, infinity = _BITS[flat.dtype]
+    generator = torch.Generator().manual_seed(seed)
+    step = root * scale if root.isfinite() else torch.zeros_like(root)
+    for part in flat.split(_CHUNK):
+        bits = part.view(integer)
+        magnitude = bits & torch.iinfo(integer).max
+        stays = (bits & last == 0) | (magnitude <= most) | (magnitude >= infinity - 1 - most)
+        ulps = torch.randint(-most, most + 1, part.shape, dtype=integer, generator=generator)
+        if direction:  # the bits of a number say how far it is from zero
+            outward = {_UP: bits >= 0, _DOWN: bits < 0}.get(direction, direction == _OUTWARD)
+            ulps = torch.where(torch.as_tensor(outward), ulps.abs(), -ulps.abs())
+        bits += ulps.masked_fill_(stays, 0)
+        if scale:
+            noise = torch.randn(part.shape, generator=generator)
+            part += noise.mul_(step).masked_fill_(stays, 0)
+
+
+def _flat(value: Any) -> Iterator[Any]:
+    if isinstance(value, (list, tuple)):
+        for item in value:
+            yield from _flat(item)
+    else:
+        yield value
+
+
+def _is_single(value: float) -> bool:
+    """Whether float32 holds a number."""
+    try:
+        return struct.unpack("f", struct.pack("f", value))[0] == value  # type: ignore[no-any-return]
+    except OverflowError:
+        return True
+
+
+def _flat_in_memory(tensor: Tensor) -> Tensor | None:
+    """The elements of a dense tensor in the order of memory; None if it is not dense."""
+    strides = tensor.stride()
+    flat = tensor.permute(sorted(range(tensor.dim()), key=lambda axis: -strides[axis]))
+    return flat.view(-1) if flat.is_contiguous() else None
+
+
+def decides(instr: Instr) -> bool:
+    """Whether a call makes few values of many: a comparison, a rounding, an order."""
+    return instr.name in _DECIDES or _narrows(instr)
+
+
+def _narrows(instr: Instr) -> bool:
+    """Whether a call is a cast to a dtype that is no floating one, or one of 8 bits: a rounding to few values."""
+    return instr.name == "_to_copy" and all(out.spec.dtype not in _BITS for out in instr.outputs())
+
+
+def _spread(instr: Instr, result: Tensor) -> float:
+    """How far apart sums of the same terms in another order are, in parts of their root mean square."""
+    if not isinstance(instr.out, Var) and any(isinstance(out, (list, tuple)) for out in instr.out):
+        return 0.0  # one of the grouped ops, which are elementwise
+    product = instr.name in _PRODUCTS
+    terms = _terms(instr, result, product=product)
+    precise = torch.finfo(
+        torch.float64 if result.dtype in (torch.float64, torch.complex128) else torch.float32
+    )
+    spread = precise.eps * math.sqrt(terms / _IN_A_ROW) if terms > _IN_A_ROW else 0.0
+    return spread + (_TF32 if product and _in_tf32(instr.name, result) else 0.0)
+
+
+def _terms(instr: Instr, result: Tensor, *, product: bool) -> float:
+    """About how many terms each element of a result is the sum of."""
+    sizes = sorted((var.spec.numel for var in instr.inputs()), reverse=True)
+    if not sizes or not result.numel():
+        return 0.0
+    if product and len(sizes) > 1:
+        return math.sqrt(sizes[0] * sizes[1] / result.numel())
+    return sizes[0] / result.numel()
+
+
+def _in_tf32(name: str, result: Tensor) -> bool:
+    """Whether a product may round its factors to TF32; of convolutions torch's default is that they do."""
+    if not result.is_cuda or result.dtype != torch.float32:
+        return False
+    return name.startswith("convolution") or torch.get_float32_matmul_precision() != "highest"

@@ -1,0 +1,253 @@
+"""Follows the frames of a run, instruction by instruction where they are the user's.
+
+Python 3.12 has ``sys.monitoring``, which leaves other code at its full speed; before that a trace function does it, in
+place of a debugger's, which sees the other run of a trace.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import sysconfig
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import CodeType, FrameType
+from typing import Any
+
+import torch
+
+from ...messages.source import is_user_file
+from .kinds import UNKNOWN
+from .names import HostReads
+from .shadow import Shadow
+from .stack import Instructions
+
+__all__ = ["aside", "followed"]
+
+_TORCH = os.path.dirname(torch.__file__) + os.sep
+# Libraries of which a method reads the attributes of an object of the user's, such as a module or a scheduler.
+_OF_OBJECTS = (
+    "<frozen os>",
+    "<frozen _collections_abc>",
+    *(_TORCH + name for name in ("nn/modules/", "optim/", "distributions/")),
+    *(path + os.sep for name in ("stdlib", "platstdlib") if (path := sysconfig.get_paths().get(name))),
+)
+_NOT_OF_OBJECTS = tuple(
+    path + os.sep + name
+    for name in (
+        "threading",
+        "contextlib",
+        "weakref",
+        "site-packages",
+        "logging",
+        "typing",
+        "abc",
+        "warnings",
+        "inspect",
+    )
+    if (path := sysconfig.get_paths().get("stdlib"))
+)
+_YIELDS = 0x20  # the flag of code that yields
+
+
+class _Follower:
+    """The shadows of the frames that run.
+
+    Args:
+      reads: Is told what they read.
+
+    Attributes:
+      own: Whether frames of code are the user's; None: nobody asks what they do.
+    """
+
+    def __init__(self, reads: HostReads) -> None:
+        self._reads = reads
+        self._instructions = Instructions()
+        self._shadows: dict[int, Shadow] = {}
+        self.own: dict[CodeType, bool | None] = {}
+
+    def owned(self, frame: FrameType) -> bool | None:
+        """Whether a frame is the user's; None: nobody asks what it does."""
+        code = frame.f_code
+        if code not in self.own:
+            self.own[code] = _is_own(frame)
+        return self.own[code]
+
+    def shadow(self, frame: FrameType | None) -> Shadow | None:
+        """The shadow of a frame that has started."""
+        found = self._shadows.get(id(frame))
+        return found if found is not None and found.frame is frame else None
+
+    def start(self, frame: FrameType) -> Shadow | None:
+        """A frame starts, or goes on after a yield; returns its shadow if its instructions are of interest."""
+        shadow = self.shadow(frame)
+        if shadow is not None:
+            return shadow
+        own = self.owned(frame)
+        if own is None or (not own and not self._is_method_of_known(frame)):
+            return None
+        shadow = self._shadows[id(frame)] = Shadow(frame, self._reads, self._instructions, own=own)
+        if own and frame.f_code.co_flags & _YIELDS and not shadow.is_fresh:
+            self._reads.went_on(frame)
+        return shadow
+
+    def _is_method_of_known(self, frame: FrameType) -> bool:
+        code = frame.f_code
+        if not code.co_argcount:
+            return False
+        known = self._reads.known(frame.f_locals.get(code.co_varnames[0], UNKNOWN))
+        return known is not None and known.root.outlives
+
+    def returned(self, frame: FrameType, value: Any) -> None:
+        """A frame returns or yields."""
+        caller = self.shadow(frame.f_back)
+        if caller is not None:
+            caller.result = value
+        if not frame.f_code.co_flags & _YIELDS:
+            shadow = self._shadows.pop(id(frame), None)
+            if shadow is not None:
+                shadow.leave()
+
+    def leave(self) -> None:
+        """Let go of the frames that may go on."""
+        for shadow in self._shadows.values():
+            shadow.leave()
+        self._shadows.clear()
+
+
+def _is_own(frame: FrameType) -> bool | None:
+    filename, namespace = frame.f_code.co_filename, frame.f_globals
+    if frame.f_code is torch.nn.Module.__getattr__.__code__:
+        return None  # where it looks is known
+    if filename.startswith(_OF_OBJECTS):
+        return None if filename.startswith(_NOT_OF_OBJECTS) else False
+    if not is_user_file(filename):
+        return None
+    if filename == "<string>":  # perhaps made by a decorator, such as dataclass, or by namedtuple
+        made_for = namespace.get("__file__")
+        made = str(namespace.get("__name__")).startswith("namedtuple_")
+        return None if made or (made_for is not None and not is_user_file(made_for)) else True
+    return True
+
+
+@contextmanager
+def followed(reads: HostReads) -> Iterator[None]:
+    """Tell `reads` what the frames read that run on this thread."""
+    follower = _Follower(reads)
+    try:
+        with _traced(follower) if sys.version_info < (3, 12) else _monitored(follower):
+            yield
+    finally:
+        follower.leave()
+
+
+def aside(act: Callable[..., Any], *args: Any) -> Any:
+    """Call something of a library whose frames nobody asks about: a trace function would slow each of them down."""
+    tracer = sys.gettrace()
+    if not isinstance(tracer, _Tracer):
+        return act(*args)
+    sys.settrace(None)
+    try:
+        return act(*args)
+    finally:
+        sys.settrace(tracer)
+
+
+class _Tracer:
+    """A trace function.
+
+    Args:
+      follower: Is told of the frames.
+    """
+
+    def __init__(self, follower: _Follower) -> None:
+        self._follower, self._own = follower, follower.own
+
+    def __call__(self, frame: FrameType, event: str, arg: Any) -> Any:
+        if self._own.get(frame.f_code, False) is None or self._follower.owned(frame) is None:
+            return None  # as are most
+        frame.f_trace_lines = False
+        if self._follower.start(frame) is not None:
+            frame.f_trace_opcodes = True
+        return self._inside
+
+    def _inside(self, frame: FrameType, event: str, arg: Any) -> Any:
+        if event == "opcode":
+            shadow = self._follower.shadow(frame)
+            if shadow is not None:
+                shadow.step(frame.f_lasti)
+        elif event == "return":
+            self._follower.returned(frame, arg)
+        return self._inside
+
+
+@contextmanager
+def _traced(follower: _Follower) -> Iterator[None]:
+    before, tracer = sys.gettrace(), _Tracer(follower)
+    sys.settrace(tracer)
+    try:
+        yield
+    finally:
+        if sys.gettrace() is tracer:  # else the step has started a debugger
+            sys.settrace(before)
+
+
+@contextmanager
+def _monitored(follower: _Follower) -> Iterator[None]:
+    monitoring: Any = sys.monitoring  # type: ignore[attr-defined, unused-ignore]
+    events, thread = monitoring.events, threading.get_ident()
+    tool = next(number for number in (4, 3, 2, 1, 0) if monitoring.get_tool(number) is None)
+    entered: dict[CodeType, int] = {}
+    returns = events.PY_RETURN | events.PY_YIELD
+
+    def started(code: CodeType, offset: int) -> Any:
+        if threading.get_ident() != thread:
+            return None
+        frame = sys._getframe(1)
+        if follower.owned(frame) is None:
+            return monitoring.DISABLE
+        shadow = follower.start(frame)
+        wanted = returns if shadow is None else returns | events.INSTRUCTION
+        if wanted & ~entered.get(code, 0):
+            entered[code] = wanted | entered.get(code, 0)
+            monitoring.set_local_events(tool, code, entered[code])
+        return None
+
+    def instruction(code: CodeType, offset: int) -> None:
+        if threading.get_ident() == thread:
+            shadow = follower.shadow(sys._getframe(1))
+            if shadow is not None:
+                shadow.step(offset)
+
+    def returned(code: CodeType, offset: int, value: Any) -> None:
+        if threading.get_ident() == thread:
+            follower.returned(sys._getframe(1), value)
+
+    monitoring.use_tool_id(tool, "functional_cg")
+    try:
+        callbacks = {
+            events.PY_START: started,
+            events.PY_RESUME: started,
+            events.INSTRUCTION: instruction,
+            events.PY_RETURN: returned,
+            events.PY_YIELD: returned,
+        }
+        for event, callback in callbacks.items():
+            monitoring.register_callback(tool, event, callback)
+        monitoring.restart_events()
+        monitoring.set_events(tool, events.PY_START | events.PY_RESUME)
+        yield
+    finally:
+        monitoring.set_events(tool, 0)
+        for code in entered:
+            monitoring.set_local_events(tool, code, 0)
+        for event in (
+            events.PY_START,
+            events.PY_RESUME,
+            events.INSTRUCTION,
+            events.PY_RETURN,
+            events.PY_YIELD,
+        ):
+            monitoring.register_callback(tool, event, None)
+        monitoring.free_tool_id(tool)

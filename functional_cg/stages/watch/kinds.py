@@ -1,0 +1,138 @@
+"""What kind of thing a value of the host is, told without running anything of the user's."""
+
+from __future__ import annotations
+
+import functools
+import random
+import sys
+import types
+from collections.abc import Mapping
+from pathlib import PurePath
+from types import FunctionType, MethodType, ModuleType
+from typing import Any
+
+from ...messages.source import is_user_file
+from .values import in_classes, instance_dict, is_value, missing
+
+__all__ = [
+    "UNKNOWN",
+    "advances",
+    "after",
+    "bound",
+    "computes",
+    "defines",
+    "generator_state",
+    "has_key",
+    "is_installed",
+    "is_key",
+    "is_user_class",
+    "is_user_module",
+    "plain",
+    "stored_in_class",
+    "stores",
+]
+
+UNKNOWN: Any = object()  # a value that is not seen
+
+
+def has_key(key: Any) -> Any:
+    """The question whether a container has a key, or an element."""
+    return functools.partial(_has_key, key)
+
+
+def _has_key(key: Any, container: Any) -> bool:
+    return key in container
+
+
+def plain(defaults: Any) -> bool:
+    """Whether defaults of a function are all plain values."""
+    return all(map(is_value, defaults.values() if type(defaults) is dict else defaults))
+
+
+def is_key(key: Any) -> bool:
+    """Whether a value is known, and one by which items are found."""
+    try:
+        hash(key)
+    except TypeError:
+        return False
+    return key is not UNKNOWN and is_value(key)
+
+
+def stores(name: str, owner: Any) -> bool:
+    """Whether an object itself stores an attribute."""
+    return name in instance_dict(owner)
+
+
+def defines(name: str, cls: type) -> bool:
+    """Whether a class or one of its bases has a name."""
+    return in_classes(cls.__mro__, name) is not missing
+
+
+def stored_in_class(name: str, cls: type) -> Any:
+    """What a class or the first of its bases stores under a name, as it is."""
+    return in_classes(cls.__mro__, name)
+
+
+def after(parent: Any) -> tuple[type, ...]:
+    """The classes in which ``super()`` looks."""
+    classes = parent.__self_class__.__mro__
+    return tuple(classes[classes.index(parent.__thisclass__) + 1 :])
+
+
+def bound(found: Any, owner: Any) -> Any:
+    """What an attribute of a class is, read through an instance."""
+    if type(found) is FunctionType:
+        return MethodType(found, owner)
+    if type(found) is staticmethod:
+        return found.__func__
+    if type(found) is classmethod:
+        return MethodType(found.__func__, owner if issubclass(type(owner), type) else type(owner))
+    if type(found) in (types.MethodDescriptorType, types.WrapperDescriptorType):
+        return found.__get__(owner, type(owner))
+    return UNKNOWN if found is missing or computes(found) else found
+
+
+def computes(found: Any) -> bool:
+    """Whether what a class stores is asked for the value when it is read."""
+    return hasattr(type(found), "__get__") and not issubclass(type(found), type)
+
+
+def generator_state(value: Any) -> Any:
+    """The state of a random generator of Python's or numpy's; None for anything else."""
+    kind = type(value)
+    if issubclass(kind, random.Random) and kind is not random.SystemRandom:
+        return random.Random.getstate(value)
+    numpy = sys.modules.get("numpy")
+    if numpy is not None and kind is numpy.random.Generator:
+        return repr(value.bit_generator.state)
+    if numpy is not None and kind is numpy.random.RandomState:
+        return repr(value.get_state())
+    return None
+
+
+def advances(value: Any) -> bool:
+    """Whether taking from it moves it on, unseen: an iterator that is not written in Python."""
+    kind = type(value)
+    return (
+        type(in_classes(kind.__mro__, "__next__")) is not FunctionType
+        and in_classes(kind.__mro__, "__next__") is not missing
+        and in_classes(kind.__mro__, "__iter__") is not missing
+    )
+
+
+def is_installed(namespace: Mapping[str, Any]) -> bool:
+    """Whether code with these globals is of an installed package, rather than of the project that runs."""
+    path = PurePath(str(namespace.get("__file__") or ""))
+    return not {"site-packages", "dist-packages"}.isdisjoint(path.parts)
+
+
+def is_user_class(cls: type) -> bool:
+    """Whether a class is of the user's code."""
+    module = sys.modules.get(cls.__module__)
+    return module is not None and is_user_module(module)
+
+
+def is_user_module(module: ModuleType) -> bool:
+    """Whether a module is of the user's code."""
+    where = vars(module).get("__file__") or next(iter(vars(module).get("__path__", ())), None)
+    return module.__name__ == "__main__" if where is None else is_user_file(where)

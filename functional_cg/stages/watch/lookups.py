@@ -1,0 +1,250 @@
+"""What an attribute, or an item, of an object is: looked up where Python would, as far as it is stored."""
+
+from __future__ import annotations
+
+import collections
+import enum
+import functools
+import types
+from types import FunctionType, MethodType, ModuleType
+from typing import Any
+
+import torch
+
+from ...messages.source import is_user_file
+from .kinds import (
+    UNKNOWN,
+    after,
+    bound,
+    computes,
+    defines,
+    generator_state,
+    has_key,
+    is_key,
+    is_user_module,
+    stored_in_class,
+    stores,
+)
+from .places import ATTRIBUTE, ITEM, PART, How, Step
+from .reads import Reads
+from .values import in_classes, instance_dict, is_array, is_container, is_value, missing
+
+__all__ = ["Lookups"]
+
+_REGISTRIES = ("_modules", "_parameters", "_buffers")  # of a torch module
+_BUILTIN_ITEMS = frozenset(
+    kind.__getitem__
+    for kind in (
+        dict,
+        list,
+        tuple,
+        types.MappingProxyType,
+        collections.deque,
+        bytearray,
+        collections.defaultdict,
+    )
+)
+
+
+class Lookups(Reads):
+    """The reads of one run, told by what is asked for."""
+
+    def attribute(self, owner: Any, name: str) -> Any:
+        """What ``owner.name`` is, as far as it is stored."""
+        kind = type(owner)
+        if owner is UNKNOWN or is_value(owner) or issubclass(kind, torch.Tensor):
+            return UNKNOWN
+        if issubclass(kind, super):
+            classes = after(owner)
+            found = in_classes(classes, name)
+            definer = next((cls for cls in classes if name in vars(cls)), None)
+            if definer is not None:
+                self.of_class(definer, name, found)
+            return bound(found, owner.__self__)
+        if issubclass(kind, ModuleType):
+            return self._of_module(owner, name)
+        if issubclass(kind, type):
+            return self._of_type(owner, name)
+        if is_array(owner):
+            self.use(owner)
+            return UNKNOWN
+        if generator_state(owner) is not None:
+            self.use(owner)
+        in_class = in_classes(kind.__mro__, name)
+        if type(in_classes(kind.__mro__, "__getattribute__")) is FunctionType:
+            return UNKNOWN
+        if name == "__class__":
+            return kind
+        storage = instance_dict(owner)
+        if name == "__dict__":
+            if storage:
+                place = self.place(owner)
+                self.found(place, Step(ATTRIBUTE, "__dict__"), storage, place.name)
+            return storage
+        return self._of_instance(owner, name, in_class, storage)
+
+    def _of_instance(self, owner: Any, name: str, in_class: Any, storage: dict[str, Any]) -> Any:
+        if (
+            type(in_class) in (types.MemberDescriptorType, types.GetSetDescriptorType)
+            or (issubclass(type(owner), tuple) and name in getattr(type(owner), "_fields", ()))
+            or (type(owner) is functools.partial and type(in_class) is types.MemberDescriptorType)
+        ):
+            value = getattr(owner, name, missing)
+            if value is missing:
+                return UNKNOWN
+            self._read(owner, Step(ATTRIBUTE, name), value)
+            return value
+        if hasattr(type(in_class), "__set__"):  # a property comes before what the instance stores
+            self.of_class(type(owner), name, in_class)
+            return UNKNOWN
+        if name in storage:
+            self._read(owner, Step(ATTRIBUTE, name), storage[name])
+            return storage[name]
+        if issubclass(type(owner), torch.nn.Module):
+            for registry in _REGISTRIES:
+                if name in storage.get(registry, ()):
+                    return self._of_registry(owner, storage[registry], registry, name)
+        if in_class is missing:
+            return self._looked_up(owner, name)
+        return self._of_its_class(owner, name, in_class)
+
+    def _of_registry(self, owner: Any, held: dict[str, Any], registry: str, name: str) -> Any:
+        place = self.place(owner)
+        self.found(place, Step(ATTRIBUTE, registry), held, f"{place.name}.{registry}")
+        self.found(self.place(held), Step(ITEM, name), held[name], f"{place.name}.{name}")
+        return held[name]
+
+    def _read(self, owner: Any, step: Step, value: Any) -> None:
+        place = self.place(owner)
+        self.found(place, step, value, step.shown(place.name))
+
+    def _of_its_class(self, owner: Any, name: str, in_class: Any) -> Any:
+        if not computes(in_class):
+            known = self._places.get(id(owner))
+            if known is None or not known.root.outlives:
+                self.of_class(type(owner), name, in_class)
+            self._read(owner, Step(ATTRIBUTE, name), in_class)
+            return in_class
+        self.of_class(type(owner), name, in_class)
+        of_module = issubclass(type(owner), torch.nn.Module) and not name.startswith("_")
+        of_interest = self.is_of_user(type(owner)) or of_module
+        if (
+            of_interest and type(in_class) is FunctionType
+        ):  # one that the instance stores would come before it
+            place = self.place(owner)
+            shown = f"{place.name}.{name}"
+            self.part(place, functools.partial(stores, name), False, shown, name, defines=True)
+        return bound(in_class, owner)
+
+    def _looked_up(self, owner: Any, name: str) -> Any:
+        """An attribute that is not stored: the class computes it, or it is not there."""
+        asks = in_classes(type(owner).__mro__, "__getattr__")
+        if asks in (dict.__getitem__, dict.get):
+            return self.item(owner, name)
+        place = self.place(owner)
+        text = f"hasattr({place.name}, {name!r})"
+        self.part(place, functools.partial(stores, name), False, text, name)
+        if asks is missing:
+            self.of_class(type(owner), name, missing)
+        return UNKNOWN
+
+    def _of_module(self, owner: ModuleType, name: str) -> Any:
+        found = vars(owner).get(name, missing)
+        if found is missing:
+            return UNKNOWN
+        if is_user_module(owner):
+            self._read(owner, Step(ATTRIBUTE, name), found)
+        return found
+
+    def _of_type(self, owner: type, name: str) -> Any:
+        found = in_classes(owner.__mro__, name)
+        if issubclass(type(owner), enum.EnumType):
+            return found if issubclass(type(found), owner) else UNKNOWN
+        if found is missing:
+            kind: Any = type(owner)
+            meta = in_classes(kind.__mro__, name)
+            if meta is not missing:
+                self.of_class(kind, name, meta)
+            return bound(meta, owner)
+        self.of_class(owner, name, found)
+        if type(found) is staticmethod:
+            return found.__func__
+        if type(found) is classmethod:
+            return MethodType(found.__func__, owner)
+        return UNKNOWN if computes(found) and type(found) is not FunctionType else found
+
+    def of_class(self, cls: type, name: str, found: Any) -> None:
+        """Note what a class of the user's has under a name."""
+        definer = next((one for one in cls.__mro__ if name in vars(one)), cls)
+        own = self.is_of_user(definer) or (self.is_of_user(cls) and not name.startswith("_"))
+        if issubclass(cls, enum.Enum) or not own:
+            return
+        place, shown = self.root(cls, cls.__name__), f"{cls.__name__}.{name}"
+        if found is missing:
+            self.part(
+                place, functools.partial(defines, name), False, f"hasattr({cls.__name__}, {name!r})", name
+            )
+        elif not computes(found):
+            self.found(place, Step(ATTRIBUTE, name), found, shown)
+        elif self.is_new(place, Step(ATTRIBUTE, name)):
+            # A class gives a function away as it is; anything else is asked for what it gives.
+            as_it_is = type(found) is FunctionType
+            step = Step(ATTRIBUTE, name) if as_it_is else Step(PART, functools.partial(stored_in_class, name))
+            self.compare(place, step, How.IDENTICAL, found, shown, defines=True)
+            for function in (getattr(found, "__func__", found), getattr(found, "fget", None)):
+                if type(function) is FunctionType and is_user_file(function.__code__.co_filename):
+                    code = Step(ATTRIBUTE, "__code__")
+                    self.compare(
+                        self.root(function, shown), code, How.SAME, function.__code__, shown, defines=True
+                    )
+
+    def holds(self, owner: Any, ask: Any, value: Any) -> Any:
+        """What a variable of the context, or a weak reference, leads to."""
+        place = self.place(owner)
+        self.found(place, Step(PART, ask), value, f"{place.name}()")
+        return value
+
+    def item(self, owner: Any, key: Any) -> Any:
+        """What ``owner[key]`` is, of a builtin container."""
+        if owner is UNKNOWN or is_value(owner) or issubclass(type(owner), torch.Tensor):
+            return UNKNOWN
+        if not is_container(owner):
+            return UNKNOWN
+        getter = in_classes(type(owner).__mro__, "__getitem__")
+        if not is_key(key) or is_array(owner) or getter not in _BUILTIN_ITEMS:
+            self.use(owner)
+            return UNKNOWN
+        place = self.place(owner)
+        if issubclass(type(owner), dict) and not dict.__contains__(owner, key):
+            self.has(owner, key)
+            return UNKNOWN
+        try:
+            value = owner[key]
+        except (LookupError, TypeError):
+            self.whole(place)
+            return UNKNOWN
+        name = place.name.removesuffix("._modules")
+        self.found(place, Step(ITEM, key), value, Step(ITEM, key).shown(name))
+        return value
+
+    def has(self, owner: Any, key: Any) -> None:
+        """``key in owner``."""
+        if owner is UNKNOWN or not is_container(owner) or is_value(owner):
+            return
+        if not is_key(key):
+            self.use(owner)
+        elif not is_array(owner):
+            place = self.place(owner)
+            self.part(place, has_key(key), key in owner, f"{key!r} in {place.name}", key)
+        else:
+            self.use(owner)
+
+    def size(self, owner: Any, *, truth: bool) -> None:
+        """``len(owner)``, or whether there is anything in it."""
+        if owner is UNKNOWN or is_value(owner) or not is_container(owner):
+            return
+        place, read = self.place(owner), bool if truth and not is_array(owner) else len
+        if is_array(owner):
+            self.use(owner)
+        else:
+            self.part(place, read, read(owner), f"{read.__name__}({place.name})")

@@ -1,0 +1,96 @@
+"""How the user's code writes an object, such as ``W`` or ``model.weight``: for messages."""
+
+from __future__ import annotations
+
+import functools
+from collections import deque
+from collections.abc import Callable, Iterator
+from types import CodeType, FunctionType, MethodType
+from typing import Any
+
+import torch
+
+from ...messages.source import is_user_file
+from .kinds import is_user_class
+from .places import ATTRIBUTE, ITEM, Step
+from .values import instance_dict, is_value
+
+__all__ = ["name_of", "way_to"]
+
+_MOST = 4096  # objects that are looked at
+
+
+def name_of(target: object, function: Callable[..., Any]) -> str:
+    """How `function`, or a function of the user's that it leads to, writes `target`; empty if no name leads to it."""
+    return way_to(target, function)[0]
+
+
+def way_to(target: object, function: Callable[..., Any]) -> tuple[str, tuple[object, ...]]:
+    """The name, as :func:`name_of` has it, and the objects that lead to it, the function first."""
+    waiting: deque[tuple[str, Any, tuple[object, ...]]] = deque([("self", function, ())])
+    seen: dict[int, object] = {}
+    while waiting and len(seen) < _MOST:
+        name, value, way = waiting.popleft()
+        if value is target:
+            return name, way
+        if id(value) not in seen and not is_value(value):
+            seen[id(value)] = value
+            waiting.extend((part, found, (*way, value)) for part, found in _parts(name, value))
+    return "", ()
+
+
+def _parts(name: str, value: Any) -> Iterator[tuple[str, Any]]:
+    kind = type(value)
+    if kind is FunctionType:
+        yield from _names(value)
+    elif kind is MethodType:
+        yield "self", value.__self__
+        yield name, value.__func__
+    elif issubclass(kind, functools.partial):
+        yield name, value.func
+        yield from ((f"{name}.args[{number}]", part) for number, part in enumerate(value.args))
+    elif issubclass(kind, dict):
+        yield from ((Step(ITEM, key).shown(name), part) for key, part in dict.items(value))
+    elif issubclass(kind, list | tuple):
+        yield from ((Step(ITEM, number).shown(name), part) for number, part in enumerate(value))
+    elif issubclass(kind, torch.nn.Module):
+        for registry in ("_parameters", "_buffers", "_modules"):
+            yield from ((f"{name}.{key}", part) for key, part in vars(value)[registry].items())
+        yield from _attributes(name, value)
+    elif issubclass(kind, type) and is_user_class(value):
+        yield from ((Step(ATTRIBUTE, key).shown(name), part) for key, part in vars(value).items())
+    elif not issubclass(kind, torch.Tensor | type):
+        yield from _attributes(name, value)
+
+
+def _attributes(name: str, value: Any) -> Iterator[tuple[str, Any]]:
+    yield from ((Step(ATTRIBUTE, key).shown(name), part) for key, part in instance_dict(value).items())
+    for method in ("__call__", "forward"):
+        found = getattr(type(value), method, None)
+        if type(found) is FunctionType and is_user_file(found.__code__.co_filename):
+            yield name, found
+
+
+def _names(function: FunctionType) -> Iterator[tuple[str, Any]]:
+    code = function.__code__
+    for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
+        try:
+            yield name, cell.cell_contents
+        except ValueError:  # not yet assigned
+            continue
+    if is_user_file(code.co_filename):
+        yield from (
+            (name, function.__globals__[name]) for name in _globals(code) if name in function.__globals__
+        )
+    defaults = function.__defaults__ or ()
+    yield from zip(
+        code.co_varnames[code.co_argcount - len(defaults) : code.co_argcount], defaults, strict=True
+    )
+    yield from (function.__kwdefaults__ or {}).items()
+
+
+def _globals(code: CodeType) -> Iterator[str]:
+    yield from code.co_names
+    for inner in code.co_consts:
+        if isinstance(inner, CodeType):
+            yield from _globals(inner)

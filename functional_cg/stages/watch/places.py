@@ -1,0 +1,148 @@
+"""A place on the host: an object that a step reads from, and the way to find it again; and what is compared there."""
+
+from __future__ import annotations
+
+import collections
+import enum
+import types
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from ...pytree.sameness import same
+from .kinds import is_key
+from .values import Contents
+
+__all__ = ["ATTRIBUTE", "CELL", "ITEM", "PART", "Entry", "How", "Place", "Step", "parts_of"]
+
+ATTRIBUTE, ITEM, CELL, PART = (
+    "{owner}.{name}",
+    "{owner}[{key}]",
+    "{owner}.__closure__[{key}].cell_contents",
+    "{key}({owner})",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One step: an attribute, an item by its key, a cell of a function by its number, or what a function says of it.
+
+    Attributes:
+      way: The expression, of its owner and the key.
+    """
+
+    way: str
+    key: Any
+
+    def read(self, owner: Any) -> Any:
+        """What is there now. Raises whatever reading it raises."""
+        if self.way is ATTRIBUTE:
+            return getattr(owner, self.key)
+        if self.way is ITEM:
+            return owner[self.key]
+        return owner.__closure__[self.key].cell_contents if self.way is CELL else self.key(owner)
+
+    def shown(self, owner: str) -> str:
+        """How the user writes it."""
+        if self.way is ATTRIBUTE:
+            return f"{owner}.{self.key}"
+        return f'{owner}["{self.key}"]' if type(self.key) is str else f"{owner}[{self.key!r}]"
+
+
+@dataclass(slots=True, eq=False, weakref_slot=True)
+class Place:
+    """An object that is read from.
+
+    Attributes:
+      value: The object.
+      name: How the user writes it, such as ``self.cfg``.
+      owner: Where it was found; None for a root, which stays the object that it is.
+      step: How it was found there.
+      outlives: Whether it is known to be of before the step; else the step may have made it.
+    """
+
+    value: Any
+    name: str
+    owner: Place | None = None
+    step: Step | None = None
+    outlives: bool = True
+
+    def read(self) -> Any:
+        """The object that stands there now. Raises whatever reading it raises."""
+        return self.value if self.owner is None or self.step is None else self.step.read(self.owner.read())
+
+    @property
+    def root(self) -> Place:
+        return self if self.owner is None else self.owner.root
+
+
+def _equal(new: Any, old: Any) -> bool:
+    return new is old or same(new, old)
+
+
+def _of_kind(new: Any, old: Any) -> bool:
+    return type(new) is old
+
+
+def _identical(new: Any, old: Any) -> bool:
+    return new is old
+
+
+def _holds(new: Any, old: Contents) -> bool:
+    return old.is_in(new)
+
+
+def _stands_at(new: Any, old: Place) -> bool:
+    return new is old.read()
+
+
+class How(enum.Enum):
+    """How what is read now is compared with what was read then: a test of it, and the source of one that it fails."""
+
+    SAME = (_equal, "{now} is not {old} and not same({now}, {old})")
+    KIND = (_of_kind, "type({now}) is not {old}")
+    IDENTICAL = (_identical, "{now} is not {old}")
+    CONTENTS = (_holds, "not {old}.is_in({now})")
+    ALIAS = (_stands_at, "{now} is not {old}")
+
+    def __init__(self, agrees: Callable[[Any, Any], bool], differs: str) -> None:
+        self.agrees, self.differs = agrees, differs
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Entry:
+    """One comparison of a call.
+
+    Attributes:
+      owner: Where.
+      step: What is read there; None: the object itself.
+      how: How it is compared.
+      old: With what: a value, a class, what a container held, another place.
+      name: How the user writes what is read.
+      defines: Whether it is a function, a class or a module, which is said to be defined anew rather than shown.
+    """
+
+    owner: Place
+    step: Step | None
+    how: How
+    old: Any
+    name: str
+    defines: bool = False
+
+    def read(self) -> Any:
+        """What is there now. Raises whatever reading it raises."""
+        owner = self.owner.read()
+        return owner if self.step is None else self.step.read(owner)
+
+    def agrees(self, now: Any) -> bool:
+        """Whether what is there now bakes what was there then."""
+        return self.how.agrees(now, self.old)
+
+
+def parts_of(held: Any) -> list[tuple[Step, Any]]:
+    """What a container holds, and how it is found there; of a set, nothing can be."""
+    if issubclass(type(held), dict | types.MappingProxyType):
+        return [(Step(ITEM, key), part) for key, part in held.items() if is_key(key)]
+    if issubclass(type(held), list | tuple | collections.deque):
+        return [(Step(ITEM, number), part) for number, part in enumerate(held)]
+    return []

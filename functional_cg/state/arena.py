@@ -1,0 +1,400 @@
+"""The arena: preallocated memory with one slot per leaf of a state.
+
+Planning is pure (:func:`plan`); allocation and copying are not (:class:`Arena`). There is one slab per (device,
+dtype, role), and a role such as ``params`` is one contiguous range of bytes: a flat optimizer, a reduce-scatter
+bucket or a checkpoint is a range of it. Slots start at multiples of 256 bytes from 4 KiB up, of 16 bytes below, and
+keep the dense strides that their leaf was placed with.
+"""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..ambient.modes import ordinary
+from ..concurrency.streams import Stream, current_raw_stream, current_stream
+from ..concurrency.turns import Turn
+from ..errors import AliasError, LayoutError
+from ..shards.placement import Placement
+from ..shards.tensor import placed
+from ..tensors.overlap import byte_range, overlapping, overlaps_itself, storage_key
+from ..tree import KeyPath, path_string
+
+__all__ = [
+    "Arena",
+    "BufferSpec",
+    "Plan",
+    "SlabSpec",
+    "Slot",
+    "dtype_name",
+    "offsets",
+    "plan",
+    "refuse_aliases",
+    "refuse_unplaceable",
+    "unplaceable",
+]
+
+_SMALL_ALIGNMENT = 16
+_LARGE_ALIGNMENT = 256
+_LARGE_BYTES = 4096
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """Short name of a dtype, as it appears in specs: ``f32``, ``bf16``, ``i64``, ``bool``."""
+    name = str(dtype).removeprefix("torch.")
+    for long, short in (("bfloat", "bf"), ("float", "f"), ("complex", "c"), ("uint", "u"), ("int", "i")):
+        if name.startswith(long):
+            return short + name[len(long) :]
+    return name
+
+
+@dataclass(frozen=True, slots=True)
+class BufferSpec:
+    """What a leaf's buffer must be: ``f32[8,1024]@cuda:0``.
+
+    A leaf on a mesh has a placement; shape and strides are then those of what this rank holds.
+    """
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+    placement: Placement | None = None
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> BufferSpec:
+        """Spec of a tensor, with dense strides in the order of the tensor's own."""
+        placement = placed(tensor)
+        held = tensor if placement is None else tensor.local  # type: ignore[attr-defined]
+        return cls(tuple(held.shape), dense_stride(held), held.dtype, held.device, placement)
+
+    @property
+    def logical_shape(self) -> tuple[int, ...]:
+        """Shape of the whole leaf."""
+        return self.shape if self.placement is None else self.placement.shape
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        return self.numel * self.dtype.itemsize
+
+    def same_layout(self, other: BufferSpec) -> bool:
+        """Whether shape, dtype and device agree; strides are not part of a leaf's type."""
+        return (
+            self.shape == other.shape
+            and self.dtype == other.dtype
+            and self.device == other.device
+            and self.placement == other.placement
+        )
+
+    def __str__(self) -> str:
+        where = "" if self.placement is None else f" {self.placement.describe()}"
+        return f"{dtype_name(self.dtype)}[{','.join(map(str, self.logical_shape))}]@{self.device}{where}"
+
+
+def dense_stride(tensor: Tensor) -> tuple[int, ...]:
+    """Strides of a dense tensor with the dimension order of ``tensor`` (channels_last stays channels_last)."""
+    if tensor.is_contiguous():  # also drops meaningless strides of dimensions of size 1
+        stride, step = [], 1
+        for size in reversed(tensor.shape):
+            stride.append(step)
+            step *= max(size, 1)
+        return tuple(reversed(stride))
+    meta = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+    return tuple(torch.empty_like(meta).stride())
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """A leaf's range in a slab; ``offset`` counts elements."""
+
+    slab: int
+    offset: int
+    spec: BufferSpec
+
+
+@dataclass(frozen=True, slots=True)
+class SlabSpec:
+    """One allocation: ``numel`` elements of ``dtype`` on ``device`` for one role."""
+
+    role: str
+    dtype: torch.dtype
+    device: torch.device
+    numel: int
+
+    @property
+    def nbytes(self) -> int:
+        return self.numel * self.dtype.itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """Where each leaf goes: slots in the order of the leaves, and the slabs that they lie in."""
+
+    slots: tuple[Slot, ...]
+    slabs: tuple[SlabSpec, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(slab.nbytes for slab in self.slabs)
+
+
+def _aligned(offset_bytes: int, nbytes: int) -> int:
+    alignment = _LARGE_ALIGNMENT if nbytes >= _LARGE_BYTES else _SMALL_ALIGNMENT
+    return -(-offset_bytes // alignment) * alignment
+
+
+def offsets(specs: Iterable[BufferSpec]) -> tuple[list[int], int]:
+    """Element offsets of leaves of one dtype laid out in one range, and the length of the range in elements."""
+    places, end = [], 0
+    itemsize = 1
+    for spec in specs:
+        itemsize = spec.dtype.itemsize
+        start = _aligned(end, spec.nbytes)
+        places.append(start // itemsize)
+        end = start + spec.nbytes
+    return places, -(-_aligned(end, 0) // itemsize)
+
+
+def plan(specs: Sequence[BufferSpec], roles: Sequence[str]) -> Plan:
+    """Lay out leaves: pure, deterministic, slots disjoint and inside their slab.
+
+    Args:
+      specs: One spec per leaf.
+      roles: One role per leaf; leaves of one (device, dtype, role) share a slab, in order.
+    """
+    groups: dict[tuple[torch.device, torch.dtype, str], list[int]] = {}
+    for position, (spec, role) in enumerate(zip(specs, roles, strict=True)):
+        groups.setdefault((spec.device, spec.dtype, role), []).append(position)
+    slots: dict[int, Slot] = {}
+    slabs: list[SlabSpec] = []
+    for (device, dtype, role), members in groups.items():
+        places, numel = offsets(specs[i] for i in members)
+        for i, place in zip(members, places, strict=True):
+            slots[i] = Slot(len(slabs), place, specs[i])
+        slabs.append(SlabSpec(role, dtype, device, numel))
+    return Plan(tuple(slots[i] for i in range(len(specs))), tuple(slabs))
+
+
+@dataclass(eq=False, slots=True, weakref_slot=True)
+class Arena:
+    """Memory of one state: slabs and the slots in them. Compared by identity.
+
+    Attributes:
+      plan: The layout.
+      slabs: One 1-d tensor per slab.
+      slots: One view per leaf, with the leaf's shape and strides.
+      storages: Identities of the slabs' storages.
+      stream: The stream that used the arena last, if work on it is queued; and its handle on CUDA.
+      lease: Weak reference to the state that lives here; whatever step asks, an arena serves one state at a time.
+      watchers: Called when that state is gone.
+      on_cuda: Whether the device is a GPU; each call asks several times.
+      turn: Whose turn it is to use it: of two threads that update it one wins, the other finds its state donated.
+    """
+
+    plan: Plan
+    slabs: tuple[Tensor, ...]
+    slots: tuple[Tensor, ...]
+    device: torch.device
+    storages: frozenset[int] = frozenset()
+    stream: Stream | None = None
+    raw_stream: int = -1
+    lease: weakref.ref[Any] | None = None
+    watchers: list[Callable[[], None]] = field(default_factory=list)
+    on_cuda: bool = field(init=False)
+    turn: Turn = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.on_cuda = self.device.type == "cuda"
+        self.turn = Turn("a state", on_gpu=self.on_cuda)
+
+    @property
+    def free(self) -> bool:
+        """Whether no state lives here: the last handle and the last leaf are gone."""
+        return self.lease is None or self.lease() is None
+
+    @classmethod
+    def allocate(cls, plan: Plan, device: torch.device, *, pin_memory: bool = False) -> Arena:
+        """Allocate zeroed slabs; padding between slots stays zero for the arena's whole life."""
+        with ordinary():
+            slabs = tuple(
+                torch.zeros(slab.numel, dtype=slab.dtype, device=slab.device, pin_memory=pin_memory)
+                for slab in plan.slabs
+            )
+            slots = tuple(
+                torch.as_strided(slabs[slot.slab], slot.spec.shape, slot.spec.stride, slot.offset)
+                for slot in plan.slots
+            )
+        return cls(plan, slabs, slots, device, frozenset(map(storage_key, slabs)))
+
+    def copy(self) -> Arena:
+        """Memory of the same layout with the same values."""
+        copy = Arena.allocate(self.plan, self.device)
+        self.turn.read(partial(self._copy_to, copy.slabs))
+        return copy
+
+    def _copy_to(self, slabs: Sequence[Tensor]) -> None:
+        self.join()
+        for new, old in zip(slabs, self.slabs, strict=True):
+            new.copy_(old)
+
+    def join(self) -> None:
+        """Order the current stream after the arena's last use, if that was on another one."""
+        if self.on_cuda and self.raw_stream == current_raw_stream(self.device.index):
+            return
+        current = current_stream(self.device)
+        if current is self.stream:
+            return
+        if self.stream is not None:
+            self._order_after(self.stream, current)
+        self.stream = current
+        if self.on_cuda:
+            self.raw_stream = current.cuda_stream
+
+    def _order_after(self, last: Stream, current: Any) -> None:
+        if current is None:
+            last.synchronize()
+            return
+        current.wait_stream(last)
+        if self.on_cuda:
+            for slab in self.slabs:  # the allocator must not reuse them before this stream is done
+                slab.record_stream(current)
+
+
+def refuse_aliases(
+    paths: Sequence[KeyPath], tensors: Sequence[Tensor], root: str, function: str = ""
+) -> None:
+    """Raise if two leaves share memory, or one overlaps itself.
+
+    Raises:
+      AliasError: With both key paths, their specs and byte ranges.
+    """
+    by_storage: dict[int, list[int]] = {}
+    for i, tensor in enumerate(tensors):
+        if tensor.numel():
+            by_storage.setdefault(storage_key(tensor), []).append(i)
+
+    def row(i: int) -> str:
+        first, last = byte_range(tensors[i])
+        return f"{path_string(paths[i], root)}  {BufferSpec.of(tensors[i])}   bytes {first} to {last}"
+
+    for members in by_storage.values():
+        for i in members:
+            if overlaps_itself(tensors[i]):
+                raise AliasError.of(
+                    function,
+                    f"a leaf of `{root}` overlaps itself.",
+                    rows=[row(i)],
+                    why="Each element of a leaf owns its bytes; an expanded one would be written twice per replay.",
+                    fix="copy it, `.clone(memory_format=torch.contiguous_format)`.",
+                )
+        pair = overlapping([tensors[i] for i in members])
+        if pair is not None:
+            first, second = sorted(members[i] for i in pair)
+            raise AliasError.of(
+                function,
+                f"two leaves of `{root}` share memory.",
+                rows=[row(first), row(second)],
+                why="Each leaf owns one slot; a shared slot would be updated twice per replay.",
+                fix=f"copy it, `{_copy(paths, tensors, (first, second), root, function)}` "
+                "(targets, EMA copies); or keep one leaf and read it twice in the loss (tied weights).",
+            )
+
+
+def _copy(
+    paths: Sequence[KeyPath], tensors: Sequence[Tensor], pair: tuple[int, int], root: str, function: str
+) -> str:
+    """The code that gives the second leaf of a pair, with all that it shares, memory of its own."""
+    first, second = _shared(paths, tensors, pair)
+    alike = BufferSpec.of(tensors[pair[0]]) == BufferSpec.of(tensors[pair[1]])
+    of_class = str(second[0]).startswith(".")
+    # The fields of a state that is being created are arguments, which go by their own names.
+    base = "" if of_class and not function else root
+    target, source = (
+        path_string(path, base).removeprefix(".") for path in (second, first if alike else second)
+    )
+    is_leaf = second == paths[pair[1]]
+    copy = f"{source}.clone()" if is_leaf else f"fcg.tree.map(torch.clone, {source})"
+    if not of_class or len(second) > 1:
+        return f"{target} = {copy}"
+    return f"{root}.replace({second[0].name}={copy})" if function else f"{target}={copy}"
+
+
+def _shared(
+    paths: Sequence[KeyPath], tensors: Sequence[Tensor], pair: tuple[int, int]
+) -> tuple[KeyPath, KeyPath]:
+    """The largest subtrees around two leaves of which each leaf is in the storage of its counterpart."""
+    first, second = (paths[i] for i in pair)
+
+    def below(path: KeyPath) -> list[tuple[KeyPath, int]]:
+        size = len(path)
+        return [(p[size:], storage_key(t)) for p, t in zip(paths, tensors, strict=True) if p[:size] == path]
+
+    while len(first) > 1 < len(second) and first[:-1] != second[:-1]:
+        if below(first[:-1]) != below(second[:-1]):
+            break
+        first, second = first[:-1], second[:-1]
+    return first, second
+
+
+def refuse_unplaceable(
+    paths: Sequence[KeyPath],
+    leaves: Sequence[Any],
+    devices: Sequence[torch.device | None],
+    root: str,
+    function: str = "",
+) -> None:
+    """Raise if a leaf cannot live in an arena: not a dense tensor, or not where the other leaves are.
+
+    Args:
+      paths: Key path of each leaf.
+      leaves: What is to be placed.
+      devices: Device of each leaf; None for one that may be anywhere.
+      root: Name of the tree.
+      function: Name of the user's function.
+
+    Raises:
+      LayoutError: All offending leaves are listed.
+    """
+    home = next((device for device in devices if device is not None), None)
+    rows = []
+    for path, leaf, device in zip(paths, leaves, devices, strict=True):
+        problem = unplaceable(leaf)
+        if problem:
+            rows.append(f"{path_string(path, root)}  expected a dense tensor   got {problem}")
+        elif device is not None and device != home:
+            rows.append(f"{path_string(path, root)}  expected device {home}   got {device}")
+    if rows:
+        raise LayoutError.of(
+            function,
+            f"`{root}` has leaves that cannot be placed.",
+            rows=rows,
+            why="A state is a pytree of dense tensors on one device.",
+            fix=f'make them tensors and move them, `fcg.place({root}, device="{home or "cpu"}")`; '
+            "keep names and settings as static fields.",
+        )
+
+
+def unplaceable(leaf: Any) -> str:
+    """What a leaf is, if it is no dense tensor of its own memory; else an empty string."""
+    if not isinstance(leaf, Tensor):
+        return f"{type(leaf).__name__} {leaf}" if isinstance(leaf, int | float) else type(leaf).__name__
+    if leaf.layout is not torch.strided:
+        return f"layout {leaf.layout}"
+    if placed(leaf) is not None:
+        return str(BufferSpec.of(leaf))
+    if type(leaf).__torch_dispatch__ is not Tensor.__torch_dispatch__:
+        return f"the subclass {type(leaf).__name__}"
+    if leaf.is_quantized or leaf.is_nested:
+        return "a quantized or nested tensor"
+    return str(BufferSpec.of(leaf)) if leaf.is_meta else ""

@@ -1,0 +1,200 @@
+"""The border of a step: slots hold what a rank holds, the user's function sees whole leaves."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from typing import Any
+
+from torch import Tensor
+
+from .. import tree as pytree
+from ..errors import LayoutError
+from ..shards.collectives import all_gather
+from ..shards.mesh import Mesh
+from ..shards.placement import Reading
+from ..shards.reader import Reader, whole
+from ..shards.tensor import Sharded, placed, shard_of
+from ..tree import KeyPath, Treedef, path_string
+from .arena import BufferSpec, unplaceable
+
+__all__ = [
+    "at_rest",
+    "entered",
+    "held",
+    "left",
+    "localized",
+    "mesh_of",
+    "misfits",
+    "on_one_mesh",
+    "reading_of",
+    "refuse_meshes",
+    "sharding_fix",
+    "shown",
+]
+
+
+def mesh_of(specs: Sequence[BufferSpec]) -> Mesh | None:
+    """The mesh that leaves lie on; None if they lie on none."""
+    return next((spec.placement.mesh for spec in specs if spec.placement is not None), None)
+
+
+def on_one_mesh(
+    paths: Sequence[KeyPath], specs: Sequence[BufferSpec], root: str, function: str = ""
+) -> Sequence[BufferSpec]:
+    """The specs of a state's leaves, which lie on one mesh at most."""
+    refuse_meshes(
+        ((path_string(path, root), spec) for path, spec in zip(paths, specs, strict=True)), function
+    )
+    return specs
+
+
+def refuse_meshes(named: Iterable[tuple[str, BufferSpec]], function: str = "") -> None:
+    """Raise for leaves that lie on several meshes.
+
+    Args:
+      named: Key paths and specs.
+      function: Name of the user's function.
+    Raises:
+      LayoutError: Naming the first leaf on each mesh.
+    """
+    firsts: dict[Mesh, str] = {}
+    for name, spec in named:
+        if spec.placement is not None:
+            firsts.setdefault(spec.placement.mesh, name)
+    if len(firsts) > 1:
+        raise LayoutError.of(
+            function,
+            f"gets leaves on {len(firsts)} meshes; nothing was changed.",
+            rows=[f"{name}  on {mesh}" for mesh, name in firsts.items()],
+            why="The collectives of a step run over the ranks of one mesh.",
+            fix="make one mesh, once, `mesh = sharding.mesh(...)`, and all states with it; from another mesh, "
+            "`sharding.gather(leaf)` is a whole leaf.",
+        )
+
+
+def misfits(specs: Sequence[BufferSpec], values: Sequence[Any], paths: Sequence[KeyPath]) -> list[str]:
+    """Where values have not the shape and dtype of their slot; the device may differ, and how they are sharded."""
+    rows = []
+    for spec, value, path in zip(specs, values, paths, strict=True):
+        problem = unplaceable(value) if spec.placement is None or placed(value) is None else ""
+        if not problem and (tuple(value.shape) != spec.logical_shape or value.dtype != spec.dtype):
+            problem = str(BufferSpec.of(value))
+        if problem:
+            rows.append(f"{path_string(path, 'state')}  expected {spec}   got {problem}")
+    return rows
+
+
+def sharding_fix(expected: Sequence[BufferSpec], leaves: Sequence[Any]) -> str:
+    """What to do about leaves that fit their slots but for how they are sharded; an empty text if there are none."""
+    for spec, leaf in zip(expected, leaves, strict=True):
+        if not isinstance(leaf, Tensor) or leaf.dtype != spec.dtype or placed(leaf) == spec.placement:
+            continue
+        slot, shape = spec.placement, tuple(leaf.shape)
+        if slot is None and shape == spec.shape:
+            held = placed(leaf)
+            narrow = held is not None and held.reading is not None and held.reading.param_dtype is not None
+            call = f"fcg.sharding.gather(leaf{', masters=True' if narrow else ''})"
+            return (
+                f"give `{call}`: the slot is whole on each rank, and the new leaf is {BufferSpec.of(leaf)}."
+            )
+        if (
+            slot is not None
+            and slot.sharded
+            and shape != slot.shape
+            and shape in ((slot.length,), (slot.elements,))
+        ):
+            return (
+                "give the leaf itself, or all of it, `fcg.sharding.gather(leaf)`: of either, this rank's shard is "
+                "taken; what `fcg.sharding.local` gives has lost its shape."
+            )
+    return ""
+
+
+def reading_of(specs: Sequence[BufferSpec]) -> Reading:
+    """How a loss reads the leaves; all parameters of a state are read alike."""
+    found = (spec.placement.reading for spec in specs if spec.placement is not None)
+    return next((reading for reading in found if reading is not None), Reading())
+
+
+def entered(specs: Sequence[BufferSpec], slots: Sequence[Tensor]) -> list[Tensor]:
+    """What the user's function sees of slots."""
+    return [
+        slot if spec.placement is None else Sharded(slot, replace(spec.placement, at_rest=False))
+        for spec, slot in zip(specs, slots, strict=True)
+    ]
+
+
+def at_rest(spec: BufferSpec, leaf: Tensor) -> Tensor:
+    """What is shown of a slot outside of a step, where nothing may start a collective."""
+    return leaf if spec.placement is None else Sharded(leaf, replace(spec.placement, at_rest=True))
+
+
+def left(specs: Sequence[BufferSpec], treedef: Treedef, result: Any) -> Any:
+    """What a step returns, ``(new_state, metrics)``, with the new state as it goes into the slots.
+
+    Shards where they hold shards, whole leaves where they hold those. What does not fit is left as it is, for the check
+    of the new state to name it.
+    """
+    if not isinstance(result, tuple) or len(result) != 2:
+        return result
+    metrics = shown(result[1])
+    if not any(spec.placement for spec in specs):
+        return result[0], metrics
+    leaves, found = pytree.flatten(result[0])
+    if found != treedef:
+        return result[0], metrics
+    out = list(leaves)
+    for i, (spec, leaf) in enumerate(zip(specs, leaves, strict=True)):
+        placement = spec.placement
+        if placement is not None and isinstance(leaf, Tensor) and tuple(leaf.shape) == placement.shape:
+            out[i] = Sharded(localized(spec, leaf), placement)
+    return pytree.unflatten(treedef, out), metrics
+
+
+def shown(tree: Any) -> Any:
+    """Metrics, or what a read-only function returns, as they leave: whole.
+
+    Raises:
+      LayoutError: If a leaf is sharded.
+    """
+    flat, treedef = pytree.flatten(tree)
+    if not any(isinstance(leaf, (Sharded, Reader)) for leaf in flat):
+        return tree
+    rows = [
+        f"{path_string(path, 'metrics')}  {BufferSpec.of(leaf)}"
+        for path, leaf in zip(treedef.paths(), flat, strict=True)
+        if isinstance(leaf, Sharded) and leaf.placement.sharded
+    ]
+    if rows:
+        raise LayoutError.of(
+            "",
+            "returns sharded leaves beside the new state.",
+            rows=rows,
+            why="A rank holds a shard, and what a step returns is whole.",
+            fix="`sharding.gather(leaf)` for all of it, `leaf.norm()` for a number; `sharding.local(leaf)` for this "
+            "rank's shard.",
+        )
+    return pytree.unflatten(treedef, [held(whole(leaf)) for leaf in flat])
+
+
+def held(leaf: Any) -> Any:
+    """What this rank holds of a leaf: of one on a mesh, the tensor in its memory."""
+    return leaf.local if isinstance(leaf, Sharded) else leaf
+
+
+def localized(spec: BufferSpec, leaf: Any) -> Any:
+    """What a slot of this rank takes of a new value; a whole one has to be the same on all ranks.
+
+    A value of another shape stays as it is, for the check that follows to name it.
+    """
+    placement = spec.placement
+    if placement is None or not isinstance(leaf, Tensor) or tuple(leaf.shape) != placement.shape:
+        return leaf
+    leaf = whole(leaf)
+    if placement.sharded:
+        on_shards = isinstance(leaf, Sharded) and leaf.placement.sharded
+        return shard_of(leaf, placement) if on_shards else placement.own(held(leaf))
+    if isinstance(leaf, Sharded) and leaf.placement.sharded:
+        return leaf.placement.unpad(all_gather(leaf.local, placement.mesh.shards))
+    return held(leaf)

@@ -1,0 +1,163 @@
+"""A tree as one vector: the index space that a role of the arena has.
+
+``ravel`` lays leaves out as the arena does, padding included (zeros), so a role such as ``params``, its gradient and a
+bucket of a collective share one index space. A step that ravels a whole role of its state reads the slab itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import tree as pytree
+from ..errors import LayoutError
+from ..tree import path_string
+from .arena import BufferSpec, offsets
+
+__all__ = ["ravel", "unravel"]
+
+# The registration lives as long as this module.
+_library = torch.library.Library("fcg", "FRAGMENT")
+_library.define("ravel(Tensor[] leaves, int[] offsets, int length) -> Tensor")
+
+
+def _ravel(leaves: Sequence[Tensor], offsets: Sequence[int], length: int) -> Tensor:
+    out = torch.zeros(length, dtype=leaves[0].dtype, device=leaves[0].device)
+    places = [
+        torch.as_strided(out, leaf.shape, leaf.stride(), at) for leaf, at in zip(leaves, offsets, strict=True)
+    ]
+    torch._foreach_copy_(places, list(leaves))
+    return out
+
+
+def _ravel_fake(leaves: Sequence[Tensor], offsets: Sequence[int], length: int) -> Tensor:
+    return leaves[0].new_empty(length)
+
+
+def _keep_layout(ctx: Any, inputs: Any, output: Tensor) -> None:
+    leaves, ctx.offsets, _ = inputs
+    ctx.layouts = [(leaf.shape, leaf.stride()) for leaf in leaves]
+
+
+def _ravel_backward(ctx: Any, grad: Tensor) -> tuple[list[Tensor], None, None]:
+    grad = grad.contiguous()
+    start, places = int(grad.storage_offset()), zip(ctx.layouts, ctx.offsets, strict=True)
+    leaves = [torch.as_strided(grad, shape, stride, start + at) for (shape, stride), at in places]
+    return leaves, None, None
+
+
+_library.impl("ravel", _ravel, "CompositeExplicitAutograd")
+_library._register_fake("ravel", _ravel_fake)
+torch.library.register_autograd("fcg::ravel", _ravel_backward, setup_context=_keep_layout, lib=_library)
+
+
+def ravel(tree: Any, like: Any = None) -> Tensor:
+    """Copy the leaves of a tree into one vector, in the arena's layout.
+
+    Args:
+      tree: Pytree of tensors of one dtype and device, at least one.
+      like: Tree of the same structure and shapes whose strides the vector follows; by default ``tree``.
+    Returns:
+      The vector, [length]: at least as long as all leaves together, with zeros between them.
+    Raises:
+      LayoutError: If the leaves differ in dtype or device, or the trees in structure or shape.
+
+    Example:
+      >>> import torch
+      >>> from functional_cg.state.flat import ravel
+      >>> ravel({"a": torch.ones(2), "b": torch.ones(1)}).tolist()
+      [1.0, 1.0, 0.0, 0.0, 1.0, 0.0, 0.0, 0.0]
+    """
+    leaves, treedef = pytree.flatten(tree)
+    models = leaves if like is None else pytree.leaves(like)
+    specs = _specs(treedef, models)
+    _refuse_unlike(treedef, specs, leaves)
+    places, length = offsets(specs)
+    ordered = [_in_strides(leaf, spec.stride) for leaf, spec in zip(leaves, specs, strict=True)]
+    return torch.ops.fcg.ravel(ordered, places, length)  # type: ignore[no-any-return]
+
+
+def unravel(like: Any, vector: Tensor) -> Any:
+    """The tree that a vector stands for: views of it, with the structure, shapes and strides of ``like``.
+
+    Example:
+      >>> import torch
+      >>> from functional_cg.state.flat import ravel, unravel
+      >>> tree = {"a": torch.ones(2), "b": torch.zeros(1)}
+      >>> unravel(tree, ravel(tree))
+      {'a': tensor([1., 1.]), 'b': tensor([0.])}
+    """
+    leaves, treedef = pytree.flatten(like)
+    specs = _specs(treedef, leaves)
+    places, length = offsets(specs)
+    if tuple(vector.shape) != (length,):
+        raise LayoutError.of(
+            "",
+            "unravel: the vector has another length than the tree.",
+            rows=[f"vector  expected [{length}]   got {BufferSpec.of(vector)}"],
+            fix="pass a vector made by `ravel` of the same tree.",
+        )
+    vector = vector.contiguous()
+    start = int(vector.storage_offset())
+    views = [
+        torch.as_strided(vector, s.shape, s.stride, start + at) for s, at in zip(specs, places, strict=True)
+    ]
+    return pytree.unflatten(treedef, views)
+
+
+def _in_strides(leaf: Tensor, stride: tuple[int, ...]) -> Tensor:
+    if leaf.stride() == stride:
+        return leaf
+    return torch.empty_strided(leaf.shape, stride, dtype=leaf.dtype, device=leaf.device).copy_(leaf)
+
+
+def _specs(treedef: pytree.Treedef, leaves: Sequence[Tensor]) -> list[BufferSpec]:
+    if not leaves:
+        raise LayoutError.of(
+            "", "ravel: the tree has no leaves.", fix="pass a tree with at least one tensor."
+        )
+    specs = [BufferSpec.of(leaf) for leaf in leaves]
+    _refuse_shards(treedef, specs)
+    first = specs[0]
+    rows = [
+        f"{path_string(path, 'tree')}  expected {first.dtype} on {first.device}   got {spec}"
+        for path, spec in zip(treedef.paths(), specs, strict=True)
+        if spec.dtype != first.dtype or spec.device != first.device
+    ]
+    if rows:
+        raise LayoutError.of(
+            "",
+            "ravel: the leaves differ in dtype or device.",
+            rows=rows,
+            fix="ravel the leaves of each dtype on their own, with `fcg.optim.partition` for an optimizer.",
+        )
+    return specs
+
+
+def _refuse_shards(treedef: pytree.Treedef, specs: Sequence[BufferSpec]) -> None:
+    rows = [
+        f"{path_string(path, 'tree')}  {spec}"
+        for path, spec in zip(treedef.paths(), specs, strict=True)
+        if spec.placement is not None and spec.placement.sharded
+    ]
+    if rows:
+        raise LayoutError.of(
+            "",
+            "ravel: the leaves are sharded.",
+            rows=rows,
+            why="A rank holds a piece of each leaf; all pieces in one vector would be cut anew.",
+            fix="leave out `optim.flatten`: each rank updates its shards only. Elsewhere `sharding.gather(tree)`.",
+        )
+
+
+def _refuse_unlike(treedef: pytree.Treedef, specs: Sequence[BufferSpec], leaves: Sequence[Tensor]) -> None:
+    rows = [
+        f"{path_string(path, 'tree')}  expected {spec}   got {BufferSpec.of(leaf)}"
+        for path, spec, leaf in zip(treedef.paths(), specs, leaves, strict=True)
+        if tuple(leaf.shape) != spec.shape or leaf.dtype != spec.dtype
+    ]
+    if rows:
+        raise LayoutError.of("", "ravel: the tree is unlike `like`.", rows=rows)

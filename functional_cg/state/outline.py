@@ -1,0 +1,300 @@
+"""What a state looks like: its tree in a bounded number of lines, its arena as a strip, as text and as HTML.
+
+Everything here is made of structures and specs. No value is read, so nothing waits for a device.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+from ..messages.html import Html, Segment, bar, colors, element, fold, is_number, strip, table
+from ..tree import KeyPath, Treedef, path_string
+from .arena import BufferSpec, Plan, dtype_name
+from .boundary import mesh_of
+
+__all__ = [
+    "TEXT_LINES",
+    "Branch",
+    "Entry",
+    "arena_html",
+    "branches_html",
+    "columns",
+    "count",
+    "listed",
+    "outline",
+    "segments",
+    "size_text",
+    "spec_text",
+    "tree_html",
+    "tree_text",
+]
+
+TEXT_LINES = 60
+_HTML_LINES, _HTML_CHILDREN = 192, 64
+_PATH_CHARACTERS = 96
+_STRIP_PIECES = 128
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """What is shown of a leaf: its spec, what a call does with it, and how many bytes a call copies for it."""
+
+    spec: BufferSpec
+    role: str = ""
+    copied: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Branch:
+    """A part of a tree as it is shown: a leaf, or a subtree with the children that there is room for.
+
+    Attributes:
+      path: Key path, or ``…`` for what was left out.
+      what: Spec of a leaf, number and dtypes of the leaves of a subtree.
+      role: What a call does with the leaves.
+      nbytes: Bytes of all leaves below.
+      copied: Bytes copied for them at each call.
+      children: The children that are shown; none of a folded subtree.
+    """
+
+    path: str
+    what: str
+    role: str
+    nbytes: int
+    copied: int
+    children: tuple[Branch, ...] = ()
+
+    @classmethod
+    def of(cls, path: str, entry: Entry) -> Branch:
+        """A leaf."""
+        return cls(_clipped(path), spec_text(entry.spec), entry.role, entry.spec.nbytes, entry.copied)
+
+    def ends(self) -> Iterator[Branch]:
+        """The leaves and folded subtrees, in order: one line each."""
+        if not self.children:
+            yield self
+        for child in self.children:
+            yield from child.ends()
+
+
+def spec_text(spec: BufferSpec) -> str:
+    """A spec without its device: ``f32[768,768]``, ``f32[768,768] sharded over data=8``."""
+    return str(spec).replace(f"@{spec.device}", "", 1)
+
+
+def size_text(entries: Sequence[Entry]) -> str:
+    """How many leaves and bytes: ``2 leaves, 1,024 B``; of leaves on a mesh, the bytes that this rank holds."""
+    mesh = mesh_of([entry.spec for entry in entries])
+    where = "" if mesh is None else f" on rank {mesh.rank} of {mesh.size}"
+    return f"{count(len(entries), 'leaf')}, {sum(entry.spec.nbytes for entry in entries):,} B{where}"
+
+
+def count(number: int, noun: str) -> str:
+    """A number of things: ``1 leaf``, ``2 leaves``.
+
+    Example:
+      >>> count(1, "capture"), count(1200, "leaf")
+      ('1 capture', '1,200 leaves')
+    """
+    plural = noun.removesuffix("f") + "ves" if noun.endswith("f") else noun + "s"
+    return f"{number:,} {noun if number == 1 else plural}"
+
+
+def outline(
+    treedef: Treedef,
+    entries: Sequence[Entry],
+    path: str,
+    *,
+    lines: int = TEXT_LINES,
+    widest: int = TEXT_LINES,
+    cut: bool = False,
+) -> Branch:
+    """Lay out a tree in about ``lines`` lines.
+
+    Small subtrees are shown first; what does not fit is folded. The root's children are cut off, so that some
+    are shown however many there are.
+
+    Args:
+      treedef: Structure of the tree.
+      entries: One per leaf.
+      path: Key path of the root.
+      lines: How many leaves and folded subtrees to show.
+      widest: How many children of one node to show.
+      cut: Whether to cut the children of other nodes than the root too, where they would be folded.
+    """
+    parts = _parts(treedef)
+    shown = min(len(parts), lines, widest)
+    shares = _shares([child.num_leaves for _, child, _ in parts[:shown]], lines)
+    children = []
+    for (key, child, start), share in zip(parts, shares, strict=False):
+        below, where = entries[start : start + child.num_leaves], f"{path}{key}"
+        if cut or len(_parts(child)) <= share:
+            children.append(outline(child, below, where, lines=share, widest=widest, cut=cut))
+        else:
+            children.append(_branch(child, below, where))
+    if shown < len(parts):
+        children.append(_summed(f"… and {len(parts) - shown:,} more", entries[parts[shown][2] :]))
+    return _branch(treedef, entries, path, tuple(children))
+
+
+def _parts(node: Treedef) -> list[tuple[object, Treedef, int]]:
+    """The children that hold leaves: key, structure, position of the first leaf."""
+    places = accumulate((child.num_leaves for child in node.children), initial=0)
+    return [
+        (key, child, start)
+        for key, child, start in zip(node.keys, node.children, places, strict=False)
+        if child.num_leaves
+    ]
+
+
+def _branch(node: Treedef, entries: Sequence[Entry], path: str, children: tuple[Branch, ...] = ()) -> Branch:
+    return Branch.of(path, entries[0]) if node.is_leaf else _summed(path, entries, children)
+
+
+def _clipped(path: str) -> str:
+    return path if len(path) <= _PATH_CHARACTERS else f"{path[:64]}…{path[-31:]}"
+
+
+def listed(leaves: Sequence[tuple[str, Entry]], most: int = 24) -> list[Branch]:
+    """Leaves without a tree, such as inputs: the first ones, and the sum of the rest."""
+    shown = [Branch.of(path, entry) for path, entry in leaves[:most]]
+    rest = [entry for _, entry in leaves[most:]]
+    return [*shown, _summed(f"… and {len(rest):,} more", rest)] if rest else shown
+
+
+def _summed(path: str, entries: Sequence[Entry], children: tuple[Branch, ...] = ()) -> Branch:
+    dtypes = ", ".join(sorted({dtype_name(entry.spec.dtype) for entry in entries}))
+    roles = Counter(entry.role for entry in entries)
+    role = next(iter(roles), "") if len(roles) < 2 else ", ".join(f"{n} {name}" for name, n in roles.items())
+    nbytes, copied = sum(entry.spec.nbytes for entry in entries), sum(entry.copied for entry in entries)
+    return Branch(_clipped(path), f"{count(len(entries), 'leaf')} {dtypes}", role, nbytes, copied, children)
+
+
+def _shares(sizes: Sequence[int], total: int) -> list[int]:
+    """Divide lines among children, each as many as it has leaves at most; small ones are served first."""
+    shares = [0] * len(sizes)
+    for done, i in enumerate(sorted(range(len(sizes)), key=sizes.__getitem__)):
+        shares[i] = min(sizes[i], max(1, total // (len(sizes) - done)))
+        total -= shares[i]
+    return shares
+
+
+def columns(rows: Sequence[Sequence[str]], indent: str = "  ") -> list[str]:
+    """Rows as aligned lines, numbers on the right."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [
+        (indent + "  ".join(
+            cell.rjust(width) if is_number(cell) else cell.ljust(width)
+            for cell, width in zip(row, widths, strict=True)
+        )).rstrip()
+        for row in rows
+    ]  # fmt: skip
+
+
+def tree_text(treedef: Treedef, entries: Sequence[Entry], path: str) -> list[str]:
+    """A tree as lines: key path, spec and bytes of each leaf, or of each subtree where there are many."""
+    ends = outline(treedef, entries, path).ends() if entries else ()
+    return columns([(end.path, end.what, f"{end.nbytes:,} B") for end in ends])
+
+
+def tree_html(treedef: Treedef, entries: Sequence[Entry], path: str) -> Html:
+    """A tree that folds: key path, spec, bytes and a bar of its share of the whole."""
+    root = outline(treedef, entries, path, lines=_HTML_LINES, widest=_HTML_CHILDREN, cut=True)
+    return branches_html(root.children or ((root,) if entries else ()), max(root.nbytes, 1))
+
+
+def branches_html(branches: Sequence[Branch], total: int) -> Html:
+    """Branches as tables and folds: neighbours without children share a table, one with children is a fold."""
+    parts: list[str] = []
+    rows: list[Sequence[str]] = []
+    for branch in branches:
+        copied = f"{branch.copied:,} B copied" if branch.copied else ""
+        row = [
+            branch.path,
+            branch.what,
+            f"{branch.nbytes:,} B",
+            bar(branch.nbytes / total),
+            branch.role,
+            copied,
+        ]
+        if not branch.children:
+            rows.append(row)
+            continue
+        if rows:
+            parts.append(table(rows))
+            rows = []
+        title = "&ensp;&ensp;".join(cell if isinstance(cell, Html) else element("span", cell) for cell in row)
+        parts.append(
+            fold(Html(title), branches_html(branch.children, total), opened=len(branch.children) <= 8)
+        )
+    if rows:
+        parts.append(table(rows))
+    return element("div", *parts)
+
+
+def segments(plan: Plan, paths: Sequence[KeyPath]) -> list[Segment]:
+    """An arena's bytes, slab after slab: slots and padding; neighbours too narrow to see are one segment.
+
+    Args:
+      plan: Layout of the arena.
+      paths: Key path of each leaf.
+    """
+    pieces: list[list[Segment]] = [[] for _ in plan.slabs]
+    starts = list(accumulate((slab.nbytes for slab in plan.slabs), initial=0))
+    for slot, path in zip(plan.slots, paths, strict=True):
+        start = starts[slot.slab] + slot.offset * slot.spec.dtype.itemsize
+        label = f"{path_string(path, 'state')}  {spec_text(slot.spec)}  {slot.spec.nbytes:,} B"
+        pieces[slot.slab].append(Segment(label, plan.slabs[slot.slab].role, start, slot.spec.nbytes))
+    found = []
+    for slab, first, end in zip(pieces, starts, starts[1:], strict=False):
+        found += _merged(_with_padding(slab, first, end), plan.nbytes // _STRIP_PIECES)
+    return found
+
+
+def _with_padding(slab: Sequence[Segment], first: int, end: int) -> Iterator[Segment]:
+    for segment in sorted(slab, key=lambda segment: segment.start):
+        if segment.start > first:
+            yield Segment(f"padding  {segment.start - first:,} B", "", first, segment.start - first)
+        if segment.size:
+            yield segment
+        first = segment.start + segment.size
+    if end > first:
+        yield Segment(f"padding  {end - first:,} B", "", first, end - first)
+
+
+def _merged(pieces: Iterator[Segment], least: int) -> list[Segment]:
+    """Join neighbours of less than ``least`` bytes."""
+    out: list[Segment] = []
+    joined = 0
+    for piece in pieces:
+        if out and out[-1].size < least and piece.size < least:
+            joined += 1
+            last, size = out[-1], out[-1].size + piece.size
+            out[-1] = Segment(
+                f"{joined + 1} neighbours  {size:,} B", last.role or piece.role, last.start, size
+            )
+        else:
+            joined = 0
+            out.append(piece)
+    return out
+
+
+def arena_html(plan: Plan, paths: Sequence[KeyPath]) -> Html:
+    """An arena as a strip, and a legend with one line per slab."""
+    if not plan.nbytes:
+        return element("div", "no bytes")
+    shades = colors(slab.role for slab in plan.slabs)
+    used = Counter[int]()
+    for slot in plan.slots:
+        used[slot.slab] += slot.spec.nbytes
+    rows = [
+        [
+            element("span", "■", style=f"color:{shades[slab.role]}"), slab.role,
+            f"{dtype_name(slab.dtype)} on {slab.device}", f"{slab.nbytes:,} B", f"{slab.nbytes - used[i]:,} B padding",
+        ]
+        for i, slab in enumerate(plan.slabs[:_HTML_CHILDREN])
+    ]  # fmt: skip
+    return element("div", strip(segments(plan, paths), plan.nbytes, shades), table(rows))

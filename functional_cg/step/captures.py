@@ -1,0 +1,400 @@
+"""What ``graph_step`` and ``graph_fn`` have in common: lowering, capture, and the cache of both."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+import time
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, Self, cast
+
+import torch
+
+from ..ambient.modes import ordinary, without_gradients
+from ..ambient.setting import inside_a_step, refuse_anomaly_mode, refuse_foreign_modes
+from ..call.matcher import layout_matcher
+from ..call.signature import Call, Signature
+from ..call.staging import Staging
+from ..concurrency.interrupts import held_back, undisturbed
+from ..concurrency.turns import Turn, in_turn
+from ..errors import FunctionalCGError, LayoutError
+from ..options import BackendChoice, Options
+from ..stages.lower.compiled import lower
+from ..stages.passes.grouping import group_collectives
+from ..stages.passes.rewrite import rewrite
+from ..stages.plan import Buffers
+from ..stages.run.capture import Backend, backend_for, scratch
+from ..stages.run.poison import Poisoned
+from ..stages.run.replay import MISS, Bound, Stats, finisher, recorder, replayer
+from ..stages.trace.footprint import inspection_of
+from ..stages.trace.recipe import BoundState, Recipe
+from ..stages.trace.recorder import trace
+from ..stages.trial.reference import Reference
+from ..stages.watch.host_watch import refuse_ambient_modes
+from ..state.boundary import reading_of
+from ..state.handle import Handle, place, placeable
+from ..transforms.taps import Taps
+from .certify import certify
+from .constants import Constants
+from .eager import run_eager
+from .eviction import closed_error, drop_spares, forget
+from .explain import explain, explain_html, warnings_of
+from .lowered import Captured, Lowered
+from .verify import Shadow
+
+__all__ = ["Transform"]
+
+_log = logging.getLogger("functional_cg")
+_MAX_STATIC_COMBINATIONS = 8
+
+
+class Transform:
+    """A function with its options, what was lowered of it, and what was captured of that."""
+
+    _donates: bool
+    _kind: str
+    __wrapped__: Callable[..., Any]
+
+    def __init__(self, fn: Callable[..., Any], **given: Any) -> None:
+        self._given, options = given, Options.of(self._kind, fn, given)
+        self._options = options
+        functools.update_wrapper(cast("Callable[..., Any]", self), fn)
+        self._fn = fn
+        self._signature = Signature(
+            fn, options.static_argnames, donates=self._donates, steps=options.steps_per_call
+        )
+        self._name = self._signature.name
+        self._constants = Constants(self._name, options.constants)
+        self._backend: Backend | None = None if isinstance(options.backend, str) else options.backend
+        self._shadow = Shadow(fn, self._name, donates=self._donates)
+        self._to_verify = options.verify_calls if "verify" in str(options.debug) else 0
+        self._lowered: dict[tuple[Any, ...], list[Lowered]] = {}
+        self._captured: dict[tuple[int, Any], Captured] = {}
+        self._fast: Callable[[tuple[Any, ...], dict[str, Any]], Any] | None = None
+        self._closed = False
+        self._refusal = ""
+        # Of two threads one traces, captures or replays, the other waits: they share buffers and a memory pool.
+        self._turn = Turn("a step")
+        # Of a method: the name in the instance's `__dict__`; the instance and the step in its class.
+        self._key, self._of = f"{self._name} of step {id(self):#x}", cast("tuple[Any, Any]", (None, None))
+        self.stats = Stats()
+        self.taps = Taps()
+
+    def lower(self, *args: Any, **kwargs: Any) -> Lowered:
+        """Trace, check and plan a call, without running it; ``.capture()`` goes on from there.
+
+        Returns:
+          A :class:`Lowered`: ``.inspection``, ``.as_text()``, ``.cost_analysis()``, ``.memory_analysis()``.
+        """
+        call, lowered = self._turn.alone(functools.partial(self._lower_only, args, kwargs), self._name)
+        capture = functools.partial(self._captured_for, call, lowered)
+        return lowered.at(functools.partial(self._turn.alone, capture, self._name))  # type: ignore[no-any-return]
+
+    def _lower_only(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Call, Lowered]:
+        self._refuse_closed()
+        call = self._take_apart(args, kwargs)
+        return call, self._noting(self._lowered_for, call)
+
+    def explain(self) -> str:
+        """What was traced, captured and refused, as text.
+
+        For each layout: the certificate, the plan, each leaf with its role and the bytes that a call copies for it,
+        the captures with their arenas, and new values that were computed and dropped. Reads nothing from a device.
+        """
+        return explain(self._name, self.stats, self._plans(), self._refusal)
+
+    def _plans(self) -> list[tuple[Lowered, list[Captured]]]:
+        captured = list(self._captured.items())
+        return [
+            (lowered, [capture for (plan, _), capture in captured if plan == id(lowered)])
+            for group in list(self._lowered.values())
+            for lowered in group
+        ]
+
+    def close(self) -> None:
+        """Free captures and their memory; states stay valid. Calls raise :class:`ClosedError` from then on."""
+        if self._turn.busy:
+            self._turn.wait()
+        with self._turn.lock:
+            # In the middle of a call, as from the handler of a signal, they are freed at its end.
+            in_use, self._closed, self._fast = self._turn.busy and not self._closed, True, None
+            captures, self._captured = self._captured, {}
+            self._lowered = {}  # a step that was made anew from this one may go on with its traces
+            if not in_use:
+                self._turn.end(functools.partial(closed_error, self._name, self._kind))
+                for captured in captures.values():
+                    captured.close()
+
+    def anew(self, *, backend: BackendChoice | None = None) -> Self:
+        """A new step of the same function and options, which shares the traces; nothing is captured yet."""
+        new = type(self)(self._fn, **(self._given | ({} if backend is None else {"backend": backend})))
+        new._lowered = self._lowered
+        return new
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def __reduce__(self) -> Any:
+        raise TypeError(
+            f"`{self._name}`: a step cannot be pickled or copied, its captures are bound to memory of this process. "
+            "To fix: save the state, `fcg.save(path, state)`, and decorate the function again."
+        )
+
+    def _of_instance(self, instance: Any, owner: type | None) -> Any:
+        # One step per instance and per method, kept and freed with the instance. It is not kept under the method's own
+        # name: a copy of the instance has its entries, and what `super()` leads to is another method of that name.
+        step = instance.__dict__.get(self._key)
+        if step is None or step._of[0] is not instance or step._of[1] is not self:
+            step = instance.__dict__[self._key] = type(self)(self._fn.__get__(instance, owner), **self._given)
+            step._of = instance, self
+        return step
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} {self._name}: {self.stats}{', closed' if self._closed else ''}>"
+
+    def _repr_html_(self) -> str:
+        return explain_html(self._name, self.stats, self._plans(), self._refusal)
+
+    def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if torch.is_inference_mode_enabled():
+            with ordinary():  # results are ordinary tensors
+                without_gradients()
+                return self._call(args, kwargs)
+        if kwargs:
+            args, kwargs = self._signature.by_position(args, kwargs)
+        fast = self._fast
+        if fast is not None:
+            result = fast(args, kwargs)
+            if result is not MISS:
+                return result
+        return self._slow(args, kwargs)
+
+    def _slow(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        self._refuse_closed()
+        if inside_a_step():
+            return self._inside(args, kwargs)
+        if self._options.backend == "eager" or os.environ.get("FCG_DISABLE_CAPTURE") == "1":
+            return self._instead_of_capture(args, kwargs)
+        prepare = functools.partial(self._noting, self._prepared, args, kwargs)
+        return self._turn.alone(prepare, self._name)()
+
+    def _inside(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """A part of another step."""
+        if self._options.steps_per_call > 1:
+            raise LayoutError.of(
+                self._name,
+                f"takes {self._options.steps_per_call} steps per call, and is called inside of a step.",
+                why="What is called there becomes a part of the other step, and its inputs are not stacked.",
+                fix=f"`fcg.scan({self._name}, state, batches)` of a step without `steps_per_call`.",
+            )
+        return self._fn(*args, **kwargs)
+
+    def _noting(self, act: Callable[..., Any], *args: Any) -> Any:
+        """Run a part of a call; the words of a refusal are kept for ``explain``, its traceback would keep tensors."""
+        try:
+            return act(*args)
+        except FunctionalCGError as error:
+            self._refusal = f"{type(error).__name__}: {error.within(self._name)}"
+            raise
+
+    def _prepared(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[[], Any]:
+        """Run a call; what is returned puts its result together, when the next call may begin."""
+        self._refuse_closed()
+        call = self._take_apart(args, kwargs)
+        refuse_ambient_modes(self._name)
+        lowered = self._lowered_for(call)
+        lowered.watch.check(self._name)
+        for original in lowered.originals:
+            original.check(self._name)
+        self._constants.check()
+        replay = functools.partial(self._replay, call, lowered)
+        if self._to_verify:
+            self._to_verify -= 1
+            result = self._shadow.verify(lowered.seen(call), lowered, lambda: replay()())
+            return lambda: result
+        return replay()
+
+    def _replay(self, call: Call, lowered: Lowered) -> Callable[[], Any]:
+        key = (id(lowered), call.arenas)
+        new = key not in self._captured
+        args, kwargs = call.arguments()
+        try:
+            captured = self._captured_for(call, lowered)
+            done = captured.run(args, kwargs)
+            lowered.counts |= done is not MISS
+        except BaseException:
+            # It never ran: nothing is kept of it, and the corrected call may be of another layout.
+            if new and key in self._captured:
+                self._captured.pop(key).close()
+            if not lowered.counts:
+                forget(self._lowered, self._captured, [lowered])
+            raise
+        if not (self._to_verify or call.statics or self._closed):
+            self._fast = in_turn(self._turn, captured.run, self._name, then=captured.finish)
+        if done is MISS:
+            self._take_apart(args, kwargs)  # says so where another thread has donated a state since
+        assert done is not MISS, "a call that was just taken apart fits its capture"
+        return functools.partial(captured.finish, done)
+
+    def _instead_of_capture(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if not self.stats.eager_calls and self._options.backend != "eager":
+            _log.warning("%s: FCG_DISABLE_CAPTURE=1, every call runs eagerly", self._name)
+        return self._eager(args, kwargs)
+
+    def _eager(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        self._refuse_closed()
+        call = self._take_apart(args, kwargs)
+        # Inputs take the strides that they have in a replay: the order of a sum depends on them.
+        known = next((one for one in self._lowered.get(call.static_key, ()) if one.fits(call)), None)
+        seen = call if known is None else known.seen(call)
+        result = run_eager(self._fn, seen, self._name, self.taps, donates=self._donates)
+        self.stats.eager_calls += 1
+        return result
+
+    def _take_apart(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
+        refuse_foreign_modes(self._name)
+        args, kwargs = self._signature.by_position(args, kwargs)
+        args, kwargs, statics = self._signature.split_static(args, kwargs)
+        if self._donates:
+            if not args:
+                raise TypeError(f"`{self._name}`: the state must be the first argument")
+            if not isinstance(args[0], Handle):
+                self._signature.refuse_pair(args[0])
+                args = (self._placed(args[0]), *args[1:])
+        return self._signature.take_apart(args, kwargs, statics)
+
+    def _placed(self, tree: Any) -> Handle:
+        """Place a plain tree, in an arena of this step whose last handle is gone if there is one of its layout."""
+        leaves, treedef, plan = placeable(tree, self._signature.parameter(0), self._name)
+        for captured in list(self._captured.values()):
+            if captured.arenas[0].free and captured.treedef == treedef and captured.arena.plan == plan:
+                taken = captured.arena.turn.alone(functools.partial(captured.taken_over, leaves), self._name)
+                if taken is not None:
+                    return cast("Handle", taken)
+        return cast("Handle", place(tree))
+
+    def _lowered_for(self, call: Call) -> Lowered:
+        key = call.static_key
+        group = self._lowered.get(key, [])
+        for lowered in group:
+            if lowered.fits(call):
+                return lowered
+        if len(group) >= self._options.max_captures:
+            forget(self._lowered, self._captured, [lowered for lowered in group if not lowered.counts])
+        if len(group) >= self._options.max_captures:
+            raise group[0].refusal(call, self._kind, self._options.max_captures)
+        if not group and len(self._lowered) >= _MAX_STATIC_COMBINATIONS:
+            raise LayoutError.of(
+                self._name,
+                f"called with more than {_MAX_STATIC_COMBINATIONS} combinations of static arguments.",
+                why="Each combination is a trace and a capture of its own.",
+                fix="pass what changes often as an input.",
+            )
+        lowered = undisturbed(functools.partial(self._lower, call))
+        self._lowered.setdefault(key, []).append(lowered)
+        return lowered
+
+    def _lower(self, call: Call, checkpoint: Callable[[], None]) -> Lowered:
+        refuse_ambient_modes(self._name)
+        refuse_anomaly_mode(self._name)
+        states = tuple(BoundState(s.name, s.handle._node, s.specs) for s in call.states)
+        recipe = Recipe(
+            self._fn, self._name, states, call.layout.specs, call.layout.live_names, call.apply,
+            self._constants.named(), self._donates, call.objects,
+        )  # fmt: skip
+        with _timed(self._name, "traced"):
+            program, host_watch = trace(recipe, checkpoint)
+        self.stats.traces += 1
+        inspection = inspection_of(program, host_watch.names())
+        reference = Reference(program.twin())  # before anything is rewritten
+        with _timed(self._name, f"lowered {len(program.instrs)} ATen calls"):
+            reading = reading_of([spec for state in states for spec in state.specs])
+            program.instrs = group_collectives(program.instrs, reading, call.device)
+            rewrite(program, call.places())
+            plan = lower(program, call.device, self._options.lowering, reference)
+        lowered = Lowered(self._name, states, call.layout, program, plan, host_watch, inspection, reference)
+        for text in warnings_of(lowered):
+            _log.warning("%s: %s", self._name, text)
+        return lowered
+
+    def _captured_for(self, call: Call, lowered: Lowered) -> Captured:
+        key = (id(lowered), call.arenas)
+        captured = self._captured.get(key)
+        if captured is None:
+            lowered.meet()
+            with held_back(), _timed(self._name, "captured"):
+                captured = self._captured[key] = self._capture(call, lowered)
+            self.stats.captures += 1
+            self._drop_spares()
+            if lowered.mesh is not None:
+                lowered.mesh.captures.add(captured)
+            reap = functools.partial(_reap, weakref.ref(self))
+            for arena in captured.arenas:
+                arena.watchers.append(reap)
+        return captured
+
+    def _capture(self, call: Call, lowered: Lowered) -> Captured:
+        program = lowered.program
+        if self._backend is None:
+            self._backend = backend_for(call.device)
+        staging = Staging(lowered.layout.specs, call.device)
+        staging.copy_in(call.live)
+        slots = [slot for s in call.states for slot in s.arena.slots[s.start : s.stop]]
+        constants = [c.value.to(c.var.spec.device, copy=True) for c in program.constants]
+        for s in call.states:
+            s.arena.join()
+        buffers = Buffers(slots, staging.slots, constants)
+        if self._options.certify and lowered.plan.compiled and lowered.certificate is None:
+            arenas = [state.arena for state in call.states]
+            lowered.certificate = certify(lowered, buffers, arenas, self._backend, self._options.certify)
+        free = lowered.reference.unchecked.slots
+        replay = self._backend.capture(
+            lowered.plan, buffers, lambda: Buffers(scratch(slots, free), staging.slots, constants)
+        )
+        replay = Poisoned(replay, staging.slots) if "poison" in str(self._options.debug) else replay
+        run = replayer(
+            name=self._name,
+            bound=[Bound(s.position, s.arena, s.start, s.stop) for s in call.states],
+            donates=self._donates,
+            match=layout_matcher(call.layout, call.device),
+            unchanged=self._unchanged(lowered),
+            staging=staging,
+            replay=replay,
+            taps=recorder(program, self.taps),
+            stats=self.stats,
+        )
+        finish = finisher(self._name, program, donates=self._donates)
+        return Captured.of(run, finish, replay, call, constants, lowered)
+
+    def _drop_spares(self) -> None:
+        if drop_spares(self._captured):
+            self._fast = None
+
+    def _unchanged(self, lowered: Lowered) -> Callable[[], bool]:
+        checks: list[Any] = [lowered.watch.unchanged, *(original.unchanged for original in lowered.originals)]
+        checks += [self._constants.unchanged] if self._constants else []
+        return cast("Callable[[], bool]", functools.reduce(lambda one, two: lambda: one() and two(), checks))
+
+    def _refuse_closed(self) -> None:
+        if self._closed:
+            raise closed_error(self._name, self._kind)
+
+
+def _reap(this: weakref.ref[Transform]) -> None:
+    """Drop captures whose handles are gone: now, or at the next capture where the step is in a call."""
+    step = this()
+    if step is not None and not step._closed and not step._turn.busy:
+        step._turn.alone(step._drop_spares)
+
+
+@contextmanager
+def _timed(name: str, what: str) -> Iterator[None]:
+    start = time.perf_counter()
+    yield
+    _log.info("%s: %s in %.2f s", name, what, time.perf_counter() - start)

@@ -1,0 +1,86 @@
+"""Declared constants: tensors that a step closes over and owns a copy of."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from .. import tree as pytree
+from ..errors import BakedValueError, ForeignTensorError
+from ..state.arena import BufferSpec
+from ..state.leaf import Leaf
+
+__all__ = ["Constants"]
+
+
+class Constants:
+    """Tensors declared with ``constants=``: copied at lowering, and watched for later writes.
+
+    A write that torch does not count (through ``.data``, ``torch.utils.swap_tensors``, a view in inference mode) is not
+    noticed; ``debug="verify"`` finds what comes of it. Nor would one be that goes through numpy or a file: memory that
+    torch does not own alone is refused. That a name leads to another tensor is the host watch's to see.
+
+    Args:
+      function: Name of the user's function, for messages.
+      tree: Tensors or trees of them.
+    """
+
+    def __init__(self, function: str, tree: Any) -> None:
+        named, _ = pytree.flatten_with_path(tree)
+        self._function = function
+        self._items = [(pytree.path_string(path, "constants"), leaf) for path, leaf in named]
+        for name, leaf in self._items:
+            if isinstance(leaf, Leaf):
+                raise TypeError(
+                    f"`{function}`: {name} is of a state, which changes from call to call; "
+                    f"a state is an argument, `{function}(state, ...)`, and a fixed copy `fcg.snapshot(state)`"
+                )
+            if not isinstance(leaf, Tensor):
+                raise TypeError(f"`{function}`: {name} must be a tensor, got {type(leaf).__name__}")
+            if not leaf.untyped_storage().resizable():
+                raise ForeignTensorError.of(
+                    function,
+                    "declares a constant whose memory is not torch's alone: that of numpy, of a buffer or of a file.",
+                    rows=[f"{name}  {BufferSpec.of(leaf)}"],
+                    why="What others write there would not be noticed, and the step goes on with a copy.",
+                    fix="declare a copy, and read that in the step: `table = table.clone()`, `constants=(table,)`.",
+                )
+        self._versions: list[int] | None = None
+
+    def __bool__(self) -> bool:
+        return bool(self._items)
+
+    def named(self) -> tuple[tuple[str, Tensor], ...]:
+        """The originals by name; their versions count from the first lowering on."""
+        if self._versions is None:
+            self._versions = self._now()
+        return tuple(self._items)
+
+    def unchanged(self) -> bool:
+        """Whether no original was written since it was copied."""
+        return self._versions is None or self._now() == self._versions
+
+    def check(self) -> None:
+        """Raise if an original was written since it was copied.
+
+        Raises:
+          BakedValueError: Naming the constants.
+        """
+        if self.unchanged():
+            return
+        rows = [
+            f"{name}  written {now - then} time(s) since"
+            for (name, _), now, then in zip(self._items, self._now(), self._versions or (), strict=True)
+            if now != then
+        ]
+        raise BakedValueError.of(
+            self._function,
+            "a declared constant was written after the step copied it.",
+            rows=rows,
+            why="The step replays with the value that it had then.",
+            fix="pass it as an input, or keep it in the state.",
+        )
+
+    def _now(self) -> list[int]:
+        return [0 if leaf.is_inference() else leaf._version for _, leaf in self._items]

@@ -1,0 +1,356 @@
+"""What a lowered step costs before anything is measured: FLOPs, bytes, calls by kind, memory, and the floor.
+
+All numbers are read off the program's calls and their shapes. A compiler fuses calls: then bytes moved, calls and the
+peak of memory are those of the program before fusion, while FLOPs, least bytes and the floor stay what they are.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass
+from numbers import Real
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..stages.plan import ExecutionPlan, Schedule
+from ..stages.program import Instr, Program, Var, map_vars, peak_bytes
+from ..state.outline import columns
+from ..tensors.aten import named_arguments
+
+__all__ = ["CostAnalysis", "KindOfCall", "cost_analysis", "memory_analysis"]
+
+_ROLE = re.compile(r"\w+\.\w+")
+_ATTENTION = ("scaled_dot_product", "_flash_attention", "_efficient_attention", "_cudnn_attention")
+# What the name of an op begins with or contains -> the kind of call; the first that fits.
+_KINDS: tuple[tuple[str, tuple[str, ...]], ...] = (
+    ("convolution", ("convolution", "_slow_conv")),
+    ("matmul", ("mm", "addmm", "bmm", "baddbmm", "addbmm", "mv", "addmv", "dot", "_scaled_mm", "_int_mm")),
+    ("optimizer", ("_fused_ada", "_fused_sgd")),
+    ("normalization", ("native_layer_norm", "native_batch_norm", "native_group_norm", "cudnn_batch_norm")),
+    ("softmax", ("_softmax", "_log_softmax", "nll_loss", "logsumexp", "logcumsumexp")),
+    ("indexing", ("embedding", "gather", "index", "scatter", "take", "slice_scatter", "_unsafe_index")),
+    ("fill", ("zeros", "ones", "full", "empty", "new_", "arange", "scalar_tensor", "fill", "zero_", "eye")),
+    ("copy", ("clone", "copy", "_to_copy", "cat", "stack", "_foreach_copy", "constant_pad", "repeat")),
+    ("random", ("random_bits", "bernoulli", "rand", "normal")),
+)  # fmt: skip
+_WHOLE_NAMES = ("matmul",)
+_PRODUCTS = ("matmul", "convolution", "attention")
+
+
+@dataclass(frozen=True, slots=True)
+class _Rates:
+    """What a device can do at most, by its maker's word: bytes per second, and FLOPs per second by kind of number."""
+
+    name: str
+    bandwidth: float
+    half: float
+    tf32: float
+    single: float
+    double: float
+
+    def peak(self, dtype: torch.dtype) -> float:
+        if dtype == torch.float64 or dtype.is_complex:
+            return self.double
+        if dtype == torch.float32:
+            return self.single if torch.get_float32_matmul_precision() == "highest" else self.tf32
+        return self.half if dtype.itemsize == 2 else 2 * self.half
+
+
+_DEVICES = (
+    _Rates("NVIDIA H100 80GB HBM3", 3.35e12, 989e12, 495e12, 67e12, 67e12),
+    _Rates("NVIDIA H200", 4.8e12, 989e12, 495e12, 67e12, 67e12),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class KindOfCall:
+    """All calls of one kind.
+
+    Attributes:
+      calls: How many.
+      flops: Floating-point operations of matrix products, attention and convolutions; 0 for other kinds.
+      bytes: What they read and write, each call by itself.
+    """
+
+    calls: int = 0
+    flops: int = 0
+    bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class CostAnalysis:
+    """What a step costs, as a table (``print``) and as a dict (:meth:`as_dict`).
+
+    Attributes:
+      function: Name of the user's function.
+      device: Name of the device.
+      compiled: Whether a compiler fuses the calls.
+      flops: Floating-point operations of all products. A multiplication and an addition count as two; attention with
+        ``is_causal`` counts the scores that it keeps.
+      bytes_moved: What all calls read and write, each by itself, and the copies at the border of the step.
+      bytes_least: What any implementation moves: state that is read, state that is written, inputs, constants, metrics.
+      kinds: Calls by kind, the one that moves most first; views are none, ``border`` is copy-in, commit and copy-out.
+      floor_s: Seconds below which the device cannot be: products at peak rate, or least bytes at full bandwidth. None
+        where the device's rates are not known.
+      bound: Which of the two, ``"compute"`` or ``"memory"``; None without a floor.
+      seconds: Measured seconds of a call, if given.
+      distance: ``seconds`` over ``floor_s``; None where one is missing.
+    """
+
+    function: str
+    device: str
+    compiled: bool
+    flops: int
+    bytes_moved: int
+    bytes_least: int
+    kinds: Mapping[str, KindOfCall]
+    floor_s: float | None
+    bound: str | None
+    seconds: float | None
+
+    @property
+    def distance(self) -> float | None:
+        return None if self.seconds is None or not self.floor_s else self.seconds / self.floor_s
+
+    def as_dict(self) -> dict[str, Any]:
+        """All attributes, as numbers, strings and dicts."""
+        names = [name for name in self.__slots__ if name != "kinds"]
+        return {
+            **{name: getattr(self, name) for name in names},
+            "kinds": {name: asdict(kind) for name, kind in self.kinds.items()},
+            "distance": self.distance,
+        }
+
+    def __str__(self) -> str:
+        fused = ", before fusion" if self.compiled else ""
+        moved = f"{self.bytes_moved / 1e6:,.3f} MB moved{fused}, {self.bytes_least / 1e6:,.3f} MB at least"
+        lines = [
+            f"{self.function} on {self.device}: {self.flops / 1e9:,.3f} GFLOP in products, {moved}",
+        ]
+        if self.floor_s is None:
+            lines.append(
+                "  floor: unknown; pass bandwidth= (bytes/s) and peak_flops= (FLOP/s) of this device"
+            )
+        else:
+            lines.append(f"  floor: {self.floor_s * 1e3:,.4f} ms, bound by {self.bound}")
+        if self.seconds is not None:
+            far = "" if self.distance is None else f", {self.distance:.2f} times the floor"
+            lines.append(f"  measured: {self.seconds * 1e3:,.4f} ms{far}")
+        rows = [
+            (name, f"{kind.calls:,}", f"{kind.flops / 1e9:,.3f}", f"{kind.bytes / 1e6:,.3f}")
+            for name, kind in self.kinds.items()
+        ]
+        return "\n".join([*lines, *columns([(f"kind of call{fused}", "calls", "GFLOP", "MB moved"), *rows])])
+
+
+def _positive(name: str, value: Any) -> float | None:
+    if value is None:
+        return None
+    is_number = isinstance(value, Real) and not isinstance(value, bool)
+    if is_number and 0 < value <= sys.float_info.max:
+        return float(value)
+    raise ValueError(f"cost_analysis: {name} must be a positive number, got {value!r}")
+
+
+def cost_analysis(
+    program: Program,
+    plan: ExecutionPlan,
+    *,
+    seconds: float | None = None,
+    bandwidth: float | None = None,
+    peak_flops: float | None = None,
+) -> CostAnalysis:
+    """Analyse a lowered program.
+
+    Args:
+      program: What was lowered.
+      plan: What runs of it.
+      seconds: Measured seconds of a call.
+      bandwidth: Bytes per second of the device's memory.
+      peak_flops: FLOPs per second of the device.
+    Raises:
+      ValueError: If one of the three is not positive.
+    """
+    seconds = _positive("seconds", seconds)
+    bandwidth = _positive("bandwidth", bandwidth)
+    peak_flops = _positive("peak_flops", peak_flops)
+    schedule = plan.schedule
+    instrs = [*schedule.head, *schedule.fused]
+    used = {var for instr in instrs for var in instr.inputs()}
+    used.update(program.results, (new for _, new in program.updates))
+    calls: Counter[str] = Counter()
+    flops: Counter[str] = Counter()
+    moved: Counter[str] = Counter()
+    by_dtype: Counter[torch.dtype] = Counter()
+    for instr in instrs:
+        if _is_view(instr):
+            continue
+        kind, number = kind_of(instr), flops_of(instr)
+        calls[kind] += 1
+        flops[kind] += number
+        moved[kind] += _bytes_of(instr, used)
+        if number:
+            by_dtype[next(instr.inputs()).spec.dtype] += number
+    copies = list(_border(program, schedule, copies=plan.copies))
+    if copies:
+        calls["border"], moved["border"] = len(copies), 2 * sum(copies)
+    kinds = {name: KindOfCall(calls[name], flops[name], moved[name]) for name, _ in moved.most_common()}
+    least = _least_bytes(program, used)
+    device = _device(program)
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else str(device)
+    floor, bound = _floor(name, by_dtype, least, bandwidth, peak_flops)
+    return CostAnalysis(
+        program.function, name, plan.compiled, sum(flops.values()), sum(moved.values()), least,
+        MappingProxyType(kinds), floor, bound, seconds,
+    )  # fmt: skip
+
+
+def _floor(
+    name: str, flops: Mapping[torch.dtype, int], least: int, bandwidth: float | None, peak: float | None
+) -> tuple[float | None, str | None]:
+    known = next((rates for rates in _DEVICES if rates.name == name), None)
+    bandwidth = bandwidth or (known.bandwidth if known is not None else None)
+    peaks = {dtype: peak or (known.peak(dtype) if known is not None else None) for dtype in flops}
+    if bandwidth is None:
+        return None, None
+    compute = 0.0
+    for dtype, number in flops.items():
+        rate = peaks[dtype]
+        if rate is None:
+            return None, None
+        compute += number / rate
+    memory = least / bandwidth
+    return (compute, "compute") if compute > memory else (memory, "memory")
+
+
+def kind_of(instr: Instr) -> str:
+    """The kind of a call, by the name of its op and torch's tags."""
+    space, _, name = instr.op._schema.name.partition("::")
+    if space.startswith("_c10d"):
+        return "collective"
+    if any(part in name for part in _ATTENTION):
+        return "attention"
+    for kind, beginnings in _KINDS:
+        if name in beginnings or (kind not in _WHOLE_NAMES and name.startswith(beginnings)):
+            return kind
+    if torch.Tag.pointwise in instr.op.tags or name.startswith("_foreach_") or name.endswith("_backward"):
+        return "elementwise"
+    if torch.Tag.reduction in instr.op.tags:
+        return "reduction"
+    return "other"
+
+
+def flops_of(instr: Instr) -> int:
+    """FLOPs of a product; 0 for any other call. torch's formulas, and for attention one that knows ``is_causal``."""
+    if "scaled_dot_product" in instr.op._schema.name:
+        return _attention_flops(instr)
+    from torch.utils.flop_counter import flop_registry  # imports triton where there is one
+
+    packet = instr.op.overloadpacket
+    formula: Callable[..., int] | None = flop_registry.get(packet)
+    if formula is not None:
+        args, kwargs, out = (
+            map_vars(_meta, value) for value in (instr.args, [*instr.kwargs.values()], instr.out)
+        )
+        return int(formula(*args, **dict(zip(instr.kwargs, kwargs, strict=True)), out_val=out))
+    if instr.op._schema.name in ("aten::mv", "aten::addmv", "aten::dot"):
+        return 2 * max((var.spec.numel for var in instr.inputs()), default=0)
+    return 0
+
+
+def _attention_flops(instr: Instr) -> int:
+    """Two products of scores in the forward, and five in the backward, of which one computes the scores again."""
+    named = named_arguments(instr.op, instr.args, instr.kwargs)
+    if not all(isinstance(named.get(name), Var) for name in ("query", "key", "value")):
+        return 0
+    *batch, queries, width = named["query"].spec.shape
+    keys, values = named["key"].spec.shape[-2], named["value"].spec.shape[-1]
+    scores = queries * keys
+    if named.get("is_causal"):
+        last = min(queries, keys)  # row i keeps its first i + 1 scores
+        scores = last * (last + 1) // 2 + (queries - last) * keys
+    per_score = 3 * width + 2 * values if "backward" in instr.op._schema.name else width + values
+    return int(2 * math.prod(batch) * scores * per_score)
+
+
+def _meta(var: Var) -> Tensor:
+    return torch.empty_strided(var.spec.shape, var.spec.stride, dtype=var.spec.dtype, device="meta")
+
+
+def _is_view(instr: Instr) -> bool:
+    """Whether a call computes nothing: its results are views of its arguments."""
+    sources = {var.storage for var in instr.inputs()}
+    results = [var.storage for var in instr.outputs()]
+    return bool(results) and not instr.writes and sources.issuperset(results)
+
+
+def _bytes_of(instr: Instr, used: Iterable[Var]) -> int:
+    """Arguments once each, results that are used, and what is written in place."""
+    read = {var: var.spec.nbytes for var in instr.inputs()}
+    results = {var: var.spec.nbytes for var in instr.outputs() if var in used and var not in instr.writes}
+    return sum(read.values()) + sum(results.values()) + sum(var.spec.nbytes for var in instr.writes)
+
+
+def _border(program: Program, plan: Schedule, *, copies: bool) -> Iterator[int]:
+    """Bytes of each copy at the border of the step: inputs in, new state to its slots, metrics out."""
+    yield from (var.spec.nbytes for var in program.inputs)
+    for old, _ in plan.commits if copies else ():
+        yield old.spec.nbytes * (2 if old in plan.staged else 1)
+    yield from (var.spec.nbytes for var in plan.outputs if var.spec.device.type == "cuda")
+
+
+def _least_bytes(program: Program, used: set[Var]) -> int:
+    storages = {var.storage for var in used}
+    ranges = {leaf: known.var for known in program.ranges for leaf in known.leaves}
+    read = [
+        var
+        for var in (*program.slots, *program.inputs, *(constant.var for constant in program.constants))
+        if var.storage in storages or (var in ranges and ranges[var].storage in storages)
+    ]
+    written = [old for old, _ in program.updates]
+    return sum(var.spec.nbytes for var in (*read, *written, *program.results))
+
+
+def _device(program: Program) -> torch.device:
+    places = [var.spec.device for var in (*program.slots, *program.inputs, *program.results)]
+    return next((place for place in places if place.type != "cpu"), torch.device("cpu"))
+
+
+def memory_analysis(program: Program, plan: Schedule) -> dict[str, int]:
+    """Bytes by use; see :meth:`functional_cg.Lowered.memory_analysis`."""
+    roles: Counter[str] = Counter()
+    for name, var in zip(program.slot_names, program.slots, strict=True):
+        role = _ROLE.match(name)
+        if role is not None:
+            roles[role.group()] += var.spec.nbytes
+    fixed = {
+        "state": sum(var.spec.nbytes for var in program.slots),
+        "inputs": sum(var.spec.nbytes for var in program.inputs),
+        "constants": sum(constant.var.spec.nbytes for constant in program.constants),
+    }
+    born = [var for instr in program.instrs for var in instr.outputs()]
+    sizes = {var.storage: var.spec.nbytes for var in reversed(born)}
+    targets = [*program.slots, *program.inputs, *(known.var for known in program.ranges)]
+    for var in (*targets, *(constant.var for constant in program.constants)):
+        sizes.pop(var.storage, None)
+    return {
+        **fixed,
+        "metrics": sum(var.spec.nbytes for var in program.outputs if isinstance(var, Var)),
+        "temporaries": sum(sizes.values()),
+        "peak": sum(fixed.values()) + _peak_of_temporaries(plan, sizes),
+        **roles,
+    }
+
+
+def _peak_of_temporaries(plan: Schedule, sizes: Mapping[int, int]) -> int:
+    """The most bytes of temporaries alive at a time."""
+    kept = {var.storage for var in (*plan.outputs, *(new for _, new in plan.commits))}
+    most, left = peak_bytes([*plan.head, *plan.fused], kept, sizes)
+    return max(most, left + sum(old.spec.nbytes for old in plan.staged))

@@ -1,0 +1,99 @@
+"""The oracle: the user's Python function run once on real values, in the setting that a trace has.
+
+Leaves are private copies in the strides of their slots, inputs too; the new state is committed into the slots. A
+replay of the aten lowering is bitwise equal to this.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import tree as pytree
+from ..ambient.modes import ordinary, restore, surrounding
+from ..ambient.setting import canonical
+from ..call.signature import Call, new_state_and_metrics
+from ..shards.peers import among, together
+from ..stages.trace.rules import refuse_new_state
+from ..state.boundary import entered, held, left, mesh_of, shown
+from ..transforms.taps import Taps
+
+__all__ = ["evaluate", "run_eager"]
+
+
+def run_eager(fn: Callable[..., Any], call: Call, name: str, taps: Taps, *, donates: bool) -> Any:
+    """Run ``fn`` on private copies; a donating call commits the new state and returns its handle.
+
+    What it taps goes to ``taps``.
+
+    Raises:
+      LayoutError: If the new state is unlike the old one; nothing was written.
+    """
+    with ordinary():  # results are ordinary tensors
+        return _run(fn, call, name, taps, donates=donates)
+
+
+def _run(fn: Callable[..., Any], call: Call, name: str, taps: Taps, *, donates: bool) -> Any:
+    mesh = mesh_of([spec for s in call.states for spec in s.specs])
+    named = zip(call.layout.live_names, call.layout.specs, strict=True)
+    lines = [f"run `{name}` eagerly", *(f"{leaf}  {str(spec).partition('@')[0]}" for leaf, spec in named)]
+    together(mesh, name, "\n".join(lines))
+    with among(mesh, name), taps.listening():
+        slots = [s.handle._copied() for s in call.states]
+        result = evaluate(fn, call, slots, call.live, donates=donates)
+    if not donates:
+        return pytree.map(_own, result)
+    new, metrics = _checked(result, call, name)
+    state = call.states[0]
+    new_state = state.arena.turn.alone(partial(state.handle._written, range(len(new)), new, name), name)
+    return new_state, metrics
+
+
+def evaluate(
+    fn: Callable[..., Any],
+    call: Call,
+    slots: Sequence[Sequence[Tensor]],
+    live: Sequence[Tensor],
+    *,
+    donates: bool,
+) -> Any:
+    """What ``fn`` returns for leaves of the states in place of their slots, and leaves of the inputs."""
+    modes = surrounding()
+    try:
+        with canonical(mesh_of([spec for s in call.states for spec in s.specs])):
+            trees = [
+                pytree.unflatten(s.node, entered(s.specs, leaves))
+                for s, leaves in zip(call.states, slots, strict=True)
+            ]
+            inputs = [
+                _private(t, spec.stride, call.device) for t, spec in zip(live, call.layout.specs, strict=True)
+            ]
+            result = call.apply(fn, trees, inputs)
+            first = call.states[0] if donates else None
+            return shown(result) if first is None else left(first.specs, first.node, result)
+    except BaseException:
+        restore(modes)
+        raise
+
+
+def _checked(result: Any, call: Call, name: str) -> tuple[list[Tensor], Any]:
+    """New state leaves and owned metrics of a donating function's result."""
+    changed, metrics = new_state_and_metrics(name, result)
+    state = call.states[0]
+    new, treedef = pytree.flatten(changed)
+    refuse_new_state(name, state.node, [s.spec for s in state.arena.plan.slots], treedef, new)
+    return [held(leaf) for leaf in new], pytree.map(_own, metrics)
+
+
+def _private(tensor: Tensor, stride: tuple[int, ...], device: torch.device) -> Tensor:
+    """A copy on the step's device with the strides of its slot."""
+    out = torch.empty_strided(tensor.shape, stride, dtype=tensor.dtype, device=device)
+    return out.copy_(tensor)
+
+
+def _own(leaf: Any) -> Any:
+    return leaf.detach().clone() if isinstance(leaf, Tensor) else leaf

@@ -1,0 +1,43 @@
+"""Kept: what a step lets go of what it has lowered and captured."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Any
+
+from ..errors import ClosedError
+from .lowered import Captured, Lowered
+
+__all__ = ["Captures", "Plans", "closed_error", "drop_spares", "forget"]
+
+Plans = dict[tuple[Any, ...], list[Lowered]]  # by their static arguments
+Captures = dict[tuple[int, Any], Captured]  # by plan and arenas
+
+
+def forget(plans: Plans, captures: Captures, gone: Collection[Lowered]) -> None:
+    """Drop plans with their captures."""
+    numbers = set(map(id, gone))
+    for capture in [key for key in captures if key[0] in numbers]:
+        captures.pop(capture).close()
+    for key, group in list(plans.items()):
+        group[:] = [plan for plan in group if id(plan) not in numbers]
+        if not group:
+            del plans[key]
+
+
+def drop_spares(captures: Captures) -> bool:
+    """Keep at most one capture whose handles are all gone, for the next plain tree; says whether any went."""
+    spare = [key for key, captured in captures.items() if captured.spare]
+    for key in spare[:-1]:
+        captures.pop(key).close()
+    return len(spare) > 1
+
+
+def closed_error(name: str, kind: str) -> ClosedError:
+    """The error for a step that is used after its end."""
+    return ClosedError.of(
+        name,
+        "called after `close()`.",
+        why="Its captures and their memory are gone; states are still valid.",
+        fix=f"make a new step, `{kind}(fn)`.",
+    )

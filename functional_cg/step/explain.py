@@ -1,0 +1,106 @@
+"""Explain: what a step has traced, captured and refused, in text and in HTML. Nothing is read from a device."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from ..messages.html import Html, card, fold, line, table
+from ..stages.run.replay import Stats
+from ..state.outline import count
+from .lowered import Captured, Lowered
+
+__all__ = ["explain", "explain_html", "warnings_of"]
+
+Plans = Sequence[tuple[Lowered, Sequence[Captured]]]
+
+_SHOWN = 8
+
+
+def explain(name: str, stats: Stats, plans: Plans, refusal: str) -> str:
+    """What a step does, for ``step.explain()``.
+
+    Args:
+      name: Name of the user's function.
+      stats: What it has done so far.
+      plans: What was lowered, each with its captures.
+      refusal: Words of the last error; empty if there was none.
+    """
+    head = (
+        f"{name}: {count(stats.traces, 'trace')}, {count(stats.captures, 'capture')}, "
+        f"{count(stats.replays, 'replay')}, {count(stats.eager_calls, 'eager call')}"
+    )
+    lines = [head]
+    for lowered, captures in plans:
+        lines += [str(lowered), *_captures(captures)]
+        lines += [f"warning: {text}" for text in warnings_of(lowered)]
+    if refusal:
+        lines += ["last refusal:", *(f"  {text}" for text in refusal.splitlines())]
+    return "\n".join(lines)
+
+
+def explain_html(name: str, stats: Stats, plans: Plans, refusal: str) -> Html:
+    """The same for a notebook; arguments as for :func:`explain`."""
+    numbers = (("traces", stats.traces), ("captures", stats.captures), ("replays", stats.replays))
+    parts = [table([(key, str(value)) for key, value in (*numbers, ("eager calls", stats.eager_calls))])]
+    for number, (lowered, captures) in enumerate(plans):
+        layout = ", ".join(_layout(lowered)) or "no inputs"
+        parts.append(
+            fold(f"for {layout}", lowered.body_html(), *map(line, _captures(captures)), opened=not number)
+        )
+        parts += [line(f"warning: {text}") for text in warnings_of(lowered)]
+    if refusal:
+        parts.append(fold("last refusal", line(refusal)))
+    return card(name, *parts)
+
+
+def warnings_of(lowered: Lowered) -> Iterator[str]:
+    """What is probably a mistake, though nothing is wrong with it: values dropped, numbers drawn again and again."""
+    for site in dict.fromkeys(lowered.inspection.repeated):
+        yield (
+            f"{site} draws the same numbers at each call: its key does not change; "
+            "fold the step in, `fcg.random.fold_in(state.key, state.step)`."
+        )
+    shared = lowered.inspection.shared_keys
+    for first, then in shared[:_SHOWN]:
+        draw = f"{first} and {then} draw from" if first != then else f"{first} draws more than once from"
+        yield (
+            f"{draw} one and the same key, so the numbers are correlated: give each draw a key of its own, "
+            "`fcg.random.split(key)` or `fcg.random.fold_in(key, n)`."
+        )
+    yield from _rest(shared)
+    if lowered.inspection.by_mode:
+        yield (
+            f"applies {', '.join(lowered.inspection.by_mode)} in training mode, by the statistics of the batch or with "
+            "dropout, and trains nothing: to evaluate, `apply(params, buffers, x, train=False)`."
+        )
+    elif forgotten := lowered.inspection.forgotten:
+        more = f" … and {len(forgotten) - _SHOWN:,} more" if len(forgotten) > _SHOWN else ""
+        yield (
+            f"{'; '.join(forgotten[:_SHOWN])}{more}: new values, such as BatchNorm's statistics, were computed and "
+            "dropped; return them, `loss, new_buffers` from the loss, `has_aux=True`, and "
+            "`state.apply_gradients(grads, buffers=new_buffers)`; or use those that are there, `train=False`."
+        )
+    dropped = lowered.inspection.dropped
+    for text in dropped[:_SHOWN]:
+        yield f"{text}: a new value was computed and dropped; return it in the new state, or do not compute it."
+    yield from _rest(dropped)
+
+
+def _rest(found: Sequence[object]) -> Iterator[str]:
+    if len(found) > _SHOWN:
+        yield f"… and {len(found) - _SHOWN:,} more"
+
+
+def _layout(lowered: Lowered) -> Iterator[str]:
+    names, specs = lowered.layout.live_names, lowered.layout.specs
+    for name, spec in zip(names[:_SHOWN], specs, strict=False):
+        yield f"{name} {spec}"
+    if len(names) > _SHOWN:
+        yield f"… and {len(names) - _SHOWN:,} more"
+
+
+def _captures(captures: Sequence[Captured]) -> list[str]:
+    lines = [f"  captured on {captured}" for captured in captures[:_SHOWN]]
+    if len(captures) > _SHOWN:
+        lines.append(f"  … and {len(captures) - _SHOWN:,} more captures")
+    return lines or ["  not captured yet"]

@@ -1,0 +1,400 @@
+"""What lowering and capture leave behind: ``Lowered`` (a plan, no device work) and ``Captured`` (bound to memory)."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import islice
+from typing import Any
+
+from torch import Tensor
+
+from ..call.inputs import InputLayout
+from ..call.mismatch import layout_differences, layout_fix
+from ..call.signature import Call
+from ..concurrency.turns import Inner
+from ..errors import LayoutError
+from ..messages.html import Html, bar, card, element, fold, line, table
+from ..shards.mesh import Mesh
+from ..shards.peers import among
+from ..stages.lower.costs import constant_costs, input_costs, metric_costs, slot_costs, staged_pairs
+from ..stages.plan import ExecutionPlan
+from ..stages.program import Program
+from ..stages.run.capture import Replay
+from ..stages.trace.footprint import Inspection
+from ..stages.trace.recipe import BoundState
+from ..stages.trial.reference import Reference
+from ..stages.trial.trial import Certificate
+from ..stages.watch.host_watch import HostWatch
+from ..state.arena import Arena, dtype_name
+from ..state.boundary import mesh_of
+from ..state.handle import Handle, Lease, fill
+from ..state.outline import Entry, branches_html, columns, count, listed, outline, tree_html
+from ..tree import KeyPath, Treedef, path_string, structure_diff
+from .costs import CostAnalysis, cost_analysis, memory_analysis
+from .replicas import apart, refuse_divergence, told_apart
+
+__all__ = ["Captured", "Lowered"]
+
+_STAGED_SHOWN = 8
+
+
+@dataclass(eq=False)
+class Captured:
+    """A lowered step captured on one arena (or several, for a function of several states).
+
+    Attributes:
+      run: ``run(args, kwargs)``: the new state and tensors, or a miss if the call does not fit this capture.
+      finish: Makes the result of a call of them; it runs code of the user's, such as the classes of the metrics.
+      replay: The backend's replay.
+      arenas: The memory that the capture is bound to, states first; it outlives the capture.
+      constants: Tensors that the step owns; they live as long as the capture, which knows their addresses only.
+      treedef: Structure of the first state, whose arena takes the next plain tree when all its handles are gone; None
+        among several ranks, one of which may still hold a handle, and would capture anew alone.
+      paths: Its key paths.
+      lowered: What it was captured from.
+    """
+
+    run: Inner
+    finish: Callable[[Any], Any]
+    replay: Replay
+    arenas: tuple[Arena, ...]
+    constants: tuple[Tensor, ...]
+    treedef: Treedef | None
+    paths: list[KeyPath]
+    lowered: Lowered
+
+    @classmethod
+    def of(
+        cls,
+        run: Inner,
+        finish: Callable[[Any], Any],
+        replay: Replay,
+        call: Call,
+        constants: Sequence[Tensor],
+        lowered: Lowered,
+    ) -> Captured:
+        """A capture made for a call; it keeps the call's memory, not its handles."""
+        lease = call.states[0].lease if call.states else None
+        mesh = lowered.mesh
+        several = mesh is not None and mesh.size > 1
+        if mesh is not None and several and mesh.device.type == "cpu":
+            run = _among(run, mesh, lowered.name)
+        return cls(
+            run,
+            finish,
+            replay,
+            tuple(state.arena for state in call.states),
+            tuple(constants),
+            lease.treedef if lease and not several else None,
+            lease.paths if lease else [],
+            lowered,
+        )
+
+    @property
+    def arena(self) -> Arena:
+        return self.arenas[0]
+
+    @property
+    def spare(self) -> bool:
+        """Whether the last handle and leaf of one of its states is gone."""
+        return any(arena.free for arena in self.arenas)
+
+    def taken_over(self, leaves: Sequence[Tensor]) -> Handle | None:
+        """A new state in the first arena, once the old one is gone; None if another thread was there first."""
+        assert self.treedef is not None
+        return fill(Lease(self.arena, self.treedef, self.paths), leaves) if self.arena.free else None
+
+    def cost_analysis(
+        self,
+        seconds: float | None = None,
+        *,
+        bandwidth: float | None = None,
+        peak_flops: float | None = None,
+    ) -> CostAnalysis:
+        """What a call costs, and how far it is from the floor; see :meth:`Lowered.cost_analysis`."""
+        return self.lowered.cost_analysis(seconds, bandwidth=bandwidth, peak_flops=peak_flops)
+
+    def close(self) -> None:
+        """Free the capture; the arenas live on as long as their handles."""
+        self.replay.close()
+
+    def __repr__(self) -> str:
+        return f"<Captured on {self}>"
+
+    def __str__(self) -> str:
+        return ", ".join(map(_arena_text, self.arenas)) or "no state"
+
+
+def _among(run: Inner, mesh: Mesh, name: str) -> Inner:
+    """The calls of a capture whose collectives raise, as gloo's do, where a rank has ended."""
+
+    def call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        mesh.ranks.refuse_if_lost(name)
+        with among(mesh, name):
+            return run(args, kwargs)
+
+    return call
+
+
+def _arena_text(arena: Arena) -> str:
+    lease = arena.lease() if arena.lease is not None else None
+    use = f"generation {lease.cell[0]}" if lease is not None else "free"
+    return f"an arena of {arena.plan.nbytes:,} B on {arena.device}, {use}"
+
+
+@dataclass(eq=False)
+class Lowered:
+    """A traced, checked and planned step: no device work was done for it.
+
+    Attributes:
+      name: Name of the user's function.
+      states: The states that it binds.
+      layout: Layout of its inputs.
+      program: The traced calls.
+      plan: What runs.
+      watch: Host values that are compared at each call.
+      inspection: A purity certificate that prints.
+      reference: The traced calls, before anything was rewritten.
+      certificate: Whether a compiled plan was compared with them, once it was captured.
+      counts: Whether a call has run it, or it was captured on demand: else it takes no place among ``max_captures``.
+    """
+
+    name: str
+    states: tuple[BoundState, ...]
+    layout: InputLayout
+    program: Program
+    plan: ExecutionPlan
+    watch: HostWatch
+    inspection: Inspection
+    reference: Reference
+    certificate: Certificate | None = None
+    counts: bool = False
+    capture_here: Callable[[], Captured] | None = None
+
+    @property
+    def originals(self) -> list[Any]:
+        """The modules whose copies the program has run."""
+        return list(dict.fromkeys(one.original for one in self.program.applications))
+
+    def at(self, capture_here: Callable[[], Captured]) -> Lowered:
+        """The same plan, ready to be captured for the arguments of one call."""
+        return replace(self, capture_here=capture_here)
+
+    def capture(self) -> Captured:
+        """Capture the plan on the memory of the state that it was lowered with."""
+        assert self.capture_here is not None
+        captured = self.capture_here()
+        captured.lowered.counts = True
+        return captured
+
+    @property
+    def mesh(self) -> Mesh | None:
+        """The mesh that its states lie on."""
+        return mesh_of([spec for state in self.states for spec in state.specs])
+
+    def meet(self) -> None:
+        """Wait until all ranks of the mesh are about to capture the same: they would hang in a collective.
+
+        Raises:
+          RankError: On all ranks, naming those that are missing or differ.
+        """
+        mesh = self.mesh
+        if mesh is not None and mesh.ranks is not None:
+            names = (*self.program.slot_names, *self.layout.live_names)
+            leaves = zip(names, (*self.program.slots, *self.program.inputs), strict=True)
+            ops = "\n".join(str(instr.op) for instr in self.program.instrs)
+            lines = [
+                f"capture `{self.name}`",
+                *(f"{name}  {str(var.spec).partition('@')[0]}" for name, var in leaves),
+                f"{len(self.program.instrs)} ATen calls, {hashlib.blake2b(ops.encode(), digest_size=8).hexdigest()}",
+            ]
+            mesh.ranks.agree(self.name, "\n".join(lines))
+            numbers = "\n".join([lines[0], *told_apart(self.program)])
+            said = [text.splitlines()[1:] for text in mesh.ranks.shared(self.name, numbers)]
+            specs = [spec for state in self.states for spec in state.specs]
+            refuse_divergence(self.program, specs, self.layout.live_names, mesh, apart(said, mesh))
+
+    def fits(self, call: Call) -> bool:
+        """Whether a call has this layout."""
+        return (
+            len(call.states) == len(self.states)
+            and not self.state_differences(call)
+            and call.layout.treedef == self.layout.treedef
+            and not layout_differences(self.layout, call.layout)
+        )
+
+    def seen(self, call: Call) -> Call:
+        """A call that fits, as the trace sees it."""
+        return call.laid_out(self.layout, [state.treedef for state in self.states])
+
+    def state_differences(self, call: Call) -> list[str]:
+        """How the states of a call differ from those of this plan, one line each."""
+        rows: list[str] = []
+        if len(call.states) != len(self.states):
+            names, given = {s.name for s in self.states}, {s.name for s in call.states}
+            rows = [f"{name}  expected a state   got none" for name in sorted(names - given)]
+            return rows + [f"{name}  expected no state   got one" for name in sorted(given - names)]
+        for want, have in zip(self.states, call.states, strict=True):
+            if have.handle._node != want.treedef:
+                rows += structure_diff(want.treedef, have.handle._node, want.name)
+                continue
+            slots = have.arena.plan.slots[have.start : have.stop]
+            rows += [
+                f"{path_string(path, want.name)}  expected {spec}   got {slot.spec}"
+                + (
+                    ""
+                    if str(spec) != str(slot.spec)
+                    else f", with strides {spec.stride} and {slot.spec.stride}"
+                )
+                for path, spec, slot in zip(want.treedef.paths(), want.specs, slots, strict=True)
+                if spec != slot.spec
+            ]
+        return rows
+
+    def refusal(self, call: Call, transform: str, max_captures: int) -> LayoutError:
+        """The error for a call of another layout where there may be no more captures."""
+        more = f"`{transform}(max_captures={max_captures + 1})`"
+        of_states = self.state_differences(call)
+        if not of_states:
+            fix = layout_fix(self.layout, call.layout, more)
+        elif len(call.states) != len(self.states):
+            named = " and ".join(f"`{state.name}`" for state in self.states) or "no argument"
+            fix = f"pass a state as {named}, as in the first call, and nowhere else: check the order of the arguments."
+        else:
+            another = f"`{transform}({self.name if self.name.isidentifier() else 'step'}.__wrapped__)`"
+            fix = f"make a step for each layout of the state, {another}; or pay for one more graph, {more}."
+        return LayoutError.of(
+            self.name,
+            f"called with another layout than it was captured for (max_captures={max_captures}); "
+            "the state is unchanged.",
+            rows=of_states + layout_differences(self.layout, call.layout),
+            why="A captured graph has fixed shapes, dtypes and structure.",
+            fix=fix,
+        )
+
+    def as_text(self) -> str:
+        """The traced calls and the plan that runs them."""
+        return f"{self.program.as_text()}\n\n{self.plan.as_text()}"
+
+    def memory_analysis(self) -> dict[str, int]:
+        """Bytes by use.
+
+        ``state``, and of it each field of a dataclass under its name (``state.params``); ``inputs``, ``constants``,
+        ``metrics``; ``temporaries``, the sum of all; ``peak``, the most that state, inputs, constants and temporaries
+        take at a time. Temporaries are those of the program: a compiler makes fewer of them.
+
+        Example:
+          >>> import torch, functional_cg as fcg
+          >>> step = fcg.graph_step(lambda state, x: ({"w": state["w"] + x * 2}, {}))
+          >>> step.lower({"w": torch.ones(4)}, torch.ones(4)).memory_analysis()
+          {'state': 16, 'inputs': 16, 'constants': 0, 'metrics': 0, 'temporaries': 32, 'peak': 64}
+        """
+        return memory_analysis(self.program, self.plan.schedule)
+
+    def cost_analysis(
+        self,
+        seconds: float | None = None,
+        *,
+        bandwidth: float | None = None,
+        peak_flops: float | None = None,
+    ) -> CostAnalysis:
+        """FLOPs, bytes moved, calls by kind, and the floor of a call. Prints as a table; ``as_dict()`` for programs.
+
+        The floor is the roofline of the whole step: its products at the device's peak rate, or the bytes that any
+        implementation moves at full bandwidth, whichever takes longer. Rates of H100 (SXM) and H200 are known by name;
+        fp32 products count at the rate of TF32 unless ``torch.set_float32_matmul_precision`` is ``"highest"``.
+
+        Args:
+          seconds: What a call was measured to take: then the distance to the floor is given, too.
+          bandwidth: Bytes per second of the device's memory, where it is another device, or measured.
+          peak_flops: FLOPs per second of its products, of whatever dtype.
+        Raises:
+          ValueError: If one of the three is not a positive number.
+
+        Example:
+          >>> import torch, functional_cg as fcg
+          >>> step = fcg.graph_step(lambda state, x: ({"w": state["w"] @ x}, {}))
+          >>> lowered = step.lower({"w": torch.ones(4, 4)}, torch.ones(4, 4))
+          >>> costs = lowered.cost_analysis(1e-5, bandwidth=1e9, peak_flops=1e9)
+          >>> costs.flops, costs.bytes_least, costs.bound, costs.floor_s
+          (128, 192, 'memory', 1.92e-07)
+        """
+        return cost_analysis(
+            self.program, self.plan, seconds=seconds, bandwidth=bandwidth, peak_flops=peak_flops
+        )
+
+    def __repr__(self) -> str:
+        return f"<Lowered {self.name}: {self._plan_line()}>"
+
+    def __str__(self) -> str:
+        dtypes = sorted({dtype_name(var.spec.dtype) for var in self.program.slots})
+        sizes = ", ".join(f"{name} {size:,} B" for name, size in self.memory_analysis().items())
+        header = ("key path", "spec", "bytes", "copied per call", "role")
+        branches = [
+            branch
+            for state, entries in self._state_costs()
+            for branch in outline(state.treedef, entries, state.name).ends()
+        ] + [branch for _, costs in self._other_costs() for branch in listed(costs)]
+        rows = [(b.path, b.what, f"{b.nbytes:,} B", f"{b.copied:,} B", b.role) for b in branches]
+        return "\n".join(
+            [
+                str(self.inspection),
+                f"  plan: {self._plan_line()}",
+                *([f"  {self.certificate}"] if self.certificate else []),
+                *(f"  {text}" for text in self._staged_lines()),
+                f"  memory: {sizes}",
+                f"  dtypes of the state: {', '.join(dtypes)}",
+                *columns([header, *rows]),
+            ]
+        )
+
+    def _repr_html_(self) -> str:
+        return card(f"{self.name}, lowered", self.body_html())
+
+    def body_html(self) -> Html:
+        """Plan, memory, leaves and certificate, without a title."""
+        memory = self.memory_analysis()
+        most = max(*memory.values(), 1)
+        certificate = [str(self.certificate)] if self.certificate else []
+        parts = [line(text) for text in (self._plan_line(), *certificate, *self._staged_lines())]
+        parts.append(table([(name, f"{size:,} B", bar(size / most)) for name, size in memory.items()]))
+        for state, entries in self._state_costs():
+            title = f"{state.name}: {count(len(entries), 'leaf')}"
+            parts.append(fold(title, tree_html(state.treedef, entries, state.name)))
+        for kind, costs in self._other_costs():
+            total = sum(entry.spec.nbytes for _, entry in costs)
+            if costs:
+                parts.append(fold(f"{kind}: {len(costs):,}", branches_html(listed(costs), max(total, 1))))
+        return element("div", *parts, fold("certificate", line(str(self.inspection))))
+
+    def _plan_line(self) -> str:
+        plan = self.plan.schedule
+        calls = count(len(plan.head) + len(plan.fused), "ATen call")
+        fused = f", {len(plan.fused)} of them in place" if plan.fused else ""
+        how = f"{calls}{fused}, compiled into one function" if self.plan.compiled else f"{calls}{fused}"
+        return f"{how}; {count(len(plan.commits), 'commit')}, {len(plan.staged)} of them staged"
+
+    def _staged_lines(self) -> list[str]:
+        pairs = staged_pairs(self.program, self.plan.schedule)
+        lines = [
+            f"staged: {old} <- {new}, its new value lies in another slot"
+            for old, new in pairs[:_STAGED_SHOWN]
+        ]
+        hidden = len(pairs) - len(lines)
+        return [*lines, f"… and {hidden:,} more"] if hidden else lines
+
+    def _state_costs(self) -> Iterator[tuple[BoundState, list[Entry]]]:
+        """The states with what a call does with each of their leaves."""
+        entries = iter(slot_costs(self.program, self.plan.schedule, copies=self.plan.copies))
+        for state in self.states:
+            yield state, list(islice(entries, len(state.specs)))
+
+    def _other_costs(self) -> list[tuple[str, list[tuple[str, Entry]]]]:
+        program, plan = self.program, self.plan.schedule
+        return [
+            ("inputs", input_costs(program, plan, self.layout.live_names)),
+            ("constants", constant_costs(program, plan)),
+            ("metrics", metric_costs(program, plan)),
+        ]

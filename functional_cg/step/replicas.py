@@ -1,0 +1,201 @@
+"""Leaves that all ranks hold whole, or in shards that fit each other, and whether a step keeps them so.
+
+Over which axes of a mesh a value may differ is followed through the program: inputs differ over all of them, a shard
+over the axis that it is cut along; a reduction or a gather over an axis makes its result the same along it. A number
+among the inputs, of no dimension, is taken to be the same everywhere: a learning rate, a flag.
+
+Shards differ, as parts of one leaf do. Computed with other data on each rank they are parts of no one leaf, and a
+gather of them is the same everywhere but no more than a patchwork: only a reduction makes one value of data.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import product
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..errors import RankError
+from ..shards.collectives import ALL_REDUCE, GATHER, REDUCE_SCATTER
+from ..shards.mesh import Mesh
+from ..stages.program import Program, Var
+from ..state.arena import BufferSpec
+
+__all__ = ["apart", "refuse_divergence", "told_apart"]
+
+_ODD = 6364136223846793005  # spreads the place of a byte over 64 bits
+
+Axes = Mapping[str, str]  # over which axes a value may differ, and the source that this comes from
+
+
+def told_apart(program: Program) -> list[str]:
+    """What ranks compare of one program: its constants, then the numbers in each call, a word for each."""
+    words = [_digest_of(constant.value) for constant in program.constants]
+    return words + [
+        _word(repr(list(_numbers([instr.args, *instr.kwargs.values()])))) for instr in program.instrs
+    ]
+
+
+def apart(said: Sequence[Sequence[str]], mesh: Mesh) -> dict[int, tuple[str, ...]]:
+    """At which positions ranks differ, and over which axes: those along which there are neighbours that do.
+
+    Args:
+      said: What :func:`told_apart` gave on each rank.
+      mesh: The ranks.
+    """
+    sizes = [axis.size for axis in mesh.axes]
+    found: dict[int, tuple[str, ...]] = {}
+    for position, words in enumerate(zip(*said, strict=True)):
+        if len(set(words)) > 1:
+            laid_out = {place: words[rank] for rank, place in enumerate(product(*map(range, sizes)))}
+            found[position] = tuple(
+                axis.name
+                for number, axis in enumerate(mesh.axes)
+                if any(
+                    word != laid_out[(*place[:number], 0, *place[number + 1 :])]
+                    for place, word in laid_out.items()
+                )
+            )
+    return found
+
+
+def refuse_divergence(
+    program: Program,
+    specs: Sequence[BufferSpec],
+    names: Sequence[str],
+    mesh: Mesh,
+    others: Mapping[int, Sequence[str]],
+) -> None:
+    """Raise if a new leaf is not the same on the ranks that hold it whole, or its shards do not fit each other.
+
+    Args:
+      program: The program of a step; its first slots are those of the new state.
+      specs: What the slots are.
+      names: Of the inputs.
+      mesh: The ranks.
+      others: From :func:`apart`.
+    Raises:
+      RankError: Naming each such leaf, and what it is computed from.
+    """
+    differs = _followed(program, specs, names, mesh, others)
+    own_data = _followed(program, specs, names, mesh, {}, of_data=True)
+    targets = {known.var: known.leaves for known in program.ranges}
+    place = {slot: number for number, slot in enumerate(program.slots)}
+    rows, patchworks = [], []
+    for target, new in program.updates:
+        for slot in targets.get(target, (target,)):
+            name, cut = program.slot_names[place[slot]], _cut(specs[place[slot]])
+            known, data = differs(new), own_data(new)
+            found = {axis: source for axis, source in known.items() if axis not in cut}
+            if found:
+                rows.append(f"{name}  differs over {', '.join(found)}, by {next(iter(found.values()))}")
+            elif data:
+                patchworks.append(
+                    f"{name}  each shard over {', '.join(data)} by its own {next(iter(data.values()))}"
+                )
+    if rows:
+        raise RankError.of(
+            program.function,
+            f"gives {_leaves(rows)} that all ranks hold whole another value on each; the state is unchanged.",
+            rows=rows,
+            why="Nobody would notice: each rank goes on with its own, and a checkpoint has that of the first.",
+            fix="`sharding.mean(value)` of it, as for gradients, before it goes into the new state; of running "
+            "statistics, `fcg.tree.map(lambda b: sharding.mean(b) if b.is_floating_point() else b, buffers)`.",
+        )
+    if patchworks:
+        raise RankError.of(
+            program.function,
+            f"computes the shards of {_leaves(patchworks)} with other data on each rank; the state is unchanged.",
+            rows=patchworks,
+            why="They would be parts of different leaves: one scaled or chosen by this batch, another one by that.",
+            fix="`sharding.mean(value)` or `sharding.sum(value)` of what comes from the data, before it meets a shard.",
+        )
+
+
+def _leaves(rows: Sequence[str]) -> str:
+    return "a leaf" if len(rows) == 1 else f"{len(rows)} leaves"
+
+
+def _cut(spec: BufferSpec) -> tuple[str, ...]:
+    """The axis that a leaf is cut along."""
+    placement = spec.placement
+    return (placement.mesh.shards.name,) if placement is not None and placement.sharded else ()
+
+
+def _followed(
+    program: Program,
+    specs: Sequence[BufferSpec],
+    names: Sequence[str],
+    mesh: Mesh,
+    others: Mapping[int, Sequence[str]],
+    *,
+    of_data: bool = False,
+) -> Callable[[Var], Axes]:
+    """Over which axes the values of a variable may differ, at the end.
+
+    Args:
+      of_data: Only by what is computed from inputs and not reduced since, shard by shard or whole.
+    """
+    axes = {axis.group: axis.name for axis in mesh.wide}
+    everywhere = tuple(axes.values())
+    differs: dict[int, dict[str, str]] = {}  # by storage
+    # Parts that each rank picks for itself, of what is the same on all.
+    views: dict[Var, dict[str, str]] = {}
+
+    def of(var: Var) -> dict[str, str]:
+        return differs.get(var.storage, {}) | views.get(var, {})
+
+    def add(var: Var, found: Mapping[str, str]) -> None:
+        known = differs.setdefault(var.storage, {})
+        for axis, source in found.items():
+            known.setdefault(axis, source)
+
+    for slot, spec, name in zip(program.slots, specs, program.slot_names, strict=True):
+        add(slot, {axis: name for axis in _cut(spec) if axis in everywhere and not of_data})
+    for known in program.ranges:
+        for leaf in known.leaves:
+            add(known.var, differs[leaf.storage])
+    for var, name in zip(program.inputs, names, strict=True):
+        add(var, dict.fromkeys(everywhere if var.spec.shape else (), name))
+    for number, constant in enumerate(program.constants):
+        add(constant.var, dict.fromkeys(others.get(number, ()), constant.name))
+    for number, instr in enumerate(program.instrs, len(program.constants)):
+        found: dict[str, str] = {}
+        for var in instr.inputs():
+            found = of(var) | found
+        if number in others:
+            found = dict.fromkeys(others[number], f"a number of Python in {instr.op}") | found
+        if instr.op is ALL_REDUCE or instr.op is (REDUCE_SCATTER if of_data else GATHER):
+            found.pop(axes[instr.args[-1]], None)
+        elif instr.op is REDUCE_SCATTER:
+            found.setdefault(axes[instr.args[-1]], "the rank's own part of a sum")
+        looked_at = {var.storage for var in instr.inputs()} - {var.storage for var in instr.writes}
+        for var in (*instr.outputs(), *instr.writes):
+            if var.storage in looked_at:
+                views[var] = found
+            else:
+                add(var, found)
+    return of
+
+
+def _numbers(value: Any) -> Iterator[Any]:
+    """The numbers among arguments, lists included."""
+    if isinstance(value, (list, tuple)):
+        for item in value:
+            yield from _numbers(item)
+    elif isinstance(value, (bool, int, float, complex)):
+        yield value
+
+
+def _word(text: str) -> str:
+    return hashlib.blake2b(text.encode(), digest_size=4).hexdigest()
+
+
+def _digest_of(value: Tensor) -> str:
+    """A word for the bits of a tensor, each byte in its place."""
+    data = value.detach().contiguous().reshape(-1).view(torch.uint8).to(torch.int64)
+    place = torch.arange(1, data.numel() + 1, device=data.device) * _ODD
+    return _word(f"{value.dtype} {list(value.shape)} {int((data * place).sum())}")

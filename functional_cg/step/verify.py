@@ -1,0 +1,215 @@
+"""``debug="verify"``: replays beside eager runs of the same function on the same values."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import tree as pytree
+from ..ambient.setting import AsTraced
+from ..call.signature import Call
+from ..call.staging import Staging
+from ..errors import CaptureError
+from ..pytree.sameness import same
+from ..shards.peers import on_any
+from ..stages.plan import Buffers, ExecutionPlan, lower_aten, quiet
+from ..stages.program import Program
+from ..stages.run.replay import output_builder
+from ..stages.trial.judge import Judge, miscompiled
+from ..state.arena import Arena, BufferSpec
+from ..state.boundary import entered, held
+from ..state.leaf import owned
+from ..transforms.debug import Silence
+from .eager import evaluate
+from .lowered import Lowered
+
+__all__ = ["Shadow"]
+
+
+class Shadow:
+    """Runs a call's function eagerly on the values from before the call, and compares.
+
+    Args:
+      fn: The user's function.
+      name: Its name.
+      donates: Whether it returns a new state.
+    """
+
+    def __init__(self, fn: Callable[..., Any], name: str, *, donates: bool) -> None:
+        self._fn, self._name, self._donates = fn, name, donates
+        self._calls = 0
+
+    def verify(self, call: Call, lowered: Lowered, replay: Callable[[], Any]) -> Any:
+        """Replay a call and return its result, if it is that of the eager run.
+
+        Numbers have to be equal, tensors in all bits. A compiler adds in another order, and a step amplifies that as
+        much as it likes (Adam makes an update of 1e-3 of a gradient that is nothing but rounding), so no constant
+        would tell it from a mistake. Where there is one, three things are compared: in all bits, the replay with the
+        compiled function run outside of it, and the calls that the trace recorded, run one by one, with the eager
+        run; and as far as rounding goes, which is measured, the compiled function with these calls.
+        What the runs beside the replay print is not shown.
+
+        Raises:
+          CaptureError: Naming the leaves that differ and the call; or the eager run has raised.
+          MiscompileError: If a compiled function computes something else than the calls.
+        """
+        before = [state.arena.copy() for state in call.states]
+        live = [tensor.clone() for tensor in call.live]
+        got = replay()
+        self._calls += 1
+        if lowered.plan.compiled:
+            fresh = partial(self._buffers, call, before, live, lowered.program)
+            result, outputs = self._rehearse(call, fresh(), lowered, lowered.plan)
+            self._compare(call, result, "the compiled function run by itself", got)
+            self._refuse_miscompiled(call, lowered, outputs, fresh())
+            recorded, _ = self._rehearse(call, fresh(), lowered, lower_aten(lowered.program))
+        else:
+            recorded = got
+        self._compare(call, self._eager_run(call, before, live), "the eager run", recorded)
+        return got
+
+    def _eager_run(self, call: Call, before: Sequence[Arena], live: Sequence[Tensor]) -> Any:
+        slots = [arena.slots[s.start : s.stop] for s, arena in zip(call.states, before, strict=True)]
+        try:
+            with Silence(), AsTraced():
+                return evaluate(self._fn, call, slots, live, donates=self._donates)
+        except Exception as error:  # whatever the user's function raises
+            what = f"raises {type(error).__name__} in the eager run of verified call {self._calls}: {error}"
+            raise self._error(call, what) from error
+
+    def _buffers(self, call: Call, before: Sequence[Arena], live: list[Tensor], program: Program) -> Buffers:
+        """Static buffers of a call, in memory of their own."""
+        arenas = [arena.copy() for arena in before]
+        slots = [arena.slots[s.start : s.stop] for s, arena in zip(call.states, arenas, strict=True)]
+        staging = Staging(call.layout.specs, call.device)
+        staging.copy_in(live)
+        constants = [c.value.to(c.var.spec.device, copy=True) for c in program.constants]
+        return Buffers(list(chain.from_iterable(slots)), staging.slots, constants)
+
+    def _rehearse(
+        self, call: Call, buffers: Buffers, lowered: Lowered, plan: ExecutionPlan
+    ) -> tuple[Any, list[Tensor]]:
+        """What a plan makes of a call in the buffers: the result of the function, and the outputs of the program."""
+        with quiet():
+            metrics = plan.bind(buffers)(())
+        outputs = lowered.reference.made(metrics, buffers.slots)
+        assert lowered.program.output_def is not None
+        result = output_builder(lowered.program.output_def, lowered.program.outputs)(metrics)
+        if not self._donates:
+            return result, outputs
+        state = call.states[0]
+        values = buffers.slots[: state.stop - state.start]
+        return (pytree.unflatten(state.node, entered(state.specs, values)), result), outputs
+
+    def _refuse_miscompiled(
+        self, call: Call, lowered: Lowered, outputs: Sequence[Tensor], buffers: Buffers
+    ) -> None:
+        judge = Judge(lowered.reference, partial(on_any, lowered.mesh, self._name))
+        found = judge.differences(outputs, buffers)
+        if found:
+            raise miscompiled(
+                self._name,
+                f"something else at verified call {self._calls}.",
+                map(str, found),
+                f"The compiled step is compared with its calls one by one.{self._kept(call)}",
+            )
+
+    def _compare(self, call: Call, expected: Any, run: str, got: Any) -> None:
+        rows = self._differences(call, expected, got)
+        if rows:
+            raise self._error(call, f"replay differs from {run} at verified call {self._calls}.", rows)
+
+    def _differences(self, call: Call, expected: Any, got: Any) -> list[str]:
+        if not self._donates:
+            return _differences("outputs", expected, got)
+        if not isinstance(expected, tuple) or len(expected) != 2:
+            return [f"result  eager {type(expected).__name__}   replay (state, metrics)"]
+        names = call.states[0].name, "metrics"
+        triples = zip(names, expected, got, strict=True)
+        return [row for name, want, have in triples for row in _differences(name, want, have)]
+
+    def _kept(self, call: Call) -> str:
+        if not self._donates:
+            return ""
+        return f" The replay has committed: `{call.states[0].name}.latest()` is its state."
+
+    def _error(self, call: Call, what: str, rows: Iterable[str] = ()) -> CaptureError:
+        return CaptureError.of(
+            self._name,
+            what,
+            rows=list(rows),
+            why=f"Something in the step is not a function of its arguments, or is not deterministic.{self._kept(call)}",
+            fix="look for kernels with hidden state or atomics (`torch.use_deterministic_algorithms(True)`), and "
+            "for host values reached in ways that are not watched.",
+        )
+
+
+def _differences(root: str, expected: Any, got: Any) -> list[str]:
+    """Where two trees differ, one line each."""
+    pairs, treedef = pytree.flatten_with_path(expected)
+    leaves, other = pytree.flatten(got)
+    if treedef != other:
+        return pytree.structure_diff(treedef, other, root) or [
+            f"{root}  eager and replay differ in structure"
+        ]
+    triples = [
+        (pytree.path_string(path, root), want, have) for (path, want), have in zip(pairs, leaves, strict=True)
+    ]
+    return [f"{name}  {text}" for name, want, have in triples if (text := _difference(want, have))]
+
+
+def _difference(want: Any, have: Any) -> str:
+    """How two leaves differ; an empty string if they do not."""
+    if not isinstance(want, Tensor) or not isinstance(have, Tensor):
+        return "" if have is want or same(have, want) else f"eager {_shown(want)}   replay {_shown(have)}"
+    want, have = owned(held(want)).detach(), owned(held(have)).detach()
+    if (want.shape, want.dtype) != (have.shape, have.dtype):
+        return f"eager {_shown(want)}   replay {_shown(have)}"
+    if _same_bits(want, have):
+        return ""
+    if not (want.is_floating_point() or want.is_complex()):
+        return f"differs in {int((want != have).sum())} of {want.numel()} elements"
+    distance = _distance(want, have)
+    return f"differs by {distance:.3g} in norm" if distance else "differs in the sign of zeros"
+
+
+def _shown(leaf: Any) -> str:
+    return str(BufferSpec.of(leaf)) if isinstance(leaf, Tensor) else repr(leaf)
+
+
+def _wide(tensor: Tensor) -> Tensor:
+    return tensor.to(torch.complex128 if tensor.is_complex() else torch.float64)
+
+
+def _distance(want: Tensor, have: Tensor) -> float:
+    """Norm of the difference; where both are NaN, or the same infinity, there is none."""
+    want, have = _wide(want), _wide(have)
+    equal = (want == have) | (want.isnan() & have.isnan())
+    distance: float = torch.where(equal, 0.0, have - want).abs().norm().item()
+    return math.inf if math.isnan(distance) else distance
+
+
+def _same_bits(a: Tensor, b: Tensor) -> bool:
+    """Whether the bits agree; one NaN is as good as another."""
+    if not (a.is_floating_point() or a.is_complex()):
+        return torch.equal(a, b)
+    return all(
+        torch.equal(_bits(one), _bits(other)) for one, other in zip(_numbers(a), _numbers(b), strict=True)
+    )
+
+
+def _numbers(tensor: Tensor) -> tuple[Tensor, Tensor]:
+    """Which elements are NaN, and the others with their signs."""
+    parts = torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
+    nan = parts.double().isnan()
+    return nan, torch.where(nan, 0.0, parts.double())
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    return tensor.contiguous().reshape(-1).view(torch.uint8)

@@ -1,0 +1,186 @@
+"""Control flow inside of a step: a choice on the device, and a loop over a leading dimension.
+
+A captured graph runs the same kernels at each call. So a choice runs both branches and selects, and a loop is unrolled.
+The names and the order of arguments are those of ``jax.lax``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import tree as pytree
+from ..errors import LayoutError
+from ..state.arena import BufferSpec
+from ..tree import path_string, structure_diff
+
+__all__ = ["cond", "scan"]
+
+
+def cond(pred: Tensor, true_fn: Callable[..., Any], false_fn: Callable[..., Any], *operands: Any) -> Any:
+    """``true_fn(*operands)`` where ``pred`` holds, else ``false_fn(*operands)``: both run, and a value is selected.
+
+    For a condition that only the device knows. One that Python knows is an ordinary ``if``.
+
+    Both branches cost time at each call. What is not selected gets a gradient of zero; but zero times an infinite
+    derivative is NaN, so a branch must be differentiable where it is not selected, too: clamp its operands first, as in
+    ``cond(x > 0, lambda x: x.clamp(min=1e-6).log(), torch.zeros_like, x)``.
+
+    Args:
+      pred: bool, of shape [].
+      true_fn: Returns a pytree of tensors.
+      false_fn: Returns one of the same structure, shapes and dtypes.
+      operands: Given to both.
+    Returns:
+      The selected pytree. A leaf that both branches return as it is stays that leaf; the others are new tensors.
+    Raises:
+      TypeError: If ``pred`` is no tensor of dtype bool and shape [].
+      LayoutError: If the branches return different structures, shapes or dtypes, or leaves that are no tensors.
+
+    Example:
+      >>> import torch, functional_cg as fcg
+      >>> @fcg.graph_fn
+      ... def clipped(x):
+      ...     return fcg.cond(x.norm() > 1, lambda x: x / x.norm(), lambda x: x, x)
+      >>> clipped(torch.tensor([3.0, 4.0])), clipped(torch.tensor([0.3, 0.4]))
+      (tensor([0.6000, 0.8000]), tensor([0.3000, 0.4000]))
+    """
+    if not isinstance(pred, Tensor) or pred.dtype != torch.bool or pred.dim():
+        got = str(BufferSpec.of(pred)) if isinstance(pred, Tensor) else repr(pred)
+        raise TypeError(
+            f"cond: `pred` has to be a tensor of dtype bool and shape [], got {got}; a condition of Python is an `if`"
+        )
+    chosen, other = true_fn(*operands), false_fn(*operands)
+    _refuse_unlike("cond", "false_fn", chosen, "true_fn", other)
+    return pytree.map(lambda one, two: one if one is two else torch.where(pred, one, two), chosen, other)
+
+
+def scan(
+    fn: Callable[[Any, Any], tuple[Any, Any]],
+    init: Any,
+    xs: Any,
+    length: int | None = None,
+    *,
+    reverse: bool = False,
+) -> tuple[Any, Any]:
+    """A loop that carries a value along the first dimension of ``xs``, unrolled: one copy of the body per element.
+
+    Args:
+      fn: ``fn(carry, x) -> (carry, y)``; the new carry has the structure, shapes and dtypes of the old one.
+      init: The first carry.
+      xs: A pytree of tensors [n, ...]; ``x`` is the tree of their elements. None for a loop over nothing.
+      length: The number of elements; needed where ``xs`` has no leaves.
+      reverse: Whether it begins with the last element; ``ys`` are in the order of ``xs`` all the same.
+    Returns:
+      The last carry, and the ``y`` of all elements, stacked: tensors [n, ...].
+    Raises:
+      TypeError: If ``fn`` does not return a pair, or ``length`` is no integer.
+      ValueError: If there is no length, or the loop has no element and so nothing to stack.
+      LayoutError: If leaves of ``xs`` have no or different lengths, a carry or ``y`` is unlike the one before, or has a
+        leaf that is no tensor.
+
+    Example:
+      >>> import torch, functional_cg as fcg
+      >>> fcg.scan(lambda total, x: (total + x, total), torch.tensor(0), torch.tensor([1, 2, 3]))
+      (tensor(6), tensor([0, 1, 3]))
+
+      Several training steps in one graph, on batches [k, ...]; the metrics of a call are those of its steps:
+
+      >>> @fcg.graph_step
+      ... def train_step(state, batch):
+      ...     return {"n": state["n"] + batch.sum()}, {"n": state["n"]}
+      >>> @fcg.graph_step
+      ... def several_steps(state, batches):
+      ...     return fcg.scan(train_step, state, batches)
+      >>> several_steps({"n": torch.tensor(0.0)}, torch.ones(3, 2))[1]
+      {'n': tensor([0., 2., 4.])}
+    """
+    if length is not None and type(length) is not int:
+        raise TypeError(f"scan: `length` has to be an integer, got {length!r}")
+
+    def pair(carry: Any, x: Any) -> tuple[Any, Any]:
+        out = fn(carry, x)
+        if not isinstance(out, tuple) or len(out) != 2:
+            raise TypeError(f"scan: `fn` has to return a pair (carry, y), got {type(out).__name__}")
+        return out
+
+    leaves, treedef = pytree.flatten(xs)
+    count = _length(leaves, treedef, length)
+    columns = [leaf.unbind(0) for leaf in leaves]
+    elements = [pytree.unflatten(treedef, [column[i] for column in columns]) for i in range(count)]
+    return loop(pair, init, elements, names=("scan", "carry", "y"), reverse=reverse)
+
+
+def loop(
+    fn: Callable[[Any, Any], tuple[Any, Any]],
+    carry: Any,
+    elements: Sequence[Any],
+    *,
+    names: tuple[str, str, str],
+    reverse: bool = False,
+) -> tuple[Any, Any]:
+    """The loop of :func:`scan` over elements; ``names`` are those of function, carry and ``y`` in a refusal."""
+    function, carried, stacked = names
+    ys: list[Any] = []
+    for element in reversed(elements) if reverse else elements:
+        new, y = fn(carry, element)
+        _refuse_unlike(function, carried, carry, f"the {carried} before", new)
+        _refuse_unlike(function, stacked, ys[0] if ys else y, f"the first {stacked}", y)
+        carry = new
+        ys.append(y)
+    return carry, pytree.map(lambda *column: torch.stack(column), *(reversed(ys) if reverse else ys))
+
+
+def _length(leaves: list[Any], treedef: pytree.Treedef, length: int | None) -> int:
+    rows = [
+        f"{path_string(path, 'xs')}  expected a tensor [{'n' if length is None else length}, ...]   got "
+        + (str(BufferSpec.of(leaf)) if isinstance(leaf, Tensor) else type(leaf).__name__)
+        for path, leaf in zip(treedef.paths(), leaves, strict=True)
+    ]
+    sizes = {leaf.shape[0] if isinstance(leaf, Tensor) and leaf.dim() else -1 for leaf in leaves}
+    sizes |= set() if length is None else {length}
+    if leaves and (len(sizes) > 1 or -1 in sizes):
+        raise LayoutError.of(
+            "scan",
+            "`xs` has no common first dimension.",
+            rows=rows,
+            fix="pass what is the same for all elements by closure; `length` may be left out where there are `xs`.",
+        )
+    if max(sizes, default=0) < 1:
+        raise ValueError(
+            "scan: there is no element; give `xs` with a first dimension of 1 or more, or `length`"
+        )
+    return int(max(sizes))
+
+
+def _refuse_unlike(function: str, name: str, expected: Any, other: str, got: Any) -> None:
+    """Refuse two trees of different structures, shapes or dtypes."""
+    want, treedef = pytree.flatten(expected)
+    have, found = pytree.flatten(got)
+    rows = structure_diff(treedef, found, name)
+    if not rows:
+        rows = [
+            f"{path_string(path, name)}  {_difference(a, b)}"
+            for path, a, b in zip(treedef.paths(), want, have, strict=True)
+            if not (isinstance(a, Tensor) and isinstance(b, Tensor))
+            or (a.shape, a.dtype) != (b.shape, b.dtype)
+        ]
+    if rows:
+        raise LayoutError.of(
+            function,
+            f"`{name}` is unlike {other}.",
+            rows=rows,
+            why="One graph serves all values, so shapes and dtypes cannot depend on them.",
+            fix="return tensors of the same structure, shapes and dtypes; a number as `torch.full((), 0.0)`.",
+        )
+
+
+def _difference(expected: Any, got: Any) -> str:
+    if not isinstance(expected, Tensor):
+        return f"expected a tensor   got {expected!r}"
+    return f"expected {BufferSpec.of(expected)}   got " + (
+        str(BufferSpec.of(got)) if isinstance(got, Tensor) else repr(got)
+    )

@@ -1,0 +1,169 @@
+"""Printing from inside of a step.
+
+What is printed leaves the step beside its metrics; the host formats it after each call. The call that prints reads
+values, so it waits for the device.
+"""
+
+from __future__ import annotations
+
+import itertools
+import string
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from ..state.arena import BufferSpec
+from ..state.leaf import owned
+from .taps import TAP
+
+__all__ = ["DEBUG_PRINT", "REPORTS", "Silence", "debug_print", "show"]
+
+# The registration lives as long as this module.
+_library = torch.library.Library("fcg", "FRAGMENT")
+_library.define("debug_print(str text, Tensor[] values) -> ()")
+
+
+def show(text: str, values: Sequence[Tensor]) -> None:
+    """Write one line to ``sys.stdout``: ``text`` with the values filled in."""
+    sys.stdout.write(text.format(*(value.cpu() for value in values)) + "\n")
+
+
+_library.impl("debug_print", show, "CompositeExplicitAutograd")
+
+
+def _show_each(info: Any, in_dims: Any, text: str, values: Sequence[Tensor]) -> tuple[None, None]:
+    """Under ``vmap``: one line for each element of the batch, in order."""
+    for i in range(info.batch_size):
+        pairs = zip(values, in_dims[1], strict=True)
+        torch.ops.fcg.debug_print(
+            text, [value if dim is None else value.select(dim, i) for value, dim in pairs]
+        )
+    return None, None
+
+
+torch.library.register_vmap("fcg::debug_print", _show_each, lib=_library)
+DEBUG_PRINT = torch.ops.fcg.debug_print.default
+
+
+# What leaves a step beside its metrics.
+REPORTS = frozenset({DEBUG_PRINT, TAP})
+
+
+class Silence(TorchFunctionMode):
+    """Under this mode nothing is printed, and nothing tapped.
+
+    Args:
+      on: Whether it is so; a mode that does nothing is still one, and some modules of torch ask whether there is one.
+    """
+
+    def __init__(self, *, on: bool = True) -> None:
+        super().__init__()
+        self._unsaid = REPORTS if on else frozenset()
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        return None if func in self._unsaid else func(*args, **(kwargs or {}))
+
+
+def debug_print(text: str, /, *args: Any, **kwargs: Any) -> None:
+    """Print values of tensors from inside of a step, at each call: in order, after the call, on the host.
+
+    The program stays what it is; in an eager run the line is printed at once. Values that are no tensors are printed
+    as they were when the step was traced.
+
+    Under ``vmap`` it prints one line for each element of the batch. Where ``sys.stdout`` cannot be written to, the
+    call raises after its commit: ``state.latest()`` is the new state.
+
+    Args:
+      text: A format string, as for ``str.format``. Fields of 0-dim tensors take number formats such as ``{:.3f}``.
+      args: Tensors of any shape, or other values.
+      kwargs: The same, by name.
+    Raises:
+      ValueError: If a format does not fit the tensor's dtype, or is meant for a number and the tensor has dimensions.
+      IndexError: If ``text`` has more fields than there are values.
+      KeyError: If ``text`` names a value that is not there.
+
+    Example:
+      >>> import torch, functional_cg as fcg
+      >>> @fcg.graph_step
+      ... def step(state, x):
+      ...     fcg.debug_print("n = {}, mean = {:.2f}", state["n"], x.mean())
+      ...     return {"n": state["n"] + 1}, {}
+      >>> state, _ = step({"n": torch.tensor(0)}, torch.tensor([1.0, 2.0]))
+      n = 0, mean = 1.50
+      >>> state, _ = step(state, torch.tensor([3.0, 5.0]))
+      n = 1, mean = 4.00
+    """
+    template = _Template(text, args, kwargs)
+    with torch.no_grad():  # copies, since the step may write to a tensor after it was printed
+        values = [owned(tensor).detach().clone() for tensor in template.tensors]
+    DEBUG_PRINT(template.text, values or [torch.zeros(0)])
+
+
+class _Template:
+    """A format string with all but the tensors filled in.
+
+    Attributes:
+      text: The text, with numbered fields for the tensors.
+      tensors: The tensors.
+    """
+
+    def __init__(self, text: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        self.tensors: list[Tensor] = []
+        self._args, self._kwargs = args, kwargs
+        self._formatter, self._automatic = string.Formatter(), itertools.count()
+        self.text = "".join(
+            _escaped(literal) + ("" if name is None else self._field(name, spec or "", conversion))
+            for literal, name, spec, conversion in self._formatter.parse(text)
+        )
+
+    def _field(self, name: str, spec: str, conversion: str | None) -> str:
+        value, spec = self._value(name), self._spec(spec)
+        if not isinstance(value, Tensor):
+            return _escaped(format(self._formatter.convert_field(value, conversion), spec))
+        self._refuse_misfit(value, spec, conversion)
+        self.tensors.append(value)
+        ending = (f"!{conversion}" if conversion else "") + (f":{spec}" if spec else "")
+        return f"{{{len(self.tensors) - 1}{ending}}}"
+
+    def _value(self, name: str) -> Any:
+        name = f"{next(self._automatic)}{name}" if not name or name[0] in ".[" else name
+        return self._formatter.get_field(name, self._args, self._kwargs)[0]
+
+    def _spec(self, text: str) -> str:
+        """A format with the fields inside of it filled in, as in ``{:{width}}``."""
+        return "".join(
+            literal + ("" if name is None else format(self._value(name), spec or ""))
+            for literal, name, spec, _ in self._formatter.parse(text)
+        )
+
+    def _refuse_misfit(self, tensor: Tensor, spec: str, conversion: str | None) -> None:
+        if spec and tensor.dim() and not conversion:
+            raise ValueError(
+                f"debug_print: `{{:{spec}}}` formats a number, and the tensor is {BufferSpec.of(tensor)}; "
+                "print it with `{}`, or one element of it"
+            )
+        try:
+            format(self._formatter.convert_field(_sample(tensor.dtype), conversion), spec)
+        except ValueError as error:
+            raise ValueError(
+                f"debug_print: `{{:{spec}}}` does not format {BufferSpec.of(tensor)}: {error}"
+            ) from None
+
+
+def _sample(dtype: torch.dtype) -> complex | float | int | bool:
+    """A number such as ``item()`` gives for the dtype; a tensor would be a part of the step."""
+    if dtype.is_complex:
+        return 0j
+    if dtype.is_floating_point:
+        return 0.0
+    return False if dtype is torch.bool else 0
+
+
+def _escaped(text: str) -> str:
+    return text.replace("{", "{{").replace("}", "}}")

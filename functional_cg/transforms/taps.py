@@ -1,0 +1,146 @@
+"""Values from inside of a step, read outside of it after any call.
+
+What is tapped leaves the step beside its metrics, into a ring of the last values per name. Nothing waits for the device
+until a value is read.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..ambient.modes import ordinary, without_gradients
+from ..state.arena import BufferSpec
+from ..state.leaf import owned
+
+__all__ = ["TAP", "Taps", "tap"]
+
+# The registration lives as long as this module.
+_library = torch.library.Library("fcg", "FRAGMENT")
+_library.define("tap(str name, int keep, Tensor[] values) -> ()")
+
+
+_listener: ContextVar[Taps | None] = ContextVar("listener", default=None)
+
+
+def _record(name: str, keep: int, values: Sequence[Tensor]) -> None:
+    """In an eager run; a trace takes note of the call instead, and outside of a step nobody listens."""
+    taps = _listener.get()
+    if taps is not None:
+        taps.record(name, keep, values)
+
+
+def _batched(info: Any, in_dims: Any, name: str, keep: int, values: Sequence[Tensor]) -> tuple[None, None]:
+    """Under ``vmap``: the values of all elements at once, the batch first."""
+    del info
+    whole = [v if dim is None else v.movedim(dim, 0) for v, dim in zip(values, in_dims[2], strict=True)]
+    torch.ops.fcg.tap(name, keep, whole)
+    return None, None
+
+
+_library.impl("tap", _record, "CompositeExplicitAutograd")
+torch.library.register_vmap("fcg::tap", _batched, lib=_library)
+TAP = torch.ops.fcg.tap.default
+
+
+def tap(name: str, x: Tensor, *, keep: int = 1) -> None:
+    """Show a value from inside of a step as ``step.taps[name]``: read it after any call, or never.
+
+    The step computes what it did before; the value leaves it as a metric does, without a host sync. With ``keep``
+    the last values stay on the device, so that a loss is recorded at each call and read every hundred calls. A name
+    that is tapped several times in a call, as in a loop, has several values in it, in order; one of another shape,
+    dtype or ``keep`` begins anew, so it needs a name of its own. Under ``vmap`` a value has the batch as its first
+    dimension. Outside of a step nothing is kept.
+
+    Args:
+      name: Under which it is read.
+      x: Tensor of any shape and dtype.
+      keep: Number of values that stay; their memory is the price.
+    Raises:
+      TypeError: If ``name`` is no text, or ``x`` no tensor.
+      ValueError: If ``keep`` is below 1.
+
+    Example:
+      >>> import torch, functional_cg as fcg
+      >>> @fcg.graph_step
+      ... def step(state, x):
+      ...     hidden = torch.relu(x @ state["w"])
+      ...     fcg.tap("hidden", hidden)
+      ...     fcg.tap("sum", hidden.sum(), keep=3)
+      ...     return state, {}
+      >>> state = {"w": torch.ones(2, 1)}
+      >>> for i in range(5):
+      ...     state, _ = step(state, torch.full((1, 2), float(i)))
+      >>> step.taps["hidden"], step.taps["sum"]
+      (tensor([[8.]]), tensor([4., 6., 8.]))
+    """
+    if not isinstance(name, str):
+        raise TypeError(f"tap: `name` has to be a text, got {name!r}")
+    if not isinstance(x, Tensor):
+        raise TypeError(
+            f"tap: {name!r} has to be a tensor, got {type(x).__name__}; a Python value needs no tap"
+        )
+    if type(keep) is not int or keep < 1:
+        raise ValueError(f"tap: `keep` has to be an integer of 1 or more, got {keep!r}")
+    with ordinary():  # a copy, since the step may write to it later
+        without_gradients()
+        value = owned(x).detach().clone()
+    TAP(name, keep, [value])
+
+
+class Taps(Mapping[str, Tensor]):
+    """The tapped values of a step by name: the last one, or the last ones as [n, ...], the oldest first.
+
+    What is read is a copy. Reading waits for the device only where its numbers are looked at.
+    """
+
+    def __init__(self) -> None:
+        self._rings: dict[str, deque[Tensor]] = {}
+
+    def record(self, name: str, keep: int, values: Sequence[Tensor]) -> None:
+        """Keep a value; those of another shape or dtype before it are dropped."""
+        ring, (value,) = self._rings.get(name), values
+        if (
+            ring is None
+            or ring.maxlen != keep
+            or (ring[-1].shape, ring[-1].dtype) != (value.shape, value.dtype)
+        ):
+            ring = self._rings[name] = deque(maxlen=keep)
+        ring.append(value)
+
+    def __getitem__(self, name: str) -> Tensor:
+        if name not in self._rings:
+            known = f"; tapped are {', '.join(self._rings)}" if self._rings else "; nothing was tapped yet"
+            raise KeyError(f"{name!r} is no tapped value{known}")
+        ring = self._rings[name]
+        with ordinary():
+            without_gradients()
+            return ring[-1].clone() if ring.maxlen == 1 else torch.stack(list(ring))
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(list(self._rings))
+
+    def __len__(self) -> int:
+        return len(self._rings)
+
+    def __repr__(self) -> str:
+        lines = [
+            f"{name}  {BufferSpec.of(ring[-1])}" + (f"  last {len(ring)}" if ring.maxlen != 1 else "")
+            for name, ring in list(self._rings.items())
+        ]
+        return "\n".join(lines) or "nothing was tapped yet"
+
+    @contextmanager
+    def listening(self) -> Iterator[None]:
+        """Within it, what is tapped on this thread is recorded here at once, as in an eager run."""
+        token = _listener.set(self)
+        try:
+            yield
+        finally:
+            _listener.reset(token)
