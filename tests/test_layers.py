@@ -84,11 +84,6 @@ DOORS = {
 }
 
 MAX_LINES = 400
-# Module -> (its own limit, why it is one room all the same).
-LONG_FILES = {
-    "stages.trace.recorder": (500, "one recorder; its parts share the state of a trace"),
-}
-
 # Calls whose result may be kept by a module: it cannot be changed, or it is a registration with the runtime.
 FROZEN_CALLS = frozenset(
     {
@@ -468,9 +463,8 @@ def mutable_violations(source: str, module: str) -> list[str]:
 
 def length_violations(source: str, module: str) -> list[str]:
     """Say whether a file has outgrown its room."""
-    limit, _ = LONG_FILES.get(module, (MAX_LINES, ""))
     lines = len(source.splitlines())
-    return [f"{module} has {lines} lines, more than {limit}"] if lines > limit else []
+    return [f"{module} has {lines} lines, more than {MAX_LINES}"] if lines > MAX_LINES else []
 
 
 # --- the package -------------------------------------------------------------------------------------------
@@ -506,11 +500,6 @@ def test_module_keeps_the_rule(module: str, check: Callable[[str, str], list[str
 def test_deferred_allowance_is_still_needed(importer: str, imported: str) -> None:
     found = imports(SOURCES[importer], importer, frozenset(SOURCES), is_folder=importer in FOLDERS)
     assert any(item.target == imported and item.deferred for item in found)
-
-
-@pytest.mark.parametrize("module", LONG_FILES)
-def test_long_file_allowance_is_still_needed(module: str) -> None:
-    assert len(SOURCES[module].splitlines()) > MAX_LINES
 
 
 @pytest.mark.parametrize("folder", sorted(FOLDERS))

@@ -7,13 +7,9 @@ first: host values that move between two runs show up there.
 
 from __future__ import annotations
 
-import gc
-import math
-import time
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -24,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ... import tree as pytree
 from ...ambient.setting import canonical, in_a_backward
 from ...call.signature import new_state_and_metrics
-from ...errors import BakedValueError, FunctionalCGError, HostSyncError, SideEffectError
+from ...errors import BakedValueError, FunctionalCGError, HostSyncError
 from ...messages.source import Locator
 from ...nn.originals import meeting
 from ...shards.reader import Reader
@@ -45,7 +41,8 @@ from .host import HostGuard, HostRandomness, HostState
 from .recipe import Recipe
 from .results import refuse_unreturnable
 from .rules import Rules, refuse_mixed_dtypes, refuse_new_state
-from .strays import disown
+from .strays import disown, refuse_kept
+from .twice import refuse_another_call, refuse_another_result
 
 __all__ = ["trace"]
 
@@ -57,8 +54,6 @@ _LIFTS = frozenset(
 _PUTS = frozenset(
     f"aten::{op}{end}" for op in "copy fill index_put masked_fill index_fill".split() for end in ("", "_")
 )
-
-_RNN_FIX = "call an RNN by `apply, params, buffers = fcg.from_module(module)`: it stores its parameters. Or "
 
 
 class _Recorder(TorchDispatchMode):
@@ -208,7 +203,7 @@ class _Recorder(TorchDispatchMode):
         instr = Instr(func, frozen, named, self._born(out), writes, self._locator.locate(), in_a_backward())
         self.program.instrs.append(instr)
         if self._first is not None:
-            _refuse_difference(self._first, self.program.instrs)
+            refuse_another_call(self._first, self.program.instrs)
 
     def _literal(self, value: Tensor) -> Tensor:
         """``torch.tensor([...])``: a constant of the step. Memory that it shares with numpy belongs to the caller."""
@@ -268,75 +263,6 @@ class _Recorder(TorchDispatchMode):
                 why="Replay would use the value of the trace for ever.",
                 fix="pass it as an input.",
             )
-
-
-def _same(a: Any, b: Any) -> bool:
-    if isinstance(a, Var) and isinstance(b, Var):
-        return a.index == b.index
-    if type(a) is not type(b):
-        return False
-    if isinstance(a, float):
-        return (a == b and math.copysign(1, a) == math.copysign(1, b)) or (math.isnan(a) and math.isnan(b))
-    if isinstance(a, (list, tuple)):
-        return len(a) == len(b) and all(map(_same, a, b))
-    if isinstance(a, dict):
-        return list(a) == list(b) and all(_same(a[name], b[name]) for name in a)
-    try:
-        return bool(a == b)
-    except Exception:  # whatever a user's object raises
-        return a is b
-
-
-def _refuse_difference(first: Program, instrs: Sequence[Instr]) -> None:
-    """Raise if the last instruction differs from the one at its place in the first trace."""
-    number, instr = len(instrs) - 1, instrs[-1]
-    known = first.instrs[number] if number < len(first.instrs) else None
-    if (
-        known is None
-        or known.op is not instr.op
-        or not _same(known.args, instr.args)
-        or not _same(known.kwargs, instr.kwargs)
-    ):
-        raise _difference(first.function, known, instr)
-
-
-def _difference(function: str, first: Instr | None, then: Instr | None) -> BakedValueError:
-    rows = [
-        f"{when}  {f'{instr}   at {instr.site}' if instr else 'nothing'}"
-        for when, instr in (("first", first), ("then ", then))
-    ]
-    return BakedValueError.of(
-        function,
-        "two traces of it differ: a value on the host moved in between.",
-        rows=rows,
-        why="Replay would repeat the first trace for ever.",
-        fix="pass what changes (time, counters, random numbers) as an input, or keep it in the state.",
-    )
-
-
-def _refuse_kept(name: str, recorder: _Recorder, references: Sequence[weakref.ref[Tensor]]) -> None:
-    if not any(reference() is not None for reference in references):
-        return
-    # Cycles of the user's own, such as an autograd context. It does nothing while another thread collects.
-    if not gc.collect():
-        time.sleep(0.01)
-        gc.collect()
-    sites = {id(var): instr.site for instr in recorder.program.instrs for var in instr.outputs()}
-    rows = [
-        f"{var.spec}, made at {sites.get(id(var), 'entry')}"
-        for var, reference in zip(recorder.variables, references, strict=True)
-        if reference() is not None
-    ]
-    if rows:
-        raise SideEffectError.of(
-            name,
-            f"keeps {'a tensor' if len(rows) == 1 else f'{len(rows)} tensors'} of the step beyond its end.",
-            rows=rows,
-            why="Python runs when the step is traced, not when it is replayed: what was kept would never be updated.",
-            fix=(_RNN_FIX if all(row.endswith("entry") for row in rows) else "")
-            + "return it in the metrics or in the new state instead of storing it (attribute, list, cache). "
-            f"A debugger keeps what it sees: use it in `{name}.eager(...)`, or with FCG_DISABLE_CAPTURE=1.",
-        )
 
 
 def _run(
@@ -428,7 +354,7 @@ def trace(recipe: Recipe, checkpoint: Callable[[], None] = lambda: None) -> tupl
         with torch.inference_mode(False):
             recorder = _run(recipe, None, checkpoint, runs)
             randomness.refuse_draws(recipe.name, lambda: _run(recipe, None, checkpoint, runs))
-            _refuse_kept(recipe.name, recorder, recorder.release())
+            refuse_kept(recipe.name, recorder.program, recorder.variables, recorder.release())
             reads = HostReads([constant for _, constant in recipe.constants])
             for name, value in (("self", recipe.function), *recipe.objects):
                 reads.handed(value, name)
@@ -443,28 +369,7 @@ def trace(recipe: Recipe, checkpoint: Callable[[], None] = lambda: None) -> tupl
         for run in runs:
             disown(run.program, run.release(), run.variables)
     program = recorder.program
-    if len(again.program.instrs) < len(program.instrs):
-        raise _difference(recipe.name, program.instrs[len(again.program.instrs)], None)
-    _refuse_changed_result(program, again.program)
+    refuse_another_result(program, again.program)
     watched = HostWatch(reads.finish(), autocast_dtypes=reads.says_autocast)
     host.refuse_change(watched, reads)
     return program, watched
-
-
-def _refuse_changed_result(first: Program, second: Program) -> None:
-    rows = [
-        f"{path_string(path, 'metrics')}  first {a!r}   then {b!r}"
-        for path, a, b in zip(first.output_paths, first.outputs, second.outputs, strict=False)
-        if not _same(a, b)
-    ]
-    rows += [
-        f"first {a}   then {b}" for a, b in zip_longest(first.reports, second.reports) if str(a) != str(b)
-    ]
-    if rows or first.output_def != second.output_def:
-        raise BakedValueError.of(
-            first.function,
-            "returns Python values that differ between two traces.",
-            rows=rows,
-            why="A Python value among the metrics comes back as it was at the trace.",
-            fix="return a tensor, or count outside of the step.",
-        )

@@ -1,12 +1,14 @@
-"""Strays: tensors of a refused trace that somebody still holds, such as a table in a cache of the user's.
+"""Strays: tensors of a trace that somebody still holds when it is over, such as a table in a cache of the user's.
 
-The trace is over, and nothing would compute with them. What was made of Python numbers alone is computed when it is
-asked for: the cache then holds what a run without a trace would have put there. What was made of leaves of a state or
-of inputs has no values, and says so.
+After a trace that succeeds they are an error. After one that is refused nothing would compute with them: what was made
+of Python numbers alone is computed when it is asked for, so a cache holds what a run without a trace would have put
+there. What was made of leaves of a state or of inputs has no values, and says so.
 """
 
 from __future__ import annotations
 
+import gc
+import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -18,9 +20,10 @@ from ...ambient.modes import ordinary, without_gradients
 from ...errors import SideEffectError
 from ..program import Program, Var, live, map_vars
 
-__all__ = ["Stray", "disown"]
+__all__ = ["Stray", "disown", "refuse_kept"]
 
 _DEVICE = torch.ops.prim.device.default
+_RNN_FIX = "call an RNN by `apply, params, buffers = fcg.from_module(module)`: it stores its parameters. Or "
 
 
 class Stray(Tensor):
@@ -127,3 +130,38 @@ def _without_values(program: Program, var: Var) -> SideEffectError:
         why="It was made of the state or the inputs while the step was traced, and something has kept it.",
         fix="clear what keeps it (a cache, an attribute, a list), and return it from the step instead.",
     )
+
+
+def refuse_kept(
+    name: str, program: Program, variables: Sequence[Var], references: Sequence[weakref.ref[Tensor]]
+) -> None:
+    """Raise if a tensor of a trace is still there: somebody has stored it.
+
+    Args:
+      name: The step.
+      program: What was traced.
+      variables: Its variables.
+      references: Their tensors.
+    """
+    if not any(reference() is not None for reference in references):
+        return
+    # Cycles of the user's own, such as an autograd context. It does nothing while another thread collects.
+    if not gc.collect():
+        time.sleep(0.01)
+        gc.collect()
+    sites = {id(var): instr.site for instr in program.instrs for var in instr.outputs()}
+    rows = [
+        f"{var.spec}, made at {sites.get(id(var), 'entry')}"
+        for var, reference in zip(variables, references, strict=True)
+        if reference() is not None
+    ]
+    if rows:
+        raise SideEffectError.of(
+            name,
+            f"keeps {'a tensor' if len(rows) == 1 else f'{len(rows)} tensors'} of the step beyond its end.",
+            rows=rows,
+            why="Python runs when the step is traced, not when it is replayed: what was kept would never be updated.",
+            fix=(_RNN_FIX if all(row.endswith("entry") for row in rows) else "")
+            + "return it in the metrics or in the new state instead of storing it (attribute, list, cache). "
+            f"A debugger keeps what it sees: use it in `{name}.eager(...)`, or with FCG_DISABLE_CAPTURE=1.",
+        )

@@ -1,0 +1,80 @@
+"""A step is traced twice: what differs between the two is a value of the host that would be frozen."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from itertools import zip_longest
+from typing import Any
+
+from ...errors import BakedValueError
+from ...tree import path_string
+from ..program import Instr, Program, Var
+
+__all__ = ["refuse_another_call", "refuse_another_result"]
+
+
+def _same(a: Any, b: Any) -> bool:
+    if isinstance(a, Var) and isinstance(b, Var):
+        return a.index == b.index
+    if type(a) is not type(b):
+        return False
+    if isinstance(a, float):
+        return (a == b and math.copysign(1, a) == math.copysign(1, b)) or (math.isnan(a) and math.isnan(b))
+    if isinstance(a, (list, tuple)):
+        return len(a) == len(b) and all(map(_same, a, b))
+    if isinstance(a, dict):
+        return list(a) == list(b) and all(_same(a[name], b[name]) for name in a)
+    try:
+        return bool(a == b)
+    except Exception:  # whatever a user's object raises
+        return a is b
+
+
+def refuse_another_call(first: Program, instrs: Sequence[Instr]) -> None:
+    """Raise if the last call differs from the one at its place in the first trace."""
+    number, instr = len(instrs) - 1, instrs[-1]
+    known = first.instrs[number] if number < len(first.instrs) else None
+    if (
+        known is None
+        or known.op is not instr.op
+        or not _same(known.args, instr.args)
+        or not _same(known.kwargs, instr.kwargs)
+    ):
+        raise _difference(first.function, known, instr)
+
+
+def _difference(function: str, first: Instr | None, then: Instr | None) -> BakedValueError:
+    rows = [
+        f"{when}  {f'{instr}   at {instr.site}' if instr else 'nothing'}"
+        for when, instr in (("first", first), ("then ", then))
+    ]
+    return BakedValueError.of(
+        function,
+        "two traces of it differ: a value on the host moved in between.",
+        rows=rows,
+        why="Replay would repeat the first trace for ever.",
+        fix="pass what changes (time, counters, random numbers) as an input, or keep it in the state.",
+    )
+
+
+def refuse_another_result(first: Program, second: Program) -> None:
+    """Raise if the second trace has ended before the first one, or returns other values."""
+    if len(second.instrs) < len(first.instrs):
+        raise _difference(first.function, first.instrs[len(second.instrs)], None)
+    rows = [
+        f"{path_string(path, 'metrics')}  first {a!r}   then {b!r}"
+        for path, a, b in zip(first.output_paths, first.outputs, second.outputs, strict=False)
+        if not _same(a, b)
+    ]
+    rows += [
+        f"first {a}   then {b}" for a, b in zip_longest(first.reports, second.reports) if str(a) != str(b)
+    ]
+    if rows or first.output_def != second.output_def:
+        raise BakedValueError.of(
+            first.function,
+            "returns Python values that differ between two traces.",
+            rows=rows,
+            why="A Python value among the metrics comes back as it was at the trace.",
+            fix="return a tensor, or count outside of the step.",
+        )
