@@ -50,6 +50,8 @@ _LIFTS = frozenset(
     {torch.ops.aten.lift_fresh.default, torch.ops.aten.lift.default, torch.ops.aten.lift_fresh_copy.default}
 )
 
+_IN_OTHER_STRIDES_ = torch.ops.aten.as_strided_.default
+
 # What puts a value into a tensor may take it from a number on the host.
 _PUTS = frozenset(
     f"aten::{op}{end}" for op in "copy fill index_put masked_fill index_fill".split() for end in ("", "_")
@@ -196,6 +198,8 @@ class _Recorder(TorchDispatchMode):
     def _record(
         self, func: Any, args: Sequence[Any], kwargs: dict[str, Any], out: Any, written: Sequence[Tensor]
     ) -> None:
+        if func is _IN_OTHER_STRIDES_:  # it writes no element: what it returns is a view
+            func, written = torch.ops.aten.as_strided.default, ()
         frozen = tuple(self._freeze(arg) for arg in args)
         named = {name: self._freeze(value) for name, value in kwargs.items()}
         writes = tuple(self._vars[id(tensor)] for tensor in written)

@@ -71,6 +71,7 @@ class _Facts:
     may_draw: bool
     may_write: bool
     may_move: bool
+    counts_from_the_storage: bool
 
 
 def _in_a_debugger(frame: FrameType | None) -> bool:
@@ -128,8 +129,6 @@ class Rules:
         """Refuse the op, or return the tensors that it writes."""
         facts = self._facts.get(func)
         if facts is None:
-            if func._schema.name in _FROM_THE_STORAGE:
-                raise self._from_the_storage(func)
             if func.namespace in _BETWEEN_RANKS:
                 raise self._between_ranks(func)
             if func.namespace in _COLLECTIVES and not self._on_a_mesh:
@@ -142,6 +141,8 @@ class Rules:
             raise self._random(func)
         if facts.may_move:
             self._check_move(func, args, kwargs)
+        if facts.counts_from_the_storage and key(args[0]) in self._protected:
+            raise self._from_the_storage(func)
         if not facts.may_write:
             return []
         written = written_arguments(func, args, kwargs)
@@ -301,6 +302,7 @@ def _facts(func: Any) -> _Facts:
         or any("Generator" in str(parameter.type) for parameter in func._schema.arguments),
         may_write=func._schema.is_mutable or "batch_norm" in name,
         may_move=name in {"aten::_to_copy", "aten::copy_"},
+        counts_from_the_storage=name in _FROM_THE_STORAGE,
     )
 
 

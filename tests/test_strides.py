@@ -1,0 +1,120 @@
+"""Tensors that a step makes may be given other strides in place, as kernels of channels-last pooling do."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+import functional_cg as fcg
+from functional_cg.testing import assert_trees_all_close, assert_trees_all_equal
+from functional_cg.testing.simulator import Simulator
+from tests.compiled_graphs import ON_A_GPU
+
+CALLS = 16
+
+
+class Net(nn.Module):
+    """A small convolutional network with batch norm, which ends as most do."""
+
+    def __init__(self, pool: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.body = nn.Sequential(
+            nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 8, 3)
+        )
+        self.pool, self.head = pool, nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.pool(self.body(x)).flatten(1))  # type: ignore[no-any-return]
+
+
+POOLS: dict[str, Callable[[Tensor], Tensor]] = {
+    "adaptive": nn.AdaptiveAvgPool2d(1),
+    "adaptive max": nn.AdaptiveMaxPool2d(1),
+    "mean": lambda x: x.mean((2, 3), keepdim=True),
+    "adaptive, a value that is kept": lambda x: (
+        F.adaptive_avg_pool2d(x, 1) * F.adaptive_avg_pool2d(x.relu(), (1, 1))
+    ),
+}
+
+
+@pytest.mark.parametrize("lowering", ["aten", "inductor"])
+@pytest.mark.parametrize("device", ["cpu", ON_A_GPU])
+@pytest.mark.parametrize("pool", POOLS)
+def test_a_network_in_channels_last_trains_as_eager_does(pool: str, device: str, lowering: Any) -> None:
+    torch.manual_seed(0)
+    model = Net(POOLS[pool]).to(device, memory_format=torch.channels_last)
+    apply, params, buffers = fcg.from_module(model)
+
+    def train_step(state: Any, batch: Any) -> Any:
+        def loss_fn(params: Any) -> Any:
+            out, new = apply(params, state.buffers, batch["x"])
+            return F.cross_entropy(out, batch["y"]), new
+
+        (loss, new), grads = fcg.value_and_grad(loss_fn, has_aux=True)(state.params)
+        return state.apply_gradients(grads).replace(buffers=new), {"loss": loss}
+
+    class State(fcg.TrainState):
+        buffers: Any
+
+    step = fcg.graph_step(train_step, lowering=lowering)
+    state = State.create(params=params, buffers=buffers, optimizer=fcg.optim.sgd(0.05, 0.9))
+    twin = fcg.fork(state)
+    for call in range(CALLS):
+        generator = torch.Generator().manual_seed(call)
+        x = torch.randn(4, 3, 8, 8, generator=generator).to(device, memory_format=torch.channels_last)
+        batch = {"x": x, "y": torch.randint(0, 4, (4,), generator=generator).to(device)}
+        state, metrics = step(state, batch)
+        twin, expected = step.eager(twin, batch)
+        if lowering == "aten" and device == "cpu":
+            assert_trees_all_equal((state, metrics), (twin, expected))
+        else:
+            assert_trees_all_close((state, metrics), (twin, expected), rtol=1e-3, atol=1e-4)
+    assert step.stats.replays == CALLS
+
+
+@given(
+    shape=st.lists(st.integers(1, 3), min_size=1, max_size=3),
+    data=st.data(),
+    backend=st.sampled_from(["auto", "simulator"]),
+)
+def test_any_strides_of_what_is_made_here(shape: list[int], data: st.DataObject, backend: str) -> None:
+    """Also overlapping ones and parts; what the tensor was called before is what it is then."""
+    sizes = data.draw(st.lists(st.integers(1, 3), min_size=1, max_size=3))
+    strides = [data.draw(st.integers(0, 2)) for _ in sizes]
+    room = torch.Size(shape).numel() - 1
+    reach = sum((size - 1) * stride for size, stride in zip(sizes, strides, strict=True))
+    if reach > room:
+        strides, reach = [0] * len(sizes), 0
+    offset = data.draw(st.integers(0, room - reach))
+
+    def step_fn(state: Any, x: Tensor) -> Any:
+        made = state["w"] * 2 + x
+        before = made.sum()
+        same = made.as_strided_(sizes, strides, offset)
+        return {"w": state["w"] + 1}, {"before": before, "made": made * 1, "same": same + 1}
+
+    w = torch.arange(float(torch.Size(shape).numel())).reshape(shape)
+    made = Simulator() if backend == "simulator" else "auto"
+    step = fcg.graph_step(step_fn, lowering="aten", backend=made)
+    state, twin = fcg.place({"w": w}), fcg.place({"w": w})
+    for call in range(4):
+        x = torch.full((), float(call))
+        state, metrics = step(state, x)
+        twin, expected = step.eager(twin, x)
+        assert_trees_all_equal((state, metrics), (twin, expected))
+
+
+def test_a_leaf_keeps_its_strides() -> None:
+    def step_fn(state: Any) -> Any:
+        state["w"].as_strided_((2,), (1,), 1)
+        return state, {}
+
+    with pytest.raises(fcg.FunctionalCGError, match=r"as_strided_(.|\n)*To fix"):
+        fcg.graph_step(step_fn)(fcg.place({"w": torch.ones(4)}))
