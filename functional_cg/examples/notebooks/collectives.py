@@ -30,7 +30,8 @@ class Launch:
     Attributes:
       kind: ``gather``, ``reduce`` (each rank gets its shard of a sum) or ``all-reduce`` (each gets all of it).
       place: Its number among the program's calls.
-      wait: The number of the call that waits for it first: what stands between runs beside it.
+      use: The number of the call that first reads what it brings. What stands between may run beside it, and does so
+        on a GPU; on a CPU each collective is waited for at once.
       leaves: How many tensors it moves.
       nbytes: Their bytes, as whole leaves.
       backward: Whether it belongs to the backward.
@@ -38,7 +39,7 @@ class Launch:
 
     kind: str
     place: int
-    wait: int
+    use: int
     leaves: int
     nbytes: int
     backward: bool
@@ -51,17 +52,20 @@ def launches(lowered: Any) -> list[Launch]:
       lowered: What ``step.lower(...)`` returns.
     """
     instrs = lowered.program.instrs
-    waits: dict[Any, int] = {}
+    uses: dict[Any, int] = {}
     for place, instr in reversed(list(enumerate(instrs))):
         if instr.op._schema.name == _WAIT:
-            waits.update(dict.fromkeys(instr.inputs(), place))
+            (given,), (made,) = instr.inputs(), instr.outputs()
+            uses[given] = uses.get(made, len(instrs))
+        else:
+            uses.update(dict.fromkeys(instr.inputs(), place))
     found = []
     for place, instr in enumerate(instrs):
         kind = _KINDS.get(instr.op._schema.name)
         if kind is not None:
             made, given = list(instr.outputs()), list(instr.inputs())
             sizes = [max(a.spec.nbytes, b.spec.nbytes) for a, b in zip(given, made, strict=True)]
-            first = min(waits[var] for var in made)
+            first = min(uses.get(var, len(instrs)) for var in made)
             found.append(Launch(kind, place, first, len(made), sum(sizes), instr.backward))
     return found
 

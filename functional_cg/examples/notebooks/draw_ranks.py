@@ -107,7 +107,7 @@ def draw_launches(programs: Mapping[str, Sequence[Launch]]) -> None:
 
 
 def draw_timeline(programs: Mapping[str, tuple[Sequence[Launch], Sequence[int]]], parameters: int) -> None:
-    """Draw collectives from their launch to the first call that waits for them, over the whole leaves that are there.
+    """Draw collectives from launch to first use, above the bytes of whole leaves in memory.
 
     Args:
       programs: For each picture the collectives, and the bytes of gathered leaves at each call.
@@ -127,7 +127,7 @@ def draw_timeline(programs: Mapping[str, tuple[Sequence[Launch], Sequence[int]]]
             seen[lane] += 1
             height = lane + 0.2 - 0.4 * (seen[lane] % 2)  # in turn, since one may begin before the other ends
             above.barh(
-                height, max(launch.wait - launch.place, 1), left=launch.place, height=0.36, color=shade,
+                height, max(launch.use - launch.place, 1), left=launch.place, height=0.36, color=shade,
                 edgecolor=shade, linewidth=1.2, alpha=0.8,
             )  # fmt: skip
         above.set(title=title, yticks=list(lanes), yticklabels=list(lanes.values()))
