@@ -24,6 +24,7 @@ from torch.overrides import TorchFunctionMode
 from ...errors import FunctionalCGError, ImplicitRandomnessError, SideEffectError
 from ..watch.host_watch import MODES, HostWatch, modes
 from ..watch.reads import Reads
+from .known import aside_from_modes
 from .rules import Rules
 
 __all__ = ["HostGuard", "HostRandomness", "HostState"]
@@ -51,17 +52,20 @@ _READS: Mapping[str, str] = MappingProxyType(
     }
 )
 
+_OF_VALUES = frozenset({"__repr__", "__format__", "__array__", "numpy", "tolist"})
+
 
 class HostGuard(TorchFunctionMode):
     """Refuses what would read or replace a tensor without an ATen call.
 
     Args:
       rules: The rules of the trace, which word the errors.
+      value_of: What a tensor of the trace holds, if that is known.
     """
 
-    def __init__(self, rules: Rules) -> None:
+    def __init__(self, rules: Rules, value_of: Callable[[Tensor], Tensor | None]) -> None:
         super().__init__()
-        self._rules = rules
+        self._rules, self._value_of = rules, value_of
 
     def __torch_function__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
@@ -75,6 +79,9 @@ class HostGuard(TorchFunctionMode):
     def _call(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         name = getattr(func, "__name__", "")
         if name in _READS and not _called_by_torch(sys._getframe(2)):
+            value = self._value_of(args[0]) if name in _OF_VALUES else None
+            if value is not None:
+                return aside_from_modes(lambda: getattr(value, name)(*args[1:], **kwargs))
             if isinstance(args[0], FakeTensor):
                 raise self._rules.host_read(_READS[name])
             raise self._rules.foreign(name, args[0])

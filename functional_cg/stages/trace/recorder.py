@@ -8,8 +8,9 @@ first: host values that move between two runs show up there.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -27,7 +28,7 @@ from ...shards.reader import Reader
 from ...shards.tensor import Sharded
 from ...state.arena import BufferSpec
 from ...state.boundary import entered, held, left, mesh_of, shown
-from ...tensors.aten import tensors_in
+from ...tensors.aten import named_arguments, tensors_in
 from ...tensors.overlap import storage_key
 from ...transforms.debug import REPORTS
 from ...tree import KeyPath, path_string
@@ -38,6 +39,7 @@ from ..watch.names import HostReads
 from .exceptions import mapped, raised_at
 from .fake_mode import FakeMode, without_log
 from .host import HostGuard, HostRandomness, HostState
+from .known import by_places, result_of, value_of
 from .recipe import Recipe
 from .results import refuse_unreturnable
 from .rules import Rules, refuse_mixed_dtypes, refuse_new_state
@@ -51,7 +53,6 @@ _LIFTS = frozenset(
 )
 
 _IN_OTHER_STRIDES_ = torch.ops.aten.as_strided_.default
-
 # What puts a value into a tensor may take it from a number on the host.
 _PUTS = frozenset(
     f"aten::{op}{end}" for op in "copy fill index_put masked_fill index_fill".split() for end in ("", "_")
@@ -151,6 +152,8 @@ class _Recorder(TorchDispatchMode):
             args, kwargs = self._with_constants(args), self._with_constants(kwargs)
         if func._schema.name in _PUTS:
             args = self._from_here(args)
+        if self.rules.needs_host(func, args, kwargs) and (known := self._known_result(func, args, kwargs)):
+            return known[0]
         written = self.rules.check(func, args, kwargs, storage_key)
         tensors = list(tensors_in([*args, *kwargs.values()]))
         for tensor in tensors:
@@ -161,6 +164,24 @@ class _Recorder(TorchDispatchMode):
         if folded is None:
             self._record(func, args, kwargs, out, written)
         return out
+
+    def value_of(self, tensor: Tensor) -> Tensor | None:
+        """What a tensor of the trace holds, if each replay finds the same there."""
+        return value_of(self.program, self.var_of(tensor))
+
+    def _known_result(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any] | None:
+        """What a call returns that asks the host for known values alone; None if it asks for others."""
+        device = next(tensors_in([*args, *kwargs.values()])).device
+
+        def literal(value: Any) -> Any:
+            return self._literal(value, device) if type(value) is Tensor else value
+
+        places = by_places(func, args, kwargs, self.value_of)
+        if places is not None:  # the rest of its arguments may be anything
+            named = {**named_arguments(func, args, kwargs), "indices": list(map(literal, places))}
+            return (self._dispatch(func, tuple(named.values()), {}),)
+        known = result_of(func, args, kwargs, self.value_of)
+        return known and (pytree.map(literal, known[0]),)
 
     def _with_constants(self, value: Any) -> Any:
         """Declared constants replaced by the fake tensors that stand for them."""
@@ -209,12 +230,12 @@ class _Recorder(TorchDispatchMode):
         if self._first is not None:
             refuse_another_call(self._first, self.program.instrs)
 
-    def _literal(self, value: Tensor) -> Tensor:
+    def _literal(self, value: Tensor, device: torch.device | None = None) -> Tensor:
         """``torch.tensor([...])``: a constant of the step. Memory that it shares with numpy belongs to the caller."""
         if not value.untyped_storage().resizable():
             raise self.rules.foreign_array(value)
         number = len(self.program.constants)
-        tensor, var = self.fake(BufferSpec.of(value), "a literal")
+        tensor, var = self.fake(replace(BufferSpec.of(value), device=device or value.device), "a literal")
         del self._protected[storage_key(tensor)]  # writing it is harmless: each run starts from a copy
         with unset_fake_temporarily():
             self.program.constants.append(Constant(var, value.detach().clone(), f"literal {number}"))
@@ -299,7 +320,7 @@ def _run(
         recorder.declare(name, constant)
     mesh = mesh_of([spec for state in recipe.states for spec in state.specs])
     follow = nullcontext() if reads is None else followed(reads)
-    guard = HostGuard(recorder.rules)
+    guard = HostGuard(recorder.rules, recorder.value_of)
     with canonical(mesh), without_log(), mode, recorder, guard, meeting() as applied, follow:
         result = recipe.apply(recipe.function, trees, inputs)
         old = recipe.states[0] if recipe.donates else None

@@ -134,7 +134,7 @@ class Rules:
             if func.namespace in _COLLECTIVES and not self._on_a_mesh:
                 raise self._without_a_mesh(func)
             facts = self._facts[func] = _facts(func)
-        if facts.may_sync and (reason := sync_reason(func, args, kwargs)):
+        if reason := self.needs_host(func, args, kwargs):
             source = next(tensors_in(list(args)), None)
             raise self.host_read(reason, func, "" if source is None else self._protected.get(key(source), ""))
         if facts.may_draw and can_draw(func, args, kwargs):
@@ -151,6 +151,11 @@ class Rules:
             if owner is not None:
                 raise self._mutation(func, owner, tensor)
         return written
+
+    def needs_host(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
+        """Why an op asks for values on the host; empty if it does not."""
+        facts = self._facts.get(func) or _facts(func)
+        return sync_reason(func, args, kwargs) if facts.may_sync else ""
 
     def _from_the_storage(self, func: Any) -> CaptureError:
         return CaptureError.of(

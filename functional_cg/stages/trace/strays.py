@@ -16,9 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...ambient.modes import ordinary, without_gradients
 from ...errors import SideEffectError
-from ..program import Program, Var, live, map_vars
+from ..program import Program, Var
+from .known import value_of
 
 __all__ = ["Stray", "disown", "refuse_kept"]
 
@@ -94,31 +94,10 @@ class _Value:
 
     def __call__(self) -> Tensor:
         if self._known is None:
-            with ordinary():
-                without_gradients()
-                self._known = _computed(self._program, self._var)
+            self._known = value_of(self._program, self._var)
+        if self._known is None:
+            raise _without_values(self._program, self._var)
         return self._known
-
-
-def _computed(program: Program, var: Var) -> Tensor:
-    instrs, _ = live([instr for instr in program.instrs if not instr.checks], [var])
-    values = {constant.var: constant.value.clone() for constant in program.constants}
-    for instr in instrs:
-        if not values.keys() >= set(instr.inputs()):
-            raise _without_values(program, var)
-        kwargs = {name: map_vars(values.__getitem__, value) for name, value in instr.kwargs.items()}
-        _bind(instr.out, instr.op(*map_vars(values.__getitem__, instr.args), **kwargs), values)
-    if var not in values:
-        raise _without_values(program, var)
-    return values[var]
-
-
-def _bind(out: Any, value: Any, values: dict[Var, Tensor]) -> None:
-    if isinstance(out, Var):
-        values[out] = value
-    elif isinstance(out, (list, tuple)):
-        for one, part in zip(out, value, strict=True):
-            _bind(one, part, values)
 
 
 def _without_values(program: Program, var: Var) -> SideEffectError:

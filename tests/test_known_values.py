@@ -1,0 +1,109 @@
+"""Literals, declared constants and what is computed of them may be read on the host; what is not known may not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import functional_cg as fcg
+from functional_cg.testing import assert_trees_all_equal
+from tests.compiled_graphs import ON_A_GPU
+
+MASK = [True, False, True, True, False]
+EDGES = torch.tensor([[0, 0, 1, 2, 2], [1, 2, 2, 0, 2]])
+TABLE = torch.tensor([3.0, -1.0, 0.5, 2.0, -4.0])
+
+
+def mask(x: Tensor) -> Tensor:
+    return torch.tensor(MASK, device=x.device)
+
+
+def degree(table: Tensor, edges: Tensor) -> Tensor:
+    """A graph without its self-loops, as libraries of graphs make it anew at each call."""
+    source, target = edges[:, edges[0] != edges[1]]
+    return torch.zeros(int(edges.max()) + 1, device=table.device).index_add(0, target, table[source])
+
+
+READS: dict[str, Callable[[Tensor, Tensor, Tensor], Any]] = {
+    "branch": lambda x, table, edges: x * 2 if table[0] > 1 else x * 3,
+    "item": lambda x, table, edges: x * table[3].item(),
+    "int": lambda x, table, edges: x.repeat(int(edges.max())),
+    "tolist": lambda x, table, edges: x * sum(table.tolist()),
+    "nonzero": lambda x, table, edges: x[torch.nonzero(table > 0).flatten()],
+    "unique": lambda x, table, edges: x[edges.unique()],
+    "mask": lambda x, table, edges: x[table > 0],
+    "mask of two": lambda x, table, edges: torch.outer(x, x)[torch.outer(table, table) > 0],
+    "mask and index": lambda x, table, edges: torch.outer(x, x)[table > 0, edges[0][:3]],
+    "mask that is written": lambda x, table, edges: x.clone().index_put_((table > 0,), x.sum()),
+    "literal": lambda x, table, edges: x[mask(x)] if mask(x).any() else x,
+    "equal": lambda x, table, edges: x if torch.equal(edges[0], edges[1]) else -x,
+    "written": lambda x, table, edges: x * int(mask(x).float().add_(1.0).sum()),
+    "graph": lambda x, table, edges: x[:3] * degree(table, edges),
+    "repeat_interleave": lambda x, table, edges: x.repeat_interleave(
+        torch.tensor([1, 0, 2, 1, 1], device=x.device)
+    ),
+    "text": lambda x, table, edges: x * len(f"{table.sum():.1f}"),
+}
+
+
+@pytest.mark.parametrize("lowering", ["aten", "inductor"])
+@pytest.mark.parametrize("device", ["cpu", ON_A_GPU])
+@pytest.mark.parametrize("read", READS)
+def test_known_values_are_read(read: str, device: str, lowering: Any) -> None:
+    table, edges = TABLE.to(device), EDGES.to(device)
+
+    def step_fn(state: Any, x: Tensor) -> Any:
+        value, grad = fcg.value_and_grad(lambda w: (READS[read](w * x, table, edges) ** 2).sum())(state["w"])
+        return {"w": state["w"] - 0.125 * grad}, {"value": value}
+
+    w = torch.arange(5.0, device=device)
+    step = fcg.graph_step(step_fn, constants=(table, edges), lowering=lowering)
+    state, twin = fcg.place({"w": w}), fcg.place({"w": w})
+    for call in range(4):
+        x = torch.full((5,), float(call + 1) / 4, device=device)
+        state, metrics = step(state, x)
+        twin, expected = step.eager(twin, x)
+        if lowering == "aten" and device == "cpu":
+            assert_trees_all_equal((state, metrics), (twin, expected))
+        else:
+            torch.testing.assert_close(fcg.snapshot(state)["w"], fcg.snapshot(twin)["w"])
+    assert step.stats.replays == 4
+
+
+UNKNOWN: dict[str, Callable[[Any, Tensor], Any]] = {
+    "input": lambda w, x: w * x.sum().item(),
+    "leaf": lambda w, x: w if w.sum() > 0 else -w,
+    "mask of an input": lambda w, x: w[x > 0],
+    "literal with an input": lambda w, x: w * int((torch.ones(5) * x).sum()),
+    "literal that an input is written to": lambda w, x: w * float(torch.zeros(5).add_(x).sum()),
+    "draw": lambda w, x: w * fcg.random.normal(fcg.random.fold_in(fcg.random.key(0), x[0].long()), ()).item(),
+}
+
+
+@pytest.mark.parametrize("read", UNKNOWN)
+def test_what_depends_on_a_leaf_or_an_input_is_refused(read: str) -> None:
+    step = fcg.graph_step(lambda s, x: ({"w": s["w"] + UNKNOWN[read](s["w"], x).sum()}, {}))
+    with pytest.raises(fcg.HostSyncError):
+        step({"w": torch.ones(5)}, torch.ones(5))
+
+
+def test_a_constant_that_is_written_later_is_an_error() -> None:
+    table = TABLE.clone()
+    step = fcg.graph_step(lambda s, x: ({"w": s["w"] + (x if table[0] > 1 else -x)}, {}), constants=(table,))
+    state, _ = step({"w": torch.zeros(())}, torch.ones(()))
+    table[0] = 0.0
+    with pytest.raises(fcg.BakedValueError, match="constant was written"):
+        step(state, torch.ones(()))
+
+
+def test_a_literal_that_changes_is_an_error() -> None:
+    values = [1.0]
+    step = fcg.graph_step(lambda s, x: ({"w": s["w"] + (x if torch.tensor(values) > 0 else -x)}, {}))
+    state, _ = step({"w": torch.zeros(1)}, torch.ones(1))
+    values[0] = -1.0
+    with pytest.raises(fcg.BakedValueError):
+        step(state, torch.ones(1))
