@@ -142,9 +142,7 @@ def _move_fused(program: Program, plan: Schedule) -> None:
         goals.setdefault(new, []).append(old)
 
     def fits(name: str, source: Var, result: Var) -> bool:
-        if (
-            result not in goals
-        ):  # step counts, and gradients without `grad_scale`: no kernel writes these
+        if result not in goals:  # step counts, and gradients without `grad_scale`: no kernel writes these
             return (name == "grads" or source not in slots) and not readers[result]
         return goals[result] == [source] and not readers[result]
 
@@ -154,7 +152,9 @@ def _move_fused(program: Program, plan: Schedule) -> None:
         if pairs and all(fits(*pair) for pair in pairs):
             candidates[instr] = {source for _, source, result in pairs if result in goals}
     written = {var.storage for own in candidates.values() for var in own}
-    written_later: set[int] = set()  # by the rest of the head: a call moved behind it would read these new values
+    written_later: set[int] = (
+        set()
+    )  # by the rest of the head: a call moved behind it would read these new values
     for instr in reversed(plan.head):
         own = candidates.get(instr)
         # a call must not read what any candidate writes, not even what it writes itself in another of its rows

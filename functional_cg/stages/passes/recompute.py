@@ -177,7 +177,9 @@ def _pays(program: Program, lives: _Lives, made: Var, first: int, recipe: _Recip
     sources = {var.storage for var in recipe.sources}
     kept_for_it = sum(lives.size.get(one, 0) for one in sources if lives.last_read.get(one, -1) < first)
     return (
-        any(var in lives.maker for var in recipe.sources)  # not for a cast of a weight: reading the weight costs more than keeping the cast
+        any(
+            var in lives.maker for var in recipe.sources
+        )  # rereading a weight costs more than keeping its cast
         and sources.isdisjoint(lives.written)
         and kept_for_it < made.spec.nbytes
         and all(_by_views(lives, var, made) for var in _read_in_backward(program, lives, made.storage))
