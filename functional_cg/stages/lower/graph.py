@@ -199,7 +199,7 @@ def _target(instr: Instr, written: Collection[int]) -> Callable[..., Any]:
 
 
 def _with_floats(instr: Instr) -> tuple[Any, ...]:
-    """Return a call's arguments; an integer 0 in a float product becomes 0.0: a compiler folds ``x * 0`` and loses NaN."""
+    """Return a call's arguments; an integer 0 in a float product becomes 0.0, since compilers fold ``x * 0`` to 0."""
     if instr.op._schema.name != "aten::mul" or not instr.out.spec.dtype.is_floating_point:
         return instr.args
     return tuple(0.0 if type(arg) is int and arg == 0 else arg for arg in instr.args)
