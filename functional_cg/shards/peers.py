@@ -1,4 +1,4 @@
-"""Agree with the other ranks outside graphs, and turn c10d's errors on lost ranks into ``RankError``."""
+"""Agree with other ranks outside graphs, and turn c10d's errors on lost ranks into ``RankError``."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Passes over a program or its FX graph: each keeps the results, and documents its gain and when it applies."""
+"""Passes over a program or its FX graph: each keeps the results; docstrings state gain and limits."""

@@ -1,10 +1,10 @@
-"""Read the targets' logits first in a cross-entropy over many classes, so the gradient can reuse the logits' memory.
+"""Read the targets' logits first in a cross-entropy, so the gradient can reuse the logits' memory.
 
-The gradient of a cross-entropy is as large as the logits and could take their memory if nothing read them afterwards.
-A compiler computes it in the pass over the rows that finds their maxima, and computes the loss later, from the logits
-of the targets: so both stay in memory. If the targets' logits are picked before that pass, only a short vector stays.
-The pick is guaranteed to come first only if the gradient depends on it, so the gradient gets its targets from the same
-op.
+With many classes this saves memory: the gradient is as large as the logits, and could overwrite them if nothing read
+them afterwards. A compiler computes it in the pass over the rows that finds their maxima, and computes the loss later,
+from the logits of the targets: so both stay in memory. If the targets' logits are picked before that pass, only a short
+vector stays. The pick is guaranteed to come first only if the gradient depends on it, so the gradient gets its targets
+from the same op.
 
 The gradient of log-probabilities needs row sums of the loss's own gradient, in which each row has one nonzero element.
 That element is the sum, so no pass over the row is needed. The operations and values are the same.

@@ -1,4 +1,4 @@
-"""Rematerialization: the backward recomputes cheap values, and the forward stores the rest in buffers.
+"""Rematerialization: the backward recomputes cheap values, the forward stores the rest in buffers.
 
 The result of an activation function or a cast is as large as its input, and both are kept: one for the gradient of the
 next weight, the other for the activation's own gradient. The first can be recomputed from the second by a kernel that

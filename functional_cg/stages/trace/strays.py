@@ -1,4 +1,4 @@
-"""Strays: tensors of a trace that are still referenced after it ends, such as a table in a user's cache.
+"""Strays: tensors of a trace that are still referenced after it ends, such as a table in a cache.
 
 After a successful trace, a stray is an error. After a refused trace, a stray becomes lazy. If it was made from Python
 numbers alone, it is computed on first use, so a cache holds what a run without a trace would have put there. If it was

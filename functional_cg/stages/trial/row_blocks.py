@@ -1,4 +1,4 @@
-"""Split large values into blocks of rows, so that a loss over many classes never holds all its logits in float32.
+"""Split large values into blocks of rows, such as the float32 logits of a loss over many classes.
 
 If a single value is larger than the available memory, no order of the calls helps. But most large values are computed
 row by row: casts, a softmax over the classes, the gradient of a loss. Such calls run on one block of rows after the
