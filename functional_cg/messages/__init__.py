@@ -1,1 +1,1 @@
-"""What errors and reports say: the user's line, what it asks for, what to write instead, numbers and HTML."""
+"""Texts of errors and reports: the user's line, what it asks for, a fix, numbers and HTML."""

@@ -1,4 +1,4 @@
-"""What to write in place of a call that asks for a tensor's value, with the user's names filled in later."""
+"""Fixes for calls that ask for a tensor's value, as templates for the user's own names."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def _table(text: str) -> MappingProxyType[str, str]:
     return MappingProxyType({name: fix for names, fix in rows for name in names.split()})
 
 
-# {x} is the tensor that the function works on, {y} its next argument, {args} all of them, {name} the function.
+# {x} is the tensor that the function works on, {y} its next argument, {args} all arguments, {name} the function.
 BUILTINS = _table("""
     bool | keep `{x}` a tensor and select with it, `torch.where({x}, a, b)`; ELSE
     float complex | use `{x}` itself, a 0-dim tensor computes like a number; or return it in `metrics`
@@ -55,7 +55,7 @@ FUNCTIONS = _table("""
     "shapes are fixed at capture: take the size from `.shape` or a static argument, and mask with `torch.where`",
 ))  # fmt: skip
 
-# To an array of numpy that meets a tensor; ARRAY stands for what the user wrote.
+# Fixes for arithmetic between a numpy array and a tensor; ARRAY stands for the user's expression.
 ARRAY = (
     "`ARRAY` is an array of numpy, which computes on the host: pass it as an input, or declare "
     "`torch.as_tensor(ARRAY)` in `constants=`"

@@ -1,7 +1,7 @@
-"""How a line of the user's code asks for a tensor's value, and what to write in its place.
+"""Read how a line of user code asks for a tensor's value, and suggest a replacement.
 
-The instruction that runs in a frame leads to its node in the syntax tree; what encloses the node tells ``if x > 0:``
-from ``x > 0 and y`` and ``x[mask]`` from ``x[i]``. The fixes are written with the user's own names.
+The instruction that runs in a frame is mapped to its node in the syntax tree. The node's context tells ``if x > 0:``
+from ``x > 0 and y``, and ``x[mask]`` from ``x[i]``. Fixes are written with the user's own names.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ _F_STRING_PARTS = (ast.JoinedStr, ast.FormattedValue, ast.Constant)
 
 
 def sync_spelling(frame: FrameType, lasti: int | None = None, *, by_mask: bool = False) -> tuple[str, str]:
-    """How the line that runs in `frame` asks for a tensor's value, and the fix written with the user's names.
+    """Return how the line that runs in `frame` asks for a tensor's value, and a fix in the user's names.
 
     Args:
       frame: The user's frame.
-      lasti: The instruction, where the frame has moved on since (``traceback.tb_lasti``).
-      by_mask: Whether it is known that a subscript's index is a mask.
+      lasti: The instruction (``traceback.tb_lasti``), if the frame has moved on since.
+      by_mask: Whether a subscript's index is known to be a mask.
     Returns:
-      (what, fix): such as ``("`if x > 0:`", "`torch.where(x > 0, a, b)`; or ...")``. Without source, or for a
-      spelling that is not known, a general answer.
+      (what, fix): such as ``("`if x > 0:`", "`torch.where(x > 0, a, b)`; or ...")``. A general answer if there is no
+      source, or the construct is unknown.
     """
     site = _Site.of(frame, frame.f_lasti if lasti is None else lasti, by_mask=by_mask)
     if site is None:
@@ -75,7 +75,7 @@ class _Site:
         around = [node for node in parents if _contains(node, (line, column), (end_line, end_column))]
         if not around:
             return None
-        # Later in the walk is deeper, so the last of equal size is the innermost.
+        # The walk goes from outer to inner nodes, so the last one of equal size is the innermost.
         node = min(reversed(around), key=_extent)
         return cls(node, dis.opname[code.co_code[lasti]], frame, parents, by_mask)
 
@@ -83,7 +83,7 @@ class _Site:
         return self.parents.get(node)
 
     def value(self, node: ast.AST) -> Any:
-        """What a name, or attributes and constant keys of one, stand for; none of the user's code is run."""
+        """Look up a name, or its attributes and constant keys, without running any user code."""
         if isinstance(node, ast.Name):
             return self.frame.f_locals.get(node.id, self.frame.f_globals.get(node.id))
         if isinstance(node, ast.Attribute):
@@ -112,8 +112,8 @@ def _text(node: ast.AST) -> str:
 
 
 def _truth(site: _Site) -> tuple[str, str] | None:
-    """``if``, ``while``, ``assert``, ternaries, ``and``/``or``/``not``, filters: the instruction tests a value."""
-    # From Python 3.13 on a comparison that is only tested takes the truth value itself.
+    """Classify a truth test: ``if``, ``while``, ``assert``, ternary, ``and``/``or``/``not`` or filter."""
+    # Since Python 3.13, a comparison that is only tested converts to a truth value itself.
     if site.op not in ("TO_BOOL", "UNARY_NOT", "COMPARE_OP") and "JUMP" not in site.op:
         return None
     test, parent = site.node, site.up(site.node)
@@ -150,7 +150,7 @@ def _truth(site: _Site) -> tuple[str, str] | None:
 
 
 def _as_tensor(test: ast.expr) -> str:
-    """The tensor that says what `test` says."""
+    """Return an expression for `test` as a tensor."""
     match test:
         case ast.BoolOp():
             name = "torch.logical_and" if isinstance(test.op, ast.And) else "torch.logical_or"
@@ -194,7 +194,7 @@ def _is_tree(value: object) -> bool:
 
 def _formatting(site: _Site) -> tuple[str, str] | None:
     node, whole = site.node, site.node
-    # Before Python 3.12 each part of an f-string, its format too, carries the span of the whole string.
+    # Before Python 3.12, each part of an f-string, even its format, has the span of the whole string.
     while isinstance(node, _F_STRING_PARTS) and isinstance(site.up(whole), _F_STRING_PARTS):
         whole = site.up(whole)
     if isinstance(whole, ast.JoinedStr):
@@ -292,7 +292,7 @@ def _arithmetic(site: _Site) -> tuple[str, str] | None:
 
 def _draws(value: Any) -> bool:
     of = value.__name__ if isinstance(value, ModuleType) else type(value).__module__
-    return of.startswith("numpy.random")  # the module, or a generator of its
+    return of.startswith("numpy.random")  # the module, or one of its generators
 
 
 def _subscript(site: _Site) -> tuple[str, str] | None:
@@ -342,7 +342,7 @@ def _is_scalar(site: _Site, index: ast.AST) -> bool:
 
 
 def _stored(site: _Site, read: str) -> str | None:
-    """What the statement puts in place of `read`, the values under the subscript; None where it only reads them."""
+    """Return what the statement stores in place of `read`, the subscripted values; None if it only reads them."""
     match site.up(site.node):
         case ast.Assign(targets=targets, value=value) if site.node in targets:
             return _text(value)

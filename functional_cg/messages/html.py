@@ -1,7 +1,7 @@
-"""HTML for notebooks: plain rows in, self-contained markup out.
+"""Build HTML for notebooks: plain rows in, self-contained markup out.
 
-No scripts, no style sheets, nothing from elsewhere; all colours but those of the roles follow the page, light or dark.
-Whatever is not :class:`Html` already is escaped.
+There are no scripts, style sheets or external resources. All colours except those of the roles follow the page, light
+or dark. Text that is not :class:`Html` is escaped.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ __all__ = [
     "table",
 ]
 
-# Okabe & Ito 2008, "Color Universal Design": told apart by colour-blind readers, legible on black and on white.
+# Okabe & Ito 2008, "Color Universal Design": distinguishable for colour-blind readers, legible on black and white.
 PALETTE = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#F0E442", "#999999")
 
 _CARD = "font-family:monospace;font-size:12px;line-height:1.5;overflow-x:auto;max-width:64em"
@@ -38,14 +38,14 @@ _NUMBER = re.compile(r"-?\d[\d,.e+-]*( B)?")
 
 
 class Html(str):
-    """Text that is markup already."""
+    """Text that already is markup."""
 
     __slots__ = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """A range of bytes in a strip; one without a role is padding."""
+    """A range of bytes in a strip; a segment without a role is padding."""
 
     label: str
     role: str
@@ -54,7 +54,7 @@ class Segment:
 
 
 def element(tag: str, *children: str, **attributes: object) -> Html:
-    """An element; text among its children, and its attributes, are escaped.
+    """Build an element; its attributes and plain text among its children are escaped.
 
     Example:
       >>> element("b", "a < b", title="x")
@@ -66,24 +66,24 @@ def element(tag: str, *children: str, **attributes: object) -> Html:
 
 
 def card(title: str, *body: str) -> Html:
-    """The outermost element: a title and what belongs under it."""
+    """Build the outermost element: a title and the body under it."""
     return element("div", element("div", title, style="font-weight:bold"), *body, style=_CARD)
 
 
 def line(text: str) -> Html:
-    """A line of text; line breaks in it are kept."""
+    """Build a line of text; line breaks in it are kept."""
     return element("div", text, style="white-space:pre-wrap")
 
 
 def fold(summary: str, *body: str, opened: bool = False) -> Html:
-    """What is shown when its summary is clicked."""
+    """Build a collapsible section that opens when its summary is clicked."""
     inner = element("div", *body, style="padding-left:1.5em")
     head = element("summary", summary, style="cursor:pointer")
     return element("details", head, inner, open="open") if opened else element("details", head, inner)
 
 
 def table(rows: Sequence[Sequence[str]]) -> Html:
-    """Rows of equal length in columns, numbers on the right."""
+    """Build a table from rows of equal length; numbers are right-aligned."""
     cells = [_cell(cell) for row in rows for cell in row]
     return element("div", *cells, style=_GRID.format(len(rows[0]) if rows else 1))
 
@@ -95,23 +95,23 @@ def _cell(text: str) -> Html:
 
 
 def is_number(text: str) -> bool:
-    """Whether a cell is a number, or a number of bytes."""
+    """Whether the text of a cell is a number or a number of bytes."""
     return _NUMBER.fullmatch(text) is not None
 
 
 def bar(fraction: float) -> Html:
-    """A bar that is filled by a fraction from 0 to 1."""
+    """Build a bar filled to a fraction from 0 to 1."""
     filled = f"background:linear-gradient(90deg,{PALETTE[0]} {100 * fraction:.1f}%,transparent 0) no-repeat padding-box"
     return element("span", style=f"{_TRACK};{filled}")
 
 
 def colors(roles: Iterable[str]) -> dict[str, str]:
-    """A colour for each role, in order of appearance."""
+    """Assign a colour to each role, in order of appearance."""
     return {role: PALETTE[i % len(PALETTE)] for i, role in enumerate(dict.fromkeys(roles))}
 
 
 def strip(segments: Sequence[Segment], total: int, shades: Mapping[str, str]) -> Html:
-    """Ranges of bytes side by side, as wide as they are large; pointing at one shows its label."""
+    """Draw ranges of bytes side by side, with width proportional to size and labels on hover."""
     drawn = [_rectangle(segment, shades.get(segment.role, ""), total) for segment in segments]
     edges = element("g", *drawn, stroke="currentColor", stroke_opacity=0.5, stroke_width=0.5)
     frame = "display:block;border:1px solid #888"

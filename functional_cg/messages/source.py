@@ -1,6 +1,6 @@
-"""Where in the user's code something happened.
+"""Locate the line of user code where something happened.
 
-A frame is the user's unless its file belongs to torch, functional_cg, einops, numpy or the standard library; the
+A frame is user code unless its file belongs to torch, functional_cg, einops, numpy or the standard library; the
 programs of functional_cg (examples, bench, testing) count as user code.
 """
 
@@ -35,19 +35,19 @@ _PROGRAMS = tuple(os.path.join(_HERE, name, "") for name in ("examples", "bench"
 _GENERATED = ("<frozen ", "<eval_with_key>", "<functional_cg", "<__array_function__")
 _LIBRARIES = (_HERE, *itertools.chain(*map(_folder, ("torch", "einops", "numpy"))), *_GENERATED)
 _STANDARD = tuple(_standard_library())
-# Where a Python without a virtual environment installs packages: inside of the standard library's folder.
+# Without a virtual environment, Python installs packages inside the standard library's folder.
 _INSTALLED = tuple(path + name for path in _STANDARD for name in ("site-packages", "dist-packages"))
 
 
 def is_user_file(filename: str) -> bool:
-    """Whether code from `filename` is the user's, rather than torch's, ours or the standard library's."""
+    """Whether code from `filename` is the user's rather than a library's."""
     if filename.startswith(_LIBRARIES):
         return filename.startswith(_PROGRAMS)
     return not filename.startswith(_STANDARD) or filename.startswith(_INSTALLED)
 
 
 def user_frame(frame: FrameType | None = None) -> FrameType | None:
-    """The innermost frame of the user's code, from `frame` (default: the caller's) outwards."""
+    """Return the innermost frame of user code, from `frame` (default: the caller's) outwards."""
     frame = sys._getframe(1) if frame is None else frame
     while frame is not None and not is_user_file(frame.f_code.co_filename):
         frame = frame.f_back
@@ -55,7 +55,7 @@ def user_frame(frame: FrameType | None = None) -> FrameType | None:
 
 
 def raised_frame(error: BaseException) -> FrameType | None:
-    """The innermost frame of the user's code in the traceback of `error`; for when the frames have returned."""
+    """Return the innermost frame of user code in the traceback of `error`, for frames that have returned."""
     found, traceback = None, error.__traceback__
     while traceback is not None:
         if is_user_file(traceback.tb_frame.f_code.co_filename):
@@ -66,7 +66,7 @@ def raised_frame(error: BaseException) -> FrameType | None:
 
 @dataclass(frozen=True, slots=True)
 class Location:
-    """A line of the user's code; prints as ``train.py:33``, or as ``In[3]:2`` in a notebook."""
+    """A line of user code; prints as ``train.py:33``, or as ``In[3]:2`` in a notebook."""
 
     filename: str
     line: int
@@ -77,7 +77,7 @@ class Location:
 
 
 def _cell(filename: str) -> str | None:
-    """The name of the notebook cell that a file stands for, where IPython runs."""
+    """Return the name of the notebook cell that a file stands for; None outside IPython."""
     ipython = sys.modules.get("IPython")
     shell = ipython.get_ipython() if ipython is not None else None
     named = shell.compile.format_code_name(filename) if shell is not None else None
@@ -85,7 +85,7 @@ def _cell(filename: str) -> str | None:
 
 
 class Locator:
-    """Finds the user's line for each op of one trace, and remembers what it learned about files and lines."""
+    """Finds the line of user code for each op of a trace; caches what it learns about files and lines."""
 
     __slots__ = ("_files", "_lines")
 
@@ -94,7 +94,7 @@ class Locator:
         self._lines: dict[tuple[CodeType, int], Location] = {}
 
     def locate(self, frame: FrameType | None = None) -> Location | None:
-        """The line of the innermost user frame, from `frame` (default: the caller's) outwards."""
+        """Return the line of the innermost user frame, from `frame` (default: the caller's) outwards."""
         found: FrameType | None = sys._getframe(1) if frame is None else frame
         files = self._files
         while found is not None:

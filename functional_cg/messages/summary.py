@@ -1,4 +1,4 @@
-"""Summary: a few numbers that say what a tensor holds. Reads its values, so a device is waited for."""
+"""Summarize the values of a tensor in a few numbers. Reads the values, so it waits for the device."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ _FIRST = 6
 
 
 def summary(tensor: Tensor) -> list[tuple[str, str]]:
-    """Range, mean and spread of the finite elements, how many are not finite, and the first elements.
+    """Return range, mean and spread of the finite elements, the count of non-finite ones, and the first elements.
 
     Returns:
-      Pairs (name, number as text); complex numbers are summed up by their absolute values.
+      Pairs (name, number as text); statistics of complex numbers are those of their absolute values.
 
     Example:
       >>> summary(torch.tensor([1.0, 3.0, float("nan")]))[:2]

@@ -1,7 +1,7 @@
-"""Sharded training: ZeRO as placements on a mesh, collectives inside of the captured step.
+"""Sharded training: ZeRO as placements on a mesh, with collectives inside the captured step.
 
-One program on all ranks: launched by ``torchrun``, each rank captures one graph with its collectives in it. Without a
-mesh, or with one rank, everything here is the identity, and the same source runs on one GPU.
+All ranks run one program, launched by ``torchrun``; each rank captures a graph that includes its collectives. Without a
+mesh, or with one rank, everything here is the identity, so the same source runs on one GPU.
 """
 
 from ..shards.mesh import Mesh

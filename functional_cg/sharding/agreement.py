@@ -1,7 +1,7 @@
-"""Ranks that meet outside of graphs: before a capture, all have to be about to capture the same thing.
+"""Make ranks agree outside graphs: before a capture, all must be about to capture the same thing.
 
-A rank that is missing, or that is called with another layout, would hang all others inside of a collective. They meet
-at the key-value store that the launcher's rendezvous has left, where waiting has an end.
+A rank that is missing, or that is called with another layout, would hang all others inside a collective. So ranks meet
+first at the key-value store of the launcher's rendezvous, where waiting has a timeout.
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ from ..errors import RankError
 __all__ = ["Ranks"]
 
 _GOODBYE_SECONDS = 5.0
-_ROLL_CALL_SECONDS = 2.0  # ranks that have lost each other do so at nearly one time
+_ROLL_CALL_SECONDS = 2.0  # ranks that lose each other notice at nearly the same time
 
 
 @dataclass(eq=False, slots=True)
 class Ranks:
-    """The ranks of a run.
+    """The ranks of a run, which meet at a shared store.
 
     Attributes:
-      store: Keys and values that all ranks see.
-      rank: This one's number.
+      store: Key-value store that all ranks share.
+      rank: Number of this rank.
       size: Number of ranks.
       timeout: Seconds to wait for the others.
-      meetings: Number of meetings so far; ranks that go the same way count alike.
-      attempts: Number of times that this meeting has been given up.
-      last: What of the meeting before is still in the store.
+      meetings: Number of meetings so far; equal on ranks that make the same calls.
+      attempts: Number of times that this meeting was given up.
+      last: Keys of the previous meeting that are still in the store.
       lost: Whether a connection to another rank is known to be broken.
     """
 
@@ -54,8 +54,10 @@ class Ranks:
 
     @classmethod
     def over(cls, store: Any, rank: int, size: int, timeout: float) -> Ranks:
-        """The ranks that share a store. What those of an earlier mesh said there is not heard again."""
-        number = store.add(f"functional_cg/meshes of rank {rank}", 1)  # alike on ranks that go the same way
+        """Make the ranks that share a store; keys of earlier meshes in the store are not read again."""
+        number = store.add(
+            f"functional_cg/meshes of rank {rank}", 1
+        )  # equal on ranks that make the same calls
         return cls(PrefixStore(f"functional_cg/{number}", store), rank, size, timeout)
 
     def agree(self, function: str, what: str) -> None:
@@ -63,9 +65,9 @@ class Ranks:
 
         Args:
           function: Name of the user's function.
-          what: What this rank is about to do, in words that are equal on all ranks.
+          what: What this rank is about to do, as text that must be equal on all ranks.
         Raises:
-          RankError: Naming the ranks that are missing, or that do something else.
+          RankError: Naming the ranks that are missing or differ.
         """
         said = self.shared(function, what)
         others = [rank for rank in range(self.size) if said[rank] != said[0]]
@@ -80,11 +82,11 @@ class Ranks:
             )
 
     def shared(self, function: str, what: str) -> list[str]:
-        """What each rank says; all of them ask.
+        """Exchange a text between all ranks; return the text of each rank.
 
         Args:
           function: Name of the user's function.
-          what: What this rank says; the first line says what it is about to do.
+          what: The text of this rank; its first line says what the rank is about to do.
         Raises:
           RankError: Naming the ranks that are missing.
         """
@@ -111,11 +113,11 @@ class Ranks:
         return said
 
     def _met(self, what: str, end: float) -> tuple[list[str], list[int]]:
-        """What each rank says, or which ranks are absent at the end of the time.
+        """Return the text of each rank, or the ranks that are absent at the deadline.
 
-        Whether ranks have met is decided once for all of them, by the first one that knows: else one might give up in
-        the moment in which the last one comes, who would go on alone. Who comes after an attempt was given up makes
-        the next one, and those that call again make it too. Absent are those that have come to none.
+        Whether ranks have met is decided once for all of them, by the first one that knows. Otherwise one rank might
+        give up at the moment when the last one arrives, which would go on alone. A rank that arrives after an attempt
+        was given up starts the next one; ranks that call again join it. Absent are the ranks that came to no attempt.
         """
         never = set(range(self.size))
         while True:
@@ -125,7 +127,7 @@ class Ranks:
             try:
                 absent = self._absent(keys, place, end)
             except KeyboardInterrupt:
-                self.store.compare_set(place, "", "given up")  # this rank has come, and goes
+                self.store.compare_set(place, "", "given up")  # this rank arrived, and leaves
                 raise
             verdict = "given up" if absent else "met"
             if self.store.compare_set(place, "", verdict).decode() == "met":
@@ -139,23 +141,23 @@ class Ranks:
                 return [], sorted(never) or absent
 
     def _absent(self, keys: list[str], place: str, end: float) -> list[int]:
-        """The ranks that have not come to an attempt by the end of the time, or by its own end."""
-        left = timedelta(seconds=max(end - time.monotonic(), 0.01))  # 0 is for ever
+        """Return the ranks that have not come to an attempt by the deadline, or when the attempt ended."""
+        left = timedelta(seconds=max(end - time.monotonic(), 0.01))  # 0 means forever
         if not self.store.check([place]):
-            with contextlib.suppress(RuntimeError):  # c10d's DistStoreError, and what older stores raise
+            with contextlib.suppress(RuntimeError):  # c10d's DistStoreError, and the errors of older stores
                 self.store.wait(keys, left)
         return [rank for rank, key in enumerate(keys) if not self.store.check([key])]
 
     def _forget_the_last(self) -> None:
-        """Delete what this rank has said at the meeting before: whoever is here has left it."""
+        """Delete this rank's keys of the previous meeting: every rank that is here has read them."""
         for key in self.last:
             self.store.delete_key(key)
 
     def refuse_if_lost(self, function: str) -> None:
-        """Raise if a collective has failed before: what ranks send since might meet what others sent for it.
+        """Raise if a collective has failed before: later messages might be matched with messages of the failed one.
 
         Raises:
-          RankError: At once.
+          RankError: Immediately, without waiting for other ranks.
         """
         if self.lost:
             raise RankError.of(
@@ -166,7 +168,7 @@ class Ranks:
             )
 
     def absent(self) -> list[int]:
-        """The ranks that do not answer now: they have ended, or do not know yet that a connection is lost."""
+        """Return the ranks that do not answer: they have ended, or have not noticed the lost connection yet."""
         self.lost = True
         keys = [f"lost/{rank}" for rank in range(self.size)]
         try:
@@ -175,10 +177,10 @@ class Ranks:
                 self.store.wait(keys, timedelta(seconds=min(_ROLL_CALL_SECONDS, self.timeout)))
             return [rank for rank, key in enumerate(keys) if not self.store.check([key])]
         except RuntimeError:
-            return []  # the store is gone, and with it everyone's answer
+            return []  # the store is gone, and all answers with it
 
     def part(self) -> None:
-        """Let all ranks get here before connections are cut; one that has died is not waited for long."""
+        """Wait for all ranks before connections are closed; the wait for a dead rank is short."""
         if self.lost:
             return
         keys = [f"end/{rank}" for rank in range(self.size)]
@@ -194,7 +196,7 @@ def _ranks(numbers: list[int]) -> str:
 
 
 def _differences(first: str, other: str, rank: int) -> list[str]:
-    """The first lines that differ, of what rank 0 and another one said."""
+    """Return the lines that differ between the texts of rank 0 and another rank."""
     a, b = first.splitlines(), other.splitlines()
     pairs = [
         *zip(a, b, strict=False),

@@ -1,4 +1,4 @@
-"""Where a mesh comes from: the launcher's environment, torch's process groups, and their end."""
+"""Make a mesh from the launcher's environment; start and end torch's process groups."""
 
 from __future__ import annotations
 
@@ -23,21 +23,25 @@ _LONGEST = 1e6  # seconds, more than a week; torch counts in integers, which hav
 
 
 def mesh(axes: Mapping[str, int], *, device: str | None = None, timeout: float = 300.0) -> Mesh:
-    """Lay out all ranks of this run. Call it once, before anything touches a GPU.
+    """Lay out all ranks of this run on a mesh. Call it once, before anything touches a GPU.
 
-    Under ``torchrun`` (or any launcher that sets ``RANK``, ``LOCAL_RANK`` and ``WORLD_SIZE``) it picks this rank's
-    device, starts NCCL there (gloo on the CPU), and ends it when the interpreter exits. Process groups that are there
-    already are used, and left to whoever made them. A single process is a mesh of one rank, and nothing is started.
+    Under ``torchrun`` (or any launcher that sets ``RANK``, ``LOCAL_RANK``, ``WORLD_SIZE``, ``MASTER_ADDR`` and
+    ``MASTER_PORT``) it selects this rank's device, starts NCCL (gloo on the CPU), and shuts it down when the
+    interpreter exits. Existing process groups are used and left to their owner. A single process is a mesh of one rank,
+    and nothing is started.
 
     Args:
       axes: Names and sizes, outermost first: ``{"data": -1}``, or ``{"replica": 2, "shard": -1}`` for a hybrid. Leaves
-        are sharded over the last axis, and replicated over the one before. One size may be -1: what is left.
-      device: ``"cuda"`` or ``"cpu"``; by default CUDA where there is one.
+        are sharded over the last axis, and replicated over the one before. One size may be -1: it takes the remaining
+        ranks.
+      device: ``"cuda"`` or ``"cpu"``; by default CUDA if available.
       timeout: Seconds that ranks wait for each other before a capture, and in collectives on the CPU.
     Raises:
-      RuntimeError: If the launcher has left out what a rank has to know, or there are more ranks here than GPUs.
-      TypeError: If an argument is of another kind.
-      ValueError: If the sizes do not multiply to the number of ranks.
+      RuntimeError: If the launcher has not set a variable that a rank needs, there are more ranks on this machine than
+        GPUs, or ``device`` is ``"cuda"`` and there is no GPU.
+      TypeError: If an argument has the wrong type.
+      ValueError: If there are not one or two axes whose sizes multiply to the number of ranks, or ``device`` or
+        ``timeout`` has no valid value.
 
     Example:
       >>> import functional_cg as fcg
@@ -61,14 +65,14 @@ def mesh(axes: Mapping[str, int], *, device: str | None = None, timeout: float =
 
 def _axes(sizes: Mapping[str, int], device: str, timeout: float) -> tuple[Axis, ...]:
     wide = [name for name, size in sizes.items() if size > 1]
-    if len(wide) == 1:  # all ranks: their group is there already
+    if len(wide) == 1:  # this axis spans all ranks: use the default group
         rank, everyone = dist.get_rank(), dist.distributed_c10d._get_default_group().group_name
         return tuple(
             Axis(name, size, rank, everyone) if name in wide else Axis(name, 1, 0, "")
             for name, size in sizes.items()
         )
     layout = init_device_mesh(device, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
-    for name in sizes:  # else they wait for half an hour, whatever the default group does
+    for name in sizes:  # else the timeout is half an hour, whatever the default group's is
         dist.distributed_c10d._set_pg_timeout(timedelta(seconds=timeout), layout.get_group(name))
     return tuple(
         Axis(name, size, layout.get_local_rank(name), layout.get_group(name).group_name)
@@ -103,7 +107,7 @@ def _start(device: str, timeout: float) -> None:
 
 
 def _gpu(rank: int, gpus: int) -> torch.device:
-    """The device of a rank, by its number among those of its machine."""
+    """Return the device of a rank from its number on this machine."""
     if rank >= gpus:
         raise RuntimeError(
             f"sharding.mesh: LOCAL_RANK is {rank}, and torch sees {gpus} GPU{'s' * (gpus != 1)} on this machine. "
@@ -115,7 +119,7 @@ def _gpu(rank: int, gpus: int) -> torch.device:
 
 
 def _number(name: str, default: str | None = None) -> int:
-    """An integer of the environment."""
+    """Read an integer from the environment."""
     text = os.environ.get(name, default)
     if text is None:
         raise _incomplete(name)
@@ -155,7 +159,7 @@ def _refuse_arguments(axes: Any, device: Any, timeout: Any) -> None:
 
 
 def _end(captures: weakref.WeakSet[Any], ranks: Ranks, *, ours: bool) -> None:
-    """At exit: graphs first, then the communicators that they use. The other order hangs."""
+    """Clean up at exit: graphs first, then the communicators that they use. The other order hangs."""
     for captured in list(captures):
         captured.close()
     if ours and dist.is_initialized():

@@ -1,4 +1,4 @@
-"""What a user asks of sharded leaves and of values that differ between ranks."""
+"""User functions for sharded leaves, and for values that differ between ranks."""
 
 from __future__ import annotations
 
@@ -33,18 +33,19 @@ T = TypeVar("T")
 
 
 def mean(tree: T) -> T:
-    """The mean over all ranks of each leaf, in a step. With one rank, the leaves themselves.
+    """Average each leaf over all ranks, in a step. With one rank, return the leaves themselves.
 
-    Gradients flow through it: the mean of the ranks' losses has the gradient that ``value_and_grad`` takes of one.
+    Gradients flow through it: the mean of the ranks' losses has the same gradient that ``value_and_grad`` takes of one
+    rank's loss.
 
     Args:
-      tree: Pytree of tensors, of equal shapes on all ranks; the mean of integers is floating. Floating ones are
+      tree: Pytree of tensors, of equal shapes on all ranks; the mean of integers is floating. Floating leaves are
         summed in their own dtype, rounded after each addition; ``x.float()`` sums bf16 in f32.
     Returns:
-      The same bits on all ranks.
+      The means, with the same bits on all ranks.
     Raises:
-      LayoutError: If a leaf is sharded, boolean, of a float8 dtype, or no tensor.
-      RankError: With several ranks, outside of a step, or in one whose states lie on no mesh.
+      LayoutError: If a leaf is sharded, boolean, of a float8 dtype, or not a tensor.
+      RankError: With several ranks, outside a step, or in a step whose states are on no mesh.
 
     Example:
       >>> import torch, functional_cg as fcg
@@ -56,19 +57,21 @@ def mean(tree: T) -> T:
     return _reduced(tree, "mean")
 
 
-def sum(tree: T) -> T:  # the field's name for it; used as `sharding.sum`
-    """The sum over all ranks of each leaf, in a step; else like :func:`mean`."""
+def sum(tree: T) -> T:  # shadows the builtin on purpose; used as `sharding.sum`
+    """Sum each leaf over all ranks, in a step; otherwise like :func:`mean`."""
     return _reduced(tree, "sum")
 
 
 def fold_in(key: Tensor) -> Tensor:
-    """A key of this rank's own, in a step: ranks that share ``state.key`` draw differently. With one rank, ``key``.
+    """Derive a key for this rank, in a step, so that ranks that share ``state.key`` draw differently.
+
+    With one rank, it returns ``key``.
 
     Args:
       key: i64[2].
     Raises:
-      LayoutError: If it is no key.
-      RankError: With several ranks, outside of a step, or in one whose states lie on no mesh.
+      LayoutError: With several ranks, if it is not a key.
+      RankError: With several ranks, outside a step, or in a step whose states are on no mesh.
     """
     mesh = _mesh_here("fold_in", "`fcg.random.fold_in(key, mesh.rank)`")
     if mesh is None:
@@ -79,16 +82,18 @@ def fold_in(key: Tensor) -> Tensor:
 
 
 def gather(tree: T, *, masters: bool = False) -> T:
-    """Whole leaves in place of sharded ones; all ranks call it. Without a mesh, the tree itself.
+    """Replace sharded leaves by whole ones; all ranks must call it. Without a mesh, return the tree itself.
 
-    In a step each leaf is gathered where it is read. Outside it is gathered at once, into memory of the caller's.
-    Where ``zero`` has a ``param_dtype`` or a policy, parameters come as a loss sees them, in bfloat16 for instance.
+    In a step, each leaf is gathered where it is read. Outside a step, leaves are gathered at once, into memory that the
+    caller owns. If ``zero`` has a ``param_dtype`` or a policy, parameters come as a loss sees them, in bfloat16 for
+    instance.
 
     Args:
       tree: Pytree, or a single leaf.
-      masters: Parameters as the state keeps them, in their own dtype: for an average of them, twice the bytes.
+      masters: Return parameters as the state keeps them, in their own dtype, to average them for instance; f32 masters
+        of bfloat16 parameters take twice the bytes.
     Raises:
-      RankError: Outside of a step, if a rank does not call it, or calls it with other leaves.
+      RankError: Outside a step, if a rank does not call it, or calls it with other leaves.
 
     Example:
       >>> import torch, functional_cg as fcg
@@ -118,12 +123,13 @@ def _in_own_dtype(leaf: Any) -> Any:
 
 
 def local(leaf: Tensor) -> Tensor:
-    """This rank's elements of a leaf: a vector of the shard's length; a leaf on no mesh, as it is.
+    """Return this rank's shard of a leaf as a vector; a leaf that is not sharded is returned whole.
 
-    Outside of a step the padding is cut off; the last ranks of a small leaf have fewer elements, or none.
+    Outside a step, padding is cut off: the last ranks of a small leaf have fewer elements, or none. In a step, the
+    padding is zero.
 
     Raises:
-      TypeError: If it is no tensor.
+      TypeError: If it is not a tensor.
     """
     if not isinstance(leaf, Tensor):
         raise TypeError(
@@ -139,16 +145,17 @@ def local(leaf: Tensor) -> Tensor:
 
 
 def state_dict(state: Any) -> Mapping[str, Tensor]:
-    """All leaves of a sharded state, whole, in the host memory of rank 0; an empty dict on the other ranks.
+    """Return all leaves of a sharded state, whole, in the host memory of rank 0; an empty dict on other ranks.
 
-    Collective: all ranks call it. Leaf by leaf, so that no rank holds more than one whole leaf beside its shards. Names
-    are those of ``fcg.state_dict``, and ``fcg.load_state_dict`` takes them on any number of ranks.
+    This is a collective: all ranks must call it. Leaves are gathered one at a time, so no rank's device holds more than
+    one whole leaf besides its shards. Names are those of ``fcg.state_dict``, and ``fcg.load_state_dict`` loads them on
+    any number of ranks.
 
     Args:
       state: A handle, or a pytree of tensors.
     Raises:
-      CaptureError: In a step, which copies nothing to the host.
-      LayoutError: If a leaf is no tensor.
+      CaptureError: In a step, which cannot copy to the host.
+      LayoutError: If a leaf is not a tensor.
       RankError: If a rank does not call it, or calls it with other leaves.
     """
     if inside_a_step():
@@ -180,12 +187,12 @@ def state_dict(state: Any) -> Mapping[str, Tensor]:
 
 
 class _AllReduce(torch.autograd.Function):
-    """A reduction over ranks. Each rank's loss counts as its own: what they average is the transposed reduction."""
+    """A differentiable reduction over ranks; the backward applies the same reduction to the ranks' gradients."""
 
     @staticmethod
     def forward(ctx: Any, value: Tensor, mesh: Mesh, op: str) -> Tensor:
         ctx.mesh, ctx.op = mesh, op
-        # Small integers have no room for a sum, and no backend adds all of their dtypes.
+        # Sums overflow small integers, and no backend adds all of their dtypes.
         integer = not (value.is_floating_point() or value.is_complex())
         total = all_reduce(value.long() if integer else value, mesh)
         return total / mesh.size if op == "mean" else total.to(value.dtype)
@@ -227,10 +234,10 @@ def _kind(leaf: Any) -> str:
 
 
 def _mesh_here(name: str, outside: str) -> Mesh | None:
-    """The mesh of the step that runs here; None where there is but one rank.
+    """Return the mesh of the step that runs here; None if there is only one rank.
 
     Raises:
-      RankError: If there are several, and none of them is known to do the same now.
+      RankError: If there are several ranks, and no mesh of a step that runs on all of them.
     """
     mesh = current_mesh()
     if mesh is not None:
@@ -254,7 +261,7 @@ def _mesh_of(leaves: Sequence[Any]) -> Mesh | None:
 
 @contextlib.contextmanager
 def _all_ranks(function: str, what: str, leaves: Sequence[Any]) -> Iterator[None]:
-    """A block of collectives outside of a step: it begins when all ranks are there, with the same leaves."""
+    """Run a block of collectives outside a step, once all ranks have arrived with the same leaves."""
     mesh = _mesh_of(leaves)
     lines = [what, *(f"{leaf.dtype}{list(leaf.shape)}" for leaf in leaves if isinstance(leaf, Sharded))]
     together(mesh, function, "\n".join(lines))

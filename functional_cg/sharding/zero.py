@@ -1,4 +1,4 @@
-"""ZeRO as placements: which of params, gradients and moments a rank holds a shard of.
+"""ZeRO as placements: whether a rank holds shards of moments, gradients and parameters.
 
 Source: Rajbhandari et al. 2020, "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models".
 """
@@ -25,16 +25,16 @@ __all__ = ["Zero", "zero"]
 
 @dataclass(frozen=True)
 class Zero:
-    """A sharding of states over a mesh; made by :func:`zero`, which says what the options do.
+    """A sharding of states over a mesh; made by :func:`zero`, which documents the options.
 
     Attributes:
       mesh: The ranks.
       stage: 1, 2 or 3.
       bucket_bytes: Bytes of whole leaves that share a launch.
-      prefetch: How many groups ahead of its use a leaf is gathered.
+      prefetch: How many buckets ahead of its use a leaf is gathered.
       param_dtype: Dtype that a loss sees; None for the parameters' own.
-      reduce_dtype: Dtype in which gradients are summed; None for the one that they come in.
-      reshard: Whether the backward gathers again.
+      reduce_dtype: Dtype in which gradients are summed; None for the gradients' own.
+      reshard: Whether the backward gathers leaves again.
     """
 
     mesh: Mesh
@@ -46,14 +46,14 @@ class Zero:
     reshard: bool = True
 
     def __str__(self) -> str:
-        """In words that are equal on all ranks."""
+        """Describe the sharding in text that is equal on all ranks."""
         options = ", ".join(
             f"{field.name}={getattr(self, field.name)}" for field in fields(self) if field.name != "mesh"
         )
         return f"zero({options}) on {self.mesh}"
 
     def planned(self, params: Any) -> Any:
-        """Parameters as this rank holds them, on the meta device."""
+        """Return the parameters as this rank will hold them, on the meta device."""
         return pytree.map(self._planned, params)
 
     def _planned(self, leaf: Tensor) -> Tensor:
@@ -74,19 +74,19 @@ class Zero:
         return Sharded(meta.new_empty(placement.local_shape), placement)
 
     def agreed(self, leaf: Any) -> Any:
-        """The value of rank 0 of a leaf, on this rank's device."""
+        """Return rank 0's value of a leaf, on this rank's device."""
         if not isinstance(leaf, Tensor):
             return leaf
-        # Shards of torch are cut along a dimension; ours are not.
+        # torch's DTensor shards along a dimension; placements here shard the flattened leaf.
         full = leaf.full_tensor() if isinstance(leaf, DTensor) else leaf
         return broadcast(full.to(self.mesh.device), self.mesh)
 
     def moved(self, placed: Any) -> Any:
-        """Parameters as the optimizer sees them when it makes its state: shards at every stage."""
+        """Return the parameters as the optimizer's ``init`` sees them: shards at every stage."""
         return pytree.map(_shard, placed)
 
     def accumulators(self, placed: Any) -> Any:
-        """Zeros for gradients over several calls: shards from stage 2 on."""
+        """Return zeros to accumulate gradients over several calls: shards from stage 2 on."""
         return pytree.map(torch.zeros_like, placed if self.stage == 1 else self.moved(placed))
 
 
@@ -103,31 +103,31 @@ def zero(
 ) -> Zero:
     """Shard a state over the ranks of a mesh: ``TrainState.create(..., sharding=zero(mesh, stage=3))``.
 
-    A rank holds its shard of the moments (stage 1), of gradients too (stage 2), and of parameters too (stage 3). At
-    stages 1 and 2 the new parameters are gathered at the end of the step; at stage 3 each is gathered where a loss
-    reads it. In a mesh of one rank nothing is sharded, and the graph has no collective.
+    A rank holds its shard of the moments (stage 1), of the gradients as well (stage 2), and of the parameters as well
+    (stage 3). At stages 1 and 2 the new parameters are gathered at the end of the step; at stage 3 each is gathered
+    where a loss reads it. On a mesh of one rank nothing is sharded, and the graph has no collectives.
 
     Args:
-      mesh: From :func:`mesh`.
+      mesh: A mesh from :func:`mesh`.
       stage: 1, 2 or 3.
-      bucket_bytes: Leaves that are read one after the other are gathered together up to this size, and gradients
-        reduced together.
-      prefetch: How many such groups ahead of its use a leaf is gathered, beside the compute in between; 0 holds the
-        fewest whole leaves.
-      param_dtype: Dtype that a loss sees, such as ``torch.bfloat16`` over f32 parameters: gathers are half as large.
-      reduce_dtype: Dtype in which gradients are summed over ranks and divided by their number; by default the one
-        that they come in, which ``param_dtype`` sets. All ranks get the same bits of a sum, but in bf16 it is rounded
-        to 8 bits after each of the ``ranks - 1`` additions, in an order that the backend chooses; ``torch.float32``
-        rounds once, at the end, and sends twice the bytes.
-      policy: In place of these two: its ``compute`` and its ``reduce``.
+      bucket_bytes: Size of a bucket: leaves read consecutively are gathered together up to this size, and their
+        gradients reduced together.
+      prefetch: How many buckets ahead of its use a leaf is gathered, overlapping with the compute in between; 0 holds
+        the fewest whole leaves.
+      param_dtype: Dtype that a loss sees, such as ``torch.bfloat16`` for f32 parameters: gathers are half as large.
+      reduce_dtype: Dtype in which gradients are summed over ranks and divided by their number; by default their own
+        dtype, which ``param_dtype`` determines. All ranks get the same bits of a sum, but in bf16 it is rounded to 8
+        bits after each of the ``ranks - 1`` additions, in an order that the backend chooses; ``torch.float32`` rounds
+        once, at the end, and sends twice the bytes.
+      policy: Replaces these two dtypes by its ``compute`` and ``reduce``.
       reshard: Gather again in the backward (stage 3), which holds fewer whole leaves at a time.
     Returns:
-      What :meth:`TrainState.create` takes as ``sharding``, for all parameters; or as a leaf of a prefix of their tree,
-      for those below it: ``sharding={"embedding": zero(mesh, stage=1), "blocks": zero(mesh, stage=3)}``. Buckets and
-      prefetch are those of the first.
+      A sharding for the argument ``sharding`` of :meth:`TrainState.create`, for all parameters; or a leaf of a prefix
+      of their tree, for those below it: ``sharding={"embedding": zero(mesh, stage=1), "blocks": zero(mesh, stage=3)}``.
+      Buckets and prefetch are those of the first leaf.
     Raises:
-      TypeError: If an argument is of another kind, or a policy is given beside a dtype.
-      ValueError: If the stage is none of the three, ``bucket_bytes`` not positive, or ``prefetch`` negative.
+      TypeError: If an argument has the wrong type, or a policy is given together with a dtype.
+      ValueError: If the stage is not 1, 2 or 3, ``bucket_bytes`` is not positive, or ``prefetch`` is negative.
 
     Example:
       >>> import torch, functional_cg as fcg

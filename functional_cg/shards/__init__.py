@@ -1,1 +1,1 @@
-"""What the rest of the package has to know of sharded leaves: meshes, placements, and the tensor of one's own shard."""
+"""Sharded leaves as the rest of the package sees them: meshes, placements and shard tensors."""

@@ -1,6 +1,6 @@
-"""Collectives as pure functions: they return new tensors, and a trace records them. The one door to c10d's ops.
+"""Collectives as pure functions that return new tensors; the only module that uses c10d's ops.
 
-An axis of one rank has no process group: there, each is the identity, and no op is recorded.
+A trace records them. An axis of one rank has no process group: there, each is the identity, and no op is recorded.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from typing import cast
 
 import torch
 import torch.distributed
-import torch.distributed._functional_collectives  # registers what the ops do on fake tensors
+import torch.distributed._functional_collectives  # registers the ops for fake tensors
 from torch import Tensor
 
 from .mesh import Axis, Mesh
@@ -26,20 +26,20 @@ __all__ = [
 ]
 
 _ops = torch.ops._c10d_functional
-GATHER = _ops.all_gather_into_tensor_coalesced.default  # takes lists: a trace joins several into one launch
+GATHER = _ops.all_gather_into_tensor_coalesced.default  # takes lists, so that several can share a launch
 REDUCE_SCATTER = _ops.reduce_scatter_tensor_coalesced.default
 ALL_REDUCE = _ops.all_reduce.default
 WAIT = _ops.wait_tensor.default
 
 
-# Dtypes that every backend sends and adds up; what is sent and not added up may be of any dtype, as bytes.
+# Dtypes that every backend sends and adds up; without adding up, any dtype can be sent as bytes.
 _NUMBERS = frozenset(
     {torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.uint8}
 )
 
 
 def all_gather(shard: Tensor, axis: Axis) -> Tensor:
-    """A vector [n] of each rank, as one vector [n * size] in the order of ranks."""
+    """Gather a vector [n] from each rank into one vector [n * size], in rank order."""
     if axis.size == 1:
         return shard
     if shard.dtype not in _NUMBERS:
@@ -48,7 +48,7 @@ def all_gather(shard: Tensor, axis: Axis) -> Tensor:
 
 
 def reduce_scatter(vector: Tensor, axis: Axis) -> Tensor:
-    """The sum over ranks of a vector [n * size], of which each rank gets its own [n]."""
+    """Sum a vector [n * size] over ranks; each rank gets its own piece [n] of the sum."""
     if axis.size == 1:
         return vector
     if vector.is_complex():
@@ -57,11 +57,11 @@ def reduce_scatter(vector: Tensor, axis: Axis) -> Tensor:
 
 
 def all_reduce(tensor: Tensor, where: Mesh | Axis, op: str = "sum") -> Tensor:
-    """A tensor reduced over all ranks of a mesh, or along one axis.
+    """Reduce a tensor over all ranks of a mesh, or along one axis.
 
     Args:
-      tensor: Of one shape on all ranks.
-      where: Over which ranks.
+      tensor: A tensor of the same shape on all ranks.
+      where: The ranks to reduce over.
       op: ``sum``, ``max`` or ``min``.
     """
     if tensor.is_complex():
@@ -76,17 +76,17 @@ def _wait(tensor: Tensor) -> Tensor:
 
 
 def _pairs(tensor: Tensor) -> Tensor:
-    """Complex numbers [...] as real ones [..., 2]."""
+    """Return complex numbers [...] as real ones [..., 2]."""
     return torch.view_as_real(tensor.resolve_conj().contiguous())
 
 
 def _bytes(tensor: Tensor) -> Tensor:
-    """The memory of a tensor, as a vector."""
+    """Return the elements of a tensor as a vector of bytes."""
     return tensor.resolve_conj().resolve_neg().contiguous().flatten().view(torch.uint8)
 
 
 def broadcast(tensor: Tensor, mesh: Mesh) -> Tensor:
-    """The value of rank 0, as a new tensor; outside of graphs."""
+    """Return the value of rank 0 as a new tensor; not for use in graphs."""
     out = tensor.detach().resolve_conj().resolve_neg().clone(memory_format=torch.contiguous_format)
     if mesh.size > 1:
         torch.distributed.broadcast(_bytes(out), 0)  # into the same memory

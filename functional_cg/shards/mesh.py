@@ -1,4 +1,4 @@
-"""A mesh as a value: the axes over which the ranks of a run are laid out, and this rank's place on them."""
+"""A mesh as a value: the axes that the ranks of a run are laid out on, and this rank's position."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Axis:
     Attributes:
       name: ``data``, ``replica``, ``shard``.
       size: Number of ranks along it.
-      rank: This rank's place on it.
+      rank: This rank's position on it.
       group: Name of the process group along it; empty for a single rank.
     """
 
@@ -31,15 +31,15 @@ class Axis:
 
 @dataclass(frozen=True, slots=True, weakref_slot=True)
 class Mesh:
-    """Ranks in one or two axes. Leaves are sharded over the last axis and replicated over the others.
+    """Ranks laid out on one or two axes. Leaves are sharded over the last axis and replicated over the others.
 
-    Made by :func:`functional_cg.sharding.mesh`. Equal meshes have equal axes.
+    Made by :func:`functional_cg.sharding.mesh`. Meshes with equal axes are equal.
 
     Attributes:
-      axes: Outermost first.
+      axes: The axes, outermost first.
       device: Where this rank's leaves live.
-      captures: What holds graphs with collectives of this mesh; closed before its process groups are.
-      ranks: How ranks meet outside of graphs; None for a single rank.
+      captures: Holders of graphs with collectives of this mesh; closed before its process groups are.
+      ranks: How ranks synchronize outside graphs; None for a single rank.
     """
 
     axes: tuple[Axis, ...]
@@ -54,7 +54,7 @@ class Mesh:
 
     @property
     def rank(self) -> int:
-        """This rank's number: the last axis runs fastest."""
+        """This rank's number; the last axis varies fastest."""
         number = 0
         for axis in self.axes:
             number = number * axis.size + axis.rank
@@ -67,7 +67,7 @@ class Mesh:
 
     @property
     def wide(self) -> tuple[Axis, ...]:
-        """The axes that have more than one rank: what a collective has to run over."""
+        """The axes with more than one rank, which a collective has to run over."""
         return tuple(axis for axis in self.axes if axis.size > 1)
 
     def __str__(self) -> str:

@@ -1,4 +1,4 @@
-"""Connections to the other ranks, as they break: what c10d says of it, in the words of the package."""
+"""Agree with other ranks outside graphs, and turn c10d's errors on lost ranks into ``RankError``."""
 
 from __future__ import annotations
 
@@ -10,23 +10,23 @@ from .mesh import Mesh
 
 __all__ = ["among", "on_any", "together"]
 
-# What c10d calls connections that broke.
+# Fragments of c10d's messages about broken connections.
 _CONNECTION = ("gloo", "pair closure", "TCPStore", "Connection reset", "Connection closed", "Broken pipe")
 _NO_GROUP = ("process group", "has been destroyed", "has not been initialized")
 
 
 def together(mesh: Mesh | None, function: str, what: str) -> None:
-    """Wait for all ranks to be about to do the same, outside of graphs; nothing on one rank.
+    """Wait until all ranks are about to do the same, outside graphs; does nothing on one rank.
 
     Raises:
-      RankError: On all ranks, naming those that are missing or differ.
+      RankError: On all ranks, naming the ranks that are missing or differ.
     """
     if mesh is not None and mesh.ranks is not None:
         mesh.ranks.agree(function, what)
 
 
 def on_any(mesh: Mesh | None, function: str, flag: bool) -> bool:  # noqa: FBT001 - it is what is asked
-    """Whether a flag is set on any rank: all of them ask, outside of graphs."""
+    """Whether a flag is set on any rank; all ranks must ask, outside graphs."""
     if mesh is None or mesh.ranks is None:
         return flag
     said = mesh.ranks.shared(function, f"certify `{function}`\n{'yes' if flag else 'no'}")
@@ -35,7 +35,7 @@ def on_any(mesh: Mesh | None, function: str, flag: bool) -> bool:  # noqa: FBT00
 
 @contextlib.contextmanager
 def among(mesh: Mesh | None, function: str) -> Iterator[None]:
-    """A block that talks to the other ranks.
+    """Wrap a block that communicates with other ranks, to turn a lost connection into a ``RankError``.
 
     Raises:
       RankError: If a connection breaks.
@@ -50,7 +50,7 @@ def among(mesh: Mesh | None, function: str) -> Iterator[None]:
 
 
 def _lost(mesh: Mesh | None, function: str, error: RuntimeError) -> RankError | None:
-    """Our error for what c10d says of a broken connection; None for any other error."""
+    """Return the library's error for c10d's error on a broken connection; None for any other error."""
     if mesh is None or mesh.ranks is None or isinstance(error, FunctionalCGError):
         return None
     if any(words in str(error) for words in _NO_GROUP):
@@ -77,7 +77,7 @@ def _lost(mesh: Mesh | None, function: str, error: RuntimeError) -> RankError | 
 
 
 def _first_line(error: RuntimeError) -> str:
-    """What c10d says, without the place in its source and its own advice."""
+    """Return the first line of c10d's message, without its source location and advice."""
     return (
         str(error).partition("\n")[0].partition("] ")[2].partition(". This is")[0]
         or str(error).partition("\n")[0]

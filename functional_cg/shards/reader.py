@@ -1,9 +1,9 @@
-"""Reading leaves of a mesh in a loss: gathered where they are used, their gradients reduced in the backward.
+"""Read leaves of a mesh in a loss: gather them where they are used, reduce gradients in the backward.
 
-A loss gets a :class:`Reader` in place of each leaf. What reads it gets the whole leaf, gathered at that place. Two
-leaves stay gathered at a time. What autograd keeps of a gathered leaf for the backward is the way to gather it again
-(``reshard``), so that no rank ever holds more than its shards and few whole leaves. Each leaf has a collective of its
-own here; a trace groups them in the order of their use.
+A loss gets a :class:`Reader` in place of each leaf. An op that reads it gets the whole leaf, gathered at that point. At
+most two leaves stay gathered at a time. With ``reshard``, autograd saves how to gather a leaf again instead of the
+gathered leaf, so no rank ever holds more than its shards and a few whole leaves. Here each leaf has a separate
+collective; a trace groups them into buckets in the order of use.
 """
 
 from __future__ import annotations
@@ -28,10 +28,8 @@ from .tensor import Sharded, title
 
 __all__ = ["Reader", "all_of", "gathered", "like_leaf", "readers", "variable_of", "whole"]
 
-_NO_HOOKS = (
-    "support saved tensor hooks"  # what `torch.func` says of a block in which others decide what is kept
-)
-_AT_ONCE = 2  # gathered leaves that stay: ops in turn read a weight, a bias, and the weight again
+_NO_HOOKS = "support saved tensor hooks"  # in the error of `torch.func` inside saved-tensor hooks
+_AT_ONCE = 2  # leaves that stay gathered: consecutive ops read a weight, a bias, and the weight again
 _QUESTIONS = frozenset(
     {
         Tensor.shape.__get__, Tensor.dtype.__get__, Tensor.device.__get__, Tensor.ndim.__get__,  # type: ignore[attr-defined]
@@ -44,7 +42,7 @@ _QUESTIONS = frozenset(
 )  # fmt: skip
 
 
-# Methods that write have names with `_` at their end, or these.
+# Names of methods that write, besides those that end in `_`.
 _IN_PLACE = frozenset(
     f"__{name}__"
     for name in "setitem iadd isub imul imatmul itruediv ifloordiv imod ipow iand ior ixor ilshift irshift".split()
@@ -52,10 +50,10 @@ _IN_PLACE = frozenset(
 
 
 class Reader(Tensor):
-    """A leaf of a mesh as a loss sees it: whichever op reads it gets the whole leaf.
+    """A leaf of a mesh as a loss sees it: any op that reads it gets the whole leaf.
 
-    Gradients reach the leaf through what was read; or through the reader itself, where it goes into an autograd
-    function or a ``vmap`` as it is.
+    Gradients reach the leaf through the gathered tensor, or through the reader itself if it is passed to an autograd
+    function or a ``vmap`` unread.
     """
 
     _read: Callable[[], Tensor]
@@ -93,7 +91,7 @@ class Reader(Tensor):
         for tensor in written_arguments(func, args, kwargs):
             if isinstance(tensor, Reader):
                 raise _written(tensor)
-        seen: dict[int, Tensor] = {}  # an op that C++ called: it saw no function mode
+        seen: dict[int, Tensor] = {}  # an op called from C++, which bypasses `__torch_function__`
         return func(*_read_all(args, seen), **_read_all(kwargs, seen))
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
@@ -127,12 +125,12 @@ def _read_all(value: Any, seen: dict[int, Tensor]) -> Any:
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """What a reader reads; any other tensor as it is."""
+    """Return the whole leaf of a reader; any other tensor as it is."""
     return tensor._read() if isinstance(tensor, Reader) else tensor
 
 
 def variable_of(leaf: Tensor) -> Tensor:
-    """What gradients are taken with respect to: of the kind that this rank keeps of a gradient."""
+    """Return the tensor to differentiate with respect to: whole or shard, like the gradient this rank keeps."""
     if not isinstance(leaf, Sharded):
         return leaf
     reading = leaf.placement.reading or Reading()
@@ -143,11 +141,11 @@ def variable_of(leaf: Tensor) -> Tensor:
 
 
 class _Source:
-    """Where a reader gets a leaf from; it gathers as often as it is asked to.
+    """Where a reader gets its leaf from; gathers at each request.
 
     Args:
       leaf: The leaf.
-      variable: What gradients are taken with respect to: a shard or the whole leaf.
+      variable: The tensor to differentiate with respect to: a shard or the whole leaf.
     """
 
     def __init__(self, leaf: Sharded, variable: Tensor) -> None:
@@ -157,14 +155,14 @@ class _Source:
         self.variable = variable
 
     def gather(self) -> Tensor:
-        """The whole leaf, in the dtype that a loss reads it in."""
+        """Return the whole leaf, in the dtype that a loss reads it in."""
         read = self.held.to(self.reading.param_dtype or self.held.dtype)
         if not self.placement.sharded:
             return read
         return self.placement.unpad(all_gather(read, self.placement.mesh.shards))
 
     def reduce(self, grad: Tensor) -> Tensor:
-        """The mean over all ranks of a gradient of the whole leaf, as this rank keeps it."""
+        """Average a gradient of the whole leaf over all ranks; return the part that this rank keeps."""
         if isinstance(grad, Sharded) and grad.placement.sharded:
             raise LayoutError.of(
                 "",
@@ -185,7 +183,7 @@ class _Source:
 
 
 class _Gather(torch.autograd.Function):
-    """A shard to the whole leaf, or to what stands for it; its transpose averages over the ranks."""
+    """Maps a shard to the whole leaf or to its reader; the backward averages the gradient over the ranks."""
 
     @staticmethod
     def forward(ctx: Any, source: _Source, variable: Tensor, make: Callable[[], Tensor]) -> Tensor:
@@ -200,24 +198,24 @@ class _Gather(torch.autograd.Function):
 
 
 class _Read:
-    """The readers of one loss: which leaves are gathered now, and how saved tensors find back."""
+    """The readers of one loss: tracks which leaves are gathered, and restores saved tensors."""
 
     def __init__(self) -> None:
-        self._gathered: dict[_Source, Tensor] = {}  # in the order of use, the last one last
+        self._gathered: dict[_Source, Tensor] = {}  # in order of use, the latest last
         self._versions: dict[_Source, int] = {}
 
     def forward(self, source: _Source) -> Tensor:
         found = self._gathered.pop(source, None)
         if found is None or (source.variable.requires_grad and not found.requires_grad):
             make = source.gather if found is None else found.detach
-            # Who reads first may be under `no_grad` or a transform; who reads next is to get a gradient all the same.
+            # The first read may be under `no_grad` or a transform; later reads must get gradients nevertheless.
             with torch.enable_grad(), _outside_of_transforms():
                 found = cast("Tensor", _Gather.apply(source, source.variable, make))
         self._keep(source, found)
         return found
 
     def pack(self, tensor: Tensor) -> Any:
-        """What autograd keeps of a tensor: of a gathered leaf, the way back to it."""
+        """Return what autograd saves for a tensor: for a gathered leaf, how to gather it again."""
         if tensor.layout is not torch.strided or isinstance(tensor, (Sharded, Reader)):
             return tensor
         key = storage_key(tensor)
@@ -225,7 +223,7 @@ class _Read:
             kept_again = _let_go_after_use(source.placement) and storage_key(leaf) == key
             if kept_again and _same_numbers(tensor, leaf):
                 return source, tensor.shape, tensor.stride(), tensor.storage_offset()
-        # An op may keep its own result, whose graph holds what was kept: a cycle that nothing but a backward breaks.
+        # An op may save its own result, whose graph holds the saved tensor: a cycle that only a backward would break.
         return tensor if tensor.grad_fn is None else tensor.detach()
 
     def unpack(self, kept: Any) -> Tensor:
@@ -255,12 +253,12 @@ class _Read:
 
 
 def _same_numbers(view: Tensor, leaf: Tensor) -> bool:
-    """Whether a view reads its leaf's memory as the leaf does: neither conjugated nor as another dtype."""
+    """Whether a view interprets its leaf's memory as the leaf does: same dtype, conjugation and negation."""
     return (view.dtype, view.is_conj(), view.is_neg()) == (leaf.dtype, leaf.is_conj(), leaf.is_neg())
 
 
 def _outside_of_transforms() -> contextlib.AbstractContextManager[Any]:
-    """What is read is the same for all that `torch.func.vmap` maps over."""
+    """Leave `torch.func` transforms while gathering: a leaf is the same for all elements of a ``vmap``."""
     inside = torch._C._functorch.peek_interpreter_stack() is not None
     return temporarily_clear_interpreter_stack() if inside else contextlib.nullcontext()
 
@@ -269,14 +267,14 @@ def _outside_of_transforms() -> contextlib.AbstractContextManager[Any]:
 def readers(
     leaves: Sequence[Tensor], variables: Sequence[Tensor], treedef: Treedef
 ) -> Iterator[list[Tensor]]:
-    """Stand-ins for leaves in a loss; plain leaves are their own variables.
+    """Provide stand-ins for leaves in a loss; a leaf on no mesh is replaced by its variable.
 
     Args:
-      leaves: Leaves of a tree, some of them sharded.
-      variables: What gradients are taken with respect to, one per leaf.
-      treedef: Of the tree, for messages.
+      leaves: Leaves of a tree, some of them on a mesh.
+      variables: The tensors to differentiate with respect to, one per leaf.
+      treedef: Structure of the tree, for messages.
     Yields:
-      What the loss gets. Backward passes belong inside of the block.
+      The leaves to pass to the loss. Backward passes must run inside the block.
     """
     read = _Read()
     handed = _handed(leaves, variables, read)
@@ -292,10 +290,10 @@ def readers(
 
 @contextlib.contextmanager
 def _gathering_again(leaves: Mapping[int, Sharded], treedef: Treedef, read: _Read) -> Iterator[None]:
-    """A block in which autograd keeps, of gathered leaves, the way to gather them again.
+    """Run a block in which autograd saves how to gather leaves again instead of the gathered leaves.
 
     Raises:
-      LayoutError: If `torch.func` differentiates there, which lets nobody say what is kept.
+      LayoutError: If `torch.func` differentiates inside, which does not support saved-tensor hooks.
     """
     try:
         with torch.autograd.graph.saved_tensors_hooks(read.pack, read.unpack):
@@ -320,13 +318,13 @@ def _let_go_after_use(placement: Placement) -> bool:
 
 
 def gathered(leaves: Sequence[Tensor]) -> list[Tensor]:
-    """Readers of leaves outside of a loss, without gradients."""
+    """Return readers of leaves for use outside a loss, without gradients."""
     held = [leaf.local if isinstance(leaf, Sharded) else leaf for leaf in leaves]
     return _handed(leaves, held, _Read())
 
 
 def all_of(leaf: Sharded) -> Tensor:
-    """All of one leaf, gathered by itself at once, in its own dtype and without gradients."""
+    """Gather one leaf by itself, immediately, in its own dtype and without gradients."""
     with torch.no_grad():
         return whole(gathered([Sharded(leaf.local, leaf.placement.without_reading())])[0])
 
@@ -346,7 +344,7 @@ def _reader(leaf: Sharded, variable: Tensor, read: _Read) -> Reader:
 
 
 def like_leaf(leaf: Tensor, grad: Tensor) -> Tensor:
-    """A gradient as the caller sees it: of a leaf on a mesh, on that mesh too."""
+    """Return a gradient as the caller sees it: placed on the mesh of its leaf, if it has one."""
     if not isinstance(leaf, Sharded):
         return grad
     old = leaf.placement

@@ -1,4 +1,4 @@
-"""Reductions of whole leaves: over this rank's elements first, then over the ranks that hold the others."""
+"""Reduce whole leaves: first over this rank's elements, then over the ranks that hold the others."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def _across(value: Tensor, placement: Placement, op: str = "sum") -> Tensor:
 
 
 def _extreme(value: Tensor, placement: Placement, op: Literal["max", "min"]) -> Tensor:
-    """The largest or smallest over the ranks; NaN if one of them has it, which the collectives may leave out."""
+    """Return the largest or smallest value over the ranks; NaN if any rank has NaN, which collectives may ignore."""
     if not value.is_floating_point():
         return _across(value, placement, op)
     missing = value.isnan().to(value.dtype) * (1 if op == "max" else -1)
@@ -69,12 +69,12 @@ def _norm(local: Tensor, placement: Placement, named: Mapping[str, Any]) -> Tens
 def norms(
     leaves: Sequence[tuple[Tensor, Placement | None]], order: float, dtype: torch.dtype | None
 ) -> list[Tensor]:
-    """The norm of each leaf; those of sharded leaves share one collective.
+    """Return the norm of each leaf; sharded leaves share one collective.
 
     Args:
-      leaves: What a rank holds, and where; None for a leaf that is whole here.
+      leaves: Pairs (local tensor, placement); the placement is None for a leaf that is whole here.
       order: A positive number, or infinity.
-      dtype: In which to sum; None for the leaf's own.
+      dtype: Dtype in which to sum; None for the leaf's own.
     """
     own = torch._foreach_norm(
         [local if placement is None else placement.masked(local) for local, placement in leaves],

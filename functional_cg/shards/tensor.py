@@ -1,8 +1,8 @@
-"""Sharded: a tensor of full logical shape of which this rank holds a shard.
+"""``Sharded``: a tensor of full logical shape of which this rank holds a shard.
 
-Elementwise ops work on shards. Reductions of a whole leaf (``sum``, ``norm``, ``max``, ...) reduce over the mesh.
-Whatever else is asked of a sharded leaf is refused, and names ``sharding.gather``. A replicated leaf is held whole: any
-op may read it, and beside a sharded one it counts as this rank's shard.
+Elementwise ops work on shards. Reductions of a whole leaf (``sum``, ``norm``, ``max``, ...) reduce over the mesh. Any
+other op on a sharded leaf is refused, with an error that names ``sharding.gather``. A replicated leaf is held whole:
+any op may read it, and in an op with a sharded leaf only this rank's shard of it is used.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ __all__ = ["Sharded", "placed", "refuse_at_rest", "shard_of", "title"]
 
 aten = torch.ops.aten
 
-# Tensors in, tensors of the same elements out; what is not tagged pointwise.
+# Elementwise ops that are not tagged pointwise.
 _LIKE = frozenset(
     {
         "aten::_to_copy", "aten::alias", "aten::clone", "aten::copy", "aten::copy_", "aten::detach",
@@ -37,14 +37,14 @@ _BY_LISTS = (*FUSED, "aten::_foreach_")
 _IN_WORDS = MappingProxyType(
     {"aten._local_scalar_dense.default": "a number of the host, by `.item()`, `float()` or `if`"}
 )
-# Tagged or named as if they were elementwise; they would answer for this rank's elements alone.
+# Tagged or named like elementwise ops but not elementwise: on a shard they would cover this rank's elements only.
 _NOT_ELEMENTWISE = frozenset(
     {"aten::equal", "aten::_foreach_max", "aten::_foreach_mm", "aten::_foreach_powsum"}
 )
 
 
 class Sharded(Tensor):
-    """A leaf on a mesh. Its shape is the whole leaf's; it has no strides to speak of and no memory of its own."""
+    """A leaf on a mesh, with the shape of the whole leaf; it has no meaningful strides and no memory of its own."""
 
     local: Tensor
     placement: Placement
@@ -104,7 +104,7 @@ class Sharded(Tensor):
         return self._here("numpy").numpy(force=force)
 
     def _here(self, what: str) -> Tensor:
-        """The leaf where this rank holds all of it."""
+        """Return the leaf if this rank holds all of it; refuse otherwise."""
         if self.placement.sharded:
             raise refused(self, what)
         return self.local
@@ -152,12 +152,12 @@ class Sharded(Tensor):
 
 
 def placed(tensor: Any) -> Placement | None:
-    """Where a tensor lies on a mesh; None for what is on none."""
+    """Return a tensor's placement; None if it is on no mesh."""
     return tensor.placement if isinstance(tensor, Sharded) else None
 
 
 def refused(leaf: Sharded, what: str) -> LayoutError:
-    """The error for what a shard alone cannot answer."""
+    """Return the error for a request that a shard alone cannot answer."""
     return LayoutError.of(
         "",
         f"asks a sharded leaf for {_IN_WORDS.get(what, what)}.",
@@ -168,10 +168,10 @@ def refused(leaf: Sharded, what: str) -> LayoutError:
 
 
 def refuse_at_rest(leaves: Sequence[Any], what: str) -> None:
-    """Raise for what needs all ranks, asked where nobody knows whether they ask too.
+    """Refuse an op that needs all ranks outside a step, where the other ranks may not run it.
 
     Raises:
-      LayoutError: If one of the leaves is looked at outside of a step.
+      LayoutError: If one of the leaves is outside a step, on a mesh of several ranks.
     """
     for leaf in leaves:
         if isinstance(leaf, Sharded) and leaf.placement.at_rest and leaf.placement.mesh.size > 1:
@@ -186,7 +186,7 @@ def refuse_at_rest(leaves: Sequence[Any], what: str) -> None:
 
 
 def title(leaf: Sharded) -> str:
-    """A leaf in a line: ``state.params['w']  float32[5, 7] sharded over data=2``."""
+    """Describe a leaf in one line: ``state.params['w']  float32[5, 7] sharded over data=2``."""
     dtype = str(leaf.dtype).removeprefix("torch.")
     path = f"{leaf.local._path}  " if hasattr(leaf.local, "_path") else ""  # a slot of a state
     return f"{path}{dtype}{list(leaf.placement.shape)} {leaf.placement.describe()}"
@@ -207,12 +207,12 @@ def _whole(tensor: Tensor) -> Tensor:
 
 
 def shard_of(tensor: Tensor, like: Placement) -> Tensor:
-    """This rank's elements of a tensor that stands beside a sharded leaf; one number stays one number.
+    """Return this rank's elements of a tensor used in an op with a sharded leaf; a single number stays one.
 
-    With a dimension or without one, as it was: that decides on the dtype of what is computed.
+    A single number keeps whether it has dimensions, since that affects the dtype of the result.
 
     Raises:
-      LayoutError: If it has another shape: a shard cannot be broadcast.
+      LayoutError: If the tensor has another shape: a shard cannot be broadcast.
     """
     placement = placed(tensor)
     shape = tuple(tensor.shape)
@@ -239,12 +239,12 @@ def _elementwise(
     func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], sources: Sequence[Sharded]
 ) -> Any:
     home = next(source for source in sources if source.placement.sharded).placement
-    by_local = {id(source.local): source for source in sources}  # what an op in place returns
+    by_local = {id(source.local): source for source in sources}  # an in-place op returns its argument
 
     def own(t: Tensor) -> Tensor:
         mine = shard_of(t, home)
-        # A shard has a dimension. Beside one of a leaf without any, a number gets one too, so that both count alike
-        # for the dtype of the result.
+        # A shard of a 0-dim leaf has a dimension. A number used with it gets one too, so that both have equal weight
+        # in type promotion.
         return mine if home.shape or mine.dim() else mine.reshape(1)
 
     out = func(*_map(own, args), **_map(own, kwargs))
@@ -252,16 +252,16 @@ def _elementwise(
 
 
 def _same_elements(func: Any) -> bool:
-    """Whether results have the elements of the arguments, one for one."""
+    """Whether an op is elementwise."""
     name = func._schema.name
     named_so = torch.Tag.pointwise in func.tags or name in _LIKE or name.startswith(_BY_LISTS)
     return named_so and name not in _NOT_ELEMENTWISE
 
 
 def _replicated(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], sources: Sequence[Sharded]) -> Any:
-    """An op on leaves that this rank holds whole. A leaf's elements computed with are on all ranks again.
+    """Run an op on leaves that this rank holds whole; results of elementwise ops are replicated leaves again.
 
-    So a loss that reads ``p + scale * g`` gets its gradient averaged, as where the two are shards.
+    So a loss that reads ``p + scale * g`` gets its gradient averaged, just as if the two were sharded.
     """
     by_local = {id(source.local): source for source in sources}
     homes = {source.placement.shape: source.placement for source in sources}
@@ -285,7 +285,7 @@ def _viewed(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], source: S
 
 
 def _by_lists(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Ops on lists of leaves: each row of the lists is a leaf of its own, sharded or not."""
+    """Run an op on lists of leaves; each row of the lists may be sharded or not."""
     named = named_arguments(func, args, kwargs)
     rows = max(len(value) for value in named.values() if isinstance(value, (list, tuple)))
     homes = [
@@ -312,7 +312,7 @@ def _by_lists(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     def wrapped(column: Any) -> Any:
         if isinstance(column, tuple) or (column and isinstance(column[0], (list, tuple))):
             return type(column)(map(wrapped, column))
-        if not column:  # nothing is returned, or a list that this optimizer has no use for
+        if not column:  # the op returns nothing, or a list that this optimizer does not use
             return column
         return [
             t if home is None or tuple(t.shape) != home.local_shape else Sharded(t, home)
@@ -328,12 +328,12 @@ def _columns(named: Mapping[str, Any], rows: int) -> list[Sequence[Any]]:
 
 
 def _reduced(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor:
-    """A reduction of a whole leaf: of this rank's elements, then over the ranks."""
+    """Reduce a whole leaf: over this rank's elements, then over the ranks."""
     named = named_arguments(func, args, kwargs)
     leaf = args[0]
     dims = named.get("dim")
     everything = dims is None or len(dims if isinstance(dims, (list, tuple)) else [dims]) in (0, leaf.dim())
-    pair = len(func._schema.returns) > 1  # `max` along a dimension returns places too
+    pair = len(func._schema.returns) > 1  # `max` along a dimension also returns indices
     if not isinstance(leaf, Sharded) or not everything or pair or named.get("keepdim"):
         raise refused(
             next(t for t in tensors_in(list(args)) if isinstance(t, Sharded)), f"{func} along a dimension"
@@ -343,13 +343,13 @@ def _reduced(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tenso
 
 
 def _refuse_order(leaf: Sharded, order: float | None) -> None:
-    """Norms of shards make the norm of the leaf if its order is positive; 0 is a count, and -1 no sum of anything."""
+    """Refuse orders that are not positive: only for positive ones do norms of shards combine to the leaf's norm."""
     if order is not None and not order > 0:
         raise refused(leaf, f"its norm of order {order:g}")
 
 
 def _norms(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
-    """``_foreach_norm``: one collective for all leaves."""
+    """Run ``_foreach_norm`` with one collective for all leaves."""
     named = named_arguments(func, args, kwargs)
     _refuse_order(next(t for t in named["self"] if isinstance(t, Sharded)), named["ord"])
     leaves = [(_whole(t), p if (p := placed(t)) is not None and p.sharded else None) for t in named["self"]]

@@ -1,8 +1,8 @@
-"""Lower: from a traced program to a plan that runs on static buffers.
+"""Lower a traced program to a plan: ATen calls that run on static buffers.
 
-The plan computes everything first (the head), then commits the new state (the tail). The head reads slots and never
-writes one; the tail writes slots and nothing else. So the commit is a parallel assignment, and an exception or Ctrl-C
-in the head leaves the state as it was.
+The plan first computes everything (the head), then commits the new state (the tail). The head reads slots and never
+writes them; the tail only writes slots. So the commit is a parallel assignment, and an exception or Ctrl-C in the head
+leaves the state unchanged.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _AS_STRIDED = torch.ops.aten.as_strided.default
 
 @dataclass(frozen=True, slots=True)
 class Buffers:
-    """The static buffers that a plan is bound to, in the program's order."""
+    """The static buffers that a plan is bound to, in the order of the program."""
 
     slots: Sequence[Tensor]
     inputs: Sequence[Tensor]
@@ -51,17 +51,17 @@ class Buffers:
 
 
 class Run(Protocol):
-    """A bound plan. Runs ``before`` (C-level calls) and the commit as one uninterrupted block; returns metrics."""
+    """A bound plan: runs ``before`` (C-level calls) and the commit as one uninterrupted block, returns metrics."""
 
     def __call__(self, before: Before, /) -> Sequence[Tensor]: ...
 
 
 class ExecutionPlan(Protocol):
-    """What a lowering makes: something that can be bound to buffers.
+    """The result of a lowering, which can be bound to buffers.
 
     Attributes:
-      schedule: What it has to do.
-      compiled: Whether a compiler decides on the kernels.
+      schedule: What the plan has to do.
+      compiled: Whether a compiler chooses the kernels.
       copies: Whether new values are computed elsewhere and copied into their slots.
     """
 
@@ -74,26 +74,26 @@ class ExecutionPlan(Protocol):
         ...
 
     def as_text(self) -> str:
-        """The plan as source code."""
+        """Return the plan as source code."""
         ...
 
 
 def live_instrs(program: Program) -> list[Instr]:
-    """The instructions whose effect reaches a metric or the new state, in order."""
+    """Return the instructions whose effect reaches a metric or the new state, in order."""
     return live(program.instrs, [*program.results, *(new for _, new in program.updates)])[0]
 
 
 @dataclass(slots=True)
 class Schedule:
-    """What a plan has to do.
+    """What a plan has to do: the calls of its head and the commits of its tail.
 
     Attributes:
       head: Calls that compute, in order.
       fused: Optimizer calls of the tail that write their slots in place.
       commits: Pairs (slot or range, variable) to copy in the tail.
-      staged: Targets among them whose new value aliases a slot: it is copied to a temporary first.
-      outputs: Variables of metrics and printed values, in order; the memory of those in ``cloned`` is shared.
-      cloned: Positions in ``outputs``.
+      staged: Targets of commits whose new value aliases a slot: it is copied to a temporary first.
+      outputs: Variables of metrics, printed and tapped values, in order.
+      cloned: Positions in ``outputs`` whose memory is shared, so that they are cloned.
       written_constants: Positions of literals that the step writes in place: each run starts from a copy.
     """
 
@@ -107,7 +107,7 @@ class Schedule:
 
 
 def schedule(program: Program, *, fuse: bool = True) -> Schedule:
-    """Split a program into head and tail.
+    """Split a program into a head and a tail.
 
     Args:
       program: The traced step.
@@ -133,7 +133,7 @@ def schedule(program: Program, *, fuse: bool = True) -> Schedule:
 
 
 def _move_fused(program: Program, plan: Schedule) -> None:
-    """Move fused optimizer calls to the tail where their results go to the very slots that they read."""
+    """Move fused optimizer calls to the tail if their results go to the same slots that they read."""
     slots = {*program.slots, *(known.var for known in program.ranges)}
     readers = Counter(var for instr in plan.head for var in set(instr.inputs()))
     readers.update(set(program.results))
@@ -142,9 +142,7 @@ def _move_fused(program: Program, plan: Schedule) -> None:
         goals.setdefault(new, []).append(old)
 
     def fits(name: str, source: Var, result: Var) -> bool:
-        if (
-            result not in goals
-        ):  # step counts, and gradients that have no `grad_scale`: no kernel writes these
+        if result not in goals:  # step counts, and gradients without `grad_scale`: no kernel writes these
             return (name == "grads" or source not in slots) and not readers[result]
         return goals[result] == [source] and not readers[result]
 
@@ -154,10 +152,12 @@ def _move_fused(program: Program, plan: Schedule) -> None:
         if pairs and all(fits(*pair) for pair in pairs):
             candidates[instr] = {source for _, source, result in pairs if result in goals}
     written = {var.storage for own in candidates.values() for var in own}
-    written_later: set[int] = set()  # by the rest of the head: a call that moves behind it would read that
+    written_later: set[int] = (
+        set()
+    )  # by the rest of the head: a call moved behind it would read these new values
     for instr in reversed(plan.head):
         own = candidates.get(instr)
-        # what a call reads must not be what any of them writes: nor what it writes itself, in another of its rows
+        # a call must not read what any candidate writes, not even what it writes itself in another of its rows
         reads = {var.storage for var in read_arguments(instr)} if own else set()
         if own and reads.isdisjoint(written) and reads.isdisjoint(written_later):
             plan.fused.append(instr)
@@ -167,9 +167,9 @@ def _move_fused(program: Program, plan: Schedule) -> None:
 
 
 class AtenPlan:
-    """Runs the traced ATen calls one by one: a generated function without arguments, all names bound.
+    """Runs the traced ATen calls one by one, in a generated function with all names bound.
 
-    Views of static buffers are taken once, at binding; temporaries are dropped after their last use.
+    Views of static buffers are taken once, at binding. Temporaries are dropped after their last use.
     """
 
     compiled = False
@@ -191,7 +191,7 @@ class AtenPlan:
 
         Args:
           buffers: The buffers.
-          raised_at: Finds the user's line for an exception of a call that has none.
+          raised_at: Finds the user's line for an exception from a call without a known site.
         """
         names: dict[str, Any] = dict(self._ops)
         program = self._program
@@ -217,7 +217,7 @@ class AtenPlan:
         return names.pop("run")  # type: ignore[no-any-return]  # no cycle: buffers are freed with it
 
     def _split_hoisted(self) -> tuple[list[Instr], list[Instr]]:
-        """Separate the calls that only take views of static buffers."""
+        """Separate the calls that only take views of static buffers from the rest of the head."""
         fixed = {*self._program.slots, *self._program.inputs, *(known.var for known in self._program.ranges)}
         fixed |= {
             c.var for i, c in enumerate(self._program.constants) if i not in self._plan.written_constants
@@ -236,7 +236,7 @@ class AtenPlan:
         return hoisted, head
 
     def _commit_groups(self) -> list[list[tuple[Var, Var]]]:
-        """Commits by dtype and by whether strides agree: each group is one grouped copy on CUDA."""
+        """Group commits by dtype and by whether strides match: each group is one grouped copy on CUDA."""
         groups: dict[tuple[torch.dtype, bool], list[tuple[Var, Var]]] = {}
         for old, new in self._plan.commits:
             groups.setdefault((old.spec.dtype, old.spec.stride == new.spec.stride), []).append((old, new))
@@ -309,7 +309,7 @@ class AtenPlan:
 
 
 def lower_aten(program: Program) -> AtenPlan:
-    """Lower to ATen calls, with fused optimizer ops writing their slots in place."""
+    """Lower to ATen calls; fused optimizer ops write their slots in place."""
     return AtenPlan(program, schedule(program))
 
 
@@ -319,7 +319,7 @@ def _note(
     raised_at: Callable[[], Location | None],
     error: Exception,
 ) -> None:
-    """Tell an exception that a kernel raised (an index out of range, say) where in the user's code it belongs."""
+    """Add the user's line to an exception raised by a kernel (an index out of range, say)."""
     site = sites.get(error.__traceback__.tb_lineno) if error.__traceback__ is not None else None
     site = site or raised_at()
     error.add_note(
@@ -330,18 +330,18 @@ def _note(
 def as_strided(
     traced: int, tensor: Tensor, size: Sequence[int], stride: Sequence[int], offset: int | None = None
 ) -> Tensor:
-    """``torch.as_strided``, whose offset counts from the storage's begin: a slot lies further in than when traced."""
+    """Call ``torch.as_strided`` with its storage offset corrected: a slot lies elsewhere than at the trace."""
     if offset is not None:
         offset += int(tensor.storage_offset()) - traced
     return torch.as_strided(tensor, size, stride, offset)
 
 
 def evaluate(instr: Instr, value: Callable[[Var], Any]) -> Any:
-    """Run a call by itself.
+    """Run a single call.
 
     Args:
       instr: The call.
-      value: The tensor of a variable.
+      value: Maps a variable to its tensor.
     """
     kwargs = {name: map_vars(value, item) for name, item in instr.kwargs.items()}
     args = map_vars(value, instr.args)
@@ -351,9 +351,9 @@ def evaluate(instr: Instr, value: Callable[[Var], Any]) -> Any:
 
 
 def _target(out: Any, fixed: Collection[Var]) -> str:
-    """Left-hand side that takes a call's result apart as the trace saw it.
+    """Return the left-hand side that unpacks a call's result as the trace saw it.
 
-    A result that is a static buffer has its name: ``native_dropout`` may return its argument.
+    A result that is a static buffer is already bound, so it is skipped: ``native_dropout`` may return its argument.
     """
 
     def text(value: Any) -> str:
@@ -367,7 +367,7 @@ def _target(out: Any, fixed: Collection[Var]) -> str:
 
 
 def _last_uses(head: Sequence[Instr], kept: set[Var], fixed: set[Var]) -> dict[int, list[Var]]:
-    """Variables to drop after each call: born in the head, and not used by a later call, the tail or the metrics."""
+    """Return the variables to drop after each call: made in the head, and not used by later calls, tail or metrics."""
     born = {var: number for number, instr in enumerate(head) for var in instr.outputs()}
     last = dict(born)
     for number, instr in enumerate(head):
@@ -383,6 +383,6 @@ def _last_uses(head: Sequence[Instr], kept: set[Var], fixed: set[Var]) -> dict[i
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """The setting in which a plan runs: plain tensors, no autograd."""
+    """Enter the modes in which a plan runs: plain tensors, no autograd."""
     with torch.inference_mode(False), torch.no_grad():
         yield

@@ -1,6 +1,6 @@
 """The program: a traced step as a flat list of ATen calls on numbered variables.
 
-It is what ``trace`` makes, ``inspect`` certifies and ``lower`` compiles. No tensor with memory is in it but constants.
+``trace`` makes it, ``inspect`` certifies it and ``lower`` compiles it. Only its constants are tensors with memory.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ __all__ = [
 
 @dataclass(eq=False, slots=True)
 class Var:
-    """A tensor value of the program.
+    """A variable: one tensor value of the program.
 
     Attributes:
-      index: Number, in order of birth.
+      index: Number, in order of creation.
       spec: Shape, strides, dtype, device.
-      storage: Number of the storage; two variables may share memory only if it is the same.
+      storage: Number of the storage; two variables can share memory only if their numbers are equal.
       offset: Storage offset, in elements.
       fills: Whether the variable covers its whole storage.
     """
@@ -58,12 +58,12 @@ class Var:
 
 @dataclass(eq=False, slots=True)
 class Instr:
-    """One call: ``out = op(*args, **kwargs)``, with variables in place of tensors.
+    """One ATen call, ``out = op(*args, **kwargs)``, with variables in place of tensors.
 
     Attributes:
       writes: Variables that the call writes in place.
-      site: Where in the user's code, if known.
-      backward: Whether autograd's backward makes the call.
+      site: The line of user code, if known.
+      backward: Whether autograd's backward made the call.
     """
 
     op: Any
@@ -76,17 +76,17 @@ class Instr:
 
     @property
     def name(self) -> str:
-        """The op's name, without where the op is from and which overload it is."""
+        """The op's name without namespace and overload."""
         return str(self.op._schema.name).partition("::")[2]
 
     @property
     def by_element(self) -> bool:
-        """Whether the call computes each element of its results from one of each argument."""
+        """Whether the call is elementwise."""
         return torch.Tag.pointwise in self.op.tags
 
     @property
     def checks(self) -> bool:
-        """Whether all that the call does is to raise or not, such as where a matrix is singular."""
+        """Whether the call only checks: it has no result and raises on bad values, such as a singular matrix."""
         return not self.writes and not any(True for _ in self.outputs())
 
     def inputs(self) -> Iterator[Var]:
@@ -103,14 +103,14 @@ class Instr:
 
 @dataclass(eq=False, slots=True)
 class Constant:
-    """A tensor owned by the step: declared with ``constants=``, or a literal such as ``torch.tensor([1, 2])``."""
+    """A tensor that the step owns: declared with ``constants=``, or a literal such as ``torch.tensor([1, 2])``."""
 
     var: Var
     value: Tensor
     name: str
 
     def holds(self, other: Tensor) -> bool:
-        """Whether another tensor has the same bits."""
+        """Whether another tensor has the same shape, dtype and bits."""
         if other.shape != self.value.shape or other.dtype != self.value.dtype:
             return False
         mine, its = (one.contiguous().reshape(-1).view(torch.uint8) for one in (self.value, other))
@@ -119,13 +119,13 @@ class Constant:
 
 @dataclass(frozen=True, slots=True)
 class SlotRange:
-    """A run of slots read as one vector.
+    """A contiguous range of slots that is read as one vector.
 
     Attributes:
       var: The vector.
       leaves: Its slots, in order.
-      offsets: Where each begins in the vector, in elements.
-      length: Elements of the vector, padding included.
+      offsets: Where each slot starts in the vector, in elements.
+      length: Length of the vector in elements, padding included.
     """
 
     var: Var
@@ -136,12 +136,12 @@ class SlotRange:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """What a step shows beside its metrics: a call of ``debug_print`` or ``tap``.
+    """A call of ``debug_print`` or ``tap`` in the step.
 
     Attributes:
       func: The op.
-      args: Its arguments but the last.
-      values: The last one.
+      args: All arguments except the last.
+      values: The last argument: the variables to show.
     """
 
     func: OpOverload
@@ -154,13 +154,13 @@ class Report:
 
 @dataclass(frozen=True, slots=True)
 class Application:
-    """A call of a module's function.
+    """A call of the pure function made from a module.
 
     Attributes:
-      original: The module that was copied, which tells whether it was changed since.
-      module: Its class.
-      by_mode: Whether it did what modules do in training mode alone.
-      parts: Parts of the module whose buffers were written.
+      original: The module that was copied, which tells whether it has changed since.
+      module: Name of its class.
+      by_mode: Whether it did something that modules do only in training mode.
+      parts: Submodules whose buffers were written.
       written: New values of these buffers.
     """
 
@@ -173,7 +173,7 @@ class Application:
 
 @dataclass(eq=False, slots=True)
 class Program:
-    """A traced step.
+    """A traced step: variables, calls, new state and metrics.
 
     Attributes:
       function: Name of the user's function.
@@ -183,11 +183,11 @@ class Program:
       constants: Tensors that the program owns.
       instrs: The calls.
       new_state: New value of each of the first ``len(new_state)`` slots; empty for a read-only function.
-      places: Where each slot lies, known when the program is lowered: slab and offset in it, in elements.
-      ranges: Runs of slots that the lowered program reads as one vector.
+      places: Slab and offset in elements of each slot; filled in when the program is lowered.
+      ranges: Ranges of slots that the lowered program reads as one vector.
       updates: Pairs (slot or range, new value) of the lowered program, without slots that are returned unchanged.
-      outputs: Metrics: a variable, or a Python value that comes back as it is.
-      output_def: Their structure.
+      outputs: Metrics: each a variable, or a Python value that is returned as it is.
+      output_def: Their tree structure.
       reports: What is printed or tapped at each call.
       applications: Calls of modules' functions.
     """
@@ -210,18 +210,18 @@ class Program:
 
     @property
     def results(self) -> list[Var]:
-        """What leaves the step: metrics, then what is printed and tapped."""
+        """The variables that leave the step: metrics, then printed and tapped values."""
         return list(vars_in([*self.outputs, *(report.values for report in self.reports)]))
 
     def named_results(self) -> Iterator[tuple[str, Var]]:
-        """What leaves the step, each with its key path or with what shows it."""
+        """Yield the variables that leave the step, each with its key path or the report that shows it."""
         for path, value in zip(self.output_paths, self.outputs, strict=True):
             if isinstance(value, Var):
                 yield path_string(path, "metrics"), value
         yield from ((str(report), value) for report in self.reports for value in report.values)
 
     def twin(self) -> Program:
-        """The same program in variables and calls of its own, which stays as it is when this one is rewritten."""
+        """Return a copy with separate variables and calls, unaffected by rewrites of this program."""
         twins: dict[Var, Var] = {}
 
         def new(var: Var) -> Var:
@@ -247,7 +247,7 @@ class Program:
         )
 
     def as_text(self) -> str:
-        """The program, one call per line."""
+        """Return the program as text, one call per line."""
         lines = [f"{self.function}:"]
         lines += [
             f"  {var!r} = {name}  {var.spec}" for var, name in zip(self.slots, self.slot_names, strict=True)
@@ -265,27 +265,27 @@ class Program:
 
 
 def highest(program: Program) -> tuple[int, int]:
-    """The highest number of a variable, and of a storage; -1 if there is none."""
+    """Return the highest variable number and the highest storage number of a program; -1 if there are none."""
     known = [*program.slots, *program.inputs, *(c.var for c in program.constants)]
     return highest_of(program.instrs, [*known, *(one.var for one in program.ranges)])
 
 
 def highest_of(instrs: Iterable[Instr], known: Iterable[Var] = ()) -> tuple[int, int]:
-    """The highest number of a variable that calls have or that is known, and of a storage; -1 if there is none."""
+    """Return the highest variable and storage number among calls and ``known``; -1 if there are none."""
     every = [*known, *(var for instr in instrs for var in (*instr.inputs(), *instr.outputs()))]
     return max((var.index for var in every), default=-1), max((var.storage for var in every), default=-1)
 
 
 def written_storages(instrs: Iterable[Instr]) -> set[int]:
-    """Numbers of the storages that some call writes in place."""
+    """Return the numbers of the storages that some call writes in place."""
     return {var.storage for instr in instrs for var in instr.writes}
 
 
 def live(instrs: Sequence[Instr], results: Iterable[Var]) -> tuple[list[Instr], set[Var]]:
-    """The instructions whose effect reaches a result, in order, and the variables that they and the results read.
+    """Return the live instructions, in order, and the variables that they or the results use.
 
-    An instruction is kept when one of its results is used, when it writes in place into memory that is used later, or
-    when it is a check, which has no result.
+    An instruction is live if one of its results is used, if it writes in place to memory that is used later, or if it
+    is a check, which has no result.
     """
     used = set(results)
     storages = {var.storage for var in used}
@@ -302,12 +302,12 @@ def live(instrs: Sequence[Instr], results: Iterable[Var]) -> tuple[list[Instr], 
 
 
 def peak_bytes(instrs: Sequence[Instr], kept: Collection[int], sizes: Mapping[int, int]) -> tuple[int, int]:
-    """The most bytes of temporaries that are alive at a time while calls run, and what is alive after them.
+    """Return the peak bytes of temporaries while calls run, and the bytes still alive after them.
 
     Args:
-      instrs: The calls; each temporary lives from the call that makes it to the last that reads it.
-      kept: Storages that are read after them.
-      sizes: Bytes of each storage that counts.
+      instrs: The calls; each temporary lives from the call that makes it to the last call that reads it.
+      kept: Storages that are read after the calls.
+      sizes: Bytes of each storage to count.
     """
     last = {var.storage: i for i, instr in enumerate(instrs) for var in (*instr.outputs(), *instr.inputs())}
     last |= dict.fromkeys(kept, len(instrs))
@@ -327,7 +327,7 @@ def peak_bytes(instrs: Sequence[Instr], kept: Collection[int], sizes: Mapping[in
 
 
 def vars_in(value: Any) -> Iterator[Var]:
-    """All variables in an argument or result, lists included."""
+    """Yield all variables in an argument or result, including those in nested lists and tuples."""
     if isinstance(value, Var):
         yield value
     elif isinstance(value, (list, tuple)):
@@ -336,7 +336,7 @@ def vars_in(value: Any) -> Iterator[Var]:
 
 
 def map_vars(function: Callable[[Var], Any], value: Any) -> Any:
-    """The value with each variable replaced."""
+    """Return an argument or result with ``function`` applied to each variable."""
     if isinstance(value, Var):
         return function(value)
     if isinstance(value, (list, tuple)):

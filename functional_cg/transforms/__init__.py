@@ -1,1 +1,1 @@
-"""What users call inside of a step: gradients, loops and choices, rematerialization, taps and prints."""
+"""Functions for use inside a step: gradients, control flow, rematerialization, taps and prints."""

@@ -32,7 +32,7 @@ Params = TypeVar("Params")
 Aux = TypeVar("Aux")
 Out = TypeVar("Out")
 
-# Where an autograd graph ends at a leaf. Private; test_autodiff notices a change.
+# The node where an autograd graph ends at a leaf. Private in torch; test_autodiff notices a change.
 _LEAF_NODE = torch._C._functions.AccumulateGrad  # type: ignore[attr-defined]
 
 
@@ -47,18 +47,18 @@ def value_and_grad(
 def value_and_grad(fn: Callable[..., Any], *, has_aux: bool = False) -> Callable[..., Any]:
     """Make a function that returns the value of ``fn`` and its gradient with respect to the first argument.
 
-    The order is JAX's (value, grad); ``torch.func.grad_and_value`` has the other one. A leaf that ``fn`` does not
-    use gets a gradient of zeros, where ``torch.optim`` would skip it: weight decay then moves that leaf (freeze it with
-    ``optim.masked`` or ``optim.partition``). Nested calls keep second-order terms: inside another ``value_and_grad``
-    the gradients are differentiable themselves, unless ``torch.no_grad()`` is around the inner call. A value that
-    depends on no leaf at all is warned of.
+    The order is JAX's, (value, grad); ``torch.func.grad_and_value`` has the opposite order. A leaf that ``fn`` does not
+    use gets a gradient of zeros, whereas ``torch.optim`` would skip it: weight decay then changes that leaf (freeze it
+    with ``optim.masked`` or ``optim.partition``). Nested calls keep second-order terms: inside another
+    ``value_and_grad`` the gradients are differentiable themselves, unless the inner call is under ``torch.no_grad()``.
+    A value that depends on no leaf at all gives a warning.
 
     Args:
-      fn: Returns a scalar f32[] (or another floating dtype), or a pair of scalar and auxiliary tree.
+      fn: Returns a scalar f32[] (or of another floating dtype), or a pair (scalar, auxiliary tree).
       has_aux: Whether ``fn`` returns such a pair.
     Returns:
       A function with the arguments of ``fn`` that returns ``(value, grads)``, or ``((value, aux), grads)``. ``grads``
-      has structure, shapes and dtypes of the first argument.
+      has the structure, shapes and dtypes of the first argument.
     Raises:
       LayoutError: If a leaf of the first argument is not floating, or the value is not a scalar.
       CaptureError: Under ``torch.func`` transforms, which need ``torch.func.grad``.
@@ -77,7 +77,7 @@ def value_and_grad(fn: Callable[..., Any], *, has_aux: bool = False) -> Callable
         _refuse_undifferentiable(name, treedef, flat)
         refuse_at_rest(flat, "gradients")
         recording = torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
-        threads = torch.autograd.is_multithreading_enabled()  # which leaving inference mode would switch on
+        threads = torch.autograd.is_multithreading_enabled()  # leaving inference mode would switch it on
         with (
             torch.inference_mode(False),
             torch.autograd.set_multithreading_enabled(threads),
@@ -100,9 +100,7 @@ def value_and_grad(fn: Callable[..., Any], *, has_aux: bool = False) -> Callable
             )
         for leaf in leaves:
             if leaf.is_leaf:
-                leaf.requires_grad_(
-                    False
-                )  # an outer call that meets it in its graph sees that it is done with
+                leaf.requires_grad_(False)  # so that an outer call that meets it in its graph ignores it
         if not nested:
             value, aux = value.detach(), pytree.map(_detached, aux)
         result = (value, aux) if has_aux else value
@@ -138,7 +136,7 @@ def grad(fn: Callable[..., Any], *, has_aux: bool = False) -> Callable[..., Any]
 
 
 def _differentiable(leaf: Tensor, *, recording: bool) -> Tensor:
-    """A stand-in for a leaf, with respect to which gradients are taken; of one on a mesh, for what a rank keeps."""
+    """Return a stand-in for a leaf to differentiate with respect to; for a leaf on a mesh, the part a rank keeps."""
     leaf = variable_of(whole(leaf))
     if recording and leaf.requires_grad:
         return leaf.view_as(leaf)  # an outer call's leaf: an alias lets second-order terms flow through
@@ -160,7 +158,7 @@ def _detached(leaf: Any) -> Any:
 
 
 def _depends_on_others(results: Iterable[Any], leaves: Sequence[Tensor]) -> bool:
-    """Whether results depend on leaves other than ours: then an outer call differentiates through this one."""
+    """Whether results depend on other leaves: then an outer call differentiates through this one."""
     ours = {id(leaf) for leaf in leaves}
     roots = [tensor for tensor in results if isinstance(tensor, Tensor) and tensor.requires_grad]
     if any(tensor.is_leaf and id(tensor) not in ours for tensor in roots):
@@ -228,27 +226,27 @@ def _refuse_vector(name: str, value: Any) -> None:
 def microbatches(
     k: int, *, carry: str | None = None, dtype: torch.dtype | None = None
 ) -> Callable[[Callable[Concatenate[Params, P], Out]], Callable[Concatenate[Params, P], Out]]:
-    """Run a gradient function over ``k`` equal slices of the batch and average what it returns.
+    """Run a gradient function over ``k`` equal slices of the batch and average the results.
 
     Wrap the result of :func:`value_and_grad`: activations of one slice are freed before the next starts. The second
     argument (the batch) is cut along dimension 0. A keyword argument ``key`` is folded with the slice's number, so
     that slices draw differently. Floating and complex leaves of the result are averaged, in order; integer leaves
     (counts) are summed.
 
-    Buffers that each slice updates, such as those of batch norm, are neither: pass them as a keyword argument, return
-    the new ones in the auxiliary tree under the same name, and give that name as ``carry``.
+    Buffers that each slice updates, such as those of batch norm, must be neither averaged nor summed: pass them as a
+    keyword argument, return the new ones in the auxiliary tree under the same name, and give that name as ``carry``.
 
     Args:
       k: Number of slices, at least 1.
-      carry: Name of a keyword argument that slices hand on: each gets what the one before it returned under that name,
-        and the result has the last one's.
-      dtype: In which floating leaves are summed and returned, such as ``torch.float32`` for gradients in bfloat16,
-        whose sums would lose what is small; None for their own. What ``carry`` hands on keeps its own.
+      carry: Name of a keyword argument passed from slice to slice: each slice gets what the previous one returned under
+        that name, and the result has the value of the last.
+      dtype: Dtype in which floating leaves are summed and returned, such as ``torch.float32`` for gradients in
+        bfloat16, whose sums would lose small terms; None for their own. The values of ``carry`` keep their own dtype.
     Raises:
-      ValueError: If ``k`` is no integer of 1 or more.
-      TypeError: If ``dtype`` is no floating dtype of 16 bits or more.
-      LayoutError: If a leaf of the batch cannot be cut into ``k`` equal slices, a leaf of the result is no tensor, or
-        the result has nothing like the argument under the name ``carry``.
+      ValueError: If ``k`` is not an integer of 1 or more.
+      TypeError: If ``dtype`` is not a floating dtype of 16 bits or more, or the argument named by ``carry`` is missing.
+      LayoutError: If a leaf of the batch cannot be cut into ``k`` equal slices, a leaf of the result is not a tensor,
+        or the result has no value with the structure of the argument under the name ``carry``.
 
     Example:
       >>> import torch, functional_cg as fcg
@@ -304,7 +302,7 @@ def microbatches(
 
 
 def _by_position(function: Callable[..., Tensor], *trees: Any) -> Any:
-    """Map leaves of trees; the function also gets their flat position."""
+    """Map over the leaves of trees; the function also gets their flat position."""
     treedef = pytree.flatten(trees[0])[1]
     return pytree.map(function, pytree.unflatten(treedef, range(treedef.num_leaves)), *trees)
 
@@ -323,7 +321,7 @@ def _mean_or_sum(k: int, handed: Sequence[int], position: int, total: Tensor) ->
 
 
 def _handed_on(name: str, carry: str, kwargs: dict[str, Any], out: Any) -> tuple[list[int], Any]:
-    """Where the result holds the next value of an argument, and that value, in the argument's structure."""
+    """Return the positions in the result of an argument's next value, and that value in the argument's structure."""
     if carry not in kwargs:
         raise TypeError(
             f"microbatches: `carry={carry!r}`, but `{name}` is called without a keyword argument `{carry}`.\n"

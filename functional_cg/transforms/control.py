@@ -1,7 +1,7 @@
-"""Control flow inside of a step: a choice on the device, and a loop over a leading dimension.
+"""Control flow inside a step: ``cond`` on the device, and ``scan`` over a leading dimension.
 
-A captured graph runs the same kernels at each call. So a choice runs both branches and selects, and a loop is unrolled.
-The names and the order of arguments are those of ``jax.lax``.
+A captured graph runs the same kernels at each call. So ``cond`` runs both branches and selects, and ``scan`` is
+unrolled. Names and argument order are those of ``jax.lax``.
 """
 
 from __future__ import annotations
@@ -21,24 +21,25 @@ __all__ = ["cond", "scan"]
 
 
 def cond(pred: Tensor, true_fn: Callable[..., Any], false_fn: Callable[..., Any], *operands: Any) -> Any:
-    """``true_fn(*operands)`` where ``pred`` holds, else ``false_fn(*operands)``: both run, and a value is selected.
+    """Select ``true_fn(*operands)`` if ``pred`` is true, else ``false_fn(*operands)``; both branches run.
 
-    For a condition that only the device knows. One that Python knows is an ordinary ``if``.
+    Use it for a condition that only the device knows. For one that Python knows, use an ordinary ``if``.
 
-    Both branches cost time at each call. What is not selected gets a gradient of zero; but zero times an infinite
+    Both branches cost time at each call. The branch not selected gets a gradient of zero; but zero times an infinite
     derivative is NaN, so a branch must be differentiable where it is not selected, too: clamp its operands first, as in
     ``cond(x > 0, lambda x: x.clamp(min=1e-6).log(), torch.zeros_like, x)``.
 
     Args:
       pred: bool, of shape [].
       true_fn: Returns a pytree of tensors.
-      false_fn: Returns one of the same structure, shapes and dtypes.
-      operands: Given to both.
+      false_fn: Returns a pytree of the same structure, shapes and dtypes.
+      operands: Passed to both.
     Returns:
-      The selected pytree. A leaf that both branches return as it is stays that leaf; the others are new tensors.
+      The selected pytree. If both branches return the same tensor as a leaf, it is returned as it is; other leaves are
+      new tensors.
     Raises:
-      TypeError: If ``pred`` is no tensor of dtype bool and shape [].
-      LayoutError: If the branches return different structures, shapes or dtypes, or leaves that are no tensors.
+      TypeError: If ``pred`` is not a tensor of dtype bool and shape [].
+      LayoutError: If the branches return different structures, shapes or dtypes, or leaves that are not tensors.
 
     Example:
       >>> import torch, functional_cg as fcg
@@ -66,21 +67,21 @@ def scan(
     *,
     reverse: bool = False,
 ) -> tuple[Any, Any]:
-    """A loop that carries a value along the first dimension of ``xs``, unrolled: one copy of the body per element.
+    """Loop over the first dimension of ``xs`` with a carry; the loop is unrolled, one copy of the body per element.
 
     Args:
       fn: ``fn(carry, x) -> (carry, y)``; the new carry has the structure, shapes and dtypes of the old one.
-      init: The first carry.
-      xs: A pytree of tensors [n, ...]; ``x`` is the tree of their elements. None for a loop over nothing.
-      length: The number of elements; needed where ``xs`` has no leaves.
-      reverse: Whether it begins with the last element; ``ys`` are in the order of ``xs`` all the same.
+      init: The initial carry.
+      xs: A pytree of tensors [n, ...]; ``x`` is the tree of their elements. None to loop without ``xs``.
+      length: The number of elements; required if ``xs`` has no leaves.
+      reverse: Whether to start with the last element; ``ys`` keep the order of ``xs``.
     Returns:
-      The last carry, and the ``y`` of all elements, stacked: tensors [n, ...].
+      The final carry, and the ``y`` of all elements, stacked: tensors [n, ...].
     Raises:
-      TypeError: If ``fn`` does not return a pair, or ``length`` is no integer.
-      ValueError: If there is no length, or the loop has no element and so nothing to stack.
-      LayoutError: If leaves of ``xs`` have no or different lengths, a carry or ``y`` is unlike the one before, or has a
-        leaf that is no tensor.
+      TypeError: If ``fn`` does not return a pair, or ``length`` is not an integer.
+      ValueError: If there is no length, or the loop has no elements and so nothing to stack.
+      LayoutError: If leaves of ``xs`` have no length or different lengths, or a carry or ``y`` differs in structure,
+        shapes or dtypes from the one before or has a leaf that is not a tensor.
 
     Example:
       >>> import torch, functional_cg as fcg
@@ -122,7 +123,7 @@ def loop(
     names: tuple[str, str, str],
     reverse: bool = False,
 ) -> tuple[Any, Any]:
-    """The loop of :func:`scan` over elements; ``names`` are those of function, carry and ``y`` in a refusal."""
+    """Run the loop of :func:`scan` over elements; ``names`` are function, carry and ``y`` for error messages."""
     function, carried, stacked = names
     ys: list[Any] = []
     for element in reversed(elements) if reverse else elements:

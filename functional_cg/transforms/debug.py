@@ -1,7 +1,7 @@
-"""Printing from inside of a step.
+"""Print values from inside a step.
 
-What is printed leaves the step beside its metrics; the host formats it after each call. The call that prints reads
-values, so it waits for the device.
+Printed values leave the step along with its metrics; the host formats them after each call. Printing reads the values,
+so the call waits for the device.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _library.impl("debug_print", show, "CompositeExplicitAutograd")
 
 
 def _show_each(info: Any, in_dims: Any, text: str, values: Sequence[Tensor]) -> tuple[None, None]:
-    """Under ``vmap``: one line for each element of the batch, in order."""
+    """Print under ``vmap``: one line for each element of the batch, in order."""
     for i in range(info.batch_size):
         pairs = zip(values, in_dims[1], strict=True)
         torch.ops.fcg.debug_print(
@@ -49,15 +49,15 @@ torch.library.register_vmap("fcg::debug_print", _show_each, lib=_library)
 DEBUG_PRINT = torch.ops.fcg.debug_print.default
 
 
-# What leaves a step beside its metrics.
+# Ops whose values leave a step along with its metrics.
 REPORTS = frozenset({DEBUG_PRINT, TAP})
 
 
 class Silence(TorchFunctionMode):
-    """Under this mode nothing is printed, and nothing tapped.
+    """A mode that suppresses prints and taps.
 
     Args:
-      on: Whether it is so; a mode that does nothing is still one, and some modules of torch ask whether there is one.
+      on: Whether to suppress. A mode that is off still counts as an active mode, which some modules of torch check for.
     """
 
     def __init__(self, *, on: bool = True) -> None:
@@ -71,13 +71,13 @@ class Silence(TorchFunctionMode):
 
 
 def debug_print(text: str, /, *args: Any, **kwargs: Any) -> None:
-    """Print values of tensors from inside of a step, at each call: in order, after the call, on the host.
+    """Print tensor values from inside a step at each call: in order, after the call, on the host.
 
-    The program stays what it is; in an eager run the line is printed at once. Values that are no tensors are printed
-    as they were when the step was traced.
+    The computation does not change; in an eager run the line is printed at once. Values that are not tensors are
+    printed as they were when the step was traced.
 
-    Under ``vmap`` it prints one line for each element of the batch. Where ``sys.stdout`` cannot be written to, the
-    call raises after its commit: ``state.latest()`` is the new state.
+    Under ``vmap`` it prints one line for each element of the batch. If writing to ``sys.stdout`` fails, the call raises
+    after its commit: ``state.latest()`` is the new state.
 
     Args:
       text: A format string, as for ``str.format``. Fields of 0-dim tensors take number formats such as ``{:.3f}``.
@@ -86,7 +86,7 @@ def debug_print(text: str, /, *args: Any, **kwargs: Any) -> None:
     Raises:
       ValueError: If a format does not fit the tensor's dtype, or is meant for a number and the tensor has dimensions.
       IndexError: If ``text`` has more fields than there are values.
-      KeyError: If ``text`` names a value that is not there.
+      KeyError: If ``text`` names a value that was not passed.
 
     Example:
       >>> import torch, functional_cg as fcg
@@ -100,13 +100,13 @@ def debug_print(text: str, /, *args: Any, **kwargs: Any) -> None:
       n = 1, mean = 4.00
     """
     template = _Template(text, args, kwargs)
-    with torch.no_grad():  # copies, since the step may write to a tensor after it was printed
+    with torch.no_grad():  # copies, since the step may write to a tensor after printing it
         values = [owned(tensor).detach().clone() for tensor in template.tensors]
     DEBUG_PRINT(template.text, values or [torch.zeros(0)])
 
 
 class _Template:
-    """A format string with all but the tensors filled in.
+    """A format string with everything except tensors filled in.
 
     Attributes:
       text: The text, with numbered fields for the tensors.
@@ -136,7 +136,7 @@ class _Template:
         return self._formatter.get_field(name, self._args, self._kwargs)[0]
 
     def _spec(self, text: str) -> str:
-        """A format with the fields inside of it filled in, as in ``{:{width}}``."""
+        """Fill in the nested fields of a format, as in ``{:{width}}``."""
         return "".join(
             literal + ("" if name is None else format(self._value(name), spec or ""))
             for literal, name, spec, _ in self._formatter.parse(text)
@@ -157,7 +157,7 @@ class _Template:
 
 
 def _sample(dtype: torch.dtype) -> complex | float | int | bool:
-    """A number such as ``item()`` gives for the dtype; a tensor would be a part of the step."""
+    """Return a Python number such as ``item()`` gives for the dtype; a tensor would become part of the step."""
     if dtype.is_complex:
         return 0j
     if dtype.is_floating_point:

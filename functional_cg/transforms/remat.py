@@ -1,4 +1,4 @@
-"""Rematerialization: less memory for activations, paid for with a second forward pass."""
+"""Rematerialization: save activation memory at the price of a second forward pass."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ Policy = Callable[[OpOverload], bool]
 
 
 def remat(fn: Callable[P, T], *, policy: Policy | None = None) -> Callable[P, T]:
-    """``fn``, whose intermediate values are computed again in the backward pass in place of being kept.
+    """Wrap ``fn`` so that its intermediate values are recomputed in the backward pass instead of kept.
 
-    What is kept are the arguments, and results of ops that ``policy`` names. The second run has the same keys, so it
+    Only the arguments and the results of ops selected by ``policy`` are kept. The second run uses the same keys, so it
     draws the same dropout; gradients have the same bits. No pass merges the two runs.
 
-    Chen et al. 2016, Training Deep Nets with Sublinear Memory Cost; the name is that of ``jax.checkpoint``. It is
-    ``torch.utils.checkpoint`` for pytrees, with no generator's state to restore.
+    Chen et al. 2016, Training Deep Nets with Sublinear Memory Cost; named after ``jax.checkpoint`` (``jax.remat``). It
+    is ``torch.utils.checkpoint`` for pytrees, without generator state to restore.
 
     Args:
-      fn: A pure function of pytrees, such as one layer of a model: ``remat(layer)(params, x, key)``. Of modules it is
-        the ``apply`` of :func:`from_module`, of a model or of one of its blocks, from outside; inside of a module's
-        ``forward`` it is refused.
-      policy: ``policy(op) -> bool``: whether the result of an op is kept. None keeps nothing;
-        ``lambda op: op is torch.ops.aten.mm.default`` keeps matrix products and computes what lies between them.
+      fn: A pure function of pytrees, such as one layer of a model: ``remat(layer)(params, x, key)``. For modules, wrap
+        the ``apply`` of :func:`from_module`, of a model or of one of its blocks, from outside; inside a module's
+        ``forward``, ``remat`` is refused.
+      policy: ``policy(op) -> bool``: whether to keep the result of an op. None keeps nothing;
+        ``lambda op: op is torch.ops.aten.mm.default`` keeps matrix products and recomputes everything between them.
     Returns:
       A function with the signature of ``fn``.
     Raises:
@@ -53,13 +53,13 @@ def remat(fn: Callable[P, T], *, policy: Policy | None = None) -> Callable[P, T]
 
     @functools.wraps(fn)
     def wrapped(*args: P.args, **kwargs: P.kwargs) -> T:
-        # Leaves are handed over one by one: torch's own way to look for tensors does not know our trees.
+        # Leaves are passed one by one: torch's own search for tensors does not know these trees.
         leaves, treedef = pytree.flatten((args, kwargs))
         results: list[pytree.Treedef] = []
 
         def on_leaves(*leaves: Any) -> tuple[Any, ...]:
             args, kwargs = pytree.unflatten(treedef, leaves)
-            with Silence(on=bool(results)):  # what the first run has printed and tapped
+            with Silence(on=bool(results)):  # the first run has printed and tapped already
                 out, out_def = pytree.flatten(fn(*args, **kwargs))
             results.append(out_def)
             return tuple(out)

@@ -1,7 +1,7 @@
-"""Values from inside of a step, read outside of it after any call.
+"""Tap values inside a step, to be read outside after any call.
 
-What is tapped leaves the step beside its metrics, into a ring of the last values per name. Nothing waits for the device
-until a value is read.
+Tapped values leave the step along with its metrics, into a ring of the last values per name. Nothing waits for the
+device until a value is read.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ _listener: ContextVar[Taps | None] = ContextVar("listener", default=None)
 
 
 def _record(name: str, keep: int, values: Sequence[Tensor]) -> None:
-    """In an eager run; a trace takes note of the call instead, and outside of a step nobody listens."""
+    """Record a value in an eager run; a trace records the call instead, and outside a step there is no listener."""
     taps = _listener.get()
     if taps is not None:
         taps.record(name, keep, values)
 
 
 def _batched(info: Any, in_dims: Any, name: str, keep: int, values: Sequence[Tensor]) -> tuple[None, None]:
-    """Under ``vmap``: the values of all elements at once, the batch first."""
+    """Tap under ``vmap``: the values of the whole batch at once, batch dimension first."""
     del info
     whole = [v if dim is None else v.movedim(dim, 0) for v, dim in zip(values, in_dims[2], strict=True)]
     torch.ops.fcg.tap(name, keep, whole)
@@ -50,20 +50,20 @@ TAP = torch.ops.fcg.tap.default
 
 
 def tap(name: str, x: Tensor, *, keep: int = 1) -> None:
-    """Show a value from inside of a step as ``step.taps[name]``: read it after any call, or never.
+    """Record a value inside a step, to be read as ``step.taps[name]`` after any call.
 
-    The step computes what it did before; the value leaves it as a metric does, without a host sync. With ``keep``
-    the last values stay on the device, so that a loss is recorded at each call and read every hundred calls. A name
-    that is tapped several times in a call, as in a loop, has several values in it, in order; one of another shape,
-    dtype or ``keep`` begins anew, so it needs a name of its own. Under ``vmap`` a value has the batch as its first
-    dimension. Outside of a step nothing is kept.
+    The computation does not change; the value leaves the step as a metric does, without a host sync. With ``keep``, the
+    last values stay on the device, so a loss can be recorded at each call and read every hundred calls. If a name is
+    tapped several times in a call, as in a loop, each value is recorded, in order. A value with another shape, dtype or
+    ``keep`` discards the earlier ones, so give it another name. Under ``vmap``, the batch is the first dimension of a
+    value. Outside a step nothing is recorded.
 
     Args:
-      name: Under which it is read.
+      name: Name under which to read it.
       x: Tensor of any shape and dtype.
-      keep: Number of values that stay; their memory is the price.
+      keep: Number of values to keep; they take device memory.
     Raises:
-      TypeError: If ``name`` is no text, or ``x`` no tensor.
+      TypeError: If ``name`` is not a string, or ``x`` not a tensor.
       ValueError: If ``keep`` is below 1.
 
     Example:
@@ -95,16 +95,16 @@ def tap(name: str, x: Tensor, *, keep: int = 1) -> None:
 
 
 class Taps(Mapping[str, Tensor]):
-    """The tapped values of a step by name: the last one, or the last ones as [n, ...], the oldest first.
+    """The tapped values of a step by name: the last one, or with ``keep`` the last ones as [n, ...], oldest first.
 
-    What is read is a copy. Reading waits for the device only where its numbers are looked at.
+    Reading returns a copy; it waits for the device only when the numbers are used on the host.
     """
 
     def __init__(self) -> None:
         self._rings: dict[str, deque[Tensor]] = {}
 
     def record(self, name: str, keep: int, values: Sequence[Tensor]) -> None:
-        """Keep a value; those of another shape or dtype before it are dropped."""
+        """Record a value; earlier values with another shape, dtype or ``keep`` are dropped."""
         ring, (value,) = self._rings.get(name), values
         if (
             ring is None
@@ -138,7 +138,7 @@ class Taps(Mapping[str, Tensor]):
 
     @contextmanager
     def listening(self) -> Iterator[None]:
-        """Within it, what is tapped on this thread is recorded here at once, as in an eager run."""
+        """Record taps of this thread here immediately, as an eager run does, while the context is open."""
         token = _listener.set(self)
         try:
             yield

@@ -1,4 +1,4 @@
-"""A program becomes a plan that a compiler makes: the FX graph, the door to inductor, and what a call costs.
+"""Lower a program with a compiler: the FX graph, the interface to inductor, and the cost of a call.
 
-The plan of ATen calls one by one is ``stages.plan``.
+The plan that runs ATen calls one by one is in ``stages.plan``.
 """

@@ -1,9 +1,9 @@
-"""Lower: to ATen calls, or with a compiler: inductor, or any backend of ``torch.compile``.
+"""Lower a program to ATen calls, or with a compiler: inductor, or any backend of ``torch.compile``.
 
-On a GPU the whole step is one compiled function that writes the slots itself, so gradients fuse into the update and no
-copy of the state is made: nothing raises there once it runs. On a host a call may raise in the middle, and what another
-compiler does with memory is not known: so the compiled function is the head alone, which writes nothing, and ATen calls
-commit what it returns.
+On a GPU, inductor compiles the whole step to one function that writes the slots itself, so gradients fuse into the
+update and the state is not copied. This is safe because nothing raises on a GPU once the function runs. On a CPU a call
+may raise midway, and how another compiler uses memory is unknown: there the compiled function is only the head, which
+writes no slot, and ATen calls commit what it returns.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def lower(
       program: The program.
       device: Where it runs.
       choice: ``"aten"``, ``"inductor"``, ``"auto"``, or a ``compiler(graph_module, example_inputs) -> callable``.
-      reference: The program as it was traced, which finds the user's line for what a compiled function raises.
+      reference: The program as traced, which finds the user's line for an exception from a compiled function.
     """
     on_gpu = device.type == "cuda"
     if choice == "aten" or (choice == "auto" and not on_gpu):
@@ -91,13 +91,13 @@ class InPlacePlan:
         return str(self._graph.code)
 
     def bind(self, buffers: Buffers) -> Run:
-        # A kernel may be given a number on the host as if it lay on the device.
+        # A compiled kernel may take a CPU scalar as if it were on the device.
         here = [one.to(self._device) for one in buffers.constants]
         arguments, ranges = _arguments(self._program, self._entrance, replace(buffers, constants=here))
         if self._compiled is None:
             self._compiled = self._compile(arguments)
         compiled, count = self._compiled, len(self.schedule.outputs)
-        # Not in the graph: to write at some places of a result takes a copy of it there.
+        # Not part of the graph, where writing to some elements of a result would copy it.
         after = clears(self._program, ranges)
 
         def run(before: Before) -> Sequence[Tensor]:
@@ -124,7 +124,7 @@ class InPlacePlan:
 
 
 class HeadPlan:
-    """Runs a compiled function that writes nothing, and then the commit of the ATen lowering."""
+    """Runs a compiled function that writes no slot, then the commit of the ATen lowering."""
 
     compiled = True
     copies = True
@@ -136,7 +136,7 @@ class HeadPlan:
         self.schedule = plan = schedule(program)
         if device.type == "cpu" and compiler is None:
             plan = replace(plan, head=check_values(program, plan.head))
-        # A compiler drops what has no result; checks are made before the commit.
+        # A compiler drops calls without results, so checks run outside of it, before the commit.
         checks = [instr for instr in plan.head if instr.checks]
         plan = replace(plan, head=[instr for instr in plan.head if not instr.checks])
         born = {var for instr in plan.head for var in instr.outputs()}
@@ -174,7 +174,7 @@ class HeadPlan:
 def _by_inductor(
     name: str, graph: fx.GraphModule, arguments: Sequence[Tensor], **options: bool
 ) -> Callable[..., Any]:
-    """:func:`compile_graph`; raises :class:`CaptureError` for what inductor does not take."""
+    """Call :func:`compile_graph`; raise :class:`CaptureError` if inductor fails."""
     from torch._inductor.exc import InductorError
 
     try:
@@ -189,15 +189,15 @@ def _by_inductor(
 
 
 class _Head:
-    """A compiled function as an op: what it returns is not the memory of an argument.
+    """A compiled function as an op: its results never alias an argument.
 
     Args:
-      name: For the plan's text.
+      name: Name in the plan's text.
       graph: What to compile.
       compiler: ``compiler(graph_module, example_inputs) -> callable``.
-      metrics: How many of its results leave the step: each is memory of its own.
-      count: How many of its results are wanted.
-      known: Whether the compiler is ours, whose results are never the memory of an argument.
+      metrics: How many of its results leave the step; each of them gets separate memory.
+      count: How many of its results are used.
+      known: Whether the compiler is the built-in one, whose results never alias an argument.
     """
 
     def __init__(
@@ -238,7 +238,7 @@ def _around(
     handed_on: Sequence[Var],
     checks: Sequence[Instr],
 ) -> Schedule:
-    """The schedule that calls a compiled head, makes checks, and commits what it hands on."""
+    """Return the schedule that calls a compiled head, runs the checks, and commits the values it hands on."""
     index, storage = highest(program)
     arguments = [*entrance.slots, *program.inputs, *(c.var for c in program.constants)]
     number = itertools.count(1)
@@ -270,7 +270,7 @@ def _around(
 def _arguments(
     program: Program, entrance: Entrance, buffers: Buffers
 ) -> tuple[list[Tensor], dict[Var, Tensor]]:
-    """The arguments of a graph, and the tensors of all slots and ranges."""
+    """Return the arguments of a graph, and the tensors of all slots and ranges."""
     tensors = dict(zip(program.slots, buffers.slots, strict=True))
     for known in program.ranges:
         tensors[known.var] = range_tensor(known, [tensors[leaf] for leaf in known.leaves])
@@ -279,10 +279,10 @@ def _arguments(
 
 
 def _by_itself(tensor: Tensor) -> Tensor:
-    """The same memory as a storage that begins there.
+    """Return a tensor on the same memory, with a storage that starts at its first element.
 
-    Slots lie in one slab. Some of torch's passes forget where an argument begins in its storage, and all of them look
-    for pairs of arguments that overlap.
+    Slots lie in one slab. Some of torch's passes ignore the storage offset of an argument, and all of them look for
+    pairs of arguments that overlap.
     """
     if not tensor.numel():
         return tensor
@@ -297,5 +297,5 @@ def _collects(program: Program) -> bool:
 
 
 def _largest(program: Program) -> int:
-    """Bytes of the largest value that the step computes."""
+    """Return the bytes of the largest value that the step computes."""
     return max((var.spec.nbytes for instr in program.instrs for var in instr.outputs()), default=0)

@@ -1,4 +1,4 @@
-"""Costs: what a call does with each leaf, and how many bytes it copies for it."""
+"""The costs of a call: what it does with each leaf, and how many bytes it copies."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["constant_costs", "input_costs", "metric_costs", "slot_costs", "stage
 
 
 def slot_costs(program: Program, plan: Schedule, *, copies: bool) -> list[Entry]:
-    """What a call does with each leaf of the bound states, in the order of the slots.
+    """Return what a call does with each leaf of the bound states, in the order of the slots.
 
     Args:
       program: The lowered program.
@@ -34,14 +34,14 @@ def slot_costs(program: Program, plan: Schedule, *, copies: bool) -> list[Entry]
 
 
 def _targets(program: Program) -> Iterator[tuple[Var, tuple[Var, ...]]]:
-    """What is updated: slots, and ranges of slots, each with the leaves in it."""
+    """Yield the updated slots and ranges, each with the leaves in it."""
     ranges = {known.var: known.leaves for known in program.ranges}
     for old, _ in program.updates:
         yield old, ranges.get(old, (old,))
 
 
 def staged_pairs(program: Program, plan: Schedule) -> list[tuple[str, str]]:
-    """Key paths (target, source) of the new values that lie in a slot, so that they are staged."""
+    """Return key paths (target, source) of new values that lie in a slot and therefore are staged."""
     names = dict(zip(program.slots, program.slot_names, strict=True))
     for known in program.ranges:
         names[known.var] = f"{count(len(known.leaves), 'leaf')} from {names[known.leaves[0]]} on"
@@ -50,7 +50,7 @@ def staged_pairs(program: Program, plan: Schedule) -> list[tuple[str, str]]:
 
 
 def input_costs(program: Program, plan: Schedule, names: Sequence[str]) -> list[tuple[str, Entry]]:
-    """Inputs: each is copied in at each call, also one that the step does not read."""
+    """Return the costs of inputs: each is copied in at each call, even if the step does not read it."""
     read = {var for instr in (*plan.head, *plan.fused) for var in instr.inputs()}
     read.update(plan.outputs, (new for _, new in plan.commits))
     return [
@@ -60,7 +60,7 @@ def input_costs(program: Program, plan: Schedule, names: Sequence[str]) -> list[
 
 
 def constant_costs(program: Program, plan: Schedule) -> list[tuple[str, Entry]]:
-    """Constants of the step: copied once, at its capture; those that it writes, at each call."""
+    """Return the costs of constants: copied once, at capture; those that the step writes, at each call."""
     costs = []
     for i, constant in enumerate(program.constants):
         spec, written = constant.var.spec, i in plan.written_constants
@@ -69,7 +69,7 @@ def constant_costs(program: Program, plan: Schedule) -> list[tuple[str, Entry]]:
 
 
 def metric_costs(program: Program, plan: Schedule) -> list[tuple[str, Entry]]:
-    """Metrics: fresh tensors at each call; a graph has them in its own memory, from where they are copied out."""
+    """Return the costs of metrics: fresh tensors at each call; on a GPU, copied out of the graph's pool."""
     costs = []
     for i, ((path, _), var) in enumerate(zip(program.named_results(), plan.outputs, strict=True)):
         copies = (i in plan.cloned) + (var.spec.device.type == "cuda")

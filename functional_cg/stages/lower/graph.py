@@ -1,4 +1,4 @@
-"""The graph that a compiler gets: the head of a program in FX, and how the state enters it."""
+"""Build the FX graph for a compiler: the head of a program, and how the state enters it."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ __all__ = ["Entrance", "build_graph", "sources"]
 _CLONE = torch.ops.aten.clone.default
 _AS_STRIDED = torch.ops.aten.as_strided.default
 _VIEWS = frozenset({torch.ops.aten.view.default, torch.ops.aten._unsafe_view.default})
-_BULK = 2**16  # words; a launch costs as much as to compute about so many of them one by one
+_BULK = 2**16  # words; a launch costs about as much as computing this many one by one
 
 
 @dataclass(frozen=True, slots=True)
 class Entrance:
-    """How the state enters a compiled function: what is written has one name there, and no other name reads it.
+    """How the state enters a compiled function: written memory is a single argument, with no alias that reads it.
 
     Attributes:
-      slots: Slots and ranges that are arguments: some call reads them, or the commit writes them.
-      windows: Slots inside of a range that is written, which are read as a part of it: range, first element.
-      gathered: Ranges of which a slot is written by itself: their vector is put together from the slots.
+      slots: Slots and ranges that are arguments: a call reads them, or the commit writes them.
+      windows: Slots inside a written range, which are read as parts of it: (range, first element).
+      gathered: Ranges with a slot that is written on its own: their vector is assembled from the slots.
     """
 
     slots: list[Var]
@@ -52,7 +52,7 @@ class Entrance:
         handed_on: Sequence[Var] = (),
         writes: Sequence[tuple[Var, Var]] = (),
     ) -> Entrance:
-        """How the state enters a graph; the arguments are those of :func:`build_graph`."""
+        """Decide how the state enters a graph; the arguments are those of :func:`build_graph`."""
         written = {old for old, _ in writes}
         used = {var for instr in plan.head for var in instr.inputs()} | {*plan.outputs, *handed_on} | written
         used |= {new for _, new in writes}
@@ -80,16 +80,16 @@ def build_graph(
     handed_on: Sequence[Var] = (),
     writes: Sequence[tuple[Var, Var]] = (),
 ) -> fx.GraphModule:
-    """The head of a program as an FX graph. Placeholders are the state, inputs, constants; outputs are the metrics.
+    """Build the head of a program as an FX graph from state, inputs and constants to metrics.
 
-    What a variable is stands in its node's ``meta["spec"]``.
+    Each node of a variable has its spec in ``meta["spec"]``.
 
     Args:
       program: The program.
       plan: Its schedule.
       entrance: How the state enters.
-      handed_on: What it returns after the metrics, for those who read it before the next call.
-      writes: Pairs (slot or range, new value): what it writes, after all else.
+      handed_on: Values to return after the metrics, to be read before the next call.
+      writes: Pairs (slot or range, new value) to write at the end.
     """
     graph = fx.Graph()
     nodes: dict[Var, fx.Node] = {}
@@ -121,7 +121,7 @@ def build_graph(
     values = [apart(new) for _, new in writes]
     for (old, _), value in zip(writes, values, strict=True):
         graph.call_function(torch.ops.aten.copy_.default, (nodes[old], value))
-    # A scalar of the optimizer has to be a buffer: else the compiler puts its powers into every update kernel.
+    # Returned to force the optimizer's scalars into buffers: else every update kernel computes their powers again.
     results += scalars
     if not results:  # a compiled function has to return something
         device = program.slots[0].spec.device if program.slots else torch.device("cpu")
@@ -133,7 +133,7 @@ def build_graph(
 def _add_calls(
     graph: fx.Graph, head: Sequence[Instr], nodes: dict[Var, fx.Node], entering: Collection[Var]
 ) -> list[fx.Node]:
-    """Add the calls of a head, and the nodes of what they make; returns the scalars of its optimizers."""
+    """Add the calls of a head and the nodes of their results; return the scalars of its optimizers."""
     roots = {var: var for var in nodes}
     written = written_storages(head)
 
@@ -179,16 +179,16 @@ def _add_calls(
 
 
 def _restrided(root: Tensor, shape: Sequence[int], stride: Sequence[int], offset: int) -> Tensor:
-    """``as_strided`` on an argument, with offsets from where it begins in its storage: slots lie in one slab."""
+    """Call ``as_strided`` with an offset relative to the start of ``root``, as slots lie inside a slab."""
     return root.as_strided(shape, stride, root.storage_offset() + offset)
 
 
 def _target(instr: Instr, written: Collection[int]) -> Callable[..., Any]:
-    """The call's target; ops of our own and fused optimizers are traced as formulas, which the compiler can fuse.
+    """Return a call's target; fused optimizers and the library's ops become formulas, which the compiler can fuse.
 
-    The formulas that a compiler has for torch's own ops lay some results out otherwise than the ops do (``cat`` of one
-    tensor that is not empty keeps its strides), so that not every view is one there. To reshape is as good where
-    nobody writes to the memory.
+    The compiler's formulas for torch's own ops lay out some results differently from the ops themselves (``cat`` of one
+    nonempty tensor keeps its strides), so some views are not possible there. ``reshape`` is equivalent if nobody
+    writes the memory.
     """
     name = instr.op._schema.name
     if instr.op in _VIEWS and instr.out.storage not in written:
@@ -199,16 +199,16 @@ def _target(instr: Instr, written: Collection[int]) -> Callable[..., Any]:
 
 
 def _with_floats(instr: Instr) -> tuple[Any, ...]:
-    """The arguments of a call. A product with the integer 0 would be taken for 0, and NaN would be lost."""
+    """Return a call's arguments; an integer 0 in a float product becomes 0.0, since compilers fold ``x * 0`` to 0."""
     if instr.op._schema.name != "aten::mul" or not instr.out.spec.dtype.is_floating_point:
         return instr.args
     return tuple(0.0 if type(arg) is int and arg == 0 else arg for arg in instr.args)
 
 
 def sources() -> dict[str, str]:
-    """Functions of ours that a graph may call, with a digest of what they are: part of the key of torch's cache.
+    """Return the library's functions that a graph may call, with digests of their source for torch's cache key.
 
-    Of a graph that calls a function unknown to it, torch keeps the kernels alone, and traces it anew in each process.
+    Without them, torch caches only the kernels of such a graph, and traces it again in each process.
     """
     functions = (
         decompose_random_bits,
@@ -229,9 +229,9 @@ def sources() -> dict[str, str]:
 
 
 def _draws_in_bulk(instr: Instr) -> bool:
-    """Whether a kernel of its own draws faster than the kernels that it could be fused into.
+    """Whether a separate kernel draws faster than a formula fused into other kernels.
 
-    It makes four words of one block, where a fused formula computes the whole block for each of them.
+    The kernel makes four words from one block; a fused formula computes the whole block for each word.
     """
     words = instr.out.spec
     return bool(words.device.type == "cuda" and words.numel >= _BULK)

@@ -1,4 +1,4 @@
-"""The door to ``torch._inductor.standalone_compile``: the options with which the graph of a step is compiled."""
+"""Compile a step's graph with ``torch._inductor.standalone_compile``, and choose its options."""
 
 from __future__ import annotations
 
@@ -14,51 +14,51 @@ from .graph import sources
 
 __all__ = ["compile_graph"]
 
-# One graph for all: inductor's own CUDA graphs off, whatever the user's global configuration says.
+# The step is captured as one CUDA graph: turn inductor's own off, whatever the user's global configuration says.
 _INDUCTOR_OPTIONS: Mapping[str, Any] = MappingProxyType(
     {"triton.cudagraphs": False, "triton.cudagraph_trees": False}
 )
 
-# Kernels are timed on the values of the first run, as under `torch.compile`. This way of compiling would time them
-# on values that it makes up, whose indices may be out of range: a fault from which a GPU does not recover.
+# Autotune kernels on the values of the first run, as `torch.compile` does. `standalone_compile` would by default
+# autotune on made-up values, whose indices may be out of range: a fault from which a GPU does not recover.
 _REAL_VALUES: Mapping[str, Any] = MappingProxyType({"triton.autotune_at_compile_time": False})
 
-# Inductor's passes put the launch of a collective next to its wait, or the wait next to the first use of its result;
-# our own order has both where compute runs in between.
+# Inductor's passes move the launch of a collective next to its wait, or the wait next to the first use of its result;
+# the order of `passes.grouping` keeps compute between them.
 _IN_ORDER: Mapping[str, Any] = MappingProxyType(
     {"reorder_for_peak_memory": False, "reorder_for_locality": False}
 )
 
-# Its pass over the order would put a weight's gradient next to the update at the end of the step, with all that is
-# computed anew for it, and so far from the kernels that read the same values.
+# Inductor's locality pass would move a weight's gradient next to the update at the end of the step, with all that is
+# recomputed for it, and so far from the kernels that read the same values.
 _ON_GPU: Mapping[str, Any] = MappingProxyType({"reorder_for_locality": False})
 
-# In a step of small values launches are what takes time: kernels that do not need each other are launched together,
-# casts of weights, sums for biases, updates of leaves. A GPT of four layers of 256 has 136 nodes in place of 176.
-# Large ones are left alone: what is launched together is in memory together, and a reduction may run many times slower.
+# A step of small values is bound by launches, so independent kernels (casts of weights, sums for biases, updates of
+# leaves) are launched together: a GPT with four layers of width 256 has 136 graph nodes instead of 176. Larger steps
+# are left alone: values of kernels launched together are in memory together, and a reduction may be many times slower.
 _TOGETHER: Mapping[str, Any] = MappingProxyType({"combo_kernels": True})
 
-# In others it is the compiler that takes time. The update of each leaf reads the scalars of the optimizer: of all pairs
-# of readers of a value, those are tried for fusion that are close in the order. For 148 leaves it halves the search,
-# and the kernels are the same.
+# For larger steps, compile time matters. The update of each leaf reads the scalars of the optimizer, and inductor tries
+# to fuse pairs of readers of a value. This restricts it to pairs that are close in the order: for 148 leaves it halves
+# the search, and the kernels are the same.
 _CLOSE_PAIRS: Mapping[str, Any] = MappingProxyType({"max_fusion_buffer_group_pairwise_attempts": 16})
 
-# Loops of fewer elements run on one thread of the host: to wake another takes longer than inductor believes. A step of
-# four layers of 64 takes 0.13 ms in place of 0.17.
+# CPU loops of fewer elements run on one thread: waking another takes longer than inductor assumes. A step with four
+# layers of width 64 takes 0.13 ms instead of 0.17 ms.
 _ON_HOST: Mapping[str, Any] = MappingProxyType({"cpp.min_chunk_size": 8192})
 
 
 def compile_graph(
     graph: fx.GraphModule, arguments: Sequence[Tensor], *, on_host: bool, small: bool, in_order: bool
 ) -> Callable[..., Any]:
-    """Compile a graph of :func:`functional_cg.stages.lower.graph.build_graph` for these arguments.
+    """Compile a graph from :func:`functional_cg.stages.lower.graph.build_graph` for these arguments.
 
     Args:
       graph: The graph.
-      arguments: Tensors of the shapes and alignments that it will run on.
+      arguments: Tensors with the shapes and alignments that it will run on.
       on_host: Whether it runs on a CPU.
-      small: Whether launches are what takes time.
-      in_order: Whether its collectives stay where they are.
+      small: Whether its run time is bound by launches.
+      in_order: Whether its collectives must keep their order.
     """
     from torch._inductor import standalone_compile
 
@@ -68,7 +68,7 @@ def compile_graph(
     if in_order:
         options |= _IN_ORDER
     if torch.are_deterministic_algorithms_enabled():
-        options["deterministic"] = True  # no variant of a reduction is chosen by timing it
+        options["deterministic"] = True  # never choose a variant of a reduction by timing it
     return standalone_compile(
         graph,
         list[Any](arguments),

@@ -1,1 +1,1 @@
-"""Rewrites of a program or of its FX graph: each keeps the results, and says what it wins and when it stays out."""
+"""Passes over a program or its FX graph: each keeps the results; docstrings state gain and limits."""

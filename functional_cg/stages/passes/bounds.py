@@ -1,9 +1,8 @@
-"""Indices, divisors and probabilities are checked before a compiled function on the host uses them.
+"""Check indices, divisors and probabilities before a compiled function uses them on the CPU.
 
-Such a function checks an index in the loop that reads by it. Where the loop runs on several threads, the exception that
-it throws is caught by none of them, and the process ends (torch 2.13); so it does where integers are divided by zero.
-Other checks of torch's kernels are left out. Checked before, as a tensor, a wrong value is the error that the kernel
-raises.
+A compiled function checks an index inside the loop that uses it. If that loop runs on several threads, none of them
+catches the exception, and the process dies (torch 2.13). Integer division by zero kills it as well. Other checks of
+torch's kernels are omitted. Checking the tensor beforehand raises the error that the kernel would raise.
 """
 
 from __future__ import annotations
@@ -57,9 +56,9 @@ for _name, _check in (("checked", _checked), ("divisor", _divisor), ("probabilit
 _CHECKED = torch.ops.fcg.checked.default
 _DIVISOR, _PROBABILITY = torch.ops.fcg.divisor.default, torch.ops.fcg.probability.default
 
-# An index, its least value, the size that it stays below, and a value that stands for none.
+# An index, its least value, the size that it must stay below, and a value to ignore.
 Bounds = Iterator[tuple[Var, int, int, int | None]]
-# An op that checks, and its arguments, of which the first is what is checked.
+# An op that checks, and its arguments; it checks the first one.
 Demand = tuple[OpOverload, tuple[Any, ...]]
 
 
@@ -137,10 +136,10 @@ _BOUNDS: Mapping[str, Callable[[Mapping[str, Any]], Bounds]] = MappingProxyType(
 
 
 def check_values(program: Program, head: Sequence[Instr]) -> list[Instr]:
-    """A head whose calls read checked indices, divisors and probabilities. Each is checked once for each size.
+    """Return the head with checked indices, divisors and probabilities; each is checked once per size.
 
     Args:
-      program: The program, for numbers that are not taken.
+      program: The program, which tells which variable numbers are free.
       head: Its calls.
     """
     number, storage = highest(program)
@@ -161,7 +160,7 @@ def check_values(program: Program, head: Sequence[Instr]) -> list[Instr]:
 
 
 def _demands(instr: Instr) -> Iterator[Demand]:
-    """What a call demands of arguments that are computed."""
+    """Yield the checks that a call needs for its tensor arguments."""
     name = instr.op._schema.name.removeprefix("aten::")
     named = named_arguments(instr.op, instr.args, instr.kwargs)
     if name in _BOUNDS:
@@ -176,7 +175,7 @@ def _demands(instr: Instr) -> Iterator[Demand]:
         yield _PROBABILITY, (named["target"], "target")
 
 
-# Of integers: a division of floating numbers by zero is infinite, or no number.
+# Checked for integers only: a floating-point division by zero gives infinity or NaN.
 _DIVISIONS = frozenset({"div", "floor_divide", "remainder", "fmod"})
 
 

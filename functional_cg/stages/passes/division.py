@@ -1,7 +1,7 @@
-"""Division of floating numbers that rounds down, and what remains, by the formulas of torch's own kernels.
+"""Floor division and remainder of floating-point numbers, by the formulas of torch's own kernels.
 
-A compiler divides, rounds and multiplies again. Where the quotient has more digits than the format, nothing of what it
-makes is right, and infinite numbers give others or NaN.
+A compiler divides, rounds and multiplies back. If the quotient has more digits than the format holds, that result is
+entirely wrong; infinite operands give wrong values or NaN.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ __all__ = ["DIVISIONS", "division_of"]
 
 
 def division_of(instr: Instr) -> Callable[..., Tensor] | None:
-    """The formula of a call; None if it divides no floating numbers, or does not round down."""
+    """Return the formula of a call; None if it is no floating-point floor division or remainder."""
     name = instr.op._schema.name
     if name.rstrip("_") == "aten::div" and instr.kwargs.get("rounding_mode") != "floor":
         return None
@@ -27,7 +27,7 @@ def division_of(instr: Instr) -> Callable[..., Tensor] | None:
 
 
 def remainder(value: Any, other: Any) -> Tensor:
-    """What remains has the sign of the divisor."""
+    """Return the remainder, which has the sign of the divisor."""
     return _floored(value, other)[1]
 
 
@@ -45,7 +45,7 @@ def floor_divide_(value: Tensor, other: Any, *, rounding_mode: str = "floor") ->
 
 
 def _floored(value: Any, other: Any) -> tuple[Tensor, Tensor]:
-    """Quotient and remainder of Python's ``divmod`` (CPython, ``float_divmod``), with IEEE's division by zero."""
+    """Return quotient and remainder as Python's ``divmod`` (CPython, ``float_divmod``), with IEEE division by zero."""
     dtype = torch.result_type(value, other)
     if not isinstance(value, Tensor):
         value = torch.full((), value, dtype=dtype, device=other.device)

@@ -1,7 +1,7 @@
-"""Casts to eight bits that overflow as torch's own do.
+"""Casts to float8 that overflow as torch's own casts do.
 
-A Triton kernel saturates: what is too large becomes the largest finite number. torch gives NaN or infinity, or
-saturates, too, as the version and the format have it.
+A Triton kernel saturates: a value that is too large becomes the largest finite number. torch gives NaN or infinity, or
+saturates as well, depending on version and format.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from ..program import Instr
 
 __all__ = ["overflow_of", "to_float8"]
 
-# What is larger is rounded to a number that the format has not: half a step beyond its largest, where ties go to even.
+# Larger values overflow: half a step beyond the format's largest number, where ties round to even.
 _LARGEST: Mapping[torch.dtype, float] = MappingProxyType(
     {torch.float8_e4m3fn: 464.0, torch.float8_e5m2: 61439.99609375}
 )
@@ -25,7 +25,7 @@ _NEGATIVE = 0x80
 
 
 def overflow_of(instr: Instr) -> int | None:
-    """The bits of what is too large for the format that a call casts to; None if it casts to none, or saturates."""
+    """Return the bits of an overflow in a call's cast; None if it is no float8 cast, or the cast saturates."""
     dtype = instr.kwargs.get("dtype")
     if instr.op is not torch.ops.aten._to_copy.default or dtype not in _LARGEST:
         return None
@@ -34,7 +34,7 @@ def overflow_of(instr: Instr) -> int | None:
 
 
 def to_float8(value: Tensor, *, dtype: torch.dtype, overflow: int, **others: Any) -> Tensor:
-    """``value.to(dtype)``, in which what is too large has the bits of ``overflow`` but for its sign."""
+    """Return ``value.to(dtype)``, where values that are too large get the bits ``overflow`` and their own sign."""
     cast = torch.ops.aten._to_copy.default(value, dtype=dtype, **others)
     signed = torch.where(torch.signbit(value), _NEGATIVE | overflow, overflow).to(torch.uint8)
     return torch.where(value.abs() > _LARGEST[dtype], signed, cast.view(torch.uint8)).view(dtype)

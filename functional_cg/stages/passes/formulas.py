@@ -1,4 +1,4 @@
-"""Fused optimizer ops as formulas, which a compiler can fuse with the gradients."""
+"""Fused optimizer ops written as formulas, which a compiler can fuse with the gradients."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 
 __all__ = ["FORMULAS", "WITH_SCALARS"]
 
-# Ops whose formula returns its scalars, too, after the op's own results.
+# Ops whose formula also returns its scalars, after the op's own results.
 WITH_SCALARS = frozenset({"aten::_fused_adam", "aten::_fused_adamw"})
 
 
@@ -34,9 +34,9 @@ def _adam(
     grad_scale: Tensor | None = None,
     found_inf: Tensor | None = None,
 ) -> tuple[list[Tensor], ...]:
-    """Adam and AdamW, the order of operations of ``torch.optim`` (Kingma & Ba 2015; Loshchilov & Hutter 2019).
+    """Adam and AdamW, in the operation order of ``torch.optim`` (Kingma & Ba 2015; Loshchilov & Hutter 2019).
 
-    After the op's own results comes the list of its scalars: step size and root of the second bias correction.
+    After the op's own results comes the list of its scalars: step size and square root of the second bias correction.
     """
     scalars: dict[int, tuple[Tensor, Tensor]] = {}
     out: tuple[list[Tensor], ...] = ([], [], [], [], [])
@@ -95,7 +95,7 @@ def _sgd(
     grad_scale: Tensor | None = None,
     found_inf: Tensor | None = None,
 ) -> tuple[list[Tensor], ...]:
-    """SGD with momentum and Nesterov's, as ``torch.optim.SGD``."""
+    """SGD with momentum and Nesterov momentum, as in ``torch.optim.SGD``."""
     news, buffers = [], []
     for i, (p, g) in enumerate(zip(params, grads, strict=True)):
         gradient = -g if maximize else g
@@ -124,7 +124,7 @@ def _adagrad(
     grad_scale: Tensor | None = None,
     found_inf: Tensor | None = None,
 ) -> tuple[list[Tensor], ...]:
-    """Adagrad (Duchi et al. 2011), as ``torch.optim.Adagrad``."""
+    """Adagrad (Duchi et al. 2011), as in ``torch.optim.Adagrad``."""
     news, sums = [], []
     for p, g, total, step in zip(params, grads, state_sums, state_steps, strict=True):
         gradient = -g if maximize else g

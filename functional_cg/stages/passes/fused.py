@@ -1,4 +1,4 @@
-"""Fused optimizer ops, such as ``_fused_adamw``: what they read and write, and their twins that write in place."""
+"""Fused optimizer ops, such as ``_fused_adamw``: what they read and write, and their in-place forms."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["in_place", "read_arguments", "written_pairs"]
 
 
 def written_pairs(instr: Instr) -> list[tuple[str, Var, Var]] | None:
-    """What a functional fused optimizer op says it writes, (name, argument, result); None for any other op."""
+    """Return what a functional fused optimizer op writes, as (name, argument, result); None for other ops."""
     schema = instr.op._schema
     if not schema.name.startswith(FUSED) or schema.is_mutable or instr.kwargs.get("grad_scale"):
         return None
@@ -27,13 +27,13 @@ def written_pairs(instr: Instr) -> list[tuple[str, Var, Var]] | None:
 
 
 def read_arguments(instr: Instr) -> set[Var]:
-    """What such an op reads in arguments that it does not write; gradients are among them."""
+    """Return the variables that such an op reads but does not write, gradients included."""
     written = {result.name.removesuffix("_out") for result in instr.op._schema.returns} - {"grads"}
     named = named_arguments(instr.op, instr.args, instr.kwargs)
     return set(vars_in([value for name, value in named.items() if name not in written]))
 
 
 def in_place(op: Any) -> Any:
-    """The in-place twin of a functional fused optimizer op."""
+    """Return the in-place form of a functional fused optimizer op."""
     name = op._schema.name.removeprefix("aten::") + "_"
     return getattr(getattr(torch.ops.aten, name), op._overloadname)

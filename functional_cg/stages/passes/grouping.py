@@ -1,13 +1,13 @@
-"""Group the collectives of a traced program, and start gathers early.
+"""Group the collectives of a traced program into buckets, and start gathers early.
 
-A trace has one gather per read of a sharded leaf, and one reduction per gradient. Those that come one after the other
-become one launch, up to a number of bytes: a gather moves up to the first of its group, as it depends on slots alone;
-a reduction moves down to the last. A group of gathers may start ``ahead`` groups before its first use, and what needs
-a reduction's result waits until the next one is under way, so that both run beside the compute in between. What is
-moved computes the same values: only the order of independent calls changes.
+A trace has one gather per read of a sharded leaf, and one reduction per gradient. Consecutive ones share a launch, up
+to a number of bytes: a gather moves up to the first of its bucket, since it depends on slots alone; a reduction moves
+down to the last. A bucket of gathers may start ``ahead`` buckets before its first use. Calls that need a reduction's
+result are delayed until the next reduction is launched. So both overlap with the compute in between. Moved calls
+compute the same values: only the order of independent calls changes.
 
-On a host each launch is waited for at once. Gloo runs two collectives of a group side by side, and of gathers that
-breaks its heap: torch 2.13 alone aborts or hangs after some thousand pairs of them.
+On a CPU each launch is waited for at once. Gloo runs two collectives of one process group concurrently, and with
+gathers this corrupts its heap: torch 2.13 by itself aborts or hangs after a few thousand pairs of them.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ __all__ = ["group_collectives", "groups", "is_launch"]
 
 @dataclass(frozen=True, slots=True)
 class _Item:
-    """A collective that may join others.
+    """A collective that may share a launch with others.
 
     Attributes:
-      place: Its number among the instructions.
-      kind: Only those of one kind can share a launch.
+      place: Its position among the instructions.
+      kind: Only collectives of one kind can share a launch.
       nbytes: Size of the whole leaf.
     """
 
@@ -40,12 +40,12 @@ class _Item:
 
 
 def is_launch(instr: Instr) -> bool:
-    """Whether it starts a collective, which runs beside what follows until it is waited for."""
+    """Whether a call starts a collective, which runs concurrently with later calls until it is waited for."""
     return instr.op in (ALL_REDUCE, GATHER, REDUCE_SCATTER)
 
 
 def groups(sizes: Sequence[int], limit: int) -> list[list[int]]:
-    """Cut a sequence into runs of at most ``limit`` bytes; what is larger is a run of its own.
+    """Cut a sequence of sizes into buckets of at most ``limit`` bytes; a larger item gets its own bucket.
 
     Example:
       >>> groups([10, 20, 50, 5, 5], 30)
@@ -63,12 +63,12 @@ def groups(sizes: Sequence[int], limit: int) -> list[list[int]]:
 
 
 def group_collectives(instrs: list[Instr], reading: Reading, device: torch.device) -> list[Instr]:
-    """The instructions with their collectives grouped.
+    """Return the instructions with their collectives grouped into buckets.
 
     Args:
-      instrs: A traced program's.
-      reading: How many bytes a launch may have, and how far ahead a gather may start.
-      device: Where they run: on a CPU, one at a time.
+      instrs: The instructions of a traced program.
+      reading: Bytes per bucket, and how many buckets ahead a gather may start.
+      device: Where they run; on a CPU, collectives run one at a time.
     """
     gathered = _gathers(instrs, reading.bucket_bytes, reading.prefetch)
     grouped = _late(_reductions(gathered, reading.bucket_bytes))
@@ -77,7 +77,7 @@ def group_collectives(instrs: list[Instr], reading: Reading, device: torch.devic
 
 @dataclass(slots=True)
 class _Moves:
-    """What goes where: instructions that leave their place, and what stands before or after a place instead."""
+    """Pending moves: places whose instruction is removed, and instructions to insert before or after a place."""
 
     gone: set[int] = field(default_factory=set)
     before: dict[int, list[Instr]] = field(default_factory=dict)
@@ -129,11 +129,11 @@ def _reductions(instrs: list[Instr], limit: int) -> list[Instr]:
 
 
 def _late(instrs: Sequence[Instr]) -> list[Instr]:
-    """What needs a reduction's result comes after the launch of the next reduction; of the last one, at the end."""
+    """Delay calls that need a reduction's result until the next reduction is launched; for the last one, to the end."""
     written = written_storages(instrs)
     out: list[Instr] = []
     held: list[Instr] = []
-    waiting: set[Var] = set()  # what launches and held instructions make
+    waiting: set[Var] = set()  # results of the last launch and of held instructions
     for instr in instrs:
         launch = instr.op in (ALL_REDUCE, REDUCE_SCATTER)
         needs = any(var in waiting for var in instr.inputs())
@@ -141,7 +141,7 @@ def _late(instrs: Sequence[Instr]) -> list[Instr]:
             held.append(instr)
             waiting.update(instr.outputs())
             continue
-        if needs or instr.writes:  # it may not go ahead of what is held
+        if needs or instr.writes:  # it must not overtake a held instruction
             out += held
             held, waiting = [], set()
         out.append(instr)
@@ -152,7 +152,7 @@ def _late(instrs: Sequence[Instr]) -> list[Instr]:
 
 
 def _one_at_a_time(instrs: Sequence[Instr]) -> list[Instr]:
-    """Each launch is followed by its waits."""
+    """Move the waits of each launch to directly after it."""
     launched = {var for instr in instrs if is_launch(instr) for var in instr.outputs()}
     waits: dict[Var, list[Instr]] = {}
     for instr in instrs:
@@ -169,13 +169,13 @@ def _one_at_a_time(instrs: Sequence[Instr]) -> list[Instr]:
 
 
 def _sections(instrs: Sequence[Instr], op: object) -> Iterator[list[_Item]]:
-    """Collectives that follow each other and are of one kind: of one dtype and group, all in the backward or none.
+    """Yield runs of consecutive collectives of one kind: one dtype and process group, all in the backward or none.
 
-    None of them needs the result of another: with two gradients in one step, the second one's gathers wait for what
-    the first one's led to.
+    No collective of a run needs the result of another: in a step with two gradients, the gathers of the second depend
+    on those of the first.
     """
     found: list[_Item] = []
-    depth: dict[Var, int] = {}  # number of such collectives on the way to a value
+    depth: dict[Var, int] = {}  # number of such collectives that a value depends on in sequence
     for place, instr in enumerate(instrs):
         here = max((depth.get(var, 0) for var in instr.inputs()), default=0)
         depth.update(dict.fromkeys(instr.outputs(), here + (instr.op is op)))
@@ -193,7 +193,7 @@ def _sections(instrs: Sequence[Instr], op: object) -> Iterator[list[_Item]]:
 
 
 def _ancestors(instrs: Sequence[Instr], maker: dict[Var, int], place: int, start: int) -> set[int]:
-    """The instructions from ``start`` on that one needs the results of."""
+    """Return the places from ``start`` on whose results the instruction at ``place`` needs, directly or not."""
     out: set[int] = set()
     stack = list(instrs[place].inputs())
     while stack:
@@ -205,7 +205,7 @@ def _ancestors(instrs: Sequence[Instr], maker: dict[Var, int], place: int, start
 
 
 def _dependents(instrs: Sequence[Instr], places: Sequence[int], last: int) -> set[int]:
-    """The instructions up to ``last`` that need results of those at ``places``."""
+    """Return the places up to ``last`` whose instructions need results of those at ``places``."""
     tainted = {var for place in places for var in instrs[place].outputs()}
     out: set[int] = set()
     for place in range(places[0], last + 1):
@@ -217,12 +217,12 @@ def _dependents(instrs: Sequence[Instr], places: Sequence[int], last: int) -> se
 
 
 def _touches(instr: Instr, written: set[int]) -> bool:
-    """Whether moving an instruction could move it across a write to what it reads or makes."""
+    """Whether an instruction could be moved across a write to memory that it reads or makes."""
     return bool(instr.writes) or any(var.storage in written for var in (*instr.inputs(), *instr.outputs()))
 
 
 def _joined(launches: Sequence[Instr]) -> Instr:
-    """One launch in place of several."""
+    """Join several launches into one."""
     first = launches[0]
     inputs = [var for launch in launches for var in vars_in(launch.args[0])]
     results = [var for launch in launches for var in launch.outputs()]

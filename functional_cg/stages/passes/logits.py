@@ -1,12 +1,13 @@
-"""A loss over many classes reads the target's logit before it looks at the others.
+"""Read the targets' logits first in a cross-entropy, so the gradient can reuse the logits' memory.
 
-The gradient of a cross-entropy is as large as the logits and could take their memory, if nothing read them afterwards.
-A compiler computes it in the pass over the rows that finds their maxima, and the loss itself later, from the logits of
-the targets: so both stay. Picked before that pass, the targets' logits are a short vector. That it comes before is sure
-only where the gradient needs it: so the gradient gets its targets from the same op.
+With many classes this saves memory: the gradient is as large as the logits, and could overwrite them if nothing read
+them afterwards. A compiler computes it in the pass over the rows that finds their maxima, and computes the loss later,
+from the logits of the targets: so both stay in memory. If the targets' logits are picked before that pass, only a short
+vector stays. The pick is guaranteed to come first only if the gradient depends on it, so the gradient gets its targets
+from the same op.
 
-The gradient of log-probabilities needs sums over rows of the loss's own gradient, in which one element is not zero.
-That element is the sum, and is known without a pass over the row. Same operations on the same values.
+The gradient of log-probabilities needs row sums of the loss's own gradient, in which each row has one nonzero element.
+That element is the sum, so no pass over the row is needed. The operations and values are the same.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ _library.define("pick(Tensor rows, Tensor target, int ignored) -> (Tensor, Tenso
 
 
 def _pick(rows: Tensor, target: Tensor, ignored: int) -> tuple[Tensor, Tensor]:
-    """The target's element [n] of each row [n, classes], the first for ignored ones, and the targets."""
+    """Return each row's [n, classes] element at its target [n], or at 0 if ignored, and the targets."""
     index = torch.where(target != ignored, target, 0)
     return rows.gather(1, index.unsqueeze(1)).squeeze(1), target.clone()
 
@@ -50,19 +51,19 @@ _library._register_fake("pick", _pick_fake)
 
 
 def has_large_logits(program: Program) -> bool:
-    """Whether a program has a cross-entropy over so many classes and rows that their memory is worth some kernels."""
+    """Whether a program has a cross-entropy with logits so large that saving their memory is worth extra kernels."""
     return any(
         instr.op is _aten._log_softmax.default and is_large(instr.out.spec) for instr in program.instrs
     )
 
 
 def is_large(spec: BufferSpec) -> bool:
-    """Whether log-probabilities are worth some kernels."""
+    """Whether log-probabilities are so large that saving their memory is worth extra kernels."""
     return spec.nbytes >= _LARGE
 
 
 def read_targets_first(graph: fx.Graph) -> None:
-    """Change the cross-entropies of a graph whose logits are a matrix product."""
+    """Rewrite the cross-entropies of a graph whose logits are a matrix product."""
     place = {node: number for number, node in enumerate(graph.nodes)}
     written = [number for node, number in place.items() if writes(node)]
     for nll in graph.find_nodes(op="call_function", target=_aten.nll_loss_forward.default):
@@ -74,7 +75,7 @@ def read_targets_first(graph: fx.Graph) -> None:
         if product is None or dim != 1 or place[target] > place[logp]:
             continue
         if any(place[product] < number < place[nll] for number in written):
-            continue  # what is read in another place may have another value there
+            continue  # a value read at another place may differ there
         with graph.inserting_before(logp):
             picked, again = _items(graph, _picked, (product, rows, target, ignored, widened), 2)
             probabilities, top, total = _items(graph, _log_softmax, logp.args, 3)
@@ -91,7 +92,7 @@ def read_targets_first(graph: fx.Graph) -> None:
 
 
 def _know_sums(graph: fx.Graph, of_loss: fx.Node) -> None:
-    """Change the gradients that need sums over rows of the loss's own gradient."""
+    """Rewrite the gradients that need row sums of the loss's own gradient."""
     grad, _, target, weight, reduction, ignored, number = of_loss.args
     for user in list(of_loss.users):
         if weight is None and user.target is _GRADIENT and user.args[0] is of_loss and user.args[2] == 1:
@@ -103,7 +104,7 @@ def _know_sums(graph: fx.Graph, of_loss: fx.Node) -> None:
 
 
 def product_of(rows: fx.Node) -> fx.Node | None:
-    """The product that rows are a view of, in another dtype at most."""
+    """Return the product that ``rows`` is a view of, with one cast at most; None if there is none."""
     node, casts = rows, 0
     while node.target in VIEWS or node.target is _aten._to_copy.default:
         casts += node.target not in VIEWS
@@ -127,14 +128,14 @@ def _picked(
     ignored: int,
     half_to_float: bool,  # noqa: FBT001
 ) -> tuple[Tensor, Tensor]:
-    """Logits of the targets, in the dtype of the log-probabilities, and the targets."""
+    """Return the targets' logits, in the dtype of the log-probabilities, and the targets."""
     picked, again = torch.ops.fcg.pick.default(product.view(rows.shape), target, ignored)
     picked = picked.to(rows.dtype)
     return picked.float() if half_to_float else picked, again
 
 
 def _log_softmax(rows: Tensor, dim: int, half_to_float: bool) -> tuple[Tensor, Tensor, Tensor]:  # noqa: FBT001
-    """Log-probabilities, and per row the maximum and the logarithm of the sum, as inductor decomposes the op."""
+    """Return log-probabilities and, per row, maximum and log of the sum, as inductor decomposes the op."""
     wide = rows.to(torch.promote_types(rows.dtype, torch.float32))
     top = wide.amax(dim, keepdim=True)
     shifted = wide - top
@@ -146,7 +147,7 @@ def _log_softmax(rows: Tensor, dim: int, half_to_float: bool) -> tuple[Tensor, T
 def _loss(
     picked: Tensor, top: Tensor, total: Tensor, target: Tensor, reduction: int, ignored: int
 ) -> tuple[Tensor, Tensor]:
-    """What ``nll_loss_forward`` returns: the mean (1) or sum (2), and the number of targets that count."""
+    """Return what ``nll_loss_forward`` does: the mean (1) or sum (2), and the number of targets not ignored."""
     found = picked.to(top.dtype) - top.squeeze(1) - total.squeeze(1)
     counts = target != ignored
     loss, number = torch.where(counts, -found.to(picked.dtype), 0).sum(), counts.sum().to(picked.dtype)
@@ -164,7 +165,7 @@ def _slope(
     ignored: int,
     number: Tensor,
 ) -> Tensor:
-    """The gradient of the logits, as inductor decomposes the op, with sums that are known."""
+    """Return the gradient of the logits, as inductor decomposes the op, with known row sums."""
     if logp.dtype is not torch.float32:
         return _GRADIENT(of_loss, logp, dim, dtype)  # type: ignore[no-any-return]
     each = -(grad / number if reduction == 1 else grad)

@@ -1,22 +1,22 @@
-"""What a compiled step keeps of an old leaf is the old value, whatever the compiler drops, moves or writes early.
+"""Keep old values intact in a compiled step: results must not alias slots that the step overwrites.
 
-A compiled step writes its slots itself, so a value that leaves it, as a metric or into another slot, must not be the
-memory of a slot when that memory changes. In the program such a value is a copy. A compiler drops copies: passes over
-the graph drop some, and the translation of single calls drops others (``cat`` of one tensor, ``pow(x, 1)``), each right
-by itself, and together wrong. It also does calls in the memory of an argument that nobody seems to read later. Three
-rules, applied to the graph after all of the compiler's passes, make it impossible:
+A compiled step writes its slots itself, so a value that leaves it, as a metric or into another slot, must not alias a
+slot that changes. In the program such a value is a copy, but a compiler drops copies: graph passes drop some, and the
+lowering of single calls drops others (``cat`` of one tensor, ``pow(x, 1)``). Each is right by itself; together they are
+wrong. It also runs calls in place in an argument that seems to have no later reader. Three rules, applied to the graph
+after all of the compiler's passes, prevent this:
 
-* What leaves is ``fcg::own`` of its value. The op is translated when the memory of its argument is known: an argument
-  that is the memory of a slot or an input is copied, and any other costs nothing. The copy is a read like any other, so
-  the compiler orders it before the write. And as the op says that its result is a view, no call is done in what is
-  still to leave.
-* What reads a value that an op outside of the compiler may be done in is ``fcg::now``: computed before that op. A
-  compiler waits with what is cheap to compute until somebody needs it, and finds such a value overwritten (so torch
-  2.11 and 2.13 with ``torch.compile``, too).
-* A view that the compiler leaves to torch, of other bits or of complex numbers, is of a copy: to the compiler, its
-  memory has nothing to do with the argument's.
+* A value that leaves the graph goes through ``fcg::own``. The op is lowered when the memory of its argument is known:
+  the memory of a slot or an input is copied, and any other argument costs nothing. The copy is a read like any other,
+  so the compiler orders it before the write. And since the op declares its result a view, no call is run in place in a
+  value that has yet to leave.
+* A call that reads a value which an op outside the compiler may overwrite is followed by ``fcg::now``, which has it
+  computed before that op. A compiler delays cheap computations until their result is needed, and would then read the
+  overwritten value (torch 2.11 and 2.13 do this under ``torch.compile``, too).
+* A view that the compiler leaves to torch (of another element size, or of complex numbers) is taken of a copy: the
+  compiler does not know that it shares memory with the argument.
 
-The door to inductor's lowerings and its intermediate representation.
+This module is the only one that uses inductor's lowerings and its intermediate representation.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ __all__ = ["compiler_pass", "keep_old_values"]
 
 _aten = torch.ops.aten
 _COPY = _aten.copy_.default
-# Their result is their first argument but for a part.
+# Ops whose result is their first argument with a part replaced.
 _PARTIAL = frozenset(
     {
         _aten.index_put.default,
@@ -47,7 +47,7 @@ _PARTIAL = frozenset(
 )
 
 _library = torch.library.Library("fcg", "FRAGMENT")
-# A view, as it says: the compiler lets no call write into what is read by its view later.
+# Declared as views: the compiler runs no call in place in memory that a view reads later.
 _library.define("own(Tensor(a) value) -> Tensor(a)")
 _library.define("now(Tensor(a) value) -> Tensor(a)")
 for _name in ("own", "now"):
@@ -58,8 +58,8 @@ _NOW = torch.ops.fcg.now.default
 
 
 def compiler_pass() -> Any:
-    """:func:`keep_old_values` as inductor's last pass before it decides what is done in place."""
-    # Two seconds, which a step that is not compiled does not need.
+    """Wrap :func:`keep_old_values` as inductor's last pass before it decides what runs in place."""
+    # Imported here: it takes two seconds, which a step that is not compiled should not pay.
     from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
     from torch._inductor.lowering import lowerings, register_lowering
 
@@ -78,10 +78,10 @@ def compiler_pass() -> Any:
 
 
 def keep_old_values(graph: fx.Graph) -> None:
-    """Make sure that what leaves a graph is not the memory of an argument.
+    """Ensure that no value that leaves a graph aliases an argument.
 
     Args:
-      graph: After the compiler's own changes: arguments that are written are so at the end, by ``copy_``.
+      graph: The graph after the compiler's own passes: arguments are written at its end only, by ``copy_``.
     """
     for argument in graph.find_nodes(op="placeholder"):
         _copy_for_foreign_views(graph, argument)
@@ -90,14 +90,14 @@ def keep_old_values(graph: fx.Graph) -> None:
 
 
 def _owned(value: Any) -> Any:
-    """``fcg::own`` in inductor's representation: a copy where a value is the memory of an argument of the graph."""
+    """Lower ``fcg::own`` in inductor: copy the value if it is the memory of an argument of the graph."""
     from torch._inductor import ir
     from torch._inductor.lowering import clone, fallback_handler, unsupported_input_tensor
     from torch._inductor.virtualized import V
 
     call = V.graph.current_node
     if any(user.op == "output" for user in call.users):
-        value.realize()  # as the compiler does for an output that others read too: these read it from memory
+        value.realize()  # as the compiler does for an output with other readers: they read it from memory
     memory = value.data
     while isinstance(memory, (ir.BaseView, ir.MutableBox)):
         memory = memory.data
@@ -109,7 +109,7 @@ def _owned(value: Any) -> Any:
 
 
 def _own_what_leaves(graph: fx.Graph, writes: Sequence[fx.Node]) -> None:
-    """Put ``own`` between a value and the slot that it becomes, or the output that it is."""
+    """Insert ``own`` between each value and the slot or output that it becomes."""
     *_, last_argument = graph.find_nodes(op="placeholder")
     owned: dict[fx.Node, fx.Node] = {}
 
@@ -133,14 +133,14 @@ def _as_node(argument: Any) -> fx.Node:
 
 
 def _is_done_in(slot: fx.Node, value: fx.Node) -> bool:
-    """Whether the compiler may compute a slot's new value in the slot itself, so that there is nothing to copy."""
+    """Whether the compiler may compute a slot's new value in the slot itself, which leaves nothing to copy."""
     new, old = value.meta["val"], slot.meta["val"]
     alike = (new.dtype, new.shape, new.stride()) == (old.dtype, old.shape, old.stride())
     return bool(alike) and _begins_in(slot, value)
 
 
 def _begins_in(slot: fx.Node, value: fx.Node) -> bool:
-    """Whether a value is a slot that calls may have written into, one after the other."""
+    """Whether a value is a slot after a chain of calls that may write it in place."""
     call = _viewed(value)
     return call is not slot and any(
         _viewed(argument) is slot or _begins_in(slot, argument)
@@ -150,14 +150,14 @@ def _begins_in(slot: fx.Node, value: fx.Node) -> bool:
 
 
 def _viewed(value: fx.Node) -> fx.Node:
-    """The result that a value is a part or a view of."""
+    """Return the result that a value is a part or a view of."""
     while _is_part(value):
         value = _as_node(value.args[0])
     return value
 
 
 def _copy_for_foreign_views(graph: fx.Graph, value: fx.Node) -> None:
-    """Give a copy of a value to views of it that torch itself makes."""
+    """Let views that torch itself makes read a copy of the value."""
     for view in list(value.users):
         if not _is_part(view) or "val" not in value.meta:
             continue
@@ -170,7 +170,7 @@ def _copy_for_foreign_views(graph: fx.Graph, value: fx.Node) -> None:
 
 
 def _is_foreign(view: fx.Node, value: fx.Node) -> bool:
-    """Whether a view is made by torch itself, and not by loads at other places."""
+    """Whether torch itself makes a view, rather than the compiler by loads at other offsets."""
     new, old = view.meta.get("val"), value.meta["val"]
     if not isinstance(new, torch.Tensor) or not isinstance(old, torch.Tensor):
         return False
@@ -178,13 +178,13 @@ def _is_foreign(view: fx.Node, value: fx.Node) -> bool:
 
 
 def _computed(value: Any) -> Any:
-    """``fcg::now`` in inductor's representation."""
+    """Lower ``fcg::now`` in inductor: store the value in memory here."""
     value.realize()
     return value
 
 
 def _read_before_writes(graph: fx.Graph) -> None:
-    """Put ``now`` after what reads a value that a later call may be done in, unseen by the compiler."""
+    """Insert ``now`` after each call that reads a value which a later call may overwrite unseen by the compiler."""
     place = {node: number for number, node in enumerate(graph.nodes)}
     readers = [
         reader
@@ -202,7 +202,7 @@ def _read_before_writes(graph: fx.Graph) -> None:
 
 
 def _readers(value: fx.Node) -> Iterator[fx.Node]:
-    """The calls that compute with a value, or with a view of it."""
+    """Yield the calls that compute with a value or with a view of it."""
     for user in value.users:
         if _is_part(user):
             yield from _readers(user)
@@ -211,8 +211,8 @@ def _readers(value: fx.Node) -> Iterator[fx.Node]:
 
 
 def _may_be_in_place(call: fx.Node, argument: fx.Node) -> bool:
-    """Whether the result may be written into the memory of an argument."""
-    # A sum over ranks has such a form.
+    """Whether a call may write its result into the memory of an argument."""
+    # Reductions over ranks have an in-place form.
     collective = (
         isinstance(call.target, torch._ops.OpOverload) and call.target.namespace == "_c10d_functional"
     )
@@ -220,7 +220,7 @@ def _may_be_in_place(call: fx.Node, argument: fx.Node) -> bool:
 
 
 def _wraps(call: fx.Node) -> bool:
-    """Whether a call is an op or a Triton kernel that writes its arguments."""
+    """Whether a call wraps an op or a Triton kernel that writes its arguments."""
     return isinstance(call.target, torch._ops.HigherOrderOperator)
 
 

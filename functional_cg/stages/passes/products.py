@@ -1,7 +1,7 @@
-"""The products of a small step in fewer kernels, where a kernel takes as long as its launch.
+"""Batch the weight gradients of a small step, where a kernel takes no longer than its launch.
 
-Gradients of weights do not need each other: those of one shape are one batched product, and the gradients of their
-biases one sum. What is batched may be added up in another order than by a product of its own.
+Weight gradients do not depend on each other: those of one shape become one batched product, and the gradients of their
+biases one sum. A batched product may add up its terms in another order than a single one.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ __all__ = ["batch_gradients"]
 _aten = torch.ops.aten
 _MM, _SUM, _T = _aten.mm.default, _aten.sum.dim_IntList, _aten.t.default
 _PRODUCTS = frozenset({_MM, _aten.addmm.default, _aten.bmm.default, _aten.baddbmm.default})
-_SMALL = 2**19  # bytes of a factor: copies of larger ones take longer than the launches that they spare
+_SMALL = 2**19  # bytes of a factor: copying a larger one takes longer than the launches saved
 
 
 def batch_gradients(graph: fx.Graph) -> None:
-    """Make products one batched product: those of one shape, ``mm(t(a), b)``, that no other product needs.
+    """Batch products ``mm(t(a), b)`` of one shape that no other product depends on.
 
     Args:
-      graph: Its nodes have their ``spec`` in ``meta``.
+      graph: The graph; its nodes have their ``spec`` in ``meta``.
     """
     if any(_counts_from_storage(node) for node in graph.nodes):
-        return  # a part of a batch does not begin where its storage does
+        return  # an element of a batch does not start where its storage does
     needed = _needed_by_products(graph)
     groups: dict[object, list[fx.Node]] = {}
     for product in graph.find_nodes(op="call_function", target=_MM):
@@ -61,7 +61,7 @@ def _batch(graph: fx.Graph, group: Sequence[fx.Node], needed: set[fx.Node]) -> N
     place = {node: number for number, node in enumerate(nodes)}
     first, last = place[group[0]], place[group[-1]]
     written = [number for number, node in enumerate(nodes) if number > first and writes(node)]
-    until = min(written, default=len(nodes))  # what is read behind a write may have another value there
+    until = min(written, default=len(nodes))  # a value read after a write may differ
     if until < last:
         return
     lefts: list[Any] = [product.args[0].args[0] for product in group]  # type: ignore[union-attr]
@@ -85,13 +85,13 @@ def _batch(graph: fx.Graph, group: Sequence[fx.Node], needed: set[fx.Node]) -> N
 
 
 def _sum_of_rows(matrix: fx.Node) -> fx.Node | None:
-    """The sum over rows, as the gradient of a bias needs it."""
+    """Return the sum of a matrix over its rows, which is a bias gradient; None if there is not exactly one."""
     sums = [user for user in matrix.users if user.target is _SUM and user.args[1:] == ([0], True)]
     return sums[0] if len(sums) == 1 and not sums[0].kwargs else None
 
 
 def _move_users(nodes: Iterable[fx.Node], values: Iterable[fx.Node], place: fx.Node) -> None:
-    """Move those of some nodes that need values made later, behind the place where these are."""
+    """Move the nodes that depend on ``values``, directly or not, behind the place where these are made."""
     late = set(values)
     for node in nodes:
         if not late.isdisjoint(node.all_input_nodes):

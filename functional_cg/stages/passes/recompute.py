@@ -1,12 +1,12 @@
-"""What the forward keeps for the backward: nothing that is cheap to compute anew, and the rest in buffers.
+"""Rematerialization: the backward recomputes cheap values, the forward stores the rest in buffers.
 
-What an activation function or a cast returns is as large as what it read, and both are kept: one for the gradient of
-the next weight, the other for the activation's own. The first can be had from the second, by a kernel that runs at the
-speed of memory. A value is computed anew only from values that are alive then anyway, or together smaller than it,
-so what is kept does not grow. It is the same op on the same values: no bit changes.
+The result of an activation function or a cast is as large as its input, and both are kept: one for the gradient of the
+next weight, the other for the activation's own gradient. The first can be recomputed from the second by a kernel that
+runs at memory speed. A value is recomputed only from values that are alive anyway, or that together are smaller than
+it, so the kept memory does not grow. The same op runs on the same values: no bit changes.
 
-What is kept is a buffer. A compiler that sees both passes at once would not store a sum that is cheap to compute: it
-would keep all that the sum is made from, add it up in each kernel that reads it, and store in fp32 what the backward
+Kept values are stored in buffers. A compiler that sees both passes at once would not store a sum that is cheap to
+compute: it would keep all its terms, add them up in each kernel that reads the sum, and store in fp32 what the backward
 makes of it.
 
 Source of the idea: Chen et al. 2016, "Training Deep Nets with Sublinear Memory Cost".
@@ -23,8 +23,8 @@ from ..program import Instr, Program, Var, highest, map_vars, written_storages
 
 __all__ = ["keep_as_buffers", "recompute"]
 
-_LARGE = 2**20  # bytes: below, a kernel costs more than it frees
-_FEW = 8  # calls for one value
+_LARGE = 2**20  # bytes: for a smaller value, a kernel costs more than the memory is worth
+_FEW = 8  # calls to recompute one value
 _VIEWS = frozenset(
     {
         torch.ops.aten.view.default, torch.ops.aten._unsafe_view.default, torch.ops.aten.t.default,
@@ -37,11 +37,11 @@ _AS_STRIDED = torch.ops.aten.as_strided.default
 
 
 def recompute(program: Program, *, large: int = _LARGE) -> None:
-    """Rewrite a program in place: its backward computes cheap values anew.
+    """Rewrite a program in place so that its backward recomputes cheap values.
 
     Args:
       program: A rewritten program.
-      large: Bytes from which on a value is worth a kernel.
+      large: Bytes from which a value is worth a kernel.
     """
     lives = _Lives.of(program)
     recipes = _recipes(program, lives, large)
@@ -58,13 +58,13 @@ def recompute(program: Program, *, large: int = _LARGE) -> None:
 
 
 def keep_as_buffers(program: Program, *, large: int = _LARGE) -> None:
-    """Rewrite a program in place: elementwise results that its backward reads from the forward are in memory.
+    """Rewrite a program in place so that forward elementwise results read by the backward are stored in memory.
 
-    A view with strides needs memory to look at, so a compiler stores what it is a view of, and copies nothing.
+    Each gets a strided view, which needs memory behind it: a compiler stores the value, and copies nothing.
 
     Args:
       program: A rewritten program.
-      large: Bytes from which on it is worth it.
+      large: Bytes from which a value is stored.
     """
     lives = _Lives.of(program)
     index, _ = highest(program)
@@ -84,15 +84,15 @@ def keep_as_buffers(program: Program, *, large: int = _LARGE) -> None:
 
 @dataclass(slots=True)
 class _Lives:
-    """Where the values of a program are made, and when they are read.
+    """Lifetimes: where the values of a program are made, and when they are read.
 
     Attributes:
-      start: Where the backward begins.
-      maker: The call that makes a variable.
-      place: The number of a call.
-      first_read: Of storages that the forward made, their first read in the backward.
-      last_read: Of each storage.
-      size: Its bytes.
+      start: Number of the first call of the backward.
+      maker: The call that makes each variable.
+      place: The number of each call.
+      first_read: First read in the backward of each storage that the forward makes.
+      last_read: Last read of each storage.
+      size: Bytes of each storage.
       written: Storages that some call writes in place.
     """
 
@@ -133,10 +133,10 @@ class _Lives:
 
 @dataclass(frozen=True, slots=True)
 class _Recipe:
-    """How a storage is made anew.
+    """How to recompute a storage.
 
     Attributes:
-      sources: What it is computed from, in the end.
+      sources: The values that the computation starts from.
       calls: How many calls it takes.
     """
 
@@ -145,7 +145,7 @@ class _Recipe:
 
 
 def _recipes(program: Program, lives: _Lives, large: int) -> dict[int, _Recipe]:
-    """Storages that are not kept for the backward, in the order in which the forward makes them."""
+    """Return recipes for storages that are not kept for the backward, in the order that the forward makes them."""
     out: dict[int, _Recipe] = {}
     results = {var.storage for var in (*program.new_state, *program.results)}
     for instr in program.instrs[: lives.start]:
@@ -163,21 +163,23 @@ def _recipes(program: Program, lives: _Lives, large: int) -> dict[int, _Recipe]:
         if recipe.calls > _FEW:
             continue
         first = lives.first_read.get(made.storage)
-        if first is None:  # the backward does not read it, but what is made from it, perhaps
+        if first is None:  # not read by the backward itself, though a value made from it may be
             out[made.storage] = recipe
         elif made.spec.nbytes >= large and _pays(program, lives, made, first, recipe):
             out[made.storage] = recipe
-            for var in recipe.sources:  # kept until then, if it was not
+            for var in recipe.sources:  # now kept until that read
                 lives.last_read[var.storage] = max(lives.last_read.get(var.storage, -1), first)
     return out
 
 
 def _pays(program: Program, lives: _Lives, made: Var, first: int, recipe: _Recipe) -> bool:
-    """Whether a value need not be kept: what it is computed from is there, or costs less to keep."""
+    """Whether recomputing a value saves memory: its sources are alive anyway, or smaller to keep."""
     sources = {var.storage for var in recipe.sources}
     kept_for_it = sum(lives.size.get(one, 0) for one in sources if lives.last_read.get(one, -1) < first)
     return (
-        any(var in lives.maker for var in recipe.sources)  # a weight's cast costs more to read than to keep
+        any(
+            var in lives.maker for var in recipe.sources
+        )  # rereading a weight costs more than keeping its cast
         and sources.isdisjoint(lives.written)
         and kept_for_it < made.spec.nbytes
         and all(_by_views(lives, var, made) for var in _read_in_backward(program, lives, made.storage))
@@ -185,7 +187,7 @@ def _pays(program: Program, lives: _Lives, made: Var, first: int, recipe: _Recip
 
 
 def _is_cheap(instr: Instr) -> bool:
-    """Whether a call goes over its arguments once: an elementwise op, or a cast."""
+    """Whether a call makes a single pass over its arguments: an elementwise op or a cast."""
     return instr.op not in _VIEWS and (instr.by_element or instr.op is _CAST)
 
 
@@ -196,7 +198,7 @@ def _read_in_backward(program: Program, lives: _Lives, storage: int) -> Iterable
 
 
 def _by_views(lives: _Lives, var: Var, root: Var) -> bool:
-    """Whether a variable is a value, or is made from it by views alone."""
+    """Whether a variable is ``root``, or is made from it by views alone."""
     while var is not root:
         maker = lives.maker.get(var)
         if maker is None or maker.op not in _VIEWS:
@@ -206,10 +208,10 @@ def _by_views(lives: _Lives, var: Var, root: Var) -> bool:
 
 
 class _Fresh:
-    """Makes values anew, each once, under names of their own.
+    """Recomputes values, each once, into new variables.
 
     Attributes:
-      names: The new name of each variable that was made anew.
+      names: The new variable for each variable that was recomputed.
     """
 
     def __init__(self, program: Program) -> None:
@@ -218,7 +220,7 @@ class _Fresh:
         self.names: dict[Var, Var] = {}
 
     def remade(self, var: Var, lives: _Lives, recipes: dict[int, _Recipe]) -> list[Instr]:
-        """The calls that make a variable and what it needs, without those that were made before."""
+        """Return the calls that recompute a variable and its dependencies, skipping what was recomputed already."""
         if var in self.names or var.storage not in recipes:
             return []
         instr = lives.maker[var]

@@ -1,12 +1,13 @@
-"""Rewrites of a traced program that change no bit of its results.
+"""Rewrite a traced program without changing a bit of its results.
 
-``detach`` is dropped: below autograd it does nothing. So is a copy that nobody writes: a module gets copies of all its
-buffers, and most only read them; and a choice between a tensor and itself, which a guard of the whole state makes of
-each leaf that stays. And a role is a vector: ``optim.flatten`` ravels parameters, updates one vector and
-returns views of it, which taken literally is a copy per leaf in and another one out. Slots of a role lie in their slab
-exactly as ``ravel`` lays them out, so both disappear: the vector *is* the slab. A guard that chooses between old and
-new leaves by one condition chooses between vectors then. Leaves that are zero need not be copied into a fresh vector
-either.
+``detach`` is dropped: below autograd it does nothing. Copies that nobody writes are dropped: a module gets copies of
+all its buffers, and most modules only read them. So is a ``where`` between a tensor and itself, which a guard of the
+whole state makes for each unchanged leaf.
+
+A role becomes a vector: ``optim.flatten`` ravels parameters, updates one vector and returns views of it. Taken
+literally, this costs one copy in and one copy out per leaf. Slots of a role lie in their slab exactly as ``ravel`` lays
+them out, so both copies disappear: the vector *is* the slab. A guard that chooses between old and new leaves by one
+condition then chooses between vectors. Leaves that are zero need not be copied into a fresh vector either.
 """
 
 from __future__ import annotations
@@ -33,10 +34,10 @@ _NOTHING = frozenset({torch.ops.aten.detach.default, torch.ops.aten.alias.defaul
 
 
 def rewrite(program: Program, places: Sequence[tuple[int, int]]) -> None:
-    """Rewrite a traced program in place, for lowering.
+    """Rewrite a traced program in place, ready for lowering.
 
     Args:
-      program: The program; its ``updates`` and ``ranges`` are filled in.
+      program: The program; its ``places``, ``updates`` and ``ranges`` are filled in.
       places: Slab and offset of each slot.
     """
     program.places = list(places)
@@ -76,9 +77,9 @@ def _drop_detaches(program: Program, renamed: dict[Var, Var]) -> None:
 
 
 def _drop_copies(program: Program, renamed: dict[Var, Var]) -> None:
-    """Drop copies that nobody writes, of tensors that nobody writes; clones only if they do not leave the step."""
+    """Drop copies if neither copy nor source is written; a clone only if it does not leave the step."""
     written = written_storages(program.instrs)
-    # A copy of a conjugated view is what resolves it, for kernels that do not read such a view.
+    # A copy resolves a lazy conjugate or negative view, for kernels that cannot read such a view.
     kept_sources = written | {
         instr.out.storage for instr in program.instrs if instr.op in _LAZY and isinstance(instr.out, Var)
     }
@@ -89,7 +90,7 @@ def _drop_copies(program: Program, renamed: dict[Var, Var]) -> None:
     kept = []
     for instr in program.instrs:
         _rename(instr, renamed)
-        for var in instr.outputs():  # views of a copy that is gone
+        for var in instr.outputs():  # views of a dropped copy
             var.storage = original.get(var.storage, var.storage)
         source, kept_as = _copied(instr), kept_copies if instr.op is _CLONE else kept_sources
         if source is not None and _is_superfluous(source, instr.out, kept_sources, kept_as):
@@ -101,7 +102,7 @@ def _drop_copies(program: Program, renamed: dict[Var, Var]) -> None:
 
 
 def _copied(instr: Instr) -> Var | None:
-    """What a call returns unchanged, if that is all it does."""
+    """Return the variable that a call copies, if copying is all it does."""
     if instr.op is _CLONE:
         return instr.args[0]  # type: ignore[no-any-return]
     if instr.op is _WHERE and instr.args[1] is instr.args[2]:
@@ -110,7 +111,7 @@ def _copied(instr: Instr) -> Var | None:
 
 
 def _is_superfluous(source: Var, copy: Var, kept_sources: set[int], kept_copies: set[int]) -> bool:
-    """Whether nothing tells a copy from its source; offsets, since views of the copy become views of the source."""
+    """Whether a copy can be replaced by its source; offsets must match, since views of the copy become its views."""
     return (
         source.spec == copy.spec
         and source.offset == copy.offset
@@ -120,7 +121,7 @@ def _is_superfluous(source: Var, copy: Var, kept_sources: set[int], kept_copies:
 
 
 def _alias_roles(program: Program, renamed: dict[Var, Var]) -> None:
-    """Make ravelled roles variables of their own."""
+    """Replace each ravel of a whole role by a variable for its range of slots."""
     written = written_storages(program.instrs)
     zeros = {
         instr.out
@@ -165,12 +166,12 @@ def _rename(instr: Instr, renamed: Mapping[Var, Var]) -> None:
 def _is_role(
     leaves: Sequence[Var], offsets: Sequence[int], length: int, place_of: dict[Var, tuple[int, int]]
 ) -> bool:
-    """Whether leaves are slots of one slab that lie there as the vector has them, and no other slot in between."""
+    """Whether leaves are slots of one slab, laid out there as in the vector, with no other slot in between."""
     places = [place_of.get(leaf) for leaf in leaves]
     if None in places or len(set(leaves)) < len(leaves):
         return False
     slab, base = places[0][0], places[0][1] - offsets[0]  # type: ignore[index]
-    members = set(leaves)  # a small slot that is none may lie where the vector has its padding
+    members = set(leaves)  # another small slot may lie in the vector's padding
     alone = not any(
         other == slab and base <= at < base + length and slot.spec.numel and slot not in members
         for slot, (other, at) in place_of.items()
@@ -188,11 +189,11 @@ def _without_zeros(
 
 
 def _share_storages(program: Program) -> None:
-    """Ranges of a slab and their slots are one memory: give them, and all views of them, one storage number."""
+    """Give ranges of a slab, their slots and all views of them one storage number, since they share memory."""
     slab_of = {slot: slab for slot, (slab, _) in zip(program.slots, program.places, strict=True)}
     of_slab: dict[int, int] = {}
     shared: dict[int, int] = {}
-    for known in program.ranges:  # two of them may overlap in part
+    for known in program.ranges:  # two ranges may partly overlap
         storage = of_slab.setdefault(slab_of[known.leaves[0]], known.var.storage)
         shared |= {var.storage: storage for var in (known.var, *known.leaves)}
     if not shared:
@@ -204,7 +205,7 @@ def _share_storages(program: Program) -> None:
 
 
 def _merge_updates(program: Program, known: SlotRange) -> None:
-    """Replace the updates of a range's leaves by one of the range, if they are parts of one vector in its layout."""
+    """Replace the updates of a range's leaves by one update if the values are parts of a vector in its layout."""
     new_of = dict(program.updates)
     if not new_of.keys() >= set(known.leaves):
         return
@@ -220,7 +221,7 @@ def _merge_updates(program: Program, known: SlotRange) -> None:
 def _as_vector(
     program: Program, known: SlotRange, parts: Sequence[Any], makers: Mapping[Var, Instr]
 ) -> Var | None:
-    """The vector that has these values where a range has its leaves: there already, or chosen by one condition."""
+    """Return a vector with these parts where the range has its leaves: an existing one, or a ``where`` of two."""
     if list(parts) == list(known.leaves):
         return known.var
     calls = [makers[part] for part in parts if part in makers]
@@ -236,7 +237,7 @@ def _as_vector(
     yes, no = (_as_vector(program, known, [call.args[i] for call in calls], makers) for i in (1, 2))
     if yes is None or no is None or yes.spec != no.spec:
         return None
-    # The vector is chosen at the end of the step: nobody may write what is chosen from, or what was chosen.
+    # The vectors are selected at the end of the step: nobody may write the operands or results of the selection.
     written = written_storages(program.instrs)
     if not written.isdisjoint(var.storage for var in (condition, yes, no, *(call.out for call in calls))):
         return None
@@ -247,7 +248,7 @@ def _as_vector(
 
 
 def _common_base(known: SlotRange, views: Sequence[Instr]) -> Var | None:
-    """The vector in a range's layout that these are views of."""
+    """Return the vector in a range's layout that these views are taken of; None if there is none."""
     source: Var | None = None
     for leaf, at, view in zip(known.leaves, known.offsets, views, strict=True):
         base, shape, stride, offset = (*view.args, 0)[:4]
@@ -260,7 +261,7 @@ def _common_base(known: SlotRange, views: Sequence[Instr]) -> Var | None:
 
 
 def clears(program: Program, tensors: Mapping[Var, Tensor]) -> list[Callable[[], Any]]:
-    """Calls that follow the commit: of ranges that are written, what belongs to no leaf stays zero."""
+    """Return the calls that follow the commit: they zero the padding of written ranges."""
     written = {old for old, _ in program.updates}
     calls: list[Callable[[], Any]] = []
     for known in program.ranges:
@@ -271,7 +272,7 @@ def clears(program: Program, tensors: Mapping[Var, Tensor]) -> list[Callable[[],
 
 
 def _padding(known: SlotRange) -> list[int]:
-    """Positions of the vector that belong to no leaf."""
+    """Return the positions of the vector that belong to no leaf."""
     free = torch.ones(known.length, dtype=torch.bool)
     for leaf, at in zip(known.leaves, known.offsets, strict=True):
         free[at : at + leaf.spec.numel] = False
@@ -279,7 +280,7 @@ def _padding(known: SlotRange) -> list[int]:
 
 
 def range_tensor(known: SlotRange, slots: Sequence[Tensor]) -> Tensor:
-    """The slab's memory for a range, from the tensors of its slots; a copy where these are scratch slots."""
+    """Return a range's memory in the slab as one vector; a copy if the slots are scratch, not in one slab."""
     first = slots[0]
     base = first.storage_offset() - known.offsets[0]
     storage = first.untyped_storage()

@@ -1,1 +1,1 @@
-"""The last stage: a plan bound to buffers is captured, replayed, and its dead memory poisoned where one asks for it."""
+"""The run stage: capture a plan bound to buffers, replay it, and poison dead memory on request."""

@@ -1,4 +1,4 @@
-"""Capture: turn a bound plan into something that replays. The one door to CUDA graphs."""
+"""Capture a bound plan for replay; the only module that uses CUDA graphs."""
 
 from __future__ import annotations
 
@@ -21,34 +21,34 @@ from ..plan import Before, Buffers, ExecutionPlan, quiet
 __all__ = ["Backend", "CPUBackend", "CUDABackend", "Replay", "backend_for", "scratch"]
 
 _WARM_UPS = 2
-_CROSSES_THE_BORDER = ("unjoined work", "uncaptured work")  # what the driver says of streams and events
+_CROSSES_THE_BORDER = ("unjoined work", "uncaptured work")  # in the driver's messages on streams and events
 _LATER = "previous error during capture"
-_FEW = 3  # as many clones cost less than one grouped copy
+_FEW = 3  # up to this many clones cost less than one grouped copy
 
 
 class Replay(Protocol):
-    """A captured plan.
+    """A captured plan that can be replayed.
 
     Attributes:
-      fresh: Whether each call returns new tensors; else it returns the same static ones, to be copied out.
+      fresh: Whether each call returns new tensors rather than the same static ones, which must be copied out.
     """
 
     fresh: bool
 
     def __call__(self, before: Before, /) -> Sequence[Tensor]:
-        """Run once: ``before`` and the commit as one uninterrupted block. Returns metrics."""
+        """Run once, with ``before`` and the commit as one uninterrupted block; return metrics."""
         ...
 
     def close(self) -> None:
-        """Give up the graph and its memory."""
+        """Free the graph and its memory."""
         ...
 
 
 class Backend(Protocol):
-    """Where captures run. One object serves one step.
+    """Where captures run; each step has one backend.
 
     Attributes:
-      name: For messages and ``explain()``.
+      name: Name in messages and ``explain()``.
     """
 
     name: str
@@ -59,14 +59,14 @@ class Backend(Protocol):
         Args:
           plan: What to run.
           buffers: The static buffers, filled with real inputs.
-          scratch: Makes buffers for warm-up, whose slots are not the state's.
+          scratch: Makes buffers for warm-up, with slots separate from the state.
         """
         ...
 
 
 @dataclass(eq=False)
 class _DirectReplay:
-    """Runs the bound plan itself."""
+    """Replays by running the bound plan directly."""
 
     run: Callable[[Before], Sequence[Tensor]] | None
     fresh: bool = True
@@ -80,7 +80,7 @@ class _DirectReplay:
 
 
 class CPUBackend:
-    """Replays the plan on static buffers without a GPU: what makes the guarantee testable everywhere."""
+    """Replays the plan on static buffers without a GPU, so that the guarantees can be tested anywhere."""
 
     name = "cpu"
 
@@ -100,7 +100,7 @@ class _GraphReplay:
         self._run = run  # keeps constants and views of static buffers alive as long as the graph
         self._static = static
         self._device = device
-        # the C method itself: the Python override would be a place for Ctrl-C between launch and generation
+        # the C method itself: in the Python override, Ctrl-C could strike between launch and new generation
         self._launch = super(torch.cuda.CUDAGraph, graph).replay
 
     def __call__(self, before: Before, /) -> Sequence[Tensor]:
@@ -122,9 +122,10 @@ class _GraphReplay:
 class CUDABackend:
     """Captures into CUDA graphs, with one memory pool for all graphs of a step.
 
-    Nothing of the pool is alive between calls (metrics are copied out), so graphs may share it. Warm-up has a stream of
-    its own: cuBLAS keeps a workspace per stream, and the one that a graph uses has to come from the graph's pool. Any
-    other may be freed at any time, by a compiled function's own graphs for example, and unmapped under the replay.
+    Nothing in the pool is alive between calls (metrics are copied out), so graphs can share it. Warm-up and capture use
+    different streams: cuBLAS keeps a workspace per stream, and a graph's workspace must come from the graph's pool. Any
+    other workspace may be freed at any time, by a compiled function's own graphs for example, and unmapped while the
+    graph still uses it.
     """
 
     name = "cuda"
@@ -136,23 +137,23 @@ class CUDABackend:
 
     @contextlib.contextmanager
     def aside(self) -> Iterator[None]:
-        """Work before a capture: on the warm-up's stream, whose memory the warm-up uses again."""
+        """Run work before a capture on the warm-up stream, so that the warm-up reuses its memory."""
         with torch.cuda.device(self._device):
             if self._pool is None:
                 self._pool = torch.cuda.graph_pool_handle()
-                # torch hands out streams in turn, from few; those of high priority are seldom somebody else's too
+                # torch hands out streams from a small pool; high-priority ones are rarely shared with other users
                 self._streams = tuple(torch.cuda.Stream(self._device, priority=-1) for _ in range(2))
             caller, warm_up = torch.cuda.current_stream(self._device), self._streams[0]
             warm_up.wait_stream(caller)
-            torch.cuda.empty_cache()  # what building the state left in it would stand beside this work's memory
+            torch.cuda.empty_cache()  # else memory cached while building the state adds to this work's
             try:
                 with torch.cuda.stream(warm_up):
                     yield
             except BaseException:
                 with contextlib.suppress(
                     torch.AcceleratorError
-                ):  # of a device that the error on its way tells of
-                    caller.wait_stream(warm_up)  # the values of before were put back last
+                ):  # a failed device; the original error is on its way
+                    caller.wait_stream(warm_up)  # the old values were restored last
                 _free_workspaces()
                 raise
             warm_up.synchronize()
@@ -161,7 +162,7 @@ class CUDABackend:
         with torch.cuda.device(self._device), quiet():
             caller = torch.cuda.current_stream(self._device)
             with self.aside():
-                run = plan.bind(buffers)  # compiles, where there is a compiler: for slots that do not overlap
+                run = plan.bind(buffers)  # with a compiler, compiles here: for slots that do not overlap
                 warm = plan.bind(scratch())
                 for _ in range(_WARM_UPS):
                     warm(())
@@ -179,25 +180,23 @@ class CUDABackend:
             except BaseException as error:
                 _abandon(graph, self._pool, self._device)
                 _free_workspaces()
-                self._pool = (
-                    torch.cuda.graph_pool_handle()
-                )  # torch 2.11 takes the old one to be in use for ever
+                self._pool = torch.cuda.graph_pool_handle()  # torch 2.11 considers the old one in use forever
                 if isinstance(error, FunctionalCGError) or not isinstance(error, Exception):
                     raise
-                # No name for the first one: it would keep this frame and its tensors, and the frame it.
+                # Not bound to a name: that would make a reference cycle with this frame, which holds tensors.
                 raise _failure(_first(error)) from _first(error)
             caller.wait_stream(self._streams[1])
             return _GraphReplay(graph, run, static, self._device)
 
 
 def _first(error: Exception) -> Exception:
-    """What broke the capture, where the driver says at its end only that something did."""
+    """Return the error that broke the capture, if the driver's final error only says that one occurred."""
     before = error.__context__
     return before if _LATER in str(error) and isinstance(before, Exception) else error
 
 
 def _failure(error: Exception) -> FunctionalCGError:
-    """Our error for what the driver or an operation says of a failed capture."""
+    """Return the library's error for a failed capture."""
     said = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
     if any(words in str(error) for words in _CROSSES_THE_BORDER):
         return StreamError.of(
@@ -216,7 +215,7 @@ def _failure(error: Exception) -> FunctionalCGError:
 
 
 def scratch(slots: Sequence[Tensor], unchecked: Sequence[bool]) -> list[Tensor]:
-    """Buffers for warm-up: floating leaves that may hold any value share one, the others are copied."""
+    """Make slots for warm-up: floating leaves that may hold any value share one buffer per dtype, others are copied."""
     shares = [slot.is_floating_point() and free for slot, free in zip(slots, unchecked, strict=True)]
     largest: dict[torch.dtype, int] = {}
     for slot, one in zip(slots, shares, strict=True):
@@ -237,21 +236,21 @@ def _abandon(graph: torch.cuda.CUDAGraph, pool: Any, device: torch.device) -> No
     try:
         torch._C._cuda_endAllocateToPool(device.index, pool)
     except RuntimeError:
-        return  # the capture was ended in order: its memory went with the graph
+        return  # the capture ended properly: its memory was freed with the graph
     torch._C._cuda_releasePool(device.index, pool)
 
 
 def _free_workspaces() -> None:
-    """Give back what cuBLAS keeps for each stream that a product ran on, some 30 MB, also after that has failed.
+    """Free the workspaces of cuBLAS: some 30 MB for each stream that ran a product, even a failed one.
 
-    It gets new ones when it needs them. Graphs that are alive do not miss theirs: those come from their own pools.
+    cuBLAS allocates new ones on demand. Live graphs are not affected: their workspaces come from their own pools.
     """
     torch._C._cuda_clearCublasWorkspaces()
 
 
 @contextlib.contextmanager
 def _no_garbage_collection() -> Iterator[None]:
-    """No finalizer may destroy graphs or events while the stream is capturing."""
+    """Disable garbage collection: no finalizer may destroy graphs or events while a stream is capturing."""
     gc.collect()
     enabled = gc.isenabled()
     gc.disable()
@@ -264,19 +263,19 @@ def _no_garbage_collection() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _empty_graphs_are_fine() -> Iterator[None]:
-    """A step that changes nothing has no kernels, which torch warns of."""
+    """Silence torch's warning about an empty graph: a step that changes nothing has no kernels."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="The CUDA Graph is empty")
         yield
 
 
 def backend_for(device: torch.device) -> Backend:
-    """The backend where a state lives."""
+    """Return a new backend for the device that a state lives on."""
     return CUDABackend(device) if device.type == "cuda" else CPUBackend()
 
 
 def copy_out(static: Sequence[Tensor]) -> list[Tensor]:
-    """Fresh copies of static metrics, each with its own storage; many of them in one grouped copy per dtype."""
+    """Copy static metrics to fresh tensors with separate storages; many of them in one grouped copy per dtype."""
     if len(static) <= _FEW:
         return [metric.clone() for metric in static]
     fresh = [torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=t.device) for t in static]

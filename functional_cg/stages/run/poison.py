@@ -1,4 +1,4 @@
-"""Poison: overwrite memory that nobody may read any more, so that whoever does shows it."""
+"""Poison dead memory: overwrite it, so that a read after its end of life becomes visible."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ _INTEGERS = MappingProxyType({1: torch.int8, 2: torch.int16, 4: torch.int32, 8: 
 def poison(tensor: Tensor) -> None:
     """Overwrite the whole storage of a tensor with values that cannot pass for results.
 
-    Floating numbers become NaN. An integer or bool becomes its opposite, 0, or 1 where it was 0: always another value,
-    and one that may be an index. A GPU reads the wrong row in silence where the CPU would refuse 77, so whoever looks
-    up a row with it gets a wrong one here too. Poison once: twice is the old value, if that was 0 or 1.
+    Floating-point numbers become NaN. An integer or bool becomes its logical negation: 0, or 1 if it was 0. This is
+    always a different value, and always a plausible index: a CPU would refuse an index such as 77, while a GPU silently
+    reads a wrong row, so here a lookup reads a wrong row on both. Poison once: twice restores 0 and 1.
     """
     storage = tensor.untyped_storage()
     if not storage.nbytes():
@@ -34,16 +34,16 @@ def poison(tensor: Tensor) -> None:
 
 
 def _whole(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """All memory of a tensor's storage, as numbers of another dtype."""
+    """Return a tensor's whole storage as elements of another dtype."""
     return torch.empty(0, dtype=dtype, device=tensor.device).set_(tensor.untyped_storage())
 
 
 class Poisoned:
-    """``debug="poison"``: a replay after which its static inputs and metrics hold garbage.
+    """A replay that poisons its static inputs and metrics after each call, for ``debug="poison"``.
 
     Args:
-      replay: The replay.
-      inputs: Static buffers of the inputs, which each call fills again.
+      replay: The replay to wrap.
+      inputs: Static buffers of the inputs, which each call refills.
     """
 
     fresh = True

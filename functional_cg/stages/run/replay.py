@@ -1,4 +1,4 @@
-"""Replay: the call that users make thousands of times. Constant work in Python, whatever the size of the state."""
+"""Replay: the fast path of each call, with constant work in Python whatever the size of the state."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ __all__ = ["MISS", "Bound", "Stats", "finisher", "output_builder", "recorder", "
 
 
 class _Miss:
-    """Says that the fast path does not apply; the slow path finds out why."""
+    """The result of a fast path that does not apply; the slow path finds out why."""
 
     __slots__ = ()
 
@@ -40,7 +40,7 @@ MISS = _Miss()
 
 @dataclass(slots=True)
 class Stats:
-    """What a step has done so far.
+    """Counters of what a step has done so far.
 
     Attributes:
       traces: Programs traced (each counts once, although it is traced twice).
@@ -57,7 +57,7 @@ class Stats:
 
 @dataclass(frozen=True, slots=True)
 class Bound:
-    """A state argument of one capture: where it stands among the arguments, and the slots that it must be."""
+    """A state argument of one capture: its position among the arguments, and the slots it must refer to."""
 
     position: int
     arena: Arena
@@ -65,7 +65,7 @@ class Bound:
     stop: int
 
     def accepts(self, value: Any) -> bool:
-        """Whether the argument is a living handle of exactly these slots."""
+        """Whether an argument is a live handle of exactly these slots."""
         return (
             type(value) is Handle
             and value._lease.arena is self.arena
@@ -76,7 +76,7 @@ class Bound:
 
 
 def recorder(program: Program, taps: Taps) -> Callable[[Sequence[Tensor]], None] | None:
-    """What is done with the tapped values among a replay's tensors; None where nothing is tapped."""
+    """Return a function that records the tapped values among a replay's tensors; None if nothing is tapped."""
     places: list[tuple[Callable[..., None], int]] = [
         (partial(taps.record, *r.args), start) for r, start in _reported(program) if r.func is TAP
     ]
@@ -91,9 +91,10 @@ def recorder(program: Program, taps: Taps) -> Callable[[Sequence[Tensor]], None]
 
 
 def finisher(name: str, program: Program, *, donates: bool) -> Callable[[Any], Any]:
-    """What is made of what a capture's run gives: lines that are printed, and the result of the call; MISS of MISS.
+    """Generate ``finish(done)``, which prints lines and builds the result of a call; it maps MISS to MISS.
 
-    What is written to, and the classes of the metrics, are the user's own: it may call the library, and it may raise.
+    It writes to ``sys.stdout`` and calls the classes of the metrics. Both run user code, which may call the library
+    and may raise.
     """
     assert program.output_def is not None
     result, names = _expression(program.output_def, program.outputs)
@@ -116,7 +117,7 @@ def finisher(name: str, program: Program, *, donates: bool) -> Callable[[Any], A
 
 
 def _reported(program: Program) -> list[tuple[Report, int]]:
-    """What is printed or tapped, with the place of its first tensor: after the metrics, in order."""
+    """Return the reports, each with the position of its first tensor: they follow the metrics, in order."""
     starts = accumulate(
         (len(report.values) for report in program.reports),
         initial=sum(isinstance(out, Var) for out in program.outputs),
@@ -139,14 +140,14 @@ def _unfinished(
 
 
 def output_builder(treedef: Treedef, outputs: Sequence[Any]) -> Callable[[Sequence[Tensor]], Any]:
-    """Generate ``build(tensors) -> pytree of outputs``; Python values among the outputs come back as they were."""
+    """Generate ``build(tensors) -> pytree of outputs``; Python values among the outputs are returned as they were."""
     result, names = _expression(treedef, outputs)
     exec(compile(f"def build(m):\n    return {result}\n", "<outputs>", "exec"), names)
     return names["build"]  # type: ignore[no-any-return]
 
 
 def _expression(treedef: Treedef, outputs: Sequence[Any]) -> tuple[str, dict[str, Any]]:
-    """Source that makes a pytree of tensors `m`, and the names in it."""
+    """Return source that builds a pytree from tensors `m`, and the names it uses."""
     names: dict[str, Any] = {}
     leaves = iter(outputs)
     count = 0
@@ -185,12 +186,12 @@ def replayer(
     taps: Callable[[Sequence[Tensor]], None] | None,
     stats: Stats,
 ) -> Inner:
-    """Make the fast path of one capture: ``run(args, kwargs)`` gives the new state and tensors, or MISS.
+    """Make the fast path of one capture: ``run(args, kwargs)`` returns the new state and tensors, or MISS.
 
-    Nothing of the user's own runs in it, so nothing can ask for a turn that it holds, but for handlers of signals.
+    No user code runs in it except signal handlers, so nothing else can ask for a turn that it holds.
     """
     fresh = replay.fresh
-    # Where outputs are static, work is queued, if only on a simulated stream.
+    # Static outputs mean that work is queued, if only on a simulated stream.
     queued = staging.arena.on_cuda or not fresh
     joined = list(dict.fromkeys([*(b.arena for b in bound), staging.arena])) if queued else []
     positions = frozenset(b.position for b in bound)

@@ -1,4 +1,4 @@
-"""The first stage: run the user's function on fake tensors, and record each ATen call as a ``Program``.
+"""The trace stage: run the user's function on fake tensors, record its ATen calls in a ``Program``.
 
-Comes in: a ``Recipe``. Goes out: a ``Program`` and a host watch, or an error that names the user's line.
+Input: a ``Recipe``. Output: a ``Program`` and a ``HostWatch``, or an error that names the user's line.
 """

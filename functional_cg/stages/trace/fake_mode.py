@@ -1,4 +1,4 @@
-"""Fake: torch's fake mode, made to answer alike in each run of a step, and to raise without a log."""
+"""Torch's fake mode, made to give the same results in every run and to raise without logging."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from torch._subclasses import fake_tensor
 
 __all__ = ["FakeMode", "without_log"]
 
-# They return one tensor as two results; from the cache of the fake mode come two tensors.
+# These ops return one tensor as two results; the fake mode's cache would return two tensors.
 _ONE_TENSOR_TWICE = frozenset({torch.ops.aten.mkldnn_rnn_layer_backward.default})
 _NOTHING: Mapping[str, Any] = MappingProxyType({})
 
 
 class FakeMode(fake_tensor.FakeTensorMode):
-    """The mode in which a step is traced: ops give shapes, dtypes and devices, and no kernel runs."""
+    """The mode in which a step is traced: ops compute shapes, dtypes and devices, and no kernel runs."""
 
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] = _NOTHING
@@ -33,7 +33,7 @@ class FakeMode(fake_tensor.FakeTensorMode):
 
 @contextmanager
 def without_log() -> Iterator[None]:
-    """Keep torch from logging, on this thread, the traceback of an op that it raises all the same."""
+    """Stop torch, on this thread, from logging the traceback of a failing op; the op still raises."""
     thread = threading.get_ident()
 
     def passes(record: logging.LogRecord) -> bool:

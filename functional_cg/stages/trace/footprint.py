@@ -1,4 +1,4 @@
-"""The certificate: what a traced step reads, writes and leaves alone, and what in it is probably a mistake."""
+"""The purity certificate: what a traced step reads, writes and leaves alone, and its likely mistakes."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from .keys import draws, shared_keys
 
 __all__ = ["Inspection", "inspection_of"]
 
-_GRADIENTS = 1  # place of the gradients among the arguments of a fused optimizer op
-_WEIGHTS = (1, 2)  # places of weight and bias among those of a batch norm
+_GRADIENTS = 1  # position of the gradients in the arguments of a fused optimizer op
+_WEIGHTS = (1, 2)  # positions of weight and bias in those of a batch norm
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,15 +26,15 @@ class Inspection:
       function: Name of the user's function.
       calls: Number of ATen calls by op.
       leaves: Number of leaves of the states.
-      unchanged: Leaves that are returned as they came.
+      unchanged: Leaves that are returned unchanged.
       constants: Tensors that the step owns.
       watched: Host values that are compared at each call.
       outputs: Number of metrics.
-      forgotten: Parts of modules whose new buffers were computed and dropped, as those of BatchNorm are.
-      by_mode: Modules that were applied in training mode by a function that trains nothing.
-      dropped: Other leaves among the unchanged ones for which a new value was computed, and where.
-      repeated: Draws of which each call gets the same numbers.
-      shared_keys: Pairs of draws of one call that have the same key and stream, and so correlated numbers.
+      forgotten: Submodules whose new buffers were computed and dropped, such as a BatchNorm's.
+      by_mode: Modules applied in training mode by a function that trains nothing.
+      dropped: Other unchanged leaves for which a new value was computed, and where.
+      repeated: Draws that give the same numbers in every call.
+      shared_keys: Pairs of draws in one call with the same key and stream, hence correlated numbers.
     """
 
     function: str
@@ -72,7 +72,7 @@ class Inspection:
 
 
 def inspection_of(program: Program, watched: Sequence[str]) -> Inspection:
-    """Sum up a traced program."""
+    """Summarize a traced program as an ``Inspection``."""
     return Inspection(
         function=program.function,
         calls=dict(Counter(str(instr.op) for instr in program.instrs).most_common()),
@@ -96,12 +96,12 @@ def inspection_of(program: Program, watched: Sequence[str]) -> Inspection:
 
 
 def _repeated(program: Program) -> Iterator[str]:
-    """Draws from a key that no call changes: it depends on no input and on no leaf that gets a new value."""
-    if not program.new_state:  # a read-only function; what it reads may change in between
+    """Yield draws whose key no call changes: it depends on no input and on no leaf that gets a new value."""
+    if not program.new_state:  # a read-only function: its state may change between calls
         return
     pairs = zip(program.slots, program.new_state, strict=False)
     changing = {*program.inputs, *(old for old, new in pairs if old is not new)}
-    changing |= set(program.slots[len(program.new_state) :])  # of states that are only read here
+    changing |= set(program.slots[len(program.new_state) :])  # states that are only read here
     drawn = set(draws(program))
     for instr in program.instrs:
         if not changing.isdisjoint(instr.inputs()):
@@ -111,12 +111,12 @@ def _repeated(program: Program) -> Iterator[str]:
 
 
 def _by_mode(program: Program) -> Iterator[str]:
-    """Modules that a read-only function applies in training mode, where it makes a difference."""
+    """Yield modules that a read-only function applies in training mode, where the mode matters."""
     yield from (one.module for one in program.applications if one.by_mode and not program.new_state)
 
 
 def _forgotten(program: Program) -> Iterator[str]:
-    """Parts of modules of whose new buffers some reach no result of the step."""
+    """Yield submodules with a new buffer that reaches no result of the step."""
     results = [*program.new_state, *program.results]
     _, needed = live(program.instrs, results)
     needed.update(results)
@@ -125,10 +125,10 @@ def _forgotten(program: Program) -> Iterator[str]:
 
 
 def _dropped(program: Program) -> Iterator[str]:
-    """State leaves that are returned unchanged, although a new value for them was computed and used for nothing.
+    """Yield state leaves returned unchanged although a new value for them was computed and never used.
 
-    The classical one: BatchNorm's new statistics that never reach the new state. A value is taken to be new for a leaf
-    if it is computed from it through values of its own shape and dtype alone.
+    The classic case: BatchNorm's new statistics never reach the new state. A value counts as a new value of a leaf if
+    it is computed from the leaf through values of the leaf's shape and dtype only.
     """
     unchanged = {
         old: name
@@ -144,17 +144,17 @@ def _dropped(program: Program) -> Iterator[str]:
                 leaf_of.setdefault(result, leaf_of[source])
         if instr.op is torch.ops.aten.clone.default:  # the leaf's own value, until it is written to
             continue
-        # What is looked at in another way is not computed.
+        # A view of an existing value is not a new value.
         seen = set() if instr.writes else {var.storage for var in instr.inputs()}
         for var in (var for var in lost if var.storage not in seen | buffers):
             leaf = leaf_of.get(var)
-            if leaf is not None and leaf.storage != var.storage:  # no view of the leaf
+            if leaf is not None and leaf.storage != var.storage:  # not a view of the leaf
                 sites.setdefault(leaf, f" ({instr.site})" if instr.site else "")
     yield from (name + sites[leaf] for leaf, name in unchanged.items() if leaf in sites)
 
 
 def _lost(program: Program) -> Iterator[tuple[Instr, list[Var]]]:
-    """Each call with those of its results, and of the variables that it writes, that nothing reads afterwards."""
+    """Yield each call with those of its results and written variables that nothing reads afterwards."""
     results = [*program.new_state, *program.results]
     kept, needed = live(program.instrs, results)
     place = {instr: number for number, instr in enumerate(kept)}
@@ -166,16 +166,16 @@ def _lost(program: Program) -> Iterator[tuple[Instr, list[Var]]]:
 
 
 def _same_kind(instr: Instr) -> Iterator[tuple[Var, Var]]:
-    """Pairs (argument, result) of one shape and dtype; of grouped ops, those at the same place of their lists."""
+    """Yield pairs (argument, result) of equal shape and dtype; for grouped ops, those at the same list position."""
     if str(instr.op).partition(".default")[0].endswith("_like"):
-        return  # made to the argument's shape, not from its values
+        return  # takes the argument's shape, not its values
     unscaled = instr.op._schema.name.startswith(FUSED) and not instr.kwargs.get("grad_scale")
     columns = [instr.out, *instr.out] if isinstance(instr.out, (list, tuple)) else [instr.out]
     for number, arg in enumerate(instr.args):
         if unscaled and number == _GRADIENTS:
-            continue  # given back as they came
+            continue  # returned unchanged
         if "batch_norm" in instr.op._schema.name and number in _WEIGHTS:
-            continue  # no statistics of the batch are new values for them
+            continue  # batch statistics are not new values for them
         for out in columns:
             pairs = [(arg, out)]
             if isinstance(arg, list) and isinstance(out, (list, tuple)) and len(arg) == len(out):

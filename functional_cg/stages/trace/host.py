@@ -1,6 +1,6 @@
-"""What a step's Python does beside its ATen calls: reads that no dispatch mode sees, generators and values it moves.
+"""Catch what a step's Python does besides ATen calls: reads, random generators, changed values.
 
-Printing, numpy, pickling and ``.data = `` go past the dispatcher. A function mode sees them before they happen, on the
+Printing, numpy, pickling and ``.data = `` bypass the dispatcher. A function mode sees them before they happen, on
 tensors of the trace and on all others.
 """
 
@@ -30,14 +30,14 @@ from .rules import Rules
 __all__ = ["HostGuard", "HostRandomness", "HostState"]
 
 _TORCH = os.path.dirname(torch.__file__) + os.sep
-# The Python side of the methods themselves, between the caller and the mode.
+# Python frames of the methods themselves, between the caller and the mode.
 _METHODS = tuple(
     _TORCH + name for name in ("overrides.py", "_tensor.py", "_tensor_str.py", "utils/_contextlib.py")
 )
 
-_RUNS = 3  # a thread that draws in each of them, and in no pause, would be bad luck
+_RUNS = 3  # another thread is unlikely to draw in each run and in no pause
 _VALUES = "asks for the values of a tensor on the host"
-# Name of a tensor's method -> what a caller asks for with it.
+# Name of a tensor method -> what calling it asks for.
 _READS: Mapping[str, str] = MappingProxyType(
     {
         "__repr__": _VALUES,
@@ -56,7 +56,7 @@ _OF_VALUES = frozenset({"__repr__", "__format__", "__array__", "numpy", "tolist"
 
 
 class HostGuard(TorchFunctionMode):
-    """Refuses what would read or replace a tensor without an ATen call.
+    """Refuses operations that read or replace a tensor without an ATen call.
 
     Args:
       rules: The rules of the trace, which word the errors.
@@ -93,7 +93,7 @@ class HostGuard(TorchFunctionMode):
 
 
 def _called_by_torch(frame: FrameType | None) -> bool:
-    """Whether torch itself reads, in the text of an error for example; the user's own code is to be told."""
+    """Whether torch itself reads, for the text of an error say; only reads by user code are refused."""
     while frame is not None and frame.f_code.co_filename.startswith(_METHODS):
         frame = frame.f_back
     return frame is not None and frame.f_code.co_filename.startswith(_TORCH)
@@ -101,7 +101,7 @@ def _called_by_torch(frame: FrameType | None) -> bool:
 
 @dataclass(slots=True)
 class HostRandomness:
-    """States of the generators on the host, compared before and after a trace."""
+    """States of the host's random generators, compared before and after a trace."""
 
     torch_state: Tensor
     python_state: Any
@@ -113,7 +113,7 @@ class HostRandomness:
         return cls(torch.get_rng_state(), random.getstate(), numpy and numpy.random.get_state())
 
     def moved(self) -> list[str]:
-        """Names of the generators that are not where they were."""
+        """Return the names of the generators whose state has changed."""
         now = HostRandomness.read()
         same = {
             "torch (CPU)": torch.equal(self.torch_state, now.torch_state),
@@ -123,24 +123,24 @@ class HostRandomness:
         return [name for name, still in same.items() if not still]
 
     def restore(self) -> None:
-        """Move the generators back."""
+        """Restore the generators to the recorded states."""
         torch.set_rng_state(self.torch_state)
         random.setstate(self.python_state)
         if self.numpy_state is not None:
             sys.modules["numpy"].random.set_state(self.numpy_state)
 
     def restore_own(self) -> None:
-        """Move the generators back, unless another thread may have drawn since: it would get its numbers twice."""
+        """Restore the generators unless another thread may have drawn since: it would get the same numbers twice."""
         if _alone() and self.moved():
             self.restore()
 
     def refuse_draws(self, function: str, again: Callable[[], object]) -> None:
-        """Raise if the function has moved a generator, after moving it back.
+        """Raise if the function has advanced a generator, after restoring it.
 
-        Beside other threads it has drawn itself if a generator moves in each of its runs and in no pause between them.
-        A thread that draws in just these moments is taken for the function; a function that draws while others do is
-        not seen here, nor is one that seeds to the same state each time. What it draws is then seen where the programs
-        of two traces differ.
+        If other threads run, the function counts as the one that drew only if a generator advances in each of its runs
+        and in no pause between them. A thread that draws at exactly these times is mistaken for the function. A
+        function that draws while others do is missed here, and so is one that reseeds to the same state each time.
+        Such draws show up when the programs of the two traces differ.
 
         Args:
           function: Name of the user's function.
@@ -167,7 +167,7 @@ def _alone() -> bool:
 
 
 def _moved_alone_by(run: Callable[[], object], suspects: Sequence[str]) -> list[str]:
-    """Which generators move while it runs, and not while the thread rests for as long."""
+    """Return the generators that advance during a run, but not during a pause of the same length."""
     before, start = HostRandomness.read(), time.perf_counter()
     run()
     seconds, moved, resting = time.perf_counter() - start, before.moved(), HostRandomness.read()
@@ -176,7 +176,7 @@ def _moved_alone_by(run: Callable[[], object], suspects: Sequence[str]) -> list[
 
 
 class HostState:
-    """Python values and modes that a trace must leave alone.
+    """Python values and global modes that a trace must not change.
 
     Args:
       function: Name of the user's function.
@@ -187,12 +187,12 @@ class HostState:
         self._modes = modes()
 
     def refuse_change(self, watched: HostWatch, reads: Reads) -> None:
-        """Raise if the traces have changed a mode, or the last one a value on the watch, or taken from an iterator.
+        """Raise if the traces changed a mode, or the last trace changed a watched value or advanced an iterator.
 
-        What only the first trace sets up (a flag, a number computed once) is no change.
+        A value that only the first trace sets up (a flag, a number computed once) is not a change.
 
         Raises:
-          SideEffectError: Naming each.
+          SideEffectError: Naming each change.
         """
         rows = [(name, old, new) for name, old, new in watched.differences() if name not in MODES]
         rows += [row for row in zip(MODES, self._modes, modes(), strict=True) if row[1] != row[2]]

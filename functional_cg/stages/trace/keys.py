@@ -1,9 +1,9 @@
-"""Keys: which draws of a program share one.
+"""Find the draws of a program that share a random key.
 
-A key is a value, and two ways may lead to the same value: so values are numbered. Two of them have one number if the
-same op made them of arguments with the same numbers, or if one is a copy of the other; what is written in place gets a
-new number. Equal numbers mean equal values; that values differ is never known, so what is found is certain and not
-complete.
+A key is a value, and two computations may produce the same value, so this is value numbering. Two values get the same
+number if the same op made them from arguments with the same numbers, or if one is a copy of the other. An in-place
+write gives a new number. Equal numbers mean equal values; different numbers prove nothing. So every pair found is
+real, but some may be missed.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ _COPIES = frozenset({"aten::alias", "aten::clone", "aten::detach"})
 
 
 class _Numbers:
-    """Numbers of values while a program is walked through."""
+    """Value numbers, updated while a program is walked call by call."""
 
     def __init__(self) -> None:
-        self._of: dict[Var, tuple[int, int]] = {}  # and the last write to its memory until then
+        self._of: dict[Var, tuple[int, int]] = {}  # number, last write to its memory before that
         self._writes: dict[int, int] = {}
         self._known: dict[Any, int] = {}
 
     def of(self, var: Var) -> int:
-        """The number of what a variable holds now."""
+        """Return the number of the value that a variable holds now."""
         if var not in self._of:
             self._name(var, self._number(var))
         number, then = self._of[var]
@@ -37,13 +37,13 @@ class _Numbers:
 
     def walk(self, instr: Instr) -> None:
         """Number the results of a call."""
-        # As text: 1, 1.0 and True are equal, and so are 0.0 and -0.0.
+        # Compared as text, since 1 == 1.0 == True and 0.0 == -0.0.
         made = instr.op, repr(map_vars(self.of, (instr.args, tuple(instr.kwargs.items()))))
         copied = self.of(instr.args[0]) if instr.op._schema.name in _COPIES else None
         for var in instr.writes:
             self._writes[var.storage] = self._number(object())
         for place, var in enumerate(instr.outputs()):
-            if var not in self._of:  # else an argument that was written in place
+            if var not in self._of:  # otherwise it is an argument written in place
                 self._name(var, self._number((*made, place)) if copied is None else copied)
 
     def _name(self, var: Var, number: int) -> None:
@@ -54,7 +54,7 @@ class _Numbers:
 
 
 def draws(program: Program) -> Iterator[Instr]:
-    """The calls that draw numbers; a key that is derived is no draw."""
+    """Return the calls that draw random numbers; deriving a key is not a draw."""
     return (
         instr
         for instr in program.instrs
@@ -63,9 +63,9 @@ def draws(program: Program) -> Iterator[Instr]:
 
 
 def shared_keys(program: Program) -> Iterator[tuple[str, str]]:
-    """Pairs of a draw and a later one with the same key and stream: one begins with the words of the other.
+    """Yield pairs of draws with the same key and stream: one starts with the same words as the other.
 
-    Draws of a backward do not count: a checkpoint recomputes what was drawn before.
+    Draws in the backward do not count: a checkpoint repeats the draws of the forward.
     """
     drawn = {instr for instr in draws(program) if not instr.backward}
     makers, _ = live(program.instrs, [instr.args[0] for instr in drawn])

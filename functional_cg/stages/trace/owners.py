@@ -1,4 +1,4 @@
-"""Whose a tensor is that a trace does not know, and what to do about it."""
+"""Find who owns a tensor that the trace does not know, and suggest a fix."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def read_fix(name: str, tensor: Tensor) -> str:
 
 
 def module_fix(tensor: Tensor) -> str:
-    """The fix for a tensor of a module, or of a module's function, that is running now; an empty string for others."""
+    """Return the fix for a tensor owned by a module, or a module's function, on the stack; "" for other tensors."""
     fix, frame = "", sys._getframe(1)
     while frame.f_back is not None:
         frame = frame.f_back
@@ -56,7 +56,7 @@ def _pure_module_fix(name: str) -> str:
 
 
 def owned_fix(name: str, module: str) -> str:
-    """The fix for a tensor of a module that is read past it: it changes in training, and is no constant."""
+    """Return the fix for a module's tensor that is read directly: training changes it, so it is not a constant."""
     return (
         f"pass `{name}` as an input or in the state: `apply, params, buffers = fcg.from_module(model)` makes the "
         f"{module} a pure function of both."

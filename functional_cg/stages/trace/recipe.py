@@ -1,4 +1,4 @@
-"""What a step is traced for."""
+"""The input of a trace: the function, and the specs of its states and inputs."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["BoundState", "Recipe"]
 
 @dataclass(frozen=True, slots=True)
 class BoundState:
-    """A state argument: read from its arena's slots rather than copied in."""
+    """A state argument, read from its arena's slots rather than copied in."""
 
     name: str
     treedef: Treedef
@@ -25,18 +25,18 @@ class BoundState:
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """What a step is traced for.
+    """Everything that a trace needs to know about a step.
 
     Attributes:
       function: The user's function.
       name: Its name, for messages.
-      states: Bound states, in order; the first one is donated if ``donates``.
+      states: Bound states, in order; the first is donated if ``donates``.
       inputs: Specs of the input leaves.
       input_names: Their key paths, as text.
       apply: Calls the function on trees of the states and leaves of the inputs.
       constants: Declared constants.
-      donates: Whether the function returns (new_state, metrics); else it returns outputs.
-      objects: (name, object) of what is handed to it and is no tensor: static arguments, objects among the inputs.
+      donates: Whether the function returns (new_state, metrics) rather than just outputs.
+      objects: (name, object) for each argument that is not a tensor: static arguments, objects among the inputs.
     """
 
     function: Callable[..., Any]

@@ -1,8 +1,8 @@
-"""Trace: run the user's function once on fake tensors and record each ATen call.
+"""Trace a step: run the user's function on fake tensors and record each ATen call.
 
-The recorder is a dispatch mode below autograd, entered inside of the fake mode's scope, so that it sees each op before
-anything runs: a write to a closed-over tensor is refused, not executed. A second run compares ops and literals with the
-first: host values that move between two runs show up there.
+The recorder is a dispatch mode below autograd, entered inside the fake mode, so it sees each op before anything runs:
+a write to a closed-over tensor is refused, not executed. A second run compares ops and literals with the first, which
+exposes host values that change between runs.
 """
 
 from __future__ import annotations
@@ -53,14 +53,14 @@ _LIFTS = frozenset(
 )
 
 _IN_OTHER_STRIDES_ = torch.ops.aten.as_strided_.default
-# What puts a value into a tensor may take it from a number on the host.
+# Ops that write a value into a tensor; the value may be a number on the host.
 _PUTS = frozenset(
     f"aten::{op}{end}" for op in "copy fill index_put masked_fill index_fill".split() for end in ("", "_")
 )
 
 
 class _Recorder(TorchDispatchMode):
-    """Records ATen calls as instructions, or compares them with those of an earlier run."""
+    """Records ATen calls as instructions; in a second run, also compares them with those of the first."""
 
     def __init__(
         self, recipe: Recipe, mode: FakeMode, first: Program | None, checkpoint: Callable[[], None]
@@ -82,14 +82,14 @@ class _Recorder(TorchDispatchMode):
         self._locator = Locator()
 
     def fake(self, spec: BufferSpec, owner: str) -> tuple[Tensor, Var]:
-        """A new fake tensor for a leaf that exists outside of the step."""
+        """Make a fake tensor, and its variable, for a leaf that exists outside the step."""
         with self._mode:
             tensor = torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype, device=spec.device)
         self._protected[storage_key(tensor)] = owner
         return tensor, self._new_var(tensor)
 
     def declare(self, name: str, value: Tensor) -> None:
-        """Make a closed-over tensor a constant, recognised by identity."""
+        """Declare a closed-over tensor a constant; it is recognised by identity."""
         tensor, var = self.fake(BufferSpec.of(value), name)
         self.declared[id(value)] = tensor
         self.program.constants.append(Constant(var, value.detach(), name))
@@ -98,7 +98,7 @@ class _Recorder(TorchDispatchMode):
         return self._vars.get(id(self.declared.get(id(tensor), tensor)))
 
     def describes(self, var: Var, tensor: Tensor) -> bool:
-        """Whether a tensor is still what it was when its variable was made."""
+        """Whether a tensor still has the layout and storage that it had when its variable was made."""
         spec = var.spec
         return (
             tensor.shape == spec.shape
@@ -122,7 +122,7 @@ class _Recorder(TorchDispatchMode):
         return var
 
     def release(self) -> list[weakref.ref[Tensor]]:
-        """Let go of all tensors of the trace; what is alive afterwards is held by the user."""
+        """Drop all tensors of the trace; any that stay alive are held by user code."""
         self._references += map(weakref.ref, self._kept)
         self._kept.clear()
         self.declared.clear()
@@ -132,7 +132,7 @@ class _Recorder(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if Sharded in types or Reader in types:
-            return NotImplemented  # what it does with shards comes here again
+            return NotImplemented  # its ops on local shards are dispatched here again
         try:
             return aside(self._dispatch, func, args, kwargs or {})
         except FunctionalCGError as error:
@@ -141,7 +141,7 @@ class _Recorder(TorchDispatchMode):
 
     def _dispatch(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if func is torch.ops.prim.device.default:
-            return func(*args, **kwargs)  # a question, not a computation
+            return func(*args, **kwargs)  # a query, not a computation
         self._checkpoint()
         if func in REPORTS:
             self.program.reports.append(Report(func, tuple(args[:-1]), tuple(self._freeze(list(args[-1])))))
@@ -184,7 +184,7 @@ class _Recorder(TorchDispatchMode):
         return known and (pytree.map(literal, known[0]),)
 
     def _with_constants(self, value: Any) -> Any:
-        """Declared constants replaced by the fake tensors that stand for them."""
+        """Replace declared constants by the fake tensors that stand for them."""
         if isinstance(value, Tensor):
             return self.declared.get(id(value), value)
         if isinstance(value, dict):
@@ -210,7 +210,7 @@ class _Recorder(TorchDispatchMode):
     def _born(self, value: Any) -> Any:
         if isinstance(value, Tensor):
             var = self._vars.get(id(value))
-            # Calls such as `t_` and `resize_` return their argument in another shape: from then on it is another one.
+            # Ops such as `t_` and `resize_` return their argument with another layout: it becomes a new variable.
             return var if var is not None and self.describes(var, value) else self._new_var(value)
         if isinstance(value, (list, tuple)):
             return type(value)(self._born(item) for item in value)
@@ -224,14 +224,14 @@ class _Recorder(TorchDispatchMode):
         frozen = tuple(self._freeze(arg) for arg in args)
         named = {name: self._freeze(value) for name, value in kwargs.items()}
         writes = tuple(self._vars[id(tensor)] for tensor in written)
-        # Last, since the result may be an argument that the call has made another variable.
+        # Built last: the result may be an argument that this call turns into a new variable.
         instr = Instr(func, frozen, named, self._born(out), writes, self._locator.locate(), in_a_backward())
         self.program.instrs.append(instr)
         if self._first is not None:
             refuse_another_call(self._first, self.program.instrs)
 
     def _literal(self, value: Tensor, device: torch.device | None = None) -> Tensor:
-        """``torch.tensor([...])``: a constant of the step. Memory that it shares with numpy belongs to the caller."""
+        """Record ``torch.tensor([...])`` as a constant; refuse memory shared with numpy, which the caller owns."""
         if not value.untyped_storage().resizable():
             raise self.rules.foreign_array(value)
         number = len(self.program.constants)
@@ -244,9 +244,9 @@ class _Recorder(TorchDispatchMode):
         return tensor
 
     def _folded(self, func: Any, args: Sequence[Any], out: Any) -> Constant | None:
-        """A literal moved to the device becomes a literal there: a graph cannot copy from pageable memory."""
+        """Fold a literal moved to the device into a literal there: a graph cannot copy from pageable memory."""
         source = args[0] if func is torch.ops.aten._to_copy.default else None
-        # Under `vmap` a Python number is cast, too.
+        # Under `vmap`, the source may be a Python number.
         if not isinstance(source, Tensor) or out.device == source.device:
             return None
         var = self._vars[id(source)]
@@ -265,7 +265,7 @@ class _Recorder(TorchDispatchMode):
         return moved
 
     def _from_here(self, args: Sequence[Any]) -> tuple[Any, ...]:
-        """Arguments of a call that puts values into a tensor: literals, as the 3 of ``x[0] = 3``, lie where it does."""
+        """Move literals, such as the 3 of ``x[0] = 3``, to the device of the tensor that the call writes."""
         to, device = torch.ops.aten._to_copy.default, args[0].device
 
         def here(value: Any) -> Any:
@@ -363,18 +363,18 @@ def _result_var(recorder: _Recorder, path: KeyPath, leaf: Tensor, root: str) -> 
 
 
 def trace(recipe: Recipe, checkpoint: Callable[[], None] = lambda: None) -> tuple[Program, HostWatch]:
-    """Trace a step twice on fake tensors; nothing is launched.
+    """Trace a step twice on fake tensors; no kernel is launched.
 
     Args:
       recipe: What to trace.
       checkpoint: Called before each ATen call, where an exception does no harm.
     Returns:
-      (program, watch): the calls, and what the second run has read on the host.
+      (program, watch): the recorded calls, and the host values that the second run read.
     Raises:
       FunctionalCGError: One class per mistake, see :mod:`functional_cg.errors`.
     """
     randomness, host, runs = HostRandomness.read(), HostState(recipe.name), list[_Recorder]()
-    # No context manager maps the errors: contextlib would let go of ours for a StopIteration of the user's.
+    # Not a context manager: contextlib would discard our error if the user's function raises StopIteration.
     try:
         with torch.inference_mode(False):
             recorder = _run(recipe, None, checkpoint, runs)

@@ -1,4 +1,4 @@
-"""What a step may return beside tensors: values that nobody can change."""
+"""Check what a step returns besides tensors: only immutable values are allowed."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from ...tree import KeyPath, path_string
 
 __all__ = ["refuse_unreturnable"]
 
-# Values without a hash of their own that cannot change, or that nobody means to.
+# Types that define no hash but are immutable, or that nobody would mutate.
 _ATOMS = (torch.dtype, torch.layout, torch.memory_format, type, type(None), FunctionType, BuiltinFunctionType)
 
 
 def refuse_unreturnable(function: str, paths: Sequence[KeyPath], leaves: Sequence[Any]) -> None:
-    """Raise for arrays and for objects that can change: replay would return the same one each time.
+    """Refuse arrays and mutable objects among the results: replay would return the same one each time.
 
     Raises:
-      ForeignTensorError: For arrays of numpy.
-      SideEffectError: For other objects.
+      ForeignTensorError: For numpy arrays.
+      SideEffectError: For other mutable objects.
     """
     _refuse_arrays(function, paths, leaves)
     _refuse_changeable(function, paths, leaves)
@@ -62,7 +62,7 @@ def _refuse_changeable(function: str, paths: Sequence[KeyPath], leaves: Sequence
 
 
 def _is_fixed(value: Any) -> bool:
-    """Whether no one can change a value: it is atomic, or has a hash of its own, as values have that stay equal."""
+    """Whether a value is immutable: atomic, or of a type that defines a hash, as immutable values do."""
     if isinstance(value, _ATOMS):
         return True
     if not any("__hash__" in vars(owner) for owner in type(value).__mro__[:-1]):

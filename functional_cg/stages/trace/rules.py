@@ -1,7 +1,6 @@
-"""Inspect: what a step may not do, checked op by op before the op runs.
+"""The rules of a trace: what a step must not do, checked op by op before each op runs.
 
-The rules are applied by the recorder of ``trace`` while it sees the ops; they are kept here so that they can be read in
-one place.
+The recorder applies them as ops arrive. They live here so that they can be read in one place.
 """
 
 from __future__ import annotations
@@ -55,17 +54,17 @@ _PRODUCTS = frozenset(
         "aten::mv",
     }
 )
-# Collectives in place, sends and receives; memory that ranks have registered with each other.
+# In-place collectives, sends and receives; symmetric memory that ranks registered with each other.
 _BETWEEN_RANKS = frozenset({"c10d", "symm_mem"})
-# Functional collectives, which a state's mesh makes the ranks agree on.
+# Functional collectives: allowed on a state's mesh, which makes the ranks agree.
 _COLLECTIVES = frozenset({"_c10d_functional", "_c10d_functional_autograd", "c10d_functional"})
-# They count from the beginning of the storage, which for a leaf is that of its slab.
+# Their offsets count from the start of the storage, which for a leaf is the start of its slab.
 _FROM_THE_STORAGE = frozenset({"aten::as_strided_", "aten::as_strided_copy", "aten::as_strided_scatter"})
 
 
 @dataclass(frozen=True, slots=True)
 class _Facts:
-    """What an op can do at all, whatever its arguments: most ops can do nothing of it."""
+    """What an op could do with some arguments: for most ops, none of this."""
 
     may_sync: bool
     may_draw: bool
@@ -75,8 +74,8 @@ class _Facts:
 
 
 def _in_a_debugger(frame: FrameType | None) -> bool:
-    """Whether a debugger asked, to show a value: it catches what that raises, and nothing depends on it."""
-    # Further down than the trace is what called the step: `python -m pdb` is not meant.
+    """Whether a debugger reads a value to show it: it catches the exception, and nothing depends on the value."""
+    # Frames below the trace belong to the caller of the step: running under `python -m pdb` does not count.
     while frame is not None and frame.f_code.co_name != "_run":
         if frame.f_globals.get("__name__", "").partition(".")[0] in _DEBUGGERS:
             return True
@@ -85,7 +84,7 @@ def _in_a_debugger(frame: FrameType | None) -> bool:
 
 
 def host_sync(function: str, reason: str, row: str, fix: str) -> HostSyncError:
-    """The error for a value that is needed on the host; without a fix for its line, the general one."""
+    """Return the error for a value needed on the host; ``fix`` may be empty, then the general fix is given."""
     return HostSyncError.of(
         function,
         f"{reason}.",
@@ -96,13 +95,13 @@ def host_sync(function: str, reason: str, row: str, fix: str) -> HostSyncError:
 
 
 class Rules:
-    """The rules for one trace: each op is shown to :meth:`check` before it runs.
+    """The rules of one trace: :meth:`check` sees each op before it runs.
 
     Args:
       function: Name of the user's function, for messages.
       protected: Name of the state leaf, input or constant that owns a storage, by storage key.
-      code: The function itself, where messages look for the names of tensors.
-      on_a_mesh: Whether the ranks of a state's mesh make the trace together, and see that they go together.
+      code: The function itself, searched for the names of tensors in messages.
+      on_a_mesh: Whether the ranks of a state's mesh trace together and check that they agree.
     """
 
     def __init__(
@@ -116,17 +115,17 @@ class Rules:
         self._first: FunctionalCGError | None = None
 
     def remember(self, error: FunctionalCGError) -> None:
-        """Note what is refused: the function may catch it, and go on with a value that replay would repeat."""
+        """Keep the first refusal: the function may catch it and go on with a value that replay would repeat."""
         if not _in_a_debugger(sys._getframe()):
             self._first = self._first or error
 
     def refuse_what_was_caught(self) -> None:
-        """Raise the first refusal again, if there was one and the function returned all the same."""
+        """Raise the first refusal again if the function caught it and returned."""
         if self._first is not None:
             raise self._first
 
     def check(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], key: Any) -> list[Tensor]:
-        """Refuse the op, or return the tensors that it writes."""
+        """Refuse an op, or return the tensors that it writes."""
         facts = self._facts.get(func)
         if facts is None:
             if func.namespace in _BETWEEN_RANKS:
@@ -186,7 +185,7 @@ class Rules:
         )
 
     def foreign(self, call: Any, tensor: Tensor, *, written: bool = False) -> ForeignTensorError:
-        """The error for a tensor that the trace does not know."""
+        """Return the error for a tensor that the trace does not know."""
         name, fix = self._name_of(tensor)
         return ForeignTensorError.of(
             self._function,
@@ -199,7 +198,7 @@ class Rules:
         )
 
     def returned(self, path: str, tensor: Tensor) -> ForeignTensorError:
-        """The error for a result that the trace does not know."""
+        """Return the error for a result that the trace does not know."""
         name, fix = self._name_of(tensor)
         return ForeignTensorError.of(
             self._function,
@@ -210,13 +209,13 @@ class Rules:
         )
 
     def _name_of(self, tensor: Tensor) -> tuple[str, str]:
-        """How the code writes a tensor, such as ``W``, or nothing; and the fix if a module owns it, or nothing."""
+        """Return a tensor's name in the code, such as ``W``, and the fix if a module owns it; "" for either if none."""
         name, way = way_to(tensor, self._code)
         owner = next((value for value in way if owns(value, tensor)), None)
         return name, "" if owner is None else owned_fix(name, type(owner).__name__)
 
     def foreign_array(self, tensor: Tensor) -> ForeignTensorError:
-        """The error for a tensor that shares its memory with a numpy array or a buffer."""
+        """Return the error for a tensor that shares its memory with a numpy array or a buffer."""
         return ForeignTensorError.of(
             self._function,
             "reads an array of numpy that is in neither the state nor the inputs.",
@@ -226,7 +225,7 @@ class Rules:
         )
 
     def sparse(self, tensor: Tensor) -> LayoutError:
-        """The error for a tensor whose size in memory depends on values."""
+        """Return the error for a tensor whose size in memory depends on values."""
         return LayoutError.of(
             self._function,
             "makes a sparse tensor.",
@@ -236,7 +235,7 @@ class Rules:
         )
 
     def data_assigned(self) -> ReadOnlyError:
-        """The error for a tensor whose memory was exchanged behind the dispatcher."""
+        """Return the error for a tensor whose memory was replaced behind the dispatcher's back."""
         return ReadOnlyError.of(
             self._function,
             "exchanges the memory of a tensor (`.data = ...`, `swap_tensors`).",
@@ -246,12 +245,12 @@ class Rules:
         )
 
     def host_read(self, reason: str, call: Any = "", owner: str = "") -> HostSyncError:
-        """The error for a value that is needed on the host, worded for the line that asks for it.
+        """Return the error for a value needed on the host, worded for the line that asks for it.
 
         Args:
           reason: What happens, as a verb phrase.
           call: The op.
-          owner: Name of the argument that is read, if it is one.
+          owner: Name of the argument that is read, if any.
         """
         frame = user_frame()
         by_mask = "index" in str(call)
@@ -319,7 +318,7 @@ def _at() -> str:
 
 
 def refuse_mixed_dtypes(func: Any, tensors: Sequence[Tensor]) -> None:
-    """Raise, as the kernel would, for a product of tensors of different dtypes: a fake one takes them.
+    """Refuse, as the kernel would, a product of tensors of different dtypes; a fake product accepts them.
 
     Raises:
       RuntimeError: Naming the dtypes.
@@ -332,10 +331,10 @@ def refuse_mixed_dtypes(func: Any, tensors: Sequence[Tensor]) -> None:
 def refuse_new_state(
     function: str, old_def: Treedef, old: Sequence[BufferSpec], new_def: Treedef, new: Sequence[Any]
 ) -> None:
-    """Raise if the new state is unlike the old one in structure, shape, dtype or device.
+    """Raise if the new state differs from the old one in structure, shape, dtype or device.
 
     Raises:
-      LayoutError: All differences are listed.
+      LayoutError: Listing all differences.
     """
     rows = structure_diff(old_def, new_def, "state")
     if not rows:

@@ -1,8 +1,8 @@
-"""Strays: tensors of a trace that somebody still holds when it is over, such as a table in a cache of the user's.
+"""Strays: tensors of a trace that are still referenced after it ends, such as a table in a cache.
 
-After a trace that succeeds they are an error. After one that is refused nothing would compute with them: what was made
-of Python numbers alone is computed when it is asked for, so a cache holds what a run without a trace would have put
-there. What was made of leaves of a state or of inputs has no values, and says so.
+After a successful trace, a stray is an error. After a refused trace, a stray becomes lazy. If it was made from Python
+numbers alone, it is computed on first use, so a cache holds what a run without a trace would have put there. If it was
+made from leaves of a state or from inputs, it has no values, and using it raises.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _RNN_FIX = "call an RNN by `apply, params, buffers = fcg.from_module(module)`: i
 
 
 class Stray(Tensor):
-    """A tensor without memory, whose values are computed where they are asked for. Results are ordinary tensors."""
+    """A tensor without memory, whose values are computed on first use. Ops on it return ordinary tensors."""
 
     _var: Var
     _compute: Callable[[], Tensor]
@@ -77,7 +77,7 @@ def _found(value: Any) -> Any:
 
 
 def disown(program: Program, tensors: Sequence[weakref.ref[Tensor]], variables: Sequence[Var]) -> None:
-    """Make strays of the tensors of a trace that are still alive."""
+    """Turn the tensors of a trace that are still alive into strays."""
     for reference, var in zip(tensors, variables, strict=True):
         tensor: Any = reference()
         if tensor is not None:
@@ -114,17 +114,18 @@ def _without_values(program: Program, var: Var) -> SideEffectError:
 def refuse_kept(
     name: str, program: Program, variables: Sequence[Var], references: Sequence[weakref.ref[Tensor]]
 ) -> None:
-    """Raise if a tensor of a trace is still there: somebody has stored it.
+    """Raise if a tensor of a trace is still alive: user code has stored it.
 
     Args:
-      name: The step.
-      program: What was traced.
+      name: Name of the step.
+      program: The traced program.
       variables: Its variables.
-      references: Their tensors.
+      references: Weak references to their tensors.
     """
     if not any(reference() is not None for reference in references):
         return
-    # Cycles of the user's own, such as an autograd context. It does nothing while another thread collects.
+    # Break reference cycles of the user's, such as an autograd context. `collect` does nothing while another thread
+    # collects, so try again.
     if not gc.collect():
         time.sleep(0.01)
         gc.collect()

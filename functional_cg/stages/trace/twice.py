@@ -1,4 +1,4 @@
-"""A step is traced twice: what differs between the two is a value of the host that would be frozen."""
+"""Compare two traces of a step: a difference is a host value that replay would freeze."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def _same(a: Any, b: Any) -> bool:
 
 
 def refuse_another_call(first: Program, instrs: Sequence[Instr]) -> None:
-    """Raise if the last call differs from the one at its place in the first trace."""
+    """Raise if the latest call differs from the call at the same position in the first trace."""
     number, instr = len(instrs) - 1, instrs[-1]
     known = first.instrs[number] if number < len(first.instrs) else None
     if (
@@ -59,7 +59,7 @@ def _difference(function: str, first: Instr | None, then: Instr | None) -> Baked
 
 
 def refuse_another_result(first: Program, second: Program) -> None:
-    """Raise if the second trace has ended before the first one, or returns other values."""
+    """Raise if the second trace ends earlier than the first, or returns different values."""
     if len(second.instrs) < len(first.instrs):
         raise _difference(first.function, first.instrs[len(second.instrs)], None)
     rows = [

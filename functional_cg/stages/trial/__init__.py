@@ -1,1 +1,1 @@
-"""The certificate: a compiled plan beside its program on real values, before it commits anything."""
+"""Certify a compiled plan: compare it with its program on real values before it commits anything."""

@@ -1,10 +1,10 @@
-"""The judge of a compiled plan: are its results those of the program, but for rounding?
+"""Judge a compiled plan: do its results equal those of the program up to rounding?
 
-The program is run as it was traced, call by call. A compiler rounds elsewhere, so the results differ, by as much as
-rounding makes of them: by how much is found out by running the program again, with what its calls return moved by an
-ulp (:mod:`.ulps`). A leaf that lies further off than a few times what such runs do is not rounding.
-What jumps (a token that is drawn, a route that is taken) jumps in some of these runs, too: before anything is refused,
-more of them look further.
+The program is run as traced, call by call. A compiler rounds at different places, so results differ by rounding. How
+much that can be is measured by running the program again with the results of its calls perturbed by an ulp
+(:mod:`.ulps`). A leaf that differs by more than a few times what such runs show is not explained by rounding. Discrete
+choices (a sampled token, a chosen route) flip in some of these runs, too: before anything is refused, further runs with
+larger perturbations are made.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from .ulps import Shaker
 
 __all__ = ["Difference", "Judge", "miscompiled"]
 
-# Runs that measure rounding: by how many ulps results are moved, and what is decided by; how many times what such a
-# run makes of a result it may lie off. Where nothing jumps, what a run makes of it grows with the ulps: each of them
-# says the same then. In every other run the results of a call are moved the same way.
+# Runs that measure rounding: ulps by which results are perturbed, ulps for the arguments of deciding calls, and the
+# factor by which a result may exceed the change that the run shows. If nothing flips, the change grows with the ulps,
+# so all runs give about the same limit. In every other run, all elements of a result are perturbed in one direction.
 _RUNS = (
     (1, 0, 8.0),
     (1, 0, 8.0),
@@ -39,11 +39,11 @@ _RUNS = (
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """A result that is not what the program says.
+    """A result of a plan that differs from the program's by more than rounding.
 
     Attributes:
       name: Key path of the leaf or metric.
-      greatest: The greatest difference of an element.
+      greatest: The largest difference of an element.
       rounding: How much of it rounding may explain.
       site: The user's line that computes it.
     """
@@ -61,11 +61,11 @@ class Difference:
 
 
 def miscompiled(name: str, what: str, rows: Iterable[str], why: str) -> MiscompileError:
-    """The error for a step that was compiled to something else.
+    """Return the error for a step that the compiler got wrong.
 
     Args:
-      name: The step.
-      what: What it computes, and what has become of the state.
+      name: Name of the step.
+      what: What the compiled step computes, and what happened to the state.
       rows: What differs.
       why: When it was compared.
     """
@@ -83,10 +83,10 @@ class Judge:
 
     Args:
       reference: The program.
-      together: ``together(flag)`` says whether the flag is set here, or on another rank that does the same.
+      together: ``together(flag)`` tells whether the flag is set on any rank of this comparison.
 
     Attributes:
-      share: The largest difference that was found and is none, in parts of what rounding explains.
+      share: The largest accepted difference, as a fraction of what rounding explains.
     """
 
     def __init__(self, reference: Reference, together: Callable[[bool], bool]) -> None:
@@ -94,7 +94,7 @@ class Judge:
         self.share = 0.0
 
     def limits(self, got: Sequence[Tensor], buffers: Buffers) -> dict[int, Distance]:
-        """Which outputs are too far from what the program makes of the buffers, with how far they may be.
+        """Return the limits of the outputs that are too far from what the program computes on the buffers.
 
         Args:
           got: Sketches of the outputs.
@@ -127,7 +127,9 @@ class Judge:
         return {number: limit for number, (apart, limit) in pairs if not apart.within(limit)}
 
     def differences(self, values: Sequence[Tensor], buffers: Buffers) -> list[Difference]:
-        """What differs from what the program makes of the buffers; empty on all ranks, or on none that differs.
+        """Return the differences from what the program computes on the buffers.
+
+        All ranks agree on whether there are any; a rank whose own outputs are right returns none.
 
         Args:
           values: The outputs.
@@ -139,7 +141,7 @@ class Judge:
         return self.described(wrong, values, self.expected(wrong, buffers))
 
     def expected(self, wrong: Collection[int], buffers: Buffers) -> dict[int, Tensor]:
-        """Some outputs as the program says, on the host."""
+        """Return some outputs as the program computes them, on the CPU."""
         kept: dict[int, Tensor] = {}
 
         def keep(number: int, value: Tensor) -> None:
@@ -152,12 +154,12 @@ class Judge:
     def described(
         self, wrong: Mapping[int, Distance], got: Sequence[Tensor], expected: Mapping[int, Tensor]
     ) -> list[Difference]:
-        """What is wrong, in full.
+        """Describe wrong outputs.
 
         Args:
-          wrong: What :meth:`limits` has found.
+          wrong: The result of :meth:`limits`.
           got: The outputs.
-          expected: What :meth:`expected` says of them.
+          expected: The result of :meth:`expected` for them.
         """
         return [self._difference(n, _greatest(got[n].cpu(), expected[n].cpu()), wrong[n]) for n in wrong]
 
@@ -167,7 +169,7 @@ class Judge:
 
 
 def _greatest(one: Tensor, other: Tensor) -> float:
-    """The greatest difference of an element."""
+    """Return the largest difference of an element."""
     wide = torch.complex128 if one.is_complex() else torch.float64
     apart = torch.where(one == other, 0.0, one.to(wide) - other.to(wide)).abs()
     return float(apart.nan_to_num(torch.inf).max())

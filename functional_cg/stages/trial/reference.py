@@ -1,4 +1,4 @@
-"""The reference: the calls that were traced, run one by one on given buffers, of which none is written."""
+"""The reference: runs the traced calls one by one on given buffers, without writing any of them."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ __all__ = ["Output", "Reference"]
 
 _library = torch.library.Library("fcg", "FRAGMENT")
 _library.define("shown(Tensor value) -> ()")
-_SHOWN = torch.ops.fcg.shown.default  # where a program is run, somebody looks at the value
+_SHOWN = torch.ops.fcg.shown.default  # marks where a run hands an output to its observer
 
-# What is divided: from which part of the room on a value is large, and into how many blocks.
+# Pairs (part, blocks) to try: values of at least room / part bytes are divided into so many blocks.
 _DIVISIONS = ((8, 8), (16, 16), (64, 16), (64, 64))
 
 
 @dataclass(frozen=True, slots=True)
 class Output:
-    """What a step computes that is seen from outside.
+    """An observable result of a step: a metric, a printed or tapped value, or a new leaf.
 
     Attributes:
       name: Its key path.
       var: The variable.
-      slot: The number of the slot whose new value it is; None for a metric, and for what is printed or tapped.
+      slot: Number of the slot whose new value it is; None for a metric or a printed or tapped value.
     """
 
     name: str
@@ -47,10 +47,10 @@ class Reference:
     """Runs a traced program call by call.
 
     Args:
-      program: As it was traced: nothing that the lowering does is in it.
+      program: The program as traced, before any lowering.
 
     Attributes:
-      outputs: What it computes: metrics first.
+      outputs: Its outputs, metrics first.
       unchecked: Which of its slots and inputs may hold any value.
     """
 
@@ -66,7 +66,7 @@ class Reference:
         self._written = {i for i, c in enumerate(program.constants) if c.var.storage in written}
 
     def _with_shown(self, program: Program) -> list[Instr]:
-        """The calls that an output needs, and after the last one that writes it a call that shows it."""
+        """Return the calls that outputs need, with a call that shows each output after the last write to it."""
         instrs, _ = live(program.instrs, [out.var for out in self.outputs])
         instrs = [one for instr in instrs for one in _leaf_by_leaf(instr)]
         last: dict[int, int] = {}
@@ -84,8 +84,8 @@ class Reference:
 
         Args:
           buffers: Slots, inputs and constants.
-          see: ``see(number, value)`` is called with each output, when it is known, in no order; it keeps none.
-          shaker: Moves what the calls return by ulps.
+          see: Called as ``see(number, value)`` once per output, in any order; it must not keep the value.
+          shaker: Perturbs the results of calls by ulps.
         """
         numbers: dict[Var, list[int]] = {}
         for number, out in enumerate(self.outputs):
@@ -104,24 +104,22 @@ class Reference:
                     self._call(action.instr, values, static, shaker)
 
     def made(self, metrics: Iterable[Tensor], slots: Sequence[Tensor]) -> list[Tensor]:
-        """The outputs of a plan that has run, in the order of :attr:`outputs`.
+        """Return the outputs of a plan that has run, in the order of :attr:`outputs`.
 
         Args:
-          metrics: What it has returned.
-          slots: The slots that it has written.
+          metrics: What the plan returned.
+          slots: The slots that it wrote.
         """
         rest = iter(metrics)
         return [next(rest) if out.slot is None else slots[out.slot] for out in self.outputs]
 
     def fit(self, room: int) -> int:
-        """Let runs take no more memory than there is room for beside the buffers, if that can be had.
-
-        What does not fit is dropped and computed again.
+        """Make runs fit into the given memory, buffers not counted, by rematerialization if needed.
 
         Args:
           room: Bytes.
         Returns:
-          Bytes that a run takes at a time: more than there is room for, where no such order is found.
+          Peak bytes of a run; more than ``room`` if no order is found that fits.
         """
         static = {var.storage for var in self._bound_vars()}
         sizes: dict[int, int] = {}
@@ -140,13 +138,13 @@ class Reference:
         return peak + beside
 
     def _divided(self, room: int) -> Iterator[Sequence[Instr]]:
-        """The calls as they are, then with large values in blocks of rows."""
+        """Yield the calls as they are, then with large values in ever smaller blocks of rows."""
         yield self._instrs
         for part, blocks in _DIVISIONS:
             yield in_blocks(self._instrs, room // part, blocks)
 
     def raises_at(self, buffers: Buffers) -> Location | None:
-        """The user's line whose call raises on these buffers; None if none does."""
+        """Return the user's line whose call raises on these buffers; None if no call raises."""
         values = self._bound(buffers)
         static = frozenset(values)
         with quiet():
@@ -160,7 +158,7 @@ class Reference:
         return None
 
     def site_of(self, var: Var) -> Location | None:
-        """The user's line that computes a variable."""
+        """Return the user's line that computes a variable."""
         return next((instr.site for instr in self._instrs if var in set(instr.outputs())), None)
 
     def _bound_vars(self) -> list[Var]:
@@ -185,7 +183,7 @@ class Reference:
 
 
 def _leaf_by_leaf(instr: Instr) -> list[Instr]:
-    """A call on lists of tensors, as one call for each place in them: the results need not be there at one time."""
+    """Split a call on lists of tensors into one call per list position, so that results need not coexist in memory."""
     grouped = instr.op._schema.name.startswith((*FUSED, "aten::_foreach_"))
     outputs = instr.out if isinstance(instr.out, tuple) else (instr.out,)
     lists = [one for one in (*instr.args, *instr.kwargs.values(), *outputs) if isinstance(one, (list, tuple))]
@@ -206,12 +204,12 @@ def _leaf_by_leaf(instr: Instr) -> list[Instr]:
 
 
 def _copied(instr: Instr) -> int:
-    """Bytes that a shaker takes beside a call: it moves copies of what the call decides by."""
+    """Return the extra bytes that a shaker takes for a call: it perturbs copies of a deciding call's arguments."""
     return sum(var.spec.nbytes for var in set(instr.inputs())) if decides(instr) else 0
 
 
 def _assigned(out: object, value: object) -> Iterable[tuple[Var, Tensor]]:
-    """Variables of a result with their tensors."""
+    """Yield the variables of a result with their tensors."""
     if isinstance(out, Var):
         assert isinstance(value, Tensor)
         yield out, value

@@ -1,10 +1,10 @@
-"""In which order calls run where memory is short: what is dropped before its last use is computed again.
+"""Plan rematerialization under a memory budget: values dropped before their last use are recomputed.
 
-The values of a forward pass wait for the backward, and together they are most of what a program needs. Where they do
-not fit, that one is dropped which costs the least to make anew for the memory and the time that it would wait. All
-sizes and all uses are known in advance, and so is the whole order.
+The values of a forward pass wait for the backward, and together they take most of a program's memory. If they do not
+fit, the value dropped is the one that is cheapest to recompute relative to its size and the time until its next use.
+All sizes and uses are known in advance, so the whole order is planned before anything runs.
 
-Source: Kirisame et al. 2021, "Dynamic Tensor Rematerialization"; with next uses in place of last ones.
+Source: Kirisame et al. 2021, "Dynamic Tensor Rematerialization"; with next uses instead of last uses.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from ..program import Instr, Var, written_storages
 
 __all__ = ["Action", "in_order", "within"]
 
-_MOST_RUNS = 5  # times as many calls as the program has: beyond, it would take too long
-_FEW = 2**10  # a value of a smaller part of the budget is not worth to be looked at
+_MOST_RUNS = 5  # limit on the calls to run, as a multiple of the program's
+_FEW = 2**10  # values smaller than this fraction of the budget are not considered
 _PRODUCTS = ("mm", "attention", "convolution")
-_DEAR = 8  # a product is so many times as dear as its bytes
+_DEAR = 8  # cost of a product relative to the bytes it moves
 
 
 @dataclass(slots=True)
@@ -29,8 +29,8 @@ class Action:
     """A call to run, and the variables to forget before it.
 
     Attributes:
-      instr: The call; None at the end.
-      forget: Variables.
+      instr: The call; None at the end of the plan.
+      forget: The variables.
     """
 
     instr: Instr | None
@@ -38,7 +38,7 @@ class Action:
 
 
 def in_order(instrs: Sequence[Instr]) -> list[Action]:
-    """Each call once, in order; a variable is forgotten after the last call that reads it."""
+    """Run each call once, in order; forget a variable after the last call that reads it."""
     born = {var for instr in instrs for var in instr.outputs()}
     last: dict[Var, int] = {}
     for number, instr in enumerate(instrs):
@@ -51,7 +51,7 @@ def in_order(instrs: Sequence[Instr]) -> list[Action]:
 
 
 def within(instrs: Sequence[Instr], static: Iterable[int], budget: int) -> list[Action] | None:
-    """An order that takes at most ``budget`` bytes beside the static buffers; None if none is found.
+    """Return an order that takes at most ``budget`` bytes besides the static buffers; None if none is found.
 
     Args:
       instrs: The calls.
@@ -66,25 +66,27 @@ def within(instrs: Sequence[Instr], static: Iterable[int], budget: int) -> list[
 
 
 class _NoRoomError(Exception):
-    """No order is found."""
+    """No order within the budget was found."""
 
 
 class _Plan:
-    """Goes through a program, and keeps account of what is there."""
+    """Simulates a program and tracks which values are in memory."""
 
     def __init__(self, instrs: Sequence[Instr], static: frozenset[int], budget: int) -> None:
         self._instrs, self._static, self._budget = instrs, static, budget
         self._maker: dict[Var, Instr] = {}
-        self._price: dict[Var, tuple[float, tuple[Var, ...]]] = {}  # what its call moves, and reads
+        self._price: dict[
+            Var, tuple[float, tuple[Var, ...]]
+        ] = {}  # bytes that its call moves, and what it reads
         self._size: dict[int, int] = {}
         self._uses: dict[int, list[int]] = {}
         written = written_storages(instrs)
-        self._stays = set(written)  # storages that cannot be made anew
+        self._stays = set(written)  # storages that cannot be recomputed
         for number, instr in enumerate(instrs):
             for var in instr.inputs():
                 self._uses.setdefault(var.storage, []).append(number)
             collective = instr.op.namespace == "_c10d_functional"  # all ranks make the same ones
-            # What is made from such a storage neither, once that is gone.
+            # A value made from such a storage cannot be recomputed either, once that is gone.
             fixed = collective or any(var.storage in self._stays for var in instr.inputs())
             price = _price(instr)
             for var in instr.outputs():
@@ -114,7 +116,7 @@ class _Plan:
         return self._actions
 
     def _needs(self, instr: Instr) -> int:
-        """Bytes that a call takes, whatever else is there."""
+        """Return the bytes of a call's own arguments and results."""
         storages = {var.storage for var in (*instr.inputs(), *instr.outputs())}
         return sum(self._size.get(storage, 0) for storage in storages)
 
@@ -122,9 +124,9 @@ class _Plan:
         return var not in self._maker or var in self._there.get(var.storage, ())
 
     def _need(self, wanted: Sequence[Var], reader: Instr) -> None:
-        """Make what is missing, and what that takes; what is wanted is not dropped for it."""
+        """Recompute missing values and their dependencies, without dropping any of the wanted ones."""
         waiting: list[Instr] = []
-        protected = [set(wanted)]  # what is wanted, and by what has to be made for it
+        protected = [set(wanted)]  # wanted values, then the arguments of each call that waits
         while True:
             missing = next((var for var in protected[-1] if not self._is_there(var)), None)
             if missing is not None:
@@ -140,7 +142,7 @@ class _Plan:
                 return
 
     def _run(self, instr: Instr, protected: Collection[int] = ()) -> None:
-        """Add a call, after what has to make room for its results."""
+        """Add a call, after dropping values to make room for its results."""
         outputs = [var for var in instr.outputs() if var in self._maker]
         new = {var.storage for var in outputs} - self._there.keys()
         size = sum(self._size[storage] for storage in new)
@@ -166,7 +168,7 @@ class _Plan:
         return uses[place] if place < len(uses) else None
 
     def _victim(self, stays: set[int]) -> int:
-        """What to drop: it is large, not used for long, and cheap to make anew."""
+        """Choose a storage to drop: large, not needed for long, and cheap to recompute."""
         best, most = None, 0.0
         for storage in self._there:
             size = self._size[storage]
@@ -186,17 +188,17 @@ class _Plan:
         return best
 
     def _cost(self, storage: int) -> float:
-        """About what it costs to make a storage anew."""
+        """Estimate the cost of recomputing a storage."""
         cost = 1.0
         for var in self._there[storage]:
             price, inputs = self._price[var]
-            # What is not there has to be made before.
+            # Arguments that are not in memory must be recomputed first.
             lacking = sum(not self._is_there(one) for one in inputs)
             cost = max(cost, price * (1 + lacking))
         return cost
 
 
 def _price(instr: Instr) -> float:
-    """About what a call costs: the bytes that it moves."""
+    """Estimate the cost of a call by the bytes that it moves."""
     moved = sum(var.spec.nbytes for var in (*instr.inputs(), *instr.outputs()))
     return float(moved * (_DEAR if any(word in str(instr.op) for word in _PRODUCTS) else 1))

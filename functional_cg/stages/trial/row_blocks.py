@@ -1,11 +1,11 @@
-"""Large values in blocks of rows: a loss over many classes never has all of its logits in float32 in memory.
+"""Split large values into blocks of rows, such as the float32 logits of a loss over many classes.
 
-Where a value is larger than the memory that there is, no order of the calls helps. But much of what is large is
-computed row by row: casts, a softmax over the classes, the gradient of a loss. Such calls are run for some rows at a
-time, one after the other for each block, and what is summed over the rows is added up. What needs all rows, such as a
-product, gets the blocks joined.
+If a single value is larger than the available memory, no order of the calls helps. But most large values are computed
+row by row: casts, a softmax over the classes, the gradient of a loss. Such calls run on one block of rows after the
+other, and sums over the rows are added up over the blocks. A call that needs all rows, such as a product, gets the
+blocks joined.
 
-The values are those of the calls themselves, but for the order of such sums.
+The results are those of the original calls, except for the order of summation.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ _SUM, _MEAN = 2, 1  # how torch numbers the reductions of a loss
 
 @dataclass(slots=True)
 class _Rows:
-    """How a call is run for some rows.
+    """How to run a call on some rows.
 
     Attributes:
       sliced: Arguments of which it reads the same rows.
-      sums: Whether its results are sums over all rows, and no rows.
+      sums: Whether its results are sums over all rows instead of rows.
     """
 
     sliced: set[Var]
@@ -46,18 +46,18 @@ class _Rows:
 
 
 def in_blocks(instrs: Sequence[Instr], large: int, blocks: int) -> list[Instr]:
-    """The calls, with those on large values in blocks of rows.
+    """Return the calls, with those on large values split into blocks of rows.
 
     Args:
       instrs: The calls; they are not changed.
-      large: Bytes from which on a value is large.
-      blocks: How many blocks a value is divided into; values whose rows cannot be are left whole.
+      large: Bytes from which a value is large.
+      blocks: How many blocks to split a value into; values whose rows cannot be split evenly stay whole.
     """
     return _Divided(instrs, large, blocks).calls()
 
 
 class _Divided:
-    """Goes through calls, and holds those back that are to be run in blocks, until somebody needs a result."""
+    """Walks the calls and holds back those that run in blocks until one of their results is needed."""
 
     def __init__(self, instrs: Sequence[Instr], large: int, blocks: int) -> None:
         self._instrs, self._large, self._blocks = instrs, large, blocks
@@ -67,7 +67,7 @@ class _Divided:
         self._out: list[Instr] = []
         rules = {instr: self._rule(instr) for instr in instrs}
         self._rules = {instr: rule for instr, rule in rules.items() if rule is not None}
-        # What has to be there whole: read by a call that is not divided, or by one that reads more than its rows.
+        # Values needed whole: read by a call that is not split, or by one that reads more than its own rows.
         self._whole: set[Var] = set()
         for instr in instrs:
             rule = self._rules.get(instr)
@@ -90,7 +90,7 @@ class _Divided:
         return self._out
 
     def _rule(self, instr: Instr) -> _Rows | None:
-        """How to run a call in blocks; None if it is small, or if that is not known."""
+        """Return how to run a call in blocks; None if it is small or cannot be split."""
         outputs = list(instr.outputs())
         sizes = [var.spec.nbytes for var in (*outputs, *instr.inputs())]
         if instr.writes or not outputs or max(sizes, default=0) < self._large:
@@ -103,7 +103,7 @@ class _Divided:
         return rule if all(count % self._blocks == 0 and count for count in rows) else None
 
     def _flush(self) -> None:
-        """Run what waits, block by block."""
+        """Emit the waiting calls, block by block."""
         waiting, self._waiting = self._waiting, []
         for instr, rows in waiting:
             for var in () if rows.sums else instr.outputs():
@@ -125,7 +125,7 @@ class _Divided:
                     self._out.append(Instr(_aten.cat.default, (self._parts[var],), {}, var, (), instr.site))
 
     def _part(self, instr: Instr, rows: _Rows, block: int) -> Instr:
-        """A call for the rows of one block."""
+        """Return a call restricted to the rows of one block."""
         names: dict[Var, Var] = {}
         for var in rows.sliced:
             names[var] = self._parts[var][block] if var in self._parts else self._slice(var, block)
@@ -159,7 +159,7 @@ class _Divided:
         return part
 
     def _added_up(self, instr: Instr, parts: Sequence[Any]) -> list[Instr]:
-        """Calls that make the sums over all rows of those of the blocks."""
+        """Return calls that add up the sums of the blocks to sums over all rows."""
         calls: list[Instr] = []
 
         def total(values: Sequence[Var], out: Var) -> None:
@@ -199,7 +199,7 @@ def _some_rows(spec: BufferSpec, blocks: int) -> BufferSpec:
 
 
 def _rows_of(instr: Instr) -> _Rows | None:
-    """Which arguments a call reads row by row, for results of the same rows; None if it is not known to."""
+    """Return which arguments a call reads row by row to make the same rows; None if that is not known."""
     name = _name(instr)
     rule: Callable[[Instr], _Rows | None] | None = None
     if name in _VIEWS:

@@ -1,8 +1,8 @@
-"""Sketches: how far apart two tensors are, of which only an eighth is kept.
+"""Sketches: measure the distance of two tensors from a small linear summary of each.
 
-A sketch is linear: that of a difference is the difference of the sketches. It adds up sixteen neighbours each, with
-random signs, so the root of its squares is in the mean that of the tensor's own, and of a tensor that is zero but for
-a few elements it keeps each of them. A small tensor is its own sketch.
+A sketch is linear: the sketch of a difference is the difference of the sketches. It sums groups of sixteen neighbours
+with random signs, so its norm equals that of the tensor on average, and the nonzero elements of a sparse tensor all
+survive. A small tensor is its own sketch.
 
 Source: Charikar, Chen, Farach-Colton 2002, "Finding frequent items in data streams".
 """
@@ -20,8 +20,8 @@ from torch import Tensor
 __all__ = ["Distance", "distance", "floor", "known", "sketch"]
 
 _NEIGHBOURS = 16
-_CHUNK = 2**20  # elements that are added up at a time
-_TILE = 2**16  # elements after which the signs begin anew; of as many a tensor is small
+_CHUNK = 2**20  # elements to sum at a time
+_TILE = 2**16  # elements after which the signs repeat; a tensor of at most this many is small
 _ODD = 0x9E3779B1  # near the golden ratio of 2^32
 _FLOOR = 2.0  # ulps
 
@@ -31,8 +31,8 @@ class Distance:
     """How far apart two tensors are.
 
     Attributes:
-      norm: Root of the sum of squares of the difference.
-      greatest: The greatest difference of an element.
+      norm: Euclidean norm of the difference.
+      greatest: The largest difference of an element.
     """
 
     norm: float
@@ -48,14 +48,14 @@ class Distance:
         return self.norm <= limit.norm and self.greatest <= limit.greatest
 
     def share(self, limit: Distance) -> float:
-        """Which part of a limit, within which it is, it comes to."""
+        """Return this distance as a fraction of a limit that it is within."""
         if not math.isfinite(limit.greatest):
             return 0.0
         return max(self.norm / (limit.norm or 1.0), self.greatest / (limit.greatest or 1.0))
 
 
 def sketch(tensor: Tensor) -> Tensor:
-    """A vector f64 that stands for a tensor in :func:`distance`."""
+    """Return an f64 vector that stands for a tensor in :func:`distance`."""
     if tensor.numel() <= _TILE:
         return torch.cat(
             [part.double() for part in _numbers(tensor)] or [torch.zeros(0, dtype=torch.float64)]
@@ -70,7 +70,7 @@ def sketch(tensor: Tensor) -> Tensor:
 
 
 def distance(one: Tensor, other: Tensor) -> Tensor:
-    """The distance of two sketches, f64[2], for :func:`known`; a NaN is as good as another, and so is an infinity."""
+    """Return the distance of two sketches, f64[2], for :func:`known`; NaN equals NaN, and equal infinities match."""
     same = (one == other) | (one.isnan() & other.isnan())
     apart = torch.where(same, 0.0, one - other)
     if not apart.numel():
@@ -79,7 +79,7 @@ def distance(one: Tensor, other: Tensor) -> Tensor:
 
 
 def floor(tensor: Tensor) -> Tensor:
-    """What the rounding of a result itself may make of it, f64[2], for :func:`known`."""
+    """Return the distance that rounding of the result itself explains, f64[2], for :func:`known`."""
     norms = greatest = torch.zeros(1, dtype=torch.float64, device=tensor.device)
     if not (tensor.is_floating_point() or tensor.is_complex()):
         return torch.cat([norms, greatest])
@@ -98,7 +98,7 @@ def floor(tensor: Tensor) -> Tensor:
 
 
 def known(measured: Sequence[Tensor]) -> list[Distance]:
-    """Distances on the host; it waits for each device once."""
+    """Return distances as Python numbers; waits for each device once."""
     found: dict[int, Distance] = {}
     for device in dict.fromkeys(one.device for one in measured):
         places = [place for place, one in enumerate(measured) if one.device == device]
@@ -111,9 +111,9 @@ def known(measured: Sequence[Tensor]) -> list[Distance]:
 
 
 def _numbers(tensor: Tensor) -> Iterator[Tensor]:
-    """The elements in logical order, some at a time, complex ones as pairs, in a dtype that computes.
+    """Yield the elements in logical order, in chunks, complex ones as pairs, in a dtype that supports arithmetic.
 
-    Whole numbers are scattered over the unit interval: which token it is says nothing, only that it is another.
+    Integers are hashed to the unit interval: for a token it matters only whether it differs, not by how much.
     """
     if tensor.is_complex():
         tensor = torch.view_as_real(tensor.resolve_conj())

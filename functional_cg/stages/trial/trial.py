@@ -1,9 +1,9 @@
-"""The trial of a compiled plan: does it compute what the program says, on real values, before it may commit anything?
+"""Try a compiled plan on real values before it may commit: does it compute what the program says?
 
-The judge is the program as it was traced, run call by call (:mod:`functional_cg.stages.trial.judge`).
+The plan is compared with the program as traced, run call by call (:mod:`functional_cg.stages.trial.judge`).
 
-Two steps are compared, the second from where the first has led: at the first a learning rate that warms up is zero, an
-average is what it averages, and what is written too early is not seen.
+Two steps are compared, the second starting from the result of the first. The first alone hides errors: a learning rate
+in warm-up is zero, an average equals the value averaged, and a write that comes too early goes unnoticed.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ _log = logging.getLogger("functional_cg")
 
 @dataclass(frozen=True, slots=True)
 class Certificate:
-    """Whether a compiled plan was compared with its program. It prints as a line of ``explain()``.
+    """Whether a compiled plan was certified against its program. Prints as a line of ``explain()``.
 
     Attributes:
-      certified: Whether it was, and computes the same.
-      why_not: Why it was not.
-      share: The largest difference, in parts of what rounding explains.
+      certified: Whether it was compared and computes the same.
+      why_not: Why it was not compared.
+      share: The largest difference, as a fraction of what rounding explains.
     """
 
     certified: bool
@@ -50,7 +50,7 @@ class Certificate:
 
 
 class Space(Protocol):
-    """Static buffers with the values of a call, in which a trial may write.
+    """Static buffers with the values of a call, which a trial may write.
 
     Attributes:
       buffers: The buffers.
@@ -59,24 +59,24 @@ class Space(Protocol):
     buffers: Buffers
 
     def reset(self) -> None:
-        """Put the values of the call into the slots again."""
+        """Restore the values of the call in the slots."""
         ...
 
     def room(self) -> int | None:
-        """Bytes that the reference may take; None if that is no matter."""
+        """Return the bytes that the reference may take; None for no limit."""
         ...
 
 
 class Trial:
-    """A plan beside its program.
+    """Compares a plan with its program.
 
     Args:
       reference: The program.
       plan: The plan.
-      together: ``together(flag)`` says whether the flag is set here, or on another rank that does the same.
+      together: ``together(flag)`` tells whether the flag is set on any rank of this trial.
 
     Attributes:
-      lacking: Bytes that the program takes and that there is no room for; then nothing was compared.
+      lacking: Bytes of memory that the reference lacks; if not 0, nothing was compared.
     """
 
     def __init__(self, reference: Reference, plan: ExecutionPlan, together: Callable[[bool], bool]) -> None:
@@ -88,16 +88,16 @@ class Trial:
 
     @property
     def share(self) -> float:
-        """The largest difference that was found, in parts of what rounding explains."""
+        """The largest difference found, as a fraction of what rounding explains."""
         return self._judge.share
 
     def rehearse(self, buffers: Buffers, scratch: Sequence[Tensor]) -> None:
-        """Compile the plan, and run it once, on other inputs: what it keeps of them shows in the trial.
+        """Compile the plan and run it once on other inputs, so that the trial exposes anything it keeps of them.
 
-        Inputs that may hold any value are zero, and the others what they are.
+        Inputs that may hold any value are zeros; the others keep their values.
 
         Args:
-          buffers: Static buffers with the values of the call, which stay as they are.
+          buffers: Static buffers with the values of the call, which are not changed.
           scratch: Slots for a warm-up.
         """
         unchecked = self._reference.unchecked.inputs
@@ -107,27 +107,25 @@ class Trial:
         ]
         other = replace(buffers, inputs=others)
         with quiet():
-            self._plan.bind(other)  # compiles it, for slots that do not overlap
+            self._plan.bind(other)  # compiles, for slots that do not overlap
             run = self._plan.bind(replace(other, slots=scratch))
             try:
                 run(())
-            except (
-                Exception
-            ) as error:  # zeros may be what the host's kernels refuse, such as a singular matrix
+            except Exception as error:  # CPU kernels may refuse zeros, such as a singular matrix
                 _log.debug("not rehearsed: %s", error)
 
     def differences(self, space: Space) -> list[Difference]:
-        """What the plan computes otherwise; empty if it is what the program says but for rounding, or was not compared.
+        """Return what the plan computes differently; empty if only rounding differs, or if nothing was compared.
 
         Args:
-          space: Where the plan and the program run.
+          space: The buffers that the plan and the program run on.
         """
         for leads in (self._stays, self._to_the_next_step):
             leads(space)
             got = [sketch(value) for value in self._made(space)]
             leads(space)
             room = space.room()
-            kept = sum(one.nbytes for one in got)  # there will be as many of what is expected
+            kept = sum(one.nbytes for one in got)  # the expected sketches will take as much
             if room is not None and self._lacks(room - kept):
                 return []
             wrong = self._judge.limits(got, space.buffers)
@@ -141,7 +139,7 @@ class Trial:
         space.reset()
 
     def _to_the_next_step(self, space: Space) -> None:
-        """Let the slots hold what the plan makes of them: it was right about the first step."""
+        """Advance the slots by one step of the plan, whose first step was found right."""
         space.reset()
         self._made(space)
 
@@ -154,7 +152,7 @@ class Trial:
         return True
 
     def _made(self, space: Space) -> list[Tensor]:
-        """The outputs of the plan, in memory that the next run writes."""
+        """Run the plan and return its outputs, in memory that the next run overwrites."""
         with quiet():
             metrics = self._plan.bind(space.buffers)(())
         return self._reference.made(metrics, space.buffers.slots)
@@ -162,7 +160,7 @@ class Trial:
     def _described(
         self, wrong: Mapping[int, Distance], space: Space, leads: Callable[[Space], None]
     ) -> list[Difference]:
-        """What is wrong, in full: both run once more."""
+        """Describe the wrong outputs; runs both the plan and the program once more."""
         leads(space)
         expected = self._judge.expected(wrong, space.buffers)
         leads(space)

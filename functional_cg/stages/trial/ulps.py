@@ -1,15 +1,15 @@
-"""What rounding may do to a program: its calls again, each with results that are moved by an ulp.
+"""Measure what rounding does to a program: run it again with each call's results perturbed by an ulp.
 
-Two programs that compute the same in another order round at other places. By how much their results may differ is not
-known in advance: a sum of thousands of terms, a sign that a gradient near zero has, a token that is drawn, each
-amplifies the last bits as much as it likes. So it is measured: run one program again, move what its calls return by an
-ulp at random, and see what becomes of its results.
+Two programs that compute the same thing in another order round at different places. How much their results may differ
+is not known in advance: a sum of thousands of terms, the sign of a gradient near zero, a sampled token can each amplify
+the last bits without limit. So it is measured: run one program again, perturb the results of its calls by an ulp at
+random, and see how its outputs change.
 
-Numbers of Python among the arguments are moved, too: kernels hold them in float32, which keeps three digits less of
-what an optimizer subtracts its decay of 0.999 from.
+Python numbers among the arguments are perturbed, too: kernels hold them in float32, which costs three digits when an
+optimizer subtracts its decay of 0.999 from 1.
 
-Only what was rounded is moved. A result whose last bits are zero is taken to be exact, such as a whole number, so an
-exact program has no spread at all, and whatever is not equal to it is wrong.
+Only rounded results are perturbed. A result whose last bits are zero is taken to be exact, such as a whole number. So
+an exact program shows no spread at all, and any result that is not equal to it is wrong.
 
 Source: Parker 1997, "Monte Carlo Arithmetic: exploiting randomness in floating-point arithmetic".
 """
@@ -32,8 +32,8 @@ from ..program import Instr, Var
 
 __all__ = ["Shaker", "decides"]
 
-_CHUNK = 2**22  # elements that are moved at a time on the host
-# dtype -> integer of its size; its last bits, which are zero in few rounded numbers and in most exact ones; infinity.
+_CHUNK = 2**22  # elements to perturb at a time on the CPU
+# dtype -> integer dtype of its size; mask of last bits, zero in few rounded and most exact numbers; bits of infinity.
 _BITS = MappingProxyType(
     {
         torch.float64: (torch.int64, 2**20 - 1, 0x7FF0_0000_0000_0000),
@@ -44,8 +44,8 @@ _BITS = MappingProxyType(
 )
 _WIDE = MappingProxyType({torch.bfloat16: torch.float32, torch.float16: torch.float32})
 _DIRECTIONS = (_UP, _DOWN, _OUTWARD, _INWARD) = (1, 2, 3, 4)  # 0 is any
-_MOST_NARROW = 8  # ulps of 16 bits: more would be another number
-# What only moves numbers about rounds none.
+_MOST_NARROW = 8  # ulps of a 16-bit dtype: more would change the number too much
+# Ops that only move or select numbers do not round.
 _MOVES = frozenset(
     """clone copy copy_ cat stack where index index_select gather embedding constant_pad_nd repeat flip roll sort
     slice_scatter select_scatter diagonal_scatter as_strided_scatter scatter masked_fill tril triu relu neg abs
@@ -57,20 +57,21 @@ _DECIDES = frozenset(
     bucketize searchsorted max min argsort isnan isinf isfinite logical_not logical_and logical_or nonzero""".split()
 )
 _PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "convolution", "convolution_backward", "linear", "matmul")
-_TF32 = 2.0**-11  # what its factors are rounded by
-_IN_A_ROW = 16  # terms that are added up in one go: by lanes of a vector unit, in a tile of a product
+_TF32 = 2.0**-11  # relative rounding of its factors
+_IN_A_ROW = 16  # terms that are summed in a fixed order: in a vector unit, in a tile of a product
 
 
 @dataclass(slots=True)
 class Shaker:
-    """Moves what calls return by up to ``most`` ulps, at random.
+    """Perturbs the results of calls at random, by up to ``most`` ulps.
 
     Attributes:
       most: Ulps, a whole number.
-      decisions: Ulps by which it moves what a call decides by (a comparison, ``argmax``, a rounding), for that call.
-      leans: Whether the elements of a result are moved the same way, up or down, or all away from zero or towards it.
-        Equal numbers are rounded alike, and what is added up over thousands of them is thousands of times off.
-      dice: Draws for numbers of Python, and the seeds of what draws for tensors.
+      decisions: Ulps by which to perturb the arguments of a deciding call (a comparison, ``argmax``, a rounding), for
+        that call only.
+      leans: Whether all elements of a result are perturbed in one direction: up, down, away from zero or towards it.
+        Equal numbers round alike, so the error of a sum over thousands of them is thousands of times as large.
+      dice: Draws for Python numbers, and the seeds for tensors.
     """
 
     most: int = 1
@@ -79,7 +80,7 @@ class Shaker:
     dice: random.Random = field(default_factory=lambda: random.Random(0))
 
     def arguments(self, instr: Instr, values: dict[Var, Tensor]) -> dict[Var, Tensor]:
-        """Arguments for a call in place of some of its own."""
+        """Return perturbed arguments that replace some of a call's own."""
         if not self.decisions or not decides(instr):
             return {}
         moved = {}
@@ -90,7 +91,7 @@ class Shaker:
         return moved
 
     def scalars(self, instr: Instr) -> Instr:
-        """The call with its numbers of Python as kernels may hold them."""
+        """Return the call with its Python numbers rounded as kernels may hold them."""
         if not any(isinstance(value, float) for value in _flat((*instr.args, *instr.kwargs.values()))):
             return instr
         kwargs = {name: self._moved(value) for name, value in instr.kwargs.items()}
@@ -104,7 +105,7 @@ class Shaker:
         return value * (1.0 + self.dice.randint(-self.most, self.most) * 2.0**-24)
 
     def results(self, instr: Instr, made: list[tuple[Var, Tensor]]) -> None:
-        """Move the results of a call, in place."""
+        """Perturb the results of a call, in place."""
         if instr.writes or instr.name in _MOVES or returns_view(instr.op):
             return
         taken = {var.storage for var in instr.inputs()}
@@ -114,7 +115,7 @@ class Shaker:
                 self._move(tensor, most, _spread(instr, tensor) * most)
 
     def _move(self, tensor: Tensor, most: int, spread: float) -> None:
-        """Move a tensor of memory of its own; ``spread`` is in parts of its root mean square."""
+        """Perturb a tensor that shares no memory; ``spread`` is relative to its root mean square."""
         if tensor.is_complex():
             tensor = torch.view_as_real(tensor)
         if tensor.dtype not in _BITS or not tensor.numel():
@@ -137,7 +138,7 @@ class Shaker:
 
 
 def _move_on_host(flat: Tensor, most: int, root: Tensor, scale: float, seed: int, direction: int) -> None:
-    """As ``move_cuda`` does; in pieces, as each of them takes several times its bytes."""
+    """Do what ``move_cuda`` does, on the CPU; in chunks, since each needs several times its size."""
     integer, last, infinity = _BITS[flat.dtype]
     generator = torch.Generator().manual_seed(seed)
     step = root * scale if root.isfinite() else torch.zeros_like(root)
@@ -146,7 +147,7 @@ def _move_on_host(flat: Tensor, most: int, root: Tensor, scale: float, seed: int
         magnitude = bits & torch.iinfo(integer).max
         stays = (bits & last == 0) | (magnitude <= most) | (magnitude >= infinity - 1 - most)
         ulps = torch.randint(-most, most + 1, part.shape, dtype=integer, generator=generator)
-        if direction:  # the bits of a number say how far it is from zero
+        if direction:  # adding to a number's bits moves it away from zero
             outward = {_UP: bits >= 0, _DOWN: bits < 0}.get(direction, direction == _OUTWARD)
             ulps = torch.where(torch.as_tensor(outward), ulps.abs(), -ulps.abs())
         bits += ulps.masked_fill_(stays, 0)
@@ -164,7 +165,7 @@ def _flat(value: Any) -> Iterator[Any]:
 
 
 def _is_single(value: float) -> bool:
-    """Whether float32 holds a number."""
+    """Whether float32 holds a number exactly."""
     try:
         return struct.unpack("f", struct.pack("f", value))[0] == value  # type: ignore[no-any-return]
     except OverflowError:
@@ -172,24 +173,24 @@ def _is_single(value: float) -> bool:
 
 
 def _flat_in_memory(tensor: Tensor) -> Tensor | None:
-    """The elements of a dense tensor in the order of memory; None if it is not dense."""
+    """Return the elements of a dense tensor in memory order; None if it is not dense."""
     strides = tensor.stride()
     flat = tensor.permute(sorted(range(tensor.dim()), key=lambda axis: -strides[axis]))
     return flat.view(-1) if flat.is_contiguous() else None
 
 
 def decides(instr: Instr) -> bool:
-    """Whether a call makes few values of many: a comparison, a rounding, an order."""
+    """Whether a call maps many values to few: a comparison, a rounding, a sort."""
     return instr.name in _DECIDES or _narrows(instr)
 
 
 def _narrows(instr: Instr) -> bool:
-    """Whether a call is a cast to a dtype that is no floating one, or one of 8 bits: a rounding to few values."""
+    """Whether a call is a cast to a non-floating or 8-bit dtype, which rounds to few values."""
     return instr.name == "_to_copy" and all(out.spec.dtype not in _BITS for out in instr.outputs())
 
 
 def _spread(instr: Instr, result: Tensor) -> float:
-    """How far apart sums of the same terms in another order are, in parts of their root mean square."""
+    """Return how far sums of the same terms in another order differ, relative to their root mean square."""
     if not isinstance(instr.out, Var) and any(isinstance(out, (list, tuple)) for out in instr.out):
         return 0.0  # one of the grouped ops, which are elementwise
     product = instr.name in _PRODUCTS
@@ -202,7 +203,7 @@ def _spread(instr: Instr, result: Tensor) -> float:
 
 
 def _terms(instr: Instr, result: Tensor, *, product: bool) -> float:
-    """About how many terms each element of a result is the sum of."""
+    """Estimate how many terms are summed in each element of a result."""
     sizes = sorted((var.spec.numel for var in instr.inputs()), reverse=True)
     if not sizes or not result.numel():
         return 0.0
@@ -212,7 +213,7 @@ def _terms(instr: Instr, result: Tensor, *, product: bool) -> float:
 
 
 def _in_tf32(name: str, result: Tensor) -> bool:
-    """Whether a product may round its factors to TF32; of convolutions torch's default is that they do."""
+    """Whether a product may round its factors to TF32; convolutions do by torch's default."""
     if not result.is_cuda or result.dtype != torch.float32:
         return False
     return name.startswith("convolution") or torch.get_float32_matmul_precision() != "highest"

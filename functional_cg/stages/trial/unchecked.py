@@ -1,8 +1,8 @@
-"""Which slots and inputs may hold any value: those from which no call computes what it checks.
+"""Find the slots and inputs that may hold any value: no checked value is computed from them.
 
-A step is run on other values than those of its call to warm up, and to see what a compiled function keeps of its first
-inputs. A call that checks its values raises there; on a GPU it leaves a device that answers nothing any more, and a
-division of integers by zero ends the process.
+A step also runs on values other than those of its call: to warm up, and to see what a compiled function keeps of its
+first inputs. A call that checks its values may raise there. On a GPU the failed check makes the device unusable, and an
+integer division by zero kills the process.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from ..program import Instr, Program, Var
 __all__ = ["Unchecked"]
 
 _INTEGERS = frozenset({torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8})
-# They check numbers of any kind: probabilities, a scale that is not negative. Beginnings of names.
+# Prefixes of ops that check numbers of any dtype: probabilities, a nonnegative scale.
 _STRICT = (
     "multinomial",
     "bernoulli",
@@ -30,7 +30,7 @@ _STRICT = (
     "_assert_async",
 )
 _DIVISIONS = ("div", "floor_divide", "remainder", "fmod")
-# Calls that take any integers, though no call by call of their elements.
+# Calls that accept any integers although they are not elementwise.
 _CASTS = frozenset({"_to_copy", "copy_"})
 _LENIENT = _CASTS | frozenset("cat stack sum cumsum amax amin any all max min repeat sort".split())
 _OURS = frozenset({"aten", "prims", "fcg", "_c10d_functional", "c10d_functional"})
@@ -50,9 +50,9 @@ class Unchecked:
 
     @classmethod
     def of(cls, program: Program) -> Unchecked:
-        """What a program leaves free.
+        """Find which slots and inputs of a program may hold any value.
 
-        Its calls are read from the last to the first: what a checked value is computed from is checked, too.
+        Walks the calls backwards: the values that a checked value is computed from count as checked, too.
         """
         checked: set[int] = set()  # storages
         for instr in reversed(program.instrs):
@@ -67,7 +67,7 @@ class Unchecked:
 
 
 def _is_position(instr: Instr, var: Var) -> bool:
-    """Whether a result lies in a range whatever the arguments are: a flag, or integers that are no cast of numbers."""
+    """Whether a result is in range for any arguments: a flag, or integers from floats without a cast."""
     if var.spec.dtype is torch.bool:
         return True
     numbers = all(one.spec.dtype not in _INTEGERS for one in instr.inputs())
@@ -75,9 +75,9 @@ def _is_position(instr: Instr, var: Var) -> bool:
 
 
 def _checked_by(instr: Instr) -> Iterator[Var]:
-    """The arguments of a call that it may refuse for their values."""
+    """Yield the arguments that a call may refuse because of their values."""
     if instr.op.namespace not in _OURS:
-        yield from instr.inputs()  # nobody knows
+        yield from instr.inputs()  # a custom op may check anything
         return
     name = instr.name
     if name.startswith(_STRICT):
