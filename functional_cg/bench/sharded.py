@@ -1,10 +1,10 @@
 """Times ours, DDP and FSDP2 on N GPUs: ``torchrun --nproc_per_node=N -m functional_cg.bench.sharded``.
 
-All systems train the same module with AdamW, from the same values on the same batches, one batch per rank. They run one
-after the other in one job. Milliseconds per step are medians of blocks on the slowest rank. Peak memory is the
-allocator's, from the first step on and, separately, while the model is built. *Exposed* is the time in collectives that
-do not overlap with another kernel; *compute* is the time in other kernels. ``ours-3-kept`` keeps gathered parameters
-for the backward (``reshard=False``); ``ddp-compile-views`` has gradients as views of DDP's buckets.
+All systems train the same module with AdamW, from the same values and on the same batches, which differ between ranks.
+They run one after the other in one job. Milliseconds per step are medians of blocks on the slowest rank. Peak memory is
+the allocator's, from the first step on and, separately, while the model is built. *Exposed* is the time in collectives
+that do not overlap with another kernel; *compute* is the time in other kernels. ``ours-3-kept`` keeps gathered
+parameters for the backward (``reshard=False``); ``ddp-compile-views`` has gradients as views of DDP's buckets.
 """
 
 from __future__ import annotations
