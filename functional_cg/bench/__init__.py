@@ -1,1 +1,1 @@
-"""The comparison with peers: the same training step through several systems, ``python -m functional_cg.bench``."""
+"""Benchmarks one training step across several systems: ``python -m functional_cg.bench``."""

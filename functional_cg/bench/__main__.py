@@ -1,6 +1,6 @@
-"""Time a training step through several systems: ``python -m functional_cg.bench --workload mlp-tiny,gpt-nano``.
+"""Times a training step in several systems: ``python -m functional_cg.bench --workload mlp-tiny,gpt-nano``.
 
-Each workload runs in a process of its own if there are several, so that one of them cannot disturb the others.
+With several workloads, each runs in its own process, so that they cannot disturb each other.
 """
 
 from __future__ import annotations
@@ -31,18 +31,18 @@ _PROGRAM = "python -m functional_cg.bench"
 _ON_CUDA = "mlp-tiny,gpt-nano,gpt2-124m"
 _ON_CPU = "mlp-4x64,mlp-4x256"
 _FIRST_CALL = "first-call"
-_GRACE_S = 120  # for the system that is running when the time limit is reached
+_GRACE_S = 120  # grace for the system that is running when the time limit is reached
 
 
 class _Parser(argparse.ArgumentParser):
-    """A parser whose errors are one line."""
+    """Argument parser with one-line errors."""
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: error: {' '.join(message.split())}\n")
 
 
 def _list(known: Sequence[str]) -> Callable[[str], list[str]]:
-    """An option's type: names separated by commas."""
+    """Make an argparse type: names separated by commas."""
 
     def parse(text: str) -> list[str]:
         chosen = [name.strip() for name in text.split(",") if name.strip()]
@@ -132,7 +132,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _refuse_unfit(
     parser: argparse.ArgumentParser, chosen: Sequence[str], options: argparse.Namespace
 ) -> None:
-    """Find out what cannot be done before anything is timed."""
+    """Reject options that cannot work before anything is timed."""
     if chosen == [_FIRST_CALL]:
         unused = [name for name in ("steps", "ours", "nodes", "plot") if getattr(options, name)]
         if unused:
@@ -165,7 +165,7 @@ def _run(chosen: Sequence[str], options: argparse.Namespace) -> int:
 
 
 def _drawn(chosen: Sequence[str], options: argparse.Namespace) -> int:
-    """Run, and draw the rows that were written on the way."""
+    """Run, then plot the rows that were written."""
     with tempfile.TemporaryDirectory() as folder:
         options.out = options.out or Path(folder) / "rows.jsonl"
         code = _run(chosen, options)
@@ -186,7 +186,7 @@ def _here(name: str, options: argparse.Namespace) -> int:
         figure = row.reason if row.ms is None else f"{row.ms.median:.4f} ms, host {row.host_us or 0:.1f} µs"
         print(f"{row.workload}: {row.system}: {row.status}: {figure}", flush=True)
         if options.out is not None:
-            with options.out.open("a") as file:  # in case that the next system takes the process with it
+            with options.out.open("a") as file:  # in case the next system crashes the process
                 file.write(row.as_json(where) + "\n")
 
     deadline = time.monotonic() + options.limit_s
@@ -205,7 +205,7 @@ def _here(name: str, options: argparse.Namespace) -> int:
 
 
 def _all_for(name: str) -> list[str]:
-    """All systems of a workload, and all opponents: those that are not made for it are named, too. Jax comes last."""
+    """List the systems of a workload and all opponents, including those that do not support it; jax comes last."""
     systems = dict.fromkeys([*workload(name).systems, *OPPONENTS])
     return sorted(systems, key=lambda system: system == "jax")
 
@@ -231,7 +231,7 @@ def _print_environment(where: dict[str, object]) -> None:
 
 
 def _written(rows: Sequence[Row], where: dict[str, object], options: argparse.Namespace) -> int:
-    """Write the rows where they are asked for; the exit code."""
+    """Write the rows to the requested places, and return the exit code."""
     lines = [row.as_json(where) for row in rows]
     if options.json:
         print("\n".join(lines))
@@ -242,7 +242,7 @@ def _written(rows: Sequence[Row], where: dict[str, object], options: argparse.Na
 
 
 def _in_processes(chosen: Sequence[str], options: argparse.Namespace, folder: Path) -> int:
-    """Run one process per workload, which writes its rows into a folder; the time limit is for all of them."""
+    """Run one process per workload, each writing its rows into a folder, under one time limit for all."""
     start, worst = time.monotonic(), 0
     for name in chosen:
         left = options.limit_s - (time.monotonic() - start)
@@ -252,7 +252,7 @@ def _in_processes(chosen: Sequence[str], options: argparse.Namespace, folder: Pa
             command += ["--device", options.device.type]
             command += ["--against", ",".join(options.against)] if options.against else []
             command += ["--limit-s", str(max(1, round(left)))]
-            if name != _FIRST_CALL:  # which times no steps
+            if name != _FIRST_CALL:  # it times no steps
                 command += ["--ours", options.ours] if options.ours else []
                 command += ["--nodes"] if options.nodes else []
                 command += ["--steps", str(options.steps)] if options.steps else []

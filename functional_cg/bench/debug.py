@@ -1,8 +1,8 @@
-"""Time what ``debug=`` costs: ``python -m functional_cg.bench.debug --device cuda``.
+"""Times the cost of ``debug=``: ``python -m functional_cg.bench.debug --device cuda``.
 
-The same training step without it, with ``"poison"``, ``"verify"`` and both, where every call is verified. They take
-turns, so that clocks and temperature are the same for all of them. Algorithms are deterministic: ``"verify"`` refuses a
-compiled gradient of an embedding, which adds up in another order each time.
+The same training step runs without it, with ``"poison"``, with ``"verify"`` and with both; every call is verified. The
+variants take turns, so that clocks and temperature are the same for all. Algorithms are deterministic: ``"verify"``
+refuses a compiled embedding gradient, which sums in a different order each time.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ _STEPS = 200
 def rows(
     work: Workload, lowering: Literal["aten", "inductor"], device: torch.device, steps: int
 ) -> Iterator[dict[str, Any]]:
-    """One row for each setting.
+    """Yield one row for each setting.
 
     Args:
-      work: What is trained.
-      lowering: Of the step.
-      device: Where.
+      work: The workload.
+      lowering: Lowering of the step.
+      device: Device to run on.
       steps: Timed steps for each setting.
     """
     batches = [{key: value.to(device) for key, value in batch.items()} for batch in work.batches(BATCHES)]
@@ -60,7 +60,7 @@ def rows(
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the program: a line of JSON per row, times in ms per call."""
+    """Run the program, and print a line of JSON per row, with times in ms per call."""
     on_gpu = torch.cuda.is_available()
     parser = argparse.ArgumentParser("python -m functional_cg.bench.debug", description=__doc__)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if on_gpu else "cpu")
@@ -83,7 +83,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 @contextmanager
 def _deterministic() -> Iterator[None]:
     before = torch.are_deterministic_algorithms_enabled()
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS wants it so
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # required by cuBLAS
     torch.use_deterministic_algorithms(True)
     try:
         yield

@@ -1,8 +1,8 @@
-"""Time keyed dropout beside torch's own: ``python -m functional_cg.bench.dropout --device cuda``.
+"""Times keyed dropout against torch's dropout: ``python -m functional_cg.bench.dropout --device cuda``.
 
-Forward and backward of one dropout, at sizes where the device's time counts and not the host's. ``aten`` calls both op
-by op, as an eager run does. ``inductor`` is a training step that has nothing but the dropout: ours captured as a whole,
-torch's as a compiled forward and backward and an update in place.
+It runs forward and backward of one dropout, at sizes where device time dominates host time. ``aten`` calls both op by
+op, as an eager run does. ``inductor`` is a training step that consists of the dropout only: ours captured as a whole,
+torch's with compiled forward and backward and an in-place update.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def _keyed(key: Tensor, x: Tensor, up: Tensor, p: float) -> tuple[Tensor, Tensor
 
 
 def _pair(lowering: str, x: Tensor, up: Tensor, p: float) -> tuple[Callable[[], Any], Callable[[], Any]]:
-    """Ours and torch's, ready to be called."""
+    """Make ours and torch's version, ready to be called."""
     key = fcg.random.key(0).to(x.device)
     if lowering == "aten":
         return lambda: _keyed(key, x, up, p), lambda: _of_torch(x, up, p)
@@ -86,7 +86,7 @@ def _compiled(x: Tensor, up: Tensor, p: float) -> Callable[[], Any]:
 
 
 def _block(call: Callable[[], Any], times: int, device: torch.device) -> float:
-    """Seconds a call."""
+    """Time a block of calls, in seconds per call."""
     start = time.perf_counter()
     for _ in range(times):
         call()
@@ -119,7 +119,7 @@ def _row(
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the program: a line of JSON per row."""
+    """Run the program, and print a line of JSON per row."""
     parser = argparse.ArgumentParser("python -m functional_cg.bench.dropout", description=__doc__)
     parser.add_argument(
         "--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu"

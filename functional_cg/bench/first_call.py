@@ -1,7 +1,7 @@
-"""Time and memory of the first call: each system in a process of its own, with cold and with warm caches.
+"""Measures time and memory of the first call, in one process per system, with cold and warm caches.
 
-``python -m functional_cg.bench --workload first-call`` runs it. Seconds are those from the start of the build to the
-first loss, without the imports.
+``python -m functional_cg.bench --workload first-call`` runs it. Seconds count from the start of the build to the first
+loss, without imports.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ _GRACE_S = 240
 
 
 def rows(work: Workload, systems: Sequence[str], device: torch.device, deadline: float) -> Iterator[Row]:
-    """Two rows for each system: cold, and warm.
+    """Yield two rows for each system: cold and warm.
 
     Args:
-      work: What is trained.
-      systems: Names.
-      device: Where.
-      deadline: On the clock of ``time.monotonic``: no process is started later.
+      work: The workload.
+      systems: Names of the systems.
+      device: Device to run on.
+      deadline: Time, by ``time.monotonic``, after which no process is started.
     """
     for name in systems:
         with tempfile.TemporaryDirectory() as folder:
@@ -75,7 +75,7 @@ def _in_process(work: Workload, name: str, label: str, device: torch.device, fol
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Make the first calls of one system, and write its row as JSON."""
+    """Make the first calls of one system, and write the row as JSON."""
     parser = argparse.ArgumentParser("python -m functional_cg.bench.first_call", description=__doc__)
     parser.add_argument("system", choices=(*OURS, *OPPONENTS))
     parser.add_argument("--workload", choices=names(), required=True)

@@ -1,9 +1,9 @@
-"""``python -m functional_cg.bench.jax_sharded --devices N``: jax on N GPUs, beside what ``bench.sharded`` measures.
+"""Times jax on N GPUs to compare with ``bench.sharded``: ``python -m functional_cg.bench.jax_sharded``.
 
-One process drives all of them. The model, its first values, the batches and the optimizer are those of
-``bench.sharded``; each parameter and both moments lie sharded along their largest dimension, the batch along its first,
-and XLA puts the collectives in between (``jax.jit`` with ``NamedSharding``, the state donated). Losses are those of the
-first device's rows, to be held against those of rank 0.
+``--devices N`` sets their number; one process drives all of them. The model, its initial values, the batches and the
+optimizer are those of ``bench.sharded``. Each parameter and both moments are sharded along their largest dimension, the
+batch along its first, and XLA inserts the collectives (``jax.jit`` with ``NamedSharding``, the state donated). Losses
+are those of the first device's rows, to be compared with those of rank 0.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ __all__ = ["main", "mean_and_losses"]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the bench and print a line, or with ``--json`` a JSON object."""
+    """Run the bench, and print a line, or with ``--json`` a JSON object."""
     options = _options(arguments)
     row = _measured(config(options.model), _devices(options), options)
     text = (
@@ -119,7 +119,7 @@ def _measured(c: Config, devices: Sequence[Any], options: argparse.Namespace) ->
 
 
 def _cut(shape: Sequence[int], parts: int) -> list[str | None]:
-    """The largest dimension that can be cut lies along the axis; a leaf that has none is whole on each device."""
+    """Shard the largest dimension that divides evenly; a leaf that has none is whole on each device."""
     cut: list[str | None] = [None] * len(shape)
     able = [i for i, size in enumerate(shape) if size % parts == 0 and size >= parts]
     if able:
@@ -128,7 +128,7 @@ def _cut(shape: Sequence[int], parts: int) -> list[str | None]:
 
 
 def _first_values(c: Config, device: str) -> dict[str, Any]:
-    """Parameters of the module as numpy arrays; torch draws other numbers on a GPU than on a CPU."""
+    """Return the module's parameters as numpy arrays; torch draws different numbers on a GPU than on a CPU."""
     torch.manual_seed(0)
     with torch.device(device):
         model = LanguageModel(c)
@@ -140,7 +140,7 @@ def _first_values(c: Config, device: str) -> dict[str, Any]:
 
 
 def _batches(c: Config, ranks: int) -> list[tuple[Any, Any]]:
-    """Batches of all ranks, one after the other along the first dimension."""
+    """Concatenate the batches of all ranks along the first dimension."""
     of_ranks = [batches_of(c, rank) for rank in range(ranks)]
     return [
         tuple(torch.cat(parts).numpy() for parts in zip(*together, strict=True))  # type: ignore[misc]
@@ -151,7 +151,7 @@ def _batches(c: Config, ranks: int) -> list[tuple[Any, Any]]:
 def mean_and_losses(
     p: Any, tokens: Any, targets: Any, c: Config, attention: str | None = None
 ) -> tuple[Any, Any]:
-    """The mean loss, and that of each sequence: the arithmetic of :class:`LanguageModel`."""
+    """Compute the mean loss and that of each sequence, with the arithmetic of :class:`LanguageModel`."""
     jax: Any = importlib.import_module("jax")
     optax: Any = importlib.import_module("optax")
     jnp = jax.numpy

@@ -1,8 +1,8 @@
-"""How systems are timed: losses first, then in turns against ours, on one clock.
+"""Times systems: checks their losses, then runs each in turns with ours, on one clock.
 
-A sample is the wall-clock time of a block of steps between two waits for the device, divided by the steps: the one
-clock that torch and jax share. Ours and an opponent take turns, and who goes first alternates, so that clocks and
-temperature are the same for both. Host time is the time until a single call returns while the device is idle.
+A sample is the wall-clock time of a block of steps between two device synchronizations, divided by the number of steps.
+That is the one clock that torch and jax share. Ours and an opponent take turns, and the order alternates, so that
+clocks and temperature are the same for both. Host time is the time until a single call returns on an idle device.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ BATCHES = 4
 _LOSSES = 5
 WARM_UPS = 3
 _ROUNDS = 10
-_HOST_CALLS = (5, 300)  # at least and at most
-_HOST_MS = 600  # about how long they may take
-_COPIED = (2**28, 2**25)  # bytes, on a GPU and on a CPU: beyond their caches, to find the rate of a copy
-_PRODUCT = (4096, 512)  # and of a product
-_BEST_OF_S = 0.1  # at least so long, until its first calls are forgotten
+_HOST_CALLS = (5, 300)  # minimum and maximum
+_HOST_MS = 600  # approximate limit on their total time
+_COPIED = (2**28, 2**25)  # bytes on a GPU and on a CPU, larger than their caches, to measure the copy rate
+_PRODUCT = (4096, 512)  # matrix sizes, to measure the product rate
+_BEST_OF_S = 0.1  # minimum duration, so that slow first calls do not matter
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class Samples:
     """Times of one system in one comparison, in ms per step.
 
     Attributes:
-      median: Of the blocks.
+      median: Median of the blocks.
       least: The fastest block.
       most: The slowest block.
       steps: Number of timed steps.
@@ -55,38 +55,38 @@ class Samples:
 
     @classmethod
     def of(cls, blocks: Sequence[float], steps: int) -> Samples:
-        """Summary of blocks, each in ms per step."""
+        """Summarize blocks, each in ms per step."""
         return cls(statistics.median(blocks), min(blocks), max(blocks), steps)
 
 
 @dataclass
 class Row:
-    """What is known about one system on one workload.
+    """Results of one system on one workload.
 
     Attributes:
-      workload: Its name.
-      system: Its name.
+      workload: Name of the workload.
+      system: Name of the system.
       status: ``ok``, ``skipped`` or ``failed``.
-      reason: Why it was skipped, or the last line of the failure.
-      ms: Its times.
-      ours_ms: Times of ours in the same rounds.
-      ratio: Its median over that of ours: above 1, ours is faster.
-      host_us: Median time until a call returns while the device is idle, in µs.
-      ours_host_us: That of ours, in turns with it.
-      host_ratio: Its host time over that of ours.
+      reason: Why it was skipped, or the first line of the error.
+      ms: Its times in ms per step.
+      ours_ms: Our times in the same rounds.
+      ratio: Its median over ours; above 1, ours is faster.
+      host_us: Median time until a call returns on an idle device, in µs.
+      ours_host_us: Our host time, measured in turns with it.
+      host_ratio: Its host time over ours.
       peak_bytes: Peak of allocated memory from the start of the build to the last compared loss.
-      reserved_bytes: Growth of what the allocator holds in use, pools of graphs included.
-      start_bytes: The most that it held from the start of the build through the first step.
-      steady_bytes: The most that it held from the second step on.
-      first_step_s: Seconds from the start of the build until the first loss is there, compilation included.
+      reserved_bytes: Growth of the allocator's reserved memory in use, graph pools included.
+      start_bytes: Peak of reserved memory from the start of the build through the first step.
+      steady_bytes: Peak of reserved memory from the second step on.
+      first_step_s: Seconds from the start of the build until the first loss is available, compilation included.
       losses: The first losses.
-      loss_distance: Largest relative distance of these to those of the reference system.
-      losses_agree: Whether that is within the workload's tolerance.
+      loss_distance: Their largest relative distance from those of the reference system.
+      losses_agree: Whether this distance is within the workload's tolerance.
       counts: Captures and replays, where the system counts them.
       nodes: Kernels, copies and fills on the device in one step.
-      floor_ms: Below this the device cannot be; see :meth:`functional_cg.Lowered.cost_analysis`.
-      over_floor: Its median over that.
-      notes: What a reader should know.
+      floor_ms: Lower bound of the step time on this device; see :meth:`functional_cg.Lowered.cost_analysis`.
+      over_floor: Its median over the floor.
+      notes: Remarks for readers.
     """
 
     workload: str
@@ -114,7 +114,7 @@ class Row:
     notes: list[str] = field(default_factory=list)
 
     def as_json(self, environment: dict[str, Any]) -> str:
-        """One line of JSON; NaN and infinity become null."""
+        """Format the row as a line of JSON; NaN and infinity become null."""
         return json.dumps(_finite({**asdict(self), **environment}))
 
 
@@ -127,7 +127,7 @@ def _finite(value: Any) -> Any:
 
 
 def environment(device: torch.device) -> dict[str, Any]:
-    """Device and versions."""
+    """Return the device and versions."""
     on_gpu = device.type == "cuda"
     return {
         "device": torch.cuda.get_device_name(device) if on_gpu else f"cpu, {torch.get_num_threads()} threads",
@@ -145,14 +145,14 @@ def _clean(device: torch.device) -> None:
 
 
 def start(name: str, work: Workload, device: torch.device, batches: Sequence[Batch], row: Row) -> System:
-    """Build a system and take its first steps: time to the first loss, losses and memory go into the row.
+    """Build a system and take its first steps, and record time to first loss, losses and memory.
 
     Args:
       name: The system.
       work: What it trains.
       device: Where.
       batches: Batches on the CPU.
-      row: What is filled in.
+      row: The row to fill in.
     Raises:
       Unavailable: If it cannot run here.
     """
@@ -195,7 +195,7 @@ def _compare(row: Row, reference: Sequence[float], tolerance: float) -> None:
 
 
 def _block(system: System, steps: int) -> float:
-    """Time of one block, in ms per step."""
+    """Time one block, in ms per step."""
     step, batches, count = system.step, system.batches, len(system.batches)
     system.wait()
     start = time.perf_counter()
@@ -206,7 +206,7 @@ def _block(system: System, steps: int) -> float:
 
 
 def in_turns(systems: Sequence[System], steps: int) -> list[Samples]:
-    """Time systems in turns; the order is reversed at each round."""
+    """Time systems in turns; the order is reversed in every other round."""
     rounds = min(_ROUNDS, steps)
     length = -(-steps // rounds)
     for system in systems:
@@ -220,7 +220,7 @@ def in_turns(systems: Sequence[System], steps: int) -> list[Samples]:
 
 
 def _host_us(systems: Sequence[System], calls: int) -> list[float]:
-    """Median time until a call returns while the device is idle, of systems in turns; it is idle at the beginning."""
+    """Return each system's median time per call on an idle device, in turns; the device must be idle at first."""
     times: list[list[float]] = [[] for _ in systems]
     for i in range(calls):
         for system, spent in zip(systems, times, strict=True):
@@ -243,18 +243,18 @@ def bench(
     deadline: float = math.inf,
     nodes: bool = False,
 ) -> list[Row]:
-    """Time ours and the opponents on one workload. A system that fails is a row; the others go on.
+    """Time ours and the opponents on one workload. A system that fails gets a row, and the others continue.
 
     Args:
       work: The workload.
       against: Names of the systems beside ours, in order.
       device: Where.
-      emit: Called with each row as soon as it is complete.
-      anchor: Which of ours the others are compared with; it stays alive all the time.
+      emit: Called with each completed row.
+      anchor: Which of our systems the others are compared with; it stays alive throughout.
       steps: Timed steps for each system.
-      deadline: On the clock of ``time.monotonic``: no system is started later.
-      nodes: Whether the nodes of opponents are counted, too. The profiler that counts them may slow down what is timed
-        after it; those of ours are counted when all is timed.
+      deadline: Time, by ``time.monotonic``, after which no system is started.
+      nodes: Whether to count the nodes of opponents, too. The profiler that counts them may slow down later timings;
+        ours are counted at the end.
     """
     steps = work.steps if steps is None else steps
     batches = work.batches(BATCHES)
@@ -272,7 +272,7 @@ def bench(
             reference = reference or row.losses
             _compare(row, reference, work.tolerance)
             _fill(row, system, ours, steps)
-            if name != FEW:  # a step over fewer leaves has a floor of its own
+            if name != FEW:  # a step over fewer leaves has another floor
                 _place_above_floor(row, rows[0], work, system, device)
             if nodes and name != anchor:
                 row.nodes = _nodes(system, device)
@@ -322,7 +322,7 @@ def _last_line(error: Exception) -> str:
 
 
 def _place_above_floor(row: Row, anchor: Row, work: Workload, system: System, device: torch.device) -> None:
-    """Fill in the floor, which ours knows, and how far above it the system is."""
+    """Fill in the floor, which comes from ours, and how far the system is above it."""
     assert row.ms is not None
     if row is anchor:
         costs = system.costs(None, None)
@@ -343,14 +343,14 @@ def _place_above_floor(row: Row, anchor: Row, work: Workload, system: System, de
 
 
 def _rates(device: torch.device, dtype: torch.dtype) -> tuple[float, float]:
-    """Bytes per second of a copy, and FLOPs per second of a product of a dtype."""
+    """Measure bytes per second of a copy, and FLOPs per second of a matrix product in a dtype."""
     size = _PRODUCT[device.type == "cpu"]
     x = torch.ones(size, size, device=device, dtype=dtype)
     return _copy_rate(device), 2 * size**3 / _shortest(lambda: torch.mm(x, x), device)
 
 
 def _copy_rate(device: torch.device) -> float:
-    """Bytes read and written per second by a copy."""
+    """Measure the bytes per second that a copy reads and writes."""
     size = _COPIED[device.type == "cpu"]
     source = torch.ones(size, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
@@ -358,7 +358,7 @@ def _copy_rate(device: torch.device) -> float:
 
 
 def _shortest(call: Callable[[], Any], device: torch.device) -> float:
-    """Seconds of a call at its best."""
+    """Time the fastest of several calls, in seconds."""
     times: list[float] = []
     while len(times) < _ROUNDS or sum(times) < _BEST_OF_S:
         _wait(device)
@@ -375,7 +375,7 @@ def _wait(device: torch.device) -> None:
 
 
 def _nodes(system: System, device: torch.device) -> int | None:
-    """What a step does on the device, by the profiler: kernels, copies and fills."""
+    """Count a step's kernels, copies and fills on the device with the profiler."""
     if device.type != "cuda":
         return None
     from torch.profiler import ProfilerActivity, profile

@@ -1,7 +1,7 @@
-"""Models of the sharded bench as ordinary modules: what DDP and FSDP2 wrap, and ``from_module`` makes a function.
+"""Models of the sharded bench as ordinary modules, for DDP, FSDP2 and ``from_module``.
 
-Weights are cast to bf16 where they are used. Under FSDP2's mixed precision and under ``zero(param_dtype=...)`` they are
-read in bf16 already, and the cast does nothing.
+Weights are cast to bf16 where they are used. Under FSDP2's mixed precision and under ``zero(param_dtype=...)`` they
+already are bf16, and the cast does nothing.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ _COMPUTE = torch.bfloat16
 
 @dataclass(frozen=True)
 class Config:
-    """A decoder-only language model, and the batch of one GPU.
+    """Sizes of a decoder-only language model and of the batch on one GPU.
 
     Attributes:
-      name: What the command line calls it.
+      name: Name on the command line.
       kind: ``gpt`` (layer norm, learned positions, gelu, tied head) or ``llama`` (RMS norm, rotary positions, SwiGLU,
         grouped keys and values, a head of its own).
       hidden: Width of the feed-forward layer.
@@ -52,12 +52,12 @@ def _all() -> tuple[Config, ...]:
 
 
 def names() -> tuple[str, ...]:
-    """The models that the command line knows."""
+    """List the models for the command line."""
     return tuple(one.name for one in _all())
 
 
 def config(name: str) -> Config:
-    """The model of a name."""
+    """Look up a model's configuration by name."""
     return next(one for one in _all() if one.name == name)
 
 

@@ -1,10 +1,10 @@
-"""``torchrun --nproc_per_node=N -m functional_cg.bench.sharded``: one step on N GPUs, ours beside DDP and FSDP2.
+"""Times ours, DDP and FSDP2 on N GPUs: ``torchrun --nproc_per_node=N -m functional_cg.bench.sharded``.
 
-All systems train one module from the same values on the same batches, each rank on its own, with AdamW. They run one
-after the other in one job. Milliseconds per step are medians of blocks, on the slowest rank; peak memory is that of the
-allocator from the first step on, and beside it while the model was made. *Exposed* is the time in collectives that no
-other kernel runs beside, *compute* that in other kernels. ``ours-3-kept`` keeps gathered parameters for the backward
-(``reshard=False``); ``ddp-compile-views`` has gradients as views of DDP's buckets.
+All systems train the same module with AdamW, from the same values and on the same batches, which differ between ranks.
+They run one after the other in one job. Milliseconds per step are medians of blocks on the slowest rank. Peak memory is
+the allocator's, from the first step on and, separately, while the model is built. *Exposed* is the time in collectives
+that do not overlap with another kernel; *compute* is the time in other kernels. ``ours-3-kept`` keeps gathered
+parameters for the backward (``reshard=False``); ``ddp-compile-views`` has gradients as views of DDP's buckets.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def batches_of(c: Config, rank: int) -> list[tuple[Tensor, Tensor]]:
-    """The batches of one rank, on the CPU: tokens and targets i64[batch, time]."""
+    """Draw the batches of one rank on the CPU: tokens and targets i64[batch, time]."""
     generator = torch.Generator().manual_seed(1 + rank)
     tokens = torch.randint(c.vocab, (8, c.batch, c.time + 1), generator=generator)
     return [(row[:, :-1].contiguous(), row[:, 1:].contiguous()) for row in tokens]
@@ -82,7 +82,7 @@ def batches_of(c: Config, rank: int) -> list[tuple[Tensor, Tensor]]:
 
 def _measured(name: str, c: Config, mesh: Any, batches: Any, options: argparse.Namespace) -> dict[str, Any]:
     _free(mesh.device)
-    left = _allocated(mesh.device)  # by the system before: workspaces of cuBLAS
+    left = _allocated(mesh.device)  # from the previous system: cuBLAS workspaces
     start = time.perf_counter()
     step, close = _build(name, c, mesh, options)
     create_peak = _peak(mesh.device) - left
@@ -169,7 +169,7 @@ def _ours(
 
 
 def _times(step: Step, batches: Sequence[Any], mesh: Any, length: int) -> list[float]:
-    """Milliseconds per step of each block, on the slowest rank."""
+    """Time each block on the slowest rank, in ms per step."""
     out = []
     for _ in range(BLOCKS):
         _wait(mesh)
@@ -185,7 +185,7 @@ def _times(step: Step, batches: Sequence[Any], mesh: Any, length: int) -> list[f
 
 
 def _communication(step: Step, batches: Sequence[Any], steps: int = 3) -> dict[str, Any]:
-    """Milliseconds per step in collectives, in those that stand alone and in other kernels; number of collectives."""
+    """Profile ms per step in collectives, in exposed ones and in other kernels, and count the collectives."""
     from torch.profiler import ProfilerActivity, profile
 
     with profile(activities=[ProfilerActivity.CUDA]) as profiler:
@@ -207,7 +207,7 @@ def _communication(step: Step, batches: Sequence[Any], steps: int = 3) -> dict[s
 
 
 def _covered(start: float, end: float, spans: Sequence[tuple[float, float]]) -> float:
-    """How much of an interval lies in spans, which are sorted."""
+    """Compute how much of an interval is covered by sorted spans."""
     covered, now = 0.0, start
     for first, last in spans:
         if first >= end:
@@ -219,7 +219,7 @@ def _covered(start: float, end: float, spans: Sequence[tuple[float, float]]) -> 
 
 
 def _refuse_different_losses(rows: Sequence[dict[str, Any]]) -> None:
-    """All systems compute the same: their losses agree to what bf16 leaves."""
+    """Exit unless the losses of all systems agree within bf16 rounding."""
     for row in rows[1:]:
         for ours, theirs in zip(row["losses"], rows[0]["losses"], strict=True):
             if abs(ours - theirs) > 1e-2 * abs(theirs):
@@ -260,7 +260,7 @@ def _allocated(device: torch.device) -> float:
 
 
 def _peak(device: torch.device) -> float:
-    """The allocator's peak in GiB since the last reset."""
+    """Return the allocator's peak in GiB since the last reset."""
     return torch.cuda.max_memory_allocated(device) / _GIB if device.type == "cuda" else 0.0
 
 

@@ -1,4 +1,4 @@
-"""What the bench times: a system that is ready for its first step, and the names of all of them."""
+"""Defines the systems that the bench times: their names and their common interface."""
 
 from __future__ import annotations
 
@@ -28,24 +28,22 @@ __all__ = [
 ]
 
 OURS = ("ours", "ours-aten")
-# Ours once more, with something added to the update, or to the way of its batch.
-# A recipe is clipping, a schedule and a guard together.
+# Variants of ours, with additions to the update or to how its batch arrives.
+# The recipe combines clipping, a schedule and a guard.
 UPDATES = ("ours-leaves", "ours-clip", "ours-schedule", "ours-guard", "ours-recipe")
 FEEDS = ("ours-host", "ours-prefetch")
 FEW_LEAVES = 10
-FEW = (
-    f"ours-{FEW_LEAVES}-leaves"  # the same step over so few: what a call pays for each leaf is the difference
-)
+FEW = f"ours-{FEW_LEAVES}-leaves"  # the same step over this few leaves: the difference is the cost per leaf
 VARIANTS = (*UPDATES, *FEEDS, FEW)
 OPPONENTS = (
     "eager", "compile", "reduce-overhead", "graphed-callables", "hand-graph", "hand-graph-compiled",
     "cudagraph-module", "jax",
 )  # fmt: skip
-BETAS, EPS = (0.9, 0.999), 1e-8  # of AdamW, in every system
+BETAS, EPS = (0.9, 0.999), 1e-8  # AdamW in every system
 
 
 class Unavailable(Exception):
-    """A system that cannot run here; the text says why."""
+    """Raised by a system that cannot run here; the text says why."""
 
 
 def nothing() -> None:
@@ -54,18 +52,18 @@ def nothing() -> None:
 
 @dataclass(eq=False)
 class System:
-    """A system that is ready for its first step.
+    """A training system, ready for its first step.
 
     Attributes:
-      name: As on the command line.
-      step: ``step(batch) -> loss``: one update; the loss is a value on the device.
+      name: Name on the command line.
+      step: ``step(batch) -> loss``, one update; the loss is on the device.
       batches: Batches as ``step`` takes them.
-      wait: Blocks until the device is done.
-      close: Gives up graphs and memory.
-      counts: Captures and replays so far, where the system counts them.
-      peak_bytes: Peak of an allocator of its own, in bytes; None where torch's allocator knows it.
-      costs: ``costs(bandwidth, peak_flops)``: what a step costs at least, where the system knows.
-      notes: What a reader should know about this row.
+      wait: Waits for the device.
+      close: Frees graphs and memory.
+      counts: Captures and replays so far, if the system counts them.
+      peak_bytes: Peak of the system's own allocator in bytes; None if it uses torch's.
+      costs: ``costs(bandwidth, peak_flops)``, the minimum cost of a step, if the system knows it.
+      notes: Remarks on this row for readers.
     """
 
     name: str
@@ -80,10 +78,10 @@ class System:
 
 
 def waiter(device: torch.device) -> Callable[[], None]:
-    """What blocks until a device is done."""
+    """Return a function that waits for a device."""
     return (lambda: torch.cuda.synchronize(device)) if device.type == "cuda" else nothing
 
 
 def there(batches: Sequence[dict[str, torch.Tensor]], device: torch.device) -> list[dict[str, torch.Tensor]]:
-    """Batches on a device."""
+    """Copy batches to a device."""
     return [{key: value.to(device) for key, value in batch.items()} for batch in batches]

@@ -1,4 +1,4 @@
-"""Rows as a table for people, and as a picture."""
+"""Formats rows as a text table and as a plot."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ _HEAD = (
 
 
 def table(work: Workload, rows: Sequence[Row]) -> str:
-    """The rows of one workload, as text.
+    """Format the rows of one workload as text.
 
     Args:
       work: The workload.
-      rows: The first one is what the others are compared with.
+      rows: The first one is the reference for the others.
     """
     lines = [_HEAD, *(_cells(row, work.tolerance) for row in rows if row.status == "ok")]
     keep = [i for i in range(len(_HEAD)) if i == 0 or any(line[i] for line in lines[1:])]
@@ -92,14 +92,14 @@ def _remarks(rows: Sequence[Row]) -> Iterator[str]:
 
 
 def refuse_unfit_path(path: Path) -> None:
-    """Find out whether a picture can be saved, before it is drawn.
+    """Raise if a plot cannot be saved, before anything is run.
 
     Args:
-      path: Where to.
+      path: The file to write.
     Raises:
-      ImportError: If there is no matplotlib.
-      ValueError: If its ending is no format.
-      OSError: If there is no such folder, or nothing can be written there.
+      ImportError: If matplotlib is not installed.
+      ValueError: If the suffix is not a known format.
+      OSError: If the folder does not exist, or nothing can be written there.
     """
     from matplotlib.backend_bases import FigureCanvasBase
 
@@ -115,11 +115,11 @@ def refuse_unfit_path(path: Path) -> None:
 
 
 def plot(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
-    """Draw the medians with their spread, a panel for each workload, and save the picture.
+    """Plot the medians with their spread, one panel per workload, and save the figure.
 
     Args:
-      rows: As in the lines of JSON; those without times are left out.
-      path: Where to; its ending is the format.
+      rows: Rows as in the lines of JSON; those without times are left out.
+      path: The file to write; its suffix sets the format.
     Raises:
       ValueError: If no row has times.
     """

@@ -1,7 +1,7 @@
-"""What is timed: sizes, initial values and batches.
+"""Defines the workloads: their sizes, initial values and batches.
 
-All systems of a workload start from the same values, see the same batches and run the same arithmetic: parameters are
-kept in fp32 and cast to the compute dtype where they are used; norms, softmax and losses are computed in fp32.
+All systems start a workload from the same values, with the same batches and the same arithmetic: parameters are kept in
+fp32 and cast to the compute dtype where they are used; norms, softmax and losses are computed in fp32.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ Batch = dict[str, Tensor]
 
 _INITIAL_SEED, _BATCH_SEED, _GRADIENT_SEED = 1, 2, 3
 _GPT_STD = 0.02
-MANY_LEAVES, MANY_FLAT_LEAVES = 200, 2000  # beyond these, no compiler gets the update of them
-CLASSES, ACTIONS = 10, 4  # of the convolutional net, and of the actor
+MANY_LEAVES, MANY_FLAT_LEAVES = 200, 2000  # with more leaves than this, the update is not given to a compiler
+CLASSES, ACTIONS = 10, 4  # classes of the convolutional net, actions of the actor
 _PICTURE, OBSERVATION = 32, 16
-_LEAF = 4  # elements of a leaf, where it is their number that counts
+_LEAF = 4  # elements of a leaf, where the number of leaves is what matters
 _TRAINED = (*OURS, *OPPONENTS)
 
 
@@ -46,7 +46,7 @@ class Workload:
     """A training step to be timed.
 
     Attributes:
-      name: What the command line calls it.
+      name: Name on the command line.
       kind: ``mlp`` (mean squared error), ``gpt`` (next-token loss), ``cnn`` (a residual net with batch norm),
         ``dropout`` (nothing but one), ``actor`` (an actor-critic update), ``loop`` (the loop around that update,
         with an environment in numpy), ``leaves`` (many leaves, one of them updated), ``optimizer`` (an update alone).
@@ -56,12 +56,12 @@ class Workload:
       time: Tokens of an example.
       vocab: Number of tokens.
       leaves: Number of leaves of the state, for ``leaves`` and ``optimizer``; 0 for those of the blocks of a GPT.
-      rule: Which update, for ``optimizer``.
+      rule: The update rule, for ``optimizer``.
       flat: Whether ours updates the leaves as one vector, for ``optimizer``.
       host: Whether batches come from the host at each step.
       bf16: Whether the arithmetic is in bf16 (with fp32 parameters and moments) instead of fp32.
-      steps: Timed steps for each system, where the command line does not say.
-      tolerance: How far the first losses of two systems may be apart, relatively.
+      steps: Timed steps for each system, unless the command line sets them.
+      tolerance: Largest relative difference between the first losses of two systems.
     """
 
     name: str
@@ -83,12 +83,12 @@ class Workload:
 
     @property
     def heads(self) -> int:
-        """Attention heads, of 64 features where that divides the width."""
+        """Number of attention heads, of 64 features if that divides the width."""
         return max(1, self.width // 64)
 
     @property
     def systems(self) -> tuple[str, ...]:
-        """The systems that there are for it."""
+        """Names of the systems that support the workload."""
         few = (FEW,) if self.leaves > FEW_LEAVES and self.width == _LEAF else ()
         if self.kind == "leaves":
             return (*OURS, *few, "hand-graph", "jax")
@@ -105,16 +105,16 @@ class Workload:
 
     @property
     def anchor(self) -> str:
-        """Which of ours the others are compared with."""
+        """Which of our systems the others are compared with."""
         return OURS[self.slow_to_compile]
 
     @property
     def slow_to_compile(self) -> bool:
-        """Whether a compiler takes minutes over the update of so many leaves."""
+        """Whether compiling the update of so many leaves takes minutes."""
         return self.kind == "optimizer" and self.leaves > (MANY_FLAT_LEAVES if self.flat else MANY_LEAVES)
 
     def describe(self) -> str:
-        """The sizes, for a reader."""
+        """Describe the sizes for people."""
         arithmetic = "bf16 compute, fp32 masters" if self.bf16 else "fp32"
         if self.kind == "leaves":
             return f"{self.leaves:,} leaves of f32[{self.width}], of which the step updates one"
@@ -142,7 +142,7 @@ class Workload:
         )
 
     def params(self) -> Params:
-        """Initial values on the CPU, the same ones at each call."""
+        """Make the initial values on the CPU, the same at each call."""
         generator = torch.Generator().manual_seed(_INITIAL_SEED)
 
         def normal(*shape: int, std: float) -> Tensor:
@@ -176,7 +176,7 @@ class Workload:
         return params | {"norm": torch.ones(width), "shift": torch.zeros(width)}
 
     def gradients(self) -> Params:
-        """Gradients of an update alone, the same ones at each step."""
+        """Make the gradients for timing an update alone, the same at each step."""
         generator = torch.Generator().manual_seed(_GRADIENT_SEED)
         return {
             name: 0.01 * (value if self.leaves else torch.randn(value.shape, generator=generator))
@@ -185,11 +185,11 @@ class Workload:
 
     @property
     def shown(self) -> str:
-        """The leaf whose first element is compared in place of the loss of an update alone."""
+        """The leaf whose first element replaces the loss when an update alone is timed."""
         return "leaf00001" if self.leaves else "up_0"
 
     def buffers(self) -> Params:
-        """Running statistics of batch norm; empty for other kinds."""
+        """Make the running statistics of batch norm; empty for other kinds."""
         if self.kind != "cnn":
             return {}
         sizes = {"stem": self.width}
@@ -199,7 +199,7 @@ class Workload:
         return means | {f"var_{name}": torch.ones(channels) for name, channels in sizes.items()}
 
     def batches(self, count: int) -> list[Batch]:
-        """Batches on the CPU, the same ones at each call."""
+        """Make batches on the CPU, the same at each call."""
         generator = torch.Generator().manual_seed(_BATCH_SEED)
 
         def normal(*shape: int) -> Tensor:
@@ -233,7 +233,7 @@ class Workload:
 
 
 def blocks(work: Workload) -> Iterator[tuple[str, int, int, int]]:
-    """The blocks of a residual net: name, channels in, channels out, stride."""
+    """List the blocks of a residual net: name, channels in, channels out, stride."""
     before = work.width
     for stage in range(3):
         channels = work.width * 2**stage
@@ -315,10 +315,10 @@ def _all() -> tuple[Workload, ...]:
 
 
 def names() -> tuple[str, ...]:
-    """The workloads that the command line knows."""
+    """List the workloads for the command line."""
     return tuple(one.name for one in _all())
 
 
 def workload(name: str) -> Workload:
-    """The workload of a name."""
+    """Look up a workload by name."""
     return next(one for one in _all() if one.name == name)

@@ -1,1 +1,1 @@
-"""Programs to run and to copy from: they use the public names, as any user would."""
+"""Example programs to run and to copy from; they use only the public API."""

@@ -1,14 +1,15 @@
-"""Train a byte-level GPT on real text through a captured step: ``python -m functional_cg.examples.gpt``.
+"""Trains a byte-level GPT on real text with a captured step: ``python -m functional_cg.examples.gpt``.
 
-The text is the source code of Python's standard library, or what ``--data`` names. Its last tenth is held out: a model
-that has learnt to use context ends with a validation loss below the entropy of the held-out bytes' own frequencies.
+The text is the source code of Python's standard library, or the path given by ``--data``. Its last tenth is held out: a
+model that has learned to use context reaches a validation loss below the unigram entropy of the held-out bytes.
 
-``--module`` writes the model as an ordinary ``nn.Module``; ``--compare`` trains that by an ordinary loop beside it.
-``--save FILE`` keeps a checkpoint; the same options with ``--resume FILE`` go on from it, and end with the bits of a
-run that was never stopped.
+``--module`` uses the model as an ordinary ``nn.Module``; ``--compare`` also trains that module with an ordinary loop.
+``--save FILE`` writes a checkpoint; the same options with ``--resume FILE`` continue from it, and the result is bitwise
+that of an uninterrupted run.
 
 ``torchrun --nproc_per_node=2 -m functional_cg.examples.gpt --mesh data=2 --zero 3`` trains on two ranks, each with a
-shard of the state and a slice of the batch. A checkpoint is one file, whatever the ranks: it goes on on any number.
+shard of the state and a slice of the batch. A checkpoint is always one file, and any number of ranks can resume from
+it.
 """
 
 from __future__ import annotations
@@ -75,26 +76,26 @@ _PROMPT = b"def "
 
 
 class Model(Protocol):
-    """What the training step wants of a model: a pure function and its first parameters."""
+    """The model interface of the training step: initial parameters and a pure forward function."""
 
     def init(self, key: Tensor, /) -> Params:
-        """Draw parameters."""
+        """Draw initial parameters."""
         ...
 
     def apply(self, params: Params, tokens: Tensor, key: Tensor | None = None, /) -> Tensor:
-        """Logits; without a key, no dropout."""
+        """Compute logits; without a key, no dropout."""
         ...
 
 
 def make_model(options: Namespace) -> Model:
-    """The model as two functions over a tree of parameters, or (``--module``) as a module."""
+    """Make the model as two functions over a parameter tree, or (``--module``) from an ``nn.Module``."""
     sizes = options.layers, options.width, options.heads, options.block_size, options.dropout
-    functions = GPT(*sizes)  # checks the sizes
+    functions = GPT(*sizes)  # validates the sizes
     return PureGPT(GPTModule(*sizes)) if options.module else functions
 
 
 def make_optimizer(peak_lr: float, steps: int) -> fcg.optim.GradientTransformation:
-    """AdamW that decays the matrices only, behind a clip of the gradient's norm."""
+    """Make AdamW with weight decay on matrices only, after clipping by the global norm."""
     schedule = fcg.optim.warmup_cosine(peak_lr, steps // 10, steps, end_value=peak_lr / 10)
     return fcg.optim.chain(
         fcg.optim.clip_by_global_norm(1.0),
@@ -103,7 +104,7 @@ def make_optimizer(peak_lr: float, steps: int) -> fcg.optim.GradientTransformati
 
 
 def matrices(params: Params) -> Params:
-    """Mark the leaves that decay: not the scales and shifts of the norms."""
+    """Mark the leaves that decay: all but the scales and shifts of the norms."""
     return fcg.tree.map(lambda leaf: leaf.ndim >= 2, params)  # type: ignore[no-any-return]
 
 
@@ -114,24 +115,24 @@ def create_state(
     device: torch.device,
     sharding: Any = None,
 ) -> State:
-    """Fresh parameters, the same ones on every device, and a fresh optimizer state; on ranks, a shard of them."""
+    """Create the initial state, with the same parameters on every device; on ranks, a shard of it."""
     init_key, dropout_key = fcg.random.split(fcg.random.key(seed))
     params = fcg.tree.map(lambda leaf: leaf.to(device), model.init(init_key))
     return fcg.TrainState.create(params=params, optimizer=optimizer, key=dropout_key, sharding=sharding)
 
 
 def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
-    """Mean over all places, in nats per byte."""
+    """Compute the mean over all positions, in nats per byte."""
     return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
 
 def make_train_step(model: Model, lowering: Lowering = "auto") -> TrainStep:
-    """The training step: ``state, metrics = train_step(state, batch)``; on ranks, the batch is this one's slice."""
+    """Make ``state, metrics = train_step(state, batch)``; on ranks, ``batch`` is this rank's slice."""
 
     @fcg.graph_step(lowering=lowering)
     def train_step(state: State, batch: Batch) -> tuple[State, Metrics]:
         assert state.key is not None
-        key = fcg.random.fold_in(fcg.sharding.fold_in(state.key), state.step)  # each rank has its own masks
+        key = fcg.random.fold_in(fcg.sharding.fold_in(state.key), state.step)  # each rank draws its own masks
 
         def loss_fn(params: Params) -> Tensor:
             return cross_entropy(model.apply(params, batch["x"], key), batch["y"])
@@ -143,7 +144,7 @@ def make_train_step(model: Model, lowering: Lowering = "auto") -> TrainStep:
 
 
 def make_evaluate(model: Model, lowering: Lowering = "auto") -> Evaluate:
-    """The loss without dropout: ``evaluate(state.params, batch)`` borrows the parameters."""
+    """Make ``evaluate(state.params, batch)``, the loss without dropout, which borrows the parameters."""
 
     @fcg.graph_fn(lowering=lowering)
     def evaluate(params: Params, batch: Batch) -> Tensor:
@@ -154,7 +155,7 @@ def make_evaluate(model: Model, lowering: Lowering = "auto") -> Evaluate:
 
 
 def mean_loss(evaluate: Evaluate, state: State, held_out: Sequence[Batch]) -> float:
-    """Validation loss of a state, which is borrowed."""
+    """Compute the validation loss of a state, which is borrowed."""
     return float(torch.stack([evaluate(state.params, batch) for batch in held_out]).mean())
 
 
@@ -175,7 +176,7 @@ def train(
     """
     start = int(state.step)
     lowered = train_step.lower(state, held_out[0])
-    lowered.capture()  # now, not as a part of the first call
+    lowered.capture()  # now, so that it is not timed with the first call
     history = History(EagerTwin(train_step, state), state_bytes=lowered.memory_analysis()["state"])
     evaluate_every = _READ_EVERY * max(1, steps // (_READ_EVERY * _EVALUATIONS))
     every_s = 0.1 if sys.stderr.isatty() else 3600  # in a log file, a line per reading is enough
@@ -224,17 +225,17 @@ def train(
 
 
 def save(path: Path, state: State, ranks: Ranks) -> None:
-    """Write a checkpoint of the whole state; all ranks call it, and the first one writes."""
+    """Write a checkpoint of the whole state. All ranks call it; rank 0 writes."""
     whole = fcg.sharding.state_dict(state)
     ranks.together(lambda: fcg.save(path, whole) if ranks.first else None)
 
 
 def model_and_text(options: Namespace, ranks: Ranks) -> tuple[Model, Tensor]:
-    """What a run is made of, with all that can be known to be wrong before it starts.
+    """Load the text and make the model, after checking everything that can be checked before the run.
 
     Raises:
-      OSError: If the text cannot be read, or the directory for the result not be made.
-      ValueError: If sizes do not fit each other or the text, or the checkpoint would replace another one.
+      OSError: If the text cannot be read, or the output directory cannot be created.
+      ValueError: If sizes do not fit each other or the text, or the checkpoint would overwrite another one.
     """
     model = make_model(options)
     text = read_bytes(text_files(options.data), _TEXT_BYTES)
@@ -249,24 +250,24 @@ def model_and_text(options: Namespace, ranks: Ranks) -> tuple[Model, Tensor]:
 
 
 def first_state(options: Namespace, model: Model, ranks: Ranks) -> State:
-    """The state to start from: a fresh one, or the checkpoint that ``--resume`` names.
+    """Return the state to start from: a new one, or the checkpoint of ``--resume``.
 
     Raises:
-      ImportError: If a file is to be read or written and safetensors is not installed.
+      ImportError: If a checkpoint is to be read or written and safetensors is not installed.
       OSError: If a file cannot be read or written.
-      ValueError: If the file is no checkpoint, or that of another model.
+      ValueError: If the file is not a checkpoint, or one of another model.
     """
     optimizer = make_optimizer(options.lr, options.steps)
     state = create_state(model, optimizer, options.seed, options.device, ranks.sharding)
     if options.resume is not None:
         state = ranks.together(lambda: resumed(options.resume, state))
     if options.save is not None:
-        save(options.save, state, ranks)  # a bad path is to be known now, not after the training
+        save(options.save, state, ranks)  # a bad path should fail now, not after the training
     return state
 
 
 def resumed(path: Path, state: State) -> State:
-    """The state with the values of a checkpoint, of which each rank keeps what it holds."""
+    """Load a checkpoint into the state; each rank keeps its shards."""
     try:
         return fcg.load(path, state)
     except fcg.LayoutError as error:
@@ -277,7 +278,7 @@ def resumed(path: Path, state: State) -> State:
 def run(
     options: Namespace, model: Model, text: Tensor, state: State, ranks: Ranks
 ) -> tuple[dict[str, Any], History]:
-    """Train as the options say; the result, and how it came about."""
+    """Train as the options say, and return the result and the history."""
     lowering = options.lowering
     if lowering == "auto":
         lowering = "inductor" if options.device.type == "cuda" else "aten"
@@ -288,7 +289,7 @@ def run(
     ranks.say(f"{len(training):,} bytes to train on, {len(held_out):,} held out")
 
     sizes = options.batch_size, options.block_size
-    done = int(state.step)  # the batches of these steps are behind us
+    done = int(state.step)  # skip the batches of the steps already taken
     own = {"rank": ranks.rank, "ranks": ranks.size}
     stream = islice(batches(training, *sizes, options.seed, **own), done, None)
     fixed = validation_batches(held_out, *sizes, _VALIDATION_BATCHES, **own)
@@ -325,11 +326,11 @@ def run(
 
 
 def compare(options: Namespace, training: Tensor) -> tuple[list[float], float]:
-    """Train the module by an ordinary loop, from the first batch on: its losses, and steps per second."""
+    """Train the module with an ordinary loop from the first batch on; return its losses and steps per second."""
     module = GPTModule(options.layers, options.width, options.heads, options.block_size, options.dropout)
     init_key, _ = fcg.random.split(fcg.random.key(options.seed))
     first = PureGPT(module).init(init_key)
-    module.load_state_dict(first, strict=False)  # the head is tied: it has one name there, two here
+    module.load_state_dict(first, strict=False)  # the head is tied: one name there, two here
     stream = batches(training, options.batch_size, options.block_size, options.seed)
     steps = min(_COMPARED_STEPS, options.steps)
     return train_ordinary(module.to(options.device), stream, steps, options.steps, options.lr)
@@ -356,7 +357,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 130
     logging.basicConfig(format="%(message)s")
     if ranks.first:
-        logging.getLogger("functional_cg").setLevel(logging.INFO)  # a line for each stage, with its seconds
+        logging.getLogger("functional_cg").setLevel(logging.INFO)  # logs each stage with its duration
 
     try:
         result, history = run(options, model, text, state, ranks)
@@ -368,7 +369,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def tell(options: Namespace, result: dict[str, Any], history: History) -> None:
-    """Print the result, and write it where the options say."""
+    """Print the result, and write the files that the options name."""
     print(summary(result))
     if options.out is not None:
         write_history(options.out, result, history)

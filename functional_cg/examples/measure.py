@@ -1,4 +1,4 @@
-"""What a run says about itself: tokens per second, and whether a replay is what Python would have computed."""
+"""Measures a training run: calls per second, and whether replays match eager runs."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ __all__ = ["EagerTwin", "Meter"]
 
 
 class EagerTwin:
-    """A fork of a state that takes the same calls eagerly, and compares.
+    """A fork of a state that repeats each call eagerly and compares the results.
 
     Attributes:
       equal: Whether all leaves and metrics were bitwise equal after each call.
-      distance: The largest distance of a leaf to its twin, relative to the twin's norm.
+      distance: Largest distance between a leaf and its eager twin, relative to the twin's norm.
     """
 
     def __init__(self, step: fcg.GraphStep[Any, Any], state: Any) -> None:
@@ -30,7 +30,7 @@ class EagerTwin:
         self.distance = 0.0
 
     def follow(self, batch: Any, state: Any, metrics: dict[str, Tensor]) -> None:
-        """Repeat the call that led to ``state`` and ``metrics``, and compare with them."""
+        """Repeat the call that returned ``state`` and ``metrics``, and compare."""
         start = time.perf_counter()
         self._state, expected = self._step.eager(self._state, batch)
         _wait(expected)
@@ -47,12 +47,12 @@ class EagerTwin:
 
     @property
     def calls_per_s(self) -> float:
-        """Eager calls per second: the median of the calls so far."""
+        """Eager calls per second, from the median call."""
         return 1 / statistics.median(self._seconds) if self._seconds else 0.0
 
 
 class Meter:
-    """Calls per second, with pauses for what is no training.
+    """Measures calls per second, and can pause for work that is not training.
 
     Attributes:
       calls: Number of calls at the last lap.
@@ -64,14 +64,14 @@ class Meter:
         self._mark = time.perf_counter()
 
     def lap(self, calls: int, metrics: dict[str, Tensor]) -> None:
-        """Wait until ``metrics`` are there and count the time since the last mark; ``calls`` were made in all."""
+        """Wait for ``metrics`` and add the time since the last mark; ``calls`` is the total number so far."""
         _wait(metrics)
         self._seconds += time.perf_counter() - self._mark
         self.calls = calls
         self.mark()
 
     def mark(self) -> None:
-        """Do not count the time since the last lap."""
+        """Restart the clock: time since the last lap does not count."""
         self._mark = time.perf_counter()
 
     @property
@@ -81,7 +81,7 @@ class Meter:
 
 
 def _held(tree: tuple[Any, dict[str, Tensor]]) -> list[Tensor]:
-    """Copies of what this rank holds of each leaf."""
+    """Copy this rank's part of each leaf."""
     state, metrics = tree
     return [fcg.sharding.local(leaf) for leaf in fcg.tree.leaves((fcg.snapshot(state), metrics))]
 

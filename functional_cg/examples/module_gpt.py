@@ -1,4 +1,4 @@
-"""The same GPT as an ordinary ``nn.Module``, in the layout that most people have, and what brings it into a step."""
+"""The example GPT as an ordinary ``nn.Module`` in the usual layout, and its adapter for a captured step."""
 
 from __future__ import annotations
 
@@ -70,10 +70,10 @@ class GPTModule(nn.Module):
 
 
 class PureGPT:
-    """A module as the pair of functions that the training step wants: ``init`` and ``apply``.
+    """Adapts a module to the two functions that the training step uses: ``init`` and ``apply``.
 
     Args:
-      module: Without buffers; it stays as it is.
+      module: A module without buffers; it is not modified.
 
     Example:
       >>> model = PureGPT(GPTModule(layers=1, width=16, heads=2, block_size=8, dropout=0.1))
@@ -87,7 +87,7 @@ class PureGPT:
         assert not buffers, "a module with buffers returns new ones, which belong into the state"
 
     def init(self, key: Tensor) -> Params:
-        """Draw the matrices, and keep the scales and shifts of the norms; on the key's device."""
+        """Draw the matrices on the key's device; norms keep their scales and shifts."""
         drawn = {}
         for i, (name, value) in enumerate(self._params.items()):
             matrix = value.ndim >= 2
@@ -99,6 +99,6 @@ class PureGPT:
         return drawn
 
     def apply(self, params: Params, tokens: Tensor, key: Tensor | None = None) -> Tensor:
-        """Logits of the next byte at each place, f32[batch, time, vocab]; without a key, no dropout."""
+        """Compute next-byte logits at each position, f32[batch, time, vocab]; without a key, no dropout."""
         logits, _ = self._apply(params, {}, tokens, key=key, train=key is not None)
         return logits  # type: ignore[no-any-return]

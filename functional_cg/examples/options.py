@@ -1,4 +1,4 @@
-"""The command line of the GPT example."""
+"""Command-line options of the GPT example."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ import torch
 
 __all__ = ["Parser", "device", "gpt_parser"]
 
-_GRACE_S = 5.0  # torchrun ends all ranks when one has failed: the first is to have said why by then
+_GRACE_S = 5.0  # torchrun ends all ranks once one has failed: gives rank 0 time to print the error first
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser whose errors are one line; of several ranks, which fail together, the first one says it."""
+    """Argument parser with one-line errors; when all ranks fail together, only rank 0 prints."""
 
     def error(self, message: str) -> NoReturn:
         if os.environ.get("RANK", "0") != "0":
@@ -27,7 +27,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def integer(low: int, high: int = 2**31 - 1) -> Callable[[str], int]:
-    """An option's type: an integer from ``low`` to ``high``."""
+    """Make an argparse type: an integer from ``low`` to ``high``, inclusive."""
 
     def parse(text: str) -> int:
         try:
@@ -42,14 +42,14 @@ def integer(low: int, high: int = 2**31 - 1) -> Callable[[str], int]:
 
 
 def number(low: float, high: float) -> Callable[[str], float]:
-    """An option's type: a number from ``low`` up to, and without, ``high``."""
+    """Make an argparse type: a number in [``low``, ``high``)."""
 
     def parse(text: str) -> float:
         try:
             value = float(text)
         except ValueError:
             raise argparse.ArgumentTypeError(f"expected a number, got {text!r}") from None
-        if not low <= value < high:  # also refuses nan
+        if not low <= value < high:  # also rejects NaN
             raise argparse.ArgumentTypeError(f"expected at least {low:g} and less than {high:g}, got {text}")
         return value
 
@@ -57,7 +57,7 @@ def number(low: float, high: float) -> Callable[[str], float]:
 
 
 def device(name: str) -> torch.device:
-    """An option's type: ``cpu``, ``cuda``, or ``auto`` for the GPU if there is one."""
+    """Parse a device: ``cpu``, ``cuda``, or ``auto`` for the GPU if there is one."""
     if name not in ("auto", "cpu", "cuda"):
         raise argparse.ArgumentTypeError(f"expected auto, cpu or cuda, got {name!r}")
     if name == "cuda" and not torch.cuda.is_available():
@@ -68,7 +68,7 @@ def device(name: str) -> torch.device:
 
 
 def mesh(text: str) -> dict[str, int]:
-    """An option's type: names and sizes of one axis or two, ``data=4`` or ``replica=2,shard=-1``."""
+    """Parse the names and sizes of one or two mesh axes: ``data=4`` or ``replica=2,shard=-1``."""
     axes: dict[str, int] = {}
     for part in text.split(","):
         name, _, size = part.partition("=")
@@ -84,7 +84,7 @@ def mesh(text: str) -> dict[str, int]:
 
 
 def gpt_parser(prog: str, description: str) -> Parser:
-    """The options of the GPT example, with their defaults: a run of a minute or two on two CPU cores."""
+    """Make the parser of the GPT example; the defaults run in a minute or two on two CPU cores."""
     parser = Parser(
         prog=prog,
         description=description,

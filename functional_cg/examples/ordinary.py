@@ -1,4 +1,4 @@
-"""The ordinary training loop: a module, ``torch.optim``, ``backward()``. What the captured step is compared with."""
+"""An ordinary training loop (module, ``torch.optim``, ``backward()``): the baseline for the captured step."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ _UNTIMED = 5
 def train_ordinary(
     module: nn.Module, stream: Iterator[Batch], steps: int, of_steps: int, peak_lr: float
 ) -> tuple[list[float], float]:
-    """Train a module in place, with the recipe of the example.
+    """Train a module in place, with the recipe of the GPT example.
 
     Args:
       module: Returns logits for i64[batch, time].
       stream: Batches on any device.
-      steps: How many to take, more than 5.
-      of_steps: How many the schedule is made for.
+      steps: Number of steps, more than 5.
+      of_steps: Length of the schedule in steps.
       peak_lr: The largest learning rate.
     Returns:
-      The losses, and steps per second without the first few.
+      The losses, and steps per second, not counting the first few.
     """
     device = next(module.parameters()).device
     matrices = [p for p in module.parameters() if p.ndim >= 2]
@@ -56,7 +56,7 @@ def train_ordinary(
 
 
 def _factor(step: int, steps: int) -> float:
-    """Linear warm-up over a tenth of the steps, then a cosine down to a tenth of the peak."""
+    """Warm up linearly over a tenth of the steps, then decay by a cosine to a tenth of the peak."""
     warm_up = steps // 10
     if step < warm_up:
         return step / warm_up

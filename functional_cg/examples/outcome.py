@@ -1,4 +1,4 @@
-"""What a run of the GPT example leaves behind: its history, a summary, files."""
+"""Records the results of a GPT run: its history, a summary and output files."""
 
 from __future__ import annotations
 
@@ -24,22 +24,22 @@ __all__ = [
     "write_history",
 ]
 
-# A compiler fuses and reorders sums: after the checked calls a leaf may be this far from eager, relative to its norm.
+# A compiler fuses and reorders sums: after the checked calls a leaf may differ from eager by this much of its norm.
 _COMPILED_TOLERANCE = 1e-3
 
 
 @dataclass
 class History:
-    """What a run leaves behind.
+    """Measurements collected during a run.
 
     Attributes:
-      twin: Took the first calls eagerly.
-      meter: Time of the training calls.
+      twin: Repeats the first calls eagerly.
+      meter: Times the training calls.
       losses: Loss of each step of this run, f32[] on the device.
       validation: Pairs of step and validation loss.
-      state_bytes: What a rank holds of the state.
+      state_bytes: Bytes of the state on one rank.
       interrupted: Whether Ctrl-C ended the run.
-      ordinary: Losses of an ordinary loop, and its steps per second.
+      ordinary: Losses and steps per second of an ordinary loop.
     """
 
     twin: EagerTwin
@@ -52,7 +52,7 @@ class History:
 
 
 def losses_and_entropy(history: History, entropy: float) -> dict[str, Any]:
-    """What was learnt, in nats and in bits."""
+    """Summarize the losses, in nats and in bits, against the unigram entropy."""
     val_loss = history.validation[-1][1]
     return {
         "loss_first": float(history.losses[0]) if history.losses else None,
@@ -66,7 +66,7 @@ def losses_and_entropy(history: History, entropy: float) -> dict[str, Any]:
 
 
 def speed_and_agreement(history: History, ranks: Ranks, tokens: int, *, bitwise: bool) -> dict[str, Any]:
-    """Tokens per second, and whether a replay is what eager computes: to the last bit, or nearly if compiled."""
+    """Summarize tokens per second, and whether replays match eager: bitwise, or closely if compiled."""
     twin = history.twin
     equal, distances = zip(*ranks.exchange((twin.equal, twin.distance)), strict=True)
     return {
@@ -80,7 +80,7 @@ def speed_and_agreement(history: History, ranks: Ranks, tokens: int, *, bitwise:
 
 
 def summary(result: dict[str, Any]) -> str:
-    """The result for a reader."""
+    """Format the result for people."""
     how = "interrupted after" if result["interrupted"] else "finished"
     equal = "equals" if result["replay_equals_eager"] else "DIFFERS FROM"
     ordinary = result["ordinary_tokens_per_s"]
@@ -98,7 +98,7 @@ def summary(result: dict[str, Any]) -> str:
 
 
 def finite(value: Any) -> Any:
-    """JSON knows no NaN and no infinity: they become None."""
+    """Replace NaN and infinity, which JSON does not have, by None."""
     if isinstance(value, dict):
         return {name: finite(item) for name, item in value.items()}
     if isinstance(value, (list, tuple)):
@@ -114,12 +114,12 @@ def write_history(directory: Path, result: dict[str, Any], history: History) -> 
 
 
 def draw_losses(file: Path, history: History) -> None:
-    """Write a picture of the loss curves.
+    """Write a plot of the loss curves.
 
     Raises:
       ImportError: If matplotlib is not installed.
     """
-    from functional_cg import report  # brings matplotlib, which only this needs
+    from functional_cg import report  # imports matplotlib, which only this function needs
 
     curves: dict[str, Sequence[Any]] = {"captured": history.losses}
     if history.ordinary:

@@ -1,7 +1,7 @@
-"""The ranks of a run of the GPT example: laid out by its options, led by the first, and of one mind.
+"""Coordinates the ranks of a GPT run: layout, output from rank 0, and agreement on errors and Ctrl-C.
 
-Each rank runs the whole program, so what one of them alone comes to know (a file that is missing, Ctrl-C, a replay
-that differs) has to reach the others before the next collective: they would wait in it.
+Each rank runs the whole program. Whatever only one of them notices (a missing file, Ctrl-C, a replay that differs) must
+reach the others before the next collective, or they would wait in it.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Ranks:
-    """This rank among all; without ``--mesh`` it is the only one.
+    """This rank and the number of ranks; without ``--mesh`` there is one.
 
     Attributes:
-      rank: Its number.
-      size: How many there are.
-      sharding: What ``TrainState.create`` takes; None without ``--mesh``.
+      rank: Number of this rank.
+      size: Number of ranks.
+      sharding: Argument for ``TrainState.create``; None without ``--mesh``.
     """
 
     rank: int = 0
@@ -41,16 +41,16 @@ class Ranks:
 
     @property
     def first(self) -> bool:
-        """Whether this is the rank that prints and writes."""
+        """Whether this rank prints and writes."""
         return self.rank == 0
 
     def say(self, text: str) -> None:
-        """Print once, not once per rank."""
+        """Print on rank 0 only."""
         if self.first:
             print(text, flush=True)
 
     def exchange(self, value: T) -> list[T]:
-        """What each rank has to say, on all of them; a small value that pickles. All ranks call it."""
+        """Gather a small picklable value from each rank on all of them. All ranks must call it."""
         said: list[Any] = [value]
         if self.size > 1:
             said *= self.size
@@ -58,10 +58,10 @@ class Ranks:
         return said
 
     def together(self, action: Callable[[], T]) -> T:
-        """Do something that may fail on some ranks only; then it fails on all. It calls no collective.
+        """Run something that may fail on some ranks only, and fail on all if it does. It must not call a collective.
 
         Raises:
-          ValueError: On the ranks on which it went well, with what the first of the others said.
+          ValueError: On the ranks where it succeeded, with the message of the first rank where it failed.
         """
         try:
             result = action()
@@ -75,10 +75,10 @@ class Ranks:
 
 
 def ranks_of(options: Namespace) -> Ranks:
-    """Lay out the ranks as the options say. All ranks get the same answer: nothing has been started yet.
+    """Lay out the ranks as the options say. A refusal is the same on all ranks, before anything has started.
 
     Raises:
-      ValueError: If ``--mesh`` is no layout of the processes that were started, or is missing though there are many.
+      ValueError: If ``--mesh`` does not fit the number of processes, or is missing although there are several.
     """
     started = int(os.environ.get("WORLD_SIZE", "1"))
     if options.mesh is None:
@@ -96,10 +96,11 @@ def ranks_of(options: Namespace) -> Ranks:
 
 @contextmanager
 def stop_request(ranks: Ranks) -> Iterator[Callable[[], bool]]:
-    """Whether Ctrl-C has struck a rank: a question that all ranks ask at the same step, and answer alike.
+    """Yield a function that tells, alike on all ranks, whether Ctrl-C has reached any of them.
 
-    A rank that stopped by itself would leave the others in a collective, or have its state saved as a mixture of two
-    steps. With one rank Ctrl-C is what it is elsewhere, and the answer is no. So is a second Ctrl-C.
+    All ranks must call it at the same step. A rank that stopped alone would leave the others in a collective, or save
+    its shards from another step than theirs. With one rank the answer is always no, and Ctrl-C raises as usual. A
+    second Ctrl-C raises as usual, too.
     """
     if ranks.size == 1:
         yield lambda: False

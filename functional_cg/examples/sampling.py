@@ -1,4 +1,4 @@
-"""Text from a byte-level model: one captured call per byte, on a window that never changes its shape."""
+"""Generates text from a byte-level model: one captured call per byte, on a window of fixed shape."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Sampler = fcg.GraphFn[..., Tensor]
 
 
 def make_sampler(apply: Callable[..., Tensor], lowering: Any = "auto") -> Sampler:
-    """The next byte: ``sample(params, window, place, key)``, i64[] of [0, 256).
+    """Make ``sample(params, window, place, key)``, which draws the next byte, i64[] in [0, 256).
 
     Args:
       apply: ``apply(params, i64[1, time]) -> f32[1, time, 256]``.
@@ -32,14 +32,14 @@ def make_sampler(apply: Callable[..., Tensor], lowering: Any = "auto") -> Sample
 
 
 def generate(sample: Sampler, params: Any, prompt: bytes, count: int, block_size: int, seed: int = 0) -> str:
-    """Go on from a prompt for ``count`` bytes; the window holds the last ``block_size`` of them.
+    """Continue a prompt by ``count`` bytes; the window holds the last ``block_size`` bytes.
 
-    Bytes that are no UTF-8 are shown as a replacement character.
+    Bytes that are not valid UTF-8 become replacement characters.
     """
     text, key = bytearray(prompt), fcg.random.key(seed)
     for i in range(count):
         recent = text[-block_size:]
-        window = torch.zeros(block_size, dtype=torch.int64)  # what follows the last byte is not looked at
+        window = torch.zeros(block_size, dtype=torch.int64)  # positions after the last byte are ignored
         window[: len(recent)] = torch.tensor(list(recent))
         text.append(int(sample(params, window, len(recent) - 1, fcg.random.fold_in(key, i))))
     return bytes(text).decode(errors="replace")

@@ -1,4 +1,4 @@
-"""Bytes of real text: where they come from, a held-out part, and batches cut from them."""
+"""Reads real text as bytes, holds out a part for validation, and cuts batches."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ Batch = dict[str, Tensor]
 
 
 def text_files(path: Path | None = None) -> list[Path]:
-    """The files to read, sorted: the same list at each run.
+    """List the files to read, sorted, so that each run reads the same.
 
     Args:
-      path: A file, or a directory whose files are taken, hidden ones and ``__pycache__`` left out. By default the
-        sources of the Python standard library that runs this program.
+      path: A file, or a directory of files, without hidden ones and ``__pycache__``. By default the standard library of
+        the Python that runs this program.
     Raises:
       FileNotFoundError: If there is nothing to read.
     """
@@ -41,7 +41,7 @@ def _hidden(path: Path) -> bool:
 
 
 def read_bytes(files: Sequence[Path], limit_bytes: int) -> Tensor:
-    """Read files one after the other, u8[n], up to ``limit_bytes`` in all.
+    """Read and concatenate files, u8[n], up to ``limit_bytes`` in total.
 
     Raises:
       OSError: If a file cannot be read.
@@ -59,10 +59,10 @@ def read_bytes(files: Sequence[Path], limit_bytes: int) -> Tensor:
 
 
 def split(data: Tensor, block_size: int) -> tuple[Tensor, Tensor]:
-    """Split text into a part to train on and the last tenth, held out.
+    """Split text into a training part and the last tenth, which is held out.
 
     Raises:
-      ValueError: If one of the parts is too short for a block and the byte after it.
+      ValueError: If a part is too short for a block and the byte after it.
     """
     held_out = len(data) // 10
     if held_out <= block_size:
@@ -74,10 +74,10 @@ def split(data: Tensor, block_size: int) -> tuple[Tensor, Tensor]:
 def batches(
     data: Tensor, batch_size: int, block_size: int, seed: int, *, rank: int = 0, ranks: int = 1
 ) -> Iterator[Batch]:
-    """Cut blocks at random places, for ever: ``{"x": i64[batch, block], "y": the same, one byte later}``.
+    """Cut blocks at random places, endlessly: ``{"x": i64[batch, block], "y": the same, one byte later}``.
 
-    Each of several ranks draws the places of all, and cuts its own: together they are at each step the batch that one
-    rank would draw with a ``batch_size`` as many times as large.
+    With several ranks, each draws the places of all and cuts its own. Together they form the batch that a single rank
+    would draw with ``batch_size`` multiplied by the number of ranks.
     """
     generator = torch.Generator().manual_seed(seed)
     while True:
@@ -88,9 +88,9 @@ def batches(
 def validation_batches(
     data: Tensor, batch_size: int, block_size: int, count: int, *, rank: int = 0, ranks: int = 1
 ) -> list[Batch]:
-    """Cut ``count`` batches at places that are evenly spread over the text: the same ones at each call.
+    """Cut ``count`` batches at places spread evenly over the text, the same at each call.
 
-    Each of several ranks cuts its own, as in :func:`batches`.
+    With several ranks, each cuts its own, as in :func:`batches`.
     """
     last, places = len(data) - block_size - 1, count * ranks * batch_size
     starts = torch.arange(places) * last // max(places - 1, 1)
@@ -104,7 +104,7 @@ def _blocks(data: Tensor, starts: Tensor, block_size: int) -> Batch:
 
 
 def unigram_entropy(data: Tensor) -> float:
-    """Entropy in nats of the bytes' own frequencies: the loss of the best model that ignores context.
+    """Compute the entropy of the byte frequencies in nats: the loss of the best model that ignores context.
 
     Example:
       >>> unigram_entropy(torch.tensor([7, 7, 9, 9], dtype=torch.uint8))

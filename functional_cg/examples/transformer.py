@@ -1,4 +1,4 @@
-"""A byte-level GPT as two pure functions: ``init`` makes parameters, ``apply`` reads them."""
+"""A byte-level GPT as two pure functions: ``init`` draws parameters, ``apply`` computes logits."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ Params = dict[str, Any]
 class GPT:
     """A decoder-only transformer: pre-norm, learned positions, and a head tied to the embedding.
 
-    The object holds sizes only; the parameters are a dict, passed in at each call. Matrices are
-    [out, in], as in ``torch.nn.Linear``; there are no biases outside of the norms.
+    The object holds sizes only; the parameters are a dict that is passed to each call. Matrices are [out, in], as in
+    ``torch.nn.Linear``. Only the norms have biases.
 
     Attributes:
       layers: Number of blocks.
       width: Size of the residual stream, a multiple of ``heads``.
       heads: Attention heads of each block.
       block_size: Longest context, in bytes.
-      dropout: Probability, in [0, 1), on the embeddings and on what each layer adds.
+      dropout: Probability, in [0, 1), on the embeddings and on the output of each layer.
       vocab: Number of tokens.
 
     Example:
@@ -51,7 +51,7 @@ class GPT:
             raise ValueError(f"width {self.width} is not a multiple of {self.heads} heads")
 
     def init(self, key: Tensor) -> Params:
-        """Draw parameters, on the key's device."""
+        """Draw initial parameters on the key's device."""
         wte, wpe, *blocks = fcg.random.split(key, 2 + self.layers)
         return {
             "wte": fcg.random.normal(wte, (self.vocab, self.width), std=0.02),
@@ -63,7 +63,7 @@ class GPT:
     def _init_block(self, key: Tensor) -> Params:
         width = self.width
         qkv, out, up, down = fcg.random.split(key, 4)
-        # What is added to the residual stream 2 * layers times starts smaller, so that the sum does not grow.
+        # The residual stream sums 2 * layers outputs: these start smaller, so that the sum does not grow.
         std, added = width**-0.5, (2 * width * self.layers) ** -0.5
         return {
             "norm1": _init_norm(width, key.device),
@@ -75,10 +75,10 @@ class GPT:
         }
 
     def apply(self, params: Params, tokens: Tensor, key: Tensor | None = None) -> Tensor:
-        """Logits of the next byte at each place.
+        """Compute next-byte logits at each position.
 
         Args:
-          params: What ``init`` returns.
+          params: Parameters from ``init``.
           tokens: i64[batch, time], with time at most ``block_size``.
           key: i64[2] for dropout; None for evaluation.
         Returns:

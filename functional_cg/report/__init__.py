@@ -1,6 +1,6 @@
-"""Pictures of states and steps, with matplotlib (opt-in import; the extra ``notebooks`` brings it).
+"""Matplotlib plots of states and steps (opt-in import; the extra ``notebooks`` installs matplotlib).
 
-What needs no picture stands elsewhere: ``print(state)``, ``step.explain()``, and what a notebook shows for both.
+Text output is elsewhere: ``print(state)``, ``step.explain()``, and the notebook display of both.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a state takes, and how a run goes. Every plot returns its Axes, and can be told apart without colours."""
+"""Plots of a state's memory and a run's losses. Each returns its Axes and is readable without colour."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def bytes_by_role(state: Any, *, ax: Axes | None = None) -> Axes:
       state: Handle of a state.
       ax: Where to draw; a new figure by default.
     Returns:
-      The axes: one horizontal bar per role, stacked by dtype, padding last; the numbers are those of the leaves.
+      The axes: one horizontal bar per role, stacked by dtype, padding last. The numbers count the leaves only.
     Raises:
       TypeError: If ``state`` is no handle.
 
@@ -78,7 +78,7 @@ def bytes_by_role(state: Any, *, ax: Axes | None = None) -> Axes:
 
 
 def _bytes_of(plan: Plan) -> Counter[tuple[str, str]]:
-    """Bytes by role and dtype, and the padding of each role."""
+    """Count bytes by role and dtype, and the padding of each role."""
     used = Counter[tuple[str, str]]()
     for slab in plan.slabs:
         used[slab.role, _PADDING] += slab.nbytes
@@ -96,7 +96,7 @@ def arena(state: Any, *, ax: Axes | None = None) -> Axes:
       state: Handle of a state.
       ax: Where to draw; a new figure by default.
     Returns:
-      The axes; the horizontal one counts bytes from the begin of the first slab.
+      The axes; the horizontal axis counts bytes from the start of the first slab.
     Raises:
       TypeError: If ``state`` is no handle.
 
@@ -133,7 +133,7 @@ def loss_curves(curves: Mapping[str, Sequence[Any]], *, ax: Axes | None = None) 
     """Draw losses over calls, one line per run.
 
     Args:
-      curves: Losses of each run, by its name: floats, or tensors of one element as a step returns them.
+      curves: Losses of each run by name: floats, or one-element tensors as a step returns them.
       ax: Where to draw; a new figure by default.
     Returns:
       The axes; runs differ in dash and colour.
@@ -172,14 +172,14 @@ def _handle(state: Any, function: str) -> Handle:
 
 
 def _legend(ax: Axes) -> None:
-    if ax.get_legend_handles_labels()[0]:  # a state without leaves has nothing to name
+    if ax.get_legend_handles_labels()[0]:  # a state without leaves has no labels
         legend = ax.legend(loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False)
         ax.set_axes_locator(_Beside(ax, legend))
 
 
 @dataclass(frozen=True)
 class _Beside:
-    """Keeps axes and the legend beside them in the place of the axes, whoever lays the figure out and when."""
+    """Locator that fits axes plus the legend beside them into the place of the axes, in any figure layout."""
 
     axes: Axes
     legend: Legend

@@ -1,4 +1,4 @@
-"""How long a step takes, call by call: the distribution with its median and spread."""
+"""Times a step call by call, and plots the distribution with its median and spread."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ _LONG_TAIL = 10
 def seconds_per_call(
     step: GraphStep[Any, Any] | GraphFn[Any, Any], state: Any, *inputs: Any, n: int = 100
 ) -> list[float]:
-    """Time ``n`` calls of a step, each from its call to the end of its work on the device.
+    """Time ``n`` calls of a step, each until its work on the device is done.
 
-    The calls run on a fork of the state, so ``state`` is not donated and does not change; the fork has a capture of its
-    own, freed with it. On a GPU each call waits for its end: a loop that does not wait is faster.
+    The calls run on a fork of the state, so ``state`` is neither donated nor changed. The fork has its own capture,
+    which is freed with it. On a GPU each call is waited for; a loop that does not wait is faster.
 
     Args:
-      step: What to time.
+      step: The step or read-only function to time.
       state: Its first argument.
-      inputs: The other ones; the same at each call.
-      n: Number of calls that count; five more run before.
+      inputs: The other arguments; the same at each call.
+      n: Number of timed calls; five untimed ones run first.
     Returns:
       Seconds of each call.
     Raises:
@@ -75,9 +75,9 @@ def step_times(
     """Draw the distribution of step times: each call, the median, and the middle half.
 
     Args:
-      times: A step, to be timed by :func:`seconds_per_call`; or seconds; or seconds of several, by name.
-      arguments: State and inputs, if a step is to be timed.
-      n: Number of calls, if a step is to be timed.
+      times: A step, which :func:`seconds_per_call` times; or seconds per call; or a dict of such lists by name.
+      arguments: State and inputs, if ``times`` is a step.
+      n: Number of calls, if ``times`` is a step.
       ax: Where to draw; a new figure by default.
     Returns:
       The axes, in milliseconds; the labels give the median and the spread (10th to 90th percentile).
@@ -128,7 +128,7 @@ def _make_logarithmic(ax: Axes) -> None:
 
 
 def _spread_out(count: int, row: int) -> list[float]:
-    """Heights at which points of equal time lie apart."""
+    """Return heights that keep points of equal time apart."""
     return [row + 0.3 * (((i * 0.618034) % 1.0) - 0.5) for i in range(count)]
 
 

@@ -1,7 +1,8 @@
-"""Tests for steps: an adversarial replay, laws to assert, and hypothesis strategies (opt-in imports).
+"""Testing tools for steps: an adversarial replay simulator, assertions and hypothesis strategies.
 
-Two modules need hypothesis and are imported by their own names: ``functional_cg.testing.strategies``, and
-``functional_cg.testing.stateful``, whose ``machine`` does with a step what a loop does between two calls.
+The package is an opt-in import. Two of its modules need hypothesis and are imported separately:
+``functional_cg.testing.strategies``, and ``functional_cg.testing.stateful``, whose ``machine`` does to a step what a
+training loop does between two calls.
 """
 
 from __future__ import annotations

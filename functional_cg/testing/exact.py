@@ -1,8 +1,8 @@
-"""Random steps whose arithmetic is exact: whole numbers, far from the end of what their dtypes hold.
+"""Strategy for random steps with exact arithmetic: small integers, well inside the range of their dtypes.
 
-Sums of whole numbers have the same value in any order, and no product of them is rounded, so every lowering has to give
-the same numbers: there is no tolerance to choose, and any difference is a mistake. (Zeros have a sign, which the order
-of a sum does change.)
+Sums of such integers do not depend on their order, and their products are never rounded. Every lowering must therefore
+give the same numbers: no tolerance is needed, and any difference is a bug. (The exception is the sign of a zero, which
+does depend on the order of a sum.)
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ from .trees import Draw, like
 
 __all__ = ["exact_step_fns", "whole_numbers"]
 
-_MOST = 8  # of a leaf and an input, by magnitude
-_NUMEL = 64  # of a value: what is expanded again and again stays small
+_MOST = 8  # largest magnitude of a leaf or an input
+_NUMEL = 64  # largest value: repeated expansion stays bounded
 _LIMITS = MappingProxyType(
     {torch.float32: 2**20, torch.float64: 2**40, torch.bfloat16: 2**7, torch.float16: 2**10}
 )
 
 
 def whole_numbers(most: int = _MOST) -> st.SearchStrategy[int]:
-    """Whole numbers of either sign, as elements of ``like(tree, elements=whole_numbers())``.
+    """Draw whole numbers of either sign: ``like(tree, elements=whole_numbers())``.
 
     Args:
       most: The greatest magnitude.
@@ -46,7 +46,7 @@ def whole_numbers(most: int = _MOST) -> st.SearchStrategy[int]:
 
 
 def _limit(dtype: torch.dtype) -> int:
-    """Up to where a dtype holds all whole numbers, with room for the next operation."""
+    """Return a bound below which a dtype holds every integer, with room for the next operation."""
     if dtype in _LIMITS:
         return _LIMITS[dtype]
     return 1 if dtype is torch.bool else torch.iinfo(dtype).max // 8
@@ -111,11 +111,11 @@ def _same(bound: float) -> float:
     return bound
 
 
-# Name, what it fits, what it computes, and the bound of the result for the bound of the argument.
+# Name, predicate on the argument, function, and how the bound of the argument maps to that of the result.
 _UNARY: tuple[
     tuple[str, Callable[[Tensor], bool], Callable[[Tensor], Tensor], Callable[[float], float]], ...
 ] = (
-    # the value itself, in words that a compiler may drop
+    # identities, in spellings that a compiler may remove
     ("clone", lambda a: True, torch.clone, _same),
     ("copy", lambda a: True, lambda a: a.to(a.dtype, copy=True), _same),
     ("cat_of_one", _dims, lambda a: torch.cat([a]), _same),
@@ -161,7 +161,7 @@ _UNARY: tuple[
     ("square_gradient", _float, _square_gradient, lambda b: 2 * b),
     ("remat_gradient", _float, _remade, lambda b: 4 * b),
     ("branch", _float, _branch, lambda b: b + 1),
-    # moving about
+    # rearranging
     ("flip", _dims, lambda a: a.flip(0), _same),
     ("roll", _dims, lambda a: a.roll(1, 0), _same),
     ("sort", _dims, lambda a: a.sort(-1).values, _same),
@@ -237,9 +237,9 @@ _BINARY: tuple[
         lambda x, y: y + 3,
     ),
 )
-# The sum of a value, whose bound depends on how many elements it has.
+# Sums: the bound of the result depends on the number of elements.
 _SUMS: tuple[tuple[str, Callable[[Tensor], bool], Callable[[Tensor], Tensor]], ...] = (
-    # Not of nothing: some compilers launch no threads for it, which a driver refuses.
+    # Not of empty tensors: some compilers launch zero threads for them, which the driver refuses.
     ("sum", lambda a: _float(a) and a.numel() > 0, torch.sum),
     ("sum_of_rows", lambda a: _float(a) and _rows(a) and a.numel() > 0, lambda a: a.sum(0)),
     ("running_sum", lambda a: _float(a) and _rows(a) and a.numel() > 0, lambda a: a.cumsum(-1)),
@@ -247,7 +247,7 @@ _SUMS: tuple[tuple[str, Callable[[Tensor], bool], Callable[[Tensor], Tensor]], .
 
 
 def _candidates(values: Sequence[Tensor], bounds: Sequence[float]) -> list[tuple[Operation, float]]:
-    """All operations that fit some values, with the bounds of their results."""
+    """List all operations that apply to some values, with the bounds of their results."""
     found: list[tuple[Operation, float]] = []
     for i, a in enumerate(values):
         if bounds[i] < math.inf:
@@ -266,16 +266,16 @@ def _candidates(values: Sequence[Tensor], bounds: Sequence[float]) -> list[tuple
 def exact_step_fns(
     draw: Draw, *, max_operations: int = 12, device: torch.device | str | None = None
 ) -> StepProgram:
-    """Random pure steps on whole numbers, for which every lowering gives the same numbers.
+    """Draw random pure steps on whole numbers, for which every lowering must give the same result.
 
     They keep old leaves in many spellings, swap them, take gradients, write rows, draw from keys, and return metrics
-    that alias old leaves, new leaves, the input and each other. A leaf never leaves [-8, 8], so they may be called as
-    often as one likes.
+    that alias old leaves, new leaves, the input and each other. Leaves stay within [-8, 8], so a step may be called any
+    number of times.
 
     Args:
       draw: Given by hypothesis.
       max_operations: Upper bound of the program's length.
-      device: Where its state and its input lie.
+      device: Device of its state and its input.
 
     Example:
       >>> import functional_cg as fcg
@@ -295,7 +295,7 @@ def exact_step_fns(
     x = draw(like(torch.zeros(shape), elements=whole_numbers())).to(device)
     leaves = pytree.leaves(tree)
     values: list[Tensor] = [*leaves, x]
-    # A key is no number: its bits are not to be added to anything.
+    # A key is not a number: nothing may be added to its bits.
     bounds: list[float] = [math.inf if _key(leaf) else _MOST for leaf in leaves] + [_MOST]
     operations: list[Operation] = []
     for _ in range(draw(st.integers(1, max_operations))):
@@ -309,7 +309,7 @@ def exact_step_fns(
             operations.append(chosen[0])
     new_state = draw(_new_states(leaves, values, bounds))
     some = st.lists(st.integers(0, len(values) - 1), max_size=4)
-    # What is kept shows what was written into it: now and then that is everything.
+    # A value that is returned shows whether anything wrote into it, so sometimes return all of them.
     metrics = draw(some | st.just(list(range(len(leaves) + 1, len(values)))))
     program = StepProgram(tree, x, tuple(operations), new_state, tuple(metrics))
     for kind in sorted(program.kinds):
@@ -338,7 +338,7 @@ def _states(draw: Draw) -> Any:
 def _new_states(
     draw: Draw, leaves: Sequence[Tensor], values: Sequence[Tensor], bounds: Sequence[float]
 ) -> tuple[int, ...]:
-    """The value that becomes each leaf; values that are computed first, so that examples shrink towards change."""
+    """Draw the value that becomes each leaf; computed values come first, so examples shrink towards change."""
     new_state = []
     for number, leaf in enumerate(leaves):
         most = math.inf if _key(leaf) else max(_MOST, 1)

@@ -1,4 +1,4 @@
-"""Laws to assert in a test of one's own step. Each raises AssertionError with key paths and values."""
+"""Assertions about steps: purity, replay equals eager, no aliasing. Failures name key paths and values."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def _plain(leaf: Any) -> Any:
 
 
 def _bits(tensor: Tensor) -> Tensor:
-    """All bytes of a tensor in logical order: NaNs and signed zeros compare by their bits."""
+    """Return the bytes of a tensor in logical order, so that NaNs and signed zeros compare by their bits."""
     plain = tensor.detach().resolve_conj().resolve_neg()
     return plain.clone(memory_format=torch.contiguous_format).reshape(-1).view(torch.uint8)
 
@@ -78,7 +78,7 @@ def _first_difference(got: Any, expected: Any, root: str, rtol: float = 0, atol:
 
 
 def assert_trees_all_equal(got: Any, expected: Any, name: str = "tree") -> None:
-    """Assert that two pytrees (states, metrics) have equal structure and bitwise equal leaves.
+    """Assert that two pytrees (states, metrics) have the same structure and bitwise equal leaves.
 
     Raises:
       AssertionError: With key path and values of the first leaf that differs.
@@ -91,7 +91,7 @@ def assert_trees_all_equal(got: Any, expected: Any, name: str = "tree") -> None:
 def assert_trees_all_close(
     got: Any, expected: Any, *, rtol: float = 1e-5, atol: float = 1e-6, name: str = "tree"
 ) -> None:
-    """Assert that two pytrees have equal structure, dtypes and shapes, and close values.
+    """Assert that two pytrees have the same structure, dtypes and shapes, and close values.
 
     Raises:
       AssertionError: With the key path of the first leaf that differs.
@@ -111,7 +111,7 @@ def assert_trees_all_close(
 def assert_no_alias(*trees: Any) -> None:
     """Assert that no two leaves of the given trees share memory, and that none overlaps itself.
 
-    Tensors must each have a storage of their own; leaves of states, which share slabs, must not overlap.
+    Each tensor must have its own storage. Leaves of states share slabs, so they need only not overlap.
 
     Raises:
       AssertionError: With the key paths of two leaves that share memory.
@@ -145,12 +145,12 @@ def assert_replay_equals_eager(
     rtol: float = 0,
     atol: float = 0,
 ) -> None:
-    """Assert that each replay gives bitwise what the pure function gives: all leaves, all metrics, every call.
+    """Assert that every replay matches the pure function bit for bit: all leaves, all metrics, every call.
 
     Args:
       step: The captured step, or a function to capture.
-      state: Pytree or handle to start from; it is copied and stays as it is.
-      inputs: One entry per call: the input, or a tuple of the inputs. Take new data for each.
+      state: Pytree or handle to start from; it is copied, not modified.
+      inputs: One entry per call: the input, or a tuple of the inputs. Use new data for each.
       rtol: Relative tolerance for floating leaves, for a lowering that compiles: a compiler may reorder arithmetic.
       atol: Absolute tolerance, likewise. Both runs go on from their own results, so differences add up.
     Raises:
@@ -180,7 +180,7 @@ def assert_pure(step: Any, state: Any, *inputs: Any) -> None:
 
     Args:
       step: A graph_step, a graph_fn, or a function ``fn(state, *inputs) -> (state, metrics)``.
-      state: Pytree or handle to start from; it is copied and stays as it is.
+      state: Pytree or handle to start from; it is copied, not modified.
       inputs: The inputs.
     Raises:
       AssertionError: With what the trace refuses, the argument that was written, or the leaf that differs.

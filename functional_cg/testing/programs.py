@@ -1,4 +1,4 @@
-"""Random pure steps and random optimizers."""
+"""Hypothesis strategies for random pure steps and random optimizers."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ __all__ = ["StepProgram", "optimizers", "step_fns"]
 
 @dataclass(frozen=True)
 class Operation:
-    """One line of a program: ``function`` of earlier values, given by number."""
+    """One line of a program: a function applied to earlier values, which are given by number."""
 
     name: str
     function: Callable[..., Tensor]
@@ -36,13 +36,13 @@ class Operation:
 
 @dataclass(frozen=True)
 class StepProgram:
-    """A random pure step: ``program(state, x) -> (state, metrics)``. It prints as a program.
+    """A random pure step, ``program(state, x) -> (state, metrics)``, whose repr is its program text.
 
     Attributes:
-      state: A state to start from; some leaf of it is new at each call.
+      state: A state to start from; at least one of its leaves is new at each call.
       x: An example input.
-      operations: What it computes; values are numbered, leaves of the state first, then the input.
-      new_state: Number of the value that becomes each leaf.
+      operations: Its operations. Values are numbered: the leaves of the state first, then the input, then results.
+      new_state: For each leaf, the number of the value that it becomes.
       metrics: Numbers of the values that it returns.
     """
 
@@ -66,7 +66,7 @@ class StepProgram:
 
     @property
     def kinds(self) -> frozenset[str]:
-        """What the program contains, of the things that steps get wrong."""
+        """Names of the error-prone constructs that the program contains."""
         names = {operation.name for operation in self.operations}
         leaves = pytree.leaves(self.state)
         swapped = any(n != i < len(leaves) and self.new_state[i] == n for n, i in enumerate(self.new_state))
@@ -94,7 +94,7 @@ def _gradient(w: Tensor, x: Tensor) -> Tensor:
 
 
 class _Layer(nn.Module):
-    """A linear layer around a weight that exists, so that there is nothing to draw."""
+    """A linear layer around an existing weight, so that no initial values are drawn."""
 
     def __init__(self, weight: nn.Parameter) -> None:
         super().__init__()
@@ -105,7 +105,7 @@ class _Layer(nn.Module):
 
 
 def _tied(w: Tensor, x: Tensor) -> Tensor:
-    """A module whose two layers have one weight."""
+    """Call a module whose two layers share one weight."""
     weight = nn.Parameter(torch.zeros(3, 3))
     apply, _, _ = from_module(nn.Sequential(_Layer(weight), nn.Tanh(), _Layer(weight)))
     out: Tensor = apply({"0.weight": w}, {}, x)[0]
@@ -212,7 +212,7 @@ _BINARY: tuple[tuple[str, Callable[[Tensor, Tensor], bool], Callable[[Tensor, Te
 )  # fmt: skip
 
 
-# What has to be in many programs, of all that can be.
+# Constructs that many programs must contain.
 _FAMILIES = (
     ("gradients", frozenset({"gradient", "sum_gradient", "tied_gradient"})),
     ("randomness", frozenset({"noise", "masked"})),
@@ -221,7 +221,7 @@ _FAMILIES = (
 
 
 def _candidates(values: Sequence[Tensor]) -> list[Operation]:
-    """All operations that fit some values."""
+    """List all operations that apply to some values."""
     found = [
         Operation(name, function, (i,))
         for name, fits, function in _UNARY
@@ -242,11 +242,11 @@ def _candidates(values: Sequence[Tensor]) -> list[Operation]:
 def step_fns(
     draw: Draw, *, states: st.SearchStrategy[Any] | None = None, max_operations: int = 12
 ) -> StepProgram:
-    """Random pure steps over random states.
+    """Draw random pure steps over random states.
 
-    They take gradients, draw keyed randomness, call a module with tied weights, swap leaves, pass them through or
-    return one tensor in two places, and return metrics that alias old leaves, new leaves, the input and each other.
-    What a program contains is an ``event`` of hypothesis: ``pytest --hypothesis-show-statistics`` counts them.
+    They take gradients, draw keyed randomness, call a module with tied weights, swap leaves, pass them through, return
+    one tensor in two places, and return metrics that alias old leaves, new leaves, the input and each other. Each
+    construct is reported as a hypothesis ``event``, which ``pytest --hypothesis-show-statistics`` counts.
 
     Args:
       draw: Given by hypothesis.
@@ -281,7 +281,7 @@ def step_fns(
 
 @st.composite
 def _operations(draw: Draw, values: Sequence[Tensor]) -> Operation:
-    """Operations that fit some values: by family and name first, or what fits often would crowd out the rest."""
+    """Draw an operation by family, then name, so that those that fit often do not crowd out the rest."""
     fitting = _candidates(values)
     names = {operation.name for operation in fitting}
     families = [sorted(names & members) for _, members in _FAMILIES]
@@ -296,7 +296,7 @@ def _operations(draw: Draw, values: Sequence[Tensor]) -> Operation:
 
 @st.composite
 def _new_states(draw: Draw, leaves: Sequence[Tensor], values: Sequence[Tensor]) -> tuple[int, ...]:
-    """The value that becomes each leaf; often two leaves change places."""
+    """Draw the value that becomes each leaf; often two leaves are swapped."""
     new_state = [draw(_values_for(leaf, values)) for leaf in leaves]
     pairs = [
         (i, j)
@@ -311,7 +311,7 @@ def _new_states(draw: Draw, leaves: Sequence[Tensor], values: Sequence[Tensor]) 
 
 
 def _values_for(leaf: Tensor, values: Sequence[Tensor]) -> st.SearchStrategy[int]:
-    """Numbers of the values that can become a leaf; computed ones first, so that examples shrink towards change."""
+    """Draw one of the values that can become a leaf, computed ones first, so that examples shrink towards change."""
     fitting = [i for i, v in enumerate(values) if v.shape == leaf.shape and v.dtype is leaf.dtype]
     return st.sampled_from(fitting[::-1])
 
@@ -335,7 +335,7 @@ def _states(draw: Draw) -> Any:
 
 @st.composite
 def optimizers(draw: Draw) -> GradientTransformation:
-    """Optimizers: with and without momentum, weight decay, a schedule, clipping and flat storage."""
+    """Draw optimizers with and without momentum, weight decay, a schedule, clipping and flat storage."""
     rate = draw(st.sampled_from((0.1, optim.warmup_cosine(0.1, 3, 20), optim.linear(0.1, 0.0, 20))))
     rule = draw(
         st.sampled_from(

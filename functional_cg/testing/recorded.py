@@ -1,7 +1,7 @@
-"""Recorded ATen calls: ops on addresses, with their literals, that can be repeated without any Python of a step.
+"""Records ATen calls on memory addresses, so that they can be repeated without running the step's Python.
 
-A tensor is recorded as the address that it was when the call was made, so a call that changes its argument's shape or
-memory (``t_``, ``resize_``, ``set_``, ``out=``) finds it as it was at each repetition.
+A tensor is recorded as its address and view at the time of the call. A call that changes the shape or the memory of its
+argument (``t_``, ``resize_``, ``set_``, ``out=``) therefore finds it unchanged at each repetition.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ __all__ = ["Address", "Block", "Call", "Foreign", "Memory", "resolve"]
 
 
 class Memory(Protocol):
-    """Where a tensor lies."""
+    """The memory in which a tensor lies."""
 
     def storage(self, dtype: torch.dtype) -> torch.UntypedStorage:
-        """The bytes that lie there now, in which numbers of ``dtype`` are looked for."""
+        """Return the bytes that are there now, to be read as ``dtype``."""
         ...
 
 
 class Block:
-    """Memory that the holder of the record owns."""
+    """Memory that is owned by whoever holds the record."""
 
     def __init__(self, nbytes: int) -> None:
         self._storage = torch.UntypedStorage(nbytes)
@@ -40,7 +40,7 @@ class Block:
 
     @classmethod
     def of(cls, tensor: Tensor) -> Block:
-        """The memory of a tensor, held."""
+        """Return the memory of a tensor, and keep it alive."""
         block = cls(0)
         block._storage, block.dtype = tensor.untyped_storage(), tensor.dtype
         return block
@@ -53,29 +53,29 @@ class Block:
         return self._storage
 
     def grow(self, nbytes: int) -> None:
-        """Make room, as for a tensor that is resized."""
+        """Enlarge the block, as for a tensor that is resized."""
         if nbytes > self.nbytes:
             self._storage.resize_(nbytes)
 
     def put(self, value: Tensor) -> None:
-        """Fill with the memory of a result."""
+        """Copy the bytes of a result into the block."""
         source = _bytes(value.untyped_storage())
         _bytes(self._storage)[: source.numel()].copy_(source)
         self.dtype = value.dtype
 
     def revive(self) -> None:
-        """Note that values are to be written."""
+        """Mark the block as about to be written."""
         self._poisoned = False
 
     def poison(self) -> None:
-        """Overwrite what was written since the last time."""
+        """Overwrite the block, unless nothing was written since the last time."""
         if not self._poisoned:
             poison(torch.empty(0, dtype=self.dtype).set_(self._storage))
             self._poisoned = True
 
 
 class Foreign:
-    """Memory that somebody else owns, as a graph knows it: garbage lies there once it was freed."""
+    """Memory owned by others, as a graph sees it: after it is freed, it holds garbage."""
 
     def __init__(self, tensor: Tensor) -> None:
         self._storage = StorageWeakRef(tensor.untyped_storage())
@@ -90,7 +90,7 @@ class Foreign:
 
 
 class Address:
-    """Where a tensor was when it was recorded, and how to read it."""
+    """The place of a tensor when it was recorded: its memory, dtype and view."""
 
     def __init__(self, tensor: Tensor, memory: Memory) -> None:
         self.memory = memory
@@ -99,7 +99,7 @@ class Address:
         self._bits = (tensor.is_conj(), tensor.is_neg())
 
     def tensor(self) -> Tensor:
-        """What lies there now."""
+        """Return the tensor that is there now."""
         storage = self.memory.storage(self._dtype)
         tensor: Tensor = torch.empty(0, dtype=self._dtype).set_(storage, *self._view)
         conjugated, negated = self._bits
@@ -108,7 +108,7 @@ class Address:
 
 
 def resolve(value: Any) -> Any:
-    """An argument as it was recorded, with addresses looked up."""
+    """Return a recorded argument with its addresses resolved to tensors."""
     if isinstance(value, Address):
         return value.tensor()
     if isinstance(value, (list, tuple)):
@@ -130,13 +130,13 @@ def _bytes(storage: torch.UntypedStorage) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Draw:
-    """A generator and its state when a call drew from it: nobody moves the offset that a graph was captured with."""
+    """A generator and its state when a call drew from it: a replay does not advance the captured offset."""
 
     generator: torch.Generator
     state: Tensor
 
     def rewound(self, call: Callable[[], Any]) -> Any:
-        """Run a call that draws the recorded numbers again; the generator is left as it was."""
+        """Run a call so that it draws the recorded numbers again; the generator's state is restored."""
         now = self.generator.get_state()
         self.generator.set_state(self.state)
         try:
@@ -154,14 +154,14 @@ def _drawn(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Draw | No
 
 @dataclass(slots=True)
 class Call:
-    """One recorded call.
+    """One recorded ATen call.
 
     Attributes:
       op: The op.
-      args: Its arguments, with addresses in place of tensors and literals as they were.
+      args: Its arguments: addresses in place of tensors, literals unchanged.
       kwargs: The same, by name.
-      draw: What it drew from, if it draws random numbers.
-      fresh: Results that are not memory of an argument: their positions among all results, and where they lie.
+      draw: The generator and its state, if it draws random numbers.
+      fresh: Results in memory of their own, not an argument's: their positions among all results, and their memory.
     """
 
     op: Any
@@ -186,10 +186,10 @@ class Call:
           op: The op.
           args: Its arguments.
           kwargs: The same, by name.
-          locate: Says in which memory an argument lies.
-          allocate: Says in which memory a new tensor lies.
+          locate: Returns the memory of an argument.
+          allocate: Returns the memory for a new tensor.
         Returns:
-          The record, and what the call returned.
+          The record, and the result of the call.
         """
         named = {name: _addressed(value, locate) for name, value in kwargs.items()}
         record = cls(op, _addressed(tuple(args), locate), named, _drawn(op, args, kwargs))
@@ -200,12 +200,12 @@ class Call:
         return record, out
 
     def bound(self) -> Callable[[], Any]:
-        """The call on what lies at the recorded addresses now, as a function that runs in C."""
+        """Bind the call to the tensors now at the recorded addresses, as a function that runs in C."""
         kwargs = {name: resolve(value) for name, value in self.kwargs.items()}
         return partial(getattr(self.op, "_op", self.op), *resolve(self.args), **kwargs)
 
     def repeat(self) -> None:
-        """Run the call, and put its results where they lay when it was recorded."""
+        """Run the call, and write its results to their recorded memory."""
         call = self.bound()
         results = list(tensors_in([call() if self.draw is None else self.draw.rewound(call)]))
         for position, block in self.fresh:

@@ -1,10 +1,10 @@
-"""Simulated streams: work that was asked for is not done until somebody waits for it.
+"""Simulated streams: queued work does not run until something waits for it.
 
-Under ``with simulator.stream("a"):`` each ATen call that touches the memory of a step (its slots, static inputs and
-metrics) is queued, results of such calls included, as are replays; what touches host memory alone is done at once.
-A stream does its work in order. Between two streams there is no order, unless one waits for the other.
+Under ``with simulator.stream("a"):`` replays are queued, and so is each ATen call that touches the memory of a step:
+its slots, static inputs and metrics, and results of queued calls. Calls on host memory alone run at once. A stream runs
+its work in order. Two streams are not ordered unless one waits for the other.
 
-Not simulated: memory that is freed while a queued call reads it (the record of a call keeps it alive).
+Not simulated: memory freed while a queued call still reads it (the record of a call keeps it alive).
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ __all__ = ["DeviceMemory", "SimulatedStream"]
 
 
 class DeviceMemory:
-    """The storages that stand for memory of the device: work on them is queued."""
+    """The set of storages that stand for device memory: work on them is queued."""
 
     def __init__(self) -> None:
-        # A weak reference keeps the identity from being used again.
+        # A weak reference keeps the storage's identity from being reused.
         self._storages: dict[int, StorageWeakRef] = {}
 
     def add(self, tensors: Iterable[Tensor]) -> None:
@@ -44,7 +44,7 @@ class DeviceMemory:
 
 @dataclass(frozen=True)
 class _Event:
-    """A moment of a stream: as many pieces of work were done."""
+    """A point in a stream: reached once ``number`` work items are done."""
 
     stream: SimulatedStream
     number: int
@@ -54,7 +54,7 @@ class _Event:
 
 
 class SimulatedStream(TorchDispatchMode):
-    """A queue of work on device memory, as late as it may be; see :meth:`functional_cg.testing.Simulator.stream`."""
+    """A queue that delays device work as long as possible; see :meth:`functional_cg.testing.Simulator.stream`."""
 
     def __init__(self, device: DeviceMemory) -> None:
         super().__init__()
@@ -72,7 +72,7 @@ class SimulatedStream(TorchDispatchMode):
         self.record_event().synchronize()
 
     def run_until(self, number: int) -> None:
-        """Do work in order until as many pieces are done since the beginning."""
+        """Run work in order until ``number`` items are done, counted from the beginning."""
         with _disable_current_modes(), torch.no_grad():
             while self._done < number:
                 self._done += 1  # first, since the work may wait for a stream that waits for this one
@@ -83,7 +83,7 @@ class SimulatedStream(TorchDispatchMode):
     ) -> Any:
         kwargs = kwargs or {}
         if Leaf in types:
-            return NotImplemented  # it asks again with the memory of its slot
+            return NotImplemented  # it dispatches again with the memory of its slot
         if types or not any(map(self._device.holds, tensors_in([*args, *kwargs.values()]))):
             return func(*args, **kwargs)
         if sync_reason(func, args, kwargs):
@@ -92,7 +92,7 @@ class SimulatedStream(TorchDispatchMode):
         return self._queued(func, args, kwargs)
 
     def _queued(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """Queue a call. It also runs at once, for the shapes of its results, and what it writes is taken back."""
+        """Queue a call. To find the shapes of its results, it also runs at once, and its writes are undone."""
         written = written_arguments(func, args, kwargs)
         before = [tensor.clone() for tensor in written]
         call, out = Call.run(func, args, kwargs, locate=Block.of, allocate=Block.of)
@@ -106,6 +106,6 @@ class SimulatedStream(TorchDispatchMode):
 
 
 def wait_for(streams: Sequence[SimulatedStream]) -> None:
-    """Let streams do all their work, the last one first: what nobody has ordered happens in the wrong order."""
+    """Run all work of the streams, the last stream first, so that unordered work runs in the wrong order."""
     for stream in reversed(streams):
         stream.synchronize()

@@ -1,18 +1,17 @@
-"""The simulator: a replay on the CPU that is as unforgiving as a CUDA graph.
+"""Simulates CUDA graph replay on the CPU, with the graph's rules on memory, randomness and streams.
 
-Pass it as ``graph_step(backend=Simulator())``. A capture records the ATen calls of the plan with the memory that they
-read and write and the literals that they were given; from then on no Python of the step runs. A replay repeats the
-calls on the same memory.
+Pass it as ``graph_step(backend=Simulator())``. A capture records the plan's ATen calls, their literals, and the memory
+that they read and write. After that, no Python of the step runs. A replay repeats the calls on the same memory.
 
-- The pool: memory that is born in a capture is used again within it as soon as it is free. Between replays all of it
-  is overwritten, static metrics included; all captures of one simulator share their pool so far.
-- Owners: what was not born in the capture is known by its address only. Once its owner lets go of it, the simulator
+- The pool: memory allocated during a capture is reused within it as soon as it is free. Between replays all of it is
+  overwritten, static metrics included. To that extent all captures of one simulator share a pool.
+- Owners: memory that was not allocated in the capture is known by address only. Once its owner frees it, the simulator
   finds garbage there.
-- Randomness: numbers drawn from a generator are those of the capture, each time.
-- Streams: :meth:`Simulator.stream` delays copies and replays until something waits for them. Host inputs go through
+- Randomness: each replay draws the same numbers from a generator as the capture did.
+- Streams: :meth:`Simulator.stream` delays copies and replays until something waits for them. Host inputs pass through
   the ring of staging slots that a GPU would need.
 
-A step that survives this is safe on the GPU as far as memory, order and baked values go.
+A step that passes under the simulator is safe on the GPU with regard to memory, order and baked values.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ _CPU = torch.device("cpu")
 
 
 class _Pool:
-    """Memory that is born in one capture, a block of it for each tensor that lives."""
+    """Memory allocated in one capture: one block for each live tensor."""
 
     def __init__(self) -> None:
         self.blocks: list[Block] = []
@@ -49,19 +48,19 @@ class _Pool:
         self._live: dict[int, tuple[StorageWeakRef, Block]] = {}
 
     def find(self, tensor: Tensor) -> Block | None:
-        """The block of a tensor, grown if the tensor has outgrown it."""
+        """Return the block of a tensor, enlarged if the tensor has outgrown it."""
         _, block = self._live.get(storage_key(tensor), (None, None))
         if block is not None:
             block.grow(tensor.untyped_storage().nbytes())
         return block
 
     def reclaim(self) -> None:
-        """Take back the blocks of tensors that are gone."""
+        """Reclaim the blocks of tensors that are gone."""
         for key in [key for key, (storage, _) in self._live.items() if storage.expired()]:
             self._free.append(self._live.pop(key)[1])
 
     def allocate(self, tensor: Tensor) -> Block:
-        """A block for a new tensor: of those that are free the smallest that is large enough."""
+        """Return a block for a new tensor: the smallest free one that is large enough."""
         block = self.find(tensor)
         if block is None:
             nbytes = tensor.untyped_storage().nbytes()
@@ -76,7 +75,7 @@ class _Pool:
 
 
 class _Recorder(TorchDispatchMode):
-    """Records the calls of one run on buffers, and which memory is born in it."""
+    """Records the calls of one run on buffers, and the memory that it allocates."""
 
     def __init__(self, buffers: Buffers) -> None:
         super().__init__()
@@ -90,7 +89,7 @@ class _Recorder(TorchDispatchMode):
         self.tail = len(self.calls)
 
     def locate(self, tensor: Tensor) -> Memory:
-        """Where a tensor lies: in a static buffer, in the pool, or in what the bound plan holds."""
+        """Return the memory of a tensor: a static buffer, the pool, or memory that the bound plan holds."""
         return self._of_others.get(storage_key(tensor)) or self.pool.find(tensor) or Block.of(tensor)
 
     def __torch_dispatch__(
@@ -103,7 +102,7 @@ class _Recorder(TorchDispatchMode):
 
 
 class _SimulatedReplay:
-    """Repeats recorded calls; its metrics lie in the pool and are overwritten by the next replay."""
+    """Repeats recorded calls. Its metrics lie in the pool, and the next replay overwrites them."""
 
     fresh = False
 
@@ -123,13 +122,13 @@ class _SimulatedReplay:
         return [address.tensor() for address in self._static]
 
     def _run(self, before: Before) -> None:
-        # Nothing here requires grad; without a context manager Ctrl-C finds no mode to leave half set.
+        # Nothing here requires grad. Without a context manager, Ctrl-C cannot leave a mode half set.
         self._simulator.overwrite()
         for block in self.blocks:
             block.revive()
         for call in self._head:
             call.repeat()
-        # A commit of what torch keeps lazily, such as a conjugate, computes before it writes.
+        # Committing a lazy view, such as a conjugate, computes before it writes.
         tail = [call.repeat if call.fresh else call.bound() for call in self._tail]
         uninterrupted((*before, *tail))
         metrics = [address.memory for address in self._static]
@@ -145,10 +144,10 @@ class _SimulatedReplay:
 
 
 class Simulator:
-    """An adversarial CPU backend, for tests: ``graph_step(backend=Simulator())``.
+    """An adversarial CPU backend for tests: ``graph_step(backend=Simulator())``.
 
-    One object may serve several steps; they share a pool then, as CUDA graphs may. It needs ``lowering="aten"``, the
-    default on CPU.
+    One object may serve several steps, which then share a pool, as CUDA graphs may. It needs ``lowering="aten"``, the
+    default on a CPU.
 
     Example:
       >>> import torch, functional_cg as fcg
@@ -169,7 +168,7 @@ class Simulator:
     def capture(
         self, plan: ExecutionPlan, buffers: Buffers, scratch: Callable[[], Buffers]
     ) -> _SimulatedReplay:
-        """Warm up on scratch memory, then record one run on the static buffers, which end as they were."""
+        """Warm up on scratch memory, then record one run on the static buffers, which are restored."""
         if not isinstance(plan, AtenPlan):
             raise TypeError('the simulator records ATen calls; it needs `lowering="aten"`')
         if not all(tensor.is_cpu for tensor in buffers.slots):
@@ -188,7 +187,7 @@ class Simulator:
             warm(())
         del warm
         run = plan.bind(buffers)
-        before = [slot.clone() for slot in buffers.slots]  # a real capture runs nothing
+        before = [slot.clone() for slot in buffers.slots]  # a real capture executes nothing
         recorder = _Recorder(buffers)
         try:
             with recorder:
@@ -203,10 +202,10 @@ class Simulator:
         return replay
 
     def stream(self, name: str) -> SimulatedStream:
-        """A stream by its name: under ``with simulator.stream("a"):`` copies and replays are queued.
+        """Return the stream of a name; under ``with simulator.stream("a"):`` copies and replays are queued.
 
-        Nothing of it is done until it has to be: because the host reads a value by ``item()``, because the library
-        orders streams, or by :meth:`synchronize`, which has to come before values are read in other ways.
+        Queued work runs only when it must: when the host reads a value with ``item()``, when the library orders
+        streams, or at :meth:`synchronize`. Call :meth:`synchronize` before reading values in any other way.
 
         Example:
           >>> import torch, functional_cg as fcg
@@ -225,16 +224,16 @@ class Simulator:
         return self._streams.setdefault(name, SimulatedStream(self._device))
 
     def synchronize(self) -> None:
-        """Let all streams do their work, the last one first: what nobody has ordered happens in the wrong order."""
+        """Run all work of all streams, the last stream first, so that unordered work runs in the wrong order."""
         wait_for(list(self._streams.values()))
 
     def poison(self) -> None:
-        """Overwrite the pool: all that lives in captures between two calls, static metrics included."""
+        """Overwrite the pool: everything that captures hold between two calls, static metrics included."""
         self.synchronize()
         self.overwrite()
 
     def overwrite(self) -> None:
-        """Overwrite the pool at this moment of a stream's work."""
+        """Overwrite the pool at this point of a stream's work."""
         for replay in self._replays:
             for block in replay.blocks:
                 block.poison()

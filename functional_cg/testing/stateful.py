@@ -1,6 +1,6 @@
-"""A state machine for one's own step: whatever a user does between two calls, a state is what the function made of it.
+"""Stateful hypothesis tests of a step: whatever happens between calls, it must match the pure function.
 
-It needs hypothesis and is imported by its own name.
+It needs hypothesis and is a separate import.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _MOST_STATES = 3
 
 
 def some() -> st.SearchStrategy[int]:
-    """Which of several things a rule takes, modulo their number."""
+    """Draw an index into several things; rules use it modulo their number."""
     return st.integers(0, 7)
 
 
@@ -43,28 +43,29 @@ def machine(
     rtol: float = 0.0,
     atol: float = 0.0,
 ) -> type[GraphStepMachine]:
-    """Make a hypothesis state machine that does with a step what users do between two calls, mistakes included.
+    """Make a hypothesis state machine that does to a step what users do between calls, mistakes included.
 
-    It steps, steps eagerly, evaluates, keeps what was returned, overwrites its inputs, reads and writes leaves, forks,
-    saves and restores, drops states and collects garbage, passes inputs of another layout, uses what was donated, lets
-    the function raise, closes the step and makes it anew. After each of these every state must equal, bitwise, what
-    the plain Python function made of a plain tree, and nothing that was returned may have changed.
+    It steps, steps eagerly, evaluates, keeps returned values, overwrites its inputs, reads and writes leaves, forks,
+    saves and restores, drops states and collects garbage, passes inputs of another layout, uses donated states, lets
+    the function raise, and closes and recreates the step. After each action every state must equal, bitwise, the result
+    of the plain Python function on a plain tree, and no returned value may have changed.
 
-    Each example captures the step anew, so that it can be repeated; the trace is shared. Set ``deadline=None``.
+    Each example captures the step again, so that it can be repeated; the trace is shared. Set ``deadline=None``.
 
     Args:
-      step: The step to test; it is not called itself.
+      step: The step to test. It is not called itself; each example makes a new step from it.
       state: Strategy for states to start from, all of one layout: handles or pytrees, such as ``st.builds(create)``.
       inputs: Strategy for the input of a call, or for a tuple of its inputs; all of one layout. Tensors are made
-        contiguous: in other strides the plain function would add up in another order than a replay.
+        contiguous: with other strides the plain function could sum in another order than a replay.
       evaluate: Read-only functions to call in between, with the state and the inputs.
-      backend: Makes a backend for each example, such as :class:`functional_cg.testing.Simulator`; else the step's own.
-      rtol: Relative tolerance for floating leaves, where a lowering compiles. A state is then compared call by call.
+      backend: Makes a backend for each example, such as :class:`functional_cg.testing.Simulator`; by default the
+        step's.
+      rtol: Relative tolerance for floating leaves, for a lowering that compiles. States are then compared call by call.
       atol: Absolute tolerance, likewise.
     Returns:
       A machine class; ``machine(...).TestCase`` is a test. Subclass it to add rules of your own.
     Raises:
-      TypeError: If an argument is not what is said above.
+      TypeError: If an argument has the wrong type.
 
     Example:
       >>> import torch, functional_cg as fcg
@@ -134,7 +135,7 @@ def machine(
 
 
 class GraphStepMachine(Twins, RuleBasedStateMachine):
-    """What :func:`machine` makes a subclass of; a rule of your own can use the methods of :class:`Twins`.
+    """Base class of the machines from :func:`machine`; custom rules can use the methods of :class:`Twins`.
 
     Attributes:
       saved: Snapshots to restore.
@@ -147,7 +148,7 @@ class GraphStepMachine(Twins, RuleBasedStateMachine):
     @precondition(lambda self: isinstance(self.options.get("backend"), Simulator))
     @rule(data=st.data(), which=some())
     def take_steps_on_streams(self, data: Any, which: int) -> None:
-        """Queue a few steps on two streams, with one buffer for their inputs, before anything is done."""
+        """Queue a few steps on two streams, with one buffer for their inputs, before anything runs."""
         simulator = self.options["backend"]
         pairs = []
         for _ in range(4):
@@ -161,7 +162,7 @@ class GraphStepMachine(Twins, RuleBasedStateMachine):
 
     @rule(which=some(), leaf=some(), back=st.booleans())
     def write_a_leaf(self, *, which: int, leaf: int, back: bool) -> None:
-        """Replace a leaf by zeros or turn it round, and overwrite the value that was handed over."""
+        """Replace a leaf by zeros or flip it, then overwrite the value that was passed in."""
         state, model = self.chosen(which)
 
         def where(tree: Any) -> Any:
@@ -195,14 +196,14 @@ class GraphStepMachine(Twins, RuleBasedStateMachine):
 
     @rule(which=some())
     def use_the_latest(self, which: int) -> None:
-        """What one does after Ctrl-C in a notebook."""
+        """Continue from ``latest()``, as a user does after Ctrl-C in a notebook."""
         state, model = self.chosen(which)
         self.states[which % len(self.states)] = (state.latest(), model)
 
     @precondition(lambda self: len(self.states) > 1)
     @rule(which=some())
     def drop(self, which: int) -> None:
-        """Let go of a state and of all that was taken from it."""
+        """Drop a state and everything that was taken from it."""
         del self.states[which % len(self.states)]
         self.donated.clear()
         gc.collect(1)
@@ -217,7 +218,7 @@ class GraphStepMachine(Twins, RuleBasedStateMachine):
     @precondition(lambda self: self.donated)
     @rule(which=some())
     def read_what_was_donated(self, which: int) -> None:
-        stale = self.donated[-1 - which % len(self.donated)]  # the latest first
+        stale = self.donated[-1 - which % len(self.donated)]  # most recent first
         with refused(DonatedStateError):
             snapshot(stale)
 
@@ -245,5 +246,5 @@ def _dense(call: Any) -> Any:
 
 
 def _all_leaves(state: Any, *inputs: Any) -> Any:
-    """Returns everything as it is: what it returns must not be the state's memory."""
+    """Return all leaves unchanged; the result must not be the state's memory."""
     return {"state": pytree.leaves(state), "inputs": inputs}

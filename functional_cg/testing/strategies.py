@@ -1,6 +1,6 @@
 """Hypothesis strategies: tensors, pytrees, states, inputs, optimizers, and whole random step programs.
 
-They need hypothesis. The first example of a test captures its step, the others replay: set ``deadline=None``.
+They need hypothesis. Set ``deadline=None``: the first example of a test captures the step, the others replay it.
 """
 
 from __future__ import annotations

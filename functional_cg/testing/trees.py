@@ -1,4 +1,4 @@
-"""Strategies for tensors, pytrees of them, states, specs of leaves, and inputs."""
+"""Hypothesis strategies for tensors, pytrees, states, leaf specs and inputs."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Draw = Callable[[st.SearchStrategy[Any]], Any]
 
 
 def dtypes() -> st.SearchStrategy[torch.dtype]:
-    """Floating dtypes of 16 to 64 bits, integers and booleans."""
+    """Draw dtypes: floating point of 16 to 64 bits, integers and booleans."""
     return st.sampled_from(
         (
             torch.float32, torch.float64, torch.bfloat16, torch.float16,
@@ -30,12 +30,12 @@ def dtypes() -> st.SearchStrategy[torch.dtype]:
 
 
 def shapes(*, max_dims: int = 3, max_side: int = 4) -> st.SearchStrategy[tuple[int, ...]]:
-    """Shapes, also 0-dim and zero-size ones."""
+    """Draw shapes, including 0-dim and zero-size ones."""
     return st.lists(st.integers(0, max_side), max_size=max_dims).map(tuple)
 
 
 def elements_of(dtype: torch.dtype) -> st.SearchStrategy[Any]:
-    """Values that a dtype holds exactly, small enough that a few steps of arithmetic do not overflow."""
+    """Draw values that a dtype holds exactly and that do not overflow within a few steps of arithmetic."""
     if dtype is torch.bool:
         return st.booleans()
     if dtype.is_floating_point or dtype.is_complex:
@@ -52,16 +52,16 @@ def tensors(
     elements: st.SearchStrategy[Any] | None = None,
     strided: bool = True,
 ) -> Tensor:
-    """Tensors on the CPU; for one shape and dtype, :func:`like` a tensor of it.
+    """Draw tensors on the CPU. For one fixed shape and dtype, use :func:`like`.
 
     Args:
       draw: Given by hypothesis.
       shapes: Shapes to draw from.
       dtypes: Dtypes to draw from.
       elements: Values; by default small ones that the dtype holds exactly.
-      strided: Also transposed tensors, and views with an offset and gaps.
+      strided: Also draw transposed tensors, and views with an offset and gaps.
     Raises:
-      InvalidArgument: If an argument is no strategy.
+      InvalidArgument: If an argument is not a strategy.
     """
     for name, strategy in (("shapes", shapes), ("dtypes", dtypes), ("elements", elements)):
         if strategy is not None and not isinstance(strategy, st.SearchStrategy):
@@ -99,7 +99,7 @@ def _laid_out(dense: Tensor, layout: str) -> Tensor:
 
 
 def pytrees(leaves: st.SearchStrategy[Any] | None = None, *, max_leaves: int = 6) -> st.SearchStrategy[Any]:
-    """Nested dicts, lists and tuples with at least one leaf (tensors by default) and ``None`` here and there."""
+    """Draw nested dicts, lists and tuples with at least one leaf (tensors by default) and some ``None``."""
     base = tensors() if leaves is None else leaves
     names = st.sampled_from("abcdef")
 
@@ -116,25 +116,25 @@ def pytrees(leaves: st.SearchStrategy[Any] | None = None, *, max_leaves: int = 6
 
 
 def buffer_specs() -> st.SearchStrategy[BufferSpec]:
-    """Specs of leaves on the CPU: shape, dtype, and dense strides in any order of the dimensions."""
+    """Draw specs of leaves on the CPU: shape, dtype, and dense strides in any order of the dimensions."""
     return tensors().map(BufferSpec.of)
 
 
 def states(*, max_leaves: int = 6) -> st.SearchStrategy[Any]:
-    """Pytrees that can be a state: dicts of trees of tensors, of mixed dtypes and layouts."""
+    """Draw pytrees that can be a state: dicts of trees of tensors, of mixed dtypes and layouts."""
     return st.dictionaries(st.sampled_from("pqrs"), pytrees(max_leaves=max_leaves), min_size=1, max_size=3)
 
 
 @st.composite
 def like(draw: Draw, tree: Any, *, elements: st.SearchStrategy[Any] | Mapping[str, Any] | None = None) -> Any:
-    """Trees of the same structure, shapes and dtypes with other values.
+    """Draw trees of the same structure, shapes and dtypes with other values.
 
     Args:
       draw: Given by hypothesis.
-      tree: A pytree of tensors; what is no tensor stays as it is.
-      elements: Values to draw from; or a dict from key paths, as they print (``"['y']"``), to such strategies.
+      tree: A pytree of tensors; other leaves stay as they are.
+      elements: Strategy for the values, or a dict from printed key paths (``"['y']"``) to such strategies.
     Raises:
-      InvalidArgument: If ``elements`` names a leaf that is not there.
+      InvalidArgument: If ``elements`` names a leaf that does not exist.
 
     Example:
       >>> import torch
@@ -162,5 +162,5 @@ def like(draw: Draw, tree: Any, *, elements: st.SearchStrategy[Any] | Mapping[st
 
 
 def inputs(tree: Any, calls: int, *, elements: Any = None) -> st.SearchStrategy[list[Any]]:
-    """Inputs for several calls, each like ``tree``."""
+    """Draw the inputs of several calls, each like ``tree``."""
     return st.lists(like(tree, elements=elements), min_size=calls, max_size=calls)

@@ -1,4 +1,4 @@
-"""A step beside the plain Python function: states and the trees that they must equal, and what must never change."""
+"""Runs a step alongside the plain Python function, and compares states, metrics and kept values."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ __all__ = ["Subject", "Twins", "refused"]
 
 
 class _RaisedInsideError(Exception):
-    """What a step raises that is made to fail."""
+    """Raised by a step that is made to fail."""
 
 
 @dataclass(frozen=True)
 class Subject:
-    """What a machine tests, and how: the arguments of :func:`machine`."""
+    """The subject of a machine and how to test it: the arguments of :func:`machine`."""
 
     step: GraphStep[Any, Any]
     readers: tuple[GraphFn[Any, Any], ...]
@@ -38,14 +38,14 @@ class Subject:
 
 
 class Twins:
-    """What a loop does with a step between two calls, mistakes included; each act is done to its model, too.
+    """What a loop does to a step between calls, mistakes included; each action is mirrored on a model.
 
     Attributes:
       captured: The step under test.
       states: Pairs of a state and the plain tree that it must equal.
-      donated: Handles that were donated, and leaves that were taken from them before.
-      kept: Pairs of what must never change and its copy.
-      buffer: Memory of the inputs that are overwritten once their call has returned.
+      donated: Donated handles, and leaves that were taken from them before.
+      kept: Pairs of a value that must never change and its copy.
+      buffer: Memory for inputs that are overwritten once their call has returned.
     """
 
     subject: ClassVar[Subject]
@@ -62,26 +62,26 @@ class Twins:
         self.buffer: Any = None
 
     def add(self, state: Any) -> None:
-        """Take a state in, by copy: it may be drawn again."""
+        """Add a copy of a state; hypothesis may draw the original again."""
         self.states.append((place(snapshot(state)), snapshot(state)))
 
     def chosen(self, which: int) -> tuple[Any, Any]:
-        """A state and its model."""
+        """Return a state and its model."""
         return self.states[which % len(self.states)]
 
     def advance(self, which: int, state: Any, model: Any) -> None:
-        """Note that a state was donated for a new one, and with it the leaves that were taken from it."""
+        """Replace a state by its successor, and note that the old one was donated."""
         old, _ = self.chosen(which)
         self.states[which % len(self.states)] = (state, model)
         self.donated.append(old)
 
     def keep(self, got: Any, expected: Any) -> None:
-        """Compare what was returned with what should have been; it must stay so."""
+        """Compare a returned value with the expected one, and keep it: it must not change later."""
         self.compare(got, expected, "metrics")
         self.kept.append((got, snapshot(got)))
 
     def compare(self, got: Any, expected: Any, name: str) -> None:
-        """Assert that two trees are equal, as far as the tolerance asks for it."""
+        """Assert that two trees are equal, within the subject's tolerance."""
         rtol, atol = self.subject.rtol, self.subject.atol
         if rtol or atol:
             assert_trees_all_close(got, expected, rtol=rtol, atol=atol, name=name)
@@ -89,16 +89,16 @@ class Twins:
             assert_trees_all_equal(got, expected, name)
 
     def call(self, which: int, call: Any, *, eagerly: bool = False, overwrite: bool = False) -> None:
-        """Step, and let the Python function make the same step of the model."""
+        """Step, and advance the model with the plain Python function."""
         metrics, wanted = self.advanced(which, call, eagerly=eagerly, overwrite=overwrite)
         self.keep(metrics, wanted)
-        if self.subject.rtol or self.subject.atol:  # small differences add up from call to call
+        if self.subject.rtol or self.subject.atol:  # small differences would add up from call to call
             state, model = self.chosen(which)
             self.compare(state, model, "state")
             self.states[which % len(self.states)] = (state, snapshot(state))
 
     def advanced(self, which: int, call: Any, *, eagerly: bool = False, overwrite: bool = False) -> Any:
-        """Step; returns the metrics and what they should be, not yet compared."""
+        """Step, and return the metrics and their expected values, not yet compared."""
         state, model = self.chosen(which)
         expected, wanted = _run(self.subject.step.__wrapped__, model, call)
         given = self.refilled(call) if overwrite else call
@@ -116,13 +116,13 @@ class Twins:
         return metrics, wanted
 
     def refilled(self, call: Any) -> Any:
-        """The values of a call in one buffer that is used again and again, as a loader does it."""
+        """Copy the values of a call into one reused buffer, as a data loader does."""
         if self.buffer is None:
             self.buffer = snapshot(call)
         return pytree.map(_refill, self.buffer, call)
 
     def look(self, which: int, call: Any) -> None:
-        """Read-only functions between steps: they borrow the state."""
+        """Call the read-only functions, which borrow the state."""
         state, model = self.chosen(which)
         generation = state.generation
         for reader in self.readers:
@@ -130,7 +130,7 @@ class Twins:
         assert state.generation == generation, "a read-only function donated the state"
 
     def misuse(self, which: int, call: Any) -> None:
-        """Step from a state that was donated."""
+        """Step from a donated state, which must be refused."""
         handles = [stale for stale in self.donated if isinstance(stale, Handle)]
         if not handles:
             return
@@ -138,7 +138,7 @@ class Twins:
             self.captured(handles[-1 - which % len(handles)], *arguments(call))
 
     def misfit(self, which: int, call: Any, how: int) -> None:
-        """Step with an input that has another shape or dtype than the first call's."""
+        """Step with an input of another shape or dtype than the first call's, which must be refused."""
         leaves, treedef = pytree.flatten(call)
         places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
         if not places or not self.captured.stats.captures:
@@ -152,7 +152,7 @@ class Twins:
             self.captured(self.chosen(which)[0], *arguments(pytree.unflatten(treedef, leaves)))
 
     def fail(self, which: int, call: Any) -> None:
-        """Let the function raise when it is done."""
+        """Call a step whose function raises at its end."""
 
         def raises(state: Any, *inputs: Any) -> Any:
             self.subject.step.__wrapped__(state, *inputs)
@@ -163,7 +163,7 @@ class Twins:
             failing(self.chosen(which)[0], *arguments(call))
 
     def renew(self, which: int, call: Any) -> None:
-        """Close the step, try it once more, and make a new one: the states go on."""
+        """Close the step, check that it refuses a call, and make a new one that continues with the states."""
         self.captured.close()
         with refused(ClosedError):
             self.captured(self.chosen(which)[0], *arguments(call))
@@ -171,7 +171,7 @@ class Twins:
 
 
 def _run(function: Callable[..., Any], state: Any, call: Any) -> Any:
-    """What the Python function makes of a plain tree."""
+    """Return the plain function's result on a plain tree."""
     with torch.no_grad():
         return snapshot(function(state, *arguments(call)))
 

@@ -1,1 +1,1 @@
-"""The systems that the bench compares: ours and its opponents, each as one would write it there."""
+"""The systems that the bench compares: ours and its opponents, each in its idiomatic form."""

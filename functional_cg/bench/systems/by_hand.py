@@ -1,7 +1,7 @@
-"""CUDA graphs as one writes them by hand, of the eager and of the compiled step; and tensordict's.
+"""Hand-written CUDA graphs of the eager and the compiled step, and tensordict's ``CudaGraphModule``.
 
-They have static buffers: the batch is copied in and the loss out at each step, so that the caller may keep both, as
-with every other system.
+They use static buffers. Each step copies the batch in and the loss out, so that the caller may keep both, as with every
+other system.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from .torch_systems import Alone, optimizer_for
 __all__ = ["by_hand", "in_tensordict"]
 
 _WARM_UPS = 3
-# An update on static buffers, how to undo the warm-up, and how to drop gradients.
+# An update on static buffers, a function that undoes the warm-up, and one that drops gradients.
 _InPlace = tuple[Callable[[], Any], Callable[[], None], Callable[[], None]]
 
 
 def by_hand(name: str, work: Workload, device: torch.device, batches: Sequence[Batch]) -> System:
-    """Warm-up and capture on a side stream, static batch, copy-in, replay.
+    """Build a hand-written graph: warm-up and capture on a side stream, static batch, copy-in, replay.
 
     Args:
       name: ``hand-graph`` or ``hand-graph-compiled``.
@@ -34,7 +34,7 @@ def by_hand(name: str, work: Workload, device: torch.device, batches: Sequence[B
       device: Where.
       batches: Batches on the CPU.
     Raises:
-      Unavailable: Where there are no CUDA graphs.
+      Unavailable: If there are no CUDA graphs.
     """
     if device.type != "cuda":
         raise Unavailable("needs CUDA graphs")
@@ -53,7 +53,7 @@ def by_hand(name: str, work: Workload, device: torch.device, batches: Sequence[B
         loss = update()
     torch.cuda.current_stream(device).wait_stream(side)
     restore()
-    held: list[Any] = [graph, loss, update]  # a graph knows addresses: what lies there has to stay
+    held: list[Any] = [graph, loss, update]  # a graph reads addresses: the tensors there must stay alive
     del graph, loss
     keys = list(static)
 
@@ -75,7 +75,7 @@ def by_hand(name: str, work: Workload, device: torch.device, batches: Sequence[B
 
 
 def in_tensordict(work: Workload, device: torch.device, batches: Sequence[Batch]) -> System:
-    """``tensordict.nn.CudaGraphModule`` around the ordinary update.
+    """Wrap the ordinary update in ``tensordict.nn.CudaGraphModule``.
 
     Raises:
       Unavailable: If tensordict is missing, or there are no CUDA graphs.
@@ -141,7 +141,7 @@ def _in_place(name: str, work: Workload, device: torch.device, static: Batch) ->
 
 
 def _forget(optimizer: torch.optim.Optimizer) -> None:
-    """Moments and counts of no step."""
+    """Reset moments and counts to zero."""
     for moments in optimizer.state.values():
         for value in moments.values():
             if isinstance(value, Tensor):

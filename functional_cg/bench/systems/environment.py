@@ -1,4 +1,4 @@
-"""A small world in numpy for the loop of reinforcement learning: the same one for all systems."""
+"""A small numpy environment for the reinforcement-learning loop, the same for all systems."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ _SEED = 3
 
 
 class Environment:
-    """Points that actions push around; each is rewarded for being near the origin.
+    """Points that actions push around, rewarded for being near the origin.
 
     Args:
-      count: How many of them.
+      count: Number of points.
     """
 
     def __init__(self, count: int) -> None:
@@ -27,13 +27,13 @@ class Environment:
         self._points = draw.standard_normal((count, OBSERVATION)).astype(np.float32)
 
     def turn(self, act: Callable[[Any], Any], learn: Callable[[Any, Any], Any]) -> Any:
-        """One turn of the loop: observe, choose, act, learn.
+        """Run one iteration of the loop: observe, choose, act, learn.
 
         Args:
           act: ``act(observations) -> actions``, f32[n, 16] to i64[n] in numpy.
           learn: ``learn(observations, targets) -> loss``; targets f32[n, 2] are action and reward.
         Returns:
-          The loss, wherever ``learn`` left it.
+          The loss as ``learn`` returned it, on any device.
         """
         seen = self._points
         actions = act(seen)

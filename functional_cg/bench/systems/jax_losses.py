@@ -1,4 +1,4 @@
-"""The losses that are trained, in jax: the arithmetic of ``losses``, written as one writes it there."""
+"""The workloads' losses in jax: the arithmetic of ``losses`` in idiomatic jax."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["jax_actor", "jax_loss"]
 
 
 def jax_loss(work: Workload, jax: Any, optax: Any, attention: str | None) -> Callable[..., Any]:
-    """The loss in jax: ``f(params, extra, x, y) -> (loss, extra)``; extra are running statistics and a count.
+    """Make ``f(params, extra, x, y) -> (loss, extra)``; ``extra`` holds running statistics and a count.
 
     Args:
       work: The workload.
@@ -110,7 +110,7 @@ def jax_loss(work: Workload, jax: Any, optax: Any, attention: str | None) -> Cal
 
 
 def jax_actor(work: Workload, jax: Any) -> Callable[[Any, Any], tuple[Any, Any]]:
-    """Logits and values of observations: ``f(params, x)``."""
+    """Make ``f(params, x)``, the logits and values of observations."""
 
     def outputs(p: Any, x: Any) -> tuple[Any, Any]:
         h = x

@@ -1,4 +1,4 @@
-"""jax: ``jax.jit`` with donated state and ``optax.adamw``."""
+"""The jax system: ``jax.jit`` with donated state and ``optax.adamw``."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ __all__ = ["in_jax"]
 
 
 def in_jax(work: Workload, device: torch.device, batches: Sequence[Batch]) -> System:
-    """Build the system.
+    """Build the jax system.
 
     Args:
-      work: What it trains.
-      device: Where.
+      work: The workload.
+      device: Device to run on.
       batches: Batches on the CPU.
     Raises:
       Unavailable: If jax or optax is missing, or has no such device.
@@ -44,7 +44,7 @@ def in_jax(work: Workload, device: torch.device, batches: Sequence[Batch]) -> Sy
     put = lambda value: jax.device_put(value, place)  # noqa: E731
 
     def shaped(value: Tensor) -> Any:
-        # Copies: a donated array of numpy's memory would be the workload's own.
+        # Copies: an array on numpy's memory, once donated, would overwrite the workload's values.
         return (value.T if work.rule != "adamw" else value).numpy().copy()
 
     def fresh() -> Any:
@@ -156,6 +156,6 @@ def _update_alone(work: Workload, optimizer: Any, optax: Any) -> Any:
 
 
 def _narrow(value: Tensor) -> Tensor:
-    """As jax has them: int32, and channels last."""
+    """Convert batches to jax conventions: int32 and channels last."""
     value = value.permute(0, 2, 3, 1) if value.dim() == 4 else value
     return value.to(torch.int32) if value.dtype == torch.int64 else value

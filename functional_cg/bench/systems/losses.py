@@ -1,4 +1,4 @@
-"""The losses that are trained, in torch: for eager, compiled and captured systems alike."""
+"""The workloads' losses in torch, shared by the eager, compiled and captured systems."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _MOMENTUM = 0.1
 
 
 def torch_loss(work: Workload) -> Callable[..., Tensor]:
-    """The loss ``f(params, x, y, key=None) -> f32[]``: dropout draws from a key, batch norm updates its buffers."""
+    """Make ``f(params, x, y, key=None) -> f32[]``; dropout draws from a key, batch norm updates its buffers."""
     dtype = torch.bfloat16 if work.bf16 else torch.float32
     layers, heads, width = work.layers, work.heads, work.width
 
@@ -31,7 +31,7 @@ def torch_loss(work: Workload) -> Callable[..., Tensor]:
 
     def dropped(p: Params, x: Tensor, y: Tensor, key: Tensor | None = None) -> Tensor:
         h = F.dropout(p["x"], RATE) if key is None else dropout(key, p["x"], RATE)
-        return (h.mean(1) ** 2).mean()  # not linear, so that the gradient needs the forward
+        return (h.mean(1) ** 2).mean()  # nonlinear, so that the gradient needs the forward
 
     def actor(p: Params, x: Tensor, y: Tensor, key: Tensor | None = None) -> Tensor:
         logits, value = actor_outputs(work, p, x)
@@ -82,7 +82,7 @@ def torch_loss(work: Workload) -> Callable[..., Tensor]:
 
 
 def actor_outputs(work: Workload, p: Params, x: Tensor) -> tuple[Tensor, Tensor]:
-    """Logits f32[n, actions] and values f32[n] of observations."""
+    """Compute logits f32[n, actions] and values f32[n] of observations."""
     h = x
     for i in range(work.layers):
         h = F.relu(F.linear(h, p[f"w{i}"], p[f"b{i}"]))
@@ -104,12 +104,12 @@ class Model(nn.Module):
             self.register_buffer(name, value)
 
     def tensors(self) -> dict[str, Any]:
-        """Parameters and buffers by name."""
+        """Return parameters and buffers by name."""
         return {name: getattr(self, name) for name in self._names}
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
         return self._loss(self.tensors(), x, y)
 
     def act(self, x: Tensor) -> Tensor:
-        """The best action for each observation, i64[n]."""
+        """Choose the best action for each observation, i64[n]."""
         return actor_outputs(self._work, self.tensors(), x)[0].argmax(-1)

@@ -1,4 +1,4 @@
-"""The systems by their names: ours, and ordinary, fair implementations of the same step by other means."""
+"""Builds systems by name: ours, and fair, ordinary implementations of the same step elsewhere."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _CLIP = 1.0
 
 
 def build(name: str, work: Workload, device: torch.device, batches: Sequence[Batch]) -> System:
-    """Build a system.
+    """Build a system by name.
 
     Args:
       name: One of ``OURS``, ``VARIANTS`` and ``OPPONENTS``.
@@ -37,7 +37,7 @@ def build(name: str, work: Workload, device: torch.device, batches: Sequence[Bat
       device: Where.
       batches: Batches on the CPU.
     Raises:
-      Unavailable: If it cannot run here, or is not written for this workload.
+      Unavailable: If it cannot run here, or does not support this workload.
     """
     if name not in work.systems:
         raise Unavailable(f"is not made for {work.name}")
@@ -53,7 +53,7 @@ def build(name: str, work: Workload, device: torch.device, batches: Sequence[Bat
 
 
 def _ours(name: str, work: Workload, device: torch.device, batches: Sequence[Batch]) -> System:
-    # Variants are compared with the anchor: on the CPU they take the lowering that is the default there.
+    # Variants are compared with the anchor: on a CPU they use the default lowering there.
     lowering: Literal["aten", "inductor"] = "inductor"
     if name == "ours-aten" or (name in VARIANTS and device.type == "cpu"):
         lowering = "aten"
@@ -81,15 +81,15 @@ def ours(
     variant: str = OURS[0],
     **options: Any,
 ) -> System:
-    """Build ours.
+    """Build one of our systems.
 
     Args:
-      lowering: Of the step.
+      lowering: Lowering of the step.
       work: What it trains.
       device: Where.
-      batches: Batches there.
-      variant: What is added to an optimizer alone, by the name of the system.
-      options: More of :func:`functional_cg.graph_step`.
+      batches: Batches on that device.
+      variant: Name of the system, which says what is added to an optimizer alone.
+      options: Further options of :func:`functional_cg.graph_step`.
     """
     step: Any = fcg.graph_step(_step_of(work, variant), lowering=lowering, **options)
     states = [_state_of(work, device, variant)]
@@ -136,7 +136,7 @@ def _optimizer(work: Workload, variant: str) -> Any:
         return rules.in_ours(work)
     rate: Any = work.learning_rate
     if variant in ("ours-schedule", "ours-recipe"):
-        rate = fcg.optim.linear(rate, rate, 1000)  # of the same rate, so that the values stay comparable
+        rate = fcg.optim.linear(rate, rate, 1000)  # with the same rate, so that values stay comparable
     adamw = fcg.optim.adamw(rate, b1=BETAS[0], b2=BETAS[1], eps=EPS, weight_decay=work.weight_decay)
     chosen: Any = adamw
     if variant in ("ours-clip", "ours-recipe"):
@@ -178,7 +178,7 @@ def _one_leaf(state: Any, batch: Any) -> tuple[Any, dict[str, Any]]:
 
 
 def _update_alone(work: Workload) -> Callable[[Any, Batch], tuple[Any, dict[str, Tensor]]]:
-    """What is compared in place of a loss is an old value: to read a new one would keep it apart from its slot."""
+    """Make an update that returns an old value as its loss: a new one would have to be kept apart from its slot."""
 
     def update(state: Any, batch: Batch) -> tuple[Any, dict[str, Tensor]]:
         return state.apply_gradients(state.grads), {"loss": state.params[work.shown].view(-1)[0]}
@@ -187,7 +187,7 @@ def _update_alone(work: Workload) -> Callable[[Any, Batch], tuple[Any, dict[str,
 
 
 def _guarded(work: Workload) -> Callable[[Any, Batch], tuple[Any, dict[str, Tensor]]]:
-    """Nothing changes where the batch is not finite."""
+    """Make a step that leaves the state unchanged if the batch is not finite."""
     update = _update_alone(work)
 
     def guarded(state: Any, batch: Batch) -> tuple[Any, dict[str, Tensor]]:
@@ -201,7 +201,7 @@ def _guarded(work: Workload) -> Callable[[Any, Batch], tuple[Any, dict[str, Tens
 def _from_host(
     name: str, lowering: Any, work: Workload, device: torch.device, batches: Sequence[Batch]
 ) -> System:
-    """A fresh pinned batch at each step, given to the step as it is, or through ``fcg.prefetch``."""
+    """Build the step with pinned host batches, passed directly or through ``fcg.prefetch``."""
     step: Any = fcg.graph_step(_step_of(work, name), lowering=lowering)
     states = [_state_of(work, device, name)]
     given = pinned(batches, device)

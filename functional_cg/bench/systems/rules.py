@@ -1,8 +1,8 @@
-"""Muon, LAMB and Adafactor as each package has them, with the same numbers.
+"""Muon, LAMB and Adafactor from each package, with the same settings.
 
-Matrices of a GPT's blocks are Muon's and the rest AdamW's, with one learning rate. What the packages do differently by
-default is set alike: LAMB without decay (``torch_optimizer`` does not correct its moments, which without decay makes no
-difference) and without a bound on the norm of a parameter, and Adafactor without a smallest matrix to be factored.
+Muon updates the matrices of a GPT's blocks and AdamW the rest, with one learning rate. Where defaults differ between
+packages, they are set alike: LAMB has no decay (``torch_optimizer`` does not correct its moments, which makes no
+difference without decay) and no bound on the norm of a parameter, and Adafactor has no minimum size for factoring.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ __all__ = ["in_classes", "in_optax", "in_ours"]
 
 
 def in_ours(work: Workload) -> Any:
-    """The transformation of this package."""
+    """Make this package's transformation."""
     rate, decay = work.learning_rate, work.weight_decay
     if work.rule == "muon":
         return fcg.optim.muon(rate, weight_decay=decay)
@@ -34,7 +34,7 @@ def in_ours(work: Workload) -> Any:
 
 
 def in_classes(work: Workload, leaves: Sequence[Tensor]) -> list[torch.optim.Optimizer]:
-    """The optimizers that ordinary torch has for it, of ``torch.optim`` or ``torch_optimizer``.
+    """Make the optimizers from ``torch.optim`` or ``torch_optimizer``.
 
     Raises:
       Unavailable: If a class is missing.
@@ -59,16 +59,16 @@ def _class(package: str, name: str) -> Any:
 
 
 def in_optax(work: Workload, optax: Any) -> Any:
-    """The transformation of optax, for matrices that are transposed, as jax has them.
+    """Make optax's transformation, for matrices transposed as is usual in jax.
 
     Raises:
-      Unavailable: If this optax has none.
+      Unavailable: If this version of optax does not have it.
     """
     rate, decay = work.learning_rate, work.weight_decay
     if work.rule == "muon":
         if not hasattr(getattr(optax, "contrib", None), "muon"):
             raise Unavailable(f"optax {optax.__version__} has no optax.contrib.muon")
-        # The vectors get Nesterov's momentum here, too.
+        # Here vectors get Nesterov momentum, too.
         return optax.contrib.muon(rate, weight_decay=decay, adam_weight_decay=decay)
     if work.rule == "lamb":
         return optax.lamb(rate, *BETAS, EPS, weight_decay=decay)

@@ -1,4 +1,4 @@
-"""Ordinary torch: eager, compiled, and with graphed forward and backward; fused AdamW in all of them."""
+"""Ordinary torch systems: eager, compiled, and with graphed forward and backward, all with fused AdamW."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def _called(name: str, model: Model, device: torch.device, batches: Sequence[Bat
 def _turn(
     name: str, work: Workload, device: torch.device, model: Model, update: Callable[[Tensor, Tensor], Tensor]
 ) -> Callable[[Any], Tensor]:
-    """A turn of the loop of reinforcement learning."""
+    """Make one iteration of the reinforcement-learning loop."""
     environment = Environment(work.batch)
     modes = {"compile": None, "reduce-overhead": "reduce-overhead"}
     choose: Any = torch.compile(model.act, mode=modes[name]) if name in modes else model.act
@@ -102,7 +102,7 @@ def _turn(
 
 
 def optimizer_for(work: Workload, model: nn.Module, **options: Any) -> torch.optim.Optimizer:
-    """The optimizer of a workload: fused AdamW, or SGD for a dropout alone."""
+    """Make the optimizer of a workload: fused AdamW, or SGD for dropout alone."""
     if work.kind == "dropout":
         return torch.optim.SGD(model.parameters(), lr=work.learning_rate, fused=True)
     return torch.optim.AdamW(
@@ -112,7 +112,7 @@ def optimizer_for(work: Workload, model: nn.Module, **options: Any) -> torch.opt
 
 
 def pinned(batches: Sequence[Batch], device: torch.device) -> list[Batch]:
-    """Batches as a loader with pinned memory has them."""
+    """Pin batches in host memory, as a data loader does."""
     return [
         {key: value.pin_memory() if device.type == "cuda" else value for key, value in batch.items()}
         for batch in batches
@@ -120,7 +120,7 @@ def pinned(batches: Sequence[Batch], device: torch.device) -> list[Batch]:
 
 
 class Alone(nn.Module):
-    """Leaves with gradients that stay: what an optimizer alone is timed on."""
+    """Parameters with fixed gradients, for timing an optimizer alone."""
 
     def __init__(self, work: Workload) -> None:
         super().__init__()
@@ -129,7 +129,7 @@ class Alone(nn.Module):
             self.register_parameter(name, nn.Parameter(value))
 
     def with_gradients(self, device: torch.device) -> Alone:
-        """The module on a device, with the gradients of the workload."""
+        """Move the module to a device, and set the gradients of the workload."""
         self.to(device)
         gradients = self._work.gradients()
         for name, param in self.named_parameters():
@@ -137,7 +137,7 @@ class Alone(nn.Module):
         return self
 
     def shown(self) -> Tensor:
-        """One element of one leaf: what is compared in place of a loss."""
+        """Return one element of one leaf, which is compared in place of a loss."""
         return self.get_parameter(self._work.shown).detach().view(-1)[0].clone()
 
 

@@ -1,1 +1,1 @@
-"""What the notebooks share: pictures, data, and programs on several ranks."""
+"""Helpers of the notebooks: plots, data, and launching functions on several ranks."""

@@ -1,4 +1,4 @@
-"""The usual training loop on a small task: what the second notebook captures by hand, and compares with."""
+"""An ordinary training loop on a small task, which the second notebook captures by hand."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ MICRO_BATCHES = 4
 
 
 def noisy_sine(count: int, batch_size: int) -> tuple[Tensor, Tensor]:
-    """Batches of points: x, y, each f32[count, batch_size, 1].
+    """Make batches of points: x, y, each f32[count, batch_size, 1].
 
     Example:
       >>> x, y = noisy_sine(100, 32)
@@ -27,19 +27,19 @@ def noisy_sine(count: int, batch_size: int) -> tuple[Tensor, Tensor]:
 
 
 def new_model() -> nn.Module:
-    """A network of one hidden layer, the same one at each call."""
+    """Make a network with one hidden layer, with the same weights at each call."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         return nn.Sequential(nn.Linear(1, 32), nn.Tanh(), nn.Linear(32, 1))
 
 
 def flat(model: nn.Module) -> Tensor:
-    """All parameters of a module in one vector of its own, in the order of their sorted names."""
+    """Copy all parameters of a module into one vector, sorted by name."""
     return torch.cat([value.detach().flatten() for _, value in sorted(model.named_parameters())])
 
 
 class Usual:
-    """A model, its optimizer, and the usual loop body.
+    """A model, its optimizer and an ordinary loop body.
 
     Attributes:
       model: A module, trained in place.
@@ -56,7 +56,7 @@ class Usual:
         return F.mse_loss(self.model(x), y, reduction=self._reduction)
 
     def train(self, x: Tensor, y: Tensor) -> Tensor:
-        """One step; returns the loss."""
+        """Take one step, and return the loss."""
         self.sgd.zero_grad()
         loss = self.loss(x, y)
         loss.backward()
@@ -64,23 +64,23 @@ class Usual:
         return loss.detach()
 
     def backward(self, x: Tensor, y: Tensor) -> Tensor:
-        """Add the gradients of one of four micro-batches; returns its loss."""
+        """Accumulate the gradients of one of four micro-batches, and return its loss."""
         loss = self.loss(x, y)
         (loss / MICRO_BATCHES).backward()
         return loss.detach()
 
     def update(self) -> None:
-        """One step with the gradients that have added up; ends with ``zero_grad``."""
+        """Take one step with the accumulated gradients, then call ``zero_grad``."""
         self.sgd.step()
         self.sgd.zero_grad(**self._zero_grad)
 
     def gradient(self) -> Tensor:
-        """All gradients in one vector."""
+        """Return all gradients in one vector."""
         return torch.cat([p.grad.flatten() for p in self.model.parameters() if p.grad is not None])
 
 
 def losses_of_accumulation(add: Any, update: Any, x: Tensor, y: Tensor) -> Tensor:
-    """Run four epochs, with an update after each four batches.
+    """Run four epochs, with an update after every four batches.
 
     Args:
       add: ``add(x, y)`` adds the gradients of a batch and returns its loss.

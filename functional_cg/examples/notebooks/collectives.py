@@ -1,4 +1,4 @@
-"""What the collectives of a lowered step do, read from its program; and what a rank holds, by arithmetic."""
+"""Lists the collectives of a lowered step, and computes what each rank holds."""
 
 from __future__ import annotations
 
@@ -27,14 +27,21 @@ _WAIT = "_c10d_functional::wait_tensor"
 class Launch:
     """One collective of a program.
 
-    Attributes:
-      kind: ``gather``, ``reduce`` (each rank gets its shard of a sum) or ``all-reduce`` (each gets all of it).
-      place: Its number among the program's calls.
-      use: The number of the call that first reads what it brings. What stands between may run beside it, and does so
-        on a GPU; on a CPU each collective is waited for at once.
-      leaves: How many tensors it moves.
-      nbytes: Their bytes, as whole leaves.
-      backward: Whether it belongs to the backward.
+        Attributes:
+          kind: ``gather``, ``reduce`` (each rank gets its shard of a sum) or ``all-reduce`` (each gets all of it).
+    <<<<<<< HEAD
+          place: Its number among the program's calls.
+          use: The number of the call that first reads what it brings. What stands between may run beside it, and does so
+            on a GPU; on a CPU each collective is waited for at once.
+          leaves: How many tensors it moves.
+          nbytes: Their bytes, as whole leaves.
+    =======
+          place: Its index among the program's calls.
+          wait: Index of the first call that waits for it; the calls in between overlap with it.
+          leaves: Number of tensors that it moves.
+          nbytes: Their bytes, counted as whole leaves.
+    >>>>>>> t4
+          backward: Whether it belongs to the backward.
     """
 
     kind: str
@@ -46,7 +53,7 @@ class Launch:
 
 
 def launches(lowered: Any) -> list[Launch]:
-    """The collectives of a lowered step, in program order.
+    """List the collectives of a lowered step in program order.
 
     Args:
       lowered: What ``step.lower(...)`` returns.
@@ -71,13 +78,13 @@ def launches(lowered: Any) -> list[Launch]:
 
 
 def whole_bytes(lowered: Any) -> list[int]:
-    """Bytes of gathered leaves that are alive at each call of a program: from their gather to their last use.
+    """Count the bytes of gathered leaves alive at each call of a program, from gather to last use.
 
     Args:
       lowered: What ``step.lower(...)`` returns.
     """
     instrs = lowered.program.instrs
-    memory: dict[int, int] = {}  # storage of what a wait returns -> storage of the gathered leaf
+    memory: dict[int, int] = {}  # storage of a wait's result -> storage of the gathered leaf
     born: dict[int, tuple[int, int]] = {}
     last: dict[int, int] = {}
     for place, instr in enumerate(instrs):
@@ -97,7 +104,7 @@ def whole_bytes(lowered: Any) -> list[int]:
 
 
 def pieces(numel: int, ranks: int) -> list[range]:
-    """Which elements of a leaf each of several ranks holds; past its end there is padding.
+    """List the elements of a leaf that each rank holds; indices past its end are padding.
 
     Example:
       >>> pieces(5, 2)
@@ -110,11 +117,11 @@ def pieces(numel: int, ranks: int) -> list[range]:
 
 
 def planned_bytes(params: Any, ranks: int, stage: int) -> dict[str, int]:
-    """What a rank holds of a training run with AdamW at a stage of ZeRO, padding included.
+    """Compute the bytes per rank of training with AdamW at a stage of ZeRO, padding included.
 
     Args:
       params: Pytree of tensors, whole.
-      ranks: Over how many.
+      ranks: Number of ranks.
       stage: 1, 2 or 3.
 
     Example:
@@ -133,6 +140,6 @@ def planned_bytes(params: Any, ranks: int, stage: int) -> dict[str, int]:
 
 
 def _places(shape: tuple[int, ...], ranks: int) -> Any:
-    """Where each of several ranks, of which none has been started, has its piece of a leaf."""
+    """Compute each rank's placement of a leaf; no rank needs to be running."""
     for rank in range(ranks):
         yield Placement(Mesh((Axis("data", ranks, rank, ""),)), shape, sharded=True)

@@ -1,4 +1,4 @@
-"""Pictures of what lies on which rank, and of the collectives of a step (``functional_cg[notebooks]``)."""
+"""Plots of what each rank holds and of a step's collectives (extra ``notebooks``)."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["draw_bytes", "draw_launches", "draw_shards", "draw_timeline"]
 _SHADES = tuple(f"C{i}" for i in range(10))
 _HATCHES = ("", "//", "..", "xx")
 _KIB = 1024
-# Of each kind of collective: colour, hatch, lane of the timeline.
+# For each kind of collective: colour, hatch, lane of the timeline.
 _LOOKS: Mapping[str, tuple[str, str, int]] = MappingProxyType(
     {
         "gather, forward": ("C0", "", 3),
@@ -34,8 +34,7 @@ def draw_shards(maps: Mapping[str, Mapping[str, tuple[int, Held]]]) -> None:
     """Draw each element of each leaf as a cell with the number of the rank that holds it.
 
     Args:
-      maps: For each picture, of each leaf its size, and the numbers of the elements of each rank; numbers past its end
-        are padding.
+      maps: For each panel and leaf, its size and the element indices of each rank; indices past its end are padding.
     """
     leaves = max(len(rows) for rows in maps.values())
     _, axes = plt.subplots(
@@ -65,11 +64,11 @@ def draw_shards(maps: Mapping[str, Mapping[str, tuple[int, Held]]]) -> None:
 def draw_bytes(
     planned: Mapping[int, Sequence[Mapping[str, int]]], measured: Mapping[int, tuple[int, int]]
 ) -> None:
-    """Draw what a rank holds against the number of ranks, one picture per stage.
+    """Draw the bytes on one rank against the number of ranks, one panel per stage.
 
     Args:
       planned: For each stage the bytes by role, on one rank, on two, and so on.
-      measured: For each stage a number of ranks, and the bytes that one of them was seen to hold.
+      measured: For each stage a number of ranks, and the bytes measured on one of them.
     """
     _, axes = plt.subplots(
         1, len(planned), figsize=(9, 2.9), layout="constrained", sharey=True, squeeze=False
@@ -91,7 +90,7 @@ def draw_bytes(
 
 
 def draw_launches(programs: Mapping[str, Sequence[Launch]]) -> None:
-    """Draw the bytes of each collective in program order, one picture per program."""
+    """Draw the bytes of each collective in program order, one panel per program."""
     _, axes = plt.subplots(
         len(programs), 1, figsize=(8, 2.2 * len(programs) + 0.6), layout="constrained", sharex=True, sharey=True,
         squeeze=False,
@@ -110,7 +109,7 @@ def draw_timeline(programs: Mapping[str, tuple[Sequence[Launch], Sequence[int]]]
     """Draw collectives from launch to first use, above the bytes of whole leaves in memory.
 
     Args:
-      programs: For each picture the collectives, and the bytes of gathered leaves at each call.
+      programs: For each panel the collectives, and the bytes of gathered leaves at each call.
       parameters: Bytes of all parameters, for comparison.
     """
     _, axes = plt.subplots(
@@ -125,7 +124,7 @@ def draw_timeline(programs: Mapping[str, tuple[Sequence[Launch], Sequence[int]]]
             shade, _, lane = _LOOKS[look]
             lanes[lane] = look
             seen[lane] += 1
-            height = lane + 0.2 - 0.4 * (seen[lane] % 2)  # in turn, since one may begin before the other ends
+            height = lane + 0.2 - 0.4 * (seen[lane] % 2)  # alternating: one may begin before another ends
             above.barh(
                 height, max(launch.use - launch.place, 1), left=launch.place, height=0.36, color=shade,
                 edgecolor=shade, linewidth=1.2, alpha=0.8,

@@ -1,4 +1,4 @@
-"""Functions of a notebook on several ranks: written to a script, and started as ``torchrun`` would start it."""
+"""Runs notebook functions on several ranks: writes them to a script and starts it as ``torchrun`` would."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 __all__ = ["on_ranks", "script_of"]
 
-_BEGIN = "from __future__ import annotations\n\n"  # what annotations name does not go along
+_BEGIN = "from __future__ import annotations\n\n"  # annotations are not evaluated, so their names need not be defined
 _END = """
 
 if __name__ == "__main__":
@@ -33,17 +33,17 @@ if __name__ == "__main__":
 
 
 def on_ranks(ranks: int, function: Callable[..., Any], *args: Any, timeout: float = 100.0) -> list[Any]:
-    """Call a function on ranks, each a process of its own on the CPU.
+    """Call a function on several ranks, each a separate process on the CPU.
 
     Args:
-      ranks: How many.
-      function: Defined in a notebook or in a module; what it uses of the notebook goes along.
-      args: What it gets, on all ranks alike; pickled.
-      timeout: Seconds until all are ended.
+      ranks: Number of ranks.
+      function: Defined in a notebook or a module; what it uses from the notebook is copied along.
+      args: Its arguments, the same on all ranks; they are pickled.
+      timeout: Seconds after which all are ended.
     Returns:
-      What each rank returned, in the order of ranks.
+      The result of each rank, in rank order.
     Raises:
-      RuntimeError: If a rank fails, with what it said.
+      RuntimeError: If a rank fails, with its output.
       TimeoutError: If they take too long.
     """
     with tempfile.TemporaryDirectory() as directory:
@@ -52,7 +52,7 @@ def on_ranks(ranks: int, function: Callable[..., Any], *args: Any, timeout: floa
         given.write_bytes(pickle.dumps(args))
         command = [sys.executable, str(script), str(given), directory]
         logs = [Path(directory, f"{rank}.log") for rank in range(ranks)]
-        # The port is taken and named in one act; one that was only found to be free may be gone by the time of its use.
+        # Binds the port at once: a port that was merely found free may be taken before it is used.
         store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
         with ExitStack() as stack:
             processes = [
@@ -66,11 +66,11 @@ def on_ranks(ranks: int, function: Callable[..., Any], *args: Any, timeout: floa
 
 
 def _environments(ranks: int, port: int) -> Iterator[dict[str, str]]:
-    """What ``torchrun`` tells each rank of one machine, and that GPUs are for programs, not for pages."""
+    """Make each rank's environment as ``torchrun`` sets it on one machine, with GPUs hidden."""
     meeting = {
         "MASTER_ADDR": "localhost",
         "MASTER_PORT": str(port),
-        "TORCHELASTIC_USE_AGENT_STORE": "True",  # the store is here already: rank 0 is not to open one
+        "TORCHELASTIC_USE_AGENT_STORE": "True",  # the store already runs here: rank 0 must not open one
         "TORCHELASTIC_RESTART_COUNT": "0",
     }
     everyone = {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks), **meeting}
@@ -81,7 +81,7 @@ def _environments(ranks: int, port: int) -> Iterator[dict[str, str]]:
 
 @contextmanager
 def _started(command: list[str], log: Path, environment: dict[str, str]) -> Iterator[subprocess.Popen[bytes]]:
-    """A process that does not outlive the block."""
+    """Start a process that is ended with the block."""
     with log.open("wb") as file:
         process = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, env=environment)
         try:
@@ -92,7 +92,7 @@ def _started(command: list[str], log: Path, environment: dict[str, str]) -> Iter
 
 
 def _first_failed(processes: list[subprocess.Popen[bytes]], deadline: float) -> int | None:
-    """Wait until all have ended, or one has failed: the others would wait for it."""
+    """Wait until all have ended or one has failed, since the others would wait for it."""
     while True:
         codes = [process.poll() for process in processes]
         failed = [rank for rank, code in enumerate(codes) if code]
@@ -106,9 +106,10 @@ def _first_failed(processes: list[subprocess.Popen[bytes]], deadline: float) -> 
 
 
 def script_of(function: Any) -> str:
-    """Source text that defines a function, and the names of its module that it uses.
+    """Return source text that defines a function and the module-level names that it uses.
 
-    Modules and what they define are imported, functions beside it are written out, other values have to be literals.
+    Modules and names from them are imported, functions of the same module are written out, other values must be
+    literals.
 
     Example:
       >>> import math
@@ -124,7 +125,7 @@ def script_of(function: Any) -> str:
         if isinstance(value, ModuleType):
             written[name] = f"import {value.__name__} as {name}"
         elif isinstance(value, FunctionType) and (value.__module__ == home or value is function):
-            written[name] = ""  # it may call itself
+            written[name] = ""  # it may be recursive
             for used in _global_names(value.__code__):
                 if used in value.__globals__:
                     add(used, value.__globals__[used])
@@ -141,7 +142,7 @@ def script_of(function: Any) -> str:
 
 def _global_names(code: CodeType) -> Iterator[str]:
     for instruction in dis.get_instructions(code):
-        if instruction.opname == "LOAD_GLOBAL":  # `co_names` has names of attributes, too
+        if instruction.opname == "LOAD_GLOBAL":  # `co_names` includes attribute names
             yield instruction.argval
     for constant in code.co_consts:
         if isinstance(constant, CodeType):

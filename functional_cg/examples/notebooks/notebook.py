@@ -1,4 +1,4 @@
-"""What the notebooks share: data, errors that are expected, and pictures (``functional_cg[notebooks]``)."""
+"""Helpers of the notebooks: data, expected errors and plots (extra ``notebooks``)."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ _GRID = 120
 
 @contextmanager
 def refused(error: type[BaseException]) -> Iterator[None]:
-    """Print the error that the block has to raise.
+    """Print the error that the block must raise.
 
     Raises:
       AssertionError: If the block ends without it.
@@ -59,21 +59,21 @@ def refused(error: type[BaseException]) -> Iterator[None]:
 
 
 def broken(test: Callable[[], object]) -> str:
-    """What hypothesis says of a law that a test breaks: the error, and the smallest example.
+    """Return what hypothesis reports for a failing test: the error and the smallest example.
 
     Raises:
-      AssertionError: If nothing breaks it.
+      AssertionError: If the test passes.
     """
     try:
         test()
-    except Exception as error:  # whatever the step under test raises
+    except Exception as error:  # the step under test may raise anything
         notes = "\n".join(getattr(error, "__notes__", []))
         return f"{error}\n\n{notes.partition('Explanation:')[0].rstrip()}"
     raise AssertionError("the law holds")
 
 
 def draw_sizes(tries: Sequence[tuple[int, bool]]) -> Axes:
-    """Draw the size of each example that hypothesis tried, and whether it broke the law."""
+    """Draw the size of each example that hypothesis tried, and whether the law held."""
     _, ax = plt.subplots(figsize=(7, 2.5))
     for broke, marker, label in ((False, "o", "holds"), (True, "x", "breaks the law")):
         points = [(number, size) for number, (size, failed) in enumerate(tries, 1) if failed is broke]
@@ -84,7 +84,7 @@ def draw_sizes(tries: Sequence[tuple[int, bool]]) -> Axes:
 
 
 def draw_counts(counts: Mapping[str, int], *, of: int) -> Axes:
-    """Draw which part of ``of`` things each count is."""
+    """Draw each count as a fraction of ``of``."""
     _, ax = plt.subplots(figsize=(5, 2.5))
     names = sorted(counts, key=lambda name: counts[name])
     ax.barh(names, [counts[name] / of for name in names], color=_SHADES[0])
@@ -93,7 +93,7 @@ def draw_counts(counts: Mapping[str, int], *, of: int) -> Axes:
 
 
 def spiral(count: int, *, arms: int = 3, noise: float = 0.35, seed: int = 0) -> Batch:
-    """Points of a spiral galaxy and the arm of each: ``{"x": f32[count, 2], "y": i64[count]}``.
+    """Make points of a spiral galaxy, labelled by arm: ``{"x": f32[count, 2], "y": i64[count]}``.
 
     Example:
       >>> spiral(5)["x"].shape
@@ -107,7 +107,7 @@ def spiral(count: int, *, arms: int = 3, noise: float = 0.35, seed: int = 0) -> 
 
 
 def batches(data: Batch, batch_size: int, seed: int = 0) -> Iterator[Batch]:
-    """Draw rows with replacement, for ever.
+    """Draw batches of rows with replacement, endlessly.
 
     Example:
       >>> next(batches({"x": torch.ones(9)}, 2))
@@ -121,7 +121,7 @@ def batches(data: Batch, batch_size: int, seed: int = 0) -> Iterator[Batch]:
 
 
 def running_mean(losses: Sequence[Tensor | float], window: int = 20) -> list[float]:
-    """The mean of each loss and of up to ``window - 1`` before it.
+    """Average each loss with up to ``window - 1`` losses before it.
 
     Example:
       >>> running_mean([4.0, 2.0, 0.0], window=2)
@@ -135,7 +135,7 @@ def running_mean(losses: Sequence[Tensor | float], window: int = 20) -> list[flo
 
 
 def seconds_of(call: Callable[..., Any], *args: Any, n: int) -> list[float]:
-    """Seconds of each of ``n`` calls on a CPU, after five that do not count."""
+    """Time ``n`` calls on a CPU in seconds, after five untimed ones."""
     seconds = []
     for _ in range(n + 5):
         start = time.perf_counter()
@@ -145,18 +145,18 @@ def seconds_of(call: Callable[..., Any], *args: Any, n: int) -> list[float]:
 
 
 def mark(ax: Axes, call: float, before: str, after: str) -> None:
-    """Draw a line between two calls, and say what is on either side of it."""
+    """Draw a line between two calls, with a label on either side."""
     ax.axvline(call, color="black", linewidth=0.8)
     ax.annotate(f"{before} ", (call, 1), xycoords=("data", "axes fraction"), ha="right", va="bottom")
     ax.annotate(f" {after}", (call, 1), xycoords=("data", "axes fraction"), va="bottom")
 
 
 def draw_over_first(curves: Mapping[str, Sequence[Any]], **labels: str) -> Axes:
-    """Draw curves over a broad first one, so that it shows where they are equal.
+    """Draw curves over a broad first one, so that equal curves remain visible.
 
     Args:
       curves: As for ``report.loss_curves``.
-      labels: What ``Axes.set`` takes.
+      labels: Keyword arguments of ``Axes.set``.
     """
     ax = report.loss_curves(curves)
     ax.lines[0].set(linewidth=6, alpha=0.3)
@@ -166,11 +166,11 @@ def draw_over_first(curves: Mapping[str, Sequence[Any]], **labels: str) -> Axes:
 
 
 def draw_regions(classify: Callable[[Tensor], Tensor], data: Batch, title: str, ax: Axes) -> Axes:
-    """Draw which class each place of the plane is given, with the data on top.
+    """Draw the predicted class at each point of the plane, with the data on top.
 
     Args:
       classify: f32[n, 2] to i64[n]; called once, always with the same n.
-      data: ``x``, ``y`` as :func:`spiral` makes them.
+      data: ``x``, ``y`` as from :func:`spiral`.
       title: Title of the axes.
       ax: Where to draw.
     """
@@ -187,10 +187,10 @@ def draw_regions(classify: Callable[[Tensor], Tensor], data: Batch, title: str, 
 
 
 def draw_owners(owners: Mapping[str, Sequence[int]]) -> None:
-    """Draw which names point to which memory.
+    """Draw which names refer to which memory.
 
     Args:
-      owners: For each picture, the number of the buffer that each name points to.
+      owners: For each panel, the number of the buffer that each name refers to.
     """
     _, axes = plt.subplots(
         1, len(owners), figsize=(4 * len(owners), 2.4), layout="constrained", squeeze=False
@@ -207,7 +207,7 @@ def draw_owners(owners: Mapping[str, Sequence[int]]) -> None:
 
 
 def draw_last_batches(before: tuple[Tensor, Tensor], last: tuple[Tensor, Tensor]) -> None:
-    """Draw what lies in a static buffer after four points were copied into it, and after one was broadcast."""
+    """Draw a static buffer after four points were copied into it, and after one was broadcast into it."""
     _, axes = plt.subplots(1, 2, figsize=(8, 2.8), layout="constrained", sharey=True)
     axes[0].plot(before[0][4:], before[1][4:], "x", color="tab:orange", label="28 of the batch before")
     axes[0].plot(last[0][:4], last[1][:4], "o", color="tab:blue", label="4 new points")
@@ -218,7 +218,7 @@ def draw_last_batches(before: tuple[Tensor, Tensor], last: tuple[Tensor, Tensor]
 
 
 def draw_losses(losses: Mapping[str, Mapping[str, float]]) -> None:
-    """Draw bars: for each title one picture, with the summed loss of each run."""
+    """Draw the summed loss of each run as bars, one panel per title."""
     _, axes = plt.subplots(
         1, len(losses), figsize=(4 * len(losses), 2.8), layout="constrained", squeeze=False
     )

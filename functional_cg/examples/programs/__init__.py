@@ -1,1 +1,1 @@
-"""Five short programs, each whole in its own file: ``python -m functional_cg.examples.programs.NAME``."""
+"""Five short, self-contained programs: ``python -m functional_cg.examples.programs.NAME``."""

@@ -1,7 +1,7 @@
-"""Balance poles by advantage actor-critic: ``python -m functional_cg.examples.programs.actor_critic``.
+"""Balances poles by advantage actor-critic: ``python -m functional_cg.examples.programs.actor_critic``.
 
-The environment is numpy and knows nothing of torch: its arrays, and Python numbers, go into the steps as they are.
-The critic learns from returns that bootstrap from a target network, a copy of itself that is renewed now and then.
+The environment is plain numpy; its arrays, and Python numbers, are passed to the steps unchanged. The critic learns
+from returns that bootstrap from a target network, a copy of itself that is updated periodically.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class CartPoles:
         self.rng = np.random.default_rng(seed)
         self.now = self.rng.uniform(-0.05, 0.05, (count, 4)).astype(np.float32)
         self.age = np.zeros(count, dtype=np.int64)
-        self.returns: list[int] = []  # of the finished episodes
+        self.returns: list[int] = []  # returns of the finished episodes
 
     def push(self, action: Any) -> Any:
         _, speed, angle, spin = self.now.T
@@ -105,12 +105,12 @@ def play(state: State, carts: CartPoles) -> dict[str, Any]:
 
 
 def train(updates: int, device: str = "cpu") -> list[int]:
-    """Returns of the episodes, in the order in which they ended."""
+    """Train, and return the episode returns in the order in which episodes ended."""
     state, carts = create_state(device=device), CartPoles(32, seed=0)
     for update in range(updates):
         state, _ = learn(state, play(state, carts), carts.now, 0.01 * (1 - update / updates))
         if update % SYNC_EVERY == 0:
-            state = state.replace(target=state.params["critic"])  # copied into the slots of the target
+            state = state.replace(target=state.params["critic"])  # copied into the target's slots
     print(f"mean return {np.mean(carts.returns[:50]):.0f} at first, {np.mean(carts.returns[-50:]):.0f} last")
     return carts.returns
 

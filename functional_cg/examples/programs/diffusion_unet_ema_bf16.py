@@ -1,6 +1,6 @@
-"""Diffusion of small pictures: ``python -m functional_cg.examples.programs.diffusion_unet_ema_bf16``.
+"""Trains a diffusion model of small images: ``python -m functional_cg.examples.programs.diffusion_unet_ema_bf16``.
 
-A U-Net learns in bfloat16, with float32 parameters and noise drawn in the step; their average makes the samples.
+A U-Net trains in bfloat16 with float32 parameters and noise drawn in the step; samples use the parameters' EMA.
 """
 
 from __future__ import annotations
@@ -50,14 +50,14 @@ class UNet(nn.Module):
 
 
 def discs(count: int, seed: int) -> Tensor:
-    """Pictures, f32[count, 1, 16, 16] in [-1, 1]: a soft disc somewhere, of some size."""
+    """Draw images, f32[count, 1, 16, 16] in [-1, 1]: a soft disc of random place and size."""
     x, y, radius = torch.rand(3, count, 1, 1, generator=torch.Generator().manual_seed(seed))
     grid = torch.arange(16) - 3.5
     return torch.tanh(2 + 2 * radius - torch.hypot(grid - 8 * x, grid[:, None] - 8 * y))[:, None]
 
 
 def build(steps: int, device: str = "cpu") -> tuple[Any, Any, State]:
-    """The training step, the sampling step, and a state to start from."""
+    """Build the training step, the sampling step and the initial state."""
     torch.manual_seed(0)
     apply, params, buffers = fcg.from_module(UNet().to(device))
     optimizer = fcg.optim.adamw(fcg.optim.warmup_cosine(4e-3, steps // 10, steps), weight_decay=0.01)
@@ -93,7 +93,7 @@ def build(steps: int, device: str = "cpu") -> tuple[Any, Any, State]:
 
 
 def train(steps: int, device: str = "cpu") -> tuple[Tensor, Tensor]:
-    """Losses, f32[steps], and samples, f32[64, 1, 16, 16]."""
+    """Train, and return losses, f32[steps], and samples, f32[64, 1, 16, 16]."""
     train_step, denoise, state = build(steps, device)
     losses = []
     for step in range(steps):
@@ -106,7 +106,7 @@ def train(steps: int, device: str = "cpu") -> tuple[Tensor, Tensor]:
 
 
 def distance(images: Tensor) -> float:
-    """Root mean square of what a picture and the nearest of 4000 discs differ by, on average."""
+    """Compute the mean RMS distance between each image and the nearest of 4000 discs."""
     return torch.cdist(images.cpu().flatten(1), discs(4000, 2**32).flatten(1)).amin(1).mean().item() / 16
 
 

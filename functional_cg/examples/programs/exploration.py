@@ -1,7 +1,7 @@
-"""Research on a living run: ``python -m functional_cg.examples.programs.exploration``.
+"""Explores a live training run: ``python -m functional_cg.examples.programs.exploration``.
 
-A small network learns to tell two spirals apart. On the way: print inside of the step, look at a weight, try two
-learning rates side by side, lose the loop to an exception and go on, change the optimizer.
+A small network learns to tell two spirals apart. On the way: print inside the step, look at a weight, try two learning
+rates side by side, continue after an exception in the loop, change the optimizer.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Batch = dict[str, Tensor]
 
 
 def spirals(seed: int, count: int = 256) -> Iterator[Batch]:
-    """Batches without end: points, f32[count, 2], and on which of two arms each one lies, f32[count]."""
+    """Draw batches endlessly: points, f32[count, 2], and which of two arms each is on, f32[count]."""
     generator = torch.Generator().manual_seed(seed)
     while True:
         radius = 0.1 + 0.9 * torch.rand(count, generator=generator)
@@ -59,7 +59,7 @@ def evaluate(params: Params, batch: Batch) -> Tensor:
     return loss_fn(params, batch)
 
 
-@fcg.graph_step(static_argnames=("verbose",), max_captures=2)  # one more for the second optimizer
+@fcg.graph_step(static_argnames=("verbose",), max_captures=2)  # another step for the second optimizer
 def train_step(state: State, batch: Batch, *, verbose: bool = False) -> tuple[State, dict[str, Tensor]]:
     loss, grads = fcg.value_and_grad(loss_fn)(state.params, batch)
     if verbose:
@@ -78,7 +78,7 @@ def take(count: int, batches: Iterator[Batch]) -> list[Batch]:
 
 
 def explore(device: str = "cpu") -> list[float]:
-    """Held-out losses, in the order in which they are printed."""
+    """Run the exploration, and return the held-out losses in the order printed."""
     state, batches, held_out = create_state(device), spirals(seed=0), next(spirals(seed=1, count=2000))
     losses: list[float] = []
 
@@ -91,7 +91,7 @@ def explore(device: str = "cpu") -> list[float]:
     state = run(state, take(200, batches))
     report("learning rate 0.1", state)
 
-    w2 = state.params["w2"]  # an ordinary tensor to read
+    w2 = state.params["w2"]  # a normal tensor for reading
     print(f"w2: std {w2.std():.2f}, histogram {torch.histc(w2, bins=9).long().tolist()}")
 
     twin = fcg.fork(state)

@@ -1,4 +1,4 @@
-"""A GPT as an ordinary module: ``python -m functional_cg.examples.programs.nanogpt``.
+"""Trains a GPT from an ordinary module: ``python -m functional_cg.examples.programs.nanogpt``.
 
 The module has the layout of nanoGPT: tied embeddings, dropout, ``(logits, loss)``. It learns from Python's own sources.
 """
@@ -101,7 +101,7 @@ def build(steps: int, device: str = "cpu") -> tuple[Any, Any, Any, fcg.TrainStat
 
 
 def train(steps: int, device: str = "cpu") -> tuple[float, float, str]:
-    """Held-out losses before and after, in nats per byte, and a sample."""
+    """Train; return held-out losses before and after, in nats per byte, and a sample."""
     training, held_out = text.split(text.read_bytes(text.text_files(), 2**20), block_size=64)
     fixed = text.validation_batches(held_out, batch_size=64, block_size=64, count=1)[0]
     train_step, evaluate, write, state = build(steps, device)

@@ -1,7 +1,7 @@
-"""Property tests of one's own step: ``python -m functional_cg.examples.programs.property_test``, or with pytest.
+"""Property tests of a step: ``python -m functional_cg.examples.programs.property_test``, or with pytest.
 
-The step is a regression on batches that are filled up to a fixed size; a mask says which rows count. The tests state
-laws, hypothesis looks for inputs that break them, and two broken steps show what they catch.
+The step is a regression on batches padded to a fixed size; a mask marks the rows that count. The tests state laws,
+hypothesis searches for inputs that break them, and two broken steps show what they catch.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def mean(rows: Tensor, mask: Tensor) -> Tensor:
 
 
 def careless_mean(rows: Tensor, mask: Tensor) -> Tensor:
-    return rows.mean(dim=0)  # counts the rows that are only there to fill up
+    return rows.mean(dim=0)  # counts the padding rows, too
 
 
 def update(state: State, batch: Batch, center: Mean, rate: float = 1.0) -> Result:
