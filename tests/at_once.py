@@ -1,4 +1,4 @@
-"""Threads that start together, for tests of what happens then."""
+"""Helper that starts threads at the same moment, for concurrency tests."""
 
 from __future__ import annotations
 

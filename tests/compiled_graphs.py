@@ -1,4 +1,4 @@
-"""What a step hands to the compiler, and the places where what it makes of it runs."""
+"""Helpers for compiled steps: the graphs that the compiler receives, and the devices they run on."""
 
 from __future__ import annotations
 

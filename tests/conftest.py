@@ -1,4 +1,4 @@
-"""What every test gets: a hypothesis profile, the GPU skips, a clean global state, and keys.
+"""Fixtures and settings of all tests: a hypothesis profile, GPU skips, clean global state, and keys.
 
 ``FCG_HYPOTHESIS_PROFILE`` picks the profile: ``ci`` (the default: the same few examples at each run), ``dev``
 (random ones) or ``thorough`` (many).

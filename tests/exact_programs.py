@@ -1,4 +1,4 @@
-"""Random programs, compiled: of whole numbers, each of which is that of the eager run, at each of sixteen calls.
+"""Random integer programs, compiled: every value equals that of the eager run at each of sixteen calls.
 
 ``python -m tests.exact_programs --programs 5000`` runs as many as one likes, several of them compiled together, and
 prints those that differ. ``--device cuda`` runs them on a GPU; ``--as-on-a-gpu`` on a CPU, by the lowering that

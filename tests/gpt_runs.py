@@ -1,4 +1,4 @@
-"""Runs of the GPT example that the tests on CPU and on CUDA share."""
+"""Runs of the GPT example, shared by the CPU and CUDA tests."""
 
 from __future__ import annotations
 

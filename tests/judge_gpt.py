@@ -1,4 +1,4 @@
-"""The GPT of the examples written again as an ordinary module, and trained by ``torch.optim``.
+"""An independent version of the example GPT: an ordinary module, trained by ``torch.optim``.
 
 An independent judge: it imports nothing of the package, spells attention out instead of calling the fused op, ties the
 head as modules do, and computes the learning rate by a formula of its own. It is given initial weights and batches.

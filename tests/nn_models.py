@@ -1,4 +1,4 @@
-"""Small modules as people write them, and a training step over any of them."""
+"""Small modules as users write them, and a training step for any of them."""
 
 from __future__ import annotations
 

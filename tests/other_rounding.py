@@ -1,4 +1,4 @@
-"""A compiler that rounds less than ATen: values are float64 between products. And steps that amplify the last bits."""
+"""A fake compiler that keeps float64 between products, and steps that amplify such rounding differences."""
 
 from __future__ import annotations
 

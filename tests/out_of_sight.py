@@ -1,4 +1,4 @@
-"""A value that no host watch can see: it is in a file."""
+"""A value that the host watch cannot see, because it is in a file."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The drawing of the rooms in ``functional_cg/README.md``: ``python -m tests.rooms`` makes it from the imports."""
+"""Draws the import chart of ``functional_cg/README.md`` from the imports: ``python -m tests.rooms``."""
 
 from __future__ import annotations
 

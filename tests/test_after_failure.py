@@ -1,4 +1,4 @@
-"""A call that fails leaves nothing behind: no layout, no capture, no workspace, no tensor without values."""
+"""A failed call leaves nothing behind: no layout, no capture, no workspace, no tensor without values."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What can be placed, how, and what is refused: placing a tree into an arena."""
+"""Placing a tree into an arena: what can be placed, how, and what is refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Programs that were written to break a step: what surrounds the call in them is unusual, the answer is not."""
+"""Programs written to break a step: the surroundings of the call are unusual, the result is not."""
 
 from __future__ import annotations
 

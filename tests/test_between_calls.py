@@ -1,4 +1,4 @@
-"""What one call could leave to the next in silence: steps of instances, constants, objects, keys, numbers, order."""
+"""What could silently leak from one call to the next: instances, constants, objects, keys, numbers, order."""
 
 from __future__ import annotations
 

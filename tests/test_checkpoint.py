@@ -1,4 +1,4 @@
-"""Saving and loading: names, values, files, and runs that go on as if nothing had happened."""
+"""Saving and loading: names, values, files, and runs that continue as if uninterrupted."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What torch keeps on disk of a compiled step: the traced graph too, under a key that knows our own functions."""
+"""Torch's disk cache of a compiled step: it holds the traced graph, too, keyed with our own functions."""
 
 from __future__ import annotations
 

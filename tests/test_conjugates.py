@@ -1,4 +1,4 @@
-"""Conjugated views: what resolves them is a copy that stays, for kernels that cannot read such a view."""
+"""Conjugated views: the copy that resolves them stays, for kernels that cannot read such views."""
 
 from __future__ import annotations
 

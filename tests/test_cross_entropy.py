@@ -1,4 +1,4 @@
-"""A large cross-entropy and its gradient in one kernel: the kernel, and which losses of a step get it."""
+"""A large cross-entropy and its gradient in one kernel: the kernel, and which losses of a step use it."""
 
 from __future__ import annotations
 

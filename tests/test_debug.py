@@ -1,4 +1,4 @@
-"""Printing from inside of a step, and poison between calls."""
+"""Printing from inside a step, and poison between calls."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The fake mode of a trace: it answers alike in each run, and says nothing on the side. Its torch names are private."""
+"""The fake mode of a trace: consistent between runs, and silent. The torch names it uses are private."""
 
 import logging
 import threading

@@ -1,4 +1,4 @@
-"""Roles as vectors inside of a captured step: ravelled leaves are read and written as the slab that they lie in."""
+"""Roles as vectors in a captured step: raveled leaves are read and written as their slab."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Linear layers of fp8 products: against quantising by hand, and where what a step sees adds up."""
+"""Linear layers of fp8 products: against manual quantization, and where the maxima that a step sees accumulate."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Fused optimizer calls write their slots in place: not where a slot is read as the gradient of another one."""
+"""Fused optimizer calls write their slots in place: but not where a slot is read as another's gradient."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The GPT example on several ranks: what each of them does, and what they do as one."""
+"""The GPT example on several ranks: what each does alone, and what they do together."""
 
 from __future__ import annotations
 

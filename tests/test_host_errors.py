@@ -1,4 +1,4 @@
-"""A compiled step on a host that raises in the middle leaves the state as it was, and names the user's line."""
+"""A compiled CPU step that raises midway leaves the state unchanged, and names the user's line."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A law: call, change, call. What a step reads on the host is the old value nowhere: the call is right, or it raises.
+"""The law of host reads: after a host value changes, the next call uses the new value or raises.
 
 The table is generated: where a value lives, how it is read, how it is changed. Beside it stand spellings of their own.
 """

@@ -1,4 +1,4 @@
-"""The page for those who carry the package on says what is there."""
+"""The maintainers' page matches the package."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An independent judge: an ordinary module, ``torch.optim.AdamW``, ``clip_grad_norm_`` and a LambdaLR.
+"""An independent reference: an ordinary module, ``torch.optim.AdamW``, ``clip_grad_norm_`` and a LambdaLR.
 
 Judge and package share no code and differ in order of sums: attention spelled out against the fused op,
 ``norm + 1e-6`` against ``norm`` in the clip, a learning rate in Python against one on the device. Measured after 30

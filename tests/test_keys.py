@@ -1,4 +1,4 @@
-"""Which draws of a step share a key: found whatever way leads to it, and only where the numbers are the same."""
+"""Draws that share a key are found however they are written, and only where their numbers are equal."""
 
 from __future__ import annotations
 

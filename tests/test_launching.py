@@ -1,4 +1,4 @@
-"""Functions of a notebook on ranks: the script that they become, and what comes back."""
+"""Notebook functions on ranks: the script that is generated, and the results."""
 
 from __future__ import annotations
 

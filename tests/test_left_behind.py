@@ -1,4 +1,4 @@
-"""What a forward leaves on its module, what is done to a module that was copied, and new buffers that are dropped."""
+"""State left on a module by its forward, changes to a copied module, and new buffers that are dropped."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Chunked linear + cross-entropy, judged by the two calls that it stands for."""
+"""Chunked linear + cross-entropy, compared with the two calls that it replaces."""
 
 from __future__ import annotations
 

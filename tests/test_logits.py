@@ -1,4 +1,4 @@
-"""Cross-entropies in a compiled plan: the targets' logits are read first, and the loss and its gradient stay."""
+"""Cross-entropies in a compiled plan: target logits are read first; loss and gradient are unchanged."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``from_module``: modules as pure functions, traced and eager, against the plain modules that they come from."""
+"""``from_module``: modules as pure functions, traced and eager, compared with the plain modules."""
 
 from __future__ import annotations
 

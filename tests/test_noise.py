@@ -1,4 +1,4 @@
-"""Noise on gradients: the variance of the paper, draws that share nothing, the same bits captured."""
+"""Gradient noise: the paper's variance, independent draws, and the same bits when captured."""
 
 from __future__ import annotations
 

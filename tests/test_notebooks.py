@@ -1,4 +1,4 @@
-"""The notebooks run from top to bottom on a CPU, and what is committed is what comes out."""
+"""The notebooks run from top to bottom on a CPU, and reproduce their committed output."""
 
 from __future__ import annotations
 

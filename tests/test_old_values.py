@@ -1,4 +1,4 @@
-"""What a step keeps of an old leaf is the old value, in a new leaf and in a metric, however it is spelled."""
+"""An old leaf kept in a new leaf or a metric has the old value, however the step is written."""
 
 from __future__ import annotations
 

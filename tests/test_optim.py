@@ -872,6 +872,37 @@ _DOWNHILL = [
 ]
 
 
+@pytest.mark.parametrize(
+    "tx",
+    [
+        optim.chain(optim.sgd(0.5), optim.sgd(0.5)),
+        optim.chain(optim.adamw(0.1, weight_decay=0.0), optim.scale_by_learning_rate(0.1)),
+        optim.chain(optim.clip_by_global_norm(1.0), optim.chain(optim.sgd(0.1)), optim.adam(0.1)),
+        optim.partition({"a": optim.chain(optim.sgd(0.5), optim.lion(0.5, weight_decay=0.0))}, "a"),
+        optim.flatten(optim.chain(optim.sgd(0.5), optim.scale_by_learning_rate(optim.constant(0.1)))),
+    ],
+    ids=repr,
+)
+def test_two_learning_rates_in_a_row_are_refused(tx: Any) -> None:
+    """The sign would be turned twice, and each step would climb."""
+    with pytest.raises(ValueError, match=r"2 learning rates in a row: (.|\n)*To fix: keep one"):
+        fcg.TrainState.create(params={"w": torch.ones(2)}, optimizer=tx)
+
+
+@pytest.mark.parametrize(
+    "tx",
+    [
+        optim.chain(optim.scale(-1.0), optim.sgd(0.1)),  # it maximises
+        optim.chain(optim.sgd(0.1), optim.scale(0.5)),
+        optim.partition({"a": optim.sgd(0.5), "b": optim.adam(0.1)}, {"w": "a"}),
+        optim.lookahead(optim.chain(optim.trace(0.9), optim.sgd(0.1))),
+    ],
+    ids=repr,
+)
+def test_one_learning_rate_for_each_leaf_is_enough(tx: Any) -> None:
+    fcg.TrainState.create(params={"w": torch.ones(2)}, optimizer=tx)
+
+
 @pytest.mark.parametrize("optimizer", _UPHILL, ids=lambda tx: repr(tx)[:60])
 def test_a_state_wants_an_optimizer_with_a_learning_rate(optimizer: Any) -> None:
     params = {"w": torch.ones(2), "b": torch.ones(1)}

@@ -1,4 +1,4 @@
-"""Each optimizer against a judge, and each captured step against its eager run.
+"""Each optimizer against a reference, and each captured step against its eager run.
 
 The judges are ``torch.optim``, ``torch_optimizer`` and the papers' formulas written out here: 20 steps in float64. The
 tolerance is relative to how far a leaf has gone: 1e-12, a few roundings a step, or what the judge's own arithmetic

@@ -1,4 +1,4 @@
-"""Who owns what: the arena, the pool and declared constants, and nobody else.
+"""Memory ownership: the arena, the pool and declared constants, and nothing else.
 
 T-OWN: no tensor of the caller is ever adopted. T-OUT: what leaves a call is the caller's. T-DEREF: nothing that host
 code can reach between two calls matters. And Ctrl-C at any moment loses nothing.

@@ -1,4 +1,4 @@
-"""Precision policies: what is cast where, sums in another dtype, gradients narrower than parameters."""
+"""Precision policies: where casts happen, sums in another dtype, gradients narrower than parameters."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The loss scale: the rule of torch's own, in a captured step that skips updates on the device."""
+"""The loss scale follows torch's rule, in a captured step that skips updates on the device."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Prefetch: the order of what it does, the end of loaders, and what comes out, on the CPU and on a GPU."""
+"""Prefetch: order of operations, end of the loader, and the batches, on the CPU and on a GPU."""
 
 from __future__ import annotations
 

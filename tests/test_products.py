@@ -1,4 +1,4 @@
-"""Products of a small step in fewer kernels: which of them, and that results stay."""
+"""Matrix products of a small step in fewer kernels: which are merged, and that results do not change."""
 
 from __future__ import annotations
 

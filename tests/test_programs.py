@@ -1,4 +1,4 @@
-"""The five programs: each replay is the eager run, to the last bit, and each one learns."""
+"""The five example programs: each replay is bitwise eager, and each program learns."""
 
 from __future__ import annotations
 

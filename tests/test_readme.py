@@ -1,4 +1,4 @@
-"""The README's program runs as it stands there, and learns."""
+"""The README's program runs as printed, and learns."""
 
 from __future__ import annotations
 

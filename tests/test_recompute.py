@@ -1,4 +1,4 @@
-"""The backward computes cheap values anew: the same bits, and no more memory."""
+"""The backward recomputes cheap values: the same bits, and no more memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``remat``: the same bits from less memory; what is computed again is not merged away."""
+"""``remat``: the same bits with less memory; recomputed values are not merged away."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Stochastic rounding: one of two neighbours, right on average, the same bits everywhere; training with it."""
+"""Stochastic rounding: one of two neighbours, unbiased, the same bits everywhere; training with it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Schedules against closed forms written down a second time, and their laws at borders and in between."""
+"""Schedules against independent closed forms, and their laws at boundaries and in between."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Handlers of signals: they may raise and call the library, at any moment, and no mode of torch stays on."""
+"""Signal handlers may raise and call the library at any moment, and no torch mode stays on."""
 
 from __future__ import annotations
 

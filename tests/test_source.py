@@ -1,4 +1,4 @@
-"""The user's frame, and the spelling that asks for a tensor's value."""
+"""Locating the user's frame, and the expression that asks for a tensor's value."""
 
 import linecache
 import math

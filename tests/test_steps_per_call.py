@@ -1,4 +1,4 @@
-"""Several steps in one graph: bitwise those of as many calls."""
+"""Several steps in one graph: bitwise equal to as many calls."""
 
 from __future__ import annotations
 

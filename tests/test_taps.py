@@ -1,4 +1,4 @@
-"""Values from inside of a step: what is read is what the step computed, at each call, and changes nothing."""
+"""Taps read what the step computed at each call, and change nothing."""
 
 from __future__ import annotations
 

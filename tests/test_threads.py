@@ -1,4 +1,4 @@
-"""What other threads do while a step is traced is neither its side effect nor changed by it."""
+"""Other threads during a trace: their actions are not its side effects, and it does not change them."""
 
 from __future__ import annotations
 

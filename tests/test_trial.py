@@ -1,4 +1,4 @@
-"""The trial of a compiled step: planted mistakes are refused before anything is committed, and rounding is not."""
+"""The trial of a compiled step refuses planted errors before anything is committed, and accepts rounding."""
 
 from __future__ import annotations
 

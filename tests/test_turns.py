@@ -1,4 +1,4 @@
-"""Whose turn it is: threads wait, what interrupts a call reads or is refused at once, forks find states whole."""
+"""Turn-taking: threads wait, code that interrupts a call may read or is refused, forks find whole states."""
 
 from __future__ import annotations
 

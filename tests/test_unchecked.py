@@ -1,4 +1,4 @@
-"""Which inputs and slots may hold any value: what is run to warm up must not meet what a kernel refuses."""
+"""Which inputs and slots may hold any value: warm-up runs must not hit values that a kernel refuses."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``debug="verify"``: what it lets pass, what it tells apart, and what it says."""
+"""``debug="verify"``: what it accepts, what it distinguishes, and what it reports."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The host watch: every form in which a step reads a host value, and each change of it."""
+"""The host watch: every way a step can read a host value, and every change to it."""
 
 import collections
 import contextlib

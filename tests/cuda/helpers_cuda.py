@@ -1,4 +1,4 @@
-"""What the tests of captured steps on CUDA share: models, comparisons, the state of the allocator.
+"""Shared helpers of the CUDA tests: models, comparisons, allocator state.
 
 ``FCG_CUDA_TESTS_DEVICE=cpu`` rehearses on the CPU what needs no GPU; tests marked with ``needs_gpu`` are skipped then.
 """

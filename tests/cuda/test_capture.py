@@ -1,4 +1,4 @@
-"""What a call is, seen from outside: one graph launch, a few copies, and constant work on the host."""
+"""A call seen from outside: one graph launch, a few copies, and constant work on the host."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Fp8 layers on CUDA: a transformer block of real size, captured, and beside one in bfloat16."""
+"""Fp8 layers on CUDA: a captured transformer block of realistic size, compared with one in bfloat16."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Optimizer classes of torch and torch_optimizer on the GPU: captured as eager, and where the class itself ends."""
+"""Optimizer classes of torch and torch_optimizer on the GPU: captured equals eager, and equals the class itself."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The GPT on CUDA: bitwise against eager, against the independent judge, and as a program."""
+"""The GPT on CUDA: bitwise against eager, against an independent implementation, and as a program."""
 
 from __future__ import annotations
 

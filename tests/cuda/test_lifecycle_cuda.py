@@ -1,4 +1,4 @@
-"""Births and deaths: failed captures, closing, deleting in flight, collectors, threads, streams, the end."""
+"""Lifecycle on CUDA: failed captures, closing, deletion in flight, garbage collection, threads, streams, exit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``from_module`` on CUDA: replay against eager, masks against those of the CPU, the plain module as judge."""
+"""``from_module`` on CUDA: replay against eager, dropout masks against the CPU's, outputs against the plain module."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Three owners, no fourth: what a step returns is the caller's, what it keeps is its own, whatever happens between."""
+"""Memory ownership on CUDA: the caller owns what a step returns, and the step owns what it keeps."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Keyed random numbers on CUDA: the bits of the CPU, captured and replayed."""
+"""Keyed random numbers on CUDA: bitwise those of the CPU, captured and replayed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Refusals on the GPU: the same as on the CPU, and those of what only a device knows."""
+"""Refusals on the GPU: the same as on the CPU, and those that exist only there."""
 
 import re
 

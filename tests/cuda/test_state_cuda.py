@@ -1,4 +1,4 @@
-"""Handles and leaves on CUDA: what differs from the CPU, where leaves have another device than the host."""
+"""Handles and leaves on CUDA: differences from the CPU, since leaves are not on the host."""
 
 from __future__ import annotations
 

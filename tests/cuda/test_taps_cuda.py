@@ -1,4 +1,4 @@
-"""Taps and several steps per call on a GPU: no wait, no further launch, the values of the eager run."""
+"""Taps and several steps per call on a GPU: no synchronization, no extra launch, eager's values."""
 
 from __future__ import annotations
 

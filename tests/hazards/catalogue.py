@@ -1,4 +1,4 @@
-"""The table of hazards: what goes wrong in captured training elsewhere, what a user sees here, and what proves it.
+"""The table of hazards: what goes wrong in captured training elsewhere, what happens here, and the proof.
 
 ``python -m tests.hazards`` writes it as README.md. Tests are named by file and function; those of this folder that
 belong to a row carry its id.

@@ -1,4 +1,4 @@
-"""Which tests there are, and where they run, read from their source: nothing is imported."""
+"""Lists the tests and the devices they run on by parsing their source, without importing it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the hazard tests share: the places where a step runs, and the law that holds in all of them.
+"""Shared by the hazard tests: the backends on which a step runs, and the law that holds on all of them.
 
 A test marked ``everywhere`` runs on the CPU backend, on the simulator, compiled as for a GPU, and, where there is one,
 on a GPU, as it is and compiled; one marked ``as_it_is`` is not compiled.

@@ -1,4 +1,4 @@
-"""H01 to H09: what a step returns is the caller's, and no two things that it returns share memory."""
+"""H01 to H09: the caller owns what a step returns, and no two returned values share memory."""
 
 from __future__ import annotations
 

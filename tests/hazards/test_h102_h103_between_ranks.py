@@ -1,4 +1,4 @@
-"""H102, H103: what talks to other ranks below the collectives of a trace is refused before anything is sent."""
+"""H102, H103: communication that bypasses the traced collectives is refused before anything is sent."""
 
 from __future__ import annotations
 

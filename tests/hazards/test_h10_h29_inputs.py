@@ -1,4 +1,4 @@
-"""H10 to H29: what goes in is copied, and copied only if it is what the step was captured for."""
+"""H10 to H29: inputs are copied, and only if they match what the step was captured for."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""H127 to H132: compiled functions, inference tensors, nothing at all, and dtypes that few have seen."""
+"""H127 to H132: compiled functions, inference tensors, empty values, and rare dtypes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""H30 to H39: gradients are values inside of the step; nothing is left in ``.grad``, in hooks or on other threads."""
+"""H30 to H39: gradients are values inside the step; nothing remains in ``.grad``, hooks or other threads."""
 
 from __future__ import annotations
 

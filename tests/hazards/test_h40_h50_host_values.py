@@ -1,4 +1,4 @@
-"""H40 to H50: numbers, flags, modes and Python's own side effects, none of which a replay would see again."""
+"""H40 to H50: numbers, flags, modes and Python side effects, none of which a replay would repeat."""
 
 from __future__ import annotations
 

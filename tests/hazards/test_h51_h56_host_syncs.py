@@ -1,4 +1,4 @@
-"""H51 to H56: what would wait for the device is refused, or done on the device."""
+"""H51 to H56: host synchronizations are refused, or replaced by work on the device."""
 
 from __future__ import annotations
 

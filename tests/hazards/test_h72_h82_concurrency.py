@@ -1,4 +1,4 @@
-"""H72 to H82: collectors, threads, streams and steps beside each other."""
+"""H72 to H82: garbage collection, threads, streams, and concurrent steps."""
 
 from __future__ import annotations
 

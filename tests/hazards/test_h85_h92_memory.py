@@ -1,4 +1,4 @@
-"""H85 to H92: pools, allocator settings, and how many captures there are."""
+"""H85 to H92: pools, allocator settings, and the number of captures."""
 
 from __future__ import annotations
 

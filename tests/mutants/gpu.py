@@ -1,4 +1,4 @@
-"""What tests on a GPU say of the mutants: where the hazard exists there, they and the simulator agree on each of them.
+"""GPU results for the mutants: where the hazard exists on a GPU, they must agree with the simulator.
 
 Each mutant is run on a copy of its own, several at once if asked to; the shipped code must pass all of these tests.
 """

@@ -1,4 +1,4 @@
-"""Wrong implementations of sharding; their tests run on several processes with gloo."""
+"""Mutants of sharding; their tests run in several processes with gloo."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The machine that users run on their own steps, run on a step with everything in it, and on steps that are wrong."""
+"""``testing.stateful.machine`` on a step that uses every feature, and on broken steps."""
 
 from __future__ import annotations
 

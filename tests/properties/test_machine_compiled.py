@@ -1,4 +1,4 @@
-"""The machine that users run on their own steps, run on a compiled step of whole numbers.
+"""``testing.stateful.machine`` on a compiled step of whole numbers.
 
 ``FCG_HYPOTHESIS_PROFILE=thorough`` makes it a thousand runs of thirty rules.
 """

@@ -1,4 +1,4 @@
-"""Optimizers against judges that share no code with them: ``torch.optim`` and ``torch_optimizer``.
+"""Optimizers against oracles that share no code with them: ``torch.optim`` and ``torch_optimizer``.
 
 Where our ``step`` and ``torch.optim`` with ``fused=True`` run the same op, equality is bitwise. Elsewhere the
 tolerance is relative to the largest number in the leaf, per step: ``1e-6`` in float32 and ``1e-13`` in float64, a few

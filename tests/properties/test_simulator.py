@@ -1,4 +1,4 @@
-"""The simulator is as unforgiving as it says: what it delays, overwrites, repeats and uses again."""
+"""The simulator is as strict as documented: what it delays, overwrites, repeats and reuses."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What every refusal promises, checked in one place: its class, its words, nothing launched, the state still good."""
+"""Checks what every refusal promises: its class, its message, nothing launched, the state still valid."""
 
 import inspect
 import os

@@ -1,4 +1,4 @@
-"""Values of the host that a graph bakes in: a change is refused at the call, before anything is launched."""
+"""Host values that a graph bakes in: a change is refused at the call, before any launch."""
 
 import contextlib
 import dataclasses

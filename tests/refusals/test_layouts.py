@@ -1,4 +1,4 @@
-"""States and inputs of another layout: the new state unlike the old one, inputs unlike the captured ones."""
+"""Layout changes are refused: a new state unlike the old one, inputs unlike the captured ones."""
 
 import enum
 import re

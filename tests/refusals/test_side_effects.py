@@ -1,4 +1,4 @@
-"""Side effects, exceptions and interrupts while a step is traced; a trace leaves everything outside of it alone."""
+"""Side effects, exceptions and interrupts during a trace, which must leave everything outside it unchanged."""
 
 import functools
 import gc

@@ -1,4 +1,4 @@
-"""Tensors that are none of the step's own: foreign ones, inputs written in place, exchanged memory, sparse ones."""
+"""Tensors that a step may not use: foreign ones, inputs written in place, swapped memory, sparse ones."""
 
 import numpy
 import pytest

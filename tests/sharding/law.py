@@ -1,4 +1,4 @@
-"""What runs on each rank: a captured step gives, on every shard and after every call, the bits of the eager run.
+"""The law that each rank checks: a captured step is bitwise eager, on every shard, after every call.
 
 A compiled one gives them but for rounding, which does not add up: the eager run starts at each call where that is.
 """

@@ -1,4 +1,4 @@
-"""Mistakes with sharded leaves, what each raises, and what its advice makes of it: the table of ``test_misuse``."""
+"""Mistakes with sharded leaves, the error of each, and the result of its advice: the table of ``test_misuse``."""
 
 from __future__ import annotations
 

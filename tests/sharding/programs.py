@@ -1,4 +1,4 @@
-"""Small training programs, and how their states lie on ranks: what the tests of sharding run.
+"""Small training programs for the sharding tests, and how their states are laid out on ranks.
 
 Each makes a state, has a step, and makes another batch for each call and rank. Without a sharding the same source
 trains on one process.

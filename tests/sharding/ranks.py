@@ -1,4 +1,4 @@
-"""Run a function on several ranks, each a process of its own, and get what each rank returned or raised.
+"""Runs a function on several ranks, one process each, and collects what each returned or raised.
 
 Importing torch takes seconds, so one process does it once: a server that is started with the first call and forks the
 ranks of every call. It never runs CUDA and starts no thread, so that a fork of it is as good as a new process: ranks

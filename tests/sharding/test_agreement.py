@@ -1,4 +1,4 @@
-"""H95: ranks that are about to capture different things, or of which some are missing, all raise; none hangs.
+"""H95: if ranks are about to capture different things, or some are missing, all raise and none hangs.
 
 Here ranks are threads that share a store; ``test_refusals_on_ranks`` has processes and steps.
 """

@@ -1,4 +1,4 @@
-"""H95, H96: ranks that do not do the same, that are missing, or that die: the others are told, in bounded time.
+"""H95, H96: if ranks diverge, are missing or die, the others raise within bounded time.
 
 In every test all processes end, with the exit code that they ought to have.
 """

@@ -1,4 +1,4 @@
-"""No program of several ranks copies from the host: a graph could not be captured with that, and gloo would not notice.
+"""Programs on several ranks never copy from the host: no graph could capture that, and gloo would not notice.
 
 Programs are traced as if their state were on another device than the host's; meta stands for it.
 """

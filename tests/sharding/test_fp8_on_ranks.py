@@ -1,4 +1,4 @@
-"""Fp8 layers on ranks: each sees other maxima, and all of them go on with the largest."""
+"""Fp8 layers on ranks: each rank sees different maxima, and all continue with the largest."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is asked of a sharded leaf, a mesh or a sharding by mistake: refused on the rank that asks, with good advice.
+"""Misuse of sharded leaves, meshes and shardings is refused on the rank that commits it, with good advice.
 
 The mistakes are made on one rank alone, and all ranks train on afterwards: had one of them started a collective, the
 others would wait for it, or take it for theirs.

@@ -1,4 +1,4 @@
-"""Where elements lie: laws of placements in one process, for any shape on any mesh, and what a mesh may look like."""
+"""Laws of placements in one process, for any shape on any mesh, and which meshes are valid."""
 
 from __future__ import annotations
 

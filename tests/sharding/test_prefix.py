@@ -1,4 +1,4 @@
-"""A prefix tree of shardings: where a rank holds what, and what is refused. The law for it is in `test_bitwise`."""
+"""Prefix trees of shardings: what each rank holds, and what is refused. Their law is in `test_bitwise`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is computed anew in the backward: the same bits in every random program, and no more memory than before."""
+"""Recomputation in the backward: the same bits in every random program, and no more memory than before."""
 
 from __future__ import annotations
 

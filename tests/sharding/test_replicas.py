@@ -1,4 +1,4 @@
-"""Leaves that all ranks hold whole, or in shards: a step that would pull them apart is refused, no other one is."""
+"""Replicated and sharded leaves: a step that would make ranks diverge is refused, and no other step is."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Stochastic rounding on shards: a rank draws what the whole leaf would draw there, so any number rounds alike."""
+"""Stochastic rounding on shards draws as on the whole leaf, so any number of ranks rounds alike."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ops on shards, and readings of gathered leaves, give what the same ops on whole leaves give."""
+"""Ops on shards, and reads of gathered leaves, match the same ops on whole leaves."""
 
 from __future__ import annotations
 

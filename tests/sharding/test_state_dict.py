@@ -1,4 +1,4 @@
-"""Checkpoints know nothing of ranks: what some wrote others read, bit for bit, at any stage and on any mesh."""
+"""Checkpoints are independent of ranks: they load bit for bit at any stage and on any mesh."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What happens when much happens at once: threads, signals and forks, for as long as one likes.
+"""Stress tests of threads, signals and forks, for any length of time.
 
 ``python -m tests.stress`` runs the long versions and prints what it has counted; the test suite runs short ones. Each
 function returns its counts, and raises ``AssertionError`` at the first value that is of two generations, mode that

@@ -1,4 +1,4 @@
-"""Forks while other threads step: the child goes on with a whole state, or is told at once why it cannot."""
+"""Forks while other threads step: the child continues with a whole state, or is refused at once."""
 
 from __future__ import annotations
 

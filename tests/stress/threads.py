@@ -1,4 +1,4 @@
-"""Readers, savers, steppers and replacers of one state: what each reads is of one generation, or it is refused."""
+"""Readers, savers, steppers and replacers of one state: each reads a single generation, or is refused."""
 
 from __future__ import annotations
 

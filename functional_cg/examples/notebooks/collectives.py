@@ -27,21 +27,14 @@ _WAIT = "_c10d_functional::wait_tensor"
 class Launch:
     """One collective of a program.
 
-        Attributes:
-          kind: ``gather``, ``reduce`` (each rank gets its shard of a sum) or ``all-reduce`` (each gets all of it).
-    <<<<<<< HEAD
-          place: Its number among the program's calls.
-          use: The number of the call that first reads what it brings. What stands between may run beside it, and does so
-            on a GPU; on a CPU each collective is waited for at once.
-          leaves: How many tensors it moves.
-          nbytes: Their bytes, as whole leaves.
-    =======
-          place: Its index among the program's calls.
-          wait: Index of the first call that waits for it; the calls in between overlap with it.
-          leaves: Number of tensors that it moves.
-          nbytes: Their bytes, counted as whole leaves.
-    >>>>>>> t4
-          backward: Whether it belongs to the backward.
+    Attributes:
+      kind: ``gather``, ``reduce`` (each rank gets its shard of a sum) or ``all-reduce`` (each gets all of it).
+      place: Its index among the program's calls.
+      use: Index of the first call that reads its result; the calls in between may overlap with it, and do so on a
+        GPU. On a CPU each collective is waited for at once.
+      leaves: Number of tensors that it moves.
+      nbytes: Their bytes, counted as whole leaves.
+      backward: Whether it belongs to the backward.
     """
 
     kind: str

@@ -53,11 +53,18 @@ def seed_of(factory: str, key: Tensor | int) -> int:
 
 
 def refuse_without_rate(name: str, tx: Any) -> None:
-    """Refuse an optimizer whose updates are directions, as long as the gradients and uphill.
+    """Refuse an optimizer whose updates lead uphill: without a learning rate, or with several in a row.
 
     Raises:
       ValueError: Naming the link that is missing.
     """
+    twice = tx.turns_twice
+    if twice:
+        raise ValueError(
+            f"{name}: the optimizer has {len(twice)} learning rates in a row: {', then '.join(map(repr, twice))}. Each "
+            "turns the sign, and scales what the one before has made.\nTo fix: keep one of them; "
+            "`optim.scale(0.5)` scales steps without turning them.",
+        )
     part = tx.lacks_rate
     if part is None:
         return

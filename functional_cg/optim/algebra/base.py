@@ -99,6 +99,16 @@ class GradientTransformation(ABC):
         return None if self.applies_learning_rate or not known else self
 
     @property
+    def descends(self) -> bool:
+        """Whether it turns directions into steps downhill: by a learning rate, with the sign turned."""
+        return any(part.descends for part in self.parts)
+
+    @property
+    def turns_twice(self) -> tuple[GradientTransformation, ...]:
+        """Links in a row that each turn the sign, so that the steps lead uphill; empty if there are none."""
+        return next((links for links in (part.turns_twice for part in self.parts) if links), ())
+
+    @property
     def acts_per_leaf(self) -> bool:
         """Whether the borders between leaves matter, as they do for a norm or a draw per leaf."""
         return any(part.acts_per_leaf for part in self.parts)
@@ -164,6 +174,10 @@ class Optimizer(GradientTransformation):
 
     @property
     def applies_learning_rate(self) -> bool:
+        return True
+
+    @property
+    def descends(self) -> bool:
         return True
 
 

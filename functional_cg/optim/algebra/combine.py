@@ -59,6 +59,11 @@ class chain(GradientTransformation):
     def parts(self) -> tuple[GradientTransformation, ...]:
         return self.links
 
+    @property
+    def turns_twice(self) -> tuple[GradientTransformation, ...]:
+        descending = tuple(link for link in self.links if link.descends)
+        return descending if len(descending) > 1 else super().turns_twice
+
     def init(self, params: Params) -> OptState:
         return tuple(link.init(params) for link in self.links)
 

@@ -154,6 +154,10 @@ class scale_by_learning_rate(GradientTransformation):
         return descend(updates, self.learning_rate), state
 
     @property
+    def descends(self) -> bool:
+        return True
+
+    @property
     def applies_learning_rate(self) -> bool:
         return True
 
