@@ -286,6 +286,23 @@ def test_a_step_that_is_closed_in_the_middle_of_a_call() -> None:
         fn.close()
 
 
+def test_a_step_that_is_closed_twice_in_the_middle_of_its_first_call() -> None:
+    """A handler that strikes again and again: what the call has just captured stays until its end."""
+
+    def captured(*arguments: Any) -> Any:
+        step.close()
+        made = capture(*arguments)
+        step.close()
+        return made
+
+    step = fcg.graph_step(advance)
+    capture, step._captured_for = step._captured_for, captured  # type: ignore[method-assign]
+    state, _ = step(a_state(), torch.ones(()))
+    assert int(state["n"]) == 1
+    with pytest.raises(fcg.ClosedError):
+        step(state, torch.ones(()))
+
+
 def test_a_call_that_comes_after_the_end() -> None:
     """Another thread has taken the fast path just before ``close``."""
     step, state = fcg.graph_step(advance), a_state()

@@ -120,7 +120,7 @@ class Transform:
             self._turn.wait()
         with self._turn.lock:
             # In the middle of a call, as from the handler of a signal, they are freed at its end.
-            in_use, self._closed, self._fast = self._turn.busy and not self._closed, True, None
+            in_use, self._closed, self._fast = self._turn.busy and self._turn.over is None, True, None
             captures, self._captured = self._captured, {}
             self._lowered = {}  # a step that was made anew from this one may go on with its traces
             if not in_use:
