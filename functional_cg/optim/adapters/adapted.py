@@ -62,9 +62,7 @@ class Adapted(Optimizer):
         home = "torch.optim" if module == "torch" else module
         return f"from_torch({', '.join([f'{home}.{self.cls.__name__}', *(f'{k}={v!r}' for k, v in hyper.items())])})"
 
-    @property
-    def acts_per_leaf(self) -> bool:
-        return True
+    acts_per_leaf = True
 
     def made(self, leaves: Sequence[Tensor], cls: type[torch.optim.Optimizer] | None = None) -> Any:
         """An object of the class, or of its hosted subclass, for these parameters."""

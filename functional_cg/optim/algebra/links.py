@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from functional_cg import tree
-from functional_cg.optim.algebra.arithmetic import averaged, squared, where_selected
+from functional_cg.optim.algebra.arithmetic import averaged, norm, squared, where_selected
 from functional_cg.optim.algebra.base import (
     EmptyState,
     GradientTransformation,
@@ -358,16 +358,13 @@ class scale_by_trust_ratio(Stateless):
         self, updates: Updates, state: OptState, params: Params | None = None
     ) -> tuple[Updates, OptState]:
         def rescale(u: Tensor, p: Tensor) -> Tensor:
-            dtype = torch.promote_types(u.dtype, torch.float32)
-            ours, theirs = (torch.linalg.vector_norm(x, dtype=dtype) for x in (p, u))
+            ours, theirs = norm(p), norm(u)
             ratio = torch.where((ours == 0) | (theirs == 0), torch.ones_like(ours), ours / theirs)
             return u * ratio.to(u.dtype)
 
         return tree.map(rescale, updates, need_params("scale_by_trust_ratio", params)), state
 
-    @property
-    def acts_per_leaf(self) -> bool:
-        return True
+    acts_per_leaf = True
 
 
 @dataclass(frozen=True)

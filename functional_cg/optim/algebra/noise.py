@@ -69,9 +69,7 @@ class add_noise(GradientTransformation):
         in_range("add_noise: gamma", self.gamma)
         object.__setattr__(self, "key", seed_of("add_noise", self.key))
 
-    @property
-    def acts_per_leaf(self) -> bool:
-        return True
+    acts_per_leaf = True
 
     def init(self, params: Params) -> AddNoiseState:
         assert isinstance(self.key, int)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from abc import abstractmethod
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from typing import ClassVar
 
 from functional_cg.optim.algebra.base import GradientTransformation, Scalar, ScalarOrSchedule
 from functional_cg.optim.algebra.combine import Composed
@@ -33,10 +34,12 @@ class _Family(Composed):
     b2: Scalar = 0.999
     eps: Scalar = 1e-8
 
+    _link: ClassVar[Callable[..., GradientTransformation]]
+
     @property
-    @abstractmethod
     def moments(self) -> GradientTransformation:
-        """The link that makes a direction of gradients."""
+        """The link that turns gradients into a direction, with all numbers but the learning rate."""
+        return self._link(*(getattr(self, one.name) for one in fields(self)[1:]))
 
     @property
     def links(self) -> tuple[GradientTransformation, ...]:
@@ -68,9 +71,7 @@ class amsgrad(_Family):
       {'w': tensor([-0.1000,  0.1000])}
     """
 
-    @property
-    def moments(self) -> scale_by_amsgrad:
-        return scale_by_amsgrad(self.b1, self.b2, self.eps)
+    _link = scale_by_amsgrad
 
 
 @dataclass(frozen=True)
@@ -98,9 +99,7 @@ class adamax(_Family):
       {'w': tensor([-0.1000,  0.1000])}
     """
 
-    @property
-    def moments(self) -> scale_by_adamax:
-        return scale_by_adamax(self.b1, self.b2, self.eps)
+    _link = scale_by_adamax
 
 
 @dataclass(frozen=True)
@@ -131,9 +130,7 @@ class nadam(_Family):
 
     momentum_decay: Scalar = 4e-3
 
-    @property
-    def moments(self) -> scale_by_nadam:
-        return scale_by_nadam(self.b1, self.b2, self.eps, self.momentum_decay)
+    _link = scale_by_nadam
 
 
 @dataclass(frozen=True)
@@ -161,9 +158,7 @@ class radam(_Family):
       {'w': tensor([-0.4000,  0.2000])}
     """
 
-    @property
-    def moments(self) -> scale_by_radam:
-        return scale_by_radam(self.b1, self.b2, self.eps)
+    _link = scale_by_radam
 
 
 @dataclass(frozen=True)
@@ -193,6 +188,4 @@ class adabelief(_Family):
 
     eps: Scalar = 1e-16
 
-    @property
-    def moments(self) -> scale_by_belief:
-        return scale_by_belief(self.b1, self.b2, self.eps)
+    _link = scale_by_belief

@@ -45,6 +45,7 @@ from functional_cg.optim.algebra.links import (
     descend,
     scale_by_adam,
     scale_by_rss,
+    scale_by_yogi,
     trace,
 )
 from functional_cg.optim.rules import fused as _fused
@@ -137,7 +138,78 @@ def update_trees(call: Any, trees: list[Any], tags: list[Any] | None = None) -> 
 
 
 @dataclass(frozen=True)
-class adam(Optimizer):
+class AdamLike(Optimizer):
+    """A direction computed from Adam's numbers, times the learning rate.
+
+    Attributes:
+      learning_rate: Number, f32[], or schedule.
+      b1: Decay of the first moment, in [0, 1).
+      b2: Decay of the second moment, in [0, 1).
+      eps: Added outside the root.
+    """
+
+    learning_rate: ScalarOrSchedule
+    b1: Scalar = 0.9
+    b2: Scalar = 0.999
+    eps: Scalar = 1e-8
+
+    def __post_init__(self) -> None:
+        name = type(self).__name__
+        in_range(f"{name}: learning_rate", self.learning_rate)
+        check_adam(name, self.b1, self.b2, self.eps)
+
+    @property
+    def _moments(self) -> scale_by_adam | scale_by_yogi:
+        return scale_by_adam(self.b1, self.b2, self.eps)
+
+    def init(self, params: Params) -> ScaleByAdamState:
+        return self._moments.init(params)
+
+    def update(
+        self, updates: Updates, state: ScaleByAdamState, params: Params | None = None
+    ) -> tuple[Updates, ScaleByAdamState]:
+        rate = rate_at(self.learning_rate, state.count)
+        updates, state = self._moments.update(updates, state, params)
+        return descend(self._directed(updates, params), rate), state
+
+    def _directed(self, updates: Updates, params: Params | None) -> Updates:
+        """The direction, given the scaled moments."""
+        return updates
+
+    def _run_fused(self, op: Any, columns: Any, lr: Scalar, count: Tensor, weight_decay: Scalar = 0.0) -> Any:
+        return _fused.adam(
+            op, columns, lr=lr, count=count, b1=self.b1, b2=self.b2, eps=self.eps, weight_decay=weight_decay
+        )
+
+
+@dataclass(frozen=True)
+class DecayedAdam(AdamLike):
+    """:class:`AdamLike` with decoupled weight decay.
+
+    Attributes:
+      weight_decay: Number or f32[]; no default.
+      mask: Which leaves decay: None for all, a prefix tree of bools, or a function from the parameters to one.
+    """
+
+    weight_decay: Scalar = field(kw_only=True)
+    mask: Mask = field(default=None, kw_only=True)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        in_range(f"{type(self).__name__}: weight_decay", self.weight_decay)
+        object.__setattr__(self, "mask", freeze(self.mask))
+
+    def _directed(self, updates: Updates, params: Params | None) -> Updates:
+        return add_decayed_weights(self.weight_decay, self.mask).update(updates, (), params)[0]
+
+    def update(
+        self, updates: Updates, state: ScaleByAdamState, params: Params | None = None
+    ) -> tuple[Updates, ScaleByAdamState]:
+        return super().update(updates, state, need_params(type(self).__name__, params))
+
+
+@dataclass(frozen=True)
+class adam(AdamLike):
     r"""Adam: ``p <- p - learning_rate * mu_hat / (sqrt(nu_hat) + eps)``; see ``scale_by_adam``.
 
     ``step`` runs ``aten._fused_adam``. Moments have the dtypes of the parameters.
@@ -158,25 +230,6 @@ class adam(Optimizer):
       {'w': tensor([0.9000, 2.1000])}
     """
 
-    learning_rate: ScalarOrSchedule
-    b1: Scalar = 0.9
-    b2: Scalar = 0.999
-    eps: Scalar = 1e-8
-
-    def __post_init__(self) -> None:
-        in_range("adam: learning_rate", self.learning_rate)
-        check_adam("adam", self.b1, self.b2, self.eps)
-
-    def init(self, params: Params) -> ScaleByAdamState:
-        return scale_by_adam(self.b1, self.b2, self.eps).init(params)
-
-    def update(
-        self, updates: Updates, state: ScaleByAdamState, params: Params | None = None
-    ) -> tuple[Updates, ScaleByAdamState]:
-        rate = rate_at(self.learning_rate, state.count)
-        updates, state = scale_by_adam(self.b1, self.b2, self.eps).update(updates, state, params)
-        return descend(updates, rate), state
-
     @property
     def step(self) -> StepFn | None:
         return self._step if are_numbers(self.b1, self.b2, self.eps) else None
@@ -187,23 +240,14 @@ class adam(Optimizer):
         lr, count = rate_at(self.learning_rate, state.count), state.count + 1
 
         def call(columns: Any, _: Any) -> Any:
-            return _fused.adam(
-                _fused.aten._fused_adam,
-                columns,
-                lr=lr,
-                count=count,
-                b1=self.b1,
-                b2=self.b2,
-                eps=self.eps,
-                weight_decay=0.0,
-            )
+            return self._run_fused(_fused.aten._fused_adam, columns, lr, count)
 
         params, mu, nu = update_trees(call, [params, grads, state.mu, state.nu])
         return params, ScaleByAdamState(count, mu, nu)
 
 
 @dataclass(frozen=True)
-class adamw(Optimizer):
+class adamw(DecayedAdam):
     r"""AdamW: Adam with decoupled weight decay.
 
     ``p <- p - learning_rate * (mu_hat / (sqrt(nu_hat) + eps) + weight_decay * p)``; see ``scale_by_adam``.
@@ -233,31 +277,6 @@ class adamw(Optimizer):
       {'w': tensor([0.8500, 2.0000]), 'b': tensor(1.)}
     """
 
-    learning_rate: ScalarOrSchedule
-    b1: Scalar = 0.9
-    b2: Scalar = 0.999
-    eps: Scalar = 1e-8
-    weight_decay: Scalar = field(kw_only=True)
-    mask: Mask = field(default=None, kw_only=True)
-
-    def __post_init__(self) -> None:
-        in_range("adamw: learning_rate", self.learning_rate)
-        in_range("adamw: weight_decay", self.weight_decay)
-        check_adam("adamw", self.b1, self.b2, self.eps)
-        object.__setattr__(self, "mask", freeze(self.mask))
-
-    def init(self, params: Params) -> ScaleByAdamState:
-        return scale_by_adam(self.b1, self.b2, self.eps).init(params)
-
-    def update(
-        self, updates: Updates, state: ScaleByAdamState, params: Params | None = None
-    ) -> tuple[Updates, ScaleByAdamState]:
-        params = need_params("adamw", params)
-        rate = rate_at(self.learning_rate, state.count)
-        updates, state = scale_by_adam(self.b1, self.b2, self.eps).update(updates, state, params)
-        updates, _ = add_decayed_weights(self.weight_decay, self.mask).update(updates, (), params)
-        return descend(updates, rate), state
-
     @property
     def step(self) -> StepFn | None:
         return self._step if are_numbers(self.b1, self.b2, self.eps) else None
@@ -273,16 +292,7 @@ class adamw(Optimizer):
             if isinstance(weight_decay, Tensor):  # the op takes a number; the same product, in front of it
                 leaves = torch._foreach_mul(columns[0], keep(columns[0][0]))
                 columns, weight_decay = [leaves, *columns[1:]], 0.0
-            return _fused.adam(
-                _fused.aten._fused_adamw,
-                columns,
-                lr=lr,
-                count=count,
-                b1=self.b1,
-                b2=self.b2,
-                eps=self.eps,
-                weight_decay=weight_decay,
-            )
+            return self._run_fused(_fused.aten._fused_adamw, columns, lr, count, weight_decay)
 
         flags = resolve_flags(self.mask, params)
         params, mu, nu = update_trees(call, [params, grads, state.mu, state.nu], flags)

@@ -81,9 +81,7 @@ class scale_by_factored_rms(GradientTransformation):
         if self.eps is not None:
             in_range("scale_by_factored_rms: eps", self.eps)
 
-    @property
-    def acts_per_leaf(self) -> bool:
-        return True
+    acts_per_leaf = True
 
     def init(self, params: Params) -> ScaleByFactoredRmsState:
         def means(leaf: Tensor, dim: int) -> Tensor | None:
@@ -163,9 +161,7 @@ class clip_by_rms(Stateless):
     def __post_init__(self) -> None:
         positive("clip_by_rms: threshold", self.threshold)
 
-    @property
-    def acts_per_leaf(self) -> bool:
-        return True
+    acts_per_leaf = True
 
     def update(
         self, updates: Updates, state: OptState, params: Params | None = None
@@ -202,9 +198,7 @@ class scale_by_param_rms(Stateless):
     def __post_init__(self) -> None:
         in_range("scale_by_param_rms: min_scale", self.min_scale)
 
-    @property
-    def acts_per_leaf(self) -> bool:
-        return True
+    acts_per_leaf = True
 
     def update(
         self, updates: Updates, state: OptState, params: Params | None = None

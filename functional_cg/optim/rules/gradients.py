@@ -77,9 +77,7 @@ class clip_by_norm(Stateless):
     def __post_init__(self) -> None:
         positive("clip_by_norm: max_norm", self.max_norm)
 
-    @property
-    def acts_per_leaf(self) -> bool:
-        return True
+    acts_per_leaf = True
 
     def update(
         self, updates: Updates, state: OptState, params: Params | None = None
@@ -134,9 +132,7 @@ class adaptive_clip(Stateless):
         positive("adaptive_clip: clipping", self.clipping)
         in_range("adaptive_clip: eps", self.eps)
 
-    @property
-    def acts_per_leaf(self) -> bool:
-        return True
+    acts_per_leaf = True
 
     def update(
         self, updates: Updates, state: OptState, params: Params | None = None
@@ -169,9 +165,7 @@ class centralize(Stateless):
               [-2.,  2.]])}
     """
 
-    @property
-    def acts_per_leaf(self) -> bool:
-        return True
+    acts_per_leaf = True
 
     def update(
         self, updates: Updates, state: OptState, params: Params | None = None

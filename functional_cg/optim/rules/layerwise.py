@@ -67,9 +67,7 @@ class scale_by_lars(Stateless):
             in_range(f"scale_by_lars: {name}", getattr(self, name))
         object.__setattr__(self, "mask", freeze(self.mask))
 
-    @property
-    def acts_per_leaf(self) -> bool:
-        return True
+    acts_per_leaf = True
 
     def update(
         self, updates: Updates, state: OptState, params: Params | None = None
@@ -169,9 +167,7 @@ class scale_by_novograd(GradientTransformation):
         in_range("scale_by_novograd: b2", self.b2, below=1.0)
         in_range("scale_by_novograd: eps", self.eps)
 
-    @property
-    def acts_per_leaf(self) -> bool:
-        return True
+    acts_per_leaf = True
 
     def init(self, params: Params) -> ScaleByNovogradState:
         full_like_tree(params)  # refuses what is not floating

@@ -108,9 +108,7 @@ class scale_by_muon(GradientTransformation):
         object.__setattr__(self, "ns_coefficients", tuple(self.ns_coefficients))
         require(len(self.ns_coefficients) == 3, "scale_by_muon: ns_coefficients are three numbers")
 
-    @property
-    def acts_per_leaf(self) -> bool:
-        return True
+    acts_per_leaf = True
 
     def init(self, params: Params) -> TraceState:
         flat, _ = tree.flatten_with_path(params)
@@ -197,7 +195,6 @@ class muon(Optimizer):
         if self.adamw_learning_rate is not None:
             in_range("muon: adamw_learning_rate", self.adamw_learning_rate)
         object.__setattr__(self, "labels", freeze(self.labels))
-        in_range("muon: weight_decay", self.weight_decay)
 
     @property
     def _parted(self) -> partition:

@@ -82,9 +82,7 @@ class stochastic_rounding(Optimizer):
     def parts(self) -> tuple[GradientTransformation, ...]:
         return (self.inner,)
 
-    @property
-    def acts_per_leaf(self) -> bool:
-        return True
+    acts_per_leaf = True
 
     def init(self, params: Params) -> StochasticRoundingState:
         assert isinstance(self.key, int)
