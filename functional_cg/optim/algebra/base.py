@@ -91,7 +91,7 @@ class GradientTransformation(ABC):
 
     @property
     def lacks_rate(self) -> GradientTransformation | None:
-        """The part whose direction no learning rate scales, or None; user-defined parts get the benefit of the doubt."""
+        """The part whose direction no learning rate scales, or None; user-defined parts are trusted to scale."""
         if self.parts and not isinstance(self, Optimizer):
             lacking = [part.lacks_rate for part in self.parts]
             return None if None in lacking else lacking[-1]

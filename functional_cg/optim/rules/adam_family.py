@@ -1,4 +1,4 @@
-"""Optimizers of Adam's family by name: each a link of :mod:`.adaptive`, then the learning rate."""
+"""Adam variants by name: each one a link from :mod:`.adaptive`, then the learning rate."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from functional_cg.optim.rules.adaptive import (
 
 @dataclass(frozen=True)
 class _Family(Composed):
-    """A link of moments, then the learning rate. For decay that is L2, ``chain(add_decayed_weights(...), ...)``.
+    """A moments link, then the learning rate. For L2 decay, use ``chain(add_decayed_weights(...), ...)``.
 
     Attributes:
       learning_rate: Number, f32[], or schedule.
       b1: Decay of the first moment, in [0, 1).
       b2: Decay of the second moment, in [0, 1).
-      eps: What the denominator has at least.
+      eps: Keeps the denominator away from 0.
     """
 
     learning_rate: ScalarOrSchedule
@@ -48,9 +48,9 @@ class _Family(Composed):
 
 @dataclass(frozen=True)
 class amsgrad(_Family):
-    """AMSGrad: Adam over the largest second moment so far; see ``scale_by_amsgrad``.
+    """AMSGrad: Adam with the largest second moment so far; see ``scale_by_amsgrad``.
 
-    State: that of ``scale_by_amsgrad``, and of the rate: count i64[] for a schedule, else none.
+    State: that of ``scale_by_amsgrad``, plus count i64[] if the rate is a schedule.
 
     Source: Reddi et al. 2018; ``torch.optim.Adam(amsgrad=True)``.
 
@@ -58,9 +58,9 @@ class amsgrad(_Family):
       learning_rate: Number, f32[], or schedule.
       b1: Decay of the first moment, in [0, 1).
       b2: Decay of the second moment, in [0, 1).
-      eps: Added outside of the root.
+      eps: Added outside the root.
     Raises:
-      ValueError: If a number is out of its range.
+      ValueError: If a number is out of range.
 
     Example:
       >>> import torch
@@ -76,9 +76,9 @@ class amsgrad(_Family):
 
 @dataclass(frozen=True)
 class adamax(_Family):
-    """AdaMax: Adam over a decayed maximum; see ``scale_by_adamax``.
+    """AdaMax: Adam with a decayed maximum as its second moment; see ``scale_by_adamax``.
 
-    State: that of ``scale_by_adamax``, and of the rate: count i64[] for a schedule, else none.
+    State: that of ``scale_by_adamax``, plus count i64[] if the rate is a schedule.
 
     Source: Kingma and Ba 2015, section 7.1; ``torch.optim.Adamax``.
 
@@ -86,9 +86,9 @@ class adamax(_Family):
       learning_rate: Number, f32[], or schedule.
       b1: Decay of the first moment, in [0, 1).
       b2: Decay of the second moment, in [0, 1).
-      eps: Least part of the maximum that a gradient has.
+      eps: Added to the absolute gradient before the maximum.
     Raises:
-      ValueError: If a number is out of its range.
+      ValueError: If a number is out of range.
 
     Example:
       >>> import torch
@@ -104,9 +104,9 @@ class adamax(_Family):
 
 @dataclass(frozen=True)
 class nadam(_Family):
-    """NAdam: Adam that looks one step ahead; see ``scale_by_nadam``, also for ``momentum_decay``.
+    """NAdam: Adam with Nesterov momentum; see ``scale_by_nadam``, also for ``momentum_decay``.
 
-    State: that of ``scale_by_nadam``, and of the rate: count i64[] for a schedule, else none.
+    State: that of ``scale_by_nadam``, plus count i64[] if the rate is a schedule.
 
     Source: Dozat 2016; ``torch.optim.NAdam``.
 
@@ -114,10 +114,10 @@ class nadam(_Family):
       learning_rate: Number, f32[], or schedule.
       b1: Decay of the first moment, in [0, 1).
       b2: Decay of the second moment, in [0, 1).
-      eps: Added outside of the root.
-      momentum_decay: How fast the momentum grows; 0 for one that does not.
+      eps: Added outside the root.
+      momentum_decay: How fast the momentum grows; 0 keeps it constant.
     Raises:
-      ValueError: If a number is out of its range.
+      ValueError: If a number is out of range.
 
     Example:
       >>> import torch
@@ -135,9 +135,9 @@ class nadam(_Family):
 
 @dataclass(frozen=True)
 class radam(_Family):
-    """RAdam: Adam that starts as momentum, until its second moment is known; see ``scale_by_radam``.
+    """RAdam: plain momentum until the variance of the second moment is tractable, then Adam; see ``scale_by_radam``.
 
-    State: that of ``scale_by_radam``, and of the rate: count i64[] for a schedule, else none.
+    State: that of ``scale_by_radam``, plus count i64[] if the rate is a schedule.
 
     Source: Liu et al. 2020; ``torch.optim.RAdam``, ``torch_optimizer.RAdam``.
 
@@ -145,9 +145,9 @@ class radam(_Family):
       learning_rate: Number, f32[], or schedule.
       b1: Decay of the first moment, in [0, 1).
       b2: Decay of the second moment, in [0, 1).
-      eps: Added outside of the root.
+      eps: Added outside the root.
     Raises:
-      ValueError: If a number is out of its range.
+      ValueError: If a number is out of range.
 
     Example:
       >>> import torch
@@ -163,9 +163,9 @@ class radam(_Family):
 
 @dataclass(frozen=True)
 class adabelief(_Family):
-    """AdaBelief: Adam over how far gradients are from their mean; see ``scale_by_belief``.
+    """AdaBelief: Adam scaled by how far gradients stray from their running mean; see ``scale_by_belief``.
 
-    State: that of ``scale_by_belief``, and of the rate: count i64[] for a schedule, else none.
+    State: that of ``scale_by_belief``, plus count i64[] if the rate is a schedule.
 
     Source: Zhuang et al. 2020; ``optax.adabelief``, ``torch_optimizer.AdaBelief``.
 
@@ -173,9 +173,9 @@ class adabelief(_Family):
       learning_rate: Number, f32[], or schedule.
       b1: Decay of the first moment, in [0, 1).
       b2: Decay of the second moment, in [0, 1).
-      eps: Added to the second moment at each step, and outside of the root.
+      eps: Added to the second moment at each step, and again outside the root.
     Raises:
-      ValueError: If a number is out of its range.
+      ValueError: If a number is out of range.
 
     Example:
       >>> import torch

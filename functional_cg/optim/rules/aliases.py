@@ -1,12 +1,11 @@
-"""Optimizers: the usual names, ready to use.
+"""SGD, Adam, AdamW and Adagrad, each with a formula and a fused step.
 
-Each one is a transformation that scales by a learning rate, with ``update`` written out as a formula; ``sgd``,
-``adam``, ``adamw`` and ``adagrad`` also have a ``step`` that runs the fused ATen op, the one that ``torch.optim``
-runs with ``fused=True``, to the last bit. Formula and op agree to a few roundings: per step, relative to the largest
-number in the leaf, 1e-6 in float32 and 1e-12 in float64.
+Each is a transformation that includes its learning rate and spells out ``update`` as a formula. Its ``step`` runs the
+fused ATen op that ``torch.optim`` runs with ``fused=True``, bit for bit. Formula and op agree to a few roundings: per
+step, relative to the largest number in the leaf, 1e-6 in float32 and 1e-12 in float64.
 
-A learning rate is a Python number (a constant of the capture), a schedule, or f32[]. A parameter that the loss does
-not use has a gradient of zeros, not None as in ``torch.optim``: moments and weight decay still move it.
+A learning rate is a Python number (a constant of the capture), a schedule, or f32[]. A parameter the loss does not
+use has a zero gradient, not None as in ``torch.optim``: moments and weight decay still move it.
 """
 
 from __future__ import annotations
@@ -52,7 +51,7 @@ from functional_cg.optim.rules import fused as _fused
 
 
 def are_numbers(*values: object) -> bool:
-    """Whether the fused op can take them: all but its learning rate are Python numbers."""
+    """Whether the fused op accepts these arguments: only its learning rate may be a tensor."""
     return all(isinstance(value, (int, float)) for value in values)
 
 
@@ -67,8 +66,8 @@ class SgdState(NamedTuple):
 class sgd(Optimizer):
     r"""Stochastic gradient descent: ``t <- momentum * t + g``, ``p <- p - learning_rate * t``.
 
-    With ``nesterov``, ``p <- p - learning_rate * (g + momentum * t)``. For L2 regularisation, put
-    ``add_decayed_weights`` in front of it in a ``chain``. ``step`` runs ``aten._fused_sgd``.
+    With ``nesterov``, ``p <- p - learning_rate * (g + momentum * t)``. For L2 regularization, put
+    ``add_decayed_weights`` before it in a ``chain``. ``step`` runs ``aten._fused_sgd``.
 
     Source: ``torch.optim.SGD``, ``optax.sgd``; Sutskever et al. 2013.
 
@@ -127,7 +126,7 @@ class sgd(Optimizer):
 
 
 def update_trees(call: Any, trees: list[Any], tags: list[Any] | None = None) -> list[Any]:
-    """Run a fused op over trees of one structure: params, grads, moments. Grads are not among the results."""
+    """Run a fused op over trees of equal structure (params, grads, moments...); return all but the grads."""
     refuse_unlike(trees[0], trees[1])
     treedef = tree.flatten(trees[0])[1]
     columns = [tree.leaves(one) for one in trees]
@@ -220,7 +219,7 @@ class adam(AdamLike):
       learning_rate: Number, f32[], or schedule.
       b1: Decay of the first moment, in [0, 1).
       b2: Decay of the second moment, in [0, 1).
-      eps: Added outside of the root.
+      eps: Added outside the root.
 
     Example:
       >>> from functional_cg import optim
@@ -252,17 +251,17 @@ class adamw(DecayedAdam):
 
     ``p <- p - learning_rate * (mu_hat / (sqrt(nu_hat) + eps) + weight_decay * p)``; see ``scale_by_adam``.
 
-    ``weight_decay`` has no default: ``optax.adamw`` decays by 1e-4 and ``torch.optim.AdamW`` by 1e-2, and both in
-    silence. ``step`` runs ``aten._fused_adamw``, with a ``mask`` once for the decayed leaves and once for the rest,
-    bitwise as ``torch.optim`` with two parameter groups.
+    ``weight_decay`` has no default: ``optax.adamw`` silently decays by 1e-4, and ``torch.optim.AdamW`` by 1e-2.
+    ``step`` runs ``aten._fused_adamw``; with a ``mask``, it runs once for the decayed leaves and once for the rest,
+    bitwise equal to ``torch.optim`` with two parameter groups.
 
     Source: Loshchilov and Hutter 2019; ``torch.optim.AdamW``, ``optax.adamw``.
 
     Attributes:
-      learning_rate: Number, f32[], or schedule; it scales the decay too.
+      learning_rate: Number, f32[], or schedule; also scales the decay.
       b1: Decay of the first moment, in [0, 1).
       b2: Decay of the second moment, in [0, 1).
-      eps: Added outside of the root.
+      eps: Added outside the root.
       weight_decay: Number or f32[].
       mask: Which leaves decay: None for all, a prefix tree of bools, or a function from the parameters to one.
 
@@ -289,7 +288,7 @@ class adamw(DecayedAdam):
 
         def call(columns: Any, decays: Any) -> Any:
             weight_decay = self.weight_decay if decays else 0.0
-            if isinstance(weight_decay, Tensor):  # the op takes a number; the same product, in front of it
+            if isinstance(weight_decay, Tensor):  # the op takes only a number: apply the same factor first
                 leaves = torch._foreach_mul(columns[0], keep(columns[0][0]))
                 columns, weight_decay = [leaves, *columns[1:]], 0.0
             return self._run_fused(_fused.aten._fused_adamw, columns, lr, count, weight_decay)
@@ -310,15 +309,15 @@ class AdagradState(NamedTuple):
 class adagrad(Optimizer):
     r"""Adagrad: ``s <- s + g^2``, ``p <- p - learning_rate * g / (sqrt(s) + eps)``.
 
-    ``eps`` and the start of ``s`` are those of torch; ``optax.adagrad`` starts at 0.1 with ``eps=1e-7`` inside of
+    ``eps`` and the initial ``s`` are those of torch; ``optax.adagrad`` starts at 0.1 with ``eps=1e-7`` inside of
     the root. ``step`` runs ``aten._fused_adagrad``.
 
     Source: Duchi et al. 2011; ``torch.optim.Adagrad``.
 
     Attributes:
       learning_rate: Number, f32[], or schedule.
-      initial_accumulator_value: Where the sums start.
-      eps: Added outside of the root.
+      initial_accumulator_value: Initial value of the sums.
+      eps: Added outside the root.
 
     Example:
       >>> from functional_cg import optim

@@ -1,4 +1,4 @@
-"""Optimizers without a fused op: ``lamb`` and ``yogi``."""
+"""LAMB and Yogi: Adam variants without a fused op."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ from functional_cg.optim.rules.aliases import AdamLike, DecayedAdam
 
 @dataclass(frozen=True)
 class lamb(DecayedAdam):
-    r"""LAMB: AdamW whose update of each leaf is scaled to the norm of the leaf.
+    r"""LAMB: AdamW with each leaf's update scaled to the norm of that leaf.
 
-    ``u = mu_hat / (sqrt(nu_hat) + eps) + weight_decay * p``, ``p <- p - learning_rate * |p| / |u| * u``, with ratio
-    1 where a norm is 0. The ratio is taken for the leaves that do not decay as well.
+    ``u = mu_hat / (sqrt(nu_hat) + eps) + weight_decay * p``, ``p <- p - learning_rate * |p| / |u| * u``, with a
+    ratio of 1 where either norm is 0. Leaves that do not decay are scaled too.
 
-    Source: You et al. 2020, ``optax.lamb``. ``torch_optimizer.Lamb`` is ``bias_correction=False``, with ``|p|``
-    clamped to 10.
+    Source: You et al. 2020, ``optax.lamb``. ``torch_optimizer.Lamb`` has ``bias_correction=False`` and
+    clamps ``|p|`` to 10.
 
     Attributes:
       learning_rate: Number, f32[], or schedule.
       b1: Decay of the first moment, in [0, 1).
       b2: Decay of the second moment, in [0, 1).
-      eps: Added outside of the root.
+      eps: Added outside the root.
       weight_decay: Number or f32[]; no default.
       mask: Which leaves decay; see ``adamw``.
-      bias_correction: Correct the moments for their start at 0.
+      bias_correction: Correct the bias of moments that start at 0.
 
     Example:
       >>> import torch
@@ -52,7 +52,7 @@ class lamb(DecayedAdam):
 
 @dataclass(frozen=True)
 class yogi(AdamLike):
-    r"""Yogi: Adam whose second moment moves by a bounded amount; see ``scale_by_yogi``.
+    r"""Yogi: Adam whose second moment changes by a bounded amount per step; see ``scale_by_yogi``.
 
     Source: Zaheer et al. 2018; ``optax.yogi``, ``torch_optimizer.Yogi``.
 
@@ -60,8 +60,8 @@ class yogi(AdamLike):
       learning_rate: Number, f32[], or schedule.
       b1: Decay of the first moment, in [0, 1).
       b2: Decay of the second moment, in [0, 1).
-      eps: Added outside of the root.
-      initial_accumulator_value: Where both moments start.
+      eps: Added outside the root.
+      initial_accumulator_value: Initial value of both moments.
 
     Example:
       >>> import torch
