@@ -143,9 +143,10 @@ class schedule_free(Optimizer):
     """Average the iterates of ``inner`` instead of decaying its rate: no need to know when training ends.
 
     With ``z`` the iterate of ``inner``, ``x`` its average and ``y = (1 - b1) z + b1 x`` the parameters in the state,
-    where gradients are computed: ``z <- z + inner(gradient at y)``, ``x <- (1 - c) x + c z``, with
-    ``c = w / (sum of w so far)`` and ``w`` the largest rate so far to the power ``weight_lr_power``. Evaluate at ``x``: see :meth:`eval_params`.
-    Use an ``inner`` without momentum: ``sgd(lr)``, or ``scale_by_rms`` and a rate. Its weight decay acts at ``y``.
+    where gradients are computed: ``z <- z + inner(gradient at y)``, ``x <- (1 - c) x + c z``, with ``c = w / (sum of w
+    so far)`` and ``w`` the largest rate so far to the power ``weight_lr_power``. Evaluate at ``x``: see
+    :meth:`eval_params`. Use an ``inner`` without momentum: ``sgd(lr)``, or ``scale_by_rms`` and a rate. Its weight
+    decay acts at ``y``.
 
     State: count i64[]; largest and total f64[]; z like params; that of ``inner``.
 
