@@ -10,19 +10,16 @@ from torch import Tensor
 from functional_cg import random, tree
 from functional_cg.optim.algebra.arguments import seed_of
 from functional_cg.optim.algebra.base import (
-    GradientTransformation,
-    Optimizer,
     OptState,
     Params,
-    StepFn,
     Updates,
     apply_updates,
     device_of,
     need_params,
-    need_steps,
     zero_count,
 )
 from functional_cg.optim.algebra.fitting import in_dtypes_of
+from functional_cg.optim.rules.wrappers import Around
 from functional_cg.precision import stochastic_round
 
 
@@ -35,7 +32,7 @@ class StochasticRoundingState(NamedTuple):
 
 
 @dataclass(frozen=True)
-class stochastic_rounding(Optimizer):
+class stochastic_rounding(Around):
     """Round new parameters stochastically, so that tiny steps count: bfloat16 training without masters.
 
     ``inner`` computes in float32: it sees parameters and gradients in float32, and its state is float32. Each new
@@ -70,16 +67,11 @@ class stochastic_rounding(Optimizer):
       (tensor([0.9961, 1.0000], dtype=torch.bfloat16), tensor(0.9990, dtype=torch.float64))
     """
 
-    inner: GradientTransformation
     key: Tensor | int
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "key", seed_of("stochastic_rounding", self.key))
-        need_steps("stochastic_rounding", self.inner)
-
-    @property
-    def parts(self) -> tuple[GradientTransformation, ...]:
-        return (self.inner,)
+        super().__post_init__()
 
     acts_per_leaf = True
 
@@ -94,10 +86,6 @@ class stochastic_rounding(Optimizer):
         params = need_params("stochastic_rounding", params)
         new, state = self._step(updates, state, params)
         return tree.map(lambda q, p: _wide(q) - _wide(p), new, params), state
-
-    @property
-    def step(self) -> StepFn:
-        return self._step
 
     def _step(
         self, grads: Updates, state: StochasticRoundingState, params: Params

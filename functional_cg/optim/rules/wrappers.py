@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -39,6 +40,39 @@ def interpolated(weight: Scalar, a: Params, b: Params) -> Params:
     return tree.map(lambda x, y: x + factor(x) * (y - x), a, b)
 
 
+@dataclass(frozen=True)
+class Around(Optimizer):
+    """An optimizer that computes new parameters itself, with the help of ``inner``.
+
+    Attributes:
+      inner: The optimizer inside.
+    """
+
+    inner: GradientTransformation
+
+    def __post_init__(self) -> None:
+        need_steps(type(self).__name__, self.inner)
+
+    @property
+    def parts(self) -> tuple[GradientTransformation, ...]:
+        return (self.inner,)
+
+    def update(
+        self, updates: Updates, state: OptState, params: Params | None = None
+    ) -> tuple[Updates, OptState]:
+        params = need_params(type(self).__name__, params)
+        new, state = self._step(updates, state, params)
+        return tree.map(torch.sub, new, params), state
+
+    @property
+    def step(self) -> StepFn:
+        return self._step
+
+    @abstractmethod
+    def _step(self, grads: Updates, state: Any, params: Params) -> tuple[Params, Any]:
+        """The new parameters and state."""
+
+
 class LookaheadState(NamedTuple):
     """State of :class:`lookahead`."""
 
@@ -48,7 +82,7 @@ class LookaheadState(NamedTuple):
 
 
 @dataclass(frozen=True)
-class lookahead(Optimizer):
+class lookahead(Around):
     """Pull back toward slow weights every few steps: ``slow <- slow + slow_step_size (p - slow)``, ``p <- slow``.
 
     In between, ``inner`` runs unchanged. Every ``inner`` gets a ``step``, which runs its fused op if it has one.
@@ -75,7 +109,6 @@ class lookahead(Optimizer):
       {'w': tensor([3.])}
     """
 
-    inner: GradientTransformation
     sync_period: int = 6
     slow_step_size: Scalar = 0.5
 
@@ -89,11 +122,7 @@ class lookahead(Optimizer):
             isinstance(self.slow_step_size, Tensor) or self.slow_step_size <= 1,
             f"lookahead: slow_step_size must be in [0, 1], got {self.slow_step_size!r}",
         )
-        need_steps("lookahead", self.inner)
-
-    @property
-    def parts(self) -> tuple[GradientTransformation, ...]:
-        return (self.inner,)
+        super().__post_init__()
 
     def init(self, params: Params) -> LookaheadState:
         return LookaheadState(zero_count(params), tree.map(torch.clone, params), self.inner.init(params))
@@ -105,10 +134,6 @@ class lookahead(Optimizer):
         updates, inner_state = self.inner.update(updates, state.inner_state, params)
         new, state = self._synced(tree.map(torch.add, params, updates), state, inner_state)
         return tree.map(torch.sub, new, params), state
-
-    @property
-    def step(self) -> StepFn:
-        return self._step
 
     def _step(self, grads: Updates, state: LookaheadState, params: Params) -> tuple[Params, LookaheadState]:
         fast, inner_state = step_or_update(self.inner, grads, state.inner_state, params)
@@ -139,7 +164,7 @@ class ScheduleFreeState(NamedTuple):
 
 
 @dataclass(frozen=True)
-class schedule_free(Optimizer):
+class schedule_free(Around):
     """Average the iterates of ``inner`` instead of decaying its rate: no need to know when training ends.
 
     With ``z`` the iterate of ``inner``, ``x`` its average and ``y = (1 - b1) z + b1 x`` the parameters in the state,
@@ -170,7 +195,6 @@ class schedule_free(Optimizer):
       ({'w': tensor([2.2500])}, {'w': tensor([2.5000])})
     """
 
-    inner: GradientTransformation
     learning_rate: ScalarOrSchedule = 1.0
     b1: Scalar = 0.9
     weight_lr_power: float = 2.0
@@ -179,11 +203,7 @@ class schedule_free(Optimizer):
         in_range("schedule_free: learning_rate", self.learning_rate)
         positive("schedule_free: b1", self.b1, below=1.0)
         in_range("schedule_free: weight_lr_power", self.weight_lr_power)
-        need_steps("schedule_free", self.inner)
-
-    @property
-    def parts(self) -> tuple[GradientTransformation, ...]:
-        return (self.inner,)
+        super().__post_init__()
 
     def init(self, params: Params) -> ScheduleFreeState:
         count = zero_count(params)
@@ -199,17 +219,6 @@ class schedule_free(Optimizer):
           params: The parameters that go with it.
         """
         return interpolated(1 / self.b1, state.z, params)
-
-    def update(
-        self, updates: Updates, state: ScheduleFreeState, params: Params | None = None
-    ) -> tuple[Updates, ScheduleFreeState]:
-        params = need_params("schedule_free", params)
-        new, state = self._step(updates, state, params)
-        return tree.map(torch.sub, new, params), state
-
-    @property
-    def step(self) -> StepFn:
-        return self._step
 
     def _step(
         self, grads: Updates, state: ScheduleFreeState, params: Params
