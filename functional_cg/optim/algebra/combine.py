@@ -160,7 +160,7 @@ class masked(GradientTransformation):
 
     @property
     def lacks_rate(self) -> GradientTransformation:
-        return self  # the other leaves pass through unscaled
+        return self  # what it passes through is as it came
 
     def init(self, params: Params) -> MaskedState:
         flags = resolve_flags(self.mask, params)
