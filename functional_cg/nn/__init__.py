@@ -1,4 +1,4 @@
-"""Modules as pure functions, ``apply, params, buffers = from_module(model)``; losses made for a step's memory; fp8."""
+"""Modules as pure functions (``from_module``), memory-efficient cross-entropy, and fp8 linear layers."""
 
 from __future__ import annotations
 

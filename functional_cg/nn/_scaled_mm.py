@@ -1,4 +1,4 @@
-"""The product of fp8 matrices, ``torch._scaled_mm``: private to torch, and this file is the one door to it."""
+"""Multiplies fp8 matrices with ``torch._scaled_mm``, a private op that only this file calls."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from torch import Tensor
 
 __all__ = ["MULTIPLE", "refuse_device", "scaled_product"]
 
-MULTIPLE = 16  # of which all dimensions are to be: what the kernels of cuBLAS take
-_CAPABILITY = (8, 9)  # of the first GPUs with products of fp8, Ada and Hopper
+MULTIPLE = 16  # cuBLAS requires all dimensions to be multiples of this
+_CAPABILITY = (8, 9)  # of Ada, the first with fp8 products; Hopper has 9.0
 
 
 def refuse_device(name: str, device: torch.device) -> None:
-    """Raise for a GPU without products of fp8.
+    """Raise for a GPU without fp8 matrix products.
 
     Raises:
-      ValueError: Naming what it can do.
+      ValueError: Names its compute capability.
     """
     if device.type == "cuda" and torch.cuda.get_device_capability(device) < _CAPABILITY:
         got = ".".join(map(str, torch.cuda.get_device_capability(device)))
@@ -28,19 +28,19 @@ def refuse_device(name: str, device: torch.device) -> None:
 def scaled_product(
     a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, dtype: torch.dtype, *, fast: bool = False
 ) -> Tensor:
-    """``(a @ b.T) / (scale_a * scale_b)``, added up in f32.
+    """Compute ``(a @ b.T) / (scale_a * scale_b)``, accumulated in f32.
 
     Args:
       a: fp8[m, k].
       b: fp8[n, k], at most one of the two in e5m2.
       scale_a: f32[], a power of two by which ``a`` was multiplied.
       scale_b: f32[], likewise.
-      dtype: Of the result.
-      fast: Add up with fewer bits on Hopper: for a forward, where it is accurate enough.
+      dtype: Dtype of the result.
+      fast: Accumulate with fewer bits on Hopper: accurate enough for a forward.
     Returns:
       dtype[m, n].
     """
-    # The second matrix has to lie column by column, the first one row by row.
+    # The first matrix must be row-major, the second column-major.
     return torch._scaled_mm(
         a.contiguous(),
         b.contiguous().t(),

@@ -1,8 +1,8 @@
-"""What a module holds: attributes and all that they lead to, by name, at any depth.
+"""Records a module's contents by path, at any depth, and compares them before and after a call.
 
-A forward may leave nothing on the private copy that it runs on, for it is gone after the call; and what is done to the
-original after it was copied has no effect on the copy. Both are differences of what was held before and after. Of
-buffers, whose values may change, it is compared which of them there are.
+A forward must leave nothing on the private copy it runs on, which is gone after the call; and changes to the original
+after it was copied do not reach the copy. Both show up as differences between contents before and after. Buffer values
+may change; only which buffers exist is compared.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _INSIDE = r"<\d+>.*"  # below what an object keeps in C, which has no names
 
 
 class _Same:
-    """Stands for an object that is compared by identity, and keeps it alive."""
+    """Wraps an object that is compared by identity, and keeps it alive."""
 
     __slots__ = ("value",)
 
@@ -60,7 +60,7 @@ class _Same:
 
 
 def held(module: nn.Module) -> Held:
-    """What a module, its parts and the classes of its parts hold now."""
+    """Record the current contents of a module, its submodules and their classes."""
     found: Held = {}
     for path, value in walked(module):
         content = _content(value)
@@ -70,7 +70,7 @@ def held(module: nn.Module) -> Held:
 
 
 def walked(module: nn.Module) -> Iterator[tuple[str, Any]]:
-    """What a module holds, with the path to it, each object once."""
+    """Yield a module's contents with their paths, each object once."""
     seen: dict[int, Any] = {}
     left: list[tuple[str, Any]] = [("", module)]
     while left:
@@ -84,7 +84,7 @@ def walked(module: nn.Module) -> Iterator[tuple[str, Any]]:
 
 
 def _below(value: Any) -> list[tuple[str, Any]]:
-    """What an object leads to, with the end of the path; plain values in containers are part of their content."""
+    """List an object's children with their path suffixes; plain values in containers belong to the container."""
     if isinstance(value, (*_LEAVES, *_PLAIN)) or type(value).__module__.startswith(_OWN):
         return []
     if isinstance(value, nn.Module):
@@ -105,7 +105,7 @@ def _below(value: Any) -> list[tuple[str, Any]]:
 
 
 def _of_module(module: nn.Module) -> list[tuple[str, Any]]:
-    """Attributes by their names, parts and parameters as if they were attributes; buffers are looked at elsewhere."""
+    """List attributes by name, with submodules and parameters as if they were attributes; buffers go elsewhere."""
     found: list[tuple[str, Any]] = []
     for name, value in vars(module).items():
         if name in ("_modules", "_parameters"):
@@ -116,7 +116,7 @@ def _of_module(module: nn.Module) -> list[tuple[str, Any]]:
 
 
 def _of_class(cls: type) -> list[tuple[str, Any]]:
-    """Data that the user's own classes hold: it is shared by all modules of the class, copied or not."""
+    """List data on user-defined classes, which all modules of the class share, copied or not."""
     return [
         (f".{owner.__name__}.{name}", value)
         for owner in cls.__mro__
@@ -131,7 +131,7 @@ def _is_data(value: Any) -> bool:
 
 
 def _attributes(value: Any) -> list[tuple[str, Any]]:
-    """What an object stores under names, without what a cached property has left there: it would be computed again."""
+    """List an object's attributes, except cached properties, which would be recomputed."""
     cls = type(value)
     slots = [
         name
@@ -153,7 +153,7 @@ def _names(slots: Any) -> tuple[str, ...]:
 
 
 def _reduced(value: Any) -> list[tuple[str, Any]]:
-    """What an object keeps in C, such as an iterator its place: as ``copy`` takes it."""
+    """List state that an object keeps in C, such as an iterator's position, as ``copy`` would take it."""
     cls = type(value)
     own = any(vars(owner).keys() & {"__reduce__", "__reduce_ex__"} for owner in cls.__mro__[:-1])
     if _array(value) or not own:
@@ -175,7 +175,7 @@ def _array(value: Any) -> bool:
 
 
 def _content(value: Any) -> Any:
-    """What an object holds by itself, without what stands below it at paths of its own."""
+    """An object's own content, without children that have separate paths."""
     if isinstance(value, _PLAIN):
         return value
     if isinstance(value, dict):
@@ -201,7 +201,7 @@ def _inline(item: Any) -> Any:
 
 
 def changed(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
-    """Paths at which something else is held; of what stands below another one of them, the first."""
+    """List the paths whose contents differ, without those below another such path."""
     paths = [path for path in {**before, **after} if not _equal(before, after, path)]
     shown = list(dict.fromkeys(re.sub(_INSIDE, "", path) for path in paths))
     return [path for path in shown if not any(path != one and _is_below(path, one) for one in shown)]
@@ -222,7 +222,7 @@ def _equal(before: Mapping[str, Any], after: Mapping[str, Any], path: str) -> bo
 
 
 def buffers_set(module: nn.Module) -> dict[str, bool]:
-    """Whether each buffer of a module and its parts is a tensor, and not None."""
+    """Map each buffer of a module and its submodules to whether it is a tensor rather than None."""
     return {
         f"{path}.{name}" if path else name: buffer is not None
         for path, part in module.named_modules()
@@ -231,10 +231,10 @@ def buffers_set(module: nn.Module) -> dict[str, bool]:
 
 
 def refuse_changed_buffers(name: str, before: Mapping[str, bool], after: Mapping[str, bool]) -> None:
-    """Raise if there are other buffers than before, or if one became None or a tensor.
+    """Raise if buffers appeared or disappeared, or if one became None or a tensor.
 
     Raises:
-      SideEffectError: With the name of each.
+      SideEffectError: Names each of them.
     """
     changed = [where for where in {**before, **after} if before.get(where) != after.get(where)]
     if not changed:
@@ -257,10 +257,10 @@ def refuse_changed_buffers(name: str, before: Mapping[str, bool], after: Mapping
 
 
 def refuse_changed(name: str, before: Held, after: Held) -> None:
-    """Raise if what a module holds differs.
+    """Raise if a module's contents differ.
 
     Raises:
-      SideEffectError: With the name of each attribute, element or key.
+      SideEffectError: Names each attribute, element or key.
     """
     paths = changed(before, after)
     if paths:
@@ -275,10 +275,10 @@ def refuse_changed(name: str, before: Held, after: Held) -> None:
 
 
 def refuse_exchanged(name: str, root: str, given: Mapping[str, Tensor], held: Mapping[str, Tensor]) -> None:
-    """Raise if tensors that the module held as aliases of those given lie elsewhere now.
+    """Raise if tensors that the module held as aliases of the given ones now have other memory.
 
     Raises:
-      ReadOnlyError: With the name of each.
+      ReadOnlyError: Names each of them.
     """
     exchanged = [
         key

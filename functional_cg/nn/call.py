@@ -1,7 +1,7 @@
-"""One call of a module's forward: where in the module it is, what it draws, what it writes.
+"""Runs a module's forward once, drawing random numbers from the key and tracking writes.
 
-Two modes watch it. Below autograd, so that the backward sees the same masks, each random op is drawn from the key, and
-writes are noted. Above it, attention and RNNs are kept on kernels whose draws can be seen.
+Two modes watch the call. One, below autograd so that the backward sees the same masks, draws each random op from the
+key and records writes. The other, above autograd, keeps attention and RNNs on kernels whose draws are visible.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from .storage import storage_of
 
 __all__ = ["run"]
 
-# Which kernels are on is a setting of the process: two threads that switch would each restore the other's.
+# Kernel selection is process-wide: two threads switching it would restore each other's settings.
 _SWITCH = threading.RLock()
 _RNNS = frozenset({torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu})
 _ATTENTION = frozenset({F.scaled_dot_product_attention, F.multi_head_attention_forward})
@@ -47,18 +47,18 @@ def run(
     key: Tensor | None,
     params: Mapping[str, Tensor],
 ) -> tuple[Any, Set[int | None], bool]:
-    """Call a module of our own, which holds ``params``, and buffers that it may write.
+    """Call our private copy of a module, which holds ``params`` and buffers that it may write.
 
     Returns:
-      (out, written, drew): what the forward returns, the storages that it has written, and whether it drew numbers.
+      (out, written, drew): the result of the forward, the storages it wrote, and whether it drew random numbers.
     Raises:
       ImplicitRandomnessError: If an op draws and ``key`` is None, or if a key cannot replace it.
       ReadOnlyError: If a parameter is written.
-      SideEffectError: If an attribute of the module is, or if a buffer comes or goes.
+      SideEffectError: If an attribute of the module is written, or a buffer appears or disappears.
       CaptureError: If ``torch.utils.checkpoint`` is called.
     """
     names = {storage_of(param): name for name, param in params.items()}
-    names.pop(None, None)  # which would be all that cannot be told apart
+    names.pop(None, None)  # None stands for every storage that cannot be identified
     name, place = type(module).__name__, Place(module)
     before, buffers = held(module), buffers_set(module)
     effects = Effects(name, key, place, names)
@@ -70,10 +70,10 @@ def run(
 
 
 class Place:
-    """Where in a module its forward is, and how often it has drawn there.
+    """Tracks where in a module its forward is, and how many draws each submodule has made.
 
     Args:
-      module: A module of our own: its submodules get hooks that report when they start and end.
+      module: Our private copy: its submodules get hooks that report when they start and end.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -92,16 +92,16 @@ class Place:
 
     @property
     def path(self) -> str:
-        """Name of the innermost submodule that runs, as ``named_modules`` has it."""
+        """Name of the innermost running submodule, as in ``named_modules``."""
         return self._trail[-1][0] if self._trail else ""
 
     @property
     def drew(self) -> bool:
-        """Whether there were draws."""
+        """Whether any random numbers were drawn."""
         return bool(self._draws)
 
     def next_stream(self) -> int:
-        """A number for one draw: a hash of the path and of how many draws came before it there."""
+        """A stream for one draw: a hash of the path and of the number of earlier draws there."""
         number = self._draws[self.path]
         self._draws[self.path] += 1
         digest = hashlib.blake2b(f"{self.path}:{number}".encode(), digest_size=8).digest()
@@ -113,11 +113,11 @@ class Place:
 
 
 class OpenKernels(TorchFunctionMode):
-    """Keeps attention and RNNs on kernels made of ATen calls where a fused one would hide what it does.
+    """Keeps attention and RNNs on kernels composed of ATen calls where a fused one would hide its draws.
 
-    Fused attention and cuDNN's RNNs draw inside; and cuDNN's and oneDNN's RNNs leave out, seen from below autograd,
-    what their backward needs. While any function mode is on, ``MultiheadAttention`` and
-    the transformer layers take one and the same path, traced or not, in training and in evaluation.
+    Fused attention and cuDNN's RNNs draw internally; and seen from below autograd, cuDNN's and oneDNN's RNNs omit what
+    their backward needs. While any function mode is active, ``MultiheadAttention`` and the transformer layers take the
+    same path, traced or not, in training and in evaluation.
     """
 
     def __torch_function__(
@@ -139,7 +139,7 @@ class OpenKernels(TorchFunctionMode):
 
 @contextmanager
 def _without(backend: Any) -> Iterator[None]:
-    # `backend.flags(enabled=False)` would set the precision of matrix products too.
+    # `backend.flags(enabled=False)` would also change the precision of matrix products.
     enabled = backend.enabled
     backend.enabled = False
     try:
@@ -151,7 +151,7 @@ def _without(backend: Any) -> Iterator[None]:
 def _attention(
     query: Any, key: Any, value: Any, attn_mask: Any = None, dropout_p: float = 0.0, *more: Any, **named: Any
 ) -> None:
-    """The first parameters of ``scaled_dot_product_attention``, which has no signature of its own."""
+    """The first parameters of ``scaled_dot_product_attention``, a builtin without a signature."""
 
 
 def _drops_out(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
@@ -161,16 +161,16 @@ def _drops_out(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> boo
 
 
 class Effects(TorchDispatchMode):
-    """Gives each random op numbers from the key, and notes what is written; refuses what cannot be made pure.
+    """Draws each random op from the key, records writes, and raises for whatever cannot be made pure.
 
     Args:
       name: Name of the module, for messages.
-      key: i64[2], or None: then an op that draws is refused.
+      key: i64[2], or None to raise for any op that draws.
       place: Where the forward is.
-      params: Names of the parameters by storage: writing one is refused.
+      params: Names of the parameters by storage; writing one raises.
 
     Attributes:
-      written: Storages that were written; None stands for all that cannot be told apart.
+      written: Storages that were written; None stands for all that cannot be identified.
     """
 
     def __init__(
@@ -192,7 +192,7 @@ class Effects(TorchDispatchMode):
         if func.namespace == "prim":
             return func(*args, **kwargs)  # a question about a tensor, not a computation
         if torch.is_inference_mode_enabled() and func._can_decompose():
-            with self:  # only its parts tell what it draws and writes
+            with self:  # only its parts reveal what it draws and writes
                 return func.decompose(*args, **kwargs)
         self._refuse_checkpoint()
         for tensor in written_arguments(func, args, kwargs):
@@ -244,7 +244,7 @@ class Effects(TorchDispatchMode):
     def _refuse_checkpoint(self) -> None:
         frame: FrameType | None = sys._getframe(2)
         while frame is not None and frame.f_code is not run.__code__:
-            # Its hooks run here too, where a `remat` around `apply` computes again; they are none of the module's.
+            # The hooks of a `remat` around `apply` run here too while it recomputes; those are not the module's.
             if frame.f_code.co_filename == checkpoint.__file__ and frame.f_code.co_name == "checkpoint":
                 raise CaptureError.of(
                     self._name,

@@ -1,4 +1,4 @@
-"""The last linear layer and its cross-entropy in one, over chunks of rows: all logits at once are never in memory."""
+"""Fuses the last linear layer with cross-entropy, in chunks: all logits are never in memory at once."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ __all__ = ["linear_cross_entropy"]
 Reduction = Literal["mean", "sum", "none"]
 _REDUCTIONS = ("mean", "sum", "none")
 
-# The registration lives as long as this module.
+# Keeps the registration alive as long as this module.
 _library = torch.library.Library("fcg", "FRAGMENT")
 _library.define("add_share(Tensor total, Tensor share) -> Tensor")
-# A compiler would fuse plain sums of all shares into one kernel, and keep every share until then.
+# Opaque to compilers, which would fuse plain sums of the shares into one kernel and keep every share until then.
 _library.impl("add_share", torch.add, "CompositeExplicitAutograd")
 _library._register_fake("add_share", lambda total, share: torch.empty_like(total))
 
@@ -31,34 +31,34 @@ def linear_cross_entropy(
     ignore_index: int = -100,
     reduction: Reduction = "mean",
 ) -> Tensor:
-    """Cross-entropy of ``F.linear(hidden, weight)``, computed over ``chunk`` rows at a time.
+    """Compute the cross-entropy of ``F.linear(hidden, weight)``, ``chunk`` rows at a time.
 
-    The value is that of ``F.cross_entropy(F.linear(hidden, weight).float(), targets)``: logits are products in the
-    dtype of ``hidden``, softmax and sums are in fp32 (fp64 for fp64). With ``"mean"`` and ``"sum"`` the gradients are
-    computed in the forward, chunk by chunk, and multiplied by the incoming gradient in the backward; with ``"none"``,
-    where each row has a factor of its own, the backward computes the logits of each chunk again. A chunk's share of the
-    weight's gradient is a product in the dtype of ``hidden``; shares are added up in fp32.
+    The value is that of ``F.cross_entropy(F.linear(hidden, weight).float(), targets)``: logits are computed in the
+    dtype of ``hidden``, softmax and sums in fp32 (fp64 for fp64). With ``"mean"`` and ``"sum"``, gradients are computed
+    in the forward, chunk by chunk, and multiplied by the incoming gradient in the backward; with ``"none"``, where each
+    row has its own incoming gradient, the backward recomputes the logits of each chunk. Each chunk's contribution to
+    the weight gradient is a product in the dtype of ``hidden``; contributions are accumulated in fp32.
 
-    Against the two calls above, relative to the largest element: fp64 differs by the order of sums alone (1e-12), fp32
-    by 1e-5, bf16 by 2e-2, as a few roundings of 2**-8 do.
+    Compared with the two calls above, relative to the largest element, fp64 differs only by summation order (1e-12),
+    fp32 by 1e-5, and bf16 by 2e-2, a few roundings of 2**-8.
 
-    Memory for ``n`` rows and ``v`` classes, beside the arguments and their gradients: an fp32 gradient of the weight,
-    and logits of a chunk, ``chunk * v * (8 + 2 * itemsize)`` bytes at most; the two calls hold ``n * v`` elements three
-    times. At 16,384 rows of bf16 and 50,304 classes this is 0.6 GB of logits in place of 8.2 GB.
+    Memory for ``n`` rows and ``v`` classes, besides the arguments and their gradients: an fp32 weight gradient, and the
+    logits of a chunk, at most ``chunk * v * (8 + 2 * itemsize)`` bytes; the two calls hold ``n * v`` elements three
+    times. With 16,384 rows of bf16 and 50,304 classes, that is 0.6 GB of logits instead of 8.2 GB.
 
     Args:
       hidden: f[..., k], any floating dtype.
-      weight: f[v, k], of the same dtype; cast masters where you read them, ``params["head"].bfloat16()``.
+      weight: f[v, k], in the same dtype; cast masters where you read them, ``params["head"].bfloat16()``.
       targets: i64[...], classes in ``[0, v)`` or ``ignore_index``.
-      chunk: Rows that are computed at a time. Small ones cost kernels, large ones memory.
-      ignore_index: Rows with this target count for nothing.
-      reduction: ``"mean"`` over the rows that count (NaN if none does, as in torch), ``"sum"``, or ``"none"``.
+      chunk: Rows per chunk. Small chunks cost kernel launches, large ones memory.
+      ignore_index: Rows with this target are ignored.
+      reduction: ``"mean"`` over the rows not ignored (NaN if there are none, as in torch), ``"sum"``, or ``"none"``.
     Returns:
       f32[], or f32[...] for ``"none"``; f64 for fp64.
     Raises:
-      ValueError: If shapes do not fit, ``chunk`` is not positive, or ``reduction`` is none of the three.
+      ValueError: If shapes do not match, ``chunk`` is not positive, or ``reduction`` is none of the three.
       TypeError: If dtypes differ, ``hidden`` is not floating, or ``targets`` are not i64.
-      RuntimeError: On CPU, for a target that is no class (on CUDA it is a device-side assertion, as in torch). If it is
+      RuntimeError: On CPU, for a target that is not a class (on CUDA, a device-side assertion, as in torch). Also if
         differentiated twice (``create_graph=True``, or a gradient of a gradient).
 
     Example:
@@ -70,7 +70,7 @@ def linear_cross_entropy(
     _refuse_unfit(hidden, weight, targets, chunk, reduction)
     settings = _Settings(chunk, ignore_index, reduction)
     rows = hidden.reshape(-1, hidden.shape[-1])
-    # A view of its own: a leaf that is gathered where it is read is read here, outside of the autograd function.
+    # The view reads the weight here: a leaf gathered on read must be read outside the autograd function.
     loss: Tensor = _LinearCrossEntropy.apply(rows, weight.view_as(weight), targets.reshape(-1), settings)
     return loss.view(targets.shape) if reduction == "none" else loss
 
@@ -103,7 +103,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             return wide
         number = (targets != settings.ignore_index).sum()
         mean = settings.reduction == "mean"
-        # Where no row counts, the gradients are zeros already, and stay so.
+        # If all rows are ignored, the gradients are already zero and stay zero.
         ctx.save_for_backward(*grads.results(), number.clamp(min=1) if mean else None)
         return wide.sum() / number if mean else wide.sum()
 
@@ -111,7 +111,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> Any:
         if (
             torch.is_grad_enabled()
-        ):  # its gradients are numbers by now: second-order terms would be lost in silence
+        ):  # gradients are constants by now: second-order terms would be lost silently
             raise RuntimeError(
                 "nn.linear_cross_entropy: it is differentiated twice, and knows its first derivative only.\n"
                 "To fix: `F.cross_entropy(F.linear(hidden, weight), targets)` where you need the second one."
@@ -135,7 +135,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
 
 class _Gradients:
-    """Gradients of the sum of all losses, added up chunk by chunk."""
+    """Accumulates gradients of the sum of all losses, chunk by chunk."""
 
     def __init__(self, rows: Tensor, weight: Tensor, of_rows: bool, of_weight: bool) -> None:  # noqa: FBT001
         self._rows, self._weight = rows, weight
@@ -151,7 +151,7 @@ class _Gradients:
         counts: Tensor,
         factor: Tensor | None = None,
     ) -> None:
-        """Take in a chunk; its logits are overwritten."""
+        """Add a chunk, overwriting its logits."""
         if self._parts is None and self._of_weight is None:
             return
         slope = logits.sub_(normalizer).exp_()
@@ -164,7 +164,7 @@ class _Gradients:
             self._of_weight = torch.ops.fcg.add_share(self._of_weight, slope.mT @ self._rows[part])
 
     def results(self) -> list[Tensor | None]:
-        """Gradients of rows and weight; None for what was not asked for."""
+        """Gradients of rows and weight; None for those not needed."""
         of_rows = None
         if self._parts is not None:
             of_rows = torch.cat(self._parts) if self._parts else torch.zeros_like(self._rows)
@@ -174,7 +174,7 @@ class _Gradients:
 def _chunks(
     rows: Tensor, weight: Tensor, targets: Tensor, settings: _Settings
 ) -> Iterator[tuple[slice, Tensor, Tensor, Tensor]]:
-    """Rows of a chunk, its logits in fp32, its classes and whether they count, each as a column."""
+    """Yield, per chunk, its slice of rows, fp32 logits, and as columns the classes and whether they count."""
     for start in range(0, len(rows), settings.chunk):
         part = slice(start, start + settings.chunk)
         mine = targets[part].unsqueeze(1)

@@ -1,4 +1,4 @@
-"""What torch's random ops draw, drawn from a key instead: the same distributions, as functions of key and stream."""
+"""Draws torch's random ops from a key: the same distributions, as functions of key and stream."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ Arguments = Mapping[str, Any]
 
 
 def is_drawn(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Whether the call can be drawn from a key: the op is known, and the call names no generator of its own."""
+    """Whether a key can replace the draw: the op is known, and the call passes no generator."""
     name = func._schema.name
     known = name in _FILLS or (name in _VALUES and not func._schema.is_mutable)
     return known and named_arguments(func, args, kwargs).get("generator") is None
 
 
 def draw(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], key: Tensor, stream: int) -> Any:
-    """What the call returns, with numbers from ``key`` and ``stream``; it fills its argument if torch's op does."""
+    """Run the call with numbers from ``key`` and ``stream``, filling its argument in place if torch's op does."""
     name, named = func._schema.name, named_arguments(func, args, kwargs)
     if name in _FILLS:
         return named["self"].copy_(_FILLS[name](key, stream, named))
@@ -43,7 +43,7 @@ def _shape(a: Arguments) -> Sequence[int]:
 
 
 def _dtype(a: Arguments, default: torch.dtype | None = None) -> torch.dtype:
-    # The schema's own default for integers is a number of C++.
+    # The schema gives the default dtype of integer ops as a C++ enum value.
     given = a.get("dtype")
     if isinstance(given, torch.dtype):
         return given
@@ -67,7 +67,7 @@ def _normal(key: Tensor, stream: int, a: Arguments) -> Tensor:
 
 
 def _coins(key: Tensor, stream: int, p: Tensor | float, shape: Sequence[int]) -> Tensor:
-    """True with probability p: by 16 bits, as dropout wants them, where those are fine enough."""
+    """True with probability p, using 16 bits per element, as in dropout, where those are precise enough."""
     if isinstance(p, float) and 0.01 <= p <= 0.99:
         return random.keep_mask(key, 1 - p, shape, stream=stream)
     return random.bernoulli(key, p, shape, stream=stream)
@@ -85,7 +85,7 @@ def _exponential(key: Tensor, stream: int, a: Arguments) -> Tensor:
 
 
 def _randint(key: Tensor, stream: int, a: Arguments) -> Tensor:
-    # In 64 bits, since a floating dtype may hold integers.
+    # Draw in 64 bits: the requested dtype may be floating.
     whole = random.randint(key, _shape(a), a.get("low", 0), a["high"], stream=stream)
     return whole.to(_dtype(a, torch.int64))
 
@@ -99,7 +99,7 @@ def _multinomial(key: Tensor, stream: int, a: Arguments) -> Tensor:
     if a["replacement"]:
         rows = weights.unsqueeze(-2).expand(*weights.shape[:-1], n, weights.shape[-1])
         return random.categorical(key, rows.log(), stream=stream)
-    # A race: what arrives after an exponential time with its weight as rate is drawn in order of arrival.
+    # An exponential race: each category arrives after an exponential time with its weight as rate; take the first n.
     times = _exponential(key, stream, {"self": weights}) / weights
     first: Tensor = times.topk(n, largest=False).indices
     return first
@@ -108,7 +108,7 @@ def _multinomial(key: Tensor, stream: int, a: Arguments) -> Tensor:
 def _dropout(key: Tensor, stream: int, a: Arguments) -> tuple[Tensor, Tensor]:
     x, p = a["input"], a["p"]
     mask = _coins(key, stream, 1 - p, x.shape)
-    # The backward scales by this very number.
+    # The backward uses exactly this scale.
     return masked_scale(x, mask, 0.0 if p == 1 else 1 / (1 - p)), mask
 
 

@@ -1,4 +1,4 @@
-"""Linear layers whose products are of fp8 numbers, with scales that follow what the last steps have seen."""
+"""Linear layers with fp8 matrix products and delayed scaling."""
 
 from __future__ import annotations
 
@@ -19,37 +19,37 @@ __all__ = ["Fp8Scaling", "fp8_linear"]
 
 _FORWARD, _BACKWARD = torch.float8_e4m3fn, torch.float8_e5m2
 _ROLES = 3  # input, weight, gradient of the output
-# Exponents that are told apart: 2**-64 to 2**63.
+# Powers of two to count: 2**-64 to 2**63.
 _BINS, _LOWEST = 128, -64
-_MANTISSA, _BIAS = 23, 127  # bits of an f32, and what its exponent is stored with
+_MANTISSA, _BIAS = 23, 127  # mantissa bits of f32, and the bias of its exponent
 _WIDE = (torch.float32, torch.bfloat16, torch.float16)
 
 
 @pytree.register_dataclass
 @dataclass(frozen=True)
 class Fp8Scaling:
-    """Scales of the input, the weight and the output's gradient of linear layers: leaves of the state.
+    """Delayed scales for the input, the weight and the output gradient of linear layers; part of the state.
 
-    Delayed scaling: a step quantises by what earlier ones have seen, so that no product waits for a maximum. The scale
+    With delayed scaling, a step quantizes by what earlier steps saw, so that no product waits for a maximum. The scale
     is a power of two, ``2**(top - margin) / peak``: ``peak`` is the largest absolute value of the last ``n`` steps,
-    rounded up to a power of two, and ``2**top`` the largest one of the format, 2**8 of e4m3 and 2**15 of e5m2. What is
-    larger than ever before is clamped to the largest number of the format, for one step; an infinity becomes NaN, so
-    that a loss scale sees it. The first step has scales of 1, with which small gradients are zeros: in a deep model
-    each of the first steps reaches one layer more.
+    rounded up to a power of two, and ``2**top`` the largest power of two in the format, 2**8 for e4m3 and 2**15 for
+    e5m2. A value above that range is clamped to the largest number of the format, for one step; an infinity becomes
+    NaN, so that a loss scale sees it. The first step has scales of 1, which round small gradients to zero: in a deep
+    model, each of the first steps reaches one layer further.
 
-    A step sees maxima in its backward pass as well, where nothing can be returned, so that they come out as a gradient:
-    that of ``seen``. It counts for each power of two how many maxima it bounds, and counts add up where gradients do:
-    over several uses of a layer, over micro-batches, and over ranks. The largest that was counted is the largest of
-    all. :meth:`updated` makes the scaling of the next step of it; over several ranks, in one collective.
+    A step also sees maxima in its backward pass, which cannot return them, so they come out as the gradient of
+    ``seen``. It counts, for each power of two, the maxima that it bounds; counts add up wherever gradients do: over
+    several uses of a layer, micro-batches, and ranks. The largest power counted bounds them all. :meth:`updated` turns
+    the counts into the next step's scaling; with several ranks, in one collective.
 
     Source: Micikevicius et al. 2022, "FP8 Formats for Deep Learning"; the delayed scaling of NVIDIA's Transformer
     Engine, here with powers of two.
 
     Attributes:
-      scale: f32[..., 3], what is multiplied by before it is rounded.
-      history: f32[..., 3, n], bounds of the absolute values of the last steps, the newest first; 0 where none was seen.
-      seen: f32[..., 3, 128], zeros; its gradient counts what a step has seen.
-      margin: Powers of two that stay free.
+      scale: f32[..., 3], the factor applied before rounding.
+      history: f32[..., 3, n], bounds on the absolute values of the last steps, newest first; 0 where nothing was seen.
+      seen: f32[..., 3, 128], zeros; its gradient counts what a step saw.
+      margin: Powers of two of headroom.
 
     Example:
       Two layers, trained together with their scales:
@@ -82,12 +82,12 @@ class Fp8Scaling:
     def create(
         cls, *layers: int, history: int = 16, margin: int = 0, device: torch.device | str = "cpu"
     ) -> Self:
-        """Scales of 1, for one layer; with ``layers``, for as many, taken apart by index or by iteration.
+        """Make scales of 1 for one layer, or for ``layers`` of them, to be indexed or iterated over.
 
         Args:
           layers: Leading dimensions.
-          history: How many steps a maximum counts.
-          margin: Powers of two that stay free above the peak, for values that grow from step to step.
+          history: Number of steps for which a maximum counts.
+          margin: Powers of two of headroom above the peak, for values that grow from step to step.
           device: Where the state lives.
         Raises:
           ValueError: If a dimension or ``history`` is not positive, or ``margin`` negative or above 8.
@@ -113,7 +113,7 @@ class Fp8Scaling:
         return replace(self, scale=self.scale[layer], history=self.history[layer], seen=self.seen[layer])
 
     def __iter__(self) -> Iterator[Self]:
-        """The scalings of all layers, whose gradients are put together at once."""
+        """Iterate over the scalings of all layers; autograd joins their gradients in one op."""
         self._refuse_single()
         for parts in zip(self.scale.unbind(), self.history.unbind(), self.seen.unbind(), strict=True):
             yield replace(self, scale=parts[0], history=parts[1], seen=parts[2])
@@ -123,14 +123,14 @@ class Fp8Scaling:
             raise TypeError("nn.Fp8Scaling: this is the scaling of one layer; `Fp8Scaling.create(n)` makes n")
 
     def updated(self, grads: Self) -> Self:
-        """The scaling of the next step.
+        """Compute the scaling for the next step.
 
-        With several ranks, in a step, all of them get the same: the maxima of all ranks count.
+        In a step over several ranks, all of them get the same result, from the maxima of all ranks.
 
         Args:
           grads: The gradient with respect to this scaling, or a mean or sum of several.
         Raises:
-          TypeError: If it is none.
+          TypeError: If ``grads`` is not such a gradient.
         """
         if not isinstance(grads, Fp8Scaling) or grads.seen.shape != self.seen.shape:
             got = list(grads.seen.shape[:-2]) if isinstance(grads, Fp8Scaling) else type(grads).__name__
@@ -150,34 +150,35 @@ class Fp8Scaling:
 
 
 def _tops(peak: Tensor) -> Tensor:
-    """The largest power of two of each role's format."""
+    """The largest power of two in the format of each role."""
     e4m3, e5m2 = torch.full_like(peak[..., :2], 2.0**8), torch.full_like(peak[..., 2:], 2.0**15)
     return torch.cat([e4m3, e5m2], -1)
 
 
 def fp8_linear(x: Tensor, weight: Tensor, bias: Tensor | None, scaling: Fp8Scaling) -> Tensor:
-    """``F.linear(x, weight, bias)`` with products of fp8 numbers, added up in f32.
+    """Compute ``F.linear(x, weight, bias)`` in fp8, accumulating in f32.
 
-    Input and weight are rounded to e4m3, the gradient of the output to e5m2, each multiplied by its scale before; all
-    three products, of the forward and the backward, are of these. What a step sees goes to the gradient of ``scaling``:
-    differentiate with respect to it, and put :meth:`Fp8Scaling.updated` of that gradient into the next state. A layer
-    may be used several times in one step. Without a gradient of ``scaling``, in evaluation, scales stay as they are.
+    Input and weight are scaled and rounded to e4m3, the output gradient to e5m2; all three products, in the forward and
+    the backward, use these. What a step sees goes into the gradient of ``scaling``: differentiate with respect to it,
+    and put :meth:`Fp8Scaling.updated` of that gradient into the next state. A layer may be used several times in one
+    step. Without a gradient of ``scaling``, as in evaluation, scales do not change.
 
     It runs on a CPU (slowly) and on GPUs of compute capability 8.9 and higher.
 
     Source: Micikevicius et al. 2022, "FP8 Formats for Deep Learning".
 
     Args:
-      x: f32, bf16 or f16 [..., k]; the product of its other dimensions, and ``k``, are multiples of 16.
-      weight: f32, bf16 or f16 [n, k], ``n`` a multiple of 16 too. Masters in f32 are rounded once, as they are.
+      x: f32, bf16 or f16 [..., k]; ``k`` and the product of the other dimensions are multiples of 16.
+      weight: f32, bf16 or f16 [n, k], with ``n`` also a multiple of 16. Pass f32 masters directly: they are rounded
+        only once.
       bias: f32, bf16 or f16 [n], or None; added in the dtype of ``x``.
-      scaling: Of one layer.
+      scaling: The scaling of one layer.
     Returns:
-      [..., n] in the dtype of ``x``. Gradients have the dtypes of what they are of.
+      [..., n] in the dtype of ``x``. Gradients have the dtypes of their tensors.
     Raises:
-      ValueError: If shapes do not fit or are no multiples of 16, or the GPU has no products of fp8.
-      TypeError: If a tensor is of another dtype, or ``scaling`` is that of several layers.
-      RuntimeError: If it is differentiated twice.
+      ValueError: If shapes do not match or are not multiples of 16, or the GPU lacks fp8 products.
+      TypeError: If a tensor has another dtype, or ``scaling`` covers several layers.
+      RuntimeError: If differentiated twice.
 
     Example:
       >>> import torch, functional_cg as fcg
@@ -187,7 +188,7 @@ def fp8_linear(x: Tensor, weight: Tensor, bias: Tensor | None, scaling: Fp8Scali
     """
     _refuse_unfit(x, weight, bias, scaling)
     rows = x.reshape(-1, x.shape[-1])
-    # Views of their own: leaves that are gathered where they are read are read here, outside of the autograd function.
+    # The view reads the weight here: a leaf gathered on read must be read outside the autograd function.
     out: Tensor = _Fp8Linear.apply(rows, weight.view_as(weight), scaling.scale.detach(), scaling.seen)
     out = out.view(*x.shape[:-1], weight.shape[0])
     return out if bias is None else out + bias.to(out.dtype)
@@ -207,7 +208,7 @@ class _Fp8Linear(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        if torch.is_grad_enabled():  # roundings have no second derivative: it would be lost in silence
+        if torch.is_grad_enabled():  # rounding has no second derivative: it would be lost silently
             raise RuntimeError(
                 "nn.fp8_linear: it is differentiated twice, and knows its first derivative only.\n"
                 "To fix: `torch.nn.functional.linear` where you need the second one."
@@ -226,9 +227,9 @@ class _Fp8Linear(torch.autograd.Function):
 
 
 def _rounded(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """A multiple of ``x`` in fp8; what is too large becomes the largest number, and what is not finite NaN.
+    """Scale ``x`` and round it to fp8, clamping what is too large and turning infinities into NaN.
 
-    An infinity is an overflow, which a loss scale has to see; e4m3 has none.
+    An infinity is an overflow, which a loss scale must see; e4m3 has no infinities.
     """
     largest = torch.finfo(dtype).max
     clamped = (x.float() * scale).clamp(-largest, largest)
@@ -241,14 +242,14 @@ def _maximum(x: Tensor) -> Tensor:
 
 
 def _counted(maxima: Tensor) -> Tensor:
-    """A one for the smallest power of two that is not below a maximum; none for 0, infinity and NaN.
+    """One-hot encode the smallest power of two not below each maximum; all zeros for 0, infinity and NaN.
 
     Args:
       maxima: f32[roles].
     Returns:
       f32[roles, bins].
     """
-    # Of the bits: a logarithm may be off by one at a power of two. Rounded up, they begin with the exponent.
+    # Read the exponent from the bits, rounded up: a logarithm may be off by one at a power of two.
     exponents = ((maxima.view(torch.int32) + (2**_MANTISSA - 1)) >> _MANTISSA) - _BIAS
     here = _exponents(maxima.device) == exponents.clamp(_LOWEST, _LOWEST + _BINS - 1)[:, None]
     counted: Tensor = (here & ((maxima > 0) & maxima.isfinite())[:, None]).float()
@@ -256,7 +257,7 @@ def _counted(maxima: Tensor) -> Tensor:
 
 
 def _exponents(device: torch.device) -> Tensor:
-    """Those that are told apart, i32[bins]."""
+    """The exponents to count, i32[bins]."""
     return torch.arange(_LOWEST, _LOWEST + _BINS, device=device, dtype=torch.int32)
 
 

@@ -1,4 +1,4 @@
-"""``from_module``: a module's forward as a pure function of its parameters and buffers."""
+"""``from_module``: turns a module's forward into a pure function of its parameters and buffers."""
 
 from __future__ import annotations
 
@@ -26,26 +26,26 @@ __all__ = ["Apply", "from_module"]
 
 
 def from_module(module: nn.Module) -> tuple[Apply, dict[str, Tensor], dict[str, Tensor]]:
-    """Make a pure function of a module's forward, and copy out its tensors.
+    """Turn a module's forward into a pure function and copy out its tensors.
 
-    Every random op inside of the module, in ``nn.Dropout``, attention and RNNs or written out, draws from the ``key``
-    of the call: a different one for each submodule and each draw in it, so that adding a layer leaves the masks of the
-    others as they are. Attention that drops out runs on the math backend, which keeps its matrix of weights in memory;
-    RNNs run one time step after the other, without cuDNN and oneDNN. Writes to buffers, such as BatchNorm's running
-    statistics, are returned and not done. The module itself is copied: what is done to it afterwards has no effect, and
-    the next call, be it a replay, is refused.
+    Every random op in the module, whether in ``nn.Dropout``, attention, RNNs or your own code, draws from the ``key``
+    of the call, with a separate stream for each submodule and each draw in it, so that adding a layer does not change
+    the masks of the others. Attention with dropout runs on the math backend, which materializes the attention matrix;
+    RNNs run one time step at a time, without cuDNN and oneDNN. Writes to buffers, such as BatchNorm's running
+    statistics, are returned instead of applied. The module itself is copied: later changes to it have no effect, and
+    the next call, even a replay, raises.
 
-    Parameters that do not require gradients are among the buffers: they are not trained. The mode is an argument of the
-    call, ``train=True`` by default, whichever mode ``module`` is in; but where ``module`` is in training mode and a
-    submodule in evaluation mode, that submodule stays so.
+    Parameters that do not require gradients become buffers: they are not trained. The mode is an argument of the call,
+    ``train=True`` by default, whatever the mode of ``module``; but if ``module`` is in training mode and a submodule in
+    evaluation mode, that submodule stays in evaluation mode.
 
     Args:
       module: Any module without hooks, wrappers, or lazy, sparse and meta tensors.
     Returns:
       (apply, params, buffers): an :class:`Apply`, and copies of the tensors under the module's own names; a tied
-      tensor has the first of its names.
+      tensor goes by the first of its names.
     Raises:
-      AliasError: If two parameters share memory without being one (``b.data = a.data``).
+      AliasError: If two parameters share memory without being the same object (``b.data = a.data``).
       TypeError, SideEffectError, HostSyncError, LayoutError, ForeignTensorError: For what cannot be made pure, by name.
 
     Example:
@@ -90,35 +90,35 @@ class Apply:
         train: bool = True,
         **kwargs: Any,
     ) -> tuple[Any, dict[str, Tensor]]:
-        """Run the forward on a private copy of the module that holds the given tensors.
+        """Run the forward on a private copy of the module with the given tensors.
 
         Args:
-          params: The trained tensors by name, of any floating dtype.
-          buffers: The other tensors by name; they are not written. Each call copies them; a captured step copies only
-            those that the forward writes.
+          params: The trained tensors by name, in any floating dtype.
+          buffers: The other tensors by name; never written. Each call copies them; a captured step copies only those
+            that the forward writes.
           args: Arguments of the forward.
-          key: i64[2], what random ops draw from; needed only if one of them runs. Under ``torch.func.vmap`` it is one
-            key for all examples: with ``randomness="different"`` each of them draws numbers of its own.
+          key: i64[2], the key that random ops draw from; needed only if one runs. Under ``torch.func.vmap``, all
+            examples share one key: with ``randomness="different"``, each still draws different numbers.
           train: Whether the module is in training mode.
           kwargs: Arguments of the forward.
         Returns:
-          (out, new_buffers): what the forward returns, and the buffers after it.
+          (out, new_buffers): the result of the forward, and the buffers after it.
         Raises:
           ImplicitRandomnessError: If an op draws and ``key`` is None, or if a key cannot replace it.
-          TypeError: If ``params`` or ``buffers`` has no names, or ``key`` is a batch of keys.
-          LayoutError: If names or shapes are not the module's.
-          ReadOnlyError: If the forward writes a parameter, or exchanges the memory of a tensor.
+          TypeError: If ``params`` or ``buffers`` is not a mapping, or ``key`` is a batch of keys.
+          LayoutError: If names or shapes differ from the module's.
+          ReadOnlyError: If the forward writes a parameter, or swaps the memory of a tensor.
           SideEffectError: If it writes an attribute of the module, or if a buffer becomes None or a tensor.
-          BakedValueError: If the module was changed since ``from_module`` copied it: frozen, hooked, or an attribute.
-          CaptureError: If it calls ``torch.utils.checkpoint``, as ``remat`` does; around ``apply``, ``remat`` is fine.
+          BakedValueError: If the module changed after ``from_module`` copied it: frozen, hooked, or an attribute set.
+          CaptureError: If it calls ``torch.utils.checkpoint``, as ``remat`` does; ``remat`` around ``apply`` is fine.
         """
         self._original.check()
         params, buffers = self._by_name(params, buffers)
         self._refuse_key(key)
-        # Copies of all, of which a captured step keeps those that are written: autograd saves what the forward uses,
-        # so a copy that is made at the first write, behind autograd's back, would be one that no gradient sees.
+        # Copy all of them; a captured step keeps only the copies that are written. Copying at the first write instead,
+        # behind autograd's back, would be invisible to gradients, since autograd saves the tensors the forward uses.
         held = {name: buffer.detach().clone() for name, buffer in buffers.items()}
-        # Aliases: what the forward does to a tensor object, `.data = ...`, does not reach the caller's.
+        # Aliases, so that `.data = ...` in the forward does not reach the caller's tensor objects.
         trained = {name: _alias(param) for name, param in params.items()}
         given = {name: buffer.detach() for name, buffer in held.items()}
         module = self._copy({**trained, **held}, train=train)
@@ -128,7 +128,7 @@ class Apply:
         new = {name: _lookup(module, name) for name in buffers}
         kept = {name for name in buffers if new[name] is held[name] and storage_of(new[name]) not in written}
         values = {name: buffers[name] if name in kept else new[name].detach() for name in buffers}
-        if not in_a_backward():  # where `remat` computes again, for the gradients alone
+        if not in_a_backward():  # there `remat` recomputes only for the gradients
             self._note(module, {name: values[name] for name in buffers if name not in kept}, drew=drew)
         return out, values
 
@@ -143,11 +143,11 @@ class Apply:
         )
 
     def state_dict(self, params: Mapping[str, Tensor], buffers: Mapping[str, Tensor]) -> dict[str, Any]:
-        """The tensors under all names that the module's own ``state_dict`` has: ``model.load_state_dict`` takes it.
+        """Build a dict for ``model.load_state_dict``, with all names of the module's own ``state_dict``.
 
-        Tied tensors stand under each of their names, and buffers that are not persistent are left out. It takes the
-        parts of a state too, which themselves are no dicts: ``apply.state_dict(state.params, state.buffers)``. Without
-        it, ``model.load_state_dict({**params, **buffers}, strict=False)`` loads the same values.
+        Tied tensors appear under each of their names; non-persistent buffers are omitted. Also accepts parts of a
+        state, which are not dicts: ``apply.state_dict(state.params, state.buffers)``. Alternatively,
+        ``model.load_state_dict({**params, **buffers}, strict=False)`` loads the same values.
         """
         params, buffers = self._by_name(params, buffers)
         values = {id(tensor): (params | buffers)[name] for name, tensor in _tensors(self._template)}
@@ -158,7 +158,7 @@ class Apply:
         return f"<apply of {type(self._template).__name__}>"
 
     def _copy(self, values: Mapping[str, Tensor], *, train: bool) -> nn.Module:
-        """A module of its own for one call: nothing that the forward does to it outlives the call."""
+        """Make a private module for one call: nothing the forward does to it outlives the call."""
         memo: dict[int, Any] = {id(tensor): values[name] for name, tensor in _tensors(self._template)}
         module = copy.deepcopy(self._template, memo).train(train)
         for path in self._frozen if train else ():
@@ -214,13 +214,13 @@ class Apply:
 
 
 def _tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Parameters and buffers by name; a tied one has the first of its names."""
+    """Yield parameters and buffers by name; a tied tensor goes by the first of its names."""
     yield from module.named_parameters()
     yield from module.named_buffers()
 
 
 def _frozen(module: nn.Module) -> Iterator[str]:
-    """Paths of the submodules that were put in evaluation mode while the module trains."""
+    """Yield paths of submodules in evaluation mode inside a module in training mode."""
     return (path for path, part in module.named_modules() if module.training and not part.training)
 
 
@@ -235,7 +235,7 @@ def _refuse_shared(name: str, tensors: Mapping[str, Tensor]) -> None:
 
 
 def _template(module: nn.Module) -> nn.Module:
-    """A copy with its tensors on meta, tied like the originals: a tensor that a call did not replace is loud."""
+    """Copy the module with meta tensors, tied as before: a tensor that a call fails to replace raises when used."""
     with torch.inference_mode(False), torch.no_grad():
         memo: dict[int, Any] = {id(tensor): _on_meta(tensor) for _, tensor in _tensors(module)}
         try:
@@ -253,7 +253,7 @@ def _on_meta(tensor: Tensor) -> Tensor:
 
 
 def _alias(param: Tensor) -> Tensor:
-    """Another object for a parameter, of the same graph; leaves, readers and those of `torch.func` guard themselves."""
+    """Alias a parameter within its autograd graph; leaves, readers and `torch.func` tensors protect themselves."""
     return cast(Tensor, torch.ops.aten.alias(param)) if storage_of(param) is not None else param
 
 

@@ -1,9 +1,8 @@
-"""The modules that were copied: whether one was changed since, which would have no effect.
+"""Detects changes to modules after ``from_module`` copied them, which would have no effect.
 
-A captured step does not come by its modules again, so each call of it asks here. As long as a module is alive, what it
-stores under names and keys is compared by identity, in C; only where something differs it is looked at what has
-changed. Modes, and tensors in place of others, are no changes: a mode is an argument of the call, and the values of the
-tensors were copied.
+A captured step never visits its modules again, so each call of it asks here. While a module is alive, its attributes
+and items are compared by identity, in C; only if something differs are the contents examined. Modes and replaced
+tensors do not count as changes: the mode is an argument of the call, and tensor values were copied.
 """
 
 from __future__ import annotations
@@ -31,9 +30,9 @@ _MANY = 256  # of what stands in longer containers, the number alone is compared
 
 
 class Original:
-    """A module that was copied, and what it held then.
+    """A copied module and its contents at the time.
 
-    It holds on to no module: one that nobody else has cannot be changed.
+    It references the module only weakly: a module that nobody else holds cannot be changed.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -67,7 +66,7 @@ class Original:
         return _Unknown, ()  # a copy of the function is one of a copy: there is no module to change
 
     def unchanged(self) -> bool:
-        """Whether what the module holds is as it was, at a glance."""
+        """Whether the module is unchanged; usually a quick identity check."""
         try:
             if (
                 not any(self._hooks)
@@ -90,10 +89,10 @@ class Original:
         return paths
 
     def check(self, function: str = "") -> None:
-        """Raise if the module was changed since it was copied.
+        """Raise if the module changed after it was copied.
 
         Raises:
-          BakedValueError: Naming what has changed.
+          BakedValueError: Names what changed.
         """
         paths = [] if self.unchanged() else self._changes()
         if paths:
@@ -108,26 +107,26 @@ class Original:
 
 
 class _Unknown:
-    """In place of an original in another process, or of a copy."""
+    """Stands in for an original in another process, or for that of a copied function."""
 
     def unchanged(self) -> bool:
-        """Nobody can change it."""
+        """Always true: there is no module to change."""
         return True
 
     def check(self, function: str = "") -> None:
-        """Nothing is wrong with it."""
+        """Never raises."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Applied:
-    """One call of a module's function, as a trace finds it.
+    """One call of an ``apply``, as recorded for a trace.
 
     Attributes:
       original: The module that was copied.
-      name: Its class.
-      by_mode: Whether it did what a module does in training mode alone: draw numbers, or write buffers.
-      parts: Parts of the module whose buffers were written, with their class.
-      written: New values of these buffers.
+      name: Name of its class.
+      by_mode: Whether, in training mode, it drew random numbers or wrote buffers.
+      parts: Submodules whose buffers were written, with their class.
+      written: New values of those buffers.
     """
 
     original: Original | _Unknown
@@ -138,14 +137,14 @@ class Applied:
 
 
 def note(applied: Applied) -> None:
-    """Show a call of a module's function to the trace that runs, if there is one."""
+    """Report a call of an ``apply`` to the running trace, if any."""
     found = _met.get()
     if found is not None:
         found.append(applied)
 
 
 def _compared(module: nn.Module) -> Held:
-    """What has to stay as it is: all that a module holds but modes, and the identity of tensors."""
+    """Whatever must not change: all contents of a module except its modes and which tensors it holds."""
     found = {
         path: content
         for path, content in held(module).items()
@@ -157,7 +156,7 @@ def _compared(module: nn.Module) -> Held:
 
 
 def _stores(value: Any, of_torch: Set[str]) -> Iterator[tuple[Any, Sequence[Any]]]:
-    """What an object stores its state in, and the names or keys under which it is compared."""
+    """Yield the containers that store an object's state, with the names or keys to compare in each."""
     attributes = getattr(value, "__dict__", None)
     if isinstance(value, nn.Module):
         yield from ((getattr(value, name), ()) for name in _BY_NAME)
@@ -174,7 +173,7 @@ def _stores(value: Any, of_torch: Set[str]) -> Iterator[tuple[Any, Sequence[Any]
 
 @contextmanager
 def meeting() -> Iterator[list[Applied]]:
-    """Collect the calls of modules' functions."""
+    """Collect the calls of every ``apply`` in the block."""
     found: list[Applied] = []
     token = _met.set(found)
     try:

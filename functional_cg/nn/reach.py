@@ -1,7 +1,7 @@
-"""What an attribute of a module reaches: what stands in its containers, and what its functions hold on to.
+"""Finds what a module attribute reaches, through containers and through functions.
 
-``copy.deepcopy`` copies containers, bound methods and partials with what they hold; a function it takes as it is, with
-its closure, its defaults and its globals. What a function reaches stays that of the original.
+``copy.deepcopy`` copies containers, bound methods and partials with their contents, but not functions: these keep their
+closure, defaults and globals. Whatever a function reaches still belongs to the original.
 """
 
 from __future__ import annotations
@@ -16,22 +16,22 @@ __all__ = ["contents", "reached_uncopied"]
 
 
 def contents(value: Any) -> Iterator[Any]:
-    """The value, or what stands in it at any depth if it is a list, tuple, set or dict."""
+    """Yield the value, or the elements at any depth if it is a list, tuple, set or dict."""
     return (
         item for item in _walk(value, _items) if not isinstance(item, (list, tuple, set, frozenset, dict))
     )
 
 
 def reached_uncopied(value: Any) -> Iterator[Any]:
-    """What a copy of a value shares with it, since a function holds on to it."""
+    """Yield what a deep copy of a value would share with it because a function references it."""
     for item in _walk(value, _copied):
         if isinstance(item, FunctionType):
             yield from _walk(item, _held)
 
 
 def _walk(value: Any, below: Callable[[Any], Iterable[Any]]) -> Iterator[Any]:
-    """The value and all below it, each once: containers and functions may hold themselves."""
-    seen: dict[int, Any] = {}  # with the values, so that no id is taken again
+    """Yield the value and everything below it once: containers and functions may contain themselves."""
+    seen: dict[int, Any] = {}  # keeps the values alive, so that no id is reused
     left = [value]
     while left:
         item = left.pop()
@@ -48,7 +48,7 @@ def _items(value: Any) -> list[Any]:
 
 
 def _copied(value: Any) -> list[Any]:
-    """What is copied with a value."""
+    """What a deep copy of a value copies."""
     if isinstance(value, MethodType):
         return [value.__func__]
     if isinstance(value, partial):
@@ -57,7 +57,7 @@ def _copied(value: Any) -> list[Any]:
 
 
 def _held(value: Any) -> list[Any]:
-    """What a value holds on to, itself uncopied."""
+    """What a value references if it is not copied itself."""
     if isinstance(value, MethodType):
         return [value.__self__, value.__func__]
     if isinstance(value, FunctionType):
@@ -75,7 +75,7 @@ def _cells(function: FunctionType) -> Iterator[Any]:
 
 
 def _globals(function: FunctionType) -> Iterator[Any]:
-    """The globals that a function reads; of other functions, those of the same file: a library's lead far."""
+    """Yield the globals a function reads; functions only from the same module, since a library's lead too far."""
     known = function.__globals__
     for name in {name for code in _codes(function.__code__) for name in _global_names(code)}:
         value = known.get(name)
@@ -88,7 +88,7 @@ def _global_names(code: CodeType) -> Iterator[str]:
 
 
 def _codes(code: CodeType) -> Iterator[CodeType]:
-    """A function's code, and that of the functions in it."""
+    """Yield a function's code and that of nested functions."""
     yield code
     for constant in code.co_consts:
         if isinstance(constant, CodeType):

@@ -1,4 +1,4 @@
-"""Modules that are no pure function of their tensors, refused by name before anything is copied."""
+"""Rejects modules that cannot be pure functions of their tensors, before anything is copied."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .reach import contents, reached_uncopied
 
 __all__ = ["refuse_impure"]
 
-# Class of a wrapper in torch -> what to pass instead. Named, not imported: some take a second to import.
+# Wrapper class in torch -> what to pass instead. By name, because some take a second to import.
 _WRAPPERS = (
     ("DistributedDataParallel", "pass the module inside, `model.module`"),
     ("DataParallel", "pass the module inside, `model.module`"),
@@ -27,14 +27,14 @@ _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backw
 
 
 def refuse_impure(module: nn.Module) -> None:
-    """Raise for the first part of a module that `from_module` cannot make pure.
+    """Raise for the first part of a module that ``from_module`` cannot make pure.
 
     Raises:
       TypeError: For wrappers: DDP, FSDP, compiled and scripted modules.
       SideEffectError: For hooks on modules and tensors.
       HostSyncError: For batch norm that averages over all batches.
       LayoutError: For lazy, sparse and meta tensors.
-      ForeignTensorError: For tensors that are plain attributes, and functions that hold on to the module.
+      ForeignTensorError: For tensors that are plain attributes, and functions that reference the module.
     """
     name = type(module).__name__
     parts = [
@@ -48,7 +48,7 @@ def refuse_impure(module: nn.Module) -> None:
             _refuse_tensor(name, f"{root}[{path!r}]", tensor)
     for place, part in parts:  # after the tensors: a lazy module has a hook
         _refuse_hooks(name, place, part)
-        if part.training or not module.training:  # else it stays in evaluation mode, where it is pure
+        if part.training or not module.training:  # otherwise it stays in evaluation mode, where it is pure
             _refuse_cumulative_average(name, place, part)
     _refuse_attributes(name, module)
 
@@ -87,7 +87,7 @@ def _refuse_cumulative_average(name: str, place: str, part: nn.Module) -> None:
 
 
 def _refuse_tensor(name: str, place: str, tensor: Tensor) -> None:
-    # Private, and the only sign of a hook on a tensor.
+    # Private attributes, but the only sign of a hook on a tensor.
     if tensor._backward_hooks or getattr(tensor, "_post_accumulate_grad_hooks", None):
         raise SideEffectError.of(
             name,
@@ -136,8 +136,8 @@ def _refuse_attributes(name: str, module: nn.Module) -> None:
 
 
 def _attributes(module: nn.Module) -> Iterator[tuple[str, str, Any]]:
-    """(path of the module, name, value) of each attribute, and of what stands in lists, tuples and dicts."""
-    of_torch = vars(nn.Module())  # registries, whose hooks are refused elsewhere
+    """Yield (module path, name, value) for each attribute, or for the elements of its containers."""
+    of_torch = vars(nn.Module())  # registries; their hooks are rejected elsewhere
     for path, part in module.named_modules():
         for name, value in vars(part).items():
             if name not in of_torch:

@@ -1,4 +1,4 @@
-"""Which memory a tensor has, where it can be told."""
+"""Identifies the memory of a tensor where possible."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ __all__ = ["storage_of"]
 
 
 def storage_of(tensor: Tensor) -> int | None:
-    """Identity of a tensor's storage; None of a leaf, and inside of `torch.func`, where there is none to look at.
+    """Identity of a tensor's storage; None for leaves and inside `torch.func`, where the storage is hidden.
 
-    Nor is there one of what a loss reads of a mesh, which has memory only where it is used.
+    Also None for tensors that a loss reads from a mesh, which have memory only where they are used.
     """
     if isinstance(tensor, Leaf | Reader):
         return None

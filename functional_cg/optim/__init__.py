@@ -1,8 +1,8 @@
-"""Optimizers as pure functions: the algebra of optax on PyTorch tensors.
+"""Optimizers as pure functions: optax's gradient transformations for PyTorch tensors.
 
-Transformations turn gradients into updates (``init``, ``update``), compose with :class:`chain`, and are frozen
-values. ``sgd``, ``adam``, ``adamw`` and ``adagrad`` also have a ``step`` that runs one fused op. Schedules read the
-count on the device. :func:`from_torch` adapts the optimizer classes of other packages.
+A transformation turns gradients into updates (``init``, ``update``), composes with :class:`chain`, and is an
+immutable value. ``sgd``, ``adam``, ``adamw`` and ``adagrad`` also have a ``step`` that runs one fused op. Schedules
+read the step count on the device. :func:`from_torch` adapts optimizer classes from other packages.
 """
 
 from functional_cg.optim.adapters.adapted import AdaptedState

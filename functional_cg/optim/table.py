@@ -1,4 +1,4 @@
-"""The table of optimizer classes in README.md: ``python -m functional_cg.optim.table`` writes it anew.
+"""Generates the table of optimizer classes in README.md: run ``python -m functional_cg.optim.table``.
 
 It needs ``torch_optimizer``, which the rest of the package does not.
 """
@@ -18,7 +18,7 @@ from functional_cg.optim.adapters.proof import NATIVE, from_torch
 
 MARK = "<!-- made by `python -m functional_cg.optim.table` -->\n"
 
-# Transformations of this package with the formula of a class of that name; the tests judge each by that class.
+# Transformations in this package that share name and formula with a class; tests compare each with that class.
 BESIDE = MappingProxyType(
     {
         "torch.optim": (
@@ -30,14 +30,14 @@ BESIDE = MappingProxyType(
 
 
 def readme() -> Path:
-    """Where the table stands."""
+    """Path of the README with the table."""
     return Path(__file__).with_name("README.md")
 
 
 def classes(package: str) -> Iterator[type[torch.optim.Optimizer]]:
-    """The optimizer classes that a package exports, by name."""
+    """Yield the optimizer classes that a package exports, sorted by name."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of the package, on being imported
+        warnings.simplefilter("ignore")  # the package warns on import
         module = importlib.import_module(package)
     for name in sorted(module.__all__):
         value = getattr(module, name)
@@ -47,7 +47,7 @@ def classes(package: str) -> Iterator[type[torch.optim.Optimizer]]:
 
 
 def row(package: str, cls: type[torch.optim.Optimizer]) -> str:
-    """What becomes of a class."""
+    """The table row of a class: native, adapted, or why it is refused."""
     name = cls.__name__
     beside = f"`{name.lower()}`" if name.lower() in BESIDE[package] else ""
     try:
@@ -60,7 +60,7 @@ def row(package: str, cls: type[torch.optim.Optimizer]) -> str:
 
 
 def table() -> str:
-    """Markdown, one table for each package."""
+    """Render one Markdown table per package."""
     parts = []
     for package in BESIDE:
         rows = [row(package, cls) for cls in classes(package)]
@@ -70,7 +70,7 @@ def table() -> str:
 
 
 def current() -> str:
-    """The whole of README.md with its table made anew."""
+    """README.md with its table regenerated."""
     return readme().read_text(encoding="utf-8").partition(MARK)[0] + MARK + table()
 
 

@@ -1,4 +1,4 @@
-"""Mixed precision: which dtype does what, a loss scale as a part of the state, and rounding by a key."""
+"""Mixed precision: dtype policies, dynamic loss scaling, and stochastic rounding."""
 
 from __future__ import annotations
 

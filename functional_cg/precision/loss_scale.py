@@ -1,4 +1,4 @@
-"""A dynamic loss scale as a part of the state."""
+"""Dynamic loss scaling as part of the state."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ T = TypeVar("T")
 @pytree.register_dataclass
 @dataclass(frozen=True)
 class LossScale:
-    """A factor that keeps gradients in float16 from vanishing: less when they overflow, more when they long did not.
+    """A dynamic loss scale for float16: shrinks when gradients overflow, grows after a run of finite steps.
 
-    Micikevicius et al. 2018, Mixed Precision Training; the rule of ``torch.amp.GradScaler``, on the device, without a
-    host sync. bfloat16 needs none.
+    It keeps small gradients from underflowing. Micikevicius et al. 2018, Mixed Precision Training; same rule as
+    ``torch.amp.GradScaler``, but on the device, without a host sync. bfloat16 does not need it.
 
     Attributes:
       scale: f32[], the factor.
-      good: i32[], number of finite steps since it changed.
-      growth_interval: After so many of them it grows.
-      factor: By which it grows and shrinks, above 1; a power of two scales without rounding.
+      good: i32[], number of finite steps since the last change.
+      growth_interval: Number of finite steps after which the scale grows.
+      factor: Factor by which it grows and shrinks, above 1; a power of two scales without rounding.
 
     Example:
       A step that skips the update, and counts no step, when a gradient is not finite:
@@ -68,11 +68,11 @@ class LossScale:
         factor: float = 2.0,
         device: torch.device | str = "cpu",
     ) -> Self:
-        """A fresh scale.
+        """Make an initial loss scale.
 
         Raises:
-          ValueError: If ``initial`` is not positive, ``growth_interval`` no integer of 1 or more, ``factor`` not above
-            1, or one of them not finite in float32.
+          ValueError: If ``initial`` is not positive, ``growth_interval`` is not a positive integer, ``factor`` is not
+            above 1, or ``initial`` or ``factor`` is not finite in float32.
         """
         largest = torch.finfo(torch.float32).max
         if not (
@@ -94,14 +94,14 @@ class LossScale:
         )
 
     def scaled(self, tree: T) -> T:
-        """Floating leaves, such as the loss, times the scale, in their own dtypes."""
+        """Multiply floating leaves, such as the loss, by the scale, keeping their dtypes."""
         return self._times(tree, self.scale)
 
     def unscaled(self, tree: T) -> T:
-        """Floating leaves, such as gradients, divided by the scale, in their own dtypes.
+        """Divide floating leaves, such as gradients, by the scale, keeping their dtypes.
 
-        Gradients in float16 are to be float32 before: what the scale kept from vanishing would vanish here. Those of
-        float32 parameters are.
+        Cast float16 gradients to float32 first: otherwise what the scale kept from underflowing would underflow here.
+        Gradients of float32 parameters already are float32.
         """
         return self._times(tree, 1 / self.scale)
 
@@ -113,12 +113,12 @@ class LossScale:
         return pytree.map(times, tree)  # type: ignore[no-any-return]
 
     def adjusted(self, finite: Tensor) -> Self:
-        """The scale for the next step.
+        """Compute the scale for the next step.
 
         Args:
-          finite: bool[], whether all gradients of this one were.
+          finite: bool[], whether all gradients of this step were finite.
         Raises:
-          TypeError: If it is none.
+          TypeError: If ``finite`` is not a bool[].
         """
         if not isinstance(finite, Tensor) or finite.dtype != torch.bool or finite.dim():
             got = f"{finite.dtype} {list(finite.shape)}" if isinstance(finite, Tensor) else repr(finite)

@@ -1,4 +1,4 @@
-"""Which dtype does what: parameters, products, sums over ranks and sums over micro-batches."""
+"""Dtype policy for parameters, compute, gradient reduction and gradient accumulation."""
 
 from __future__ import annotations
 
@@ -18,22 +18,23 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Policy:
-    """The dtypes of a training: in which parameters are kept, computed with, and their gradients summed.
+    """The dtypes for storing parameters, computing with them, and summing their gradients.
 
-    A value that a step may close over; it changes nothing by itself. What is to be in one of the dtypes is put there by
-    a call: ``policy.to_compute(params)`` in the loss, ``fcg.microbatches(k, dtype=policy.accumulate)``,
-    ``fcg.sharding.zero(mesh, policy=policy)``. Gradients of float32 parameters that a loss casts are float32. Those of
-    the cast parameters are as narrow as these, and take half the memory: ``apply_gradients`` takes them as they are.
+    An immutable value that a step may close over; it has no effect by itself. Apply the dtypes with explicit calls:
+    ``policy.to_compute(params)`` in the loss, ``fcg.microbatches(k, dtype=policy.accumulate)``,
+    ``fcg.sharding.zero(mesh, policy=policy)``. If the loss casts float32 parameters, their gradients are float32.
+    Gradients with respect to the cast parameters are as narrow as those and take half the memory: ``apply_gradients``
+    accepts them directly.
 
     Source: Micikevicius et al. 2018, "Mixed Precision Training"; ``jmp.Policy``, without its ``output``.
 
     Attributes:
-      param: Of the parameters in the state, and so of the optimizer's moments.
-      compute: Of the parameters and inputs that a loss computes with.
-      reduce: Of gradients that are summed over ranks.
-      accumulate: Of gradients that are summed over micro-batches.
+      param: Dtype of the parameters in the state, and thus of the optimizer's moments.
+      compute: Dtype of the parameters and inputs in the loss.
+      reduce: Dtype of gradients summed over ranks.
+      accumulate: Dtype of gradients summed over micro-batches.
     Raises:
-      TypeError: If one of them is no floating dtype, or one of 8 bits, which has no sums: see ``fcg.nn.fp8_linear``.
+      TypeError: If one is not a floating dtype, or is 8-bit, which cannot be summed: see ``fcg.nn.fp8_linear``.
 
     Example:
       >>> import torch, functional_cg as fcg
@@ -68,14 +69,14 @@ class Policy:
                 )
 
     def to_param(self, tree: T) -> T:
-        """Floating leaves in ``param``; all other leaves as they are."""
+        """Cast floating leaves to ``param``; leave all others unchanged."""
         return _cast(tree, self.param)
 
     def to_compute(self, tree: T) -> T:
-        """Floating leaves in ``compute``; all other leaves as they are.
+        """Cast floating leaves to ``compute``; leave all others unchanged.
 
-        Leaves that are so already are not touched: on a mesh, ``zero(mesh, policy=policy)`` hands a loss such leaves,
-        each of which is gathered where it is read. Under another sharding this call reads, and gathers, all of them.
+        Leaves already in that dtype are not read: on a mesh, ``zero(mesh, policy=policy)`` passes such leaves to the
+        loss, and each is gathered where it is read. Under any other sharding, this call reads and gathers all of them.
         """
         return _cast(tree, self.compute)
 

@@ -1,4 +1,4 @@
-"""Stochastic rounding: up or down by a key, so that sums of small numbers are right on average."""
+"""Stochastic rounding: rounds up or down at random, so that sums of small numbers are right on average."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ from ..shards.tensor import Sharded
 __all__ = ["stochastic_round"]
 
 _NARROW = (torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2)
-# What may be rounded -> the integers of its bits.
+# Input dtype -> the integer dtype of its bits.
 _INTEGERS = MappingProxyType({torch.float32: torch.int32, torch.float64: torch.int64})
-_DRAWN = 16  # bits an element
+_DRAWN = 16  # random bits per element
 
 
 def stochastic_round(
     key: Tensor, x: Tensor, dtype: torch.dtype = torch.bfloat16, *, stream: int = 0
 ) -> Tensor:
-    """Round to one of the two numbers of ``dtype`` next to each element, the nearer one more often: right on average.
+    """Round each element at random to one of its two neighbors in ``dtype``, so that its mean is unchanged.
 
-    The mean over keys is that of ``x``: exactly so from f32 to bf16, else to within 2**-14 of the distance between the
-    two, as a draw takes 16 bits an element. Numbers of ``dtype``, infinities and NaN stay as they are; a number beyond
-    the largest finite one becomes what ``x.to(dtype)`` makes of it. Gradients pass as through ``x.to(dtype)``.
+    The mean over keys is ``x``: exactly so from f32 to bf16, otherwise within 2**-14 of the gap between neighbors,
+    since each element draws 16 bits. Values representable in ``dtype``, infinities and NaN do not change; a number
+    beyond the largest finite one is treated as by ``x.to(dtype)``. Gradients flow as through ``x.to(dtype)``.
 
-    The bits are the same on CPU and CUDA, eager and captured. On shards an element draws what it would draw in the
-    whole leaf, so the result is that of one rank.
+    The bits are the same on CPU and CUDA, eager and captured. An element of a shard draws what it would draw in the
+    whole leaf, so the result does not depend on the number of ranks.
 
     Source: Gupta et al. 2015, "Deep Learning with Limited Numerical Precision".
 
@@ -39,12 +39,12 @@ def stochastic_round(
       key: i64[2].
       x: f32[...] or f64[...], whole or sharded.
       dtype: ``torch.bfloat16``, ``torch.float16``, ``torch.float8_e4m3fn`` or ``torch.float8_e5m2``.
-      stream: Part of the counter: leaves that share a key draw from different ones.
+      stream: Part of the counter: leaves that share a key use different streams.
     Returns:
       A tensor of ``dtype`` and the shape of ``x``.
     Raises:
       LayoutError: If ``key`` is not an i64[2].
-      TypeError: If ``x`` is not f32 or f64, or ``dtype`` is none of the four.
+      TypeError: If ``x`` is not f32 or f64, or ``dtype`` is not one of the four.
 
     Example:
       >>> import torch, functional_cg as fcg
@@ -70,7 +70,7 @@ def stochastic_round(
 
 
 def _drawn(key: Tensor, x: Tensor, dtype: torch.dtype, stream: int, start: int | None = None) -> Tensor:
-    """Round elements; of a shard, those from number ``start`` of the whole leaf on."""
+    """Round all elements; for a shard, ``start`` is the index of its first element in the whole leaf."""
     halves = half_words(key, x.numel(), stream, start).view(x.shape)
     out: Tensor = _Rounded.apply(x, halves, dtype)
     return out
@@ -95,15 +95,15 @@ class _Rounded(torch.autograd.Function):
 
 
 def _rounded(x: Tensor, halves: Tensor, dtype: torch.dtype) -> Tensor:
-    """Add noise below the last bit that stays, and cut there: what carries is rounded up.
+    """Add noise below the last bit kept, then truncate: a carry rounds up.
 
-    Only bits of ``x`` are computed with, and no number of ``dtype``: compilers keep those in f32 as it suits them.
+    Works on the bits of ``x`` and never on values in ``dtype``, which compilers may keep in f32.
     """
     wide, narrow = torch.finfo(x.dtype), torch.finfo(dtype)
     integers, cut = _INTEGERS[x.dtype], round(math.log2(narrow.eps / wide.eps))
     noise = halves.to(integers) & (2**_DRAWN - 1)
     if cut > _DRAWN:
-        noise = (noise << (cut - _DRAWN)) + (1 << (cut - _DRAWN - 1))  # from the middle of what was not drawn
+        noise = (noise << (cut - _DRAWN)) + (1 << (cut - _DRAWN - 1))  # centered on the bits not drawn
     else:
         noise = noise >> (_DRAWN - cut)
 
@@ -114,7 +114,7 @@ def _rounded(x: Tensor, halves: Tensor, dtype: torch.dtype) -> Tensor:
     if narrow.smallest_normal == wide.smallest_normal:
         near = moved(x)
     else:
-        # Below the smallest normal number, numbers of `dtype` lie as far apart as right above it: go there and back.
+        # Subnormals of `dtype` are spaced like the smallest normal numbers: shift there and back.
         there = torch.where(x.abs() < narrow.smallest_normal, narrow.smallest_normal, torch.zeros_like(x))
         near = (moved(x.abs() + there) - there).copysign(x)
     out: Tensor = torch.where(x.abs() <= narrow.max, near, x).to(dtype)

@@ -635,7 +635,7 @@ MUTANTS = (
         "no liveness check: a tensor of the step that outlives its trace is not noticed",
         (
             (
-                "            _refuse_kept(recipe.name, recorder, recorder.release())\n",
+                "            refuse_kept(recipe.name, recorder.program, recorder.variables, recorder.release())\n",
                 "            recorder.release()\n",
             ),
         ),

@@ -1,1 +1,1 @@
-"""Optimizer classes of torch and other libraries as pure transformations, if they walk the same way."""
+"""Adapts optimizer classes from torch and other libraries, after checking that both take the same steps."""

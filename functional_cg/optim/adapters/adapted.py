@@ -1,4 +1,4 @@
-"""Optimizer classes of other libraries as gradient transformations: what :func:`.proof.from_torch` returns."""
+"""The transformation that :func:`.proof.from_torch` returns: a torch optimizer class run as pure functions."""
 
 from __future__ import annotations
 
@@ -32,21 +32,21 @@ from functional_cg.tensors.overlap import storage_key
 
 
 class AdaptedState(NamedTuple):
-    """State of an optimizer made by :func:`from_torch`."""
+    """State of a transformation made by :func:`from_torch`."""
 
     count: Tensor  # type: ignore[assignment]  # i64[], updates so far
-    leaves: tuple[Any, ...]  # for each parameter, what the class keeps of it; its numbers are f64[]
+    leaves: tuple[Any, ...]  # per parameter, the state the class keeps, with numbers as f64[]
 
 
 @dataclass(frozen=True, repr=False)
 class Adapted(Optimizer):
-    """What :func:`from_torch` returns.
+    """A torch optimizer class adapted by :func:`from_torch`.
 
     Attributes:
       cls: The class.
-      learning_rate: Its ``lr``, a number, f64[] or a schedule; None where the class has its default.
+      learning_rate: Its ``lr``, a number, f64[] or a schedule; None for the default of the class.
       hyper: Its other arguments.
-      joined: Whether the first step is another formula than those after it.
+      joined: Whether the first step has a different formula from later ones.
     """
 
     cls: type[torch.optim.Optimizer]
@@ -62,12 +62,10 @@ class Adapted(Optimizer):
         home = "torch.optim" if module == "torch" else module
         return f"from_torch({', '.join([f'{home}.{self.cls.__name__}', *(f'{k}={v!r}' for k, v in hyper.items())])})"
 
-    @property
-    def acts_per_leaf(self) -> bool:
-        return True
+    acts_per_leaf = True
 
     def made(self, leaves: Sequence[Tensor], cls: type[torch.optim.Optimizer] | None = None) -> Any:
-        """An object of the class, or of its hosted subclass, for these parameters."""
+        """Instantiate the class, or its hosted subclass, for these parameters."""
         rate, hyper = self.learning_rate, thaw(self.hyper)
         if rate is not None:
             hyper["lr"] = rate if isinstance(rate, (int, float)) else 1.0
@@ -106,7 +104,7 @@ class Adapted(Optimizer):
     def _advanced(
         self, cls: Any, rate: Any, leaf: Tensor, grad: Tensor, old: Any, first: Tensor
     ) -> tuple[Tensor, Any]:
-        """One leaf and what is kept of it, after a step."""
+        """Step one leaf; return its new value and state."""
         flat, treedef = tree.flatten(old)
 
         def run(ask: Callable[[Tensor], bool]) -> list[Tensor]:
@@ -135,7 +133,7 @@ class Adapted(Optimizer):
         return new, tree.unflatten(treedef, kept)
 
     def _first_kept(self, leaf: Tensor) -> Any:
-        """What is kept of a leaf before the first step: values as they are first assigned, of gradients of zeros."""
+        """Initial state of a leaf: the values first assigned during a step with zero gradients."""
         one = _Leaf(self, hosted(self.cls), leaf, None)
         one.run(torch.zeros_like(leaf).contiguous(), None, lambda condition: True)
         numbers = [name for name in one.moved if _is_number(one.group.get(name))]
@@ -165,7 +163,7 @@ def _is_number(value: Any) -> bool:
 
 
 def _apart(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """The same tensors, each in memory of its own."""
+    """Clone tensors that share storage with an earlier one."""
     seen: set[Any] = set()
     out = []
     for tensor in tensors:
@@ -176,7 +174,7 @@ def _apart(tensors: Sequence[Tensor]) -> list[Tensor]:
 
 
 class _First(dict[Any, Any]):
-    """What a class keeps of a parameter; remembers the value that each name had first."""
+    """The state a class keeps for a parameter; remembers the first value assigned to each name."""
 
     def __init__(self, made: Mapping[Any, Any]) -> None:
         super().__init__()
@@ -191,11 +189,11 @@ class _First(dict[Any, Any]):
 
 
 class _Leaf:
-    """A class at work on one parameter: an object of it that lives for one step.
+    """An optimizer object for one parameter that lives for one step.
 
     Attributes:
-      before: What the group and the object hold before the step, beside parameters and their state.
-      moved: The names of what the step has changed there.
+      before: Contents of the group and the object before the step, except parameters and their state.
+      moved: The names whose values the step changed.
     """
 
     before: dict[str, Any]
@@ -207,7 +205,7 @@ class _Leaf:
         self.group = self.optimizer.param_groups[0]
         if rate is not None:
             self.group["lr"] = number(rate, leaf.device) if isinstance(rate, Tensor) else rate
-        for name in ("foreach", "fused"):  # what torch chooses on a GPU; a graph has no use for either
+        for name in ("foreach", "fused"):  # torch turns them on by default on a GPU; a graph needs neither
             if name in self.group and self.group[name] is None:
                 self.group[name] = False
         for place in (self.group, vars(self.optimizer)):
@@ -218,7 +216,7 @@ class _Leaf:
         self.optimizer.state[self.leaf] = self.state
 
     def run(self, grad: Tensor, kept: Any, ask: Callable[[Tensor], bool]) -> None:
-        """One step, from what was kept, or from the start."""
+        """Run one step from the given state, or from scratch."""
         if kept is not None:
             self.state.update(kept["state"])
             self.group.update(kept["group"])
@@ -226,19 +224,19 @@ class _Leaf:
         marks = {name: _mark(value) for name, value in self.before.items()}
         self.leaf.grad = grad
         with warnings.catch_warnings(), torch.device(self.leaf.device), HostNumbers(self.leaf.device, ask):
-            warnings.simplefilter("ignore")  # of the class, on its own style
+            warnings.simplefilter("ignore")  # warnings about the style of the class itself
             inspect.unwrap(type(self.optimizer).step)(self.optimizer)
         self.moved = [name for name, value in self._held().items() if _mark(value) != marks.get(name)]
 
     def _held(self) -> dict[str, Any]:
-        """What the group and the object itself hold beside parameters and their state."""
+        """Contents of the group and the object, except parameters and their state."""
         held = {**vars(self.optimizer), **self.group}
         return {
             name: value for name, value in held.items() if name not in ("state", "params", "param_groups")
         }
 
     def first_state(self) -> dict[Any, Any]:
-        """What is kept of the parameter, in values as they were first assigned; zeros for what was filled later."""
+        """The parameter's state with each value as first assigned; zeros where the structure changed later."""
         first = self.state.first
         return {
             name: first[name]
@@ -249,9 +247,9 @@ class _Leaf:
 
 
 def _mark(value: Any) -> Any:
-    """Equal for one value before and after a step, if the step did not change it.
+    """Fingerprint a value: equal before and after a step that did not change it.
 
-    What is in the entries of a list may change: there a class keeps what it has computed for its other parameters.
+    The entries of a list may change inside: classes use them as a cache shared by all parameters.
     """
     if isinstance(value, Tensor):
         return id(value), value._version

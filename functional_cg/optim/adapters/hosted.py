@@ -1,9 +1,9 @@
-"""Host code on device numbers: the step of a stateful optimizer, run as a pure function of tensors.
+"""Runs the host code of a stateful optimizer's step as a pure function of tensors.
 
-Such a step counts with Python numbers, branches on them, reads ``.item()`` and writes ``p.data``. Here its functions
-are built again with globals of their own, in which ``math``, ``min`` or ``float`` take tensors; a function mode keeps
-on the device what would have been read; and where Python asks whether a tensor is true, each way is run, and
-``torch.where`` joins their results. Nothing that belongs to somebody else is changed.
+Such a step counts with Python numbers, branches on them, reads ``.item()`` and writes ``p.data``. This module rebuilds
+its functions with separate globals, in which ``math``, ``min`` or ``float`` accept tensors; a function mode keeps on
+the device what would have been read; and where Python asks for the truth value of a tensor, both branches run and
+``torch.where`` joins their results. Nothing outside this module is modified.
 """
 
 from __future__ import annotations
@@ -21,33 +21,33 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-MAX_RUNS = 64  # of one step; beyond it, a step is refused
+MAX_RUNS = 64  # per step; a step that needs more is refused
 
 _READS = frozenset({Tensor.item, Tensor.__float__, Tensor.__int__})
 _TO_HOST = frozenset({Tensor.cpu, Tensor.numpy, Tensor.tolist, Tensor.__index__, Tensor.__array__})
 _FILLED = frozenset({torch.zeros_like, torch.ones_like, torch.full_like})
 _DATA = Tensor.data.__get__  # type: ignore[attr-defined]
 _SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
-# Functions that scale their second tensor by a number, and the name of it.
+# Functions with a scalar factor for a tensor argument -> the name of that factor.
 _SCALED = MappingProxyType({"add": "alpha", "sub": "alpha", "addcmul": "value", "addcdiv": "value"})
 
 
 class RefusedError(Exception):
-    """What a step does that no function of tensors can."""
+    """The step does something that no pure function of tensors can."""
 
 
 def number(value: Any, device: torch.device) -> Tensor:
-    """A host number as f64[]; a tensor is a copy in f64."""
+    """Convert a host number, or a tensor, to f64[]."""
     if isinstance(value, Tensor):
         return value.to(device=device, dtype=torch.float64).reshape(())
     return torch.full((), value, dtype=torch.float64, device=device)
 
 
-# -- every way through a step -------------------------------------------------------------------------------------
+# -- every path through a step ------------------------------------------------------------------------------------
 
 
 class _Answers:
-    """What a run answers where Python asks whether a tensor is true: as given, then always yes."""
+    """Answers truth-value queries on tensors during one run: as given first, then always True."""
 
     def __init__(self, given: Sequence[bool]) -> None:
         self.given = list(given)
@@ -61,12 +61,12 @@ class _Answers:
 
 
 def every_way(run: Callable[[Callable[[Tensor], bool]], list[Tensor]]) -> list[Tensor]:
-    """The results of ``run`` on the way that its conditions choose.
+    """Run every path through ``run`` and select the results that its conditions choose.
 
     Args:
-      run: Gets what answers a condition; pure, and the same each time up to the first other answer.
+      run: Takes a function that answers conditions; pure, and identical each time up to the first different answer.
     Raises:
-      RefusedError: If there are more than ``MAX_RUNS`` ways.
+      RefusedError: If there are more than ``MAX_RUNS`` paths.
     """
     runs = 0
 
@@ -89,13 +89,13 @@ def every_way(run: Callable[[Callable[[Tensor], bool]], list[Tensor]]) -> list[T
 
 
 class HostNumbers(TorchFunctionMode):
-    """Keep on the device what a step would read on the host.
+    """Keeps on the device what a step would read on the host.
 
-    Numbers are f64[]: as a Python number, one does not promote a tensor that has dimensions.
+    Numbers are f64[]: like a Python number, a 0-dim tensor does not promote a tensor that has dimensions.
 
     Args:
       device: Where numbers live.
-      ask: What answers a condition.
+      ask: Answers conditions.
     """
 
     def __init__(self, device: torch.device, ask: Callable[[Tensor], bool]) -> None:
@@ -129,19 +129,19 @@ class HostNumbers(TorchFunctionMode):
         result = func(*args, **kwargs)
         if (
             func in _FILLED
-        ):  # where states are made, one number stands for all elements: nothing to write into
+        ):  # while states are initialized, one number may stand for all elements, which cannot be written
             result = result.contiguous()
         return result if out is None else out.copy_(result)
 
 
 def _unscaled(func: Any, args: list[Any], kwargs: dict[str, Any]) -> tuple[list[Any], dict[str, Any]]:
-    """A tensor in the place of a number argument, multiplied into the tensor that it scales."""
+    """Multiply a tensor passed as a scalar factor into the argument that it scales."""
     name = getattr(func, "__name__", "").removesuffix("_")
     scale = _SCALED.get(name)
     if scale is None:
         return args, kwargs
     tensors = 2 if scale == "alpha" else 3
-    if len(args) > tensors:  # the old order of arguments: the number in front
+    if len(args) > tensors:  # deprecated argument order: the factor first
         kwargs[scale] = args.pop(1)
     value = kwargs.get(scale)
     if isinstance(value, Tensor):
@@ -154,11 +154,11 @@ def _beside(value: Tensor, tensor: Any) -> Tensor:
     return value.to(tensor.dtype) if isinstance(tensor, Tensor) and tensor.is_floating_point() else value
 
 
-# -- functions with globals of their own --------------------------------------------------------------------------
+# -- functions with separate globals -----------------------------------------------------------------------------
 
 
 class _Math:
-    """The module ``math`` for numbers of both kinds."""
+    """Stands in for the module ``math``, for Python numbers and tensors."""
 
     __slots__ = ()
 
@@ -178,7 +178,7 @@ class _Math:
 
 
 class _Copy:
-    """The module ``copy``: copies of tensors are clones."""
+    """Stands in for the module ``copy``: deep copies of tensors are clones."""
 
     __slots__ = ()
 
@@ -208,7 +208,7 @@ def _int(value: Any) -> Any:
 
 
 def _own_globals(names: Mapping[str, Any]) -> dict[str, Any]:
-    """The globals of a module, with functions of it that see these globals too."""
+    """Copy a module's globals, rebuilding its functions to use the copy."""
     own = dict(names)
     swapped = {
         "math": _Math(), "copy": _Copy(), "min": _extreme(min, torch.minimum), "max": _extreme(max, torch.maximum),
@@ -222,7 +222,7 @@ def _own_globals(names: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _rebuilt(function: Any, own: dict[str, Any]) -> Any:
-    """A function with other globals, without its decorators."""
+    """Rebuild a function with other globals and without its decorators."""
     bare = inspect.unwrap(function)
     new = types.FunctionType(bare.__code__, own, bare.__name__, bare.__defaults__, bare.__closure__)
     new.__kwdefaults__ = bare.__kwdefaults__
@@ -230,7 +230,7 @@ def _rebuilt(function: Any, own: dict[str, Any]) -> Any:
 
 
 class Shelf(list[Any]):
-    """A list of equal entries in which a step looks things up by a number: whichever is asked for, it is the first."""
+    """A list that a step may index with a tensor if all entries are equal; the lookup returns the first."""
 
     def __getitem__(self, place: Any) -> Any:
         if isinstance(place, Tensor):
@@ -241,7 +241,7 @@ class Shelf(list[Any]):
 
 
 def hosted(cls: type[torch.optim.Optimizer]) -> type[torch.optim.Optimizer]:
-    """A subclass whose methods, but for its construction, take device numbers."""
+    """Make a subclass whose methods, except dunder methods such as ``__init__``, accept numbers on the device."""
     modules: dict[str, dict[str, Any]] = {}
 
     def rebuilt(function: Any) -> Any:

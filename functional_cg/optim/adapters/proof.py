@@ -1,4 +1,4 @@
-"""``from_torch``: a class becomes a transformation if both walk the same way."""
+"""``from_torch``: adapts an optimizer class and checks that both take the same steps."""
 
 from __future__ import annotations
 
@@ -15,35 +15,35 @@ from functional_cg.optim.adapters.adapted import Adapted
 from functional_cg.optim.adapters.hosted import RefusedError
 from functional_cg.optim.algebra.base import freeze
 
-STEPS = 12  # of the proof
-TOLERANCE = 1e-5  # of the proof in f64, of the way that a leaf has gone so far: some classes compute in f32
-# Leaves of the proof; a class that takes matrices alone has the second row.
+STEPS = 12  # steps to compare
+TOLERANCE = 1e-5  # in f64, relative to how far a leaf has moved: some classes compute in f32
+# Shapes of the leaves to compare on; the second row is for classes that accept only matrices.
 _SHAPES = (((3, 4), (5,), ()), ((3, 4), (4, 2)))
 
-# What stands here for a class that cannot be adapted.
+# The native replacement for a class that cannot be adapted.
 NATIVE = MappingProxyType({"Lookahead": "optim.lookahead(inner, sync_period, slow_step_size)"})
 
 
 def from_torch(cls: type[torch.optim.Optimizer], **hyper: Any) -> Adapted:
     """Turn a class of ``torch.optim``, ``torch_optimizer`` or your own into a gradient transformation.
 
-    The step of the class runs as a pure function: its counts and bias corrections are f64[] on the device, a branch on
-    them or on data is computed both ways and joined by ``torch.where``, and each parameter has an object of its own,
-    so that a class whose parameters act on each other is refused. Where the first step is another formula, both are
-    computed. Prefer a transformation of this package where there is one: it computes nothing twice.
+    The step of the class runs as a pure function: its counts and bias corrections are f64[] on the device, branches on
+    them or on data are computed both ways and joined by ``torch.where``, and each parameter has a separate optimizer
+    object, so classes whose parameters interact are refused. If the first step has a different formula, both formulas
+    are computed. Prefer a transformation from this package where one exists: it computes nothing twice.
 
-    Before it returns, it runs the class itself and what it made of it for 12 steps beside each other, in f64.
+    Before returning, it runs the class and its adaptation side by side for 12 steps in f64.
 
-    State: a count, and for each parameter what the class keeps of it, its numbers as f64[].
+    State: a count, and the class's state for each parameter, with numbers as f64[].
 
     Args:
       cls: The class.
-      hyper: What it is constructed with. ``lr`` may be a schedule, or f64[] of a state; the class is constructed with
-        1.0 then.
+      hyper: Its constructor arguments. ``lr`` may be a schedule, or f64[] from a state; the class is then constructed
+        with 1.0.
     Raises:
-      TypeError: If ``cls`` is no optimizer class, or a number other than ``lr`` is a tensor.
-      CaptureError: If the two differ, or the step asks for what only the host has; it names the class. Or if it is
-        called inside of a captured step.
+      TypeError: If ``cls`` is not an optimizer class, or a number other than ``lr`` is a tensor.
+      CaptureError: If the two differ, or the step needs something only the host has; names the class. Also if called
+        inside a captured step.
 
     Example:
       >>> from functional_cg import optim
@@ -61,7 +61,7 @@ def from_torch(cls: type[torch.optim.Optimizer], **hyper: Any) -> Adapted:
         raise TypeError(f"from_torch: `{tensors[0]}` is a tensor; of the numbers only `lr` may be one")
     learning_rate = hyper.pop("lr", None)
     pairs = freeze(dict(hyper))
-    if isinstance(learning_rate, Tensor):  # one of a state: proved with a number before, and not read here
+    if isinstance(learning_rate, Tensor):  # from a state: checked earlier with a number, and not read here
         return Adapted(cls, learning_rate, pairs, joined=True)
     if inside_a_step():
         raise CaptureError.of(
@@ -104,23 +104,23 @@ def _problem(shapes: Any) -> tuple[list[Tensor], list[list[Tensor]]]:
 
 
 def _constructed(tx: Adapted) -> tuple[Any, list[Tensor], list[list[Tensor]]]:
-    """The class itself on the leaves of the proof, and gradients for them."""
+    """Construct the class on the leaves to compare on, with gradients for them."""
     for shapes in _SHAPES[:-1]:
         params, grads = _problem(shapes)
         try:
             return tx.made(params), params, grads
         except ValueError:
-            continue  # a class of matrices alone; or wrong arguments, which are wrong for matrices too
+            continue  # accepts only matrices, or has wrong arguments, which fail for matrices too
     params, grads = _problem(_SHAPES[-1])
     return tx.made(params), params, grads
 
 
 def _difference(tx: Adapted) -> str:
-    """How what was made of a class differs from it; empty if it does not."""
+    """Describe how an adapted class differs from the original; empty if it does not."""
     try:
         optimizer, theirs, steps = _constructed(tx)
     except ValueError:
-        raise  # the class' own words on its arguments
+        raise  # the class's own complaint about its arguments
     except Exception as error:
         return f"cannot be constructed of parameters: {_words(error)}"
     start, rate = [leaf.clone() for leaf in theirs], tx.learning_rate
@@ -151,7 +151,7 @@ def _difference(tx: Adapted) -> str:
 
 
 def _gap(ours: Tensor, theirs: Tensor, start: Tensor) -> float:
-    smallest = torch.finfo(start.dtype).tiny  # nothing has moved yet
+    smallest = torch.finfo(start.dtype).tiny  # for a leaf that has not moved yet
     return float((ours - theirs).abs().max() / (theirs - start).abs().max().clamp(min=smallest))
 
 

@@ -1,1 +1,1 @@
-"""What optimizers are made of: pure pairs of functions, how they combine, and the numbers that they read."""
+"""Gradient transformations: the interface, the combinators, and the schedules and hyperparameters they read."""

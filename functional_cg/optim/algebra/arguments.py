@@ -1,4 +1,4 @@
-"""Arguments of the factories, for those who know them from ``torch.optim``."""
+"""Validates factory arguments, with hints for users coming from ``torch.optim``."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ _HERE = MappingProxyType(
 
 
 def refuse_unknown(factory: type, options: Mapping[str, Any]) -> None:
-    """Refuse a keyword that a factory does not have.
+    """Raise for a keyword the factory does not take.
 
     Raises:
-      TypeError: Naming those that it has, and the one that is meant by a name of ``torch.optim``.
+      TypeError: Lists the arguments it takes, and the equivalent of a ``torch.optim`` name.
     """
     known = inspect.signature(factory).parameters
     unknown = next((name for name in options if name not in known), None)
@@ -36,7 +36,7 @@ def refuse_unknown(factory: type, options: Mapping[str, Any]) -> None:
 
 
 def seed_of(factory: str, key: Tensor | int) -> int:
-    """The seed of a key: a number makes the transformation a value that can be compared, hashed and pickled.
+    """Convert a key to a Python int, so that the transformation can be compared, hashed and pickled.
 
     Raises:
       TypeError: If ``key`` is neither a key nor a Python int.
@@ -56,7 +56,7 @@ def refuse_without_rate(name: str, tx: Any) -> None:
     """Refuse an optimizer whose updates lead uphill: without a learning rate, or with several in a row.
 
     Raises:
-      ValueError: Naming the link that is missing.
+      ValueError: Names the missing link.
     """
     twice = tx.turns_twice
     if twice:

@@ -1,4 +1,4 @@
-"""What links compute of trees and leaves: running averages, norms, and a function of the leaves that a mask selects."""
+"""Arithmetic on trees and leaves: running averages, norms, and masked maps."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from functional_cg.optim.rules import fused as _fused
 
 
 def averaged(decay: Scalar, old: Updates, new: Updates) -> Updates:
-    """The running average ``decay * old + (1 - decay) * new`` of every leaf."""
+    """Exponential moving average of every leaf: ``decay * old + (1 - decay) * new``."""
     keep, rest = shared(decay), shared(1 - decay)
     return tree.map(lambda a, b: keep(a) * a + rest(a) * b, old, new)
 
 
 def squared(updates: Updates) -> Updates:
-    """The square of every element."""
+    """Square every element."""
     return tree.map(torch.square, updates)
 
 
@@ -31,7 +31,7 @@ def norm(leaf: Tensor) -> Tensor:
 
 
 def leaf_norms(leaves: Sequence[Tensor]) -> list[Tensor]:
-    """The L2 norm of each leaf, f32[] or f64[]; one op for all leaves of a device and a dtype."""
+    """The L2 norm of each leaf, f32[] or f64[]; one op per device and dtype."""
     if not leaves:
         return []
 
@@ -45,11 +45,11 @@ def leaf_norms(leaves: Sequence[Tensor]) -> list[Tensor]:
 def where_selected(
     mask: Any, function: Callable[[Tensor, Tensor], Tensor], updates: Updates, params: Params
 ) -> Updates:
-    """``function(u, p)`` in place of the updates that a mask selects; the others as they are.
+    """Map ``function(u, p)`` over the updates that a mask selects; leave the others unchanged.
 
     Args:
       mask: None for all leaves, a prefix tree of bools, or a function from the parameters to one.
-      function: Of an update and its parameter.
+      function: Takes an update and its parameter.
       updates: Like ``params``.
       params: The parameters.
     """

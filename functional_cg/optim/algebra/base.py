@@ -1,13 +1,13 @@
-"""What an optimizer is: a pair of pure functions, as a value.
+"""Defines the gradient transformation: ``init`` and ``update``, two pure functions held as one value.
 
-A :class:`GradientTransformation` turns gradients into updates; a state that it owns goes in and comes out::
+A :class:`GradientTransformation` turns gradients into updates and passes its state through explicitly::
 
     opt_state = tx.init(params)
     updates, opt_state = tx.update(grads, opt_state, params)
     params = apply_updates(params, updates)
 
 Transformations are frozen dataclasses: equal arguments give equal, hashable, printable, picklable objects, so an
-optimizer can be a static field of a state and part of the key of a capture.
+optimizer can be a static field of a state and part of the key under which a capture is cached.
 """
 
 from __future__ import annotations
@@ -40,15 +40,15 @@ ScalarOrSchedule = float | Tensor | Callable[[Any], Any]
 
 
 class EmptyState(NamedTuple):
-    """State of a transformation that keeps none."""
+    """State of a stateless transformation."""
 
 
 class GradientTransformation(ABC):
-    """A pure map from gradients to updates, with its state passed in and out.
+    """A pure map from gradients to updates that takes its state and returns the next one.
 
-    Subclasses are frozen dataclasses whose fields are the hyper-parameters. A Python number in a field is a
-    constant of the capture; a number that should change between calls without a recapture is a schedule or goes
-    through :class:`inject_hyperparams`.
+    Subclasses are frozen dataclasses whose fields are the hyperparameters. A Python number in a field is a constant
+    of the capture; for a number that changes between calls without a recapture, use a schedule or
+    :class:`inject_hyperparams`.
 
     Source: ``optax.GradientTransformation``, plus the third function :attr:`step`.
     """
@@ -59,16 +59,16 @@ class GradientTransformation(ABC):
 
     @abstractmethod
     def init(self, params: Params) -> OptState:
-        """The state before the first update, on the devices of ``params``."""
+        """Build the initial state, on the devices of ``params``."""
 
     @abstractmethod
     def update(
         self, updates: Updates, state: OptState, params: Params | None = None
     ) -> tuple[Updates, OptState]:
-        """Transform ``updates`` (gradients at the head of a chain); nothing is written in place.
+        """Transform ``updates``, which are the gradients for the first link of a chain. Writes nothing in place.
 
         Returns:
-          (updates, state): a tree like ``updates``, and the next state, with the layout of ``state``.
+          (updates, state): a tree like ``updates``, and the next state, laid out like ``state``.
         """
 
     @property
@@ -81,17 +81,17 @@ class GradientTransformation(ABC):
 
     @property
     def parts(self) -> tuple[GradientTransformation, ...]:
-        """The transformations that this one is made of."""
+        """The transformations this one is built from."""
         return ()
 
     @property
     def applies_learning_rate(self) -> bool:
-        """Whether what comes out is meant to be added to the parameters as it is."""
+        """Whether the updates are ready to be added to the parameters."""
         return any(part.applies_learning_rate for part in self.parts)
 
     @property
     def lacks_rate(self) -> GradientTransformation | None:
-        """The part that makes a direction of which nothing makes a step; what others write may scale unsaid."""
+        """The part whose direction no learning rate scales, or None; user-defined parts are trusted to scale."""
         if self.parts and not isinstance(self, Optimizer):
             lacking = [part.lacks_rate for part in self.parts]
             return None if None in lacking else lacking[-1]
@@ -110,20 +110,20 @@ class GradientTransformation(ABC):
 
     @property
     def acts_per_leaf(self) -> bool:
-        """Whether the borders between leaves matter, as they do for a norm or a draw per leaf."""
+        """Whether leaf boundaries matter, as they do for per-leaf norms and random draws."""
         return any(part.acts_per_leaf for part in self.parts)
 
     @staticmethod
     def from_functions(init: InitFn, update: UpdateFn, step: StepFn | None = None) -> GradientTransformation:
-        """A transformation made of your own functions.
+        """Build a transformation from your own functions.
 
-        Two of them are equal when their functions are; functions at the top level of a module keep it picklable.
+        Two of these are equal when their functions are; module-level functions keep it picklable.
 
         Args:
           init: ``init(params) -> state``.
           update: ``update(updates, state, params) -> (updates, state)``, pure.
-          step: Optional ``step(grads, state, params) -> (new_params, new_state)``; it promises to equal
-            ``update`` and :func:`apply_updates`, learning rate included.
+          step: Optional ``step(grads, state, params) -> (new_params, new_state)``; must equal ``update`` followed by
+            :func:`apply_updates`, learning rate included.
 
         Example:
           >>> from functional_cg import optim, tree
@@ -139,7 +139,7 @@ class GradientTransformation(ABC):
 
 @dataclass(frozen=True)
 class FromFunctions(GradientTransformation):
-    """What :meth:`GradientTransformation.from_functions` returns."""
+    """A transformation that calls user-supplied functions; see :meth:`GradientTransformation.from_functions`."""
 
     init_fn: InitFn
     update_fn: UpdateFn
@@ -163,14 +163,14 @@ class FromFunctions(GradientTransformation):
 
 
 class Stateless(GradientTransformation):
-    """A transformation that keeps no state."""
+    """A transformation without state."""
 
     def init(self, params: Params) -> OptState:
         return EmptyState()
 
 
 class Optimizer(GradientTransformation):
-    """A transformation whose updates are meant to be added to the parameters."""
+    """A transformation whose updates are ready to be added to the parameters."""
 
     @property
     def applies_learning_rate(self) -> bool:
@@ -182,7 +182,7 @@ class Optimizer(GradientTransformation):
 
 
 def apply_updates(params: Params, updates: Updates) -> Params:
-    """Add ``updates`` to ``params``, leaf by leaf; every leaf keeps its dtype.
+    """Add ``updates`` to ``params`` leaf by leaf; each leaf keeps its dtype.
 
     Source: ``optax.apply_updates``.
 
@@ -197,9 +197,9 @@ def apply_updates(params: Params, updates: Updates) -> Params:
 def step_or_update(
     tx: GradientTransformation, grads: Updates, state: OptState, params: Params
 ) -> tuple[Params, OptState]:
-    """New parameters and state: by ``tx.step`` where there is one, else by ``update`` and ``apply_updates``.
+    """Take one step with ``tx.step`` if it exists, otherwise with ``update`` and ``apply_updates``.
 
-    Gradients may have other floating dtypes than the parameters; a ``step`` converts them where it needs to.
+    Gradients may have a different floating dtype from the parameters; a ``step`` converts them where it needs to.
     """
     if tx.step is not None:
         return tx.step(grads, state, params)
@@ -208,17 +208,17 @@ def step_or_update(
 
 
 def device_of(params: Params) -> torch.device:
-    """Where counters live: with the first leaf."""
+    """The device for counters: that of the first leaf."""
     return next((leaf.device for leaf in tree.leaves(params)), torch.device("cpu"))
 
 
 def zero_count(params: Params) -> Tensor:
-    """A step counter: i64[] of value 0, beside the parameters."""
+    """Make a step counter: i64[] with value 0, on the device of the parameters."""
     return torch.zeros((), dtype=torch.int64, device=device_of(params))
 
 
 def full_like_tree(params: Params, value: float = 0.0) -> Params:
-    """A tree of accumulators: shapes, dtypes, strides and devices of ``params``.
+    """Make a tree of accumulators with the shapes, dtypes, strides and devices of ``params``.
 
     Raises:
       LayoutError: If a leaf is not floating.
@@ -241,14 +241,14 @@ def full_like_tree(params: Params, value: float = 0.0) -> Params:
 
 
 def need_params(name: str, params: Params | None) -> Params:
-    """Refuse an update that lacks the parameters it reads."""
+    """Return ``params``, or raise ``ValueError`` if an update that reads them got None."""
     if params is None:
         raise ValueError(f"{name}: needs the parameters; call `update(updates, state, params)`")
     return params
 
 
 def need_transformations(name: str, *given: object) -> None:
-    """Raise ``TypeError`` for what is no gradient transformation."""
+    """Raise ``TypeError`` for anything that is not a gradient transformation."""
     for tx in given:
         if not isinstance(tx, GradientTransformation):
             raise TypeError(
@@ -257,7 +257,7 @@ def need_transformations(name: str, *given: object) -> None:
 
 
 def need_steps(name: str, inner: GradientTransformation) -> None:
-    """Refuse a transformation that makes no steps."""
+    """Raise ``ValueError`` for a transformation without a learning rate."""
     need_transformations(name, inner)
     require(
         inner.applies_learning_rate,
@@ -272,10 +272,10 @@ def require(condition: object, message: str) -> None:
 
 
 def in_range(name: str, value: object, *, low: float = 0.0, below: float = float("inf")) -> None:
-    """Refuse a Python number outside of [low, below); a tensor is not read: that would be a host sync.
+    """Raise for a Python number outside [low, below); tensors go unchecked, since reading one is a host sync.
 
     Raises:
-      TypeError: If the value is no number, tensor or schedule.
+      TypeError: If the value is not a number, tensor or schedule.
       ValueError: If it is a number out of range.
     """
     if not (isinstance(value, (numbers.Real, Tensor)) or callable(value)):
@@ -286,21 +286,21 @@ def in_range(name: str, value: object, *, low: float = 0.0, below: float = float
 
 
 def positive(name: str, value: object, *, below: float = float("inf")) -> None:
-    """Refuse what :func:`in_range` refuses, and a number that is 0."""
+    """Raise for whatever :func:`in_range` rejects, and for 0."""
     in_range(name, value, below=below)
     require(not isinstance(value, (int, float)) or value, f"{name} is 0")
 
 
 def rate_at(learning_rate: ScalarOrSchedule, count: Tensor) -> float | Tensor:
-    """The learning rate of this step: a Python number as it is, all else as f64[]; a leaf rounds it to its dtype."""
+    """The learning rate at ``count``: a Python number unchanged, anything else as f64[], rounded later per leaf."""
     rate = learning_rate(count) if callable(learning_rate) else learning_rate
     return rate.to(torch.float64) if isinstance(rate, Tensor) else float(rate)
 
 
 def shared(scalar: Scalar) -> Callable[[Tensor], Scalar]:
-    """A scalar that many leaves share: a tensor is rounded once per dtype and device, not once per leaf.
+    """Share a scalar among leaves: a tensor is cast once per dtype and device instead of once per leaf.
 
-    Without the rounding a 0-dim float32 leaf times a float64 scalar would be float64.
+    Without the cast, a 0-dim float32 leaf times a float64 scalar would be float64.
     """
     if not isinstance(scalar, Tensor):
         return lambda leaf: scalar
@@ -317,13 +317,13 @@ def shared(scalar: Scalar) -> Callable[[Tensor], Scalar]:
 
 @dataclass(frozen=True)
 class FrozenTree:
-    """A pytree of hashable leaves as a value; prints as the tree."""
+    """An immutable, hashable pytree with hashable leaves; prints as the tree."""
 
     leaves: tuple[Any, ...]
     treedef: tree.Treedef
 
     def thaw(self) -> Any:
-        """The tree itself, a fresh copy."""
+        """Return a fresh copy of the tree."""
         return tree.unflatten(self.treedef, self.leaves)
 
     def __repr__(self) -> str:
@@ -331,7 +331,7 @@ class FrozenTree:
 
 
 def freeze(value: Any) -> Any:
-    """Containers as :class:`FrozenTree`, so that later changes to them change nothing; all else as it is."""
+    """Turn containers into a :class:`FrozenTree`, immune to later mutation; return anything else unchanged."""
     if not isinstance(value, (dict, list, tuple)):
         return value
     flat, treedef = tree.flatten(value)
@@ -344,12 +344,12 @@ def thaw(value: Any) -> Any:
 
 
 def broadcast_prefix(prefix: Any, full: Any, name: str) -> list[Any]:
-    """One value of ``prefix`` for every leaf of ``full``.
+    """List the value of ``prefix`` that applies to each leaf of ``full``.
 
     Args:
       prefix: A value, or a tree that may stop above the leaves of ``full``.
       full: The whole tree.
-      name: How messages call the prefix.
+      name: What error messages call the prefix.
     Raises:
       LayoutError: If ``prefix`` is not a prefix of ``full``; all differences are listed.
     """
@@ -382,7 +382,7 @@ def broadcast_prefix(prefix: Any, full: Any, name: str) -> list[Any]:
 
 
 def resolve_flags(mask: Any, full: Any) -> list[bool]:
-    """A mask (None: all; a prefix tree of bools; a function of the tree) as one bool per leaf.
+    """Resolve a mask (None for all, a prefix tree of bools, or a function of the tree) to one bool per leaf.
 
     Raises:
       TypeError: If a value is not a Python bool; a tensor would have to be read on the host.
@@ -399,13 +399,13 @@ def resolve_flags(mask: Any, full: Any) -> list[bool]:
 
 
 def select(full: Any, flags: Sequence[bool]) -> Any:
-    """The tree with None, a node without leaves, in place of the leaves whose flag is False."""
+    """Replace leaves whose flag is False with None, a node without leaves."""
     flat, treedef = tree.flatten(full)
     return tree.unflatten(treedef, [leaf if keep else None for leaf, keep in zip(flat, flags, strict=True)])
 
 
 def replace_selected(full: Any, flags: Sequence[bool], part: Any) -> Any:
-    """The tree with the leaves whose flag is True taken from ``part``; undoes :func:`select`."""
+    """Take the leaves whose flag is True from ``part``; the inverse of :func:`select`."""
     flat, treedef = tree.flatten(full)
     source = iter(tree.leaves(part))
     return tree.unflatten(

@@ -1,4 +1,4 @@
-"""Transformations made of transformations: in a row, on a part of the tree, by label."""
+"""Combines transformations: in sequence, on part of the tree, or by label."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ from functional_cg.optim.algebra.fitting import in_dtypes_of
 
 @dataclass(frozen=True, init=False, repr=False)
 class chain(GradientTransformation):
-    """Apply transformations in a row: what leaves one enters the next.
+    """Apply transformations in sequence, feeding the output of each to the next.
 
-    The state is a tuple of their states. If the last link has a fused ``step``, so has the chain: what the earlier
-    links make of the gradients enters it as gradients. Source: ``optax.chain``.
+    The state is a tuple of their states. If the last link has a fused ``step``, the chain has one too, which treats
+    the output of the earlier links as the gradients. Source: ``optax.chain``.
 
     Attributes:
       links: The transformations.
@@ -89,18 +89,18 @@ class chain(GradientTransformation):
 
 
 class Composed(Optimizer):
-    """An optimizer that is a chain of links, made of its hyper-parameters; its state is a tuple of theirs."""
+    """An optimizer that builds a chain of links from its hyperparameters; its state is the tuple of theirs."""
 
     def __post_init__(self) -> None:
         try:
-            chain(*self.links)  # each link refuses what it cannot take
+            chain(*self.links)  # each link checks its own arguments
         except (TypeError, ValueError) as error:
             raise type(error)(f"{type(self).__name__}: {error}") from None
 
     @property
     @abstractmethod
     def links(self) -> tuple[GradientTransformation, ...]:
-        """The transformations that run in a row."""
+        """The transformations that run in sequence."""
 
     @property
     def parts(self) -> tuple[GradientTransformation, ...]:
@@ -118,15 +118,15 @@ class Composed(Optimizer):
 class MaskedState(NamedTuple):
     """State of :class:`masked`."""
 
-    inner_state: OptState  # None in place of the leaves that are not selected; None if no leaf is
+    inner_state: OptState  # None in place of unselected leaves; None if no leaf is selected
 
 
 @dataclass(frozen=True)
 class masked(GradientTransformation):
-    """Apply ``inner`` where ``mask`` is True and pass the other updates through, unchanged.
+    """Apply ``inner`` where ``mask`` is True and pass the other updates through unchanged.
 
-    ``inner`` sees the tree with None in place of the other leaves. Since these come out as they went in, ``inner``
-    must not be an optimizer: the raw gradients would be *added* to the other parameters.
+    ``inner`` sees the tree with None in place of the other leaves. Since those pass through unchanged, ``inner`` must
+    not be an optimizer: raw gradients would be *added* to the other parameters.
 
     Source: ``optax.masked``.
 
@@ -190,10 +190,10 @@ class PartitionState(NamedTuple):
 
 @dataclass(frozen=True, init=False)
 class partition(GradientTransformation):
-    """Give every leaf the transformation of its label.
+    """Transform each leaf according to its label.
 
-    Each transformation sees the tree with None in place of the leaves of the other labels; a label that no leaf
-    has costs nothing. The fused ``step`` is there if one of the transformations has it.
+    Each transformation sees the tree with None in place of leaves with other labels; an unused label costs nothing.
+    The partition has a fused ``step`` if any of the transformations does.
 
     Source: ``optax.partition`` (formerly ``multi_transform``).
 
@@ -234,7 +234,7 @@ class partition(GradientTransformation):
         return next((part for part in (tx.lacks_rate for tx in self.parts) if part is not None), None)
 
     def _groups(self, params: Params) -> dict[Any, tuple[GradientTransformation, list[bool]]]:
-        """For every label that occurs: its transformation, and which leaves have it."""
+        """Map each label in use to its transformation and to a flag per leaf."""
         labels = self.labels(params) if callable(self.labels) else thaw(self.labels)
         names = broadcast_prefix(labels, params, "labels")
         transforms = self.transforms.thaw()

@@ -1,4 +1,4 @@
-"""Whether gradients fit the parameters, and in which dtype."""
+"""Checks gradients against parameters, converts their dtypes, and handles parameters without a gradient."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from functional_cg.errors import LayoutError
 
 
 def refuse_unlike(params: Any, grads: Any) -> None:
-    """Refuse gradients that do not fit the parameters: fused kernels walk raw memory and do not check.
+    """Raise for gradients that do not match the parameters: fused kernels walk raw memory unchecked.
 
     Raises:
-      LayoutError: If ``grads`` differs in structure, shapes or dtypes, but for one floating dtype in place of
-        another; all differences are listed.
+      LayoutError: If ``grads`` differs in structure, shapes or dtypes; two different floating dtypes are fine. Lists
+        all differences.
     """
 
     def unlike(p: Tensor, g: Any) -> bool:
@@ -45,7 +45,7 @@ def refuse_unlike(params: Any, grads: Any) -> None:
 
 
 def left_out(params: Any, grads: Any) -> set[int]:
-    """Flat positions of the parameters for which there is None in place of a gradient, or of a tree of them."""
+    """Flat positions of parameters whose gradient, or a subtree containing it, is None."""
     found: set[int] = set()
 
     def walk(p: tree.Treedef, g: tree.Treedef, start: int) -> None:
@@ -61,7 +61,7 @@ def left_out(params: Any, grads: Any) -> set[int]:
 
 
 def filled(params: Any, grads: Any, positions: set[int]) -> Any:
-    """Gradients with zeros for what is left out."""
+    """Fill in zeros for missing gradients."""
     flat, treedef = tree.flatten(params)
     given = iter(tree.leaves(grads))
     values = [zeros_like(p) if i in positions else next(given, None) for i, p in enumerate(flat)]
@@ -69,9 +69,9 @@ def filled(params: Any, grads: Any, positions: set[int]) -> Any:
 
 
 def owned_by(params: Any, positions: set[int], state: Any) -> list[bool]:
-    """For each leaf of an optimizer's state, or of the parameters, whether it belongs to one of some parameters.
+    """Flag each leaf of the optimizer state, or of the parameters, that belongs to the parameters at ``positions``.
 
-    A leaf belongs to the parameter whose key path its own ends with, the longest if there are several.
+    A leaf belongs to the parameter whose key path is a suffix of its own, the longest if there are several.
     """
     paths = tree.flatten(params)[1].paths()
     flags = []
@@ -82,7 +82,7 @@ def owned_by(params: Any, positions: set[int], state: Any) -> list[bool]:
 
 
 def hidden(flags: list[bool], state: Any) -> Any:
-    """The tree with zeros in place of the leaves whose flag is True: what is computed of them is not used."""
+    """Zero the leaves whose flag is True: nothing computed from them is used."""
     flat, treedef = tree.flatten(state)
     return tree.unflatten(
         treedef, [zeros_like(leaf) if hide else leaf for leaf, hide in zip(flat, flags, strict=True)]
@@ -90,11 +90,11 @@ def hidden(flags: list[bool], state: Any) -> Any:
 
 
 def kept(flags: list[bool], old: Any, new: Any) -> Any:
-    """The new tree, with the leaves whose flag is True as they were."""
+    """The new tree, except that leaves whose flag is True keep their old value."""
     rows = zip(tree.leaves(old), tree.leaves(new), flags, strict=True)
     return tree.unflatten(tree.flatten(new)[1], [a if keep else b for a, b, keep in rows])
 
 
 def in_dtypes_of(params: Any, grads: Any) -> Any:
-    """Gradients in the dtypes of the parameters: moments of narrower ones would lose what is small."""
+    """Cast gradients to the parameter dtypes: moments in a narrower dtype would lose small values."""
     return tree.map(lambda p, g: g.to(p.dtype), params, grads)

@@ -1,4 +1,4 @@
-"""One vector in place of many leaves."""
+"""Runs a transformation on one vector instead of many leaves."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from functional_cg.state.flat import ravel, unravel
 
 @dataclass(frozen=True)
 class flatten(GradientTransformation):
-    """Run ``inner`` on one vector of all leaves: a handful of ops, however many leaves there are.
+    """Run ``inner`` on all leaves as one vector: a handful of ops, however many leaves there are.
 
     Moments become vectors, with the padding of :func:`functional_cg.state.flat.ravel` between leaves. Elementwise
-    transformations give what they give leaf by leaf, up to the last bits (a vector is cut into other SIMD pieces),
-    and so does a norm of gradients. A norm *behind* moments counts what they make of the padding: nothing for Adam
-    with a positive ``eps``, something for Yogi, which does not start at 0.
+    transformations give the same results as leaf by leaf, up to the last bits (SIMD blocks fall differently), and so
+    does a norm of gradients. A norm *after* moments includes their values in the padding: zero for Adam with a
+    positive ``eps``, nonzero for Yogi, which does not start at 0.
 
-    ``inner`` sees no tree: masks and labels go around it, as in
+    ``inner`` never sees the tree: masks and labels go around it, as in
     ``partition({"decay": flatten(adamw(...)), "rest": flatten(adam(...))}, labels)``.
 
     Source: ``optax.flatten``.

@@ -1,4 +1,4 @@
-"""Hyper-parameters that live in the state: changed between calls without a recapture."""
+"""Keeps hyperparameters in the state, so they can change between calls without a recapture."""
 
 from __future__ import annotations
 
@@ -36,18 +36,18 @@ class InjectHyperparamsState(NamedTuple):
 
 @dataclass(frozen=True)
 class inject_hyperparams:
-    """Keep the numbers that a transformation is made with in its state.
+    """Move a transformation's numeric hyperparameters into its state.
 
-    Every ``float`` and ``int`` argument given by name becomes an f64[] of the state, to be changed with
-    :func:`set_hyperparams`; what is left out, schedules, masks, bools and the names in ``static_args`` stay
+    Every ``float`` and ``int`` argument passed by name becomes an f64[] in the state, to be changed with
+    :func:`set_hyperparams`; omitted arguments, schedules, masks, bools and the names in ``static_args`` stay
     constants. The fused ``step`` takes tensors for ``learning_rate`` (rounded to the dtype of the parameters)
-    and ``weight_decay``; with ``b1``, ``b2``, ``eps`` or ``momentum`` in the state the formula runs.
+    and ``weight_decay``; with ``b1``, ``b2``, ``eps`` or ``momentum`` in the state, the unfused formula runs.
 
     Source: ``optax.inject_hyperparams``.
 
     Attributes:
-      factory: What makes the transformation: ``adamw``, or your own function.
-      static_args: Names of number arguments that stay constants.
+      factory: Builds the transformation: ``adamw``, or your own function.
+      static_args: Names of numeric arguments that stay constants.
 
     Example:
       >>> from functional_cg import optim
@@ -85,7 +85,7 @@ class inject_hyperparams:
 
 @dataclass(frozen=True, repr=False)
 class InjectedTransformation(GradientTransformation):
-    """What ``inject_hyperparams(factory)(...)`` returns; ``prototype`` is made with the numbers as constants."""
+    """The result of ``inject_hyperparams(factory)(...)``; ``prototype`` has the numbers as constants."""
 
     factory: Callable[..., GradientTransformation]
     arguments: tuple[tuple[str, Any], ...]
@@ -107,7 +107,7 @@ class InjectedTransformation(GradientTransformation):
 
     @property
     def injected(self) -> dict[str, float]:
-        """The numbers that go into the state."""
+        """The numbers moved into the state."""
         return {
             name: float(value)
             for name, value in self.arguments
@@ -143,7 +143,7 @@ class InjectedTransformation(GradientTransformation):
 
 
 def _positions(node: tree.Treedef, start: int, path: tree.KeyPath) -> Iterator[tuple[str, int, tree.KeyPath]]:
-    """Name, flat position and key path of every injected number below ``node``."""
+    """Yield name, flat position and key path of every injected number below ``node``."""
     offset = start
     for key, child in zip(node.keys, node.children, strict=True):
         if node.kind is InjectHyperparamsState and str(key) == ".hyperparams":
@@ -155,18 +155,18 @@ def _positions(node: tree.Treedef, start: int, path: tree.KeyPath) -> Iterator[t
 
 
 def set_hyperparams(state: S, **values: float | Tensor) -> S:
-    """Change numbers that :func:`inject_hyperparams` keeps in the state.
+    """Change hyperparameters that :func:`inject_hyperparams` keeps in the state.
 
-    On a plain tree this is a pure copy of the structure; on a state handle the values are written into their slots,
-    the old handle is donated, and no step is captured again. Values are not checked.
+    A plain tree is copied, structure only; for a state handle, the values are written into their slots, the old
+    handle is donated, and no step is recaptured. Values are not checked.
 
     Args:
-      state: A state with an ``opt_state`` in it, a handle of one, or an ``opt_state`` itself.
-      **values: New numbers, or 0-dim tensors, by name.
+      state: A state containing an ``opt_state``, a handle to one, or an ``opt_state`` itself.
+      **values: New numbers or 0-dim tensors, by name.
     Returns:
       The state with the new numbers.
     Raises:
-      ValueError: If a name is not in the state, or stands there more than once.
+      ValueError: If a name is not in the state, or occurs there more than once.
 
     Example:
       >>> from functional_cg import optim
@@ -199,7 +199,7 @@ def set_hyperparams(state: S, **values: float | Tensor) -> S:
 
 
 def _like(value: float | Tensor, slot: Tensor) -> Tensor:
-    """``value`` as a new 0-dim tensor with dtype and device of ``slot``."""
+    """Make a new 0-dim tensor from ``value`` with the dtype and device of ``slot``."""
     if isinstance(value, Tensor):
         return value.detach().to(dtype=slot.dtype, device=slot.device, copy=True)
     return torch.full((), float(value), dtype=slot.dtype, device=slot.device)

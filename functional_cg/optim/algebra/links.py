@@ -1,8 +1,8 @@
-"""The links that optimizers are made of.
+"""The links from which optimizers are built: scaling, momentum, moments, trust ratio, weight decay.
 
-Every transformation is a frozen dataclass; its state is a NamedTuple. Scalars that all leaves share (learning rate,
+Every transformation is a frozen dataclass; its state is a NamedTuple. Scalars shared by all leaves (learning rate,
 bias corrections, clip factor) are computed once per step as 0-dim tensors, in float64 where a power or a difference
-of nearly equal numbers is involved, and rounded to a leaf's dtype where they meet it.
+of nearly equal numbers is involved, and cast to a leaf's dtype on use.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from functional_cg import tree
-from functional_cg.optim.algebra.arithmetic import averaged, squared, where_selected
+from functional_cg.optim.algebra.arithmetic import averaged, norm, squared, where_selected
 from functional_cg.optim.algebra.base import (
     EmptyState,
     GradientTransformation,
@@ -40,7 +40,7 @@ Mask = Any  # None, a prefix tree of bools, or a function of the parameters
 
 @dataclass(frozen=True)
 class identity(Stateless):
-    """Pass the updates through. Source: ``optax.identity``."""
+    """Return the updates unchanged. Source: ``optax.identity``."""
 
     def update(
         self, updates: Updates, state: OptState, params: Params | None = None
@@ -50,7 +50,7 @@ class identity(Stateless):
 
 @dataclass(frozen=True)
 class set_to_zero(Stateless):
-    """Replace the updates by zeros: with ``partition``, the way to freeze parameters. Source: ``optax.set_to_zero``."""
+    """Replace updates with zeros; use with ``partition`` to freeze parameters. Source: ``optax.set_to_zero``."""
 
     def update(
         self, updates: Updates, state: OptState, params: Params | None = None
@@ -59,7 +59,7 @@ class set_to_zero(Stateless):
 
     @property
     def lacks_rate(self) -> None:
-        return None  # zeros lead nowhere
+        return None  # zeros need no learning rate
 
 
 @dataclass(frozen=True)
@@ -98,9 +98,9 @@ class ScaleByScheduleState(NamedTuple):
 
 @dataclass(frozen=True)
 class scale_by_schedule(GradientTransformation):
-    """Multiply by a schedule: ``u <- schedule(count) * u``, with no change of sign.
+    """Multiply by a schedule without flipping the sign: ``u <- schedule(count) * u``.
 
-    The count starts at 0, so that the first update uses ``schedule(0)``. Source: ``optax.scale_by_schedule``.
+    The count starts at 0, so the first update uses ``schedule(0)``. Source: ``optax.scale_by_schedule``.
 
     Attributes:
       schedule: Function of an i64[] count.
@@ -123,7 +123,7 @@ class scale_by_schedule(GradientTransformation):
 
     @property
     def lacks_rate(self) -> GradientTransformation | None:
-        """A schedule of positive numbers changes no sign: another link has to."""
+        """Positive schedules leave the sign to another link."""
         climbs = isinstance(self.schedule, Schedule) and any(self.schedule(t) > 0 for t in (0, 1, 1000))
         return self if climbs else None
 
@@ -163,7 +163,7 @@ class scale_by_learning_rate(GradientTransformation):
 
 
 def descend(updates: Updates, rate: Scalar) -> Updates:
-    """``-rate * u`` for every leaf."""
+    """Compute ``-rate * u`` for every leaf."""
     factor = shared(-rate)
     return tree.map(lambda u: u * factor(u), updates)
 
@@ -176,9 +176,9 @@ class TraceState(NamedTuple):
 
 @dataclass(frozen=True)
 class trace(GradientTransformation):
-    """Momentum: ``t <- decay * t + u``; out comes ``t``, or ``u + decay * t`` with ``nesterov``.
+    """Momentum: ``t <- decay * t + u``; returns ``t``, or ``u + decay * t`` with ``nesterov``.
 
-    There is no dampening, as in ``optax.trace`` and ``torch.optim.SGD`` by default.
+    Like ``optax.trace``, and ``torch.optim.SGD`` by default, it has no dampening.
 
     Attributes:
       decay: Number in [0, 1), or f32[].
@@ -204,7 +204,7 @@ class trace(GradientTransformation):
 
 
 class ScaleByAdamState(NamedTuple):
-    """State of :class:`scale_by_adam`, :class:`scale_by_yogi` and the optimizers made of them."""
+    """State of :class:`scale_by_adam`, :class:`scale_by_yogi` and the optimizers built on them."""
 
     count: Tensor  # type: ignore[assignment]  # i64[], updates so far
     mu: Updates  # first moment, like params
@@ -212,7 +212,7 @@ class ScaleByAdamState(NamedTuple):
 
 
 def bias_corrected(state: ScaleByAdamState, b1: Scalar, b2: Scalar, eps: Scalar) -> Updates:
-    """``mu_hat / (sqrt(nu_hat) + eps)`` for every leaf; the two corrections are f64[], computed once."""
+    """Compute ``mu_hat / (sqrt(nu_hat) + eps)`` for every leaf; both corrections are f64[], computed once."""
     count = state.count.to(torch.float64)
     mu_scale = shared(1 / (1 - b1**count))
     root_scale = shared(1 / torch.sqrt(1 - b2**count))
@@ -223,7 +223,7 @@ def bias_corrected(state: ScaleByAdamState, b1: Scalar, b2: Scalar, eps: Scalar)
 
 
 def check_adam(name: str, b1: object, b2: object, eps: object) -> None:
-    """Refuse decay rates outside of [0, 1) and a negative ``eps``."""
+    """Raise for decay rates outside [0, 1) and for a negative ``eps``."""
     in_range(f"{name}: b1", b1, below=1.0)
     in_range(f"{name}: b2", b2, below=1.0)
     in_range(f"{name}: eps", eps)
@@ -231,21 +231,21 @@ def check_adam(name: str, b1: object, b2: object, eps: object) -> None:
 
 @dataclass(frozen=True)
 class scale_by_adam(GradientTransformation):
-    r"""Scale by the bias-corrected moments of Adam.
+    r"""Scale by Adam's bias-corrected moments.
 
-    With ``t = count + 1``: ``mu <- b1 mu + (1 - b1) u``, ``nu <- b2 nu + (1 - b2) u^2``, and out comes
+    With ``t = count + 1``: ``mu <- b1 mu + (1 - b1) u``, ``nu <- b2 nu + (1 - b2) u^2``, and the result is
     ``mu / (1 - b1^t) / (sqrt(nu / (1 - b2^t)) + eps)``.
 
-    Moments have the dtypes of the parameters. In bfloat16 ``nu`` stands still (its steps are below one rounding):
-    keep float32 parameters.
+    Moments have the dtypes of the parameters. In bfloat16, ``nu`` stalls because its steps round to nothing: keep
+    the parameters in float32.
 
     Source: Kingma and Ba 2015; ``optax.scale_by_adam`` with ``eps_root=0``.
 
     Attributes:
       b1: Decay of the first moment, in [0, 1).
       b2: Decay of the second moment, in [0, 1).
-      eps: Added outside of the root.
-      bias_correction: Without it, out comes ``mu / (sqrt(nu) + eps)``.
+      eps: Added outside the root.
+      bias_correction: If False, the result is ``mu / (sqrt(nu) + eps)``.
     """
 
     b1: Scalar = 0.9
@@ -273,17 +273,17 @@ class scale_by_adam(GradientTransformation):
 
 @dataclass(frozen=True)
 class scale_by_yogi(GradientTransformation):
-    r"""Scale by the moments of Yogi, whose second moment moves by a bounded amount.
+    r"""Scale by Yogi's moments, the second of which changes by a bounded amount per step.
 
-    As :class:`scale_by_adam`, but ``nu <- nu - (1 - b2) sign(nu - u^2) u^2``.
+    Like :class:`scale_by_adam`, but ``nu <- nu - (1 - b2) sign(nu - u^2) u^2``.
 
     Source: Zaheer et al. 2018; ``optax.scale_by_yogi``, ``torch_optimizer.Yogi``.
 
     Attributes:
       b1: Decay of the first moment, in [0, 1).
       b2: Decay of the second moment, in [0, 1).
-      eps: Added outside of the root.
-      initial_accumulator_value: Where both moments start.
+      eps: Added outside the root.
+      initial_accumulator_value: Initial value of both moments.
     """
 
     b1: Scalar = 0.9
@@ -323,14 +323,14 @@ class ScaleByRssState(NamedTuple):
 
 @dataclass(frozen=True)
 class scale_by_rss(GradientTransformation):
-    """Scale by the root of the sum of squares so far: ``s <- s + u^2``, out comes ``u / (sqrt(s) + eps)``.
+    """Scale by the root of the sum of squared updates: ``s <- s + u^2``, giving ``u / (sqrt(s) + eps)``.
 
-    ``eps`` stands outside of the root and ``s`` starts at 0, as in ``torch.optim.Adagrad``;
-    ``optax.scale_by_rss`` has it inside and starts at 0.1.
+    ``eps`` is outside the root and ``s`` starts at 0, as in ``torch.optim.Adagrad``; ``optax.scale_by_rss`` has it
+    inside and starts at 0.1.
 
     Attributes:
-      initial_accumulator_value: Where the sums start.
-      eps: Added outside of the root.
+      initial_accumulator_value: Initial value of the sums.
+      eps: Added outside the root.
     """
 
     initial_accumulator_value: float = 0.0
@@ -353,33 +353,30 @@ class scale_by_rss(GradientTransformation):
 
 @dataclass(frozen=True)
 class scale_by_trust_ratio(Stateless):
-    """Scale every leaf by ``|p| / |u|``, or by 1 where one of the norms is 0.
+    """Scale each leaf by ``|p| / |u|``, or by 1 where either norm is 0.
 
-    Norms are taken per leaf, in float32 at least. Source: You et al. 2020; ``optax.scale_by_trust_ratio``.
+    Norms are per leaf, in float32 or wider. Source: You et al. 2020; ``optax.scale_by_trust_ratio``.
     """
 
     def update(
         self, updates: Updates, state: OptState, params: Params | None = None
     ) -> tuple[Updates, OptState]:
         def rescale(u: Tensor, p: Tensor) -> Tensor:
-            dtype = torch.promote_types(u.dtype, torch.float32)
-            ours, theirs = (torch.linalg.vector_norm(x, dtype=dtype) for x in (p, u))
+            ours, theirs = norm(p), norm(u)
             ratio = torch.where((ours == 0) | (theirs == 0), torch.ones_like(ours), ours / theirs)
             return u * ratio.to(u.dtype)
 
         return tree.map(rescale, updates, need_params("scale_by_trust_ratio", params)), state
 
-    @property
-    def acts_per_leaf(self) -> bool:
-        return True
+    acts_per_leaf = True
 
 
 @dataclass(frozen=True)
 class add_decayed_weights(Stateless):
     """Add a multiple of the parameters: ``u <- u + weight_decay * p`` where ``mask`` is True.
 
-    In front of the moments this is L2 regularisation, behind them decoupled decay. A parameter that the loss does
-    not use has a gradient of zeros, so it decays too (``torch.optim`` skips parameters without a gradient).
+    Before the moments this is L2 regularization; after them, decoupled weight decay. A parameter the loss does not
+    use has a zero gradient, so it decays too (``torch.optim`` skips parameters without a gradient).
 
     Source: ``optax.add_decayed_weights``.
 

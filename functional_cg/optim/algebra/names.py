@@ -1,4 +1,4 @@
-"""Leaves by the names that they have in ``fcg.state_dict``: groups of them, and their norms."""
+"""Groups leaves by their names in ``fcg.state_dict``, and computes norms under those names."""
 
 from __future__ import annotations
 
@@ -21,18 +21,19 @@ _SHOWN = 5
 
 @dataclass(frozen=True, init=False, repr=False)
 class by_name:
-    """A label, or a flag, for each leaf, by the first pattern that matches its name.
+    """Assign each leaf a label or flag by the first pattern that matches its name.
 
-    The result is a function from parameters to a tree like them: ``labels`` of :class:`partition` and :class:`muon`,
-    ``mask`` of :class:`adamw`, :class:`masked` and :class:`freeze`. Names are those of ``fcg.state_dict(params)``, and
-    in a pattern ``*`` is any text, dots too, ``?`` any character and ``[0-3]`` one of four (``fnmatch.fnmatchcase``).
+    The result maps parameters to a tree like them: use it as ``labels`` of :class:`partition` and :class:`muon`, or as
+    ``mask`` of :class:`adamw`, :class:`masked` and :class:`freeze`. Names are those of ``fcg.state_dict(params)``. In a
+    pattern, ``*`` matches any text, dots included, ``?`` any character and ``[0-3]`` one of four
+    (``fnmatch.fnmatchcase``).
 
     Attributes:
-      patterns: ``{pattern: value}``, in the order in which they are tried.
-      default: Value of the leaves that none of them matches.
+      patterns: ``{pattern: value}``, tried in order.
+      default: Value for leaves that no pattern matches.
     Raises:
-      LayoutError: At the first use, if a pattern decides for no leaf: it is misspelt, or stands behind others.
-      TypeError: If ``patterns`` is no mapping from strings.
+      LayoutError: At the first use, if a pattern decides no leaf: it is misspelled, or earlier patterns shadow it.
+      TypeError: If ``patterns`` is not a mapping from strings.
 
     Example:
       >>> import torch
@@ -102,10 +103,10 @@ class by_name:
 
 
 def norms(values: Any) -> dict[str, Tensor]:
-    """L2 norm of each leaf under its name in ``fcg.state_dict(values)``: metrics, computed on the device.
+    """L2 norm of each leaf, keyed by its name in ``fcg.state_dict(values)``: metrics, computed on the device.
 
-    Leaves of one dtype share one op, sharded ones of them one collective, and their norms are those of the whole leaf.
-    How far a step moves parameters, in parts of their size::
+    Leaves with the same dtype share one op, and sharded ones one collective; their norms are those of the whole leaf.
+    The size of a step relative to the parameters::
 
         moved = optim.norms(fcg.tree.map(torch.sub, new.params, state.params))
         metrics = {name: moved[name] / size for name, size in optim.norms(state.params).items()}
@@ -115,8 +116,8 @@ def norms(values: Any) -> dict[str, Tensor]:
     Returns:
       ``{name: norm}``, f32[] each, f64[] for a leaf in float64.
     Raises:
-      LayoutError: If a leaf is not floating, or of 8 bits.
-      ValueError: If two leaves have one name.
+      LayoutError: If a leaf is not floating, or is 8-bit.
+      ValueError: If two leaves share a name.
 
     Example:
       >>> import torch

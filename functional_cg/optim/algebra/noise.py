@@ -1,4 +1,4 @@
-"""Noise on gradients."""
+"""Adds annealed Gaussian noise to gradients."""
 
 from __future__ import annotations
 
@@ -32,10 +32,11 @@ class AddNoiseState(NamedTuple):
 
 @dataclass(frozen=True)
 class add_noise(GradientTransformation):
-    """Add normal noise whose variance falls: ``u + n``, ``n ~ N(0, eta / (1 + t)^gamma)`` at update ``t``, from 0.
+    """Add Gaussian noise of decaying variance: ``u + n``, ``n ~ N(0, eta / (1 + t)^gamma)``, with ``t`` from 0.
 
-    Each update folds its number into the key, and each leaf draws from a stream of its own. Of a sharded leaf a rank
-    draws the whole and keeps its part, so that noise does not depend on the number of ranks; all of them need one key.
+    Each update folds its number into the key, and each leaf draws from a separate stream. For a sharded leaf, each
+    rank draws the whole and keeps its part, so the noise does not depend on the number of ranks; all ranks need the
+    same key.
 
     Source: Neelakantan et al. 2015, "Adding Gradient Noise Improves Learning for Very Deep Networks";
     ``optax.add_noise``, with other draws.
@@ -44,11 +45,11 @@ class add_noise(GradientTransformation):
 
     Attributes:
       eta: Variance of the first noise, number or f32[].
-      gamma: How fast the variance falls, number or f32[]; 0.55 in the paper.
-      key: A key, i64[2], that nothing else draws from, or a seed; kept as a Python int.
+      gamma: Decay exponent of the variance, number or f32[]; 0.55 in the paper.
+      key: A key, i64[2], that nothing else draws from, or a seed; stored as a Python int.
     Raises:
       TypeError: If ``key`` is neither a key nor a Python int.
-      ValueError: If a number is out of its range.
+      ValueError: If a number is out of range.
 
     Example:
       >>> from functional_cg import optim
@@ -69,9 +70,7 @@ class add_noise(GradientTransformation):
         in_range("add_noise: gamma", self.gamma)
         object.__setattr__(self, "key", seed_of("add_noise", self.key))
 
-    @property
-    def acts_per_leaf(self) -> bool:
-        return True
+    acts_per_leaf = True
 
     def init(self, params: Params) -> AddNoiseState:
         assert isinstance(self.key, int)

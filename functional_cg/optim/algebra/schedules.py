@@ -1,11 +1,11 @@
-"""Schedules: hyper-parameters that depend on a count of updates.
+"""Schedules: hyperparameters that are a function of the update count.
 
-A schedule is a frozen value that one can call. With an i64[] count on the device, as inside a step, it gives f64[]
-on that device, by ops that a capture replays; with a Python int it gives a Python float, so that it plots::
+A schedule is an immutable, callable value. Given an i64[] count on the device, as inside a step, it returns f64[] on
+that device, using ops that a capture replays; given a Python int, it returns a Python float, ready to plot::
 
     plt.plot([schedule(count) for count in range(1000)])
 
-The count is that of the updates done before: the first update uses ``schedule(0)``.
+The count is the number of previous updates: the first update uses ``schedule(0)``.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from functional_cg.optim.algebra.base import require
 
 
 class Schedule(ABC):
-    """A function from a count to a value, as a value."""
+    """A function of the update count that is also an immutable value."""
 
     @overload
     def __call__(self, count: Tensor) -> Tensor: ...
@@ -37,7 +37,7 @@ class Schedule(ABC):
 
     @abstractmethod
     def value(self, t: Any) -> Any:
-        """The value at ``t``: a float or f64[], which comes out as the same kind."""
+        """The value at ``t``; a float gives a float, f64[] gives f64[]."""
 
 
 def clip(x: Any, low: float, high: float) -> Any:
@@ -86,7 +86,7 @@ class linear(Schedule):
       init_value: Value up to ``transition_begin``.
       end_value: Value from ``transition_begin + transition_steps`` on.
       transition_steps: Length of the line, in updates.
-      transition_begin: Where the line begins, in updates.
+      transition_begin: Update at which the line begins.
 
     Example:
       >>> from functional_cg import optim
@@ -112,7 +112,7 @@ class linear(Schedule):
 
 @dataclass(frozen=True)
 class cosine(Schedule):
-    """Half a cosine from ``init_value`` down to ``end_value``, flat after.
+    """Cosine decay: half a period from ``init_value`` to ``end_value``, then flat.
 
     ``end + (init - end) (1 + cos(pi t / decay_steps)) / 2``. ``optax.cosine_decay_schedule`` takes
     ``alpha = end_value / init_value``. Source: Loshchilov and Hutter 2017.
@@ -137,15 +137,15 @@ class cosine(Schedule):
 
 @dataclass(frozen=True)
 class warmup_cosine(Schedule):
-    """A line from ``init_value`` up to ``peak_value``, then half a cosine down to ``end_value``.
+    """Linear warmup from ``init_value`` to ``peak_value``, then cosine decay to ``end_value``.
 
-    ``decay_steps`` counts the warm-up in: the end value is reached at ``count = decay_steps``. With the default
-    ``init_value`` the first update has a learning rate of 0. Source: ``optax.warmup_cosine_decay_schedule``.
+    ``decay_steps`` includes the warmup: the end value is reached at ``count = decay_steps``. With the default
+    ``init_value``, the first update has a learning rate of 0. Source: ``optax.warmup_cosine_decay_schedule``.
 
     Attributes:
       peak_value: Value at ``warmup_steps``.
-      warmup_steps: Length of the line, in updates.
-      decay_steps: Length of the whole, warm-up included, in updates.
+      warmup_steps: Length of the warmup, in updates.
+      decay_steps: Total length including the warmup, in updates.
       end_value: Value from ``decay_steps`` on.
       init_value: Value at 0.
 
@@ -189,7 +189,7 @@ class warmup_cosine(Schedule):
 class piecewise_constant(Schedule):
     """Start at ``init_value`` and multiply by a scale at each boundary.
 
-    The scale counts from ``count = boundary`` on. Source: ``optax.piecewise_constant_schedule``.
+    A scale takes effect at ``count = boundary``. Source: ``optax.piecewise_constant_schedule``.
 
     Attributes:
       init_value: Value before the first boundary.
@@ -226,7 +226,7 @@ class exponential(Schedule):
       transition_steps: Updates per factor.
       decay_rate: The factor, positive.
       staircase: Round the exponent down.
-      end_value: Bound that the value does not cross, or None.
+      end_value: Bound that the value never crosses, or None.
 
     Example:
       >>> from functional_cg import optim

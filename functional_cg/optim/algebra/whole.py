@@ -1,4 +1,4 @@
-"""Whole leaves of sharded ones, for what a shard alone cannot answer: rows, columns and matrix products."""
+"""Gathers sharded leaves for what a shard alone cannot compute: rows, columns and matrix products."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from functional_cg.shards.tensor import Sharded
 
 
 def whole(leaf: Tensor) -> Tensor:
-    """All of a leaf, in its own dtype: gathered over the ranks where they hold shards."""
+    """Gather a sharded leaf over the ranks, in its own dtype; return any other leaf unchanged."""
     return all_of(leaf) if isinstance(leaf, Sharded) else leaf
 
 
 def placed_like(value: Tensor, leaf: Tensor) -> Tensor:
-    """A whole value as ``leaf`` lies: this rank's shard of it."""
+    """Shard a whole value like ``leaf``, keeping this rank's part."""
     if not isinstance(leaf, Sharded):
         return value
     placement = leaf.placement

@@ -1,1 +1,1 @@
-"""The update rules by name, from ``sgd`` to ``muon``, and the links that compute them."""
+"""Optimizers by name, from ``sgd`` to ``muon``, and the ``scale_by_*`` links behind them."""

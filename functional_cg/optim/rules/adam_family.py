@@ -1,9 +1,10 @@
-"""Optimizers of Adam's family by name: each a link of :mod:`.adaptive`, then the learning rate."""
+"""Adam variants by name: each one a link from :mod:`.adaptive`, then the learning rate."""
 
 from __future__ import annotations
 
-from abc import abstractmethod
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from typing import ClassVar
 
 from functional_cg.optim.algebra.base import GradientTransformation, Scalar, ScalarOrSchedule
 from functional_cg.optim.algebra.combine import Composed
@@ -19,13 +20,13 @@ from functional_cg.optim.rules.adaptive import (
 
 @dataclass(frozen=True)
 class _Family(Composed):
-    """A link of moments, then the learning rate. For decay that is L2, ``chain(add_decayed_weights(...), ...)``.
+    """A moments link, then the learning rate. For L2 decay, use ``chain(add_decayed_weights(...), ...)``.
 
     Attributes:
       learning_rate: Number, f32[], or schedule.
       b1: Decay of the first moment, in [0, 1).
       b2: Decay of the second moment, in [0, 1).
-      eps: What the denominator has at least.
+      eps: Keeps the denominator away from 0.
     """
 
     learning_rate: ScalarOrSchedule
@@ -33,10 +34,12 @@ class _Family(Composed):
     b2: Scalar = 0.999
     eps: Scalar = 1e-8
 
+    _link: ClassVar[Callable[..., GradientTransformation]]
+
     @property
-    @abstractmethod
     def moments(self) -> GradientTransformation:
-        """The link that makes a direction of gradients."""
+        """The link that turns gradients into a direction, with all numbers but the learning rate."""
+        return self._link(*(getattr(self, one.name) for one in fields(self)[1:]))
 
     @property
     def links(self) -> tuple[GradientTransformation, ...]:
@@ -45,9 +48,9 @@ class _Family(Composed):
 
 @dataclass(frozen=True)
 class amsgrad(_Family):
-    """AMSGrad: Adam over the largest second moment so far; see ``scale_by_amsgrad``.
+    """AMSGrad: Adam with the largest second moment so far; see ``scale_by_amsgrad``.
 
-    State: that of ``scale_by_amsgrad``, and of the rate: count i64[] for a schedule, else none.
+    State: that of ``scale_by_amsgrad``, plus count i64[] if the rate is a schedule.
 
     Source: Reddi et al. 2018; ``torch.optim.Adam(amsgrad=True)``.
 
@@ -55,9 +58,9 @@ class amsgrad(_Family):
       learning_rate: Number, f32[], or schedule.
       b1: Decay of the first moment, in [0, 1).
       b2: Decay of the second moment, in [0, 1).
-      eps: Added outside of the root.
+      eps: Added outside the root.
     Raises:
-      ValueError: If a number is out of its range.
+      ValueError: If a number is out of range.
 
     Example:
       >>> import torch
@@ -68,16 +71,14 @@ class amsgrad(_Family):
       {'w': tensor([-0.1000,  0.1000])}
     """
 
-    @property
-    def moments(self) -> scale_by_amsgrad:
-        return scale_by_amsgrad(self.b1, self.b2, self.eps)
+    _link = scale_by_amsgrad
 
 
 @dataclass(frozen=True)
 class adamax(_Family):
-    """AdaMax: Adam over a decayed maximum; see ``scale_by_adamax``.
+    """AdaMax: Adam with a decayed maximum as its second moment; see ``scale_by_adamax``.
 
-    State: that of ``scale_by_adamax``, and of the rate: count i64[] for a schedule, else none.
+    State: that of ``scale_by_adamax``, plus count i64[] if the rate is a schedule.
 
     Source: Kingma and Ba 2015, section 7.1; ``torch.optim.Adamax``.
 
@@ -85,9 +86,9 @@ class adamax(_Family):
       learning_rate: Number, f32[], or schedule.
       b1: Decay of the first moment, in [0, 1).
       b2: Decay of the second moment, in [0, 1).
-      eps: Least part of the maximum that a gradient has.
+      eps: Added to the absolute gradient before the maximum.
     Raises:
-      ValueError: If a number is out of its range.
+      ValueError: If a number is out of range.
 
     Example:
       >>> import torch
@@ -98,16 +99,14 @@ class adamax(_Family):
       {'w': tensor([-0.1000,  0.1000])}
     """
 
-    @property
-    def moments(self) -> scale_by_adamax:
-        return scale_by_adamax(self.b1, self.b2, self.eps)
+    _link = scale_by_adamax
 
 
 @dataclass(frozen=True)
 class nadam(_Family):
-    """NAdam: Adam that looks one step ahead; see ``scale_by_nadam``, also for ``momentum_decay``.
+    """NAdam: Adam with Nesterov momentum; see ``scale_by_nadam``, also for ``momentum_decay``.
 
-    State: that of ``scale_by_nadam``, and of the rate: count i64[] for a schedule, else none.
+    State: that of ``scale_by_nadam``, plus count i64[] if the rate is a schedule.
 
     Source: Dozat 2016; ``torch.optim.NAdam``.
 
@@ -115,10 +114,10 @@ class nadam(_Family):
       learning_rate: Number, f32[], or schedule.
       b1: Decay of the first moment, in [0, 1).
       b2: Decay of the second moment, in [0, 1).
-      eps: Added outside of the root.
-      momentum_decay: How fast the momentum grows; 0 for one that does not.
+      eps: Added outside the root.
+      momentum_decay: How fast the momentum grows; 0 keeps it constant.
     Raises:
-      ValueError: If a number is out of its range.
+      ValueError: If a number is out of range.
 
     Example:
       >>> import torch
@@ -131,16 +130,14 @@ class nadam(_Family):
 
     momentum_decay: Scalar = 4e-3
 
-    @property
-    def moments(self) -> scale_by_nadam:
-        return scale_by_nadam(self.b1, self.b2, self.eps, self.momentum_decay)
+    _link = scale_by_nadam
 
 
 @dataclass(frozen=True)
 class radam(_Family):
-    """RAdam: Adam that starts as momentum, until its second moment is known; see ``scale_by_radam``.
+    """RAdam: plain momentum until the variance of the second moment is tractable, then Adam; see ``scale_by_radam``.
 
-    State: that of ``scale_by_radam``, and of the rate: count i64[] for a schedule, else none.
+    State: that of ``scale_by_radam``, plus count i64[] if the rate is a schedule.
 
     Source: Liu et al. 2020; ``torch.optim.RAdam``, ``torch_optimizer.RAdam``.
 
@@ -148,9 +145,9 @@ class radam(_Family):
       learning_rate: Number, f32[], or schedule.
       b1: Decay of the first moment, in [0, 1).
       b2: Decay of the second moment, in [0, 1).
-      eps: Added outside of the root.
+      eps: Added outside the root.
     Raises:
-      ValueError: If a number is out of its range.
+      ValueError: If a number is out of range.
 
     Example:
       >>> import torch
@@ -161,16 +158,14 @@ class radam(_Family):
       {'w': tensor([-0.4000,  0.2000])}
     """
 
-    @property
-    def moments(self) -> scale_by_radam:
-        return scale_by_radam(self.b1, self.b2, self.eps)
+    _link = scale_by_radam
 
 
 @dataclass(frozen=True)
 class adabelief(_Family):
-    """AdaBelief: Adam over how far gradients are from their mean; see ``scale_by_belief``.
+    """AdaBelief: Adam scaled by how far gradients stray from their running mean; see ``scale_by_belief``.
 
-    State: that of ``scale_by_belief``, and of the rate: count i64[] for a schedule, else none.
+    State: that of ``scale_by_belief``, plus count i64[] if the rate is a schedule.
 
     Source: Zhuang et al. 2020; ``optax.adabelief``, ``torch_optimizer.AdaBelief``.
 
@@ -178,9 +173,9 @@ class adabelief(_Family):
       learning_rate: Number, f32[], or schedule.
       b1: Decay of the first moment, in [0, 1).
       b2: Decay of the second moment, in [0, 1).
-      eps: Added to the second moment at each step, and outside of the root.
+      eps: Added to the second moment at each step, and again outside the root.
     Raises:
-      ValueError: If a number is out of its range.
+      ValueError: If a number is out of range.
 
     Example:
       >>> import torch
@@ -193,6 +188,4 @@ class adabelief(_Family):
 
     eps: Scalar = 1e-16
 
-    @property
-    def moments(self) -> scale_by_belief:
-        return scale_by_belief(self.b1, self.b2, self.eps)
+    _link = scale_by_belief

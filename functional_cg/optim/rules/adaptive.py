@@ -1,7 +1,6 @@
-"""Links that scale by running moments of each element: the family of Adam.
+"""Links that scale each element by its running moments: Adam's variants.
 
-State has the shapes and dtypes of the parameters. Corrections of the moments for their start at 0 are f64[], computed
-once a step.
+State has the shapes and dtypes of the parameters. Bias corrections are f64[], computed once per step.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ class _Moments(GradientTransformation):
     Attributes:
       b1: Decay of the first moment, in [0, 1).
       b2: Decay of the second moment, in [0, 1).
-      eps: What the denominator has at least.
+      eps: Keeps the denominator away from 0.
     """
 
     b1: Scalar = 0.9
@@ -48,7 +47,7 @@ class _Moments(GradientTransformation):
         return ScaleByAdamState(zero_count(params), full_like_tree(params), full_like_tree(params))
 
     def _averaged(self, updates: Updates, state: Any) -> tuple[Tensor, Updates, Updates]:
-        """The count of this step, from 1 in f64, and the moments of Adam after it."""
+        """The count of this step (from 1, in f64) and Adam's moments after it."""
         mu = averaged(self.b1, state.mu, updates)
         nu = averaged(self.b2, state.nu, squared(updates))
         return (state.count + 1).to(torch.float64), mu, nu
@@ -65,10 +64,10 @@ class ScaleByAmsgradState(NamedTuple):
 
 @dataclass(frozen=True)
 class scale_by_amsgrad(_Moments):
-    """Scale by the moments of Adam, with the largest second moment so far in place of the last one.
+    """Scale by Adam's moments, using the largest second moment so far.
 
-    ``nu_max <- max(nu_max, nu)``, and out comes ``mu_hat / (sqrt(nu_max / (1 - b2^t)) + eps)``; see ``scale_by_adam``.
-    ``optax.scale_by_amsgrad`` takes the maximum of the corrected moments.
+    ``nu_max <- max(nu_max, nu)``, giving ``mu_hat / (sqrt(nu_max / (1 - b2^t)) + eps)``; see ``scale_by_adam``.
+    ``optax.scale_by_amsgrad`` takes the maximum of the bias-corrected moments.
 
     State: count i64[]; mu, nu and nu_max like params.
 
@@ -77,9 +76,9 @@ class scale_by_amsgrad(_Moments):
     Attributes:
       b1: Decay of the first moment, in [0, 1).
       b2: Decay of the second moment, in [0, 1).
-      eps: Added outside of the root.
+      eps: Added outside the root.
     Raises:
-      ValueError: If a number is out of its range.
+      ValueError: If a number is out of range.
 
     Example:
       >>> from functional_cg import optim
@@ -104,9 +103,9 @@ class scale_by_amsgrad(_Moments):
 
 @dataclass(frozen=True)
 class scale_by_adamax(_Moments):
-    """Scale by the first moment of Adam over a decayed maximum of the gradients so far.
+    """Scale by Adam's first moment over a decayed maximum of the gradients.
 
-    ``nu <- max(b2 nu, |u| + eps)``, and out comes ``mu / (1 - b1^t) / nu``.
+    ``nu <- max(b2 nu, |u| + eps)``, and the result is ``mu / (1 - b1^t) / nu``.
 
     State: count i64[]; mu and nu like params.
 
@@ -115,9 +114,9 @@ class scale_by_adamax(_Moments):
     Attributes:
       b1: Decay of the first moment, in [0, 1).
       b2: Decay of the second moment, in [0, 1).
-      eps: Least part of the maximum that a gradient has.
+      eps: Added to the absolute gradient before the maximum.
     Raises:
-      ValueError: If a number is out of its range.
+      ValueError: If a number is out of range.
 
     Example:
       >>> from functional_cg import optim
@@ -140,17 +139,17 @@ class ScaleByNadamState(NamedTuple):
     """State of :class:`scale_by_nadam`."""
 
     count: Tensor  # type: ignore[assignment]  # i64[], updates so far
-    product: Tensor  # f64[], of the momenta so far
+    product: Tensor  # f64[], product of the momenta so far
     mu: Updates  # first moment, like params
     nu: Updates  # second moment, like params
 
 
 @dataclass(frozen=True)
 class scale_by_nadam(_Moments):
-    """Scale by the moments of Adam, looking one step ahead, with a momentum that grows.
+    """Scale by Adam's moments with Nesterov momentum that grows over time.
 
-    With ``m_t = b1 (1 - 0.96^(t momentum_decay) / 2)`` and ``M_t = m_1 ... m_t``, out comes
-    ``(m_(t+1) / (1 - M_(t+1)) mu + (1 - m_t) / (1 - M_t) u) / (sqrt(nu_hat) + eps)``. ``optax.nadam`` has a fixed
+    With ``m_t = b1 (1 - 0.96^(t momentum_decay) / 2)`` and ``M_t = m_1 ... m_t``, the result is
+    ``(m_(t+1) / (1 - M_(t+1)) mu + (1 - m_t) / (1 - M_t) u) / (sqrt(nu_hat) + eps)``. ``optax.nadam`` has a constant
     momentum.
 
     State: count i64[]; product f64[]; mu and nu like params.
@@ -160,10 +159,10 @@ class scale_by_nadam(_Moments):
     Attributes:
       b1: Decay of the first moment, in [0, 1).
       b2: Decay of the second moment, in [0, 1).
-      eps: Added outside of the root.
-      momentum_decay: How fast the momentum grows; 0 for one that does not.
+      eps: Added outside the root.
+      momentum_decay: How fast the momentum grows; 0 keeps it constant.
     Raises:
-      ValueError: If a number is out of its range.
+      ValueError: If a number is out of range.
 
     Example:
       >>> from functional_cg import optim
@@ -199,10 +198,11 @@ class scale_by_nadam(_Moments):
 
 @dataclass(frozen=True)
 class scale_by_radam(_Moments):
-    """Scale by the moments of Adam once their variance is known, by the first moment alone before.
+    """Scale by Adam's moments once their variance is tractable, and by the first moment alone until then.
 
-    With ``r_inf = 2 / (1 - b2) - 1`` and ``r = r_inf - 2 t b2^t / (1 - b2^t)``: out comes ``mu_hat`` while ``r <= 5``,
-    and then ``mu_hat sqrt((r - 4) (r - 2) r_inf / ((r_inf - 4) (r_inf - 2) r)) sqrt(1 - b2^t) / (sqrt(nu) + eps)``.
+    With ``r_inf = 2 / (1 - b2) - 1`` and ``r = r_inf - 2 t b2^t / (1 - b2^t)``: the result is ``mu_hat`` while
+    ``r <= 5``, and after that
+    ``mu_hat sqrt((r - 4) (r - 2) r_inf / ((r_inf - 4) (r_inf - 2) r)) sqrt(1 - b2^t) / (sqrt(nu) + eps)``.
 
     State: count i64[]; mu and nu like params.
 
@@ -211,9 +211,9 @@ class scale_by_radam(_Moments):
     Attributes:
       b1: Decay of the first moment, in [0, 1).
       b2: Decay of the second moment, in [0, 1).
-      eps: Added outside of the root.
+      eps: Added outside the root.
     Raises:
-      ValueError: If a number is out of its range.
+      ValueError: If a number is out of range.
 
     Example:
       >>> from functional_cg import optim
@@ -241,9 +241,9 @@ class scale_by_radam(_Moments):
 
 @dataclass(frozen=True)
 class scale_by_belief(_Moments):
-    """Scale by the first moment of Adam over how far gradients are from it.
+    """Scale by Adam's first moment over how far gradients stray from it.
 
-    ``nu <- b2 nu + (1 - b2) (u - mu)^2 + eps``, and out comes ``mu_hat / (sqrt(nu_hat) + eps)``.
+    ``nu <- b2 nu + (1 - b2) (u - mu)^2 + eps``, and the result is ``mu_hat / (sqrt(nu_hat) + eps)``.
 
     State: count i64[]; mu and nu like params.
 
@@ -252,9 +252,9 @@ class scale_by_belief(_Moments):
     Attributes:
       b1: Decay of the first moment, in [0, 1).
       b2: Decay of the second moment, in [0, 1).
-      eps: Added to the second moment at each step, and outside of the root.
+      eps: Added to the second moment at each step, and again outside the root.
     Raises:
-      ValueError: If a number is out of its range.
+      ValueError: If a number is out of range.
 
     Example:
       >>> from functional_cg import optim

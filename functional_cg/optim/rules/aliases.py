@@ -1,12 +1,11 @@
-"""Optimizers: the usual names, ready to use.
+"""SGD, Adam, AdamW and Adagrad, each with a formula and a fused step.
 
-Each one is a transformation that scales by a learning rate, with ``update`` written out as a formula; ``sgd``,
-``adam``, ``adamw`` and ``adagrad`` also have a ``step`` that runs the fused ATen op, the one that ``torch.optim``
-runs with ``fused=True``, to the last bit. Formula and op agree to a few roundings: per step, relative to the largest
-number in the leaf, 1e-6 in float32 and 1e-12 in float64.
+Each is a transformation that includes its learning rate and spells out ``update`` as a formula. Its ``step`` runs the
+fused ATen op that ``torch.optim`` runs with ``fused=True``, bit for bit. Formula and op agree to a few roundings: per
+step, relative to the largest number in the leaf, 1e-6 in float32 and 1e-12 in float64.
 
-A learning rate is a Python number (a constant of the capture), a schedule, or f32[]. A parameter that the loss does
-not use has a gradient of zeros, not None as in ``torch.optim``: moments and weight decay still move it.
+A learning rate is a Python number (a constant of the capture), a schedule, or f32[]. A parameter the loss does not
+use has a zero gradient, not None as in ``torch.optim``: moments and weight decay still move it.
 """
 
 from __future__ import annotations
@@ -45,13 +44,14 @@ from functional_cg.optim.algebra.links import (
     descend,
     scale_by_adam,
     scale_by_rss,
+    scale_by_yogi,
     trace,
 )
 from functional_cg.optim.rules import fused as _fused
 
 
 def are_numbers(*values: object) -> bool:
-    """Whether the fused op can take them: all but its learning rate are Python numbers."""
+    """Whether the fused op accepts these arguments: only its learning rate may be a tensor."""
     return all(isinstance(value, (int, float)) for value in values)
 
 
@@ -66,8 +66,8 @@ class SgdState(NamedTuple):
 class sgd(Optimizer):
     r"""Stochastic gradient descent: ``t <- momentum * t + g``, ``p <- p - learning_rate * t``.
 
-    With ``nesterov``, ``p <- p - learning_rate * (g + momentum * t)``. For L2 regularisation, put
-    ``add_decayed_weights`` in front of it in a ``chain``. ``step`` runs ``aten._fused_sgd``.
+    With ``nesterov``, ``p <- p - learning_rate * (g + momentum * t)``. For L2 regularization, put
+    ``add_decayed_weights`` before it in a ``chain``. ``step`` runs ``aten._fused_sgd``.
 
     Source: ``torch.optim.SGD``, ``optax.sgd``; Sutskever et al. 2013.
 
@@ -126,7 +126,7 @@ class sgd(Optimizer):
 
 
 def update_trees(call: Any, trees: list[Any], tags: list[Any] | None = None) -> list[Any]:
-    """Run a fused op over trees of one structure: params, grads, moments. Grads are not among the results."""
+    """Run a fused op over trees of equal structure (params, grads, moments...); return all but the grads."""
     refuse_unlike(trees[0], trees[1])
     treedef = tree.flatten(trees[0])[1]
     columns = [tree.leaves(one) for one in trees]
@@ -137,7 +137,78 @@ def update_trees(call: Any, trees: list[Any], tags: list[Any] | None = None) -> 
 
 
 @dataclass(frozen=True)
-class adam(Optimizer):
+class AdamLike(Optimizer):
+    """A direction computed from Adam's numbers, times the learning rate.
+
+    Attributes:
+      learning_rate: Number, f32[], or schedule.
+      b1: Decay of the first moment, in [0, 1).
+      b2: Decay of the second moment, in [0, 1).
+      eps: Added outside the root.
+    """
+
+    learning_rate: ScalarOrSchedule
+    b1: Scalar = 0.9
+    b2: Scalar = 0.999
+    eps: Scalar = 1e-8
+
+    def __post_init__(self) -> None:
+        name = type(self).__name__
+        in_range(f"{name}: learning_rate", self.learning_rate)
+        check_adam(name, self.b1, self.b2, self.eps)
+
+    @property
+    def _moments(self) -> scale_by_adam | scale_by_yogi:
+        return scale_by_adam(self.b1, self.b2, self.eps)
+
+    def init(self, params: Params) -> ScaleByAdamState:
+        return self._moments.init(params)
+
+    def update(
+        self, updates: Updates, state: ScaleByAdamState, params: Params | None = None
+    ) -> tuple[Updates, ScaleByAdamState]:
+        rate = rate_at(self.learning_rate, state.count)
+        updates, state = self._moments.update(updates, state, params)
+        return descend(self._directed(updates, params), rate), state
+
+    def _directed(self, updates: Updates, params: Params | None) -> Updates:
+        """The direction, given the scaled moments."""
+        return updates
+
+    def _run_fused(self, op: Any, columns: Any, lr: Scalar, count: Tensor, weight_decay: Scalar = 0.0) -> Any:
+        return _fused.adam(
+            op, columns, lr=lr, count=count, b1=self.b1, b2=self.b2, eps=self.eps, weight_decay=weight_decay
+        )
+
+
+@dataclass(frozen=True)
+class DecayedAdam(AdamLike):
+    """:class:`AdamLike` with decoupled weight decay.
+
+    Attributes:
+      weight_decay: Number or f32[]; no default.
+      mask: Which leaves decay: None for all, a prefix tree of bools, or a function from the parameters to one.
+    """
+
+    weight_decay: Scalar = field(kw_only=True)
+    mask: Mask = field(default=None, kw_only=True)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        in_range(f"{type(self).__name__}: weight_decay", self.weight_decay)
+        object.__setattr__(self, "mask", freeze(self.mask))
+
+    def _directed(self, updates: Updates, params: Params | None) -> Updates:
+        return add_decayed_weights(self.weight_decay, self.mask).update(updates, (), params)[0]
+
+    def update(
+        self, updates: Updates, state: ScaleByAdamState, params: Params | None = None
+    ) -> tuple[Updates, ScaleByAdamState]:
+        return super().update(updates, state, need_params(type(self).__name__, params))
+
+
+@dataclass(frozen=True)
+class adam(AdamLike):
     r"""Adam: ``p <- p - learning_rate * mu_hat / (sqrt(nu_hat) + eps)``; see ``scale_by_adam``.
 
     ``step`` runs ``aten._fused_adam``. Moments have the dtypes of the parameters.
@@ -148,7 +219,7 @@ class adam(Optimizer):
       learning_rate: Number, f32[], or schedule.
       b1: Decay of the first moment, in [0, 1).
       b2: Decay of the second moment, in [0, 1).
-      eps: Added outside of the root.
+      eps: Added outside the root.
 
     Example:
       >>> from functional_cg import optim
@@ -157,25 +228,6 @@ class adam(Optimizer):
       >>> optimizer.step({"w": torch.tensor([1.0, -1.0])}, optimizer.init(params), params)[0]
       {'w': tensor([0.9000, 2.1000])}
     """
-
-    learning_rate: ScalarOrSchedule
-    b1: Scalar = 0.9
-    b2: Scalar = 0.999
-    eps: Scalar = 1e-8
-
-    def __post_init__(self) -> None:
-        in_range("adam: learning_rate", self.learning_rate)
-        check_adam("adam", self.b1, self.b2, self.eps)
-
-    def init(self, params: Params) -> ScaleByAdamState:
-        return scale_by_adam(self.b1, self.b2, self.eps).init(params)
-
-    def update(
-        self, updates: Updates, state: ScaleByAdamState, params: Params | None = None
-    ) -> tuple[Updates, ScaleByAdamState]:
-        rate = rate_at(self.learning_rate, state.count)
-        updates, state = scale_by_adam(self.b1, self.b2, self.eps).update(updates, state, params)
-        return descend(updates, rate), state
 
     @property
     def step(self) -> StepFn | None:
@@ -187,38 +239,29 @@ class adam(Optimizer):
         lr, count = rate_at(self.learning_rate, state.count), state.count + 1
 
         def call(columns: Any, _: Any) -> Any:
-            return _fused.adam(
-                _fused.aten._fused_adam,
-                columns,
-                lr=lr,
-                count=count,
-                b1=self.b1,
-                b2=self.b2,
-                eps=self.eps,
-                weight_decay=0.0,
-            )
+            return self._run_fused(_fused.aten._fused_adam, columns, lr, count)
 
         params, mu, nu = update_trees(call, [params, grads, state.mu, state.nu])
         return params, ScaleByAdamState(count, mu, nu)
 
 
 @dataclass(frozen=True)
-class adamw(Optimizer):
+class adamw(DecayedAdam):
     r"""AdamW: Adam with decoupled weight decay.
 
     ``p <- p - learning_rate * (mu_hat / (sqrt(nu_hat) + eps) + weight_decay * p)``; see ``scale_by_adam``.
 
-    ``weight_decay`` has no default: ``optax.adamw`` decays by 1e-4 and ``torch.optim.AdamW`` by 1e-2, and both in
-    silence. ``step`` runs ``aten._fused_adamw``, with a ``mask`` once for the decayed leaves and once for the rest,
-    bitwise as ``torch.optim`` with two parameter groups.
+    ``weight_decay`` has no default: ``optax.adamw`` silently decays by 1e-4, and ``torch.optim.AdamW`` by 1e-2.
+    ``step`` runs ``aten._fused_adamw``; with a ``mask``, it runs once for the decayed leaves and once for the rest,
+    bitwise equal to ``torch.optim`` with two parameter groups.
 
     Source: Loshchilov and Hutter 2019; ``torch.optim.AdamW``, ``optax.adamw``.
 
     Attributes:
-      learning_rate: Number, f32[], or schedule; it scales the decay too.
+      learning_rate: Number, f32[], or schedule; also scales the decay.
       b1: Decay of the first moment, in [0, 1).
       b2: Decay of the second moment, in [0, 1).
-      eps: Added outside of the root.
+      eps: Added outside the root.
       weight_decay: Number or f32[].
       mask: Which leaves decay: None for all, a prefix tree of bools, or a function from the parameters to one.
 
@@ -233,31 +276,6 @@ class adamw(Optimizer):
       {'w': tensor([0.8500, 2.0000]), 'b': tensor(1.)}
     """
 
-    learning_rate: ScalarOrSchedule
-    b1: Scalar = 0.9
-    b2: Scalar = 0.999
-    eps: Scalar = 1e-8
-    weight_decay: Scalar = field(kw_only=True)
-    mask: Mask = field(default=None, kw_only=True)
-
-    def __post_init__(self) -> None:
-        in_range("adamw: learning_rate", self.learning_rate)
-        in_range("adamw: weight_decay", self.weight_decay)
-        check_adam("adamw", self.b1, self.b2, self.eps)
-        object.__setattr__(self, "mask", freeze(self.mask))
-
-    def init(self, params: Params) -> ScaleByAdamState:
-        return scale_by_adam(self.b1, self.b2, self.eps).init(params)
-
-    def update(
-        self, updates: Updates, state: ScaleByAdamState, params: Params | None = None
-    ) -> tuple[Updates, ScaleByAdamState]:
-        params = need_params("adamw", params)
-        rate = rate_at(self.learning_rate, state.count)
-        updates, state = scale_by_adam(self.b1, self.b2, self.eps).update(updates, state, params)
-        updates, _ = add_decayed_weights(self.weight_decay, self.mask).update(updates, (), params)
-        return descend(updates, rate), state
-
     @property
     def step(self) -> StepFn | None:
         return self._step if are_numbers(self.b1, self.b2, self.eps) else None
@@ -270,19 +288,10 @@ class adamw(Optimizer):
 
         def call(columns: Any, decays: Any) -> Any:
             weight_decay = self.weight_decay if decays else 0.0
-            if isinstance(weight_decay, Tensor):  # the op takes a number; the same product, in front of it
+            if isinstance(weight_decay, Tensor):  # the op takes only a number: apply the same factor first
                 leaves = torch._foreach_mul(columns[0], keep(columns[0][0]))
                 columns, weight_decay = [leaves, *columns[1:]], 0.0
-            return _fused.adam(
-                _fused.aten._fused_adamw,
-                columns,
-                lr=lr,
-                count=count,
-                b1=self.b1,
-                b2=self.b2,
-                eps=self.eps,
-                weight_decay=weight_decay,
-            )
+            return self._run_fused(_fused.aten._fused_adamw, columns, lr, count, weight_decay)
 
         flags = resolve_flags(self.mask, params)
         params, mu, nu = update_trees(call, [params, grads, state.mu, state.nu], flags)
@@ -300,15 +309,15 @@ class AdagradState(NamedTuple):
 class adagrad(Optimizer):
     r"""Adagrad: ``s <- s + g^2``, ``p <- p - learning_rate * g / (sqrt(s) + eps)``.
 
-    ``eps`` and the start of ``s`` are those of torch; ``optax.adagrad`` starts at 0.1 with ``eps=1e-7`` inside of
+    ``eps`` and the initial ``s`` are those of torch; ``optax.adagrad`` starts at 0.1 with ``eps=1e-7`` inside of
     the root. ``step`` runs ``aten._fused_adagrad``.
 
     Source: Duchi et al. 2011; ``torch.optim.Adagrad``.
 
     Attributes:
       learning_rate: Number, f32[], or schedule.
-      initial_accumulator_value: Where the sums start.
-      eps: Added outside of the root.
+      initial_accumulator_value: Initial value of the sums.
+      eps: Added outside the root.
 
     Example:
       >>> from functional_cg import optim

@@ -1,4 +1,4 @@
-"""The global norm and clipping by it, without a host sync."""
+"""Computes the global norm and clips by it, without a host sync."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from functional_cg.optim.rules import fused as _fused
 def global_norm(updates: Updates) -> Tensor:
     """L2 norm over all leaves together, on the device.
 
-    The norm of each leaf is taken in its dtype (float32 at least), the norm of those norms in float64, so that the
-    result does not depend on how many leaves there are; the last bits still differ from the norm of one flat vector.
+    Each leaf's norm is computed in its dtype (float32 or wider), and the norm of those norms in float64, so the result
+    does not depend on the number of leaves; the last bits still differ from the norm of one flat vector.
 
     Returns:
       f64[] on the device of the first leaf; 0 for a tree without leaves.
@@ -39,10 +39,10 @@ def global_norm(updates: Updates) -> Tensor:
 
 @dataclass(frozen=True)
 class clip_by_global_norm(Stateless):
-    """Scale all leaves by ``max_norm / max(norm, max_norm)``, so that their joint norm is at most ``max_norm``.
+    """Clip the global norm to ``max_norm``: scale all leaves by ``max_norm / max(norm, max_norm)``.
 
     Norm and factor stay on the device; see :func:`global_norm` for how the norm is accumulated. The factor is
-    rounded to the dtype of each leaf. A norm of NaN makes every leaf NaN. ``torch.nn.utils.clip_grad_norm_``
+    cast to the dtype of each leaf. A norm of NaN makes every leaf NaN. ``torch.nn.utils.clip_grad_norm_``
     divides by ``norm + 1e-6`` instead. Source: Pascanu et al. 2013; ``optax.clip_by_global_norm``.
 
     Attributes:

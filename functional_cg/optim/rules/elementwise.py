@@ -1,4 +1,4 @@
-"""Optimizers that treat each element by itself and keep no count: ``rmsprop``, ``adadelta``, ``lion``."""
+"""Elementwise optimizers without a step count: RMSprop, Adadelta and Lion."""
 
 from __future__ import annotations
 
@@ -33,20 +33,20 @@ class ScaleByRmsState(NamedTuple):
 
 @dataclass(frozen=True)
 class scale_by_rms(GradientTransformation):
-    """Scale by a running root of the mean square: ``nu <- decay nu + (1 - decay) u^2``, ``u / (sqrt(nu) + eps)``.
+    """Scale by the running root mean square: ``nu <- decay nu + (1 - decay) u^2``, ``u / (sqrt(nu) + eps)``.
 
-    With ``centered``, by the standard deviation: ``sqrt(nu - mu^2)`` with the running mean ``mu``.
+    With ``centered``, scale by the standard deviation, ``sqrt(nu - mu^2)`` with the running mean ``mu``.
 
-    State: nu like params, and mu with ``centered``.
+    State: nu like params; mu too with ``centered``.
 
-    Source: Hinton 2012, lecture 6e; ``torch.optim.RMSprop``. ``optax.scale_by_rms`` has ``eps`` inside of the root.
+    Source: Hinton 2012, lecture 6e; ``torch.optim.RMSprop``. ``optax.scale_by_rms`` has ``eps`` inside the root.
 
     Attributes:
       decay: In [0, 1).
-      eps: Added outside of the root.
+      eps: Added outside the root.
       centered: Subtract the mean.
     Raises:
-      ValueError: If a number is out of its range.
+      ValueError: If a number is out of range.
 
     Example:
       >>> from functional_cg import optim
@@ -89,12 +89,12 @@ class rmsprop(Composed):
 
     Attributes:
       learning_rate: Number, f32[], or schedule.
-      decay: Of the mean square, in [0, 1); ``alpha`` of torch.
-      eps: Added outside of the root.
+      decay: Decay of the mean square, in [0, 1); ``alpha`` in torch.
+      eps: Added outside the root.
       momentum: In [0, 1).
       centered: Scale by the standard deviation.
     Raises:
-      ValueError: If a number is out of its range.
+      ValueError: If a number is out of range.
 
     Example:
       >>> from functional_cg import optim
@@ -121,15 +121,15 @@ class rmsprop(Composed):
 class ScaleByAdadeltaState(NamedTuple):
     """State of :class:`scale_by_adadelta`."""
 
-    of_updates: Updates  # running mean of squares of what comes in, like params
-    of_deltas: Updates  # of what goes out, like params
+    of_updates: Updates  # running mean of the squared inputs, like params
+    of_deltas: Updates  # running mean of the squared outputs, like params
 
 
 @dataclass(frozen=True)
 class scale_by_adadelta(GradientTransformation):
-    """Scale by a running size of steps over a running size of gradients.
+    """Scale by the running RMS of past steps over that of the gradients.
 
-    ``s <- decay s + (1 - decay) u^2``, out comes ``d = sqrt(e + eps) / sqrt(s + eps) u``, and
+    ``s <- decay s + (1 - decay) u^2``, the result is ``d = sqrt(e + eps) / sqrt(s + eps) u``, and
     ``e <- decay e + (1 - decay) d^2``.
 
     State: of_updates and of_deltas like params.
@@ -137,10 +137,10 @@ class scale_by_adadelta(GradientTransformation):
     Source: Zeiler 2012; ``torch.optim.Adadelta``, ``optax.scale_by_adadelta``.
 
     Attributes:
-      decay: In [0, 1); ``rho`` of torch.
-      eps: Added inside of both roots.
+      decay: In [0, 1); ``rho`` in torch.
+      eps: Added inside both roots.
     Raises:
-      ValueError: If a number is out of its range.
+      ValueError: If a number is out of range.
 
     Example:
       >>> from functional_cg import optim
@@ -180,10 +180,10 @@ class adadelta(Composed):
 
     Attributes:
       learning_rate: Number, f32[], or schedule.
-      decay: Of both running sizes, in [0, 1); ``rho`` of torch.
-      eps: Added inside of both roots.
+      decay: Decay of both running averages, in [0, 1); ``rho`` in torch.
+      eps: Added inside both roots.
     Raises:
-      ValueError: If a number is out of its range.
+      ValueError: If a number is out of range.
 
     Example:
       >>> from functional_cg import optim
@@ -210,17 +210,17 @@ class ScaleByLionState(NamedTuple):
 
 @dataclass(frozen=True)
 class scale_by_lion(GradientTransformation):
-    """The sign of a running mean: out comes ``sign(b1 mu + (1 - b1) u)``, and ``mu <- b2 mu + (1 - b2) u``.
+    """Take the sign of a running mean: ``sign(b1 mu + (1 - b1) u)``, then ``mu <- b2 mu + (1 - b2) u``.
 
     State: mu like params.
 
     Source: Chen et al. 2023, algorithm 2; ``optax.scale_by_lion``.
 
     Attributes:
-      b1: How much of the mean is in the sign, in [0, 1).
+      b1: Weight of the mean in the sign, in [0, 1).
       b2: Decay of the mean, in [0, 1).
     Raises:
-      ValueError: If a number is out of its range.
+      ValueError: If a number is out of range.
 
     Example:
       >>> from functional_cg import optim
@@ -250,21 +250,21 @@ class scale_by_lion(GradientTransformation):
 class lion(Composed):
     """Lion: ``p <- p - learning_rate * (sign(b1 mu + (1 - b1) g) + weight_decay * p)``; see ``scale_by_lion``.
 
-    Every element moves by the learning rate, which is 3 to 10 times smaller than that of AdamW, with a weight decay
-    that is as much larger.
+    Every element moves by the learning rate: choose one 3 to 10 times smaller than for AdamW, and a weight decay
+    larger by the same factor.
 
     State: that of ``scale_by_lion``; count i64[] for a schedule.
 
-    Source: Chen et al. 2023; ``optax.lion``, with a decay of 1e-3 there.
+    Source: Chen et al. 2023; ``optax.lion``, which decays by 1e-3.
 
     Attributes:
-      learning_rate: Number, f32[], or schedule; it scales the decay too.
-      b1: How much of the mean is in the sign, in [0, 1).
+      learning_rate: Number, f32[], or schedule; also scales the decay.
+      b1: Weight of the mean in the sign, in [0, 1).
       b2: Decay of the mean, in [0, 1).
       weight_decay: Number or f32[]; no default.
       mask: Which leaves decay; see ``adamw``.
     Raises:
-      ValueError: If a number is out of its range.
+      ValueError: If a number is out of range.
 
     Example:
       >>> from functional_cg import optim

@@ -1,6 +1,6 @@
-"""``adafactor``: a second moment in the memory of one row and one column.
+"""Adafactor: stores a matrix's second moment as one row and one column.
 
-Of a sharded leaf, rows and columns are those of the whole: it is gathered, and what comes of it is cut again.
+A sharded leaf is gathered, so that rows and columns are those of the whole, and the result is sharded again.
 """
 
 from __future__ import annotations
@@ -38,31 +38,31 @@ from functional_cg.optim.algebra.whole import placed_like, whole
 
 
 class ScaleByFactoredRmsState(NamedTuple):
-    """State of :class:`scale_by_factored_rms`; of each leaf, rows and columns or the elements."""
+    """State of :class:`scale_by_factored_rms`: for each leaf either rows and columns, or elements."""
 
     count: Tensor  # type: ignore[assignment]  # i64[], updates so far
-    rows: Updates  # [..., rows, 1] of a leaf [..., rows, columns], whole on each rank; None for a vector
+    rows: Updates  # [..., rows, 1] for a leaf [..., rows, columns], whole on each rank; None for a vector
     columns: Updates  # [..., 1, columns]; None for a vector
     elements: Updates  # like params, for vectors; None for a matrix
 
 
 @dataclass(frozen=True)
 class scale_by_factored_rms(GradientTransformation):
-    """Scale by a running root mean square, kept of a matrix as the means of its rows and of its columns.
+    """Scale by a running root mean square, stored for a matrix as its row means and column means.
 
     With ``b = 1 - t^-decay_rate``: ``r <- b r + (1 - b) mean of u^2 along a row``, ``c`` likewise along a column, and
-    ``nu = r c / mean(r)``; out comes ``u / sqrt(max(nu, eps^2))``. Vectors keep ``nu`` itself. Leaves of more than two
-    dimensions are stacks of matrices.
+    ``nu = r c / mean(r)``; the result is ``u / sqrt(max(nu, eps^2))``. Vectors keep ``nu`` itself. Leaves with more
+    than two dimensions are stacks of matrices.
 
     State: count i64[]; [..., rows, 1] and [..., 1, columns] for a matrix, the leaf's shape for a vector.
 
     Source: Shazeer and Stern 2018; ``torch.optim.Adafactor``.
 
     Attributes:
-      decay_rate: Positive; larger forgets later.
-      eps: Least root; None for that of the dtype.
+      decay_rate: Positive; a larger value forgets more slowly.
+      eps: Lower bound of the root; None for the eps of the dtype.
     Raises:
-      ValueError: If a number is out of its range.
+      ValueError: If a number is out of range.
 
     Example:
       >>> from functional_cg import optim
@@ -81,9 +81,7 @@ class scale_by_factored_rms(GradientTransformation):
         if self.eps is not None:
             in_range("scale_by_factored_rms: eps", self.eps)
 
-    @property
-    def acts_per_leaf(self) -> bool:
-        return True
+    acts_per_leaf = True
 
     def init(self, params: Params) -> ScaleByFactoredRmsState:
         def means(leaf: Tensor, dim: int) -> Tensor | None:
@@ -131,26 +129,26 @@ class scale_by_factored_rms(GradientTransformation):
 
 
 def _mean(matrix: Tensor, dim: int) -> Tensor:
-    """Along a dimension that stays; 0 where it has no elements."""
+    """The mean along a dimension that is kept; 0 where it is empty."""
     return matrix.sum(dim, keepdim=True) / max(1, matrix.shape[dim])
 
 
 def root_mean_square(leaf: Tensor) -> Tensor:
-    """Of all elements of a leaf; 0 for a leaf without elements."""
+    """The root mean square of a leaf; 0 if it is empty."""
     size: float = max(1, leaf.numel()) ** 0.5
     return norm(leaf) / size
 
 
 @dataclass(frozen=True)
 class clip_by_rms(Stateless):
-    """Scale a leaf down to a root mean square of ``threshold``: ``u / max(1, rms(u) / threshold)``.
+    """Clip each leaf to a root mean square of ``threshold``: ``u / max(1, rms(u) / threshold)``.
 
     Source: Shazeer and Stern 2018; ``optax.clip_by_block_rms``.
 
     Attributes:
       threshold: Positive number or f32[].
     Raises:
-      ValueError: If a number is out of its range.
+      ValueError: If a number is out of range.
 
     Example:
       >>> from functional_cg import optim
@@ -163,9 +161,7 @@ class clip_by_rms(Stateless):
     def __post_init__(self) -> None:
         positive("clip_by_rms: threshold", self.threshold)
 
-    @property
-    def acts_per_leaf(self) -> bool:
-        return True
+    acts_per_leaf = True
 
     def update(
         self, updates: Updates, state: OptState, params: Params | None = None
@@ -181,14 +177,14 @@ class clip_by_rms(Stateless):
 
 @dataclass(frozen=True)
 class scale_by_param_rms(Stateless):
-    """Scale a leaf by the root mean square of its parameter, at least ``min_scale``.
+    """Scale each leaf by the root mean square of its parameter, or by ``min_scale`` if that is larger.
 
     Source: Shazeer and Stern 2018; ``optax.scale_by_param_block_rms``.
 
     Attributes:
       min_scale: Number or f32[].
     Raises:
-      ValueError: If a number is out of its range.
+      ValueError: If a number is out of range.
 
     Example:
       >>> from functional_cg import optim
@@ -202,9 +198,7 @@ class scale_by_param_rms(Stateless):
     def __post_init__(self) -> None:
         in_range("scale_by_param_rms: min_scale", self.min_scale)
 
-    @property
-    def acts_per_leaf(self) -> bool:
-        return True
+    acts_per_leaf = True
 
     def update(
         self, updates: Updates, state: OptState, params: Params | None = None
@@ -220,10 +214,10 @@ class scale_by_param_rms(Stateless):
 
 @dataclass(frozen=True)
 class adafactor(Optimizer):
-    """Adafactor: steps relative to the size of each leaf, with the memory of one row and one column of a matrix.
+    """Adafactor: steps relative to the scale of each leaf, storing one row and one column per matrix.
 
     ``scale_by_factored_rms``, ``clip_by_rms``, ``scale_by_param_rms``, and the rate
-    ``min(learning_rate, 1 / sqrt(t))``; decay is decoupled and scales with ``learning_rate`` alone.
+    ``min(learning_rate, 1 / sqrt(t))``; decay is decoupled and scaled by ``learning_rate`` alone.
 
     State: that of ``scale_by_factored_rms``.
 
@@ -232,13 +226,13 @@ class adafactor(Optimizer):
 
     Attributes:
       learning_rate: Number, f32[], or schedule.
-      decay_rate: Of the second moment; ``-beta2_decay`` of torch.
-      eps: Least root of the second moment (None for that of the dtype), and least size of a leaf.
+      decay_rate: Decay exponent of the second moment; ``-beta2_decay`` in torch.
+      eps: Lower bounds of the second moment's root (None for the eps of the dtype) and of a leaf's RMS.
       clipping_threshold: Largest root mean square of a step, before the learning rate.
       weight_decay: Number or f32[].
       mask: Which leaves decay; see ``adamw``.
     Raises:
-      ValueError: If a number is out of its range.
+      ValueError: If a number is out of range.
 
     Example:
       >>> from functional_cg import optim
@@ -263,7 +257,7 @@ class adafactor(Optimizer):
         object.__setattr__(self, "mask", freeze(self.mask))
         object.__setattr__(self, "eps", tuple(self.eps))
         require(len(self.eps) == 2, f"adafactor: eps is a pair, got {self.eps!r}")
-        _ = self.parts  # each checks its own
+        _ = self.parts  # each checks its own arguments
 
     @property
     def parts(self) -> tuple[GradientTransformation, ...]:

@@ -1,11 +1,11 @@
-"""The fused optimizer ops of ATen, in their functional form. The one door to them.
+"""Wraps ATen's fused optimizer ops in functional form; nothing else calls them.
 
-``aten._fused_adamw`` and its like update a whole list of parameters in one op. The functional overloads return new
+``aten._fused_adamw`` and its siblings update a whole list of parameters in one op. The functional overloads return new
 lists and are bitwise equal to the in-place ops that ``torch.optim`` uses with ``fused=True``; they trace on fake
 tensors, and a lowering may write their results in place.
 
-One list holds one device and one dtype, in equal dense strides: the CPU kernels walk raw memory and do not check
-(a contiguous gradient of a channels-last parameter would be applied to the wrong elements).
+All tensors of a list share one device, one dtype and the same dense strides: the CPU kernels walk raw memory without
+checking (a contiguous gradient of a channels-last parameter would be applied to the wrong elements).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import Tensor
 
 aten = torch.ops.aten
 
-BUCKET_BYTES = 4 * 2**20  # a launch that takes as long as ten launches cost
+BUCKET_BYTES = 4 * 2**20  # a kernel on this much runs as long as ten launches cost
 
 Scalar = float | Tensor  # only a learning rate may be a tensor here
 Columns = Sequence[Sequence[Tensor]]  # params, grads, moments...; one row per leaf
@@ -27,12 +27,12 @@ Columns = Sequence[Sequence[Tensor]]  # params, grads, moments...; one row per l
 def per_group(
     call: Callable[..., Sequence[Sequence[Tensor]]], columns: Columns, tags: Sequence[Any] | None = None
 ) -> list[list[Tensor]]:
-    """Run ``call(columns, tag)`` once per (device, dtype, tag) and put the results back in leaf order.
+    """Run ``call(columns, tag)`` once per (device, dtype, tag) and return the results in leaf order.
 
     Args:
       call: Takes the columns of one group and its tag; returns columns.
-      columns: Lists of tensors, all of the same length; the first one decides the group.
-      tags: What else splits groups, one per leaf.
+      columns: Lists of tensors of equal length; the first one determines the groups.
+      tags: Further group keys, one per leaf.
     Returns:
       One list per column that ``call`` returns; no lists if there are no leaves.
     """
@@ -52,9 +52,9 @@ def per_group(
 def converting(
     call: Callable[..., Any], columns: Columns, tags: Sequence[Any] | None
 ) -> tuple[Callable[..., Any], list[Any]]:
-    """A call that gives gradients the dtypes of the parameters, and tags that cut the leaves into buckets for it.
+    """Wrap ``call`` to cast gradients to the parameter dtypes, and tag the leaves with buckets for it.
 
-    The op takes one dtype. A bucket at a time, converted gradients are never all there beside the ones that came.
+    The op takes a single dtype. Converting one bucket at a time never holds all cast gradients beside the originals.
     """
     used, buckets = 0, []
     for p in columns[0]:
@@ -69,7 +69,7 @@ def converting(
 
 
 def is_dense(tensor: Tensor, order: Sequence[int]) -> bool:
-    """Whether the memory is gapless with the dimensions in ``order``, outermost first."""
+    """Whether the memory has no gaps with the dimensions in ``order``, outermost first."""
     expected = 1
     for dim in reversed(order):
         if tensor.shape[dim] != 1 and tensor.stride(dim) != expected:
@@ -79,7 +79,7 @@ def is_dense(tensor: Tensor, order: Sequence[int]) -> bool:
 
 
 def align(columns: Columns) -> list[list[Tensor]]:
-    """The same values with every row in the stride order of its first tensor, without gaps; mostly a no-op."""
+    """Give every row the stride order of its first tensor, without gaps; usually a no-op."""
     out = [list(column) for column in columns]
     for row, tensors in enumerate(zip(*columns, strict=True)):
         if all(tensor.is_contiguous() for tensor in tensors):
@@ -94,22 +94,22 @@ def align(columns: Columns) -> list[list[Tensor]]:
 
 
 def overload(packet: Any, lr: Scalar) -> Any:
-    """The overload for this kind of learning rate; torch's own choice would read the tensor."""
+    """Pick the overload for this kind of learning rate; torch's own dispatch would read the tensor."""
     return packet.tensor_lr if isinstance(lr, Tensor) else packet.default
 
 
 def beside(scalar: Any, leaf: Tensor) -> Any:
-    """A scalar tensor on the device of ``leaf``; numbers as they are."""
+    """Move a scalar tensor to the device of ``leaf``; return numbers unchanged."""
     return scalar.to(leaf.device) if isinstance(scalar, Tensor) and scalar.device != leaf.device else scalar
 
 
 def with_rate(
     call: Callable[[Columns, Scalar], Sequence[Sequence[Tensor]]], columns: Columns, lr: Scalar
 ) -> tuple[list[Tensor], ...]:
-    """Run ``call(columns, lr)`` with a learning rate that the op reads as it is.
+    """Run ``call(columns, lr)`` with a learning rate that the op reads correctly.
 
-    The CUDA kernels read a tensor as float32, also for parameters in float64. These take a step of rate 1, of which
-    they go the part that the rate says: all of these optimizers are linear in it.
+    The CUDA kernels read a tensor rate as float32, even for float64 parameters. Those take a step with rate 1, scaled
+    by the rate afterwards: all of these optimizers are linear in it.
     """
     params = columns[0]
     if not isinstance(lr, Tensor):
@@ -134,7 +134,7 @@ def adam(
 ) -> tuple[list[Tensor], ...]:
     """``_fused_adam`` or ``_fused_adamw`` over (params, grads, mu, nu) -> (params, mu, nu).
 
-    ``count`` is that of this step, from 1. The op only reads its ``state_steps``, so one f32[] serves all leaves.
+    ``count`` is the number of this step, from 1. The op only reads ``state_steps``, so one f32[] serves all leaves.
     """
 
     def call(columns: Columns, lr: Scalar) -> Any:
@@ -163,7 +163,7 @@ def adam(
 def sgd(columns: Columns, *, lr: Scalar, momentum: Scalar, nesterov: bool) -> tuple[list[Tensor], ...]:
     """``_fused_sgd`` over (params, grads[, trace]) -> (params[, trace]).
 
-    A trace of zeros makes ``is_first_step``, a Python bool that a capture would freeze, unnecessary.
+    A zero-initialized trace replaces ``is_first_step``, a Python bool that a capture would freeze.
     """
 
     def call(columns: Columns, lr: Scalar) -> Any:
@@ -196,7 +196,7 @@ def _sgd_in_half(
     *,
     nesterov: bool,
 ) -> tuple[list[Tensor], ...]:
-    """The formula: torch's fused op skips 16-bit elements on a CPU (2.11, 2.13), all but the last few of a leaf."""
+    """The unfused formula: on a CPU, torch's op (2.11, 2.13) skips all but a leaf's last few 16-bit elements."""
     news, buffers = [], []
     for i, (p, g) in enumerate(zip(params, grads, strict=True)):
         direction = g.float()

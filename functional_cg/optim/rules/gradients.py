@@ -1,4 +1,4 @@
-"""What is done to gradients before they become updates: clipped leaf by leaf, centred, frozen."""
+"""Preprocesses gradients: per-leaf clipping, centralization, freezing."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ from functional_cg.optim.algebra.whole import placed_like, whole
 
 @dataclass(frozen=True)
 class clip_by_value(Stateless):
-    """Bound every element: ``min(max(u, -max_delta), max_delta)``.
+    """Clip every element: ``min(max(u, -max_delta), max_delta)``.
 
     Source: ``optax.clip``; ``torch.nn.utils.clip_grad_value_``.
 
     Attributes:
       max_delta: Positive number, or f32[].
     Raises:
-      ValueError: If a number is out of its range.
+      ValueError: If a number is out of range.
 
     Example:
       >>> from functional_cg import optim
@@ -57,14 +57,14 @@ class clip_by_value(Stateless):
 
 @dataclass(frozen=True)
 class clip_by_norm(Stateless):
-    """Scale each leaf down to a norm of ``max_norm``: ``u max_norm / max(|u|, max_norm)``.
+    """Clip each leaf to a norm of ``max_norm``: ``u max_norm / max(|u|, max_norm)``.
 
-    Source: Pascanu et al. 2013, leaf by leaf. ``clip_by_global_norm`` keeps the direction of all leaves together.
+    Source: Pascanu et al. 2013, leaf by leaf. ``clip_by_global_norm`` preserves the joint direction.
 
     Attributes:
       max_norm: Positive number, or f32[].
     Raises:
-      ValueError: If a number is out of its range.
+      ValueError: If a number is out of range.
 
     Example:
       >>> from functional_cg import optim
@@ -77,9 +77,7 @@ class clip_by_norm(Stateless):
     def __post_init__(self) -> None:
         positive("clip_by_norm: max_norm", self.max_norm)
 
-    @property
-    def acts_per_leaf(self) -> bool:
-        return True
+    acts_per_leaf = True
 
     def update(
         self, updates: Updates, state: OptState, params: Params | None = None
@@ -94,7 +92,7 @@ class clip_by_norm(Stateless):
 
 
 def _unit_norm(leaf: Tensor) -> Tensor:
-    """The norm of each unit, a row of a matrix, shaped to be broadcast; of a vector or a number, that of the leaf."""
+    """The norm of each unit, shaped to broadcast: each row of a matrix, or all of a vector or scalar."""
     return norm(leaf) if leaf.dim() < 2 else torch.linalg.vector_norm(leaf, dim=_inputs(leaf), keepdim=True)
 
 
@@ -104,19 +102,19 @@ def _inputs(leaf: Tensor) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class adaptive_clip(Stateless):
-    """Scale each unit down to a part of its parameter's norm: ``u min(1, clipping max(|p|, eps) / |u|)``.
+    """Clip each unit to a fraction of its parameter's norm: ``u min(1, clipping max(|p|, eps) / |u|)``.
 
-    A unit is a row: all of a leaf ``[out, ...]`` that makes one output, as in ``torch.nn.Linear``; a vector is
-    one unit.
+    A unit is a row: the part of a leaf ``[out, ...]`` that computes one output, as in ``torch.nn.Linear``; a vector
+    is one unit.
 
     Source: Brock et al. 2021, "High-Performance Large-Scale Image Recognition Without Normalization";
     ``optax.adaptive_grad_clip``, where a unit is a column.
 
     Attributes:
-      clipping: Largest ratio of the two norms, positive number or f32[].
-      eps: Least norm of a parameter.
+      clipping: Maximum ratio of the two norms, positive number or f32[].
+      eps: Lower bound of the parameter norm.
     Raises:
-      ValueError: If a number is out of its range.
+      ValueError: If a number is out of range.
 
     Example:
       >>> from functional_cg import optim
@@ -134,9 +132,7 @@ class adaptive_clip(Stateless):
         positive("adaptive_clip: clipping", self.clipping)
         in_range("adaptive_clip: eps", self.eps)
 
-    @property
-    def acts_per_leaf(self) -> bool:
-        return True
+    acts_per_leaf = True
 
     def update(
         self, updates: Updates, state: OptState, params: Params | None = None
@@ -156,9 +152,9 @@ class adaptive_clip(Stateless):
 
 @dataclass(frozen=True)
 class centralize(Stateless):
-    """Subtract from every row of a matrix its mean: ``u - mean(u)`` over all dimensions but the first.
+    """Subtract the mean of each row: ``u - mean(u)`` over all dimensions but the first.
 
-    Vectors and numbers pass as they are.
+    Vectors and scalars pass unchanged.
 
     Source: Yong et al. 2020, "Gradient Centralization"; ``optax.centralize``, over all dimensions but the last.
 
@@ -169,9 +165,7 @@ class centralize(Stateless):
               [-2.,  2.]])}
     """
 
-    @property
-    def acts_per_leaf(self) -> bool:
-        return True
+    acts_per_leaf = True
 
     def update(
         self, updates: Updates, state: OptState, params: Params | None = None
@@ -187,16 +181,16 @@ class centralize(Stateless):
 
 @dataclass(frozen=True)
 class freeze(Stateless):
-    """Replace the updates by zeros where ``mask`` is True; the last link of a chain, so that nothing decays either.
+    """Zero the updates where ``mask`` is True; use as the last link of a chain, so that nothing decays either.
 
-    State is kept for frozen leaves too; ``partition`` with ``set_to_zero`` keeps none.
+    Frozen leaves still have state; ``partition`` with ``set_to_zero`` keeps none.
 
     Source: ``optax.transforms.freeze``.
 
     Attributes:
       mask: A prefix tree of bools, or a function from the parameters to one.
     Raises:
-      TypeError: If a flag of the mask is no bool.
+      TypeError: If a flag of the mask is not a bool.
 
     Example:
       >>> from functional_cg import optim

@@ -1,50 +1,32 @@
-"""Optimizers without a fused op: ``lamb`` and ``yogi``."""
+"""LAMB and Yogi: Adam variants without a fused op."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from functional_cg.optim.algebra.base import (
-    Optimizer,
-    Params,
-    Scalar,
-    ScalarOrSchedule,
-    Updates,
-    freeze,
-    in_range,
-    need_params,
-    rate_at,
-)
-from functional_cg.optim.algebra.links import (
-    Mask,
-    ScaleByAdamState,
-    add_decayed_weights,
-    check_adam,
-    descend,
-    scale_by_adam,
-    scale_by_trust_ratio,
-    scale_by_yogi,
-)
+from functional_cg.optim.algebra.base import Params, Scalar, Updates, in_range
+from functional_cg.optim.algebra.links import scale_by_adam, scale_by_trust_ratio, scale_by_yogi
+from functional_cg.optim.rules.aliases import AdamLike, DecayedAdam
 
 
 @dataclass(frozen=True)
-class lamb(Optimizer):
-    r"""LAMB: AdamW whose update of each leaf is scaled to the norm of the leaf.
+class lamb(DecayedAdam):
+    r"""LAMB: AdamW with each leaf's update scaled to the norm of that leaf.
 
-    ``u = mu_hat / (sqrt(nu_hat) + eps) + weight_decay * p``, ``p <- p - learning_rate * |p| / |u| * u``, with ratio
-    1 where a norm is 0. The ratio is taken for the leaves that do not decay as well.
+    ``u = mu_hat / (sqrt(nu_hat) + eps) + weight_decay * p``, ``p <- p - learning_rate * |p| / |u| * u``, with a
+    ratio of 1 where either norm is 0. Leaves that do not decay are scaled too.
 
-    Source: You et al. 2020, ``optax.lamb``. ``torch_optimizer.Lamb`` is ``bias_correction=False``, with ``|p|``
-    clamped to 10.
+    Source: You et al. 2020, ``optax.lamb``. ``torch_optimizer.Lamb`` has ``bias_correction=False`` and
+    clamps ``|p|`` to 10.
 
     Attributes:
       learning_rate: Number, f32[], or schedule.
       b1: Decay of the first moment, in [0, 1).
       b2: Decay of the second moment, in [0, 1).
-      eps: Added outside of the root.
+      eps: Added outside the root.
       weight_decay: Number or f32[]; no default.
       mask: Which leaves decay; see ``adamw``.
-      bias_correction: Correct the moments for their start at 0.
+      bias_correction: Correct the bias of moments that start at 0.
 
     Example:
       >>> import torch
@@ -55,42 +37,22 @@ class lamb(Optimizer):
       {'w': tensor([-0.0000, -0.5000])}
     """
 
-    learning_rate: ScalarOrSchedule
-    b1: Scalar = 0.9
-    b2: Scalar = 0.999
+    acts_per_leaf = True
+
     eps: Scalar = 1e-6
-    weight_decay: Scalar = field(kw_only=True)
-    mask: Mask = field(default=None, kw_only=True)
     bias_correction: bool = field(default=True, kw_only=True)
 
-    def __post_init__(self) -> None:
-        in_range("lamb: learning_rate", self.learning_rate)
-        in_range("lamb: weight_decay", self.weight_decay)
-        check_adam("lamb", self.b1, self.b2, self.eps)
-        object.__setattr__(self, "mask", freeze(self.mask))
-
     @property
-    def acts_per_leaf(self) -> bool:
-        return True
+    def _moments(self) -> scale_by_adam:
+        return scale_by_adam(self.b1, self.b2, self.eps, self.bias_correction)
 
-    def init(self, params: Params) -> ScaleByAdamState:
-        return scale_by_adam(self.b1, self.b2, self.eps).init(params)
-
-    def update(
-        self, updates: Updates, state: ScaleByAdamState, params: Params | None = None
-    ) -> tuple[Updates, ScaleByAdamState]:
-        params = need_params("lamb", params)
-        rate = rate_at(self.learning_rate, state.count)
-        moments = scale_by_adam(self.b1, self.b2, self.eps, self.bias_correction)
-        updates, state = moments.update(updates, state, params)
-        updates, _ = add_decayed_weights(self.weight_decay, self.mask).update(updates, (), params)
-        updates, _ = scale_by_trust_ratio().update(updates, (), params)
-        return descend(updates, rate), state
+    def _directed(self, updates: Updates, params: Params | None) -> Updates:
+        return scale_by_trust_ratio().update(super()._directed(updates, params), (), params)[0]
 
 
 @dataclass(frozen=True)
-class yogi(Optimizer):
-    r"""Yogi: Adam whose second moment moves by a bounded amount; see ``scale_by_yogi``.
+class yogi(AdamLike):
+    r"""Yogi: Adam whose second moment changes by a bounded amount per step; see ``scale_by_yogi``.
 
     Source: Zaheer et al. 2018; ``optax.yogi``, ``torch_optimizer.Yogi``.
 
@@ -98,8 +60,8 @@ class yogi(Optimizer):
       learning_rate: Number, f32[], or schedule.
       b1: Decay of the first moment, in [0, 1).
       b2: Decay of the second moment, in [0, 1).
-      eps: Added outside of the root.
-      initial_accumulator_value: Where both moments start.
+      eps: Added outside the root.
+      initial_accumulator_value: Initial value of both moments.
 
     Example:
       >>> import torch
@@ -110,27 +72,13 @@ class yogi(Optimizer):
       {'w': tensor([-0.0999,  0.0998])}
     """
 
-    learning_rate: ScalarOrSchedule
-    b1: Scalar = 0.9
-    b2: Scalar = 0.999
     eps: Scalar = 1e-3
     initial_accumulator_value: float = 1e-6
 
     def __post_init__(self) -> None:
-        in_range("yogi: learning_rate", self.learning_rate)
+        super().__post_init__()
         in_range("yogi: initial_accumulator_value", self.initial_accumulator_value)
-        check_adam("yogi", self.b1, self.b2, self.eps)
 
     @property
     def _moments(self) -> scale_by_yogi:
         return scale_by_yogi(self.b1, self.b2, self.eps, self.initial_accumulator_value)
-
-    def init(self, params: Params) -> ScaleByAdamState:
-        return self._moments.init(params)
-
-    def update(
-        self, updates: Updates, state: ScaleByAdamState, params: Params | None = None
-    ) -> tuple[Updates, ScaleByAdamState]:
-        rate = rate_at(self.learning_rate, state.count)
-        updates, state = self._moments.update(updates, state, params)
-        return descend(updates, rate), state

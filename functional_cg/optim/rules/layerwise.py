@@ -1,6 +1,6 @@
-"""Optimizers with one number per leaf, such as its norm: ``lars`` and ``novograd``.
+"""Layerwise optimizers, which scale by one norm per leaf: LARS and NovoGrad.
 
-Norms are taken per leaf, in float32 at least; of a sharded leaf over all ranks.
+Norms are per leaf, in float32 or wider, and over all ranks if the leaf is sharded.
 """
 
 from __future__ import annotations
@@ -34,20 +34,21 @@ from functional_cg.optim.algebra.links import Mask, add_decayed_weights, scale_b
 
 @dataclass(frozen=True)
 class scale_by_lars(Stateless):
-    """Decay a leaf and scale the sum to its norm: ``trust |p| / (|u| + weight_decay |p| + eps) (u + weight_decay p)``.
+    """Add weight decay, then scale to the parameter norm.
 
-    The ratio is 1 where one of the norms is 0. Leaves that ``mask`` leaves out pass as they are.
+    Computes ``trust |p| / (|u| + weight_decay |p| + eps) (u + weight_decay p)``. Where either norm is 0, updates pass
+    unchanged, as do leaves where ``mask`` is False.
 
     Source: You et al. 2017, "Large Batch Training of Convolutional Networks"; ``torch_optimizer.LARS``.
     ``optax.lars`` has ``|u + weight_decay p|`` in the denominator.
 
     Attributes:
       weight_decay: Number or f32[].
-      trust_coefficient: The part of its norm by which a leaf moves at a learning rate of 1.
+      trust_coefficient: Step size relative to the parameter norm at a learning rate of 1.
       eps: Added to the denominator.
       mask: None for all leaves, a prefix tree of bools, or a function from the parameters to one.
     Raises:
-      ValueError: If a number is out of its range.
+      ValueError: If a number is out of range.
 
     Example:
       >>> from functional_cg import optim
@@ -67,9 +68,7 @@ class scale_by_lars(Stateless):
             in_range(f"scale_by_lars: {name}", getattr(self, name))
         object.__setattr__(self, "mask", freeze(self.mask))
 
-    @property
-    def acts_per_leaf(self) -> bool:
-        return True
+    acts_per_leaf = True
 
     def update(
         self, updates: Updates, state: OptState, params: Params | None = None
@@ -89,7 +88,7 @@ class scale_by_lars(Stateless):
 
 @dataclass(frozen=True)
 class lars(Composed):
-    """LARS: momentum on gradients that are scaled to the norm of their leaf; see ``scale_by_lars``.
+    """LARS: momentum on gradients scaled to their parameter's norm; see ``scale_by_lars``.
 
     State: a trace like params; count i64[] for a schedule.
 
@@ -99,12 +98,12 @@ class lars(Composed):
       learning_rate: Number, f32[], or schedule.
       momentum: In [0, 1).
       nesterov: Look one step ahead.
-      trust_coefficient: The part of its norm by which a leaf moves at a learning rate of 1.
+      trust_coefficient: Step size relative to the parameter norm at a learning rate of 1.
       eps: Added to the denominator of the ratio.
       weight_decay: Number or f32[]; no default.
-      mask: Which leaves decay and are scaled; vectors, as a rule, are not.
+      mask: Which leaves decay and are scaled; vectors usually are not.
     Raises:
-      ValueError: If a number is out of its range.
+      ValueError: If a number is out of range.
 
     Example:
       >>> from functional_cg import optim
@@ -141,9 +140,9 @@ class ScaleByNovogradState(NamedTuple):
 
 @dataclass(frozen=True)
 class scale_by_novograd(GradientTransformation):
-    """Scale each leaf by a running mean of its squared norm: ``u / (sqrt(nu) + eps)``.
+    """Divide each leaf by the root of its running squared norm: ``u / (sqrt(nu) + eps)``.
 
-    ``nu <- b2 nu + (1 - b2) |u|^2``, which starts at the first ``|u|^2``.
+    ``nu <- b2 nu + (1 - b2) |u|^2``, initialized to the first ``|u|^2``.
 
     State: count i64[]; nu, f32[] or f64[] for each leaf.
 
@@ -151,9 +150,9 @@ class scale_by_novograd(GradientTransformation):
 
     Attributes:
       b2: Decay, in [0, 1).
-      eps: Added outside of the root.
+      eps: Added outside the root.
     Raises:
-      ValueError: If a number is out of its range.
+      ValueError: If a number is out of range.
 
     Example:
       >>> from functional_cg import optim
@@ -169,12 +168,10 @@ class scale_by_novograd(GradientTransformation):
         in_range("scale_by_novograd: b2", self.b2, below=1.0)
         in_range("scale_by_novograd: eps", self.eps)
 
-    @property
-    def acts_per_leaf(self) -> bool:
-        return True
+    acts_per_leaf = True
 
     def init(self, params: Params) -> ScaleByNovogradState:
-        full_like_tree(params)  # refuses what is not floating
+        full_like_tree(params)  # raises for leaves that are not floating
 
         def start(leaf: Tensor) -> Tensor:
             dtype = torch.promote_types(leaf.dtype, torch.float32)
@@ -199,7 +196,7 @@ class scale_by_novograd(GradientTransformation):
 
 @dataclass(frozen=True)
 class novograd(Composed):
-    """NovoGrad: gradients over their running norm, decayed, with momentum; see ``scale_by_novograd``.
+    """NovoGrad: gradients divided by their running norm, plus weight decay, with momentum; see ``scale_by_novograd``.
 
     ``t <- b1 t + g / (sqrt(nu) + eps) + weight_decay p``, ``p <- p - learning_rate t``.
 
@@ -211,11 +208,11 @@ class novograd(Composed):
       learning_rate: Number, f32[], or schedule.
       b1: Momentum, in [0, 1).
       b2: Decay of the squared norm, in [0, 1).
-      eps: Added outside of the root.
+      eps: Added outside the root.
       weight_decay: Number or f32[].
       mask: Which leaves decay; see ``adamw``.
     Raises:
-      ValueError: If a number is out of its range.
+      ValueError: If a number is out of range.
 
     Example:
       >>> from functional_cg import optim

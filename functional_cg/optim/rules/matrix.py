@@ -1,6 +1,6 @@
-"""``muon``: momentum made orthogonal, for leaves that are matrices.
+"""Muon: orthogonalizes the momentum of matrices.
 
-A sharded leaf is gathered for its matrix products, and what comes of them is cut again.
+A sharded leaf is gathered for its matrix products, and the result is sharded again.
 """
 
 from __future__ import annotations
@@ -33,23 +33,23 @@ from functional_cg.optim.algebra.links import TraceState, add_decayed_weights, s
 from functional_cg.optim.algebra.whole import placed_like, whole
 from functional_cg.optim.rules.aliases import adamw
 
-# torch.optim.Muon's, by Keller Jordan: steepest at 0, where singular values start.
+# From torch.optim.Muon, by Keller Jordan: steepest at 0, where singular values start.
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 
 
 def orthogonalized(
     matrix: Tensor, steps: int, coefficients: tuple[float, float, float], eps: float, dtype: torch.dtype
 ) -> Tensor:
-    """A matrix with its singular values near 1, by Newton and Schulz: ``x <- a x + (b s + c s s) x``.
+    """Orthogonalize a matrix by Newton-Schulz iteration: ``x <- a x + (b s + c s s) x``, with ``s = x x^T``.
 
-    Here ``s`` is ``x`` times its transpose.
+    Its singular values end up near 1.
 
     Args:
       matrix: [rows, columns].
-      steps: How many iterations.
+      steps: Number of iterations.
       coefficients: a, b, c.
-      eps: Least norm that it is divided by at the start.
-      dtype: To iterate in.
+      eps: Lower bound of the norm by which the matrix is first divided.
+      dtype: Dtype of the iteration.
     """
     a, b, c = coefficients
     tall = matrix.shape[0] > matrix.shape[1]
@@ -64,11 +64,11 @@ def orthogonalized(
 
 @dataclass(frozen=True)
 class scale_by_muon(GradientTransformation):
-    """Momentum, then the nearest orthogonal matrix, for leaves that are matrices.
+    """Replace momentum with the nearest orthogonal matrix; takes matrices only.
 
-    ``t <- momentum t + (1 - momentum) u``; out comes ``t``, or ``momentum t + (1 - momentum) u`` with ``nesterov``,
-    with its singular values near 1 (they end between 0.7 and 1.2), times ``sqrt(max(1, rows / columns))``, or with
-    ``match_rms`` times ``0.2 sqrt(max(rows, columns))``, by which an element moves as with AdamW.
+    ``t <- momentum t + (1 - momentum) u``; the result is ``t``, or ``momentum t + (1 - momentum) u`` with ``nesterov``,
+    orthogonalized (singular values end between 0.7 and 1.2), times ``sqrt(max(1, rows / columns))``. With
+    ``match_rms``, the factor is ``0.2 sqrt(max(rows, columns))``, so that elements move about as far as with AdamW.
 
     State: a trace like params.
 
@@ -79,11 +79,11 @@ class scale_by_muon(GradientTransformation):
       nesterov: Look one step ahead.
       match_rms: Scale to the size of AdamW's steps (Liu et al. 2025).
       ns_steps: Newton-Schulz iterations.
-      ns_coefficients: Of its polynomial.
-      ns_dtype: Dtype that it runs in.
-      eps: Least norm that a matrix is divided by.
+      ns_coefficients: Coefficients of its polynomial.
+      ns_dtype: Dtype of the iteration.
+      eps: Lower bound of the norm by which a matrix is divided.
     Raises:
-      LayoutError: At the first use, if a leaf is no matrix.
+      LayoutError: At the first use, if a leaf is not a matrix.
 
     Example:
       >>> from functional_cg import optim
@@ -108,9 +108,7 @@ class scale_by_muon(GradientTransformation):
         object.__setattr__(self, "ns_coefficients", tuple(self.ns_coefficients))
         require(len(self.ns_coefficients) == 3, "scale_by_muon: ns_coefficients are three numbers")
 
-    @property
-    def acts_per_leaf(self) -> bool:
-        return True
+    acts_per_leaf = True
 
     def init(self, params: Params) -> TraceState:
         flat, _ = tree.flatten_with_path(params)
@@ -142,16 +140,16 @@ class scale_by_muon(GradientTransformation):
 
 
 def _matrices(params: Params) -> Any:
-    """The labels of ``muon`` by default: leaves of two dimensions are its own, all others those of AdamW."""
+    """Default labels: "muon" for leaves with two dimensions, "adamw" for all others."""
     return tree.map(lambda leaf: "muon" if leaf.dim() == 2 else "adamw", params)
 
 
 @dataclass(frozen=True)
 class muon(Optimizer):
-    """Muon for matrices, AdamW for all other leaves.
+    """Muon for matrices and AdamW for all other leaves.
 
     ``p <- p - learning_rate * (u + weight_decay * p)`` with the ``u`` of ``scale_by_muon``. Embeddings and the last
-    layer, though matrices, are better off with AdamW: say so in ``labels``.
+    layer, though matrices, do better with AdamW: label them so in ``labels``.
 
     State: a trace like the matrices; count i64[], mu and nu like the rest; count i64[] for a schedule.
 
@@ -161,15 +159,15 @@ class muon(Optimizer):
       learning_rate: Number, f32[], or schedule; for matrices.
       momentum: In [0, 1).
       nesterov: Look one step ahead.
-      match_rms: Scale to the size of AdamW's steps, so that both learning rates are alike.
+      match_rms: Scale to the size of AdamW's steps, so that both can share a learning rate.
       ns_steps: Newton-Schulz iterations.
-      ns_dtype: Dtype that they run in.
-      weight_decay: Number or f32[], of all leaves; no default.
+      ns_dtype: Dtype of the iteration.
+      weight_decay: Number or f32[], for all leaves; no default.
       adamw_learning_rate: Number, f32[], or schedule; None for ``learning_rate``.
-      labels: "muon" or "adamw": a prefix tree, or a function from the parameters to one; None for "muon" where there
-        are two dimensions.
+      labels: "muon" or "adamw": a prefix tree, or a function from the parameters to one; None for "muon" where a
+        leaf has two dimensions.
     Raises:
-      ValueError: If a number is out of its range.
+      ValueError: If a number is out of range.
 
     Example:
       >>> from functional_cg import optim
@@ -197,7 +195,6 @@ class muon(Optimizer):
         if self.adamw_learning_rate is not None:
             in_range("muon: adamw_learning_rate", self.adamw_learning_rate)
         object.__setattr__(self, "labels", freeze(self.labels))
-        in_range("muon: weight_decay", self.weight_decay)
 
     @property
     def _parted(self) -> partition:

@@ -1,4 +1,4 @@
-"""Parameters in few bits without masters: ``stochastic_rounding`` around an optimizer."""
+"""Trains low-precision parameters without float32 masters, by stochastic rounding."""
 
 from __future__ import annotations
 
@@ -10,19 +10,16 @@ from torch import Tensor
 from functional_cg import random, tree
 from functional_cg.optim.algebra.arguments import seed_of
 from functional_cg.optim.algebra.base import (
-    GradientTransformation,
-    Optimizer,
     OptState,
     Params,
-    StepFn,
     Updates,
     apply_updates,
     device_of,
     need_params,
-    need_steps,
     zero_count,
 )
 from functional_cg.optim.algebra.fitting import in_dtypes_of
+from functional_cg.optim.rules.wrappers import Around
 from functional_cg.precision import stochastic_round
 
 
@@ -35,18 +32,17 @@ class StochasticRoundingState(NamedTuple):
 
 
 @dataclass(frozen=True)
-class stochastic_rounding(Optimizer):
-    """Round new parameters up or down by a key, so that steps below one rounding count: bfloat16 without masters.
+class stochastic_rounding(Around):
+    """Round new parameters stochastically, so that tiny steps count: bfloat16 training without masters.
 
-    ``inner`` computes in float32: it sees parameters and gradients in float32 and keeps its state so. What it makes of
-    a parameter is then rounded to the dtype of the parameter, with the mean that float32 would have; a leaf in float32
-    or float64 is not rounded. To the nearest, an update of less than 2**-9 of its parameter would be lost, and so are
-    most updates at the end of a training. Per parameter, bfloat16 and the two moments of Adam take 10 bytes; with
-    masters they would take 14.
+    ``inner`` computes in float32: it sees parameters and gradients in float32, and its state is float32. Each new
+    parameter is then rounded to its dtype such that its mean is the float32 value; leaves in float32 or float64 are not
+    rounded. Rounding to nearest would lose any update below 2**-9 of its parameter, which is most updates late in
+    training. Per parameter, bfloat16 with Adam's two moments takes 10 bytes; with masters it would take 14.
 
-    Each update folds its number into the key, and each leaf draws from a stream of its own. Shards draw what the whole
-    leaf would: any number of ranks rounds alike. ``update`` returns differences, in float32, to the parameters that
-    ``step`` returns.
+    Each update folds its number into the key, and each leaf draws from a separate stream. Shards draw what the whole
+    leaf would, so the result does not depend on the number of ranks. ``update`` returns the differences, in float32,
+    to the parameters that ``step`` returns.
 
     State: the count, i64[]; the key, i64[2]; that of ``inner``, in float32.
 
@@ -55,11 +51,11 @@ class stochastic_rounding(Optimizer):
 
     Attributes:
       inner: The optimizer.
-      key: A key, i64[2], that nothing else draws from, or a seed; kept as a Python int. Parts of a ``partition`` need
-        different ones.
+      key: A key, i64[2], that nothing else draws from, or a seed; stored as a Python int. Parts of a ``partition``
+        need different keys.
     Raises:
-      TypeError: If ``key`` is neither a key nor a Python int, or ``inner`` no transformation.
-      ValueError: If ``inner`` makes no steps.
+      TypeError: If ``key`` is neither a key nor a Python int, or ``inner`` is not a transformation.
+      ValueError: If ``inner`` has no learning rate.
 
     Example:
       >>> import torch
@@ -71,20 +67,13 @@ class stochastic_rounding(Optimizer):
       (tensor([0.9961, 1.0000], dtype=torch.bfloat16), tensor(0.9990, dtype=torch.float64))
     """
 
-    inner: GradientTransformation
     key: Tensor | int
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "key", seed_of("stochastic_rounding", self.key))
-        need_steps("stochastic_rounding", self.inner)
+        super().__post_init__()
 
-    @property
-    def parts(self) -> tuple[GradientTransformation, ...]:
-        return (self.inner,)
-
-    @property
-    def acts_per_leaf(self) -> bool:
-        return True
+    acts_per_leaf = True
 
     def init(self, params: Params) -> StochasticRoundingState:
         assert isinstance(self.key, int)
@@ -98,15 +87,11 @@ class stochastic_rounding(Optimizer):
         new, state = self._step(updates, state, params)
         return tree.map(lambda q, p: _wide(q) - _wide(p), new, params), state
 
-    @property
-    def step(self) -> StepFn:
-        return self._step
-
     def _step(
         self, grads: Updates, state: StochasticRoundingState, params: Params
     ) -> tuple[Params, StochasticRoundingState]:
         wide = tree.map(_wide, params)
-        # Not by the fused op of `inner`: a formula is compiled with the casts around it, and no wide copy is made.
+        # Bypass the fused op of `inner`: a formula is compiled together with the casts, without a wide copy.
         updates, inner_state = self.inner.update(in_dtypes_of(wide, grads), state.inner_state, wide)
         key = random.fold_in(state.key, state.count)
         flat, treedef = tree.flatten(params)

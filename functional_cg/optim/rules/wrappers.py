@@ -1,7 +1,8 @@
-"""Optimizers around optimizers: ``lookahead``, ``schedule_free``, and ``sam`` around a gradient."""
+"""Wrappers: ``lookahead`` and ``schedule_free`` around an optimizer, ``sam`` around a gradient."""
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -34,9 +35,42 @@ from functional_cg.optim.rules.clipping import global_norm
 
 
 def interpolated(weight: Scalar, a: Params, b: Params) -> Params:
-    """``a + weight (b - a)`` for every leaf."""
+    """Interpolate every leaf: ``a + weight (b - a)``."""
     factor = shared(weight)
     return tree.map(lambda x, y: x + factor(x) * (y - x), a, b)
+
+
+@dataclass(frozen=True)
+class Around(Optimizer):
+    """An optimizer that computes new parameters itself, with the help of ``inner``.
+
+    Attributes:
+      inner: The optimizer inside.
+    """
+
+    inner: GradientTransformation
+
+    def __post_init__(self) -> None:
+        need_steps(type(self).__name__, self.inner)
+
+    @property
+    def parts(self) -> tuple[GradientTransformation, ...]:
+        return (self.inner,)
+
+    def update(
+        self, updates: Updates, state: OptState, params: Params | None = None
+    ) -> tuple[Updates, OptState]:
+        params = need_params(type(self).__name__, params)
+        new, state = self._step(updates, state, params)
+        return tree.map(torch.sub, new, params), state
+
+    @property
+    def step(self) -> StepFn:
+        return self._step
+
+    @abstractmethod
+    def _step(self, grads: Updates, state: Any, params: Params) -> tuple[Params, Any]:
+        """The new parameters and state."""
 
 
 class LookaheadState(NamedTuple):
@@ -48,22 +82,22 @@ class LookaheadState(NamedTuple):
 
 
 @dataclass(frozen=True)
-class lookahead(Optimizer):
-    """Every few steps, go back from where ``inner`` led: ``slow <- slow + slow_step_size (p - slow)``, ``p <- slow``.
+class lookahead(Around):
+    """Pull back toward slow weights every few steps: ``slow <- slow + slow_step_size (p - slow)``, ``p <- slow``.
 
-    Between, ``inner`` steps by itself. ``step`` is there for every ``inner``, and runs its fused op if it has one.
+    In between, ``inner`` runs unchanged. Every ``inner`` gets a ``step``, which runs its fused op if it has one.
 
     State: count i64[]; slow parameters like params; that of ``inner``.
 
-    Source: Zhang et al. 2019; ``optax.lookahead``. ``torch_optimizer.Lookahead`` starts its slow parameters after the
-    first step.
+    Source: Zhang et al. 2019; ``optax.lookahead``. ``torch_optimizer.Lookahead`` initializes its slow parameters after
+    the first step.
 
     Attributes:
       inner: The optimizer that makes the fast steps.
-      sync_period: Steps of ``inner`` between two of the slow parameters, at least 1.
-      slow_step_size: In [0, 1]; with 1 there is ``inner`` alone.
+      sync_period: Fast steps per slow step, at least 1.
+      slow_step_size: In [0, 1]; 1 gives plain ``inner``.
     Raises:
-      ValueError: If a number is out of its range.
+      ValueError: If a number is out of range.
 
     Example:
       >>> from functional_cg import optim
@@ -75,7 +109,6 @@ class lookahead(Optimizer):
       {'w': tensor([3.])}
     """
 
-    inner: GradientTransformation
     sync_period: int = 6
     slow_step_size: Scalar = 0.5
 
@@ -89,11 +122,7 @@ class lookahead(Optimizer):
             isinstance(self.slow_step_size, Tensor) or self.slow_step_size <= 1,
             f"lookahead: slow_step_size must be in [0, 1], got {self.slow_step_size!r}",
         )
-        need_steps("lookahead", self.inner)
-
-    @property
-    def parts(self) -> tuple[GradientTransformation, ...]:
-        return (self.inner,)
+        super().__post_init__()
 
     def init(self, params: Params) -> LookaheadState:
         return LookaheadState(zero_count(params), tree.map(torch.clone, params), self.inner.init(params))
@@ -105,10 +134,6 @@ class lookahead(Optimizer):
         updates, inner_state = self.inner.update(updates, state.inner_state, params)
         new, state = self._synced(tree.map(torch.add, params, updates), state, inner_state)
         return tree.map(torch.sub, new, params), state
-
-    @property
-    def step(self) -> StepFn:
-        return self._step
 
     def _step(self, grads: Updates, state: LookaheadState, params: Params) -> tuple[Params, LookaheadState]:
         fast, inner_state = step_or_update(self.inner, grads, state.inner_state, params)
@@ -134,30 +159,31 @@ class ScheduleFreeState(NamedTuple):
     count: Tensor  # type: ignore[assignment]  # i64[], updates so far
     largest: Tensor  # f64[], the largest rate so far
     total: Tensor  # f64[], sum of the weights so far
-    z: Params  # where `inner` is, like params
+    z: Params  # the iterate of `inner`, like params
     inner_state: OptState
 
 
 @dataclass(frozen=True)
-class schedule_free(Optimizer):
-    """Average the way of ``inner``, and take gradients between it and its average: no schedule that knows the end.
+class schedule_free(Around):
+    """Average the iterates of ``inner`` instead of decaying its rate: no need to know when training ends.
 
-    With ``z`` where ``inner`` is, ``x`` its average and ``y = (1 - b1) z + b1 x`` the parameters of the state, at which
-    gradients are taken: ``z <- z + inner(gradient at y)``, ``x <- (1 - c) x + c z``, with ``c = w / (sum of w so far)``
-    and ``w`` the largest rate so far to the power ``weight_lr_power``. Evaluate at ``x``: :meth:`eval_params`.
-    ``inner`` has no momentum: ``sgd(lr)``, or ``scale_by_rms`` and a rate. Decay in it acts at ``y``.
+    With ``z`` the iterate of ``inner``, ``x`` its average and ``y = (1 - b1) z + b1 x`` the parameters in the state,
+    where gradients are computed: ``z <- z + inner(gradient at y)``, ``x <- (1 - c) x + c z``, with ``c = w / (sum of w
+    so far)`` and ``w`` the largest rate so far to the power ``weight_lr_power``. Evaluate at ``x``: see
+    :meth:`eval_params`. Use an ``inner`` without momentum: ``sgd(lr)``, or ``scale_by_rms`` and a rate. Its weight
+    decay acts at ``y``.
 
     State: count i64[]; largest and total f64[]; z like params; that of ``inner``.
 
     Source: Defazio et al. 2024, "The Road Less Scheduled"; ``optax.contrib.schedule_free``.
 
     Attributes:
-      inner: The optimizer, with a constant rate or a warm-up.
-      learning_rate: The schedule of ``inner`` if it has one; any number stands for a constant rate.
-      b1: In (0, 1): how near to the average gradients are taken.
-      weight_lr_power: Not negative; 0 averages all steps alike.
+      inner: The optimizer, with a constant rate or a warmup.
+      learning_rate: The schedule of ``inner`` if it has one; any number means a constant rate.
+      b1: In (0, 1): how close to the average gradients are computed.
+      weight_lr_power: Nonnegative; 0 weights all steps equally.
     Raises:
-      ValueError: If a number is out of its range.
+      ValueError: If a number is out of range.
 
     Example:
       >>> from functional_cg import optim
@@ -169,7 +195,6 @@ class schedule_free(Optimizer):
       ({'w': tensor([2.2500])}, {'w': tensor([2.5000])})
     """
 
-    inner: GradientTransformation
     learning_rate: ScalarOrSchedule = 1.0
     b1: Scalar = 0.9
     weight_lr_power: float = 2.0
@@ -178,11 +203,7 @@ class schedule_free(Optimizer):
         in_range("schedule_free: learning_rate", self.learning_rate)
         positive("schedule_free: b1", self.b1, below=1.0)
         in_range("schedule_free: weight_lr_power", self.weight_lr_power)
-        need_steps("schedule_free", self.inner)
-
-    @property
-    def parts(self) -> tuple[GradientTransformation, ...]:
-        return (self.inner,)
+        super().__post_init__()
 
     def init(self, params: Params) -> ScheduleFreeState:
         count = zero_count(params)
@@ -191,24 +212,13 @@ class schedule_free(Optimizer):
         return ScheduleFreeState(count, largest, total, z, self.inner.init(params))
 
     def eval_params(self, state: ScheduleFreeState, params: Params) -> Params:
-        """The average ``x``, at which the model is evaluated: ``(y - (1 - b1) z) / b1``.
+        """The average ``x``, at which to evaluate the model: ``(y - (1 - b1) z) / b1``.
 
         Args:
-          state: Of this optimizer, ``state.opt_state``.
-          params: The parameters beside it.
+          state: The state of this optimizer, ``state.opt_state``.
+          params: The parameters that go with it.
         """
         return interpolated(1 / self.b1, state.z, params)
-
-    def update(
-        self, updates: Updates, state: ScheduleFreeState, params: Params | None = None
-    ) -> tuple[Updates, ScheduleFreeState]:
-        params = need_params("schedule_free", params)
-        new, state = self._step(updates, state, params)
-        return tree.map(torch.sub, new, params), state
-
-    @property
-    def step(self) -> StepFn:
-        return self._step
 
     def _step(
         self, grads: Updates, state: ScheduleFreeState, params: Params
@@ -227,20 +237,20 @@ class schedule_free(Optimizer):
 def sam(
     value_and_grad: Callable[..., tuple[Any, Updates]], rho: Scalar = 0.05, *, adaptive: bool = False
 ) -> Callable[..., tuple[Any, Updates]]:
-    """Sharpness-aware gradients: those at ``p + rho g / |g|``, where the loss is worst near ``p``.
+    """Compute sharpness-aware gradients: those at ``p + rho g / |g|``, where the loss near ``p`` is highest.
 
-    ``g`` is the gradient at ``p`` and ``|g|`` its norm over all leaves. With ``adaptive``, the neighbourhood grows with
-    the parameters: ``p + rho p^2 g / |p g|``. It costs two gradients; any optimizer takes the second one.
+    ``g`` is the gradient at ``p`` and ``|g|`` its norm over all leaves. With ``adaptive``, the neighborhood scales with
+    the parameters: ``p + rho p^2 g / |p g|``. Each call computes two gradients; pass the result to any optimizer.
 
     Source: Foret et al. 2021; Kwon et al. 2021 for ``adaptive``; ``optax.contrib.sam``.
 
     Args:
-      value_and_grad: ``(params, *args) -> (value, grads)``, as :func:`functional_cg.value_and_grad` makes it; called
+      value_and_grad: ``(params, *args) -> (value, grads)``, as returned by :func:`functional_cg.value_and_grad`; called
         twice with the same arguments.
-      rho: How far, positive number or f32[].
-      adaptive: Scale the neighbourhood by the parameters.
+      rho: Radius of the neighborhood, positive number or f32[].
+      adaptive: Scale the neighborhood by the parameters.
     Returns:
-      A function of the same arguments: the value at ``p``, and the gradients from nearby.
+      A function with the same arguments that returns the value at ``p`` and the gradients at the perturbed point.
     Raises:
       ValueError: If ``rho`` is negative.
 
