@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import numbers
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
@@ -73,3 +74,29 @@ def refuse_without_rate(name: str, tx: Any) -> None:
         "lead uphill.\nTo fix: put one behind it, `optim.chain(..., optim.scale_by_learning_rate(1e-3))`; or use an "
         "optimizer that has one, such as `optim.adam(1e-3)`.",
     )
+
+
+def require(condition: object, message: str) -> None:
+    """Raise ``ValueError(message)`` unless ``condition``."""
+    if not condition:
+        raise ValueError(message)
+
+
+def in_range(name: str, value: object, *, low: float = 0.0, below: float = float("inf")) -> None:
+    """Raise for a Python number outside [low, below); tensors go unchecked, since reading one is a host sync.
+
+    Raises:
+      TypeError: If the value is not a number, tensor or schedule.
+      ValueError: If it is a number out of range.
+    """
+    if not (isinstance(value, (numbers.Real, Tensor)) or callable(value)):
+        raise TypeError(f"{name} must be a number, a tensor or a schedule, got {type(value).__name__}")
+    if isinstance(value, (int, float)) and not low <= value < below:
+        bound = f"in [{low:g}, {below:g})" if below != float("inf") else f"at least {low:g} and finite"
+        raise ValueError(f"{name} must be {bound}, got {value!r}")
+
+
+def positive(name: str, value: object, *, below: float = float("inf")) -> None:
+    """Raise for whatever :func:`in_range` rejects, and for 0."""
+    in_range(name, value, below=below)
+    require(not isinstance(value, (int, float)) or value, f"{name} is 0")

@@ -12,7 +12,6 @@ optimizer can be a static field of a state and part of the key under which a cap
 
 from __future__ import annotations
 
-import numbers
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -23,7 +22,10 @@ from torch import Tensor
 
 from functional_cg import tree
 from functional_cg.errors import LayoutError
+from functional_cg.optim.algebra.arguments import in_range as in_range
+from functional_cg.optim.algebra.arguments import positive as positive
 from functional_cg.optim.algebra.arguments import refuse_unknown
+from functional_cg.optim.algebra.arguments import require as require
 from functional_cg.optim.algebra.fitting import in_dtypes_of
 
 Params = Any  # PyTree of floating tensors
@@ -263,32 +265,6 @@ def need_steps(name: str, inner: GradientTransformation) -> None:
         inner.applies_learning_rate,
         f"{name}: {inner!r} makes no steps; put a learning rate behind it, or use an optimizer",
     )
-
-
-def require(condition: object, message: str) -> None:
-    """Raise ``ValueError(message)`` unless ``condition``."""
-    if not condition:
-        raise ValueError(message)
-
-
-def in_range(name: str, value: object, *, low: float = 0.0, below: float = float("inf")) -> None:
-    """Raise for a Python number outside [low, below); tensors go unchecked, since reading one is a host sync.
-
-    Raises:
-      TypeError: If the value is not a number, tensor or schedule.
-      ValueError: If it is a number out of range.
-    """
-    if not (isinstance(value, (numbers.Real, Tensor)) or callable(value)):
-        raise TypeError(f"{name} must be a number, a tensor or a schedule, got {type(value).__name__}")
-    if isinstance(value, (int, float)) and not low <= value < below:
-        bound = f"in [{low:g}, {below:g})" if below != float("inf") else f"at least {low:g} and finite"
-        raise ValueError(f"{name} must be {bound}, got {value!r}")
-
-
-def positive(name: str, value: object, *, below: float = float("inf")) -> None:
-    """Raise for whatever :func:`in_range` rejects, and for 0."""
-    in_range(name, value, below=below)
-    require(not isinstance(value, (int, float)) or value, f"{name} is 0")
 
 
 def rate_at(learning_rate: ScalarOrSchedule, count: Tensor) -> float | Tensor:
