@@ -5,6 +5,7 @@ import contextlib
 import dataclasses
 import enum
 import functools
+import gc
 import math
 import operator
 import os
@@ -14,6 +15,7 @@ import sys
 import timeit
 import types
 from collections import defaultdict
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy
@@ -22,6 +24,7 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import Tensor
 
 import functional_cg as fcg
 from functional_cg.ambient.setting import canonical
@@ -1240,3 +1243,74 @@ def test_cost_of_an_entry(capsys):
     line = f"host watch: modes {only_modes:.2f} µs, a global {per_global:.3f} µs, a chain {per_chain:.3f} µs"
     with capsys.disabled():
         print(line)  # noqa: T201
+
+
+# -- what is made in the step, and what a collection ends ---------------------------------------------------------
+
+
+def memoised(x: Tensor) -> Tensor:
+    known: dict[int, Tensor] = {}
+
+    def term(n: int) -> Tensor:
+        if n not in known:
+            known[n] = x if n == 0 else torch.sin(term(n - 1)) + term(n - 1)
+        return known[n]
+
+    return term(4)
+
+
+def visited(x: Tensor) -> Tensor:
+    seen: set[int] = set()
+
+    def walk(n: int) -> Any:
+        if n in seen or n > 5:
+            return 0
+        seen.add(n)
+        return x * n + walk(n + 1) + walk(n + 2)
+
+    return walk(1)  # type: ignore[no-any-return]
+
+
+def in_a_default(x: Tensor) -> Tensor:
+    def fibonacci(n: int, known: dict[int, Tensor] = {}) -> Tensor:  # noqa: B006
+        if n < 2:
+            return x
+        if n not in known:
+            known[n] = fibonacci(n - 1) + fibonacci(n - 2)
+        return known[n]
+
+    return fibonacci(8)
+
+
+@pytest.mark.parametrize("function", [memoised, visited, in_a_default], ids=lambda f: f.__name__)
+def test_what_a_local_function_keeps_that_calls_itself_is_of_the_step(
+    function: Callable[[Tensor], Tensor],
+) -> None:
+    """It is in a cycle of references, so that it is still there when the step has ended."""
+    step = fcg.graph_step(lambda s, x: ({"w": s["w"] + function(x).sum()}, {}))
+    state, expected = fcg.place({"w": torch.zeros(())}), 0.0
+    for call in range(3):
+        x = torch.full((3,), float(call))
+        state, _ = step(state, x)
+        expected += float(function(x).sum())
+        assert float(state["w"]) == pytest.approx(expected)
+    assert step.stats.captures == 1
+
+
+@pytest.mark.parametrize("collects", [True, False])
+def test_nothing_is_collected_while_a_step_is_followed(collects: bool) -> None:
+    """A collection would end somebody's generators, whose frames would be taken for the step's."""
+    seen = []
+
+    def step_fn(state: Any, x: Tensor) -> Any:
+        seen.append(gc.isenabled())
+        return {"w": state["w"] + x}, {}
+
+    was = gc.isenabled()
+    (gc.enable if collects else gc.disable)()
+    try:
+        with followed(HostReads([])):
+            step_fn({"w": torch.zeros(())}, torch.ones(()))
+        assert (seen, gc.isenabled()) == ([False], collects)
+    finally:
+        (gc.enable if was else gc.disable)()

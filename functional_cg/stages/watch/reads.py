@@ -6,6 +6,7 @@ Nothing of the user's is run to find out: only what instances, classes, modules 
 from __future__ import annotations
 
 import functools
+import gc
 import os
 import sys
 import types
@@ -275,15 +276,11 @@ class Reads:
         self._registries.clear()
         places = [place for place in self._places.values() if place.owner is None and not place.outlives]
         self._places.clear()
-        probe = Place(object(), "")
-        held = sys.getrefcount(probe.value)
         entries = list(self.entries.values())
         self.entries.clear()
-        while gone := [place for place in places if sys.getrefcount(place.value) <= held]:
-            for place in gone:
-                place.value = _GONE
-            places = [place for place in places if place.value is not _GONE]
-            entries = [entry for entry in entries if _remains(entry)]
+        places, entries = _without_gone(places, entries)
+        if places and gc.collect():  # a local function that calls itself keeps itself and what it closes over
+            places, entries = _without_gone(places, entries)
         for place in places:
             place.outlives = True
         return entries
@@ -304,6 +301,18 @@ class Reads:
 
 
 _GONE = object()  # stands for what the step has made
+
+
+def _without_gone(places: list[Place], entries: list[Entry]) -> tuple[list[Place], list[Entry]]:
+    """Forget the places whose values nothing else holds, and what was read there."""
+    probe = Place(object(), "")
+    held = sys.getrefcount(probe.value)
+    while gone := [place for place in places if sys.getrefcount(place.value) <= held]:
+        for place in gone:
+            place.value = _GONE
+        places = [place for place in places if place.value is not _GONE]
+        entries = [entry for entry in entries if _remains(entry)]
+    return places, entries
 
 
 def _remains(entry: Entry) -> bool:
