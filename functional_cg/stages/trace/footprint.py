@@ -110,11 +110,6 @@ def _repeated(program: Program) -> Iterator[str]:
             yield str(instr.site or instr.op)
 
 
-def _by_mode(program: Program) -> Iterator[str]:
-    """Yield modules that a read-only function applies in training mode, where the mode matters."""
-    yield from (one.module for one in program.applications if one.by_mode and not program.new_state)
-
-
 def _forgotten(program: Program) -> Iterator[str]:
     """Yield submodules with a new buffer that reaches no result of the step."""
     results = [*program.new_state, *program.results]
