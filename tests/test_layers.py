@@ -67,7 +67,6 @@ DEFERRED = {
         "tensors.philox_triton",
     ): "imports triton at its top, which CPU builds of torch do not bring",
     ("stages.passes.cross_entropy", "tensors.cross_entropy_triton"): "the same",
-    ("stages.trial.ulps", "tensors.ulps_triton"): "the same",
     ("examples.outcome", "report"): "needs matplotlib, which a picture alone is worth",
 }
 
@@ -77,6 +76,7 @@ DOORS = {
     "torch.cuda.CUDAGraph": ("stages.run.capture", "bench.systems.by_hand"),
     "torch.cuda.graph": ("stages.run.capture", "bench.systems.by_hand"),
     "torch.cuda.graphs": ("stages.run.capture",),
+    "torch.cuda._compile_kernel": ("tensors.ulps_cuda",),
     "torch.cuda.make_graphed_callables": ("stages.run.capture", "bench.systems.torch_systems"),
     "torch._scaled_mm": ("nn._scaled_mm",),
     "torch._subclasses.FakeTensorMode": ("stages.trace.fake_mode",),

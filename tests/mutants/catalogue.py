@@ -146,8 +146,8 @@ MUTANTS = (
         "the trial sees the first step alone, at which a rate that warms up is zero",
         (
             (
-                "        for leads in (self._stays, self._to_the_next_step):",
-                "        for leads in (self._stays,):",
+                "        for steps in (0, 1):",
+                "        for steps in (0,):",
             ),
         ),
         (f"{TRIAL}test_a_planted_mistake_is_refused[a dropped clone-cpu]",),

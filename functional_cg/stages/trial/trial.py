@@ -120,28 +120,26 @@ class Trial:
         Args:
           space: The buffers that the plan and the program run on.
         """
-        for leads in (self._stays, self._to_the_next_step):
-            leads(space)
+        for steps in (0, 1):
+            self._advance(space, steps)
             got = [sketch(value) for value in self._made(space)]
-            leads(space)
+            space.reset()
+            self._advance(space, steps)
             room = space.room()
             kept = sum(one.nbytes for one in got)  # the expected sketches will take as much
             if room is not None and self._lacks(room - kept):
                 return []
             wrong = self._judge.limits(got, space.buffers)
             if self._together(bool(wrong)):
-                return self._described(wrong, space, leads)
+                return self._described(wrong, space, steps)
             if not self._advances:
                 break
         return []
 
-    def _stays(self, space: Space) -> None:
-        space.reset()
-
-    def _to_the_next_step(self, space: Space) -> None:
-        """Advance the slots by one step of the plan, whose first step was found right."""
-        space.reset()
-        self._made(space)
+    def _advance(self, space: Space, steps: int) -> None:
+        """Advance the slots by steps of the plan, each of which was found right."""
+        for _ in range(steps):
+            self._made(space)
 
     def _lacks(self, room: int) -> bool:
         if not 0 < self._takes <= room:
@@ -157,11 +155,9 @@ class Trial:
             metrics = self._plan.bind(space.buffers)(())
         return self._reference.made(metrics, space.buffers.slots)
 
-    def _described(
-        self, wrong: Mapping[int, Distance], space: Space, leads: Callable[[Space], None]
-    ) -> list[Difference]:
+    def _described(self, wrong: Mapping[int, Distance], space: Space, steps: int) -> list[Difference]:
         """Describe the wrong outputs; runs both the plan and the program once more."""
-        leads(space)
         expected = self._judge.expected(wrong, space.buffers)
-        leads(space)
+        space.reset()
+        self._advance(space, steps)
         return self._judge.described(wrong, self._made(space), expected)

@@ -28,6 +28,7 @@ import torch
 from torch import Tensor
 
 from ...tensors.aten import returns_view
+from ...tensors.ulps_cuda import move_cuda
 from ..program import Instr, Var
 
 __all__ = ["Shaker", "decides"]
@@ -130,8 +131,6 @@ class Shaker:
         else:
             root = flat.new_zeros((), dtype=_WIDE.get(flat.dtype))
         if flat.is_cuda:
-            from ...tensors.ulps_triton import move_cuda
-
             move_cuda(flat, most, root, scale, seed, direction, *_BITS[flat.dtype][1:])
         else:
             _move_on_host(flat, most, root, scale, seed, direction)
