@@ -76,7 +76,7 @@ DOORS = {
     "torch.cuda.CUDAGraph": ("stages.run.capture", "bench.systems.by_hand"),
     "torch.cuda.graph": ("stages.run.capture", "bench.systems.by_hand"),
     "torch.cuda.graphs": ("stages.run.capture",),
-    "torch.cuda._compile_kernel": ("tensors.ulps_cuda",),
+    "torch.cuda._compile_kernel": ("tensors.ulps",),
     "torch.cuda.make_graphed_callables": ("stages.run.capture", "bench.systems.torch_systems"),
     "torch._scaled_mm": ("nn._scaled_mm",),
     "torch._subclasses.FakeTensorMode": ("stages.trace.fake_mode",),

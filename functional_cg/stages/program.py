@@ -29,6 +29,7 @@ __all__ = [
     "live",
     "map_vars",
     "peak_bytes",
+    "storage_bytes",
     "vars_in",
     "written_storages",
 ]
@@ -299,6 +300,22 @@ def live(instrs: Sequence[Instr], results: Iterable[Var]) -> tuple[list[Instr], 
             storages.update(var.storage for var in instr.inputs())
     kept.reverse()
     return kept, used
+
+
+def storage_bytes(instrs: Iterable[Instr]) -> dict[int, int]:
+    """Return the bytes of each storage that the results of the calls span."""
+    sizes: dict[int, int] = {}
+    for var in (var for instr in instrs for var in instr.outputs()):
+        sizes[var.storage] = max(sizes.get(var.storage, 0), _spanned(var))
+    return sizes
+
+
+def _spanned(var: Var) -> int:
+    """Bytes of its storage up to the variable's last element; an expanded one takes no more than what it repeats."""
+    if not var.spec.numel:
+        return 0
+    steps = zip(var.spec.shape, var.spec.stride, strict=True)
+    return (var.offset + 1 + sum((size - 1) * step for size, step in steps)) * var.spec.dtype.itemsize
 
 
 def peak_bytes(instrs: Sequence[Instr], kept: Collection[int], sizes: Mapping[int, int]) -> tuple[int, int]:

@@ -11,6 +11,7 @@ import logging
 import os
 import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
 from types import MappingProxyType
@@ -19,6 +20,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
+from ..concurrency.garbage import no_garbage_collection
 from ..concurrency.interrupts import uninterrupted
 from ..errors import MiscompileError
 from ..options import Certify
@@ -30,6 +32,7 @@ from ..stages.trial.judge import Difference, miscompiled
 from ..stages.trial.trial import Certificate, Trial
 from ..state.arena import Arena
 from ..tensors.aten import copies
+from ..tensors.ulps import load_kernels
 from .lowered import Lowered
 
 __all__ = ["certify"]
@@ -56,7 +59,7 @@ def certify(
     """
     start = time.perf_counter()
     aside = backend.aside() if isinstance(backend, CUDABackend) else contextlib.nullcontext()
-    with aside:
+    with aside, no_garbage_collection():  # it takes long after compiling, and a capture begins with one
         certificate = _certificate(lowered, buffers, arenas, asked)
     level = logging.INFO if certificate.certified else logging.WARNING
     _log.log(level, "%s: %s; in %.2f s", lowered.name, certificate, time.perf_counter() - start)
@@ -71,8 +74,11 @@ def _certificate(lowered: Lowered, buffers: Buffers, arenas: Sequence[Arena], as
     if together(_host_memory() < needed):
         return Certificate(False, f"the host has no {needed:,} B to keep values in")
     trial = Trial(lowered.reference, lowered.plan, together)
-    trial.rehearse(buffers, scratch(buffers.slots, lowered.reference.unchecked.slots))
     on_gpu = any(one.is_cuda for one in (*buffers.slots, *buffers.inputs))
+    with ThreadPoolExecutor(1) as meanwhile:  # the compiler of the plan leaves it time
+        if on_gpu:
+            meanwhile.submit(load_kernels, _gpu(buffers))
+        trial.rehearse(buffers, scratch(buffers.slots, lowered.reference.unchecked.slots))
     with _InPlace.of(buffers, written, arenas, asked) if on_gpu else _Copied.of(buffers, arenas) as space:
         found = trial.differences(space)
     if trial.lacking:
@@ -162,10 +168,13 @@ class _InPlace:
     def room(self) -> int | None:
         if not self.limited:
             return None
-        device = next(one.device for one in (*self.buffers.slots, *self.buffers.inputs) if one.is_cuda)
-        stats: dict[str, Any] = torch.cuda.memory_stats(device)
+        stats: dict[str, Any] = torch.cuda.memory_stats(_gpu(self.buffers))
         room = int(stats["allocated_bytes.all.peak"]) - int(stats["allocated_bytes.all.current"])
         return room - room // _WORKSPACE
+
+
+def _gpu(buffers: Buffers) -> torch.device:
+    return next(one.device for one in (*buffers.slots, *buffers.inputs) if one.is_cuda)
 
 
 def _on_host(slot: Tensor) -> Tensor | None:

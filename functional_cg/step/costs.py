@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from ..stages.plan import ExecutionPlan, Schedule
-from ..stages.program import Instr, Program, Var, map_vars, peak_bytes
+from ..stages.program import Instr, Program, Var, map_vars, peak_bytes, storage_bytes
 from ..state.outline import columns
 from ..tensors.aten import named_arguments
 
@@ -335,8 +335,7 @@ def memory_analysis(program: Program, plan: Schedule) -> dict[str, int]:
         "inputs": sum(var.spec.nbytes for var in program.inputs),
         "constants": sum(constant.var.spec.nbytes for constant in program.constants),
     }
-    born = [var for instr in program.instrs for var in instr.outputs()]
-    sizes = {var.storage: var.spec.nbytes for var in reversed(born)}
+    sizes = storage_bytes(program.instrs)
     targets = [*program.slots, *program.inputs, *(known.var for known in program.ranges)]
     for var in (*targets, *(constant.var for constant in program.constants)):
         sizes.pop(var.storage, None)

@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from ..program import Instr, Program, Var, highest, map_vars, written_storages
+from ..program import Instr, Program, Var, highest, map_vars, storage_bytes, written_storages
 
 __all__ = ["keep_as_buffers", "recompute"]
 
@@ -113,9 +113,7 @@ class _Lives:
         last |= {var.storage: end for var in (*outside, *program.new_state, *program.results)}
         first: dict[int, int] = {}
         made = {var.storage for instr in instrs[:start] for var in instr.outputs()}
-        size: dict[int, int] = {}
-        for var in (var for instr in instrs for var in instr.outputs()):
-            size[var.storage] = max(size.get(var.storage, 0), var.spec.nbytes)
+        size = storage_bytes(instrs)
         for i, instr in enumerate(instrs[start:], start):
             for var in instr.inputs():
                 if var.storage in made:

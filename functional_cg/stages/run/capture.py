@@ -12,6 +12,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from ...concurrency.garbage import no_garbage_collection
 from ...concurrency.interrupts import uninterrupted
 from ...concurrency.streams import current_device
 from ...errors import CaptureError, FunctionalCGError, StreamError
@@ -168,9 +169,10 @@ class CUDABackend:
                     warm(())
                 del warm
             graph = torch.cuda.CUDAGraph()
+            gc.collect()  # no finalizer may destroy graphs or events while a stream is capturing
             try:
                 with (
-                    _no_garbage_collection(),
+                    no_garbage_collection(),
                     _empty_graphs_are_fine(),
                     torch.cuda.graph(
                         graph, pool=self._pool, stream=self._streams[1], capture_error_mode="thread_local"
@@ -246,19 +248,6 @@ def _free_workspaces() -> None:
     cuBLAS allocates new ones on demand. Live graphs are not affected: their workspaces come from their own pools.
     """
     torch._C._cuda_clearCublasWorkspaces()
-
-
-@contextlib.contextmanager
-def _no_garbage_collection() -> Iterator[None]:
-    """Disable garbage collection: no finalizer may destroy graphs or events while a stream is capturing."""
-    gc.collect()
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
 
 
 @contextlib.contextmanager

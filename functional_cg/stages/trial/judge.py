@@ -117,7 +117,7 @@ class Judge:
             if not self._together(not all(map(Distance.within, off, limits))):
                 self.share = max([self.share, *map(Distance.share, off, limits)])
                 return {}
-            shaker = Shaker(most, decisions, leans=number % 2 == 1, dice=dice)
+            shaker = Shaker(most, decisions, leans=number % 2 == 0, dice=dice)
             self._reference.run(buffers, compare, shaker)
             limits = [
                 limit.or_more(apart.times(factor))

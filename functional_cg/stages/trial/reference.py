@@ -12,7 +12,7 @@ from torch import Tensor
 from ...messages.source import Location
 from ...tensors.aten import FUSED
 from ..plan import Buffers, evaluate, quiet
-from ..program import Instr, Program, Var, live, peak_bytes, written_storages
+from ..program import Instr, Program, Var, live, peak_bytes, storage_bytes, written_storages
 from .remat_plan import in_order, within
 from .row_blocks import in_blocks
 from .ulps import Shaker, decides
@@ -122,10 +122,7 @@ class Reference:
           Peak bytes of a run; more than ``room`` if no order is found that fits.
         """
         static = {var.storage for var in self._bound_vars()}
-        sizes: dict[int, int] = {}
-        for var in (var for instr in self._instrs for var in instr.outputs()):
-            if var.storage not in static:
-                sizes[var.storage] = max(sizes.get(var.storage, 0), var.spec.nbytes)
+        sizes = {one: size for one, size in storage_bytes(self._instrs).items() if one not in static}
         beside = max(map(_copied, self._instrs), default=0)
         peak, _ = peak_bytes(self._instrs, (), sizes)
         if peak + beside <= room:

@@ -14,7 +14,7 @@ from bisect import bisect_right
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 
-from ..program import Instr, Var, written_storages
+from ..program import Instr, Var, storage_bytes, written_storages
 
 __all__ = ["Action", "in_order", "within"]
 
@@ -73,27 +73,28 @@ class _Plan:
     """Simulates a program and tracks which values are in memory."""
 
     def __init__(self, instrs: Sequence[Instr], static: frozenset[int], budget: int) -> None:
-        self._instrs, self._static, self._budget = instrs, static, budget
+        self._instrs, self._budget = instrs, budget
+        self._inputs = {instr: tuple(instr.inputs()) for instr in instrs}
+        self._outputs = {instr: tuple(instr.outputs()) for instr in instrs}
         self._maker: dict[Var, Instr] = {}
         self._price: dict[
             Var, tuple[float, tuple[Var, ...]]
         ] = {}  # bytes that its call moves, and what it reads
-        self._size: dict[int, int] = {}
+        self._size = {one: size for one, size in storage_bytes(instrs).items() if one not in static}
         self._uses: dict[int, list[int]] = {}
         written = written_storages(instrs)
         self._stays = set(written)  # storages that cannot be recomputed
         for number, instr in enumerate(instrs):
-            for var in instr.inputs():
+            for var in self._inputs[instr]:
                 self._uses.setdefault(var.storage, []).append(number)
             collective = instr.op.namespace == "_c10d_functional"  # all ranks make the same ones
             # A value made from such a storage cannot be recomputed either, once that is gone.
-            fixed = collective or any(var.storage in self._stays for var in instr.inputs())
+            fixed = collective or any(var.storage in self._stays for var in self._inputs[instr])
             price = _price(instr)
-            for var in instr.outputs():
+            for var in self._outputs[instr]:
                 if var.storage not in static:
                     self._maker.setdefault(var, instr)
-                    self._price.setdefault(var, (price, tuple(instr.inputs())))
-                    self._size[var.storage] = max(self._size.get(var.storage, 0), var.spec.nbytes)
+                    self._price.setdefault(var, (price, self._inputs[instr]))
                     if fixed:
                         self._stays.add(var.storage)
         self._there: dict[int, set[Var]] = {}  # what is in memory, by storage
@@ -107,9 +108,9 @@ class _Plan:
             raise _NoRoomError
         for number, instr in enumerate(self._instrs):
             self._now = number
-            self._need(list(instr.inputs()), instr)
+            self._need(self._inputs[instr], instr)
             self._run(instr)
-            for storage in {var.storage for var in (*instr.inputs(), *instr.outputs())}:
+            for storage in {var.storage for var in (*self._inputs[instr], *self._outputs[instr])}:
                 if self._size.get(storage, 0) * _FEW < self._budget and self._next_use(storage) is None:
                     self._drop(storage)
         self._actions.append(Action(None, self._forget))
@@ -117,7 +118,7 @@ class _Plan:
 
     def _needs(self, instr: Instr) -> int:
         """Return the bytes of a call's own arguments and results."""
-        storages = {var.storage for var in (*instr.inputs(), *instr.outputs())}
+        storages = {var.storage for var in (*self._inputs[instr], *self._outputs[instr])}
         return sum(self._size.get(storage, 0) for storage in storages)
 
     def _is_there(self, var: Var) -> bool:
@@ -134,7 +135,7 @@ class _Plan:
                 if maker is reader or maker in waiting:
                     raise _NoRoomError
                 waiting.append(maker)
-                protected.append(set(maker.inputs()))
+                protected.append(set(self._inputs[maker]))
             elif waiting:
                 protected.pop()
                 self._run(waiting.pop(), {var.storage for group in protected for var in group})
@@ -143,10 +144,10 @@ class _Plan:
 
     def _run(self, instr: Instr, protected: Collection[int] = ()) -> None:
         """Add a call, after dropping values to make room for its results."""
-        outputs = [var for var in instr.outputs() if var in self._maker]
+        outputs = [var for var in self._outputs[instr] if var in self._maker]
         new = {var.storage for var in outputs} - self._there.keys()
         size = sum(self._size[storage] for storage in new)
-        stays = {*protected} | {var.storage for var in (*instr.inputs(), *outputs)}
+        stays = {*protected} | {var.storage for var in (*self._inputs[instr], *outputs)}
         while self._used + size > self._budget:
             self._drop(self._victim(stays))
         self._actions.append(Action(instr, self._forget))

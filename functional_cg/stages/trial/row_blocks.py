@@ -107,8 +107,7 @@ class _Divided:
         waiting, self._waiting = self._waiting, []
         for instr, rows in waiting:
             for var in () if rows.sums else instr.outputs():
-                some = _some_rows(var.spec, self._blocks)
-                self._parts[var] = [self._fresh(some) for _ in range(self._blocks)]
+                self._parts[var] = [self._some_rows(var, instr, block) for block in range(self._blocks)]
         sums: dict[Instr, list[Any]] = {instr: [] for instr, rows in waiting if rows.sums}
         for block in range(self._blocks):
             for instr, rows in waiting:
@@ -121,7 +120,11 @@ class _Divided:
                 self._out += self._added_up(instr, sums[instr])
                 continue
             for var in instr.outputs():
-                if var in self._whole:
+                if var not in self._whole:
+                    continue
+                if _viewed(instr, var) in self._whole:
+                    self._out.append(instr)  # a view of what has just been joined
+                else:
                     self._out.append(Instr(_aten.cat.default, (self._parts[var],), {}, var, (), instr.site))
 
     def _part(self, instr: Instr, rows: _Rows, block: int) -> Instr:
@@ -185,6 +188,15 @@ class _Divided:
             calls.append(Instr(_aten.div.Tensor, (out, weight), {}, loss, (), instr.site))
         return calls
 
+    def _some_rows(self, var: Var, instr: Instr, block: int) -> Var:
+        """Return a variable for one block of a result; a view shares the memory of what it is a view of."""
+        part = self._fresh(replace(var.spec, shape=(var.spec.shape[0] // self._blocks, *var.spec.shape[1:])))
+        source = _viewed(instr, var)
+        if source is None:
+            return part
+        storage = self._parts[source][block].storage if source in self._parts else source.storage
+        return replace(part, storage=storage, fills=False)
+
     def _fresh(self, spec: BufferSpec) -> Var:
         self._index, self._storage = self._index + 1, self._storage + 1
         return Var(self._index, spec, self._storage, 0, True)
@@ -194,8 +206,9 @@ def _name(instr: Instr) -> str:
     return str(instr.op._schema.name).removeprefix("aten::")
 
 
-def _some_rows(spec: BufferSpec, blocks: int) -> BufferSpec:
-    return replace(spec, shape=(spec.shape[0] // blocks, *spec.shape[1:]))
+def _viewed(instr: Instr, var: Var) -> Var | None:
+    """Return the argument that shares its memory with a result, if there is one."""
+    return next((one for one in instr.inputs() if one.storage == var.storage), None)
 
 
 def _rows_of(instr: Instr) -> _Rows | None:

@@ -20,7 +20,7 @@ from torch import Tensor
 __all__ = ["Distance", "distance", "floor", "known", "sketch"]
 
 _NEIGHBOURS = 16
-_CHUNK = 2**20  # elements to sum at a time
+_CHUNK = 2**21  # elements to sum at a time
 _TILE = 2**16  # elements after which the signs repeat; a tensor of at most this many is small
 _ODD = 0x9E3779B1  # near the golden ratio of 2^32
 _FLOOR = 2.0  # ulps

@@ -28,23 +28,12 @@ import torch
 from torch import Tensor
 
 from ...tensors.aten import returns_view
-from ...tensors.ulps_cuda import move_cuda
+from ...tensors.ulps import AWAY_FROM_ZERO, DOWN, MOVABLE, TO_ZERO, UP, move
 from ..program import Instr, Var
 
 __all__ = ["Shaker", "decides"]
 
-_CHUNK = 2**22  # elements to perturb at a time on the CPU
-# dtype -> integer dtype of its size; mask of last bits, zero in few rounded and most exact numbers; bits of infinity.
-_BITS = MappingProxyType(
-    {
-        torch.float64: (torch.int64, 2**20 - 1, 0x7FF0_0000_0000_0000),
-        torch.float32: (torch.int32, 2**10 - 1, 0x7F80_0000),
-        torch.bfloat16: (torch.int16, 2**3 - 1, 0x7F80),
-        torch.float16: (torch.int16, 2**4 - 1, 0x7C00),
-    }
-)
 _WIDE = MappingProxyType({torch.bfloat16: torch.float32, torch.float16: torch.float32})
-_DIRECTIONS = (_UP, _DOWN, _OUTWARD, _INWARD) = (1, 2, 3, 4)  # 0 is any
 _MOST_NARROW = 8  # ulps of a 16-bit dtype: more would change the number too much
 # Ops that only move or select numbers do not round.
 _MOVES = frozenset(
@@ -86,7 +75,7 @@ class Shaker:
             return {}
         moved = {}
         for var in dict.fromkeys(instr.inputs()):
-            if var in values and values[var].dtype in _BITS and var not in instr.writes:
+            if var in values and values[var].dtype in MOVABLE and var not in instr.writes:
                 moved[var] = values[var].clone()
                 self._move(moved[var], self.decisions, 0.0)
         return moved
@@ -119,40 +108,15 @@ class Shaker:
         """Perturb a tensor that shares no memory; ``spread`` is relative to its root mean square."""
         if tensor.is_complex():
             tensor = torch.view_as_real(tensor)
-        if tensor.dtype not in _BITS or not tensor.numel():
+        if tensor.dtype not in MOVABLE or not tensor.numel():
             return
         flat = _flat_in_memory(tensor)
         if flat is None:
             return
-        direction = self.dice.choice(_DIRECTIONS) if self.leans else 0
+        direction = self.dice.choice((UP, DOWN, AWAY_FROM_ZERO, TO_ZERO)) if self.leans else 0
         seed, scale = self.dice.getrandbits(31), spread / math.sqrt(tensor.numel())
-        if spread:
-            root = torch.linalg.vector_norm(flat, dtype=_WIDE.get(flat.dtype))
-        else:
-            root = flat.new_zeros((), dtype=_WIDE.get(flat.dtype))
-        if flat.is_cuda:
-            move_cuda(flat, most, root, scale, seed, direction, *_BITS[flat.dtype][1:])
-        else:
-            _move_on_host(flat, most, root, scale, seed, direction)
-
-
-def _move_on_host(flat: Tensor, most: int, root: Tensor, scale: float, seed: int, direction: int) -> None:
-    """Do what ``move_cuda`` does, on the CPU; in chunks, since each needs several times its size."""
-    integer, last, infinity = _BITS[flat.dtype]
-    generator = torch.Generator().manual_seed(seed)
-    step = root * scale if root.isfinite() else torch.zeros_like(root)
-    for part in flat.split(_CHUNK):
-        bits = part.view(integer)
-        magnitude = bits & torch.iinfo(integer).max
-        stays = (bits & last == 0) | (magnitude <= most) | (magnitude >= infinity - 1 - most)
-        ulps = torch.randint(-most, most + 1, part.shape, dtype=integer, generator=generator)
-        if direction:  # adding to a number's bits moves it away from zero
-            outward = {_UP: bits >= 0, _DOWN: bits < 0}.get(direction, direction == _OUTWARD)
-            ulps = torch.where(torch.as_tensor(outward), ulps.abs(), -ulps.abs())
-        bits += ulps.masked_fill_(stays, 0)
-        if scale:
-            noise = torch.randn(part.shape, generator=generator)
-            part += noise.mul_(step).masked_fill_(stays, 0)
+        root = torch.linalg.vector_norm(flat, dtype=_WIDE.get(flat.dtype)) if spread else None
+        move(flat, most, root, scale, seed, direction)
 
 
 def _flat(value: Any) -> Iterator[Any]:
@@ -185,7 +149,7 @@ def decides(instr: Instr) -> bool:
 
 def _narrows(instr: Instr) -> bool:
     """Whether a call is a cast to a non-floating or 8-bit dtype, which rounds to few values."""
-    return instr.name == "_to_copy" and all(out.spec.dtype not in _BITS for out in instr.outputs())
+    return instr.name == "_to_copy" and all(out.spec.dtype not in MOVABLE for out in instr.outputs())
 
 
 def _spread(instr: Instr, result: Tensor) -> float:

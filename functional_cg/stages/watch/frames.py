@@ -6,7 +6,6 @@ place of a debugger's, which sees the other run of a trace.
 
 from __future__ import annotations
 
-import gc
 import os
 import sys
 import sysconfig
@@ -18,6 +17,7 @@ from typing import Any
 
 import torch
 
+from ...concurrency.garbage import no_garbage_collection
 from ...messages.source import is_user_file
 from .kinds import UNKNOWN
 from .names import HostReads
@@ -136,15 +136,14 @@ def _is_own(frame: FrameType) -> bool | None:
 def followed(reads: HostReads) -> Iterator[None]:
     """Tell `reads` what the frames read that run on this thread."""
     follower = _Follower(reads)
-    collects = gc.isenabled()
-    gc.disable()  # the frames of what a collection ends, such as somebody's generator, are none of the step's
-    try:
-        with _traced(follower) if sys.version_info < (3, 12) else _monitored(follower):
-            yield
-    finally:
-        follower.leave()
-        if collects:
-            gc.enable()
+    with (
+        no_garbage_collection()
+    ):  # the frames of what it ends, such as somebody's generator, are none of the step's
+        try:
+            with _traced(follower) if sys.version_info < (3, 12) else _monitored(follower):
+                yield
+        finally:
+            follower.leave()
 
 
 def aside(act: Callable[..., Any], *args: Any) -> Any:

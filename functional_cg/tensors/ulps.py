@@ -1,0 +1,185 @@
+"""Numbers moved by ulps, in place: on the CPU, and by a CUDA kernel in one pass.
+
+NVRTC compiles the kernel in a few hundredths of a second, Triton would take half a second: that counts, since it runs
+in the first call only.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+__all__ = ["AWAY_FROM_ZERO", "DOWN", "MOVABLE", "TO_ZERO", "UP", "load_kernels", "move"]
+
+UP, DOWN, AWAY_FROM_ZERO, TO_ZERO = 1, 2, 3, 4  # 0 is any
+_CHUNK = 2**22  # elements to move at a time on the CPU
+_THREADS = 256
+# dtype -> integer dtype of its size; mask of last bits, zero in few rounded and most exact numbers; bits of infinity;
+# its name in the kernel.
+_FORMATS = MappingProxyType(
+    {
+        torch.float64: (torch.int64, 2**20 - 1, 0x7FF0_0000_0000_0000, "Float64"),
+        torch.float32: (torch.int32, 2**10 - 1, 0x7F80_0000, "Float32"),
+        torch.bfloat16: (torch.int16, 2**3 - 1, 0x7F80, "BFloat16"),
+        torch.float16: (torch.int16, 2**4 - 1, 0x7C00, "Float16"),
+    }
+)
+MOVABLE = frozenset(_FORMATS)
+_SOURCE = r"""
+struct Float64 {
+  typedef long long Bits;
+  typedef double Number;
+  static __device__ Number number(Bits bits) { return __longlong_as_double(bits); }
+  static __device__ Bits bits(Number x) { return __double_as_longlong(x); }
+};
+
+struct Float32 {
+  typedef int Bits;
+  typedef float Number;
+  static __device__ Number number(Bits bits) { return __int_as_float(bits); }
+  static __device__ Bits bits(Number x) { return __float_as_int(x); }
+};
+
+struct BFloat16 {
+  typedef short Bits;
+  typedef float Number;
+  static __device__ Number number(Bits bits) { return __int_as_float((int)bits << 16); }
+  static __device__ Bits bits(Number x) {
+    unsigned whole = (unsigned)__float_as_int(x);
+    return (Bits)((whole + 0x7FFF + (whole >> 16 & 1)) >> 16);  // to nearest, ties to even
+  }
+};
+
+struct Float16 {
+  typedef short Bits;
+  typedef float Number;
+  static __device__ Number number(Bits bits) {
+    float x;
+    asm("cvt.f32.f16 %0, %1;" : "=f"(x) : "h"(bits));
+    return x;
+  }
+  static __device__ Bits bits(Number x) {
+    short bits;
+    asm("cvt.rn.f16.f32 %0, %1;" : "=h"(bits) : "f"(x));
+    return bits;
+  }
+};
+
+// SplitMix64 (Steele, Lea, Flood 2014, "Fast splittable pseudorandom number generators").
+static __device__ unsigned long long mixed(unsigned long long z) {
+  z = (z ^ z >> 30) * 0xBF58476D1CE4E5B9ULL;
+  z = (z ^ z >> 27) * 0x94D049BB133111EBULL;
+  return z ^ z >> 31;
+}
+
+template <typename Format, long long LAST, long long INFINITE>
+__global__ void move(
+    typename Format::Bits* numbers,
+    const typename Format::Number* root,
+    double count,
+    int seed,
+    int most,
+    double scale,
+    int direction) {
+  typedef typename Format::Bits Bits;
+  typedef typename Format::Number Number;
+  const unsigned long long place = (unsigned long long)blockIdx.x * blockDim.x + threadIdx.x;
+  if (place >= count) return;
+  const Bits bits = numbers[place];
+  const long long magnitude = (long long)bits & ~(-1LL << (8 * sizeof(Bits) - 1));
+  if ((bits & LAST) == 0 || magnitude <= most || magnitude + most >= INFINITE - 1) return;
+
+  const unsigned long long GOLDEN = 0x9E3779B97F4A7C15ULL;
+  const unsigned long long state = mixed(seed * GOLDEN) + 2 * place * GOLDEN;
+  const unsigned first = (unsigned)(mixed(state) >> 32);
+  const unsigned long long second = mixed(state + GOLDEN);
+
+  int ulps = (int)(first % (2u * most + 1)) - most;
+  if (direction) {  // the bits of a number say how far it is from zero: 3 is outward, 4 inward, 1 and 2 up and down
+    const bool outward = direction == 3 || (direction == 1 && bits >= 0) || (direction == 2 && bits < 0);
+    ulps = (ulps < 0) == outward ? -ulps : ulps;
+  }
+  Number step = 0;
+  if (scale != 0) {
+    const Number size = *root;
+    if (size - size == 0) step = (Number)(size * scale);  // neither infinite nor NaN
+  }
+  // Four numbers from 0 to 2**16, added up, are nearly normal.
+  const unsigned sums =
+      (second & 0xFFFF) + (second >> 16 & 0xFFFF) + (second >> 32 & 0xFFFF) + (second >> 48 & 0xFFFF);
+  const float normal = (sums * (1.0f / 65536) - 2.0f) * 1.7320508f;
+  numbers[place] = Format::bits(Format::number((Bits)(bits + ulps)) + (Number)(normal * step));
+}
+"""
+
+
+def move(flat: Tensor, most: int, root: Tensor | None, scale: float, seed: int, direction: int) -> None:
+    """Move the numbers of a tensor by up to ``most`` ulps, and by a normal number of a standard deviation.
+
+    What is not finite stays, and what has no last bits: it is taken to be exact.
+
+    Args:
+      flat: [n], of a dtype in :data:`MOVABLE`, contiguous; written.
+      most: Ulps.
+      root: 0-d, f64 for f64 and f32 for all others: times ``scale`` it is the standard deviation; what is not finite
+        counts as zero, as does None.
+      scale: A number; zero for None.
+      seed: Of the draws, fewer than 32 bits.
+      direction: 0 for any, or one for all numbers.
+    """
+    (_move_on_gpu if flat.is_cuda else _move_on_host)(flat, most, root, scale, seed, direction)
+
+
+def load_kernels(device: torch.device) -> None:
+    """Load NVRTC and compile, so that the first call of :func:`move` need not wait for it."""
+    with torch.cuda.device(device):
+        for dtype in (torch.float32, torch.bfloat16):
+            _kernel(dtype, device)
+
+
+def _move_on_gpu(
+    flat: Tensor, most: int, root: Tensor | None, scale: float, seed: int, direction: int
+) -> None:
+    with torch.cuda.device(flat.device):
+        blocks = -(-flat.numel() // _THREADS)
+        args = (
+            flat,
+            flat if root is None else root,
+            float(flat.numel()),
+            seed,
+            most,
+            float(scale),
+            direction,
+        )
+        _kernel(flat.dtype, flat.device)((blocks, 1, 1), (_THREADS, 1, 1), args)
+
+
+@cache
+def _kernel(dtype: torch.dtype, _device: torch.device) -> Any:
+    """Return the kernel for a dtype, loaded on the current device."""
+    _, last, infinity, name = _FORMATS[dtype]
+    return torch.cuda._compile_kernel(_SOURCE, f"move<{name}, {last}LL, {infinity}LL>")
+
+
+def _move_on_host(
+    flat: Tensor, most: int, root: Tensor | None, scale: float, seed: int, direction: int
+) -> None:
+    """Do the same in chunks, since each needs several times its size."""
+    integer, last, infinity, _ = _FORMATS[flat.dtype]
+    generator = torch.Generator().manual_seed(seed)
+    for part in flat.split(_CHUNK):
+        bits = part.view(integer)
+        magnitude = bits & torch.iinfo(integer).max
+        stays = (bits & last == 0) | (magnitude <= most) | (magnitude >= infinity - 1 - most)
+        ulps = torch.randint(-most, most + 1, part.shape, dtype=integer, generator=generator)
+        if direction:  # adding to a number's bits moves it away from zero
+            outward = {UP: bits >= 0, DOWN: bits < 0}.get(direction, direction == AWAY_FROM_ZERO)
+            ulps = torch.where(torch.as_tensor(outward), ulps.abs(), -ulps.abs())
+        bits += ulps.masked_fill_(stays, 0)
+        if root is not None and root.isfinite():
+            noise = torch.randn(part.shape, generator=generator)
+            part += noise.mul_(root * scale).masked_fill_(stays, 0)
