@@ -29,7 +29,7 @@ from torch import Tensor
 import functional_cg as fcg
 from functional_cg.ambient.setting import canonical
 from functional_cg.errors import BakedValueError
-from functional_cg.stages.watch.frames import followed
+from functional_cg.stages.watch.frames import Follower
 from functional_cg.stages.watch.host_watch import MODES, HostWatch, modes, refuse_ambient_modes
 from functional_cg.stages.watch.names import HostReads
 
@@ -59,7 +59,7 @@ def watch(fn, *more, raises=(), constants=(), x=None, **named):
     """Run `fn` as a trace does, and watch what it has read."""
     reads = HostReads(constants)
     reads.root(fn, "self")
-    with canonical(), followed(reads), contextlib.suppress(*raises):
+    with canonical(), Follower(reads).following(), contextlib.suppress(*raises):
         fn(torch.ones(2) if x is None else x, *more, **named)
     return HostWatch(reads.finish(), autocast_dtypes=reads.says_autocast)
 
@@ -1309,7 +1309,7 @@ def test_nothing_is_collected_while_a_step_is_followed(collects: bool) -> None:
     was = gc.isenabled()
     (gc.enable if collects else gc.disable)()
     try:
-        with followed(HostReads([])):
+        with Follower(HostReads([])).following():
             step_fn({"w": torch.zeros(())}, torch.ones(()))
         assert (seen, gc.isenabled()) == ([False], collects)
     finally:

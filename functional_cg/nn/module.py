@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, cast
@@ -160,7 +161,7 @@ class Apply:
     def _copy(self, values: Mapping[str, Tensor], *, train: bool) -> nn.Module:
         """Make a private module for one call: nothing the forward does to it outlives the call."""
         memo: dict[int, Any] = {id(tensor): values[name] for name, tensor in _tensors(self._template)}
-        module = copy.deepcopy(self._template, memo).train(train)
+        module = _copied(self._template, memo).train(train)
         for path in self._frozen if train else ():
             module.get_submodule(path).eval()
         return module
@@ -239,12 +240,18 @@ def _template(module: nn.Module) -> nn.Module:
     with torch.inference_mode(False), torch.no_grad():
         memo: dict[int, Any] = {id(tensor): _on_meta(tensor) for _, tensor in _tensors(module)}
         try:
-            return copy.deepcopy(module, memo)
+            return _copied(module, memo)
         except Exception as error:
             raise TypeError(
                 f"from_module: {type(module).__name__} cannot be copied, {type(error).__name__}: {error}\n"
                 "To fix: keep what cannot be copied (files, locks, generators) outside of the module."
             ) from error
+
+
+def _copied(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
+    with warnings.catch_warnings():  # Python 3.12 and 3.13 copy an iterator, and say that 3.14 will not
+        warnings.filterwarnings("ignore", "Pickle, copy, and deepcopy support", DeprecationWarning)
+        return copy.deepcopy(module, memo)
 
 
 def _on_meta(tensor: Tensor) -> Tensor:

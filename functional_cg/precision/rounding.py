@@ -79,7 +79,14 @@ def _drawn(key: Tensor, x: Tensor, dtype: torch.dtype, stream: int, start: int |
 class _Rounded(torch.autograd.Function):
     """``f(x, halves, dtype)``, with the derivative of a cast."""
 
-    generate_vmap_rule = True
+    @staticmethod
+    def vmap(info: Any, dims: Any, x: Tensor, halves: Tensor, dtype: torch.dtype) -> tuple[Any, int]:
+        """Round the whole batch: torch 2.11 has no rule for a view in another dtype, and all is by element."""
+        x, halves = (
+            one.expand(info.batch_size, *one.shape) if dim is None else one.movedim(dim, 0)
+            for one, dim in zip((x, halves), dims, strict=False)
+        )
+        return _Rounded.apply(x, halves, dtype), 0
 
     @staticmethod
     def forward(x: Tensor, halves: Tensor, dtype: torch.dtype) -> Tensor:

@@ -213,12 +213,11 @@ class Transform:
         for original in lowered.originals:
             original.check(self._name)
         self._constants.check()
-        replay = functools.partial(self._replay, call, lowered)
-        if self._to_verify:
-            self._to_verify -= 1
-            result = self._shadow.verify(lowered.seen(call), lowered, lambda: replay()())
-            return lambda: result
-        return replay()
+        if not self._to_verify:
+            return self._replay(call, lowered)
+        self._to_verify -= 1
+        result = self._shadow.verify(lowered.seen(call), lowered, lambda: self._replay(call, lowered)())
+        return lambda: result
 
     def _replay(self, call: Call, lowered: Lowered) -> Callable[[], Any]:
         key = (id(lowered), call.arenas)
@@ -238,7 +237,8 @@ class Transform:
         if not (self._to_verify or call.statics or self._closed):
             self._fast = in_turn(self._turn, captured.run, self._name, then=captured.finish)
         if done is MISS:
-            self._take_apart(args, kwargs)  # says so where another thread has donated a state since
+            self._take_apart(args, kwargs)  # another thread has donated a state since, or changed a value
+            lowered.watch.check(self._name)
         assert done is not MISS, "a call that was just taken apart fits its capture"
         return functools.partial(captured.finish, done)
 

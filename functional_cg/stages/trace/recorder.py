@@ -33,7 +33,7 @@ from ...tensors.overlap import storage_key
 from ...transforms.debug import REPORTS
 from ...tree import KeyPath, path_string
 from ..program import Application, Constant, Instr, Program, Report, Var
-from ..watch.frames import aside, followed
+from ..watch.frames import Follower
 from ..watch.host_watch import HostWatch
 from ..watch.names import HostReads
 from .exceptions import mapped, raised_at
@@ -52,6 +52,7 @@ _LIFTS = frozenset(
     {torch.ops.aten.lift_fresh.default, torch.ops.aten.lift.default, torch.ops.aten.lift_fresh_copy.default}
 )
 
+_Act = Callable[..., Any]
 _IN_OTHER_STRIDES_ = torch.ops.aten.as_strided_.default
 # Ops that write a value into a tensor; the value may be a number on the host.
 _PUTS = frozenset(
@@ -63,13 +64,14 @@ class _Recorder(TorchDispatchMode):
     """Records ATen calls as instructions; in a second run, also compares them with those of the first."""
 
     def __init__(
-        self, recipe: Recipe, mode: FakeMode, first: Program | None, checkpoint: Callable[[], None]
+        self, recipe: Recipe, mode: FakeMode, first: Program | None, checkpoint: _Act, aside: _Act | None
     ) -> None:
         super().__init__()
         self.program = Program(recipe.name, [], [], [])
         self._mode = mode
         self._first = first
         self._checkpoint = checkpoint
+        self._aside = aside or (lambda act, *args: act(*args))
         self.variables: list[Var] = []
         self._vars: dict[int, Var] = {}
         self._kept: list[Tensor] = []  # keeps ids and storages unique while the trace lasts
@@ -77,8 +79,8 @@ class _Recorder(TorchDispatchMode):
         self._storages: dict[int, int] = {}
         self._protected: dict[int, str] = {}
         self.declared: dict[int, Tensor] = {}
-        mesh = mesh_of([spec for state in recipe.states for spec in state.specs])
-        self.rules = Rules(recipe.name, self._protected, recipe.function, on_a_mesh=mesh is not None)
+        self.mesh = mesh_of([spec for state in recipe.states for spec in state.specs])
+        self.rules = Rules(recipe.name, self._protected, recipe.function, on_a_mesh=self.mesh is not None)
         self._locator = Locator()
 
     def fake(self, spec: BufferSpec, owner: str) -> tuple[Tensor, Var]:
@@ -134,7 +136,7 @@ class _Recorder(TorchDispatchMode):
         if Sharded in types or Reader in types:
             return NotImplemented  # its ops on local shards are dispatched here again
         try:
-            return aside(self._dispatch, func, args, kwargs or {})
+            return self._aside(self._dispatch, func, args, kwargs or {})
         except FunctionalCGError as error:
             self.rules.remember(error)
             raise
@@ -160,8 +162,7 @@ class _Recorder(TorchDispatchMode):
             self._refuse_unknown(func, tensor, written)
         refuse_mixed_dtypes(func, tensors)
         out = func(*args, **kwargs)
-        folded = self._folded(func, args, out)
-        if folded is None:
+        if self._folded(func, args, out) is None:
             self._record(func, args, kwargs, out, written)
         return out
 
@@ -249,8 +250,7 @@ class _Recorder(TorchDispatchMode):
         # Under `vmap`, the source may be a Python number.
         if not isinstance(source, Tensor) or out.device == source.device:
             return None
-        var = self._vars[id(source)]
-        constant = next((c for c in self.program.constants if c.var is var), None)
+        constant = next((c for c in self.program.constants if c.var is self._vars[id(source)]), None)
         if constant is None:
             raise HostSyncError.of(
                 self.program.function,
@@ -298,7 +298,8 @@ def _run(
     reads: HostReads | None = None,
 ) -> _Recorder:
     mode = FakeMode()
-    recorder = _Recorder(recipe, mode, first, checkpoint)
+    follower = None if reads is None else Follower(reads)
+    recorder = _Recorder(recipe, mode, first, checkpoint, None if follower is None else follower.aside)
     runs.append(recorder)
     program = recorder.program
     trees: list[Any] = []
@@ -318,10 +319,9 @@ def _run(
         program.inputs.append(var)
     for name, constant in recipe.constants:
         recorder.declare(name, constant)
-    mesh = mesh_of([spec for state in recipe.states for spec in state.specs])
-    follow = nullcontext() if reads is None else followed(reads)
+    follow = nullcontext() if follower is None else follower.following()
     guard = HostGuard(recorder.rules, recorder.value_of)
-    with canonical(mesh), without_log(), mode, recorder, guard, meeting() as applied, follow:
+    with canonical(recorder.mesh), without_log(), mode, recorder, guard, meeting() as applied, follow:
         result = recipe.apply(recipe.function, trees, inputs)
         old = recipe.states[0] if recipe.donates else None
         result = shown(result) if old is None else left(old.specs, old.treedef, result)

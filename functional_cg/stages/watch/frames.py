@@ -24,7 +24,7 @@ from .names import HostReads
 from .shadow import Shadow
 from .stack import Instructions
 
-__all__ = ["aside", "followed"]
+__all__ = ["Follower"]
 
 _TORCH = os.path.dirname(torch.__file__) + os.sep
 # Libraries of which a method reads the attributes of an object of the user's, such as a module or a scheduler.
@@ -52,21 +52,47 @@ _NOT_OF_OBJECTS = tuple(
 _YIELDS = 0x20  # the flag of code that yields
 
 
-class _Follower:
-    """The shadows of the frames that run.
+class Follower:
+    """The shadows of the frames that run on this thread.
 
     Args:
       reads: Is told what they read.
 
     Attributes:
       own: Whether frames of code are the user's; None: nobody asks what they do.
+      away: Whether it follows none for now.
     """
 
     def __init__(self, reads: HostReads) -> None:
+        self.away = False
         self._reads = reads
         self._instructions = Instructions()
         self._shadows: dict[int, Shadow] = {}
         self.own: dict[CodeType, bool | None] = {}
+
+    @contextmanager
+    def following(self) -> Iterator[None]:
+        """Tell `reads` what the frames read that run in this block."""
+        # The frames of what a collection ends, such as somebody's generator, are none of the step's.
+        with no_garbage_collection():
+            try:
+                with _traced(self) if sys.version_info < (3, 12) else _monitored(self):
+                    yield
+            finally:
+                self._leave()
+
+    def aside(self, act: Callable[..., Any], *args: Any) -> Any:
+        """Call something whose frames are none of the step's: a library's, or the handler of a signal."""
+        tracer, away = sys.gettrace(), self.away
+        self.away = True
+        if isinstance(tracer, _Tracer):  # it would slow each of them down
+            sys.settrace(None)
+        try:
+            return act(*args)
+        finally:
+            self.away = away
+            if isinstance(tracer, _Tracer):
+                sys.settrace(tracer)
 
     def owned(self, frame: FrameType) -> bool | None:
         """Whether a frame is the user's; None: nobody asks what it does."""
@@ -110,7 +136,7 @@ class _Follower:
             if shadow is not None:
                 shadow.leave()
 
-    def leave(self) -> None:
+    def _leave(self) -> None:
         """Let go of the frames that may go on."""
         for shadow in self._shadows.values():
             shadow.leave()
@@ -132,32 +158,6 @@ def _is_own(frame: FrameType) -> bool | None:
     return True
 
 
-@contextmanager
-def followed(reads: HostReads) -> Iterator[None]:
-    """Tell `reads` what the frames read that run on this thread."""
-    follower = _Follower(reads)
-    with (
-        no_garbage_collection()
-    ):  # the frames of what it ends, such as somebody's generator, are none of the step's
-        try:
-            with _traced(follower) if sys.version_info < (3, 12) else _monitored(follower):
-                yield
-        finally:
-            follower.leave()
-
-
-def aside(act: Callable[..., Any], *args: Any) -> Any:
-    """Call something of a library whose frames nobody asks about: a trace function would slow each of them down."""
-    tracer = sys.gettrace()
-    if not isinstance(tracer, _Tracer):
-        return act(*args)
-    sys.settrace(None)
-    try:
-        return act(*args)
-    finally:
-        sys.settrace(tracer)
-
-
 class _Tracer:
     """A trace function.
 
@@ -165,7 +165,7 @@ class _Tracer:
       follower: Is told of the frames.
     """
 
-    def __init__(self, follower: _Follower) -> None:
+    def __init__(self, follower: Follower) -> None:
         self._follower, self._own = follower, follower.own
 
     def __call__(self, frame: FrameType, event: str, arg: Any) -> Any:
@@ -187,7 +187,7 @@ class _Tracer:
 
 
 @contextmanager
-def _traced(follower: _Follower) -> Iterator[None]:
+def _traced(follower: Follower) -> Iterator[None]:
     before, tracer = sys.gettrace(), _Tracer(follower)
     sys.settrace(tracer)
     try:
@@ -198,7 +198,7 @@ def _traced(follower: _Follower) -> Iterator[None]:
 
 
 @contextmanager
-def _monitored(follower: _Follower) -> Iterator[None]:
+def _monitored(follower: Follower) -> Iterator[None]:
     monitoring: Any = sys.monitoring  # type: ignore[attr-defined, unused-ignore]
     events, thread = monitoring.events, threading.get_ident()
     tool = next(number for number in (4, 3, 2, 1, 0) if monitoring.get_tool(number) is None)
@@ -206,7 +206,7 @@ def _monitored(follower: _Follower) -> Iterator[None]:
     returns = events.PY_RETURN | events.PY_YIELD
 
     def started(code: CodeType, offset: int) -> Any:
-        if threading.get_ident() != thread:
+        if follower.away or threading.get_ident() != thread:
             return None
         frame = sys._getframe(1)
         if follower.owned(frame) is None:
@@ -219,13 +219,13 @@ def _monitored(follower: _Follower) -> Iterator[None]:
         return None
 
     def instruction(code: CodeType, offset: int) -> None:
-        if threading.get_ident() == thread:
+        if not follower.away and threading.get_ident() == thread:
             shadow = follower.shadow(sys._getframe(1))
             if shadow is not None:
                 shadow.step(offset)
 
     def returned(code: CodeType, offset: int, value: Any) -> None:
-        if threading.get_ident() == thread:
+        if not follower.away and threading.get_ident() == thread:
             follower.returned(sys._getframe(1), value)
 
     monitoring.use_tool_id(tool, "functional_cg")
