@@ -100,6 +100,7 @@ def test_what_a_forward_changes_in_place_is_refused_by_name(kind: str, nested: b
     assert f"  `{where}`\n" in str(caught.value)
 
 
+@pytest.mark.filterwarnings("ignore:Pickle, copy, and deepcopy support:DeprecationWarning")
 @pytest.mark.parametrize("kind", LEFT)
 def test_what_a_forward_reads_is_none_of_it(kind: str) -> None:
     module = Leaves(LEFT[kind][0](), lambda held: copy.deepcopy(held))

@@ -7,9 +7,11 @@ may change; only which buffers exist is compared.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import itertools
 import re
+import warnings
 from collections import deque
 from collections.abc import Iterator, Mapping
 from enum import Enum
@@ -28,6 +30,7 @@ __all__ = [
     "Held",
     "buffers_set",
     "changed",
+    "copying",
     "held",
     "refuse_changed",
     "refuse_changed_buffers",
@@ -159,13 +162,22 @@ def _reduced(value: Any) -> list[tuple[str, Any]]:
     if _array(value) or not own:
         return []
     try:
-        parts = value.__reduce_ex__(4)
+        with copying():
+            parts = value.__reduce_ex__(4)
     except Exception:  # an object that cannot be copied: the module's own copy shares it
         return []
     if not isinstance(parts, tuple):
         return []
     items = [list(itertools.islice(part, 10_000)) if part is not None else None for part in parts[3:5]]
     return [(f"<{i}>", part) for i, part in enumerate([*parts[1:3], *items])]
+
+
+@contextlib.contextmanager
+def copying() -> Iterator[None]:
+    """Copy iterators without a warning: Python 3.12 and 3.13 say that 3.14 will not."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Pickle, copy, and deepcopy support", DeprecationWarning)
+        yield
 
 
 def _array(value: Any) -> bool:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, cast
@@ -17,7 +16,7 @@ from ..errors import LayoutError
 from ..random.arguments import check_key
 from ..state.arena import BufferSpec, refuse_aliases
 from ..tensors.aten import is_batched, unwrapped
-from .attributes import refuse_exchanged
+from .attributes import copying, refuse_exchanged
 from .call import run
 from .originals import Applied, Original, note
 from .refusals import refuse_impure
@@ -249,8 +248,7 @@ def _template(module: nn.Module) -> nn.Module:
 
 
 def _copied(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
-    with warnings.catch_warnings():  # Python 3.12 and 3.13 copy an iterator, and say that 3.14 will not
-        warnings.filterwarnings("ignore", "Pickle, copy, and deepcopy support", DeprecationWarning)
+    with copying():
         return copy.deepcopy(module, memo)
 
 

@@ -59,7 +59,7 @@ def certify(
     """
     start = time.perf_counter()
     aside = backend.aside() if isinstance(backend, CUDABackend) else contextlib.nullcontext()
-    with aside, no_garbage_collection():  # it takes long after compiling, and a capture begins with one
+    with aside:
         certificate = _certificate(lowered, buffers, arenas, asked)
     level = logging.INFO if certificate.certified else logging.WARNING
     _log.log(level, "%s: %s; in %.2f s", lowered.name, certificate, time.perf_counter() - start)
@@ -79,7 +79,8 @@ def _certificate(lowered: Lowered, buffers: Buffers, arenas: Sequence[Arena], as
         if on_gpu:
             meanwhile.submit(load_kernels, _gpu(buffers))
         trial.rehearse(buffers, scratch(buffers.slots, lowered.reference.unchecked.slots))
-    with _InPlace.of(buffers, written, arenas, asked) if on_gpu else _Copied.of(buffers, arenas) as space:
+    of = _InPlace.of(buffers, written, arenas, asked) if on_gpu else _Copied.of(buffers, arenas)
+    with no_garbage_collection(), of as space:  # it takes long after compiling, and a capture begins with one
         found = trial.differences(space)
     if trial.lacking:
         return Certificate(

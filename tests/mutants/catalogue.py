@@ -127,11 +127,11 @@ MUTANTS = (
         "a compiled step is judged by itself: the program beside it is the plan once more",
         (
             (
-                "            wrong = self._judge.limits(got, space.buffers)",
+                "            wrong = self._judge.limits(",
                 (
                     "            self._reference.run = lambda buffers, see, shaker=None: "
-                    "[see(n, one) for n, one in enumerate(self._made(space))]\n"
-                    "            wrong = self._judge.limits(got, space.buffers)"
+                    "([see(n, one) for n, one in enumerate(self._made(space))], back())\n"
+                    "            wrong = self._judge.limits("
                 ),
             ),
         ),

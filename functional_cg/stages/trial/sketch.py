@@ -1,6 +1,6 @@
 """Sketches: measure the distance of two tensors from a small linear summary of each.
 
-A sketch is linear: the sketch of a difference is the difference of the sketches. It sums groups of sixteen neighbours
+A sketch is linear: the sketch of a difference is the difference of the sketches. It sums groups of neighbours
 with random signs, so its norm equals that of the tensor on average, and the nonzero elements of a sparse tensor all
 survive. A small tensor is its own sketch.
 
@@ -19,7 +19,7 @@ from torch import Tensor
 
 __all__ = ["Distance", "distance", "floor", "known", "sketch"]
 
-_NEIGHBOURS = 16
+_NEIGHBOURS = 64
 _CHUNK = 2**21  # elements to sum at a time
 _TILE = 2**16  # elements after which the signs repeat; a tensor of at most this many is small
 _ODD = 0x9E3779B1  # near the golden ratio of 2^32

@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -19,7 +20,7 @@ from torch import Tensor
 from ..plan import Buffers, ExecutionPlan, quiet
 from .judge import Difference, Judge
 from .reference import Reference
-from .sketch import Distance, sketch
+from .sketch import Distance
 
 __all__ = ["Certificate", "Space", "Trial"]
 
@@ -82,7 +83,7 @@ class Trial:
     def __init__(self, reference: Reference, plan: ExecutionPlan, together: Callable[[bool], bool]) -> None:
         self._reference, self._plan, self._together = reference, plan, together
         self._judge = Judge(reference, together)
-        self._takes = 0
+        self._ahead = 0  # steps of the plan that the slots have taken
         self._advances = any(out.slot is not None for out in reference.outputs)
         self.lacking = 0
 
@@ -120,44 +121,45 @@ class Trial:
         Args:
           space: The buffers that the plan and the program run on.
         """
+        room = space.room()
+        if room is not None and self._lacks(room):
+            return []
         for steps in (0, 1):
-            self._advance(space, steps)
-            got = [sketch(value) for value in self._made(space)]
-            space.reset()
-            self._advance(space, steps)
-            room = space.room()
-            kept = sum(one.nbytes for one in got)  # the expected sketches will take as much
-            if room is not None and self._lacks(room - kept):
-                return []
-            wrong = self._judge.limits(got, space.buffers)
+            back = partial(self._go_to, steps, space)
+            back()
+            wrong = self._judge.limits(partial(self._made, space), space.buffers, back)
             if self._together(bool(wrong)):
-                return self._described(wrong, space, steps)
+                return self._described(wrong, space, back)
             if not self._advances:
                 break
         return []
 
-    def _advance(self, space: Space, steps: int) -> None:
-        """Advance the slots by steps of the plan, each of which was found right."""
-        for _ in range(steps):
-            self._made(space)
+    def _go_to(self, steps: int, space: Space) -> None:
+        """Have the slots hold what they hold after so many steps of the plan, each of which was found right."""
+        if self._ahead != steps:
+            space.reset()
+            self._ahead = 0
+            for _ in range(steps):
+                self._made(space)
 
     def _lacks(self, room: int) -> bool:
-        if not 0 < self._takes <= room:
-            self._takes = self._reference.fit(room)
-        if not self._together(self._takes > room):
+        takes = self._reference.fit(room)
+        if not self._together(takes > room):
             return False
-        self.lacking = max(self._takes - room, 1)
+        self.lacking = max(takes - room, 1)
         return True
 
     def _made(self, space: Space) -> list[Tensor]:
         """Run the plan and return its outputs, in memory that the next run overwrites."""
         with quiet():
             metrics = self._plan.bind(space.buffers)(())
+        self._ahead += 1
         return self._reference.made(metrics, space.buffers.slots)
 
-    def _described(self, wrong: Mapping[int, Distance], space: Space, steps: int) -> list[Difference]:
+    def _described(
+        self, wrong: Mapping[int, Distance], space: Space, back: Callable[[], None]
+    ) -> list[Difference]:
         """Describe the wrong outputs; runs both the plan and the program once more."""
+        back()
         expected = self._judge.expected(wrong, space.buffers)
-        space.reset()
-        self._advance(space, steps)
         return self._judge.described(wrong, self._made(space), expected)
