@@ -58,7 +58,7 @@ def sketch(tensor: Tensor) -> Tensor:
     """Return an f64 vector that stands for a tensor in :func:`distance`."""
     if tensor.numel() <= _TILE:
         return torch.cat(
-            [part.double() for part in _numbers(tensor)] or [torch.zeros(0, dtype=torch.float64)]
+            [part.double() for part in _numbers(tensor)] or [tensor.new_zeros(0, dtype=torch.float64)]
         )
     place = torch.arange(_TILE, device=tensor.device)
     signs = 1.0 - 2.0 * (place * _ODD >> 16 & 1).view(-1, _NEIGHBOURS)
