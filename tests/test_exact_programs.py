@@ -18,7 +18,6 @@ from tests.exact_programs import drawn, found, together
 # Where it merges loops, torch 2.11's C++ backend forgets which read a write has to wait for. A host's own lowering
 # writes no slot in a kernel, so this strikes only where a host is told to lower as a GPU, and the trial refuses it.
 FORGETS_ORDER = torch.__version__ < "2.12"
-REFUSED = "MiscompileError"
 EXACT = 1e-30  # a relative tolerance that lets zeros have any sign, and nothing else
 
 
@@ -27,7 +26,8 @@ def test_exact_programs_compiled(compiled_on: str) -> None:
     """Every number of sixteen calls is that of the eager run; twelve programs are compiled at a time."""
     as_on_a_gpu = captures.lower is lower_as_on_a_gpu
     texts = [text for text in found(drawn(24, 0), compiled_on, 12, 0) if text]
-    assert [text for text in texts if not (FORGETS_ORDER and as_on_a_gpu and REFUSED in text)] == []
+    known = FORGETS_ORDER and as_on_a_gpu and len(texts) == 1 and "MiscompileError" in texts[0]
+    assert texts == [] or known
 
 
 @compiled

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import contextvars
 import functools
+import logging
 import operator
+import threading
 import weakref
 from collections.abc import Callable, Mapping
+from queue import SimpleQueue
 from types import (
     BuiltinFunctionType,
     FunctionType,
@@ -18,7 +21,7 @@ from types import (
 from typing import Any
 
 from ...messages.source import is_user_file
-from .kinds import UNKNOWN
+from .kinds import LOCKS, UNKNOWN, is_key
 from .stack import Stack
 from .values import in_classes, is_container
 
@@ -27,6 +30,13 @@ __all__ = ["Calls", "parent"]
 _WRITES = frozenset("append appendleft extend extendleft insert add __setitem__ __setattr__ __init__".split())
 _LOOKUPS = frozenset({"get", "setdefault", "__getitem__"})
 _GETTERS = (operator.attrgetter, operator.itemgetter)
+# They look an attribute up as it is stored, whatever the class makes of it.
+_STORED = (object.__getattribute__, type.__getattribute__, ModuleType.__getattribute__)
+# What they say depends on something hidden, and asking changes nothing.
+_QUERIES = frozenset({threading.Event.is_set, logging.Logger.isEnabledFor, logging.Logger.getEffectiveLevel})
+_COMPILED_QUERIES = frozenset(
+    {(SimpleQueue, "empty"), (SimpleQueue, "qsize"), *((kind, "locked") for kind in LOCKS)}
+)
 _SAYS_ALL = frozenset({"__reduce_ex__", "__reduce__", "__getstate__"})
 
 
@@ -46,8 +56,21 @@ class Calls(Stack):
         if callee in _GETTERS and UNKNOWN not in args:
             self.push(callee(*args))
             return
+        if type(callee) is functools.partial:
+            self.call(callee.func, [*callee.args, *args], {**callee.keywords, **kwargs})
+            return
         if type(callee) is weakref.ReferenceType:
             self.push(self.reads.holds(callee, operator.call, callee()))
+            return
+        if type(callee) is functools._lru_cache_wrapper:
+            self.hand_on(*args, *kwargs.values())
+            self.await_kept(callee, args, kwargs)
+            return
+        if callee in _STORED and len(args) == 2:
+            self.push(self.stored(*args))
+            return
+        if function in _QUERIES and type(callee) is MethodType:
+            self.push(self._asked(callee.__self__, function.__name__, args))
             return
         if (
             type(callee) in (BuiltinFunctionType, MethodWrapperType)
@@ -66,20 +89,44 @@ class Calls(Stack):
         """Values are given to what is not seen, which may read all of a container."""
         for value in values:
             self.use(value, deep=True)
-        for getter in values:
-            if type(getter) in _GETTERS:  # what calls it is not seen
-                for value in values:
-                    for part in self.reads.held_by(value):
-                        self._get(getter, part)
+        for value in values:
+            if _is_compiled(value):  # what calls it is not seen
+                self._handed_on(value, [one for one in values if one is not value])
+
+    def _handed_on(self, callee: Any, others: list[Any]) -> None:
+        """Something compiled is given to what is not seen, with others: it may be called with what these hold."""
+        parts = [part for one in others for part in self.reads.held_by(one)]
+        if type(callee) in _GETTERS:
+            for part in parts:
+                self._get(callee, part)
+        elif type(callee) is functools.partial:
+            self.hand_on(callee.func, *callee.args, *callee.keywords.values(), *others)
+        elif callee is next:
+            for part in parts:
+                self.use(part)
+        elif callee is getattr:
+            for part in (*others, *parts):
+                self._all_attributes(part)
+        elif type(callee.__self__) is not ModuleType and callee.__name__ not in _WRITES:
+            self._method(callee.__self__, callee.__name__, [], {})
 
     def _method(self, owner: Any, name: str, args: list[Any], kwargs: Mapping[str, Any]) -> Any:
         """A method that is not written in Python."""
         if type(owner) is contextvars.ContextVar and name == "get":
             return self.reads.holds(owner, functools.partial(_held_by, *args), _held_by(*args, owner))
+        if name == "__getattribute__" and args:
+            return self.stored(owner, args[0])
+        if (type(owner), name) in _COMPILED_QUERIES:
+            return self._asked(owner, name, args)
+        if type(owner) is SimpleQueue:
+            self.reads.takes_from(owner, name)
+        if type(owner) is str and name.startswith("format"):  # its fields may name attributes
+            for value in (*args, *kwargs.values()):
+                self._all_attributes(value)
         if not is_container(owner):
             self.use(owner)
             if name in _SAYS_ALL:
-                self.use(self.attribute(owner, "__dict__"), deep=True)
+                self._all_attributes(owner)
         elif name in _WRITES:
             return UNKNOWN
         elif name in _LOOKUPS and args:
@@ -92,8 +139,18 @@ class Calls(Stack):
     def _ask(self, owner: Any = UNKNOWN, name: Any = UNKNOWN, *default: Any) -> Any:
         if type(name) is str:
             return self.attribute(owner, name)
-        self.use(self.attribute(owner, "__dict__"), deep=True)
+        self._all_attributes(owner)
         return UNKNOWN
+
+    def _all_attributes(self, owner: Any) -> None:
+        self.use(self.attribute(owner, "__dict__"), deep=True)
+
+    def _asked(self, owner: Any, name: str, args: list[Any]) -> Any:
+        """A question about something hidden, which may be asked again."""
+        if not all(map(is_key, args)):
+            return UNKNOWN
+        ask = operator.methodcaller(name, *args)
+        return self.reads.says(owner, ask, ask(owner), f"{name}({', '.join(map(repr, args))})")
 
     def _ask_whether(self, owner: Any = UNKNOWN, name: Any = UNKNOWN) -> Any:
         self._ask(owner, name)
@@ -108,6 +165,10 @@ class Calls(Stack):
 
     def _bool(self, owner: Any = UNKNOWN) -> Any:
         self.size(owner, truth=True)
+        return UNKNOWN
+
+    def _instance(self, owner: Any = UNKNOWN, *classes: Any) -> Any:
+        self.use_class(owner)
         return UNKNOWN
 
     def _type(self, owner: Any = UNKNOWN, *more: Any) -> Any:
@@ -144,6 +205,7 @@ _BUILTINS: Mapping[Any, Callable[..., Any]] = MappingProxyType(
         getattr: Calls._ask,
         hasattr: Calls._ask_whether,
         vars: Calls._vars,
+        dir: Calls._ask,
         len: Calls._len,
         bool: Calls._bool,
         type: Calls._type,
@@ -152,12 +214,17 @@ _BUILTINS: Mapping[Any, Callable[..., Any]] = MappingProxyType(
         id: Calls._nothing,
         print: Calls._nothing,
         callable: Calls._nothing,
-        isinstance: Calls._nothing,
+        isinstance: Calls._instance,
         issubclass: Calls._nothing,
         setattr: Calls._nothing,
         repr: Calls._nothing,
     }
 )
+
+
+def _is_compiled(value: Any) -> bool:
+    """Whether it can be called, and what it does then is not seen."""
+    return type(value) in (BuiltinFunctionType, MethodWrapperType, functools.partial, *_GETTERS)
 
 
 def _held_by(*args: Any) -> Any:

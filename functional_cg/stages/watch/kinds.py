@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import random
 import sys
+import threading
 import types
 from collections.abc import Mapping
 from pathlib import PurePath
@@ -15,6 +16,7 @@ from ...messages.source import is_user_file
 from .values import in_classes, instance_dict, is_value, missing
 
 __all__ = [
+    "LOCKS",
     "UNKNOWN",
     "advances",
     "after",
@@ -32,6 +34,7 @@ __all__ = [
     "stores",
 ]
 
+LOCKS = (type(threading.Lock()), type(threading.RLock()))
 UNKNOWN: Any = object()  # a value that is not seen
 
 

@@ -49,12 +49,13 @@ _BUILTIN_ITEMS = frozenset(
 class Lookups(Reads):
     """The reads of one run, told by what is asked for."""
 
-    def attribute(self, owner: Any, name: str) -> Any:
-        """What ``owner.name`` is, as far as it is stored."""
+    def attribute(self, owner: Any, name: str, *, stored: bool = False) -> Any:
+        """What ``owner.name`` is, as far as it is stored; or what is `stored`, whatever the class makes of it."""
         kind = type(owner)
         if owner is UNKNOWN or is_value(owner) or issubclass(kind, torch.Tensor):
             return UNKNOWN
         if issubclass(kind, super):
+            self.shape_of(type(owner.__self__))
             classes = after(owner)
             found = in_classes(classes, name)
             definer = next((cls for cls in classes if name in vars(cls)), None)
@@ -71,7 +72,8 @@ class Lookups(Reads):
         if generator_state(owner) is not None:
             self.use(owner)
         in_class = in_classes(kind.__mro__, name)
-        if type(in_classes(kind.__mro__, "__getattribute__")) is FunctionType:
+        self.shape_of(kind)
+        if not stored and type(in_classes(kind.__mro__, "__getattribute__")) is FunctionType:
             return UNKNOWN
         if name == "__class__":
             return kind
@@ -149,6 +151,9 @@ class Lookups(Reads):
         return UNKNOWN
 
     def _of_module(self, owner: ModuleType, name: str) -> Any:
+        if name == "__dict__":
+            self.root(vars(owner), owner.__name__)
+            return vars(owner)
         found = vars(owner).get(name, missing)
         if found is missing:
             return UNKNOWN

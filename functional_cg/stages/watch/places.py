@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import enum
+import functools
 import types
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -11,7 +12,7 @@ from typing import Any
 
 from ...pytree.sameness import same
 from .kinds import is_key
-from .values import Contents
+from .values import Contents, Shape, is_array
 
 __all__ = ["ATTRIBUTE", "CELL", "ITEM", "PART", "Entry", "How", "Place", "Step", "parts_of"]
 
@@ -92,6 +93,10 @@ def _holds(new: Any, old: Contents) -> bool:
     return old.is_in(new)
 
 
+def _is_of_shape(new: Any, old: Shape) -> bool:
+    return old.is_of(new)
+
+
 def _stands_at(new: Any, old: Place) -> bool:
     return new is old.read()
 
@@ -103,6 +108,10 @@ class How(enum.Enum):
     KIND = (_of_kind, "type({now}) is not {old}")
     IDENTICAL = (_identical, "{now} is not {old}")
     CONTENTS = (_holds, "not {old}.is_in({now})")
+    SHAPE = (
+        _is_of_shape,
+        "({now}.__mro__ is not {old}.mro or len({now}.__dict__) != {old}.count) and not {old}.is_of({now})",
+    )
     ALIAS = (_stands_at, "{now} is not {old}")
 
     def __init__(self, agrees: Callable[[Any, Any], bool], differs: str) -> None:
@@ -139,10 +148,18 @@ class Entry:
         return self.how.agrees(now, self.old)
 
 
+def _element(number: int, array: Any) -> Any:
+    return array.item(number)
+
+
 def parts_of(held: Any) -> list[tuple[Step, Any]]:
     """What a container holds, and how it is found there; of a set, nothing can be."""
     if issubclass(type(held), dict | types.MappingProxyType):
         return [(Step(ITEM, key), part) for key, part in held.items() if is_key(key)]
+    if is_array(held) and held.dtype.hasobject:
+        return [
+            (Step(PART, functools.partial(_element, n)), part) for n, part in enumerate(held.ravel().tolist())
+        ]
     if issubclass(type(held), list | tuple | collections.deque):
         return [(Step(ITEM, number), part) for number, part in enumerate(held)]
     return []

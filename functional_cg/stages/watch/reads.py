@@ -19,7 +19,7 @@ import torch
 from ...messages.source import Location, is_user_file
 from .kinds import UNKNOWN, advances, generator_state, is_key, is_user_class, plain
 from .places import ATTRIBUTE, ITEM, PART, Entry, How, Place, Step, parts_of
-from .values import Contents, is_container, is_value
+from .values import Contents, Shape, is_container, is_value
 
 __all__ = ["Reads", "parameters_with_defaults"]
 
@@ -171,7 +171,8 @@ class Reads:
                 for part in ("__defaults__", "__kwdefaults__"):
                     held = getattr(value, part)
                     if held is not None and plain(held):
-                        self.compare(place, Step(ATTRIBUTE, part), How.SAME, held, name, defines=True)
+                        old = held if type(held) is tuple else dict(held)
+                        self.compare(place, Step(ATTRIBUTE, part), How.SAME, old, name, defines=True)
             elif self._followed(value):
                 self.compare(owner, step, How.KIND, kind, f"type({name})")
             else:
@@ -255,6 +256,29 @@ class Reads:
                 self._drawn.append((place, state, self._site))
         elif advances(value):
             self._advanced.append((self.place(value), self._site))
+        else:
+            self.shape_of(type(value))
+
+    def shape_of(self, cls: type) -> None:
+        """What a class of the user's derives from, and which methods there are, decides what its instances do."""
+        for one in cls.__mro__ if self.is_of_user(cls) else ():
+            if self.is_of_user(one):
+                key = (id(one), None, How.SHAPE)
+                if key not in self.entries:
+                    self.compare(
+                        self.root(one, one.__name__), None, How.SHAPE, Shape(one), one.__name__, defines=True
+                    )
+
+    def takes_from(self, value: Any, method: str) -> None:
+        """A method is called of a queue that is not written in Python."""
+        if method.startswith("get"):
+            self._advanced.append((self.place(value), self._site))
+
+    def says(self, owner: Any, ask: Any, value: Any, text: str) -> Any:
+        """Note what an object answers, which may be asked again."""
+        place = self.place(owner)
+        self.part(place, ask, value, f"{place.name}.{text}")
+        return value
 
     def held_by(self, value: Any) -> list[Any]:
         """What a container holds that is not plain, once it is read as a whole."""

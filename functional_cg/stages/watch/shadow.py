@@ -222,10 +222,12 @@ class Shadow(Calls):
         self.push(UNKNOWN if any(part is UNKNOWN or part is NULL for part in parts) else tuple(parts))
 
     def op_build_list(self, ins: dis.Instruction) -> None:
+        parts = self.take(ins.arg or 0)
+        self.push(UNKNOWN if not parts or any(part is UNKNOWN or part is NULL for part in parts) else parts)
+
+    def op_build_set(self, ins: dis.Instruction) -> None:
         self.take(ins.arg or 0)
         self.push(UNKNOWN)
-
-    op_build_set = op_build_list
 
     def op_build_map(self, ins: dis.Instruction) -> None:
         self.take(2 * (ins.arg or 0))

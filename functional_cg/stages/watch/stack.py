@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import dis
+import functools
 from collections.abc import Callable, Mapping
 from types import CodeType, FrameType, MappingProxyType
 from typing import Any
 
-from .kinds import UNKNOWN
+from .kinds import UNKNOWN, is_key
 from .names import HostReads
 
 __all__ = ["NULL", "Instructions", "Stack"]
@@ -52,6 +53,10 @@ _TAKES_BY_ARGUMENT: Mapping[str, Callable[[int], int]] = MappingProxyType(
 _MOVES = MappingProxyType({"POP_TOP": 1, "BUILD_LIST": 1, "DELETE_ATTR": 1, "DELETE_SUBSCR": 2, "END_FOR": 1})
 
 
+def _called(args: list[Any], kwargs: dict[str, Any], callee: Any) -> Any:
+    return callee(*args, **kwargs)
+
+
 class Instructions:
     """The instructions of code, by offset, each with the offset of the one after it."""
 
@@ -90,6 +95,7 @@ class Stack:
         self._instructions = instructions.of(self.code)
         self._last: tuple[dis.Instruction, int] | None = None
         self._awaits = False
+        self._kept: tuple[Any, Callable[[Any], Any], int] | None = None
         self._keywords: tuple[str, ...] = ()
         self._cells = reads.enter(frame) if own else {}
 
@@ -125,8 +131,8 @@ class Stack:
         after = self._instructions.get(following)
         falls = offset == following or (after is not None and after[0].offset == offset)
         if self._awaits and self.stack and falls:
-            self.stack[-1] = self.result
-        self._awaits = False
+            self.stack[-1] = self._answer()
+        self._awaits, self._kept = False, None
         if "FOR_ITER" in ins.opname:
             if falls:
                 self.stack.append(UNKNOWN)
@@ -157,6 +163,26 @@ class Stack:
         self.push(UNKNOWN)
         self._awaits = True
 
+    def await_kept(self, callee: Any, args: list[Any], kwargs: dict[str, Any]) -> None:
+        """What comes is what a function keeps of an earlier call; else what its frame returns."""
+        self.await_result()
+        if all(map(is_key, (*args, *kwargs.values()))):
+            self._kept = callee, functools.partial(_called, args, kwargs), callee.cache_info().hits
+
+    def _answer(self) -> Any:
+        """What the call returned that has just ended."""
+        kept, self._kept = self._kept, None
+        if kept is None:
+            return self.result
+        callee, ask, hits = kept
+        value = ask(callee) if callee.cache_info().hits > hits else self.result
+        return value if value is UNKNOWN else self.reads.holds(callee, ask, value)
+
+    def use_class(self, owner: Any) -> None:
+        """What class it is of matters, and what that class derives from."""
+        if self._reads_from(owner):
+            self.reads.shape_of(type(owner))
+
     def use(self, value: Any, *, deep: bool = False) -> None:
         if self._reads_from(value):
             self.reads.use(value, deep=deep)
@@ -185,6 +211,11 @@ class Stack:
     def attribute(self, owner: Any, name: str) -> Any:
         """What ``owner.name`` is, noted if it is read of what the user has."""
         return self.reads.attribute(owner, name) if self._reads_from(owner) else UNKNOWN
+
+    def stored(self, owner: Any, name: Any) -> Any:
+        """What ``object.__getattribute__(owner, name)`` is."""
+        known = type(name) is str and self._reads_from(owner)
+        return self.reads.attribute(owner, name, stored=True) if known else UNKNOWN
 
     def item(self, owner: Any, key: Any) -> Any:
         """What ``owner[key]`` is."""

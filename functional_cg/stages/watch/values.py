@@ -14,7 +14,7 @@ import sys
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, ItemsView, Iterable, KeysView, ValuesView
 from types import FunctionType, MappingProxyType
 from typing import Any
 
@@ -25,6 +25,7 @@ from ...state.arena import BufferSpec
 
 __all__ = [
     "Contents",
+    "Shape",
     "in_classes",
     "instance_dict",
     "is_array",
@@ -48,7 +49,11 @@ _SCALARS = (
     torch.layout,
     torch.memory_format,
 )
-_CONTAINERS = (list, tuple, dict, set, frozenset, deque, bytearray, MappingProxyType, array.array, memoryview)
+_VIEWS: tuple[type, ...] = (type({}.keys()), type({}.values()), type({}.items()))
+_CONTAINERS = (
+    *(list, tuple, dict, set, frozenset, deque, bytearray, MappingProxyType, array.array, memoryview),
+    *_VIEWS,
+)
 _ELSEWHERE = (
     threading.local,
     weakref.ProxyType,
@@ -69,7 +74,7 @@ def is_value(value: Any) -> bool:
 def is_array(value: object) -> bool:
     """Whether `value` is an array of numpy, which need not be there."""
     numpy = sys.modules.get("numpy")
-    return numpy is not None and type(value) is numpy.ndarray
+    return numpy is not None and issubclass(type(value), numpy.ndarray)
 
 
 def is_container(value: object) -> bool:
@@ -129,12 +134,36 @@ class Contents:
         return f"{self._kind.__name__} of {', '.join(parts) or 'nothing'}"
 
 
+class Shape:
+    """What a class derives from, and the names under which it has something that is called.
+
+    Attributes:
+      mro: The classes that it derives from.
+      count: How many names it has.
+    """
+
+    __slots__ = ("_called", "count", "mro")
+
+    def __init__(self, cls: type) -> None:
+        self.mro, self.count, self._called = cls.__mro__, len(vars(cls)), _called_names(cls)
+
+    def is_of(self, cls: type) -> bool:
+        """Whether a class derives from the same, and has such things under the same names."""
+        return self.mro == cls.__mro__ and self._called == _called_names(cls)
+
+
+def _called_names(cls: type) -> frozenset[str]:
+    return frozenset(name for name, value in vars(cls).items() if hasattr(type(value), "__get__"))
+
+
 def _reader(container: Any) -> Callable[[Any], Iterable[Any]]:
     match container:
         case dict() | MappingProxyType():
             return lambda now: itertools.chain.from_iterable(now.items())
         case set() | frozenset():
             return lambda now: (frozenset(now),)
+        case KeysView() | ItemsView() | ValuesView():
+            return iter
         case list() | tuple() | deque() | bytearray() | array.array():
             return iter
         case memoryview():
@@ -143,7 +172,8 @@ def _reader(container: Any) -> Callable[[Any], Iterable[Any]]:
 
 
 def _array_parts(now: Any) -> Iterable[Any]:
-    return now.shape, str(now.dtype), now.tolist() if now.dtype.hasobject else now.tobytes()
+    held = now.ravel().tolist() if now.dtype.hasobject else [now.tobytes()]
+    return now.shape, str(now.dtype), *held
 
 
 def _same_part(new: Any, old: Any) -> bool:
