@@ -11,17 +11,18 @@ import weakref
 from collections.abc import Callable, Mapping
 from queue import SimpleQueue
 from types import (
-    BuiltinFunctionType,
     FunctionType,
     MappingProxyType,
+    MethodDescriptorType,
     MethodType,
     MethodWrapperType,
     ModuleType,
+    WrapperDescriptorType,
 )
 from typing import Any
 
 from ...messages.source import is_user_file
-from .kinds import LOCKS, UNKNOWN, is_key
+from .kinds import BUILTINS, LOCKS, UNKNOWN, inside, is_key
 from .stack import Stack
 from .values import in_classes, is_container
 
@@ -45,7 +46,7 @@ class Calls(Stack):
 
     def call(self, callee: Any, args: list[Any], kwargs: dict[str, Any]) -> None:
         """Something is called: the frames of what is written in Python are seen, of the rest what is handed to it."""
-        handler = _BUILTINS.get(callee) if type(callee) in (BuiltinFunctionType, type) else None
+        handler = _BUILTINS.get(callee) if type(callee) in (*BUILTINS, type) else None
         if handler is not None:
             self.push(handler(self, *args))
             return
@@ -72,10 +73,12 @@ class Calls(Stack):
         if function in _QUERIES and type(callee) is MethodType:
             self.push(self._asked(callee.__self__, function.__name__, args))
             return
-        if (
-            type(callee) in (BuiltinFunctionType, MethodWrapperType)
-            and type(callee.__self__) is not ModuleType
-        ):
+        if type(callee) in (MethodDescriptorType, WrapperDescriptorType) and args:
+            self.push(self._method(args[0], callee.__name__, args[1:], kwargs))
+            return
+        if type(callee) is MethodType and inside(callee.__self__) is not None:
+            self.use(callee.__self__)
+        if type(callee) in (*BUILTINS, MethodWrapperType) and type(callee.__self__) is not ModuleType:
             self.push(self._method(callee.__self__, callee.__name__, args, kwargs))
             return
         if type(function) is not FunctionType or not is_user_file(function.__code__.co_filename):
@@ -224,7 +227,7 @@ _BUILTINS: Mapping[Any, Callable[..., Any]] = MappingProxyType(
 
 def _is_compiled(value: Any) -> bool:
     """Whether it can be called, and what it does then is not seen."""
-    return type(value) in (BuiltinFunctionType, MethodWrapperType, functools.partial, *_GETTERS)
+    return type(value) in (*BUILTINS, MethodWrapperType, functools.partial, *_GETTERS)
 
 
 def _held_by(*args: Any) -> Any:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import collections
 import functools
 import random
 import sys
 import threading
 import types
+import weakref
 from collections.abc import Mapping
 from pathlib import PurePath
+from queue import SimpleQueue
 from types import FunctionType, MethodType, ModuleType
 from typing import Any
 
@@ -16,15 +19,18 @@ from ...messages.source import is_user_file
 from .values import in_classes, instance_dict, is_value, missing
 
 __all__ = [
+    "BUILTINS",
     "LOCKS",
     "UNKNOWN",
     "advances",
     "after",
     "bound",
     "computes",
+    "definer_after",
     "defines",
     "generator_state",
     "has_key",
+    "inside",
     "is_installed",
     "is_key",
     "is_user_class",
@@ -34,6 +40,8 @@ __all__ = [
     "stores",
 ]
 
+# What a method that is not written in Python is, once bound: the second is one that asks for its class.
+BUILTINS: tuple[type, ...] = (types.BuiltinFunctionType, type(SimpleQueue().get))
 LOCKS = (type(threading.Lock()), type(threading.RLock()))
 UNKNOWN: Any = object()  # a value that is not seen
 
@@ -80,6 +88,21 @@ def after(parent: Any) -> tuple[type, ...]:
     """The classes in which ``super()`` looks."""
     classes = parent.__self_class__.__mro__
     return tuple(classes[classes.index(parent.__thisclass__) + 1 :])
+
+
+def definer_after(cls: type, name: str, of: type) -> type | None:
+    """The class in which ``super(cls, self).name`` is found, of an instance of a class."""
+    classes = of.__mro__[of.__mro__.index(cls) + 1 :]
+    return next((one for one in classes if name in vars(one)), None)
+
+
+def inside(value: Any) -> Any:
+    """The plain container in which one of the standard library's keeps what it holds; None for anything else."""
+    if issubclass(type(value), collections.ChainMap):
+        return value.maps
+    if issubclass(type(value), weakref.WeakKeyDictionary | weakref.WeakValueDictionary):
+        return value.data
+    return None
 
 
 def bound(found: Any, owner: Any) -> Any:

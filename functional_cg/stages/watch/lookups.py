@@ -17,6 +17,7 @@ from .kinds import (
     after,
     bound,
     computes,
+    definer_after,
     defines,
     generator_state,
     has_key,
@@ -52,15 +53,20 @@ class Lookups(Reads):
     def attribute(self, owner: Any, name: str, *, stored: bool = False) -> Any:
         """What ``owner.name`` is, as far as it is stored; or what is `stored`, whatever the class makes of it."""
         kind = type(owner)
+        if kind is str and name in ("format", "format_map"):
+            return getattr(owner, name)
         if owner is UNKNOWN or is_value(owner) or issubclass(kind, torch.Tensor):
             return UNKNOWN
         if issubclass(kind, super):
-            self.shape_of(type(owner.__self__))
+            self.shape_of(owner.__self_class__)
             classes = after(owner)
             found = in_classes(classes, name)
             definer = next((cls for cls in classes if name in vars(cls)), None)
             if definer is not None:
                 self.of_class(definer, name, found)
+            which = functools.partial(definer_after, owner.__thisclass__, name)
+            place = self.root(owner.__self_class__, owner.__self_class__.__name__)
+            self.part(place, which, definer, f"super().{name}", (owner.__thisclass__, name), defines=True)
             return bound(found, owner.__self__)
         if issubclass(kind, ModuleType):
             return self._of_module(owner, name)
@@ -176,7 +182,8 @@ class Lookups(Reads):
             return found.__func__
         if type(found) is classmethod:
             return MethodType(found.__func__, owner)
-        return UNKNOWN if computes(found) and type(found) is not FunctionType else found
+        as_it_is = (FunctionType, types.MethodDescriptorType, types.WrapperDescriptorType)
+        return UNKNOWN if computes(found) and type(found) not in as_it_is else found
 
     def of_class(self, cls: type, name: str, found: Any) -> None:
         """Note what a class of the user's has under a name."""
@@ -214,7 +221,10 @@ class Lookups(Reads):
         if owner is UNKNOWN or is_value(owner) or issubclass(type(owner), torch.Tensor):
             return UNKNOWN
         if not is_container(owner):
+            self.use(owner)
             return UNKNOWN
+        if is_array(owner) and owner.dtype.hasobject and is_key(key):
+            return self._element(owner, key)
         getter = in_classes(type(owner).__mro__, "__getitem__")
         if not is_key(key) or is_array(owner) or getter not in _BUILTIN_ITEMS:
             self.use(owner)
@@ -232,11 +242,21 @@ class Lookups(Reads):
         self.found(place, Step(ITEM, key), value, Step(ITEM, key).shown(name))
         return value
 
+    def _element(self, array: Any, key: Any) -> Any:
+        """What stands in an array of objects."""
+        self.use(array)
+        try:
+            value = array[key]
+        except (LookupError, TypeError):
+            return UNKNOWN
+        self._read(array, Step(ITEM, key), value)
+        return value
+
     def has(self, owner: Any, key: Any) -> None:
         """``key in owner``."""
-        if owner is UNKNOWN or not is_container(owner) or is_value(owner):
+        if owner is UNKNOWN or is_value(owner):
             return
-        if not is_key(key):
+        if not is_container(owner) or not is_key(key):
             self.use(owner)
         elif not is_array(owner):
             place = self.place(owner)
@@ -246,7 +266,10 @@ class Lookups(Reads):
 
     def size(self, owner: Any, *, truth: bool) -> None:
         """``len(owner)``, or whether there is anything in it."""
-        if owner is UNKNOWN or is_value(owner) or not is_container(owner):
+        if owner is UNKNOWN or is_value(owner):
+            return
+        if not is_container(owner):
+            self.use(owner)
             return
         place, read = self.place(owner), bool if truth and not is_array(owner) else len
         if is_array(owner):

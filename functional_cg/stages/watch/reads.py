@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from ...messages.source import Location, is_user_file
-from .kinds import UNKNOWN, advances, generator_state, is_key, is_user_class, plain
+from .kinds import BUILTINS, UNKNOWN, advances, generator_state, inside, is_key, is_user_class, plain
 from .places import ATTRIBUTE, ITEM, PART, Entry, How, Place, Step, parts_of
 from .values import Contents, Shape, is_container, is_value
 
@@ -184,7 +184,7 @@ class Reads:
         if type(value) is FunctionType:
             return not is_user_file(value.__code__.co_filename)
         return issubclass(type(value), type | torch.nn.Module | ModuleType | BuiltinFunctionType) and not (
-            type(value) is BuiltinFunctionType and not issubclass(type(value.__self__), ModuleType)
+            type(value) in BUILTINS and not issubclass(type(value.__self__), ModuleType)
         )
 
     def _followed(self, value: Any) -> bool:
@@ -250,6 +250,11 @@ class Reads:
             return
         if is_container(value):
             self.whole(self.place(value), _DEEPEST if deep else 0)
+        elif (held := inside(value)) is not None:
+            place = self.place(value)
+            name = "maps" if hasattr(value, "maps") else "data"
+            self.found(place, Step(ATTRIBUTE, name), held, place.name)
+            self.use(held, deep=True)
         elif (state := generator_state(value)) is not None:
             place = self.place(value)
             if all(place is not other for other, *_ in self._drawn):

@@ -10,6 +10,7 @@ from typing import Any
 
 from .kinds import UNKNOWN, is_key
 from .names import HostReads
+from .values import in_classes
 
 __all__ = ["NULL", "Instructions", "Stack"]
 
@@ -51,6 +52,13 @@ _TAKES_BY_ARGUMENT: Mapping[str, Callable[[int], int]] = MappingProxyType(
 )
 # Those that put values elsewhere, or drop them: they read nothing.
 _MOVES = MappingProxyType({"POP_TOP": 1, "BUILD_LIST": 1, "DELETE_ATTR": 1, "DELETE_SUBSCR": 2, "END_FOR": 1})
+
+
+def _is_found_again(arg: Any) -> bool:
+    """Whether a call with it can be made again, and runs nothing of the user's to find out that it was made before."""
+    return arg is not UNKNOWN and (
+        is_key(arg) or in_classes(type(arg).__mro__, "__hash__") is object.__hash__
+    )
 
 
 def _called(args: list[Any], kwargs: dict[str, Any], callee: Any) -> Any:
@@ -166,7 +174,7 @@ class Stack:
     def await_kept(self, callee: Any, args: list[Any], kwargs: dict[str, Any]) -> None:
         """What comes is what a function keeps of an earlier call; else what its frame returns."""
         self.await_result()
-        if all(map(is_key, (*args, *kwargs.values()))):
+        if all(map(_is_found_again, (*args, *kwargs.values()))):
             self._kept = callee, functools.partial(_called, args, kwargs), callee.cache_info().hits
 
     def _answer(self) -> Any:
