@@ -13,6 +13,7 @@ from queue import SimpleQueue
 from types import (
     FunctionType,
     MappingProxyType,
+    MemberDescriptorType,
     MethodDescriptorType,
     MethodType,
     MethodWrapperType,
@@ -63,7 +64,8 @@ class Calls(Stack):
         if type(callee) is weakref.ReferenceType:
             self.push(self.reads.holds(callee, operator.call, callee()))
             return
-        if type(callee) is functools._lru_cache_wrapper:
+        if type(function) is functools._lru_cache_wrapper:
+            callee, args = function, [callee.__self__, *args] if function is not callee else args
             self.hand_on(*args, *kwargs.values())
             self.await_kept(callee, args, kwargs)
             return
@@ -110,6 +112,8 @@ class Calls(Stack):
         elif callee is getattr:
             for part in (*others, *parts):
                 self._all_attributes(part)
+        elif callee.__name__ == "__getattribute__":
+            self._all_attributes(callee.__self__)
         elif type(callee.__self__) is not ModuleType and callee.__name__ not in _WRITES:
             self._method(callee.__self__, callee.__name__, [], {})
 
@@ -141,12 +145,17 @@ class Calls(Stack):
 
     def _ask(self, owner: Any = UNKNOWN, name: Any = UNKNOWN, *default: Any) -> Any:
         if type(name) is str:
-            return self.attribute(owner, name)
+            lacks = is_container(owner) and not hasattr(type(owner), name)
+            return default[0] if default and lacks else self.attribute(owner, name)
         self._all_attributes(owner)
         return UNKNOWN
 
     def _all_attributes(self, owner: Any) -> None:
         self.use(self.attribute(owner, "__dict__"), deep=True)
+        for cls in type(owner).__mro__:
+            for name, found in vars(cls).items():
+                if type(found) is MemberDescriptorType:
+                    self.use(self.attribute(owner, name), deep=True)
 
     def _asked(self, owner: Any, name: str, args: list[Any]) -> Any:
         """A question about something hidden, which may be asked again."""

@@ -10,6 +10,7 @@ import threading
 import types
 import weakref
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import PurePath
 from queue import SimpleQueue
 from types import FunctionType, MethodType, ModuleType
@@ -22,6 +23,7 @@ __all__ = [
     "BUILTINS",
     "LOCKS",
     "UNKNOWN",
+    "Stored",
     "advances",
     "after",
     "bound",
@@ -79,6 +81,16 @@ def defines(name: str, cls: type) -> bool:
     return in_classes(cls.__mro__, name) is not missing
 
 
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """What an object stores as an attribute, whatever its class makes of it."""
+
+    name: str
+
+    def __call__(self, owner: Any) -> Any:
+        return object.__getattribute__(owner, self.name)
+
+
 def stored_in_class(name: str, cls: type) -> Any:
     """What a class or the first of its bases stores under a name, as it is."""
     return in_classes(cls.__mro__, name)
@@ -107,7 +119,7 @@ def inside(value: Any) -> Any:
 
 def bound(found: Any, owner: Any) -> Any:
     """What an attribute of a class is, read through an instance."""
-    if type(found) is FunctionType:
+    if type(found) in (FunctionType, functools._lru_cache_wrapper):
         return MethodType(found, owner)
     if type(found) is staticmethod:
         return found.__func__

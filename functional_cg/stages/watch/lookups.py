@@ -14,6 +14,7 @@ import torch
 from ...messages.source import is_user_file
 from .kinds import (
     UNKNOWN,
+    Stored,
     after,
     bound,
     computes,
@@ -89,6 +90,9 @@ class Lookups(Reads):
                 place = self.place(owner)
                 self.found(place, Step(ATTRIBUTE, "__dict__"), storage, place.name)
             return storage
+        if stored and (name in storage or not computes(in_class)):
+            value = storage.get(name, in_class)
+            return UNKNOWN if value is missing else self.holds(owner, Stored(name), value)
         return self._of_instance(owner, name, in_class, storage)
 
     def _of_instance(self, owner: Any, name: str, in_class: Any, storage: dict[str, Any]) -> Any:
