@@ -146,11 +146,23 @@ class Net(nn.Module):
         return self.drop(self.bn(self.fc(x))) * self.scale
 
 
+class Other(Net):
+    pass
+
+
 CHANGES: dict[str, tuple[Callable[[Net], Any], str]] = {
     "freeze": (lambda net: net.fc.requires_grad_(False), "fc.weight.requires_grad"),
     "forward hook": (lambda net: net.fc.register_forward_hook(lambda *_: None), "fc._forward_hooks"),
     "hook before": (lambda net: net.register_forward_pre_hook(lambda *_: None), "_forward_pre_hooks"),
     "hook of the backward": (lambda net: net.fc.register_full_backward_hook(lambda *_: None), "fc._"),
+    "hook of a weight": (
+        lambda net: net.fc.weight.register_hook(lambda grad: 3 * grad),
+        "fc.weight._backward_hooks",
+    ),
+    "no bias": (lambda net: setattr(net.fc, "bias", None), "fc.bias"),
+    "tie": (lambda net: setattr(net.bn, "bias", net.fc.bias), "bn.bias is"),
+    "class": (lambda net: setattr(net.drop, "__class__", nn.AlphaDropout), "drop.__class__"),
+    "class of itself": (lambda net: setattr(net, "__class__", Other), "__class__"),
     "attribute": (lambda net: setattr(net, "scale", 3.0), "scale"),
     "attribute of a layer": (lambda net: setattr(net.drop, "p", 0.5), "drop.p"),
     "a type": (lambda net: setattr(net.bn, "eps", True), "bn.eps"),
@@ -196,6 +208,18 @@ def test_a_module_changed_after_it_was_copied_is_noticed_at_the_next_call(change
     with pytest.raises(BakedValueError, match="Net was changed"):
         step.eager(state, torch.randn(3, 2))
     state.latest()
+
+
+def test_a_hook_on_all_modules_is_noticed_at_the_next_call() -> None:
+    _, step, state = applied(net := Net())
+    hook = nn.modules.module.register_module_forward_hook(lambda module, given, out: out)
+    try:
+        with pytest.raises(BakedValueError, match="`hooks of all modules`"):
+            step(state, torch.randn(3, 2))
+    finally:
+        hook.remove()
+    step(state, torch.randn(3, 2))
+    del net
 
 
 @pytest.mark.parametrize("act", HARMLESS)

@@ -1,7 +1,7 @@
 """Detects changes to modules after ``from_module`` copied them, which would have no effect.
 
 A captured step never visits its modules again, so each call of it asks here. While a module is alive, its attributes
-and items are compared by identity, in C; only if something differs are the contents examined. Modes and replaced
+and items are compared by identity, in C; only if something differs are the contents examined. Modes, dtypes and other
 tensors do not count as changes: the mode is an argument of the call, and tensor values were copied.
 """
 
@@ -14,8 +14,10 @@ from collections.abc import Iterator, Sequence, Set
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from ..errors import BakedValueError
@@ -25,7 +27,10 @@ __all__ = ["Applied", "Original", "meeting", "note"]
 
 _met: ContextVar[list[Applied] | None] = ContextVar("met", default=None)
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+# Run for every module of the process.
+_ON_ALL = tuple(f"_global{name}" for name in _HOOKS)
 _BY_NAME = ("_parameters", "_buffers")  # other tensors may take their places
+_hooks_of = operator.attrgetter("_backward_hooks")
 _MANY = 256  # of what stands in longer containers, the number alone is compared at each call
 
 
@@ -54,13 +59,25 @@ class Original:
         self._hooks = [
             getattr(part, name) for part in parts for name in _HOOKS
         ]  # none, or it would not be here
+        self._parts = parts[1:]  # the module itself would keep itself alive
+        self._class: type = type(module)
+        self._classes = list(map(type, self._parts))
+        self._registries = [getattr(part, name) for part in parts for name in _BY_NAME]
+        self._tensors = list(self._registered())
+        self._ids = list(map(id, self._tensors))
         self._parameters = list(module.parameters())
         self._grads = [one.requires_grad for one in self._parameters]
+        self._on_all = _on_all()
+
+    def _registered(self) -> Iterator[Tensor | None]:
+        return chain.from_iterable(map(dict.values, self._registries))
 
     def _gone(self, _: object) -> None:
         # What is left of the module goes with this.
         self._counted, self._owners, self._names, self._values = [], [], [], []
         self._hooks, self._parameters, self._counts, self._grads, self._held = [], [], [], [], {}
+        self._class = type(None)
+        self._parts, self._classes, self._registries, self._tensors, self._ids = [], [], [], [], []
 
     def __reduce__(self) -> Any:
         return _Unknown, ()  # a copy of the function is one of a copy: there is no module to change
@@ -72,7 +89,12 @@ class Original:
                 not any(self._hooks)
                 and list(map(len, self._counted)) == self._counts
                 and all(map(operator.is_, map(operator.getitem, self._owners, self._names), self._values))
+                and type(self._module()) is self._class
+                and list(map(type, self._parts)) == self._classes
+                and list(map(id, self._registered())) == self._ids  # `==` of tensors is no bool
                 and [one.requires_grad for one in self._parameters] == self._grads
+                and not any(map(_hooks_of, self._parameters))
+                and _on_all() == self._on_all
             ):
                 return True
         except (KeyError, IndexError):  # one is gone
@@ -143,6 +165,11 @@ def note(applied: Applied) -> None:
         found.append(applied)
 
 
+def _on_all() -> tuple[int, ...]:
+    """How many hooks of each kind run for every module."""
+    return tuple(map(len, map(vars(torch.nn.modules.module).__getitem__, _ON_ALL)))
+
+
 def _compared(module: nn.Module) -> Held:
     """Whatever must not change: all contents of a module except its modes and which tensors it holds."""
     found = {
@@ -150,16 +177,21 @@ def _compared(module: nn.Module) -> Held:
         for path, content in held(module).items()
         if path and path.rpartition(".")[2] != "training" and "<" not in path
     }
-    grads = {f"{name}.requires_grad": param.requires_grad for name, param in module.named_parameters()}
     tensors = {path for path, value in walked(module) if isinstance(value, Tensor)}
-    return {path: content for path, content in found.items() if path not in tensors} | grads
+    first: dict[int, str] = {}
+    settings: Held = {"hooks of all modules": _on_all()}
+    for name, param in module.named_parameters(remove_duplicate=False):
+        settings[f"{name}.requires_grad"] = param.requires_grad
+        settings[f"{name}._backward_hooks"] = bool(_hooks_of(param))
+        settings[f"{name} is"] = first.setdefault(id(param), name)
+    settings |= {f"{name}.__class__".lstrip("."): type(part) for name, part in module.named_modules()}
+    return {path: content for path, content in found.items() if path not in tensors} | settings
 
 
 def _stores(value: Any, of_torch: Set[str]) -> Iterator[tuple[Any, Sequence[Any]]]:
     """Yield the containers that store an object's state, with the names or keys to compare in each."""
     attributes = getattr(value, "__dict__", None)
     if isinstance(value, nn.Module):
-        yield from ((getattr(value, name), ()) for name in _BY_NAME)
         yield value._modules, tuple(value._modules)
         yield vars(value), tuple(vars(value).keys() - of_torch - {"_modules"})
     elif isinstance(attributes, dict) and not isinstance(value, Tensor):
