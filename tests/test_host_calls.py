@@ -371,6 +371,29 @@ def test_each_change_is_loud(make: Any) -> None:
     assert isinstance(law(make), fcg.BakedValueError)
 
 
+class Link:
+    def __init__(self, after: Any) -> None:
+        self.after, self.k = after, 2.0
+
+
+def the_end_of_a_long_chain() -> Any:
+    last = first = Link(None)
+    for _ in range(1500):
+        first = Link(first)
+
+    def scale(x: Any, one: Any) -> Any:
+        link = first
+        while link.after is not None:
+            link = link.after
+        return x * link.k
+
+    return scale, lambda: setattr(last, "k", 5.0)
+
+
+def test_a_long_chain_is_followed_to_its_end() -> None:
+    assert isinstance(law(the_end_of_a_long_chain), fcg.BakedValueError)
+
+
 # -- what goes on from call to call ------------------------------------------------------------------------------------
 
 TAKEN: dict[str, Callable[[Any], Any]] = {

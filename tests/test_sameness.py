@@ -77,3 +77,13 @@ def test_equal_ones_share_a_capture() -> None:
     for _ in range(3):
         state, _ = step(state, torch.ones(()), cfg=Config(scale=2.0))
     assert (step.stats.captures, float(state["w"])) == (1, 12.0)
+
+
+@pytest.mark.parametrize(
+    "make", [lambda: float("nan"), lambda: complex(0, float("nan")), lambda: (1, float("nan"))]
+)
+def test_what_is_no_number_is_the_same_each_time(make: Any) -> None:
+    step = fcg.graph_fn(lambda x, scale: 2 * x, static_argnames="scale")
+    for _ in range(4):
+        step(torch.ones(2), scale=make())
+    assert step.stats.captures == 1

@@ -79,6 +79,13 @@ def _holds_alike(new: Any, old: Any) -> bool:
     return alike(parts[:3], others[:3])
 
 
+def _hash(value: Any) -> int:
+    """Hash a value; Python hashes each NaN as an object of its own."""
+    if type(value) is tuple:
+        return hash(tuple(map(_hash, value)))
+    return hash(value) if type(value) not in (float, complex) or value == value else 0
+
+
 class Exact:
     """A hashable value as a key that is equal to another one's only if they are the `same`."""
 
@@ -88,7 +95,7 @@ class Exact:
         self.value = value
 
     def __hash__(self) -> int:
-        return hash(self.value)
+        return _hash(self.value)
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Exact) and same(self.value, other.value)

@@ -259,9 +259,12 @@ def _comparison(
         return variables[where]
 
     def variable(place: Place) -> str:
-        if place.owner is not None and place.step is not None:
-            return object_at(variable(place.owner), place.step)
-        return variables.setdefault(place, variables.get(place) or named(place.value))
+        root, *places = place.way()
+        found = variables.setdefault(root, variables.get(root) or named(root.value))
+        for one in places:
+            assert one.step is not None
+            found = object_at(found, one.step)
+        return found
 
     for entry in entries:
         now = variable(entry.owner)

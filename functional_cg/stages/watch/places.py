@@ -70,11 +70,26 @@ class Place:
 
     def read(self) -> Any:
         """The object that stands there now. Raises whatever reading it raises."""
-        return self.value if self.owner is None or self.step is None else self.step.read(self.owner.read())
+        root, *places = self.way()
+        found = root.value
+        for place in places:
+            assert place.step is not None
+            found = place.step.read(found)
+        return found
+
+    def way(self) -> list[Place]:
+        """The places that lead here, from the root; they may be thousands."""
+        way = [self]
+        while way[-1].owner is not None:
+            way.append(way[-1].owner)
+        return way[::-1]
 
     @property
     def root(self) -> Place:
-        return self if self.owner is None else self.owner.root
+        place = self
+        while place.owner is not None:
+            place = place.owner
+        return place
 
 
 def _equal(new: Any, old: Any) -> bool:
