@@ -207,6 +207,10 @@ class BakedValueError(FunctionalCGError, RuntimeError):
     - ``time.time()``, ``random.random()`` or a counter: an input, or a leaf of the state.
     - A tensor of ``constants=`` was written, or its name leads to another one: it is an input.
     - A helper or a module was defined anew, in a notebook for example: make the step anew too.
+
+    A change goes unnoticed where nothing of Python's is read: files, clocks and what the system says of the process;
+    what compiled extensions keep to themselves (the settings of numpy and decimal, a ctypes struct); functions of a
+    library that are replaced; the value of an enum's member. ``debug="verify"`` compares with eager runs.
     """
 
 
