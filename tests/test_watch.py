@@ -1271,6 +1271,21 @@ def visited(x: Tensor) -> Tensor:
     return walk(1)  # type: ignore[no-any-return]
 
 
+class Ring:
+    """An object of the step that holds itself, and is read in part before it is whole."""
+
+    def __init__(self) -> None:
+        self.held: dict[str, int] = {}
+        self.size = len(self.held)
+        self.held["a"] = 2
+        self.itself = self
+
+
+def in_a_ring(x: Tensor) -> Tensor:
+    ring = Ring()
+    return x * ring.itself.held["a"] * len(ring.held.keys())
+
+
 def in_a_default(x: Tensor) -> Tensor:
     def fibonacci(n: int, known: dict[int, Tensor] = {}) -> Tensor:  # noqa: B006
         if n < 2:
@@ -1282,8 +1297,8 @@ def in_a_default(x: Tensor) -> Tensor:
     return fibonacci(8)
 
 
-@pytest.mark.parametrize("function", [memoised, visited, in_a_default], ids=lambda f: f.__name__)
-def test_what_a_local_function_keeps_that_calls_itself_is_of_the_step(
+@pytest.mark.parametrize("function", [memoised, visited, in_a_default, in_a_ring], ids=lambda f: f.__name__)
+def test_what_holds_itself_is_of_the_step(
     function: Callable[[Tensor], Tensor],
 ) -> None:
     """It is in a cycle of references, so that it is still there when the step has ended."""

@@ -18,6 +18,7 @@ BETWEEN = "tests/test_between_calls.py::"
 LEFT = "tests/test_left_behind.py::"
 OLD_VALUES = "tests/test_old_values.py::"
 TRIAL = "tests/test_trial.py::"
+CALLS = "tests/test_host_calls.py::"
 READS = "tests/test_host_reads.py::"
 TURNS = "tests/test_turns.py::"
 SIGNALS = "tests/test_signals.py::"
@@ -780,5 +781,47 @@ MUTANTS = (
         (("    if params[0].dtype is not torch.float64:\n", "    if params:\n"),),
         (f"{BETWEEN}test_rates_of_double_parameters_are_double[schedule-adam]",),
         no_gpu="there it is what the op does by itself",
+    ),
+    Mutant(
+        "N75",
+        "what a bound method or a partial reads, called by compiled code, is nobody's business",
+        (("            if _is_compiled(value):  # what", "            if value is None:  # what"),),
+        (
+            f"{CALLS}test_what_compiled_callables_read_is_loud[dict-partial-map]",
+            f"{CALLS}test_an_iterator_that_compiled_code_takes_from_is_refused[a map]",
+        ),
+        no_gpu="the Python of a step runs on the host",
+    ),
+    Mutant(
+        "N76",
+        "a class that gets a method is the class that it was",
+        (
+            (
+                "        return self.mro == cls.__mro__ and self._called == ",
+                "        return True or self._called == ",
+            ),
+        ),
+        (
+            f"{CALLS}test_each_change_is_loud[a_length_from_now_on]",
+            f"{CALLS}test_each_change_is_loud[an_equality_from_now_on]",
+        ),
+        no_gpu="the Python of a step runs on the host",
+    ),
+    Mutant(
+        "N77",
+        "a tensor that a module loses, or shares from now on, was copied after all",
+        (("                and list(map(id, self._registered())) == self._ids", "                and True"),),
+        (
+            f"{LEFT}test_a_module_changed_after_it_was_copied_is_noticed_at_the_next_call[no bias]",
+            f"{LEFT}test_a_module_changed_after_it_was_copied_is_noticed_at_the_next_call[tie]",
+        ),
+        no_gpu="modules are compared on the host",
+    ),
+    Mutant(
+        "N78",
+        "a block of rows of a view takes memory of its own, as if the whole could go",
+        (("        source = _viewed(instr, var)\n", "        source = None\n"),),
+        (f"{TRIAL}test_a_loss_over_many_classes_in_little_memory[of halves]",),
+        no_gpu="the plan is made on the host",
     ),
 )

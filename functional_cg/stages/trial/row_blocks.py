@@ -77,6 +77,8 @@ class _Divided:
         for instr in self._instrs:
             rule = self._rules.get(instr)
             made = {var for waiting, _ in self._waiting for var in waiting.outputs()}
+            if all(_viewed(instr, var) not in (None, *made, *self._parts) for var in instr.outputs()):
+                rule = None  # a view of what is there as a whole takes nothing
             summed = {var for waiting, rows in self._waiting if rows.sums for var in waiting.outputs()}
             read = {var.storage for waiting, _ in self._waiting for var in waiting.inputs()}
             needs = made if rule is None else {var for var in made if var in summed or var not in rule.sliced}

@@ -35,7 +35,9 @@ _GETTERS = (operator.attrgetter, operator.itemgetter)
 # They look an attribute up as it is stored, whatever the class makes of it.
 _STORED = (object.__getattribute__, type.__getattribute__, ModuleType.__getattribute__)
 # What they say depends on something hidden, and asking changes nothing.
-_QUERIES = frozenset({threading.Event.is_set, logging.Logger.isEnabledFor, logging.Logger.getEffectiveLevel})
+_QUERIES: frozenset[Any] = frozenset(
+    {threading.Event.is_set, logging.Logger.isEnabledFor, logging.Logger.getEffectiveLevel}
+)
 _COMPILED_QUERIES = frozenset(
     {(SimpleQueue, "empty"), (SimpleQueue, "qsize"), *((kind, "locked") for kind in LOCKS)}
 )
@@ -55,7 +57,7 @@ class Calls(Stack):
         if type(function) in _GETTERS and args:
             self.push(self._get(function, args[0]))
             return
-        if callee in _GETTERS and UNKNOWN not in args:
+        if type(callee) is type and callee in _GETTERS and not any(one is UNKNOWN for one in args):
             self.push(callee(*args))
             return
         if type(callee) is functools.partial:
@@ -69,10 +71,10 @@ class Calls(Stack):
             self.hand_on(*args, *kwargs.values())
             self.await_kept(callee, args, kwargs)
             return
-        if callee in _STORED and len(args) == 2:
+        if type(callee) is WrapperDescriptorType and callee in _STORED and len(args) == 2:
             self.push(self.stored(*args))
             return
-        if function in _QUERIES and type(callee) is MethodType:
+        if type(callee) is MethodType and type(function) is FunctionType and function in _QUERIES:
             self.push(self._asked(callee.__self__, function.__name__, args))
             return
         if type(callee) in (MethodDescriptorType, WrapperDescriptorType) and args:

@@ -18,6 +18,7 @@ import torch
 
 from ...messages.source import Location, is_user_file
 from .kinds import BUILTINS, UNKNOWN, advances, generator_state, inside, is_key, is_user_class, plain
+from .liveness import unheld
 from .places import ATTRIBUTE, ITEM, PART, Entry, How, Place, Step, parts_of
 from .values import Contents, Shape, is_container, is_value
 
@@ -308,7 +309,10 @@ class Reads:
         entries = list(self.entries.values())
         self.entries.clear()
         places, entries = _without_gone(places, entries)
-        if places and gc.collect():  # a local function that calls itself keeps itself and what it closes over
+        # What holds itself, such as a local function that calls itself, may be among the places, or lead to them.
+        if places:
+            places, entries = _without_unheld(places, entries, vars(self))
+        if places and gc.collect():
             places, entries = _without_gone(places, entries)
         for place in places:
             place.outlives = True
@@ -342,6 +346,18 @@ def _without_gone(places: list[Place], entries: list[Entry]) -> tuple[list[Place
         places = [place for place in places if place.value is not _GONE]
         entries = [entry for entry in entries if _remains(entry)]
     return places, entries
+
+
+def _without_unheld(
+    places: list[Place], entries: list[Entry], books: dict[str, Any]
+) -> tuple[list[Place], list[Entry]]:
+    values = [place.value for place in places]
+    free = unheld(values, (places, entries, books), (Place, Entry, Contents))
+    del values
+    for place, gone in zip(places, free, strict=True):
+        if gone:
+            place.value = _GONE
+    return [one for one in places if one.value is not _GONE], [one for one in entries if _remains(one)]
 
 
 def _remains(entry: Entry) -> bool:

@@ -1,0 +1,71 @@
+"""Which objects nothing holds any more, but they themselves, each other, and who asks.
+
+Counts references as CPython's collector of cycles does, of a part of the heap: an object that has more references than
+lead to it from there is held from elsewhere, and so is all that it leads to.
+"""
+
+from __future__ import annotations
+
+import builtins
+import gc
+import sys
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from types import CodeType, FrameType, FunctionType, ModuleType
+from typing import Any
+
+__all__ = ["unheld"]
+
+_MOST = 200_000  # objects to look at
+_ATOMS = (str, bytes, int, float, complex, bool, type(None), CodeType, ModuleType, FrameType, type)
+
+
+def unheld(values: Sequence[Any], books: Iterable[Any], bookkeepers: tuple[type, ...]) -> list[bool]:
+    """Tell which values nothing else holds.
+
+    Args:
+      values: The values.
+      books: What holds them for the sake of whoever asks.
+      bookkeepers: Classes of objects of which references do not count, wherever these objects are held.
+    Returns:
+      For each value whether it is unheld; no for all where too much hangs on them.
+    """
+    found: dict[int, Any] = {}
+    inside: Counter[int] = Counter()
+    left = [values, *books]
+    while left:
+        for one in _led_to(left.pop()):
+            inside[id(one)] += 1
+            if id(one) not in found:
+                found[id(one)] = one
+                left.append(one)
+        if len(found) > _MOST:
+            return [False] * len(values)
+    one = None
+    counts, by_dict = _counts(found), _counts({0: object()})[0]
+    held = {
+        number
+        for number, count in counts.items()
+        if count - by_dict > inside[number] and not issubclass(type(found[number]), bookkeepers)
+    }
+    left = [found[number] for number in held]
+    while left:
+        for one in _led_to(left.pop()):
+            if id(one) not in held:
+                held.add(id(one))
+                left.append(one)
+    return [id(value) not in held for value in values]
+
+
+def _counts(objects: dict[int, Any]) -> dict[int, int]:
+    return {number: sys.getrefcount(one) for number, one in objects.items()}
+
+
+def _led_to(value: Any) -> Iterator[Any]:
+    """The objects that one leads to; of a function, not all that its module has."""
+    if issubclass(type(value), _ATOMS):
+        return
+    skipped = (value.__globals__, vars(builtins)) if type(value) is FunctionType else ()
+    for one in gc.get_referents(value):
+        if not issubclass(type(one), _ATOMS) and all(one is not other for other in skipped):
+            yield one
