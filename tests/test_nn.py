@@ -869,15 +869,112 @@ def test_buffer_whose_values_the_forward_copies_is_returned() -> None:
     assert_trees_all_equal(buffers, {"count": torch.zeros(4)})
 
 
-@pytest.mark.parametrize("use_reentrant", [True, False])
-def test_checkpoint_is_refused(use_reentrant: bool) -> None:
-    module = Wrapped(lambda self, x: checkpoint(torch.relu, self.inner(x), use_reentrant=use_reentrant))
+def test_a_reentrant_checkpoint_is_refused() -> None:
+    module = Wrapped(lambda self, x: checkpoint(torch.relu, self.inner(x), use_reentrant=True))
     apply, state = state_of(module)
     params = {name: value.clone().requires_grad_() for name, value in dict(state.params).items()}
-    with pytest.raises(fcg.CaptureError, match=r"calls `torch.utils.checkpoint`(.|\n)*test_nn.py"):
+    with pytest.raises(fcg.CaptureError, match=r"calls `torch.utils.checkpoint`(.|\n)*use_reentrant=False"):
         apply(params, state.buffers, torch.ones(2, 4))
     with pytest.raises(fcg.CaptureError, match=r"torch.utils.checkpoint"):
         train_step(apply)(state, torch.ones(2, 4))
+
+
+class Blocks(nn.Module):
+    """Blocks that draw, write buffers and remember nothing, each recomputed if it is asked for."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how = how
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout(0.3), nn.Tanh()) for _ in range(3)
+        )
+        self.head = nn.Linear(4, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            if self.how == "block":
+                x = checkpoint(block, x, use_reentrant=False)
+            elif self.how == "closure":
+                x = (
+                    checkpoint(
+                        lambda x, block=block: x + block[3](block[2](block[1](block[0](x)))),
+                        x,
+                        use_reentrant=False,
+                    )
+                    - x
+                )
+            elif self.how == "nested":
+                x = checkpoint(
+                    lambda x, block=block: checkpoint(block, x, use_reentrant=False), x, use_reentrant=False
+                )
+            elif self.how == "without state":
+                x = checkpoint(block, x, use_reentrant=False, preserve_rng_state=False)
+            else:
+                x = block(x)
+        return self.head(x)
+
+
+@pytest.mark.parametrize("how", ["block", "closure", "nested", "without state"])
+@pytest.mark.parametrize("outside", [False, True])
+def test_what_a_checkpoint_recomputes_is_what_it_was(how: str, outside: bool) -> None:
+    """The same draws, the same gradients, and buffers that are written once; in a `remat` as well, and captured."""
+
+    def stepped(how: str) -> tuple[Any, Any]:
+        torch.manual_seed(0)
+        apply, params, buffers = fcg.from_module(Blocks(how))
+        applied = fcg.remat(apply) if outside else apply
+
+        def train_step(state: Any, x: Tensor) -> Any:
+            key = fcg.random.fold_in(state["key"], state["count"])
+
+            def loss_fn(params: Any) -> Any:
+                out, buffers = applied(params, state["buffers"], x, key=key)
+                return out.square().mean(), buffers
+
+            (loss, buffers), grads = fcg.value_and_grad(loss_fn, has_aux=True)(state["params"])
+            params = fcg.tree.map(lambda p, g: p - 0.1 * g, state["params"], grads)
+            new = {"params": params, "buffers": buffers, "key": state["key"], "count": state["count"] + 1}
+            return new, {"loss": loss}
+
+        state = {
+            "params": params,
+            "buffers": buffers,
+            "key": fcg.random.key(0),
+            "count": torch.zeros((), dtype=torch.int64),
+        }
+        return fcg.graph_step(train_step), fcg.place(state)
+
+    (plain, expected), (step, state) = stepped("not"), stepped(how)
+    twin = fcg.fork(state)
+    for call in range(16):
+        x = torch.randn(8, 4, generator=torch.Generator().manual_seed(call))
+        expected, wanted = plain(expected, x)
+        state, metrics = step(state, x)
+        twin, of_eager = step.eager(twin, x)
+        assert_trees_all_equal((state, metrics), (twin, of_eager), f"eager, call {call}")
+        if how != "closure":  # which computes something else
+            assert_trees_all_equal((state, metrics), (expected, wanted), f"call {call}")
+    assert step.stats.captures == 1
+
+
+def test_a_checkpoint_that_cannot_draw_the_same_again_is_refused() -> None:
+    """Drawn outside of its submodules, or in one that runs several times."""
+    between = Wrapped(lambda self, x: checkpoint(lambda x: F.dropout(self.inner(x)), x, use_reentrant=False))
+    apply, state = state_of(between)
+    with pytest.raises(
+        fcg.CaptureError, match=r"calls `torch.utils.checkpoint`(.|\n)*outside of its submodules"
+    ):
+        apply(state.params, state.buffers, torch.ones(2, 4), key=fcg.random.key(0))
+    shared = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5))
+    twice = Wrapped(
+        lambda self, x: checkpoint(
+            self.inner, checkpoint(self.inner, x, use_reentrant=False), use_reentrant=False
+        )
+    )
+    twice.inner = shared
+    apply, params, buffers = fcg.from_module(twice)
+    with pytest.raises(fcg.CaptureError, match="it runs several times in one forward"):
+        fcg.grad(lambda p: apply(p, buffers, torch.ones(2, 4), key=fcg.random.key(0))[0].sum())(params)
 
 
 # --- refused at once ------------------------------------------------------------------------------------------------

@@ -1299,9 +1299,10 @@ def in_a_default(x: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("function", [memoised, visited, in_a_default, in_a_ring], ids=lambda f: f.__name__)
 def test_what_holds_itself_is_of_the_step(
-    function: Callable[[Tensor], Tensor],
+    function: Callable[[Tensor], Tensor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It is in a cycle of references, so that it is still there when the step has ended."""
+    """It is in a cycle of references, so that it is still there when the step has ended, whatever else there is."""
+    monkeypatch.setitem(globals(), "HUGE", [[number] for number in range(300_000)])
     step = fcg.graph_step(lambda s, x: ({"w": s["w"] + function(x).sum()}, {}))
     state, expected = fcg.place({"w": torch.zeros(())}), 0.0
     for call in range(3):

@@ -27,6 +27,7 @@ __all__ = [
     "inside_a_step",
     "refuse_anomaly_mode",
     "refuse_foreign_modes",
+    "refuse_reentrant_checkpoint",
 ]
 
 _NEAR = 6  # frames from the grad mode's setter up to the checkpoint
@@ -65,13 +66,25 @@ def _refuse_reentrant_checkpoint() -> None:
     for _ in range(_NEAR):
         frame = frame and frame.f_back
         if frame and frame.f_code is checkpoint.CheckpointFunction.forward.__code__:
-            raise CaptureError.of(
-                "",
-                "calls `torch.utils.checkpoint` with `use_reentrant=True`.",
-                why="It differentiates its own arguments only: the gradient of what its function closes over, or gets "
-                "in a dict, would be zero.",
-                fix="`checkpoint(fn, *args, use_reentrant=False)`.",
-            )
+            refuse_reentrant_checkpoint("")
+
+
+def refuse_reentrant_checkpoint(name: str) -> None:
+    """Raise for a checkpoint that differentiates its own arguments only.
+
+    Args:
+      name: Name of the function or the module.
+    Raises:
+      CaptureError: Always.
+    """
+    raise CaptureError.of(
+        name,
+        "calls `torch.utils.checkpoint` with `use_reentrant=True`.",
+        why="It differentiates its own arguments only: the gradient of what its function closes over, or gets "
+        "in a dict, would be zero.",
+        fix="`checkpoint(fn, *args, use_reentrant=False)`; in transformers, `model.gradient_checkpointing_enable("
+        '{"use_reentrant": False})`.',
+    )
 
 
 @contextlib.contextmanager

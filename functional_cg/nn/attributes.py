@@ -102,8 +102,8 @@ def _below(value: Any) -> list[tuple[str, Any]]:
         return [("", value.__self__)]
     if isinstance(value, partial):
         return [("", value.func), ("", value.args), ("", value.keywords), *_attributes(value)]
-    if isinstance(value, FunctionType):
-        return _attributes(value)
+    if isinstance(value, FunctionType):  # torch keeps things of its own on its functions
+        return [] if str(value.__module__).partition(".")[0] == "torch" else _attributes(value)
     return [*_attributes(value), *_reduced(value)]
 
 

@@ -12,7 +12,7 @@ import sys
 import threading
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence, Set
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from types import FrameType
 from typing import Any
@@ -25,6 +25,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import checkpoint
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from ..ambient.setting import refuse_reentrant_checkpoint
 from ..errors import CaptureError, ImplicitRandomnessError, ReadOnlyError
 from ..messages.source import Location, user_frame
 from ..tensors.aten import can_draw, written_arguments
@@ -36,6 +37,7 @@ __all__ = ["run"]
 
 # Kernel selection is process-wide: two threads switching it would restore each other's settings.
 _SWITCH = threading.RLock()
+_CALL = nn.Module._call_impl.__code__
 _RNNS = frozenset({torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu})
 _ATTENTION = frozenset({F.scaled_dot_product_attention, F.multi_head_attention_forward})
 
@@ -46,16 +48,17 @@ def run(
     kwargs: Mapping[str, Any],
     key: Tensor | None,
     params: Mapping[str, Tensor],
-) -> tuple[Any, Set[int | None], bool]:
+) -> tuple[Any, Set[int | None], Place]:
     """Call our private copy of a module, which holds ``params`` and buffers that it may write.
 
     Returns:
-      (out, written, drew): the result of the forward, the storages it wrote, and whether it drew random numbers.
+      (out, written, place): the result of the forward, the storages it wrote, and what it did where.
     Raises:
       ImplicitRandomnessError: If an op draws and ``key`` is None, or if a key cannot replace it.
       ReadOnlyError: If a parameter is written.
       SideEffectError: If an attribute of the module is written, or a buffer appears or disappears.
-      CaptureError: If ``torch.utils.checkpoint`` is called.
+      CaptureError: If it calls ``torch.utils.checkpoint`` with ``use_reentrant=True``, or of what draws random numbers
+        in no submodule of its own.
     """
     names = {storage_of(param): name for name, param in params.items()}
     names.pop(None, None)  # None stands for every storage that cannot be identified
@@ -66,29 +69,52 @@ def run(
         out = module(*args, **kwargs)
     refuse_changed_buffers(name, buffers, buffers_set(module))
     refuse_changed(name, before, held(module))
-    return out, effects.written, place.drew
+    place.end(effects)
+    return out, effects.written, place
 
 
 class Place:
     """Tracks where in a module its forward is, and how many draws each submodule has made.
 
+    After the forward, ``torch.utils.checkpoint`` may run submodules again, in the backward: they then run as they did,
+    under the same modes and with the same streams.
+
     Args:
       module: Our private copy: its submodules get hooks that report when they start and end.
+
+    Attributes:
+      recomputes: Whether the forward called ``torch.utils.checkpoint``.
     """
 
     def __init__(self, module: nn.Module) -> None:
+        self.recomputes = False
         self._name = type(module).__name__
         self._trail: list[tuple[str, str]] = []
         self._draws: Counter[str] = Counter()
+        self._began: dict[str, list[Counter[str]]] = {}  # the draws before each run of a submodule
+        self._effects: Effects | None = None  # once the forward has ended
+        self._again = ExitStack()
         for path, part in module.named_modules():
             part.register_forward_pre_hook(partial(self._enter, path))
             part.register_forward_hook(self._leave, always_call=True)
 
     def _enter(self, path: str, module: nn.Module, args: Any) -> None:
+        if self._effects is None:
+            self._began.setdefault(path, []).append(self._draws.copy())
+        elif not self._trail:
+            self._draws = self._began[path][0].copy()
+            self._again.enter_context(OpenKernels())
+            self._again.enter_context(self._effects)
         self._trail.append((path, type(module).__name__))
 
     def _leave(self, module: nn.Module, args: Any, out: Any) -> None:
         self._trail.pop()
+        if self._effects is not None and not self._trail:
+            self._again.close()
+
+    def end(self, effects: Effects) -> None:
+        """The forward has ended: what runs from now on is run again."""
+        self._effects = effects
 
     @property
     def path(self) -> str:
@@ -102,10 +128,27 @@ class Place:
 
     def next_stream(self) -> int:
         """A stream for one draw: a hash of the path and of the number of earlier draws there."""
+        if self._effects is not None and len(self._began[self._trail[0][0]]) > 1:
+            raise self._cannot_repeat("it runs several times in one forward, and draws random numbers")
         number = self._draws[self.path]
         self._draws[self.path] += 1
         digest = hashlib.blake2b(f"{self.path}:{number}".encode(), digest_size=8).digest()
         return int.from_bytes(digest, "little") >> 1
+
+    def refuse_draws_between(self, submodules: int) -> None:
+        """Raise if a draw under ``torch.utils.checkpoint`` is in no submodule that will be known to run again."""
+        if not submodules:
+            raise self._cannot_repeat("what it wraps draws random numbers outside of its submodules")
+
+    def _cannot_repeat(self, why: str) -> CaptureError:
+        return CaptureError.of(
+            self._name,
+            f"{self} calls `torch.utils.checkpoint`, as `fcg.remat` does.",
+            rows=[_at().removeprefix(", at ")],
+            why=f"It runs the forward again in the backward pass, and {why}: they would be other ones.",
+            fix="switch it off; in transformers, `model.gradient_checkpointing_disable()`. Around an `apply`, "
+            "of the model or of a block, `fcg.remat(apply)(params, buffers, x, key=key)` does it.",
+        )
 
     def __str__(self) -> str:
         path, name = self._trail[-1] if self._trail else ("", self._name)
@@ -194,7 +237,8 @@ class Effects(TorchDispatchMode):
         if torch.is_inference_mode_enabled() and func._can_decompose():
             with self:  # only its parts reveal what it draws and writes
                 return func.decompose(*args, **kwargs)
-        self._refuse_checkpoint()
+        if not self._place.recomputes:
+            self._place.recomputes = self._under_checkpoint() is not None
         for tensor in written_arguments(func, args, kwargs):
             self._refuse_parameter(func, tensor)
             self.written.add(storage_of(tensor))
@@ -205,6 +249,7 @@ class Effects(TorchDispatchMode):
             return func(*args, **kwargs)
         if self._key is None or not is_drawn(func, args, kwargs):
             raise self._random(func)
+        self._refuse_draw_between()
         try:
             return draw(func, args, kwargs, self._key, self._place.next_stream())
         except (TypeError, ValueError) as error:
@@ -241,21 +286,25 @@ class Effects(TorchDispatchMode):
                 "before `from_module`, which makes it a buffer.",
             )
 
-    def _refuse_checkpoint(self) -> None:
+    def _refuse_draw_between(self) -> None:
+        submodules = self._under_checkpoint()
+        if submodules is not None:
+            self._place.refuse_draws_between(submodules)
+
+    def _under_checkpoint(self) -> int | None:
+        """How many submodules run inside of the innermost ``torch.utils.checkpoint`` of the module; None outside."""
         frame: FrameType | None = sys._getframe(2)
+        submodules = 0
+        # The hooks of a `remat` around `apply` run here too while it recomputes; those are not the module's.
         while frame is not None and frame.f_code is not run.__code__:
-            # The hooks of a `remat` around `apply` run here too while it recomputes; those are not the module's.
-            if frame.f_code.co_filename == checkpoint.__file__ and frame.f_code.co_name == "checkpoint":
-                raise CaptureError.of(
-                    self._name,
-                    f"{self._place} calls `torch.utils.checkpoint`, as `fcg.remat` does.",
-                    rows=[_at().removeprefix(", at ")],
-                    why="It runs the forward again in the backward pass, after `apply` has ended: without the key, "
-                    "and on buffers that were written.",
-                    fix="switch it off; in transformers, `model.gradient_checkpointing_disable()`. Around an `apply`, "
-                    "of the model or of a block, `fcg.remat(apply)(params, buffers, x, key=key)` does it.",
-                )
+            submodules += frame.f_code is _CALL
+            if frame.f_code.co_filename == checkpoint.__file__:
+                if frame.f_code is checkpoint.CheckpointFunction.forward.__code__:
+                    refuse_reentrant_checkpoint(self._name)
+                if frame.f_code.co_name == "checkpoint":
+                    return submodules
             frame = frame.f_back
+        return None
 
 
 def _at() -> str:

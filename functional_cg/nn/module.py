@@ -110,7 +110,8 @@ class Apply:
           ReadOnlyError: If the forward writes a parameter, or swaps the memory of a tensor.
           SideEffectError: If it writes an attribute of the module, or if a buffer becomes None or a tensor.
           BakedValueError: If the module changed after ``from_module`` copied it: frozen, hooked, or an attribute set.
-          CaptureError: If it calls ``torch.utils.checkpoint``, as ``remat`` does; ``remat`` around ``apply`` is fine.
+          CaptureError: If it calls ``torch.utils.checkpoint`` with ``use_reentrant=True``, or of what draws random
+            numbers in no submodule of its own; ``remat`` around ``apply`` is fine.
         """
         self._original.check()
         params, buffers = self._by_name(params, buffers)
@@ -122,14 +123,19 @@ class Apply:
         trained = {name: _alias(param) for name, param in params.items()}
         given = {name: buffer.detach() for name, buffer in held.items()}
         module = self._copy({**trained, **held}, train=train)
-        out, written, drew = run(module, args, kwargs, key, params)
+        out, written, place = run(module, args, kwargs, key, params)
         refuse_exchanged(type(module).__name__, "params", params, trained)
         refuse_exchanged(type(module).__name__, "buffers", given, held)
         new = {name: _lookup(module, name) for name in buffers}
         kept = {name for name in buffers if new[name] is held[name] and storage_of(new[name]) not in written}
         values = {name: buffers[name] if name in kept else new[name].detach() for name in buffers}
+        changed = {name: values[name] for name in buffers if name not in kept}
+        if (
+            place.recomputes
+        ):  # in the backward: there it finds what it has found, and writes nothing that was returned
+            _set_buffers(module, {name: buffers[name].detach().clone() for name in changed})
         if not in_a_backward():  # there `remat` recomputes only for the gradients
-            self._note(module, {name: values[name] for name in buffers if name not in kept}, drew=drew)
+            self._note(module, changed, drew=place.drew)
         return out, values
 
     def _note(self, module: nn.Module, written: Mapping[str, Tensor], *, drew: bool) -> None:
@@ -260,6 +266,12 @@ def _on_meta(tensor: Tensor) -> Tensor:
 def _alias(param: Tensor) -> Tensor:
     """Alias a parameter within its autograd graph; leaves, readers and `torch.func` tensors protect themselves."""
     return cast(Tensor, torch.ops.aten.alias(param)) if storage_of(param) is not None else param
+
+
+def _set_buffers(module: nn.Module, values: Mapping[str, Tensor]) -> None:
+    for name, value in values.items():
+        path, _, attribute = name.rpartition(".")
+        module.get_submodule(path)._buffers[attribute] = value
 
 
 def _lookup(module: nn.Module, name: str) -> Any:

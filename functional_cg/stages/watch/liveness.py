@@ -10,7 +10,7 @@ import builtins
 import gc
 import sys
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence, Set
 from types import CodeType, FrameType, FunctionType, ModuleType
 from typing import Any
 
@@ -20,13 +20,16 @@ _MOST = 200_000  # objects to look at
 _ATOMS = (str, bytes, int, float, complex, bool, type(None), CodeType, ModuleType, FrameType, type)
 
 
-def unheld(values: Sequence[Any], books: Iterable[Any], bookkeepers: tuple[type, ...]) -> list[bool]:
+def unheld(
+    values: Sequence[Any], books: Iterable[Any], bookkeepers: tuple[type, ...], outside: Set[int]
+) -> list[bool]:
     """Tell which values nothing else holds.
 
     Args:
       values: The values.
       books: What holds them for the sake of whoever asks.
       bookkeepers: Classes of objects of which references do not count, wherever these objects are held.
+      outside: Ids of objects that are known to be held; what they lead to is not looked at.
     Returns:
       For each value whether it is unheld; no for all where too much hangs on them.
     """
@@ -36,7 +39,7 @@ def unheld(values: Sequence[Any], books: Iterable[Any], bookkeepers: tuple[type,
     while left:
         for one in _led_to(left.pop()):
             inside[id(one)] += 1
-            if id(one) not in found:
+            if id(one) not in found and id(one) not in outside:
                 found[id(one)] = one
                 left.append(one)
         if len(found) > _MOST:
@@ -51,7 +54,7 @@ def unheld(values: Sequence[Any], books: Iterable[Any], bookkeepers: tuple[type,
     left = [found[number] for number in held]
     while left:
         for one in _led_to(left.pop()):
-            if id(one) not in held:
+            if id(one) in found and id(one) not in held:
                 held.add(id(one))
                 left.append(one)
     return [id(value) not in held for value in values]

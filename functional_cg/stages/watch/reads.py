@@ -10,7 +10,7 @@ import gc
 import os
 import sys
 import types
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Set
 from types import BuiltinFunctionType, CodeType, FrameType, FunctionType, MethodType, ModuleType
 from typing import Any
 
@@ -304,6 +304,7 @@ class Reads:
         self.frame = None
         self.functions.clear()
         self._registries.clear()
+        outside = {id(place.value) for place in self._places.values() if place.root.outlives}
         places = [place for place in self._places.values() if place.owner is None and not place.outlives]
         self._places.clear()
         entries = list(self.entries.values())
@@ -311,7 +312,7 @@ class Reads:
         places, entries = _without_gone(places, entries)
         # What holds itself, such as a local function that calls itself, may be among the places, or lead to them.
         if places:
-            places, entries = _without_unheld(places, entries, vars(self))
+            places, entries = _without_unheld(places, entries, vars(self), outside)
         if places and gc.collect():
             places, entries = _without_gone(places, entries)
         for place in places:
@@ -349,10 +350,10 @@ def _without_gone(places: list[Place], entries: list[Entry]) -> tuple[list[Place
 
 
 def _without_unheld(
-    places: list[Place], entries: list[Entry], books: dict[str, Any]
+    places: list[Place], entries: list[Entry], books: dict[str, Any], outside: Set[int]
 ) -> tuple[list[Place], list[Entry]]:
     values = [place.value for place in places]
-    free = unheld(values, (places, entries, books), (Place, Entry, Contents))
+    free = unheld(values, (places, entries, books), (Place, Entry, Contents), outside)
     del values
     for place, gone in zip(places, free, strict=True):
         if gone:
