@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from functional_cg.bench import debug, dropout, first_call, measure
+from functional_cg.bench import debug, dropout, first_call, measure, watch
 from functional_cg.bench.__main__ import main
 from functional_cg.bench.jax_sharded import mean_and_losses
 from functional_cg.bench.measure import Row, bench
@@ -440,3 +440,22 @@ def test_debug_rows_are_json(capsys: pytest.CaptureFixture[str]) -> None:
         ("leaves-10-one", name) for name in ("off", "poison", "verify", "verify+poison")
     ]
     assert all(row["median"] > 0 for row in found)
+
+
+def test_watch_rows_are_json(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watch, "_CALLS", 2)
+    assert watch.main(["--values", "4", "--turns", "2"]) == 0
+    first, *found = map(json.loads, capsys.readouterr().out.splitlines())
+    assert first["torch"] == torch.__version__
+    assert [row["values"] for row in found] == [4] * 4
+    assert all(row["us_per_call"] > 0 for row in found)
+
+
+def test_a_step_of_the_bench_watches_each_value() -> None:
+    for _, make in watch._KINDS:
+        none, some = (fcg.graph_fn(make(count)) for count in (0, 8))
+        for step in (none, some):
+            step(torch.ones(2))
+        watched = [next(iter(step._lowered.values()))[0].watch for step in (none, some)]
+        held = [sum(len(getattr(one.old, "_parts", (0,))) for one in each._entries) for each in watched]
+        assert held[1] >= held[0] + 7
