@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 
+import functional_cg as fcg
 from functional_cg.bench import debug, dropout, first_call, measure, watch
 from functional_cg.bench.__main__ import main
 from functional_cg.bench.jax_sharded import mean_and_losses
