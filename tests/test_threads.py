@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import functional_cg as fcg
 from functional_cg import tree
@@ -48,7 +49,28 @@ def of_a_module(state: Any, x: Tensor) -> Any:
     return tree.map(torch.sub, state, grads), {}
 
 
-@pytest.mark.parametrize(("fn", "make"), [(trained, a_train_state), (of_a_module, lambda: PARAMS)])
+class Recomputed(nn.Sequential):
+    def forward(self, x: Tensor) -> Any:
+        return checkpoint(super().forward, x, use_reentrant=False)
+
+
+RECOMPUTED, SAME_PARAMS, _ = fcg.from_module(Recomputed(nn.Linear(3, 4), nn.Dropout(0.5), nn.Tanh()))
+
+
+def of_a_module_that_recomputes(state: Any, x: Tensor) -> Any:
+    key = fcg.random.fold_in(fcg.random.key(1), 0)
+    grads = fcg.grad(lambda params: RECOMPUTED(params, {}, x, key=key)[0].sum())(state)
+    return tree.map(torch.sub, state, grads), {}
+
+
+@pytest.mark.parametrize(
+    ("fn", "make"),
+    [
+        (trained, a_train_state),
+        (of_a_module, lambda: PARAMS),
+        (of_a_module_that_recomputes, lambda: SAME_PARAMS),
+    ],
+)
 def test_a_trace_leaves_no_cycles_behind(
     fn: Any, make: Callable[[], Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -11,7 +11,7 @@ import inspect
 import sys
 import threading
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from types import FrameType
@@ -69,7 +69,7 @@ def run(
         out = module(*args, **kwargs)
     refuse_changed_buffers(name, buffers, buffers_set(module))
     refuse_changed(name, before, held(module))
-    place.end(effects)
+    place.end(partial(Effects, name, key, params=names))
     return out, effects.written, place
 
 
@@ -92,7 +92,7 @@ class Place:
         self._trail: list[tuple[str, str]] = []
         self._draws: Counter[str] = Counter()
         self._began: dict[str, list[Counter[str]]] = {}  # the draws before each run of a submodule
-        self._effects: Effects | None = None  # once the forward has ended
+        self._effects: Callable[..., Effects] | None = None  # once the forward has ended
         self._again = ExitStack()
         for path, part in module.named_modules():
             part.register_forward_pre_hook(partial(self._enter, path))
@@ -104,7 +104,7 @@ class Place:
         elif not self._trail:
             self._draws = self._began[path][0].copy()
             self._again.enter_context(OpenKernels())
-            self._again.enter_context(self._effects)
+            self._again.enter_context(self._effects(place=self))
         self._trail.append((path, type(module).__name__))
 
     def _leave(self, module: nn.Module, args: Any, out: Any) -> None:
@@ -112,8 +112,8 @@ class Place:
         if self._effects is not None and not self._trail:
             self._again.close()
 
-    def end(self, effects: Effects) -> None:
-        """The forward has ended: what runs from now on is run again."""
+    def end(self, effects: Callable[..., Effects]) -> None:
+        """The forward has ended: what runs from now on is run again, under ``effects(place=...)``."""
         self._effects = effects
 
     @property
