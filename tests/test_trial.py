@@ -367,14 +367,14 @@ def test_what_was_rounded_moves_by_an_ulp_and_what_is_exact_stays(dtype: torch.d
     shaker = Shaker()
     for value, still in ((exact, True), (special, True), (rounded, False)):
         moved = value.clone()
-        shaker._move(moved, 1, 0.0)
+        shaker.move(moved, 1, 0.0)
         assert torch.equal(moved, value) is still
         finite = torch.view_as_real(value) if value.is_complex() else value
         apart = (torch.view_as_real(moved) if value.is_complex() else moved) - finite
         limit = finite.abs().double().nan_to_num(0, 0, 0) * torch.finfo(dtype).eps
         assert bool((apart.double().nan_to_num(0).abs() <= limit).all())
     largest = torch.full((8,), torch.finfo(dtype).max, dtype=dtype, device=device)
-    shaker._move(largest, 1, 0.0)
+    shaker.move(largest, 1, 0.0)
     assert bool(largest.isfinite().all())
 
 
@@ -386,7 +386,7 @@ def test_a_shaker_that_leans_moves_all_the_same_way(dtype: torch.dtype, seed: in
     value = (torch.linspace(-0.9, 0.9, 4000, dtype=torch.float64).sin() * 1.234567).to(device, dtype)
     shaker = Shaker(2, leans=True, dice=random.Random(seed))
     moved = value.clone()
-    shaker._move(moved, 2, 0.0)
+    shaker.move(moved, 2, 0.0)
     apart = moved.double() - value.double()
     ways = [apart, -apart, apart * value.sign(), -apart * value.sign()]
     assert any(bool((way >= 0).all()) for way in ways)
@@ -401,7 +401,7 @@ def test_a_sum_is_moved_by_its_spread(dtype: torch.dtype, device: str) -> None:
         (torch.linspace(-3, 3, 40_000, dtype=torch.float64).sin() * 1.234567).view(200, 200).to(device, dtype)
     )
     moved = value.t().clone(memory_format=torch.preserve_format)
-    Shaker()._move(moved, 1, 0.125)
+    Shaker().move(moved, 1, 0.125)
     apart = moved.t().double() - value.double()
     root = value.double().square().mean().sqrt()
     assert abs(float(apart.std() / root) - 0.125) < 0.01

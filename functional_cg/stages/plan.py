@@ -363,7 +363,7 @@ def _target(out: Any, fixed: Collection[Var]) -> str:
             return f"[{', '.join(map(text, value))}]"
         return "_"
 
-    return f"{text(out)} = " if any(True for _ in vars_in(out)) else ""
+    return f"{text(out)} = " if vars_in(out) else ""
 
 
 def _last_uses(head: Sequence[Instr], kept: set[Var], fixed: set[Var]) -> dict[int, list[Var]]:

@@ -88,14 +88,13 @@ class Instr:
     @property
     def checks(self) -> bool:
         """Whether the call only checks: it has no result and raises on bad values, such as a singular matrix."""
-        return not self.writes and not any(True for _ in self.outputs())
+        return not self.writes and not self.outputs()
 
-    def inputs(self) -> Iterator[Var]:
-        yield from vars_in(self.args)
-        yield from vars_in(tuple(self.kwargs.values()))
+    def inputs(self) -> list[Var]:
+        return vars_in((*self.args, *self.kwargs.values()))
 
-    def outputs(self) -> Iterator[Var]:
-        yield from vars_in(self.out)
+    def outputs(self) -> list[Var]:
+        return vars_in(self.out)
 
     def __str__(self) -> str:
         kwargs = "".join(f", {name}={value!r}" for name, value in self.kwargs.items())
@@ -212,7 +211,7 @@ class Program:
     @property
     def results(self) -> list[Var]:
         """The variables that leave the step: metrics, then printed and tapped values."""
-        return list(vars_in([*self.outputs, *(report.values for report in self.reports)]))
+        return vars_in([*self.outputs, *(report.values for report in self.reports)])
 
     def named_results(self) -> Iterator[tuple[str, Var]]:
         """Yield the variables that leave the step, each with its key path or the report that shows it."""
@@ -343,13 +342,18 @@ def peak_bytes(instrs: Sequence[Instr], kept: Collection[int], sizes: Mapping[in
     return most, now
 
 
-def vars_in(value: Any) -> Iterator[Var]:
-    """Yield all variables in an argument or result, including those in nested lists and tuples."""
+def vars_in(value: Any) -> list[Var]:
+    """Return all variables in an argument or result, including those in nested lists and tuples."""
     if isinstance(value, Var):
-        yield value
-    elif isinstance(value, (list, tuple)):
+        return [value]
+    found: list[Var] = []
+    if isinstance(value, (list, tuple)):
         for item in value:
-            yield from vars_in(item)
+            if isinstance(item, Var):
+                found.append(item)
+            elif isinstance(item, (list, tuple)):
+                found += vars_in(item)
+    return found
 
 
 def map_vars(function: Callable[[Var], Any], value: Any) -> Any:

@@ -28,11 +28,10 @@ from ..shards.mesh import Mesh
 from ..shards.peers import on_any
 from ..stages.plan import Buffers
 from ..stages.run.capture import Backend, CUDABackend, scratch
-from ..stages.trial.judge import Difference, miscompiled
+from ..stages.trial.judge import Difference, load_kernels, miscompiled
 from ..stages.trial.trial import Certificate, Trial
 from ..state.arena import Arena
 from ..tensors.aten import copies
-from ..tensors.ulps import load_kernels
 from .lowered import Lowered
 
 __all__ = ["certify"]
@@ -76,9 +75,10 @@ def _certificate(lowered: Lowered, buffers: Buffers, arenas: Sequence[Arena], as
     trial = Trial(lowered.reference, lowered.plan, together)
     on_gpu = any(one.is_cuda for one in (*buffers.slots, *buffers.inputs))
     with ThreadPoolExecutor(1) as meanwhile:  # the compiler of the plan leaves it time
-        if on_gpu:
-            meanwhile.submit(load_kernels, _gpu(buffers))
+        loaded = [meanwhile.submit(load_kernels, _gpu(buffers))] if on_gpu else []
         trial.rehearse(buffers, scratch(buffers.slots, lowered.reference.unchecked.slots))
+    for one in loaded:
+        one.result()
     of = _InPlace.of(buffers, written, arenas, asked) if on_gpu else _Copied.of(buffers, arenas)
     with no_garbage_collection(), of as space:  # it takes long after compiling, and a capture begins with one
         found = trial.differences(space)

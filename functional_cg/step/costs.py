@@ -197,7 +197,7 @@ def cost_analysis(
         flops[kind] += number
         moved[kind] += _bytes_of(instr, used)
         if number:
-            by_dtype[next(instr.inputs()).spec.dtype] += number
+            by_dtype[instr.inputs()[0].spec.dtype] += number
     copies = list(_border(program, schedule, copies=plan.copies))
     if copies:
         calls["border"], moved["border"] = len(copies), 2 * sum(copies)

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["AWAY_FROM_ZERO", "DOWN", "MOVABLE", "TO_ZERO", "UP", "load_kernels", "move"]
+__all__ = ["AWAY_FROM_ZERO", "DOWN", "MOVABLE", "TO_ZERO", "UP", "move"]
 
 UP, DOWN, AWAY_FROM_ZERO, TO_ZERO = 1, 2, 3, 4  # 0 is any
 _CHUNK = 2**22  # elements to move at a time on the CPU
@@ -132,13 +132,6 @@ def move(flat: Tensor, most: int, root: Tensor | None, scale: float, seed: int, 
       direction: 0 for any, or one for all numbers.
     """
     (_move_on_gpu if flat.is_cuda else _move_on_host)(flat, most, root, scale, seed, direction)
-
-
-def load_kernels(device: torch.device) -> None:
-    """Load NVRTC and compile, so that the first call of :func:`move` need not wait for it."""
-    with torch.cuda.device(device):
-        for dtype in (torch.float32, torch.bfloat16):
-            _kernel(dtype, device)
 
 
 def _move_on_gpu(

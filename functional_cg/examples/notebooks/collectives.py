@@ -63,7 +63,7 @@ def launches(lowered: Any) -> list[Launch]:
     for place, instr in enumerate(instrs):
         kind = _KINDS.get(instr.op._schema.name)
         if kind is not None:
-            made, given = list(instr.outputs()), list(instr.inputs())
+            made, given = instr.outputs(), instr.inputs()
             sizes = [max(a.spec.nbytes, b.spec.nbytes) for a, b in zip(given, made, strict=True)]
             first = min(uses.get(var, len(instrs)) for var in made)
             found.append(Launch(kind, place, first, len(made), sum(sizes), instr.backward))

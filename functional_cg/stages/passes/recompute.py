@@ -201,7 +201,7 @@ def _by_views(lives: _Lives, var: Var, root: Var) -> bool:
         maker = lives.maker.get(var)
         if maker is None or maker.op not in _VIEWS:
             return False
-        var = next(maker.inputs())
+        var = maker.inputs()[0]
     return True
 
 

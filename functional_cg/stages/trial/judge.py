@@ -22,10 +22,10 @@ from ...errors import MiscompileError
 from ...messages.source import Location
 from ..plan import Buffers
 from .reference import Reference
-from .sketch import Distance, distance, floor, known, sketch
+from .sketch import LARGE, Distance, distance, floor, known, sketch
 from .ulps import Shaker
 
-__all__ = ["Difference", "Judge", "miscompiled"]
+__all__ = ["Difference", "Judge", "load_kernels", "miscompiled"]
 
 # Runs that measure rounding: ulps by which results are perturbed, ulps for the arguments of deciding calls, and the
 # factor by which a result may exceed the change that the run shows. If nothing flips, the change grows with the ulps,
@@ -58,6 +58,18 @@ class Difference:
         if self.greatest == math.inf:
             return f"{self.name}  is infinite or NaN in only one of the two{where}"
         return f"{self.name}  differs by {self.greatest:.3g}, of which rounding explains {self.rounding:.3g}{where}"
+
+
+def load_kernels(device: torch.device) -> None:
+    """Compare some numbers on a GPU, because CUDA loads a kernel when it is first launched."""
+    shaker = Shaker()
+    with torch.cuda.device(device):
+        for dtype in (torch.float32, torch.bfloat16):
+            for count in (1, LARGE):
+                numbers = torch.ones(count, dtype=dtype, device=device)
+                before = sketch(numbers).cpu()
+                shaker.move(numbers, 1, 1.0)
+                known([floor(numbers), distance(before.to(device), sketch(numbers))])
 
 
 def miscompiled(name: str, what: str, rows: Iterable[str], why: str) -> MiscompileError:

@@ -74,12 +74,10 @@ class _Plan:
 
     def __init__(self, instrs: Sequence[Instr], static: frozenset[int], budget: int) -> None:
         self._instrs, self._budget = instrs, budget
-        self._inputs = {instr: tuple(instr.inputs()) for instr in instrs}
-        self._outputs = {instr: tuple(instr.outputs()) for instr in instrs}
+        self._inputs = {instr: instr.inputs() for instr in instrs}
+        self._outputs = {instr: instr.outputs() for instr in instrs}
         self._maker: dict[Var, Instr] = {}
-        self._price: dict[
-            Var, tuple[float, tuple[Var, ...]]
-        ] = {}  # bytes that its call moves, and what it reads
+        self._price: dict[Var, tuple[float, list[Var]]] = {}  # bytes that its call moves, and what it reads
         self._size = {one: size for one, size in storage_bytes(instrs).items() if one not in static}
         self._uses: dict[int, list[int]] = {}
         written = written_storages(instrs)

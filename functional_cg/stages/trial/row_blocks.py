@@ -93,7 +93,7 @@ class _Divided:
 
     def _rule(self, instr: Instr) -> _Rows | None:
         """Return how to run a call in blocks; None if it is small or cannot be split."""
-        outputs = list(instr.outputs())
+        outputs = instr.outputs()
         sizes = [var.spec.nbytes for var in (*outputs, *instr.inputs())]
         if instr.writes or not outputs or max(sizes, default=0) < self._large:
             return None
@@ -178,7 +178,7 @@ class _Divided:
             out = self._fresh(instr.out.spec) if mean else instr.out
             total(parts, out)
             if mean:
-                count = next(instr.inputs()).spec.numel
+                count = instr.inputs()[0].spec.numel
                 calls.append(Instr(_aten.div.Tensor, (out, count), {}, instr.out, (), instr.site))
             return calls
         loss, weight = instr.out

@@ -17,11 +17,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-__all__ = ["Distance", "distance", "floor", "known", "sketch"]
+__all__ = ["LARGE", "Distance", "distance", "floor", "known", "sketch"]
 
 _NEIGHBOURS = 64
 _CHUNK = 2**21  # elements to sum at a time
 _TILE = 2**16  # elements after which the signs repeat; a tensor of at most this many is small
+LARGE = _TILE + 1  # elements of the smallest tensor that is summed
 _ODD = 0x9E3779B1  # near the golden ratio of 2^32
 _FLOOR = 2.0  # ulps
 
@@ -75,26 +76,23 @@ def distance(one: Tensor, other: Tensor) -> Tensor:
     apart = torch.where(same, 0.0, one - other)
     if not apart.numel():
         return apart.new_zeros(2)
-    return torch.stack([apart.square().sum().sqrt(), apart.abs().max()])
+    return _norms(apart)
 
 
 def floor(tensor: Tensor) -> Tensor:
     """Return the distance that rounding of the result itself explains, f64[2], for :func:`known`."""
-    norms = greatest = torch.zeros(1, dtype=torch.float64, device=tensor.device)
-    if not (tensor.is_floating_point() or tensor.is_complex()):
-        return torch.cat([norms, greatest])
-    for part in _numbers(tensor):
-        finite = torch.where(part.isfinite(), part, 0.0).double()
-        norms = norms + finite.square().sum()
-        greatest = torch.maximum(greatest, finite.abs().max())
+    if not (tensor.is_floating_point() or tensor.is_complex()) or not tensor.numel():
+        return torch.zeros(2, dtype=torch.float64, device=tensor.device)
+    finite = (torch.where(part.isfinite(), part, 0.0) for part in _numbers(tensor))
+    norms = torch.stack([_norms(part) for part in finite])
+    norm, greatest = torch.linalg.vector_norm(norms[:, 0]), norms[:, 1].amax()
     if tensor.numel() > _TILE:  # a sketch adds neighbours up
-        greatest = torch.minimum(greatest * math.sqrt(_NEIGHBOURS), norms.sqrt())
+        greatest = torch.minimum(greatest * math.sqrt(_NEIGHBOURS), norm)
     spacing = torch.finfo(tensor.dtype)
     smallest = spacing.smallest_normal * spacing.eps
-    sizes = torch.cat([norms.sqrt(), greatest]) * (_FLOOR * spacing.eps)
-    return torch.cat(
-        [sizes[:1].clamp(min=smallest * math.sqrt(tensor.numel())), sizes[1:].clamp(min=smallest)]
-    )
+    least = smallest * math.sqrt(tensor.numel())
+    rounding = _FLOOR * spacing.eps
+    return torch.stack([(norm * rounding).clamp(min=least), (greatest * rounding).clamp(min=smallest)])
 
 
 def known(measured: Sequence[Tensor]) -> list[Distance]:
@@ -108,6 +106,13 @@ def known(measured: Sequence[Tensor]) -> list[Distance]:
             unknown = math.isnan(norm) or math.isnan(greatest)
             found[place] = Distance(math.inf, math.inf) if unknown else Distance(norm, greatest)
     return [found[place] for place in range(len(measured))]
+
+
+def _norms(numbers: Tensor) -> Tensor:
+    """Return the Euclidean norm and the largest magnitude, f64[2]; NaN if any number is."""
+    return torch.stack(
+        [torch.linalg.vector_norm(numbers, order, dtype=torch.float64) for order in (2, math.inf)]
+    )
 
 
 def _numbers(tensor: Tensor) -> Iterator[Tensor]:

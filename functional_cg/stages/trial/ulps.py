@@ -77,7 +77,7 @@ class Shaker:
         for var in dict.fromkeys(instr.inputs()):
             if var in values and values[var].dtype in MOVABLE and var not in instr.writes:
                 moved[var] = values[var].clone()
-                self._move(moved[var], self.decisions, 0.0)
+                self.move(moved[var], self.decisions, 0.0)
         return moved
 
     def scalars(self, instr: Instr) -> Instr:
@@ -102,9 +102,9 @@ class Shaker:
         for var, tensor in made:
             if var.storage not in taken:
                 most = min(self.most, _MOST_NARROW) if tensor.dtype in _WIDE else self.most
-                self._move(tensor, most, _spread(instr, tensor) * most)
+                self.move(tensor, most, _spread(instr, tensor) * most)
 
-    def _move(self, tensor: Tensor, most: int, spread: float) -> None:
+    def move(self, tensor: Tensor, most: int, spread: float) -> None:
         """Perturb a tensor that shares no memory; ``spread`` is relative to its root mean square."""
         if tensor.is_complex():
             tensor = torch.view_as_real(tensor)
