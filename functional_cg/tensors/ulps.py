@@ -17,7 +17,7 @@ __all__ = ["AWAY_FROM_ZERO", "DOWN", "MOVABLE", "TO_ZERO", "UP", "move"]
 
 UP, DOWN, AWAY_FROM_ZERO, TO_ZERO = 1, 2, 3, 4  # 0 is any
 _CHUNK = 2**22  # elements to move at a time on the CPU
-_THREADS = 256
+_THREADS, _PER_THREAD = 256, 4
 # dtype -> integer dtype of its size; mask of last bits, zero in few rounded and most exact numbers; bits of infinity;
 # its name in the kernel.
 _FORMATS = MappingProxyType(
@@ -76,7 +76,7 @@ static __device__ unsigned long long mixed(unsigned long long z) {
   return z ^ z >> 31;
 }
 
-template <typename Format, long long LAST, long long INFINITE>
+template <typename Format, long long LAST, long long INFINITE, int PER_THREAD>
 __global__ void move(
     typename Format::Bits* numbers,
     const typename Format::Number* root,
@@ -87,32 +87,34 @@ __global__ void move(
     int direction) {
   typedef typename Format::Bits Bits;
   typedef typename Format::Number Number;
-  const unsigned long long place = (unsigned long long)blockIdx.x * blockDim.x + threadIdx.x;
-  if (place >= count) return;
-  const Bits bits = numbers[place];
-  const long long magnitude = (long long)bits & ~(-1LL << (8 * sizeof(Bits) - 1));
-  if ((bits & LAST) == 0 || magnitude <= most || magnitude + most >= INFINITE - 1) return;
-
   const unsigned long long GOLDEN = 0x9E3779B97F4A7C15ULL;
-  const unsigned long long state = mixed(seed * GOLDEN) + 2 * place * GOLDEN;
-  const unsigned first = (unsigned)(mixed(state) >> 32);
-  const unsigned long long second = mixed(state + GOLDEN);
-
-  int ulps = (int)(first % (2u * most + 1)) - most;
-  if (direction) {  // the bits of a number say how far it is from zero: 3 is outward, 4 inward, 1 and 2 up and down
-    const bool outward = direction == 3 || (direction == 1 && bits >= 0) || (direction == 2 && bits < 0);
-    ulps = (ulps < 0) == outward ? -ulps : ulps;
-  }
+  const unsigned long long key = mixed(seed * GOLDEN), numbers_here = (unsigned long long)count;
   Number step = 0;
   if (scale != 0) {
     const Number size = *root;
     if (size - size == 0) step = (Number)(size * scale);  // neither infinite nor NaN
   }
-  // Four numbers from 0 to 2**16, added up, are nearly normal.
-  const unsigned sums =
-      (second & 0xFFFF) + (second >> 16 & 0xFFFF) + (second >> 32 & 0xFFFF) + (second >> 48 & 0xFFFF);
-  const float normal = (sums * (1.0f / 65536) - 2.0f) * 1.7320508f;
-  numbers[place] = Format::bits(Format::number((Bits)(bits + ulps)) + (Number)(normal * step));
+#pragma unroll
+  for (int turn = 0; turn < PER_THREAD; ++turn) {
+    const unsigned long long place = ((unsigned long long)blockIdx.x * PER_THREAD + turn) * blockDim.x + threadIdx.x;
+    if (place >= numbers_here) return;
+    const Bits bits = numbers[place];
+    const long long magnitude = (long long)bits & ~(-1LL << (8 * sizeof(Bits) - 1));
+    if ((bits & LAST) == 0 || magnitude <= most || magnitude + most >= INFINITE - 1) continue;
+
+    const unsigned long long draw = mixed(key + place * GOLDEN);
+    int ulps = (int)__umulhi((unsigned)draw, 2u * most + 1) - most;
+    if (direction) {  // the bits of a number say how far it is from zero: 3 is outward, 4 inward, 1 and 2 up and down
+      const bool outward = direction == 3 || (direction == 1 && bits >= 0) || (direction == 2 && bits < 0);
+      ulps = (ulps < 0) == outward ? -ulps : ulps;
+    }
+    Number moved = Format::number((Bits)(bits + ulps));
+    if (step != 0) {  // four bytes, added up, are nearly normal, of mean 510 and variance 4 * (256^2 - 1) / 12
+      const int sum = (int)((draw >> 32 & 0xFF) + (draw >> 40 & 0xFF) + (draw >> 48 & 0xFF) + (draw >> 56)) - 510;
+      moved += (Number)(sum * 0.0067658773f) * step;
+    }
+    numbers[place] = Format::bits(moved);
+  }
 }
 """
 
@@ -138,7 +140,7 @@ def _move_on_gpu(
     flat: Tensor, most: int, root: Tensor | None, scale: float, seed: int, direction: int
 ) -> None:
     with torch.cuda.device(flat.device):
-        blocks = -(-flat.numel() // _THREADS)
+        blocks = -(-flat.numel() // (_THREADS * _PER_THREAD))
         args = (
             flat,
             flat if root is None else root,
@@ -155,7 +157,7 @@ def _move_on_gpu(
 def _kernel(dtype: torch.dtype, _device: torch.device) -> Any:
     """Return the kernel for a dtype, loaded on the current device."""
     _, last, infinity, name = _FORMATS[dtype]
-    return torch.cuda._compile_kernel(_SOURCE, f"move<{name}, {last}LL, {infinity}LL>")
+    return torch.cuda._compile_kernel(_SOURCE, f"move<{name}, {last}LL, {infinity}LL, {_PER_THREAD}>")
 
 
 def _move_on_host(

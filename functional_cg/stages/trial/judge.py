@@ -22,7 +22,7 @@ from ...errors import MiscompileError
 from ...messages.source import Location
 from ..plan import Buffers
 from .reference import Reference
-from .sketch import LARGE, Distance, distance, floor, known, sketch
+from .sketch import LARGE, Distance, distance, floor, known, magnitude, sketch
 from .ulps import Shaker
 
 __all__ = ["Difference", "Judge", "load_kernels", "miscompiled"]
@@ -69,7 +69,7 @@ def load_kernels(device: torch.device) -> None:
                 numbers = torch.ones(count, dtype=dtype, device=device)
                 before = sketch(numbers).cpu()
                 shaker.move(numbers, 1, 1.0)
-                known([floor(numbers), distance(before.to(device), sketch(numbers))])
+                known([magnitude(numbers), distance(before.to(device), sketch(numbers))])
 
 
 def miscompiled(name: str, what: str, rows: Iterable[str], why: str) -> MiscompileError:
@@ -122,13 +122,14 @@ class Judge:
         measured: list[Any] = [None] * count
 
         def keep(number: int, value: Tensor) -> None:
-            expected[number], measured[number] = sketch(value).cpu(), floor(value)
+            expected[number], measured[number] = sketch(value).cpu(), magnitude(value)
 
         def compare(number: int, value: Tensor) -> None:
             measured[number] = distance(expected[number].to(value.device), sketch(value))
 
         self._reference.run(buffers, keep)
-        limits = known(measured)
+        specs = [out.var.spec for out in self._reference.outputs]
+        limits = list(map(floor, known(measured), specs))
         off: list[Distance] = []
         dice = random.Random(0)
         for number, (most, decisions, factor) in enumerate(_RUNS):

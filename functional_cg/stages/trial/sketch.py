@@ -17,7 +17,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-__all__ = ["LARGE", "Distance", "distance", "floor", "known", "sketch"]
+from ...state.arena import BufferSpec
+
+__all__ = ["LARGE", "Distance", "distance", "floor", "known", "magnitude", "sketch"]
 
 _NEIGHBOURS = 64
 _CHUNK = 2**21  # elements to sum at a time
@@ -25,6 +27,7 @@ _TILE = 2**16  # elements after which the signs repeat; a tensor of at most this
 LARGE = _TILE + 1  # elements of the smallest tensor that is summed
 _ODD = 0x9E3779B1  # near the golden ratio of 2^32
 _FLOOR = 2.0  # ulps
+_NAN, _INFINITE = 1e300, 2e300  # stand for what is not finite: equal to themselves, far from all numbers
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,41 +61,52 @@ class Distance:
 def sketch(tensor: Tensor) -> Tensor:
     """Return an f64 vector that stands for a tensor in :func:`distance`."""
     if tensor.numel() <= _TILE:
-        return torch.cat(
-            [part.double() for part in _numbers(tensor)] or [tensor.new_zeros(0, dtype=torch.float64)]
-        )
-    place = torch.arange(_TILE, device=tensor.device)
-    signs = 1.0 - 2.0 * (place * _ODD >> 16 & 1).view(-1, _NEIGHBOURS)
-    sums = []
-    for part in _numbers(tensor):
-        whole = F.pad(part.double(), (0, -part.numel() % _TILE)).view(-1, *signs.shape)
-        sums.append((whole * signs).sum(-1).flatten())
-    return torch.cat(sums)
+        sums = [part.double() for part in _numbers(tensor)]
+    else:
+        place = torch.arange(_TILE, device=tensor.device)
+        signs = 1.0 - 2.0 * (place * _ODD >> 16 & 1).view(-1, _NEIGHBOURS)
+        sums = []
+        for part in _numbers(tensor):
+            whole = part.double()
+            if len(part) % _TILE:
+                whole = F.pad(whole, (0, -len(part) % _TILE))
+            sums.append((whole.view(-1, *signs.shape) * signs).sum(-1).flatten())
+    joined = sums[0] if len(sums) == 1 else torch.cat(sums or [tensor.new_zeros(0, dtype=torch.float64)])
+    return joined.nan_to_num(_NAN, _INFINITE, -_INFINITE)
 
 
 def distance(one: Tensor, other: Tensor) -> Tensor:
     """Return the distance of two sketches, f64[2], for :func:`known`; NaN equals NaN, and equal infinities match."""
-    same = (one == other) | (one.isnan() & other.isnan())
-    apart = torch.where(same, 0.0, one - other)
-    if not apart.numel():
-        return apart.new_zeros(2)
-    return _norms(apart)
+    return _norms(one - other)
 
 
-def floor(tensor: Tensor) -> Tensor:
-    """Return the distance that rounding of the result itself explains, f64[2], for :func:`known`."""
-    if not (tensor.is_floating_point() or tensor.is_complex()) or not tensor.numel():
+def magnitude(tensor: Tensor) -> Tensor:
+    """Return the distance of a tensor's finite elements from zero, f64[2], for :func:`known`; 0 for integers."""
+    if not (tensor.is_floating_point() or tensor.is_complex()):
         return torch.zeros(2, dtype=torch.float64, device=tensor.device)
-    finite = (torch.where(part.isfinite(), part, 0.0) for part in _numbers(tensor))
-    norms = torch.stack([_norms(part) for part in finite])
-    norm, greatest = torch.linalg.vector_norm(norms[:, 0]), norms[:, 1].amax()
-    if tensor.numel() > _TILE:  # a sketch adds neighbours up
-        greatest = torch.minimum(greatest * math.sqrt(_NEIGHBOURS), norm)
-    spacing = torch.finfo(tensor.dtype)
-    smallest = spacing.smallest_normal * spacing.eps
-    least = smallest * math.sqrt(tensor.numel())
-    rounding = _FLOOR * spacing.eps
-    return torch.stack([(norm * rounding).clamp(min=least), (greatest * rounding).clamp(min=smallest)])
+    norms = [_norms(part.nan_to_num(0.0, 0.0, 0.0)) for part in _numbers(tensor)]
+    if len(norms) == 1:
+        return norms[0]
+    joined = torch.stack(norms or [torch.zeros(2, dtype=torch.float64, device=tensor.device)])
+    return torch.stack([torch.linalg.vector_norm(joined[:, 0]), joined[:, 1].amax()])
+
+
+def floor(size: Distance, spec: BufferSpec) -> Distance:
+    """Return the distance that rounding of a result itself explains.
+
+    Args:
+      size: Its magnitude.
+      spec: Its shape and dtype.
+    """
+    if not (spec.dtype.is_floating_point or spec.dtype.is_complex):
+        return Distance(0.0, 0.0)
+    spacing = torch.finfo(spec.dtype)
+    smallest, rounding = spacing.smallest_normal * spacing.eps, _FLOOR * spacing.eps
+    # A sketch adds neighbours up.
+    greatest = min(size.greatest * math.sqrt(_NEIGHBOURS), size.norm) if spec.numel > _TILE else size.greatest
+    return Distance(
+        max(size.norm * rounding, smallest * math.sqrt(spec.numel)), max(greatest * rounding, smallest)
+    )
 
 
 def known(measured: Sequence[Tensor]) -> list[Distance]:
@@ -103,16 +117,19 @@ def known(measured: Sequence[Tensor]) -> list[Distance]:
         for place, (norm, greatest) in zip(
             places, torch.stack([measured[place] for place in places]).tolist(), strict=True
         ):
-            unknown = math.isnan(norm) or math.isnan(greatest)
+            unknown = math.isnan(norm) or not greatest < _NAN / 2
             found[place] = Distance(math.inf, math.inf) if unknown else Distance(norm, greatest)
     return [found[place] for place in range(len(measured))]
 
 
 def _norms(numbers: Tensor) -> Tensor:
-    """Return the Euclidean norm and the largest magnitude, f64[2]; NaN if any number is."""
-    return torch.stack(
-        [torch.linalg.vector_norm(numbers, order, dtype=torch.float64) for order in (2, math.inf)]
-    )
+    """Return the Euclidean norm and the largest magnitude, f64[2]."""
+    if not numbers.numel():
+        return torch.zeros(2, dtype=torch.float64, device=numbers.device)
+    norms = torch.empty(2, dtype=torch.float64, device=numbers.device)
+    for place, order in enumerate((2, math.inf)):
+        torch.linalg.vector_norm(numbers, order, dtype=torch.float64, out=norms[place])
+    return norms
 
 
 def _numbers(tensor: Tensor) -> Iterator[Tensor]:
