@@ -7,6 +7,7 @@ import copy
 import functools
 import gc
 import itertools
+import math
 import pickle
 import threading
 import types
@@ -386,6 +387,29 @@ OPS: dict[str, tuple[Callable[[Tensor], Tensor], float, float]] = {
         0.75**0.5,
     ),
     "gumbel_softmax": (lambda x: F.gumbel_softmax(torch.zeros(100_000, 2), hard=True)[:, 0], 0.5, 0.5),
+    "log_normal_": (lambda x: torch.empty_like(x).log_normal_(3, 2).log(), 3, 2),
+    "cauchy_": (lambda x: torch.empty_like(x).cauchy_(2, 0.5).sub(2).div(0.5).atan(), 0, math.pi * 12**-0.5),
+    "geometric_": (lambda x: torch.empty_like(x).geometric_(0.3), 1 / 0.3, 0.7**0.5 / 0.3),
+    "geometric_ of a certainty": (lambda x: torch.empty_like(x).geometric_(1.0) + torch.randn_like(x), 1, 1),
+    "random_": (lambda x: torch.empty_like(x).random_(), 2**23, 2**24 * 12**-0.5),
+    "random_ of integers": (
+        lambda x: torch.empty(400, 500, dtype=torch.int8).random_(),
+        63.5,
+        (128**2 / 12) ** 0.5,
+    ),
+    "random_ from to": (lambda x: torch.empty_like(x).random_(2, 8), 4.5, (35 / 12) ** 0.5),
+    "random_ of booleans": (lambda x: torch.empty(400, 500, dtype=torch.bool).random_(), 0.5, 0.5),
+    "poisson": (lambda x: torch.poisson(3 * x), 3, 3**0.5),
+    "gamma": (lambda x: torch.distributions.Gamma(0.5 * x, 2 * x).rsample(), 0.25, 0.5**0.5 / 2),
+    "chi-squared": (lambda x: torch.distributions.Chi2(3 * x).sample(), 3, 6**0.5),
+    "dirichlet": (
+        lambda x: torch.distributions.Dirichlet(torch.tensor([1.0, 3.0]).expand(200_000, 2)).rsample()[:, 0],
+        0.25,
+        (3 / 16 / 5) ** 0.5,
+    ),
+    "beta": (lambda x: torch.distributions.Beta(x, 3 * x).rsample(), 0.25, (3 / 16 / 5) ** 0.5),
+    "rrelu": (lambda x: F.rrelu(-x, 0.2, 0.6, training=True), -0.4, 0.4 * 12**-0.5),
+    "rrelu_": (lambda x: F.rrelu(-x, 0.2, 0.6, training=True, inplace=True), -0.4, 0.4 * 12**-0.5),
 }
 
 
@@ -459,7 +483,12 @@ def test_evaluation_needs_no_key(case: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "op", [torch.poisson, lambda x: torch.rand(3, generator=torch.Generator()), lambda x: x.clone().cauchy_()]
+    "op",
+    [
+        lambda x: torch.binomial(3 * x, x / 2),
+        lambda x: torch.rand(3, generator=torch.Generator()),
+        lambda x: torch.rand(3, out=torch.empty(3)),
+    ],
 )
 def test_draw_that_no_key_can_replace_is_refused(op: Callable[[Tensor], Tensor]) -> None:
     with pytest.raises(fcg.ImplicitRandomnessError, match="in a way that a key cannot replace"):

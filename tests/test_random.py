@@ -80,6 +80,25 @@ DRAWS: dict[str, Callable[[Tensor], Tensor]] = {
     "permutation": lambda key: random.permutation(key, 35),
     "dropout": lambda key: random.dropout(key, torch.ones((5, 7), device=key.device), 0.3),
     "categorical": lambda key: random.categorical(key, torch.ones((5, 7), device=key.device)),
+    "exponential": lambda key: random.exponential(key, (5, 7), rate=2.0),
+    "truncated_normal": lambda key: random.truncated_normal(key, (5, 7), -1.0, 2.0),
+    "gamma": lambda key: random.gamma(key, 0.7, (5, 7)),
+    "gamma tensor": lambda key: random.gamma(key, torch.full((7,), 3.0, device=key.device), (5, 7)),
+    "beta": lambda key: random.beta(key, 0.5, 3.0, (5, 7)),
+    "dirichlet": lambda key: random.dirichlet(key, torch.full((7,), 0.3, device=key.device), (5, 7)),
+    "poisson": lambda key: random.poisson(key, 3.5, (5, 7)),
+}
+# What computes logarithms, or functions that are made of them.
+ROUNDED = {
+    "normal",
+    "categorical",
+    "exponential",
+    "truncated_normal",
+    "gamma",
+    "gamma tensor",
+    "beta",
+    "dirichlet",
+    "poisson",
 }
 all_draws = pytest.mark.parametrize("draw", DRAWS.values(), ids=DRAWS)
 
@@ -157,7 +176,7 @@ def test_a_draw_is_one_random_op_and_no_sync(draw: Callable[[Tensor], Tensor]) -
         draw(key)
     assert ops.seen["fcg.random_bits.default"] == 1
     assert not any("local_scalar_dense" in op for op in ops.seen)
-    assert sum(ops.seen.values()) < 40
+    assert sum(ops.seen.values()) < 100
 
 
 @all_draws
@@ -211,7 +230,7 @@ def test_no_product_of_the_decomposition_overflows(monkeypatch: pytest.MonkeyPat
 def test_inductor_keeps_the_bits(decompose: bool) -> None:
     # A decomposed draw takes seconds to compile: one for each way to use the words.
     few = ("bits", "fold_in", "uniform scaled", "randint", "dropout")
-    exact = few if decompose else DRAWS.keys() - {"normal", "categorical"}
+    exact = few if decompose else DRAWS.keys() - ROUNDED
 
     def program(key: Tensor) -> tuple[Tensor, ...]:
         return tuple(DRAWS[name](key) for name in sorted(exact))
@@ -281,6 +300,23 @@ REFUSALS: list[tuple[Callable[[], Any], type[Exception], str]] = [
     (lambda: random.dropout(KEY, CPU.long(), 0.5), TypeError, "`x`: expected a floating tensor"),
     (lambda: random.dropout(KEY, META, 0.5), LayoutError, "x  expected a tensor on cpu"),
     (lambda: random.categorical(KEY, CPU.long()), TypeError, "`logits`: expected a floating tensor"),
+    (
+        lambda: random.exponential(KEY, (1,), rate=0.0),
+        ValueError,
+        "`rate`: expected a positive Python number",
+    ),
+    (lambda: random.exponential(KEY, (1,), dtype=torch.int32), TypeError, "expected a floating dtype"),
+    (lambda: random.truncated_normal(KEY, (1,), 2.0, 2.0), ValueError, "expected low < high"),
+    (lambda: random.truncated_normal(KEY, (1,), 40.0, 50.0), ValueError, "expected low < high"),
+    (lambda: random.truncated_normal(KEY, (1,), math.nan, 1.0), ValueError, "expected low < high"),
+    (lambda: random.gamma(KEY, -1.0, (1,)), ValueError, "`concentration`: expected a positive Python number"),
+    (lambda: random.gamma(KEY, math.inf, (1,)), ValueError, "got float inf"),
+    (lambda: random.gamma(KEY, CPU, (4,)), LayoutError, "`concentration` does not broadcast to `shape`"),
+    (lambda: random.gamma(KEY, META, (3,)), LayoutError, "concentration  expected a tensor on cpu"),
+    (lambda: random.gamma(KEY, CPU.long(), (3,)), TypeError, "`concentration`: expected a floating tensor"),
+    (lambda: random.beta(KEY, CPU, 0.0, (3,)), ValueError, "`b`: expected a positive Python number"),
+    (lambda: random.dirichlet(KEY, CPU, 3), TypeError, "`shape`: expected a tuple of integers, got int 3"),
+    (lambda: random.poisson(KEY, math.nan, (1,)), ValueError, "`rate`: expected a positive Python number"),
 ]
 
 

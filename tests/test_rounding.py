@@ -16,6 +16,7 @@ from torch import Tensor
 import functional_cg as fcg
 from functional_cg import optim, random
 from functional_cg.precision import rounding, stochastic_round
+from functional_cg.random.words import half_words
 from functional_cg.testing import Simulator, assert_trees_all_equal
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2)
@@ -117,7 +118,7 @@ def test_a_draw_is_a_function_of_key_stream_and_place(
 def test_words_from_a_place_on_are_a_part_of_all(key: Tensor, start: int, n: int) -> None:
     """What shards draw."""
     assert torch.equal(random.bits(key, n, start=start), random.bits(key, start + n)[start:])
-    assert torch.equal(random.half_words(key, n, 0, start), random.half_words(key, start + n)[start:])
+    assert torch.equal(half_words(key, n, 0, start), half_words(key, start + n)[start:])
 
 
 def test_gradients_pass_as_through_a_cast() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
@@ -19,18 +20,17 @@ Arguments = Mapping[str, Any]
 
 
 def is_drawn(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Whether a key can replace the draw: the op is known, and the call passes no generator."""
-    name = func._schema.name
-    known = name in _FILLS or (name in _VALUES and not func._schema.is_mutable)
-    return known and named_arguments(func, args, kwargs).get("generator") is None
+    """Whether a key can replace the draw: the op is known, and the call passes no generator and no ``out``."""
+    named = named_arguments(func, args, kwargs)
+    return func._schema.name in _RULES and named.get("generator") is None and "out" not in named
 
 
 def draw(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], key: Tensor, stream: int) -> Any:
     """Run the call with numbers from ``key`` and ``stream``, filling its argument in place if torch's op does."""
     name, named = func._schema.name, named_arguments(func, args, kwargs)
-    if name in _FILLS:
-        return named["self"].copy_(_FILLS[name](key, stream, named))
-    values = _VALUES[name](key, stream, named)
+    values = _RULES[name](key, stream, named)
+    if name.endswith("_"):
+        return named["self"].copy_(values)
     if "device" not in named:
         return values
     like = named.get("self")
@@ -78,10 +78,62 @@ def _bernoulli(key: Tensor, stream: int, a: Arguments) -> Tensor:
 
 
 def _exponential(key: Tensor, stream: int, a: Arguments) -> Tensor:
-    unit = random.uniform(key, a["self"].shape, dtype=torch.float64, stream=stream)
-    # Never zero: `gumbel_softmax` takes the logarithm.
-    times: Tensor = (-torch.log1p(-unit)).clamp(min=2.0**-54) / a.get("lambd", 1.0)
-    return times
+    times = random.exponential(key, a["self"].shape, dtype=torch.float64, stream=stream)
+    result: Tensor = times / a.get("lambd", 1.0)
+    return result
+
+
+def _cauchy(key: Tensor, stream: int, a: Arguments) -> Tensor:
+    angle = (random.uniform(key, a["self"].shape, dtype=torch.float64, stream=stream) - 0.5) * math.pi
+    result: Tensor = angle.tan() * a.get("sigma", 1.0) + a.get("median", 0.0)
+    return result
+
+
+def _log_normal(key: Tensor, stream: int, a: Arguments) -> Tensor:
+    draws = random.normal(key, a["self"].shape, dtype=torch.float64, stream=stream)
+    result: Tensor = (draws * a.get("std", 2.0) + a.get("mean", 1.0)).exp()
+    return result
+
+
+def _geometric(key: Tensor, stream: int, a: Arguments) -> Tensor:
+    """The number of coins up to the first head."""
+    if a["p"] == 1:
+        return torch.ones_like(a["self"])
+    return (_exponential(key, stream, {"self": a["self"]}) / -math.log1p(-a["p"])).ceil()
+
+
+def _integers(key: Tensor, stream: int, a: Arguments) -> Tensor:
+    """Draw what ``random_`` does: unless told otherwise, all integers from 0 that the dtype holds without a gap."""
+    dtype, low, high = a["self"].dtype, a.get("from", 0), a.get("to")
+    if high is None and dtype.is_floating_point:
+        high = round(2 / torch.finfo(dtype).eps) + 1
+    elif high is None:
+        high = 2 if dtype == torch.bool else torch.iinfo(dtype).max + 1
+    return random.randint(key, a["self"].shape, low, high, stream=stream)
+
+
+def _gamma(key: Tensor, stream: int, a: Arguments) -> Tensor:
+    alpha = a["self"]
+    return random.gamma(key, alpha, alpha.shape, dtype=alpha.dtype, stream=stream)
+
+
+def _dirichlet(key: Tensor, stream: int, a: Arguments) -> Tensor:
+    alpha = a["self"]
+    return random.dirichlet(key, alpha, alpha.shape, dtype=alpha.dtype, stream=stream)
+
+
+def _poisson(key: Tensor, stream: int, a: Arguments) -> Tensor:
+    return random.poisson(key, a["self"], a["self"].shape, stream=stream).to(a["self"].dtype)
+
+
+def _leaky(key: Tensor, stream: int, a: Arguments) -> Tensor:
+    """RReLU: a negative number times a random slope. Like torch, hands the slopes to the backward in ``noise``."""
+    x, noise = a["self"], a["noise"]
+    slope = random.uniform(key, x.shape, dtype=torch.float64, stream=stream)
+    slope = slope * (a["upper"] - a["lower"]) + a["lower"]
+    noise.copy_(torch.where(x <= 0, slope, 1.0))
+    result: Tensor = x * noise
+    return result
 
 
 def _randint(key: Tensor, stream: int, a: Arguments) -> Tensor:
@@ -112,27 +164,32 @@ def _dropout(key: Tensor, stream: int, a: Arguments) -> tuple[Tensor, Tensor]:
     return masked_scale(x, mask, 0.0 if p == 1 else 1 / (1 - p)), mask
 
 
-_VALUES: Mapping[str, Callable[[Tensor, int, Arguments], Any]] = MappingProxyType(
+_RULES: Mapping[str, Callable[[Tensor, int, Arguments], Any]] = MappingProxyType(
     {
+        "aten::_sample_dirichlet": _dirichlet,
+        "aten::_standard_gamma": _gamma,
         "aten::bernoulli": _bernoulli,
+        "aten::bernoulli_": _bernoulli,
+        "aten::cauchy_": _cauchy,
+        "aten::exponential_": _exponential,
+        "aten::geometric_": _geometric,
+        "aten::log_normal_": _log_normal,
         "aten::multinomial": _multinomial,
         "aten::native_dropout": _dropout,
         "aten::normal": _normal,
+        "aten::normal_": _normal,
         "aten::normal_functional": _normal,
+        "aten::poisson": _poisson,
         "aten::rand": _uniform,
         "aten::rand_like": _uniform,
         "aten::randint": _randint,
         "aten::randint_like": _randint,
         "aten::randn": _normal,
         "aten::randn_like": _normal,
+        "aten::random_": _integers,
         "aten::randperm": _permutation,
-    }
-)
-_FILLS: Mapping[str, Callable[[Tensor, int, Arguments], Tensor]] = MappingProxyType(
-    {
-        "aten::bernoulli_": _bernoulli,
-        "aten::exponential_": _exponential,
-        "aten::normal_": _normal,
+        "aten::rrelu_with_noise": _leaky,
+        "aten::rrelu_with_noise_": _leaky,
         "aten::uniform_": _uniform,
     }
 )

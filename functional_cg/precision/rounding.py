@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..random import half_words
 from ..random.arguments import check_key
+from ..random.words import half_words
 from ..shards.tensor import Sharded
 
 __all__ = ["stochastic_round"]

@@ -9,7 +9,7 @@ number, or give each draw its own ``stream``, a number from 0 to 2**63 - 1 that 
 costs nothing; a step that draws twice from one key is warned of. Results live on the key's device. Shapes and
 numbers are Python values, checked at the call; no function reads a tensor on the host. All draws come from one
 registered op, ``fcg::random_bits``: one node in a trace, and the same bits on CPU and CUDA, in eager and compiled
-code. Only `normal` and `categorical` compute logarithms, whose last bits may differ.
+code. Draws other than uniform ones compute logarithms and the like, whose last bits may differ.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ import torch
 from torch import Tensor
 
 from ..errors import LayoutError
-from ..tensors.aten import is_batched
 from .arguments import (
     bounds,
     check_broadcast,
@@ -33,22 +32,39 @@ from .arguments import (
     describe,
     numel,
 )
+from .distributions import beta, dirichlet, exponential, gamma, poisson, truncated_normal
 from .masking import masked_scale
-from .words import MASK, decompose_random_bits, multiply, random_bits, signed
+from .words import (
+    MASK,
+    bits,
+    decompose_random_bits,
+    half_words,
+    multiply,
+    random_bits,
+    signed,
+    unit64,
+    words64,
+)
 
 __all__ = [
     "bernoulli",
+    "beta",
     "bits",
     "categorical",
     "decompose_random_bits",
+    "dirichlet",
     "dropout",
+    "exponential",
     "fold_in",
+    "gamma",
     "keep_mask",
     "key",
     "normal",
     "permutation",
+    "poisson",
     "randint",
     "split",
+    "truncated_normal",
     "uniform",
 ]
 
@@ -58,32 +74,6 @@ _INTEGERS = (
 )
 # Keys are derived on a stream that no draw may use: a draw and a derived key never share a counter.
 DERIVE = -1
-
-
-def _words64(key: Tensor, n: int, stream: int) -> Tensor:
-    """i64[n] of 64 random bits each; the first of two words is the low half."""
-    words = bits(key, 2 * n, stream=stream)
-    if not is_batched(words):
-        return words.view(torch.int64)
-    low, high = words.unflatten(-1, (n, 2)).to(torch.int64).unbind(-1)  # torch 2.11 cannot view under vmap
-    both: Tensor = (low & 0xFFFFFFFF) | (high << 32)
-    return both
-
-
-def half_words(key: Tensor, n: int, stream: int = 0, start: int | None = None) -> Tensor:
-    """i16[n] of 16 random bits each, from number ``start`` on; the first of two is the low half of a word."""
-    if start is not None:
-        both = bits(key, n // 2 + 1, stream=stream, start=start // 2).view(torch.int16)
-        return both.narrow(0, start % 2, n)
-    words = bits(key, (n + 1) // 2, stream=stream)
-    if not is_batched(words):
-        return words.view(torch.int16)[:n]
-    return torch.stack([(words << 16) >> 16, words >> 16], dim=-1).flatten(-2)[..., :n].to(torch.int16)
-
-
-def _unit64(key: Tensor, n: int, stream: int) -> Tensor:
-    """f64[n], uniform on the multiples of 2**-53 in [0, 1)."""
-    return ((_words64(key, n, stream) >> 11) & (2**53 - 1)).to(torch.float64) * 2.0**-53
 
 
 def key(seed: int, device: torch.device | str | None = None) -> Tensor:
@@ -151,31 +141,6 @@ def split(key: Tensor, n: int = 2) -> Tensor:
     return random_bits(key, DERIVE, 4 * n).view(n, 4)[:, :2].to(torch.int64) & MASK
 
 
-def bits(key: Tensor, n: int, *, stream: int = 0, start: int | None = None) -> Tensor:
-    """Draw ``n`` words of 32 random bits, i32[n]; with ``start``, from that word on.
-
-    Word ``4 * i + j`` is output ``j`` of Philox for the counter ``(i, stream)``, two words each, low word first:
-    a longer draw begins with the shorter one, one with a ``start`` is a part of it, and two streams share no counter.
-
-    Raises:
-      LayoutError: If ``key`` is not an i64[2].
-      TypeError, ValueError: If ``n``, ``stream`` or ``start`` is not a Python int of at least 0.
-
-    Example:
-      >>> [f"{word & 0xFFFFFFFF:08x}" for word in bits(key(0), 4).tolist()]
-      ['6627e8d5', 'e169c58d', 'bc57ac4c', '9b00dbd8']
-    """
-    check_key(key)
-    check_integer("n", n, 0, 2**63 - 1)
-    check_integer("stream", stream, 0, 2**63 - 1)
-    if start is not None:
-        check_integer("start", start, 0, 2**63 - 1)
-        # One program for each start: ranks that draw parts of one leaf run the same calls on the same shapes.
-        first = torch.full((1,), start // 4, dtype=torch.int64, device=key.device)
-        return random_bits(torch.cat([key, first]), stream, n + 3).narrow(0, start % 4, n)
-    return random_bits(key, stream, n)
-
-
 def uniform(
     key: Tensor,
     shape: Sequence[int],
@@ -203,7 +168,7 @@ def uniform(
     check_floating(dtype)
     n, (smallest, largest) = numel(shape), bounds(low, high, dtype)
     if dtype == torch.float64:
-        unit = _unit64(key, n, stream)
+        unit = unit64(key, n, stream)
     else:
         unit = ((bits(key, n, stream=stream) >> 8) & 0xFFFFFF).to(torch.float32) * 2.0**-24
     if (low, high) != (0.0, 1.0):
@@ -238,7 +203,7 @@ def normal(
     check_floating(dtype)
     n = numel(shape)
     half = (n + 1) // 2
-    unit = _unit64(key, 2 * half, stream)
+    unit = unit64(key, 2 * half, stream)
     radius = (torch.log1p(-unit[:half]) * -2.0).sqrt()
     angle = unit[half:] * math.tau
     draws = torch.cat([radius * angle.cos(), radius * angle.sin()])[:n]
@@ -267,7 +232,7 @@ def bernoulli(key: Tensor, p: float | Tensor, shape: Sequence[int], *, stream: i
     check_key(key)
     if isinstance(p, Tensor):
         check_operand("p", p, key)
-        check_broadcast(p, shape)
+        check_broadcast("p", p, shape)
         p = p.detach().to(torch.float64)
     else:
         check_probability(p)
@@ -305,7 +270,7 @@ def randint(
     limits = torch.iinfo(dtype)
     check_integer("low", low, limits.min, min(limits.max, 2**63 - 1))
     check_integer("high", high, low + 1, min(limits.max + 1, 2**63, low + 2**63))
-    words = _words64(key, numel(shape), stream)
+    words = words64(key, numel(shape), stream)
     word_low, word_high = words & MASK, (words >> 32) & MASK
     range_low, range_high = (high - low) & MASK, (high - low) >> 32
     high0, low0 = multiply(word_high, range_low)
@@ -329,7 +294,7 @@ def permutation(key: Tensor, n: int, *, stream: int = 0) -> Tensor:
       tensor([0, 1, 2, 3, 4])
     """
     check_integer("n", n, 0, 2**61)
-    return torch.argsort(_words64(key, n, stream), stable=True)
+    return torch.argsort(words64(key, n, stream), stable=True)
 
 
 def dropout(key: Tensor, x: Tensor, p: float, *, stream: int = 0) -> Tensor:
@@ -389,5 +354,5 @@ def categorical(key: Tensor, logits: Tensor, axis: int = -1, *, stream: int = 0)
     check_key(key)
     check_operand("logits", logits, key)
     # The bound keeps the noise finite: an infinite one would meet a logit of minus infinity as NaN.
-    exponential = (-torch.log1p(-_unit64(key, logits.numel(), stream))).clamp(min=2.0**-54)
+    exponential = (-torch.log1p(-unit64(key, logits.numel(), stream))).clamp(min=2.0**-54)
     return torch.argmax(logits.detach().to(torch.float64) - exponential.log().view(logits.shape), dim=axis)

@@ -69,12 +69,13 @@ def check_probability(p: object) -> None:
         raise ValueError(f"`p`: expected a Python number from 0 to 1, got {describe(p)}.")
 
 
-def check_broadcast(p: Tensor, shape: Sequence[int]) -> None:
-    # A longer `p` would broadcast the draw instead: all its rows would share one.
-    sizes = zip(reversed(p.shape), reversed(shape), strict=False)
-    if p.ndim > len(shape) or any(size not in (1, wanted) for size, wanted in sizes):
-        rows = [f"p  expected a shape that broadcasts to {list(shape)}   got {describe(p)}"]
-        raise LayoutError.of("", "`p` does not broadcast to `shape`.", rows=rows, fix="pass `p.shape`.")
+def check_broadcast(name: str, value: Tensor, shape: Sequence[int]) -> None:
+    # A longer one would broadcast the draw instead: all its rows would share one.
+    sizes = zip(reversed(value.shape), reversed(shape), strict=False)
+    if value.ndim > len(shape) or any(size not in (1, wanted) for size, wanted in sizes):
+        rows = [f"{name}  expected a shape that broadcasts to {list(shape)}   got {describe(value)}"]
+        what = f"`{name}` does not broadcast to `shape`."
+        raise LayoutError.of("", what, rows=rows, fix=f"pass `{name}.shape`.")
 
 
 def numel(shape: object) -> int:

@@ -11,7 +11,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["MASK", "decompose_random_bits", "multiply", "random_bits", "signed"]
+from ..tensors.aten import is_batched
+from .arguments import check_integer, check_key
+
+__all__ = [
+    "MASK",
+    "bits",
+    "decompose_random_bits",
+    "half_words",
+    "multiply",
+    "random_bits",
+    "signed",
+    "unit64",
+    "words64",
+]
 
 MASK = 0xFFFFFFFF
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
@@ -137,3 +150,55 @@ _LIBRARY.impl("random_bits", _random_bits_cuda, "CUDA")
 torch.library.register_fake("fcg::random_bits", _random_bits_fake, lib=_LIBRARY)
 torch.library.register_vmap("fcg::random_bits", _random_bits_vmap, lib=_LIBRARY)
 random_bits: Callable[[Tensor, int, int], Tensor] = torch.ops.fcg.random_bits.default
+
+
+def bits(key: Tensor, n: int, *, stream: int = 0, start: int | None = None) -> Tensor:
+    """Draw ``n`` words of 32 random bits, i32[n]; with ``start``, from that word on.
+
+    Word ``4 * i + j`` is output ``j`` of Philox for the counter ``(i, stream)``, two words each, low word first:
+    a longer draw begins with the shorter one, one with a ``start`` is a part of it, and two streams share no counter.
+
+    Raises:
+      LayoutError: If ``key`` is not an i64[2].
+      TypeError, ValueError: If ``n``, ``stream`` or ``start`` is not a Python int of at least 0.
+
+    Example:
+      >>> from functional_cg.random import bits, key
+      >>> [f"{word & 0xFFFFFFFF:08x}" for word in bits(key(0), 4).tolist()]
+      ['6627e8d5', 'e169c58d', 'bc57ac4c', '9b00dbd8']
+    """
+    check_key(key)
+    check_integer("n", n, 0, 2**63 - 1)
+    check_integer("stream", stream, 0, 2**63 - 1)
+    if start is not None:
+        check_integer("start", start, 0, 2**63 - 1)
+        # One program for each start: ranks that draw parts of one leaf run the same calls on the same shapes.
+        first = torch.full((1,), start // 4, dtype=torch.int64, device=key.device)
+        return random_bits(torch.cat([key, first]), stream, n + 3).narrow(0, start % 4, n)
+    return random_bits(key, stream, n)
+
+
+def words64(key: Tensor, n: int, stream: int) -> Tensor:
+    """i64[n] of 64 random bits each; the first of two words is the low half."""
+    words = bits(key, 2 * n, stream=stream)
+    if not is_batched(words):
+        return words.view(torch.int64)
+    low, high = words.unflatten(-1, (n, 2)).to(torch.int64).unbind(-1)  # torch 2.11 cannot view under vmap
+    both: Tensor = (low & 0xFFFFFFFF) | (high << 32)
+    return both
+
+
+def half_words(key: Tensor, n: int, stream: int = 0, start: int | None = None) -> Tensor:
+    """i16[n] of 16 random bits each, from number ``start`` on; the first of two is the low half of a word."""
+    if start is not None:
+        both = bits(key, n // 2 + 1, stream=stream, start=start // 2).view(torch.int16)
+        return both.narrow(0, start % 2, n)
+    words = bits(key, (n + 1) // 2, stream=stream)
+    if not is_batched(words):
+        return words.view(torch.int16)[:n]
+    return torch.stack([(words << 16) >> 16, words >> 16], dim=-1).flatten(-2)[..., :n].to(torch.int16)
+
+
+def unit64(key: Tensor, n: int, stream: int) -> Tensor:
+    """f64[n], uniform on the multiples of 2**-53 in [0, 1)."""
+    return ((words64(key, n, stream) >> 11) & (2**53 - 1)).to(torch.float64) * 2.0**-53
