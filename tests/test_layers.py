@@ -79,8 +79,8 @@ DOORS = {
     "torch.cuda._compile_kernel": ("tensors.ulps",),
     "torch.cuda.make_graphed_callables": ("stages.run.capture", "bench.systems.torch_systems"),
     "torch._scaled_mm": ("nn._scaled_mm",),
-    "torch._subclasses.FakeTensorMode": ("stages.trace.fake_mode",),
-    "torch._subclasses.fake_tensor.FakeTensorMode": ("stages.trace.fake_mode",),
+    "torch._subclasses.FakeTensorMode": ("tensors.fake_mode",),
+    "torch._subclasses.fake_tensor.FakeTensorMode": ("tensors.fake_mode",),
 }
 
 MAX_LINES = 400

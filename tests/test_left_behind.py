@@ -394,3 +394,115 @@ def test_inference_mode_inside_of_a_forward() -> None:
     expected = module(x)
     assert torch.equal(evaluate(fcg.place(params), x), expected)
     assert torch.equal(apply(params, buffers, x)[0], expected)
+
+
+class Config:
+    def __init__(self) -> None:
+        self.kind: str | None = None
+        self.width: int | None = None
+
+
+class Remembering(nn.Module):
+    """Works out once what its loss is, as the classifiers of transformers do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.norm, self.drop = nn.Linear(2, 3), nn.BatchNorm1d(3), nn.Dropout(0.5)
+        self.config = Config()
+
+    def forward(self, x: Tensor, labels: Tensor) -> Tensor:
+        logits = self.drop(self.norm(self.linear(x)))
+        if self.config.kind is None:
+            self.config.kind = "classes" if labels.dtype == torch.int64 else "numbers"
+            self.config.width = logits.shape[-1]
+        if self.config.kind == "classes":
+            return nn.functional.cross_entropy(logits, labels)
+        return (logits - labels).square().mean()
+
+
+@pytest.mark.parametrize("lowering", ["aten", "inductor"])
+def test_what_a_forward_works_out_once_is_no_state(lowering: Any) -> None:
+    module = Remembering()
+    apply, params, buffers = fcg.from_module(module)
+
+    def train_step(state: Any, x: Tensor, labels: Tensor) -> Any:
+        def loss_fn(params: Any) -> Any:
+            return apply(params, state.buffers, x, labels, key=fcg.random.fold_in(state.key, state.step))
+
+        (loss, buffers), grads = fcg.value_and_grad(loss_fn, has_aux=True)(state.params)
+        return state.apply_gradients(grads).replace(buffers=buffers), {"loss": loss}
+
+    state = fcg.TrainState.create(
+        params=params, buffers=buffers, optimizer=fcg.optim.sgd(0.1), key=fcg.random.key(0)
+    )
+    step, placed = fcg.graph_step(train_step, lowering=lowering), fcg.place(state)
+    for _ in range(16):
+        x, labels = torch.randn(8, 2), torch.randint(0, 3, (8,))
+        state, expected = train_step(state, x, labels)
+        placed, metrics = step(placed, x, labels)
+        torch.testing.assert_close(metrics, expected)
+        torch.testing.assert_close(placed.buffers["norm.running_mean"], state.buffers["norm.running_mean"])
+    assert step.stats.captures == 1
+    assert int(placed.buffers["norm.num_batches_tracked"]) == 16
+    assert module.config.kind is None
+
+
+def other_calls(self: Any, x: Tensor) -> Tensor:
+    first, self.kind = self.kind is None, "known"
+    return self.linear(x) * (2 if first else 1)
+
+
+def counts(self: Any, x: Tensor) -> Tensor:
+    self.kind = 1 if self.kind is None else self.kind + 1
+    return self.linear(x)
+
+
+def forgets(self: Any, x: Tensor) -> Tensor:
+    self.kind = "known" if self.kind is None else None
+    return self.linear(x)
+
+
+def asks_the_data(self: Any, x: Tensor) -> Tensor:
+    self.kind = float(x.sum())
+    return self.linear(x)
+
+
+def keeps_a_tensor(self: Any, x: Tensor) -> Tensor:
+    self.kind = x if self.kind is None else self.kind
+    return self.linear(self.kind)
+
+
+def a_flag(self: Any, x: Tensor) -> Tensor:
+    self.flag = True
+    return self.linear(x)
+
+
+@pytest.mark.parametrize("act", [other_calls, counts, forgets, asks_the_data, keeps_a_tensor, a_flag])
+def test_what_a_forward_goes_by_or_counts_is_refused(act: Callable[..., Tensor]) -> None:
+    class Acting(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear, self.kind, self.flag = nn.Linear(2, 2), None, False
+
+        forward = act
+
+    apply, params, buffers = fcg.from_module(Acting())
+    name = "flag" if act is a_flag else "kind"
+    with pytest.raises(SideEffectError, match=rf"changes 1 attribute of the module(.|\n)*`{name}`"):
+        apply(params, buffers, torch.ones(1, 2))
+
+
+def test_working_out_draws_and_writes_nothing_beside() -> None:
+    """The runs on fake tensors advance no generator, no buffer, and no stream of a key."""
+    module = Remembering()
+    apply, params, buffers = fcg.from_module(module)
+    x, labels = torch.randn(8, 2), torch.randint(0, 3, (8,))
+    before = torch.get_rng_state()
+    loss, new = apply(params, buffers, x, labels, key=fcg.random.key(3))
+    assert torch.equal(torch.get_rng_state(), before)
+    assert int(new["norm.num_batches_tracked"]) == 1
+    known = Remembering()
+    known.load_state_dict(module.state_dict())
+    known.config.kind, known.config.width = "classes", 3
+    expected, _ = fcg.from_module(known)[0](params, buffers, x, labels, key=fcg.random.key(3))
+    assert torch.equal(loss, expected)

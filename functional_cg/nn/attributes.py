@@ -32,9 +32,11 @@ __all__ = [
     "changed",
     "copying",
     "held",
+    "newly_known",
     "refuse_changed",
     "refuse_changed_buffers",
     "refuse_exchanged",
+    "walked",
 ]
 
 Held = dict[str, Any]  # by path: what stands there, in a form that can be compared later
@@ -217,6 +219,14 @@ def changed(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
     paths = [path for path in {**before, **after} if not _equal(before, after, path)]
     shown = list(dict.fromkeys(re.sub(_INSIDE, "", path) for path in paths))
     return [path for path in shown if not any(path != one and _is_below(path, one) for one in shown)]
+
+
+def newly_known(before: Held, after: Held) -> dict[str, Any] | None:
+    """Return the plain values by path that stand where None stood; None if anything else differs, or nothing."""
+    paths = [path for path in {**before, **after} if not _equal(before, after, path)]
+    found = {path: after.get(path) for path in paths if before.get(path, path) is None}
+    plain = all(isinstance(value, _PLAIN) and value is not None for value in found.values())
+    return found if found and plain and len(found) == len(paths) else None
 
 
 def _is_below(path: str, other: str) -> bool:

@@ -29,7 +29,7 @@ from ..ambient.setting import refuse_reentrant_checkpoint
 from ..errors import CaptureError, ImplicitRandomnessError, ReadOnlyError
 from ..messages.source import Location, user_frame
 from ..tensors.aten import can_draw, written_arguments
-from .attributes import buffers_set, held, refuse_changed, refuse_changed_buffers
+from .attributes import Held, buffers_set, held, refuse_changed, refuse_changed_buffers
 from .draws import draw, is_drawn
 from .storage import storage_of
 
@@ -48,9 +48,17 @@ def run(
     kwargs: Mapping[str, Any],
     key: Tensor | None,
     params: Mapping[str, Tensor],
+    only_remembers: Callable[[Held, Held], bool],
 ) -> tuple[Any, Set[int | None], Place]:
     """Call our private copy of a module, which holds ``params`` and buffers that it may write.
 
+    Args:
+      module: The copy.
+      args: Arguments of the forward.
+      kwargs: Likewise.
+      key: What random ops draw from, or None.
+      params: Its parameters by name.
+      only_remembers: Whether from one of the given contents to the other the forward only remembers what it knows.
     Returns:
       (out, written, place): the result of the forward, the storages it wrote, and what it did where.
     Raises:
@@ -68,7 +76,9 @@ def run(
     with OpenKernels(), effects:
         out = module(*args, **kwargs)
     refuse_changed_buffers(name, buffers, buffers_set(module))
-    refuse_changed(name, before, held(module))
+    after = held(module)
+    if not only_remembers(before, after):
+        refuse_changed(name, before, after)
     place.end(partial(Effects, name, key, params=names))
     return out, effects.written, place
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -16,13 +17,17 @@ from ..errors import LayoutError
 from ..random.arguments import check_key
 from ..state.arena import BufferSpec, refuse_aliases
 from ..tensors.aten import is_batched, unwrapped
-from .attributes import copying, refuse_exchanged
+from .attributes import copying, refuse_exchanged, walked
 from .call import run
 from .originals import Applied, Original, note
 from .refusals import refuse_impure
+from .remembered import only_remembers
 from .storage import storage_of
 
 __all__ = ["Apply", "from_module"]
+
+# Ops belong to the process; they cannot be copied.
+_OPS = (torch._ops.OpOverloadPacket, torch._ops.OpOverload, torch._library.custom_ops.CustomOpDef)
 
 
 def from_module(module: nn.Module) -> tuple[Apply, dict[str, Tensor], dict[str, Tensor]]:
@@ -67,7 +72,9 @@ def from_module(module: nn.Module) -> tuple[Apply, dict[str, Tensor], dict[str, 
     buffers = dict(module.named_buffers())
     buffers |= {name: p for name, p in module.named_parameters() if not p.requires_grad}
     _refuse_shared(type(module).__name__, params | buffers)
-    apply = Apply(_template(module), frozenset(params), frozenset(_frozen(module)), Original(module))
+    apply = Apply(
+        _template(module), frozenset(params), frozenset(_frozen(module)), Original(module), _ops_of(module)
+    )
     return apply, _owned(params), _owned(buffers)
 
 
@@ -79,6 +86,7 @@ class Apply:
     _trained: frozenset[str]
     _frozen: frozenset[str]
     _original: Original
+    _ops: dict[int, Any]
 
     def __call__(
         self,
@@ -123,7 +131,10 @@ class Apply:
         trained = {name: _alias(param) for name, param in params.items()}
         given = {name: buffer.detach() for name, buffer in held.items()}
         module = self._copy({**trained, **held}, train=train)
-        out, written, place = run(module, args, kwargs, key, params)
+        remembers = partial(
+            only_remembers, partial(self._copy, train=train), {**params, **buffers}, args, kwargs
+        )
+        out, written, place = run(module, args, kwargs, key, params, remembers)
         refuse_exchanged(type(module).__name__, "params", params, trained)
         refuse_exchanged(type(module).__name__, "buffers", given, held)
         new = {name: _lookup(module, name) for name in buffers}
@@ -165,7 +176,7 @@ class Apply:
 
     def _copy(self, values: Mapping[str, Tensor], *, train: bool) -> nn.Module:
         """Make a private module for one call: nothing the forward does to it outlives the call."""
-        memo: dict[int, Any] = {id(tensor): values[name] for name, tensor in _tensors(self._template)}
+        memo = self._ops | {id(tensor): values[name] for name, tensor in _tensors(self._template)}
         module = _copied(self._template, memo).train(train)
         for path in self._frozen if train else ():
             module.get_submodule(path).eval()
@@ -243,7 +254,7 @@ def _refuse_shared(name: str, tensors: Mapping[str, Tensor]) -> None:
 def _template(module: nn.Module) -> nn.Module:
     """Copy the module with meta tensors, tied as before: a tensor that a call fails to replace raises when used."""
     with torch.inference_mode(False), torch.no_grad():
-        memo: dict[int, Any] = {id(tensor): _on_meta(tensor) for _, tensor in _tensors(module)}
+        memo = _ops_of(module) | {id(tensor): _on_meta(tensor) for _, tensor in _tensors(module)}
         try:
             return _copied(module, memo)
         except Exception as error:
@@ -251,6 +262,10 @@ def _template(module: nn.Module) -> nn.Module:
                 f"from_module: {type(module).__name__} cannot be copied, {type(error).__name__}: {error}\n"
                 "To fix: keep what cannot be copied (files, locks, generators) outside of the module."
             ) from error
+
+
+def _ops_of(module: nn.Module) -> dict[int, Any]:
+    return {id(value): value for _, value in walked(module) if isinstance(value, _OPS)}
 
 
 def _copied(module: nn.Module, memo: dict[int, Any]) -> nn.Module:

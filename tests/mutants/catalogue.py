@@ -824,4 +824,11 @@ MUTANTS = (
         (f"{TRIAL}test_a_loss_over_many_classes_in_little_memory[in 3 dimensions]",),
         no_gpu="the plan is made on the host",
     ),
+    Mutant(
+        "N79",
+        "a forward that remembers counts as pure although it goes by what it remembers",
+        (("not changed(found, at_last) and calls == again", "not changed(found, at_last)"),),
+        ("tests/test_left_behind.py::test_what_a_forward_goes_by_or_counts_is_refused[other_calls]",),
+        no_gpu="told on the host",
+    ),
 )

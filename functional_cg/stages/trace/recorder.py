@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ... import tree as pytree
 from ...ambient.setting import canonical, in_a_backward
 from ...call.signature import new_state_and_metrics
-from ...errors import BakedValueError, FunctionalCGError, HostSyncError
+from ...errors import FunctionalCGError, HostSyncError
 from ...messages.source import Locator
 from ...nn.originals import meeting
 from ...shards.reader import Reader
@@ -29,6 +29,7 @@ from ...shards.tensor import Sharded
 from ...state.arena import BufferSpec
 from ...state.boundary import entered, held, left, mesh_of, shown
 from ...tensors.aten import named_arguments, tensors_in
+from ...tensors.fake_mode import FakeMode, without_log
 from ...tensors.overlap import storage_key
 from ...transforms.debug import REPORTS
 from ...tree import KeyPath, path_string
@@ -37,14 +38,13 @@ from ..watch.frames import Follower
 from ..watch.host_watch import HostWatch
 from ..watch.names import HostReads
 from .exceptions import mapped, raised_at
-from .fake_mode import FakeMode, without_log
 from .host import HostGuard, HostRandomness, HostState
-from .known import by_places, result_of, value_of
+from .known import aside_from_modes, by_places, result_of, value_of
 from .recipe import Recipe
 from .results import refuse_unreturnable
 from .rules import Rules, refuse_mixed_dtypes, refuse_new_state
 from .strays import disown, refuse_kept
-from .twice import refuse_another_call, refuse_another_result
+from .twice import refuse_another_call, refuse_another_literal, refuse_another_result
 
 __all__ = ["trace"]
 
@@ -150,6 +150,11 @@ class _Recorder(TorchDispatchMode):
             return None
         if func in _LIFTS and not isinstance(args[0], FakeTensor):
             return self._literal(args[0])
+        tensors = list(tensors_in([*args, *kwargs.values()]))
+        if tensors and all(one.is_meta and self.var_of(one) is None for one in tensors):
+            return aside_from_modes(
+                lambda: func(*args, **kwargs)
+            )  # shapes alone: there are no values to keep
         if self.declared:
             args, kwargs = self._with_constants(args), self._with_constants(kwargs)
         if func._schema.name in _PUTS:
@@ -241,7 +246,7 @@ class _Recorder(TorchDispatchMode):
         with unset_fake_temporarily():
             self.program.constants.append(Constant(var, value.detach().clone(), f"literal {number}"))
             if self._first is not None:
-                self._refuse_changed_literal(number, value)
+                refuse_another_literal(self._first, number, value, self._locator.locate())
         return tensor
 
     def _folded(self, func: Any, args: Sequence[Any], out: Any) -> Constant | None:
@@ -276,18 +281,6 @@ class _Recorder(TorchDispatchMode):
             return moved
 
         return tuple(map(here, args))
-
-    def _refuse_changed_literal(self, number: int, value: Tensor) -> None:
-        assert self._first is not None
-        known = self._first.constants
-        if number >= len(known) or not known[number].holds(value):
-            raise BakedValueError.of(
-                self.program.function,
-                "a tensor literal differs between two traces.",
-                rows=[f"{BufferSpec.of(value)}, at {self._locator.locate()}"],
-                why="Replay would use the value of the trace for ever.",
-                fix="pass it as an input.",
-            )
 
 
 def _run(

@@ -7,11 +7,15 @@ from collections.abc import Sequence
 from itertools import zip_longest
 from typing import Any
 
+from torch import Tensor
+
 from ...errors import BakedValueError
+from ...messages.source import Location
+from ...state.arena import BufferSpec
 from ...tree import path_string
 from ..program import Instr, Program, Var
 
-__all__ = ["refuse_another_call", "refuse_another_result"]
+__all__ = ["refuse_another_call", "refuse_another_literal", "refuse_another_result"]
 
 
 def _same(a: Any, b: Any) -> bool:
@@ -56,6 +60,18 @@ def _difference(function: str, first: Instr | None, then: Instr | None) -> Baked
         why="Replay would repeat the first trace for ever.",
         fix="pass what changes (time, counters, random numbers) as an input, or keep it in the state.",
     )
+
+
+def refuse_another_literal(first: Program, number: int, value: Tensor, site: Location | None) -> None:
+    """Raise if a literal differs from the one of the same number in the first trace."""
+    if number >= len(first.constants) or not first.constants[number].holds(value):
+        raise BakedValueError.of(
+            first.function,
+            "a tensor literal differs between two traces.",
+            rows=[f"{BufferSpec.of(value)}, at {site}"],
+            why="Replay would use the value of the trace for ever.",
+            fix="pass it as an input.",
+        )
 
 
 def refuse_another_result(first: Program, second: Program) -> None:

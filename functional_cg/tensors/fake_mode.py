@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import MappingProxyType
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch._subclasses import fake_tensor
+from torch.utils._python_dispatch import _disable_current_modes
 
-__all__ = ["FakeMode", "without_log"]
+__all__ = ["FakeMode", "aside_on_fakes", "without_log"]
 
 # These ops return one tensor as two results; the fake mode's cache would return two tensors.
 _ONE_TENSOR_TWICE = frozenset({torch.ops.aten.mkldnn_rnn_layer_backward.default})
@@ -46,3 +48,11 @@ def without_log() -> Iterator[None]:
         yield
     finally:
         fake_tensor.log.removeFilter(passes)
+
+
+@contextmanager
+def aside_on_fakes() -> Iterator[Callable[[Tensor], Tensor]]:
+    """Run on fake tensors, apart from all modes around; yields what makes a fake tensor like a given one."""
+    # Function modes, too: they watch for reads of values.
+    with _disable_current_modes(), torch._C.DisableTorchFunction(), FakeMode():
+        yield lambda one: torch.empty_strided(one.shape, one.stride(), dtype=one.dtype, device=one.device)
