@@ -13,7 +13,7 @@ import itertools
 import re
 import warnings
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from enum import Enum
 from functools import cached_property, partial
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
@@ -22,8 +22,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..errors import ReadOnlyError, SideEffectError
+from ..errors import ForeignTensorError, ReadOnlyError, SideEffectError
 from ..pytree.nodes import same_static
+from .reach import variables
 from .storage import storage_of
 
 __all__ = [
@@ -33,9 +34,11 @@ __all__ = [
     "copying",
     "held",
     "newly_known",
+    "plain_tensor",
     "refuse_changed",
     "refuse_changed_buffers",
     "refuse_exchanged",
+    "refuse_unmade",
     "walked",
 ]
 
@@ -105,7 +108,9 @@ def _below(value: Any) -> list[tuple[str, Any]]:
     if isinstance(value, partial):
         return [("", value.func), ("", value.args), ("", value.keywords), *_attributes(value)]
     if isinstance(value, FunctionType):  # torch keeps things of its own on its functions
-        return [] if str(value.__module__).partition(".")[0] == "torch" else _attributes(value)
+        if str(value.__module__).partition(".")[0] == "torch":
+            return []
+        return [*_attributes(value), *((f".{name}", one) for name, one in variables(value) if _is_data(one))]
     return [*_attributes(value), *_reduced(value)]
 
 
@@ -294,6 +299,31 @@ def refuse_changed(name: str, before: Held, after: Held) -> None:
             fix="return it; or make it a tensor and register it, `self.register_buffer(...)`: then it is returned in "
             "`new_buffers`.",
         )
+
+
+def refuse_unmade(name: str, module: nn.Module, made: Iterable[str]) -> None:
+    """Raise if a hook has not set an attribute of the module that held a tensor when it was copied.
+
+    Raises:
+      ForeignTensorError: Names the attribute.
+    """
+    for path in made:
+        where, _, attribute = path.rpartition(".")
+        tensor = getattr(module.get_submodule(where), attribute, None)
+        if isinstance(tensor, Tensor) and tensor.is_meta:
+            raise plain_tensor(name, path)
+
+
+def plain_tensor(name: str, path: str) -> ForeignTensorError:
+    """Return the error for an attribute that holds a tensor and is not registered."""
+    attribute = path.rpartition(".")[2]
+    return ForeignTensorError.of(
+        name,
+        f"`{path}` is a tensor, but neither a parameter nor a buffer.",
+        why="It would not be a part of the state, and never be updated.",
+        fix=f'register it, `self.register_buffer("{attribute}", value)`; if an earlier call has left it there, '
+        "delete it.",
+    )
 
 
 def refuse_exchanged(name: str, root: str, given: Mapping[str, Tensor], held: Mapping[str, Tensor]) -> None:

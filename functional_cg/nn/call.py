@@ -29,7 +29,7 @@ from ..ambient.setting import refuse_reentrant_checkpoint
 from ..errors import CaptureError, ImplicitRandomnessError, ReadOnlyError
 from ..messages.source import Location, user_frame
 from ..tensors.aten import can_draw, written_arguments
-from .attributes import Held, buffers_set, held, refuse_changed, refuse_changed_buffers
+from .attributes import Held, buffers_set, held, refuse_changed, refuse_changed_buffers, refuse_unmade
 from .draws import draw, is_drawn
 from .storage import storage_of
 
@@ -48,6 +48,7 @@ def run(
     kwargs: Mapping[str, Any],
     key: Tensor | None,
     params: Mapping[str, Tensor],
+    made: Set[str],
     only_remembers: Callable[[Held, Held], bool],
 ) -> tuple[Any, Set[int | None], Place]:
     """Call our private copy of a module, which holds ``params`` and buffers that it may write.
@@ -58,6 +59,7 @@ def run(
       kwargs: Likewise.
       key: What random ops draw from, or None.
       params: Its parameters by name.
+      made: Attributes that its hooks set at each call.
       only_remembers: Whether from one of the given contents to the other the forward only remembers what it knows.
     Returns:
       (out, written, place): the result of the forward, the storages it wrote, and what it did where.
@@ -76,7 +78,10 @@ def run(
     with OpenKernels(), effects:
         out = module(*args, **kwargs)
     refuse_changed_buffers(name, buffers, buffers_set(module))
+    refuse_unmade(name, module, made)
     after = held(module)
+    for path in made:
+        before.pop(path, None), after.pop(path, None)
     if not only_remembers(before, after):
         refuse_changed(name, before, after)
     place.end(partial(Effects, name, key, params=names))

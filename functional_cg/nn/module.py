@@ -20,7 +20,7 @@ from ..tensors.aten import is_batched, unwrapped
 from .attributes import copying, refuse_exchanged, walked
 from .call import run
 from .originals import Applied, Original, note
-from .refusals import refuse_impure
+from .refusals import made_by_hooks, refuse_impure
 from .remembered import only_remembers
 from .storage import storage_of
 
@@ -45,7 +45,8 @@ def from_module(module: nn.Module) -> tuple[Apply, dict[str, Tensor], dict[str, 
     evaluation mode, that submodule stays in evaluation mode.
 
     Args:
-      module: Any module without hooks, wrappers, or lazy, sparse and meta tensors.
+      module: Any module without hooks on its backward, wrappers, or lazy, sparse and meta tensors. Hooks on the forward
+        are a part of it.
     Returns:
       (apply, params, buffers): an :class:`Apply`, and copies of the tensors under the module's own names; a tied
       tensor goes by the first of its names.
@@ -73,7 +74,12 @@ def from_module(module: nn.Module) -> tuple[Apply, dict[str, Tensor], dict[str, 
     buffers |= {name: p for name, p in module.named_parameters() if not p.requires_grad}
     _refuse_shared(type(module).__name__, params | buffers)
     apply = Apply(
-        _template(module), frozenset(params), frozenset(_frozen(module)), Original(module), _ops_of(module)
+        _template(module),
+        frozenset(params),
+        frozenset(_frozen(module)),
+        Original(module),
+        _ops_of(module),
+        frozenset(made_by_hooks(module)),
     )
     return apply, _owned(params), _owned(buffers)
 
@@ -87,6 +93,7 @@ class Apply:
     _frozen: frozenset[str]
     _original: Original
     _ops: dict[int, Any]
+    _made: frozenset[str]
 
     def __call__(
         self,
@@ -134,7 +141,7 @@ class Apply:
         remembers = partial(
             only_remembers, partial(self._copy, train=train), {**params, **buffers}, args, kwargs
         )
-        out, written, place = run(module, args, kwargs, key, params, remembers)
+        out, written, place = run(module, args, kwargs, key, params, self._made, remembers)
         refuse_exchanged(type(module).__name__, "params", params, trained)
         refuse_exchanged(type(module).__name__, "buffers", given, held)
         new = {name: _lookup(module, name) for name in buffers}
@@ -254,7 +261,8 @@ def _refuse_shared(name: str, tensors: Mapping[str, Tensor]) -> None:
 def _template(module: nn.Module) -> nn.Module:
     """Copy the module with meta tensors, tied as before: a tensor that a call fails to replace raises when used."""
     with torch.inference_mode(False), torch.no_grad():
-        memo = _ops_of(module) | {id(tensor): _on_meta(tensor) for _, tensor in _tensors(module)}
+        tensors = [*(tensor for _, tensor in _tensors(module)), *made_by_hooks(module).values()]
+        memo = _ops_of(module) | {id(tensor): _on_meta(tensor) for tensor in tensors}
         try:
             return _copied(module, memo)
         except Exception as error:

@@ -51,14 +51,14 @@ class Original:
         names = vars(nn.Module()).keys() - {"_modules"}  # under which torch keeps things in each module
         found = [value for path, value in walked(module) if path.rpartition(".")[2] not in names]
         stores = [store for value in found for store in _stores(value, names)]
+        hooks = [getattr(part, name) for part in parts for name in _HOOKS]
+        stores += [(registry, tuple(registry)) for registry in hooks if registry]
         entries = [entry for store, names in stores for entry in ((store, name) for name in names)]
         self._counted = [store for store, _ in stores]
         self._counts = list(map(len, self._counted))
         self._owners, self._names = [owner for owner, _ in entries], [name for _, name in entries]
         self._values = list(map(operator.getitem, self._owners, self._names))
-        self._hooks = [
-            getattr(part, name) for part in parts for name in _HOOKS
-        ]  # none, or it would not be here
+        self._hooks = [registry for registry in hooks if not registry]
         self._parts = parts[1:]  # the module itself would keep itself alive
         self._class: type = type(module)
         self._classes = list(map(type, self._parts))

@@ -6,13 +6,14 @@ closure, defaults and globals. Whatever a function reaches still belongs to the 
 
 from __future__ import annotations
 
+import contextlib
 import dis
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
-from types import CodeType, FunctionType, MethodType
+from types import CellType, CodeType, FunctionType, MethodType
 from typing import Any
 
-__all__ = ["contents", "reached_uncopied"]
+__all__ = ["contents", "reached_uncopied", "variables"]
 
 
 def contents(value: Any) -> Iterator[Any]:
@@ -27,6 +28,16 @@ def reached_uncopied(value: Any) -> Iterator[Any]:
     for item in _walk(value, _copied):
         if isinstance(item, FunctionType):
             yield from _walk(item, _held)
+
+
+def variables(function: FunctionType) -> Iterator[tuple[str, Any]]:
+    """Yield the variables around a function that it reads, by name: of its closure, and of its module."""
+    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+        yield from ((name, value) for value in _contents_of(cell))
+    known = function.__globals__
+    for name in sorted({name for code in _codes(function.__code__) for name in _global_names(code)}):
+        if name in known:
+            yield name, known[name]
 
 
 def _walk(value: Any, below: Callable[[Any], Iterable[Any]]) -> Iterator[Any]:
@@ -68,10 +79,12 @@ def _held(value: Any) -> list[Any]:
 
 def _cells(function: FunctionType) -> Iterator[Any]:
     for cell in function.__closure__ or ():
-        try:
-            yield cell.cell_contents
-        except ValueError:  # not yet assigned
-            continue
+        yield from _contents_of(cell)
+
+
+def _contents_of(cell: CellType) -> Iterator[Any]:
+    with contextlib.suppress(ValueError):  # not yet assigned
+        yield cell.cell_contents
 
 
 def _globals(function: FunctionType) -> Iterator[Any]:

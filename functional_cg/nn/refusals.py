@@ -9,9 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import ForeignTensorError, FunctionalCGError, HostSyncError, LayoutError, SideEffectError
+from .attributes import plain_tensor
 from .reach import contents, reached_uncopied
 
-__all__ = ["refuse_impure"]
+__all__ = ["made_by_hooks", "refuse_impure"]
 
 # Wrapper class in torch -> what to pass instead. By name, because some take a second to import.
 _WRAPPERS = (
@@ -23,7 +24,8 @@ _WRAPPERS = (
     ("ScriptModule", "pass the module before `torch.jit.script` or `trace`"),
 )
 _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
-_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+_HOOKS = ("_backward_pre_hooks", "_backward_hooks")
+_FORWARD_HOOKS = ("_forward_pre_hooks", "_forward_hooks")
 
 
 def refuse_impure(module: nn.Module) -> None:
@@ -31,7 +33,7 @@ def refuse_impure(module: nn.Module) -> None:
 
     Raises:
       TypeError: For wrappers: DDP, FSDP, compiled and scripted modules.
-      SideEffectError: For hooks on modules and tensors.
+      SideEffectError: For hooks on tensors and on the backward of modules.
       HostSyncError: For batch norm that averages over all batches.
       LayoutError: For lazy, sparse and meta tensors.
       ForeignTensorError: For tensors that are plain attributes, and functions that reference the module.
@@ -68,11 +70,10 @@ def _refuse_hooks(name: str, place: str, part: nn.Module) -> None:
     if rows:
         raise SideEffectError.of(
             name,
-            f"{place} has hooks.",
+            f"{place} has hooks on its backward.",
             rows=rows,
-            why="Their Python runs when the step is traced, not when it is replayed.",
-            fix="remove them, `handle.remove()`; for weight_norm and spectral_norm use "
-            "`torch.nn.utils.parametrizations`; after pruning, `prune.remove(module, name)`.",
+            why="Gradients are taken with respect to the state's tensors, where these hooks would not run.",
+            fix="remove them, `handle.remove()`, and change the gradients in the step.",
         )
 
 
@@ -115,16 +116,11 @@ def _layout(name: str, place: str, what: str, fix: str) -> LayoutError:
 def _refuse_attributes(name: str, module: nn.Module) -> None:
     own = {id(tensor) for tensor in (*module.parameters(), *module.buffers())}
     parts = {id(part) for part in module.modules()}
+    made = made_by_hooks(module)
     for path, attribute, value in _attributes(module):
         where = f"{path}.{attribute}" if path else attribute
-        if isinstance(value, Tensor) and id(value) not in own:
-            raise ForeignTensorError.of(
-                name,
-                f"`{where}` is a tensor, but neither a parameter nor a buffer.",
-                why="It would not be a part of the state, and never be updated.",
-                fix=f'register it, `self.register_buffer("{attribute}", value)`; if an earlier call has left it there, '
-                "delete it.",
-            )
+        if isinstance(value, Tensor) and id(value) not in own and where not in made:
+            raise plain_tensor(name, where)
         if any(id(held) in parts or id(held) in own for held in reached_uncopied(value)):
             raise ForeignTensorError.of(
                 name,
@@ -135,10 +131,21 @@ def _refuse_attributes(name: str, module: nn.Module) -> None:
             )
 
 
+def made_by_hooks(module: nn.Module) -> dict[str, Tensor]:
+    """Return, by path, the plain tensors that a hook before the forward may set at each call, as weight norm does."""
+    return {
+        f"{path}.{name}" if path else name: value
+        for path, part in module.named_modules()
+        if part._forward_pre_hooks
+        for name, value in vars(part).items()
+        if isinstance(value, Tensor)
+    }
+
+
 def _attributes(module: nn.Module) -> Iterator[tuple[str, str, Any]]:
-    """Yield (module path, name, value) for each attribute, or for the elements of its containers."""
-    of_torch = vars(nn.Module())  # registries; their hooks are rejected elsewhere
+    """Yield (module path, name, value) for each attribute and forward hook, or for the elements of its containers."""
+    of_torch = vars(nn.Module())  # registries
     for path, part in module.named_modules():
         for name, value in vars(part).items():
-            if name not in of_torch:
+            if name not in of_torch or name in _FORWARD_HOOKS:
                 yield from ((path, name, item) for item in contents(value))
