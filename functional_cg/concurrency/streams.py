@@ -1,7 +1,7 @@
 """Read the current CUDA device and stream without creating Python objects.
 
-Only this module uses torch's private getters. A simulated stream (``functional_cg.testing``) queues work on the
-CPU. It is a dispatch mode, and is found on their stack.
+Only this module uses torch's private getters. A simulated stream (``functional_cg.testing``) queues work on
+the CPU. It is a dispatch mode, and is found on their stack.
 """
 
 from __future__ import annotations

@@ -164,7 +164,7 @@ def _on_a_gpu() -> FunctionalCGError:
 def in_turn(
     turn: Turn, inner: Inner, function: str, *, reads: bool = False, then: Callable[[Any], Any] | None = None
 ) -> Inner:
-    """Return a call that waits for its turn, refused in the middle of another: a cheaper ``Turn.alone``.
+    """Return a call that waits for its turn, refused inside another one: a cheaper ``Turn.alone``.
 
     Args:
       turn: The turn.
@@ -199,7 +199,7 @@ def at_one_time(turns: Iterable[Turn], call: Callable[[], Any]) -> Any:
 
 
 class _Turns:
-    """All turns of a process, to survive forks: another thread's lock would stay locked in a child forever."""
+    """All turns of a process, to survive forks: other threads' locks would stay locked in a child forever."""
 
     def __init__(self) -> None:
         self._turns: set[weakref.ref[Turn]] = set()

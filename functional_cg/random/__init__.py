@@ -6,10 +6,10 @@ between draws, so a replayed graph draws new numbers exactly when its key is new
 
 A key is an ``i64[2]`` tensor of two 32-bit words. Never draw twice from one key: `split` it, `fold_in` a
 number, or give each draw its own ``stream``, a number from 0 to 2**63 - 1 that is part of the counter and
-costs nothing; a step that draws twice from one key is warned of. Results live on the key's device. Shapes and
-numbers are Python values, checked at the call; no function reads a tensor on the host. All draws come from one
-registered op, ``fcg::random_bits``: one node in a trace, and the same bits on CPU and CUDA, in eager and compiled
-code. Only `normal` and `categorical` compute logarithms, whose last bits may differ.
+costs nothing; a step that draws twice from one key gets a warning. Results live on the key's device. Shapes
+and numbers are Python values, checked at the call; no function reads a tensor on the host. All draws come
+from one registered op, ``fcg::random_bits``: one node in a trace, and the same bits on CPU and CUDA, in eager
+and compiled code. Only `normal` and `categorical` compute logarithms, whose last bits may differ.
 """
 
 from __future__ import annotations
@@ -56,12 +56,12 @@ _INTEGERS = (
     *(torch.int8, torch.int16, torch.int32, torch.int64),
     *(torch.uint8, torch.uint16, torch.uint32, torch.uint64),
 )
-# Keys are derived on a stream that no draw may use: a draw and a derived key never share a counter.
+# Keys are derived on a stream that no draw may use, so a draw and a derived key never share a counter.
 DERIVE = -1
 
 
 def _words64(key: Tensor, n: int, stream: int) -> Tensor:
-    """i64[n] of 64 random bits each; the first of two words is the low half."""
+    """Draw i64[n] of 64 random bits each; the first of two words is the low half."""
     words = bits(key, 2 * n, stream=stream)
     if not is_batched(words):
         return words.view(torch.int64)
@@ -71,7 +71,7 @@ def _words64(key: Tensor, n: int, stream: int) -> Tensor:
 
 
 def half_words(key: Tensor, n: int, stream: int = 0, start: int | None = None) -> Tensor:
-    """i16[n] of 16 random bits each, from number ``start`` on; the first of two is the low half of a word."""
+    """Draw i16[n] of 16 random bits each, from number ``start`` on; the low half of a word comes first."""
     if start is not None:
         both = bits(key, n // 2 + 1, stream=stream, start=start // 2).view(torch.int16)
         return both.narrow(0, start % 2, n)
@@ -82,7 +82,7 @@ def half_words(key: Tensor, n: int, stream: int = 0, start: int | None = None) -
 
 
 def _unit64(key: Tensor, n: int, stream: int) -> Tensor:
-    """f64[n], uniform on the multiples of 2**-53 in [0, 1)."""
+    """Draw f64[n], uniform on the multiples of 2**-53 in [0, 1)."""
     return ((_words64(key, n, stream) >> 11) & (2**53 - 1)).to(torch.float64) * 2.0**-53
 
 
@@ -154,8 +154,9 @@ def split(key: Tensor, n: int = 2) -> Tensor:
 def bits(key: Tensor, n: int, *, stream: int = 0, start: int | None = None) -> Tensor:
     """Draw ``n`` words of 32 random bits, i32[n]; with ``start``, from that word on.
 
-    Word ``4 * i + j`` is output ``j`` of Philox for the counter ``(i, stream)``, two words each, low word first:
-    a longer draw begins with the shorter one, one with a ``start`` is a part of it, and two streams share no counter.
+    Word ``4 * i + j`` is output ``j`` of Philox for the counter ``(i, stream)``, two words each, low word
+    first. So a longer draw begins with the shorter one, a draw with a ``start`` is a part of it, and two
+    streams share no counter.
 
     Raises:
       LayoutError: If ``key`` is not an i64[2].
@@ -170,7 +171,8 @@ def bits(key: Tensor, n: int, *, stream: int = 0, start: int | None = None) -> T
     check_integer("stream", stream, 0, 2**63 - 1)
     if start is not None:
         check_integer("start", start, 0, 2**63 - 1)
-        # One program for each start: ranks that draw parts of one leaf run the same calls on the same shapes.
+        # The same calls on the same shapes for every start: ranks that draw parts of one leaf run one
+        # program.
         first = torch.full((1,), start // 4, dtype=torch.int64, device=key.device)
         return random_bits(torch.cat([key, first]), stream, n + 3).narrow(0, start % 4, n)
     return random_bits(key, stream, n)
@@ -187,9 +189,9 @@ def uniform(
 ) -> Tensor:
     """Draw uniformly from [low, high).
 
-    24 random bits an element (53 for float64), scaled in float32 (float64), rounded to ``dtype`` and kept
-    inside: no result is below ``low``, and none is ``high``, in any dtype. Compiled, a result that is scaled to other
-    bounds than 0 and 1 may differ in its last bit.
+    Each element takes 24 random bits (53 for float64), scaled in float32 (float64), rounded to ``dtype`` and
+    clamped: in no dtype is a result below ``low`` or equal to ``high``. In compiled code, results with bounds
+    other than 0 and 1 may differ in the last bit.
 
     Raises:
       LayoutError: If ``key`` is not an i64[2].
@@ -207,7 +209,7 @@ def uniform(
     else:
         unit = ((bits(key, n, stream=stream) >> 8) & 0xFFFFFF).to(torch.float32) * 2.0**-24
     if (low, high) != (0.0, 1.0):
-        # The clamp changes no value: it keeps most compilers from rounding product and sum only once.
+        # The clamp changes no value, but keeps most compilers from rounding product and sum only once.
         unit = (unit * (high - low)).clamp(max=high - low) + low
     return unit.to(dtype).clamp(smallest, largest).view(shape)
 
@@ -221,11 +223,11 @@ def normal(
     dtype: torch.dtype = torch.float32,
     stream: int = 0,
 ) -> Tensor:
-    """Draw from the normal distribution, by the method of Box and Muller in float64, rounded to ``dtype``.
+    """Draw from the normal distribution, by the Box-Muller method in float64, rounded to ``dtype``.
 
     The bits are the same everywhere, but logarithm, sine and cosine are not: between CPU and CUDA, or eager
-    and compiled, the value in float64 differs by at most ``1e-13 * (|mean| + |std|)``, and the rounded result
-    by that and one unit in the last place. Values lie within 8.6 standard deviations.
+    and compiled code, the float64 value differs by at most ``1e-13 * (|mean| + |std|)``, and the rounded
+    result by that plus one unit in the last place. Values lie within 8.6 standard deviations.
 
     Raises:
       LayoutError: If ``key`` is not an i64[2].
@@ -288,8 +290,8 @@ def randint(
 ) -> Tensor:
     """Draw integers from low to high - 1, at most 2**63 of them.
 
-    A 64-bit number times the range, keeping the high half of the 128-bit product; nothing is rejected. A
-    probability is off by less than 2**-64, that is by (high - low) * 2**-64 of itself.
+    Multiplies a 64-bit number by the range and keeps the high half of the 128-bit product, without rejection.
+    Each probability is off by less than 2**-64, a relative error of (high - low) * 2**-64.
 
     Raises:
       LayoutError: If ``key`` is not an i64[2].
@@ -318,7 +320,7 @@ def randint(
 def permutation(key: Tensor, n: int, *, stream: int = 0) -> Tensor:
     """Draw a permutation of 0 to n - 1, i64[n], by a stable sort of 64-bit numbers.
 
-    Two of these are equal with a probability below n**2 / 2**65; only then is the order biased.
+    Two of them are equal with a probability below n**2 / 2**65; only then is the order biased.
 
     Raises:
       LayoutError: If ``key`` is not an i64[2].
@@ -333,11 +335,11 @@ def permutation(key: Tensor, n: int, *, stream: int = 0) -> Tensor:
 
 
 def dropout(key: Tensor, x: Tensor, p: float, *, stream: int = 0) -> Tensor:
-    """Set each element of ``x`` to zero with probability ``p``, and scale the others so that the mean stays.
+    """Set each element of ``x`` to zero with probability ``p``, and scale the others to preserve the mean.
 
-    A decision takes 16 bits: the probability is p' = round(p * 65536) / 65536 and the scale 1 / (1 - p').
+    Each decision takes 16 bits: the probability is p' = round(p * 65536) / 65536, the scale 1 / (1 - p').
     Which elements are dropped depends on the key and on ``p``, not on the values; a dropped NaN stays NaN, as
-    in torch. ``p = 0`` gives ``x`` itself, ``p = 1`` zeros. Differentiable in ``x``.
+    in torch. ``p = 0`` returns ``x`` itself, ``p = 1`` zeros. Differentiable in ``x``.
 
     Raises:
       LayoutError: If ``key`` is not an i64[2], or ``x`` is on another device.
@@ -359,9 +361,9 @@ def dropout(key: Tensor, x: Tensor, p: float, *, stream: int = 0) -> Tensor:
 
 
 def keep_mask(key: Tensor, p: float, shape: Sequence[int], *, stream: int = 0) -> Tensor:
-    """What :func:`dropout` keeps: booleans that are false with probability round(p * 65536) / 65536.
+    """Draw the mask of :func:`dropout`: booleans that are false with probability round(p * 65536) / 65536.
 
-    Half the work of :func:`bernoulli`, which is exact to 2**-32.
+    Takes half the work of :func:`bernoulli`, which is exact to 2**-32.
 
     Example:
       >>> keep_mask(key(0), 0.0, (3,))
@@ -388,6 +390,6 @@ def categorical(key: Tensor, logits: Tensor, axis: int = -1, *, stream: int = 0)
     """
     check_key(key)
     check_operand("logits", logits, key)
-    # The bound keeps the noise finite: an infinite one would meet a logit of minus infinity as NaN.
+    # The clamp keeps the noise finite: infinite noise and a logit of minus infinity would give NaN.
     exponential = (-torch.log1p(-_unit64(key, logits.numel(), stream))).clamp(min=2.0**-54)
     return torch.argmax(logits.detach().to(torch.float64) - exponential.log().view(logits.shape), dim=axis)

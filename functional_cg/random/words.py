@@ -1,4 +1,4 @@
-"""``fcg::random_bits``: words of Philox4x32-10 for a key, as an op, with its kernels, and as a formula.
+"""The op ``fcg::random_bits``: words of Philox4x32-10 for a key, with its kernels and its decomposition.
 
 Source: Salmon, Moraes, Dror, Shaw 2011, "Parallel random numbers: as easy as 1, 2, 3" (SC).
 """
@@ -25,9 +25,9 @@ _FEW_BLOCKS = 8
 
 # ``Any``: the arithmetic of the next two functions is the same for Python integers and for tensors.
 def multiply(word: Any, factor: int) -> tuple[Any, Any]:
-    """The high and the low word of the product of two words, without overflow.
+    """Return the high and the low word of the product of two words, without overflow.
 
-    A C++ compiler may assume that an int64 never overflows, and then drop the masks that repair it.
+    A C++ compiler may assume that an int64 never overflows, and drop the masks that would repair it.
     """
     if factor < 2**31:
         product = word * factor
@@ -45,7 +45,7 @@ def _philox(c0: Any, c1: Any, c2: Any, c3: Any, k0: Any, k1: Any) -> tuple[Any, 
 
 
 def _philox_chunk(out: Tensor, first: int, stream: int, k0: int, k1: int) -> None:
-    """Fill ``out`` (i64[blocks, 2], two words in each) from block ``first`` on, in place."""
+    """Fill ``out`` (i64[blocks, 2], two words per element) from block ``first`` on, in place."""
     block = torch.arange(len(out), device="cpu").add_(first)
     c0, c1, c2, c3, p0, p1 = torch.empty((6, len(out)), dtype=torch.int64, device="cpu").unbind()
     torch.bitwise_and(block, MASK, out=c0)
@@ -53,7 +53,7 @@ def _philox_chunk(out: Tensor, first: int, stream: int, k0: int, k1: int) -> Non
     c2.fill_(stream & MASK)
     c3.fill_(stream >> 32 & MASK)
     for _ in range(_ROUNDS):
-        # A single op of torch wraps; the mask then undoes the arithmetic shift.
+        # A single torch op wraps on overflow; the mask then undoes the arithmetic shift.
         torch.mul(c0, _MULTIPLIERS[0], out=p0)
         torch.mul(c2, _MULTIPLIERS[1], out=p1)
         # c1 and c3 keep garbage above bit 31: the mask on the words that they are xored into removes it.
@@ -66,7 +66,7 @@ def _philox_chunk(out: Tensor, first: int, stream: int, k0: int, k1: int) -> Non
 
 
 def signed(word: int, bits: int) -> int:
-    """The low ``bits`` bits of ``word`` as a signed number."""
+    """Return the low ``bits`` bits of ``word`` as a signed number."""
     half = 1 << (bits - 1)
     return (word + half) % (2 * half) - half
 
@@ -88,7 +88,7 @@ def _random_bits_cpu(key: Tensor, stream: int, n: int) -> Tensor:
 
 
 def _random_bits_cuda(key: Tensor, stream: int, n: int) -> Tensor:
-    # Imported at the first draw on CUDA: builds of torch for the CPU come without triton.
+    # Imported at the first draw on CUDA: CPU builds of torch come without triton.
     from functional_cg.tensors.philox_triton import random_bits_cuda
 
     return random_bits_cuda(key, stream, n)
@@ -99,7 +99,7 @@ def _random_bits_fake(key: Tensor, stream: int, n: int) -> Tensor:
 
 
 def decompose_random_bits(key: Tensor, stream: int, n: int) -> Tensor:
-    """Compute ``fcg::random_bits`` from plain ATen ops, bit for bit: for compilers that fuse.
+    """Compute ``fcg::random_bits`` from plain ATen ops, bit for bit, so that compilers can fuse it.
 
     Args:
       key: i64[..., 2], or i64[..., 3] whose third number is the first block; leading axes are batched.
@@ -127,9 +127,9 @@ def _random_bits_vmap(info: Any, in_dims: Any, key: Tensor, stream: int, n: int)
     return decompose_random_bits(key.movedim(in_dims[0], 0), stream, n), 0
 
 
-# A draw is a function of its arguments: no tag calls it nondeterministic. Words are int32: half the memory of
-# int64, and viewed as int16 or int64 for free where a draw needs 16 or 64 bits. `torch.library.custom_op`
-# would cost three times as much a call.
+# A draw is a function of its arguments, so no tag calls it nondeterministic. Words are int32: half the memory
+# of int64, and free to view as int16 or int64 where a draw needs 16 or 64 bits. `torch.library.custom_op`
+# would make each call three times as expensive.
 _LIBRARY = torch.library.Library("fcg", "FRAGMENT")
 _LIBRARY.define("random_bits(Tensor key, int stream, int n) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,))
 _LIBRARY.impl("random_bits", _random_bits_cpu, "CPU")
