@@ -1,10 +1,10 @@
-"""Checkpoints: a state as a flat dict of host tensors and as a file, and back into the same slots.
+"""Checkpoints: save a state as a flat dict of host tensors or as a file, and load it into the same slots.
 
-A checkpoint holds leaves, under the dotted key paths that they have in the state, and nothing of the structure: the
-program that made the state makes it again, and loads the values into it. So a file needs no pickle, stays readable when
-a class is renamed, and can be read by other programs. What a pickle can do less well: ``torch.save(fcg.snapshot(state),
-path)`` stores classes and functions of the optimizer too, which ``torch.load`` refuses by default (``weights_only``),
-and a schedule written as a lambda does not pickle at all.
+A checkpoint holds leaves under their dotted key paths, and nothing of the structure: the program that made
+the state makes it again, and loads the values into it. So a file needs no pickle, stays readable when a class
+is renamed, and can be read by other programs. By contrast, ``torch.save(fcg.snapshot(state), path)`` also
+pickles the optimizer's classes and functions, which ``torch.load`` refuses by default (``weights_only``), and
+fails on a schedule written as a lambda.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ T = TypeVar("T")
 
 
 def state_dict(state: Any) -> dict[str, Tensor]:
-    """Copy the leaves of a state, of a part of one, or of a plain pytree to the host, under dotted names.
+    """Copy the leaves of a state, of part of a state, or of a plain pytree to the host, under dotted names.
 
-    The tensors are contiguous and owned by the caller: ``torch.save`` them (``torch.load`` needs no ``weights_only=
-    False``), or let :func:`save` write them. Parameters keep the names that a module has for them, so
-    ``module.load_state_dict(fcg.state_dict(state.params))`` gives them back to the module.
+    The tensors are contiguous and owned by the caller: ``torch.save`` them (``torch.load`` needs no
+    ``weights_only=False``), or let :func:`save` write them. Parameters keep the names they have in their
+    module, so ``module.load_state_dict(fcg.state_dict(state.params))`` loads them back into the module.
 
     Args:
       state: A handle or a pytree of tensors; Python numbers and numpy arrays become tensors.
@@ -49,8 +49,8 @@ def state_dict(state: Any) -> dict[str, Tensor]:
       One CPU tensor per leaf, in flat order, with the leaf's shape and dtype.
     Raises:
       DonatedStateError: If the handle was donated.
-      LayoutError: If a leaf is no dense tensor.
-      ValueError: If two leaves have one name, as in ``{"a.b": x, "a": {"b": y}}``.
+      LayoutError: If a leaf is not a dense tensor, or is sharded.
+      ValueError: If two leaves have the same name, as in ``{"a.b": x, "a": {"b": y}}``.
 
     Example:
       >>> import torch, functional_cg as fcg
@@ -68,11 +68,11 @@ def state_dict(state: Any) -> dict[str, Tensor]:
 
 
 def load_state_dict(state: T, d: Mapping[str, Any]) -> T:
-    """Write a flat dict, as :func:`state_dict` gives it, into a state; donates the handle.
+    """Write a flat dict, as returned by :func:`state_dict`, into a state; donates the handle.
 
-    The values go into the slots that are there: steps go on with their captures, and strides stay those of the slots.
-    A plain pytree is not written to, its copy is returned. For a part, ``state.replace`` takes it from anywhere, such
-    as the parameters of a pretrained module.
+    The values go into the existing slots: steps keep their captures, and the slots keep their strides. A
+    plain pytree is not written to; a copy is returned. To load only part of a state, such as the parameters
+    of a pretrained module, use ``state.replace``.
 
     Args:
       state: A handle, or a pytree of tensors.
@@ -81,8 +81,8 @@ def load_state_dict(state: T, d: Mapping[str, Any]) -> T:
       The new handle, or the new pytree.
     Raises:
       DonatedStateError: If the handle was donated.
-      LayoutError: If names are missing or unexpected, or values do not fit; all are listed, nothing was written.
-      TypeError: If ``d`` is no mapping, or ``state`` is a part of a state.
+      LayoutError: If names are missing or unexpected, or values do not fit; lists them all, writes nothing.
+      TypeError: If ``d`` is not a mapping, or ``state`` is part of a state.
 
     Example:
       >>> import torch, functional_cg as fcg
@@ -103,19 +103,19 @@ def load_state_dict(state: T, d: Mapping[str, Any]) -> T:
 def save(path: str | os.PathLike[str], state: Any) -> None:
     """Write the leaves of a state to a safetensors file, all or nothing.
 
-    The data goes to a temporary file beside ``path``, which takes its place when all of it is on the disk: after a
-    crash, a full disk or Ctrl-C the old file is still there, whole. Takes twice the size of the state on the host.
+    The data goes to a temporary file beside ``path``, which replaces it once everything is on disk: a crash,
+    a full disk or Ctrl-C leaves the old file intact. Takes twice the size of the state on the host.
 
     Args:
-      path: The file; one that exists is replaced by one of the same mode, a symbolic link to it stays. What is no
-        regular file (a pipe, a device, a directory) is refused, and so is a file with a second name, for the other name
-        would keep the old data.
+      path: The file. An existing file is replaced and keeps its mode; a symbolic link to it stays. Anything
+        but a regular file (a pipe, a device, a directory) is refused, as is a file with a second hard link,
+        which would keep the old data.
       state: What :func:`state_dict` takes.
     Raises:
       ImportError: If safetensors is not installed.
       OSError: If the file cannot be written.
       TypeError: If the file format cannot hold a leaf's dtype.
-      ValueError: If two leaves have one name, or one has the name that the format reserves.
+      ValueError: If two leaves have the same name, or one has the name that the format reserves.
 
     Example:
       >>> import tempfile, torch, functional_cg as fcg
@@ -130,19 +130,19 @@ def save(path: str | os.PathLike[str], state: Any) -> None:
     _checked_path(path, "fcg.save")
     try:
         target = Path(path).resolve(strict=False)
-    except RuntimeError as error:  # a link that leads to itself
+    except RuntimeError as error:  # a link to itself
         raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), os.fspath(path)) from error
     content = _serialized(state_dict(state))
     try:
         _replace_file(target, content, _replaceable(target))
-    except OSError as error:  # under the name that the caller knows
+    except OSError as error:  # name the target, not the temporary file
         raise OSError(error.errno, error.strerror, str(target)) from error
 
 
 def load(path: str | os.PathLike[str], state: T) -> T:
     """Read a file written by :func:`save` into a state of the same layout; donates the handle.
 
-    Any other safetensors file with the right names will do: for the weights of a pretrained model,
+    Any other safetensors file with the right names works too. For the weights of a pretrained model:
     ``state.replace(params=fcg.load(path, fcg.snapshot(state.params)))``.
 
     Args:
@@ -153,13 +153,13 @@ def load(path: str | os.PathLike[str], state: T) -> T:
     Raises:
       DonatedStateError: If the handle was donated.
       ImportError: If safetensors is not installed.
-      LayoutError: If it is the checkpoint of another model; all differences are listed, nothing was written.
+      LayoutError: If it is the checkpoint of another model; lists all differences, writes nothing.
       OSError: If the file cannot be read.
-      ValueError: If it is no safetensors file, or not a whole one.
+      ValueError: If it is not a complete safetensors file.
     """
     _checked_path(path, "fcg.load")
     safetensors = _safetensors("fcg.load")
-    with open(path, "rb"):  # says in Python's words what is wrong with a path
+    with open(path, "rb"):  # raises Python's own error for a bad path
         pass
     try:
         values = safetensors.torch.load_file(path)
@@ -204,7 +204,7 @@ def _refuse_part(state: Any, function: str) -> None:
 
 
 def _opened(state: Any) -> tuple[list[Tensor], Treedef]:
-    """Leaves of a state as tensors, and its structure."""
+    """Return the leaves of a state as tensors, and its structure."""
     flat, treedef = pytree.flatten(state)
     leaves = [as_tensor(leaf) for leaf in flat]
     plain = [
@@ -217,10 +217,12 @@ def _opened(state: Any) -> tuple[list[Tensor], Treedef]:
 
 
 def names_of(treedef: Treedef, function: str = "fcg.state_dict", root: str = "state") -> list[str]:
-    """Dotted names of all leaves, in flat order.
+    """Return the dotted names of all leaves, in flat order.
 
-    Dots inside a key stay as they are, for they are what a module's own names consist of. Where two leaves would get
-    one name that way, there is no honest name for either.
+    Dots inside a key stay as they are, because a module's own names contain them.
+
+    Raises:
+      ValueError: If two leaves would get the same name.
     """
     paths: dict[str, Any] = {}
     for path in treedef.paths():
@@ -253,7 +255,7 @@ def _on_host(name: str, leaf: Tensor) -> Tensor:
 
 
 def _differences(slots: Mapping[str, Tensor], values: Mapping[str, Any]) -> list[str]:
-    """One row for each name that is missing, unexpected, or has a value of another shape or dtype."""
+    """Return one row for each name that is missing, unexpected, or has a value of another shape or dtype."""
     rows = []
     for name in [*slots, *(name for name in values if name not in slots)]:
         expected = _type(slots[name]) if name in slots else "nothing"
@@ -264,7 +266,7 @@ def _differences(slots: Mapping[str, Tensor], values: Mapping[str, Any]) -> list
 
 
 def _type(value: Any) -> str:
-    """Dtype and shape as text, without the device, which may differ."""
+    """Return dtype and shape as text, without the device, which may differ."""
     problem = "" if isinstance(value, Leaf | Sharded) else unplaceable(value)
     return problem or str(BufferSpec.of(value)).partition("@")[0]
 
@@ -278,7 +280,7 @@ def _checked_path(path: Any, function: str) -> Any:
 
 
 def _serialized(tensors: dict[str, Tensor]) -> bytes:
-    """Content of a safetensors file."""
+    """Return the content of a safetensors file."""
     safetensors = _safetensors("fcg.save")
     if "__metadata__" in tensors:
         raise ValueError(
@@ -295,7 +297,7 @@ def _serialized(tensors: dict[str, Tensor]) -> bytes:
 
 
 def _storable(safetensors: Any, dtype: torch.dtype) -> bool:
-    """Whether the file format has the dtype: asked by writing an empty tensor, for it has no public list."""
+    """Whether the file format has the dtype; tested by writing an empty tensor, for lack of a public list."""
     try:
         safetensors.torch.save({"": torch.empty(0, dtype=dtype)})
     except KeyError:
@@ -315,10 +317,10 @@ def _safetensors(function: str) -> Any:
 
 
 def _replaceable(target: Path) -> int | None:
-    """Mode of the file that is to be replaced, None where there is none yet.
+    """Return the mode of the file to be replaced; None if there is none yet.
 
     Raises:
-      OSError: If it is no regular file, or has a second name.
+      OSError: If it is not a regular file, or has a second hard link.
     """
     try:
         there = target.lstat()
@@ -337,16 +339,16 @@ def _replaceable(target: Path) -> int | None:
 
 
 def _replace_file(target: Path, content: bytes, mode: int | None) -> None:
-    """Write a file beside ``target`` to the disk, then let it take the place."""
+    """Write a file beside ``target`` to disk, then move it into place."""
     temporary = target.with_name(f".{target.name}.{secrets.token_hex(4)}.tmp")
-    # Never readable by more than the file that it replaces, not even while it is written.
+    # Never readable by more users than the file that it replaces, not even while being written.
     file = os.fdopen(
         os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666 if mode is None else mode), "wb"
     )
     try:
         with file:
             if mode is not None:
-                os.chmod(temporary, mode)  # past the umask
+                os.chmod(temporary, mode)  # regardless of the umask
             file.write(content)
             file.flush()
             os.fsync(file.fileno())
@@ -357,7 +359,7 @@ def _replace_file(target: Path, content: bytes, mode: int | None) -> None:
 
 
 def _sync_directory(directory: Path) -> None:
-    """Make a rename survive a power cut; where a directory cannot be opened (Windows) there is no way to."""
+    """Make a rename survive a power cut; does nothing where directories cannot be opened (Windows)."""
     if not hasattr(os, "O_DIRECTORY"):
         return
     descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)

@@ -1,7 +1,7 @@
 """The errors of functional_cg: one class per mistake, one message template.
 
-Every class also inherits the builtin that a caller would expect. A message says what happened, shows the key
-paths with *expected* and *got*, says why replay would make it wrong, and gives one fix::
+Every class also inherits from the builtin that a caller would expect. A message says what happened, shows the
+key paths with *expected* and *got*, says why replay would go wrong, and gives one fix::
 
     LayoutError: `train_step`: called with another layout than it was captured for; `state` is unchanged.
       batch['x']  expected i64[8,1024]@cuda:0   got i64[8,960]@cuda:0
@@ -9,7 +9,7 @@ paths with *expected* and *got*, says why replay would make it wrong, and gives 
     To fix: pad the last batch or drop it; to pay for one more graph, use `graph_step(max_captures=2)`.
     Docs: help(functional_cg.LayoutError)
 
-Errors are raised before anything is launched: the state that was passed in stays valid. The docstring of each class
+Errors are raised before anything is launched, so the state passed in stays valid. The docstring of each class
 is its page of the manual: ``help(functional_cg.LayoutError)``.
 """
 
@@ -64,9 +64,9 @@ class FunctionalCGError(Exception):
 
         Args:
           function: Name of the user's function; empty for errors outside of a step.
-          what: What happened, one sentence, present tense.
-          rows: One line per difference; 5 are shown, the rest is counted.
-          why: Why replay makes it wrong, one sentence.
+          what: What happened: one sentence in the present tense.
+          rows: One line per difference; 5 are shown, the rest are counted.
+          why: Why replay would go wrong: one sentence.
           fix: One imperative, with the user's names.
         """
         lines = [f"`{function}`: {what}" if function else what]
@@ -83,7 +83,7 @@ class FunctionalCGError(Exception):
         return error
 
     def within(self, function: str, where: str = "") -> Self:
-        """The error itself; one that names no function yet, such as that of a tree, names the step that it struck.
+        """Return this error; if it names no function yet, such as one from a tree, name the step it is from.
 
         Args:
           function: Name of the user's function.
@@ -99,13 +99,13 @@ class FunctionalCGError(Exception):
 class LayoutError(FunctionalCGError, ValueError):
     """Structure, shape, dtype or device is not what the step was lowered for.
 
-    A graph has fixed shapes, so nothing is broadcast and nothing is cast. Causes:
+    A graph has fixed shapes, so nothing is broadcast or cast. Causes:
 
     - The last batch is smaller. Drop it (``DataLoader(..., drop_last=True)``), pad it and pass a mask, or pay for a
       second graph with ``max_captures=2``.
-    - An array of numpy is float64. ``x.astype("float32")``; Python floats are f32 already.
-    - A batch has other keys, or a list where a dict was. Give each batch the same structure.
-    - A string or another object differs. Name its argument in ``static_argnames``: each value has its own graph.
+    - A numpy array is float64. Use ``x.astype("float32")``; Python floats are f32 already.
+    - A batch has other keys, or a list instead of a dict. Give each batch the same structure.
+    - A string or another object differs. Name its argument in ``static_argnames``: each value gets a graph.
     - An input requires grad. Nothing flows back through a replay: take the gradient in the step, or ``x.detach()``.
     - The step returns a state unlike the old one::
 
@@ -117,13 +117,13 @@ class LayoutError(FunctionalCGError, ValueError):
 class DonatedStateError(FunctionalCGError, RuntimeError):
     """A state was used after it was donated.
 
-    ``state, metrics = step(state, batch)`` takes over the buffers of the state passed in: they hold the new values,
-    and the old handle, and each leaf taken from it, raises. Causes:
+    ``state, metrics = step(state, batch)`` takes over the buffers of the state passed in. They now hold the
+    new values, and any use of the old handle, or of a leaf taken from it, raises. Causes:
 
     - The result has another name. Bind it to the same one: ``state, metrics = step(state, batch)``.
     - A leaf is kept for later. Copy it before the call: ``w = state.params["w"].clone()``.
-    - The old state is needed. ``old = fcg.snapshot(state)`` copies it out; ``other = fcg.fork(state)`` is a second
-      state that goes on by itself.
+    - The old state is needed. ``old = fcg.snapshot(state)`` copies it; ``other = fcg.fork(state)`` is a
+      second, independent state.
     - An exception or Ctrl-C came between the call and the assignment: ``state = state.latest()``.
     """
 
@@ -144,86 +144,86 @@ class AliasError(FunctionalCGError, ValueError):
 
 
 class ReadOnlyError(FunctionalCGError, RuntimeError):
-    """A leaf of a state was written to, or an argument was written to inside of the step.
+    """A leaf of a state was written to, or an argument was written to inside the step.
 
-    A state changes only by what the step returns, or by ``state.replace(...)`` and ``fcg.tree.at(...)``. Causes:
+    A state changes only by what the step returns, ``state.replace(...)`` or ``fcg.tree.at(...)``. Causes:
 
-    - An update in place: ``state["w"] -= g`` becomes ``state = state.replace(w=state["w"] - g)``; inside of a step,
-      ``return {**state, "w": state["w"] - g}, metrics``.
+    - An in-place update: ``state["w"] -= g`` becomes ``state = state.replace(w=state["w"] - g)``; inside a
+      step, ``return {**state, "w": state["w"] - g}, metrics``.
     - A module that updates its buffers, such as BatchNorm in training. Return the new ones, as ``fcg.from_module``
       does: ``out, buffers = apply(params, state.buffers, x)``.
-    - Code that wants memory of its own: ``state["w"].clone()``, or ``fcg.snapshot(state)`` for all of it.
+    - Code that needs its own copy: ``state["w"].clone()``, or ``fcg.snapshot(state)`` for all of it.
 
-    This is a RuntimeError, never a TypeError: ``leaf += 1`` would otherwise rebind the name in silence.
+    This is a RuntimeError, never a TypeError: otherwise ``leaf += 1`` would silently rebind the name.
     """
 
 
 class ForeignTensorError(FunctionalCGError, RuntimeError):
-    """The step reads a tensor that is neither state, nor input, nor declared constant.
+    """The step reads a tensor that is not part of the state, an input or a declared constant.
 
     A graph would keep reading that address after the tensor is freed or replaced. Causes:
 
-    - A mask or a table in a closure or a global: pass it as an input, or declare it,
+    - A mask or a table in a closure or a global: pass it as an input, or declare it with
       ``@fcg.graph_step(constants=(mask,))``; the step then owns a copy.
-    - A module in a closure, whose parameters would be trained by nobody::
+    - A module in a closure, whose parameters would never be trained::
 
         apply, params, buffers = fcg.from_module(model)      # the parameters go into the state
         out, buffers = apply(state.params, state.buffers, x)
 
     - A tensor kept from an earlier call: keep it in the state.
 
-    Tensors made in the step from Python numbers, ``torch.tensor([1.0, 2.0])``, need no declaration.
+    Tensors made in the step from Python numbers, such as ``torch.tensor([1.0, 2.0])``, need no declaration.
     """
 
 
 class HostSyncError(FunctionalCGError, RuntimeError):
-    """The step asks for the value of a tensor on the host, or for a shape that depends on one.
+    """The step needs the value of a tensor on the host, or a shape that depends on one.
 
-    Replay repeats kernels, not Python: the branch taken at trace time would be taken for ever. Causes:
+    Replay repeats kernels, not Python: the branch taken at trace time would be taken forever. Causes:
 
     - ``if loss > 1:``, ``float(loss)``, ``loss.item()``: select on the device, or return it and decide outside::
 
         loss = torch.where(loss > 1, loss / 2, loss)
 
-    - A Python flag passed as an input is a live tensor: ``static_argnames=("flag",)`` keeps it a Python value.
+    - A Python flag passed as an input becomes a tensor: ``static_argnames=("flag",)`` keeps it in Python.
     - ``x[mask]``, ``nonzero``, ``unique``: keep the shape, ``torch.where(mask, x, 0)``.
     - ``print(loss)``: return it in ``metrics``; ``step.eager(state, batch)`` runs once with real numbers.
     """
 
 
 class BakedValueError(FunctionalCGError, RuntimeError):
-    """A Python value that the graph has baked in differs now, or differed between two traces.
+    """A Python value baked into the graph has changed, or differed between two traces.
 
-    Python runs when the step is traced; a replay would go on with the old value. Causes:
+    Python runs when the step is traced; a replay would keep using the old value. Causes:
 
     - A hyperparameter in a global, a closure or an attribute has changed. Pass it as an input (numbers are live), keep
-      it in the state, or name it in ``static_argnames`` if it seldom changes::
+      it in the state, or name it in ``static_argnames`` if it rarely changes::
 
         state, metrics = step(state, {**batch, "lr": 0.1})
 
-    - ``model.train()`` or ``model.eval()`` since the trace: make one step for each.
-    - A mode of torch (autocast, TF32, the default dtype) differs around the call: set it once, or inside of the step.
-    - Autocast, a ``TorchFunctionMode`` or hooks on saved tensors around the call: put them inside of the step.
-    - ``time.time()``, ``random.random()`` or a counter: an input, or a leaf of the state.
-    - A tensor of ``constants=`` was written, or its name leads to another one: it is an input.
-    - A helper or a module was defined anew, in a notebook for example: make the step anew too.
+    - ``model.train()`` or ``model.eval()`` was called since the trace: make one step for each mode.
+    - A torch mode (autocast, TF32, the default dtype) differs around the call: set it once, or in the step.
+    - Autocast, a ``TorchFunctionMode`` or hooks on saved tensors around the call: put them inside the step.
+    - ``time.time()``, ``random.random()`` or a counter: make it an input, or a leaf of the state.
+    - A tensor of ``constants=`` was written, or its name rebound to another one: make it an input.
+    - A helper or a module was redefined, for example in a notebook: recreate the step, too.
 
-    A change goes unnoticed where nothing of Python's is read: files, clocks and what the system says of the process;
-    what compiled extensions keep to themselves (the settings of numpy and decimal, a ctypes struct); functions of a
-    library that are replaced; the value of an enum's member. ``debug="verify"`` compares with eager runs.
+    Some changes go unnoticed: files, clocks and what the system reports about the process; internals of
+    compiled extensions (settings of numpy and decimal, a ctypes struct); replaced functions of a library; the
+    value of an enum member. ``debug="verify"`` compares with eager runs.
     """
 
 
 class ImplicitRandomnessError(FunctionalCGError, RuntimeError):
     """A random op draws from a generator that is not in the state.
 
-    Replay would draw the same numbers each time, or from a generator that nobody saves. Draw from a key::
+    Replay would draw the same numbers each time, or from a generator that is never saved. Draw from a key::
 
-        key = fcg.random.fold_in(state.key, state.step)      # another one at each step
+        key = fcg.random.fold_in(state.key, state.step)      # a new one at each step
         x = fcg.random.dropout(key, x, 0.1)
         noise = fcg.random.normal(fcg.random.fold_in(key, 1), x.shape)
 
-    Causes: ``torch.randn`` and its like (``fcg.random.normal``), ``F.dropout`` and ``dropout_p`` of attention
+    Causes: ``torch.randn`` and the like (``fcg.random.normal``), ``F.dropout`` and ``dropout_p`` of attention
     (``fcg.random.dropout``), modules with dropout (``fcg.from_module`` draws from ``key=``), and random numbers of
     Python or numpy (draw them outside and pass them as an input).
     """
@@ -239,20 +239,21 @@ class SideEffectError(FunctionalCGError, RuntimeError):
         state, metrics = step(state, batch)
         losses.append(metrics["loss"])
 
-    - A counter, ``self.calls += 1``: a leaf of the state.
-    - ``next(iterator)``, ``queue.pop(0)``, ``rng.random()``: take it in the loop, and pass it as an input.
-    - A hook, a cache or an optimizer of torch that stores tensors: pass what it stores through the state.
+    - A counter, ``self.calls += 1``: make it a leaf of the state.
+    - ``next(iterator)``, ``queue.pop(0)``, ``rng.random()``: call it in the loop, pass the result as an
+      input.
+    - A hook, a cache or a torch optimizer that stores tensors: pass what it stores through the state.
     - ``breakpoint()``: a debugger works in ``step.eager(state, batch)``, or with ``FCG_DISABLE_CAPTURE=1``.
     """
 
 
 class StreamError(FunctionalCGError, RuntimeError):
-    """Work crosses the border of the capture: an event or a stream that was not joined back.
+    """Work crosses the border of the capture: an event or a stream was not joined.
 
-    Causes: a side stream that was forked and not joined, and an event from before the step that is waited for inside.
+    Causes: a side stream that was forked but not joined, or a wait in the step for an event from before it.
 
-    Join what was forked, ``torch.cuda.current_stream().wait_stream(side)``, before the step returns; wait for outside
-    work before the call, never in it.
+    Join forked streams before the step returns, ``torch.cuda.current_stream().wait_stream(side)``. Wait for
+    outside work before the call, never in it.
     """
 
 
@@ -261,55 +262,57 @@ class CaptureError(FunctionalCGError, RuntimeError):
 
     Causes:
 
-    - The function itself is wrong (a KeyError, shapes that do not fit): the original exception stands above, with its
-      line. ``step.eager(state, batch)`` runs the function once on real values, for ``print`` and a debugger.
+    - The function itself is wrong (a KeyError, shapes that do not fit): the original exception is shown
+      above, with its line. ``step.eager(state, batch)`` runs the function once on real values, for ``print``
+      and a debugger.
     - An op that a graph cannot hold, such as ``torch.cond``: compute both sides and select with ``torch.where``.
     - ``loss.backward()``: ``loss, grads = fcg.value_and_grad(loss_fn)(state.params)``.
-    - ``debug="verify"`` found a replay that differs from the eager run: a kernel with hidden state or with atomics.
-    - ``optim.from_torch(cls)`` cannot make a pure function of an optimizer class, and says what stands in the way: take
-      a transformation of ``fcg.optim``, or write the formula as one.
+    - ``debug="verify"`` found a replay unlike the eager run: a kernel with hidden state or atomics.
+    - ``optim.from_torch(cls)`` cannot turn an optimizer class into a pure function, and says why: use a
+      transformation of ``fcg.optim``, or write the formula as one.
     """
 
 
 class MiscompileError(FunctionalCGError, RuntimeError):
-    """What the compiler made of a step computes something else than the step.
+    """The compiled step computes something other than the step itself.
 
-    Before the first call of a compiled step commits anything, it runs once on the real values, and its calls run one by
-    one beside it; with ``debug="verify"`` so do the first calls, which then have committed. A difference that rounding
-    does not explain names the leaf or metric, and the line that computes it. What rounding explains is measured, by
-    runs whose results are moved by an ulp. Causes:
+    Before the first call of a compiled step commits anything, the step runs once on the real values and is
+    compared with its calls run one by one; with ``debug="verify"`` so are the first calls, which by then have
+    committed. The error names each leaf or metric whose difference rounding does not explain, and the line
+    that computes it. What rounding explains is measured, by runs with results perturbed by an ulp. Causes:
 
-    - A mistake of the compiler, or of this package: please report it, with the step. ``lowering="aten"`` runs the
+    - A bug in the compiler, or in this package: please report it, with the step. ``lowering="aten"`` runs the
       calls as they are.
-    - A call that does not return the same for the same arguments, such as a kernel with atomics or an operator of your
-      own that keeps something: ``torch.use_deterministic_algorithms(True)``, or compute it outside of the step.
+    - A call that does not return the same for the same arguments, such as a kernel with atomics or a custom
+      operator that keeps state: ``torch.use_deterministic_algorithms(True)``, or compute it outside the step.
 
-    ``certify=False`` leaves the comparison out; ``step.explain()`` says whether it was made.
+    ``certify=False`` skips the comparison; ``step.explain()`` tells whether it was made.
     """
 
 
 class RankError(CaptureError):
-    """The ranks of a mesh do not go together: one is missing, has ended, or does something else.
+    """The ranks of a mesh have diverged: one is missing, has ended, or does something else.
 
-    What is computed over sharded leaves is collective, and a rank that is alone in it would wait for ever. Causes:
+    Computation over sharded leaves is collective, and a rank alone in it would wait forever. Causes:
 
-    - A call on some ranks only. All of them call it, and one uses what comes back::
+    - A call on some ranks only. Call it on all of them, and use the result on one::
 
         text = sample(state)                                 # on all ranks
         if mesh.rank == 0:
             print(text)
 
     - Inputs of another layout on one rank, such as a shorter last batch: ``DataLoader(..., drop_last=True)``.
-    - Other steps, or another order of calls, because of a condition that is not the same on all ranks.
-    - A rank has raised an error of its own, or was killed: see what it said, and start again from the last file. The
-      state of the others is that of their last step.
-    - ``torch.distributed.destroy_process_group()`` before the last call: a mesh ends what it has started by itself.
-    - A leaf that all ranks hold whole would get other values on each: ``sharding.mean`` of what is computed from data.
+    - Other steps, or another order of calls, because a condition differs between ranks.
+    - A rank raised an error of its own, or was killed: read its message, and start again from the last file.
+      The state of the others is that of their last step.
+    - ``torch.distributed.destroy_process_group()`` before the last call: a mesh shuts down what it started.
+    - A leaf that all ranks hold whole would get different values: apply ``sharding.mean`` to what is computed
+      from data.
     """
 
 
 class ClosedError(FunctionalCGError, RuntimeError):
-    """A step was used after ``close()``, or after the ``with`` block that it was made for.
+    """A step was used after ``close()``, or after its ``with`` block.
 
     Closing frees the captures and their memory. States stay valid; make a new step, or close later::
 
@@ -323,25 +326,25 @@ class ClosedError(FunctionalCGError, RuntimeError):
 class BusyError(FunctionalCGError, RuntimeError):
     """A step or a state was used in the middle of a call that is using it, or was lost to a fork.
 
-    Another thread would wait for the end of that call; what runs on its own thread cannot. Causes:
+    Another thread would wait for that call to end; code on the same thread cannot. Causes:
 
-    - The handler of a signal calls a step, or writes a state, while the main program is in a call. Handlers may read
-      (``fcg.save``, ``fcg.snapshot``, another ``graph_fn``) and raise; for anything else set a flag, and look at it in
-      the loop::
+    - A signal handler calls a step, or writes a state, while the main program is in a call. Handlers may read
+      (``fcg.save``, ``fcg.snapshot``, another ``graph_fn``) and raise; for anything else set a flag, and
+      check it in the loop::
 
         signal.signal(signal.SIGUSR1, lambda number, frame: flags.add("lower the rate"))
 
-    - A finalizer does, ``__del__`` or the callback of a weak reference: they run wherever Python collects garbage.
+    - A finalizer does, ``__del__`` or a weak reference callback: these run wherever Python collects garbage.
     - A process was forked while another thread was in a long call, or its state lives on a GPU: in the child,
       ``state = fcg.load(path, ...)``; or fork first, and make states afterwards.
     """
 
 
 class ResultError(FunctionalCGError, RuntimeError):
-    """The result of a call could not be put together, after the call was done.
+    """The result of a call could not be built, after the call was done.
 
-    A class among the metrics has raised where its object is made of leaves (``tree_unflatten``, ``__post_init__``). The
-    call is not repeated and nothing is lost: the error has what was computed::
+    A class among the metrics raised while its object was built from leaves (``tree_unflatten``,
+    ``__post_init__``). The call is not repeated and nothing is lost: the error holds what was computed::
 
         try:
             state, metrics = step(state, batch)

@@ -1,4 +1,4 @@
-"""The transform: a pure Python function in, a captured step out."""
+"""``graph_step`` and ``graph_fn``: transform a pure Python function into a captured step."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class GraphStep(Transform, Generic[P, R]):
 
     Attributes:
       stats: Numbers of traces, captures, replays and eager calls.
-      taps: ``step.taps[name]``: what :func:`tap` has kept of the calls so far.
+      taps: ``step.taps[name]`` holds what :func:`tap` recorded in the calls so far.
     """
 
     _donates = True
@@ -36,8 +36,9 @@ class GraphStep(Transform, Generic[P, R]):
         """Run the Python function once on real values, under the same ownership rules as a captured call.
 
         ``print``, ``breakpoint`` and ``pdb`` show numbers. The result is bitwise that of a replay with
-        ``lowering="aten"``, but for the few ops that torch computes otherwise in a trace, such as ``svdvals`` and the
-        gradient of ``prod``: there the last bits differ, and ``debug="verify"`` compares with what a trace computes.
+        ``lowering="aten"``, except for the few ops that torch computes differently in a trace, such as
+        ``svdvals`` and the gradient of ``prod``: their last bits differ, and ``debug="verify"`` compares with
+        what a trace computes.
         """
         return self._eager(args, kwargs)  # type: ignore[no-any-return]
 
@@ -56,7 +57,7 @@ class GraphFn(Transform, Generic[P, R]):
 
     Attributes:
       stats: Numbers of traces, captures, replays and eager calls.
-      taps: ``fn.taps[name]``: what :func:`tap` has kept of the calls so far.
+      taps: ``fn.taps[name]`` holds what :func:`tap` recorded in the calls so far.
     """
 
     _donates = False
@@ -120,35 +121,37 @@ def graph_step(fn: Any = None, /, **options: Any) -> Any:
     """Transform a pure ``fn(state, *inputs, **static) -> (state, metrics)`` into a captured step.
 
     The function is traced once on fake tensors, checked, lowered and captured; each call then replays the capture on
-    preallocated buffers. The state passed in is donated, metrics are fresh tensors.
+    preallocated buffers. The state passed in is donated; metrics are fresh tensors.
 
     Args:
       fn: The pure function, or a method. With or without parentheses.
-      static_argnames: Arguments that are Python constants; each combination of values is a capture of its own.
+      static_argnames: Arguments that are Python constants; each combination of values has its own capture.
       constants: Tensors, or trees of them, that ``fn`` closes over: copied at lowering, read-only.
-      max_captures: Input layouts per combination of static arguments; one more is a ``LayoutError``. Each arena, such
-        as a fork, has a capture of its own, which this does not count.
-      steps_per_call: Number K of steps that a call takes, all in one graph: inputs [K, ...], metrics [K, ...]. For
-        steps that are shorter than the launch of a graph. ``fn`` stays a function of one step. ``batches``, a list
-        of K, are stacked by ``fcg.tree.map(lambda *leaves: torch.stack(leaves), *batches)``.
-      lowering: ``"aten"`` starts in seconds; ``"inductor"`` compiles; ``"auto"`` is inductor on CUDA and aten on
-        CPU; or a callable with the signature of a ``torch.compile`` backend. A replay of ``"aten"`` has every bit of
-        the eager run; a compiled one has its values but for rounding, which the first call checks (``certify``).
+      max_captures: Input layouts per combination of static arguments; one more raises ``LayoutError``. Each
+        arena, such as a fork's, has its own capture, which this does not count.
+      steps_per_call: Number K of steps per call, all in one graph: inputs [K, ...], metrics [K, ...]. For
+        steps shorter than the launch of a graph. ``fn`` stays a function of one step. Stack a list of K
+        batches with ``fcg.tree.map(lambda *leaves: torch.stack(leaves), *batches)``.
+      lowering: ``"aten"`` starts in seconds; ``"inductor"`` compiles; ``"auto"`` is inductor on CUDA and aten
+        on CPU; or a callable with the signature of a ``torch.compile`` backend. A replay of ``"aten"`` is
+        bitwise equal to the eager run; a compiled one is equal up to rounding, which the first call checks
+        (``certify``).
       backend: ``"auto"`` (where the state lives), ``"eager"`` (runs the Python each time), or a Backend object. The
         environment variable ``FCG_DISABLE_CAPTURE=1`` makes every step eager, for ``print`` and a debugger.
-      debug: ``"verify"`` compares the first ``verify_calls`` calls with eager runs in all bits; it is the net for what
-        the host watch does not see. Where a compiler reorders sums, the recorded calls are compared with the eager run
-        in all bits, and the compiled step with these calls as far as rounding goes, as ``certify`` does it.
-        ``"poison"`` overwrites dead memory between replays; ``"verify+poison"`` does both. A verified call costs about
-        an eager run (half a dozen runs with a compiler), copies of states and inputs from before the call, and a
-        comparison of all leaves that the function returns, each of which waits for the device; the calls after the
-        verified ones cost nothing. Poison costs a fill of inputs and metrics at every call.
-        ``python -m functional_cg.bench.debug`` measures both: on an H200, for a GPT of 4 layers with ``aten``, 0.97 ms
-        a call without, 0.98 ms with poison, and 32 ms for a verified call.
+      debug: ``"verify"`` compares the first ``verify_calls`` calls with eager runs, bit for bit, to catch
+        what the host watch does not see. If a compiler reorders sums, the traced calls are compared with the
+        eager run bit for bit, and the compiled step with these calls up to rounding, as with ``certify``.
+        ``"poison"`` overwrites dead memory between replays; ``"verify+poison"`` does both. A verified call
+        costs about one eager run (half a dozen runs with a compiler), copies of states and inputs from before
+        the call, and a comparison of all returned leaves, each of which waits for the device; later calls
+        cost nothing extra. Poison costs a fill of inputs and metrics at every call.
+        ``python -m functional_cg.bench.debug`` measures both: on an H200, for a GPT of 4 layers with
+        ``aten``, 0.97 ms per call without, 0.98 ms with poison, and 32 ms for a verified call.
       verify_calls: Number of calls to verify.
-      certify: Whether a compiled step is compared with its traced calls, one by one, on the real values of the first
-        call and before it commits: ``"auto"`` where the memory that the step itself takes is enough, ``True`` always,
-        ``False`` never. ``explain()`` says whether it was. It takes a few runs of the traced calls.
+      certify: Whether to compare a compiled step with its traced calls, run one by one, on the real values of
+        the first call and before it commits: ``"auto"`` if the step's own memory is enough for that, ``True``
+        even if it takes more, ``False`` never. ``explain()`` tells whether it was done. It takes a few runs
+        of the traced calls.
     Raises:
       FunctionalCGError: At the call, before anything is launched; see :mod:`functional_cg.errors`.
 
@@ -197,8 +200,8 @@ def graph_fn(
 def graph_fn(fn: Any = None, /, **options: Any) -> Any:
     """Transform a read-only ``fn(*args) -> outputs``: evaluation, sampling, acting.
 
-    Every state handle among the arguments is borrowed, never donated; the rest is copied in. Options as for
-    :func:`graph_step`.
+    Every state handle among the arguments is borrowed, never donated; the rest is copied in. Options are as
+    for :func:`graph_step`, except ``steps_per_call``.
 
     Example:
       >>> import torch, functional_cg as fcg

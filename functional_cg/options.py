@@ -1,4 +1,4 @@
-"""The options of a step: their types, and what is refused before anything is traced."""
+"""The options of a step: their types, and the checks made before anything is traced."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Debug = Literal["verify", "poison", "verify+poison", "poison+verify"]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Options:
-    """What ``graph_step`` and ``graph_fn`` take beside the function; described there."""
+    """The options of ``graph_step`` and ``graph_fn``; described there."""
 
     static_argnames: Sequence[str] = ()
     constants: Any = ()
@@ -33,11 +33,11 @@ class Options:
 
     @classmethod
     def of(cls, transform: str, fn: Any, given: Mapping[str, Any]) -> Self:
-        """The options of a transform of ``fn``.
+        """Return the options of a transform of ``fn``.
 
         Raises:
-          TypeError: If ``fn`` is no function, or an option is unknown.
-          ValueError: If an option has none of its values.
+          TypeError: If ``fn`` is not callable, or an option is unknown.
+          ValueError: If the value of an option is invalid.
         """
         known = [field.name for field in fields(cls) if _has(transform, field.name)]
         for name in given:

@@ -1,7 +1,8 @@
-"""Prefetch: the next batches travel to the device while the step works on this one.
+"""Prefetch: copy the next batches to the device while the step works on the current one.
 
-No thread runs here. The loader is asked for the next batch when the loop asks for one, while the device is busy with
-the step before; its copy is queued on a stream of its own, and the loop gets a batch whose copy was queued earlier.
+No thread runs here. When the loop asks for a batch, the device is still busy with the previous step: the
+loader is asked for its next batch, the copy is queued on a separate stream, and the loop gets a batch whose
+copy was queued earlier.
 """
 
 from __future__ import annotations
@@ -24,39 +25,41 @@ __all__ = ["prefetch"]
 
 B = TypeVar("B")
 B_co = TypeVar("B_co", covariant=True)
-_AT_ONCE = 2  # batches loaded for one that is handed over, until as many as asked for are on their way
+_AT_ONCE = 2  # batches loaded for each one handed over, until the requested number is in flight
 
 
 def prefetch(
     loader: Iterable[B], step: GraphStep[Any, Any] | GraphFn[Any, Any], *, ahead: int = 2
 ) -> Iterator[B]:
-    """Iterate over the batches of a loader, the next ones already on their way to the device of ``step``.
+    """Iterate over the batches of a loader while the next ones are copied to the device of ``step``.
 
-    Tensors on the CPU and numpy arrays in a batch arrive as tensors on the device, of the same shapes, dtypes and
-    dimension order; what is there already, numbers and other objects come as they are. Pageable memory goes through a
-    ring of ``ahead + 1`` pinned slots and may be overwritten by the loader as soon as it is asked for the next batch.
-    Pinned memory is copied from where it lies; the loader is asked for more only when that copy is done. Whichever
-    stream is current when a batch is handed over waits for its copy: call the step on that one.
+    Tensors on the CPU and numpy arrays in a batch arrive as tensors on the device, with the same shapes,
+    dtypes and dimension order; tensors already there, numbers and other objects pass through unchanged.
+    Pageable memory goes through a ring of ``ahead + 1`` pinned slots, and the loader may overwrite it as soon
+    as it is asked for the next batch. Pinned memory is copied directly; the loader is asked for more only
+    when that copy is done. The stream that is current when a batch is handed over waits for its copy: call
+    the step on that stream.
 
-    Lifetime: each batch consists of new tensors that nothing here writes again or keeps once they are handed over. They
-    are yours for as long as you hold them, and their memory is used again only when the stream that they were handed
-    over on has done what was queued on it until you dropped them. At most ``2 * ahead + 2`` batches are in device
-    memory: the host is kept from running further ahead of the device.
+    Lifetime: each batch consists of new tensors, which are neither written nor kept here once they are handed
+      over. They are yours for as long as you hold them. After you drop them, their memory is reused only when
+      the stream they were handed over on has finished the work queued by then. At most ``2 * ahead + 2``
+      batches are
+    in device memory: the host is kept from running further ahead of the device.
 
-    The step says where the batches go, so those before its first call come as they are; on the CPU, and with
-    ``backend="eager"``, all do. The loader runs in your thread: where it takes longer than a step, give it workers,
-    ``DataLoader(..., num_workers=4)``. Up to ``ahead`` batches more than were handed over are taken from it. Leaving
-    the loop early, or ``close()``, drops these; there is no thread to be stopped.
+    The step determines the device, so batches before its first call pass through unchanged; on the CPU, and
+    with ``backend="eager"``, all do. The loader runs in your thread: if it takes longer than a step, give it
+    workers, ``DataLoader(..., num_workers=4)``. Up to ``ahead`` more batches than were handed over are taken
+    from it. Leaving the loop early, or ``close()``, drops these; there is no thread to stop.
 
     Args:
       loader: Any iterable of batches (trees of tensors and arrays): a ``DataLoader``, a generator, a list.
       step: The step that the batches are for.
-      ahead: How many batches are on their way beside the one handed over.
+      ahead: Number of batches in flight besides the one handed over.
     Returns:
-      An iterator over as many batches, in order. An exception of the loader is raised when the loop asks for the batch
-      that failed, after all the batches before it.
+      An iterator over the same batches, in order. An exception of the loader is raised when the loop asks for
+      the batch that failed, after all earlier batches.
     Raises:
-      TypeError: If ``loader`` is not iterable, or ``step`` is no captured step.
+      TypeError: If ``loader`` is not iterable, or ``step`` is not a captured step.
       ValueError: If ``ahead`` is not a positive integer; in the loop, if the step was called on several devices.
 
     Example:
@@ -79,18 +82,18 @@ def prefetch(
 
 
 class _Sent(Protocol[B_co]):
-    """A batch on its way."""
+    """A batch in flight."""
 
     def arrive(self) -> B_co:
-        """The batch; the current stream waits for its copy."""
+        """Return the batch; the current stream waits for its copy."""
         ...
 
 
 class _Transfer(Protocol):
-    """The way to one device."""
+    """Sends batches to one device."""
 
     def settle(self) -> None:
-        """Wait on the host until nothing is read from memory of the loader."""
+        """Wait on the host until no copy reads the loader's memory."""
         ...
 
     def send(self, batch: B) -> _Sent[B]:
@@ -98,7 +101,7 @@ class _Transfer(Protocol):
         ...
 
     def launched(self) -> None:
-        """The batch that was handed over last is in use: wait on the host while too many of them are not done."""
+        """Note that the last batch handed over is in use; wait on the host while too many are unfinished."""
         ...
 
 
@@ -135,7 +138,7 @@ def _batches(source: Iterator[B], transfer_for: Callable[[], _Transfer | None], 
 
 
 def _transfer_for(step: GraphStep[Any, Any] | GraphFn[Any, Any], ahead: int) -> _Transfer | None:
-    """The way to where a step runs; None if that is the CPU, or not known yet."""
+    """Return the transfer to the device of a step; None if that is the CPU, or not known yet."""
     devices = {spec.device for lowered, _ in step._plans() for spec in lowered.layout.specs}
     if len(devices) > 1:
         raise ValueError(
@@ -147,7 +150,7 @@ def _transfer_for(step: GraphStep[Any, Any] | GraphFn[Any, Any], ahead: int) -> 
 
 
 class _CudaTransfer:
-    """Copies on a stream of its own; see :class:`_Transfer`."""
+    """Copies on a separate stream; see :class:`_Transfer`."""
 
     def __init__(self, device: torch.device, ahead: int) -> None:
         self._device = device
@@ -202,7 +205,7 @@ class _OnItsWay(Generic[B]):
         current = torch.cuda.current_stream(self.device)
         current.wait_event(self.copied)
         for tensor in self.fresh:
-            tensor.record_stream(current)  # what is dropped is used again only after the work queued there
+            tensor.record_stream(current)  # after a drop, memory is reused only after the work queued there
         return self.batch
 
 
@@ -214,11 +217,11 @@ class _Slot:
 
 
 class PinnedRing:
-    """Host memory that copies to the device start from, one slot per batch on its way.
+    """Host buffers from which batches are copied to the device, one slot per batch in flight.
 
     Args:
       depth: Number of slots.
-      pin_memory: Whether it is pinned.
+      pin_memory: Whether to pin them.
     """
 
     def __init__(self, depth: int, *, pin_memory: bool) -> None:
@@ -227,7 +230,7 @@ class PinnedRing:
         self._turn = 0
 
     def fill(self, leaves: Sequence[Tensor]) -> _Slot:
-        """Copy leaves into the next slot, once the copy that started from it is done."""
+        """Copy leaves into the next slot, once the previous copy out of it is done."""
         slot = self._slots[self._turn]
         if slot is not None and slot.sent is not None:
             slot.sent.synchronize()
@@ -244,9 +247,10 @@ class PinnedRing:
 
 
 def on_host(leaf: Any) -> Tensor | None:
-    """A leaf whose memory is on the host and can be copied from there; None for what is handed over as it is.
+    """Return a leaf as a host tensor to copy from; None for leaves that pass through unchanged.
 
-    Among the latter are numbers, which may be static arguments, and what the step refuses: its message names the leaf.
+    These include numbers, which may be static arguments, and what the step refuses: its message names the
+    leaf.
     """
     if isinstance(leaf, Leaf) or not (isinstance(leaf, Tensor) or getattr(leaf, "shape", None)):
         return None

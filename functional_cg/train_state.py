@@ -39,13 +39,14 @@ class _StateClass:
 
 
 class TrainState(_StateClass, Generic[Params]):
-    """State of a training run: an immutable pytree. Subclass it to add fields; ``fcg.tree.static()`` declares one
-    that belongs to the structure.
+    """State of a training run: an immutable pytree.
+
+    Subclass it to add fields; ``fcg.tree.static()`` declares a field that is part of the structure.
 
     Attributes:
       step: i64[], number of updates so far.
       params: Pytree of trained tensors.
-      opt_state: What the optimizer keeps.
+      opt_state: State of the optimizer.
       buffers: Pytree of tensors that are not trained (BatchNorm statistics), or None.
       key: i64[2], key of :mod:`functional_cg.random`, or None.
       grads: Accumulator with the structure of ``params``, or None.
@@ -65,7 +66,7 @@ class TrainState(_StateClass, Generic[Params]):
     params: Params
     opt_state: Any
     buffers: Any = None
-    # A state is created with a key or without one, which no checker can know: with Any a step that draws may use it.
+    # A type checker cannot know whether a state has a key; with Any, a step that draws may use it.
     key: Tensor | Any = None
     grads: Params | None = None
     optimizer: GradientTransformation = pytree.static()
@@ -84,29 +85,30 @@ class TrainState(_StateClass, Generic[Params]):
         step: int | Tensor | None = None,
         **fields: Any,
     ) -> Self:
-        """Place parameters, fresh optimizer state and the rest in an arena; returns a handle.
+        """Place parameters, fresh optimizer state and the rest in an arena; return a handle.
 
         Args:
-          params: Pytree of floating tensors on one device. They stay the caller's: values are copied. With ``init``,
-            on the meta device.
+          params: Pytree of floating tensors on one device; values are copied. With ``init``, on the meta
+            device.
           optimizer: Gradient transformation, from :mod:`functional_cg.optim`.
           key: i64[2]; moved to the device of ``params``.
           buffers: Pytree of tensors that are not trained.
-          accumulate: Add ``grads``, an accumulator of zeros for gradients over several calls.
-          sharding: From :func:`functional_cg.sharding.zero`, or a prefix of the tree of ``params`` with such leaves: a
-            rank holds its shard of parameters and moments, with the values of rank 0; what else is in the state is
-            whole on each rank, with the values of rank 0 too.
-          init: ``init(path, leaf, key) -> tensor`` makes a parameter, called leaf by leaf: of a model that fits on no
-            single device, a rank holds its shards and one whole leaf. ``path`` is text, ``params['w']``, ``leaf`` the
-            one on the meta device, and the tensor of its shape and dtype. Each leaf has a key of its own, folded from
-            ``key``.
-          step: Number of updates so far, 0 by default. With the ``key`` of another state, as for another optimizer in
-            the middle of a run, give its ``step`` too: a key and a step make the random numbers of a call.
+          accumulate: Whether to add ``grads``, an accumulator of zeros for gradients over several calls.
+          sharding: From :func:`functional_cg.sharding.zero`, or a tree prefix of ``params`` with such leaves.
+            Each rank holds its shard of parameters and moments; the rest of the state is whole on each rank.
+            All values are those of rank 0.
+          init: ``init(path, leaf, key) -> tensor`` makes a parameter. It is called leaf by leaf, so a rank
+            holds its shards and one whole leaf of a model that fits on no single device. ``path`` is text
+            such as ``params['w']``, ``leaf`` is on the meta device, and the result has its shape and dtype.
+            Each leaf has its own key, folded from ``key``.
+          step: Number of updates so far, 0 by default. With the ``key`` of another state, for example to
+            change the optimizer in the middle of a run, pass its ``step`` too: key and step determine the
+            random numbers of a call.
           fields: Values of the fields that a subclass adds.
         Raises:
           AliasError: If two leaves share memory.
-          LayoutError: If a leaf is no tensor, or ``init`` makes one of another shape or dtype.
-          TypeError: If ``params`` is a module or a generator, or ``optimizer`` or ``key`` is of another kind.
+          LayoutError: If a leaf is not a tensor, or ``init`` returns another shape or dtype.
+          TypeError: If ``params`` is a module or a generator, or ``optimizer`` or ``key`` has the wrong type.
           ValueError: If ``optimizer`` applies no learning rate, or ``key`` is that of another state and ``step`` is
             not given.
         """
@@ -127,21 +129,21 @@ class TrainState(_StateClass, Generic[Params]):
         return handle  # type: ignore[no-any-return]
 
     def apply_gradients(self, grads: Params, /, **changes: Any) -> Self:
-        """One optimizer update: new params and opt_state, ``step`` plus one.
+        """Return the state after one optimizer update: new params and opt_state, ``step`` plus one.
 
-        The accumulator ``self.grads`` is neither read nor cleared: pass it as ``grads``, and zeros as a change,
-        ``grads=fcg.tree.map(torch.zeros_like, state.grads)``.
+        The accumulator ``self.grads`` is neither read nor cleared: pass it as ``grads``, and clear it with
+        the change ``grads=fcg.tree.map(torch.zeros_like, state.grads)``.
 
         Args:
-          grads: Pytree with the structure and shapes of ``params``. Of other floating dtypes, such as bfloat16 for
-            float32 parameters, the optimizer converts them; with a fused op, a few leaves at a time. In a ``chain``,
-            what is in front of such an optimizer, as a clip is, computes in the dtype of the gradients. A parameter
-            that the loss does not use has a gradient of zeros, so that decay and moments still move it. None in its
-            place, or in place of a tree of them, leaves it out, as ``p.grad = None`` does in torch: the parameter and
-            its moments stay as they are, for the norm of a clip it is not there; counts go on.
+          grads: Pytree with the structure and shapes of ``params``. The optimizer converts other floating
+            dtypes, such as bfloat16 for float32 parameters; with a fused op, a few leaves at a time. In a
+            ``chain``, links in front of it, such as a clip, compute in the dtype of the gradients. A
+            parameter that the loss does not use has a gradient of zeros, so decay and moments still move it.
+            None in place of a gradient, or of a subtree, leaves it out, like ``p.grad = None`` in torch: the
+            parameter and its moments do not change, and the norm of a clip ignores it; counts still advance.
           changes: Other fields to replace, such as ``buffers`` or ``key``.
         Raises:
-          LayoutError: If ``grads`` is unlike ``params``.
+          LayoutError: If ``grads`` is None or does not match ``params``.
         """
         if grads is None:
             raise LayoutError.of(
@@ -162,11 +164,11 @@ class TrainState(_StateClass, Generic[Params]):
         return dataclasses.replace(self, step=self.step + 1, params=params, opt_state=opt_state, **changes)
 
     def replace(self, **changes: Any) -> Self:
-        """A copy with some fields replaced."""
+        """Return a copy with some fields replaced."""
         return dataclasses.replace(self, **changes)
 
     def latest(self) -> Self:
-        """The state itself; on a handle, the living handle of the same arena."""
+        """Return the state itself; on a handle, the live handle of the same arena."""
         return self
 
 
@@ -176,7 +178,7 @@ def _of_torch(optimizer: Any) -> bool:
 
 
 def _counted(step: int | Tensor | None) -> Tensor:
-    """The number of updates as i64[]."""
+    """Return the number of updates as i64[]."""
     count: Tensor = owned(step) if isinstance(step, Tensor) else torch.tensor(0 if step is None else step)
     if count.shape != () or count.dtype is not torch.int64:
         raise TypeError(

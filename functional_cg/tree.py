@@ -1,10 +1,11 @@
-"""Pytrees: nested containers with tensors as leaves. With :mod:`.nodes` the one door to ``torch.utils._pytree``.
+"""Pytrees: nested containers with tensors as leaves.
 
-Dicts are flattened and compared by sorted key, so the order in which a dict was written never matters for what fits;
-rebuilt, a dict has its keys in the order in which it was put in. ``None`` is a node without leaves, as in JAX; a
-``torch.Size`` is a leaf. Types registered with ``torch.utils._pytree`` are nodes here too.
+Only this module and :mod:`.pytree.nodes` use ``torch.utils._pytree``. Dicts are flattened and compared by
+sorted key, so insertion order never affects whether structures match; a rebuilt dict keeps its insertion
+order. ``None`` is a node without leaves, as in JAX; a ``torch.Size`` is a leaf. Types registered with
+``torch.utils._pytree`` are nodes here too.
 
-Key paths print as Python would read them: ``state.params['w']``, ``batch['x'][0]``.
+Key paths print as Python expressions: ``state.params['w']``, ``batch['x'][0]``.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ __all__ = [
 T = TypeVar("T")
 
 _MAPPINGS = (dict, OrderedDict, defaultdict)
-_MAX_DEPTH = 100  # far below what Python's own stack allows: a tree that is deeper contains itself
+_MAX_DEPTH = 100  # far below Python's recursion limit; a deeper tree is assumed to contain itself
 
 
 class TreeView(ABC):
@@ -63,7 +64,7 @@ class TreeView(ABC):
 
 
 def static_values(treedef: Treedef) -> list[Any]:
-    """Values of the static fields of all registered dataclasses in a structure."""
+    """Return the values of the static fields of all registered dataclasses in a structure."""
     own = list(treedef.context) if treedef.kind is not None and dataclasses.is_dataclass(treedef.kind) else []
     return [*own, *(value for child in treedef.children for value in static_values(child))]
 
@@ -78,12 +79,12 @@ class _Node:
 def _sorted_keys(mapping: Any) -> list[Any]:
     try:
         return sorted(mapping)
-    except TypeError:  # keys of different types have no order of their own
+    except TypeError:  # keys of different types have no order
         return sorted(mapping, key=lambda key: (type(key).__name__, repr(key)))
 
 
 def opened(tree: Any) -> _Node | None:
-    """One level of a tree; None for a leaf."""
+    """Return one level of a tree; None for a leaf."""
     kind = type(tree)
     if tree is None:
         return _Node(None, (), ())
@@ -100,7 +101,7 @@ def opened(tree: Any) -> _Node | None:
     if issubclass(kind, tuple) and hasattr(kind, "_fields"):
         return _Node(None, tuple(torch_pytree.GetAttrKey(name) for name in kind._fields), tree)
     registered = torch_pytree.SUPPORTED_NODES.get(kind)
-    if registered is None or kind is torch.Size:  # a shape is one value: torch rebuilds it as a tuple
+    if registered is None or kind is torch.Size:  # a shape is one value; torch would rebuild it as a tuple
         return None
     children, context = registered.flatten_fn(tree)
     keyed = registered.flatten_with_keys_fn
@@ -165,7 +166,7 @@ def flatten_with_path(tree: Any) -> tuple[list[tuple[KeyPath, Any]], Treedef]:
 
 
 def leaves(tree: Any) -> list[Any]:
-    """The leaves of a pytree, in flat order."""
+    """Return the leaves of a pytree, in flat order."""
     return flatten(tree)[0]
 
 
@@ -192,7 +193,7 @@ def unflatten(treedef: Treedef, leaves: Iterable[Any]) -> Any:
     """Rebuild a pytree from its treedef and its leaves.
 
     Raises:
-      ValueError: If the number of leaves is not that of the treedef.
+      ValueError: If the number of leaves does not match the treedef.
     """
     flat = list(leaves)
     if len(flat) != treedef.num_leaves:
@@ -201,7 +202,7 @@ def unflatten(treedef: Treedef, leaves: Iterable[Any]) -> Any:
 
 
 def _built(treedef: Treedef, leaves: Iterator[Any]) -> Any:
-    # No inner function that names itself: it would be a cycle, which keeps the leaves until the next collection.
+    # Not a recursive inner function: its reference cycle would keep the leaves until the next collection.
     if treedef.is_leaf:
         return next(leaves)
     return node_unflatten(treedef, [_built(child, leaves) for child in treedef.children])
@@ -236,7 +237,7 @@ def map(function: Callable[..., Any], tree: Any, *rest: Any) -> Any:
 
 
 class _Marker:
-    """Stands for one leaf while ``at`` looks for what ``where`` selects."""
+    """Stands for one leaf while ``at`` finds what ``where`` selects."""
 
     __slots__ = ("position",)
 
@@ -247,8 +248,8 @@ class _Marker:
 def at(where: Callable[[T], Any], tree: T, value: Any) -> T:
     """Replace what ``where`` selects, functionally.
 
-    On a plain tree this is a pure copy of the structure. On a state handle the value is written into the same
-    slots and the old handle is donated.
+    On a plain tree this copies the structure. On a state handle it writes the value into the same slots and
+    donates the old handle.
 
     Args:
       where: Selects one leaf, a subtree, or a tuple or list of those: ``lambda s: s.params["w"]``.
@@ -257,8 +258,8 @@ def at(where: Callable[[T], Any], tree: T, value: Any) -> T:
     Returns:
       The tree with the new value.
     Raises:
-      LayoutError: If ``value`` has another structure than the selection.
-      ValueError: If ``where`` selects what is not of the tree, or a leaf twice.
+      LayoutError: If ``value`` and the selection differ in structure.
+      ValueError: If ``where`` selects something that is not in the tree, or a leaf twice.
 
     Example:
       >>> from functional_cg import tree
@@ -286,7 +287,7 @@ def at(where: Callable[[T], Any], tree: T, value: Any) -> T:
 
 
 def no_tensors(tree: Any, root: str) -> list[str]:
-    """A row of a message for each leaf of a tree that is no tensor."""
+    """Return a message row for each leaf of a tree that is not a tensor."""
     return [
         f"{path_string(path, root)}  expected a tensor   got {type(leaf).__name__}"
         for path, leaf in flatten_with_path(tree)[0]

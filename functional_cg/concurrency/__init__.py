@@ -1,1 +1,1 @@
-"""Streams, signals and threads: whose turn it is, and what must not be interrupted."""
+"""Streams, signals and threads: mutual exclusion, and blocks that must not be interrupted."""

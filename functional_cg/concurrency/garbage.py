@@ -1,4 +1,4 @@
-"""Garbage collection at times of our choice."""
+"""Control when garbage collection runs."""
 
 from __future__ import annotations
 

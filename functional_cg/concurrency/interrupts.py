@@ -1,9 +1,10 @@
-"""Signals: what they cannot strike into, and how they wait while a step is built.
+"""Signals: run blocks that they cannot interrupt, and hold them back while a step is built.
 
-torch's fake tensors call Python from C++ that must not throw: what a handler raises there ends the process, or is
-swallowed half-way and leaves a wrong program, or a mode that stays on. And a handler that calls the library would find
-itself in the trace. So signals wait until a step is built. A trace gives way to them at its next ATen call: it is
-begun anew when they are done. A Ctrl-C that comes a second after one that still waits does not wait.
+torch's fake tensors call Python from C++ that must not throw: an exception from a handler there ends the
+process, or is swallowed halfway and leaves a wrong program, or a mode that stays on. And a handler that calls
+the library would end up in the trace. So signals wait until a step is built. A trace gives way to them at its
+next ATen call and starts over when they are done. If Ctrl-C has waited for a second, another one is delivered
+at once.
 """
 
 from __future__ import annotations
@@ -25,39 +26,39 @@ __all__ = ["Held", "Interrupted", "held_back", "undisturbed", "uninterrupted"]
 
 T = TypeVar("T")
 _IMPATIENCE = 1.0  # seconds
-_RESTARTS = 3  # of a build that signals come into; then they wait for its end
+_RESTARTS = 3  # of a build that signals interrupt; after that they wait for its end
 
 
 def uninterrupted(calls: Sequence[Callable[[], Any]]) -> None:
-    """Run calls one after the other in C, without a bytecode in between where Ctrl-C could strike.
+    """Run calls one after another in C, with no bytecode in between where Ctrl-C could strike.
 
-    Each call has to be implemented in C itself (a ``partial`` over a builtin); then either all or none have run
+    Each call must itself be implemented in C (a ``partial`` over a builtin); then either all or none have run
     when a KeyboardInterrupt is raised.
     """
     deque(map(operator.call, calls), maxlen=0)
 
 
 class Interrupted(BaseException):
-    """Ends a trace that gives way to a signal; no exception of the user's, whose code may catch those."""
+    """Ends a trace that gives way to a signal; not an Exception, which user code may catch."""
 
 
 class Held:
-    """The signals that wait.
+    """Signals held back.
 
     Args:
-      handlers: Python's own handlers, by signal.
+      handlers: The Python handlers to hold back, by signal.
     """
 
     def __init__(self, handlers: dict[int, Callable[[int, FrameType | None], Any]]) -> None:
         self.handlers = handlers
-        self._waiting: list[int] = []  # without their frames, which would keep tensors of the trace
+        self._waiting: list[int] = []  # without frames, which would keep tensors of the trace
         self._asked = 0.0  # when the first Ctrl-C came
         self._process = os.getpid()
         self.over = False
 
     def hold(self, number: int, frame: FrameType | None) -> None:
-        """The handler of all of them."""
-        if self.over or os.getpid() != self._process:  # a child that was forked meanwhile traces nothing
+        """Handle any of these signals: hold it back, or deliver all if Ctrl-C is repeated."""
+        if self.over or os.getpid() != self._process:  # a child forked meanwhile is not tracing
             self.handlers[number](number, frame)
             return
         again = number == signal.SIGINT and number in self._waiting
@@ -68,12 +69,12 @@ class Held:
             self.deliver()
 
     def give_way(self) -> None:
-        """Raise where signals wait; called where an exception does no harm."""
+        """Raise if signals are waiting; called where an exception does no harm."""
         if self._waiting:
             raise Interrupted
 
     def deliver(self) -> None:
-        """Call the handlers of all that wait, in order, also where one of them raises."""
+        """Call the handlers of all waiting signals in order, even if one raises."""
         if self._waiting:
             number = self._waiting.pop(0)
             try:
@@ -82,14 +83,14 @@ class Held:
                 self.deliver()
 
     def release(self) -> None:
-        """Put the handlers back, but for those that were exchanged meanwhile."""
+        """Restore the handlers, except those replaced meanwhile."""
         left = [number for number in self.handlers if signal.getsignal(number) == self.hold]
         self.over = True
         _insisted([partial(signal.signal, number, self.handlers[number]) for number in left])
 
 
 def _insisted(calls: Sequence[Callable[[], Any]], attempts: int = 4) -> None:
-    """Run calls, again from the start where a handler that is back already raises in one."""
+    """Run calls; run them again from the start if a restored handler raises in between."""
     try:
         uninterrupted(calls)
     except BaseException:
@@ -102,7 +103,7 @@ def _insisted(calls: Sequence[Callable[[], Any]], attempts: int = 4) -> None:
 def held_back() -> Iterator[Held]:
     """Hold signals back; their handlers run at the end of the block.
 
-    Signals reach the main thread only, and only Python's own handlers can wait: elsewhere nothing happens here.
+    Signals reach only the main thread, and only Python handlers can wait; on other threads this does nothing.
     """
     held = Held(_handlers() if threading.current_thread() is threading.main_thread() else {})
     try:
@@ -117,10 +118,10 @@ def held_back() -> Iterator[Held]:
 
 
 def undisturbed(build: Callable[[Callable[[], None]], T]) -> T:
-    """Build something, from the start where a signal has come in between: its handler runs outside of it.
+    """Build something; if signals arrive meanwhile, run their handlers outside of it and start over.
 
     Args:
-      build: What to run; it is given what to call where an exception does no harm.
+      build: ``build(give_way)``; it calls ``give_way()`` where an exception does no harm.
     """
     for _ in range(_RESTARTS):
         with held_back() as held:

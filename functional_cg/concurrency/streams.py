@@ -1,6 +1,7 @@
-"""The current CUDA device and stream, read without making Python objects. The door to these private getters.
+"""Read the current CUDA device and stream without creating Python objects.
 
-A simulated stream (``functional_cg.testing``) queues work on the CPU. It is a dispatch mode, and is found among them.
+Only this module uses torch's private getters. A simulated stream (``functional_cg.testing``) queues work on
+the CPU. It is a dispatch mode, and is found on their stack.
 """
 
 from __future__ import annotations
@@ -15,23 +16,23 @@ __all__ = ["Stream", "current_device", "current_raw_stream", "current_stream"]
 
 @runtime_checkable
 class Stream(Protocol):
-    """What the library asks of a stream; ``torch.cuda.Stream`` is one."""
+    """The part of ``torch.cuda.Stream`` that the library uses."""
 
     def wait_stream(self, stream: Any) -> None:
-        """Order what is queued from now on after what is queued on another stream."""
+        """Order work queued from now on after the work queued on another stream."""
         ...
 
     def record_event(self, event: Any = None) -> Any:
-        """An event that has happened once what is queued until now is done."""
+        """Return an event that completes when the work queued so far is done."""
         ...
 
     def synchronize(self) -> None:
-        """Wait on the host until all is done."""
+        """Wait on the host until all queued work is done."""
         ...
 
 
 def current_stream(device: torch.device) -> Any:
-    """The stream on which work on a device is queued now; None where it is done at once, as on the CPU."""
+    """Return the stream on which work on a device is queued; None where it runs at once, as on the CPU."""
     if device.type == "cuda":
         return torch.cuda.current_stream(device)
     if not torch._C._len_torch_dispatch_stack():
@@ -40,10 +41,10 @@ def current_stream(device: torch.device) -> Any:
 
 
 def current_raw_stream(device_index: int) -> int:
-    """Handle of the current stream of a device; comparable, nothing else."""
+    """Return the handle of a device's current stream; good only for comparison."""
     return torch._C._cuda_getCurrentRawStream(device_index)  # type: ignore[no-any-return, unused-ignore]
 
 
 def current_device() -> int:
-    """Index of the current CUDA device."""
+    """Return the index of the current CUDA device."""
     return torch._C._cuda_getDevice()

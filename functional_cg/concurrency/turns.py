@@ -1,11 +1,11 @@
-"""Turns: who uses what calls share, the buffers of a step and the memory of a state, and when.
+"""Turns: mutual exclusion for what calls share, the buffers of a step and the memory of a state.
 
-Another thread waits until a call is done. What runs on the same thread in the middle of a call (the handler of a
-signal, a finalizer) would wait for itself: it may read what is whole, and is refused anything else at once. A fork
-waits for the calls of other threads, so that the child finds their states whole.
+Another thread waits until a call is done. Code that runs on the same thread in the middle of a call (a signal
+handler, a finalizer) would wait for itself: it may read what is consistent, and is refused anything else at
+once. A fork waits for the calls of other threads, so that the child finds their states consistent.
 
-A thread that needs several turns takes them in ascending order. Only what interrupts a call can come to ask for them
-in another order; there, it gives up where somebody waits for what its thread holds.
+A thread that needs several turns takes them in ascending order. Only code that interrupts a call can ask for
+them in another order; it gives up if another thread waits for a turn that its own thread holds.
 """
 
 from __future__ import annotations
@@ -32,17 +32,17 @@ _POLL = 0.001
 
 
 class Turn:
-    """The turn to use one thing: a step's buffers, or a state's memory.
+    """The turn to use one resource: a step's buffers, or a state's memory.
 
-    Ctrl-C, or whatever a handler raises, cannot strike between taking a turn and the block that gives it back: both are
-    done in C, and what stands in between calls nothing.
+    Neither Ctrl-C nor any other exception of a handler can strike between taking a turn and the block that
+    releases it: both happen in C, with no call in between.
 
     Attributes:
-      kind: Steps come before states.
+      kind: Steps rank before states.
       lock: Held by the thread whose turn it is.
-      busy: Whether a call is using it; nothing but reading is allowed in the middle of it.
-      whole: Whether it may be read.
-      over: Makes the error for whoever asks for it, once nobody may have it any more.
+      busy: Whether a call is using the resource; only reads are allowed meanwhile.
+      whole: Whether the resource may be read.
+      over: Makes the error for any use after the end; None until then.
     """
 
     __slots__ = ("__weakref__", "_on_gpu", "_waiting", "busy", "kind", "lock", "over", "whole")
@@ -59,15 +59,15 @@ class Turn:
 
     @property
     def rank(self) -> tuple[bool, int]:
-        """Its place in the order in which turns are taken."""
+        """Position in the order in which turns are taken."""
         return self.kind == "a state", id(self)
 
     def alone(self, call: Callable[[], Any], function: str = "") -> Any:
-        """Run a call that nothing else may interrupt but to read."""
+        """Run a call that may be interrupted only by reads."""
         return self._taken(call, function, reads=False)
 
     def read(self, call: Callable[[], Any]) -> Any:
-        """Run a call that reads: nothing writes meanwhile."""
+        """Run a call that reads; nothing writes meanwhile."""
         return self._taken(call, "", reads=True)
 
     def _taken(self, call: Callable[[], Any], function: str, *, reads: bool) -> Any:
@@ -86,7 +86,7 @@ class Turn:
 
     @contextmanager
     def shut(self) -> Iterator[None]:
-        """A block in which nothing may be read either, for other values are there; it must not be interrupted."""
+        """Refuse even reads during a block that puts other values in memory; it must not be interrupted."""
         if self.busy:
             self.wait()
         with self.lock:
@@ -99,11 +99,11 @@ class Turn:
                 self.busy, self.whole = False, True
 
     def end(self, over: Callable[[], FunctionalCGError]) -> None:
-        """Let nobody use it any more."""
+        """Refuse all use from now on."""
         self.over, self.busy, self.whole = over, True, False
 
     def wait(self) -> None:
-        """Wait while another thread is in a call; in the middle of one of this thread's own there is nothing to do.
+        """Wait while another thread is in a call; return at once in the middle of this thread's own call.
 
         Raises:
           BusyError: If that thread may be waiting for this one.
@@ -125,7 +125,7 @@ class Turn:
             self._waiting.pop()
 
     def refusal(self, function: str = "") -> FunctionalCGError:
-        """The error for who asks for it in the middle of a call, or when it is over."""
+        """Return the error for a use in the middle of a call, or after the end."""
         if self.over is not None:
             return self.over()
         return BusyError.of(
@@ -137,7 +137,7 @@ class Turn:
         )
 
     def _forked(self) -> None:
-        """In a child whose parent had another thread in the middle of a call."""
+        """Reset in a child, if another thread of the parent was in the middle of a call."""
         self.lock, self.busy = threading.RLock(), False
         if self.kind == "a state":
             self.end(_being_written)
@@ -164,14 +164,14 @@ def _on_a_gpu() -> FunctionalCGError:
 def in_turn(
     turn: Turn, inner: Inner, function: str, *, reads: bool = False, then: Callable[[Any], Any] | None = None
 ) -> Inner:
-    """A call that waits for its turn, and is refused in the middle of another one: ``Turn.alone``, without its price.
+    """Return a call that waits for its turn, refused inside another one: a cheaper ``Turn.alone``.
 
     Args:
       turn: The turn.
       inner: The call.
       function: Name of the user's function, in messages.
-      reads: Whether it may run in the middle of another call all the same, as long as there is something to read.
-      then: What is done with the result, when the turn is over.
+      reads: Whether it may run even in the middle of another call, if ``turn.whole``.
+      then: Applied to the result after the turn.
     """
 
     def outer(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -192,14 +192,14 @@ def in_turn(
 
 
 def at_one_time(turns: Iterable[Turn], call: Callable[[], Any]) -> Any:
-    """Run a call that reads several states: none of them is written meanwhile."""
+    """Run a call that reads several states; none of them is written meanwhile."""
     for turn in sorted(set(turns), key=lambda turn: turn.rank, reverse=True):
         call = partial(turn.read, call)
     return call()
 
 
 class _Turns:
-    """All turns of a process, for its forks: what another thread has locked stays locked in a child for ever."""
+    """All turns of a process, to survive forks: other threads' locks would stay locked in a child forever."""
 
     def __init__(self) -> None:
         self._turns: set[weakref.ref[Turn]] = set()
@@ -213,21 +213,21 @@ class _Turns:
         return [turn for turn in found if turn is not None]
 
     def before_fork(self) -> None:
-        """Take all turns, as far as that takes no longer than the calls of a loop."""
+        """Take all turns that become free within ``_PATIENCE``, ample for the calls of a training loop."""
         end, taken = time.monotonic() + _PATIENCE, self._taken.setdefault(threading.get_ident(), [])
         for turn in sorted(self.living(), key=lambda turn: turn.rank):
             if turn.lock.acquire(timeout=max(end - time.monotonic(), 0)):
                 taken.append(turn)
 
     def after_fork(self) -> list[Turn]:
-        """Give them back."""
+        """Release these turns and return them."""
         taken = self._taken.pop(threading.get_ident(), [])
         for turn in taken:
             turn.lock.release()
         return taken
 
     def in_child(self) -> None:
-        """Only the thread that has forked goes on here."""
+        """Reset the turns in a child, where only the forking thread goes on."""
         taken, living = set(self.after_fork()), self.living()
         self._taken.clear()
         for turn in living:
@@ -236,7 +236,7 @@ class _Turns:
             elif turn not in taken:
                 turn._forked()
         if living and torch.get_num_threads() > 1:
-            torch.set_num_threads(1)  # OpenMP's threads are gone here, and it would wait for them for ever
+            torch.set_num_threads(1)  # OpenMP's threads are gone, and it would wait for them forever
 
 
 _turns = _Turns()

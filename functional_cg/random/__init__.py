@@ -6,7 +6,7 @@ between draws, so a replayed graph draws new numbers exactly when its key is new
 
 A key is an ``i64[2]`` tensor of two 32-bit words. Never draw twice from one key: `split` it, `fold_in` a
 number, or give each draw its own ``stream``, a number from 0 to 2**63 - 1 that is part of the counter and
-costs nothing; a step that draws twice from one key is warned of. Results live on the key's device. Shapes and
+costs nothing; a step that draws twice from one key gets a warning. Results live on the key's device. Shapes and
 numbers are Python values, checked at the call; no function reads a tensor on the host. All draws come from one
 registered op, ``fcg::random_bits``: one node in a trace, and the same bits on CPU and CUDA, in eager and compiled
 code. Draws other than uniform ones compute logarithms and the like, whose last bits may differ.
@@ -72,7 +72,7 @@ _INTEGERS = (
     *(torch.int8, torch.int16, torch.int32, torch.int64),
     *(torch.uint8, torch.uint16, torch.uint32, torch.uint64),
 )
-# Keys are derived on a stream that no draw may use: a draw and a derived key never share a counter.
+# Keys are derived on a stream that no draw may use, so a draw and a derived key never share a counter.
 DERIVE = -1
 
 
@@ -152,9 +152,9 @@ def uniform(
 ) -> Tensor:
     """Draw uniformly from [low, high).
 
-    24 random bits an element (53 for float64), scaled in float32 (float64), rounded to ``dtype`` and kept
-    inside: no result is below ``low``, and none is ``high``, in any dtype. Compiled, a result that is scaled to other
-    bounds than 0 and 1 may differ in its last bit.
+    Each element takes 24 random bits (53 for float64), scaled in float32 (float64), rounded to ``dtype`` and
+    clamped: in no dtype is a result below ``low`` or equal to ``high``. In compiled code, results with bounds
+    other than 0 and 1 may differ in the last bit.
 
     Raises:
       LayoutError: If ``key`` is not an i64[2].
@@ -172,7 +172,7 @@ def uniform(
     else:
         unit = ((bits(key, n, stream=stream) >> 8) & 0xFFFFFF).to(torch.float32) * 2.0**-24
     if (low, high) != (0.0, 1.0):
-        # The clamp changes no value: it keeps most compilers from rounding product and sum only once.
+        # The clamp changes no value, but keeps most compilers from rounding product and sum only once.
         unit = (unit * (high - low)).clamp(max=high - low) + low
     return unit.to(dtype).clamp(smallest, largest).view(shape)
 
@@ -186,11 +186,11 @@ def normal(
     dtype: torch.dtype = torch.float32,
     stream: int = 0,
 ) -> Tensor:
-    """Draw from the normal distribution, by the method of Box and Muller in float64, rounded to ``dtype``.
+    """Draw from the normal distribution, by the Box-Muller method in float64, rounded to ``dtype``.
 
     The bits are the same everywhere, but logarithm, sine and cosine are not: between CPU and CUDA, or eager
-    and compiled, the value in float64 differs by at most ``1e-13 * (|mean| + |std|)``, and the rounded result
-    by that and one unit in the last place. Values lie within 8.6 standard deviations.
+    and compiled code, the float64 value differs by at most ``1e-13 * (|mean| + |std|)``, and the rounded
+    result by that plus one unit in the last place. Values lie within 8.6 standard deviations.
 
     Raises:
       LayoutError: If ``key`` is not an i64[2].
@@ -253,8 +253,8 @@ def randint(
 ) -> Tensor:
     """Draw integers from low to high - 1, at most 2**63 of them.
 
-    A 64-bit number times the range, keeping the high half of the 128-bit product; nothing is rejected. A
-    probability is off by less than 2**-64, that is by (high - low) * 2**-64 of itself.
+    Multiplies a 64-bit number by the range and keeps the high half of the 128-bit product, without rejection.
+    Each probability is off by less than 2**-64, a relative error of (high - low) * 2**-64.
 
     Raises:
       LayoutError: If ``key`` is not an i64[2].
@@ -283,7 +283,7 @@ def randint(
 def permutation(key: Tensor, n: int, *, stream: int = 0) -> Tensor:
     """Draw a permutation of 0 to n - 1, i64[n], by a stable sort of 64-bit numbers.
 
-    Two of these are equal with a probability below n**2 / 2**65; only then is the order biased.
+    Two of them are equal with a probability below n**2 / 2**65; only then is the order biased.
 
     Raises:
       LayoutError: If ``key`` is not an i64[2].
@@ -298,11 +298,11 @@ def permutation(key: Tensor, n: int, *, stream: int = 0) -> Tensor:
 
 
 def dropout(key: Tensor, x: Tensor, p: float, *, stream: int = 0) -> Tensor:
-    """Set each element of ``x`` to zero with probability ``p``, and scale the others so that the mean stays.
+    """Set each element of ``x`` to zero with probability ``p``, and scale the others to preserve the mean.
 
-    A decision takes 16 bits: the probability is p' = round(p * 65536) / 65536 and the scale 1 / (1 - p').
+    Each decision takes 16 bits: the probability is p' = round(p * 65536) / 65536, the scale 1 / (1 - p').
     Which elements are dropped depends on the key and on ``p``, not on the values; a dropped NaN stays NaN, as
-    in torch. ``p = 0`` gives ``x`` itself, ``p = 1`` zeros. Differentiable in ``x``.
+    in torch. ``p = 0`` returns ``x`` itself, ``p = 1`` zeros. Differentiable in ``x``.
 
     Raises:
       LayoutError: If ``key`` is not an i64[2], or ``x`` is on another device.
@@ -324,9 +324,9 @@ def dropout(key: Tensor, x: Tensor, p: float, *, stream: int = 0) -> Tensor:
 
 
 def keep_mask(key: Tensor, p: float, shape: Sequence[int], *, stream: int = 0) -> Tensor:
-    """What :func:`dropout` keeps: booleans that are false with probability round(p * 65536) / 65536.
+    """Draw the mask of :func:`dropout`: booleans that are false with probability round(p * 65536) / 65536.
 
-    Half the work of :func:`bernoulli`, which is exact to 2**-32.
+    Takes half the work of :func:`bernoulli`, which is exact to 2**-32.
 
     Example:
       >>> keep_mask(key(0), 0.0, (3,))
@@ -353,6 +353,6 @@ def categorical(key: Tensor, logits: Tensor, axis: int = -1, *, stream: int = 0)
     """
     check_key(key)
     check_operand("logits", logits, key)
-    # The bound keeps the noise finite: an infinite one would meet a logit of minus infinity as NaN.
+    # The clamp keeps the noise finite: infinite noise and a logit of minus infinity would give NaN.
     exponential = (-torch.log1p(-unit64(key, logits.numel(), stream))).clamp(min=2.0**-54)
     return torch.argmax(logits.detach().to(torch.float64) - exponential.log().view(logits.shape), dim=axis)

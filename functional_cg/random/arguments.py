@@ -1,4 +1,4 @@
-"""What the arguments of a draw may be; everything that is wrong with them is said before anything is drawn."""
+"""Check the arguments of a draw, before anything is drawn."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ __all__ = [
 
 def describe(value: object) -> str:
     if not isinstance(value, Tensor):
-        # The repr of a whole state would read its values, which a step refuses with another error.
+        # The repr of a whole state would read its values, which a step refuses with a different error.
         reads = any(isinstance(leaf, Tensor) for leaf in leaves(value))
         return type(value).__name__ if reads else f"{type(value).__name__} {value!r}"
     return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}@{value.device}"
@@ -52,7 +52,7 @@ def check_operand(name: str, value: object, key: Tensor) -> None:
 
 
 def check_integer(name: str, value: object, low: int, high: int) -> None:
-    # A tensor is refused before it is compared: the comparison would read it on the host.
+    # Refuse a tensor before comparing it: the comparison would read it on the host.
     if not isinstance(value, int):
         raise TypeError(f"`{name}`: expected a Python int, got {describe(value)}.")
     if not low <= value <= high:
@@ -70,7 +70,7 @@ def check_probability(p: object) -> None:
 
 
 def check_broadcast(name: str, value: Tensor, shape: Sequence[int]) -> None:
-    # A longer one would broadcast the draw instead: all its rows would share one.
+    # An operand with more dimensions would broadcast the draw instead: all its rows would share one draw.
     sizes = zip(reversed(value.shape), reversed(shape), strict=False)
     if value.ndim > len(shape) or any(size not in (1, wanted) for size, wanted in sizes):
         rows = [f"{name}  expected a shape that broadcasts to {list(shape)}   got {describe(value)}"]
@@ -87,17 +87,17 @@ def numel(shape: object) -> int:
 
 
 def round_down(value: float, dtype: torch.dtype, *, strict: bool) -> float:
-    """The largest number of ``dtype`` that is at most ``value``, or below it if ``strict``."""
+    """Return the largest number of ``dtype`` that is at most ``value``, or below it if ``strict``."""
     info = torch.finfo(dtype)
     mantissa, exponent = math.frexp(value)
-    # Just below a power of two the numbers lie twice as dense; near zero, as dense as the subnormal ones.
+    # Just below a power of two, numbers are twice as dense; near zero, they are spaced like subnormals.
     spacing = math.ldexp(info.eps, exponent - (2 if mantissa == 0.5 else 1)) if value else 0.0
     spacing = max(spacing, info.tiny * info.eps)
     return (math.ceil(value / spacing) - 1 if strict else math.floor(value / spacing)) * spacing
 
 
 def bounds(low: float, high: float, dtype: torch.dtype) -> tuple[float, float]:
-    """The smallest and the largest number of ``dtype`` in [low, high)."""
+    """Return the smallest and the largest number of ``dtype`` in [low, high)."""
     limit = torch.finfo(dtype).max
     if not (low < high and max(-low, high, high - low) <= limit):
         raise ValueError(f"expected low < high, at most {limit:.4g} apart ({dtype}), got [{low}, {high}).")

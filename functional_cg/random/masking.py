@@ -1,4 +1,4 @@
-"""Dropout's arithmetic: what a mask keeps, scaled; one kernel forward and one backward on a GPU."""
+"""Dropout's arithmetic: mask and scale, with one kernel forward and one backward on a GPU."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["masked_scale"]
 
 
 class _MaskedScale(torch.autograd.Function):
-    """The kernel of torch's own dropout, which is its own derivative."""
+    """torch's own dropout kernel, which is its own derivative."""
 
     generate_vmap_rule = True
 
@@ -37,18 +37,18 @@ class _MaskedScale(torch.autograd.Function):
 
 
 def masked_scale(x: Tensor, mask: Tensor, scale: float) -> Tensor:
-    """``x * mask * scale``, with the same bits everywhere; a masked NaN stays NaN, as in torch.
+    """Return ``x * mask * scale``, with the same bits everywhere; a masked NaN stays NaN, as in torch.
 
     Args:
       x: Floating.
       mask: bool, of the same shape.
-      scale: What the kept values are multiplied by.
+      scale: Factor for the kept values.
 
     Example:
       >>> masked_scale(torch.tensor([1.0, 2.0]), torch.tensor([True, False]), 4.0)
       tensor([4., 0.])
     """
-    # On a CPU the fused op converts the mask first, and `masked_fill` takes four times as long as two products; a
-    # compiler fuses them by itself.
+    # On a CPU the fused op converts the mask first, and `masked_fill` takes four times as long as two
+    # products. A compiler fuses the products by itself.
     fused = x.is_cuda and not torch.compiler.is_compiling()
     return _MaskedScale.apply(x, mask, scale) if fused else x * mask * scale

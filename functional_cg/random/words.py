@@ -1,4 +1,4 @@
-"""``fcg::random_bits``: words of Philox4x32-10 for a key, as an op, with its kernels, and as a formula.
+"""The op ``fcg::random_bits``: words of Philox4x32-10 for a key, with its kernels and its decomposition.
 
 Source: Salmon, Moraes, Dror, Shaw 2011, "Parallel random numbers: as easy as 1, 2, 3" (SC).
 """
@@ -38,9 +38,9 @@ _FEW_BLOCKS = 8
 
 # ``Any``: the arithmetic of the next two functions is the same for Python integers and for tensors.
 def multiply(word: Any, factor: int) -> tuple[Any, Any]:
-    """The high and the low word of the product of two words, without overflow.
+    """Return the high and the low word of the product of two words, without overflow.
 
-    A C++ compiler may assume that an int64 never overflows, and then drop the masks that repair it.
+    A C++ compiler may assume that an int64 never overflows, and drop the masks that would repair it.
     """
     if factor < 2**31:
         product = word * factor
@@ -58,7 +58,7 @@ def _philox(c0: Any, c1: Any, c2: Any, c3: Any, k0: Any, k1: Any) -> tuple[Any, 
 
 
 def _philox_chunk(out: Tensor, first: int, stream: int, k0: int, k1: int) -> None:
-    """Fill ``out`` (i64[blocks, 2], two words in each) from block ``first`` on, in place."""
+    """Fill ``out`` (i64[blocks, 2], two words per element) from block ``first`` on, in place."""
     block = torch.arange(len(out), device="cpu").add_(first)
     c0, c1, c2, c3, p0, p1 = torch.empty((6, len(out)), dtype=torch.int64, device="cpu").unbind()
     torch.bitwise_and(block, MASK, out=c0)
@@ -66,7 +66,7 @@ def _philox_chunk(out: Tensor, first: int, stream: int, k0: int, k1: int) -> Non
     c2.fill_(stream & MASK)
     c3.fill_(stream >> 32 & MASK)
     for _ in range(_ROUNDS):
-        # A single op of torch wraps; the mask then undoes the arithmetic shift.
+        # A single torch op wraps on overflow; the mask then undoes the arithmetic shift.
         torch.mul(c0, _MULTIPLIERS[0], out=p0)
         torch.mul(c2, _MULTIPLIERS[1], out=p1)
         # c1 and c3 keep garbage above bit 31: the mask on the words that they are xored into removes it.
@@ -79,7 +79,7 @@ def _philox_chunk(out: Tensor, first: int, stream: int, k0: int, k1: int) -> Non
 
 
 def signed(word: int, bits: int) -> int:
-    """The low ``bits`` bits of ``word`` as a signed number."""
+    """Return the low ``bits`` bits of ``word`` as a signed number."""
     half = 1 << (bits - 1)
     return (word + half) % (2 * half) - half
 
@@ -101,7 +101,7 @@ def _random_bits_cpu(key: Tensor, stream: int, n: int) -> Tensor:
 
 
 def _random_bits_cuda(key: Tensor, stream: int, n: int) -> Tensor:
-    # Imported at the first draw on CUDA: builds of torch for the CPU come without triton.
+    # Imported at the first draw on CUDA: CPU builds of torch come without triton.
     from functional_cg.tensors.philox_triton import random_bits_cuda
 
     return random_bits_cuda(key, stream, n)
@@ -112,7 +112,7 @@ def _random_bits_fake(key: Tensor, stream: int, n: int) -> Tensor:
 
 
 def decompose_random_bits(key: Tensor, stream: int, n: int) -> Tensor:
-    """Compute ``fcg::random_bits`` from plain ATen ops, bit for bit: for compilers that fuse.
+    """Compute ``fcg::random_bits`` from plain ATen ops, bit for bit, so that compilers can fuse it.
 
     Args:
       key: i64[..., 2], or i64[..., 3] whose third number is the first block; leading axes are batched.
@@ -140,9 +140,9 @@ def _random_bits_vmap(info: Any, in_dims: Any, key: Tensor, stream: int, n: int)
     return decompose_random_bits(key.movedim(in_dims[0], 0), stream, n), 0
 
 
-# A draw is a function of its arguments: no tag calls it nondeterministic. Words are int32: half the memory of
-# int64, and viewed as int16 or int64 for free where a draw needs 16 or 64 bits. `torch.library.custom_op`
-# would cost three times as much a call.
+# A draw is a function of its arguments, so no tag calls it nondeterministic. Words are int32: half the memory
+# of int64, and free to view as int16 or int64 where a draw needs 16 or 64 bits. `torch.library.custom_op`
+# would make each call three times as expensive.
 _LIBRARY = torch.library.Library("fcg", "FRAGMENT")
 _LIBRARY.define("random_bits(Tensor key, int stream, int n) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,))
 _LIBRARY.impl("random_bits", _random_bits_cpu, "CPU")
@@ -155,8 +155,9 @@ random_bits: Callable[[Tensor, int, int], Tensor] = torch.ops.fcg.random_bits.de
 def bits(key: Tensor, n: int, *, stream: int = 0, start: int | None = None) -> Tensor:
     """Draw ``n`` words of 32 random bits, i32[n]; with ``start``, from that word on.
 
-    Word ``4 * i + j`` is output ``j`` of Philox for the counter ``(i, stream)``, two words each, low word first:
-    a longer draw begins with the shorter one, one with a ``start`` is a part of it, and two streams share no counter.
+    Word ``4 * i + j`` is output ``j`` of Philox for the counter ``(i, stream)``, two words each, low word
+    first. So a longer draw begins with the shorter one, a draw with a ``start`` is a part of it, and two
+    streams share no counter.
 
     Raises:
       LayoutError: If ``key`` is not an i64[2].
@@ -172,14 +173,14 @@ def bits(key: Tensor, n: int, *, stream: int = 0, start: int | None = None) -> T
     check_integer("stream", stream, 0, 2**63 - 1)
     if start is not None:
         check_integer("start", start, 0, 2**63 - 1)
-        # One program for each start: ranks that draw parts of one leaf run the same calls on the same shapes.
+        # The same calls on the same shapes for every start: ranks that draw parts of one leaf run one program.
         first = torch.full((1,), start // 4, dtype=torch.int64, device=key.device)
         return random_bits(torch.cat([key, first]), stream, n + 3).narrow(0, start % 4, n)
     return random_bits(key, stream, n)
 
 
 def words64(key: Tensor, n: int, stream: int) -> Tensor:
-    """i64[n] of 64 random bits each; the first of two words is the low half."""
+    """Draw i64[n] of 64 random bits each; the first of two words is the low half."""
     words = bits(key, 2 * n, stream=stream)
     if not is_batched(words):
         return words.view(torch.int64)
@@ -189,7 +190,7 @@ def words64(key: Tensor, n: int, stream: int) -> Tensor:
 
 
 def half_words(key: Tensor, n: int, stream: int = 0, start: int | None = None) -> Tensor:
-    """i16[n] of 16 random bits each, from number ``start`` on; the first of two is the low half of a word."""
+    """Draw i16[n] of 16 random bits each, from number ``start`` on; the low half of a word comes first."""
     if start is not None:
         both = bits(key, n // 2 + 1, stream=stream, start=start // 2).view(torch.int16)
         return both.narrow(0, start % 2, n)
@@ -200,5 +201,5 @@ def half_words(key: Tensor, n: int, stream: int = 0, start: int | None = None) -
 
 
 def unit64(key: Tensor, n: int, stream: int) -> Tensor:
-    """f64[n], uniform on the multiples of 2**-53 in [0, 1)."""
+    """Draw f64[n], uniform on the multiples of 2**-53 in [0, 1)."""
     return ((words64(key, n, stream) >> 11) & (2**53 - 1)).to(torch.float64) * 2.0**-53

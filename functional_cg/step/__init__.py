@@ -1,4 +1,4 @@
-"""A step as an object: what was lowered and captured, for which call; eager runs, verification, explanations.
+"""The step object: lower and capture calls, run eagerly, verify, explain.
 
-Everything comes together here: ``captures`` takes a call through all stages and keeps what they made.
+All stages meet here: ``captures`` takes a call through each of them and caches the results.
 """

@@ -1,4 +1,4 @@
-"""What ``graph_step`` and ``graph_fn`` have in common: lowering, capture, and the cache of both."""
+"""The base of ``graph_step`` and ``graph_fn``: lower and capture calls, and cache both."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ _MAX_STATIC_COMBINATIONS = 8
 
 
 class Transform:
-    """A function with its options, what was lowered of it, and what was captured of that."""
+    """A function with its options, its lowered plans and their captures."""
 
     _donates: bool
     _kind: str
@@ -76,15 +76,15 @@ class Transform:
         self._fast: Callable[[tuple[Any, ...], dict[str, Any]], Any] | None = None
         self._closed = False
         self._refusal = ""
-        # Of two threads one traces, captures or replays, the other waits: they share buffers and a memory pool.
+        # One thread at a time traces, captures or replays: threads share buffers and a memory pool.
         self._turn = Turn("a step")
-        # Of a method: the name in the instance's `__dict__`; the instance and the step in its class.
+        # For a method: its name in the instance's `__dict__`; the instance, and the step of its class.
         self._key, self._of = f"{self._name} of step {id(self):#x}", cast("tuple[Any, Any]", (None, None))
         self.stats = Stats()
         self.taps = Taps()
 
     def lower(self, *args: Any, **kwargs: Any) -> Lowered:
-        """Trace, check and plan a call, without running it; ``.capture()`` goes on from there.
+        """Trace, check and plan a call without running it; ``.capture()`` on the result captures it.
 
         Returns:
           A :class:`Lowered`: ``.inspection``, ``.as_text()``, ``.cost_analysis()``, ``.memory_analysis()``.
@@ -99,10 +99,10 @@ class Transform:
         return call, self._noting(self._lowered_for, call)
 
     def explain(self) -> str:
-        """What was traced, captured and refused, as text.
+        """Return as text what was traced, captured and refused.
 
-        For each layout: the certificate, the plan, each leaf with its role and the bytes that a call copies for it,
-        the captures with their arenas, and new values that were computed and dropped. Reads nothing from a device.
+        For each layout: the certificate, the plan, each leaf with its role and the bytes copied per call, the
+        captures with their arenas, and new values computed but dropped. Reads nothing from a device.
         """
         return explain(self._name, self.stats, self._plans(), self._refusal)
 
@@ -115,21 +115,21 @@ class Transform:
         ]
 
     def close(self) -> None:
-        """Free captures and their memory; states stay valid. Calls raise :class:`ClosedError` from then on."""
+        """Free captures and their memory; states stay valid, later calls raise :class:`ClosedError`."""
         if self._turn.busy:
             self._turn.wait()
         with self._turn.lock:
-            # In the middle of a call, as from the handler of a signal, they are freed at its end.
+            # In the middle of a call, for example in a signal handler, they are freed at its end.
             in_use, self._closed, self._fast = self._turn.busy and self._turn.over is None, True, None
             captures, self._captured = self._captured, {}
-            self._lowered = {}  # a step that was made anew from this one may go on with its traces
+            self._lowered = {}  # not cleared: a step from `anew` may share these traces
             if not in_use:
                 self._turn.end(functools.partial(closed_error, self._name, self._kind))
                 for captured in captures.values():
                     captured.close()
 
     def anew(self, *, backend: BackendChoice | None = None) -> Self:
-        """A new step of the same function and options, which shares the traces; nothing is captured yet."""
+        """Return a new step with the same function and options, which shares the traces but no captures."""
         new = type(self)(self._fn, **(self._given | ({} if backend is None else {"backend": backend})))
         new._lowered = self._lowered
         return new
@@ -147,8 +147,8 @@ class Transform:
         )
 
     def _of_instance(self, instance: Any, owner: type | None) -> Any:
-        # One step per instance and per method, kept and freed with the instance. It is not kept under the method's own
-        # name: a copy of the instance has its entries, and what `super()` leads to is another method of that name.
+        # One step per instance and method, kept and freed with the instance. Not under the method's own name:
+        # a copy of the instance has its entries, and `super()` leads to another method of that name.
         step = instance.__dict__.get(self._key)
         if step is None or step._of[0] is not instance or step._of[1] is not self:
             step = instance.__dict__[self._key] = type(self)(self._fn.__get__(instance, owner), **self._given)
@@ -185,7 +185,7 @@ class Transform:
         return self._turn.alone(prepare, self._name)()
 
     def _inside(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """A part of another step."""
+        """Run as part of another step."""
         if self._options.steps_per_call > 1:
             raise LayoutError.of(
                 self._name,
@@ -196,7 +196,7 @@ class Transform:
         return self._fn(*args, **kwargs)
 
     def _noting(self, act: Callable[..., Any], *args: Any) -> Any:
-        """Run a part of a call; the words of a refusal are kept for ``explain``, its traceback would keep tensors."""
+        """Run part of a call; keep a refusal's text for ``explain``: its traceback would keep tensors."""
         try:
             return act(*args)
         except FunctionalCGError as error:
@@ -204,7 +204,7 @@ class Transform:
             raise
 
     def _prepared(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[[], Any]:
-        """Run a call; what is returned puts its result together, when the next call may begin."""
+        """Run a call; return a function that builds its result, to be called once the next call may begin."""
         self._refuse_closed()
         call = self._take_apart(args, kwargs)
         refuse_ambient_modes(self._name)
@@ -228,7 +228,7 @@ class Transform:
             done = captured.run(args, kwargs)
             lowered.counts |= done is not MISS
         except BaseException:
-            # It never ran: nothing is kept of it, and the corrected call may be of another layout.
+            # It never ran: keep nothing of it, since the corrected call may have another layout.
             if new and key in self._captured:
                 self._captured.pop(key).close()
             if not lowered.counts:
@@ -237,7 +237,7 @@ class Transform:
         if not (self._to_verify or call.statics or self._closed):
             self._fast = in_turn(self._turn, captured.run, self._name, then=captured.finish)
         if done is MISS:
-            self._take_apart(args, kwargs)  # another thread has donated a state since, or changed a value
+            self._take_apart(args, kwargs)  # another thread has since donated a state or changed a value
             lowered.watch.check(self._name)
         assert done is not MISS, "a call that was just taken apart fits its capture"
         return functools.partial(captured.finish, done)
@@ -250,7 +250,7 @@ class Transform:
     def _eager(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self._refuse_closed()
         call = self._take_apart(args, kwargs)
-        # Inputs take the strides that they have in a replay: the order of a sum depends on them.
+        # Inputs take the strides they have in a replay, because the order of a sum depends on strides.
         known = next((one for one in self._lowered.get(call.static_key, ()) if one.fits(call)), None)
         seen = call if known is None else known.seen(call)
         result = run_eager(self._fn, seen, self._name, self.taps, donates=self._donates)
@@ -270,7 +270,7 @@ class Transform:
         return self._signature.take_apart(args, kwargs, statics)
 
     def _placed(self, tree: Any) -> Handle:
-        """Place a plain tree, in an arena of this step whose last handle is gone if there is one of its layout."""
+        """Place a plain tree, reusing an arena of this step that has its layout and no handles left."""
         leaves, treedef, plan = placeable(tree, self._signature.parameter(0), self._name)
         for captured in list(self._captured.values()):
             if captured.arenas[0].free and captured.treedef == treedef and captured.arena.plan == plan:
@@ -312,7 +312,7 @@ class Transform:
             program, host_watch = trace(recipe, checkpoint)
         self.stats.traces += 1
         inspection = inspection_of(program, host_watch.names())
-        reference = Reference(program.twin())  # before anything is rewritten
+        reference = Reference(program.twin())  # before any rewrite
         with _timed(self._name, f"lowered {len(program.instrs)} ATen calls"):
             reading = reading_of([spec for state in states for spec in state.specs])
             program.instrs = group_collectives(program.instrs, reading, call.device)
@@ -387,7 +387,7 @@ class Transform:
 
 
 def _reap(this: weakref.ref[Transform]) -> None:
-    """Drop captures whose handles are gone: now, or at the next capture where the step is in a call."""
+    """Drop captures whose handles are gone: now, or at the next capture if the step is in a call."""
     step = this()
     if step is not None and not step._closed and not step._turn.busy:
         step._turn.alone(step._drop_spares)

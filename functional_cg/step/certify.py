@@ -1,7 +1,8 @@
-"""The certificate of a compiled step: its plan was compared with the program on real values before it committed any.
+"""Certify a compiled step: compare its plan with the program on real values before the plan commits anything.
 
-It takes no memory that the step does not take itself: on a GPU the old values of the slots that the plan writes wait on
-the host, and the program runs in what the plan has left behind. Where that is too little, the certificate is left out.
+By default this takes no more memory than the step itself: on a GPU the old values of the slots that the plan
+writes are kept on the host, and the program runs in the memory that the plan has freed. If that is too
+little, the step is not certified.
 """
 
 from __future__ import annotations
@@ -38,21 +39,21 @@ __all__ = ["certify"]
 
 _log = logging.getLogger("functional_cg")
 _LARGE = 2**20  # bytes
-_WORKSPACE = 8  # one part in so many is left for what kernels take to compute in
+_WORKSPACE = 8  # the fraction 1 / _WORKSPACE of free memory is left for the workspaces of kernels
 _INTEGERS = MappingProxyType({1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64})
 
 
 def certify(
     lowered: Lowered, buffers: Buffers, arenas: Sequence[Arena], backend: Backend, asked: Certify
 ) -> Certificate:
-    """Compare a compiled plan with its program on the values in the static buffers, which end as they were.
+    """Compare a compiled plan with its program on the values in the static buffers, which keep these values.
 
     Args:
-      lowered: What was lowered.
+      lowered: The lowered step.
       buffers: Static buffers with real values.
-      arenas: Where the slots lie.
-      backend: Where it will run.
-      asked: Whether it is wanted; ``"auto"`` is where the memory of the step is enough.
+      arenas: Arenas of the slots.
+      backend: Where the plan will run.
+      asked: The ``certify`` option; ``"auto"`` compares only if the step's own memory is enough.
     Raises:
       MiscompileError: If the plan computes something else.
     """
@@ -74,13 +75,13 @@ def _certificate(lowered: Lowered, buffers: Buffers, arenas: Sequence[Arena], as
         return Certificate(False, f"the host has no {needed:,} B to keep values in")
     trial = Trial(lowered.reference, lowered.plan, together)
     on_gpu = any(one.is_cuda for one in (*buffers.slots, *buffers.inputs))
-    with ThreadPoolExecutor(1) as meanwhile:  # the compiler of the plan leaves it time
+    with ThreadPoolExecutor(1) as meanwhile:  # kernels load while the plan compiles
         loaded = [meanwhile.submit(load_kernels, _gpu(buffers))] if on_gpu else []
         trial.rehearse(buffers, scratch(buffers.slots, lowered.reference.unchecked.slots))
     for one in loaded:
         one.result()
     of = _InPlace.of(buffers, written, arenas, asked) if on_gpu else _Copied.of(buffers, arenas)
-    with no_garbage_collection(), of as space:  # it takes long after compiling, and a capture begins with one
+    with no_garbage_collection(), of as space:  # slow after compiling, and a capture begins with one
         found = trial.differences(space)
     if trial.lacking:
         return Certificate(
@@ -104,11 +105,11 @@ def _error(name: str, found: Sequence[Difference], mesh: Mesh | None) -> Miscomp
 
 @dataclass
 class _Copied:
-    """Buffers like the given ones, with slots in memory of their own.
+    """Buffers like the given ones, with copied slots.
 
     Attributes:
-      given: The buffers.
-      buffers: Those that may be written.
+      given: The original buffers.
+      buffers: The buffers with copied slots, which may be written.
     """
 
     given: Buffers
@@ -117,7 +118,7 @@ class _Copied:
     @classmethod
     @contextlib.contextmanager
     def of(cls, buffers: Buffers, arenas: Sequence[Arena]) -> Iterator[Self]:
-        """The space of a trial."""
+        """Provide the space for a trial."""
         slots: dict[int, Tensor] = {}
         for arena in dict.fromkeys(arenas):
             slots |= zip(map(id, arena.slots), arena.copy().slots, strict=True)
@@ -133,12 +134,12 @@ class _Copied:
 
 @dataclass
 class _InPlace:
-    """The buffers themselves; what the written slots hold is kept on the host, where it takes none of the GPU's memory.
+    """The buffers themselves; old values of written slots are kept on the host, to take no memory of the GPU.
 
     Attributes:
       buffers: The buffers.
-      kept: The slots that the step writes, with what they held; None for zeros.
-      limited: Whether no more memory may be taken than was before.
+      kept: The slots that the step writes, with their old values; None for zeros.
+      limited: Whether memory may not exceed its peak so far.
     """
 
     buffers: Buffers
@@ -150,7 +151,7 @@ class _InPlace:
     def of(
         cls, buffers: Buffers, written: Sequence[int], arenas: Sequence[Arena], asked: Certify
     ) -> Iterator[Self]:
-        """The space of a trial; at its end the slots hold what they held."""
+        """Provide the space for a trial; restore the slots at its end."""
         slots = [buffers.slots[slot] for slot in written]
         with contextlib.ExitStack() as locks:
             for arena in sorted(dict.fromkeys(arenas), key=lambda arena: arena.turn.rank):
@@ -179,18 +180,18 @@ def _gpu(buffers: Buffers) -> torch.device:
 
 
 def _on_host(slot: Tensor) -> Tensor | None:
-    """A copy of a slot in the host's memory; None if it is zero, as the moments of an optimizer are at first."""
+    """Copy a slot to the host; return None if it is all zeros, as an optimizer's moments are at first."""
     integer = _INTEGERS.get(slot.itemsize)
-    if integer is not None and not slot.view(integer).any():  # all bits: there are two zeros
+    if integer is not None and not slot.view(integer).any():  # compares bits: -0.0 is not 0.0
         return None
     host = torch.empty_like(slot, device="cpu")
-    if slot.nbytes > _LARGE:  # memory that nobody has touched is slow to get, by several threads less so
+    if slot.nbytes > _LARGE:  # the first touch of memory is slow; `fill_` does it with several threads
         host.fill_(0)
     return host.copy_(slot)
 
 
 def _host_memory() -> int:
-    """Bytes of the host's memory that are free, as far as the system tells."""
+    """Return the free bytes of host memory that the system reports."""
     try:
         with open("/proc/meminfo", encoding="ascii") as file:
             fields = dict(line.split(":", 1) for line in file)

@@ -17,9 +17,10 @@ __all__ = ["Constants"]
 class Constants:
     """Tensors declared with ``constants=``: copied at lowering, and watched for later writes.
 
-    A write that torch does not count (through ``.data``, ``torch.utils.swap_tensors``, a view in inference mode) is not
-    noticed; ``debug="verify"`` finds what comes of it. Nor would one be that goes through numpy or a file: memory that
-    torch does not own alone is refused. That a name leads to another tensor is the host watch's to see.
+    Writes that torch does not count (through ``.data``, ``torch.utils.swap_tensors``, a view in inference
+    mode) go unnoticed; ``debug="verify"`` finds their effects. So would writes through numpy or a file, which
+    is why memory that torch does not own alone is refused. The host watch detects names that are rebound to
+    another tensor.
 
     Args:
       function: Name of the user's function, for messages.
@@ -52,20 +53,20 @@ class Constants:
         return bool(self._items)
 
     def named(self) -> tuple[tuple[str, Tensor], ...]:
-        """The originals by name; their versions count from the first lowering on."""
+        """Return the originals by name; the first lowering records their versions."""
         if self._versions is None:
             self._versions = self._now()
         return tuple(self._items)
 
     def unchanged(self) -> bool:
-        """Whether no original was written since it was copied."""
+        """Whether no original has been written since it was copied."""
         return self._versions is None or self._now() == self._versions
 
     def check(self) -> None:
-        """Raise if an original was written since it was copied.
+        """Raise if an original has been written since it was copied.
 
         Raises:
-          BakedValueError: Naming the constants.
+          BakedValueError: Naming these constants.
         """
         if self.unchanged():
             return

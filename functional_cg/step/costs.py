@@ -1,7 +1,7 @@
-"""What a lowered step costs before anything is measured: FLOPs, bytes, calls by kind, memory, and the floor.
+"""Compute the cost of a lowered step without running it: FLOPs, bytes, calls by kind, memory, and the floor.
 
-All numbers are read off the program's calls and their shapes. A compiler fuses calls: then bytes moved, calls and the
-peak of memory are those of the program before fusion, while FLOPs, least bytes and the floor stay what they are.
+All numbers follow from the program's calls and their shapes. If a compiler fuses calls, then bytes moved,
+calls and peak memory are those before fusion; FLOPs, least bytes and the floor do not change.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ __all__ = ["CostAnalysis", "KindOfCall", "cost_analysis", "memory_analysis"]
 
 _ROLE = re.compile(r"\w+\.\w+")
 _ATTENTION = ("scaled_dot_product", "_flash_attention", "_efficient_attention", "_cudnn_attention")
-# What the name of an op begins with or contains -> the kind of call; the first that fits.
+# Kinds of calls, with the names or name prefixes of their ops; the first match wins.
 _KINDS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("convolution", ("convolution", "_slow_conv")),
     ("matmul", ("mm", "addmm", "bmm", "baddbmm", "addbmm", "mv", "addmv", "dot", "_scaled_mm", "_int_mm")),
@@ -46,7 +46,7 @@ _PRODUCTS = ("matmul", "convolution", "attention")
 
 @dataclass(frozen=True, slots=True)
 class _Rates:
-    """What a device can do at most, by its maker's word: bytes per second, and FLOPs per second by kind of number."""
+    """Peak rates of a device as specified by its vendor: bytes per second, and FLOPs per second by dtype."""
 
     name: str
     bandwidth: float
@@ -74,9 +74,9 @@ class KindOfCall:
     """All calls of one kind.
 
     Attributes:
-      calls: How many.
+      calls: Number of calls.
       flops: Floating-point operations of matrix products, attention and convolutions; 0 for other kinds.
-      bytes: What they read and write, each call by itself.
+      bytes: Bytes read and written, each call counted separately.
     """
 
     calls: int = 0
@@ -86,22 +86,25 @@ class KindOfCall:
 
 @dataclass(frozen=True, slots=True)
 class CostAnalysis:
-    """What a step costs, as a table (``print``) and as a dict (:meth:`as_dict`).
+    """The cost of a step; prints as a table, converts to a dict with :meth:`as_dict`.
 
     Attributes:
       function: Name of the user's function.
       device: Name of the device.
       compiled: Whether a compiler fuses the calls.
       flops: Floating-point operations of all products. A multiplication and an addition count as two; attention with
-        ``is_causal`` counts the scores that it keeps.
-      bytes_moved: What all calls read and write, each by itself, and the copies at the border of the step.
-      bytes_least: What any implementation moves: state that is read, state that is written, inputs, constants, metrics.
-      kinds: Calls by kind, the one that moves most first; views are none, ``border`` is copy-in, commit and copy-out.
-      floor_s: Seconds below which the device cannot be: products at peak rate, or least bytes at full bandwidth. None
-        where the device's rates are not known.
-      bound: Which of the two, ``"compute"`` or ``"memory"``; None without a floor.
+        ``is_causal`` counts only the scores it keeps.
+      bytes_moved: Bytes read and written by all calls, each counted separately, and by the copies at the
+        border of the step.
+      bytes_least: Bytes that any implementation must move: state read, state written, inputs, constants,
+        metrics.
+      kinds: Calls by kind, most bytes first; views are not counted, ``border`` is copy-in, commit and
+        copy-out.
+      floor_s: Lower bound on the seconds of a call: products at peak rate, or least bytes at full bandwidth,
+        whichever takes longer. None if the device's rates are unknown.
+      bound: Which of the two it is, ``"compute"`` or ``"memory"``; None without a floor.
       seconds: Measured seconds of a call, if given.
-      distance: ``seconds`` over ``floor_s``; None where one is missing.
+      distance: ``seconds`` over ``floor_s``; None if either is missing.
     """
 
     function: str
@@ -120,7 +123,7 @@ class CostAnalysis:
         return None if self.seconds is None or not self.floor_s else self.seconds / self.floor_s
 
     def as_dict(self) -> dict[str, Any]:
-        """All attributes, as numbers, strings and dicts."""
+        """Return all attributes as numbers, strings and dicts."""
         names = [name for name in self.__slots__ if name != "kinds"]
         return {
             **{name: getattr(self, name) for name in names},
@@ -170,8 +173,8 @@ def cost_analysis(
     """Analyse a lowered program.
 
     Args:
-      program: What was lowered.
-      plan: What runs of it.
+      program: The lowered program.
+      plan: Its plan.
       seconds: Measured seconds of a call.
       bandwidth: Bytes per second of the device's memory.
       peak_flops: FLOPs per second of the device.
@@ -231,7 +234,7 @@ def _floor(
 
 
 def kind_of(instr: Instr) -> str:
-    """The kind of a call, by the name of its op and torch's tags."""
+    """Return the kind of a call, from the name of its op and torch's tags."""
     space, _, name = instr.op._schema.name.partition("::")
     if space.startswith("_c10d"):
         return "collective"
@@ -248,10 +251,10 @@ def kind_of(instr: Instr) -> str:
 
 
 def flops_of(instr: Instr) -> int:
-    """FLOPs of a product; 0 for any other call. torch's formulas, and for attention one that knows ``is_causal``."""
+    """Return the FLOPs of a product, else 0; torch's formulas, except that attention honors ``is_causal``."""
     if "scaled_dot_product" in instr.op._schema.name:
         return _attention_flops(instr)
-    from torch.utils.flop_counter import flop_registry  # imports triton where there is one
+    from torch.utils.flop_counter import flop_registry  # imports triton if installed
 
     packet = instr.op.overloadpacket
     formula: Callable[..., int] | None = flop_registry.get(packet)
@@ -266,7 +269,7 @@ def flops_of(instr: Instr) -> int:
 
 
 def _attention_flops(instr: Instr) -> int:
-    """Two products of scores in the forward, and five in the backward, of which one computes the scores again."""
+    """Return attention's FLOPs: two products forward, five backward, one of which recomputes the scores."""
     named = named_arguments(instr.op, instr.args, instr.kwargs)
     if not all(isinstance(named.get(name), Var) for name in ("query", "key", "value")):
         return 0
@@ -292,14 +295,14 @@ def _is_view(instr: Instr) -> bool:
 
 
 def _bytes_of(instr: Instr, used: Iterable[Var]) -> int:
-    """Arguments once each, results that are used, and what is written in place."""
+    """Return the bytes of a call: each argument once, used results, and what it writes in place."""
     read = {var: var.spec.nbytes for var in instr.inputs()}
     results = {var: var.spec.nbytes for var in instr.outputs() if var in used and var not in instr.writes}
     return sum(read.values()) + sum(results.values()) + sum(var.spec.nbytes for var in instr.writes)
 
 
 def _border(program: Program, plan: Schedule, *, copies: bool) -> Iterator[int]:
-    """Bytes of each copy at the border of the step: inputs in, new state to its slots, metrics out."""
+    """Yield the bytes of each copy at the step's border: inputs in, new state to its slots, metrics out."""
     yield from (var.spec.nbytes for var in program.inputs)
     for old, _ in plan.commits if copies else ():
         yield old.spec.nbytes * (2 if old in plan.staged else 1)
@@ -324,7 +327,7 @@ def _device(program: Program) -> torch.device:
 
 
 def memory_analysis(program: Program, plan: Schedule) -> dict[str, int]:
-    """Bytes by use; see :meth:`functional_cg.Lowered.memory_analysis`."""
+    """Return bytes by use; see :meth:`functional_cg.Lowered.memory_analysis`."""
     roles: Counter[str] = Counter()
     for name, var in zip(program.slot_names, program.slots, strict=True):
         role = _ROLE.match(name)
@@ -349,7 +352,7 @@ def memory_analysis(program: Program, plan: Schedule) -> dict[str, int]:
 
 
 def _peak_of_temporaries(plan: Schedule, sizes: Mapping[int, int]) -> int:
-    """The most bytes of temporaries alive at a time."""
+    """Return the peak bytes of live temporaries."""
     kept = {var.storage for var in (*plan.outputs, *(new for _, new in plan.commits))}
     most, left = peak_bytes([*plan.head, *plan.fused], kept, sizes)
     return max(most, left + sum(old.spec.nbytes for old in plan.staged))

@@ -1,7 +1,7 @@
-"""The oracle: the user's Python function run once on real values, in the setting that a trace has.
+"""The oracle: run the user's Python function once on real values, in the same setting as a trace.
 
-Leaves are private copies in the strides of their slots, inputs too; the new state is committed into the slots. A
-replay of the aten lowering is bitwise equal to this.
+Leaves and inputs are private copies with the strides of their slots; the new state is committed into the
+slots. A replay of the aten lowering is bitwise equal to this.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ __all__ = ["evaluate", "run_eager"]
 def run_eager(fn: Callable[..., Any], call: Call, name: str, taps: Taps, *, donates: bool) -> Any:
     """Run ``fn`` on private copies; a donating call commits the new state and returns its handle.
 
-    What it taps goes to ``taps``.
+    Tapped values go to ``taps``.
 
     Raises:
-      LayoutError: If the new state is unlike the old one; nothing was written.
+      LayoutError: If the new state does not match the old one; nothing is written.
     """
     with ordinary():  # results are ordinary tensors
         return _run(fn, call, name, taps, donates=donates)
@@ -61,7 +61,7 @@ def evaluate(
     *,
     donates: bool,
 ) -> Any:
-    """What ``fn`` returns for leaves of the states in place of their slots, and leaves of the inputs."""
+    """Call ``fn`` with these leaves in place of the states' slots and the inputs; return its result."""
     modes = surrounding()
     try:
         with canonical(mesh_of([spec for s in call.states for spec in s.specs])):
@@ -81,7 +81,7 @@ def evaluate(
 
 
 def _checked(result: Any, call: Call, name: str) -> tuple[list[Tensor], Any]:
-    """New state leaves and owned metrics of a donating function's result."""
+    """Return the new state leaves and owned metrics from the result of a donating function."""
     changed, metrics = new_state_and_metrics(name, result)
     state = call.states[0]
     new, treedef = pytree.flatten(changed)
@@ -90,7 +90,7 @@ def _checked(result: Any, call: Call, name: str) -> tuple[list[Tensor], Any]:
 
 
 def _private(tensor: Tensor, stride: tuple[int, ...], device: torch.device) -> Tensor:
-    """A copy on the step's device with the strides of its slot."""
+    """Return a copy on the step's device with the strides of its slot."""
     out = torch.empty_strided(tensor.shape, stride, dtype=tensor.dtype, device=device)
     return out.copy_(tensor)
 

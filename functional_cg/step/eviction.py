@@ -1,4 +1,4 @@
-"""Kept: what a step lets go of what it has lowered and captured."""
+"""Evict plans and captures from the caches of a step."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from .lowered import Captured, Lowered
 
 __all__ = ["Captures", "Plans", "closed_error", "drop_spares", "forget"]
 
-Plans = dict[tuple[Any, ...], list[Lowered]]  # by their static arguments
+Plans = dict[tuple[Any, ...], list[Lowered]]  # by static arguments
 Captures = dict[tuple[int, Any], Captured]  # by plan and arenas
 
 
 def forget(plans: Plans, captures: Captures, gone: Collection[Lowered]) -> None:
-    """Drop plans with their captures."""
+    """Drop plans and their captures."""
     numbers = set(map(id, gone))
     for capture in [key for key in captures if key[0] in numbers]:
         captures.pop(capture).close()
@@ -26,7 +26,7 @@ def forget(plans: Plans, captures: Captures, gone: Collection[Lowered]) -> None:
 
 
 def drop_spares(captures: Captures) -> bool:
-    """Keep at most one capture whose handles are all gone, for the next plain tree; says whether any went."""
+    """Drop captures whose handles are all gone, but one for the next plain tree; return whether any went."""
     spare = [key for key, captured in captures.items() if captured.spare]
     for key in spare[:-1]:
         captures.pop(key).close()
@@ -34,7 +34,7 @@ def drop_spares(captures: Captures) -> bool:
 
 
 def closed_error(name: str, kind: str) -> ClosedError:
-    """The error for a step that is used after its end."""
+    """Return the error for a step that is used after ``close()``."""
     return ClosedError.of(
         name,
         "called after `close()`.",

@@ -1,4 +1,4 @@
-"""Explain: what a step has traced, captured and refused, in text and in HTML. Nothing is read from a device."""
+"""Explain what a step has traced, captured and refused, as text or HTML, without reading from a device."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ _SHOWN = 8
 
 
 def explain(name: str, stats: Stats, plans: Plans, refusal: str) -> str:
-    """What a step does, for ``step.explain()``.
+    """Return the text of ``step.explain()``.
 
     Args:
       name: Name of the user's function.
-      stats: What it has done so far.
-      plans: What was lowered, each with its captures.
-      refusal: Words of the last error; empty if there was none.
+      stats: Its counters.
+      plans: The lowered plans, each with its captures.
+      refusal: Text of the last error; empty if there was none.
     """
     head = (
         f"{name}: {count(stats.traces, 'trace')}, {count(stats.captures, 'capture')}, "
@@ -39,7 +39,7 @@ def explain(name: str, stats: Stats, plans: Plans, refusal: str) -> str:
 
 
 def explain_html(name: str, stats: Stats, plans: Plans, refusal: str) -> Html:
-    """The same for a notebook; arguments as for :func:`explain`."""
+    """Return the same as HTML, for a notebook; arguments as for :func:`explain`."""
     numbers = (("traces", stats.traces), ("captures", stats.captures), ("replays", stats.replays))
     parts = [table([(key, str(value)) for key, value in (*numbers, ("eager calls", stats.eager_calls))])]
     for number, (lowered, captures) in enumerate(plans):
@@ -54,7 +54,7 @@ def explain_html(name: str, stats: Stats, plans: Plans, refusal: str) -> Html:
 
 
 def warnings_of(lowered: Lowered) -> Iterator[str]:
-    """What is probably a mistake, though nothing is wrong with it: values dropped, numbers drawn again and again."""
+    """Yield warnings of what is legal but probably a mistake: dropped values, numbers drawn repeatedly."""
     for site in dict.fromkeys(lowered.inspection.repeated):
         yield (
             f"{site} draws the same numbers at each call: its key does not change; "

@@ -1,4 +1,4 @@
-"""What lowering and capture leave behind: ``Lowered`` (a plan, no device work) and ``Captured`` (bound to memory)."""
+"""Results of lowering and capture: ``Lowered`` (a plan, no device work), ``Captured`` (bound to memory)."""
 
 from __future__ import annotations
 
@@ -45,15 +45,15 @@ class Captured:
     """A lowered step captured on one arena (or several, for a function of several states).
 
     Attributes:
-      run: ``run(args, kwargs)``: the new state and tensors, or a miss if the call does not fit this capture.
-      finish: Makes the result of a call of them; it runs code of the user's, such as the classes of the metrics.
+      run: ``run(args, kwargs)`` returns the new state and tensors, or MISS if the call does not fit.
+      finish: Builds the result of a call from these; runs user code, such as the classes of the metrics.
       replay: The backend's replay.
-      arenas: The memory that the capture is bound to, states first; it outlives the capture.
-      constants: Tensors that the step owns; they live as long as the capture, which knows their addresses only.
-      treedef: Structure of the first state, whose arena takes the next plain tree when all its handles are gone; None
-        among several ranks, one of which may still hold a handle, and would capture anew alone.
+      arenas: The memory that the capture is bound to, one arena per state; it outlives the capture.
+      constants: Tensors that the step owns, kept alive here: the graph only holds their addresses.
+      treedef: Structure of the first state, whose arena takes the next plain tree once its handles are gone;
+        None on several ranks, as one that still holds a handle would capture again, alone.
       paths: Its key paths.
-      lowered: What it was captured from.
+      lowered: What was captured.
     """
 
     run: Inner
@@ -75,7 +75,7 @@ class Captured:
         constants: Sequence[Tensor],
         lowered: Lowered,
     ) -> Captured:
-        """A capture made for a call; it keeps the call's memory, not its handles."""
+        """Return a capture made for a call; it keeps the call's memory alive, not its handles."""
         lease = call.states[0].lease if call.states else None
         mesh = lowered.mesh
         several = mesh is not None and mesh.size > 1
@@ -98,11 +98,11 @@ class Captured:
 
     @property
     def spare(self) -> bool:
-        """Whether the last handle and leaf of one of its states is gone."""
+        """Whether one of its states has no handle or leaf left."""
         return any(arena.free for arena in self.arenas)
 
     def taken_over(self, leaves: Sequence[Tensor]) -> Handle | None:
-        """A new state in the first arena, once the old one is gone; None if another thread was there first."""
+        """Return a new state in the first arena if that is free; None if another thread took it first."""
         assert self.treedef is not None
         return fill(Lease(self.arena, self.treedef, self.paths), leaves) if self.arena.free else None
 
@@ -113,11 +113,11 @@ class Captured:
         bandwidth: float | None = None,
         peak_flops: float | None = None,
     ) -> CostAnalysis:
-        """What a call costs, and how far it is from the floor; see :meth:`Lowered.cost_analysis`."""
+        """Return the cost of a call and its distance from the floor; see :meth:`Lowered.cost_analysis`."""
         return self.lowered.cost_analysis(seconds, bandwidth=bandwidth, peak_flops=peak_flops)
 
     def close(self) -> None:
-        """Free the capture; the arenas live on as long as their handles."""
+        """Free the capture; the arenas live as long as their handles."""
         self.replay.close()
 
     def __repr__(self) -> str:
@@ -128,7 +128,7 @@ class Captured:
 
 
 def _among(run: Inner, mesh: Mesh, name: str) -> Inner:
-    """The calls of a capture whose collectives raise, as gloo's do, where a rank has ended."""
+    """Wrap the calls of a capture whose collectives raise, as gloo's do, if a rank has ended."""
 
     def call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         mesh.ranks.refuse_if_lost(name)
@@ -146,19 +146,19 @@ def _arena_text(arena: Arena) -> str:
 
 @dataclass(eq=False)
 class Lowered:
-    """A traced, checked and planned step: no device work was done for it.
+    """A traced, checked and planned step; no device work has been done for it.
 
     Attributes:
       name: Name of the user's function.
       states: The states that it binds.
       layout: Layout of its inputs.
-      program: The traced calls.
+      program: The traced calls, rewritten.
       plan: What runs.
       watch: Host values that are compared at each call.
-      inspection: A purity certificate that prints.
-      reference: The traced calls, before anything was rewritten.
-      certificate: Whether a compiled plan was compared with them, once it was captured.
-      counts: Whether a call has run it, or it was captured on demand: else it takes no place among ``max_captures``.
+      inspection: A printable purity certificate.
+      reference: The traced calls before any rewrite.
+      certificate: Whether a compiled plan was compared with them; set at its capture.
+      counts: Whether a call has run it or it was captured on demand; otherwise ``max_captures`` ignores it.
     """
 
     name: str
@@ -175,15 +175,15 @@ class Lowered:
 
     @property
     def originals(self) -> list[Any]:
-        """The modules whose copies the program has run."""
+        """The modules of which the trace ran copies."""
         return list(dict.fromkeys(one.original for one in self.program.applications))
 
     def at(self, capture_here: Callable[[], Captured]) -> Lowered:
-        """The same plan, ready to be captured for the arguments of one call."""
+        """Return the same plan, ready to be captured for the arguments of one call."""
         return replace(self, capture_here=capture_here)
 
     def capture(self) -> Captured:
-        """Capture the plan on the memory of the state that it was lowered with."""
+        """Capture the plan on the memory of the state it was lowered with."""
         assert self.capture_here is not None
         captured = self.capture_here()
         captured.lowered.counts = True
@@ -191,14 +191,14 @@ class Lowered:
 
     @property
     def mesh(self) -> Mesh | None:
-        """The mesh that its states lie on."""
+        """The mesh of its states."""
         return mesh_of([spec for state in self.states for spec in state.specs])
 
     def meet(self) -> None:
-        """Wait until all ranks of the mesh are about to capture the same: they would hang in a collective.
+        """Wait until all ranks of the mesh are about to capture the same step; else a collective would hang.
 
         Raises:
-          RankError: On all ranks, naming those that are missing or differ.
+          RankError: On all ranks, naming those that are missing or differ, or leaves that would diverge.
         """
         mesh = self.mesh
         if mesh is not None and mesh.ranks is not None:
@@ -226,11 +226,11 @@ class Lowered:
         )
 
     def seen(self, call: Call) -> Call:
-        """A call that fits, as the trace sees it."""
+        """Return a call that fits, as the trace sees it."""
         return call.laid_out(self.layout, [state.treedef for state in self.states])
 
     def state_differences(self, call: Call) -> list[str]:
-        """How the states of a call differ from those of this plan, one line each."""
+        """Return how the states of a call differ from those of this plan, one line each."""
         rows: list[str] = []
         if len(call.states) != len(self.states):
             names, given = {s.name for s in self.states}, {s.name for s in call.states}
@@ -254,7 +254,7 @@ class Lowered:
         return rows
 
     def refusal(self, call: Call, transform: str, max_captures: int) -> LayoutError:
-        """The error for a call of another layout where there may be no more captures."""
+        """Return the error for a call with another layout when no more captures are allowed."""
         more = f"`{transform}(max_captures={max_captures + 1})`"
         of_states = self.state_differences(call)
         if not of_states:
@@ -275,15 +275,15 @@ class Lowered:
         )
 
     def as_text(self) -> str:
-        """The traced calls and the plan that runs them."""
+        """Return the traced calls and the plan that runs them."""
         return f"{self.program.as_text()}\n\n{self.plan.as_text()}"
 
     def memory_analysis(self) -> dict[str, int]:
-        """Bytes by use.
+        """Return bytes by use.
 
-        ``state``, and of it each field of a dataclass under its name (``state.params``); ``inputs``, ``constants``,
-        ``metrics``; ``temporaries``, the sum of all; ``peak``, the most that state, inputs, constants and temporaries
-        take at a time. Temporaries are those of the program: a compiler makes fewer of them.
+        Keys: ``state``, and its fields if it is a dataclass (``state.params``); ``inputs``, ``constants``,
+        ``metrics``; ``temporaries``, their total; ``peak``, the most that state, inputs, constants and
+        temporaries take at one time. Temporaries are those of the program; a compiler makes fewer.
 
         Example:
           >>> import torch, functional_cg as fcg
@@ -300,16 +300,16 @@ class Lowered:
         bandwidth: float | None = None,
         peak_flops: float | None = None,
     ) -> CostAnalysis:
-        """FLOPs, bytes moved, calls by kind, and the floor of a call. Prints as a table; ``as_dict()`` for programs.
+        """Return FLOPs, bytes moved, calls by kind and floor of a call; prints as a table, or ``as_dict()``.
 
-        The floor is the roofline of the whole step: its products at the device's peak rate, or the bytes that any
-        implementation moves at full bandwidth, whichever takes longer. Rates of H100 (SXM) and H200 are known by name;
-        fp32 products count at the rate of TF32 unless ``torch.set_float32_matmul_precision`` is ``"highest"``.
+        The floor is the roofline of the whole step: products at peak rate, or the bytes any implementation
+        must move at full bandwidth, whichever takes longer. Rates of H100 (SXM) and H200 are built in; fp32
+        products count at the TF32 rate unless ``torch.set_float32_matmul_precision`` is ``"highest"``.
 
         Args:
-          seconds: What a call was measured to take: then the distance to the floor is given, too.
-          bandwidth: Bytes per second of the device's memory, where it is another device, or measured.
-          peak_flops: FLOPs per second of its products, of whatever dtype.
+          seconds: Measured seconds of a call; gives the distance to the floor.
+          bandwidth: Memory bandwidth in bytes per second, for another device or as measured.
+          peak_flops: FLOPs per second of products of any dtype, for another device or as measured.
         Raises:
           ValueError: If one of the three is not a positive number.
 
@@ -354,7 +354,7 @@ class Lowered:
         return card(f"{self.name}, lowered", self.body_html())
 
     def body_html(self) -> Html:
-        """Plan, memory, leaves and certificate, without a title."""
+        """Return plan, memory, leaves and certificate as HTML, without a title."""
         memory = self.memory_analysis()
         most = max(*memory.values(), 1)
         certificate = [str(self.certificate)] if self.certificate else []
@@ -386,7 +386,7 @@ class Lowered:
         return [*lines, f"… and {hidden:,} more"] if hidden else lines
 
     def _state_costs(self) -> Iterator[tuple[BoundState, list[Entry]]]:
-        """The states with what a call does with each of their leaves."""
+        """Yield each state with what a call does with its leaves."""
         entries = iter(slot_costs(self.program, self.plan.schedule, copies=self.plan.copies))
         for state in self.states:
             yield state, list(islice(entries, len(state.specs)))

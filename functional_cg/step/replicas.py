@@ -1,11 +1,12 @@
-"""Leaves that all ranks hold whole, or in shards that fit each other, and whether a step keeps them so.
+"""Check that a step keeps replicated leaves equal on all ranks, and the shards of a leaf consistent.
 
-Over which axes of a mesh a value may differ is followed through the program: inputs differ over all of them, a shard
-over the axis that it is cut along; a reduction or a gather over an axis makes its result the same along it. A number
-among the inputs, of no dimension, is taken to be the same everywhere: a learning rate, a flag.
+The program is followed to find the mesh axes over which each value may differ: inputs differ over all axes, a
+shard over its own axis; a reduction or a gather over an axis makes the result equal along it. A 0-d input,
+such as a learning rate or a flag, is assumed to be equal everywhere.
 
-Shards differ, as parts of one leaf do. Computed with other data on each rank they are parts of no one leaf, and a
-gather of them is the same everywhere but no more than a patchwork: only a reduction makes one value of data.
+Shards are expected to differ, as parts of one leaf. But shards computed from different data on each rank are
+not parts of one leaf: gathering them gives the same patchwork everywhere. Only a reduction turns the ranks'
+data into one value.
 """
 
 from __future__ import annotations
@@ -26,13 +27,13 @@ from ..state.arena import BufferSpec
 
 __all__ = ["apart", "refuse_divergence", "told_apart"]
 
-_ODD = 6364136223846793005  # spreads the place of a byte over 64 bits
+_ODD = 6364136223846793005  # spreads the position of a byte over 64 bits
 
-Axes = Mapping[str, str]  # over which axes a value may differ, and the source that this comes from
+Axes = Mapping[str, str]  # axes over which a value may differ -> source of the difference
 
 
 def told_apart(program: Program) -> list[str]:
-    """What ranks compare of one program: its constants, then the numbers in each call, a word for each."""
+    """Return what ranks compare of a program: a hash of each constant, then of the numbers in each call."""
     words = [_digest_of(constant.value) for constant in program.constants]
     return words + [
         _word(repr(list(_numbers([instr.args, *instr.kwargs.values()])))) for instr in program.instrs
@@ -40,10 +41,10 @@ def told_apart(program: Program) -> list[str]:
 
 
 def apart(said: Sequence[Sequence[str]], mesh: Mesh) -> dict[int, tuple[str, ...]]:
-    """At which positions ranks differ, and over which axes: those along which there are neighbours that do.
+    """Return the positions at which ranks differ, each with the axes along which neighbouring ranks do.
 
     Args:
-      said: What :func:`told_apart` gave on each rank.
+      said: The result of :func:`told_apart` on each rank.
       mesh: The ranks.
     """
     sizes = [axis.size for axis in mesh.axes]
@@ -69,14 +70,14 @@ def refuse_divergence(
     mesh: Mesh,
     others: Mapping[int, Sequence[str]],
 ) -> None:
-    """Raise if a new leaf is not the same on the ranks that hold it whole, or its shards do not fit each other.
+    """Raise if a new leaf would differ between ranks that hold it whole, or its shards would not fit.
 
     Args:
       program: The program of a step; its first slots are those of the new state.
-      specs: What the slots are.
-      names: Of the inputs.
+      specs: Specs of the slots.
+      names: Names of the inputs.
       mesh: The ranks.
-      others: From :func:`apart`.
+      others: The result of :func:`apart`.
     Raises:
       RankError: Naming each such leaf, and what it is computed from.
     """
@@ -120,7 +121,7 @@ def _leaves(rows: Sequence[str]) -> str:
 
 
 def _cut(spec: BufferSpec) -> tuple[str, ...]:
-    """The axis that a leaf is cut along."""
+    """Return the axis along which a leaf is sharded; empty if it is not."""
     placement = spec.placement
     return (placement.mesh.shards.name,) if placement is not None and placement.sharded else ()
 
@@ -134,15 +135,15 @@ def _followed(
     *,
     of_data: bool = False,
 ) -> Callable[[Var], Axes]:
-    """Over which axes the values of a variable may differ, at the end.
+    """Return a function that maps a variable to the axes over which it may differ at the end of the program.
 
     Args:
-      of_data: Only by what is computed from inputs and not reduced since, shard by shard or whole.
+      of_data: Follow only what is computed from inputs and not reduced since, whether sharded or whole.
     """
     axes = {axis.group: axis.name for axis in mesh.wide}
     everywhere = tuple(axes.values())
     differs: dict[int, dict[str, str]] = {}  # by storage
-    # Parts that each rank picks for itself, of what is the same on all.
+    # Views in which each rank picks its own part of a storage that is equal on all.
     views: dict[Var, dict[str, str]] = {}
 
     def of(var: Var) -> dict[str, str]:
@@ -182,7 +183,7 @@ def _followed(
 
 
 def _numbers(value: Any) -> Iterator[Any]:
-    """The numbers among arguments, lists included."""
+    """Yield the numbers among arguments, including those in lists."""
     if isinstance(value, (list, tuple)):
         for item in value:
             yield from _numbers(item)
@@ -195,7 +196,7 @@ def _word(text: str) -> str:
 
 
 def _digest_of(value: Tensor) -> str:
-    """A word for the bits of a tensor, each byte in its place."""
+    """Return a hash of the bits of a tensor that depends on the position of each byte."""
     data = value.detach().contiguous().reshape(-1).view(torch.uint8).to(torch.int64)
     place = torch.arange(1, data.numel() + 1, device=data.device) * _ODD
     return _word(f"{value.dtype} {list(value.shape)} {int((data * place).sum())}")

@@ -1,4 +1,4 @@
-"""``debug="verify"``: replays beside eager runs of the same function on the same values."""
+"""``debug="verify"``: compare replays with eager runs of the same function on the same values."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ __all__ = ["Shadow"]
 
 
 class Shadow:
-    """Runs a call's function eagerly on the values from before the call, and compares.
+    """Reruns the function of a call eagerly, on the values from before the call, and compares the results.
 
     Args:
       fn: The user's function.
@@ -46,18 +46,18 @@ class Shadow:
         self._calls = 0
 
     def verify(self, call: Call, lowered: Lowered, replay: Callable[[], Any]) -> Any:
-        """Replay a call and return its result, if it is that of the eager run.
+        """Replay a call and return its result, provided that it matches the eager run.
 
-        Numbers have to be equal, tensors in all bits. A compiler adds in another order, and a step amplifies that as
-        much as it likes (Adam makes an update of 1e-3 of a gradient that is nothing but rounding), so no constant
-        would tell it from a mistake. Where there is one, three things are compared: in all bits, the replay with the
-        compiled function run outside of it, and the calls that the trace recorded, run one by one, with the eager
-        run; and as far as rounding goes, which is measured, the compiled function with these calls.
-        What the runs beside the replay print is not shown.
+        Numbers must be equal, and tensors bitwise equal. A compiler sums in another order, and a step can
+        amplify the rounding without limit (Adam turns a gradient that is pure rounding into an update of
+        1e-3), so no fixed tolerance separates rounding from a bug. A compiled step is therefore compared in
+        three ways: bit for bit, the replay with a direct run of the compiled function; bit for bit, the
+        traced calls, run one by one, with the eager run; and up to rounding, which is measured, the compiled
+        function with the traced calls. ``debug_print`` and taps are silent in all runs but the replay.
 
         Raises:
-          CaptureError: Naming the leaves that differ and the call; or the eager run has raised.
-          MiscompileError: If a compiled function computes something else than the calls.
+          CaptureError: If results differ, naming the leaves and the call; or if the eager run raises.
+          MiscompileError: If a compiled function computes something other than the traced calls.
         """
         before = [state.arena.copy() for state in call.states]
         live = [tensor.clone() for tensor in call.live]
@@ -84,7 +84,7 @@ class Shadow:
             raise self._error(call, what) from error
 
     def _buffers(self, call: Call, before: Sequence[Arena], live: list[Tensor], program: Program) -> Buffers:
-        """Static buffers of a call, in memory of their own."""
+        """Return static buffers for a call, in separate memory."""
         arenas = [arena.copy() for arena in before]
         slots = [arena.slots[s.start : s.stop] for s, arena in zip(call.states, arenas, strict=True)]
         staging = Staging(call.layout.specs, call.device)
@@ -95,7 +95,7 @@ class Shadow:
     def _rehearse(
         self, call: Call, buffers: Buffers, lowered: Lowered, plan: ExecutionPlan
     ) -> tuple[Any, list[Tensor]]:
-        """What a plan makes of a call in the buffers: the result of the function, and the outputs of the program."""
+        """Run a plan on the buffers of a call; return the function's result and the program's outputs."""
         with quiet():
             metrics = plan.bind(buffers)(())
         outputs = lowered.reference.made(metrics, buffers.slots)
@@ -151,7 +151,7 @@ class Shadow:
 
 
 def _differences(root: str, expected: Any, got: Any) -> list[str]:
-    """Where two trees differ, one line each."""
+    """Return where two trees differ, one line each."""
     pairs, treedef = pytree.flatten_with_path(expected)
     leaves, other = pytree.flatten(got)
     if treedef != other:
@@ -165,7 +165,7 @@ def _differences(root: str, expected: Any, got: Any) -> list[str]:
 
 
 def _difference(want: Any, have: Any) -> str:
-    """How two leaves differ; an empty string if they do not."""
+    """Return how two leaves differ; an empty string if they do not."""
     if not isinstance(want, Tensor) or not isinstance(have, Tensor):
         return "" if have is want or same(have, want) else f"eager {_shown(want)}   replay {_shown(have)}"
     want, have = owned(held(want)).detach(), owned(held(have)).detach()
@@ -188,7 +188,7 @@ def _wide(tensor: Tensor) -> Tensor:
 
 
 def _distance(want: Tensor, have: Tensor) -> float:
-    """Norm of the difference; where both are NaN, or the same infinity, there is none."""
+    """Return the norm of the difference; NaN equals NaN, and equal infinities match."""
     want, have = _wide(want), _wide(have)
     equal = (want == have) | (want.isnan() & have.isnan())
     distance: float = torch.where(equal, 0.0, have - want).abs().norm().item()
@@ -196,7 +196,7 @@ def _distance(want: Tensor, have: Tensor) -> float:
 
 
 def _same_bits(a: Tensor, b: Tensor) -> bool:
-    """Whether the bits agree; one NaN is as good as another."""
+    """Whether the bits agree; all NaNs count as equal."""
     if not (a.is_floating_point() or a.is_complex()):
         return torch.equal(a, b)
     return all(
@@ -205,7 +205,7 @@ def _same_bits(a: Tensor, b: Tensor) -> bool:
 
 
 def _numbers(tensor: Tensor) -> tuple[Tensor, Tensor]:
-    """Which elements are NaN, and the others with their signs."""
+    """Return a mask of the NaNs, and the elements in f64 with NaNs as 0; zeros keep their signs."""
     parts = torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
     nan = parts.double().isnan()
     return nan, torch.where(nan, 0.0, parts.double())

@@ -1,1 +1,1 @@
-"""Single tensors and ops: which memory they share, what an op writes, and the Triton kernels of the package."""
+"""Single tensors and ops: shared memory, arguments that ops write, and the GPU kernels of the package."""

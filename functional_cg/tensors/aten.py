@@ -1,8 +1,8 @@
-"""What an ATen op does beyond its values: which arguments it writes, whether it draws, whether it needs the host.
+"""Side effects of ATen ops: which arguments an op writes, whether it draws, whether it needs the host.
 
-Schemas tell most of it. What they hide stands in the tables below: batch norm writes its running statistics
-without saying so; the tag ``nondeterministic_seeded`` is on attention and RNN ops even where they draw nothing;
-``dynamic_output_shape`` is on integer indexing too.
+Schemas tell most of it. The tables below list what they hide: batch norm writes its running statistics
+without declaring it; attention and RNN ops have the tag ``nondeterministic_seeded`` even where they draw
+nothing; integer indexing has ``dynamic_output_shape``, too.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ __all__ = [
     "written_arguments",
 ]
 
-# Beginnings of the names of fused optimizers; `aten::_fused_rms_norm` is none.
+# Name prefixes of fused optimizers; `aten::_fused_rms_norm` is not one.
 FUSED = ("aten::_fused_ada", "aten::_fused_sgd")
 
-# On CUDA torch has no grouped copy of these.
+# dtypes without a grouped copy on CUDA.
 UNGROUPED = frozenset({torch.uint16, torch.uint32, torch.uint64})
 
-# op name -> (arguments written, flag argument that switches writing on, or "" for always)
+# op name -> (arguments written, flag argument that enables the writes, or "" for always)
 _HIDDEN_WRITES: Mapping[str, tuple[tuple[str, ...], str]] = MappingProxyType(
     {
         "aten::native_batch_norm": (("running_mean", "running_var"), "training"),
@@ -57,12 +57,12 @@ _NEEDS_VALUE = frozenset(
 
 
 def is_batched(tensor: Tensor) -> bool:
-    """Whether a tensor stands for a batch under ``torch.func.vmap``."""
+    """Whether a tensor is a batch under ``torch.func.vmap``."""
     return torch._C._functorch.is_batchedtensor(tensor)
 
 
 def unwrapped(tensor: Tensor) -> Tensor:
-    """The tensor that stands below the transforms of ``torch.func``."""
+    """Return the tensor beneath the wrappers of ``torch.func`` transforms."""
     functorch = torch._C._functorch  # private; test_nn notices a change
     while functorch.is_functorch_wrapped_tensor(tensor):
         tensor = functorch.get_unwrapped(tensor)
@@ -70,7 +70,7 @@ def unwrapped(tensor: Tensor) -> Tensor:
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:
-    """All tensors in an op's argument or result, lists included."""
+    """Yield all tensors in an op's argument or result, including those in lists."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, (list, tuple)):
@@ -79,7 +79,7 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
 
 
 def named_arguments(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Arguments of a call by their schema names, defaults included."""
+    """Return the arguments of a call by schema name, defaults included."""
     named = {}
     for position, parameter in enumerate(func._schema.arguments):
         if position < len(args) and not parameter.kwarg_only:
@@ -92,12 +92,12 @@ def named_arguments(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -
 
 
 def argument(func: Any, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """One argument of a call by its schema name; None if the op has no such argument."""
+    """Return one argument of a call by schema name; None if the op has no such argument."""
     return named_arguments(func, args, kwargs).get(name)
 
 
 def written_arguments(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
-    """The tensors among the arguments that the op writes."""
+    """Return the tensors among the arguments that the op writes."""
     hidden = _HIDDEN_WRITES.get(func._schema.name)
     if hidden is not None:
         names, flag = hidden
@@ -138,7 +138,7 @@ def can_draw(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
 
 
 def sync_reason(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
-    """Why the call needs the host, or an empty string."""
+    """Return why the call needs the host, or an empty string."""
     name = func._schema.name
     if name in _NEEDS_VALUE:
         return "asks for the value of a tensor on the host"
@@ -166,7 +166,7 @@ def sync_reason(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> st
 
 
 def copies(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> list[Callable[[], Any]]:
-    """Few calls that copy each source into its target: one for all that torch can copy as a group."""
+    """Return calls that copy each source into its target: a single one for all that torch can group."""
     pairs = list(zip(targets, sources, strict=True))
     grouped = [(target, source) for target, source in pairs if target.dtype not in UNGROUPED]
     calls: list[Callable[[], Any]] = [
@@ -179,5 +179,5 @@ def copies(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> list[Callabl
 
 
 def adds_up(dtype: object) -> bool:
-    """Whether it is a floating dtype with sums: any but those of 8 bits."""
+    """Whether this is a floating dtype that supports sums: all but the 8-bit ones."""
     return isinstance(dtype, torch.dtype) and dtype.is_floating_point and dtype.itemsize > 1

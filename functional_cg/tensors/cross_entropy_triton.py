@@ -1,7 +1,8 @@
 """The CUDA kernel of ``fcg::cross_entropy_``.
 
-One program per row. Its first pass finds the maximum and the sum of exponentials block by block, rescaling the sum once
-a block; its second reads the row again, backwards, from the cache for the most part, and leaves the gradient there.
+One program per row. The first pass finds the maximum and the sum of exponentials block by block, rescaling
+the sum once per block; the second reads the row again, backwards and mostly from the cache, and overwrites it
+with the gradient.
 Source of the first pass: Milakov & Gimelshein 2018, "Online normalizer calculation for softmax".
 """
 
@@ -41,7 +42,7 @@ def _cross_entropy_kernel(rows, target, scale, losses, classes, ignored, BLOCK: 
     found = tl.load(first + right).to(tl.float32) - top - total
     tl.store(losses + row, tl.where(counts, -found, 0.0))
     factor = tl.where(counts, tl.load(scale), 0.0)
-    tl.debug_barrier()  # the target's logit is read before another thread writes there
+    tl.debug_barrier()  # all threads have read the target's logit before one overwrites it
     last = (classes - 1) // BLOCK
     for back in range(last + 1):
         index = (last - back) * BLOCK + block
@@ -53,13 +54,13 @@ def _cross_entropy_kernel(rows, target, scale, losses, classes, ignored, BLOCK: 
 def cross_entropy_cuda(
     rows: torch.Tensor, target: torch.Tensor, scale: torch.Tensor, ignored: int
 ) -> torch.Tensor:
-    """Launch the kernel: no sync, the grid depends on shapes only.
+    """Launch the kernel without a sync; the grid depends only on shapes.
 
     Args:
-      rows: f[n, classes], contiguous, bf16, f16 or f32; the gradient is left in it.
+      rows: f[n, classes], contiguous, bf16, f16 or f32; overwritten with the gradient.
       target: i64[n].
       scale: f32[], the gradient of a row's loss.
-      ignored: Rows with this target have neither loss nor gradient.
+      ignored: Target of rows that have neither loss nor gradient.
     Returns:
       f32[n], the loss of each row.
     """
@@ -77,7 +78,7 @@ def cross_entropy_cuda(
             ignored,
             BLOCK=block,
             num_warps=warps,
-            debug=True,  # the assertion holds
-            sanitize_overflow=False,  # and no other is added
+            debug=True,  # keeps the assertion
+            sanitize_overflow=False,  # which would add others
         )
     return losses

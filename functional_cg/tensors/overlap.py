@@ -1,4 +1,4 @@
-"""Which bytes of a storage tensors occupy, and whether they share any; read from shapes and strides alone."""
+"""Find which bytes of a storage tensors occupy and whether they overlap, from shapes and strides alone."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ __all__ = ["byte_range", "overlapping", "overlaps_itself", "storage_key"]
 
 
 def storage_key(tensor: Tensor) -> int:
-    """Identity of a tensor's storage: two tensors share memory only if their keys are equal."""
+    """Return the identity of a tensor's storage; two tensors share memory only if their keys are equal."""
     return int(tensor.untyped_storage()._cdata)
 
 
 def byte_range(tensor: Tensor) -> tuple[int, int]:
-    """The first byte of a tensor in its storage, and the one after its last."""
+    """Return the first byte of a tensor in its storage, and one past its last."""
     first = int(tensor.storage_offset())
     last = first + sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
     return first * tensor.itemsize, (last + 1) * tensor.itemsize
 
 
 def overlaps_itself(tensor: Tensor) -> bool:
-    """Whether two elements of a tensor are in one place, as in an expanded one."""
+    """Whether two elements of a tensor share memory, as in an expanded tensor."""
     if tensor.is_contiguous() or tensor.numel() < 2:
         return False
-    reach = 0  # distance to the last element of the dimensions seen so far, fastest first
+    reach = 0  # offset of the last element over the dimensions so far, fastest first
     for step, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
         if size > 1 and step <= reach:
             return _distinct_elements(tensor) < tensor.numel()
@@ -42,7 +42,7 @@ def _distinct_elements(tensor: Tensor) -> int:
 
 
 def overlapping(tensors: Sequence[Tensor]) -> tuple[int, int] | None:
-    """Positions of two tensors of one storage that overlap."""
+    """Return the positions of two tensors that overlap, all of one storage; None if none do."""
     ranges = [byte_range(tensor) for tensor in tensors]
     for cluster in _clusters(ranges):
         # Columns of one matrix interleave without sharing a byte, so the bytes decide.
@@ -56,7 +56,7 @@ def overlapping(tensors: Sequence[Tensor]) -> tuple[int, int] | None:
 
 
 def _clusters(ranges: Sequence[tuple[int, int]]) -> list[list[int]]:
-    """Groups of two and more ranges that reach into each other, directly or through others."""
+    """Group ranges that overlap, directly or through others; return groups of at least two."""
     groups: list[list[int]] = []
     reach = 0
     for i in sorted(range(len(ranges)), key=ranges.__getitem__):
@@ -76,7 +76,7 @@ def _overlap(a: Tensor, b: Tensor, length: int) -> bool:
 
 
 def _bytes_in(mask: Tensor, tensor: Tensor) -> Tensor:
-    """The bytes of ``tensor`` in a mask over the bytes of its storage."""
+    """Return a view of the bytes of ``tensor`` in a mask over the bytes of its storage."""
     shape, size = (*tensor.shape, tensor.itemsize), tensor.itemsize
     stride = (*(step * size for step in tensor.stride()), 1)
     return torch.as_strided(mask, shape, stride, tensor.storage_offset() * size)

@@ -1,4 +1,4 @@
-"""The CUDA kernel of ``fcg::random_bits``; the files that import triton are named so."""
+"""The CUDA kernel of ``fcg::random_bits``; files that import triton are named ``*_triton.py``."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ _BLOCKS_PER_PROGRAM = 512
 _ROUNDS = 10
 
 
-# A new call site or size must not compile a new kernel, least of all during a capture: no argument that
-# changes between calls is specialised on its value.
+# A new call site or size must not compile a new kernel, least of all during a capture, so no argument that
+# changes between calls is specialized on its value.
 @triton.jit(do_not_specialize=["stream_low", "stream_high", "n"])
 def _philox_kernel(
     out,
@@ -41,7 +41,7 @@ def _philox_kernel(
     # Block i owns words 4i to 4i + 3: interleaved in registers, stored together.
     words = tl.interleave(tl.interleave(c0, c2), tl.interleave(c1, c3)).to(tl.int32, bitcast=True)
     index = start * 4 + tl.arange(0, 4 * BLOCKS)
-    # Only stores without a mask move four words at a time; all programs but the last have that.
+    # Only unmasked stores move four words at a time; all programs but a partial last one can use them.
     if (start + BLOCKS) * 4 <= n:
         tl.store(out + index, words)
     else:
@@ -49,12 +49,12 @@ def _philox_kernel(
 
 
 def _signed32(word: int) -> int:
-    """The low 32 bits of ``word`` as a signed number: every stream has one argument type, i32."""
+    """Return the low 32 bits of ``word`` as a signed number: every stream has one argument type, i32."""
     return ((word & 0xFFFFFFFF) ^ 0x80000000) - 0x80000000
 
 
 def random_bits_cuda(key: torch.Tensor, stream: int, n: int) -> torch.Tensor:
-    """Launch the kernel: no sync, the key is read on the device, the grid depends on ``n`` only.
+    """Launch the kernel without a sync: the key is read on the device, the grid depends only on ``n``.
 
     Args:
       key: i64[2], or i64[3] with the first block; on a CUDA device.

@@ -1,7 +1,7 @@
-"""Numbers moved by ulps, in place: on the CPU, and by a CUDA kernel in one pass.
+"""Perturb numbers by ulps, in place: on the CPU, or with a CUDA kernel in one pass.
 
-NVRTC compiles the kernel in a few hundredths of a second, Triton would take half a second: that counts, since it runs
-in the first call only.
+NVRTC compiles the kernel in a few hundredths of a second, while Triton would take half a second. This matters
+because the kernel runs only in the first call.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from torch import Tensor
 
 __all__ = ["AWAY_FROM_ZERO", "DOWN", "MOVABLE", "TO_ZERO", "UP", "move"]
 
-UP, DOWN, AWAY_FROM_ZERO, TO_ZERO = 1, 2, 3, 4  # 0 is any
-_CHUNK = 2**22  # elements to move at a time on the CPU
+UP, DOWN, AWAY_FROM_ZERO, TO_ZERO = 1, 2, 3, 4  # 0 is any direction
+_CHUNK = 2**22  # elements to perturb at a time on the CPU
 _THREADS, _PER_THREAD = 256, 4
-# dtype -> integer dtype of its size; mask of last bits, zero in few rounded and most exact numbers; bits of infinity;
-# its name in the kernel.
+# dtype -> integer dtype of its size; mask of the last bits, which are zero in most exact and few rounded
+# numbers; bits of infinity; its name in the kernel.
 _FORMATS = MappingProxyType(
     {
         torch.float64: (torch.int64, 2**20 - 1, 0x7FF0_0000_0000_0000, "Float64"),
@@ -120,18 +120,18 @@ __global__ void move(
 
 
 def move(flat: Tensor, most: int, root: Tensor | None, scale: float, seed: int, direction: int) -> None:
-    """Move the numbers of a tensor by up to ``most`` ulps, and by a normal number of a standard deviation.
+    """Perturb a tensor by up to ``most`` ulps and by normal noise.
 
-    What is not finite stays, and what has no last bits: it is taken to be exact.
+    Numbers that are not finite stay, as do those whose last bits are zero, which are taken to be exact.
 
     Args:
-      flat: [n], of a dtype in :data:`MOVABLE`, contiguous; written.
+      flat: [n], of a dtype in :data:`MOVABLE`, contiguous; written in place.
       most: Ulps.
-      root: 0-d, f64 for f64 and f32 for all others: times ``scale`` it is the standard deviation; what is not finite
-        counts as zero, as does None.
-      scale: A number; zero for None.
-      seed: Of the draws, fewer than 32 bits.
-      direction: 0 for any, or one for all numbers.
+      root: 0-d, f64 for f64 and f32 for all others; ``root * scale`` is the standard deviation of the noise.
+        None, or a value that is not finite, counts as zero.
+      scale: A number; zero if ``root`` is None.
+      seed: Seed of the draws, fewer than 32 bits.
+      direction: A direction for all numbers, or 0 for any.
     """
     (_move_on_gpu if flat.is_cuda else _move_on_host)(flat, most, root, scale, seed, direction)
 
