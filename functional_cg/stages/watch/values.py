@@ -63,7 +63,7 @@ missing = object()
 
 
 def is_value(value: Any) -> bool:
-    """Whether a value is plain data that a graph bakes in: a number, string, dtype, ..., or a tuple of these."""
+    """Whether a value is plain data that a graph bakes in: a number, string, dtype, ..., a tuple of them."""
     if type(value) in (tuple, frozenset, torch.Size):
         return all(map(is_value, value))
     numpy = sys.modules.get("numpy")
