@@ -60,7 +60,7 @@ class ExecutionPlan(Protocol):
     """The result of a lowering, which can be bound to buffers.
 
     Attributes:
-      schedule: What the plan has to do.
+      schedule: Its calls and commits.
       compiled: Whether a compiler chooses the kernels.
       copies: Whether new values are computed elsewhere and copied into their slots.
     """
@@ -85,7 +85,7 @@ def live_instrs(program: Program) -> list[Instr]:
 
 @dataclass(slots=True)
 class Schedule:
-    """What a plan has to do: the calls of its head and the commits of its tail.
+    """The work of a plan: the calls of its head and the commits of its tail.
 
     Attributes:
       head: Calls that compute, in order.
@@ -330,7 +330,7 @@ def _note(
 def as_strided(
     traced: int, tensor: Tensor, size: Sequence[int], stride: Sequence[int], offset: int | None = None
 ) -> Tensor:
-    """Call ``torch.as_strided`` with its storage offset corrected: a slot lies elsewhere than at the trace."""
+    """Call ``torch.as_strided`` with the storage offset corrected: slots lie elsewhere than in the trace."""
     if offset is not None:
         offset += int(tensor.storage_offset()) - traced
     return torch.as_strided(tensor, size, stride, offset)

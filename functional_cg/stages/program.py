@@ -310,7 +310,7 @@ def storage_bytes(instrs: Iterable[Instr]) -> dict[int, int]:
 
 
 def _spanned(var: Var) -> int:
-    """Bytes of its storage up to the variable's last element; an expanded one takes no more than what it repeats."""
+    """Return the bytes of a storage up to the variable's last element; expanded dimensions add none."""
     if not var.spec.numel:
         return 0
     steps = zip(var.spec.shape, var.spec.stride, strict=True)

@@ -37,7 +37,7 @@ _METHODS = tuple(
 
 _RUNS = 3  # another thread is unlikely to draw in each run and in no pause
 _VALUES = "asks for the values of a tensor on the host"
-# Name of a tensor method -> what calling it asks for.
+# Name of a tensor method -> what a call of it does.
 _READS: Mapping[str, str] = MappingProxyType(
     {
         "__repr__": _VALUES,
@@ -60,7 +60,7 @@ class HostGuard(TorchFunctionMode):
 
     Args:
       rules: The rules of the trace, which word the errors.
-      value_of: What a tensor of the trace holds, if that is known.
+      value_of: Returns what a tensor of the trace holds; None if that is not known.
     """
 
     def __init__(self, rules: Rules, value_of: Callable[[Tensor], Tensor | None]) -> None:
@@ -93,7 +93,7 @@ class HostGuard(TorchFunctionMode):
 
 
 def _called_by_torch(frame: FrameType | None) -> bool:
-    """Whether torch itself reads, for the text of an error say; only reads by user code are refused."""
+    """Whether torch itself reads, such as for an error message; only reads by user code are refused."""
     while frame is not None and frame.f_code.co_filename.startswith(_METHODS):
         frame = frame.f_back
     return frame is not None and frame.f_code.co_filename.startswith(_TORCH)

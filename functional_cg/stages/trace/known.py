@@ -1,7 +1,8 @@
-"""Values that a trace knows: literals, declared constants, and what is computed from them alone.
+"""Known values of a trace: literals, declared constants, and values computed from them alone.
 
-The host may read such a value while the step is traced, as a branch on a flag in a table does: each replay would read
-the same. A literal that changes between two traces, and a declared constant that is written later, are errors anyway.
+The host may read them during a trace, for example to branch on a flag in a table: each replay would read
+the same. A literal that differs between two traces, or a declared constant that is written later, is an error
+anyway.
 """
 
 from __future__ import annotations
@@ -25,14 +26,14 @@ _BY_MASK = frozenset(
 
 
 def aside_from_modes(call: Callable[[], Any]) -> Any:
-    """What a call returns on real tensors, in the middle of a trace."""
+    """Return the result of a call on real tensors, in the middle of a trace."""
     with torch._C._DisableTorchDispatch(), torch._C.DisableTorchFunction(), ordinary():
         without_gradients()
         return call()
 
 
 def value_of(program: Program, var: Var | None) -> Tensor | None:
-    """What a variable holds at the end of the calls so far; None if it depends on the state, an input or a draw."""
+    """Return a variable's value after the calls so far; None if it depends on state, inputs or draws."""
     if var is None:
         return None
     instrs, _ = live([instr for instr in program.instrs if not instr.checks], [var])
@@ -44,7 +45,7 @@ def value_of(program: Program, var: Var | None) -> Tensor | None:
         return None
 
     def computed() -> Tensor:
-        found = {one: value.clone() for one, value in values.items()}  # a call may write into it
+        found = {one: value.clone() for one, value in values.items()}  # a call may write it in place
         for instr in instrs:
             kwargs = {name: map_vars(found.__getitem__, value) for name, value in instr.kwargs.items()}
             _bind(instr.out, instr.op(*map_vars(found.__getitem__, instr.args), **kwargs), found)
@@ -65,13 +66,15 @@ def _bind(out: Any, value: Any, values: dict[Var, Tensor]) -> None:
 def by_places(
     func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], value: Callable[[Tensor], Tensor | None]
 ) -> list[Any] | None:
-    """The indices of a call that takes elements by masks, as the places where these are set; None if one is unknown.
+    """Return the indices of an indexing call, with masks turned into integers; None if a mask is unknown.
+
+    None also for calls of other ops.
 
     Args:
       func: The op.
       args: Its arguments.
       kwargs: Its arguments by name.
-      value: What a tensor holds, if it is known.
+      value: Returns what a tensor holds; None if that is not known.
     """
     if func._schema.name not in _BY_MASK:
         return None
@@ -90,13 +93,13 @@ def by_places(
 def result_of(
     func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], value: Callable[[Tensor], Tensor | None]
 ) -> tuple[Any] | None:
-    """What a call returns that reads known values alone, and writes none; None of any other.
+    """Return the result, as a 1-tuple, of a call that reads only known values and writes none; else None.
 
     Args:
       func: The op.
       args: Its arguments.
       kwargs: Its arguments by name.
-      value: What a tensor holds, if it is known.
+      value: Returns what a tensor holds; None if that is not known.
     """
     values = {id(tensor): value(tensor) for tensor in tensors_in([*args, *kwargs.values()])}
     if func._schema.is_mutable or any(one is None for one in values.values()):

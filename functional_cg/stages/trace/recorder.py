@@ -172,18 +172,18 @@ class _Recorder(TorchDispatchMode):
         return out
 
     def value_of(self, tensor: Tensor) -> Tensor | None:
-        """What a tensor of the trace holds, if each replay finds the same there."""
+        """Return what a tensor of the trace holds, if that is the same in each replay; else None."""
         return value_of(self.program, self.var_of(tensor))
 
     def _known_result(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any] | None:
-        """What a call returns that asks the host for known values alone; None if it asks for others."""
+        """Return the result, as a 1-tuple, of a call that needs only known values on the host; else None."""
         device = next(tensors_in([*args, *kwargs.values()])).device
 
         def literal(value: Any) -> Any:
             return self._literal(value, device) if type(value) is Tensor else value
 
         places = by_places(func, args, kwargs, self.value_of)
-        if places is not None:  # the rest of its arguments may be anything
+        if places is not None:  # its other arguments need not be known
             named = {**named_arguments(func, args, kwargs), "indices": list(map(literal, places))}
             return (self._dispatch(func, tuple(named.values()), {}),)
         known = result_of(func, args, kwargs, self.value_of)
@@ -225,7 +225,7 @@ class _Recorder(TorchDispatchMode):
     def _record(
         self, func: Any, args: Sequence[Any], kwargs: dict[str, Any], out: Any, written: Sequence[Tensor]
     ) -> None:
-        if func is _IN_OTHER_STRIDES_:  # it writes no element: what it returns is a view
+        if func is _IN_OTHER_STRIDES_:  # it writes no element and returns a view
             func, written = torch.ops.aten.as_strided.default, ()
         frozen = tuple(self._freeze(arg) for arg in args)
         named = {name: self._freeze(value) for name, value in kwargs.items()}

@@ -152,7 +152,7 @@ class Rules:
         return written
 
     def needs_host(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
-        """Why an op asks for values on the host; empty if it does not."""
+        """Return why an op needs values on the host; "" if it does not."""
         facts = self._facts.get(func) or _facts(func)
         return sync_reason(func, args, kwargs) if facts.may_sync else ""
 

@@ -1,1 +1,1 @@
-"""The host watch: what the user's Python reads while it is traced, found again and compared at each later call."""
+"""The host watch: record what the user's Python reads during a trace, and compare it at each call."""

@@ -1,4 +1,4 @@
-"""What a call reads of its arguments, where what is called is not written in Python."""
+"""Record what calls of compiled code read of their arguments."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ __all__ = ["Calls", "parent"]
 _WRITES = frozenset("append appendleft extend extendleft insert add __setitem__ __setattr__ __init__".split())
 _LOOKUPS = frozenset({"get", "setdefault", "__getitem__"})
 _GETTERS = (operator.attrgetter, operator.itemgetter)
-# They look an attribute up as it is stored, whatever the class makes of it.
+# These look an attribute up as it is stored, bypassing the class's own lookup.
 _STORED = (object.__getattribute__, type.__getattribute__, ModuleType.__getattribute__)
-# What they say depends on something hidden, and asking changes nothing.
+# Their answers depend on hidden state, and asking changes nothing.
 _QUERIES: frozenset[Any] = frozenset(
     {threading.Event.is_set, logging.Logger.isEnabledFor, logging.Logger.getEffectiveLevel}
 )
@@ -45,10 +45,10 @@ _SAYS_ALL = frozenset({"__reduce_ex__", "__reduce__", "__getstate__"})
 
 
 class Calls(Stack):
-    """The stack of a frame, and what it calls."""
+    """The stack of a frame, with the calls that the frame makes."""
 
     def call(self, callee: Any, args: list[Any], kwargs: dict[str, Any]) -> None:
-        """Something is called: the frames of what is written in Python are seen, of the rest what is handed to it."""
+        """Handle a call: Python code is seen in its frames; for other code, record the arguments as read."""
         handler = _BUILTINS.get(callee) if type(callee) in (*BUILTINS, type) else None
         if handler is not None:
             self.push(handler(self, *args))
@@ -93,7 +93,7 @@ class Calls(Stack):
             self.push(UNKNOWN)
 
     def hand_on(self, *values: Any) -> None:
-        """Values are given to what is not seen, which may read all of a container."""
+        """Record values that are passed to unseen code, which may read all of a container."""
         for value in values:
             self.use(value, deep=True)
         for value in values:
@@ -101,7 +101,7 @@ class Calls(Stack):
                 self._handed_on(value, [one for one in values if one is not value])
 
     def _handed_on(self, callee: Any, others: list[Any]) -> None:
-        """Something compiled is given to what is not seen, with others: it may be called with what these hold."""
+        """Record a compiled callable passed to unseen code, which may call it on what the others hold."""
         parts = [part for one in others for part in self.reads.held_by(one)]
         if type(callee) in _GETTERS:
             for part in parts:
@@ -120,7 +120,7 @@ class Calls(Stack):
             self._method(callee.__self__, callee.__name__, [], {})
 
     def _method(self, owner: Any, name: str, args: list[Any], kwargs: Mapping[str, Any]) -> Any:
-        """A method that is not written in Python."""
+        """Handle a call of a compiled method."""
         if type(owner) is contextvars.ContextVar and name == "get":
             return self.reads.holds(owner, functools.partial(_held_by, *args), _held_by(*args, owner))
         if name == "__getattribute__" and args:
@@ -160,7 +160,7 @@ class Calls(Stack):
                     self.use(self.attribute(owner, name), deep=True)
 
     def _asked(self, owner: Any, name: str, args: list[Any]) -> Any:
-        """A question about something hidden, which may be asked again."""
+        """Record and return the answer to a query of hidden state, which can be repeated."""
         if not all(map(is_key, args)):
             return UNKNOWN
         ask = operator.methodcaller(name, *args)
@@ -213,7 +213,7 @@ class Calls(Stack):
         return found if len(keys) == 1 else UNKNOWN
 
 
-# What builtins read of their arguments: not what they hold, but a part of it, or nothing.
+# What builtins read of their arguments: not all contents, but a part of them or nothing.
 _BUILTINS: Mapping[Any, Callable[..., Any]] = MappingProxyType(
     {
         getattr: Calls._ask,
@@ -237,7 +237,7 @@ _BUILTINS: Mapping[Any, Callable[..., Any]] = MappingProxyType(
 
 
 def _is_compiled(value: Any) -> bool:
-    """Whether it can be called, and what it does then is not seen."""
+    """Whether a value is a callable whose work is not seen."""
     return type(value) in (*BUILTINS, MethodWrapperType, functools.partial, *_GETTERS)
 
 
@@ -247,7 +247,7 @@ def _held_by(*args: Any) -> Any:
 
 
 def parent(cls: Any, instance: Any) -> Any:
-    """``super(cls, instance)``."""
+    """Return ``super(cls, instance)``; UNKNOWN if it raises."""
     try:
         return super(cls, instance)
     except TypeError:

@@ -1,7 +1,7 @@
-"""Follows the frames of a run, instruction by instruction where they are the user's.
+"""Follow the frames of a run; user code instruction by instruction.
 
-Python 3.12 has ``sys.monitoring``, which leaves other code at its full speed; before that a trace function does it, in
-place of a debugger's, which sees the other run of a trace.
+Python 3.12 has ``sys.monitoring``, which leaves other code at full speed. Earlier versions use a trace
+function; it replaces a debugger's, which still sees the other run of the trace.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from .stack import Instructions
 __all__ = ["Follower"]
 
 _TORCH = os.path.dirname(torch.__file__) + os.sep
-# Libraries of which a method reads the attributes of an object of the user's, such as a module or a scheduler.
+# Libraries whose methods read attributes of the user's objects, such as modules or schedulers.
 _OF_OBJECTS = (
     "<frozen os>",
     "<frozen _collections_abc>",
@@ -49,18 +49,18 @@ _NOT_OF_OBJECTS = tuple(
     )
     if (path := sysconfig.get_paths().get("stdlib"))
 )
-_YIELDS = 0x20  # the flag of code that yields
+_YIELDS = 0x20  # code flag of generators
 
 
 class Follower:
     """The shadows of the frames that run on this thread.
 
     Args:
-      reads: Is told what they read.
+      reads: Records what they read.
 
     Attributes:
-      own: Whether frames of code are the user's; None: nobody asks what they do.
-      away: Whether it follows none for now.
+      own: By code, whether it is the user's; None if its frames are ignored.
+      away: Whether following is suspended.
     """
 
     def __init__(self, reads: HostReads) -> None:
@@ -72,8 +72,8 @@ class Follower:
 
     @contextmanager
     def following(self) -> Iterator[None]:
-        """Tell `reads` what the frames read that run in this block."""
-        # The frames of what a collection ends, such as somebody's generator, are none of the step's.
+        """Record what the frames that run in this block read."""
+        # Garbage collection may run frames that are not the step's, such as that of a dying generator.
         with no_garbage_collection():
             try:
                 with _traced(self) if sys.version_info < (3, 12) else _monitored(self):
@@ -82,10 +82,10 @@ class Follower:
                 self._leave()
 
     def aside(self, act: Callable[..., Any], *args: Any) -> Any:
-        """Call something whose frames are none of the step's: a library's, or the handler of a signal."""
+        """Call a function without following its frames: a library's, or a signal handler."""
         tracer, away = sys.gettrace(), self.away
         self.away = True
-        if isinstance(tracer, _Tracer):  # it would slow each of them down
+        if isinstance(tracer, _Tracer):  # it would slow down each frame
             sys.settrace(None)
         try:
             return act(*args)
@@ -95,19 +95,19 @@ class Follower:
                 sys.settrace(tracer)
 
     def owned(self, frame: FrameType) -> bool | None:
-        """Whether a frame is the user's; None: nobody asks what it does."""
+        """Whether a frame is the user's; None if it is ignored."""
         code = frame.f_code
         if code not in self.own:
             self.own[code] = _is_own(frame)
         return self.own[code]
 
     def shadow(self, frame: FrameType | None) -> Shadow | None:
-        """The shadow of a frame that has started."""
+        """Return the shadow of a frame that has started; None if it has none."""
         found = self._shadows.get(id(frame))
         return found if found is not None and found.frame is frame else None
 
     def start(self, frame: FrameType) -> Shadow | None:
-        """A frame starts, or goes on after a yield; returns its shadow if its instructions are of interest."""
+        """Handle a frame that starts or resumes; return its shadow if its instructions are followed."""
         shadow = self.shadow(frame)
         if shadow is not None:
             return shadow
@@ -127,7 +127,7 @@ class Follower:
         return known is not None and known.root.outlives
 
     def returned(self, frame: FrameType, value: Any) -> None:
-        """A frame returns or yields."""
+        """Handle a frame that returns or yields."""
         caller = self.shadow(frame.f_back)
         if caller is not None:
             caller.result = value
@@ -137,7 +137,7 @@ class Follower:
                 shadow.leave()
 
     def _leave(self) -> None:
-        """Let go of the frames that may go on."""
+        """Release the frames that have not ended."""
         for shadow in self._shadows.values():
             shadow.leave()
         self._shadows.clear()
@@ -146,12 +146,12 @@ class Follower:
 def _is_own(frame: FrameType) -> bool | None:
     filename, namespace = frame.f_code.co_filename, frame.f_globals
     if frame.f_code is torch.nn.Module.__getattr__.__code__:
-        return None  # where it looks is known
+        return None  # its lookup is known
     if filename.startswith(_OF_OBJECTS):
         return None if filename.startswith(_NOT_OF_OBJECTS) else False
     if not is_user_file(filename):
         return None
-    if filename == "<string>":  # perhaps made by a decorator, such as dataclass, or by namedtuple
+    if filename == "<string>":  # may be generated by a decorator, such as dataclass, or by namedtuple
         made_for = namespace.get("__file__")
         made = str(namespace.get("__name__")).startswith("namedtuple_")
         return None if made or (made_for is not None and not is_user_file(made_for)) else True
@@ -159,10 +159,10 @@ def _is_own(frame: FrameType) -> bool | None:
 
 
 class _Tracer:
-    """A trace function.
+    """A trace function for ``sys.settrace``.
 
     Args:
-      follower: Is told of the frames.
+      follower: Handles the frames' events.
     """
 
     def __init__(self, follower: Follower) -> None:
@@ -170,7 +170,7 @@ class _Tracer:
 
     def __call__(self, frame: FrameType, event: str, arg: Any) -> Any:
         if self._own.get(frame.f_code, False) is None or self._follower.owned(frame) is None:
-            return None  # as are most
+            return None  # as for most frames
         frame.f_trace_lines = False
         if self._follower.start(frame) is not None:
             frame.f_trace_opcodes = True

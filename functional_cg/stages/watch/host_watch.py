@@ -1,8 +1,8 @@
-"""The host watch: what the step's Python reads outside of the tensors, compared at each call.
+"""The host watch: at each call, compare the host values that the step's Python reads.
 
-A graph has these values baked in. They are read once more at each call, by one generated function that compares by
-identity first (0.03 to 0.1 µs a value, ``python -m functional_cg.bench.watch``), so that a change is an error before
-anything is launched, never a stale number.
+A graph bakes these values in. One generated function reads them again at each call and compares by identity
+first (0.03 to 0.1 µs per value, ``python -m functional_cg.bench.watch``). So a change raises before anything
+is launched, and never replays a stale number.
 """
 
 from __future__ import annotations
@@ -43,7 +43,10 @@ _saved_tensors_hooks = torch._C._autograd._top_saved_tensors_default_hooks
 
 
 def modes() -> tuple[object, ...]:
-    """The values of `MODES` now. TF32 is read through ``fp32_precision``: its older names raise once both were used."""
+    """Return the current values of `MODES`.
+
+    TF32 is read through ``fp32_precision``: the older names raise once both were used.
+    """
     precision = torch._C._get_fp32_precision_getter
     return (
         torch.is_autocast_enabled("cuda"),
@@ -65,14 +68,14 @@ def modes() -> tuple[object, ...]:
 
 
 def _precision(name: str) -> str:
-    # "none" is "ieee" that nobody asked for.
+    # "none" means "ieee" that was never set.
     return "ieee" if name == "none" else name
 
 
 def refuse_ambient_modes(function_name: str) -> None:
-    """Raise if a mode is on around the call that would change what a trace records, and nothing of a replay.
+    """Raise if a mode around the call would change what a trace records, though it does not affect a replay.
 
-    Those are autocast, function modes other than that of a default device, and hooks on saved tensors.
+    Such modes are autocast, function modes other than that of a default device, and saved-tensor hooks.
 
     Raises:
       BakedValueError: Naming the mode.
@@ -103,11 +106,11 @@ def refuse_ambient_modes(function_name: str) -> None:
 
 
 class HostWatch:
-    """The values read on the host, as they were when the watch was made.
+    """Host values as they were when the watch was made.
 
     Attributes:
-      unchanged: Whether every value and mode is what it was. Equal values of one type count as unchanged, floats if
-        their bits are equal; a name that is gone counts as changed.
+      unchanged: Returns whether no value and no mode has changed. Values of one type count as unchanged if
+        they are equal, floats if their bits are equal; a name that no longer exists counts as changed.
     """
 
     __slots__ = ("_entries", "_modes", "unchanged")
@@ -123,14 +126,14 @@ class HostWatch:
         return len(self._entries)
 
     def names(self) -> tuple[str, ...]:
-        """The values on the watch, as the user writes them."""
+        """Return the watched values as the user writes them."""
         values = (How.SAME, How.CONTENTS, How.IDENTICAL)
         return tuple(
             dict.fromkeys(entry.name for entry in self._entries if entry.how in values and not entry.defines)
         )
 
     def differences(self) -> list[tuple[str, object, object]]:
-        """(name, old, new) of each value and mode that is not what it was."""
+        """Return (name, old, new) for each value and mode that has changed."""
         read = [(entry, _read(entry)) for entry in self._entries]
         changed = [(entry, now) for entry, now in read if now is _GONE or not entry.agrees(now)]
         rows = [(entry.name, *_sides(entry, now)) for entry, now in changed if not entry.defines]
@@ -143,10 +146,10 @@ class HostWatch:
         return rows + [(name, _DEFINED, _Said("defined anew")) for name in redefined]
 
     def check(self, function_name: str) -> None:
-        """Raise if something differs.
+        """Raise if something has changed.
 
         Raises:
-          BakedValueError: Naming each value, as it was traced and as it is now.
+          BakedValueError: Naming each value, as traced and as it is now.
         """
         if self.unchanged():
             return
@@ -189,7 +192,7 @@ def _fix(name: str, old: object) -> str:
 
 @dataclass(frozen=True)
 class _Said:
-    """What stands in a message for something that has no short repr of its own."""
+    """Text that a message shows for an object without a short repr."""
 
     text: str
 
@@ -203,12 +206,12 @@ _DEFINED, _GONE = _Said("as defined then"), _Said("<gone>")
 def _read(entry: Entry) -> object:
     try:
         return entry.read()
-    except Exception:  # whatever a user's object raises, the value is not there any more
+    except Exception:  # a user's object may raise anything; the value counts as gone
         return _GONE
 
 
 def _sides(entry: Entry, now: object) -> tuple[object, object]:
-    """What stood there, and what stands there, as a message shows it."""
+    """Return the old and the new side of a change, as a message shows them."""
     if now is _GONE:
         return (entry.old if entry.how is not How.ALIAS else _Said(f"`{entry.old.name}`")), now
     match entry.how:
@@ -224,10 +227,10 @@ def _sides(entry: Entry, now: object) -> tuple[object, object]:
 def _comparison(
     entries: Sequence[Entry], then: Sequence[object], *, autocast_dtypes: bool
 ) -> Callable[[], bool]:
-    """Generate the function that reads every mode and every entry once more and compares.
+    """Generate the function that reads all modes and entries again and compares them.
 
-    Modes are single objects, but for the precisions, which torch spells anew each time. An object from which several
-    values are read is looked up once.
+    Modes are singletons, except the precisions: torch returns a new string each time. An object from which
+    several values are read is looked up once.
     """
     names: dict[str, Any] = {"same": same, **_getters(), **{f"m{i}": mode for i, mode in enumerate(then)}}
     names |= {f"spelt{i}": ("ieee", "none") if then[i] == "ieee" else (then[i],) for i in (5, 6)}
@@ -283,7 +286,7 @@ def _comparison(
 
 
 def _getters() -> dict[str, Any]:
-    # torch's own Python functions around these cost more than the rest of a call.
+    # torch's Python wrappers around these cost more than the rest of a call.
     return {
         "autocast": torch._C._is_any_autocast_enabled,
         "autocast_dtype": torch.get_autocast_dtype,

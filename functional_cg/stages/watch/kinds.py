@@ -1,4 +1,4 @@
-"""What kind of thing a value of the host is, told without running anything of the user's."""
+"""Classify host values without running user code."""
 
 from __future__ import annotations
 
@@ -42,14 +42,14 @@ __all__ = [
     "stores",
 ]
 
-# What a method that is not written in Python is, once bound: the second is one that asks for its class.
+# Types of bound compiled methods; those of the second type receive their defining class.
 BUILTINS: tuple[type, ...] = (types.BuiltinFunctionType, type(SimpleQueue().get))
 LOCKS = (type(threading.Lock()), type(threading.RLock()))
-UNKNOWN: Any = object()  # a value that is not seen
+UNKNOWN: Any = object()  # stands for a value that was not seen
 
 
 def has_key(key: Any) -> Any:
-    """The question whether a container has a key, or an element."""
+    """Return a function that tells whether a container has a key or an element."""
     return functools.partial(_has_key, key)
 
 
@@ -58,12 +58,12 @@ def _has_key(key: Any, container: Any) -> bool:
 
 
 def plain(defaults: Any) -> bool:
-    """Whether defaults of a function are all plain values."""
+    """Whether all defaults of a function are plain values."""
     return all(map(is_value, defaults.values() if type(defaults) is dict else defaults))
 
 
 def is_key(key: Any) -> bool:
-    """Whether a value is known, and one by which items are found."""
+    """Whether a value is known, plain and hashable."""
     try:
         hash(key)
     except TypeError:
@@ -77,13 +77,13 @@ def stores(name: str, owner: Any) -> bool:
 
 
 def defines(name: str, cls: type) -> bool:
-    """Whether a class or one of its bases has a name."""
+    """Whether a class or one of its bases defines a name."""
     return in_classes(cls.__mro__, name) is not missing
 
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """What an object stores as an attribute, whatever its class makes of it."""
+    """Reads an attribute as the object stores it, bypassing its class's ``__getattribute__``."""
 
     name: str
 
@@ -92,24 +92,24 @@ class Stored:
 
 
 def stored_in_class(name: str, cls: type) -> Any:
-    """What a class or the first of its bases stores under a name, as it is."""
+    """Return what a class or the first of its bases stores under a name, unbound."""
     return in_classes(cls.__mro__, name)
 
 
 def after(parent: Any) -> tuple[type, ...]:
-    """The classes in which ``super()`` looks."""
+    """Return the classes that a ``super()`` object searches."""
     classes = parent.__self_class__.__mro__
     return tuple(classes[classes.index(parent.__thisclass__) + 1 :])
 
 
 def definer_after(cls: type, name: str, of: type) -> type | None:
-    """The class in which ``super(cls, self).name`` is found, of an instance of a class."""
+    """Return the class that defines ``super(cls, self).name`` for a ``self`` of class ``of``, if any."""
     classes = of.__mro__[of.__mro__.index(cls) + 1 :]
     return next((one for one in classes if name in vars(one)), None)
 
 
 def inside(value: Any) -> Any:
-    """The plain container in which one of the standard library's keeps what it holds; None for anything else."""
+    """Return the plain container inside a ``ChainMap`` or weak dictionary; None for anything else."""
     if issubclass(type(value), collections.ChainMap):
         return value.maps
     if issubclass(type(value), weakref.WeakKeyDictionary | weakref.WeakValueDictionary):
@@ -118,7 +118,7 @@ def inside(value: Any) -> Any:
 
 
 def bound(found: Any, owner: Any) -> Any:
-    """What an attribute of a class is, read through an instance."""
+    """Return a class attribute as read through an instance; UNKNOWN if it is missing or computed."""
     if type(found) in (FunctionType, functools._lru_cache_wrapper):
         return MethodType(found, owner)
     if type(found) is staticmethod:
@@ -131,12 +131,12 @@ def bound(found: Any, owner: Any) -> Any:
 
 
 def computes(found: Any) -> bool:
-    """Whether what a class stores is asked for the value when it is read."""
+    """Whether a class attribute is a descriptor, which computes the value on each read."""
     return hasattr(type(found), "__get__") and not issubclass(type(found), type)
 
 
 def generator_state(value: Any) -> Any:
-    """The state of a random generator of Python's or numpy's; None for anything else."""
+    """Return the state of a random generator of Python or numpy; None for anything else."""
     kind = type(value)
     if issubclass(kind, random.Random) and kind is not random.SystemRandom:
         return random.Random.getstate(value)
@@ -149,7 +149,7 @@ def generator_state(value: Any) -> Any:
 
 
 def advances(value: Any) -> bool:
-    """Whether taking from it moves it on, unseen: an iterator that is not written in Python."""
+    """Whether a value is a compiled iterator, which advances unseen."""
     kind = type(value)
     return (
         type(in_classes(kind.__mro__, "__next__")) is not FunctionType
@@ -159,18 +159,18 @@ def advances(value: Any) -> bool:
 
 
 def is_installed(namespace: Mapping[str, Any]) -> bool:
-    """Whether code with these globals is of an installed package, rather than of the project that runs."""
+    """Whether code with these globals belongs to an installed package rather than to the running project."""
     path = PurePath(str(namespace.get("__file__") or ""))
     return not {"site-packages", "dist-packages"}.isdisjoint(path.parts)
 
 
 def is_user_class(cls: type) -> bool:
-    """Whether a class is of the user's code."""
+    """Whether a class is user code."""
     module = sys.modules.get(cls.__module__)
     return module is not None and is_user_module(module)
 
 
 def is_user_module(module: ModuleType) -> bool:
-    """Whether a module is of the user's code."""
+    """Whether a module is user code."""
     where = vars(module).get("__file__") or next(iter(vars(module).get("__path__", ())), None)
     return module.__name__ == "__main__" if where is None else is_user_file(where)

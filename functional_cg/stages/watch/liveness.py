@@ -1,7 +1,7 @@
-"""Which objects nothing holds any more, but they themselves, each other, and who asks.
+"""Find objects that are referenced only by themselves, by each other, and by the caller.
 
-Counts references as CPython's collector of cycles does, of a part of the heap: an object that has more references than
-lead to it from there is held from elsewhere, and so is all that it leads to.
+Counts references as CPython's cycle collector does, on a part of the heap: an object with more references
+than this part accounts for is held from outside, and so is everything reachable from it.
 """
 
 from __future__ import annotations
@@ -16,22 +16,22 @@ from typing import Any
 
 __all__ = ["unheld"]
 
-_MOST = 200_000  # objects to look at
+_MOST = 200_000  # objects to visit
 _ATOMS = (str, bytes, int, float, complex, bool, type(None), CodeType, ModuleType, FrameType, type)
 
 
 def unheld(
     values: Sequence[Any], books: Iterable[Any], bookkeepers: tuple[type, ...], outside: Set[int]
 ) -> list[bool]:
-    """Tell which values nothing else holds.
+    """Tell which values nothing else references.
 
     Args:
       values: The values.
-      books: What holds them for the sake of whoever asks.
-      bookkeepers: Classes of objects of which references do not count, wherever these objects are held.
-      outside: Ids of objects that are known to be held; what they lead to is not looked at.
+      books: Objects that reference them on behalf of the caller.
+      bookkeepers: Classes whose instances do not count as held, whoever references them.
+      outside: Ids of objects that are known to be held; they are not searched.
     Returns:
-      For each value whether it is unheld; no for all where too much hangs on them.
+      For each value, whether it is unheld; False for all if too many objects are reachable.
     """
     found: dict[int, Any] = {}
     inside: Counter[int] = Counter()
@@ -65,7 +65,7 @@ def _counts(objects: dict[int, Any]) -> dict[int, int]:
 
 
 def _led_to(value: Any) -> Iterator[Any]:
-    """The objects that one leads to; of a function, not all that its module has."""
+    """Yield the objects that a value references; for a function, not its globals."""
     if issubclass(type(value), _ATOMS):
         return
     skipped = (value.__globals__, vars(builtins)) if type(value) is FunctionType else ()

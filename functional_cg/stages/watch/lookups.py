@@ -1,4 +1,4 @@
-"""What an attribute, or an item, of an object is: looked up where Python would, as far as it is stored."""
+"""Look up attributes and items where Python would, as far as they are stored."""
 
 from __future__ import annotations
 
@@ -49,10 +49,13 @@ _BUILTIN_ITEMS = frozenset(
 
 
 class Lookups(Reads):
-    """The reads of one run, told by what is asked for."""
+    """The host reads of one run, by lookups of attributes and items."""
 
     def attribute(self, owner: Any, name: str, *, stored: bool = False) -> Any:
-        """What ``owner.name`` is, as far as it is stored; or what is `stored`, whatever the class makes of it."""
+        """Return ``owner.name`` and record the read; UNKNOWN if it is not stored.
+
+        ``stored`` bypasses the class's own ``__getattribute__``.
+        """
         kind = type(owner)
         if kind is str and name in ("format", "format_map"):
             return getattr(owner, name)
@@ -106,7 +109,7 @@ class Lookups(Reads):
                 return UNKNOWN
             self._read(owner, Step(ATTRIBUTE, name), value)
             return value
-        if hasattr(type(in_class), "__set__"):  # a property comes before what the instance stores
+        if hasattr(type(in_class), "__set__"):  # a property precedes what the instance stores
             self.of_class(type(owner), name, in_class)
             return UNKNOWN
         if name in storage:
@@ -140,16 +143,14 @@ class Lookups(Reads):
         self.of_class(type(owner), name, in_class)
         of_module = issubclass(type(owner), torch.nn.Module) and not name.startswith("_")
         of_interest = self.is_of_user(type(owner)) or of_module
-        if (
-            of_interest and type(in_class) is FunctionType
-        ):  # one that the instance stores would come before it
+        if of_interest and type(in_class) is FunctionType:  # one stored in the instance would precede it
             place = self.place(owner)
             shown = f"{place.name}.{name}"
             self.part(place, functools.partial(stores, name), False, shown, name, defines=True)
         return bound(in_class, owner)
 
     def _looked_up(self, owner: Any, name: str) -> Any:
-        """An attribute that is not stored: the class computes it, or it is not there."""
+        """Handle an attribute that is not stored: the class computes it, or it does not exist."""
         asks = in_classes(type(owner).__mro__, "__getattr__")
         if asks in (dict.__getitem__, dict.get):
             return self.item(owner, name)
@@ -190,7 +191,7 @@ class Lookups(Reads):
         return UNKNOWN if computes(found) and type(found) not in as_it_is else found
 
     def of_class(self, cls: type, name: str, found: Any) -> None:
-        """Note what a class of the user's has under a name."""
+        """Record what a user's class stores under a name."""
         definer = next((one for one in cls.__mro__ if name in vars(one)), cls)
         own = self.is_of_user(definer) or (self.is_of_user(cls) and not name.startswith("_"))
         if issubclass(cls, enum.Enum) or not own:
@@ -203,7 +204,7 @@ class Lookups(Reads):
         elif not computes(found):
             self.found(place, Step(ATTRIBUTE, name), found, shown)
         elif self.is_new(place, Step(ATTRIBUTE, name)):
-            # A class gives a function away as it is; anything else is asked for what it gives.
+            # Read from a class, a function is returned as it is; other descriptors compute what they return.
             as_it_is = type(found) is FunctionType
             step = Step(ATTRIBUTE, name) if as_it_is else Step(PART, functools.partial(stored_in_class, name))
             self.compare(place, step, How.IDENTICAL, found, shown, defines=True)
@@ -215,13 +216,13 @@ class Lookups(Reads):
                     )
 
     def holds(self, owner: Any, ask: Any, value: Any) -> Any:
-        """What a variable of the context, or a weak reference, leads to."""
+        """Record and return ``value``, the result of ``ask(owner)``, such as a weak reference's target."""
         place = self.place(owner)
         self.found(place, Step(PART, ask), value, f"{place.name}()")
         return value
 
     def item(self, owner: Any, key: Any) -> Any:
-        """What ``owner[key]`` is, of a builtin container."""
+        """Return ``owner[key]`` of a builtin container, and record the read; UNKNOWN for other objects."""
         if owner is UNKNOWN or is_value(owner) or issubclass(type(owner), torch.Tensor):
             return UNKNOWN
         if not is_container(owner):
@@ -247,7 +248,7 @@ class Lookups(Reads):
         return value
 
     def _element(self, array: Any, key: Any) -> Any:
-        """What stands in an array of objects."""
+        """Return an element of an object array, and record the read."""
         self.use(array)
         try:
             value = array[key]
@@ -257,7 +258,7 @@ class Lookups(Reads):
         return value
 
     def has(self, owner: Any, key: Any) -> None:
-        """``key in owner``."""
+        """Record ``key in owner``."""
         if owner is UNKNOWN or is_value(owner):
             return
         if not is_container(owner) or not is_key(key):
@@ -269,7 +270,7 @@ class Lookups(Reads):
             self.use(owner)
 
     def size(self, owner: Any, *, truth: bool) -> None:
-        """``len(owner)``, or whether there is anything in it."""
+        """Record ``len(owner)``, or its truth value."""
         if owner is UNKNOWN or is_value(owner):
             return
         if not is_container(owner):

@@ -1,4 +1,4 @@
-"""What the names of a frame stand for: its globals, the cells of its closure, its parameters."""
+"""Resolve the names of a frame: globals, closure cells, parameters."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class HostReads(Lookups):
     """What a step reads on the host while it runs.
 
     Args:
-      constants: Declared constants: which tensor a name leads to is a value of the host too.
+      constants: Declared constants: which of them a name refers to is a host value, too.
     """
 
     def __init__(self, constants: Iterable[torch.Tensor] = ()) -> None:
@@ -31,15 +31,15 @@ class HostReads(Lookups):
         self._made: dict[CodeType, list[dict[str, tuple[Place, Step]]]] = {}
 
     def handed(self, value: Any, name: str) -> None:
-        """The step gets this from its caller."""
+        """Record an object that the step gets from its caller."""
         if not is_value(value) and not issubclass(type(value), torch.Tensor):
             self.root(value, name)
 
     def enter(self, frame: FrameType) -> dict[str, list[tuple[Place, Step]]]:
-        """Note what is read by the call of a function: itself, where its class has it, and defaults that are used.
+        """Record what a function call reads: a method from its class, and the defaults that are used.
 
         Returns:
-          Where the cells of its closure are found, by name.
+          By name, where the cells of its closure are found.
         """
         code, self.frame = frame.f_code, frame
         self.says_autocast = self.says_autocast or "autocast" in code.co_names
@@ -60,7 +60,7 @@ class HostReads(Lookups):
     def _called(self, code: CodeType, held: Mapping[str, Any]) -> list[Place]:
         places = self.functions.get(code)
         if places is None and code.co_freevars and code not in self._made:
-            # A library calls it, which was given it before the step.
+            # Called by a library that received it before the step.
             functions = [
                 one for one in gc.get_referrers(code) if type(one) is FunctionType and one.__code__ is code
             ]
@@ -78,7 +78,7 @@ class HostReads(Lookups):
             self.of_class(cls, code.co_name, found)
 
     def _defaults(self, place: Place, code: CodeType, held: Mapping[str, Any]) -> None:
-        if place.owner is not None:  # compared as a part of its definition
+        if place.owner is not None:  # compared as part of the definition
             return
         function = place.value
         names = parameters_with_defaults(function)
@@ -97,23 +97,23 @@ class HostReads(Lookups):
         return known
 
     def made(self, code: CodeType, cells: Mapping[str, list[tuple[Place, Step]]]) -> None:
-        """A function of this code is made, whose closure shares these cells."""
+        """Record that a function with this code is made; its closure shares these cells."""
         shared = {name: found[0] for name in code.co_freevars if (found := cells.get(name))}
         self._made.setdefault(code, []).append(shared)
 
     def from_globals(self, frame: FrameType, name: str) -> Any:
-        """What a global name stands for."""
+        """Return the value of a global name, and record the read."""
         namespace = frame.f_globals
         if name in namespace:
             value = namespace[name]
             library = type(value) is ModuleType and not is_user_module(value)
             if is_container(value) and is_installed(namespace):
-                self._registries[id(value)] = value  # others add to it, which is no change for this step
+                self._registries[id(value)] = value  # others add to it; for this step that is no change
             elif not library:
                 self.found(self.root(namespace, "globals()"), Step(ITEM, name), value, name)
             return value
         place = self.root(namespace, "globals()")
-        self.part(place, has_key(name), False, name, name, defines=True)  # a builtin is shadowed by one
+        self.part(place, has_key(name), False, name, name, defines=True)  # a global would shadow it
         return getattr(builtins, name, UNKNOWN)
 
 

@@ -1,4 +1,4 @@
-"""How the user's code writes an object, such as ``W`` or ``model.weight``: for messages."""
+"""Name an object as the user's code writes it, such as ``W`` or ``model.weight``, for messages."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from .values import instance_dict, is_value
 
 __all__ = ["name_of", "way_to"]
 
-_MOST = 4096  # objects that are looked at
+_MOST = 4096  # objects to visit
 
 
 def name_of(target: object, function: Callable[..., Any]) -> str:
-    """How `function`, or a function of the user's that it leads to, writes `target`; empty if no name leads to it."""
+    """Return how ``function``, or a user's function that it leads to, writes ``target``; "" if none does."""
     return way_to(target, function)[0]
 
 
 def way_to(target: object, function: Callable[..., Any]) -> tuple[str, tuple[object, ...]]:
-    """The name, as :func:`name_of` has it, and the objects that lead to it, the function first."""
+    """Return the result of :func:`name_of`, and the objects that lead to the target, the function first."""
     waiting: deque[tuple[str, Any, tuple[object, ...]]] = deque([("self", function, ())])
     seen: dict[int, object] = {}
     while waiting and len(seen) < _MOST:

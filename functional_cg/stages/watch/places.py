@@ -1,4 +1,4 @@
-"""A place on the host: an object that a step reads from, and the way to find it again; and what is compared there."""
+"""Places on the host: what a step reads from, how to find it again, and what to compare there."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ ATTRIBUTE, ITEM, CELL, PART = (
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One step: an attribute, an item by its key, a cell of a function by its number, or what a function says of it.
+    """One step: an attribute, an item by key, a closure cell by number, or the result of a function.
 
     Attributes:
-      way: The expression, of its owner and the key.
+      way: Template of the expression, in terms of owner and key.
     """
 
     way: str
     key: Any
 
     def read(self, owner: Any) -> Any:
-        """What is there now. Raises whatever reading it raises."""
+        """Return the current value. Raises what reading it raises."""
         if self.way is ATTRIBUTE:
             return getattr(owner, self.key)
         if self.way is ITEM:
@@ -44,7 +44,7 @@ class Step:
         return owner.__closure__[self.key].cell_contents if self.way is CELL else self.key(owner)
 
     def shown(self, owner: str) -> str:
-        """How the user writes it."""
+        """Return the expression as the user writes it."""
         if self.way is ATTRIBUTE:
             return f"{owner}.{self.key}"
         return f'{owner}["{self.key}"]' if type(self.key) is str else f"{owner}[{self.key!r}]"
@@ -57,9 +57,9 @@ class Place:
     Attributes:
       value: The object.
       name: How the user writes it, such as ``self.cfg``.
-      owner: Where it was found; None for a root, which stays the object that it is.
+      owner: Where it was found; None for a root, which is always the same object.
       step: How it was found there.
-      outlives: Whether it is known to be of before the step; else the step may have made it.
+      outlives: Whether it is known to be older than the step; otherwise the step may have made it.
     """
 
     value: Any
@@ -69,7 +69,7 @@ class Place:
     outlives: bool = True
 
     def read(self) -> Any:
-        """The object that stands there now. Raises whatever reading it raises."""
+        """Return the object that is there now. Raises what reading it raises."""
         root, *places = self.way()
         found = root.value
         for place in places:
@@ -78,7 +78,7 @@ class Place:
         return found
 
     def way(self) -> list[Place]:
-        """The places that lead here, from the root; they may be thousands."""
+        """Return the places that lead here, from the root; there may be thousands, so no recursion."""
         way = [self]
         while way[-1].owner is not None:
             way.append(way[-1].owner)
@@ -117,7 +117,7 @@ def _stands_at(new: Any, old: Place) -> bool:
 
 
 class How(enum.Enum):
-    """How what is read now is compared with what was read then: a test of it, and the source of one that it fails."""
+    """How to compare a value with the old one: a test for agreement, and the source of one for difference."""
 
     SAME = (_equal, "{now} is not {old} and not same({now}, {old})")
     KIND = (_of_kind, "type({now}) is not {old}")
@@ -135,15 +135,16 @@ class How(enum.Enum):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Entry:
-    """One comparison of a call.
+    """One comparison made at each call.
 
     Attributes:
-      owner: Where.
-      step: What is read there; None: the object itself.
-      how: How it is compared.
-      old: With what: a value, a class, what a container held, another place.
+      owner: Where to read.
+      step: What to read there; None for the object itself.
+      how: How to compare it.
+      old: What to compare it with: a value, a class, the contents of a container, another place.
       name: How the user writes what is read.
-      defines: Whether it is a function, a class or a module, which is said to be defined anew rather than shown.
+      defines: Whether it is part of a definition, such as a function or class: a message says that this was
+        defined anew, and shows no values.
     """
 
     owner: Place
@@ -154,12 +155,12 @@ class Entry:
     defines: bool = False
 
     def read(self) -> Any:
-        """What is there now. Raises whatever reading it raises."""
+        """Return the current value. Raises what reading it raises."""
         owner = self.owner.read()
         return owner if self.step is None else self.step.read(owner)
 
     def agrees(self, now: Any) -> bool:
-        """Whether what is there now bakes what was there then."""
+        """Whether the current value would bake the same constants as the old one."""
         return self.how.agrees(now, self.old)
 
 
@@ -168,7 +169,7 @@ def _element(number: int, array: Any) -> Any:
 
 
 def parts_of(held: Any) -> list[tuple[Step, Any]]:
-    """What a container holds, and how it is found there; of a set, nothing can be."""
+    """Return the elements of a container with the steps to them; none for a set, which has no such steps."""
     if issubclass(type(held), dict | types.MappingProxyType):
         return [(Step(ITEM, key), part) for key, part in held.items() if is_key(key)]
     if is_array(held) and held.dtype.hasobject:

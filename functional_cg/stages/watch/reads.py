@@ -1,6 +1,6 @@
-"""What a step reads on the host while it runs: each name, attribute, key and whole that its frames ask for.
+"""Record what a step reads on the host: names, attributes, keys, whole containers.
 
-Nothing of the user's is run to find out: only what instances, classes, modules and plain containers store is looked at.
+Recording runs no user code: it inspects only what instances, classes, modules and plain containers store.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ from .values import Contents, Shape, is_container, is_value
 
 __all__ = ["Reads", "parameters_with_defaults"]
 
-_DEEPEST = 4  # containers inside of containers
+_DEEPEST = 4  # levels of nested containers
 
 
 class Reads:
-    """The reads of one run of a step.
+    """The host reads of one run of a step.
 
     Args:
-      constants: Declared constants: which tensor a name leads to is a value of the host too.
+      constants: Declared constants: which of them a name refers to is a host value, too.
 
     Attributes:
       entries: What is compared at each call.
-      frame: The frame that runs.
-      functions: Places of the functions that have been found, by their code.
-      says_autocast: Whether a function names autocast, whose default dtypes it then depends on.
+      frame: The running frame.
+      functions: Places of the functions found so far, by code.
+      says_autocast: Whether a function names autocast, and so may depend on its default dtypes.
     """
 
     def __init__(self, constants: Iterable[torch.Tensor] = ()) -> None:
@@ -57,7 +57,7 @@ class Reads:
     # -- places -------------------------------------------------------------------------------------------------
 
     def root(self, value: object, name: str, *, outlives: bool = True) -> Place:
-        """The place of an object that stays what it is."""
+        """Return an object's place; a new one is a root, which stays the same object."""
         place = self._places.get(id(value))
         if place is None:
             place = self._places[id(value)] = Place(value, name, outlives=outlives)
@@ -65,11 +65,11 @@ class Reads:
         return place
 
     def known(self, value: object) -> Place | None:
-        """Where an object was found, if it was."""
+        """Return the place where an object was found; None if it was not."""
         return self._places.get(id(value))
 
     def place(self, value: Any) -> Place:
-        """Where an object was found; else a root of which it is not known whether the step has made it."""
+        """Return the place where an object was found, else a new root, which the step may have made."""
         known = self._places.get(id(value))
         if known is not None:
             return known
@@ -81,12 +81,12 @@ class Reads:
 
     @property
     def _site(self) -> Location:
-        """The line that runs."""
+        """The line being executed."""
         assert self.frame is not None
         return Location(self.frame.f_code.co_filename, self.frame.f_lineno, self.frame.f_code.co_name)
 
     def _arrived(self, place: Place) -> None:
-        """Look at what a callable keeps for the time when it is called."""
+        """Record what a callable stores for its calls: defaults, a bound object, arguments of a partial."""
         value = place.value
         if type(value) is FunctionType:
             self.functions.setdefault(value.__code__, []).append(place)
@@ -100,7 +100,7 @@ class Reads:
                         if not is_value(part):
                             self.found(self._places[id(held)], Step(ITEM, key), part, parameter)
         elif type(value) is MethodType:
-            if place.owner is None:  # it stays bound to what it is bound to
+            if place.owner is None:  # its binding cannot change
                 self.root(value.__func__, place.name, outlives=place.outlives)
                 self.root(value.__self__, "self", outlives=place.outlives)
                 return
@@ -120,7 +120,7 @@ class Reads:
                     self.whole(held)
 
     def found(self, owner: Place, step: Step, value: Any, name: str) -> None:
-        """Note what is read at a step from a place."""
+        """Record the value read at a step from a place."""
         if not self.is_new(owner, step):
             return
         if is_value(value) or id(value) in self._constants:
@@ -130,24 +130,24 @@ class Reads:
             self._found_object(owner, step, value, name)
 
     def is_new(self, owner: Place, step: Step) -> bool:
-        """Whether this is read for the first time, and was not written by the step."""
+        """Whether this is the first read here and the step has not written here before; marks it as read."""
         key = (id(owner.value), step.way, type(step.key), step.key)
         new = key not in self._seen
         self._seen.add(key)
         return new
 
     def wrote(self, owner: Any, step: Step) -> None:
-        """What the step itself puts somewhere, before it reads it, is nothing that it depends on."""
+        """Record a write: the step does not depend on what it writes before it reads."""
         self._seen.add((id(owner), step.way, type(step.key), step.key))
-        self.place(owner)  # keeps its id from being that of another
+        self.place(owner)  # keeps it alive, so that its id is not reused
 
     def assigned(self, owner: Any, name: str) -> None:
-        """``owner.name = ...``."""
+        """Record ``owner.name = ...``."""
         if owner is not UNKNOWN:
             self.wrote(owner, Step(ATTRIBUTE, name))
 
     def put(self, owner: Any, key: Any) -> None:
-        """``owner[key] = ...``."""
+        """Record ``owner[key] = ...``."""
         if owner is not UNKNOWN and is_key(key):
             self.wrote(owner, Step(ITEM, key))
 
@@ -155,7 +155,7 @@ class Reads:
         kind = type(value)
         known = self._places.get(id(value))
         if self._stays(value):
-            # Of a module, which the step may have made, nothing but its place may keep it.
+            # The step may have made the module, so only its place may reference it.
             of_module = issubclass(kind, torch.nn.Module)
             place = self.root(value, name, outlives=owner.root.outlives or not of_module)
             how, old = (How.ALIAS, place) if of_module else (How.IDENTICAL, value)
@@ -163,7 +163,7 @@ class Reads:
         elif known is not None and known.root.outlives:
             self.compare(owner, step, How.ALIAS, known, name)
         elif not owner.root.outlives:
-            # What was made in the step is gone after it; what it led to may not be.
+            # The step made the owner, which dies with it; the value may live on.
             self.compare(owner, step, How.ALIAS, self.root(value, name, outlives=False), name)
         else:
             place = self._places[id(value)] = Place(value, name, owner, step)
@@ -181,7 +181,7 @@ class Reads:
             self._arrived(place)
 
     def _stays(self, value: Any) -> bool:
-        """Whether one of another identity would be something else: a class, a module, a function of a library."""
+        """Whether a value is known by its identity: a class, a module, a library's function."""
         if type(value) is FunctionType:
             return not is_user_file(value.__code__.co_filename)
         return issubclass(type(value), type | torch.nn.Module | ModuleType | BuiltinFunctionType) and not (
@@ -189,7 +189,7 @@ class Reads:
         )
 
     def _followed(self, value: Any) -> bool:
-        """Whether all that is read of it is seen: then another one that holds the same is no change."""
+        """Whether all reads from a value are seen, so that another one with equal contents is no change."""
         kind = type(value)
         return (
             is_container(value)
@@ -199,7 +199,7 @@ class Reads:
         )
 
     def is_of_user(self, cls: type) -> bool:
-        """Whether a class is the user's own."""
+        """Whether a class is user code."""
         found = self._classes.get(cls)
         if found is None:
             found = self._classes[cls] = is_user_class(cls)
@@ -208,7 +208,7 @@ class Reads:
     def compare(
         self, owner: Place, step: Step | None, how: How, old: Any, name: str, *, defines: bool = False
     ) -> None:
-        """Note a comparison."""
+        """Add an entry, unless it exists."""
         key = (id(owner.value), step and (step.way, type(step.key), step.key), how)
         if key not in self.entries:
             self.entries[key] = Entry(owner, step, how, old, name, defines)
@@ -218,14 +218,14 @@ class Reads:
     def part(
         self, place: Place, read: Any, value: Any, name: str, key: Any = None, *, defines: bool = False
     ) -> None:
-        """Note something that a function says of an object."""
+        """Record what ``read`` returns for an object."""
         seen = (id(place.value), PART, name, type(key), key)
         if seen not in self._seen:
             self._seen.add(seen)
             self.entries[seen] = Entry(place, Step(PART, read), How.SAME, value, name, defines)
 
     def whole(self, place: Place, depth: int = 0) -> None:
-        """Note all that a container holds, and where; `depth`: how deep those inside of it are read too."""
+        """Record all contents of a container, and of ``depth`` levels of containers nested in it."""
         held = place.value
         if id(held) in self._registries:
             return
@@ -246,7 +246,7 @@ class Reads:
                 self.whole(known, depth - 1)
 
     def use(self, value: Any, *, deep: bool = False) -> None:
-        """Something is handed to what is not seen, or iterated: a container is read as a whole."""
+        """Record that a value is iterated or passed to unseen code: a container is then read as a whole."""
         if value is UNKNOWN or is_value(value) or issubclass(type(value), torch.Tensor):
             return
         if is_container(value):
@@ -266,7 +266,7 @@ class Reads:
             self.shape_of(type(value))
 
     def shape_of(self, cls: type) -> None:
-        """What a class of the user's derives from, and which methods there are, decides what its instances do."""
+        """Record the bases and method names of a user's class: they decide what its instances do."""
         for one in cls.__mro__ if self.is_of_user(cls) else ():
             if self.is_of_user(one):
                 key = (id(one), None, How.SHAPE)
@@ -276,30 +276,30 @@ class Reads:
                     )
 
     def takes_from(self, value: Any, method: str) -> None:
-        """A method is called of a queue that is not written in Python."""
+        """Record a method call on a compiled queue: ``get`` and its variants advance it."""
         if method.startswith("get"):
             self._advanced.append((self.place(value), self._site))
 
     def says(self, owner: Any, ask: Any, value: Any, text: str) -> Any:
-        """Note what an object answers, which may be asked again."""
+        """Record and return an object's answer to a query that can be repeated."""
         place = self.place(owner)
         self.part(place, ask, value, f"{place.name}.{text}")
         return value
 
     def held_by(self, value: Any) -> list[Any]:
-        """What a container holds that is not plain, once it is read as a whole."""
+        """Return the elements of a container that can be found again; none for other values."""
         return [] if value is UNKNOWN or not is_container(value) else [part for _, part in parts_of(value)]
 
     def went_on(self, frame: FrameType) -> None:
-        """A generator goes on that was made before the step."""
+        """Record that a generator from before the step resumes."""
         self._advanced.append((Place(frame, frame.f_code.co_name), self._site))
 
     # -- the end ------------------------------------------------------------------------------------------------
 
     def finish(self) -> list[Entry]:
-        """The entries of what has been there before the step; what the step has made is forgotten.
+        """Return the entries of objects that existed before the step; forget those that the step made.
 
-        What nothing but this record holds is of the step.
+        The step made an object if only this record still references it.
         """
         self.frame = None
         self.functions.clear()
@@ -310,7 +310,7 @@ class Reads:
         entries = list(self.entries.values())
         self.entries.clear()
         places, entries = _without_gone(places, entries)
-        # What holds itself, such as a local function that calls itself, may be among the places, or lead to them.
+        # Cycles, such as a local function that calls itself, may contain places or lead to them.
         if places:
             places, entries = _without_unheld(places, entries, vars(self), outside)
         if places and gc.collect():
@@ -320,7 +320,7 @@ class Reads:
         return entries
 
     def taken_from(self) -> list[tuple[str, Location]]:
-        """(name, line) of each iterator, of before the step, that it has taken from, and of generators it has drawn."""
+        """Return (name, line) for each iterator and random generator of before the step that it advanced."""
         drawn = [
             (place, site)
             for place, state, site in self._drawn
@@ -334,11 +334,11 @@ class Reads:
         return list(found.values())
 
 
-_GONE = object()  # stands for what the step has made
+_GONE = object()  # stands for an object that the step made
 
 
 def _without_gone(places: list[Place], entries: list[Entry]) -> tuple[list[Place], list[Entry]]:
-    """Forget the places whose values nothing else holds, and what was read there."""
+    """Drop the places whose values nothing else references, and the entries that depend on them."""
     probe = Place(object(), "")
     held = sys.getrefcount(probe.value)
     while gone := [place for place in places if sys.getrefcount(place.value) <= held]:
@@ -367,6 +367,6 @@ def _remains(entry: Entry) -> bool:
 
 
 def parameters_with_defaults(function: FunctionType) -> list[str]:
-    """Names of the parameters that have a default, but for those that go by name alone."""
+    """Return the names of the parameters that have a default, except keyword-only ones."""
     code, defaults = function.__code__, function.__defaults__ or ()
     return list(code.co_varnames[code.co_argcount - len(defaults) : code.co_argcount])

@@ -1,7 +1,7 @@
-"""The shadow of a frame: each of its instructions, told before it runs, puts on a stack what it loads.
+"""The shadow of a frame: a stack on which each instruction, before it runs, puts what it loads.
 
-Python shows the names of a running frame, not its stack. What is computed is unknown until it is stored under a name,
-or returned by a frame that is seen.
+Python exposes the names of a running frame, but not its stack. A computed value is unknown until it is stored
+under a name or returned by a followed frame.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _METHODS_BY_FLAG = sys.version_info >= (3, 12)
 
 
 class Shadow(Calls):
-    """What the instructions of a frame do."""
+    """Interprets the instructions of a frame."""
 
     # -- names ----------------------------------------------------------------------------------------------------
 
@@ -46,7 +46,7 @@ class Shadow(Calls):
         if self.own:
             return self.reads.from_globals(self.frame, name)
         value = self.frame.f_globals.get(name, getattr(builtins, name, UNKNOWN))
-        if is_container(value) and name.startswith("_global_"):  # torch's hooks on all modules
+        if is_container(value) and name.startswith("_global_"):  # torch's global module hooks
             self.reads.root(value, name)
         return value
 

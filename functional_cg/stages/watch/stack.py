@@ -1,4 +1,4 @@
-"""The stack of a frame that runs, as far as it can be told from what its instructions load."""
+"""The stack of a running frame, as far as it follows from what its instructions load."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from .values import in_classes
 
 __all__ = ["NULL", "Instructions", "Stack"]
 
-NULL: Any = object()  # the empty place beside a function that is called
+NULL: Any = object()  # the empty slot beside a callee
 
-# How many values an instruction takes from the stack. Others than these and the `op_...` below empty the shadow.
+# How many values an instruction pops. One that is in no table and has no method `op_...` clears the stack.
 _TAKES = MappingProxyType(
     {
         name: taken
@@ -50,12 +50,12 @@ _TAKES_BY_ARGUMENT: Mapping[str, Callable[[int], int]] = MappingProxyType(
         "FORMAT_VALUE": lambda flags: 2 if flags & 4 else 1,
     }
 )
-# Those that put values elsewhere, or drop them: they read nothing.
+# These move or drop values and read nothing.
 _MOVES = MappingProxyType({"POP_TOP": 1, "BUILD_LIST": 1, "DELETE_ATTR": 1, "DELETE_SUBSCR": 2, "END_FOR": 1})
 
 
 def _is_found_again(arg: Any) -> bool:
-    """Whether a call with it can be made again, and runs nothing of the user's to find out that it was made before."""
+    """Whether a cached call with this argument can be repeated without running user code for the lookup."""
     return arg is not UNKNOWN and (
         is_key(arg) or in_classes(type(arg).__mro__, "__hash__") is object.__hash__
     )
@@ -66,13 +66,13 @@ def _called(args: list[Any], kwargs: dict[str, Any], callee: Any) -> Any:
 
 
 class Instructions:
-    """The instructions of code, by offset, each with the offset of the one after it."""
+    """Instructions by code and offset, each with the offset of the next."""
 
     def __init__(self) -> None:
         self._known: dict[CodeType, dict[int, tuple[dis.Instruction, int]]] = {}
 
     def of(self, code: CodeType) -> dict[int, tuple[dis.Instruction, int]]:
-        """Those of `code`; a long argument counts to the instruction that it belongs to."""
+        """Return those of ``code``; an ``EXTENDED_ARG`` maps to the instruction that it belongs to."""
         known = self._known.get(code)
         if known is None:
             known = self._known[code] = {}
@@ -87,19 +87,19 @@ class Instructions:
 
 
 class Stack:
-    """What lies on the stack of one frame.
+    """The stack of one frame.
 
     Args:
       frame: The frame, at its start.
-      reads: Is told what is read.
-      instructions: Those of all code.
-      own: Whether the code is the user's. Of a library's, only what is read of known objects is of interest.
+      reads: Records what is read.
+      instructions: The instructions of all code.
+      own: Whether the code is the user's. In a library's code, only reads from known objects count.
     """
 
     def __init__(self, frame: FrameType, reads: HostReads, instructions: Instructions, *, own: bool) -> None:
         self.frame, self.reads, self.own = frame, reads, own
         self.code, self.stack = frame.f_code, list[Any]()
-        self.result: Any = UNKNOWN  # of the frame that this one has called last
+        self.result: Any = UNKNOWN  # of the last frame that this one called
         self._instructions = instructions.of(self.code)
         self._last: tuple[dis.Instruction, int] | None = None
         self._awaits = False
@@ -108,13 +108,13 @@ class Stack:
         self._cells = reads.enter(frame) if own else {}
 
     def leave(self) -> None:
-        """Let go of the frame, which has ended."""
+        """Release the frame."""
         del self.frame
         self.stack.clear()
 
     @property
     def is_fresh(self) -> bool:
-        """Whether a generator that starts now has not yielded before."""
+        """Whether a generator whose frame starts has not yielded before."""
         ins = self._instructions[self.frame.f_lasti][0] if self.frame.f_lasti in self._instructions else None
         went_on = ins is not None and (
             ins.opname in ("YIELD_VALUE", "SEND") or (ins.opname == "RESUME" and ins.arg)
@@ -122,9 +122,9 @@ class Stack:
         return not went_on
 
     def step(self, offset: int) -> None:
-        """An instruction is about to run."""
+        """Handle an instruction that is about to run."""
         here = self._instructions.get(offset)
-        if here is None or here is self._last:  # an argument that is long comes in two
+        if here is None or here is self._last:  # was handled at its EXTENDED_ARG
             return
         self._finish(here[0].offset)
         self._last, self.result = here, UNKNOWN
@@ -132,7 +132,7 @@ class Stack:
         getattr(self, f"op_{ins.opname.lower()}", self.other)(ins)
 
     def _finish(self, offset: int) -> None:
-        """The last instruction has run, and led here."""
+        """Complete the last instruction, which has run and led here."""
         if self._last is None:
             return
         ins, following = self._last
@@ -167,18 +167,18 @@ class Stack:
         return [self.pop() for _ in range(count)][::-1]
 
     def await_result(self) -> None:
-        """What comes is what the frame that is called now returns."""
+        """Push a placeholder for what the frame that is now called returns."""
         self.push(UNKNOWN)
         self._awaits = True
 
     def await_kept(self, callee: Any, args: list[Any], kwargs: dict[str, Any]) -> None:
-        """What comes is what a function keeps of an earlier call; else what its frame returns."""
+        """Push a placeholder for a cached result of an earlier call, else for what the frame returns."""
         self.await_result()
         if all(map(_is_found_again, (*args, *kwargs.values()))):
             self._kept = callee, functools.partial(_called, args, kwargs), callee.cache_info().hits
 
     def _answer(self) -> Any:
-        """What the call returned that has just ended."""
+        """Return the result of the call that has just ended."""
         kept, self._kept = self._kept, None
         if kept is None:
             return self.result
@@ -187,7 +187,7 @@ class Stack:
         return value if value is UNKNOWN else self.reads.holds(callee, ask, value)
 
     def use_class(self, owner: Any) -> None:
-        """What class it is of matters, and what that class derives from."""
+        """Record that the class of an object, with its bases, matters."""
         if self._reads_from(owner):
             self.reads.shape_of(type(owner))
 
@@ -217,20 +217,20 @@ class Stack:
             self.push(UNKNOWN)
 
     def attribute(self, owner: Any, name: str) -> Any:
-        """What ``owner.name`` is, noted if it is read of what the user has."""
+        """Return ``owner.name`` and record the read; UNKNOWN if the read does not count."""
         return self.reads.attribute(owner, name) if self._reads_from(owner) else UNKNOWN
 
     def stored(self, owner: Any, name: Any) -> Any:
-        """What ``object.__getattribute__(owner, name)`` is."""
+        """Return ``object.__getattribute__(owner, name)``, as :meth:`attribute` does."""
         known = type(name) is str and self._reads_from(owner)
         return self.reads.attribute(owner, name, stored=True) if known else UNKNOWN
 
     def item(self, owner: Any, key: Any) -> Any:
-        """What ``owner[key]`` is."""
+        """Return ``owner[key]``, as :meth:`attribute` does."""
         return self.reads.item(owner, key) if self._reads_from(owner) else UNKNOWN
 
     def size(self, owner: Any, *, truth: bool = False) -> None:
-        """``len(owner)``, or whether there is anything in it."""
+        """Record a read of ``len(owner)``, or of its truth value."""
         if self._reads_from(owner):
             self.reads.size(owner, truth=truth)
 

@@ -1,6 +1,6 @@
-"""Plain values of the host: what counts as one, when two are the same, and what is compared of a container.
+"""Plain host values and containers: what counts as one, and how their contents are compared.
 
-A container is compared in the part of it that the step reads: its length, whether it has a key, or all that it holds.
+Only the part of a container that the step reads is compared: its length, whether it has a key, or everything.
 """
 
 from __future__ import annotations
@@ -58,27 +58,27 @@ _ELSEWHERE = (
     threading.local,
     weakref.ProxyType,
     weakref.CallableProxyType,
-)  # they store no attributes in themselves
+)  # keep their attributes elsewhere
 missing = object()
 
 
 def is_value(value: Any) -> bool:
-    """Whether `value` is plain data that a graph bakes in: a number, a string, None, a dtype, ..., a tuple of them."""
+    """Whether a value is plain data that a graph bakes in: a number, string, dtype, ..., a tuple of them."""
     if type(value) in (tuple, frozenset, torch.Size):
         return all(map(is_value, value))
     numpy = sys.modules.get("numpy")
-    # Asking for the class of an instance could run something of the user's.
+    # Not `isinstance`, which may run user code (a `__class__` property).
     return issubclass(type(value), _SCALARS) or (numpy is not None and issubclass(type(value), numpy.generic))
 
 
 def is_array(value: object) -> bool:
-    """Whether `value` is an array of numpy, which need not be there."""
+    """Whether a value is a numpy array; does not import numpy."""
     numpy = sys.modules.get("numpy")
     return numpy is not None and issubclass(type(value), numpy.ndarray)
 
 
 def is_container(value: object) -> bool:
-    """Whether reading what `value` holds runs nothing of the user's."""
+    """Whether a value is a container whose contents can be read without running user code."""
     if not issubclass(type(value), _CONTAINERS):
         return is_array(value)
     ways = ("__iter__", "__len__", "items")
@@ -86,12 +86,12 @@ def is_container(value: object) -> bool:
 
 
 def in_classes(classes: Iterable[type], name: str) -> Any:
-    """What the first of the classes that has `name` stores under it, or `missing`."""
+    """Return what the first class that has ``name`` stores under it; `missing` if none has it."""
     return next((vars(cls)[name] for cls in classes if name in vars(cls)), missing)
 
 
 def instance_dict(owner: object) -> dict[str, Any]:
-    """The attributes that an object itself stores; those of a thread, and what a weak proxy stands for, included."""
+    """Return an object's ``__dict__``; this thread's for a ``threading.local``, a weak proxy's referent's."""
     try:
         lookup = getattr if issubclass(type(owner), _ELSEWHERE) else object.__getattribute__
         found = lookup(owner, "__dict__")
@@ -101,7 +101,7 @@ def instance_dict(owner: object) -> dict[str, Any]:
 
 
 class Contents:
-    """What a container held: its parts by identity, else by value."""
+    """A snapshot of a container's contents; its parts are compared by identity, then by value."""
 
     __slots__ = ("_kind", "_parts", "_read")
     __hash__ = None  # type: ignore[assignment]
@@ -111,7 +111,7 @@ class Contents:
         self._parts = tuple(self._read(container))
 
     def is_in(self, container: Any) -> bool:
-        """Whether `container` holds the same now."""
+        """Whether a container holds the same now."""
         if type(container) is not self._kind:
             return False
         now, parts = tuple(self._read(container)), self._parts
@@ -135,11 +135,11 @@ class Contents:
 
 
 class Shape:
-    """What a class derives from, and the names under which it has something that is called.
+    """The bases of a class, and the names of its descriptors, such as methods and properties.
 
     Attributes:
-      mro: The classes that it derives from.
-      count: How many names it has.
+      mro: Its method resolution order.
+      count: How many names it defines.
     """
 
     __slots__ = ("_called", "count", "mro")
@@ -148,7 +148,7 @@ class Shape:
         self.mro, self.count, self._called = cls.__mro__, len(vars(cls)), _called_names(cls)
 
     def is_of(self, cls: type) -> bool:
-        """Whether a class derives from the same, and has such things under the same names."""
+        """Whether a class has the same bases, and descriptors under the same names."""
         return self.mro == cls.__mro__ and self._called == _called_names(cls)
 
 
@@ -177,13 +177,13 @@ def _array_parts(now: Any) -> Iterable[Any]:
 
 
 def _same_part(new: Any, old: Any) -> bool:
-    # A container inside of another one is an entry of its own, where more is read of it than that it is there.
+    # A nested container has a separate entry if its contents are read, too.
     inner = type(new) is type(old) and is_container(old) and not is_value(old) and type(old) is not frozenset
     return new is old or inner or same(new, old)
 
 
 def shown(value: object) -> str:
-    """A value in a message. The numbers of a tensor would wait for the device."""
+    """Return a value as text; a tensor as its spec, since its numbers would wait for the device."""
     if isinstance(value, torch.Tensor):
         return f"the tensor {BufferSpec.of(value)}"
     return repr(value)
