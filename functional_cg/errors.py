@@ -9,8 +9,9 @@ key paths with *expected* and *got*, says why replay would go wrong, and gives o
     To fix: pad the last batch or drop it; to pay for one more graph, use `graph_step(max_captures=2)`.
     Docs: help(functional_cg.LayoutError)
 
-Errors are raised before anything is launched, so the state passed in stays valid. The docstring of each class
-is its page of the manual: ``help(functional_cg.LayoutError)``.
+What a call can know is refused before anything is launched. Whatever else goes wrong (a result that is refused, a rank
+that is lost), the state passed in stays valid. The docstring of each class is its page of the manual:
+``help(functional_cg.LayoutError)``.
 """
 
 from __future__ import annotations

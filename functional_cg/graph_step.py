@@ -153,7 +153,7 @@ def graph_step(fn: Any = None, /, **options: Any) -> Any:
         even if it takes more, ``False`` never. ``explain()`` tells whether it was done. It takes a few runs
         of the traced calls.
     Raises:
-      FunctionalCGError: At the call, before anything is launched; see :mod:`functional_cg.errors`.
+      FunctionalCGError: At the call; the state passed in stays valid. See :mod:`functional_cg.errors`.
 
     Example:
       >>> import torch, functional_cg as fcg

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import functional_cg as fcg
 from functional_cg.testing import assert_trees_all_equal
@@ -107,3 +107,34 @@ def test_a_literal_that_changes_is_an_error() -> None:
     values[0] = -1.0
     with pytest.raises(fcg.BakedValueError):
         step(state, torch.ones(1))
+
+
+def test_shapes_alone_are_no_values() -> None:
+    """A base model on the meta device, as of an ensemble: what it holds has no values that could go stale."""
+    base = nn.Linear(3, 2, device="meta")
+    stacked = {"weight": torch.randn(4, 2, 3), "bias": torch.randn(4, 2)}
+
+    def train_step(state: Any, x: Tensor) -> Any:
+        def loss_fn(params: Any) -> Tensor:
+            one = lambda p, x: torch.func.functional_call(base, dict(p), (x,))  # noqa: E731
+            outs = torch.func.vmap(one, in_dims=(0, None))(dict(params), x)
+            shapes = torch.empty(2, 3, device="meta").t() @ torch.empty(2, 5, device="meta")
+            return outs.square().mean() * shapes.shape[1]
+
+        loss, grads = fcg.value_and_grad(loss_fn)(state.params)
+        return state.apply_gradients(grads), {"loss": loss}
+
+    state = fcg.TrainState.create(params=stacked, optimizer=fcg.optim.sgd(0.1))
+    step, placed = fcg.graph_step(train_step, lowering="aten"), fcg.place(state)
+    for _ in range(16):
+        x = torch.randn(5, 3)
+        state, expected = train_step(state, x)
+        placed, metrics = step(placed, x)
+        assert torch.equal(metrics["loss"], expected["loss"])
+        assert torch.equal(placed.params["weight"], state.params["weight"])
+
+
+def test_shapes_do_not_mix_with_values() -> None:
+    base = torch.ones(3, device="meta")
+    with pytest.raises(fcg.ForeignTensorError, match="reads a tensor that is in neither"):
+        fcg.graph_fn(lambda state, x: state["w"] + base)(fcg.place({"w": torch.ones(3)}), torch.ones(1))
