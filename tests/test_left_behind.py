@@ -492,6 +492,60 @@ def test_what_a_forward_goes_by_or_counts_is_refused(act: Callable[..., Tensor])
         apply(params, buffers, torch.ones(1, 2))
 
 
+class Capturing(nn.Module):
+    """Installs hooks at its first call that hand out what its layers compute, as transformers do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(2, 2) for _ in range(3))
+
+    def forward(self, x: Tensor, *, hidden: bool) -> tuple[Tensor, list[Tensor]]:
+        found: list[Tensor] = []
+        if hidden and not hasattr(self, "hooked"):
+            for layer in self.layers:
+                layer.register_forward_hook(Capture(self))
+            self.hooked = True
+        self.found = found
+        for layer in self.layers:
+            x = layer(x).relu()
+        del self.found
+        return x, found
+
+
+class Capture:
+    def __init__(self, owner: Capturing) -> None:
+        self.owner = [owner]
+
+    def __call__(self, layer: nn.Module, args: Any, out: Tensor) -> None:
+        self.owner[0].found.append(out)
+
+
+def test_hooks_that_a_forward_installs_once_are_no_state() -> None:
+    module = Capturing()
+    apply, params, buffers = fcg.from_module(module)
+    forward = fcg.graph_fn(lambda state, x: apply(state, buffers, x, hidden=True)[0])
+    placed, plain = fcg.place(params), copy.deepcopy(module)
+    for _ in range(16):
+        x = torch.randn(4, 2)
+        out, found = forward(placed, x)
+        expected, hidden = plain(x, hidden=True)
+        assert torch.equal(out, expected)
+        assert len(found) == 3
+        assert all(map(torch.equal, found, hidden))
+
+
+def test_hooks_that_a_forward_installs_again_and_again_are_refused() -> None:
+    class Piling(Capturing):
+        def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
+            self.layers[0].register_forward_hook(lambda layer, args, out: out + 1)
+            y: Tensor = self.layers[0](x)
+            return y
+
+    apply, params, buffers = fcg.from_module(Piling())
+    with pytest.raises(SideEffectError, match=r"`layers\.0\._forward_hooks`"):
+        apply(params, buffers, torch.randn(4, 2))
+
+
 def test_working_out_draws_and_writes_nothing_beside() -> None:
     """The runs on fake tensors advance no generator, no buffer, and no stream of a key."""
     module = Remembering()

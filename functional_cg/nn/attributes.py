@@ -50,6 +50,7 @@ _SEQUENCES = (list, tuple, deque)
 _SETS = (set, frozenset)
 _LEAVES = (Tensor, type, ModuleType, BuiltinFunctionType)
 _OWN = "functional_cg"  # what watches the forward counts
+_HOOKS = re.compile(r"(^|\.)_forward(_pre)?_hooks(_with_kwargs|_always_called)?(?P<inside>\[.*)?$")
 _INSIDE = r"<\d+>.*"  # below what an object keeps in C, which has no names
 
 
@@ -227,11 +228,27 @@ def changed(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
 
 
 def newly_known(before: Held, after: Held) -> dict[str, Any] | None:
-    """Return the plain values by path that stand where None stood; None if anything else differs, or nothing."""
-    paths = [path for path in {**before, **after} if not _equal(before, after, path)]
-    found = {path: after.get(path) for path in paths if before.get(path, path) is None}
-    plain = all(isinstance(value, _PLAIN) and value is not None for value in found.values())
-    return found if found and plain and len(found) == len(paths) else None
+    """Return the plain values by path that stand where None or nothing stood; None if anything else differs.
+
+    Hooks on the forward may be added: they count by what they do.
+    """
+    found = {}
+    for path in {**before, **after}:
+        old, new = before.get(path), after.get(path)
+        if _equal(before, after, path) or _adds_hooks(path, old, new):
+            continue
+        if old is not None or new is None or not isinstance(new, _PLAIN):
+            return None
+        found[path] = new
+    return found or None
+
+
+def _adds_hooks(path: str, old: Any, new: Any) -> bool:
+    """Whether a difference is that of a registry of hooks which has the same ones and more, or inside of a new one."""
+    found = _HOOKS.search(path)
+    if found is None or new is None:
+        return False
+    return old is None or (found["inside"] is None and old[1] == new[1][: len(old[1])])
 
 
 def _is_below(path: str, other: str) -> bool:
