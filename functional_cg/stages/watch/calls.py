@@ -121,8 +121,8 @@ class Calls(Stack):
 
     def _method(self, owner: Any, name: str, args: list[Any], kwargs: Mapping[str, Any]) -> Any:
         """Handle a call of a compiled method."""
-        if type(owner) is contextvars.ContextVar and name == "get":
-            return self.reads.holds(owner, functools.partial(_held_by, *args), _held_by(*args, owner))
+        if type(owner) is contextvars.ContextVar and name in ("get", "set", "reset"):
+            return self._of_context(owner, name, args)
         if name == "__getattribute__" and args:
             return self.stored(owner, args[0])
         if (type(owner), name) in _COMPILED_QUERIES:
@@ -144,6 +144,16 @@ class Calls(Stack):
             self.use(owner)
         self.hand_on(*args, *kwargs.values())
         return UNKNOWN
+
+    def _of_context(self, variable: contextvars.ContextVar[Any], name: str, args: list[Any]) -> Any:
+        """Handle a call of a context variable: what it holds is read, unless the step itself has set it."""
+        if name != "get":
+            self.reads.contexts[variable] += 1 if name == "set" else -1
+            return UNKNOWN
+        held = _held_by(*args, variable)
+        if self.reads.contexts[variable] > 0:
+            return held
+        return self.reads.holds(variable, functools.partial(_held_by, *args), held)
 
     def _ask(self, owner: Any = UNKNOWN, name: Any = UNKNOWN, *default: Any) -> Any:
         if type(name) is str:

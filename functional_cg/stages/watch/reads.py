@@ -10,7 +10,9 @@ import gc
 import os
 import sys
 import types
+from collections import Counter
 from collections.abc import Iterable, Iterator, Set
+from contextvars import ContextVar
 from types import BuiltinFunctionType, CodeType, FrameType, FunctionType, MethodType, ModuleType
 from typing import Any
 
@@ -38,6 +40,7 @@ class Reads:
       frame: The running frame.
       functions: Places of the functions found so far, by code.
       says_autocast: Whether a function names autocast, and so may depend on its default dtypes.
+      contexts: How often the step has set a context variable, less how often it has reset it.
     """
 
     def __init__(self, constants: Iterable[torch.Tensor] = ()) -> None:
@@ -46,6 +49,7 @@ class Reads:
         self._drawn: list[tuple[Place, Any, Location]] = []
         self._advanced: list[tuple[Place, Location]] = []
         self.says_autocast = False
+        self.contexts: Counter[ContextVar[Any]] = Counter()
         self._constants = {id(tensor) for tensor in constants}
         self._places: dict[int, Place] = {}
         self._seen: set[Any] = set()
