@@ -1,1 +1,1 @@
-"""What surrounds a call: torch's modes, the default device, autocast; what is set aside and what is refused."""
+"""Settings around a call: torch's modes, the default device, autocast; which to override, which to refuse."""

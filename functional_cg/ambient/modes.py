@@ -1,7 +1,7 @@
-"""torch's modes put aside for a block. Entered and left in C: whatever the handler of a signal raises, none stays on.
+"""Override torch's modes for a block, in C: no exception of a signal handler leaves one on.
 
-``torch.no_grad()`` and ``torch.inference_mode()`` are written in Python, where an exception may strike between the
-change of a mode and the block that changes it back. The guard below restores both modes.
+``torch.no_grad()`` and ``torch.inference_mode()`` are written in Python: an exception may strike after they
+change a mode and before the block begins that restores it. The guard below restores both modes.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ _DEVICES = ("cpu", "cuda")
 
 
 def ordinary() -> Any:
-    """Enter to make ordinary tensors, also in inference mode; at its end, the modes are what they were."""
+    """Make ordinary tensors in a ``with`` block, even in inference mode; its end restores the modes."""
     return torch._C._InferenceMode(False)  # private, as is the next; test_signals notices a change
 
 
 def surrounding() -> tuple[Any, ...]:
-    """The modes that a block of Python's own would change back, unless a signal kept it from that."""
+    """Return the modes that Python context managers restore, unless a signal keeps them from it."""
     autocast = [torch.is_autocast_enabled(device) for device in _DEVICES]
     return torch._C._len_torch_function_stack(), torch.is_autocast_cache_enabled(), autocast
 
 
 def restore(modes: tuple[Any, ...]) -> None:
-    """Make modes again what :func:`surrounding` has seen."""
+    """Restore the modes that :func:`surrounding` returned."""
     depth, cache, autocast = modes
     while torch._C._len_torch_function_stack() > depth:
         torch._C._pop_torch_function_stack()
@@ -37,5 +37,5 @@ def restore(modes: tuple[Any, ...]) -> None:
 
 
 def without_gradients() -> None:
-    """Record nothing, until the end of the block of :func:`ordinary` that this is called in."""
+    """Disable autograd until the enclosing :func:`ordinary` block ends."""
     torch._C._set_grad_enabled(False)

@@ -1,4 +1,4 @@
-"""What surrounds a call: the setting that a step makes for itself, and what it refuses to run in."""
+"""The setting in which a step runs, and checks for modes in which it cannot."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _NEAR = 6  # frames from the grad mode's setter up to the checkpoint
 
 
 class _InStep(BaseTorchFunctionMode):
-    """On while the function of a step runs, traced or eager; modules such as MHA take another path under a mode."""
+    """On while a step runs, traced or eager; modules such as MHA take another path under a mode."""
 
     def __init__(self, mesh: Mesh | None) -> None:
         super().__init__()
@@ -49,10 +49,11 @@ class _InStep(BaseTorchFunctionMode):
 
 
 class AsTraced(TorchDispatchMode):
-    """Under this mode torch takes the kernels that it takes in a trace.
+    """Makes torch choose the kernels that it chooses in a trace.
 
-    For some ops it asks whether a dispatch mode is on, as one is in a trace, and computes in another way then: singular
-    values, nuclear norms and the gradient of ``prod`` have other last bits. It costs Python at each op.
+    For some ops torch checks whether a dispatch mode is on, as in a trace, and then computes differently:
+    singular values, nuclear norms and the gradient of ``prod`` differ in their last bits. It costs a Python
+    call per op.
     """
 
     def __torch_dispatch__(
@@ -70,7 +71,7 @@ def _refuse_reentrant_checkpoint() -> None:
 
 
 def refuse_reentrant_checkpoint(name: str) -> None:
-    """Raise for a checkpoint that differentiates its own arguments only.
+    """Raise for a reentrant checkpoint, which differentiates only its own arguments.
 
     Args:
       name: Name of the function or the module.
@@ -89,14 +90,14 @@ def refuse_reentrant_checkpoint(name: str) -> None:
 
 @contextlib.contextmanager
 def canonical(mesh: Mesh | None = None) -> Iterator[None]:
-    """The setting in which a step runs, traced or eager, whatever surrounds the call.
+    """Enter the setting in which a step runs, traced or eager, regardless of the caller's modes.
 
-    No gradient mode, inference mode or autocast is taken over; the autocast cache is off (it would make a weight's
-    gradient depend on how often the weight was cast); autograd stays on the calling thread; a function mode is on,
-    since modules such as ``MultiheadAttention`` take another path under one.
+    The caller's grad mode, inference mode and autocast do not apply. The autocast cache is off (it would make
+    a weight's gradient depend on how often the weight was cast), autograd stays on the calling thread, and a
+    function mode is on, since modules such as ``MultiheadAttention`` take another path under one.
 
     Args:
-      mesh: Where the leaves of the step's states lie.
+      mesh: Mesh of the step's states; None if they lie on none.
     """
     cached = torch.is_autocast_cache_enabled()
     with contextlib.ExitStack() as stack:
@@ -115,12 +116,12 @@ def canonical(mesh: Mesh | None = None) -> Iterator[None]:
 
 
 def inside_a_step() -> bool:
-    """Whether the function of a step is running on this thread: a step called now becomes a part of it."""
+    """Whether a step's function is running on this thread: a step called now becomes part of it."""
     return _step() is not None
 
 
 def current_mesh() -> Mesh | None:
-    """The mesh of the step that is running on this thread; None outside of one, and if its states lie on none."""
+    """Return the mesh of the step running on this thread; None without a step, or without a mesh."""
     step = _step()
     return None if step is None else step.mesh
 
@@ -131,24 +132,24 @@ def _step() -> _InStep | None:
 
 
 def default_device() -> torch.device:
-    """Where tensors are made; torch's own getter makes one to find out."""
+    """Return the device of new tensors; torch's own getter creates a tensor to find out."""
     modes = [mode for mode in _get_current_function_mode_stack() if isinstance(mode, DeviceContext)]
     return modes[-1].device if modes else torch.device("cpu")
 
 
 def foreign_function_modes() -> list[str]:
-    """Names of the function modes that are on, outermost first, but for those of a default device, and of a step."""
+    """Name the active function modes, outermost first, except those of a default device or a step."""
     modes = _get_current_function_mode_stack()  # private to torch
     return [type(mode).__name__ for mode in modes if not isinstance(mode, DeviceContext | _InStep)]
 
 
 def in_a_backward() -> bool:
-    """Whether autograd's backward is running on this thread, as it is when a checkpoint recomputes."""
+    """Whether autograd's backward is running on this thread, as when a checkpoint recomputes."""
     return torch._C._current_graph_task_id() != -1  # private; test_keys notices a change
 
 
 def diverted() -> bool:
-    """Whether a call made now, under some dispatch mode, becomes a part of another step or is refused."""
+    """Whether a call made now, under a dispatch mode, becomes part of another step or is refused."""
     return inside_a_step() or _under_fake_mode()
 
 
@@ -157,7 +158,7 @@ def _under_fake_mode() -> bool:
 
 
 def refuse_foreign_modes(function: str) -> None:
-    """Raise under a transform of ``torch.func`` and under a fake mode: a replay has nothing to show to either.
+    """Raise under a transform of ``torch.func`` or a fake mode: neither sees what a replay computes.
 
     Raises:
       CaptureError: Naming the function to transform instead.
@@ -180,7 +181,7 @@ def refuse_foreign_modes(function: str) -> None:
 
 
 def refuse_anomaly_mode(function: str) -> None:
-    """Raise if autograd is to look for NaN while a step is traced.
+    """Raise if anomaly detection checks for NaN while a step is traced.
 
     Raises:
       CaptureError: Naming the eager run.

@@ -1,4 +1,4 @@
-"""A call of a step, taken apart: states, inputs, static arguments; their layout, the buffers they are copied to.
+"""Split a call of a step into states, inputs and static arguments; check and stage the inputs.
 
-Comes in: ``args, kwargs``. Goes out: a ``Call``. Next room: ``stages.trace`` at the first call, ``stages.run`` later.
+Input: ``args, kwargs``. Output: a ``Call``. Next: ``stages.trace`` at the first call, ``stages.run`` later.
 """

@@ -1,7 +1,8 @@
-"""Inputs: what may be one, and their layout.
+"""The layout of a call's inputs, and the check that they can be copied in.
 
-Leaves may live on the state's device, on the CPU (pageable or pinned) or in numpy; Python numbers are live 0-dim
-inputs. Other objects belong to the layout and are compared with ``==``.
+Leaves may be on the state's device, on the CPU (pageable or pinned) or in numpy; Python numbers are live
+0-dim inputs. Other objects are part of the layout, compared as constants of the graph
+(:mod:`..pytree.sameness`).
 """
 
 from __future__ import annotations
@@ -27,13 +28,13 @@ __all__ = ["InputLayout", "as_input", "cuts_a_graph", "input_layout"]
 
 @dataclass(frozen=True, slots=True)
 class InputLayout:
-    """What inputs must look like for one capture.
+    """The layout that inputs must have for one capture.
 
     Attributes:
       roots: Parameter names of the positional inputs.
       treedef: Structure of ``(args, kwargs)`` without the bound states.
       names: Key path of each leaf, as text, starting at the parameter's name.
-      leaves: Spec of each live leaf; any other object is itself part of the layout.
+      leaves: For each leaf its spec if it is live, else the object itself.
     """
 
     roots: tuple[str, ...]
@@ -43,7 +44,7 @@ class InputLayout:
 
     @property
     def arguments(self) -> dict[str, Treedef]:
-        """Structure of each argument, by its name."""
+        """Structure of each argument, by name."""
         args, kwargs = self.treedef.children
         named = {str(key.key): child for key, child in zip(kwargs.keys, kwargs.children, strict=True)}
         return dict(zip(self.roots, args.children, strict=True)) | named
@@ -59,14 +60,14 @@ class InputLayout:
         )
 
     def fill(self, live: Sequence[Any]) -> Any:
-        """The inputs' tree with live leaves put in."""
+        """Return the tree of inputs with the given live leaves."""
         values = iter(live)
         leaves = [next(values) if isinstance(leaf, BufferSpec) else leaf for leaf in self.leaves]
         return pytree.unflatten(self.treedef, leaves)
 
 
 def as_input(value: Any) -> Tensor | None:
-    """A live leaf as a tensor, without copying where possible; None for an object that belongs to the layout."""
+    """Return a live leaf as a tensor, without a copy if possible; None for an object of the layout."""
     if isinstance(value, Leaf):
         return value._owned()  # another thread may step its state before it is copied in
     tensor = as_tensor(value)
@@ -76,9 +77,9 @@ def as_input(value: Any) -> Tensor | None:
 
 
 def cuts_a_graph(value: Any) -> bool:
-    """Whether autograd is recording what the value goes through: it would miss the step, in silence.
+    """Whether autograd tracks a value, so that a step would silently cut its graph.
 
-    Parameters are let through: a module's are passed to be read, far from any loss.
+    Parameters are exempt: those of a module are passed only to be read, far from any loss.
     """
     return (
         isinstance(value, Tensor)
@@ -89,7 +90,7 @@ def cuts_a_graph(value: Any) -> bool:
 
 
 def _names(roots: Sequence[str], paths: Sequence[KeyPath]) -> tuple[str, ...]:
-    """Key paths that start at the user's parameter names instead of at positions."""
+    """Return key paths that start with the user's parameter names instead of positions."""
     return tuple(
         path_string(path[2:], roots[path[1].idx] if path[0].idx == 0 else str(path[1].key)) for path in paths
     )
@@ -98,18 +99,18 @@ def _names(roots: Sequence[str], paths: Sequence[KeyPath]) -> tuple[str, ...]:
 def input_layout(
     roots: Sequence[str], inputs: Any, device: torch.device | None, function: str = ""
 ) -> tuple[InputLayout, list[Tensor]]:
-    """Layout of inputs, and their live leaves.
+    """Return the layout of inputs, and their live leaves.
 
     Args:
       roots: Parameter names of the positional inputs.
       inputs: ``(args, kwargs)`` without the bound states.
-      device: The state's device; host leaves are described as if they were there already.
+      device: The state's device; specs place host leaves there, too.
       function: Name of the user's function.
     Raises:
       LayoutError: If leaves cannot be copied in; all are listed.
     """
     flat, treedef = pytree.flatten(inputs)
-    treedef = treedef.sorted()  # the function sees each batch in one order
+    treedef = treedef.sorted()  # the function sees the keys of every batch in one order
     roots = [roots[i] if i < len(roots) else f"inputs[{i}]" for i in range(len(inputs[0]))]
     names = _names(roots, treedef.paths())
     tensors = [as_input(value) for value in flat]
@@ -153,9 +154,9 @@ def _refuse_unfit(
 
 
 def _unfit(value: Any, tensor: Tensor | None, home: torch.device) -> str:
-    """What a leaf is, if it cannot be copied in; else an empty string."""
+    """Describe a leaf that cannot be copied in; return an empty string for one that can."""
     if tensor is None:
-        # Numbers and arrays are live: one that no tensor can hold must not become a part of the layout.
+        # Numbers and arrays are live, so one that no tensor can hold must not become part of the layout.
         if isinstance(value, numbers.Real):
             return f"{type(value).__name__} {value}"
         if _hides_tensors(value):
@@ -170,7 +171,7 @@ def _unfit(value: Any, tensor: Tensor | None, home: torch.device) -> str:
 
 
 def _hides_tensors(value: Any) -> bool:
-    """Whether tensors are in something that looks like a tree, but is a leaf: they would not be copied in."""
+    """Whether a leaf is a container that holds tensors, which would not be copied in."""
     if isinstance(value, Mapping):
         held: Iterable[Any] = value.values()
     elif dataclasses.is_dataclass(value) and not isinstance(value, type):
@@ -202,7 +203,7 @@ def _fix(name: str, value: Any, home: torch.device) -> str:
 
 
 def _array_fix(name: str, value: Any) -> str:
-    """How to make a number or an array of numpy one that torch can hold."""
+    """Return the fix for a number, numpy array or container that torch cannot hold."""
     dtype = getattr(value, "dtype", None)
     if isinstance(value, int):
         return "keep it below 2**63; or name its argument in `static_argnames`, with a graph for each value."

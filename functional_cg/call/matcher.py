@@ -1,4 +1,4 @@
-"""The generated check of a call's inputs: whether they have the layout of a capture, and their live leaves."""
+"""Generate the check that a call's inputs have the layout of a capture."""
 
 from __future__ import annotations
 
@@ -22,10 +22,11 @@ __all__ = ["layout_matcher"]
 def layout_matcher(
     layout: InputLayout, device: torch.device
 ) -> Callable[[tuple[Any, ...], dict[str, Any]], Any]:
-    """Generate ``match(args, kwargs) -> list of live leaves, or None`` for one layout: no loop, no recursion.
+    """Generate ``match(args, kwargs) -> list of live leaves, or None`` for a layout: no loops, no recursion.
 
-    A state among the inputs matches the tree that it stands for. Under a transform of ``torch.func``, in another step
-    and under a fake mode nothing matches: the slow path tells what becomes a part of that step from what is refused.
+    A state among the inputs matches the tree that it stands for. Nothing matches under a transform of
+    ``torch.func``, in another step or under a fake mode: the slow path decides what becomes part of that step
+    and what is refused.
     """
     lines = ["if transforms() is not None or (modes() and diverted()): return None"]
     names: dict[str, Any] = {
@@ -111,7 +112,7 @@ def layout_matcher(
 
 
 def _convert(value: Any, want: BufferSpec) -> Tensor | None:
-    """A leaf that is not a plain tensor of the wanted spec: numbers, numpy, parameters, leaves of a state."""
+    """Convert a number, array, parameter or leaf of a state to a tensor; None if it does not fit the spec."""
     tensor = as_input(value.tree if type(value) is Handle else value)
     if tensor is None or tensor.shape != want.shape or tensor.dtype is not want.dtype:
         return None
@@ -120,5 +121,5 @@ def _convert(value: Any, want: BufferSpec) -> Tensor | None:
 
 
 def _opened(state: Handle) -> Any:
-    """The tree of a state; its leaves are copies, since another thread may step it before they are copied in."""
+    """Return a state's tree with copied leaves: another thread may step it before they are copied in."""
     return pytree.unflatten(state._part.node, state._copied())

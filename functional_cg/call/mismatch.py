@@ -1,4 +1,4 @@
-"""How the inputs of a call differ from those of a capture, and what to do about it."""
+"""Describe how a call's inputs differ from those of a capture, and how to fix it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = ["layout_differences", "layout_fix"]
 
 
 def layout_differences(expected: InputLayout, got: InputLayout) -> list[str]:
-    """All differences of two layouts, one line each."""
+    """Return all differences between two layouts, one line each."""
     if expected.treedef != got.treedef:
         return _structure_rows(expected, got)
     rows = []
@@ -55,7 +55,7 @@ def _shown(leaf: Any) -> str:
 
 
 def layout_fix(expected: InputLayout, got: InputLayout, more: str) -> str:
-    """What to do about the differences: in the words of the kind that comes first.
+    """Return the fix for the first kind of difference: structure, then objects, dtypes, shapes.
 
     Args:
       expected: Layout of a capture.
@@ -101,7 +101,7 @@ def _dtype_fix(name: str, want: BufferSpec, have: BufferSpec) -> str:
 
 
 def _structure_fix(place: str, want: Mapping[str, Treedef], have: Mapping[str, Treedef], more: str) -> str:
-    """The fix for the first difference of structure among arguments, or among the children of one node."""
+    """Return the fix for the first difference in structure, among arguments or the children of one node."""
     missing, extra = [n for n in want if n not in have], [n for n in have if n not in want]
     for name in extra:
         meant = next((n for n in missing if difflib.get_close_matches(name.lower(), [n.lower()])), None)

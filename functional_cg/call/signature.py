@@ -1,4 +1,4 @@
-"""A call of a step, taken apart: bound states, copied inputs, static arguments."""
+"""Split a call of a step into bound states, copied inputs and static arguments."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ __all__ = ["Call", "Signature", "new_state_and_metrics"]
 
 @dataclass(frozen=True, slots=True)
 class StateArgument:
-    """A handle among the arguments: read from its slots, not copied in."""
+    """A handle among the arguments: the step reads its slots, nothing is copied in."""
 
     position: int
     name: str
@@ -34,7 +34,7 @@ class StateArgument:
 
     @property
     def node(self) -> Treedef:
-        """Structure of the tree that the function sees: a trace decides in which order keys are gone through."""
+        """Structure of the tree that the function sees; a trace sets its key order."""
         return self.seen_as or self.handle._node
 
     @property
@@ -60,17 +60,17 @@ class StateArgument:
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """One call, taken apart.
+    """One call, split into its parts.
 
     Attributes:
-      function: The user's function, in messages.
+      function: Name of the user's function, for messages.
       states: Bound states; for a donating step, the first one is donated.
-      inputs: ``(args, kwargs)`` that are copied in.
+      inputs: The ``(args, kwargs)`` to copy in.
       statics: Static arguments by name.
       layout: Layout of the inputs.
       live: Input leaves as tensors.
       device: Where the step runs.
-      steps: How many steps the call is: inputs are stacked, and so are the metrics.
+      steps: Number of steps in the call; inputs and metrics are stacked over them.
     """
 
     function: str
@@ -83,7 +83,7 @@ class Call:
     steps: int = 1
 
     def laid_out(self, layout: InputLayout, structures: Sequence[Treedef]) -> Call:
-        """The same call, as a trace sees it: inputs in the strides of a layout, states with their keys in one order."""
+        """Return the call as a trace sees it: strides from a layout, key order of states from structures."""
         states = (
             replace(state, seen_as=structure)
             for state, structure in zip(self.states, structures, strict=True)
@@ -92,11 +92,11 @@ class Call:
 
     @property
     def arenas(self) -> tuple[tuple[int, int, int], ...]:
-        """Which memory the call is bound to."""
+        """The memory that the call is bound to: arena and slot range of each state."""
         return tuple((id(state.arena), state.start, state.stop) for state in self.states)
 
     def places(self) -> list[tuple[int, int]]:
-        """Slab and offset of each bound slot; slabs of different states have different numbers."""
+        """Return slab number and offset of each bound slot; no two states share a slab number."""
         places: list[tuple[int, int]] = []
         for number, state in enumerate(self.states):
             slots = state.arena.plan.slots[state.start : state.stop]
@@ -105,18 +105,18 @@ class Call:
 
     @property
     def static_key(self) -> tuple[Any, ...]:
-        """The static arguments as a key, under which 1, 1.0 and True differ, and what holds them."""
+        """The static arguments as a dict key, in which 1, 1.0 and True differ, also inside containers."""
         return tuple(
             (name, Exact(value)) for name, value in sorted(self.statics.items(), key=lambda item: item[0])
         )
 
     @property
     def objects(self) -> tuple[tuple[str, Any], ...]:
-        """(name, object) of what the graph has baked in: static arguments and fields, objects among the inputs."""
+        """(name, object) pairs baked into the graph: static arguments and fields, objects among inputs."""
         leaves = zip(self.layout.names, self.layout.leaves, strict=True)
         inputs = [(name, leaf) for name, leaf in leaves if not isinstance(leaf, BufferSpec)]
         fields = [value for state in self.states for value in pytree.static_values(state.handle._node)]
-        # An optimizer in a static field is reached through the state, not through a name in the code.
+        # Code reaches an optimizer in a static field through the state, not by a name.
         return (
             *inputs,
             *self.statics.items(),
@@ -124,12 +124,12 @@ class Call:
         )
 
     def arguments(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The call as a capture takes it: handles and tensors in place, static arguments gone."""
+        """Return the call as a capture takes it: with handles and tensors, without static arguments."""
         args, kwargs = self.assemble([state.handle for state in self.states], self.live)
         return args, {name: value for name, value in kwargs.items() if name not in self.statics}
 
     def assemble(self, trees: Sequence[Any], live: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The user function's arguments, from trees of the states and leaves of the inputs."""
+        """Return the user function's arguments, from trees of the states and leaves of the inputs."""
         copied, named = self.layout.fill(live)
         args = list(copied)
         for state, tree in zip(self.states, trees, strict=True):
@@ -137,7 +137,7 @@ class Call:
         return tuple(args), {**named, **self.statics}
 
     def apply(self, fn: Callable[..., Any], trees: Sequence[Any], live: Sequence[Tensor]) -> Any:
-        """What ``fn`` returns, called for each step on the state that the one before has returned."""
+        """Call ``fn`` once per step, on the state from the last one; stack the metrics of several steps."""
 
         def one(state: Any, inputs: Sequence[Tensor]) -> Any:
             args, kwargs = self.assemble([state, *trees[1:]] if trees else (), inputs)
@@ -156,10 +156,10 @@ class Call:
 
 
 def new_state_and_metrics(function: str, result: Any) -> tuple[Any, Any]:
-    """What a step returns.
+    """Return a step's result; check that it is a pair.
 
     Raises:
-      LayoutError: If it is no pair.
+      LayoutError: If it is not.
     """
     if not isinstance(result, tuple) or len(result) != 2:
         raise LayoutError.of(
@@ -172,13 +172,13 @@ def new_state_and_metrics(function: str, result: Any) -> tuple[Any, Any]:
 
 
 class Signature:
-    """How calls of one function are taken apart.
+    """Splits calls of one function into their parts.
 
     Args:
       fn: The user's function.
       static_argnames: Names of arguments that are Python constants of a capture.
-      donates: Whether the first argument is a state that the call takes over.
-      steps: How many steps a call is.
+      donates: Whether a call donates its first argument, a state.
+      steps: Number of steps per call.
     """
 
     def __init__(
@@ -205,13 +205,13 @@ class Signature:
         return bool(self._static)
 
     def parameter(self, position: int) -> str:
-        """Name of the parameter at a position."""
+        """Return the name of the parameter at a position."""
         return self._names[position] if position < len(self._names) else f"inputs[{position}]"
 
     def by_position(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Arguments passed by name, moved to their positions: ``step(s, b=batch)`` is ``step(s, batch)``."""
+        """Move arguments passed by name to their positions: ``step(s, b=batch)`` is ``step(s, batch)``."""
         moved = list(args)
         for name in self._names[len(args) :]:
             if name not in kwargs or name in self._nameless:
@@ -223,7 +223,7 @@ class Signature:
     def split_static(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any], dict[str, Any]]:
-        """Move static arguments out: ``(args, kwargs, statics)``. Those after a static one go by name."""
+        """Split off static arguments: ``(args, kwargs, statics)``. Those after a static one become named."""
         if not self._static:
             return args, kwargs, {}
         first = next((i for i, _ in enumerate(args) if self.parameter(i) in self._static), len(args))
@@ -239,7 +239,7 @@ class Signature:
         return args[:first], named, statics
 
     def refuse_pair(self, tree: Any) -> None:
-        """Raise for what a step returns, passed on as a state.
+        """Raise if a pair that a step returned is passed as a state.
 
         Raises:
           LayoutError: If it is a pair of a handle and metrics.
@@ -258,11 +258,13 @@ class Signature:
                 )
 
     def take_apart(self, args: tuple[Any, ...], kwargs: dict[str, Any], statics: dict[str, Any]) -> Call:
-        """Take a call apart; every handle must be alive.
+        """Split a call into its parts.
 
         Raises:
           DonatedStateError: If a handle was donated.
-          LayoutError: If an input cannot be copied in, or has no first dimension for the steps of a call.
+          AliasError: If a donating step gets a part of a state as its first argument.
+          LayoutError: If an input cannot be copied in or is not stacked over the steps of a call, or if
+            states lie on several meshes.
         """
         states: list[StateArgument] = []
         copied: list[Any] = []
@@ -308,7 +310,7 @@ class Signature:
             )
 
     def _shares_memory(self, value: Handle, states: Sequence[StateArgument]) -> bool:
-        """A second handle of the donated arena is copied in: the step writes there."""
+        """Whether a donating step binds the arena already: it writes there, so this handle is copied in."""
         return self.donates and any(state.arena is value._lease.arena for state in states)
 
 

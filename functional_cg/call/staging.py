@@ -1,7 +1,7 @@
-"""Staging: the static input buffers of a capture, and the way into them.
+"""Staging: the static input buffers of a capture, and the copies into them.
 
-Host leaves go through pinned slots that the step owns, so the caller may overwrite its own memory as soon as the call
-returns.
+Host leaves go through pinned memory that the step owns, so the caller may overwrite its memory as soon as the
+call returns.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from ..tensors.aten import UNGROUPED
 __all__ = ["Staging"]
 
 _RING_DEPTH = 3
-_FEW = 3  # as many single copies cost less than one grouped copy
-# What ``torch.cat`` writes bit for bit into memory that is there.
+_FEW = 3  # up to this many single copies cost less than one grouped copy
+# Dtypes that ``torch.cat`` copies bit for bit into existing memory.
 _JOINED = frozenset(
     {
         torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.int16, torch.int8,
@@ -30,10 +30,10 @@ _JOINED = frozenset(
 
 
 class Staging:
-    """Static input buffers of one capture, and the way into them.
+    """Static input buffers of one capture.
 
     Attributes:
-      arena: Their memory.
+      arena: Memory of the buffers.
       slots: One buffer per live input leaf, on the state's device.
     """
 
@@ -47,7 +47,7 @@ class Staging:
         self._rows = _as_rows(self.arena)
 
     def copy_in(self, leaves: list[Tensor]) -> None:
-        """Copy leaves into the static buffers; the caller's memory is free again when this returns."""
+        """Copy leaves into the static buffers; the caller may overwrite them when this returns."""
         if not leaves:
             return
         if not self.arena.on_cuda and current_stream(self.arena.device) is None:
@@ -67,7 +67,7 @@ class Staging:
             self._pinned_slot().send(host, leaves, self.arena)
 
     def fill(self, leaves: list[Tensor]) -> None:
-        """Copy leaves into the static buffers at once, where work is never queued."""
+        """Copy leaves into the static buffers immediately, on a device without queued work."""
         torch._foreach_copy_(self.slots, leaves)
 
     def _pinned_slot(self) -> _PinnedSlot:
@@ -79,10 +79,10 @@ class Staging:
 
 
 def _as_rows(arena: Arena) -> Tensor | None:
-    """Several slots as the rows of one tensor, if they lie in one slab without gaps: one launch fills them.
+    """Return adjacent slots of one slab as rows of one tensor, which one launch fills; None for others.
 
-    A grouped copy is one launch, too, but has one block of threads for a tensor of 65,536 elements: it takes 8 us on an
-    H100 where single copies take 1 us each.
+    A grouped copy is one launch, too, but has only one thread block for a tensor of 65,536 elements: it takes
+    8 us on an H100, where single copies take 1 us each.
     """
     slots = arena.slots
     if len(slots) < 2 or len(arena.slabs) != 1 or arena.slabs[0].dtype not in _JOINED:

@@ -1,1 +1,1 @@
-"""Pytrees below ``fcg.tree``: dataclasses as nodes, trees without leaves, when two Python values are the same."""
+"""What ``fcg.tree`` builds on: dataclass nodes, treedefs, and exact equality of Python values."""

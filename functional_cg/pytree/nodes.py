@@ -1,4 +1,4 @@
-"""Dataclasses as nodes of a pytree: which fields hold leaves, and which belong to the structure."""
+"""Register dataclasses as pytree nodes, with fields that hold leaves and static fields."""
 
 from __future__ import annotations
 
@@ -21,13 +21,14 @@ _STATIC = "functional_cg.static"
 
 
 def static(**options: Any) -> Any:
-    """Declare a dataclass field that belongs to the structure: a name, a number of layers, an activation.
+    """Declare a static dataclass field, part of the structure: a name, a number of layers, an activation.
 
-    A graph has the value baked in: states that differ in it have different layouts. It is compared with ``==``; numbers
-    by type and bits, so that 1, 1.0 and True are three values. Arrays and tensors are leaves: they cannot be static.
+    The value is baked into a graph, so states that differ in it have different layouts. Values are compared
+    by type and ``==``, numbers also by their bits: 1, 1.0 and True differ. Arrays and tensors are leaves and
+    cannot be static.
 
     Args:
-      options: Those of ``dataclasses.field``, such as ``default``.
+      options: Options of ``dataclasses.field``, such as ``default``.
 
     Example:
       >>> import torch, functional_cg as fcg
@@ -41,7 +42,7 @@ def static(**options: Any) -> Any:
 
 
 def same_static(a: Any, b: Any) -> bool:
-    """Whether two static values make the same graph: equal, of one type, and in all numbers down to the bits.
+    """Whether two static values make the same graph: of one type, equal, with numbers equal to the bit.
 
     Raises:
       TypeError: If the values cannot be compared.
@@ -61,10 +62,10 @@ def register_dataclass(cls: type[T], /) -> type[T]: ...
 def register_dataclass(*, static: Sequence[str] = ...) -> Callable[[type[T]], type[T]]: ...
 @dataclass_transform(frozen_default=True, field_specifiers=(static, dataclasses.field))
 def register_dataclass(cls: type[Any] | None = None, /, *, static: Sequence[str] = ()) -> Any:
-    """Make a dataclass a pytree node; fields named in ``static``, or declared so, belong to the structure.
+    """Register a dataclass as a pytree node; fields in ``static``, or declared so, are part of the structure.
 
-    A class that is not a dataclass yet becomes a frozen one. Nodes are rebuilt without ``__init__`` and
-    ``__post_init__``, so that neither can create stray tensors.
+    A class that is not yet a dataclass becomes a frozen one. Nodes are rebuilt without ``__init__`` and
+    ``__post_init__``, so neither can create stray tensors.
 
     Example:
       >>> from functional_cg import tree

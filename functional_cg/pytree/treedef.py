@@ -1,4 +1,4 @@
-"""The structure of a pytree without its leaves, and how two of them differ."""
+"""Treedefs: the structure of a pytree without its leaves, and the differences between two of them."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ KeyPath = tuple[Any, ...]
 
 @dataclass(frozen=True, slots=True)
 class Names:
-    """What a dict is rebuilt from, beside its values.
+    """What is needed to rebuild a dict from its values.
 
     Attributes:
-      factory: Of a defaultdict.
-      sorted: Its keys in the order of the flattened values.
-      put_in: Its keys in the order in which they were put in.
+      factory: Default factory of a defaultdict; None for other dicts.
+      sorted: Its keys in sorted order, the order of the flattened values.
+      put_in: Its keys in insertion order.
     """
 
     factory: Any
@@ -31,12 +31,12 @@ class Names:
 class Treedef:
     """Structure of a pytree without its leaves.
 
-    Two treedefs are equal when a tree of the one can take the place of a tree of the other: the order of the keys of a
-    dict does not matter.
+    Two treedefs are equal if trees of the one can replace trees of the other: the key order of a dict does
+    not matter.
 
     Attributes:
       kind: Type of the node; None for a leaf.
-      context: What else the node's type needs to be rebuilt (static fields, for example).
+      context: What else is needed to rebuild the node (static fields, for example).
       keys: One key-path entry per child.
       children: Treedefs of the children.
       num_leaves: Number of leaves below.
@@ -59,7 +59,7 @@ class Treedef:
         )
 
     def sorted(self) -> Treedef:
-        """The structure with all dicts in the order of their sorted keys."""
+        """Return the structure with the keys of all dicts in sorted order."""
         children = tuple(child.sorted() for child in self.children)
         context = self.context
         if isinstance(context, Names):
@@ -74,7 +74,7 @@ class Treedef:
         return self.kind is None
 
     def paths(self, prefix: KeyPath = ()) -> list[KeyPath]:
-        """Key paths of all leaves, in flat order."""
+        """Return the key paths of all leaves, in flat order."""
         if self.is_leaf:
             return [prefix]
         return [
@@ -88,7 +88,7 @@ LEAF = Treedef(None, None, (), (), 1)
 
 
 def path_string(path: KeyPath, root: str = "") -> str:
-    """A key path as text: ``path_string(path, "state")`` gives ``state.params['w']``."""
+    """Return a key path as text: ``path_string(path, "state")`` gives ``state.params['w']``."""
     return root + "".join(str(key) for key in path)
 
 
@@ -102,7 +102,7 @@ def _describe(node: Treedef) -> str:
 
 
 def structure_diff(expected: Treedef, got: Treedef, root: str = "tree") -> list[str]:
-    """All places where two structures differ, one line each, with key paths."""
+    """Return all places where two structures differ, one line each, with key paths."""
     rows: list[str] = []
 
     def walk(a: Treedef, b: Treedef, path: KeyPath) -> None:

@@ -1,4 +1,4 @@
-"""The memory of a state: planned, allocated, handed out as read-only leaves and handles, and crossed by shards.
+"""The memory of a state: plan and allocate it, expose it by handles and read-only leaves, convert shards.
 
-Comes in: a pytree of tensors. Goes out: a ``Handle``, whose slots ``call`` and ``stages`` know. Next room: ``call``.
+Input: a pytree of tensors. Output: a ``Handle``, whose slots ``call`` and ``stages`` know. Next: ``call``.
 """

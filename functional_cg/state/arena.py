@@ -1,9 +1,9 @@
 """The arena: preallocated memory with one slot per leaf of a state.
 
-Planning is pure (:func:`plan`); allocation and copying are not (:class:`Arena`). There is one slab per (device,
-dtype, role), and a role such as ``params`` is one contiguous range of bytes: a flat optimizer, a reduce-scatter
-bucket or a checkpoint is a range of it. Slots start at multiples of 256 bytes from 4 KiB up, of 16 bytes below, and
-keep the dense strides that their leaf was placed with.
+Planning is pure (:func:`plan`); allocation and copying are not (:class:`Arena`). Each (device, dtype, role)
+has one slab, so a role such as ``params`` is one contiguous range of bytes, of which a flat optimizer, a
+reduce-scatter bucket or a checkpoint takes a range. Slots of 4 KiB or more are aligned to 256 bytes, smaller
+ones to 16, and keep the dense strides with which their leaf was placed.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _LARGE_BYTES = 4096
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """Short name of a dtype, as it appears in specs: ``f32``, ``bf16``, ``i64``, ``bool``."""
+    """Return the short name of a dtype, as used in specs: ``f32``, ``bf16``, ``i64``, ``bool``."""
     name = str(dtype).removeprefix("torch.")
     for long, short in (("bfloat", "bf"), ("float", "f"), ("complex", "c"), ("uint", "u"), ("int", "i")):
         if name.startswith(long):
@@ -57,9 +57,9 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 @dataclass(frozen=True, slots=True)
 class BufferSpec:
-    """What a leaf's buffer must be: ``f32[8,1024]@cuda:0``.
+    """Layout of a leaf's buffer: ``f32[8,1024]@cuda:0``.
 
-    A leaf on a mesh has a placement; shape and strides are then those of what this rank holds.
+    A leaf on a mesh has a placement; its shape and strides are those of the tensor that this rank holds.
     """
 
     shape: tuple[int, ...]
@@ -70,7 +70,7 @@ class BufferSpec:
 
     @classmethod
     def of(cls, tensor: Tensor) -> BufferSpec:
-        """Spec of a tensor, with dense strides in the order of the tensor's own."""
+        """Return the spec of a tensor, with dense strides in the tensor's dimension order."""
         placement = placed(tensor)
         held = tensor if placement is None else tensor.local  # type: ignore[attr-defined]
         return cls(tuple(held.shape), dense_stride(held), held.dtype, held.device, placement)
@@ -103,7 +103,7 @@ class BufferSpec:
 
 
 def dense_stride(tensor: Tensor) -> tuple[int, ...]:
-    """Strides of a dense tensor with the dimension order of ``tensor`` (channels_last stays channels_last)."""
+    """Return dense strides in the dimension order of ``tensor`` (channels_last stays channels_last)."""
     if tensor.is_contiguous():  # also drops meaningless strides of dimensions of size 1
         stride, step = [], 1
         for size in reversed(tensor.shape):
@@ -139,7 +139,7 @@ class SlabSpec:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Where each leaf goes: slots in the order of the leaves, and the slabs that they lie in."""
+    """Where each leaf lies: slots in the order of the leaves, and their slabs."""
 
     slots: tuple[Slot, ...]
     slabs: tuple[SlabSpec, ...]
@@ -155,7 +155,7 @@ def _aligned(offset_bytes: int, nbytes: int) -> int:
 
 
 def offsets(specs: Iterable[BufferSpec]) -> tuple[list[int], int]:
-    """Element offsets of leaves of one dtype laid out in one range, and the length of the range in elements."""
+    """Lay leaves of one dtype out in one range; return their offsets and its length, in elements."""
     places, end = [], 0
     itemsize = 1
     for spec in specs:
@@ -167,7 +167,7 @@ def offsets(specs: Iterable[BufferSpec]) -> tuple[list[int], int]:
 
 
 def plan(specs: Sequence[BufferSpec], roles: Sequence[str]) -> Plan:
-    """Lay out leaves: pure, deterministic, slots disjoint and inside their slab.
+    """Lay out leaves in disjoint slots inside their slabs; pure and deterministic.
 
     Args:
       specs: One spec per leaf.
@@ -188,18 +188,18 @@ def plan(specs: Sequence[BufferSpec], roles: Sequence[str]) -> Plan:
 
 @dataclass(eq=False, slots=True, weakref_slot=True)
 class Arena:
-    """Memory of one state: slabs and the slots in them. Compared by identity.
+    """Memory of one state: slabs and the slots in them. Arenas compare by identity.
 
     Attributes:
       plan: The layout.
       slabs: One 1-d tensor per slab.
       slots: One view per leaf, with the leaf's shape and strides.
       storages: Identities of the slabs' storages.
-      stream: The stream that used the arena last, if work on it is queued; and its handle on CUDA.
-      lease: Weak reference to the state that lives here; whatever step asks, an arena serves one state at a time.
+      stream: The stream that last used the arena, where work is queued; ``raw_stream`` is its CUDA handle.
+      lease: Weak reference to the state that lives here: an arena serves one state at a time, in all steps.
       watchers: Called when that state is gone.
-      on_cuda: Whether the device is a GPU; each call asks several times.
-      turn: Whose turn it is to use it: of two threads that update it one wins, the other finds its state donated.
+      on_cuda: Whether the device is a GPU; stored, since each call asks several times.
+      turn: Lets one thread at a time use it: of two that update it, the second finds its state donated.
     """
 
     plan: Plan
@@ -238,7 +238,7 @@ class Arena:
         return cls(plan, slabs, slots, device, frozenset(map(storage_key, slabs)))
 
     def copy(self) -> Arena:
-        """Memory of the same layout with the same values."""
+        """Return an arena with the same layout and values."""
         copy = Arena.allocate(self.plan, self.device)
         self.turn.read(partial(self._copy_to, copy.slabs))
         return copy
@@ -249,7 +249,7 @@ class Arena:
             new.copy_(old)
 
     def join(self) -> None:
-        """Order the current stream after the arena's last use, if that was on another one."""
+        """Order the current stream after the arena's last use, if that was on another stream."""
         if self.on_cuda and self.raw_stream == current_raw_stream(self.device.index):
             return
         current = current_stream(self.device)
@@ -277,7 +277,7 @@ def refuse_aliases(
     """Raise if two leaves share memory, or one overlaps itself.
 
     Raises:
-      AliasError: With both key paths, their specs and byte ranges.
+      AliasError: With the key paths, specs and byte ranges.
     """
     by_storage: dict[int, list[int]] = {}
     for i, tensor in enumerate(tensors):
@@ -314,11 +314,11 @@ def refuse_aliases(
 def _copy(
     paths: Sequence[KeyPath], tensors: Sequence[Tensor], pair: tuple[int, int], root: str, function: str
 ) -> str:
-    """The code that gives the second leaf of a pair, with all that it shares, memory of its own."""
+    """Return code that gives the second leaf of a pair, with all that it shares, separate memory."""
     first, second = _shared(paths, tensors, pair)
     alike = BufferSpec.of(tensors[pair[0]]) == BufferSpec.of(tensors[pair[1]])
     of_class = str(second[0]).startswith(".")
-    # The fields of a state that is being created are arguments, which go by their own names.
+    # While a state is being created, its fields are arguments: they are named without the root.
     base = "" if of_class and not function else root
     target, source = (
         path_string(path, base).removeprefix(".") for path in (second, first if alike else second)
@@ -333,7 +333,7 @@ def _copy(
 def _shared(
     paths: Sequence[KeyPath], tensors: Sequence[Tensor], pair: tuple[int, int]
 ) -> tuple[KeyPath, KeyPath]:
-    """The largest subtrees around two leaves of which each leaf is in the storage of its counterpart."""
+    """Return the largest subtrees around two leaves in which each leaf shares its counterpart's storage."""
     first, second = (paths[i] for i in pair)
 
     def below(path: KeyPath) -> list[tuple[KeyPath, int]]:
@@ -354,12 +354,12 @@ def refuse_unplaceable(
     root: str,
     function: str = "",
 ) -> None:
-    """Raise if a leaf cannot live in an arena: not a dense tensor, or not where the other leaves are.
+    """Raise if a leaf cannot live in an arena: not a dense tensor, or not on the device of the others.
 
     Args:
       paths: Key path of each leaf.
-      leaves: What is to be placed.
-      devices: Device of each leaf; None for one that may be anywhere.
+      leaves: The leaves to place.
+      devices: Device of each leaf; None if any will do.
       root: Name of the tree.
       function: Name of the user's function.
 
@@ -386,7 +386,7 @@ def refuse_unplaceable(
 
 
 def unplaceable(leaf: Any) -> str:
-    """What a leaf is, if it is no dense tensor of its own memory; else an empty string."""
+    """Describe a leaf that is not a dense tensor with its own memory; an empty string if it is."""
     if not isinstance(leaf, Tensor):
         return f"{type(leaf).__name__} {leaf}" if isinstance(leaf, int | float) else type(leaf).__name__
     if leaf.layout is not torch.strided:

@@ -1,4 +1,4 @@
-"""The border of a step: slots hold what a rank holds, the user's function sees whole leaves."""
+"""Convert leaves at the boundary of a step: slots hold a rank's part, the function sees whole leaves."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ __all__ = [
 
 
 def mesh_of(specs: Sequence[BufferSpec]) -> Mesh | None:
-    """The mesh that leaves lie on; None if they lie on none."""
+    """Return the mesh that leaves lie on; None if they lie on none."""
     return next((spec.placement.mesh for spec in specs if spec.placement is not None), None)
 
 
 def on_one_mesh(
     paths: Sequence[KeyPath], specs: Sequence[BufferSpec], root: str, function: str = ""
 ) -> Sequence[BufferSpec]:
-    """The specs of a state's leaves, which lie on one mesh at most."""
+    """Return the specs of a state's leaves; raise if they lie on several meshes."""
     refuse_meshes(
         ((path_string(path, root), spec) for path, spec in zip(paths, specs, strict=True)), function
     )
@@ -50,7 +50,7 @@ def on_one_mesh(
 
 
 def refuse_meshes(named: Iterable[tuple[str, BufferSpec]], function: str = "") -> None:
-    """Raise for leaves that lie on several meshes.
+    """Raise if leaves lie on several meshes.
 
     Args:
       named: Key paths and specs.
@@ -74,7 +74,7 @@ def refuse_meshes(named: Iterable[tuple[str, BufferSpec]], function: str = "") -
 
 
 def misfits(specs: Sequence[BufferSpec], values: Sequence[Any], paths: Sequence[KeyPath]) -> list[str]:
-    """Where values have not the shape and dtype of their slot; the device may differ, and how they are sharded."""
+    """Return a line for each value whose shape or dtype is not its slot's; device and sharding may differ."""
     rows = []
     for spec, value, path in zip(specs, values, paths, strict=True):
         problem = unplaceable(value) if spec.placement is None or placed(value) is None else ""
@@ -86,7 +86,7 @@ def misfits(specs: Sequence[BufferSpec], values: Sequence[Any], paths: Sequence[
 
 
 def sharding_fix(expected: Sequence[BufferSpec], leaves: Sequence[Any]) -> str:
-    """What to do about leaves that fit their slots but for how they are sharded; an empty text if there are none."""
+    """Return the fix for a leaf that misfits its slot only in sharding; an empty string if there is none."""
     for spec, leaf in zip(expected, leaves, strict=True):
         if not isinstance(leaf, Tensor) or leaf.dtype != spec.dtype or placed(leaf) == spec.placement:
             continue
@@ -112,13 +112,13 @@ def sharding_fix(expected: Sequence[BufferSpec], leaves: Sequence[Any]) -> str:
 
 
 def reading_of(specs: Sequence[BufferSpec]) -> Reading:
-    """How a loss reads the leaves; all parameters of a state are read alike."""
+    """Return how a loss reads the leaves; the reading of the first parameter stands for all."""
     found = (spec.placement.reading for spec in specs if spec.placement is not None)
     return next((reading for reading in found if reading is not None), Reading())
 
 
 def entered(specs: Sequence[BufferSpec], slots: Sequence[Tensor]) -> list[Tensor]:
-    """What the user's function sees of slots."""
+    """Return slots as the user's function sees them."""
     return [
         slot if spec.placement is None else Sharded(slot, replace(spec.placement, at_rest=False))
         for spec, slot in zip(specs, slots, strict=True)
@@ -126,15 +126,14 @@ def entered(specs: Sequence[BufferSpec], slots: Sequence[Tensor]) -> list[Tensor
 
 
 def at_rest(spec: BufferSpec, leaf: Tensor) -> Tensor:
-    """What is shown of a slot outside of a step, where nothing may start a collective."""
+    """Return a leaf as it appears outside a step, where nothing may start a collective."""
     return leaf if spec.placement is None else Sharded(leaf, replace(spec.placement, at_rest=True))
 
 
 def left(specs: Sequence[BufferSpec], treedef: Treedef, result: Any) -> Any:
-    """What a step returns, ``(new_state, metrics)``, with the new state as it goes into the slots.
+    """Convert a step's result ``(new_state, metrics)`` to what its slots hold: shards or whole leaves.
 
-    Shards where they hold shards, whole leaves where they hold those. What does not fit is left as it is, for the check
-    of the new state to name it.
+    What does not fit is left as it is, for the check of the new state to report.
     """
     if not isinstance(result, tuple) or len(result) != 2:
         return result
@@ -153,7 +152,7 @@ def left(specs: Sequence[BufferSpec], treedef: Treedef, result: Any) -> Any:
 
 
 def shown(tree: Any) -> Any:
-    """Metrics, or what a read-only function returns, as they leave: whole.
+    """Return metrics, or the result of a read-only function, with all leaves whole.
 
     Raises:
       LayoutError: If a leaf is sharded.
@@ -179,14 +178,14 @@ def shown(tree: Any) -> Any:
 
 
 def held(leaf: Any) -> Any:
-    """What this rank holds of a leaf: of one on a mesh, the tensor in its memory."""
+    """Return what this rank holds of a leaf: for a leaf on a mesh, its local tensor."""
     return leaf.local if isinstance(leaf, Sharded) else leaf
 
 
 def localized(spec: BufferSpec, leaf: Any) -> Any:
-    """What a slot of this rank takes of a new value; a whole one has to be the same on all ranks.
+    """Return this rank's part of a new value for a slot; a whole value must be the same on all ranks.
 
-    A value of another shape stays as it is, for the check that follows to name it.
+    A value of another shape is left as it is, for the check that follows to report.
     """
     placement = spec.placement
     if placement is None or not isinstance(leaf, Tensor) or tuple(leaf.shape) != placement.shape:

@@ -1,7 +1,7 @@
-"""How a training state comes to be: planned on the meta device, then written leaf by leaf into its arena.
+"""Create a training state: plan it on the meta device, then write it leaf by leaf into its arena.
 
-So a state costs its own size, and the largest parameter, while it is made: moments are never tensors beside their
-slots, and of a sharded model no rank holds more than its shards and one whole leaf.
+Peak memory is that of the state and its largest parameter: moments are never tensors beside their slots, and
+of a sharded model no rank holds more than its shards and one whole leaf.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ aten = torch.ops.aten
 
 
 class Sharding(Protocol):
-    """What the creation of a state asks of a sharding."""
+    """What the creation of a state needs of a sharding."""
 
     @property
     def mesh(self) -> Mesh:
@@ -43,19 +43,19 @@ class Sharding(Protocol):
         ...
 
     def planned(self, params: Any, /) -> Any:
-        """Parameters as this rank holds them, on the meta device."""
+        """Return the parameters as this rank holds them, on the meta device."""
         ...
 
     def agreed(self, leaf: Any, /) -> Any:
-        """The value of rank 0 of a leaf, on this rank's device."""
+        """Return rank 0's value of a leaf, on this rank's device."""
         ...
 
     def moved(self, placed: Any, /) -> Any:
-        """Parameters as the optimizer sees them when it makes its state."""
+        """Return the parameters as the optimizer's ``init`` sees them."""
         ...
 
     def accumulators(self, placed: Any, /) -> Any:
-        """Zeros for the gradients of parameters."""
+        """Return zeros to accumulate gradients of the parameters."""
         ...
 
 
@@ -76,7 +76,7 @@ class _Whole:
 
 
 class _Parts:
-    """A tree of shardings, each for the parameters at and below its place.
+    """A tree of shardings, each for the parameters at or below its key path.
 
     Args:
       tree: A prefix of the parameters' tree.
@@ -144,7 +144,7 @@ class _Parts:
 
 
 class _OneNumber(TorchDispatchMode):
-    """Under this mode a tensor that is filled with one number, like another tensor, has the memory of that number."""
+    """Makes ``zeros_like`` and ``full_like`` expand a single element, so their results take no memory."""
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
@@ -174,15 +174,15 @@ def create(
     """Place a fresh state.
 
     Args:
-      build: Makes the state of its fields.
-      params: Parameters; on the meta device where ``init`` makes them.
-      optimizer: Makes ``opt_state`` of the parameters.
+      build: Makes the state from its fields.
+      params: Parameters; on the meta device if ``init`` makes them.
+      optimizer: Makes ``opt_state`` from the parameters.
       key: i64[2], or None.
-      accumulate: Whether there is an accumulator for gradients.
-      sharding: What a rank holds, or a prefix tree of such; None for everything.
+      accumulate: Whether the state accumulates gradients.
+      sharding: A sharding, or a prefix tree of shardings; None if each rank holds everything.
       init: ``(path, leaf, key) -> tensor``, or None.
       step: i64[], number of updates so far.
-      others: The fields that are taken as they are given.
+      others: The remaining fields, taken as given.
     """
     sharding = _of_all(sharding)
     with among(None if sharding is None else sharding.mesh, "TrainState.create"):
@@ -190,7 +190,7 @@ def create(
 
 
 def _of_all(sharding: Any) -> Sharding | None:
-    """One sharding for all parameters, of one or of a tree of them."""
+    """Return one sharding for all parameters, from a sharding or a tree of shardings."""
     if sharding is None:
         return None
     parts = pytree.leaves(sharding)
@@ -224,7 +224,7 @@ def _created(
         key=None if key is None else key.to(home), **others,
     )  # fmt: skip
     _refuse(given, None if init else params, home, gathers=sharding is not None)
-    planned = kind.planned(params)  # a tree that is no prefix is refused before ranks talk to each other
+    planned = kind.planned(params)  # refuses a tree that is not a prefix, before ranks communicate
     if sharding is not None:
         together(sharding.mesh, "TrainState.create", _announced(given, params, sharding))
     given = pytree.map(lambda leaf: kind.agreed(as_tensor(leaf)), given)
@@ -248,7 +248,7 @@ def _created(
 
 
 def _announced(given: Any, params: Any, sharding: Sharding) -> str:
-    """What a rank is about to create, in words that are equal on all ranks that create the same."""
+    """Describe what this rank is about to create, in text that is equal on ranks that create the same."""
     lines = ["create a state", str(sharding)]
     for root, tree in (("params", params), ("state", given)):
         leaves, _ = pytree.flatten_with_path(tree)
@@ -261,7 +261,7 @@ def _announced(given: Any, params: Any, sharding: Sharding) -> str:
 
 
 def _home(params: Any, key: Any, sharding: Sharding | None, init: Init | None) -> torch.device:
-    """Where the state is to live."""
+    """Return the device of the state."""
     if sharding is not None:
         return sharding.mesh.device
     if init is not None:
@@ -271,7 +271,7 @@ def _home(params: Any, key: Any, sharding: Sharding | None, init: Init | None) -
 
 
 def _refuse(given: Any, params: Any, home: torch.device, *, gathers: bool) -> None:
-    """Raise for what cannot be placed; a sharding gathers DTensors, which have no memory of their own to share."""
+    """Raise if leaves cannot be placed; skip DTensors that will be gathered: they have no memory to share."""
     plain = pytree.map(lambda leaf: None if gathers and hasattr(leaf, "full_tensor") else leaf, params)
     whole = replace(given, params=plain)
     rows = [
@@ -291,7 +291,7 @@ def _refuse(given: Any, params: Any, home: torch.device, *, gathers: bool) -> No
 
 
 def _reserved(planned: Any, home: torch.device) -> Handle:
-    """A handle on an arena of zeros for a state that is planned on any device."""
+    """Return a handle on an arena of zeros for a state planned on any device."""
     leaves, treedef = pytree.flatten(planned)
     paths = treedef.paths()
     specs = [replace(BufferSpec.of(leaf), device=home) for leaf in leaves]
@@ -299,7 +299,7 @@ def _reserved(planned: Any, home: torch.device) -> Handle:
 
 
 def _write_params(slots: Any, params: Any, kind: Any, made: tuple[Init, Tensor] | None) -> None:
-    """Leaf by leaf, so that one whole leaf at a time stands beside the arena."""
+    """Write leaf by leaf, so only one whole leaf at a time exists beside the arena."""
     for number, ((path, leaf), slot) in enumerate(
         zip(pytree.flatten_with_path(params)[0], pytree.leaves(slots), strict=True)
     ):

@@ -1,7 +1,8 @@
-"""A tree as one vector: the index space that a role of the arena has.
+"""Ravel a tree into one vector, in the index space of an arena's role.
 
-``ravel`` lays leaves out as the arena does, padding included (zeros), so a role such as ``params``, its gradient and a
-bucket of a collective share one index space. A step that ravels a whole role of its state reads the slab itself.
+``ravel`` lays leaves out as the arena does, including padding (zeros), so a role such as ``params``, its
+gradient and a bucket of a collective share one index space. A step that ravels a whole role of its state
+reads the slab itself.
 """
 
 from __future__ import annotations
@@ -59,11 +60,13 @@ def ravel(tree: Any, like: Any = None) -> Tensor:
 
     Args:
       tree: Pytree of tensors of one dtype and device, at least one.
-      like: Tree of the same structure and shapes whose strides the vector follows; by default ``tree``.
+      like: Tree of the same structure, shapes and dtypes, whose strides the vector follows; by default
+        ``tree``.
     Returns:
-      The vector, [length]: at least as long as all leaves together, with zeros between them.
+      A vector [length] of all leaves, with zeros as padding.
     Raises:
-      LayoutError: If the leaves differ in dtype or device, or the trees in structure or shape.
+      LayoutError: If the tree has no leaves, if leaves are sharded or differ in dtype or device, or if a
+        shape or dtype is not that in ``like``.
 
     Example:
       >>> import torch
@@ -81,7 +84,7 @@ def ravel(tree: Any, like: Any = None) -> Tensor:
 
 
 def unravel(like: Any, vector: Tensor) -> Any:
-    """The tree that a vector stands for: views of it, with the structure, shapes and strides of ``like``.
+    """Return views of a vector, as a tree with the structure, shapes and strides of ``like``.
 
     Example:
       >>> import torch

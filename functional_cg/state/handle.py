@@ -1,7 +1,7 @@
-"""State handles: what a step returns in place of the user's pytree, and how one comes to be.
+"""State handles, which a step returns in place of the user's pytree, and functions that make them.
 
-A handle is a lease on an arena plus a generation. A call that updates the arena raises the generation, and every
-older handle, and every leaf taken from one, raises from then on.
+A handle is a lease on an arena plus a generation. A call that updates the arena increments the generation;
+from then on, every older handle and every leaf taken from one raises.
 """
 
 from __future__ import annotations
@@ -45,17 +45,17 @@ T = TypeVar("T")
 
 
 class Handle(TreeView):
-    """A state, or a part of one: stands for the user's pytree and forwards its fields, items and methods.
+    """A state or a part of one: stands for the user's pytree and forwards its fields, items and methods.
 
-    Leaves are built only for what is touched. The public names below, ``latest`` and ``replace`` hide fields of the
-    same name, which ``state.tree`` reaches: ``state.tree.replace``. Keys of a dict are items, never attributes.
+    Leaves are built on access. The public names below, ``latest`` and ``replace`` hide fields of that name;
+    ``state.tree`` reaches these: ``state.tree.replace``. Keys of a dict are items, never attributes.
 
     Attributes:
       generation: Number of updates of the arena when this handle was made.
       tree: The pytree, built of read-only leaves.
     """
 
-    # A step makes a handle at each call: there are few slots, and `_donor` is set only when the handle is donated.
+    # Each call of a step makes a handle, so slots are few; `_donor` is set only when the handle is donated.
     __slots__ = ("__weakref__", "_donor", "_generation", "_lease", "_owner", "_part")
 
     _lease: Lease
@@ -94,22 +94,22 @@ class Handle(TreeView):
         return self._built(self._part)
 
     def latest(self) -> Any:
-        """The living handle of this state's arena, also when this one was donated (after Ctrl-C, for example)."""
+        """Return the arena's current handle, even if this one was donated (after Ctrl-C, for example)."""
         root = Handle(self._lease, self._lease.cell[0])
         return root if self._owner is None else root._child(self._part)
 
     def replace(self, **fields: Any) -> Any:
-        """Write new values for whole fields (or keys) into the same slots; donates this handle.
+        """Write new values for whole fields (or keys) into the same slots, and donate this handle.
 
         All values are read before any is written: ``state.replace(a=state.b, b=state.a)`` swaps.
 
         Args:
           fields: New subtrees, of the same structure, shapes and dtypes as the old ones. Host tensors, numpy arrays
-            and Python numbers are copied to the state's device; gradients are not followed.
+            and Python numbers are copied to the state's device; autograd does not track the copies.
         Returns:
           The new handle.
         Raises:
-          LayoutError: If values do not fit; all differences are listed, nothing was written.
+          LayoutError: If values do not fit; all differences are listed, nothing is written.
           TypeError: If the state has no such field.
           DonatedStateError: If this handle was donated.
 
@@ -138,7 +138,7 @@ class Handle(TreeView):
         return self._write(updates, "fcg.tree.at", [])
 
     def _write(self, updates: dict[int, Any], donor: str, rows: list[str]) -> Handle:
-        """Write leaves by flat position, all or nothing; ``rows`` are differences found before."""
+        """Write leaves by flat position, all or nothing; ``rows`` lists differences found before."""
         if self._owner is not None:
             raise TypeError(
                 f"`{self._part.path}` is a part of a state; write through the whole: "
@@ -163,7 +163,7 @@ class Handle(TreeView):
         return lease.arena.turn.alone(partial(self._written, positions, values, donor))  # type: ignore[no-any-return]
 
     def _written(self, positions: Sequence[int], values: Sequence[Tensor], donor: str) -> Handle:
-        """The handle of what was written; nothing else uses the state meanwhile."""
+        """Write values and return the new handle; runs in the state's turn, when nothing else uses it."""
         self._check()
         object.__setattr__(self, "_donor", donor)
         self._lease.write(positions, values)
@@ -188,7 +188,7 @@ class Handle(TreeView):
             raise donated(path or self._part.path, self._root)
 
     def _child(self, part: Part) -> Any:
-        """A part as it is handed out: a leaf, None, or a handle of its own."""
+        """Return a part as the user gets it: a leaf, None or a handle."""
         if part.node.is_leaf:
             leaf = Leaf(self._lease.arena.slots[part.start], self._root, part.path)
             return at_rest(self._lease.arena.plan.slots[part.start].spec, leaf)
@@ -202,7 +202,7 @@ class Handle(TreeView):
         return pytree.node_unflatten(part.node, [self._built(child) for child in part.children.values()])
 
     def _level(self) -> Any:
-        """One level of the pytree: the user's own node, with handles and leaves as children."""
+        """Return one level of the pytree: the user's node, with handles and leaves as children."""
         self._check()
         if self._node.is_leaf:
             return self._child(self._part)
@@ -210,7 +210,7 @@ class Handle(TreeView):
 
     def __getattr__(self, name: str) -> Any:
         if name == "_donor" or name.startswith(("__", "_ipython_", "_repr_")):
-            raise AttributeError(name)  # not donated yet; no such protocol, also for notebooks
+            raise AttributeError(name)  # not donated yet, or a protocol it lacks (also of notebooks)
         part = None if self._part.is_mapping else self._part.children.get(name)
         if part is None:  # a method, a property or a static field of the user's node
             return read(self._level(), name, lambda: self._read_only(f".{name}", "was called and changes it"))
@@ -258,7 +258,7 @@ class Handle(TreeView):
         )
 
     def __reduce__(self) -> Any:
-        # A pickle or a copy owns its values: it comes back as a plain tree, which a step places again.
+        # A pickle or copy owns its values: it comes back as a plain tree, which a step places again.
         return snapshot, (snapshot(self),)
 
     def __repr__(self) -> str:
@@ -282,7 +282,7 @@ class Handle(TreeView):
         return f"{title}, on {self._lease.arena.device}, {size_text(self._entries())}"
 
 
-# The slots' own setters: the quickest way past `__setattr__`, half the time of `object.__setattr__`.
+# Setters of the slots bypass `__setattr__` in half the time of `object.__setattr__`.
 _set_lease = Handle.__dict__["_lease"].__set__
 _set_generation = Handle.__dict__["_generation"].__set__
 _set_part = Handle.__dict__["_part"].__set__
@@ -290,23 +290,23 @@ _set_owner = Handle.__dict__["_owner"].__set__
 
 
 def roles(treedef: Treedef, paths: Sequence[KeyPath]) -> list[str]:
-    """Fields of a state class are roles; any other pytree is one role."""
+    """Return the role of each leaf: its field in a state class; leaves of any other pytree share one role."""
     if treedef.kind is not None and hasattr(treedef.kind, "__dataclass_fields__"):
         return [str(key_name(path[0])) for path in paths]
     return ["state"] * len(paths)
 
 
 def place(tree: T, device: torch.device | str | None = None) -> T:
-    """Copy a pytree into a new arena and return its handle. The tree stays the caller's.
+    """Copy a pytree into a new arena and return its handle. The caller keeps the tree.
 
     Args:
       tree: Any pytree of tensors; Python numbers and numpy arrays become tensors (bool, i64, f32 scalars).
-      device: Where the arena lives; by default where the tensors are.
+      device: Device of the arena; by default that of the tensors.
     Returns:
-      A handle, generation 0.
+      A handle of generation 0.
     Raises:
       AliasError: If two leaves share memory.
-      LayoutError: If a leaf is no dense tensor, or leaves are on several devices and ``device`` is not given.
+      LayoutError: If a leaf is not a dense tensor, or leaves are on several devices without ``device``.
 
     Example:
       >>> import torch, functional_cg as fcg
@@ -322,7 +322,7 @@ def place(tree: T, device: torch.device | str | None = None) -> T:
 def placeable(
     tree: Any, root: str, function: str = "", *, device: torch.device | str | None = None
 ) -> tuple[list[Tensor], Treedef, Plan]:
-    """Check that a pytree can be placed: its leaves as tensors, its structure, and the plan of its arena.
+    """Check that a pytree can be placed; return its leaves as tensors, its treedef and its arena's plan.
 
     Raises:
       AliasError: If two leaves share memory.
@@ -331,7 +331,7 @@ def placeable(
     flat, treedef = pytree.flatten(tree)
     placed, paths = [as_tensor(leaf) for leaf in flat], treedef.paths()
     leaves = [owned(held(leaf)) for leaf in placed]
-    # Numbers and numpy arrays have no device of their own: they go where the tensors are.
+    # Numbers and numpy arrays have no device: they go where the tensors are.
     devices = [leaf.device if isinstance(leaf, Tensor) else None for leaf in flat]
     if device is None:
         home = next((d for d in devices if d is not None), torch.device("cpu"))
@@ -345,17 +345,17 @@ def placeable(
 
 
 def check_alive(handle: Handle, name: str, function: str) -> None:
-    """Raise if a handle that `function` is called with was donated, under the name that the caller knows it by.
+    """Raise if a handle passed to `function` was donated; the error uses the caller's name for it.
 
     Raises:
-      DonatedStateError: If an update of the arena has happened since the handle was made.
+      DonatedStateError: If the arena was updated since the handle was made.
     """
     if handle._lease.cell[0] != handle._generation:
         raise donated(name + handle._part.path.removeprefix("state"), handle._root, name, function)
 
 
 def fill(lease: Lease, leaves: Sequence[Tensor]) -> Handle:
-    """Copy leaves into all slots of a new lease, in order; returns its first handle."""
+    """Copy leaves into all slots of a new lease, in order; return its first handle."""
     lease.arena.join()
     if leaves:
         with ordinary():
@@ -367,7 +367,7 @@ def fill(lease: Lease, leaves: Sequence[Tensor]) -> Handle:
 def snapshot(state: T) -> T:
     """Copy a state (or a part of one, or a plain pytree) to ordinary tensors that the caller owns.
 
-    To keep it on disk, use ``fcg.save``: it needs no pickle, which ``torch.load`` refuses for classes by default.
+    To store it on disk, use ``fcg.save``, which needs no pickle: ``torch.load`` refuses classes by default.
 
     Example:
       >>> import torch, functional_cg as fcg
@@ -385,7 +385,7 @@ def _copies(leaves: Sequence[Any]) -> list[Any]:
 
 
 def fork(state: T) -> T:
-    """Copy a state into a second arena: two states that go on independently.
+    """Copy a state into a second arena; the two states are independent.
 
     Example:
       >>> import torch, functional_cg as fcg

@@ -1,7 +1,7 @@
-"""Leases and read-only leaves: how the outside world sees the memory of a state.
+"""Leases and read-only leaves: access to the memory of a state from outside steps.
 
-A lease is the use of an arena by one state, with the number of the living generation. A leaf is a tensor without
-memory of its own that reads one slot, as long as the generation that it was taken from is the living one.
+A lease gives one state the use of an arena, and holds the number of the current generation. A leaf is a
+tensor without memory that reads one slot, as long as it is of the current generation.
 """
 
 from __future__ import annotations
@@ -45,14 +45,14 @@ _LARGEST = 3.4028234663852886e38  # the largest float32
 
 @dataclass(eq=False, slots=True, weakref_slot=True)
 class Lease:
-    """The use of an arena for one state; it ends when the last handle and leaf are gone.
+    """The use of an arena by one state; it ends when the last handle and leaf are gone.
 
     Attributes:
       arena: The memory.
       treedef: Structure of the state.
       paths: Key path of each leaf.
-      cell: One-element list with the living generation; a list, so that C code can raise it.
-      whole: The root of the state's tree, with an index of the parts below that have been looked up.
+      cell: One-element list with the current generation; a list, so that C code can increment it.
+      whole: Root of the state's tree; caches the parts that have been looked up.
     """
 
     arena: Arena
@@ -67,16 +67,16 @@ class Lease:
         self.arena.lease = weakref.ref(self, lambda _: [watch() for watch in watchers])
 
     def raised(self) -> Callable[[], None]:
-        """A C-level call that raises the generation by one."""
+        """Return a C-level call that increments the generation."""
         return partial(operator.setitem, self.cell, 0, self.cell[0] + 1)
 
     def write(self, positions: Sequence[int], values: Sequence[Tensor]) -> None:
-        """Write values into slots and raise the generation, all or nothing."""
+        """Write values into slots and increment the generation, all or nothing."""
         arena = self.arena
         arena.join()
         with ordinary():
             without_gradients()
-            # Whatever can fail happens before the generation is raised.
+            # Everything that can fail happens before the generation is incremented.
             here = [value.detach().to(arena.device) for value in values]
             calls: list[Callable[[], Any]] = [self.raised()]
             if positions:
@@ -84,7 +84,7 @@ class Lease:
             uninterrupted(calls)
 
     def copied(self, part: Part, check: Callable[[], None]) -> list[Tensor]:
-        """Copies of the slots of a part, in their strides, if the check lets them be read."""
+        """Return copies of a part's slots, in their strides; ``check`` raises if they must not be read."""
 
         def copies() -> list[Tensor]:
             check()
@@ -97,7 +97,7 @@ class Lease:
 
 
 class Part:
-    """A node of a state's tree: its structure, where its leaves lie, its key path.
+    """A node of a state's tree: its structure, position and key path.
 
     Attributes:
       node: Structure of the part.
@@ -123,7 +123,7 @@ class Part:
 
     @property
     def children(self) -> dict[Any, Part]:
-        """The parts one level below, by field name, key or index, in flat order; made once."""
+        """The parts one level below, by field name, key or index, in flat order; built on first use."""
         if self._children is None:
             found, start = {}, self.start
             for key, child in zip(self.node.keys, self.node.children, strict=True):
@@ -134,7 +134,7 @@ class Part:
 
 
 def key_name(key: Any) -> Any:
-    """What a key-path entry stands for: a field's name, a key, an index."""
+    """Return what a key-path entry stands for: a field name, a key or an index."""
     for attribute in ("name", "key", "idx"):
         if hasattr(key, attribute):
             return getattr(key, attribute)
@@ -142,14 +142,14 @@ def key_name(key: Any) -> Any:
 
 
 class Origin(Protocol):
-    """What a leaf asks of the handle that it was taken from; a donated one has the name of its ``_donor`` too."""
+    """What a leaf needs of its handle; a donated one also has ``_donor``, the name of the donating call."""
 
     _lease: Lease
     _generation: int
 
 
 def donated(path: str, origin: Origin, state: str = "state", function: str = "") -> DonatedStateError:
-    """The error for a handle or leaf that is used after its state was donated; `function` is who was called with it."""
+    """Return the error for using a handle or leaf of a donated state, in a call of `function` if given."""
     donor = getattr(origin, "_donor", "")
     by = f" to `{donor}`" if donor else ""
     edits = {
@@ -169,12 +169,12 @@ def donated(path: str, origin: Origin, state: str = "state", function: str = "")
 
 
 class Leaf(Tensor):
-    """A read-only view of one slot: an ordinary tensor to read, which raises once its state was donated.
+    """A read-only view of one slot: reads like an ordinary tensor, and raises once its state is donated.
 
-    Operations return ordinary tensors that own their memory; a view of a leaf is again a leaf. Writing raises
-    :class:`ReadOnlyError`. ``numpy()``, DLPack, pickling and ``deepcopy`` copy; the storage is out of reach. A module
-    takes a copy: ``parameter.data = leaf.clone()``; without ``clone`` torch reads from address 0, and nothing in
-    Python can stop it.
+    Operations return ordinary tensors with their own memory; a view of a leaf is again a leaf. Writing raises
+    :class:`ReadOnlyError`. ``numpy()``, DLPack, pickling and ``deepcopy`` copy; the storage is inaccessible.
+    Give a module a copy, ``parameter.data = leaf.clone()``: without ``clone`` torch reads from address 0,
+    which Python code cannot prevent.
     """
 
     _real: Tensor
@@ -210,9 +210,7 @@ class Leaf(Tensor):
     ) -> Any:
         kwargs = kwargs or {}
         if torch.is_inference_mode_enabled() and func._can_decompose():
-            return func.decompose(
-                *args, **kwargs
-            )  # only its parts tell what it writes: F.batch_norm, for one
+            return func.decompose(*args, **kwargs)  # only its parts show what it writes, as in F.batch_norm
         for tensor in written_arguments(func, args, kwargs):
             if isinstance(tensor, Leaf):
                 raise tensor._read_only()
@@ -225,7 +223,7 @@ class Leaf(Tensor):
         return _rewrap(at_one_time(turns_of(sources), compute), sources)
 
     def _read(self) -> Tensor:
-        """The slot's own memory, for reading in its turn; raises once the state was donated."""
+        """Return the slot's memory, to be read in its turn; raise if the state was donated."""
         origin = self._origin
         if not self._alive:
             raise donated(self._path, origin)
@@ -275,7 +273,7 @@ class Leaf(Tensor):
     def __reduce_ex__(self, protocol: Any) -> Any:
         return self._owned().__reduce_ex__(protocol)
 
-    def __setitem__(self, key: Any, value: Any) -> Never:  # would write into a copy, in silence
+    def __setitem__(self, key: Any, value: Any) -> Never:  # would silently write into a copy
         raise self._read_only()
 
     def __setattr__(self, name: str, value: Any) -> Never:
@@ -302,7 +300,7 @@ class Leaf(Tensor):
         raise self._no_storage()
 
     @property
-    def __cuda_array_interface__(self) -> Never:  # an AttributeError, so that readers go on to DLPack
+    def __cuda_array_interface__(self) -> Never:  # an AttributeError, so that readers fall back to DLPack
         raise AttributeError("a leaf of a state has no __cuda_array_interface__; it exports a copy by DLPack")
 
     def _read_only(self, attribute: str = "") -> ReadOnlyError:
@@ -328,7 +326,7 @@ def _on_slots(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
 
 
 def turns_of(leaves: Iterable[Any]) -> list[Turn]:
-    """The turns of the states that leaves are read from."""
+    """Return the turns of the states that leaves belong to."""
     return [leaf._turn for leaf in leaves if isinstance(leaf, Leaf)]
 
 
@@ -355,16 +353,16 @@ def _rewrap(value: Any, sources: Sequence[Leaf]) -> Any:
 
 
 def owned(value: Any) -> Any:
-    """The value itself, or a copy of it if it is a leaf of a state."""
+    """Return a copy of a leaf of a state, any other value as it is."""
     return value._owned() if isinstance(value, Leaf) else value
 
 
 def as_tensor(value: Any) -> Any:
-    """Python numbers and numpy arrays as tensors on the host: bool, i64 and f32 scalars, as among inputs of a step.
+    """Convert Python numbers and numpy arrays to host tensors, as step inputs are: bool, i64 and f32 scalars.
 
-    Floats are f64 where that is torch's default dtype. Memory of an array is shared where torch can. What torch cannot
-    hold (strings, objects, integers of more than 64 bits, floats beyond f32, masked arrays) stays as it is, to be
-    reported with its key path.
+    Floats become f64 if that is torch's default dtype. An array's memory is shared if torch can share it.
+    What torch cannot hold (strings, objects, integers of more than 64 bits, floats beyond f32, masked arrays)
+    is returned as it is, to be reported with its key path.
     """
     try:
         for kind, dtype in ((bool, torch.bool), (int, torch.int64)):
@@ -390,5 +388,5 @@ def _from_float(value: float) -> Any:
 def _from_numpy(value: Any) -> Tensor:
     strides = [step >= 0 and step % value.itemsize == 0 for step in value.strides]
     if value.ndim == 0 or not value.flags.writeable or not all(strides):
-        return torch.tensor(value.copy(), device="cpu")  # torch shares no read-only memory, nor such strides
+        return torch.tensor(value.copy(), device="cpu")  # torch cannot share read-only memory or such strides
     return torch.from_numpy(value)

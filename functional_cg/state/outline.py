@@ -1,6 +1,6 @@
-"""What a state looks like: its tree in a bounded number of lines, its arena as a strip, as text and as HTML.
+"""Print a state, as text and HTML: its tree in a bounded number of lines, its arena as a strip.
 
-Everything here is made of structures and specs. No value is read, so nothing waits for a device.
+Only structures and specs are used. No value is read, so nothing waits for a device.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _STRIP_PIECES = 128
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """What is shown of a leaf: its spec, what a call does with it, and how many bytes a call copies for it."""
+    """What is shown of a leaf: its spec, what a call does with it, how many bytes a call copies for it."""
 
     spec: BufferSpec
     role: str = ""
@@ -49,15 +49,15 @@ class Entry:
 
 @dataclass(frozen=True, slots=True)
 class Branch:
-    """A part of a tree as it is shown: a leaf, or a subtree with the children that there is room for.
+    """A leaf or subtree as it is shown, with as many of its children as fit.
 
     Attributes:
-      path: Key path, or ``…`` for what was left out.
-      what: Spec of a leaf, number and dtypes of the leaves of a subtree.
+      path: Key path, or ``…`` for omitted leaves.
+      what: Spec of a leaf; number and dtypes of a subtree's leaves.
       role: What a call does with the leaves.
       nbytes: Bytes of all leaves below.
       copied: Bytes copied for them at each call.
-      children: The children that are shown; none of a folded subtree.
+      children: The children shown; none for a folded subtree.
     """
 
     path: str
@@ -69,11 +69,11 @@ class Branch:
 
     @classmethod
     def of(cls, path: str, entry: Entry) -> Branch:
-        """A leaf."""
+        """Return the branch of a leaf."""
         return cls(_clipped(path), spec_text(entry.spec), entry.role, entry.spec.nbytes, entry.copied)
 
     def ends(self) -> Iterator[Branch]:
-        """The leaves and folded subtrees, in order: one line each."""
+        """Yield the leaves and folded subtrees in order, one per line."""
         if not self.children:
             yield self
         for child in self.children:
@@ -81,19 +81,19 @@ class Branch:
 
 
 def spec_text(spec: BufferSpec) -> str:
-    """A spec without its device: ``f32[768,768]``, ``f32[768,768] sharded over data=8``."""
+    """Return a spec without its device: ``f32[768,768]``, ``f32[768,768] sharded over data=8``."""
     return str(spec).replace(f"@{spec.device}", "", 1)
 
 
 def size_text(entries: Sequence[Entry]) -> str:
-    """How many leaves and bytes: ``2 leaves, 1,024 B``; of leaves on a mesh, the bytes that this rank holds."""
+    """Count leaves and bytes: ``2 leaves, 1,024 B``; for leaves on a mesh, the bytes that this rank holds."""
     mesh = mesh_of([entry.spec for entry in entries])
     where = "" if mesh is None else f" on rank {mesh.rank} of {mesh.size}"
     return f"{count(len(entries), 'leaf')}, {sum(entry.spec.nbytes for entry in entries):,} B{where}"
 
 
 def count(number: int, noun: str) -> str:
-    """A number of things: ``1 leaf``, ``2 leaves``.
+    """Return a number with its noun: ``1 leaf``, ``2 leaves``.
 
     Example:
       >>> count(1, "capture"), count(1200, "leaf")
@@ -114,16 +114,16 @@ def outline(
 ) -> Branch:
     """Lay out a tree in about ``lines`` lines.
 
-    Small subtrees are shown first; what does not fit is folded. The root's children are cut off, so that some
-    are shown however many there are.
+    Small subtrees get their lines first; what does not fit is folded. The root is truncated instead, so some
+    of its children are always shown.
 
     Args:
       treedef: Structure of the tree.
       entries: One per leaf.
       path: Key path of the root.
-      lines: How many leaves and folded subtrees to show.
-      widest: How many children of one node to show.
-      cut: Whether to cut the children of other nodes than the root too, where they would be folded.
+      lines: About how many leaves and folded subtrees to show.
+      widest: How many children of one node to show at most.
+      cut: Whether to truncate nodes below the root, too, instead of folding them.
     """
     parts = _parts(treedef)
     shown = min(len(parts), lines, widest)
@@ -141,7 +141,7 @@ def outline(
 
 
 def _parts(node: Treedef) -> list[tuple[object, Treedef, int]]:
-    """The children that hold leaves: key, structure, position of the first leaf."""
+    """Return key, structure and position of the first leaf of each child that has leaves."""
     places = accumulate((child.num_leaves for child in node.children), initial=0)
     return [
         (key, child, start)
@@ -159,7 +159,7 @@ def _clipped(path: str) -> str:
 
 
 def listed(leaves: Sequence[tuple[str, Entry]], most: int = 24) -> list[Branch]:
-    """Leaves without a tree, such as inputs: the first ones, and the sum of the rest."""
+    """Return branches for leaves without a tree, such as inputs: the first ones, and the rest as one."""
     shown = [Branch.of(path, entry) for path, entry in leaves[:most]]
     rest = [entry for _, entry in leaves[most:]]
     return [*shown, _summed(f"… and {len(rest):,} more", rest)] if rest else shown
@@ -174,7 +174,7 @@ def _summed(path: str, entries: Sequence[Entry], children: tuple[Branch, ...] = 
 
 
 def _shares(sizes: Sequence[int], total: int) -> list[int]:
-    """Divide lines among children, each as many as it has leaves at most; small ones are served first."""
+    """Divide lines among children, smallest first; none gets more lines than it has leaves."""
     shares = [0] * len(sizes)
     for done, i in enumerate(sorted(range(len(sizes)), key=sizes.__getitem__)):
         shares[i] = min(sizes[i], max(1, total // (len(sizes) - done)))
@@ -183,7 +183,7 @@ def _shares(sizes: Sequence[int], total: int) -> list[int]:
 
 
 def columns(rows: Sequence[Sequence[str]], indent: str = "  ") -> list[str]:
-    """Rows as aligned lines, numbers on the right."""
+    """Return rows as aligned lines, with numbers right-aligned."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return [
         (indent + "  ".join(
@@ -195,19 +195,19 @@ def columns(rows: Sequence[Sequence[str]], indent: str = "  ") -> list[str]:
 
 
 def tree_text(treedef: Treedef, entries: Sequence[Entry], path: str) -> list[str]:
-    """A tree as lines: key path, spec and bytes of each leaf, or of each subtree where there are many."""
+    """Return a tree as lines: key path, spec and bytes of each leaf or folded subtree."""
     ends = outline(treedef, entries, path).ends() if entries else ()
     return columns([(end.path, end.what, f"{end.nbytes:,} B") for end in ends])
 
 
 def tree_html(treedef: Treedef, entries: Sequence[Entry], path: str) -> Html:
-    """A tree that folds: key path, spec, bytes and a bar of its share of the whole."""
+    """Return a foldable tree: key path, spec, bytes, and a bar for the share of the total."""
     root = outline(treedef, entries, path, lines=_HTML_LINES, widest=_HTML_CHILDREN, cut=True)
     return branches_html(root.children or ((root,) if entries else ()), max(root.nbytes, 1))
 
 
 def branches_html(branches: Sequence[Branch], total: int) -> Html:
-    """Branches as tables and folds: neighbours without children share a table, one with children is a fold."""
+    """Return branches as HTML: one with children is a fold, adjacent ones without share a table."""
     parts: list[str] = []
     rows: list[Sequence[str]] = []
     for branch in branches:
@@ -236,7 +236,7 @@ def branches_html(branches: Sequence[Branch], total: int) -> Html:
 
 
 def segments(plan: Plan, paths: Sequence[KeyPath]) -> list[Segment]:
-    """An arena's bytes, slab after slab: slots and padding; neighbours too narrow to see are one segment.
+    """Return an arena's slots and padding, slab by slab; adjacent segments too narrow to see are merged.
 
     Args:
       plan: Layout of the arena.
@@ -266,7 +266,7 @@ def _with_padding(slab: Sequence[Segment], first: int, end: int) -> Iterator[Seg
 
 
 def _merged(pieces: Iterator[Segment], least: int) -> list[Segment]:
-    """Join neighbours of less than ``least`` bytes."""
+    """Merge adjacent segments of fewer than ``least`` bytes."""
     out: list[Segment] = []
     joined = 0
     for piece in pieces:
@@ -283,7 +283,7 @@ def _merged(pieces: Iterator[Segment], least: int) -> list[Segment]:
 
 
 def arena_html(plan: Plan, paths: Sequence[KeyPath]) -> Html:
-    """An arena as a strip, and a legend with one line per slab."""
+    """Return an arena as a strip, with a legend of one line per slab."""
     if not plan.nbytes:
         return element("div", "no bytes")
     shades = colors(slab.role for slab in plan.slabs)

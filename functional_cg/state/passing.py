@@ -1,4 +1,4 @@
-"""Attributes and methods of a node that is built for the moment: what they write to it would be gone, in silence."""
+"""Read attributes of a temporary node; refuse those that change it, as the change would be silently lost."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ __all__ = ["read"]
 
 
 def read(node: Any, name: str, error: Callable[[], Exception]) -> Any:
-    """An attribute of a passing node; a method raises where it has changed the node, as a property does.
+    """Return an attribute of a temporary node; raise if a property, or a later method call, changes the node.
 
     Args:
       node: One level of a tree.
       name: The attribute.
-      error: What is raised.
+      error: Makes the exception to raise.
     """
     before = _contents(node)
 
@@ -38,7 +38,7 @@ def read(node: Any, name: str, error: Callable[[], Exception]) -> Any:
 
 
 def _contents(node: Any) -> list[tuple[Any, Any]]:
-    """What one level of a tree holds, by name: its children, in order, and whatever attributes the object has."""
+    """Return what one level of a tree holds, by name: its children in order, and the object's attributes."""
     attributes = list(getattr(node, "__dict__", {}).items())
     if isinstance(node, Mapping):
         return [*node.items(), *attributes]
@@ -48,5 +48,5 @@ def _contents(node: Any) -> list[tuple[Any, Any]]:
 
 
 def _same(a: Sequence[tuple[Any, Any]], b: Sequence[tuple[Any, Any]]) -> bool:
-    """Whether two results of :func:`_contents` have the same objects under the same names."""
+    """Whether two results of :func:`_contents` hold the same objects under the same names."""
     return len(a) == len(b) and all(x == y and old is new for (x, old), (y, new) in zip(a, b, strict=True))
