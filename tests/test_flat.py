@@ -331,3 +331,15 @@ def test_ops_that_count_from_the_storage_are_refused(name: str) -> None:
 
     with pytest.raises(fcg.CaptureError, match=rf"calls `aten.{name}`(.|\n)*test_flat.py:\d+(.|\n)*To fix"):
         fcg.graph_step(step)(leaves(), torch.ones(2))
+
+
+def test_trees_of_different_structures_are_refused() -> None:
+    """Also those with the same leaves: what a place in the vector stands for would change."""
+    tree = {"a": torch.ones(2), "b": torch.zeros(1)}
+    for like in (
+        {"a": torch.ones(2), "c": torch.zeros(1)},
+        [torch.ones(2), torch.zeros(1)],
+        {"a": torch.ones(2)},
+    ):
+        with pytest.raises(fcg.LayoutError, match="the trees have different structures"):
+            ravel(tree, like)

@@ -1350,3 +1350,36 @@ def test_the_order_of_a_dict_counts() -> None:
     assert same(one, collections.OrderedDict(a=1, b=2))
     assert not same(one, other)
     assert not same(dict(one), dict(other))
+
+
+def collecting(
+    held: contextvars.ContextVar[Any], x: torch.Tensor, *, asks_after: bool = False
+) -> torch.Tensor:
+    """Sets a context variable, reads it and resets it, as libraries do that collect what layers compute."""
+    token = held.set({"seen": [], "scale": 2.0})
+    try:
+        held.get()["seen"].append(x)
+        y = held.get()["seen"][0] * held.get()["scale"]
+    finally:
+        held.reset(token)
+    return y * held.get() if asks_after else y
+
+
+def test_a_variable_of_the_context_that_the_step_sets_is_not_read() -> None:
+    held: contextvars.ContextVar[Any] = contextvars.ContextVar("held", default=3.0)
+    step = fcg.graph_fn(lambda state, x: collecting(held, x) + state["w"])
+    state = fcg.place({"w": torch.ones(2)})
+    for number in range(16):
+        held.set(float(number))
+        x = torch.randn(2)
+        assert torch.equal(step(state, x), x * 2 + 1)
+
+
+def test_a_variable_of_the_context_is_read_once_the_step_has_reset_it() -> None:
+    held: contextvars.ContextVar[Any] = contextvars.ContextVar("held", default=3.0)
+    step = fcg.graph_fn(lambda state, x: collecting(held, x, asks_after=True))
+    state = fcg.place({"w": torch.ones(2)})
+    assert torch.equal(step(state, torch.ones(2)), torch.full((2,), 6.0))
+    held.set(5.0)
+    with pytest.raises(fcg.BakedValueError, match="held"):
+        step(state, torch.ones(2))

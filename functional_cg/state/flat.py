@@ -15,7 +15,7 @@ from torch import Tensor
 
 from .. import tree as pytree
 from ..errors import LayoutError
-from ..tree import path_string
+from ..tree import path_string, structure_diff
 from .arena import BufferSpec, offsets
 
 __all__ = ["ravel", "unravel"]
@@ -65,8 +65,8 @@ def ravel(tree: Any, like: Any = None) -> Tensor:
     Returns:
       A vector [length] of all leaves, with zeros as padding.
     Raises:
-      LayoutError: If the tree has no leaves, if leaves are sharded or differ in dtype or device, or if a
-        shape or dtype is not that in ``like``.
+      LayoutError: If the tree has no leaves, if leaves are sharded or differ in dtype or device, or if the
+        structure, a shape or a dtype is not that of ``like``.
 
     Example:
       >>> import torch
@@ -75,7 +75,14 @@ def ravel(tree: Any, like: Any = None) -> Tensor:
       [1.0, 1.0, 0.0, 0.0, 1.0, 0.0, 0.0, 0.0]
     """
     leaves, treedef = pytree.flatten(tree)
-    models = leaves if like is None else pytree.leaves(like)
+    models, expected = (leaves, treedef) if like is None else pytree.flatten(like)
+    if expected != treedef:
+        raise LayoutError.of(
+            "",
+            "ravel: the trees have different structures.",
+            rows=structure_diff(expected, treedef),
+            fix="pass a tree of the structure of `like`.",
+        )
     specs = _specs(treedef, models)
     _refuse_unlike(treedef, specs, leaves)
     places, length = offsets(specs)
