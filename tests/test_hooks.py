@@ -71,7 +71,7 @@ def old_spectral_norm(model: nn.Sequential) -> None:
 
 
 def pruned(model: nn.Sequential) -> None:
-    prune.l1_unstructured(model[0], "weight", 0.3)
+    prune.l1_unstructured(model[1], "weight", 0.3)
     prune.random_unstructured(model[3], "bias", 0.5)
 
 
@@ -84,11 +84,13 @@ HOOKS: dict[str, Callable[[nn.Sequential], None]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("lowering", ["aten", "inductor"])
-@pytest.mark.parametrize("name", HOOKS)
-def test_hooks_of_the_forward_are_a_part_of_it(name: str, lowering: Any) -> None:
+@pytest.mark.parametrize(
+    ("names", "lowering"), [*(([name], "aten") for name in HOOKS), ([*HOOKS], "inductor")]
+)
+def test_hooks_of_the_forward_are_a_part_of_it(names: list[str], lowering: Any) -> None:
     model = net()
-    HOOKS[name](model)
+    for name in names:
+        HOOKS[name](model)
     apply, params, buffers = fcg.from_module(model)
     state = fcg.TrainState.create(
         params=params,
