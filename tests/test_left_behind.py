@@ -447,6 +447,63 @@ def test_what_a_forward_works_out_once_is_no_state(lowering: Any) -> None:
     assert module.config.kind is None
 
 
+class Table(nn.Module):
+    """Makes a table of positions at its first call, as rotary embeddings do."""
+
+    def __init__(self, make: Callable[[Any, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.linear, self.make, self.table = nn.Linear(2, 2), make, None
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.table is None or len(self.table) < len(x):
+            self.table = self.make(self, x)
+        return self.linear(x * self.table[: len(x), None])
+
+
+TABLES: dict[str, Callable[[Any, Tensor], Tensor]] = {
+    "positions": lambda module, x: torch.arange(float(len(x)), device=x.device),
+    "angles": lambda module, x: torch.outer(torch.arange(4.0), torch.ones(2)).cos().flatten() / 3,
+    "a literal": lambda module, x: torch.tensor([1.0, 2.0, 3.0, 4.0]),
+    "written in place": lambda module, x: torch.zeros(4).add_(3).sqrt_(),
+}
+
+
+@pytest.mark.parametrize("name", TABLES)
+def test_a_table_of_constants_is_no_state(name: str) -> None:
+    module = Table(TABLES[name])
+    apply, params, buffers = fcg.from_module(module)
+    plain = copy.deepcopy(module)
+    forward, placed = fcg.graph_fn(lambda state, x: apply(state, buffers, x)[0]), fcg.place(params)
+    for _ in range(16):
+        x = torch.randn(4, 2)
+        assert torch.equal(forward(placed, x), plain(x))
+        assert torch.equal(apply(params, buffers, x)[0], plain(x))
+    assert module.table is None
+
+
+NO_TABLES: dict[str, Callable[[Any, Tensor], Tensor]] = {
+    "of an input": lambda module, x: x[:, 0].abs(),
+    "of a parameter": lambda module, x: module.linear.bias.sum() * torch.ones(len(x)),
+    "drawn": lambda module, x: torch.rand(len(x)),
+    "too short": lambda module, x: torch.ones(len(x) - 1),
+}
+
+
+@pytest.mark.parametrize("name", NO_TABLES)
+def test_a_table_of_anything_else_is_refused(name: str) -> None:
+    class Short(Table):
+        def forward(self, x: Tensor) -> Tensor:
+            if self.table is None or len(self.table) < len(x):
+                self.table = self.make(self, x)
+            y: Tensor = self.linear(x) * self.table.sum()
+            return y
+
+    make = Short if name == "too short" else Table
+    apply, params, buffers = fcg.from_module(make(NO_TABLES[name]))
+    with pytest.raises(SideEffectError, match=r"changes 1 attribute of the module(.|\n)*`table`"):
+        apply(params, buffers, torch.randn(4, 2), key=fcg.random.key(0))
+
+
 def other_calls(self: Any, x: Tensor) -> Tensor:
     first, self.kind = self.kind is None, "known"
     return self.linear(x) * (2 if first else 1)

@@ -24,11 +24,13 @@ from torch import Tensor, nn
 
 from ..errors import ForeignTensorError, ReadOnlyError, SideEffectError
 from ..pytree.nodes import same_static
+from ..state.arena import BufferSpec
 from .reach import variables
 from .storage import storage_of
 
 __all__ = [
     "Held",
+    "Same",
     "buffers_set",
     "changed",
     "copying",
@@ -54,7 +56,7 @@ _HOOKS = re.compile(r"(^|\.)_forward(_pre)?_hooks(_with_kwargs|_always_called)?(
 _INSIDE = r"<\d+>.*"  # below what an object keeps in C, which has no names
 
 
-class _Same:
+class Same:
     """Wraps an object that is compared by identity, and keeps it alive."""
 
     __slots__ = ("value",)
@@ -63,7 +65,7 @@ class _Same:
         self.value = value
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Same) and self.value is other.value
+        return isinstance(other, Same) and self.value is other.value
 
     __hash__ = None  # type: ignore[assignment]
 
@@ -74,7 +76,7 @@ def held(module: nn.Module) -> Held:
     for path, value in walked(module):
         content = _content(value)
         # What an object hands out of its inside may be another object each time.
-        found[path] = type(value) if "<" in path and isinstance(content, _Same) else content
+        found[path] = type(value) if "<" in path and isinstance(content, Same) else content
     return found
 
 
@@ -211,12 +213,12 @@ def _content(value: Any) -> Any:
             shape,
             hashlib.blake2b(value.tobytes() if hasattr(value, "tobytes") else value).digest(),
         )
-    return _Same(value)
+    return Same(value)
 
 
 def _inline(item: Any) -> Any:
     if isinstance(item, Tensor):
-        return _Same(item)
+        return Same(item)
     return item if isinstance(item, _PLAIN) else ...  # what stands at a path of its own
 
 
@@ -228,7 +230,7 @@ def changed(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
 
 
 def newly_known(before: Held, after: Held) -> dict[str, Any] | None:
-    """Return the plain values by path that stand where None or nothing stood; None if anything else differs.
+    """Return what stands by path where None or nothing stood, tensors by their kind; None if anything else differs.
 
     Hooks on the forward may be added: they count by what they do.
     """
@@ -237,7 +239,11 @@ def newly_known(before: Held, after: Held) -> dict[str, Any] | None:
         old, new = before.get(path), after.get(path)
         if _equal(before, after, path) or _adds_hooks(path, old, new):
             continue
-        if old is not None or new is None or not isinstance(new, _PLAIN):
+        if isinstance(new, Same) and isinstance(new.value, Tensor):
+            new = (Tensor, BufferSpec.of(new.value))
+        elif not isinstance(new, _PLAIN):
+            return None
+        if old is not None or new is None:
             return None
         found[path] = new
     return found or None

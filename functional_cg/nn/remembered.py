@@ -1,13 +1,15 @@
-"""Tell what a forward works out once and remembers, such as the kind of a loss, from what it counts.
+"""Tell what a forward works out once and remembers, such as the kind of a loss or a table, from what it counts.
 
 A forward may set an attribute that was None, and go by its value from then on. If it makes the same calls before and
-after, and changes nothing more, then it is a pure function all the same. Both runs are on fake tensors, which takes no
-arithmetic and draws no numbers.
+after, but for those that computed what it remembers from constants alone, and changes nothing more, then it is a pure
+function all the same. Both runs are on fake tensors, which takes no arithmetic and draws no numbers.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from dataclasses import dataclass
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -15,10 +17,14 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from .. import tree
+from ..state.arena import BufferSpec
+from ..tensors.aten import can_draw
 from ..tensors.fake_mode import aside_on_fakes
-from .attributes import Held, changed, held, newly_known
+from .attributes import Held, Same, changed, held, newly_known
 
 __all__ = ["only_remembers"]
+
+_LITERALS = frozenset({torch.ops.aten.lift_fresh.default, torch.ops.aten.lift_fresh_copy.default})
 
 
 def only_remembers(
@@ -53,10 +59,85 @@ def only_remembers(
             again, at_last = _calls(module, args, kwargs), held(module)
         except Exception:  # whatever a forward raises on tensors without values
             return False
-        return newly_known(start, found) == known and not changed(found, at_last) and calls == again
+        if newly_known(start, found) != known or changed(found, at_last):
+            return False
+        made = {id(one.value) for path, one in found.items() if path in known and isinstance(one, Same)}
+        needed = _without(calls, made)
+        return needed is not None and _agree(needed, again)
 
 
-def _calls(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
+@dataclass(frozen=True, slots=True)
+class _Call:
+    """An op that ran.
+
+    Attributes:
+      op: The op.
+      given: Its arguments, flat: tensors, and all else with its type.
+      made: Its results, flat.
+      draws: Whether it draws random numbers.
+    """
+
+    op: Any
+    given: list[Any]
+    made: list[Any]
+    draws: bool
+
+    def tensors(self) -> set[int]:
+        """Return the ids of the tensors it reads."""
+        return {id(one) for one in self.given if isinstance(one, Tensor)}
+
+    def results(self) -> set[int]:
+        """Return the ids of the tensors it makes, or writes."""
+        return {id(one) for one in self.made if isinstance(one, Tensor)}
+
+
+def _without(calls: Sequence[_Call], remembered: Set[int]) -> list[_Call] | None:
+    """Return the calls but those that compute the remembered tensors; None if these need more than constants."""
+    wanted, computing = set(remembered), set[int]()
+    for number in reversed(range(len(calls))):
+        if calls[number].results() & wanted:
+            computing.add(number)
+            wanted |= calls[number].tensors()
+    made = {one for number in computing for one in calls[number].results()}
+    if not wanted <= made or any(calls[number].draws for number in computing):
+        return None
+    # What other calls use as well is computed each time.
+    for number in sorted(computing, reverse=True):
+        readers = (
+            at for at in range(number + 1, len(calls)) if calls[at].tensors() & calls[number].results()
+        )
+        if not calls[number].results() <= remembered and not computing.issuperset(readers):
+            computing.remove(number)
+    return [call for number, call in enumerate(calls) if number not in computing]
+
+
+def _agree(calls: Sequence[_Call], others: Sequence[_Call]) -> bool:
+    """Whether two runs made the same calls on the same values."""
+    twins: dict[int, int] = {}  # from the tensors that the second run made to those of the first
+    for call, other in zip_longest(calls, others):
+        if call is None or other is None or call.op is not other.op:
+            return False
+        if not _alike(call.given, other.given, twins) or not _alike(call.made, other.made, None):
+            return False
+        made = zip(call.made, other.made, strict=True)
+        twins |= {id(b): id(a) for a, b in made if isinstance(a, Tensor)}
+    return True
+
+
+def _alike(values: Sequence[Any], others: Sequence[Any], twins: Mapping[int, int] | None) -> bool:
+    """Whether two lists hold equal numbers, and the same tensors; without ``twins``, tensors of the same kind."""
+
+    def same(one: Any, other: Any) -> bool:
+        if not (isinstance(one, Tensor) and isinstance(other, Tensor)):
+            return bool(one == other)
+        if twins is not None:
+            return twins.get(id(other), id(other)) == id(one)
+        return BufferSpec.of(one) == BufferSpec.of(other)
+
+    return len(values) == len(others) and all(map(same, values, others))
+
+
+def _calls(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[_Call]:
     calls = _Calls()
     with calls:
         module(*args, **kwargs)
@@ -64,7 +145,7 @@ def _calls(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) ->
 
 
 class _Calls(TorchDispatchMode):
-    """Lists the ops that run, with their arguments; tensors go by the order in which they appear.
+    """Lists the ops that run.
 
     Attributes:
       seen: The ops so far.
@@ -72,23 +153,27 @@ class _Calls(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.seen: list[Any] = []
-        self._numbers: dict[int, tuple[int, Tensor]] = {}  # with the tensors, so that no id is taken again
+        self.seen: list[_Call] = []
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        self.seen.append((func, self._named((args, kwargs))))
-        result = func(*args, **(kwargs or {}))
-        self.seen.append(self._named(result))
+        kwargs = kwargs or {}
+        if func.namespace == "prim":
+            return func(*args, **kwargs)  # a question about a tensor, not a computation
+        given = list(_flat((args, tuple(kwargs.items()))))
+        if func in _LITERALS and type(args[0]) is Tensor:
+            given = [args[0].dtype, repr(args[0].tolist())]
+        result = func(*args, **kwargs)
+        self.seen.append(_Call(func, given, list(_flat(result)), can_draw(func, args, kwargs)))
         return result
 
-    def _named(self, value: Any) -> Any:
-        if isinstance(value, Tensor):
-            number, _ = self._numbers.setdefault(id(value), (len(self._numbers), value))
-            return torch.Tensor, number, value.dtype, value.shape, value.stride(), value.device
-        if isinstance(value, (list, tuple)):
-            return [self._named(item) for item in value]
-        if isinstance(value, dict):
-            return {name: self._named(item) for name, item in value.items()}
-        return type(value), value
+
+def _flat(value: Any) -> Iterator[Any]:
+    """Yield tensors, and other values with their types: ``1``, ``1.0`` and ``True`` are equal to Python."""
+    if isinstance(value, (list, tuple)):
+        yield type(value), len(value)
+        for item in value:
+            yield from _flat(item)
+    else:
+        yield value if isinstance(value, Tensor) else (type(value), value)
