@@ -153,7 +153,7 @@ def load(path: str | os.PathLike[str], state: T) -> T:
     Raises:
       DonatedStateError: If the handle was donated.
       ImportError: If safetensors is not installed.
-      LayoutError: If it is the checkpoint of another model; lists all differences, writes nothing.
+      LayoutError: If it is the checkpoint of another model; names the differences, writes nothing.
       OSError: If the file cannot be read.
       ValueError: If it is not a complete safetensors file.
     """

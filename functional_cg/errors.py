@@ -202,10 +202,11 @@ class BakedValueError(FunctionalCGError, RuntimeError):
 
         state, metrics = step(state, {**batch, "lr": 0.1})
 
-    - ``model.train()`` or ``model.eval()`` was called since the trace: make one step for each mode.
+    - ``model.train()`` or ``model.eval()`` was called on a module that the step calls itself: make one step for each
+      mode; an ``apply`` takes ``train=``.
     - A torch mode (autocast, TF32, the default dtype) differs around the call: set it once, or in the step.
     - Autocast, a ``TorchFunctionMode`` or hooks on saved tensors around the call: put them inside the step.
-    - ``time.time()``, ``random.random()`` or a counter: make it an input, or a leaf of the state.
+    - ``time.time()`` or a counter: make it an input, or a leaf of the state.
     - A tensor of ``constants=`` was written, or its name rebound to another one: make it an input.
     - A helper or a module was redefined, for example in a notebook: recreate the step, too.
 

@@ -212,7 +212,7 @@ def map(function: Callable[..., Any], tree: Any, *rest: Any) -> Any:
     """Apply ``function`` to the leaves of one or several trees of the same structure.
 
     Raises:
-      LayoutError: If the trees differ in structure; all differences are listed.
+      LayoutError: If the trees differ in structure; it lists the first five differences.
 
     Example:
       >>> from functional_cg import tree

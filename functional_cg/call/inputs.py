@@ -107,7 +107,7 @@ def input_layout(
       device: The state's device; specs place host leaves there, too.
       function: Name of the user's function.
     Raises:
-      LayoutError: If leaves cannot be copied in; all are listed.
+      LayoutError: If leaves cannot be copied in; it lists the first five.
     """
     flat, treedef = pytree.flatten(inputs)
     treedef = treedef.sorted()  # the function sees the keys of every batch in one order

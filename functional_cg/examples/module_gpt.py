@@ -76,6 +76,9 @@ class PureGPT:
       module: A module without buffers; it is not modified.
 
     Example:
+      >>> import torch
+      >>> import functional_cg as fcg
+      >>> from functional_cg.examples.module_gpt import GPTModule, PureGPT
       >>> model = PureGPT(GPTModule(layers=1, width=16, heads=2, block_size=8, dropout=0.1))
       >>> params = model.init(fcg.random.key(0))
       >>> model.apply(params, torch.zeros(3, 8, dtype=torch.int64)).shape

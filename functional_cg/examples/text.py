@@ -107,6 +107,8 @@ def unigram_entropy(data: Tensor) -> float:
     """Compute the entropy of the byte frequencies in nats: the loss of the best model that ignores context.
 
     Example:
+      >>> import torch
+      >>> from functional_cg.examples.text import unigram_entropy
       >>> unigram_entropy(torch.tensor([7, 7, 9, 9], dtype=torch.uint8))
       0.6931471805599453
     """

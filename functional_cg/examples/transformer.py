@@ -33,6 +33,9 @@ class GPT:
       vocab: Number of tokens.
 
     Example:
+      >>> import torch
+      >>> import functional_cg as fcg
+      >>> from functional_cg.examples.transformer import GPT
       >>> model = GPT(layers=1, width=16, heads=2, block_size=8)
       >>> params = model.init(fcg.random.key(0))
       >>> model.apply(params, torch.zeros(3, 8, dtype=torch.int64)).shape

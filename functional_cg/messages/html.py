@@ -57,6 +57,7 @@ def element(tag: str, *children: str, **attributes: object) -> Html:
     """Build an element; its attributes and plain text among its children are escaped.
 
     Example:
+      >>> from functional_cg.messages.html import element
       >>> element("b", "a < b", title="x")
       '<b title="x">a &lt; b</b>'
     """

@@ -17,6 +17,8 @@ def summary(tensor: Tensor) -> list[tuple[str, str]]:
       Pairs (name, number as text); statistics of complex numbers are those of their absolute values.
 
     Example:
+      >>> import torch
+      >>> from functional_cg.messages.summary import summary
       >>> summary(torch.tensor([1.0, 3.0, float("nan")]))[:2]
       [('min', '1'), ('max', '3')]
     """

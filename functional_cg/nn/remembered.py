@@ -163,7 +163,8 @@ class _Calls(TorchDispatchMode):
             return func(*args, **kwargs)  # a question about a tensor, not a computation
         given = list(_flat((args, tuple(kwargs.items()))))
         if func in _LITERALS and type(args[0]) is Tensor:
-            given = [args[0].dtype, repr(args[0].tolist())]
+            with torch._C._DisableTorchDispatch():
+                given = [args[0].dtype, repr(args[0].tolist())]
         result = func(*args, **kwargs)
         self.seen.append(_Call(func, given, list(_flat(result)), can_draw(func, args, kwargs)))
         return result

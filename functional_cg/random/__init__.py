@@ -87,6 +87,7 @@ def key(seed: int, device: torch.device | str | None = None) -> Tensor:
       TypeError, ValueError: If ``seed`` is not a Python int of 64 bits.
 
     Example:
+      >>> from functional_cg.random import key
       >>> key(2**32 + 5)
       tensor([5, 1])
     """
@@ -108,6 +109,8 @@ def fold_in(key: Tensor, data: int | Tensor) -> Tensor:
       TypeError, ValueError: If ``data`` is neither a tensor nor a Python int of 64 bits.
 
     Example:
+      >>> import torch
+      >>> from functional_cg.random import fold_in, key
       >>> torch.equal(fold_in(key(0), 7), fold_in(key(0), torch.tensor(7)))
       True
     """
@@ -132,6 +135,8 @@ def split(key: Tensor, n: int = 2) -> Tensor:
       TypeError, ValueError: If ``n`` is not a Python int of at least 0.
 
     Example:
+      >>> import torch
+      >>> from functional_cg.random import fold_in, key, split
       >>> first, second = split(key(0))
       >>> torch.equal(second, fold_in(key(0), 1))
       True
@@ -162,6 +167,8 @@ def uniform(
       ValueError: If [low, high) is empty, infinite, or holds no number of ``dtype``.
 
     Example:
+      >>> import torch
+      >>> from functional_cg.random import key, uniform
       >>> bool((uniform(key(0), (1000,), dtype=torch.bfloat16) < 1).all())
       True
     """
@@ -197,6 +204,7 @@ def normal(
       TypeError: If ``shape`` is not a tuple of Python ints, or ``dtype`` is not floating.
 
     Example:
+      >>> from functional_cg.random import key, normal
       >>> normal(key(0), (2, 3)).shape
       torch.Size([2, 3])
     """
@@ -226,6 +234,7 @@ def bernoulli(key: Tensor, p: float | Tensor, shape: Sequence[int], *, stream: i
       ValueError: If ``p`` is not a tensor and not a Python number from 0 to 1.
 
     Example:
+      >>> from functional_cg.random import bernoulli, key
       >>> bernoulli(key(0), 1.0, (3,))
       tensor([True, True, True])
     """
@@ -262,6 +271,7 @@ def randint(
       ValueError: If the range is empty, longer than 2**63, or does not fit ``dtype`` and int64.
 
     Example:
+      >>> from functional_cg.random import key, randint
       >>> randint(key(0), (100,), 0, 6).max()
       tensor(5)
     """
@@ -290,6 +300,7 @@ def permutation(key: Tensor, n: int, *, stream: int = 0) -> Tensor:
       TypeError, ValueError: If ``n`` is not a Python int of at least 0.
 
     Example:
+      >>> from functional_cg.random import key, permutation
       >>> permutation(key(0), 5).sort().values
       tensor([0, 1, 2, 3, 4])
     """
@@ -310,6 +321,8 @@ def dropout(key: Tensor, x: Tensor, p: float, *, stream: int = 0) -> Tensor:
       ValueError: If ``p`` is not a Python number from 0 to 1.
 
     Example:
+      >>> import torch
+      >>> from functional_cg.random import dropout, key
       >>> dropout(key(0), torch.ones(6), 0.5).unique()
       tensor([0., 2.])
     """
@@ -329,6 +342,7 @@ def keep_mask(key: Tensor, p: float, shape: Sequence[int], *, stream: int = 0) -
     Takes half the work of :func:`bernoulli`, which is exact to 2**-32.
 
     Example:
+      >>> from functional_cg.random import keep_mask, key
       >>> keep_mask(key(0), 0.0, (3,))
       tensor([True, True, True])
     """
@@ -348,6 +362,8 @@ def categorical(key: Tensor, logits: Tensor, axis: int = -1, *, stream: int = 0)
       TypeError: If ``logits`` is not a floating tensor.
 
     Example:
+      >>> import torch
+      >>> from functional_cg.random import categorical, key
       >>> categorical(key(0), torch.tensor([[0.0, -torch.inf], [-torch.inf, 0.0]]))
       tensor([0, 1])
     """

@@ -45,6 +45,8 @@ def masked_scale(x: Tensor, mask: Tensor, scale: float) -> Tensor:
       scale: Factor for the kept values.
 
     Example:
+      >>> import torch
+      >>> from functional_cg.random.masking import masked_scale
       >>> masked_scale(torch.tensor([1.0, 2.0]), torch.tensor([True, False]), 4.0)
       tensor([4., 0.])
     """

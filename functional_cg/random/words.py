@@ -123,6 +123,8 @@ def decompose_random_bits(key: Tensor, stream: int, n: int) -> Tensor:
       i32[..., n].
 
     Example:
+      >>> import torch
+      >>> from functional_cg.random.words import decompose_random_bits
       >>> from functional_cg.random import bits, key
       >>> torch.equal(decompose_random_bits(key(0), 5, 7), bits(key(0), 7, stream=5))
       True

@@ -364,7 +364,7 @@ def refuse_unplaceable(
       function: Name of the user's function.
 
     Raises:
-      LayoutError: All offending leaves are listed.
+      LayoutError: For offending leaves; it lists the first five.
     """
     home = next((device for device in devices if device is not None), None)
     rows = []

@@ -109,7 +109,7 @@ class Handle(TreeView):
         Returns:
           The new handle.
         Raises:
-          LayoutError: If values do not fit; all differences are listed, nothing is written.
+          LayoutError: If values do not fit; it lists the first five differences. Nothing is written.
           TypeError: If the state has no such field.
           DonatedStateError: If this handle was donated.
 

@@ -96,6 +96,7 @@ def count(number: int, noun: str) -> str:
     """Return a number with its noun: ``1 leaf``, ``2 leaves``.
 
     Example:
+      >>> from functional_cg.state.outline import count
       >>> count(1, "capture"), count(1200, "leaf")
       ('1 capture', '1,200 leaves')
     """

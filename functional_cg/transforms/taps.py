@@ -117,7 +117,7 @@ class Taps(Mapping[str, Tensor]):
     def __getitem__(self, name: str) -> Tensor:
         if name not in self._rings:
             known = f"; tapped are {', '.join(self._rings)}" if self._rings else "; nothing was tapped yet"
-            raise KeyError(f"{name!r} is no tapped value{known}")
+            raise KeyError(f"{name!r} was not tapped{known}")
         ring = self._rings[name]
         with ordinary():
             without_gradients()

@@ -17,6 +17,7 @@ def noisy_sine(count: int, batch_size: int) -> tuple[Tensor, Tensor]:
     """Make batches of points: x, y, each f32[count, batch_size, 1].
 
     Example:
+      >>> from functional_cg.examples.notebooks.by_hand import noisy_sine
       >>> x, y = noisy_sine(100, 32)
       >>> x.shape
       torch.Size([100, 32, 1])

@@ -100,6 +100,7 @@ def pieces(numel: int, ranks: int) -> list[range]:
     """List the elements of a leaf that each rank holds; indices past its end are padding.
 
     Example:
+      >>> from functional_cg.examples.notebooks.collectives import pieces
       >>> pieces(5, 2)
       [range(0, 3), range(3, 6)]
     """
@@ -119,6 +120,7 @@ def planned_bytes(params: Any, ranks: int, stage: int) -> dict[str, int]:
 
     Example:
       >>> import torch
+      >>> from functional_cg.examples.notebooks.collectives import planned_bytes
       >>> planned_bytes({"w": torch.zeros(10)}, ranks=4, stage=2)
       {'parameters': 40, 'gradients': 12, 'moments': 24}
     """

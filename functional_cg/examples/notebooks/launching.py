@@ -112,6 +112,7 @@ def script_of(function: Any) -> str:
     literals.
 
     Example:
+      >>> from functional_cg.examples.notebooks.launching import script_of
       >>> import math
       >>> print(script_of(math.sqrt))
       from math import sqrt as sqrt

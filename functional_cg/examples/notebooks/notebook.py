@@ -46,6 +46,7 @@ def refused(error: type[BaseException]) -> Iterator[None]:
       AssertionError: If the block ends without it.
 
     Example:
+      >>> from functional_cg.examples.notebooks.notebook import refused
       >>> with refused(ValueError):
       ...     int("x")
       ValueError: invalid literal for int() with base 10: 'x'
@@ -96,6 +97,7 @@ def spiral(count: int, *, arms: int = 3, noise: float = 0.35, seed: int = 0) -> 
     """Make points of a spiral galaxy, labelled by arm: ``{"x": f32[count, 2], "y": i64[count]}``.
 
     Example:
+      >>> from functional_cg.examples.notebooks.notebook import spiral
       >>> spiral(5)["x"].shape
       torch.Size([5, 2])
     """
@@ -110,6 +112,8 @@ def batches(data: Batch, batch_size: int, seed: int = 0) -> Iterator[Batch]:
     """Draw batches of rows with replacement, endlessly.
 
     Example:
+      >>> import torch
+      >>> from functional_cg.examples.notebooks.notebook import batches
       >>> next(batches({"x": torch.ones(9)}, 2))
       {'x': tensor([1., 1.])}
     """
@@ -124,6 +128,7 @@ def running_mean(losses: Sequence[Tensor | float], window: int = 20) -> list[flo
     """Average each loss with up to ``window - 1`` losses before it.
 
     Example:
+      >>> from functional_cg.examples.notebooks.notebook import running_mean
       >>> running_mean([4.0, 2.0, 0.0], window=2)
       [4.0, 3.0, 1.0]
     """

@@ -46,6 +46,7 @@ def from_torch(cls: type[torch.optim.Optimizer], **hyper: Any) -> Adapted:
         inside a captured step.
 
     Example:
+      >>> import torch
       >>> from functional_cg import optim
       >>> optimizer = optim.from_torch(torch.optim.SGD, lr=0.5, momentum=0.9)
       >>> params = {"w": torch.tensor([1.0, 2.0])}

@@ -128,6 +128,7 @@ class GradientTransformation(ABC):
             :func:`apply_updates`, learning rate included.
 
         Example:
+          >>> import torch
           >>> from functional_cg import optim, tree
           >>> sign = optim.GradientTransformation.from_functions(
           ...     init=lambda params: optim.EmptyState(),
@@ -189,6 +190,7 @@ def apply_updates(params: Params, updates: Updates) -> Params:
     Source: ``optax.apply_updates``.
 
     Example:
+      >>> import torch
       >>> from functional_cg import optim
       >>> optim.apply_updates({"w": torch.tensor([1.0, 2.0])}, {"w": torch.tensor([0.5, -0.5])})
       {'w': tensor([1.5000, 1.5000])}
@@ -327,7 +329,7 @@ def broadcast_prefix(prefix: Any, full: Any, name: str) -> list[Any]:
       full: The whole tree.
       name: What error messages call the prefix.
     Raises:
-      LayoutError: If ``prefix`` is not a prefix of ``full``; all differences are listed.
+      LayoutError: If ``prefix`` is not a prefix of ``full``; it lists the first five differences.
     """
     values, prefix_def = tree.flatten(prefix)
     _, full_def = tree.flatten(full)

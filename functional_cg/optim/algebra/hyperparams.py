@@ -50,6 +50,7 @@ class inject_hyperparams:
       static_args: Names of numeric arguments that stay constants.
 
     Example:
+      >>> import torch
       >>> from functional_cg import optim
       >>> optimizer = optim.inject_hyperparams(optim.sgd)(learning_rate=0.5)
       >>> params = {"w": torch.tensor(1.0)}
@@ -169,6 +170,7 @@ def set_hyperparams(state: S, **values: float | Tensor) -> S:
       ValueError: If a name is not in the state, or occurs there more than once.
 
     Example:
+      >>> import torch
       >>> from functional_cg import optim
       >>> optimizer = optim.inject_hyperparams(optim.adamw)(learning_rate=0.1, weight_decay=0.5)
       >>> state = optimizer.init({"w": torch.zeros(3)})

@@ -37,6 +37,7 @@ class by_name:
 
     Example:
       >>> import torch
+      >>> from functional_cg import tree
       >>> from functional_cg import optim
       >>> groups = optim.by_name(
       ...     {"blocks.0.*": "frozen", "wte": "slow", "*.bias": "no decay", "*norm*": "no decay"}, default="decay"

@@ -52,6 +52,7 @@ class add_noise(GradientTransformation):
       ValueError: If a number is out of range.
 
     Example:
+      >>> import torch
       >>> from functional_cg import optim
       >>> noise = optim.add_noise(0.01, 0.55, key=0)
       >>> updates, state = noise.update({"w": torch.zeros(1000)}, noise.init({"w": torch.zeros(1000)}))

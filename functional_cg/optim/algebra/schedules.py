@@ -150,6 +150,7 @@ class warmup_cosine(Schedule):
       init_value: Value at 0.
 
     Example:
+      >>> import torch
       >>> from functional_cg import optim
       >>> schedule = optim.warmup_cosine(3e-4, warmup_steps=100, decay_steps=10_000)
       >>> schedule(0), schedule(50), schedule(100), schedule(10_000)

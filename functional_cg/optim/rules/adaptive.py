@@ -81,6 +81,7 @@ class scale_by_amsgrad(_Moments):
       ValueError: If a number is out of range.
 
     Example:
+      >>> import torch
       >>> from functional_cg import optim
       >>> link = optim.scale_by_amsgrad(b2=0.5)
       >>> state = link.init({"w": torch.zeros(2)})
@@ -119,6 +120,7 @@ class scale_by_adamax(_Moments):
       ValueError: If a number is out of range.
 
     Example:
+      >>> import torch
       >>> from functional_cg import optim
       >>> link = optim.scale_by_adamax()
       >>> link.update({"w": torch.tensor([4.0, -2.0])}, link.init({"w": torch.zeros(2)}))[0]
@@ -165,6 +167,7 @@ class scale_by_nadam(_Moments):
       ValueError: If a number is out of range.
 
     Example:
+      >>> import torch
       >>> from functional_cg import optim
       >>> link = optim.scale_by_nadam()
       >>> link.update({"w": torch.tensor([4.0, -2.0])}, link.init({"w": torch.zeros(2)}))[0]
@@ -216,6 +219,7 @@ class scale_by_radam(_Moments):
       ValueError: If a number is out of range.
 
     Example:
+      >>> import torch
       >>> from functional_cg import optim
       >>> link = optim.scale_by_radam()
       >>> link.update({"w": torch.tensor([4.0, -2.0])}, link.init({"w": torch.zeros(2)}))[0]
@@ -257,6 +261,7 @@ class scale_by_belief(_Moments):
       ValueError: If a number is out of range.
 
     Example:
+      >>> import torch
       >>> from functional_cg import optim
       >>> link = optim.scale_by_belief()
       >>> link.update({"w": torch.tensor([4.0, -2.0])}, link.init({"w": torch.zeros(2)}))[0]

@@ -77,6 +77,7 @@ class sgd(Optimizer):
       nesterov: Look one step ahead; needs momentum.
 
     Example:
+      >>> import torch
       >>> from functional_cg import optim
       >>> params = {"w": torch.tensor([1.0, 2.0])}
       >>> optimizer = optim.sgd(0.1)
@@ -222,6 +223,7 @@ class adam(AdamLike):
       eps: Added outside the root.
 
     Example:
+      >>> import torch
       >>> from functional_cg import optim
       >>> params = {"w": torch.tensor([1.0, 2.0])}
       >>> optimizer = optim.adam(0.1)
@@ -266,6 +268,7 @@ class adamw(DecayedAdam):
       mask: Which leaves decay: None for all, a prefix tree of bools, or a function from the parameters to one.
 
     Example:
+      >>> import torch
       >>> from functional_cg import optim
       >>> params = {"w": torch.tensor([1.0, 2.0]), "b": torch.tensor(1.0)}
       >>> optimizer = optim.adamw(0.1, weight_decay=0.5, mask={"w": True, "b": False})
@@ -320,6 +323,7 @@ class adagrad(Optimizer):
       eps: Added outside the root.
 
     Example:
+      >>> import torch
       >>> from functional_cg import optim
       >>> params = {"w": torch.tensor([1.0, 2.0])}
       >>> optimizer = optim.adagrad(0.1)

@@ -24,6 +24,7 @@ def global_norm(updates: Updates) -> Tensor:
       f64[] on the device of the first leaf; 0 for a tree without leaves.
 
     Example:
+      >>> import torch
       >>> from functional_cg import optim
       >>> optim.global_norm({"w": torch.tensor([3.0]), "b": torch.tensor(4.0)})
       tensor(5., dtype=torch.float64)
@@ -49,6 +50,7 @@ class clip_by_global_norm(Stateless):
       max_norm: Positive number, or f32[].
 
     Example:
+      >>> import torch
       >>> from functional_cg import optim
       >>> clip = optim.clip_by_global_norm(1.0)
       >>> clip.update({"w": torch.tensor([3.0, 4.0])}, clip.init(None))[0]

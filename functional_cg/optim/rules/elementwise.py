@@ -49,6 +49,7 @@ class scale_by_rms(GradientTransformation):
       ValueError: If a number is out of range.
 
     Example:
+      >>> import torch
       >>> from functional_cg import optim
       >>> link = optim.scale_by_rms(decay=0.75)
       >>> link.update({"w": torch.tensor([4.0, -2.0])}, link.init({"w": torch.zeros(2)}))[0]
@@ -97,6 +98,7 @@ class rmsprop(Composed):
       ValueError: If a number is out of range.
 
     Example:
+      >>> import torch
       >>> from functional_cg import optim
       >>> params = {"w": torch.tensor([1.0, 2.0])}
       >>> optimizer = optim.rmsprop(0.1, decay=0.75)
@@ -143,6 +145,7 @@ class scale_by_adadelta(GradientTransformation):
       ValueError: If a number is out of range.
 
     Example:
+      >>> import torch
       >>> from functional_cg import optim
       >>> link = optim.scale_by_adadelta(decay=0.75, eps=1.0)
       >>> link.update({"w": torch.tensor([0.0, 2.0])}, link.init({"w": torch.zeros(2)}))[0]
@@ -186,6 +189,7 @@ class adadelta(Composed):
       ValueError: If a number is out of range.
 
     Example:
+      >>> import torch
       >>> from functional_cg import optim
       >>> params = {"w": torch.tensor([1.0, 2.0])}
       >>> optimizer = optim.adadelta(0.5, decay=0.75, eps=1.0)
@@ -223,6 +227,7 @@ class scale_by_lion(GradientTransformation):
       ValueError: If a number is out of range.
 
     Example:
+      >>> import torch
       >>> from functional_cg import optim
       >>> link = optim.scale_by_lion()
       >>> link.update({"w": torch.tensor([4.0, -2.0])}, link.init({"w": torch.zeros(2)}))[0]
@@ -267,6 +272,7 @@ class lion(Composed):
       ValueError: If a number is out of range.
 
     Example:
+      >>> import torch
       >>> from functional_cg import optim
       >>> params = {"w": torch.tensor([1.0, 2.0])}
       >>> optimizer = optim.lion(0.1, weight_decay=0.5)

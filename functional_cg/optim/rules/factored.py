@@ -65,6 +65,7 @@ class scale_by_factored_rms(GradientTransformation):
       ValueError: If a number is out of range.
 
     Example:
+      >>> import torch
       >>> from functional_cg import optim
       >>> link = optim.scale_by_factored_rms()
       >>> grads = {"w": torch.tensor([[3.0, 1.0], [6.0, 2.0]])}
@@ -151,6 +152,7 @@ class clip_by_rms(Stateless):
       ValueError: If a number is out of range.
 
     Example:
+      >>> import torch
       >>> from functional_cg import optim
       >>> optim.clip_by_rms(1.0).update({"w": torch.tensor([4.0, -4.0])}, ())[0]
       {'w': tensor([ 1., -1.])}
@@ -187,6 +189,7 @@ class scale_by_param_rms(Stateless):
       ValueError: If a number is out of range.
 
     Example:
+      >>> import torch
       >>> from functional_cg import optim
       >>> params = {"w": torch.tensor([3.0, -3.0])}
       >>> optim.scale_by_param_rms().update({"w": torch.tensor([1.0, 2.0])}, (), params)[0]
@@ -235,6 +238,7 @@ class adafactor(Optimizer):
       ValueError: If a number is out of range.
 
     Example:
+      >>> import torch
       >>> from functional_cg import optim
       >>> params = {"w": torch.tensor([[3.0, 3.0], [3.0, 3.0]])}
       >>> optimizer = optim.adafactor(0.01)

@@ -38,6 +38,7 @@ class clip_by_value(Stateless):
       ValueError: If a number is out of range.
 
     Example:
+      >>> import torch
       >>> from functional_cg import optim
       >>> optim.clip_by_value(1.0).update({"w": torch.tensor([3.0, -0.5])}, ())[0]
       {'w': tensor([ 1.0000, -0.5000])}
@@ -67,6 +68,7 @@ class clip_by_norm(Stateless):
       ValueError: If a number is out of range.
 
     Example:
+      >>> import torch
       >>> from functional_cg import optim
       >>> optim.clip_by_norm(1.0).update({"w": torch.tensor([3.0, 4.0]), "b": torch.tensor([0.5])}, ())[0]
       {'w': tensor([0.6000, 0.8000]), 'b': tensor([0.5000])}
@@ -117,6 +119,7 @@ class adaptive_clip(Stateless):
       ValueError: If a number is out of range.
 
     Example:
+      >>> import torch
       >>> from functional_cg import optim
       >>> params = {"w": torch.tensor([[3.0, 4.0], [0.0, 0.0]])}
       >>> grads = {"w": torch.tensor([[6.0, 8.0], [0.0, 1.0]])}
@@ -159,6 +162,7 @@ class centralize(Stateless):
     Source: Yong et al. 2020, "Gradient Centralization"; ``optax.centralize``, over all dimensions but the last.
 
     Example:
+      >>> import torch
       >>> from functional_cg import optim
       >>> optim.centralize().update({"w": torch.tensor([[3.0, 1.0], [0.0, 4.0]])}, ())[0]
       {'w': tensor([[ 1., -1.],
@@ -193,6 +197,7 @@ class freeze(Stateless):
       TypeError: If a flag of the mask is not a bool.
 
     Example:
+      >>> import torch
       >>> from functional_cg import optim
       >>> frozen = optim.freeze({"w": True, "b": False})
       >>> frozen.update({"w": torch.tensor(2.0), "b": torch.tensor(2.0)}, ())[0]

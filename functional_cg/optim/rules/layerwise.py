@@ -51,6 +51,7 @@ class scale_by_lars(Stateless):
       ValueError: If a number is out of range.
 
     Example:
+      >>> import torch
       >>> from functional_cg import optim
       >>> params = {"w": torch.tensor([3.0, 4.0])}
       >>> link = optim.scale_by_lars(weight_decay=0.0, trust_coefficient=0.5)
@@ -106,6 +107,7 @@ class lars(Composed):
       ValueError: If a number is out of range.
 
     Example:
+      >>> import torch
       >>> from functional_cg import optim
       >>> params = {"w": torch.tensor([3.0, 4.0])}
       >>> optimizer = optim.lars(1.0, trust_coefficient=0.5, weight_decay=0.0)
@@ -155,6 +157,7 @@ class scale_by_novograd(GradientTransformation):
       ValueError: If a number is out of range.
 
     Example:
+      >>> import torch
       >>> from functional_cg import optim
       >>> link = optim.scale_by_novograd()
       >>> link.update({"w": torch.tensor([3.0, 4.0])}, link.init({"w": torch.zeros(2)}))[0]
@@ -215,6 +218,7 @@ class novograd(Composed):
       ValueError: If a number is out of range.
 
     Example:
+      >>> import torch
       >>> from functional_cg import optim
       >>> params = {"w": torch.tensor([1.0, 2.0])}
       >>> optimizer = optim.novograd(0.1)

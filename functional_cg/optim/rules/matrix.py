@@ -86,6 +86,7 @@ class scale_by_muon(GradientTransformation):
       LayoutError: At the first use, if a leaf is not a matrix.
 
     Example:
+      >>> import torch
       >>> from functional_cg import optim
       >>> link = optim.scale_by_muon(ns_dtype=torch.float32)
       >>> grads = {"w": torch.tensor([[0.0, 5.0], [-5.0, 0.0]])}
@@ -170,6 +171,7 @@ class muon(Optimizer):
       ValueError: If a number is out of range.
 
     Example:
+      >>> import torch
       >>> from functional_cg import optim
       >>> params = {"w": torch.eye(2), "b": torch.ones(2)}
       >>> optimizer = optim.muon(0.1, weight_decay=0.0)

@@ -100,6 +100,7 @@ class lookahead(Around):
       ValueError: If a number is out of range.
 
     Example:
+      >>> import torch
       >>> from functional_cg import optim
       >>> optimizer = optim.lookahead(optim.sgd(1.0), sync_period=2, slow_step_size=0.5)
       >>> params, grads = {"w": torch.tensor([4.0])}, {"w": torch.tensor([1.0])}
@@ -186,6 +187,7 @@ class schedule_free(Around):
       ValueError: If a number is out of range.
 
     Example:
+      >>> import torch
       >>> from functional_cg import optim
       >>> optimizer = optim.schedule_free(optim.sgd(1.0), b1=0.5)
       >>> params, grads = {"w": torch.tensor([4.0])}, {"w": torch.tensor([1.0])}
@@ -255,7 +257,7 @@ def sam(
       ValueError: If ``rho`` is negative.
 
     Example:
-      >>> import functional_cg as fcg
+      >>> import torch, functional_cg as fcg
       >>> grads_of = fcg.optim.sam(fcg.value_and_grad(lambda p: (p["w"] ** 2).sum()), rho=0.5)
       >>> grads_of({"w": torch.tensor([3.0, 4.0])})
       (tensor(25.), {'w': tensor([6.6000, 8.8000])})

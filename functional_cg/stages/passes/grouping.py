@@ -48,6 +48,7 @@ def groups(sizes: Sequence[int], limit: int) -> list[list[int]]:
     """Cut a sequence of sizes into buckets of at most ``limit`` bytes; a larger item gets its own bucket.
 
     Example:
+      >>> from functional_cg.stages.passes.grouping import groups
       >>> groups([10, 20, 50, 5, 5], 30)
       [[0, 1], [2], [3, 4]]
     """
