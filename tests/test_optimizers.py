@@ -575,3 +575,34 @@ def test_flatten_refuses_what_acts_leaf_by_leaf() -> None:
     ):  # fmt: skip
         with pytest.raises(ValueError, match="takes a norm per leaf"):
             optim.flatten(tx)
+
+
+# Where eps bounds a size from below, the step has a length of its own, or momentum comes after the division.
+EPS_ELSEWHERE = {"adadelta", "scale_by_adadelta", "adaptive_clip", "lamb", "lars", "novograd"}
+
+
+def with_eps() -> list[str]:
+    return sorted({name for name, number in makers() if number == "eps"} - EPS_ELSEWHERE)
+
+
+@pytest.mark.parametrize("name", with_eps())
+def test_a_large_eps_makes_steps_small_and_turns_none(name: str) -> None:
+    """``eps`` is added to a size that divides: the larger, the smaller the step, in the same direction."""
+    make = getattr(optim, name)
+    required = [p.name for p in inspect.signature(make).parameters.values() if p.default is p.empty]
+    rest = {key: 0.0 if key == "weight_decay" else GOOD[key] for key in required}
+    params = {"w": torch.tensor([[0.3, -0.2], [0.7, 0.1]]), "b": torch.tensor([0.5, -0.4])}
+    grads = [tree.map(lambda p, k=k: (p * 3 + k).cos(), params) for k in range(12)]
+
+    def updates(eps: float) -> list[Any]:
+        tx, found = make(**rest, eps=eps), []
+        state = tx.init(params)
+        for grad in grads:
+            out, state = tx.update(grad, state, params)
+            found += tree.leaves(out)
+        return found
+
+    small, large = (torch.cat([leaf.flatten() for leaf in updates(eps)]) for eps in (1e-8, 10.0))
+    assert bool((large.abs() <= small.abs() * 1.0001).all())
+    assert bool((large * small >= 0).all())
+    assert bool((large.abs() < small.abs() / 2).any())

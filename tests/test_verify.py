@@ -198,3 +198,13 @@ def test_ops_that_a_trace_computes_otherwise_are_no_false_alarm(function: Any) -
     for x in inputs:
         state, _ = step(state, x)
     assert_replay_equals_eager(fcg.graph_step(step.__wrapped__), state, inputs)
+
+
+def test_outputs_of_a_function_that_keeps_no_state_are_told_apart() -> None:
+    cfg = OutOfSight(1)
+    forward = fcg.graph_fn(lambda state, x: (state["w"] + x, cfg.read()), debug="verify")
+    state = fcg.place({"w": torch.ones(3)})
+    forward(state, torch.ones(3))
+    cfg.write(2)
+    with pytest.raises(fcg.CaptureError, match=r"outputs\[1\]  eager 2   replay 1"):
+        forward(state, torch.ones(3))
