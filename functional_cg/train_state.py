@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Generic, Self
 
@@ -108,11 +108,13 @@ class TrainState(_StateClass, Generic[Params]):
         Raises:
           AliasError: If two leaves share memory.
           LayoutError: If a leaf is not a tensor, or ``init`` returns another shape or dtype.
-          TypeError: If ``params`` is a module or a generator, or ``optimizer`` or ``key`` has the wrong type.
+          TypeError: If ``params`` is a module or a generator, ``optimizer`` or ``key`` has the wrong type, or the class
+            lacks a field.
           ValueError: If ``optimizer`` applies no learning rate, or ``key`` is that of another state and ``step`` is
             not given.
         """
         _refuse_arguments(params, optimizer, key)
+        _refuse_unknown(cls, fields)
         if step is None and isinstance(key, Leaf):
             raise ValueError(
                 "TrainState.create: `key` is that of another state, and `step` would begin at 0 again: "
@@ -185,6 +187,15 @@ def _counted(step: int | Tensor | None) -> Tensor:
             f"TrainState.create: step must be a whole number, got {step!r}. To fix: `step=state.step`."
         )
     return count.detach().clone()
+
+
+def _refuse_unknown(cls: type, fields: Mapping[str, Any]) -> None:
+    unknown = sorted(fields.keys() - {field.name for field in dataclasses.fields(cls)})
+    if unknown:
+        raise TypeError(
+            f"{cls.__name__}.create: `{cls.__name__}` has no field `{unknown[0]}`.\n"
+            f"To fix: declare it, `class MyState(fcg.TrainState): {unknown[0]}: dict`, and call `MyState.create(...)`."
+        )
 
 
 def _refuse_arguments(params: Any, optimizer: Any, key: Any) -> None:

@@ -127,7 +127,7 @@ def test_advice_for_an_alias_works_as_it_is_written(fields: str, advice: str) ->
 
 
 def test_unknown_and_missing_fields_are_type_errors() -> None:
-    with pytest.raises(TypeError, match="unexpected keyword argument 'nope'"):
+    with pytest.raises(TypeError, match="`TrainState` has no field `nope`"):
         fcg.TrainState.create(params=params(), optimizer=ADAM, nope=1)
     with pytest.raises(TypeError, match="missing 1 required keyword-only argument: 'ema'"):
         EMAState.create(params=params(), optimizer=ADAM)
@@ -401,3 +401,17 @@ def test_gradients_that_are_not_there():
             match=r"^`(apply|add)`: .*, at test_train_state(.|\n)*TrainState\.create\(.*accumulate=True",
         ):
             fcg.graph_step(function)(state, torch.ones(2))
+
+
+def test_a_field_that_the_class_lacks_is_refused_with_how_to_add_it() -> None:
+    params = {"w": torch.ones(2)}
+    with pytest.raises(
+        TypeError, match=r"`TrainState` has no field `ema`(.|\n)*class MyState\(fcg.TrainState\): ema: dict"
+    ):
+        fcg.TrainState.create(params=params, optimizer=fcg.optim.sgd(0.1), ema=params)
+
+    class MyState(fcg.TrainState):
+        ema: dict  # type: ignore[type-arg]
+
+    state = MyState.create(params=params, optimizer=fcg.optim.sgd(0.1), ema=fcg.snapshot(params))
+    assert torch.equal(state.ema["w"], params["w"])

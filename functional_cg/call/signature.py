@@ -234,7 +234,8 @@ class Signature:
                 hash(value)
             except TypeError:
                 raise TypeError(
-                    f"`{self.name}`: static argument `{name}` must be hashable, got {type(value).__name__}"
+                    f"`{self.name}`: static argument `{name}` must be hashable, got {type(value).__name__}\n"
+                    "To fix: pass a tuple in place of a list, or a frozen dataclass in place of a dict."
                 ) from None
         return args[:first], named, statics
 

@@ -345,6 +345,10 @@ def test_static_argument_that_is_not_hashable():
     with pytest.raises(TypeError, match="static argument `k` must be hashable, got list"):
         fcg.graph_step(scaled, static_argnames=("k",))(state, a_batch(), k=[2])
     assert_still_good(state, fcg.snapshot(a_state()), 0)
+    summed = fcg.graph_fn(lambda state, x, k: x * sum(k), static_argnames=("k",))
+    with pytest.raises(TypeError, match="To fix: pass a tuple"):
+        summed(a_state(), torch.ones(2), k=[1, 2])
+    assert torch.equal(summed(a_state(), torch.ones(2), k=(1, 2)), torch.full((2,), 3.0))
 
 
 def test_too_many_static_combinations():
