@@ -43,6 +43,12 @@ CLOSE: dict[str, Callable[[Tensor], Tensor]] = {
     "uniform f64 scaled": lambda key: random.uniform(key, (99, 101), low=0.1, high=0.7, dtype=torch.float64),
     "normal": lambda key: random.normal(key, (99, 101), mean=1.0, std=2.0),
     "categorical": lambda key: random.categorical(key, torch.ones((999, 7), device=key.device)),
+    "exponential": lambda key: random.exponential(key, (99, 101), rate=2.0),
+    "truncated_normal": lambda key: random.truncated_normal(key, (99, 101), -1.0, 3.0),
+    "gamma": lambda key: random.gamma(key, torch.linspace(0.1, 50, 101, device=key.device), (99, 101)),
+    "beta": lambda key: random.beta(key, 0.5, 3.0, (99, 101)),
+    "dirichlet": lambda key: random.dirichlet(key, torch.linspace(0.1, 5, 101, device=key.device), (99, 101)),
+    "poisson": lambda key: random.poisson(key, torch.linspace(0.1, 500, 101, device=key.device), (99, 101)),
 }
 exact_draws = pytest.mark.parametrize("draw", EXACT.values(), ids=EXACT)
 all_draws = pytest.mark.parametrize("draw", (EXACT | CLOSE).values(), ids=EXACT | CLOSE)
@@ -93,6 +99,24 @@ def test_categorical_agrees() -> None:
     logits = random.normal(random.key(1), (10_000, 13))
     cuda = random.categorical(random.key(2, device="cuda"), logits.cuda())
     assert torch.equal(cuda.cpu(), random.categorical(random.key(2), logits))
+
+
+@pytest.mark.parametrize("draw", CLOSE.values(), ids=CLOSE)
+def test_other_draws_are_close_to_the_cpus(draw: Callable[[Tensor], Tensor]) -> None:
+    """But for a few where functions differ in their last bits just where a proposal is accepted, or a count changes."""
+    cpu, cuda = (draw(random.key(5, device=device)).cpu().double() for device in ("cpu", "cuda"))
+    apart = (cpu - cuda).abs() > 1e-6 * (1 + cpu.abs())
+    assert int(apart.sum()) <= 2
+
+
+def test_gradients_of_a_gamma_draw_are_the_cpus() -> None:
+    def slopes(device: str) -> Tensor:
+        alpha = torch.linspace(0.05, 20, 1001, dtype=torch.float64, device=device, requires_grad=True)
+        draws = random.gamma(random.key(6, device=device), alpha, (1001,), dtype=torch.float64)
+        return torch.autograd.grad(draws.log().sum(), alpha)[0].cpu()
+
+    cpu, cuda = slopes("cpu"), slopes("cuda")
+    assert int(((cpu - cuda).abs() > 1e-5 * (1 + cpu.abs())).sum()) <= 2
 
 
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode")
