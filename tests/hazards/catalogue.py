@@ -789,9 +789,10 @@ HAZARDS = (
          "impossible: its plan counts what a run holds; sketches wait on the host",
          "trial::test_within_less_memory_a_program_computes_the_same",
          "trial::test_a_loss_over_many_classes_in_little_memory"),
-    _row(167, 1, "N79", "a forward remembers what it has worked out, and goes by it from then on",
+    _row(167, 1, "N79 N80", "a forward remembers what it has worked out, and goes by it from then on",
          "refused: SideEffectError; impossible where the same calls follow before and after",
          "left_behind::test_what_a_forward_works_out_once_is_no_state",
+         "left_behind::test_a_table_of_constants_is_no_state", "left_behind::test_a_table_of_anything_else_is_refused",
          "left_behind::test_what_a_forward_goes_by_or_counts_is_refused"),
 )
 # fmt: on
