@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -74,3 +75,21 @@ def test_a_product_with_nothing_of_what_is_no_number(compiled_on: str) -> None:
         state, metrics = compiled(state, x)
         for one, other in zip((state["a"], *metrics), (twin["a"], *expected), strict=True):
             torch.testing.assert_close(one.clone(), other.clone(), rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("lowering", ["aten", "inductor"])
+def test_a_result_that_is_written_into_a_tensor(lowering: Any) -> None:
+    def written(state: Any, x: Tensor) -> Any:
+        out = [torch.empty_like(x) for _ in range(3)]
+        torch.remainder(x, 7, out=out[0])
+        torch.floor_divide(x, 7, out=out[1])
+        torch.div(x, 7, rounding_mode="floor", out=out[2])
+        return torch.stack(out) + state["w"]
+
+    call, state = fcg.graph_fn(written, lowering=lowering), fcg.place({"w": torch.ones(1)})
+    for number in range(16):
+        x = torch.arange(-6.0, 6.0) * number
+        expected = (
+            torch.stack([x.remainder(7), x.floor_divide(7), torch.div(x, 7, rounding_mode="floor")]) + 1
+        )
+        assert torch.equal(call(state, x), expected)

@@ -333,6 +333,35 @@ def test_a_value_that_is_kept_beside_itself_but_for_a_part(compiled_on: str) -> 
         assert_trees_all_close((state, metrics), (expected, wanted), rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.filterwarnings("ignore:.*torch._prims_common.check:FutureWarning")  # torch's own, of a diagonal
+@pytest.mark.parametrize("joined", ["stack", "cat"])
+@compiled
+def test_a_value_that_is_kept_in_a_concatenation_but_for_a_part(compiled_on: str, joined: str) -> None:
+    """A compiler computes the parts of a concatenation in its memory: what is run in place in a part changes it."""
+    join = torch.stack if joined == "stack" else torch.cat
+
+    def train_step(state: Any, b: Any) -> Any:
+        new, kept = {}, {}
+        for number, (name, changed) in enumerate(PARTIAL.items()):
+            value = state["w"].cos() * (number + 1)
+            first = changed(value, b)
+            first = first.t() if name == "a view of it" else first
+            kept[name] = join([state["w"], value, first])
+            new[name] = changed(first, b)
+        new["a view of it"] = new["a view of it"].t()
+        return {"w": state["w"] + 1, "new": new}, kept
+
+    zeros = {name: torch.zeros(5, 2).to(compiled_on) for name in PARTIAL}
+    state = fcg.place({"w": torch.ones(5, 2).to(compiled_on), "new": zeros})
+    step = fcg.graph_step(train_step, lowering="inductor", certify=False)
+    for call in range(4):
+        with torch.no_grad():
+            (expected, wanted) = train_step(fcg.snapshot(state), batch(call, compiled_on))
+            wanted = fcg.snapshot(wanted)
+        state, metrics = step(state, batch(call, compiled_on))
+        assert_trees_all_close((state, metrics), (expected, wanted), rtol=1e-5, atol=1e-6)
+
+
 FOREIGN: dict[str, Callable[[Any], Tensor]] = {
     "imaginary": lambda s: s["c"].imag,
     "real": lambda s: s["c"].real[1:],

@@ -23,6 +23,8 @@ def division_of(instr: Instr) -> Callable[..., Tensor] | None:
     name = instr.op._schema.name
     if name.rstrip("_") == "aten::div" and instr.kwargs.get("rounding_mode") != "floor":
         return None
+    if "out" in instr.kwargs:  # torch itself writes it
+        return None
     return DIVISIONS.get(name) if any(out.spec.dtype.is_floating_point for out in instr.outputs()) else None
 
 

@@ -3,7 +3,7 @@
 A compiled step writes its slots itself, so a value that leaves it, as a metric or into another slot, must not alias a
 slot that changes. In the program such a value is a copy, but a compiler drops copies: graph passes drop some, and the
 lowering of single calls drops others (``cat`` of one tensor, ``pow(x, 1)``). Each is right by itself; together they are
-wrong. It also runs calls in place in an argument that seems to have no later reader. Three rules, applied to the graph
+wrong. It also runs calls in place in an argument that seems to have no later reader. Four rules, applied to the graph
 after all of the compiler's passes, prevent this:
 
 * A value that leaves the graph goes through ``fcg::own``. The op is lowered when the memory of its argument is known:
@@ -13,6 +13,8 @@ after all of the compiler's passes, prevent this:
 * A call that reads a value which an op outside the compiler may overwrite is followed by ``fcg::now``, which has it
   computed before that op. A compiler delays cheap computations until their result is needed, and would then read the
   overwritten value (torch 2.11 and 2.13 do this under ``torch.compile``, too).
+* A concatenation reads a copy of a value in which a later call may be run in place: the compiler computes the parts of
+  a concatenation in its memory, so that call would change the concatenation, too.
 * A view that the compiler leaves to torch (of another element size, or of complex numbers) is taken of a copy: the
   compiler does not know that it shares memory with the argument.
 
@@ -85,6 +87,7 @@ def keep_old_values(graph: fx.Graph) -> None:
     """
     for argument in graph.find_nodes(op="placeholder"):
         _copy_for_foreign_views(graph, argument)
+    _copy_into_concatenations(graph)
     _own_what_leaves(graph, graph.find_nodes(op="call_function", target=_COPY))
     _read_before_writes(graph)
 
@@ -167,6 +170,19 @@ def _copy_for_foreign_views(graph: fx.Graph, value: fx.Node) -> None:
             view.replace_input_with(value, copy)
         else:
             _copy_for_foreign_views(graph, view)
+
+
+def _copy_into_concatenations(graph: fx.Graph) -> None:
+    """Let concatenations read copies of what a later call may be run in place in."""
+    place = {node: number for number, node in enumerate(graph.nodes)}
+    for cat in graph.find_nodes(op="call_function", target=_aten.cat.default):
+        for part in dict.fromkeys(cat.all_input_nodes):
+            value = _viewed(part)
+            later = (user for user in _readers(value) if place[user] > place[cat])
+            if any(_may_be_in_place(user, argument) for user in later for argument in user.all_input_nodes):
+                with graph.inserting_before(cat):
+                    copy = graph.call_function(_aten.clone.default, (part,))
+                cat.replace_input_with(part, copy)
 
 
 def _is_foreign(view: fx.Node, value: fx.Node) -> bool:
