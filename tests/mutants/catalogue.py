@@ -846,4 +846,14 @@ MUTANTS = (
         ),
         no_gpu="told on the host",
     ),
+    Mutant(
+        "N81",
+        "a concatenation is computed in the memory of a value that is overwritten later",
+        (("    _copy_into_concatenations(graph)\n", "    pass\n"),),
+        (
+            f"{OLD_VALUES}test_a_value_that_is_kept_in_a_concatenation_but_for_a_part[cpu-cat]",
+            f"{OLD_VALUES}test_a_value_that_is_kept_in_a_concatenation_but_for_a_part[cpu as a GPU-stack]",
+        ),
+        gpu=(f"{OLD_VALUES}test_a_value_that_is_kept_in_a_concatenation_but_for_a_part[cuda-cat]",),
+    ),
 )
