@@ -178,7 +178,9 @@ def _copy_into_concatenations(graph: fx.Graph) -> None:
     for cat in graph.find_nodes(op="call_function", target=_aten.cat.default):
         for part in dict.fromkeys(cat.all_input_nodes):
             value = _viewed(part)
-            later = (user for user in _readers(value) if place[user] > place[cat])
+            later = (
+                one for one in _readers(value) if place.get(one, 0) > place[cat]
+            )  # a new copy has no place
             if any(_may_be_in_place(user, argument) for user in later for argument in user.all_input_nodes):
                 with graph.inserting_before(cat):
                     copy = graph.call_function(_aten.clone.default, (part,))
