@@ -13,7 +13,7 @@ import itertools
 import re
 import warnings
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from enum import Enum
 from functools import cached_property, partial
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
@@ -306,14 +306,14 @@ def refuse_changed_buffers(name: str, before: Mapping[str, bool], after: Mapping
     )
 
 
-def refuse_changed(name: str, before: Held, after: Held) -> None:
-    """Raise if a module's contents differ.
+def refuse_changed(name: str, before: Held, after: Held, allowed: Callable[[Held, Held], bool]) -> None:
+    """Raise if a module's contents differ, unless the difference is allowed.
 
     Raises:
       SideEffectError: Names each attribute, element or key.
     """
     paths = changed(before, after)
-    if paths:
+    if paths and not allowed(before, after):
         raise SideEffectError.of(
             name,
             f"its forward changes {len(paths)} attribute{'s' * (len(paths) > 1)} of the module.",

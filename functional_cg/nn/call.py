@@ -81,9 +81,9 @@ def run(
     refuse_unmade(name, module, made)
     after = held(module)
     for path in made:
-        before.pop(path, None), after.pop(path, None)
-    if not only_remembers(before, after):
-        refuse_changed(name, before, after)
+        for contents in (before, after):
+            contents.pop(path, None)
+    refuse_changed(name, before, after, only_remembers)
     place.end(partial(Effects, name, key, params=names))
     return out, effects.written, place
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, cast
@@ -17,7 +17,7 @@ from ..errors import LayoutError
 from ..random.arguments import check_key
 from ..state.arena import BufferSpec, refuse_aliases
 from ..tensors.aten import is_batched, unwrapped
-from .attributes import copying, refuse_exchanged, walked
+from .attributes import Held, copying, refuse_exchanged, walked
 from .call import run
 from .originals import Applied, Original, note
 from .refusals import made_by_hooks, refuse_impure
@@ -74,13 +74,10 @@ def from_module(module: nn.Module) -> tuple[Apply, dict[str, Tensor], dict[str, 
     buffers = dict(module.named_buffers())
     buffers |= {name: p for name, p in module.named_parameters() if not p.requires_grad}
     _refuse_shared(type(module).__name__, params | buffers)
+    made, ops = made_by_hooks(module), _ops_of(module)
+    template = _template(module, ops, made.values())
     apply = Apply(
-        _template(module),
-        frozenset(params),
-        frozenset(_frozen(module)),
-        Original(module),
-        _ops_of(module),
-        frozenset(made_by_hooks(module)),
+        template, frozenset(params), frozenset(_frozen(module)), Original(module), ops, frozenset(made)
     )
     return apply, _owned(params), _owned(buffers)
 
@@ -139,9 +136,11 @@ class Apply:
         trained = {name: _alias(param) for name, param in params.items()}
         given = {name: buffer.detach() for name, buffer in held.items()}
         module = self._copy({**trained, **held}, train=train)
-        remembers = partial(
-            only_remembers, partial(self._copy, train=train), {**params, **buffers}, args, kwargs
-        )
+
+        def remembers(before: Held, after: Held) -> bool:
+            copied = partial(self._copy, train=train)
+            return only_remembers(copied, params | buffers, args, kwargs, before, after)
+
         out, written, place = run(module, args, kwargs, key, params, self._made, remembers)
         refuse_exchanged(type(module).__name__, "params", params, trained)
         refuse_exchanged(type(module).__name__, "buffers", given, held)
@@ -149,9 +148,8 @@ class Apply:
         kept = {name for name in buffers if new[name] is held[name] and storage_of(new[name]) not in written}
         values = {name: buffers[name] if name in kept else new[name].detach() for name in buffers}
         changed = {name: values[name] for name in buffers if name not in kept}
-        if (
-            place.recomputes
-        ):  # in the backward: there it finds what it has found, and writes nothing that was returned
+        if place.recomputes:
+            # In the backward, it finds what it has found here, and writes nothing that was returned.
             _set_buffers(module, {name: buffers[name].detach().clone() for name in changed})
         if not in_a_backward():  # there `remat` recomputes only for the gradients
             self._note(module, changed, drew=place.drew)
@@ -259,11 +257,11 @@ def _refuse_shared(name: str, tensors: Mapping[str, Tensor]) -> None:
     refuse_aliases(treedef.paths(), flat, "params", name)
 
 
-def _template(module: nn.Module) -> nn.Module:
+def _template(module: nn.Module, ops: Mapping[int, Any], made: Iterable[Tensor]) -> nn.Module:
     """Copy the module with meta tensors, tied as before: a tensor that a call fails to replace raises when used."""
     with torch.inference_mode(False), torch.no_grad():
-        tensors = [*(tensor for _, tensor in _tensors(module)), *made_by_hooks(module).values()]
-        memo = _ops_of(module) | {id(tensor): _on_meta(tensor) for tensor in tensors}
+        tensors = [*(tensor for _, tensor in _tensors(module)), *made]
+        memo = {**ops, **{id(tensor): _on_meta(tensor) for tensor in tensors}}
         try:
             return _copied(module, memo)
         except Exception as error:

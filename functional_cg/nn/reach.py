@@ -35,9 +35,7 @@ def variables(function: FunctionType) -> Iterator[tuple[str, Any]]:
     for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
         yield from ((name, value) for value in _contents_of(cell))
     known = function.__globals__
-    for name in sorted({name for code in _codes(function.__code__) for name in _global_names(code)}):
-        if name in known:
-            yield name, known[name]
+    yield from ((name, known[name]) for name in sorted(_global_names(function)) if name in known)
 
 
 def _walk(value: Any, below: Callable[[Any], Iterable[Any]]) -> Iterator[Any]:
@@ -90,14 +88,15 @@ def _contents_of(cell: CellType) -> Iterator[Any]:
 def _globals(function: FunctionType) -> Iterator[Any]:
     """Yield the globals a function reads; functions only from the same module, since a library's lead too far."""
     known = function.__globals__
-    for name in {name for code in _codes(function.__code__) for name in _global_names(code)}:
+    for name in _global_names(function):
         value = known.get(name)
         if not isinstance(value, FunctionType) or value.__globals__ is known:
             yield value
 
 
-def _global_names(code: CodeType) -> Iterator[str]:
-    return (step.argval for step in dis.get_instructions(code) if step.opname == "LOAD_GLOBAL")
+def _global_names(function: FunctionType) -> set[str]:
+    steps = (step for code in _codes(function.__code__) for step in dis.get_instructions(code))
+    return {step.argval for step in steps if step.opname == "LOAD_GLOBAL"}
 
 
 def _codes(code: CodeType) -> Iterator[CodeType]:

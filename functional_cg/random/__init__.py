@@ -38,6 +38,7 @@ from .words import (
     MASK,
     bits,
     decompose_random_bits,
+    exponential64,
     half_words,
     multiply,
     random_bits,
@@ -369,6 +370,6 @@ def categorical(key: Tensor, logits: Tensor, axis: int = -1, *, stream: int = 0)
     """
     check_key(key)
     check_operand("logits", logits, key)
-    # The clamp keeps the noise finite: infinite noise and a logit of minus infinity would give NaN.
-    exponential = (-torch.log1p(-unit64(key, logits.numel(), stream))).clamp(min=2.0**-54)
-    return torch.argmax(logits.detach().to(torch.float64) - exponential.log().view(logits.shape), dim=axis)
+    # Never zero, so the noise is finite: infinite noise and a logit of minus infinity would give NaN.
+    noise = exponential64(key, logits.numel(), stream).log().view(logits.shape)
+    return torch.argmax(logits.detach().to(torch.float64) - noise, dim=axis)

@@ -14,12 +14,11 @@ import torch
 from torch import Tensor
 
 from .arguments import check_broadcast, check_floating, check_key, check_operand, describe, numel
-from .words import unit64
+from .words import SMALLEST, exponential64, unit64
 
 __all__ = ["beta", "dirichlet", "exponential", "gamma", "poisson", "truncated_normal"]
 
 _ROUNDS = 10  # proposals of a gamma number; one is rejected with a probability of at most 0.05
-_SMALLEST = 2.0**-54  # stands for a uniform number of zero
 _TINY = -600.0  # a logarithm from which on the distribution function of gamma is a power
 # Quantiles of the Poisson distribution are this close to Cornish and Fisher's expansion, for uniforms of 53 bits.
 _NEAR, _HALVINGS = 32, 7
@@ -47,8 +46,7 @@ def exponential(
     """
     check_floating(dtype)
     _check_number("rate", rate)
-    unit = unit64(key, numel(shape), stream)
-    draws = (-torch.log1p(-unit)).clamp(min=_SMALLEST) / rate
+    draws = exponential64(key, numel(shape), stream) / rate
     return draws.to(dtype).clamp(min=torch.finfo(dtype).tiny).view(shape)
 
 
@@ -216,7 +214,7 @@ def poisson(key: Tensor, rate: float | Tensor, shape: Sequence[int], *, stream: 
     """
     mean = _operand("rate", rate, key, shape).detach()
     unit = unit64(key, numel(shape), stream).view(shape)
-    quantile = torch.special.ndtri(unit.clamp(min=_SMALLEST))
+    quantile = torch.special.ndtri(unit.clamp(min=SMALLEST))
     middle = (mean + mean.sqrt() * quantile + (quantile.square() - 1) / 6).floor()
     low, high = (middle - _NEAR).clamp(min=0), (middle + _NEAR).clamp(min=0)
     for _ in range(_HALVINGS):
@@ -268,7 +266,7 @@ class _LogGamma(torch.autograd.Function):
     def forward(unit: Tensor, concentration: Tensor) -> Tensor:
         small = concentration < 1
         d = torch.where(small, concentration + 1, concentration) - 1 / 3
-        normal = torch.erfinv(unit[:_ROUNDS] * 2 - (1 - _SMALLEST)) * math.sqrt(2)
+        normal = torch.erfinv(unit[:_ROUNDS] * 2 - (1 - SMALLEST)) * math.sqrt(2)
         threshold = torch.log1p(-unit[_ROUNDS:-1])
         cube = (1 + normal * (9 * d).rsqrt()) ** 3
         log = cube.clamp(min=torch.finfo(torch.float64).tiny).log()

@@ -16,8 +16,10 @@ from .arguments import check_integer, check_key
 
 __all__ = [
     "MASK",
+    "SMALLEST",
     "bits",
     "decompose_random_bits",
+    "exponential64",
     "half_words",
     "multiply",
     "random_bits",
@@ -27,6 +29,7 @@ __all__ = [
 ]
 
 MASK = 0xFFFFFFFF
+SMALLEST = 2.0**-54  # stands for a uniform number of zero
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 _WEYL = (0x9E3779B9, 0xBB67AE85)
 _ROUNDS = 10
@@ -205,3 +208,8 @@ def half_words(key: Tensor, n: int, stream: int = 0, start: int | None = None) -
 def unit64(key: Tensor, n: int, stream: int) -> Tensor:
     """Draw f64[n], uniform on the multiples of 2**-53 in [0, 1)."""
     return ((words64(key, n, stream) >> 11) & (2**53 - 1)).to(torch.float64) * 2.0**-53
+
+
+def exponential64(key: Tensor, n: int, stream: int) -> Tensor:
+    """Draw f64[n] from the exponential distribution of mean 1; no number is zero."""
+    return (-torch.log1p(-unit64(key, n, stream))).clamp(min=SMALLEST)

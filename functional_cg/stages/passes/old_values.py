@@ -174,17 +174,23 @@ def _copy_for_foreign_views(graph: fx.Graph, value: fx.Node) -> None:
 
 def _copy_into_concatenations(graph: fx.Graph) -> None:
     """Let concatenations read copies of what a later call may be run in place in."""
-    place = {node: number for number, node in enumerate(graph.nodes)}
+    place = {node: number for number, node in enumerate(graph.nodes)}  # copies made below have none
     for cat in graph.find_nodes(op="call_function", target=_aten.cat.default):
         for part in dict.fromkeys(cat.all_input_nodes):
             value = _viewed(part)
-            later = (
-                one for one in _readers(value) if place.get(one, 0) > place[cat]
-            )  # a new copy has no place
-            if any(_may_be_in_place(user, argument) for user in later for argument in user.all_input_nodes):
+            if any(
+                place.get(user, 0) > place[cat] and _may_overwrite(user, value) for user in _readers(value)
+            ):
                 with graph.inserting_before(cat):
                     copy = graph.call_function(_aten.clone.default, (part,))
                 cat.replace_input_with(part, copy)
+
+
+def _may_overwrite(call: fx.Node, value: fx.Node) -> bool:
+    """Whether a call may write its result into the memory of a value or of a view of it."""
+    return any(
+        _viewed(argument) is value and _may_be_in_place(call, argument) for argument in call.all_input_nodes
+    )
 
 
 def _is_foreign(view: fx.Node, value: fx.Node) -> bool:

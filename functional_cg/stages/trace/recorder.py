@@ -150,19 +150,16 @@ class _Recorder(TorchDispatchMode):
             return None
         if func in _LIFTS and not isinstance(args[0], FakeTensor):
             return self._literal(args[0])
-        tensors = list(tensors_in([*args, *kwargs.values()]))
-        if tensors and all(one.is_meta and self.var_of(one) is None for one in tensors):
-            return aside_from_modes(
-                lambda: func(*args, **kwargs)
-            )  # shapes alone: there are no values to keep
         if self.declared:
             args, kwargs = self._with_constants(args), self._with_constants(kwargs)
         if func._schema.name in _PUTS:
             args = self._from_here(args)
+        tensors = list(tensors_in([*args, *kwargs.values()]))
+        if tensors and all(one.is_meta and self.var_of(one) is None for one in tensors):
+            return aside_from_modes(lambda: func(*args, **kwargs))  # there are no values that could go stale
         if self.rules.needs_host(func, args, kwargs) and (known := self._known_result(func, args, kwargs)):
             return known[0]
         written = self.rules.check(func, args, kwargs, storage_key)
-        tensors = list(tensors_in([*args, *kwargs.values()]))
         for tensor in tensors:
             self._refuse_unknown(func, tensor, written)
         refuse_mixed_dtypes(func, tensors)

@@ -82,12 +82,12 @@ def distance(one: Tensor, other: Tensor) -> Tensor:
 
 def magnitude(tensor: Tensor) -> Tensor:
     """Return the distance of a tensor's finite elements from zero, f64[2], for :func:`known`; 0 for integers."""
-    if not (tensor.is_floating_point() or tensor.is_complex()):
+    if not (tensor.is_floating_point() or tensor.is_complex()) or not tensor.numel():
         return torch.zeros(2, dtype=torch.float64, device=tensor.device)
     norms = [_norms(part.nan_to_num(0.0, 0.0, 0.0)) for part in _numbers(tensor)]
     if len(norms) == 1:
         return norms[0]
-    joined = torch.stack(norms or [torch.zeros(2, dtype=torch.float64, device=tensor.device)])
+    joined = torch.stack(norms)
     return torch.stack([torch.linalg.vector_norm(joined[:, 0]), joined[:, 1].amax()])
 
 
