@@ -25,12 +25,13 @@ from functional_cg.stages.lower.compiled import lower
 from functional_cg.testing import assert_no_alias, assert_trees_all_close
 from functional_cg.testing.strategies import StepProgram, exact_step_fns
 from tests.compiled_graphs import lower_as_on_a_gpu
+from tests.overwritten import overwritten
 
 CALLS = 16
 
 
-def drawn(count: int, number: int, of: SearchStrategy[StepProgram] | None = None) -> list[StepProgram]:
-    """So many programs, exact ones if nothing else is asked for, the same ones for the same number."""
+def drawn(count: int, number: int, of: SearchStrategy[StepProgram]) -> list[StepProgram]:
+    """So many programs, the same ones for the same number."""
     programs: list[StepProgram] = []
 
     @seed(number)
@@ -41,7 +42,7 @@ def drawn(count: int, number: int, of: SearchStrategy[StepProgram] | None = None
         phases=[Phase.generate],
         suppress_health_check=list(HealthCheck),
     )
-    @given(of if of is not None else exact_step_fns())
+    @given(of)
     def collect(program: StepProgram) -> None:
         programs.append(program)
 
@@ -113,6 +114,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--programs", type=int, default=100, help="how many")
     parser.add_argument("--together", type=int, default=8, help="how many are compiled as one step")
     parser.add_argument("--seed", type=int, default=0, help="which ones")
+    parser.add_argument("--overwritten", action="store_true", help="chains of writes to parts of a value")
     parser.add_argument("--device", default="cpu")
     parser.add_argument(
         "--as-on-a-gpu", action="store_true", help="on a CPU: write the state while it is computed"
@@ -120,7 +122,9 @@ def main(arguments: Sequence[str]) -> int:
     options = parser.parse_args(arguments)
     warnings.simplefilter("ignore")
     start, wrong = time.perf_counter(), 0
-    programs = drawn(options.programs, options.seed)
+    programs = drawn(
+        options.programs, options.seed, overwritten() if options.overwritten else exact_step_fns()
+    )
     how = lower_as_on_a_gpu if options.as_on_a_gpu else lower
     with mock.patch("functional_cg.step.captures.lower", how):
         for done, text in enumerate(found(programs, options.device, options.together, options.seed)):

@@ -220,6 +220,15 @@ def assert_as_eager(train_step: Any, state: Any, batches: Callable[[int], Any], 
     return step
 
 
+def assert_close_to_eager(train_step: Any, state: Any, batches: Callable[[int], Any], **options: Any) -> None:
+    """Four calls, each from the state of the last, close to the eager run."""
+    state, step = fcg.place(state), fcg.graph_step(train_step, lowering="inductor", **options)
+    for call in range(4):
+        expected = step.eager(fcg.fork(state), batches(call))
+        state, metrics = step(state, batches(call))
+        assert_trees_all_close((state, metrics), expected, rtol=1e-5, atol=1e-6)
+
+
 @compiled
 def test_leaves_that_change_places(compiled_on: str) -> None:
     names = ("mirror", "turned", "shifted", "rows", "sum", "before")
@@ -323,14 +332,8 @@ def test_a_value_that_is_kept_beside_itself_but_for_a_part(compiled_on: str) -> 
     zeros = {name: torch.zeros(5, 2).to(compiled_on) for name in PARTIAL}
     new = {name: zero.clone() for name, zero in zeros.items() if name != "a view of it"}
     w, turned = torch.ones(5, 2).to(compiled_on), torch.zeros(5, 2).to(compiled_on)
-    state = fcg.place({"w": w, "kept": zeros, "new": new, "turned": turned})
-    step = fcg.graph_step(train_step, lowering="inductor")
-    for call in range(4):
-        with torch.no_grad():
-            (expected, wanted) = train_step(fcg.snapshot(state), batch(call, compiled_on))
-            wanted = fcg.snapshot(wanted)
-        state, metrics = step(state, batch(call, compiled_on))
-        assert_trees_all_close((state, metrics), (expected, wanted), rtol=1e-5, atol=1e-6)
+    state = {"w": w, "kept": zeros, "new": new, "turned": turned}
+    assert_close_to_eager(train_step, state, lambda call: batch(call, compiled_on))
 
 
 @pytest.mark.filterwarnings("ignore:.*torch._prims_common.check:FutureWarning")  # torch's own, of a diagonal
@@ -352,14 +355,8 @@ def test_a_value_that_is_kept_in_a_concatenation_but_for_a_part(compiled_on: str
         return {"w": state["w"] + 1, "new": new}, kept
 
     zeros = {name: torch.zeros(5, 2).to(compiled_on) for name in PARTIAL}
-    state = fcg.place({"w": torch.ones(5, 2).to(compiled_on), "new": zeros})
-    step = fcg.graph_step(train_step, lowering="inductor", certify=False)
-    for call in range(4):
-        with torch.no_grad():
-            (expected, wanted) = train_step(fcg.snapshot(state), batch(call, compiled_on))
-            wanted = fcg.snapshot(wanted)
-        state, metrics = step(state, batch(call, compiled_on))
-        assert_trees_all_close((state, metrics), (expected, wanted), rtol=1e-5, atol=1e-6)
+    state = {"w": torch.ones(5, 2).to(compiled_on), "new": zeros}
+    assert_close_to_eager(train_step, state, lambda call: batch(call, compiled_on), certify=False)
 
 
 FOREIGN: dict[str, Callable[[Any], Tensor]] = {

@@ -111,6 +111,10 @@ def _same(bound: float) -> float:
     return bound
 
 
+def _alike(a: Tensor, b: Tensor) -> bool:
+    return _rows(a) and a.shape == b.shape and a.dtype is b.dtype
+
+
 # Name, predicate on the argument, function, and how the bound of the argument maps to that of the result.
 _UNARY: tuple[
     tuple[str, Callable[[Tensor], bool], Callable[[Tensor], Tensor], Callable[[float], float]], ...
@@ -168,6 +172,13 @@ _UNARY: tuple[
     ("largest", lambda a: _rows(a) and a.numel() > 0, lambda a: a.amax(0), _same),
     ("lower_half", _matrix, torch.tril, _same),
     ("slice_scatter", _rows, lambda a: torch.slice_scatter(a, a[-1:].clone(), 0, 0, 1), _same),
+    (
+        "row_filled",
+        lambda a: _rows(a) and _number(a),
+        lambda a: a.index_fill(0, _index(a)[:1], 2),
+        lambda b: max(b, 2),
+    ),
+    ("padded", lambda a: _dims(a) and _number(a), lambda a: F.pad(a, (0, 1)), _same),
     ("as_float64", lambda a: True, lambda a: a.to(torch.float64), _same),
     ("as_float32", lambda a: True, lambda a: a.to(torch.float32), _same),
     ("as_bfloat16", lambda a: True, lambda a: a.to(torch.bfloat16), _same),
@@ -214,16 +225,21 @@ _BINARY: tuple[
     ),
     (
         "rows_added",
-        lambda a, b: _rows(a) and a.shape == b.shape and a.dtype is b.dtype and _number(a),
+        lambda a, b: _alike(a, b) and _number(a),
         lambda a, b: a.index_add(0, torch.zeros(a.shape[0], dtype=torch.int64, device=a.device), b),
         lambda x, y: x + 4 * y,
     ),
+    ("rows_put", _alike, lambda a, b: a.index_put((_index(a)[:1],), b[:1]), max),
+    ("rows_copied", _alike, lambda a, b: a.index_copy(0, _index(a)[:1], b[-1:]), max),
+    ("row_replaced", _alike, lambda a, b: torch.select_scatter(a, b[0], 0, -1), max),
     (
-        "rows_put",
-        lambda a, b: _rows(a) and a.shape == b.shape and a.dtype is b.dtype,
-        lambda a, b: a.index_put((_index(a)[:1],), b[:1]),
+        "scattered",
+        _alike,
+        lambda a, b: a.scatter(-1, torch.zeros_like(a, dtype=torch.int64)[..., :1], b),
         max,
     ),
+    ("joined", _alike, lambda a, b: torch.cat([a, b]), max),
+    ("stacked", _alike, lambda a, b: torch.stack([b, a]), max),
     (
         "masked",
         lambda key, a: _key(key) and _number(a),
@@ -299,7 +315,7 @@ def exact_step_fns(
     bounds: list[float] = [math.inf if _key(leaf) else _MOST for leaf in leaves] + [_MOST]
     operations: list[Operation] = []
     for _ in range(draw(st.integers(1, max_operations))):
-        fitting = [(one, bound) for one, bound in _candidates(values, bounds)]
+        fitting = _candidates(values, bounds)
         name = draw(st.sampled_from(sorted({one.name for one, _ in fitting})))
         chosen = draw(st.sampled_from([pair for pair in fitting if pair[0].name == name]))
         value = chosen[0].function(*[values[i] for i in chosen[0].operands])

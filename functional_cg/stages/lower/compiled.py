@@ -174,16 +174,16 @@ class HeadPlan:
 def _by_inductor(
     name: str, graph: fx.GraphModule, arguments: Sequence[Tensor], **options: bool
 ) -> Callable[..., Any]:
-    """Call :func:`compile_graph`; raise :class:`CaptureError` if inductor fails."""
-    from torch._inductor.exc import InductorError
-
+    """Call :func:`compile_graph`; raise :class:`CaptureError` if torch's compiler fails."""
     try:
         return compile_graph(graph, arguments, **options)
-    except InductorError as error:
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:  # it promises no type: passes before inductor assert
         raise CaptureError.of(
             name,
             "torch's compiler gave up on it; the state is unchanged.",
-            rows=[str(error).strip().partition("\n")[0]],
+            rows=[f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"],
             fix='`lowering="aten"` runs the calls as they are.',
         ) from error
 

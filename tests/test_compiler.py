@@ -1,4 +1,4 @@
-"""Torch's disk cache of a compiled step: it holds the traced graph, too, keyed with our own functions."""
+"""Torch's compiler: its disk cache, which holds the traced graph, too, keyed with our functions; its failures."""
 
 from __future__ import annotations
 
@@ -8,10 +8,12 @@ import pytest
 import torch
 from torch import Tensor
 from torch._dynamo.utils import counters
+from torch._inductor.exc import InductorError
 from torch._inductor.utils import fresh_cache
 
 import functional_cg as fcg
 from functional_cg.stages.lower import graph, inductor
+from tests.compiled_graphs import compiled
 
 
 def train_step(state: Any, x: Tensor) -> Any:
@@ -56,3 +58,28 @@ def test_the_key_has_all_functions_of_ours() -> None:
     assert len(set(modules.values())) == len(modules)
     assert "functional_cg.stages.passes.formulas._adam_decoupled" in sources
     assert "functional_cg.random.words.decompose_random_bits" in sources
+
+
+@pytest.mark.parametrize(
+    "error", [AssertionError("a pass\nits graph"), InductorError(RuntimeError("a pass"), "aten.add")]
+)
+@compiled
+def test_a_compiler_that_gives_up(
+    compiled_on: str, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    """Whatever torch's compiler raises names the step and the way around; the state stays valid."""
+
+    def gives_up(*args: Any, **options: Any) -> Any:
+        raise error
+
+    state, x = fcg.place({"w": torch.zeros(3, device=compiled_on)}), torch.ones(3, device=compiled_on)
+
+    def train_step(state: Any, x: Any) -> Any:
+        return {"w": state["w"] + x}, {"m": x.sum()}
+
+    with monkeypatch.context() as patch:
+        patch.setattr("functional_cg.stages.lower.compiled.compile_graph", gives_up)
+        with pytest.raises(fcg.CaptureError, match=r'gave up on it.*\n.*a pass\n.*`lowering="aten"`'):
+            fcg.graph_step(train_step, lowering="inductor")(state, x)
+    state, metrics = fcg.graph_step(train_step, lowering="aten")(state, x)
+    assert (state["w"].tolist(), metrics["m"].item()) == ([1, 1, 1], 3)
