@@ -150,3 +150,29 @@ def test_what_is_returned_is_refused_in_the_words_of_the_step(fn: Any, words: st
     assert words in str(caught.value)
     assert "scan" not in str(caught.value)
     assert float(state["n"]) == 0
+
+
+@pytest.mark.parametrize("backend", ["auto", "eager"])
+def test_a_leaf_has_the_strides_of_the_state_at_every_step(backend: Any) -> None:
+    """Between two steps of a call as between two calls, whatever strides the step returns."""
+
+    def turn(state: Any, b: Tensor) -> Any:
+        seen = {"in order": state["a"].as_strided((9,), (1,)), "flat": state["a"].view(-1) + b}
+        return {"a": state["a"].t(), "wide": state["wide"].contiguous()}, {
+            **seen,
+            "wide": state["wide"].clone(),
+        }
+
+    start = {
+        "a": torch.arange(9.0).view(3, 3),
+        "wide": torch.zeros(1, 2, 2, 2).to(memory_format=torch.channels_last),
+    }
+    several = fcg.graph_step(turn, steps_per_call=STEPS, backend=backend)
+    single = fcg.graph_step(turn, backend=backend)
+    state, twin = fcg.place(start), fcg.place(start)
+    for _ in range(CALLS):
+        state, metrics = several(state, torch.zeros(STEPS))
+        for i in range(STEPS):
+            twin, one = single(twin, torch.zeros(()))
+            assert all(torch.equal(metrics[name][i], value) for name, value in one.items())
+    assert state["wide"].stride() == twin["wide"].stride()

@@ -147,8 +147,13 @@ class Call:
         if self.steps == 1:
             return one(first, live)
         columns = [leaf.unbind(0) for leaf in live]
+
+        def next_one(state: Any, inputs: Sequence[Tensor]) -> tuple[Any, Any]:
+            new, metrics = new_state_and_metrics(self.function, one(state, inputs))
+            return _laid_out_as(first, new), metrics
+
         return loop(
-            lambda state, inputs: new_state_and_metrics(self.function, one(state, inputs)),
+            next_one,
             first,
             [[column[i] for column in columns] for i in range(self.steps)],
             names=(self.function, self.states[0].name, "metrics"),
@@ -313,6 +318,19 @@ class Signature:
     def _shares_memory(self, value: Handle, states: Sequence[StateArgument]) -> bool:
         """Whether a donating step binds the arena already: it writes there, so this handle is copied in."""
         return self.donates and any(state.arena is value._lease.arena for state in states)
+
+
+def _laid_out_as(state: Any, new: Any) -> Any:
+    """Return a new state with the strides of a state, as the arena hands it to the next call."""
+    old, (leaves, treedef) = pytree.leaves(state), pytree.flatten(new)
+
+    def laid_out(have: Any, leaf: Any) -> Any:
+        alike = not isinstance(leaf, Tensor) or leaf.shape != have.shape or leaf.stride() == have.stride()
+        return leaf if alike else torch.empty_like(have, dtype=leaf.dtype).copy_(leaf)
+
+    if len(leaves) != len(old):
+        return new  # to be refused
+    return pytree.unflatten(treedef, [laid_out(*pair) for pair in zip(old, leaves, strict=True)])
 
 
 def _first_device(inputs: Any) -> torch.device:
