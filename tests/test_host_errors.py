@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 import functional_cg as fcg
@@ -155,6 +156,70 @@ def assert_atomic(looked_up: Callable[..., Tensor], good: Tensor, bad: Tensor, e
 def test_an_index_out_of_range(looked_up: Callable[..., Tensor]) -> None:
     good = torch.arange(16)
     assert_atomic(looked_up, good, good.clone().index_fill(0, torch.tensor([3]), 1000), IndexError)
+
+
+# Of a table [4, 3] and indices; along both dimensions, with all options that change what is allowed.
+LOOKUPS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "index": lambda t, i: t[i],
+    "index of columns": lambda t, i: t[:, i],
+    "index of both": lambda t, i: t[i.clamp(0, 3), i],
+    "index_put": lambda t, i: t.index_put((i,), t[:2]),
+    "index_put of columns": lambda t, i: t.index_put((i.clamp(0, 1), i), t[0, :2], accumulate=True),
+    "gather": lambda t, i: t.gather(0, i[:, None]),
+    "gather of columns": lambda t, i: t.gather(-1, i[:, None]),
+    "gather of a number": lambda t, i: t.sum().gather(0, i[:1]),
+    "scatter": lambda t, i: t.scatter(0, i[:, None], t),
+    "scatter_add": lambda t, i: t.scatter_add(1, i[:, None], t),
+    "scatter_reduce": lambda t, i: t.scatter_reduce(1, i[:, None], t, "amax"),
+    "index_select": lambda t, i: t.index_select(1, i),
+    "index_add": lambda t, i: t.index_add(0, i, t[:2]),
+    "index_copy": lambda t, i: t.index_copy(1, i, t[:, :2]),
+    "index_fill": lambda t, i: t.index_fill(0, i, 1.0),
+    "index_reduce": lambda t, i: t.index_reduce(0, i, t[:2], "amin"),
+    "embedding": lambda t, i: F.embedding(i, t),
+    "its gradient": lambda t, i: fcg.grad(lambda w: F.embedding(i, w, padding_idx=1).sum())(t),
+    "nll_loss": lambda t, i: F.nll_loss(t[:2], i),
+    "nll_loss that ignores": lambda t, i: F.nll_loss(t[:2], i, ignore_index=-1),
+    "nll_loss of one": lambda t, i: F.nll_loss(t[0], i[0]),
+    "nll_loss of images": lambda t, i: F.nll_loss(t[None, :, :2], i[None] * torch.ones(1, 1, dtype=i.dtype)),
+    "its gradient, of one": lambda t, i: fcg.grad(lambda w: F.nll_loss(w[0] * w[0], i[0]))(t),
+    "take": lambda t, i: t.take(i),
+    "put": lambda t, i: t.put(i, t[0, :2]),
+}
+
+
+@pytest.mark.filterwarnings("ignore:index_reduce.. is in beta")
+def test_an_index_is_refused_where_the_function_refuses_it() -> None:
+    """The first and the last index that are allowed, and those next to them, of every op that takes indices."""
+
+    def looked_up(t: Tensor, i: dict[str, Tensor]) -> dict[str, Tensor]:
+        return {name: found(t, i[name]) for name, found in LOOKUPS.items()}
+
+    def train_step(state: Any, i: dict[str, Tensor]) -> Any:
+        return {"t": state["t"] + 1}, looked_up(state["t"], i)
+
+    def raises(act: Callable[..., Any], *args: Any) -> bool:
+        try:
+            act(*args)
+        except (IndexError, RuntimeError):
+            return True
+        return False
+
+    step = fcg.graph_step(train_step, lowering="inductor")
+    fine = {name: torch.tensor([0, 0]) for name in LOOKUPS}
+    state, _ = step({"t": torch.arange(12.0).view(4, 3)}, fine)
+    refused, wrong = 0, []
+    for name, found in LOOKUPS.items():
+        for index in (-13, -12, -5, -4, -3, -2, -1, 0, 1, 2, 3, 4, 11, 12):
+            table, i = fcg.snapshot(state)["t"], torch.tensor([index, 0])
+            expected = raises(found, table, i)
+            if raises(step, state, {**fine, name: i}) != expected:
+                wrong.append((name, index))
+            state = state.latest()
+            assert torch.equal(state["t"], table) == expected
+            refused += expected
+    assert wrong == []
+    assert 100 < refused < len(LOOKUPS) * 14
 
 
 @pytest.mark.parametrize("looked_up", [rows, embedding, loss_of], ids=lambda function: function.__name__)

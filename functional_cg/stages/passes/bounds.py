@@ -118,8 +118,8 @@ _BOUNDS: Mapping[str, Callable[[Mapping[str, Any]], Bounds]] = MappingProxyType(
         "index_add_": _along_one,
         "index_reduce": _along_one,
         "index_reduce_": _along_one,
-        "index_copy": _along_one_or_from_its_end,
-        "index_copy_": _along_one_or_from_its_end,
+        "index_copy": _along_one,
+        "index_copy_": _along_one,
         "index_fill": _along_one_or_from_its_end,
         "index_fill_": _along_one_or_from_its_end,
         "embedding": _of_rows,
@@ -180,8 +180,5 @@ _DIVISIONS = frozenset({"div", "floor_divide", "remainder", "fmod"})
 
 
 def _reading(instr: Instr, names: Mapping[Var, Var]) -> Instr:
-    def new(var: Var) -> Var:
-        return names.get(var, var)
-
-    kwargs = {name: map_vars(new, value) for name, value in instr.kwargs.items()}
-    return replace(instr, args=map_vars(new, instr.args), kwargs=kwargs)
+    # What is checked is no argument by keyword: torch hands those on by position.
+    return replace(instr, args=map_vars(lambda var: names.get(var, var), instr.args))
