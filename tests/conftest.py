@@ -72,6 +72,8 @@ def _global_modes() -> dict[str, Any]:
         "deterministic algorithms": torch.are_deterministic_algorithms_enabled(),
         "matmul precision": torch.get_float32_matmul_precision(),
         "threads": torch.get_num_threads(),
+        "cudnn": torch.backends.cudnn.enabled,
+        "mkldnn": torch.backends.mkldnn.enabled,
         "dispatch modes": torch._C._len_torch_dispatch_stack(),
         "function modes": torch._C._len_torch_function_stack(),
     }

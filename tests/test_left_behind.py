@@ -11,7 +11,7 @@ import logging
 import random
 import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -35,6 +35,32 @@ class Slotted:
 
     def __init__(self) -> None:
         self.n = 0
+
+
+class Pickled:
+    """Holds numbers and names that ``__reduce__`` alone tells, as a container written in C does."""
+
+    __slots__ = ("__weakref__",)
+    held: ClassVar[weakref.WeakKeyDictionary[Any, tuple[list[int], dict[str, int]]]] = (
+        weakref.WeakKeyDictionary()
+    )
+
+    @property
+    def numbers(self) -> list[int]:
+        return self.held.setdefault(self, ([], {}))[0]
+
+    @property
+    def named(self) -> dict[str, int]:
+        return self.held.setdefault(self, ([], {}))[1]
+
+    def append(self, number: int) -> None:
+        self.numbers.append(number)
+
+    def __setitem__(self, name: str, number: int) -> None:
+        self.named[name] = number
+
+    def __reduce__(self) -> Any:
+        return Pickled, (), None, iter(self.numbers), iter(self.named.items())
 
 
 class Cached:
@@ -69,6 +95,8 @@ LEFT: dict[str, tuple[Callable[[], Any], Callable[[Any], Any], str]] = {
     "slots": (Slotted, count, "held.n"),
     "iterator": (lambda: iter(range(9)), next, "held"),
     "count": (itertools.count, next, "held"),
+    "what it says to pickle": (Pickled, lambda held: held.numbers.append(1), "held"),
+    "what it says to pickle, of keys": (Pickled, lambda held: held.named.update(a=1), "held"),
     "generator of numpy": (lambda: np.random.default_rng(0), lambda held: held.random(), "held"),
     "generator of Python": (lambda: random.Random(0), lambda held: held.random(), "held"),
     "partial": (lambda: functools.partial(max, [0]), lambda held: held.args[0].append(1), "held[0]"),

@@ -112,7 +112,7 @@ def test_patterns_are_masks_and_values() -> None:
 
 def test_a_misspelt_pattern_is_refused_with_the_names_that_there_are(params: Any) -> None:
     groups = optim.by_name(
-        {"block.[0-3].*": "frozen", "*bias": "no decay", "head.bias": "x"}, default="decay"
+        {"block.[0-3].*": "frozen", "*bias": "no decay", "head.bias": "x", "*.0.*.bias": "y"}, default="decay"
     )
     with pytest.raises(LayoutError) as caught:
         optim.partition({"decay": optim.sgd(0.1)}, groups).init(params)
@@ -120,6 +120,10 @@ def test_a_misspelt_pattern_is_refused_with_the_names_that_there_are(params: Any
     assert "optim.by_name: a pattern decides for no leaf" in text
     assert "'block.[0-3].*'  expected to match a leaf   got none\n" in text
     assert "'head.bias'  expected to match a leaf   got 'head.bias', for which '*bias' decides\n" in text
+    assert (
+        "'*.0.*.bias'  expected to match a leaf   got 'blocks.0.norm.bias', for which '*bias' decides\n"
+        in text
+    )
     assert "'*bias'  expected" not in text
     assert "To fix: write it as the leaves are named, blocks.0.norm.bias, " in text
     assert "and 22 more; or move it to the front." in text

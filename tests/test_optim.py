@@ -485,6 +485,13 @@ def test_from_functions() -> None:
     own = optim.GradientTransformation.from_functions(tx.init, tx.update, lambda g, s, p: (g, s))
     assert optim.chain(tx, own).step is not None
     assert own == optim.GradientTransformation.from_functions(own.init_fn, own.update_fn, own.step_fn)  # type: ignore[attr-defined]
+    counts = optim.GradientTransformation.from_functions(
+        lambda params: {"n": torch.zeros(())}, lambda u, s, p: (u, {"n": s["n"] + 1})
+    )
+    state = counts.init(params := fresh())
+    for _ in range(3):
+        _, state = counts.update(grads, state, params)
+    assert_same(state, {"n": torch.tensor(3.0)})
 
 
 def test_updates_keep_the_dtype_of_the_parameters() -> None:

@@ -147,9 +147,15 @@ def test_create_says_what_it_wants_in_place_of_torch_objects() -> None:
             LayoutError, match=r"no tensors.\n  params\[0\]\[0\]  expected a tensor   got str\n"
         ):
             fcg.TrainState.create(params=list(module.named_parameters()), optimizer=one)
-    for wrong, got in ((torch.optim.SGD(module.parameters(), lr=0.1), "SGD"), (optim.sgd, "sgd")):
+    of_torch = r"; or of its class, `fcg.optim.from_torch\(SGD, lr=0.1\)`"
+    for wrong, got in (
+        (torch.optim.SGD(module.parameters(), lr=0.1), f"SGD{of_torch}"),
+        (torch.optim.SGD, f"SGD{of_torch}"),
+        (optim.sgd, "sgd"),
+        (0.1, "float"),
+    ):
         optimizer: Any = wrong
-        with pytest.raises(TypeError, match=rf"must be one of `fcg.optim`, .*, got {got}"):
+        with pytest.raises(TypeError, match=rf"must be one of `fcg.optim`, .*, got {got}$"):
             fcg.TrainState.create(params=params(), optimizer=optimizer)
     key: Any = 0
     with pytest.raises(TypeError, match=r"made with `fcg.random.key\(seed\)`, got 0"):

@@ -232,6 +232,27 @@ def test_attribute_that_the_users_class_looks_up(make):
     assert not seen.unchanged()
 
 
+class Both(dict):
+    """Has an attribute and a key of the same name, of different values."""
+
+    lr = 0.1
+
+
+@pytest.mark.parametrize("key_first", [True, False])
+def test_attribute_and_key_of_one_name(key_first):
+    for change in ("key", "attribute"):
+        config = Both(lr=0.1)
+        reads = [lambda config=config: config["lr"], lambda config=config: config.lr]
+        one, other = reads if key_first else reversed(reads)
+        seen = watch(lambda x, one=one, other=other: x * one() * other())
+        assert seen.unchanged()
+        if change == "key":
+            config["lr"] = 0.2
+        else:
+            config.lr = 0.2
+        assert not seen.unchanged(), change
+
+
 def test_key_that_is_deleted(cfg):
     notices(lambda x: x * CFG.table["lr"], 'CFG.table["lr"]', lambda: cfg.table.pop("lr"))
 

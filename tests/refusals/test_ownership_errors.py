@@ -72,6 +72,8 @@ def test_part_of_a_state():
     step, state = fcg.graph_step(train), a_train_state()
     with pytest.raises(AliasError, match=r"was called with a part of a state as `s`(.|\n)*is a `graph_fn`"):
         step(state.params, a_batch())
+    with pytest.raises(AliasError, match=r"was called with a part of a state as `s`"):
+        step(state.params, a_train_state())
     total = fcg.graph_fn(lambda params: params["w"].sum())  # the advice
     assert total(state.params) == 3.0
     new, _ = step(state, a_batch())
