@@ -853,7 +853,6 @@ MUTANTS = (
         (
             f"{OLD_VALUES}test_a_value_that_is_kept_in_a_concatenation_but_for_a_part[cpu-cat]",
             f"{OLD_VALUES}test_a_value_that_is_kept_in_a_concatenation_but_for_a_part[cpu as a GPU-stack]",
-            "tests/test_exact_programs.py::test_values_overwritten_in_a_part[cpu]",
         ),
         gpu=(f"{OLD_VALUES}test_a_value_that_is_kept_in_a_concatenation_but_for_a_part[cuda-cat]",),
     ),

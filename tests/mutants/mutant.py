@@ -67,4 +67,5 @@ class Mutant:
                 raise StaleMutantError(
                     f"{self.name} ({self.what}): this passage occurs {len(found)} times; write the mutant anew:\n{old}"
                 )
+            found[0].unlink()  # it may be a link to a file that other copies share
             found[0].write_text(sources[found[0]].replace(old, new), encoding="utf-8")

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import compileall
+import functools
 import multiprocessing
 import os
 import re
 import shutil
 import sys
+import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,8 +22,11 @@ from tests.mutants.mutant import GENERAL, Mutant
 ROOT = Path(__file__).resolve().parents[2]
 TIMEOUT_SECONDS = 900
 OUTPUT = "output.txt"
-# No module that pytest rewrites, and none that starts a thread.
+# Nothing of ours, and nothing that starts a thread.
 PRELOADED = [
+    "hypothesis.stateful",
+    "hypothesis.extra.numpy",
+    "pytest",
     "torch",
     "torch._subclasses.fake_tensor",
     "torch.distributed.tensor",
@@ -72,9 +78,7 @@ def run(tests: Sequence[str], folder: Path, mutant: Mutant | None = None) -> Out
       StaleMutantError: If the mutant does not fit the code any more.
       RuntimeError: If pytest could not run.
     """
-    for name in ("functional_cg", "tests"):
-        shutil.copytree(ROOT / name, folder / name)
-    shutil.copy(ROOT / "pyproject.toml", folder)
+    shutil.copytree(_shipped().name, folder, copy_function=_linked, dirs_exist_ok=True)
     if mutant is not None:
         mutant.apply(folder / "functional_cg")
     (folder / "where.py").write_text(PLUGIN, encoding="utf-8")
@@ -82,12 +86,41 @@ def run(tests: Sequence[str], folder: Path, mutant: Mutant | None = None) -> Out
         name: value for name, value in os.environ.items() if not name.startswith(("PYTEST_", "FCG_"))
     }
     environment |= {"PYTHONPATH": str(folder), "PYTHONDONTWRITEBYTECODE": "1"}
-    flags = ["-rpfE", "--tb=line", "-p", "where", "-p", "no:cacheprovider", "-p", "no:randomly"]
+    # Nobody reads what was compared, and pytest would take as long to rewrite all assertions as most tests to run.
+    flags = [
+        "--assert=plain",
+        "-rpfE",
+        "--tb=line",
+        "-p",
+        "where",
+        "-p",
+        "no:cacheprovider",
+        "-p",
+        "no:randomly",
+    ]
     code, output = _pytest(folder, [*flags, *tests], environment)
     if code not in (0, 1) or f"package: {folder / 'functional_cg'}" not in output:
         raise RuntimeError(f"pytest ended with {code}:\n{output}")
     lines = re.finditer(r"^(PASSED|FAILED|ERROR) (\S+?::.*?)(?: - .*)?$", output, re.MULTILINE)
     return Outcome({line[2]: line[1] for line in lines}, output)
+
+
+@functools.cache
+def _shipped() -> tempfile.TemporaryDirectory[str]:
+    """The package and its tests, compiled once for all copies."""
+    shipped = tempfile.TemporaryDirectory()
+    for name in ("functional_cg", "tests"):
+        shutil.copytree(ROOT / name, Path(shipped.name, name))
+    shutil.copy(ROOT / "pyproject.toml", shipped.name)
+    compileall.compile_dir(shipped.name, quiet=1)
+    return shipped
+
+
+def _linked(source: str, target: str) -> None:
+    try:
+        os.link(source, target)
+    except OSError:  # on another file system
+        shutil.copy2(source, target)
 
 
 def _pytest(folder: Path, arguments: Sequence[str], environment: Mapping[str, str]) -> tuple[int | None, str]:
