@@ -32,6 +32,8 @@ def test_the_formulas(pairs: list[tuple[float, float]]) -> None:
     assert_same_bits(floor_divide(a, b), a // b)
     assert_same_bits(remainder(a, pairs[0][1]), a % pairs[0][1])
     assert_same_bits(floor_divide(pairs[0][0], b), pairs[0][0] // b)
+    assert_same_bits(remainder(0.1, b.double()), 0.1 % b.double())
+    assert_same_bits(floor_divide(1e300, b.double()), 1e300 // b.double())
 
 
 def divided(a: Tensor, b: Tensor) -> list[Tensor]:

@@ -343,3 +343,15 @@ def test_trees_of_different_structures_are_refused() -> None:
     ):
         with pytest.raises(fcg.LayoutError, match="the trees have different structures"):
             ravel(tree, like)
+
+
+@pytest.mark.parametrize(
+    "other",
+    [torch.zeros(2, 2), torch.zeros(2, 3, dtype=torch.float64), torch.zeros(6), torch.zeros(3, 2)],
+    ids=["shape", "dtype", "dimensions", "turned"],
+)
+def test_a_tree_that_is_unlike_its_model_is_refused(other: Tensor) -> None:
+    with pytest.raises(
+        fcg.LayoutError, match=r"unlike `like`.\n  tree\['w'\]  expected f32\[2,3\]@cpu   got f"
+    ):
+        ravel({"w": other}, {"w": torch.zeros(2, 3)})

@@ -64,29 +64,37 @@ class Ops(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-DRAWS: dict[str, Callable[[Tensor], Tensor]] = {
-    "bits": lambda key: random.bits(key, 37),
+DRAWS: dict[str, Callable[..., Tensor]] = {
+    "bits": lambda key, **more: random.bits(key, 37, **more),
     "fold_in": lambda key: random.fold_in(key, 3),
     "fold_in tensor": lambda key: random.fold_in(key, torch.full((), 3, device=key.device)),
     "split": lambda key: random.split(key, 5),
-    "uniform": lambda key: random.uniform(key, (5, 7)),
-    "uniform scaled": lambda key: random.uniform(key, (5, 7), low=-1.3, high=2.7),
-    "uniform f64": lambda key: random.uniform(key, (5, 7), low=0.1, high=0.7, dtype=torch.float64),
-    "uniform bf16": lambda key: random.uniform(key, (5, 7), high=3.0, dtype=torch.bfloat16),
-    "normal": lambda key: random.normal(key, (5, 7), mean=1.0, std=2.0),
-    "bernoulli": lambda key: random.bernoulli(key, 0.3, (5, 7)),
-    "bernoulli tensor": lambda key: random.bernoulli(key, torch.full((7,), 0.3, device=key.device), (5, 7)),
-    "randint": lambda key: random.randint(key, (5, 7), -3, 2**62),
-    "permutation": lambda key: random.permutation(key, 35),
-    "dropout": lambda key: random.dropout(key, torch.ones((5, 7), device=key.device), 0.3),
-    "categorical": lambda key: random.categorical(key, torch.ones((5, 7), device=key.device)),
-    "exponential": lambda key: random.exponential(key, (5, 7), rate=2.0),
-    "truncated_normal": lambda key: random.truncated_normal(key, (5, 7), -1.0, 2.0),
-    "gamma": lambda key: random.gamma(key, 0.7, (5, 7)),
-    "gamma tensor": lambda key: random.gamma(key, torch.full((7,), 3.0, device=key.device), (5, 7)),
-    "beta": lambda key: random.beta(key, 0.5, 3.0, (5, 7)),
-    "dirichlet": lambda key: random.dirichlet(key, torch.full((7,), 0.3, device=key.device), (5, 7)),
-    "poisson": lambda key: random.poisson(key, 3.5, (5, 7)),
+    "uniform": lambda key, **more: random.uniform(key, (5, 7), **more),
+    "uniform scaled": lambda key, **more: random.uniform(key, (5, 7), low=-1.3, high=2.7, **more),
+    "uniform f64": lambda key, **more: random.uniform(
+        key, (5, 7), low=0.1, high=0.7, dtype=torch.float64, **more
+    ),
+    "uniform bf16": lambda key, **more: random.uniform(key, (5, 7), high=3.0, dtype=torch.bfloat16, **more),
+    "normal": lambda key, **more: random.normal(key, (5, 7), mean=1.0, std=2.0, **more),
+    "bernoulli": lambda key, **more: random.bernoulli(key, 0.3, (5, 7), **more),
+    "bernoulli tensor": lambda key, **more: random.bernoulli(
+        key, torch.full((7,), 0.3, device=key.device), (5, 7), **more
+    ),
+    "randint": lambda key, **more: random.randint(key, (5, 7), -3, 2**62, **more),
+    "permutation": lambda key, **more: random.permutation(key, 35, **more),
+    "dropout": lambda key, **more: random.dropout(key, torch.ones((5, 7), device=key.device), 0.3, **more),
+    "categorical": lambda key, **more: random.categorical(key, torch.ones((5, 7), device=key.device), **more),
+    "exponential": lambda key, **more: random.exponential(key, (5, 7), rate=2.0, **more),
+    "truncated_normal": lambda key, **more: random.truncated_normal(key, (5, 7), -1.0, 2.0, **more),
+    "gamma": lambda key, **more: random.gamma(key, 0.7, (5, 7), **more),
+    "gamma tensor": lambda key, **more: random.gamma(
+        key, torch.full((7,), 3.0, device=key.device), (5, 7), **more
+    ),
+    "beta": lambda key, **more: random.beta(key, 0.5, 3.0, (5, 7), **more),
+    "dirichlet": lambda key, **more: random.dirichlet(
+        key, torch.full((7,), 0.3, device=key.device), (5, 7), **more
+    ),
+    "poisson": lambda key, **more: random.poisson(key, 3.5, (5, 7), **more),
 }
 # What computes logarithms, or functions that are made of them.
 ROUNDED = {
@@ -177,6 +185,16 @@ def test_a_draw_is_one_random_op_and_no_sync(draw: Callable[[Tensor], Tensor]) -
     assert ops.seen["fcg.random_bits.default"] == 1
     assert not any("local_scalar_dense" in op for op in ops.seen)
     assert sum(ops.seen.values()) < 100
+
+
+@pytest.mark.parametrize("name", [name for name in DRAWS if not name.startswith(("fold_in", "split"))])
+def test_streams_tell_draws_of_one_key_apart(name: str) -> None:
+    streams = (0, 1, 2, 2**31, 2**32, 2**40)
+    draws = [DRAWS[name](random.key(0), stream=stream) for stream in streams]
+    assert torch.equal(draws[0], DRAWS[name](random.key(0)))
+    for i, one in enumerate(draws):
+        assert torch.equal(one, DRAWS[name](random.key(0), stream=streams[i]))
+        assert not any(torch.equal(one, other) for other in draws[:i])
 
 
 @all_draws

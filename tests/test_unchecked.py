@@ -49,6 +49,10 @@ CALLS: dict[str, tuple[Callable[[Tensor], Any], Tensor, bool]] = {
 }
 
 
+INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+CALLS |= {f"a divisor, {dtype}": (lambda n: 7 // n, IDS.to(dtype), False) for dtype in INTEGERS}
+
+
 @pytest.mark.parametrize("name", CALLS)
 def test_what_may_hold_any_value(name: str) -> None:
     fn, value, free = CALLS[name]

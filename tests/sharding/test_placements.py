@@ -146,3 +146,17 @@ def test_numbers_of_bytes_and_groups_that_make_no_sense_are_refused() -> None:
         fcg.sharding.zero(mesh, bucket_bytes=0)
     with pytest.raises(ValueError, match=r"^sharding.zero: prefetch must not be negative, got -1$"):
         fcg.sharding.zero(mesh, prefetch=-1)
+
+
+def test_a_world_of_one_rank_is_none() -> None:
+    """As `torchrun --nproc-per-node 1` starts it: programs for several ranks run on one, without a mesh."""
+    store = torch.distributed.HashStore()
+    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        key, tree = fcg.random.key(0), {"w": torch.ones(3)}
+        assert fcg.sharding.mean(tree) is tree
+        assert fcg.sharding.sum(tree) is tree
+        assert fcg.sharding.fold_in(key) is key
+        assert fcg.sharding.gather(tree) is tree
+    finally:
+        torch.distributed.destroy_process_group()
