@@ -128,6 +128,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 def pytest_collection_finish() -> None:
     """Collections while tests run leave alone what was imported: a trace that meets cycles collects them."""
+    _freeze()
+
+
+def pytest_runtest_logfinish() -> None:
+    """Nor do they look again at what an earlier test has imported, such as all of a compiler."""
+    _freeze()
+
+
+def _freeze() -> None:
     gc.collect()
     gc.freeze()
 

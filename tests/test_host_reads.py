@@ -14,6 +14,7 @@ import dataclasses
 import decimal
 import fractions
 import functools
+import gc
 import itertools
 import operator
 import os
@@ -1383,3 +1384,29 @@ def test_a_variable_of_the_context_is_read_once_the_step_has_reset_it() -> None:
     held.set(5.0)
     with pytest.raises(fcg.BakedValueError, match="held"):
         step(state, torch.ones(2))
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_a_function_that_a_library_alone_holds_also_among_what_the_collector_leaves_alone(
+    frozen: bool,
+) -> None:
+    """As after ``gc.freeze()``, which many training scripts call once everything is loaded."""
+    scale = 2.0
+
+    class Scaled:
+        def __init__(self, value: torch.Tensor) -> None:
+            self.value = value
+
+    def flat(scaled: Scaled) -> tuple[list[torch.Tensor], None]:
+        return [scaled.value * scale], None
+
+    torch.utils._pytree.register_pytree_node(Scaled, flat, lambda children, _: Scaled(*children))
+    step = fcg.graph_fn(lambda x: torch.utils._pytree.tree_flatten(Scaled(x))[0][0])
+    gc.unfreeze()
+    if frozen:
+        gc.freeze()
+    assert step(torch.ones(2)).tolist() == [2, 2]
+    assert (gc.get_freeze_count() > 0) == frozen
+    scale = 3.0
+    with pytest.raises(fcg.BakedValueError, match=r"scale  traced 2\.0   now 3\.0"):
+        step(torch.ones(2))

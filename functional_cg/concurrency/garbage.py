@@ -1,12 +1,13 @@
-"""Control when garbage collection runs."""
+"""Control when garbage collection runs, and find what it knows."""
 
 from __future__ import annotations
 
 import contextlib
 import gc
 from collections.abc import Iterator
+from types import CodeType, FunctionType
 
-__all__ = ["no_garbage_collection"]
+__all__ = ["functions_of", "no_garbage_collection"]
 
 
 @contextlib.contextmanager
@@ -19,3 +20,16 @@ def no_garbage_collection() -> Iterator[None]:
     finally:
         if enabled:
             gc.enable()
+
+
+def functions_of(code: CodeType) -> list[FunctionType]:
+    """Find all functions with a code object, also among the objects that :func:`gc.freeze` has set aside."""
+    frozen = gc.get_freeze_count() > 0
+    if frozen:
+        gc.unfreeze()
+    try:
+        return [one for one in gc.get_referrers(code) if type(one) is FunctionType and one.__code__ is code]
+    finally:
+        if frozen:
+            gc.collect()  # what is garbage by now would stay forever
+            gc.freeze()

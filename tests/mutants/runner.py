@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import compileall
 import functools
+import gc
 import multiprocessing
 import os
 import re
@@ -147,6 +148,7 @@ def _in_folder(folder: Path, arguments: Sequence[str], environment: Mapping[str,
     os.dup2(output, 1)
     os.dup2(output, 2)
     torch.set_num_threads(1)
+    gc.freeze()  # what is there already is not looked through again, by collections and by hypothesis
     code = pytest.main(list(arguments))
     sys.stdout.flush()
     os._exit(code)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import builtins
-import gc
 from collections.abc import Iterable, Mapping
 from types import CodeType, FrameType, FunctionType, ModuleType
 from typing import Any
 
 import torch
 
+from ...concurrency.garbage import functions_of
 from .kinds import UNKNOWN, has_key, is_installed, is_user_module
 from .lookups import Lookups
 from .places import ATTRIBUTE, CELL, ITEM, Place, Step
@@ -61,9 +61,7 @@ class HostReads(Lookups):
         places = self.functions.get(code)
         if places is None and code.co_freevars and code not in self._made:
             # Called by a library that received it before the step.
-            functions = [
-                one for one in gc.get_referrers(code) if type(one) is FunctionType and one.__code__ is code
-            ]
+            functions = functions_of(code)
             places = [self.root(one, code.co_name, outlives=False) for one in functions]
             self.functions.setdefault(code, places)
         return [place for place in places or () if _closes_over(place.value, held)]
