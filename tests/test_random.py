@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from functional_cg import random
 from functional_cg.errors import LayoutError
+from functional_cg.random import samplers
 from functional_cg.random import words as _random_bits
 
 RANDOM_BITS = torch.ops.fcg.random_bits.default
@@ -235,7 +236,7 @@ def test_no_product_of_the_decomposition_overflows(monkeypatch: pytest.MonkeyPat
         products.append(factor if factor < 2**31 else factor - 2**32)
         return multiply(word, factor)
 
-    for module in (_random_bits, random):
+    for module in (_random_bits, samplers):
         monkeypatch.setattr(module, "multiply", recorded)
     random.decompose_random_bits(random.key(0), -1, 2)
     random.randint(random.key(0), (1,), 0, 2**63)

@@ -6,40 +6,23 @@ key and records writes. The other, above autograd, keeps attention and RNNs on k
 
 from __future__ import annotations
 
-import hashlib
-import inspect
-import sys
-import threading
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Mapping, Sequence, Set
+from contextlib import ExitStack
 from functools import partial
-from types import FrameType
+from operator import attrgetter
 from typing import Any
 
-import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.overrides import TorchFunctionMode
-from torch.utils import checkpoint
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from ..ambient.setting import refuse_reentrant_checkpoint
 from ..errors import CaptureError, ImplicitRandomnessError, ReadOnlyError
-from ..messages.source import Location, user_frame
-from ..tensors.aten import can_draw, written_arguments
+from ..random.kernels import OpenKernels
+from ..random.keyed import Draws, here, stream_of, under_checkpoint
+from ..tensors.aten import written_arguments
 from .attributes import Held, buffers_set, held, refuse_changed, refuse_changed_buffers, refuse_unmade
-from .draws import draw, is_drawn
 from .storage import storage_of
 
-__all__ = ["run"]
-
-# Kernel selection is process-wide: two threads switching it would restore each other's settings.
-_SWITCH = threading.RLock()
-_CALL = nn.Module._call_impl.__code__
-_RNNS = frozenset({torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu})
-_ATTENTION = frozenset({F.scaled_dot_product_attention, F.multi_head_attention_forward})
+__all__ = ["function_of", "run", "title"]
 
 
 def run(
@@ -50,6 +33,7 @@ def run(
     params: Mapping[str, Tensor],
     made: Set[str],
     only_remembers: Callable[[Held, Held], bool],
+    method: str = "",
 ) -> tuple[Any, Set[int | None], Place]:
     """Call our private copy of a module, which holds ``params`` and buffers that it may write.
 
@@ -61,6 +45,7 @@ def run(
       params: Its parameters by name.
       made: Attributes that its hooks set at each call.
       only_remembers: Whether from one of the given contents to the other the forward only remembers what it knows.
+      method: What to call in place of the forward: name of a method, or of one of a submodule, ``"decoder.sample"``.
     Returns:
       (out, written, place): the result of the forward, the storages it wrote, and what it did where.
     Raises:
@@ -72,11 +57,11 @@ def run(
     """
     names = {storage_of(param): name for name, param in params.items()}
     names.pop(None, None)  # None stands for every storage that cannot be identified
-    name, place = type(module).__name__, Place(module)
+    name, place = title(module, method), Place(module)
     before, buffers = held(module), buffers_set(module)
     effects = Effects(name, key, place, names)
     with OpenKernels(), effects:
-        out = module(*args, **kwargs)
+        out = function_of(module, method)(*args, **kwargs)
     refuse_changed_buffers(name, buffers, buffers_set(module))
     refuse_unmade(name, module, made)
     after = held(module)
@@ -86,6 +71,16 @@ def run(
     refuse_changed(name, before, after, only_remembers)
     place.end(partial(Effects, name, key, params=names))
     return out, effects.written, place
+
+
+def function_of(module: nn.Module, method: str) -> Any:
+    """Return a method of a module, or of a submodule by its path; the module itself for an empty name."""
+    return attrgetter(method)(module) if method else module
+
+
+def title(module: nn.Module, method: str) -> str:
+    """Name a module, or its method, for messages."""
+    return f"{type(module).__name__}.{method}" if method else type(module).__name__
 
 
 class Place:
@@ -142,13 +137,12 @@ class Place:
         return bool(self._draws)
 
     def next_stream(self) -> int:
-        """A stream for one draw: a hash of the path and of the number of earlier draws there."""
+        """Return the stream of the next draw of the innermost running submodule."""
         if self._effects is not None and len(self._began[self._trail[0][0]]) > 1:
             raise self._cannot_repeat("it runs several times in one forward, and draws random numbers")
         number = self._draws[self.path]
         self._draws[self.path] += 1
-        digest = hashlib.blake2b(f"{self.path}:{number}".encode(), digest_size=8).digest()
-        return int.from_bytes(digest, "little") >> 1
+        return stream_of(self.path, number)
 
     def refuse_draws_between(self, submodules: int) -> None:
         """Raise if a draw under ``torch.utils.checkpoint`` is in no submodule that will be known to run again."""
@@ -159,7 +153,7 @@ class Place:
         return CaptureError.of(
             self._name,
             f"{self} calls `torch.utils.checkpoint`, as `fcg.remat` does.",
-            rows=[_at().removeprefix(", at ")],
+            rows=[here().removeprefix(", at ")],
             why=f"It runs the forward again in the backward pass, and {why}: they would be other ones.",
             fix="switch it off; in transformers, `model.gradient_checkpointing_disable()`. Around an `apply`, "
             "of the model or of a block, `fcg.remat(apply)(params, buffers, x, key=key)` does it.",
@@ -170,55 +164,7 @@ class Place:
         return f"`{path}` ({name})" if path else f"`{name}` itself"
 
 
-class OpenKernels(TorchFunctionMode):
-    """Keeps attention and RNNs on kernels composed of ATen calls where a fused one would hide its draws.
-
-    Fused attention and cuDNN's RNNs draw internally; and seen from below autograd, cuDNN's and oneDNN's RNNs omit what
-    their backward needs. While any function mode is active, ``MultiheadAttention`` and the transformer layers take the
-    same path, traced or not, in training and in evaluation.
-    """
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        if func in _ATTENTION and _drops_out(func, args, kwargs):
-            with _SWITCH, sdpa_kernel(SDPBackend.MATH):
-                return func(*args, **kwargs)
-        if func in _RNNS:
-            with (
-                _SWITCH,
-                _without(torch.backends.mkldnn),
-                _without(torch.backends.cudnn),
-            ):
-                return func(*args, **kwargs)
-        return func(*args, **kwargs)
-
-
-@contextmanager
-def _without(backend: Any) -> Iterator[None]:
-    # `backend.flags(enabled=False)` would also change the precision of matrix products.
-    enabled = backend.enabled
-    backend.enabled = False
-    try:
-        yield
-    finally:
-        backend.enabled = enabled
-
-
-def _attention(
-    query: Any, key: Any, value: Any, attn_mask: Any = None, dropout_p: float = 0.0, *more: Any, **named: Any
-) -> None:
-    """The first parameters of ``scaled_dot_product_attention``, a builtin without a signature."""
-
-
-def _drops_out(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    signature = inspect.signature(_attention if func is F.scaled_dot_product_attention else func)
-    given = signature.bind(*args, **kwargs).arguments
-    return given.get("dropout_p", 0.0) > 0 and bool(given.get("training", True))
-
-
-class Effects(TorchDispatchMode):
+class Effects(Draws):
     """Draws each random op from the key, records writes, and raises for whatever cannot be made pure.
 
     Args:
@@ -238,56 +184,32 @@ class Effects(TorchDispatchMode):
         place: Place,
         params: Mapping[int | None, str],
     ) -> None:
-        super().__init__()
-        self._name, self._key, self._place = name, key, place
-        self._params = params
+        super().__init__(name, key)
+        self._place, self._params = place, params
         self.written: set[int | None] = {None}
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        if func.namespace == "prim":
-            return func(*args, **kwargs)  # a question about a tensor, not a computation
-        if torch.is_inference_mode_enabled() and func._can_decompose():
-            with self:  # only its parts reveal what it draws and writes
-                return func.decompose(*args, **kwargs)
+    def watch(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         if not self._place.recomputes:
-            self._place.recomputes = self._under_checkpoint() is not None
+            self._place.recomputes = under_checkpoint(self._name, run.__code__) is not None
         for tensor in written_arguments(func, args, kwargs):
             self._refuse_parameter(func, tensor)
             self.written.add(storage_of(tensor))
-        return self._run(func, *args, **kwargs)
 
-    def _run(self, func: Any, *args: Any, **kwargs: Any) -> Any:
-        if not can_draw(func, args, kwargs):
-            return func(*args, **kwargs)
-        if self._key is None or not is_drawn(func, args, kwargs):
-            raise self._random(func)
-        self._refuse_draw_between()
-        try:
-            return draw(func, args, kwargs, self._key, self._place.next_stream())
-        except (TypeError, ValueError) as error:
-            raise self._random(func, str(error)) from error
+    def next_stream(self) -> int:
+        # The hooks of a `remat` around `apply` run here too while it recomputes; those are not the module's.
+        submodules = under_checkpoint(self._name, run.__code__)
+        if submodules is not None:
+            self._place.refuse_draws_between(submodules)
+        return self._place.next_stream()
 
-    def _random(self, func: Any, reason: str = "") -> ImplicitRandomnessError:
-        what = "in a way that a key cannot replace"
-        fix = "draw them with `fcg.random` outside of the module and pass them in."
-        if reason:
-            fix = (
-                "call it with what `fcg.random` takes; complex numbers are `torch.complex` of two real draws."
-            )
-        if self._key is None:
-            what = "and `apply` has no key"
-            fix = "pass one, `apply(params, buffers, x, key=fcg.random.fold_in(state.key, state.step))`; to evaluate, "
-            fix += "`train=False`."
-        return ImplicitRandomnessError.of(
-            self._name,
-            f"{self._place} draws random numbers {what}.",
-            rows=[f"{func}{_at()}", *reason.splitlines()[:1]],
-            why="Replay would draw from a generator that nobody manages, or the same numbers each time.",
-            fix=fix,
-        )
+    def refusal(self, func: Any, reason: str = "") -> ImplicitRandomnessError:
+        if self._key is not None:
+            return super().refusal(func, reason)
+        fix = "pass one, `apply(params, buffers, x, key=fcg.random.fold_in(state.key, state.step))`; to evaluate, "
+        return self.refused(func, "and `apply` has no key", reason, f"{fix}`train=False`.")
+
+    def place(self) -> str:
+        return str(self._place)
 
     def _refuse_parameter(self, func: Any, tensor: Tensor) -> None:
         name = self._params.get(storage_of(tensor))
@@ -295,33 +217,8 @@ class Effects(TorchDispatchMode):
             raise ReadOnlyError.of(
                 self._name,
                 f"{self._place} writes in place into `params[{name!r}]`.",
-                rows=[f"{func}{_at()}"],
+                rows=[f"{func}{here()}"],
                 why="A module is applied as a pure function: only buffers may change, as `new_buffers`.",
                 fix="write the parameter in the step, on the new state; or freeze it, `requires_grad_(False)`, "
                 "before `from_module`, which makes it a buffer.",
             )
-
-    def _refuse_draw_between(self) -> None:
-        submodules = self._under_checkpoint()
-        if submodules is not None:
-            self._place.refuse_draws_between(submodules)
-
-    def _under_checkpoint(self) -> int | None:
-        """How many submodules run inside of the innermost ``torch.utils.checkpoint`` of the module; None outside."""
-        frame: FrameType | None = sys._getframe(2)
-        submodules = 0
-        # The hooks of a `remat` around `apply` run here too while it recomputes; those are not the module's.
-        while frame is not None and frame.f_code is not run.__code__:
-            submodules += frame.f_code is _CALL
-            if frame.f_code.co_filename == checkpoint.__file__:
-                if frame.f_code is checkpoint.CheckpointFunction.forward.__code__:
-                    refuse_reentrant_checkpoint(self._name)
-                if frame.f_code.co_name == "checkpoint":
-                    return submodules
-            frame = frame.f_back
-        return None
-
-
-def _at() -> str:
-    frame = user_frame()
-    return f", at {Location(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name)}" if frame else ""

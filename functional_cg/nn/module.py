@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, cast
 
@@ -18,7 +18,7 @@ from ..random.arguments import check_key
 from ..state.arena import BufferSpec, refuse_aliases
 from ..tensors.aten import is_batched, unwrapped
 from .attributes import Held, copying, refuse_exchanged, walked
-from .call import run
+from .call import function_of, run, title
 from .originals import Applied, Original, note
 from .refusals import made_by_hooks, refuse_impure
 from .remembered import only_remembers
@@ -92,6 +92,46 @@ class Apply:
     _original: Original
     _ops: dict[int, Any]
     _made: frozenset[str]
+    _method: str = ""
+
+    def method(self, name: str) -> Apply:
+        """Return a pure function like this one that calls another method of the module than its forward.
+
+        Args:
+          name: Name of the method, ``"sample"``, or of one of a submodule, ``"decoder.sample"``; of a submodule alone,
+            its forward.
+        Raises:
+          AttributeError: If there is none.
+          TypeError: If it cannot be called.
+
+        Example:
+          >>> import torch, functional_cg as fcg
+          >>> class Coin(torch.nn.Module):
+          ...     def __init__(self):
+          ...         super().__init__()
+          ...         self.logit = torch.nn.Parameter(torch.zeros(()))
+          ...     def forward(self, x):
+          ...         return torch.nn.functional.logsigmoid(x * self.logit)
+          ...     def sample(self, n):
+          ...         return torch.bernoulli(self.logit.sigmoid().expand(n))
+          >>> apply, params, buffers = fcg.from_module(Coin())
+          >>> sample = apply.method("sample")
+          >>> sample
+          <apply of Coin.sample>
+          >>> draws, _ = sample(params, buffers, 1000, key=fcg.random.key(0))
+          >>> bool(400 < draws.sum() < 600)
+          True
+        """
+        if not isinstance(name, str) or not name:
+            raise TypeError(f"apply.method: expected the name of a method, got {name!r}")
+        kind = type(self._template).__name__
+        try:
+            found = function_of(self._template, name)
+        except AttributeError as error:
+            raise AttributeError(f"apply.method: `{kind}` has no method `{name}`: {error}") from None
+        if not callable(found):
+            raise TypeError(f"apply.method: `{kind}.{name}` is no method, but a {type(found).__name__}")
+        return replace(self, _method=name)
 
     def __call__(
         self,
@@ -139,9 +179,9 @@ class Apply:
 
         def remembers(before: Held, after: Held) -> bool:
             copied = partial(self._copy, train=train)
-            return only_remembers(copied, params | buffers, args, kwargs, before, after)
+            return only_remembers(copied, self._method, params | buffers, args, kwargs, before, after)
 
-        out, written, place = run(module, args, kwargs, key, params, self._made, remembers)
+        out, written, place = run(module, args, kwargs, key, params, self._made, remembers, self._method)
         refuse_exchanged(type(module).__name__, "params", params, trained)
         refuse_exchanged(type(module).__name__, "buffers", given, held)
         new = {name: _lookup(module, name) for name in buffers}
@@ -178,7 +218,7 @@ class Apply:
         return {name: values.get(id(value), value) for name, value in names.items()}
 
     def __repr__(self) -> str:
-        return f"<apply of {type(self._template).__name__}>"
+        return f"<apply of {title(self._template, self._method)}>"
 
     def _copy(self, values: Mapping[str, Tensor], *, train: bool) -> nn.Module:
         """Make a private module for one call: nothing the forward does to it outlives the call."""

@@ -21,6 +21,7 @@ from ..state.arena import BufferSpec
 from ..tensors.aten import can_draw
 from ..tensors.fake_mode import aside_on_fakes
 from .attributes import Held, Same, changed, held, newly_known
+from .call import function_of
 
 __all__ = ["only_remembers"]
 
@@ -29,6 +30,7 @@ _LITERALS = frozenset({torch.ops.aten.lift_fresh.default, torch.ops.aten.lift_fr
 
 def only_remembers(
     copied: Callable[[Mapping[str, Tensor]], nn.Module],
+    method: str,
     tensors: Mapping[str, Tensor],
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
@@ -39,6 +41,7 @@ def only_remembers(
 
     Args:
       copied: Makes a private module that holds the given tensors.
+      method: What is called of it, for :func:`functional_cg.nn.call.run`.
       tensors: Parameters and buffers.
       args: Arguments of the forward.
       kwargs: Likewise.
@@ -55,8 +58,8 @@ def only_remembers(
         )
         start = held(module)
         try:
-            calls, found = _calls(module, args, kwargs), held(module)
-            again, at_last = _calls(module, args, kwargs), held(module)
+            calls, found = _calls(function_of(module, method), args, kwargs), held(module)
+            again, at_last = _calls(function_of(module, method), args, kwargs), held(module)
         except Exception:  # whatever a forward raises on tensors without values
             return False
         if newly_known(start, found) != known or changed(found, at_last):
@@ -137,10 +140,10 @@ def _alike(values: Sequence[Any], others: Sequence[Any], twins: Mapping[int, int
     return len(values) == len(others) and all(map(same, values, others))
 
 
-def _calls(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[_Call]:
+def _calls(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[_Call]:
     calls = _Calls()
     with calls:
-        module(*args, **kwargs)
+        function(*args, **kwargs)
     return calls.seen
 
 

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ..concurrency.interrupts import uninterrupted
 from ..messages.source import Location
-from ..tensors.aten import UNGROUPED, returns_view
+from ..tensors.aten import UNGROUPED
 from .passes.fused import in_place, read_arguments, written_pairs
 from .passes.rewrite import clears, range_tensor
 from .program import Instr, Program, Var, live, map_vars, vars_in, written_storages
@@ -228,7 +228,7 @@ class AtenPlan:
             makes_one = (
                 isinstance(instr.out, Var) and not instr.writes and not fixed.isdisjoint(instr.inputs())
             )
-            if makes_one and returns_view(instr.op) and all(var in fixed for var in instr.inputs()):
+            if makes_one and instr.is_view and all(var in fixed for var in instr.inputs()):
                 fixed.add(instr.out)
                 hoisted.append(instr)
             else:

@@ -15,6 +15,7 @@ from torch._ops import OpOverload
 
 from ..messages.source import Location
 from ..state.arena import BufferSpec
+from ..tensors.aten import returns_view
 from ..tree import KeyPath, Treedef, path_string
 
 __all__ = [
@@ -89,6 +90,18 @@ class Instr:
     def checks(self) -> bool:
         """Whether the call only checks: it has no result and raises on bad values, such as a singular matrix."""
         return not self.writes and not self.outputs()
+
+    @property
+    def is_view(self) -> bool:
+        """Whether the call computes nothing: its result lies in the memory of an argument.
+
+        An op such as ``contiguous`` may return a view, and a copy of other arguments.
+        """
+        return (
+            returns_view(self.op)
+            and isinstance(self.out, Var)
+            and self.out.storage in {var.storage for var in self.inputs()}
+        )
 
     def inputs(self) -> list[Var]:
         return vars_in((*self.args, *self.kwargs.values()))

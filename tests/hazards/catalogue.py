@@ -44,6 +44,7 @@ FILES = {
     "lifecycle_cuda": "tests/cuda/test_lifecycle_cuda.py",
     "memory": "tests/sharding/test_memory.py",
     "misuse": "tests/sharding/test_misuse.py",
+    "methods": "tests/test_methods.py",
     "nn": "tests/test_nn.py",
     "nn_cuda": "tests/cuda/test_nn_cuda.py",
     "old_values": "tests/test_old_values.py",
@@ -797,5 +798,11 @@ HAZARDS = (
     _row(168, 1, "N81", "a metric that joins old values is overwritten, since the compiler computes its parts in place",
          "impossible: a concatenation reads a copy of what is overwritten later",
          "old_values::test_a_value_that_is_kept_in_a_concatenation_but_for_a_part"),
+    _row(169, 1, "N82", "an op that returns a view or a copy, as `to`, counts as a view: its copy is made once",
+         "impossible: a view is a result in the memory of an argument, whatever the schema allows",
+         "methods::test_a_keyed_function_is_a_function_of_its_key"),
+    _row(170, 1, "N83", "after `gc.freeze()`, what a closure reads that a library alone holds changes unnoticed",
+         "refused: BakedValueError; what the collector has set aside is searched, too",
+         "reads::test_a_function_that_a_library_alone_holds_also_among_what_the_collector_leaves_alone"),
 )
 # fmt: on

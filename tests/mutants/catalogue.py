@@ -856,4 +856,23 @@ MUTANTS = (
         ),
         gpu=(f"{OLD_VALUES}test_a_value_that_is_kept_in_a_concatenation_but_for_a_part[cuda-cat]",),
     ),
+    Mutant(
+        "N82",
+        "what an op may return a view of is taken for a view, and copied once, by the capture",
+        (("            and self.out.storage in {var.storage for var in self.inputs()}\n", ""),),
+        (
+            "tests/test_methods.py::test_a_keyed_function_is_a_function_of_its_key[aten-poisson]",
+            "tests/test_methods.py::test_a_keyed_function_is_a_function_of_its_key[aten-dirichlet]",
+        ),
+        no_gpu="told on the host",
+    ),
+    Mutant(
+        "N83",
+        "functions that gc.freeze has set aside are not found",
+        (("    if frozen:\n        gc.unfreeze()\n", ""),),
+        (
+            f"{READS}test_a_function_that_a_library_alone_holds_also_among_what_the_collector_leaves_alone[True]",
+        ),
+        no_gpu="told on the host",
+    ),
 )

@@ -49,7 +49,7 @@ def mask_read_bytes(s, b):
 
 def mask_write(s, b):
     x = b["x"].clone()
-    x[b["m"]] = 0.0
+    x[b["m"]] = b["x"][0]
     return x
 
 
@@ -57,10 +57,6 @@ def mask_augmented(s, b):
     x = b["x"].clone()
     x[b["m"]] += 1
     return x
-
-
-def mask_put(s, b):
-    return b["x"].index_put((b["x"] > 2,), torch.tensor(0.0))
 
 
 def nonzero(s, b):
@@ -165,18 +161,13 @@ INDICES = [
     Spelling(mask_read_bytes, "`torch.where(b['m'].to(torch.uint8), b['x'], 0)` keeps the shape"),
     Spelling(
         mask_write,
-        "`x = torch.where(b['m'][..., None], 0.0, x)`",
-        lambda s, b: torch.where(b["m"][..., None], 0.0, b["x"]),
+        "`x = torch.where(b['m'][..., None], b['x'][0], x)`",
+        lambda s, b: torch.where(b["m"][..., None], b["x"][0], b["x"]),
     ),
     Spelling(
         mask_augmented,
         "`x = torch.where(b['m'][..., None], x + 1, x)`",
         lambda s, b: torch.where(b["m"][..., None], b["x"] + 1, b["x"]),
-    ),
-    Spelling(
-        mask_put,
-        "`torch.where(mask, new, b['x'])`",
-        lambda s, b: torch.where(b["x"] > 2, torch.tensor(0.0), b["x"]),
     ),
     Spelling(nonzero, "`torch.where(b['m'] != 0, values, 0)`"),
     Spelling(where_of_one, "`torch.where(b['m'], values, 0)`"),

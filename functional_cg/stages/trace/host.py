@@ -19,15 +19,17 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.distributions import constraints, continuous_bernoulli, distribution, geometric
 from torch.overrides import TorchFunctionMode
 
 from ...errors import FunctionalCGError, ImplicitRandomnessError, SideEffectError
+from ...messages.source import is_user_file
 from ..watch.host_watch import MODES, HostWatch, modes
 from ..watch.reads import Reads
 from .known import aside_from_modes
 from .rules import Rules
 
-__all__ = ["HostGuard", "HostRandomness", "HostState"]
+__all__ = ["HostGuard", "HostRandomness", "HostState", "is_validation"]
 
 _TORCH = os.path.dirname(torch.__file__) + os.sep
 # Python frames of the methods themselves, between the caller and the mode.
@@ -52,6 +54,10 @@ _READS: Mapping[str, str] = MappingProxyType(
     }
 )
 
+# Files that read whether values are valid, and nothing else.
+_VALIDATING = frozenset(
+    {constraints.__file__, continuous_bernoulli.__file__, distribution.__file__, geometric.__file__}
+)
 _OF_VALUES = frozenset({"__repr__", "__format__", "__array__", "numpy", "tolist"})
 
 
@@ -90,6 +96,21 @@ class HostGuard(TorchFunctionMode):
         if func is Tensor.__deepcopy__:
             return args[0].clone()
         return func(*args, **kwargs)
+
+
+def is_validation(func: Any, args: Sequence[Any]) -> bool:
+    """Whether a call tells the host whether ``torch.distributions`` found values valid.
+
+    Validation decides nothing but whether to raise: an eager run does, and a trace takes values as valid.
+    """
+    if func is not torch.ops.aten._local_scalar_dense.default or args[0].dtype is not torch.bool:
+        return False
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and not is_user_file(frame.f_code.co_filename):
+        if frame.f_code.co_filename in _VALIDATING:
+            return True
+        frame = frame.f_back
+    return False
 
 
 def _called_by_torch(frame: FrameType | None) -> bool:

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from ...random import DERIVE
+from ...random.samplers import DERIVE
 from ..program import Instr, Program, Var, live, map_vars
 
 __all__ = ["draws", "shared_keys"]

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -18,8 +19,16 @@ from ...ambient.modes import ordinary, without_gradients
 from ...tensors.aten import named_arguments, tensors_in
 from ..program import Program, Var, live, map_vars
 
-__all__ = ["aside_from_modes", "by_places", "result_of", "value_of"]
+__all__ = ["as_filling", "aside_from_modes", "by_places", "result_of", "value_of"]
 
+_aten = torch.ops.aten
+_FILLS = MappingProxyType(
+    {
+        _aten.index_put.default: _aten.masked_fill.Tensor,
+        _aten.index_put_.default: _aten.masked_fill_.Tensor,
+        _aten._index_put_impl_.default: _aten.masked_fill_.Tensor,
+    }
+)
 _BY_MASK = frozenset(
     f"aten::{name}" for name in "index index_put index_put_ _unsafe_index _index_put_impl_".split()
 )
@@ -88,6 +97,34 @@ def by_places(
             return None
         places += aside_from_modes(partial(_set_places, mask))
     return places
+
+
+def as_filling(
+    func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], view: Callable[[Tensor, Sequence[int]], Tensor]
+) -> tuple[Any, tuple[Tensor, Tensor, Tensor]] | None:
+    """Return an op and its arguments for an indexing call that writes one number by one mask; else None.
+
+    How many elements the mask picks is known at a replay only, but nobody has to know.
+
+    Args:
+      func: The op.
+      args: Its arguments.
+      kwargs: Its arguments by name.
+      view: Returns a view of a tensor in another shape.
+    """
+    fill = _FILLS.get(func)
+    if fill is None:
+        return None
+    named = named_arguments(func, args, kwargs)
+    into, indices, number = named["self"], named["indices"], named["values"]
+    masks = [place for place, index in enumerate(indices) if index is not None]
+    if len(masks) != 1 or number.numel() != 1 or named.get("accumulate"):
+        return None
+    mask = indices[masks[0]]
+    if mask.dtype is not torch.bool:
+        return None
+    behind = into.dim() - masks[0] - mask.dim()
+    return fill, (into, view(mask, [*mask.shape, *[1] * behind]), view(number, []))
 
 
 def result_of(

@@ -38,8 +38,8 @@ from ..watch.frames import Follower
 from ..watch.host_watch import HostWatch
 from ..watch.names import HostReads
 from .exceptions import mapped, raised_at
-from .host import HostGuard, HostRandomness, HostState
-from .known import aside_from_modes, by_places, result_of, value_of
+from .host import HostGuard, HostRandomness, HostState, is_validation
+from .known import as_filling, aside_from_modes, by_places, result_of, value_of
 from .recipe import Recipe
 from .results import refuse_unreturnable
 from .rules import Rules, refuse_mixed_dtypes, refuse_new_state
@@ -157,8 +157,13 @@ class _Recorder(TorchDispatchMode):
         tensors = list(tensors_in([*args, *kwargs.values()]))
         if tensors and all(one.is_meta and self.var_of(one) is None for one in tensors):
             return aside_from_modes(lambda: func(*args, **kwargs))  # there are no values that could go stale
-        if self.rules.needs_host(func, args, kwargs) and (known := self._known_result(func, args, kwargs)):
-            return known[0]
+        if self.rules.needs_host(func, args, kwargs):
+            if known := self._known_result(func, args, kwargs):
+                return known[0]
+            if filling := as_filling(func, args, kwargs, self._view):
+                return self._dispatch(*filling, {})
+            if is_validation(func, args):
+                return True
         written = self.rules.check(func, args, kwargs, storage_key)
         for tensor in tensors:
             self._refuse_unknown(func, tensor, written)
@@ -167,6 +172,10 @@ class _Recorder(TorchDispatchMode):
         if self._folded(func, args, out) is None:
             self._record(func, args, kwargs, out, written)
         return out
+
+    def _view(self, tensor: Tensor, shape: Sequence[int]) -> Tensor:
+        view: Tensor = self._dispatch(torch.ops.aten.view.default, (tensor, shape), {})
+        return view
 
     def value_of(self, tensor: Tensor) -> Tensor | None:
         """Return what a tensor of the trace holds, if that is the same in each replay; else None."""

@@ -27,7 +27,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...tensors.aten import returns_view
 from ...tensors.ulps import AWAY_FROM_ZERO, DOWN, MOVABLE, TO_ZERO, UP, move
 from ..program import Instr, Var
 
@@ -96,7 +95,7 @@ class Shaker:
 
     def results(self, instr: Instr, made: list[tuple[Var, Tensor]]) -> None:
         """Perturb the results of a call, in place."""
-        if instr.writes or instr.name in _MOVES or returns_view(instr.op):
+        if instr.writes or instr.name in _MOVES or instr.is_view:
             return
         taken = {var.storage for var in instr.inputs()}
         for var, tensor in made:

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 
 import torch
 
-from ...tensors.aten import returns_view
 from ..program import Instr, Program, Var
 
 __all__ = ["Unchecked"]
@@ -82,5 +81,5 @@ def _checked_by(instr: Instr) -> Iterator[Var]:
     name = instr.name
     if name.startswith(_STRICT):
         yield from instr.inputs()
-    elif name.startswith(_DIVISIONS) or not (instr.by_element or name in _LENIENT or returns_view(instr.op)):
+    elif name.startswith(_DIVISIONS) or not (instr.by_element or name in _LENIENT or instr.is_view):
         yield from (var for var in instr.inputs() if var.spec.dtype in _INTEGERS)

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import random
-from ..random.masking import masked_scale
 from ..tensors.aten import named_arguments
+from . import distributions, samplers
+from .masking import masked_scale
 
 __all__ = ["draw", "is_drawn"]
 
@@ -53,24 +53,24 @@ def _dtype(a: Arguments, default: torch.dtype | None = None) -> torch.dtype:
 
 def _uniform(key: Tensor, stream: int, a: Arguments) -> Tensor:
     low, high = a.get("from", 0.0), a.get("to", 1.0)
-    return random.uniform(key, _shape(a), low=low, high=high, dtype=_dtype(a), stream=stream)
+    return samplers.uniform(key, _shape(a), low=low, high=high, dtype=_dtype(a), stream=stream)
 
 
 def _normal(key: Tensor, stream: int, a: Arguments) -> Tensor:
     mean, std = a.get("mean", 0.0), a.get("std", 1.0)
     tensors = [value for value in (mean, std) if isinstance(value, Tensor)]
     if not tensors:
-        return random.normal(key, _shape(a), mean=mean, std=std, dtype=_dtype(a), stream=stream)
+        return samplers.normal(key, _shape(a), mean=mean, std=std, dtype=_dtype(a), stream=stream)
     shape = torch.broadcast_shapes(*(tensor.shape for tensor in tensors))
-    values: Tensor = random.normal(key, shape, dtype=tensors[0].dtype, stream=stream) * std + mean
+    values: Tensor = samplers.normal(key, shape, dtype=tensors[0].dtype, stream=stream) * std + mean
     return values
 
 
 def _coins(key: Tensor, stream: int, p: Tensor | float, shape: Sequence[int]) -> Tensor:
     """True with probability p, using 16 bits per element, as in dropout, where those are precise enough."""
     if isinstance(p, float) and 0.01 <= p <= 0.99:
-        return random.keep_mask(key, 1 - p, shape, stream=stream)
-    return random.bernoulli(key, p, shape, stream=stream)
+        return samplers.keep_mask(key, 1 - p, shape, stream=stream)
+    return samplers.bernoulli(key, p, shape, stream=stream)
 
 
 def _bernoulli(key: Tensor, stream: int, a: Arguments) -> Tensor:
@@ -78,19 +78,19 @@ def _bernoulli(key: Tensor, stream: int, a: Arguments) -> Tensor:
 
 
 def _exponential(key: Tensor, stream: int, a: Arguments) -> Tensor:
-    times = random.exponential(key, a["self"].shape, dtype=torch.float64, stream=stream)
+    times = distributions.exponential(key, a["self"].shape, dtype=torch.float64, stream=stream)
     result: Tensor = times / a.get("lambd", 1.0)
     return result
 
 
 def _cauchy(key: Tensor, stream: int, a: Arguments) -> Tensor:
-    angle = (random.uniform(key, a["self"].shape, dtype=torch.float64, stream=stream) - 0.5) * math.pi
+    angle = (samplers.uniform(key, a["self"].shape, dtype=torch.float64, stream=stream) - 0.5) * math.pi
     result: Tensor = angle.tan() * a.get("sigma", 1.0) + a.get("median", 0.0)
     return result
 
 
 def _log_normal(key: Tensor, stream: int, a: Arguments) -> Tensor:
-    draws = random.normal(key, a["self"].shape, dtype=torch.float64, stream=stream)
+    draws = samplers.normal(key, a["self"].shape, dtype=torch.float64, stream=stream)
     result: Tensor = (draws * a.get("std", 2.0) + a.get("mean", 1.0)).exp()
     return result
 
@@ -109,27 +109,27 @@ def _integers(key: Tensor, stream: int, a: Arguments) -> Tensor:
         high = round(2 / torch.finfo(dtype).eps) + 1
     elif high is None:
         high = 2 if dtype == torch.bool else torch.iinfo(dtype).max + 1
-    return random.randint(key, a["self"].shape, low, high, stream=stream)
+    return samplers.randint(key, a["self"].shape, low, high, stream=stream)
 
 
 def _gamma(key: Tensor, stream: int, a: Arguments) -> Tensor:
     alpha = a["self"]
-    return random.gamma(key, alpha, alpha.shape, dtype=alpha.dtype, stream=stream)
+    return distributions.gamma(key, alpha, alpha.shape, dtype=alpha.dtype, stream=stream)
 
 
 def _dirichlet(key: Tensor, stream: int, a: Arguments) -> Tensor:
     alpha = a["self"]
-    return random.dirichlet(key, alpha, alpha.shape, dtype=alpha.dtype, stream=stream)
+    return distributions.dirichlet(key, alpha, alpha.shape, dtype=alpha.dtype, stream=stream)
 
 
 def _poisson(key: Tensor, stream: int, a: Arguments) -> Tensor:
-    return random.poisson(key, a["self"], a["self"].shape, stream=stream).to(a["self"].dtype)
+    return distributions.poisson(key, a["self"], a["self"].shape, stream=stream).to(a["self"].dtype)
 
 
 def _leaky(key: Tensor, stream: int, a: Arguments) -> Tensor:
     """RReLU: a negative number times a random slope. Like torch, hands the slopes to the backward in ``noise``."""
     x, noise = a["self"], a["noise"]
-    slope = random.uniform(key, x.shape, dtype=torch.float64, stream=stream)
+    slope = samplers.uniform(key, x.shape, dtype=torch.float64, stream=stream)
     slope = slope * (a["upper"] - a["lower"]) + a["lower"]
     noise.copy_(torch.where(x <= 0, slope, 1.0))
     result: Tensor = x * noise
@@ -138,19 +138,19 @@ def _leaky(key: Tensor, stream: int, a: Arguments) -> Tensor:
 
 def _randint(key: Tensor, stream: int, a: Arguments) -> Tensor:
     # Draw in 64 bits: the requested dtype may be floating.
-    whole = random.randint(key, _shape(a), a.get("low", 0), a["high"], stream=stream)
+    whole = samplers.randint(key, _shape(a), a.get("low", 0), a["high"], stream=stream)
     return whole.to(_dtype(a, torch.int64))
 
 
 def _permutation(key: Tensor, stream: int, a: Arguments) -> Tensor:
-    return random.permutation(key, a["n"], stream=stream).to(_dtype(a, torch.int64))
+    return samplers.permutation(key, a["n"], stream=stream).to(_dtype(a, torch.int64))
 
 
 def _multinomial(key: Tensor, stream: int, a: Arguments) -> Tensor:
     weights, n = a["self"].to(torch.float64), a["num_samples"]
     if a["replacement"]:
         rows = weights.unsqueeze(-2).expand(*weights.shape[:-1], n, weights.shape[-1])
-        return random.categorical(key, rows.log(), stream=stream)
+        return samplers.categorical(key, rows.log(), stream=stream)
     # An exponential race: each category arrives after an exponential time with its weight as rate; take the first n.
     times = _exponential(key, stream, {"self": weights}) / weights
     first: Tensor = times.topk(n, largest=False).indices
