@@ -189,6 +189,10 @@ class HostSyncError(FunctionalCGError, RuntimeError):
     - A Python flag passed as an input becomes a tensor: ``static_argnames=("flag",)`` keeps it in Python.
     - ``x[mask]``, ``nonzero``, ``unique``: keep the shape, ``torch.where(mask, x, 0)``.
     - ``print(loss)``: return it in ``metrics``; ``step.eager(state, batch)`` runs once with real numbers.
+
+    These need nothing on the host: literals, declared constants and what is computed from them alone; one number
+    written where a mask says, ``x[mask] = 0.0``; and the validation of ``torch.distributions``: ``step.eager`` raises
+    for invalid values, and a replay takes them as valid.
     """
 
 
