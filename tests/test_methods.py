@@ -283,3 +283,14 @@ def test_draws_that_would_run_again_without_the_key_are_refused(act: Callable[[T
 def test_what_cannot_be_keyed_is_refused(act: Callable[[], Any], error: Any, match: str) -> None:
     with pytest.raises(error, match=match):
         act()
+
+
+def test_a_module_that_is_to_be_compiled_runs_its_forward() -> None:
+    """``module.compile()`` says how to run it, not what it computes; a step has a compiler of its own."""
+    module = Autoencoder().eval()
+    module.encoder.compile()
+    apply, params, buffers = fcg.from_module(module)
+    module.compile()
+    step = fcg.graph_fn(lambda params, buffers, x: apply(params, buffers, x, train=False)[0])
+    x = torch.randn(5, 6)
+    assert torch.equal(step(params, buffers, x), Autoencoder.forward(copy.deepcopy(module), x))

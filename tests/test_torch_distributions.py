@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -83,6 +83,15 @@ def results(name: str, of: Callable[[Tensor], td.Distribution]) -> Callable[...,
     return compute
 
 
+@pytest.fixture(autouse=True)
+def validation() -> Iterator[None]:
+    """Some versions of torch turn it off for good once their compiler is imported."""
+    before = td.Distribution._validate_args
+    td.Distribution.set_default_validate_args(True)
+    yield
+    td.Distribution.set_default_validate_args(before)
+
+
 @pytest.mark.parametrize("name", MADE)
 def test_samples_densities_entropies_and_divergences(name: str) -> None:
     compute = results(name, MADE[name])
@@ -96,7 +105,7 @@ def test_samples_densities_entropies_and_divergences(name: str) -> None:
 
 def test_an_eager_run_validates() -> None:
     def log_prob(x: Tensor) -> Tensor:
-        return td.Normal(x, x).log_prob(x)
+        return td.Normal(x, x, validate_args=True).log_prob(x)
 
     step = fcg.graph_fn(log_prob)
     step(X)
@@ -105,7 +114,10 @@ def test_an_eager_run_validates() -> None:
 
 
 def test_what_a_trace_knows_is_validated() -> None:
-    step = fcg.graph_fn(lambda x: td.Normal(torch.zeros(3), torch.tensor([1.0, -1.0, 1.0])).log_prob(x))
+    def log_prob(x: Tensor) -> Tensor:
+        return td.Normal(torch.zeros(3), torch.tensor([1.0, -1.0, 1.0]), validate_args=True).log_prob(x)
+
+    step = fcg.graph_fn(log_prob)
     with pytest.raises(fcg.CaptureError, match=r"raised ValueError(.|\n)*Expected parameter scale"):
         step(X)
 

@@ -29,6 +29,7 @@ from .reach import variables
 from .storage import storage_of
 
 __all__ = [
+    "COMPILED",
     "Held",
     "Same",
     "buffers_set",
@@ -52,6 +53,7 @@ _SEQUENCES = (list, tuple, deque)
 _SETS = (set, frozenset)
 _LEAVES = (Tensor, type, ModuleType, BuiltinFunctionType)
 _OWN = "functional_cg"  # what watches the forward counts
+COMPILED = "_compiled_call_impl"  # of `module.compile()`; a copy runs its forward without
 _HOOKS = re.compile(r"(^|\.)_forward(_pre)?_hooks(_with_kwargs|_always_called)?(?P<inside>\[.*)?$")
 _INSIDE = r"<\d+>.*"  # below what an object keeps in C, which has no names
 
@@ -123,7 +125,7 @@ def _of_module(module: nn.Module) -> list[tuple[str, Any]]:
     for name, value in vars(module).items():
         if name in ("_modules", "_parameters"):
             found += [(f".{key}", item) for key, item in value.items()]
-        elif name != "_buffers":
+        elif name not in ("_buffers", COMPILED):
             found.append((f".{name}", value))
     return found
 

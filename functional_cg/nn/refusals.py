@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import ForeignTensorError, FunctionalCGError, HostSyncError, LayoutError, SideEffectError
-from .attributes import plain_tensor
+from .attributes import COMPILED, plain_tensor
 from .reach import contents, reached_uncopied
 
 __all__ = ["made_by_hooks", "refuse_impure"]
@@ -147,5 +147,5 @@ def _attributes(module: nn.Module) -> Iterator[tuple[str, str, Any]]:
     of_torch = vars(nn.Module())  # registries
     for path, part in module.named_modules():
         for name, value in vars(part).items():
-            if name not in of_torch or name in _FORWARD_HOOKS:
+            if (name not in of_torch or name in _FORWARD_HOOKS) and name != COMPILED:
                 yield from ((path, name, item) for item in contents(value))
