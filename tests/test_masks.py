@@ -84,3 +84,19 @@ def test_a_number_is_written_where_a_mask_says_compiled(compiled_on: str) -> Non
 def test_what_needs_the_indices_is_refused(write: Callable[[Tensor], Any]) -> None:
     with pytest.raises(fcg.HostSyncError, match=r"depends on the values of a mask(.|\n)*To fix"):
         fcg.graph_fn(lambda x: write(x * 1) or x)(data(0, "cpu")[0])
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.float64, torch.bfloat16, torch.int64, torch.uint8, torch.bool, torch.complex64]
+)
+def test_a_number_of_another_dtype_is_written_as_torch_writes_it(dtype: torch.dtype) -> None:
+    def write(x: Tensor, n: Tensor) -> Tensor:
+        y = x.abs().to(dtype)
+        y[x > 0] = n
+        y[x < 0] = 1
+        return y
+
+    step = fcg.graph_fn(write)
+    for call in range(16):
+        x, n = data(call, "cpu")
+        assert torch.equal(step(x, n), write(x, n))

@@ -120,6 +120,8 @@ def as_filling(
     masks = [place for place, index in enumerate(indices) if index is not None]
     if len(masks) != 1 or number.numel() != 1 or named.get("accumulate"):
         return None
+    if into.is_cuda and number.dtype != into.dtype:
+        return None  # torch fills for it on a host, and raises on a GPU
     mask = indices[masks[0]]
     if mask.dtype is not torch.bool:
         return None
