@@ -499,3 +499,15 @@ def test_the_examples_of_the_readme_run() -> None:
     state, metrics = names["train_step"](state, torch.ones(4, 3))
     assert not metrics["skipped"]
     assert not torch.equal(state.ema["w"], before.ema["w"])
+
+
+@pytest.mark.parametrize(
+    "grads",
+    [{"w": torch.ones(4)}, {"v": torch.ones(3)}, {"w": torch.ones(3), "b": torch.ones(1)}, {"w": 3}],
+    ids=["shape", "name", "more", "a number"],
+)
+def test_gradients_that_are_unlike_the_parameters_are_refused(grads: Any) -> None:
+    tx = fcg.optim.from_torch(torch.optim.SGD, lr=0.1)
+    params: Any = {"w": torch.ones(3)}
+    with pytest.raises(fcg.LayoutError, match="the gradients are unlike the parameters"):
+        tx.update(grads, tx.init(params), params)

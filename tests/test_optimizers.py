@@ -606,3 +606,44 @@ def test_a_large_eps_makes_steps_small_and_turns_none(name: str) -> None:
     assert bool((large.abs() <= small.abs() * 1.0001).all())
     assert bool((large * small >= 0).all())
     assert bool((large.abs() < small.abs() / 2).any())
+
+
+def _given_by_name() -> list[tuple[str, str, Any]]:
+    """List what numbers alone make, with each of its fields that holds a number or several."""
+    found = []
+    for name in sorted(optim.__all__):
+        cls = getattr(optim, name)
+        if not (isinstance(cls, type) and dataclasses.is_dataclass(cls)):
+            continue
+        fields = [one for one in dataclasses.fields(cls) if one.init]
+        needed = {
+            one.name: 8.0 - number
+            for number, one in enumerate(fields)
+            if one.default is dataclasses.MISSING and one.default_factory is dataclasses.MISSING
+        }
+        try:
+            made = cls(**{key: value / 10 for key, value in needed.items()})
+        except (TypeError, ValueError):  # of other things than small numbers
+            continue
+        held = ((one.name, getattr(made, one.name)) for one in fields)
+        found += [
+            (name, key, made)
+            for key, value in held
+            if isinstance(value, (int, float, tuple)) and not isinstance(value, bool)
+        ]
+    return found
+
+
+@pytest.mark.parametrize(
+    ("name", "field", "made"), _given_by_name(), ids=lambda one: one if isinstance(one, str) else ""
+)
+def test_a_word_in_place_of_a_number_is_refused_by_name(name: str, field: str, made: Any) -> None:
+    if (name, field) in {
+        ("freeze", "mask"),
+        ("inject_hyperparams", "factory"),
+        ("inject_hyperparams", "static_args"),
+        ("scale_by_schedule", "schedule"),
+    }:
+        pytest.skip("takes anything but numbers")
+    with pytest.raises((TypeError, ValueError), match=f"^{name}: (.*: )?{field}"):
+        dataclasses.replace(made, **{field: "a word"})

@@ -82,6 +82,13 @@ def require(condition: object, message: str) -> None:
         raise ValueError(message)
 
 
+def are_numbers(factory: str, **values: object) -> None:
+    """Raise ``TypeError`` for the first value, by its name, that is neither a number nor a tensor."""
+    for name, value in values.items():
+        if not isinstance(value, (numbers.Real, Tensor)):
+            raise TypeError(f"{factory}: {name} must be a number, got {type(value).__name__}")
+
+
 def in_range(name: str, value: object, *, low: float = 0.0, below: float = float("inf")) -> None:
     """Raise for a Python number outside [low, below); tensors go unchecked, since reading one is a host sync.
 

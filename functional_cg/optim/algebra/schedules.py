@@ -19,7 +19,7 @@ from typing import Any, overload
 import torch
 from torch import Tensor
 
-from functional_cg.optim.algebra.base import require
+from functional_cg.optim.algebra.arguments import are_numbers, require
 
 
 class Schedule(ABC):
@@ -72,6 +72,9 @@ class constant(Schedule):
 
     constant_value: float
 
+    def __post_init__(self) -> None:
+        are_numbers("constant", constant_value=self.constant_value)
+
     def value(self, t: Any) -> Any:
         return fill(t, self.constant_value)
 
@@ -100,6 +103,13 @@ class linear(Schedule):
     transition_begin: int = 0
 
     def __post_init__(self) -> None:
+        are_numbers(
+            "linear",
+            init_value=self.init_value,
+            end_value=self.end_value,
+            transition_steps=self.transition_steps,
+            transition_begin=self.transition_begin,
+        )
         require(
             self.transition_steps > 0,
             f"linear: transition_steps must be positive, got {self.transition_steps}",
@@ -128,6 +138,12 @@ class cosine(Schedule):
     end_value: float = 0.0
 
     def __post_init__(self) -> None:
+        are_numbers(
+            "cosine",
+            init_value=self.init_value,
+            decay_steps=self.decay_steps,
+            end_value=self.end_value,
+        )
         require(self.decay_steps > 0, f"cosine: decay_steps must be positive, got {self.decay_steps}")
 
     def value(self, t: Any) -> Any:
@@ -166,6 +182,14 @@ class warmup_cosine(Schedule):
     init_value: float = 0.0
 
     def __post_init__(self) -> None:
+        are_numbers(
+            "warmup_cosine",
+            init_value=self.init_value,
+            peak_value=self.peak_value,
+            warmup_steps=self.warmup_steps,
+            decay_steps=self.decay_steps,
+            end_value=self.end_value,
+        )
         require(
             self.warmup_steps >= 0,
             f"warmup_cosine: warmup_steps must not be negative, got {self.warmup_steps}",
@@ -206,6 +230,10 @@ class piecewise_constant(Schedule):
     boundaries_and_scales: Mapping[int, float] | tuple[tuple[int, float], ...]
 
     def __post_init__(self) -> None:
+        are_numbers(
+            "piecewise_constant",
+            init_value=self.init_value,
+        )
         pairs = tuple(sorted(dict(self.boundaries_and_scales).items()))
         object.__setattr__(self, "boundaries_and_scales", pairs)
 
@@ -242,10 +270,18 @@ class exponential(Schedule):
     end_value: float | None = None
 
     def __post_init__(self) -> None:
+        are_numbers(
+            "exponential",
+            init_value=self.init_value,
+            transition_steps=self.transition_steps,
+            decay_rate=self.decay_rate,
+        )
         require(
             self.transition_steps > 0,
             f"exponential: transition_steps must be positive, got {self.transition_steps}",
         )
+        if self.end_value is not None:
+            are_numbers("exponential", end_value=self.end_value)
         require(self.decay_rate > 0, f"exponential: decay_rate must be positive, got {self.decay_rate}")
 
     def value(self, t: Any) -> Any:

@@ -112,6 +112,10 @@ class rmsprop(Composed):
     momentum: Scalar = 0.0
     centered: bool = False
 
+    def __post_init__(self) -> None:
+        in_range("rmsprop: momentum", self.momentum, below=1.0)
+        super().__post_init__()
+
     @property
     def links(self) -> tuple[GradientTransformation, ...]:
         rms = scale_by_rms(self.decay, self.eps, self.centered)

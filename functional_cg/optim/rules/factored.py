@@ -259,8 +259,10 @@ class adafactor(Optimizer):
         in_range("adafactor: weight_decay", self.weight_decay)
         in_range("adafactor: clipping_threshold", self.clipping_threshold)
         object.__setattr__(self, "mask", freeze(self.mask))
+        in_range("adafactor: decay_rate", self.decay_rate)
+        pair = isinstance(self.eps, (tuple, list)) and len(self.eps) == 2
+        require(pair, f"adafactor: eps is a pair, got {self.eps!r}")
         object.__setattr__(self, "eps", tuple(self.eps))
-        require(len(self.eps) == 2, f"adafactor: eps is a pair, got {self.eps!r}")
         _ = self.parts  # each checks its own arguments
 
     @property

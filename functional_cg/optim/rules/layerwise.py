@@ -124,6 +124,7 @@ class lars(Composed):
     mask: Mask = field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
+        in_range("lars: momentum", self.momentum, below=1.0)
         object.__setattr__(self, "mask", freeze(self.mask))
         super().__post_init__()
 
@@ -234,6 +235,7 @@ class novograd(Composed):
     mask: Mask = field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
+        in_range("novograd: b1", self.b1, below=1.0)
         object.__setattr__(self, "mask", freeze(self.mask))
         super().__post_init__()
 

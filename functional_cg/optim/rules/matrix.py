@@ -106,6 +106,7 @@ class scale_by_muon(GradientTransformation):
     def __post_init__(self) -> None:
         in_range("scale_by_muon: momentum", self.momentum, below=1.0)
         in_range("scale_by_muon: eps", self.eps)
+        require(isinstance(self.ns_steps, int), f"scale_by_muon: ns_steps is a count, got {self.ns_steps!r}")
         object.__setattr__(self, "ns_coefficients", tuple(self.ns_coefficients))
         require(len(self.ns_coefficients) == 3, "scale_by_muon: ns_coefficients are three numbers")
 
@@ -194,6 +195,7 @@ class muon(Optimizer):
         in_range("muon: learning_rate", self.learning_rate)
         in_range("muon: momentum", self.momentum, below=1.0)
         in_range("muon: weight_decay", self.weight_decay)
+        require(isinstance(self.ns_steps, int), f"muon: ns_steps is a count, got {self.ns_steps!r}")
         if self.adamw_learning_rate is not None:
             in_range("muon: adamw_learning_rate", self.adamw_learning_rate)
         object.__setattr__(self, "labels", freeze(self.labels))
