@@ -47,6 +47,9 @@ READS: dict[str, Callable[[Tensor, Tensor, Tensor], Any]] = {
         torch.tensor([1, 0, 2, 1, 1], device=x.device)
     ),
     "text": lambda x, table, edges: x * len(f"{table.sum():.1f}"),
+    "made on the host": lambda x, table, edges: x * torch.arange(5).to(x.device) + torch.ones(5).to(x),
+    "written on the host": lambda x, table, edges: x * torch.tensor([1.0, 2, 3, 4, 5]).mul_(2).to(x.device),
+    "a number of the host": lambda x, table, edges: x.clone().index_put_((table > 0,), torch.zeros(())),
 }
 
 

@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 
+from .compiling import leave, torch_compiles
+
 __all__ = ["ordinary", "restore", "surrounding", "without_gradients"]
 
 _DEVICES = ("cpu", "cuda")
@@ -23,17 +25,19 @@ def ordinary() -> Any:
 def surrounding() -> tuple[Any, ...]:
     """Return the modes that Python context managers restore, unless a signal keeps them from it."""
     autocast = [torch.is_autocast_enabled(device) for device in _DEVICES]
-    return torch._C._len_torch_function_stack(), torch.is_autocast_cache_enabled(), autocast
+    depth, cache = torch._C._len_torch_function_stack(), torch.is_autocast_cache_enabled()
+    return depth, cache, autocast, torch_compiles()
 
 
 def restore(modes: tuple[Any, ...]) -> None:
     """Restore the modes that :func:`surrounding` returned."""
-    depth, cache, autocast = modes
+    depth, cache, autocast, compiles = modes
     while torch._C._len_torch_function_stack() > depth:
         torch._C._pop_torch_function_stack()
     torch.set_autocast_cache_enabled(cache)
     for device, enabled in zip(_DEVICES, autocast, strict=True):
         torch.set_autocast_enabled(device, enabled)
+    leave(compiles)
 
 
 def without_gradients() -> None:

@@ -6,20 +6,21 @@ key and records writes. The other, above autograd, keeps attention and RNNs on k
 
 from __future__ import annotations
 
+import weakref
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence, Set
-from contextlib import ExitStack
 from functools import partial
 from operator import attrgetter
 from typing import Any
 
 from torch import Tensor, nn
 
+from ..ambient.compiling import compiling
 from ..errors import CaptureError, ImplicitRandomnessError, ReadOnlyError
 from ..random.kernels import OpenKernels
 from ..random.keyed import Draws, here, stream_of, under_checkpoint
 from ..tensors.aten import written_arguments
-from .attributes import Held, buffers_set, held, refuse_changed, refuse_changed_buffers, refuse_unmade
+from .attributes import COMPILED, Held, buffers_set, held, refuse_changed, refuse_changed_buffers, refuse_unmade
 from .storage import storage_of
 
 __all__ = ["function_of", "run", "title"]
@@ -61,7 +62,7 @@ def run(
     before, buffers = held(module), buffers_set(module)
     effects = Effects(name, key, place, names)
     with OpenKernels(), effects:
-        out = function_of(module, method)(*args, **kwargs)
+        out = compiling(function_of(module, method), *args, **kwargs)
     refuse_changed_buffers(name, buffers, buffers_set(module))
     refuse_unmade(name, module, made)
     after = held(module)
@@ -90,7 +91,7 @@ class Place:
     under the same modes and with the same streams.
 
     Args:
-      module: Our private copy: its submodules get hooks that report when they start and end.
+      module: Our private copy: a call of a submodule goes through here.
 
     Attributes:
       recomputes: Whether the forward called ``torch.utils.checkpoint``.
@@ -103,24 +104,30 @@ class Place:
         self._draws: Counter[str] = Counter()
         self._began: dict[str, list[Counter[str]]] = {}  # the draws before each run of a submodule
         self._effects: Callable[..., Effects] | None = None  # once the forward has ended
-        self._again = ExitStack()
         for path, part in module.named_modules():
-            part.register_forward_pre_hook(partial(self._enter, path))
-            part.register_forward_hook(self._leave, always_call=True)
+            vars(part)[COMPILED] = partial(self._call, path, weakref.ref(part))  # what a call of it runs
 
-    def _enter(self, path: str, module: nn.Module, args: Any) -> None:
+    def _call(self, path: str, part: weakref.ref[nn.Module], /, *args: Any, **kwargs: Any) -> Any:
+        module = part()
+        assert module is not None  # it is being called
         if self._effects is None:
             self._began.setdefault(path, []).append(self._draws.copy())
-        elif not self._trail:
-            self._draws = self._began[path][0].copy()
-            self._again.enter_context(OpenKernels())
-            self._again.enter_context(self._effects(place=self))
-        self._trail.append((path, type(module).__name__))
+        run = partial(self._run, path, module, *args, **kwargs)
+        return self._again(path, run) if self._effects and not self._trail else run()
 
-    def _leave(self, module: nn.Module, args: Any, out: Any) -> None:
-        self._trail.pop()
-        if self._effects is not None and not self._trail:
-            self._again.close()
+    def _run(self, path: str, module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
+        self._trail.append((path, type(module).__name__))
+        try:  # not hooks: torch skips those after an exception, which is how a checkpoint stops early
+            return module._call_impl(*args, **kwargs)
+        finally:
+            self._trail.pop()
+
+    def _again(self, path: str, run: Callable[[], Any]) -> Any:
+        """Run a submodule as in the forward, for a checkpoint that recomputes in the backward."""
+        assert self._effects is not None
+        self._draws = self._began[path][0].copy()
+        with OpenKernels(), self._effects(place=self):
+            return compiling(run)
 
     def end(self, effects: Callable[..., Effects]) -> None:
         """The forward has ended: what runs from now on is run again, under ``effects(place=...)``."""

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from .. import tree
+from ..ambient.compiling import compiling
 from ..state.arena import BufferSpec
 from ..tensors.aten import can_draw
 from ..tensors.fake_mode import aside_on_fakes
@@ -143,7 +144,7 @@ def _alike(values: Sequence[Any], others: Sequence[Any], twins: Mapping[int, int
 def _calls(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[_Call]:
     calls = _Calls()
     with calls:
-        function(*args, **kwargs)
+        compiling(function, *args, **kwargs)
     return calls.seen
 
 

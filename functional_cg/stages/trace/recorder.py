@@ -256,13 +256,13 @@ class _Recorder(TorchDispatchMode):
         return tensor
 
     def _folded(self, func: Any, args: Sequence[Any], out: Any) -> Constant | None:
-        """Fold a literal moved to the device into a literal there: a graph cannot copy from pageable memory."""
+        """Fold a known value moved to the device into a literal there: a graph cannot copy from pageable memory."""
         source = args[0] if func is torch.ops.aten._to_copy.default else None
         # Under `vmap`, the source may be a Python number.
         if not isinstance(source, Tensor) or out.device == source.device:
             return None
-        constant = next((c for c in self.program.constants if c.var is self._vars[id(source)]), None)
-        if constant is None:
+        known = self.value_of(source)
+        if known is None:
             raise HostSyncError.of(
                 self.program.function,
                 f"copies a tensor that was computed on {source.device} to {out.device}.",
@@ -271,12 +271,13 @@ class _Recorder(TorchDispatchMode):
                 fix=f'create it on the device, `device="{out.device.type}"`.',
             )
         with unset_fake_temporarily():
-            moved = Constant(self._new_var(out), constant.value.to(out.dtype), constant.name)
+            name = f"literal {len(self.program.constants)}"
+            moved = Constant(self._new_var(out), known.to(out.dtype).clone(), name)
         self.program.constants.append(moved)
         return moved
 
     def _from_here(self, args: Sequence[Any]) -> tuple[Any, ...]:
-        """Move literals, such as the 3 of ``x[0] = 3``, to the device of the tensor that the call writes."""
+        """Move known values, such as the 3 of ``x[0] = 3``, to the device of the tensor that the call writes."""
         to, device = torch.ops.aten._to_copy.default, args[0].device
 
         def here(value: Any) -> Any:
