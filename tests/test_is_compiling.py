@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-import random
+import queue
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -53,7 +53,9 @@ class Nested(nn.Module):
 
 
 @pytest.mark.parametrize("lowering", ["aten", "inductor"])
-@pytest.mark.parametrize("model", [Asks(), Nested(False), Nested(True)], ids=["plain", "nested", "checkpoint"])
+@pytest.mark.parametrize(
+    "model", [Asks(), Nested(False), Nested(True)], ids=["plain", "nested", "checkpoint"]
+)
 def test_a_module_takes_its_compiled_branch(model: nn.Module, lowering: Any) -> None:
     apply, params, buffers = fcg.from_module(model)
 
@@ -125,29 +127,50 @@ def test_torch_s_own_flag_outlives_it() -> None:
         torch.compiler._is_compiling_flag = before
 
 
-@given(seed=st.integers(0, 2**32 - 1))
-def test_threads_see_it_while_they_are_inside(seed: int) -> None:
-    wrong: list[str] = []
+class Inside:
+    """A thread that goes into ``compiling`` and out of it as it is told."""
 
-    def inside(depth: int) -> None:
-        if not torch.compiler.is_compiling():
-            wrong.append(f"False at depth {depth}")
-        if depth:
-            compiling(inside, depth - 1)
-        if not torch.compiler.is_compiling():
-            wrong.append(f"False again at depth {depth}")
+    def __init__(self) -> None:
+        self.depth = 0
+        self._told: queue.SimpleQueue[str] = queue.SimpleQueue()
+        self._done: queue.SimpleQueue[bool] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._obey)
+        self._thread.start()
 
-    def work(number: int) -> None:
-        dice = random.Random(seed + number)
-        for _ in range(20):
-            compiling(inside, dice.randrange(3))
+    def tell(self, what: str) -> bool:
+        """Return what torch says on that thread once it has obeyed."""
+        self._told.put(what)
+        return self._done.get(timeout=30)
 
-    threads = [threading.Thread(target=work, args=(number,)) for number in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not wrong
+    def end(self) -> None:
+        while self.depth:
+            self.tell("leave")
+        self._told.put("leave")
+        self._thread.join()
+
+    def _obey(self) -> None:
+        while self._told.get() == "enter":
+            self.depth += 1
+            compiling(self._inside)
+            self.depth -= 1
+            self._done.put(torch.compiler.is_compiling())
+
+    def _inside(self) -> None:
+        self._done.put(torch.compiler.is_compiling())
+        self._obey()
+
+
+@given(moves=st.lists(st.tuples(st.integers(0, 2), st.sampled_from(["enter", "leave"])), max_size=24))
+def test_torch_compiles_while_any_thread_is_inside(moves: list[tuple[int, str]]) -> None:
+    threads = [Inside() for _ in range(3)]
+    try:
+        for number, move in moves:
+            if move == "enter" or threads[number].depth:
+                said = threads[number].tell(move)
+                assert said == torch.compiler.is_compiling() == any(one.depth for one in threads)
+    finally:
+        for one in threads:
+            one.end()
     assert not torch.compiler.is_compiling()
 
 
@@ -164,8 +187,10 @@ def test_a_fork_does_not_keep_the_flag_of_another_thread() -> None:
     entered.wait()
     child = os.fork()
     if child == 0:
-        compiling(lambda: None)
-        os._exit(int(torch.compiler.is_compiling()))
+        other = threading.Thread(target=compiling, args=(int,), daemon=True)
+        other.start()
+        other.join(10)
+        os._exit(int(torch.compiler.is_compiling() or other.is_alive()))
     try:
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
         compiling(lambda: None)

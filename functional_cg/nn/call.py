@@ -20,7 +20,15 @@ from ..errors import CaptureError, ImplicitRandomnessError, ReadOnlyError
 from ..random.kernels import OpenKernels
 from ..random.keyed import Draws, here, stream_of, under_checkpoint
 from ..tensors.aten import written_arguments
-from .attributes import COMPILED, Held, buffers_set, held, refuse_changed, refuse_changed_buffers, refuse_unmade
+from .attributes import (
+    COMPILED,
+    Held,
+    buffers_set,
+    held,
+    refuse_changed,
+    refuse_changed_buffers,
+    refuse_unmade,
+)
 from .storage import storage_of
 
 __all__ = ["function_of", "run", "title"]
