@@ -31,7 +31,7 @@ def compiling(fn: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
     try:
         return _compiling(fn, args, kwargs)
     finally:
-        leave(outside)
+        leave(outside=outside)
 
 
 def _compiling(fn: Callable[..., R], args: Any, kwargs: Any) -> R:
@@ -46,7 +46,7 @@ def torch_compiles() -> bool:
         return torch.compiler.is_compiling() and not _runs_anywhere()
 
 
-def leave(outside: bool) -> None:
+def leave(*, outside: bool) -> None:
     """Let torch say ``outside`` again, unless some thread is inside of :func:`compiling`."""
     with _SWITCH:
         torch.compiler._is_compiling_flag = outside or _runs_anywhere()
@@ -66,7 +66,7 @@ def _runs_in(frame: FrameType | None) -> bool:
 
 def _forked() -> None:
     _SWITCH.release()
-    leave(False)  # threads that were inside are gone
+    leave(outside=False)  # threads that were inside are gone
 
 
 if hasattr(os, "register_at_fork"):

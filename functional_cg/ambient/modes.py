@@ -37,7 +37,7 @@ def restore(modes: tuple[Any, ...]) -> None:
     torch.set_autocast_cache_enabled(cache)
     for device, enabled in zip(_DEVICES, autocast, strict=True):
         torch.set_autocast_enabled(device, enabled)
-    leave(compiles)
+    leave(outside=compiles)
 
 
 def without_gradients() -> None:
