@@ -84,7 +84,7 @@ def mesh(text: str) -> dict[str, int]:
 
 
 def gpt_parser(prog: str, description: str) -> Parser:
-    """Make the parser of the GPT example; the defaults run in a minute or two on two CPU cores."""
+    """Make the parser of the GPT example; the defaults run in half a minute on two CPU cores."""
     parser = Parser(
         prog=prog,
         description=description,
@@ -92,7 +92,7 @@ def gpt_parser(prog: str, description: str) -> Parser:
         allow_abbrev=False,
     )
     add, positive = parser.add_argument, integer(1)
-    add("--steps", type=positive, default=300, metavar="N", help="training steps")
+    add("--steps", type=positive, default=150, metavar="N", help="training steps")
     add(
         "--batch-size",
         type=positive,

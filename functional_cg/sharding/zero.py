@@ -10,7 +10,6 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from .. import tree as pytree
 from ..precision import Policy
@@ -78,7 +77,8 @@ class Zero:
         if not isinstance(leaf, Tensor):
             return leaf
         # torch's DTensor shards along a dimension; placements here shard the flattened leaf.
-        full = leaf.full_tensor() if isinstance(leaf, DTensor) else leaf
+        # Told by its method: to import the class takes longer than the whole package.
+        full = leaf.full_tensor() if hasattr(leaf, "full_tensor") else leaf
         return broadcast(full.to(self.mesh.device), self.mesh)
 
     def moved(self, placed: Any) -> Any:

@@ -86,7 +86,7 @@ def run(tests: Sequence[str], folder: Path, mutant: Mutant | None = None) -> Out
     environment = {
         name: value for name, value in os.environ.items() if not name.startswith(("PYTEST_", "FCG_"))
     }
-    environment |= {"PYTHONPATH": str(folder), "PYTHONDONTWRITEBYTECODE": "1"}
+    environment |= {"PYTHONPATH": str(folder), "PYTHONDONTWRITEBYTECODE": "1", "SECONDS_OF_MESHES": "3"}
     # Nobody reads what was compared, and pytest would take as long to rewrite all assertions as most tests to run.
     flags = [
         "--assert=plain",

@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import functools
 import math
+import os
 import re
 from types import SimpleNamespace
 from typing import Any
@@ -24,7 +25,8 @@ from tests.sharding.mistakes import MISTAKES, WithAverage, close, same
 from tests.sharding.programs import Setting, mlp_batch, mlp_params, mlp_state, mlp_step
 from tests.sharding.ranks import on_ranks
 
-TIMEOUT = 8.0  # of a mesh: no test waits for it unless it fails
+# Of a mesh, in seconds: no test waits for it unless it fails, as with a mutant.
+TIMEOUT = float(os.environ.get("SECONDS_OF_MESHES", "8"))
 
 
 def bench(device: str) -> Any:
