@@ -20,7 +20,7 @@ from ..transforms.control import loop
 from ..tree import Treedef
 from .inputs import InputLayout, as_input, input_layout
 
-__all__ = ["Call", "Signature", "new_state_and_metrics"]
+__all__ = ["Call", "Signature", "new_state_and_metrics", "on_host"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +90,17 @@ class Call:
         )
         return replace(self, layout=layout, states=tuple(states))
 
+    def value(self, number: int) -> Tensor | None:
+        """Return a copy on the host of what a slot holds, counted over all states; None for a leaf on a mesh."""
+        for state in self.states:
+            if number < state.stop - state.start:
+                slot, arena = state.start + number, state.arena
+                if arena.plan.slots[slot].spec.placement is not None:
+                    return None
+                return on_host(arena, slot)
+            number -= state.stop - state.start
+        raise IndexError(number)
+
     @property
     def arenas(self) -> tuple[tuple[int, int, int], ...]:
         """The memory that the call is bound to: arena and slot range of each state."""
@@ -158,6 +169,16 @@ class Call:
             [[column[i] for column in columns] for i in range(self.steps)],
             names=(self.function, self.states[0].name, "metrics"),
         )
+
+
+def on_host(arena: Arena, slot: int) -> Tensor:
+    """Return a copy of a slot on the host; waits for the device."""
+
+    def copied() -> Tensor:
+        arena.join()
+        return arena.slots[slot].to("cpu", copy=True)
+
+    return arena.turn.read(copied)  # type: ignore[no-any-return]
 
 
 def new_state_and_metrics(function: str, result: Any) -> tuple[Any, Any]:

@@ -19,7 +19,7 @@ from ..state.arena import BufferSpec, refuse_aliases
 from ..tensors.aten import is_batched, unwrapped
 from .attributes import Held, copying, refuse_exchanged, walked
 from .call import function_of, run, title
-from .originals import Applied, Original, note
+from .originals import Applied, Original, note, note_buffers
 from .refusals import made_by_hooks, refuse_impure
 from .remembered import only_remembers
 from .storage import storage_of
@@ -168,6 +168,7 @@ class Apply:
         """
         self._original.check()
         params, buffers = self._by_name(params, buffers)
+        note_buffers(buffers.values())
         self._refuse_key(key)
         # Copy all of them; a captured step keeps only the copies that are written. Copying at the first write instead,
         # behind autograd's back, would be invisible to gradients, since autograd saves the tensors the forward uses.

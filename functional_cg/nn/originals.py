@@ -10,10 +10,10 @@ from __future__ import annotations
 import operator
 import weakref
 from collections import deque
-from collections.abc import Iterator, Sequence, Set
+from collections.abc import Iterable, Iterator, Sequence, Set
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
 
@@ -21,11 +21,12 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import BakedValueError
+from ..tensors.aten import unwrapped
 from .attributes import Held, changed, held, walked
 
-__all__ = ["Applied", "Original", "meeting", "note"]
+__all__ = ["Applied", "Met", "Original", "meeting", "note", "note_buffers"]
 
-_met: ContextVar[list[Applied] | None] = ContextVar("met", default=None)
+_met: ContextVar[Met | None] = ContextVar("met", default=None)
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 # Run for every module of the process.
 _ON_ALL = tuple(f"_global{name}" for name in _HOOKS)
@@ -158,11 +159,31 @@ class Applied:
     written: tuple[Tensor, ...]
 
 
+@dataclass(slots=True)
+class Met:
+    """What calls of ``apply`` report to a trace.
+
+    Attributes:
+      applied: The calls that have ended.
+      buffers: The buffers that any of them was given.
+    """
+
+    applied: list[Applied] = field(default_factory=list)
+    buffers: list[Tensor] = field(default_factory=list)
+
+
+def note_buffers(buffers: Iterable[Tensor]) -> None:
+    """Report the buffers that an ``apply`` is given to the running trace, if any."""
+    found = _met.get()
+    if found is not None:
+        found.buffers += map(unwrapped, buffers)
+
+
 def note(applied: Applied) -> None:
     """Report a call of an ``apply`` to the running trace, if any."""
     found = _met.get()
     if found is not None:
-        found.append(applied)
+        found.applied.append(applied)
 
 
 def _on_all() -> tuple[int, ...]:
@@ -204,11 +225,10 @@ def _stores(value: Any, of_torch: Set[str]) -> Iterator[tuple[Any, Sequence[Any]
 
 
 @contextmanager
-def meeting() -> Iterator[list[Applied]]:
-    """Collect the calls of every ``apply`` in the block."""
-    found: list[Applied] = []
+def meeting(found: Met) -> Iterator[None]:
+    """Collect what every ``apply`` in the block reports."""
     token = _met.set(found)
     try:
-        yield found
+        yield
     finally:
         _met.reset(token)

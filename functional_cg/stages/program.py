@@ -203,6 +203,7 @@ class Program:
       output_def: Their tree structure.
       reports: What is printed or tapped at each call.
       applications: Calls of modules' functions.
+      suppositions: Slots that it never changes, with the values that it was traced with, on the host.
     """
 
     function: str
@@ -220,6 +221,7 @@ class Program:
     output_paths: list[KeyPath] = field(default_factory=list)
     reports: list[Report] = field(default_factory=list)
     applications: list[Application] = field(default_factory=list)
+    suppositions: list[Constant] = field(default_factory=list)
 
     @property
     def results(self) -> list[Var]:

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import functools
-import logging
 import os
-import time
 import weakref
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any, Self, cast
 
 import torch
@@ -42,12 +39,13 @@ from .constants import Constants
 from .eager import run_eager
 from .eviction import closed_error, drop_spares, forget
 from .explain import explain, explain_html, warnings_of
+from .log import log, timed
 from .lowered import Captured, Lowered
+from .suppositions import on_same_values, refuse_other_values
 from .verify import Shadow
 
 __all__ = ["Transform"]
 
-_log = logging.getLogger("functional_cg")
 _MAX_STATIC_COMBINATIONS = 8
 
 
@@ -213,6 +211,7 @@ class Transform:
         for original in lowered.originals:
             original.check(self._name)
         self._constants.check()
+        refuse_other_values(lowered.program, call)
         if not self._to_verify:
             return self._replay(call, lowered)
         self._to_verify -= 1
@@ -244,7 +243,7 @@ class Transform:
 
     def _instead_of_capture(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not self.stats.eager_calls and self._options.backend != "eager":
-            _log.warning("%s: FCG_DISABLE_CAPTURE=1, every call runs eagerly", self._name)
+            log.warning("%s: FCG_DISABLE_CAPTURE=1, every call runs eagerly", self._name)
         return self._eager(args, kwargs)
 
     def _eager(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -306,21 +305,21 @@ class Transform:
         states = tuple(BoundState(s.name, s.handle._node, s.specs) for s in call.states)
         recipe = Recipe(
             self._fn, self._name, states, call.layout.specs, call.layout.live_names, call.apply,
-            self._constants.named(), self._donates, call.objects,
+            self._constants.named(), self._donates, call.value, call.objects,
         )  # fmt: skip
-        with _timed(self._name, "traced"):
+        with timed(self._name, "traced"):
             program, host_watch = trace(recipe, checkpoint)
         self.stats.traces += 1
         inspection = inspection_of(program, host_watch.names())
         reference = Reference(program.twin())  # before any rewrite
-        with _timed(self._name, f"lowered {len(program.instrs)} ATen calls"):
+        with timed(self._name, f"lowered {len(program.instrs)} ATen calls"):
             reading = reading_of([spec for state in states for spec in state.specs])
             program.instrs = group_collectives(program.instrs, reading, call.device)
             rewrite(program, call.places())
             plan = lower(program, call.device, self._options.lowering, reference)
         lowered = Lowered(self._name, states, call.layout, program, plan, host_watch, inspection, reference)
         for text in warnings_of(lowered):
-            _log.warning("%s: %s", self._name, text)
+            log.warning("%s: %s", self._name, text)
         return lowered
 
     def _captured_for(self, call: Call, lowered: Lowered) -> Captured:
@@ -328,7 +327,7 @@ class Transform:
         captured = self._captured.get(key)
         if captured is None:
             lowered.meet()
-            with held_back(), _timed(self._name, "captured"):
+            with held_back(), timed(self._name, "captured"):
                 captured = self._captured[key] = self._capture(call, lowered)
             self.stats.captures += 1
             self._drop_spares()
@@ -358,9 +357,10 @@ class Transform:
             lowered.plan, buffers, lambda: Buffers(scratch(slots, free), staging.slots, constants)
         )
         replay = Poisoned(replay, staging.slots) if "poison" in str(self._options.debug) else replay
+        bound = [Bound(s.position, s.arena, s.start, s.stop) for s in call.states]
         run = replayer(
             name=self._name,
-            bound=[Bound(s.position, s.arena, s.start, s.stop) for s in call.states],
+            bound=bound,
             donates=self._donates,
             match=layout_matcher(call.layout, call.device),
             unchanged=self._unchanged(lowered),
@@ -370,6 +370,7 @@ class Transform:
             stats=self.stats,
         )
         finish = finisher(self._name, program, donates=self._donates)
+        run = on_same_values(run, program, bound)
         return Captured.of(run, finish, replay, call, constants, lowered)
 
     def _drop_spares(self) -> None:
@@ -391,10 +392,3 @@ def _reap(this: weakref.ref[Transform]) -> None:
     step = this()
     if step is not None and not step._closed and not step._turn.busy:
         step._turn.alone(step._drop_spares)
-
-
-@contextmanager
-def _timed(name: str, what: str) -> Iterator[None]:
-    start = time.perf_counter()
-    yield
-    _log.info("%s: %s in %.2f s", name, what, time.perf_counter() - start)

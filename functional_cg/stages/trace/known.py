@@ -41,17 +41,27 @@ def aside_from_modes(call: Callable[[], Any]) -> Any:
         return call()
 
 
-def value_of(program: Program, var: Var | None) -> Tensor | None:
-    """Return a variable's value after the calls so far; None if it depends on state, inputs or draws."""
+def value_of(
+    program: Program, var: Var | None, supposed: Callable[[Var], Tensor | None] = lambda var: None
+) -> Tensor | None:
+    """Return a variable's value after the calls so far; None if it depends on state, inputs or draws.
+
+    Args:
+      program: What was traced so far.
+      var: The variable.
+      supposed: Returns the value of part of the state that may be taken as known.
+    """
     if var is None:
         return None
     instrs, _ = live([instr for instr in program.instrs if not instr.checks], [var])
     values = {constant.var: constant.value for constant in program.constants}
     made = {out for instr in instrs for out in instr.outputs()}
-    if not all(one in values or one in made for instr in instrs for one in (*instr.inputs(), var)):
-        return None
-    if not instrs and var not in values:
-        return None
+    for one in dict.fromkeys([*(read for instr in instrs for read in instr.inputs()), var]):
+        if one not in values and one not in made:
+            held = supposed(one)
+            if held is None:
+                return None
+            values[one] = held
 
     def computed() -> Tensor:
         found = {one: value.clone() for one, value in values.items()}  # a call may write it in place

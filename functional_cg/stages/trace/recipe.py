@@ -36,6 +36,7 @@ class Recipe:
       apply: Calls the function on trees of the states and leaves of the inputs.
       constants: Declared constants.
       donates: Whether the function returns (new_state, metrics) rather than just outputs.
+      value: Returns a copy on the host of what a slot of the states holds; None if nobody knows.
       objects: (name, object) for each argument that is not a tensor: static arguments, objects among the inputs.
     """
 
@@ -47,4 +48,5 @@ class Recipe:
     apply: Callable[[Callable[..., Any], Sequence[Any], Sequence[Any]], Any]
     constants: tuple[tuple[str, Tensor], ...]
     donates: bool
+    value: Callable[[int], Tensor | None] = lambda slot: None
     objects: tuple[tuple[str, Any], ...] = ()

@@ -23,7 +23,7 @@ from ...ambient.setting import canonical, in_a_backward
 from ...call.signature import new_state_and_metrics
 from ...errors import FunctionalCGError, HostSyncError
 from ...messages.source import Locator
-from ...nn.originals import meeting
+from ...nn.originals import Met, meeting
 from ...shards.reader import Reader
 from ...shards.tensor import Sharded
 from ...state.arena import BufferSpec
@@ -44,6 +44,7 @@ from .recipe import Recipe
 from .results import refuse_unreturnable
 from .rules import Rules, refuse_mixed_dtypes, refuse_new_state
 from .strays import disown, refuse_kept
+from .supposed import Supposed
 from .twice import refuse_another_call, refuse_another_literal, refuse_another_result
 
 __all__ = ["trace"]
@@ -82,6 +83,8 @@ class _Recorder(TorchDispatchMode):
         self.mesh = mesh_of([spec for state in recipe.states for spec in state.specs])
         self.rules = Rules(recipe.name, self._protected, recipe.function, on_a_mesh=self.mesh is not None)
         self._locator = Locator()
+        self.met = Met()
+        self.supposed = Supposed(self.program, recipe.value, lambda: map(self.var_of, self.met.buffers))
 
     def fake(self, spec: BufferSpec, owner: str) -> tuple[Tensor, Var]:
         """Make a fake tensor, and its variable, for a leaf that exists outside the step."""
@@ -126,8 +129,8 @@ class _Recorder(TorchDispatchMode):
     def release(self) -> list[weakref.ref[Tensor]]:
         """Drop all tensors of the trace; any that stay alive are held by user code."""
         self._references += map(weakref.ref, self._kept)
-        self._kept.clear()
-        self.declared.clear()
+        for one in (self._kept, self.declared, self.met.buffers, self.met.applied):
+            one.clear()
         return self._references
 
     def __torch_dispatch__(
@@ -174,12 +177,11 @@ class _Recorder(TorchDispatchMode):
         return out
 
     def _view(self, tensor: Tensor, shape: Sequence[int]) -> Tensor:
-        view: Tensor = self._dispatch(torch.ops.aten.view.default, (tensor, shape), {})
-        return view
+        return self._dispatch(torch.ops.aten.view.default, (tensor, shape), {})  # type: ignore[no-any-return]
 
     def value_of(self, tensor: Tensor) -> Tensor | None:
         """Return what a tensor of the trace holds, if that is the same in each replay; else None."""
-        return value_of(self.program, self.var_of(tensor))
+        return value_of(self.program, self.var_of(tensor), self.supposed.value_of)
 
     def _known_result(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any] | None:
         """Return the result, as a 1-tuple, of a call that needs only known values on the host; else None."""
@@ -197,17 +199,14 @@ class _Recorder(TorchDispatchMode):
 
     def _with_constants(self, value: Any) -> Any:
         """Replace declared constants by the fake tensors that stand for them."""
-        if isinstance(value, Tensor):
-            return self.declared.get(id(value), value)
         if isinstance(value, dict):
             return {name: self._with_constants(item) for name, item in value.items()}
         if isinstance(value, (list, tuple)):
-            return type(value)(self._with_constants(item) for item in value)
-        return value
+            return type(value)(map(self._with_constants, value))
+        return self.declared.get(id(value), value)
 
     def _refuse_unknown(self, func: Any, tensor: Tensor, written: Sequence[Tensor]) -> None:
-        var = self._vars.get(id(tensor))
-        if var is None:
+        if (var := self._vars.get(id(tensor))) is None:
             raise self.rules.foreign(func, tensor, written=any(other is tensor for other in written))
         if not self.describes(var, tensor):
             raise self.rules.data_assigned()
@@ -233,7 +232,7 @@ class _Recorder(TorchDispatchMode):
     ) -> None:
         if func is _IN_OTHER_STRIDES_:  # it writes no element and returns a view
             func, written = torch.ops.aten.as_strided.default, ()
-        frozen = tuple(self._freeze(arg) for arg in args)
+        frozen = tuple(map(self._freeze, args))
         named = {name: self._freeze(value) for name, value in kwargs.items()}
         writes = tuple(self._vars[id(tensor)] for tensor in written)
         # Built last: the result may be an argument that this call turns into a new variable.
@@ -321,13 +320,14 @@ def _run(
         recorder.declare(name, constant)
     follow = nullcontext() if follower is None else follower.following()
     guard = HostGuard(recorder.rules, recorder.value_of)
-    with canonical(recorder.mesh), without_log(), mode, recorder, guard, meeting() as applied, follow:
+    with canonical(recorder.mesh), without_log(), mode, recorder, guard, meeting(recorder.met), follow:
         result = recipe.apply(recipe.function, trees, inputs)
         old = recipe.states[0] if recipe.donates else None
         result = shown(result) if old is None else left(old.specs, old.treedef, result)
     recorder.rules.refuse_what_was_caught()
     _read_result(recipe, recorder, result)
-    for one in applied:
+    recorder.supposed.refuse_written()
+    for one in recorder.met.applied:
         written = tuple(var for var in map(recorder.var_of, one.written) if var is not None)
         program.applications.append(Application(one.original, one.name, one.by_mode, one.parts, written))
     return recorder
