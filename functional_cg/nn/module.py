@@ -163,6 +163,8 @@ class Apply:
           ReadOnlyError: If the forward writes a parameter, or swaps the memory of a tensor.
           SideEffectError: If it writes an attribute of the module, or if a buffer becomes None or a tensor.
           BakedValueError: If the module changed after ``from_module`` copied it: frozen, hooked, or an attribute set.
+            From a captured step, also if a buffer that the forward reads on the host holds another value than at the
+            first call; reading one there is fine as long as the step never changes it.
           CaptureError: If it calls ``torch.utils.checkpoint`` with ``use_reentrant=True``, or of what draws random
             numbers in no submodule of its own; ``remat`` around ``apply`` is fine.
         """

@@ -875,4 +875,24 @@ MUTANTS = (
         ),
         no_gpu="told on the host",
     ),
+    Mutant(
+        "N84",
+        "the value of a buffer that was read on the host is compared on the slow path alone",
+        (("        run = on_same_values(run, program, bound)\n", ""),),
+        (
+            "tests/test_supposed.py::test_another_value_is_refused_wherever_it_comes_from",
+            "tests/test_supposed.py::test_a_checkpoint_with_another_value_is_refused",
+        ),
+        no_gpu="told on the host",
+    ),
+    Mutant(
+        "N85",
+        "a buffer that the step changes may be read on the host",
+        (("    recorder.supposed.refuse_written()\n", ""),),
+        (
+            "tests/test_supposed.py::test_a_buffer_that_the_step_changes_is_not_read[Writes]",
+            "tests/test_supposed.py::test_a_buffer_that_the_step_changes_is_not_read[Later]",
+        ),
+        no_gpu="told on the host",
+    ),
 )
