@@ -1351,3 +1351,43 @@ def test_nothing_is_collected_while_a_step_is_followed(collects: bool) -> None:
         assert (seen, gc.isenabled()) == ([False], collects)
     finally:
         (gc.enable if was else gc.disable)()
+
+
+class _Given:
+    """What a container gives out in place of the class that it stores."""
+
+    scale = 2.0
+
+
+def _giving(kind: type) -> type:
+    class Giving(kind):
+        def __getitem__(self, key: Any) -> Any:
+            return super().__getitem__(key)()
+
+    return Giving
+
+
+@pytest.mark.parametrize("kind", [dict, collections.OrderedDict, defaultdict, list, tuple, collections.deque])
+def test_a_container_may_give_out_something_else_than_it_stores(
+    kind: type, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As registries of activations do, which make a new one at each lookup."""
+    in_dict = issubclass(kind, dict)
+    stored = {0: _Given} if in_dict else [_Given]
+    held = _giving(kind)(*([None] if kind is defaultdict else []), stored)
+    step = fcg.graph_fn(lambda x: x * held[0].scale)
+    for call in range(4):
+        assert torch.equal(step(torch.full((2,), float(call))), torch.full((2,), 2.0 * call))
+    monkeypatch.setattr(_Given, "scale", 3.0)
+    with pytest.raises(fcg.BakedValueError, match="scale"):
+        step(torch.ones(2))
+    monkeypatch.undo()
+    assert torch.equal(step(torch.ones(2)), torch.full((2,), 2.0))
+    if kind is not tuple:
+
+        class Other(_Given):
+            scale = 5.0
+
+        kind.__setitem__(held, 0, Other)
+        with pytest.raises(fcg.BakedValueError):
+            step(torch.ones(2))

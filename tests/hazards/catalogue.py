@@ -805,7 +805,7 @@ HAZARDS = (
     _row(170, 1, "N83", "after `gc.freeze()`, what a closure reads that a library alone holds changes unnoticed",
          "refused: BakedValueError; what the collector has set aside is searched, too",
          "reads::test_a_function_that_a_library_alone_holds_also_among_what_the_collector_leaves_alone"),
-    _row(171, 1, "N84 N85", "a module asks the host for a buffer, such as a flag, and its value changes between two calls",
+    _row(171, 1, "N84 N85", "a module asks the host for a buffer, such as a flag, and that changes between two calls",
          "refused: BakedValueError for another value; HostSyncError if the step itself changes it",
          "supposed::test_another_value_is_refused_wherever_it_comes_from",
          "supposed::test_a_buffer_that_the_step_changes_is_not_read",

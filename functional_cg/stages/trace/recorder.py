@@ -20,14 +20,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ... import tree as pytree
 from ...ambient.setting import canonical, in_a_backward
-from ...call.signature import new_state_and_metrics
 from ...errors import FunctionalCGError, HostSyncError
 from ...messages.source import Locator
 from ...nn.originals import Met, meeting
 from ...shards.reader import Reader
 from ...shards.tensor import Sharded
 from ...state.arena import BufferSpec
-from ...state.boundary import entered, held, left, mesh_of, shown
+from ...state.boundary import entered, left, mesh_of, shown
 from ...tensors.aten import named_arguments, tensors_in
 from ...tensors.fake_mode import FakeMode, without_log
 from ...tensors.overlap import storage_key
@@ -41,8 +40,8 @@ from .exceptions import mapped, raised_at
 from .host import HostGuard, HostRandomness, HostState, is_validation
 from .known import as_filling, aside_from_modes, by_places, result_of, value_of
 from .recipe import Recipe
-from .results import refuse_unreturnable
-from .rules import Rules, refuse_mixed_dtypes, refuse_new_state
+from .results import read_result
+from .rules import Rules, refuse_mixed_dtypes
 from .strays import disown, refuse_kept
 from .supposed import Supposed
 from .twice import refuse_another_call, refuse_another_literal, refuse_another_result
@@ -101,6 +100,15 @@ class _Recorder(TorchDispatchMode):
 
     def var_of(self, tensor: Tensor) -> Var | None:
         return self._vars.get(id(self.declared.get(id(tensor), tensor)))
+
+    def variable(self, path: KeyPath, leaf: Tensor, root: str) -> Var:
+        """Return the variable of a result."""
+        var = self.var_of(leaf)
+        if var is None:
+            raise self.rules.returned(path_string(path, root), leaf)
+        if id(leaf) not in self.declared and not self.describes(var, leaf):
+            raise self.rules.data_assigned()
+        return var
 
     def describes(self, var: Var, tensor: Tensor) -> bool:
         """Whether a tensor still has the layout and storage that it had when its variable was made."""
@@ -325,7 +333,7 @@ def _run(
         old = recipe.states[0] if recipe.donates else None
         result = shown(result) if old is None else left(old.specs, old.treedef, result)
     recorder.rules.refuse_what_was_caught()
-    _read_result(recipe, recorder, result)
+    read_result(recipe, program, recorder.variable, result)
     recorder.supposed.refuse_written()
     for one in recorder.met.applied:
         written = tuple(var for var in map(recorder.var_of, one.written) if var is not None)
@@ -333,33 +341,16 @@ def _run(
     return recorder
 
 
-def _read_result(recipe: Recipe, recorder: _Recorder, result: Any) -> None:
-    program = recorder.program
-    if recipe.donates:
-        new_state, result = new_state_and_metrics(recipe.name, result)
-        old = recipe.states[0]
-        leaves, treedef = pytree.flatten(new_state)
-        refuse_new_state(recipe.name, old.treedef, old.specs, treedef, leaves)
-        program.new_state = [
-            _result_var(recorder, path, held(leaf), "state")
-            for path, leaf in zip(treedef.paths(), leaves, strict=True)
-        ]
-    leaves, program.output_def = pytree.flatten(result)
-    program.output_paths = program.output_def.paths()
-    refuse_unreturnable(recipe.name, program.output_paths, leaves)
-    program.outputs = [
-        _result_var(recorder, path, leaf, "metrics") if isinstance(leaf, Tensor) else leaf
-        for path, leaf in zip(program.output_paths, leaves, strict=True)
-    ]
-
-
-def _result_var(recorder: _Recorder, path: KeyPath, leaf: Tensor, root: str) -> Var:
-    var = recorder.var_of(leaf)
-    if var is None:
-        raise recorder.rules.returned(path_string(path, root), leaf)
-    if id(leaf) not in recorder.declared and not recorder.describes(var, leaf):
-        raise recorder.rules.data_assigned()
-    return var
+def _watched(
+    recipe: Recipe, first: Program, checkpoint: Callable[[], None], runs: list[_Recorder]
+) -> tuple[Program, HostReads, HostWatch]:
+    """Trace a second time; return the program, and what the function read on the host."""
+    reads = HostReads([constant for _, constant in recipe.constants])
+    for name, value in (("self", recipe.function), *recipe.objects):
+        reads.handed(value, name)
+    run = _run(recipe, first, checkpoint, runs, reads)
+    disown(run.program, run.release(), run.variables)
+    return run.program, reads, HostWatch(reads.finish(), autocast_dtypes=reads.says_autocast)
 
 
 def trace(recipe: Recipe, checkpoint: Callable[[], None] = lambda: None) -> tuple[Program, HostWatch]:
@@ -380,10 +371,7 @@ def trace(recipe: Recipe, checkpoint: Callable[[], None] = lambda: None) -> tupl
             recorder = _run(recipe, None, checkpoint, runs)
             randomness.refuse_draws(recipe.name, lambda: _run(recipe, None, checkpoint, runs))
             refuse_kept(recipe.name, recorder.program, recorder.variables, recorder.release())
-            reads = HostReads([constant for _, constant in recipe.constants])
-            for name, value in (("self", recipe.function), *recipe.objects):
-                reads.handed(value, name)
-            again = _run(recipe, recorder.program, checkpoint, runs, reads)
+            again, reads, watched = _watched(recipe, recorder.program, checkpoint, runs)
     except FunctionalCGError as error:
         error.within(recipe.name, raised_at(error))
         raise
@@ -393,8 +381,6 @@ def trace(recipe: Recipe, checkpoint: Callable[[], None] = lambda: None) -> tupl
         randomness.restore_own()
         for run in runs:
             disown(run.program, run.release(), run.variables)
-    program = recorder.program
-    refuse_another_result(program, again.program)
-    watched = HostWatch(reads.finish(), autocast_dtypes=reads.says_autocast)
+    refuse_another_result(recorder.program, again)
     host.refuse_change(watched, reads)
-    return program, watched
+    return recorder.program, watched

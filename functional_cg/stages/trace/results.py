@@ -1,21 +1,57 @@
-"""Check what a step returns besides tensors: only immutable values are allowed."""
+"""Read the result of a step: tensors by their variables; besides them, only immutable values are allowed."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import BuiltinFunctionType, FunctionType
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ... import tree as pytree
+from ...call.signature import new_state_and_metrics
 from ...errors import ForeignTensorError, SideEffectError
+from ...state.boundary import held
 from ...tree import KeyPath, path_string
+from ..program import Program, Var
+from .recipe import Recipe
+from .rules import refuse_new_state
 
-__all__ = ["refuse_unreturnable"]
+__all__ = ["read_result", "refuse_unreturnable"]
 
 # Types that define no hash but are immutable, or that nobody would mutate.
 _ATOMS = (torch.dtype, torch.layout, torch.memory_format, type, type(None), FunctionType, BuiltinFunctionType)
+
+
+def read_result(
+    recipe: Recipe, program: Program, variable: Callable[[KeyPath, Tensor, str], Var], result: Any
+) -> None:
+    """Note in a program what the function returned.
+
+    Args:
+      recipe: What was traced.
+      program: The program.
+      variable: Returns the variable of a tensor, given its key path and the name of its tree.
+      result: What the function returned.
+    Raises:
+      FunctionalCGError: If the new state is unlike the old one, or if a result cannot leave a step.
+    """
+    if recipe.donates:
+        new_state, result = new_state_and_metrics(recipe.name, result)
+        old = recipe.states[0]
+        leaves, treedef = pytree.flatten(new_state)
+        refuse_new_state(recipe.name, old.treedef, old.specs, treedef, leaves)
+        program.new_state = [
+            variable(path, held(leaf), "state") for path, leaf in zip(treedef.paths(), leaves, strict=True)
+        ]
+    leaves, program.output_def = pytree.flatten(result)
+    program.output_paths = program.output_def.paths()
+    refuse_unreturnable(recipe.name, program.output_paths, leaves)
+    program.outputs = [
+        variable(path, leaf, "metrics") if isinstance(leaf, Tensor) else leaf
+        for path, leaf in zip(program.output_paths, leaves, strict=True)
+    ]
 
 
 def refuse_unreturnable(function: str, paths: Sequence[KeyPath], leaves: Sequence[Any]) -> None:

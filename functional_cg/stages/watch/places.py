@@ -12,7 +12,7 @@ from typing import Any
 
 from ...pytree.sameness import same
 from .kinds import is_key
-from .values import Contents, Shape, is_array
+from .values import Contents, Shape, in_classes, is_array
 
 __all__ = ["ATTRIBUTE", "CELL", "ITEM", "PART", "Entry", "How", "Place", "Step", "parts_of"]
 
@@ -170,12 +170,26 @@ def _element(number: int, array: Any) -> Any:
 
 def parts_of(held: Any) -> list[tuple[Step, Any]]:
     """Return the elements of a container with the steps to them; none for a set, which has no such steps."""
-    if issubclass(type(held), dict | types.MappingProxyType):
+    if issubclass(type(held), dict):
+        return [(_item(held, dict, key), part) for key, part in dict.items(held) if is_key(key)]
+    if type(held) is types.MappingProxyType:
         return [(Step(ITEM, key), part) for key, part in held.items() if is_key(key)]
     if is_array(held) and held.dtype.hasobject:
         return [
             (Step(PART, functools.partial(_element, n)), part) for n, part in enumerate(held.ravel().tolist())
         ]
-    if issubclass(type(held), list | tuple | collections.deque):
-        return [(Step(ITEM, number), part) for number, part in enumerate(held)]
-    return []
+    kind = next((one for one in (list, tuple, collections.deque) if issubclass(type(held), one)), None)
+    if kind is None:
+        return []
+    return [(_item(held, kind, number), part) for number, part in enumerate(kind.__iter__(held))]
+
+
+def _item(held: Any, kind: type[Any], key: Any) -> Step:
+    """Return the step to an element as it is stored, past a class that gives out something else."""
+    if in_classes(type(held).__mro__, "__getitem__") is kind.__getitem__:
+        return Step(ITEM, key)
+    return Step(PART, functools.partial(_stored, kind.__getitem__, key))
+
+
+def _stored(getter: Callable[[Any, Any], Any], key: Any, held: Any) -> Any:
+    return getter(held, key)
