@@ -906,6 +906,16 @@ def test_a_reentrant_checkpoint_is_refused() -> None:
         train_step(apply)(state, torch.ones(2, 4))
 
 
+def test_a_buffer_written_under_a_checkpoint_is_a_warning() -> None:
+    """PyTorch updates the statistics a second time; here they are those of a model without checkpoints."""
+    apply, params, buffers = fcg.from_module(Blocks("block"))
+    with pytest.warns(
+        UserWarning, match=r"`Blocks`: BatchNorm1d writes its buffers under `torch.utils.checkpoint`"
+    ):
+        apply(params, buffers, torch.randn(8, 4), key=fcg.random.key(0))
+    apply(params, buffers, torch.randn(8, 4), train=False)
+
+
 class Blocks(nn.Module):
     """Blocks that draw, write buffers and remember nothing, each recomputed if it is asked for."""
 
@@ -941,6 +951,7 @@ class Blocks(nn.Module):
         return self.head(x)
 
 
+@pytest.mark.filterwarnings("ignore:.*They are written once:UserWarning")
 @pytest.mark.parametrize("how", ["block", "closure", "nested", "without state"])
 @pytest.mark.parametrize("outside", [False, True])
 def test_what_a_checkpoint_recomputes_is_what_it_was(how: str, outside: bool) -> None:

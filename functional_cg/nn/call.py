@@ -6,6 +6,7 @@ key and records writes. The other, above autograd, keeps attention and RNNs on k
 
 from __future__ import annotations
 
+import warnings
 import weakref
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence, Set
@@ -66,9 +67,10 @@ def run(
     """
     names = {storage_of(param): name for name, param in params.items()}
     names.pop(None, None)  # None stands for every storage that cannot be identified
+    stored = {storage_of(buffer) for buffer in module.buffers()} - {None}
     name, place = title(module, method), Place(module)
     before, buffers = held(module), buffers_set(module)
-    effects = Effects(name, key, place, names)
+    effects = Effects(name, key, place, names, stored)
     with OpenKernels(), effects:
         out = compiling(function_of(module, method), *args, **kwargs)
     refuse_changed_buffers(name, buffers, buffers_set(module))
@@ -154,7 +156,9 @@ class Place:
     def next_stream(self) -> int:
         """Return the stream of the next draw of the innermost running submodule."""
         if self._effects is not None and len(self._began[self._trail[0][0]]) > 1:
-            raise self._cannot_repeat("it runs several times in one forward, and draws random numbers")
+            raise self._cannot_repeat(
+                "it runs several times in one forward, and draws random numbers: they would be other ones"
+            )
         number = self._draws[self.path]
         self._draws[self.path] += 1
         return stream_of(self.path, number)
@@ -162,14 +166,25 @@ class Place:
     def refuse_draws_between(self, submodules: int) -> None:
         """Raise if a draw under ``torch.utils.checkpoint`` is in no submodule that will be known to run again."""
         if not submodules:
-            raise self._cannot_repeat("what it wraps draws random numbers outside of its submodules")
+            raise self._cannot_repeat(
+                "what it wraps draws random numbers outside of its submodules: they would be other ones"
+            )
+
+    def warn_of_write(self) -> None:
+        """Warn of a write under ``torch.utils.checkpoint``, once for each kind of module."""
+        warnings.warn(
+            f"`{self._name}`: {self._trail[-1][1] if self._trail else self._name} writes its buffers under "
+            "`torch.utils.checkpoint`. They are written once, as without it and as in `fcg.remat`; PyTorch writes "
+            "them a second time when it recomputes, so that running statistics differ.",
+            stacklevel=2,
+        )
 
     def _cannot_repeat(self, why: str) -> CaptureError:
         return CaptureError.of(
             self._name,
             f"{self} calls `torch.utils.checkpoint`, as `fcg.remat` does.",
             rows=[here().removeprefix(", at ")],
-            why=f"It runs the forward again in the backward pass, and {why}: they would be other ones.",
+            why=f"It runs the forward again in the backward pass, and {why}.",
             fix="switch it off; in transformers, `model.gradient_checkpointing_disable()`. Around an `apply`, "
             "of the model or of a block, `fcg.remat(apply)(params, buffers, x, key=key)` does it.",
         )
@@ -187,6 +202,7 @@ class Effects(Draws):
       key: i64[2], or None to raise for any op that draws.
       place: Where the forward is.
       params: Names of the parameters by storage; writing one raises.
+      buffers: Storages of the buffers; writing one under ``torch.utils.checkpoint`` is a warning.
 
     Attributes:
       written: Storages that were written; None stands for all that cannot be identified.
@@ -198,9 +214,10 @@ class Effects(Draws):
         key: Tensor | None,
         place: Place,
         params: Mapping[int | None, str],
+        buffers: Set[int | None] = frozenset(),
     ) -> None:
         super().__init__(name, key)
-        self._place, self._params = place, params
+        self._place, self._params, self._buffers = place, params, buffers
         self.written: set[int | None] = {None}
 
     def watch(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
@@ -208,6 +225,8 @@ class Effects(Draws):
             self._place.recomputes = under_checkpoint(self._name, run.__code__) is not None
         for tensor in written_arguments(func, args, kwargs):
             self._refuse_parameter(func, tensor)
+            if storage_of(tensor) in self._buffers and under_checkpoint(self._name, run.__code__) is not None:
+                self._place.warn_of_write()
             self.written.add(storage_of(tensor))
 
     def next_stream(self) -> int:
