@@ -67,6 +67,7 @@ DEFERRED = {
         "tensors.philox_triton",
     ): "imports triton at its top, which CPU builds of torch do not bring",
     ("stages.passes.cross_entropy", "tensors.cross_entropy_triton"): "the same",
+    ("tensors.ctc", "tensors.ctc_triton"): "the same",
     ("examples.outcome", "report"): "needs matplotlib, which a picture alone is worth",
 }
 

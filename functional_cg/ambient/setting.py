@@ -5,9 +5,11 @@ from __future__ import annotations
 import contextlib
 import inspect
 from collections.abc import Iterator
+from types import MappingProxyType
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch.overrides import BaseTorchFunctionMode, _get_current_function_mode_stack
 from torch.utils import checkpoint
 from torch.utils._device import DeviceContext
@@ -15,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..errors import CaptureError
 from ..shards.mesh import Mesh
+from ..tensors.ctc import ctc_loss
 
 __all__ = [
     "AsTraced",
@@ -30,6 +33,8 @@ __all__ = [
     "refuse_reentrant_checkpoint",
 ]
 
+# Torch's functions that read values on the host -> the same without.
+_WITHOUT_THE_HOST = MappingProxyType({F.ctc_loss: ctc_loss, torch.ctc_loss: ctc_loss})
 _NEAR = 6  # frames from the grad mode's setter up to the checkpoint
 
 
@@ -43,6 +48,8 @@ class _InStep(BaseTorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        if func in _WITHOUT_THE_HOST:
+            return _WITHOUT_THE_HOST[func](*args, **(kwargs or {}))
         if func is torch._C._set_grad_enabled:  # the first thing that a reentrant checkpoint does
             _refuse_reentrant_checkpoint()
         return super().__torch_function__(func, types, args, kwargs)
