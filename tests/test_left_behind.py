@@ -478,9 +478,12 @@ def test_what_a_forward_works_out_once_is_no_state(lowering: Any) -> None:
 class Table(nn.Module):
     """Makes a table of positions at its first call, as rotary embeddings do."""
 
-    def __init__(self, make: Callable[[Any, Tensor], Tensor]) -> None:
+    def __init__(self, make: Callable[[Any, Tensor], Tensor], *, in_a_buffer: bool) -> None:
         super().__init__()
         self.linear, self.make, self.table = nn.Linear(2, 2), make, None
+        if in_a_buffer:
+            del self.table
+            self.register_buffer("table", None, persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
         if self.table is None or len(self.table) < len(x):
@@ -496,9 +499,10 @@ TABLES: dict[str, Callable[[Any, Tensor], Tensor]] = {
 }
 
 
+@pytest.mark.parametrize("in_a_buffer", [False, True])
 @pytest.mark.parametrize("name", TABLES)
-def test_a_table_of_constants_is_no_state(name: str) -> None:
-    module = Table(TABLES[name])
+def test_a_table_of_constants_is_no_state(name: str, in_a_buffer: bool) -> None:
+    module = Table(TABLES[name], in_a_buffer=in_a_buffer)
     apply, params, buffers = fcg.from_module(module)
     plain = copy.deepcopy(module)
     forward, placed = fcg.graph_fn(lambda state, x: apply(state, buffers, x)[0]), fcg.place(params)
@@ -517,8 +521,9 @@ NO_TABLES: dict[str, Callable[[Any, Tensor], Tensor]] = {
 }
 
 
+@pytest.mark.parametrize("in_a_buffer", [False, True])
 @pytest.mark.parametrize("name", NO_TABLES)
-def test_a_table_of_anything_else_is_refused(name: str) -> None:
+def test_a_table_of_anything_else_is_refused(name: str, in_a_buffer: bool) -> None:
     class Short(Table):
         def forward(self, x: Tensor) -> Tensor:
             if self.table is None or len(self.table) < len(x):
@@ -527,8 +532,9 @@ def test_a_table_of_anything_else_is_refused(name: str) -> None:
             return y
 
     make = Short if name == "too short" else Table
-    apply, params, buffers = fcg.from_module(make(NO_TABLES[name]))
-    with pytest.raises(SideEffectError, match=r"changes 1 attribute of the module(.|\n)*`table`"):
+    apply, params, buffers = fcg.from_module(make(NO_TABLES[name], in_a_buffer=in_a_buffer))
+    changes = "which buffers the module has" if in_a_buffer else "1 attribute of the module"
+    with pytest.raises(SideEffectError, match=rf"changes {changes}(.|\n)*`table`"):
         apply(params, buffers, torch.randn(4, 2), key=fcg.random.key(0))
 
 

@@ -42,6 +42,7 @@ __all__ = [
     "refuse_changed_buffers",
     "refuse_exchanged",
     "refuse_unmade",
+    "unset_buffers",
     "walked",
 ]
 
@@ -72,14 +73,24 @@ class Same:
     __hash__ = None  # type: ignore[assignment]
 
 
-def held(module: nn.Module) -> Held:
-    """Record the current contents of a module, its submodules and their classes."""
-    found: Held = {}
+def held(module: nn.Module, unset: Iterable[str] = ()) -> Held:
+    """Record the current contents of a module, its submodules and their classes.
+
+    Args:
+      module: The module.
+      unset: Paths of buffers that are None, or were: what stands there counts as an attribute.
+    """
+    found: Held = {path: _content(_buffer(module, path)) for path in unset}
     for path, value in walked(module):
         content = _content(value)
         # What an object hands out of its inside may be another object each time.
         found[path] = type(value) if "<" in path and isinstance(content, Same) else content
     return found
+
+
+def _buffer(module: nn.Module, path: str) -> Tensor | None:
+    part, _, name = path.rpartition(".")
+    return module.get_submodule(part)._buffers.get(name)
 
 
 def walked(module: nn.Module) -> Iterator[tuple[str, Any]]:
@@ -280,6 +291,11 @@ def buffers_set(module: nn.Module) -> dict[str, bool]:
         for path, part in module.named_modules()
         for name, buffer in part._buffers.items()  # `named_buffers` leaves out those that are None
     }
+
+
+def unset_buffers(module: nn.Module) -> list[str]:
+    """List the paths of the buffers that are None."""
+    return [path for path, is_set in buffers_set(module).items() if not is_set]
 
 
 def refuse_changed_buffers(name: str, before: Mapping[str, bool], after: Mapping[str, bool]) -> None:

@@ -29,6 +29,7 @@ from .attributes import (
     refuse_changed,
     refuse_changed_buffers,
     refuse_unmade,
+    unset_buffers,
 )
 from .storage import storage_of
 
@@ -69,16 +70,18 @@ def run(
     names.pop(None, None)  # None stands for every storage that cannot be identified
     stored = {storage_of(buffer) for buffer in module.buffers()} - {None}
     name, place = title(module, method), Place(module)
-    before, buffers = held(module), buffers_set(module)
+    unset, buffers = unset_buffers(module), buffers_set(module)
+    before = held(module, unset)
     effects = Effects(name, key, place, names, stored)
     with OpenKernels(), effects:
         out = compiling(function_of(module, method), *args, **kwargs)
-    refuse_changed_buffers(name, buffers, buffers_set(module))
     refuse_unmade(name, module, made)
-    after = held(module)
+    after = held(module, unset)
     for path in made:
         for contents in (before, after):
             contents.pop(path, None)
+    if unset == unset_buffers(module) or not only_remembers(before, after):
+        refuse_changed_buffers(name, buffers, buffers_set(module))
     refuse_changed(name, before, after, only_remembers)
     place.end(partial(Effects, name, key, params=names))
     return out, effects.written, place

@@ -21,7 +21,7 @@ from ..ambient.compiling import compiling
 from ..state.arena import BufferSpec
 from ..tensors.aten import can_draw
 from ..tensors.fake_mode import aside_on_fakes
-from .attributes import Held, Same, changed, held, newly_known
+from .attributes import Held, Same, changed, held, newly_known, unset_buffers
 from .call import function_of
 
 __all__ = ["only_remembers"]
@@ -57,10 +57,11 @@ def only_remembers(
         args, kwargs = tree.map(
             lambda one: fake(one) if isinstance(one, Tensor) else one, (tuple(args), dict(kwargs))
         )
-        start = held(module)
+        unset = unset_buffers(module)
+        start = held(module, unset)
         try:
-            calls, found = _calls(function_of(module, method), args, kwargs), held(module)
-            again, at_last = _calls(function_of(module, method), args, kwargs), held(module)
+            calls, found = _calls(function_of(module, method), args, kwargs), held(module, unset)
+            again, at_last = _calls(function_of(module, method), args, kwargs), held(module, unset)
         except Exception:  # whatever a forward raises on tensors without values
             return False
         if newly_known(start, found) != known or changed(found, at_last):
