@@ -12,12 +12,13 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence, Set
 from functools import partial
 from operator import attrgetter
+from types import MappingProxyType
 from typing import Any
 
 from torch import Tensor, nn
 
 from ..ambient.compiling import compiling
-from ..errors import CaptureError, ImplicitRandomnessError, ReadOnlyError
+from ..errors import CaptureError, ImplicitRandomnessError, ReadOnlyError, SideEffectError
 from ..random.kernels import OpenKernels
 from ..random.keyed import Draws, here, stream_of, under_checkpoint
 from ..tensors.aten import written_arguments
@@ -42,6 +43,7 @@ def run(
     kwargs: Mapping[str, Any],
     key: Tensor | None,
     params: Mapping[str, Tensor],
+    fixed: Mapping[str, Tensor],
     made: Set[str],
     only_remembers: Callable[[Held, Held], bool],
     method: str = "",
@@ -54,6 +56,7 @@ def run(
       kwargs: Likewise.
       key: What random ops draw from, or None.
       params: Its parameters by name.
+      fixed: Tensors of its plain objects, by path.
       made: Attributes that its hooks set at each call.
       only_remembers: Whether from one of the given contents to the other the forward only remembers what it knows.
       method: What to call in place of the forward: name of a method, or of one of a submodule, ``"decoder.sample"``.
@@ -72,7 +75,7 @@ def run(
     name, place = title(module, method), Place(module)
     unset, buffers = unset_buffers(module), buffers_set(module)
     before = held(module, unset)
-    effects = Effects(name, key, place, names, stored)
+    effects = Effects(name, key, place, names, stored, {storage_of(one): path for path, one in fixed.items()})
     with OpenKernels(), effects:
         out = compiling(function_of(module, method), *args, **kwargs)
     refuse_unmade(name, module, made)
@@ -206,6 +209,7 @@ class Effects(Draws):
       place: Where the forward is.
       params: Names of the parameters by storage; writing one raises.
       buffers: Storages of the buffers; writing one under ``torch.utils.checkpoint`` is a warning.
+      fixed: Paths of tensors of the module's plain objects, by storage; writing one raises.
 
     Attributes:
       written: Storages that were written; None stands for all that cannot be identified.
@@ -218,9 +222,10 @@ class Effects(Draws):
         place: Place,
         params: Mapping[int | None, str],
         buffers: Set[int | None] = frozenset(),
+        fixed: Mapping[int | None, str] = MappingProxyType({}),
     ) -> None:
         super().__init__(name, key)
-        self._place, self._params, self._buffers = place, params, buffers
+        self._place, self._params, self._buffers, self._fixed = place, params, buffers, fixed
         self.written: set[int | None] = {None}
 
     def watch(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
@@ -228,6 +233,7 @@ class Effects(Draws):
             self._place.recomputes = under_checkpoint(self._name, run.__code__) is not None
         for tensor in written_arguments(func, args, kwargs):
             self._refuse_parameter(func, tensor)
+            self._refuse_fixed(func, tensor)
             if storage_of(tensor) in self._buffers and under_checkpoint(self._name, run.__code__) is not None:
                 self._place.warn_of_write()
             self.written.add(storage_of(tensor))
@@ -247,6 +253,17 @@ class Effects(Draws):
 
     def place(self) -> str:
         return str(self._place)
+
+    def _refuse_fixed(self, func: Any, tensor: Tensor) -> None:
+        name = self._fixed.get(storage_of(tensor))
+        if name is not None:
+            raise SideEffectError.of(
+                self._name,
+                f"{self._place} writes in place into `{name}`, which is neither a parameter nor a buffer.",
+                rows=[f"{func}{here()}"],
+                why="It is not a part of the state: the next call would find the old value.",
+                fix=f'register it, `self.register_buffer("{name.rpartition(".")[2]}", value)`.',
+            )
 
     def _refuse_parameter(self, func: Any, tensor: Tensor) -> None:
         name = self._params.get(storage_of(tensor))

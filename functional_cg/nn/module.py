@@ -19,7 +19,7 @@ from ..state.arena import BufferSpec, refuse_aliases
 from ..tensors.aten import is_batched, unwrapped
 from .attributes import Held, copying, refuse_exchanged, walked
 from .call import function_of, run, title
-from .originals import Applied, Original, note, note_buffers
+from .originals import Applied, Original, fixed_tensors, note, note_tensors
 from .refusals import made_by_hooks, refuse_impure
 from .remembered import only_remembers
 from .storage import storage_of
@@ -77,7 +77,13 @@ def from_module(module: nn.Module) -> tuple[Apply, dict[str, Tensor], dict[str, 
     made, ops = made_by_hooks(module), _ops_of(module)
     template = _template(module, ops, made.values())
     apply = Apply(
-        template, frozenset(params), frozenset(_frozen(module)), Original(module), ops, frozenset(made)
+        template,
+        frozenset(params),
+        frozenset(_frozen(module)),
+        Original(module),
+        ops,
+        frozenset(made),
+        fixed_tensors(template),
     )
     return apply, _owned(params), _owned(buffers)
 
@@ -92,6 +98,7 @@ class Apply:
     _original: Original
     _ops: dict[int, Any]
     _made: frozenset[str]
+    _fixed: dict[str, Tensor]
     _method: str = ""
 
     def method(self, name: str) -> Apply:
@@ -170,7 +177,7 @@ class Apply:
         """
         self._original.check()
         params, buffers = self._by_name(params, buffers)
-        note_buffers(buffers.values())
+        note_tensors(buffers.values(), self._fixed)
         self._refuse_key(key)
         # Copy all of them; a captured step keeps only the copies that are written. Copying at the first write instead,
         # behind autograd's back, would be invisible to gradients, since autograd saves the tensors the forward uses.
@@ -182,9 +189,12 @@ class Apply:
 
         def remembers(before: Held, after: Held) -> bool:
             copied = partial(self._copy, train=train)
-            return only_remembers(copied, self._method, params | buffers, args, kwargs, before, after)
+            tensors = params | buffers | self._fixed
+            return only_remembers(copied, self._method, tensors, args, kwargs, before, after)
 
-        out, written, place = run(module, args, kwargs, key, params, self._made, remembers, self._method)
+        out, written, place = run(
+            module, args, kwargs, key, params, self._fixed, self._made, remembers, self._method
+        )
         refuse_exchanged(type(module).__name__, "params", params, trained)
         refuse_exchanged(type(module).__name__, "buffers", given, held)
         new = {name: _lookup(module, name) for name in buffers}
@@ -226,6 +236,7 @@ class Apply:
     def _copy(self, values: Mapping[str, Tensor], *, train: bool) -> nn.Module:
         """Make a private module for one call: nothing the forward does to it outlives the call."""
         memo = self._ops | {id(tensor): values[name] for name, tensor in _tensors(self._template)}
+        memo |= {id(tensor): values.get(path, tensor) for path, tensor in self._fixed.items()}
         module = _copied(self._template, memo).train(train)
         for path in self._frozen if train else ():
             module.get_submodule(path).eval()

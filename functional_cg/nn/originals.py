@@ -10,7 +10,7 @@ from __future__ import annotations
 import operator
 import weakref
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence, Set
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -23,8 +23,9 @@ from torch import Tensor, nn
 from ..errors import BakedValueError
 from ..tensors.aten import unwrapped
 from .attributes import Held, changed, held, walked
+from .refusals import made_by_hooks
 
-__all__ = ["Applied", "Met", "Original", "meeting", "note", "note_buffers"]
+__all__ = ["Applied", "Met", "Original", "fixed_tensors", "meeting", "note", "note_tensors"]
 
 _met: ContextVar[Met | None] = ContextVar("met", default=None)
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
@@ -69,6 +70,8 @@ class Original:
         self._parameters = list(module.parameters())
         self._grads = [one.requires_grad for one in self._parameters]
         self._on_all = _on_all()
+        self._fixed = list(fixed_tensors(module).values())
+        self._versions = list(map(_version, self._fixed))
 
     def _registered(self) -> Iterator[Tensor | None]:
         return chain.from_iterable(map(dict.values, self._registries))
@@ -77,7 +80,7 @@ class Original:
         # What is left of the module goes with this.
         self._counted, self._owners, self._names, self._values = [], [], [], []
         self._hooks, self._parameters, self._counts, self._grads, self._held = [], [], [], [], {}
-        self._class = type(None)
+        self._class, self._fixed, self._versions = type(None), [], []
         self._parts, self._classes, self._registries, self._tensors, self._ids = [], [], [], [], []
 
     def __reduce__(self) -> Any:
@@ -96,6 +99,7 @@ class Original:
                 and [one.requires_grad for one in self._parameters] == self._grads
                 and not any(map(_hooks_of, self._parameters))
                 and _on_all() == self._on_all
+                and list(map(_version, self._fixed)) == self._versions
             ):
                 return True
         except (KeyError, IndexError):  # one is gone
@@ -166,17 +170,20 @@ class Met:
     Attributes:
       applied: The calls that have ended.
       buffers: The buffers that any of them was given.
+      fixed: By id, name and tensor of what the modules' plain objects hold, which never changes.
     """
 
     applied: list[Applied] = field(default_factory=list)
     buffers: list[Tensor] = field(default_factory=list)
+    fixed: dict[int, tuple[str, Tensor]] = field(default_factory=dict)
 
 
-def note_buffers(buffers: Iterable[Tensor]) -> None:
-    """Report the buffers that an ``apply`` is given to the running trace, if any."""
+def note_tensors(buffers: Iterable[Tensor], fixed: Mapping[str, Tensor]) -> None:
+    """Report what an ``apply`` is given, and what its module holds besides, to the running trace, if any."""
     found = _met.get()
     if found is not None:
         found.buffers += map(unwrapped, buffers)
+        found.fixed |= {id(tensor): item for item in fixed.items() for tensor in item[1:]}
 
 
 def note(applied: Applied) -> None:
@@ -191,20 +198,33 @@ def _on_all() -> tuple[int, ...]:
     return tuple(map(len, map(vars(torch.nn.modules.module).__getitem__, _ON_ALL)))
 
 
+def fixed_tensors(module: nn.Module) -> dict[str, Tensor]:
+    """Return, by path, the tensors that plain objects of a module hold, such as a noise schedule."""
+    made = made_by_hooks(module)
+    known = {id(tensor) for tensor in (*module.parameters(), *module.buffers(), *made.values())}
+    return {path: one for path, one in walked(module) if isinstance(one, Tensor) and id(one) not in known}
+
+
+def _version(tensor: Tensor) -> int:
+    return -1 if tensor.is_inference() else tensor._version
+
+
 def _compared(module: nn.Module) -> Held:
-    """Whatever must not change: all contents of a module except its modes and which tensors it holds."""
+    """Whatever must not change: all contents of a module except its modes and which registered tensors it holds."""
     found = {
         path: content
         for path, content in held(module).items()
         if path and path.rpartition(".")[2] != "training" and "<" not in path
     }
-    tensors = {path for path, value in walked(module) if isinstance(value, Tensor)}
+    fixed = fixed_tensors(module)
+    tensors = {path for path, value in walked(module) if isinstance(value, Tensor)} - fixed.keys()
     first: dict[int, str] = {}
     settings: Held = {"hooks of all modules": _on_all()}
     for name, param in module.named_parameters(remove_duplicate=False):
         settings[f"{name}.requires_grad"] = param.requires_grad
         settings[f"{name}._backward_hooks"] = bool(_hooks_of(param))
         settings[f"{name} is"] = first.setdefault(id(param), name)
+    settings |= {f"values of {name}": _version(tensor) for name, tensor in fixed.items()}
     settings |= {f"{name}.__class__".lstrip("."): type(part) for name, part in module.named_modules()}
     return {path: content for path, content in found.items() if path not in tensors} | settings
 

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from ... import tree as pytree
 from ...ambient.setting import canonical, in_a_backward
@@ -137,7 +137,7 @@ class _Recorder(TorchDispatchMode):
     def release(self) -> list[weakref.ref[Tensor]]:
         """Drop all tensors of the trace; any that stay alive are held by user code."""
         self._references += map(weakref.ref, self._kept)
-        for one in (self._kept, self.declared, self.met.buffers, self.met.applied):
+        for one in (self._kept, self.declared, self.met.buffers, self.met.applied, self.met.fixed):
             one.clear()
         return self._references
 
@@ -161,7 +161,7 @@ class _Recorder(TorchDispatchMode):
             return None
         if func in _LIFTS and not isinstance(args[0], FakeTensor):
             return self._literal(args[0])
-        if self.declared:
+        if self.declared or self.met.fixed:
             args, kwargs = self._with_constants(args), self._with_constants(kwargs)
         if func._schema.name in _PUTS:
             args = self._from_here(args)
@@ -189,7 +189,8 @@ class _Recorder(TorchDispatchMode):
 
     def value_of(self, tensor: Tensor) -> Tensor | None:
         """Return what a tensor of the trace holds, if that is the same in each replay; else None."""
-        return value_of(self.program, self.var_of(tensor), self.supposed.value_of)
+        known = self._with_constants(tensor)
+        return value_of(self.program, self.var_of(known), self.supposed.value_of)
 
     def _known_result(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any] | None:
         """Return the result, as a 1-tuple, of a call that needs only known values on the host; else None."""
@@ -211,6 +212,9 @@ class _Recorder(TorchDispatchMode):
             return {name: self._with_constants(item) for name, item in value.items()}
         if isinstance(value, (list, tuple)):
             return type(value)(map(self._with_constants, value))
+        if id(value) in self.met.fixed and id(value) not in self.declared:
+            with _disable_current_modes():
+                self.declare(*self.met.fixed[id(value)])
         return self.declared.get(id(value), value)
 
     def _refuse_unknown(self, func: Any, tensor: Tensor, written: Sequence[Tensor]) -> None:
