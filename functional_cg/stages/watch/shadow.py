@@ -1,7 +1,6 @@
 """The shadow of a frame: a stack on which each instruction, before it runs, puts what it loads.
 
-Python exposes the names of a running frame, but not its stack. A computed value is unknown until it is stored
-under a name or returned by a followed frame.
+What an instruction loads is recorded as read; what it computes is seen in the frame itself once it has run.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The stack of a running frame, as far as it follows from what its instructions load."""
+"""The stack of a running frame: what its instructions load, and what they compute."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from types import CodeType, FrameType, MappingProxyType
 from typing import Any
 
+from .evaluation import EMPTY, Evaluation
 from .kinds import UNKNOWN, is_key
 from .names import HostReads
 from .values import in_classes
@@ -70,6 +71,7 @@ class Instructions:
 
     def __init__(self) -> None:
         self._known: dict[CodeType, dict[int, tuple[dis.Instruction, int]]] = {}
+        self.evaluation = functools.cache(Evaluation)
 
     def of(self, code: CodeType) -> dict[int, tuple[dis.Instruction, int]]:
         """Return those of ``code``; an ``EXTENDED_ARG`` maps to the instruction that it belongs to."""
@@ -100,7 +102,7 @@ class Stack:
         self.frame, self.reads, self.own = frame, reads, own
         self.code, self.stack = frame.f_code, list[Any]()
         self.result: Any = UNKNOWN  # of the last frame that this one called
-        self._instructions = instructions.of(self.code)
+        self._instructions, self._evaluation = instructions.of(self.code), instructions.evaluation(self.code)
         self._last: tuple[dis.Instruction, int] | None = None
         self._awaits = False
         self._kept: tuple[Any, Callable[[Any], Any], int] | None = None
@@ -127,9 +129,23 @@ class Stack:
         if here is None or here is self._last:  # was handled at its EXTENDED_ARG
             return
         self._finish(here[0].offset)
+        self._look(offset)
         self._last, self.result = here, UNKNOWN
         ins, self.reads.frame = here[0], self.frame
         getattr(self, f"op_{ins.opname.lower()}", self.other)(ins)
+
+    def _look(self, offset: int) -> None:
+        """See in the frame itself what the shadow does not know: computed values, and all after it lost track."""
+        depth = self._evaluation.depth(offset)
+        if depth is None:
+            return
+        if len(self.stack) != depth:
+            self.stack = [UNKNOWN] * depth
+        for slot in reversed(range(depth)):
+            if self.stack[slot] is not UNKNOWN:
+                break
+            value = self._evaluation.value(self.frame, slot)
+            self.stack[slot] = NULL if value is EMPTY else value
 
     def _finish(self, offset: int) -> None:
         """Complete the last instruction, which has run and led here."""

@@ -1,0 +1,99 @@
+"""Read the evaluation stack of a running frame: where a computed value is until it has a name.
+
+Python exposes the names of a frame, but not its stack, so this follows CPython's own layout of a frame (3.11 to 3.13;
+`Include/internal/pycore_frame.h`). How deep the stack is at each instruction follows from the code alone. Elsewhere
+nothing is read: a computed value is then unknown until it is stored under a name.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import dis
+import itertools
+import sys
+import sysconfig
+from collections.abc import Iterator
+from types import CodeType, FrameType
+from typing import Any
+
+__all__ = ["EMPTY", "READABLE", "Evaluation"]
+
+EMPTY: Any = object()  # a slot that holds no object
+
+READABLE = (
+    sys.implementation.name == "cpython"
+    and (3, 11) <= sys.version_info[:2] <= (3, 13)
+    and not sysconfig.get_config_var("Py_GIL_DISABLED")
+    and not hasattr(sys, "getobjects")  # of a build with Py_TRACE_REFS, whose objects are larger
+)
+
+_WORD = ctypes.sizeof(ctypes.c_void_p)
+_INNER = 3 * _WORD  # offset of `f_frame` in a frame object: after the object's head and `f_back`
+_LOCALS = 9 * _WORD  # offset of `localsplus` in an inner frame
+_ENDS = frozenset({"RETURN_VALUE", "RETURN_CONST", "RAISE_VARARGS", "RERAISE"})
+
+
+class Evaluation:
+    """The evaluation stack of all frames of one code.
+
+    Args:
+      code: The code.
+    """
+
+    def __init__(self, code: CodeType) -> None:
+        names = set(code.co_varnames)
+        cells = sum(name not in names for name in code.co_cellvars)
+        self._first = _LOCALS + _WORD * (len(code.co_varnames) + cells + len(code.co_freevars))
+        self._depths = _depths(code) if READABLE else {}
+
+    def depth(self, offset: int) -> int | None:
+        """Return how many slots are in use before the instruction at ``offset``; None if that is not known."""
+        return self._depths.get(offset)
+
+    def value(self, frame: FrameType, slot: int) -> Any:
+        """Return what a slot in use holds, counted from the bottom; the frame must be in a trace function."""
+        inner = ctypes.c_void_p.from_address(id(frame) + _INNER).value
+        assert inner is not None
+        address = inner + self._first + _WORD * slot
+        if not ctypes.c_void_p.from_address(address).value:
+            return EMPTY
+        return ctypes.py_object.from_address(address).value
+
+
+def _depths(code: CodeType) -> dict[int, int]:
+    """Return the depth of the stack before each instruction; none of those for which two ways there disagree."""
+    instructions = list(dis.get_instructions(code))
+    following = {one.offset: after for one, after in itertools.pairwise(instructions)}
+    by_offset = {one.offset: one for one in instructions}
+    found: dict[int, int] = {}
+    agreed = True
+    left = [(0, 0), *_handlers(code)]
+    while left:
+        offset, depth = left.pop()
+        if found.setdefault(offset, depth) != depth:
+            agreed = False
+        for to, there in _next(by_offset[offset], following.get(offset), depth):
+            if to not in found:
+                left.append((to, there))
+            elif found[to] != there:
+                agreed = False
+    return found if agreed else {}
+
+
+def _next(ins: dis.Instruction, after: dis.Instruction | None, depth: int) -> Iterator[tuple[int, int]]:
+    """Yield the offsets to which an instruction leads, each with the depth there."""
+    arg = ins.arg if ins.opcode >= dis.HAVE_ARGUMENT else None
+    jumps = ins.opcode in dis.hasjrel or ins.opcode in dis.hasjabs
+    if jumps:
+        yield ins.argval, depth + dis.stack_effect(ins.opcode, arg, jump=True)
+    if ins.opname in _ENDS or (jumps and "IF" not in ins.opname and ins.opname not in ("FOR_ITER", "SEND")):
+        return
+    if after is not None:
+        sent = ins.opname == "RETURN_GENERATOR"  # when it goes on, what is sent is there
+        yield after.offset, depth + sent + dis.stack_effect(ins.opcode, arg, jump=False)
+
+
+def _handlers(code: CodeType) -> Iterator[tuple[int, int]]:
+    """Yield where exceptions are handled, each with the depth there."""
+    for entry in dis._parse_exception_table(code):  # type: ignore[attr-defined]
+        yield entry.target, entry.depth + entry.lasti + 1
