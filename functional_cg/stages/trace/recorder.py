@@ -38,12 +38,11 @@ from ..watch.host_watch import HostWatch
 from ..watch.names import HostReads
 from .exceptions import mapped, raised_at
 from .host import HostGuard, HostRandomness, HostState, is_validation
-from .known import as_filling, aside_from_modes, by_places, result_of, value_of
+from .known import Supposed, as_filling, aside_from_modes, by_places, result_of, value_of
 from .recipe import Recipe
 from .results import read_result
 from .rules import Rules, refuse_mixed_dtypes
 from .strays import disown, refuse_kept
-from .supposed import Supposed
 from .twice import refuse_another_call, refuse_another_literal, refuse_another_result
 
 __all__ = ["trace"]

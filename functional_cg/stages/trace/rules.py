@@ -28,7 +28,7 @@ from ...state.arena import BufferSpec
 from ...state.boundary import sharding_fix
 from ...tensors.aten import argument, can_draw, sync_reason, tensors_in, written_arguments
 from ...tree import Treedef, path_string, structure_diff
-from ..watch.naming import way_to
+from .naming import way_to
 from .owners import module_fix, owned_fix, owns, read_fix
 
 __all__ = ["MIXED_DTYPES", "Rules", "host_sync", "refuse_mixed_dtypes", "refuse_new_state"]

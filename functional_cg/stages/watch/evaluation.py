@@ -16,21 +16,21 @@ from collections.abc import Iterator
 from types import CodeType, FrameType
 from typing import Any
 
-__all__ = ["EMPTY", "READABLE", "Evaluation"]
+__all__ = ["EMPTY", "Evaluation", "readable"]
 
 EMPTY: Any = object()  # a slot that holds no object
-
-READABLE = (
-    sys.implementation.name == "cpython"
-    and (3, 11) <= sys.version_info[:2] <= (3, 13)
-    and not sysconfig.get_config_var("Py_GIL_DISABLED")
-    and not hasattr(sys, "getobjects")  # of a build with Py_TRACE_REFS, whose objects are larger
-)
-
-_WORD = ctypes.sizeof(ctypes.c_void_p)
+_WORD = 8  # bytes
 _INNER = 3 * _WORD  # offset of `f_frame` in a frame object: after the object's head and `f_back`
 _LOCALS = 9 * _WORD  # offset of `localsplus` in an inner frame
+_CALLS_IN_TWO = sys.version_info[:2] == (3, 11)
 _ENDS = frozenset({"RETURN_VALUE", "RETURN_CONST", "RAISE_VARARGS", "RERAISE"})
+
+
+def readable() -> bool:
+    """Whether this interpreter has a layout that is known here."""
+    plain = not (sysconfig.get_config_var("Py_GIL_DISABLED") or hasattr(sys, "getobjects"))
+    known = sys.implementation.name == "cpython" and (3, 11) <= sys.version_info[:2] <= (3, 13)
+    return plain and known and ctypes.sizeof(ctypes.c_void_p) == _WORD
 
 
 class Evaluation:
@@ -44,7 +44,7 @@ class Evaluation:
         names = set(code.co_varnames)
         cells = sum(name not in names for name in code.co_cellvars)
         self._first = _LOCALS + _WORD * (len(code.co_varnames) + cells + len(code.co_freevars))
-        self._depths = _depths(code) if READABLE else {}
+        self._depths = _depths(code) if readable() else {}
 
     def depth(self, offset: int) -> int | None:
         """Return how many slots are in use before the instruction at ``offset``; None if that is not known."""
@@ -89,8 +89,17 @@ def _next(ins: dis.Instruction, after: dis.Instruction | None, depth: int) -> It
     if ins.opname in _ENDS or (jumps and "IF" not in ins.opname and ins.opname not in ("FOR_ITER", "SEND")):
         return
     if after is not None:
-        sent = ins.opname == "RETURN_GENERATOR"  # when it goes on, what is sent is there
-        yield after.offset, depth + sent + dis.stack_effect(ins.opcode, arg, jump=False)
+        yield after.offset, depth + _effect(ins, arg)
+
+
+def _effect(ins: dis.Instruction, arg: int | None) -> int:
+    """Return by how much the stack grows where an instruction does not jump."""
+    effect = dis.stack_effect(ins.opcode, arg, jump=False)
+    if ins.opname == "RETURN_GENERATOR":
+        return effect + 1  # when it goes on, what is sent is there
+    if _CALLS_IN_TWO and ins.opname == "PRECALL":
+        return 0  # `dis` lets it take the arguments that the call takes
+    return effect - (arg or 0) if _CALLS_IN_TWO and ins.opname == "CALL" else effect
 
 
 def _handlers(code: CodeType) -> Iterator[tuple[int, int]]:

@@ -144,8 +144,18 @@ class Stack:
         for slot in reversed(range(depth)):
             if self.stack[slot] is not UNKNOWN:
                 break
-            value = self._evaluation.value(self.frame, slot)
-            self.stack[slot] = NULL if value is EMPTY else value
+            self.stack[slot] = self._seen(slot)
+
+    def _seen(self, slot: int) -> Any:
+        value = self._evaluation.value(self.frame, slot)
+        if value is EMPTY:
+            return NULL
+        if (
+            slot and self.stack[slot - 1] is NULL
+        ):  # a method lies there as two: its function, and what it is bound to
+            function = self._evaluation.value(self.frame, slot - 1)
+            return value if function is EMPTY else function.__get__(value, type(value))
+        return value
 
     def _finish(self, offset: int) -> None:
         """Complete the last instruction, which has run and led here."""

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 
 from ...messages.source import is_user_file
-from .kinds import is_user_class
-from .places import ATTRIBUTE, ITEM, Step
-from .values import instance_dict, is_value
+from ..watch.kinds import is_user_class
+from ..watch.places import ATTRIBUTE, ITEM, Step
+from ..watch.values import instance_dict, is_value
 
 __all__ = ["name_of", "way_to"]
 
