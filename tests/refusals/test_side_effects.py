@@ -15,6 +15,7 @@ import torch
 
 import functional_cg as fcg
 from functional_cg import CaptureError, SideEffectError
+from tests.out_of_sight import OutOfSight
 from tests.refusals.judge import (
     a_batch,
     a_state,
@@ -395,14 +396,14 @@ def test_same_step_works_once_its_function_does():
 @pytest.mark.parametrize("run", [1, 2])
 def test_interrupt_in_a_trace(interrupt, run):
     """In the first run of the function or in the second: it propagates as it is, and nothing is lost."""
-    runs = []
+    runs = OutOfSight(0)
 
     def step(s, b):
         with torch.enable_grad():
             w = s["w"].detach().requires_grad_()
             loss = (w * 2).sum()
-            runs.append(1)
-            if len(runs) == run:
+            runs.write(runs.read() + 1)
+            if runs.read() == run:
                 raise interrupt
             (grad,) = torch.autograd.grad(loss, w)
         return {**s, "w": s["w"] - grad}, {"loss": loss.detach()}

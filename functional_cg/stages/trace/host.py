@@ -227,6 +227,17 @@ class HostState:
                 fix="take it in the loop around the step, and pass it as an input; random numbers come from a key in "
                 "the state, `fcg.random`.",
             )
+        self._refuse(rows)
+
+    def refuse_advance(self, watched: HostWatch, later: HostWatch) -> None:
+        """Raise if a later trace has read other values than one before, where the function itself changes objects.
+
+        Raises:
+          SideEffectError: Naming each value.
+        """
+        self._refuse(watched.moved_in(later))
+
+    def _refuse(self, rows: Sequence[tuple[str, object, object]]) -> None:
         if rows:
             raise SideEffectError.of(
                 self._function,

@@ -357,7 +357,7 @@ def _watched(
 
 
 def trace(recipe: Recipe, checkpoint: Callable[[], None] = lambda: None) -> tuple[Program, HostWatch]:
-    """Trace a step twice on fake tensors; no kernel is launched.
+    """Trace a step twice on fake tensors, a third time if it changes Python objects; no kernel is launched.
 
     Args:
       recipe: What to trace.
@@ -375,6 +375,10 @@ def trace(recipe: Recipe, checkpoint: Callable[[], None] = lambda: None) -> tupl
             randomness.refuse_draws(recipe.name, lambda: _run(recipe, None, checkpoint, runs))
             refuse_kept(recipe.name, recorder.program, recorder.variables, recorder.release())
             again, reads, watched = _watched(recipe, recorder.program, checkpoint, runs)
+            refuse_another_result(recorder.program, again)
+            host.refuse_change(watched, reads)
+            if reads.changes_the_host:  # does it read what it has changed?
+                host.refuse_advance(watched, _watched(recipe, recorder.program, checkpoint, runs)[-1])
     except FunctionalCGError as error:
         error.within(recipe.name, raised_at(error))
         raise
@@ -384,6 +388,4 @@ def trace(recipe: Recipe, checkpoint: Callable[[], None] = lambda: None) -> tupl
         randomness.restore_own()
         for run in runs:
             disown(run.program, run.release(), run.variables)
-    refuse_another_result(recorder.program, again)
-    host.refuse_change(watched, reads)
     return recorder.program, watched

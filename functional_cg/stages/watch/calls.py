@@ -116,7 +116,7 @@ class Calls(Stack):
                 self._all_attributes(part)
         elif callee.__name__ == "__getattribute__":
             self._all_attributes(callee.__self__)
-        elif type(callee.__self__) is not ModuleType and callee.__name__ not in _WRITES:
+        elif type(callee.__self__) is not ModuleType:
             self._method(callee.__self__, callee.__name__, [], {})
 
     def _method(self, owner: Any, name: str, args: list[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -134,14 +134,17 @@ class Calls(Stack):
                 self._all_attributes(value)
         if not is_container(owner):
             self.use(owner)
+            self.changes(owner)
             if name in _SAYS_ALL:
                 self._all_attributes(owner)
         elif name in _WRITES:
+            self.changes(owner)
             return UNKNOWN
         elif name in _LOOKUPS and args:
             return self.item(owner, args[0])
         else:
             self.use(owner)
+            self.changes(owner)
         self.hand_on(*args, *kwargs.values())
         return UNKNOWN
 

@@ -105,6 +105,16 @@ def refuse_ambient_modes(function_name: str) -> None:
     )
 
 
+def _key(entry: Entry) -> Any:
+    return id(entry.owner.value), entry.how, entry.name
+
+
+def _same_old(one: Entry, other: Entry) -> bool:
+    if one.how in (How.SAME, How.CONTENTS):
+        return same(one.old, other.old) if one.how is How.SAME else bool(one.old == other.old)
+    return one.how is How.SHAPE or one.old is other.old
+
+
 class HostWatch:
     """Host values as they were when the watch was made.
 
@@ -144,6 +154,16 @@ class HostWatch:
         ]
         redefined = dict.fromkeys(entry.name for entry, _ in changed if entry.defines)
         return rows + [(name, _DEFINED, _Said("defined anew")) for name in redefined]
+
+    def moved_in(self, later: HostWatch) -> list[tuple[str, object, object]]:
+        """Return (name, old, new) for each value that another run of the same code has found to be another one."""
+        before = {_key(entry): entry for entry in self._entries}
+        pairs = [(before.get(_key(entry)), entry) for entry in later._entries]
+        return [
+            (entry.name, old.old, entry.old)
+            for old, entry in pairs
+            if old is not None and entry.how is not How.ALIAS and not _same_old(old, entry)
+        ]
 
     def check(self, function_name: str) -> None:
         """Raise if something has changed.

@@ -48,6 +48,7 @@ class Reads:
         self.frame: FrameType | None = None
         self._drawn: list[tuple[Place, Any, Location]] = []
         self._advanced: list[tuple[Place, Location]] = []
+        self._written: list[Place] = []
         self.says_autocast = False
         self.contexts: Counter[ContextVar[Any]] = Counter()
         self._constants = {id(tensor) for tensor in constants}
@@ -143,7 +144,12 @@ class Reads:
     def wrote(self, owner: Any, step: Step) -> None:
         """Record a write: the step does not depend on what it writes before it reads."""
         self._seen.add((id(owner), step.way, type(step.key), step.key))
-        self.place(owner)  # keeps it alive, so that its id is not reused
+        self.changed(owner)
+
+    def changed(self, owner: Any) -> None:
+        """Record that the step changes an object; what it reads there later may go on from call to call."""
+        if owner is not UNKNOWN and not is_value(owner):
+            self._written.append(self.place(owner))  # kept alive, so that its id is not reused
 
     def assigned(self, owner: Any, name: str) -> None:
         """Record ``owner.name = ...``."""
@@ -154,6 +160,8 @@ class Reads:
         """Record ``owner[key] = ...``."""
         if owner is not UNKNOWN and is_key(key):
             self.wrote(owner, Step(ITEM, key))
+        else:
+            self.changed(owner)
 
     def _found_object(self, owner: Place, step: Step, value: Any, name: str) -> None:
         kind = type(value)
@@ -322,6 +330,11 @@ class Reads:
         for place in places:
             place.outlives = True
         return entries
+
+    @property
+    def changes_the_host(self) -> bool:
+        """Whether the step changed an object of before it; to be asked at the end."""
+        return any(place.root.value is not _GONE and place.root.outlives for place in self._written)
 
     def taken_from(self) -> list[tuple[str, Location]]:
         """Return (name, line) for each iterator and random generator of before the step that it advanced."""

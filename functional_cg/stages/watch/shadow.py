@@ -102,6 +102,13 @@ class Shadow(Calls):
         _, owner, key = self.take(3)
         self.reads.put(owner, key)
 
+    def op_delete_subscr(self, ins: dis.Instruction) -> None:
+        owner, _ = self.take(2)
+        self.changes(owner)
+
+    def op_delete_attr(self, ins: dis.Instruction) -> None:
+        self.changes(self.pop())
+
     def op_import_name(self, ins: dis.Instruction) -> None:
         level, _ = self.take(2)
         dots = level if type(level) is int else 0
@@ -149,6 +156,8 @@ class Shadow(Calls):
         if ins.argrepr == "[]":
             self.op_binary_subscr(ins)
         else:
+            if ins.argrepr.endswith("=") and len(self.stack) > 1:
+                self.changes(self.stack[-2])
             self.other(ins)
 
     def op_is_op(self, ins: dis.Instruction) -> None:

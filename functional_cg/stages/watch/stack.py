@@ -52,7 +52,7 @@ _TAKES_BY_ARGUMENT: Mapping[str, Callable[[int], int]] = MappingProxyType(
     }
 )
 # These move or drop values and read nothing.
-_MOVES = MappingProxyType({"POP_TOP": 1, "BUILD_LIST": 1, "DELETE_ATTR": 1, "DELETE_SUBSCR": 2, "END_FOR": 1})
+_MOVES = MappingProxyType({"POP_TOP": 1, "BUILD_LIST": 1, "END_FOR": 1})
 
 
 def _is_found_again(arg: Any) -> bool:
@@ -216,6 +216,11 @@ class Stack:
         """Record that the class of an object, with its bases, matters."""
         if self._reads_from(owner):
             self.reads.shape_of(type(owner))
+
+    def changes(self, owner: Any) -> None:
+        """Record that the step may change an object in place."""
+        if self._reads_from(owner):
+            self.reads.changed(owner)
 
     def use(self, value: Any, *, deep: bool = False) -> None:
         if self._reads_from(value):
