@@ -22,7 +22,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributions import constraints, continuous_bernoulli, distribution, geometric
 from torch.overrides import TorchFunctionMode
 
-from ...errors import FunctionalCGError, ImplicitRandomnessError, SideEffectError
+from ...errors import CaptureError, FunctionalCGError, ImplicitRandomnessError, SideEffectError
 from ...messages.source import is_user_file
 from ..watch.host_watch import MODES, HostWatch, modes
 from ..watch.reads import Reads
@@ -38,6 +38,7 @@ _METHODS = tuple(
 )
 
 _RUNS = 3  # another thread is unlikely to draw in each run and in no pause
+_BY_ELEMENT = "calls Python for each element of a tensor"
 _VALUES = "asks for the values of a tensor on the host"
 # Name of a tensor method -> what a call of it does.
 _READS: Mapping[str, str] = MappingProxyType(
@@ -51,6 +52,9 @@ _READS: Mapping[str, str] = MappingProxyType(
         "tolist": _VALUES,
         "cpu": "copies a tensor to the host",
         "data_ptr": "asks for the address of a tensor",
+        "apply_": _BY_ELEMENT,
+        "map_": _BY_ELEMENT,
+        "map2_": _BY_ELEMENT,
     }
 )
 
@@ -217,6 +221,14 @@ class HostState:
         """
         rows = [(name, old, new) for name, old, new in watched.differences() if name not in MODES]
         rows += [row for row in zip(MODES, self._modes, modes(), strict=True) if row[1] != row[2]]
+        if reads.asked_types:
+            raise CaptureError.of(
+                self._function,
+                "compares the type of a tensor with `torch.Tensor`.",
+                rows=[str(site) for site in dict.fromkeys(reads.asked_types)],
+                why="The tensors of a trace are of another class: the answer would be baked in, and wrong.",
+                fix="`isinstance(x, torch.Tensor)`.",
+            )
         advanced = reads.taken_from()
         if advanced:
             raise SideEffectError.of(

@@ -60,6 +60,10 @@ class Calls(Stack):
         if type(callee) is type and callee in _GETTERS and not any(one is UNKNOWN for one in args):
             self.push(callee(*args))
             return
+        if type(function) is FunctionType and "registry" in vars(function) and args:
+            ask = getattr(function, "dispatch", None)  # of `functools.singledispatch`
+            if ask is not None:
+                self.reads.holds(function, functools.partial(_dispatched, type(args[0])), ask(type(args[0])))
         if type(callee) is functools.partial:
             self.call(callee.func, [*callee.args, *args], {**callee.keywords, **kwargs})
             return
@@ -145,6 +149,8 @@ class Calls(Stack):
         else:
             self.use(owner)
             self.changes(owner)
+            for value in args if self.own else ():  # such as `index` looks for
+                self.reads.identity(value)
         self.hand_on(*args, *kwargs.values())
         return UNKNOWN
 
@@ -214,6 +220,11 @@ class Calls(Stack):
     def _nothing(self, *given: Any) -> Any:
         return UNKNOWN
 
+    def _which(self, owner: Any = UNKNOWN) -> Any:
+        if self.own:
+            self.reads.identity(owner)
+        return UNKNOWN
+
     def _get(self, getter: Any, owner: Any) -> Any:
         found, keys = UNKNOWN, getter.__reduce__()[1]
         for key in keys:
@@ -238,7 +249,8 @@ _BUILTINS: Mapping[Any, Callable[..., Any]] = MappingProxyType(
         type: Calls._type,
         globals: Calls._globals,
         super: Calls._super,
-        id: Calls._nothing,
+        id: Calls._which,
+        hash: Calls._which,
         print: Calls._nothing,
         callable: Calls._nothing,
         isinstance: Calls._instance,
@@ -247,6 +259,10 @@ _BUILTINS: Mapping[Any, Callable[..., Any]] = MappingProxyType(
         repr: Calls._nothing,
     }
 )
+
+
+def _dispatched(kind: type, function: Any) -> Any:
+    return function.dispatch(kind)
 
 
 def _is_compiled(value: Any) -> bool:

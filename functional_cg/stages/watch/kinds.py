@@ -37,6 +37,7 @@ __all__ = [
     "is_key",
     "is_user_class",
     "is_user_module",
+    "parameters_with_defaults",
     "plain",
     "stored_in_class",
     "stores",
@@ -174,3 +175,9 @@ def is_user_module(module: ModuleType) -> bool:
     """Whether a module is user code."""
     where = vars(module).get("__file__") or next(iter(vars(module).get("__path__", ())), None)
     return module.__name__ == "__main__" if where is None else is_user_file(where)
+
+
+def parameters_with_defaults(function: FunctionType) -> list[str]:
+    """Return the names of the parameters that have a default, except keyword-only ones."""
+    code, defaults = function.__code__, function.__defaults__ or ()
+    return list(code.co_varnames[code.co_argcount - len(defaults) : code.co_argcount])

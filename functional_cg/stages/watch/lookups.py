@@ -27,12 +27,20 @@ from .kinds import (
     stored_in_class,
     stores,
 )
-from .places import ATTRIBUTE, ITEM, PART, How, Step
+from .places import ATTRIBUTE, ITEM, PART, How, Step, parts_of
 from .reads import Reads
 from .values import in_classes, instance_dict, is_array, is_container, is_value, missing
 
 __all__ = ["Lookups"]
 
+# What a tensor says of itself to the host, but for its values: attributes, methods, and what is there or not.
+_SAID = frozenset(
+    "shape dtype device layout ndim requires_grad is_leaf itemsize nbytes _version names is_cuda".split()
+)
+_ANSWERED = frozenset(
+    "size dim numel stride element_size storage_offset is_floating_point is_complex is_contiguous".split()
+)
+_THERE = frozenset({"grad", "grad_fn"})
 _REGISTRIES = ("_modules", "_parameters", "_buffers")  # of a torch module
 _BUILTIN_ITEMS = frozenset(
     kind.__getitem__
@@ -59,8 +67,10 @@ class Lookups(Reads):
         kind = type(owner)
         if kind is str and name in ("format", "format_map"):
             return getattr(owner, name)
-        if owner is UNKNOWN or is_value(owner) or issubclass(kind, torch.Tensor):
+        if owner is UNKNOWN or is_value(owner):
             return UNKNOWN
+        if issubclass(kind, torch.Tensor):
+            return self._of_tensor(owner, name)
         if issubclass(kind, super):
             self.shape_of(owner.__self_class__)
             classes = after(owner)
@@ -123,6 +133,19 @@ class Lookups(Reads):
             return self._looked_up(owner, name)
         return self._of_its_class(owner, name, in_class)
 
+    def _of_tensor(self, owner: torch.Tensor, name: str) -> Any:
+        """Handle an attribute of a tensor: what a tensor of before the step says of itself, but for its values."""
+        place = self.known(owner)
+        if place is None or place.owner is None:
+            return UNKNOWN
+        if name in vars(owner):
+            self._read(owner, Step(ATTRIBUTE, name), vars(owner)[name])
+            return vars(owner)[name]
+        if name in _SAID | _ANSWERED | _THERE:
+            ask = functools.partial(_fact, name)
+            self.part(place, ask, ask(owner), f"{place.name}.{name}", name)
+        return UNKNOWN
+
     def _of_registry(self, owner: Any, held: dict[str, Any], registry: str, name: str) -> Any:
         place = self.place(owner)
         self.found(place, Step(ATTRIBUTE, registry), held, f"{place.name}.{registry}")
@@ -157,8 +180,7 @@ class Lookups(Reads):
         place = self.place(owner)
         text = f"hasattr({place.name}, {name!r})"
         self.part(place, functools.partial(stores, name), False, text, name)
-        if asks is missing:
-            self.of_class(type(owner), name, missing)
+        self.of_class(type(owner), name, missing)
         return UNKNOWN
 
     def _of_module(self, owner: ModuleType, name: str) -> Any:
@@ -181,6 +203,8 @@ class Lookups(Reads):
             meta = in_classes(kind.__mro__, name)
             if meta is not missing:
                 self.of_class(kind, name, meta)
+            else:
+                self.of_class(owner, name, missing)
             return bound(meta, owner)
         self.of_class(owner, name, found)
         if type(found) is staticmethod:
@@ -221,6 +245,16 @@ class Lookups(Reads):
         self.found(place, Step(PART, ask), value, f"{place.name}()")
         return value
 
+    def says(self, owner: Any, ask: Any, value: Any, text: str) -> Any:
+        """Record and return an object's answer to a query that can be repeated."""
+        place = self.place(owner)
+        self.part(place, ask, value, f"{place.name}.{text}")
+        return value
+
+    def held_by(self, value: Any) -> list[Any]:
+        """Return the elements of a container that can be found again; none for other values."""
+        return [] if value is UNKNOWN or not is_container(value) else [part for _, part in parts_of(value)]
+
     def item(self, owner: Any, key: Any) -> Any:
         """Return ``owner[key]`` of a builtin container, and record the read; UNKNOWN for other objects."""
         if owner is UNKNOWN or is_value(owner) or issubclass(type(owner), torch.Tensor):
@@ -233,6 +267,7 @@ class Lookups(Reads):
         getter = in_classes(type(owner).__mro__, "__getitem__")
         if not is_key(key) or is_array(owner) or getter not in _BUILTIN_ITEMS:
             self.use(owner)
+            self.identity(key)
             return UNKNOWN
         place = self.place(owner)
         if issubclass(type(owner), dict) and not dict.__contains__(owner, key):
@@ -263,6 +298,7 @@ class Lookups(Reads):
             return
         if not is_container(owner) or not is_key(key):
             self.use(owner)
+            self.identity(key)
         elif not is_array(owner):
             place = self.place(owner)
             self.part(place, has_key(key), key in owner, f"{key!r} in {place.name}", key)
@@ -281,3 +317,10 @@ class Lookups(Reads):
             self.use(owner)
         else:
             self.part(place, read, read(owner), f"{read.__name__}({place.name})")
+
+
+def _fact(name: str, tensor: torch.Tensor) -> Any:
+    value = getattr(tensor, name)
+    if name in _ANSWERED:
+        return value()
+    return value is not None if name in _THERE else value

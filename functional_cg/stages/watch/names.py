@@ -10,10 +10,9 @@ from typing import Any
 import torch
 
 from ...concurrency.garbage import functions_of
-from .kinds import UNKNOWN, has_key, is_installed, is_user_module
+from .kinds import UNKNOWN, has_key, is_installed, is_user_module, parameters_with_defaults
 from .lookups import Lookups
 from .places import ATTRIBUTE, CELL, ITEM, Place, Step
-from .reads import parameters_with_defaults
 from .values import in_classes, is_container, is_value, missing
 
 __all__ = ["HostReads"]

@@ -19,14 +19,24 @@ from typing import Any
 import torch
 
 from ...messages.source import Location, is_user_file
-from .kinds import BUILTINS, UNKNOWN, advances, generator_state, inside, is_key, is_user_class, plain
+from .kinds import (
+    BUILTINS,
+    UNKNOWN,
+    advances,
+    generator_state,
+    inside,
+    is_key,
+    is_user_class,
+    parameters_with_defaults,
+    plain,
+)
 from .liveness import unheld
 from .places import ATTRIBUTE, ITEM, PART, Entry, How, Place, Step, parts_of
 from .values import Contents, Shape, is_container, is_value
 
-__all__ = ["Reads", "parameters_with_defaults"]
+__all__ = ["Reads"]
 
-_DEEPEST = 4  # levels of nested containers
+_DEEPEST = 32  # levels of nested containers
 
 
 class Reads:
@@ -49,6 +59,7 @@ class Reads:
         self._drawn: list[tuple[Place, Any, Location]] = []
         self._advanced: list[tuple[Place, Location]] = []
         self._written: list[Place] = []
+        self.asked_types: list[Location] = []
         self.says_autocast = False
         self.contexts: Counter[ContextVar[Any]] = Counter()
         self._constants = {id(tensor) for tensor in constants}
@@ -133,6 +144,9 @@ class Reads:
             self.compare(owner, step, how, value, name)
         elif not issubclass(type(value), torch.Tensor):
             self._found_object(owner, step, value, name)
+        elif type(value) in _PLAIN_TENSORS and owner.root.outlives:
+            self.compare(owner, step, How.KIND, type(value), f"type({name})")
+            self._places.setdefault(id(value), Place(value, name, owner, step))
 
     def is_new(self, owner: Place, step: Step) -> bool:
         """Whether this is the first read here and the step has not written here before; marks it as read."""
@@ -225,6 +239,12 @@ class Reads:
         if key not in self.entries:
             self.entries[key] = Entry(owner, step, how, old, name, defines)
 
+    def identity(self, value: Any) -> None:
+        """Record which object stands where one was found: it is compared or hashed as a whole."""
+        place = None if value is UNKNOWN or is_value(value) else self.known(value)
+        if place is not None and place.owner is not None:
+            self.compare(place.owner, place.step, How.IDENTICAL, value, place.name)
+
     # -- parts --------------------------------------------------------------------------------------------------
 
     def part(
@@ -287,20 +307,14 @@ class Reads:
                         self.root(one, one.__name__), None, How.SHAPE, Shape(one), one.__name__, defines=True
                     )
 
+    def asks_for_type(self) -> None:
+        """Record that the type of a traced tensor is compared with that of ordinary ones: the answer is another."""
+        self.asked_types.append(self._site)
+
     def takes_from(self, value: Any, method: str) -> None:
         """Record a method call on a compiled queue: ``get`` and its variants advance it."""
         if method.startswith("get"):
             self._advanced.append((self.place(value), self._site))
-
-    def says(self, owner: Any, ask: Any, value: Any, text: str) -> Any:
-        """Record and return an object's answer to a query that can be repeated."""
-        place = self.place(owner)
-        self.part(place, ask, value, f"{place.name}.{text}")
-        return value
-
-    def held_by(self, value: Any) -> list[Any]:
-        """Return the elements of a container that can be found again; none for other values."""
-        return [] if value is UNKNOWN or not is_container(value) else [part for _, part in parts_of(value)]
 
     def went_on(self, frame: FrameType) -> None:
         """Record that a generator from before the step resumes."""
@@ -351,6 +365,7 @@ class Reads:
         return list(found.values())
 
 
+_PLAIN_TENSORS = (torch.Tensor, torch.nn.Parameter)  # not those of a trace or of a state
 _GONE = object()  # stands for an object that the step made
 
 
@@ -381,9 +396,3 @@ def _without_unheld(
 def _remains(entry: Entry) -> bool:
     led_to = entry.old.root.value if entry.how is How.ALIAS else None
     return entry.owner.root.value is not _GONE and led_to is not _GONE
-
-
-def parameters_with_defaults(function: FunctionType) -> list[str]:
-    """Return the names of the parameters that have a default, except keyword-only ones."""
-    code, defaults = function.__code__, function.__defaults__ or ()
-    return list(code.co_varnames[code.co_argcount - len(defaults) : code.co_argcount])

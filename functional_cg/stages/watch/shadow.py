@@ -12,14 +12,18 @@ from importlib.util import resolve_name
 from types import CodeType
 from typing import Any
 
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+
 from .calls import Calls, parent
 from .kinds import UNKNOWN
 from .places import ITEM, Step
 from .stack import NULL
-from .values import is_container
+from .values import in_classes, is_container, is_value
 
 __all__ = ["Shadow"]
 
+_TYPES_OF_TENSORS = ((FakeTensor, torch.Tensor), (torch.Tensor, FakeTensor))
 _METHODS_BY_FLAG = sys.version_info >= (3, 12)
 
 
@@ -161,8 +165,22 @@ class Shadow(Calls):
             self.other(ins)
 
     def op_is_op(self, ins: dis.Instruction) -> None:
-        self.take(2)
+        self._compared(*self.take(2))
         self.push(UNKNOWN)
+
+    def op_compare_op(self, ins: dis.Instruction) -> None:
+        pair = self.stack[-2:]
+        if len(pair) == 2 and any(in_classes(type(one).__mro__, "__eq__") is object.__eq__ for one in pair):
+            self._compared(*pair)
+        self.other(ins)
+
+    def _compared(self, one: Any, other: Any) -> None:
+        """Record that it matters which objects these are; beside ``None`` and the like, it does not."""
+        if self.own and not (is_value(one) or is_value(other)):
+            self.reads.identity(one)
+            self.reads.identity(other)
+            if any(one is a and other is b for a, b in _TYPES_OF_TENSORS):
+                self.reads.asks_for_type()
 
     def op_contains_op(self, ins: dis.Instruction) -> None:
         key, owner = self.take(2)
