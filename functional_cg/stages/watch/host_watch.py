@@ -7,6 +7,7 @@ is launched, and never replays a stale number.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
@@ -16,7 +17,8 @@ import torch
 from ...ambient.setting import default_device, foreign_function_modes
 from ...errors import BakedValueError
 from ...pytree.sameness import same
-from .places import ATTRIBUTE, Entry, How, Place, Step
+from .kinds import is_key
+from .places import ATTRIBUTE, PART, Entry, How, Place, Step
 from .values import Contents, is_container, shown
 
 __all__ = ["MODES", "HostWatch", "modes", "refuse_ambient_modes"]
@@ -106,7 +108,14 @@ def refuse_ambient_modes(function_name: str) -> None:
 
 
 def _key(entry: Entry) -> Any:
-    return id(entry.owner.value), entry.how, entry.name
+    """Return what tells an entry from others of the same run, and is the same in another run."""
+    step = entry.step
+    at: Any = None if step is None else (step.way, type(step.key), step.key)
+    if step is not None and step.way is PART:
+        ask = step.key
+        args = ask.args if type(ask) is functools.partial else ()
+        at = (entry.name, *(one if is_key(one) else id(one) for one in args))
+    return id(entry.owner.value), at, entry.how
 
 
 def _same_old(one: Entry, other: Entry) -> bool:
