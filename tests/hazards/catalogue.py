@@ -46,6 +46,8 @@ FILES = {
     "misuse": "tests/sharding/test_misuse.py",
     "methods": "tests/test_methods.py",
     "supposed": "tests/test_supposed.py",
+    "computed": "tests/test_computed_reads.py",
+    "evaluation": "tests/test_evaluation.py",
     "nn": "tests/test_nn.py",
     "nn_cuda": "tests/cuda/test_nn_cuda.py",
     "old_values": "tests/test_old_values.py",
@@ -810,5 +812,12 @@ HAZARDS = (
          "supposed::test_another_value_is_refused_wherever_it_comes_from",
          "supposed::test_a_buffer_that_the_step_changes_is_not_read",
          "supposed::test_a_state_that_takes_over_the_memory_of_another_is_compared"),
+    _row(172, 1, "N86", "a value of the host is reached by what the step computes, `cfgs[i + 1].lr`, and changes",
+         "refused: BakedValueError; what is computed is seen in the frame",
+         "computed::test_a_change_is_loud", "computed::test_nothing_is_refused_that_stays",
+         "evaluation::test_what_was_just_loaded_is_on_top"),
+    _row(173, 1, "N87", "a step appends to a list and then goes by its length",
+         "refused: SideEffectError; another trace of a step that changes objects reads other values",
+         "computed::test_what_goes_on_from_call_to_call_is_refused", "computed::test_exactly_what_goes_on_is_refused"),
 )
 # fmt: on

@@ -895,4 +895,24 @@ MUTANTS = (
         ),
         no_gpu="told on the host",
     ),
+    Mutant(
+        "N86",
+        "what a step computes on the host is unknown to the watch until it has a name",
+        (("        self._look(offset)\n", ""),),
+        (
+            "tests/test_computed_reads.py::test_a_change_is_loud[computed index]",
+            "tests/test_computed_reads.py::test_a_change_is_loud[next]",
+        ),
+        no_gpu="told on the host",
+    ),
+    Mutant(
+        "N87",
+        "what a step reads is compared with what it was after the step's own writes",
+        (("            if reads.changes_the_host:", "            if False:"),),
+        (
+            "tests/test_computed_reads.py::test_what_goes_on_from_call_to_call_is_refused[append]",
+            "tests/test_computed_reads.py::test_exactly_what_goes_on_is_refused",
+        ),
+        no_gpu="told on the host",
+    ),
 )

@@ -1,0 +1,243 @@
+"""Host values that a step reaches by what it computes: another element, a copy, the result of a call.
+
+Each spelling is called, its value is changed, and the next call raises; it never goes on with the old value.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import itertools
+import typing
+import weakref
+from collections import defaultdict, deque
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import functional_cg as fcg
+from functional_cg.stages.watch.evaluation import readable
+
+pytestmark = pytest.mark.skipif(
+    not readable(), reason="what is computed is seen in CPython 3.11 to 3.13 only"
+)
+
+
+class Config:
+    def __init__(self, k: float) -> None:
+        self.k = k
+
+
+class World:
+    """All that the spellings read; the first configuration is the one that changes."""
+
+    def __init__(self) -> None:
+        self.a, self.b = Config(1.0), Config(2.0)
+        self.all, self.named = [self.a, self.b], {"a": self.a, "b": self.b}
+        self.cfg0, self.pairs, self.rates = self.a, [["x", 1.0], ["y", 2.0]], {"l0": {"lr": 1.0}}
+        self.weak = weakref.WeakValueDictionary({"a": self.a})
+        self.deep = [[[[[[1.0]]]]]]
+        self.tensor, self.other = torch.zeros(2), torch.zeros(5)
+        self.key, self.by_key = self.a, {self.a: 1.0, self.b: 5.0}
+
+    def change(self) -> None:
+        self.a.k = self.pairs[0][1] = self.rates["l0"]["lr"] = self.deep[0][0][0][0][0][0] = 5.0  # type: ignore[call-overload]
+        self.tensor, self.key = self.other, self.b
+
+
+W = World()
+
+
+def summed(pairs: Any) -> float:
+    total = 0.0
+    for _, value in pairs:
+        total += value
+    return total
+
+
+def matched(value: Any) -> Any:
+    match value:
+        case {"l0": {"lr": rate}}:
+            return rate
+    return None
+
+
+READS: dict[str, Callable[[], Any]] = {
+    "computed index": lambda: W.all[len(W.all) - 2].k,
+    "computed key": lambda: W.rates[f"l{0}"]["lr"],
+    "lower": lambda: W.named["A".lower()].k,
+    "not": lambda: W.all[not 1].k,
+    "getattr": lambda: getattr(W, f"cfg{0}").k,
+    "vars": lambda: vars(W)[f"cfg{0}"].k,
+    "next": lambda: next(iter(W.all)).k,
+    "list": lambda: list(W.all)[0].k,  # noqa: RUF015
+    "slice": lambda: W.all[:1][0].k,
+    "sum of lists": lambda: (W.all + W.all)[2].k,
+    "default": lambda: W.named.get("zz", W.a).k,
+    "max": lambda: min(W.all, key=lambda one: one is W.b).k,
+    "display": lambda: {"z": W.a}["z"].k,
+    "copy": lambda: W.named.copy()["a"].k,
+    "generator": lambda: next(one for one in W.all if one is W.a).k,
+    "comprehension": lambda: [one for one in W.all if one is W.a][0].k,  # noqa: RUF015
+    "lambda": lambda: (lambda one: one)(W.a).k,
+    "cast": lambda: typing.cast(Config, W.a).k,
+    "partial": lambda: functools.partial(lambda one: one, W.a)().k,
+    "context": lambda: contextlib.nullcontext(W.a).__enter__().k,
+    "islice": lambda: next(itertools.islice(W.all, 1)).k,
+    "weak": lambda: W.weak["a"].k,
+    "merged": lambda: {**W.rates}["l0"]["lr"],
+    "unpacked": lambda: summed(W.pairs),
+    "unpacked at once": lambda: (lambda rows: (lambda a, b: a[1] + b[1])(*rows))(W.pairs),
+    "pattern": lambda: matched(W.rates),
+    "deep": lambda: torch.tensor(W.deep).sum(),
+    "shape": lambda: float(W.tensor.shape[0]),
+    "size": lambda: float(W.tensor.size(0)),
+    "which tensor": lambda: 1.0 if W.tensor is not W.other else 5.0,
+    "by identity": lambda: W.by_key[W.key],
+    "is": lambda: 1.0 if W.key is W.a else 5.0,
+    "equal": lambda: 1.0 if W.key == W.a else 5.0,
+    "index": lambda: float(W.all.index(W.key)),
+    "hash": lambda: {hash(W.a): 1.0, hash(W.b): 5.0}[hash(W.key)],
+}
+
+
+@pytest.mark.parametrize("name", READS)
+def test_a_change_is_loud(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(globals(), "W", World())
+    read, x = READS[name], torch.ones(1)
+    step = fcg.graph_fn(lambda x: x * read())
+    for _ in range(3):
+        assert torch.equal(step(x), x * read())
+    W.change()
+    with pytest.raises(fcg.BakedValueError):
+        step(x)
+
+
+@pytest.mark.parametrize("name", READS)
+def test_nothing_is_refused_that_stays(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(globals(), "W", World())
+    read, x = READS[name], torch.ones(1)
+    step = fcg.graph_fn(lambda x: x * read())
+    for call in range(4):
+        assert torch.equal(step(x * call), x * call * read())
+        W.b.k += call if name not in ("sum of lists",) else 0  # is not read
+
+
+def advances() -> dict[str, Callable[[Any], Any]]:
+    """What goes on from call to call, by what a step does first and reads then."""
+
+    def kept(act: Callable[[Any], Any], read: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        return lambda held: (act(held), read(held))[1]
+
+    return {
+        "append": kept(lambda h: h.list.append(1), lambda h: len(h.list)),
+        "extend": kept(lambda h: h.list.extend([1]), lambda h: sum(h.list)),
+        "insert": kept(lambda h: h.list.insert(0, 1), lambda h: len(list(h.list))),
+        "add": kept(lambda h: h.set.add(object()), lambda h: len(h.set)),
+        "put": kept(lambda h: h.dict.__setitem__(object(), 1), lambda h: len(h.dict)),
+        "deque": kept(lambda h: h.deque.appendleft(1), lambda h: len(h.deque)),
+        "setdefault": kept(lambda h: h.dict.setdefault("k", []).append(1), lambda h: len(h.dict["k"])),
+        "defaultdict": kept(lambda h: h.default["k"].append(1), lambda h: len(h.default["k"])),
+        "bytes": kept(lambda h: h.bytes.append(1), lambda h: len(h.bytes)),
+        "map": kept(lambda h: list(map(h.list.append, [1])), lambda h: len(h.list)),
+        "attribute": kept(lambda h: setattr(h, "n", h.n + 1), lambda h: h.n),
+        "inner": kept(lambda h: h.list.append(1) or setattr(h, "n", len(h.list)), lambda h: h.n),
+        "deleted": kept(lambda h: h.long.pop(), lambda h: len(h.long)),
+    }
+
+
+def holder() -> SimpleNamespace:
+    return SimpleNamespace(
+        list=[], set=set(), dict={}, deque=deque(), default=defaultdict(list), bytes=bytearray(), n=0, long=[1] * 99
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("name", advances())
+def test_what_goes_on_from_call_to_call_is_refused(name: str) -> None:
+    held, advance = holder(), advances()[name]
+    with pytest.raises(fcg.SideEffectError, match=r"(changes|takes)(.|\n)*To fix"):
+        fcg.graph_fn(lambda x: x * (1.0 if advance(held) < 50 else 5.0))(torch.ones(1))
+
+
+@given(
+    acts=st.lists(st.sampled_from(["append", "pop", "clear", "put"]), max_size=4),
+    read=st.sampled_from(["len", "sum", "first", "nothing"]),
+)
+def test_exactly_what_goes_on_is_refused(acts: list[str], read: str) -> None:
+    """The oracle calls the function: what it returns at the third call and the fourth must be the same."""
+
+    def function(held: list[float]) -> float:
+        for act in acts:
+            if act == "append":
+                held.append(2.0)
+            elif act == "pop" and held:
+                held.pop()
+            elif act == "clear":
+                held.clear()
+            else:
+                held[:0] = [3.0] if not held else []
+        if read == "len":
+            return float(len(held))
+        if read == "sum":
+            return float(sum(held))
+        return (held[0] if held else 0.0) if read == "first" else 1.0
+
+    twin: list[float] = [1.0]
+    values = [function(twin) for _ in range(8)]
+    held = [1.0]
+    step = fcg.graph_fn(lambda x: x * function(held))
+    try:
+        got = [float(step(torch.ones(()))) for _ in range(3)]
+    except (fcg.SideEffectError, fcg.BakedValueError):
+        return
+    settled = values[2:]
+    assert got == [settled[0]] * 3
+    assert settled == [settled[0]] * len(settled), "it goes on from call to call, and nobody said so"
+
+
+def test_functions_by_type_are_noticed() -> None:
+    @functools.singledispatch
+    def scale(value: Any) -> float:
+        return 1.0
+
+    config, x = Config(1.0), torch.ones(1)
+    step = fcg.graph_fn(lambda x: x * scale(config))
+    assert torch.equal(step(x), x)
+    scale.register(Config, lambda value: 5.0)
+    with pytest.raises(fcg.BakedValueError):
+        step(x)
+
+
+def test_an_attribute_that_a_class_gets_later_is_noticed() -> None:
+    class Empty:
+        pass
+
+    x = torch.ones(1)
+    step = fcg.graph_fn(lambda x: x * getattr(Empty, "scale", 1.0))
+    assert torch.equal(step(x), x)
+    Empty.scale = 5.0  # type: ignore[attr-defined]
+    with pytest.raises(fcg.BakedValueError, match="scale"):
+        step(x)
+
+
+@pytest.mark.parametrize("name", ["apply_", "map_"])
+def test_python_on_each_element_is_refused(name: str) -> None:
+    def step(x: Any) -> Any:
+        return (
+            x.clone().apply_(lambda v: v + 1) if name == "apply_" else x.clone().map_(x, lambda a, b: a + b)
+        )
+
+    with pytest.raises(fcg.HostSyncError, match="calls Python for each element"):
+        fcg.graph_fn(step)(torch.ones(2))
+
+
+def test_the_class_of_a_traced_tensor_is_not_compared() -> None:
+    with pytest.raises(fcg.CaptureError, match=r"compares the type(.|\n)*isinstance\(x, torch.Tensor\)"):
+        fcg.graph_fn(lambda x: x * (2 if type(x) is torch.Tensor else 3))(torch.ones(2))
+    step = fcg.graph_fn(lambda x: x * (2 if isinstance(x, torch.Tensor) else 3))
+    assert torch.equal(step(torch.ones(2)), torch.full((2,), 2.0))
