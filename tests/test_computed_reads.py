@@ -169,7 +169,7 @@ def test_what_goes_on_from_call_to_call_is_refused(name: str) -> None:
     read=st.sampled_from(["len", "sum", "first", "nothing"]),
 )
 def test_exactly_what_goes_on_is_refused(acts: list[str], read: str) -> None:
-    """The oracle calls the function: what it returns at the third call and the fourth must be the same."""
+    """The oracle calls the function forty times: a step that is not refused returns what the function does."""
 
     def function(held: list[float]) -> float:
         for act in acts:
@@ -181,23 +181,19 @@ def test_exactly_what_goes_on_is_refused(acts: list[str], read: str) -> None:
                 held.clear()
             else:
                 held[:0] = [3.0] if not held else []
-        if read == "len":
-            return float(len(held))
-        if read == "sum":
-            return float(sum(held))
-        return (held[0] if held else 0.0) if read == "first" else 1.0
+        if read == "nothing":
+            return 1.0
+        many = {"len": len(held), "sum": sum(held), "first": held[0] if held else 0}[read]
+        return 1.0 if many < 20 else 5.0
 
-    twin: list[float] = [1.0]
-    values = [function(twin) for _ in range(8)]
-    held = [1.0]
+    twin, held = [1.0], [1.0]
+    values = [function(twin) for _ in range(40)]
     step = fcg.graph_fn(lambda x: x * function(held))
     try:
-        got = [float(step(torch.ones(()))) for _ in range(3)]
+        got = [float(step(torch.ones(()))) for _ in range(40)]
     except (fcg.SideEffectError, fcg.BakedValueError):
         return
-    settled = values[2:]
-    assert got == [settled[0]] * 3
-    assert settled == [settled[0]] * len(settled), "it goes on from call to call, and nobody said so"
+    assert got == values, "it goes on from call to call, and nobody said so"
 
 
 def test_functions_by_type_are_noticed() -> None:
