@@ -190,9 +190,10 @@ class HostSyncError(FunctionalCGError, RuntimeError):
     - ``x[mask]``, ``nonzero``, ``unique``: keep the shape, ``torch.where(mask, x, 0)``.
     - ``print(loss)``: return it in ``metrics``; ``step.eager(state, batch)`` runs once with real numbers.
 
-    These need nothing on the host: literals, declared constants and what is computed from them alone; one number
-    written where a mask says, ``x[mask] = 0.0``; and the validation of ``torch.distributions``: ``step.eager`` raises
-    for invalid values, and a replay takes them as valid.
+    These need nothing on the host: literals, declared constants, buffers that a module reads and the step never changes,
+    and what is computed from them alone; one number written where a mask says, ``x[mask] = 0.0``; the lengths of
+    ``F.ctc_loss``, which may be inputs; and the validation of ``torch.distributions``: ``step.eager`` raises for invalid
+    values, and a replay takes them as valid.
     """
 
 
@@ -215,8 +216,9 @@ class BakedValueError(FunctionalCGError, RuntimeError):
     - A helper or a module was redefined, for example in a notebook: recreate the step, too.
 
     Some changes go unnoticed: files, clocks and what the system reports about the process; internals of
-    compiled extensions (settings of numpy and decimal, a ctypes struct); replaced functions of a library; the
-    value of an enum member. ``debug="verify"`` compares with eager runs.
+    compiled extensions (settings of numpy and decimal, a ctypes struct, what ``pickle`` reads of an object); replaced
+    functions of a library; the value of an enum member; writes to a constant through ``.data``. Outside of CPython 3.11
+    to 3.13 also what is read of a computed value, ``cfgs[i + 1].lr``. ``debug="verify"`` compares with eager runs.
     """
 
 
