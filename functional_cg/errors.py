@@ -190,10 +190,10 @@ class HostSyncError(FunctionalCGError, RuntimeError):
     - ``x[mask]``, ``nonzero``, ``unique``: keep the shape, ``torch.where(mask, x, 0)``.
     - ``print(loss)``: return it in ``metrics``; ``step.eager(state, batch)`` runs once with real numbers.
 
-    These need nothing on the host: literals, declared constants, buffers that a module reads and the step never changes,
-    and what is computed from them alone; one number written where a mask says, ``x[mask] = 0.0``; the lengths of
-    ``F.ctc_loss``, which may be inputs; and the validation of ``torch.distributions``: ``step.eager`` raises for invalid
-    values, and a replay takes them as valid.
+    These need nothing on the host: literals, declared constants, buffers that a module reads and the step never
+    changes, and what is computed from them alone; one number written where a mask says, ``x[mask] = 0.0``; the lengths
+    of ``F.ctc_loss``, which may be inputs; and the validation of ``torch.distributions``: ``step.eager`` raises for
+    invalid values, and a replay takes them as valid.
     """
 
 

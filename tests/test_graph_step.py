@@ -403,3 +403,33 @@ def test_an_error_of_a_kernel_names_function_and_line() -> None:
     line = look_up.__wrapped__.__code__.co_firstlineno
     assert note == f"`<lambda>`: raised by its replay, at test_graph_step.py:{line}; the state is unchanged."
     assert look_up(state, torch.tensor([3])).shape == (1, 2)
+
+
+def test_an_instance_that_cannot_keep_its_step_is_refused() -> None:
+    class Slots:
+        __slots__ = ("k",)
+
+        @fcg.graph_step
+        def step(self, state, x):
+            return {"w": state["w"] + x}, {}
+
+    class WithDict(Slots):
+        __slots__ = ("__dict__",)
+
+    class OfClass:
+        @classmethod
+        @fcg.graph_step
+        def step(cls, state, x):
+            return {"w": state["w"] + x}, {}
+
+        @staticmethod
+        @fcg.graph_step
+        def fixed(state, x):
+            return {"w": state["w"] + x}, {}
+
+    for make in (lambda: Slots().step, lambda: OfClass.step):
+        with pytest.raises(TypeError, match=r"has no `__dict__` to keep its step in(.|\n)*To fix"):
+            make()({"w": torch.zeros(1)}, torch.ones(1))
+    for make in (lambda: WithDict().step, lambda: OfClass.fixed):
+        state, _ = make()({"w": torch.zeros(1)}, torch.ones(1))
+        assert float(state["w"]) == 1

@@ -147,9 +147,15 @@ class Transform:
     def _of_instance(self, instance: Any, owner: type | None) -> Any:
         # One step per instance and method, kept and freed with the instance. Not under the method's own name:
         # a copy of the instance has its entries, and `super()` leads to another method of that name.
-        step = instance.__dict__.get(self._key)
+        held = getattr(instance, "__dict__", None)
+        if not isinstance(held, dict):
+            raise TypeError(
+                f"`{self._name}`: {instance!r} has no `__dict__` to keep its step in.\n"
+                'To fix: add "__dict__" to `__slots__`; in place of a class method, decorate a `@staticmethod`.'
+            )
+        step = held.get(self._key)
         if step is None or step._of[0] is not instance or step._of[1] is not self:
-            step = instance.__dict__[self._key] = type(self)(self._fn.__get__(instance, owner), **self._given)
+            step = held[self._key] = type(self)(self._fn.__get__(instance, owner), **self._given)
             step._of = instance, self
         return step
 
