@@ -7,7 +7,7 @@ anyway.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from types import MappingProxyType
 from typing import Any
@@ -178,22 +178,16 @@ class Supposed:
     Args:
       program: The program, which lists the suppositions.
       value: Returns what a slot holds; None if nobody knows.
-      buffers: Returns the variables of the buffers that modules were given.
     """
 
-    def __init__(
-        self,
-        program: Program,
-        value: Callable[[int], Tensor | None],
-        buffers: Callable[[], Iterable[Var | None]],
-    ) -> None:
-        self._program, self._value, self._buffers = program, value, buffers
+    def __init__(self, program: Program, value: Callable[[int], Tensor | None]) -> None:
+        self._program, self._value = program, value
         self._sites: dict[str, str] = {}
 
-    def value_of(self, var: Var) -> Tensor | None:
-        """Return what a variable holds if it is a slot, and a buffer that a module was given; else None."""
+    def value_of(self, var: Var, buffers: Collection[Var | None]) -> Tensor | None:
+        """Return what a variable holds if it is a slot, and one of the buffers that modules were given; else None."""
         found = next((one for one in self._program.suppositions if one.var == var), None)
-        if found is None and var in self._program.slots and var in self._buffers():
+        if found is None and var in self._program.slots and var in buffers:
             number = self._program.slots.index(var)
             value = aside_from_modes(lambda: self._value(number))
             if value is not None:

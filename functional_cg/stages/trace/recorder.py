@@ -82,7 +82,7 @@ class _Recorder(TorchDispatchMode):
         self.rules = Rules(recipe.name, self._protected, recipe.function, on_a_mesh=self.mesh is not None)
         self._locator = Locator()
         self.met = Met()
-        self.supposed = Supposed(self.program, recipe.value, lambda: map(self.var_of, self.met.buffers))
+        self.supposed = Supposed(self.program, recipe.value)
 
     def fake(self, spec: BufferSpec, owner: str) -> tuple[Tensor, Var]:
         """Make a fake tensor, and its variable, for a leaf that exists outside the step."""
@@ -189,7 +189,8 @@ class _Recorder(TorchDispatchMode):
     def value_of(self, tensor: Tensor) -> Tensor | None:
         """Return what a tensor of the trace holds, if that is the same in each replay; else None."""
         known = self._with_constants(tensor)
-        return value_of(self.program, self.var_of(known), self.supposed.value_of)
+        buffers = list(map(self.var_of, self.met.buffers))
+        return value_of(self.program, self.var_of(known), lambda var: self.supposed.value_of(var, buffers))
 
     def _known_result(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any] | None:
         """Return the result, as a 1-tuple, of a call that needs only known values on the host; else None."""
