@@ -327,4 +327,5 @@ class Shadow(Calls):
         for value in (given, keywords):
             self.use(value)
         callee = second if first is NULL else first
-        self.call(callee, list(given) if type(given) is tuple else [UNKNOWN], {})
+        args = list(given) if type(given) in (tuple, list) else [UNKNOWN]
+        self.call(callee, args, keywords if type(keywords) is dict else {})
