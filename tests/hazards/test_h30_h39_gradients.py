@@ -91,7 +91,7 @@ def test_h33_backward_stays_on_the_calling_thread(place: Place) -> None:
     step = place.step(step_fn)
     state, _ = step(params(place), batches(place, 1)[0])
     step.eager(state, batches(place, 1)[0])
-    assert len(threads) == 3
+    assert len(threads) == 4  # three traces, since it fills a list, and the eager call
     assert set(threads) == {threading.get_ident()}
 
 

@@ -311,7 +311,7 @@ MUTANTS = (
         "closes over the module: an unknown tensor becomes a constant in silence",
         (
             (
-                ("        if self.declared:\n            args, kwargs = "),
+                ("        if self.declared or self.met.fixed:\n            args, kwargs = "),
                 (
                     "        for tensor in tensors_in([*args, *kwargs.values()]):\n"
                     "            if not isinstance(tensor, FakeTensor) and id(tensor) not in self.declared:\n"
