@@ -1406,7 +1406,7 @@ def test_a_function_that_a_library_alone_holds_also_among_what_the_collector_lea
     if frozen:
         gc.freeze()
     assert step(torch.ones(2)).tolist() == [2, 2]
-    assert (gc.get_freeze_count() > 0) == frozen
+    assert (gc.get_freeze_count() > 10_000) == frozen  # from 3.12 on, immortal objects are there always
     scale = 3.0
     with pytest.raises(fcg.BakedValueError, match=r"scale  traced 2\.0   now 3\.0"):
         step(torch.ones(2))
