@@ -9,8 +9,8 @@ from types import CodeType, FunctionType
 
 __all__ = ["functions_of", "no_garbage_collection"]
 
-# From Python 3.12 on, the collector sets immortal objects aside by itself, some hundreds. A program that has frozen what
-# it has loaded has hundreds of thousands there; to freeze again what it never froze would be a leak.
+# From Python 3.12 on, the collector sets immortal objects aside by itself, some hundreds. A program that has frozen
+# what it has loaded has hundreds of thousands there; to freeze again what it never froze would be a leak.
 _IMMORTAL = 10_000
 
 
