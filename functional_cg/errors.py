@@ -215,10 +215,9 @@ class BakedValueError(FunctionalCGError, RuntimeError):
     - A tensor of ``constants=`` was written, or its name rebound to another one: make it an input.
     - A helper or a module was redefined, for example in a notebook: recreate the step, too.
 
-    Some changes go unnoticed: files, clocks and what the system reports about the process; internals of
-    compiled extensions (settings of numpy and decimal, a ctypes struct, what ``pickle`` reads of an object); replaced
-    functions of a library; the value of an enum member; writes to a constant through ``.data``. Outside of CPython 3.11
-    to 3.13 also what is read of a computed value, ``cfgs[i + 1].lr``. ``debug="verify"`` compares with eager runs.
+    Some changes go unnoticed: files, clocks, what the system reports; internals of compiled extensions (settings of
+    numpy, a ctypes struct, what ``pickle`` reads); replaced functions of a library; enum values; writes through
+    ``.data``; but for CPython 3.11 to 3.13, computed reads, ``cfgs[i].lr``. ``debug="verify"`` finds their effects.
     """
 
 
