@@ -212,6 +212,23 @@ def test_functions_by_type_are_noticed() -> None:
         step(x)
 
 
+def test_functions_of_the_user_are_not_asked_to_dispatch() -> None:
+    def scale(value: Any) -> float:
+        return 2.0
+
+    scale.registry, scale.dispatch = {}, lambda kind: pytest.fail("the watch ran it")  # type: ignore[attr-defined]
+    assert torch.equal(fcg.graph_fn(lambda x: x * scale(x))(torch.ones(1)), torch.full((1,), 2.0))
+
+
+def test_containers_in_themselves_and_shared_ones_are_read_once() -> None:
+    rows: list[Any] = [1.0]
+    rows += [rows, rows]
+    for _ in range(64):
+        rows = [rows, rows]
+    step = fcg.graph_fn(lambda x: x * (rows == rows) * len([*itertools.chain(rows)]))
+    assert torch.equal(step(torch.ones(1)), torch.full((1,), 2.0))
+
+
 def test_an_attribute_that_a_class_gets_later_is_noticed() -> None:
     class Empty:
         pass

@@ -60,10 +60,9 @@ class Calls(Stack):
         if type(callee) is type and callee in _GETTERS and not any(one is UNKNOWN for one in args):
             self.push(callee(*args))
             return
-        if type(function) is FunctionType and "registry" in vars(function) and args:
-            ask = getattr(function, "dispatch", None)  # of `functools.singledispatch`
-            if ask is not None:
-                self.reads.holds(function, functools.partial(_dispatched, type(args[0])), ask(type(args[0])))
+        if args and _is_dispatched(function):
+            kind = type(args[0])
+            self.reads.holds(function, functools.partial(_dispatched, kind), _dispatched(kind, function))
         if type(callee) is functools.partial:
             self.call(callee.func, [*callee.args, *args], {**callee.keywords, **kwargs})
             return
@@ -259,6 +258,12 @@ _BUILTINS: Mapping[Any, Callable[..., Any]] = MappingProxyType(
         repr: Calls._nothing,
     }
 )
+
+
+def _is_dispatched(function: Any) -> bool:
+    """Whether ``functools.singledispatch`` made a function."""
+    of_functools = type(function) is FunctionType and function.__code__.co_filename == functools.__file__
+    return of_functools and "registry" in vars(function)
 
 
 def _dispatched(kind: type, function: Any) -> Any:

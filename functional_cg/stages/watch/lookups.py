@@ -245,6 +245,11 @@ class Lookups(Reads):
         self.found(place, Step(PART, ask), value, f"{place.name}()")
         return value
 
+    def takes_from(self, value: Any, method: str) -> None:
+        """Record a method call on a compiled queue: ``get`` and its variants advance it."""
+        if method.startswith("get"):
+            self._advanced.append((self.place(value), self._site))
+
     def says(self, owner: Any, ask: Any, value: Any, text: str) -> Any:
         """Record and return an object's answer to a query that can be repeated."""
         place = self.place(owner)

@@ -36,8 +36,6 @@ from .values import Contents, Shape, is_container, is_value
 
 __all__ = ["Reads"]
 
-_DEEPEST = 32  # levels of nested containers
-
 
 class Reads:
     """The host reads of one run of a step.
@@ -256,33 +254,41 @@ class Reads:
             self._seen.add(seen)
             self.entries[seen] = Entry(place, Step(PART, read), How.SAME, value, name, defines)
 
-    def whole(self, place: Place, depth: int = 0) -> None:
-        """Record all contents of a container, and of ``depth`` levels of containers nested in it."""
-        held = place.value
-        if id(held) in self._registries:
-            return
-        key = (id(held), How.CONTENTS, None)
-        if key not in self.entries:
-            self.entries[key] = Entry(place, None, How.CONTENTS, Contents(held), place.name)
-        for step, part in parts_of(held):
-            if is_value(part) or issubclass(type(part), torch.Tensor):
+    def whole(self, place: Place, *, deep: bool = False) -> None:
+        """Record all contents of a container; if ``deep``, also of all containers in it, however deep they lie."""
+        left, met = [place], {id(place.value)}
+        while left:
+            place = left.pop()
+            held = place.value
+            if id(held) in self._registries:
                 continue
-            known = self._places.get(id(part))
-            if known is None:
-                name = step.shown(place.name.removesuffix("._modules"))
-                outlives = place.root.outlives
-                known = Place(part, name, place if outlives else None, step if outlives else None, outlives)
-                self._places[id(part)] = known
-                self._arrived(known)
-            if depth and is_container(part):
-                self.whole(known, depth - 1)
+            key = (id(held), How.CONTENTS, None)
+            if key not in self.entries:
+                self.entries[key] = Entry(place, None, How.CONTENTS, Contents(held), place.name)
+            for step, part in parts_of(held):
+                if is_value(part) or issubclass(type(part), torch.Tensor):
+                    continue
+                known = self._part_of(place, step, part)
+                if deep and id(part) not in met and is_container(part):
+                    met.add(id(part))
+                    left.append(known)
+
+    def _part_of(self, place: Place, step: Step, part: Any) -> Place:
+        known = self._places.get(id(part))
+        if known is None:
+            name = step.shown(place.name.removesuffix("._modules"))
+            outlives = place.root.outlives
+            known = Place(part, name, place if outlives else None, step if outlives else None, outlives)
+            self._places[id(part)] = known
+            self._arrived(known)
+        return known
 
     def use(self, value: Any, *, deep: bool = False) -> None:
         """Record that a value is iterated or passed to unseen code: a container is then read as a whole."""
         if value is UNKNOWN or is_value(value) or issubclass(type(value), torch.Tensor):
             return
         if is_container(value):
-            self.whole(self.place(value), _DEEPEST if deep else 0)
+            self.whole(self.place(value), deep=deep)
         elif (held := inside(value)) is not None:
             place = self.place(value)
             name = "maps" if hasattr(value, "maps") else "data"
@@ -310,11 +316,6 @@ class Reads:
     def asks_for_type(self) -> None:
         """Record that the type of a traced tensor is compared with that of ordinary ones: the answer is another."""
         self.asked_types.append(self._site)
-
-    def takes_from(self, value: Any, method: str) -> None:
-        """Record a method call on a compiled queue: ``get`` and its variants advance it."""
-        if method.startswith("get"):
-            self._advanced.append((self.place(value), self._site))
 
     def went_on(self, frame: FrameType) -> None:
         """Record that a generator from before the step resumes."""
