@@ -133,3 +133,17 @@ def test_wrong_lengths_are_refused(lengths: Any, message: str) -> None:
     x = torch.randn(7, 1, 4).log_softmax(-1)
     with pytest.raises(fcg.CaptureError, match=message):
         fcg.graph_fn(lambda x: F.ctc_loss(x, torch.tensor([[1, 2]]), *lengths))(x)
+
+
+def test_autocast_widens_half_precision_and_narrows_nothing() -> None:
+    x = torch.randn(7, 1, 4, dtype=torch.float64).log_softmax(-1)
+
+    def loss(x: Tensor) -> Tensor:
+        with torch.autocast("cpu"):
+            return F.ctc_loss(x, torch.tensor([[1, 2]]), (7,), (2,))
+
+    for dtype in (torch.float64, torch.float32, torch.bfloat16):
+        expected = loss(x.to(dtype))
+        out = fcg.graph_fn(loss)(x.to(dtype))
+        assert out.dtype is expected.dtype
+        torch.testing.assert_close(out, expected)

@@ -92,14 +92,10 @@ class Call:
 
     def value(self, number: int) -> Tensor | None:
         """Return a copy on the host of what a slot holds, counted over all states; None for a leaf on a mesh."""
-        for state in self.states:
-            if number < state.stop - state.start:
-                slot, arena = state.start + number, state.arena
-                if arena.plan.slots[slot].spec.placement is not None:
-                    return None
-                return on_host(arena, slot)
-            number -= state.stop - state.start
-        raise IndexError(number)
+        arena, slot = [(one.arena, slot) for one in self.states for slot in range(one.start, one.stop)][
+            number
+        ]
+        return None if arena.plan.slots[slot].spec.placement is not None else on_host(arena, slot)
 
     @property
     def arenas(self) -> tuple[tuple[int, int, int], ...]:

@@ -16,7 +16,16 @@ from types import CodeType, FrameType
 
 from .code_reading import sync_spelling
 
-__all__ = ["Location", "Locator", "is_user_file", "raised_frame", "sync_spelling", "user_frame"]
+__all__ = [
+    "Location",
+    "Locator",
+    "at_here",
+    "here",
+    "is_user_file",
+    "raised_frame",
+    "sync_spelling",
+    "user_frame",
+]
 
 
 def _folder(package: str) -> list[str]:
@@ -74,6 +83,18 @@ class Location:
 
     def __str__(self) -> str:
         return f"{_cell(self.filename) or os.path.basename(self.filename)}:{self.line}"
+
+
+def here() -> str:
+    """Return the user's line, ``train.py:33``; empty if there is none."""
+    frame = user_frame()
+    return str(Location(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name)) if frame else ""
+
+
+def at_here() -> str:
+    """Return the user's line as the end of a sentence, ``, at train.py:33``; empty if there is none."""
+    place = here()
+    return place and f", at {place}"
 
 
 def _cell(filename: str) -> str | None:

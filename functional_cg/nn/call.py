@@ -18,9 +18,10 @@ from typing import Any
 from torch import Tensor, nn
 
 from ..ambient.compiling import compiling
-from ..errors import CaptureError, ImplicitRandomnessError, ReadOnlyError, SideEffectError
+from ..errors import CaptureError, ImplicitRandomnessError, ReadOnlyError
+from ..messages.source import at_here, here
 from ..random.kernels import OpenKernels
-from ..random.keyed import Draws, here, stream_of, under_checkpoint
+from ..random.keyed import Draws, stream_of, under_checkpoint
 from ..tensors.aten import written_arguments
 from .attributes import (
     COMPILED,
@@ -32,6 +33,7 @@ from .attributes import (
     refuse_unmade,
     unset_buffers,
 )
+from .refusals import registered_fix
 from .storage import storage_of
 
 __all__ = ["function_of", "run", "title"]
@@ -64,18 +66,16 @@ def run(
       (out, written, place): the result of the forward, the storages it wrote, and what it did where.
     Raises:
       ImplicitRandomnessError: If an op draws and ``key`` is None, or if a key cannot replace it.
-      ReadOnlyError: If a parameter is written.
+      ReadOnlyError: If a parameter is written, or a tensor that is neither a parameter nor a buffer.
       SideEffectError: If an attribute of the module is written, or a buffer appears or disappears.
       CaptureError: If it calls ``torch.utils.checkpoint`` with ``use_reentrant=True``, or of what draws random numbers
         in no submodule of its own.
     """
-    names = {storage_of(param): name for name, param in params.items()}
-    names.pop(None, None)  # None stands for every storage that cannot be identified
-    stored = {storage_of(buffer) for buffer in module.buffers()} - {None}
     name, place = title(module, method), Place(module)
     unset, buffers = unset_buffers(module), buffers_set(module)
     before = held(module, unset)
-    effects = Effects(name, key, place, names, stored, {storage_of(one): path for path, one in fixed.items()})
+    names, stored = _by_storage(params), _by_storage(dict(module.named_buffers())).keys()
+    effects = Effects(name, key, place, names, stored, _by_storage(fixed))
     with OpenKernels(), effects:
         out = compiling(function_of(module, method), *args, **kwargs)
     refuse_unmade(name, module, made)
@@ -88,6 +88,13 @@ def run(
     refuse_changed(name, before, after, only_remembers)
     place.end(partial(Effects, name, key, params=names))
     return out, effects.written, place
+
+
+def _by_storage(tensors: Mapping[str, Tensor]) -> dict[int | None, str]:
+    """Return the names of tensors by storage, without those whose storage cannot be identified."""
+    names = {storage_of(tensor): name for name, tensor in tensors.items()}
+    names.pop(None, None)
+    return names
 
 
 def function_of(module: nn.Module, method: str) -> Any:
@@ -189,7 +196,7 @@ class Place:
         return CaptureError.of(
             self._name,
             f"{self} calls `torch.utils.checkpoint`, as `fcg.remat` does.",
-            rows=[here().removeprefix(", at ")],
+            rows=[here()],
             why=f"It runs the forward again in the backward pass, and {why}.",
             fix="switch it off; in transformers, `model.gradient_checkpointing_disable()`. Around an `apply`, "
             "of the model or of a block, `fcg.remat(apply)(params, buffers, x, key=key)` does it.",
@@ -257,12 +264,12 @@ class Effects(Draws):
     def _refuse_fixed(self, func: Any, tensor: Tensor) -> None:
         name = self._fixed.get(storage_of(tensor))
         if name is not None:
-            raise SideEffectError.of(
+            raise ReadOnlyError.of(
                 self._name,
                 f"{self._place} writes in place into `{name}`, which is neither a parameter nor a buffer.",
-                rows=[f"{func}{here()}"],
+                rows=[f"{func}{at_here()}"],
                 why="It is not a part of the state: the next call would find the old value.",
-                fix=f'register it, `self.register_buffer("{name.rpartition(".")[2]}", value)`.',
+                fix=registered_fix(name),
             )
 
     def _refuse_parameter(self, func: Any, tensor: Tensor) -> None:
@@ -271,7 +278,7 @@ class Effects(Draws):
             raise ReadOnlyError.of(
                 self._name,
                 f"{self._place} writes in place into `params[{name!r}]`.",
-                rows=[f"{func}{here()}"],
+                rows=[f"{func}{at_here()}"],
                 why="A module is applied as a pure function: only buffers may change, as `new_buffers`.",
                 fix="write the parameter in the step, on the new state; or freeze it, `requires_grad_(False)`, "
                 "before `from_module`, which makes it a buffer.",

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from ..errors import BakedValueError
 from ..tensors.aten import unwrapped
-from .attributes import Held, changed, held, walked
+from .attributes import Held, Same, changed, held, walked
 from .refusals import made_by_hooks
 
 __all__ = ["Applied", "Met", "Original", "fixed_tensors", "meeting", "note", "note_tensors"]
@@ -183,7 +183,7 @@ def note_tensors(buffers: Iterable[Tensor], fixed: Mapping[str, Tensor]) -> None
     found = _met.get()
     if found is not None:
         found.buffers += map(unwrapped, buffers)
-        found.fixed |= {id(tensor): item for item in fixed.items() for tensor in item[1:]}
+        found.fixed |= {id(tensor): (name, tensor) for name, tensor in fixed.items()}
 
 
 def note(applied: Applied) -> None:
@@ -217,7 +217,6 @@ def _compared(module: nn.Module) -> Held:
         if path and path.rpartition(".")[2] != "training" and "<" not in path
     }
     fixed = fixed_tensors(module)
-    tensors = {path for path, value in walked(module) if isinstance(value, Tensor)} - fixed.keys()
     first: dict[int, str] = {}
     settings: Held = {"hooks of all modules": _on_all()}
     for name, param in module.named_parameters(remove_duplicate=False):
@@ -226,7 +225,11 @@ def _compared(module: nn.Module) -> Held:
         settings[f"{name} is"] = first.setdefault(id(param), name)
     settings |= {f"values of {name}": _version(tensor) for name, tensor in fixed.items()}
     settings |= {f"{name}.__class__".lstrip("."): type(part) for name, part in module.named_modules()}
-    return {path: content for path, content in found.items() if path not in tensors} | settings
+    return {path: one for path, one in found.items() if path in fixed or not _is_tensor(one)} | settings
+
+
+def _is_tensor(content: Any) -> bool:
+    return isinstance(content, Same) and isinstance(content.value, Tensor)
 
 
 def _stores(value: Any, of_torch: Set[str]) -> Iterator[tuple[Any, Sequence[Any]]]:

@@ -12,7 +12,7 @@ from ..errors import ForeignTensorError, FunctionalCGError, HostSyncError, Layou
 from .attributes import COMPILED, plain_tensor
 from .reach import contents, reached_uncopied
 
-__all__ = ["made_by_hooks", "refuse_impure"]
+__all__ = ["made_by_hooks", "refuse_impure", "registered_fix"]
 
 # Wrapper class in torch -> what to pass instead. By name, because some take a second to import.
 _WRAPPERS = (
@@ -53,6 +53,14 @@ def refuse_impure(module: nn.Module) -> None:
         if part.training or not module.training:  # otherwise it stays in evaluation mode, where it is pure
             _refuse_cumulative_average(name, place, part)
     _refuse_attributes(name, module)
+
+
+def registered_fix(path: str) -> str:
+    """Return the fix for a write to a tensor that a module holds as neither parameter nor buffer."""
+    return (
+        "make it a buffer, which the state keeps: `self.register_buffer(name, value)` in the module, for its "
+        f"`{path}`, and `self.name` in the forward."
+    )
 
 
 def _refuse_wrapper(place: str, part: nn.Module) -> None:

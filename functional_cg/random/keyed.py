@@ -16,13 +16,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..ambient.setting import refuse_reentrant_checkpoint
 from ..errors import CaptureError, ImplicitRandomnessError
-from ..messages.source import Location, user_frame
+from ..messages.source import at_here, here
 from ..tensors.aten import can_draw
 from .arguments import check_key
 from .kernels import OpenKernels
 from .rules import draw, is_drawn
 
-__all__ = ["Draws", "here", "keyed", "stream_of", "under_checkpoint"]
+__all__ = ["Draws", "keyed", "stream_of", "under_checkpoint"]
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -131,7 +131,7 @@ class Draws(TorchDispatchMode):
         return ImplicitRandomnessError.of(
             self._name,
             f"{self.place()} draws random numbers {how}.",
-            rows=[f"{func}{here()}", *reason.splitlines()[:1]],
+            rows=[f"{func}{at_here()}", *reason.splitlines()[:1]],
             why="Replay would draw from a generator that nobody manages, or the same numbers each time.",
             fix=fix,
         )
@@ -153,7 +153,7 @@ class _Function(Draws):
             raise CaptureError.of(
                 self._name,
                 "draws random numbers under `torch.utils.checkpoint`.",
-                rows=[here().removeprefix(", at ")],
+                rows=[here()],
                 why="It runs the function again in the backward pass, where they would be other ones.",
                 fix="`fcg.remat` around the keyed function, `fcg.remat(fcg.random.keyed(fn))(key, ...)`.",
             )
@@ -185,9 +185,3 @@ def under_checkpoint(name: str, code: CodeType) -> int | None:
                 return submodules
         frame = frame.f_back
     return None
-
-
-def here() -> str:
-    """Return the user's line, as the end of a sentence; empty if there is none."""
-    frame = user_frame()
-    return f", at {Location(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name)}" if frame else ""

@@ -49,7 +49,7 @@ def ctc_loss(
         reduction = _REDUCTIONS[reduction]
     if reduction not in _REDUCTIONS:
         raise ValueError(f"ctc_loss: expected `reduction` to be one of {_REDUCTIONS}, got {reduction!r}")
-    if torch.is_autocast_enabled(log_probs.device.type):
+    if torch.is_autocast_enabled(log_probs.device.type) and log_probs.dtype != torch.float64:
         log_probs = log_probs.float()
     batched = log_probs.dim() == 3
     if not batched:

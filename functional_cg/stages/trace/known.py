@@ -7,7 +7,7 @@ anyway.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from types import MappingProxyType
 from typing import Any
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ...ambient.modes import ordinary, without_gradients
 from ...errors import HostSyncError
-from ...messages.source import Location, user_frame
+from ...messages.source import here
 from ...tensors.aten import named_arguments, tensors_in
 from ..program import Constant, Program, Var, live, map_vars, written_storages
 
@@ -184,7 +184,7 @@ class Supposed:
         self._program, self._value = program, value
         self._sites: dict[str, str] = {}
 
-    def value_of(self, var: Var, buffers: Collection[Var | None]) -> Tensor | None:
+    def value_of(self, var: Var, buffers: Iterable[Var | None]) -> Tensor | None:
         """Return what a variable holds if it is a slot, and one of the buffers that modules were given; else None."""
         found = next((one for one in self._program.suppositions if one.var == var), None)
         if found is None and var in self._program.slots and var in buffers:
@@ -193,7 +193,7 @@ class Supposed:
             if value is not None:
                 found = Constant(var, value, self._program.slot_names[number])
                 self._program.suppositions.append(found)
-                self._sites[found.name] = _site()
+                self._sites[found.name] = here()
         return None if found is None else found.value
 
     def refuse_written(self) -> None:
@@ -219,8 +219,3 @@ class Supposed:
 
 def _place(var: Var) -> Any:
     return var.storage, var.offset, var.spec
-
-
-def _site() -> str:
-    frame = user_frame()
-    return str(Location(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name)) if frame else ""

@@ -48,5 +48,5 @@ class Recipe:
     apply: Callable[[Callable[..., Any], Sequence[Any], Sequence[Any]], Any]
     constants: tuple[tuple[str, Tensor], ...]
     donates: bool
-    value: Callable[[int], Tensor | None] = lambda slot: None
+    value: Callable[[int], Tensor | None]
     objects: tuple[tuple[str, Any], ...] = ()

@@ -79,9 +79,11 @@ class _Recorder(TorchDispatchMode):
         self._protected: dict[int, str] = {}
         self.declared: dict[int, Tensor] = {}
         self.mesh = mesh_of([spec for state in recipe.states for spec in state.specs])
-        self.rules = Rules(recipe.name, self._protected, recipe.function, on_a_mesh=self.mesh is not None)
-        self._locator = Locator()
         self.met = Met()
+        self.rules = Rules(
+            recipe.name, self._protected, self.met.fixed, recipe.function, on_a_mesh=self.mesh is not None
+        )
+        self._locator = Locator()
         self.supposed = Supposed(self.program, recipe.value)
 
     def fake(self, spec: BufferSpec, owner: str) -> tuple[Tensor, Var]:
@@ -189,8 +191,11 @@ class _Recorder(TorchDispatchMode):
     def value_of(self, tensor: Tensor) -> Tensor | None:
         """Return what a tensor of the trace holds, if that is the same in each replay; else None."""
         known = self._with_constants(tensor)
-        buffers = list(map(self.var_of, self.met.buffers))
-        return value_of(self.program, self.var_of(known), lambda var: self.supposed.value_of(var, buffers))
+
+        def supposed(var: Var) -> Tensor | None:
+            return self.supposed.value_of(var, map(self.var_of, self.met.buffers))
+
+        return value_of(self.program, self.var_of(known), supposed)
 
     def _known_result(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any] | None:
         """Return the result, as a 1-tuple, of a call that needs only known values on the host; else None."""

@@ -18,7 +18,7 @@ from ..program import Program, Var
 from .recipe import Recipe
 from .rules import refuse_new_state
 
-__all__ = ["read_result", "refuse_unreturnable"]
+__all__ = ["read_result"]
 
 # Types that define no hash but are immutable, or that nobody would mutate.
 _ATOMS = (torch.dtype, torch.layout, torch.memory_format, type, type(None), FunctionType, BuiltinFunctionType)
@@ -47,14 +47,14 @@ def read_result(
         ]
     leaves, program.output_def = pytree.flatten(result)
     program.output_paths = program.output_def.paths()
-    refuse_unreturnable(recipe.name, program.output_paths, leaves)
+    _refuse_unreturnable(recipe.name, program.output_paths, leaves)
     program.outputs = [
         variable(path, leaf, "metrics") if isinstance(leaf, Tensor) else leaf
         for path, leaf in zip(program.output_paths, leaves, strict=True)
     ]
 
 
-def refuse_unreturnable(function: str, paths: Sequence[KeyPath], leaves: Sequence[Any]) -> None:
+def _refuse_unreturnable(function: str, paths: Sequence[KeyPath], leaves: Sequence[Any]) -> None:
     """Refuse arrays and mutable objects among the results: replay would return the same one each time.
 
     Raises:

@@ -23,7 +23,8 @@ from ...errors import (
     LayoutError,
     ReadOnlyError,
 )
-from ...messages.source import Location, sync_spelling, user_frame
+from ...messages.source import at_here, here, sync_spelling, user_frame
+from ...nn.refusals import registered_fix
 from ...state.arena import BufferSpec
 from ...state.boundary import sharding_fix
 from ...tensors.aten import argument, can_draw, sync_reason, tensors_in, written_arguments
@@ -100,17 +101,24 @@ class Rules:
     Args:
       function: Name of the user's function, for messages.
       protected: Name of the state leaf, input or constant that owns a storage, by storage key.
+      fixed: By id, name and tensor of what modules hold beside parameters and buffers; may still grow.
       code: The function itself, searched for the names of tensors in messages.
       on_a_mesh: Whether the ranks of a state's mesh trace together and check that they agree.
     """
 
     def __init__(
-        self, function: str, protected: Mapping[int, str], code: Callable[..., Any], *, on_a_mesh: bool
+        self,
+        function: str,
+        protected: Mapping[int, str],
+        fixed: Mapping[int, tuple[str, Tensor]],
+        code: Callable[..., Any],
+        *,
+        on_a_mesh: bool,
     ) -> None:
         self._function = function
         self._on_a_mesh = on_a_mesh
         self._code = code
-        self._protected = protected
+        self._protected, self._fixed = protected, fixed
         self._facts: dict[Any, _Facts] = {}
         self._first: FunctionalCGError | None = None
 
@@ -160,7 +168,7 @@ class Rules:
         return CaptureError.of(
             self._function,
             f"calls `{func.overloadpacket}`.",
-            rows=[f"{func}{_at()}"],
+            rows=[f"{func}{at_here()}"],
             why="It counts from the beginning of a storage, and in a replay a leaf begins elsewhere in its own.",
             fix="read by `torch.as_strided(x, ...).clone()`; write by `y = x.clone()` and "
             "`torch.as_strided(y, ...).copy_(z)`.",
@@ -169,7 +177,7 @@ class Rules:
     def _between_ranks(self, func: Any) -> CaptureError:
         return CaptureError.of(
             self._function,
-            f"talks to other ranks by {func}{_at()}.",
+            f"talks to other ranks by {func}{at_here()}.",
             why="What works in place on memory of a trace, or waits for one rank alone, has no place in a graph.",
             fix="`fcg.sharding.mean(value)` or `sum` over the ranks of its state, `fcg.sharding.gather(leaf)` for a "
             "leaf; sends and receives, as of a pipeline, belong between steps.",
@@ -178,7 +186,7 @@ class Rules:
     def _without_a_mesh(self, func: Any) -> CaptureError:
         return CaptureError.of(
             self._function,
-            f"talks to other ranks by {func}{_at()}, and its state is on no mesh.",
+            f"talks to other ranks by {func}{at_here()}, and its state is on no mesh.",
             why="Nothing would see to it that all ranks take part, with values of one shape: they would wait for ever.",
             fix="make the state one of all ranks, `TrainState.create(..., sharding=fcg.sharding.zero(mesh, stage=1))`; "
             "in the step `fcg.sharding.mean(value)` or `sum`.",
@@ -190,7 +198,7 @@ class Rules:
         return ForeignTensorError.of(
             self._function,
             f"{'writes' if written else 'reads'} a tensor that is in neither the state nor the inputs.",
-            rows=[f"{name}  {BufferSpec.of(tensor)} in {call}{_at()}".strip()],
+            rows=[f"{name}  {BufferSpec.of(tensor)} in {call}{at_here()}".strip()],
             why="Replay would write to that address after the tensor is freed or replaced."
             if written
             else "Replay would keep reading that address after the tensor is freed or replaced.",
@@ -219,7 +227,7 @@ class Rules:
         return ForeignTensorError.of(
             self._function,
             "reads an array of numpy that is in neither the state nor the inputs.",
-            rows=[f"{BufferSpec.of(tensor)}{_at()}"],
+            rows=[f"{BufferSpec.of(tensor)}{at_here()}"],
             why="What the array holds now would be used for ever.",
             fix="pass it as an input; a table that never changes can be a literal, `torch.tensor(array.tolist())`.",
         )
@@ -229,7 +237,7 @@ class Rules:
         return LayoutError.of(
             self._function,
             "makes a sparse tensor.",
-            rows=[f"{tensor.layout} of shape {list(tensor.shape)}{_at()}"],
+            rows=[f"{tensor.layout} of shape {list(tensor.shape)}{at_here()}"],
             why="How much memory it takes depends on values; a graph has fixed buffers.",
             fix="use dense gradients, `sparse=False`, and dense tensors, `.to_dense()` before the step.",
         )
@@ -239,7 +247,7 @@ class Rules:
         return ReadOnlyError.of(
             self._function,
             "exchanges the memory of a tensor (`.data = ...`, `swap_tensors`).",
-            rows=[_at().removeprefix(", ")] if _at() else [],
+            rows=[f"at {here()}"] if here() else [],
             why="No kernel does it, so a replay would not repeat it.",
             fix="bind the new tensor to a name of its own and return that.",
         )
@@ -259,13 +267,13 @@ class Rules:
             else_fix = fix or _DECIDE_OUTSIDE
             fix = f'if `{owner}` is a Python value that chooses code, `static_argnames=("{owner}",)`; else {else_fix}'
         shown = f"{call} (from {what})" if call and what else str(call or what)
-        return host_sync(self._function, reason, f"{shown}{_at()}", fix)
+        return host_sync(self._function, reason, f"{shown}{at_here()}", fix)
 
     def _random(self, func: Any) -> ImplicitRandomnessError:
         return ImplicitRandomnessError.of(
             self._function,
             "draws random numbers from a generator that is not in the state.",
-            rows=[f"{func}{_at()}"],
+            rows=[f"{func}{at_here()}"],
             why="Replay would draw from a generator that nobody manages, or the same numbers each time.",
             fix="draw from a key: `key = fcg.random.fold_in(state.key, state.step)`, then "
             "`fcg.random.dropout(key, x, p)`, `normal`, `uniform`, `bernoulli`, ...",
@@ -275,9 +283,10 @@ class Rules:
         return ReadOnlyError.of(
             self._function,
             f"writes in place into `{owner}`.",
-            rows=[f"{func}{_at()}"],
+            rows=[f"{func}{at_here()}"],
             why="A step is a pure function: warm-up and replay would see different values than the eager run.",
-            fix=module_fix(tensor)
+            fix=(registered_fix(owner) if any(owner == name for name, _ in self._fixed.values()) else "")
+            or module_fix(tensor)
             or "compute a new tensor (`x = x + noise`) and return it in the new state.",
         )
 
@@ -308,13 +317,6 @@ def _facts(func: Any) -> _Facts:
         may_move=name in {"aten::_to_copy", "aten::copy_"},
         counts_from_the_storage=name in _FROM_THE_STORAGE,
     )
-
-
-def _at() -> str:
-    frame = user_frame()
-    if frame is None:
-        return ""
-    return f", at {Location(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name)}"
 
 
 def refuse_mixed_dtypes(func: Any, tensors: Sequence[Tensor]) -> None:

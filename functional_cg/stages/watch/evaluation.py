@@ -61,23 +61,20 @@ class Evaluation:
 
 
 def _depths(code: CodeType) -> dict[int, int]:
-    """Return the depth of the stack before each instruction; none of those for which two ways there disagree."""
+    """Return the depth of the stack before each instruction; nothing if two ways to one disagree."""
     instructions = list(dis.get_instructions(code))
     following = {one.offset: after for one, after in itertools.pairwise(instructions)}
     by_offset = {one.offset: one for one in instructions}
     found: dict[int, int] = {}
-    agreed = True
     left = [(0, 0), *_handlers(code)]
     while left:
         offset, depth = left.pop()
-        if found.setdefault(offset, depth) != depth:
-            agreed = False
-        for to, there in _next(by_offset[offset], following.get(offset), depth):
-            if to not in found:
-                left.append((to, there))
-            elif found[to] != there:
-                agreed = False
-    return found if agreed else {}
+        if offset not in found:
+            found[offset] = depth
+            left += _next(by_offset[offset], following.get(offset), depth)
+        elif found[offset] != depth:
+            return {}
+    return found
 
 
 def _next(ins: dis.Instruction, after: dis.Instruction | None, depth: int) -> Iterator[tuple[int, int]]:

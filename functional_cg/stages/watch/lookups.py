@@ -41,6 +41,7 @@ _ANSWERED = frozenset(
     "size dim numel stride element_size storage_offset is_floating_point is_complex is_contiguous".split()
 )
 _THERE = frozenset({"grad", "grad_fn"})
+_FACTS = _SAID | _ANSWERED | _THERE
 _REGISTRIES = ("_modules", "_parameters", "_buffers")  # of a torch module
 _BUILTIN_ITEMS = frozenset(
     kind.__getitem__
@@ -141,7 +142,7 @@ class Lookups(Reads):
         if name in vars(owner):
             self._read(owner, Step(ATTRIBUTE, name), vars(owner)[name])
             return vars(owner)[name]
-        if name in _SAID | _ANSWERED | _THERE:
+        if name in _FACTS:
             ask = functools.partial(_fact, name)
             self.part(place, ask, ask(owner), f"{place.name}.{name}", name)
         return UNKNOWN

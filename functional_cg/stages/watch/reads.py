@@ -56,7 +56,7 @@ class Reads:
         self.frame: FrameType | None = None
         self._drawn: list[tuple[Place, Any, Location]] = []
         self._advanced: list[tuple[Place, Location]] = []
-        self._written: list[Place] = []
+        self._written: dict[int, Place] = {}
         self.asked_types: list[Location] = []
         self.says_autocast = False
         self.contexts: Counter[ContextVar[Any]] = Counter()
@@ -161,7 +161,7 @@ class Reads:
     def changed(self, owner: Any) -> None:
         """Record that the step changes an object; what it reads there later may go on from call to call."""
         if owner is not UNKNOWN and not is_value(owner):
-            self._written.append(self.place(owner))  # kept alive, so that its id is not reused
+            self._written[id(owner)] = self.place(owner)  # kept alive, so that its id is not reused
 
     def assigned(self, owner: Any, name: str) -> None:
         """Record ``owner.name = ...``."""
@@ -349,7 +349,7 @@ class Reads:
     @property
     def changes_the_host(self) -> bool:
         """Whether the step changed an object of before it; to be asked at the end."""
-        return any(place.root.value is not _GONE and place.root.outlives for place in self._written)
+        return any(place.root.value is not _GONE and place.root.outlives for place in self._written.values())
 
     def taken_from(self) -> list[tuple[str, Location]]:
         """Return (name, line) for each iterator and random generator of before the step that it advanced."""

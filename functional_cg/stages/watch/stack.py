@@ -8,6 +8,8 @@ from collections.abc import Callable, Mapping
 from types import CodeType, FrameType, MappingProxyType
 from typing import Any
 
+from torch import Tensor
+
 from .evaluation import EMPTY, Evaluation
 from .kinds import UNKNOWN, is_key
 from .names import HostReads
@@ -150,9 +152,7 @@ class Stack:
         value = self._evaluation.value(self.frame, slot)
         if value is EMPTY:
             return NULL
-        if (
-            slot and self.stack[slot - 1] is NULL
-        ):  # a method lies there as two: its function, and what it is bound to
+        if slot and self.stack[slot - 1] is NULL:  # a method lies there as two: function and instance
             function = self._evaluation.value(self.frame, slot - 1)
             return value if function is EMPTY else function.__get__(value, type(value))
         return value
@@ -218,8 +218,8 @@ class Stack:
             self.reads.shape_of(type(owner))
 
     def changes(self, owner: Any) -> None:
-        """Record that the step may change an object in place."""
-        if self._reads_from(owner):
+        """Record that the step may change an object in place; of tensors, its ops tell."""
+        if self._reads_from(owner) and not issubclass(type(owner), Tensor):
             self.reads.changed(owner)
 
     def use(self, value: Any, *, deep: bool = False) -> None:
