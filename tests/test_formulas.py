@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+import functional_cg as fcg
 from functional_cg import optim
 from functional_cg.stages.passes.formulas import FORMULAS
 
@@ -63,7 +64,7 @@ CALLS = {
 
 
 def test_each_formula_has_calls() -> None:
-    assert CALLS.keys() == FORMULAS.keys()
+    assert CALLS.keys() | {"aten::index_fill"} == FORMULAS.keys()
 
 
 @pytest.mark.parametrize("name", CALLS)
@@ -88,6 +89,47 @@ def test_a_gradient_that_is_not_finite_moves_nothing(name: str) -> None:
         got = FORMULAS[name](*args, **named, found_inf=torch.tensor(bad))
         moved = [not torch.equal(new, old) for new, old in zip(got[0], args[0], strict=True)]
         assert moved == [not bad] * len(SHAPES)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize(
+    ("shape", "order"),
+    [((), ()), ((4,), (0,)), ((3, 4), (0, 1)), ((3, 4), (1, 0)), ((2, 3, 4), (2, 0, 1)), ((0, 3), (1, 0))],
+)
+def test_index_fill_in_all_strides(shape: tuple[int, ...], order: tuple[int, ...], *, compiled: bool) -> None:
+    """Values and strides; numbers, tensors, negative dimensions, repeated indices, integers and booleans."""
+    cases = []
+    for dtype in (torch.float32, torch.int64, torch.bool):
+        x = torch.randint(-9, 9, shape, generator=torch.Generator().manual_seed(0)).to(dtype)
+        x = x.permute(order).contiguous().permute([order.index(dim) for dim in range(len(shape))])
+        for dim in range(-x.dim(), x.dim()) if shape else (0, -1):
+            for index in (
+                torch.tensor([0, 0] if x.numel() else [], dtype=torch.int64),
+                torch.tensor([0])[:0],
+            ):
+                cases += [(x, dim, index, value) for value in (1, torch.tensor(2, dtype=dtype))]
+            cases += [(x, dim, torch.tensor(0), 1)] if x.numel() else []
+    cases = cases[::5] if compiled else cases
+    calls = [(dim, index, value) for _, dim, index, value in cases]
+
+    def filled(leaves: list[Tensor]) -> list[Tensor]:
+        return [leaf.index_fill(*call) for leaf, call in zip(leaves, calls, strict=True)]
+
+    leaves = [x for x, *_ in cases]
+    expected = filled(leaves)
+    if compiled:
+        found = fcg.graph_fn(
+            filled,
+            lowering="inductor",
+            constants=[one for call in calls for one in call if isinstance(one, Tensor)],
+        )(leaves)
+    else:
+        op = FORMULAS["aten::index_fill"]
+        found = [op(leaf, *call) for leaf, call in zip(leaves, calls, strict=True)]
+    for ours, theirs in zip(found, expected, strict=True):
+        assert torch.equal(ours, theirs)
+        assert ours.dtype is theirs.dtype
+        assert ours.stride() == theirs.stride() or compiled
 
 
 # Name of a number -> values that are none.

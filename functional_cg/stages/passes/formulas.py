@@ -1,4 +1,4 @@
-"""Fused optimizer ops written as formulas, which a compiler can fuse with the gradients."""
+"""Ops written as formulas: fused optimizers, which a compiler can fuse with the gradients, and `index_fill`."""
 
 from __future__ import annotations
 
@@ -137,11 +137,20 @@ def _adagrad(
     return news, list(grads), sums, list(state_steps)
 
 
+def _index_fill(x: Tensor, dim: int, index: Tensor, value: Any) -> Tensor:
+    """As ``index_fill``; for some strides torch 2.11's own formula writes in place, which its compiler refuses."""
+    if not x.dim():
+        return _index_fill(x[None], 0, index, value)[0]
+    chosen = torch.zeros(x.shape[dim], dtype=torch.bool, device=x.device).index_fill(0, index, True)
+    return x.clone().masked_fill_(chosen.view(-1, *[1] * (x.dim() - 1 - dim % x.dim())), value)
+
+
 FORMULAS: Mapping[str, Callable[..., Any]] = MappingProxyType(
     {
         "aten::_fused_adam": _adam_coupled,
         "aten::_fused_adamw": _adam_decoupled,
         "aten::_fused_sgd": _sgd,
         "aten::_fused_adagrad": _adagrad,
+        "aten::index_fill": _index_fill,
     }
 )
