@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 import functional_cg as fcg
+from functional_cg.stages.trace.known import filled
 from tests.compiled_graphs import compiled
 
 
@@ -100,3 +101,46 @@ def test_a_number_of_another_dtype_is_written_as_torch_writes_it(dtype: torch.dt
     for call in range(16):
         x, n = data(call, "cpu")
         assert torch.equal(step(x, n), write(x, n))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.bool])
+@pytest.mark.parametrize(
+    "shapes", [((3, 4), (3, 4)), ((3, 4), (4,)), ((3, 4), (3, 1)), ((), ()), ((4,), (3, 4))]
+)
+def test_what_stands_for_a_fill_by_a_number_on_a_gpu(dtype: torch.dtype, shapes: Any) -> None:
+    def call(func: Any, args: Any, kwargs: Any) -> Tensor:
+        assert not func._schema.name.startswith("aten::masked_fill")
+        out: Tensor = func(*args, **kwargs)
+        return out
+
+    of, at = shapes
+    for seed, value in enumerate((0.0, 2.0, -1.5, 3)):
+        generator = torch.Generator().manual_seed(seed)
+        x = torch.randint(-4, 5, of, generator=generator).to(dtype)
+        mask, number = torch.rand(at, generator=generator) > 0.5, torch.tensor(value)
+        for name, func in {
+            "": torch.ops.aten.masked_fill.Tensor,
+            "_": torch.ops.aten.masked_fill_.Tensor,
+        }.items():
+            if not name or torch.broadcast_shapes(of, at) == torch.Size(of):
+                got, expected = x.clone(), x.clone()
+                got = filled(func, (got, mask, number), call)
+                assert torch.equal(got, func(expected, mask, number))
+                assert got.dtype is dtype
+
+
+@pytest.mark.cuda
+def test_fills_by_a_number_of_the_device_are_captured() -> None:
+    def everything(x: Tensor, n: Tensor) -> dict[str, Tensor]:
+        y = x.clone()
+        y.masked_fill_(x > 0, n)
+        gradient = fcg.grad(lambda n: (x * 2).masked_fill(x > 0, n).square().sum())(n)
+        return {"out of place": x.masked_fill(x > 0, n), "in place": y, "gradient": gradient}
+
+    for lowering in ("aten", "inductor"):
+        step = fcg.graph_fn(everything, lowering=lowering)  # type: ignore[arg-type]
+        for call in range(16):
+            x, n = data(call, "cuda")
+            for name, value in everything(x, n).items():
+                assert torch.equal(step(x, n)[name], value), name
+        assert step.stats.replays > 0

@@ -52,7 +52,6 @@ def test_random_op(name):
 TRANSFERS = {
     "to the host": (lambda s, b: b["x"].to("cpu"), "copies a tensor to the host"),
     "to the host, pinned": (lambda s, b: torch.empty(4, 3).copy_(b["x"]), "copies a tensor to the host"),
-    "computed on the host": (lambda s, b: s["w"] * torch.ones(3).to(DEVICE), "computed on cpu to cuda"),
     "decomposition": (lambda s, b: torch.linalg.cholesky(b["x"].t() @ b["x"]), "checks on the host whether"),
 }
 

@@ -21,7 +21,16 @@ from ...messages.source import here
 from ...tensors.aten import named_arguments, tensors_in
 from ..program import Constant, Program, Var, live, map_vars, written_storages
 
-__all__ = ["Supposed", "as_filling", "aside_from_modes", "by_places", "result_of", "value_of"]
+__all__ = [
+    "BY_NUMBER",
+    "Supposed",
+    "as_filling",
+    "aside_from_modes",
+    "by_places",
+    "filled",
+    "result_of",
+    "value_of",
+]
 
 _aten = torch.ops.aten
 _FILLS = MappingProxyType(
@@ -31,6 +40,7 @@ _FILLS = MappingProxyType(
         _aten._index_put_impl_.default: _aten.masked_fill_.Tensor,
     }
 )
+BY_NUMBER = frozenset({_aten.masked_fill.Tensor, _aten.masked_fill_.Tensor})
 _BY_MASK = frozenset(
     f"aten::{name}" for name in "index index_put index_put_ _unsafe_index _index_put_impl_".split()
 )
@@ -66,7 +76,8 @@ def value_of(
             values[one] = held
 
     def computed() -> Tensor:
-        found = {one: value.clone() for one, value in values.items()}  # a call may write it in place
+        # Copies, since a call may write them in place; where they are, because a text of a tensor says so.
+        found = {one: value.to(one.spec.device, copy=True) for one, value in values.items()}
         for instr in instrs:
             kwargs = {name: map_vars(found.__getitem__, value) for name, value in instr.kwargs.items()}
             _bind(instr.out, instr.op(*map_vars(found.__getitem__, instr.args), **kwargs), found)
@@ -139,6 +150,20 @@ def as_filling(
         return None
     behind = into.dim() - masks[0] - mask.dim()
     return fill, (into, view(mask, [*mask.shape, *[1] * behind]), view(number, []))
+
+
+def filled(func: Any, args: Sequence[Any], call: Callable[..., Tensor]) -> Tensor:
+    """Make the calls for a ``masked_fill`` by a number on a GPU, which torch's own kernel would read on the host.
+
+    Args:
+      func: The op, in place or not.
+      args: Its arguments.
+      call: ``call(op, args, kwargs)`` runs an op.
+    """
+    into, mask, number = args
+    number = call(_aten._to_copy.default, (number,), {"dtype": into.dtype})
+    chosen = call(_aten.where.self, (mask, number, into), {})
+    return call(_aten.copy_.default, (into, chosen), {}) if func._schema.is_mutable else chosen
 
 
 def result_of(

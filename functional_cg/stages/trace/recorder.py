@@ -38,7 +38,7 @@ from ..watch.host_watch import HostWatch
 from ..watch.names import HostReads
 from .exceptions import mapped, raised_at
 from .host import HostGuard, HostRandomness, HostState, is_validation
-from .known import Supposed, as_filling, aside_from_modes, by_places, result_of, value_of
+from .known import BY_NUMBER, Supposed, as_filling, aside_from_modes, by_places, filled, result_of, value_of
 from .recipe import Recipe
 from .results import read_result
 from .rules import Rules, refuse_mixed_dtypes
@@ -169,6 +169,8 @@ class _Recorder(TorchDispatchMode):
         tensors = list(tensors_in([*args, *kwargs.values()]))
         if tensors and all(one.is_meta and self.var_of(one) is None for one in tensors):
             return aside_from_modes(lambda: func(*args, **kwargs))  # there are no values that could go stale
+        if func in BY_NUMBER and args[2].is_cuda:
+            return filled(func, args, self._dispatch)
         if self.rules.needs_host(func, args, kwargs):
             if known := self._known_result(func, args, kwargs):
                 return known[0]
