@@ -107,7 +107,7 @@ def test_a_model_learns_with_lengths_of_its_batches(device: str, lowering: Any) 
         batch, before = speech(call, device), fcg.snapshot(state.params)
         expected, wanted = train_step.eager(fcg.fork(state), batch)
         state, metrics = train_step(state, batch)
-        if lowering == "aten":
+        if lowering == "aten" and device == "cpu":  # on a GPU, what comes to one label is added in any order
             assert_trees_all_equal((state, metrics), (expected, wanted))
         torch.testing.assert_close(metrics["loss"], apply(before, buffers, **batch)[0], rtol=1e-5, atol=1e-5)
         for name, value in expected.params.items():

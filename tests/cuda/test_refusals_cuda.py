@@ -62,6 +62,15 @@ def test_transfer(name):
     assert_refused_on_cuda(metric(function), fcg.HostSyncError, match)
 
 
+def test_what_is_known_on_the_host_may_move():
+    step = fcg.graph_fn(lambda x: x * torch.arange(3.0).add_(1).to(DEVICE), lowering="aten")
+    for call in range(16):
+        assert same(
+            step(torch.full((3,), call, device=DEVICE)), torch.tensor([1.0, 2.0, 3.0], device=DEVICE) * call
+        )
+    assert step.stats.replays == 16
+
+
 def test_tensor_of_the_host_that_is_closed_over():
     table = torch.ones(3)
     match = r"f32\[3\]@cpu in aten"

@@ -64,17 +64,23 @@ class Case:
     loss: Callable[[Callable[..., Any], dict[str, Tensor]], Tensor]
     channels_last: bool = False
 
-    def module(self, device: str) -> nn.Module:
+    def module(self, device: str, *, double: bool = False) -> nn.Module:
         """Make the module, the same one each time."""
         torch.manual_seed(0)
         module = self.make().to(device)
+        if double:
+            module.double()
         if self.channels_last:
             module.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
         return module
 
-    def data(self, number: int, device: str) -> dict[str, Tensor]:
+    def data(self, number: int, device: str, *, double: bool = False) -> dict[str, Tensor]:
         """Make a batch, the same one for the same number."""
         batch = self.batch(torch.Generator().manual_seed(number))
+        if double:
+            batch = {
+                name: value.double() if value.is_floating_point() else value for name, value in batch.items()
+            }
         return {name: self._placed(value.to(device)) for name, value in batch.items()}
 
     def _placed(self, value: Tensor) -> Tensor:
