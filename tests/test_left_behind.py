@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 import functional_cg as fcg
-from functional_cg.errors import BakedValueError, ForeignTensorError, SideEffectError
+from functional_cg.errors import BakedValueError, ForeignTensorError, LayoutError, SideEffectError
 from functional_cg.nn import attributes
 from functional_cg.tensors.aten import unwrapped
 
@@ -478,12 +478,14 @@ def test_what_a_forward_works_out_once_is_no_state(lowering: Any) -> None:
 class Table(nn.Module):
     """Makes a table of positions at its first call, as rotary embeddings do."""
 
-    def __init__(self, make: Callable[[Any, Tensor], Tensor], *, in_a_buffer: bool) -> None:
+    def __init__(self, make: Callable[[Any, Tensor], Tensor], where: str) -> None:
         super().__init__()
         self.linear, self.make, self.table = nn.Linear(2, 2), make, None
-        if in_a_buffer:
+        if where != "an attribute":
             del self.table
-            self.register_buffer("table", None, persistent=False)
+            self.register_buffer(
+                "table", torch.zeros(0) if where == "an empty buffer" else None, persistent=False
+            )
 
     def forward(self, x: Tensor) -> Tensor:
         if self.table is None or len(self.table) < len(x):
@@ -491,26 +493,38 @@ class Table(nn.Module):
         return self.linear(x * self.table[: len(x), None])
 
 
+def filled_through_views(module: Any, x: Tensor) -> Tensor:
+    table = torch.zeros(2, 2)
+    table[0] = torch.arange(2.0)
+    table.T[1].copy_(table[0] + 1)
+    return table.flatten()
+
+
 TABLES: dict[str, Callable[[Any, Tensor], Tensor]] = {
     "positions": lambda module, x: torch.arange(float(len(x)), device=x.device),
     "angles": lambda module, x: torch.outer(torch.arange(4.0), torch.ones(2)).cos().flatten() / 3,
     "a literal": lambda module, x: torch.tensor([1.0, 2.0, 3.0, 4.0]),
     "written in place": lambda module, x: torch.zeros(4).add_(3).sqrt_(),
+    "filled through views": filled_through_views,
 }
+WHERE = ["an attribute", "a buffer", "an empty buffer"]
 
 
-@pytest.mark.parametrize("in_a_buffer", [False, True])
+@pytest.mark.parametrize("where", WHERE)
 @pytest.mark.parametrize("name", TABLES)
-def test_a_table_of_constants_is_no_state(name: str, in_a_buffer: bool) -> None:
-    module = Table(TABLES[name], in_a_buffer=in_a_buffer)
+def test_a_table_of_constants_is_no_state(name: str, where: str) -> None:
+    module = Table(TABLES[name], where)
     apply, params, buffers = fcg.from_module(module)
     plain = copy.deepcopy(module)
     forward, placed = fcg.graph_fn(lambda state, x: apply(state, buffers, x)[0]), fcg.place(params)
     for _ in range(16):
         x = torch.randn(4, 2)
         assert torch.equal(forward(placed, x), plain(x))
-        assert torch.equal(apply(params, buffers, x)[0], plain(x))
-    assert module.table is None
+        out, new_buffers = apply(params, buffers, x)
+        assert torch.equal(out, plain(x))
+        assert new_buffers.keys() == buffers.keys()
+        assert all(torch.equal(new_buffers[name], value) for name, value in buffers.items())
+    assert module.table is None or not len(module.table)
 
 
 NO_TABLES: dict[str, Callable[[Any, Tensor], Tensor]] = {
@@ -521,9 +535,9 @@ NO_TABLES: dict[str, Callable[[Any, Tensor], Tensor]] = {
 }
 
 
-@pytest.mark.parametrize("in_a_buffer", [False, True])
+@pytest.mark.parametrize("where", WHERE)
 @pytest.mark.parametrize("name", NO_TABLES)
-def test_a_table_of_anything_else_is_refused(name: str, in_a_buffer: bool) -> None:
+def test_a_table_of_anything_else_is_refused(name: str, where: str) -> None:
     class Short(Table):
         def forward(self, x: Tensor) -> Tensor:
             if self.table is None or len(self.table) < len(x):
@@ -532,10 +546,18 @@ def test_a_table_of_anything_else_is_refused(name: str, in_a_buffer: bool) -> No
             return y
 
     make = Short if name == "too short" else Table
-    apply, params, buffers = fcg.from_module(make(NO_TABLES[name], in_a_buffer=in_a_buffer))
-    changes = "which buffers the module has" if in_a_buffer else "1 attribute of the module"
+    apply, params, buffers = fcg.from_module(make(NO_TABLES[name], where))
+    x, key = torch.randn(4, 2), fcg.random.key(0)
+    if where == "an empty buffer":  # it is state, and of another shape at the next call
+        step = fcg.graph_step(
+            lambda buffers, x: apply(params, buffers, x, key=key)[::-1], constants=[*params.values()]
+        )
+        with pytest.raises(LayoutError, match=r"unlike the old one(.|\n)*table"):
+            step(buffers, x)
+        return
+    changes = "which buffers the module has" if where == "a buffer" else "1 attribute of the module"
     with pytest.raises(SideEffectError, match=rf"changes {changes}(.|\n)*`table`"):
-        apply(params, buffers, torch.randn(4, 2), key=fcg.random.key(0))
+        apply(params, buffers, x, key=key)
 
 
 def other_calls(self: Any, x: Tensor) -> Tensor:

@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from ..errors import ForeignTensorError, ReadOnlyError, SideEffectError
 from ..pytree.nodes import same_static
 from ..state.arena import BufferSpec
+from .buffers import buffer_at
 from .reach import variables
 from .storage import storage_of
 
@@ -32,17 +33,14 @@ __all__ = [
     "COMPILED",
     "Held",
     "Same",
-    "buffers_set",
     "changed",
     "copying",
     "held",
     "newly_known",
     "plain_tensor",
     "refuse_changed",
-    "refuse_changed_buffers",
     "refuse_exchanged",
     "refuse_unmade",
-    "unset_buffers",
     "walked",
 ]
 
@@ -80,17 +78,12 @@ def held(module: nn.Module, unset: Iterable[str] = ()) -> Held:
       module: The module.
       unset: Paths of buffers that are None, or were: what stands there counts as an attribute.
     """
-    found: Held = {path: _content(_buffer(module, path)) for path in unset}
+    found: Held = {path: _content(buffer_at(module, path)) for path in unset}
     for path, value in walked(module):
         content = _content(value)
         # What an object hands out of its inside may be another object each time.
         found[path] = type(value) if "<" in path and isinstance(content, Same) else content
     return found
-
-
-def _buffer(module: nn.Module, path: str) -> Tensor | None:
-    part, _, name = path.rpartition(".")
-    return module.get_submodule(part)._buffers.get(name)
 
 
 def walked(module: nn.Module) -> Iterator[tuple[str, Any]]:
@@ -282,46 +275,6 @@ def _equal(before: Mapping[str, Any], after: Mapping[str, Any], path: str) -> bo
         return same_static(old, new)
     except TypeError:
         return old is new
-
-
-def buffers_set(module: nn.Module) -> dict[str, bool]:
-    """Map each buffer of a module and its submodules to whether it is a tensor rather than None."""
-    return {
-        f"{path}.{name}" if path else name: buffer is not None
-        for path, part in module.named_modules()
-        for name, buffer in part._buffers.items()  # `named_buffers` leaves out those that are None
-    }
-
-
-def unset_buffers(module: nn.Module) -> list[str]:
-    """List the paths of the buffers that are None."""
-    return [path for path, is_set in buffers_set(module).items() if not is_set]
-
-
-def refuse_changed_buffers(name: str, before: Mapping[str, bool], after: Mapping[str, bool]) -> None:
-    """Raise if buffers appeared or disappeared, or if one became None or a tensor.
-
-    Raises:
-      SideEffectError: Names each of them.
-    """
-    changed = [where for where in {**before, **after} if before.get(where) != after.get(where)]
-    if not changed:
-        return
-    shown = {None: "not registered", False: "None", True: "a tensor"}
-    attribute = changed[0].rpartition(".")[2]
-    fix = f"register it with its first value, `self.register_buffer({attribute!r}, value)`, in `__init__`."
-    if before.get(changed[0]):
-        fix = f"keep it a tensor, `self.{attribute} = torch.zeros_like(self.{attribute})`."
-    raise SideEffectError.of(
-        name,
-        "its forward changes which buffers the module has.",
-        rows=[
-            f"`{where}`  before {shown[before.get(where)]}   after {shown[after.get(where)]}"
-            for where in changed
-        ],
-        why="`new_buffers` has the names of `buffers`: another one would be gone after the call.",
-        fix=fix,
-    )
 
 
 def refuse_changed(name: str, before: Held, after: Held, allowed: Callable[[Held, Held], bool]) -> None:

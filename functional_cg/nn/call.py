@@ -26,13 +26,12 @@ from ..tensors.aten import written_arguments
 from .attributes import (
     COMPILED,
     Held,
-    buffers_set,
+    Same,
     held,
     refuse_changed,
-    refuse_changed_buffers,
     refuse_unmade,
-    unset_buffers,
 )
+from .buffers import buffers_set, refuse_changed_buffers, resized_buffers, set_buffers, unset_buffers
 from .refusals import registered_fix
 from .storage import storage_of
 
@@ -73,7 +72,7 @@ def run(
     """
     name, place = title(module, method), Place(module)
     unset, buffers = unset_buffers(module), buffers_set(module)
-    before = held(module, unset)
+    before, registered = held(module, unset), dict(module.named_buffers())
     names, stored = _by_storage(params), _by_storage(dict(module.named_buffers())).keys()
     effects = Effects(name, key, place, names, stored, _by_storage(fixed))
     with OpenKernels(), effects:
@@ -83,6 +82,15 @@ def run(
     for path in made:
         for contents in (before, after):
             contents.pop(path, None)
+    resized = resized_buffers(module, registered)
+    if resized:
+        without, with_tables = (
+            before | dict.fromkeys(resized),
+            after | {path: Same(table) for path, table in resized.items()},
+        )
+        if only_remembers(without, with_tables):
+            set_buffers(module, {path: registered[path] for path in resized})  # each call computes them anew
+            before, after = without, with_tables
     if unset == unset_buffers(module) or not only_remembers(before, after):
         refuse_changed_buffers(name, buffers, buffers_set(module))
     refuse_changed(name, before, after, only_remembers)

@@ -18,6 +18,7 @@ from ..random.arguments import check_key
 from ..state.arena import BufferSpec, refuse_aliases
 from ..tensors.aten import is_batched, unwrapped
 from .attributes import Held, copying, refuse_exchanged, walked
+from .buffers import set_buffers
 from .call import function_of, run, title
 from .originals import Applied, Original, fixed_tensors, note, note_tensors
 from .refusals import made_by_hooks, refuse_impure
@@ -203,7 +204,7 @@ class Apply:
         changed = {name: values[name] for name in buffers if name not in kept}
         if place.recomputes:
             # In the backward, it finds what it has found here, and writes nothing that was returned.
-            _set_buffers(module, {name: buffers[name].detach().clone() for name in changed})
+            set_buffers(module, {name: buffers[name].detach().clone() for name in changed})
         if not in_a_backward():  # there `remat` recomputes only for the gradients
             self._note(module, changed, drew=place.drew)
         return out, values
@@ -342,12 +343,6 @@ def _on_meta(tensor: Tensor) -> Tensor:
 def _alias(param: Tensor) -> Tensor:
     """Alias a parameter within its autograd graph; leaves, readers and `torch.func` tensors protect themselves."""
     return cast(Tensor, torch.ops.aten.alias(param)) if storage_of(param) is not None else param
-
-
-def _set_buffers(module: nn.Module, values: Mapping[str, Tensor]) -> None:
-    for name, value in values.items():
-        path, _, attribute = name.rpartition(".")
-        module.get_submodule(path)._buffers[attribute] = value
 
 
 def _lookup(module: nn.Module, name: str) -> Any:

@@ -7,7 +7,7 @@ function all the same. Both runs are on fake tensors, which takes no arithmetic 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Any
@@ -21,7 +21,9 @@ from ..ambient.compiling import compiling
 from ..state.arena import BufferSpec
 from ..tensors.aten import can_draw
 from ..tensors.fake_mode import aside_on_fakes
-from .attributes import Held, Same, changed, held, newly_known, unset_buffers
+from ..tensors.overlap import storage_key
+from .attributes import Held, Same, changed, held, newly_known
+from .buffers import buffer_at, unset_buffers
 from .call import function_of
 
 __all__ = ["only_remembers"]
@@ -57,8 +59,9 @@ def only_remembers(
         args, kwargs = tree.map(
             lambda one: fake(one) if isinstance(one, Tensor) else one, (tuple(args), dict(kwargs))
         )
-        unset = unset_buffers(module)
-        start = held(module, unset)
+        resized = [path for path in known if path in tensors and buffer_at(module, path) is not None]
+        unset = [*unset_buffers(module), *resized]
+        start = held(module, unset) | dict.fromkeys(resized)
         try:
             calls, found = _calls(function_of(module, method), args, kwargs), held(module, unset)
             again, at_last = _calls(function_of(module, method), args, kwargs), held(module, unset)
@@ -66,7 +69,7 @@ def only_remembers(
             return False
         if newly_known(start, found) != known or changed(found, at_last):
             return False
-        made = {id(one.value) for path, one in found.items() if path in known and isinstance(one, Same)}
+        made = [one.value for path, one in found.items() if path in known and isinstance(one, Same)]
         needed = _without(calls, made)
         return needed is not None and _agree(needed, again)
 
@@ -89,29 +92,34 @@ class _Call:
 
     def tensors(self) -> set[int]:
         """Return the ids of the tensors it reads."""
-        return {id(one) for one in self.given if isinstance(one, Tensor)}
+        return set(map(id, _tensors(self.given)))
 
     def results(self) -> set[int]:
         """Return the ids of the tensors it makes, or writes."""
-        return {id(one) for one in self.made if isinstance(one, Tensor)}
+        return set(map(id, _tensors(self.made)))
 
 
-def _without(calls: Sequence[_Call], remembered: Set[int]) -> list[_Call] | None:
+def _without(calls: Sequence[_Call], remembered: Sequence[Tensor]) -> list[_Call] | None:
     """Return the calls but those that compute the remembered tensors; None if these need more than constants."""
-    wanted, computing = set(remembered), set[int]()
+    # By storage, since a table may be filled through views; a view of something else makes no storage.
+    wanted, made, computing = {storage_key(one) for one in remembered}, set[int](), set[int]()
     for number in reversed(range(len(calls))):
-        if calls[number].results() & wanted:
+        read, written = (
+            set(map(storage_key, _tensors(part))) for part in (calls[number].given, calls[number].made)
+        )
+        if written & wanted:
             computing.add(number)
-            wanted |= calls[number].tensors()
-    made = {one for number in computing for one in calls[number].results()}
+            wanted |= read
+            made |= written - read
     if not wanted <= made or any(calls[number].draws for number in computing):
         return None
+    kept = set(map(id, remembered))
     # What other calls use as well is computed each time.
     for number in sorted(computing, reverse=True):
         readers = (
             at for at in range(number + 1, len(calls)) if calls[at].tensors() & calls[number].results()
         )
-        if not calls[number].results() <= remembered and not computing.issuperset(readers):
+        if not calls[number].results() <= kept and not computing.issuperset(readers):
             computing.remove(number)
     return [call for number, call in enumerate(calls) if number not in computing]
 
@@ -173,6 +181,10 @@ class _Calls(TorchDispatchMode):
         result = func(*args, **kwargs)
         self.seen.append(_Call(func, given, list(_flat(result)), can_draw(func, args, kwargs)))
         return result
+
+
+def _tensors(values: Sequence[Any]) -> Iterator[Tensor]:
+    return (one for one in values if isinstance(one, Tensor))
 
 
 def _flat(value: Any) -> Iterator[Any]:

@@ -20,6 +20,7 @@ from torch import Tensor
 from ..concurrency.interrupts import uninterrupted
 from ..messages.source import Location
 from ..tensors.aten import UNGROUPED
+from .layouts import laid_out, unsure
 from .passes.fused import in_place, read_arguments, written_pairs
 from .passes.rewrite import clears, range_tensor
 from .program import Instr, Program, Var, live, map_vars, vars_in, written_storages
@@ -207,7 +208,7 @@ class AtenPlan:
             for instr in self._hoisted:
                 names[repr(instr.out)] = evaluate(instr, lambda var: names[repr(var)])
         names["uninterrupted"], names["partial"] = uninterrupted, partial
-        names["copy_all"] = torch._foreach_copy_
+        names["copy_all"], names["laid_out"] = torch._foreach_copy_, laid_out
         names["note"] = partial(_note, program.function, self._sites, raised_at)
         names["commit_slots"] = tuple(
             [names[repr(old)] for old, _ in group] for group in self._commit_groups()
@@ -279,6 +280,7 @@ class AtenPlan:
         for number, instr in enumerate(head):
             self._sites[len(lines) + 3] = instr.site  # after `def` and `try`; lines count from 1
             lines.append(f"{_target(instr.out, self._fixed)}{self._call(instr, instr.op)}")
+            lines += [f"{var!r} = laid_out({var!r}, {var.spec.stride})" for var in unsure(instr)]
             dead = last_use.get(number)
             if dead:
                 lines.append(f"del {', '.join(map(repr, dead))}")

@@ -14,6 +14,8 @@ from torch import Tensor
 from torch._subclasses import fake_tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
+from .kernel_strides import KernelStrides
+
 __all__ = ["FakeMode", "aside_on_fakes", "without_log"]
 
 # These ops return one tensor as two results; the fake mode's cache would return two tensors.
@@ -22,15 +24,24 @@ _NOTHING: Mapping[str, Any] = MappingProxyType({})
 
 
 class FakeMode(fake_tensor.FakeTensorMode):
-    """The mode in which a step is traced: ops compute shapes, dtypes and devices, and no kernel runs."""
+    """The mode in which a step is traced: ops compute shapes, strides, dtypes and devices, but no values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._strides = KernelStrides()
 
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] = _NOTHING
     ) -> Any:
-        if func not in _ONE_TENSOR_TWICE:
-            return super().__torch_dispatch__(func, types, args, kwargs)
-        with fake_tensor.disable_fake_tensor_cache(self):
-            return super().__torch_dispatch__(func, types, args, kwargs)
+        if func in _ONE_TENSOR_TWICE:
+            with fake_tensor.disable_fake_tensor_cache(self):
+                return super().__torch_dispatch__(func, types, args, kwargs)
+        out = super().__torch_dispatch__(func, types, args, kwargs)
+        return self._strides.correct(func, args, kwargs, out, self._empty)
+
+    def _empty(self, shape: Sequence[int], stride: Sequence[int], like: Tensor) -> Tensor:
+        with self:
+            return torch.empty_strided(shape, stride, dtype=like.dtype, device=like.device)
 
 
 @contextmanager

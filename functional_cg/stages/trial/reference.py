@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ...messages.source import Location
 from ...tensors.aten import FUSED
+from ..layouts import laid_out, unsure
 from ..plan import Buffers, evaluate, quiet
 from ..program import Instr, Program, Var, live, peak_bytes, storage_bytes, written_storages
 from .remat_plan import in_order, within
@@ -173,7 +174,11 @@ class Reference:
         if shaker is not None:
             instr, moved = shaker.scalars(instr), shaker.arguments(instr, values)
         result = evaluate(instr, lambda var: moved[var] if var in moved else values[var])
-        made = list(_assigned(instr.out, result))
+        turned = unsure(instr)
+        made = [
+            (var, laid_out(one, var.spec.stride) if var in turned else one)
+            for var, one in _assigned(instr.out, result)
+        ]
         values.update((var, tensor) for var, tensor in made if var not in static)
         if shaker is not None:
             shaker.results(instr, [(var, tensor) for var, tensor in made if var not in static])

@@ -1,0 +1,38 @@
+"""Hold results to the strides that the trace saw, where a kernel may choose others.
+
+A trace runs on fake tensors, whose formulas for strides are torch's own and are at times not those of its kernels. A
+later call may rely on them: a view fails on other strides, and `as_strided` reads other elements.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .program import Instr, Var
+
+__all__ = ["laid_out", "unsure"]
+
+
+def unsure(instr: Instr) -> list[Var]:
+    """Return the new results of a call whose strides a kernel may choose: those of calls on turned tensors."""
+    if all(_in_order(var) for var in instr.inputs()):
+        return []
+    known = {var.storage for var in instr.inputs()}
+    return [var for var in instr.outputs() if len(var.spec.shape) > 1 and var.storage not in known]
+
+
+def laid_out(tensor: Tensor, stride: tuple[int, ...]) -> Tensor:
+    """Return a tensor in these strides; a copy if it has others."""
+    here = tensor.stride()
+    if here == stride or not tensor.numel():
+        return tensor
+    if all(size == 1 or a == b for size, a, b in zip(tensor.shape, here, stride, strict=True)):
+        return tensor
+    return torch.empty_strided(tensor.shape, stride, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
+
+
+def _in_order(var: Var) -> bool:
+    """Whether the elements of a tensor lie in the order of its dimensions, with or without gaps."""
+    steps = [step for size, step in zip(var.spec.shape, var.spec.stride, strict=True) if size > 1]
+    return steps == sorted(steps, reverse=True)

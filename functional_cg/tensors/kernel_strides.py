@@ -1,0 +1,143 @@
+"""Strides that torch's kernels choose for their results, where its fake tensors have others.
+
+For an operand whose elements do not lie in the order of its dimensions, such as an image in channels_last, torch has
+two formulas: that of the kernel, and that of the fake tensor. They differ for about twenty ops (torch 2.11 and 2.13).
+So the kernel itself is asked, on a few elements that lie in the same order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
+
+from .aten import tensors_in
+
+__all__ = ["KernelStrides"]
+
+# Shapes of their operands say nothing to them but which dimensions are alike. Those of one element each are tagged.
+_SHAPELESS = frozenset(
+    f"aten::{name}"
+    for name in (
+        "_batch_norm_with_update _log_softmax _log_softmax_backward_data _native_batch_norm_legit _softmax "
+        "_softmax_backward_data batch_norm_backward binary_cross_entropy_backward elu_backward floor_divide "
+        "gelu_backward hardshrink_backward hardsigmoid_backward hardswish_backward hardtanh_backward "
+        "huber_loss_backward leaky_relu_backward log_sigmoid_backward log_sigmoid_forward mish_backward "
+        "mse_loss_backward native_batch_norm native_batch_norm_backward sigmoid_backward silu_backward "
+        "smooth_l1_loss_backward softplus_backward softshrink_backward tanh_backward threshold_backward"
+    ).split()
+)
+_FEW = 2  # elements in each dimension
+
+
+class KernelStrides:
+    """Asks kernels, each once for operands that lie in the same order."""
+
+    def __init__(self) -> None:
+        self._found: dict[Any, list[tuple[int, ...]] | None] = {}
+
+    def correct(
+        self,
+        func: Any,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        out: Any,
+        empty: Callable[..., Tensor],
+    ) -> Any:
+        """Return the result of a call on fake tensors, in the strides that the kernel gives it.
+
+        Args:
+          func: The op.
+          args: Its arguments.
+          kwargs: Its arguments by name.
+          out: What it returned.
+          empty: ``empty(shape, stride, like)`` makes a fake tensor.
+        """
+        if not (torch.Tag.pointwise in func.tags or func._schema.name in _SHAPELESS) or _writes_a_result(
+            func
+        ):
+            return out
+        operands = list(tensors_in([*args, *kwargs.values()]))
+        if all(map(_in_order, operands)) or not all(one.numel() for one in operands if one.dim() > 1):
+            return out
+        orders = self._orders(func, args, kwargs, operands)
+        if orders is None:
+            return out
+        if isinstance(out, Tensor):
+            return _relaid(out, orders[0], empty)
+        return tuple(_relaid(one, order, empty) for one, order in zip(out, orders, strict=True))
+
+    def _orders(
+        self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], operands: Sequence[Tensor]
+    ) -> list[tuple[int, ...]] | None:
+        """Return the strides of the results for few elements; None if the kernel does not run on so few."""
+        rest = [
+            (name, one) for name, one in [*enumerate(args), *kwargs.items()] if not isinstance(one, Tensor)
+        ]
+        key = func, *map(_kind, operands), str(rest)
+        if key not in self._found:
+            with _disable_current_modes(), torch._C.DisableTorchFunction(), torch.no_grad():
+                try:
+                    few = {id(one): _few(one) for one in operands}
+                    out = func(
+                        *(few.get(id(one), one) for one in args),
+                        **{name: few.get(id(one), one) for name, one in kwargs.items()},
+                    )
+                except (RuntimeError, IndexError, ValueError):
+                    self._found[key] = None
+                else:
+                    results = [out] if isinstance(out, Tensor) else out
+                    self._found[key] = [one.stride() if isinstance(one, Tensor) else () for one in results]
+        return self._found[key]
+
+
+def _writes_a_result(func: Any) -> bool:
+    """Whether a call returns an argument that it writes: its strides are given."""
+    return any(result.alias_info is not None for result in func._schema.returns)
+
+
+def _in_order(tensor: Tensor) -> bool:
+    steps = [step for size, step in zip(tensor.shape, tensor.stride(), strict=True) if size > 1]
+    return steps == sorted(steps, reverse=True)
+
+
+def _pattern(tensor: Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return shape and strides of a tensor of few elements that lie in the same order, with gaps at the same places."""
+    shape = tuple(min(size, _FEW) for size in tensor.shape)
+    stride = [0] * len(shape)
+    dense, step = 1, 1
+    for place in sorted(range(len(shape)), key=lambda place: (tensor.stride(place), -place)):
+        if tensor.stride(place) == 0 or tensor.shape[place] == 1:
+            continue
+        if tensor.stride(place) != dense:
+            step *= 2
+        stride[place] = step
+        dense, step = tensor.stride(place) * tensor.shape[place], step * shape[place]
+    for place, size in enumerate(shape):
+        if size == 1:
+            stride[place] = tensor.stride(place) and max(stride, default=1)
+    return shape, tuple(stride)
+
+
+def _kind(tensor: Tensor) -> Any:
+    return *_pattern(tensor), tensor.dtype, tensor.device
+
+
+def _few(tensor: Tensor) -> Tensor:
+    shape, stride = _pattern(tensor)
+    length = 1 + sum((size - 1) * step for size, step in zip(shape, stride, strict=True))
+    return torch.ones(length, dtype=tensor.dtype, device=tensor.device).as_strided(shape, stride)
+
+
+def _relaid(out: Any, order: Sequence[int], empty: Callable[..., Tensor]) -> Any:
+    """Return a fake result, or one like it whose dimensions lie in the order of these strides."""
+    if not isinstance(out, Tensor) or out.dim() < 2 or not out.numel():
+        return out
+    stride, step = [0] * out.dim(), 1
+    for place in sorted(range(out.dim()), key=lambda place: (order[place], -place)):
+        stride[place], step = step, step * out.shape[place]
+    here = [(a, b) for size, a, b in zip(out.shape, out.stride(), stride, strict=True) if size > 1]
+    return out if all(a == b for a, b in here) else empty(out.shape, stride, out)
