@@ -228,8 +228,10 @@ class Apply:
         """
         params, buffers = self._by_name(params, buffers)
         values = {id(tensor): (params | buffers)[name] for name, tensor in _tensors(self._template)}
-        names = self._template.state_dict(keep_vars=True)
-        return {name: values.get(id(value), value) for name, value in names.items()}
+        found: dict[str, Any] = self._template.state_dict(keep_vars=True)  # with the versions of its modules
+        for name, value in found.items():
+            found[name] = values.get(id(value), value)
+        return found
 
     def __repr__(self) -> str:
         return f"<apply of {title(self._template, self._method)}>"

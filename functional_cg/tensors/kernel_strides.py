@@ -7,6 +7,7 @@ So the kernel itself is asked, on a few elements that lie in the same order.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -67,8 +68,8 @@ class KernelStrides:
         if orders is None:
             return out
         if isinstance(out, Tensor):
-            return _relaid(out, orders[0], empty)
-        return tuple(_relaid(one, order, empty) for one, order in zip(out, orders, strict=True))
+            return _relaid(out, orders[0], operands, empty)
+        return tuple(_relaid(one, order, operands, empty) for one, order in zip(out, orders, strict=True))
 
     def _orders(
         self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], operands: Sequence[Tensor]
@@ -100,8 +101,13 @@ def _writes_a_result(func: Any) -> bool:
 
 
 def _in_order(tensor: Tensor) -> bool:
-    steps = [step for size, step in zip(tensor.shape, tensor.stride(), strict=True) if size > 1]
-    return steps == sorted(steps, reverse=True)
+    """Whether the elements lie in the order of the dimensions without gaps, as far as strides say."""
+    step = 1
+    for size, stride in zip(reversed(tensor.shape), reversed(tensor.stride()), strict=True):
+        if stride != step:
+            return False
+        step *= size
+    return True
 
 
 def _pattern(tensor: Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -109,16 +115,14 @@ def _pattern(tensor: Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
     shape = tuple(min(size, _FEW) for size in tensor.shape)
     stride = [0] * len(shape)
     dense, step = 1, 1
-    for place in sorted(range(len(shape)), key=lambda place: (tensor.stride(place), -place)):
-        if tensor.stride(place) == 0 or tensor.shape[place] == 1:
+    # Dimensions of one element have strides, too, by which kernels choose a layout.
+    for place in sorted(range(len(shape)), key=lambda place: (tensor.stride(place), shape[place], -place)):
+        if tensor.stride(place) == 0:
             continue
-        if tensor.stride(place) != dense:
+        if tensor.stride(place) > dense:
             step *= 2
         stride[place] = step
         dense, step = tensor.stride(place) * tensor.shape[place], step * shape[place]
-    for place, size in enumerate(shape):
-        if size == 1:
-            stride[place] = tensor.stride(place) and max(stride, default=1)
     return shape, tuple(stride)
 
 
@@ -132,12 +136,16 @@ def _few(tensor: Tensor) -> Tensor:
     return torch.ones(length, dtype=tensor.dtype, device=tensor.device).as_strided(shape, stride)
 
 
-def _relaid(out: Any, order: Sequence[int], empty: Callable[..., Tensor]) -> Any:
+def _relaid(
+    out: Any, order: tuple[int, ...], operands: Sequence[Tensor], empty: Callable[..., Tensor]
+) -> Any:
     """Return a fake result, or one like it whose dimensions lie in the order of these strides."""
-    if not isinstance(out, Tensor) or out.dim() < 2 or not out.numel():
+    if not isinstance(out, Tensor) or not out.dim() or not out.numel():
         return out
-    stride, step = [0] * out.dim(), 1
-    for place in sorted(range(out.dim()), key=lambda place: (order[place], -place)):
-        stride[place], step = step, step * out.shape[place]
-    here = [(a, b) for size, a, b in zip(out.shape, out.stride(), stride, strict=True) if size > 1]
-    return out if all(a == b for a, b in here) else empty(out.shape, stride, out)
+    like = next((one for one in operands if one.shape == out.shape and _pattern(one)[1] == order), None)
+    if like is not None:
+        stride = like.stride()
+    else:
+        sizes = list(zip(out.shape, order, strict=True))
+        stride = tuple(math.prod(size for size, other in sizes if size > 1 and other < own) for own in order)
+    return out if out.stride() == stride else empty(out.shape, stride, out)
