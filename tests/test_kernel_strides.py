@@ -34,6 +34,16 @@ def batch_norm_backward(x: Tensor, y: Tensor) -> Any:
     return aten.native_batch_norm_backward(x, y, ones, ones, ones, ones, ones, True, 1e-5, [True, True, True])
 
 
+def layer_norm(x: Tensor, _: Tensor) -> Any:
+    ones = x.new_ones(x.shape[-1])
+    return aten.native_layer_norm(x, [x.shape[-1]], ones, ones, 1e-5)
+
+
+def layer_norm_backward(x: Tensor, y: Tensor) -> Any:
+    ones, one = x.new_ones(x.shape[-1]), x.new_ones(*x.shape[:-1], 1)
+    return aten.native_layer_norm_backward(x, y, [x.shape[-1]], one, one, ones, ones, [True, True, True])
+
+
 # Two operands of one shape.
 OPS: dict[str, Callable[[Tensor, Tensor], Any]] = {
     "add": aten.add.Tensor,
@@ -61,6 +71,8 @@ OPS: dict[str, Callable[[Tensor, Tensor], Any]] = {
     "clone": lambda x, y: aten.clone(x),
     "contiguous clone": lambda x, y: aten.clone(x, memory_format=torch.contiguous_format),
     "other dtype": lambda x, y: aten._to_copy(x, dtype=torch.float64),
+    "layer norm": layer_norm,
+    "layer norm backward": layer_norm_backward,
     "batch norm": batch_norm,
     "batch norm backward": batch_norm_backward,
 }
@@ -104,6 +116,15 @@ def test_fake_results_lie_as_those_of_the_kernel(name: str, device: str, drawn: 
         fake = [torch.empty_strided(shape, stride, device=device) for stride in strides]
         found = laid(OPS[name](*fake))
     assert found == wanted, f"{shape} {strides}"
+
+
+def test_no_op_that_draws_is_asked() -> None:
+    state = torch.get_rng_state()
+    with FakeMode():
+        x = torch.empty(3, 4).t()
+        for draw in (torch.bernoulli, torch.rand_like, torch.randn_like, lambda x: F.dropout(x, 0.5)):
+            draw(x)
+    assert torch.equal(torch.get_rng_state(), state)
 
 
 def turned(x: Tensor) -> dict[str, Tensor]:

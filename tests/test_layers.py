@@ -37,6 +37,7 @@ ORDER = (
     "call",
     "stages.program",
     "stages.passes",
+    "stages.layouts",
     "stages.plan",
     "stages.run",
     "options",

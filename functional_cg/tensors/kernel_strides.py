@@ -23,12 +23,13 @@ __all__ = ["KernelStrides"]
 _SHAPELESS = frozenset(
     f"aten::{name}"
     for name in (
-        "_batch_norm_with_update _log_softmax _log_softmax_backward_data _native_batch_norm_legit _softmax "
-        "_softmax_backward_data batch_norm_backward binary_cross_entropy_backward elu_backward floor_divide "
-        "gelu_backward hardshrink_backward hardsigmoid_backward hardswish_backward hardtanh_backward "
-        "huber_loss_backward leaky_relu_backward log_sigmoid_backward log_sigmoid_forward mish_backward "
-        "mse_loss_backward native_batch_norm native_batch_norm_backward sigmoid_backward silu_backward "
-        "smooth_l1_loss_backward softplus_backward softshrink_backward tanh_backward threshold_backward"
+        "_batch_norm_with_update _fused_rms_norm _fused_rms_norm_backward _log_softmax _log_softmax_backward_data "
+        "_native_batch_norm_legit _softmax _softmax_backward_data batch_norm_backward binary_cross_entropy_backward "
+        "elu_backward floor_divide gelu_backward hardshrink_backward hardsigmoid_backward hardswish_backward "
+        "hardtanh_backward huber_loss_backward leaky_relu_backward log_sigmoid_backward log_sigmoid_forward "
+        "mish_backward mse_loss_backward native_batch_norm native_batch_norm_backward native_layer_norm "
+        "native_layer_norm_backward sigmoid_backward silu_backward smooth_l1_loss_backward softplus_backward "
+        "softshrink_backward tanh_backward threshold_backward"
     ).split()
 )
 _FEW = 2  # elements in each dimension
@@ -57,9 +58,7 @@ class KernelStrides:
           out: What it returned.
           empty: ``empty(shape, stride, like)`` makes a fake tensor.
         """
-        if not (torch.Tag.pointwise in func.tags or func._schema.name in _SHAPELESS) or _writes_a_result(
-            func
-        ):
+        if not _tells_strides_by_order(func):
             return out
         operands = list(tensors_in([*args, *kwargs.values()]))
         if all(map(_in_order, operands)) or not all(one.numel() for one in operands if one.dim() > 1):
@@ -75,18 +74,19 @@ class KernelStrides:
         self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], operands: Sequence[Tensor]
     ) -> list[tuple[int, ...]] | None:
         """Return the strides of the results for few elements; None if the kernel does not run on so few."""
-        rest = [
-            (name, one) for name, one in [*enumerate(args), *kwargs.items()] if not isinstance(one, Tensor)
-        ]
+        names = [argument.name for argument in func._schema.arguments]
+        named = {**dict(zip(names, args, strict=False)), **kwargs}
+        rest = {name: one for name, one in named.items() if not isinstance(one, Tensor)}
         key = func, *map(_kind, operands), str(rest)
         if key not in self._found:
+            few = dict(named)
+            if "normalized_shape" in few:
+                few["normalized_shape"] = [min(size, _FEW) for size in few["normalized_shape"]]
             with _disable_current_modes(), torch._C.DisableTorchFunction(), torch.no_grad():
+                few = {name: _few(one) if isinstance(one, Tensor) else one for name, one in few.items()}
+                given = [few.pop(name) for name in names[: len(args)]]
                 try:
-                    few = {id(one): _few(one) for one in operands}
-                    out = func(
-                        *(few.get(id(one), one) for one in args),
-                        **{name: few.get(id(one), one) for name, one in kwargs.items()},
-                    )
+                    out = func(*given, **few)
                 except (RuntimeError, IndexError, ValueError):
                     self._found[key] = None
                 else:
@@ -95,9 +95,11 @@ class KernelStrides:
         return self._found[key]
 
 
-def _writes_a_result(func: Any) -> bool:
-    """Whether a call returns an argument that it writes: its strides are given."""
-    return any(result.alias_info is not None for result in func._schema.returns)
+def _tells_strides_by_order(func: Any) -> bool:
+    """Whether an op may be run on a few elements to see how its result lies: it draws and writes nothing."""
+    shapeless = torch.Tag.pointwise in func.tags or func._schema.name in _SHAPELESS
+    written = any(result.alias_info is not None for result in func._schema.returns)
+    return shapeless and not written and torch.Tag.nondeterministic_seeded not in func.tags
 
 
 def _in_order(tensor: Tensor) -> bool:

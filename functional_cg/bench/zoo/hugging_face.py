@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -109,7 +110,7 @@ def _images(size: Size, generator: torch.Generator) -> dict[str, Tensor]:
     return {"pixel_values": pixels, "labels": torch.randint(0, 2, (size.batch,), generator=generator)}
 
 
-_BATCHES = {"tokens": _tokens, "images": _images}
+_BATCHES = MappingProxyType({"tokens": _tokens, "images": _images})
 
 
 def _loss(forward: Any, batch: dict[str, Tensor]) -> Tensor:

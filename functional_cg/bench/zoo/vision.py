@@ -16,10 +16,10 @@ from .case import Case, Size
 __all__ = ["of_timm", "of_torchvision"]
 
 _CLASSES = 10
-_SMALL = (
+_SMALL = tuple(
     "atto femto pico nano zepto xxs xxsmall xxtiny xs xtiny xsmall 0 s0 t0 n0 b0 m0 a0 18 10 12 26 14 050 "
-    "tiny ti t mini lite small s little 9m 28 32 34 50 base b"
-).split()
+    "tiny ti t mini lite small s little 9m 28 32 34 50 base b".split()
+)
 
 
 def of_timm(size: Size) -> Iterator[Case]:
