@@ -541,6 +541,15 @@ def test_state_of_a_run_loads_into_the_module() -> None:
     assert torch.equal(module[1].running_mean, state.buffers["1.running_mean"])
 
 
+def test_state_dict_tells_the_versions_of_its_modules() -> None:
+    """Modules refuse or convert values of another version, as torchvision's MNASNet does."""
+    module = conv_net()
+    apply, params, buffers = fcg.from_module(module)
+    found = apply.state_dict(params, buffers)
+    assert found._metadata == module.state_dict()._metadata  # type: ignore[attr-defined]
+    assert found._metadata["1"] == {"version": 2}
+
+
 def test_frozen_parameters_and_submodules_stay_so() -> None:
     module = conv_net()
     module[0].weight.requires_grad_(False)

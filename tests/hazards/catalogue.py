@@ -45,6 +45,8 @@ FILES = {
     "memory": "tests/sharding/test_memory.py",
     "misuse": "tests/sharding/test_misuse.py",
     "methods": "tests/test_methods.py",
+    "fixed": "tests/test_fixed_tensors.py",
+    "strides": "tests/test_kernel_strides.py",
     "supposed": "tests/test_supposed.py",
     "computed": "tests/test_computed_reads.py",
     "evaluation": "tests/test_evaluation.py",
@@ -819,5 +821,14 @@ HAZARDS = (
     _row(173, 1, "N87", "a step appends to a list and then goes by its length",
          "refused: SideEffectError; another trace of a step that changes objects reads other values",
          "computed::test_what_goes_on_from_call_to_call_is_refused", "computed::test_exactly_what_goes_on_is_refused"),
+    _row(174, 1, "N88 N89", "a kernel lays its result out otherwise than the trace's fake tensors: views fail",
+         "impossible: kernels are asked for their strides, and what lies otherwise is laid out",
+         "strides::test_fake_results_lie_as_those_of_the_kernel",
+         "strides::test_results_that_lie_otherwise_than_traced_are_laid_out",
+         "strides::test_an_image_net_is_bitwise_its_eager_run"),
+    _row(175, 2, "", "a forward writes a tensor that a plain object of its module holds, also through a view",
+         "refused: ReadOnlyError with the name of the tensor; a change of the original is a BakedValueError",
+         "fixed::test_a_forward_that_writes_one_is_refused",
+         "fixed::test_a_change_on_the_original_is_noticed_at_the_next_call"),
 )
 # fmt: on

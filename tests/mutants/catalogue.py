@@ -915,4 +915,26 @@ MUTANTS = (
         ),
         no_gpu="told on the host",
     ),
+    Mutant(
+        "N88",
+        "the strides of a fake result are taken as they are",
+        (
+            (
+                "        return self._strides.correct(func, args, kwargs, out, self._empty)\n",
+                "        return out\n",
+            ),
+        ),
+        (
+            "tests/test_kernel_strides.py::test_fake_results_lie_as_those_of_the_kernel[batch norm backward-cpu]",
+            "tests/test_kernel_strides.py::test_fake_results_lie_as_those_of_the_kernel[softplus_backward-cpu]",
+        ),
+        no_gpu="told on the host",
+    ),
+    Mutant(
+        "N89",
+        "results that lie otherwise than traced are left so",
+        ((" for var in unsure(instr)]", " for var in ()]"),),
+        ("tests/test_kernel_strides.py::test_results_that_lie_otherwise_than_traced_are_laid_out[cpu-aten]",),
+        no_gpu="told on the host",
+    ),
 )

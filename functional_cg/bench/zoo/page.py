@@ -24,10 +24,10 @@ def page(found: Mapping[str, Sequence[tuple[str, Outcome]]]) -> str:
     counts = Counter(outcome.verdict for rows in judged.values() for _, outcome in rows)
     total = counts.total()
     lines = [
-        "# Models that were tried",
+        "# Models of other libraries",
         "",
-        f"{counts['works']} of {total} models work ({100 * counts['works'] / max(total, 1):.1f} %): "
-        + ", ".join(f"{count} {verdict}" for verdict, count in sorted(counts.items()) if verdict != "works")
+        f"{counts['works']} of {total} models work ({100 * counts['works'] / max(total, 1):.1f} %)"
+        + "".join(f", {count} {verdict}" for verdict, count in sorted(counts.items()) if verdict != "works")
         + f". torch {torch.__version__}.",
         "",
         "`python -m functional_cg.bench.zoo --page FILE` writes this page. Each model is built from the configuration",

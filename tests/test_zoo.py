@@ -1,0 +1,124 @@
+"""The zoo judges models as it says: what works, what is refused, what is wrong, and what ends its process."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from functional_cg.bench.zoo.case import Case, chosen
+from functional_cg.bench.zoo.judge import Outcome, judge
+from functional_cg.bench.zoo.page import page
+from functional_cg.bench.zoo.processes import Run, outcomes
+
+
+def batch(generator: torch.Generator) -> dict[str, Tensor]:
+    return {"x": torch.randn(4, 3, generator=generator), "y": torch.randint(0, 2, (4,), generator=generator)}
+
+
+def loss(forward: Callable[..., Any], batch: dict[str, Tensor]) -> Tensor:
+    return F.cross_entropy(forward(batch["x"]), batch["y"])
+
+
+def case(module: Callable[[], nn.Module], loss: Any = loss, name: str = "model") -> Case:
+    return Case(name, "ours", module, batch, loss)
+
+
+def outcome(module: Callable[[], nn.Module], loss: Any = loss, most: int = 1000) -> Outcome:
+    return judge(case(module, loss), "cpu", "aten", 3, most)
+
+
+class Branches(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * (2 if x.sum() > 0 else 1)
+
+
+class Draws(nn.Linear):
+    """Draws without effect on the first loss: its scale is zero."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + 0 * torch.randn(4, 2)
+
+
+@pytest.mark.parametrize(
+    "module",
+    [
+        lambda: nn.Linear(3, 2),
+        lambda: nn.Sequential(nn.Linear(3, 8), nn.BatchNorm1d(8), nn.Dropout(0.5), nn.Linear(8, 2)),
+        lambda: Draws(3, 2),
+    ],
+)
+def test_models_that_work(module: Callable[[], nn.Module]) -> None:
+    assert outcome(module) == Outcome("works")
+
+
+def test_a_refusal_is_told_with_its_fix() -> None:
+    found = outcome(lambda: Branches(3, 2))
+    assert found.verdict == "refused"
+    assert found.reason.startswith("HostSyncError: `train_step`: asks for the value")
+    assert "torch.where" in found.fix
+
+
+def test_a_step_unlike_the_ordinary_loop_is_wrong() -> None:
+    def other(forward: Any, batch: Any) -> Tensor:
+        return loss(forward, batch) * (1 if isinstance(forward, nn.Module) else 1.01)
+
+    found = outcome(lambda: nn.Linear(3, 2), other)
+    assert found.verdict == "wrong"
+    assert found.reason.endswith("as in an ordinary loop")
+
+
+def test_what_no_ordinary_loop_trains_is_left_out() -> None:
+    def fails(forward: Any, batch: Any) -> Tensor:
+        raise ValueError("three\nlines\n")
+
+    assert outcome(lambda: nn.Linear(3, 2), fails) == Outcome("unusable", "ValueError: three")
+    assert outcome(lambda: nn.Linear(3, 2), most=3) == Outcome("unusable", "too large")
+    assert outcome(lambda: nn.Linear(3, 2), lambda f, b: loss(f, b) * float("nan")).verdict == "unusable"
+
+
+def ends(forward: Any, batch: Any) -> Tensor:
+    os._exit(3)
+
+
+def hangs(forward: Any, batch: Any) -> Tensor:
+    time.sleep(600)
+    raise AssertionError
+
+
+def test_a_process_that_ends_or_hangs_ends_nothing_else() -> None:
+    def run(losses: list[Any], timeout: float) -> dict[str, str]:
+        cases = [case(lambda: nn.Linear(3, 2), one, one.__name__) for one in losses]
+        found = outcomes(cases, Run("cpu", "aten", 2, jobs=2, timeout=timeout))
+        return {one.name: result.reason or result.verdict for one, result, _ in found}
+
+    assert run([ends, loss], 200) == {"ends": "its process ended with 3", "loss": "works"}
+    assert run([hangs], 1) == {"hangs": "takes more than 1 s"}
+
+
+def test_the_page_counts_what_was_judged() -> None:
+    rows = [
+        ("a", Outcome("works")), ("b", Outcome("works")), ("c", Outcome("refused", "Error: x | y", "do z")),
+        ("d", Outcome("unusable", "too large")),
+    ]  # fmt: skip
+    text = page({"ours 1.0": rows})
+    assert "2 of 3 models work (66.7 %), 1 refused." in text
+    assert "## ours 1.0: 2 of 3" in text
+    assert "| `c` | refused | Error: x \\| y | do z |" in text
+    assert "`d`" not in text
+
+
+def test_names_choose() -> None:
+    cases = [case(lambda: nn.Linear(3, 2), name=name) for name in ("one", "two")]
+    assert [one.name for one in chosen(cases, ["tw"])] == ["two"]
+    assert (
+        [one.name for one in chosen(cases, [])]
+        == [one.name for one in chosen(cases, ["our"])]
+        == ["one", "two"]
+    )
