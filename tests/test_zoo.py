@@ -78,7 +78,7 @@ def test_what_no_ordinary_loop_trains_is_left_out() -> None:
     def fails(forward: Any, batch: Any) -> Tensor:
         raise ValueError("three\nlines\n")
 
-    assert outcome(lambda: nn.Linear(3, 2), fails) == Outcome("unusable", "ValueError: three")
+    assert outcome(lambda: nn.Linear(3, 2), fails) == Outcome("unusable", "ValueError: three lines")
     assert outcome(lambda: nn.Linear(3, 2), most=3) == Outcome("unusable", "too large")
     assert outcome(lambda: nn.Linear(3, 2), lambda f, b: loss(f, b) * float("nan")).verdict == "unusable"
 

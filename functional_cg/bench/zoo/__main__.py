@@ -53,7 +53,7 @@ def main(arguments: Sequence[str]) -> int:
     for case, outcome, seconds in outcomes(cases, run):
         found.setdefault(case.library, []).append((case.name, outcome))
         print(
-            f"{outcome.verdict:9} {case.library:12} {case.name:44} {seconds:5.0f} s  {outcome.reason[:120]}",
+            f"{outcome.verdict:9} {case.library:12} {case.name:44} {seconds:5.0f} s  {outcome.reason[:240]}",
             flush=True,
         )
     text = page(

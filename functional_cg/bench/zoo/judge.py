@@ -17,10 +17,8 @@ from .case import Case
 
 __all__ = ["Outcome", "judge"]
 
-_RATE, _EPS = (
-    1e-3,
-    1e-4,
-)  # a large epsilon, or Adam would make a whole step of a gradient that is a rounding error of 0
+# Not Adam, which makes a whole step of a gradient that is a rounding error of 0.
+_RATE, _MOMENTUM = 1e-2, 0.9
 _BESIDE = 3e-7  # relative, by how much the weights of the run differ that shows how rounding errors grow
 
 
@@ -30,7 +28,7 @@ class Outcome:
 
     Attributes:
       verdict: ``"works"``, ``"refused"``, ``"wrong"`` or ``"crashed"``; ``"unusable"`` if no ordinary loop trains it.
-      reason: First line of the error, or what differs; empty if it works.
+      reason: First two lines of the error, or what differs; empty if it works.
       fix: What the error suggests.
     """
 
@@ -99,7 +97,7 @@ def judge(case: Case, device: str, lowering: Any, calls: int, most: int) -> Outc
         plain = _plain(trial, train=not draws)  # what draws is compared with it in evaluation mode
         beside = _plain(trial, train=not draws, moved=_BESIDE)
     except Exception as error:  # whatever keeps a model from running is no finding about the library
-        return Outcome("unusable", f"{type(error).__name__}: {_first_line(error)}")
+        return Outcome("unusable", _told(error))
     if not all(map(math.isfinite, plain.losses)):
         return Outcome("unusable", "its loss is not finite")
     try:
@@ -115,9 +113,7 @@ def judge(case: Case, device: str, lowering: Any, calls: int, most: int) -> Outc
         fix = next(
             (line.removeprefix("To fix: ") for line in text.splitlines() if line.startswith("To fix")), ""
         )
-        return Outcome(
-            "refused" if refused else "crashed", f"{type(error).__name__}: {_first_line(error)}", fix
-        )
+        return Outcome("refused" if refused else "crashed", _told(error), fix)
     return Outcome("wrong", reason) if reason else Outcome("works")
 
 
@@ -139,8 +135,10 @@ def _agrees_in_double(trial: _Trial, *, train: bool) -> bool:
     return True
 
 
-def _first_line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [""])[0]
+def _told(error: Exception) -> str:
+    """Return what an error says in its first two lines: what happened, and where."""
+    lines = str(error).strip().splitlines()[:2]
+    return f"{type(error).__name__}: {' '.join(map(str.strip, lines))}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,7 +165,7 @@ def _plain(trial: _Trial, *, train: bool, moved: float = 0.0) -> _Run:
         for param in params if moved else ():
             noise = torch.randn(param.shape, generator=generator, device=param.device)
             param.mul_(1 + moved * noise)
-    optimizer = torch.optim.AdamW(params, lr=_RATE, eps=_EPS, weight_decay=0.0)
+    optimizer = torch.optim.SGD(params, lr=_RATE, momentum=_MOMENTUM)
     losses = []
     for call in range(trial.calls):
         optimizer.zero_grad()
@@ -182,7 +180,7 @@ def _captured(trial: _Trial, plain: _Run, beside: _Run, *, train: bool) -> tuple
     """Train in a captured step, and a second state in its eager run; returns the run and what differs."""
     module = trial.module()
     apply, params, buffers = fcg.from_module(module)
-    optimizer = fcg.optim.adamw(_RATE, eps=_EPS, weight_decay=0.0)
+    optimizer = fcg.optim.sgd(_RATE, momentum=_MOMENTUM)
 
     @fcg.graph_step(lowering=trial.lowering)
     def train_step(state: Any, batch: Any) -> Any:

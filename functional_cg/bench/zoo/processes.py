@@ -73,6 +73,7 @@ def outcomes(cases: Iterable[Case], run: Run) -> Iterator[tuple[Case, Outcome, f
 def _child(case: Case, run: Run, pipe: Connection) -> None:
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
+    torch.backends.cudnn.allow_tf32 = False  # differences are to be those of float32
     with open(os.devnull, "w") as nowhere:
         os.dup2(nowhere.fileno(), 1)
         os.dup2(nowhere.fileno(), 2)
