@@ -95,3 +95,22 @@ def test_a_result_that_is_written_into_a_tensor(lowering: Any) -> None:
             torch.stack([x.remainder(7), x.floor_divide(7), torch.div(x, 7, rounding_mode="floor")]) + 1
         )
         assert torch.equal(call(state, x), expected)
+
+
+@compiled
+def test_division_of_what_the_compiler_knows(compiled_on: str) -> None:
+    """The bounds of ``arange`` are known to it, and it computes with them: positional encodings are made like this."""
+
+    def known(x: Tensor) -> list[Tensor]:
+        places = torch.arange(-6.0, 6.0, device=x.device)
+        return [
+            x + op(places, by)
+            for by in (2, -3.0, 0.5, 0, x.new_full((), 2.0))
+            for op in (torch.floor_divide, torch.remainder)
+        ]
+
+    step = fcg.graph_fn(known, lowering="inductor")
+    for call in range(4):
+        x = torch.full((12,), float(call), device=compiled_on)
+        for one, other in zip(step(x), known(x), strict=True):
+            assert_same_bits(one, other)

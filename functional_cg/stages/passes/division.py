@@ -53,15 +53,29 @@ def _floored(value: Any, other: Any) -> tuple[Tensor, Tensor]:
         value = torch.full((), value, dtype=dtype, device=other.device)
     value = value.to(dtype)
     rest = torch.fmod(value, other)
-    other_sign = (rest != 0) & ((other < 0) != (rest < 0))
+    other_sign = _of_other_sign(rest, other)
     quotient = (value - rest) / other
     quotient = torch.where(other_sign, quotient - 1, quotient)
     down = quotient.floor()
     down = torch.where(quotient - down > 0.5, down + 1, down)
     whole = value / other
     down = torch.where(quotient != 0, down, torch.copysign(torch.zeros_like(whole), whole))
-    down = torch.where((value.isfinite() & whole.isinf()) | (other == 0), whole, down)
+    down = torch.where(value.isfinite(), torch.where(whole.isinf(), whole, down), down)
+    if isinstance(other, Tensor):
+        down = torch.where(other == 0, whole, down)
+    elif other == 0:
+        down = whole
     return down, torch.where(other_sign, rest + other, rest)
+
+
+def _of_other_sign(rest: Tensor, other: Any) -> Tensor:
+    """Return where a remainder has another sign than the divisor.
+
+    By choice, not by `&` and `!=` of conditions: the compiler's bounds of these fail for values that it knows.
+    """
+    if not isinstance(other, Tensor):
+        return rest > 0 if other < 0 else rest < 0
+    return torch.where(other < 0, rest > 0, rest < 0)
 
 
 DIVISIONS: Mapping[str, Callable[..., Tensor]] = MappingProxyType(
