@@ -516,7 +516,7 @@ def test_a_table_of_constants_is_no_state(name: str, where: str) -> None:
     module = Table(TABLES[name], where)
     apply, params, buffers = fcg.from_module(module)
     plain = copy.deepcopy(module)
-    forward, placed = fcg.graph_fn(lambda state, x: apply(state, buffers, x)[0]), fcg.place(params)
+    forward, placed = fcg.graph_fn(lambda state, x: apply(*state, x)[0]), fcg.place((params, buffers))
     for _ in range(16):
         x = torch.randn(4, 2)
         assert torch.equal(forward(placed, x), plain(x))
@@ -550,10 +550,10 @@ def test_a_table_of_anything_else_is_refused(name: str, where: str) -> None:
     x, key = torch.randn(4, 2), fcg.random.key(0)
     if where == "an empty buffer":  # it is state, and of another shape at the next call
         step = fcg.graph_step(
-            lambda buffers, x: apply(params, buffers, x, key=key)[::-1], constants=[*params.values()]
+            lambda state, x: ({**state, "b": apply(state["p"], state["b"], x, key=state["key"])[1]}, {})
         )
         with pytest.raises(LayoutError, match=r"unlike the old one(.|\n)*table"):
-            step(buffers, x)
+            step({"p": params, "b": buffers, "key": key}, x)
         return
     changes = "which buffers the module has" if where == "a buffer" else "1 attribute of the module"
     with pytest.raises(SideEffectError, match=rf"changes {changes}(.|\n)*`table`"):

@@ -19,7 +19,11 @@ def unsure(instr: Instr) -> list[Var]:
     if all(_in_order(var) for var in instr.inputs()):
         return []
     known = {var.storage for var in instr.inputs()}
-    return [var for var in instr.outputs() if len(var.spec.shape) > 1 and var.storage not in known]
+    return [
+        var
+        for var in instr.outputs()
+        if len(var.spec.shape) > 1 and var.storage not in known and not _expanded(var)
+    ]
 
 
 def laid_out(tensor: Tensor, stride: tuple[int, ...]) -> Tensor:
@@ -36,3 +40,8 @@ def _in_order(var: Var) -> bool:
     """Whether the elements of a tensor lie in the order of its dimensions, with or without gaps."""
     steps = [step for size, step in zip(var.spec.shape, var.spec.stride, strict=True) if size > 1]
     return steps == sorted(steps, reverse=True)
+
+
+def _expanded(var: Var) -> bool:
+    """Whether several elements share memory, as a fake result may say; that of a kernel has memory for each."""
+    return any(size > 1 and step == 0 for size, step in zip(var.spec.shape, var.spec.stride, strict=True))

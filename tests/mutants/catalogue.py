@@ -841,8 +841,8 @@ MUTANTS = (
             ),
         ),
         (
-            "tests/test_left_behind.py::test_a_table_of_anything_else_is_refused[of an input-False]",
-            "tests/test_left_behind.py::test_a_table_of_anything_else_is_refused[drawn-True]",
+            "tests/test_left_behind.py::test_a_table_of_anything_else_is_refused[of an input-an attribute]",
+            "tests/test_left_behind.py::test_a_table_of_anything_else_is_refused[drawn-a buffer]",
         ),
         no_gpu="told on the host",
     ),
