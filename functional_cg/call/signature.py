@@ -92,9 +92,8 @@ class Call:
 
     def value(self, number: int) -> Tensor | None:
         """Return a copy on the host of what a slot holds, counted over all states; None for a leaf on a mesh."""
-        arena, slot = [(one.arena, slot) for one in self.states for slot in range(one.start, one.stop)][
-            number
-        ]
+        slots = [(one.arena, slot) for one in self.states for slot in range(one.start, one.stop)]
+        arena, slot = slots[number]
         return None if arena.plan.slots[slot].spec.placement is not None else on_host(arena, slot)
 
     @property

@@ -38,7 +38,7 @@ def resized_buffers(module: nn.Module, before: Mapping[str, Tensor]) -> dict[str
     return {
         path: one
         for path, one in now.items()
-        if one is not None and BufferSpec.of(one) != BufferSpec.of(before[path])
+        if one is not None and one is not before[path] and BufferSpec.of(one) != BufferSpec.of(before[path])
     }
 
 

@@ -73,7 +73,7 @@ def run(
     name, place = title(module, method), Place(module)
     unset, buffers = unset_buffers(module), buffers_set(module)
     before, registered = held(module, unset), dict(module.named_buffers())
-    names, stored = _by_storage(params), _by_storage(dict(module.named_buffers())).keys()
+    names, stored = _by_storage(params), _by_storage(registered).keys()
     effects = Effects(name, key, place, names, stored, _by_storage(fixed))
     with OpenKernels(), effects:
         out = compiling(function_of(module, method), *args, **kwargs)

@@ -40,6 +40,7 @@ class KernelStrides:
 
     def __init__(self) -> None:
         self._found: dict[Any, list[tuple[int, ...]] | None] = {}
+        self._may_ask: dict[Any, bool] = {}  # a schema takes longer to read than an op to trace
 
     def correct(
         self,
@@ -58,7 +59,10 @@ class KernelStrides:
           out: What it returned.
           empty: ``empty(shape, stride, like)`` makes a fake tensor.
         """
-        if not _tells_strides_by_order(func):
+        may_ask = self._may_ask.get(func)
+        if may_ask is None:
+            may_ask = self._may_ask[func] = _tells_strides_by_order(func)
+        if not may_ask:
             return out
         operands = list(tensors_in([*args, *kwargs.values()]))
         if all(map(_in_order, operands)) or not all(one.numel() for one in operands if one.dim() > 1):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import os
 import time
@@ -55,12 +56,12 @@ def outcomes(cases: Iterable[Case], run: Run) -> Iterator[tuple[Case, Outcome, f
         for connection in wait(list(running), timeout=1):
             assert isinstance(connection, Connection)
             case, process, start = running.pop(connection)
-            try:
+            outcome = None
+            with contextlib.suppress(EOFError):
                 outcome = connection.recv()
-            except EOFError:
-                process.join()
-                outcome = Outcome("crashed", f"its process ended with {process.exitcode}")
             process.join()
+            if outcome is None:
+                outcome = Outcome("crashed", f"its process ended with {process.exitcode}")
             yield case, outcome, time.monotonic() - start
         for connection, (case, process, start) in list(running.items()):
             if time.monotonic() - start > run.timeout:
