@@ -12,9 +12,12 @@ from torch import Tensor
 
 import functional_cg as fcg
 from functional_cg.bench.models import LanguageModel, config
+from functional_cg.stages.lower.inductor import compile_graph
+from functional_cg.stages.passes.old_values import KEPT
 from functional_cg.stages.passes.recompute import keep_as_buffers, recompute
 from functional_cg.stages.plan import Buffers, lower_aten
 from functional_cg.stages.program import Program
+from tests.compiled_graphs import ON_A_GPU
 
 
 def mlp(params: dict[str, Tensor], x: Tensor) -> Tensor:
@@ -150,7 +153,7 @@ def test_what_the_backward_reads_is_in_memory() -> None:
         instr.out for instr in program.instrs if instr.op is torch.ops.aten.add.Tensor and not instr.backward
     ]
     keep_as_buffers(program, large=1)
-    views = {i.args[0]: i.out for i in program.instrs if i.op is torch.ops.aten.as_strided.default}
+    views = {i.args[0]: i.out for i in program.instrs if i.op is KEPT}
     read = {var for instr in program.instrs if instr.backward for var in instr.inputs()}
     assert len(sums) == 2
     for value in sums:
@@ -161,10 +164,9 @@ def test_what_the_backward_reads_is_in_memory() -> None:
         assert torch.equal(got, want)
 
 
-@pytest.mark.cuda
-def test_a_view_with_strides_makes_a_compiler_store_what_it_shows() -> None:
+@pytest.mark.parametrize("device", ["cpu", ON_A_GPU])
+def test_a_compiler_stores_what_is_kept(device: str) -> None:
     """What `keep_as_buffers` relies on."""
-    from torch._inductor import standalone_compile
     from torch._inductor.utils import run_and_get_code
 
     def graph(kept: bool) -> torch.fx.GraphModule:
@@ -172,22 +174,22 @@ def test_a_view_with_strides_makes_a_compiler_store_what_it_shows() -> None:
         a, b, w = (made.placeholder(name) for name in "abw")
         total = made.call_function(torch.ops.aten.add.Tensor, (a, b))
         if kept:
-            total = made.call_function(torch.ops.aten.as_strided.default, (total, [16, 8], [8, 1]))
+            total = made.call_function(KEPT, (total,))
         more = made.call_function(torch.ops.aten.add.Tensor, (total, b))
         product = made.call_function(torch.ops.aten.mm.default, (more, w))
         made.output((made.call_function(torch.ops.aten.mul.Tensor, (total, product)),))
         return torch.fx.GraphModule(torch.nn.Module(), made)
 
-    args = [torch.randn(shape, device="cuda") for shape in ((16, 8), (16, 8), (8, 8))]
+    args = [torch.randn(shape, device=device) for shape in ((16, 8), (16, 8), (8, 8))]
 
     def stored(kept: bool) -> int:
         with torch.no_grad():
             compiled, codes = run_and_get_code(
-                standalone_compile, graph(kept), args, dynamic_shapes="from_example_inputs"
+                compile_graph, graph(kept), args, on_host=device == "cpu", small=False, in_order=False
             )
             (got,) = compiled(*args)
         total = args[0] + args[1]
         torch.testing.assert_close(got, total * ((total + args[1]) @ args[2]))
-        return sum(code.count("empty_strided_cuda((16, 8)") for code in codes)
+        return sum(code.count(f"empty_strided_{device}((16, 8)") for code in codes)
 
     assert stored(kept=True) == stored(kept=False) + 1

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import functional_cg as fcg
 from functional_cg.testing import assert_trees_all_close, assert_trees_all_equal
 from functional_cg.testing.simulator import Simulator
-from tests.compiled_graphs import ON_A_GPU
+from tests.compiled_graphs import ON_A_GPU, compiled
 
 CALLS = 16
 
@@ -118,3 +118,53 @@ def test_a_leaf_keeps_its_strides() -> None:
 
     with pytest.raises(fcg.FunctionalCGError, match=r"as_strided_(.|\n)*To fix"):
         fcg.graph_step(step_fn)(fcg.place({"w": torch.ones(4)}))
+
+
+# A compiler lays these out otherwise than torch's kernels do.
+TURNED: dict[str, Callable[[Tensor], Tensor]] = {
+    "cat of one": lambda a: torch.cat([a], 0),
+    "cat with nothing": lambda a: torch.cat([a, a[:, :0]], 1),
+    "cat with an empty vector": lambda a: torch.cat([torch.zeros(0, device=a.device), a], -1),
+    "cat of two": lambda a: torch.cat([a, a], 0),
+    "stack": lambda a: torch.stack([a, a]),
+    "where": lambda a: torch.where(a > 3, a, -a),
+    "product": lambda a: a * 2,
+    "clone": torch.clone,
+    "one in row-major order": lambda a: a.clone(memory_format=torch.contiguous_format),
+    "repeat": lambda a: a.repeat(1, 2, 1),
+    "flip": lambda a: a.flip(0),
+    "index_select": lambda a: a.index_select(2, torch.arange(2, device=a.device)),
+}
+SEEN: dict[str, Callable[[Tensor], Tensor]] = {
+    "all": lambda a: a.as_strided((a.numel(),), (1,)),
+    "from an element on": lambda a: a.as_strided((3, 2), (2, 1), 5),
+    "from a part of it": lambda a: a[1:].as_strided((4,), (2,)),
+    "before the part": lambda a: a[1:].as_strided((4,), (1,), 1),
+}
+
+
+@compiled
+@pytest.mark.parametrize("kind", TURNED)
+def test_memory_is_read_as_it_lies_in_an_eager_run(kind: str, compiled_on: str) -> None:
+    """By `as_strided`, of values that are turned; and what the backward reads of them is what they are."""
+
+    def step(state: dict[str, Tensor], x: Tensor) -> Any:
+        value = TURNED[kind]((x + state["w"]).transpose(1, 2))
+
+        def loss(w: Tensor) -> Tensor:
+            turned = TURNED[kind]((x * w).transpose(1, 2)).transpose(-1, -2) * 3
+            place = torch.arange(turned.numel(), device=w.device).view(turned.shape)
+            return (turned * turned * place).sum()
+
+        grad = fcg.grad(loss)(state["w"])
+        return {"w": state["w"] + grad % 5}, {name: see(value) * 2 for name, see in SEEN.items()}
+
+    step = fcg.graph_step(step, lowering="inductor")
+    state = fcg.place({"w": torch.ones((), device=compiled_on)})
+    twin = fcg.fork(state)
+    for call in range(4):
+        x = (torch.arange(24.0) + call).view(2, 3, 4).to(compiled_on)
+        state, metrics = step(state, x)
+        twin, expected = step.eager(twin, x)
+        assert_trees_all_equal((state, metrics), (twin, expected))
+    assert step.stats.replays == 4

@@ -46,6 +46,7 @@ FILES = {
     "misuse": "tests/sharding/test_misuse.py",
     "methods": "tests/test_methods.py",
     "fixed": "tests/test_fixed_tensors.py",
+    "laid": "tests/test_strides.py",
     "strides": "tests/test_kernel_strides.py",
     "supposed": "tests/test_supposed.py",
     "computed": "tests/test_computed_reads.py",
@@ -830,5 +831,8 @@ HAZARDS = (
          "refused: ReadOnlyError with the name of the tensor; a change of the original is a BakedValueError",
          "fixed::test_a_forward_that_writes_one_is_refused",
          "fixed::test_a_change_on_the_original_is_noticed_at_the_next_call"),
+    _row(176, 1, "N90", "a compiler lays a value out otherwise than its kernel, and `as_strided` reads other elements",
+         "impossible: a value is laid out as recorded before its memory is read by strides",
+         "laid::test_memory_is_read_as_it_lies_in_an_eager_run"),
 )
 # fmt: on

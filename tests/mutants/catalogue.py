@@ -937,4 +937,11 @@ MUTANTS = (
         ("tests/test_kernel_strides.py::test_results_that_lie_otherwise_than_traced_are_laid_out[cpu-aten]",),
         no_gpu="told on the host",
     ),
+    Mutant(
+        "N90",
+        "a compiled step reads memory as if the compiler laid values out as torch's kernels do",
+        (("laid = None if root in entering else", "laid = None if root is not None else"),),
+        ("tests/test_strides.py::test_memory_is_read_as_it_lies_in_an_eager_run[cat of one-cpu as a GPU]",),
+        no_gpu="a formula of the compiler, the same on every device",
+    ),
 )

@@ -153,12 +153,12 @@ def _add_calls(
     scalars: list[fx.Node] = []
     for instr in head:
         kwargs = {name: map_vars(node, value) for name, value in instr.kwargs.items()}
-        source = instr.args[0] if instr.args else None
-        if instr.op is _AS_STRIDED and source in roots:
-            _, size, stride, *given = (*instr.args, *kwargs.values())
+        if instr.op is _AS_STRIDED:
+            source, size, stride, *given = (*instr.args, *kwargs.values())
+            root = roots[source]
             offset = given[0] if given and given[0] is not None else source.offset
-            at = offset - roots[source].offset
-            value = graph.call_function(_restrided, (nodes[roots[source]], size, stride, at))
+            laid = None if root in entering else (root.spec.stride, root.storage in written)
+            value = graph.call_function(_restrided, (nodes[root], size, stride, offset - root.offset, laid))
         else:
             target, args = _target(instr, written), map_vars(node, _with_floats(instr))
             if (overflow := overflow_of(instr)) is not None:
@@ -166,9 +166,7 @@ def _add_calls(
             value = graph.call_function(target, args, kwargs)
         assign(instr.out, value)
         for out in instr.outputs():
-            root = next((roots[v] for v in instr.inputs() if v in roots and v.storage == out.storage), None)
-            if root is not None:
-                roots[out] = root
+            roots[out] = next((roots[var] for var in instr.inputs() if var.storage == out.storage), out)
         if instr.op._schema.name in WITH_SCALARS:
             steps = instr.args[5]
             corrections = graph.call_function(operator.getitem, (value, len(instr.out)))
@@ -178,9 +176,36 @@ def _add_calls(
     return scalars
 
 
-def _restrided(root: Tensor, shape: Sequence[int], stride: Sequence[int], offset: int) -> Tensor:
-    """Call ``as_strided`` with an offset relative to the start of ``root``, as slots lie inside a slab."""
+def _restrided(
+    root: Tensor,
+    shape: Sequence[int],
+    stride: Sequence[int],
+    offset: int,
+    laid: tuple[Sequence[int], bool] | None = None,
+) -> Tensor:
+    """Call ``as_strided`` with an offset relative to the start of ``root``, as slots lie inside a slab.
+
+    Args:
+      root: All of the memory that the result lies in.
+      shape: Shape of the result.
+      stride: Its strides.
+      offset: Elements from the start of ``root``.
+      laid: For a value that the step computes, the strides that its op gives it, which a formula of the compiler may
+        not, and whether a call writes it; None for an argument.
+    """
+    if laid is not None:
+        stride_of_root, written = laid
+        root = _laid_out(root, stride_of_root, written=written)
     return root.as_strided(shape, stride, root.storage_offset() + offset)
+
+
+def _laid_out(value: Tensor, stride: Sequence[int], *, written: bool) -> Tensor:
+    alike = zip(value.shape, value.stride(), stride, strict=True)
+    if all(size < 2 or have == want for size, have, want in alike):
+        return value
+    if written:
+        raise RuntimeError(f"a value that is written has the strides {value.stride()}, not {tuple(stride)}")
+    return torch.empty_strided(value.shape, stride, dtype=value.dtype, device=value.device).copy_(value)
 
 
 def _target(instr: Instr, written: Collection[int]) -> Callable[..., Any]:

@@ -32,7 +32,7 @@ from torch import fx
 
 from ...tensors.aten import returns_view
 
-__all__ = ["compiler_pass", "keep_old_values"]
+__all__ = ["KEPT", "compiler_pass", "keep_old_values"]
 
 _aten = torch.ops.aten
 _COPY = _aten.copy_.default
@@ -55,6 +55,11 @@ _library.define("now(Tensor(a) value) -> Tensor(a)")
 for _name in ("own", "now"):
     _library.impl(_name, _aten.alias.default, "CompositeExplicitAutograd")
     _library._register_fake(_name, _aten.alias.default)
+# Stands for `now` until the compiler's passes are done: those that make a graph functional know no views but torch's.
+_library.define("kept(Tensor value) -> Tensor")
+_library.impl("kept", _aten.clone.default, "CompositeExplicitAutograd")
+_library._register_fake("kept", _aten.clone.default)
+KEPT = torch.ops.fcg.kept.default
 _OWN = torch.ops.fcg.own.default
 _NOW = torch.ops.fcg.now.default
 
@@ -85,6 +90,8 @@ def keep_old_values(graph: fx.Graph) -> None:
     Args:
       graph: The graph after the compiler's own passes: arguments are written at its end only, by ``copy_``.
     """
+    for kept in graph.find_nodes(op="call_function", target=KEPT):
+        kept.target = _NOW
     for argument in graph.find_nodes(op="placeholder"):
         _copy_for_foreign_views(graph, argument)
     _copy_into_concatenations(graph)

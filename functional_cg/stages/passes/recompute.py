@@ -20,6 +20,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from ..program import Instr, Program, Var, highest, map_vars, storage_bytes, written_storages
+from .old_values import KEPT
 
 __all__ = ["keep_as_buffers", "recompute"]
 
@@ -33,7 +34,6 @@ _VIEWS = frozenset(
     }
 )  # fmt: skip
 _CAST = torch.ops.aten._to_copy.default
-_AS_STRIDED = torch.ops.aten.as_strided.default
 
 
 def recompute(program: Program, *, large: int = _LARGE) -> None:
@@ -60,7 +60,7 @@ def recompute(program: Program, *, large: int = _LARGE) -> None:
 def keep_as_buffers(program: Program, *, large: int = _LARGE) -> None:
     """Rewrite a program in place so that forward elementwise results read by the backward are stored in memory.
 
-    Each gets a strided view, which needs memory behind it: a compiler stores the value, and copies nothing.
+    Each goes through ``fcg::kept``: a compiler stores the value, laid out as it likes, and copies nothing.
 
     Args:
       program: A rewritten program.
@@ -77,8 +77,7 @@ def keep_as_buffers(program: Program, *, large: int = _LARGE) -> None:
         if kept and made.storage in lives.first_read.keys() - lives.written and made.spec.nbytes >= large:
             index += 1
             names[made] = replace(made, index=index)
-            layout = list(made.spec.shape), list(made.spec.stride)
-            out.append(Instr(_AS_STRIDED, (made, *layout), {}, names[made], (), instr.site))
+            out.append(Instr(KEPT, (made,), {}, names[made], (), instr.site))
     program.instrs = out
 
 
