@@ -141,3 +141,85 @@ def test_shapes_do_not_mix_with_values() -> None:
     base = torch.ones(3, device="meta")
     with pytest.raises(fcg.ForeignTensorError, match="reads a tensor that is in neither"):
         fcg.graph_fn(lambda state, x: state["w"] + base)(fcg.place({"w": torch.ones(3)}), torch.ones(1))
+
+
+class LayerDrop(nn.Module):
+    """Leaves layers out at random, as many transformers do, by default with a rate of 0."""
+
+    def __init__(self, draw: Callable[[], Tensor], skip: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(3, 3) for _ in range(3))
+        self.draw, self.skip = draw, skip
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            if not self.skip(self.draw()):
+                x = x + layer(x)
+        return x.square().mean()
+
+
+def _partly() -> Tensor:
+    rates = torch.full((2,), 9.0)
+    rates[:1].uniform_()
+    return rates[0]
+
+
+def _partly_else() -> Tensor:
+    rates = torch.rand(2)
+    rates[1] = 9.0
+    return rates[1]
+
+
+UNIFORM: dict[str, Callable[[], Tensor]] = {
+    "rand": lambda: torch.rand([]),
+    "rand(1)": lambda: torch.rand(1),
+    "uniform_": lambda: torch.empty(()).uniform_(0, 1),
+    "of two": lambda: torch.zeros(2).uniform_()[1],
+    "in float64": lambda: torch.rand([], dtype=torch.float64),
+    "halved": lambda: torch.rand([]) * 0.5,
+}
+SURE: dict[str, Callable[[Tensor], Tensor]] = {
+    "< 0.0": lambda r: r < 0.0,
+    "< 0": lambda r: r < 0,
+    "<= -0.5": lambda r: r <= -0.5,
+    "> 1": lambda r: r > 1,
+    ">= 1.5": lambda r: r >= 1.5,
+}
+UNSURE: dict[str, tuple[Callable[[], Tensor], Callable[[Tensor], Tensor]]] = {
+    "inside": (lambda: torch.rand([]), lambda r: r < 0.1),
+    "at its end": (lambda: torch.rand([]), lambda r: r <= 0.0),
+    "of a part": (_partly, lambda r: r > 1.0),
+    "of another part": (_partly_else, lambda r: r > 1.0),
+    "normal": (lambda: torch.randn([]), lambda r: r < -100.0),
+}
+
+
+def _trained(draw: Callable[[], Tensor], skip: Callable[[Tensor], Tensor], calls: int) -> Any:
+    apply, params, buffers = fcg.from_module(LayerDrop(draw, skip))
+
+    @fcg.graph_step(lowering="aten")
+    def train_step(state: Any, x: Tensor) -> Any:
+        key = fcg.random.fold_in(state.key, state.step)
+        loss, grads = fcg.value_and_grad(lambda p: apply(p, buffers, x, key=key)[0])(state.params)
+        return state.apply_gradients(grads), {"loss": loss}
+
+    state = fcg.TrainState.create(params=params, optimizer=fcg.optim.sgd(0.1), key=fcg.random.key(0))
+    twin = fcg.fork(state)
+    for call in range(calls):
+        x = torch.full((2, 3), float(call))
+        state, metrics = train_step(state, x)
+        twin, expected = train_step.eager(twin, x)
+        assert_trees_all_equal((state, metrics), (twin, expected))
+    return train_step
+
+
+@pytest.mark.parametrize("skip", SURE)
+@pytest.mark.parametrize("draw", UNIFORM)
+def test_a_draw_is_compared_with_what_it_never_reaches(draw: str, skip: str) -> None:
+    assert _trained(UNIFORM[draw], SURE[skip], 16).stats.replays == 16
+
+
+@pytest.mark.parametrize("case", UNSURE)
+def test_a_draw_that_decides_is_asked_for_on_the_host(case: str) -> None:
+    with pytest.raises(fcg.HostSyncError, match="value of a tensor"):
+        _trained(*UNSURE[case], 1)

@@ -26,6 +26,8 @@ _NOTHING: Mapping[str, Any] = MappingProxyType({})
 class FakeMode(fake_tensor.FakeTensorMode):
     """The mode in which a step is traced: ops compute shapes, strides, dtypes and devices, but no values."""
 
+    supports_higher_order_operators = True
+
     def __init__(self) -> None:
         super().__init__()
         self._strides = KernelStrides()
@@ -33,6 +35,10 @@ class FakeMode(fake_tensor.FakeTensorMode):
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] = _NOTHING
     ) -> Any:
+        if isinstance(func, torch._ops.HigherOrderOperator):
+            # Below a `triton_op`, the kernels that it wraps. Torch looks rules up by exact type.
+            rule = func.python_key_table.get(fake_tensor.FakeTensorMode)
+            return NotImplemented if rule is None else rule(self, *args, **kwargs)
         if func in _ONE_TENSOR_TWICE:
             with fake_tensor.disable_fake_tensor_cache(self):
                 return super().__torch_dispatch__(func, types, args, kwargs)

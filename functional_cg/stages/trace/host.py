@@ -51,11 +51,17 @@ _READS: Mapping[str, str] = MappingProxyType(
         "numpy": _VALUES,
         "tolist": _VALUES,
         "cpu": "copies a tensor to the host",
-        "data_ptr": "asks for the address of a tensor",
+        "data_ptr": "asks for the address of a tensor on the host",
         "apply_": _BY_ELEMENT,
         "map_": _BY_ELEMENT,
         "map2_": _BY_ELEMENT,
     }
+)
+
+# Triton asks for addresses when it launches a kernel.
+_IN_AN_OP = (
+    "launch a kernel of Triton's in an op, `@torch.library.triton_op(name, mutates_args={})`, as "
+    "`torch.library.wrap_triton(kernel)[grid](...)`, and one of any other kind in a `torch.library.custom_op`"
 )
 
 # Files that read whether values are valid, and nothing else.
@@ -93,7 +99,7 @@ class HostGuard(TorchFunctionMode):
             if value is not None:
                 return aside_from_modes(lambda: getattr(value, name)(*args[1:], **kwargs))
             if isinstance(args[0], FakeTensor):
-                raise self._rules.host_read(_READS[name])
+                raise self._rules.host_read(_READS[name], fix=_IN_AN_OP if name == "data_ptr" else "")
             raise self._rules.foreign(name, args[0])
         if func == Tensor.data.__set__:  # type: ignore[attr-defined]
             raise self._rules.data_assigned()

@@ -1,5 +1,7 @@
 """Known values of a trace: literals, declared constants, buffers that never change, and what is computed from them.
 
+Known, too, is how a draw compares with a number outside of its range, such as a uniform number with a rate of 0.
+
 The host may read them during a trace, for example to branch on a flag in a table: each replay would read
 the same. A literal that differs between two traces, or a declared constant that is written later, is an error
 anyway.
@@ -19,7 +21,7 @@ from ...ambient.modes import ordinary, without_gradients
 from ...errors import HostSyncError
 from ...messages.source import here
 from ...tensors.aten import named_arguments, tensors_in
-from ..program import Constant, Program, Var, live, map_vars, written_storages
+from ..program import Constant, Instr, Program, Var, live, map_vars, written_storages
 
 __all__ = [
     "BY_NUMBER",
@@ -65,8 +67,10 @@ def value_of(
     """
     if var is None:
         return None
-    instrs, _ = live([instr for instr in program.instrs if not instr.checks], [var])
+    instrs = [instr for instr in program.instrs if not instr.checks]
     values = {constant.var: constant.value for constant in program.constants}
+    values |= _decided(instrs, live(instrs, [var])[0])
+    instrs, _ = live([one for one in instrs if values.keys().isdisjoint(one.outputs())], [var])
     made = {out for instr in instrs for out in instr.outputs()}
     for one in dict.fromkeys([*(read for instr in instrs for read in instr.inputs()), var]):
         if one not in values and one not in made:
@@ -85,6 +89,75 @@ def value_of(
 
     value: Tensor = aside_from_modes(computed)
     return value
+
+
+_COMPARISONS = MappingProxyType(
+    {
+        _aten.lt.Scalar: lambda low, high, number: (high < number, low >= number),
+        _aten.le.Scalar: lambda low, high, number: (high <= number, low > number),
+        _aten.gt.Scalar: lambda low, high, number: (low > number, high <= number),
+        _aten.ge.Scalar: lambda low, high, number: (low >= number, high < number),
+    }
+)
+# Ops whose first other argument holds the values of the result, up to the dtype.
+_MOVES = frozenset(
+    f"aten::{name}"
+    for name in "to _to_copy view _unsafe_view clone copy_ detach alias expand unsqueeze select slice".split()
+)
+
+
+def _decided(instrs: Sequence[Instr], needed: Iterable[Instr]) -> dict[Any, Tensor]:
+    """Return the results of the comparisons that come out the same for all draws."""
+    found = {}
+    for instr in needed:
+        if instr.op in _COMPARISONS and isinstance(instr.args[1], (int, float)):
+            within = _range(instrs[: instrs.index(instr)], instr.args[0])
+            always, never = _COMPARISONS[instr.op](*within, instr.args[1]) if within else (False, False)
+            if always or never:
+                spec = instr.out.spec
+                found[instr.out] = aside_from_modes(
+                    partial(torch.full, spec.shape, always, dtype=spec.dtype, device=spec.device)
+                )
+    return found
+
+
+def _range(instrs: Sequence[Instr], var: Var) -> tuple[float, float] | None:
+    """Return the least and the greatest value that a variable can hold after these calls; None if that is not known.
+
+    A range starts from random bits under a mask, so that it never holds NaN.
+    """
+    place = next((n for n in reversed(range(len(instrs))) if _sets(instrs[n], var)), None)
+    if place is None:
+        return None
+    instr, before = instrs[place], instrs[:place]
+    if instr.out is not var and all(_place(one) != _place(var) for one in instr.writes):
+        return None  # a part of it, or more than it
+    name, args = instr.op._schema.name, instr.args
+    if name == "aten::__and__" and type(args[1]) is int and args[1] >= 0:
+        return 0, args[1]
+    source = args[1] if name == "aten::copy_" else args[0] if args else None
+    within = _range(before, source) if isinstance(source, Var) else None
+    if within is None or (name != "aten::copy_" and instr.writes):
+        return None
+    low, high = within
+    if name == "aten::clamp":
+        least, most = (*args[1:], None, None)[:2]
+        low, high = (one if least is None else max(one, least) for one in (low, high))
+        low, high = (one if most is None else min(one, most) for one in (low, high))
+    elif name == "aten::mul" and isinstance(args[1], (int, float)):
+        low, high = sorted((low * args[1], high * args[1]))
+    elif name not in _MOVES:
+        return None
+    return _rounded(low, var.spec.dtype), _rounded(high, var.spec.dtype)
+
+
+def _rounded(value: float, dtype: torch.dtype) -> float:
+    found: float = aside_from_modes(lambda: torch.full((), value, dtype=dtype, device="cpu").item())
+    return found
+
+
+def _sets(instr: Instr, var: Var) -> bool:
+    return instr.out is var or any(one.storage == var.storage for one in instr.writes)
 
 
 def _bind(out: Any, value: Any, values: dict[Var, Tensor]) -> None:

@@ -252,17 +252,19 @@ class Rules:
             fix="bind the new tensor to a name of its own and return that.",
         )
 
-    def host_read(self, reason: str, call: Any = "", owner: str = "") -> HostSyncError:
+    def host_read(self, reason: str, call: Any = "", owner: str = "", fix: str = "") -> HostSyncError:
         """Return the error for a value needed on the host, worded for the line that asks for it.
 
         Args:
           reason: What happens, as a verb phrase.
           call: The op.
           owner: Name of the argument that is read, if any.
+          fix: What to do; by default, what suits the line.
         """
         frame = user_frame()
         by_mask = "index" in str(call)
-        what, fix = sync_spelling(frame, by_mask=by_mask) if frame is not None else ("", "")
+        what, spelled = sync_spelling(frame, by_mask=by_mask) if frame is not None else ("", "")
+        fix = fix or spelled
         if owner.isidentifier():  # a whole argument: what was passed may have been a Python flag
             else_fix = fix or _DECIDE_OUTSIDE
             fix = f'if `{owner}` is a Python value that chooses code, `static_argnames=("{owner}",)`; else {else_fix}'
