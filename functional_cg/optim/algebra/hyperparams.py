@@ -14,6 +14,7 @@ from functional_cg.optim.algebra.base import (
     GradientTransformation,
     OptState,
     Params,
+    Rule,
     StepFn,
     Updates,
     device_of,
@@ -130,6 +131,9 @@ class InjectedTransformation(GradientTransformation):
     ) -> tuple[Updates, InjectHyperparamsState]:
         updates, inner = self._make(state.hyperparams).update(updates, state.inner_state, params)
         return updates, InjectHyperparamsState(state.hyperparams, inner)
+
+    def rules(self, state: InjectHyperparamsState, params: Params) -> Iterator[Rule]:
+        return self._make(state.hyperparams).rules(state.inner_state, params)
 
     @property
     def step(self) -> StepFn | None:
