@@ -15,8 +15,8 @@ from . import tree as pytree
 from .errors import LayoutError
 from .optim import GradientTransformation
 from .optim.algebra.arguments import refuse_without_rate
-from .optim.algebra.base import step_or_update
-from .optim.algebra.fitting import filled, hidden, kept, left_out, owned_by, refuse_unlike
+from .optim.algebra.base import resting, step_or_update
+from .optim.algebra.fitting import filled, hidden, kept, left_out, refuse_unlike
 from .state.creation import Init, Sharding, create
 from .state.leaf import Leaf, owned
 from .tree import no_tensors
@@ -142,7 +142,10 @@ class TrainState(_StateClass, Generic[Params]):
             ``chain``, links in front of it, such as a clip, compute in the dtype of the gradients. A
             parameter that the loss does not use has a gradient of zeros, so decay and moments still move it.
             None in place of a gradient, or of a subtree, leaves it out, like ``p.grad = None`` in torch: the
-            parameter and its moments do not change, and the norm of a clip ignores it; counts still advance.
+            parameter and its moments do not change, and the norm of a clip ignores it. Nor does a count, if all
+            parameters that share it are left out: those of one label of a ``partition``. If others go on, so does
+            the count they share, whereas torch has one per parameter: after a long rest, Adam's first step is up
+            to ``(1 - b1) / sqrt(1 - b2)`` (3.2) times those of torch. Give what rests a label of its own.
           changes: Other fields to replace, such as ``buffers`` or ``key``.
         Raises:
           LayoutError: If ``grads`` is None or does not match ``params``.
@@ -158,7 +161,8 @@ class TrainState(_StateClass, Generic[Params]):
         grads = filled(self.params, grads, out) if out else grads
         refuse_unlike(self.params, grads)
         old = (self.params, self.opt_state)
-        flags = [owned_by(self.params, out, part) if out else [] for part in old]
+        still = [i in out for i in range(len(pytree.leaves(self.params)))]
+        flags = [still, resting(self.optimizer, self.opt_state, self.params, out)] if out else [[], []]
         ours, theirs = (hidden(flag, part) if out else part for flag, part in zip(flags, old, strict=True))
         params, opt_state = step_or_update(self.optimizer, grads, theirs, ours)
         if out:

@@ -800,9 +800,20 @@ def test_set_hyperparams_names_what_there_is() -> None:
     tx = optim.inject_hyperparams(optim.sgd)(learning_rate=0.1)
     with pytest.raises(ValueError, match=r"no injected number 'lr', it has \['learning_rate'\]"):
         optim.set_hyperparams(tx.init(params), lr=0.1)
-    both = optim.chain(tx, tx)
-    with pytest.raises(ValueError, match=r"2 places: state\[0\].hyperparams\['learning_rate'\], state\[1\]"):
-        optim.set_hyperparams(both.init(params), learning_rate=0.1)
+
+
+def test_set_hyperparams_sets_a_number_wherever_it_is_injected() -> None:
+    make = optim.inject_hyperparams(optim.adamw)
+    groups = {"x": make(learning_rate=0.1, weight_decay=0.1), "y": make(learning_rate=0.1, weight_decay=0.0)}
+    state = place(
+        optim.partition(groups, {"w": "x", "v": "y"}).init({"w": torch.ones(3), "v": torch.ones(2)})
+    )
+    state = optim.set_hyperparams(state, learning_rate=0.05)
+    numbers = {label: one.hyperparams for label, one in fcg.snapshot(state).inner_states.items()}
+    assert {label: float(one["learning_rate"]) for label, one in numbers.items()} == {"x": 0.05, "y": 0.05}
+    assert {label: float(one["weight_decay"]) for label, one in numbers.items()} == {"x": 0.1, "y": 0.0}
+    state = fcg.tree.at(lambda s: s.inner_states["x"].hyperparams["learning_rate"], state, 0.01)
+    assert float(state.inner_states["x"].hyperparams["learning_rate"]) == 0.01
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

@@ -7,6 +7,7 @@ read the step count on the device. :func:`from_torch` adapts optimizer classes f
 
 from functional_cg.optim.adapters.adapted import AdaptedState
 from functional_cg.optim.adapters.proof import from_torch
+from functional_cg.optim.adapters.torch_state import load_torch_state, torch_state
 from functional_cg.optim.algebra.base import EmptyState, GradientTransformation, apply_updates
 from functional_cg.optim.algebra.combine import MaskedState, PartitionState, chain, masked, partition
 from functional_cg.optim.algebra.flat import flatten
@@ -149,6 +150,7 @@ __all__ = [
     "lars",
     "linear",
     "lion",
+    "load_torch_state",
     "lookahead",
     "masked",
     "muon",
@@ -185,6 +187,7 @@ __all__ = [
     "set_to_zero",
     "sgd",
     "stochastic_rounding",
+    "torch_state",
     "trace",
     "warmup_cosine",
     "yogi",

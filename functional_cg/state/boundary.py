@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from .. import tree as pytree
@@ -17,8 +19,10 @@ from ..shards.reader import Reader, whole
 from ..shards.tensor import Sharded, placed, shard_of
 from ..tree import KeyPath, Treedef, path_string
 from .arena import BufferSpec, unplaceable
+from .leaf import as_tensor
 
 __all__ = [
+    "as_number",
     "at_rest",
     "entered",
     "held",
@@ -71,6 +75,17 @@ def refuse_meshes(named: Iterable[tuple[str, BufferSpec]], function: str = "") -
             fix="make one mesh, once, `mesh = sharding.mesh(...)`, and all states with it; from another mesh, "
             "`sharding.gather(leaf)` is a whole leaf.",
         )
+
+
+def as_number(value: Any, dtype: torch.dtype) -> Any:
+    """Convert as :func:`as_tensor` does, but give a Python float the dtype of a floating slot for it.
+
+    As an operand beside a tensor, a Python number has no precision of its own, and none is lost on the way to f64.
+    """
+    if isinstance(value, float) and dtype.is_floating_point and dtype.itemsize > 1:
+        number = torch.tensor(value, dtype=dtype, device="cpu")
+        return number if math.isfinite(value) == bool(number.isfinite()) else as_tensor(value)
+    return as_tensor(value)
 
 
 def misfits(specs: Sequence[BufferSpec], values: Sequence[Any], paths: Sequence[KeyPath]) -> list[str]:

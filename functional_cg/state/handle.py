@@ -22,7 +22,7 @@ from ..messages.html import card, fold
 from ..tensors.aten import copies
 from ..tree import KeyPath, Treedef, TreeView
 from .arena import Arena, BufferSpec, Plan, plan, refuse_aliases, refuse_unplaceable
-from .boundary import at_rest, held, localized, misfits, on_one_mesh, sharding_fix
+from .boundary import as_number, at_rest, held, localized, misfits, on_one_mesh, sharding_fix
 from .leaf import Leaf, Lease, Part, as_tensor, donated, key_name, owned, turns_of
 from .outline import Entry, arena_html, size_text, tree_html, tree_text
 from .passing import read
@@ -147,7 +147,7 @@ class Handle(TreeView):
         self._check()
         lease, positions = self._lease, sorted(updates)
         slots = [lease.arena.plan.slots[i].spec for i in positions]
-        values = [owned(as_tensor(updates[i])) for i in positions]
+        values = [owned(as_number(updates[i], slot.dtype)) for i, slot in zip(positions, slots, strict=True)]
         rows = rows + misfits(slots, values, [lease.paths[i] for i in positions])
         if rows:
             raise LayoutError.of(

@@ -84,6 +84,10 @@ class Adapted(Optimizer):
         new, state = self._step(updates, state, params)
         return tree.map(torch.sub, new, params), state
 
+    def owners(self, state: AdaptedState, params: Params) -> list[int | None]:
+        counts = [len(tree.leaves(kept)) for kept in state.leaves]
+        return [None, *(i for i, count in enumerate(counts) for _ in range(count))]
+
     @property
     def step(self) -> StepFn | None:
         return self._step

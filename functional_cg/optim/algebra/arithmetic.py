@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from functional_cg import tree
-from functional_cg.optim.algebra.base import Params, Scalar, Updates, resolve_flags, shared
+from functional_cg.optim.algebra.base import Params, Scalar, Updates, shared
+from functional_cg.optim.algebra.selection import resolve_flags
 from functional_cg.optim.rules import fused as _fused
 
 

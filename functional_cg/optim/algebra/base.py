@@ -13,7 +13,7 @@ optimizer can be a static field of a state and part of the key under which a cap
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Self
 
@@ -26,7 +26,7 @@ from functional_cg.optim.algebra.arguments import in_range as in_range
 from functional_cg.optim.algebra.arguments import positive as positive
 from functional_cg.optim.algebra.arguments import refuse_unknown
 from functional_cg.optim.algebra.arguments import require as require
-from functional_cg.optim.algebra.fitting import in_dtypes_of
+from functional_cg.optim.algebra.fitting import in_dtypes_of, owners_by_path
 
 Params = Any  # PyTree of floating tensors
 Updates = Any  # PyTree like Params
@@ -37,6 +37,7 @@ _OWN = "functional_cg.optim."
 InitFn = Callable[[Params], OptState]
 UpdateFn = Callable[[Updates, OptState, Params | None], tuple[Updates, OptState]]
 StepFn = Callable[[Updates, OptState, Params], tuple[Params, OptState]]
+Rule = tuple["GradientTransformation", OptState, Params]
 Scalar = float | Tensor
 ScalarOrSchedule = float | Tensor | Callable[[Any], Any]
 
@@ -85,6 +86,17 @@ class GradientTransformation(ABC):
     def parts(self) -> tuple[GradientTransformation, ...]:
         """The transformations this one is built from."""
         return ()
+
+    def rules(self, state: OptState, params: Params) -> Iterator[Rule]:
+        """Yield each transformation that it runs, with the part of ``state`` and of ``params`` that it has.
+
+        What only combines others yields theirs. The state of a transformation is yielded once.
+        """
+        yield self, state, params
+
+    def owners(self, state: OptState, params: Params) -> list[int | None]:
+        """For each leaf of ``state``, as :meth:`rules` yields it, the position of its parameter; None if shared."""
+        return owners_by_path(state, params)
 
     @property
     def applies_learning_rate(self) -> bool:
@@ -211,6 +223,22 @@ def step_or_update(
     return apply_updates(params, updates), state
 
 
+def resting(tx: GradientTransformation, state: OptState, params: Params, positions: set[int]) -> list[bool]:
+    """Flag each leaf of the optimizer state that stays as it is while the parameters at ``positions`` do.
+
+    These are the leaves that belong to one of those parameters, and whatever a rule shares among its parameters, such
+    as a count, if all of them stay.
+    """
+    place = {path: i for i, path in enumerate(tree.flatten(params)[1].paths())}
+    found: set[int] = set()
+    for rule, own, part in tx.rules(state, params):
+        stays = [place[path] in positions for path in tree.flatten(part)[1].paths()]
+        for leaf, owner in zip(tree.leaves(own), rule.owners(own, part), strict=True):
+            if all(stays) if owner is None else stays[owner]:
+                found.add(id(leaf))
+    return [id(leaf) in found for leaf in tree.leaves(state)]
+
+
 def device_of(params: Params) -> torch.device:
     """The device for counters: that of the first leaf."""
     return next((leaf.device for leaf in tree.leaves(params)), torch.device("cpu"))
@@ -319,73 +347,3 @@ def freeze(value: Any) -> Any:
 def thaw(value: Any) -> Any:
     """Undo :func:`freeze`."""
     return value.thaw() if isinstance(value, FrozenTree) else value
-
-
-def broadcast_prefix(prefix: Any, full: Any, name: str) -> list[Any]:
-    """List the value of ``prefix`` that applies to each leaf of ``full``.
-
-    Args:
-      prefix: A value, or a tree that may stop above the leaves of ``full``.
-      full: The whole tree.
-      name: What error messages call the prefix.
-    Raises:
-      LayoutError: If ``prefix`` is not a prefix of ``full``; it lists the first five differences.
-    """
-    values, prefix_def = tree.flatten(prefix)
-    _, full_def = tree.flatten(full)
-    rows: list[str] = []
-    source = iter(values)
-
-    def walk(short: tree.Treedef, long: tree.Treedef, path: tree.KeyPath) -> Iterator[Any]:
-        if short.is_leaf:
-            value = next(source)
-            yield from [value] * long.num_leaves
-        elif short.kind is not long.kind or [*map(str, short.keys)] != [*map(str, long.keys)]:
-            rows.extend(tree.structure_diff(long, short, tree.path_string(path, name)))
-            for _ in range(short.num_leaves):
-                next(source)
-        else:
-            for key, a, b in zip(short.keys, short.children, long.children, strict=True):
-                yield from walk(a, b, (*path, key))
-
-    out = list(walk(prefix_def, full_def, ()))
-    if rows:
-        raise LayoutError.of(
-            "",
-            f"optim: `{name}` is not a prefix of the parameters.",
-            rows=rows,
-            fix=f"give `{name}` one value per leaf or per subtree, or make it a function of the parameters.",
-        )
-    return out
-
-
-def resolve_flags(mask: Any, full: Any) -> list[bool]:
-    """Resolve a mask (None for all, a prefix tree of bools, or a function of the tree) to one bool per leaf.
-
-    Raises:
-      TypeError: If a value is not a Python bool; a tensor would have to be read on the host.
-    """
-    if mask is None:
-        return [True] * len(tree.leaves(full))
-    flags = broadcast_prefix(mask(full) if callable(mask) else thaw(mask), full, "mask")
-    wrong = [flag for flag in flags if not isinstance(flag, bool)]
-    if wrong:
-        raise TypeError(
-            f"mask: every leaf must be a Python bool, got {type(wrong[0]).__name__}: {wrong[0]!r}"
-        )
-    return flags
-
-
-def select(full: Any, flags: Sequence[bool]) -> Any:
-    """Replace leaves whose flag is False with None, a node without leaves."""
-    flat, treedef = tree.flatten(full)
-    return tree.unflatten(treedef, [leaf if keep else None for leaf, keep in zip(flat, flags, strict=True)])
-
-
-def replace_selected(full: Any, flags: Sequence[bool], part: Any) -> Any:
-    """Take the leaves whose flag is True from ``part``; the inverse of :func:`select`."""
-    flat, treedef = tree.flatten(full)
-    source = iter(tree.leaves(part))
-    return tree.unflatten(
-        treedef, [next(source) if take else leaf for leaf, take in zip(flat, flags, strict=True)]
-    )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -14,20 +14,18 @@ from functional_cg.optim.algebra.base import (
     Optimizer,
     OptState,
     Params,
+    Rule,
     StepFn,
     Updates,
-    broadcast_prefix,
     freeze,
     need_params,
     need_transformations,
-    replace_selected,
     require,
-    resolve_flags,
-    select,
     step_or_update,
     thaw,
 )
 from functional_cg.optim.algebra.fitting import in_dtypes_of
+from functional_cg.optim.algebra.selection import broadcast_prefix, replace_selected, resolve_flags, select
 
 
 @dataclass(frozen=True, init=False, repr=False)
@@ -76,6 +74,10 @@ class chain(GradientTransformation):
             states.append(new)
         return updates, tuple(states)
 
+    def rules(self, state: OptState, params: Params) -> Iterator[Rule]:
+        for link, own in zip(self.links, state, strict=True):
+            yield from link.rules(own, params)
+
     @property
     def step(self) -> StepFn | None:
         return self._step if self.links and self.links[-1].step is not None else None
@@ -113,6 +115,9 @@ class Composed(Optimizer):
         self, updates: Updates, state: OptState, params: Params | None = None
     ) -> tuple[Updates, OptState]:
         return chain(*self.links).update(updates, state, params)
+
+    def rules(self, state: OptState, params: Params) -> Iterator[Rule]:
+        return chain(*self.links).rules(state, params)
 
 
 class MaskedState(NamedTuple):
@@ -180,6 +185,10 @@ class masked(GradientTransformation):
         inner_params = None if params is None else select(params, flags)
         part, inner_state = self.inner.update(select(updates, flags), state.inner_state, inner_params)
         return replace_selected(updates, flags, part), MaskedState(inner_state)
+
+    def rules(self, state: MaskedState, params: Params) -> Iterator[Rule]:
+        flags = resolve_flags(self.mask, params)
+        return self.inner.rules(state.inner_state, select(params, flags)) if any(flags) else iter(())
 
 
 class PartitionState(NamedTuple):
@@ -260,6 +269,10 @@ class partition(GradientTransformation):
             part, states[name] = tx.update(select(updates, flags), state.inner_states[name], inner_params)
             out = replace_selected(out, flags, part)
         return out, PartitionState(states)
+
+    def rules(self, state: PartitionState, params: Params) -> Iterator[Rule]:
+        for name, (tx, flags) in self._groups(params).items():
+            yield from tx.rules(state.inner_states[name], select(params, flags))
 
     @property
     def step(self) -> StepFn | None:

@@ -68,17 +68,17 @@ def filled(params: Any, grads: Any, positions: set[int]) -> Any:
     return grads if next(given, None) is not None else tree.unflatten(treedef, values)
 
 
-def owned_by(params: Any, positions: set[int], state: Any) -> list[bool]:
-    """Flag each leaf of the optimizer state, or of the parameters, that belongs to the parameters at ``positions``.
+def owners_by_path(state: Any, params: Any) -> list[int | None]:
+    """For each leaf of an optimizer state, the flat position of its parameter, or None if it has none.
 
     A leaf belongs to the parameter whose key path is a suffix of its own, the longest if there are several.
     """
     paths = tree.flatten(params)[1].paths()
-    flags = []
+    out = []
     for path, _ in tree.flatten_with_path(state)[0]:
         owners = [i for i, name in enumerate(paths) if path[len(path) - len(name) :] == name]
-        flags.append(max(owners, key=lambda i: len(paths[i]), default=None) in positions)
-    return flags
+        out.append(max(owners, key=lambda i: len(paths[i]), default=None))
+    return out
 
 
 def hidden(flags: list[bool], state: Any) -> Any:

@@ -14,6 +14,7 @@ from functional_cg.optim.algebra.base import (
     GradientTransformation,
     OptState,
     Params,
+    Rule,
     StepFn,
     Updates,
     device_of,
@@ -131,6 +132,9 @@ class InjectedTransformation(GradientTransformation):
         updates, inner = self._make(state.hyperparams).update(updates, state.inner_state, params)
         return updates, InjectHyperparamsState(state.hyperparams, inner)
 
+    def rules(self, state: InjectHyperparamsState, params: Params) -> Iterator[Rule]:
+        return self._make(state.hyperparams).rules(state.inner_state, params)
+
     @property
     def step(self) -> StepFn | None:
         return self._step if self.prototype.step is not None else None
@@ -143,15 +147,14 @@ class InjectedTransformation(GradientTransformation):
         return params, InjectHyperparamsState(state.hyperparams, inner)
 
 
-def _positions(node: tree.Treedef, start: int, path: tree.KeyPath) -> Iterator[tuple[str, int, tree.KeyPath]]:
-    """Yield name, flat position and key path of every injected number below ``node``."""
+def _positions(node: tree.Treedef, start: int) -> Iterator[tuple[str, int]]:
+    """Yield name and flat position of every injected number below ``node``."""
     offset = start
     for key, child in zip(node.keys, node.children, strict=True):
         if node.kind is InjectHyperparamsState and str(key) == ".hyperparams":
-            for i, (name, inner) in enumerate(zip(child.context.sorted, child.keys, strict=True)):
-                yield name, offset + i, (*path, key, inner)
+            yield from ((name, offset + i) for i, name in enumerate(child.context.sorted))
         else:
-            yield from _positions(child, offset, (*path, key))
+            yield from _positions(child, offset)
         offset += child.num_leaves
 
 
@@ -159,7 +162,8 @@ def set_hyperparams(state: S, **values: float | Tensor) -> S:
     """Change hyperparameters that :func:`inject_hyperparams` keeps in the state.
 
     A plain tree is copied, structure only; for a state handle, the values are written into their slots, the old
-    handle is donated, and no step is recaptured. Values are not checked.
+    handle is donated, and no step is recaptured. Values are not checked. Where several groups of a ``partition`` inject
+    a number of the same name, all of them get the value; set a single one with ``fcg.tree.at``.
 
     Args:
       state: A state containing an ``opt_state``, a handle to one, or an ``opt_state`` itself.
@@ -167,7 +171,7 @@ def set_hyperparams(state: S, **values: float | Tensor) -> S:
     Returns:
       The state with the new numbers.
     Raises:
-      ValueError: If a name is not in the state, or occurs there more than once.
+      ValueError: If a name is not in the state.
 
     Example:
       >>> import torch
@@ -178,25 +182,19 @@ def set_hyperparams(state: S, **values: float | Tensor) -> S:
       {'learning_rate': tensor(0.0100, dtype=torch.float64), 'weight_decay': tensor(0.5000, dtype=torch.float64)}
     """
     old, treedef = tree.flatten(state)
-    found: dict[str, list[tuple[int, tree.KeyPath]]] = {}
-    for name, position, path in _positions(treedef, 0, ()):
-        found.setdefault(name, []).append((position, path))
+    found: dict[str, list[int]] = {}
+    for name, position in _positions(treedef, 0):
+        found.setdefault(name, []).append(position)
     for name in values:
-        places = found.get(name, [])
         require(
-            places,
+            name in found,
             f"set_hyperparams: the state has no injected number {name!r}, it has {sorted(found)}. "
             "Make the optimizer with `inject_hyperparams(factory)(...)`.",
         )
-        require(
-            len(places) < 2,
-            f"set_hyperparams: {name!r} stands in {len(places)} places: "
-            f"{', '.join(tree.path_string(path, 'state') for _, path in places)}. Set one with `tree.at`.",
-        )
     if not values:
         return state
-    positions = [found[name][0][0] for name in values]
-    new = [_like(value, old[i]) for i, value in zip(positions, values.values(), strict=True)]
+    positions = [i for name in values for i in found[name]]
+    new = [_like(value, old[i]) for name, value in values.items() for i in found[name]]
     return tree.at(lambda view: [tree.leaves(view)[i] for i in positions], state, new)
 
 

@@ -29,7 +29,6 @@ from functional_cg.optim.algebra.base import (
     in_range,
     need_params,
     rate_at,
-    resolve_flags,
     shared,
     zero_count,
 )
@@ -47,6 +46,7 @@ from functional_cg.optim.algebra.links import (
     scale_by_yogi,
     trace,
 )
+from functional_cg.optim.algebra.selection import resolve_flags
 from functional_cg.optim.rules import fused as _fused
 
 

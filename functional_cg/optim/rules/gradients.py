@@ -20,9 +20,9 @@ from functional_cg.optim.algebra.base import (
     in_range,
     need_params,
     positive,
-    resolve_flags,
     shared,
 )
+from functional_cg.optim.algebra.selection import resolve_flags
 from functional_cg.optim.algebra.whole import placed_like, whole
 
 

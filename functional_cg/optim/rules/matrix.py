@@ -5,6 +5,7 @@ A sharded leaf is gathered for its matrix products, and the result is sharded ag
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,6 +20,7 @@ from functional_cg.optim.algebra.base import (
     Optimizer,
     OptState,
     Params,
+    Rule,
     Scalar,
     ScalarOrSchedule,
     StepFn,
@@ -223,6 +225,9 @@ class muon(Optimizer):
         self, updates: Updates, state: OptState, params: Params | None = None
     ) -> tuple[Updates, OptState]:
         return self._parted.update(updates, state, params)
+
+    def rules(self, state: OptState, params: Params) -> Iterator[Rule]:
+        return self._parted.rules(state, params)
 
     @property
     def step(self) -> StepFn | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -16,6 +16,7 @@ from functional_cg.optim.algebra.base import (
     Optimizer,
     OptState,
     Params,
+    Rule,
     Scalar,
     ScalarOrSchedule,
     StepFn,
@@ -63,6 +64,10 @@ class Around(Optimizer):
         params = need_params(type(self).__name__, params)
         new, state = self._step(updates, state, params)
         return tree.map(torch.sub, new, params), state
+
+    def rules(self, state: Any, params: Params) -> Iterator[Rule]:
+        yield self, state._replace(inner_state=None), params
+        yield from self.inner.rules(state.inner_state, params)
 
     @property
     def step(self) -> StepFn:

@@ -1,0 +1,307 @@
+"""Moves the state of a torch optimizer into a state of this package, and out again."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+from torch import Tensor
+
+from functional_cg import tree
+from functional_cg.checkpoint import load_state_dict, names_of, state_dict
+from functional_cg.errors import LayoutError
+from functional_cg.optim.adapters.torch_names import NEUTRAL, Survey, surveyed
+
+T = TypeVar("T")
+
+_WRAPPERS = frozenset({"module", "_orig_mod"})  # of DistributedDataParallel and torch.compile
+
+
+class _Entry(NamedTuple):
+    """What torch has of one parameter."""
+
+    group: dict[str, Any]
+    number: int
+    kept: dict[str, Any]
+
+
+def load_torch_state(
+    state: T, torch_state: Mapping[str, Any], *, names: Sequence[str] | None = None, step: int | None = None
+) -> T:
+    """Write ``optimizer.state_dict()`` of a torch optimizer into a state, which goes on where torch stopped.
+
+    Moments, counts, and the numbers that :class:`inject_hyperparams` keeps come from the dict, ``state.step`` and the
+    counts of schedules too. The parameters are those of ``state``: load them into the module first. All other numbers
+    are compared with those of the dict (except where a schedule stands for one), and so is the formula: SGD, Adam,
+    AdamW, AMSGrad, Adamax, NAdam, RAdam, RMSprop, Adadelta, Adagrad, in any ``chain`` or ``partition``, and every class
+    that :func:`from_torch` adapts. The handle is donated, and steps keep their captures.
+
+    Args:
+      state: A ``TrainState``, or a handle to one.
+      torch_state: ``{"state": ..., "param_groups": ...}``.
+      names: The names of the parameters in the order of the groups; None if the optimizer was made of
+        ``named_parameters()``, so that the dict has them. ``module.`` and ``_orig_mod.`` are dropped.
+      step: Number of updates so far; needed where torch keeps no count, as for SGD.
+    Returns:
+      The new handle, or the new state.
+    Raises:
+      LayoutError: If the dict does not fit: other parameters, shapes, numbers or formulas, or a count per parameter
+        where this package has one for several. Lists the differences; ``state`` is unchanged.
+      TypeError: If ``state`` has no optimizer.
+      ValueError: If ``names`` or ``step`` is needed.
+
+    Example:
+      >>> import torch, functional_cg as fcg
+      >>> module = torch.nn.Linear(2, 1)
+      >>> adam = torch.optim.Adam(module.parameters(), lr=0.1)
+      >>> module(torch.ones(2)).sum().backward()
+      >>> adam.step()
+      >>> apply, params, buffers = fcg.from_module(module)
+      >>> state = fcg.TrainState.create(params=params, optimizer=fcg.optim.adam(0.1))
+      >>> names = [name for name, _ in module.named_parameters()]
+      >>> state = fcg.optim.load_torch_state(state, adam.state_dict(), names=names)
+      >>> int(state.step), fcg.snapshot(state).opt_state.mu["bias"]
+      (1, tensor([0.1000]))
+    """
+    host, plain = _opened(state, "load_torch_state")
+    ours = _surveyed(plain, plain.opt_state)
+    first = _surveyed(plain, plain.optimizer.init(plain.params))
+    entries = _entries(torch_state, names, ours, "load_torch_state")
+    place = {id(leaf): name for name, leaf in zip(host, tree.leaves(plain), strict=True)}
+    rows, values = _differences(ours, entries, place)
+    steps = []
+    for leaf, key, members in ours.counts:
+        if key is not None:
+            counts = {name: float(entries[name].kept.get(key, key != "step")) for name in members}
+            steps += [int(count) for count in counts.values() if key == "step"]
+            if len(set(counts.values())) > 1:
+                rows += [f"{name}  {key} {count:g}" for name, count in counts.items()]
+            values[place[id(leaf)]] = torch.tensor([*counts.values(), 0.0][0], dtype=leaf.dtype)
+    if rows:
+        raise LayoutError.of(
+            "",
+            "load_torch_state: the dict does not fit the optimizer of `state`, which is unchanged.",
+            rows=rows,
+            why="Another formula, another number, or one count for parameters that torch counts apart, would go on "
+            "differently.",
+            fix="make the optimizer as it was in torch (a `partition` has one count per label); to go on with other "
+            "numbers, write them into the dict, `group['lr'] = 0.1`.",
+        )
+    for name, slots in ours.slots.items():
+        kept = {key: value for key, value in entries[name].kept.items() if value is not None}
+        steps += [int(kept["step"])] if "step" in kept else []
+        for key, leaf in slots.items():
+            value = kept.get(key, first.slots[name][key])
+            if leaf.dim() == 0 and not (isinstance(value, Tensor) and value.dim()):
+                value = torch.as_tensor(value, dtype=leaf.dtype)
+            values[place[id(leaf)]] = value
+        for key, leaf in ours.of_groups.get(name, {}).items():
+            values[place[id(leaf)]] = torch.as_tensor(entries[name].group[key], dtype=leaf.dtype)
+    if step is None and not steps:
+        raise ValueError(
+            "load_torch_state: torch keeps no count for this optimizer. To fix: `step=`, the number of updates so far."
+        )
+    done = max(steps) if step is None else step
+    for leaf, key, _ in ours.counts:
+        if key is None:
+            values[place[id(leaf)]] = torch.tensor(done)
+    return load_state_dict(state, {**host, "step": torch.tensor(done), **values})
+
+
+def torch_state(state: Any, like: Mapping[str, Any], *, names: Sequence[str] | None = None) -> dict[str, Any]:
+    """Copy the state of the optimizer to a dict for ``load_state_dict`` of a torch optimizer.
+
+    Args:
+      state: A ``TrainState``, or a handle to one.
+      like: ``state_dict()`` of that optimizer, for its groups; not changed. Its learning rates, and what
+        :class:`inject_hyperparams` keeps, become those of ``state``; the other numbers must agree.
+      names: See :func:`load_torch_state`.
+    Returns:
+      ``{"state": ..., "param_groups": ...}`` with tensors on the host, owned by the caller.
+    Raises:
+      LayoutError: If the torch optimizer has other parameters, numbers or another formula.
+      TypeError: If ``state`` has no optimizer.
+      ValueError: If ``names`` is needed.
+
+    Example:
+      >>> import torch, functional_cg as fcg
+      >>> module = torch.nn.Linear(2, 1)
+      >>> apply, params, buffers = fcg.from_module(module)
+      >>> state = fcg.TrainState.create(params=params, optimizer=fcg.optim.adam(0.1))
+      >>> state = state.apply_gradients(fcg.tree.map(torch.ones_like, params))
+      >>> adam = torch.optim.Adam(module.named_parameters(), lr=0.1)
+      >>> adam.load_state_dict(fcg.optim.torch_state(state, adam.state_dict()))
+      >>> adam.state[module.bias]["exp_avg"]
+      tensor([0.1000])
+    """
+    _, plain = _opened(state, "torch_state")
+    ours = _surveyed(plain, plain.opt_state)
+    out = {**like, "param_groups": copy.deepcopy(like["param_groups"]), "state": {}}
+    entries = _entries({**out, "state": {}}, names, ours, "torch_state")
+    for name, entry in entries.items():
+        for key, number in ours.numbers.get(name, {}).items():
+            if callable(number):
+                number = float(number(int(plain.step)))
+            elif key != "lr" and not isinstance(number, Tensor):
+                continue
+            _put(entry.group, key, float(number))
+        entry.group.update({key: float(leaf) for key, leaf in ours.of_groups.get(name, {}).items()})
+    rows, _ = _differences(ours, entries, {})
+    if rows:
+        raise LayoutError.of(
+            "",
+            "torch_state: the torch optimizer differs from the optimizer of `state`.",
+            rows=rows,
+            why="With another formula or other numbers it would not go on where `state` is.",
+            fix="make the torch optimizer with the numbers and groups of `state.optimizer`.",
+        )
+    kept: dict[int, dict[str, Any]] = out["state"]
+    for name, slots in ours.slots.items():
+        if slots:
+            kept[entries[name].number] = {key: leaf.clone() for key, leaf in slots.items()}
+    for leaf, key, members in ours.counts:
+        for name in members if key is not None else ():
+            kept.setdefault(entries[name].number, {})[str(key)] = leaf.clone()
+    for one in kept.values():
+        one.setdefault("step", plain.step)  # RMSprop and Adadelta keep one unused; torch's SGD ignores it
+        one.update(
+            {key: value.to(torch.float32) for key, value in one.items() if key in ("step", "mu_product")}
+        )
+    return out
+
+
+def _opened(state: Any, function: str) -> tuple[dict[str, Tensor], Any]:
+    """The leaves by name, on the host, and the state made of them."""
+    if not all(hasattr(state, name) for name in ("params", "opt_state", "optimizer", "step")):
+        raise TypeError(
+            f"{function}: expected a `TrainState`, got {type(state).__name__}: the optimizer says where its state lies"
+        )
+    host = state_dict(state)
+    return host, tree.unflatten(tree.flatten(state)[1], host.values())
+
+
+def _surveyed(plain: Any, opt_state: Any) -> Survey:
+    found = surveyed(plain.optimizer, opt_state, plain.params)
+    every = names_of(tree.flatten(plain.params)[1])
+    if found.unknown:
+        raise LayoutError.of(
+            "",
+            "optim: torch.optim has no class with the state of this optimizer.",
+            rows=found.unknown,
+            fix="move the state with an optimizer of links that torch.optim has: `sgd`, `adam`, `adamw`, `rmsprop`, "
+            "and clips, decay and schedules around them.",
+        )
+    for name in every:
+        found.slots.setdefault(name, {})
+        found.numbers.setdefault(name, {})
+    return found
+
+
+def _entries(d: Any, names: Sequence[str] | None, ours: Survey, function: str) -> dict[str, _Entry]:
+    """What torch has of each parameter, by our names; nothing for one that is frozen here and unknown there."""
+    if not (isinstance(d, Mapping) and {"state", "param_groups"} <= d.keys()):
+        raise TypeError(f"{function}: expected `optimizer.state_dict()`, with `state` and `param_groups`")
+    groups = d["param_groups"]
+    numbers = [number for group in groups for number in group["params"]]
+    if names is None:
+        if not all("param_names" in group for group in groups):
+            raise ValueError(
+                f"{function}: the dict numbers its parameters and has no names. To fix: `names=[name for name, _ in "
+                "model.named_parameters()]`, in the order in which the optimizer got them, group after group."
+            )
+        names = [name for group in groups for name in group["param_names"]]
+    if len(names) != len(numbers):
+        raise ValueError(
+            f"{function}: {len(names)} names for {len(numbers)} parameters of the torch optimizer"
+        )
+    owner = {number: group for group in groups for number in group["params"]}
+    found = {
+        _bare(name, ours): _Entry(owner[number], number, dict(d["state"].get(number, {})))
+        for name, number in zip(names, numbers, strict=True)
+    }
+    rows = [f"{name}  expected a parameter of `state`   got none" for name in found if name not in ours.slots]
+    has = {name for name, slots in ours.slots.items() if slots or ours.numbers[name]}
+    has |= {name for _, _, members in ours.counts for name in members}
+    rows += [
+        f"{name}  expected in the torch optimizer   got nothing"
+        for name in ours.slots
+        if name in has - found.keys()
+    ]
+    if len(found) < len(names):
+        rows.append(f"names  expected {len(names)} of them   got {len(found)}, and others twice")
+    if rows:
+        raise LayoutError.of(
+            "",
+            f"{function}: the parameters of the torch optimizer are not those of `state`.",
+            rows=rows,
+            fix="name them as `fcg.state_dict(state.params)` does (a tied weight by its first name, as "
+            "`named_parameters()` does), and leave out of training what torch left out: "
+            "`optim.partition(..., optim.set_to_zero())`.",
+        )
+    return {**{name: _Entry({}, -1, {}) for name in ours.slots}, **found}
+
+
+def _bare(name: str, ours: Survey) -> str:
+    """The name without the prefixes of wrappers, unless it is one of ours as it stands."""
+    if name in ours.slots:
+        return name
+    return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
+
+
+def _differences(
+    ours: Survey, entries: Mapping[str, _Entry], place: Mapping[int, str]
+) -> tuple[list[str], dict[str, Any]]:
+    """Rows for what differs, and values for the numbers in the state."""
+    rows: list[str] = []
+    values: dict[str, Any] = {}
+    shared = {(name, key) for _, key, members in ours.counts if key for name in members}
+    for name, entry in entries.items():
+        known = {*ours.slots[name], *(key for member, key in shared if member == name)}
+        got = {key for key, value in entry.kept.items() if value is not None}
+        # RMSprop and Adadelta keep a count that their formulas do not use.
+        if got and (known - got or got - known - {"step"}):
+            rows.append(f"{name}  expected {_words(known)}   got {_words(got)}")
+        for key, number in {**NEUTRAL, **ours.numbers[name]}.items():
+            theirs = _number(entry.group, key)
+            if (
+                theirs is None
+                or callable(number)
+                or (key not in ours.numbers[name] and not ours.numbers[name])
+            ):
+                continue
+            if key == "decoupled_weight_decay" and not _number(entry.group, "weight_decay"):
+                continue
+            if isinstance(number, Tensor) and id(number) in place:
+                slot = place[id(number)]
+                if float(values.setdefault(slot, torch.tensor(float(theirs), dtype=number.dtype))) == float(
+                    theirs
+                ):
+                    continue
+                rows.append(
+                    f"{name}: {key}  expected {float(values[slot])!r}, as for the others   got {theirs!r}"
+                )
+            elif number is None or float(number) != float(theirs):
+                rows.append(f"{name}: {key}  expected {number!r}   got {theirs!r}")
+    return rows, values
+
+
+def _words(keys: set[str]) -> str:
+    return ", ".join(sorted(keys)) or "nothing"
+
+
+def _number(group: Mapping[str, Any], key: str) -> Any:
+    """A number of a group; one of a tuple by its index."""
+    name, _, index = key.partition(" ")
+    value = group.get(name)
+    value = value[int(index)] if index and value is not None else value
+    return value if isinstance(value, int | float | Tensor) else None
+
+
+def _put(group: dict[str, Any], key: str, value: float) -> None:
+    name, _, index = key.partition(" ")
+    if index and name in group:
+        group[name] = tuple(value if i == int(index) else one for i, one in enumerate(group[name]))
+    elif name in group and not isinstance(group[name], bool):
+        group[name] = value

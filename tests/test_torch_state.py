@@ -1,0 +1,249 @@
+"""State of torch optimizers moved in and out: the oracle is the run in torch that was not interrupted."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import functional_cg as fcg
+from functional_cg import optim
+
+NAMES = ("up.weight", "up.bias", "down.weight", "down.bias")
+MATRICES = {name: "decay" if name.endswith("weight") else "rest" for name in NAMES}
+ADAMW: dict[str, Any] = {"b1": 0.8, "b2": 0.99, "eps": 1e-6}
+
+
+def groups(p: dict[str, Any]) -> list[dict[str, Any]]:
+    """Decay and no-decay, as nanoGPT does it: the order of the groups is not that of the module."""
+    return [
+        {"params": [p[name] for name in NAMES if MATRICES[name] == "rest"], "weight_decay": 0.0},
+        {"params": [p[name] for name in NAMES if MATRICES[name] == "decay"], "weight_decay": 0.1},
+    ]
+
+
+BY_GROUP = [name for label in ("rest", "decay") for name in NAMES if MATRICES[name] == label]
+OF_ADAMW = {"lr": 1e-2, "betas": (0.8, 0.99), "eps": 1e-6}
+
+# id -> (ours, torch's, names in the order of torch's groups)
+CASES: dict[str, tuple[optim.GradientTransformation, Callable[[dict[str, Any]], Any], Any]] = {
+    "sgd": (optim.sgd(0.1, momentum=0.9), lambda p: torch.optim.SGD(p.values(), 0.1, momentum=0.9), NAMES),
+    "plain sgd": (optim.sgd(0.1), lambda p: torch.optim.SGD(p.values(), 0.1), NAMES),
+    "sgd, decay as L2, nesterov": (
+        optim.chain(optim.add_decayed_weights(0.1), optim.sgd(0.1, momentum=0.9, nesterov=True)),
+        lambda p: torch.optim.SGD(p.values(), 0.1, momentum=0.9, nesterov=True, weight_decay=0.1),
+        NAMES,
+    ),
+    "adam": (optim.adam(1e-2), lambda p: torch.optim.Adam(p.values(), 1e-2), NAMES),
+    "adam, with names": (optim.adam(1e-2), lambda p: torch.optim.Adam(p.items(), 1e-2), None),
+    "adamw in groups": (
+        optim.partition(
+            {
+                "decay": optim.adamw(1e-2, weight_decay=0.1, **ADAMW),
+                "rest": optim.adamw(1e-2, weight_decay=0.0, **ADAMW),
+            },
+            MATRICES,
+        ),
+        lambda p: torch.optim.AdamW(groups(p), **OF_ADAMW),
+        BY_GROUP,
+    ),
+    "adamw with a mask": (
+        optim.adamw(
+            1e-2, weight_decay=0.1, mask={name: MATRICES[name] == "decay" for name in NAMES}, **ADAMW
+        ),
+        lambda p: torch.optim.AdamW(groups(p), **OF_ADAMW),
+        BY_GROUP,
+    ),
+    "injected": (
+        optim.inject_hyperparams(optim.adamw)(learning_rate=0.5, weight_decay=0.5),
+        lambda p: torch.optim.AdamW(p.values(), 1e-2, weight_decay=0.1),
+        NAMES,
+    ),
+    "links": (
+        optim.chain(
+            optim.scale_by_adam(), optim.add_decayed_weights(0.1), optim.scale_by_learning_rate(1e-2)
+        ),
+        lambda p: torch.optim.AdamW(p.values(), 1e-2, weight_decay=0.1),
+        NAMES,
+    ),
+    "scheduled": (
+        optim.adam(optim.constant(1e-2)),
+        lambda p: torch.optim.Adam(p.values(), 1e-2),
+        NAMES,
+    ),
+    "amsgrad": (optim.amsgrad(1e-2), lambda p: torch.optim.Adam(p.values(), 1e-2, amsgrad=True), NAMES),
+    "adamax": (optim.adamax(1e-2), lambda p: torch.optim.Adamax(p.values(), 1e-2), NAMES),
+    "nadam": (optim.nadam(1e-2), lambda p: torch.optim.NAdam(p.values(), 1e-2), NAMES),
+    "radam": (optim.radam(1e-2), lambda p: torch.optim.RAdam(p.values(), 1e-2), NAMES),
+    "rmsprop": (
+        optim.rmsprop(1e-2, momentum=0.9, centered=True),
+        lambda p: torch.optim.RMSprop(p.values(), 1e-2, momentum=0.9, centered=True),
+        NAMES,
+    ),
+    "adadelta": (optim.adadelta(), lambda p: torch.optim.Adadelta(p.values()), NAMES),
+    "adagrad": (optim.adagrad(1e-2), lambda p: torch.optim.Adagrad(p.values(), 1e-2), NAMES),
+    "from_torch": (
+        optim.from_torch(torch.optim.Adam, lr=1e-2),
+        lambda p: torch.optim.Adam(p.values(), 1e-2),
+        NAMES,
+    ),
+}
+
+
+def drawn(seed: int) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    shapes = ((3, 4), (3,), (2, 3), (2,))
+    return {
+        name: torch.randn(shape, dtype=torch.float64, generator=generator)
+        for name, shape in zip(NAMES, shapes, strict=True)
+    }
+
+
+def trained(judge: Any, params: dict[str, Any], steps: range) -> None:
+    for i in steps:
+        for name, gradient in drawn(i).items():
+            params[name].grad = gradient
+        judge.step()
+
+
+def parameters(values: dict[str, torch.Tensor]) -> dict[str, Any]:
+    return {name: torch.nn.Parameter(value.detach().clone()) for name, value in values.items()}
+
+
+def state_of(params: dict[str, Any], optimizer: optim.GradientTransformation) -> Any:
+    values = {name: p.detach().clone() for name, p in params.items()}
+    return fcg.TrainState.create(params=values, optimizer=optimizer)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_run_goes_on_here_and_back_in_torch(case: str) -> None:
+    optimizer, make, names = CASES[case]
+    params = parameters(drawn(99))
+    judge = make(params)
+    trained(judge, params, range(5))
+    counted = {"step": 5} if "sgd" in case else {}
+    state = optim.load_torch_state(state_of(params, optimizer), judge.state_dict(), names=names, **counted)
+    assert int(state.step) == 5
+
+    @fcg.graph_step
+    def train_step(state: Any, grads: Any) -> Any:
+        return state.apply_gradients(grads), None
+
+    trained(judge, params, range(5, 15))
+    for i in range(5, 15):
+        state, _ = train_step(state, drawn(i))
+    # torch keeps the product of NAdam's momenta in float32.
+    close = {"rtol": 1e-6, "atol": 1e-7} if case == "nadam" else {"rtol": 1e-11, "atol": 1e-12}
+    for name, p in params.items():
+        torch.testing.assert_close(fcg.snapshot(state.params)[name], p.detach(), **close)
+
+    back = parameters(fcg.snapshot(state.params))
+    other = make(back)
+    other.load_state_dict(optim.torch_state(state, other.state_dict(), names=names))
+    trained(judge, params, range(15, 25))
+    trained(other, back, range(15, 25))
+    for name, p in params.items():
+        torch.testing.assert_close(back[name], p, **close)
+
+
+def after(make: Callable[[dict[str, Any]], Any], steps: int = 3) -> tuple[Any, dict[str, Any]]:
+    params = parameters(drawn(99))
+    judge = make(params)
+    trained(judge, params, range(steps))
+    return judge.state_dict(), params
+
+
+def adam(p: dict[str, Any]) -> Any:
+    return torch.optim.Adam(p.values(), 1e-2)
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "make", "match"),
+    [
+        (optim.amsgrad(1e-2), adam, r"expected .*max_exp_avg_sq.*got exp_avg, exp_avg_sq, step"),
+        (optim.sgd(1e-2), adam, r"expected nothing   got exp_avg"),
+        (optim.radam(1e-2), adam, r"amsgrad  expected None   got False"),
+        (optim.adam(1e-2, b1=0.8), adam, r"betas 0  expected 0.8   got 0.9"),
+        (optim.adam(1e-1), adam, r"lr  expected 0.1   got 0.01"),
+        (
+            optim.adamw(1e-2, weight_decay=0.1),
+            lambda p: torch.optim.Adam(p.values(), 1e-2, weight_decay=0.1),
+            "decoupled_weight_decay  expected True   got False",
+        ),
+        (
+            optim.sgd(0.1, momentum=0.9),
+            lambda p: torch.optim.SGD(p.values(), 0.1, momentum=0.9, dampening=0.5),
+            "dampening  expected 0.0   got 0.5",
+        ),
+        (optim.lookahead(optim.adam(1e-2)), adam, "no class with the state of this optimizer"),
+    ],
+)
+def test_what_is_another_optimizer_is_refused(optimizer: Any, make: Any, match: str) -> None:
+    saved, params = after(make)
+    state = state_of(params, optimizer)
+    with pytest.raises(fcg.LayoutError, match=match):
+        optim.load_torch_state(state, saved, names=NAMES, step=3)
+    assert int(state.step) == 0
+
+
+def test_parameters_that_torch_counts_apart_need_labels() -> None:
+    params = parameters(drawn(99))
+    judge = adam(params)
+    trained(judge, params, range(2))
+    for p in params.values():
+        p.grad = None
+    params["up.weight"].grad = torch.ones_like(params["up.weight"])
+    judge.step()
+    with pytest.raises(
+        fcg.LayoutError, match=r"up.bias  step 2\n  up.weight  step 3[\s\S]*one count per label"
+    ):
+        optim.load_torch_state(state_of(params, optim.adam(1e-2)), judge.state_dict(), names=NAMES)
+    labels = dict.fromkeys(NAMES, "rest") | {"up.weight": "first"}
+    parted = optim.partition({"first": optim.adam(1e-2), "rest": optim.adam(1e-2)}, labels)
+    state = optim.load_torch_state(state_of(params, parted), judge.state_dict(), names=NAMES)
+    assert {label: int(one.count) for label, one in state.opt_state.inner_states.items()} == {
+        "first": 3,
+        "rest": 2,
+    }
+
+
+def test_names_are_needed_and_lose_the_prefixes_of_wrappers() -> None:
+    saved, params = after(adam)
+    state = state_of(params, optim.adam(1e-2))
+    with pytest.raises(ValueError, match=r"has no names\. To fix: `names="):
+        optim.load_torch_state(state, saved)
+    with pytest.raises(ValueError, match="3 names for 4 parameters"):
+        optim.load_torch_state(state, saved, names=NAMES[:3])
+    with pytest.raises(fcg.LayoutError, match=r"head\.weight  expected a parameter[\s\S]*by its first name"):
+        optim.load_torch_state(state, saved, names=("head.weight", *NAMES[1:]))
+    state = optim.load_torch_state(state, saved, names=[f"_orig_mod.module.{name}" for name in NAMES])
+    assert torch.equal(state.opt_state.mu["up.bias"], saved["state"][1]["exp_avg"])
+
+
+def test_sgd_needs_a_step() -> None:
+    saved, params = after(CASES["sgd"][1])
+    with pytest.raises(ValueError, match="torch keeps no count"):
+        optim.load_torch_state(state_of(params, CASES["sgd"][0]), saved, names=NAMES)
+
+
+def test_a_frozen_label_has_no_state_in_torch() -> None:
+    params = parameters(drawn(99))
+    trainable = {name: p for name, p in params.items() if name.startswith("up")}
+    judge = torch.optim.Adam(trainable.items(), 1e-2)
+    trained(judge, params, range(3))
+    labels = {name: "on" if name in trainable else "off" for name in NAMES}
+    optimizer = optim.partition({"on": optim.adam(1e-2), "off": optim.set_to_zero()}, labels)
+    state = optim.load_torch_state(state_of(params, optimizer), judge.state_dict())
+    assert int(state.step) == 3
+    with pytest.raises(fcg.LayoutError, match=r"down\.weight  expected in the torch optimizer"):
+        optim.load_torch_state(state_of(params, optim.adam(1e-2)), judge.state_dict())
+
+
+def test_a_state_is_needed() -> None:
+    saved, params = after(adam)
+    with pytest.raises(TypeError, match="load_torch_state: expected a `TrainState`"):
+        optim.load_torch_state(state_of(params, optim.adam(1e-2)).opt_state, saved)
+    with pytest.raises(TypeError, match=r"expected `optimizer\.state_dict\(\)`"):
+        optim.load_torch_state(state_of(params, optim.adam(1e-2)), saved["state"])
