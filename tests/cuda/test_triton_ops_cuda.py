@@ -70,7 +70,7 @@ def _train_step(op: Any, lowering: Any) -> tuple[Any, Any]:
         loss, grads = fcg.value_and_grad(lambda p: apply(p, buffers, x)[0].square().mean())(state.params)
         return state.apply_gradients(grads), {"loss": loss}
 
-    state = fcg.TrainState.create(params=params, optimizer=fcg.optim.adamw(1e-3))
+    state = fcg.TrainState.create(params=params, optimizer=fcg.optim.adam(1e-3))
     return fcg.graph_step(train_step, lowering=lowering), state
 
 
