@@ -13,6 +13,7 @@ from functional_cg import tree
 from functional_cg.checkpoint import names_of
 from functional_cg.optim.adapters.adapted import Adapted
 from functional_cg.optim.algebra.base import GradientTransformation, OptState, Params, thaw
+from functional_cg.optim.algebra.hyperparams import InjectedTransformation
 from functional_cg.optim.algebra.links import (
     add_decayed_weights,
     scale_by_adam,
@@ -118,6 +119,8 @@ def surveyed(tx: GradientTransformation, state: OptState, params: Params) -> Sur
             _of_class(out, rule, own, members, part)
         elif type(rule) in BY_TORCH:
             _of_rule(out, rule, own, members, part)
+        elif isinstance(rule, InjectedTransformation):
+            out.counts += [(own.count, None, members)] if own.count is not None else []
         elif tree.leaves(own):
             out.unknown.append(f"{rule!r}")
     return out
