@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -52,7 +52,7 @@ _BETAS = (("b1", "betas 0"), ("b2", "betas 1"), ("eps", "eps"))
 _MOMENTS = (("count", "step"), ("mu", "exp_avg"), ("nu", "exp_avg_sq"))
 _MOMENTUM = (("decay", "momentum"), ("momentum", "momentum"), ("nesterov", "nesterov"))
 
-BY_TORCH = MappingProxyType(
+BY_TORCH: Mapping[type, Names] = MappingProxyType(
     {
         sgd: Names((("count", None), ("trace", "momentum_buffer")), _RATE + _MOMENTUM),
         trace: Names((("trace", "momentum_buffer"),), _MOMENTUM),
