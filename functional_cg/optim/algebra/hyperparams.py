@@ -110,8 +110,11 @@ class InjectedTransformation(GradientTransformation):
 
     def _make(self, hyperparams: dict[str, Any], count: Tensor | None) -> GradientTransformation:
         arguments = {name: thaw(value) for name, value in self.arguments}
-        scheduled = [] if count is None else _scheduled(self.arguments, self.static_args)
-        numbers = {name: schedule(count) for name, schedule in scheduled}
+        numbers: dict[str, Any] = {}
+        if count is not None:
+            numbers = {
+                name: schedule(count) for name, schedule in _scheduled(self.arguments, self.static_args)
+            }
         return self.factory(**{**arguments, **hyperparams, **numbers})
 
     @property

@@ -288,7 +288,7 @@ class adamw(DecayedAdam):
         self, grads: Updates, state: ScaleByAdamState, params: Params
     ) -> tuple[Params, ScaleByAdamState]:
         lr, count = rate_at(self.learning_rate, state.count), state.count + 1
-        keep = shared(1 - lr * self.weight_decay)
+        keep = shared(1 - lr * self.weight_decay if isinstance(self.weight_decay, Tensor) else 1.0)
 
         def call(columns: Any, decays: Any) -> Any:
             weight_decay = self.weight_decay if decays else 0.0
