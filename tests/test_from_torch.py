@@ -422,7 +422,9 @@ def test_an_own_class_that_branches_is_adapted() -> None:
 def test_arguments_are_checked() -> None:
     with pytest.raises(TypeError, match="takes an optimizer class, as in"):
         optim.from_torch(optim.sgd)  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match="`momentum` is a tensor; of the numbers only `lr` may be one"):
+    with pytest.raises(
+        TypeError, match="`momentum` is a tensor or a schedule; of the numbers only `lr` may be one"
+    ):
         optim.from_torch(torch.optim.SGD, lr=0.1, momentum=torch.tensor(0.9))
     with pytest.raises(ValueError, match=r"Invalid learning rate: -1\.0"):
         optim.from_torch(torch.optim.SGD, lr=-1.0)
@@ -483,10 +485,12 @@ def test_the_readme_names_what_there_is() -> None:
 
 
 def test_the_examples_of_the_readme_run() -> None:
-    average, adapted = re.findall(
+    moved, average, adapted = re.findall(
         r"```python\n(.*?)```", table.readme().read_text(encoding="utf-8"), re.DOTALL
     )
     names: dict[str, Any] = {}
+    exec(moved, names)
+    assert int(names["state"].step) == 1
     exec(adapted, names)
     assert names["state"].opt_state.leaves[0]["state"]["prev"].shape == (3,)
     torch.manual_seed(0)

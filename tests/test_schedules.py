@@ -6,6 +6,7 @@ import math
 import pickle
 from collections.abc import Callable
 from itertools import pairwise
+from typing import Any
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.fx.experimental.proxy_tensor import make_fx
 
+import functional_cg as fcg
 from functional_cg import optim
 
 SCHEDULES = [
@@ -154,3 +156,74 @@ def test_exponential_does_not_cross_its_end(rate: float, end: float, count: int)
 def test_arguments_are_checked(make: Callable[[], object], match: str) -> None:
     with pytest.raises(ValueError, match=match):
         make()
+
+
+SLOPE = optim.linear(0.5, 0.9, 6)
+
+
+@pytest.mark.parametrize(
+    ("factory", "name", "rest"),
+    [
+        (optim.adamw, "weight_decay", {"learning_rate": 0.1}),
+        (optim.adamw, "learning_rate", {"weight_decay": 0.1}),
+        (optim.adamw, "b1", {"learning_rate": 0.1, "weight_decay": 0.1}),
+        (optim.sgd, "momentum", {"learning_rate": 0.1}),
+        (optim.rmsprop, "decay", {"learning_rate": 0.1}),
+        (optim.clip_by_global_norm, "max_norm", {}),
+        (optim.add_decayed_weights, "weight_decay", {}),
+    ],
+)
+@pytest.mark.parametrize("fused", [True, False])
+def test_any_number_may_be_a_schedule(factory: Any, name: str, rest: Any, fused: bool) -> None:
+    params = {"w": torch.tensor([1.0, 2.0, 3.0], dtype=torch.float64)}
+    scheduled = optim.inject_hyperparams(factory)(**rest, **{name: SLOPE})
+    injected = optim.inject_hyperparams(factory)(**rest, **{name: 0.5})
+    ours, theirs = scheduled.init(params), injected.init(params)
+    if fused and scheduled.step is None:
+        return
+    mine, other = params, params
+    for i in range(8):
+        theirs = optim.set_hyperparams(theirs, **{name: SLOPE(i)})
+        grads = {"w": torch.full((3,), 1.0 + i, dtype=torch.float64)}
+        if fused:
+            mine, ours = scheduled.step(grads, ours, mine)
+            other, theirs = injected.step(grads, theirs, other)
+        else:
+            updates, ours = scheduled.update(grads, ours, mine)
+            mine = optim.apply_updates(mine, updates)
+            updates, theirs = injected.update(grads, theirs, other)
+            other = optim.apply_updates(other, updates)
+        torch.testing.assert_close(mine, other, rtol=1e-13, atol=1e-13)
+    assert int(ours.count) == 8
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: optim.adamw(1e-3, weight_decay=SLOPE),
+        lambda: optim.sgd(0.1, momentum=SLOPE),
+        lambda: optim.adam(1e-3, b1=SLOPE),
+        lambda: optim.clip_by_global_norm(SLOPE),
+        lambda: optim.rmsprop(0.1, decay=SLOPE),
+    ],
+)
+def test_a_schedule_of_another_number_goes_by_inject_hyperparams(make: Any) -> None:
+    with pytest.raises(
+        TypeError, match=r"must be a number or a tensor, got linear.*\nTo fix: .*inject_hyperparams"
+    ):
+        make()
+
+
+def test_a_captured_step_evaluates_a_scheduled_decay() -> None:
+    optimizer = optim.inject_hyperparams(optim.adamw)(learning_rate=0.1, weight_decay=SLOPE)
+    start = {"w": torch.ones(3, dtype=torch.float64)}
+    state = fcg.TrainState.create(params=start, optimizer=optimizer)
+    step = fcg.graph_step(lambda state, grads: (state.apply_gradients(grads), None))
+    judged = torch.nn.Parameter(torch.ones(3, dtype=torch.float64))
+    judge = torch.optim.AdamW([judged], lr=0.1)
+    for i in range(8):
+        judged.grad = torch.full((3,), 1.0 + i, dtype=torch.float64)
+        state, _ = step(state, {"w": judged.grad.clone()})
+        judge.param_groups[0]["weight_decay"] = SLOPE(i)
+        judge.step()
+    torch.testing.assert_close(fcg.snapshot(state.params)["w"], judged.detach(), rtol=1e-12, atol=1e-12)

@@ -14,6 +14,7 @@ from functional_cg.errors import CaptureError
 from functional_cg.optim.adapters.adapted import Adapted
 from functional_cg.optim.adapters.hosted import RefusedError
 from functional_cg.optim.algebra.base import freeze
+from functional_cg.optim.algebra.schedules import Schedule
 
 STEPS = 12  # steps to compare
 TOLERANCE = 1e-5  # in f64, relative to how far a leaf has moved: some classes compute in f32
@@ -57,9 +58,11 @@ def from_torch(cls: type[torch.optim.Optimizer], **hyper: Any) -> Adapted:
         raise TypeError(
             f"from_torch: takes an optimizer class, as in `from_torch(torch.optim.NAdam, lr=0.1)`, got {cls!r}"
         )
-    tensors = [name for name, value in hyper.items() if name != "lr" and isinstance(value, Tensor)]
+    tensors = [name for name, value in hyper.items() if name != "lr" and isinstance(value, Tensor | Schedule)]
     if tensors:
-        raise TypeError(f"from_torch: `{tensors[0]}` is a tensor; of the numbers only `lr` may be one")
+        raise TypeError(
+            f"from_torch: `{tensors[0]}` is a tensor or a schedule; of the numbers only `lr` may be one"
+        )
     learning_rate = hyper.pop("lr", None)
     pairs = freeze(dict(hyper))
     if isinstance(learning_rate, Tensor):  # from a state: checked earlier with a number, and not read here

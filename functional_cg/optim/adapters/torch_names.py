@@ -13,6 +13,7 @@ from functional_cg import tree
 from functional_cg.checkpoint import names_of
 from functional_cg.optim.adapters.adapted import Adapted
 from functional_cg.optim.algebra.base import GradientTransformation, OptState, Params, thaw
+from functional_cg.optim.algebra.hyperparams import InjectedTransformation
 from functional_cg.optim.algebra.links import (
     add_decayed_weights,
     scale_by_adam,
@@ -51,7 +52,7 @@ _BETAS = (("b1", "betas 0"), ("b2", "betas 1"), ("eps", "eps"))
 _MOMENTS = (("count", "step"), ("mu", "exp_avg"), ("nu", "exp_avg_sq"))
 _MOMENTUM = (("decay", "momentum"), ("momentum", "momentum"), ("nesterov", "nesterov"))
 
-BY_TORCH: Mapping[Any, Names] = MappingProxyType(
+BY_TORCH: Mapping[type, Names] = MappingProxyType(
     {
         sgd: Names((("count", None), ("trace", "momentum_buffer")), _RATE + _MOMENTUM),
         trace: Names((("trace", "momentum_buffer"),), _MOMENTUM),
@@ -118,6 +119,8 @@ def surveyed(tx: GradientTransformation, state: OptState, params: Params) -> Sur
             _of_class(out, rule, own, members, part)
         elif type(rule) in BY_TORCH:
             _of_rule(out, rule, own, members, part)
+        elif isinstance(rule, InjectedTransformation):
+            out.counts += [(own.count, None, members)] if own.count is not None else []
         elif tree.leaves(own):
             out.unknown.append(f"{rule!r}")
     return out

@@ -161,9 +161,9 @@ def torch_state(state: Any, like: Mapping[str, Any], *, names: Sequence[str] | N
     for name, slots in ours.slots.items():
         if slots:
             kept[entries[name].number] = {key: leaf.clone() for key, leaf in slots.items()}
-    for leaf, counted, members in ours.counts:
-        for name in members if counted is not None else ():
-            kept.setdefault(entries[name].number, {})[str(counted)] = leaf.clone()
+    for leaf, shared, members in ours.counts:
+        for name in members if shared is not None else ():
+            kept.setdefault(entries[name].number, {})[str(shared)] = leaf.clone()
     for one in kept.values():
         one.setdefault("step", plain.step)  # RMSprop and Adadelta keep one unused; torch's SGD ignores it
         one.update(

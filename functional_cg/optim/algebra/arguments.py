@@ -89,15 +89,37 @@ def are_numbers(factory: str, **values: object) -> None:
             raise TypeError(f"{factory}: {name} must be a number, got {type(value).__name__}")
 
 
-def in_range(name: str, value: object, *, low: float = 0.0, below: float = float("inf")) -> None:
-    """Raise for a Python number outside [low, below); tensors go unchecked, since reading one is a host sync.
+def rate_in_range(name: str, value: object) -> None:
+    """Raise for a learning rate below 0; a schedule of it goes unchecked.
 
     Raises:
       TypeError: If the value is not a number, tensor or schedule.
       ValueError: If it is a number out of range.
     """
-    if not (isinstance(value, (numbers.Real, Tensor)) or callable(value)):
+    if callable(value):
+        return
+    if not isinstance(value, (numbers.Real, Tensor)):
         raise TypeError(f"{name} must be a number, a tensor or a schedule, got {type(value).__name__}")
+    in_range(name, value)
+
+
+def in_range(name: str, value: object, *, low: float = 0.0, below: float = float("inf")) -> None:
+    """Raise for a Python number outside [low, below); tensors go unchecked, since reading one is a host sync.
+
+    Raises:
+      TypeError: If the value is not a number or tensor; says how to schedule it.
+      ValueError: If it is a number out of range.
+    """
+    if not isinstance(value, (numbers.Real, Tensor)):
+        raise TypeError(
+            f"{name} must be a number or a tensor, got "
+            + (
+                f"{value!r}.\nTo fix: a schedule of `optim` may stand for it in "
+                "`optim.inject_hyperparams(factory)(...)`, with the optimizer as the factory and its numbers by name."
+                if callable(value)
+                else type(value).__name__
+            )
+        )
     if isinstance(value, (int, float)) and not low <= value < below:
         bound = f"in [{low:g}, {below:g})" if below != float("inf") else f"at least {low:g} and finite"
         raise ValueError(f"{name} must be {bound}, got {value!r}")

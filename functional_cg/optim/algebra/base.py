@@ -24,6 +24,7 @@ from functional_cg import tree
 from functional_cg.errors import LayoutError
 from functional_cg.optim.algebra.arguments import in_range as in_range
 from functional_cg.optim.algebra.arguments import positive as positive
+from functional_cg.optim.algebra.arguments import rate_in_range as rate_in_range
 from functional_cg.optim.algebra.arguments import refuse_unknown
 from functional_cg.optim.algebra.arguments import require as require
 from functional_cg.optim.algebra.fitting import in_dtypes_of, owners_by_path

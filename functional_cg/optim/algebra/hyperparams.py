@@ -23,9 +23,12 @@ from functional_cg.optim.algebra.base import (
     require,
     step_or_update,
     thaw,
+    zero_count,
 )
+from functional_cg.optim.algebra.schedules import Schedule
 
 S = TypeVar("S")
+Arguments = tuple[tuple[str, Any], ...]
 
 
 class InjectHyperparamsState(NamedTuple):
@@ -33,6 +36,7 @@ class InjectHyperparamsState(NamedTuple):
 
     hyperparams: dict[str, Tensor]  # f64[] each
     inner_state: OptState
+    count: Tensor | None = None  # type: ignore[assignment]  # i64[], updates so far; None without schedules
 
 
 @dataclass(frozen=True)
@@ -40,9 +44,11 @@ class inject_hyperparams:
     """Move a transformation's numeric hyperparameters into its state.
 
     Every ``float`` and ``int`` argument passed by name becomes an f64[] in the state, to be changed with
-    :func:`set_hyperparams`; omitted arguments, schedules, masks, bools and the names in ``static_args`` stay
-    constants. The fused ``step`` takes tensors for ``learning_rate`` (rounded to the dtype of the parameters)
-    and ``weight_decay``; with ``b1``, ``b2``, ``eps`` or ``momentum`` in the state, the unfused formula runs.
+    :func:`set_hyperparams`. A :class:`Schedule`, of whichever number, is evaluated at each update, at a count in the
+    state. Omitted arguments, functions, masks, bools and the names in ``static_args`` stay constants.
+
+    The fused ``step`` takes tensors for ``learning_rate`` (rounded to the dtype of the parameters) and
+    ``weight_decay``; with ``b1``, ``b2``, ``eps`` or ``momentum`` in the state, the unfused formula runs.
 
     Source: ``optax.inject_hyperparams``.
 
@@ -58,6 +64,8 @@ class inject_hyperparams:
       >>> state = optim.set_hyperparams(optimizer.init(params), learning_rate=0.25)
       >>> optimizer.step({"w": torch.tensor(1.0)}, state, params)[0]
       {'w': tensor(0.7500)}
+      >>> decay = optim.linear(0.04, 0.4, transition_steps=1000)
+      >>> optimizer = optim.inject_hyperparams(optim.adamw)(learning_rate=1e-3, weight_decay=decay)
     """
 
     factory: Callable[..., GradientTransformation]
@@ -79,7 +87,8 @@ class inject_hyperparams:
                 f"inject_hyperparams: numbers go by name, got {unnamed[0]!r}: `learning_rate={unnamed[0]!r}`"
             )
         pairs = tuple((name, freeze(value)) for name, value in sorted(arguments.items()))
-        made: Any = self.factory(**{name: thaw(value) for name, value in pairs})
+        numbers = {name: schedule(torch.tensor(0)) for name, schedule in _scheduled(pairs, self.static_args)}
+        made: Any = self.factory(**{**{name: thaw(value) for name, value in pairs}, **numbers})
         if not isinstance(made, GradientTransformation):
             raise TypeError(f"inject_hyperparams: the factory returned {type(made).__name__}: {made!r}")
         return InjectedTransformation(self.factory, pairs, self.static_args, made)
@@ -99,9 +108,14 @@ class InjectedTransformation(GradientTransformation):
         static = f", static_args={self.static_args!r}" if self.static_args else ""
         return f"inject_hyperparams({name}{static})({', '.join(f'{k}={v!r}' for k, v in self.arguments)})"
 
-    def _make(self, hyperparams: dict[str, Any]) -> GradientTransformation:
+    def _make(self, hyperparams: dict[str, Any], count: Tensor | None) -> GradientTransformation:
         arguments = {name: thaw(value) for name, value in self.arguments}
-        return self.factory(**{**arguments, **hyperparams})
+        numbers: dict[str, Any] = {}
+        if count is not None:
+            numbers = {
+                name: schedule(count) for name, schedule in _scheduled(self.arguments, self.static_args)
+            }
+        return self.factory(**{**arguments, **hyperparams, **numbers})
 
     @property
     def parts(self) -> tuple[GradientTransformation, ...]:
@@ -124,16 +138,24 @@ class InjectedTransformation(GradientTransformation):
             name: torch.full((), value, dtype=torch.float64, device=device)
             for name, value in self.injected.items()
         }
-        return InjectHyperparamsState(numbers, self._make(numbers).init(params))
+        count = zero_count(params) if _scheduled(self.arguments, self.static_args) else None
+        return InjectHyperparamsState(numbers, self._make(numbers, count).init(params), count)
 
     def update(
         self, updates: Updates, state: InjectHyperparamsState, params: Params | None = None
     ) -> tuple[Updates, InjectHyperparamsState]:
-        updates, inner = self._make(state.hyperparams).update(updates, state.inner_state, params)
-        return updates, InjectHyperparamsState(state.hyperparams, inner)
+        tx = self._make(state.hyperparams, state.count)
+        updates, inner = tx.update(updates, state.inner_state, params)
+        return updates, self._next(state, inner)
+
+    @staticmethod
+    def _next(state: InjectHyperparamsState, inner: OptState) -> InjectHyperparamsState:
+        count = None if state.count is None else state.count + 1
+        return InjectHyperparamsState(state.hyperparams, inner, count)
 
     def rules(self, state: InjectHyperparamsState, params: Params) -> Iterator[Rule]:
-        return self._make(state.hyperparams).rules(state.inner_state, params)
+        yield self, InjectHyperparamsState({}, None, state.count), params
+        yield from self._make(state.hyperparams, state.count).rules(state.inner_state, params)
 
     @property
     def step(self) -> StepFn | None:
@@ -143,8 +165,16 @@ class InjectedTransformation(GradientTransformation):
         self, grads: Updates, state: InjectHyperparamsState, params: Params
     ) -> tuple[Params, InjectHyperparamsState]:
         params = need_params("inject_hyperparams", params)
-        params, inner = step_or_update(self._make(state.hyperparams), grads, state.inner_state, params)
-        return params, InjectHyperparamsState(state.hyperparams, inner)
+        tx = self._make(state.hyperparams, state.count)
+        params, inner = step_or_update(tx, grads, state.inner_state, params)
+        return params, self._next(state, inner)
+
+
+def _scheduled(arguments: Arguments, static_args: tuple[str, ...]) -> list[tuple[str, Schedule]]:
+    """The arguments that are evaluated at each update."""
+    return [
+        (name, value) for name, value in arguments if isinstance(value, Schedule) and name not in static_args
+    ]
 
 
 def _positions(node: tree.Treedef, start: int) -> Iterator[tuple[str, int]]:

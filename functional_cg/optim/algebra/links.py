@@ -1,8 +1,7 @@
 """The links from which optimizers are built: scaling, momentum, moments, trust ratio, weight decay.
 
-Every transformation is a frozen dataclass; its state is a NamedTuple. Scalars shared by all leaves (learning rate,
-bias corrections, clip factor) are computed once per step as 0-dim tensors, in float64 where a power or a difference
-of nearly equal numbers is involved, and cast to a leaf's dtype on use.
+Every transformation is a frozen dataclass; its state is a NamedTuple. Scalars shared by all leaves are computed
+once per step as 0-dim tensors, in float64 where digits would be lost, and cast to a leaf's dtype on use.
 """
 
 from __future__ import annotations
@@ -30,6 +29,7 @@ from functional_cg.optim.algebra.base import (
     in_range,
     need_params,
     rate_at,
+    rate_in_range,
     shared,
     zero_count,
 )
@@ -139,7 +139,7 @@ class scale_by_learning_rate(GradientTransformation):
     learning_rate: ScalarOrSchedule
 
     def __post_init__(self) -> None:
-        in_range("scale_by_learning_rate: learning_rate", self.learning_rate)
+        rate_in_range("scale_by_learning_rate: learning_rate", self.learning_rate)
 
     def init(self, params: Params) -> OptState:
         return ScaleByScheduleState(zero_count(params)) if callable(self.learning_rate) else EmptyState()

@@ -29,6 +29,7 @@ from functional_cg.optim.algebra.base import (
     in_range,
     need_params,
     rate_at,
+    rate_in_range,
     shared,
     zero_count,
 )
@@ -91,7 +92,7 @@ class sgd(Optimizer):
     nesterov: bool = False
 
     def __post_init__(self) -> None:
-        in_range("sgd: learning_rate", self.learning_rate)
+        rate_in_range("sgd: learning_rate", self.learning_rate)
         in_range("sgd: momentum", self.momentum, below=1.0)
         if self.nesterov and not self._has_trace:
             raise ValueError("sgd: nesterov=True needs momentum above 0")
@@ -155,7 +156,7 @@ class AdamLike(Optimizer):
 
     def __post_init__(self) -> None:
         name = type(self).__name__
-        in_range(f"{name}: learning_rate", self.learning_rate)
+        rate_in_range(f"{name}: learning_rate", self.learning_rate)
         check_adam(name, self.b1, self.b2, self.eps)
 
     @property
@@ -287,7 +288,7 @@ class adamw(DecayedAdam):
         self, grads: Updates, state: ScaleByAdamState, params: Params
     ) -> tuple[Params, ScaleByAdamState]:
         lr, count = rate_at(self.learning_rate, state.count), state.count + 1
-        keep = shared(1 - lr * self.weight_decay)
+        keep = shared(1 - lr * self.weight_decay if isinstance(self.weight_decay, Tensor) else 1.0)
 
         def call(columns: Any, decays: Any) -> Any:
             weight_decay = self.weight_decay if decays else 0.0
@@ -336,7 +337,7 @@ class adagrad(Optimizer):
     eps: Scalar = 1e-10
 
     def __post_init__(self) -> None:
-        in_range("adagrad: learning_rate", self.learning_rate)
+        rate_in_range("adagrad: learning_rate", self.learning_rate)
         in_range("adagrad: initial_accumulator_value", self.initial_accumulator_value)
         in_range("adagrad: eps", self.eps)
 

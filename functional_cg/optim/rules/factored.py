@@ -28,6 +28,7 @@ from functional_cg.optim.algebra.base import (
     need_params,
     positive,
     rate_at,
+    rate_in_range,
     require,
     shared,
     zero_count,
@@ -255,7 +256,7 @@ class adafactor(Optimizer):
     mask: Mask = field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
-        in_range("adafactor: learning_rate", self.learning_rate)
+        rate_in_range("adafactor: learning_rate", self.learning_rate)
         in_range("adafactor: weight_decay", self.weight_decay)
         in_range("adafactor: clipping_threshold", self.clipping_threshold)
         object.__setattr__(self, "mask", freeze(self.mask))

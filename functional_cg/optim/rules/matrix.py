@@ -28,6 +28,7 @@ from functional_cg.optim.algebra.base import (
     freeze,
     full_like_tree,
     in_range,
+    rate_in_range,
     require,
 )
 from functional_cg.optim.algebra.combine import chain, partition
@@ -194,12 +195,12 @@ class muon(Optimizer):
     labels: Any = field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
-        in_range("muon: learning_rate", self.learning_rate)
+        rate_in_range("muon: learning_rate", self.learning_rate)
         in_range("muon: momentum", self.momentum, below=1.0)
         in_range("muon: weight_decay", self.weight_decay)
         require(isinstance(self.ns_steps, int), f"muon: ns_steps is a count, got {self.ns_steps!r}")
         if self.adamw_learning_rate is not None:
-            in_range("muon: adamw_learning_rate", self.adamw_learning_rate)
+            rate_in_range("muon: adamw_learning_rate", self.adamw_learning_rate)
         object.__setattr__(self, "labels", freeze(self.labels))
 
     @property

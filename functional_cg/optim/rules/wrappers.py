@@ -26,6 +26,7 @@ from functional_cg.optim.algebra.base import (
     need_steps,
     positive,
     rate_at,
+    rate_in_range,
     require,
     shared,
     step_or_update,
@@ -207,7 +208,7 @@ class schedule_free(Around):
     weight_lr_power: float = 2.0
 
     def __post_init__(self) -> None:
-        in_range("schedule_free: learning_rate", self.learning_rate)
+        rate_in_range("schedule_free: learning_rate", self.learning_rate)
         positive("schedule_free: b1", self.b1, below=1.0)
         in_range("schedule_free: weight_lr_power", self.weight_lr_power)
         super().__post_init__()
