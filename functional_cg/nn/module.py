@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import tree as pytree
+from ..ambient.own_work import own_work
 from ..ambient.setting import in_a_backward
 from ..errors import LayoutError
 from ..random.arguments import check_key
@@ -180,6 +181,19 @@ class Apply:
         params, buffers = self._by_name(params, buffers)
         note_tensors(buffers.values(), self._fixed)
         self._refuse_key(key)
+        with own_work():
+            return self._run(params, buffers, args, kwargs, key, train=train)
+
+    def _run(
+        self,
+        params: Mapping[str, Tensor],
+        buffers: Mapping[str, Tensor],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        key: Tensor | None,
+        *,
+        train: bool,
+    ) -> tuple[Any, dict[str, Tensor]]:
         # Copy all of them; a captured step keeps only the copies that are written. Copying at the first write instead,
         # behind autograd's back, would be invisible to gradients, since autograd saves the tensors the forward uses.
         held = {name: buffer.detach().clone() for name, buffer in buffers.items()}
