@@ -220,13 +220,13 @@ class Apply:
             # In the backward, it finds what it has found here, and writes nothing that was returned.
             set_buffers(module, {name: buffers[name].detach().clone() for name in changed})
         if not in_a_backward():  # there `remat` recomputes only for the gradients
-            self._note(module, changed, drew=place.drew)
+            self._note(module, changed, drew_by_mode=place.drew_by_mode)
         return out, values
 
-    def _note(self, module: nn.Module, written: Mapping[str, Tensor], *, drew: bool) -> None:
+    def _note(self, module: nn.Module, written: Mapping[str, Tensor], *, drew_by_mode: bool) -> None:
         parts = dict.fromkeys(name.rpartition(".")[0] for name in written)
         texts = tuple(f"`{path}` ({type(module.get_submodule(path)).__name__})" for path in parts)
-        by_mode = module.training and (drew or bool(written))
+        by_mode = module.training and (drew_by_mode or bool(written))
         note(
             Applied(
                 self._original, type(module).__name__, by_mode, texts, tuple(map(unwrapped, written.values()))
