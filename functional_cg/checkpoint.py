@@ -164,8 +164,21 @@ def load(path: str | os.PathLike[str], state: T) -> T:
     try:
         values = safetensors.torch.load_file(path)
     except safetensors.SafetensorError as error:
+        if _of_torch(path):
+            raise ValueError(
+                f"fcg.load: {path} was written by `torch.save`, and `fcg.load` reads what `fcg.save` has written.\n"
+                "To fix: `values = torch.load(path)`; then, if it is the `state_dict` of a module, "
+                "`module.load_state_dict(values)` before `fcg.from_module(module)`; if it is that of a state, "
+                "`state = fcg.load_state_dict(state, values)`."
+            ) from error
         raise ValueError(f"fcg.load: {path} is no safetensors file, or not a whole one: {error}") from error
     return _loaded(state, values, "fcg.load", f" in {os.fspath(path)}")
+
+
+def _of_torch(path: str | os.PathLike[str]) -> bool:
+    """Whether a file begins as those of ``torch.save`` do: with an archive or, in older ones, with a pickle."""
+    with open(path, "rb") as file:
+        return file.read(4).startswith((b"PK\x03\x04", b"\x80\x02"))
 
 
 def _loaded(state: T, d: Mapping[str, Any], function: str, where: str = "") -> T:

@@ -123,6 +123,9 @@ def graph_step(fn: Any = None, /, **options: Any) -> Any:
     The function is traced once on fake tensors, checked, lowered and captured; each call then replays the capture on
     preallocated buffers. The state passed in is donated; metrics are fresh tensors.
 
+    Inputs are pytrees of tensors, of numpy arrays, which keep their dtype, and of numbers: a float becomes f32, also
+    one of numpy (f64 where that is torch's default dtype). For a number in f64, pass a tensor or an array.
+
     Args:
       fn: The pure function, or a method. With or without parentheses.
       static_argnames: Arguments that are Python constants; each combination of values has its own capture.

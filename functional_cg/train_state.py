@@ -12,6 +12,7 @@ from torch import Tensor
 from typing_extensions import TypeVar, dataclass_transform
 
 from . import tree as pytree
+from .ambient.own_work import hand_back, own_work
 from .errors import LayoutError
 from .optim import GradientTransformation
 from .optim.algebra.arguments import refuse_without_rate
@@ -157,17 +158,24 @@ class TrainState(_StateClass, Generic[Params]):
                 why="A state has an accumulator only if it was created with one.",
                 fix="`TrainState.create(..., accumulate=True)` makes `state.grads`.",
             )
+        old = (self.params, self.opt_state)
+        with own_work():
+            params, opt_state = self._updated(grads, *old)
+        hand_back(old, (params, opt_state))
+        return dataclasses.replace(self, step=self.step + 1, params=params, opt_state=opt_state, **changes)
+
+    def _updated(self, grads: Any, *old: Any) -> tuple[Any, Any]:
+        """Return new params and optimizer state; what has no gradient stays."""
         out = left_out(self.params, grads)
         grads = filled(self.params, grads, out) if out else grads
         refuse_unlike(self.params, grads)
-        old = (self.params, self.opt_state)
         still = [i in out for i in range(len(pytree.leaves(self.params)))]
         flags = [still, resting(self.optimizer, self.opt_state, self.params, out)] if out else [[], []]
         ours, theirs = (hidden(flag, part) if out else part for flag, part in zip(flags, old, strict=True))
         params, opt_state = step_or_update(self.optimizer, grads, theirs, ours)
         if out:
             params, opt_state = map(kept, flags, old, (params, opt_state))
-        return dataclasses.replace(self, step=self.step + 1, params=params, opt_state=opt_state, **changes)
+        return params, opt_state
 
     def replace(self, **changes: Any) -> Self:
         """Return a copy with some fields replaced."""

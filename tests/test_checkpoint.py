@@ -504,3 +504,14 @@ def test_what_is_no_regular_file_is_not_replaced(
     after = os.lstat(path)
     assert (after.st_ino, after.st_mode, after.st_nlink) == (before.st_ino, before.st_mode, before.st_nlink)
     assert not list(tmp_path.glob(".*"))
+
+
+@pytest.mark.parametrize("zipped", [True, False])
+def test_a_file_of_torch_is_named_and_its_fix_reads_it(tmp_path: Path, *, zipped: bool) -> None:
+    state = fcg.place(VALUES)
+    torch.save(dict(fcg.state_dict(state)), tmp_path / "t.pt", _use_new_zipfile_serialization=zipped)
+    with pytest.raises(
+        ValueError, match=r"t\.pt was written by `torch\.save`.*\nTo fix: `values = torch\.load\(path\)`"
+    ):
+        fcg.load(tmp_path / "t.pt", state)
+    fcg.load_state_dict(state, torch.load(tmp_path / "t.pt"))

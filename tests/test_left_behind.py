@@ -352,6 +352,10 @@ def test_new_buffers_that_are_dropped_are_one_warning(make: Any, caplog: pytest.
     assert len(caplog.messages) == 1
     assert "the buffers of `1` (BatchNorm1d) in Sequential" in caplog.messages[0]
     assert "state.apply_gradients(grads, buffers=new_buffers)" in caplog.messages[0]
+    assert (
+        "pass them on. If another call on the same input returns them, nothing is lost" in caplog.messages[0]
+    )
+    assert "other numbers" in caplog.messages[0]  # `train=False` is not the same step without the warning
 
 
 def test_new_buffers_that_are_returned_are_no_warning(caplog: pytest.LogCaptureFixture) -> None:
@@ -673,3 +677,62 @@ def test_working_out_draws_and_writes_nothing_beside() -> None:
     known.config.kind, known.config.width = "classes", 3
     expected, _ = fcg.from_module(known)[0](params, buffers, x, labels, key=fcg.random.key(3))
     assert torch.equal(loss, expected)
+
+
+# --- training mode that changes nothing ----------------------------------------------------------------
+
+
+class Policy(nn.Module):
+    """Samples in any mode."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(2, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.distributions.Categorical(logits=self.layer(x)).sample()
+
+    def times(self, x: Tensor) -> Tensor:
+        return torch.rand(x.shape[0])
+
+
+class Reparametrized(nn.Module):
+    """Samples in training mode, in a function that its forward calls."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return _noisy(x) if self.training else x
+
+
+def _noisy(x: Tensor) -> Tensor:
+    return x + torch.randn_like(x)
+
+
+@pytest.mark.parametrize(
+    ("module", "method", "by_mode"),
+    [
+        (Policy(), "", False),
+        (Policy(), "times", False),
+        (nn.Sequential(nn.Linear(2, 2), Policy()), "", False),
+        (nn.Dropout(0.5), "", True),
+        (nn.Sequential(nn.Linear(2, 2), nn.Dropout(0.5), Policy()), "", True),
+        (Reparametrized(), "", True),
+        (nn.TransformerEncoderLayer(2, 1, 4, batch_first=True), "", True),
+        (nn.LSTM(2, 2, num_layers=2, dropout=0.5), "", True),
+    ],
+    ids=lambda value: type(value).__name__ if isinstance(value, nn.Module) else None,
+)
+def test_training_mode_is_named_only_where_it_changes_what_is_computed(
+    module: nn.Module, method: str, *, by_mode: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    apply, params, buffers = fcg.from_module(module)
+    state = fcg.place({"params": params, "buffers": buffers, "key": fcg.random.key(0)})
+    called = apply.method(method) if method else apply
+    evaluate = fcg.graph_fn(
+        lambda state, x: called(state["params"], state["buffers"], x, key=state["key"])[0]
+    )
+    with caplog.at_level(logging.WARNING, logger="functional_cg"):
+        evaluate(state, torch.randn(4, 1, 2) if isinstance(module, nn.LSTM) else torch.randn(4, 3, 2))
+    assert any("in training mode" in text for text in caplog.messages) == by_mode
+    with pytest.raises(fcg.ImplicitRandomnessError) as caught:
+        called(params, buffers, torch.randn(4, 3, 2))
+    assert ("train=False" in str(caught.value)) == by_mode or isinstance(module, nn.Sequential)

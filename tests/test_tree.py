@@ -417,3 +417,16 @@ def test_static_values_that_cannot_be_compared_are_refused() -> None:
     one, two = (tree.flatten(Masked(1, (np.ones(2),)))[1] for _ in range(2))
     with pytest.raises(TypeError, match="static values of type ndarray cannot be compared"):
         assert one == two
+
+
+def test_dicts_of_another_class_differ_by_their_keys() -> None:
+    """As `module.state_dict()` in place of parameters: an OrderedDict, and with the buffers."""
+    want, got = tree.flatten({"p": {"w": 1, "b": 2}})[1], tree.flatten({"p": OrderedDict(w=1, n=3)})[1]
+    assert tree.structure_diff(want, got, "state") == [
+        "state['p']  expected dict   got OrderedDict, which `dict(...)` converts",
+        "state['p']['b']  expected a leaf   got nothing",
+        "state['p']['n']  expected nothing   got a leaf",
+    ]
+    assert tree.structure_diff(got, want, "state")[0] == "state['p']  expected OrderedDict   got dict"
+    same_keys = tree.flatten({"p": OrderedDict(w=1, b=2)})[1]
+    assert len(tree.structure_diff(want, same_keys)) == len(tree.structure_diff(same_keys, want)) == 1

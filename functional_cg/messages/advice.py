@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from types import MappingProxyType
 
-__all__ = ["BUILTINS", "FUNCTIONS", "GENERIC", "LOG", "OR_OUTSIDE"]
+__all__ = ["ARRAY", "BUILTINS", "DRAWN_ARRAY", "FUNCTIONS", "GENERIC", "INDEX", "LOG", "OR_OUTSIDE", "TABLE"]
 
 OR_OUTSIDE = "or return the value in `metrics` and decide outside of the step"
 GENERIC = f"`torch.where(cond, a, b)`; {OR_OUTSIDE}"
@@ -54,6 +54,13 @@ FUNCTIONS = _table("""
     "SIZE",
     "shapes are fixed at capture: take the size from `.shape` or a static argument, and mask with `torch.where`",
 ))  # fmt: skip
+
+INDEX = "index with integer tensors of at least one dimension, `x[i[None]][0]`; for a mask, `torch.where(mask, x, 0)`"
+# {x} is an array of numpy, {i} the index.
+TABLE = (
+    "look the value up outside of the step and pass it as an input; or make a tensor, `table = torch.tensor({x})`, "
+    "declare it, `constants=table`, and write `table.index_select(0, {i}[None])[0]`"
+)
 
 # Fixes for arithmetic between a numpy array and a tensor; ARRAY stands for the user's expression.
 ARRAY = (

@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from .advice import ARRAY, BUILTINS, DRAWN_ARRAY, FUNCTIONS, GENERIC, LOG, OR_OUTSIDE
+from .advice import ARRAY, BUILTINS, DRAWN_ARRAY, FUNCTIONS, GENERIC, INDEX, LOG, OR_OUTSIDE, TABLE
 
 __all__ = ["sync_spelling"]
 
@@ -302,13 +302,13 @@ def _subscript(site: _Site) -> tuple[str, str] | None:
     stacked = isinstance(site.value(node.value), list | tuple) or isinstance(node.value, ast.List | ast.Tuple)
     base = f"torch.stack({_text(node.value)})" if stacked else _operand(node.value)
     indices = list(node.slice.elts) if isinstance(node.slice, ast.Tuple) else [node.slice]
+    if type(site.value(node.value)).__module__ == "numpy":
+        return f"`{_text(node)}`", TABLE.format(x=_text(node.value), i=_operand(indices[0]))
     for kind, fix in _INDEX_FIXES:
         dim = next((dim for dim, index in enumerate(indices) if kind(site, index)), None)
         if dim is not None:
             return f"`{_text(node)}`", fix(site, base, indices, dim)
-    return f"`{_text(node)}`", (
-        "index with integer tensors of at least one dimension, `x[i[None]][0]`; for a mask, `torch.where(mask, x, 0)`"
-    )
+    return f"`{_text(node)}`", INDEX
 
 
 def _is_mask(site: _Site, index: ast.AST) -> bool:

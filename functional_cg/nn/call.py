@@ -6,6 +6,7 @@ key and records writes. The other, above autograd, keeps attention and RNNs on k
 
 from __future__ import annotations
 
+import inspect
 import warnings
 import weakref
 from collections import Counter
@@ -126,10 +127,11 @@ class Place:
 
     Attributes:
       recomputes: Whether the forward called ``torch.utils.checkpoint``.
+      drew_by_mode: Whether it drew random numbers where it reads ``training``, as dropout does.
     """
 
     def __init__(self, module: nn.Module) -> None:
-        self.recomputes = False
+        self.recomputes = self.drew_by_mode = False
         self._name = type(module).__name__
         self._trail: list[tuple[str, str]] = []
         self._draws: Counter[str] = Counter()
@@ -169,17 +171,13 @@ class Place:
         """Name of the innermost running submodule, as in ``named_modules``."""
         return self._trail[-1][0] if self._trail else ""
 
-    @property
-    def drew(self) -> bool:
-        """Whether any random numbers were drawn."""
-        return bool(self._draws)
-
     def next_stream(self) -> int:
         """Return the stream of the next draw of the innermost running submodule."""
         if self._effects is not None and len(self._began[self._trail[0][0]]) > 1:
             raise self._cannot_repeat(
                 "it runs several times in one forward, and draws random numbers: they would be other ones"
             )
+        self.drew_by_mode = self.drew_by_mode or _reads_training()
         number = self._draws[self.path]
         self._draws[self.path] += 1
         return stream_of(self.path, number)
@@ -213,6 +211,23 @@ class Place:
     def __str__(self) -> str:
         path, name = self._trail[-1] if self._trail else ("", self._name)
         return f"`{path}` ({name})" if path else f"`{name}` itself"
+
+
+# What calls the code of one submodule: its forward, or a method of the model.
+_ENDS = frozenset({Place._run.__code__, run.__code__})
+
+
+def _reads_training() -> bool:
+    """Whether the running code of the innermost submodule reads ``training``, so that the mode decides what it does.
+
+    A module that samples in any mode, such as a policy, does not.
+    """
+    frame = inspect.currentframe()
+    while frame is not None and frame.f_code not in _ENDS:
+        if "training" in frame.f_code.co_names:
+            return True
+        frame = frame.f_back
+    return False
 
 
 class Effects(Draws):
@@ -263,8 +278,9 @@ class Effects(Draws):
     def refusal(self, func: Any, reason: str = "") -> ImplicitRandomnessError:
         if self._key is not None:
             return super().refusal(func, reason)
-        fix = "pass one, `apply(params, buffers, x, key=fcg.random.fold_in(state.key, state.step))`; to evaluate, "
-        return self.refused(func, "and `apply` has no key", reason, f"{fix}`train=False`.")
+        fix = "pass one, `apply(params, buffers, x, key=fcg.random.fold_in(state.key, state.step))`"
+        more = "; to evaluate, `train=False`." if _reads_training() else "."
+        return self.refused(func, "and `apply` has no key", reason, f"{fix}{more}")
 
     def place(self) -> str:
         return str(self._place)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import tree as pytree
+from ..ambient.own_work import own_work
 from ..ambient.setting import in_a_backward
 from ..errors import LayoutError
 from ..random.arguments import check_key
@@ -180,6 +181,19 @@ class Apply:
         params, buffers = self._by_name(params, buffers)
         note_tensors(buffers.values(), self._fixed)
         self._refuse_key(key)
+        with own_work():
+            return self._run(params, buffers, args, kwargs, key, train=train)
+
+    def _run(
+        self,
+        params: Mapping[str, Tensor],
+        buffers: Mapping[str, Tensor],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        key: Tensor | None,
+        *,
+        train: bool,
+    ) -> tuple[Any, dict[str, Tensor]]:
         # Copy all of them; a captured step keeps only the copies that are written. Copying at the first write instead,
         # behind autograd's back, would be invisible to gradients, since autograd saves the tensors the forward uses.
         held = {name: buffer.detach().clone() for name, buffer in buffers.items()}
@@ -190,7 +204,7 @@ class Apply:
 
         def remembers(before: Held, after: Held) -> bool:
             copied = partial(self._copy, train=train)
-            tensors = params | buffers | self._fixed
+            tensors = {**params, **buffers, **self._fixed}
             return only_remembers(copied, self._method, tensors, args, kwargs, before, after)
 
         out, written, place = run(
@@ -206,13 +220,13 @@ class Apply:
             # In the backward, it finds what it has found here, and writes nothing that was returned.
             set_buffers(module, {name: buffers[name].detach().clone() for name in changed})
         if not in_a_backward():  # there `remat` recomputes only for the gradients
-            self._note(module, changed, drew=place.drew)
+            self._note(module, changed, drew_by_mode=place.drew_by_mode)
         return out, values
 
-    def _note(self, module: nn.Module, written: Mapping[str, Tensor], *, drew: bool) -> None:
+    def _note(self, module: nn.Module, written: Mapping[str, Tensor], *, drew_by_mode: bool) -> None:
         parts = dict.fromkeys(name.rpartition(".")[0] for name in written)
         texts = tuple(f"`{path}` ({type(module.get_submodule(path)).__name__})" for path in parts)
-        by_mode = module.training and (drew or bool(written))
+        by_mode = module.training and (drew_by_mode or bool(written))
         note(
             Applied(
                 self._original, type(module).__name__, by_mode, texts, tuple(map(unwrapped, written.values()))

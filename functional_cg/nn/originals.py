@@ -151,7 +151,7 @@ class Applied:
     Attributes:
       original: The module that was copied.
       name: Name of its class.
-      by_mode: Whether, in training mode, it drew random numbers or wrote buffers.
+      by_mode: Whether, in training mode, it wrote buffers, or drew random numbers where it reads its mode.
       parts: Submodules whose buffers were written, with their class.
       written: New values of those buffers.
     """

@@ -98,7 +98,15 @@ def _describe(node: Treedef) -> str:
     assert node.kind is not None
     if node.kind is type(None):
         return "None"
-    return f"{node.kind.__name__} with {len(node.children)} children"
+    return f"{_name(node)} with {len(node.children)} children"
+
+
+def _name(node: Treedef) -> str:
+    return "a leaf" if node.kind is None else node.kind.__name__
+
+
+def _is_dict(node: Treedef) -> bool:
+    return node.kind is not None and issubclass(node.kind, dict)
 
 
 def structure_diff(expected: Treedef, got: Treedef, root: str = "tree") -> list[str]:
@@ -108,8 +116,11 @@ def structure_diff(expected: Treedef, got: Treedef, root: str = "tree") -> list[
     def walk(a: Treedef, b: Treedef, path: KeyPath) -> None:
         where = path_string(path, root)
         if a.kind is not b.kind:
-            rows.append(f"{where}  expected {_describe(a)}   got {_describe(b)}")
-            return
+            if not (_is_dict(a) and _is_dict(b)):
+                rows.append(f"{where}  expected {_describe(a)}   got {_describe(b)}")
+                return
+            converts = ", which `dict(...)` converts" if a.kind is dict else ""
+            rows.append(f"{where}  expected {_name(a)}   got {_name(b)}{converts}")
         here = {str(key): child for key, child in zip(a.keys, a.children, strict=True)}
         there = {str(key): child for key, child in zip(b.keys, b.children, strict=True)}
         rows.extend(
@@ -121,7 +132,8 @@ def structure_diff(expected: Treedef, got: Treedef, root: str = "tree") -> list[
             if key not in here
         )
         if (
-            set(here) == set(there)
+            a.kind is b.kind
+            and set(here) == set(there)
             and not isinstance(a.context, Names)
             and not same_static(a.context, b.context)
         ):

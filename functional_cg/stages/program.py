@@ -66,6 +66,7 @@ class Instr:
       writes: Variables that the call writes in place.
       site: The line of user code, if known.
       backward: Whether autograd's backward made the call.
+      inner: Whether the library made it on the way to a result, in a module's function or an optimizer.
     """
 
     op: Any
@@ -75,6 +76,7 @@ class Instr:
     writes: tuple[Var, ...]
     site: Location | None
     backward: bool = False
+    inner: bool = False
 
     @property
     def name(self) -> str:
@@ -203,6 +205,7 @@ class Program:
       output_def: Their tree structure.
       reports: What is printed or tapped at each call.
       applications: Calls of modules' functions.
+      replaced: For each update, the trees that it handed back: the pairs (old value, new value) of their leaves.
       suppositions: Slots that it never changes, with the values that it was traced with, on the host.
     """
 
@@ -221,6 +224,7 @@ class Program:
     output_paths: list[KeyPath] = field(default_factory=list)
     reports: list[Report] = field(default_factory=list)
     applications: list[Application] = field(default_factory=list)
+    replaced: list[list[list[tuple[Var, Var]]]] = field(default_factory=list)
     suppositions: list[Constant] = field(default_factory=list)
 
     @property

@@ -78,7 +78,9 @@ def warnings_of(lowered: Lowered) -> Iterator[str]:
         yield (
             f"{'; '.join(forgotten[:_SHOWN])}{more}: new values, such as BatchNorm's statistics, were computed and "
             "dropped; return them, `loss, new_buffers` from the loss, `has_aux=True`, and "
-            "`state.apply_gradients(grads, buffers=new_buffers)`; or use those that are there, `train=False`."
+            "`state.apply_gradients(grads, buffers=new_buffers)`; if the module is called again, pass them on. If "
+            "another call on the same input returns them, nothing is lost. `train=False` writes none, but it also "
+            "normalizes by the old ones: other numbers."
         )
     dropped = lowered.inspection.dropped
     for text in dropped[:_SHOWN]:

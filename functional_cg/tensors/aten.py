@@ -17,6 +17,8 @@ from torch import Tensor
 
 __all__ = [
     "FUSED",
+    "LIFTS",
+    "PUTS",
     "UNGROUPED",
     "adds_up",
     "argument",
@@ -33,6 +35,14 @@ __all__ = [
 
 # Name prefixes of fused optimizers; `aten::_fused_rms_norm` is not one.
 FUSED = ("aten::_fused_ada", "aten::_fused_sgd")
+# Ops that write a value into a tensor; the value may be a number on the host.
+PUTS = frozenset(
+    f"aten::{op}{end}" for op in "copy fill index_put masked_fill index_fill".split() for end in ("", "_")
+)
+# Ops that make a tensor of a program from one that a literal such as `torch.tensor([1, 2])` made.
+LIFTS = frozenset(
+    {torch.ops.aten.lift_fresh.default, torch.ops.aten.lift.default, torch.ops.aten.lift_fresh_copy.default}
+)
 
 # dtypes without a grouped copy on CUDA.
 UNGROUPED = frozenset({torch.uint16, torch.uint32, torch.uint64})

@@ -2,10 +2,12 @@
 
 import copy
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 
+import functional_cg as fcg
 from tests.refusals.judge import Spelling, accepted, assert_spelling, metric
 
 
@@ -283,3 +285,22 @@ def index_write(s, b):
 )
 def test_accepted(function):
     accepted(metric(function))
+
+
+def test_a_table_of_numpy_is_looked_up_outside_or_becomes_a_constant():
+    table = np.linspace(0.0, 1.0, 10)
+    state = fcg.place({"w": torch.ones(2)})
+    fix = (
+        r"To fix: look the value up outside of the step and pass it as an input; or make a tensor, "
+        r"`table = torch.tensor\(table\)`, declare it, `constants=table`, "
+        r"and write `table.index_select\(0, epoch\[None\]\)\[0\]`"
+    )
+    with pytest.raises(fcg.HostSyncError, match=fix):
+        fcg.graph_step(lambda state, epoch: (state, table[epoch]))(state, 3)
+    _, value = fcg.graph_step(lambda state, value: (state, value + 0))(fcg.fork(state), table[3])
+    assert float(value) == pytest.approx(table[3])
+    expected, table = table[3], torch.tensor(table)
+    step = fcg.graph_step(
+        lambda state, epoch: (state, table.index_select(0, epoch[None])[0]), constants=table
+    )
+    assert float(step(state, 3)[1]) == expected

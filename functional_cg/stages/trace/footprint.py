@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 
+from ...messages.source import Location
 from ...tensors.aten import FUSED
 from ..program import Instr, Program, Var, live
 from .keys import draws, shared_keys
@@ -15,7 +17,6 @@ from .keys import draws, shared_keys
 __all__ = ["Inspection", "inspection_of"]
 
 _GRADIENTS = 1  # position of the gradients in the arguments of a fused optimizer op
-_WEIGHTS = (1, 2)  # positions of weight and bias in those of a batch norm
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,18 +123,46 @@ def _forgotten(program: Program) -> Iterator[str]:
 def _dropped(program: Program) -> Iterator[str]:
     """Yield state leaves returned unchanged although a new value for them was computed and never used.
 
-    The classic case: BatchNorm's new statistics never reach the new state. A value counts as a new value of a leaf if
-    it is computed from the leaf through values of the leaf's shape and dtype only.
+    The classic case: an average whose new value never reaches the new state. In the user's own lines, a value counts as
+    a new value of a leaf if it is computed from the leaf through values of the leaf's shape and dtype only. What the
+    library computes there is its own business: of an update, only a whole tree that was handed back is forgotten; a
+    leaf of it that stays, such as a count, was put back.
     """
     unchanged = {
         old: name
         for name, old, new in zip(program.slot_names, program.slots, program.new_state, strict=False)
         if old is new
     }
+    sites = _own(program, unchanged)
+    for leaf, site in _forgotten_updates(program):
+        sites.setdefault(leaf, site)
+    for leaf, name in unchanged.items():
+        if leaf in sites:
+            yield f"{name} ({sites[leaf]})" if sites[leaf] else name
+
+
+def _forgotten_updates(program: Program) -> Iterator[tuple[Var, Location | None]]:
+    """Yield the leaves of each tree of which an update made new values, none of which is read after the update."""
+    results = {*program.new_state, *program.results}
+    kept, _ = live(program.instrs, results)
+    place = {instr: number for number, instr in enumerate(program.instrs)}
+    maker = {var: instr for instr in program.instrs for var in instr.outputs()}
+    read = {var: place[instr] for instr in kept for var in instr.inputs()}
+    for parts in program.replaced:
+        changed = [[(old, new) for old, new in part if old is not new and new in maker] for part in parts]
+        end = max((place[maker[new]] for part in changed for _, new in part), default=0)
+        for part in changed:
+            if not any(new in results or read.get(new, -1) > end for _, new in part):
+                yield from ((old, maker[new].site) for old, new in part)
+
+
+def _own(program: Program, unchanged: Collection[Var]) -> dict[Var, Location | None]:
+    """Return the leaves for which the user's own lines compute a new value that nothing reads, and the lines."""
     leaf_of = {var: var for var in unchanged}
-    buffers = {var.storage for one in program.applications for var in one.written}
-    sites: dict[Var, str] = {}
+    sites: dict[Var, Location | None] = {}
     for instr, lost in _lost(program):
+        if instr.inner or instr.backward:  # a gradient is no new value either
+            continue
         for source, result in _same_kind(instr):
             if source in leaf_of:
                 leaf_of.setdefault(result, leaf_of[source])
@@ -141,11 +170,11 @@ def _dropped(program: Program) -> Iterator[str]:
             continue
         # A view of an existing value is not a new value.
         seen = set() if instr.writes else {var.storage for var in instr.inputs()}
-        for var in (var for var in lost if var.storage not in seen | buffers):
+        for var in (var for var in lost if var.storage not in seen):
             leaf = leaf_of.get(var)
             if leaf is not None and leaf.storage != var.storage:  # not a view of the leaf
-                sites.setdefault(leaf, f" ({instr.site})" if instr.site else "")
-    yield from (name + sites[leaf] for leaf, name in unchanged.items() if leaf in sites)
+                sites.setdefault(leaf, instr.site)
+    return sites
 
 
 def _lost(program: Program) -> Iterator[tuple[Instr, list[Var]]]:
@@ -161,24 +190,25 @@ def _lost(program: Program) -> Iterator[tuple[Instr, list[Var]]]:
 
 
 def _same_kind(instr: Instr) -> Iterator[tuple[Var, Var]]:
-    """Yield pairs (argument, result) of equal shape and dtype; for grouped ops, those at the same list position."""
+    """Yield pairs (argument, result) of equal shape and dtype; for grouped ops, those at the same list position.
+
+    Of several results, each has its own meaning: one is a new value of an argument only if the op says so by its name.
+    """
+    schema = instr.op._schema
     if str(instr.op).partition(".default")[0].endswith("_like"):
         return  # takes the argument's shape, not its values
-    unscaled = instr.op._schema.name.startswith(FUSED) and not instr.kwargs.get("grad_scale")
-    columns = [instr.out, *instr.out] if isinstance(instr.out, (list, tuple)) else [instr.out]
-    for number, arg in enumerate(instr.args):
+    unscaled = schema.name.startswith(FUSED) and not instr.kwargs.get("grad_scale")
+    several = len(schema.returns) > 1
+    columns = zip(schema.returns, instr.out, strict=True) if several else [(None, instr.out)]
+    for number, (said, out) in itertools.product(range(len(instr.args)), list(columns)):
         if unscaled and number == _GRADIENTS:
             continue  # returned unchanged
-        if "batch_norm" in instr.op._schema.name and number in _WEIGHTS:
-            continue  # batch statistics are not new values for them
-        for out in columns:
-            pairs = [(arg, out)]
-            if isinstance(arg, list) and isinstance(out, (list, tuple)) and len(arg) == len(out):
-                pairs = list(zip(arg, out, strict=True))
-            for source, result in pairs:
-                if (
-                    isinstance(source, Var)
-                    and isinstance(result, Var)
-                    and source.spec.same_layout(result.spec)
-                ):
-                    yield source, result
+        if said is not None and said.name != f"{schema.arguments[number].name}_out":
+            continue
+        arg = instr.args[number]
+        pairs = [(arg, out)]
+        if isinstance(arg, list) and isinstance(out, (list, tuple)) and len(arg) == len(out):
+            pairs = list(zip(arg, out, strict=True))
+        for source, result in pairs:
+            if isinstance(source, Var) and isinstance(result, Var) and source.spec.same_layout(result.spec):
+                yield source, result

@@ -60,8 +60,8 @@ _READS: Mapping[str, str] = MappingProxyType(
 
 # Triton asks for addresses when it launches a kernel.
 _IN_AN_OP = (
-    "launch a kernel of Triton's in an op, `@torch.library.triton_op(name, mutates_args={})`, as "
-    "`torch.library.wrap_triton(kernel)[grid](...)`, and one of any other kind in a `torch.library.custom_op`"
+    "leave addresses to kernels: launch one of Triton's in an op, `@torch.library.triton_op(name, mutates_args={})`, "
+    "as `torch.library.wrap_triton(kernel)[grid](...)`, and one of any other kind in a `torch.library.custom_op`"
 )
 
 # Files that read whether values are valid, and nothing else.

@@ -19,6 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from ... import tree as pytree
+from ...ambient.own_work import OwnWork, watching
 from ...ambient.setting import canonical, in_a_backward
 from ...errors import FunctionalCGError, HostSyncError
 from ...messages.source import Locator
@@ -27,12 +28,12 @@ from ...shards.reader import Reader
 from ...shards.tensor import Sharded
 from ...state.arena import BufferSpec
 from ...state.boundary import entered, left, mesh_of, shown
-from ...tensors.aten import named_arguments, tensors_in
+from ...tensors.aten import LIFTS, PUTS, named_arguments, tensors_in
 from ...tensors.fake_mode import FakeMode, without_log
 from ...tensors.overlap import storage_key
 from ...transforms.debug import REPORTS
 from ...tree import KeyPath, path_string
-from ..program import Application, Constant, Instr, Program, Report, Var
+from ..program import Constant, Instr, Program, Report, Var
 from ..watch.frames import Follower
 from ..watch.host_watch import HostWatch
 from ..watch.names import HostReads
@@ -40,23 +41,15 @@ from .exceptions import mapped, raised_at
 from .host import HostGuard, HostRandomness, HostState, is_validation
 from .known import BY_NUMBER, Supposed, as_filling, aside_from_modes, by_places, filled, result_of, value_of
 from .recipe import Recipe
-from .results import read_result
+from .results import read_reports, read_result
 from .rules import Rules, refuse_mixed_dtypes
 from .strays import disown, refuse_kept
 from .twice import refuse_another_call, refuse_another_literal, refuse_another_result
 
 __all__ = ["trace"]
 
-_LIFTS = frozenset(
-    {torch.ops.aten.lift_fresh.default, torch.ops.aten.lift.default, torch.ops.aten.lift_fresh_copy.default}
-)
-
 _Act = Callable[..., Any]
 _IN_OTHER_STRIDES_ = torch.ops.aten.as_strided_.default
-# Ops that write a value into a tensor; the value may be a number on the host.
-_PUTS = frozenset(
-    f"aten::{op}{end}" for op in "copy fill index_put masked_fill index_fill".split() for end in ("", "_")
-)
 
 
 class _Recorder(TorchDispatchMode):
@@ -79,7 +72,7 @@ class _Recorder(TorchDispatchMode):
         self._protected: dict[int, str] = {}
         self.declared: dict[int, Tensor] = {}
         self.mesh = mesh_of([spec for state in recipe.states for spec in state.specs])
-        self.met = Met()
+        self.met, self.work = Met(), OwnWork()
         self.rules = Rules(
             recipe.name, self._protected, self.met.fixed, recipe.function, on_a_mesh=self.mesh is not None
         )
@@ -138,7 +131,8 @@ class _Recorder(TorchDispatchMode):
     def release(self) -> list[weakref.ref[Tensor]]:
         """Drop all tensors of the trace; any that stay alive are held by user code."""
         self._references += map(weakref.ref, self._kept)
-        for one in (self._kept, self.declared, self.met.buffers, self.met.applied, self.met.fixed):
+        met = self.met
+        for one in (self._kept, self.declared, met.buffers, met.applied, met.fixed, self.work.replaced):
             one.clear()
         return self._references
 
@@ -160,11 +154,11 @@ class _Recorder(TorchDispatchMode):
         if func in REPORTS:
             self.program.reports.append(Report(func, tuple(args[:-1]), tuple(self._freeze(list(args[-1])))))
             return None
-        if func in _LIFTS and not isinstance(args[0], FakeTensor):
+        if func in LIFTS and not isinstance(args[0], FakeTensor):
             return self._literal(args[0])
         if self.declared or self.met.fixed:
             args, kwargs = self._with_constants(args), self._with_constants(kwargs)
-        if func._schema.name in _PUTS:
+        if func._schema.name in PUTS:
             args = self._from_here(args)
         tensors = list(tensors_in([*args, *kwargs.values()]))
         if tensors and all(one.is_meta and self.var_of(one) is None for one in tensors):
@@ -255,7 +249,8 @@ class _Recorder(TorchDispatchMode):
         named = {name: self._freeze(value) for name, value in kwargs.items()}
         writes = tuple(self._vars[id(tensor)] for tensor in written)
         # Built last: the result may be an argument that this call turns into a new variable.
-        instr = Instr(func, frozen, named, self._born(out), writes, self._locator.locate(), in_a_backward())
+        born, at = self._born(out), self._locator.locate()
+        instr = Instr(func, frozen, named, born, writes, at, in_a_backward(), self.work.depth > 0)
         self.program.instrs.append(instr)
         if self._first is not None:
             refuse_another_call(self._first, self.program.instrs)
@@ -339,16 +334,15 @@ def _run(
         recorder.declare(name, constant)
     follow = nullcontext() if follower is None else follower.following()
     guard = HostGuard(recorder.rules, recorder.value_of)
-    with canonical(recorder.mesh), without_log(), mode, recorder, guard, meeting(recorder.met), follow:
-        result = recipe.apply(recipe.function, trees, inputs)
-        old = recipe.states[0] if recipe.donates else None
-        result = shown(result) if old is None else left(old.specs, old.treedef, result)
+    with meeting(recorder.met), watching(recorder.work), canonical(recorder.mesh), without_log():
+        with mode, recorder, guard, follow:
+            result = recipe.apply(recipe.function, trees, inputs)
+            old = recipe.states[0] if recipe.donates else None
+            result = shown(result) if old is None else left(old.specs, old.treedef, result)
     recorder.rules.refuse_what_was_caught()
     read_result(recipe, program, recorder.variable, result)
     recorder.supposed.refuse_written()
-    for one in recorder.met.applied:
-        written = tuple(var for var in map(recorder.var_of, one.written) if var is not None)
-        program.applications.append(Application(one.original, one.name, one.by_mode, one.parts, written))
+    read_reports(program, recorder.var_of, recorder.met, recorder.work)
     return recorder
 
 

@@ -10,15 +10,17 @@ import torch
 from torch import Tensor
 
 from ... import tree as pytree
+from ...ambient.own_work import OwnWork
 from ...call.signature import new_state_and_metrics
 from ...errors import ForeignTensorError, SideEffectError
+from ...nn.originals import Met
 from ...state.boundary import held
 from ...tree import KeyPath, path_string
-from ..program import Program, Var
+from ..program import Application, Program, Var
 from .recipe import Recipe
 from .rules import refuse_new_state
 
-__all__ = ["read_result"]
+__all__ = ["read_reports", "read_result"]
 
 # Types that define no hash but are immutable, or that nobody would mutate.
 _ATOMS = (torch.dtype, torch.layout, torch.memory_format, type, type(None), FunctionType, BuiltinFunctionType)
@@ -52,6 +54,25 @@ def read_result(
         variable(path, leaf, "metrics") if isinstance(leaf, Tensor) else leaf
         for path, leaf in zip(program.output_paths, leaves, strict=True)
     ]
+
+
+def read_reports(program: Program, var_of: Callable[[Tensor], Var | None], met: Met, work: OwnWork) -> None:
+    """Note in a program what calls of the library reported.
+
+    Args:
+      program: The program.
+      var_of: Returns the variable of a tensor, or None.
+      met: What modules' functions reported.
+      work: What optimizers reported.
+    """
+    for one in met.applied:
+        written = tuple(var for var in map(var_of, one.written) if var is not None)
+        program.applications.append(Application(one.original, one.name, one.by_mode, one.parts, written))
+    for parts in work.replaced:
+        program.replaced.append([])
+        for part in parts:
+            pairs = [(var_of(held(old)), var_of(held(new))) for old, new in part]
+            program.replaced[-1].append([(old, new) for old, new in pairs if old and new])
 
 
 def _refuse_unreturnable(function: str, paths: Sequence[KeyPath], leaves: Sequence[Any]) -> None:
