@@ -49,6 +49,7 @@ READS: dict[str, Callable[[Tensor, Tensor, Tensor], Any]] = {
     "text": lambda x, table, edges: x * len(f"{table.sum():.1f}"),
     "made on the host": lambda x, table, edges: x * torch.arange(5).to(x.device) + torch.ones(5).to(x),
     "written on the host": lambda x, table, edges: x * torch.tensor([1.0, 2, 3, 4, 5]).mul_(2).to(x.device),
+    "written, then read": lambda x, table, edges: x * torch.tensor([1.0, 2.0]).mul_(2)[1].item(),
     "a number of the host": lambda x, table, edges: x.clone().index_put_((table > 0,), torch.zeros(())),
 }
 

@@ -69,8 +69,9 @@ def value_of(
         return None
     instrs = [instr for instr in program.instrs if not instr.checks]
     values = {constant.var: constant.value for constant in program.constants}
-    values |= _decided(instrs, live(instrs, [var])[0])
-    instrs, _ = live([one for one in instrs if values.keys().isdisjoint(one.outputs())], [var])
+    decided = _decided(instrs, live(instrs, [var])[0])
+    values |= decided
+    instrs, _ = live([one for one in instrs if decided.keys().isdisjoint(one.outputs())], [var])
     made = {out for instr in instrs for out in instr.outputs()}
     for one in dict.fromkeys([*(read for instr in instrs for read in instr.inputs()), var]):
         if one not in values and one not in made:
