@@ -65,7 +65,7 @@ TABLE = (
 # Fixes for arithmetic between a numpy array and a tensor; ARRAY stands for the user's expression.
 ARRAY = (
     "`ARRAY` is an array of numpy, which computes on the host: pass it as an input, or declare "
-    "`torch.as_tensor(ARRAY)` in `constants=`"
+    "`torch.tensor(ARRAY)`, a copy, in `constants=`"
 )
 DRAWN_ARRAY = (
     "`ARRAY` is drawn by numpy, once and on the host: draw it from a key in the state, "

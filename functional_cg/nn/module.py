@@ -186,8 +186,8 @@ class Apply:
 
     def _run(
         self,
-        params: Mapping[str, Tensor],
-        buffers: Mapping[str, Tensor],
+        params: dict[str, Tensor],
+        buffers: dict[str, Tensor],
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         key: Tensor | None,
