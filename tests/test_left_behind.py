@@ -736,3 +736,39 @@ def test_training_mode_is_named_only_where_it_changes_what_is_computed(
     with pytest.raises(fcg.ImplicitRandomnessError) as caught:
         called(params, buffers, torch.randn(4, 3, 2))
     assert ("train=False" in str(caught.value)) == by_mode or isinstance(module, nn.Sequential)
+
+
+@torch.library.custom_op("fcg_tests::doubled", mutates_args=())
+def doubled(x: Tensor) -> Tensor:
+    return x * 2
+
+
+doubled.register_fake(torch.empty_like)
+doubled.register_autograd(lambda ctx, grad: grad * 2)
+
+
+@pytest.mark.parametrize("lowering", ["aten", "inductor"])
+def test_what_torch_notes_in_an_op_that_a_module_holds_is_no_change(lowering: Any) -> None:
+    class Holds(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.op, self.inner = doubled, nn.Linear(3, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.op(self.inner(x)).square().mean()  # type: ignore[no-any-return]
+
+    module = Holds()
+    apply, params, buffers = fcg.from_module(module)
+
+    @fcg.graph_step(lowering=lowering)
+    def train_step(state: Any, x: Tensor) -> Any:
+        loss, grads = fcg.value_and_grad(lambda p: apply(p, buffers, x)[0])(state.params)
+        return state.apply_gradients(grads), {"loss": loss}
+
+    state = fcg.TrainState.create(params=params, optimizer=fcg.optim.sgd(0.1))
+    for call in range(4):
+        module.train(call % 2 == 0)  # the copy has its own mode; the original is compared again
+        doubled._opoverload._dispatch_cache[-1 - call] = call  # as torch notes where kernels are
+        state, _ = train_step(state, torch.full((2, 3), float(call)))
+    doubled._opoverload._dispatch_cache.clear()
+    assert train_step.stats.replays == 4

@@ -50,7 +50,9 @@ Held = dict[str, Any]  # by path: what stands there, in a form that can be compa
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), Enum, torch.dtype, torch.device)
 _SEQUENCES = (list, tuple, deque)
 _SETS = (set, frozenset)
-_LEAVES = (Tensor, type, ModuleType, BuiltinFunctionType)
+# Ops belong to the process: they cannot be copied, and torch notes in them where their kernels are.
+OPS = (torch._ops.OpOverloadPacket, torch._ops.OpOverload, torch._library.custom_ops.CustomOpDef)
+_LEAVES = (Tensor, type, ModuleType, BuiltinFunctionType, *OPS)
 _OWN = "functional_cg"  # what watches the forward counts
 COMPILED = "_compiled_call_impl"  # of `module.compile()`; a copy runs its forward without
 _HOOKS = re.compile(r"(^|\.)_forward(_pre)?_hooks(_with_kwargs|_always_called)?(?P<inside>\[.*)?$")

@@ -18,7 +18,7 @@ from ..errors import LayoutError
 from ..random.arguments import check_key
 from ..state.arena import BufferSpec, refuse_aliases
 from ..tensors.aten import is_batched, unwrapped
-from .attributes import Held, copying, refuse_exchanged, walked
+from .attributes import OPS, Held, copying, refuse_exchanged, walked
 from .buffers import set_buffers
 from .call import function_of, run, title
 from .originals import Applied, Original, fixed_tensors, note, note_tensors
@@ -27,9 +27,6 @@ from .remembered import only_remembers
 from .storage import storage_of
 
 __all__ = ["Apply", "from_module"]
-
-# Ops belong to the process; they cannot be copied.
-_OPS = (torch._ops.OpOverloadPacket, torch._ops.OpOverload, torch._library.custom_ops.CustomOpDef)
 
 
 def from_module(module: nn.Module) -> tuple[Apply, dict[str, Tensor], dict[str, Tensor]]:
@@ -343,7 +340,7 @@ def _template(module: nn.Module, ops: Mapping[int, Any], made: Iterable[Tensor])
 
 
 def _ops_of(module: nn.Module) -> dict[int, Any]:
-    return {id(value): value for _, value in walked(module) if isinstance(value, _OPS)}
+    return {id(value): value for _, value in walked(module) if isinstance(value, OPS)}
 
 
 def _copied(module: nn.Module, memo: dict[int, Any]) -> nn.Module:

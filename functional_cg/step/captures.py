@@ -213,10 +213,7 @@ class Transform:
         call = self._take_apart(args, kwargs)
         refuse_ambient_modes(self._name)
         lowered = self._lowered_for(call)
-        lowered.watch.check(self._name)
-        for original in lowered.originals:
-            original.check(self._name)
-        self._constants.check()
+        self._refuse_changes(lowered)
         refuse_other_values(lowered.program, call)
         if not self._to_verify:
             return self._replay(call, lowered)
@@ -224,9 +221,13 @@ class Transform:
         result = self._shadow.verify(lowered.seen(call), lowered, lambda: self._replay(call, lowered)())
         return lambda: result
 
+    def _refuse_changes(self, lowered: Lowered) -> None:
+        for one in (lowered.watch, *lowered.originals):
+            one.check(self._name)
+        self._constants.check()
+
     def _replay(self, call: Call, lowered: Lowered) -> Callable[[], Any]:
-        key = (id(lowered), call.arenas)
-        new = key not in self._captured
+        new = (key := (id(lowered), call.arenas)) not in self._captured
         args, kwargs = call.arguments()
         try:
             captured = self._captured_for(call, lowered)
@@ -243,7 +244,7 @@ class Transform:
             self._fast = in_turn(self._turn, captured.run, self._name, then=captured.finish)
         if done is MISS:
             self._take_apart(args, kwargs)  # another thread has since donated a state or changed a value
-            lowered.watch.check(self._name)
+            self._refuse_changes(lowered)
         assert done is not MISS, "a call that was just taken apart fits its capture"
         return functools.partial(captured.finish, done)
 
@@ -376,16 +377,15 @@ class Transform:
             stats=self.stats,
         )
         finish = finisher(self._name, program, donates=self._donates)
-        run = on_same_values(run, program, bound)
-        return Captured.of(run, finish, replay, call, constants, lowered)
+        return Captured.of(on_same_values(run, program, bound), finish, replay, call, constants, lowered)
 
     def _drop_spares(self) -> None:
         if drop_spares(self._captured):
             self._fast = None
 
     def _unchanged(self, lowered: Lowered) -> Callable[[], bool]:
-        checks: list[Any] = [lowered.watch.unchanged, *(original.unchanged for original in lowered.originals)]
-        checks += [self._constants.unchanged] if self._constants else []
+        watched = (lowered.watch, *lowered.originals, *([self._constants] if self._constants else []))
+        checks: list[Any] = [one.unchanged for one in watched]
         return cast("Callable[[], bool]", functools.reduce(lambda one, two: lambda: one() and two(), checks))
 
     def _refuse_closed(self) -> None:
