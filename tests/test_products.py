@@ -233,7 +233,7 @@ def restrided(x: Tensor, y: Tensor) -> Any:
     ("act", "batched"),
     [
         (sums_first, 1), (sum_needed_by_a_product, 1), (written_before_the_sums, 1), (written_before_the_products, 1),
-        (written_between_the_products, 0), (restrided, 0),
+        (written_between_the_products, 0), (restrided, 1),
     ],
 )  # fmt: skip
 def test_values_are_read_where_they_are_what_they_were(act: Any, batched: int) -> None:

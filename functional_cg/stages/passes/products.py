@@ -28,8 +28,6 @@ def batch_gradients(graph: fx.Graph) -> None:
     Args:
       graph: The graph; its nodes have their ``spec`` in ``meta``.
     """
-    if any(_counts_from_storage(node) for node in graph.nodes):
-        return  # an element of a batch does not start where its storage does
     needed = _needed_by_products(graph)
     groups: dict[object, list[fx.Node]] = {}
     for product in graph.find_nodes(op="call_function", target=_MM):
@@ -42,10 +40,6 @@ def batch_gradients(graph: fx.Graph) -> None:
     for group in groups.values():
         if len(group) > 1:
             _batch(graph, group, needed)
-
-
-def _counts_from_storage(node: fx.Node) -> bool:
-    return node.target is _aten.as_strided.default and (len(node.args) > 3 or bool(node.kwargs))
 
 
 def _needed_by_products(graph: fx.Graph) -> set[fx.Node]:
