@@ -150,13 +150,14 @@ class LayerDrop(nn.Module):
     def __init__(self, draw: Callable[[], Tensor], skip: Callable[[Tensor], Tensor]) -> None:
         super().__init__()
         self.layers = nn.ModuleList(nn.Linear(3, 3) for _ in range(3))
+        self.head = nn.Linear(3, 1)
         self.draw, self.skip = draw, skip
 
     def forward(self, x: Tensor) -> Tensor:
         for layer in self.layers:
             if not self.skip(self.draw()):
                 x = x + layer(x)
-        return x.square().mean()
+        return self.head(x).square().mean()
 
 
 def _partly() -> Tensor:
@@ -178,6 +179,7 @@ UNIFORM: dict[str, Callable[[], Tensor]] = {
     "of two": lambda: torch.zeros(2).uniform_()[1],
     "in float64": lambda: torch.rand([], dtype=torch.float64),
     "halved": lambda: torch.rand([]) * 0.5,
+    "in float16": lambda: torch.rand([]).half(),
 }
 SURE: dict[str, Callable[[Tensor], Tensor]] = {
     "< 0.0": lambda r: r < 0.0,
@@ -185,6 +187,8 @@ SURE: dict[str, Callable[[Tensor], Tensor]] = {
     "<= -0.5": lambda r: r <= -0.5,
     "> 1": lambda r: r > 1,
     ">= 1.5": lambda r: r >= 1.5,
+    "turned in place": lambda r: (r < 0.0).logical_not_(),
+    "turned in place by a view": lambda r: (whole := (r < 0.0), whole.view(-1)[0].fill_(True))[0],
 }
 UNSURE: dict[str, tuple[Callable[[], Tensor], Callable[[Tensor], Tensor]]] = {
     "inside": (lambda: torch.rand([]), lambda r: r < 0.1),
@@ -192,6 +196,9 @@ UNSURE: dict[str, tuple[Callable[[], Tensor], Callable[[Tensor], Tensor]]] = {
     "of a part": (_partly, lambda r: r > 1.0),
     "of another part": (_partly_else, lambda r: r > 1.0),
     "normal": (lambda: torch.randn([]), lambda r: r < -100.0),
+    "rounded to its end": (lambda: torch.rand([]).half(), lambda r: r >= 1.0),
+    "wrapped around": (lambda: torch.rand([]).mul(1e6).to(torch.int8), lambda r: r < 0),
+    "no number": (lambda: torch.rand([]) * float("inf"), lambda r: r >= 0),
 }
 
 

@@ -743,7 +743,7 @@ MUTANTS = (
     Mutant(
         "N61",
         "a module that was copied is not looked at again",
-        (("*(original.unchanged for original in lowered.originals)]", "]"),),
+        (("(lowered.watch, *lowered.originals, ", "(lowered.watch, "),),
         (
             f"{LEFT}test_a_module_changed_after_it_was_copied_is_noticed_at_the_next_call[freeze]",
             f"{LEFT}test_a_module_changed_after_it_was_copied_is_noticed_at_the_next_call[attribute of a layer]",
@@ -878,7 +878,7 @@ MUTANTS = (
     Mutant(
         "N84",
         "the value of a buffer that was read on the host is compared on the slow path alone",
-        (("        run = on_same_values(run, program, bound)\n", ""),),
+        (("on_same_values(run, program, bound), finish", "run, finish"),),
         (
             "tests/test_supposed.py::test_another_value_is_refused_wherever_it_comes_from",
             "tests/test_supposed.py::test_a_checkpoint_with_another_value_is_refused",

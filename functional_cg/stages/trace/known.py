@@ -67,11 +67,12 @@ def value_of(
     """
     if var is None:
         return None
-    instrs = [instr for instr in program.instrs if not instr.checks]
+    instrs, _ = live([instr for instr in program.instrs if not instr.checks], [var])
     values = {constant.var: constant.value for constant in program.constants}
-    decided = _decided(instrs, live(instrs, [var])[0])
-    values |= decided
-    instrs, _ = live([one for one in instrs if decided.keys().isdisjoint(one.outputs())], [var])
+    decided = _decided(instrs)
+    if decided:
+        values |= {instrs[place].out: value for place, value in decided.items()}
+        instrs, _ = live([instr for place, instr in enumerate(instrs) if place not in decided], [var])
     made = {out for instr in instrs for out in instr.outputs()}
     for one in dict.fromkeys([*(read for instr in instrs for read in instr.inputs()), var]):
         if one not in values and one not in made:
@@ -92,69 +93,64 @@ def value_of(
     return value
 
 
-_COMPARISONS = MappingProxyType(
-    {
-        _aten.lt.Scalar: lambda low, high, number: (high < number, low >= number),
-        _aten.le.Scalar: lambda low, high, number: (high <= number, low > number),
-        _aten.gt.Scalar: lambda low, high, number: (low > number, high <= number),
-        _aten.ge.Scalar: lambda low, high, number: (low >= number, high < number),
-    }
-)
-# Ops whose first other argument holds the values of the result, up to the dtype.
+_COMPARISONS = frozenset({_aten.lt.Scalar, _aten.le.Scalar, _aten.gt.Scalar, _aten.ge.Scalar})
+# Ops on floating-point numbers that keep or reverse the order of the elements.
+_MONOTONE = frozenset({"aten::clamp", "aten::mul"})
+# Ops whose results hold only elements of one argument, up to the dtype.
 _MOVES = frozenset(
     f"aten::{name}"
     for name in "to _to_copy view _unsafe_view clone copy_ detach alias expand unsqueeze select slice".split()
 )
 
 
-def _decided(instrs: Sequence[Instr], needed: Iterable[Instr]) -> dict[Any, Tensor]:
-    """Return the results of the comparisons that come out the same for all draws."""
+def _decided(instrs: Sequence[Instr]) -> dict[int, Tensor]:
+    """Return the results of the comparisons that come out the same for all draws, by their places."""
     found = {}
-    for instr in needed:
+    for place, instr in enumerate(instrs):
         if instr.op in _COMPARISONS and isinstance(instr.args[1], (int, float)):
-            within = _range(instrs[: instrs.index(instr)], instr.args[0])
-            always, never = _COMPARISONS[instr.op](*within, instr.args[1]) if within else (False, False)
-            if always or never:
-                spec = instr.out.spec
-                found[instr.out] = aside_from_modes(
-                    partial(torch.full, spec.shape, always, dtype=spec.dtype, device=spec.device)
-                )
+            ends = _ends(instrs[:place], instr.args[0])
+            value = None if ends is None else aside_from_modes(partial(_same, instr, ends))
+            if value is not None:
+                found[place] = value
     return found
 
 
-def _range(instrs: Sequence[Instr], var: Var) -> tuple[float, float] | None:
-    """Return the least and the greatest value that a variable can hold after these calls; None if that is not known.
+def _same(comparison: Instr, ends: Tensor) -> Tensor | None:
+    """Return the result of a comparison if it is the same at both ends, and therefore between them; else None."""
+    low, high = comparison.op(ends, comparison.args[1]).tolist()
+    spec = comparison.out.spec
+    return torch.full(spec.shape, low, dtype=spec.dtype, device=spec.device) if low == high else None
 
-    A range starts from random bits under a mask, so that it never holds NaN.
+
+def _ends(instrs: Sequence[Instr], var: Var) -> Tensor | None:
+    """Return two numbers between which all elements of a variable lie after these calls; None if nobody knows.
+
+    They are computed as the elements are, by ops that keep or reverse the order, so that they are rounded like them.
+    They start from random bits under a mask and not from floating-point numbers, of which any may be NaN.
     """
     place = next((n for n in reversed(range(len(instrs))) if _sets(instrs[n], var)), None)
     if place is None:
         return None
     instr, before = instrs[place], instrs[:place]
+    name, args = instr.op._schema.name, instr.args
     if instr.out is not var and all(_place(one) != _place(var) for one in instr.writes):
         return None  # a part of it, or more than it
-    name, args = instr.op._schema.name, instr.args
     if name == "aten::__and__" and type(args[1]) is int and args[1] >= 0:
-        return 0, args[1]
-    source = args[1] if name == "aten::copy_" else args[0] if args else None
-    within = _range(before, source) if isinstance(source, Var) else None
-    if within is None or (name != "aten::copy_" and instr.writes):
+        return aside_from_modes(
+            partial(torch.tensor, [0, args[1]], dtype=var.spec.dtype, device=var.spec.device)
+        )
+    copies = name == "aten::copy_"
+    source = args[1] if copies else args[0] if args else None
+    if (instr.writes and not copies) or not isinstance(source, Var) or not var.spec.dtype.is_floating_point:
+        return None  # integers wrap around
+    ends = _ends(before, source)
+    if ends is None:
         return None
-    low, high = within
-    if name == "aten::clamp":
-        least, most = (*args[1:], None, None)[:2]
-        low, high = (one if least is None else max(one, least) for one in (low, high))
-        low, high = (one if most is None else min(one, most) for one in (low, high))
-    elif name == "aten::mul" and isinstance(args[1], (int, float)):
-        low, high = sorted((low * args[1], high * args[1]))
-    elif name not in _MOVES:
-        return None
-    return _rounded(low, var.spec.dtype), _rounded(high, var.spec.dtype)
-
-
-def _rounded(value: float, dtype: torch.dtype) -> float:
-    found: float = aside_from_modes(lambda: torch.full((), value, dtype=dtype, device="cpu").item())
-    return found
+    if name in _MOVES:
+        return aside_from_modes(partial(ends.to, var.spec.dtype))
+    if name in _MONOTONE and not any(isinstance(arg, Var) for arg in args[1:]) and not instr.kwargs:
+        return aside_from_modes(partial(instr.op, ends, *args[1:]))
+    return None
 
 
 def _sets(instr: Instr, var: Var) -> bool:
