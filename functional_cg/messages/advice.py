@@ -4,10 +4,25 @@ from __future__ import annotations
 
 from types import MappingProxyType
 
-__all__ = ["ARRAY", "BUILTINS", "DRAWN_ARRAY", "FUNCTIONS", "GENERIC", "INDEX", "LOG", "OR_OUTSIDE", "TABLE"]
+__all__ = [
+    "ADDRESS",
+    "ARRAY",
+    "BUILTINS",
+    "DRAWN_ARRAY",
+    "FUNCTIONS",
+    "GENERIC",
+    "INDEX",
+    "LOG",
+    "OR_OUTSIDE",
+    "TABLE",
+]
 
 OR_OUTSIDE = "or return the value in `metrics` and decide outside of the step"
 GENERIC = f"`torch.where(cond, a, b)`; {OR_OUTSIDE}"
+ADDRESS = (  # Triton asks for addresses when it launches a kernel.
+    "leave addresses to kernels: launch one of Triton's in an op, `@torch.library.triton_op(name, mutates_args=())`, "
+    "as `torch.library.wrap_triton(kernel)[grid](...)`, and one of any other kind in a `torch.library.custom_op`"
+)
 LOG = "`fcg.debug_print('{{}}', {x})` prints at each call; `step.eager(...)` runs once with real numbers"
 
 
@@ -41,7 +56,7 @@ FUNCTIONS = _table("""
     histc | give the range, `torch.histc({x}, bins=n, min=a, max=b)`
     select | write `{x}.index_select(dim, i[None]).squeeze(dim)`, which reads the index on the device
     copy dumps dump save | `{x}.clone()` copies it; to save it, return it in `metrics`
-    data_ptr | leave addresses to kernels: an operator of your own goes through `torch.library`
+    data_ptr | ADDRESS
     bincount | with `n` bins, `torch.zeros(n, dtype={x}.dtype).scatter_add(0, {x}, torch.ones_like({x}))`
     equal | `({x} == {y}).all()` stays a tensor; select with `torch.where`, or return it in `metrics`
     allclose | `torch.isclose({x}, {y}).all()` stays a tensor; select with `torch.where`, or return it in `metrics`
@@ -50,7 +65,7 @@ FUNCTIONS = _table("""
     full | a tensor as the value is read on the host: write `{y}.expand(shape)`; a size comes from `.shape`
     arange zeros ones empty rand randn linspace eye new_zeros new_ones new_empty | SIZE
     view reshape expand repeat tile narrow split tensor_split chunk unflatten | SIZE
-""".replace("ELSE", OR_OUTSIDE).replace(
+""".replace("ELSE", OR_OUTSIDE).replace("ADDRESS", ADDRESS).replace(
     "SIZE",
     "shapes are fixed at capture: take the size from `.shape` or a static argument, and mask with `torch.where`",
 ))  # fmt: skip

@@ -65,7 +65,7 @@ class KernelStrides:
         if not may_ask:
             return out
         operands = list(tensors_in([*args, *kwargs.values()]))
-        if all(map(_in_order, operands)) or not all(one.numel() for one in operands if one.dim() > 1):
+        if all(map(_contiguous, operands)) or not all(one.numel() for one in operands if one.dim() > 1):
             return out
         orders = self._orders(func, args, kwargs, operands)
         if orders is None:
@@ -106,7 +106,7 @@ def _tells_strides_by_order(func: Any) -> bool:
     return shapeless and not written and torch.Tag.nondeterministic_seeded not in func.tags
 
 
-def _in_order(tensor: Tensor) -> bool:
+def _contiguous(tensor: Tensor) -> bool:
     """Whether the elements lie in the order of the dimensions without gaps, as far as strides say."""
     step = 1
     for size, stride in zip(reversed(tensor.shape), reversed(tensor.stride()), strict=True):

@@ -30,7 +30,7 @@ def _launched(kernel: Any, x: Tensor, factor: float) -> Tensor:
     return y
 
 
-@torch.library.triton_op("fcg_tests::scaled", mutates_args={})
+@torch.library.triton_op("fcg_tests::scaled", mutates_args=())
 def scaled(x: Tensor, factor: float) -> Tensor:
     return _launched(torch.library.wrap_triton(scaled_by), x, factor)
 

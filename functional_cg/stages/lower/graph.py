@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, fx
 
 from ...random import decompose_random_bits
+from ..layouts import laid_out
 from ..passes.cross_entropy import ON_CROSS_ENTROPY
 from ..passes.division import DIVISIONS, division_of
 from ..passes.float8 import overflow_of, to_float8
@@ -194,18 +195,13 @@ def _restrided(
         not, and whether a call writes it; None for an argument.
     """
     if laid is not None:
-        stride_of_root, written = laid
-        root = _laid_out(root, stride_of_root, written=written)
+        expected, written = laid
+        start, root = root, laid_out(root, tuple(expected))
+        if written and root is not start:
+            raise RuntimeError(
+                f"a value that is written has the strides {start.stride()}, not {root.stride()}"
+            )
     return root.as_strided(shape, stride, root.storage_offset() + offset)
-
-
-def _laid_out(value: Tensor, stride: Sequence[int], *, written: bool) -> Tensor:
-    alike = zip(value.shape, value.stride(), stride, strict=True)
-    if all(size < 2 or have == want for size, have, want in alike):
-        return value
-    if written:
-        raise RuntimeError(f"a value that is written has the strides {value.stride()}, not {tuple(stride)}")
-    return torch.empty_strided(value.shape, stride, dtype=value.dtype, device=value.device).copy_(value)
 
 
 def _target(instr: Instr, written: Collection[int]) -> Callable[..., Any]:
@@ -238,6 +234,7 @@ def sources() -> dict[str, str]:
     functions = (
         decompose_random_bits,
         _restrided,
+        laid_out,
         to_float8,
         *DIVISIONS.values(),
         *FORMULAS.values(),

@@ -23,6 +23,7 @@ from torch.distributions import constraints, continuous_bernoulli, distribution,
 from torch.overrides import TorchFunctionMode
 
 from ...errors import CaptureError, FunctionalCGError, ImplicitRandomnessError, SideEffectError
+from ...messages.advice import ADDRESS
 from ...messages.source import is_user_file
 from ..watch.host_watch import MODES, HostWatch, modes
 from ..watch.reads import Reads
@@ -56,12 +57,6 @@ _READS: Mapping[str, str] = MappingProxyType(
         "map_": _BY_ELEMENT,
         "map2_": _BY_ELEMENT,
     }
-)
-
-# Triton asks for addresses when it launches a kernel.
-_IN_AN_OP = (
-    "leave addresses to kernels: launch one of Triton's in an op, `@torch.library.triton_op(name, mutates_args={})`, "
-    "as `torch.library.wrap_triton(kernel)[grid](...)`, and one of any other kind in a `torch.library.custom_op`"
 )
 
 # Files that read whether values are valid, and nothing else.
@@ -99,7 +94,7 @@ class HostGuard(TorchFunctionMode):
             if value is not None:
                 return aside_from_modes(lambda: getattr(value, name)(*args[1:], **kwargs))
             if isinstance(args[0], FakeTensor):
-                raise self._rules.host_read(_READS[name], fix=_IN_AN_OP if name == "data_ptr" else "")
+                raise self._rules.host_read(_READS[name], fix=ADDRESS if name == "data_ptr" else "")
             raise self._rules.foreign(name, args[0])
         if func == Tensor.data.__set__:  # type: ignore[attr-defined]
             raise self._rules.data_assigned()

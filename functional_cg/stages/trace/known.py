@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from types import MappingProxyType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -34,6 +34,8 @@ __all__ = [
     "value_of",
 ]
 
+_T = TypeVar("_T")
+
 _aten = torch.ops.aten
 _FILLS = MappingProxyType(
     {
@@ -48,7 +50,7 @@ _BY_MASK = frozenset(
 )
 
 
-def aside_from_modes(call: Callable[[], Any]) -> Any:
+def aside_from_modes(call: Callable[[], _T]) -> _T:
     """Return the result of a call on real tensors, in the middle of a trace."""
     with torch._C._DisableTorchDispatch(), torch._C.DisableTorchFunction(), ordinary():
         without_gradients()
@@ -149,7 +151,8 @@ def _ends(instrs: Sequence[Instr], var: Var) -> Tensor | None:
     if name in _MOVES:
         return aside_from_modes(partial(ends.to, var.spec.dtype))
     if name in _MONOTONE and not any(isinstance(arg, Var) for arg in args[1:]) and not instr.kwargs:
-        return aside_from_modes(partial(instr.op, ends, *args[1:]))
+        moved: Tensor = aside_from_modes(partial(instr.op, ends, *args[1:]))
+        return moved
     return None
 
 
