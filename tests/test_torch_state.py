@@ -247,3 +247,61 @@ def test_a_state_is_needed() -> None:
         optim.load_torch_state(state_of(params, optim.adam(1e-2)).opt_state, saved)
     with pytest.raises(TypeError, match=r"expected `optimizer\.state_dict\(\)`"):
         optim.load_torch_state(state_of(params, optim.adam(1e-2)), saved["state"])
+
+
+class Tied(torch.nn.Module):
+    """A language model whose head is its embedding, with a parameter that no output depends on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.unused = torch.nn.Parameter(torch.ones(3))
+        self.embedding, self.norm = torch.nn.Embedding(11, 8), torch.nn.LayerNorm(8)
+        self.head = torch.nn.Linear(8, 11, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out = self.head(self.norm(self.embedding(x)))
+        return torch.nn.functional.cross_entropy(out[:, :-1].flatten(0, 1), x[:, 1:].flatten())
+
+
+def test_a_parameter_that_torch_never_updated_is_frozen_here() -> None:
+    model = Tied()
+    judge = torch.optim.AdamW(model.named_parameters(), 1e-2)
+    batches = torch.randint(0, 11, (20, 2, 6))
+
+    def steps(batches: torch.Tensor) -> list[torch.Tensor]:
+        losses = []
+        for x in batches:
+            judge.zero_grad()
+            losses.append(model(x))
+            losses[-1].backward()
+            judge.step()
+        return [loss.detach() for loss in losses]
+
+    steps(batches[:4])
+    saved, twin = judge.state_dict(), Tied()
+    twin.load_state_dict(model.state_dict())
+
+    def moved_in() -> tuple[Any, Any]:
+        apply, params, buffers = fcg.from_module(twin)
+        state = fcg.TrainState.create(
+            params=params, buffers=buffers, optimizer=optim.adamw(1e-2, weight_decay=1e-2)
+        )
+        return apply, optim.load_torch_state(state, saved)
+
+    with pytest.raises(fcg.LayoutError, match=r"never updated `unused`: `requires_grad_\(False\)` before"):
+        moved_in()
+    twin.unused.requires_grad_(False)
+    apply, state = moved_in()
+
+    @fcg.graph_step
+    def train_step(state: Any, x: torch.Tensor) -> Any:
+        loss, grads = fcg.value_and_grad(lambda p: apply(p, state.buffers, x)[0])(state.params)
+        return state.apply_gradients(grads), loss
+
+    for x, expected in zip(batches[4:], steps(batches[4:]), strict=True):
+        state, loss = train_step(state, x)
+        torch.testing.assert_close(loss, expected, rtol=1e-5, atol=1e-6)
+    assert int(state.step) == 20
+    with pytest.raises(fcg.LayoutError, match=r"other\.weight  expected a parameter"):
+        optim.load_torch_state(state, saved, names=["unused", "other.weight", "norm.weight", "norm.bias"])

@@ -42,7 +42,8 @@ def load_torch_state(
       state: A ``TrainState``, or a handle to one.
       torch_state: ``{"state": ..., "param_groups": ...}``.
       names: The names of the parameters in the order of the groups; None if the optimizer was made of
-        ``named_parameters()``, so that the dict has them. ``module.`` and ``_orig_mod.`` are dropped.
+        ``named_parameters()``, so that the dict has them. ``module.`` and ``_orig_mod.`` are dropped. A parameter that
+        torch has never updated, such as an unused one, may be frozen here.
       step: Number of updates so far; needed where torch keeps no count, as for SGD.
     Returns:
       The new handle, or the new state.
@@ -71,13 +72,16 @@ def load_torch_state(
     entries = _entries(torch_state, names, ours, "load_torch_state")
     place = {id(leaf): name for name, leaf in zip(host, tree.leaves(plain), strict=True)}
     rows, values = _differences(ours, entries, place)
-    steps = []
+    steps, never = [], []
     for leaf, key, members in ours.counts:
         if key is not None:
             counts = {name: float(entries[name].kept.get(key, key != "step")) for name in members}
             steps += [int(count) for count in counts.values() if key == "step"]
             if len(set(counts.values())) > 1:
-                rows += [f"{name}  {key} {count:g}" for name, count in counts.items()]
+                rows += [
+                    f"{name}  {key} {count:g}" for name, count in sorted(counts.items(), key=lambda it: it[1])
+                ]
+                never += [f"`{name}`" for name in counts if not entries[name].kept]
             values[place[id(leaf)]] = torch.tensor([*counts.values(), 0.0][0], dtype=leaf.dtype)
     if rows:
         raise LayoutError.of(
@@ -86,7 +90,9 @@ def load_torch_state(
             rows=rows,
             why="Another formula, another number, or one count for parameters that torch counts apart, would go on "
             "differently.",
-            fix="make the optimizer as it was in torch (a `partition` has one count per label); to go on with other "
+            fix=f"torch has never updated {', '.join(never)}: `requires_grad_(False)` before `from_module`."
+            if never
+            else "make the optimizer as it was in torch (a `partition` has one count per label); to go on with other "
             "numbers, write them into the dict, `group['lr'] = 0.1`.",
         )
     for name, slots in ours.slots.items():
@@ -221,6 +227,9 @@ def _entries(d: Any, names: Sequence[str] | None, ours: Survey, function: str) -
         _bare(name, ours): _Entry(owner[number], number, dict(d["state"].get(number, {})))
         for name, number in zip(names, numbers, strict=True)
     }
+    if d["state"]:  # what torch has never updated may be frozen here
+        found = {name: entry for name, entry in found.items() if name in ours.slots or entry.kept}
+        names = [name for name in names if _bare(name, ours) in found]
     rows = [f"{name}  expected a parameter of `state`   got none" for name in found if name not in ours.slots]
     has = {name for name, slots in ours.slots.items() if slots or ours.numbers[name]}
     has |= {name for _, _, members in ours.counts for name in members}
