@@ -184,6 +184,10 @@ def test_every_difference_is_seen_and_shown(before: Any, after: Any, row: str) -
         ([[1], 2], [1, [2]]),
         ({"a": [1]}, {"a": 1}),
         ({1: 1}, {"1": 1}),
+        ({1: 1}, {True: 1}),
+        ({False: 1, "a": 2}, {0: 1, "a": 2}),
+        ({2: 1}, {2.0: 1}),
+        (OrderedDict({1: 1}), OrderedDict({True: 1})),
     ],
 )
 def test_every_difference_of_structure_is_seen(before: Any, after: Any) -> None:
@@ -210,6 +214,19 @@ def test_writing_order_of_dicts_does_not_matter() -> None:
     expected = layout_of({"a": 1, "b": 2.0}, x=1, y=2.0)
     live = match(expected, {"b": 3.0, "a": 4}, y=5.0, x=6)
     assert [leaf.item() for leaf in live] == [4, 3.0, 6, 5.0]
+
+
+def test_equal_keys_of_other_types_are_other_keys() -> None:
+    step = fcg.graph_step(
+        lambda s, batch: ({"w": s["w"] + sum(x if key is True else -x for key, x in batch.items())}, None),
+        max_captures=3,
+    )
+    state, eager = fcg.place({"w": torch.zeros(())}), 0.0
+    for i in range(16):
+        key = (1, True, 1.0)[i % 3]
+        state, _ = step(state, {key: torch.tensor(float(i))})
+        eager += i if key is True else -i
+        assert float(state["w"]) == eager
 
 
 def test_strides_and_origin_are_no_part_of_the_layout() -> None:

@@ -89,7 +89,13 @@ def layout_matcher(
             children = [f"{variable}[{i}]" for i in range(count)]
         elif kind is dict:
             lines.append(f"if type({variable}) is not dict or len({variable}) != {count}: return None")
-            children = [f"{variable}[{name(key)}]" for key in treedef.context.sorted]
+            keys = treedef.context.sorted
+            if any(
+                type(key) is not str for key in keys
+            ):  # True is 1 to Python, and finds its place in a dict
+                kinds = name({key: type(key) for key in keys})
+                lines.append(f"if {{key: type(key) for key in {variable}}} != {kinds}: return None")
+            children = [f"{variable}[{name(key)}]" for key in keys]
         else:
             lines.append(f"{variable}, got = flatten({variable})")
             lines.append(f"if got != {name(treedef)}: return None")

@@ -54,7 +54,7 @@ class Treedef:
         return (
             self.kind is other.kind
             and self.keys == other.keys
-            and (isinstance(self.context, Names) or same_static(self.context, other.context))
+            and same_static(_fixed(self.context), _fixed(other.context))
             and self.children == other.children
         )
 
@@ -82,6 +82,11 @@ class Treedef:
             for key, child in zip(self.keys, self.children, strict=True)
             for path in child.paths((*prefix, key))
         ]
+
+
+def _fixed(context: Any) -> Any:
+    """Return what trees have in common that can replace each other; 1 and True, equal to Python, are other keys."""
+    return context.sorted if isinstance(context, Names) else context
 
 
 LEAF = Treedef(None, None, (), (), 1)
