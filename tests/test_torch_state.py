@@ -177,7 +177,7 @@ def adam(p: dict[str, Any]) -> Any:
             lambda p: torch.optim.SGD(p.values(), 0.1, momentum=0.9, dampening=0.5),
             "dampening  expected 0.0   got 0.5",
         ),
-        (optim.lookahead(optim.adam(1e-2)), adam, "no class with the state of this optimizer"),
+        (optim.lookahead(optim.adam(1e-2)), adam, "no class of torch.optim computes what"),
     ],
 )
 def test_what_is_another_optimizer_is_refused(optimizer: Any, make: Any, match: str) -> None:
@@ -303,5 +303,159 @@ def test_a_parameter_that_torch_never_updated_is_frozen_here() -> None:
         state, loss = train_step(state, x)
         torch.testing.assert_close(loss, expected, rtol=1e-5, atol=1e-6)
     assert int(state.step) == 20
-    with pytest.raises(fcg.LayoutError, match=r"other\.weight  expected a parameter"):
+    with pytest.raises(ValueError, match=r"`names` differ from those in the dict[\s\S]*leave `names` out"):
         optim.load_torch_state(state, saved, names=["unused", "other.weight", "norm.weight", "norm.bias"])
+
+
+def _linked(*links: Any) -> Any:
+    return optim.chain(*links, optim.scale_by_learning_rate(1e-2))
+
+
+def rmsprop(p: dict[str, Any]) -> Any:
+    return torch.optim.RMSprop(p.values(), 1e-2)
+
+
+def momentum(p: dict[str, Any], **options: Any) -> Any:
+    return torch.optim.SGD(p.values(), 1e-2, momentum=0.9, **options)
+
+
+# Formulas that keep what torch keeps, and compute something else.
+ALIKE: dict[str, tuple[Any, Callable[[dict[str, Any]], Any]]] = {
+    "another class": (optim.adam(1e-2), lambda p: torch.optim.RAdam(p.values(), 1e-2)),
+    "muon": (optim.sgd(1e-2, momentum=0.95, nesterov=True), lambda p: torch.optim.Muon(p.values(), 1e-2)),
+    "rate before the momentum": (optim.chain(optim.scale_by_learning_rate(1e-2), optim.trace(0.9)), momentum),
+    "decay behind the momentum": (
+        _linked(optim.trace(0.9), optim.add_decayed_weights(0.1)),
+        lambda p: momentum(p, weight_decay=0.1),
+    ),
+    "decay behind rms": (
+        _linked(optim.scale_by_rms(0.99), optim.add_decayed_weights(0.1)),
+        lambda p: torch.optim.RMSprop(p.values(), 1e-2, weight_decay=0.1),
+    ),
+    "decay behind the rate": (optim.chain(optim.adam(1e-2), optim.add_decayed_weights(0.1)), adam),
+    "decay twice": (
+        _linked(optim.scale_by_adam(), optim.add_decayed_weights(0.1), optim.add_decayed_weights(0.1)),
+        lambda p: torch.optim.AdamW(p.values(), 1e-2, weight_decay=0.1),
+    ),
+    "no bias correction": (_linked(optim.scale_by_adam(bias_correction=False)), adam),
+    "another factor": (optim.chain(optim.scale_by_adam(), optim.scale(-0.5)), adam),
+    "a factor behind": (optim.chain(optim.adam(1e-2), optim.scale(0.5)), adam),
+    "trust ratio": (_linked(optim.scale_by_adam(), optim.scale_by_trust_ratio()), adam),
+    "moments twice": (_linked(optim.scale_by_adam(), optim.scale_by_adam()), adam),
+    "clip behind the moments": (_linked(optim.scale_by_adam(), optim.clip_by_global_norm(0.1)), adam),
+    "momentum before rms": (_linked(optim.trace(0.9), optim.scale_by_rms(0.99)), rmsprop),
+}
+
+
+@pytest.mark.parametrize("case", ALIKE)
+def test_formulas_that_only_look_alike_are_refused(case: str) -> None:
+    optimizer, make = ALIKE[case]
+    if case == "muon" and not hasattr(torch.optim, "Muon"):
+        pytest.skip("this torch has no Muon")
+    drawn_matrices = {name: torch.ones(3, 2, dtype=torch.float64) for name in NAMES}
+    params = {name: p.requires_grad_() for name, p in drawn_matrices.items()}
+    judge = make(params)
+    for _ in range(3):
+        for p in params.values():
+            p.grad = torch.ones_like(p)
+        judge.step()
+    state = state_of(params, optimizer)
+    with pytest.raises(fcg.LayoutError):
+        optim.load_torch_state(state, judge.state_dict(), names=NAMES, step=3)
+    if "factor" not in case:  # a rate is written into the dict
+        with pytest.raises(fcg.LayoutError):
+            optim.torch_state(state, make(params).state_dict(), names=NAMES)
+
+
+def test_moments_are_no_state_of_an_optimizer_without_them() -> None:
+    _, params = after(adam)
+    for make in (lambda p: torch.optim.SGD(p.values(), 1e-2), rmsprop):
+        with pytest.raises(fcg.LayoutError, match=r"betas 0  expected 0\.9   got nothing"):
+            optim.torch_state(state_of(params, optim.adam(1e-2)), make(params).state_dict(), names=NAMES)
+
+
+@pytest.mark.parametrize(
+    "rate",
+    [
+        optim.scale(-1e-2),
+        optim.chain(optim.scale_by_schedule(optim.constant(0.5)), optim.scale(-2e-2)),
+        optim.scale_by_schedule(lambda count: -1e-2),
+    ],
+    ids=["scale", "schedule and scale", "schedule"],
+)
+def test_a_rate_is_the_product_of_its_links(rate: Any) -> None:
+    saved, params = after(adam)
+    state = optim.load_torch_state(
+        state_of(params, optim.chain(optim.scale_by_adam(), rate)), saved, names=NAMES
+    )
+    judge = torch.optim.Adam(params.values(), 1e-2 if isinstance(rate, type(optim.scale(-1.0))) else 5.0)
+    assert optim.torch_state(state, judge.state_dict(), names=NAMES)["param_groups"][0][
+        "lr"
+    ] == pytest.approx(1e-2)
+
+
+def test_a_schedule_has_one_clock() -> None:
+    params = parameters(drawn(99))
+    judge = adam(params)
+    for i in range(3):
+        for name, p in params.items():
+            p.grad = drawn(i)[name] if i or name != "up.bias" else None
+        judge.step()
+    labels = dict.fromkeys(NAMES, "early") | {"up.bias": "late"}
+
+    def parted(make: Callable[[], Any]) -> Any:
+        return state_of(params, optim.partition({"early": make(), "late": make()}, labels))
+
+    rate = optim.linear(1e-2, 1e-3, transition_steps=20)
+    with pytest.raises(fcg.LayoutError, match=r"up\.bias  step 2[\s\S]*`chain\(scale_by_adam\(\), "):
+        optim.load_torch_state(parted(lambda: optim.adam(rate)), judge.state_dict(), names=NAMES)
+    one = parted(lambda: optim.chain(optim.scale_by_adam(), optim.scale_by_learning_rate(rate)))
+    assert int(optim.load_torch_state(one, judge.state_dict(), names=NAMES).step) == 3
+
+
+def test_a_group_has_one_rate_and_a_rate_one_type() -> None:
+    _, params = after(adam)
+    labels = dict.fromkeys(NAMES, "fast") | {"up.bias": "slow"}
+    parts = {"fast": optim.adam(optim.constant(0.1)), "slow": optim.adam(optim.constant(1e-3))}
+    with pytest.raises(fcg.LayoutError, match=r"lr  expected .*, as for others of its group"):
+        optim.torch_state(
+            state_of(params, optim.partition(parts, labels)), adam(params).state_dict(), names=NAMES
+        )
+    tensor = torch.optim.Adam(params.values(), torch.tensor(1e-2))
+    state = state_of(params, optim.adam(1e-2))
+    assert isinstance(
+        optim.torch_state(state, tensor.state_dict(), names=NAMES)["param_groups"][0]["lr"], torch.Tensor
+    )
+    assert (
+        int(
+            optim.load_torch_state(
+                state, tensor.state_dict() | {"state": after(adam)[0]["state"]}, names=NAMES
+            ).step
+        )
+        == 3
+    )
+
+
+def test_a_momentum_that_torch_has_not_begun_is_not_damped() -> None:
+    params = parameters(drawn(99))
+    judge = momentum(params, dampening=0.5)
+    for name, p in params.items():
+        p.grad = drawn(0)[name] if name != "up.bias" else None
+    judge.step()
+    state = state_of(params, optim.from_torch(torch.optim.SGD, lr=1e-2, momentum=0.9, dampening=0.5))
+    with pytest.raises(fcg.LayoutError, match=r"up\.bias  expected momentum_buffer, since dampening"):
+        optim.load_torch_state(state, judge.state_dict(), names=NAMES, step=1)
+
+
+@pytest.mark.parametrize(("step", "match"), [(100, "counts 3 updates"), (-3, "step=-3")])
+def test_a_step_that_the_dict_contradicts_is_refused(step: int, match: str) -> None:
+    saved, params = after(adam)
+    with pytest.raises(ValueError, match=match):
+        optim.load_torch_state(state_of(params, optim.adam(1e-2)), saved, names=NAMES, step=step)
+
+
+def test_names_are_strings() -> None:
+    saved, params = after(adam)
+    pairs: Any = list(params.items())
+    with pytest.raises(ValueError, match="expected names, got"):
+        optim.load_torch_state(state_of(params, optim.adam(1e-2)), saved, names=pairs)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -16,6 +16,7 @@ from functional_cg.optim.algebra.base import GradientTransformation, OptState, P
 from functional_cg.optim.algebra.hyperparams import InjectedTransformation
 from functional_cg.optim.algebra.links import (
     add_decayed_weights,
+    scale,
     scale_by_adam,
     scale_by_learning_rate,
     scale_by_rss,
@@ -76,14 +77,21 @@ BY_TORCH: Mapping[type, Names] = MappingProxyType(
         ),
         scale_by_learning_rate: Names((("count", None),), _RATE),
         scale_by_schedule: Names((("count", None),)),
+        scale: Names(),
         add_decayed_weights: Names(),
     }
 )
+# Links before which, in torch, nothing but the gradient is computed, and links that torch applies last.
+_RATES = (scale_by_learning_rate, scale_by_schedule, scale)
+_WITH_RATE = (sgd, adam, adamw, adagrad)
+# Moments behind which torch has weight decay, too.
+_DECOUPLED = (scale_by_adam, scale_by_amsgrad, scale_by_nadam, scale_by_radam)
+
 # What a number of a group must be where no transformation has it.
 NEUTRAL = MappingProxyType(
     {
         "weight_decay": 0.0, "momentum": 0.0, "dampening": 0.0, "nesterov": False, "maximize": False,
-        "amsgrad": None, "centered": False, "lr_decay": 0.0,
+        "amsgrad": None, "centered": False, "lr_decay": 0.0, "ns_steps": None,
     }
 )  # fmt: skip
 
@@ -97,14 +105,18 @@ class Survey:
       counts: A leaf that several parameters share, its key in torch's state (None: torch has none), and their names.
       numbers: Name -> key in torch's group -> the number of the transformation.
       of_groups: Name -> key in torch's group -> the leaf that holds it.
-      unknown: What keeps a state that no class of torch.optim has.
+      clocks: Names of parameters whose schedule reads the count of their moments.
+      unknown: What no class of torch.optim computes.
+      links: Name -> the links so far.
     """
 
     slots: dict[str, dict[str, Tensor]] = field(default_factory=dict)
     counts: list[tuple[Tensor, str | None, list[str]]] = field(default_factory=list)
     numbers: dict[str, dict[str, Any]] = field(default_factory=dict)
     of_groups: dict[str, dict[str, Tensor]] = field(default_factory=dict)
+    clocks: list[str] = field(default_factory=list)
     unknown: list[str] = field(default_factory=list)
+    links: dict[str, list[Any]] = field(default_factory=dict)
 
 
 def surveyed(tx: GradientTransformation, state: OptState, params: Params) -> Survey:
@@ -115,15 +127,43 @@ def surveyed(tx: GradientTransformation, state: OptState, params: Params) -> Sur
         for name in members:
             out.slots.setdefault(name, {})
             out.numbers.setdefault(name, {})
+        if isinstance(rule, InjectedTransformation):
+            out.counts += [(own.count, None, members)] if own.count is not None else []
+            continue
         if isinstance(rule, Adapted):
             _of_class(out, rule, own, members, part)
         elif type(rule) in BY_TORCH:
             _of_rule(out, rule, own, members, part)
-        elif isinstance(rule, InjectedTransformation):
-            out.counts += [(own.count, None, members)] if own.count is not None else []
         elif tree.leaves(own):
             out.unknown.append(f"{rule!r}")
+        others = [
+            links for links in (out.links.get(name, []) for name in members) if not _may_follow(rule, links)
+        ]
+        if others:
+            out.unknown.append(f"{rule!r}" + (f"  after {others[0][-1]!r}" if others[0] else ""))
+        for name in members:
+            out.links.setdefault(name, []).append(rule)
     return out
+
+
+def _may_follow(rule: Any, links: Sequence[Any]) -> bool:
+    """Whether torch computes a link at this place: what changes the gradient, moments, decay of weights, rates."""
+    kinds = {type(link) for link in links}
+    moments = [link for link in links if isinstance(link, Adapted) or BY_TORCH.get(type(link), Names()).state]
+    moments = [link for link in moments if type(link) not in _RATES]
+    if not getattr(rule, "bias_correction", True):
+        return False
+    if type(rule) in _RATES:
+        return bool(moments) or not isinstance(rule, scale)
+    if type(rule) is add_decayed_weights:
+        return all(type(link) in _DECOUPLED for link in moments) and not kinds & {
+            add_decayed_weights,
+            *_RATES,
+        }
+    if isinstance(rule, Adapted) or type(rule) in BY_TORCH:
+        of_rms = type(rule) in (trace, sgd) and [type(link) for link in moments] == [scale_by_rms]
+        return (not moments or of_rms) and not kinds & {*_RATES, *_WITH_RATE}
+    return not moments and not kinds & {*_RATES}  # it changes the gradient, as a clip does
 
 
 def _of_rule(out: Survey, rule: Any, own: Any, members: list[str], part: Params) -> None:
@@ -145,8 +185,26 @@ def _of_rule(out: Survey, rule: Any, own: Any, members: list[str], part: Params)
             numbers["weight_decay"] = decay if decays else 0.0
             # Decay before the moments is part of the gradient.
             numbers["decoupled_weight_decay"] = type(rule) is adamw or "exp_avg" in out.slots[member]
+        before = numbers.get("lr")
         numbers.update({key: getattr(rule, name) for name, key in names.numbers if hasattr(rule, name)})
         numbers.update(names.fixed)
+        if type(rule) in _RATES and (before is not None or type(rule) is not scale_by_learning_rate):
+            numbers["lr"] = _times(-1.0 if before is None else before, _factor(rule))
+        if type(rule) in _WITH_RATE and "count" in fields and callable(numbers.get("lr")):
+            out.clocks.append(member)
+
+
+def _factor(rule: Any) -> Any:
+    """What a link multiplies updates by: a number, or a function of the step."""
+    if isinstance(rule, scale_by_learning_rate):
+        return _times(-1.0, rule.learning_rate)
+    return rule.schedule if isinstance(rule, scale_by_schedule) else rule.step_size
+
+
+def _times(a: Any, b: Any) -> Any:
+    if callable(a) or callable(b):
+        return lambda step: (a(step) if callable(a) else a) * (b(step) if callable(b) else b)
+    return a * b
 
 
 def _of_class(out: Survey, rule: Adapted, own: Any, members: list[str], part: Params) -> None:

@@ -17,6 +17,10 @@ from functional_cg.optim.adapters.torch_names import NEUTRAL, Survey, surveyed
 T = TypeVar("T")
 
 _WRAPPERS = frozenset({"module", "_orig_mod"})  # of DistributedDataParallel and torch.compile
+# Keys of a group that older versions of torch lack.
+_OPTIONAL = frozenset(
+    {"decoupled_weight_decay", "maximize", "foreach", "capturable", "differentiable", "fused"}
+)
 
 
 class _Entry(NamedTuple):
@@ -43,7 +47,8 @@ def load_torch_state(
       torch_state: ``{"state": ..., "param_groups": ...}``.
       names: The names of the parameters in the order of the groups; None if the optimizer was made of
         ``named_parameters()``, so that the dict has them. ``module.`` and ``_orig_mod.`` are dropped. A parameter that
-        torch has never updated, such as an unused one, may be frozen here.
+        torch has never updated, such as an unused one, may be frozen here. (Plain SGD keeps nothing to tell by, and
+        dicts of old versions of torch do not say whether Adam's weight decay is decoupled.)
       step: Number of updates so far; needed where torch keeps no count, as for SGD.
     Returns:
       The new handle, or the new state.
@@ -72,6 +77,13 @@ def load_torch_state(
     entries = _entries(torch_state, names, ours, "load_torch_state")
     place = {id(leaf): name for name, leaf in zip(host, tree.leaves(plain), strict=True)}
     rows, values = _differences(ours, entries, place)
+    rows += [
+        f"{name}  expected momentum_buffer, since dampening does not damp the first one   got none"
+        for name, slots in ours.slots.items()
+        if ours.numbers[name].get("dampening")
+        and slots.get("momentum_buffer") is not None
+        and entries[name].kept.get("momentum_buffer") is None
+    ]
     steps, never = [], []
     for leaf, key, members in ours.counts:
         if key is not None:
@@ -110,6 +122,23 @@ def load_torch_state(
             "load_torch_state: torch keeps no count for this optimizer. To fix: `step=`, the number of updates so far."
         )
     done = max(steps) if step is None else step
+    if done < 0 or (steps and done != max(steps)):
+        raise ValueError(
+            f"load_torch_state: step={step}, but the dict counts {max(steps, default=0)} updates"
+        )
+    behind = [
+        f"{name}  step {entries[name].kept['step']:g}"
+        for name in ours.clocks
+        if entries[name].kept["step"] != done
+    ]
+    if behind:
+        raise LayoutError.of(
+            "",
+            f"load_torch_state: a schedule would start behind the others, which are at step {done}.",
+            rows=behind,
+            why="`adam(schedule)` asks the schedule for its own count; a scheduler of torch counts for all groups.",
+            fix="`chain(scale_by_adam(), scale_by_learning_rate(schedule))` in place of `adam(schedule)`.",
+        )
     for leaf, key, _ in ours.counts:
         if key is None:
             values[place[id(leaf)]] = torch.tensor(done)
@@ -146,6 +175,7 @@ def torch_state(state: Any, like: Mapping[str, Any], *, names: Sequence[str] | N
     ours = _surveyed(plain, plain.opt_state)
     out = {**like, "param_groups": copy.deepcopy(like["param_groups"]), "state": {}}
     entries = _entries({**out, "state": {}}, names, ours, "torch_state")
+    rates, unlike = dict[tuple[int, str], float](), list[str]()
     for name, entry in entries.items():
         for key, number in ours.numbers.get(name, {}).items():
             if callable(number):
@@ -153,8 +183,13 @@ def torch_state(state: Any, like: Mapping[str, Any], *, names: Sequence[str] | N
             elif key != "lr" and not isinstance(number, Tensor):
                 continue
             _put(entry.group, key, float(number))
+            other = rates.setdefault((id(entry.group), key), float(number))
+            if other != float(number):
+                unlike.append(
+                    f"{name}: {key}  expected {other!r}, as for others of its group   got {float(number)!r}"
+                )
         entry.group.update({key: float(leaf) for key, leaf in ours.of_groups.get(name, {}).items()})
-    rows, _ = _differences(ours, entries, {})
+    rows = unlike + _differences(ours, entries, {})[0]
     if rows:
         raise LayoutError.of(
             "",
@@ -194,10 +229,10 @@ def _surveyed(plain: Any, opt_state: Any) -> Survey:
     if found.unknown:
         raise LayoutError.of(
             "",
-            "optim: torch.optim has no class with the state of this optimizer.",
+            "optim: no class of torch.optim computes what this optimizer does.",
             rows=found.unknown,
             fix="move the state with an optimizer of links that torch.optim has: `sgd`, `adam`, `adamw`, `rmsprop`, "
-            "and clips, decay and schedules around them.",
+            "with clips before them and rates behind.",
         )
     for name in every:
         found.slots.setdefault(name, {})
@@ -218,13 +253,23 @@ def _entries(d: Any, names: Sequence[str] | None, ours: Survey, function: str) -
                 "model.named_parameters()]`, in the order in which the optimizer got them, group after group."
             )
         names = [name for group in groups for name in group["param_names"]]
+    names = list(names)
+    if not all(isinstance(name, str) for name in names):
+        raise ValueError(
+            f"{function}: expected names, got {names[0]!r}. To fix: `names=[name for name, _ in ...]`."
+        )
+    kept = [name for group in groups for name in group.get("param_names", ())]
+    if kept and [_bare(name, ours) for name in kept] != [_bare(name, ours) for name in names]:
+        raise ValueError(
+            f"{function}: `names` differ from those in the dict, {kept}. To fix: leave `names` out."
+        )
     if len(names) != len(numbers):
         raise ValueError(
             f"{function}: {len(names)} names for {len(numbers)} parameters of the torch optimizer"
         )
     owner = {number: group for group in groups for number in group["params"]}
     found = {
-        _bare(name, ours): _Entry(owner[number], number, dict(d["state"].get(number, {})))
+        _bare(name, ours): _Entry(owner[number], number, _updated(d["state"].get(number, {})))
         for name, number in zip(names, numbers, strict=True)
     }
     if d["state"]:  # what torch has never updated may be frozen here
@@ -252,6 +297,11 @@ def _entries(d: Any, names: Sequence[str] | None, ours: Survey, function: str) -
     return {**{name: _Entry({}, -1, {}) for name in ours.slots}, **found}
 
 
+def _updated(kept: Mapping[str, Any]) -> dict[str, Any]:
+    """What torch keeps of a parameter; nothing before its first update."""
+    return {} if kept.get("step") == 0 else dict(kept)
+
+
 def _bare(name: str, ours: Survey) -> str:
     """The name without the prefixes of wrappers, unless it is one of ours as it stands."""
     if name in ours.slots:
@@ -274,6 +324,9 @@ def _differences(
             rows.append(f"{name}  expected {_words(known)}   got {_words(got)}")
         for key, number in {**NEUTRAL, **ours.numbers[name]}.items():
             theirs = _number(entry.group, key)
+            ours_alone = theirs is None and bool(entry.group) and key not in _OPTIONAL
+            if ours_alone and key in ours.numbers[name] and (number or key == "amsgrad"):
+                rows.append(f"{name}: {key}  expected {_shown(number)}   got nothing")
             if (
                 theirs is None
                 or callable(number)
@@ -291,9 +344,19 @@ def _differences(
                 rows.append(
                     f"{name}: {key}  expected {float(values[slot])!r}, as for the others   got {theirs!r}"
                 )
-            elif number is None or float(number) != float(theirs):
+            elif number is None or not _equal(number, theirs):
                 rows.append(f"{name}: {key}  expected {number!r}   got {theirs!r}")
     return rows, values
+
+
+def _equal(number: Any, theirs: Any) -> bool:
+    """Whether two numbers agree; a tensor of torch's has rounded its number."""
+    rounded = torch.as_tensor(float(number), dtype=theirs.dtype) if isinstance(theirs, Tensor) else number
+    return float(rounded) == float(theirs)
+
+
+def _shown(number: Any) -> str:
+    return "a schedule" if callable(number) else repr(number)
 
 
 def _words(keys: set[str]) -> str:
@@ -313,4 +376,5 @@ def _put(group: dict[str, Any], key: str, value: float) -> None:
     if index and name in group:
         group[name] = tuple(value if i == int(index) else one for i, one in enumerate(group[name]))
     elif name in group and not isinstance(group[name], bool):
-        group[name] = value
+        held = group[name]
+        group[name] = torch.full_like(held, value) if isinstance(held, Tensor) else value
