@@ -60,6 +60,8 @@ FUNCTIONS = _table("""
     bincount | with `n` bins, `torch.zeros(n, dtype={x}.dtype).scatter_add(0, {x}, torch.ones_like({x}))`
     equal | `({x} == {y}).all()` stays a tensor; select with `torch.where`, or return it in `metrics`
     allclose | `torch.isclose({x}, {y}).all()` stays a tensor; select with `torch.where`, or return it in `metrics`
+    pack_padded_sequence pack_sequence | PACKED
+    trunc_normal_ | draw from a key: `fcg.random.truncated_normal(key, shape, -2.0, 2.0)`, times `std`, plus `mean`
     is_nonzero | `{x} != 0` stays a tensor; ELSE
     tensor as_tensor array asarray | use the tensor `{x}` itself; `{x}.clone()` copies it
     full | a tensor as the value is read on the host: write `{y}.expand(shape)`; a size comes from `.shape`
@@ -68,6 +70,11 @@ FUNCTIONS = _table("""
 """.replace("ELSE", OR_OUTSIDE).replace("ADDRESS", ADDRESS).replace(
     "SIZE",
     "shapes are fixed at capture: take the size from `.shape` or a static argument, and mask with `torch.where`",
+).replace(
+    "PACKED",
+    "run the layer on the padded sequences: an output depends on earlier steps alone; the last one of each is "
+    "`out[torch.arange(len(lengths)), lengths - 1]`, and a mask, `torch.arange(out.shape[1]) < lengths[:, None]`, "
+    "tells real steps from padding",
 ))  # fmt: skip
 
 INDEX = "index with integer tensors of at least one dimension, `x[i[None]][0]`; for a mask, `torch.where(mask, x, 0)`"

@@ -27,6 +27,7 @@ __all__ = [
     "Var",
     "highest",
     "highest_of",
+    "inputs_behind",
     "live",
     "map_vars",
     "peak_bytes",
@@ -318,6 +319,16 @@ def live(instrs: Sequence[Instr], results: Iterable[Var]) -> tuple[list[Instr], 
             storages.update(var.storage for var in instr.inputs())
     kept.reverse()
     return kept, used
+
+
+def inputs_behind(program: Program, names: Iterable[str], variables: Iterable[Var]) -> list[str]:
+    """Return the names of the inputs that variables are computed from; none if part of the state plays a part."""
+    _, used = live([instr for instr in program.instrs if not instr.checks], variables)
+    return (
+        []
+        if used & {*program.slots}
+        else [n for n, var in zip(names, program.inputs, strict=True) if var in used]
+    )
 
 
 def storage_bytes(instrs: Iterable[Instr]) -> dict[int, int]:

@@ -121,6 +121,26 @@ def split_by_list(s, b):
     return torch.split(b["x"], b["idx"].tolist())[0]
 
 
+def recurrent(x):
+    zero = torch.zeros(1, len(x), 2)
+    return rnn_weights(3, 1), zero
+
+
+def packed(s, b):
+    x, lengths = b["x"].expand(2, 4, 3), b["idx"] + 1
+    sequences = torch.nn.utils.rnn.pack_padded_sequence(x, lengths, batch_first=True, enforce_sorted=False)
+    weights, zero = recurrent(x)
+    _, last = torch.gru(sequences.data, sequences.batch_sizes, zero, weights, True, 1, 0.0, True, False)
+    return last[0, sequences.unsorted_indices]
+
+
+def padded(s, b):
+    x, lengths = b["x"].expand(2, 4, 3), b["idx"] + 1
+    weights, zero = recurrent(x)
+    out, _ = torch.gru(x, zero, weights, True, 1, 0.0, True, False, True)
+    return out[torch.arange(len(lengths)), lengths - 1]
+
+
 INDICES = [
     Spelling(
         scalar_index,
@@ -205,6 +225,7 @@ INDICES = [
     Spelling(arange, "take the size from `.shape` or a static argument"),
     Spelling(full, "write `b['s'].expand(shape)`", lambda s, b: b["s"].expand((3,))),
     Spelling(split, "take the size from `.shape` or a static argument"),
+    Spelling(packed, "`out[torch.arange(len(lengths)), lengths - 1]`", padded),
     Spelling(split_by_list, "stay with torch ops on `b['idx']`"),
 ]
 
@@ -212,6 +233,26 @@ INDICES = [
 @pytest.mark.parametrize("spelling", INDICES, ids=str)
 def test_spelling_is_refused_and_its_fix_accepted(spelling):
     assert_spelling(spelling)
+
+
+def test_what_only_inputs_decide_may_be_a_constant():
+    """A graph whose edges never change: the part of it without loops has a fixed shape."""
+    edges = torch.tensor([[0, 1, 2], [0, 2, 1]])
+
+    def degrees(s, edges):
+        source, _ = edges[:, edges[0] != edges[1]]
+        return s, torch.zeros(3).index_add(0, source, torch.ones(len(source)))
+
+    state = fcg.place({"w": torch.ones(2)})
+    with pytest.raises(
+        fcg.HostSyncError, match="if `edges` never changes, close over it and declare it, `constants=`"
+    ):
+        fcg.graph_step(degrees)(state, edges)
+    step = fcg.graph_step(lambda s: degrees(s, edges), constants=edges)
+    assert step(fcg.fork(state))[1].tolist() == [0.0, 1.0, 1.0]
+    with pytest.raises(fcg.HostSyncError) as caught:  # part of the state plays a part
+        fcg.graph_step(lambda s, b: (s, b[s["w"][:1].expand(2) > b]))(state, torch.ones(2))
+    assert "constants" not in str(caught.value)
 
 
 # -- what only looks like one -----------------------------------------------------------------------------------

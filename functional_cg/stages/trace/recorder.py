@@ -33,7 +33,7 @@ from ...tensors.fake_mode import FakeMode, without_log
 from ...tensors.overlap import storage_key
 from ...transforms.debug import REPORTS
 from ...tree import KeyPath, path_string
-from ..program import Constant, Instr, Program, Report, Var
+from ..program import Constant, Instr, Program, Report, Var, inputs_behind
 from ..watch.frames import Follower
 from ..watch.host_watch import HostWatch
 from ..watch.names import HostReads
@@ -60,6 +60,7 @@ class _Recorder(TorchDispatchMode):
     ) -> None:
         super().__init__()
         self.program = Program(recipe.name, [], [], [])
+        self._input_names = recipe.input_names
         self._mode = mode
         self._first = first
         self._checkpoint = checkpoint
@@ -165,13 +166,17 @@ class _Recorder(TorchDispatchMode):
             return aside_from_modes(lambda: func(*args, **kwargs))  # there are no values that could go stale
         if func in BY_NUMBER and args[2].is_cuda:
             return filled(func, args, self._dispatch)
-        if self.rules.needs_host(func, args, kwargs):
+        if reason := self.rules.needs_host(func, args, kwargs):
             if known := self._known_result(func, args, kwargs):
                 return known[0]
             if filling := as_filling(func, args, kwargs, self._view):
                 return self._dispatch(*filling, {})
             if is_validation(func, args):
                 return True
+            owner = self._protected.get(storage_key(tensors[0]), "") if tensors else ""
+            read = [var for one in tensors if (var := self.var_of(one))]
+            behind = inputs_behind(self.program, self._input_names, read)
+            raise self.rules.host_read(reason, func, owner, inputs=behind if "shape" in reason else [])
         written = self.rules.check(func, args, kwargs, storage_key)
         for tensor in tensors:
             self._refuse_unknown(func, tensor, written)

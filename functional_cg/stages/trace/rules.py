@@ -141,9 +141,6 @@ class Rules:
             if func.namespace in _COLLECTIVES and not self._on_a_mesh:
                 raise self._without_a_mesh(func)
             facts = self._facts[func] = _facts(func)
-        if reason := self.needs_host(func, args, kwargs):
-            source = next(tensors_in(list(args)), None)
-            raise self.host_read(reason, func, "" if source is None else self._protected.get(key(source), ""))
         if facts.may_draw and can_draw(func, args, kwargs):
             raise self._random(func)
         if facts.may_move:
@@ -252,7 +249,9 @@ class Rules:
             fix="bind the new tensor to a name of its own and return that.",
         )
 
-    def host_read(self, reason: str, call: Any = "", owner: str = "", fix: str = "") -> HostSyncError:
+    def host_read(
+        self, reason: str, call: Any = "", owner: str = "", fix: str = "", *, inputs: Sequence[str] = ()
+    ) -> HostSyncError:
         """Return the error for a value needed on the host, worded for the line that asks for it.
 
         Args:
@@ -260,12 +259,16 @@ class Rules:
           call: The op.
           owner: Name of the argument that is read, if any.
           fix: What to do; by default, what suits the line.
+          inputs: Names of the inputs that decide on a shape, if nothing else does.
         """
         frame = user_frame()
         by_mask = "index" in str(call)
         what, spelled = sync_spelling(frame, by_mask=by_mask) if frame is not None else ("", "")
         fix = fix or spelled
-        if owner.isidentifier():  # a whole argument: what was passed may have been a Python flag
+        if inputs:
+            names = " and ".join(f"`{name}`" for name in inputs)
+            fix = f"{fix or _DECIDE_OUTSIDE}; if {names} never changes, close over it and declare it, `constants=`"
+        elif owner.isidentifier():  # a whole argument: what was passed may have been a Python flag
             else_fix = fix or _DECIDE_OUTSIDE
             fix = f'if `{owner}` is a Python value that chooses code, `static_argnames=("{owner}",)`; else {else_fix}'
         shown = f"{call} (from {what})" if call and what else str(call or what)
