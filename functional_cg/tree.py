@@ -21,7 +21,7 @@ import torch
 from torch.utils import _pytree as torch_pytree
 
 from .errors import LayoutError
-from .pytree.nodes import register_dataclass, register_dataclass_node, static
+from .pytree.nodes import register_dataclass, register_dataclass_node, registered_node, static
 from .pytree.treedef import LEAF, KeyPath, Names, Treedef, path_string, structure_diff
 
 __all__ = [
@@ -100,7 +100,7 @@ def opened(tree: Any) -> _Node | None:
         return _Node(None, tuple(torch_pytree.SequenceKey(i) for i in range(len(tree))), tree)
     if issubclass(kind, tuple) and hasattr(kind, "_fields"):
         return _Node(None, tuple(torch_pytree.GetAttrKey(name) for name in kind._fields), tree)
-    registered = torch_pytree.SUPPORTED_NODES.get(kind)
+    registered = registered_node(kind)
     if registered is None or kind is torch.Size:  # a shape is one value; torch would rebuild it as a tuple
         return None
     children, context = registered.flatten_fn(tree)
@@ -186,7 +186,9 @@ def node_unflatten(treedef: Treedef, children: Sequence[Any]) -> Any:
     assert kind is not None
     if issubclass(kind, tuple) and hasattr(kind, "_fields"):
         return kind(*children)
-    return torch_pytree.SUPPORTED_NODES[kind].unflatten_fn(children, treedef.context)
+    registered = registered_node(kind)
+    assert registered is not None
+    return registered.unflatten_fn(children, treedef.context)
 
 
 def unflatten(treedef: Treedef, leaves: Iterable[Any]) -> Any:

@@ -1,7 +1,8 @@
-"""Answer ``torch.compiler.is_compiling()`` with True while a module runs as a pure function.
+"""Stand in for torch's compiler while a step runs, in a trace and in an eager run alike.
 
-Libraries ask it to avoid what a graph cannot hold, such as a branch on a tensor's values. The answer is the same in a
-trace and in an eager run: the eager run is what a replay is compared with.
+Libraries ask ``torch.compiler.is_compiling()`` to avoid what a graph cannot hold, such as a branch on a tensor's
+values: the answer is True while a module runs as a pure function. And functions that were given to ``torch.compile``
+run as they are: the step is compiled whole, and the eager run is what a replay is compared with.
 """
 
 from __future__ import annotations
@@ -10,28 +11,30 @@ import os
 import sys
 import threading
 from collections.abc import Callable
-from types import FrameType
+from dataclasses import replace
+from functools import partial
+from types import CodeType, FrameType
 from typing import Any, ParamSpec, TypeVar
 
 import torch
 
-__all__ = ["compiling", "leave", "torch_compiles"]
+__all__ = ["compiling", "inlining", "leave", "outside"]
 
 P = ParamSpec("P")
 R = TypeVar("R")
 
-# Torch's flag is one for the process: a thread that restores it must know whether others still need it. Their stacks
-# say so, and neither a dead thread nor an exception leaves anything there.
+# Torch's flag and its stance are one for the process: a thread that restores them must know whether others still need
+# them. Their stacks say so, and neither a dead thread nor an exception leaves anything there.
 _SWITCH = threading.RLock()
 
 
 def compiling(fn: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
     """Call a function while torch says that it compiles, to all threads."""
-    outside = torch_compiles()
+    before = outside()
     try:
         return _compiling(fn, args, kwargs)
     finally:
-        leave(outside=outside)
+        leave(before)
 
 
 def _compiling(fn: Callable[..., R], args: Any, kwargs: Any) -> R:
@@ -40,33 +43,66 @@ def _compiling(fn: Callable[..., R], args: Any, kwargs: Any) -> R:
     return fn(*args, **kwargs)
 
 
-def torch_compiles() -> bool:
-    """Whether torch itself says that it compiles."""
+def inlining(fn: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
+    """Call a function while what ``torch.compile`` made runs uncompiled, on all threads."""
+    before = outside()
+    try:
+        return _inlining(fn, args, kwargs, before[1])
+    finally:
+        leave(before)
+
+
+def _inlining(fn: Callable[..., R], args: Any, kwargs: Any, stance: Any) -> R:
+    if stance is not None:
+        with _SWITCH:
+            _dynamo()._stance = replace(stance, stance="force_eager", backend=None)
+    return fn(*args, **kwargs)
+
+
+def outside() -> tuple[bool, Any]:
+    """Return torch's flag and its compiler's stance but for what runs in this module's functions.
+
+    The stance is None as long as nobody can have compiled anything.
+    """
     with _SWITCH:
-        return torch.compiler.is_compiling() and not _runs_anywhere()
+        flag = torch.compiler.is_compiling() and _frame_of(_compiling) is None
+        inside = _frame_of(_inlining)
+        if inside is not None:
+            return flag, inside.f_locals["stance"]
+        return flag, _dynamo()._stance if "torch._dynamo" in sys.modules else None
 
 
-def leave(*, outside: bool) -> None:
-    """Let torch say ``outside`` again, unless some thread is inside of :func:`compiling`."""
+def leave(before: tuple[bool, Any]) -> None:
+    """Restore what :func:`outside` returned, as far as no thread is inside."""
+    flag, stance = before
     with _SWITCH:
-        torch.compiler._is_compiling_flag = outside or _runs_anywhere()
+        torch.compiler._is_compiling_flag = flag or _frame_of(_compiling) is not None
+        if stance is not None and _frame_of(_inlining) is None:
+            _dynamo()._stance = stance
 
 
-def _runs_anywhere() -> bool:
-    return any(map(_runs_in, sys._current_frames().values()))
+def _dynamo() -> Any:
+    return torch._dynamo.eval_frame  # private; test_is_compiling notices a change
 
 
-def _runs_in(frame: FrameType | None) -> bool:
-    while frame is not None:
-        if frame.f_code is _compiling.__code__:
-            return True
+def _frame_of(function: Callable[..., Any]) -> FrameType | None:
+    """Return a frame in which a function runs, on any thread; None if there is none."""
+    # No name for this call's own frame: it would refer to itself.
+    return next(filter(None, map(partial(_up_to, function.__code__), sys._current_frames().values())), None)
+
+
+def _up_to(code: CodeType, frame: FrameType | None) -> FrameType | None:
+    while frame is not None and frame.f_code is not code:
         frame = frame.f_back
-    return False
+    return frame
 
 
 def _forked() -> None:
     _SWITCH.release()
-    leave(outside=False)  # threads that were inside are gone
+    _, stance = outside()
+    if stance is not None and stance.stance == "force_eager":  # of a thread that was inside, and is gone
+        stance = type(stance)()
+    leave((False, stance))
 
 
 if hasattr(os, "register_at_fork"):

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from .compiling import leave, torch_compiles
+from .compiling import leave, outside
 
 __all__ = ["ordinary", "restore", "surrounding", "without_gradients"]
 
@@ -26,18 +26,18 @@ def surrounding() -> tuple[Any, ...]:
     """Return the modes that Python context managers restore, unless a signal keeps them from it."""
     autocast = [torch.is_autocast_enabled(device) for device in _DEVICES]
     depth, cache = torch._C._len_torch_function_stack(), torch.is_autocast_cache_enabled()
-    return depth, cache, autocast, torch_compiles()
+    return depth, cache, autocast, outside()
 
 
 def restore(modes: tuple[Any, ...]) -> None:
     """Restore the modes that :func:`surrounding` returned."""
-    depth, cache, autocast, compiles = modes
+    depth, cache, autocast, compiler = modes
     while torch._C._len_torch_function_stack() > depth:
         torch._C._pop_torch_function_stack()
     torch.set_autocast_cache_enabled(cache)
     for device, enabled in zip(_DEVICES, autocast, strict=True):
         torch.set_autocast_enabled(device, enabled)
-    leave(outside=compiles)
+    leave(compiler)
 
 
 def without_gradients() -> None:

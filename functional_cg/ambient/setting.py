@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from types import MappingProxyType
 from typing import Any
 
@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ..errors import CaptureError
 from ..shards.mesh import Mesh
 from ..tensors.ctc import ctc_loss
+from ..tensors.flex import flex_attention
 
 __all__ = [
     "AsTraced",
@@ -33,8 +34,14 @@ __all__ = [
     "refuse_reentrant_checkpoint",
 ]
 
-# Torch's functions that read values on the host -> the same without.
-_WITHOUT_THE_HOST = MappingProxyType({F.ctc_loss: ctc_loss, torch.ctc_loss: ctc_loss})
+# Torch's functions that read values on the host, or take functions -> the same by calls that a trace can record.
+_AS_CALLS: Mapping[Any, Callable[..., Any]] = MappingProxyType(
+    {
+        F.ctc_loss: ctc_loss,
+        torch.ctc_loss: ctc_loss,
+        torch.ops.higher_order.flex_attention: flex_attention,
+    }
+)
 _NEAR = 6  # frames from the grad mode's setter up to the checkpoint
 
 
@@ -48,8 +55,8 @@ class _InStep(BaseTorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if func in _WITHOUT_THE_HOST:
-            return _WITHOUT_THE_HOST[func](*args, **(kwargs or {}))
+        if func in _AS_CALLS:
+            return _AS_CALLS[func](*args, **(kwargs or {}))
         if func is torch._C._set_grad_enabled:  # the first thing that a reentrant checkpoint does
             _refuse_reentrant_checkpoint()
         return super().__torch_function__(func, types, args, kwargs)

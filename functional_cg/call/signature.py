@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from .. import tree as pytree
+from ..ambient.compiling import inlining
 from ..errors import AliasError, LayoutError
 from ..pytree.sameness import Exact
 from ..state.arena import Arena, BufferSpec
@@ -147,7 +148,7 @@ class Call:
 
         def one(state: Any, inputs: Sequence[Tensor]) -> Any:
             args, kwargs = self.assemble([state, *trees[1:]] if trees else (), inputs)
-            return fn(*args, **kwargs)
+            return inlining(fn, *args, **kwargs)
 
         first = trees[0] if trees else None
         if self.steps == 1:

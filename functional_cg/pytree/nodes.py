@@ -1,8 +1,10 @@
-"""Register dataclasses as pytree nodes, with fields that hold leaves and static fields."""
+"""Which classes are pytree nodes: registered ones, such as dataclasses with static fields, and torch's block masks."""
 
 from __future__ import annotations
 
 import dataclasses
+import functools
+import inspect
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar, overload
@@ -13,7 +15,7 @@ from typing_extensions import dataclass_transform
 
 from .sameness import alike
 
-__all__ = ["register_dataclass", "register_dataclass_node", "same_static", "static"]
+__all__ = ["register_dataclass", "register_dataclass_node", "registered_node", "same_static", "static"]
 
 T = TypeVar("T")
 
@@ -115,6 +117,46 @@ def register_dataclass_node(cls: type[T], static: Sequence[str] = ()) -> type[T]
         cls, flatten_fn, unflatten_fn, flatten_with_keys_fn=flatten_with_keys_fn
     )
     return cls
+
+
+def registered_node(kind: type) -> torch_pytree.NodeDef | None:
+    """Return how nodes of a type are taken apart and rebuilt; None for leaves.
+
+    Beside torch's registry, torch's own block masks of flex attention are nodes: their tensors are leaves.
+    """
+    known = torch_pytree.SUPPORTED_NODES.get(kind)
+    if (
+        known is None
+        and kind.__name__ == "BlockMask"
+        and kind.__module__ == "torch.nn.attention.flex_attention"
+    ):
+        return _block_mask_node(kind)
+    return known
+
+
+@functools.cache
+def _block_mask_node(kind: Any) -> torch_pytree.NodeDef:
+    names = [*inspect.signature(kind).parameters]  # its attributes have the names of its arguments
+
+    def keyed(mask: Any) -> tuple[list[tuple[Any, Any]], Any]:
+        values = {name: getattr(mask, name) for name in names}
+        leaves = {name: value for name, value in values.items() if isinstance(value, torch.Tensor)}
+        rest = tuple((name, value) for name, value in values.items() if name not in leaves)
+        return [(torch_pytree.GetAttrKey(name), leaf) for name, leaf in leaves.items()], rest
+
+    def flat(mask: Any) -> tuple[list[Any], Any]:
+        pairs, rest = keyed(mask)
+        return [leaf for _, leaf in pairs], rest
+
+    def rebuilt(leaves: Iterable[Any], rest: Any) -> Any:
+        mask, fixed = object.__new__(kind), dict(rest)
+        for name, leaf in zip((name for name in names if name not in fixed), leaves, strict=True):
+            setattr(mask, name, leaf)
+        for name, value in rest:
+            setattr(mask, name, value)
+        return mask
+
+    return torch_pytree.NodeDef(kind, flat, rebuilt, keyed)
 
 
 def _refuse_array(cls: type, name: str, value: Any) -> None:

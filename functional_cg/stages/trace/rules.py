@@ -28,7 +28,7 @@ from ...nn.refusals import registered_fix
 from ...state.arena import BufferSpec
 from ...state.boundary import sharding_fix
 from ...tensors.aten import argument, can_draw, sync_reason, tensors_in, written_arguments
-from ...tree import Treedef, path_string, structure_diff
+from ...tree import Treedef, opened, path_string, structure_diff
 from .naming import way_to
 from .owners import module_fix, owned_fix, owns, read_fix
 
@@ -214,10 +214,14 @@ class Rules:
         )
 
     def _name_of(self, tensor: Tensor) -> tuple[str, str]:
-        """Return a tensor's name in the code, such as ``W``, and the fix if a module owns it; "" for either if none."""
+        """Return a tensor's name in the code, such as ``W``, and the fix if an object owns it; or ""."""
         name, way = way_to(tensor, self._code)
         owner = next((value for value in way if owns(value, tensor)), None)
-        return name, "" if owner is None else owned_fix(name, type(owner).__name__)
+        if owner is not None:
+            return name, owned_fix(name, type(owner).__name__)
+        if way and not isinstance(way[-1], dict | list | tuple) and opened(way[-1]):
+            return name, read_fix(name.rpartition(".")[0], tensor)  # the others of its tensors are read next
+        return name, ""
 
     def foreign_array(self, tensor: Tensor) -> ForeignTensorError:
         """Return the error for a tensor that shares its memory with a numpy array or a buffer."""
