@@ -834,5 +834,10 @@ HAZARDS = (
     _row(176, 1, "N90", "a compiler lays a value out otherwise than its kernel, and `as_strided` reads other elements",
          "impossible: a value is laid out as recorded before its memory is read by strides",
          "laid::test_memory_is_read_as_it_lies_in_an_eager_run"),
+    _row(177, 1, "N91", "a part of a step was given to `torch.compile`: the eager run has other bits, or torch raises",
+         "impossible: such functions run as they are inside of a step, traced and eager alike",
+         "asks::test_what_torch_was_to_compile_is_a_part_of_the_step",
+         "asks::test_a_stance_of_the_user_s_outlives_it",
+         "asks::test_torch_shows_it_while_any_thread_is_inside"),
 )
 # fmt: on

@@ -944,4 +944,14 @@ MUTANTS = (
         ("tests/test_strides.py::test_memory_is_read_as_it_lies_in_an_eager_run[cat of one-cpu as a GPU]",),
         no_gpu="a formula of the compiler, the same on every device",
     ),
+    Mutant(
+        "N91",
+        "what torch.compile made of a part of a step stays compiled in it",
+        (("            return inlining(fn, *args, **kwargs)\n", "            return fn(*args, **kwargs)\n"),),
+        (
+            "tests/test_is_compiling.py::test_what_torch_was_to_compile_is_a_part_of_the_step"
+            "[of_a_function-{'fullgraph': True, 'backend': 'eager'}-aten]",
+        ),
+        no_gpu="about functions on the host",
+    ),
 )
