@@ -200,7 +200,9 @@ def test_on_a_gpu_it_is_what_torch_compiles(case: str, dtype: torch.dtype) -> No
         state, metrics = step(state, batch)
         loss, grads = fcg.value_and_grad(meant(case))(before, batch)
         torch.testing.assert_close(metrics, {"loss": loss, "grads": grads}, **tolerance)
-        if call == 0:
+        if (
+            call == 0 and dtype == torch.float32
+        ):  # in bf16 torch finds no tiles for its backward in small blocks
             loss, grads = fcg.value_and_grad(compiled)(before, batch)
             torch.testing.assert_close(metrics, {"loss": loss, "grads": grads}, **tolerance)
     assert step.stats.replays == 8

@@ -281,6 +281,12 @@ def test_what_torch_was_to_compile_is_a_part_of_the_step(made: Any, options: Any
     assert train_step.stats.replays == 8
 
 
+def test_torch_s_compiler_is_out_of_a_step() -> None:
+    step = fcg.graph_step(lambda s: (s, torch.zeros(()) if stance() == "force_eager" else torch.ones(())))
+    state = fcg.fork({"unused": torch.zeros(())})
+    assert float(step.eager(fcg.fork(state))[1]) == float(step(state)[1]) == 0.0
+
+
 def test_a_stance_of_the_user_s_outlives_it() -> None:
     with torch.compiler.set_stance("fail_on_recompile"):
         assert inlining(stance) == "force_eager"

@@ -13,6 +13,7 @@ __all__ = ["FILES", "HAZARDS", "OUTCOMES", "Hazard"]
 OUTCOMES = ("impossible", "refused", "documented")
 
 FILES = {
+    "asks": "tests/test_is_compiling.py",
     "after_failure": "tests/test_after_failure.py",
     "agreement": "tests/cuda/test_agreement.py",
     "agreement_of_ranks": "tests/sharding/test_agreement.py",
