@@ -5,7 +5,6 @@ from __future__ import annotations
 import compileall
 import functools
 import gc
-import multiprocessing
 import os
 import re
 import shutil
@@ -18,23 +17,12 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.forked import context
 from tests.mutants.mutant import GENERAL, Mutant
 
 ROOT = Path(__file__).resolve().parents[2]
 TIMEOUT_SECONDS = 900
 OUTPUT = "output.txt"
-# Nothing of ours, and nothing that starts a thread.
-PRELOADED = [
-    "hypothesis.stateful",
-    "hypothesis.extra.numpy",
-    "pytest",
-    "torch",
-    "torch._subclasses.fake_tensor",
-    "torch.distributed.tensor",
-    "torch.utils.checkpoint",
-    "torch._dynamo",
-    "torch._inductor.compile_fx",
-]
 SLIPS = re.compile(r"^\S+:\d+: (NameError|UnboundLocalError|SyntaxError|ImportError|ModuleNotFoundError)\b")
 # Loaded by pytest: says which package it tests, and spares hypothesis the work on failures that nobody reads.
 PLUGIN = """
@@ -125,10 +113,7 @@ def _linked(source: str, target: str) -> None:
 
 
 def _pytest(folder: Path, arguments: Sequence[str], environment: Mapping[str, str]) -> tuple[int | None, str]:
-    """Run pytest in a process forked from one that has imported torch: half of a short run is that import."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(PRELOADED)
-    process = context.Process(target=_in_folder, args=(folder, arguments, environment))
+    process = context().Process(target=_in_folder, args=(folder, arguments, environment))
     process.start()
     process.join(TIMEOUT_SECONDS)
     process.kill()

@@ -1,8 +1,9 @@
 """Runs a function on several ranks, one process each, and collects what each returned or raised.
 
-Importing torch takes seconds, so one process does it once: a server that is started with the first call and forks the
-ranks of every call. It never runs CUDA and starts no thread, so that a fork of it is as good as a new process: ranks
-start from a fresh interpreter state, end as any script does, and a rank that dies or hangs takes no other test with it.
+Importing torch takes seconds, and so does a first trace, so one process does it once: a server that is started with
+the first call and forks the ranks of every call. It never runs CUDA and starts no thread, so that a fork of it is as
+good as a new process: ranks start from a fresh interpreter state, end as any script does, and a rank that dies or
+hangs takes no other test with it.
 """
 
 from __future__ import annotations
@@ -13,20 +14,22 @@ import ctypes
 import faulthandler
 import functools
 import gc
-import json
 import os
 import pickle
 import signal
 import socket
-import subprocess
 import sys
 import tempfile
 import time
 import traceback
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, Never
+
+from tests.forked import context
 
 __all__ = ["Outcome", "on_ranks", "outcomes"]
 
@@ -132,33 +135,27 @@ class _Server:
     """The process that forks ranks."""
 
     def __init__(self, device: str) -> None:
-        hidden = {} if device == "cuda" else {"CUDA_VISIBLE_DEVICES": ""}
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "tests.sharding.ranks"],
-            cwd=_ROOT,
-            env=os.environ | {"OMP_NUM_THREADS": "1", "TORCHINDUCTOR_COMPILE_THREADS": "1"} | hidden,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
+        processes = context()
+        self._pipe, its = processes.Pipe()
+        self._process = processes.Process(target=_serve, args=(its, self._pipe, device))
+        self._process.start()
+        its.close()
         atexit.register(self._process.kill)
 
     def ask(self, request: Mapping[str, Any]) -> list[tuple[int, float]]:
         """Exit code and seconds of each rank."""
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
         try:
-            self._process.stdin.write(json.dumps(request) + "\n")
-            self._process.stdin.flush()
-            answer = self._process.stdout.readline()
+            self._pipe.send(request)
+            return self._pipe.recv()
+        except (EOFError, ConnectionError):
+            self._process.join()
+            raise AssertionError(f"the server of ranks ended with {self._process.exitcode}") from None
         except (
             BaseException
         ):  # Ctrl-C, or a test's own time limit: the answer would come to the next one who asks
             self._process.kill()
             _server.cache_clear()
             raise
-        assert answer, f"the server of ranks ended with {self._process.wait()}"
-        return [tuple(end) for end in json.loads(answer)]
 
 
 @functools.cache
@@ -169,21 +166,21 @@ def _server(device: str) -> _Server:
 # -- in the server ------------------------------------------------------------------------------------------------
 
 
-def _serve() -> None:
-    """Fork ranks for each line of the standard input; a rank returns from here, and its interpreter ends."""
+def _serve(pipe: Connection, other_end: Connection, device: str) -> None:
+    """Fork ranks for each request; a rank returns from here, and its interpreter ends."""
+    other_end.close()  # or there would be no end of requests when their process is gone
+    os.chdir(_ROOT)
+    if device != "cuda":
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    os.environ |= {"OMP_NUM_THREADS": "1", "TORCHINDUCTOR_COMPILE_THREADS": "1"}
+    # What pytest has changed where it runs in the process that this one is a fork of.
+    sys.stdout, sys.stderr = sys.__stdout__, sys.__stderr__
+    warnings.resetwarnings()
     _import_all()
     gc.freeze()  # collections in the ranks leave alone what all of them share
-    while line := sys.stdin.readline():
-        request = json.loads(line)
-        started: dict[int, int] = {}
-        for rank in range(request["ranks"]):
-            child = os.fork()
-            if child == 0:
-                _be_rank(rank, Path(request["folder"]), request["environment"], request["timeout"])
-            started[child] = rank
-            if rank == 0:
-                time.sleep(_HEAD_START)
-        print(json.dumps(_ends(started, request["timeout"])), flush=True)  # noqa: T201 - the answer
+    with contextlib.suppress(EOFError):  # nobody is there to ask
+        while True:
+            pipe.send(_ends_of(**pipe.recv()))
 
 
 def _import_all() -> None:
@@ -192,10 +189,29 @@ def _import_all() -> None:
 
     import functional_cg  # noqa: F401
 
+    torch.set_num_threads(1)
     if torch.version.cuda is None:
+        from torch._inductor.cpu_vec_isa import pick_vec_isa
+
         from tests.sharding.programs import warm_up
 
         warm_up()
+        pick_vec_isa()  # a compiler asks other processes what this processor can do
+
+
+def _ends_of(
+    folder: str, ranks: int, timeout: float, environment: Mapping[str, str]
+) -> Sequence[tuple[int, float]]:
+    """Start ranks, and wait until they have ended."""
+    started: dict[int, int] = {}
+    for rank in range(ranks):
+        child = os.fork()
+        if child == 0:
+            _be_rank(rank, Path(folder), environment, timeout)
+        started[child] = rank
+        if rank == 0:
+            time.sleep(_HEAD_START)
+    return _ends(started, timeout)
 
 
 def _ends(started: Mapping[int, int], timeout: float) -> Sequence[tuple[int, float]]:
@@ -248,7 +264,3 @@ def _write(path: Path, result: Any) -> None:
     except Exception:  # whatever a value of a test raises
         content = pickle.dumps((None, traceback.format_exc()))
     path.write_bytes(content)
-
-
-if __name__ == "__main__":
-    _serve()

@@ -14,8 +14,9 @@ import functional_cg as fcg
 from functional_cg import optim
 from functional_cg.shards.tensor import Sharded
 from tests.sharding.law import CALLS, assert_same_step, batches, on_gloo_and_nccl, rank_of
-from tests.sharding.programs import PROGRAMS, Setting, mlp_state, warm_up
+from tests.sharding.programs import PROGRAMS, Setting, mlp_state
 from tests.sharding.ranks import on_ranks
+from tests.shares import diagonal
 
 RANKS = 2
 
@@ -79,21 +80,19 @@ STEP_OF: Mapping[str, Callable[..., Any]] = MappingProxyType(
 )
 
 
-def trained(names: list[str], stages: list[int], device: str) -> Any:
-    """Each optimizer at each stage: captured steps have the bits of eager ones; the whole parameters on rank 0."""
-    warm_up()
+def trained(runs: list[tuple[str, int]], device: str) -> Any:
+    """Optimizers, each at a stage: captured steps have the bits of eager ones; the whole parameters on rank 0."""
     ends = {}
-    for name in names:
-        for stage in stages:
-            captured = mlp_state(OPTIMIZERS[name])(Setting({"data": RANKS}, stage).zero(device), device)
-            eager, batch_of = fcg.fork(captured), batches("mlp", device, rank_of())
-            step = fcg.graph_step(STEP_OF.get(name, step_of), lowering="aten")
-            for call in range(CALLS):
-                captured, eager, metrics, _ = assert_same_step(step, captured, eager, batch_of(call), call)
-            assert step.stats.replays == CALLS
-            ends[name, stage] = whole = fcg.sharding.state_dict(captured)
-            for leaf, size in metrics.get("sizes", {}).items() if whole else ():
-                torch.testing.assert_close(size.cpu(), whole[f"params.{leaf}"].norm(), rtol=1e-5, atol=0)
+    for name, stage in runs:
+        captured = mlp_state(OPTIMIZERS[name])(Setting({"data": RANKS}, stage).zero(device), device)
+        eager, batch_of = fcg.fork(captured), batches("mlp", device, rank_of())
+        step = fcg.graph_step(STEP_OF.get(name, step_of), lowering="aten")
+        for call in range(CALLS):
+            captured, eager, metrics, _ = assert_same_step(step, captured, eager, batch_of(call), call)
+        assert step.stats.replays == CALLS
+        ends[name, stage] = whole = fcg.sharding.state_dict(captured)
+        for leaf, size in metrics.get("sizes", {}).items() if whole else ():
+            torch.testing.assert_close(size.cpu(), whole[f"params.{leaf}"].norm(), rtol=1e-5, atol=0)
     return ends
 
 
@@ -129,7 +128,7 @@ def gaps(name: str, stage: int, end: Any) -> list[str]:
 @on_gloo_and_nccl
 def test_sharded_optimizers_are_those_of_whole_leaves(device: str) -> None:
     names = [name for name in OPTIMIZERS if name != PLANTED]
-    ends, *others = on_ranks(RANKS, trained, names, [1, 3], device, device=device)
+    ends, *others = on_ranks(RANKS, trained, diagonal(names, [3, 1], device), device, device=device)
     assert all(not part for other in others for part in other.values())
     assert [row for (name, stage), end in ends.items() for row in gaps(name, stage, end)] == []
 
@@ -151,5 +150,5 @@ def test_an_adapted_class_is_refused_on_a_mesh() -> None:
 
 
 def test_a_norm_of_shards_is_found() -> None:
-    ends, *_ = on_ranks(RANKS, trained, [PLANTED], [3], "cpu")
+    ends, *_ = on_ranks(RANKS, trained, [(PLANTED, 3)], "cpu")
     assert len(gaps(PLANTED, 3, ends[PLANTED, 3])) > 1

@@ -11,7 +11,7 @@ import functional_cg as fcg
 from functional_cg import optim
 from functional_cg.testing import assert_trees_all_equal
 from tests.sharding.law import CALLS, assert_same_step
-from tests.sharding.programs import Setting, mlp_params, randn, warm_up
+from tests.sharding.programs import Setting, mlp_params, randn
 from tests.sharding.ranks import on_ranks
 
 
@@ -41,7 +41,6 @@ def batch_of(call: int) -> Any:
 
 def trained(settings: list[Setting]) -> Any:
     """The whole parameters after sixteen captured steps, which had the bits of eager ones."""
-    warm_up()
     ends = []
     for setting in settings:
         captured = state_on(setting.zero("cpu"))

@@ -1,0 +1,27 @@
+"""Which part of many cases runs by default; all of them run in the profile ``thorough`` and on a GPU."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Sequence
+from itertools import cycle, product
+from typing import TypeVar
+
+__all__ = ["THOROUGH", "diagonal", "share"]
+
+S = TypeVar("S")
+T = TypeVar("T")
+
+THOROUGH = os.environ.get("FCG_HYPOTHESIS_PROFILE") == "thorough"
+
+
+def share(cases: Iterable[T], one_in: int, device: str = "cpu") -> list[T]:
+    """The first of each so many cases, always the same ones; all where that is cheap or asked for."""
+    return list(cases)[:: 1 if THOROUGH or device == "cuda" else one_in]
+
+
+def diagonal(firsts: Sequence[S], seconds: Sequence[T], device: str = "cpu") -> list[tuple[S, T]]:
+    """Each of the first with one of the second, in turn; all pairs where that is cheap or asked for."""
+    if THOROUGH or device == "cuda":
+        return list(product(firsts, seconds))
+    return list(zip(firsts, cycle(seconds)))
