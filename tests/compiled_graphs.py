@@ -14,6 +14,7 @@ from functional_cg.stages.lower.graph import Entrance, build_graph
 from functional_cg.stages.passes.recompute import keep_as_buffers, recompute
 from functional_cg.stages.plan import Buffers, ExecutionPlan, Run, schedule
 from functional_cg.stages.program import Program
+from tests.shares import THOROUGH
 
 # Warnings are printed and not raised on a GPU: what libraries warn of depends on the machine.
 ON_A_GPU = pytest.param("cuda", marks=[pytest.mark.cuda, pytest.mark.filterwarnings("default")])
@@ -39,6 +40,8 @@ class _CopiedOut(InPlacePlan):
 
 
 compiled = pytest.mark.parametrize("compiled_on", COMPILED, indirect=True)
+# Where a compilation takes ten seconds, by default on a host as a GPU alone: there it writes slots, which is harder.
+compiled_once = pytest.mark.parametrize("compiled_on", COMPILED if THOROUGH else COMPILED[1:], indirect=True)
 
 
 def graph_of(train_step: Any, state: Any, batch: Any) -> tuple[fx.GraphModule, list[Tensor]]:

@@ -7,10 +7,15 @@ from collections.abc import Iterable, Sequence
 from itertools import cycle, product
 from typing import TypeVar
 
-__all__ = ["THOROUGH", "diagonal", "share"]
+import hypothesis
+
+__all__ = ["THOROUGH", "diagonal", "few", "share"]
 
 S = TypeVar("S")
 T = TypeVar("T")
+
+# Where an example is a capture and many calls, in several places: a quarter of what the profile asks for.
+few = hypothesis.settings(max_examples=max(hypothesis.settings().max_examples // 4, 1))
 
 THOROUGH = os.environ.get("FCG_HYPOTHESIS_PROFILE") == "thorough"
 

@@ -12,9 +12,10 @@ import functional_cg as fcg
 from functional_cg.step import captures
 from functional_cg.testing import assert_replay_equals_eager
 from functional_cg.testing import strategies as fst
-from tests.compiled_graphs import compiled, lower_as_on_a_gpu
+from tests.compiled_graphs import compiled, compiled_once, lower_as_on_a_gpu
 from tests.exact_programs import drawn, found, together
 from tests.overwritten import overwritten
+from tests.shares import share
 
 # Where it merges loops, torch 2.11's C++ backend forgets which read a write has to wait for. A host's own lowering
 # writes no slot in a kernel, so this strikes only where a host is told to lower as a GPU, and the trial refuses it.
@@ -24,21 +25,22 @@ EXACT = 1e-30  # a relative tolerance that lets zeros have any sign, and nothing
 
 @compiled
 def test_exact_programs_compiled(compiled_on: str) -> None:
-    """Every number of sixteen calls is that of the eager run; twelve programs are compiled at a time."""
+    """Every number of sixteen calls is that of the eager run; several programs are compiled at a time."""
     as_on_a_gpu = captures.lower is lower_as_on_a_gpu
-    texts = [text for text in found(drawn(24, 0, fst.exact_step_fns()), compiled_on, 12, 0) if text]
+    programs = share(drawn(24, 0, fst.exact_step_fns()), 2, compiled_on)
+    texts = [text for text in found(programs, compiled_on, 12, 0) if text]
     known = FORGETS_ORDER and as_on_a_gpu and len(texts) == 1 and "MiscompileError" in texts[0]
     assert texts == [] or known
 
 
 @pytest.mark.filterwarnings("ignore:.*torch._prims_common.check:FutureWarning")  # torch's own, of a diagonal
-@compiled
+@compiled_once
 def test_values_overwritten_in_a_part(compiled_on: str) -> None:
     """A write to a part of a value changes nothing that was kept of it, also inside of another value."""
     assert [text for text in found(drawn(12, 0, overwritten()), compiled_on, 12, 0) if text] == []
 
 
-@compiled
+@compiled_once
 def test_no_random_program_is_refused_for_its_rounding(compiled_on: str) -> None:
     """Programs that draw, divide, take gradients and roots: each compiles to what is certified."""
     programs = drawn(6, 0, fst.step_fns())

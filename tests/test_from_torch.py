@@ -20,6 +20,7 @@ from functional_cg import optim, tree
 from functional_cg.errors import CaptureError
 from functional_cg.optim import table
 from functional_cg.optim.adapters.hosted import Shelf, every_way
+from tests.shares import share
 from tests.test_optimizers import (
     MATRICES,
     RATE,
@@ -174,7 +175,7 @@ class MatricesAlone(optim.GradientTransformation):
         return self.inner.update(updates, state, params)
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("case", share(CASES, 2), ids=str)
 def test_captured_adapted_equals_eager(case: Case) -> None:
     tx = adapted(case)
     assert_captured(MatricesAlone(tx) if case.shapes is MATRICES else tx)

@@ -17,7 +17,6 @@ import functools
 import gc
 import itertools
 import operator
-import os
 import queue
 import random
 import re
@@ -25,6 +24,7 @@ import threading
 import types
 import weakref
 from collections.abc import Callable
+from itertools import product
 from typing import Any
 
 import numpy
@@ -37,6 +37,7 @@ from torch.overrides import TorchFunctionMode
 import functional_cg as fcg
 from functional_cg.pytree.sameness import Exact, same
 from tests.host_law import X, law
+from tests.shares import share
 
 
 class Cfg:
@@ -409,12 +410,7 @@ READS: dict[str, tuple[Callable[[Any], Any], Callable[[Any], None]]] = {
 
 
 # Each place with some reads, each read in some places; all of them take a minute.
-PAIRED = [
-    (place, read)
-    for row, place in enumerate(PLACES)
-    for column, read in enumerate(READS)
-    if os.environ.get("FCG_HYPOTHESIS_PROFILE") == "thorough" or (row + column) % 5 == 0
-]
+PAIRED = share(product(PLACES, READS), 10)
 
 
 @pytest.mark.parametrize(

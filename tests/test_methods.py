@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 import functional_cg as fcg
 from functional_cg.testing import assert_trees_all_equal
-from tests.compiled_graphs import compiled
+from tests.compiled_graphs import compiled_once
 
 KEY = fcg.random.key(3)
 
@@ -112,7 +112,7 @@ def test_a_step_trains_by_a_method() -> None:
     assert_trains("cpu", "aten", 0.0)
 
 
-@compiled
+@compiled_once
 def test_a_step_trains_by_a_method_compiled(compiled_on: str) -> None:
     assert_trains(compiled_on, "inductor", 1e-3)
 

@@ -18,7 +18,7 @@ import functional_cg as fcg
 from functional_cg.stages.passes.old_values import keep_old_values
 from functional_cg.testing import assert_no_alias, assert_trees_all_close
 from tests.compiled_graphs import compiled, lower_as_on_a_gpu
-from tests.sharding.programs import Setting, warm_up
+from tests.sharding.programs import Setting
 from tests.sharding.ranks import on_ranks
 
 # Ways to write "equal to a leaf of [4, 3]": copies, views and casts there and back, ops that happen to change nothing.
@@ -473,7 +473,6 @@ def summed(state: Any, b: Any) -> Any:
 
 def sums_on_ranks() -> list[float]:
     """What was kept of a sum over ranks, of a leaf that each call doubles."""
-    warm_up()
     zero = Setting({"data": 2}, 1).zero("cpu")
     given = {"params": torch.ones(8), "optimizer": fcg.optim.sgd(0.1), "sharding": zero}
     state, step, kept = (

@@ -30,9 +30,11 @@ from functional_cg.concurrency import interrupts
 from functional_cg.concurrency.interrupts import held_back
 from functional_cg.testing import Simulator, assert_no_alias, assert_trees_all_equal
 from functional_cg.testing import strategies as fst
+from tests.shares import THOROUGH, few
 
 CALLS = 16
 BACKENDS = {"cpu": lambda: "auto", "simulator": Simulator}
+INTERRUPTS = 50 if THOROUGH else 20
 
 on_both_backends = pytest.mark.parametrize("backend", BACKENDS.values(), ids=BACKENDS.keys())
 
@@ -285,6 +287,7 @@ def test_what_was_returned_never_changes(backend: Callable[[], Any]) -> None:
 
 
 @on_both_backends
+@few
 @given(draw=st.data())
 def test_metrics_that_alias_anything_are_owned(backend: Callable[[], Any], draw: st.DataObject) -> None:
     """T-OUT-1 for random programs, whose metrics are views of leaves, of inputs and of each other."""
@@ -487,12 +490,12 @@ def uninterrupted_run(calls: int, backend: Any) -> Any:
 
 
 def interrupted_run(backend: str) -> None:
-    """A loop that is interrupted 50 times, half of them while it traces, and goes on by ``state.latest()``."""
+    """A loop that is interrupted many times, half of them while it traces, and goes on by ``state.latest()``."""
     make, delays = BACKENDS[backend], random.Random(0)
     step, state = fcg.graph_step(small_train, backend=make()), small_state()
     state, _ = step(state, small_data(0))  # torch imports some of its modules at the first trace
     signal.signal(signal.SIGVTALRM, lambda number, frame: signal.raise_signal(signal.SIGINT))
-    for interrupt in range(50):
+    for interrupt in range(INTERRUPTS):
         tracing = interrupt % 2 == 0
         try:
             # Again after a second: Python swallows what strikes inside of a weak reference's callback.
@@ -517,7 +520,7 @@ def test_ctrl_c_at_any_moment_loses_nothing(backend: str) -> None:
         cwd=root, capture_output=True, text=True, timeout=120, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    assert int(done.stdout.split()[0]) > 50
+    assert int(done.stdout.split()[0]) > INTERRUPTS
 
 
 on_the_main_thread = pytest.mark.skipif(

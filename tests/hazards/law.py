@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
-import hypothesis
 import pytest
 import torch
 from torch import Tensor
@@ -22,9 +21,6 @@ from functional_cg.ambient.setting import AsTraced
 from functional_cg.testing import Simulator, assert_no_alias, assert_trees_all_equal
 
 CALLS = 16
-
-# An example is a capture and many calls, in three places; a quarter of what the profile asks for.
-few = hypothesis.settings(max_examples=max(hypothesis.settings().max_examples // 4, 1))
 
 
 @dataclass(frozen=True)

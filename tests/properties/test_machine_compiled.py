@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import hypothesis
 import torch
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
@@ -22,7 +21,6 @@ from tests.test_exact_programs import EXACT
 
 LIMITS = settings(
     deadline=None,
-    max_examples=max(hypothesis.settings().max_examples, 50),
     stateful_step_count=30,
     suppress_health_check=list(HealthCheck),
 )

@@ -7,7 +7,7 @@ from typing import Any
 import functional_cg as fcg
 from functional_cg.nn import Fp8Scaling, fp8_linear
 from tests.sharding.law import CALLS, assert_same_step, on_gloo_and_nccl, rank_of
-from tests.sharding.programs import Setting, randn, warm_up
+from tests.sharding.programs import Setting, randn
 from tests.sharding.ranks import on_ranks
 
 RANKS = 2
@@ -40,7 +40,6 @@ def own_scales_step(state: Any, batch: Any) -> Any:
 
 
 def trained(device: str) -> Any:
-    warm_up()
     zero = Setting({"data": RANKS}, 3).zero(device)
     params = [(randn(n, 32, 32) / 4).to(device) for n in range(2)]
 

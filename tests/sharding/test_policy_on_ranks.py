@@ -12,7 +12,7 @@ from functional_cg import optim
 from functional_cg.precision import Policy
 from functional_cg.shards.collectives import GATHER
 from tests.sharding.law import CALLS, assert_same_step, batches, on_gloo_and_nccl, rank_of
-from tests.sharding.programs import Setting, mlp_loss, mlp_params, warm_up
+from tests.sharding.programs import Setting, mlp_loss, mlp_params
 from tests.sharding.ranks import on_ranks
 
 POLICY = Policy(compute=torch.bfloat16)
@@ -47,7 +47,6 @@ def narrow_gradients(state: Any, batch: Any) -> Any:
 
 def trained(stages: list[int], device: str) -> Any:
     """Captured steps have the bits of eager ones; the numbers of gathers in a program."""
-    warm_up()
     gathers = {}
     for stage in stages:
         for function in (in_the_loss, without_a_cast, narrow_gradients):

@@ -117,7 +117,6 @@ def rewritten(program: Program) -> Program:
     return new
 
 
-@hypothesis.settings(max_examples=2 * hypothesis.settings().max_examples)
 @given(calls=losses())
 def test_a_random_loss_keeps_its_bits_and_its_memory(calls: Sequence[tuple[str, int, int]]) -> None:
     """What is kept for the backward never grows. While a chain is made anew, one value of it is there besides."""
