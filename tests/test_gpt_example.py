@@ -6,6 +6,7 @@ import itertools
 import json
 import math
 import signal
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -127,6 +128,7 @@ def test_a_killed_run_resumes_to_the_bits_of_an_uninterrupted_one(tmp_path: Path
     with start_example(*options, "--save", str(killed), "--save-every", "7") as process:
         while steps_in(killed) == 0:
             assert process.poll() is None
+            time.sleep(0.01)
         process.kill()
     done = steps_in(killed)
     assert done in range(7, 300, 7)

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, fx
 
@@ -121,7 +121,6 @@ LAYERS = st.tuples(
 )
 
 
-@settings(max_examples=60)
 @given(layers=st.lists(LAYERS, min_size=1, max_size=6), seen=st.integers(0, 3))
 def test_any_network_of_shared_weights_keeps_its_gradients(layers: list[Any], seen: int) -> None:
     """In fp64, where another order of sums is far below any mistake."""

@@ -65,7 +65,6 @@ MUTANTS = (
         (
             f"{OLD_VALUES}test_old_values_compiled[cpu as a GPU]",
             f"{OLD_VALUES}test_leaves_that_change_places[cpu as a GPU]",
-            "tests/test_exact_programs.py::test_exact_programs_compiled[cpu as a GPU]",
         ),
         gpu=(
             f"{OLD_VALUES}test_old_values_compiled[cuda]",

@@ -17,7 +17,9 @@ from functional_cg.step import captures as transform
 from tests.sharding.law import batches, rank_of
 from tests.sharding.programs import PROGRAMS, Setting
 from tests.sharding.ranks import on_ranks
+from tests.shares import diagonal
 
+STAGES = (1, 3)
 META = torch.device("meta")
 NO_META_KERNEL = {"average"}  # the fused op of SGD has none
 TRACED = sorted(PROGRAMS.keys() - NO_META_KERNEL)
@@ -30,9 +32,9 @@ class TracedError(Exception):
 def traced_on_meta(names: list[str]) -> tuple[int, list[str]]:
     """Number of programs, and their calls with an argument or a result on the host.
 
-    All ranks make the states, of each program at stages 1 and 3; they trace one program, so each traces its part.
+    All ranks make the states, of programs at stages 1 and 3; they trace one program, so each traces its part.
     """
-    cases = [(name, stage) for name in names for stage in (1, 3)]
+    cases = diagonal(names, STAGES)
     states = [PROGRAMS[name].state(setting_of(name, stage).zero("cpu"), "cpu") for name, stage in cases]
     mine = range(rank_of(), len(cases), 2)
     found = [
@@ -70,4 +72,6 @@ def traced(name: str, state: Any) -> Program:
 
 
 def test_programs_copy_nothing_from_the_host() -> None:
-    assert on_ranks(2, traced_on_meta, TRACED) == [(len(TRACED), []), (len(TRACED), [])]
+    (one, found), (other, more) = on_ranks(2, traced_on_meta, TRACED)
+    assert one + other == len(diagonal(TRACED, STAGES))
+    assert found == more == []
