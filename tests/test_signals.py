@@ -19,6 +19,7 @@ import functional_cg as fcg
 from functional_cg.ambient.modes import ordinary, without_gradients
 from functional_cg.concurrency.interrupts import held_back
 from functional_cg.testing import Simulator
+from tests.shares import THOROUGH
 from tests.stress import signals
 from tests.stress.signals import modes
 from tests.test_ownership import Strike
@@ -291,7 +292,11 @@ class Anywhere(Strike):
 @pytest.mark.parametrize("inference", [False, True], ids=["", "in inference mode"])
 @pytest.mark.parametrize("call", CALLS)
 def test_no_mode_stays_on_at_any_bytecode(call: str, inference: bool) -> None:
-    """And the turn is given back, and the state is of one generation: it goes on after each of them."""
+    """And the turn is given back, and the state is of one generation: it goes on after each of them.
+
+    By default each bytecode in one of the two modes.
+    """
+    first, each = (0, 1) if THOROUGH else (int(inference), 2)
     act, state = CALLS[call], fcg.place({"w": torch.zeros(2), "n": 0})
     state, _ = STEP(state, torch.ones(2))
     LOOK(state)
@@ -299,7 +304,7 @@ def test_no_mode_stays_on_at_any_bytecode(call: str, inference: bool) -> None:
     with guard:
         act(fcg.fork(state))
         before = modes()
-        for moment in range(0, 3000, 1 if call != "eager" else 7):
+        for moment in range(first, 3000, each if call != "eager" else 7):
             tracer = sys.gettrace()
             sys._getframe().f_trace_opcodes = True
             struck = False
