@@ -189,7 +189,7 @@ def _plain(trial: _Trial, *, train: bool, moved: float = 0.0) -> _Run:
     generator = torch.Generator(trial.device).manual_seed(1)
     with torch.no_grad():
         for param in params if moved else ():
-            noise = torch.randn(param.shape, generator=generator, device=param.device)
+            noise = torch.randn(param.shape, dtype=param.dtype, generator=generator, device=param.device)
             param.mul_(1 + moved * noise)
     optimizer = torch.optim.SGD(params, lr=_RATE, momentum=_MOMENTUM)
     losses = []
