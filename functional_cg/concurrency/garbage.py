@@ -30,10 +30,10 @@ def functions_of(code: CodeType) -> list[FunctionType]:
     """Find all functions with a code object, also among the objects that :func:`gc.freeze` has set aside."""
     frozen = gc.get_freeze_count() > _IMMORTAL
     if frozen:
+        gc.collect()  # what is garbage by now would stay forever; later it would be looked for in all there is
         gc.unfreeze()
     try:
         return [one for one in gc.get_referrers(code) if type(one) is FunctionType and one.__code__ is code]
     finally:
         if frozen:
-            gc.collect()  # what is garbage by now would stay forever
             gc.freeze()

@@ -868,7 +868,7 @@ MUTANTS = (
     Mutant(
         "N83",
         "functions that gc.freeze has set aside are not found",
-        (("    if frozen:\n        gc.unfreeze()\n", ""),),
+        (("        gc.unfreeze()\n", ""),),
         (
             f"{READS}test_a_function_that_a_library_alone_holds_also_among_what_the_collector_leaves_alone[True]",
         ),

@@ -144,7 +144,7 @@ class HostRandomness:
         same = {
             "torch (CPU)": torch.equal(self.torch_state, now.torch_state),
             "random": self.python_state == now.python_state,
-            "numpy.random": self.numpy_state is None or repr(self.numpy_state) == repr(now.numpy_state),
+            "numpy.random": _comparable(self.numpy_state) == _comparable(now.numpy_state),
         }
         return [name for name, still in same.items() if not still]
 
@@ -186,6 +186,15 @@ class HostRandomness:
                 why="Python runs when the step is traced, not when it is replayed: the numbers never change.",
                 fix="draw from a key in the state with `fcg.random`, or pass the numbers as an input.",
             )
+
+
+def _comparable(state: Any) -> Any:
+    """A state of numpy's generators, whose arrays compare element by element, as what compares as a whole."""
+    if isinstance(state, tuple):
+        return tuple(map(_comparable, state))
+    if isinstance(state, dict):  # as of any bit generator but the first one
+        return {name: _comparable(part) for name, part in state.items()}
+    return state.tobytes() if hasattr(state, "tobytes") else state
 
 
 def _alone() -> bool:

@@ -10,14 +10,20 @@ import builtins
 import gc
 import sys
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence, Set
+from collections.abc import Iterable, Sequence, Set
 from types import CodeType, FrameType, FunctionType, ModuleType
 from typing import Any
+
+from torch._ops import OpOverload, OpOverloadPacket
 
 __all__ = ["unheld"]
 
 _MOST = 200_000  # objects to visit
-_ATOMS = (str, bytes, int, float, complex, bool, type(None), CodeType, ModuleType, FrameType, type)
+# What leads nowhere, or stays anyway, as an op does: it alone would lead to hundreds of objects of torch.
+_ATOMS = (
+    *(str, bytes, int, float, complex, bool, type(None), CodeType, ModuleType, FrameType, type),
+    *(OpOverload, OpOverloadPacket),
+)
 
 
 def unheld(
@@ -64,11 +70,12 @@ def _counts(objects: dict[int, Any]) -> dict[int, int]:
     return {number: sys.getrefcount(one) for number, one in objects.items()}
 
 
-def _led_to(value: Any) -> Iterator[Any]:
-    """Yield the objects that a value references; for a function, not its globals."""
+def _led_to(value: Any) -> list[Any]:
+    """Return the objects that a value references; for a function, not its globals."""
     if issubclass(type(value), _ATOMS):
-        return
-    skipped = (value.__globals__, vars(builtins)) if type(value) is FunctionType else ()
-    for one in gc.get_referents(value):
-        if not issubclass(type(one), _ATOMS) and all(one is not other for other in skipped):
-            yield one
+        return []
+    led_to = [one for one in gc.get_referents(value) if not issubclass(type(one), _ATOMS)]
+    if type(value) is FunctionType:
+        skipped = {id(value.__globals__), id(vars(builtins))}
+        led_to = [one for one in led_to if id(one) not in skipped]
+    return led_to
