@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import multiprocessing
+from multiprocessing import forkserver
 from multiprocessing.context import ForkContext, ForkServerContext
 
-__all__ = ["context"]
+__all__ = ["context", "start"]
 
 # Nothing of ours, and nothing that starts a thread.
 PRELOADED = [
@@ -29,3 +30,9 @@ def context() -> ForkContext | ForkServerContext:
     server = multiprocessing.get_context("forkserver")
     server.set_forkserver_preload(PRELOADED)
     return server
+
+
+def start() -> None:
+    """Start the server before somebody else does who has less to import: a process has one of them."""
+    context()
+    forkserver.ensure_running()

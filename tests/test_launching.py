@@ -12,8 +12,14 @@ import torch
 
 from functional_cg.examples.notebooks.collectives import pieces, planned_bytes
 from functional_cg.examples.notebooks.launching import on_ranks, script_of
+from tests import forked
 
 LIMIT = 3
+
+
+@pytest.fixture(autouse=True)
+def _ranks_of_the_server_of_all_tests() -> None:
+    forked.start()
 
 
 def letters(words: list[str]) -> Counter[str]:

@@ -23,11 +23,14 @@ import tempfile
 import time
 import traceback
 import warnings
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, Never
+
+import torch
 
 from tests.forked import context
 
@@ -177,6 +180,7 @@ def _serve(pipe: Connection, other_end: Connection, device: str) -> None:
     sys.stdout, sys.stderr = sys.__stdout__, sys.__stderr__
     warnings.resetwarnings()
     _import_all()
+    _ops_stay()
     gc.freeze()  # collections in the ranks leave alone what all of them share
     with contextlib.suppress(EOFError):  # nobody is there to ask
         while True:
@@ -197,6 +201,12 @@ def _import_all() -> None:
 
         warm_up()
         pick_vec_isa()  # a compiler asks other processes what this processor can do
+
+
+def _ops_stay() -> None:
+    """Ranks end without unregistering op by op what ends with them: that would take as long as many of them run."""
+    for finalizer in [one for one in weakref.finalize._registry if one.peek()[1] is torch.library._del_library]:
+        finalizer.atexit = False
 
 
 def _ends_of(
