@@ -8,7 +8,7 @@ from multiprocessing.context import ForkContext, ForkServerContext
 
 __all__ = ["context", "start"]
 
-# Nothing of ours, and nothing that starts a thread.
+# Nothing of the package, and nothing that starts a thread.
 PRELOADED = [
     "hypothesis.stateful",
     "hypothesis.extra.numpy",
@@ -20,6 +20,7 @@ PRELOADED = [
     "torch._dynamo",
     "torch._inductor.compile_fx",
     "torch._inductor.lowering",
+    "tests.known_files",
 ]
 
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,7 +14,7 @@ from tests.mutants.__main__ import main
 from tests.mutants.catalogue import MUTANTS
 from tests.mutants.gpu import calibrate
 from tests.mutants.mutant import GENERAL, MAX_LINES, Mutant, StaleMutantError
-from tests.mutants.runner import ROOT, Outcome, general_killers, run
+from tests.mutants.runner import ROOT, Outcome, collected, general_killers, run
 
 
 def planted(old: str, new: str, *killers: str) -> Mutant:
@@ -72,16 +70,10 @@ def test_a_gpu_notices_or_it_is_said_why_not(mutant: Mutant) -> None:
     assert "\n" not in mutant.no_gpu
 
 
-def test_the_tests_of_mutants_exist() -> None:
+def test_the_tests_of_mutants_exist(tmp_path: Path) -> None:
     """On the shipped code they pass, as all tests of this suite do."""
     tests = sorted({test for mutant in MUTANTS for test in (*mutant.killers, *mutant.gpu)})
-    command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-p", "no:cacheprovider"]
-    done = subprocess.run(
-        [*command, *tests], cwd=ROOT, capture_output=True, text=True, timeout=120, check=False
-    )
-    assert sorted(line for line in done.stdout.splitlines() if "::" in line) == tests, (
-        done.stdout + done.stderr
-    )
+    assert sorted(collected(tests, tmp_path)) == tests
 
 
 def test_without_a_gpu_one_line_says_so(

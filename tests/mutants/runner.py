@@ -67,6 +67,22 @@ def run(tests: Sequence[str], folder: Path, mutant: Mutant | None = None) -> Out
       StaleMutantError: If the mutant does not fit the code any more.
       RuntimeError: If pytest could not run.
     """
+    code, output = _pytest_on_copy(folder, ["-rpfE", "--tb=line", *tests], mutant)
+    if code not in (0, 1) or f"package: {folder / 'functional_cg'}" not in output:
+        raise RuntimeError(f"pytest ended with {code}:\n{output}")
+    lines = re.finditer(r"^(PASSED|FAILED|ERROR) (\S+?::.*?)(?: - .*)?$", output, re.MULTILINE)
+    return Outcome({line[2]: line[1] for line in lines}, output)
+
+
+def collected(tests: Sequence[str], folder: Path) -> list[str]:
+    """The ids of tests that pytest finds on a copy, and its complaints about others."""
+    _, output = _pytest_on_copy(folder, ["--collect-only", "-q", *tests])
+    return [line for line in output.splitlines() if "::" in line]
+
+
+def _pytest_on_copy(
+    folder: Path, arguments: Sequence[str], mutant: Mutant | None = None
+) -> tuple[int | None, str]:
     shutil.copytree(_shipped().name, folder, copy_function=_linked, dirs_exist_ok=True)
     if mutant is not None:
         mutant.apply(folder / "functional_cg")
@@ -74,24 +90,10 @@ def run(tests: Sequence[str], folder: Path, mutant: Mutant | None = None) -> Out
     environment = {
         name: value for name, value in os.environ.items() if not name.startswith(("PYTEST_", "FCG_"))
     }
-    environment |= {"PYTHONPATH": str(folder), "PYTHONDONTWRITEBYTECODE": "1", "SECONDS_OF_MESHES": "3"}
+    environment |= {"PYTHONPATH": str(folder), "PYTHONDONTWRITEBYTECODE": "1", "SECONDS_OF_MESHES": "1"}
     # Nobody reads what was compared, and pytest would take as long to rewrite all assertions as most tests to run.
-    flags = [
-        "--assert=plain",
-        "-rpfE",
-        "--tb=line",
-        "-p",
-        "where",
-        "-p",
-        "no:cacheprovider",
-        "-p",
-        "no:randomly",
-    ]
-    code, output = _pytest(folder, [*flags, *tests], environment)
-    if code not in (0, 1) or f"package: {folder / 'functional_cg'}" not in output:
-        raise RuntimeError(f"pytest ended with {code}:\n{output}")
-    lines = re.finditer(r"^(PASSED|FAILED|ERROR) (\S+?::.*?)(?: - .*)?$", output, re.MULTILINE)
-    return Outcome({line[2]: line[1] for line in lines}, output)
+    flags = ["--assert=plain", "-p", "where", "-p", "no:cacheprovider", "-p", "no:randomly"]
+    return _pytest(folder, [*flags, *arguments], environment)
 
 
 @functools.cache

@@ -34,7 +34,7 @@ import torch
 
 from tests.forked import context
 
-__all__ = ["Outcome", "on_ranks", "outcomes"]
+__all__ = ["Outcome", "on_ranks", "outcomes", "outcomes_of_each"]
 
 _ROOT = Path(__file__).resolve().parents[2]
 _TIMEOUT = 90.0
@@ -84,12 +84,30 @@ def outcomes(
       timeout: Seconds until all ranks are killed.
       launched: Whether there is the environment that a launcher makes.
     """
-    with tempfile.TemporaryDirectory() as folder:
-        (Path(folder) / "call").write_bytes(pickle.dumps((function, args)))
-        environment = _environment(ranks, device) if launched else {}
-        request = {"folder": folder, "ranks": ranks, "timeout": timeout, "environment": environment}
-        ends = _server(device).ask(request)
-        return [_outcome(Path(folder), rank, *end) for rank, end in enumerate(ends)]
+    (found,) = outcomes_of_each(ranks, function, [args], device=device, timeout=timeout, launched=launched)
+    return found
+
+
+def outcomes_of_each(
+    ranks: int,
+    function: Callable[..., Any],
+    calls: Sequence[tuple[Any, ...]],
+    *,
+    device: str = "cpu",
+    timeout: float = _TIMEOUT,
+    launched: bool = True,
+) -> list[list[Outcome]]:
+    """The same for several calls, each on ranks of its own: at one time, as most of their time they wait."""
+    with contextlib.ExitStack() as stack:
+        folders = [Path(stack.enter_context(tempfile.TemporaryDirectory())) for _ in calls]
+        for folder, args in zip(folders, calls, strict=True):
+            (folder / "call").write_bytes(pickle.dumps((function, args)))
+        requests = [
+            {"folder": str(folder), "environment": _environment(ranks, device) if launched else {}}
+            for folder in folders
+        ]
+        ends = iter(_server(device).ask({"ranks": ranks, "timeout": timeout, "calls": requests}))
+        return [[_outcome(folder, rank, *next(ends)) for rank in range(ranks)] for folder in folders]
 
 
 def on_ranks(ranks: int, function: Callable[..., Any], *args: Any, **options: Any) -> list[Any]:
@@ -210,17 +228,18 @@ def _ops_stay() -> None:
 
 
 def _ends_of(
-    folder: str, ranks: int, timeout: float, environment: Mapping[str, str]
+    ranks: int, timeout: float, calls: Sequence[Mapping[str, Any]]
 ) -> Sequence[tuple[int, float]]:
-    """Start ranks, and wait until they have ended."""
+    """Start the ranks of each call, and wait until all have ended."""
     started: dict[int, int] = {}
-    for rank in range(ranks):
-        child = os.fork()
-        if child == 0:
-            _be_rank(rank, Path(folder), environment, timeout)
-        started[child] = rank
-        if rank == 0:
-            time.sleep(_HEAD_START)
+    for call in calls:
+        for rank in range(ranks):
+            child = os.fork()
+            if child == 0:
+                _be_rank(rank, Path(call["folder"]), call["environment"], timeout)
+            started[child] = len(started)
+            if rank == 0:
+                time.sleep(_HEAD_START)
     return _ends(started, timeout)
 
 

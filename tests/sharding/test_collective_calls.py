@@ -26,7 +26,7 @@ from functional_cg.sharding import launch
 from tests.sharding.law import on_gloo_and_nccl
 from tests.sharding.mistakes import same
 from tests.sharding.programs import Setting, mlp_batch, mlp_state
-from tests.sharding.ranks import Outcome, on_ranks, outcomes
+from tests.sharding.ranks import Outcome, on_ranks, outcomes, outcomes_of_each
 
 TIMEOUT = 1.0  # seconds that ranks wait for one that does not come
 PATIENCE = 15.0  # seconds that they may wait where all of them come
@@ -45,6 +45,14 @@ def meet(number: int) -> None:
     store = dist.distributed_c10d._get_default_store()
     store.set(f"test/{number}/{dist.get_rank()}", "")
     store.wait([f"test/{number}/{rank}" for rank in range(dist.get_world_size())], timedelta(seconds=50))
+
+
+def leave_after_all_others(ranks: set[int]) -> None:
+    """Wait on rank 0, which holds the store where the others still ask who is there."""
+    store = dist.distributed_c10d._get_default_store()
+    store.set(f"test/left/{dist.get_rank()}", "")
+    if dist.get_rank() == 0:
+        store.wait([f"test/left/{rank}" for rank in ranks], timedelta(seconds=30))
 
 
 def told(act: Callable[[], Any]) -> tuple[str, float]:
@@ -269,6 +277,8 @@ def trains_until(who: int, how: str, stage: int) -> Any:
     again = told(lambda: step(state, b.batch(3)))
     gather = told(lambda: sharding.gather(state.params["w1"]))
     kept = same(held(state), held(expected))
+    if b.mesh.rank != who and who != 0:
+        leave_after_all_others({0, 1, 2} - {who})
     return first, again, gather, kept, int(state.step), state.generation
 
 
@@ -283,12 +293,21 @@ LOST = (
 
 
 @pytest.mark.parametrize(
-    ("who", "how", "stage"),
-    [(1, "exits", 3), (0, "is killed", 3), (2, "is killed", 1), (1, "stays away", 2), (2, "raises", 3)],
+    "gone",
+    [
+        # At one time, as the others wait for many seconds; not beside those that give up soon.
+        [(1, "exits", 3), (0, "is killed", 3), (2, "is killed", 1), (2, "raises", 3)],
+        [(1, "stays away", 2)],
+    ],
+    ids=["ends", "stays away"],
 )
-def test_h95_a_rank_that_goes_is_told_to_the_others(who: int, how: str, stage: int) -> None:
+def test_h95_a_rank_that_goes_is_told_to_the_others(gone: list[tuple[int, str, int]]) -> None:
     """Not as an error of gloo, and with the state of the last step; all processes end."""
-    ends = run(3, trains_until, who, how, stage)
+    for (who, how, _), ends in zip(gone, outcomes_of_each(3, trains_until, gone, timeout=60), strict=True):
+        assert_told(who, how, ends)
+
+
+def assert_told(who: int, how: str, ends: list[Outcome]) -> None:
     codes = {"exits": ENDED, "is killed": -signal.SIGKILL, "raises": 1, "stays away": 0}
     for rank, end in enumerate(ends):
         assert end.seconds < EXIT + SLOW, end
