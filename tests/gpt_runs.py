@@ -17,6 +17,7 @@ from functional_cg.examples.module_gpt import GPTModule, PureGPT
 from functional_cg.examples.text import Batch, batches
 from functional_cg.examples.transformer import GPT, Params
 from tests import judge_gpt
+from tests.forked import Program
 
 TINY = ("--layers", "1", "--width", "32", "--heads", "2", "--block-size", "32", "--batch-size", "8")
 
@@ -95,15 +96,9 @@ def train_both(
     return (losses, judge_weights(fcg.snapshot(state.params))), judged
 
 
-def start_example(*options: str) -> subprocess.Popen[str]:
-    """Start the example in a process of its own, on one thread, so that a busy machine does not slow it down."""
-    return subprocess.Popen(
-        [sys.executable, "-m", "functional_cg.examples.gpt", *options],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
+def start_example(*options: str) -> Program:
+    """Start the example in a process of its own."""
+    return Program("-m", "functional_cg.examples.gpt", *options)
 
 
 def run_on_ranks(ranks: int, *options: str) -> tuple[dict[str, Any], str]:
@@ -127,9 +122,8 @@ def run_on_ranks(ranks: int, *options: str) -> tuple[dict[str, Any], str]:
 
 def run_example(*options: str) -> dict[str, Any]:
     """Run the example to its end: the JSON object of its last line."""
-    process = start_example(*options, "--json")
-    out, err = process.communicate(timeout=240)
-    assert process.returncode == 0, err
-    result = json.loads(out.splitlines()[-1])
+    with start_example(*options, "--json") as program:
+        assert program.end(timeout=240) == 0, program.err
+        result = json.loads(program.out.splitlines()[-1])
     assert isinstance(result, dict)
     return result

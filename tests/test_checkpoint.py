@@ -7,7 +7,6 @@ import io
 import os
 import pickle
 import stat
-import subprocess
 import sys
 from collections import OrderedDict, namedtuple
 from collections.abc import Callable, Iterator
@@ -25,6 +24,7 @@ from torch import Tensor, nn
 import functional_cg as fcg
 from functional_cg import DonatedStateError, LayoutError, optim
 from functional_cg.tree import register_dataclass
+from tests.forked import Program
 
 Pair = namedtuple("Pair", ["first", "second"])
 
@@ -123,8 +123,8 @@ def test_a_new_process_goes_on_bitwise(tmp_path: Path) -> None:
     fcg.save(tmp_path / "five.safetensors", state)
     state, wanted = take(step, state, 5, 5)
     paths = str(tmp_path / "five.safetensors"), str(tmp_path / "ten.pt")
-    root = Path(__file__).resolve().parent.parent
-    subprocess.run([sys.executable, "-c", RESUME, *paths], cwd=root, check=True, timeout=120)
+    with Program("-c", RESUME, *paths) as program:
+        assert program.end(timeout=120) == 0, program.err
     resumed, losses = torch.load(paths[1])
     assert_bitwise(resumed, fcg.state_dict(state))
     assert_bitwise(losses, wanted)

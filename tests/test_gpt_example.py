@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import json
 import math
-import signal
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -99,19 +98,14 @@ def test_program_learns_and_tells(tmp_path: Path) -> None:
 
 
 def test_ctrl_c_ends_the_run_with_its_result() -> None:
-    with start_example(*TINY, "--steps", "1000000", "--device", "cpu", "--json") as process:
-        assert process.stdout is not None
-        assert process.stderr is not None
-        try:
-            while "loss" not in process.stderr.read(64):  # the bar: the loop is running
-                assert process.poll() is None
-            process.send_signal(signal.SIGINT)
-            out, err = process.communicate(timeout=60)
-        finally:
-            process.kill()
-    assert process.returncode == 130, err
-    assert "Traceback" not in err
-    result = json.loads(out.splitlines()[-1])
+    with start_example(*TINY, "--steps", "1000000", "--device", "cpu", "--json") as program:
+        while "loss" not in program.err:  # the bar: the loop is running
+            assert program.code is None
+            time.sleep(0.01)
+        program.interrupt()
+        assert program.end(timeout=60) == 130, program.err
+        assert "Traceback" not in program.err
+        result = json.loads(program.out.splitlines()[-1])
     assert result["interrupted"] is True
     assert result["steps"] > 0
     assert (
@@ -125,11 +119,11 @@ def test_a_killed_run_resumes_to_the_bits_of_an_uninterrupted_one(tmp_path: Path
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     options = [*TINY, "--steps", "300", "--device", "cpu", "--lowering", "aten"]
     run_example(*options, "--save", str(whole))
-    with start_example(*options, "--save", str(killed), "--save-every", "7") as process:
+    with start_example(*options, "--save", str(killed), "--save-every", "7") as program:
         while steps_in(killed) == 0:
-            assert process.poll() is None
+            assert program.code is None
             time.sleep(0.01)
-        process.kill()
+        program.kill()
     done = steps_in(killed)
     assert done in range(7, 300, 7)
     result = run_example(*options, "--resume", str(killed), "--save", str(killed))

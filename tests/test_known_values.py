@@ -12,6 +12,7 @@ from torch import Tensor, nn
 import functional_cg as fcg
 from functional_cg.testing import assert_trees_all_equal
 from tests.compiled_graphs import ON_A_GPU
+from tests.shares import diagonal
 
 MASK = [True, False, True, True, False]
 EDGES = torch.tensor([[0, 0, 1, 2, 2], [1, 2, 2, 0, 2]])
@@ -221,8 +222,7 @@ def _trained(draw: Callable[[], Tensor], skip: Callable[[Tensor], Tensor], calls
     return train_step
 
 
-@pytest.mark.parametrize("skip", SURE)
-@pytest.mark.parametrize("draw", UNIFORM)
+@pytest.mark.parametrize(("draw", "skip"), diagonal([*UNIFORM], [*SURE]))
 def test_a_draw_is_compared_with_what_it_never_reaches(draw: str, skip: str) -> None:
     assert _trained(UNIFORM[draw], SURE[skip], 16).stats.replays == 16
 

@@ -11,7 +11,6 @@ import gc
 import os
 import random
 import signal
-import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -30,6 +29,7 @@ from functional_cg.concurrency import interrupts
 from functional_cg.concurrency.interrupts import held_back
 from functional_cg.testing import Simulator, assert_no_alias, assert_trees_all_equal
 from functional_cg.testing import strategies as fst
+from tests.forked import Program
 from tests.shares import THOROUGH, few
 
 CALLS = 16
@@ -514,13 +514,9 @@ def interrupted_run(backend: str) -> None:
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_ctrl_c_at_any_moment_loses_nothing(backend: str) -> None:
     """In a process of its own: pytest's hooks do not like to be interrupted."""
-    root = Path(__file__).resolve().parent.parent
-    done = subprocess.run(
-        [sys.executable, "-c", f"import tests.test_ownership as t; t.interrupted_run({backend!r})"],
-        cwd=root, capture_output=True, text=True, timeout=120, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    assert int(done.stdout.split()[0]) > INTERRUPTS
+    with Program("-c", f"import tests.test_ownership as t; t.interrupted_run({backend!r})") as program:
+        assert program.end(timeout=120) == 0, program.err
+        assert int(program.out.split()[0]) > INTERRUPTS
 
 
 on_the_main_thread = pytest.mark.skipif(

@@ -6,7 +6,6 @@ import copy
 import gc
 import io
 import pickle
-import subprocess
 import sys
 import textwrap
 import threading
@@ -36,6 +35,7 @@ from functional_cg.state.handle import Handle, Leaf
 from functional_cg.tensors.aten import copies
 from functional_cg.testing import assert_trees_all_equal
 from functional_cg.testing.strategies import pytrees
+from tests.forked import Program
 
 VALUES = torch.arange(6.0).view(2, 3) - 2.5
 
@@ -516,16 +516,10 @@ def test_what_could_crash_raises() -> None:
                 print(name, "RETURNED")
         assert leaf.clone().tolist() == [[1.0] * 3] * 2
     """
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(program)],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    assert "RETURNED" not in done.stdout, done.stdout
-    assert done.stdout.count("raised") == 12
+    with Program("-c", textwrap.dedent(program)) as done:
+        assert done.end(timeout=120) == 0, done.err
+        assert "RETURNED" not in done.out, done.out
+        assert done.out.count("raised") == 12
 
 
 def test_no_array_interface_that_would_dangle() -> None:

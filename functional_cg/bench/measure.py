@@ -7,6 +7,7 @@ clocks and temperature are the same for both. Host time is the time until a sing
 
 from __future__ import annotations
 
+import functools
 import gc
 import json
 import math
@@ -344,11 +345,17 @@ def _place_above_floor(row: Row, anchor: Row, work: Workload, system: System, de
 
 def _rates(device: torch.device, dtype: torch.dtype) -> tuple[float, float]:
     """Measure bytes per second of a copy, and FLOPs per second of a matrix product in a dtype."""
+    return _copy_rate(device), _product_rate(device, dtype)
+
+
+@functools.cache
+def _product_rate(device: torch.device, dtype: torch.dtype) -> float:
     size = _PRODUCT[device.type == "cpu"]
     x = torch.ones(size, size, device=device, dtype=dtype)
-    return _copy_rate(device), 2 * size**3 / _shortest(lambda: torch.mm(x, x), device)
+    return 2 * size**3 / _shortest(lambda: torch.mm(x, x), device)
 
 
+@functools.cache
 def _copy_rate(device: torch.device) -> float:
     """Measure the bytes per second that a copy reads and writes."""
     size = _COPIED[device.type == "cpu"]

@@ -223,13 +223,13 @@ def _import_all() -> None:
 
 def _ops_stay() -> None:
     """Ranks end without unregistering op by op what ends with them: that would take as long as many of them run."""
-    for finalizer in [one for one in weakref.finalize._registry if one.peek()[1] is torch.library._del_library]:
+    for finalizer in [
+        one for one in weakref.finalize._registry if one.peek()[1] is torch.library._del_library
+    ]:
         finalizer.atexit = False
 
 
-def _ends_of(
-    ranks: int, timeout: float, calls: Sequence[Mapping[str, Any]]
-) -> Sequence[tuple[int, float]]:
+def _ends_of(ranks: int, timeout: float, calls: Sequence[Mapping[str, Any]]) -> Sequence[tuple[int, float]]:
     """Start the ranks of each call, and wait until all have ended."""
     started: dict[int, int] = {}
     for call in calls:

@@ -27,7 +27,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 __all__ = ["on_ranks", "script_of"]
 
-_IMPORTED = ["torch", "torch._dynamo", "torch.distributed.tensor", "torch.fx.experimental.symbolic_shapes"]
+_IMPORTED = ("torch", "torch._dynamo", "torch.distributed.tensor", "torch.fx.experimental.symbolic_shapes")
 _BEGIN = "from __future__ import annotations\n\n"  # annotations are not evaluated, so their names need not be defined
 _END = """
 
@@ -91,7 +91,7 @@ def _environments(ranks: int, port: int) -> Iterator[dict[str, str]]:
 def _started(command: list[str], log: Path, environment: dict[str, str]) -> Iterator[BaseProcess]:
     """Start a process that is ended with the block."""
     processes = multiprocessing.get_context("forkserver")
-    processes.set_forkserver_preload(_IMPORTED)
+    processes.set_forkserver_preload([*_IMPORTED])
     process = processes.Process(target=_run, args=(command, log, environment))
     process.start()
     try:
