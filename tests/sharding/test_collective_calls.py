@@ -30,7 +30,8 @@ from tests.sharding.ranks import Outcome, on_ranks, outcomes, outcomes_of_each
 
 TIMEOUT = 1.0  # seconds that ranks wait for one that does not come
 PATIENCE = 15.0  # seconds that they may wait where all of them come
-AWAY = 2.0  # of a mesh, where one stays away from a replay
+AWAY = 2.0  # of a mesh, where collectives would give up soon
+AWAY_IN_A_CROWD = 4.0  # of a mesh, where one stays away from a replay, and other ranks are busy beside it
 SLOW = 8.0  # seconds that a refusal takes at most: the mesh's timeout, a roll call, and a busy machine
 EXIT = 12.0  # seconds that a process takes at most, from its start to its end
 ENDED = 7  # an exit code of its own
@@ -260,12 +261,12 @@ def end_here(how: str) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
     if how == "raises":
         raise ValueError("of this rank")
-    time.sleep(AWAY + 3.5)  # stays away for longer than the others wait
+    time.sleep(AWAY_IN_A_CROWD + 3.5)  # stays away for longer than the others wait
 
 
 def trains_until(who: int, how: str, stage: int) -> Any:
     """Three calls; before the next one a rank goes. What the others are told of the next call, and of one more."""
-    b = Bench("cpu", 3, stage=stage, timeout=AWAY if how == "stays away" else PATIENCE)
+    b = Bench("cpu", 3, stage=stage, timeout=AWAY_IN_A_CROWD if how == "stays away" else PATIENCE)
     step, state = fcg.graph_step(train_step, lowering="aten"), b.state
     expected = fcg.fork(state)
     for call in range(3):
@@ -292,17 +293,14 @@ LOST = (
 )
 
 
-@pytest.mark.parametrize(
-    "gone",
-    [
-        # At one time, as the others wait for many seconds; not beside those that give up soon.
-        [(1, "exits", 3), (0, "is killed", 3), (2, "is killed", 1), (2, "raises", 3)],
-        [(1, "stays away", 2)],
-    ],
-    ids=["ends", "stays away"],
-)
-def test_h95_a_rank_that_goes_is_told_to_the_others(gone: list[tuple[int, str, int]]) -> None:
-    """Not as an error of gloo, and with the state of the last step; all processes end."""
+def test_h95_a_rank_that_goes_is_told_to_the_others() -> None:
+    """Not as an error of gloo, and with the state of the last step; all processes end.
+
+    All at one time, as the others wait for many seconds.
+    """
+    gone = [
+        (1, "stays away", 2), (1, "exits", 3), (0, "is killed", 3), (2, "is killed", 1), (2, "raises", 3),
+    ]  # fmt: skip
     for (who, how, _), ends in zip(gone, outcomes_of_each(3, trains_until, gone, timeout=60), strict=True):
         assert_told(who, how, ends)
 
