@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from functools import cache
 from typing import Any
 
 import torch
@@ -40,7 +41,6 @@ class KernelStrides:
 
     def __init__(self) -> None:
         self._found: dict[Any, list[tuple[int, ...]] | None] = {}
-        self._may_ask: dict[Any, bool] = {}  # a schema takes longer to read than an op to trace
 
     def correct(
         self,
@@ -59,10 +59,7 @@ class KernelStrides:
           out: What it returned.
           empty: ``empty(shape, stride, like)`` makes a fake tensor.
         """
-        may_ask = self._may_ask.get(func)
-        if may_ask is None:
-            may_ask = self._may_ask[func] = _tells_strides_by_order(func)
-        if not may_ask:
+        if not _tells_strides_by_order(func):
             return out
         operands = list(tensors_in([*args, *kwargs.values()]))
         if all(map(_contiguous, operands)) or not all(one.numel() for one in operands if one.dim() > 1):
@@ -99,8 +96,12 @@ class KernelStrides:
         return self._found[key]
 
 
+@cache
 def _tells_strides_by_order(func: Any) -> bool:
-    """Whether an op may be run on a few elements to see how its result lies: it draws and writes nothing."""
+    """Whether an op may be run on a few elements to see how its result lies: it draws and writes nothing.
+
+    Cached: a schema takes longer to read than an op to trace.
+    """
     shapeless = torch.Tag.pointwise in func.tags or func._schema.name in _SHAPELESS
     written = any(result.alias_info is not None for result in func._schema.returns)
     return shapeless and not written and torch.Tag.nondeterministic_seeded not in func.tags

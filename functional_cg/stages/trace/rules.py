@@ -8,6 +8,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from types import FrameType
 from typing import Any
 
@@ -310,6 +311,7 @@ class Rules:
             raise self.host_read("copies a tensor to the host", func)
 
 
+@cache
 def _facts(func: Any) -> _Facts:
     name = func._schema.name
     return _Facts(
