@@ -10,14 +10,13 @@ import signal
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
-from multiprocessing import forkserver
 from multiprocessing.context import ForkContext, ForkServerContext
 from pathlib import Path
 from types import ModuleType
 
 import torch
 
-__all__ = ["Program", "context", "start"]
+__all__ = ["Program", "context"]
 
 # Nothing of the package, and nothing that starts a thread.
 PRELOADED = [
@@ -43,12 +42,6 @@ def context() -> ForkContext | ForkServerContext:
     also = [] if torch.cuda.is_available() else PRELOADED_WITHOUT_A_GPU
     server.set_forkserver_preload([*PRELOADED, *also])
     return server
-
-
-def start() -> None:
-    """Start the server before somebody else does who has less to import: a process has one of them."""
-    context()
-    forkserver.ensure_running()
 
 
 class Program:

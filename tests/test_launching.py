@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import os
 import string as text
+import subprocess
+import sys
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,14 +15,8 @@ import torch
 
 from functional_cg.examples.notebooks.collectives import pieces, planned_bytes
 from functional_cg.examples.notebooks.launching import on_ranks, script_of
-from tests import forked
 
 LIMIT = 3
-
-
-@pytest.fixture(autouse=True)
-def _ranks_of_the_server_of_all_tests() -> None:
-    forked.start()
 
 
 def letters(words: list[str]) -> Counter[str]:
@@ -77,3 +74,17 @@ def test_planned_bytes_shrink_with_the_stage() -> None:
     assert one == planned_bytes(params, 1, 1) == {"parameters": 100, "gradients": 100, "moments": 200}
     totals = [sum(planned_bytes(params, 4, stage).values()) for stage in (1, 2, 3)]
     assert totals == [100 + 100 + 56, 100 + 28 + 56, 28 + 28 + 56]
+
+
+def test_a_script_without_a_guard_of_its_main_part_runs_once(tmp_path: Path) -> None:
+    """Ranks run the function; they do not import the program that starts them."""
+    script = tmp_path / "program.py"
+    script.write_text(
+        "from functional_cg.examples.notebooks.launching import on_ranks\n"
+        "print('begins')\n"
+        "def seven():\n"
+        "    return 7\n"
+        "print(on_ranks(2, seven))\n"
+    )
+    done = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=120, check=False)
+    assert done.stdout.splitlines() == ["begins", "[7, 7]"], done.stderr

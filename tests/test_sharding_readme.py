@@ -13,7 +13,6 @@ import torch
 
 import functional_cg as fcg
 from functional_cg.examples.notebooks.launching import on_ranks
-from tests import forked
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = (ROOT / "functional_cg" / "sharding" / "README.md").read_text()
@@ -37,7 +36,6 @@ def run_blocks(blocks: list[str], directory: str) -> dict[str, Any]:
 
 
 def test_the_programs_learn_on_two_ranks_and_go_on_on_one(tmp_path: Path) -> None:
-    forked.start()
     train, save, load = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
     first, second = on_ranks(2, run_blocks, [train, save], str(tmp_path))
     assert first["printed"].startswith("tensor(")

@@ -1,33 +1,25 @@
-"""Runs notebook functions on several ranks: writes them to a script and starts it as ``torchrun`` would.
-
-Half of a short run is the import of torch, so one process does it once, and ranks are forked from there.
-"""
+"""Runs notebook functions on several ranks: writes them to a script and starts it as ``torchrun`` would."""
 
 from __future__ import annotations
 
-import atexit
 import dis
 import inspect
-import multiprocessing
 import os
 import pickle
-import runpy
+import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from multiprocessing.process import BaseProcess
 from pathlib import Path
 from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
-import torch
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 __all__ = ["on_ranks", "script_of"]
 
-_IMPORTED = ("torch", "torch._dynamo", "torch.distributed.tensor", "torch.fx.experimental.symbolic_shapes")
 _BEGIN = "from __future__ import annotations\n\n"  # annotations are not evaluated, so their names need not be defined
 _END = """
 
@@ -58,7 +50,7 @@ def on_ranks(ranks: int, function: Callable[..., Any], *args: Any, timeout: floa
         script, given = Path(directory, "script.py"), Path(directory, "given")
         script.write_text(_BEGIN + script_of(function) + _END.format(name=function.__name__))
         given.write_bytes(pickle.dumps(args))
-        command = [str(script), str(given), directory]
+        command = [sys.executable, str(script), str(given), directory]
         logs = [Path(directory, f"{rank}.log") for rank in range(ranks)]
         # Binds the port at once: a port that was merely found free may be taken before it is used.
         store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
@@ -88,38 +80,21 @@ def _environments(ranks: int, port: int) -> Iterator[dict[str, str]]:
 
 
 @contextmanager
-def _started(command: list[str], log: Path, environment: dict[str, str]) -> Iterator[BaseProcess]:
+def _started(command: list[str], log: Path, environment: dict[str, str]) -> Iterator[subprocess.Popen[bytes]]:
     """Start a process that is ended with the block."""
-    processes = multiprocessing.get_context("forkserver")
-    processes.set_forkserver_preload([*_IMPORTED])
-    process = processes.Process(target=_run, args=(command, log, environment))
-    process.start()
-    try:
-        yield process
-    finally:
-        process.kill()
-        process.join()
+    with log.open("wb") as file:
+        process = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, env=environment)
+        try:
+            yield process
+        finally:
+            process.kill()
+            process.wait()
 
 
-def _run(command: list[str], log: Path, environment: Mapping[str, str]) -> None:
-    """What a rank's process does: as if Python had been started with the command, and the log as its output."""
-    output = os.open(log, os.O_WRONLY | os.O_CREAT)
-    os.dup2(output, 1)
-    os.dup2(output, 2)
-    os.environ.clear()
-    os.environ.update(environment)
-    torch.set_num_threads(1)  # torch is there already, and reads `OMP_NUM_THREADS` no more
-    sys.argv[:] = command
-    try:
-        runpy.run_path(command[0], run_name="__main__")
-    finally:
-        atexit._run_exitfuncs()  # multiprocessing leaves them out
-
-
-def _first_failed(processes: list[BaseProcess], deadline: float) -> int | None:
+def _first_failed(processes: list[subprocess.Popen[bytes]], deadline: float) -> int | None:
     """Wait until all have ended or one has failed, since the others would wait for it."""
     while True:
-        codes = [process.exitcode for process in processes]
+        codes = [process.poll() for process in processes]
         failed = [rank for rank, code in enumerate(codes) if code]
         if failed or None not in codes:
             return failed[0] if failed else None
