@@ -24,6 +24,7 @@ from ...errors import CaptureError
 from ...tensors.overlap import storage_key
 from ..passes.bounds import check_values
 from ..passes.cross_entropy import join_gradients
+from ..passes.equal_calls import share_equal_calls
 from ..passes.grouping import is_launch
 from ..passes.logits import has_large_logits, read_targets_first
 from ..passes.products import batch_gradients
@@ -57,6 +58,7 @@ def lower(
     if choice == "aten" or (choice == "auto" and not on_gpu):
         return lower_aten(program)
     if on_gpu:
+        share_equal_calls(program)
         recompute(program)
         keep_as_buffers(program)
     if not isinstance(choice, str):

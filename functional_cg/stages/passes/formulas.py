@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .normalized import apply_statistics
+
 __all__ = ["FORMULAS", "WITH_SCALARS"]
 
 # Ops whose formula also returns its scalars, after the op's own results.
@@ -152,5 +154,6 @@ FORMULAS: Mapping[str, Callable[..., Any]] = MappingProxyType(
         "aten::_fused_sgd": _sgd,
         "aten::_fused_adagrad": _adagrad,
         "aten::index_fill": _index_fill,
+        "fcg::normalized": apply_statistics,
     }
 )

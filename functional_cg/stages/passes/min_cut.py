@@ -1,0 +1,231 @@
+"""Choose which values the backward recomputes and which the forward keeps for it.
+
+A kept value costs its memory, and its memory traffic: one read, and one write if the forward would otherwise not store
+it. A recomputed value costs memory traffic only if it must be stored: an elementwise chain between two kernels is free,
+the argument of a matrix product is written and read. The choice with the lowest total is a minimum cut between what the
+forward must compute and what the backward reads. A parameter, the price of traffic, trades time for memory.
+
+Only elementwise calls, casts and normalizations with known statistics are recomputed, and only from what is at hand
+where the value is made: recomputing a sum over all layers from its terms would start at the first layer each time.
+
+Source: He & Yu 2023, "Transcending Runtime-Memory Tradeoffs in Checkpointing by Being Fusion Aware" (MLSys).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ..program import Instr, Program, Var, storage_bytes, written_storages
+from .normalized import normalized
+
+__all__ = ["Forward", "recomputed"]
+
+_LONG = 64  # calls in a chain of recomputed values
+_CAST = torch.ops.aten._to_copy.default
+_PASSES = frozenset(
+    {"_softmax", "_log_softmax", "native_layer_norm", "native_group_norm", "native_batch_norm"}
+    | {"cudnn_batch_norm", "_native_batch_norm_legit", "_fused_rms_norm"}
+)
+
+
+@dataclass(slots=True)
+class Forward:
+    """The values that the forward makes.
+
+    Attributes:
+      maker: The call that makes each variable; for a normalization, the call that recomputes it from its statistics.
+      place: Number of the call that makes each storage.
+      root: The variable that a storage was made as.
+      sizes: Bytes of each storage.
+      needed: Storages that the backward reads, each with the variables it reads them as.
+      written: Storages that some call writes in place.
+    """
+
+    maker: dict[Var, Instr]
+    place: dict[int, int]
+    root: dict[int, Var]
+    sizes: Mapping[int, int]
+    needed: dict[int, set[Var]]
+    written: set[int]
+
+    @classmethod
+    def of(cls, program: Program) -> Forward:
+        made = cls({}, {}, {}, storage_bytes(program.instrs), {}, written_storages(program.instrs))
+        for number, instr in enumerate(program.instrs):
+            if instr.backward:
+                for var in instr.inputs():
+                    if var.storage in made.place:
+                        made.needed.setdefault(var.storage, set()).add(var)
+            for position, var in enumerate(instr.outputs()):
+                made.maker[var] = (normalized(instr) or instr) if position == 0 else instr
+                if not instr.backward and not instr.is_view:
+                    made.place.setdefault(var.storage, number)
+                    made.root.setdefault(var.storage, var)
+        return made
+
+
+def recomputed(program: Program, forward: Forward, *, price: float, large: int) -> set[int]:
+    """Return the storages that the backward recomputes if it needs them.
+
+    Args:
+      program: The program.
+      forward: Its forward.
+      price: What a byte of memory traffic costs, in bytes of memory kept.
+      large: Bytes from which a value is worth recomputing.
+    """
+    recipes = _recipes(program, forward, large)
+    own_memory = {var.storage for var in (*program.results, *program.new_state)}
+    stored, stored_again = _stored(program, forward)
+    network = _Network()
+    visited: set[int] = set()
+    front = list(forward.needed)
+    while front:
+        one = front.pop()
+        if one in visited:
+            continue
+        visited.add(one)
+        size, recipe = forward.sizes.get(one, 0), recipes.get(one)
+        traffic = size * (1 if one in stored else 2)
+        network.keep(one, (0 if one in own_memory else size) + price * traffic)
+        if one in forward.needed:
+            network.need(one)
+        if recipe is None:
+            network.compute(one, math.inf)
+            continue
+        sources = {var.storage: var for var in recipe.inputs()}
+        outside = sum(var.spec.nbytes for storage, var in sources.items() if storage not in forward.place)
+        network.compute(one, price * (outside + (2 * size if one in stored_again else 0)))
+        inside = sources.keys() & forward.place.keys()
+        for source in inside:
+            network.connect(source, one)
+        front += inside
+    return network.cheapest()
+
+
+def _recipes(program: Program, forward: Forward, large: int) -> dict[int, Instr]:
+    """Return the calls that may recompute a storage."""
+    until = _at_hand_until(program)
+    lengths: dict[int, int] = {}
+    out: dict[int, Instr] = {}
+    outside = {var.storage for instr in program.instrs if instr.backward for var in instr.outputs()}
+    for storage, number in forward.place.items():
+        instr = forward.maker[forward.root[storage]]
+        inputs = {var.storage for var in instr.inputs()}
+        inside = inputs & forward.place.keys()
+        length = 1 + max((lengths.get(one, 0) for one in inside), default=0)
+        if (
+            _is_cheap(instr)
+            and not instr.writes
+            and forward.sizes.get(storage, 0) >= large
+            and length <= _LONG
+            and forward.written.isdisjoint({storage, *inputs})
+            and outside.isdisjoint(inputs)
+            and all(until.get(one, number) >= number for one in inside)
+            and all(_by_views(forward, var) for var in forward.needed.get(storage, ()))
+        ):
+            lengths[storage] = length
+            out[storage] = instr
+    return out
+
+
+def _at_hand_until(program: Program) -> dict[int, int]:
+    """Return the first call after each storage that a kernel of its own computes from it, directly or through others.
+
+    Until then, kernels that a compiler fuses have the value in registers or have just stored it.
+    """
+    until: dict[int, int] = {}
+    end = len(program.instrs)
+    for number in range(end - 1, -1, -1):
+        instr = program.instrs[number]
+        if instr.backward:
+            continue
+        reach = number
+        if _is_fused(instr):
+            reach = min((until.get(var.storage, end) for var in instr.outputs()), default=end)
+        for var in instr.inputs():
+            until[var.storage] = min(until.get(var.storage, end), reach)
+    return until
+
+
+def _stored(program: Program, forward: Forward) -> tuple[set[int], set[int]]:
+    """Return the storages that the forward has to store, and those that the backward would have to."""
+    forwards = {var.storage for var in forward.root.values() if not _is_cheap(forward.maker[var])}
+    backwards: set[int] = set()
+    for instr in program.instrs:
+        if not (instr.is_view or _is_cheap(instr)):
+            (backwards if instr.backward else forwards).update(var.storage for var in instr.inputs())
+    return forwards, backwards
+
+
+def _is_cheap(instr: Instr) -> bool:
+    """Whether a call makes a single pass over its arguments."""
+    return not instr.is_view and (
+        instr.by_element or instr.op is _CAST or instr.op is torch.ops.fcg.normalized.default
+    )
+
+
+def _is_fused(instr: Instr) -> bool:
+    """Whether a compiler fuses a call with its neighbours."""
+    return instr.is_view or _is_cheap(instr) or torch.Tag.reduction in instr.op.tags or instr.name in _PASSES
+
+
+def _by_views(forward: Forward, var: Var) -> bool:
+    """Whether a variable is what its storage was made as, or is made from it by views alone."""
+    while var is not forward.root[var.storage]:
+        maker = forward.maker.get(var)
+        if maker is None or not maker.is_view:
+            return False
+        var = next(one for one in maker.inputs() if one.storage == var.storage)
+    return True
+
+
+class _Network:
+    """A flow network with two nodes for each storage: one before it is stored, one after."""
+
+    def __init__(self) -> None:
+        self._keep: dict[int, float] = {}
+        self._compute: dict[int, float] = {}
+        self._edges: dict[int, set[int]] = {}
+        self._needed: set[int] = set()
+
+    def keep(self, storage: int, cost: float) -> None:
+        self._keep[storage] = cost
+        self._edges.setdefault(storage, set())
+
+    def compute(self, storage: int, cost: float) -> None:
+        self._compute[storage] = cost
+
+    def connect(self, source: int, storage: int) -> None:
+        self._edges.setdefault(source, set()).add(storage)
+
+    def need(self, storage: int) -> None:
+        self._needed.add(storage)
+
+    def cheapest(self) -> set[int]:
+        """Return the storages before which the cut runs: they are not computed for the backward, but again in it."""
+        import networkx as nx  # torch requires it
+
+        apart: Any = nx.Graph()
+        apart.add_nodes_from(self._keep)
+        apart.add_edges_from((a, b) for a, targets in self._edges.items() for b in targets)
+        again: set[int] = set()
+        for part in nx.connected_components(apart):
+            if all(math.isinf(self._compute[one]) for one in part):
+                continue
+            network: Any = nx.DiGraph()
+            for one in part:
+                network.add_edge((one, 0), (one, 1), capacity=self._keep[one])
+                network.add_edge("forward", (one, 0), capacity=self._compute[one])
+                for other in self._edges[one]:
+                    network.add_edge((one, 1), (other, 0), capacity=math.inf)
+                if one in self._needed:
+                    network.add_edge((one, 1), "backward", capacity=math.inf)
+            if "backward" in network:
+                _, (_, late) = nx.minimum_cut(network, "forward", "backward")
+                again |= {one for one in part if (one, 0) in late}
+        return again
