@@ -10,10 +10,13 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor
 
 import functional_cg as fcg
-from functional_cg.stages.passes.cross_entropy import join_gradients
+from functional_cg.stages.fx_passes.casts import VIEWS
+from functional_cg.stages.fx_passes.cross_entropy import join_gradients
 from tests.compiled_graphs import assert_same_results, graph_of
 
 IGNORED = -100
@@ -43,7 +46,7 @@ def test_losses_and_slopes_are_those_of_torch(device: str, dtype: torch.dtype, c
     expected, slopes = judge(rows, target, 0.25)
     mine = rows.to(device)
     scale = torch.tensor(0.25, device=device)
-    losses = OP(mine, target.to(device), scale, IGNORED)
+    losses = OP(mine, target.to(device), scale, IGNORED, mine.shape[1])
     # fp32 arithmetic on sums of up to 50,257 terms; the gradient is rounded to the dtype of the logits once.
     torch.testing.assert_close(losses.double().cpu(), expected, rtol=1e-5, atol=1e-5)
     rounding = {torch.float32: 1e-5, torch.bfloat16: 2**-8, torch.float16: 2**-11}[dtype]
@@ -57,7 +60,7 @@ def test_targets_may_be_a_column(device: str) -> None:
     rows, target = torch.randn(9, 50), torch.randint(0, 50, (9, 3))[:, 1]
     expected, slopes = judge(rows, target, 1.0)
     mine = rows.to(device)
-    losses = OP(mine, target.to(device), torch.ones((), device=device), IGNORED)
+    losses = OP(mine, target.to(device), torch.ones((), device=device), IGNORED, mine.shape[1])
     torch.testing.assert_close(losses.double().cpu(), expected, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(mine.double().cpu(), slopes, rtol=1e-5, atol=1e-7)
 
@@ -72,7 +75,7 @@ def test_masked_classes_and_extreme_logits(device: str) -> None:
     target = torch.tensor([8999, 5, 7, 0])
     expected, slopes = judge(rows, target, 1.0)
     mine = rows.to(device)
-    losses = OP(mine, target.to(device), torch.ones((), device=device), IGNORED)
+    losses = OP(mine, target.to(device), torch.ones((), device=device), IGNORED, mine.shape[1])
     torch.testing.assert_close(losses.double().cpu(), expected, equal_nan=True)
     torch.testing.assert_close(mine.double().cpu(), slopes, equal_nan=True)
 
@@ -81,7 +84,7 @@ def test_masked_classes_and_extreme_logits(device: str) -> None:
 def test_rows_beyond_32_bits_of_elements() -> None:
     rows = torch.zeros(43_000, 50_304, dtype=torch.bfloat16, device="cuda")
     target = torch.arange(43_000, device="cuda")
-    losses = OP(rows, target, torch.ones((), device="cuda"), IGNORED)
+    losses = OP(rows, target, torch.ones((), device="cuda"), IGNORED, rows.shape[1])
     torch.testing.assert_close(losses, torch.full_like(losses, 50_304).log())
     assert rows[-1, 42_999].item() == pytest.approx(-1, abs=1e-2)
     assert rows[-1, :42_999].eq(torch.tensor(1 / 50_304).bfloat16().item()).all()
@@ -94,7 +97,7 @@ def test_a_target_that_is_no_class_is_an_error_on_the_device() -> None:
         import functional_cg
         rows = torch.zeros(2, 100, device="cuda")
         target = torch.tensor([3, 100], device="cuda")
-        torch.ops.fcg.cross_entropy_(rows, target, torch.ones((), device="cuda"), {IGNORED})
+        torch.ops.fcg.cross_entropy_(rows, target, torch.ones((), device="cuda"), {IGNORED}, 100)
         torch.cuda.synchronize()
     """)
     found = subprocess.run(
@@ -162,6 +165,57 @@ def joined(train_step: Any) -> int:
 )  # fmt: skip
 def test_losses_that_get_it(loss: Any) -> None:
     assert joined(step_of(loss)) == 1
+
+
+SPELLINGS = {
+    "cast, then view": lambda logits: logits.float().view(-1, logits.shape[-1]),
+    "view, then cast": lambda logits: logits.view(-1, logits.shape[-1]).float(),
+    "cast between views": lambda logits: logits.view(4, -1, logits.shape[-1]).float().flatten(0, 1),
+    "cast, then two views": lambda logits: logits.float().view(4, -1, logits.shape[-1]).flatten(0, 1),
+    "flattened": lambda logits: logits.flatten(0, 1).float(),
+}
+PRODUCTS = {
+    "linear": lambda x, head, bias: F.linear(x, head),
+    "with a bias": F.linear,
+    "from the left": lambda x, head, bias: x @ head.t().contiguous(),
+}
+
+
+@given(
+    st.sampled_from(sorted(SPELLINGS)),
+    st.sampled_from(sorted(PRODUCTS)),
+    st.sampled_from([33_000, 33_001, 33_002]),
+    st.sampled_from([torch.bfloat16, torch.float16, torch.float32]),
+    st.sampled_from(["mean", "sum"]),
+)
+def test_the_spelling_does_not_matter(
+    spelling: str, product: str, classes: int, dtype: torch.dtype, reduction: str
+) -> None:
+    """Casts and views in any order, odd numbers of classes: one kernel, on the product, and no copy of its rows."""
+
+    def train_step(state: Any, batch: Any) -> Any:
+        def fn(p: Any) -> Tensor:
+            x = batch["x"].to(dtype).view(2, -1, WIDTH)
+            logits = PRODUCTS[product](x, p["head"].to(dtype), p["bias"].to(dtype))
+            return F.cross_entropy(SPELLINGS[spelling](logits), batch["y"], reduction=reduction)
+
+        value, grads = fcg.value_and_grad(fn)(state.params)
+        return state.apply_gradients(grads), {"loss": value}
+
+    torch.manual_seed(0)
+    params = {"head": torch.randn(classes, WIDTH) * 0.5, "bias": torch.randn(classes)}
+    state = fcg.TrainState.create(params=params, optimizer=fcg.optim.sgd(1.0))
+    module, arguments = graph_of(train_step, state, batch(3))
+    assert_same_results(module, arguments, join_gradients, rtol=2e-5, atol=1e-3)
+    (joined,) = module.graph.find_nodes(op="call_function", target=OP)
+    rows = joined.args[0]
+    while rows.target in VIEWS:
+        rows = rows.args[0]
+    width = rows.meta["spec"].shape[1]
+    assert rows.target in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
+    assert width * dtype.itemsize % 16 == 0
+    products = module.graph.find_nodes(op="call_function", target=torch.ops.aten.mm.default)
+    assert all("slice" not in str(part.target) for one in products for part in one.all_input_nodes)
 
 
 def test_logits_of_f32_get_it() -> None:

@@ -36,6 +36,7 @@ ORDER = (
     "optim",
     "call",
     "stages.program",
+    "stages.fx_passes",
     "stages.passes",
     "stages.layouts",
     "stages.plan",
@@ -67,7 +68,7 @@ DEFERRED = {
         "random.words",
         "tensors.philox_triton",
     ): "imports triton at its top, which CPU builds of torch do not bring",
-    ("stages.passes.cross_entropy", "tensors.cross_entropy_triton"): "the same",
+    ("stages.fx_passes.cross_entropy", "tensors.cross_entropy_triton"): "the same",
     ("tensors.ctc", "tensors.ctc_triton"): "the same",
     ("examples.outcome", "report"): "needs matplotlib, which a picture alone is worth",
 }

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx
 
-from functional_cg.stages.passes.logits import read_targets_first
+from functional_cg.stages.fx_passes.logits import read_targets_first
 
 N, CLASSES, IGNORED = 6, 11, 4
 aten = torch.ops.aten

@@ -15,7 +15,7 @@ from torch._inductor import config
 from torch._inductor.utils import run_and_get_code
 
 import functional_cg as fcg
-from functional_cg.stages.passes.old_values import keep_old_values
+from functional_cg.stages.fx_passes.old_values import keep_old_values
 from functional_cg.testing import assert_no_alias, assert_trees_all_close
 from tests.compiled_graphs import compiled, lower_as_on_a_gpu
 from tests.sharding.programs import Setting
@@ -540,7 +540,7 @@ def test_what_is_no_old_value_costs_nothing(monkeypatch: pytest.MonkeyPatch) -> 
         monkeypatch.setattr("functional_cg.step.captures.lower", lower_as_on_a_gpu)
         if not owned:
             monkeypatch.setattr(
-                "functional_cg.stages.passes.old_values._own_what_leaves", lambda graph, writes: None
+                "functional_cg.stages.fx_passes.old_values._own_what_leaves", lambda graph, writes: None
             )
         params = {"w1": torch.randn(8, 8), "b": torch.zeros(8), "w2": torch.randn(8, 8)}
         optimizer = fcg.optim.adamw(fcg.optim.warmup_cosine(1e-2, 2, 9), weight_decay=0.1)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor, fx
 
 import functional_cg as fcg
-from functional_cg.stages.passes.products import batch_gradients
+from functional_cg.stages.fx_passes.products import batch_gradients
 from tests.compiled_graphs import assert_same_results, graph_of
 
 aten = torch.ops.aten

@@ -12,8 +12,8 @@ from torch import Tensor
 
 import functional_cg as fcg
 from functional_cg.bench.models import LanguageModel, config
+from functional_cg.stages.fx_passes.old_values import KEPT
 from functional_cg.stages.lower.inductor import compile_graph
-from functional_cg.stages.passes.old_values import KEPT
 from functional_cg.stages.passes.recompute import keep_as_buffers, recompute
 from functional_cg.stages.plan import Buffers, lower_aten
 from functional_cg.stages.program import Program

@@ -22,12 +22,12 @@ from ...ambient.modes import ordinary, without_gradients
 from ...concurrency.interrupts import uninterrupted
 from ...errors import CaptureError
 from ...tensors.overlap import storage_key
+from ..fx_passes.cross_entropy import join_gradients
+from ..fx_passes.logits import has_large_logits, read_targets_first
+from ..fx_passes.products import batch_gradients
 from ..passes.bounds import check_values
-from ..passes.cross_entropy import join_gradients
 from ..passes.equal_calls import share_equal_calls
 from ..passes.grouping import is_launch
-from ..passes.logits import has_large_logits, read_targets_first
-from ..passes.products import batch_gradients
 from ..passes.recompute import keep_as_buffers, recompute
 from ..passes.rewrite import clears, range_tensor
 from ..plan import AtenPlan, Before, Buffers, ExecutionPlan, Run, Schedule, lower_aten, schedule

@@ -13,12 +13,12 @@ import torch
 from torch import Tensor, fx
 
 from ...random import decompose_random_bits
+from ..fx_passes.cross_entropy import ON_CROSS_ENTROPY
+from ..fx_passes.logits import ON_LOGITS
 from ..layouts import laid_out
-from ..passes.cross_entropy import ON_CROSS_ENTROPY
 from ..passes.division import DIVISIONS, division_of
 from ..passes.float8 import overflow_of, to_float8
 from ..passes.formulas import FORMULAS, WITH_SCALARS
-from ..passes.logits import ON_LOGITS
 from ..plan import Schedule
 from ..program import Instr, Program, SlotRange, Var, map_vars, written_storages
 

@@ -1,1 +1,1 @@
-"""Passes over a program or its FX graph: each keeps the results; docstrings state gain and limits."""
+"""Passes over a program: each keeps the results; docstrings state gain and limits."""

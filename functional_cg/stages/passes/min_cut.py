@@ -28,9 +28,11 @@ __all__ = ["Forward", "recomputed"]
 _LONG = 64  # calls in a chain of recomputed values
 _CAST = torch.ops.aten._to_copy.default
 _PASSES = frozenset(
-    {"_softmax", "_log_softmax", "native_layer_norm", "native_group_norm", "native_batch_norm"}
-    | {"cudnn_batch_norm", "_native_batch_norm_legit", "_fused_rms_norm"}
-)
+    {
+        "_fused_rms_norm", "_log_softmax", "_native_batch_norm_legit", "_softmax", "_unsafe_view", "cudnn_batch_norm",
+        "native_batch_norm", "native_group_norm", "native_layer_norm",
+    }
+)  # fmt: skip
 
 
 @dataclass(slots=True)

@@ -14,13 +14,16 @@ from ..program import Instr, Var
 __all__ = ["apply_statistics", "normalized"]
 
 _BATCH = ("native_batch_norm", "cudnn_batch_norm", "_native_batch_norm_legit")
-# What follows the result.
 _STATISTICS: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
-        **dict.fromkeys(("native_layer_norm", "native_group_norm", *_BATCH), ("mean", "rstd")),
         "_fused_rms_norm": ("rstd",),
+        "_native_batch_norm_legit": ("mean", "rstd"),
+        "cudnn_batch_norm": ("mean", "rstd"),
+        "native_batch_norm": ("mean", "rstd"),
+        "native_group_norm": ("mean", "rstd"),
+        "native_layer_norm": ("mean", "rstd"),
     }
-)
+)  # what follows the result
 
 _library = torch.library.Library("fcg", "FRAGMENT")
 _library.define(

@@ -13,9 +13,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+from ..fx_passes.old_values import KEPT
 from ..program import Instr, Program, Var, highest, map_vars
 from .min_cut import Forward, recomputed
-from .old_values import KEPT
 
 __all__ = ["keep_as_buffers", "recompute"]
 

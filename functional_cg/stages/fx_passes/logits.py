@@ -20,14 +20,14 @@ from torch import Tensor, fx
 
 from ...state.arena import BufferSpec
 from ..program import Program
+from .casts import CAST, VIEWS
 
 __all__ = [
-    "ON_LOGITS", "VIEWS", "has_large_logits", "is_large", "product_of", "read_targets_first", "writes",
+    "ON_LOGITS", "has_large_logits", "is_large", "product_of", "read_targets_first", "writes",
 ]  # fmt: skip
 
 _LARGE = 2**25  # bytes
 _aten = torch.ops.aten
-VIEWS = frozenset({_aten.view.default, _aten._unsafe_view.default, _aten.reshape.default})
 _GRADIENT = _aten._log_softmax_backward_data.default
 _PRODUCTS = frozenset({_aten.mm.default, _aten.addmm.default})
 
@@ -106,7 +106,7 @@ def _know_sums(graph: fx.Graph, of_loss: fx.Node) -> None:
 def product_of(rows: fx.Node) -> fx.Node | None:
     """Return the product that ``rows`` is a view of, with one cast at most; None if there is none."""
     node, casts = rows, 0
-    while node.target in VIEWS or node.target is _aten._to_copy.default:
+    while node.target in VIEWS or node.target is CAST:
         casts += node.target not in VIEWS
         node = node.args[0]  # type: ignore[assignment]
     return node if node.target in _PRODUCTS and casts <= 1 else None

@@ -16,39 +16,44 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from .logits import VIEWS, is_large, product_of, writes
+from .casts import CAST, VIEWS, narrow_views
+from .logits import is_large, product_of, writes
+from .padding import Padded, is_aligned
 
 __all__ = ["ON_CROSS_ENTROPY", "join_gradients"]
 
 _aten = torch.ops.aten
-_CAST = _aten._to_copy.default
 _GRADIENT = _aten._log_softmax_backward_data.default
 _LIKE: Mapping[Any, float] = MappingProxyType({_aten.ones_like.default: 1.0, _aten.zeros_like.default: 0.0})
 _FEW = 16  # calls that computing the gradient of the loss may take
 _DTYPES = frozenset({torch.bfloat16, torch.float16, torch.float32})
 
 _library = torch.library.Library("fcg", "FRAGMENT")
-_library.define("cross_entropy_(Tensor(a!) rows, Tensor target, Tensor scale, int ignored) -> Tensor")
+_library.define(
+    "cross_entropy_(Tensor(a!) rows, Tensor target, Tensor scale, int ignored, int classes) -> Tensor"
+)
 _OP = torch.ops.fcg.cross_entropy_.default
 
 
-def _cross_entropy_cpu(rows: Tensor, target: Tensor, scale: Tensor, ignored: int) -> Tensor:
+def _cross_entropy_cpu(rows: Tensor, target: Tensor, scale: Tensor, ignored: int, classes: int) -> Tensor:
     counts = target != ignored
     index = torch.where(counts, target, 0).unsqueeze(1)
-    shifted = rows.float() - rows.float().amax(1, keepdim=True)
+    logits = rows[:, :classes].float()
+    shifted = logits - logits.amax(1, keepdim=True)
     found = shifted - shifted.exp().sum(1, keepdim=True).log()
     factor = torch.where(counts, scale, 0).unsqueeze(1)
-    rows.copy_((found.exp() * factor).scatter_add_(1, index, -factor))
+    rows[:, classes:] = 0
+    rows[:, :classes] = (found.exp() * factor).scatter_add_(1, index, -factor)
     return torch.where(counts, -found.gather(1, index).squeeze(1), 0)
 
 
-def _cross_entropy_cuda(rows: Tensor, target: Tensor, scale: Tensor, ignored: int) -> Tensor:
+def _cross_entropy_cuda(rows: Tensor, target: Tensor, scale: Tensor, ignored: int, classes: int) -> Tensor:
     from ...tensors.cross_entropy_triton import cross_entropy_cuda
 
-    return cross_entropy_cuda(rows, target, scale, ignored)
+    return cross_entropy_cuda(rows, target, scale, ignored, classes)
 
 
-def _cross_entropy_fake(rows: Tensor, target: Tensor, scale: Tensor, ignored: int) -> Tensor:
+def _cross_entropy_fake(rows: Tensor, target: Tensor, scale: Tensor, ignored: int, classes: int) -> Tensor:
     return rows.new_empty(target.shape, dtype=torch.float32)
 
 
@@ -84,6 +89,7 @@ def join_gradients(graph: fx.Graph) -> None:
     Args:
       graph: The graph; its nodes have their ``spec`` in ``meta``.
     """
+    narrow_views(graph)
     for nll in graph.find_nodes(op="call_function", target=_aten.nll_loss_forward.default):
         # Recomputed for each loss: one that got the kernel overwrites its logits, which now hold their gradient.
         place = {node: number for number, node in enumerate(graph.nodes)}
@@ -103,7 +109,7 @@ def _loss_of(nll: fx.Node) -> _Loss | None:
     if weight is not None or not reduction or logp.target is not _aten._log_softmax.default:
         return None
     read = logp.args[0]
-    product, rows = product_of(read), read.args[0] if read.target is _CAST else read
+    product, rows = product_of(read), read.args[0] if read.target is CAST else read
     of_logp = [user for user in logp.users if user.target is _aten.nll_loss_backward.default]
     if product is None or not is_large(logp.meta["spec"]) or len(of_logp) != 1:
         return None
@@ -121,7 +127,7 @@ def _loss_of(nll: fx.Node) -> _Loss | None:
         and spec.dtype in _DTYPES
         and spec.stride == (spec.shape[1], 1)
         and all(node.meta["spec"].dtype is spec.dtype for node in results)
-        and all(node.target is _CAST for node in results if node is not slope)
+        and all(node.target is CAST for node in results if node is not slope)
         and all(_leads_to(user, logp) for user in product.users)
     )
     return _Loss(nll, logp, backward, results, rows, product) if fits else None
@@ -129,7 +135,7 @@ def _loss_of(nll: fx.Node) -> _Loss | None:
 
 def _leads_to(node: fx.Node, reader: fx.Node) -> bool:
     """Whether a node is the reader, or a view or cast all of whose uses lead to it."""
-    passes = node.target in VIEWS or node.target is _CAST
+    passes = node.target in VIEWS or node.target is CAST
     return node is reader or (passes and all(_leads_to(user, reader) for user in node.users))
 
 
@@ -141,19 +147,27 @@ def _join(graph: fx.Graph, loss: _Loss, place: Mapping[fx.Node, int]) -> None:
         known = _before(graph, grad, place, place[loss.logp])
         if known is None:
             return
+        spec = loss.rows.meta["spec"]
+        whole = loss.product.meta["spec"].shape == spec.shape
+        padded = Padded.of(graph, loss.product) if whole and not is_aligned(spec) else None
+        rows = loss.rows if padded is None else padded.product
         number = graph.call_function(_number, (target, ignored))
         scale = graph.call_function(_scale, (known, number, reduction))
-        losses = graph.call_function(_OP, (loss.rows, target, scale, ignored))
+        losses = graph.call_function(_OP, (rows, target, scale, ignored, spec.shape[1]))
         total = graph.call_function(_total, (losses, number, reduction))
+        slopes = rows if padded is None else padded.part(spec)
     for item in list(loss.nll.users):
         item.replace_all_uses_with(number if item.args[1] else total)
         graph.erase_node(item)
     for result in loss.results:
-        result.replace_all_uses_with(loss.rows)
+        result.replace_all_uses_with(slopes)
     slope = next(iter(loss.backward.users))
     for node in dict.fromkeys([*loss.results, slope, loss.backward, loss.nll, loss.logp, read]):
         if node is not loss.rows:
             graph.erase_node(node)
+    if padded is not None:
+        padded.read_by_products(slopes)
+        graph.eliminate_dead_code(lambda node: node.op != "call_function" or writes(node))
 
 
 def _before(graph: fx.Graph, node: fx.Node, place: Mapping[fx.Node, int], end: int) -> fx.Node | None:

@@ -1,0 +1,1 @@
+"""Passes over the FX graph that inductor gets, and inside of inductor."""

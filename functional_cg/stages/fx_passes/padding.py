@@ -1,0 +1,139 @@
+"""Pad a product with many columns, and the products that read its gradient, to a width that tensor cores can use.
+
+GPT-2 has 50,257 classes. Rows of bf16 that do not start at multiples of 16 bytes make a product several times slower,
+so compilers copy such operands to padded ones: the logits' gradient, which is the largest value of a step, too. If the
+product is padded from the start, by zeros in the weight, its gradient has the padding already, and the only copy is the
+weight's, which its cast makes anyway.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import fx
+
+from ...state.arena import BufferSpec
+from .casts import VIEWS
+
+__all__ = ["Padded", "is_aligned"]
+
+_aten = torch.ops.aten
+_MM, _T = _aten.mm.default, _aten.t.default
+_ALIGNMENT = 16  # bytes, for tensor cores
+_MULTIPLE = 128  # bytes, a line of the cache
+
+
+def is_aligned(spec: BufferSpec) -> bool:
+    """Whether each row of a contiguous matrix starts where tensor cores can load it."""
+    return spec.shape[1] * spec.dtype.itemsize % _ALIGNMENT == 0
+
+
+@dataclass(slots=True)
+class Padded:
+    """A product whose columns are padded.
+
+    Attributes:
+      graph: The graph.
+      product: The padded product.
+      columns: Columns of the product before.
+      width: Its columns.
+      known: Weights that have been padded, by dimension.
+    """
+
+    graph: fx.Graph
+    product: fx.Node
+    columns: int
+    width: int
+    known: dict[tuple[fx.Node, int], fx.Node] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, graph: fx.Graph, product: fx.Node) -> Padded:
+        """Pad a product ``a @ b`` or ``bias + a @ b``, where it stands."""
+        spec: BufferSpec = product.meta["spec"]
+        step = _MULTIPLE // spec.dtype.itemsize
+        width = -(-spec.shape[1] // step) * step
+        made = cls(graph, product, spec.shape[1], width)
+        arguments: Any = product.args
+        *bias, a, b = arguments
+        with graph.inserting_before(product):
+            terms = [made._pad(one, one.meta["spec"], -1) for one in bias]
+            made.product = graph.call_function(
+                _target(product), (*terms, a, made._operand(b, 1)), product.kwargs
+            )
+        made.product.meta["spec"] = replace(spec, shape=(spec.shape[0], width), stride=(width, 1))
+        return made
+
+    def part(self, spec: BufferSpec) -> fx.Node:
+        """Return the columns of the product before, as a view."""
+        part = self.graph.call_function(_aten.slice.Tensor, (self.product, 1, 0, self.columns))
+        part.meta["spec"] = replace(spec, stride=(self.width, 1))
+        return part
+
+    def read_by_products(self, part: fx.Node) -> None:
+        """Let the products that read a view of the part read the padded matrix."""
+        rows = part.meta["spec"].shape[0]
+        for value, turned in list(_matrices(part, (rows, self.columns), turned=False)):
+            for reader in [user for user in value.users if user.target is _MM]:
+                self._replace(reader, value, turned=turned)
+
+    def _replace(self, reader: fx.Node, value: fx.Node, *, turned: bool) -> None:
+        first = reader.args[0] is value
+        other: Any = reader.args[1 if first else 0]
+        if other is value:
+            return
+        with self.graph.inserting_before(reader):
+            matrix = self.graph.call_function(_T, (self.product,)) if turned else self.product
+            if first is not turned:  # its columns are added up
+                other = self._operand(other, 0 if first else 1)
+            made = self.graph.call_function(_MM, (matrix, other) if first else (other, matrix))
+            if first is turned:
+                made = self.graph.call_function(
+                    _aten.slice.Tensor, (made, 0 if first else 1, 0, self.columns)
+                )
+        made.meta["spec"] = reader.meta["spec"]
+        reader.replace_all_uses_with(made)
+        self.graph.erase_node(reader)
+
+    def _operand(self, matrix: Any, dim: int) -> fx.Node:
+        """Pad a dimension of a matrix that may be a transposed one, which is padded before."""
+        turned = False
+        while matrix.target is _T:
+            matrix, turned = matrix.args[0], not turned
+        dim = 1 - dim if turned else dim
+        if (matrix, dim) not in self.known:
+            with self._after(matrix):
+                self.known[matrix, dim] = self._pad(matrix, matrix.meta["spec"], dim)
+        padded = self.known[matrix, dim]
+        return self.graph.call_function(_T, (padded,)) if turned else padded
+
+    def _after(self, value: fx.Node) -> Any:
+        """Insert after a value, where all of its readers can use what is made."""
+        *_, last_argument = self.graph.find_nodes(op="placeholder")
+        return self.graph.inserting_after(last_argument if value.op == "placeholder" else value)
+
+    def _pad(self, value: fx.Node, spec: BufferSpec, dim: int) -> fx.Node:
+        if spec.shape[dim] != self.columns:  # a bias of one element
+            return value
+        after = len(spec.shape) - 1 - dim % len(spec.shape)
+        return self.graph.call_function(
+            _aten.constant_pad_nd.default, (value, [0] * (2 * after + 1) + [self.width - self.columns])
+        )
+
+
+def _target(node: fx.Node) -> Callable[..., Any]:
+    assert callable(node.target)
+    return node.target
+
+
+def _matrices(value: fx.Node, shape: tuple[int, int], *, turned: bool) -> Iterator[tuple[fx.Node, bool]]:
+    """Yield the views of a matrix that are that matrix or its transpose."""
+    if value.meta["spec"].shape == (shape[::-1] if turned else shape):
+        yield value, turned
+    for user in value.users:
+        if user.target in VIEWS and not turned:
+            yield from _matrices(user, shape, turned=False)
+        elif user.target is _T and value.meta["spec"].shape == (shape[::-1] if turned else shape):
+            yield from _matrices(user, shape, turned=not turned)
