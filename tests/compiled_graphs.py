@@ -9,10 +9,8 @@ import torch
 from torch import Tensor, fx
 
 import functional_cg as fcg
-from functional_cg.stages.lower.compiled import InPlacePlan
+from functional_cg.stages.lower.compiled import InPlacePlan, prepare
 from functional_cg.stages.lower.graph import Entrance, build_graph
-from functional_cg.stages.passes.equal_calls import share_equal_calls
-from functional_cg.stages.passes.recompute import keep_as_buffers, recompute
 from functional_cg.stages.plan import Buffers, ExecutionPlan, Run, schedule
 from functional_cg.stages.program import Program
 from tests.shares import THOROUGH
@@ -27,9 +25,7 @@ COMPILED = ("cpu", "cpu as a GPU", ON_A_GPU)
 def lower_as_on_a_gpu(program: Program, device: torch.device, choice: Any, reference: Any) -> ExecutionPlan:
     """The lowering that writes slots in the compiled function, on whatever device."""
     del choice, reference
-    share_equal_calls(program)
-    recompute(program, large=1)  # programs of tests are small; they would not meet these passes
-    keep_as_buffers(program, large=1)
+    prepare(program, large=1)  # programs of tests are small; they would not meet these passes
     return _CopiedOut(program, device)
 
 

@@ -28,6 +28,7 @@ from ..fx_passes.products import batch_gradients
 from ..passes.bounds import check_values
 from ..passes.equal_calls import share_equal_calls
 from ..passes.grouping import is_launch
+from ..passes.out_of_place import write_out_of_place
 from ..passes.recompute import keep_as_buffers, recompute
 from ..passes.rewrite import clears, range_tensor
 from ..plan import AtenPlan, Before, Buffers, ExecutionPlan, Run, Schedule, lower_aten, schedule
@@ -36,11 +37,12 @@ from ..trial.reference import Reference
 from .graph import Entrance, build_graph
 from .inductor import compile_graph
 
-__all__ = ["HeadPlan", "InPlacePlan", "lower"]
+__all__ = ["HeadPlan", "InPlacePlan", "lower", "prepare"]
 
 Compiler = Callable[..., Any]
 
 _SMALL = 2**24  # bytes
+_LARGE = 2**20  # bytes: recomputing or storing a smaller value takes a kernel longer than it is worth
 
 
 def lower(
@@ -58,12 +60,23 @@ def lower(
     if choice == "aten" or (choice == "auto" and not on_gpu):
         return lower_aten(program)
     if on_gpu:
-        share_equal_calls(program)
-        recompute(program)
-        keep_as_buffers(program)
+        prepare(program)
     if not isinstance(choice, str):
         return HeadPlan(program, device, choice, reference)
     return InPlacePlan(program, device) if on_gpu else HeadPlan(program, device, None, reference)
+
+
+def prepare(program: Program, *, large: int = _LARGE) -> None:
+    """Rewrite a program in place for a compiler that gets all of it: choose what the forward keeps for the backward.
+
+    Args:
+      program: A rewritten program.
+      large: Bytes from which a value is worth a kernel.
+    """
+    write_out_of_place(program)
+    share_equal_calls(program)
+    recompute(program, large=large)
+    keep_as_buffers(program, large=large)
 
 
 class InPlacePlan:

@@ -19,11 +19,10 @@ from .min_cut import Forward, recomputed
 
 __all__ = ["keep_as_buffers", "recompute"]
 
-_LARGE = 2**20  # bytes: for a smaller value, a kernel costs more than the memory is worth
 _PRICE = 0.5  # bytes of memory for which one byte of memory traffic is worth saving
 
 
-def recompute(program: Program, *, price: float = _PRICE, large: int = _LARGE) -> None:
+def recompute(program: Program, *, price: float = _PRICE, large: int) -> None:
     """Rewrite a program in place so that its backward recomputes what costs less than keeping it.
 
     Args:
@@ -43,7 +42,7 @@ def recompute(program: Program, *, price: float = _PRICE, large: int = _LARGE) -
     program.instrs = out
 
 
-def keep_as_buffers(program: Program, *, large: int = _LARGE) -> None:
+def keep_as_buffers(program: Program, *, large: int) -> None:
     """Rewrite a program in place so that forward elementwise results read by the backward are stored in memory.
 
     Each goes through ``fcg::kept``: a compiler stores the value, laid out as it likes, and copies nothing.

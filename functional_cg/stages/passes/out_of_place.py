@@ -1,0 +1,83 @@
+"""Replace calls that overwrite a temporary by calls that return a new one.
+
+``nn.ReLU(inplace=True)`` and ``x += skip`` save memory in an eager run. In a graph they hide what a value is made from,
+so that nothing may be recomputed; a compiler decides itself which call runs in place.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+from ..program import Instr, Program, Var, highest, map_vars
+
+__all__ = ["write_out_of_place"]
+
+
+def write_out_of_place(program: Program) -> None:
+    """Rewrite a program in place so that elementwise calls do not write to a temporary that they cover.
+
+    Args:
+      program: A rewritten program.
+    """
+    index, storage = highest(program)
+    last_read = {var: number for number, instr in enumerate(program.instrs) for var in instr.inputs()}
+    known = [*program.slots, *program.inputs, *(constant.var for constant in program.constants)]
+    stays = {var.storage for var in (*known, *program.results, *program.new_state)}
+    sharing: dict[int, set[Var]] = {}
+    names: dict[Var, Var] = {}
+    moved: dict[int, int] = {}
+    out: list[Instr] = []
+    for number, instr in enumerate(program.instrs):
+        instr = _renamed(instr, names)
+        for var in instr.outputs():
+            var.storage = moved.get(var.storage, var.storage)
+            sharing.setdefault(var.storage, set()).add(var)
+        call = _out_of_place(instr)
+        old = instr.out
+        if (
+            call is not None
+            and old.storage not in stays
+            and not any(last_read.get(var, -1) > number for var in sharing[old.storage] if var is not old)
+        ):
+            index, storage = index + 1, storage + 1
+            new = replace(old, index=index, storage=storage)
+            last_read[new] = last_read[old]
+            moved = {label: storage if at == old.storage else at for label, at in moved.items()}
+            moved[old.storage] = storage
+            names = {name: new if at is old else at for name, at in names.items()} | {old: new}
+            sharing[storage] = {new}
+            instr = replace(call, out=new)
+        out.append(instr)
+    program.instrs = out
+
+
+def _out_of_place(instr: Instr) -> Instr | None:
+    """Return the call that computes what an elementwise call writes over all of its first argument, if there is one."""
+    if not isinstance(instr.out, Var) or instr.writes != (instr.out,) or instr.args[0] is not instr.out:
+        return None
+    spec = instr.out.spec
+    namespace, _, name = instr.op._schema.name.partition("::")
+    packet = getattr(getattr(torch.ops, namespace), name.removesuffix("_"), None)
+    op = getattr(packet, instr.op._overloadname, None)
+    alike = all(
+        var.spec.dtype is spec.dtype and (var.spec.shape != spec.shape or var.spec.stride == spec.stride)
+        for var in instr.inputs()
+    )
+    if not name.endswith("_") or op is None or torch.Tag.pointwise not in op.tags or not alike:
+        return None
+    if not instr.out.fills or torch.Tag.nondeterministic_seeded in op.tags:
+        return None
+    return replace(instr, op=op, writes=())
+
+
+def _renamed(instr: Instr, names: dict[Var, Var]) -> Instr:
+    def new(var: Var) -> Var:
+        return names.get(var, var)
+
+    kwargs = {name: map_vars(new, value) for name, value in instr.kwargs.items()}
+    out = map_vars(new, instr.out) if instr.writes else instr.out
+    return replace(
+        instr, args=map_vars(new, instr.args), kwargs=kwargs, out=out, writes=tuple(map(new, instr.writes))
+    )
