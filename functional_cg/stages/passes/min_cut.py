@@ -5,8 +5,9 @@ it. A recomputed value costs memory traffic only if it must be stored: an elemen
 the argument of a matrix product is written and read. The choice with the lowest total is a minimum cut between what the
 forward must compute and what the backward reads. A parameter, the price of traffic, trades time for memory.
 
-Only elementwise calls, casts and normalizations with known statistics are recomputed, and only from what is at hand
-where the value is made: recomputing a sum over all layers from its terms would start at the first layer each time.
+Only elementwise calls, casts and normalizations with known statistics are recomputed. Along a chain of them, at most
+one call may read a value from before the last product, convolution or the like: a residual stream is a sum over all
+layers, and recomputing it from its terms would start at the first layer each time. So every other sum is kept.
 
 Source: He & Yu 2023, "Transcending Runtime-Memory Tradeoffs in Checkpointing by Being Fusion Aware" (MLSys).
 """
@@ -30,7 +31,9 @@ _CAST = torch.ops.aten._to_copy.default
 _PASSES = frozenset(
     {
         "_fused_rms_norm", "_log_softmax", "_native_batch_norm_legit", "_softmax", "_unsafe_view", "cudnn_batch_norm",
-        "native_batch_norm", "native_group_norm", "native_layer_norm",
+        "_fused_rms_norm_backward", "_softmax_backward_data", "_log_softmax_backward_data", "cudnn_batch_norm_backward",
+        "native_batch_norm", "native_batch_norm_backward", "native_group_norm", "native_group_norm_backward",
+        "native_layer_norm", "native_layer_norm_backward",
     }
 )  # fmt: skip
 
@@ -113,6 +116,7 @@ def _recipes(program: Program, forward: Forward, large: int) -> dict[int, Instr]
     """Return the calls that may recompute a storage."""
     until = _at_hand_until(program)
     lengths: dict[int, int] = {}
+    leaps: dict[int, int] = {}
     out: dict[int, Instr] = {}
     outside = {var.storage for instr in program.instrs if instr.backward for var in instr.outputs()}
     for storage, number in forward.place.items():
@@ -120,17 +124,18 @@ def _recipes(program: Program, forward: Forward, large: int) -> dict[int, Instr]
         inputs = {var.storage for var in instr.inputs()}
         inside = inputs & forward.place.keys()
         length = 1 + max((lengths.get(one, 0) for one in inside), default=0)
+        leap = max((leaps.get(one, 0) + (until.get(one, number) < number) for one in inside), default=0)
         if (
             _is_cheap(instr)
             and not instr.writes
             and forward.sizes.get(storage, 0) >= large
             and length <= _LONG
+            and leap <= 1
             and forward.written.isdisjoint({storage, *inputs})
             and outside.isdisjoint(inputs)
-            and all(until.get(one, number) >= number for one in inside)
             and all(_by_views(forward, var) for var in forward.needed.get(storage, ()))
         ):
-            lengths[storage] = length
+            lengths[storage], leaps[storage] = length, leap
             out[storage] = instr
     return out
 
@@ -155,11 +160,12 @@ def _at_hand_until(program: Program) -> dict[int, int]:
 
 
 def _stored(program: Program, forward: Forward) -> tuple[set[int], set[int]]:
-    """Return the storages that the forward has to store, and those that the backward would have to."""
+    """Return the storages that the forward has to store, and those that the backward would have to: a call reads them
+    that a compiler does not fuse with the call that makes them."""
     forwards = {var.storage for var in forward.root.values() if not _is_cheap(forward.maker[var])}
     backwards: set[int] = set()
     for instr in program.instrs:
-        if not (instr.is_view or _is_cheap(instr)):
+        if not _is_fused(instr):
             (backwards if instr.backward else forwards).update(var.storage for var in instr.inputs())
     return forwards, backwards
 
