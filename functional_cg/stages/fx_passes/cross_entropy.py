@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from .casts import CAST, VIEWS, narrow_views
+from .canonical import CAST, VIEWS, narrow_views, softmax_by_rows
 from .logits import is_large, product_of, writes
 from .padding import Padded, is_aligned
 
@@ -89,6 +89,7 @@ def join_gradients(graph: fx.Graph) -> None:
     Args:
       graph: The graph; its nodes have their ``spec`` in ``meta``.
     """
+    softmax_by_rows(graph)
     narrow_views(graph)
     for nll in graph.find_nodes(op="call_function", target=_aten.nll_loss_forward.default):
         # Recomputed for each loss: one that got the kernel overwrites its logits, which now hold their gradient.
@@ -105,8 +106,8 @@ def join_gradients(graph: fx.Graph) -> None:
 def _loss_of(nll: fx.Node) -> _Loss | None:
     """Return the loss with its gradient if the kernel can compute them; None otherwise."""
     arguments: Any = nll.args
-    logp, _, weight, reduction, _ = arguments
-    if weight is not None or not reduction or logp.target is not _aten._log_softmax.default:
+    logp, _, weight, *_ = arguments
+    if weight is not None or logp.target is not _aten._log_softmax.default:
         return None
     read = logp.args[0]
     product, rows = product_of(read), read.args[0] if read.target is CAST else read
@@ -217,7 +218,9 @@ def _scale(grad: Tensor, number: Tensor, reduction: int) -> Tensor:
 
 
 def _total(losses: Tensor, number: Tensor, reduction: int) -> Tensor:
-    """Return the mean (1) or the sum (2) of the losses."""
+    """Return the losses (0), their mean (1) or their sum (2)."""
+    if not reduction:
+        return losses
     return losses.sum() / number if reduction == 1 else losses.sum()
 
 

@@ -20,7 +20,7 @@ from torch import Tensor, fx
 
 from ...state.arena import BufferSpec
 from ..program import Program
-from .casts import CAST, VIEWS
+from .canonical import CAST, VIEWS
 
 __all__ = [
     "ON_LOGITS", "has_large_logits", "is_large", "product_of", "read_targets_first", "writes",

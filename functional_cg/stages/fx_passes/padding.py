@@ -16,7 +16,7 @@ import torch
 from torch import fx
 
 from ...state.arena import BufferSpec
-from .casts import VIEWS
+from .canonical import VIEWS
 
 __all__ = ["Padded", "is_aligned"]
 

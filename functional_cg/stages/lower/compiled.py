@@ -22,6 +22,7 @@ from ...ambient.modes import ordinary, without_gradients
 from ...concurrency.interrupts import uninterrupted
 from ...errors import CaptureError
 from ...tensors.overlap import storage_key
+from ..fx_passes.canonical import pick_by_comparison
 from ..fx_passes.cross_entropy import join_gradients
 from ..fx_passes.logits import has_large_logits, read_targets_first
 from ..fx_passes.products import batch_gradients
@@ -92,14 +93,14 @@ class InPlacePlan:
         self._graph = build_graph(program, plan, self._entrance, writes=plan.commits)
         self._device = device
         self._in_order = _collects(program)
+        pick_by_comparison(self._graph.graph)
         self._small = not self._in_order and _largest(program) <= _SMALL
         if self._small:
             batch_gradients(self._graph.graph)
-            self._graph.recompile()
         elif has_large_logits(program):
             join_gradients(self._graph.graph)
             read_targets_first(self._graph.graph)
-            self._graph.recompile()
+        self._graph.recompile()
         self._compiled: Callable[..., Any] | None = None
 
     def as_text(self) -> str:

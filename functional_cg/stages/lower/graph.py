@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, fx
 
 from ...random import decompose_random_bits
+from ..fx_passes.canonical import ON_ROWS
 from ..fx_passes.cross_entropy import ON_CROSS_ENTROPY
 from ..fx_passes.logits import ON_LOGITS
 from ..layouts import laid_out
@@ -240,6 +241,7 @@ def sources() -> dict[str, str]:
         *FORMULAS.values(),
         *ON_LOGITS,
         *ON_CROSS_ENTROPY,
+        *ON_ROWS,
     )
     modules = {function.__module__: inspect.getmodule(function) for function in functions}
     digests = {

@@ -1,0 +1,191 @@
+"""Bring equal computations to one spelling, so that passes and kernels need to know that one only.
+
+``logits.float().view(-1, n)`` and ``logits.view(-1, n).float()`` are the same values, as are log-probabilities
+[batch, time, n] and [batch * time, n]. Afterwards, views carry the narrower dtype: a cast that widens stands right
+before the call that reads it, one that narrows right after the call whose result it takes. Log-softmax takes a matrix.
+The gradient of ``gather`` with one index for each row is an elementwise call rather than a write into zeros.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from ...state.arena import BufferSpec
+
+__all__ = ["CAST", "ON_ROWS", "VIEWS", "narrow_views", "pick_by_comparison", "softmax_by_rows"]
+
+_aten = torch.ops.aten
+CAST = _aten._to_copy.default
+VIEWS = frozenset({_aten.view.default, _aten._unsafe_view.default, _aten.reshape.default})
+_SOFTMAX, _SLOPE = _aten._log_softmax.default, _aten._log_softmax_backward_data.default
+_ZEROS = frozenset({_aten.new_zeros.default, _aten.zeros.default, _aten.zeros_like.default})
+
+
+def pick_by_comparison(graph: fx.Graph) -> None:
+    """Replace the gradients of gathers with one index for each row, in place.
+
+    The gather checks the indices; where none does, a comparison would not notice one that is out of range.
+
+    Args:
+      graph: The graph; its nodes have their ``spec`` in ``meta``.
+    """
+    checked = set()
+    for node in _calls(graph, _aten.gather.default):
+        dim = _dim(node, node.args[0])
+        checked.add((node.args[2], dim, node.args[0].meta["spec"].shape[dim]))
+    for node in _calls(graph, _aten.scatter_add.default):
+        zeros, _, index, source = node.args
+        dim = _dim(node, zeros)
+        shape = node.meta["spec"].shape
+        picked = (*shape[:dim], 1, *shape[dim + 1 :])
+        shapes = {index.meta["spec"].shape, source.meta["spec"].shape}
+        if zeros.target in _ZEROS and shapes == {picked} and (index, dim, shape[dim]) in checked:
+            with graph.inserting_before(node):
+                slope = graph.call_function(_picked_slope, (index, source, dim, shape[dim]))
+            slope.meta["spec"] = node.meta["spec"]
+            node.replace_all_uses_with(slope)
+            graph.erase_node(node)
+            if not zeros.users:
+                graph.erase_node(zeros)
+
+
+def _picked_slope(index: Tensor, source: Tensor, dim: int, size: int) -> Tensor:
+    """Return zeros but for ``source`` at ``index`` in each row along ``dim``."""
+    places = torch.arange(size, device=index.device).reshape([-1] + [1] * (index.ndim - dim - 1))
+    return torch.where(places == index, source, 0)
+
+
+def softmax_by_rows(graph: fx.Graph) -> None:
+    """Let log-softmax over the last of several dimensions, and its gradient, take and return a matrix, in place.
+
+    Args:
+      graph: The graph; its nodes have their ``spec`` in ``meta``.
+    """
+    for node in [*_calls(graph, _SOFTMAX), *_calls(graph, _SLOPE)]:
+        of = node.args[1] if node.target is _SLOPE else node.args[0]
+        spec: BufferSpec = node.meta["spec"]
+        if len(spec.shape) < 3 or _dim(node, of, 2 if node.target is _SLOPE else 1) != len(spec.shape) - 1:
+            continue
+        with graph.inserting_before(node):
+            tensors = {arg: _as(graph, arg, _rows(spec.shape)) for arg in dict.fromkeys(node.all_input_nodes)}
+            made = graph.node_copy(node, tensors.__getitem__)
+            made.update_arg(2 if node.target is _SLOPE else 1, 1)
+            made.meta["spec"] = replace(spec, shape=_rows(spec.shape), stride=(spec.shape[-1], 1))
+            result = _as(graph, made, spec.shape)
+        node.replace_all_uses_with(result)
+        graph.erase_node(node)
+    for node in list(graph.nodes):
+        if node.target in VIEWS and "spec" in node.meta:
+            _skip(graph, node)
+    for node in reversed(list(graph.nodes)):
+        if node.target in VIEWS and not node.users:
+            graph.erase_node(node)
+
+
+def _rows(shape: Sequence[int]) -> tuple[int, int]:
+    return (torch.Size(shape[:-1]).numel(), shape[-1])
+
+
+def _as(graph: fx.Graph, value: fx.Node, shape: Sequence[int]) -> fx.Node:
+    """View a value in a shape, whose last dimension is the value's."""
+    view = graph.call_function(_aten.reshape.default, (value, list(shape)))
+    strides = torch.empty(shape, device="meta").stride()
+    view.meta["spec"] = replace(value.meta["spec"], shape=tuple(shape), stride=strides)
+    return view
+
+
+def _skip(graph: fx.Graph, view: fx.Node) -> None:
+    """Let the readers of a view of views read the value that it is a view of, if it has that one's shape."""
+    source = view
+    while source.target in VIEWS:
+        source = _source(source)
+        if source.meta.get("spec") == view.meta["spec"]:
+            view.replace_all_uses_with(source)
+            return
+
+
+def narrow_views(graph: fx.Graph) -> None:
+    """Exchange views with the casts before or after them, in place.
+
+    Args:
+      graph: The graph; its nodes have their ``spec`` in ``meta``.
+    """
+    for node in list(graph.nodes):
+        if node.target in VIEWS and _widens(_source(node)) and _is_only_viewed(_source(node)):
+            _exchange(graph, _source(node), node)
+    for node in reversed(list(graph.nodes)):
+        while _narrows(node) and _source(node).target in VIEWS and len(_source(node).users) == 1:
+            node = _exchange(graph, _source(node), node)
+
+
+def _exchange(graph: fx.Graph, first: fx.Node, second: fx.Node) -> fx.Node:
+    """Let the second of two calls run before the first; return the new node for the second."""
+    source = _source(first)
+    with graph.inserting_before(second):
+        early = graph.node_copy(second, lambda _: source)
+        late = graph.node_copy(first, lambda _: early)
+    late.meta["spec"] = second.meta["spec"]
+    shaped, cast = (second, source) if first.target is CAST else (source, second)
+    early.meta["spec"] = replace(shaped.meta["spec"], dtype=cast.meta["spec"].dtype)
+    second.replace_all_uses_with(late)
+    graph.erase_node(second)
+    if not first.users:
+        graph.erase_node(first)
+    return early
+
+
+def _widens(node: fx.Node) -> bool:
+    return _casts(node) and _size(node) > _size(_source(node))
+
+
+def _narrows(node: fx.Node) -> bool:
+    return _casts(node) and _size(node) < _size(_source(node))
+
+
+def _casts(node: fx.Node) -> bool:
+    """Whether a call changes the dtype of a float tensor and nothing else."""
+    if node.target is not CAST or "spec" not in _source(node).meta:
+        return False
+    old, new = _source(node).meta["spec"], node.meta["spec"]
+    return (
+        replace(old, dtype=new.dtype) == new
+        and old.dtype.is_floating_point
+        and new.dtype.is_floating_point
+        and not node.kwargs.keys() - {"dtype", "layout", "device"}
+    )
+
+
+def _is_only_viewed(node: fx.Node) -> bool:
+    """Whether a value has no reader that would need it in memory, apart from those of its views."""
+    return all(user.target in VIEWS for user in node.users)
+
+
+def _source(node: fx.Node) -> fx.Node:
+    source = node.args[0]
+    assert isinstance(source, fx.Node)
+    return source
+
+
+def _size(node: fx.Node) -> int:
+    return int(node.meta["spec"].dtype.itemsize)
+
+
+def _calls(graph: fx.Graph, target: Any) -> list[Any]:
+    return [
+        node
+        for node in graph.find_nodes(op="call_function", target=target)
+        if all("spec" in one.meta for one in (node, *node.all_input_nodes))
+    ]
+
+
+def _dim(node: Any, of: Any, position: int = 1) -> int:
+    """Return the dimension that a call names, counted from the first."""
+    return int(node.args[position] % len(of.meta["spec"].shape))
+
+
+ON_ROWS = (_picked_slope,)
