@@ -17,7 +17,15 @@ from torch import Tensor, fx
 
 from ...state.arena import BufferSpec
 
-__all__ = ["CAST", "ON_ROWS", "VIEWS", "narrow_views", "pick_by_comparison", "softmax_by_rows"]
+__all__ = [
+    "CAST",
+    "ON_ROWS",
+    "VIEWS",
+    "narrow_views",
+    "pick_by_comparison",
+    "softmax_by_rows",
+    "softmax_in_fp32",
+]
 
 _aten = torch.ops.aten
 CAST = _aten._to_copy.default
@@ -60,21 +68,62 @@ def _picked_slope(index: Tensor, source: Tensor, dim: int, size: int) -> Tensor:
     return torch.where(places == index, source, 0)
 
 
+def softmax_in_fp32(graph: fx.Graph) -> None:
+    """Compute log-probabilities in fp32 if they are rounded to a narrower dtype and at once cast to fp32, in place.
+
+    So autocast does on a GPU. A compiler that fuses the casts drops the rounding, too.
+
+    Args:
+      graph: The graph; its nodes have their ``spec`` in ``meta``.
+    """
+    for node in _calls(graph, _SOFTMAX):
+        slopes = [user for user in node.users if user.target is _SLOPE]
+        casts = [user for user in node.users if _widens(user)]
+        exact = all(slope.args[1] is node and _narrows(slope.args[0]) for slope in slopes)
+        if not casts or not exact or len(slopes) + len(casts) < len(node.users):
+            continue
+        spec: BufferSpec = casts[0].meta["spec"]
+        with graph.inserting_before(node):
+            wide = graph.call_function(CAST, (node.args[0],), {"dtype": spec.dtype})
+            made = graph.call_function(_SOFTMAX, (wide, *node.args[1:]))
+        wide.meta["spec"] = replace(node.args[0].meta["spec"], dtype=spec.dtype)
+        made.meta["spec"] = spec
+        for slope in slopes:
+            rounded = slope.args[0]
+            with graph.inserting_before(slope):
+                grad = _source(rounded)
+                back = graph.call_function(_SLOPE, (grad, made, slope.args[2], spec.dtype))
+                narrow = graph.call_function(CAST, (back,), {"dtype": slope.meta["spec"].dtype})
+            back.meta["spec"] = replace(slope.meta["spec"], dtype=spec.dtype)
+            narrow.meta["spec"] = slope.meta["spec"]
+            slope.replace_all_uses_with(narrow)
+            graph.erase_node(slope)
+            if not rounded.users:
+                graph.erase_node(rounded)
+        for cast in casts:
+            cast.replace_all_uses_with(made)
+            graph.erase_node(cast)
+        graph.erase_node(node)
+
+
 def softmax_by_rows(graph: fx.Graph) -> None:
-    """Let log-softmax over the last of several dimensions, and its gradient, take and return a matrix, in place.
+    """Let log-softmax over the last dimension, and its gradient, take and return a matrix, in place.
 
     Args:
       graph: The graph; its nodes have their ``spec`` in ``meta``.
     """
     for node in [*_calls(graph, _SOFTMAX), *_calls(graph, _SLOPE)]:
-        of = node.args[1] if node.target is _SLOPE else node.args[0]
+        position = 2 if node.target is _SLOPE else 1
         spec: BufferSpec = node.meta["spec"]
-        if len(spec.shape) < 3 or _dim(node, of, 2 if node.target is _SLOPE else 1) != len(spec.shape) - 1:
+        if len(spec.shape) < 2 or _dim(node, node, position) != len(spec.shape) - 1:
+            continue
+        node.update_arg(position, len(spec.shape) - 1)
+        if len(spec.shape) == 2:
             continue
         with graph.inserting_before(node):
             tensors = {arg: _as(graph, arg, _rows(spec.shape)) for arg in dict.fromkeys(node.all_input_nodes)}
             made = graph.node_copy(node, tensors.__getitem__)
-            made.update_arg(2 if node.target is _SLOPE else 1, 1)
+            made.update_arg(position, 1)
             made.meta["spec"] = replace(spec, shape=_rows(spec.shape), stride=(spec.shape[-1], 1))
             result = _as(graph, made, spec.shape)
         node.replace_all_uses_with(result)

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from .canonical import CAST, VIEWS, narrow_views, softmax_by_rows
+from .canonical import CAST, VIEWS, narrow_views, softmax_by_rows, softmax_in_fp32
 from .logits import is_large, product_of, writes
 from .padding import Padded, is_aligned
 
@@ -89,6 +89,7 @@ def join_gradients(graph: fx.Graph) -> None:
     Args:
       graph: The graph; its nodes have their ``spec`` in ``meta``.
     """
+    softmax_in_fp32(graph)
     softmax_by_rows(graph)
     narrow_views(graph)
     for nll in graph.find_nodes(op="call_function", target=_aten.nll_loss_forward.default):
