@@ -12,7 +12,7 @@ from torch import Tensor
 
 import functional_cg as fcg
 from functional_cg.bench.models import LanguageModel, config
-from functional_cg.stages.fx_passes.old_values import KEPT
+from functional_cg.stages.fx_passes.old_values import KEPT, LATER
 from functional_cg.stages.lower.inductor import compile_graph
 from functional_cg.stages.passes.recompute import keep_as_buffers, recompute
 from functional_cg.stages.plan import Buffers, lower_aten
@@ -193,3 +193,37 @@ def test_a_compiler_stores_what_is_kept(device: str) -> None:
         return sum(code.count(f"empty_strided_{device}((16, 8)") for code in codes)
 
     assert stored(kept=True) == stored(kept=False) + 1
+
+
+@pytest.mark.parametrize("device", ["cpu", ON_A_GPU])
+def test_a_compiler_computes_later_what_shall_be_later(device: str) -> None:
+    """What `recompute` relies on: a value is not computed again in the kernel that has its parts at hand."""
+    from torch._inductor.utils import run_and_get_code
+
+    def graph(later: bool) -> torch.fx.GraphModule:
+        made = torch.fx.Graph()
+        x, w = (made.placeholder(name) for name in "xw")
+        mean = made.call_function(torch.ops.aten.mean.dim, (x, [1], True))
+        first, again = (made.call_function(torch.ops.aten.sub.Tensor, (x, mean)) for _ in range(2))
+        product = made.call_function(torch.ops.aten.mm.default, (first, w))
+        slope = made.call_function(torch.ops.aten.mm.default, (product, w))
+        if later:
+            again = made.call_function(LATER, (again, slope))
+        turned = made.call_function(torch.ops.aten.t.default, (again,))
+        made.output((made.call_function(torch.ops.aten.mm.default, (turned, slope)),))
+        return torch.fx.GraphModule(torch.nn.Module(), made)
+
+    x, w = (torch.randn(shape, device=device) for shape in ((16, 8), (8, 8)))
+
+    def written_before_the_first_product(later: bool) -> int:
+        with torch.no_grad():
+            compiled, (code,) = run_and_get_code(
+                compile_graph, graph(later), [x, w], on_host=device == "cpu", small=False, in_order=False
+            )
+            (got,) = compiled(x, w)
+        centred = x - x.mean(1, keepdim=True)
+        torch.testing.assert_close(got, centred.T @ (centred @ w @ w), rtol=1e-4, atol=1e-4)
+        before = code.partition("extern_kernels.mm(")[0]
+        return before.count(f"empty_strided_{device}((16, 8)")
+
+    assert written_before_the_first_product(later=False) == written_before_the_first_product(later=True) + 1

@@ -32,7 +32,7 @@ from torch import fx
 
 from ...tensors.aten import returns_view
 
-__all__ = ["KEPT", "compiler_pass", "keep_old_values"]
+__all__ = ["KEPT", "LATER", "compiler_pass", "keep_old_values"]
 
 _aten = torch.ops.aten
 _COPY = _aten.copy_.default
@@ -60,6 +60,14 @@ _library.define("kept(Tensor value) -> Tensor")
 _library.impl("kept", _aten.clone.default, "CompositeExplicitAutograd")
 _library._register_fake("kept", _aten.clone.default)
 KEPT = torch.ops.fcg.kept.default
+# Stands for `after`: the value, in memory, but not before the other argument is there.
+_library.define("later(Tensor value, Tensor other) -> Tensor")
+_library.define("after(Tensor(a) value, Tensor other) -> Tensor(a)")
+for _name, _function in (("later", torch.clone), ("after", _aten.alias.default)):
+    _library.impl(_name, lambda value, _, function=_function: function(value), "CompositeExplicitAutograd")
+    _library._register_fake(_name, lambda value, _, function=_function: function(value))
+LATER = torch.ops.fcg.later.default
+_AFTER = torch.ops.fcg.after.default
 _OWN = torch.ops.fcg.own.default
 _NOW = torch.ops.fcg.now.default
 
@@ -73,6 +81,7 @@ def compiler_pass() -> Any:
     if _OWN not in lowerings:
         register_lowering(_OWN, type_promotion_kind=None)(_owned)
         register_lowering(_NOW, type_promotion_kind=None)(_computed)
+        register_lowering(_AFTER, type_promotion_kind=None)(_computed_after)
 
     class KeepOldValues(CustomGraphPass):
         def __call__(self, graph: fx.Graph) -> None:
@@ -92,6 +101,8 @@ def keep_old_values(graph: fx.Graph) -> None:
     """
     for kept in graph.find_nodes(op="call_function", target=KEPT):
         kept.target = _NOW
+    for later in graph.find_nodes(op="call_function", target=LATER):
+        later.target = _AFTER
     for argument in graph.find_nodes(op="placeholder"):
         _copy_for_foreign_views(graph, argument)
     _copy_into_concatenations(graph)
@@ -108,10 +119,7 @@ def _owned(value: Any) -> Any:
     call = V.graph.current_node
     if any(user.op == "output" for user in call.users):
         value.realize()  # as the compiler does for an output with other readers: they read it from memory
-    memory = value.data
-    while isinstance(memory, (ir.BaseView, ir.MutableBox)):
-        memory = memory.data
-    if not isinstance(memory, (ir.InputBuffer, ir.ConstantBuffer)):
+    if not isinstance(_memory(value), (ir.InputBuffer, ir.ConstantBuffer)):
         return value
     if unsupported_input_tensor(_as_node(call.args[0]).meta["val"]):  # complex numbers: torch copies them
         return fallback_handler(_aten.clone.default, add_to_fallback_set=False)(value)
@@ -212,6 +220,31 @@ def _computed(value: Any) -> Any:
     """Lower ``fcg::now`` in inductor: store the value in memory here."""
     value.realize()
     return value
+
+
+def _computed_after(value: Any, other: Any) -> Any:
+    """Lower ``fcg::after`` in inductor: store the value in memory, but not before the other one can be computed."""
+    from torch._inductor import ir
+    from torch._inductor.virtualized import V
+
+    value.realize()
+    made, known = _memory(value), _memory(other)
+    if isinstance(made, ir.Operation):
+        names = {known.get_name()} if isinstance(known, ir.Buffer) else known.get_read_names()
+        V.graph.additional_buffer_deps[made.get_operation_name()].update(
+            names & V.graph.name_to_buffer.keys()
+        )
+    return value
+
+
+def _memory(value: Any) -> Any:
+    """Return what stands behind the views of a value in inductor: a buffer, or a computation that has none yet."""
+    from torch._inductor import ir
+
+    memory = value.data
+    while isinstance(memory, (ir.BaseView, ir.MutableBox)):
+        memory = memory.data
+    return memory
 
 
 def _read_before_writes(graph: fx.Graph) -> None:

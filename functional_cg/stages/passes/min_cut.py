@@ -24,7 +24,7 @@ import torch
 from ..program import Instr, Program, Var, storage_bytes, written_storages
 from .normalized import normalized
 
-__all__ = ["Forward", "recomputed"]
+__all__ = ["Forward", "recomputed", "stored"]
 
 _LONG = 64  # calls in a chain of recomputed values
 _CAST = torch.ops.aten._to_copy.default
@@ -85,7 +85,7 @@ def recomputed(program: Program, forward: Forward, *, price: float, large: int) 
     """
     recipes = _recipes(program, forward, large)
     own_memory = {var.storage for var in (*program.results, *program.new_state)}
-    stored, stored_again = _stored(program, forward)
+    in_memory, in_memory_again = stored(program, forward)
     network = _Network()
     visited: set[int] = set()
     front = list(forward.needed)
@@ -95,7 +95,7 @@ def recomputed(program: Program, forward: Forward, *, price: float, large: int) 
             continue
         visited.add(one)
         size, recipe = forward.sizes.get(one, 0), recipes.get(one)
-        traffic = size * (1 if one in stored else 2)
+        traffic = size * (1 if one in in_memory else 2)
         network.keep(one, (0 if one in own_memory else size) + price * traffic)
         if one in forward.needed:
             network.need(one)
@@ -104,7 +104,7 @@ def recomputed(program: Program, forward: Forward, *, price: float, large: int) 
             continue
         sources = {var.storage: var for var in recipe.inputs()}
         outside = sum(var.spec.nbytes for storage, var in sources.items() if storage not in forward.place)
-        network.compute(one, price * (outside + (2 * size if one in stored_again else 0)))
+        network.compute(one, price * (outside + (2 * size if one in in_memory_again else 0)))
         inside = sources.keys() & forward.place.keys()
         for source in inside:
             network.connect(source, one)
@@ -159,7 +159,7 @@ def _at_hand_until(program: Program) -> dict[int, int]:
     return until
 
 
-def _stored(program: Program, forward: Forward) -> tuple[set[int], set[int]]:
+def stored(program: Program, forward: Forward) -> tuple[set[int], set[int]]:
     """Return the storages that the forward has to store, and those that the backward would have to: a call reads them
     that a compiler does not fuse with the call that makes them."""
     forwards = {var.storage for var in forward.root.values() if not _is_cheap(forward.maker[var])}

@@ -13,12 +13,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from ..fx_passes.old_values import KEPT
+from ..fx_passes.old_values import KEPT, LATER
 from ..program import Instr, Program, Var, highest, map_vars
-from .min_cut import Forward, recomputed
+from .min_cut import Forward, recomputed, stored
 
 __all__ = ["keep_as_buffers", "recompute"]
 
+_FEW = 4  # values that a compiler reads again for each reader of what it computes from them
 _PRICE = 0.5  # bytes of memory for which one byte of memory traffic is worth saving
 
 
@@ -33,11 +34,13 @@ def recompute(program: Program, *, price: float = _PRICE, large: int) -> None:
     forward = Forward.of(program)
     fresh = _Fresh(program, forward, recomputed(program, forward, price=price, large=large))
     out: list[Instr] = []
+    latest: Var | None = None
     for instr in program.instrs:
         if instr.backward:
             for var in dict.fromkeys(instr.inputs()):
-                out += fresh.remade(var)
+                out += fresh.remade(var, latest)
             instr = _renamed(instr, fresh.names)
+            latest = next(iter(instr.outputs()), latest)
         out.append(instr)
     program.instrs = out
 
@@ -69,6 +72,9 @@ def keep_as_buffers(program: Program, *, large: int) -> None:
 class _Fresh:
     """Recomputes values, each once, into new variables.
 
+    A compiler could compute a value again in the kernel that computes it first, which would keep it. Values that it
+    stores in memory wait for a value of the backward, by ``fcg::later``.
+
     Attributes:
       names: The new variable for each variable that was recomputed.
     """
@@ -77,20 +83,49 @@ class _Fresh:
         self._forward, self._again = forward, again
         self._index, self._storage = highest(program)
         self._storages: dict[int, int] = {}
+        self._in_memory = stored(program, forward)[1] | _read_by_several(program, forward, again)
         self.names: dict[Var, Var] = {}
 
-    def remade(self, var: Var) -> list[Instr]:
-        """Return the calls that recompute a variable and its dependencies, skipping what was recomputed already."""
+    def remade(self, var: Var, latest: Var | None) -> list[Instr]:
+        """Return the calls that recompute a variable and its dependencies, skipping what was recomputed already.
+
+        Args:
+          var: The variable.
+          latest: A value of the backward that is there by now.
+        """
         if var in self.names or var.storage not in self._again:
             return []
         instr = self._forward.maker[var]
-        calls = [call for needed in instr.inputs() for call in self.remade(needed)]
-        self._index += 1
+        calls = [call for needed in instr.inputs() for call in self.remade(needed, latest)]
         if var.storage not in self._storages:
             self._storage += 1
             self._storages[var.storage] = self._storage
-        self.names[var] = replace(var, index=self._index, storage=self._storages[var.storage])
-        return [*calls, _renamed(replace(instr, backward=True), self.names)]
+        new = self.names[var] = self._fresh(var)
+        calls.append(_renamed(replace(instr, backward=True), self.names))
+        if var is self._forward.root[var.storage] and var.storage in self._in_memory and latest is not None:
+            self.names[var] = self._fresh(var)
+            calls.append(Instr(LATER, (new, latest), {}, self.names[var], (), instr.site, backward=True))
+        return calls
+
+    def _fresh(self, var: Var) -> Var:
+        self._index += 1
+        return replace(var, index=self._index, storage=self._storages[var.storage])
+
+
+def _read_by_several(program: Program, forward: Forward, again: set[int]) -> set[int]:
+    """Return the recomputed storages that several calls read and that are made from several kept values."""
+    readers: dict[int, int] = {}
+    sources: dict[int, set[int]] = {}
+    for storage in sorted(again, key=forward.place.__getitem__):
+        inputs = {var.storage for var in forward.maker[forward.root[storage]].inputs()}
+        sources[storage] = {leaf for one in inputs for leaf in sources.get(one, {one})}
+        for one in inputs:
+            readers[one] = readers.get(one, 0) + 1
+    for instr in program.instrs:
+        if instr.backward:
+            for one in {var.storage for var in instr.inputs()}:
+                readers[one] = readers.get(one, 0) + 1
+    return {one for one in again if readers.get(one, 0) > 1 and len(sources[one]) > _FEW}
 
 
 def _renamed(instr: Instr, names: dict[Var, Var]) -> Instr:
