@@ -950,4 +950,47 @@ MUTANTS = (
         ("tests/test_is_compiling.py::test_torch_s_compiler_is_out_of_a_step",),
         no_gpu="about functions on the host",
     ),
+    Mutant(
+        "N92",
+        "a call in place becomes one out of place although a view of its memory is read later",
+        (
+            (
+                "        if (\n            call is not None\n            and old.storage not in stays\n            and not any(",
+                "        if (\n            call is not None\n            and old.storage not in stays\n            and not all(",
+            ),
+        ),
+        (
+            "tests/properties/test_rewrites.py::test_a_value_that_is_seen_through_a_view_is_still_overwritten[transposed]",
+        ),
+        no_gpu="a rewriting of the program, the same on every device",
+    ),
+    Mutant(
+        "N93",
+        "equal calls are made once although what they read is overwritten in between",
+        (("        and touched.isdisjoint(apart)\n", ""),),
+        ("tests/properties/test_rewrites.py::test_equal_calls_around_an_overwriting_are_made_twice",),
+        no_gpu="a rewriting of the program, the same on every device",
+    ),
+    Mutant(
+        "N94",
+        "a compiled step does not notice an index out of range, which a comparison stands for",
+        ((" and (index, dim, shape[dim]) in checked:", ":"),),
+        (
+            "tests/test_canonical.py::test_a_scatter_whose_index_nobody_checks_is_left_alone",
+            "tests/test_canonical.py::test_a_gather_among_more_classes_checks_too_little",
+        ),
+        no_gpu="a rewriting of the graph, the same on every device",
+    ),
+    Mutant(
+        "N95",
+        "what the backward computes again is computed in the forward, and so kept",
+        (
+            (
+                "        later.target = _AFTER\n",
+                "        later.target = _NOW\n        later.args = later.args[:1]\n",
+            ),
+        ),
+        ("tests/test_recompute.py::test_a_compiler_computes_later_what_shall_be_later[cpu]",),
+        gpu=("tests/test_recompute.py::test_a_compiler_computes_later_what_shall_be_later[cuda]",),
+    ),
 )
