@@ -20,16 +20,20 @@ from functional_cg.bench.__main__ import main
 from functional_cg.bench.jax_sharded import mean_and_losses
 from functional_cg.bench.measure import Row, bench
 from functional_cg.bench.models import Config, LanguageModel
+from functional_cg.bench.modules import names, workload
 from functional_cg.bench.system import FEW, OPPONENTS, OURS, VARIANTS, Unavailable
 from functional_cg.bench.systems import opponents, torch_systems
 from functional_cg.bench.systems.environment import Environment
 from functional_cg.bench.systems.jax_losses import jax_loss
 from functional_cg.bench.systems.losses import torch_loss
 from functional_cg.bench.systems.opponents import build
+from functional_cg.bench.systems.spellings import GPT as SPELLED
+from functional_cg.bench.systems.spellings import SPELLINGS, Size
 from functional_cg.bench.tables import plot, table
-from functional_cg.bench.workloads import Workload, names, workload
+from functional_cg.bench.workloads import Workload
 from functional_cg.stages.run.poison import Poisoned
 from functional_cg.step.verify import Shadow
+from tests.shares import THOROUGH
 
 CPU = torch.device("cpu")
 MLP = Workload("mlp", "mlp", layers=2, width=8, batch=4)
@@ -103,6 +107,38 @@ def test_the_same_step_over_ten_leaves_is_timed_in_turns_with_ours(name: str) ->
     assert row.floor_ms is None
     assert row.notes == []
     assert FEW not in workload(name.replace("100", "10")).systems
+
+
+@pytest.mark.parametrize("spelling", SPELLINGS if THOROUGH else ("logsumexp", "ignored"))
+def test_a_module_in_each_spelling_is_trained_alike(spelling: str) -> None:
+    ours, eager, compiled = run(workload(f"spelling-{spelling}-tiny"), "eager", "max-autotune")
+    assert (eager.status, eager.losses_agree) == ("ok", True), eager.reason
+    assert ours.counts["captures"] == 1
+    assert any("tokens/s" in note for note in ours.notes)
+    assert (compiled.status, compiled.reason) == ("skipped", "is made for GPUs")
+
+
+def test_spellings_of_the_same_arithmetic_have_the_same_loss() -> None:
+    size = Size(layers=1, width=64, vocab=50, batch=2, time=8)
+    x, y = torch.randint(50, (2, 2, 8), generator=torch.Generator().manual_seed(0))
+    losses = {}
+    for spelling in ("plain", "cast-first", "logsumexp"):
+        torch.manual_seed(0)
+        losses[spelling] = SPELLED(size, spelling)(x, y).item()
+    assert losses == pytest.approx(dict.fromkeys(losses, losses["plain"]), rel=1e-5)
+
+
+def test_a_model_whose_library_is_missing_is_skipped(monkeypatch: pytest.MonkeyPatch) -> None:
+    missing = replace(workload("zoo-vit"), library="no_such_library", data=lambda count: [])  # type: ignore[call-arg]
+    (row,) = run(missing)
+    assert (row.status, row.reason) == ("skipped", "no_such_library is not installed")
+
+
+def test_the_count_of_nanogpt_is_the_one_it_prints() -> None:
+    """Of GPT-2 124M, by the formula in its source: 6 N + 12 L H Q T for each token."""
+    work = workload("spelling-plain")
+    assert work.parameters() == pytest.approx(124.4e6, rel=0.01)
+    assert work.model_flops() / (16 * 1024) == pytest.approx(8.55e8, rel=0.02)
 
 
 @pytest.mark.parametrize("name", [*OPPONENTS, *OURS, *VARIANTS])

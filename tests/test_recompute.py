@@ -164,6 +164,37 @@ def test_what_the_backward_reads_is_in_memory() -> None:
         assert torch.equal(got, want)
 
 
+NORMS: dict[str, tuple[Callable[..., Tensor], bool]] = {
+    "layer": (lambda x, w, b: F.layer_norm(x, (6,), w, b), True),
+    "layer without weights": (lambda x, w, b: F.layer_norm(x, (6,)), True),
+    "batch": (lambda x, w, b: F.batch_norm(x, None, None, w, b, training=True), True),
+    "group": (lambda x, w, b: F.group_norm(x, 2, w, b), True),
+    "batch, as evaluated": (lambda x, w, b: F.batch_norm(x, torch.zeros(6), torch.ones(6), w, b), False),
+}
+
+
+@pytest.mark.parametrize("rows", [(8, 6), (2, 6, 3, 5)], ids=str)
+@pytest.mark.parametrize("name", NORMS)
+def test_a_norm_is_recomputed_from_its_statistics(name: str, rows: tuple[int, ...]) -> None:
+    norm, again = NORMS[name]
+    if name.startswith("layer"):
+        rows = (rows[0], *rows[2:], rows[1])
+    generator = torch.Generator().manual_seed(0)
+    params = {key: torch.randn(6, generator=generator) for key in ("w", "b", "a")}
+    x = torch.randn(rows, generator=generator)
+
+    def loss(p: dict[str, Tensor], x: Tensor) -> Tensor:
+        out = norm(x * p["a"].sum(), p["w"], p["b"])
+        return (out.flatten(1).t() @ out.flatten(1)).square().mean()
+
+    program, slots = traced(loss, params, x)
+    expected = run(program, slots, x)
+    recompute(program, large=1)
+    assert any(instr.op is torch.ops.fcg.normalized.default for instr in program.instrs) == again
+    for got, want in zip(run(program, slots, x), expected, strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.parametrize("device", ["cpu", ON_A_GPU])
 def test_a_compiler_stores_what_is_kept(device: str) -> None:
     """What `keep_as_buffers` relies on."""

@@ -21,9 +21,9 @@ import torch
 
 from . import first_call
 from .measure import Row, bench, environment
+from .modules import names, workload
 from .system import OPPONENTS, OURS, VARIANTS
 from .tables import plot, refuse_unfit_path, table
-from .workloads import names, workload
 
 __all__ = ["main"]
 

@@ -318,8 +318,7 @@ def _shut(system: System, row: Row) -> None:
 
 
 def _last_line(error: Exception) -> str:
-    lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[0] if lines else ''}"
+    return f"{type(error).__name__}: {next(iter(str(error).strip().splitlines()), '')}"
 
 
 def _place_above_floor(row: Row, anchor: Row, work: Workload, system: System, device: torch.device) -> None:
@@ -336,6 +335,13 @@ def _place_above_floor(row: Row, anchor: Row, work: Workload, system: System, de
         row.floor_ms = None if costs is None or costs.floor_s is None else costs.floor_s * 1e3
     row.floor_ms = anchor.floor_ms
     row.over_floor = None if not row.floor_ms else row.ms.median / row.floor_ms
+    if flops := work.model_flops():
+        per_s = 1e3 / row.ms.median
+        rate = _product_rate(device, torch.bfloat16 if work.bf16 else torch.float32)
+        speed = (
+            f"{work.batch * work.time * per_s:,.0f} tokens/s; {flops * per_s / 1e12:.3g} TFLOP/s of the model"
+        )
+        row.notes.append(f"{speed}, {flops * per_s / rate:.1%} of a large product's")
     if work.kind == "optimizer" and work.rule == "adamw":
         rate = 28 * work.leaves * work.width / row.ms.median * 1e3
         row.notes.append(

@@ -16,6 +16,7 @@ __all__ = [
     "FEEDS",
     "FEW",
     "FEW_LEAVES",
+    "MODULES",
     "OPPONENTS",
     "OURS",
     "UPDATES",
@@ -37,8 +38,9 @@ FEW = f"ours-{FEW_LEAVES}-leaves"  # the same step over this few leaves: the dif
 VARIANTS = (*UPDATES, *FEEDS, FEW)
 OPPONENTS = (
     "eager", "compile", "reduce-overhead", "graphed-callables", "hand-graph", "hand-graph-compiled",
-    "cudagraph-module", "jax",
+    "cudagraph-module", "max-autotune", "jax",
 )  # fmt: skip
+MODULES = (*OURS, "eager", "compile", "reduce-overhead", "max-autotune")  # for a module as it is
 BETAS, EPS = (0.9, 0.999), 1e-8  # AdamW in every system
 
 

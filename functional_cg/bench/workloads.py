@@ -38,7 +38,7 @@ MANY_LEAVES, MANY_FLAT_LEAVES = 200, 2000  # with more leaves than this, the upd
 CLASSES, ACTIONS = 10, 4  # classes of the convolutional net, actions of the actor
 _PICTURE, OBSERVATION = 32, 16
 _LEAF = 4  # elements of a leaf, where the number of leaves is what matters
-_TRAINED = (*OURS, *OPPONENTS)
+_TRAINED = (*OURS, *(name for name in OPPONENTS if name != "max-autotune"))
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,8 @@ class Workload:
       name: Name on the command line.
       kind: ``mlp`` (mean squared error), ``gpt`` (next-token loss), ``cnn`` (a residual net with batch norm),
         ``dropout`` (nothing but one), ``actor`` (an actor-critic update), ``loop`` (the loop around that update,
-        with an environment in numpy), ``leaves`` (many leaves, one of them updated), ``optimizer`` (an update alone).
+        with an environment in numpy), ``leaves`` (many leaves, one of them updated), ``optimizer`` (an update alone),
+        ``module`` (:class:`.modules.ModuleWorkload`).
       layers: Number of layers or blocks; per stage, for ``cnn``.
       width: Features of a layer, channels of the first stage, or size of a leaf.
       batch: Examples.
@@ -65,7 +66,7 @@ class Workload:
     """
 
     name: str
-    kind: Literal["mlp", "gpt", "cnn", "dropout", "actor", "loop", "leaves", "optimizer"]
+    kind: Literal["mlp", "gpt", "cnn", "dropout", "actor", "loop", "leaves", "optimizer", "module"]
     layers: int = 0
     width: int = 0
     batch: int = 0
@@ -174,6 +175,18 @@ class Workload:
         params["wpe"] = normal(self.time, width, std=_GPT_STD)
         params |= _gpt_blocks(self, normal)
         return params | {"norm": torch.ones(width), "shift": torch.zeros(width)}
+
+    def parameters(self) -> int:
+        """Count the elements of the parameters."""
+        return sum(value.numel() for value in self.params().values())
+
+    def model_flops(self) -> float:
+        """Count the FLOPs of a step of a language model, without what is recomputed; 0 for other models.
+
+        Source: Chowdhery et al. 2022, "PaLM", appendix B; nanoGPT counts like this.
+        """
+        for_token = 6.0 * self.parameters() + 12 * self.layers * self.width * self.time if self.time else 0.0
+        return self.batch * self.time * for_token
 
     def gradients(self) -> Params:
         """Make the gradients for timing an update alone, the same at each step."""

@@ -200,21 +200,21 @@ class Lowered:
         Raises:
           RankError: On all ranks, naming those that are missing or differ, or leaves that would diverge.
         """
-        mesh = self.mesh
-        if mesh is not None and mesh.ranks is not None:
-            names = (*self.program.slot_names, *self.layout.live_names)
-            leaves = zip(names, (*self.program.slots, *self.program.inputs), strict=True)
-            ops = "\n".join(str(instr.op) for instr in self.program.instrs)
+        if (mesh := self.mesh) is not None and mesh.ranks is not None:
+            traced = self.reference.program  # what passes make of it may depend on the rank
+            names = (*traced.slot_names, *self.layout.live_names)
+            leaves = zip(names, (*traced.slots, *traced.inputs), strict=True)
+            ops = [str(instr.op) for instr in traced.instrs]
             lines = [
                 f"capture `{self.name}`",
                 *(f"{name}  {str(var.spec).partition('@')[0]}" for name, var in leaves),
-                f"{len(self.program.instrs)} ATen calls, {hashlib.blake2b(ops.encode(), digest_size=8).hexdigest()}",
+                f"{len(ops)} ATen calls, {hashlib.blake2b(repr(ops).encode(), digest_size=8).hexdigest()}",
             ]
             mesh.ranks.agree(self.name, "\n".join(lines))
-            numbers = "\n".join([lines[0], *told_apart(self.program)])
+            numbers = "\n".join([lines[0], *told_apart(traced)])
             said = [text.splitlines()[1:] for text in mesh.ranks.shared(self.name, numbers)]
             specs = [spec for state in self.states for spec in state.specs]
-            refuse_divergence(self.program, specs, self.layout.live_names, mesh, apart(said, mesh))
+            refuse_divergence(traced, specs, self.layout.live_names, mesh, apart(said, mesh))
 
     def fits(self, call: Call) -> bool:
         """Whether a call has this layout."""

@@ -73,7 +73,7 @@ def refuse_divergence(
     """Raise if a new leaf would differ between ranks that hold it whole, or its shards would not fit.
 
     Args:
-      program: The program of a step; its first slots are those of the new state.
+      program: The program of a step, as traced; its first slots are those of the new state.
       specs: Specs of the slots.
       names: Names of the inputs.
       mesh: The ranks.
@@ -83,12 +83,11 @@ def refuse_divergence(
     """
     differs = _followed(program, specs, names, mesh, others)
     own_data = _followed(program, specs, names, mesh, {}, of_data=True)
-    targets = {known.var: known.leaves for known in program.ranges}
-    place = {slot: number for number, slot in enumerate(program.slots)}
     rows, patchworks = [], []
-    for target, new in program.updates:
-        for slot in targets.get(target, (target,)):
-            name, cut = program.slot_names[place[slot]], _cut(specs[place[slot]])
+    leaves = zip(program.slot_names, specs, program.slots, program.new_state, strict=False)
+    for name, spec, old, new in leaves:
+        if old is not new:
+            cut = _cut(spec)
             known, data = differs(new), own_data(new)
             found = {axis: source for axis, source in known.items() if axis not in cut}
             if found:
@@ -156,9 +155,6 @@ def _followed(
 
     for slot, spec, name in zip(program.slots, specs, program.slot_names, strict=True):
         add(slot, {axis: name for axis in _cut(spec) if axis in everywhere and not of_data})
-    for known in program.ranges:
-        for leaf in known.leaves:
-            add(known.var, differs[leaf.storage])
     for var, name in zip(program.inputs, names, strict=True):
         add(var, dict.fromkeys(everywhere if var.spec.shape else (), name))
     for number, constant in enumerate(program.constants):

@@ -14,6 +14,7 @@ from torch import Tensor
 import functional_cg as fcg
 
 from ...step.costs import CostAnalysis
+from ..modules import ModuleWorkload
 from ..system import BETAS, EPS, FEW, FEW_LEAVES, OURS, VARIANTS, System, Unavailable, there, waiter
 from ..workloads import MANY_LEAVES, Batch, Workload
 from . import rules
@@ -21,6 +22,7 @@ from .by_hand import by_hand, in_tensordict
 from .environment import Environment
 from .jax_systems import in_jax
 from .losses import Model, actor_outputs, torch_loss
+from .of_modules import of_module
 from .torch_systems import in_torch, pinned
 
 __all__ = ["build", "ours"]
@@ -41,6 +43,8 @@ def build(name: str, work: Workload, device: torch.device, batches: Sequence[Bat
     """
     if name not in work.systems:
         raise Unavailable(f"is not made for {work.name}")
+    if isinstance(work, ModuleWorkload):
+        return of_module(name, work, device, batches)
     if name == "jax":
         return in_jax(work, device, batches)
     if name in (*OURS, *VARIANTS):

@@ -51,12 +51,13 @@ class Reference:
       program: The program as traced, before any lowering.
 
     Attributes:
+      program: The program.
       outputs: Its outputs, metrics first.
       unchecked: Which of its slots and inputs may hold any value.
     """
 
     def __init__(self, program: Program) -> None:
-        self._program = program
+        self.program = program
         self.unchecked = Unchecked.of(program)
         leaves = zip(program.slot_names, program.slots, program.new_state, strict=False)
         self.outputs = [Output(name, var) for name, var in program.named_results()]
@@ -160,7 +161,7 @@ class Reference:
         return next((instr.site for instr in self._instrs if var in set(instr.outputs())), None)
 
     def _bound_vars(self) -> list[Var]:
-        program = self._program
+        program = self.program
         return [*program.slots, *program.inputs, *(constant.var for constant in program.constants)]
 
     def _bound(self, buffers: Buffers) -> dict[Var, Tensor]:

@@ -1,0 +1,213 @@
+"""Workloads made of a module: one GPT in ten spellings, and models of other libraries."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from . import workloads
+from .system import MODULES
+from .systems.spellings import GPT, SPELLINGS, Size
+from .workloads import Batch, Workload
+
+__all__ = ["ModuleWorkload", "names", "workload"]
+
+_SEED = 2
+Loss = Callable[[nn.Module, Batch], Tensor]
+
+
+@dataclass(frozen=True)
+class ModuleWorkload(Workload):
+    """A training step of a module, in bf16 by autocast with fp32 parameters, and AdamW.
+
+    Attributes:
+      make: Makes the module.
+      loss: ``loss(module, batch)``.
+      data: ``data(count)`` makes batches on the CPU.
+      library: What has to be installed.
+      text: Sizes, for people.
+    """
+
+    make: Callable[[], nn.Module] = nn.Module
+    loss: Loss = lambda module, batch: module(**batch)
+    data: Callable[[int], list[Batch]] = lambda count: []
+    library: str = "torch"
+    text: str = ""
+
+    @property
+    def systems(self) -> tuple[str, ...]:
+        """Names of the systems that support the workload."""
+        return MODULES
+
+    @property
+    def installed(self) -> bool:
+        """Whether its library is there."""
+        return importlib.util.find_spec(self.library) is not None
+
+    def describe(self) -> str:
+        """Describe the sizes for people."""
+        return f"{self.text}, bf16 by autocast, fp32 parameters, AdamW"
+
+    def batches(self, count: int) -> list[Batch]:
+        """Make batches on the CPU, the same at each call."""
+        return self.data(count)
+
+    def parameters(self) -> int:
+        """Count the elements of the parameters."""
+        return sum(param.numel() for param in self.make().parameters())
+
+
+def _tokens(vocab: int, batch: int, time: int, *, shifted: bool) -> Callable[[int], list[Batch]]:
+    def data(count: int) -> list[Batch]:
+        generator = torch.Generator().manual_seed(_SEED)
+        rows = [torch.randint(vocab, (batch, time + 1), generator=generator) for _ in range(count)]
+        if shifted:
+            return [{"x": row[:, :-1].contiguous(), "y": row[:, 1:].contiguous()} for row in rows]
+        return [{"input_ids": (tokens := row[:, 1:].contiguous()), "labels": tokens} for row in rows]
+
+    return data
+
+
+def _images(batch: int, size: int, classes: int, *, channels_last: bool) -> Callable[[int], list[Batch]]:
+    layout = torch.channels_last if channels_last else torch.contiguous_format
+
+    def data(count: int) -> list[Batch]:
+        generator = torch.Generator().manual_seed(_SEED)
+        return [
+            {
+                "x": torch.randn(batch, 3, size, size, generator=generator).contiguous(memory_format=layout),
+                "y": torch.randint(classes, (batch,), generator=generator),
+            }
+            for _ in range(count)
+        ]
+
+    return data
+
+
+def _classified(module: nn.Module, batch: Batch) -> Tensor:
+    return F.cross_entropy(module(batch["x"]).float(), batch["y"])
+
+
+def _of_hugging_face(module: nn.Module, batch: Batch) -> Tensor:
+    loss: Tensor = module(**batch).loss
+    return loss
+
+
+def _spelled(name: str, spelling: str, size: Size) -> ModuleWorkload:
+    if spelling == "odd-vocab":
+        size = Size(size.layers, size.width, size.vocab - 47, size.batch, size.time)
+    return ModuleWorkload(
+        name,
+        "module",
+        size.layers,
+        size.width,
+        size.batch,
+        size.time,
+        size.vocab,
+        bf16=True,
+        steps=40,
+        tolerance=2e-2,
+        make=lambda: GPT(size, spelling),
+        data=_tokens(size.vocab, size.batch, size.time, shifted=True),
+        text=f"GPT, {size.layers} blocks, {size.width} wide, {size.batch}x{size.time} tokens, spelled {spelling!r}",
+    )
+
+
+def _hugging_face(name: str, model: str, config: str, size: Size, **options: Any) -> ModuleWorkload:
+    def make() -> nn.Module:
+        import transformers
+
+        made: nn.Module = getattr(transformers, model)(getattr(transformers, config)(**options))
+        return made
+
+    return ModuleWorkload(
+        name,
+        "module",
+        size.layers,
+        size.width,
+        size.batch,
+        size.time,
+        size.vocab,
+        bf16=True,
+        steps=40,
+        tolerance=2e-2,
+        make=make,
+        loss=_of_hugging_face,
+        data=_tokens(size.vocab, size.batch, size.time, shifted=False),
+        library="transformers",
+        text=f"{model}, {size.layers} blocks, {size.width} wide, {size.batch}x{size.time} tokens",
+    )
+
+
+def _vision(
+    name: str, library: str, make: Callable[[], nn.Module], text: str, *, last: bool
+) -> ModuleWorkload:
+    return ModuleWorkload(
+        name,
+        "module",
+        bf16=True,
+        steps=40,
+        tolerance=5e-2,
+        make=make,
+        loss=_classified,
+        data=_images(64, 224, 1000, channels_last=last),
+        library=library,
+        text=f"{text}, 64 pictures of 3x224x224{', channels_last' if last else ''}",
+    )
+
+
+def _timm(name: str) -> nn.Module:
+    import timm
+
+    model: nn.Module = timm.create_model(name)
+    return model
+
+
+def _resnet50() -> nn.Module:
+    import torchvision
+
+    model: nn.Module = torchvision.models.resnet50()
+    model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    return model
+
+
+def _all() -> tuple[ModuleWorkload, ...]:
+    small = Size(layers=12, width=768, vocab=50304, batch=16, time=1024)
+    tiny = Size(layers=1, width=64, vocab=512, batch=2, time=32)
+    no_dropout = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0, "use_cache": False}
+    bert = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    llama = {
+        "vocab_size": 32_000, "hidden_size": 768, "intermediate_size": 2048, "num_hidden_layers": 12,
+        "num_attention_heads": 12, "use_cache": False,
+    }  # fmt: skip
+    return (
+        *(_spelled(f"spelling-{name}", name, small) for name in SPELLINGS),
+        *(_spelled(f"spelling-{name}-tiny", name, tiny) for name in SPELLINGS),
+        _hugging_face(
+            "zoo-gpt2", "GPT2LMHeadModel", "GPT2Config", Size(12, 768, 50257, 8, 1024), **no_dropout
+        ),
+        _hugging_face("zoo-bert", "BertForMaskedLM", "BertConfig", Size(12, 768, 30522, 32, 256), **bert),
+        _hugging_face(
+            "zoo-llama", "LlamaForCausalLM", "LlamaConfig", Size(12, 768, 32_000, 8, 1024), **llama
+        ),
+        _vision("zoo-resnet50", "torchvision", _resnet50, "torchvision ResNet-50", last=True),
+        _vision("zoo-vit", "timm", lambda: _timm("vit_base_patch16_224"), "timm ViT-B/16", last=False),
+        _vision("zoo-convnext", "timm", lambda: _timm("convnext_tiny"), "timm ConvNeXt-T", last=False),
+    )
+
+
+def names() -> tuple[str, ...]:
+    """List all workloads for the command line."""
+    return (*workloads.names(), *(one.name for one in _all()))
+
+
+def workload(name: str) -> Workload:
+    """Look up a workload by name."""
+    known = next((one for one in _all() if one.name == name), None)
+    return known or workloads.workload(name)
