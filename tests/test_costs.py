@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from types import SimpleNamespace
 from typing import Any
 
@@ -76,6 +77,20 @@ def test_memory_by_role_and_its_peak_by_hand() -> None:
     memory = lowered_of(chain, {"w": torch.ones(())}, torch.ones(n)).memory_analysis()
     assert memory["temporaries"] == F32 * (3 * n + 2)
     assert memory["peak"] == F32 * (1 + n + 2 * n)
+    owners = {(one.op, one.values): one.nbytes for one in memory.owners}
+    assert owners == {("add", 1): F32 * n, ("mul", 1): F32 * n}
+    assert all(one.site.startswith("test_costs.py:") and not one.backward for one in memory.owners)
+
+
+def test_memory_prints_for_people() -> None:
+    memory = lowered_of(train, adamw_state(), BATCH).memory_analysis()
+    text = repr(memory)
+    assert str(memory) == text
+    assert re.match(r"train: [\d,.]+ (MiB|B) at the peak\n", text)
+    assert re.search(r"\n +state +[\d,.]+ (MiB|B)", text)
+    assert re.search(r"\ntemporaries at the peak:\n +[\d,.]+ (MiB|B) +\d+x +\w+ +test_costs.py:\d+", text)
+    assert dict(memory)["state"] == memory["state"]
+    assert len(memory) == len(dict(memory))
 
 
 def test_views_and_dropped_results_are_free() -> None:

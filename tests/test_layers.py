@@ -36,6 +36,7 @@ ORDER = (
     "optim",
     "call",
     "stages.program",
+    "stages.lifetimes",
     "stages.fx_passes",
     "stages.passes",
     "stages.layouts",

@@ -510,7 +510,7 @@ def test_a_loss_over_many_classes_in_little_memory(name: str) -> None:
     state = fcg.place({"params": {"w": torch.randn(8, classes)}})
     batch = {"x": torch.randn(rows, 8), "y": torch.randint(0, classes, (rows,))}
     reference = fcg.graph_step(train_step).lower(state, batch).reference
-    constants = [one.value for one in reference._program.constants]
+    constants = [one.value for one in reference.program.constants]
     buffers = Buffers(state._lease.arena.slots, list(batch.values()), constants)
     expected = outputs(reference, buffers)
     room = int(share * rows * classes * 4)

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -30,8 +30,6 @@ __all__ = [
     "inputs_behind",
     "live",
     "map_vars",
-    "peak_bytes",
-    "storage_bytes",
     "vars_in",
     "written_storages",
 ]
@@ -329,47 +327,6 @@ def inputs_behind(program: Program, names: Iterable[str], variables: Iterable[Va
         if used & {*program.slots}
         else [n for n, var in zip(names, program.inputs, strict=True) if var in used]
     )
-
-
-def storage_bytes(instrs: Iterable[Instr]) -> dict[int, int]:
-    """Return the bytes of each storage that the results of the calls span."""
-    sizes: dict[int, int] = {}
-    for var in (var for instr in instrs for var in instr.outputs()):
-        sizes[var.storage] = max(sizes.get(var.storage, 0), _spanned(var))
-    return sizes
-
-
-def _spanned(var: Var) -> int:
-    """Return the bytes of a storage up to the variable's last element; expanded dimensions add none."""
-    if not var.spec.numel:
-        return 0
-    steps = zip(var.spec.shape, var.spec.stride, strict=True)
-    return (var.offset + 1 + sum((size - 1) * step for size, step in steps)) * var.spec.dtype.itemsize
-
-
-def peak_bytes(instrs: Sequence[Instr], kept: Collection[int], sizes: Mapping[int, int]) -> tuple[int, int]:
-    """Return the peak bytes of temporaries while calls run, and the bytes still alive after them.
-
-    Args:
-      instrs: The calls; each temporary lives from the call that makes it to the last call that reads it.
-      kept: Storages that are read after the calls.
-      sizes: Bytes of each storage to count.
-    """
-    last = {var.storage: i for i, instr in enumerate(instrs) for var in (*instr.outputs(), *instr.inputs())}
-    last |= dict.fromkeys(kept, len(instrs))
-    alive: dict[int, int] = {}
-    now = most = 0
-    for i, instr in enumerate(instrs):
-        touched = dict.fromkeys(var.storage for var in (*instr.outputs(), *instr.inputs()))
-        for storage in touched:
-            if storage in sizes and storage not in alive:
-                alive[storage] = sizes[storage]
-                now += sizes[storage]
-        most = max(most, now)
-        for storage in touched:
-            if last[storage] == i:
-                now -= alive.pop(storage, 0)
-    return most, now
 
 
 def vars_in(value: Any) -> list[Var]:

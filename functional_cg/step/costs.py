@@ -7,7 +7,6 @@ calls and peak memory are those before fusion; FLOPs, least bytes and the floor 
 from __future__ import annotations
 
 import math
-import re
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -20,13 +19,12 @@ import torch
 from torch import Tensor
 
 from ..stages.plan import ExecutionPlan, Schedule
-from ..stages.program import Instr, Program, Var, map_vars, peak_bytes, storage_bytes
+from ..stages.program import Instr, Program, Var, map_vars
 from ..state.outline import columns
 from ..tensors.aten import named_arguments
 
-__all__ = ["CostAnalysis", "KindOfCall", "cost_analysis", "memory_analysis"]
+__all__ = ["CostAnalysis", "KindOfCall", "cost_analysis"]
 
-_ROLE = re.compile(r"\w+\.\w+")
 _ATTENTION = ("scaled_dot_product", "_flash_attention", "_efficient_attention", "_cudnn_attention")
 # Kinds of calls, with the names or name prefixes of their ops; the first match wins.
 _KINDS: tuple[tuple[str, tuple[str, ...]], ...] = (
@@ -84,7 +82,7 @@ class KindOfCall:
     bytes: int = 0
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, repr=False, slots=True)
 class CostAnalysis:
     """The cost of a step; prints as a table, converts to a dict with :meth:`as_dict`.
 
@@ -151,6 +149,8 @@ class CostAnalysis:
             for name, kind in self.kinds.items()
         ]
         return "\n".join([*lines, *columns([(f"kind of call{fused}", "calls", "GFLOP", "MB moved"), *rows])])
+
+    __repr__ = __str__
 
 
 def _positive(name: str, value: Any) -> float | None:
@@ -324,35 +324,3 @@ def _least_bytes(program: Program, used: set[Var]) -> int:
 def _device(program: Program) -> torch.device:
     places = [var.spec.device for var in (*program.slots, *program.inputs, *program.results)]
     return next((place for place in places if place.type != "cpu"), torch.device("cpu"))
-
-
-def memory_analysis(program: Program, plan: Schedule) -> dict[str, int]:
-    """Return bytes by use; see :meth:`functional_cg.Lowered.memory_analysis`."""
-    roles: Counter[str] = Counter()
-    for name, var in zip(program.slot_names, program.slots, strict=True):
-        role = _ROLE.match(name)
-        if role is not None:
-            roles[role.group()] += var.spec.nbytes
-    fixed = {
-        "state": sum(var.spec.nbytes for var in program.slots),
-        "inputs": sum(var.spec.nbytes for var in program.inputs),
-        "constants": sum(constant.var.spec.nbytes for constant in program.constants),
-    }
-    sizes = storage_bytes(program.instrs)
-    targets = [*program.slots, *program.inputs, *(known.var for known in program.ranges)]
-    for var in (*targets, *(constant.var for constant in program.constants)):
-        sizes.pop(var.storage, None)
-    return {
-        **fixed,
-        "metrics": sum(var.spec.nbytes for var in program.outputs if isinstance(var, Var)),
-        "temporaries": sum(sizes.values()),
-        "peak": sum(fixed.values()) + _peak_of_temporaries(plan, sizes),
-        **roles,
-    }
-
-
-def _peak_of_temporaries(plan: Schedule, sizes: Mapping[int, int]) -> int:
-    """Return the peak bytes of live temporaries."""
-    kept = {var.storage for var in (*plan.outputs, *(new for _, new in plan.commits))}
-    most, left = peak_bytes([*plan.head, *plan.fused], kept, sizes)
-    return max(most, left + sum(old.spec.nbytes for old in plan.staged))

@@ -32,7 +32,8 @@ from ..state.boundary import mesh_of
 from ..state.handle import Handle, Lease, fill
 from ..state.outline import Entry, branches_html, columns, count, listed, outline, tree_html
 from ..tree import KeyPath, Treedef, path_string, structure_diff
-from .costs import CostAnalysis, cost_analysis, memory_analysis
+from .costs import CostAnalysis, cost_analysis
+from .memory import MemoryAnalysis, memory_analysis
 from .replicas import apart, refuse_divergence, told_apart
 
 __all__ = ["Captured", "Lowered"]
@@ -185,8 +186,7 @@ class Lowered:
     def capture(self) -> Captured:
         """Capture the plan on the memory of the state it was lowered with."""
         assert self.capture_here is not None
-        captured = self.capture_here()
-        captured.lowered.counts = True
+        (captured := self.capture_here()).lowered.counts = True
         return captured
 
     @property
@@ -278,18 +278,18 @@ class Lowered:
         """Return the traced calls and the plan that runs them."""
         return f"{self.program.as_text()}\n\n{self.plan.as_text()}"
 
-    def memory_analysis(self) -> dict[str, int]:
-        """Return bytes by use.
+    def memory_analysis(self) -> MemoryAnalysis:
+        """Return bytes by use, and the temporaries at the peak; prints as a table.
 
         Keys: ``state``, and its fields if it is a dataclass (``state.params``); ``inputs``, ``constants``,
-        ``metrics``; ``temporaries``, their total; ``peak``, the most that state, inputs, constants and
-        temporaries take at one time. Temporaries are those of the program; a compiler makes fewer.
+        ``metrics``; ``temporaries``, their total; ``peak``, the most that all but metrics take at one time.
+        Temporaries are those of the program; a compiler makes fewer.
 
         Example:
           >>> import torch, functional_cg as fcg
           >>> step = fcg.graph_step(lambda state, x: ({"w": state["w"] + x * 2}, {}))
-          >>> step.lower({"w": torch.ones(4)}, torch.ones(4)).memory_analysis()
-          {'state': 16, 'inputs': 16, 'constants': 0, 'metrics': 0, 'temporaries': 32, 'peak': 64}
+          >>> step.lower({"w": torch.ones(4)}, torch.ones(4)).memory_analysis()["peak"]
+          64
         """
         return memory_analysis(self.program, self.plan.schedule)
 

@@ -21,7 +21,8 @@ from typing import Any
 
 import torch
 
-from ..program import Instr, Program, Var, storage_bytes, written_storages
+from ..lifetimes import storage_bytes
+from ..program import Instr, Program, Var, written_storages
 from .normalized import normalized
 
 __all__ = ["Forward", "recomputed", "stored"]

@@ -12,8 +12,9 @@ from torch import Tensor
 from ...messages.source import Location
 from ...tensors.aten import FUSED
 from ..layouts import laid_out, unsure
+from ..lifetimes import peak_bytes, storage_bytes
 from ..plan import Buffers, evaluate, quiet
-from ..program import Instr, Program, Var, live, peak_bytes, storage_bytes, written_storages
+from ..program import Instr, Program, Var, live, written_storages
 from .remat_plan import in_order, within
 from .row_blocks import in_blocks
 from .ulps import Shaker, decides

@@ -14,7 +14,8 @@ from bisect import bisect_right
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 
-from ..program import Instr, Var, storage_bytes, written_storages
+from ..lifetimes import storage_bytes
+from ..program import Instr, Var, written_storages
 
 __all__ = ["Action", "in_order", "within"]
 

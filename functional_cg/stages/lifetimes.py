@@ -1,0 +1,58 @@
+"""How long values of a program live, and how many bytes they take together."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Collection, Iterable, Mapping, Sequence
+
+from .program import Instr, Var
+
+__all__ = ["alive_at_peak", "peak_bytes", "storage_bytes"]
+
+
+def storage_bytes(instrs: Iterable[Instr]) -> dict[int, int]:
+    """Return the bytes of each storage that the results of the calls span."""
+    sizes: dict[int, int] = {}
+    for var in (var for instr in instrs for var in instr.outputs()):
+        sizes[var.storage] = max(sizes.get(var.storage, 0), _spanned(var))
+    return sizes
+
+
+def _spanned(var: Var) -> int:
+    """Return the bytes of a storage up to the variable's last element; expanded dimensions add none."""
+    if not var.spec.numel:
+        return 0
+    steps = zip(var.spec.shape, var.spec.stride, strict=True)
+    return (var.offset + 1 + sum((size - 1) * step for size, step in steps)) * var.spec.dtype.itemsize
+
+
+def peak_bytes(instrs: Sequence[Instr], kept: Collection[int], sizes: Mapping[int, int]) -> tuple[int, int]:
+    """Return the peak bytes of temporaries while calls run, and the bytes still alive after them.
+
+    Args:
+      instrs: The calls; each temporary lives from the call that makes it to the last call that reads it.
+      kept: Storages that are read after the calls.
+      sizes: Bytes of each storage to count.
+    """
+    at_peak = alive_at_peak(instrs, kept, sizes)
+    left = {var.storage for instr in instrs for var in (*instr.outputs(), *instr.inputs())} & set(kept)
+    return sum(sizes[one] for one in at_peak), sum(sizes.get(one, 0) for one in left)
+
+
+def alive_at_peak(instrs: Sequence[Instr], kept: Collection[int], sizes: Mapping[int, int]) -> list[int]:
+    """Return the temporaries that are alive while most bytes are, by storage; for the arguments see `peak_bytes`."""
+    first: dict[int, int] = {}
+    last: dict[int, int] = {}
+    for i, instr in enumerate(instrs):
+        for var in (*instr.outputs(), *instr.inputs()):
+            if var.storage in sizes:
+                first.setdefault(var.storage, i)
+                last[var.storage] = i
+    last |= {one: len(instrs) for one in kept if one in first}
+    change = [0] * (len(instrs) + 2)
+    for one, start in first.items():
+        change[start] += sizes[one]
+        change[last[one] + 1] -= sizes[one]
+    alive = list(itertools.accumulate(change))
+    place = max(range(len(alive)), key=alive.__getitem__)
+    return [one for one, start in first.items() if start <= place <= last[one]]

@@ -1,0 +1,124 @@
+"""The memory of a step: bytes by use, and what the largest values at the peak are."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+
+from ..stages.lifetimes import alive_at_peak, peak_bytes, storage_bytes
+from ..stages.plan import Schedule
+from ..stages.program import Program, Var
+from ..state.outline import columns
+
+__all__ = ["MemoryAnalysis", "Owner", "memory_analysis"]
+
+_ROLE = re.compile(r"\w+\.\w+")
+_MIB = 2**20
+_SHOWN = 12
+
+
+@dataclass(frozen=True, slots=True)
+class Owner:
+    """Temporaries at the peak that one line makes by one op.
+
+    Attributes:
+      nbytes: Their bytes.
+      values: How many they are.
+      op: Name of the op.
+      site: The line, ``model.py:33``; empty if unknown.
+      backward: Whether the backward makes them.
+    """
+
+    nbytes: int
+    values: int
+    op: str
+    site: str
+    backward: bool
+
+
+@dataclass(frozen=True, repr=False, slots=True)
+class MemoryAnalysis(Mapping[str, int]):
+    """Bytes of a step by use, as a mapping; prints as a table.
+
+    Attributes:
+      function: Name of the user's function.
+      sizes: Bytes by use; see :meth:`functional_cg.Lowered.memory_analysis`.
+      owners: What the temporaries at the peak are, most bytes first.
+    """
+
+    function: str
+    sizes: Mapping[str, int] = field(default_factory=dict)
+    owners: tuple[Owner, ...] = ()
+
+    def __getitem__(self, name: str) -> int:
+        return self.sizes[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.sizes)
+
+    def __len__(self) -> int:
+        return len(self.sizes)
+
+    def __str__(self) -> str:
+        rows = [(name, _mib(size)) for name, size in self.sizes.items()]
+        lines = [f"{self.function}: {_mib(self.sizes['peak'])} at the peak", *columns(rows)]
+        if self.owners:
+            found = [
+                (
+                    f"  {_mib(one.nbytes)}",
+                    f"{one.values}x",
+                    one.op,
+                    f"{one.site}{', backward' * one.backward}",
+                )
+                for one in self.owners[:_SHOWN]
+            ]
+            lines += ["temporaries at the peak:", *columns(found)]
+            if rest := self.owners[_SHOWN:]:
+                lines.append(f"  {_mib(sum(one.nbytes for one in rest))} in {len(rest)} more")
+        return "\n".join(lines)
+
+    __repr__ = __str__
+
+
+def _mib(size: int) -> str:
+    return f"{size / _MIB:,.3f} MiB" if size >= _MIB / 100 else f"{size:,} B"
+
+
+def memory_analysis(program: Program, plan: Schedule) -> MemoryAnalysis:
+    """Return bytes by use; see :meth:`functional_cg.Lowered.memory_analysis`."""
+    roles: Counter[str] = Counter()
+    for name, var in zip(program.slot_names, program.slots, strict=True):
+        role = _ROLE.match(name)
+        if role is not None:
+            roles[role.group()] += var.spec.nbytes
+    fixed = {
+        "state": sum(var.spec.nbytes for var in program.slots),
+        "inputs": sum(var.spec.nbytes for var in program.inputs),
+        "constants": sum(constant.var.spec.nbytes for constant in program.constants),
+    }
+    sizes = storage_bytes(program.instrs)
+    targets = [*program.slots, *program.inputs, *(known.var for known in program.ranges)]
+    for var in (*targets, *(constant.var for constant in program.constants)):
+        sizes.pop(var.storage, None)
+    instrs = [*plan.head, *plan.fused]
+    kept = {var.storage for var in (*plan.outputs, *(new for _, new in plan.commits))}
+    most, left = peak_bytes(instrs, kept, sizes)
+    used = {
+        **fixed,
+        "metrics": sum(var.spec.nbytes for var in program.outputs if isinstance(var, Var)),
+        "temporaries": sum(sizes.values()),
+        "peak": sum(fixed.values()) + max(most, left + sum(old.spec.nbytes for old in plan.staged)),
+        **roles,
+    }
+    makers = {var.storage: instr for instr in reversed(instrs) for var in instr.outputs()}
+    owners: dict[tuple[str, str, bool], list[int]] = {}
+    for storage in alive_at_peak(instrs, kept, sizes):
+        maker = makers[storage]
+        site = "" if maker.site is None else str(maker.site)
+        owners.setdefault((maker.name, site, maker.backward), []).append(sizes[storage])
+    found = [Owner(sum(each), len(each), op, site, backward) for (op, site, backward), each in owners.items()]
+    return MemoryAnalysis(
+        program.function, used, tuple(sorted(found, key=lambda one: one.nbytes, reverse=True))
+    )
