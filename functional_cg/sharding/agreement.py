@@ -175,18 +175,24 @@ class Ranks:
             self.store.set(keys[self.rank], "")
             with contextlib.suppress(RuntimeError):
                 self.store.wait(keys, timedelta(seconds=min(_ROLL_CALL_SECONDS, self.timeout)))
-            return [rank for rank, key in enumerate(keys) if not self.store.check([key])]
+            missing = [rank for rank, key in enumerate(keys) if not self.store.check([key])]
+            self.store.set(f"told/{self.rank}", "")
+            return missing
         except RuntimeError:
             return []  # the store is gone, and all answers with it
 
     def part(self) -> None:
-        """Wait for all ranks before connections are closed; the wait for a dead rank is short."""
-        if self.lost:
+        """Wait for all ranks before connections are closed; the wait for a dead rank is short.
+
+        If one was lost, only rank 0 waits, which may hold the store where the others still ask who is missing.
+        """
+        if self.lost and self.rank:
             return
-        keys = [f"end/{rank}" for rank in range(self.size)]
+        name, seconds = ("told", 2 * _ROLL_CALL_SECONDS) if self.lost else ("end", _GOODBYE_SECONDS)
+        keys = [f"{name}/{rank}" for rank in range(self.size)]
         try:
             self.store.set(keys[self.rank], "")
-            self.store.wait(keys, timedelta(seconds=_GOODBYE_SECONDS))
+            self.store.wait(keys, timedelta(seconds=seconds))
         except RuntimeError:
             return  # a rank, or the store itself, is gone already
 

@@ -48,14 +48,6 @@ def meet(number: int) -> None:
     store.wait([f"test/{number}/{rank}" for rank in range(dist.get_world_size())], timedelta(seconds=50))
 
 
-def leave_after_all_others(ranks: set[int]) -> None:
-    """Wait on rank 0, which holds the store where the others still ask who is there."""
-    store = dist.distributed_c10d._get_default_store()
-    store.set(f"test/left/{dist.get_rank()}", "")
-    if dist.get_rank() == 0:
-        store.wait([f"test/left/{rank}" for rank in ranks], timedelta(seconds=30))
-
-
 def told(act: Callable[[], Any]) -> tuple[str, float]:
     """The message of the error that a call raises, and after how many seconds."""
     start = time.monotonic()
@@ -278,8 +270,6 @@ def trains_until(who: int, how: str, stage: int) -> Any:
     again = told(lambda: step(state, b.batch(3)))
     gather = told(lambda: sharding.gather(state.params["w1"]))
     kept = same(held(state), held(expected))
-    if b.mesh.rank != who and who != 0:
-        leave_after_all_others({0, 1, 2} - {who})
     return first, again, gather, kept, int(state.step), state.generation
 
 
