@@ -103,6 +103,7 @@ def graph_step(
     debug: Debug | None = None,
     verify_calls: int = 16,
     certify: Certify = "auto",
+    activation_memory_budget: float | None = None,
 ) -> GraphStep[P, R]: ...
 @overload
 def graph_step(
@@ -116,6 +117,7 @@ def graph_step(
     debug: Debug | None = None,
     verify_calls: int = 16,
     certify: Certify = "auto",
+    activation_memory_budget: float | None = None,
 ) -> _MakesStep: ...
 def graph_step(fn: Any = None, /, **options: Any) -> Any:
     """Transform a pure ``fn(state, *inputs, **static) -> (state, metrics)`` into a captured step.
@@ -155,6 +157,10 @@ def graph_step(fn: Any = None, /, **options: Any) -> Any:
         the first call and before it commits: ``"auto"`` if the step's own memory is enough for that, ``True``
         even if it takes more, ``False`` never. ``explain()`` tells whether it was done. It takes a few runs
         of the traced calls.
+      activation_memory_budget: What a compiled step on a GPU keeps of the forward for its backward: 0 the least
+        that recomputing elementwise calls and normalizations allows, 1 what moves the fewest bytes, or the least
+        traffic within a fraction of the way between; None for what pays in most models. To keep less than 0
+        does, recompute products, too: :func:`functional_cg.remat`.
     Raises:
       FunctionalCGError: At the call; the state passed in stays valid. See :mod:`functional_cg.errors`.
 
@@ -204,7 +210,7 @@ def graph_fn(fn: Any = None, /, **options: Any) -> Any:
     """Transform a read-only ``fn(*args) -> outputs``: evaluation, sampling, acting.
 
     Every state handle among the arguments is borrowed, never donated; the rest is copied in. Options are as
-    for :func:`graph_step`, except ``steps_per_call``.
+    for :func:`graph_step`, except ``steps_per_call`` and ``activation_memory_budget``.
 
     Example:
       >>> import torch, functional_cg as fcg

@@ -30,6 +30,7 @@ class Options:
     debug: Debug | None = None
     verify_calls: int = 16
     certify: Certify = "auto"
+    activation_memory_budget: float | None = None
 
     @classmethod
     def of(cls, transform: str, fn: Any, given: Mapping[str, Any]) -> Self:
@@ -58,6 +59,12 @@ class Options:
                 raise ValueError(f"{transform}: {name} must be an int of at least {least}, got {value!r}")
         if self.certify not in ("auto", True, False):
             raise ValueError(f"{transform}: certify must be 'auto', True or False, got {self.certify!r}")
+        budget = self.activation_memory_budget
+        number = isinstance(budget, (int, float)) and not isinstance(budget, bool)
+        if budget is not None and not (number and 0 <= budget <= 1):
+            raise ValueError(
+                f"{transform}: activation_memory_budget must be None or a number from 0 to 1, got {budget!r}"
+            )
         lowering, backend, debug = self.lowering, self.backend, self.debug
         if lowering not in ("auto", "aten", "inductor") and not callable(lowering):
             raise ValueError(
@@ -74,4 +81,4 @@ class Options:
 
 
 def _has(transform: str, option: str) -> bool:
-    return transform == "graph_step" or option != "steps_per_call"
+    return transform == "graph_step" or option not in ("steps_per_call", "activation_memory_budget")

@@ -164,6 +164,31 @@ def test_what_the_backward_reads_is_in_memory() -> None:
         assert torch.equal(got, want)
 
 
+@pytest.mark.parametrize("case", CASES)
+def test_a_larger_budget_keeps_more_and_changes_nothing(case: str) -> None:
+    loss, params, x = CASES[case]
+    kept = []
+    for budget in (0.0, 0.3, 0.7, 1.0):
+        program, slots = traced(loss, params, x)
+        most, expected = kept_bytes(program), run(program, slots, x)
+        recompute(program, budget=budget, large=1)
+        kept.append(kept_bytes(program))
+        for got, want in zip(run(program, slots, x), expected, strict=True):
+            assert torch.equal(got, want)
+    assert kept == sorted(kept)
+    assert kept[0] < kept[-1] <= most
+
+
+def test_a_budget_is_a_fraction() -> None:
+    for budget in (-0.1, 1.5, "all", True):
+        with pytest.raises(
+            ValueError, match=r"activation_memory_budget must be None or a number from 0 to 1"
+        ):
+            fcg.graph_step(lambda state, x: (state, {}), activation_memory_budget=budget)  # type: ignore[call-overload]
+    with pytest.raises(TypeError, match="unexpected keyword argument 'activation_memory_budget'"):
+        fcg.graph_fn(lambda state, x: x, activation_memory_budget=0.5)  # type: ignore[call-overload]
+
+
 NORMS: dict[str, tuple[Callable[..., Tensor], bool]] = {
     "layer": (lambda x, w, b: F.layer_norm(x, (6,), w, b), True),
     "layer without weights": (lambda x, w, b: F.layer_norm(x, (6,)), True),

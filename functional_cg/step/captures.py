@@ -323,7 +323,7 @@ class Transform:
             reading = reading_of([spec for state in states for spec in state.specs])
             program.instrs = group_collectives(program.instrs, reading, call.device)
             rewrite(program, call.places())
-            plan = lower(program, call.device, self._options.lowering, reference)
+            plan = lower(program, call.device, self._options, reference)
         lowered = Lowered(self._name, states, call.layout, program, plan, host_watch, inspection, reference)
         for text in warnings_of(lowered):
             log.warning("%s: %s", self._name, text)

@@ -21,6 +21,7 @@ from torch.utils.dlpack import from_dlpack
 from ...ambient.modes import ordinary, without_gradients
 from ...concurrency.interrupts import uninterrupted
 from ...errors import CaptureError
+from ...options import Options
 from ...tensors.overlap import storage_key
 from ..fx_passes.canonical import pick_by_comparison
 from ..fx_passes.cross_entropy import join_gradients
@@ -46,37 +47,36 @@ _SMALL = 2**24  # bytes
 _LARGE = 2**20  # bytes: recomputing or storing a smaller value takes a kernel longer than it is worth
 
 
-def lower(
-    program: Program, device: torch.device, choice: str | Compiler, reference: Reference
-) -> ExecutionPlan:
+def lower(program: Program, device: torch.device, options: Options, reference: Reference) -> ExecutionPlan:
     """Lower a rewritten program.
 
     Args:
       program: The program.
       device: Where it runs.
-      choice: ``"aten"``, ``"inductor"``, ``"auto"``, or a ``compiler(graph_module, example_inputs) -> callable``.
+      options: The options of the step: ``lowering`` and ``activation_memory_budget``.
       reference: The program as traced, which finds the user's line for an exception from a compiled function.
     """
-    on_gpu = device.type == "cuda"
+    on_gpu, choice = device.type == "cuda", options.lowering
     if choice == "aten" or (choice == "auto" and not on_gpu):
         return lower_aten(program)
     if on_gpu:
-        prepare(program)
+        prepare(program, budget=options.activation_memory_budget)
     if not isinstance(choice, str):
         return HeadPlan(program, device, choice, reference)
     return InPlacePlan(program, device) if on_gpu else HeadPlan(program, device, None, reference)
 
 
-def prepare(program: Program, *, large: int = _LARGE) -> None:
+def prepare(program: Program, *, budget: float | None = None, large: int = _LARGE) -> None:
     """Rewrite a program in place for a compiler that gets all of it: choose what the forward keeps for the backward.
 
     Args:
       program: A rewritten program.
+      budget: What the forward keeps, from 0, the least, to 1; None for what pays.
       large: Bytes from which a value is worth a kernel.
     """
     write_out_of_place(program)
     share_equal_calls(program)
-    recompute(program, large=large)
+    recompute(program, budget=budget, large=large)
     keep_as_buffers(program, large=large)
 
 

@@ -25,7 +25,7 @@ from ..lifetimes import storage_bytes
 from ..program import Instr, Program, Var, written_storages
 from .normalized import normalized
 
-__all__ = ["Forward", "recomputed", "stored"]
+__all__ = ["Choice", "Forward", "recomputed", "stored"]
 
 _LONG = 64  # calls in a chain of recomputed values
 _CAST = torch.ops.aten._to_copy.default
@@ -75,8 +75,21 @@ class Forward:
         return made
 
 
-def recomputed(program: Program, forward: Forward, *, price: float, large: int) -> set[int]:
-    """Return the storages that the backward recomputes if it needs them.
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """What is kept and what is recomputed.
+
+    Attributes:
+      again: Storages that the backward recomputes if it needs them.
+      kept: Bytes that the forward keeps for the backward.
+    """
+
+    again: set[int]
+    kept: int
+
+
+def recomputed(program: Program, forward: Forward, *, price: float, large: int) -> Choice:
+    """Choose what the backward recomputes.
 
     Args:
       program: The program.
@@ -110,7 +123,8 @@ def recomputed(program: Program, forward: Forward, *, price: float, large: int) 
         for source in inside:
             network.connect(source, one)
         front += inside
-    return network.cheapest()
+    again, kept = network.cheapest()
+    return Choice(again, sum(forward.sizes.get(one, 0) for one in kept - own_memory))
 
 
 def _recipes(program: Program, forward: Forward, large: int) -> dict[int, Instr]:
@@ -194,7 +208,10 @@ def _by_views(forward: Forward, var: Var) -> bool:
 
 
 class _Network:
-    """A flow network with two nodes for each storage: one before it is stored, one after."""
+    """A flow network with two nodes for each storage, before and after it is stored.
+
+    Kept are the storages that the cut runs through; those behind it are computed in the backward.
+    """
 
     def __init__(self) -> None:
         self._keep: dict[int, float] = {}
@@ -215,16 +232,18 @@ class _Network:
     def need(self, storage: int) -> None:
         self._needed.add(storage)
 
-    def cheapest(self) -> set[int]:
-        """Return the storages before which the cut runs: they are not computed for the backward, but again in it."""
+    def cheapest(self) -> tuple[set[int], set[int]]:
+        """Return the storages that the backward recomputes, and those that are kept."""
         import networkx as nx  # torch requires it
 
         apart: Any = nx.Graph()
         apart.add_nodes_from(self._keep)
         apart.add_edges_from((a, b) for a, targets in self._edges.items() for b in targets)
         again: set[int] = set()
+        kept: set[int] = set()
         for part in nx.connected_components(apart):
             if all(math.isinf(self._compute[one]) for one in part):
+                kept |= part & self._needed
                 continue
             network: Any = nx.DiGraph()
             for one in part:
@@ -237,4 +256,5 @@ class _Network:
             if "backward" in network:
                 _, (_, late) = nx.minimum_cut(network, "forward", "backward")
                 again |= {one for one in part if (one, 0) in late}
-        return again
+                kept |= {one for one in part if (one, 0) not in late and (one, 1) in late}
+        return again, kept

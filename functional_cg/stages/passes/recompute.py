@@ -15,24 +15,29 @@ from dataclasses import replace
 
 from ..fx_passes.old_values import KEPT, LATER
 from ..program import Instr, Program, Var, highest, map_vars
-from .min_cut import Forward, recomputed, stored
+from .min_cut import Choice, Forward, recomputed, stored
 
 __all__ = ["keep_as_buffers", "recompute"]
 
 _FEW = 4  # values that a compiler reads again for each reader of what it computes from them
+_PRICES = (1e6, 8.0, 4.0, 2.0, 1.0, 0.5, 0.25, 0.125, 0.0)
 _PRICE = 0.5  # bytes of memory for which one byte of memory traffic is worth saving
 
 
-def recompute(program: Program, *, price: float = _PRICE, large: int) -> None:
+def recompute(program: Program, *, budget: float | None = None, large: int) -> None:
     """Rewrite a program in place so that its backward recomputes what costs less than keeping it.
 
     Args:
       program: A rewritten program.
-      price: What a byte of memory traffic costs, in bytes of memory kept.
+      budget: What the forward keeps, as a fraction of the way from the least to what moves the fewest bytes; None to
+        keep what costs less than recomputing it.
       large: Bytes from which a value is worth a kernel.
     """
     forward = Forward.of(program)
-    fresh = _Fresh(program, forward, recomputed(program, forward, price=price, large=large))
+    choice = recomputed(program, forward, price=_PRICE, large=large)
+    if budget is not None:
+        choice = _within(budget, [recomputed(program, forward, price=one, large=large) for one in _PRICES])
+    fresh = _Fresh(program, forward, choice.again)
     out: list[Instr] = []
     latest: Var | None = None
     for instr in program.instrs:
@@ -43,6 +48,12 @@ def recompute(program: Program, *, price: float = _PRICE, large: int) -> None:
             latest = next(iter(instr.outputs()), latest)
         out.append(instr)
     program.instrs = out
+
+
+def _within(budget: float, choices: Sequence[Choice]) -> Choice:
+    """Return the first choice within a budget; the first of all keeps the most, the last the least."""
+    most, least = choices[0].kept, choices[-1].kept
+    return next(one for one in choices if one.kept <= least + budget * (most - least))
 
 
 def keep_as_buffers(program: Program, *, large: int) -> None:
