@@ -116,3 +116,15 @@ def test_views_carry_the_narrower_dtype() -> None:
         assert (
             view.args[0].target is not aten._to_copy.default or view.meta["spec"].dtype is not torch.float32
         )
+
+
+def test_zeros_that_are_overwritten_are_no_zeros() -> None:
+    def train_step(state: Any, b: Any) -> Any:
+        zeros = torch.zeros(4, 6)
+        zeros[0].fill_(5)
+        spread = zeros.scatter_add(1, b["i"], b["x"].gather(1, b["i"]))
+        return {"w": state["w"] * 1}, {"spread": spread, "number": b["x"].sum().gather(0, b["i"][0, 0])}
+
+    batch = {"x": torch.randn(4, 6), "i": torch.zeros(4, 1, dtype=torch.long)}
+    module, arguments = graph_of(train_step, fcg.place({"w": torch.ones(2)}), batch)
+    assert_same_results(module, arguments, pick_by_comparison, rtol=0, atol=0)

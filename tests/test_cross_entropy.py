@@ -17,6 +17,7 @@ from torch import Tensor
 import functional_cg as fcg
 from functional_cg.stages.fx_passes.canonical import VIEWS
 from functional_cg.stages.fx_passes.cross_entropy import join_gradients
+from functional_cg.stages.fx_passes.logits import read_targets_first
 from tests.compiled_graphs import assert_same_results, graph_of
 
 IGNORED = -100
@@ -367,3 +368,75 @@ def test_a_captured_step_is_within_rounding_of_the_eager_one(dtype: torch.dtype)
     torch.testing.assert_close(
         state.params["head"].clone(), twin.params["head"].clone(), rtol=1e-2, atol=2e-2
     )
+
+
+# --- what is overwritten in between ------------------------------------------------------------------------
+
+
+def odd_step(loss: Any) -> Any:
+    """A step whose product has to be padded."""
+
+    def train_step(state: Any, b: Any) -> Any:
+        value, grads = fcg.value_and_grad(lambda p: loss(p["head"], b))(state)
+        return fcg.tree.map(lambda p, g: p - g, state, grads), {"loss": value}
+
+    return train_step
+
+
+def overwritten_weight(head: Tensor, b: Any) -> Tensor:
+    weight = head * 1.0
+    weight[0].fill_(3.0)
+    return F.cross_entropy(b["x"] @ weight.t(), b["y"])
+
+
+def checked(head: Tensor, b: Any) -> Tensor:
+    torch._assert_async((b["x"] < 100).all(), "too large")
+    return F.cross_entropy(b["x"] @ head.t(), b["y"])
+
+
+def number_as_bias(head: Tensor, b: Any) -> Tensor:
+    return F.cross_entropy(torch.addmm(b["x"].sum(), b["x"], head.t()), b["y"])
+
+
+@pytest.mark.parametrize("loss", [overwritten_weight, checked, number_as_bias])
+def test_a_padded_product_has_what_the_product_has(loss: Any) -> None:
+    """A weight that was overwritten in part, checks beside it, a bias without dimensions."""
+    torch.manual_seed(0)
+    state = fcg.place({"head": torch.randn(33_001, WIDTH)})
+    module, arguments = graph_of(odd_step(loss), state, batch(3))
+    checks = len(module.graph.find_nodes(op="call_function", target=torch.ops.aten._assert_async.msg))
+    assert_same_results(module, arguments, join_gradients, rtol=2e-5, atol=1e-3)
+    assert len(module.graph.find_nodes(op="call_function", target=torch.ops.aten._assert_async.msg)) == checks
+    assert checks == (loss is checked)
+
+
+def test_a_target_that_is_overwritten_between_two_losses_is_read_when_it_is_read() -> None:
+    def train_step(state: Any, b: Any) -> Any:
+        y = b["y"] * 1
+        fn = fcg.value_and_grad(lambda p: F.cross_entropy(b["x"] @ p["head"].t(), y))
+        first, _ = fn(state)
+        y[:5].fill_(0)
+        second, grads = fn(state)
+        return fcg.tree.map(lambda p, g: p - g, state, grads), {"first": first, "second": second}
+
+    state = fcg.place({"head": torch.randn(CLASSES, WIDTH, generator=torch.Generator().manual_seed(0))})
+    for change in (join_gradients, read_targets_first):
+        module, arguments = graph_of(train_step, state, batch(3))
+        assert_same_results(module, arguments, change, rtol=2e-5, atol=1e-3)
+
+
+def test_a_view_of_a_cast_that_is_overwritten_is_one_memory() -> None:
+    def train_step(state: Any, b: Any) -> Any:
+        def fn(p: Any) -> Any:
+            loss = F.cross_entropy(b["x"] @ p["head"].t(), b["y"])
+            wide = b["x"].bfloat16().float()
+            flat, other = wide.view(-1), wide.view(4, -1)
+            flat[:8].zero_()
+            return loss, other * 1.0
+
+        (value, other), grads = fcg.value_and_grad(fn, has_aux=True)(state)
+        return fcg.tree.map(lambda p, g: p - g, state, grads), {"loss": value, "other": other}
+
+    state = fcg.place({"head": torch.randn(CLASSES, WIDTH, generator=torch.Generator().manual_seed(0))})
+    module, arguments = graph_of(train_step, state, batch(3))
+    assert_same_results(module, arguments, join_gradients, rtol=2e-5, atol=1e-3)

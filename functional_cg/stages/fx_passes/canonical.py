@@ -21,6 +21,7 @@ __all__ = [
     "CAST",
     "ON_ROWS",
     "VIEWS",
+    "is_written",
     "narrow_views",
     "pick_by_comparison",
     "softmax_by_rows",
@@ -45,14 +46,13 @@ def pick_by_comparison(graph: fx.Graph) -> None:
     checked = set()
     for node in _calls(graph, _aten.gather.default):
         dim = _dim(node, node.args[0])
-        checked.add((node.args[2], dim, node.args[0].meta["spec"].shape[dim]))
+        checked.add((node.args[2], dim, *node.args[0].meta["spec"].shape[dim : dim + 1]))
     for node in _calls(graph, _aten.scatter_add.default):
         zeros, _, index, source = node.args
-        dim = _dim(node, zeros)
-        shape = node.meta["spec"].shape
+        dim, shape = _dim(node, zeros), node.meta["spec"].shape
         picked = (*shape[:dim], 1, *shape[dim + 1 :])
         shapes = {index.meta["spec"].shape, source.meta["spec"].shape}
-        if zeros.target in _ZEROS and shapes == {picked} and (index, dim, shape[dim]) in checked:
+        if zeros.target in _ZEROS and shapes == {picked} and (index, dim, *shape[dim : dim + 1]) in checked:
             with graph.inserting_before(node):
                 slope = graph.call_function(_picked_slope, (index, source, dim, shape[dim]))
             slope.meta["spec"] = node.meta["spec"]
@@ -78,7 +78,7 @@ def softmax_in_fp32(graph: fx.Graph) -> None:
     """
     for node in _calls(graph, _SOFTMAX):
         slopes = [user for user in node.users if user.target is _SLOPE]
-        casts = [user for user in node.users if _widens(user)]
+        casts = [user for user in node.users if _widens(user) and user.meta["spec"].dtype is torch.float32]
         exact = all(slope.args[1] is node and _narrows(slope.args[0]) for slope in slopes)
         if not casts or not exact or len(slopes) + len(casts) < len(node.users):
             continue
@@ -200,6 +200,8 @@ def _casts(node: fx.Node) -> bool:
     """Whether a call changes the dtype of a float tensor and nothing else."""
     if node.target is not CAST or "spec" not in _source(node).meta:
         return False
+    if is_written(node) or is_written(_source(node)):
+        return False
     old, new = _source(node).meta["spec"], node.meta["spec"]
     return (
         replace(old, dtype=new.dtype) == new
@@ -228,13 +230,18 @@ def _calls(graph: fx.Graph, target: Any) -> list[Any]:
     return [
         node
         for node in graph.find_nodes(op="call_function", target=target)
-        if all("spec" in one.meta for one in (node, *node.all_input_nodes))
+        if all("spec" in one.meta and not is_written(one) for one in (node, *node.all_input_nodes))
     ]
+
+
+def is_written(node: fx.Node) -> bool:
+    """Whether some call writes the memory of a value: then it is another value at another place."""
+    return bool(node.meta.get("written", False))
 
 
 def _dim(node: Any, of: Any, position: int = 1) -> int:
     """Return the dimension that a call names, counted from the first."""
-    return int(node.args[position] % len(of.meta["spec"].shape))
+    return int(node.args[position] % max(1, len(of.meta["spec"].shape)))
 
 
 ON_ROWS = (_picked_slope,)

@@ -16,9 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from .canonical import CAST, VIEWS, narrow_views, softmax_by_rows, softmax_in_fp32
+from .canonical import CAST, VIEWS, is_written, narrow_views, softmax_by_rows, softmax_in_fp32
 from .logits import is_large, product_of, writes
-from .padding import Padded, is_aligned
+from .padding import Padded, may_be_padded
 
 __all__ = ["ON_CROSS_ENTROPY", "join_gradients"]
 
@@ -97,7 +97,7 @@ def join_gradients(graph: fx.Graph) -> None:
         place = {node: number for number, node in enumerate(graph.nodes)}
         written = [number for node, number in place.items() if writes(node)]
         loss = _loss_of(nll)
-        if loss is None or place[nll.args[1]] > place[loss.logp]:
+        if loss is None or is_written(nll.args[1]) or place[nll.args[1]] > place[loss.logp]:
             continue
         last = max(place[node] for node in loss.results)
         if not any(place[loss.product] < number < last for number in written):
@@ -150,8 +150,8 @@ def _join(graph: fx.Graph, loss: _Loss, place: Mapping[fx.Node, int]) -> None:
         if known is None:
             return
         spec = loss.rows.meta["spec"]
-        whole = loss.product.meta["spec"].shape == spec.shape
-        padded = Padded.of(graph, loss.product) if whole and not is_aligned(spec) else None
+        pays = may_be_padded(loss.product, spec, loss.results)
+        padded = Padded.of(graph, loss.product) if pays else None
         rows = loss.rows if padded is None else padded.product
         number = graph.call_function(_number, (target, ignored))
         scale = graph.call_function(_scale, (known, number, reduction))
@@ -169,7 +169,18 @@ def _join(graph: fx.Graph, loss: _Loss, place: Mapping[fx.Node, int]) -> None:
             graph.erase_node(node)
     if padded is not None:
         padded.read_by_products(slopes)
-        graph.eliminate_dead_code(lambda node: node.op != "call_function" or writes(node))
+        _erase(graph, loss.rows)
+
+
+def _erase(graph: fx.Graph, rows: fx.Node) -> None:
+    """Erase a product that has been replaced, with its views."""
+    while not rows.users:
+        source = rows.args[0]
+        graph.erase_node(rows)
+        if rows.target not in VIEWS:
+            return
+        assert isinstance(source, fx.Node)
+        rows = source
 
 
 def _before(graph: fx.Graph, node: fx.Node, place: Mapping[fx.Node, int], end: int) -> fx.Node | None:

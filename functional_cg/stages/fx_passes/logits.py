@@ -20,7 +20,7 @@ from torch import Tensor, fx
 
 from ...state.arena import BufferSpec
 from ..program import Program
-from .canonical import CAST, VIEWS
+from .canonical import CAST, VIEWS, is_written
 
 __all__ = [
     "ON_LOGITS", "has_large_logits", "is_large", "product_of", "read_targets_first", "writes",
@@ -72,7 +72,7 @@ def read_targets_first(graph: fx.Graph) -> None:
             continue
         rows, dim, widened = logp.args
         product = product_of(rows)
-        if product is None or dim != 1 or place[target] > place[logp]:
+        if product is None or dim != 1 or is_written(target) or place[target] > place[logp]:
             continue
         if any(place[product] < number < place[nll] for number in written):
             continue  # a value read at another place may differ there

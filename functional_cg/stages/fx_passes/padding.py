@@ -8,7 +8,7 @@ weight's, which its cast makes anyway.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -16,9 +16,9 @@ import torch
 from torch import fx
 
 from ...state.arena import BufferSpec
-from .canonical import VIEWS
+from .canonical import VIEWS, is_written
 
-__all__ = ["Padded", "is_aligned"]
+__all__ = ["Padded", "may_be_padded"]
 
 _aten = torch.ops.aten
 _MM, _T = _aten.mm.default, _aten.t.default
@@ -26,9 +26,17 @@ _ALIGNMENT = 16  # bytes, for tensor cores
 _MULTIPLE = 128  # bytes, a line of the cache
 
 
-def is_aligned(spec: BufferSpec) -> bool:
-    """Whether each row of a contiguous matrix starts where tensor cores can load it."""
-    return spec.shape[1] * spec.dtype.itemsize % _ALIGNMENT == 0
+def may_be_padded(product: fx.Node, rows: BufferSpec, results: Sequence[fx.Node]) -> bool:
+    """Whether a product and its gradient may be padded, and gain by it.
+
+    Args:
+      product: The product.
+      rows: How the loss reads it.
+      results: Its gradient.
+    """
+    aligned = rows.shape[1] * rows.dtype.itemsize % _ALIGNMENT == 0
+    written = any(map(is_written, (*product.all_input_nodes, *results)))
+    return not aligned and not written and product.meta["spec"].shape == rows.shape
 
 
 @dataclass(slots=True)
@@ -82,7 +90,7 @@ class Padded:
     def _replace(self, reader: fx.Node, value: fx.Node, *, turned: bool) -> None:
         first = reader.args[0] is value
         other: Any = reader.args[1 if first else 0]
-        if other is value:
+        if other is value or is_written(other) or is_written(reader):
             return
         with self.graph.inserting_before(reader):
             matrix = self.graph.call_function(_T, (self.product,)) if turned else self.product
@@ -115,7 +123,7 @@ class Padded:
         return self.graph.inserting_after(last_argument if value.op == "placeholder" else value)
 
     def _pad(self, value: fx.Node, spec: BufferSpec, dim: int) -> fx.Node:
-        if spec.shape[dim] != self.columns:  # a bias of one element
+        if not spec.shape or spec.shape[dim] != self.columns:  # a bias of one element
             return value
         after = len(spec.shape) - 1 - dim % len(spec.shape)
         return self.graph.call_function(

@@ -84,7 +84,7 @@ def build_graph(
 ) -> fx.GraphModule:
     """Build the head of a program as an FX graph from state, inputs and constants to metrics.
 
-    Each node of a variable has its spec in ``meta["spec"]``.
+    Each node of a variable has its spec in ``meta["spec"]``; ``meta["written"]`` says whether a call writes its memory.
 
     Args:
       program: The program.
@@ -95,9 +95,11 @@ def build_graph(
     """
     graph = fx.Graph()
     nodes: dict[Var, fx.Node] = {}
+    changed = written_storages(plan.head)
     for var in [*entrance.slots, *program.inputs, *(c.var for c in program.constants)]:
         nodes[var] = graph.placeholder(repr(var))
         nodes[var].meta["spec"] = var.spec
+        nodes[var].meta["written"] = var.storage in changed
     for leaf, (vector, at) in entrance.windows.items():
         nodes[leaf] = graph.call_function(_restrided, (nodes[vector], leaf.spec.shape, leaf.spec.stride, at))
     for known in entrance.gathered:
@@ -147,6 +149,7 @@ def _add_calls(
             if out not in entering:  # `native_dropout` may return its argument
                 nodes[out] = value
                 value.meta["spec"] = out.spec
+                value.meta["written"] = out.storage in written
         elif isinstance(out, (list, tuple)):
             for i, item in enumerate(out):
                 if item is not None and not (isinstance(item, (list, tuple)) and not item):

@@ -7,6 +7,7 @@ so that nothing may be recomputed; a compiler decides itself which call runs in 
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import torch
 
@@ -61,15 +62,28 @@ def _out_of_place(instr: Instr) -> Instr | None:
     namespace, _, name = instr.op._schema.name.partition("::")
     packet = getattr(getattr(torch.ops, namespace), name.removesuffix("_"), None)
     op = getattr(packet, instr.op._overloadname, None)
-    alike = all(
-        var.spec.dtype is spec.dtype and (var.spec.shape != spec.shape or var.spec.stride == spec.stride)
-        for var in instr.inputs()
-    )
-    if not name.endswith("_") or op is None or torch.Tag.pointwise not in op.tags or not alike:
+    if not name.endswith("_") or op is None or not instr.out.fills or not _matches(instr.op, op):
         return None
-    if not instr.out.fills or torch.Tag.nondeterministic_seeded in op.tags:
-        return None
-    return replace(instr, op=op, writes=())
+    call = replace(instr, op=op, writes=())
+    return call if _result(call) == (spec.shape, spec.stride, spec.dtype) else None
+
+
+def _matches(in_place: Any, op: Any) -> bool:
+    """Whether an op is elementwise, the same at each call, and takes the arguments of the one in place."""
+    names = [[(one.name, str(one.type)) for one in each._schema.arguments] for each in (in_place, op)]
+    seeded = torch.Tag.nondeterministic_seeded in op.tags
+    return names[0] == names[1] and torch.Tag.pointwise in op.tags and not seeded
+
+
+def _result(call: Instr) -> tuple[tuple[int, ...], tuple[int, ...], torch.dtype]:
+    """Return shape, strides and dtype of a call's result."""
+
+    def empty(var: Var) -> Any:
+        return torch.empty_strided(var.spec.shape, var.spec.stride, dtype=var.spec.dtype, device="meta")
+
+    kwargs = {name: map_vars(empty, value) for name, value in call.kwargs.items()}
+    made = call.op(*map_vars(empty, call.args), **kwargs)
+    return tuple(made.shape), made.stride(), made.dtype
 
 
 def _renamed(instr: Instr, names: dict[Var, Var]) -> Instr:

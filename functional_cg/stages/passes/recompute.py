@@ -104,15 +104,26 @@ class _Fresh:
           var: The variable.
           latest: A value of the backward that is there by now.
         """
-        if var in self.names or var.storage not in self._again:
-            return []
-        instr = self._forward.maker[var]
-        calls = [call for needed in instr.inputs() for call in self.remade(needed, latest)]
+        calls: list[Instr] = []
+        front = [var]
+        while front:
+            one = front[-1]
+            if one in self.names or one.storage not in self._again:
+                front.pop()
+                continue
+            instr = self._forward.maker[one]
+            first = [v for v in instr.inputs() if v.storage in self._again and v not in self.names]
+            front += first
+            if not first:
+                calls += self._made(front.pop(), instr, latest)
+        return calls
+
+    def _made(self, var: Var, instr: Instr, latest: Var | None) -> list[Instr]:
         if var.storage not in self._storages:
             self._storage += 1
             self._storages[var.storage] = self._storage
         new = self.names[var] = self._fresh(var)
-        calls.append(_renamed(replace(instr, backward=True), self.names))
+        calls = [_renamed(replace(instr, backward=True), self.names)]
         if var is self._forward.root[var.storage] and var.storage in self._in_memory and latest is not None:
             self.names[var] = self._fresh(var)
             calls.append(Instr(LATER, (new, latest), {}, self.names[var], (), instr.site, backward=True))
