@@ -36,7 +36,7 @@ from .transforms.debug import debug_print
 from .transforms.remat import remat
 from .transforms.taps import tap
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __all__ = [
     "AliasError",

@@ -427,7 +427,7 @@ def test_without_safetensors_the_error_says_what_to_do(
 ) -> None:
     monkeypatch.setitem(sys.modules, "safetensors.torch", None)
     for call in (fcg.save, fcg.load):
-        with pytest.raises(ImportError, match=r'pip install "functional-cg\[save\]"'):
+        with pytest.raises(ImportError, match=r"To fix: `pip install safetensors`"):
             call(tmp_path / "last", VALUES)
 
 

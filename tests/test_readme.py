@@ -1,27 +1,65 @@
-"""The README's program runs as printed, and learns."""
+"""What users read: the programs run as printed and learn, links lead somewhere, and what is named exists."""
 
 from __future__ import annotations
 
+import builtins
 import re
+from functools import reduce
 from pathlib import Path
 from typing import Any
 
-README = (Path(__file__).resolve().parent.parent / "README.md").read_text()
+import pytest
+import torch
+
+import functional_cg as fcg
+
+ROOT = Path(__file__).resolve().parent.parent
+README = ROOT / "README.md"
+PAGES = sorted([README, *ROOT.glob("functional_cg/**/README.md"), *ROOT.glob("notebooks/*.md")])
+WORDS = 900
 
 
-def test_the_program_runs_and_learns(capsys: Any) -> None:
-    program = re.search(r"```python\n(.*?)```", README, re.DOTALL)
+def run(page: Path) -> dict[str, Any]:
+    """Execute the first program of a page."""
+    program = re.search(r"```python\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL)
     assert program is not None
+    torch.manual_seed(0)
     names: dict[str, Any] = {}
-    exec(compile(program.group(1), "README.md", "exec"), names)
+    exec(compile(program.group(1), str(page), "exec"), names)
+    return names
+
+
+def test_the_program_runs_and_learns(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    names = run(README)
+    losses = [float(loss) for loss in re.findall(r"tensor\((\S+?)\)$", capsys.readouterr().out, re.MULTILINE)]
+    assert len(losses) == 10
+    assert losses[-1] < 0.002
+    assert names["train_step"].stats.captures == 1
+    assert names["train_step"].stats.replays == 320
+    resumed = fcg.load(tmp_path / "run.safetensors", names["state"])
+    assert torch.equal(resumed.step, torch.tensor(320))
+
+
+def test_the_step_without_modules_runs_and_learns(capsys: pytest.CaptureFixture[str]) -> None:
+    names = run(ROOT / "functional_cg" / "transforms" / "README.md")
     assert "tensor(" in capsys.readouterr().out
     assert names["metrics"]["loss"] < 0.01
-    assert names["train_step"].stats.captures == 1
     assert names["train_step"].stats.replays == 300
 
 
-def test_the_error_names_exist() -> None:
-    import functional_cg as fcg
+def test_it_is_two_screens() -> None:
+    assert len(README.read_text(encoding="utf-8").split()) <= WORDS
 
-    for name in set(re.findall(r"`(\w+Error)`", README)):
-        assert name in fcg.__all__
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_what_a_page_links_and_names_is_there(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    for link in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", text):
+        assert link.startswith("https://") or (page.parent / link).exists(), link
+    for name in re.findall(r"`(\w+Error)`", text):
+        assert name in fcg.__all__ or hasattr(builtins, name)
+    for path in re.findall(r"\bfcg((?:\.[a-zA-Z_]\w*)+)", text):
+        reduce(getattr, path[1:].split("."), fcg)

@@ -709,8 +709,8 @@ def test_plots_of_states_want_a_handle(plot: Callable[..., Any]) -> None:
     assert "0 bytes" in plot(fcg.place({})).get_title()
 
 
-def test_without_matplotlib_the_extra_is_named() -> None:
+def test_without_matplotlib_the_error_says_what_to_do() -> None:
     script = "import sys; sys.modules['matplotlib'] = None; import functional_cg; import functional_cg.report"
     run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
     assert run.returncode == 1
-    assert "To fix: `pip install 'functional-cg[notebooks]'`." in run.stderr.splitlines()[-1]
+    assert "To fix: `pip install matplotlib`." in run.stderr.splitlines()[-1]

@@ -1,4 +1,4 @@
-"""Matplotlib plots of states and steps (opt-in import; the extra ``notebooks`` installs matplotlib).
+"""Matplotlib plots of states and steps (opt-in import: needs matplotlib).
 
 Text output is elsewhere: ``print(state)``, ``step.explain()``, and the notebook display of both.
 """
@@ -10,7 +10,7 @@ try:
 except ImportError as error:
     raise ImportError(
         "functional_cg.report draws with matplotlib, which is not installed. "
-        "To fix: `pip install 'functional-cg[notebooks]'`."
+        "To fix: `pip install matplotlib`."
     ) from error
 
 from .plots import arena, bytes_by_role, loss_curves
