@@ -323,7 +323,7 @@ def _safetensors(function: str) -> Any:
         import safetensors.torch
     except ImportError as error:
         raise ImportError(
-            f'{function} needs safetensors. To fix: `pip install safetensors`; without it, '
+            f"{function} needs safetensors. To fix: `pip install safetensors`; without it, "
             "`torch.save(fcg.state_dict(state), path)` and `fcg.load_state_dict(state, torch.load(path))`."
         ) from error
     return safetensors

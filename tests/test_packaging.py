@@ -48,7 +48,9 @@ def test_a_wheel_made_of_the_source_distribution_runs(tmp_path: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         names = archive.namelist()
         archive.extractall(tmp_path / "installed")
-    assert {"functional_cg/py.typed", "functional_cg/optim/README.md", "functional_cg/CHANGELOG.md"} <= {*names}
+    assert {"functional_cg/py.typed", "functional_cg/optim/README.md", "functional_cg/CHANGELOG.md"} <= {
+        *names
+    }
     assert not [name for name in names if not name.startswith(("functional_cg/", "functional_cg-"))]
     said = subprocess.run(
         [sys.executable, "-I", "-c", SMOKE, str(tmp_path / "installed")],
