@@ -52,6 +52,7 @@ ORDER = (
     "train_state",
     "graph_step",
     "prefetch",
+    "bucket",
     "sharding",
     "__init__",
     "testing",
