@@ -99,8 +99,7 @@ def test_a_data_loader_and_its_short_last_batch() -> None:
         (
             lambda: fcg.bucket([{"x": rows(9)}], sizes=[4, 8]),
             fcg.LayoutError,
-            r"batch 0 is longer than every size.*\n  batch\['x'\]  expected at most 8   got 9\nTo fix: add a size, "
-            + r"`sizes=\(4, 8, 9\)`",
+            r"longer than every size.*\n  batch\['x'\]  expected at most 8   got 9\n.*`sizes=\(4, 8, 9\)`",
             lambda: fcg.bucket([{"x": rows(9)}], sizes=(4, 8, 9)),
         ),
         (
