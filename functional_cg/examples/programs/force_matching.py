@@ -24,21 +24,22 @@ class Potential(nn.Module):
         self.pair = nn.Sequential(
             nn.Linear(16, 64), nn.SiLU(), nn.Linear(64, 64), nn.SiLU(), nn.Linear(64, 1)
         )
-        self.register_buffer("centers", torch.linspace(0.6, 3.0, 16))
+        self.centers = nn.Buffer(torch.linspace(0.6, 3.0, 16))
 
     def forward(self, positions: Tensor) -> Tensor:
         """Return the energies of configurations of shape (batch, atoms, 3), f32[batch]."""
         distance = distances(positions)
-        return self.pair((-8 * (distance[..., None] - self.centers) ** 2).exp()).sum(dim=(1, 2))  # type: ignore[no-any-return]
+        near: Tensor = self.pair((-8 * (distance[..., None] - self.centers) ** 2).exp())
+        return near.sum(dim=(1, 2))
 
 
-def distances(positions: Tensor) -> Tensor:
+def distances(positions: Tensor) -> Any:
     """Distances of all pairs, f32[batch, pairs]."""
     first, second = torch.triu_indices(ATOMS, ATOMS, offset=1, device=positions.device)
     return (positions[:, first] - positions[:, second]).norm(dim=-1)
 
 
-def morse(positions: Tensor) -> Tensor:
+def morse(positions: Tensor) -> Any:
     """The energy to learn, f32[batch]."""
     return ((1 - (1 - distances(positions)).exp()) ** 2 - 1).sum(dim=1)
 

@@ -43,11 +43,11 @@ def build(device: str = "cpu") -> tuple[Any, Any, Any]:
         }
     )
 
-    def fakes(params: Any, key: Tensor) -> Tensor:
-        return generate(params, {}, fcg.random.normal(key, (BATCH, NOISE)))[0]  # type: ignore[no-any-return]
+    def fakes(params: Any, key: Tensor) -> Any:
+        return generate(params, {}, fcg.random.normal(key, (BATCH, NOISE)))[0]
 
-    def verdict(params: Any, points: Tensor) -> Tensor:
-        return judge(params, {}, points)[0][:, 0]  # type: ignore[no-any-return]
+    def verdict(params: Any, points: Tensor) -> Any:
+        return judge(params, {}, points)[0][:, 0]
 
     @fcg.graph_step
     def train_step(states: Any, real: Tensor) -> Any:
@@ -55,7 +55,7 @@ def build(device: str = "cpu") -> tuple[Any, Any, Any]:
         one, another = fcg.random.split(fcg.random.fold_in(generator.key, generator.step))
         fake = fakes(generator.params, one)
 
-        def judge_loss(params: Any) -> Tensor:
+        def judge_loss(params: Any) -> Any:
             slope = fcg.grad(lambda points: verdict(params, points).sum())(real)
             penalty = slope.square().sum(dim=1).mean()
             return (
@@ -67,7 +67,7 @@ def build(device: str = "cpu") -> tuple[Any, Any, Any]:
         loss, grads = fcg.value_and_grad(judge_loss)(judged.params)
         judged = judged.apply_gradients(grads)
 
-        def generator_loss(params: Any) -> Tensor:
+        def generator_loss(params: Any) -> Any:
             return F.softplus(-verdict(judged.params, fakes(params, another))).mean()
 
         gloss, grads = fcg.value_and_grad(generator_loss)(generator.params)
@@ -75,7 +75,7 @@ def build(device: str = "cpu") -> tuple[Any, Any, Any]:
         return states, {"judge": loss, "generator": gloss}
 
     @fcg.graph_fn
-    def sample(states: Any, number: int) -> Tensor:
+    def sample(states: Any, number: int) -> Any:
         return fakes(states["generator"].params, fcg.random.fold_in(fcg.random.key(1), number))
 
     return train_step, sample, states
@@ -91,7 +91,7 @@ def train(steps: int = 2000, device: str = "cpu") -> Tensor:
             print(
                 f"step {step}: judge {float(metrics['judge']):.3f}, generator {float(metrics['generator']):.3f}"
             )
-    points = sample(states, 0).cpu()
+    points: Tensor = sample(states, 0).cpu()
     radius = points.norm(dim=1)
     print(f"radius of the samples: {float(radius.mean()):.2f} ± {float(radius.std()):.2f}")
     return points

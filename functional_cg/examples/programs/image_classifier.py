@@ -71,7 +71,7 @@ def build(device: str = "cpu") -> tuple[Any, Any, State]:
         return state.apply_gradients(grads, buffers=buffers), {"loss": loss}
 
     @fcg.graph_fn
-    def count_right(state: State, batch: Any, real: Tensor) -> Tensor:
+    def count_right(state: State, batch: Any, real: Tensor) -> Any:
         image, label = batch
         logits, _ = apply(state.params, state.buffers, image, train=False)
         return ((logits.argmax(dim=1) == label) & real).sum()
