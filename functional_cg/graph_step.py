@@ -198,7 +198,8 @@ def graph_step(fn: Any = None, /, **options: Any) -> Any:
         bitwise equal to the eager run; a compiled one is equal up to rounding, which the first call checks
         (``certify``).
       backend: ``"auto"`` (where the state lives), ``"eager"`` (runs the Python each time), or a Backend object. The
-        environment variable ``FCG_DISABLE_CAPTURE=1`` makes every step eager, for ``print`` and a debugger.
+        environment variable ``FCG_DISABLE_CAPTURE=1`` makes every step eager, for ``print`` and a debugger;
+        ``FCG_NVTX=1`` names replays in the timeline of ``nsys``.
       debug: ``"verify"`` compares the first ``verify_calls`` calls with eager runs, bit for bit, to catch
         what the host watch does not see. If a compiler reorders sums, the traced calls are compared with the
         eager run bit for bit, and the compiled step with these calls up to rounding, as with ``certify``.

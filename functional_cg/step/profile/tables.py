@@ -10,7 +10,7 @@ from ...state.outline import columns
 from .phases import PHASES
 from .rows import ProfileRow
 
-__all__ = ["html", "shown", "size", "text"]
+__all__ = ["clipped", "html", "short", "shortened", "shown", "size", "text"]
 
 _WIDEST = 40  # characters of a name or of a line's source
 _MIB = 2**20
@@ -52,8 +52,8 @@ def html(rows: Sequence[ProfileRow], most: int) -> Html:
     longest = max((row.seconds for row in rows), default=0.0) or 1.0
     head = ("", "", "ms", "%", "peak MiB", "")
     body = [
-        (row.name, stack([part / longest for part in _parts(row)]), shown(row.seconds), _percent(row, total), _mib(row),
-         _clipped(row.source))
+        (short(row.name), stack([part / longest for part in _parts(row)]), shown(row.seconds), _percent(row, total),
+         _mib(row), clipped(row.source))
         for row in shortened(rows, most)
     ]  # fmt: skip
     return table([head, *body])
@@ -75,11 +75,21 @@ def _parts(row: ProfileRow) -> tuple[float, float, float]:
 
 
 def _name(row: ProfileRow) -> str:
-    return f"{_clipped(row.name)}  {_clipped(row.source)}".rstrip()
+    return f"{short(row.name)}  {clipped(row.source)}".rstrip()
 
 
-def _clipped(text: str) -> str:
-    return text if len(text) <= _WIDEST else f"{text[: _WIDEST - 1]}…"
+def short(name: str, most: int = _WIDEST) -> str:
+    """Return the end of a name, from the first part of its path on that fits."""
+    path, cut = name, name
+    while len(cut) > most and path.partition(".")[2]:
+        path = path.partition(".")[2]
+        cut = f"…{path}"
+    return cut
+
+
+def clipped(text: str, most: int = _WIDEST) -> str:
+    """Return the start of a text."""
+    return text if len(text) <= most else f"{text[: most - 1]}…"
 
 
 def _or_blank(seconds: float) -> str:
