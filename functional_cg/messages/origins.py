@@ -66,16 +66,16 @@ class Origins:
         """Return the innermost line of user code that is running."""
         return self._locator.locate()
 
-    def here(self) -> Origin:
-        """Return the origin of the call that is dispatched now, below autograd."""
+    def here(self, line: Location | None) -> Origin:
+        """Return the origin of the call that is dispatched now, below autograd, from its :meth:`line`."""
         module, node = self._work.module, _node()
         if node is None:
-            origin = Origin(module, self.line(), bool(module) or torch.is_grad_enabled())
+            origin = Origin(module, line, bool(module) or torch.is_grad_enabled())
         else:
             made_for = self._of(node._sequence_nr())
             # A line only if code of the user runs inside of the backward: recomputed, a hook, an `autograd.Function`.
-            line = self._locator.locate(until=_ENGINE)
-            origin = Origin(module or made_for.module, line or made_for.line, forward=True)
+            inside = self._locator.locate(until=_ENGINE)
+            origin = Origin(module or made_for.module, inside or made_for.line, forward=True)
         number = _next_number()
         if not self._numbers or number > self._numbers[-1]:
             self._numbers.append(number)

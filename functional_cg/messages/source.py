@@ -119,7 +119,7 @@ class Locator:
 
     def __init__(self) -> None:
         self._files: dict[str, bool] = {}
-        self._lines: dict[tuple[CodeType, int], Location] = {}
+        self._lines: dict[tuple[str, CodeType, int], Location] = {}
 
     def locate(self, frame: FrameType | None = None, until: CodeType | None = None) -> Location | None:
         """Return the line of the innermost user frame, from `frame` (default: the caller's) outwards.
@@ -136,7 +136,7 @@ class Locator:
             if user is None:
                 user = files[name] = is_user_file(name)
             if user:
-                key = (found.f_code, found.f_lasti)
+                key = (name, found.f_code, found.f_lasti)  # equal code may be in two files
                 location = self._lines.get(key)
                 if location is None:
                     location = self._lines[key] = Location(name, found.f_lineno, _function(found.f_code))

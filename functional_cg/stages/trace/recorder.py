@@ -254,8 +254,8 @@ class _Recorder(TorchDispatchMode):
         named = {name: self._freeze(value) for name, value in kwargs.items()}
         writes = tuple(self._vars[id(tensor)] for tensor in written)
         # Built last: the result may be an argument that this call turns into a new variable.
-        born, line, origin = self._born(out), self._origins.line(), self._origins.here()
-        inner = bool(self.work.running)
+        born, line = self._born(out), self._origins.line()
+        inner, origin = bool(self.work.running), self._origins.here(line)
         instr = Instr(func, frozen, named, born, writes, line, in_a_backward(), inner, origin)
         self.program.instrs.append(instr)
         if self._first is not None:
