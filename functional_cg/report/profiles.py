@@ -93,15 +93,16 @@ def _draw(names: Sequence[str], parts: _Parts, unit: str, title: str, ax: Axes |
         )
     ax.set_yticks(places, names, fontsize=8)
     ax.set_ylim(len(names) - 0.4, -0.6)
-    ax.set(xlabel=unit, xlim=(0, 1.1 * (max(ends, default=0.0) or 1.0)))
-    ax.set_title(title, fontsize=10, pad=20)
+    ax.set_xlim(0, 1.1 * (max(ends, default=0.0) or 1.0))
+    ax.set_xlabel(unit, loc="left")  # the legend stands beside it
+    ax.set_title(title, fontsize=10)
     ax.legend(
-        loc="lower right",
-        bbox_to_anchor=(1, 0.99),
+        loc="upper right",
+        bbox_to_anchor=(1, 0),
+        borderaxespad=2.4,
         ncols=len(parts),
         frameon=False,
         fontsize=8,
-        borderpad=0.2,
     )
     return ax
 
