@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import linecache
 import os
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from functools import partial
 
@@ -47,7 +47,7 @@ def profile_of(call: Call, lowered: Lowered) -> Profile:
     slots = [
         slot for s, arena in zip(call.states, arenas, strict=True) for slot in arena.slots[s.start : s.stop]
     ]
-    staging = Staging(call.layout.specs, device)
+    staging = Staging(lowered.layout.specs, device)
     copy_in = partial(staging.copy_in, call.live)
     copy_in()
     constants = [c.value.to(c.var.spec.device, copy=True) for c in program.constants]
@@ -70,9 +70,9 @@ def _named(
     nbytes: Counter[Instr] = Counter()
     for maker, size in peak.alive:
         nbytes[maker] += size
-    times: Counter[Instr | str] = Counter()
+    times: dict[Instr | str, float] = defaultdict(float)
     for of, took in zip(ticks, seconds, strict=True):
-        times[of] += took  # type: ignore[assignment]
+        times[of] += took
     instrs = [*schedule.head, *schedule.fused]
     phase_of = phases(instrs)
     names = _names_of(instr.origin.line for instr in instrs)
