@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 from ..stages.lifetimes import alive_at_peak, storage_bytes
-from ..stages.plan import Schedule
+from ..stages.plan import Schedule, schedule
 from ..stages.program import Instr, Program, Var
 from ..state.outline import columns
 
@@ -129,7 +129,7 @@ def _mib(size: int) -> str:
     return f"{size / _MIB:,.3f} MiB" if size >= _MIB / 100 else f"{size:,} B"
 
 
-def memory_analysis(program: Program, plan: Schedule) -> MemoryAnalysis:
+def memory_analysis(program: Program) -> MemoryAnalysis:
     """Return bytes by use; see :meth:`functional_cg.Lowered.memory_analysis`."""
     roles: Counter[str] = Counter()
     for name, var in zip(program.slot_names, program.slots, strict=True):
@@ -141,6 +141,7 @@ def memory_analysis(program: Program, plan: Schedule) -> MemoryAnalysis:
         "inputs": sum(var.spec.nbytes for var in program.inputs),
         "constants": sum(constant.var.spec.nbytes for constant in program.constants),
     }
+    plan = schedule(program)
     peak = Peak.of(program, plan)
     used = {
         **fixed,

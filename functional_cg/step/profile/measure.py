@@ -14,8 +14,8 @@ from ...call.signature import Call
 from ...call.staging import Staging
 from ...messages.source import Location
 from ...shards.peers import among, together
-from ...stages.plan import Buffers, lower_aten
-from ...stages.program import Instr
+from ...stages.plan import Buffers, Schedule, lower_aten
+from ...stages.program import Instr, Program
 from ..lowered import Lowered
 from ..memory import Peak, memory_analysis
 from .phases import phases
@@ -56,16 +56,15 @@ def profile_of(call: Call, lowered: Lowered) -> Profile:
     with among(mesh, call.function):
         unchecked, where = lowered.reference.unchecked.slots, (device, call.function)
         a_call, seconds = times_of(lowered.plan, plan, buffers, unchecked, copy_in, where)
-    calls = _named(lowered, [_INPUTS, *plan.ticks], seconds)
+    calls = _named(program, plan.schedule, [_INPUTS, *plan.ticks], seconds)
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else str(device)
-    return Profile(call.function, name, lowered.plan.compiled, a_call, calls, _resident(lowered))
+    return Profile(call.function, name, lowered.plan.compiled, a_call, calls, _resident(program))
 
 
 def _named(
-    lowered: Lowered, ticks: Sequence[Instr | str], seconds: Sequence[float]
+    program: Program, schedule: Schedule, ticks: Sequence[Instr | str], seconds: Sequence[float]
 ) -> tuple[ProfiledCall, ...]:
     """Return the calls with their times; the copies of one kind are one, and calls that need no time are there."""
-    program, schedule = lowered.program, lowered.plan.schedule
     peak = Peak.of(program, schedule)
     nbytes: Counter[Instr] = Counter()
     for maker, size in peak.alive:
@@ -113,9 +112,9 @@ def _names_of(lines: Iterable[Location | None]) -> dict[Location, str]:
     return {line: name(line) for line in known}
 
 
-def _resident(lowered: Lowered) -> dict[str, int]:
+def _resident(program: Program) -> dict[str, int]:
     """Return bytes by part of the state, and those of inputs and constants."""
-    sizes = memory_analysis(lowered.program, lowered.plan.schedule).sizes
+    sizes = memory_analysis(program).sizes
     roles = {name: nbytes for name, nbytes in sizes.items() if "." in name}
     fixed = {name: sizes[name] for name in _FIXED}
     if sum(roles.values()) == fixed["state"]:
