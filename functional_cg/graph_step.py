@@ -51,8 +51,9 @@ class GraphStep(Transform, Generic[P, R]):
         and the time of some twenty calls. On several ranks, all of them profile together.
 
         Module paths are known in the forward of a module from :func:`functional_cg.from_module`, and in the backward
-        of its calls. If the step is compiled, its kernels span several calls: rows then have the times of the calls
-        before that, and the result says so.
+        of its calls; a module that is used in several places goes by the first of its names. What is outside of
+        modules goes by the function that computes it. If the step is compiled, its kernels span several calls: rows
+        then have the times of the calls before that, and the result says so.
 
         Args:
           args: The arguments of a call.

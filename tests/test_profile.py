@@ -240,6 +240,20 @@ def test_inputs_and_constants_stay_as_they_were() -> None:
     assert state["w"].tolist() == [2.0, 3.0, 4.0]
 
 
+def test_a_profile_prints_and_taps_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    def train_step(state: Any, x: Tensor) -> Any:
+        fcg.debug_print("x {}", x)
+        fcg.tap("x", x)
+        return {"w": state["w"] + x}, {}
+
+    step = fcg.graph_step(train_step)
+    state: Any = fcg.place({"w": torch.zeros(2)})
+    step.profile(state, torch.ones(2))
+    assert capsys.readouterr().out == ""
+    state, _ = step(state, torch.ones(2) * 2)
+    assert torch.equal(step.taps["x"], torch.ones(2) * 2)
+
+
 def test_mistakes_raise_what_a_call_raises() -> None:
     fn, state, batch = classifier()
     step = fcg.graph_step(fn)

@@ -23,7 +23,7 @@ class ProfiledCall:
       source: What stands on that line; empty if its file is gone.
       phase: ``"forward"``, ``"backward"`` or ``"update"``. What the backward recomputes is backward; what is computed
         from gradients, such as a clip, is update.
-      seconds: Median time of the call by itself.
+      seconds: Time of the call by itself: the median of several runs; on a GPU, the mean time of its kernels.
       nbytes: Bytes of its results that are in memory at the step's peak.
     """
 

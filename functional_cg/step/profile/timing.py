@@ -78,8 +78,8 @@ def times_of(
       copy_in: Copies the inputs in.
       where: The device, and the name of the user's function.
     Returns:
-      (call, parts): medians; the parts are the copies of the inputs, and those of the timed plan, in the order of its
-      ticks. On a GPU, a part is the time in which the device is busy with it.
+      (call, parts): the parts are the copies of the inputs, and those of the timed plan, in the order of its ticks.
+      Medians of several runs; on a GPU, a part is the mean time in which the device is busy with it.
     Raises:
       CaptureError: If torch's profiler sees no kernel on a GPU.
     """
