@@ -8,6 +8,7 @@ from typing import Any, Concatenate, Generic, ParamSpec, Protocol, Self, TypeVar
 
 from .options import BackendChoice, Certify, Debug, Lowering
 from .step.captures import Transform
+from .step.profile.result import Profile
 
 __all__ = ["GraphFn", "GraphStep", "graph_fn", "graph_step"]
 
@@ -42,6 +43,41 @@ class GraphStep(Transform, Generic[P, R]):
         """
         return self._eager(args, kwargs)  # type: ignore[no-any-return]
 
+    def profile(self, *args: P.args, **kwargs: P.kwargs) -> Profile:
+        """Measure where the time and the memory of a call go, by module and by line of your code.
+
+        The calls of the step run one by one on copies of the state and the inputs; the state is not donated and
+        keeps its values. Lowers the step if no call has yet. It takes the memory of a second state and of a step,
+        and the time of some twenty calls. On several ranks, all of them profile together.
+
+        Module paths are known in the forward of a module from :func:`functional_cg.from_module`, and in the backward
+        of its calls; a module that is used in several places goes by the first of its names. What is outside of
+        modules goes by the function that computes it. If the step is compiled, its kernels span several calls: rows
+        then have the times of the calls before that, and the result says so.
+
+        Args:
+          args: The arguments of a call.
+          kwargs: Likewise.
+        Returns:
+          A :class:`functional_cg.step.profile.result.Profile`: it prints as a table, ``by_module()`` and ``by_line()``
+          return rows in seconds and bytes, and :func:`functional_cg.report.profile` draws it.
+        Raises:
+          FunctionalCGError: As a call of the step does; the state is unchanged.
+
+        Example:
+          >>> import torch, functional_cg as fcg
+          >>> apply, params, _ = fcg.from_module(torch.nn.Linear(4, 2))
+          >>> @fcg.graph_step
+          ... def train_step(state, x):
+          ...     loss, grads = fcg.value_and_grad(lambda p: apply(p, {}, x)[0].square().mean())(state.params)
+          ...     return state.apply_gradients(grads), {"loss": loss}
+          >>> state = fcg.TrainState.create(params=params, optimizer=fcg.optim.sgd(0.1))
+          >>> profile = train_step.profile(state, torch.ones(8, 4))
+          >>> sorted(row.name for row in profile.by_module())
+          ['(copies)', '(optimizer)', '<lambda>()', 'Linear', 'train_step()']
+        """
+        return self._profile(args, kwargs)
+
     @overload
     def __get__(self, instance: None, owner: type) -> Self: ...
     @overload
@@ -49,7 +85,7 @@ class GraphStep(Transform, Generic[P, R]):
         self: GraphStep[Concatenate[T, Q], R], instance: T, owner: type | None = None
     ) -> GraphStep[Q, R]: ...
     def __get__(self, instance: Any, owner: type | None = None) -> Any:
-        return self if instance is None else self._of_instance(instance, owner)
+        return self if instance is None else _of_instance(self, instance, owner)
 
 
 class GraphFn(Transform, Generic[P, R]):
@@ -71,6 +107,10 @@ class GraphFn(Transform, Generic[P, R]):
         """Run the Python function once on real values."""
         return self._eager(args, kwargs)  # type: ignore[no-any-return]
 
+    def profile(self, *args: P.args, **kwargs: P.kwargs) -> Profile:
+        """Measure where the time and the memory of a call go; see :meth:`GraphStep.profile`."""
+        return self._profile(args, kwargs)
+
     @overload
     def __get__(self, instance: None, owner: type) -> Self: ...
     @overload
@@ -78,7 +118,24 @@ class GraphFn(Transform, Generic[P, R]):
         self: GraphFn[Concatenate[T, Q], R], instance: T, owner: type | None = None
     ) -> GraphFn[Q, R]: ...
     def __get__(self, instance: Any, owner: type | None = None) -> Any:
-        return self if instance is None else self._of_instance(instance, owner)
+        return self if instance is None else _of_instance(self, instance, owner)
+
+
+def _of_instance(step: Transform, instance: Any, owner: type | None) -> Any:
+    """Return the step of a method for an instance, kept and freed with it."""
+    # Not under the method's own name: a copy of the instance has its entries, and `super()` leads to another method
+    # of that name.
+    held = getattr(instance, "__dict__", None)
+    if not isinstance(held, dict):
+        raise TypeError(
+            f"`{step._name}`: {instance!r} has no `__dict__` to keep its step in.\n"
+            'To fix: add "__dict__" to `__slots__`; in place of a class method, decorate a `@staticmethod`.'
+        )
+    own = held.get(step._key)
+    if own is None or own._of[0] is not instance or own._of[1] is not step:
+        own = held[step._key] = type(step)(step._fn.__get__(instance, owner), **step._given)
+        own._of = instance, step
+    return own
 
 
 class _MakesStep(Protocol):
@@ -142,7 +199,8 @@ def graph_step(fn: Any = None, /, **options: Any) -> Any:
         bitwise equal to the eager run; a compiled one is equal up to rounding, which the first call checks
         (``certify``).
       backend: ``"auto"`` (where the state lives), ``"eager"`` (runs the Python each time), or a Backend object. The
-        environment variable ``FCG_DISABLE_CAPTURE=1`` makes every step eager, for ``print`` and a debugger.
+        environment variable ``FCG_DISABLE_CAPTURE=1`` makes every step eager, for ``print`` and a debugger;
+        ``FCG_NVTX=1`` names replays in the timeline of ``nsys``.
       debug: ``"verify"`` compares the first ``verify_calls`` calls with eager runs, bit for bit, to catch
         what the host watch does not see. If a compiler reorders sums, the traced calls are compared with the
         eager run bit for bit, and the compiled step with these calls up to rounding, as with ``certify``.

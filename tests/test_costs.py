@@ -82,6 +82,31 @@ def test_memory_by_role_and_its_peak_by_hand() -> None:
     assert all(one.site.startswith("test_costs.py:") and not one.backward for one in memory.owners)
 
 
+def test_results_that_a_fused_optimizer_writes_in_place_take_no_memory() -> None:
+    n = 10_000
+
+    def update(state: Any, grads: Any) -> Any:
+        return state.apply_gradients(fcg.tree.map(lambda g: g * 2, grads)), {}
+
+    state = fcg.TrainState.create(
+        params={"w": torch.ones(n)}, optimizer=fcg.optim.adamw(1e-3, weight_decay=0.1)
+    )
+    memory = lowered_of(update, state, {"w": torch.ones(n)}).memory_analysis()
+    doubled = F32 * n
+    assert 0 <= memory["peak"] - memory["state"] - memory["inputs"] - doubled < 64  # counters in fp32
+    assert sum(one.nbytes for one in memory.owners) == memory["peak"] - memory["state"] - memory["inputs"]
+
+
+def test_new_values_that_are_staged_count_at_the_end() -> None:
+    n = 1000
+
+    def swap(state: Any) -> Any:
+        return {"a": state["b"], "b": state["a"]}, {}
+
+    memory = lowered_of(swap, {"a": torch.ones(n), "b": torch.zeros(n)}).memory_analysis()
+    assert memory["peak"] == F32 * (2 * n + 2 * n)
+
+
 def test_memory_prints_for_people() -> None:
     memory = lowered_of(train, adamw_state(), BATCH).memory_analysis()
     text = repr(memory)

@@ -54,6 +54,7 @@ def test_there_are_notebooks() -> None:
         "03_property_testing",
         "04_optimizers_and_recipes",
         "05_sharded_state",
+        "06_where_does_it_go",
     ]
 
 

@@ -206,6 +206,9 @@ def check_costs(state: State) -> None:
     assert_type(lowered.cost_analysis().flops, int)
     assert_type(lowered.capture().cost_analysis(0.1).distance, float | None)
     assert_type(lowered.memory_analysis()["peak"], int)
+    profile = fcg.graph_step(step_fn).profile(state, batch)
+    assert_type(profile.by_module()[0].backward_s, float)
+    fcg.graph_step(step_fn).profile(batch, state)  # type: ignore[arg-type]
     hidden, targets = batch["x"], batch["y"].long()[:, 0]
     assert_type(fcg.nn.linear_cross_entropy(hidden, params["w"], targets, reduction="sum"), Tensor)
     fcg.nn.linear_cross_entropy(hidden, params["w"], targets, reduction="average")  # type: ignore[arg-type]

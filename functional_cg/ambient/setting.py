@@ -22,6 +22,7 @@ from ..tensors.flex import flex_attention
 
 __all__ = [
     "AsTraced",
+    "backward_number",
     "canonical",
     "current_mesh",
     "default_device",
@@ -157,9 +158,14 @@ def foreign_function_modes() -> list[str]:
     return [type(mode).__name__ for mode in modes if not isinstance(mode, DeviceContext | _InStep)]
 
 
+def backward_number() -> int:
+    """Return a number of autograd's backward that is running on this thread, the innermost; -1 if none is."""
+    return torch._C._current_graph_task_id()  # private; test_keys notices a change
+
+
 def in_a_backward() -> bool:
     """Whether autograd's backward is running on this thread, as when a checkpoint recomputes."""
-    return torch._C._current_graph_task_id() != -1  # private; test_keys notices a change
+    return backward_number() != -1
 
 
 def diverted() -> bool:

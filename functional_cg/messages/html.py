@@ -10,6 +10,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
+from itertools import pairwise
 
 __all__ = [
     "PALETTE",
@@ -21,7 +22,9 @@ __all__ = [
     "element",
     "fold",
     "is_number",
+    "key",
     "line",
+    "stack",
     "strip",
     "table",
 ]
@@ -104,6 +107,23 @@ def bar(fraction: float) -> Html:
     """Build a bar filled to a fraction from 0 to 1."""
     filled = f"background:linear-gradient(90deg,{PALETTE[0]} {100 * fraction:.1f}%,transparent 0) no-repeat padding-box"
     return element("span", style=f"{_TRACK};{filled}")
+
+
+def stack(fractions: Sequence[float]) -> Html:
+    """Build a bar of adjacent parts, each a fraction of its length, in the colours of :func:`key`."""
+    ends = [100 * sum(fractions[: i + 1]) for i in range(len(fractions))]
+    stops = [f"{PALETTE[i]} {start:.1f}% {end:.1f}%" for i, (start, end) in enumerate(pairwise((0.0, *ends)))]
+    filled = f"background:linear-gradient(90deg,{','.join(stops)},transparent 0) no-repeat padding-box"
+    return element("span", style=f"{_TRACK};width:12em;{filled}")
+
+
+def key(names: Sequence[str]) -> Html:
+    """Build the legend of a bar with parts."""
+    marks = [
+        element("span", element("span", "■", style=f"color:{shade}"), f" {name} ")
+        for name, shade in colors(names).items()
+    ]
+    return element("div", *marks)
 
 
 def colors(roles: Iterable[str]) -> dict[str, str]:

@@ -42,6 +42,7 @@ def _standard_library() -> list[str]:
 _HERE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 _PROGRAMS = tuple(os.path.join(_HERE, name, "") for name in ("examples", "bench", "testing"))
 _GENERATED = ("<frozen ", "<eval_with_key>", "<functional_cg", "<__array_function__")
+_NO_FUNCTIONS = frozenset({"<locals>", "<genexpr>", "<listcomp>", "<setcomp>", "<dictcomp>"})
 _LIBRARIES = (_HERE, *itertools.chain(*map(_folder, ("torch", "einops", "numpy"))), *_GENERATED)
 _STANDARD = tuple(_standard_library())
 # Without a virtual environment, Python installs packages inside the standard library's folder.
@@ -85,6 +86,12 @@ class Location:
         return f"{_cell(self.filename) or os.path.basename(self.filename)}:{self.line}"
 
 
+def _function(code: CodeType) -> str:
+    """Return the name of a function; of the one around it for a comprehension, which has a frame of its own."""
+    parts = [part for part in code.co_qualname.split(".") if part not in _NO_FUNCTIONS]
+    return parts[-1] if parts else code.co_name
+
+
 def here() -> str:
     """Return the user's line, ``train.py:33``; empty if there is none."""
     frame = user_frame()
@@ -112,22 +119,27 @@ class Locator:
 
     def __init__(self) -> None:
         self._files: dict[str, bool] = {}
-        self._lines: dict[tuple[CodeType, int], Location] = {}
+        self._lines: dict[tuple[str, CodeType, int], Location] = {}
 
-    def locate(self, frame: FrameType | None = None) -> Location | None:
-        """Return the line of the innermost user frame, from `frame` (default: the caller's) outwards."""
+    def locate(self, frame: FrameType | None = None, until: CodeType | None = None) -> Location | None:
+        """Return the line of the innermost user frame, from `frame` (default: the caller's) outwards.
+
+        Args:
+          frame: Where to begin.
+          until: Code of the frame at which to stop and return None.
+        """
         found: FrameType | None = sys._getframe(1) if frame is None else frame
         files = self._files
-        while found is not None:
+        while found is not None and found.f_code is not until:
             name = found.f_code.co_filename
             user = files.get(name)
             if user is None:
                 user = files[name] = is_user_file(name)
             if user:
-                key = (found.f_code, found.f_lasti)
+                key = (name, found.f_code, found.f_lasti)  # equal code may be in two files
                 location = self._lines.get(key)
                 if location is None:
-                    location = self._lines[key] = Location(name, found.f_lineno, found.f_code.co_name)
+                    location = self._lines[key] = Location(name, found.f_lineno, _function(found.f_code))
                 return location
             found = found.f_back
         return None

@@ -19,6 +19,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from ..ambient.compiling import compiling
+from ..ambient.own_work import own_work
 from ..errors import CaptureError, ImplicitRandomnessError, ReadOnlyError
 from ..messages.source import at_here, here
 from ..random.kernels import OpenKernels
@@ -49,6 +50,7 @@ def run(
     made: Set[str],
     only_remembers: Callable[[Held, Held], bool],
     method: str = "",
+    model: str = "",
 ) -> tuple[Any, Set[int | None], Place]:
     """Call our private copy of a module, which holds ``params`` and buffers that it may write.
 
@@ -62,6 +64,7 @@ def run(
       made: Attributes that its hooks set at each call.
       only_remembers: Whether from one of the given contents to the other the forward only remembers what it knows.
       method: What to call in place of the forward: name of a method, or of one of a submodule, ``"decoder.sample"``.
+      model: Name of the module in the running trace.
     Returns:
       (out, written, place): the result of the forward, the storages it wrote, and what it did where.
     Raises:
@@ -71,7 +74,7 @@ def run(
       CaptureError: If it calls ``torch.utils.checkpoint`` with ``use_reentrant=True``, or of what draws random numbers
         in no submodule of its own.
     """
-    name, place = title(module, method), Place(module)
+    name, place = title(module, method), Place(module, model)
     unset, buffers = unset_buffers(module), buffers_set(module)
     before, registered = held(module, unset), dict(module.named_buffers())
     names, stored = _by_storage(params), _by_storage(registered).keys()
@@ -124,15 +127,16 @@ class Place:
 
     Args:
       module: Our private copy: a call of a submodule goes through here.
+      model: Its name in the running trace.
 
     Attributes:
       recomputes: Whether the forward called ``torch.utils.checkpoint``.
       drew_by_mode: Whether it drew random numbers where it reads ``training``, as dropout does.
     """
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: nn.Module, model: str = "") -> None:
         self.recomputes = self.drew_by_mode = False
-        self._name = type(module).__name__
+        self._name, self._model = type(module).__name__, model
         self._trail: list[tuple[str, str]] = []
         self._draws: Counter[str] = Counter()
         self._began: dict[str, list[Counter[str]]] = {}  # the draws before each run of a submodule
@@ -151,7 +155,8 @@ class Place:
     def _run(self, path: str, module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
         self._trail.append((path, type(module).__name__))
         try:  # not hooks: torch skips those after an exception, which is how a checkpoint stops early
-            return module._call_impl(*args, **kwargs)
+            with own_work(f"{self._model}.{path}" if path else self._model):
+                return module._call_impl(*args, **kwargs)
         finally:
             self._trail.pop()
 

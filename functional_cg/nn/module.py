@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import tree as pytree
-from ..ambient.own_work import own_work
+from ..ambient.own_work import name_of, own_work
 from ..ambient.setting import in_a_backward
 from ..errors import LayoutError
 from ..random.arguments import check_key
@@ -178,11 +178,14 @@ class Apply:
         params, buffers = self._by_name(params, buffers)
         note_tensors(buffers.values(), self._fixed)
         self._refuse_key(key)
-        with own_work():
-            return self._run(params, buffers, args, kwargs, key, train=train)
+        name = name_of(self._original, type(self._template).__name__)
+        part = self._method.rpartition(".")[0]
+        with own_work(f"{name}.{part}" if part else name):
+            return self._run(name, params, buffers, args, kwargs, key, train=train)
 
     def _run(
         self,
+        name: str,
         params: dict[str, Tensor],
         buffers: dict[str, Tensor],
         args: tuple[Any, ...],
@@ -205,7 +208,7 @@ class Apply:
             return only_remembers(copied, self._method, tensors, args, kwargs, before, after)
 
         out, written, place = run(
-            module, args, kwargs, key, params, self._fixed, self._made, remembers, self._method
+            module, args, kwargs, key, params, self._fixed, self._made, remembers, self._method, name
         )
         refuse_exchanged(type(module).__name__, "params", params, trained)
         refuse_exchanged(type(module).__name__, "buffers", given, held)

@@ -14,6 +14,7 @@ except ImportError as error:
     ) from error
 
 from .plots import arena, bytes_by_role, loss_curves
+from .profiles import profile
 from .timing import seconds_per_call, step_times
 
-__all__ = ["arena", "bytes_by_role", "loss_curves", "seconds_per_call", "step_times"]
+__all__ = ["arena", "bytes_by_role", "loss_curves", "profile", "seconds_per_call", "step_times"]

@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from .program import Instr, Var
 
-__all__ = ["alive_at_peak", "peak_bytes", "storage_bytes"]
+__all__ = ["alive_at_peak", "last_uses", "peak_bytes", "storage_bytes"]
 
 
 def storage_bytes(instrs: Iterable[Instr]) -> dict[int, int]:
@@ -26,17 +26,15 @@ def _spanned(var: Var) -> int:
     return (var.offset + 1 + sum((size - 1) * step for size, step in steps)) * var.spec.dtype.itemsize
 
 
-def peak_bytes(instrs: Sequence[Instr], kept: Collection[int], sizes: Mapping[int, int]) -> tuple[int, int]:
-    """Return the peak bytes of temporaries while calls run, and the bytes still alive after them.
+def peak_bytes(instrs: Sequence[Instr], kept: Collection[int], sizes: Mapping[int, int]) -> int:
+    """Return the peak bytes of temporaries while calls run.
 
     Args:
       instrs: The calls; each temporary lives from the call that makes it to the last call that reads it.
       kept: Storages that are read after the calls.
       sizes: Bytes of each storage to count.
     """
-    at_peak = alive_at_peak(instrs, kept, sizes)
-    left = {var.storage for instr in instrs for var in (*instr.outputs(), *instr.inputs())} & set(kept)
-    return sum(sizes[one] for one in at_peak), sum(sizes.get(one, 0) for one in left)
+    return sum(sizes[one] for one in alive_at_peak(instrs, kept, sizes))
 
 
 def alive_at_peak(instrs: Sequence[Instr], kept: Collection[int], sizes: Mapping[int, int]) -> list[int]:
@@ -56,3 +54,18 @@ def alive_at_peak(instrs: Sequence[Instr], kept: Collection[int], sizes: Mapping
     alive = list(itertools.accumulate(change))
     place = max(range(len(alive)), key=alive.__getitem__)
     return [one for one, start in first.items() if start <= place <= last[one]]
+
+
+def last_uses(head: Sequence[Instr], kept: Collection[Var]) -> dict[int, list[Var]]:
+    """Return the variables to drop after each call of a head: those that neither later calls nor ``kept`` contain."""
+    born = {var: number for number, instr in enumerate(head) for var in instr.outputs()}
+    last = dict(born)
+    for number, instr in enumerate(head):
+        for var in instr.inputs():
+            if var in born:
+                last[var] = number
+    drop: dict[int, list[Var]] = {}
+    for var, number in last.items():
+        if var not in kept:
+            drop.setdefault(number, []).append(var)
+    return drop

@@ -21,6 +21,7 @@ from ..concurrency.interrupts import uninterrupted
 from ..messages.source import Location
 from ..tensors.aten import UNGROUPED
 from .layouts import laid_out, unsure
+from .lifetimes import last_uses
 from .passes.fused import in_place, read_arguments, written_pairs
 from .passes.rewrite import clears, range_tensor
 from .program import Instr, Program, Var, live, map_vars, vars_in, written_storages
@@ -171,13 +172,17 @@ class AtenPlan:
     """Runs the traced ATen calls one by one, in a generated function with all names bound.
 
     Views of static buffers are taken once, at binding. Temporaries are dropped after their last use.
+
+    Attributes:
+      ticks: If it is timed: what runs before each ``tick``, a call, or the name of what is copied.
     """
 
     compiled = False
     copies = True
 
-    def __init__(self, program: Program, plan: Schedule) -> None:
-        self._program = program
+    def __init__(self, program: Program, plan: Schedule, *, timed: bool = False) -> None:
+        self._program, self._timed = program, timed
+        self.ticks: list[Instr | str] = []
         self._plan = self.schedule = plan
         self._ops: dict[str, Any] = {}
         self._hoisted, head = self._split_hoisted()
@@ -187,14 +192,20 @@ class AtenPlan:
     def as_text(self) -> str:
         return self._source
 
-    def bind(self, buffers: Buffers, raised_at: Callable[[], Location | None] = lambda: None) -> Run:
+    def bind(
+        self,
+        buffers: Buffers,
+        raised_at: Callable[[], Location | None] = lambda: None,
+        tick: Callable[[], None] = lambda: None,
+    ) -> Run:
         """Bind the plan to buffers.
 
         Args:
           buffers: The buffers.
           raised_at: Finds the user's line for an exception from a call without a known site.
+          tick: What to call after each call, if the plan is timed.
         """
-        names: dict[str, Any] = dict(self._ops)
+        names: dict[str, Any] = {**self._ops, "tick": tick}
         program = self._program
         for var, tensor in zip(program.slots, buffers.slots, strict=True):
             names[repr(var)] = tensor
@@ -273,10 +284,16 @@ class AtenPlan:
         plan = self._plan
         lines = [f"{self._program.constants[i].var!r} = c{i}.clone()" for i in sorted(plan.written_constants)]
         tail_vars = {var for instr in plan.fused for var in instr.inputs()} | {var for _, var in plan.commits}
-        last_use = _last_uses(
-            head, {*tail_vars, *plan.outputs}, {var for i in self._hoisted for var in i.outputs()}
-        )
+        views = {var for instr in self._hoisted for var in instr.outputs()}
+        last_use = last_uses(head, {*tail_vars, *plan.outputs, *views})
         self._sites: dict[int, Location | None] = {}
+
+        def tick(of: Instr | str, into: list[str], text: str = "tick()") -> None:
+            if self._timed:
+                self.ticks.append(of)
+                into.append(text)
+
+        tick("constants", lines)
         for number, instr in enumerate(head):
             self._sites[len(lines) + 3] = instr.site  # after `def` and `try`; lines count from 1
             lines.append(f"{_target(instr.out, self._fixed)}{self._call(instr, instr.op)}")
@@ -284,14 +301,18 @@ class AtenPlan:
             dead = last_use.get(number)
             if dead:
                 lines.append(f"del {', '.join(map(repr, dead))}")
+            tick(instr, lines)
         lines += [
             f"m{i} = {var!r}{'.clone()' if i in plan.cloned else ''}" for i, var in enumerate(plan.outputs)
         ]
+        tick("metrics", lines)
         lines += [f"w_{old!r} = {new!r}.clone()" for old, new in plan.commits if old in plan.staged]
-        calls = []
+        tick("new state", lines)
+        calls: list[str] = []
         for instr in plan.fused:
             call = self._call(instr, in_place(instr.op))
             calls.append("partial(" + call.replace("(", ", ", 1))
+            tick(instr, calls, "tick")
         for number, group in enumerate(self._commit_groups()):
             values = [f"w_{old!r}" if old in plan.staged else repr(new) for old, new in group]
             if group[0][0].spec.dtype in UNGROUPED:
@@ -301,6 +322,7 @@ class AtenPlan:
             else:
                 calls.append(f"partial(copy_all, commit_slots[{number}], [{', '.join(values)}])")
         calls.append("*clears")
+        tick("new state", calls, "tick")
         return (
             "def run(before):\n    try:\n"
             + "".join(f"        {line}\n" for line in lines or ["pass"])
@@ -310,9 +332,9 @@ class AtenPlan:
         )
 
 
-def lower_aten(program: Program) -> AtenPlan:
-    """Lower to ATen calls; fused optimizer ops write their slots in place."""
-    return AtenPlan(program, schedule(program))
+def lower_aten(program: Program, *, timed: bool = False) -> AtenPlan:
+    """Lower to ATen calls; fused optimizer ops write their slots in place. For ``timed``, see :class:`AtenPlan`."""
+    return AtenPlan(program, schedule(program), timed=timed)
 
 
 def _note(
@@ -366,21 +388,6 @@ def _target(out: Any, fixed: Collection[Var]) -> str:
         return "_"
 
     return f"{text(out)} = " if vars_in(out) else ""
-
-
-def _last_uses(head: Sequence[Instr], kept: set[Var], fixed: set[Var]) -> dict[int, list[Var]]:
-    """Return the variables to drop after each call: made in the head, and not used by later calls, tail or metrics."""
-    born = {var: number for number, instr in enumerate(head) for var in instr.outputs()}
-    last = dict(born)
-    for number, instr in enumerate(head):
-        for var in instr.inputs():
-            if var in born:
-                last[var] = number
-    drop: dict[int, list[Var]] = {}
-    for var, number in last.items():
-        if var not in kept and var not in fixed:
-            drop.setdefault(number, []).append(var)
-    return drop
 
 
 @contextlib.contextmanager

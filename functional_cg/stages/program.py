@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch._ops import OpOverload
 
+from ..messages.origins import Origin
 from ..messages.source import Location
 from ..state.arena import BufferSpec
 from ..tensors.aten import returns_view
@@ -66,6 +67,7 @@ class Instr:
       site: The line of user code, if known.
       backward: Whether autograd's backward made the call.
       inner: Whether the library made it on the way to a result, in a module's function or an optimizer.
+      origin: What it is a part of; for a call of the backward, what the call is a part of that it differentiates.
     """
 
     op: Any
@@ -76,6 +78,7 @@ class Instr:
     site: Location | None
     backward: bool = False
     inner: bool = False
+    origin: Origin = field(default_factory=Origin)
 
     @property
     def name(self) -> str:

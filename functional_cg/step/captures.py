@@ -41,6 +41,8 @@ from .eviction import closed_error, drop_spares, forget
 from .explain import explain, explain_html, warnings_of
 from .log import log, timed
 from .lowered import Captured, Lowered
+from .profile.measure import profile_of
+from .profile.result import Profile
 from .suppositions import on_same_values, refuse_other_values
 from .verify import Shadow
 
@@ -143,21 +145,6 @@ class Transform:
             f"`{self._name}`: a step cannot be pickled or copied, its captures are bound to memory of this process. "
             "To fix: save the state, `fcg.save(path, state)`, and decorate the function again."
         )
-
-    def _of_instance(self, instance: Any, owner: type | None) -> Any:
-        # One step per instance and method, kept and freed with the instance. Not under the method's own name:
-        # a copy of the instance has its entries, and `super()` leads to another method of that name.
-        held = getattr(instance, "__dict__", None)
-        if not isinstance(held, dict):
-            raise TypeError(
-                f"`{self._name}`: {instance!r} has no `__dict__` to keep its step in.\n"
-                'To fix: add "__dict__" to `__slots__`; in place of a class method, decorate a `@staticmethod`.'
-            )
-        step = held.get(self._key)
-        if step is None or step._of[0] is not instance or step._of[1] is not self:
-            step = held[self._key] = type(self)(self._fn.__get__(instance, owner), **self._given)
-            step._of = instance, self
-        return step
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {self._name}: {self.stats}{', closed' if self._closed else ''}>"
@@ -262,6 +249,18 @@ class Transform:
         result = run_eager(self._fn, seen, self._name, self.taps, donates=self._donates)
         self.stats.eager_calls += 1
         return result
+
+    def _profile(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Profile:
+        with ordinary():
+            return cast(
+                "Profile", self._turn.alone(functools.partial(self._profiled, args, kwargs), self._name)
+            )
+
+    def _profiled(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Profile:
+        call, lowered = self._lower_only(args, kwargs)
+        self._refuse_changes(lowered)
+        refuse_other_values(lowered.program, call)
+        return self._noting(profile_of, call, lowered)  # type: ignore[no-any-return]
 
     def _take_apart(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
         refuse_foreign_modes(self._name)

@@ -291,7 +291,7 @@ class Lowered:
           >>> step.lower({"w": torch.ones(4)}, torch.ones(4)).memory_analysis()["peak"]
           64
         """
-        return memory_analysis(self.program, self.plan.schedule)
+        return memory_analysis(self.program)
 
     def cost_analysis(
         self,

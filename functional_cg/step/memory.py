@@ -7,12 +7,12 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
-from ..stages.lifetimes import alive_at_peak, peak_bytes, storage_bytes
-from ..stages.plan import Schedule
-from ..stages.program import Program, Var
+from ..stages.lifetimes import alive_at_peak, storage_bytes
+from ..stages.plan import Schedule, schedule
+from ..stages.program import Instr, Program, Var
 from ..state.outline import columns
 
-__all__ = ["MemoryAnalysis", "Owner", "memory_analysis"]
+__all__ = ["MemoryAnalysis", "Owner", "Peak", "memory_analysis", "temporaries"]
 
 _ROLE = re.compile(r"\w+\.\w+")
 _MIB = 2**20
@@ -27,7 +27,7 @@ class Owner:
       nbytes: Their bytes.
       values: How many they are.
       op: Name of the op.
-      site: The line, ``model.py:33``; empty if unknown.
+      site: The line, ``model.py:33``, of a call of the backward the one that it differentiates; empty if unknown.
       backward: Whether the backward makes them.
     """
 
@@ -82,11 +82,54 @@ class MemoryAnalysis(Mapping[str, int]):
     __repr__ = __str__
 
 
+@dataclass(frozen=True, slots=True)
+class Peak:
+    """What is alive while a step takes most memory, besides its state, inputs and constants.
+
+    Attributes:
+      alive: The temporaries: the call that makes each, and its bytes.
+      staged: Bytes of new values that are copied before they are written, if the peak is at the end.
+    """
+
+    alive: tuple[tuple[Instr, int], ...]
+    staged: int
+
+    @property
+    def nbytes(self) -> int:
+        return self.staged + sum(size for _, size in self.alive)
+
+    @classmethod
+    def of(cls, program: Program, plan: Schedule) -> Peak:
+        """Return the peak of a program that runs by a schedule."""
+        sizes, instrs = temporaries(program, plan), [*plan.head, *plan.fused]
+        makers = {var.storage: instr for instr in reversed(instrs) for var in instr.outputs()}
+        kept = {var.storage for var in (*plan.outputs, *(new for _, new in plan.commits))}
+        most = alive_at_peak(instrs, kept, sizes)
+        left = [one for one in makers if one in kept and one in sizes]
+        staged = sum(old.spec.nbytes for old in plan.staged)
+        if sum(map(sizes.__getitem__, most)) >= staged + sum(map(sizes.__getitem__, left)):
+            staged, left = 0, most
+        return cls(tuple((makers[one], sizes[one]) for one in left), staged)
+
+
+def temporaries(program: Program, plan: Schedule) -> dict[int, int]:
+    """Return the bytes of each storage that a program computes besides its slots, inputs and constants.
+
+    A fused optimizer call of the tail computes none: it writes its results in place.
+    """
+    sizes = storage_bytes(program.instrs)
+    targets = [*program.slots, *program.inputs, *(known.var for known in program.ranges)]
+    targets += [var for instr in plan.fused for var in instr.outputs()]
+    for var in (*targets, *(constant.var for constant in program.constants)):
+        sizes.pop(var.storage, None)
+    return sizes
+
+
 def _mib(size: int) -> str:
     return f"{size / _MIB:,.3f} MiB" if size >= _MIB / 100 else f"{size:,} B"
 
 
-def memory_analysis(program: Program, plan: Schedule) -> MemoryAnalysis:
+def memory_analysis(program: Program) -> MemoryAnalysis:
     """Return bytes by use; see :meth:`functional_cg.Lowered.memory_analysis`."""
     roles: Counter[str] = Counter()
     for name, var in zip(program.slot_names, program.slots, strict=True):
@@ -98,26 +141,19 @@ def memory_analysis(program: Program, plan: Schedule) -> MemoryAnalysis:
         "inputs": sum(var.spec.nbytes for var in program.inputs),
         "constants": sum(constant.var.spec.nbytes for constant in program.constants),
     }
-    sizes = storage_bytes(program.instrs)
-    targets = [*program.slots, *program.inputs, *(known.var for known in program.ranges)]
-    for var in (*targets, *(constant.var for constant in program.constants)):
-        sizes.pop(var.storage, None)
-    instrs = [*plan.head, *plan.fused]
-    kept = {var.storage for var in (*plan.outputs, *(new for _, new in plan.commits))}
-    most, left = peak_bytes(instrs, kept, sizes)
+    plan = schedule(program)
+    peak = Peak.of(program, plan)
     used = {
         **fixed,
         "metrics": sum(var.spec.nbytes for var in program.outputs if isinstance(var, Var)),
-        "temporaries": sum(sizes.values()),
-        "peak": sum(fixed.values()) + max(most, left + sum(old.spec.nbytes for old in plan.staged)),
+        "temporaries": sum(temporaries(program, plan).values()),
+        "peak": sum(fixed.values()) + peak.nbytes,
         **roles,
     }
-    makers = {var.storage: instr for instr in reversed(instrs) for var in instr.outputs()}
     owners: dict[tuple[str, str, bool], list[int]] = {}
-    for storage in alive_at_peak(instrs, kept, sizes):
-        maker = makers[storage]
-        site = "" if maker.site is None else str(maker.site)
-        owners.setdefault((maker.name, site, maker.backward), []).append(sizes[storage])
+    for maker, size in peak.alive:
+        line = "" if maker.origin.line is None else str(maker.origin.line)
+        owners.setdefault((maker.name, line, maker.backward), []).append(size)
     found = [Owner(sum(each), len(each), op, site, backward) for (op, site, backward), each in owners.items()]
     return MemoryAnalysis(
         program.function, used, tuple(sorted(found, key=lambda one: one.nbytes, reverse=True))

@@ -729,8 +729,8 @@ MUTANTS = (
         (
             ('f"{self._name} of step {id(self):#x}"', "self._name"),
             (
-                "        if step is None or step._of[0] is not instance or step._of[1] is not self:",
-                "        if step is None:",
+                "    if own is None or own._of[0] is not instance or own._of[1] is not step:",
+                "    if own is None:",
             ),
         ),
         (

@@ -153,7 +153,9 @@ def check_values(program: Program, head: Sequence[Instr]) -> list[Instr]:
             if demand not in known:
                 number, storage = number + 1, storage + 1
                 known[demand] = replace(value, index=number, storage=storage, offset=0, fills=True)
-                calls.append(Instr(check, arguments, {}, known[demand], (), instr.site, instr.backward))
+                calls.append(
+                    replace(instr, op=check, args=arguments, kwargs={}, out=known[demand], writes=())
+                )
             names[value] = known[demand]
         calls.append(_reading(instr, names) if names else instr)
     return calls

@@ -13,10 +13,11 @@ gathers this corrupts its heap: torch 2.13 by itself aborts or hangs after a few
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
+from ...messages.origins import Origin
 from ...shards.collectives import ALL_REDUCE, GATHER, REDUCE_SCATTER, WAIT
 from ...shards.placement import Reading
 from ..program import Instr, Var, vars_in, written_storages
@@ -227,4 +228,5 @@ def _joined(launches: Sequence[Instr]) -> Instr:
     first = launches[0]
     inputs = [var for launch in launches for var in vars_in(launch.args[0])]
     results = [var for launch in launches for var in launch.outputs()]
-    return Instr(first.op, (inputs, *first.args[1:]), first.kwargs, results, (), first.site, first.backward)
+    origin = Origin.of_all(launch.origin for launch in launches)
+    return replace(first, args=(inputs, *first.args[1:]), out=results, origin=origin)

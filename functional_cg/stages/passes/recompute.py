@@ -76,7 +76,7 @@ def keep_as_buffers(program: Program, *, large: int) -> None:
         if kept and made.storage in forward.needed.keys() - forward.written and made.spec.nbytes >= large:
             index += 1
             names[made] = replace(made, index=index)
-            out.append(Instr(KEPT, (made,), {}, names[made], (), instr.site))
+            out.append(replace(instr, op=KEPT, args=(made,), kwargs={}, out=names[made], writes=()))
     program.instrs = out
 
 
@@ -126,7 +126,8 @@ class _Fresh:
         calls = [_renamed(replace(instr, backward=True), self.names)]
         if var is self._forward.root[var.storage] and var.storage in self._in_memory and latest is not None:
             self.names[var] = self._fresh(var)
-            calls.append(Instr(LATER, (new, latest), {}, self.names[var], (), instr.site, backward=True))
+            wait = replace(calls[0], op=LATER, args=(new, latest), kwargs={}, out=self.names[var], writes=())
+            calls.append(wait)
         return calls
 
     def _fresh(self, var: Var) -> Var:

@@ -22,6 +22,7 @@ from ...transforms.taps import TAP, Taps
 from ...tree import Treedef
 from ..program import Program, Report, Var
 from .capture import Replay, copy_out
+from .ranges import in_a_range
 
 __all__ = ["MISS", "Bound", "Stats", "finisher", "output_builder", "recorder", "replayer"]
 
@@ -190,9 +191,10 @@ def replayer(
 
     No user code runs in it except signal handlers, so nothing else can ask for a turn that it holds.
     """
-    fresh = replay.fresh
+    fresh, on_gpu = replay.fresh, staging.arena.on_cuda
+    launch = in_a_range(replay, name) if on_gpu else replay
     # Static outputs mean that work is queued, if only on a simulated stream.
-    queued = staging.arena.on_cuda or not fresh
+    queued = on_gpu or not fresh
     joined = list(dict.fromkeys([*(b.arena for b in bound), staging.arena])) if queued else []
     positions = frozenset(b.position for b in bound)
     last = max(positions, default=-1)
@@ -203,7 +205,7 @@ def replayer(
             arena.join()
         if leaves:
             copy_in(leaves)
-        static = replay(before)
+        static = launch(before)
         stats.replays += 1
         tensors = static if fresh else copy_out(static)
         if taps is not None:

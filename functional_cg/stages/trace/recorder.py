@@ -22,7 +22,7 @@ from ... import tree as pytree
 from ...ambient.own_work import OwnWork, watching
 from ...ambient.setting import canonical, in_a_backward
 from ...errors import FunctionalCGError, HostSyncError
-from ...messages.source import Locator
+from ...messages.origins import Origins
 from ...nn.originals import Met, meeting
 from ...shards.reader import Reader
 from ...shards.tensor import Sharded
@@ -77,7 +77,7 @@ class _Recorder(TorchDispatchMode):
         self.rules = Rules(
             recipe.name, self._protected, self.met.fixed, recipe.function, on_a_mesh=self.mesh is not None
         )
-        self._locator = Locator()
+        self._origins = Origins(self.work)
         self.supposed = Supposed(self.program, recipe.value)
 
     def fake(self, spec: BufferSpec, owner: str) -> tuple[Tensor, Var]:
@@ -254,8 +254,9 @@ class _Recorder(TorchDispatchMode):
         named = {name: self._freeze(value) for name, value in kwargs.items()}
         writes = tuple(self._vars[id(tensor)] for tensor in written)
         # Built last: the result may be an argument that this call turns into a new variable.
-        born, at = self._born(out), self._locator.locate()
-        instr = Instr(func, frozen, named, born, writes, at, in_a_backward(), self.work.depth > 0)
+        born, line = self._born(out), self._origins.line()
+        inner, origin = bool(self.work.running), self._origins.here(line)
+        instr = Instr(func, frozen, named, born, writes, line, in_a_backward(), inner, origin)
         self.program.instrs.append(instr)
         if self._first is not None:
             refuse_another_call(self._first, self.program.instrs)
@@ -270,7 +271,7 @@ class _Recorder(TorchDispatchMode):
         with unset_fake_temporarily():
             self.program.constants.append(Constant(var, value.detach().clone(), f"literal {number}"))
             if self._first is not None:
-                refuse_another_literal(self._first, number, value, self._locator.locate())
+                refuse_another_literal(self._first, number, value, self._origins.line())
         return tensor
 
     def _folded(self, func: Any, args: Sequence[Any], out: Any) -> Constant | None:
@@ -284,7 +285,7 @@ class _Recorder(TorchDispatchMode):
             raise HostSyncError.of(
                 self.program.function,
                 f"copies a tensor that was computed on {source.device} to {out.device}.",
-                rows=[f"{func}, at {self._locator.locate()}"],
+                rows=[f"{func}, at {self._origins.line()}"],
                 why="Work on the host is not part of a graph.",
                 fix=f'create it on the device, `device="{out.device.type}"`.',
             )

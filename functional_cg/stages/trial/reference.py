@@ -127,7 +127,7 @@ class Reference:
         static = {var.storage for var in self._bound_vars()}
         sizes = {one: size for one, size in storage_bytes(self._instrs).items() if one not in static}
         beside = max(map(_copied, self._instrs), default=0)
-        peak, _ = peak_bytes(self._instrs, (), sizes)
+        peak = peak_bytes(self._instrs, (), sizes)
         if peak + beside <= room:
             return peak + beside
         for instrs in self._divided(room):

@@ -1,0 +1,1 @@
+"""Where the time and the memory of a step go, by module and by line; the public face is ``step.profile``."""

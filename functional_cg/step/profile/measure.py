@@ -1,0 +1,122 @@
+"""Profile a call: run it on copies of its values, and give each of its calls a name, a time and its bytes."""
+
+from __future__ import annotations
+
+import linecache
+import os
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Sequence
+from functools import partial
+
+import torch
+
+from ...call.signature import Call
+from ...call.staging import Staging
+from ...messages.source import Location
+from ...shards.peers import among, together
+from ...stages.plan import Buffers, Schedule, lower_aten
+from ...stages.program import Instr, Program
+from ..lowered import Lowered
+from ..memory import Peak, memory_analysis
+from .phases import phases
+from .result import Profile
+from .rows import ProfiledCall
+from .timing import times_of
+
+__all__ = ["profile_of"]
+
+_COPIES = "(copies)"
+_OPTIMIZER = "(optimizer)"
+_UNKNOWN = "(unknown)"
+_INPUTS, _STATE = "inputs", "new state"
+_FIXED = ("state", "inputs", "constants")
+
+
+def profile_of(call: Call, lowered: Lowered) -> Profile:
+    """Profile a call that fits a lowered step, on copies of the values of its states and inputs.
+
+    On several ranks, all of them have to profile the same call.
+
+    Raises:
+      RankError: If they do not.
+      CaptureError: On a GPU, if torch's profiler records no kernel.
+    """
+    program, device, mesh = lowered.program, call.device, lowered.mesh
+    together(mesh, call.function, f"profile `{call.function}`")
+    arenas = [state.arena.copy() for state in call.states]
+    slots = [
+        slot for s, arena in zip(call.states, arenas, strict=True) for slot in arena.slots[s.start : s.stop]
+    ]
+    staging = Staging(lowered.layout.specs, device)
+    copy_in = partial(staging.copy_in, call.live)
+    copy_in()
+    constants = [c.value.to(c.var.spec.device, copy=True) for c in program.constants]
+    buffers = Buffers(slots, staging.slots, constants)
+    plan = lower_aten(program, timed=True)
+    with among(mesh, call.function):
+        unchecked, where = lowered.reference.unchecked.slots, (device, call.function)
+        a_call, seconds = times_of(lowered.plan, plan, buffers, unchecked, copy_in, where)
+    calls = _named(program, plan.schedule, [_INPUTS, *plan.ticks], seconds)
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else str(device)
+    return Profile(call.function, name, lowered.plan.compiled, a_call, calls, _resident(program))
+
+
+def _named(
+    program: Program, schedule: Schedule, ticks: Sequence[Instr | str], seconds: Sequence[float]
+) -> tuple[ProfiledCall, ...]:
+    """Return the calls with their times; the copies of one kind are one, and calls that need no time are there."""
+    peak = Peak.of(program, schedule)
+    nbytes: Counter[Instr] = Counter()
+    for maker, size in peak.alive:
+        nbytes[maker] += size
+    times: dict[Instr | str, float] = defaultdict(float)
+    for of, took in zip(ticks, seconds, strict=True):
+        times[of] += took
+    instrs = [*schedule.head, *schedule.fused]
+    phase_of = phases(instrs)
+    names = _names_of(instr.origin.line for instr in instrs)
+    found = []
+    for instr in instrs:
+        line, phase = instr.origin.line, phase_of[instr]
+        module = instr.origin.module
+        if not module and instr.inner and phase == "update":
+            module = _OPTIMIZER
+        source = "" if line is None else linecache.getline(line.filename, line.line).strip()
+        found.append(
+            ProfiledCall(
+                instr.name,
+                module or (f"{line.function}()" if line is not None else _UNKNOWN),
+                names[line] if line is not None else _UNKNOWN,
+                source,
+                phase,
+                times[instr],
+                nbytes[instr],
+            )
+        )
+    for kind in dict.fromkeys(of for of in ticks if isinstance(of, str)):
+        phase = "update" if kind == _STATE else "forward"
+        staged = peak.staged if kind == _STATE else 0
+        found.append(ProfiledCall(f"copy {kind}", _COPIES, _COPIES, "", phase, times[kind], staged))
+    return tuple(found)
+
+
+def _names_of(lines: Iterable[Location | None]) -> dict[Location, str]:
+    """Return a name for each line; files of one name in different folders are told apart by the folder."""
+    known = {line for line in lines if line is not None}
+    files = Counter(str(line) for line in {(one.filename, one.line): one for one in known}.values())
+
+    def name(line: Location) -> str:
+        folder = os.path.basename(os.path.dirname(line.filename))
+        return str(line) if files[str(line)] == 1 else f"{folder}/{line}"
+
+    return {line: name(line) for line in known}
+
+
+def _resident(program: Program) -> dict[str, int]:
+    """Return bytes by part of the state, and those of inputs and constants."""
+    sizes = memory_analysis(program).sizes
+    roles = {name: nbytes for name, nbytes in sizes.items() if "." in name}
+    fixed = {name: sizes[name] for name in _FIXED}
+    if sum(roles.values()) == fixed["state"]:
+        fixed = {**roles, **{name: fixed[name] for name in _FIXED[1:]}}
+    return {name: nbytes for name, nbytes in fixed.items() if nbytes}

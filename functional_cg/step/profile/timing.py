@@ -1,0 +1,171 @@
+"""Time a plan on buffers of its own: as a whole, and call by call."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch.profiler import ProfilerActivity, profile, record_function
+
+from ...errors import CaptureError
+from ...stages.plan import AtenPlan, Buffers, ExecutionPlan, quiet
+from ...stages.run.capture import backend_for, scratch
+
+__all__ = ["device_seconds", "times_of"]
+
+Act = Callable[[], None]
+Where = tuple[torch.device, str]
+
+_RUNS = 7
+_RANGE = "functional_cg "
+
+
+class _HostClock:
+    """Reads the clock at each tick."""
+
+    def __init__(self) -> None:
+        self.read: list[float] = []
+
+    def __call__(self) -> None:
+        self.read.append(time.perf_counter())
+
+
+class _DeviceClock:
+    """Opens a range of torch's profiler at each tick.
+
+    Events on the stream would count the time in which the device waits for the host, too.
+    """
+
+    def __init__(self) -> None:
+        self.number = 0
+        self._open: Any = None
+
+    def __call__(self) -> None:
+        self.end()
+        self._open = record_function(f"{_RANGE}{self.number}")
+        self._open.__enter__()
+        self.number += 1
+
+    def end(self) -> None:
+        if self._open is not None:
+            self._open.__exit__(None, None, None)
+        self._open = None
+
+
+def times_of(
+    plan: ExecutionPlan,
+    timed: AtenPlan,
+    buffers: Buffers,
+    unchecked: Sequence[bool],
+    copy_in: Act,
+    where: Where,
+) -> tuple[float, list[float]]:
+    """Return the seconds of a replay, and those of its parts when they run one by one.
+
+    Both begin with the copies of the inputs. The buffers are written: each run is a step further.
+
+    Args:
+      plan: What the step runs; it is captured on the buffers.
+      timed: Its calls, a timed plan.
+      buffers: Slots, inputs and constants.
+      unchecked: Which slots may hold any value.
+      copy_in: Copies the inputs in.
+      where: The device, and the name of the user's function.
+    Returns:
+      (call, parts): the parts are the copies of the inputs, and those of the timed plan, in the order of its ticks.
+      Medians of several runs; on a GPU, a part is the mean time in which the device is busy with it.
+    Raises:
+      CaptureError: If torch's profiler sees no kernel on a GPU.
+    """
+    device, _ = where
+    with quiet():
+        replay = backend_for(device).capture(
+            plan, buffers, lambda: replace(buffers, slots=scratch(buffers.slots, unchecked))
+        )
+
+        def call() -> None:
+            copy_in()
+            replay(())
+
+        try:
+            if device.type == "cuda":
+                parts = _parts_on_device(timed, buffers, copy_in, where)
+                return statistics.median([_on_device(call, device) for _ in range(1 + _RUNS)][1:]), parts
+            return _on_host(timed, buffers, copy_in, call)
+        finally:
+            replay.close()
+
+
+def _on_host(timed: AtenPlan, buffers: Buffers, copy_in: Act, call: Act) -> tuple[float, list[float]]:
+    """Time calls and parts in turns, so that a busy moment of the machine slows both down."""
+    clock = _HostClock()
+    run = timed.bind(buffers, tick=clock)
+    calls, parts = [], []
+    for _ in range(1 + _RUNS):
+        clock.read = []
+        clock()
+        copy_in()
+        clock()
+        run(())
+        parts.append([end - start for start, end in pairwise(clock.read)])
+        start = time.perf_counter()
+        call()
+        calls.append(time.perf_counter() - start)
+    return statistics.median(calls[1:]), list(map(statistics.median, zip(*parts[1:], strict=True)))
+
+
+def _on_device(call: Act, device: torch.device) -> float:
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    stream = torch.cuda.current_stream(device)
+    start.record(stream)
+    call()
+    end.record(stream)
+    end.synchronize()
+    return float(start.elapsed_time(end)) / 1e3
+
+
+def _parts_on_device(timed: AtenPlan, buffers: Buffers, copy_in: Act, where: Where) -> list[float]:
+    device, function = where
+    clock = _DeviceClock()
+    run = timed.bind(buffers, tick=clock)
+
+    def once() -> None:
+        clock.number = 0
+        clock()
+        copy_in()
+        clock()
+        run(())
+        clock.end()
+        torch.cuda.synchronize(device)
+
+    once()
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
+        for _ in range(_RUNS):
+            once()
+    found = device_seconds(profiler.events() or ())
+    if not any(found.values()):
+        raise CaptureError.of(
+            function,
+            "torch's profiler has recorded no kernel; the state is unchanged.",
+            why="The times of kernels are those that it records.",
+            fix="end other profilers of this process, such as `nsys` or `ncu`, which take its place; "
+            "`functional_cg.report.step_times(step, state, batch)` times whole calls without it.",
+        )
+    return [found[number] / _RUNS for number in range(clock.number - 1)]
+
+
+def device_seconds(events: Sequence[Any]) -> dict[int, float]:
+    """Return the seconds that a device is busy in each range, by number, from the events of torch's profiler."""
+    found: dict[int, float] = defaultdict(float)
+    for event in events:
+        if (
+            event.name.startswith(_RANGE) and event.device_type.name == "CPU"
+        ):  # the device has ranges of that name
+            found[int(event.name.removeprefix(_RANGE))] += event.device_time_total / 1e6
+    return found
