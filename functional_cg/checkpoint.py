@@ -25,6 +25,7 @@ from . import tree as pytree
 from .ambient.modes import ordinary, without_gradients
 from .concurrency.turns import at_one_time
 from .errors import LayoutError
+from .messages.tracebacks import entry
 from .shards.tensor import Sharded
 from .state.arena import BufferSpec, refuse_unplaceable, unplaceable
 from .state.handle import Handle
@@ -36,6 +37,7 @@ __all__ = ["load", "load_state_dict", "names_of", "save", "state_dict"]
 T = TypeVar("T")
 
 
+@entry()
 def state_dict(state: Any) -> dict[str, Tensor]:
     """Copy the leaves of a state, of part of a state, or of a plain pytree to the host, under dotted names.
 
@@ -67,6 +69,7 @@ def state_dict(state: Any) -> dict[str, Tensor]:
     return dict(zip(names, at_one_time(turns_of(leaves), partial(_all_on_host, names, leaves)), strict=True))
 
 
+@entry("state = fcg.load_state_dict(state, values)")
 def load_state_dict(state: T, d: Mapping[str, Any]) -> T:
     """Write a flat dict, as returned by :func:`state_dict`, into a state; donates the handle.
 
@@ -100,6 +103,7 @@ def load_state_dict(state: T, d: Mapping[str, Any]) -> T:
     return _loaded(state, d, "fcg.load_state_dict")
 
 
+@entry()
 def save(path: str | os.PathLike[str], state: Any) -> None:
     """Write the leaves of a state to a safetensors file, all or nothing.
 
@@ -139,6 +143,7 @@ def save(path: str | os.PathLike[str], state: Any) -> None:
         raise OSError(error.errno, error.strerror, str(target)) from error
 
 
+@entry("state = fcg.load(path, state)")
 def load(path: str | os.PathLike[str], state: T) -> T:
     """Read a file written by :func:`save` into a state of the same layout; donates the handle.
 

@@ -14,6 +14,7 @@ from typing_extensions import TypeVar, dataclass_transform
 from . import tree as pytree
 from .ambient.own_work import hand_back, own_work
 from .errors import LayoutError
+from .messages.tracebacks import entry
 from .optim import GradientTransformation
 from .optim.algebra.arguments import refuse_without_rate
 from .optim.algebra.base import resting, step_or_update
@@ -73,6 +74,7 @@ class TrainState(_StateClass, Generic[Params]):
     optimizer: GradientTransformation = pytree.static()
 
     @classmethod
+    @entry("state = fcg.TrainState.create(params=params, optimizer=optimizer)")
     def create(
         cls,
         *,
@@ -131,6 +133,7 @@ class TrainState(_StateClass, Generic[Params]):
             )  # fmt: skip
         return handle  # type: ignore[no-any-return]
 
+    @entry("state = state.apply_gradients(grads)")
     def apply_gradients(self, grads: Params, /, **changes: Any) -> Self:
         """Return the state after one optimizer update: new params and opt_state, ``step`` plus one.
 

@@ -15,6 +15,7 @@ from .. import tree as pytree
 from ..ambient.own_work import own_work
 from ..ambient.setting import in_a_backward
 from ..errors import LayoutError
+from ..messages.tracebacks import entry
 from ..random.arguments import check_key
 from ..state.arena import BufferSpec, refuse_aliases
 from ..tensors.aten import is_batched, unwrapped
@@ -29,6 +30,7 @@ from .storage import storage_of
 __all__ = ["Apply", "from_module"]
 
 
+@entry("apply, params, buffers = fcg.from_module(model)")
 def from_module(module: nn.Module) -> tuple[Apply, dict[str, Tensor], dict[str, Tensor]]:
     """Turn a module's forward into a pure function and copy out its tensors.
 
@@ -139,6 +141,7 @@ class Apply:
             raise TypeError(f"apply.method: `{kind}.{name}` is no method, but a {type(found).__name__}")
         return replace(self, _method=name)
 
+    @entry("out, new_buffers = apply(params, buffers, x)")
     def __call__(
         self,
         params: Mapping[str, Tensor],

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from .. import tree as pytree
+from ..messages.tracebacks import entry
 from ..precision import Policy
 from ..shards.collectives import broadcast
 from ..shards.mesh import Mesh
@@ -90,6 +91,7 @@ class Zero:
         return pytree.map(torch.zeros_like, placed if self.stage == 1 else self.moved(placed))
 
 
+@entry("fcg.sharding.zero(mesh, stage=3)")
 def zero(
     mesh: Mesh,
     *,

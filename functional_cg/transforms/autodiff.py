@@ -17,6 +17,7 @@ from torch import Tensor
 
 from .. import tree as pytree
 from ..errors import CaptureError, LayoutError
+from ..messages.tracebacks import entry
 from ..random import fold_in
 from ..shards.reader import like_leaf, readers, variable_of, whole
 from ..shards.tensor import refuse_at_rest
@@ -44,6 +45,7 @@ def value_and_grad(
 def value_and_grad(
     fn: Callable[Concatenate[Params, P], Tensor], *, has_aux: Literal[False] = False
 ) -> Callable[Concatenate[Params, P], tuple[Tensor, Params]]: ...
+@entry("loss, grads = fcg.value_and_grad(loss_fn)(state.params, batch)")
 def value_and_grad(fn: Callable[..., Any], *, has_aux: bool = False) -> Callable[..., Any]:
     """Make a function that returns the value of ``fn`` and its gradient with respect to the first argument.
 
@@ -70,6 +72,7 @@ def value_and_grad(fn: Callable[..., Any], *, has_aux: bool = False) -> Callable
     """
     name = getattr(fn, "__name__", type(fn).__name__)
 
+    @entry(f"fcg.value_and_grad({name})(state.params, ...)")
     @wraps(fn)
     def wrapped(params: Any, *args: Any, **kwargs: Any) -> Any:
         _refuse_transforms(name)
@@ -117,6 +120,7 @@ def grad(
 def grad(
     fn: Callable[Concatenate[Params, P], Tensor], *, has_aux: Literal[False] = False
 ) -> Callable[Concatenate[Params, P], Params]: ...
+@entry("grads = fcg.grad(loss_fn)(state.params, batch)")
 def grad(fn: Callable[..., Any], *, has_aux: bool = False) -> Callable[..., Any]:
     """Like :func:`value_and_grad`, without the value: returns ``grads``, or ``(grads, aux)``.
 
@@ -223,6 +227,7 @@ def _refuse_vector(name: str, value: Any) -> None:
         )
 
 
+@entry()
 def microbatches(
     k: int, *, carry: str | None = None, dtype: torch.dtype | None = None
 ) -> Callable[[Callable[Concatenate[Params, P], Out]], Callable[Concatenate[Params, P], Out]]:

@@ -14,12 +14,14 @@ from torch import Tensor
 
 from .. import tree as pytree
 from ..errors import LayoutError
+from ..messages.tracebacks import entry
 from ..state.arena import BufferSpec
 from ..tree import path_string, structure_diff
 
 __all__ = ["cond", "scan"]
 
 
+@entry("fcg.cond(pred, lambda: a, lambda: b)")
 def cond(pred: Tensor, true_fn: Callable[..., Any], false_fn: Callable[..., Any], *operands: Any) -> Any:
     """Select ``true_fn(*operands)`` if ``pred`` is true, else ``false_fn(*operands)``; both branches run.
 
@@ -59,6 +61,7 @@ def cond(pred: Tensor, true_fn: Callable[..., Any], false_fn: Callable[..., Any]
     return pytree.map(lambda one, two: one if one is two else torch.where(pred, one, two), chosen, other)
 
 
+@entry("carry, ys = fcg.scan(lambda carry, x: (carry, y), init, xs)")
 def scan(
     fn: Callable[[Any, Any], tuple[Any, Any]],
     init: Any,
