@@ -15,9 +15,9 @@ from types import TracebackType
 from typing import Any, TypeVar, cast
 
 from ..ambient.setting import inside_a_step
-from .source import is_user_file
+from .source import raised_in
 
-__all__ = ["entry", "is_generated", "shorten"]
+__all__ = ["entry", "shorten"]
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -34,7 +34,7 @@ def shorten(error: BaseException) -> None:
     if os.environ.get("FCG_TRACEBACK") == "full" or inside_a_step():
         return
     for one in _chain(error):
-        one.__traceback__ = _of_user(one.__traceback__)
+        one.__traceback__ = _of_user(one)
     if _NOTE not in getattr(error, "__notes__", ()):
         error.add_note(_NOTE)
 
@@ -63,11 +63,6 @@ def entry(usage: str = "") -> Callable[[Function], Function]:
     return decorate
 
 
-def is_generated(filename: str) -> bool:
-    """Whether code called by a user's is generated, such as a dataclass's methods, and not the user's, too."""
-    return filename == "<string>"
-
-
 def _usage(function: Callable[..., Any]) -> str:
     room = function.__module__.split(".")[1]
     required = [
@@ -79,15 +74,9 @@ def _usage(function: Callable[..., Any]) -> str:
     return f"fcg.{f'{room}.' if room in _ROOMS else ''}{function.__name__}({', '.join(required)})"
 
 
-def _of_user(traceback: TracebackType | None) -> TracebackType | None:
-    kept: list[TracebackType] = []
-    while traceback is not None:
-        name = traceback.tb_frame.f_code.co_filename
-        if is_user_file(name) and not (kept and is_generated(name)):
-            kept.append(traceback)
-        traceback = traceback.tb_next
+def _of_user(error: BaseException) -> TracebackType | None:
     shown = None
-    for one in reversed(kept):
+    for one in reversed(raised_in(error)):
         shown = TracebackType(shown, one.tb_frame, one.tb_lasti, one.tb_lineno)
     return shown
 
@@ -106,7 +95,7 @@ def _chain(error: BaseException) -> Iterator[BaseException]:
         if one.__cause__ is not None:
             left.append(one.__cause__)
         elif one.__context__ is not None and not one.__suppress_context__:
-            if _of_user(one.__context__.__traceback__) is None:
+            if _of_user(one.__context__) is None:
                 one.__suppress_context__ = True
             else:
                 left.append(one.__context__)

@@ -390,7 +390,7 @@ def trace(recipe: Recipe, checkpoint: Callable[[], None] = lambda: None) -> tupl
         error.within(recipe.name, raised_at(error))
         raise
     except Exception as error:
-        raise mapped(recipe.name, dict(zip(recipe.input_names, recipe.inputs, strict=True)), error) from error
+        raise mapped(recipe, error) from error
     finally:
         randomness.restore_own()
         for run in runs:

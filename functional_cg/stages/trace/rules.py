@@ -24,7 +24,8 @@ from ...errors import (
     LayoutError,
     ReadOnlyError,
 )
-from ...messages.source import at_here, here, sync_spelling, user_frame
+from ...messages.libraries import copy_fix, keyed_fix, sync_fix
+from ...messages.source import at_here, here, user_frame
 from ...nn.refusals import registered_fix
 from ...state.arena import BufferSpec
 from ...state.boundary import sharding_fix
@@ -268,7 +269,7 @@ class Rules:
         """
         frame = user_frame()
         by_mask = "index" in str(call)
-        what, spelled = sync_spelling(frame, by_mask=by_mask) if frame is not None else ("", "")
+        what, spelled = sync_fix(frame, by_mask=by_mask) if frame is not None else ("", "")
         fix = fix or spelled
         if inputs:
             names = " and ".join(f"`{name}`" for name in inputs)
@@ -285,7 +286,8 @@ class Rules:
             "draws random numbers from a generator that is not in the state.",
             rows=[f"{func}{at_here()}"],
             why="Replay would draw from a generator that nobody manages, or the same numbers each time.",
-            fix="draw from a key: `key = fcg.random.fold_in(state.key, state.step)`, then "
+            fix=keyed_fix(user_frame())
+            or "draw from a key: `key = fcg.random.fold_in(state.key, state.step)`, then "
             "`fcg.random.dropout(key, x, p)`, `normal`, `uniform`, `bernoulli`, ...",
         )
 
@@ -297,6 +299,7 @@ class Rules:
             why="A step is a pure function: warm-up and replay would see different values than the eager run.",
             fix=(registered_fix(owner) if any(owner == name for name, _ in self._fixed.values()) else "")
             or module_fix(tensor)
+            or copy_fix(user_frame(), owner)
             or "compute a new tensor (`x = x + noise`) and return it in the new state.",
         )
 
