@@ -188,7 +188,10 @@ def _of_torch(path: str | os.PathLike[str]) -> bool:
 
 def _loaded(state: T, d: Mapping[str, Any], function: str, where: str = "") -> T:
     if not isinstance(d, Mapping):
-        raise TypeError(f"{function}: expected a dict of names and tensors, got {type(d).__name__}")
+        raise TypeError(
+            f"{function}: expected a dict of names and tensors, got {type(d).__name__}.\n"
+            f"To fix: `state = {function}(state, values)`, the state first."
+        )
     _refuse_part(state, function)
     leaves, treedef = _opened(state)
     values = {name: owned(as_tensor(value)) for name, value in d.items()}

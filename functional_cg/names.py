@@ -67,6 +67,7 @@ _HERE = _table("""
     tree_at | `fcg.tree.at(lambda s: s.params["w"], state, value)`
     Module Linear Conv1d Conv2d Dropout LayerNorm BatchNorm1d BatchNorm2d Embedding Sequential Parameter | `torch.nn.NAME`, and `apply, params, buffers = fcg.from_module(model)`
     print | `fcg.debug_print("loss {}", loss)`
+    testing report bench examples | `import functional_cg.NAME`
     save_checkpoint | `fcg.save(path, state)`
     restore_checkpoint load_checkpoint | `state = fcg.load(path, state)`
 """)  # noqa: E501

@@ -53,7 +53,17 @@ def fix_of(error: BaseException) -> str:
     entries = [one for one in raised_in(error) if not is_installed(one.tb_frame.f_code.co_filename)]
     site = Site.of(entries[-1].tb_frame, entries[-1].tb_lasti, by_mask=False) if entries else None
     if site is not None:
-        for cause in (_missing_key, _uncalled, _three_of_aux, _still_a_pair, _attribute, _no_gpu):
+        for cause in (
+            _missing_key,
+            _uncalled,
+            _three_of_aux,
+            _still_a_pair,
+            _attribute,
+            _optimizer,
+            _no_name,
+            _elsewhere,
+            _no_gpu,
+        ):
             if fix := cause(site, error):
                 return fix
     return _shapes(site, error)
@@ -82,9 +92,9 @@ def _missing_key(site: Site, error: BaseException) -> str:
     if not isinstance(held, Mapping):
         return ""
     keys = [repr(one) for one in held]
-    close = difflib.get_close_matches(repr(error.args[0]), keys, 1)
+    close = difflib.get_close_matches(str(error.args[0]), [one for one in held if isinstance(one, str)], 1)
     if close:
-        return f"did you mean `{name}[{close[0]}]` by `{name}[{key}]`?"
+        return f"did you mean `{name}[{close[0]!r}]` by `{name}[{key}]`?"
     return (
         f"`{name}` has the keys {', '.join(keys) or 'none'}: read one of them, or pass `{name}[{key}]`, too"
     )
@@ -174,6 +184,34 @@ def _attribute(site: Site, error: BaseException) -> str:
     return f"a tensor has no `{error.name}`; functions of torch take it, `torch.name({x})`"
 
 
+def _optimizer(site: Site, error: BaseException) -> str:
+    """A method of an optimizer, called as one of torch is."""
+    match site.node:
+        case ast.Call(func=ast.Attribute(value=owner)) if isinstance(error, TypeError):
+            if type(site.value(owner)).__module__.startswith("functional_cg.optim"):
+                return "`state = state.apply_gradients(grads)`"
+    return ""
+
+
+def _no_name(site: Site, error: BaseException) -> str:
+    if not isinstance(error, NameError) or not error.name:
+        return ""
+    known = [*site.frame.f_locals, *site.frame.f_globals]
+    if close := difflib.get_close_matches(error.name, known, 1):
+        return f"did you mean `{close[0]}` by `{error.name}`?"
+    return f"define `{error.name}`, or pass it as an input"
+
+
+def _elsewhere(site: Site, error: BaseException) -> str:
+    """What torch says of objects of this package, or of ranks."""
+    text = str(error)
+    if "TrainState'" in text or "Handle'" in text:
+        return "pass the parameters, `state.params`"
+    if "process group" in text and "init" in text:
+        return "`fcg.sharding.mean(x)` in place of `all_reduce`, of a state with `sharding=fcg.sharding.zero(mesh)`"
+    return ""
+
+
 def _no_gpu(site: Site, error: BaseException) -> str:
     if torch.cuda.is_available() or not isinstance(error, RuntimeError | AssertionError):
         return ""
@@ -197,14 +235,9 @@ def _shapes(site: Site | None, error: BaseException) -> str:
         return f"{where} was given {_shown(given)}" + (
             f": make it `{fits}`" if fits else ": give it what it takes"
         )
-    shown = list(
-        dict.fromkeys(
-            f"`{name}` {_shown(value)}" for name, value in _values(site) if isinstance(value, Tensor)
-        )
-    )
-    if not shown:
-        return ""
-    return f"make the shapes fit: {' and '.join(shown)}"
+    tensors = {name: value for name, value in _values(site) if isinstance(value, Tensor)}
+    shown = " and ".join(f"`{name}` is {_shown(value)}" for name, value in tensors.items())
+    return f"make the shapes fit: {shown}" if shown else ""
 
 
 def _shown(tensor: Tensor) -> str:
@@ -232,14 +265,8 @@ def _module_in(error: BaseException) -> tuple[str, nn.Module, Tensor] | None:
     if not modules or not type(modules[-1][0]).__module__.startswith("torch."):
         return None
     part, code, values = modules[-1]
-    given = next(
-        (
-            values[name]
-            for name in code.co_varnames[1 : code.co_argcount]
-            if isinstance(values.get(name), Tensor)
-        ),
-        None,
-    )
+    arguments = [values.get(name) for name in code.co_varnames[1 : code.co_argcount]]
+    given = next((one for one in arguments if isinstance(one, Tensor)), None)
     path = next((path for path, one in modules[0][0].named_modules() if one is part), "")
     return None if given is None else (path, part, given)
 

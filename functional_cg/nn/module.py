@@ -69,7 +69,11 @@ def from_module(module: nn.Module) -> tuple[Apply, dict[str, Tensor], dict[str, 
       <All keys matched successfully>
     """
     if not isinstance(module, nn.Module):
-        raise TypeError(f"from_module: expected a torch.nn.Module, got {type(module).__name__}")
+        named = f"`{module.__name__}`, a class" if isinstance(module, type) else type(module).__name__
+        raise TypeError(
+            f"from_module: expected a torch.nn.Module, got {named}.\n"
+            f"To fix: make one, `fcg.from_module({getattr(module, '__name__', 'Model')}(...))`."
+        )
     refuse_impure(module)
     params = {name: p for name, p in module.named_parameters() if p.requires_grad}
     buffers = dict(module.named_buffers())
@@ -303,7 +307,8 @@ class Apply:
                 type(self._template).__name__,
                 "is applied to tensors that are not its own.",
                 rows=rows,
-                fix="pass `params` and `buffers` with the names and shapes that `from_module` returned.",
+                why="Both are what `from_module` returned for this module, or what became of it.",
+                fix="`out, new_buffers = apply(params, buffers, x)`, with these names and shapes, params first.",
             )
 
 

@@ -56,6 +56,11 @@ def cond(pred: Tensor, true_fn: Callable[..., Any], false_fn: Callable[..., Any]
         raise TypeError(
             f"cond: `pred` has to be a tensor of dtype bool and shape [], got {got}; a condition of Python is an `if`"
         )
+    if not callable(true_fn) or not callable(false_fn):
+        raise TypeError(
+            "cond: the branches have to be functions, of which one is selected.\n"
+            "To fix: `fcg.cond(pred, lambda: a, lambda: b)`; of two tensors, `torch.where(pred, a, b)`."
+        )
     chosen, other = true_fn(*operands), false_fn(*operands)
     _refuse_unlike("cond", "false_fn", chosen, "true_fn", other)
     return pytree.map(lambda one, two: one if one is two else torch.where(pred, one, two), chosen, other)

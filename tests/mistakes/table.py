@@ -6,13 +6,17 @@ says. Both run after `PRELUDE`, which is what such a program usually begins with
 
 from __future__ import annotations
 
+import contextlib
+import io
 import linecache
+import logging
 import re
+import warnings
 from dataclasses import dataclass
 from pathlib import Path
 
 FOLDER = Path(__file__).parent
-PRELUDE = '''
+PRELUDE = """
 import logging
 import numpy as np
 import torch
@@ -35,7 +39,8 @@ def loss_fn(params, batch):
 def train_step(state, batch):
     loss, grads = fcg.value_and_grad(loss_fn)(state.params, batch)
     return state.apply_gradients(grads), {"loss": loss}
-'''
+"""
+_WORD = re.compile(r"[A-Za-z_]\w*|\d[\w.-]*")
 _ROW = re.compile(r"### ([^\n]+)\n+```diff\n(.*?)```\n((?:\n?>.*\n)*)", re.DOTALL)
 
 
@@ -67,13 +72,32 @@ class Row:
         name = f"/home/user/{self.page}.py"
         source = self.program(sign)
         linecache.cache[name] = (len(source), None, source.splitlines(keepends=True), name)
-        exec(compile(source, name, "exec"), {"__name__": "program"})
+        exec(compile(source, name, "exec"), {"__name__": "__main__"})
 
-    @property
-    def mistaken(self) -> set[int]:
-        """Numbers of the lines that are the mistake."""
-        first = PRELUDE.count("\n") + 1
-        return {first + i for i, line in enumerate(self.lines) if line[:1] == "-"}
+    def advice_taken(self, text: str) -> bool:
+        """Whether what the fixed program adds is what the advice names, or the advice is to leave something out."""
+        advice = text.partition("To fix: ")[2].partition("\nDocs:")[0] or text
+        added, removed = (
+            {word for line in self.lines if line[:1] == sign for word in _WORD.findall(line)} for sign in "+-"
+        )
+        return not added - removed or bool((added - removed) & set(_WORD.findall(advice)))
+
+
+def message_of(row: Row, sign: str) -> str:
+    """Run a program of a row and return its error, or else its warnings, each with its class; "" without any."""
+    shown, said = io.StringIO(), []
+    handler = logging.StreamHandler(shown)
+    logging.getLogger("functional_cg").addHandler(handler)
+    try:
+        with warnings.catch_warnings(record=True) as caught, contextlib.redirect_stdout(io.StringIO()):
+            warnings.simplefilter("always")
+            row.run(sign)
+        said += [f"{one.category.__name__}: {one.message}" for one in caught[:1]]
+    except Exception as error:
+        said.append(f"{type(error).__name__}: {error}")
+    finally:
+        logging.getLogger("functional_cg").removeHandler(handler)
+    return "\n".join([*said, *(f"warning: {line}" for line in shown.getvalue().splitlines())])
 
 
 def rows() -> list[Row]:

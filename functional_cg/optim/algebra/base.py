@@ -15,7 +15,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Self
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -23,9 +23,9 @@ from torch import Tensor
 from functional_cg import tree
 from functional_cg.errors import LayoutError
 from functional_cg.optim.algebra.arguments import in_range as in_range
+from functional_cg.optim.algebra.arguments import no_such_attribute, refuse_missing, refuse_unknown
 from functional_cg.optim.algebra.arguments import positive as positive
 from functional_cg.optim.algebra.arguments import rate_in_range as rate_in_range
-from functional_cg.optim.algebra.arguments import refuse_unknown
 from functional_cg.optim.algebra.arguments import require as require
 from functional_cg.optim.algebra.fitting import in_dtypes_of, owners_by_path
 
@@ -59,7 +59,13 @@ class GradientTransformation(ABC):
 
     def __new__(cls, *args: Any, **options: Any) -> Self:
         refuse_unknown(cls, options)
+        refuse_missing(cls, args, options)
         return super().__new__(cls)
+
+    if not TYPE_CHECKING:  # a type checker would let any name pass
+
+        def __getattr__(self, name: str) -> Any:
+            raise no_such_attribute(self, name)
 
     @abstractmethod
     def init(self, params: Params) -> OptState:

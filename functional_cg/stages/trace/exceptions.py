@@ -82,7 +82,9 @@ def _ended(text: str) -> str:
 def _is_swapped(recipe: Recipe, error: AttributeError | KeyError) -> bool:
     """Whether a state is asked for what another argument, also a state, has."""
     asked = f".{error.name}" if isinstance(error, AttributeError) else f"[{error.args[0]!r}]"
-    first, *others = ({str(key) for key in state.treedef.keys} for state in recipe.states or ())
+    if not recipe.states:
+        return False
+    first, *others = ({str(key) for key in state.treedef.keys} for state in recipe.states)
     return asked not in first and any(asked in other for other in others)
 
 

@@ -149,8 +149,8 @@ class _Recorder(TorchDispatchMode):
             raise
 
     def _dispatch(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if func is torch.ops.prim.device.default:
-            return func(*args, **kwargs)  # a query, not a computation
+        if self.rules.is_query(func):
+            return func(*args, **kwargs)
         self._checkpoint()
         if func in REPORTS:
             self.program.reports.append(Report(func, tuple(args[:-1]), tuple(self._freeze(list(args[-1])))))

@@ -86,6 +86,15 @@ def _in_a_debugger(frame: FrameType | None) -> bool:
     return False
 
 
+def _torch_optimizer(frame: FrameType | None) -> str:
+    """Return the class of the optimizer of torch whose step is running, "" if none is."""
+    while frame is not None and frame.f_code.co_name != "_run":
+        if isinstance(owner := frame.f_locals.get("self"), torch.optim.Optimizer):
+            return type(owner).__name__
+        frame = frame.f_back
+    return ""
+
+
 def host_sync(function: str, reason: str, row: str, fix: str) -> HostSyncError:
     """Return the error for a value needed on the host; ``fix`` may be empty, then the general fix is given."""
     return HostSyncError.of(
@@ -157,6 +166,18 @@ class Rules:
             if owner is not None:
                 raise self._mutation(func, owner, tensor)
         return written
+
+    def is_query(self, func: Any) -> bool:
+        """Whether an op computes nothing: it asks for a device, or names a block for a profiler."""
+        if func.namespace == "profiler" and (optimizer := _torch_optimizer(sys._getframe())):
+            raise CaptureError.of(
+                self._function,
+                f"calls `step()` of an optimizer of torch, {optimizer}{at_here()}.",
+                why="It writes into parameters of a module, which are not the state's.",
+                fix=f"`state = state.apply_gradients(grads)`, of a state with `optimizer=fcg.optim.from_torch("
+                f"torch.optim.{optimizer}, lr=...)`, or with an optimizer of `fcg.optim`.",
+            )
+        return func is torch.ops.prim.device.default or func.namespace == "profiler"
 
     def needs_host(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
         """Return why an op needs values on the host; "" if it does not."""
@@ -366,6 +387,33 @@ def refuse_new_state(
             "returns a new state that is unlike the old one.",
             rows=rows,
             why="The new state is written into the slots of the old one.",
-            fix=(sharding_fix(old, new) if old_def == new_def else "")
+            fix=(sharding_fix(old, new) if old_def == new_def else _structure_fix(old_def, new_def))
+            or _dtype_fix(old_def, old, new_def, new)
             or "return each leaf with its old shape, dtype and device; results of another kind belong in `metrics`.",
         )
+
+
+def _structure_fix(old: Treedef, new: Treedef) -> str:
+    if new.is_leaf and not old.is_leaf:
+        return "the state comes first, `return state, metrics`."
+    part = next((str(key) for key, child in zip(old.keys, old.children, strict=True) if child == new), "")
+    if part:
+        name = part.strip(".[]'")
+        return f"return the whole state, `state.replace({name}=...)`."
+    more = [str(key) for key in new.keys if key not in old.keys] if new.kind is old.kind else []
+    return (
+        f"`state{more[0]}` has to be there before the first call; or return it in `metrics`." if more else ""
+    )
+
+
+def _dtype_fix(old_def: Treedef, old: Sequence[BufferSpec], new_def: Treedef, new: Sequence[Any]) -> str:
+    if old_def != new_def:
+        return ""
+    for path, spec, leaf in zip(old_def.paths(), old, new, strict=True):
+        if isinstance(leaf, Tensor) and leaf.dtype != spec.dtype and leaf.shape == spec.shape:
+            name = path_string(path, "state")
+            return (
+                f"begin with it in {leaf.dtype}, before the first call; or return `.to({spec.dtype})` as `{name}`; "
+                "results of another kind belong in `metrics`."
+            )
+    return ""
