@@ -186,6 +186,15 @@ def _of_torch(path: str | os.PathLike[str]) -> bool:
         return file.read(4).startswith((b"PK\x03\x04", b"\x80\x02"))
 
 
+def _part_fix(slots: Mapping[str, Any], values: Mapping[str, Any]) -> str:
+    """Return the fix for values that are those of a field, such as the parameters; "" for others."""
+    fields = dict.fromkeys(name.partition(".")[0] for name in slots if "." in name)
+    for field in fields:
+        if set(values) == {name.partition(".")[2] for name in slots if name.startswith(f"{field}.")}:
+            return f"these are the names of one field: `state = state.replace({field}=dict(values))`."
+    return ""
+
+
 def _loaded(state: T, d: Mapping[str, Any], function: str, where: str = "") -> T:
     if not isinstance(d, Mapping):
         raise TypeError(
@@ -203,7 +212,8 @@ def _loaded(state: T, d: Mapping[str, Any], function: str, where: str = "") -> T
             f"{function}: the values{where} do not fit `state`, which is unchanged.",
             rows=rows,
             why="Each name has one slot, of a fixed shape and dtype.",
-            fix="create the state as it was when the values were saved (model, optimizer, fields), or rename and "
+            fix=_part_fix(slots, values)
+            or "create the state as it was when the values were saved (model, optimizer, fields), or rename and "
             "convert the values first; nothing is broadcast and nothing is cast.",
         )
     ordered = [values[name] for name in slots]

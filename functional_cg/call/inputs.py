@@ -225,6 +225,8 @@ def _array_fix(name: str, value: Any) -> str:
     if getattr(dtype, "names", None):
         return f"pass its fields, `{{field: {name}[field] for field in {name}.dtype.names}}`."
     kind = getattr(dtype, "kind", "")
+    if kind == "O" and all(isinstance(one, numbers.Real) for one in value.flat):
+        return f'pass `{name}.astype("float32")`.'
     if kind in ("U", "S", "O"):
         return f"pass numbers that stand for them, `numpy.unique({name}, return_inverse=True)[1]`."
     if kind in ("m", "M"):

@@ -197,7 +197,7 @@ def _no_name(site: Site, error: BaseException) -> str:
     if not isinstance(error, NameError) or not error.name:
         return ""
     known = [*site.frame.f_locals, *site.frame.f_globals]
-    if close := difflib.get_close_matches(error.name, known, 1):
+    if close := difflib.get_close_matches(error.name, known, 1, 0.8):
         return f"did you mean `{close[0]}` by `{error.name}`?"
     return f"define `{error.name}`, or pass it as an input"
 

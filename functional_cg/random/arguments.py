@@ -45,7 +45,7 @@ def check_key(key: object) -> None:
         )
     if key.dtype != torch.int64 or key.shape != (2,):
         rows = [f"key  expected int64[2]   got {describe(key)}"]
-        fix = "pass one key, from `key(seed)`, or one row of `split(key, n)`."
+        fix = "pass one key, from `key(seed)`, or one row of `split(key, n)`, `keys[0]`."
         raise LayoutError.of("", "this is not a random key.", rows=rows, fix=fix)
 
 
@@ -61,11 +61,11 @@ def check_operand(name: str, value: object, key: Tensor) -> None:
 def check_integer(name: str, value: object, low: int, high: int) -> None:
     # Refuse a tensor before comparing it: the comparison would read it on the host.
     if not isinstance(value, int):
-        fix = (
-            ".\nTo fix: a number on the device goes into `fcg.random.fold_in(key, number)`."
-            if isinstance(value, Tensor)
-            else "."
-        )
+        fix = "."
+        if isinstance(value, Tensor):
+            fix = ".\nTo fix: a number on the device goes into `fcg.random.fold_in(key, number)`."
+        elif isinstance(value, float):
+            fix = f".\nTo fix: a whole number, such as `{int(value)}`."
         raise TypeError(f"`{name}`: expected a Python int, got {describe(value)}{fix}")
     if not low <= value <= high:
         raise ValueError(f"`{name}`: expected an integer from {low} to {high}, got {value}.")

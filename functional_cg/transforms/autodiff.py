@@ -212,7 +212,8 @@ def _refuse_undifferentiable(name: str, treedef: pytree.Treedef, flat: Sequence[
             name,
             "the first argument of `value_and_grad` has leaves that cannot be differentiated.",
             rows=rows,
-            fix="pass only the trained tensors first, and the rest as further arguments.",
+            fix="pass only the trained tensors first, `fcg.value_and_grad(loss_fn)(state.params, batch)`, and the rest "
+            "as further arguments.",
         )
 
 
@@ -366,8 +367,15 @@ def _refuse_uneven(name: str, treedef: pytree.Treedef, flat: Sequence[Any], k: i
             name,
             f"the batch cannot be cut into {k} equal micro-batches.",
             rows=rows,
-            fix="pad or drop the rest, or pass what has no batch dimension as a further argument.",
+            fix=_divisor(flat, k)
+            + "pad or drop the rest, or pass what has no batch dimension as a further argument.",
         )
+
+
+def _divisor(flat: Sequence[Any], k: int) -> str:
+    sizes = {leaf.shape[0] for leaf in flat if isinstance(leaf, Tensor) and leaf.dim()}
+    fits = next((n for n in range(k, 1, -1) if sizes and not any(size % n for size in sizes)), 0)
+    return f"`microbatches({fits})`; or " if fits else ""
 
 
 def _refuse_objects(name: str, out: Any) -> None:

@@ -41,7 +41,7 @@ def train_step(state, batch):
     return state.apply_gradients(grads), {"loss": loss}
 """
 _WORD = re.compile(r"[A-Za-z_]\w*|\d[\w.-]*")
-_ROW = re.compile(r"### ([^\n]+)\n+```diff\n(.*?)```\n((?:\n?>.*\n)*)", re.DOTALL)
+_ROW = re.compile(r"### ([^\n]+)\n+```diff\n(.*?)```\n((?:\n?>[^\n]*\n)*)", re.DOTALL)
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import numbers
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from types import MappingProxyType
 from typing import Any
 
@@ -162,10 +162,13 @@ def rate_in_range(name: str, value: object) -> None:
     if callable(value):
         return
     if not isinstance(value, (numbers.Real, Tensor)):
-        fix = "a schedule of torch has its like in `fcg.optim`" if hasattr(value, "step") else "`1e-3`"
+        fix = "`1e-3`, or `fcg.optim.warmup_cosine(1e-3, 100, 1000)`"
+        if isinstance(value, list):
+            fix = "groups are `fcg.optim.partition(transformations, fcg.optim.by_name(patterns, default=label))`"
+        elif isinstance(value, Iterator):
+            fix = "the rate comes first; parameters go to `fcg.TrainState.create(params=params, optimizer=optimizer)`"
         raise TypeError(
-            f"{name} must be a number, a tensor or a schedule, got {type(value).__name__}.\nTo fix: {fix}, such as "
-            "`fcg.optim.warmup_cosine(1e-3, 100, 1000)`."
+            f"{name} must be a number, a tensor or a schedule, got {type(value).__name__}.\nTo fix: {fix}."
         )
     in_range(name, value)
 

@@ -226,8 +226,13 @@ def step_or_update(
     """
     if tx.step is not None:
         return tx.step(grads, state, params)
-    updates, state = tx.update(in_dtypes_of(params, grads), state, params)
-    return apply_updates(params, updates), state
+    made = tx.update(in_dtypes_of(params, grads), state, params)
+    if not isinstance(made, tuple) or len(made) != 2:
+        raise TypeError(
+            f"{type(tx).__name__}.update: expected a pair of updates and state, got {type(made).__name__}.\n"
+            "To fix: `return updates, state`."
+        )
+    return apply_updates(params, made[0]), made[1]
 
 
 def resting(tx: GradientTransformation, state: OptState, params: Params, positions: set[int]) -> list[bool]:

@@ -5,6 +5,7 @@ The recorder applies them as ops arrive. They live here so that they can be read
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -28,13 +29,12 @@ from ...messages.libraries import copy_fix, keyed_fix, sync_fix
 from ...messages.source import at_here, here, user_frame
 from ...nn.refusals import registered_fix
 from ...state.arena import BufferSpec
-from ...state.boundary import sharding_fix
 from ...tensors.aten import argument, can_draw, sync_reason, tensors_in, written_arguments
-from ...tree import Treedef, opened, path_string, structure_diff
+from ...tree import opened
 from .naming import way_to
 from .owners import module_fix, owned_fix, owns, read_fix
 
-__all__ = ["MIXED_DTYPES", "Rules", "host_sync", "refuse_mixed_dtypes", "refuse_new_state"]
+__all__ = ["MIXED_DTYPES", "Rules", "host_sync", "refuse_mixed_dtypes"]
 
 _WRITE_FIX = "return the new value in `metrics` or in the new state, and write it in the loop."
 
@@ -321,7 +321,8 @@ class Rules:
             fix=(registered_fix(owner) if any(owner == name for name, _ in self._fixed.values()) else "")
             or module_fix(tensor)
             or copy_fix(user_frame(), owner)
-            or "compute a new tensor (`x = x + noise`) and return it in the new state.",
+            or "compute a new tensor (`x = x + noise`) and return it in the new state"
+            + (f", `state.replace({field}=...)`." if (field := _field(owner)) else "."),
         )
 
     def _check_move(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
@@ -365,55 +366,7 @@ def refuse_mixed_dtypes(func: Any, tensors: Sequence[Tensor]) -> None:
         raise RuntimeError(f"{MIXED_DTYPES}, got {found}")
 
 
-def refuse_new_state(
-    function: str, old_def: Treedef, old: Sequence[BufferSpec], new_def: Treedef, new: Sequence[Any]
-) -> None:
-    """Raise if the new state differs from the old one in structure, shape, dtype or device.
-
-    Raises:
-      LayoutError: Listing all differences.
-    """
-    rows = structure_diff(old_def, new_def, "state")
-    if not rows:
-        for path, spec, leaf in zip(old_def.paths(), old, new, strict=True):
-            got = BufferSpec.of(leaf) if isinstance(leaf, Tensor) else None
-            if got is None or not spec.same_layout(got):
-                rows.append(
-                    f"{path_string(path, 'state')}  expected {spec}   got {got or type(leaf).__name__}"
-                )
-    if rows:
-        raise LayoutError.of(
-            function,
-            "returns a new state that is unlike the old one.",
-            rows=rows,
-            why="The new state is written into the slots of the old one.",
-            fix=(sharding_fix(old, new) if old_def == new_def else _structure_fix(old_def, new_def))
-            or _dtype_fix(old_def, old, new_def, new)
-            or "return each leaf with its old shape, dtype and device; results of another kind belong in `metrics`.",
-        )
-
-
-def _structure_fix(old: Treedef, new: Treedef) -> str:
-    if new.is_leaf and not old.is_leaf:
-        return "the state comes first, `return state, metrics`."
-    part = next((str(key) for key, child in zip(old.keys, old.children, strict=True) if child == new), "")
-    if part:
-        name = part.strip(".[]'")
-        return f"return the whole state, `state.replace({name}=...)`."
-    more = [str(key) for key in new.keys if key not in old.keys] if new.kind is old.kind else []
-    return (
-        f"`state{more[0]}` has to be there before the first call; or return it in `metrics`." if more else ""
-    )
-
-
-def _dtype_fix(old_def: Treedef, old: Sequence[BufferSpec], new_def: Treedef, new: Sequence[Any]) -> str:
-    if old_def != new_def:
-        return ""
-    for path, spec, leaf in zip(old_def.paths(), old, new, strict=True):
-        if isinstance(leaf, Tensor) and leaf.dtype != spec.dtype and leaf.shape == spec.shape:
-            name = path_string(path, "state")
-            return (
-                f"begin with it in {leaf.dtype}, before the first call; or return `.to({spec.dtype})` as `{name}`; "
-                "results of another kind belong in `metrics`."
-            )
-    return ""
+def _field(owner: str) -> str:
+    """Return the field that a leaf of a state is in, as ``params`` of ``state.params['w']``; "" in other trees."""
+    found = re.match(r"\w+\.(\w+)", owner)
+    return found[1] if found else ""
