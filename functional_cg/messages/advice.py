@@ -14,6 +14,7 @@ __all__ = [
     "INDEX",
     "LOG",
     "OR_OUTSIDE",
+    "SHOWS",
     "TABLE",
 ]
 
@@ -23,6 +24,7 @@ ADDRESS = (  # Triton asks for addresses when it launches a kernel.
     "leave addresses to kernels: launch one of Triton's in an op, `@torch.library.triton_op(name, mutates_args=())`, "
     "as `torch.library.wrap_triton(kernel)[grid](...)`, and one of any other kind in a `torch.library.custom_op`"
 )
+SHOWS = "fcg.debug_print"
 LOG = "`fcg.debug_print('{{}}', {x})` prints at each call; `step.eager(...)` runs once with real numbers"
 
 

@@ -231,9 +231,11 @@ def _shapes(site: Site | None, error: BaseException) -> str:
     if module is not None:
         path, part, given = module
         where = f"`{path}`, {part!r}," if path else f"{part!r}"
-        fits = _fitting(part, given)
+        entries = raised_in(error)
+        own = entries and not is_installed(entries[-1].tb_frame.f_code.co_filename)
+        fits = _fitting(part, given) if own else ""
         return f"{where} was given {_shown(given)}" + (
-            f": make it `{fits}`" if fits else ": give it what it takes"
+            f": make it `{fits}`" if fits else f": {_wanted(part)}"
         )
     tensors = {name: value for name, value in _values(site) if isinstance(value, Tensor)}
     shown = " and ".join(f"`{name}` is {_shown(value)}" for name, value in tensors.items())
@@ -250,6 +252,14 @@ def _fitting(part: nn.Module, given: Tensor) -> str:
     if isinstance(part, nn.Conv1d | nn.Conv2d | nn.Conv3d) and given.ndim > 1:
         return f"nn.{type(part).__name__}({given.shape[1]}, {part.out_channels}, {part.kernel_size})"
     return ""
+
+
+def _wanted(part: nn.Module) -> str:
+    if isinstance(part, nn.Linear):
+        return f"pass an input whose last dimension is {part.in_features}"
+    if isinstance(part, nn.Conv1d | nn.Conv2d | nn.Conv3d):
+        return f"pass an input of {part.in_channels} channels, [batch, channels, ...]"
+    return "pass an input of the shape that it takes"
 
 
 def _module_in(error: BaseException) -> tuple[str, nn.Module, Tensor] | None:

@@ -6,6 +6,9 @@ import ast
 from collections.abc import Sequence
 from types import FrameType
 
+import torch
+
+from .advice import SHOWS
 from .code_reading import Site, sync_spelling, text_of
 from .source import is_installed, own_frame
 
@@ -24,11 +27,16 @@ def sync_fix(frame: FrameType, own: FrameType | None = None, *, by_mask: bool = 
     call = _call(frame, own)
     if call is None:
         return what, fix
+    asked = _asked_to_show(own or own_frame(frame))
+    if asked is not None:
+        return asked
     library, owner = _named(frame)
     if "self" in frame.f_locals:
         there = f"in a class of your own that inherits from `{owner.partition('.')[0]}`, override `{owner}`: {fix}"
     else:
         there = f"in a function of your own in place of `{owner}`: {fix}"
+    if isinstance(frame.f_locals.get("self"), torch.nn.Module):  # what it returns is to be differentiated
+        return what, f"the line belongs to `{library}`: {there}"
     outside = f"call `{text_of(call)}` outside of the step and pass what it returns as an input"
     return what, f"the line belongs to `{library}`: {outside}; or, {there}"
 
@@ -51,6 +59,14 @@ def copy_fix(frame: FrameType | None, owner: str) -> str:
     if call is None:
         return ""
     return f"the line belongs to `{_named(frame)[0]}`: in `{text_of(call)}`, pass a copy, `{owner}.clone()`."
+
+
+def _asked_to_show(own: FrameType | None) -> tuple[str, str] | None:
+    """Return how the user's own line shows a tensor, whichever library it shows it by; None if it does not."""
+    if own is None:
+        return None
+    what, fix = sync_spelling(own)
+    return (what, fix) if SHOWS in fix else None
 
 
 def _named(frame: FrameType | None) -> tuple[str, str]:

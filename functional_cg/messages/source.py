@@ -61,17 +61,23 @@ def is_user_file(filename: str) -> bool:
     return not filename.startswith(_STANDARD) or filename.startswith(_INSTALLED)
 
 
-@functools.cache
 def is_installed(filename: str) -> bool:
     """Whether a file is below a folder that packages are installed in, and so not the user's to change."""
+    return bool(_home_of(filename))
+
+
+@functools.cache
+def _home_of(filename: str) -> str:
+    """Return the folder of installed packages that a file is in; "" for a file of the user's own."""
     folder = os.path.dirname(filename)
     while (parent := os.path.dirname(folder)) != folder:
         if os.path.basename(folder) in ("site-packages", "dist-packages"):
-            return True
+            return folder
         if folder in sys.path:  # `pip install --target` and the like
-            return os.path.isdir(folder) and any(name.endswith(".dist-info") for name in os.listdir(folder))
+            there = os.listdir(folder) if os.path.isdir(folder) else []
+            return folder if any(name.endswith(".dist-info") for name in there) else ""
         folder = parent
-    return False
+    return ""
 
 
 def is_generated(filename: str) -> bool:
@@ -112,14 +118,16 @@ def _is_own(filename: str) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Location:
-    """A line of user code; prints as ``train.py:33``, or as ``In[3]:2`` in a notebook."""
+    """A line of user code; prints as ``train.py:33``, ``timm/layers/mlp.py:33``, or ``In[3]:2`` in a notebook."""
 
     filename: str
     line: int
     function: str
 
     def __str__(self) -> str:
-        return f"{_cell(self.filename) or os.path.basename(self.filename)}:{self.line}"
+        home = _home_of(self.filename)
+        name = os.path.relpath(self.filename, home) if home else os.path.basename(self.filename)
+        return f"{_cell(self.filename) or name}:{self.line}"
 
 
 def place_of(code: CodeType, line: int, own: tuple[CodeType, int] | None) -> str:
