@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, Any
+
 from . import nn, optim, precision, random, sharding, tree
 from .bucket import bucket
 from .checkpoint import load, load_state_dict, save, state_dict
@@ -25,6 +27,7 @@ from .errors import (
     StreamError,
 )
 from .graph_step import GraphFn, GraphStep, graph_fn, graph_step
+from .names import no_such_name
 from .nn import from_module
 from .precision import LossScale
 from .prefetch import prefetch
@@ -90,3 +93,9 @@ __all__ = [
     "tree",
     "value_and_grad",
 ]
+
+
+if not TYPE_CHECKING:  # a type checker would let any name pass
+
+    def __getattr__(name: str) -> Any:
+        raise no_such_name(__name__, name, __all__)

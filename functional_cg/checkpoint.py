@@ -25,6 +25,7 @@ from . import tree as pytree
 from .ambient.modes import ordinary, without_gradients
 from .concurrency.turns import at_one_time
 from .errors import LayoutError
+from .messages.tracebacks import entry
 from .shards.tensor import Sharded
 from .state.arena import BufferSpec, refuse_unplaceable, unplaceable
 from .state.handle import Handle
@@ -36,6 +37,7 @@ __all__ = ["load", "load_state_dict", "names_of", "save", "state_dict"]
 T = TypeVar("T")
 
 
+@entry()
 def state_dict(state: Any) -> dict[str, Tensor]:
     """Copy the leaves of a state, of part of a state, or of a plain pytree to the host, under dotted names.
 
@@ -67,6 +69,7 @@ def state_dict(state: Any) -> dict[str, Tensor]:
     return dict(zip(names, at_one_time(turns_of(leaves), partial(_all_on_host, names, leaves)), strict=True))
 
 
+@entry("state = fcg.load_state_dict(state, values)")
 def load_state_dict(state: T, d: Mapping[str, Any]) -> T:
     """Write a flat dict, as returned by :func:`state_dict`, into a state; donates the handle.
 
@@ -100,6 +103,7 @@ def load_state_dict(state: T, d: Mapping[str, Any]) -> T:
     return _loaded(state, d, "fcg.load_state_dict")
 
 
+@entry()
 def save(path: str | os.PathLike[str], state: Any) -> None:
     """Write the leaves of a state to a safetensors file, all or nothing.
 
@@ -139,6 +143,7 @@ def save(path: str | os.PathLike[str], state: Any) -> None:
         raise OSError(error.errno, error.strerror, str(target)) from error
 
 
+@entry("state = fcg.load(path, state)")
 def load(path: str | os.PathLike[str], state: T) -> T:
     """Read a file written by :func:`save` into a state of the same layout; donates the handle.
 
@@ -181,9 +186,21 @@ def _of_torch(path: str | os.PathLike[str]) -> bool:
         return file.read(4).startswith((b"PK\x03\x04", b"\x80\x02"))
 
 
+def _part_fix(slots: Mapping[str, Any], values: Mapping[str, Any]) -> str:
+    """Return the fix for values that are those of a field, such as the parameters; "" for others."""
+    fields = dict.fromkeys(name.partition(".")[0] for name in slots if "." in name)
+    for field in fields:
+        if set(values) == {name.partition(".")[2] for name in slots if name.startswith(f"{field}.")}:
+            return f"these are the names of one field: `state = state.replace({field}=dict(values))`."
+    return ""
+
+
 def _loaded(state: T, d: Mapping[str, Any], function: str, where: str = "") -> T:
     if not isinstance(d, Mapping):
-        raise TypeError(f"{function}: expected a dict of names and tensors, got {type(d).__name__}")
+        raise TypeError(
+            f"{function}: expected a dict of names and tensors, got {type(d).__name__}.\n"
+            f"To fix: `state = {function}(state, values)`, the state first."
+        )
     _refuse_part(state, function)
     leaves, treedef = _opened(state)
     values = {name: owned(as_tensor(value)) for name, value in d.items()}
@@ -195,7 +212,8 @@ def _loaded(state: T, d: Mapping[str, Any], function: str, where: str = "") -> T
             f"{function}: the values{where} do not fit `state`, which is unchanged.",
             rows=rows,
             why="Each name has one slot, of a fixed shape and dtype.",
-            fix="create the state as it was when the values were saved (model, optimizer, fields), or rename and "
+            fix=_part_fix(slots, values)
+            or "create the state as it was when the values were saved (model, optimizer, fields), or rename and "
             "convert the values first; nothing is broadcast and nothing is cast.",
         )
     ordered = [values[name] for name in slots]

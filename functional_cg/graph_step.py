@@ -6,6 +6,7 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import Any, Concatenate, Generic, ParamSpec, Protocol, Self, TypeVar, overload
 
+from .messages.tracebacks import entry, shorten
 from .options import BackendChoice, Certify, Debug, Lowering
 from .step.captures import Transform
 from .step.profile.result import Profile
@@ -31,8 +32,13 @@ class GraphStep(Transform, Generic[P, R]):
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         """Run one step: ``state, metrics = step(state, *inputs, **static)``. Donates ``state``."""
-        return self._call(args, kwargs)  # type: ignore[no-any-return]
+        try:
+            return self._call(args, kwargs)  # type: ignore[no-any-return]
+        except Exception as error:
+            shorten(error)
+            raise
 
+    @entry()
     def eager(self, *args: P.args, **kwargs: P.kwargs) -> R:
         """Run the Python function once on real values, under the same ownership rules as a captured call.
 
@@ -101,8 +107,13 @@ class GraphFn(Transform, Generic[P, R]):
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         """Run the function; every state handle among the arguments is borrowed."""
-        return self._call(args, kwargs)  # type: ignore[no-any-return]
+        try:
+            return self._call(args, kwargs)  # type: ignore[no-any-return]
+        except Exception as error:
+            shorten(error)
+            raise
 
+    @entry()
     def eager(self, *args: P.args, **kwargs: P.kwargs) -> R:
         """Run the Python function once on real values."""
         return self._eager(args, kwargs)  # type: ignore[no-any-return]
@@ -176,6 +187,7 @@ def graph_step(
     certify: Certify = "auto",
     activation_memory_budget: float | None = None,
 ) -> _MakesStep: ...
+@entry("train_step = fcg.graph_step(fn)")
 def graph_step(fn: Any = None, /, **options: Any) -> Any:
     """Transform a pure ``fn(state, *inputs, **static) -> (state, metrics)`` into a captured step.
 
@@ -264,6 +276,7 @@ def graph_fn(
     verify_calls: int = 16,
     certify: Certify = "auto",
 ) -> _MakesFn: ...
+@entry("predict = fcg.graph_fn(fn)")
 def graph_fn(fn: Any = None, /, **options: Any) -> Any:
     """Transform a read-only ``fn(*args) -> outputs``: evaluation, sampling, acting.
 

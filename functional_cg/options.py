@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
+from types import MappingProxyType
 from typing import Any, Literal, Self, get_args
 
 from .stages.run.capture import Backend
@@ -15,6 +16,22 @@ Lowering = Literal["auto", "aten", "inductor"] | Callable[..., Any]
 BackendChoice = Literal["auto", "eager"] | Backend
 Certify = Literal["auto"] | bool
 Debug = Literal["verify", "poison", "verify+poison", "poison+verify"]
+
+# Options of jax.jit and torch.compile -> what to do here.
+_ELSEWHERE = MappingProxyType(
+    {
+        "donate_argnums": "leave it out: a step always takes over its first argument, the state",
+        "donate_argnames": "leave it out: a step always takes over its first argument, the state",
+        "static_argnums": 'name them, `static_argnames=("train",)`',
+        "mode": 'leave it out: a step is one graph; `lowering="inductor"` compiles it, the default on a GPU',
+        "fullgraph": "leave it out: a step is always one graph",
+        "dynamic": "leave it out: shapes are fixed, `max_captures=2` allows another one",
+        "options": "leave it out: what may be set stands in `help(fcg.graph_step)`",
+        "pool": "leave it out: a step manages its memory",
+        "warmup": "leave it out: a step warms up by itself",
+        "num_warmup_iters": "leave it out: a step warms up by itself",
+    }
+)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -44,8 +61,17 @@ class Options:
         for name in given:
             if name not in known:
                 close = difflib.get_close_matches(name, known, 1)
+                if name in _ELSEWHERE:
+                    raise TypeError(
+                        f"{transform}() got an unexpected keyword argument {name!r}.\nTo fix: {_ELSEWHERE[name]}."
+                    )
                 hint = f"did you mean `{close[0]}`?" if close else f"the options are {', '.join(known)}"
                 raise TypeError(f"{transform}() got an unexpected keyword argument {name!r}; {hint}")
+        if isinstance(fn, type):
+            raise TypeError(
+                f"{transform}: expected a function, got the class `{fn.__name__}`.\nTo fix: decorate its method, "
+                f"`@fcg.{transform}` above `def`."
+            )
         if not callable(fn):
             raise TypeError(f"{transform}: expected a function, got {type(fn).__name__}")
         options = cls(**given)
@@ -68,7 +94,8 @@ class Options:
         lowering, backend, debug = self.lowering, self.backend, self.debug
         if lowering not in ("auto", "aten", "inductor") and not callable(lowering):
             raise ValueError(
-                f"{transform}: lowering must be 'auto', 'aten', 'inductor' or a compiler, got {lowering!r}"
+                f"{transform}: lowering must be 'auto', 'aten', 'inductor' or a compiler, got {lowering!r}.\n"
+                "To fix: leave it out, or `lowering='aten'` for calls as they are; both are CUDA graphs on a GPU."
             )
         if backend not in ("auto", "eager") and not callable(getattr(backend, "capture", None)):
             raise ValueError(

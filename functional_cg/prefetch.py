@@ -18,6 +18,7 @@ from torch import Tensor
 from . import tree as pytree
 from .call.inputs import as_input, cuts_a_graph
 from .graph_step import GraphFn, GraphStep
+from .messages.tracebacks import entry
 from .state.arena import BufferSpec, unplaceable
 from .state.leaf import Leaf
 
@@ -28,6 +29,7 @@ B_co = TypeVar("B_co", covariant=True)
 _AT_ONCE = 2  # batches loaded for each one handed over, until the requested number is in flight
 
 
+@entry("for batch in fcg.prefetch(loader, train_step):")
 def prefetch(
     loader: Iterable[B], step: GraphStep[Any, Any] | GraphFn[Any, Any], *, ahead: int = 2
 ) -> Iterator[B]:

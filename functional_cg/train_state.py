@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import difflib
+import sys
+import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Generic, Self
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, Generic, Self
 
 import torch
 from torch import Tensor
@@ -14,6 +18,7 @@ from typing_extensions import TypeVar, dataclass_transform
 from . import tree as pytree
 from .ambient.own_work import hand_back, own_work
 from .errors import LayoutError
+from .messages.tracebacks import entry
 from .optim import GradientTransformation
 from .optim.algebra.arguments import refuse_without_rate
 from .optim.algebra.base import resting, step_or_update
@@ -72,7 +77,21 @@ class TrainState(_StateClass, Generic[Params]):
     grads: Params | None = None
     optimizer: GradientTransformation = pytree.static()
 
+    if not TYPE_CHECKING:  # a type checker would let any arguments, and any name, pass
+
+        def __new__(cls, *args: Any, **fields: Any) -> Self:
+            if args or (fields and not {"step", "opt_state"} <= fields.keys()):
+                raise TypeError(
+                    f"{cls.__name__}: a state is made by `create`, which makes the optimizer's state and places both.\n"
+                    f"To fix: `fcg.{cls.__name__}.create(params=params, optimizer=optimizer)`."
+                )
+            return super().__new__(cls)
+
+        def __getattr__(self, name: str) -> Any:
+            raise _no_such_attribute(self, name)
+
     @classmethod
+    @entry("state = fcg.TrainState.create(params=params, optimizer=optimizer)")
     def create(
         cls,
         *,
@@ -131,6 +150,7 @@ class TrainState(_StateClass, Generic[Params]):
             )  # fmt: skip
         return handle  # type: ignore[no-any-return]
 
+    @entry("state = state.apply_gradients(grads)")
     def apply_gradients(self, grads: Params, /, **changes: Any) -> Self:
         """Return the state after one optimizer update: new params and opt_state, ``step`` plus one.
 
@@ -179,11 +199,52 @@ class TrainState(_StateClass, Generic[Params]):
 
     def replace(self, **changes: Any) -> Self:
         """Return a copy with some fields replaced."""
+        _refuse_unknown(type(self), changes, "replace")
         return dataclasses.replace(self, **changes)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        if sys._getframe(1).f_globals.get("__name__") == "torch.serialization":
+            warnings.warn(
+                "torch.save pickles the class of a state and its optimizer, which torch.load refuses by default.\n"
+                "To fix: `fcg.save(path, state)`, and `state = fcg.load(path, state)`.",
+                stacklevel=4,
+            )
+        return super().__reduce_ex__(protocol)
 
     def latest(self) -> Self:
         """Return the state itself; on a handle, the live handle of the same arena."""
         return self
+
+
+# What a module, or a state of flax, has -> what to write here.
+_ELSEWHERE = MappingProxyType(
+    {
+        "state_dict": "`fcg.state_dict(state)`; of the parameters alone, `fcg.state_dict(state.params)`",
+        "load_state_dict": "`state = fcg.load_state_dict(state, values)`",
+        "parameters": "`state.params`",
+        "named_parameters": "`state.params`, by name",
+        "apply_fn": "`apply` of `apply, params, buffers = fcg.from_module(model)`, outside of the state",
+        "batch_stats": "`state.buffers`",
+        "tx": "`state.optimizer`",
+        "model": "`apply(state.params, state.buffers, x)`, with `apply` from `fcg.from_module(model)`",
+        "train": "`apply(..., train=True)`",
+        "eval": "`apply(..., train=False)`",
+        "save": "`fcg.save(path, state)`",
+        "load": "`state = fcg.load(path, state)`",
+        "clone": "`fcg.snapshot(state)`",
+        "copy": "`fcg.snapshot(state)`",
+    }
+)
+
+
+def _no_such_attribute(state: TrainState, name: str) -> AttributeError:
+    known = [field.name for field in dataclasses.fields(state)]
+    close = [f"`state.{one}`" for one in difflib.get_close_matches(name, known, 1)]
+    meant = _ELSEWHERE.get(name) or "".join(close)
+    fix = f".\nTo fix: {meant}." if meant else ""
+    return AttributeError(
+        f"{type(state).__name__!r} object has no attribute {name!r}{fix}", name=name, obj=state
+    )
 
 
 def _of_torch(optimizer: Any) -> bool:
@@ -201,11 +262,11 @@ def _counted(step: int | Tensor | None) -> Tensor:
     return count.detach().clone()
 
 
-def _refuse_unknown(cls: type, fields: Mapping[str, Any]) -> None:
+def _refuse_unknown(cls: type, fields: Mapping[str, Any], method: str = "create") -> None:
     unknown = sorted(fields.keys() - {field.name for field in dataclasses.fields(cls)})
     if unknown:
         raise TypeError(
-            f"{cls.__name__}.create: `{cls.__name__}` has no field `{unknown[0]}`.\n"
+            f"{cls.__name__}.{method}: `{cls.__name__}` has no field `{unknown[0]}`.\n"
             f"To fix: declare it, `class MyState(fcg.TrainState): {unknown[0]}: dict`, and call `MyState.create(...)`."
         )
 
@@ -213,20 +274,23 @@ def _refuse_unknown(cls: type, fields: Mapping[str, Any]) -> None:
 def _refuse_arguments(params: Any, optimizer: Any, key: Any) -> None:
     if not isinstance(optimizer, GradientTransformation):
         got = optimizer.__name__ if isinstance(optimizer, type) else type(optimizer).__name__
+        adapted = f"; or `optimizer=fcg.optim.from_torch(torch.optim.{got}, lr=0.1)`, of its class"
         raise TypeError(
-            f"TrainState.create: optimizer must be one of `fcg.optim`, such as `fcg.optim.sgd(0.1)`, got {got}"
-            + (f"; or of its class, `fcg.optim.from_torch({got}, lr=0.1)`" if _of_torch(optimizer) else "")
+            f"TrainState.create: optimizer must be one of `fcg.optim`, got {got}.\n"
+            f"To fix: `optimizer=fcg.optim.sgd(0.1)`{adapted if _of_torch(optimizer) else ''}."
         )
     refuse_without_rate("TrainState.create", optimizer)
     if isinstance(params, (torch.nn.Module, Iterator)):
         got = "a module" if isinstance(params, torch.nn.Module) else f"a {type(params).__name__}"
         raise TypeError(
-            f"TrainState.create: params must be a pytree of tensors, got {got}: "
-            "`apply, params, buffers = fcg.from_module(module)`, and in the step "
-            "`out, new_buffers = apply(params, buffers, x)`"
+            f"TrainState.create: params must be a pytree of tensors, got {got}.\n"
+            "To fix: `apply, params, buffers = fcg.from_module(model)`; in the step, `out, new_buffers = "
+            "apply(params, buffers, x)`."
         )
     if key is not None and not isinstance(key, Tensor):
-        raise TypeError(f"TrainState.create: key must be made with `fcg.random.key(seed)`, got {key!r}")
+        raise TypeError(
+            f"TrainState.create: key must be a key, got {key!r}.\nTo fix: make one, `key=fcg.random.key(0)`."
+        )
     rows = no_tensors(params, "params")
     if rows:
         raise LayoutError.of(

@@ -15,12 +15,13 @@ from abc import ABC, abstractmethod
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch.utils import _pytree as torch_pytree
 
 from .errors import LayoutError
+from .names import no_such_name
 from .pytree.nodes import register_dataclass, register_dataclass_node, registered_node, static
 from .pytree.treedef import LEAF, KeyPath, Names, Treedef, path_string, structure_diff
 
@@ -295,3 +296,9 @@ def no_tensors(tree: Any, root: str) -> list[str]:
         for path, leaf in flatten_with_path(tree)[0]
         if not isinstance(leaf, torch.Tensor)
     ]
+
+
+if not TYPE_CHECKING:  # a type checker would let any name pass
+
+    def __getattr__(name: str) -> Any:
+        raise no_such_name(__name__, name, __all__)

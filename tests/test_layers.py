@@ -20,6 +20,7 @@ ROOT = Path(__file__).resolve().parent.parent / PACKAGE
 # it uses them as a user does.
 ORDER = (
     "errors",
+    "names",
     "tensors",
     "pytree",
     "tree",

@@ -23,7 +23,7 @@ from functional_cg.messages.source import (
     Location,
     Locator,
     is_user_file,
-    raised_frame,
+    raised_in,
     sync_spelling,
     user_frame,
 )
@@ -56,9 +56,7 @@ def spelling(function: Callable[..., Any], *args: Any) -> tuple[str, str]:
         except Sync as error:
             return error.args
         except Exception as error:  # torch itself refuses: .numpy() of a fake tensor
-            frame = raised_frame(error)
-            assert frame is not None
-            return sync_spelling(frame)
+            return sync_spelling(raised_in(error)[-1].tb_frame)
     raise AssertionError(f"{function.__name__} reads no value")
 
 
@@ -625,14 +623,14 @@ def test_no_user_frame_is_none():
     assert done.stdout.split() == ["<string>:1", "<string>"]
 
 
-def test_raised_frame_is_the_innermost_of_the_user():
+def test_the_innermost_entry_of_a_traceback_is_the_users():
     def fails():
         torch.ones(2) @ torch.ones(3)
 
     with pytest.raises(RuntimeError, match="size") as caught:
         fails()
-    assert raised_frame(caught.value).f_code.co_name == "fails"
-    assert raised_frame(ValueError()) is None
+    assert raised_in(caught.value)[-1].tb_frame.f_code.co_name == "fails"
+    assert raised_in(ValueError()) == []
 
 
 def test_a_line_in_a_notebook_names_its_cell(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import numbers
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -159,6 +159,8 @@ def _unfit(value: Any, tensor: Tensor | None, home: torch.device) -> str:
         # Numbers and arrays are live, so one that no tensor can hold must not become part of the layout.
         if isinstance(value, numbers.Real):
             return f"{type(value).__name__} {value}"
+        if _yields_batches(value):
+            return f"{type(value).__name__}, which yields batches"
         if _hides_tensors(value):
             return f"{type(value).__name__}, which is no pytree"
         is_array = hasattr(type(value), "__array__") and type(value).__hash__ is None
@@ -168,6 +170,11 @@ def _unfit(value: Any, tensor: Tensor | None, home: torch.device) -> str:
     return unplaceable(tensor) or (
         "" if tensor.is_cpu or tensor.device == home else str(BufferSpec.of(tensor))
     )
+
+
+def _yields_batches(value: Any) -> bool:
+    """Whether a leaf is what batches are taken from: a loader, or an iterator, which a call would not advance."""
+    return isinstance(value, Iterator | torch.utils.data.DataLoader | torch.utils.data.Dataset)
 
 
 def _hides_tensors(value: Any) -> bool:
@@ -207,6 +214,8 @@ def _array_fix(name: str, value: Any) -> str:
     dtype = getattr(value, "dtype", None)
     if isinstance(value, int):
         return "keep it below 2**63; or name its argument in `static_argnames`, with a graph for each value."
+    if _yields_batches(value):
+        return f"pass one batch at a time, `for batch in {name}:`; or the next one, `next(iter({name}))`."
     if isinstance(value, Mapping):
         return f"pass `dict({name})`."
     if dataclasses.is_dataclass(value):
@@ -216,6 +225,8 @@ def _array_fix(name: str, value: Any) -> str:
     if getattr(dtype, "names", None):
         return f"pass its fields, `{{field: {name}[field] for field in {name}.dtype.names}}`."
     kind = getattr(dtype, "kind", "")
+    if kind == "O" and all(isinstance(one, numbers.Real) for one in value.flat):
+        return f'pass `{name}.astype("float32")`.'
     if kind in ("U", "S", "O"):
         return f"pass numbers that stand for them, `numpy.unique({name}, return_inverse=True)[1]`."
     if kind in ("m", "M"):

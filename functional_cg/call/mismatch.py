@@ -13,8 +13,9 @@ from ..pytree.sameness import same
 from ..state.arena import BufferSpec
 from ..tree import Treedef
 from .inputs import InputLayout
+from .signature import Call
 
-__all__ = ["layout_differences", "layout_fix"]
+__all__ = ["layout_differences", "layout_fix", "states_fix"]
 
 
 def layout_differences(expected: InputLayout, got: InputLayout) -> list[str]:
@@ -71,7 +72,7 @@ def layout_fix(expected: InputLayout, got: InputLayout, more: str) -> str:
     ]
     for name, want, have in pairs:
         if not isinstance(want, BufferSpec) or not isinstance(have, BufferSpec):
-            return _object_fix(name)
+            return _object_fix(name, have)
     for name, want, have in pairs:
         if want.dtype != have.dtype:
             return _dtype_fix(name, want, have)
@@ -80,11 +81,36 @@ def layout_fix(expected: InputLayout, got: InputLayout, more: str) -> str:
     return f"give `{pairs[0][0]}` the shape that it had; to pay for one more graph, use {more}."
 
 
+def states_fix(states: Mapping[str, Treedef], expected: InputLayout, call: Call) -> str:
+    """Return the fix for a call with states in other places.
+
+    Args:
+      states: Structure of each state of a capture, by the argument's name.
+      expected: Layout of its other arguments.
+      call: Another call.
+    """
+    given = {state.name for state in call.states}
+    for name, node in states.items():
+        if name not in given and call.layout.arguments.get(name) == node.sorted():
+            return f"`{name}` is a plain tree, such as `fcg.snapshot` returns: make it a state, `fcg.place({name})`."
+    named = " and ".join(f"`{name}`" for name in states) or "no argument"
+    whole = f"{call.function}({', '.join([*states, *expected.arguments])})"
+    first = f"pass a state as {named}, as in the first call, and nowhere else"
+    return f"{first}: check the order of the arguments, `{whole}`."
+
+
 def _same_spec(want: Any, have: Any) -> bool:
     return isinstance(want, BufferSpec) and isinstance(have, BufferSpec) and want.same_layout(have)
 
 
-def _object_fix(name: str) -> str:
+def _object_fix(name: str, value: Any) -> str:
+    if (
+        isinstance(value, str | bytes)
+        and name.endswith("]")
+        and name.rstrip("]").rpartition("[")[2].isdigit()
+    ):
+        column = name.rpartition("[")[0]
+        return f"leave `{column}` out, for text would need a graph for each value; or encode it as numbers."
     if name.isidentifier():
         return f'name it, `static_argnames=("{name}",)`: each value then has a graph of its own.'
     return (
@@ -95,6 +121,8 @@ def _object_fix(name: str) -> str:
 
 def _dtype_fix(name: str, want: BufferSpec, have: BufferSpec) -> str:
     number = {torch.float32: "float", torch.int64: "int", torch.bool: "bool"}.get(want.dtype)
+    if want.shape == have.shape == () and have.dtype.is_floating_point and not want.dtype.is_floating_point:
+        return f"pass `float({name})` from the first call on: the capture was made with a whole number."
     if number and want.shape == have.shape == ():
         return f"pass `{number}({name})`."
     return f"convert it, `{name}.to({want.dtype})`, or `.astype(...)` where it is an array of numpy."

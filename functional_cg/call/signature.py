@@ -187,10 +187,30 @@ def new_state_and_metrics(function: str, result: Any) -> tuple[Any, Any]:
         raise LayoutError.of(
             function,
             "does not return a pair of new state and metrics.",
-            rows=[f"result  expected (state, metrics)   got {type(result).__name__}"],
-            fix="`return state, {}` if there are no metrics; for a read-only function use `graph_fn`.",
+            rows=[f"result  expected (state, metrics)   got {_kind(result)}"],
+            why="A step returns the state for the next call, and what it measured.",
+            fix=_return_fix(result),
         )
     return result
+
+
+def _kind(result: Any) -> str:
+    if isinstance(result, Tensor):
+        return f"a tensor, {BufferSpec.of(result)}"
+    size = f" of {len(result)}" if isinstance(result, tuple | list) else ""
+    return "nothing" if result is None else f"{type(result).__name__}{size}"
+
+
+def _return_fix(result: Any) -> str:
+    if inspect.iscoroutine(result) or inspect.isgenerator(result):
+        if inspect.iscoroutine(result):
+            result.close()  # it would warn that nobody awaits it
+        return "write a plain function, `def`, with `return state, metrics` in place of `yield` or `await`."
+    if isinstance(result, Tensor):
+        return '`return state, {"loss": loss}`; for a read-only function use `graph_fn`.'
+    if isinstance(result, tuple | list) and len(result) > 2:
+        return "`return state, (a, b)`: what follows the state is one tree, such as a tuple or a dict."
+    return "`return state, {}` if there are no metrics; for a read-only function use `graph_fn`."
 
 
 class Signature:

@@ -14,6 +14,7 @@ __all__ = [
     "INDEX",
     "LOG",
     "OR_OUTSIDE",
+    "SHOWS",
     "TABLE",
 ]
 
@@ -23,6 +24,7 @@ ADDRESS = (  # Triton asks for addresses when it launches a kernel.
     "leave addresses to kernels: launch one of Triton's in an op, `@torch.library.triton_op(name, mutates_args=())`, "
     "as `torch.library.wrap_triton(kernel)[grid](...)`, and one of any other kind in a `torch.library.custom_op`"
 )
+SHOWS = "fcg.debug_print"
 LOG = "`fcg.debug_print('{{}}', {x})` prints at each call; `step.eager(...)` runs once with real numbers"
 
 
@@ -55,6 +57,7 @@ FUNCTIONS = _table("""
     one_hot | give the number of classes, `torch.nn.functional.one_hot({x}, num_classes=n)`
     histc | give the range, `torch.histc({x}, bins=n, min=a, max=b)`
     select | write `{x}.index_select(dim, i[None]).squeeze(dim)`, which reads the index on the device
+    debug info warning error critical exception | LOG
     copy dumps dump save | `{x}.clone()` copies it; to save it, return it in `metrics`
     data_ptr | ADDRESS
     bincount | with `n` bins, `torch.zeros(n, dtype={x}.dtype).scatter_add(0, {x}, torch.ones_like({x}))`
@@ -67,7 +70,7 @@ FUNCTIONS = _table("""
     full | a tensor as the value is read on the host: write `{y}.expand(shape)`; a size comes from `.shape`
     arange zeros ones empty rand randn linspace eye new_zeros new_ones new_empty | SIZE
     view reshape expand repeat tile narrow split tensor_split chunk unflatten | SIZE
-""".replace("ELSE", OR_OUTSIDE).replace("ADDRESS", ADDRESS).replace(
+""".replace("ELSE", OR_OUTSIDE).replace("LOG", LOG).replace("ADDRESS", ADDRESS).replace(
     "SIZE",
     "shapes are fixed at capture: take the size from `.shape` or a static argument, and mask with `torch.where`",
 ).replace(

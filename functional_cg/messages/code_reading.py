@@ -23,7 +23,7 @@ import torch
 
 from .advice import ARRAY, BUILTINS, DRAWN_ARRAY, FUNCTIONS, GENERIC, INDEX, LOG, OR_OUTSIDE, TABLE
 
-__all__ = ["sync_spelling"]
+__all__ = ["Site", "operand", "sync_spelling", "text_of"]
 
 _TEXT_SHOWN = 72
 _F_STRING_PARTS = (ast.JoinedStr, ast.FormattedValue, ast.Constant)
@@ -40,18 +40,18 @@ def sync_spelling(frame: FrameType, lasti: int | None = None, *, by_mask: bool =
       (what, fix): such as ``("`if x > 0:`", "`torch.where(x > 0, a, b)`; or ...")``. A general answer if there is no
       source, or the construct is unknown.
     """
-    site = _Site.of(frame, frame.f_lasti if lasti is None else lasti, by_mask=by_mask)
+    site = Site.of(frame, frame.f_lasti if lasti is None else lasti, by_mask=by_mask)
     if site is None:
         return "a tensor's value", GENERIC
     for classify in (_truth, _formatting, _call, _subscript, _containment, _arithmetic):
         answer = classify(site)
         if answer is not None:
             return answer
-    return f"`{_text(site.node)}`", GENERIC
+    return f"`{text_of(site.node)}`", GENERIC
 
 
 @dataclass(frozen=True, slots=True)
-class _Site:
+class Site:
     """The syntax node whose instruction runs in a frame."""
 
     node: Any
@@ -61,7 +61,7 @@ class _Site:
     by_mask: bool = False
 
     @classmethod
-    def of(cls, frame: FrameType, lasti: int, *, by_mask: bool) -> _Site | None:
+    def of(cls, frame: FrameType, lasti: int, *, by_mask: bool) -> Site | None:
         code = frame.f_code
         span = next(itertools.islice(code.co_positions(), lasti // 2, None), (None,) * 4)
         if lasti < 0 or None in span:
@@ -106,12 +106,12 @@ def _extent(node: Any) -> tuple[int, int]:
     return node.end_lineno - node.lineno, node.end_col_offset - node.col_offset
 
 
-def _text(node: ast.AST) -> str:
+def text_of(node: ast.AST) -> str:
     text = " ".join(ast.unparse(node).split())
     return text if len(text) <= _TEXT_SHOWN else text[: _TEXT_SHOWN - 1] + "…"
 
 
-def _truth(site: _Site) -> tuple[str, str] | None:
+def _truth(site: Site) -> tuple[str, str] | None:
     """Classify a truth test: ``if``, ``while``, ``assert``, ternary, ``and``/``or``/``not`` or filter."""
     # Since Python 3.13, a comparison that is only tested converts to a truth value itself.
     if site.op not in ("TO_BOOL", "UNARY_NOT", "COMPARE_OP") and "JUMP" not in site.op:
@@ -123,12 +123,12 @@ def _truth(site: _Site) -> tuple[str, str] | None:
         isinstance(parent, ast.UnaryOp) and isinstance(parent.op, ast.Not)
     ):
         test, parent = parent, site.up(parent)
-    cond, text = _as_tensor(test), _text(test)
+    cond, text = _as_tensor(test), text_of(test)
     match parent:
         case ast.IfExp() if parent.test is test:
             return (
-                f"`{_text(parent)}`",
-                f"`torch.where({cond}, {_text(parent.body)}, {_text(parent.orelse)})`",
+                f"`{text_of(parent)}`",
+                f"`torch.where({cond}, {text_of(parent.body)}, {text_of(parent.orelse)})`",
             )
         case ast.If() if parent.test is test:
             return f"`if {text}:`", _branches(site, parent, cond)
@@ -159,13 +159,13 @@ def _as_tensor(test: ast.expr) -> str:
             terms = [test.left, *test.comparators]
             name = "torch.logical_and"
             parts = [
-                _text(ast.Compare(left, [op], [right]))
+                text_of(ast.Compare(left, [op], [right]))
                 for left, op, right in zip(terms, test.ops, terms[1:], strict=False)
             ]
         case ast.UnaryOp(op=ast.Not()):
             return f"torch.logical_not({_as_tensor(test.operand)})"
         case _:
-            return _text(test)
+            return text_of(test)
     return _fold(name, parts)
 
 
@@ -176,15 +176,15 @@ def _fold(name: str, parts: Sequence[str]) -> str:
     return head
 
 
-def _branches(site: _Site, node: ast.If, cond: str) -> str:
+def _branches(site: Site, node: ast.If, cond: str) -> str:
     match node.body, node.orelse:
         case ([ast.Assign([ast.Name(name)], yes)], [ast.Assign([ast.Name(other)], no)]) if name == other:
-            return f"`{name} = torch.where({cond}, {_text(yes)}, {_text(no)})`; {OR_OUTSIDE}"
+            return f"`{name} = torch.where({cond}, {text_of(yes)}, {text_of(no)})`; {OR_OUTSIDE}"
         case ([ast.Assign([ast.Name(name) as target], yes)], []) if _is_tree(site.value(target)):
             select = f"lambda new, old: torch.where({cond}, new, old)"
-            return f"`{name} = fcg.tree.map({select}, {_text(yes)}, {name})`; {OR_OUTSIDE}"
+            return f"`{name} = fcg.tree.map({select}, {text_of(yes)}, {name})`; {OR_OUTSIDE}"
         case ([ast.Assign([ast.Name(name)], yes)], []):
-            return f"`{name} = torch.where({cond}, {_text(yes)}, {name})`; {OR_OUTSIDE}"
+            return f"`{name} = torch.where({cond}, {text_of(yes)}, {name})`; {OR_OUTSIDE}"
     return f"compute both sides and select, `torch.where({cond}, a, b)`; {OR_OUTSIDE}"
 
 
@@ -192,7 +192,7 @@ def _is_tree(value: object) -> bool:
     return isinstance(value, dict | list | tuple) or dataclasses.is_dataclass(value)
 
 
-def _formatting(site: _Site) -> tuple[str, str] | None:
+def _formatting(site: Site) -> tuple[str, str] | None:
     node, whole = site.node, site.node
     # Before Python 3.12, each part of an f-string, even its format, has the span of the whole string.
     while isinstance(node, _F_STRING_PARTS) and isinstance(site.up(whole), _F_STRING_PARTS):
@@ -201,10 +201,10 @@ def _formatting(site: _Site) -> tuple[str, str] | None:
         values = [part.value for part in whole.values if isinstance(part, ast.FormattedValue)]
         tensors = [value for value in values if isinstance(site.value(value), torch.Tensor)] or values
         shown = tensors[0] if _extent(node) == _extent(whole) else getattr(node, "value", node)
-        return f"`{_text(whole)}`", LOG.format(x=_text(shown))
+        return f"`{text_of(whole)}`", LOG.format(x=text_of(shown))
     if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mod) and _is_text(node.left):
         right = node.right.elts[0] if isinstance(node.right, ast.Tuple) and node.right.elts else node.right
-        return f"`{_text(node)}`", LOG.format(x=_text(right))
+        return f"`{text_of(node)}`", LOG.format(x=text_of(right))
     return None
 
 
@@ -212,18 +212,18 @@ def _is_text(node: ast.AST) -> bool:
     return isinstance(node, ast.JoinedStr) or (isinstance(node, ast.Constant) and isinstance(node.value, str))
 
 
-def _call(site: _Site) -> tuple[str, str] | None:
+def _call(site: Site) -> tuple[str, str] | None:
     node = site.node
     if not isinstance(node, ast.Call):
         return None
-    what, args = f"`{_text(node)}`", list(node.args)
+    what, args = f"`{text_of(node)}`", list(node.args)
     match node.func:
         case ast.Name(name) if name in ("max", "min") and args:
             return what, _extremum(site, name, args)
         case ast.Name(name):
             template = BUILTINS.get(name) or FUNCTIONS.get(name)
         case ast.Attribute(value=ast.Name("math"), attr=name):
-            kept = f"write `torch.{name}({', '.join(map(_text, args))})`"
+            kept = f"write `torch.{name}({', '.join(map(text_of, args))})`"
             return what, kept if hasattr(torch, name) else f"use the torch op for `math.{name}`; {OR_OUTSIDE}"
         case ast.Attribute(value=owner, attr="format") if _is_text(owner):
             name, template = "format", LOG
@@ -233,7 +233,7 @@ def _call(site: _Site) -> tuple[str, str] | None:
                 args.insert(0, owner)
             template = FUNCTIONS.get(name)
             if template is None and module is sys.modules.get("numpy") and hasattr(torch, name):
-                return what, f"write `torch.{name}({', '.join(map(_text, args))})`"
+                return what, f"write `torch.{name}({', '.join(map(text_of, args))})`"
         case _:
             return None
     args += [keyword.value for keyword in node.keywords]
@@ -244,50 +244,52 @@ def _call(site: _Site) -> tuple[str, str] | None:
         return what, f"that call needs a Python number: {GENERIC}"
     if isinstance(args[0], ast.List | ast.Tuple) and "itself" in template:
         numbers = (ast.Constant, ast.UnaryOp)
-        parts = [f"torch.tensor({_text(e)})" if isinstance(e, numbers) else _text(e) for e in args[0].elts]
+        parts = [
+            f"torch.tensor({text_of(e)})" if isinstance(e, numbers) else text_of(e) for e in args[0].elts
+        ]
         return what, f"write `torch.stack([{', '.join(parts)}])`"
-    x, y = _operand(args[0]), _operand(args[1]) if len(args) > 1 else "value"
-    return what, template.format(x=x, y=y, name=name, args=", ".join(map(_text, args)))
+    x, y = operand(args[0]), operand(args[1]) if len(args) > 1 else "value"
+    return what, template.format(x=x, y=y, name=name, args=", ".join(map(text_of, args)))
 
 
-def _operand(node: ast.AST) -> str:
+def operand(node: ast.AST) -> str:
     tight = isinstance(node, ast.Name | ast.Attribute | ast.Subscript | ast.Call)
-    return _text(node) if tight else f"({_text(node)})"
+    return text_of(node) if tight else f"({text_of(node)})"
 
 
-def _extremum(site: _Site, name: str, args: Sequence[ast.expr]) -> str:
+def _extremum(site: Site, name: str, args: Sequence[ast.expr]) -> str:
     if len(args) == 1 and isinstance(site.value(args[0]), torch.Tensor):
-        return f"write `{_operand(args[0])}.a{name}()`"
+        return f"write `{operand(args[0])}.a{name}()`"
     if len(args) == 1:
-        return f"write `torch.stack(list({_text(args[0])})).a{name}(0)`"
+        return f"write `torch.stack(list({text_of(args[0])})).a{name}(0)`"
     numbers = [arg for arg in args if isinstance(arg, ast.Constant | ast.UnaryOp)]
     if len(args) == 2 and len(numbers) == 1:
         tensor = args[0] if args[1] is numbers[0] else args[1]
         bound = "min" if name == "max" else "max"
-        return f"write `torch.clamp({_text(tensor)}, {bound}={_text(numbers[0])})`"
-    return f"write `{_fold(f'torch.{name}imum', [_text(arg) for arg in args])}`"
+        return f"write `torch.clamp({text_of(tensor)}, {bound}={text_of(numbers[0])})`"
+    return f"write `{_fold(f'torch.{name}imum', [text_of(arg) for arg in args])}`"
 
 
-def _containment(site: _Site) -> tuple[str, str] | None:
+def _containment(site: Site) -> tuple[str, str] | None:
     node = site.node
     if not (isinstance(node, ast.Compare) and isinstance(node.ops[0], ast.In | ast.NotIn)):
         return None
     item, container = node.left, node.comparators[0]
-    found = f"({_text(ast.Compare(container, [ast.Eq()], [item]))}).any()"
+    found = f"({text_of(ast.Compare(container, [ast.Eq()], [item]))}).any()"
     if isinstance(container, ast.List | ast.Tuple | ast.Set):
         found = _fold(
-            "torch.logical_or", [_text(ast.Compare(item, [ast.Eq()], [one])) for one in container.elts]
+            "torch.logical_or", [text_of(ast.Compare(item, [ast.Eq()], [one])) for one in container.elts]
         )
-    return f"`{_text(node)}`", f"write `{found}`, a tensor, and select with `torch.where`"
+    return f"`{text_of(node)}`", f"write `{found}`, a tensor, and select with `torch.where`"
 
 
-def _arithmetic(site: _Site) -> tuple[str, str] | None:
+def _arithmetic(site: Site) -> tuple[str, str] | None:
     node = site.node
     if not isinstance(node, ast.BinOp):
         return None
     array = node.left if isinstance(site.value(node.right), torch.Tensor) else node.right
     advice = DRAWN_ARRAY if any(_draws(site.value(part)) for part in ast.walk(array)) else ARRAY
-    return f"`{_text(node)}`", advice.replace("ARRAY", _text(array))
+    return f"`{text_of(node)}`", advice.replace("ARRAY", text_of(array))
 
 
 def _draws(value: Any) -> bool:
@@ -295,23 +297,23 @@ def _draws(value: Any) -> bool:
     return of.startswith("numpy.random")  # the module, or one of its generators
 
 
-def _subscript(site: _Site) -> tuple[str, str] | None:
+def _subscript(site: Site) -> tuple[str, str] | None:
     node = site.node
     if not isinstance(node, ast.Subscript):
         return None
     stacked = isinstance(site.value(node.value), list | tuple) or isinstance(node.value, ast.List | ast.Tuple)
-    base = f"torch.stack({_text(node.value)})" if stacked else _operand(node.value)
+    base = f"torch.stack({text_of(node.value)})" if stacked else operand(node.value)
     indices = list(node.slice.elts) if isinstance(node.slice, ast.Tuple) else [node.slice]
     if type(site.value(node.value)).__module__ == "numpy":
-        return f"`{_text(node)}`", TABLE.format(x=_text(node.value), i=_operand(indices[0]))
+        return f"`{text_of(node)}`", TABLE.format(x=text_of(node.value), i=operand(indices[0]))
     for kind, fix in _INDEX_FIXES:
         dim = next((dim for dim, index in enumerate(indices) if kind(site, index)), None)
         if dim is not None:
-            return f"`{_text(node)}`", fix(site, base, indices, dim)
-    return f"`{_text(node)}`", INDEX
+            return f"`{text_of(node)}`", fix(site, base, indices, dim)
+    return f"`{text_of(node)}`", INDEX
 
 
-def _is_mask(site: _Site, index: ast.AST) -> bool:
+def _is_mask(site: Site, index: ast.AST) -> bool:
     match index:
         case ast.Compare():
             return True
@@ -325,14 +327,14 @@ def _is_mask(site: _Site, index: ast.AST) -> bool:
     return site.by_mask and isinstance(index, ast.Call | ast.Name | ast.Attribute | ast.Subscript)
 
 
-def _is_window(site: _Site, index: ast.AST) -> bool:
+def _is_window(site: Site, index: ast.AST) -> bool:
     return isinstance(index, ast.Slice) and any(
         bound is not None and not isinstance(bound, ast.Constant)
         for bound in (index.lower, index.upper, index.step)
     )
 
 
-def _is_scalar(site: _Site, index: ast.AST) -> bool:
+def _is_scalar(site: Site, index: ast.AST) -> bool:
     value = site.value(index)
     if isinstance(value, torch.Tensor):
         return value.ndim == 0
@@ -341,23 +343,23 @@ def _is_scalar(site: _Site, index: ast.AST) -> bool:
     )
 
 
-def _stored(site: _Site, read: str) -> str | None:
+def _stored(site: Site, read: str) -> str | None:
     """Return what the statement stores in place of `read`, the subscripted values; None if it only reads them."""
     match site.up(site.node):
         case ast.Assign(targets=targets, value=value) if site.node in targets:
-            return _text(value)
+            return text_of(value)
         case ast.AugAssign(target=target, op=op, value=value) if target is site.node:
-            return _text(ast.BinOp(ast.Name(read), op, value))
+            return text_of(ast.BinOp(ast.Name(read), op, value))
     return None
 
 
-def _fix_mask(site: _Site, base: str, indices: Sequence[Any], dim: int) -> str:
-    mask, count, stored = _text(indices[dim]), f"{_operand(indices[dim])}.sum()", _stored(site, base)
+def _fix_mask(site: Site, base: str, indices: Sequence[Any], dim: int) -> str:
+    mask, count, stored = text_of(indices[dim]), f"{operand(indices[dim])}.sum()", _stored(site, base)
     values, table = site.value(indices[dim]), site.value(site.node.value)
     if isinstance(values, torch.Tensor) and isinstance(table, torch.Tensor):
         missing = table.ndim - dim - values.ndim
         if missing > 0:
-            mask = f"{_operand(indices[dim])}[...{', None' * missing}]"
+            mask = f"{operand(indices[dim])}[...{', None' * missing}]"
             count = f"{mask}.expand_as({base}).sum()"
     if stored is not None:
         return f"`{base} = torch.where({mask}, {stored}, {base})`"
@@ -367,12 +369,12 @@ def _fix_mask(site: _Site, base: str, indices: Sequence[Any], dim: int) -> str:
     return f"`torch.where({mask}, {base}, 0)` keeps the shape; divide by `{count}` for a mean"
 
 
-def _fix_window(site: _Site, base: str, indices: Sequence[Any], dim: int) -> str:
-    start = _operand(indices[dim].lower) if indices[dim].lower else "0"
+def _fix_window(site: Site, base: str, indices: Sequence[Any], dim: int) -> str:
+    start = operand(indices[dim].lower) if indices[dim].lower else "0"
     length, note = "n", ", with a length `n` that is fixed"
     match indices[dim].upper:
-        case ast.BinOp(left=left, op=ast.Add(), right=right) if _operand(left) == start:
-            length, note = _text(right), ""
+        case ast.BinOp(left=left, op=ast.Add(), right=right) if operand(left) == start:
+            length, note = text_of(right), ""
     rows = f"torch.arange({length}, device={base}.device) + {start}"
     read = f"{base}.index_select({dim}, {rows})"
     stored = _stored(site, read)
@@ -381,14 +383,14 @@ def _fix_window(site: _Site, base: str, indices: Sequence[Any], dim: int) -> str
     return f"`{read}`{note}; a window of varying length becomes a mask and `torch.where`"
 
 
-def _fix_scalar(site: _Site, base: str, indices: Sequence[Any], dim: int) -> str:
-    row = _text(ast.Subscript(indices[dim], ast.Constant(None), ast.Load()))
+def _fix_scalar(site: Site, base: str, indices: Sequence[Any], dim: int) -> str:
+    row = text_of(ast.Subscript(indices[dim], ast.Constant(None), ast.Load()))
     read = f"{base}.index_select({dim}, {row})"
     match site.up(site.node):
         case ast.Assign(targets=targets, value=ast.Constant(number)) if site.node in targets:
             return f"`{base} = {base}.index_fill({dim}, {row}, {number!r})`"
         case ast.Assign(targets=targets, value=value) if site.node in targets:
-            return f"`{base} = {base}.index_copy({dim}, {row}, {_operand(value)}.unsqueeze({dim}))`"
+            return f"`{base} = {base}.index_copy({dim}, {row}, {operand(value)}.unsqueeze({dim}))`"
     stored = _stored(site, read)
     if stored is not None:
         return f"`{base} = {base}.index_copy({dim}, {row}, {stored})`"
@@ -396,5 +398,5 @@ def _fix_scalar(site: _Site, base: str, indices: Sequence[Any], dim: int) -> str
 
 
 _INDEX_FIXES: tuple[
-    tuple[Callable[[_Site, ast.AST], bool], Callable[[_Site, str, Sequence[Any], int], str]], ...
+    tuple[Callable[[Site, ast.AST], bool], Callable[[Site, str, Sequence[Any], int], str]], ...
 ] = ((_is_mask, _fix_mask), (_is_window, _fix_window), (_is_scalar, _fix_scalar))

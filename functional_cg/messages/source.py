@@ -1,18 +1,20 @@
 """Locate the line of user code where something happened.
 
 A frame is user code unless its file belongs to torch, functional_cg, einops, numpy or the standard library; the
-programs of functional_cg (examples, bench, testing) count as user code.
+programs of functional_cg (examples, bench, testing) count as user code. Of user code, some is the user's own to change,
+and some is another library's, installed: there, a message names both lines, and its advice is for the user's own.
 """
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import itertools
 import os
 import sys
 import sysconfig
 from dataclasses import dataclass
-from types import CodeType, FrameType
+from types import CodeType, FrameType, TracebackType
 
 from .code_reading import sync_spelling
 
@@ -21,8 +23,12 @@ __all__ = [
     "Locator",
     "at_here",
     "here",
+    "is_generated",
+    "is_installed",
     "is_user_file",
-    "raised_frame",
+    "own_frame",
+    "place_of",
+    "raised_in",
     "sync_spelling",
     "user_frame",
 ]
@@ -56,6 +62,30 @@ def is_user_file(filename: str) -> bool:
     return not filename.startswith(_STANDARD) or filename.startswith(_INSTALLED)
 
 
+def is_installed(filename: str) -> bool:
+    """Whether a file is below a folder that packages are installed in, and so not the user's to change."""
+    return bool(_home_of(filename))
+
+
+@functools.cache
+def _home_of(filename: str) -> str:
+    """Return the folder of installed packages that a file is in; "" for a file of the user's own."""
+    folder = os.path.dirname(filename)
+    while (parent := os.path.dirname(folder)) != folder:
+        if os.path.basename(folder) in ("site-packages", "dist-packages"):
+            return folder
+        if folder in sys.path:  # `pip install --target` and the like
+            there = os.listdir(folder) if os.path.isdir(folder) else []
+            return folder if any(name.endswith(".dist-info") for name in there) else ""
+        folder = parent
+    return ""
+
+
+def is_generated(filename: str) -> bool:
+    """Whether code that a user's calls is generated, such as a dataclass's methods, and not the user's, too."""
+    return filename == "<string>"
+
+
 def user_frame(frame: FrameType | None = None) -> FrameType | None:
     """Return the innermost frame of user code, from `frame` (default: the caller's) outwards."""
     frame = sys._getframe(1) if frame is None else frame
@@ -64,26 +94,49 @@ def user_frame(frame: FrameType | None = None) -> FrameType | None:
     return frame
 
 
-def raised_frame(error: BaseException) -> FrameType | None:
-    """Return the innermost frame of user code in the traceback of `error`, for frames that have returned."""
-    found, traceback = None, error.__traceback__
+def own_frame(frame: FrameType | None) -> FrameType | None:
+    """Return the innermost frame of the user's own code, from `frame` outwards; None if there is none."""
+    while frame is not None and not _is_own(frame.f_code.co_filename):
+        frame = frame.f_back
+    return frame
+
+
+def raised_in(error: BaseException) -> list[TracebackType]:
+    """Return the entries of user code in the traceback of an error, the innermost last."""
+    found: list[TracebackType] = []
+    traceback = error.__traceback__
     while traceback is not None:
-        if is_user_file(traceback.tb_frame.f_code.co_filename):
-            found = traceback.tb_frame
+        name = traceback.tb_frame.f_code.co_filename
+        if is_user_file(name) and not (found and is_generated(name)):
+            found.append(traceback)
         traceback = traceback.tb_next
     return found
 
 
+def _is_own(filename: str) -> bool:
+    return is_user_file(filename) and not is_installed(filename)
+
+
 @dataclass(frozen=True, slots=True)
 class Location:
-    """A line of user code; prints as ``train.py:33``, or as ``In[3]:2`` in a notebook."""
+    """A line of user code; prints as ``train.py:33``, ``timm/layers/mlp.py:33``, or ``In[3]:2`` in a notebook."""
 
     filename: str
     line: int
     function: str
 
     def __str__(self) -> str:
-        return f"{_cell(self.filename) or os.path.basename(self.filename)}:{self.line}"
+        home = _home_of(self.filename)
+        name = os.path.relpath(self.filename, home) if home else os.path.basename(self.filename)
+        return f"{_cell(self.filename) or name}:{self.line}"
+
+
+def place_of(code: CodeType, line: int, own: tuple[CodeType, int] | None) -> str:
+    """Return a line as ``train.py:33``; one of an installed library with the user's own line that led to it."""
+    place = str(Location(code.co_filename, line, code.co_name))
+    if own is None or own[0] is code or not is_installed(code.co_filename):
+        return place
+    return f"{place}, called at {Location(own[0].co_filename, own[1], own[0].co_name)}"
 
 
 def _function(code: CodeType) -> str:
@@ -95,7 +148,10 @@ def _function(code: CodeType) -> str:
 def here() -> str:
     """Return the user's line, ``train.py:33``; empty if there is none."""
     frame = user_frame()
-    return str(Location(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name)) if frame else ""
+    if frame is None:
+        return ""
+    own = own_frame(frame)
+    return place_of(frame.f_code, frame.f_lineno, own and (own.f_code, own.f_lineno))
 
 
 def at_here() -> str:

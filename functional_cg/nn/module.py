@@ -15,6 +15,7 @@ from .. import tree as pytree
 from ..ambient.own_work import name_of, own_work
 from ..ambient.setting import in_a_backward
 from ..errors import LayoutError
+from ..messages.tracebacks import entry
 from ..random.arguments import check_key
 from ..state.arena import BufferSpec, refuse_aliases
 from ..tensors.aten import is_batched, unwrapped
@@ -29,6 +30,7 @@ from .storage import storage_of
 __all__ = ["Apply", "from_module"]
 
 
+@entry("apply, params, buffers = fcg.from_module(model)")
 def from_module(module: nn.Module) -> tuple[Apply, dict[str, Tensor], dict[str, Tensor]]:
     """Turn a module's forward into a pure function and copy out its tensors.
 
@@ -67,7 +69,11 @@ def from_module(module: nn.Module) -> tuple[Apply, dict[str, Tensor], dict[str, 
       <All keys matched successfully>
     """
     if not isinstance(module, nn.Module):
-        raise TypeError(f"from_module: expected a torch.nn.Module, got {type(module).__name__}")
+        named = f"`{module.__name__}`, a class" if isinstance(module, type) else type(module).__name__
+        raise TypeError(
+            f"from_module: expected a torch.nn.Module, got {named}.\n"
+            f"To fix: make one, `fcg.from_module({getattr(module, '__name__', 'Model')}(...))`."
+        )
     refuse_impure(module)
     params = {name: p for name, p in module.named_parameters() if p.requires_grad}
     buffers = dict(module.named_buffers())
@@ -139,6 +145,7 @@ class Apply:
             raise TypeError(f"apply.method: `{kind}.{name}` is no method, but a {type(found).__name__}")
         return replace(self, _method=name)
 
+    @entry("out, new_buffers = apply(params, buffers, x)")
     def __call__(
         self,
         params: Mapping[str, Tensor],
@@ -303,7 +310,8 @@ class Apply:
                 type(self._template).__name__,
                 "is applied to tensors that are not its own.",
                 rows=rows,
-                fix="pass `params` and `buffers` with the names and shapes that `from_module` returned.",
+                why="Both are what `from_module` returned for this module, or what became of it.",
+                fix="`out, new_buffers = apply(params, buffers, x)`, with these names and shapes, params first.",
             )
 
 

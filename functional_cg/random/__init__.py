@@ -12,6 +12,9 @@ registered op, ``fcg::random_bits``: one node in a trace, and the same bits on C
 code. Draws other than uniform ones compute logarithms and the like, whose last bits may differ.
 """
 
+from typing import TYPE_CHECKING, Any
+
+from ..names import no_such_name
 from .distributions import beta, dirichlet, exponential, gamma, poisson, truncated_normal
 from .keyed import keyed
 from .samplers import (
@@ -51,3 +54,9 @@ __all__ = [
     "truncated_normal",
     "uniform",
 ]
+
+
+if not TYPE_CHECKING:  # a type checker would let any name pass
+
+    def __getattr__(name: str) -> Any:
+        raise no_such_name(__name__, name, __all__)

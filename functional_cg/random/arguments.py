@@ -35,10 +35,17 @@ def describe(value: object) -> str:
 
 def check_key(key: object) -> None:
     if not isinstance(key, Tensor):
-        raise TypeError(f"`key`: expected a key, got {describe(key)}. To fix: make one with `key(seed)`.")
+        fix = (
+            "give the state one, `TrainState.create(..., key=fcg.random.key(0))`"
+            if key is None
+            else "`fcg.random.key(0)`"
+        )
+        raise TypeError(
+            f"`key`: expected a key, got {describe(key)}.\nTo fix: {fix}; the key is the first argument."
+        )
     if key.dtype != torch.int64 or key.shape != (2,):
         rows = [f"key  expected int64[2]   got {describe(key)}"]
-        fix = "pass one key, from `key(seed)`, or one row of `split(key, n)`."
+        fix = "pass one key, from `key(seed)`, or one row of `split(key, n)`, `keys[0]`."
         raise LayoutError.of("", "this is not a random key.", rows=rows, fix=fix)
 
 
@@ -54,7 +61,12 @@ def check_operand(name: str, value: object, key: Tensor) -> None:
 def check_integer(name: str, value: object, low: int, high: int) -> None:
     # Refuse a tensor before comparing it: the comparison would read it on the host.
     if not isinstance(value, int):
-        raise TypeError(f"`{name}`: expected a Python int, got {describe(value)}.")
+        fix = "."
+        if isinstance(value, Tensor):
+            fix = ".\nTo fix: a number on the device goes into `fcg.random.fold_in(key, number)`."
+        elif isinstance(value, float):
+            fix = f".\nTo fix: a whole number, such as `{int(value)}`."
+        raise TypeError(f"`{name}`: expected a Python int, got {describe(value)}{fix}")
     if not low <= value <= high:
         raise ValueError(f"`{name}`: expected an integer from {low} to {high}, got {value}.")
 
@@ -80,7 +92,12 @@ def check_broadcast(name: str, value: Tensor, shape: Sequence[int]) -> None:
 
 def numel(shape: object) -> int:
     if not isinstance(shape, Sequence):
-        raise TypeError(f"`shape`: expected a tuple of integers, got {describe(shape)}.")
+        fix = (
+            "the key comes first, then the shape"
+            if isinstance(shape, Tensor)
+            else "a tuple, such as `(4, 3)`"
+        )
+        raise TypeError(f"`shape`: expected a tuple of integers, got {describe(shape)}.\nTo fix: {fix}.")
     for size in shape:
         check_integer("shape", size, 0, 2**63 - 1)
     return math.prod(shape)

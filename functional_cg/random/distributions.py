@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..messages.tracebacks import entry
 from .arguments import check_broadcast, check_floating, check_key, check_operand, describe, numel
 from .words import SMALLEST, exponential64, unit64
 
@@ -24,6 +25,7 @@ _TINY = -600.0  # a logarithm from which on the distribution function of gamma i
 _NEAR, _HALVINGS = 32, 7
 
 
+@entry()
 def exponential(
     key: Tensor,
     shape: Sequence[int],
@@ -50,6 +52,7 @@ def exponential(
     return draws.to(dtype).clamp(min=torch.finfo(dtype).tiny).view(shape)
 
 
+@entry()
 def truncated_normal(
     key: Tensor,
     shape: Sequence[int],
@@ -84,6 +87,7 @@ def truncated_normal(
     return result
 
 
+@entry()
 def gamma(
     key: Tensor,
     concentration: float | Tensor,
@@ -124,6 +128,7 @@ def gamma(
     return draws
 
 
+@entry()
 def beta(
     key: Tensor,
     a: float | Tensor,
@@ -159,6 +164,7 @@ def beta(
     return torch.sigmoid(x - y).to(dtype)
 
 
+@entry()
 def dirichlet(
     key: Tensor,
     concentration: float | Tensor,
@@ -192,6 +198,7 @@ def dirichlet(
     return shares.to(dtype)
 
 
+@entry()
 def poisson(key: Tensor, rate: float | Tensor, shape: Sequence[int], *, stream: int = 0) -> Tensor:
     """Draw counts, i64, from the Poisson distribution, by bisection of its distribution function.
 

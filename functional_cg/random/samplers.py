@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ..errors import LayoutError
+from ..messages.tracebacks import entry
 from .arguments import (
     bounds,
     check_broadcast,
@@ -55,6 +56,7 @@ _INTEGERS = (
 DERIVE = -1
 
 
+@entry()
 def key(seed: int, device: torch.device | str | None = None) -> Tensor:
     """Make a key from a seed: i64[2], the low and the high 32 bits.
 
@@ -76,6 +78,7 @@ def key(seed: int, device: torch.device | str | None = None) -> Tensor:
     return torch.stack([torch.full((), word, dtype=torch.int64, device=device) for word in words])
 
 
+@entry()
 def fold_in(key: Tensor, data: int | Tensor) -> Tensor:
     """Derive a key, i64[2], from a key and a number.
 
@@ -106,6 +109,7 @@ def fold_in(key: Tensor, data: int | Tensor) -> Tensor:
     return random_bits(torch.cat([key, first]), DERIVE, 2).to(torch.int64) & MASK
 
 
+@entry()
 def split(key: Tensor, n: int = 2) -> Tensor:
     """Derive ``n`` keys, i64[n, 2]; ``split(key, n)[i]`` is ``fold_in(key, i)``.
 
@@ -125,6 +129,7 @@ def split(key: Tensor, n: int = 2) -> Tensor:
     return random_bits(key, DERIVE, 4 * n).view(n, 4)[:, :2].to(torch.int64) & MASK
 
 
+@entry()
 def uniform(
     key: Tensor,
     shape: Sequence[int],
@@ -163,6 +168,7 @@ def uniform(
     return unit.to(dtype).clamp(smallest, largest).view(shape)
 
 
+@entry()
 def normal(
     key: Tensor,
     shape: Sequence[int],
@@ -197,6 +203,7 @@ def normal(
     return (draws * std + mean).to(dtype).view(shape)
 
 
+@entry()
 def bernoulli(key: Tensor, p: float | Tensor, shape: Sequence[int], *, stream: int = 0) -> Tensor:
     """Draw booleans that are true with probability ``p``, to within 2**-32.
 
@@ -230,6 +237,7 @@ def bernoulli(key: Tensor, p: float | Tensor, shape: Sequence[int], *, stream: i
     return words <= math.ceil(p * 2**32) - 2**31 - 1 if p else torch.zeros_like(words, dtype=torch.bool)
 
 
+@entry()
 def randint(
     key: Tensor,
     shape: Sequence[int],
@@ -269,6 +277,7 @@ def randint(
     return draws.to(dtype).view(shape)
 
 
+@entry()
 def permutation(key: Tensor, n: int, *, stream: int = 0) -> Tensor:
     """Draw a permutation of 0 to n - 1, i64[n], by a stable sort of 64-bit numbers.
 
@@ -287,6 +296,7 @@ def permutation(key: Tensor, n: int, *, stream: int = 0) -> Tensor:
     return torch.argsort(words64(key, n, stream), stable=True)
 
 
+@entry()
 def dropout(key: Tensor, x: Tensor, p: float, *, stream: int = 0) -> Tensor:
     """Set each element of ``x`` to zero with probability ``p``, and scale the others to preserve the mean.
 
@@ -315,6 +325,7 @@ def dropout(key: Tensor, x: Tensor, p: float, *, stream: int = 0) -> Tensor:
     return masked_scale(x, mask, 65536 / max(65536 - dropped, 1))
 
 
+@entry()
 def keep_mask(key: Tensor, p: float, shape: Sequence[int], *, stream: int = 0) -> Tensor:
     """Draw the mask of :func:`dropout`: booleans that are false with probability round(p * 65536) / 65536.
 
@@ -330,6 +341,7 @@ def keep_mask(key: Tensor, p: float, shape: Sequence[int], *, stream: int = 0) -
     return halves > dropped - 1 - 32768 if dropped else torch.ones_like(halves, dtype=torch.bool)
 
 
+@entry()
 def categorical(key: Tensor, logits: Tensor, axis: int = -1, *, stream: int = 0) -> Tensor:
     """Draw indices, i64, with probabilities ``softmax(logits, axis)``, by the Gumbel-max trick in float64.
 

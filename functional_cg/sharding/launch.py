@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
+from ..messages.tracebacks import entry
 from ..shards.mesh import Axis, Mesh
 from .agreement import Ranks
 
@@ -22,6 +23,7 @@ __all__ = ["mesh"]
 _LONGEST = 1e6  # seconds, more than a week; torch counts in integers, which have no infinity
 
 
+@entry("mesh = fcg.sharding.mesh({'data': -1})")
 def mesh(axes: Mapping[str, int], *, device: str | None = None, timeout: float = 300.0) -> Mesh:
     """Lay out all ranks of this run on a mesh. Call it once, before anything touches a GPU.
 

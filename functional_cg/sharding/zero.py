@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from .. import tree as pytree
+from ..messages.tracebacks import entry
 from ..precision import Policy
 from ..shards.collectives import broadcast
 from ..shards.mesh import Mesh
@@ -90,6 +91,7 @@ class Zero:
         return pytree.map(torch.zeros_like, placed if self.stage == 1 else self.moved(placed))
 
 
+@entry("fcg.sharding.zero(mesh, stage=3)")
 def zero(
     mesh: Mesh,
     *,
@@ -138,10 +140,14 @@ def zero(
     """
     if not isinstance(mesh, Mesh):
         raise TypeError(
-            f'sharding.zero: mesh must be made with `fcg.sharding.mesh({{"data": -1}})`, got {type(mesh).__name__}'
+            f"sharding.zero: expected a mesh, got {type(mesh).__name__}.\n"
+            'To fix: make one, `mesh = fcg.sharding.mesh({"data": -1})`.'
         )
     if not isinstance(stage, int) or stage not in (1, 2, 3) or isinstance(stage, bool):
-        raise ValueError(f"sharding.zero: stage must be 1, 2 or 3, got {stage!r}")
+        raise ValueError(
+            f"sharding.zero: stage must be 1, 2 or 3, got {stage!r}.\n"
+            "To fix: `stage=3` shards everything, `stage=1` the state of the optimizer."
+        )
     for name, number in (("bucket_bytes", bucket_bytes), ("prefetch", prefetch)):
         if not isinstance(number, int) or isinstance(number, bool):
             raise TypeError(f"sharding.zero: {name} must be an integer, got {number!r}")

@@ -200,7 +200,8 @@ def _of_all(sharding: Any) -> Sharding | None:
     if strange or not parts:
         got = type(strange[0] if strange else sharding).__name__
         raise TypeError(
-            f"TrainState.create: sharding must be made with `fcg.sharding.zero(mesh, stage=3)`, got {got}"
+            f"TrainState.create: sharding must be made by `zero`, got {got}.\n"
+            'To fix: `sharding=fcg.sharding.zero(mesh, stage=3)`, of `mesh = fcg.sharding.mesh({"data": -1})`.'
         )
     return sharding if parts == [sharding] else _Parts(sharding)
 
@@ -228,11 +229,13 @@ def _created(
     if sharding is not None:
         together(sharding.mesh, "TrainState.create", _announced(given, params, sharding))
     given = pytree.map(lambda leaf: kind.agreed(as_tensor(leaf)), given)
+    opt_state = optimizer.init(kind.moved(planned))
+    _refuse_numbers(opt_state)
     handle = _reserved(
         replace(
             given,
             params=planned,
-            opt_state=optimizer.init(kind.moved(planned)),
+            opt_state=opt_state,
             grads=kind.accumulators(planned) if accumulate else None,
         ),
         home,
@@ -245,6 +248,18 @@ def _created(
     _write(state.opt_state, moments)
     _write(replace(state, params=None, opt_state=None, grads=None), given)
     return handle
+
+
+def _refuse_numbers(opt_state: Any) -> None:
+    rows = pytree.no_tensors(opt_state, "opt_state")
+    if rows:
+        raise LayoutError.of(
+            "",
+            "TrainState.create: the optimizer's `init` returns leaves that are no tensors.",
+            rows=rows,
+            why="They are leaves of the state, which each update replaces by new values.",
+            fix="make them tensors, `torch.tensor(0)`; keep numbers that never change as fields of the optimizer.",
+        )
 
 
 def _announced(given: Any, params: Any, sharding: Sharding) -> str:

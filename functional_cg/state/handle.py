@@ -19,6 +19,7 @@ from ..ambient.modes import ordinary
 from ..concurrency.turns import at_one_time
 from ..errors import LayoutError, ReadOnlyError
 from ..messages.html import card, fold
+from ..messages.tracebacks import entry
 from ..tensors.aten import copies
 from ..tree import KeyPath, Treedef, TreeView
 from .arena import Arena, BufferSpec, Plan, plan, refuse_aliases, refuse_unplaceable
@@ -296,6 +297,7 @@ def roles(treedef: Treedef, paths: Sequence[KeyPath]) -> list[str]:
     return ["state"] * len(paths)
 
 
+@entry()
 def place(tree: T, device: torch.device | str | None = None) -> T:
     """Copy a pytree into a new arena and return its handle. The caller keeps the tree.
 

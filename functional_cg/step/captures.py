@@ -18,6 +18,7 @@ from ..call.staging import Staging
 from ..concurrency.interrupts import held_back, undisturbed
 from ..concurrency.turns import Turn, in_turn
 from ..errors import FunctionalCGError, LayoutError
+from ..messages.tracebacks import entry
 from ..options import BackendChoice, Options
 from ..stages.lower.compiled import lower
 from ..stages.passes.grouping import group_collectives
@@ -80,9 +81,9 @@ class Transform:
         self._turn = Turn("a step")
         # For a method: its name in the instance's `__dict__`; the instance, and the step of its class.
         self._key, self._of = f"{self._name} of step {id(self):#x}", cast("tuple[Any, Any]", (None, None))
-        self.stats = Stats()
-        self.taps = Taps()
+        self.stats, self.taps = Stats(), Taps()
 
+    @entry()
     def lower(self, *args: Any, **kwargs: Any) -> Lowered:
         """Trace, check and plan a call without running it; ``.capture()`` on the result captures it.
 
@@ -172,8 +173,7 @@ class Transform:
             return self._inside(args, kwargs)
         if self._options.backend == "eager" or os.environ.get("FCG_DISABLE_CAPTURE") == "1":
             return self._instead_of_capture(args, kwargs)
-        prepare = functools.partial(self._noting, self._prepared, args, kwargs)
-        return self._turn.alone(prepare, self._name)()
+        return self._turn.alone(functools.partial(self._noting, self._prepared, args, kwargs), self._name)()
 
     def _inside(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run as part of another step."""

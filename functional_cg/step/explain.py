@@ -14,6 +14,7 @@ __all__ = ["explain", "explain_html", "warnings_of"]
 Plans = Sequence[tuple[Lowered, Sequence[Captured]]]
 
 _SHOWN = 8
+_NAMED = 3
 
 
 def explain(name: str, stats: Stats, plans: Plans, refusal: str) -> str:
@@ -83,6 +84,16 @@ def warnings_of(lowered: Lowered) -> Iterator[str]:
             "normalizes by the old ones: other numbers."
         )
     dropped = lowered.inspection.dropped
+    if (
+        len(dropped) > 1 and len({text.rpartition(" (")[2] for text in dropped}) == 1
+    ):  # by one line, an update
+        names = ", ".join(text.rpartition(" (")[0] for text in dropped[:_NAMED])
+        more = f" and {len(dropped) - _NAMED:,} more" if len(dropped) > _NAMED else ""
+        yield (
+            f"{names}{more} ({dropped[0].rpartition(' (')[2]}: new values were computed and dropped; keep them, "
+            "`state = state.apply_gradients(grads)`, and return the new state; or do not compute them."
+        )
+        return
     for text in dropped[:_SHOWN]:
         yield f"{text}: a new value was computed and dropped; return it in the new state, or do not compute it."
     yield from _rest(dropped)

@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from ..call.inputs import InputLayout
-from ..call.mismatch import layout_differences, layout_fix
+from ..call.mismatch import layout_differences, layout_fix, states_fix
 from ..call.signature import Call
 from ..concurrency.turns import Inner
 from ..errors import LayoutError
@@ -260,8 +260,7 @@ class Lowered:
         if not of_states:
             fix = layout_fix(self.layout, call.layout, more)
         elif len(call.states) != len(self.states):
-            named = " and ".join(f"`{state.name}`" for state in self.states) or "no argument"
-            fix = f"pass a state as {named}, as in the first call, and nowhere else: check the order of the arguments."
+            fix = states_fix({state.name: state.treedef for state in self.states}, self.layout, call)
         else:
             another = f"`{transform}({self.name if self.name.isidentifier() else 'step'}.__wrapped__)`"
             fix = f"make a step for each layout of the state, {another}; or pay for one more graph, {more}."

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from .. import tree as pytree
 from ..errors import CaptureError, LayoutError
+from ..messages.tracebacks import entry
 from ..random import fold_in
 from ..shards.reader import like_leaf, readers, variable_of, whole
 from ..shards.tensor import refuse_at_rest
@@ -44,6 +45,7 @@ def value_and_grad(
 def value_and_grad(
     fn: Callable[Concatenate[Params, P], Tensor], *, has_aux: Literal[False] = False
 ) -> Callable[Concatenate[Params, P], tuple[Tensor, Params]]: ...
+@entry("loss, grads = fcg.value_and_grad(loss_fn)(state.params, batch)")
 def value_and_grad(fn: Callable[..., Any], *, has_aux: bool = False) -> Callable[..., Any]:
     """Make a function that returns the value of ``fn`` and its gradient with respect to the first argument.
 
@@ -70,6 +72,7 @@ def value_and_grad(fn: Callable[..., Any], *, has_aux: bool = False) -> Callable
     """
     name = getattr(fn, "__name__", type(fn).__name__)
 
+    @entry(f"fcg.value_and_grad({name})(state.params, ...)")
     @wraps(fn)
     def wrapped(params: Any, *args: Any, **kwargs: Any) -> Any:
         _refuse_transforms(name)
@@ -117,6 +120,7 @@ def grad(
 def grad(
     fn: Callable[Concatenate[Params, P], Tensor], *, has_aux: Literal[False] = False
 ) -> Callable[Concatenate[Params, P], Params]: ...
+@entry("grads = fcg.grad(loss_fn)(state.params, batch)")
 def grad(fn: Callable[..., Any], *, has_aux: bool = False) -> Callable[..., Any]:
     """Like :func:`value_and_grad`, without the value: returns ``grads``, or ``(grads, aux)``.
 
@@ -208,7 +212,8 @@ def _refuse_undifferentiable(name: str, treedef: pytree.Treedef, flat: Sequence[
             name,
             "the first argument of `value_and_grad` has leaves that cannot be differentiated.",
             rows=rows,
-            fix="pass only the trained tensors first, and the rest as further arguments.",
+            fix="pass only the trained tensors first, `fcg.value_and_grad(loss_fn)(state.params, batch)`, and the rest "
+            "as further arguments.",
         )
 
 
@@ -223,6 +228,7 @@ def _refuse_vector(name: str, value: Any) -> None:
         )
 
 
+@entry()
 def microbatches(
     k: int, *, carry: str | None = None, dtype: torch.dtype | None = None
 ) -> Callable[[Callable[Concatenate[Params, P], Out]], Callable[Concatenate[Params, P], Out]]:
@@ -361,8 +367,15 @@ def _refuse_uneven(name: str, treedef: pytree.Treedef, flat: Sequence[Any], k: i
             name,
             f"the batch cannot be cut into {k} equal micro-batches.",
             rows=rows,
-            fix="pad or drop the rest, or pass what has no batch dimension as a further argument.",
+            fix=_divisor(flat, k)
+            + "pad or drop the rest, or pass what has no batch dimension as a further argument.",
         )
+
+
+def _divisor(flat: Sequence[Any], k: int) -> str:
+    sizes = {leaf.shape[0] for leaf in flat if isinstance(leaf, Tensor) and leaf.dim()}
+    fits = next((n for n in range(k, 1, -1) if sizes and not any(size % n for size in sizes)), 0)
+    return f"`microbatches({fits})`; or " if fits else ""
 
 
 def _refuse_objects(name: str, out: Any) -> None:

@@ -14,12 +14,14 @@ from torch import Tensor
 
 from .. import tree as pytree
 from ..errors import LayoutError
+from ..messages.tracebacks import entry
 from ..state.arena import BufferSpec
 from ..tree import path_string, structure_diff
 
 __all__ = ["cond", "scan"]
 
 
+@entry("fcg.cond(pred, lambda: a, lambda: b)")
 def cond(pred: Tensor, true_fn: Callable[..., Any], false_fn: Callable[..., Any], *operands: Any) -> Any:
     """Select ``true_fn(*operands)`` if ``pred`` is true, else ``false_fn(*operands)``; both branches run.
 
@@ -54,11 +56,17 @@ def cond(pred: Tensor, true_fn: Callable[..., Any], false_fn: Callable[..., Any]
         raise TypeError(
             f"cond: `pred` has to be a tensor of dtype bool and shape [], got {got}; a condition of Python is an `if`"
         )
+    if not callable(true_fn) or not callable(false_fn):
+        raise TypeError(
+            "cond: the branches have to be functions, of which one is selected.\n"
+            "To fix: `fcg.cond(pred, lambda: a, lambda: b)`; of two tensors, `torch.where(pred, a, b)`."
+        )
     chosen, other = true_fn(*operands), false_fn(*operands)
     _refuse_unlike("cond", "false_fn", chosen, "true_fn", other)
     return pytree.map(lambda one, two: one if one is two else torch.where(pred, one, two), chosen, other)
 
 
+@entry("carry, ys = fcg.scan(lambda carry, x: (carry, y), init, xs)")
 def scan(
     fn: Callable[[Any, Any], tuple[Any, Any]],
     init: Any,

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from ..messages.tracebacks import entry
 from ..state.arena import BufferSpec
 from ..state.leaf import owned
 from .taps import TAP
@@ -70,6 +71,7 @@ class Silence(TorchFunctionMode):
         return None if func in self._unsaid else func(*args, **(kwargs or {}))
 
 
+@entry("fcg.debug_print('loss {}', loss)")
 def debug_print(text: str, /, *args: Any, **kwargs: Any) -> None:
     """Print tensor values from inside a step at each call: in order, after the call, on the host.
 

@@ -10,6 +10,7 @@ from torch._ops import OpOverload
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from .. import tree as pytree
+from ..messages.tracebacks import entry
 from .debug import Silence
 
 __all__ = ["remat"]
@@ -20,6 +21,7 @@ T = TypeVar("T")
 Policy = Callable[[OpOverload], bool]
 
 
+@entry()
 def remat(fn: Callable[P, T], *, policy: Policy | None = None) -> Callable[P, T]:
     """Wrap ``fn`` so that its intermediate values are recomputed in the backward pass instead of kept.
 

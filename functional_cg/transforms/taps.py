@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from ..ambient.modes import ordinary, without_gradients
+from ..messages.tracebacks import entry
 from ..state.arena import BufferSpec
 from ..state.leaf import owned
 
@@ -49,6 +50,7 @@ torch.library.register_vmap("fcg::tap", _batched, lib=_library)
 TAP = torch.ops.fcg.tap.default
 
 
+@entry()
 def tap(name: str, x: Tensor, *, keep: int = 1) -> None:
     """Record a value inside a step, to be read as ``step.taps[name]`` after any call.
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import numbers
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from types import MappingProxyType
 from typing import Any
 
@@ -19,6 +19,64 @@ _HERE = MappingProxyType(
         "params": "`fcg.TrainState.create(params=params, optimizer=optimizer)`",
     }
 )
+
+
+_EXAMPLES = MappingProxyType(
+    {
+        "learning_rate": "1e-3",
+        "weight_decay": "0.01",
+        "max_norm": "1.0",
+        "init_value": "1e-3",
+        "peak_value": "1e-3",
+        "end_value": "0.0",
+        "warmup_steps": "100",
+        "decay_steps": "1000",
+        "transition_steps": "1000",
+        "decay_rate": "0.9",
+        "boundaries_and_scales": "{1000: 0.1}",
+    }
+)
+# What an optimizer of torch has -> what to do here.
+_OF_TORCH = MappingProxyType(
+    {
+        "zero_grad": "leave it out: gradients are values, and nothing adds to them",
+        "param_groups": "`state = fcg.optim.set_hyperparams(state, learning_rate=1e-4)`, of an optimizer made by "
+        "`fcg.optim.inject_hyperparams(fcg.optim.sgd)(learning_rate=0.1)`",
+        "add_param_group": "`fcg.optim.partition(transformations, labels)`",
+        "state": "`state.opt_state`",
+        "state_dict": "`fcg.state_dict(state)`, or `fcg.save(path, state)`",
+        "load_state_dict": "`state = fcg.load_state_dict(state, values)`, or `state = fcg.load(path, state)`",
+        "minimize": "`state = state.apply_gradients(grads)`",
+        "apply_gradients": "`state = state.apply_gradients(grads)`",
+    }
+)
+
+
+def no_such_attribute(tx: Any, name: str) -> AttributeError:
+    """Return the error for an attribute that an optimizer here does not have."""
+    fix = f".\nTo fix: {_OF_TORCH[name]}." if name in _OF_TORCH else ""
+    return AttributeError(f"{type(tx).__name__!r} object has no attribute {name!r}{fix}", name=name, obj=tx)
+
+
+def refuse_missing(factory: type, given: tuple[Any, ...], options: Mapping[str, Any]) -> None:
+    """Raise if some, but not all arguments that the factory requires are given: unpickling gives none.
+
+    Raises:
+      TypeError: Names the ones that are missing, with an example.
+    """
+    if not given and not options:
+        return
+    known = inspect.signature(factory).parameters
+    required = [
+        one.name for one in known.values() if one.default is one.empty and one.kind is not one.VAR_KEYWORD
+    ]
+    missing = [name for name in required if name in list(known)[len(given) :] and name not in options]
+    if missing and all(name in _EXAMPLES for name in required):
+        example = ", ".join(f"{name}={_EXAMPLES[name]}" for name in required)
+        raise TypeError(
+            f"{factory.__name__}: needs {' and '.join(f'`{name}`' for name in missing)}.\n"
+            f"To fix: `fcg.optim.{factory.__name__}({example})`."
+        )
 
 
 def refuse_unknown(factory: type, options: Mapping[str, Any]) -> None:
@@ -87,6 +145,11 @@ def are_numbers(factory: str, **values: object) -> None:
     for name, value in values.items():
         if not isinstance(value, (numbers.Real, Tensor)):
             raise TypeError(f"{factory}: {name} must be a number, got {type(value).__name__}")
+        if name.endswith("_steps") and isinstance(value, float) and 0 < value < 1:
+            raise ValueError(
+                f"{factory}: {name} counts updates, got {value}.\nTo fix: look at the order of the arguments, "
+                f"`{', '.join(values)}`, or pass them by name."
+            )
 
 
 def rate_in_range(name: str, value: object) -> None:
@@ -99,7 +162,14 @@ def rate_in_range(name: str, value: object) -> None:
     if callable(value):
         return
     if not isinstance(value, (numbers.Real, Tensor)):
-        raise TypeError(f"{name} must be a number, a tensor or a schedule, got {type(value).__name__}")
+        fix = "`1e-3`, or `fcg.optim.warmup_cosine(1e-3, 100, 1000)`"
+        if isinstance(value, list):
+            fix = "groups are `fcg.optim.partition(transformations, fcg.optim.by_name(patterns, default=label))`"
+        elif isinstance(value, Iterator):
+            fix = "the rate comes first; parameters go to `fcg.TrainState.create(params=params, optimizer=optimizer)`"
+        raise TypeError(
+            f"{name} must be a number, a tensor or a schedule, got {type(value).__name__}.\nTo fix: {fix}."
+        )
     in_range(name, value)
 
 
@@ -122,7 +192,9 @@ def in_range(name: str, value: object, *, low: float = 0.0, below: float = float
         )
     if isinstance(value, (int, float)) and not low <= value < below:
         bound = f"in [{low:g}, {below:g})" if below != float("inf") else f"at least {low:g} and finite"
-        raise ValueError(f"{name} must be {bound}, got {value!r}")
+        turned = "learning_rate" in name and value < 0
+        fix = f".\nTo fix: `{-value!r}`; updates lead downhill already." if turned else ""
+        raise ValueError(f"{name} must be {bound}, got {value!r}{fix}")
 
 
 def positive(name: str, value: object, *, below: float = float("inf")) -> None:

@@ -15,7 +15,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Self
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -23,9 +23,9 @@ from torch import Tensor
 from functional_cg import tree
 from functional_cg.errors import LayoutError
 from functional_cg.optim.algebra.arguments import in_range as in_range
+from functional_cg.optim.algebra.arguments import no_such_attribute, refuse_missing, refuse_unknown
 from functional_cg.optim.algebra.arguments import positive as positive
 from functional_cg.optim.algebra.arguments import rate_in_range as rate_in_range
-from functional_cg.optim.algebra.arguments import refuse_unknown
 from functional_cg.optim.algebra.arguments import require as require
 from functional_cg.optim.algebra.fitting import in_dtypes_of, owners_by_path
 
@@ -59,7 +59,13 @@ class GradientTransformation(ABC):
 
     def __new__(cls, *args: Any, **options: Any) -> Self:
         refuse_unknown(cls, options)
+        refuse_missing(cls, args, options)
         return super().__new__(cls)
+
+    if not TYPE_CHECKING:  # a type checker would let any name pass
+
+        def __getattr__(self, name: str) -> Any:
+            raise no_such_attribute(self, name)
 
     @abstractmethod
     def init(self, params: Params) -> OptState:
@@ -220,8 +226,13 @@ def step_or_update(
     """
     if tx.step is not None:
         return tx.step(grads, state, params)
-    updates, state = tx.update(in_dtypes_of(params, grads), state, params)
-    return apply_updates(params, updates), state
+    made = tx.update(in_dtypes_of(params, grads), state, params)
+    if not isinstance(made, tuple) or len(made) != 2:
+        raise TypeError(
+            f"{type(tx).__name__}.update: expected a pair of updates and state, got {type(made).__name__}.\n"
+            "To fix: `return updates, state`."
+        )
+    return apply_updates(params, made[0]), made[1]
 
 
 def resting(tx: GradientTransformation, state: OptState, params: Params, positions: set[int]) -> list[bool]:

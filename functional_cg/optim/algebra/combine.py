@@ -251,7 +251,8 @@ class partition(GradientTransformation):
             require(
                 name in transforms,
                 f"partition: {tree.path_string(path, 'params')} has the label {name!r}, "
-                f"which is none of {sorted(transforms, key=str)}",
+                f"which is none of {sorted(transforms, key=str)}.\n"
+                f"To fix: give it one, `fcg.optim.partition({{..., {name!r}: fcg.optim.sgd(0.1)}}, labels)`.",
             )
         present = sorted(set(names), key=lambda name: (type(name).__name__, repr(name)))
         return {name: (transforms[name], [other == name for other in names]) for name in present}

@@ -39,9 +39,20 @@ def refuse_unlike(params: Any, grads: Any) -> None:
             "",
             "optim: the gradients are unlike the parameters.",
             rows=rows,
-            fix="`loss, grads = fcg.value_and_grad(loss_fn)(state.params)`, value first, "
-            "then `state.apply_gradients(grads)`.",
+            why="Each parameter has one gradient, of its shape.",
+            fix=_fix(treedef, other),
         )
+
+
+def _fix(params: tree.Treedef, grads: tree.Treedef) -> str:
+    if params == grads:
+        return "give each gradient the shape of its parameter, as `fcg.value_and_grad` does."
+    missing = [key for key in params.keys if key not in grads.keys]
+    if params.kind is grads.kind and missing and len(missing) < len(params.keys):
+        name = str(missing[0]).strip("[]")
+        return f"None leaves a parameter as it is: `state.apply_gradients({{**grads, {name}: None}})`."
+    made = "`loss, grads = fcg.value_and_grad(loss_fn)(state.params)`"
+    return f"{made}, value first, then `state.apply_gradients(grads)`."
 
 
 def left_out(params: Any, grads: Any) -> set[int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numbers
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeVar
@@ -75,8 +76,8 @@ class inject_hyperparams:
         if isinstance(self.factory, GradientTransformation):
             name = type(self.factory).__name__
             raise TypeError(
-                f"inject_hyperparams: expected a factory, got the optimizer {self.factory!r}: "
-                f"`inject_hyperparams(optim.{name})(learning_rate=...)`, with its numbers by name"
+                f"inject_hyperparams: expected a factory, got the optimizer {self.factory!r}.\n"
+                f"To fix: `fcg.optim.inject_hyperparams(fcg.optim.{name})(learning_rate=...)`, its numbers by name."
             )
         names = (self.static_args,) if isinstance(self.static_args, str) else tuple(sorted(self.static_args))
         object.__setattr__(self, "static_args", names)
@@ -215,17 +216,29 @@ def set_hyperparams(state: S, **values: float | Tensor) -> S:
     found: dict[str, list[int]] = {}
     for name, position in _positions(treedef, 0):
         found.setdefault(name, []).append(position)
-    for name in values:
-        require(
-            name in found,
-            f"set_hyperparams: the state has no injected number {name!r}, it has {sorted(found)}. "
-            "Make the optimizer with `inject_hyperparams(factory)(...)`.",
-        )
+    for name, value in values.items():
+        require(name in found, _not_injected(name, sorted(found)))
+        if not isinstance(value, (numbers.Real, Tensor)):
+            raise TypeError(
+                f"set_hyperparams: {name} must be a number, got {type(value).__name__}.\nTo fix: `{name}=0.05`; what "
+                f"follows a schedule is made with it, `inject_hyperparams(factory)({name}=schedule)`, and not set."
+            )
     if not values:
         return state
     positions = [i for name in values for i in found[name]]
     new = [_like(value, old[i]) for name, value in values.items() for i in found[name]]
     return tree.at(lambda view: [tree.leaves(view)[i] for i in positions], state, new)
+
+
+def _not_injected(name: str, found: list[str]) -> str:
+    if found:
+        fix = f"set one of these, `fcg.optim.set_hyperparams(state, {found[0]}=...)`"
+    else:
+        fix = (
+            f"`fcg.optim.inject_hyperparams(fcg.optim.sgd)({name}=0.1)` makes an optimizer whose numbers can be set; "
+            "one that follows a schedule cannot: begin with a number"
+        )
+    return f"set_hyperparams: the state has no injected number {name!r}, it has {found or 'none'}.\nTo fix: {fix}."
 
 
 def _like(value: float | Tensor, slot: Tensor) -> Tensor:

@@ -14,16 +14,21 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, overload
+from typing import Any, Self, overload
 
 import torch
 from torch import Tensor
 
-from functional_cg.optim.algebra.arguments import are_numbers, require
+from functional_cg.optim.algebra.arguments import are_numbers, refuse_missing, refuse_unknown, require
 
 
 class Schedule(ABC):
     """A function of the update count that is also an immutable value."""
+
+    def __new__(cls, *args: Any, **options: Any) -> Self:
+        refuse_unknown(cls, options)
+        refuse_missing(cls, args, options)
+        return super().__new__(cls)
 
     @overload
     def __call__(self, count: Tensor) -> Tensor: ...
@@ -197,7 +202,8 @@ class warmup_cosine(Schedule):
         require(
             self.decay_steps > self.warmup_steps,
             f"warmup_cosine: decay_steps counts the warm-up in, so it must be above warmup_steps; got "
-            f"decay_steps={self.decay_steps}, warmup_steps={self.warmup_steps}",
+            f"decay_steps={self.decay_steps}, warmup_steps={self.warmup_steps}.\n"
+            f"To fix: `decay_steps={self.warmup_steps + self.decay_steps}`, if {self.decay_steps} updates follow it.",
         )
 
     def value(self, t: Any) -> Any:

@@ -43,7 +43,9 @@ def broadcast_prefix(prefix: Any, full: Any, name: str) -> list[Any]:
             "",
             f"optim: `{name}` is not a prefix of the parameters.",
             rows=rows,
-            fix=f"give `{name}` one value per leaf or per subtree, or make it a function of the parameters.",
+            fix=f"give `{name}` one value per leaf or per subtree, under their names, "
+            f"{', '.join(tree.path_string(path) for path in full_def.paths()[:4])}; or make it a function of the "
+            "parameters.",
         )
     return out
 

@@ -5,14 +5,15 @@ from __future__ import annotations
 import bdb
 import dataclasses
 import re
-from collections.abc import Mapping
 
 import torch
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 
 from ...errors import CaptureError, FunctionalCGError, HostSyncError
-from ...messages.source import Location, is_user_file, raised_frame, sync_spelling
-from ...state.arena import BufferSpec
+from ...messages.causes import fix_of, lines_of, takes, wording
+from ...messages.libraries import sync_fix
+from ...messages.source import is_installed, place_of, raised_in
+from .recipe import Recipe
 from .rules import MIXED_DTYPES, host_sync
 
 __all__ = ["mapped", "raised_at"]
@@ -22,15 +23,9 @@ _READS_MEMORY = (".numpy() is not supported", "Cannot access data pointer", "its
 _IN_A_LIST = re.compile(r"(\[\d+\])+$")
 
 
-def mapped(name: str, inputs: Mapping[str, BufferSpec], error: Exception) -> FunctionalCGError:
-    """Return the library's error for an exception from the user's function or from a read the fake mode refused.
-
-    Args:
-      name: The function's name.
-      inputs: The input leaves by key path.
-      error: The exception.
-    """
-    text = str(error)
+def mapped(recipe: Recipe, error: Exception) -> FunctionalCGError:
+    """Return the library's error for an exception from the user's function or from a read the fake mode refused."""
+    name, text = recipe.name, str(error)
     by_value = isinstance(error, DataDependentOutputException | DynamicOutputShapeException)
     if by_value or any(part in text for part in _READS_MEMORY):
         return _host_sync(name, error)
@@ -44,42 +39,64 @@ def mapped(name: str, inputs: Mapping[str, BufferSpec], error: Exception) -> Fun
         )
     return CaptureError.of(
         name,
-        f"raised {type(error).__name__}{where}: {text.splitlines()[0] if text else ''}".rstrip(": "),
+        f"raised {type(error).__name__}{where}: {wording(text)}".rstrip(": "),
         why="The step was being traced; nothing was launched and the state is unchanged.",
-        fix=_fix(name, inputs, error),
+        fix=_ended(_fix(recipe, error)),
     )
 
 
-def _fix(name: str, inputs: Mapping[str, BufferSpec], error: Exception) -> str:
-    if "does not require grad" in str(error):
-        return "in place of `backward()`, `loss, grads = fcg.value_and_grad(loss_fn)(state.params)`."
+def _fix(recipe: Recipe, error: Exception) -> str:
+    name, text = recipe.name, str(error)
+    inputs = dict(zip(recipe.input_names, recipe.inputs, strict=True))
+    if "does not require grad" in text:
+        return "in place of `backward()`, `loss, grads = fcg.value_and_grad(loss_fn)(state.params)`"
     if isinstance(error, dataclasses.FrozenInstanceError):
-        return "a state is immutable: `state = state.replace(...)` gives one with other fields."
+        return "a state is immutable: `state = state.replace(...)` gives one with other fields"
     if isinstance(error, bdb.BdbQuit):
-        return f"a debugger works where there are values: `{name}.eager(...)`, or FCG_DISABLE_CAPTURE=1 for all calls."
+        return f"a debugger works where there are values: `{name}.eager(...)`, or FCG_DISABLE_CAPTURE=1 for all calls"
     doubles = [path for path, spec in inputs.items() if spec.dtype is torch.float64]
-    if doubles and MIXED_DTYPES in str(error):
-        return f"`{doubles[0]}` is f64, as numpy makes it: pass it with `.astype(np.float32)`, or `.float()`."
-    of_lists = [_IN_A_LIST.sub("", path) for path in inputs if _IN_A_LIST.search(path)]
-    if of_lists and isinstance(error, TypeError) and re.search(r"\b(list|tuple)\b", str(error)):
-        return f"`{of_lists[0]}` is a list, each number of it an input of its own: pass `torch.tensor({of_lists[0]})`."
-    return "see the original exception above; `step.eager(state, *inputs)` runs the function on real values."
+    if doubles and MIXED_DTYPES in text:
+        return f"`{doubles[0]}` is f64, as numpy makes it: pass it with `.astype(np.float32)`, or `.float()`"
+    call = takes(recipe.function, name)
+    if isinstance(error, TypeError) and text.partition("()")[0].endswith(name) and not raised_in(error):
+        return f"call it as `{call}`"
+    if isinstance(error, AttributeError | KeyError) and _is_swapped(recipe, error):
+        return f"the arguments are in another order, `{call}`"
+    of_lists = [
+        _IN_A_LIST.sub("", path)
+        for path, spec in inputs.items()
+        if _IN_A_LIST.search(path) and not spec.shape
+    ]
+    if of_lists and isinstance(error, TypeError) and re.search(r"\b(list|tuple)\b", text):
+        return f"`{of_lists[0]}` is a list, each number of it an input of its own: pass `torch.tensor({of_lists[0]})`"
+    return (
+        fix_of(error)
+        or f"`{name}.eager(...)` stops at the same line with real values, for `print` and a debugger"
+    )
+
+
+def _ended(text: str) -> str:
+    return text if text.endswith("?") else f"{text}."
+
+
+def _is_swapped(recipe: Recipe, error: AttributeError | KeyError) -> bool:
+    """Whether a state is asked for what another argument, also a state, has."""
+    asked = f".{error.name}" if isinstance(error, AttributeError) else f"[{error.args[0]!r}]"
+    if not recipe.states:
+        return False
+    first, *others = ({str(key) for key in state.treedef.keys} for state in recipe.states)
+    return asked not in first and any(asked in other for other in others)
 
 
 def _host_sync(name: str, error: Exception) -> HostSyncError:
-    frame = raised_frame(error)
-    what, fix = sync_spelling(frame) if frame is not None else ("", "")
+    entries = raised_in(error)
+    own = [one.tb_frame for one in entries if not is_installed(one.tb_frame.f_code.co_filename)]
+    what, fix = sync_fix(entries[-1].tb_frame, own[-1] if own else None) if entries else ("", "")
     row = f"{what or str(error).splitlines()[0]}{raised_at(error)}"
     return host_sync(name, "asks for the values of a tensor on the host", row, fix)
 
 
 def raised_at(error: BaseException) -> str:
     """Return the innermost line of user code in the traceback, as ``, at train.py:33``; "" if there is none."""
-    line, traceback = "", error.__traceback__
-    while traceback is not None:
-        code = traceback.tb_frame.f_code
-        generated = line and code.co_filename == "<string>"  # such as a method generated by dataclasses
-        if is_user_file(code.co_filename) and not generated:
-            line = f", at {Location(code.co_filename, traceback.tb_lineno, code.co_name)}"
-        traceback = traceback.tb_next
-    return line
+    line, own = lines_of(error)
+    return f", at {place_of(*line, own)}" if line is not None else ""

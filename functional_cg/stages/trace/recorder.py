@@ -149,8 +149,8 @@ class _Recorder(TorchDispatchMode):
             raise
 
     def _dispatch(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if func is torch.ops.prim.device.default:
-            return func(*args, **kwargs)  # a query, not a computation
+        if self.rules.is_query(func):
+            return func(*args, **kwargs)
         self._checkpoint()
         if func in REPORTS:
             self.program.reports.append(Report(func, tuple(args[:-1]), tuple(self._freeze(list(args[-1])))))
@@ -391,7 +391,7 @@ def trace(recipe: Recipe, checkpoint: Callable[[], None] = lambda: None) -> tupl
         error.within(recipe.name, raised_at(error))
         raise
     except Exception as error:
-        raise mapped(recipe.name, dict(zip(recipe.input_names, recipe.inputs, strict=True)), error) from error
+        raise mapped(recipe, error) from error
     finally:
         randomness.restore_own()
         for run in runs:

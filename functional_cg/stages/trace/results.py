@@ -17,8 +17,8 @@ from ...nn.originals import Met
 from ...state.boundary import held
 from ...tree import KeyPath, path_string
 from ..program import Application, Program, Var
+from .new_state import refuse_new_state
 from .recipe import Recipe
-from .rules import refuse_new_state
 
 __all__ = ["read_reports", "read_result"]
 

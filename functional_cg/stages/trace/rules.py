@@ -5,6 +5,7 @@ The recorder applies them as ops arrive. They live here so that they can be read
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -24,16 +25,16 @@ from ...errors import (
     LayoutError,
     ReadOnlyError,
 )
-from ...messages.source import at_here, here, sync_spelling, user_frame
+from ...messages.libraries import copy_fix, keyed_fix, sync_fix
+from ...messages.source import at_here, here, user_frame
 from ...nn.refusals import registered_fix
 from ...state.arena import BufferSpec
-from ...state.boundary import sharding_fix
 from ...tensors.aten import argument, can_draw, sync_reason, tensors_in, written_arguments
-from ...tree import Treedef, opened, path_string, structure_diff
+from ...tree import opened
 from .naming import way_to
 from .owners import module_fix, owned_fix, owns, read_fix
 
-__all__ = ["MIXED_DTYPES", "Rules", "host_sync", "refuse_mixed_dtypes", "refuse_new_state"]
+__all__ = ["MIXED_DTYPES", "Rules", "host_sync", "refuse_mixed_dtypes"]
 
 _WRITE_FIX = "return the new value in `metrics` or in the new state, and write it in the loop."
 
@@ -83,6 +84,15 @@ def _in_a_debugger(frame: FrameType | None) -> bool:
             return True
         frame = frame.f_back
     return False
+
+
+def _torch_optimizer(frame: FrameType | None) -> str:
+    """Return the class of the optimizer of torch whose step is running, "" if none is."""
+    while frame is not None and frame.f_code.co_name != "_run":
+        if isinstance(owner := frame.f_locals.get("self"), torch.optim.Optimizer):
+            return type(owner).__name__
+        frame = frame.f_back
+    return ""
 
 
 def host_sync(function: str, reason: str, row: str, fix: str) -> HostSyncError:
@@ -156,6 +166,18 @@ class Rules:
             if owner is not None:
                 raise self._mutation(func, owner, tensor)
         return written
+
+    def is_query(self, func: Any) -> bool:
+        """Whether an op computes nothing: it asks for a device, or names a block for a profiler."""
+        if func.namespace == "profiler" and (optimizer := _torch_optimizer(sys._getframe())):
+            raise CaptureError.of(
+                self._function,
+                f"calls `step()` of an optimizer of torch, {optimizer}{at_here()}.",
+                why="It writes into parameters of a module, which are not the state's.",
+                fix=f"`state = state.apply_gradients(grads)`, of a state with `optimizer=fcg.optim.from_torch("
+                f"torch.optim.{optimizer}, lr=...)`, or with an optimizer of `fcg.optim`.",
+            )
+        return func is torch.ops.prim.device.default or func.namespace == "profiler"
 
     def needs_host(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
         """Return why an op needs values on the host; "" if it does not."""
@@ -268,7 +290,7 @@ class Rules:
         """
         frame = user_frame()
         by_mask = "index" in str(call)
-        what, spelled = sync_spelling(frame, by_mask=by_mask) if frame is not None else ("", "")
+        what, spelled = sync_fix(frame, by_mask=by_mask) if frame is not None else ("", "")
         fix = fix or spelled
         if inputs:
             names = " and ".join(f"`{name}`" for name in inputs)
@@ -285,7 +307,8 @@ class Rules:
             "draws random numbers from a generator that is not in the state.",
             rows=[f"{func}{at_here()}"],
             why="Replay would draw from a generator that nobody manages, or the same numbers each time.",
-            fix="draw from a key: `key = fcg.random.fold_in(state.key, state.step)`, then "
+            fix=keyed_fix(user_frame())
+            or "draw from a key: `key = fcg.random.fold_in(state.key, state.step)`, then "
             "`fcg.random.dropout(key, x, p)`, `normal`, `uniform`, `bernoulli`, ...",
         )
 
@@ -297,7 +320,9 @@ class Rules:
             why="A step is a pure function: warm-up and replay would see different values than the eager run.",
             fix=(registered_fix(owner) if any(owner == name for name, _ in self._fixed.values()) else "")
             or module_fix(tensor)
-            or "compute a new tensor (`x = x + noise`) and return it in the new state.",
+            or copy_fix(user_frame(), owner)
+            or "compute a new tensor (`x = x + noise`) and return it in the new state"
+            + (f", `state.replace({field}=...)`." if (field := _field(owner)) else "."),
         )
 
     def _check_move(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
@@ -341,28 +366,7 @@ def refuse_mixed_dtypes(func: Any, tensors: Sequence[Tensor]) -> None:
         raise RuntimeError(f"{MIXED_DTYPES}, got {found}")
 
 
-def refuse_new_state(
-    function: str, old_def: Treedef, old: Sequence[BufferSpec], new_def: Treedef, new: Sequence[Any]
-) -> None:
-    """Raise if the new state differs from the old one in structure, shape, dtype or device.
-
-    Raises:
-      LayoutError: Listing all differences.
-    """
-    rows = structure_diff(old_def, new_def, "state")
-    if not rows:
-        for path, spec, leaf in zip(old_def.paths(), old, new, strict=True):
-            got = BufferSpec.of(leaf) if isinstance(leaf, Tensor) else None
-            if got is None or not spec.same_layout(got):
-                rows.append(
-                    f"{path_string(path, 'state')}  expected {spec}   got {got or type(leaf).__name__}"
-                )
-    if rows:
-        raise LayoutError.of(
-            function,
-            "returns a new state that is unlike the old one.",
-            rows=rows,
-            why="The new state is written into the slots of the old one.",
-            fix=(sharding_fix(old, new) if old_def == new_def else "")
-            or "return each leaf with its old shape, dtype and device; results of another kind belong in `metrics`.",
-        )
+def _field(owner: str) -> str:
+    """Return the field that a leaf of a state is in, as ``params`` of ``state.params['w']``; "" in other trees."""
+    found = re.match(r"\w+\.(\w+)", owner)
+    return found[1] if found else ""

@@ -92,5 +92,5 @@ def refuse_another_result(first: Program, second: Program) -> None:
             "returns Python values that differ between two traces.",
             rows=rows,
             why="A Python value among the metrics comes back as it was at the trace.",
-            fix="return a tensor, or count outside of the step.",
+            fix="return a tensor; or add it to the `metrics` that the step returned, in the loop.",
         )

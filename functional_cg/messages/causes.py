@@ -1,0 +1,310 @@
+"""Find what an exception in the user's function comes from, and suggest a fix in the user's own names.
+
+The exception is Python's or torch's, and tells what was wrong with some object; the fix depends on what that object is
+here: the pair that a module's function returns, a function that was not called, a name of another library.
+"""
+
+from __future__ import annotations
+
+import ast
+import difflib
+import inspect
+import re
+from collections.abc import Callable, Iterator, Mapping
+from types import CodeType, MappingProxyType, TracebackType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .code_reading import Site, operand, text_of
+from .source import is_installed, raised_in
+
+__all__ = ["fix_of", "lines_of", "takes", "wording"]
+
+_OUR_FIX = re.compile(r"\nTo fix: (.*)$", re.DOTALL)
+_TUPLES = ("tuple", "list")
+# Words of torch about tensors whose shapes do not go together.
+_SHAPES = re.compile(
+    r"reduction dim|broadcast|shapes? |sizes? |dimension|must match|expected input|channels|same number of|numel"
+)
+_METHODS = MappingProxyType(
+    {
+        "astype": "{x}.to(torch.float32)",
+        "at": "torch.where(mask, value, {x})",
+        "copy": "{x}.clone()",
+        "block_until_ready": "{x}",
+        "len": "len({x})",
+        "append": "torch.cat([{x}, new])",
+        "extend": "torch.cat([{x}, new])",
+        "concat": "torch.cat([{x}, new])",
+        "shuffle": "{x}[fcg.random.permutation(key, len({x}))]",
+        "to_device": "{x}",
+        "ravel": "{x}.flatten()",
+    }
+)
+
+
+def fix_of(error: BaseException) -> str:
+    """Return the fix for an exception from the user's function, in the user's names; "" if it is not known."""
+    ours = _OUR_FIX.search(str(error))
+    if ours is not None:  # the exception comes from this package, and says it
+        return ours[1].rstrip(".")
+    entries = [one for one in raised_in(error) if not is_installed(one.tb_frame.f_code.co_filename)]
+    site = Site.of(entries[-1].tb_frame, entries[-1].tb_lasti, by_mask=False) if entries else None
+    if site is not None:
+        for cause in (
+            _missing_key,
+            _uncalled,
+            _three_of_aux,
+            _still_a_pair,
+            _attribute,
+            _optimizer,
+            _no_name,
+            _elsewhere,
+            _no_gpu,
+        ):
+            if fix := cause(site, error):
+                return fix
+    return _shapes(site, error)
+
+
+def lines_of(error: BaseException) -> tuple[tuple[CodeType, int] | None, tuple[CodeType, int] | None]:
+    """Return the innermost line of user code in a traceback, and the innermost line of the user's own code."""
+    entries = raised_in(error)
+    own = [one for one in entries if not is_installed(one.tb_frame.f_code.co_filename)]
+    return _line(entries), _line(own)
+
+
+def wording(text: str) -> str:
+    """Return the first line of an exception's text, without the class that stands for tensors in a trace."""
+    return (text.splitlines() or [""])[0].replace("FakeTensor", "Tensor")
+
+
+def _line(entries: list[TracebackType]) -> tuple[CodeType, int] | None:
+    return (entries[-1].tb_frame.f_code, entries[-1].tb_lineno) if entries else None
+
+
+def _missing_key(site: Site, error: BaseException) -> str:
+    if not isinstance(error, KeyError) or not isinstance(site.node, ast.Subscript):
+        return ""
+    held, name, key = site.value(site.node.value), text_of(site.node.value), text_of(site.node.slice)
+    if not isinstance(held, Mapping):
+        return ""
+    keys = [repr(one) for one in held]
+    close = difflib.get_close_matches(str(error.args[0]), [one for one in held if isinstance(one, str)], 1)
+    if close:
+        return f"did you mean `{name}[{close[0]!r}]` by `{name}[{key}]`?"
+    return (
+        f"`{name}` has the keys {', '.join(keys) or 'none'}: read one of them, or pass `{name}[{key}]`, too"
+    )
+
+
+def _assigned(site: Site) -> tuple[list[ast.expr], ast.Call] | None:
+    """Return targets and value of a call whose result the line unpacks."""
+    node = site.node
+    while node is not None and not isinstance(node, ast.stmt):
+        node = site.up(node)
+    match node:
+        case ast.Assign(targets=[ast.Tuple(elts=targets)], value=ast.Call() as call):
+            return targets, call
+    return None
+
+
+def _uncalled(site: Site, error: BaseException) -> str:
+    """A function that ``value_and_grad`` made, unpacked without being called."""
+    found = _assigned(site)
+    if found is None or not isinstance(error, TypeError) or "function" not in str(error):
+        return ""
+    targets, call = found
+    names = ", ".join(map(text_of, targets))
+    made, given = text_of(call), call.args[0] if call.args else None
+    if isinstance(given, ast.Call):  # the value in place of the function: its arguments go behind
+        made = f"{text_of(call.func)}({text_of(given.func)})"
+        args = [text_of(arg) for arg in given.args]
+    else:
+        function = site.value(given) if given is not None else None
+        code = getattr(function, "__code__", None)
+        args = ["state.params", *(code.co_varnames[1 : code.co_argcount] if code is not None else ())]
+    return f"`{names} = {made}({', '.join(args)})`: what `{text_of(call.func)}` returns is a function, to be called"
+
+
+def _three_of_aux(site: Site, error: BaseException) -> str:
+    """Three targets for what ``value_and_grad(has_aux=True)`` returns."""
+    found = _assigned(site)
+    if found is None or not isinstance(error, ValueError) or "has_aux" not in text_of(found[1]):
+        return ""
+    names = [text_of(target) for target in found[0]]
+    return f"`({', '.join(names[:-1])}), {names[-1]} = {text_of(found[1])}`: value and aux are one pair"
+
+
+def _still_a_pair(site: Site, error: BaseException) -> str:
+    """A tuple that was meant to be unpacked, such as the pair that a module's function returns."""
+    if not isinstance(error, TypeError | AttributeError) or not any(one in str(error) for one in _TUPLES):
+        return ""
+    for name, value in _values(site):
+        if not isinstance(value, tuple | list) or not name.isidentifier():
+            continue
+        made = _made(site, name)
+        names = [name, "new_buffers"] if len(value) == 2 and isinstance(value[1], Mapping) else []
+        if made is not None and len(value) == 2:
+            return f"it is a pair, unpack it: `{', '.join(names or [name, 'rest'])} = {made}`"
+        if made is None and all(isinstance(one, Tensor) and one.ndim for one in value) and value:
+            letters = ["x", "y"] if len(value) == 2 else [f"x{i}" for i in range(len(value))]
+            return (
+                f"`{name}` is a {type(value).__name__} of {len(value)} tensors, as a DataLoader makes it: unpack it in "
+                f"the step, `{', '.join(letters)}{',' if len(value) == 1 else ''} = {name}`; or pass a dict of names"
+            )
+    return ""
+
+
+def _made(site: Site, name: str) -> str | None:
+    """Return the call whose result the function calls by a name, nearest before the line."""
+    found = None
+    for node in site.parents:
+        match node:
+            case ast.Assign(targets=[ast.Name(id=target)], value=ast.Call() as call) if target == name:
+                first = site.frame.f_code.co_firstlineno
+                if first <= node.lineno <= site.node.lineno:
+                    found = text_of(call)
+    return found
+
+
+def _attribute(site: Site, error: BaseException) -> str:
+    """An attribute that a tensor does not have: the method of another library's array."""
+    if not isinstance(error, AttributeError) or not isinstance(error.obj, Tensor) or not error.name:
+        return ""
+    node = next((one for one in ast.walk(site.node) if isinstance(one, ast.Attribute)), None)
+    x = operand(node.value) if node is not None and node.attr == error.name else "x"
+    if error.name in _METHODS:
+        return f"`{_METHODS[error.name].format(x=x)}`"
+    close = difflib.get_close_matches(error.name, [one for one in dir(Tensor) if one[0] != "_"], 1)
+    if close:
+        return f"did you mean `{x}.{close[0]}`?"
+    return f"a tensor has no `{error.name}`; functions of torch take it, `torch.name({x})`"
+
+
+def _optimizer(site: Site, error: BaseException) -> str:
+    """A method of an optimizer, called as one of torch is."""
+    match site.node:
+        case ast.Call(func=ast.Attribute(value=owner)) if isinstance(error, TypeError):
+            if type(site.value(owner)).__module__.startswith("functional_cg.optim"):
+                return "`state = state.apply_gradients(grads)`"
+    return ""
+
+
+def _no_name(site: Site, error: BaseException) -> str:
+    if not isinstance(error, NameError) or not error.name:
+        return ""
+    known = [*site.frame.f_locals, *site.frame.f_globals]
+    if close := difflib.get_close_matches(error.name, known, 1, 0.8):
+        return f"did you mean `{close[0]}` by `{error.name}`?"
+    return f"define `{error.name}`, or pass it as an input"
+
+
+def _elsewhere(site: Site, error: BaseException) -> str:
+    """What torch says of objects of this package, or of ranks."""
+    text = str(error)
+    if "TrainState'" in text or "Handle'" in text:
+        return "pass the parameters, `state.params`"
+    if "process group" in text and "init" in text:
+        return "`fcg.sharding.mean(x)` in place of `all_reduce`, of a state with `sharding=fcg.sharding.zero(mesh)`"
+    return ""
+
+
+def _no_gpu(site: Site, error: BaseException) -> str:
+    if torch.cuda.is_available() or not isinstance(error, RuntimeError | AssertionError):
+        return ""
+    if not re.search(r"cuda|CUDA", str(error)):
+        return ""
+    match site.node:
+        case ast.Call(func=ast.Attribute(value=owner)):
+            return f"write `{text_of(owner)}`: inputs are copied to the state's device, and torch sees no GPU here"
+    return "leave tensors where they are: inputs are copied to the state's device, and torch sees no GPU here"
+
+
+def _shapes(site: Site | None, error: BaseException) -> str:
+    """Tensors of shapes that do not go together: what each is called here, and what the module takes."""
+    if not isinstance(error, RuntimeError | ValueError | IndexError) or not _SHAPES.search(str(error)):
+        return ""
+    module = _module_in(error)
+    if module is not None:
+        path, part, given = module
+        where = f"`{path}`, {part!r}," if path else f"{part!r}"
+        entries = raised_in(error)
+        own = entries and not is_installed(entries[-1].tb_frame.f_code.co_filename)
+        fits = _fitting(part, given) if own else ""
+        return f"{where} was given {_shown(given)}" + (
+            f": make it `{fits}`" if fits else f": {_wanted(part)}"
+        )
+    tensors = {name: value for name, value in _values(site) if isinstance(value, Tensor)}
+    shown = " and ".join(f"`{name}` is {_shown(value)}" for name, value in tensors.items())
+    return f"make the shapes fit: {shown}" if shown else ""
+
+
+def _shown(tensor: Tensor) -> str:
+    return f"a tensor of shape {list(tensor.shape)}"
+
+
+def _fitting(part: nn.Module, given: Tensor) -> str:
+    if isinstance(part, nn.Linear) and given.ndim:
+        return f"nn.Linear({given.shape[-1]}, {part.out_features})"
+    if isinstance(part, nn.Conv1d | nn.Conv2d | nn.Conv3d) and given.ndim > 1:
+        return f"nn.{type(part).__name__}({given.shape[1]}, {part.out_channels}, {part.kernel_size})"
+    return ""
+
+
+def _wanted(part: nn.Module) -> str:
+    if isinstance(part, nn.Linear):
+        return f"pass an input whose last dimension is {part.in_features}"
+    if isinstance(part, nn.Conv1d | nn.Conv2d | nn.Conv3d):
+        return f"pass an input of {part.in_channels} channels, [batch, channels, ...]"
+    return "pass an input of the shape that it takes"
+
+
+def _module_in(error: BaseException) -> tuple[str, nn.Module, Tensor] | None:
+    """Return the innermost module of torch whose forward raised: its path in the outermost one, it, and its input."""
+    modules: list[tuple[nn.Module, CodeType, Mapping[str, Any]]] = []
+    traceback = error.__traceback__
+    while traceback is not None:
+        frame = traceback.tb_frame
+        owner = frame.f_locals.get("self")
+        if isinstance(owner, nn.Module):
+            modules.append((owner, frame.f_code, frame.f_locals))
+        traceback = traceback.tb_next
+    if not modules or not type(modules[-1][0]).__module__.startswith("torch."):
+        return None
+    part, code, values = modules[-1]
+    arguments = [values.get(name) for name in code.co_varnames[1 : code.co_argcount]]
+    given = next((one for one in arguments if isinstance(one, Tensor)), None)
+    path = next((path for path, one in modules[0][0].named_modules() if one is part), "")
+    return None if given is None else (path, part, given)
+
+
+def _values(site: Site | None) -> Iterator[tuple[str, Any]]:
+    """Yield the names, attributes and items of which an expression is made, with their values."""
+    if site is None:
+        return
+    node = site.node
+    while (
+        not isinstance(node, ast.stmt) and site.up(node) is not None and isinstance(site.up(node), ast.Call)
+    ):
+        node = site.up(node)
+    seen: set[ast.AST] = set()
+    for one in ast.walk(node):
+        if one in seen:
+            seen.update(ast.iter_child_nodes(one))
+            continue
+        if isinstance(one, ast.Name | ast.Attribute | ast.Subscript):
+            value = site.value(one)
+            if isinstance(value, Tensor | tuple | list):
+                seen.update(ast.iter_child_nodes(one))
+                yield text_of(one), value
+
+
+def takes(function: Callable[..., Any], name: str) -> str:
+    """Return how a function is called: ``train_step(state, batch)``."""
+    try:
+        return f"{name}({', '.join(inspect.signature(function).parameters)})"
+    except (TypeError, ValueError):  # a builtin without a signature
+        return f"{name}(...)"

@@ -1,0 +1,86 @@
+"""Advice for a line in an installed library, which is not the user's to change: what to do at the user's own line."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Sequence
+from types import FrameType
+
+import torch
+
+from .advice import SHOWS
+from .code_reading import Site, sync_spelling, text_of
+from .source import is_installed, own_frame
+
+__all__ = ["copy_fix", "keyed_fix", "sync_fix"]
+
+
+def sync_fix(frame: FrameType, own: FrameType | None = None, *, by_mask: bool = False) -> tuple[str, str]:
+    """Return how a line asks for a tensor's value, and what to do about it where the user can.
+
+    Args:
+      frame: The frame of the line.
+      own: The frame of the user's own code that led to it; by default, the innermost outside of it.
+      by_mask: Whether a subscript's index is known to be a mask.
+    """
+    what, fix = sync_spelling(frame, by_mask=by_mask)
+    call = _call(frame, own)
+    if call is None:
+        return what, fix
+    asked = _asked_to_show(own or own_frame(frame))
+    if asked is not None:
+        return asked
+    library, owner = _named(frame)
+    if "self" in frame.f_locals:
+        there = f"in a class of your own that inherits from `{owner.partition('.')[0]}`, override `{owner}`: {fix}"
+    else:
+        there = f"in a function of your own in place of `{owner}`: {fix}"
+    if isinstance(frame.f_locals.get("self"), torch.nn.Module):  # what it returns is to be differentiated
+        return what, f"the line belongs to `{library}`: {there}"
+    outside = f"call `{text_of(call)}` outside of the step and pass what it returns as an input"
+    return what, f"the line belongs to `{library}`: {outside}; or, {there}"
+
+
+def keyed_fix(frame: FrameType | None) -> str:
+    """Return the fix for a library's function that draws by torch's generator; "" for the user's own line."""
+    call = None if frame is None else _call(frame, None)
+    if call is None:
+        return ""
+    args = ", ".join(["key", *(text_of(one) for one in call.args)])
+    return (
+        f"the line belongs to `{_named(frame)[0]}`: give its draws a key, `key = fcg.random.fold_in(state.key, "
+        f"state.step)`, then `fcg.random.keyed({text_of(call.func)})({args})`."
+    )
+
+
+def copy_fix(frame: FrameType | None, owner: str) -> str:
+    """Return the fix for a library's function that writes into what it is given; "" for the user's own line."""
+    call = None if frame is None else _call(frame, None)
+    if call is None:
+        return ""
+    return f"the line belongs to `{_named(frame)[0]}`: in `{text_of(call)}`, pass a copy, `{owner}.clone()`."
+
+
+def _asked_to_show(own: FrameType | None) -> tuple[str, str] | None:
+    """Return how the user's own line shows a tensor, whichever library it shows it by; None if it does not."""
+    if own is None:
+        return None
+    what, fix = sync_spelling(own)
+    return (what, fix) if SHOWS in fix else None
+
+
+def _named(frame: FrameType | None) -> tuple[str, str]:
+    assert frame is not None
+    name, owner = frame.f_code.co_name, frame.f_locals.get("self")
+    library = str(frame.f_globals.get("__name__", "")).partition(".")[0]
+    return library, name if owner is None else f"{type(owner).__name__}.{name}"
+
+
+def _call(frame: FrameType, own: FrameType | None) -> ast.Call | None:
+    """Return the user's own call that led to a library's line; None if the line is the user's, or nothing is known."""
+    if not is_installed(frame.f_code.co_filename):
+        return None
+    own = own or own_frame(frame)
+    site = None if own is None else Site.of(own, own.f_lasti, by_mask=False)
+    nodes: Sequence[ast.AST] = [] if site is None else [site.node, *ast.walk(site.node)]
+    return next((node for node in nodes if isinstance(node, ast.Call)), None)

@@ -1,0 +1,107 @@
+"""Answer names of other libraries, and misspelt ones, with the name here.
+
+A public module's ``__getattr__``, which Python asks for what is not there, raises what :func:`no_such_name` returns.
+"""
+
+from __future__ import annotations
+
+import difflib
+import sys
+from collections.abc import Sequence
+from types import MappingProxyType
+
+__all__ = ["no_such_name"]
+
+_PACKAGE = __name__.partition(".")[0]
+_ROOMS = ("", ".optim", ".random", ".tree", ".sharding", ".nn", ".precision")
+
+
+def _table(text: str) -> MappingProxyType[str, str]:
+    rows = (line.strip().split(" | ", 1) for line in text.strip().splitlines())
+    return MappingProxyType({name: here for names, here in rows for name in names.split()})
+
+
+# What torch, optax, jax and flax call it -> what to write here.
+_HERE = _table("""
+    Adam | `fcg.optim.adam(1e-3)`
+    AdamW | `fcg.optim.adamw(1e-3, weight_decay=0.01)`
+    SGD | `fcg.optim.sgd(0.1)`
+    RMSprop | `fcg.optim.rmsprop(1e-3)`
+    LBFGS ASGD Rprop SparseAdam | `fcg.optim.from_torch(torch.optim.NAME, ...)`, if it is a pure function at heart
+    CosineAnnealingLR CosineAnnealingWarmRestarts cosine_decay_schedule | `fcg.optim.cosine(1e-3, decay_steps=1000)`, in place of the learning rate
+    OneCycleLR warmup_cosine_decay_schedule cosine_onecycle_schedule get_cosine_schedule_with_warmup | `fcg.optim.warmup_cosine(1e-3, warmup_steps=100, decay_steps=1000)`, in place of the learning rate
+    LinearLR linear_schedule polynomial_schedule PolynomialLR get_linear_schedule_with_warmup | `fcg.optim.linear(1e-3, 0.0, transition_steps=1000)`, in place of the learning rate
+    ExponentialLR exponential_decay | `fcg.optim.exponential(1e-3, transition_steps=100, decay_rate=0.9)`, in place of the learning rate
+    StepLR MultiStepLR piecewise_constant_schedule | `fcg.optim.piecewise_constant(1e-3, {1000: 0.1})`, in place of the learning rate
+    ConstantLR constant_schedule | `fcg.optim.constant(1e-3)`, or the number itself
+    LambdaLR lr_scheduler ReduceLROnPlateau | a schedule, such as `fcg.optim.linear(1e-3, 0.0, 1000)`, or a function of the count, `fcg.optim.sgd(lambda count: 0.1 / (1 + count))`; to change the rate from the loop, `fcg.optim.set_hyperparams`
+    clip_grad_norm_ clip_grad_norm | `fcg.optim.chain(fcg.optim.clip_by_global_norm(1.0), optimizer)`
+    clip_grad_value_ clip | `fcg.optim.chain(fcg.optim.clip_by_value(1.0), optimizer)`
+    multi_transform | `fcg.optim.partition({"decay": ..., "rest": ...}, labels)`
+    additive_weight_decay | `fcg.optim.add_decayed_weights(0.01)`
+    MultiSteps | `fcg.microbatches(4)(fcg.value_and_grad(loss_fn))`, or `TrainState.create(..., accumulate=True)`
+    apply_if_finite | `fcg.cond(norm.isfinite(), lambda: state.apply_gradients(grads), lambda: state)`
+    Optimizer | `fcg.optim.GradientTransformation`, or `fcg.optim.from_torch(cls, ...)`
+    PRNGKey seed manual_seed Generator | `fcg.random.key(0)`
+    rand rand_like random random_sample | `fcg.random.uniform(key, shape)`
+    randn randn_like gaussian | `fcg.random.normal(key, shape)`
+    randperm shuffle | `fcg.random.permutation(key, n)`
+    choice multinomial | `fcg.random.categorical(key, logits)`
+    gumbel gumbel_softmax | `-torch.log(fcg.random.exponential(key, shape))`
+    jit pjit compile make_graphed_callables | `fcg.graph_step(fn)` for a step, `fcg.graph_fn(fn)` for a read-only function
+    grad_and_value | `loss, grads = fcg.value_and_grad(loss_fn)(params)`, value first
+    backward | `loss, grads = fcg.value_and_grad(loss_fn)(state.params)`
+    vmap jacrev jacfwd hessian | `torch.func.NAME`
+    checkpoint | `fcg.remat(layer)`
+    while_loop fori_loop for_loop | `fcg.scan(lambda carry, x: (carry, y), init, xs)`, of fixed length
+    stop_gradient no_grad | `x.detach()`
+    functional_call make_functional functionalize init apply | `apply, params, buffers = fcg.from_module(model)`
+    DataParallel DistributedDataParallel DDP FSDP FullyShardedDataParallel fully_shard pmap | `TrainState.create(..., sharding=fcg.sharding.zero(mesh, stage=1))`
+    all_reduce psum pmean | `fcg.sharding.sum(x)` or `fcg.sharding.mean(x)`, in the step
+    GradScaler | `fcg.LossScale`
+    autocast | `torch.autocast(...)` in the loss, or `fcg.precision.Policy()`
+    tree_map multimap | `fcg.tree.map(function, tree)`
+    tree_leaves | `fcg.tree.leaves(tree)`
+    tree_flatten | `fcg.tree.flatten(tree)`
+    tree_unflatten | `fcg.tree.unflatten(treedef, leaves)`
+    tree_at | `fcg.tree.at(lambda s: s.params["w"], state, value)`
+    Module Linear Conv1d Conv2d Dropout LayerNorm BatchNorm1d BatchNorm2d Embedding Sequential Parameter | `torch.nn.NAME`, and `apply, params, buffers = fcg.from_module(model)`
+    print | `fcg.debug_print("loss {}", loss)`
+    testing report bench examples | `import functional_cg.NAME`
+    save_checkpoint | `fcg.save(path, state)`
+    restore_checkpoint load_checkpoint | `state = fcg.load(path, state)`
+""")  # noqa: E501
+
+
+def no_such_name(module: str, name: str, known: Sequence[str]) -> AttributeError:
+    """Return the error for a name that a public module does not have.
+
+    Args:
+      module: The module's name, ``"functional_cg.optim"``.
+      name: What is asked for.
+      known: The module's public names.
+    """
+    error = AttributeError(f"module {module!r} has no attribute {name!r}")
+    if not name.startswith("_"):
+        meant = _HERE.get(name, "").replace("NAME", name) or _found(name) or _close(module, name, known)
+        error.args = (f"{error}.\nTo fix: {meant}.",) if meant else error.args
+    return error
+
+
+def _found(name: str) -> str:
+    """Return where another public module has the name, or its lower-case spelling."""
+    for room in _ROOMS:
+        for spelling in (name, name.lower()):
+            if spelling in getattr(sys.modules.get(_PACKAGE + room), "__all__", ()):
+                return f"`{_here(_PACKAGE + room)}.{spelling}`"
+    return ""
+
+
+def _close(module: str, name: str, known: Sequence[str]) -> str:
+    lowered = {one.lower(): one for one in known}
+    close = difflib.get_close_matches(name.lower(), lowered, 1, 0.75)
+    return f"`{_here(module)}.{lowered[close[0]]}`" if close else ""
+
+
+def _here(module: str) -> str:
+    return module.replace(_PACKAGE, "fcg", 1)
