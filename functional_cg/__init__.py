@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+import typing as _typing
 
 from . import nn, optim, precision, random, sharding, tree
 from .bucket import bucket
@@ -27,7 +27,7 @@ from .errors import (
     StreamError,
 )
 from .graph_step import GraphFn, GraphStep, graph_fn, graph_step
-from .names import no_such_name
+from .names import no_such_name as _no_such_name
 from .nn import from_module
 from .precision import LossScale
 from .prefetch import prefetch
@@ -95,7 +95,7 @@ __all__ = [
 ]
 
 
-if not TYPE_CHECKING:  # a type checker would let any name pass
+if not _typing.TYPE_CHECKING:  # a type checker would let any name pass
 
-    def __getattr__(name: str) -> Any:
-        raise no_such_name(__name__, name, __all__)
+    def __getattr__(name: str) -> object:
+        raise _no_such_name(__name__, name, __all__)

@@ -12,6 +12,10 @@ key paths with *expected* and *got*, says why replay would go wrong, and gives o
 What a call can know is refused before anything is launched. Whatever else goes wrong (a result that is refused, a rank
 that is lost), the state passed in stays valid. The docstring of each class is its page of the manual:
 ``help(functional_cg.LayoutError)``.
+
+Tracebacks show the frames of your own code and of the libraries that it calls, not those of torch and of this package,
+also for exceptions of your function and of torch that pass through. The environment variable ``FCG_TRACEBACK=full``
+shows them all. A debugger, ``pdb.pm()``, starts in your innermost frame.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ from types import MappingProxyType
 
 __all__ = ["no_such_name"]
 
-_PACKAGE = __name__.partition(".")[0]
+_PACKAGE = "functional_cg"
 _ROOMS = ("", ".optim", ".random", ".tree", ".sharding", ".nn", ".precision")
 
 

@@ -80,9 +80,9 @@ def test_layout_error_of_a_new_state():
         `train_step`: returns a new state that is unlike the old one.
           state['w']  expected f32[2]@cpu   got f64[2]@cpu
         The new state is written into the slots of the old one.
-        To fix: return each leaf with its old shape, dtype and device; results of another kind belong in `metrics`.
+        To fix: begin with it in torch.float64, before the first call; or return `.to(torch.float32)` as `state['w']`; results of another kind belong in `metrics`.
         Docs: help(functional_cg.LayoutError)
-        """,
+        """,  # noqa: E501
     )
 
     def fixed(state, batch):
@@ -362,7 +362,7 @@ def test_capture_error():
         """
         `train_step`: raised KeyError, at {line}: 'y'
         The step was being traced; nothing was launched and the state is unchanged.
-        To fix: see the original exception above; `step.eager(state, *inputs)` runs the function on real values.
+        To fix: `batch` has the keys 'x': read one of them, or pass `batch['y']`, too.
         Docs: help(functional_cg.CaptureError)
         """,
         line=at(train_step, "batch["),

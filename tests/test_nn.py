@@ -1222,5 +1222,5 @@ def test_rnn_that_keeps_what_it_was_called_with_is_refused_with_the_way_out() ->
 
 def test_a_seed_is_no_key() -> None:
     apply, params, buffers = fcg.from_module(nn.Sequential(nn.Linear(2, 2), nn.Dropout(0.5)))
-    with pytest.raises(TypeError, match=r"expected a key, got int 0. To fix: make one with `key\(seed\)`"):
+    with pytest.raises(TypeError, match=r"expected a key, got int 0.\nTo fix: `fcg.random.key\(0\)`"):
         apply(params, buffers, torch.ones(1, 2), key=0)

@@ -836,7 +836,8 @@ def test_sgd_moves_every_element_of_a_16_bit_leaf(options: dict[str, Any], dtype
 
 def test_inject_hyperparams_wants_a_factory() -> None:
     with pytest.raises(
-        TypeError, match=r"expected a factory, got the optimizer .*`inject_hyperparams\(optim.sgd\)"
+        TypeError,
+        match=r"a factory, got the optimizer .*\n.*`fcg\.optim\.inject_hyperparams\(fcg\.optim\.sgd\)",
     ):
         optim.inject_hyperparams(optim.sgd(0.1))  # type: ignore[arg-type]
 

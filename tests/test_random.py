@@ -280,7 +280,7 @@ def test_what_is_not_a_key_is_refused(draw: Callable[[Tensor], Tensor], key: Ten
 KEY, CPU = random.key(0), torch.ones(3)
 META = torch.ones(3, device="meta")
 REFUSALS: list[tuple[Callable[[], Any], type[Exception], str]] = [
-    (lambda: random.bits(0, 4), TypeError, r"make one with `key\(seed\)`"),
+    (lambda: random.bits(0, 4), TypeError, r"To fix: `fcg\.random\.key\(0\)`"),
     (lambda: random.key(2**64), ValueError, "`seed`: expected an integer from"),
     (lambda: random.key(torch.tensor(1)), TypeError, "`seed`: expected a Python int, got int64"),
     (lambda: random.key(1.0), TypeError, "got float 1.0"),

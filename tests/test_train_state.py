@@ -138,27 +138,30 @@ def test_unknown_and_missing_fields_are_type_errors() -> None:
 
 def test_create_says_what_it_wants_in_place_of_torch_objects() -> None:
     module = torch.nn.Linear(2, 2)
-    with pytest.raises(TypeError, match=r"got a module: `apply, params, buffers = fcg.from_module"):
+    with pytest.raises(TypeError, match=r"got a module.\nTo fix: `apply, params, buffers = fcg.from_module"):
         fcg.TrainState.create(params=module, optimizer=ADAM)
-    with pytest.raises(TypeError, match=r"got a generator: `apply, params, buffers = fcg.from_module"):
+    with pytest.raises(
+        TypeError, match=r"got a generator.\nTo fix: `apply, params, buffers = fcg.from_module"
+    ):
         fcg.TrainState.create(params=module.parameters(), optimizer=ADAM)
     for one in (optim.sgd(0.1), ADAM):
         with pytest.raises(
             LayoutError, match=r"no tensors.\n  params\[0\]\[0\]  expected a tensor   got str\n"
         ):
             fcg.TrainState.create(params=list(module.named_parameters()), optimizer=one)
-    of_torch = r"; or of its class, `fcg.optim.from_torch\(SGD, lr=0.1\)`"
+    of_torch = r"; or `optimizer=fcg\.optim\.from_torch\(torch\.optim\.SGD, lr=0\.1\)`, of its class"
     for wrong, got in (
-        (torch.optim.SGD(module.parameters(), lr=0.1), f"SGD{of_torch}"),
-        (torch.optim.SGD, f"SGD{of_torch}"),
-        (optim.sgd, "sgd"),
-        (0.1, "float"),
+        (torch.optim.SGD(module.parameters(), lr=0.1), ("SGD", of_torch)),
+        (torch.optim.SGD, ("SGD", of_torch)),
+        (optim.sgd, ("sgd", "")),
+        (0.1, ("float", "")),
     ):
         optimizer: Any = wrong
-        with pytest.raises(TypeError, match=rf"must be one of `fcg.optim`, .*, got {got}$"):
+        text = rf"must be one of `fcg.optim`, got {got[0]}\.\nTo fix: `optimizer=fcg\.optim\.sgd\(0\.1\)`{got[1]}\."
+        with pytest.raises(TypeError, match=text):
             fcg.TrainState.create(params=params(), optimizer=optimizer)
     key: Any = 0
-    with pytest.raises(TypeError, match=r"made with `fcg.random.key\(seed\)`, got 0"):
+    with pytest.raises(TypeError, match=r"got 0\.\nTo fix: make one, `key=fcg\.random\.key\(0\)`"):
         fcg.TrainState.create(params=params(), optimizer=ADAM, key=key)
 
 

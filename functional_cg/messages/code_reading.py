@@ -1,7 +1,7 @@
-"""Read how a line of user code asks for a tensor's value, and suggest a replacement.
+"""Read how a line of user code asks for a tensor's value, and suggest a replacement in the user's own names.
 
 The instruction that runs in a frame is mapped to its node in the syntax tree. The node's context tells ``if x > 0:``
-from ``x > 0 and y``, and ``x[mask]`` from ``x[i]``. Fixes are written with the user's own names.
+from ``x > 0 and y``, and ``x[mask]`` from ``x[i]``.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import ast
 import contextlib
 import dataclasses
 import dis
+import functools
 import inspect
 import itertools
 import linecache
@@ -37,8 +38,7 @@ def sync_spelling(frame: FrameType, lasti: int | None = None, *, by_mask: bool =
       lasti: The instruction (``traceback.tb_lasti``), if the frame has moved on since.
       by_mask: Whether a subscript's index is known to be a mask.
     Returns:
-      (what, fix): such as ``("`if x > 0:`", "`torch.where(x > 0, a, b)`; or ...")``. A general answer if there is no
-      source, or the construct is unknown.
+      (what, fix): ``("`if x > 0:`", "`torch.where(x > 0, a, b)`; or ...")``; a general answer for an unknown construct.
     """
     site = Site.of(frame, frame.f_lasti if lasti is None else lasti, by_mask=by_mask)
     if site is None:
@@ -170,10 +170,7 @@ def _as_tensor(test: ast.expr) -> str:
 
 
 def _fold(name: str, parts: Sequence[str]) -> str:
-    head, *rest = parts
-    for part in rest:
-        head = f"{name}({head}, {part})"
-    return head
+    return functools.reduce(lambda head, part: f"{name}({head}, {part})", parts)
 
 
 def _branches(site: Site, node: ast.If, cond: str) -> str:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+import typing as _typing
 
-from ..names import no_such_name
+from ..names import no_such_name as _no_such_name
 from .cross_entropy import linear_cross_entropy
 from .fp8 import Fp8Scaling, fp8_linear
 from .module import Apply, from_module
@@ -12,7 +12,7 @@ from .module import Apply, from_module
 __all__ = ["Apply", "Fp8Scaling", "fp8_linear", "from_module", "linear_cross_entropy"]
 
 
-if not TYPE_CHECKING:  # a type checker would let any name pass
+if not _typing.TYPE_CHECKING:  # a type checker would let any name pass
 
-    def __getattr__(name: str) -> Any:
-        raise no_such_name(__name__, name, __all__)
+    def __getattr__(name: str) -> object:
+        raise _no_such_name(__name__, name, __all__)

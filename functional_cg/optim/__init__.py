@@ -5,9 +5,9 @@ immutable value. ``sgd``, ``adam``, ``adamw`` and ``adagrad`` also have a ``step
 read the step count on the device. :func:`from_torch` adapts optimizer classes from other packages.
 """
 
-from typing import TYPE_CHECKING, Any
+import typing as _typing
 
-from functional_cg.names import no_such_name
+from functional_cg.names import no_such_name as _no_such_name
 from functional_cg.optim.adapters.adapted import AdaptedState
 from functional_cg.optim.adapters.proof import from_torch
 from functional_cg.optim.adapters.torch_state import load_torch_state, torch_state
@@ -197,7 +197,7 @@ __all__ = [
 ]
 
 
-if not TYPE_CHECKING:  # a type checker would let any name pass
+if not _typing.TYPE_CHECKING:  # a type checker would let any name pass
 
-    def __getattr__(name: str) -> Any:
-        raise no_such_name(__name__, name, __all__)
+    def __getattr__(name: str) -> object:
+        raise _no_such_name(__name__, name, __all__)

@@ -12,9 +12,9 @@ registered op, ``fcg::random_bits``: one node in a trace, and the same bits on C
 code. Draws other than uniform ones compute logarithms and the like, whose last bits may differ.
 """
 
-from typing import TYPE_CHECKING, Any
+import typing as _typing
 
-from ..names import no_such_name
+from ..names import no_such_name as _no_such_name
 from .distributions import beta, dirichlet, exponential, gamma, poisson, truncated_normal
 from .keyed import keyed
 from .samplers import (
@@ -56,7 +56,7 @@ __all__ = [
 ]
 
 
-if not TYPE_CHECKING:  # a type checker would let any name pass
+if not _typing.TYPE_CHECKING:  # a type checker would let any name pass
 
-    def __getattr__(name: str) -> Any:
-        raise no_such_name(__name__, name, __all__)
+    def __getattr__(name: str) -> object:
+        raise _no_such_name(__name__, name, __all__)

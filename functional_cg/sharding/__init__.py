@@ -4,9 +4,9 @@ All ranks run one program, launched by ``torchrun``; each rank captures a graph 
 mesh, or with one rank, everything here is the identity, so the same source runs on one GPU.
 """
 
-from typing import TYPE_CHECKING, Any
+import typing as _typing
 
-from ..names import no_such_name
+from ..names import no_such_name as _no_such_name
 from ..shards.mesh import Mesh
 from .launch import mesh
 from .values import fold_in, gather, local, mean, state_dict, sum
@@ -15,7 +15,7 @@ from .zero import Zero, zero
 __all__ = ["Mesh", "Zero", "fold_in", "gather", "local", "mean", "mesh", "state_dict", "sum", "zero"]
 
 
-if not TYPE_CHECKING:  # a type checker would let any name pass
+if not _typing.TYPE_CHECKING:  # a type checker would let any name pass
 
-    def __getattr__(name: str) -> Any:
-        raise no_such_name(__name__, name, __all__)
+    def __getattr__(name: str) -> object:
+        raise _no_such_name(__name__, name, __all__)

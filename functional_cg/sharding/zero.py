@@ -140,8 +140,8 @@ def zero(
     """
     if not isinstance(mesh, Mesh):
         raise TypeError(
-            f"sharding.zero: expected a mesh, got {type(mesh).__name__}.\n"
-            'To fix: make one, `mesh = fcg.sharding.mesh({"data": -1})`.'
+            f"sharding.zero: mesh must be made with `fcg.sharding.mesh(...)`, got {type(mesh).__name__}.\n"
+            'To fix: `mesh = fcg.sharding.mesh({"data": -1})`.'
         )
     if not isinstance(stage, int) or stage not in (1, 2, 3) or isinstance(stage, bool):
         raise ValueError(

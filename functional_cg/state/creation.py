@@ -200,7 +200,7 @@ def _of_all(sharding: Any) -> Sharding | None:
     if strange or not parts:
         got = type(strange[0] if strange else sharding).__name__
         raise TypeError(
-            f"TrainState.create: sharding must be made by `zero`, got {got}.\n"
+            f"TrainState.create: sharding must be made with `fcg.sharding.zero(mesh, stage=3)`, got {got}.\n"
             'To fix: `sharding=fcg.sharding.zero(mesh, stage=3)`, of `mesh = fcg.sharding.mesh({"data": -1})`.'
         )
     return sharding if parts == [sharding] else _Parts(sharding)

@@ -18,7 +18,7 @@ from ..ambient.modes import ordinary, restore, surrounding
 from ..ambient.setting import canonical
 from ..call.signature import Call, new_state_and_metrics
 from ..shards.peers import among, together
-from ..stages.trace.new_state import refuse_new_state
+from ..stages.trace.results import refuse_new_state
 from ..state.boundary import entered, held, left, mesh_of, shown
 from ..transforms.taps import Taps
 

@@ -86,18 +86,19 @@ def test_state_that_is_a_tuple_of_a_state_and_more_is_accepted():
     ("result", "got"),
     [
         (lambda s: s, "dict"),
-        (lambda s: [s, {}], "list"),
-        (lambda s: (s, {}, {}), "tuple"),
-        (lambda s: (s,), "tuple"),
-        (lambda s: None, "NoneType"),
-        (lambda s: s["w"], "Tensor"),
+        (lambda s: [s, {}], "list of 2"),
+        (lambda s: (s, {}, {}), "tuple of 3"),
+        (lambda s: (s,), "tuple of 1"),
+        (lambda s: None, "nothing"),
+        (lambda s: s["w"], "a tensor, f32[3]@cpu"),
     ],
 )
 def test_not_a_pair(result, got):
     def step(s, b):
         return result(s)
 
-    match = rf"does not return a pair(.|\n)*expected \(state, metrics\)   got \w*{got}\n(.|\n)*`return state, {{}}`"
+    got = re.escape(got)
+    match = rf"does not return a pair(.|\n)*expected \(state, metrics\)   got {got}\n(.|\n)*To fix: `return state, "
     assert_refused(step, LayoutError, match)
 
 

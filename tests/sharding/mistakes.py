@@ -572,14 +572,14 @@ MISTAKES = {
     "sharding is a mesh": Mistake(
         lambda b: fcg.TrainState.create(params=b.whole, optimizer=fcg.optim.sgd(0.1), sharding=b.mesh),
         TypeError,
-        r"TrainState\.create: sharding must be made with `fcg\.sharding\.zero\(mesh, stage=3\)`, got Mesh$",
+        r"TrainState\.create: sharding must be made with `fcg\.sharding\.zero\(mesh, stage=3\)`, got Mesh\.",
         "",
         created_of_whole_leaves,
     ),
     "sharding is a dict": Mistake(
         lambda b: fcg.TrainState.create(params=b.whole, optimizer=fcg.optim.sgd(0.1), sharding={"data": 2}),
         TypeError,
-        r"TrainState\.create: sharding must be made with .*, got int$",
+        r"TrainState\.create: sharding must be made with .*, got int\.",
         "",
         created_of_whole_leaves,
     ),

@@ -90,7 +90,7 @@ def _torch_optimizer(frame: FrameType | None) -> str:
     """Return the class of the optimizer of torch whose step is running, "" if none is."""
     while frame is not None and frame.f_code.co_name != "_run":
         if isinstance(owner := frame.f_locals.get("self"), torch.optim.Optimizer):
-            return type(owner).__name__
+            return "" if frame.f_code.co_name == "zero_grad" else type(owner).__name__
         frame = frame.f_back
     return ""
 
