@@ -7,7 +7,6 @@ key and records writes. The other, above autograd, keeps attention and RNNs on k
 from __future__ import annotations
 
 import inspect
-import warnings
 import weakref
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence, Set
@@ -74,9 +73,9 @@ def run(
     name, place = title(module, method), Place(module)
     unset, buffers = unset_buffers(module), buffers_set(module)
     before, registered = held(module, unset), dict(module.named_buffers())
-    names, stored = _by_storage(params), _by_storage(registered).keys()
-    effects = Effects(name, key, place, names, stored, _by_storage(fixed))
-    with OpenKernels(), effects:
+    names = _by_storage(params)
+    effects = Effects(name, key, place, names, _by_storage(fixed))
+    with OpenKernels(effects.truncated), effects:
         out = compiling(function_of(module, method), *args, **kwargs)
     refuse_unmade(name, module, made)
     after = held(module, unset)
@@ -120,18 +119,18 @@ class Place:
     """Tracks where in a module its forward is, and how many draws each submodule has made.
 
     After the forward, ``torch.utils.checkpoint`` may run submodules again, in the backward: they then run as they did,
-    under the same modes and with the same streams.
+    under the same modes and with the same streams. As in PyTorch, they find the buffers as the forward left them, and
+    write them once more: what the forward returned is those same tensors.
 
     Args:
       module: Our private copy: a call of a submodule goes through here.
 
     Attributes:
-      recomputes: Whether the forward called ``torch.utils.checkpoint``.
       drew_by_mode: Whether it drew random numbers where it reads ``training``, as dropout does.
     """
 
     def __init__(self, module: nn.Module) -> None:
-        self.recomputes = self.drew_by_mode = False
+        self.drew_by_mode = False
         self._name = type(module).__name__
         self._trail: list[tuple[str, str]] = []
         self._draws: Counter[str] = Counter()
@@ -159,7 +158,8 @@ class Place:
         """Run a submodule as in the forward, for a checkpoint that recomputes in the backward."""
         assert self._effects is not None
         self._draws = self._began[path][0].copy()
-        with OpenKernels(), self._effects(place=self):
+        effects = self._effects(place=self)
+        with OpenKernels(effects.truncated), effects:
             return compiling(run)
 
     def end(self, effects: Callable[..., Effects]) -> None:
@@ -188,15 +188,6 @@ class Place:
             raise self._cannot_repeat(
                 "what it wraps draws random numbers outside of its submodules: they would be other ones"
             )
-
-    def warn_of_write(self) -> None:
-        """Warn of a write under ``torch.utils.checkpoint``, once for each kind of module."""
-        warnings.warn(
-            f"`{self._name}`: {self._trail[-1][1] if self._trail else self._name} writes its buffers under "
-            "`torch.utils.checkpoint`. They are written once, as without it and as in `fcg.remat`; PyTorch writes "
-            "them a second time when it recomputes, so that running statistics differ.",
-            stacklevel=2,
-        )
 
     def _cannot_repeat(self, why: str) -> CaptureError:
         return CaptureError.of(
@@ -238,7 +229,6 @@ class Effects(Draws):
       key: i64[2], or None to raise for any op that draws.
       place: Where the forward is.
       params: Names of the parameters by storage; writing one raises.
-      buffers: Storages of the buffers; writing one under ``torch.utils.checkpoint`` is a warning.
       fixed: Paths of tensors of the module's plain objects, by storage; writing one raises.
 
     Attributes:
@@ -251,21 +241,17 @@ class Effects(Draws):
         key: Tensor | None,
         place: Place,
         params: Mapping[int | None, str],
-        buffers: Set[int | None] = frozenset(),
         fixed: Mapping[int | None, str] = MappingProxyType({}),
     ) -> None:
         super().__init__(name, key)
-        self._place, self._params, self._buffers, self._fixed = place, params, buffers, fixed
+        self._place, self._params, self._fixed = place, params, fixed
         self.written: set[int | None] = {None}
 
     def watch(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        if not self._place.recomputes:
-            self._place.recomputes = under_checkpoint(self._name, run.__code__) is not None
+        under_checkpoint(self._name, run.__code__)  # raises in a reentrant one
         for tensor in written_arguments(func, args, kwargs):
             self._refuse_parameter(func, tensor)
             self._refuse_fixed(func, tensor)
-            if storage_of(tensor) in self._buffers and under_checkpoint(self._name, run.__code__) is not None:
-                self._place.warn_of_write()
             self.written.add(storage_of(tensor))
 
     def next_stream(self) -> int:
