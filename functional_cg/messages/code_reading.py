@@ -23,7 +23,7 @@ import torch
 
 from .advice import ARRAY, BUILTINS, DRAWN_ARRAY, FUNCTIONS, GENERIC, INDEX, LOG, OR_OUTSIDE, TABLE
 
-__all__ = ["sync_spelling"]
+__all__ = ["Site", "sync_spelling"]
 
 _TEXT_SHOWN = 72
 _F_STRING_PARTS = (ast.JoinedStr, ast.FormattedValue, ast.Constant)
@@ -40,7 +40,7 @@ def sync_spelling(frame: FrameType, lasti: int | None = None, *, by_mask: bool =
       (what, fix): such as ``("`if x > 0:`", "`torch.where(x > 0, a, b)`; or ...")``. A general answer if there is no
       source, or the construct is unknown.
     """
-    site = _Site.of(frame, frame.f_lasti if lasti is None else lasti, by_mask=by_mask)
+    site = Site.of(frame, frame.f_lasti if lasti is None else lasti, by_mask=by_mask)
     if site is None:
         return "a tensor's value", GENERIC
     for classify in (_truth, _formatting, _call, _subscript, _containment, _arithmetic):
@@ -51,7 +51,7 @@ def sync_spelling(frame: FrameType, lasti: int | None = None, *, by_mask: bool =
 
 
 @dataclass(frozen=True, slots=True)
-class _Site:
+class Site:
     """The syntax node whose instruction runs in a frame."""
 
     node: Any
@@ -61,7 +61,7 @@ class _Site:
     by_mask: bool = False
 
     @classmethod
-    def of(cls, frame: FrameType, lasti: int, *, by_mask: bool) -> _Site | None:
+    def of(cls, frame: FrameType, lasti: int, *, by_mask: bool) -> Site | None:
         code = frame.f_code
         span = next(itertools.islice(code.co_positions(), lasti // 2, None), (None,) * 4)
         if lasti < 0 or None in span:
@@ -111,7 +111,7 @@ def _text(node: ast.AST) -> str:
     return text if len(text) <= _TEXT_SHOWN else text[: _TEXT_SHOWN - 1] + "…"
 
 
-def _truth(site: _Site) -> tuple[str, str] | None:
+def _truth(site: Site) -> tuple[str, str] | None:
     """Classify a truth test: ``if``, ``while``, ``assert``, ternary, ``and``/``or``/``not`` or filter."""
     # Since Python 3.13, a comparison that is only tested converts to a truth value itself.
     if site.op not in ("TO_BOOL", "UNARY_NOT", "COMPARE_OP") and "JUMP" not in site.op:
@@ -176,7 +176,7 @@ def _fold(name: str, parts: Sequence[str]) -> str:
     return head
 
 
-def _branches(site: _Site, node: ast.If, cond: str) -> str:
+def _branches(site: Site, node: ast.If, cond: str) -> str:
     match node.body, node.orelse:
         case ([ast.Assign([ast.Name(name)], yes)], [ast.Assign([ast.Name(other)], no)]) if name == other:
             return f"`{name} = torch.where({cond}, {_text(yes)}, {_text(no)})`; {OR_OUTSIDE}"
@@ -192,7 +192,7 @@ def _is_tree(value: object) -> bool:
     return isinstance(value, dict | list | tuple) or dataclasses.is_dataclass(value)
 
 
-def _formatting(site: _Site) -> tuple[str, str] | None:
+def _formatting(site: Site) -> tuple[str, str] | None:
     node, whole = site.node, site.node
     # Before Python 3.12, each part of an f-string, even its format, has the span of the whole string.
     while isinstance(node, _F_STRING_PARTS) and isinstance(site.up(whole), _F_STRING_PARTS):
@@ -212,7 +212,7 @@ def _is_text(node: ast.AST) -> bool:
     return isinstance(node, ast.JoinedStr) or (isinstance(node, ast.Constant) and isinstance(node.value, str))
 
 
-def _call(site: _Site) -> tuple[str, str] | None:
+def _call(site: Site) -> tuple[str, str] | None:
     node = site.node
     if not isinstance(node, ast.Call):
         return None
@@ -255,7 +255,7 @@ def _operand(node: ast.AST) -> str:
     return _text(node) if tight else f"({_text(node)})"
 
 
-def _extremum(site: _Site, name: str, args: Sequence[ast.expr]) -> str:
+def _extremum(site: Site, name: str, args: Sequence[ast.expr]) -> str:
     if len(args) == 1 and isinstance(site.value(args[0]), torch.Tensor):
         return f"write `{_operand(args[0])}.a{name}()`"
     if len(args) == 1:
@@ -268,7 +268,7 @@ def _extremum(site: _Site, name: str, args: Sequence[ast.expr]) -> str:
     return f"write `{_fold(f'torch.{name}imum', [_text(arg) for arg in args])}`"
 
 
-def _containment(site: _Site) -> tuple[str, str] | None:
+def _containment(site: Site) -> tuple[str, str] | None:
     node = site.node
     if not (isinstance(node, ast.Compare) and isinstance(node.ops[0], ast.In | ast.NotIn)):
         return None
@@ -281,7 +281,7 @@ def _containment(site: _Site) -> tuple[str, str] | None:
     return f"`{_text(node)}`", f"write `{found}`, a tensor, and select with `torch.where`"
 
 
-def _arithmetic(site: _Site) -> tuple[str, str] | None:
+def _arithmetic(site: Site) -> tuple[str, str] | None:
     node = site.node
     if not isinstance(node, ast.BinOp):
         return None
@@ -295,7 +295,7 @@ def _draws(value: Any) -> bool:
     return of.startswith("numpy.random")  # the module, or one of its generators
 
 
-def _subscript(site: _Site) -> tuple[str, str] | None:
+def _subscript(site: Site) -> tuple[str, str] | None:
     node = site.node
     if not isinstance(node, ast.Subscript):
         return None
@@ -311,7 +311,7 @@ def _subscript(site: _Site) -> tuple[str, str] | None:
     return f"`{_text(node)}`", INDEX
 
 
-def _is_mask(site: _Site, index: ast.AST) -> bool:
+def _is_mask(site: Site, index: ast.AST) -> bool:
     match index:
         case ast.Compare():
             return True
@@ -325,14 +325,14 @@ def _is_mask(site: _Site, index: ast.AST) -> bool:
     return site.by_mask and isinstance(index, ast.Call | ast.Name | ast.Attribute | ast.Subscript)
 
 
-def _is_window(site: _Site, index: ast.AST) -> bool:
+def _is_window(site: Site, index: ast.AST) -> bool:
     return isinstance(index, ast.Slice) and any(
         bound is not None and not isinstance(bound, ast.Constant)
         for bound in (index.lower, index.upper, index.step)
     )
 
 
-def _is_scalar(site: _Site, index: ast.AST) -> bool:
+def _is_scalar(site: Site, index: ast.AST) -> bool:
     value = site.value(index)
     if isinstance(value, torch.Tensor):
         return value.ndim == 0
@@ -341,7 +341,7 @@ def _is_scalar(site: _Site, index: ast.AST) -> bool:
     )
 
 
-def _stored(site: _Site, read: str) -> str | None:
+def _stored(site: Site, read: str) -> str | None:
     """Return what the statement stores in place of `read`, the subscripted values; None if it only reads them."""
     match site.up(site.node):
         case ast.Assign(targets=targets, value=value) if site.node in targets:
@@ -351,7 +351,7 @@ def _stored(site: _Site, read: str) -> str | None:
     return None
 
 
-def _fix_mask(site: _Site, base: str, indices: Sequence[Any], dim: int) -> str:
+def _fix_mask(site: Site, base: str, indices: Sequence[Any], dim: int) -> str:
     mask, count, stored = _text(indices[dim]), f"{_operand(indices[dim])}.sum()", _stored(site, base)
     values, table = site.value(indices[dim]), site.value(site.node.value)
     if isinstance(values, torch.Tensor) and isinstance(table, torch.Tensor):
@@ -367,7 +367,7 @@ def _fix_mask(site: _Site, base: str, indices: Sequence[Any], dim: int) -> str:
     return f"`torch.where({mask}, {base}, 0)` keeps the shape; divide by `{count}` for a mean"
 
 
-def _fix_window(site: _Site, base: str, indices: Sequence[Any], dim: int) -> str:
+def _fix_window(site: Site, base: str, indices: Sequence[Any], dim: int) -> str:
     start = _operand(indices[dim].lower) if indices[dim].lower else "0"
     length, note = "n", ", with a length `n` that is fixed"
     match indices[dim].upper:
@@ -381,7 +381,7 @@ def _fix_window(site: _Site, base: str, indices: Sequence[Any], dim: int) -> str
     return f"`{read}`{note}; a window of varying length becomes a mask and `torch.where`"
 
 
-def _fix_scalar(site: _Site, base: str, indices: Sequence[Any], dim: int) -> str:
+def _fix_scalar(site: Site, base: str, indices: Sequence[Any], dim: int) -> str:
     row = _text(ast.Subscript(indices[dim], ast.Constant(None), ast.Load()))
     read = f"{base}.index_select({dim}, {row})"
     match site.up(site.node):
@@ -396,5 +396,5 @@ def _fix_scalar(site: _Site, base: str, indices: Sequence[Any], dim: int) -> str
 
 
 _INDEX_FIXES: tuple[
-    tuple[Callable[[_Site, ast.AST], bool], Callable[[_Site, str, Sequence[Any], int], str]], ...
+    tuple[Callable[[Site, ast.AST], bool], Callable[[Site, str, Sequence[Any], int], str]], ...
 ] = ((_is_mask, _fix_mask), (_is_window, _fix_window), (_is_scalar, _fix_scalar))
