@@ -1,4 +1,4 @@
-"""Find the truth tests that decide nothing but whether to raise, such as ``if (labels < 0).any(): raise ValueError``."""
+"""Find the truth tests that only decide whether to raise, such as ``if (labels < 0).any(): raise ValueError``."""
 
 from __future__ import annotations
 
@@ -46,10 +46,12 @@ def guard_of(frame: FrameType) -> Guard | None:
     if passes is None or tests[-1] is not statement.test or _caught(site, statement):
         return None
     for outer, inner in zip(reversed(tests), reversed(tests[:-1]), strict=False):
-        passes = _of_operand(outer, inner, passes)
+        passes = _of_operand(outer, inner, passes=passes)
         if passes is None:
             return None
-    chained = isinstance(tests[0], ast.Compare) and len(tests[0].ops) > 1  # `0 <= x.min() <= 1` is asked part by part
+    chained = (
+        isinstance(tests[0], ast.Compare) and len(tests[0].ops) > 1
+    )  # `0 <= x.min() <= 1` is asked part by part
     if isinstance(tests[0], ast.BoolOp) or (chained and not passes):
         return None
     return Guard(passes, ast.unparse(statement).partition("\n")[0])
@@ -79,8 +81,8 @@ def _raises(body: list[ast.stmt]) -> bool:
     return not any(isinstance(node, _LEAVES) for part in body for node in ast.walk(part))
 
 
-def _of_operand(outer: ast.AST, inner: ast.AST, passes: bool) -> bool | None:
-    """Return the truth value of an operand that gives ``passes`` for the whole, whatever the operands behind it are."""
+def _of_operand(outer: ast.AST, inner: ast.AST, *, passes: bool) -> bool | None:
+    """Return the truth value of an operand with which the whole is ``passes``, as far as it decides; else None."""
     match outer:
         case ast.UnaryOp(op=ast.Not()):
             return not passes

@@ -15,14 +15,15 @@ from operator import attrgetter
 from types import MappingProxyType
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from ..ambient.compiling import compiling
-from ..errors import CaptureError, ImplicitRandomnessError, ReadOnlyError
+from ..errors import CaptureError, ImplicitRandomnessError, LayoutError, ReadOnlyError
 from ..messages.source import at_here, here
 from ..random.kernels import OpenKernels
 from ..random.keyed import Draws, stream_of, under_checkpoint
-from ..tensors.aten import written_arguments
+from ..tensors.aten import tensors_in, written_arguments
 from .attributes import (
     COMPILED,
     Held,
@@ -73,8 +74,8 @@ def run(
     name, place = title(module, method), Place(module)
     unset, buffers = unset_buffers(module), buffers_set(module)
     before, registered = held(module, unset), dict(module.named_buffers())
-    names = _by_storage(params)
-    effects = Effects(name, key, place, names, _by_storage(fixed))
+    names, empty = _by_storage(params), {path: one for path, one in registered.items() if not one.numel()}
+    effects = Effects(name, key, place, names, _by_storage(fixed), _by_storage(empty))
     with OpenKernels(effects.truncated), effects:
         out = compiling(function_of(module, method), *args, **kwargs)
     refuse_unmade(name, module, made)
@@ -230,6 +231,7 @@ class Effects(Draws):
       place: Where the forward is.
       params: Names of the parameters by storage; writing one raises.
       fixed: Paths of tensors of the module's plain objects, by storage; writing one raises.
+      empty: Paths of the buffers without elements, by storage; giving one a shape raises.
 
     Attributes:
       written: Storages that were written; None stands for all that cannot be identified.
@@ -242,9 +244,11 @@ class Effects(Draws):
         place: Place,
         params: Mapping[int | None, str],
         fixed: Mapping[int | None, str] = MappingProxyType({}),
+        empty: Mapping[int | None, str] = MappingProxyType({}),
     ) -> None:
         super().__init__(name, key)
-        self._place, self._params, self._fixed = place, params, fixed
+        self._place, self._params = place, params
+        self._fixed, self._empty = fixed, empty
         self.written: set[int | None] = {None}
 
     def watch(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
@@ -252,6 +256,7 @@ class Effects(Draws):
         for tensor in written_arguments(func, args, kwargs):
             self._refuse_parameter(func, tensor)
             self._refuse_fixed(func, tensor)
+            self._refuse_shaping(func, tensor, args)
             self.written.add(storage_of(tensor))
 
     def next_stream(self) -> int:
@@ -280,6 +285,20 @@ class Effects(Draws):
                 rows=[f"{func}{at_here()}"],
                 why="It is not a part of the state: the next call would find the old value.",
                 fix=registered_fix(name),
+            )
+
+    def _refuse_shaping(self, func: Any, tensor: Tensor, args: Sequence[Any]) -> None:
+        name = self._empty.get(storage_of(tensor))
+        shapes = any(one.numel() for one in tensors_in(list(args)))
+        if func is torch.ops.aten.resize_.default:
+            shapes = 0 not in args[1]
+        if name is not None and shapes:
+            raise LayoutError.of(
+                self._name,
+                f"`buffers[{name!r}]` has no shape yet: {self._place} gives it one.",
+                rows=[f"{func}{at_here()}"],
+                why="Each leaf of a state keeps its shape.",
+                fix="run the module once on an example, `model(x)`, before `from_module`.",
             )
 
     def _refuse_parameter(self, func: Any, tensor: Tensor) -> None:
