@@ -14,7 +14,7 @@ from .code_reading import Site
 __all__ = ["Guard", "guard_of"]
 
 # Since Python 3.13, a comparison that is only tested converts to a truth value itself.
-_TESTS = ("TO_BOOL", "UNARY_NOT", *(["COMPARE_OP"] if sys.version_info >= (3, 13) else []))
+_TESTS = frozenset({"TO_BOOL", "UNARY_NOT"} | ({"COMPARE_OP"} if sys.version_info >= (3, 13) else set()))
 _LEAVES = ast.Return | ast.Break | ast.Continue | ast.Yield | ast.YieldFrom | ast.Await
 
 
