@@ -43,6 +43,11 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "moving averages": lambda: channels(
         quantization.MovingAveragePerChannelMinMaxObserver, quant_min=-128, quant_max=127, dtype=torch.qint8
     ),
+    "a moving average": lambda: between(quantization.default_fake_quant),
+    "a symmetric one": lambda: between(quantization.default_weight_fake_quant),
+    "a smallest and a largest": lambda: between(
+        lambda: quantization.FakeQuantize(quantization.MinMaxObserver, dtype=torch.quint8)
+    ),
     "fixed": lambda: between(quantization.default_fixed_qparams_range_0to1_fake_quant),
 }
 
@@ -67,12 +72,16 @@ def stepped(model: nn.Module) -> tuple[Any, Any, Any]:
     return apply, fcg.graph_step(train_step, lowering="aten"), state
 
 
+CHANNELS = ("prepare_qat, per channel", "smallest and largest", "moving averages")
+
+
 @pytest.mark.parametrize("name", MODELS)
 def test_it_trains_as_a_plain_loop(name: str) -> None:
-    """After one batch: before, buffers of quantizers of channels have no shape."""
+    """Per channel after one batch: before, buffers have no shape."""
     plain, model = made(name), made(name)
-    with torch.no_grad():
-        plain(batch(9)), model(batch(9))
+    if name in CHANNELS:
+        with torch.no_grad():
+            plain(batch(9)), model(batch(9))
     optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
     apply, step, state = stepped(model)
     twin = fcg.fork(state)
@@ -90,7 +99,7 @@ def test_it_trains_as_a_plain_loop(name: str) -> None:
         torch.testing.assert_close(ours[key], value, msg=lambda text, key=key: f"{key}: {text}")
 
 
-@pytest.mark.parametrize("name", ["prepare_qat, per channel", "moving averages"])
+@pytest.mark.parametrize("name", CHANNELS)
 def test_without_a_first_batch_it_is_refused(name: str) -> None:
     """The message tells to run the module first, which the test above does."""
     _, step, state = stepped(made(name))
@@ -115,3 +124,19 @@ def test_a_buffer_without_elements_may_be_written_if_it_stays_so() -> None:
     _, step, state = stepped(Empty())
     state, _ = step(state, batch(0))
     assert state.buffers["none"].shape == (0,)
+
+
+def test_an_observer_with_a_forward_of_its_own_runs_it() -> None:
+    class Doubling(quantization.MovingAverageMinMaxObserver):
+        def forward(self, x: Tensor) -> Tensor:
+            self.min_val.copy_(x.min() * 2)
+            self.max_val.copy_(x.max() * 2)
+            return x
+
+    model = between(lambda: quantization.FakeQuantize(Doubling))
+    expected = model[0](batch(0)).max() * 2
+    _, step, state = stepped(model)
+    state, _ = step(state, batch(0))
+    torch.testing.assert_close(
+        fcg.snapshot(state.buffers["1.activation_post_process.max_val"]), expected.detach()
+    )

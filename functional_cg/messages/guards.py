@@ -13,8 +13,7 @@ from .code_reading import Site
 
 __all__ = ["Guard", "guard_of"]
 
-# Since Python 3.13, a comparison that is only tested converts to a truth value itself.
-_TESTS = frozenset({"TO_BOOL", "UNARY_NOT"} | ({"COMPARE_OP"} if sys.version_info >= (3, 13) else set()))
+_TESTS = frozenset({"TO_BOOL", "UNARY_NOT"})
 _LEAVES = ast.Return | ast.Break | ast.Continue | ast.Yield | ast.YieldFrom | ast.Await
 
 
@@ -33,7 +32,7 @@ def guard_of(frame: FrameType) -> Guard | None:
     passes depends on other operands, and where the frame itself may catch what it raises.
     """
     site = Site.of(frame, frame.f_lasti, by_mask=False)
-    if site is None or (site.op not in _TESTS and "JUMP" not in site.op):
+    if site is None or not (site.op in _TESTS or "JUMP" in site.op or _tests_by_comparing(site.op)):
         return None
     if isinstance(site.node, ast.stmt):  # Python 3.11 gives some jumps the span of the statement
         site = Site.of(frame, _before(frame), by_mask=False)
@@ -55,6 +54,11 @@ def guard_of(frame: FrameType) -> Guard | None:
     if isinstance(tests[0], ast.BoolOp) or (chained and not passes):
         return None
     return Guard(passes, ast.unparse(statement).partition("\n")[0])
+
+
+def _tests_by_comparing(op: str) -> bool:
+    """Whether a comparison may convert its result to a truth value itself, if that is all it is for."""
+    return op == "COMPARE_OP" and sys.version_info >= (3, 13)
 
 
 def _before(frame: FrameType) -> int:

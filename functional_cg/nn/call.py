@@ -33,6 +33,7 @@ from .attributes import (
     refuse_unmade,
 )
 from .buffers import buffers_set, refuse_changed_buffers, resized_buffers, set_buffers, unset_buffers
+from .observers import on_device
 from .refusals import registered_fix
 from .storage import storage_of
 
@@ -139,6 +140,7 @@ class Place:
         self._effects: Callable[..., Effects] | None = None  # once the forward has ended
         for path, part in module.named_modules():
             vars(part)[COMPILED] = partial(self._call, path, weakref.ref(part))  # what a call of it runs
+            vars(part).update(on_device(part))
 
     def _call(self, path: str, part: weakref.ref[nn.Module], /, *args: Any, **kwargs: Any) -> Any:
         module = part()
