@@ -23,7 +23,7 @@ _FILE = "torch.ao.quantization.observer"
 def on_device(module: nn.Module) -> Iterator[tuple[str, Callable[..., Any]]]:
     """Yield, by name, what computes the same on the device as a method of a module that is one of those observers."""
     torch_s = sys.modules.get(_FILE)  # not imported: no module is one
-    kind = type(module)
+    kind: Any = type(module)
     if torch_s is None or not isinstance(module, torch_s.MinMaxObserver):
         return
     if kind.forward is torch_s.MovingAverageMinMaxObserver.forward:

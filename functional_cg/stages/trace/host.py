@@ -121,17 +121,25 @@ def taken_as_valid(func: Any, args: Sequence[Any], call: Callable[..., Any]) -> 
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and _between(frame):
         frame = frame.f_back
-    guard = frame and guard_of(frame)
-    at = frame
-    while at is not None and not is_user_file(at.f_code.co_filename):
-        if at.f_code.co_filename in _VALIDATING:
-            return True
-        at = at.f_back
+    if frame is None:
+        return None
+    if _validates(frame):
+        return True
+    guard = guard_of(frame)
     if guard is None:
         return None
     valid = args[0] if guard.passes else call(torch.ops.aten.logical_not.default, (args[0],), {})
     call(torch.ops.aten._assert_async.msg, (valid, f"`{guard.text}` raises{at_here()}"), {})
     return guard.passes
+
+
+def _validates(frame: FrameType | None) -> bool:
+    """Whether ``torch.distributions`` validates for the user's code."""
+    while frame is not None and not is_user_file(frame.f_code.co_filename):
+        if frame.f_code.co_filename in _VALIDATING:
+            return True
+        frame = frame.f_back
+    return False
 
 
 def _between(frame: FrameType) -> bool:
