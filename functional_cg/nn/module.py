@@ -160,7 +160,8 @@ class Apply:
           train: Whether the module is in training mode.
           kwargs: Arguments of the forward.
         Returns:
-          (out, new_buffers): the result of the forward, and the buffers after it.
+          (out, new_buffers): the result of the forward, and the buffers after it. As in PyTorch, what
+          ``torch.utils.checkpoint`` runs again in the backward writes these buffers, in place, a second time.
         Raises:
           ImplicitRandomnessError: If an op draws and ``key`` is None, or if a key cannot replace it.
           TypeError: If ``params`` or ``buffers`` is not a mapping, or ``key`` is a batch of keys.
