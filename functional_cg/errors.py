@@ -196,8 +196,10 @@ class HostSyncError(FunctionalCGError, RuntimeError):
 
     These need nothing on the host: literals, declared constants, buffers that a module reads and the step never
     changes, and what is computed from them alone; one number written where a mask says, ``x[mask] = 0.0``; the lengths
-    of ``F.ctc_loss``, which may be inputs; and the validation of ``torch.distributions``: ``step.eager`` raises for
-    invalid values, and a replay takes them as valid.
+    of ``F.ctc_loss``, which may be inputs; the validation of ``torch.distributions``: ``step.eager`` raises for
+    invalid values, and a replay takes them as valid; and what only decides whether to raise, such as
+    ``assert (x > 0).all()`` or ``if (x < 0).any(): raise ValueError``. Each replay tests it, and raises a
+    ``RuntimeError`` that names the line; on a GPU, the device does, as in ``torch._assert_async``.
     """
 
 

@@ -190,6 +190,7 @@ DRAWN: dict[str, Callable[[Tensor], Any]] = {
     "multinomial": lambda x: torch.multinomial(x.expand(9, 3, 4).reshape(-1, 4), 1),
     "dropout": lambda x: F.dropout(x.expand(9, 3, 4), 0.5),
     "alpha_dropout": lambda x: F.alpha_dropout(x.expand(9, 3, 4), 0.5, training=True),
+    "trunc_normal_": lambda x: nn.init.trunc_normal_(torch.empty_like(x), std=0.5) + x,
     "rrelu": lambda x: F.rrelu(-x, training=True),
     "gumbel": lambda x: F.gumbel_softmax(x),
     "attention": lambda x: F.scaled_dot_product_attention(x, x, x, dropout_p=0.5),
@@ -273,12 +274,32 @@ def test_draws_that_would_run_again_without_the_key_are_refused(act: Callable[[T
             "in a way that a key cannot replace",
         ),
         (
+            lambda: fcg.random.keyed(
+                lambda: nn.init.trunc_normal_(torch.empty(3), generator=torch.Generator())
+            )(KEY),
+            fcg.ImplicitRandomnessError,
+            "in a way that a key cannot replace",
+        ),
+        (
+            lambda: fcg.random.keyed(lambda: nn.init.trunc_normal_(torch.empty(3), a=2.0, b=-2.0))(KEY),
+            fcg.ImplicitRandomnessError,
+            "nn.init.trunc_normal_",
+        ),
+        (
             lambda: fcg.random.keyed(lambda: torch.randn(3, dtype=torch.complex64))(KEY),
             fcg.ImplicitRandomnessError,
             "complex numbers are `torch.complex` of two real draws",
         ),
     ],
-    ids=["a module", "no function", "no key", "a generator", "complex numbers"],
+    ids=[
+        "a module",
+        "no function",
+        "no key",
+        "a generator",
+        "truncated, by one",
+        "no bounds",
+        "complex numbers",
+    ],
 )
 def test_what_cannot_be_keyed_is_refused(act: Callable[[], Any], error: Any, match: str) -> None:
     with pytest.raises(error, match=match):

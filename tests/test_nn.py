@@ -406,6 +406,17 @@ OPS: dict[str, tuple[Callable[[Tensor], Tensor], float, float]] = {
         (3 / 16 / 5) ** 0.5,
     ),
     "beta": (lambda x: torch.distributions.Beta(x, 3 * x).rsample(), 0.25, (3 / 16 / 5) ** 0.5),
+    "trunc_normal_": (lambda x: nn.init.trunc_normal_(torch.empty_like(x), 5, 2, 1, 9), 5, 2 * 0.87963),
+    "trunc_normal_ to one side": (
+        lambda x: nn.init.trunc_normal_(torch.empty_like(x), b=0),
+        -0.72279,
+        0.50131,
+    ),
+    "trunc_normal_ of a tail": (
+        lambda x: nn.init.trunc_normal_(torch.empty_like(x), 1, 0.5, 3, 4),
+        3.11277,
+        0.10789,
+    ),
     "rrelu": (lambda x: F.rrelu(-x, 0.2, 0.6, training=True), -0.4, 0.4 * 12**-0.5),
     "rrelu_": (lambda x: F.rrelu(-x, 0.2, 0.6, training=True, inplace=True), -0.4, 0.4 * 12**-0.5),
 }
@@ -421,6 +432,16 @@ def test_op_draws_from_its_distribution(name: str) -> None:
     assert not torch.equal(values, call(module, ONES, fcg.random.key(8)).double())
     with torch.inference_mode():
         assert torch.equal(values, call(module, ONES).double())
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_a_truncated_normal_distribution_keeps_its_bounds(dtype: torch.dtype) -> None:
+    module = Wrapped(lambda self, x: nn.init.trunc_normal_(torch.empty_like(x), 0.1, 3.0, -0.301, 0.703))
+    values = call(module, ONES.to(dtype))
+    low, high = torch.tensor([-0.301, 0.703], dtype=dtype)
+    assert values.dtype == dtype
+    assert bool(((values >= low) & (values <= high)).all())
+    assert float(values.max() - values.min()) > 0.99
 
 
 def test_modules_in_inference_mode_draw_and_return_the_same() -> None:
@@ -915,16 +936,6 @@ def test_a_reentrant_checkpoint_is_refused() -> None:
         train_step(apply)(state, torch.ones(2, 4))
 
 
-def test_a_buffer_written_under_a_checkpoint_is_a_warning() -> None:
-    """PyTorch updates the statistics a second time; here they are those of a model without checkpoints."""
-    apply, params, buffers = fcg.from_module(Blocks("block"))
-    with pytest.warns(
-        UserWarning, match=r"`Blocks`: BatchNorm1d writes its buffers under `torch.utils.checkpoint`"
-    ):
-        apply(params, buffers, torch.randn(8, 4), key=fcg.random.key(0))
-    apply(params, buffers, torch.randn(8, 4), train=False)
-
-
 class Blocks(nn.Module):
     """Blocks that draw, write buffers and remember nothing, each recomputed if it is asked for."""
 
@@ -960,11 +971,10 @@ class Blocks(nn.Module):
         return self.head(x)
 
 
-@pytest.mark.filterwarnings("ignore:.*They are written once:UserWarning")
 @pytest.mark.parametrize("how", ["block", "closure", "nested", "without state"])
 @pytest.mark.parametrize("outside", [False, True])
 def test_what_a_checkpoint_recomputes_is_what_it_was(how: str, outside: bool) -> None:
-    """The same draws, the same gradients, and buffers that are written once; in a `remat` as well, and captured."""
+    """The same draws and the same gradients; in a `remat` as well, and captured."""
 
     def stepped(how: str) -> tuple[Any, Any]:
         torch.manual_seed(0)
@@ -1000,8 +1010,59 @@ def test_what_a_checkpoint_recomputes_is_what_it_was(how: str, outside: bool) ->
         twin, of_eager = step.eager(twin, x)
         assert_trees_all_equal((state, metrics), (twin, of_eager), f"eager, call {call}")
         if how != "closure":  # which computes something else
-            assert_trees_all_equal((state, metrics), (expected, wanted), f"call {call}")
+            assert_trees_all_equal((state["params"], metrics), (expected["params"], wanted), f"call {call}")
     assert step.stats.captures == 1
+
+
+@pytest.mark.parametrize("how", ["not", "block", "closure", "nested"])
+def test_a_checkpoint_writes_buffers_as_often_as_in_pytorch(how: str) -> None:
+    """Once in the forward, and once more when it recomputes."""
+    torch.manual_seed(0)
+    model = Blocks(how)
+    for block in model.blocks:
+        block[2].p = 0.0
+    apply, state = state_of(model)
+    step = train_step(apply)
+    for call in range(4):
+        x = torch.randn(8, 4, generator=torch.Generator().manual_seed(call))
+        loss = model(x).square().mean()
+        model.zero_grad()
+        loss.backward()
+        with torch.no_grad():
+            for param in model.parameters():
+                param -= 0.1 * param.grad
+        state, metrics = step(state, x)
+        torch.testing.assert_close(metrics["loss"], loss.detach())
+        for name, value in apply.state_dict(state.params, state.buffers).items():
+            torch.testing.assert_close(
+                value, model.state_dict()[name], msg=lambda text, name=name: f"{name}: {text}"
+            )
+
+
+def test_buffers_that_a_checkpoint_will_write_may_be_used_before() -> None:
+    """A second model in evaluation mode keeps for its backward the buffers that it was given, as they were then."""
+    apply, params, buffers = fcg.from_module(Blocks("block"))
+
+    def train_step(state: Any, x: Tensor) -> Any:
+        def loss_fn(params: Any) -> Any:
+            out, new = apply(params, state["buffers"], x, key=fcg.random.key(0))
+            again, _ = apply(params, new, x, train=False)
+            kept = fcg.tree.map(torch.clone, new)
+            return (out * again).mean(), (new, kept)
+
+        (loss, (new, kept)), grads = fcg.value_and_grad(loss_fn, has_aux=True)(state["params"])
+        params = fcg.tree.map(lambda p, g: p - 0.1 * g, state["params"], grads)
+        return {"params": params, "buffers": new}, {"loss": loss, "kept": kept}
+
+    step, state = fcg.graph_step(train_step), fcg.place({"params": params, "buffers": buffers})
+    twin = fcg.fork(state)
+    for call in range(4):
+        x = torch.randn(8, 4, generator=torch.Generator().manual_seed(call))
+        state, metrics = step(state, x)
+        twin, expected = step.eager(twin, x)
+        assert_trees_all_equal((state, metrics), (twin, expected), f"call {call}")
+        name = "blocks.0.1.num_batches_tracked"
+        assert (int(metrics["kept"][name]), int(state["buffers"][name])) == (2 * call + 1, 2 * call + 2)
 
 
 def test_a_checkpoint_that_cannot_draw_the_same_again_is_refused() -> None:

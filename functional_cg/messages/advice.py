@@ -64,7 +64,6 @@ FUNCTIONS = _table("""
     equal | `({x} == {y}).all()` stays a tensor; select with `torch.where`, or return it in `metrics`
     allclose | `torch.isclose({x}, {y}).all()` stays a tensor; select with `torch.where`, or return it in `metrics`
     pack_padded_sequence pack_sequence | PACKED
-    trunc_normal_ | draw from a key: `fcg.random.truncated_normal(key, shape, -2.0, 2.0)`, times `std`, plus `mean`
     is_nonzero | `{x} != 0` stays a tensor; ELSE
     tensor as_tensor array asarray | use the tensor `{x}` itself; `{x}.clone()` copies it
     full | a tensor as the value is read on the host: write `{y}.expand(shape)`; a size comes from `.shape`

@@ -7,7 +7,6 @@ key and records writes. The other, above autograd, keeps attention and RNNs on k
 from __future__ import annotations
 
 import inspect
-import warnings
 import weakref
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence, Set
@@ -16,15 +15,16 @@ from operator import attrgetter
 from types import MappingProxyType
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from ..ambient.compiling import compiling
 from ..ambient.own_work import own_work
-from ..errors import CaptureError, ImplicitRandomnessError, ReadOnlyError
+from ..errors import CaptureError, ImplicitRandomnessError, LayoutError, ReadOnlyError
 from ..messages.source import at_here, here
 from ..random.kernels import OpenKernels
 from ..random.keyed import Draws, stream_of, under_checkpoint
-from ..tensors.aten import written_arguments
+from ..tensors.aten import tensors_in, written_arguments
 from .attributes import (
     COMPILED,
     Held,
@@ -34,6 +34,7 @@ from .attributes import (
     refuse_unmade,
 )
 from .buffers import buffers_set, refuse_changed_buffers, resized_buffers, set_buffers, unset_buffers
+from .observers import on_device
 from .refusals import registered_fix
 from .storage import storage_of
 
@@ -77,9 +78,9 @@ def run(
     name, place = title(module, method), Place(module, model)
     unset, buffers = unset_buffers(module), buffers_set(module)
     before, registered = held(module, unset), dict(module.named_buffers())
-    names, stored = _by_storage(params), _by_storage(registered).keys()
-    effects = Effects(name, key, place, names, stored, _by_storage(fixed))
-    with OpenKernels(), effects:
+    names, empty = _by_storage(params), {path: one for path, one in registered.items() if not one.numel()}
+    effects = Effects(name, key, place, names, _by_storage(fixed), _by_storage(empty))
+    with OpenKernels(effects.truncated), effects:
         out = compiling(function_of(module, method), *args, **kwargs)
     refuse_unmade(name, module, made)
     after = held(module, unset)
@@ -123,19 +124,19 @@ class Place:
     """Tracks where in a module its forward is, and how many draws each submodule has made.
 
     After the forward, ``torch.utils.checkpoint`` may run submodules again, in the backward: they then run as they did,
-    under the same modes and with the same streams.
+    under the same modes and with the same streams. As in PyTorch, they find the buffers as the forward left them, and
+    write them once more: what the forward returned is those same tensors.
 
     Args:
       module: Our private copy: a call of a submodule goes through here.
       model: Its name in the running trace.
 
     Attributes:
-      recomputes: Whether the forward called ``torch.utils.checkpoint``.
       drew_by_mode: Whether it drew random numbers where it reads ``training``, as dropout does.
     """
 
     def __init__(self, module: nn.Module, model: str = "") -> None:
-        self.recomputes = self.drew_by_mode = False
+        self.drew_by_mode = False
         self._name, self._model = type(module).__name__, model
         self._trail: list[tuple[str, str]] = []
         self._draws: Counter[str] = Counter()
@@ -143,6 +144,7 @@ class Place:
         self._effects: Callable[..., Effects] | None = None  # once the forward has ended
         for path, part in module.named_modules():
             vars(part)[COMPILED] = partial(self._call, path, weakref.ref(part))  # what a call of it runs
+            vars(part).update(on_device(part))
 
     def _call(self, path: str, part: weakref.ref[nn.Module], /, *args: Any, **kwargs: Any) -> Any:
         module = part()
@@ -164,7 +166,8 @@ class Place:
         """Run a submodule as in the forward, for a checkpoint that recomputes in the backward."""
         assert self._effects is not None
         self._draws = self._began[path][0].copy()
-        with OpenKernels(), self._effects(place=self):
+        effects = self._effects(place=self)
+        with OpenKernels(effects.truncated), effects:
             return compiling(run)
 
     def end(self, effects: Callable[..., Effects]) -> None:
@@ -193,15 +196,6 @@ class Place:
             raise self._cannot_repeat(
                 "what it wraps draws random numbers outside of its submodules: they would be other ones"
             )
-
-    def warn_of_write(self) -> None:
-        """Warn of a write under ``torch.utils.checkpoint``, once for each kind of module."""
-        warnings.warn(
-            f"`{self._name}`: {self._trail[-1][1] if self._trail else self._name} writes its buffers under "
-            "`torch.utils.checkpoint`. They are written once, as without it and as in `fcg.remat`; PyTorch writes "
-            "them a second time when it recomputes, so that running statistics differ.",
-            stacklevel=2,
-        )
 
     def _cannot_repeat(self, why: str) -> CaptureError:
         return CaptureError.of(
@@ -243,8 +237,8 @@ class Effects(Draws):
       key: i64[2], or None to raise for any op that draws.
       place: Where the forward is.
       params: Names of the parameters by storage; writing one raises.
-      buffers: Storages of the buffers; writing one under ``torch.utils.checkpoint`` is a warning.
       fixed: Paths of tensors of the module's plain objects, by storage; writing one raises.
+      empty: Paths of the buffers without elements, by storage; giving one a shape raises.
 
     Attributes:
       written: Storages that were written; None stands for all that cannot be identified.
@@ -256,21 +250,20 @@ class Effects(Draws):
         key: Tensor | None,
         place: Place,
         params: Mapping[int | None, str],
-        buffers: Set[int | None] = frozenset(),
         fixed: Mapping[int | None, str] = MappingProxyType({}),
+        empty: Mapping[int | None, str] = MappingProxyType({}),
     ) -> None:
         super().__init__(name, key)
-        self._place, self._params, self._buffers, self._fixed = place, params, buffers, fixed
+        self._place, self._params = place, params
+        self._fixed, self._empty = fixed, empty
         self.written: set[int | None] = {None}
 
     def watch(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        if not self._place.recomputes:
-            self._place.recomputes = under_checkpoint(self._name, run.__code__) is not None
+        under_checkpoint(self._name, run.__code__)  # raises in a reentrant one
         for tensor in written_arguments(func, args, kwargs):
             self._refuse_parameter(func, tensor)
             self._refuse_fixed(func, tensor)
-            if storage_of(tensor) in self._buffers and under_checkpoint(self._name, run.__code__) is not None:
-                self._place.warn_of_write()
+            self._refuse_shaping(func, tensor, args)
             self.written.add(storage_of(tensor))
 
     def next_stream(self) -> int:
@@ -299,6 +292,20 @@ class Effects(Draws):
                 rows=[f"{func}{at_here()}"],
                 why="It is not a part of the state: the next call would find the old value.",
                 fix=registered_fix(name),
+            )
+
+    def _refuse_shaping(self, func: Any, tensor: Tensor, args: Sequence[Any]) -> None:
+        name = self._empty.get(storage_of(tensor))
+        shapes = any(one.numel() for one in tensors_in(list(args)))
+        if func is torch.ops.aten.resize_.default:
+            shapes = 0 not in args[1]
+        if name is not None and shapes:
+            raise LayoutError.of(
+                self._name,
+                f"`buffers[{name!r}]` has no shape yet: {self._place} gives it one.",
+                rows=[f"{func}{at_here()}"],
+                why="Each leaf of a state keeps its shape.",
+                fix="run the module once on an example, `model(x)`, before `from_module`.",
             )
 
     def _refuse_parameter(self, func: Any, tensor: Tensor) -> None:

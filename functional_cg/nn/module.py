@@ -20,7 +20,6 @@ from ..random.arguments import check_key
 from ..state.arena import BufferSpec, refuse_aliases
 from ..tensors.aten import is_batched, unwrapped
 from .attributes import OPS, Held, copying, refuse_exchanged, walked
-from .buffers import set_buffers
 from .call import function_of, run, title
 from .originals import Applied, Original, fixed_tensors, note, note_tensors
 from .refusals import made_by_hooks, refuse_impure
@@ -168,7 +167,8 @@ class Apply:
           train: Whether the module is in training mode.
           kwargs: Arguments of the forward.
         Returns:
-          (out, new_buffers): the result of the forward, and the buffers after it.
+          (out, new_buffers): the result of the forward, and the buffers after it. As in PyTorch, what
+          ``torch.utils.checkpoint`` runs again in the backward writes these buffers, in place, a second time.
         Raises:
           ImplicitRandomnessError: If an op draws and ``key`` is None, or if a key cannot replace it.
           TypeError: If ``params`` or ``buffers`` is not a mapping, or ``key`` is a batch of keys.
@@ -223,9 +223,6 @@ class Apply:
         kept = {name for name in buffers if new[name] is held[name] and storage_of(new[name]) not in written}
         values = {name: buffers[name] if name in kept else new[name].detach() for name in buffers}
         changed = {name: values[name] for name in buffers if name not in kept}
-        if place.recomputes:
-            # In the backward, it finds what it has found here, and writes nothing that was returned.
-            set_buffers(module, {name: buffers[name].detach().clone() for name in changed})
         if not in_a_backward():  # there `remat` recomputes only for the gradients
             self._note(module, changed, drew_by_mode=place.drew_by_mode)
         return out, values

@@ -1,15 +1,17 @@
-"""Keep attention and RNNs on kernels whose draws are visible."""
+"""Keep attention and RNNs on kernels whose draws are visible, and draws out of loops that wait for one that fits."""
 
 from __future__ import annotations
 
 import inspect
+import sys
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 
@@ -19,6 +21,8 @@ __all__ = ["OpenKernels"]
 _SWITCH = threading.RLock()
 _RNNS = frozenset({torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu})
 _ATTENTION = frozenset({F.scaled_dot_product_attention, F.multi_head_attention_forward})
+# Begins by asking whether its tensor is a meta tensor, which it would leave alone. Private; test_nn notices a change.
+_TRUNCATED = nn.init._no_grad_trunc_normal_.__code__
 
 
 class OpenKernels(TorchFunctionMode):
@@ -27,12 +31,25 @@ class OpenKernels(TorchFunctionMode):
     Fused attention and cuDNN's RNNs draw internally; and seen from below autograd, cuDNN's and oneDNN's RNNs omit what
     their backward needs. While any function mode is active, ``MultiheadAttention`` and the transformer layers take the
     same path, traced or not, in training and in evaluation.
+
+    torch draws a truncated normal distribution again and again until all numbers are within the bounds, which nobody
+    can know in a trace: here one draw fills the tensor, and torch has nothing left to do.
+
+    Args:
+      truncated: Fills a tensor for ``nn.init.trunc_normal_``, given the tensor, mean, std and the two bounds.
     """
+
+    def __init__(self, truncated: Callable[[Tensor, float, float, float, float], None]) -> None:
+        super().__init__()
+        self._truncated = truncated
 
     def __torch_function__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        if func == Tensor.is_meta.__get__ and (given := _to_truncate(args[0])):  # type: ignore[attr-defined]
+            self._truncated(args[0], *given)
+            return True
         if func in _ATTENTION and _drops_out(func, args, kwargs):
             with _SWITCH, sdpa_kernel(SDPBackend.MATH):
                 return func(*args, **kwargs)
@@ -44,6 +61,17 @@ class OpenKernels(TorchFunctionMode):
             ):
                 return func(*args, **kwargs)
         return func(*args, **kwargs)
+
+
+def _to_truncate(tensor: Tensor) -> tuple[float, float, float, float] | None:
+    """Return mean, std and bounds if ``nn.init.trunc_normal_`` asks about the tensor that it is to fill; else None."""
+    frame = sys._getframe(2)
+    if frame.f_code is not _TRUNCATED:
+        return None
+    given = frame.f_locals
+    if given["tensor"] is not tensor or given["generator"] is not None or tensor.is_meta:
+        return None
+    return given["mean"], given["std"], given["a"], given["b"]
 
 
 @contextmanager

@@ -6,6 +6,7 @@ import functools
 import hashlib
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from types import CodeType, FrameType
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
@@ -20,7 +21,7 @@ from ..messages.source import at_here, here
 from ..tensors.aten import can_draw
 from .arguments import check_key
 from .kernels import OpenKernels
-from .rules import draw, is_drawn
+from .rules import draw, fill_truncated, is_drawn
 
 __all__ = ["Draws", "keyed", "stream_of", "under_checkpoint"]
 
@@ -33,10 +34,10 @@ _CALL = nn.Module._call_impl.__code__
 def keyed(fn: Callable[P, R]) -> Callable[Concatenate[Tensor, P], R]:
     """Turn a function that draws with torch's random ops into a function of a key: ``keyed(fn)(key, *args, **kwargs)``.
 
-    Each random op that runs in ``fn`` (``torch.randn``, ``F.dropout``, ``torch.distributions``, ``x.bernoulli_()``)
-    draws from the key, on a stream of its own: equal keys give equal numbers, and torch's generators are left alone.
-    Attention with dropout runs on the math backend; RNNs run one time step at a time. For a module, use
-    :func:`from_module`, whose ``apply`` takes a key.
+    Each random op that runs in ``fn`` (``torch.randn``, ``F.dropout``, ``torch.distributions``,
+    ``nn.init.trunc_normal_``) draws from the key, on a stream of its own: equal keys give equal numbers, and torch's
+    generators are left alone. Attention with dropout runs on the math backend; RNNs run one time step at a time. For a
+    module, use :func:`from_module`, whose ``apply`` takes a key.
 
     Args:
       fn: Any function; draws by a generator of its own, by ``random`` or by ``numpy`` are refused in a step.
@@ -67,7 +68,8 @@ def keyed(fn: Callable[P, R]) -> Callable[Concatenate[Tensor, P], R]:
 
     def of_key(key: Tensor, /, *args: P.args, **kwargs: P.kwargs) -> R:
         check_key(key)
-        with OpenKernels(), _Function(name, key, of_key.__code__):
+        draws = _Function(name, key, of_key.__code__)
+        with OpenKernels(draws.truncated), draws:
             return fn(*args, **kwargs)
 
     # Not `functools.wraps`: the signature is another one.
@@ -102,11 +104,19 @@ class Draws(TorchDispatchMode):
         self.watch(func, args, kwargs)
         if not can_draw(func, args, kwargs):
             return func(*args, **kwargs)
-        if self._key is None or not is_drawn(func, args, kwargs):
+        return self._by_key(func, partial(draw, func, args, kwargs) if is_drawn(func, args, kwargs) else None)
+
+    def truncated(self, tensor: Tensor, mean: float, std: float, low: float, high: float) -> None:
+        """Fill a tensor as ``nn.init.trunc_normal_`` does."""
+        fill = partial(fill_truncated, tensor, mean, std, low, high)
+        self._by_key("nn.init.trunc_normal_", fill)
+
+    def _by_key(self, func: Any, rule: Callable[[Tensor, int], Any] | None) -> Any:
+        if self._key is None or rule is None:
             raise self.refusal(func)
         stream = self.next_stream()
         try:
-            return draw(func, args, kwargs, self._key, stream)
+            return rule(self._key, stream)
         except (TypeError, ValueError) as error:
             raise self.refusal(func, str(error)) from error
 

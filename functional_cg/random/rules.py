@@ -12,9 +12,10 @@ from torch import Tensor
 
 from ..tensors.aten import named_arguments
 from . import distributions, samplers
+from .arguments import check_floating
 from .masking import masked_scale
 
-__all__ = ["draw", "is_drawn"]
+__all__ = ["draw", "fill_truncated", "is_drawn"]
 
 Arguments = Mapping[str, Any]
 
@@ -35,6 +36,18 @@ def draw(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], key: Tensor,
         return values
     like = named.get("self")
     return values.to(named["device"] or (torch.get_default_device() if like is None else like.device))
+
+
+def fill_truncated(
+    tensor: Tensor, mean: float, std: float, low: float, high: float, key: Tensor, stream: int
+) -> None:
+    """Fill a tensor in place from the normal distribution between two bounds; both may be drawn."""
+    check_floating(tensor.dtype)
+    draws = distributions.truncated_normal(
+        key, tensor.shape, (low - mean) / std, (high - mean) / std, dtype=torch.float64, stream=stream
+    )
+    with torch.no_grad():
+        tensor.copy_((draws * std + mean).clamp(low, high))
 
 
 def _shape(a: Arguments) -> Sequence[int]:

@@ -24,13 +24,14 @@ from torch.overrides import TorchFunctionMode
 
 from ...errors import CaptureError, FunctionalCGError, ImplicitRandomnessError, SideEffectError
 from ...messages.advice import ADDRESS
-from ...messages.source import is_user_file
+from ...messages.guards import guard_of
+from ...messages.source import at_here, is_user_file
 from ..watch.host_watch import MODES, HostWatch, modes
 from ..watch.reads import Reads
 from .known import aside_from_modes
 from .rules import Rules
 
-__all__ = ["HostGuard", "HostRandomness", "HostState", "is_validation"]
+__all__ = ["HostGuard", "HostRandomness", "HostState", "taken_as_valid"]
 
 _TORCH = os.path.dirname(torch.__file__) + os.sep
 # Python frames of the methods themselves, between the caller and the mode.
@@ -63,6 +64,7 @@ _READS: Mapping[str, str] = MappingProxyType(
 _VALIDATING = frozenset(
     {constraints.__file__, continuous_bernoulli.__file__, distribution.__file__, geometric.__file__}
 )
+_PLUMBING = frozenset({"torch.overrides", "torch.utils._python_dispatch"})
 _OF_VALUES = frozenset({"__repr__", "__format__", "__array__", "numpy", "tolist"})
 
 
@@ -103,19 +105,49 @@ class HostGuard(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-def is_validation(func: Any, args: Sequence[Any]) -> bool:
-    """Whether a call tells the host whether ``torch.distributions`` found values valid.
+def taken_as_valid(func: Any, args: Sequence[Any], call: Callable[..., Any]) -> bool | None:
+    """Return what the host is told if it asks for a truth value only to raise; None for any other read.
 
-    Validation decides nothing but whether to raise: an eager run does, and a trace takes values as valid.
+    A trace takes values as valid. What ``torch.distributions`` validates, an eager run alone does. All other checks
+    stay in the program: they raise in a replay as well.
+
+    Args:
+      func: The op.
+      args: Its arguments.
+      call: ``call(op, args, kwargs)`` runs an op.
     """
     if func is not torch.ops.aten._local_scalar_dense.default or args[0].dtype is not torch.bool:
-        return False
+        return None
     frame: FrameType | None = sys._getframe(1)
+    while frame is not None and _between(frame):
+        frame = frame.f_back
+    if frame is None:
+        return None
+    if _validates(frame):
+        return True
+    guard = guard_of(frame)
+    if guard is None:
+        return None
+    valid = args[0] if guard.passes else call(torch.ops.aten.logical_not.default, (args[0],), {})
+    call(torch.ops.aten._assert_async.msg, (valid, f"`{guard.text}` raises{at_here()}"), {})
+    return guard.passes
+
+
+def _validates(frame: FrameType | None) -> bool:
+    """Whether ``torch.distributions`` validates for the user's code."""
     while frame is not None and not is_user_file(frame.f_code.co_filename):
         if frame.f_code.co_filename in _VALIDATING:
             return True
         frame = frame.f_back
     return False
+
+
+def _between(frame: FrameType) -> bool:
+    """Whether a frame belongs to what runs between the code that asks for a value and the trace."""
+    if is_user_file(frame.f_code.co_filename):
+        return False
+    module = frame.f_globals.get("__name__", "")
+    return module in _PLUMBING or module.startswith(("functional_cg.", "torch._"))
 
 
 def _called_by_torch(frame: FrameType | None) -> bool:

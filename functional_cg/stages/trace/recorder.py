@@ -38,7 +38,7 @@ from ..watch.frames import Follower
 from ..watch.host_watch import HostWatch
 from ..watch.names import HostReads
 from .exceptions import mapped, raised_at
-from .host import HostGuard, HostRandomness, HostState, is_validation
+from .host import HostGuard, HostRandomness, HostState, taken_as_valid
 from .known import BY_NUMBER, Supposed, as_filling, aside_from_modes, by_places, filled, result_of, value_of
 from .recipe import Recipe
 from .results import read_reports, read_result
@@ -171,8 +171,8 @@ class _Recorder(TorchDispatchMode):
                 return known[0]
             if filling := as_filling(func, args, kwargs, self._view):
                 return self._dispatch(*filling, {})
-            if is_validation(func, args):
-                return True
+            if (valid := taken_as_valid(func, args, self._dispatch)) is not None:
+                return valid
             owner = self._protected.get(storage_key(tensors[0]), "") if tensors else ""
             read = [var for one in tensors if (var := self.var_of(one))]
             behind = inputs_behind(self.program, self._input_names, read)

@@ -1,0 +1,105 @@
+"""Find the truth tests that only decide whether to raise, such as ``if (labels < 0).any(): raise ValueError``."""
+
+from __future__ import annotations
+
+import ast
+import dis
+import sys
+from dataclasses import dataclass
+from types import FrameType
+from typing import Any
+
+from .code_reading import Site
+
+__all__ = ["Guard", "guard_of"]
+
+_TESTS = frozenset({"TO_BOOL", "UNARY_NOT"})
+_LEAVES = ast.Return | ast.Break | ast.Continue | ast.Yield | ast.YieldFrom | ast.Await
+
+
+@dataclass(frozen=True, slots=True)
+class Guard:
+    """A truth test whose statement raises unless it comes out as ``passes``; ``text`` is the statement's first line."""
+
+    passes: bool
+    text: str
+
+
+def guard_of(frame: FrameType) -> Guard | None:
+    """Return what a frame tests at the moment, if that decides only whether it raises; else None.
+
+    In ``a and b``, ``or`` and ``not``, it is the operand whose truth is asked for. None also where the answer that
+    passes depends on other operands, and where the frame itself may catch what it raises.
+    """
+    site = Site.of(frame, frame.f_lasti, by_mask=False)
+    if site is None or not (site.op in _TESTS or "JUMP" in site.op or _tests_by_comparing(site.op)):
+        return None
+    if isinstance(site.node, ast.stmt):  # Python 3.11 gives some jumps the span of the statement
+        site = Site.of(frame, _before(frame), by_mask=False)
+        if site is None:
+            return None
+    tests: list[Any] = [site.node]
+    while isinstance(parent := site.up(tests[-1]), ast.expr):
+        tests.append(parent)
+    statement, passes = parent, _of_statement(parent)
+    if passes is None or tests[-1] is not statement.test or _caught(site, statement):
+        return None
+    for outer, inner in zip(reversed(tests), reversed(tests[:-1]), strict=False):
+        passes = _of_operand(outer, inner, passes=passes)
+        if passes is None:
+            return None
+    chained = (
+        isinstance(tests[0], ast.Compare) and len(tests[0].ops) > 1
+    )  # `0 <= x.min() <= 1` is asked part by part
+    if isinstance(tests[0], ast.BoolOp) or (chained and not passes):
+        return None
+    return Guard(passes, ast.unparse(statement).partition("\n")[0])
+
+
+def _tests_by_comparing(op: str) -> bool:
+    """Whether a comparison may convert its result to a truth value itself, if that is all it is for."""
+    return op == "COMPARE_OP" and sys.version_info >= (3, 13)
+
+
+def _before(frame: FrameType) -> int:
+    """Return the instruction that has put onto the stack what a frame's jump tests."""
+    offsets = [instruction.offset for instruction in dis.get_instructions(frame.f_code)]
+    return offsets[offsets.index(frame.f_lasti) - 1]
+
+
+def _of_statement(statement: Any) -> bool | None:
+    """Return the truth value with which a statement does not raise, if with the other one it does nothing else."""
+    match statement:
+        case ast.Assert():
+            return True
+        case ast.If() if _raises(statement.body):
+            return False
+        case ast.If() if _raises(statement.orelse):
+            return True
+    return None
+
+
+def _raises(body: list[ast.stmt]) -> bool:
+    if not body or not isinstance(body[-1], ast.Raise):
+        return False
+    return not any(isinstance(node, _LEAVES) for part in body for node in ast.walk(part))
+
+
+def _of_operand(outer: ast.AST, inner: ast.AST, *, passes: bool) -> bool | None:
+    """Return the truth value of an operand with which the whole is ``passes``, as far as it decides; else None."""
+    match outer:
+        case ast.UnaryOp(op=ast.Not()):
+            return not passes
+        case ast.BoolOp() if isinstance(outer.op, ast.And) is passes or inner is outer.values[-1]:
+            return passes
+    return None
+
+
+def _caught(site: Site, statement: ast.AST) -> bool:
+    """Whether the function may go on after what a statement raises."""
+    node: Any = statement
+    while node is not None and not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
+        if isinstance(node, ast.Try | ast.TryStar) and node.handlers:
+            return True
+        node = site.up(node)
+    return False
