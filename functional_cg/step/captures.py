@@ -28,7 +28,7 @@ from ..stages.run.poison import Poisoned
 from ..stages.run.replay import MISS, Bound, Stats, finisher, recorder, replayer
 from ..stages.trace.footprint import inspection_of
 from ..stages.trace.recipe import BoundState, Recipe
-from ..stages.trace.recorder import trace
+from ..stages.trace.runs import trace
 from ..stages.trial.reference import Reference
 from ..stages.watch.host_watch import refuse_ambient_modes
 from ..state.boundary import reading_of
