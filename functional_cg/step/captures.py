@@ -99,8 +99,8 @@ class Transform:
     def explain(self) -> str:
         """Return as text what was traced, captured and refused.
 
-        For each layout: the certificate, the plan, each leaf with its role and the bytes copied per call, the
-        captures with their arenas, and new values computed but dropped. Reads nothing from a device.
+        For each layout: the certificate, the plan, each leaf with its role and the bytes copied per call, the captures
+        with their arenas, and new values computed but dropped. Reads nothing from a device.
         """
         return explain(self._name, self.stats, self._plans(), self._refusal)
 
@@ -222,9 +222,8 @@ class Transform:
         return lambda: result
 
     def _refuse_changes(self, lowered: Lowered) -> None:
-        for one in (lowered.watch, *lowered.originals):
+        for one in (lowered.watch, lowered.tables, *lowered.originals, self._constants):
             one.check(self._name)
-        self._constants.check()
 
     def _replay(self, call: Call, lowered: Lowered) -> Callable[[], Any]:
         new = (key := (id(lowered), call.arenas)) not in self._captured
@@ -316,6 +315,7 @@ class Transform:
         )  # fmt: skip
         with timed(self._name, "traced"):
             program, host_watch = trace(recipe, checkpoint)
+            tables = Constants.remembered(self._name, program.tables)
         self.stats.traces += 1
         inspection = inspection_of(program, host_watch.names())
         reference = Reference(program.twin())  # before any rewrite
@@ -324,7 +324,8 @@ class Transform:
             program.instrs = group_collectives(program.instrs, reading, call.device)
             rewrite(program, call.places())
             plan = lower(program, call.device, self._options, reference)
-        lowered = Lowered(self._name, states, call.layout, program, plan, host_watch, inspection, reference)
+        found = (program, plan, host_watch, inspection, reference, tables)
+        lowered = Lowered(self._name, states, call.layout, *found)
         for text in warnings_of(lowered):
             log.warning("%s: %s", self._name, text)
         return lowered
@@ -340,9 +341,8 @@ class Transform:
             self._drop_spares()
             if lowered.mesh is not None:
                 lowered.mesh.captures.add(captured)
-            reap = functools.partial(_reap, weakref.ref(self))
             for arena in captured.arenas:
-                arena.watchers.append(reap)
+                arena.watchers.append(functools.partial(_reap, weakref.ref(self)))
         return captured
 
     def _capture(self, call: Call, lowered: Lowered) -> Captured:
@@ -384,7 +384,7 @@ class Transform:
             self._fast = None
 
     def _unchanged(self, lowered: Lowered) -> Callable[[], bool]:
-        watched = (lowered.watch, *lowered.originals, *([self._constants] if self._constants else []))
+        watched = (lowered.watch, *lowered.originals, *filter(None, (self._constants, lowered.tables)))
         checks: list[Any] = [one.unchanged for one in watched]
         return cast("Callable[[], bool]", functools.reduce(lambda one, two: lambda: one() and two(), checks))
 

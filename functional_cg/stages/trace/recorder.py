@@ -27,7 +27,7 @@ from ...shards.reader import Reader
 from ...shards.tensor import Sharded
 from ...state.arena import BufferSpec
 from ...state.boundary import mesh_of
-from ...tensors.aten import LIFTS, PUTS, named_arguments, tensors_in
+from ...tensors.aten import LIFTS, PUTS, named_arguments, tensors_in, written_arguments
 from ...tensors.fake_mode import FakeMode
 from ...tensors.overlap import storage_key
 from ...transforms.debug import REPORTS
@@ -37,6 +37,7 @@ from .host import is_validation
 from .known import BY_NUMBER, Supposed, as_filling, aside_from_modes, by_places, filled, result_of, value_of
 from .recipe import Recipe
 from .rules import Rules, refuse_mixed_dtypes
+from .strays import Reference, Table, is_cached, may_be_table
 from .twice import refuse_another_call, refuse_another_literal
 
 __all__ = ["Recorder"]
@@ -61,11 +62,12 @@ class Recorder(TorchDispatchMode):
         self.variables: list[Var] = []
         self._vars: dict[int, Var] = {}
         self._kept: list[Tensor] = []  # keeps ids and storages unique while the trace lasts
-        self._references: list[weakref.ref[Tensor]] = []
+        self._references: list[Reference] = []
         self._storages: dict[int, int] = {}
         self._protected: dict[int, str] = {}
         self.copied: set[int] = set()  # storages of inputs
         self.declared: dict[int, Tensor] = {}
+        self.tables: list[Table] = []
         self.mesh = mesh_of([spec for state in recipe.states for spec in state.specs])
         self.met, self.work = Met(), OwnWork()
         self.rules = Rules(
@@ -128,8 +130,9 @@ class Recorder(TorchDispatchMode):
         self._vars[id(tensor)] = var
         return var
 
-    def release(self) -> list[weakref.ref[Tensor]]:
+    def release(self) -> list[Reference]:
         """Drop all tensors of the trace; any that stay alive are held by user code."""
+        self._mode.forget()
         self._references += map(weakref.ref, self._kept)
         met = self.met
         for one in (self._kept, self.declared, met.buffers, met.applied, met.fixed, self.work.replaced):
@@ -161,6 +164,9 @@ class Recorder(TorchDispatchMode):
         if func._schema.name in PUTS:
             args = self._from_here(args)
         tensors = list(tensors_in([*args, *kwargs.values()]))
+        if self._adopts(func, args, kwargs, tensors):
+            args, kwargs = self._with_constants(args), self._with_constants(kwargs)
+            tensors = list(tensors_in([*args, *kwargs.values()]))
         if tensors and all(one.is_meta and self.var_of(one) is None for one in tensors):
             return aside_from_modes(lambda: func(*args, **kwargs))  # there are no values that could go stale
         if func in BY_NUMBER and args[2].is_cuda:
@@ -221,6 +227,20 @@ class Recorder(TorchDispatchMode):
             with _disable_current_modes():
                 self.declare(*self.met.fixed[id(value)])
         return self.declared.get(id(value), value)
+
+    def _adopts(
+        self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], tensors: Sequence[Tensor]
+    ) -> bool:
+        """Take what a call reads of earlier calls' tensors as constants for now; whether there was any."""
+        new = [one for one in tensors if self.var_of(one) is None and may_be_table(one)]
+        written = set(map(id, written_arguments(func, args, kwargs))) if new else ()
+        read = [one for one in new if id(one) not in written]
+        for one in read:
+            with _disable_current_modes():
+                refusal, name = self.rules.foreign(func, one), f"remembered {len(self.tables)}"
+                self.declare(name, one)
+                self.tables.append(Table(name, one, self._first is None and is_cached(one), refusal))
+        return bool(read)
 
     def _refuse_unknown(self, func: Any, tensor: Tensor, written: Sequence[Tensor]) -> None:
         if (var := self._vars.get(id(tensor))) is None:

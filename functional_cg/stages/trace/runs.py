@@ -29,8 +29,8 @@ from .host import HostGuard, HostRandomness, HostState
 from .recipe import Recipe
 from .recorder import Recorder
 from .results import copy_written_inputs, read_reports, read_result
-from .strays import disown, refuse_kept
-from .twice import refuse_another_result
+from .strays import are_kept, disown, refuse_kept, refuse_unfound
+from .twice import refuse_another_result, refuse_another_start
 
 __all__ = ["trace"]
 
@@ -79,16 +79,34 @@ def _run(
     return recorder
 
 
+def _once_filled(
+    recipe: Recipe, cold: Recorder, checkpoint: Callable[[], None], runs: list[Recorder]
+) -> Recorder:
+    """Return a run in which functions find what they remember: the given one unless it has filled caches."""
+    kept = cold.release()
+    if not are_kept(kept):
+        return cold
+    tables = [(kept[number](), var) for number, var in enumerate(cold.variables)]
+    if not disown(cold.program, kept, cold.variables):
+        return cold
+    warm = _run(recipe, None, checkpoint, runs)
+    known = {id(table.tensor): warm.var_of(table.tensor) for table in warm.tables}
+    found = {var: twin for tensor, var in tables if (twin := known.get(id(tensor))) is not None}
+    refuse_another_start(cold.program, warm.program, found)
+    return warm
+
+
 def _watched(
-    recipe: Recipe, first: Program, checkpoint: Callable[[], None], runs: list[Recorder]
-) -> tuple[Program, HostReads, HostWatch]:
-    """Trace a second time; return the program, and what the function read on the host."""
-    reads = HostReads([constant for _, constant in recipe.constants])
+    recipe: Recipe, first: Recorder, checkpoint: Callable[[], None], runs: list[Recorder]
+) -> tuple[Recorder, HostReads, HostWatch]:
+    """Trace a second time; return the recorder, and what the function read on the host."""
+    tables = [table.tensor for table in first.tables]
+    reads = HostReads([*(constant for _, constant in recipe.constants), *tables])
     for name, value in (("self", recipe.function), *recipe.objects):
         reads.handed(value, name)
-    run = _run(recipe, first, checkpoint, runs, reads)
+    run = _run(recipe, first.program, checkpoint, runs, reads)
     disown(run.program, run.release(), run.variables)
-    return run.program, reads, HostWatch(reads.finish(), autocast_dtypes=reads.says_autocast)
+    return run, reads, HostWatch(reads.finish(), autocast_dtypes=reads.says_autocast)
 
 
 def trace(recipe: Recipe, checkpoint: Callable[[], None] = lambda: None) -> tuple[Program, HostWatch]:
@@ -107,13 +125,15 @@ def trace(recipe: Recipe, checkpoint: Callable[[], None] = lambda: None) -> tupl
     try:
         with torch.inference_mode(False):
             recorder = _run(recipe, None, checkpoint, runs)
+            recorder = _once_filled(recipe, recorder, checkpoint, runs)
             randomness.refuse_draws(recipe.name, lambda: _run(recipe, None, checkpoint, runs))
             refuse_kept(recipe.name, recorder.program, recorder.variables, recorder.release())
-            again, reads, watched = _watched(recipe, recorder.program, checkpoint, runs)
-            refuse_another_result(recorder.program, again)
+            again, reads, watched = _watched(recipe, recorder, checkpoint, runs)
+            refuse_another_result(recorder.program, again.program)
+            refuse_unfound(recorder.tables, again.tables, watched.identical, reads.memory.remembered)
             host.refuse_change(watched, reads)
             if reads.changes_the_host:  # does it read what it has changed?
-                host.refuse_advance(watched, _watched(recipe, recorder.program, checkpoint, runs)[-1])
+                host.refuse_advance(watched, _watched(recipe, recorder, checkpoint, runs)[-1])
     except FunctionalCGError as error:
         error.within(recipe.name, raised_at(error))
         raise
@@ -123,5 +143,6 @@ def trace(recipe: Recipe, checkpoint: Callable[[], None] = lambda: None) -> tupl
         randomness.restore_own()
         for run in runs:
             disown(run.program, run.release(), run.variables)
+    recorder.program.tables = [(table.name, table.tensor) for table in recorder.tables]
     copy_written_inputs(recorder.program, recipe.input_names)
     return recorder.program, watched
