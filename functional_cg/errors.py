@@ -149,9 +149,10 @@ class AliasError(FunctionalCGError, ValueError):
 
 
 class ReadOnlyError(FunctionalCGError, RuntimeError):
-    """A leaf of a state was written to, or an argument was written to inside the step.
+    """A leaf of a state, or a constant, was written to.
 
-    A state changes only by what the step returns, ``state.replace(...)`` or ``fcg.tree.at(...)``. Causes:
+    A state changes only by what the step returns, ``state.replace(...)`` or ``fcg.tree.at(...)``. Inputs are copied
+    in: a step may write its own copy, which changes nothing for the caller. Causes:
 
     - An in-place update: ``state["w"] -= g`` becomes ``state = state.replace(w=state["w"] - g)``; inside a
       step, ``return {**state, "w": state["w"] - g}, metrics``.

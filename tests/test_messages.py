@@ -156,27 +156,27 @@ def test_read_only_error():
 
 def test_read_only_error_in_a_step():
     def train_step(state, batch):
-        x = batch["x"]
-        x += 1
-        return {**state, "w": x}, {}
+        w = state["w"]
+        w += 1
+        return {**state, "w": w}, {}
 
     assert_says(
         fcg.ReadOnlyError,
         lambda: fcg.graph_step(train_step)(a_state(), {"x": torch.ones(2)}),
         """
-        `train_step`: writes in place into `batch['x']`.
+        `train_step`: writes in place into `state['w']`.
           aten.add_.Tensor, at {line}
         A step is a pure function: warm-up and replay would see different values than the eager run.
         To fix: compute a new tensor (`x = x + noise`) and return it in the new state.
         Docs: help(functional_cg.ReadOnlyError)
         """,
-        line=at(train_step, "x += 1"),
+        line=at(train_step, "w += 1"),
     )
 
     def fixed(state, batch):
-        x = batch["x"]
-        x = x + 1
-        return {**state, "w": x}, {}
+        w = state["w"]
+        w = w + batch["x"]
+        return {**state, "w": w}, {}
 
     assert fcg.graph_step(fixed)(a_state(), {"x": torch.ones(2)})[0]["w"].tolist() == [2.0, 2.0]
 

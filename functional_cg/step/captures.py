@@ -29,7 +29,7 @@ from ..stages.run.poison import Poisoned
 from ..stages.run.replay import MISS, Bound, Stats, finisher, recorder, replayer
 from ..stages.trace.footprint import inspection_of
 from ..stages.trace.recipe import BoundState, Recipe
-from ..stages.trace.recorder import trace
+from ..stages.trace.runs import trace
 from ..stages.trial.reference import Reference
 from ..stages.watch.host_watch import refuse_ambient_modes
 from ..state.boundary import reading_of
@@ -102,8 +102,8 @@ class Transform:
     def explain(self) -> str:
         """Return as text what was traced, captured and refused.
 
-        For each layout: the certificate, the plan, each leaf with its role and the bytes copied per call, the
-        captures with their arenas, and new values computed but dropped. Reads nothing from a device.
+        For each layout: the certificate, the plan, each leaf with its role and the bytes copied per call, the captures
+        with their arenas, and new values computed but dropped. Reads nothing from a device.
         """
         return explain(self._name, self.stats, self._plans(), self._refusal)
 
@@ -209,9 +209,8 @@ class Transform:
         return lambda: result
 
     def _refuse_changes(self, lowered: Lowered) -> None:
-        for one in (lowered.watch, *lowered.originals):
+        for one in (lowered.watch, lowered.tables, *lowered.originals, self._constants):
             one.check(self._name)
-        self._constants.check()
 
     def _replay(self, call: Call, lowered: Lowered) -> Callable[[], Any]:
         new = (key := (id(lowered), call.arenas)) not in self._captured
@@ -315,6 +314,7 @@ class Transform:
         )  # fmt: skip
         with timed(self._name, "traced"):
             program, host_watch = trace(recipe, checkpoint)
+            tables = Constants.remembered(self._name, program.tables)
         self.stats.traces += 1
         inspection = inspection_of(program, host_watch.names())
         reference = Reference(program.twin())  # before any rewrite
@@ -323,7 +323,8 @@ class Transform:
             program.instrs = group_collectives(program.instrs, reading, call.device)
             rewrite(program, call.places())
             plan = lower(program, call.device, self._options, reference)
-        lowered = Lowered(self._name, states, call.layout, program, plan, host_watch, inspection, reference)
+        found = (program, plan, host_watch, inspection, reference, tables)
+        lowered = Lowered(self._name, states, call.layout, *found)
         for text in warnings_of(lowered):
             log.warning("%s: %s", self._name, text)
         return lowered
@@ -339,9 +340,8 @@ class Transform:
             self._drop_spares()
             if lowered.mesh is not None:
                 lowered.mesh.captures.add(captured)
-            reap = functools.partial(_reap, weakref.ref(self))
             for arena in captured.arenas:
-                arena.watchers.append(reap)
+                arena.watchers.append(functools.partial(_reap, weakref.ref(self)))
         return captured
 
     def _capture(self, call: Call, lowered: Lowered) -> Captured:
@@ -383,7 +383,7 @@ class Transform:
             self._fast = None
 
     def _unchanged(self, lowered: Lowered) -> Callable[[], bool]:
-        watched = (lowered.watch, *lowered.originals, *([self._constants] if self._constants else []))
+        watched = (lowered.watch, *lowered.originals, *filter(None, (self._constants, lowered.tables)))
         checks: list[Any] = [one.unchanged for one in watched]
         return cast("Callable[[], bool]", functools.reduce(lambda one, two: lambda: one() and two(), checks))
 

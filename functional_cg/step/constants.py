@@ -1,8 +1,9 @@
-"""Declared constants: tensors that a step closes over and owns a copy of."""
+"""Constants: tensors that a step closes over, or finds in a cache, and owns a copy of."""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Iterable
+from typing import Any, Self
 
 from torch import Tensor
 
@@ -15,7 +16,7 @@ __all__ = ["Constants"]
 
 
 class Constants:
-    """Tensors declared with ``constants=``: copied at lowering, and watched for later writes.
+    """Tensors declared with ``constants=``, or remembered: copied at lowering, and watched for later writes.
 
     Writes that torch does not count (through ``.data``, ``torch.utils.swap_tensors``, a view in inference
     mode) go unnoticed; ``debug="verify"`` finds their effects. So would writes through numpy or a file, which
@@ -25,11 +26,12 @@ class Constants:
     Args:
       function: Name of the user's function, for messages.
       tree: Tensors or trees of them.
+      kind: What they are, for messages.
     """
 
-    def __init__(self, function: str, tree: Any) -> None:
+    def __init__(self, function: str, tree: Any, kind: str = "declared") -> None:
         named, _ = pytree.flatten_with_path(tree)
-        self._function = function
+        self._function, self._kind = function, kind
         self._items = [(pytree.path_string(path, "constants"), leaf) for path, leaf in named]
         for name, leaf in self._items:
             if isinstance(leaf, Leaf):
@@ -49,6 +51,13 @@ class Constants:
                 )
         self._versions: list[int] | None = None
 
+    @classmethod
+    def remembered(cls, function: str, tables: Iterable[tuple[str, Tensor]]) -> Self:
+        """Return what functions remember, by name; from now on, writes are noticed."""
+        found = cls(function, dict(tables), "remembered")
+        found.named()
+        return found
+
     def __bool__(self) -> bool:
         return bool(self._items)
 
@@ -62,7 +71,7 @@ class Constants:
         """Whether no original has been written since it was copied."""
         return self._versions is None or self._now() == self._versions
 
-    def check(self) -> None:
+    def check(self, function: str = "") -> None:
         """Raise if an original has been written since it was copied.
 
         Raises:
@@ -76,8 +85,8 @@ class Constants:
             if now != then
         ]
         raise BakedValueError.of(
-            self._function,
-            "a declared constant was written after the step copied it.",
+            function or self._function,
+            f"a {self._kind} constant was written after the step copied it.",
             rows=rows,
             why="The step replays with the value that it had then.",
             fix="pass it as an input, or keep it in the state.",

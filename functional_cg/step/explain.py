@@ -69,6 +69,12 @@ def warnings_of(lowered: Lowered) -> Iterator[str]:
             "`fcg.random.split(key)` or `fcg.random.fold_in(key, n)`."
         )
     yield from _rest(shared)
+    if lowered.inspection.copied:
+        names = ", ".join(f"`{name}`" for name in lowered.inspection.copied)
+        yield (
+            f"{names}: the step writes in place into its own copy; in the loop, what was passed stays as it was. "
+            "What the loop needs of it, return in `metrics`."
+        )
     if lowered.inspection.by_mode:
         yield (
             f"applies {', '.join(lowered.inspection.by_mode)} in training mode, by the statistics of the batch or with "

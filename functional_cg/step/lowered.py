@@ -32,6 +32,7 @@ from ..state.boundary import mesh_of
 from ..state.handle import Handle, Lease, fill
 from ..state.outline import Entry, branches_html, columns, count, listed, outline, tree_html
 from ..tree import KeyPath, Treedef, path_string, structure_diff
+from .constants import Constants
 from .costs import CostAnalysis, cost_analysis
 from .memory import MemoryAnalysis, memory_analysis
 from .replicas import apart, refuse_divergence, told_apart
@@ -159,6 +160,7 @@ class Lowered:
       inspection: A printable purity certificate.
       reference: The traced calls before any rewrite.
       certificate: Whether a compiled plan was compared with them; set at its capture.
+      tables: Constants that functions remember.
       counts: Whether a call has run it or it was captured on demand; otherwise ``max_captures`` ignores it.
     """
 
@@ -170,6 +172,7 @@ class Lowered:
     watch: HostWatch
     inspection: Inspection
     reference: Reference
+    tables: Constants
     certificate: Certificate | None = None
     counts: bool = False
     capture_here: Callable[[], Captured] | None = None
@@ -243,11 +246,7 @@ class Lowered:
             slots = have.arena.plan.slots[have.start : have.stop]
             rows += [
                 f"{path_string(path, want.name)}  expected {spec}   got {slot.spec}"
-                + (
-                    ""
-                    if str(spec) != str(slot.spec)
-                    else f", with strides {spec.stride} and {slot.spec.stride}"
-                )
+                + f", with strides {spec.stride} and {slot.spec.stride}" * (str(spec) == str(slot.spec))
                 for path, spec, slot in zip(want.treedef.paths(), want.specs, slots, strict=True)
                 if spec != slot.spec
             ]

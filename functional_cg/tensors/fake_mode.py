@@ -45,6 +45,10 @@ class FakeMode(fake_tensor.FakeTensorMode):
         out = super().__torch_dispatch__(func, types, args, kwargs)
         return self._strides.correct(func, args, kwargs, out, self._empty)
 
+    def forget(self) -> None:
+        """Drop torch's own weak references to the tensors of this mode, which may then be swapped."""
+        self.fake_tensor_converter.meta_converter.tensor_memo.clear()
+
     def _empty(self, shape: Sequence[int], stride: Sequence[int], like: Tensor) -> Tensor:
         with self:
             return torch.empty_strided(shape, stride, dtype=like.dtype, device=like.device)

@@ -229,6 +229,39 @@ def test_h25_a_constant_changed_behind_torch_is_for_verify(write: Any) -> None:
         checked(other, torch.ones(1))
 
 
+def written(state: Any, batch: Any) -> Any:
+    """Reads before and after it writes: by a view, another view, and through a second name of a tensor."""
+    x, rows, before = batch["x"], batch["x"][1:], batch["x"] * 2
+    x.mul_(3)
+    rows.t().add_(state["w"][1:])
+    batch["n"] += 1
+    batch["same"][batch["mask"]] = 0
+    metrics = {"x": x, "row": rows[0], "before": before, "n": batch["n"], "untouched": batch["y"]}
+    return {"w": state["w"] + x.sum(1) + batch["same"].sum(0)[0]}, metrics
+
+
+@everywhere
+def test_h26_a_batch_written_in_place_is_the_steps_own_copy(
+    place: Place, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Documented: each call starts from what it was passed, and the caller's tensors stay as they were."""
+    step, twin = place.step(written), place.step(written)
+    state, other = (fcg.place({"w": torch.ones(3, device=place.device)}) for _ in range(2))
+    for number in range(CALLS):
+        x = place.randn(3, 2, seed=number)
+        batch = {"x": x, "same": x, "y": x + 1, "mask": x > 0, "n": number}
+        before = fcg.snapshot({name: value for name, value in batch.items() if name != "n"})
+        state, metrics = step(state, batch)
+        other, expected = twin.eager(other, batch)
+        place.assert_same((fcg.snapshot(state), metrics), (fcg.snapshot(other), expected))
+        assert int(metrics["n"]) == number + 1
+        assert_trees_all_equal({name: batch[name] for name in before}, before, f"batch {number}")
+    assert step.stats.replays == CALLS
+    (said,) = [text for text in caplog.messages if "its own copy" in text]
+    assert "`batch['n']`, `batch['same']`, `batch['x']`: the step writes in place" in said
+    assert step.lower(state, batch).inspection.copied == ("batch['n']", "batch['same']", "batch['x']")
+
+
 # -- states -----------------------------------------------------------------------------------------------------------
 
 slices = st.builds(slice, st.integers(0, 11), st.integers(0, 12), st.integers(1, 3))

@@ -273,7 +273,7 @@ MUTANTS = (
         "a refused trace leaves its fake tensors where they are",
         (("            disown(run.program, run.release(), run.variables)\n", "            run.release()\n"),),
         (
-            f"{AFTER_FAILURE}test_what_a_refused_trace_leaves_in_caches_has_values[lru_cache-what is kept]",
+            f"{AFTER_FAILURE}test_what_a_refused_trace_leaves_in_caches_has_values[lru_cache-a random number]",
             f"{AFTER_FAILURE}test_what_was_made_of_inputs_has_no_values_and_says_so",
         ),
         no_gpu="a trace runs on the host",

@@ -36,6 +36,7 @@ class Inspection:
       dropped: Other unchanged leaves for which a new value was computed, and where.
       repeated: Draws that give the same numbers in every call.
       shared_keys: Pairs of draws in one call with the same key and stream, hence correlated numbers.
+      copied: Inputs that the step writes in place, in a copy of its own.
     """
 
     function: str
@@ -50,6 +51,7 @@ class Inspection:
     dropped: tuple[str, ...] = ()
     repeated: tuple[str, ...] = ()
     shared_keys: tuple[tuple[str, str], ...] = ()
+    copied: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         def shown(names: Sequence[str]) -> str:
@@ -64,6 +66,11 @@ class Inspection:
                 "  no write into an argument, no implicit randomness, no tensor kept by Python",
                 f"  state leaves: {self.leaves}, of which returned unchanged: {shown(self.unchanged)}",
                 f"  metrics: {self.outputs}",
+                *(
+                    [f"  inputs written in place, each in a copy: {shown(self.copied)}"]
+                    if self.copied
+                    else []
+                ),
                 f"  constants owned by the step: {shown(self.constants)}",
                 f"  host values watched at each call: {shown(self.watched)}",
                 f"  new values that were computed and dropped: {shown([*self.forgotten, *self.dropped])}",
@@ -93,6 +100,7 @@ def inspection_of(program: Program, watched: Sequence[str]) -> Inspection:
         dropped=tuple(_dropped(program)),
         repeated=tuple(_repeated(program)),
         shared_keys=tuple(shared_keys(program)),
+        copied=tuple(program.copied),
     )
 
 

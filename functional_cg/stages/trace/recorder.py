@@ -1,15 +1,14 @@
-"""Trace a step: run the user's function on fake tensors and record each ATen call.
+"""Record each ATen call of a run of the user's function on fake tensors.
 
 The recorder is a dispatch mode below autograd, entered inside the fake mode, so it sees each op before anything runs:
-a write to a closed-over tensor is refused, not executed. A second run compares ops and literals with the first, which
-exposes host values that change between runs.
+a write to a closed-over tensor is refused, not executed. In a second run it compares ops and literals with the first,
+which exposes host values that change between runs.
 """
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -19,40 +18,35 @@ from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from ... import tree as pytree
-from ...ambient.own_work import OwnWork, watching
-from ...ambient.setting import canonical, in_a_backward
+from ...ambient.own_work import OwnWork
+from ...ambient.setting import in_a_backward
 from ...errors import FunctionalCGError, HostSyncError
 from ...messages.origins import Origins
-from ...nn.originals import Met, meeting
+from ...nn.originals import Met
 from ...shards.reader import Reader
 from ...shards.tensor import Sharded
 from ...state.arena import BufferSpec
-from ...state.boundary import entered, left, mesh_of, shown
-from ...tensors.aten import LIFTS, PUTS, named_arguments, tensors_in
-from ...tensors.fake_mode import FakeMode, without_log
+from ...state.boundary import mesh_of
+from ...tensors.aten import LIFTS, PUTS, named_arguments, tensors_in, written_arguments
+from ...tensors.fake_mode import FakeMode
 from ...tensors.overlap import storage_key
 from ...transforms.debug import REPORTS
 from ...tree import KeyPath, path_string
 from ..program import Constant, Instr, Program, Report, Var, inputs_behind
-from ..watch.frames import Follower
-from ..watch.host_watch import HostWatch
-from ..watch.names import HostReads
-from .exceptions import mapped, raised_at
-from .host import HostGuard, HostRandomness, HostState, taken_as_valid
+from .host import taken_as_valid
 from .known import BY_NUMBER, Supposed, as_filling, aside_from_modes, by_places, filled, result_of, value_of
 from .recipe import Recipe
-from .results import read_reports, read_result
 from .rules import Rules, refuse_mixed_dtypes
-from .strays import disown, refuse_kept
-from .twice import refuse_another_call, refuse_another_literal, refuse_another_result
+from .strays import Reference, Table, is_cached, may_be_table
+from .twice import refuse_another_call, refuse_another_literal
 
-__all__ = ["trace"]
+__all__ = ["Recorder"]
 
 _Act = Callable[..., Any]
 _IN_OTHER_STRIDES_ = torch.ops.aten.as_strided_.default
 
 
-class _Recorder(TorchDispatchMode):
+class Recorder(TorchDispatchMode):
     """Records ATen calls as instructions; in a second run, also compares them with those of the first."""
 
     def __init__(
@@ -68,14 +62,21 @@ class _Recorder(TorchDispatchMode):
         self.variables: list[Var] = []
         self._vars: dict[int, Var] = {}
         self._kept: list[Tensor] = []  # keeps ids and storages unique while the trace lasts
-        self._references: list[weakref.ref[Tensor]] = []
+        self._references: list[Reference] = []
         self._storages: dict[int, int] = {}
         self._protected: dict[int, str] = {}
+        self.copied: set[int] = set()  # storages of inputs
         self.declared: dict[int, Tensor] = {}
+        self.tables: list[Table] = []
         self.mesh = mesh_of([spec for state in recipe.states for spec in state.specs])
         self.met, self.work = Met(), OwnWork()
         self.rules = Rules(
-            recipe.name, self._protected, self.met.fixed, recipe.function, on_a_mesh=self.mesh is not None
+            recipe.name,
+            self._protected,
+            self.copied,
+            self.met.fixed,
+            recipe.function,
+            on_a_mesh=self.mesh is not None,
         )
         self._origins = Origins(self.work)
         self.supposed = Supposed(self.program, recipe.value)
@@ -129,8 +130,9 @@ class _Recorder(TorchDispatchMode):
         self._vars[id(tensor)] = var
         return var
 
-    def release(self) -> list[weakref.ref[Tensor]]:
+    def release(self) -> list[Reference]:
         """Drop all tensors of the trace; any that stay alive are held by user code."""
+        self._mode.forget()
         self._references += map(weakref.ref, self._kept)
         met = self.met
         for one in (self._kept, self.declared, met.buffers, met.applied, met.fixed, self.work.replaced):
@@ -162,6 +164,9 @@ class _Recorder(TorchDispatchMode):
         if func._schema.name in PUTS:
             args = self._from_here(args)
         tensors = list(tensors_in([*args, *kwargs.values()]))
+        if self._adopts(func, args, kwargs, tensors):
+            args, kwargs = self._with_constants(args), self._with_constants(kwargs)
+            tensors = list(tensors_in([*args, *kwargs.values()]))
         if tensors and all(one.is_meta and self.var_of(one) is None for one in tensors):
             return aside_from_modes(lambda: func(*args, **kwargs))  # there are no values that could go stale
         if func in BY_NUMBER and args[2].is_cuda:
@@ -222,6 +227,20 @@ class _Recorder(TorchDispatchMode):
             with _disable_current_modes():
                 self.declare(*self.met.fixed[id(value)])
         return self.declared.get(id(value), value)
+
+    def _adopts(
+        self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], tensors: Sequence[Tensor]
+    ) -> bool:
+        """Take what a call reads of earlier calls' tensors as constants for now; whether there was any."""
+        new = [one for one in tensors if self.var_of(one) is None and may_be_table(one)]
+        written = set(map(id, written_arguments(func, args, kwargs))) if new else ()
+        read = [one for one in new if id(one) not in written]
+        for one in read:
+            with _disable_current_modes():
+                refusal, name = self.rules.foreign(func, one), f"remembered {len(self.tables)}"
+                self.declare(name, one)
+                self.tables.append(Table(name, one, self._first is None and is_cached(one), refusal))
+        return bool(read)
 
     def _refuse_unknown(self, func: Any, tensor: Tensor, written: Sequence[Tensor]) -> None:
         if (var := self._vars.get(id(tensor))) is None:
@@ -307,93 +326,3 @@ class _Recorder(TorchDispatchMode):
             return moved
 
         return tuple(map(here, args))
-
-
-def _run(
-    recipe: Recipe,
-    first: Program | None,
-    checkpoint: Callable[[], None],
-    runs: list[_Recorder],
-    reads: HostReads | None = None,
-) -> _Recorder:
-    mode = FakeMode()
-    follower = None if reads is None else Follower(reads)
-    recorder = _Recorder(recipe, mode, first, checkpoint, None if follower is None else follower.aside)
-    runs.append(recorder)
-    program = recorder.program
-    trees: list[Any] = []
-    for state in recipe.states:
-        leaves = []
-        for path, spec in zip(state.treedef.paths(), state.specs, strict=True):
-            name = path_string(path, state.name)
-            leaf, var = recorder.fake(spec, name)
-            leaves.append(leaf)
-            program.slots.append(var)
-            program.slot_names.append(name)
-        trees.append(pytree.unflatten(state.treedef, entered(state.specs, leaves)))
-    inputs = []
-    for name, spec in zip(recipe.input_names, recipe.inputs, strict=True):
-        leaf, var = recorder.fake(spec, name)
-        inputs.append(leaf)
-        program.inputs.append(var)
-    for name, constant in recipe.constants:
-        recorder.declare(name, constant)
-    follow = nullcontext() if follower is None else follower.following()
-    guard = HostGuard(recorder.rules, recorder.value_of)
-    with meeting(recorder.met), watching(recorder.work), canonical(recorder.mesh), without_log():
-        with mode, recorder, guard, follow:
-            result = recipe.apply(recipe.function, trees, inputs)
-            old = recipe.states[0] if recipe.donates else None
-            result = shown(result) if old is None else left(old.specs, old.treedef, result)
-    recorder.rules.refuse_what_was_caught()
-    read_result(recipe, program, recorder.variable, result)
-    recorder.supposed.refuse_written()
-    read_reports(program, recorder.var_of, recorder.met, recorder.work)
-    return recorder
-
-
-def _watched(
-    recipe: Recipe, first: Program, checkpoint: Callable[[], None], runs: list[_Recorder]
-) -> tuple[Program, HostReads, HostWatch]:
-    """Trace a second time; return the program, and what the function read on the host."""
-    reads = HostReads([constant for _, constant in recipe.constants])
-    for name, value in (("self", recipe.function), *recipe.objects):
-        reads.handed(value, name)
-    run = _run(recipe, first, checkpoint, runs, reads)
-    disown(run.program, run.release(), run.variables)
-    return run.program, reads, HostWatch(reads.finish(), autocast_dtypes=reads.says_autocast)
-
-
-def trace(recipe: Recipe, checkpoint: Callable[[], None] = lambda: None) -> tuple[Program, HostWatch]:
-    """Trace a step twice on fake tensors, a third time if it changes Python objects; no kernel is launched.
-
-    Args:
-      recipe: What to trace.
-      checkpoint: Called before each ATen call, where an exception does no harm.
-    Returns:
-      (program, watch): the recorded calls, and the host values that the second run read.
-    Raises:
-      FunctionalCGError: One class per mistake, see :mod:`functional_cg.errors`.
-    """
-    randomness, host, runs = HostRandomness.read(), HostState(recipe.name), list[_Recorder]()
-    # Not a context manager: contextlib would discard our error if the user's function raises StopIteration.
-    try:
-        with torch.inference_mode(False):
-            recorder = _run(recipe, None, checkpoint, runs)
-            randomness.refuse_draws(recipe.name, lambda: _run(recipe, None, checkpoint, runs))
-            refuse_kept(recipe.name, recorder.program, recorder.variables, recorder.release())
-            again, reads, watched = _watched(recipe, recorder.program, checkpoint, runs)
-            refuse_another_result(recorder.program, again)
-            host.refuse_change(watched, reads)
-            if reads.changes_the_host:  # does it read what it has changed?
-                host.refuse_advance(watched, _watched(recipe, recorder.program, checkpoint, runs)[-1])
-    except FunctionalCGError as error:
-        error.within(recipe.name, raised_at(error))
-        raise
-    except Exception as error:
-        raise mapped(recipe, error) from error
-    finally:
-        randomness.restore_own()
-        for run in runs:
-            disown(run.program, run.release(), run.variables)
-    return recorder.program, watched

@@ -1,8 +1,12 @@
-"""Read the result of a step: tensors by their variables; besides them, only immutable values are allowed."""
+"""Complete a program once the step has returned: its results, its reports, the inputs that it writes.
+
+Results are tensors, by their variables; besides them, only immutable values are allowed.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from types import BuiltinFunctionType, FunctionType
 from typing import Any
 
@@ -17,10 +21,10 @@ from ...nn.originals import Met
 from ...state.arena import BufferSpec
 from ...state.boundary import held, sharding_fix
 from ...tree import KeyPath, Treedef, path_string, structure_diff
-from ..program import Application, Program, Var
+from ..program import Application, Instr, Program, Var, highest, written_storages
 from .recipe import Recipe
 
-__all__ = ["read_reports", "read_result", "refuse_new_state"]
+__all__ = ["copy_written_inputs", "read_reports", "read_result", "refuse_new_state"]
 
 # Types that define no hash but are immutable, or that nobody would mutate.
 _ATOMS = (torch.dtype, torch.layout, torch.memory_format, type, type(None), FunctionType, BuiltinFunctionType)
@@ -73,6 +77,26 @@ def read_reports(program: Program, var_of: Callable[[Tensor], Var | None], met: 
         for part in parts:
             pairs = [(var_of(held(old)), var_of(held(new))) for old, new in part]
             program.replaced[-1].append([(old, new) for old, new in pairs if old and new])
+
+
+def copy_written_inputs(program: Program, names: Sequence[str]) -> None:
+    """Let a program that writes some of its inputs in place write copies of them.
+
+    The staged inputs stay as the call passed them: several runs, as a warm-up and a replay, start from the same values.
+
+    Args:
+      program: The program.
+      names: Names of its inputs.
+    """
+    written = written_storages(program.instrs)
+    index, storage = highest(program)
+    for place, (name, var) in enumerate(zip(names, program.inputs, strict=True)):
+        if var.storage in written:
+            index, storage = index + 1, storage + 1
+            staged = program.inputs[place] = replace(var, index=index, storage=storage)
+            copy = Instr(torch.ops.aten.clone.default, (staged,), {}, var, (), None, inner=True)
+            program.instrs.insert(0, copy)
+            program.copied.append(name)
 
 
 def _refuse_unreturnable(function: str, paths: Sequence[KeyPath], leaves: Sequence[Any]) -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from types import FrameType
@@ -31,8 +31,7 @@ from ...nn.refusals import registered_fix
 from ...state.arena import BufferSpec
 from ...tensors.aten import argument, can_draw, sync_reason, tensors_in, written_arguments
 from ...tree import opened
-from .naming import way_to
-from .owners import module_fix, owned_fix, owns, read_fix
+from .naming import module_fix, owned_fix, owns, read_fix, way_to
 
 __all__ = ["MIXED_DTYPES", "Rules", "host_sync", "refuse_mixed_dtypes"]
 
@@ -112,6 +111,7 @@ class Rules:
     Args:
       function: Name of the user's function, for messages.
       protected: Name of the state leaf, input or constant that owns a storage, by storage key.
+      copied: Those that may be written nevertheless: the step writes its own copy of an input.
       fixed: By id, name and tensor of what modules hold beside parameters and buffers; may still grow.
       code: The function itself, searched for the names of tensors in messages.
       on_a_mesh: Whether the ranks of a state's mesh trace together and check that they agree.
@@ -121,6 +121,7 @@ class Rules:
         self,
         function: str,
         protected: Mapping[int, str],
+        copied: Collection[int],
         fixed: Mapping[int, tuple[str, Tensor]],
         code: Callable[..., Any],
         *,
@@ -129,7 +130,7 @@ class Rules:
         self._function = function
         self._on_a_mesh = on_a_mesh
         self._code = code
-        self._protected, self._fixed = protected, fixed
+        self._protected, self._copied, self._fixed = protected, copied, fixed
         self._facts: dict[Any, _Facts] = {}
         self._first: FunctionalCGError | None = None
 
@@ -163,7 +164,7 @@ class Rules:
         written = written_arguments(func, args, kwargs)
         for tensor in written:
             owner = self._protected.get(key(tensor))
-            if owner is not None:
+            if owner is not None and key(tensor) not in self._copied:
                 raise self._mutation(func, owner, tensor)
         return written
 

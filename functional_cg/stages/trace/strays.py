@@ -1,28 +1,48 @@
 """Strays: tensors of a trace that are still referenced after it ends, such as a table in a cache.
 
-After a successful trace, a stray is an error. After a refused trace, a stray becomes lazy. If it was made from Python
-numbers alone, it is computed on first use, so a cache holds what a run without a trace would have put there. If it was
-made from leaves of a state or from inputs, it has no values, and using it raises.
+If it was made from Python numbers alone, it gets the values that a run without a trace would have put there. If that
+holds for all of them, the trace runs once more, and takes them as constants. If one was made from leaves of a state or
+from inputs, that is an error: it has no values, and using it raises.
+
+What a cache holds from earlier calls is likewise a constant, if each call can tell that it still holds the same.
 """
 
 from __future__ import annotations
 
+import functools
 import gc
 import time
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ...errors import SideEffectError
+from ...errors import ForeignTensorError, SideEffectError
 from ..program import Program, Var
-from .known import value_of
+from .known import aside_from_modes, value_of
 
-__all__ = ["Stray", "disown", "refuse_kept"]
+__all__ = [
+    "Stray",
+    "Table",
+    "are_kept",
+    "disown",
+    "is_cached",
+    "may_be_table",
+    "refuse_kept",
+    "refuse_unfound",
+]
+
+# To a tensor, held weakly.
+Reference = Callable[[], Tensor | None]
 
 _DEVICE = torch.ops.prim.device.default
+_DEEP = 4  # how deep a tensor may lie in what a cached function returned
+_LINK = "_lru_list_elem"  # of a cache with a limit, which holds its results in a list of its own
 _RNN_FIX = "call an RNN by `apply, params, buffers = fcg.from_module(module)`: it stores its parameters. Or "
 
 
@@ -76,27 +96,79 @@ def _found(value: Any) -> Any:
     return value
 
 
-def disown(program: Program, tensors: Sequence[weakref.ref[Tensor]], variables: Sequence[Var]) -> None:
-    """Turn the tensors of a trace that are still alive into strays."""
-    for reference, var in zip(tensors, variables, strict=True):
-        tensor: Any = reference()
-        if tensor is not None:
-            tensor.__class__ = Stray
-            tensor._var, tensor._compute = var, _Value(program, var)
+def disown(program: Program, tensors: list[Reference], variables: Sequence[Var]) -> bool:
+    """Give the tensors of a trace that are still alive their values, and turn those without values into strays.
+
+    Args:
+      program: What was traced.
+      tensors: Its tensors.
+      variables: Their variables.
+    Returns:
+      Whether there were any, and all have values now.
+    """
+    kept = [number for number, one in enumerate(tensors) if type(one()) not in (type(None), Stray)]
+    changing = _changing(program) if kept else set()
+    groups: dict[int, list[int]] = {}
+    for number in kept:
+        groups.setdefault(variables[number].storage, []).append(number)
+    for storage, numbers in groups.items():
+        whole = next((var for var in variables if var.storage == storage and var.fills), None)
+        memory = value_of(program, whole) if storage not in changing else None
+        if memory is not None:
+            _give_values(tensors, numbers, variables, memory)
+    strays = [number for number in kept if type(tensors[number]()) not in (type(None), Tensor)]
+    for number in strays:
+        tensor: Any = tensors[number]()
+        tensor.__class__ = Stray
+        tensor._var, tensor._compute = variables[number], _Value(program, variables[number])
+    return bool(kept) and not strays
+
+
+def _give_values(
+    tensors: list[Reference], numbers: Sequence[int], variables: Sequence[Var], memory: Tensor
+) -> None:
+    """Make ordinary tensors in ``memory`` of those of a trace that share a storage, as far as torch allows it."""
+    tensor: Tensor | None = None
+    for number in sorted(numbers, reverse=True):  # a view refers to what it is a view of, and keeps it alive
+        tensor = value = None
+        tensor, var = tensors[number](), variables[number]
+        if tensor is None or var.spec.dtype != memory.dtype:
+            continue
+        place = var.spec.shape, var.spec.stride, var.offset
+        value = aside_from_modes(partial(torch.as_strided, memory, *place))
+        tensors[number] = _nothing  # torch swaps nothing that is weakly referenced
+        with suppress(RuntimeError):  # nor what more than Python refers to
+            torch.utils.swap_tensors(tensor, value)
+        tensors[number] = weakref.ref(tensor)
+
+
+def _changing(program: Program) -> set[int]:
+    """Return the storages that hold what is made of the state or of inputs."""
+    found = {var.storage for var in (*program.slots, *program.inputs)}
+    for instr in program.instrs:
+        if any(var.storage in found for var in instr.inputs()):
+            found.update(var.storage for var in (*instr.outputs(), *instr.writes))
+    return found
+
+
+def _nothing() -> None:
+    """Stand for a weak reference to what is gone."""
 
 
 class _Value:
     """The value of a variable, computed once."""
 
     def __init__(self, program: Program, var: Var) -> None:
-        self._program, self._var = program, var
+        self._of: tuple[Program, Var] | None = (program, var)
         self._known: Tensor | None = None
 
     def __call__(self) -> Tensor:
         if self._known is None:
-            self._known = value_of(self._program, self._var)
-        if self._known is None:
-            raise _without_values(self._program, self._var)
+            assert self._of is not None
+            self._known = value_of(*self._of)
+            if self._known is None:
+                raise _without_values(*self._of)
+            self._of = None  # the program may hold much else
         return self._known
 
 
@@ -111,8 +183,81 @@ def _without_values(program: Program, var: Var) -> SideEffectError:
     )
 
 
+@dataclass(frozen=True, slots=True)
+class Table:
+    """A tensor from before the step that something seems to remember; for the step, a constant.
+
+    Attributes:
+      name: How the user's code writes it, or where it is read.
+      tensor: The tensor.
+      cached: Whether a cache of ``functools`` holds it.
+      refusal: What to raise if nothing finds it again.
+    """
+
+    name: str
+    tensor: Tensor
+    cached: bool
+    refusal: ForeignTensorError
+
+
+def may_be_table(tensor: Tensor) -> bool:
+    """Whether a tensor has values that stay as they are until torch counts a write."""
+    return (
+        type(tensor) is Tensor
+        and not (tensor.requires_grad or tensor.is_inference() or tensor.is_meta)
+        and tensor.layout == torch.strided
+        and tensor.untyped_storage().resizable()  # else its memory is numpy's, or a file's
+    )
+
+
+def is_cached(tensor: Tensor) -> bool:
+    """Whether ``functools.cache`` or ``lru_cache`` holds a tensor, by itself or inside of what a function returned."""
+    holders: list[Any] = [tensor]
+    for _ in range(_DEEP):
+        held = gc.get_referrers(*holders)
+        kinds = set(map(type, held))
+        if functools._lru_cache_wrapper in kinds or any(kind.__name__ == _LINK for kind in kinds):
+            return True
+        holders = [one for one in held if type(one) in (dict, list, tuple) and one is not holders]
+        if not holders:
+            return False
+    return False
+
+
+def refuse_unfound(
+    tables: Sequence[Table], again: Sequence[Table], compared: Set[int], remembered: Set[int]
+) -> None:
+    """Raise if a tensor that a trace took as a constant is none that a cache holds.
+
+    Args:
+      tables: The tensors, of the first run.
+      again: Those of the second run.
+      compared: Ids of the objects of which each call tells that they are still where they were found.
+      remembered: Ids of those that were found where a function remembers something.
+    Raises:
+      ForeignTensorError: For the first of them.
+    """
+    cached = {id(table.tensor): table.cached for table in tables}
+    for table in again:
+        number = id(table.tensor)
+        if number not in cached or not (cached[number] or (number in remembered and number in compared)):
+            raise table.refusal
+
+
+def are_kept(references: Sequence[Reference]) -> bool:
+    """Whether user code still holds a tensor of a trace."""
+    if not any(reference() is not None for reference in references):
+        return False
+    # Break reference cycles of the user's, such as an autograd context. `collect` does nothing while another thread
+    # collects, so try again.
+    if not gc.collect():
+        time.sleep(0.01)
+        gc.collect()
+    return any(reference() is not None for reference in references)
+
+
 def refuse_kept(
-    name: str, program: Program, variables: Sequence[Var], references: Sequence[weakref.ref[Tensor]]
+    name: str, program: Program, variables: Sequence[Var], references: Sequence[Reference]
 ) -> None:
     """Raise if a tensor of a trace is still alive: user code has stored it.
 
@@ -122,26 +267,20 @@ def refuse_kept(
       variables: Its variables.
       references: Weak references to their tensors.
     """
-    if not any(reference() is not None for reference in references):
+    if not are_kept(references):
         return
-    # Break reference cycles of the user's, such as an autograd context. `collect` does nothing while another thread
-    # collects, so try again.
-    if not gc.collect():
-        time.sleep(0.01)
-        gc.collect()
     sites = {id(var): instr.site for instr in program.instrs for var in instr.outputs()}
     rows = [
         f"{var.spec}, made at {sites.get(id(var), 'entry')}"
         for var, reference in zip(variables, references, strict=True)
         if reference() is not None
     ]
-    if rows:
-        raise SideEffectError.of(
-            name,
-            f"keeps {'a tensor' if len(rows) == 1 else f'{len(rows)} tensors'} of the step beyond its end.",
-            rows=rows,
-            why="Python runs when the step is traced, not when it is replayed: what was kept would never be updated.",
-            fix=(_RNN_FIX if all(row.endswith("entry") for row in rows) else "")
-            + "return it in the metrics or in the new state instead of storing it (attribute, list, cache). "
-            f"A debugger keeps what it sees: use it in `{name}.eager(...)`, or with FCG_DISABLE_CAPTURE=1.",
-        )
+    raise SideEffectError.of(
+        name,
+        f"keeps {'a tensor' if len(rows) == 1 else f'{len(rows)} tensors'} of the step beyond its end.",
+        rows=rows,
+        why="Python runs when the step is traced, not when it is replayed: what was kept would never be updated.",
+        fix=(_RNN_FIX if all(row.endswith("entry") for row in rows) else "")
+        + "return it in the metrics or in the new state instead of storing it (attribute, list, cache). "
+        f"A debugger keeps what it sees: use it in `{name}.eager(...)`, or with FCG_DISABLE_CAPTURE=1.",
+    )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence, Set
 from itertools import zip_longest
 from typing import Any
 
@@ -13,9 +13,9 @@ from ...errors import BakedValueError
 from ...messages.source import Location
 from ...state.arena import BufferSpec
 from ...tree import path_string
-from ..program import Instr, Program, Var
+from ..program import Instr, Program, Var, live, map_vars
 
-__all__ = ["refuse_another_call", "refuse_another_literal", "refuse_another_result"]
+__all__ = ["refuse_another_call", "refuse_another_literal", "refuse_another_result", "refuse_another_start"]
 
 
 def _same(a: Any, b: Any) -> bool:
@@ -72,6 +72,61 @@ def refuse_another_literal(first: Program, number: int, value: Tensor, site: Loc
             why="Replay would use the value of the trace for ever.",
             fix="pass it as an input.",
         )
+
+
+def refuse_another_start(cold: Program, warm: Program, tables: Mapping[Var, Var]) -> None:
+    """Raise if a run that filled caches did more than that: it makes the same calls as later runs, and the tables.
+
+    Args:
+      cold: The run that filled them.
+      warm: A later run.
+      tables: By its variable in the first run, the constant that a table is in the later one.
+    Raises:
+      BakedValueError: If the rest differs.
+    """
+    twins = dict(tables)
+    for one, other in ((cold.slots, warm.slots), (cold.inputs, warm.inputs)):
+        twins |= dict(zip(one, other, strict=True))
+    results = [*cold.new_state, *cold.results]
+    calls, used = live(_besides(cold.instrs, set(tables), results), results)
+    others, used_again = live(warm.instrs, [*warm.new_state, *warm.results])
+    literals = [one for one in cold.constants if one.var in used - tables.keys()]
+    again = [one for one in warm.constants if one.var in used_again - {*tables.values()}]
+    twins |= {
+        one.var: other.var for one, other in zip(literals, again, strict=False) if one.holds(other.value)
+    }
+
+    def renamed(value: Any) -> Any:
+        return map_vars(lambda var: twins.get(var, var), value)
+
+    for call, then in zip_longest(calls, others):
+        if call is None or then is None or call.op is not then.op:
+            raise _difference(warm.function, call, then)
+        given = (renamed(call.args), {name: renamed(value) for name, value in call.kwargs.items()})
+        specs = [[var.spec for var in one.outputs()] for one in (call, then)]
+        if specs[0] != specs[1] or not _same(given, (then.args, then.kwargs)):
+            raise _difference(warm.function, call, then)
+        twins |= dict(zip(call.outputs(), then.outputs(), strict=True))
+    returned = renamed(cold.new_state), renamed(cold.outputs)
+    if cold.output_def != warm.output_def or not _same(returned, (warm.new_state, warm.outputs)):
+        raise _difference(warm.function, None, None)
+
+
+def _besides(calls: Sequence[Instr], tables: Set[Var], results: Sequence[Var]) -> list[Instr]:
+    """Return the calls but those that only serve to make the tables."""
+    wanted, making = {var.storage for var in tables}, set[int]()
+    readers: dict[Var, list[int]] = {}
+    for number in reversed(range(len(calls))):
+        for var in calls[number].inputs():
+            readers.setdefault(var, []).append(number)
+        if wanted.intersection(var.storage for var in (*calls[number].outputs(), *calls[number].writes)):
+            making.add(number)
+            wanted.update(var.storage for var in calls[number].inputs())
+    for number in sorted(making, reverse=True):
+        made = [var for var in calls[number].outputs() if var not in tables]
+        if any(var in results or not making.issuperset(readers.get(var, ())) for var in made):
+            making.remove(number)  # its result is used otherwise, too
+    return [call for number, call in enumerate(calls) if number not in making]
 
 
 def refuse_another_result(first: Program, second: Program) -> None:

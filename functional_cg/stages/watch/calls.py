@@ -29,7 +29,8 @@ from .values import in_classes, is_container
 
 __all__ = ["Calls", "parent"]
 
-_WRITES = frozenset("append appendleft extend extendleft insert add __setitem__ __setattr__ __init__".split())
+_WRITES = frozenset("append appendleft insert add __setitem__ __setattr__ __init__".split())
+_COPIES = frozenset({"extend", "extendleft", "update"})  # write what their arguments hold
 _LOOKUPS = frozenset({"get", "setdefault", "__getitem__"})
 _GETTERS = (operator.attrgetter, operator.itemgetter)
 # These look an attribute up as it is stored, bypassing the class's own lookup.
@@ -143,13 +144,18 @@ class Calls(Stack):
         elif name in _WRITES:
             self.changes(owner)
             return UNKNOWN
+        elif name in _COPIES:
+            self.changes(owner)
         elif name in _LOOKUPS and args:
             return self.item(owner, args[0])
         else:
             self.use(owner)
             self.changes(owner)
-            for value in args if self.own else ():  # such as `index` looks for
-                self.reads.identity(value)
+            for value in (
+                args if self.own else ()
+            ):  # such as `index` looks for; containers are compared by contents
+                if not is_container(value):
+                    self.reads.identity(value)
         self.hand_on(*args, *kwargs.values())
         return UNKNOWN
 

@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from types import CodeType, FrameType
 from typing import Any
 
-__all__ = ["EMPTY", "Evaluation", "readable"]
+__all__ = ["EMPTY", "Evaluation", "depths_of", "readable"]
 
 EMPTY: Any = object()  # a slot that holds no object
 _WORD = 8  # bytes
@@ -44,7 +44,7 @@ class Evaluation:
         names = set(code.co_varnames)
         cells = sum(name not in names for name in code.co_cellvars)
         self._first = _LOCALS + _WORD * (len(code.co_varnames) + cells + len(code.co_freevars))
-        self._depths = _depths(code) if readable() else {}
+        self._depths = depths_of(code)
 
     def depth(self, offset: int) -> int | None:
         """Return how many slots are in use before the instruction at ``offset``; None if that is not known."""
@@ -60,8 +60,10 @@ class Evaluation:
         return ctypes.py_object.from_address(address).value
 
 
-def _depths(code: CodeType) -> dict[int, int]:
-    """Return the depth of the stack before each instruction; nothing if two ways to one disagree."""
+def depths_of(code: CodeType) -> dict[int, int]:
+    """Return the depth of the stack before each instruction; nothing if unknown, or if two ways to one disagree."""
+    if not readable():
+        return {}
     instructions = list(dis.get_instructions(code))
     following = {one.offset: after for one, after in itertools.pairwise(instructions)}
     by_offset = {one.offset: one for one in instructions}

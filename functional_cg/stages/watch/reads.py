@@ -31,7 +31,7 @@ from .kinds import (
     plain,
 )
 from .liveness import unheld
-from .places import ATTRIBUTE, ITEM, PART, Entry, How, Place, Step, parts_of
+from .places import ATTRIBUTE, ITEM, PART, Entry, How, Memory, Place, Step, parts_of
 from .values import Contents, Shape, is_container, is_value
 
 __all__ = ["Reads"]
@@ -48,6 +48,7 @@ class Reads:
       frame: The running frame.
       functions: Places of the functions found so far, by code.
       says_autocast: Whether a function names autocast, and so may depend on its default dtypes.
+      memory: The constants that some function remembers.
       contexts: How often the step has set a context variable, less how often it has reset it.
     """
 
@@ -61,14 +62,13 @@ class Reads:
         self.says_autocast = False
         self.contexts: Counter[ContextVar[Any]] = Counter()
         self._constants = {id(tensor) for tensor in constants}
+        self.memory = Memory(self._constants)
         self._places: dict[int, Place] = {}
         self._seen: set[Any] = set()
         self.functions: dict[CodeType, list[Place]] = {}
         self._classes: dict[type, bool] = {}
         self._registries: dict[int, object] = {}
         self.root(os.environ, "os.environ")
-
-    # -- places -------------------------------------------------------------------------------------------------
 
     def root(self, value: object, name: str, *, outlives: bool = True) -> Place:
         """Return an object's place; a new one is a root, which stays the same object."""
@@ -137,6 +137,7 @@ class Reads:
         """Record the value read at a step from a place."""
         if not self.is_new(owner, step):
             return
+        self.memory.found(owner, step, value, name, self.frame)
         if is_value(value) or id(value) in self._constants:
             how = How.IDENTICAL if issubclass(type(value), torch.Tensor) else How.SAME
             self.compare(owner, step, how, value, name)
@@ -243,8 +244,6 @@ class Reads:
         if place is not None and place.owner is not None:
             self.compare(place.owner, place.step, How.IDENTICAL, value, place.name)
 
-    # -- parts --------------------------------------------------------------------------------------------------
-
     def part(
         self, place: Place, read: Any, value: Any, name: str, key: Any = None, *, defines: bool = False
     ) -> None:
@@ -266,6 +265,7 @@ class Reads:
             if key not in self.entries:
                 self.entries[key] = Entry(place, None, How.CONTENTS, Contents(held), place.name)
             for step, part in parts_of(held):
+                self.memory.held(place, part)
                 if is_value(part) or issubclass(type(part), torch.Tensor):
                     continue
                 known = self._part_of(place, step, part)
@@ -320,8 +320,6 @@ class Reads:
     def went_on(self, frame: FrameType) -> None:
         """Record that a generator from before the step resumes."""
         self._advanced.append((Place(frame, frame.f_code.co_name), self._site))
-
-    # -- the end ------------------------------------------------------------------------------------------------
 
     def finish(self) -> list[Entry]:
         """Return the entries of objects that existed before the step; forget those that the step made.

@@ -101,20 +101,24 @@ def instance_dict(owner: object) -> dict[str, Any]:
 
 
 class Contents:
-    """A snapshot of a container's contents; its parts are compared by identity, then by value."""
+    """A snapshot of a container's contents; its parts are compared by identity, then by value.
 
-    __slots__ = ("_kind", "_parts", "_read")
+    Attributes:
+      parts: The contents: of a dict, keys and values.
+    """
+
+    __slots__ = ("_kind", "_read", "parts")
     __hash__ = None  # type: ignore[assignment]
 
     def __init__(self, container: Any) -> None:
         self._kind, self._read = type(container), _reader(container)
-        self._parts = tuple(self._read(container))
+        self.parts = tuple(self._read(container))
 
     def is_in(self, container: Any) -> bool:
         """Whether a container holds the same now."""
         if type(container) is not self._kind:
             return False
-        now, parts = tuple(self._read(container)), self._parts
+        now, parts = tuple(self._read(container)), self.parts
         return len(now) == len(parts) and (
             all(map(operator.is_, now, parts)) or all(map(_same_part, now, parts))
         )
@@ -122,12 +126,12 @@ class Contents:
     def __eq__(self, other: object) -> bool:
         return (
             isinstance(other, Contents)
-            and (self._kind, len(self._parts)) == (other._kind, len(other._parts))
-            and all(map(_same_part, self._parts, other._parts))
+            and (self._kind, len(self.parts)) == (other._kind, len(other.parts))
+            and all(map(_same_part, self.parts, other.parts))
         )
 
     def __repr__(self) -> str:
-        parts = [repr(p) if is_value(p) else type(p).__name__ for p in self._parts[: 2 * _SHOWN]]
+        parts = [repr(p) if is_value(p) else type(p).__name__ for p in self.parts[: 2 * _SHOWN]]
         if issubclass(self._kind, dict | MappingProxyType):
             parts = [f"{key}: {value}" for key, value in zip(parts[::2], parts[1::2], strict=True)]
             return f"{{{', '.join(parts)}}}"

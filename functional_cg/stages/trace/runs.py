@@ -1,0 +1,148 @@
+"""Trace a step: run the user's function on fake tensors twice, or three times if it changes Python objects.
+
+The first run gives the program; the second is compared with it, and tells what the function reads on the host.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+
+from ... import tree as pytree
+from ...ambient.own_work import watching
+from ...ambient.setting import canonical
+from ...errors import FunctionalCGError
+from ...nn.originals import meeting
+from ...state.boundary import entered, left, shown
+from ...tensors.fake_mode import FakeMode, without_log
+from ...tensors.overlap import storage_key
+from ...tree import path_string
+from ..program import Program
+from ..watch.frames import Follower
+from ..watch.host_watch import HostWatch
+from ..watch.names import HostReads
+from .exceptions import mapped, raised_at
+from .host import HostGuard, HostRandomness, HostState
+from .recipe import Recipe
+from .recorder import Recorder
+from .results import copy_written_inputs, read_reports, read_result
+from .strays import are_kept, disown, refuse_kept, refuse_unfound
+from .twice import refuse_another_result, refuse_another_start
+
+__all__ = ["trace"]
+
+
+def _run(
+    recipe: Recipe,
+    first: Program | None,
+    checkpoint: Callable[[], None],
+    runs: list[Recorder],
+    reads: HostReads | None = None,
+) -> Recorder:
+    mode = FakeMode()
+    follower = None if reads is None else Follower(reads)
+    recorder = Recorder(recipe, mode, first, checkpoint, None if follower is None else follower.aside)
+    runs.append(recorder)
+    program = recorder.program
+    trees: list[Any] = []
+    for state in recipe.states:
+        leaves = []
+        for path, spec in zip(state.treedef.paths(), state.specs, strict=True):
+            name = path_string(path, state.name)
+            leaf, var = recorder.fake(spec, name)
+            leaves.append(leaf)
+            program.slots.append(var)
+            program.slot_names.append(name)
+        trees.append(pytree.unflatten(state.treedef, entered(state.specs, leaves)))
+    inputs = []
+    for name, spec in zip(recipe.input_names, recipe.inputs, strict=True):
+        leaf, var = recorder.fake(spec, name)
+        inputs.append(leaf)
+        program.inputs.append(var)
+        recorder.copied.add(storage_key(leaf))
+    for name, constant in recipe.constants:
+        recorder.declare(name, constant)
+    follow = nullcontext() if follower is None else follower.following()
+    guard = HostGuard(recorder.rules, recorder.value_of)
+    with meeting(recorder.met), watching(recorder.work), canonical(recorder.mesh), without_log():
+        with mode, recorder, guard, follow:
+            result = recipe.apply(recipe.function, trees, inputs)
+            old = recipe.states[0] if recipe.donates else None
+            result = shown(result) if old is None else left(old.specs, old.treedef, result)
+    recorder.rules.refuse_what_was_caught()
+    read_result(recipe, program, recorder.variable, result)
+    recorder.supposed.refuse_written()
+    read_reports(program, recorder.var_of, recorder.met, recorder.work)
+    return recorder
+
+
+def _once_filled(
+    recipe: Recipe, cold: Recorder, checkpoint: Callable[[], None], runs: list[Recorder]
+) -> Recorder:
+    """Return a run in which functions find what they remember: the given one unless it has filled caches."""
+    kept = cold.release()
+    if not are_kept(kept):
+        return cold
+    tables = [(kept[number](), var) for number, var in enumerate(cold.variables)]
+    if not disown(cold.program, kept, cold.variables):
+        return cold
+    warm = _run(recipe, None, checkpoint, runs)
+    known = {id(table.tensor): warm.var_of(table.tensor) for table in warm.tables}
+    found = {var: twin for tensor, var in tables if (twin := known.get(id(tensor))) is not None}
+    refuse_another_start(cold.program, warm.program, found)
+    return warm
+
+
+def _watched(
+    recipe: Recipe, first: Recorder, checkpoint: Callable[[], None], runs: list[Recorder]
+) -> tuple[Recorder, HostReads, HostWatch]:
+    """Trace a second time; return the recorder, and what the function read on the host."""
+    tables = [table.tensor for table in first.tables]
+    reads = HostReads([*(constant for _, constant in recipe.constants), *tables])
+    for name, value in (("self", recipe.function), *recipe.objects):
+        reads.handed(value, name)
+    run = _run(recipe, first.program, checkpoint, runs, reads)
+    disown(run.program, run.release(), run.variables)
+    return run, reads, HostWatch(reads.finish(), autocast_dtypes=reads.says_autocast)
+
+
+def trace(recipe: Recipe, checkpoint: Callable[[], None] = lambda: None) -> tuple[Program, HostWatch]:
+    """Trace a step twice on fake tensors, a third time if it changes Python objects; no kernel is launched.
+
+    Args:
+      recipe: What to trace.
+      checkpoint: Called before each ATen call, where an exception does no harm.
+    Returns:
+      (program, watch): the recorded calls, and the host values that the second run read.
+    Raises:
+      FunctionalCGError: One class per mistake, see :mod:`functional_cg.errors`.
+    """
+    randomness, host, runs = HostRandomness.read(), HostState(recipe.name), list[Recorder]()
+    # Not a context manager: contextlib would discard our error if the user's function raises StopIteration.
+    try:
+        with torch.inference_mode(False):
+            recorder = _run(recipe, None, checkpoint, runs)
+            recorder = _once_filled(recipe, recorder, checkpoint, runs)
+            randomness.refuse_draws(recipe.name, lambda: _run(recipe, None, checkpoint, runs))
+            refuse_kept(recipe.name, recorder.program, recorder.variables, recorder.release())
+            again, reads, watched = _watched(recipe, recorder, checkpoint, runs)
+            refuse_another_result(recorder.program, again.program)
+            refuse_unfound(recorder.tables, again.tables, watched.identical, reads.memory.remembered)
+            host.refuse_change(watched, reads)
+            if reads.changes_the_host:  # does it read what it has changed?
+                host.refuse_advance(watched, _watched(recipe, recorder, checkpoint, runs)[-1])
+    except FunctionalCGError as error:
+        error.within(recipe.name, raised_at(error))
+        raise
+    except Exception as error:
+        raise mapped(recipe, error) from error
+    finally:
+        randomness.restore_own()
+        for run in runs:
+            disown(run.program, run.release(), run.variables)
+    recorder.program.tables = [(table.name, table.tensor) for table in recorder.tables]
+    copy_written_inputs(recorder.program, recipe.input_names)
+    return recorder.program, watched
