@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from . import nn, optim, precision, random, sharding, tree
-from .checkpoint import load, load_state_dict, save, state_dict
+from .checkpoint import Checkpoints, checkpoints, load, load_state_dict, save, state_dict
 from .errors import (
     AliasError,
     BakedValueError,
@@ -44,6 +44,7 @@ __all__ = [
     "BusyError",
     "CaptureError",
     "Captured",
+    "Checkpoints",
     "ClosedError",
     "DonatedStateError",
     "ForeignTensorError",
@@ -62,6 +63,7 @@ __all__ = [
     "SideEffectError",
     "StreamError",
     "TrainState",
+    "checkpoints",
     "cond",
     "debug_print",
     "fork",
