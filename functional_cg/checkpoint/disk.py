@@ -9,7 +9,7 @@ import stat
 from collections.abc import Sequence
 from io import FileIO
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -60,7 +60,7 @@ def open_file(path: Path) -> FileIO:
     flags = (
         os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
     )
-    file = cast("FileIO", os.fdopen(os.open(path, flags), "rb", buffering=0))
+    file = os.fdopen(os.open(path, flags), "rb", buffering=0)
     if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
         file.close()
         raise OSError(errno.EINVAL, "is no regular file", str(path))

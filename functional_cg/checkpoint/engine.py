@@ -165,7 +165,7 @@ class _Writer(StorageWriter):
         future.set_result([*results, WriteResult(MetadataIndex(""), blocks.size, stored)])
         return future
 
-    def finish(self, metadata: Metadata, results: _Results) -> None:  # type: ignore[override]
+    def finish(self, metadata: Metadata, results: _Results) -> None:
         if self._temporary is None:
             raise RuntimeError("finish comes after prepare_global_plan")
         files = [of_rank[-1].storage_data for of_rank in results]

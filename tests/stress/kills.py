@@ -1,16 +1,19 @@
-"""kill -9 of a random rank at a random moment of training and of saving; and checkpoints between any numbers of ranks."""
+"""kill -9 of a random rank at a random moment of training and of saving; checkpoints between any numbers of ranks."""
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import math
 import os
 import random
+import shutil
 import signal
 import tempfile
 import time
 from collections import Counter
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,7 +22,7 @@ import functional_cg as fcg
 from functional_cg import sharding
 from tests.sharding.law import batches, held, rank_of
 from tests.sharding.programs import PROGRAMS, Setting
-from tests.sharding.ranks import on_ranks, outcomes_of_each
+from tests.sharding.ranks import Outcome, on_ranks, outcomes_of_each
 
 RANKS, STEPS = 4, 8
 SETTING = Setting({"data": RANKS}, 3)
@@ -34,13 +37,16 @@ def digest(state: Any) -> str:
     return hashlib.sha256(b"".join(leaves)).hexdigest()
 
 
-def killed_in(seconds: float) -> None:
-    """End this process from outside; neither it nor its threads get to know."""
-    victim = os.getpid()
+def killed_in(seconds: float, pids: Path, later: float) -> None:
+    """End this process from outside, and the other ranks a little later, as a launcher does; none gets to know."""
+    victim, number = os.getpid(), rank_of()
     if os.fork() == 0:
         time.sleep(seconds)
-        if os.getppid() == victim:
-            os.kill(victim, signal.SIGKILL)
+        for rank in [number, *(rank for rank in range(RANKS) if rank != number)]:
+            with contextlib.suppress(OSError, ValueError):
+                if os.getppid() == victim or rank != number:
+                    os.kill(int((pids / str(rank)).read_text()), signal.SIGKILL)
+            time.sleep(later * (rank == number))
         os._exit(0)
 
 
@@ -57,6 +63,8 @@ def train(
         fcg.graph_step(PROGRAMS[PROGRAM].step, lowering="aten"),
         batches(PROGRAM, "cpu", rank_of()),
     )
+    pids = Path(f"{folder}.pids")
+    (pids / str(rank_of())).write_text(str(os.getpid()))
     saved = fcg.checkpoints(folder, keep=2)
     began, digests = saved.latest() or 0, {}
     if began:
@@ -64,23 +72,37 @@ def train(
         began = int(state.step)
         assert digest(state) == expected[began][rank_of()], f"another state than that of step {began}"
     if victim == rank_of():
-        killed_in(fuse)
+        killed_in(fuse, pids, later=0.1)
     for call in range(began, STEPS):
         state, _ = step(state, batch_of(call))
         digests[call + 1] = digest(state)
         saved.save(state)
     saved.close()
+    (pids / str(rank_of())).unlink()
     return began, digests
+
+
+def attempts(calls: list[tuple[Any, ...]]) -> list[list[Outcome]]:
+    """Start runs side by side, each with no ranks of an earlier one to kill."""
+    for folder, *_ in calls:
+        shutil.rmtree(f"{folder}.pids", ignore_errors=True)
+        os.mkdir(f"{folder}.pids")
+    try:
+        return outcomes_of_each(RANKS, train, calls)
+    finally:
+        for folder, *_ in calls:
+            shutil.rmtree(f"{folder}.pids")
 
 
 def uninterrupted() -> tuple[dict[int, list[str]], float]:
     """The digests of each step on each rank, and how long the run takes."""
     with tempfile.TemporaryDirectory() as folder:
-        start = time.monotonic()
-        found = on_ranks(RANKS, train, folder, -1, 0.0, {})
-        return {
-            step: [digests[step] for _, digests in found] for step in found[0][1]
-        }, time.monotonic() - start
+        (found,) = attempts([(folder, -1, 0.0, {})])
+        assert not any(outcome.error for outcome in found), found
+        digests = [outcome.value[1] for outcome in found]
+        return {step: [of[step] for of in digests] for step in digests[0]}, max(
+            outcome.seconds for outcome in found
+        )
 
 
 def run(kills: int, *, seed: int = 0, at_once: int = 4) -> Counter[str]:
@@ -100,7 +122,7 @@ def run(kills: int, *, seed: int = 0, at_once: int = 4) -> Counter[str]:
                 (f.name, -1 if last else chosen.randrange(RANKS), chosen.uniform(0, seconds), expected)
                 for f in folders
             ]
-            for found in outcomes_of_each(RANKS, train, calls):
+            for found in attempts(calls):
                 dead = [outcome for outcome in found if outcome.code == -signal.SIGKILL]
                 counts["killed"] += bool(dead)
                 for outcome in found:
