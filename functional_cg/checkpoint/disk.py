@@ -60,11 +60,11 @@ def open_file(path: Path) -> FileIO:
     flags = (
         os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
     )
-    file = os.fdopen(os.open(path, flags), "rb", buffering=0)
-    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-        file.close()
+    descriptor = os.open(path, flags)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
         raise OSError(errno.EINVAL, "is no regular file", str(path))
-    return file
+    return os.fdopen(descriptor, "rb", buffering=0)
 
 
 def write_whole(path: Path, content: bytes) -> None:

@@ -90,8 +90,9 @@ def position_in(folder: Path, rank: int, ranks: int) -> bytes:
             f"{ranks}. To fix: load the state alone, `load(state)`, and begin the epoch again; or start as many ranks."
         )
     file = index.files[rank]
-    text = torch.zeros(file.position, dtype=torch.uint8)
     with _Files(folder, index) as files:
+        files.open(rank)  # the file has the size that the index says, before memory is taken for a part of it
+        text = torch.zeros(file.position, dtype=torch.uint8)
         files.read(rank, file.size - file.position, text)
     return bytes(text.tolist())
 
@@ -116,16 +117,18 @@ class _Files:
         self._open: dict[int, BlockReader] = {}
         self._stack = ExitStack()
 
-    def read(self, number: int, start: int, out: Tensor) -> None:
-        stored = self._index.files[number]
-        if start + len(out) > stored.size:
-            raise damaged(self._folder / INDEX, "contradicts itself (sizes)")
+    def open(self, number: int) -> BlockReader:
         if number not in self._open:
-            path = self._folder / file_name(number)
+            stored, path = self._index.files[number], self._folder / file_name(number)
             reader = BlockReader(path, stored.size, self._index.block, stored.checksums)
             self._stack.callback(reader.close)
             self._open[number] = reader
-        self._open[number].read(start, out)
+        return self._open[number]
+
+    def read(self, number: int, start: int, out: Tensor) -> None:
+        if start + len(out) > self._index.files[number].size:
+            raise damaged(self._folder / INDEX, "contradicts itself (sizes)")
+        self.open(number).read(start, out)
 
     def __enter__(self) -> _Files:
         return self

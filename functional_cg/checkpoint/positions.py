@@ -34,7 +34,7 @@ def decode(text: bytes) -> Any:
     """
     try:
         return _value(json.loads(text))
-    except (ValueError, TypeError, KeyError, RecursionError) as error:
+    except (ValueError, TypeError, KeyError, RuntimeError) as error:  # too deep; a shape that does not fit
         raise ValueError(f"no position of a loader: {error}") from error
 
 
