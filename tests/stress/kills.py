@@ -103,6 +103,11 @@ def uninterrupted() -> dict[int, list[str]]:
         return {step: [of[step] for of in digests] for step in digests[0]}
 
 
+def _fuse(chosen: random.Random) -> tuple[int, float]:
+    """When a rank is killed: seconds after the beginning of a step."""
+    return chosen.randrange(STEPS), chosen.uniform(0, 0.3)
+
+
 def run(kills: int, *, seed: int = 0, at_once: int = 4) -> Counter[str]:
     """Kill ranks, and resume; some runs are killed several times. Each ends as the uninterrupted one does.
 
@@ -117,13 +122,7 @@ def run(kills: int, *, seed: int = 0, at_once: int = 4) -> Counter[str]:
         folders = [tempfile.TemporaryDirectory() for _ in range(at_once)]
         for last in (False, False, False, True):
             calls = [
-                (
-                    f.name,
-                    -1 if last else chosen.randrange(RANKS),
-                    (chosen.randrange(STEPS), chosen.uniform(0, 0.3)),
-                    expected,
-                )
-                for f in folders
+                (f.name, -1 if last else chosen.randrange(RANKS), _fuse(chosen), expected) for f in folders
             ]
             for found in attempts(calls):
                 dead = [outcome for outcome in found if outcome.code == -signal.SIGKILL]
@@ -194,18 +193,23 @@ def assert_same(found: Mapping[str, Any], expected: Mapping[str, Any]) -> None:
 def between(settings: list[Setting], into: list[Setting]) -> int:
     """Save in each setting, load in each other one, leaf by leaf; return how many pairs."""
     with tempfile.TemporaryDirectory() as folder:
-        written = {}
-        for setting in settings:
-            ranks = math.prod(setting.axes.values())
-            (whole,) = on_ranks(ranks, write, folder, [setting])[0] if ranks > 1 else write(folder, [setting])
-            written[str(setting)] = whole
-        for setting in into:
-            pairs = [(source, setting) for source in settings]
-            ranks = math.prod(setting.axes.values())
+        written: dict[str, Any] = {}
+        for ranks, group in _by_ranks(settings):
+            wholes = on_ranks(ranks, write, folder, group)[0] if ranks > 1 else write(folder, group)
+            written |= {str(setting): whole for setting, whole in zip(group, wholes, strict=True)}
+        for ranks, group in _by_ranks(into):
+            pairs = [(source, setting) for setting in group for source in settings]
             found = on_ranks(ranks, read, folder, pairs)[0] if ranks > 1 else read(folder, pairs)
             for whole, (source, _) in zip(found, pairs, strict=True):
                 assert_same(whole, written[str(source)])
     return len(settings) * len(into)
+
+
+def _by_ranks(settings: list[Setting]) -> list[tuple[int, list[Setting]]]:
+    groups: dict[int, list[Setting]] = {}
+    for setting in settings:
+        groups.setdefault(math.prod(setting.axes.values()), []).append(setting)
+    return list(groups.items())
 
 
 def run_between(ranks: int) -> Counter[str]:
