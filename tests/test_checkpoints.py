@@ -128,11 +128,13 @@ def test_the_last_ones_stay_and_what_a_killed_run_left_goes(tmp_path: Path) -> N
     assert len(fcg.checkpoints(tmp_path, keep=None).steps()) == 2
 
 
-def test_all_stay_if_asked(tmp_path: Path) -> None:
-    with fcg.checkpoints(tmp_path, keep=None) as saved:
+@pytest.mark.parametrize("keep", [None, 1, 2, 4, 5, 6, 9])
+def test_as_many_stay_as_asked(tmp_path: Path, keep: int | None) -> None:
+    with fcg.checkpoints(tmp_path, keep=keep) as saved:
         for number in range(5):
             saved.save({"w": torch.ones(1)}, step=number)
-    assert saved.steps() == [0, 1, 2, 3, 4]
+            saved.wait()
+            assert saved.steps() == list(range(number + 1))[-(keep or 5) :]
 
 
 @pytest.mark.parametrize(

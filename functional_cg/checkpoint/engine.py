@@ -183,7 +183,7 @@ class _Writer(StorageWriter):
         os.rename(self._temporary, self._folder / next_name(self._folder, self._step))
         sync_directory(self._folder)
         if self._keep is not None:
-            for old in sorted(there)[: len(there) + 1 - self._keep]:
+            for old in sorted(there)[: max(len(there) + 1 - self._keep, 0)]:
                 gone = self._folder / temporary_name()
                 os.rename(there[old][1], gone)  # at once: what is half deleted is no checkpoint
                 shutil.rmtree(gone)

@@ -24,7 +24,7 @@ def test_any_ranks_read_what_others_wrote() -> None:
 
 
 def test_ranks_killed_at_random_moments_go_on_bitwise() -> None:
-    counts = kills.run(1, seed=1, at_once=1)
+    counts = kills.run(1, seed=1, at_once=1, times=1)
     assert counts["killed"] >= 1
 
 

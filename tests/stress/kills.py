@@ -108,19 +108,20 @@ def _fuse(chosen: random.Random) -> tuple[int, float]:
     return chosen.randrange(STEPS), chosen.uniform(0, 0.3)
 
 
-def run(kills: int, *, seed: int = 0, at_once: int = 4) -> Counter[str]:
+def run(kills: int, *, seed: int = 0, at_once: int = 4, times: int = 3) -> Counter[str]:
     """Kill ranks, and resume; some runs are killed several times. Each ends as the uninterrupted one does.
 
     Args:
       kills: How many.
       seed: Of whom and when.
       at_once: How many runs go on side by side.
+      times: How often each is killed.
     """
     expected = uninterrupted()
     chosen, counts = random.Random(seed), Counter[str]()
     while counts["killed"] < kills:
         folders = [tempfile.TemporaryDirectory() for _ in range(at_once)]
-        for last in (False, False, False, True):
+        for last in [*[False] * times, True]:
             calls = [
                 (f.name, -1 if last else chosen.randrange(RANKS), _fuse(chosen), expected) for f in folders
             ]
