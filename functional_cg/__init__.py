@@ -6,7 +6,7 @@ import typing as _typing
 
 from . import nn, optim, precision, random, sharding, tree
 from .bucket import bucket
-from .checkpoint import load, load_state_dict, save, state_dict
+from .checkpoint import Checkpoints, checkpoints, load, load_state_dict, save, state_dict
 from .errors import (
     AliasError,
     BakedValueError,
@@ -48,6 +48,7 @@ __all__ = [
     "BusyError",
     "CaptureError",
     "Captured",
+    "Checkpoints",
     "ClosedError",
     "DonatedStateError",
     "ForeignTensorError",
@@ -67,6 +68,7 @@ __all__ = [
     "StreamError",
     "TrainState",
     "bucket",
+    "checkpoints",
     "cond",
     "debug_print",
     "fork",

@@ -2,13 +2,15 @@
 
 No thread runs here. When the loop asks for a batch, the device is still busy with the previous step: the
 loader is asked for its next batch, the copy is queued on a separate stream, and the loop gets a batch whose
-copy was queued earlier.
+copy was queued earlier. The position of a loader that knows it is noted with each batch, so that a checkpoint gets that
+of the last batch handed over, not of what was read ahead.
 """
 
 from __future__ import annotations
 
+import copy
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -22,7 +24,7 @@ from .messages.tracebacks import entry
 from .state.arena import BufferSpec, unplaceable
 from .state.leaf import Leaf
 
-__all__ = ["prefetch"]
+__all__ = ["Prefetched", "prefetch"]
 
 B = TypeVar("B")
 B_co = TypeVar("B_co", covariant=True)
@@ -32,7 +34,7 @@ _AT_ONCE = 2  # batches loaded for each one handed over, until the requested num
 @entry("for batch in fcg.prefetch(loader, train_step):")
 def prefetch(
     loader: Iterable[B], step: GraphStep[Any, Any] | GraphFn[Any, Any], *, ahead: int = 2
-) -> Iterator[B]:
+) -> Prefetched[B]:
     """Iterate over the batches of a loader while the next ones are copied to the device of ``step``.
 
     Tensors on the CPU and numpy arrays in a batch arrive as tensors on the device, with the same shapes,
@@ -52,6 +54,11 @@ def prefetch(
     with ``backend="eager"``, all do. The loader runs in your thread: if it takes longer than a step, give it
     workers, ``DataLoader(..., num_workers=4)``. Up to ``ahead`` more batches than were handed over are taken
     from it. Leaving the loop early, or ``close()``, drops these; there is no thread to stop.
+
+    A loader with ``state_dict`` and ``load_state_dict``, such as torchdata's ``StatefulDataLoader``, lends them to the
+    iterator: ``state_dict()`` is the position after the last batch handed over, in the loader's own format. With
+    ``saved.save(state, loader=batches)`` and ``saved.load(state, loader=batches)`` a run goes on in mid-epoch; see
+    :func:`functional_cg.checkpoints`.
 
     Args:
       loader: Any iterable of batches (trees of tensors and arrays): a ``DataLoader``, a generator, a list.
@@ -80,7 +87,86 @@ def prefetch(
         )
     if isinstance(ahead, bool) or not isinstance(ahead, int) or ahead < 1:
         raise ValueError(f"prefetch: ahead must be a positive integer, got {ahead!r}")
-    return _batches(iter(loader), lambda: _transfer_for(step, ahead), ahead)
+    if not (hasattr(loader, "__iter__") or hasattr(loader, "__getitem__")):
+        raise TypeError(f"prefetch: {type(loader).__name__!r} object is not iterable")
+    return Prefetched(loader, lambda: _transfer_for(step, ahead), ahead)
+
+
+class Prefetched(Iterator[B]):
+    """The batches of a loader, copied ahead; made by :func:`prefetch`. It asks for the first one when the loop does."""
+
+    def __init__(self, loader: Iterable[B], transfer_for: Callable[[], _Transfer | None], ahead: int) -> None:
+        self._loader, self._transfer_for, self._ahead = loader, transfer_for, ahead
+        self._stateful = callable(getattr(loader, "state_dict", None))
+        self._begin()
+
+    def _begin(self) -> None:
+        # Positions of the loader: that of the last batch handed over, then those of the batches read ahead.
+        self._positions: deque[Any] = deque()
+        self._batches = _batches(self._drawn(), self._transfer_for, self._ahead)
+
+    def _drawn(self) -> Iterator[B]:
+        """Yield the loader's batches, and note its position before the first, after each, and at the end."""
+        source = iter(self._loader)
+        self._note()
+        for batch in source:
+            self._note()
+            yield batch
+        self._note()
+
+    def _note(self) -> None:
+        if self._stateful:
+            self._positions.append(copy.deepcopy(self._loader.state_dict()))  # type: ignore[attr-defined]
+
+    def __iter__(self) -> Prefetched[B]:
+        return self
+
+    def __next__(self) -> B:
+        try:
+            batch = next(self._batches)
+        except StopIteration:
+            self._forget()
+            raise
+        self._forget()
+        return batch
+
+    def _forget(self) -> None:
+        if len(self._positions) > 1:
+            self._positions.popleft()
+
+    def close(self) -> None:
+        """Drop the batches that were read ahead, and end."""
+        self._batches.close()
+        while len(self._positions) > 1:
+            self._positions.pop()
+
+    def state_dict(self) -> Any:
+        """Return the loader's position after the last batch handed over, as its own ``state_dict`` gives it.
+
+        Raises:
+          TypeError: If the loader has none.
+        """
+        loader = self._knowing("state_dict")
+        return copy.deepcopy(self._positions[0]) if self._positions else loader.state_dict()
+
+    def load_state_dict(self, state_dict: Any) -> None:
+        """Set the loader's position; batches that were read ahead are dropped, and iteration begins there.
+
+        Raises:
+          TypeError: If the loader has none.
+        """
+        loader = self._knowing("load_state_dict")
+        self._batches.close()
+        loader.load_state_dict(state_dict)
+        self._begin()
+
+    def _knowing(self, name: str) -> Any:
+        if not callable(getattr(self._loader, name, None)):
+            raise TypeError(
+                f"prefetch: {type(self._loader).__name__} has no `{name}`: it does not know its position. To fix: "
+                "`torchdata.stateful_dataloader.StatefulDataLoader`, which takes what a `DataLoader` takes."
+            )
+        return self._loader
 
 
 class _Sent(Protocol[B_co]):
@@ -107,7 +193,9 @@ class _Transfer(Protocol):
         ...
 
 
-def _batches(source: Iterator[B], transfer_for: Callable[[], _Transfer | None], ahead: int) -> Iterator[B]:
+def _batches(
+    source: Iterator[B], transfer_for: Callable[[], _Transfer | None], ahead: int
+) -> Generator[B, None, None]:
     transfer: _Transfer | None = None
     while transfer is None:
         transfer = transfer_for()

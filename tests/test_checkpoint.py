@@ -403,7 +403,7 @@ def test_what_is_no_checkpoint_is_refused(tmp_path: Path) -> None:
             fcg.load(tmp_path / "bad", state)
     with pytest.raises(FileNotFoundError, match=r"No such file or directory: '.*absent'"):
         fcg.load(tmp_path / "absent", state)
-    with pytest.raises(IsADirectoryError, match="Is a directory"):
+    with pytest.raises(IsADirectoryError, match=r"fcg\.load: Is a directory without a complete checkpoint"):
         fcg.load(tmp_path, state)
     for target in (tmp_path, tmp_path / "absent" / "last", tmp_path / "whole" / "last"):
         with pytest.raises(OSError, match=f": '{target}'(\n|$)"):

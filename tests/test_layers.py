@@ -73,6 +73,11 @@ DEFERRED = {
     ): "imports triton at its top, which CPU builds of torch do not bring",
     ("stages.fx_passes.cross_entropy", "tensors.cross_entropy_triton"): "the same",
     ("tensors.ctc", "tensors.ctc_triton"): "the same",
+    (
+        "checkpoint.folder",
+        "checkpoint.engine",
+    ): "imports torch.distributed.checkpoint at its top, which takes longer than the rest of the package",
+    ("checkpoint.series", "checkpoint.engine"): "the same",
     ("examples.outcome", "report"): "needs matplotlib, which a picture alone is worth",
 }
 

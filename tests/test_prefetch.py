@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import functional_cg as fcg
-from functional_cg.prefetch import PinnedRing, _batches, on_host
+from functional_cg.checkpoint.positions import decode, encode
+from functional_cg.prefetch import PinnedRing, Prefetched, _batches, on_host
 
 
 def total(state: Any, batch: Any) -> Any:
@@ -317,3 +318,90 @@ def test_the_host_does_not_run_further_ahead_than_said() -> None:
     batch = None
     peak = torch.cuda.memory_stats()["active_bytes.all.peak"]
     assert peak - before <= (2 * ahead + 2) * 4 * size + 2**20
+
+
+# -- the position of the loader ----------------------------------------------------------------------------------------
+
+
+class Shuffled:
+    """A loader that knows its position: an epoch in an order of its own, then the next one."""
+
+    def __init__(self, length: int = 7) -> None:
+        self.length, self.epoch, self.at = length, 0, 0
+
+    def __iter__(self) -> Iterator[dict[str, Tensor]]:
+        order = torch.randperm(self.length, generator=torch.Generator().manual_seed(self.epoch))
+        while self.at < self.length:
+            self.at += 1
+            yield {"x": torch.full((4,), float(order[self.at - 1]) + 10 * self.epoch)}
+        self.epoch, self.at = self.epoch + 1, 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return vars(self)  # what it changes later itself
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+
+
+def numbers(batches: Any) -> list[float]:
+    return [float(batch["x"][0]) for batch in batches]
+
+
+def reading_ahead(loader: Any, ahead: int) -> Prefetched[Any]:
+    return Prefetched(loader, FakeTransfer, ahead)
+
+
+@given(st.integers(0, 8), st.integers(1, 4), st.integers(0, 2))
+def test_the_position_is_that_of_the_last_batch_handed_over(taken: int, ahead: int, epoch: int) -> None:
+    whole, first = Shuffled(), Shuffled()
+    for _ in range(epoch):
+        assert numbers(whole) == numbers(reading_ahead(first, ahead))
+    batches = reading_ahead(first, ahead)
+    before = [batch for _, batch in zip(range(taken), batches, strict=False)]
+    again = Shuffled()
+    resumed = reading_ahead(again, ahead)
+    next(resumed)  # what was read before does not matter
+    resumed.load_state_dict(batches.state_dict())
+    expected = numbers(whole)
+    assert numbers(before) + numbers(resumed) == expected
+    assert numbers(reading_ahead(again, ahead)) == numbers(whole), "the next epoch"
+    assert resumed.state_dict()["epoch"] == epoch + 1
+
+
+def test_the_position_after_close_is_that_of_the_last_batch() -> None:
+    batches = reading_ahead(Shuffled(), 3)
+    next(batches)
+    batches.close()
+    assert numbers(batches) == []
+    assert batches.state_dict()["at"] == 1
+
+
+def test_a_loader_without_a_position_is_refused() -> None:
+    batches = fcg.prefetch([1, 2], fcg.graph_step(total))
+    for ask in (batches.state_dict, lambda: batches.load_state_dict({})):
+        with pytest.raises(TypeError, match=r"list has no `(load_)?state_dict`(.|\n)*StatefulDataLoader"):
+            ask()
+
+
+@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated:UserWarning")  # torchdata 0.11 on torch 2.13
+@pytest.mark.parametrize("workers", [0, 2])
+def test_torchdatas_loader_goes_on_in_mid_epoch(workers: int) -> None:
+    stateful = pytest.importorskip("torchdata.stateful_dataloader")
+
+    def loader() -> Any:
+        return stateful.StatefulDataLoader(
+            [{"x": torch.full((4,), float(i))} for i in range(9)],
+            batch_size=None,
+            shuffle=True,
+            generator=torch.Generator().manual_seed(3),
+            num_workers=workers,
+        )
+
+    expected = numbers(loader())
+    batches = reading_ahead(loader(), 2)
+    before = [next(batches) for _ in range(4)]
+    resumed = reading_ahead(loader(), 2)
+    resumed.load_state_dict(decode(encode(batches.state_dict())))
+    assert numbers(before) + numbers(resumed) == expected
+    assert sorted(expected) == list(range(9))
+    assert sorted(numbers(reading_ahead(loader(), 2))) == list(range(9))

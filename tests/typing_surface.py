@@ -6,13 +6,13 @@ with ``type: ignore`` is a mistake that has to be found: mypy reports an ignore 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any, TypedDict, assert_type
 
 import torch
 from torch import Tensor
 
 import functional_cg as fcg
+from functional_cg.prefetch import Prefetched
 
 Params = dict[str, Tensor]
 Metrics = dict[str, Tensor]
@@ -197,7 +197,7 @@ def check_gradients() -> None:
 
 def check_prefetch() -> None:
     batches: list[Batch] = [batch]
-    assert_type(fcg.prefetch(batches, fcg.graph_step(step_fn)), Iterator[Batch])
+    assert_type(iter(fcg.prefetch(batches, fcg.graph_step(step_fn))), Prefetched[Batch])
     fcg.prefetch(batches, step_fn)  # type: ignore[arg-type]
 
 

@@ -1,4 +1,4 @@
-"""``python -m tests.stress``: all of it; or one of ``threads``, ``signals`` and ``forks``, for as long as is said."""
+"""``python -m tests.stress``: all of it; or one of its programs, for as long as is said."""
 
 from __future__ import annotations
 
@@ -9,12 +9,23 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
-from tests.stress import forks, signals, threads
+from tests.stress import forks, kills, mutations, signals, threads
 
 RUNS: dict[str, tuple[Callable[[Any], Any], float, str]] = {
     "threads": (threads.run, 600.0, "seconds for which 8 threads read, save, step and replace one state"),
     "signals": (lambda n: signals.run(int(n)), 10_000, "signals of three kinds"),
     "forks": (lambda n: forks.run(int(n)), 200, "forks beside three threads"),
+    "kills": (lambda n: kills.run(int(n)), 300, "ranks killed while they train and save"),
+    "ranks": (
+        lambda n: kills.run_between(int(n)),
+        4,
+        "checkpoints between all numbers of ranks and stages up to that",
+    ),
+    "mutations": (
+        lambda n: mutations.run(int(n)),
+        500,
+        "damaged, mixed and malicious folders of checkpoints",
+    ),
 }
 
 if __name__ == "__main__":

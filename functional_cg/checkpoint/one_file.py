@@ -1,0 +1,199 @@
+"""One file: write a state to a safetensors file, all or nothing, and read it back."""
+
+from __future__ import annotations
+
+import errno
+import os
+import secrets
+import stat
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from ..messages.tracebacks import entry
+from .disk import sync_directory
+from .folder import found_in, values_in
+from .state_dicts import state_dict, type_of, written
+
+__all__ = ["load", "save"]
+
+T = TypeVar("T")
+
+
+@entry()
+def save(path: str | os.PathLike[str], state: Any) -> None:
+    """Write the leaves of a state to a safetensors file, all or nothing.
+
+    The data goes to a temporary file beside ``path``, which replaces it once everything is on disk: a crash,
+    a full disk or Ctrl-C leaves the old file intact. Takes twice the size of the state on the host.
+
+    Args:
+      path: The file. An existing file is replaced and keeps its mode; a symbolic link to it stays. Anything
+        but a regular file (a pipe, a device, a directory) is refused, as is a file with a second hard link,
+        which would keep the old data.
+      state: What :func:`state_dict` takes.
+    Raises:
+      ImportError: If safetensors is not installed.
+      OSError: If the file cannot be written.
+      TypeError: If the file format cannot hold a leaf's dtype.
+      ValueError: If two leaves have the same name, or one has the name that the format reserves.
+
+    Example:
+      >>> import tempfile, torch, functional_cg as fcg
+      >>> state = fcg.place({"w": torch.ones(2), "n": 3})
+      >>> with tempfile.TemporaryDirectory() as directory:
+      ...     fcg.save(f"{directory}/last.safetensors", state)
+      ...     state = state.replace(n=4)
+      ...     state = fcg.load(f"{directory}/last.safetensors", state)
+      >>> state["n"].item()
+      3
+    """
+    _checked_path(path, "fcg.save")
+    try:
+        target = Path(path).resolve(strict=False)
+    except RuntimeError as error:  # a link to itself
+        raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), os.fspath(path)) from error
+    content = _serialized(state_dict(state))
+    try:
+        _replace_file(target, content, _replaceable(target))
+    except OSError as error:  # name the target, not the temporary file
+        raise OSError(error.errno, error.strerror, str(target)) from error
+
+
+@entry("state = fcg.load(path, state)")
+def load(path: str | os.PathLike[str], state: T) -> T:
+    """Read what :func:`save` or :func:`checkpoints` has written into a state of the same layout; donates the handle.
+
+    Any other safetensors file with the right names works too. For the weights of a pretrained model:
+    ``state.replace(params=fcg.load(path, fcg.snapshot(state.params)))``.
+
+    Args:
+      path: The file; or the folder of :func:`checkpoints`, for the last one, or one of the folders in it.
+      state: What :func:`load_state_dict` takes.
+    Returns:
+      The new handle, or the new pytree.
+    Raises:
+      DonatedStateError: If the handle was donated.
+      ImportError: If safetensors is not installed.
+      LayoutError: If it is the checkpoint of another model; names the differences, writes nothing.
+      OSError: If a file cannot be read, or there is no complete checkpoint in the folder.
+      ValueError: If it is not a complete safetensors file, or a file in the folder is damaged.
+    """
+    _checked_path(path, "fcg.load")
+    if os.path.isdir(path):
+        try:
+            found = found_in(Path(path), "fcg.load")
+        except FileNotFoundError as error:
+            what = "Is a directory without a complete checkpoint"
+            raise IsADirectoryError(errno.EISDIR, f"fcg.load: {what}", str(path)) from error
+        return written(state, values_in(found, state, "fcg.load"), "fcg.load")
+    safetensors = _safetensors("fcg.load")
+    with open(path, "rb"):  # raises Python's own error for a bad path
+        pass
+    try:
+        values = safetensors.torch.load_file(path)
+    except safetensors.SafetensorError as error:
+        if _of_torch(path):
+            raise ValueError(
+                f"fcg.load: {path} was written by `torch.save`, and `fcg.load` reads what `fcg.save` has written.\n"
+                "To fix: `values = torch.load(path)`; then, if it is the `state_dict` of a module, "
+                "`module.load_state_dict(values)` before `fcg.from_module(module)`; if it is that of a state, "
+                "`state = fcg.load_state_dict(state, values)`."
+            ) from error
+        raise ValueError(f"fcg.load: {path} is no safetensors file, or not a whole one: {error}") from error
+    return written(state, values, "fcg.load", f" in {os.fspath(path)}")
+
+
+def _of_torch(path: str | os.PathLike[str]) -> bool:
+    """Whether a file begins as those of ``torch.save`` do: with an archive or, in older ones, with a pickle."""
+    with open(path, "rb") as file:
+        return file.read(4).startswith((b"PK\x03\x04", b"\x80\x02"))
+
+
+def _checked_path(path: Any, function: str) -> Any:
+    if not isinstance(path, str | os.PathLike):
+        raise TypeError(
+            f"{function}: expected a path, got {type(path).__name__}. To fix: `{function}(path, state)`, path first."
+        )
+    return path
+
+
+def _serialized(tensors: dict[str, Tensor]) -> bytes:
+    """Return the content of a safetensors file."""
+    safetensors = _safetensors("fcg.save")
+    if "__metadata__" in tensors:
+        raise ValueError(
+            "fcg.save: a leaf is named '__metadata__', which safetensors files reserve. Rename it."
+        )
+    unknown = {tensor.dtype for tensor in tensors.values() if not _storable(safetensors, tensor.dtype)}
+    for name, tensor in tensors.items():
+        if tensor.dtype in unknown:
+            raise TypeError(
+                f"fcg.save: safetensors files cannot hold {type_of(tensor)}, as `{name}` is. To fix: keep it as two "
+                "real tensors (`torch.view_as_real` of a complex one); or `torch.save(fcg.state_dict(state), path)`."
+            )
+    return safetensors.torch.save(tensors, {"format": "pt"})  # type: ignore[no-any-return]
+
+
+def _storable(safetensors: Any, dtype: torch.dtype) -> bool:
+    """Whether the file format has the dtype; tested by writing an empty tensor, for lack of a public list."""
+    try:
+        safetensors.torch.save({"": torch.empty(0, dtype=dtype)})
+    except KeyError:
+        return False
+    return True
+
+
+def _safetensors(function: str) -> Any:
+    try:
+        import safetensors.torch
+    except ImportError as error:
+        raise ImportError(
+            f"{function} needs safetensors. To fix: `pip install safetensors`; without it, "
+            "`torch.save(fcg.state_dict(state), path)` and `fcg.load_state_dict(state, torch.load(path))`."
+        ) from error
+    return safetensors
+
+
+def _replaceable(target: Path) -> int | None:
+    """Return the mode of the file to be replaced; None if there is none yet.
+
+    Raises:
+      OSError: If it is not a regular file, or has a second hard link.
+    """
+    try:
+        there = target.lstat()
+    except FileNotFoundError:
+        return None
+    if stat.S_ISDIR(there.st_mode):
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(target))
+    if stat.S_ISLNK(there.st_mode):
+        raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), str(target))
+    if not stat.S_ISREG(there.st_mode):
+        raise OSError(errno.EINVAL, "fcg.save: is no regular file, and would be replaced by one", str(target))
+    if there.st_nlink > 1:
+        text = "fcg.save: has a second name (a hard link), which would keep the old data; delete one of them"
+        raise OSError(errno.EMLINK, text, str(target))
+    return stat.S_IMODE(there.st_mode)
+
+
+def _replace_file(target: Path, content: bytes, mode: int | None) -> None:
+    """Write a file beside ``target`` to disk, then move it into place."""
+    temporary = target.with_name(f".{target.name}.{secrets.token_hex(4)}.tmp")
+    # Never readable by more users than the file that it replaces, not even while being written.
+    file = os.fdopen(
+        os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666 if mode is None else mode), "wb"
+    )
+    try:
+        with file:
+            if mode is not None:
+                os.chmod(temporary, mode)  # regardless of the umask
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, target)
+    finally:
+        temporary.unlink(missing_ok=True)
+    sync_directory(target.parent)

@@ -1,0 +1,103 @@
+"""Checkpoints of ranks: each writes its part; any number of ranks reads it; a rank may be killed at any moment."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import functional_cg as fcg
+from functional_cg.checkpoint.index import Index
+from tests.sharding.law import HYBRID, held, rank_of
+from tests.sharding.programs import PROGRAMS, Setting
+from tests.sharding.ranks import on_ranks
+from tests.stress import kills
+from tests.test_prefetch import Shuffled, reading_ahead
+
+
+def test_any_ranks_read_what_others_wrote() -> None:
+    """3 -> 2, 1 and a hybrid of 2 x 2, at other stages, in one round; all pairs are in ``python -m tests.stress``."""
+    sources = [Setting({"data": 3}, 3), Setting({"data": 3}, 1), Setting(HYBRID, 3)]
+    assert kills.between(sources, [Setting({"data": 2}, 2), Setting({"data": 1}, 3)]) == 6
+
+
+def test_ranks_killed_at_random_moments_go_on_bitwise() -> None:
+    counts = kills.run(1, seed=1, at_once=1, times=1)
+    assert counts["killed"] >= 1
+
+
+def small(size: int = 10) -> Any:
+    zero = Setting({"data": 2}, 3, timeout=20.0).zero("cpu")
+    return fcg.TrainState.create(
+        params={"w": torch.arange(float(size)).reshape(2, -1)},
+        optimizer=fcg.optim.adamw(0.1, weight_decay=0.0),
+        sharding=zero,
+    )
+
+
+def misused(folder: str) -> dict[str, str]:
+    """What goes wrong between ranks; each time, the state stays and nothing is left in the folder."""
+    state, found = small(), {}
+    saved = fcg.checkpoints(folder)
+
+    def said(call: Any) -> str:
+        try:
+            call()
+        except Exception as error:
+            return f"{type(error).__name__}: {error} {' '.join(getattr(error, '__notes__', ()))}"
+        return ""
+
+    found["two steps"] = said(lambda: saved.save(state, step=rank_of(), wait=True))
+    found["nothing there"] = said(lambda: saved.load(state))
+    loader = Shuffled()
+    batches = reading_ahead(loader, 2)
+    for _ in range(1 + rank_of()):
+        next(batches)
+    saved.save(state, step=4, loader=batches, wait=True)
+    again = Shuffled()
+    before = [leaf.clone() for leaf in fcg.tree.leaves(held(state))]
+    state = saved.load(state, loader=again)
+    found["at"] = str(again.at)
+    if rank_of() == 1:
+        # Rank 1's shards are damaged for rank 1 alone: as if its machine saw another file.
+        path = Path(folder, "000001-step-4", "rank-00001.bin")
+        path.write_bytes(path.read_bytes()[:-1])
+    torch.distributed.barrier()
+    found["damaged"] = said(lambda: saved.load(state))
+    assert all(a.equal(b) for a, b in zip(before, fcg.tree.leaves(held(state)), strict=True))
+    saved.save(state, step=5, loader=batches)
+    saved.close()
+    return found
+
+
+def test_mistakes_between_ranks_are_refused_on_all(tmp_path: Path) -> None:
+    zero, one = on_ranks(2, misused, str(tmp_path))
+    for found in (zero, one):
+        assert "ranks are about to save different things" in found["two steps"]
+        assert "rank 1  step 1" in found["two steps"]
+        assert found["nothing there"].startswith("FileNotFoundError")
+    assert (zero["at"], one["at"]) == ("1", "2")
+    assert "other ranks cannot read the checkpoint" in zero["damaged"]
+    assert "rank-00001.bin has" in zero["damaged"]
+    assert one["damaged"].startswith("ValueError")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["000001-step-4", "000002-step-5"]
+    index = Index.read(tmp_path / "000002-step-5")
+    assert len(index.pieces["params.w"]) == 2, "each rank wrote its shard"
+    adamw = fcg.optim.adamw(0.1, weight_decay=0.0)
+    state = fcg.TrainState.create(params={"w": torch.zeros(2, 5)}, optimizer=adamw)
+    with pytest.raises(
+        ValueError, match="holds the positions of 2 loaders, one per rank, and this run has 1"
+    ):
+        fcg.checkpoints(tmp_path).load(state, loader=Shuffled())
+    assert (
+        fcg.checkpoints(tmp_path).load(state).params["w"].tolist() == torch.arange(10.0).view(2, 5).tolist()
+    )
+
+
+def test_the_program_of_the_stress_has_odd_leaves() -> None:
+    state = PROGRAMS[kills.PROGRAM].state(None, "cpu")
+    shapes = [tuple(leaf.shape) for leaf in fcg.tree.leaves(state)]
+    assert () in shapes
+    assert any(0 in shape for shape in shapes)
