@@ -92,7 +92,9 @@ def test_h42_optimizers_and_schedulers_of_torch_are_refused() -> None:
     assert w.tolist() == [1.0, 1.0, 1.0]
     with pytest.raises(TypeError, match="sgd is not an Optimizer"):
         torch.optim.lr_scheduler.StepLR(fcg.optim.sgd(0.1), 1)  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match=r"one of `fcg.optim`(.|\n)*fcg.optim.from_torch\(torch.optim.AdamW, "):
+    with pytest.raises(
+        TypeError, match=r"one of `fcg.optim`(.|\n)*fcg.optim.from_torch\(torch.optim.AdamW, "
+    ):
         fcg.TrainState.create(params={"w": torch.ones(3)}, optimizer=optimizer)  # type: ignore[arg-type]
 
 
