@@ -142,9 +142,9 @@ def test_other_stages_are_refused(stage: Any) -> None:
 
 def test_numbers_of_bytes_and_groups_that_make_no_sense_are_refused() -> None:
     mesh = fcg.sharding.mesh({"data": -1}, device="cpu")
-    with pytest.raises(ValueError, match=r"^sharding.zero: bucket_bytes must be positive, got 0$"):
+    with pytest.raises(ValueError, match=r"^sharding.zero: bucket_bytes must be positive, got 0(\n|$)"):
         fcg.sharding.zero(mesh, bucket_bytes=0)
-    with pytest.raises(ValueError, match=r"^sharding.zero: prefetch must not be negative, got -1$"):
+    with pytest.raises(ValueError, match=r"^sharding.zero: prefetch must not be negative, got -1(\n|$)"):
         fcg.sharding.zero(mesh, prefetch=-1)
 
 
