@@ -238,12 +238,13 @@ def test_the_line_of_a_library_is_named_with_the_users_own(helpful):
 
     assert fcg.graph_fn(fixed)(state, X).std() > 0
 
-    def writes(state, x):
-        return helpful.centered_(x)
+    def writes(state):
+        return helpful.centered_(state["x"])
 
-    with pytest.raises(fcg.ReadOnlyError, match=r"in `helpful.centered_\(x\)`, pass a copy, `x.clone\(\)`"):
-        fcg.graph_fn(writes)(state, X)
-    assert fcg.graph_fn(lambda state, x: helpful.centered_(x.clone()))(state, X).sum() == 0.0
+    copied = r"in `helpful.centered_\(state\['x'\]\)`, pass a copy, `state\['x'\].clone\(\)`"
+    with pytest.raises(fcg.ReadOnlyError, match=copied):
+        fcg.graph_fn(writes)({"x": X})
+    assert fcg.graph_fn(lambda state: helpful.centered_(state["x"].clone()))({"x": X}).sum() == 0.0
 
 
 def test_a_module_of_a_library_is_overridden_in_a_class_of_the_users_own(helpful):

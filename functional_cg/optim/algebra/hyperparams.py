@@ -194,7 +194,8 @@ def set_hyperparams(state: S, **values: float | Tensor) -> S:
 
     A plain tree is copied, structure only; for a state handle, the values are written into their slots, the old
     handle is donated, and no step is recaptured. Values are not checked. Where several groups of a ``partition`` inject
-    a number of the same name, all of them get the value; set a single one with ``fcg.tree.at``.
+    a number of the same name, all of them get the value. To leave a group out, do not inject the number there:
+    ``inject_hyperparams(adamw, static_args=("weight_decay",))(...)``; or set a single one with ``fcg.tree.at``.
 
     Args:
       state: A state containing an ``opt_state``, a handle to one, or an ``opt_state`` itself.
