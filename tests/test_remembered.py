@@ -290,3 +290,73 @@ def test_what_is_only_read_is_declared() -> None:
     for read in (lambda: held.table, lambda: held.tables[N]):
         with pytest.raises(fcg.ForeignTensorError, match="or declare it"):
             a_step(read)({"w": torch.ones(N)}, batch(0))
+
+
+class Alibi(nn.Module):
+    """Makes its bias of a buffer at the first call, and slices it from then on."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.linear, self.kind = nn.Linear(N, N), kind
+        self.register_buffer("slopes", torch.linspace(0.1, 1, N), persistent=False)
+        self.register_buffer("bias", None, persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.linear(x)
+        if self.kind == "of what it writes":
+            self.slopes.mul_(0.5)
+        if self.bias is not None:
+            return y + self.bias[-N:]
+        of = self.linear.bias.detach() if self.kind == "of what is trained" else self.slopes
+        bias = torch.arange(float(N)) * of
+        self.register_buffer("bias", bias, persistent=False)
+        return y + bias
+
+
+def test_a_module_remembers_what_it_makes_of_buffers_that_never_change() -> None:
+    module = Alibi("of a buffer")
+    apply, params, buffers = fcg.from_module(module)
+    step = fcg.graph_fn(lambda state, x: apply(state["params"], state["buffers"], x)[0])
+    state = fcg.place({"params": params, "buffers": buffers})
+    for number in range(3):
+        got = step(state, batch(number))
+        assert_trees_all_equal(got, step.eager(state, batch(number)))
+        torch.testing.assert_close(got, module(batch(number)).detach())
+
+
+@pytest.mark.parametrize("kind", ["of what it writes", "of what is trained"])
+def test_a_module_must_not_remember_what_it_makes_of_what_changes(kind: str) -> None:
+    apply, params, buffers = fcg.from_module(Alibi(kind))
+    with pytest.raises(fcg.SideEffectError, match="changes which buffers the module has"):
+        apply(params, buffers, batch(0))
+
+
+class Registry:
+    """Replaces its entries by a copy with one more at each call, as a library may that is read by several threads."""
+
+    def __init__(self) -> None:
+        self.seen: set[str] = set()
+        self.known: dict[Any, float] = {"scale": 2.0}
+
+    def get(self, key: Any) -> float:
+        seen, known = set[str](), dict[Any, float]()
+        seen.update(self.seen)
+        known.update(self.known)
+        seen.add(str(key))
+        known.setdefault(key, 3.0)
+        self.seen, self.known = seen, known
+        return known[key]
+
+
+def test_a_registry_that_is_copied_at_each_call_is_no_change() -> None:
+    registry = Registry()
+    step = fcg.graph_step(lambda state, x: ({"w": state["w"] + x * registry.get("a")}, {}))
+    state = fcg.place({"w": torch.ones(N)})
+    twin = fcg.fork(state)
+    for number in range(3):
+        state, _ = step(state, batch(number))
+        twin, _ = step.eager(twin, batch(number))
+        assert_trees_all_equal(fcg.snapshot(state), fcg.snapshot(twin))
+    registry.known["a"] = 5.0
+    with pytest.raises(fcg.BakedValueError):
+        step(state, batch(3))

@@ -1,13 +1,14 @@
 """Tell what a forward works out once and remembers, such as the kind of a loss or a table, from what it counts.
 
 A forward may set an attribute that was None, and go by its value from then on. If it makes the same calls before and
-after, but for those that computed what it remembers from constants alone, and changes nothing more, then it is a pure
-function all the same. Both runs are on fake tensors, which takes no arithmetic and draws no numbers.
+after, but for those that computed what it remembers from constants, and from buffers that it never writes, and changes
+nothing more, then it is a pure function all the same. Both runs are on fake tensors, which takes no arithmetic and
+draws no numbers.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Any
@@ -28,6 +29,7 @@ from .call import function_of
 
 __all__ = ["only_remembers"]
 
+_SLICE = torch.ops.aten.slice.Tensor
 _LITERALS = frozenset({torch.ops.aten.lift_fresh.default, torch.ops.aten.lift_fresh_copy.default})
 
 
@@ -55,7 +57,8 @@ def only_remembers(
     if known is None:
         return False
     with aside_on_fakes() as fake:
-        module = copied({name: fake(tensor) for name, tensor in tensors.items()})
+        fakes = {name: fake(tensor) for name, tensor in tensors.items()}
+        module = copied(fakes)
         args, kwargs = tree.map(
             lambda one: fake(one) if isinstance(one, Tensor) else one, (tuple(args), dict(kwargs))
         )
@@ -70,7 +73,9 @@ def only_remembers(
         if newly_known(start, found) != known or changed(found, at_last):
             return False
         made = [one.value for path, one in found.items() if path in known and isinstance(one, Same)]
-        needed = _without(calls, made)
+        trained = {name for name, _ in module.named_parameters()}
+        steady = {storage_key(fakes[name]) for name in tensors.keys() - trained} - _written(calls)
+        needed = _without(calls, made, steady)
         return needed is not None and _agree(needed, again)
 
 
@@ -99,8 +104,22 @@ class _Call:
         return set(map(id, _tensors(self.made)))
 
 
-def _without(calls: Sequence[_Call], remembered: Sequence[Tensor]) -> list[_Call] | None:
-    """Return the calls but those that compute the remembered tensors; None if these need more than constants."""
+def _written(calls: Sequence[_Call]) -> set[int]:
+    """Return the storages that calls may write: each of a call that writes any."""
+    writing = [call for call in calls if call.op._schema.is_mutable or "batch_norm" in call.op._schema.name]
+    return {storage_key(one) for call in writing for one in _tensors([*call.given, *call.made])}
+
+
+def _without(calls: Sequence[_Call], remembered: Sequence[Tensor], steady: Set[int]) -> list[_Call] | None:
+    """Return the calls but those that compute the remembered tensors.
+
+    Args:
+      calls: The calls.
+      remembered: The tensors.
+      steady: Storages of what is neither trained nor written, such as the slopes that a table is made of.
+    Returns:
+      The others; None if the tensors are made of more than that, and constants.
+    """
     # By storage, since a table may be filled through views; a view of something else makes no storage.
     wanted, made, computing = {storage_key(one) for one in remembered}, set[int](), set[int]()
     for number in reversed(range(len(calls))):
@@ -111,7 +130,7 @@ def _without(calls: Sequence[_Call], remembered: Sequence[Tensor]) -> list[_Call
             computing.add(number)
             wanted |= read
             made |= written - read
-    if not wanted <= made or any(calls[number].draws for number in computing):
+    if not wanted <= made | steady or any(calls[number].draws for number in computing):
         return None
     kept = set(map(id, remembered))
     # What other calls use as well is computed each time.
@@ -167,6 +186,9 @@ class _Calls(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.seen: list[_Call] = []
+        self._whole: dict[
+            int, tuple[Tensor | None, Tensor]
+        ] = {}  # by the id of a slice, it and what it is all of
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
@@ -179,6 +201,10 @@ class _Calls(TorchDispatchMode):
             with torch._C._DisableTorchDispatch():
                 given = [args[0].dtype, repr(args[0].tolist())]
         result = func(*args, **kwargs)
+        if func is _SLICE and result.shape == args[0].shape:  # all of it, as of a table that is long enough
+            self._whole[id(result)] = result, self._whole.get(id(args[0]), (None, args[0]))[1]
+            return result
+        given = [self._whole[id(one)][1] if id(one) in self._whole else one for one in given]
         self.seen.append(_Call(func, given, list(_flat(result)), can_draw(func, args, kwargs)))
         return result
 
