@@ -26,10 +26,11 @@ from ...errors import (
 )
 from ...messages.source import at_here, here, sync_spelling, user_frame
 from ...nn.refusals import registered_fix
+from ...pytree.trees import opened
 from ...state.arena import BufferSpec
 from ...state.boundary import sharding_fix
 from ...tensors.aten import argument, can_draw, sync_reason, tensors_in, written_arguments
-from ...tree import Treedef, opened, path_string, structure_diff
+from ...tree import Treedef, path_string, structure_diff
 from .naming import way_to
 from .owners import module_fix, owned_fix, owns, read_fix
 
