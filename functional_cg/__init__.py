@@ -1,103 +1,121 @@
-"""A JAX-style functional training step for PyTorch, captured once and replayed, safe by construction."""
+"""A JAX-style functional training step for PyTorch, captured once and replayed, safe by construction.
+
+A step is a function ``fn(state, *inputs) -> (state, metrics)``. Its first call traces, checks and captures it; each
+later call launches the captured work at once. ``help(fcg.graph_step)`` shows a whole step.
+
+Steps:
+
+  graph_step        capture a training step; the state passed in is taken over, the new one returned
+  graph_fn          capture a function that changes no state: evaluation, sampling, acting
+  GraphStep         what ``graph_step`` makes: ``explain()``, ``memory_analysis()``, ``eager()``, ``lower()``
+  GraphFn           what ``graph_fn`` makes
+  Lowered           a step that was traced and checked for one layout, not yet captured
+  Captured          a step that was captured
+  prefetch          copy the next batches to the step's device while it runs
+  bucket            pad batches of any length to a few sizes
+
+States:
+
+  TrainState        parameters, optimizer state, buffers, key and step count
+  place             copy any pytree into a state
+  fork              copy a state into an independent one
+  snapshot          copy a state to ordinary tensors
+  save, load        write a state to a safetensors file; read such a file into a state
+  state_dict        copy a state to the host, under dotted names
+  load_state_dict   write such a dict into a state
+  checkpoints, Checkpoints   a folder of complete checkpoints, sharded, written beside the training
+
+Inside of a step:
+
+  value_and_grad    the value of a function, and its gradient
+  grad              the gradient alone
+  microbatches      average gradients over slices of the batch
+  from_module       an ``nn.Module`` as a pure function, with its parameters and buffers
+  remat             recompute in the backward pass instead of keeping values
+  cond              select between two branches on the device
+  scan              loop over the first dimension of a tensor
+  tap               record a value, to be read after any call
+  debug_print       print values at each call
+  LossScale         a dynamic loss scale for float16
+
+Modules:
+
+  optim             optimizers, schedules, clipping
+  random            random numbers from explicit keys
+  nn                modules as functions, memory-efficient cross-entropy, fp8
+  tree              pytrees: ``map``, ``at``, ``flatten``
+  precision         dtype policies, loss scaling, stochastic rounding
+  sharding          ZeRO over the ranks of a mesh
+
+Also ``functional_cg.testing`` (assertions, a simulator, hypothesis strategies) and ``functional_cg.report`` (plots),
+which are imported separately.
+
+Errors, one class per mistake; ``help(functional_cg.errors)`` lists them:
+
+  AliasError, BakedValueError, BusyError, CaptureError, ClosedError, DonatedStateError, ForeignTensorError,
+  FunctionalCGError, HostSyncError, ImplicitRandomnessError, LayoutError, MiscompileError, RankError, ReadOnlyError,
+  ResultError, SideEffectError, StreamError
+"""
 
 from __future__ import annotations
 
 import typing as _typing
 
-from . import nn, optim, precision, random, sharding, tree
-from .bucket import bucket
-from .checkpoint import Checkpoints, checkpoints, load, load_state_dict, save, state_dict
-from .errors import (
-    AliasError,
-    BakedValueError,
-    BusyError,
-    CaptureError,
-    ClosedError,
-    DonatedStateError,
-    ForeignTensorError,
-    FunctionalCGError,
-    HostSyncError,
-    ImplicitRandomnessError,
-    LayoutError,
-    MiscompileError,
-    RankError,
-    ReadOnlyError,
-    ResultError,
-    SideEffectError,
-    StreamError,
-)
-from .graph_step import GraphFn, GraphStep, graph_fn, graph_step
-from .names import no_such_name as _no_such_name
-from .nn import from_module
-from .precision import LossScale
-from .prefetch import prefetch
-from .state.handle import fork, place, snapshot
-from .step.lowered import Captured, Lowered
-from .train_state import TrainState
-from .transforms.autodiff import grad, microbatches, value_and_grad
-from .transforms.control import cond, scan
-from .transforms.debug import debug_print
-from .transforms.remat import remat
-from .transforms.taps import tap
+from . import nn as nn
+from . import optim as optim
+from . import precision as precision
+from . import random as random
+from . import sharding as sharding
+from . import tree as tree
+from .bucket import bucket as bucket
+from .checkpoint import Checkpoints as Checkpoints
+from .checkpoint import checkpoints as checkpoints
+from .checkpoint import load as load
+from .checkpoint import load_state_dict as load_state_dict
+from .checkpoint import save as save
+from .checkpoint import state_dict as state_dict
+from .errors import AliasError as AliasError
+from .errors import BakedValueError as BakedValueError
+from .errors import BusyError as BusyError
+from .errors import CaptureError as CaptureError
+from .errors import ClosedError as ClosedError
+from .errors import DonatedStateError as DonatedStateError
+from .errors import ForeignTensorError as ForeignTensorError
+from .errors import FunctionalCGError as FunctionalCGError
+from .errors import HostSyncError as HostSyncError
+from .errors import ImplicitRandomnessError as ImplicitRandomnessError
+from .errors import LayoutError as LayoutError
+from .errors import MiscompileError as MiscompileError
+from .errors import RankError as RankError
+from .errors import ReadOnlyError as ReadOnlyError
+from .errors import ResultError as ResultError
+from .errors import SideEffectError as SideEffectError
+from .errors import StreamError as StreamError
+from .graph_step import GraphFn as GraphFn
+from .graph_step import GraphStep as GraphStep
+from .graph_step import graph_fn as graph_fn
+from .graph_step import graph_step as graph_step
+from .names import missing as _missing
+from .nn import from_module as from_module
+from .precision import LossScale as LossScale
+from .prefetch import prefetch as prefetch
+from .state.handle import fork as fork
+from .state.handle import place as place
+from .state.handle import snapshot as snapshot
+from .step.lowered import Captured as Captured
+from .step.lowered import Lowered as Lowered
+from .train_state import TrainState as TrainState
+from .transforms.autodiff import grad as grad
+from .transforms.autodiff import microbatches as microbatches
+from .transforms.autodiff import value_and_grad as value_and_grad
+from .transforms.control import cond as cond
+from .transforms.control import scan as scan
+from .transforms.debug import debug_print as debug_print
+from .transforms.remat import remat as remat
+from .transforms.taps import tap as tap
 
 __version__ = "0.2.0"
 
-__all__ = [
-    "AliasError",
-    "BakedValueError",
-    "BusyError",
-    "CaptureError",
-    "Captured",
-    "Checkpoints",
-    "ClosedError",
-    "DonatedStateError",
-    "ForeignTensorError",
-    "FunctionalCGError",
-    "GraphFn",
-    "GraphStep",
-    "HostSyncError",
-    "ImplicitRandomnessError",
-    "LayoutError",
-    "LossScale",
-    "Lowered",
-    "MiscompileError",
-    "RankError",
-    "ReadOnlyError",
-    "ResultError",
-    "SideEffectError",
-    "StreamError",
-    "TrainState",
-    "bucket",
-    "checkpoints",
-    "cond",
-    "debug_print",
-    "fork",
-    "from_module",
-    "grad",
-    "graph_fn",
-    "graph_step",
-    "load",
-    "load_state_dict",
-    "microbatches",
-    "nn",
-    "optim",
-    "place",
-    "precision",
-    "prefetch",
-    "random",
-    "remat",
-    "save",
-    "scan",
-    "sharding",
-    "snapshot",
-    "state_dict",
-    "tap",
-    "tree",
-    "value_and_grad",
-]
-
 
 if not _typing.TYPE_CHECKING:  # a type checker would let any name pass
-
-    def __getattr__(name: str) -> object:
-        raise _no_such_name(__name__, name, __all__)
+    __getattr__ = _missing(__name__)

@@ -25,6 +25,13 @@ class GraphStep(Transform, Generic[P, R]):
     Attributes:
       stats: Numbers of traces, captures, replays and eager calls.
       taps: ``step.taps[name]`` holds what :func:`tap` recorded in the calls so far.
+    Methods:
+      eager: Run the Python function once, for ``print`` and a debugger.
+      explain: What was traced, captured and refused, as text.
+      lower: Trace and check a call without running it; the result has ``memory_analysis()`` and ``cost_analysis()``.
+      profile: Where the time and the memory of a call go.
+      anew: A new step with the same function and options.
+      close: Free the captures; so does leaving a ``with`` block.
     """
 
     _donates = True
@@ -100,6 +107,8 @@ class GraphFn(Transform, Generic[P, R]):
     Attributes:
       stats: Numbers of traces, captures, replays and eager calls.
       taps: ``fn.taps[name]`` holds what :func:`tap` recorded in the calls so far.
+    Methods:
+      eager, explain, lower, profile, anew, close: As of :class:`GraphStep`.
     """
 
     _donates = False

@@ -1,16 +1,16 @@
 """Answer names of other libraries, and misspelt ones, with the name here.
 
-A public module's ``__getattr__``, which Python asks for what is not there, raises what :func:`no_such_name` returns.
+A public module's ``__getattr__``, which Python asks for what is not there, is what :func:`missing` returns.
 """
 
 from __future__ import annotations
 
 import difflib
 import sys
-from collections.abc import Sequence
-from types import MappingProxyType
+from collections.abc import Callable
+from types import MappingProxyType, ModuleType
 
-__all__ = ["no_such_name"]
+__all__ = ["missing"]
 
 _PACKAGE = "functional_cg"
 _ROOMS = ("", ".optim", ".random", ".tree", ".sharding", ".nn", ".precision")
@@ -73,17 +73,22 @@ _HERE = _table("""
 """)  # noqa: E501
 
 
-def no_such_name(module: str, name: str, known: Sequence[str]) -> AttributeError:
-    """Return the error for a name that a public module does not have.
+def missing(module: str) -> Callable[[str], object]:
+    """Return the ``__getattr__`` of a public module.
 
-    Args:
-      module: The module's name, ``"functional_cg.optim"``.
-      name: What is asked for.
-      known: The module's public names.
+    It belongs to this module, so that ``help()`` of the other does not list it.
     """
+
+    def get(name: str) -> object:
+        raise _no_such_name(module, name)
+
+    return get
+
+
+def _no_such_name(module: str, name: str) -> AttributeError:
     error = AttributeError(f"module {module!r} has no attribute {name!r}")
     if not name.startswith("_"):
-        meant = _HERE.get(name, "").replace("NAME", name) or _found(name) or _close(module, name, known)
+        meant = _HERE.get(name, "").replace("NAME", name) or _found(name) or _close(module, name)
         error.args = (f"{error}.\nTo fix: {meant}.",) if meant else error.args
     return error
 
@@ -92,13 +97,20 @@ def _found(name: str) -> str:
     """Return where another public module has the name, or its lower-case spelling."""
     for room in _ROOMS:
         for spelling in (name, name.lower()):
-            if spelling in getattr(sys.modules.get(_PACKAGE + room), "__all__", ()):
+            if spelling in _public(_PACKAGE + room):
                 return f"`{_here(_PACKAGE + room)}.{spelling}`"
     return ""
 
 
-def _close(module: str, name: str, known: Sequence[str]) -> str:
-    lowered = {one.lower(): one for one in known}
+def _public(module: str) -> list[str]:
+    """Return the names that a public module exports."""
+    held = vars(sys.modules[module]) if module in sys.modules else {}
+    names = [name for name in held if not name.startswith("_") and name != "annotations"]
+    return [name for name in names if not isinstance(held[name], ModuleType) or f".{name}" in _ROOMS]
+
+
+def _close(module: str, name: str) -> str:
+    lowered = {one.lower(): one for one in _public(module)}
     close = difflib.get_close_matches(name.lower(), lowered, 1, 0.75)
     return f"`{_here(module)}.{lowered[close[0]]}`" if close else ""
 

@@ -23,9 +23,10 @@ from .optim import GradientTransformation
 from .optim.algebra.arguments import refuse_without_rate
 from .optim.algebra.base import resting, step_or_update
 from .optim.algebra.fitting import filled, hidden, kept, left_out, refuse_unlike
+from .pytree.nodes import register_dataclass_node
+from .pytree.trees import no_tensors
 from .state.creation import Init, Sharding, create
 from .state.leaf import Leaf, owned
-from .tree import no_tensors
 
 __all__ = ["TrainState"]
 
@@ -41,7 +42,7 @@ class _StateClass:
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
         dataclass(frozen=True, kw_only=True)(cls)
-        pytree.register_dataclass_node(cls)
+        register_dataclass_node(cls)
 
 
 class TrainState(_StateClass, Generic[Params]):
@@ -57,6 +58,11 @@ class TrainState(_StateClass, Generic[Params]):
       key: i64[2], key of :mod:`functional_cg.random`, or None.
       grads: Accumulator with the structure of ``params``, or None.
       optimizer: The gradient transformation; part of the structure, not a leaf.
+    Methods:
+      create: Make a state from parameters and an optimizer.
+      apply_gradients: The state after one optimizer update.
+      replace: A copy with some fields replaced.
+      latest: The live handle of this state's memory, after an interrupted call.
 
     Example:
       >>> import torch, functional_cg as fcg

@@ -1,304 +1,48 @@
 """Pytrees: nested containers with tensors as leaves.
 
-Only this module and :mod:`.pytree.nodes` use ``torch.utils._pytree``. Dicts are flattened and compared by
-sorted key, so insertion order never affects whether structures match; a rebuilt dict keeps its insertion
-order. ``None`` is a node without leaves, as in JAX; a ``torch.Size`` is a leaf. Types registered with
-``torch.utils._pytree`` are nodes here too.
+Dicts are flattened and compared by sorted key, so insertion order never affects whether structures match; a rebuilt
+dict keeps its insertion order. ``None`` is a node without leaves, as in JAX; a ``torch.Size`` is a leaf. Types
+registered with ``torch.utils._pytree`` are nodes here too.
 
-Key paths print as Python expressions: ``state.params['w']``, ``batch['x'][0]``.
+Leaves and structure:
+
+  flatten             the leaves of a tree, in flat order, and its treedef
+  flatten_with_path   the same, each leaf with its key path
+  unflatten           a tree from its treedef and leaves
+  leaves              the leaves alone
+  map                 apply a function to the leaves of one or several trees of one structure
+  at                  replace what ``lambda t: t.params["w"]`` selects, functionally
+
+Your own nodes:
+
+  register_dataclass  make a dataclass a pytree node
+  static              declare a field that is part of the structure, not a leaf
+
+Types and messages:
+
+  Treedef             structure of a tree without its leaves
+  KeyPath             where a leaf is; a tuple of keys
+  path_string         a key path as a Python expression: ``state.params['w']``
+  structure_diff      where two structures differ, one line each
 """
 
 from __future__ import annotations
 
-import dataclasses
-from abc import ABC, abstractmethod
-from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeVar
+import typing as _typing
 
-import torch
-from torch.utils import _pytree as torch_pytree
+from .names import missing as _missing
+from .pytree.nodes import register_dataclass as register_dataclass
+from .pytree.nodes import static as static
+from .pytree.treedef import KeyPath as KeyPath
+from .pytree.treedef import Treedef as Treedef
+from .pytree.treedef import path_string as path_string
+from .pytree.treedef import structure_diff as structure_diff
+from .pytree.trees import at as at
+from .pytree.trees import flatten as flatten
+from .pytree.trees import flatten_with_path as flatten_with_path
+from .pytree.trees import leaves as leaves
+from .pytree.trees import map as map
+from .pytree.trees import unflatten as unflatten
 
-from .errors import LayoutError
-from .names import no_such_name
-from .pytree.nodes import register_dataclass, register_dataclass_node, registered_node, static
-from .pytree.treedef import LEAF, KeyPath, Names, Treedef, path_string, structure_diff
-
-__all__ = [
-    "KeyPath",
-    "TreeView",
-    "Treedef",
-    "at",
-    "flatten",
-    "flatten_with_path",
-    "leaves",
-    "map",
-    "opened",
-    "path_string",
-    "register_dataclass",
-    "register_dataclass_node",
-    "static",
-    "static_values",
-    "structure_diff",
-    "unflatten",
-]
-
-T = TypeVar("T")
-
-_MAPPINGS = (dict, OrderedDict, defaultdict)
-_MAX_DEPTH = 100  # far below Python's recursion limit; a deeper tree is assumed to contain itself
-
-
-class TreeView(ABC):
-    """An object that stands for a pytree stored elsewhere; a state handle is one."""
-
-    __slots__ = ()
-
-    @abstractmethod
-    def __tree__(self) -> Any:
-        """Return the pytree, built of leaves."""
-
-    @abstractmethod
-    def __tree_set__(self, updates: dict[int, Any]) -> Any:
-        """Return a view with the leaves at the given flat positions replaced."""
-
-
-def static_values(treedef: Treedef) -> list[Any]:
-    """Return the values of the static fields of all registered dataclasses in a structure."""
-    own = list(treedef.context) if treedef.kind is not None and dataclasses.is_dataclass(treedef.kind) else []
-    return [*own, *(value for child in treedef.children for value in static_values(child))]
-
-
-@dataclass(frozen=True, slots=True)
-class _Node:
-    context: Any
-    keys: tuple[Any, ...]
-    children: Sequence[Any]
-
-
-def _sorted_keys(mapping: Any) -> list[Any]:
-    try:
-        return sorted(mapping)
-    except TypeError:  # keys of different types have no order
-        return sorted(mapping, key=lambda key: (type(key).__name__, repr(key)))
-
-
-def opened(tree: Any) -> _Node | None:
-    """Return one level of a tree; None for a leaf."""
-    kind = type(tree)
-    if tree is None:
-        return _Node(None, (), ())
-    if kind in _MAPPINGS:
-        names = _sorted_keys(tree)
-        factory = tree.default_factory if kind is defaultdict else None
-        return _Node(
-            Names(factory, tuple(names), tuple(tree)),
-            tuple(torch_pytree.MappingKey(name) for name in names),
-            [tree[name] for name in names],
-        )
-    if kind is list or kind is tuple:
-        return _Node(None, tuple(torch_pytree.SequenceKey(i) for i in range(len(tree))), tree)
-    if issubclass(kind, tuple) and hasattr(kind, "_fields"):
-        return _Node(None, tuple(torch_pytree.GetAttrKey(name) for name in kind._fields), tree)
-    registered = registered_node(kind)
-    if registered is None or kind is torch.Size:  # a shape is one value; torch would rebuild it as a tuple
-        return None
-    children, context = registered.flatten_fn(tree)
-    keyed = registered.flatten_with_keys_fn
-    keys = (
-        tuple(key for key, _ in keyed(tree)[0])
-        if keyed is not None
-        else tuple(torch_pytree.SequenceKey(i) for i in range(len(children)))
-    )
-    return _Node(context, keys, children)
-
-
-def _flatten_into(tree: Any, out: list[Any], path: list[Any]) -> Treedef:
-    if isinstance(tree, TreeView):
-        tree = tree.__tree__()
-    node = opened(tree)
-    if node is None:
-        out.append(tree)
-        return LEAF
-    if len(path) == _MAX_DEPTH:
-        raise _too_deep(path)
-    start, children = len(out), []
-    for key, child in zip(node.keys, node.children, strict=True):
-        path.append(key)
-        children.append(_flatten_into(child, out, path))
-        path.pop()
-    return Treedef(type(tree), node.context, node.keys, tuple(children), len(out) - start)
-
-
-def _too_deep(path: Sequence[Any]) -> LayoutError:
-    return LayoutError.of(
-        "",
-        f"a tree is nested more than {_MAX_DEPTH} levels deep, or contains itself.",
-        rows=[f"{path_string(tuple(path[:8]), 'tree')}..."],
-        why="A pytree ends in leaves.",
-        fix="take the reference to an outer container out; stack what is a long chain, `torch.stack(...)`.",
-    )
-
-
-def flatten(tree: Any) -> tuple[list[Any], Treedef]:
-    """Flatten a pytree into its leaves and its treedef.
-
-    Example:
-      >>> from functional_cg import tree
-      >>> leaves, treedef = tree.flatten({"b": 2, "a": [1, None]})
-      >>> leaves
-      [1, 2]
-      >>> tree.unflatten(treedef, leaves)
-      {'b': 2, 'a': [1, None]}
-
-    Raises:
-      LayoutError: If the tree contains itself.
-    """
-    out: list[Any] = []
-    treedef = _flatten_into(tree, out, [])
-    return out, treedef
-
-
-def flatten_with_path(tree: Any) -> tuple[list[tuple[KeyPath, Any]], Treedef]:
-    """Flatten a pytree into pairs of key path and leaf, and its treedef."""
-    out, treedef = flatten(tree)
-    return list(zip(treedef.paths(), out, strict=True)), treedef
-
-
-def leaves(tree: Any) -> list[Any]:
-    """Return the leaves of a pytree, in flat order."""
-    return flatten(tree)[0]
-
-
-def node_unflatten(treedef: Treedef, children: Sequence[Any]) -> Any:
-    """Rebuild one level of a tree from its children."""
-    kind = treedef.kind
-    if kind is type(None):
-        return None
-    if kind in _MAPPINGS:
-        names = treedef.context
-        mapping: Any = defaultdict(names.factory) if kind is defaultdict else kind()
-        values = dict(zip(names.sorted, children, strict=True))
-        mapping.update((name, values[name]) for name in names.put_in)
-        return mapping
-    if kind is list or kind is tuple:
-        return kind(children)
-    assert kind is not None
-    if issubclass(kind, tuple) and hasattr(kind, "_fields"):
-        return kind(*children)
-    registered = registered_node(kind)
-    assert registered is not None
-    return registered.unflatten_fn(children, treedef.context)
-
-
-def unflatten(treedef: Treedef, leaves: Iterable[Any]) -> Any:
-    """Rebuild a pytree from its treedef and its leaves.
-
-    Raises:
-      ValueError: If the number of leaves does not match the treedef.
-    """
-    flat = list(leaves)
-    if len(flat) != treedef.num_leaves:
-        raise ValueError(f"unflatten: the treedef has {treedef.num_leaves} leaves, got {len(flat)}")
-    return _built(treedef, iter(flat))
-
-
-def _built(treedef: Treedef, leaves: Iterator[Any]) -> Any:
-    # Not a recursive inner function: its reference cycle would keep the leaves until the next collection.
-    if treedef.is_leaf:
-        return next(leaves)
-    return node_unflatten(treedef, [_built(child, leaves) for child in treedef.children])
-
-
-def map(function: Callable[..., Any], tree: Any, *rest: Any) -> Any:
-    """Apply ``function`` to the leaves of one or several trees of the same structure.
-
-    Raises:
-      LayoutError: If the trees differ in structure; it lists the first five differences.
-
-    Example:
-      >>> from functional_cg import tree
-      >>> tree.map(lambda a, b: a + b, {"x": 1, "y": 2}, {"x": 10, "y": 20})
-      {'x': 11, 'y': 22}
-    """
-    first, treedef = flatten(tree)
-    others = []
-    for other in rest:
-        flat, other_def = flatten(other)
-        if other_def != treedef:
-            raise LayoutError.of(
-                "",
-                "tree.map: the trees differ in structure.",
-                rows=structure_diff(treedef, other_def, "tree"),
-                fix="give each tree the structure of the first one."
-                if type(None) not in (treedef.kind, other_def.kind)
-                else "a tree is None: `state.grads`, for one, is there with `TrainState.create(accumulate=True)`.",
-            )
-        others.append(flat)
-    return unflatten(treedef, [function(*group) for group in zip(first, *others, strict=True)])
-
-
-class _Marker:
-    """Stands for one leaf while ``at`` finds what ``where`` selects."""
-
-    __slots__ = ("position",)
-
-    def __init__(self, position: int) -> None:
-        self.position = position
-
-
-def at(where: Callable[[T], Any], tree: T, value: Any) -> T:
-    """Replace what ``where`` selects, functionally.
-
-    On a plain tree this copies the structure. On a state handle it writes the value into the same slots and
-    donates the old handle.
-
-    Args:
-      where: Selects one leaf, a subtree, or a tuple or list of those: ``lambda s: s.params["w"]``.
-      tree: The pytree or state handle.
-      value: New value, with the structure of what ``where`` selects.
-    Returns:
-      The tree with the new value.
-    Raises:
-      LayoutError: If ``value`` and the selection differ in structure.
-      ValueError: If ``where`` selects something that is not in the tree, or a leaf twice.
-
-    Example:
-      >>> from functional_cg import tree
-      >>> tree.at(lambda t: t["a"], {"a": 1, "b": 2}, 10)
-      {'a': 10, 'b': 2}
-    """
-    old, treedef = flatten(tree)
-    markers = unflatten(treedef, [_Marker(i) for i in range(len(old))])
-    selected, selected_def = flatten(where(markers))
-    if not all(isinstance(item, _Marker) for item in selected):
-        raise ValueError("tree.at: `where` must select leaves or subtrees of the tree, unchanged")
-    if len({marker.position for marker in selected}) < len(selected):
-        raise ValueError("tree.at: `where` selects a leaf twice; which value is meant?")
-    new, new_def = flatten(value)
-    if new_def != selected_def:
-        raise LayoutError.of(
-            "",
-            "tree.at: the value has another structure than what `where` selects.",
-            rows=structure_diff(selected_def, new_def, "value"),
-        )
-    updates = {marker.position: leaf for marker, leaf in zip(selected, new, strict=True)}
-    if isinstance(tree, TreeView):
-        return tree.__tree_set__(updates)  # type: ignore[no-any-return]
-    return unflatten(treedef, [updates.get(i, leaf) for i, leaf in enumerate(old)])  # type: ignore[no-any-return]
-
-
-def no_tensors(tree: Any, root: str) -> list[str]:
-    """Return a message row for each leaf of a tree that is not a tensor."""
-    return [
-        f"{path_string(path, root)}  expected a tensor   got {type(leaf).__name__}"
-        for path, leaf in flatten_with_path(tree)[0]
-        if not isinstance(leaf, torch.Tensor)
-    ]
-
-
-if not TYPE_CHECKING:  # a type checker would let any name pass
-
-    def __getattr__(name: str) -> Any:
-        raise no_such_name(__name__, name, __all__)
+if not _typing.TYPE_CHECKING:  # a type checker would let any name pass
+    __getattr__ = _missing(__name__)

@@ -13,6 +13,7 @@ from torch import Tensor
 import functional_cg as fcg
 from functional_cg import optim
 from functional_cg.stages.passes.formulas import FORMULAS
+from tests.exports import exports
 
 SHAPES = [(3,), (2, 3), ()]
 
@@ -148,7 +149,7 @@ OUT_OF_RANGE: dict[str, tuple[float, ...]] = {
 
 
 def numbers() -> Any:
-    for name in optim.__all__:
+    for name in exports(optim):
         made = getattr(optim, name)
         if dataclasses.is_dataclass(made) and isinstance(made, type):
             needed = {

@@ -15,6 +15,7 @@ import functional_cg as fcg
 from functional_cg import errors
 from functional_cg.sharding.agreement import Ranks
 from functional_cg.stages.run.capture import CPUBackend, _failure
+from tests.exports import exports
 
 TABLE = torch.tensor([1.0, 2.0])
 LR = 0.5
@@ -538,7 +539,7 @@ def test_rank_error():
 
 # -- all classes ------------------------------------------------------------------------------------------------
 
-CLASSES = [getattr(errors, name) for name in errors.__all__ if name != "FunctionalCGError"]
+CLASSES = [getattr(errors, name) for name in exports(errors) if name != "FunctionalCGError"]
 
 
 @pytest.mark.parametrize("error", CLASSES)

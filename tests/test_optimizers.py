@@ -25,6 +25,7 @@ import functional_cg as fcg
 from functional_cg import optim, tree
 from functional_cg.errors import LayoutError
 from functional_cg.optim.algebra.base import Optimizer
+from tests.exports import exports
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
@@ -463,7 +464,7 @@ def numbers_of(make: Any) -> list[str]:
 
 def makers() -> list[tuple[str, str]]:
     """All optimizers and links, with each of their numbers."""
-    made = {name: getattr(optim, name) for name in optim.__all__}
+    made = {name: getattr(optim, name) for name in exports(optim)}
     kinds = {
         n: m for n, m in made.items() if isinstance(m, type) and issubclass(m, optim.GradientTransformation)
     }
@@ -555,7 +556,7 @@ def test_every_optimizer_is_captured_above() -> None:
         for name, value in vars(optim).items()
         if isinstance(value, type)
         and issubclass(value, optim.GradientTransformation)
-        and name in optim.__all__
+        and name in exports(optim)
     }
     steppers = {name for name, value in classes.items() if issubclass(value, Optimizer)}
     assert len(steppers) >= 20
@@ -611,7 +612,7 @@ def test_a_large_eps_makes_steps_small_and_turns_none(name: str) -> None:
 def _given_by_name() -> list[tuple[str, str, Any]]:
     """List what numbers alone make, with each of its fields that holds a number or several."""
     found = []
-    for name in sorted(optim.__all__):
+    for name in sorted(exports(optim)):
         cls = getattr(optim, name)
         if not (isinstance(cls, type) and dataclasses.is_dataclass(cls)):
             continue

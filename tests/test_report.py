@@ -198,6 +198,13 @@ def test_reprs_run_no_op_and_touch_no_memory() -> None:
     assert ops.seen == []
 
 
+def test_bars_leave_room_for_their_sizes() -> None:
+    report = pytest.importorskip("functional_cg.report", exc_type=ImportError)
+    state = fcg.TrainState.create(params={"w": torch.zeros(256, 256)}, optimizer=fcg.optim.adam(1e-3))
+    ax = report.bytes_by_role(state)
+    assert max(bar.get_x() + bar.get_width() for bar in ax.patches) < 0.8 * ax.get_xlim()[1]
+
+
 def test_a_leaf_in_a_notebook_is_summed_up() -> None:
     state: Any = fcg.place({"w": torch.tensor([1.0, 3.0, float("inf")]), "n": 3, "z": torch.zeros(0)})
     shown = html(state["w"]).texts

@@ -14,6 +14,7 @@ from .. import tree as pytree
 from ..ambient.compiling import inlining
 from ..errors import AliasError, LayoutError
 from ..pytree.sameness import Exact
+from ..pytree.trees import static_values
 from ..state.arena import Arena, BufferSpec
 from ..state.boundary import refuse_meshes
 from ..state.handle import Handle, Lease, check_alive
@@ -122,7 +123,7 @@ class Call:
         """(name, object) pairs baked into the graph: static arguments and fields, objects among inputs."""
         leaves = zip(self.layout.names, self.layout.leaves, strict=True)
         inputs = [(name, leaf) for name, leaf in leaves if not isinstance(leaf, BufferSpec)]
-        fields = [value for state in self.states for value in pytree.static_values(state.handle._node)]
+        fields = [value for state in self.states for value in static_values(state.handle._node)]
         # Code reaches an optimizer in a static field through the state, not by a name.
         return (
             *inputs,

@@ -29,6 +29,11 @@ class LossScale:
       good: i32[], number of finite steps since the last change.
       growth_interval: Number of finite steps after which the scale grows.
       factor: Factor by which it grows and shrinks, above 1; a power of two scales without rounding.
+    Methods:
+      create: Make a scale; 65536 by default.
+      scaled: The loss times the scale.
+      unscaled: Gradients divided by it.
+      adjusted: The scale for the next step, from whether all gradients were finite.
 
     Example:
       A step that skips the update, and counts no step, when a gradient is not finite:

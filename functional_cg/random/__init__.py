@@ -10,53 +10,59 @@ costs nothing; a step that draws twice from one key gets a warning. Results live
 numbers are Python values, checked at the call; no function reads a tensor on the host. All draws come from one
 registered op, ``fcg::random_bits``: one node in a trace, and the same bits on CPU and CUDA, in eager and compiled
 code. Draws other than uniform ones compute logarithms and the like, whose last bits may differ.
+
+Keys:
+
+  key               a key from a seed
+  fold_in           a key from a key and a number, such as the step count
+  split             several keys from one
+  keyed             a function that draws with torch's random ops, as a function of a key
+
+Draws:
+
+  uniform           numbers from [low, high)
+  normal            normal distribution; :func:`truncated_normal` between two bounds
+  truncated_normal  standard normal distribution between ``low`` and ``high``
+  bernoulli         booleans that are true with probability ``p``
+  randint           integers from low to high - 1
+  categorical       indices with probabilities ``softmax(logits)``
+  permutation       the numbers 0 to n - 1 in a random order
+  exponential       exponential distribution
+  gamma, beta       gamma and beta distribution; differentiable, as is :func:`dirichlet`
+  dirichlet         shares that sum to 1
+  poisson           counts
+  dropout           zeros with probability ``p``, the rest scaled up
+  keep_mask         the mask of ``dropout``
+
+Bits:
+
+  bits              words of 32 random bits
+  decompose_random_bits   the generator as plain ATen ops, for compilers
 """
 
 import typing as _typing
 
-from ..names import no_such_name as _no_such_name
-from .distributions import beta, dirichlet, exponential, gamma, poisson, truncated_normal
-from .keyed import keyed
-from .samplers import (
-    bernoulli,
-    categorical,
-    dropout,
-    fold_in,
-    keep_mask,
-    key,
-    normal,
-    permutation,
-    randint,
-    split,
-    uniform,
-)
-from .words import bits, decompose_random_bits
-
-__all__ = [
-    "bernoulli",
-    "beta",
-    "bits",
-    "categorical",
-    "decompose_random_bits",
-    "dirichlet",
-    "dropout",
-    "exponential",
-    "fold_in",
-    "gamma",
-    "keep_mask",
-    "key",
-    "keyed",
-    "normal",
-    "permutation",
-    "poisson",
-    "randint",
-    "split",
-    "truncated_normal",
-    "uniform",
-]
-
+from ..names import missing as _missing
+from .distributions import beta as beta
+from .distributions import dirichlet as dirichlet
+from .distributions import exponential as exponential
+from .distributions import gamma as gamma
+from .distributions import poisson as poisson
+from .distributions import truncated_normal as truncated_normal
+from .keyed import keyed as keyed
+from .samplers import bernoulli as bernoulli
+from .samplers import categorical as categorical
+from .samplers import dropout as dropout
+from .samplers import fold_in as fold_in
+from .samplers import keep_mask as keep_mask
+from .samplers import key as key
+from .samplers import normal as normal
+from .samplers import permutation as permutation
+from .samplers import randint as randint
+from .samplers import split as split
+from .samplers import uniform as uniform
+from .words import bits as bits
+from .words import decompose_random_bits as decompose_random_bits
 
 if not _typing.TYPE_CHECKING:  # a type checker would let any name pass
-
-    def __getattr__(name: str) -> object:
-        raise _no_such_name(__name__, name, __all__)
+    __getattr__ = _missing(__name__)

@@ -1,6 +1,18 @@
 """Matplotlib plots of states and steps (opt-in import: needs matplotlib).
 
 Text output is elsewhere: ``print(state)``, ``step.explain()``, and the notebook display of both.
+
+Of a state:
+
+  arena             where each leaf lies in memory
+  bytes_by_role     bytes of parameters, optimizer state and the rest
+
+Of a run:
+
+  loss_curves       losses over calls, one line per run
+  profile           time and memory by module, of ``step.profile(state, batch)``
+  step_times        distribution of the times of calls
+  seconds_per_call  measure those times
 """
 
 from __future__ import annotations
@@ -13,8 +25,9 @@ except ImportError as error:
         "To fix: `pip install matplotlib`."
     ) from error
 
-from .plots import arena, bytes_by_role, loss_curves
-from .profiles import profile
-from .timing import seconds_per_call, step_times
-
-__all__ = ["arena", "bytes_by_role", "loss_curves", "profile", "seconds_per_call", "step_times"]
+from .plots import arena as arena
+from .plots import bytes_by_role as bytes_by_role
+from .plots import loss_curves as loss_curves
+from .profiles import profile as profile
+from .timing import seconds_per_call as seconds_per_call
+from .timing import step_times as step_times

@@ -70,7 +70,7 @@ def bytes_by_role(state: Any, *, ax: Axes | None = None) -> Axes:
             _size(size), (1, row), xycoords=ax.get_yaxis_transform(), xytext=(-4, 0), textcoords="offset points",
             ha="right", va="center", bbox={"facecolor": "white", "edgecolor": "none", "pad": 1},
         )  # fmt: skip
-    ax.margins(x=0.35)
+    ax.set_xlim(0, 1.35 * max(ends.values(), default=0.0) or 1.0)  # room for that column
     ax.invert_yaxis()
     ax.set(xlabel=unit, ylabel="role", title=f"state: {_size(sum(sizes.values()))} by role")
     _legend(ax)

@@ -2,20 +2,42 @@
 
 All ranks run one program, launched by ``torchrun``; each rank captures a graph that includes its collectives. Without a
 mesh, or with one rank, everything here is the identity, so the same source runs on one GPU.
+
+Before the first step:
+
+  mesh        lay out all ranks of a run
+  zero        shard a state over a mesh: ``TrainState.create(..., sharding=zero(mesh, stage=3))``
+
+Inside of a step:
+
+  mean, sum   of each leaf over all ranks
+  fold_in     a key for this rank, so that ranks draw differently
+
+Outside of a step:
+
+  gather      whole leaves in place of shards; all ranks must call it
+  local       this rank's shard of a leaf
+  state_dict  all leaves, whole, in the host memory of rank 0
+
+Types:
+
+  Mesh        what ``mesh`` returns
+  Zero        what ``zero`` returns
 """
 
 import typing as _typing
 
-from ..names import no_such_name as _no_such_name
-from ..shards.mesh import Mesh
-from .launch import mesh
-from .values import fold_in, gather, local, mean, state_dict, sum
-from .zero import Zero, zero
-
-__all__ = ["Mesh", "Zero", "fold_in", "gather", "local", "mean", "mesh", "state_dict", "sum", "zero"]
-
+from ..names import missing as _missing
+from ..shards.mesh import Mesh as Mesh
+from .launch import mesh as mesh
+from .values import fold_in as fold_in
+from .values import gather as gather
+from .values import local as local
+from .values import mean as mean
+from .values import state_dict as state_dict
+from .values import sum as sum
+from .zero import Zero as Zero
+from .zero import zero as zero
 
 if not _typing.TYPE_CHECKING:  # a type checker would let any name pass
-
-    def __getattr__(name: str) -> object:
-        raise _no_such_name(__name__, name, __all__)
+    __getattr__ = _missing(__name__)

@@ -16,6 +16,7 @@ from .. import tree as pytree
 from ..ambient.setting import current_mesh, inside_a_step
 from ..checkpoint import names_of
 from ..errors import CaptureError, LayoutError, RankError
+from ..pytree.trees import no_tensors
 from ..random.arguments import check_key
 from ..shards.collectives import all_reduce
 from ..shards.mesh import Mesh
@@ -25,7 +26,7 @@ from ..shards.tensor import Sharded
 from ..state.arena import BufferSpec
 from ..state.leaf import as_tensor, owned
 from ..tensors.aten import adds_up
-from ..tree import no_tensors, path_string
+from ..tree import path_string
 
 __all__ = ["fold_in", "gather", "local", "mean", "state_dict", "sum"]
 

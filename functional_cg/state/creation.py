@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from .. import tree as pytree
 from ..errors import LayoutError
+from ..pytree.trees import no_tensors
 from ..random import fold_in
 from ..shards.mesh import Mesh
 from ..shards.peers import among, together
@@ -251,7 +252,7 @@ def _created(
 
 
 def _refuse_numbers(opt_state: Any) -> None:
-    rows = pytree.no_tensors(opt_state, "opt_state")
+    rows = no_tensors(opt_state, "opt_state")
     if rows:
         raise LayoutError.of(
             "",

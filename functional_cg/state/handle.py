@@ -1,7 +1,6 @@
 """State handles, which a step returns in place of the user's pytree, and functions that make them.
 
-A handle is a lease on an arena plus a generation. A call that updates the arena increments the generation;
-from then on, every older handle and every leaf taken from one raises.
+A handle is a lease on an arena plus a generation. An update makes a new generation; older handles and leaves raise.
 """
 
 from __future__ import annotations
@@ -20,8 +19,9 @@ from ..concurrency.turns import at_one_time
 from ..errors import LayoutError, ReadOnlyError
 from ..messages.html import card, fold
 from ..messages.tracebacks import entry
+from ..pytree.trees import TreeView, node_unflatten
 from ..tensors.aten import copies
-from ..tree import KeyPath, Treedef, TreeView
+from ..tree import KeyPath, Treedef
 from .arena import Arena, BufferSpec, Plan, plan, refuse_aliases, refuse_unplaceable
 from .boundary import as_number, at_rest, held, localized, misfits, on_one_mesh, sharding_fix
 from .leaf import Leaf, Lease, Part, as_tensor, donated, key_name, owned, turns_of
@@ -200,14 +200,14 @@ class Handle(TreeView):
     def _built(self, part: Part) -> Any:
         if part.node.is_leaf:
             return self._child(part)
-        return pytree.node_unflatten(part.node, [self._built(child) for child in part.children.values()])
+        return node_unflatten(part.node, [self._built(child) for child in part.children.values()])
 
     def _level(self) -> Any:
         """Return one level of the pytree: the user's node, with handles and leaves as children."""
         self._check()
         if self._node.is_leaf:
             return self._child(self._part)
-        return pytree.node_unflatten(self._node, [self._child(part) for part in self._part.children.values()])
+        return node_unflatten(self._node, [self._child(part) for part in self._part.children.values()])
 
     def __getattr__(self, name: str) -> Any:
         if name == "_donor" or name.startswith(("__", "_ipython_", "_repr_")):

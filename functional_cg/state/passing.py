@@ -6,7 +6,7 @@ import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from ..tree import opened
+from ..pytree.trees import opened
 
 __all__ = ["read"]
 

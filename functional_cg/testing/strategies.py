@@ -1,26 +1,38 @@
 """Hypothesis strategies: tensors, pytrees, states, inputs, optimizers, and whole random step programs.
 
 They need hypothesis. Set ``deadline=None``: the first example of a test captures the step, the others replay it.
+
+Data:
+
+  tensors         tensors on the CPU
+  pytrees         nested dicts, lists and tuples of tensors
+  states          pytrees that can be a state
+  inputs          inputs of several calls, each like one tree
+  like            trees of the same structure, shapes and dtypes with other values
+  shapes, dtypes  shapes, 0-dim and empty ones too; dtypes
+  buffer_specs    shape, dtype and strides of a leaf
+  whole_numbers   elements that float arithmetic keeps exact
+
+Programs:
+
+  optimizers      optimizers of ``fcg.optim``
+  step_fns        random pure steps over random states
+  exact_step_fns  random steps on whole numbers, for which every lowering gives the same
+  StepProgram     what the two draw; its repr is its program text
 """
 
 from __future__ import annotations
 
-from .exact import exact_step_fns, whole_numbers
-from .programs import StepProgram, optimizers, step_fns
-from .trees import buffer_specs, dtypes, inputs, like, pytrees, shapes, states, tensors
-
-__all__ = [
-    "StepProgram",
-    "buffer_specs",
-    "dtypes",
-    "exact_step_fns",
-    "inputs",
-    "like",
-    "optimizers",
-    "pytrees",
-    "shapes",
-    "states",
-    "step_fns",
-    "tensors",
-    "whole_numbers",
-]
+from .exact import exact_step_fns as exact_step_fns
+from .exact import whole_numbers as whole_numbers
+from .programs import StepProgram as StepProgram
+from .programs import optimizers as optimizers
+from .programs import step_fns as step_fns
+from .trees import buffer_specs as buffer_specs
+from .trees import dtypes as dtypes
+from .trees import inputs as inputs
+from .trees import like as like
+from .trees import pytrees as pytrees
+from .trees import shapes as shapes
+from .trees import states as states
+from .trees import tensors as tensors

@@ -18,13 +18,14 @@ from torch import Tensor
 from .. import tree as pytree
 from ..errors import CaptureError, LayoutError
 from ..messages.tracebacks import entry
+from ..pytree.trees import no_tensors
 from ..random import fold_in
 from ..shards.reader import like_leaf, readers, variable_of, whole
 from ..shards.tensor import refuse_at_rest
 from ..state.arena import BufferSpec
 from ..state.handle import Leaf
 from ..tensors.aten import adds_up
-from ..tree import no_tensors, path_string
+from ..tree import path_string
 
 __all__ = ["grad", "microbatches", "value_and_grad"]
 

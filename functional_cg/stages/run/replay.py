@@ -11,10 +11,10 @@ from typing import Any
 
 from torch import Tensor
 
-from ... import tree as pytree
 from ...call.staging import Staging
 from ...concurrency.turns import Inner, Turn, in_turn
 from ...errors import ResultError
+from ...pytree.trees import node_unflatten
 from ...state.arena import Arena
 from ...state.handle import Handle
 from ...transforms.debug import DEBUG_PRINT, show
@@ -170,7 +170,7 @@ def _expression(treedef: Treedef, outputs: Sequence[Any]) -> tuple[str, dict[str
         if node.kind is dict:
             values = dict(zip(node.context.sorted, children, strict=True))
             return "{" + ", ".join(f"{name(k)}: {values[k]}" for k in node.context.put_in) + "}"
-        return f"{name(pytree.node_unflatten)}({name(node)}, [{', '.join(children)}])"
+        return f"{name(node_unflatten)}({name(node)}, [{', '.join(children)}])"
 
     return expression(treedef), names
 

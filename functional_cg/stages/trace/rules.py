@@ -28,9 +28,9 @@ from ...errors import (
 from ...messages.libraries import copy_fix, keyed_fix, sync_fix
 from ...messages.source import at_here, here, user_frame
 from ...nn.refusals import registered_fix
+from ...pytree.trees import opened
 from ...state.arena import BufferSpec
 from ...tensors.aten import argument, can_draw, sync_reason, tensors_in, written_arguments
-from ...tree import opened
 from .naming import module_fix, owned_fix, owns, read_fix, way_to
 
 __all__ = ["MIXED_DTYPES", "Rules", "host_sync", "refuse_mixed_dtypes"]

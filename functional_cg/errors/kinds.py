@@ -1,47 +1,9 @@
-"""The errors of functional_cg: one class per mistake, one message template.
-
-Every class also inherits from the builtin that a caller would expect. A message says what happened, shows the
-key paths with *expected* and *got*, says why replay would go wrong, and gives one fix::
-
-    LayoutError: `train_step`: called with another layout than it was captured for; `state` is unchanged.
-      batch['x']  expected i64[8,1024]@cuda:0   got i64[8,960]@cuda:0
-    A captured graph has fixed shapes.
-    To fix: pad the last batch or drop it; to pay for one more graph, use `graph_step(max_captures=2)`.
-    Docs: help(functional_cg.LayoutError)
-
-What a call can know is refused before anything is launched. Whatever else goes wrong (a result that is refused, a rank
-that is lost), the state passed in stays valid. The docstring of each class is its page of the manual:
-``help(functional_cg.LayoutError)``.
-
-Tracebacks show the frames of your own code and of the libraries that it calls, not those of torch and of this package,
-also for exceptions of your function and of torch that pass through. The environment variable ``FCG_TRACEBACK=full``
-shows them all. A debugger, ``pdb.pm()``, starts in your innermost frame.
-"""
+"""The classes of errors: each docstring is the page of the manual for one mistake."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any, Self
-
-__all__ = [
-    "AliasError",
-    "BakedValueError",
-    "BusyError",
-    "CaptureError",
-    "ClosedError",
-    "DonatedStateError",
-    "ForeignTensorError",
-    "FunctionalCGError",
-    "HostSyncError",
-    "ImplicitRandomnessError",
-    "LayoutError",
-    "MiscompileError",
-    "RankError",
-    "ReadOnlyError",
-    "ResultError",
-    "SideEffectError",
-    "StreamError",
-]
 
 _ROWS_SHOWN = 5
 

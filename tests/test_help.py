@@ -1,0 +1,60 @@
+"""``help()`` of what is public: short, and an index first."""
+
+from __future__ import annotations
+
+import inspect
+import pydoc
+import re
+from types import ModuleType
+
+import pytest
+
+import functional_cg as fcg
+from functional_cg import errors, testing
+from functional_cg.testing import strategies
+from tests.exports import exports, index
+
+report = pytest.importorskip("functional_cg.report", reason="needs matplotlib", exc_type=ImportError)
+
+TWO_SCREENS = 100  # lines
+MODULES = (
+    fcg, fcg.nn, fcg.optim, fcg.precision, fcg.random, fcg.sharding, fcg.tree, errors, report, testing, strategies,
+)  # fmt: skip
+CLASSES = (fcg.GraphFn, fcg.GraphStep, fcg.LossScale, fcg.TrainState)
+
+
+def shown(thing: object) -> list[str]:
+    return pydoc.render_doc(thing, renderer=pydoc.plaintext).splitlines()
+
+
+@pytest.mark.parametrize("module", MODULES, ids=lambda module: module.__name__)
+def test_a_module_fits_two_screens_and_has_an_index(module: ModuleType) -> None:
+    page = shown(module)
+    assert len(page) <= TWO_SCREENS
+    assert exports(module) == index(module)
+    assert not {"CLASSES", "FUNCTIONS"} & set(page)  # the manual pages are one `help()` further
+
+
+@pytest.mark.parametrize("function", [fcg.graph_step, fcg.graph_fn, fcg.value_and_grad, fcg.from_module])
+def test_a_function_fits_two_screens(function: object) -> None:
+    assert len(shown(function)) <= TWO_SCREENS
+
+
+@pytest.mark.parametrize("cls", CLASSES)
+def test_a_class_lists_its_methods_first(cls: type) -> None:
+    listed = (cls.__doc__ or "").partition("Methods:\n")[2].partition("\n\n")[0]
+    names = [
+        name
+        for entry in re.findall(r"^      ([\w, ]+): ", listed, re.MULTILINE)
+        for name in entry.split(", ")
+    ]
+    public = [name for name, _ in inspect.getmembers(cls, inspect.isroutine) if not name.startswith("_")]
+    assert sorted(names) == public
+
+
+def test_the_checks_find_what_they_are_for() -> None:
+    text = "Title.\n\nA group:\n\n  one, two  what they do\n  three,\n  four    the rest\n    code\n"
+    module = ModuleType("planted", text)
+    assert index(module) == ["four", "one", "three", "two"]
+    module.__dict__.update(__all__=["render_doc"], render_doc=pydoc.render_doc)
+    assert "FUNCTIONS" in shown(module)
