@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from . import nn, optim, precision, random, sharding, tree
+from .buckets import bucket
 from .checkpoint import load, load_state_dict, save, state_dict
 from .errors import (
     AliasError,
@@ -62,6 +63,7 @@ __all__ = [
     "SideEffectError",
     "StreamError",
     "TrainState",
+    "bucket",
     "cond",
     "debug_print",
     "fork",

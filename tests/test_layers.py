@@ -29,6 +29,7 @@ ORDER = (
     "concurrency",
     "random",
     "state",
+    "buckets",
     "checkpoint",
     "transforms",
     "precision",

@@ -16,6 +16,7 @@ from functional_cg import errors
 REPOSITORY = Path(__file__).resolve().parent.parent
 
 FUNCTIONS = (
+    "bucket",
     "fork",
     "grad",
     "graph_fn",
