@@ -88,15 +88,15 @@ def start_image_classifier(device: str) -> Start:
 
 
 def start_gan(device: str) -> Start:
-    generator, critic = gan.create_states(device)
+    step, _, _, generator, critic = gan.build(device)
     points = itertools.islice(gan.ring(seed=0), CALLS)
-    return gan.train_critic, critic, [(fcg.snapshot(generator).params, real) for real in points]
+    return step, critic, [(fcg.snapshot(generator).params, real) for real in points]
 
 
 def start_gan_generator(device: str) -> Start:
-    generator, critic = gan.create_states(device)
+    _, step, _, generator, critic = gan.build(device)
     points = itertools.islice(gan.ring(seed=0), CALLS)
-    return gan.train_generator, generator, [(fcg.snapshot(critic).params, real) for real in points]
+    return step, generator, [(fcg.snapshot(critic).params, real) for real in points]
 
 
 def start_force_matching(device: str) -> Start:

@@ -34,59 +34,50 @@ def ring(seed: int) -> Iterator[Tensor]:
         yield torch.stack([radius * angle.cos(), radius * angle.sin()], dim=1)
 
 
-torch.manual_seed(0)
-draw, generator_params, _ = fcg.from_module(mlp(NOISE, 2))
-score, critic_params, _ = fcg.from_module(mlp(2, 1))
+def build(device: str = "cpu") -> tuple[Any, Any, Any, fcg.TrainState, fcg.TrainState]:
+    """Build a step for the critic, one for the generator, the sampling, and the states of generator and critic."""
+    torch.manual_seed(0)
+    draw, drawing, _ = fcg.from_module(mlp(NOISE, 2).to(device))
+    score, scoring, _ = fcg.from_module(mlp(2, 1).to(device))
+    adam = fcg.optim.adam(2e-3, b1=0.5)
+    generator = fcg.TrainState.create(params=drawing, optimizer=adam, key=fcg.random.key(1))
+    critic = fcg.TrainState.create(params=scoring, optimizer=adam, key=fcg.random.key(2))
 
+    def samples(params: Any, key: Tensor) -> Tensor:
+        return draw(params, {}, fcg.random.normal(key, (BATCH, NOISE)))[0]  # type: ignore[no-any-return]
 
-def create_states(device: str = "cpu") -> tuple[fcg.TrainState, fcg.TrainState]:
-    """Create the states of generator and critic."""
+    def penalty(params: Any, real: Tensor) -> Any:
+        """Compute the mean squared slope of the critic at real points; its gradient is a second derivative."""
+        slope = fcg.grad(lambda x: score(params, {}, x)[0].sum())(real)
+        return slope.square().sum(-1).mean()
 
-    def create(params: dict[str, Tensor], seed: int) -> fcg.TrainState:
-        params = {name: value.to(device) for name, value in params.items()}
-        adam = fcg.optim.adam(2e-3, b1=0.5)
-        return fcg.TrainState.create(params=params, optimizer=adam, key=fcg.random.key(seed))
+    @fcg.graph_step
+    def train_critic(critic: Any, generator: Any, real: Tensor) -> tuple[Any, dict[str, Tensor]]:
+        fake = samples(generator, fcg.random.fold_in(critic.key, critic.step))
 
-    return create(generator_params, 1), create(critic_params, 2)
+        def loss_fn(params: Any) -> Any:
+            margin = score(params, {}, real)[0] - score(params, {}, fake)[0]
+            return F.softplus(-margin).mean() + 0.1 * penalty(params, real)
 
+        loss, grads = fcg.value_and_grad(loss_fn)(critic.params)
+        return critic.apply_gradients(grads), {"loss": loss}
 
-def samples(params: Any, key: Tensor) -> Tensor:
-    return draw(params, {}, fcg.random.normal(key, (BATCH, NOISE)))[0]  # type: ignore[no-any-return]
+    @fcg.graph_step
+    def train_generator(generator: Any, critic: Any, real: Tensor) -> tuple[Any, dict[str, Tensor]]:
+        key = fcg.random.fold_in(generator.key, generator.step)
 
+        def loss_fn(params: Any) -> Any:
+            margin = score(critic, {}, samples(params, key))[0] - score(critic, {}, real)[0]
+            return F.softplus(-margin).mean()
 
-def penalty(params: Any, real: Tensor) -> Any:
-    """Compute the mean squared slope of the critic at real points; its gradient is a second derivative."""
-    slope = fcg.grad(lambda x: score(params, {}, x)[0].sum())(real)
-    return slope.square().sum(-1).mean()
+        loss, grads = fcg.value_and_grad(loss_fn)(generator.params)
+        return generator.apply_gradients(grads), {"loss": loss}
 
+    @fcg.graph_fn
+    def generate(params: Any, key: Tensor) -> Tensor:
+        return samples(params, key)
 
-@fcg.graph_step
-def train_critic(critic: Any, generator: Any, real: Tensor) -> tuple[Any, dict[str, Tensor]]:
-    fake = samples(generator, fcg.random.fold_in(critic.key, critic.step))
-
-    def loss_fn(params: Any) -> Any:
-        margin = score(params, {}, real)[0] - score(params, {}, fake)[0]
-        return F.softplus(-margin).mean() + 0.1 * penalty(params, real)
-
-    loss, grads = fcg.value_and_grad(loss_fn)(critic.params)
-    return critic.apply_gradients(grads), {"loss": loss}
-
-
-@fcg.graph_step
-def train_generator(generator: Any, critic: Any, real: Tensor) -> tuple[Any, dict[str, Tensor]]:
-    key = fcg.random.fold_in(generator.key, generator.step)
-
-    def loss_fn(params: Any) -> Any:
-        margin = score(critic, {}, samples(params, key))[0] - score(critic, {}, real)[0]
-        return F.softplus(-margin).mean()
-
-    loss, grads = fcg.value_and_grad(loss_fn)(generator.params)
-    return generator.apply_gradients(grads), {"loss": loss}
-
-
-@fcg.graph_fn
-def generate(params: Any, key: Tensor) -> Tensor:
-    return samples(params, key)
+    return train_critic, train_generator, generate, generator, critic
 
 
 def off_the_ring(points: Tensor) -> tuple[float, float]:
@@ -96,7 +87,7 @@ def off_the_ring(points: Tensor) -> tuple[float, float]:
 
 def train(steps: int, device: str = "cpu") -> tuple[Tensor, Tensor]:
     """Train, and return samples before and after, f32[256, 2]."""
-    generator, critic = create_states(device)
+    train_critic, train_generator, generate, generator, critic = build(device)
     key = fcg.random.key(3, device)
     before = generate(generator.params, key)
     for real in itertools.islice(ring(seed=0), steps):
