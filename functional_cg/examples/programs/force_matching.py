@@ -95,6 +95,10 @@ def train(steps: int, device: str = "cpu") -> tuple[float, float]:
     return before, float(force_error(state.params, held_out))
 
 
-if __name__ == "__main__":
+def main() -> None:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     print("error of a force: {:.3f} at first, {:.3f} in the end".format(*train(500, device)))
+
+
+if __name__ == "__main__":
+    main()

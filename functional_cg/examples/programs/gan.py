@@ -96,7 +96,11 @@ def train(steps: int, device: str = "cpu") -> tuple[Tensor, Tensor]:
     return before, generate(generator.params, key)
 
 
-if __name__ == "__main__":
+def main() -> None:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     for when, points in zip(("before", "after"), train(1000, device), strict=True):
         print("{}: {:.2f} off the radius, mean {:.2f} off the center".format(when, *off_the_ring(points)))
+
+
+if __name__ == "__main__":
+    main()

@@ -109,6 +109,10 @@ def train(path: Path, epochs: int = EPOCHS, device: str = "cpu") -> State:
     return state
 
 
-if __name__ == "__main__":
+def main() -> None:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     train(Path(sys.argv[1] if len(sys.argv) > 1 else "image_classifier.safetensors"), device=device)
+
+
+if __name__ == "__main__":
+    main()

@@ -87,7 +87,11 @@ def train(steps: int, writer: Writer, device: str = "cpu") -> State:
     return state
 
 
-if __name__ == "__main__":
+def main() -> None:
     board = importlib.util.find_spec("tensorboard") is not None
     writer: Writer = TensorBoard("runs/logged") if board else Printer()
     train(500, writer, "cuda" if torch.cuda.is_available() else "cpu")
+
+
+if __name__ == "__main__":
+    main()

@@ -97,9 +97,13 @@ def train(model: nn.Module, steps: int, device: str = "cpu") -> tuple[float, flo
     return before, float(accuracy(state, held_out))
 
 
-if __name__ == "__main__":
+def main() -> None:
     if importlib.util.find_spec("transformers") is None:
         raise SystemExit("this program needs `pip install transformers`")
     torch.manual_seed(0)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     print("accuracy {:.0%} at first, {:.0%} in the end".format(*train(pretrained(), 300, device)))
+
+
+if __name__ == "__main__":
+    main()

@@ -22,7 +22,6 @@ Params = dict[str, Any]
 
 
 class State(fcg.TrainState[Params]):
-    key: Tensor
     target: Params  # of the critics
 
 
@@ -66,8 +65,7 @@ def worth(critics: Params, observation: Tensor, action: Tensor) -> Tensor:
 def create_state(device: str = "cpu") -> State:
     actor, first, second, draws = fcg.random.split(fcg.random.key(0, device), 4)
     critics = {"first": init(first, 3, 1), "second": init(second, 3, 1)}
-    heat = torch.tensor(-2.0, device=device)
-    params = {"actor": init(actor, 2, 2), "critics": critics, "log_temperature": heat}
+    params = {"actor": init(actor, 2, 2), "critics": critics, "log_heat": torch.tensor(-2.0, device=device)}
     target = fcg.tree.map(torch.clone, critics)
     return State.create(params=params, optimizer=fcg.optim.adam(3e-3), key=draws, target=target)
 
@@ -81,7 +79,7 @@ def explore(state: State, observation: Any) -> Tensor:
 @fcg.graph_step
 def learn(state: State, batch: dict[str, Any]) -> tuple[State, dict[str, Tensor]]:
     _, now, later = fcg.random.split(fcg.random.fold_in(state.key, state.step), 3)
-    temperature, observation = state.params["log_temperature"].exp(), batch["observation"]
+    temperature, observation = state.params["log_heat"].exp(), batch["observation"]
     action, logp = act(state.params["actor"], batch["next"], later)
     ahead = worth(state.target, batch["next"], action).amin(0) - temperature * logp
     goal = batch["reward"] + DISCOUNT * ahead
@@ -90,7 +88,7 @@ def learn(state: State, batch: dict[str, Any]) -> tuple[State, dict[str, Tensor]
         critic_loss = (worth(params["critics"], observation, batch["action"]) - goal).square().mean()
         action, logp = act(params["actor"], observation, now)
         actor_loss = (temperature * logp - worth(state.params["critics"], observation, action).amin(0)).mean()
-        return critic_loss + actor_loss - params["log_temperature"] * (logp.detach().mean() + ENTROPY)
+        return critic_loss + actor_loss - params["log_heat"] * (logp.detach().mean() + ENTROPY)
 
     loss, grads = fcg.value_and_grad(loss_fn)(state.params)
     new = state.apply_gradients(grads)
@@ -112,6 +110,10 @@ def train(steps: int, device: str = "cpu") -> list[float]:
     return [float(row["reward"].mean()) for row in replay]
 
 
-if __name__ == "__main__":
+def main() -> None:
     rewards = train(600, "cuda" if torch.cuda.is_available() else "cpu")
     print(f"mean reward {np.mean(rewards[:50]):.2f} at first, {np.mean(rewards[-50:]):.2f} in the end")
+
+
+if __name__ == "__main__":
+    main()

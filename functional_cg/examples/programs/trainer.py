@@ -1,7 +1,7 @@
 """A captured step inside of a trainer: ``python -m functional_cg.examples.programs.trainer``.
 
 A trainer calls ``training_step`` for each batch; a subclass lets a captured step do the forward, the backward and the
-update there. Shown for a trainer of a few lines, and where they are installed for Hugging Face's ``Trainer`` and a loop
+update there. Shown for a trainer of a few lines and, where installed, for Hugging Face's ``Trainer`` and a loop
 of Lightning Fabric. The trainer's own optimizer is left without gradients, so it does nothing.
 """
 
@@ -27,16 +27,13 @@ class Model(nn.Sequential):
         return {"loss": F.mse_loss(super().forward(x).squeeze(-1), labels)}
 
 
-class Captured:
-    """Trains a module that returns its loss: call it with batches, then copy the result into the module."""
-
+class Captured:  # trains a module that returns its loss
     def __init__(self, module: nn.Module) -> None:
         self.module, (self.apply, params, buffers) = module, fcg.from_module(module)
         adam, key = fcg.optim.adam(1e-2), fcg.random.key(0)
         self.state = fcg.TrainState.create(params=params, buffers=buffers, optimizer=adam, key=key)
         apply = self.apply
 
-        @fcg.graph_step(max_captures=2)  # the second is for the short last batch
         def step(state: Any, batch: Any) -> tuple[Any, dict[str, Tensor]]:
             def loss_fn(params: Any) -> tuple[Tensor, Any]:
                 out, buffers = apply(params, state.buffers, key=key, **batch)
@@ -46,7 +43,7 @@ class Captured:
             (loss, buffers), grads = fcg.value_and_grad(loss_fn, has_aux=True)(state.params)
             return state.apply_gradients(grads, buffers=buffers), {"loss": loss}
 
-        self.step = step
+        self.step = fcg.graph_step(step, max_captures=2)  # the second is for the short last batch
 
     def __call__(self, batch: Batch) -> Tensor:
         self.state, metrics = self.step(self.state, batch)
@@ -107,13 +104,16 @@ def fabric(model: nn.Module, rows: Any) -> None:
     captured.write_back()
 
 
-if __name__ == "__main__":
+def main() -> None:
     x = torch.rand(1000, 2, generator=torch.Generator().manual_seed(0))
-    rows = [{"x": row, "labels": row.prod()} for row in x]
     for train, package in ((own, "torch"), (hugging_face, "accelerate"), (fabric, "lightning_fabric")):
         if importlib.util.find_spec(package):
             model = Model(nn.Linear(2, 64), nn.Tanh(), nn.Dropout(0.1), nn.Linear(64, 1))
-            train(model, rows)
+            train(model, [{"x": row, "labels": row.prod()} for row in x])
             print(f"{train.__name__}: loss {model.cpu().eval()(x, x.prod(dim=1))['loss']:.4f} in the end")
         else:
             print(f"{train.__name__}: needs `pip install {package}`")
+
+
+if __name__ == "__main__":
+    main()
