@@ -67,7 +67,7 @@ from . import precision as precision
 from . import random as random
 from . import sharding as sharding
 from . import tree as tree
-from .bucket import bucket as bucket
+from .buckets import bucket as bucket
 from .checkpoint import Checkpoints as Checkpoints
 from .checkpoint import checkpoints as checkpoints
 from .checkpoint import load as load

@@ -1,149 +1,290 @@
-"""Buckets: what the mask marks is the batch, and a step captures one graph per size."""
+"""Buckets: what is padded, with what, and what a step makes of it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+import re
+from collections import OrderedDict, UserDict
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.utils.data import DataLoader
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 import functional_cg as fcg
+from functional_cg.testing import assert_replay_equals_eager, assert_trees_all_equal
+
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)]
+SIZES = (4, 8)
 
 
-def rows(length: int, count: int = 3) -> torch.Tensor:
-    return torch.arange(1.0, count * length + 1).reshape(count, length)
+class Pair(NamedTuple):
+    x: Tensor
+    y: Tensor
+
+
+def only(batch: Any, **options: Any) -> Any:
+    (padded,) = fcg.bucket([batch], **{"sizes": SIZES, **options})
+    return padded
+
+
+def unpadded(padded: Tensor, mask: Tensor) -> Tensor:
+    return padded[mask].reshape(*mask.shape[:-1], -1, *padded.shape[mask.dim() :])
 
 
 @given(
-    lengths=st.lists(st.integers(1, 9), min_size=1, max_size=6),
-    sizes=st.lists(st.integers(1, 12), min_size=1, max_size=4).map(lambda sizes: (*sizes, 9)),
-    pad=st.sampled_from([0, -100, 7]),
-    axis=st.sampled_from([0, 1]),
+    length=st.integers(0, 8),
+    dim=st.integers(0, 2),
+    dtype=st.sampled_from(
+        [torch.float32, torch.float64, torch.int64, torch.uint8, torch.bool, torch.bfloat16]
+    ),
+    more=st.integers(0, 2),
+    as_array=st.booleans(),
 )
-def test_the_mask_gives_the_batch_back(
-    lengths: list[int], sizes: tuple[int, ...], pad: int, axis: int
+def test_the_mask_gives_back_the_batch(
+    length: int, dim: int, dtype: torch.dtype, more: int, as_array: bool
 ) -> None:
-    given = [
-        {"x": rows(n) if axis else rows(3, n), "y": np.arange(3 * n).reshape(3, n).T[:, :1]} for n in lengths
-    ]
-    if axis:
-        given = [{**batch, "y": rows(n).long()} for batch, n in zip(given, lengths, strict=True)]
-    else:
-        given = [{**batch, "y": batch["y"][: len(batch["x"])]} for batch in given]
-    batches = fcg.bucket(given, sizes=sizes, axis=axis, pad=pad)
-    assert len(batches) == len(lengths)
-    elements = real = 0
-    for batch, before, length in zip(batches, given, lengths, strict=True):
-        size = min(size for size in sizes if size >= length)
-        assert batch["x"].shape[axis] == batch["y"].shape[axis] == size
-        for name in ("x", "y"):
-            kept = batch[name][batch["mask"]].reshape(before[name].shape)
-            assert torch.equal(kept, torch.as_tensor(before[name]))
-            assert (batch[name][~batch["mask"]] == pad).all()
-        elements, real = elements + batch["mask"].numel(), real + int(batch["mask"].sum())
-    assert batches.waste == pytest.approx(1 - real / elements)
-    assert sum(batches.counts.values()) == len(lengths)
+    shape = (*(2, 3)[:dim], length, *(2, 3)[:more])
+    x = torch.randint(2, shape).to(dtype)
+    y = torch.arange(len(x))
+    batch = {"x": x.numpy() if as_array and dtype != torch.bfloat16 else x, "name": "a"}
+    padded = only(batch | ({"y": y} if dim else {}), dim=dim)
+    size = 4 if length <= 4 else 8
+    assert padded["mask"].shape == (*shape[:dim], size)
+    assert padded["mask"].sum() == padded["mask"].numel() // size * length
+    assert padded["x"].is_contiguous()
+    assert padded["name"] == "a"
+    assert_trees_all_equal(unpadded(padded["x"], padded["mask"]), x)
+    assert not padded["x"][~padded["mask"]].any()
+    if dim:
+        assert_trees_all_equal(padded["y"], y)
 
 
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)])
-def test_a_step_has_one_capture_per_size_and_the_loss_of_the_data_alone(device: str) -> None:
-    @fcg.graph_step(max_captures=2)
-    def step(state: Any, batch: Any) -> Any:
-        each = (batch["x"] * state["w"]).square()
-        loss = (each * batch["mask"]).sum() / batch["mask"].sum()
-        return {"w": state["w"] - 0.001 * loss}, {"loss": loss}
+KINDS: dict[str, tuple[Callable[[Tensor], Any], Callable[[Any], tuple[Any, Any]]]] = {
+    "dict": (lambda x: {"x": x}, lambda batch: (batch["x"], batch["mask"])),
+    "mapping": (lambda x: UserDict(x=x), lambda batch: (batch["x"], batch["mask"])),
+    "ordered": (lambda x: OrderedDict(x=x), lambda batch: (batch["x"], batch["mask"])),
+    "nested": (lambda x: {"in": {"x": [x]}}, lambda batch: (batch["in"]["x"][0], batch["mask"])),
+    "tuple": (lambda x: (x, 3), lambda batch: (batch[0], batch[2])),
+    "list": (lambda x: [x], lambda batch: batch),
+    "tensor": (lambda x: x, lambda batch: batch),
+    "array": (lambda x: x.numpy(), lambda batch: batch),
+}
 
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_batches_are_of_any_kind(kind: str) -> None:
+    make, read = KINDS[kind]
+    x = torch.arange(6.0).reshape(2, 3)
+    padded, mask = read(only(make(x)))
+    assert_trees_all_equal(padded, torch.nn.functional.pad(x, (0, 1)))
+    assert_trees_all_equal(mask, torch.tensor([[True, True, True, False]] * 2))
+
+
+def test_without_a_mask_the_kind_stays() -> None:
+    x = torch.ones(2, 3)
+    assert only(x, mask=None).shape == (2, 4)
+    assert [part.shape for part in only([x], mask=None)] == [(2, 4)]
+    assert list(only({"x": x}, mask=None)) == ["x"]
+
+
+def test_pad_names_what_is_padded() -> None:
+    batch = {"tokens": torch.ones(2, 3).long(), "labels": torch.ones(2, 3).long(), "image": torch.ones(2, 5)}
+    padded = only(batch, pad={"tokens": 7, "labels": -100})
+    assert padded["tokens"][:, 3].tolist() == [7, 7]
+    assert padded["labels"][:, 3].tolist() == [-100, -100]
+    assert padded["image"] is batch["image"]
+    x, y, mask = only((torch.ones(2, 3), torch.ones(2, 5)), pad={0: -1})
+    assert (x.shape, y.shape, mask.shape) == ((2, 4), (2, 5), (2, 4))
+
+
+def test_a_mask_of_the_batch_is_padded_with_zeros() -> None:
+    own = torch.tensor([[1, 1, 0], [1, 1, 1]])
+    padded = only({"x": torch.ones(2, 3), "seen": own}, mask="seen", pad=9)
+    assert list(padded) == ["x", "seen"]
+    assert padded["seen"].tolist() == [[1, 1, 0, 0], [1, 1, 1, 0]]
+    assert only({"x": torch.ones(2, 3), "seen": own}, mask="seen", pad={"x": 9})["seen"].shape == (2, 4)
+
+
+def test_calls_compose() -> None:
+    (padded,) = fcg.bucket(fcg.bucket([{"x": torch.ones(2, 3)}], sizes=SIZES), sizes=[3], dim=0)
+    assert padded["x"].shape == padded["mask"].shape == (3, 4)
+    assert padded["mask"].sum() == 6
+
+
+def test_all_batches_of_a_size_have_one_layout() -> None:
+    turned = torch.ones(4, 2).T  # as long as the size, but with other strides
+    assert only({"x": turned})["x"].stride() == only({"x": torch.ones(2, 3)})["x"].stride()
+    image = torch.ones(3, 2, 5, 5).to(memory_format=torch.channels_last)
+    assert only({"x": image}, dim=0)["x"].stride() == only({"x": image[:3]}, sizes=[3], dim=0)["x"].stride()
+
+
+def test_length_and_waste() -> None:
+    loader = [{"x": torch.ones(2, n)} for n in (4, 3, 6)]
+    batches = fcg.bucket(loader, sizes=[8, 4, 4])
+    assert batches.sizes == SIZES
+    assert len(batches) == 3
+    assert batches.waste == 0
+    for _ in range(2):  # a loader is read anew in each epoch
+        assert [batch["x"].shape[1] for batch in batches] == [4, 4, 8]
+        assert batches.waste == pytest.approx(3 / 16)
+    assert repr(batches) == "<bucket: sizes 4, 8; waste 19%>"
+    endless = fcg.bucket(iter(loader), sizes=SIZES)
+    assert len(list(endless)) == 3
+    with pytest.raises(TypeError, match="a list_iterator has no length"):
+        len(endless)
+
+
+def ragged(count: int, device: str = "cpu") -> Iterator[dict[str, Tensor]]:
     generator = torch.Generator().manual_seed(0)
-    loader = [{"x": torch.randn(4, n, generator=generator)} for n in (3, 8, 5, 2, 6, 1, 7, 4)]
-    state, w = fcg.place({"w": torch.tensor(1.0, device=device)}), 1.0
-    for batch, alone in zip(fcg.prefetch(fcg.bucket(loader, sizes=(8, 4)), step), loader, strict=True):
-        loss = (alone["x"] * w).square().mean().item()
-        state, metrics = step(state, batch)
-        assert float(metrics["loss"]) == pytest.approx(loss, rel=1e-5)
-        w -= 0.001 * loss
+    for i in range(count):
+        lengths = torch.randint(1, SIZES[i % 2] + 1, (3,), generator=generator).tolist()
+        rows = [torch.randn(n, 2, generator=generator) for n in lengths]
+        mask = pad_sequence([torch.ones(n, dtype=torch.bool) for n in lengths], batch_first=True)
+        yield {"x": pad_sequence(rows, batch_first=True).to(device), "mask": mask.to(device)}
+
+
+def loss_of(w: Tensor, batch: dict[str, Tensor]) -> Tensor:
+    errors = (torch.tanh(batch["x"] @ w) - 1).square().sum(-1)
+    return torch.where(batch["mask"], errors, 0).sum() / batch["mask"].sum()
+
+
+def learn(state: Any, batch: dict[str, Tensor]) -> Any:
+    loss, grads = fcg.value_and_grad(loss_of)(state["w"], batch)
+    return {"w": state["w"] - 0.1 * grads}, {"loss": loss}
+
+
+@settings(deadline=None, max_examples=30)
+@given(st.lists(st.integers(1, 8), min_size=1, max_size=4), st.integers(0, 2**20))
+def test_the_masked_loss_is_that_of_the_rows(lengths: list[int], seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    rows = [torch.randn(n, 2, generator=generator) for n in lengths]
+    mask = pad_sequence([torch.ones(n, dtype=torch.bool) for n in lengths], batch_first=True)
+    padded = only({"x": pad_sequence(rows, batch_first=True), "mask": mask}, pad=1e6)
+    w = torch.randn(2, 2, generator=generator)
+    whole = torch.cat(rows)
+    alone = loss_of(w, {"x": whole, "mask": torch.ones(len(whole), dtype=torch.bool)})
+    torch.testing.assert_close(loss_of(w, padded), alone)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_one_capture_per_size(device: str) -> None:
+    step = fcg.graph_step(max_captures=2, lowering="aten")(learn)
+    state = {"w": torch.ones(2, 2, device=device)}
+    batches = fcg.bucket(ragged(12), sizes=SIZES)
+    assert_replay_equals_eager(step, state, list(batches))
     assert step.stats.captures == 2
-    assert step.stats.replays == len(loader)
-    for spec in ("f32[4,4]", "f32[4,8]"):
-        assert f"batch['x']       {spec}" in step.explain()
+    said = step.explain()
+    for size in SIZES:
+        assert (
+            f"  traced for batch['mask'] bool[3,{size}]@{state['w'].device}, batch['x'] f32[3,{size},2]"
+            in said
+        )
 
 
-def test_rows_know_their_own_lengths() -> None:
-    batch = {"x": rows(4), "n": torch.tensor([4, 1, 3])}
-    (padded,) = fcg.bucket([batch], sizes=[6], lengths="n", mask="data")
-    assert padded["data"].sum(dim=1).tolist() == [4, 1, 3]
-    assert padded["data"].shape == padded["x"].shape == (3, 6)
-    assert padded["n"] is batch["n"]
+@pytest.mark.parametrize("device", DEVICES)
+def test_prefetched(device: str) -> None:
+    step = fcg.graph_step(max_captures=2)(learn)
+    state = fcg.place({"w": torch.ones(2, 2, device=device)})
+    for batch in fcg.prefetch(fcg.bucket(ragged(12), sizes=SIZES), step):
+        state, _ = step(state, batch)
+    by_hand = torch.ones(2, 2, device=device)
+    for batch in ragged(12, device):
+        by_hand = learn({"w": by_hand}, batch)[0]["w"]
+    torch.testing.assert_close(fcg.snapshot(state)["w"], by_hand)
 
 
-def test_pads_have_numbers_by_key() -> None:
-    batch = {"ids": rows(2).long(), "labels": rows(2).long(), "more": {"x": rows(2)}}
-    (padded,) = fcg.bucket([batch], sizes=[3], pad={"labels": -100, "more": 5})
-    assert [padded["ids"][0, 2], padded["labels"][0, 2], padded["more"]["x"][0, 2]] == [0, -100, 5]
+@pytest.mark.cuda
+def test_batches_on_a_device_stay_there() -> None:
+    padded = only({"x": torch.ones(2, 3, device="cuda")})
+    assert padded["x"].is_cuda
+    assert padded["mask"].is_cuda
 
 
-def test_a_data_loader_and_its_short_last_batch() -> None:
-    data = [(torch.full((2,), float(i)), i) for i in range(7)]
-    batches = list(fcg.bucket(DataLoader(data, batch_size=4), sizes=[4], axis=0))
-    ((x, y), mask) = batches[-1]
-    assert (x.shape, y.tolist(), mask.tolist()) == ((4, 2), [4, 5, 6, 0], [True, True, True, False])
+def test_too_long_is_refused_and_the_advice_helps() -> None:
+    batch = {"tokens": torch.ones(2, 9).long(), "row": torch.ones(2)}
+    with pytest.raises(fcg.LayoutError, match="longer than the largest size, 8") as caught:
+        only(batch)
+    assert "batch['tokens']  i64[2,9]" in str(caught.value)
+    assert "sizes=[4, 8, 9]" in str(caught.value)
+    assert only(batch, sizes=[4, 8, 9])["tokens"].shape == (2, 9)
+
+
+def test_different_lengths_are_refused_and_the_advice_helps() -> None:
+    batch = {"source": torch.ones(2, 3), "target": torch.ones(2, 5)}
+    with pytest.raises(fcg.LayoutError, match=r"batch\['target'\]  f32\[2,5\]") as caught:
+        only(batch)
+    assert "pad={'source': 0}" in str(caught.value)
+    inner = fcg.bucket([batch], sizes=SIZES, pad={"source": 0}, mask="source_mask")
+    (padded,) = fcg.bucket(inner, sizes=SIZES, pad={"target": 0}, mask="target_mask")
+    assert {name: x.shape[1] for name, x in padded.items()} == {
+        "source": 4,
+        "source_mask": 4,
+        "target": 8,
+        "target_mask": 8,
+    }
+
+
+LAYOUT_REFUSALS: list[tuple[Any, dict[str, Any], str]] = [
+    ({"x": torch.ones(3)}, {}, "`x` of a batch has no tensor with dimension 1"),
+    ({"x": torch.ones(2, 3), "y": torch.ones(2)}, {"pad": {"x": 0, "y": 0}}, "`y` of a batch has no tensor"),
+    ({"x": torch.ones(2, 3), "mask": torch.ones(2)}, {}, "`mask` of a batch has no tensor"),
+    ({}, {}, "has no tensor"),
+]
+
+
+@pytest.mark.parametrize(("batch", "options", "text"), LAYOUT_REFUSALS)
+def test_what_cannot_be_padded_is_refused(batch: Any, options: Any, text: str) -> None:
+    with pytest.raises(fcg.LayoutError, match=re.escape(text)):
+        only(batch, **options)
 
 
 @pytest.mark.parametrize(
-    ("make", "error", "said", "fixed"),
+    ("dtype", "value"),
     [
-        (
-            lambda: fcg.bucket([{"x": rows(9)}], sizes=[4, 8]),
-            fcg.LayoutError,
-            r"longer than every size.*\n  batch\['x'\]  expected at most 8   got 9\n.*`sizes=\(4, 8, 9\)`",
-            lambda: fcg.bucket([{"x": rows(9)}], sizes=(4, 8, 9)),
-        ),
-        (
-            lambda: fcg.bucket([{"x": rows(2), "y": rows(3)}], sizes=[4]),
-            fcg.LayoutError,
-            r"differ in length along axis 1.*\n  batch\['x'\]  2\n  batch\['y'\]  3",
-            lambda: fcg.bucket([{"x": rows(3), "y": rows(3)}], sizes=[4]),
-        ),
-        (
-            lambda: fcg.bucket([torch.ones(3)], sizes=[4]),
-            fcg.LayoutError,
-            r"batch 0 has no tensor or array with axis 1.*\nTo fix: pass `axis=0`",
-            lambda: fcg.bucket([torch.ones(3)], sizes=[4], axis=0),
-        ),
-        (
-            lambda: fcg.bucket([{"x": rows(2), "mask": rows(2)}], sizes=[4]),
-            ValueError,
-            r"has a 'mask' already. To fix: name the other, `mask='padding'`",
-            lambda: fcg.bucket([{"x": rows(2), "mask": rows(2)}], sizes=[4], mask="padding"),
-        ),
-        (
-            lambda: fcg.bucket([{"x": rows(2), "n": torch.tensor([2, 3, 1])}], sizes=[4], lengths="n"),
-            fcg.LayoutError,
-            r"a row is longer than its batch.*\n  batch\['n'\]  expected at most 2   got 3",
-            lambda: fcg.bucket([{"x": rows(2), "n": torch.tensor([2, 2, 1])}], sizes=[4], lengths="n"),
-        ),
-        (
-            lambda: fcg.bucket([], sizes=[]),
-            ValueError,
-            r"sizes must be positive integers, got \[\]",
-            lambda: fcg.bucket([], sizes=[1]),
-        ),
-        (
-            lambda: fcg.bucket([], sizes=[1], axis=-1),
-            ValueError,
-            r"axis must not be negative, got -1. To fix: count it from the front",
-            lambda: fcg.bucket([], sizes=[1], axis=2),
-        ),
+        (torch.uint8, -100),
+        (torch.int64, 0.5),
+        (torch.bool, 2),
+        (torch.int32, float("nan")),
+        (torch.half, 1e9),
     ],
-    ids=["long", "unequal", "no-axis", "mask", "lengths", "sizes", "axis"],
 )
-def test_mistakes_and_their_fixes(
-    make: Callable[[], Any], error: type[Exception], said: str, fixed: Callable[[], Any]
-) -> None:
-    with pytest.raises(error, match=said):
-        list(make())
-    list(fixed())
+def test_a_value_that_the_dtype_cannot_hold_is_refused(dtype: torch.dtype, value: float) -> None:
+    with pytest.raises(ValueError, match="cannot hold"):
+        only({"x": torch.ones(2, 3, dtype=dtype)}, pad=value)
+    assert only({"x": torch.ones(2, 3).double()}, pad=value)["x"].shape == (2, 4)
+
+
+def test_wrong_arguments_are_refused() -> None:
+    with pytest.raises(TypeError, match="expected an iterable of batches, got int"):
+        fcg.bucket(3, sizes=SIZES)  # type: ignore[arg-type]
+    for sizes in ((), (0,), (4.0,), (True,), 8):
+        with pytest.raises(ValueError, match="sizes must be positive integers"):
+            fcg.bucket([], sizes=sizes)  # type: ignore[arg-type]
+    for dim in (-1, True, "x"):
+        with pytest.raises(ValueError, match="dim must be 0 or a positive integer"):
+            fcg.bucket([], sizes=SIZES, dim=dim)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="pad must be a number"):
+        fcg.bucket([], sizes=SIZES, pad="0")  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="mask must be a name or None"):
+        fcg.bucket([], sizes=SIZES, mask=True)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="`pad` names 'y', but a batch has 'x'"):
+        only({"x": torch.ones(2, 3)}, pad={"y": 0})
+    with pytest.raises(TypeError, match="a tensor, got Pair"):
+        only(Pair(torch.ones(2, 3), torch.ones(2)))
+    with pytest.raises(TypeError, match="a tensor, got str"):
+        only("abc")
+
+
+def test_arrays_that_are_overwritten_are_copied_when_padded() -> None:
+    def loader() -> Iterator[Any]:
+        x = np.zeros((2, 3), np.float32)
+        for i in range(3):
+            x[:] = i
+            yield x
+
+    assert [x[0, 0].item() for x, _ in list(fcg.bucket(loader(), sizes=SIZES))] == [0, 1, 2]

@@ -30,6 +30,7 @@ ORDER = (
     "concurrency",
     "random",
     "state",
+    "buckets",
     "checkpoint",
     "transforms",
     "precision",
@@ -53,7 +54,6 @@ ORDER = (
     "train_state",
     "graph_step",
     "prefetch",
-    "bucket",
     "sharding",
     "__init__",
     "testing",
@@ -123,6 +123,7 @@ FROZEN_CALLS = frozenset(
         "len",
         "max",
         "min",
+        "_missing",  # a module's `__getattr__`, which raises
         "namedtuple",
         "object",
         "tuple",

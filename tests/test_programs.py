@@ -1,15 +1,16 @@
-"""The five example programs: each replay is bitwise eager, and each program learns."""
+"""The example programs: each replay is bitwise eager, and each program learns."""
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
 import torch
+from torch import Tensor, nn
 
 import functional_cg as fcg
 from functional_cg.examples import programs, text
@@ -17,8 +18,16 @@ from functional_cg.examples.programs import (
     actor_critic,
     diffusion_unet_ema_bf16,
     exploration,
+    force_matching,
+    gan,
+    image_classifier,
+    lengths,
+    logged,
+    lora,
     nanogpt,
     property_test,
+    sac,
+    trainer,
 )
 from functional_cg.testing import assert_replay_equals_eager, assert_trees_all_equal
 
@@ -26,6 +35,10 @@ CALLS = 20
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)]
 
 Start = tuple[Any, Any, list[tuple[Any, ...]]]  # the program's step, a state, and arguments for each call
+
+
+def regression() -> trainer.Model:
+    return trainer.Model(nn.Linear(2, 64), nn.Tanh(), nn.Dropout(0.1), nn.Linear(64, 1))
 
 
 def random_text() -> torch.Tensor:
@@ -68,12 +81,89 @@ def start_property_test(device: str) -> Start:
     return property_test.train_step, property_test.create_state(device), calls
 
 
+def start_image_classifier(device: str) -> Start:
+    step, _, state = image_classifier.build(device)
+    images, labels = image_classifier.stripes(8 * CALLS, seed=0).tensors
+    return step, state, [([*pair],) for pair in zip(images.split(8), labels.split(8), strict=True)]
+
+
+def start_gan(device: str) -> Start:
+    step, _, _, generator, critic = gan.build(device)
+    points = itertools.islice(gan.ring(seed=0), CALLS)
+    return step, critic, [(fcg.snapshot(generator).params, real) for real in points]
+
+
+def start_gan_generator(device: str) -> Start:
+    _, step, _, generator, critic = gan.build(device)
+    points = itertools.islice(gan.ring(seed=0), CALLS)
+    return step, generator, [(fcg.snapshot(critic).params, real) for real in points]
+
+
+def start_force_matching(device: str) -> Start:
+    batches = [(force_matching.molecules(8, seed),) for seed in range(CALLS)]
+    return force_matching.train_step, force_matching.create_state(device), batches
+
+
+def start_sac(device: str) -> Start:
+    rng = np.random.default_rng(0)
+    shapes = {"observation": (64, 2), "action": (64, 1), "next": (64, 2), "reward": (64,)}
+
+    def batch() -> dict[str, Any]:
+        return {name: rng.uniform(-1, 1, shape).astype(np.float32) for name, shape in shapes.items()}
+
+    return sac.learn, sac.create_state(device), [(batch(),) for _ in range(CALLS)]
+
+
+def start_logged(device: str) -> Start:
+    return logged.train_step, logged.create_state(device), [(torch.rand(8, 2),) for _ in range(CALLS)]
+
+
+class Output(NamedTuple):
+    logits: Tensor
+
+
+class Classifier(nn.Module):
+    """What the program needs of a model of Hugging Face, with layers of the same names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.dropout = nn.Embedding(20, 16), nn.Dropout(0.1)
+        self.attention = nn.ModuleDict({"query": nn.Linear(16, 16), "value": nn.Linear(16, 16)})
+        self.classifier = nn.Linear(12 * 16, 2)
+
+    def forward(self, tokens: Tensor, mask: Tensor) -> Output:
+        x = self.embedding(tokens) * mask[..., None]
+        hidden = torch.tanh(self.attention["query"](x)) * self.attention["value"](x)
+        return Output(self.classifier(self.dropout(hidden.flatten(1))))
+
+
+def start_lora(device: str) -> Start:
+    torch.manual_seed(0)
+    step, _, state = lora.build(Classifier(), device)
+    return step, state, [(lora.sentences(8, seed),) for seed in range(CALLS)]
+
+
+def start_trainer(device: str) -> Start:
+    torch.manual_seed(0)
+    captured = trainer.Captured(regression().to(device))
+    batches = [{"x": x, "labels": x.prod(dim=1)} for x in torch.rand(CALLS, 8, 2)]
+    return captured.step, captured.state, [(batch,) for batch in batches]
+
+
 STARTS = {
     "nanogpt": start_nanogpt,
     "actor_critic": start_actor_critic,
     "diffusion_unet_ema_bf16": start_diffusion,
     "exploration": start_exploration,
     "property_test": start_property_test,
+    "image_classifier": start_image_classifier,
+    "gan": start_gan,
+    "gan: generator": start_gan_generator,
+    "force_matching": start_force_matching,
+    "sac": start_sac,
+    "logged": start_logged,
+    "lora": start_lora,
+    "trainer": start_trainer,
 }
 
 
@@ -155,9 +245,124 @@ def test_exploration_goes_as_told(capsys: pytest.CaptureFixture[str]) -> None:
     assert "the data server went away: step 363" in said
 
 
+def few_stripes(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
+    stripes = image_classifier.stripes
+    monkeypatch.setattr(image_classifier, "stripes", lambda _, seed: stripes(count, seed))
+
+
+def test_image_classifier_learns_and_resumes_where_it_was_interrupted(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    few_stripes(monkeypatch, 700)  # the last batch is short
+    whole = image_classifier.train(tmp_path / "whole.safetensors", epochs=2)
+    image_classifier.train(tmp_path / "parts.safetensors", epochs=1)
+    resumed = image_classifier.train(tmp_path / "parts.safetensors", epochs=2)
+    assert_trees_all_equal(fcg.snapshot(resumed), fcg.snapshot(whole))
+    assert 0.4 < float(whole.best) <= 1
+    assert capsys.readouterr().out.count("epoch 0") == 2
+
+
+def test_image_classifier_lowers_its_rate_and_stops(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "run.safetensors"
+    _, _, state = image_classifier.build()
+    fcg.save(path, state.replace(best=1.0))  # which no epoch can improve on
+    few_stripes(monkeypatch, 80)
+    state = image_classifier.train(path, epochs=10)
+    assert (int(state.epoch), int(state.stale)) == (image_classifier.PATIENCE, image_classifier.PATIENCE)
+    assert "stopped early" in capsys.readouterr().out
+    assert float(state.opt_state.hyperparams["learning_rate"]) == pytest.approx(2e-4)
+
+
+def test_gan_learns() -> None:
+    before, after = gan.train(steps=300)
+    assert gan.off_the_ring(after)[0] < 0.4 * gan.off_the_ring(before)[0]
+
+
+def test_force_matching_learns_the_forces() -> None:
+    before, after = force_matching.train(steps=100)
+    assert after < 0.3 * before
+    batch = force_matching.molecules(4, seed=0)
+    params = fcg.snapshot(force_matching.create_state()).params
+    x = batch["x"].clone().requires_grad_()
+    (slope,) = torch.autograd.grad(force_matching.energy(params, x).sum(), x)
+    torch.testing.assert_close(force_matching.predict(params, batch["x"])[1], -slope)
+
+
+def test_sac_learns() -> None:
+    rewards = sac.train(steps=250)
+    assert np.mean(rewards[-50:]) > 0.5 * np.mean(rewards[:50])
+
+
+def test_sac_knows_the_density_of_its_actions() -> None:
+    actor = fcg.snapshot(sac.create_state()).params["actor"]
+    mean, log_std = sac.mlp(actor, torch.zeros(8, 2)).chunk(2, dim=-1)
+    action, logp = sac.act(actor, torch.zeros(8, 2), fcg.random.key(0))
+    normal = torch.distributions.Normal(mean, log_std.exp())
+    squashed = torch.distributions.TransformedDistribution(normal, torch.distributions.TanhTransform())
+    torch.testing.assert_close(logp, squashed.log_prob(action).sum(-1))
+
+
+def test_logged_writes_every_step_once() -> None:
+    class Recorder:
+        def __init__(self) -> None:
+            self.rows: list[tuple[str, float, int]] = []
+
+        def log(self, name: str, value: float, step: int) -> None:
+            self.rows.append((name, value, step))
+
+    writer = Recorder()
+    logged.train(250, writer)
+    for name in ("loss", "grad_norm", "saturated"):
+        assert [step for other, _, step in writer.rows if other == name] == list(range(1, 251))
+    losses = [value for name, value, _ in writer.rows if name == "loss"]
+    assert losses[-1] < 0.1 * losses[0]
+
+
+def test_lengths_learns_with_one_capture_per_size(capsys: pytest.CaptureFixture[str]) -> None:
+    accuracies = lengths.train(epochs=2)
+    assert accuracies[1] > accuracies[0]
+    assert accuracies[1] > 0.75
+    said = capsys.readouterr().out
+    assert "3 captures" in said
+    assert all(f"batch['tokens'] i64[32,{size}]" in said for size in lengths.SIZES)
+
+
+def test_lora_learns() -> None:
+    torch.manual_seed(0)
+    model = Classifier()
+    before, after = lora.train(model, steps=100)
+    assert after > before + 0.2
+
+
+def test_lora_learns_on_a_model_of_hugging_face() -> None:
+    pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    before, after = lora.train(lora.pretrained(), steps=100)
+    assert after > before + 0.1
+
+
+@pytest.mark.parametrize(
+    ("train", "package"),
+    [(trainer.own, "torch"), (trainer.hugging_face, "accelerate"), (trainer.fabric, "lightning_fabric")],
+)
+@pytest.mark.filterwarnings("ignore")  # of the libraries
+def test_trainer_learns(train: Callable[..., None], package: str) -> None:
+    pytest.importorskip(package)
+    torch.manual_seed(0)
+    x = torch.rand(500, 2)
+    model, rows = regression(), [{"x": row, "labels": row.prod()} for row in x]
+    before = float(model.eval()(x, x.prod(dim=1))["loss"])
+    train(model, rows)
+    assert float(model.cpu().eval()(x, x.prod(dim=1))["loss"]) < 0.3 * before
+
+
 def test_each_program_is_short_and_uses_public_names_only() -> None:
     folder = Path(programs.__path__[0])
-    assert {path.stem for path in folder.glob("*.py")} == {"__init__", *STARTS}
+    assert {path.stem for path in folder.glob("*.py")} == {"__init__", "lengths", *STARTS} - {
+        "gan: generator"
+    }
     for path in folder.glob("*.py"):
         source = path.read_text()
         assert len(source.splitlines()) < 120, path.name

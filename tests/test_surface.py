@@ -18,6 +18,7 @@ REPOSITORY = Path(__file__).resolve().parent.parent
 
 FUNCTIONS = (
     "checkpoints",
+    "bucket",
     "fork",
     "grad",
     "graph_fn",

@@ -31,6 +31,8 @@ def explain(name: str, stats: Stats, plans: Plans, refusal: str) -> str:
         f"{count(stats.replays, 'replay')}, {count(stats.eager_calls, 'eager call')}"
     )
     lines = [head]
+    if len(plans) > 1:
+        lines += [f"  traced for {', '.join(_layout(lowered)) or 'no inputs'}" for lowered, _ in plans]
     for lowered, captures in plans:
         lines += [str(lowered), *_captures(captures)]
         lines += [f"warning: {text}" for text in warnings_of(lowered)]

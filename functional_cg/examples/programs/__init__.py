@@ -1,1 +1,1 @@
-"""Five short, self-contained programs: ``python -m functional_cg.examples.programs.NAME``."""
+"""Short, self-contained programs: ``python -m functional_cg.examples.programs.NAME``."""

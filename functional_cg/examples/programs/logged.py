@@ -1,82 +1,97 @@
 """Logs a run without waiting for the device: ``python -m functional_cg.examples.programs.logged``.
 
-``fcg.tap("loss", loss, keep=50)`` keeps the last 50 losses on the device, from any depth of the step; the loop fetches
-them once in 50 calls. The writer is TensorBoard's where it is installed. For wandb, pass ``wandb.log`` in its place:
-``lambda name, value, step: wandb.log({name: value}, step=step)``.
+``fcg.tap`` keeps the last values on the device; every hundred steps they are read at once. A writer is any object with
+``log(name, value, step)``. ``TensorBoard`` below adapts ``torch.utils.tensorboard`` (``pip install tensorboard``); for
+wandb, call ``run.log({name: value}, step=step)`` in the same place.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+import importlib.util
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 import functional_cg as fcg
 
-EVERY = 50
+EVERY = 100
 
-Log = Callable[[str, float, int], None]
-
-
-class Net(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner, self.outer = nn.Linear(4, 64), nn.Linear(64, 1)
-
-    def forward(self, x: Tensor) -> Any:
-        hidden = torch.tanh(self.inner(x))
-        fcg.tap("saturated", (hidden.abs() > 0.99).float().mean(), keep=EVERY)
-        return self.outer(hidden)[:, 0]
+State = fcg.TrainState[dict[str, Tensor]]
 
 
-def build(device: str = "cpu") -> tuple[Any, Any]:
-    """Make the step and the state."""
-    apply, params, buffers = fcg.from_module(Net().to(device))
-    optimizer = fcg.optim.adam(fcg.optim.warmup_cosine(1e-2, 20, 500))
-    state = fcg.TrainState.create(params=params, buffers=buffers, optimizer=optimizer)
-
-    @fcg.graph_step
-    def train_step(state: Any, x: Tensor) -> Any:
-        def loss_fn(params: Any) -> Tensor:
-            out, _ = apply(params, state.buffers, x)
-            return F.mse_loss(out, (3 * x).sin().sum(dim=1))
-
-        loss, grads = fcg.value_and_grad(loss_fn)(state.params)
-        fcg.tap("loss", loss, keep=EVERY)
-        fcg.tap("norm of the gradient", fcg.optim.global_norm(grads), keep=EVERY)
-        return state.apply_gradients(grads), {}
-
-    return train_step, state
+class Writer(Protocol):
+    def log(self, name: str, value: float, step: int) -> None: ...
 
 
-def train(log: Log, steps: int = 500, device: str = "cpu") -> None:
-    """Train, and log each step's values, fetched once in 50 steps."""
-    train_step, state = build(device)
-    draw = torch.Generator().manual_seed(0)
-    for step in range(1, steps + 1):
-        state, _ = train_step(state, 2 * torch.rand(128, 4, generator=draw) - 1)
+class Printer:
+    """Prints a value every hundred."""
+
+    def log(self, name: str, value: float, step: int) -> None:
         if step % EVERY == 0:
-            for name, values in train_step.taps.items():
-                for ago, value in enumerate(reversed(values.tolist())):  # one wait for 50 steps
-                    log(name, value, step - ago)
+            print(f"step {step:4} {name:>12} {value:.4f}")
 
 
-def to_the_screen(name: str, value: float, step: int) -> None:
-    if step % EVERY == 0:
-        print(f"step {step}: {name} {value:.4f}")
+class TensorBoard:
+    """Writes to a folder that ``tensorboard --logdir FOLDER`` shows."""
 
-
-def writer() -> Log:
-    """Return TensorBoard's writer, or one to the screen where that is not installed."""
-    try:
+    def __init__(self, folder: str) -> None:
         from torch.utils.tensorboard import SummaryWriter
-    except ImportError:
-        return to_the_screen
-    return SummaryWriter().add_scalar
+
+        self._writer: Any = SummaryWriter(folder)
+
+    def log(self, name: str, value: float, step: int) -> None:
+        self._writer.add_scalar(name, value, step)
+
+
+def create_state(device: str = "cpu") -> State:
+    key = fcg.random.key(0, device)
+    params = {
+        "w1": fcg.random.normal(key, (2, 64), std=1.0),
+        "b1": torch.zeros(64, device=device),
+        "w2": fcg.random.normal(key, (64,), std=0.1, stream=1),
+    }
+    return fcg.TrainState.create(params=params, optimizer=fcg.optim.adam(1e-2))
+
+
+@fcg.graph_step
+def train_step(state: State, x: Tensor) -> tuple[State, dict[str, Tensor]]:
+    def loss_fn(params: dict[str, Tensor]) -> Tensor:
+        hidden = torch.tanh(x @ params["w1"] + params["b1"])
+        fcg.tap("saturated", (hidden.abs() > 0.97).float().mean(), keep=EVERY)
+        return F.mse_loss(hidden @ params["w2"], x.prod(dim=1))
+
+    loss, grads = fcg.value_and_grad(loss_fn)(state.params)
+    fcg.tap("loss", loss, keep=EVERY)
+    fcg.tap("grad_norm", fcg.optim.global_norm(grads), keep=EVERY)
+    return state.apply_gradients(grads), {}
+
+
+def flush(writer: Writer, done: int, new: int) -> None:
+    """Write the last ``new`` values of each tap; ``done`` steps were taken before them."""
+    for name, values in train_step.taps.items():
+        for step, value in enumerate(
+            values[-new:].tolist(), start=done + 1
+        ):  # the one wait in a hundred steps
+            writer.log(name, value, step)
+
+
+def train(steps: int, writer: Writer, device: str = "cpu") -> State:
+    state, generator, written = create_state(device), torch.Generator().manual_seed(0), 0
+    for step in range(1, steps + 1):
+        state, _ = train_step(state, torch.rand(256, 2, generator=generator))
+        if step % EVERY == 0 or step == steps:
+            flush(writer, written, step - written)
+            written = step
+    return state
+
+
+def main() -> None:
+    board = importlib.util.find_spec("tensorboard") is not None
+    writer: Writer = TensorBoard("runs/logged") if board else Printer()
+    train(500, writer, "cuda" if torch.cuda.is_available() else "cpu")
 
 
 if __name__ == "__main__":
-    train(writer(), device="cuda" if torch.cuda.is_available() else "cpu")
+    main()

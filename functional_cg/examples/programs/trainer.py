@@ -1,118 +1,119 @@
-"""A training loop that others own: ``python -m functional_cg.examples.programs.trainer``.
+"""A captured step inside of a trainer: ``python -m functional_cg.examples.programs.trainer``.
 
-``transformers.Trainer`` and Lightning Fabric keep the loop, the data and the logs, and ask for one thing: a step. Here
-``Captured`` is that step: it makes one captured call of a module, an optimizer and a loss, and writes the weights back
-into the module on request. A small trainer shows the pattern.
+A trainer calls ``training_step`` for each batch; a subclass lets a captured step do the forward, the backward and the
+update there. Shown for a trainer of a few lines and, where installed, for Hugging Face's ``Trainer`` and a loop
+of Lightning Fabric. The trainer's own optimizer is left without gradients, so it does nothing.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import importlib.util
+import tempfile
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.data import DataLoader
 
 import functional_cg as fcg
 
-LossFn = Callable[[Callable[..., Any], Any], Tensor]
+EPOCHS = 4
+Batch = dict[str, Tensor]
 
 
-class Captured:
-    """Forward, backward and update of a module as one captured call.
+class Model(nn.Sequential):
+    def forward(self, x: Tensor, labels: Tensor) -> dict[str, Tensor]:  # type: ignore[override]
+        return {"loss": F.mse_loss(super().forward(x).squeeze(-1), labels)}
 
-    ``transformers``::
 
-        class GraphTrainer(transformers.Trainer):
-            captured = None
+class Captured:  # trains a module that returns its loss
+    def __init__(self, module: nn.Module) -> None:
+        self.module, (self.apply, params, buffers) = module, fcg.from_module(module)
+        adam, key = fcg.optim.adam(1e-2), fcg.random.key(0)
+        self.state = fcg.TrainState.create(params=params, buffers=buffers, optimizer=adam, key=key)
+        apply = self.apply
 
-            def training_step(self, model, inputs, num_items_in_batch=None):
-                self.captured = self.captured or Captured(model, adamw, lambda model, batch: model(**batch).loss)
-                return self.captured(dict(inputs))
+        def step(state: Any, batch: Any) -> tuple[Any, dict[str, Tensor]]:
+            def loss_fn(params: Any) -> tuple[Tensor, Any]:
+                out, buffers = apply(params, state.buffers, key=key, **batch)
+                return out["loss"], buffers
 
-        idle = torch.optim.SGD(model.parameters(), lr=0.0)  # finds no gradients
-        GraphTrainer(model, ..., optimizers=(idle, None))
-
-    and ``captured.store()`` before an evaluation or a save. With Lightning Fabric, ``loss = captured(batch)`` takes the
-    place of ``fabric.backward(loss)`` and ``optimizer.step()``.
-    """
-
-    def __init__(
-        self, model: nn.Module, optimizer: fcg.optim.GradientTransformation, loss_fn: LossFn
-    ) -> None:
-        self.model = model
-        apply, params, buffers = fcg.from_module(model)
-        self.state = fcg.TrainState.create(
-            params=params,
-            buffers=buffers,
-            optimizer=optimizer,
-            key=fcg.random.key(0),
-        )
-
-        @fcg.graph_step
-        def train_step(state: Any, batch: Any) -> Any:
             key = fcg.random.fold_in(state.key, state.step)
+            (loss, buffers), grads = fcg.value_and_grad(loss_fn, has_aux=True)(state.params)
+            return state.apply_gradients(grads, buffers=buffers), {"loss": loss}
 
-            def loss_of(params: Any) -> Any:
-                left: Any = state.buffers
+        self.step = fcg.graph_step(step, max_captures=2)  # the second is for the short last batch
 
-                def forward(*args: Any, **kwargs: Any) -> Any:
-                    nonlocal left
-                    out, left = apply(params, left, *args, key=key, **kwargs)
-                    return out
+    def __call__(self, batch: Batch) -> Tensor:
+        self.state, metrics = self.step(self.state, batch)
+        return metrics["loss"]
 
-                return loss_fn(forward, batch), left
-
-            (loss, buffers), grads = fcg.value_and_grad(loss_of, has_aux=True)(state.params)
-            return state.apply_gradients(grads, buffers=buffers), loss
-
-        self._apply, self._step = apply, train_step
-
-    def __call__(self, batch: Any) -> Tensor:
-        """Take a step, and return its loss."""
-        loss: Tensor
-        self.state, loss = self._step(self.state, batch)
-        return loss
-
-    def store(self) -> nn.Module:
-        """Write the weights into the module, for an evaluation or a save."""
-        self.model.load_state_dict(self._apply.state_dict(self.state.params, self.state.buffers))
-        return self.model
+    def write_back(self) -> None:
+        self.module.load_state_dict(self.apply.state_dict(self.state.params, self.state.buffers))
 
 
 class Trainer:
-    """A loop with logs and an evaluation, which knows nothing of captures."""
+    def training_step(self, model: nn.Module, inputs: Batch) -> Tensor:
+        loss: Tensor = model(**inputs)["loss"]
+        loss.backward()
+        return loss.detach()
 
-    def __init__(self, training_step: Callable[[Any], Tensor], evaluate: Callable[[], float]) -> None:
-        self.training_step, self.evaluate = training_step, evaluate
-
-    def fit(self, loader: Iterable[Any], epochs: int) -> list[float]:
-        scores = []
-        for epoch in range(epochs):
-            losses = [self.training_step(batch) for batch in loader]
-            scores.append(self.evaluate())
-            print(f"epoch {epoch}: loss {float(torch.stack(losses).mean()):.4f}, evaluation {scores[-1]:.4f}")
-        return scores
+    def train(self, model: nn.Module, loader: Any) -> None:
+        optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+        for inputs in (inputs for _ in range(EPOCHS) for inputs in loader):
+            self.training_step(model, inputs)
+            optimizer.step()
+            optimizer.zero_grad()
 
 
-def train(epochs: int = 5, device: str = "cpu") -> list[float]:
-    """Fit a function of two numbers, and return the error after each epoch."""
-    layers = [nn.Linear(2, 64), nn.BatchNorm1d(64), nn.SiLU(), nn.Dropout(0.05), nn.Linear(64, 1)]
-    model = nn.Sequential(*layers).to(device)
-    x = torch.rand(4096, 2, generator=torch.Generator().manual_seed(0))
-    y = x.prod(dim=1, keepdim=True)
-    captured = Captured(
-        model, fcg.optim.adam(3e-3), lambda model, batch: F.mse_loss(model(batch[0]), batch[1])
-    )
+def own(model: nn.Module, rows: Any) -> None:
+    captured = Captured(model)
 
-    def evaluate() -> float:
-        with torch.no_grad():
-            error = captured.store().eval()(x[:256].to(device)).cpu() - y[:256]
-        return float(error.square().mean())
+    class CapturedTrainer(Trainer):
+        def training_step(self, model: nn.Module, inputs: Batch) -> Tensor:
+            return captured(inputs)
 
-    return Trainer(captured, evaluate).fit([*zip(x.split(128), y.split(128), strict=True)], epochs)
+    CapturedTrainer().train(model, DataLoader(rows, 32))
+    captured.write_back()
+
+
+def hugging_face(model: nn.Module, rows: Any) -> None:
+    from transformers import Trainer, TrainingArguments
+
+    class CapturedTrainer(Trainer):  # type: ignore[misc]
+        def training_step(self, model: nn.Module, inputs: Batch, num_items_in_batch: Any = None) -> Tensor:
+            if self.state.global_step == 0:  # the trainer has moved and marked the model by now
+                self.captured = Captured(model)
+            return self.captured(inputs)
+
+    options = {"num_train_epochs": EPOCHS, "per_device_train_batch_size": 32, "report_to": "none"}
+    with tempfile.TemporaryDirectory() as folder:
+        trainer = CapturedTrainer(model, TrainingArguments(folder, **options), train_dataset=rows)
+        trainer.train()
+    trainer.captured.write_back()
+
+
+def fabric(model: nn.Module, rows: Any) -> None:
+    from lightning_fabric import Fabric
+
+    fabric = Fabric(devices=1)
+    captured, loader = Captured(model.to(fabric.device)), fabric.setup_dataloaders(DataLoader(rows, 32))
+    for batch in (batch for _ in range(EPOCHS) for batch in loader):
+        captured(batch)  # in place of the forward, fabric.backward(loss) and optimizer.step()
+    captured.write_back()
+
+
+def main() -> None:
+    x = torch.rand(1000, 2, generator=torch.Generator().manual_seed(0))
+    for train, package in ((own, "torch"), (hugging_face, "accelerate"), (fabric, "lightning_fabric")):
+        if importlib.util.find_spec(package):
+            model = Model(nn.Linear(2, 64), nn.Tanh(), nn.Dropout(0.1), nn.Linear(64, 1))
+            train(model, [{"x": row, "labels": row.prod()} for row in x])
+            print(f"{train.__name__}: loss {model.cpu().eval()(x, x.prod(dim=1))['loss']:.4f} in the end")
+        else:
+            print(f"{train.__name__}: needs `pip install {package}`")
 
 
 if __name__ == "__main__":
-    train(device="cuda" if torch.cuda.is_available() else "cpu")
+    main()
