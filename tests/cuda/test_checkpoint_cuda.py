@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -44,3 +45,26 @@ def test_a_dict_is_complete_when_it_is_returned_from_a_side_stream() -> None:
     with torch.cuda.stream(torch.cuda.Stream()):
         state = state.replace(w=torch.ones(1 << 22))  # type: ignore[attr-defined]
     assert fcg.state_dict(state)["w"].sum().item() == 1 << 22
+
+
+def test_a_copy_is_queued_before_the_next_step_writes(tmp_path: Path) -> None:
+    """The state is donated at once, again and again; each checkpoint has the values of its own step."""
+    large = 1 << 24
+
+    def advance(state: Any, x: torch.Tensor) -> Any:
+        return {"w": state["w"] + x, "step": state["step"] + 1}, {}
+
+    step, one = fcg.graph_step(advance), torch.ones((), device="cuda")
+    state = fcg.place({"w": torch.zeros(large, device="cuda"), "step": 0})
+    with fcg.checkpoints(tmp_path, keep=None) as saved:
+        for _ in range(4):
+            state, _ = step(state, one)
+            saved.save(state)
+            for _ in range(3):
+                state, _ = step(state, one)
+        saved.wait()
+        assert saved.steps() == [1, 5, 9, 13]
+        for number in saved.steps():
+            state = saved.load(state, step=number)
+            assert state["w"].eq(number).all()
+            assert state["step"].item() == number
