@@ -328,7 +328,8 @@ class Lowered:
 
     def __str__(self) -> str:
         dtypes = sorted({dtype_name(var.spec.dtype) for var in self.program.slots})
-        sizes = ", ".join(f"{name} {size:,} B" for name, size in self.memory_analysis().items())
+        uses = self.memory_analysis().items()  # without a sum that no moment holds
+        sizes = ", ".join(f"{name} {size:,} B" for name, size in uses if name != "temporaries")
         header = ("key path", "spec", "bytes", "copied per call", "role")
         branches = [
             branch

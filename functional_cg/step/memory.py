@@ -6,6 +6,7 @@ import re
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
 
 from ..stages.lifetimes import alive_at_peak, storage_bytes
 from ..stages.plan import Schedule, schedule
@@ -38,6 +39,9 @@ class Owner:
     backward: bool
 
 
+_LABELS = MappingProxyType({"temporaries": "temporaries of all calls, which share memory"})
+
+
 @dataclass(frozen=True, repr=False, slots=True)
 class MemoryAnalysis(Mapping[str, int]):
     """Bytes of a step by use, as a mapping; prints as a table.
@@ -62,7 +66,7 @@ class MemoryAnalysis(Mapping[str, int]):
         return len(self.sizes)
 
     def __str__(self) -> str:
-        rows = [(name, _mib(size)) for name, size in self.sizes.items()]
+        rows = [(_LABELS.get(name, name), _mib(size)) for name, size in self.sizes.items()]
         lines = [f"{self.function}: {_mib(self.sizes['peak'])} at the peak", *columns(rows)]
         if self.owners:
             found = [
