@@ -494,5 +494,5 @@ def test_a_step_of_the_bench_watches_each_value() -> None:
         for step in (none, some):
             step(torch.ones(2))
         watched = [next(iter(step._lowered.values()))[0].watch for step in (none, some)]
-        held = [sum(len(getattr(one.old, "_parts", (0,))) for one in each._entries) for each in watched]
+        held = [sum(len(getattr(one.old, "parts", (0,))) for one in each._entries) for each in watched]
         assert held[1] >= held[0] + 7

@@ -243,7 +243,7 @@ def test_the_line_of_a_library_is_named_with_the_users_own(helpful):
 
     copied = r"in `helpful.centered_\(state\['x'\]\)`, pass a copy, `state\['x'\].clone\(\)`"
     with pytest.raises(fcg.ReadOnlyError, match=copied):
-        fcg.graph_fn(writes)({"x": X})
+        fcg.graph_fn(writes)(fcg.place({"x": X}))
     assert fcg.graph_fn(lambda state: helpful.centered_(state["x"].clone()))({"x": X}).sum() == 0.0
 
 
