@@ -164,7 +164,8 @@ class Prefetched(Iterator[B]):
         if not callable(getattr(self._loader, name, None)):
             raise TypeError(
                 f"prefetch: {type(self._loader).__name__} has no `{name}`: it does not know its position. To fix: "
-                "`torchdata.stateful_dataloader.StatefulDataLoader`, which takes what a `DataLoader` takes."
+                "`torchdata.stateful_dataloader.StatefulDataLoader` (`pip install torchdata`), which takes what a "
+                "`DataLoader` takes."
             )
         return self._loader
 

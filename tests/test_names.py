@@ -126,7 +126,7 @@ def test_a_misspelt_pattern_is_refused_with_the_names_that_there_are(params: Any
     )
     assert "'*bias'  expected" not in text
     assert "To fix: write it as the leaves are named, blocks.0.norm.bias, " in text
-    assert "and 22 more; or move it to the front." in text
+    assert "and 22 more; or move it to the front; or, " in text
 
 
 @pytest.mark.parametrize("patterns", [["*.bias"], {1: "a"}, "*.bias"])

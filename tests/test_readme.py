@@ -12,21 +12,25 @@ import pytest
 import torch
 
 import functional_cg as fcg
+from functional_cg.testing import assert_replay_equals_eager
 from tests.exports import exports
 
 ROOT = Path(__file__).resolve().parent.parent
 README = ROOT / "README.md"
 PAGES = sorted([README, *ROOT.glob("functional_cg/**/README.md"), *ROOT.glob("notebooks/*.md")])
+OPTIMIZERS = ROOT / "functional_cg" / "optim" / "README.md"
 WORDS = 900
 
 
-def run(page: Path) -> dict[str, Any]:
-    """Execute the first program of a page."""
-    program = re.search(r"```python\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL)
-    assert program is not None
+def programs(page: Path) -> list[str]:
+    return re.findall(r"```python\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL)
+
+
+def run(page: Path, index: int = 0) -> dict[str, Any]:
+    """Execute a program of a page, by default the first."""
     torch.manual_seed(0)
     names: dict[str, Any] = {}
-    exec(compile(program.group(1), str(page), "exec"), names)
+    exec(compile(programs(page)[index], str(page), "exec"), names)
     return names
 
 
@@ -49,6 +53,21 @@ def test_the_step_without_modules_runs_and_learns(capsys: pytest.CaptureFixture[
     assert "tensor(" in capsys.readouterr().out
     assert names["metrics"]["loss"] < 0.01
     assert names["train_step"].stats.replays == 300
+
+
+@pytest.mark.parametrize("index", range(len(programs(OPTIMIZERS))))
+def test_each_program_of_the_optimizers_runs_and_its_state_trains(index: int) -> None:
+    names = run(OPTIMIZERS, index)
+
+    @fcg.graph_step
+    def train_step(state: Any, target: torch.Tensor) -> Any:
+        def loss_fn(params: Any) -> torch.Tensor:
+            return sum((p - target).square().sum() for p in fcg.tree.leaves(params))
+
+        loss, grads = fcg.value_and_grad(loss_fn)(state.params)
+        return state.apply_gradients(grads), {"loss": loss}
+
+    assert_replay_equals_eager(train_step, names["state"], [torch.randn(1)[0] for _ in range(4)])
 
 
 def test_it_is_two_screens() -> None:

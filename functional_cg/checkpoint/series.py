@@ -250,7 +250,8 @@ def _method(loader: Any, name: str) -> Any:
     if not callable(method):
         raise TypeError(
             f"checkpoints: {type(loader).__name__} has no `{name}`, and so no position. To fix: "
-            "`torchdata.stateful_dataloader.StatefulDataLoader`, which takes what a `DataLoader` takes."
+            "`torchdata.stateful_dataloader.StatefulDataLoader` (`pip install torchdata`), which takes what a "
+            "`DataLoader` takes."
         )
     return method
 

@@ -11,6 +11,7 @@ import difflib
 import inspect
 import re
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import FrozenInstanceError
 from types import CodeType, MappingProxyType, TracebackType
 from typing import Any
 
@@ -60,6 +61,8 @@ def fix_of(error: BaseException) -> str:
             _still_a_pair,
             _attribute,
             _optimizer,
+            _schedule,
+            _frozen,
             _no_name,
             _elsewhere,
             _no_gpu,
@@ -190,6 +193,42 @@ def _optimizer(site: Site, error: BaseException) -> str:
         case ast.Call(func=ast.Attribute(value=owner)) if isinstance(error, TypeError):
             if type(site.value(owner)).__module__.startswith("functional_cg.optim"):
                 return "`state = state.apply_gradients(grads)`"
+    return ""
+
+
+def _schedule(site: Site, error: BaseException) -> str:
+    """A schedule, computed with as if it were a number."""
+    if not isinstance(error, TypeError):
+        return ""
+    for one in ast.walk(site.node):
+        if not isinstance(one, ast.Name | ast.Attribute) or not _derives(site.value(one), "Schedule"):
+            continue
+        name, owner = text_of(one), site.value(one.value) if isinstance(one, ast.Attribute) else None
+        if isinstance(one, ast.Attribute) and _derives(owner, "GradientTransformation"):
+            made = f"fcg.optim.inject_hyperparams({type(owner).__name__})({one.attr}=...)"
+            return f"`{name}` is a schedule: `{made}` gives its value at each update"
+        return f"`{name}` is a schedule: its value is `{name}(state.step)`"
+    return ""
+
+
+def _derives(value: Any, base: str) -> bool:
+    """Whether a value is of a class of ``optim``, by its name, since messages import no optimizers."""
+    kinds = type(value).__mro__
+    return any(kind.__name__ == base and kind.__module__.startswith("functional_cg.optim") for kind in kinds)
+
+
+def _frozen(site: Site, error: BaseException) -> str:
+    """A field that is assigned in a frozen object which is no state, such as an optimizer."""
+    if not isinstance(error, FrozenInstanceError):
+        return ""
+    for one in ast.walk(site.node):
+        if isinstance(one, ast.Attribute) and isinstance(one.ctx, ast.Store):
+            owner = site.value(one.value)
+            if owner is not None and not hasattr(type(owner), "replace"):
+                return (
+                    f"`{text_of(one.value)}` is frozen: what changes from call to call is a tensor of the state, such "
+                    "as `torch.tensor(0)`, which goes in and is returned"
+                )
     return ""
 
 

@@ -292,8 +292,8 @@ def refuse_changed(name: str, before: Held, after: Held, allowed: Callable[[Held
             f"its forward changes {len(paths)} attribute{'s' * (len(paths) > 1)} of the module.",
             rows=[f"`{path}`" for path in paths],
             why="`apply` is a pure function: what the forward leaves on the module is gone after the call.",
-            fix="return it; or make it a tensor and register it, `self.register_buffer(...)`: then it is returned in "
-            "`new_buffers`.",
+            fix="return it; or, to look at it, `fcg.tap(name, x)`; or make it a tensor and register it, "
+            "`self.register_buffer(...)`: then it is returned in `new_buffers`.",
         )
 
 

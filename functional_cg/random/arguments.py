@@ -63,7 +63,10 @@ def check_integer(name: str, value: object, low: int, high: int) -> None:
     if not isinstance(value, int):
         fix = "."
         if isinstance(value, Tensor):
-            fix = ".\nTo fix: a number on the device goes into `fcg.random.fold_in(key, number)`."
+            fix = (
+                ".\nTo fix: name the argument of the step that it comes from in `static_argnames=`; a number on the "
+                "device goes into `fcg.random.fold_in(key, number)`."
+            )
         elif isinstance(value, float):
             fix = f".\nTo fix: a whole number, such as `{int(value)}`."
         raise TypeError(f"`{name}`: expected a Python int, got {describe(value)}{fix}")

@@ -369,7 +369,7 @@ def fill(lease: Lease, leaves: Sequence[Tensor]) -> Handle:
 def snapshot(state: T) -> T:
     """Copy a state (or a part of one, or a plain pytree) to ordinary tensors that the caller owns.
 
-    To store it on disk, use ``fcg.save``, which needs no pickle: ``torch.load`` refuses classes by default.
+    ``fcg.place`` makes it a state again. To store it, use ``fcg.save``: ``torch.load`` refuses classes by default.
 
     Example:
       >>> import torch, functional_cg as fcg

@@ -162,5 +162,24 @@ def like(draw: Draw, tree: Any, *, elements: st.SearchStrategy[Any] | Mapping[st
 
 
 def inputs(tree: Any, calls: int, *, elements: Any = None) -> st.SearchStrategy[list[Any]]:
-    """Draw the inputs of several calls, each like ``tree``."""
+    """Draw the inputs of several calls, each like ``tree``, for :func:`assert_replay_equals_eager`.
+
+    Args:
+      tree: The input of a call, or a tuple of its inputs.
+      calls: How many.
+      elements: As for :func:`like`; in a tuple, the second input is ``"[1]"``.
+
+    Example:
+      >>> import torch, functional_cg as fcg
+      >>> from hypothesis import given, settings, strategies as st
+      >>> from functional_cg.testing import assert_replay_equals_eager
+      >>> from functional_cg.testing.strategies import inputs
+      >>> example = torch.zeros(4, 2), torch.zeros(4, dtype=torch.int64)
+      >>> step = fcg.graph_step(lambda state, x, y: ({"w": state["w"] + x.sum(0)[y].sum()}, {}))
+      >>> @settings(max_examples=5, deadline=None)
+      ... @given(inputs(example, 3, elements={"[1]": st.integers(0, 1)}))
+      ... def test_replays(calls):
+      ...     assert_replay_equals_eager(step, {"w": torch.zeros(())}, calls)
+      >>> test_replays()
+    """
     return st.lists(like(tree, elements=elements), min_size=calls, max_size=calls)

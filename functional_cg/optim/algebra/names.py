@@ -98,8 +98,10 @@ class by_name:
                 "",
                 "optim.by_name: a pattern decides for no leaf.",
                 rows=rows,
-                why="The first pattern that matches a name decides; one that never does is misspelt, or too late.",
-                fix=f"write it as the leaves are named, {', '.join(names[:_SHOWN])}{more}; or move it to the front.",
+                why="The first pattern that matches a name decides. A parameter that does not require gradients is a "
+                "buffer, and frozen already.",
+                fix=f"write it as the leaves are named, {', '.join(names[:_SHOWN])}{more}; or move it to the front; "
+                "or, for what is frozen already, leave it out.",
             )
 
 

@@ -51,7 +51,9 @@ def _fix(recipe: Recipe, error: Exception) -> str:
     if "does not require grad" in text:
         return "in place of `backward()`, `loss, grads = fcg.value_and_grad(loss_fn)(state.params)`"
     if isinstance(error, dataclasses.FrozenInstanceError):
-        return "a state is immutable: `state = state.replace(...)` gives one with other fields"
+        return (
+            fix_of(error) or "a state is immutable: `state = state.replace(...)` gives one with other fields"
+        )
     if isinstance(error, bdb.BdbQuit):
         return f"a debugger works where there are values: `{name}.eager(...)`, or FCG_DISABLE_CAPTURE=1 for all calls"
     doubles = [path for path, spec in inputs.items() if spec.dtype is torch.float64]
