@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
+from typing import Self
+
 import torch
 from torch import Tensor
 
@@ -119,7 +123,136 @@ def repeated(x: Tensor) -> Tensor:
     return x * 2
 
 
-TESTED = [bare, asserted, after_python, either, both, chained, otherwise, finally_]
+@contextlib.contextmanager
+def watched() -> Iterator[None]:
+    try:
+        yield
+    finally:
+        pass
+
+
+@contextlib.contextmanager
+def forgiving() -> Iterator[None]:
+    with contextlib.suppress(ValueError):
+        yield
+
+
+class Forgiving:
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: object, *_: object) -> bool:
+        return kind is ValueError
+
+
+class Unless:
+    """Yields 1 until values are large."""
+
+    def __init__(self, x: Tensor) -> None:
+        self.x, self.count = x, 0
+
+    def __iter__(self) -> Self:
+        return self
+
+    def __next__(self) -> int:
+        self.count += 1
+        if self.count > 2:
+            raise StopIteration
+        if (self.x > MOST).any():
+            raise StopIteration
+        return 1
+
+    @property
+    def small(self) -> bool:
+        if (self.x > MOST).any():
+            raise AttributeError
+        return True
+
+
+def raised_again(x: Tensor) -> Tensor:
+    try:
+        with watched():
+            return bare(x)
+    except ValueError as error:
+        raise ValueError("bad batch") from error
+
+
+def in_a_handler(x: Tensor) -> Tensor:
+    try:
+        raise LookupError
+    except LookupError:
+        return bare(x)
+
+
+def caught_by_a_caller(x: Tensor) -> Tensor:
+    try:
+        return bare(x)
+    except ValueError:
+        return x * 3
+
+
+def suppressed(x: Tensor) -> Tensor:
+    y = x
+    with contextlib.suppress(ValueError):
+        y = bare(x)
+    return y
+
+
+def suppressed_by_its_own(x: Tensor) -> Tensor:
+    y = x
+    with Forgiving():
+        y = bare(x)
+    return y
+
+
+def suppressed_further_out(x: Tensor) -> Tensor:
+    y = x
+    with torch.no_grad(), forgiving():
+        y = bare(x)
+    return y
+
+
+def suppressed_by_a_decorator(x: Tensor) -> Tensor:
+    found = [x]
+    forgiving()(lambda: found.append(bare(x)))()
+    return found[-1]
+
+
+def lost_in_finally(x: Tensor) -> Tensor:
+    y = x
+    try:
+        y = bare(x)
+    finally:
+        return y  # noqa: B012
+
+
+def counted(x: Tensor) -> Tensor:
+    return x * sum(Unless(x))
+
+
+def had(x: Tensor) -> Tensor:
+    return x * 2 if hasattr(Unless(x), "small") else x
+
+
+def distributed(x: Tensor) -> Tensor:
+    try:
+        return torch.distributions.Normal(x, x + 1).variance
+    except ValueError:
+        return x
+
+
+TESTED = [
+    bare,
+    asserted,
+    after_python,
+    either,
+    both,
+    chained,
+    otherwise,
+    finally_,
+    raised_again,
+    in_a_handler,
+]
 DECIDING = [
     caught,
     returned,
@@ -129,4 +262,13 @@ DECIDING = [
     inside_a_call,
     chosen,
     repeated,
+    caught_by_a_caller,
+    suppressed,
+    suppressed_by_its_own,
+    suppressed_further_out,
+    suppressed_by_a_decorator,
+    lost_in_finally,
+    counted,
+    had,
+    distributed,
 ]

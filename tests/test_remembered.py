@@ -226,6 +226,22 @@ def test_a_table_that_is_written_is_loud(case: Callable[[], Case], warm: bool) -
         step(state, batch(1))
 
 
+def set_data(table: Tensor, other: Tensor) -> None:
+    table.data = other
+
+
+@pytest.mark.parametrize("change", [set_data, torch.utils.swap_tensors])
+def test_a_table_that_gets_other_memory_is_loud(change: Callable[[Tensor, Tensor], None]) -> None:
+    """Torch counts no write: the new memory may be of the same version."""
+    table, _ = cached()
+    found = table()
+    step = fcg.graph_step(lambda state, x: ({"w": state["w"] + x * table()}, {"sum": x.sum()}))
+    state, _ = step({"w": torch.zeros(N)}, torch.ones(N))
+    change(found, torch.full((N,), 9.0))
+    with pytest.raises(fcg.BakedValueError, match=r"(has other memory since)|(was written)"):
+        step(state, torch.ones(N))
+
+
 def test_a_module_reads_what_its_function_remembers() -> None:
     table, _ = in_a_dict()
 

@@ -9,12 +9,15 @@ from dataclasses import dataclass
 from types import FrameType
 from typing import Any
 
+from .catching import LEAVES
 from .code_reading import Site
 
 __all__ = ["Guard", "guard_of"]
 
 _TESTS = frozenset({"TO_BOOL", "UNARY_NOT"})
-_LEAVES = ast.Return | ast.Break | ast.Continue | ast.Yield | ast.YieldFrom | ast.Await
+_PROTOCOLS = frozenset(
+    {"StopIteration", "StopAsyncIteration", "AttributeError"}
+)  # say more than that something is wrong
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +32,7 @@ def guard_of(frame: FrameType) -> Guard | None:
     """Return what a frame tests at the moment, if that decides only whether it raises; else None.
 
     In ``a and b``, ``or`` and ``not``, it is the operand whose truth is asked for. None also where the answer that
-    passes depends on other operands, and where the frame itself may catch what it raises.
+    passes depends on other operands.
     """
     site = Site.of(frame, frame.f_lasti, by_mask=False)
     if site is None or not (site.op in _TESTS or "JUMP" in site.op or _tests_by_comparing(site.op)):
@@ -42,7 +45,7 @@ def guard_of(frame: FrameType) -> Guard | None:
     while isinstance(parent := site.up(tests[-1]), ast.expr):
         tests.append(parent)
     statement, passes = parent, _of_statement(parent)
-    if passes is None or tests[-1] is not statement.test or _caught(site, statement):
+    if passes is None or tests[-1] is not statement.test:
         return None
     for outer, inner in zip(reversed(tests), reversed(tests[:-1]), strict=False):
         passes = _of_operand(outer, inner, passes=passes)
@@ -82,7 +85,10 @@ def _of_statement(statement: Any) -> bool | None:
 def _raises(body: list[ast.stmt]) -> bool:
     if not body or not isinstance(body[-1], ast.Raise):
         return False
-    return not any(isinstance(node, _LEAVES) for part in body for node in ast.walk(part))
+    nodes = [node for part in body for node in ast.walk(part)]
+    return not any(
+        isinstance(node, LEAVES) or (isinstance(node, ast.Name) and node.id in _PROTOCOLS) for node in nodes
+    )
 
 
 def _of_operand(outer: ast.AST, inner: ast.AST, *, passes: bool) -> bool | None:
@@ -93,13 +99,3 @@ def _of_operand(outer: ast.AST, inner: ast.AST, *, passes: bool) -> bool | None:
         case ast.BoolOp() if isinstance(outer.op, ast.And) is passes or inner is outer.values[-1]:
             return passes
     return None
-
-
-def _caught(site: Site, statement: ast.AST) -> bool:
-    """Whether the function may go on after what a statement raises."""
-    node: Any = statement
-    while node is not None and not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
-        if isinstance(node, ast.Try | ast.TryStar) and node.handlers:
-            return True
-        node = site.up(node)
-    return False

@@ -11,6 +11,7 @@ from .. import tree as pytree
 from ..errors import BakedValueError, ForeignTensorError
 from ..state.arena import BufferSpec
 from ..state.leaf import Leaf
+from ..tensors.overlap import storage_key
 
 __all__ = ["Constants"]
 
@@ -18,10 +19,10 @@ __all__ = ["Constants"]
 class Constants:
     """Tensors declared with ``constants=``, or remembered: copied at lowering, and watched for later writes.
 
-    Writes that torch does not count (through ``.data``, ``torch.utils.swap_tensors``, a view in inference
-    mode) go unnoticed; ``debug="verify"`` finds their effects. So would writes through numpy or a file, which
-    is why memory that torch does not own alone is refused. The host watch detects names that are rebound to
-    another tensor.
+    Other memory (``table.data = other``, ``torch.utils.swap_tensors``) is noticed as well. Writes that torch does not
+    count (into ``table.data``, through ``table.numpy()``, through a view in inference mode) go unnoticed;
+    ``debug="verify"`` finds their effects. Memory that torch does not own alone, such as numpy's or a file's, is
+    refused for the same reason. The host watch detects names that are rebound to another tensor.
 
     Args:
       function: Name of the user's function, for messages.
@@ -49,7 +50,8 @@ class Constants:
                     why="What others write there would not be noticed, and the step goes on with a copy.",
                     fix="declare a copy, and read that in the step: `table = table.clone()`, `constants=(table,)`.",
                 )
-        self._versions: list[int] | None = None
+        self._versions: list[tuple[int, int]] | None = None
+        self._memory: list[Any] = []  # keeps the keys of storages unique
 
     @classmethod
     def remembered(cls, function: str, tables: Iterable[tuple[str, Tensor]]) -> Self:
@@ -65,6 +67,7 @@ class Constants:
         """Return the originals by name; the first lowering records their versions."""
         if self._versions is None:
             self._versions = self._now()
+            self._memory = [leaf.untyped_storage() for _, leaf in self._items]
         return tuple(self._items)
 
     def unchanged(self) -> bool:
@@ -80,9 +83,11 @@ class Constants:
         if self.unchanged():
             return
         rows = [
-            f"{name}  written {now - then} time(s) since"
-            for (name, _), now, then in zip(self._items, self._now(), self._versions or (), strict=True)
-            if now != then
+            f"{name}  " + (f"written {now - then} time(s) since" if key == old else "has other memory since")
+            for (name, _), (now, key), (then, old) in zip(
+                self._items, self._now(), self._versions or (), strict=True
+            )
+            if (now, key) != (then, old)
         ]
         raise BakedValueError.of(
             function or self._function,
@@ -92,5 +97,5 @@ class Constants:
             fix="pass it as an input, or keep it in the state.",
         )
 
-    def _now(self) -> list[int]:
-        return [0 if leaf.is_inference() else leaf._version for _, leaf in self._items]
+    def _now(self) -> list[tuple[int, int]]:
+        return [(0 if leaf.is_inference() else leaf._version, storage_key(leaf)) for _, leaf in self._items]

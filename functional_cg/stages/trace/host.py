@@ -24,6 +24,7 @@ from torch.overrides import TorchFunctionMode
 
 from ...errors import CaptureError, FunctionalCGError, ImplicitRandomnessError, SideEffectError
 from ...messages.advice import ADDRESS
+from ...messages.catching import may_swallow
 from ...messages.guards import guard_of
 from ...messages.source import at_here, is_user_file
 from ..watch.host_watch import MODES, HostWatch, modes
@@ -64,6 +65,7 @@ _READS: Mapping[str, str] = MappingProxyType(
 _VALIDATING = frozenset(
     {constraints.__file__, continuous_bernoulli.__file__, distribution.__file__, geometric.__file__}
 )
+_ENTRY = f"{__package__}.runs"  # calls the user's function
 _PLUMBING = frozenset({"torch.overrides", "torch.utils._python_dispatch"})
 _OF_VALUES = frozenset({"__repr__", "__format__", "__array__", "numpy", "tolist"})
 
@@ -121,7 +123,7 @@ def taken_as_valid(func: Any, args: Sequence[Any], call: Callable[..., Any]) -> 
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and _between(frame):
         frame = frame.f_back
-    if frame is None:
+    if frame is None or _may_go_on(frame):
         return None
     if _validates(frame):
         return True
@@ -131,6 +133,19 @@ def taken_as_valid(func: Any, args: Sequence[Any], call: Callable[..., Any]) -> 
     valid = args[0] if guard.passes else call(torch.ops.aten.logical_not.default, (args[0],), {})
     call(torch.ops.aten._assert_async.msg, (valid, f"`{guard.text}` raises{at_here()}"), {})
     return guard.passes
+
+
+def _may_go_on(frame: FrameType | None) -> bool:
+    """Whether the step may go on after what a frame raises: then the test decides more than whether to raise."""
+    while frame is not None and frame.f_globals.get("__name__") != _ENTRY:
+        if not _of_torch_or_ours(frame) and may_swallow(frame):
+            return True
+        frame = frame.f_back
+    return False
+
+
+def _of_torch_or_ours(frame: FrameType) -> bool:
+    return str(frame.f_globals.get("__name__", "")).partition(".")[0] in ("torch", "functional_cg")
 
 
 def _validates(frame: FrameType | None) -> bool:
