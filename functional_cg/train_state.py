@@ -136,8 +136,8 @@ class TrainState(_StateClass, Generic[Params]):
           LayoutError: If a leaf is not a tensor, or ``init`` returns another shape or dtype.
           TypeError: If ``params`` is a module or a generator, ``optimizer`` or ``key`` has the wrong type, or the class
             lacks a field.
-          ValueError: If ``params`` has no leaves, ``optimizer`` applies no learning rate, or ``key`` is that of
-            another state and ``step`` is not given.
+          ValueError: If ``optimizer`` applies no learning rate, or ``key`` is that of another state and ``step`` is
+            not given.
         """
         _refuse_arguments(params, optimizer, key)
         _refuse_unknown(cls, fields)
@@ -296,12 +296,6 @@ def _refuse_arguments(params: Any, optimizer: Any, key: Any) -> None:
     if key is not None and not isinstance(key, Tensor):
         raise TypeError(
             f"TrainState.create: key must be a key, got {key!r}.\nTo fix: make one, `key=fcg.random.key(0)`."
-        )
-    if not pytree.leaves(params):
-        raise ValueError(
-            "TrainState.create: `params` has no leaves, so nothing would be trained.\n"
-            "To fix: `model.requires_grad_(True)` before `from_module`, which makes a buffer of each parameter that "
-            "does not require gradients; a state without an optimizer is any pytree, `fcg.place(tree)`."
         )
     rows = no_tensors(params, "params")
     if rows:
