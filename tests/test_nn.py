@@ -926,6 +926,30 @@ def test_buffer_whose_values_the_forward_copies_is_returned() -> None:
     assert_trees_all_equal(buffers, {"count": torch.zeros(4)})
 
 
+@pytest.mark.parametrize("assign", [True, False])
+def test_a_buffer_that_a_checkpoint_assigns_is_refused(assign: bool) -> None:
+    """PyTorch assigns it twice, but the forward has returned its buffers by then. In place, both writes count."""
+
+    def body(self: Any, x: Tensor) -> Tensor:
+        self.count = self.count + 1 if assign else self.count.add_(1)
+        return torch.sin(self.inner(x)) ** 2
+
+    module = Wrapped(lambda self, x: checkpoint(lambda x: body(self, x), x, use_reentrant=False))
+    module.register_buffer("count", torch.zeros(()))
+    apply, params, buffers = fcg.from_module(module)
+
+    def loss(params: Any) -> Any:
+        out, new = apply(params, buffers, torch.ones(2, 4))
+        return out.sum(), new
+
+    if assign:
+        with pytest.raises(fcg.CaptureError, match=r"assigns a buffer(.|\n)*count.*(.|\n)*copy_"):
+            fcg.value_and_grad(loss, has_aux=True)(params)
+    else:
+        (_, new), _ = fcg.value_and_grad(loss, has_aux=True)(params)
+        assert new["count"] == 2
+
+
 def test_a_reentrant_checkpoint_is_refused() -> None:
     module = Wrapped(lambda self, x: checkpoint(torch.relu, self.inner(x), use_reentrant=True))
     apply, state = state_of(module)

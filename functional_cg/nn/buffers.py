@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 from torch import Tensor, nn
 
-from ..errors import SideEffectError
+from ..errors import CaptureError, SideEffectError
+from ..messages.source import at_here
 from ..state.arena import BufferSpec
 
 __all__ = [
@@ -14,6 +16,7 @@ __all__ = [
     "buffers_set",
     "refuse_changed_buffers",
     "resized_buffers",
+    "seal",
     "set_buffers",
     "unset_buffers",
 ]
@@ -80,3 +83,28 @@ def refuse_changed_buffers(name: str, before: Mapping[str, bool], after: Mapping
         why="`new_buffers` has the names of `buffers`: another one would be gone after the call.",
         fix=fix,
     )
+
+
+class _Sealed(dict[str, Any]):
+    """The buffers of a module after its forward: a checkpoint that runs it again may write them, in place."""
+
+    def __init__(self, buffers: Mapping[str, Any], name: str, path: str) -> None:
+        super().__init__(buffers)
+        self._name, self._path = name, path
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        if key in self and self[key] is value:  # as of `self.count += 1`
+            return
+        raise CaptureError.of(
+            self._name,
+            "assigns a buffer while the backward runs the forward again, under `torch.utils.checkpoint`.",
+            rows=[f"{self._path}.{key}{at_here()}" if self._path else f"{key}{at_here()}"],
+            why="PyTorch would keep what is assigned last, but the forward has returned its buffers already.",
+            fix=f"write it in place, which reaches what was returned: `self.{key}.copy_(...)`.",
+        )
+
+
+def seal(module: nn.Module, name: str) -> None:
+    """Let nothing assign the buffers of a module, our own copy, any more: that would be lost."""
+    for path, part in module.named_modules():
+        vars(part)["_buffers"] = _Sealed(part._buffers, name, path)

@@ -33,7 +33,7 @@ from .attributes import (
     refuse_changed,
     refuse_unmade,
 )
-from .buffers import buffers_set, refuse_changed_buffers, resized_buffers, set_buffers, unset_buffers
+from .buffers import buffers_set, refuse_changed_buffers, resized_buffers, seal, set_buffers, unset_buffers
 from .observers import on_device
 from .refusals import registered_fix
 from .storage import storage_of
@@ -100,6 +100,7 @@ def run(
         refuse_changed_buffers(name, buffers, buffers_set(module))
     refuse_changed(name, before, after, only_remembers)
     place.end(partial(Effects, name, key, params=names))
+    seal(module, name)
     return out, effects.written, place
 
 

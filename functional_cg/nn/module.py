@@ -179,7 +179,7 @@ class Apply:
             From a captured step, also if a buffer that the forward reads on the host holds another value than at the
             first call; reading one there is fine as long as the step never changes it.
           CaptureError: If it calls ``torch.utils.checkpoint`` with ``use_reentrant=True``, or of what draws random
-            numbers in no submodule of its own; ``remat`` around ``apply`` is fine.
+            numbers in no submodule of its own, or assigns a buffer; ``remat`` around ``apply`` is fine.
         """
         self._original.check()
         params, buffers = self._by_name(params, buffers)
