@@ -36,6 +36,7 @@ __all__ = [
     "changed",
     "copying",
     "held",
+    "memory_of",
     "newly_known",
     "plain_tensor",
     "refuse_changed",
@@ -43,6 +44,8 @@ __all__ = [
     "refuse_unmade",
     "walked",
 ]
+
+Memory = tuple[Any, ...]
 
 Held = dict[str, Any]  # by path: what stands there, in a form that can be compared later
 
@@ -322,16 +325,14 @@ def plain_tensor(name: str, path: str) -> ForeignTensorError:
     )
 
 
-def refuse_exchanged(name: str, root: str, given: Mapping[str, Tensor], held: Mapping[str, Tensor]) -> None:
-    """Raise if tensors that the module held as aliases of the given ones now have other memory.
+def refuse_exchanged(name: str, root: str, before: Mapping[str, Memory], held: Mapping[str, Tensor]) -> None:
+    """Raise if tensors that the module held now have other memory than before the forward.
 
     Raises:
       ReadOnlyError: Names each of them.
     """
     exchanged = [
-        key
-        for key in given
-        if storage_of(held[key]) is not None and _memory(held[key]) != _memory(given[key])
+        key for key in before if storage_of(held[key]) is not None and memory_of(held[key]) != before[key]
     ]
     if not exchanged:
         return
@@ -349,5 +350,6 @@ def refuse_exchanged(name: str, root: str, given: Mapping[str, Tensor], held: Ma
     )
 
 
-def _memory(tensor: Tensor) -> tuple[Any, ...]:
+def memory_of(tensor: Tensor) -> Memory:
+    """Return where a tensor's elements are, to be compared while something holds that memory."""
     return storage_of(tensor), tensor.storage_offset(), tensor.shape, tensor.stride()

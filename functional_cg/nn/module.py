@@ -19,7 +19,7 @@ from ..messages.tracebacks import entry
 from ..random.arguments import check_key
 from ..state.arena import BufferSpec, refuse_aliases
 from ..tensors.aten import is_batched, unwrapped
-from .attributes import OPS, Held, copying, refuse_exchanged, walked
+from .attributes import OPS, Held, copying, memory_of, refuse_exchanged, walked
 from .call import function_of, run, title
 from .originals import Applied, Original, fixed_tensors, note, note_tensors
 from .refusals import made_by_hooks, refuse_impure
@@ -206,7 +206,10 @@ class Apply:
         held = {name: buffer.detach().clone() for name, buffer in buffers.items()}
         # Aliases, so that `.data = ...` in the forward does not reach the caller's tensor objects.
         trained = {name: _alias(param) for name, param in params.items()}
-        given = {name: buffer.detach() for name, buffer in held.items()}
+        given = {
+            name: buffer.detach() for name, buffer in held.items()
+        }  # holds that memory while it is compared
+        memory = {name: memory_of(one) for name, one in trained.items()}
         module = self._copy({**trained, **held}, train=train)
 
         def remembers(before: Held, after: Held) -> bool:
@@ -217,8 +220,9 @@ class Apply:
         out, written, place = run(
             module, args, kwargs, key, params, self._fixed, self._made, remembers, self._method, name
         )
-        refuse_exchanged(type(module).__name__, "params", params, trained)
-        refuse_exchanged(type(module).__name__, "buffers", given, held)
+        refuse_exchanged(type(module).__name__, "params", memory, trained)
+        held_before = {name: memory_of(one) for name, one in given.items()}
+        refuse_exchanged(type(module).__name__, "buffers", held_before, held)
         new = {name: _lookup(module, name) for name in buffers}
         kept = {name for name in buffers if new[name] is held[name] and storage_of(new[name]) not in written}
         values = {name: buffers[name] if name in kept else new[name].detach() for name in buffers}
