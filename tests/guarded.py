@@ -236,7 +236,7 @@ def had(x: Tensor) -> Tensor:
 
 def distributed(x: Tensor) -> Tensor:
     try:
-        return torch.distributions.Normal(x, x + 1).variance
+        return torch.distributions.Normal(x, x + 1, validate_args=True).variance
     except ValueError:
         return x
 

@@ -487,7 +487,7 @@ def test_the_readme_names_what_there_is() -> None:
 
 
 def test_the_examples_of_the_readme_run() -> None:
-    moved, average, adapted = re.findall(
+    moved, average, _own, adapted = re.findall(
         r"```python\n(.*?)```", table.readme().read_text(encoding="utf-8"), re.DOTALL
     )
     names: dict[str, Any] = {}

@@ -680,7 +680,7 @@ MUTANTS = (
         (
             (
                 "        if self._versions is None:\n            self._versions = self._now()",
-                "        self._versions = self._now()",
+                "        self._versions = self._now()\n        if not self._memory:",
             ),
         ),
         (f"{BETWEEN}test_a_constant_written_before_another_lowering_is_noticed",),
