@@ -206,9 +206,8 @@ class Apply:
         held = {name: buffer.detach().clone() for name, buffer in buffers.items()}
         # Aliases, so that `.data = ...` in the forward does not reach the caller's tensor objects.
         trained = {name: _alias(param) for name, param in params.items()}
-        given = {
-            name: buffer.detach() for name, buffer in held.items()
-        }  # holds that memory while it is compared
+        # To be compared after the forward; detached buffers keep their memory, so that no other can look like it.
+        given = {name: buffer.detach() for name, buffer in held.items()}
         memory = {name: memory_of(one) for name, one in trained.items()}
         module = self._copy({**trained, **held}, train=train)
 
@@ -221,8 +220,8 @@ class Apply:
             module, args, kwargs, key, params, self._fixed, self._made, remembers, self._method, name
         )
         refuse_exchanged(type(module).__name__, "params", memory, trained)
-        held_before = {name: memory_of(one) for name, one in given.items()}
-        refuse_exchanged(type(module).__name__, "buffers", held_before, held)
+        memory = {name: memory_of(one) for name, one in given.items()}
+        refuse_exchanged(type(module).__name__, "buffers", memory, held)
         new = {name: _lookup(module, name) for name in buffers}
         kept = {name for name in buffers if new[name] is held[name] and storage_of(new[name]) not in written}
         values = {name: buffers[name] if name in kept else new[name].detach() for name in buffers}
