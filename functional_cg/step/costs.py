@@ -39,7 +39,6 @@ _KINDS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("random", ("random_bits", "bernoulli", "rand", "normal")),
 )  # fmt: skip
 _WHOLE_NAMES = ("matmul",)
-_PRODUCTS = ("matmul", "convolution", "attention")
 
 
 @dataclass(frozen=True, slots=True)
