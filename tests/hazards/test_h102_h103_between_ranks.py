@@ -59,6 +59,26 @@ def handed_around(x: Tensor, rank: int) -> Tensor:
     return got
 
 
+def collected(x: Tensor, rank: int) -> Tensor:
+    """Leaves the group of all ranks collecting calls: torch's manager does not clean up after an exception."""
+    with dist._coalescing_manager():
+        dist.all_reduce(x)
+        return x * float(x.sum())
+
+
+def after_a_refusal(device: str) -> float:
+    zero = Setting({"data": 2}, 1).zero(device)
+    with pytest.raises(fcg.HostSyncError, match="float"):
+        metric(lambda s, x: collected(x, zero.mesh.rank), mlp_state()(zero, device), torch.ones(2))
+    dist.all_reduce(x := torch.ones(2, device=device))
+    return float(x.sum())
+
+
+@on_gloo_and_nccl
+def test_h103_a_refused_call_leaves_no_group_collecting(device: str) -> None:
+    assert on_ranks(2, after_a_refusal, device, device=device) == [4.0, 4.0]
+
+
 def pipelines(device: str) -> Any:
     """What each rank is told; afterwards they train on together."""
     zero = Setting({"data": 2}, 3).zero(device)

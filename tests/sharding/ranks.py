@@ -269,6 +269,9 @@ def _be_rank(rank: int, folder: Path, environment: Mapping[str, str], timeout: f
         os.dup2(source, target)
     faulthandler.enable()
     faulthandler.dump_traceback_later(max(timeout - _STACKS_BEFORE, 0.1))
+    # Makes torch's pool of threads anew. Otherwise the first backward does, from a thread for each GPU at one time:
+    # the pool of a fork is replaced without a lock, and one of them finds none, or half of one.
+    torch.set_num_threads(1)
     os.environ.update(environment)
     if environment:
         os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank))

@@ -16,6 +16,7 @@ from ...ambient.own_work import watching
 from ...ambient.setting import canonical
 from ...errors import FunctionalCGError
 from ...nn.originals import meeting
+from ...shards.coalescing import close_groups, open_groups
 from ...state.boundary import entered, left, shown
 from ...tensors.fake_mode import FakeMode, without_log
 from ...tensors.overlap import storage_key
@@ -121,6 +122,7 @@ def trace(recipe: Recipe, checkpoint: Callable[[], None] = lambda: None) -> tupl
       FunctionalCGError: One class per mistake, see :mod:`functional_cg.errors`.
     """
     randomness, host, runs = HostRandomness.read(), HostState(recipe.name), list[Recorder]()
+    collecting = open_groups()
     # Not a context manager: contextlib would discard our error if the user's function raises StopIteration.
     try:
         with torch.inference_mode(False):
@@ -141,6 +143,7 @@ def trace(recipe: Recipe, checkpoint: Callable[[], None] = lambda: None) -> tupl
         raise mapped(recipe, error) from error
     finally:
         randomness.restore_own()
+        close_groups(but=collecting)
         for run in runs:
             disown(run.program, run.release(), run.variables)
     recorder.program.tables = [(table.name, table.tensor) for table in recorder.tables]
