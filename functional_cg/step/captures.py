@@ -218,6 +218,7 @@ class Transform:
         try:
             captured = self._captured_for(call, lowered)
             done = captured.run(args, kwargs)
+            captured.launched()
             lowered.counts |= done is not MISS
         except BaseException:
             # It never ran: keep nothing of it, since the corrected call may have another layout.
@@ -346,8 +347,7 @@ class Transform:
 
     def _capture(self, call: Call, lowered: Lowered) -> Captured:
         program = lowered.program
-        if self._backend is None:
-            self._backend = backend_for(call.device)
+        self._backend = self._backend or backend_for(call.device)
         staging = Staging(lowered.layout.specs, call.device)
         staging.copy_in(call.live)
         slots = [slot for s in call.states for slot in s.arena.slots[s.start : s.stop]]
@@ -376,7 +376,8 @@ class Transform:
             stats=self.stats,
         )
         finish = finisher(self._name, program, donates=self._donates)
-        return Captured.of(on_same_values(run, program, bound), finish, replay, call, constants, lowered)
+        known = on_same_values(run, program, bound)
+        return Captured.of(known, finish, replay, call, constants, lowered, self.stats)
 
     def _drop_spares(self) -> None:
         if drop_spares(self._captured):
