@@ -23,6 +23,7 @@ from functional_cg.examples.programs import (
     image_classifier,
     lengths,
     logged,
+    long_run,
     lora,
     nanogpt,
     property_test,
@@ -118,6 +119,12 @@ def start_logged(device: str) -> Start:
     return logged.train_step, logged.create_state(device), [(torch.rand(8, 2),) for _ in range(CALLS)]
 
 
+def start_long_run(device: str) -> Start:
+    mesh = fcg.sharding.mesh({"data": 1}, device=device)
+    batches = itertools.islice(long_run.batches(0, mesh), CALLS)
+    return long_run.train_step, long_run.create_state(mesh), [(batch,) for batch in batches]
+
+
 class Output(NamedTuple):
     logits: Tensor
 
@@ -162,6 +169,7 @@ STARTS = {
     "force_matching": start_force_matching,
     "sac": start_sac,
     "logged": start_logged,
+    "long_run": start_long_run,
     "lora": start_lora,
     "trainer": start_trainer,
 }
