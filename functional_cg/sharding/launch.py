@@ -13,6 +13,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.distributed_c10d import PrefixStore
+from torch.distributed.rendezvous import rendezvous
 
 from ..messages.tracebacks import entry
 from ..shards.mesh import Axis, Mesh
@@ -118,12 +120,16 @@ def _start(device: str, timeout: float) -> None:
     for name in ("RANK", "MASTER_ADDR", "MASTER_PORT"):
         if name not in os.environ:
             raise _incomplete(name)
+    place, limit = None, timedelta(seconds=timeout)
     if device == "cuda":
         place = _gpu(_number("LOCAL_RANK"), torch.cuda.device_count())
         torch.cuda.set_device(place)
-        dist.init_process_group("nccl", device_id=place, timeout=timedelta(seconds=timeout))
-    else:
-        dist.init_process_group("gloo", timeout=timedelta(seconds=timeout))
+    store, rank, size = next(rendezvous("env://", timeout=limit))
+    if os.environ.get("GROUP_WORLD_SIZE") == "1":
+        # One `torchrun` keeps one store over all of its restarts, with the addresses of ranks that are gone.
+        store = PrefixStore(f"attempt {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+    backend = "nccl" if device == "cuda" else "gloo"
+    dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=limit, device_id=place)
 
 
 def _gpu(rank: int, gpus: int) -> torch.device:

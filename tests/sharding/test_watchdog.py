@@ -12,13 +12,15 @@ import weakref
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
 
 import functional_cg as fcg
 from functional_cg.sharding import watchdog
 from functional_cg.sharding.watchdog import EXIT_CODE, OnDevice, OnHost, Watchdog, missing
 from tests.sharding.law import on_gloo_and_nccl, rank_of
 from tests.sharding.programs import mlp_batch, mlp_state, mlp_step
-from tests.sharding.ranks import Outcome, outcomes_of_each
+from tests.sharding.ranks import Outcome, on_ranks, outcomes, outcomes_of_each
 from tests.sharding.test_agreement import ranks
 
 LIMIT, LATER = 0.6, 3.0  # seconds
@@ -71,6 +73,28 @@ def test_a_rank_that_does_not_come_is_named_and_the_others_end(device: str) -> N
         hows, outcomes_of_each(2, stays_away, calls, device=device, timeout=60), strict=True
     ):
         assert_ended(how, ends)
+
+
+def joins(port: int, attempt: int) -> float:
+    """One of torchrun's attempts; ranks leave the first one without a word."""
+    os.environ |= {
+        "MASTER_PORT": str(port), "GROUP_WORLD_SIZE": "1", "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "TORCHELASTIC_RESTART_COUNT": str(attempt),
+    }  # fmt: skip
+    fcg.sharding.mesh({"data": 2}, device="cpu", timeout=20.0)
+    total = torch.ones(())
+    dist.all_reduce(total)
+    if attempt == 0:
+        os._exit(0)
+    return float(total)
+
+
+def test_a_restart_of_torchrun_does_not_meet_the_ranks_that_are_gone() -> None:
+    store = dist.TCPStore(
+        "127.0.0.1", 0, is_master=True, wait_for_workers=False
+    )  # torchrun's, for all attempts
+    assert [end.code for end in outcomes(2, joins, store.port, 0)] == [0, 0]
+    assert on_ranks(2, joins, store.port, 1) == [2.0, 2.0]
 
 
 class Device:
