@@ -16,7 +16,7 @@ from torch import Tensor
 
 import functional_cg as fcg
 from functional_cg.checkpoint import disk
-from functional_cg.examples.programs import long_run
+from functional_cg.examples import long_run
 from functional_cg.testing import assert_trees_all_equal
 from tests.forked import Program
 from tests.sharding.law import held, rank_of

@@ -278,7 +278,7 @@ class Transform:
         """Place a plain tree, reusing an arena of this step that has its layout and no handles left."""
         leaves, treedef, plan = placeable(tree, self._signature.parameter(0), self._name)
         for captured in list(self._captured.values()):
-            if captured.arenas[0].free and captured.treedef == treedef and captured.arena.plan == plan:
+            if captured.arenas[0].vacant and captured.treedef == treedef and captured.arena.plan == plan:
                 taken = captured.arena.turn.alone(functools.partial(captured.taken_over, leaves), self._name)
                 if taken is not None:
                     return cast("Handle", taken)

@@ -1,8 +1,8 @@
-"""A long run that is interrupted and goes on: ``python -m functional_cg.examples.programs.long_run FOLDER``.
+"""A long run that is interrupted and goes on: ``python -m functional_cg.examples.long_run FOLDER``.
 
 The same command goes on from the last checkpoint, and ends bitwise where an uninterrupted run does. SIGTERM (Slurm, a
 spot machine) and Ctrl-C finish the step, save, and exit with 0. Several ranks start again by themselves if one is lost:
-``torchrun --nproc_per_node=2 --max-restarts=3 -m functional_cg.examples.programs.long_run FOLDER``.
+``torchrun --nproc_per_node=2 --max-restarts=3 -m functional_cg.examples.long_run FOLDER``.
 """
 
 from __future__ import annotations
