@@ -31,6 +31,7 @@ __all__ = ["EXIT_CODE", "OnDevice", "OnHost", "Watchdog"]
 EXIT_CODE = 75  # "try again later" among the codes of sysexits.h
 _LONGEST_TICK = 5.0  # seconds
 _BEATS_WAITED = 4  # after which a rank that lives has shown it
+_PATIENCE = 3.0  # seconds that the store has to answer
 
 
 _W = TypeVar("_W", "OnHost", "OnDevice")
@@ -179,13 +180,15 @@ class Watchdog:
         return heard
 
     def _end(self, watched: OnHost | OnDevice) -> None:
-        number, place = watched.done + 1, self._watched.index(watched)
-        before = self._heard()
-        for _ in range(_BEATS_WAITED):  # the others may be about to end, too: they hear that this one lives
-            time.sleep(self._tick)
-            self._say("")
-        self._say("waits")
-        rows = missing(before, self._heard(), place, number)
+        number = watched.done + 1
+        rows = ["the store where ranks meet does not answer: rank 0 holds it, or the launcher"]
+
+        def ask() -> None:
+            rows[:] = self._missing(self._watched.index(watched), number)
+
+        asking = threading.Thread(target=ask, daemon=True)
+        asking.start()
+        asking.join(_BEATS_WAITED * self._tick + _PATIENCE)
         error = RankError.of(
             watched.name,
             f"call {number} is not done after {self._limit:g} s, on rank {self._ranks.rank} of {self._ranks.size}; "
@@ -200,6 +203,14 @@ class Watchdog:
         print(f"RankError: {error}", file=sys.__stderr__, flush=True)
         faulthandler.dump_traceback(sys.__stderr__ or 2, all_threads=True)
         os._exit(EXIT_CODE)  # the main thread waits in a call of C that no exception reaches
+
+    def _missing(self, place: int, number: int) -> list[str]:
+        before = self._heard()
+        for _ in range(_BEATS_WAITED):  # the others may be about to end, too: they hear that this one lives
+            time.sleep(self._tick)
+            self._say("")
+        self._say("waits")
+        return missing(before, self._heard(), place, number)
 
 
 def missing(
