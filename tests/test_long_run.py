@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import threading
 from collections.abc import Callable, Iterator
@@ -135,6 +136,8 @@ def test_kills_in_a_step_and_in_a_save(tmp_path: Path, expected: tuple[Any, str]
 def test_on_two_ranks_one_signal_stops_both_at_one_step(tmp_path: Path) -> None:
     whole = on_ranks(2, run, str(tmp_path / "whole"))
     assert on_ranks(2, interrupted, str(tmp_path / "part"), "SIGTERM", 1) == [(STRUCK, STRUCK)] * 2
+    shutil.copytree(tmp_path / "part", tmp_path / "alone")
+    assert int(run(str(tmp_path / "alone")).step) == STEPS
     for rank, state in enumerate(on_ranks(2, run, str(tmp_path / "part"))):
         assert_trees_all_equal(state, whole[rank])
     run(str(tmp_path / "whole"))  # alone, it reads what two have written

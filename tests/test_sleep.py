@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import functional_cg as fcg
-from functional_cg.state.pages import Pages
+from functional_cg.state import pages
 from functional_cg.testing import Simulator, assert_trees_all_equal
 from tests.shares import few
 
@@ -267,9 +267,17 @@ def test_wake_without_memory_on_the_device() -> None:
     assert int(state["w"][-1]) == (1 << 28) - 1
 
 
+def test_without_the_drivers_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pages.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(
+        RuntimeError, match=r"needs cuda\.bindings and numpy(.|\n)*`pip install cuda-bindings numpy`"
+    ):
+        pages._driver()
+
+
 def test_parts_of_no_bytes() -> None:
-    pages = Pages([0, 5, 0], torch.device("cpu"))
-    assert [len(part) for part in pages.parts] == [0, 5, 0]
-    pages.leave()
-    pages.come_back()
-    assert not pages.away
+    memory = pages.Pages([0, 5, 0], torch.device("cpu"))
+    assert [len(part) for part in memory.parts] == [0, 5, 0]
+    memory.leave()
+    memory.come_back()
+    assert not memory.away

@@ -38,7 +38,8 @@ def sleep(state: T) -> T:
     For phases that need the memory for something else: generation in reinforcement learning, an evaluation, another
     model. Captures stay valid, since the memory comes back at the same addresses. Until then, any use of the state
     raises. The state must have been made with ``can_sleep=True``. It waits for the device. On a mesh, each rank does it
-    by itself. A state that sleeps already stays as it is.
+    by itself. A state that sleeps already stays as it is. Captures keep their temporaries, see ``memory_analysis()``;
+    ``step.close()`` frees them.
 
     Args:
       state: A whole state. No other thread may be in the first call of a step with it.

@@ -23,7 +23,7 @@ from tests.sharding.programs import mlp_batch, mlp_state, mlp_step
 from tests.sharding.ranks import Outcome, on_ranks, outcomes, outcomes_of_each
 from tests.sharding.test_agreement import ranks
 
-LIMIT, LATER = 0.6, 5.0  # seconds
+LIMIT, PATIENCE, LATER = 0.6, 0.6, 2.5  # seconds
 CALLS = 3
 
 # Which rank does not come, how, and what the other one says.
@@ -37,6 +37,7 @@ AWAY = [
 
 def stays_away(who: int, how: str, device: str) -> None:
     """A rank does not come to a call."""
+    watchdog._PATIENCE = PATIENCE
     mesh = fcg.sharding.mesh({"data": 2}, device=device, timeout=60.0, step_timeout=LIMIT)
     state: Any = mlp_state()(fcg.sharding.zero(mesh, stage=3), device)
     step = fcg.graph_step(mlp_step, lowering="aten")
