@@ -23,6 +23,7 @@ from typing import Any, Protocol, TypeVar
 
 import torch
 
+from ..concurrency.streams import apart_from_captures
 from ..errors import RankError
 from .agreement import Ranks
 
@@ -150,13 +151,14 @@ class Watchdog:
             self._thread.join()
 
     def _run(self) -> None:
+        apart_from_captures()
         while not self._stopped.wait(self._tick):
             self._say("")
             for watched in list(self._watched):
                 try:
                     watched.look()
                 except RuntimeError:  # the device has failed, as the next call will say
-                    return
+                    continue
                 if watched.overdue(self._limit):
                     self._end(watched)
         self._say("has ended")

@@ -6,6 +6,7 @@ import math
 import os
 import re
 import signal
+import threading
 import time
 import types
 import weakref
@@ -16,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 import functional_cg as fcg
+from functional_cg.concurrency.streams import apart_from_captures
 from functional_cg.sharding import watchdog
 from functional_cg.sharding.watchdog import EXIT_CODE, OnDevice, OnHost, Watchdog, missing
 from tests.sharding.law import on_gloo_and_nccl, rank_of
@@ -139,6 +141,36 @@ def test_a_queue_is_not_a_hang(clock: Any) -> None:
     seen.look()
     assert seen.overdue(300)
     assert (seen.begun, seen.done) == (1001, 1000)
+
+
+@pytest.mark.cuda
+def test_the_thread_does_not_disturb_a_capture() -> None:
+    """``torch.cuda.graph`` looks at the calls of all threads."""
+    device, stop, looks = Device(), threading.Event(), []
+    device.stream = torch.cuda.current_stream()
+    seen = OnDevice("step", device, weakref.ref(device), torch.cuda.Event)
+    x = torch.ones(8, device="cuda")
+
+    def look() -> None:
+        apart_from_captures()
+        while not stop.wait(0.001):
+            device.replays += 1
+            seen.look()
+            looks.append(seen.done)
+
+    thread = threading.Thread(target=look)
+    thread.start()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode="global"):
+        y = x + 1
+        before = len(looks)
+        time.sleep(0.3)
+        assert len(looks) > before + 10
+    stop.set()
+    thread.join()
+    graph.replay()
+    assert y.tolist() == [2.0] * 8
+    assert looks[-1] > 10, "events were done meanwhile"
 
 
 def test_a_call_on_the_host_is_late_from_when_it_was_seen_first(clock: Any) -> None:
