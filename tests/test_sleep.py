@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import functional_cg as fcg
+from functional_cg.stages.run.capture import CPUBackend
 from functional_cg.state import pages
 from functional_cg.testing import Simulator, assert_trees_all_equal
 from tests.shares import few
@@ -238,6 +239,28 @@ def test_another_thread_in_a_call_is_waited_for() -> None:
     sleeper.join(30)
     reader.join(30)
     assert arena.asleep
+
+
+def test_a_state_stays_while_another_thread_captures_a_step_with_it() -> None:
+    """A capture reads the memory for as long as a compiler works, and other threads may read the state meanwhile."""
+    state, begun, go, ends = a_state(), threading.Event(), threading.Event(), []
+
+    class Slow(CPUBackend):
+        def capture(self, *args: Any) -> Any:
+            begun.set()
+            assert go.wait(30)
+            return super().capture(*args)
+
+    step = fcg.graph_step(train, backend=Slow())
+    thread = threading.Thread(target=lambda: ends.append(step(state, batch(0))))
+    thread.start()
+    assert begun.wait(30)
+    with pytest.raises(fcg.BusyError, match="cannot sleep while a step is being captured with it"):
+        fcg.sleep(state)
+    assert int(state.step) == 0
+    go.set()
+    thread.join(30)
+    assert int(fcg.wake(fcg.sleep(ends[0][0])).step) == 1
 
 
 @pytest.mark.cuda

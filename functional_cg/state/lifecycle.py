@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, TypeVar
 
 from ..ambient.modes import ordinary
 from ..concurrency.interrupts import held_back
-from ..errors import AsleepError
+from ..errors import AsleepError, BusyError
 from ..messages.tracebacks import entry
 from .arena import Arena
 from .handle import Handle, place, snapshot
+from .pages import Pages
 
-__all__ = ["fork", "sleep", "wake"]
+__all__ = ["fork", "sleep", "staying", "wake"]
 
 T = TypeVar("T")
 
@@ -42,10 +45,11 @@ def sleep(state: T) -> T:
     ``step.close()`` frees them.
 
     Args:
-      state: A whole state. No other thread may be in the first call of a step with it.
+      state: A whole state.
     Returns:
       The same handle.
     Raises:
+      BusyError: If another thread is capturing a step with it.
       DonatedStateError: If the handle was donated.
       RuntimeError: If there is not enough host memory; the state stays awake.
       TypeError: If it is no whole state.
@@ -91,8 +95,33 @@ def wake(state: T) -> T:
     return state
 
 
+@contextmanager
+def staying(arenas: Iterable[Arena]) -> Iterator[None]:
+    """Keep states awake during a block that uses their memory and has not their turn, such as a capture."""
+    used: list[Pages] = []
+    try:
+        for arena in arenas:
+            if arena.pages is not None:
+                with arena.turn.lock:
+                    if arena.asleep:
+                        raise arena.turn.refusal()
+                    arena.pages.users.append(None)
+                    used.append(arena.pages)
+        yield
+    finally:
+        for pages in used:
+            pages.users.pop()
+
+
 def _leave(state: Any, arena: Arena) -> None:
     state._check()
+    if arena.pages is not None and arena.pages.users:
+        raise BusyError.of(
+            "",
+            f"`{state._part.path}` cannot sleep while a step is being captured with it.",
+            why="Another thread is in the first call of a step, which reads its memory.",
+            fix="wait for that call, then `fcg.sleep(state)`.",
+        )
     if arena.stream is not None:
         arena.stream.synchronize()
     assert arena.pages is not None

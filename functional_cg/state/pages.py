@@ -29,6 +29,7 @@ class Pages:
 
     Attributes:
       parts: One tensor u8[n] of zeros each, with a storage of its own.
+      users: As many as need the memory to stay.
 
     Raises:
       RuntimeError: On a GPU, if the driver cannot be reached.
@@ -44,6 +45,7 @@ class Pages:
         self._all = self._memory.tensor(0, end).zero_()
         self.parts = [self._memory.tensor(start, size) for start, size in zip(starts, sizes, strict=True)]
         self._kept: Tensor | None = None
+        self.users: list[None] = []  # a list, since `append` and `pop` are atomic
 
     @property
     def away(self) -> bool:

@@ -34,6 +34,7 @@ from ..stages.trial.reference import Reference
 from ..stages.watch.host_watch import refuse_ambient_modes
 from ..state.boundary import reading_of
 from ..state.handle import Handle, place, placeable
+from ..state.lifecycle import staying
 from ..transforms.taps import Taps
 from .certify import certify
 from .constants import Constants
@@ -335,12 +336,10 @@ class Transform:
         captured = self._captured.get(key)
         if captured is None:
             lowered.meet()
-            with held_back(), timed(self._name, "captured"):
+            with held_back(), timed(self._name, "captured"), staying(s.arena for s in call.states):
                 captured = self._captured[key] = self._capture(call, lowered)
             self.stats.captures += 1
             self._drop_spares()
-            if lowered.mesh is not None:
-                lowered.mesh.captures.add(captured)
             for arena in captured.arenas:
                 arena.watchers.append(functools.partial(_reap, weakref.ref(self)))
         return captured

@@ -89,7 +89,7 @@ class Captured:
         communicates = any(instr.op is WAIT for instr in lowered.program.instrs)
         arena = call.states[0].arena if call.states else None
         run, launched = watched(run, mesh, lowered.name, (stats, arena) if communicates else None)
-        return cls(
+        captured = cls(
             run,
             launched,
             finish,
@@ -100,6 +100,9 @@ class Captured:
             lease.paths if lease else [],
             lowered,
         )
+        if mesh is not None:
+            mesh.captures.add(captured)
+        return captured
 
     @property
     def arena(self) -> Arena:
