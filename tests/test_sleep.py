@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import functional_cg as fcg
+from functional_cg.concurrency import driver
 from functional_cg.stages.run.capture import CPUBackend
 from functional_cg.state import pages
 from functional_cg.testing import Simulator, assert_trees_all_equal
@@ -291,7 +292,7 @@ def test_wake_without_memory_on_the_device() -> None:
 
 
 def test_without_the_drivers_package(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pages.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(driver.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(
         RuntimeError, match=r"needs cuda\.bindings and numpy(.|\n)*`pip install cuda-bindings numpy`"
     ):

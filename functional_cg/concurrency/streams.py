@@ -6,13 +6,12 @@ the CPU. It is a dispatch mode, and is found on their stack.
 
 from __future__ import annotations
 
-import importlib.util
 from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
-__all__ = ["Stream", "apart_from_captures", "current_device", "current_raw_stream", "current_stream"]
+__all__ = ["Stream", "current_device", "current_raw_stream", "current_stream"]
 
 
 @runtime_checkable
@@ -49,15 +48,3 @@ def current_raw_stream(device_index: int) -> int:
 def current_device() -> int:
     """Return the index of the current CUDA device."""
     return torch._C._cuda_getDevice()
-
-
-def apart_from_captures() -> None:
-    """Let this thread ask for events while another one captures a graph: by default, the question ends the capture.
-
-    Captures of this package look at their own thread only; ``torch.cuda.graph`` looks at all of them. The call is one
-    of ``cuda.bindings``, which torch needs where it has CUDA.
-    """
-    if torch.version.cuda is not None and importlib.util.find_spec("cuda") is not None:
-        from cuda.bindings import driver
-
-        driver.cuThreadExchangeStreamCaptureMode(driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED)

@@ -23,7 +23,7 @@ from typing import Any, Protocol, TypeVar
 
 import torch
 
-from ..concurrency.streams import apart_from_captures
+from ..concurrency.driver import apart_from_captures
 from ..errors import RankError
 from .agreement import Ranks
 

@@ -1,12 +1,11 @@
-"""Memory that leaves its device and comes back at the same addresses; the one door to the driver's virtual memory.
+"""Memory that leaves its device and comes back at the same addresses.
 
-On a GPU, ``cuda.bindings`` reserves addresses and maps memory there; torch takes them by ``__cuda_array_interface__``,
+On a GPU, the driver reserves addresses and maps memory there; torch takes them by ``__cuda_array_interface__``,
 as those of any other library. On a CPU the pages are the system's, so that the contract can be tested anywhere.
 """
 
 from __future__ import annotations
 
-import importlib.util
 import mmap
 import weakref
 from collections.abc import Sequence
@@ -14,6 +13,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+
+from ..concurrency.driver import done, driver, importable
 
 __all__ = ["Pages"]
 
@@ -105,11 +106,11 @@ class _DeviceMemory:
         self._where.location.id = index
         # Network cards read it only if it says so.
         rdma = cu.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_WITH_CUDA_VMM_SUPPORTED
-        self._where.allocFlags.gpuDirectRDMACapable = _done(cu, cu.cuDeviceGetAttribute(rdma, index))
+        self._where.allocFlags.gpuDirectRDMACapable = done(cu, cu.cuDeviceGetAttribute(rdma, index))
         smallest = cu.CUmemAllocationGranularity_flags.CU_MEM_ALLOC_GRANULARITY_MINIMUM
-        grain = _done(cu, cu.cuMemGetAllocationGranularity(self._where, smallest))
+        grain = done(cu, cu.cuMemGetAllocationGranularity(self._where, smallest))
         self._size = -(-max(nbytes, 1) // grain) * grain
-        self._address = _done(cu, cu.cuMemAddressReserve(self._size, 0, 0, 0))
+        self._address = done(cu, cu.cuMemAddressReserve(self._size, 0, 0, 0))
         self._handle: list[Any] = []  # of the memory that is mapped
         end = weakref.finalize(self, _free, cu, device, self._address, self._size, self._handle)
         end.atexit = False  # the process' memory ends with it
@@ -127,13 +128,13 @@ class _DeviceMemory:
     def map(self) -> None:
         cu = self._driver
         torch.cuda.empty_cache()  # what torch keeps in reserve would be missing here
-        handle = _done(cu, cu.cuMemCreate(self._size, self._where, 0))
+        handle = done(cu, cu.cuMemCreate(self._size, self._where, 0))
         self._handle.append(handle)
-        _done(cu, cu.cuMemMap(self._address, self._size, 0, handle, 0))
+        done(cu, cu.cuMemMap(self._address, self._size, 0, handle, 0))
         access = cu.CUmemAccessDesc()
         access.location = self._where.location
         access.flags = cu.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
-        _done(cu, cu.cuMemSetAccess(self._address, self._size, [access], 1))
+        done(cu, cu.cuMemSetAccess(self._address, self._size, [access], 1))
 
 
 class _Bytes:
@@ -147,44 +148,22 @@ class _Bytes:
 
 
 def _driver() -> Any:
-    """Import the driver's calls."""
-    missing = [name for name in ("cuda.bindings", "numpy") if not _importable(name)]
+    missing = [name for name in ("cuda.bindings", "numpy") if not importable(name)]
     if missing:
         raise RuntimeError(
             f"can_sleep=True needs {' and '.join(missing)}, to map memory at fixed addresses of a GPU. "
             f"To fix: `pip install {' '.join(missing).replace('.', '-')}`."
         )
-    from cuda.bindings import driver
-
-    return driver
-
-
-def _importable(name: str) -> bool:
-    package = name.partition(".")[0]
-    return importlib.util.find_spec(package) is not None and importlib.util.find_spec(name) is not None
-
-
-def _done(cu: Any, result: tuple[Any, ...]) -> Any:
-    """Return what a call of the driver returned besides its error code.
-
-    Raises:
-      torch.OutOfMemoryError: If the call ran out of memory.
-      RuntimeError: If it failed otherwise.
-    """
-    error, *values = result
-    if error != cu.CUresult.CUDA_SUCCESS:
-        kind = torch.OutOfMemoryError if error == cu.CUresult.CUDA_ERROR_OUT_OF_MEMORY else RuntimeError
-        raise kind(f"CUDA driver: {cu.cuGetErrorString(error)[1].decode()}")
-    return values[0] if values else None
+    return driver()
 
 
 def _unmap(cu: Any, address: Any, size: int, handle: list[Any]) -> None:
-    _done(cu, cu.cuMemUnmap(address, size))
-    _done(cu, cu.cuMemRelease(handle.pop()))
+    done(cu, cu.cuMemUnmap(address, size))
+    done(cu, cu.cuMemRelease(handle.pop()))
 
 
 def _free(cu: Any, device: torch.device, address: Any, size: int, handle: list[Any]) -> None:
     torch.cuda.synchronize(device)  # the driver does not wait for what still reads it
     if handle:
         _unmap(cu, address, size, handle)
-    _done(cu, cu.cuMemAddressFree(address, size))
+    done(cu, cu.cuMemAddressFree(address, size))

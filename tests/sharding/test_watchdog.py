@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 import functional_cg as fcg
-from functional_cg.concurrency.streams import apart_from_captures
+from functional_cg.concurrency.driver import apart_from_captures
 from functional_cg.sharding import watchdog
 from functional_cg.sharding.watchdog import EXIT_CODE, OnDevice, OnHost, Watchdog, missing
 from tests.sharding.law import on_gloo_and_nccl, rank_of
