@@ -20,6 +20,7 @@ States:
   place             copy any pytree into a state
   fork              copy a state into an independent one
   snapshot          copy a state to ordinary tensors
+  sleep, wake       send a state's memory on the device away between phases; bring it back at the same addresses
   save, load        write a state to a safetensors file; read such a file into a state
   state_dict        copy a state to the host, under dotted names
   load_state_dict   write such a dict into a state
@@ -52,9 +53,9 @@ which are imported separately.
 
 Errors, one class per mistake; ``help(functional_cg.errors)`` lists them:
 
-  AliasError, BakedValueError, BusyError, CaptureError, ClosedError, DonatedStateError, ForeignTensorError,
-  FunctionalCGError, HostSyncError, ImplicitRandomnessError, LayoutError, MiscompileError, RankError, ReadOnlyError,
-  ResultError, SideEffectError, StreamError
+  AliasError, AsleepError, BakedValueError, BusyError, CaptureError, ClosedError, DonatedStateError,
+  ForeignTensorError, FunctionalCGError, HostSyncError, ImplicitRandomnessError, LayoutError, MiscompileError,
+  RankError, ReadOnlyError, ResultError, SideEffectError, StreamError
 """
 
 from __future__ import annotations
@@ -75,6 +76,7 @@ from .checkpoint import load_state_dict as load_state_dict
 from .checkpoint import save as save
 from .checkpoint import state_dict as state_dict
 from .errors import AliasError as AliasError
+from .errors import AsleepError as AsleepError
 from .errors import BakedValueError as BakedValueError
 from .errors import BusyError as BusyError
 from .errors import CaptureError as CaptureError
@@ -99,9 +101,11 @@ from .names import missing as _missing
 from .nn import from_module as from_module
 from .precision import LossScale as LossScale
 from .prefetch import prefetch as prefetch
-from .state.handle import fork as fork
 from .state.handle import place as place
 from .state.handle import snapshot as snapshot
+from .state.lifecycle import fork as fork
+from .state.lifecycle import sleep as sleep
+from .state.lifecycle import wake as wake
 from .step.lowered import Captured as Captured
 from .step.lowered import Lowered as Lowered
 from .train_state import TrainState as TrainState

@@ -109,6 +109,7 @@ class TrainState(_StateClass, Generic[Params]):
         sharding: Sharding | Any = None,
         init: Init | None = None,
         step: int | Tensor | None = None,
+        can_sleep: bool = False,
         **fields: Any,
     ) -> Self:
         """Place parameters, fresh optimizer state and the rest in an arena; return a handle.
@@ -130,6 +131,7 @@ class TrainState(_StateClass, Generic[Params]):
           step: Number of updates so far, 0 by default. With the ``key`` of another state, for example to
             change the optimizer in the middle of a run, pass its ``step`` too: key and step determine the
             random numbers of a call.
+          can_sleep: Whether :func:`functional_cg.sleep` can send its memory away; see :func:`functional_cg.place`.
           fields: Values of the fields that a subclass adds.
         Raises:
           AliasError: If two leaves share memory.
@@ -152,7 +154,7 @@ class TrainState(_StateClass, Generic[Params]):
         with torch.inference_mode(False), torch.no_grad():
             handle: Any = create(
                 cls, params=params, optimizer=optimizer, key=key, accumulate=accumulate, sharding=sharding, init=init,
-                step=_counted(step), others={"buffers": buffers, **fields},
+                step=_counted(step), others={"buffers": buffers, **fields}, can_sleep=can_sleep,
             )  # fmt: skip
         return handle  # type: ignore[no-any-return]
 

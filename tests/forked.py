@@ -88,10 +88,11 @@ class Program:
         assert self.code is not None, f"still running after {timeout:g} s: {self.err}"
         return self.code
 
-    def interrupt(self) -> None:
-        """Ctrl-C."""
+    def interrupt(self, number: int = signal.SIGINT) -> None:
+        """Send a signal, Ctrl-C by default, unless it has ended."""
         assert self._process.pid is not None
-        os.kill(self._process.pid, signal.SIGINT)
+        if self.code is None:
+            os.kill(self._process.pid, number)
 
     def kill(self) -> None:
         """End it without a chance to say anything."""

@@ -88,6 +88,7 @@ DOORS = {
     "torch.cuda.graph": ("stages.run.capture", "bench.systems.by_hand"),
     "torch.cuda.graphs": ("stages.run.capture",),
     "torch.cuda._compile_kernel": ("tensors.ulps",),
+    "cuda.bindings": ("concurrency.driver",),
     "torch.cuda.make_graphed_callables": ("stages.run.capture", "bench.systems.torch_systems"),
     "torch._scaled_mm": ("nn._scaled_mm",),
     "torch._subclasses.FakeTensorMode": ("tensors.fake_mode",),

@@ -515,6 +515,26 @@ def test_miscompile_error():
     assert state["w"].tolist() == [5.0, 8.0]
 
 
+def test_asleep_error():
+    @fcg.graph_step
+    def step(state, x):
+        return {"w": state["w"] + x}, {}
+
+    state = fcg.sleep(fcg.place({"w": torch.zeros(2)}, can_sleep=True))
+    assert_says(
+        fcg.AsleepError,
+        lambda: step(state, torch.ones(2)),
+        """
+        `step`: `state` was used while it is asleep.
+        Its values are in host memory, and its own memory may belong to somebody else.
+        To fix: `state = fcg.wake(state)` first.
+        Docs: help(functional_cg.AsleepError)
+        """,
+    )
+    state = fcg.wake(state)
+    assert step(state, torch.ones(2))[0]["w"].tolist() == [1, 1]
+
+
 def test_rank_error():
     """One of two ranks calls; ``tests/sharding`` has processes, and the rest of the advice."""
     ranks = Ranks.over(dist.HashStore(), 0, 2, 0.1)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import functional_cg as fcg
-from functional_cg.examples import programs, text
+from functional_cg.examples import long_run, programs, text
 from functional_cg.examples.programs import (
     actor_critic,
     diffusion_unet_ema_bf16,
@@ -118,6 +118,12 @@ def start_logged(device: str) -> Start:
     return logged.train_step, logged.create_state(device), [(torch.rand(8, 2),) for _ in range(CALLS)]
 
 
+def start_long_run(device: str) -> Start:
+    mesh = fcg.sharding.mesh({"data": 1}, device=device)
+    batches = itertools.islice(long_run.batches(0, mesh), CALLS)
+    return long_run.train_step, long_run.create_state(mesh), [(batch,) for batch in batches]
+
+
 class Output(NamedTuple):
     logits: Tensor
 
@@ -162,6 +168,7 @@ STARTS = {
     "force_matching": start_force_matching,
     "sac": start_sac,
     "logged": start_logged,
+    "long_run": start_long_run,
     "lora": start_lora,
     "trainer": start_trainer,
 }
@@ -360,9 +367,8 @@ def test_trainer_learns(train: Callable[..., None], package: str) -> None:
 
 def test_each_program_is_short_and_uses_public_names_only() -> None:
     folder = Path(programs.__path__[0])
-    assert {path.stem for path in folder.glob("*.py")} == {"__init__", "lengths", *STARTS} - {
-        "gan: generator"
-    }
+    elsewhere = {"gan: generator", "long_run"}
+    assert {path.stem for path in folder.glob("*.py")} == {"__init__", "lengths", *STARTS} - elsewhere
     for path in folder.glob("*.py"):
         source = path.read_text()
         assert len(source.splitlines()) < 120, path.name

@@ -96,7 +96,19 @@ class Turn:
             try:
                 yield
             finally:
-                self.busy, self.whole = False, True
+                self.busy, self.whole = self.over is not None, self.over is None
+
+    def shut_down(self, call: Callable[[], None], over: Callable[[], FunctionalCGError]) -> None:
+        """Run a call that nothing may interrupt; if it returns, refuse all use from then on, until :meth:`reopen`."""
+        with self.shut():
+            call()
+            self.over = over
+
+    def reopen(self, call: Callable[[], None]) -> None:
+        """Run a call after which the resource may be used again."""
+        with self.lock:
+            call()
+            self.over, self.busy, self.whole = None, False, True
 
     def end(self, over: Callable[[], FunctionalCGError]) -> None:
         """Refuse all use from now on."""
@@ -162,7 +174,13 @@ def _on_a_gpu() -> FunctionalCGError:
 
 
 def in_turn(
-    turn: Turn, inner: Inner, function: str, *, reads: bool = False, then: Callable[[Any], Any] | None = None
+    turn: Turn,
+    inner: Inner,
+    function: str,
+    *,
+    reads: bool = False,
+    then: Callable[[Any], Any] | None = None,
+    ended: Any = None,
 ) -> Inner:
     """Return a call that waits for its turn, refused inside another one: a cheaper ``Turn.alone``.
 
@@ -172,6 +190,7 @@ def in_turn(
       function: Name of the user's function, in messages.
       reads: Whether it may run even in the middle of another call, if ``turn.whole``.
       then: Applied to the result after the turn.
+      ended: The result if all use is refused; without one, a call raises then.
     """
 
     def outer(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -180,12 +199,15 @@ def in_turn(
         with turn.lock:
             before = turn.busy
             if before and not (reads and turn.whole):
-                raise turn.refusal(function)
-            turn.busy = True
-            try:
-                result = inner(args, kwargs)
-            finally:
-                turn.busy = before
+                if turn.over is None or ended is None:
+                    raise turn.refusal(function)
+                result = ended
+            else:
+                turn.busy = True
+                try:
+                    result = inner(args, kwargs)
+                finally:
+                    turn.busy = before
         return result if then is None else then(result)
 
     return outer

@@ -21,6 +21,7 @@ States and inputs:
 
   LayoutError              a structure, shape, dtype or device differs from what the step was lowered for
   DonatedStateError        a state was used after a step took it over
+  AsleepError              a state was used between `sleep` and `wake`
   AliasError               two leaves of a state share memory
   ReadOnlyError            a leaf or an argument was written to
 
@@ -50,6 +51,7 @@ All of them:
 from __future__ import annotations
 
 from .kinds import AliasError as AliasError
+from .kinds import AsleepError as AsleepError
 from .kinds import BakedValueError as BakedValueError
 from .kinds import BusyError as BusyError
 from .kinds import CaptureError as CaptureError

@@ -316,6 +316,20 @@ class BusyError(FunctionalCGError, RuntimeError):
     """
 
 
+class AsleepError(FunctionalCGError, RuntimeError):
+    """A state was used between ``fcg.sleep`` and ``fcg.wake``.
+
+    Its memory on the device is given back meanwhile, and all handles and leaves of the state with it. Nothing is lost::
+
+        state = fcg.sleep(state)
+        texts = generate(policy)                             # with the memory that was the state's
+        state = fcg.wake(state)
+        state, metrics = step(state, texts)                  # the capture is still good
+
+    What is needed meanwhile, take before: ``params = fcg.snapshot(state.params)``, or save it.
+    """
+
+
 class ResultError(FunctionalCGError, RuntimeError):
     """The result of a call could not be built, after the call was done.
 

@@ -17,7 +17,8 @@ from ..ambient.setting import in_a_backward
 from ..errors import LayoutError
 from ..messages.tracebacks import entry
 from ..random.arguments import check_key
-from ..state.arena import BufferSpec, refuse_aliases
+from ..state.aliases import refuse_aliases
+from ..state.arena import BufferSpec
 from ..tensors.aten import is_batched, unwrapped
 from .attributes import OPS, Held, copying, memory_of, refuse_exchanged, walked
 from .call import function_of, run, title

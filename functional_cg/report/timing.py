@@ -14,7 +14,8 @@ from matplotlib.ticker import LogLocator, NullFormatter
 
 from ..graph_step import GraphFn, GraphStep
 from ..messages.html import colors
-from ..state.handle import Handle, fork
+from ..state.handle import Handle
+from ..state.lifecycle import fork
 
 __all__ = ["seconds_per_call", "step_times"]
 

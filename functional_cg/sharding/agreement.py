@@ -60,6 +60,10 @@ class Ranks:
         )  # equal on ranks that make the same calls
         return cls(PrefixStore(f"functional_cg/{number}", store), rank, size, timeout)
 
+    def own_store(self) -> Any:
+        """Return the store by a connection for another thread: one is busy for as long as somebody waits on it."""
+        return self.store.clone()
+
     def agree(self, function: str, what: str) -> None:
         """Wait for all ranks, and raise on all of them unless they are about to do the same.
 

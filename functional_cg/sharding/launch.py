@@ -13,18 +13,28 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.distributed_c10d import PrefixStore
+from torch.distributed.rendezvous import rendezvous
 
 from ..messages.tracebacks import entry
 from ..shards.mesh import Axis, Mesh
 from .agreement import Ranks
+from .watchdog import Watchdog
 
 __all__ = ["mesh"]
 
 _LONGEST = 1e6  # seconds, more than a week; torch counts in integers, which have no infinity
+_GRACE = 30.0  # seconds in which what notices a missing rank by itself has raised
 
 
 @entry("mesh = fcg.sharding.mesh({'data': -1})")
-def mesh(axes: Mapping[str, int], *, device: str | None = None, timeout: float = 300.0) -> Mesh:
+def mesh(
+    axes: Mapping[str, int],
+    *,
+    device: str | None = None,
+    timeout: float = 300.0,
+    step_timeout: float | None = None,
+) -> Mesh:
     """Lay out all ranks of this run on a mesh. Call it once, before anything touches a GPU.
 
     Under ``torchrun`` (or any launcher that sets ``RANK``, ``LOCAL_RANK``, ``WORLD_SIZE``, ``MASTER_ADDR`` and
@@ -37,13 +47,16 @@ def mesh(axes: Mapping[str, int], *, device: str | None = None, timeout: float =
         are sharded over the last axis, and replicated over the one before. One size may be -1: it takes the remaining
         ranks.
       device: ``"cuda"`` or ``"cpu"``; by default CUDA if available.
-      timeout: Seconds that ranks wait for each other before a capture, and in collectives on the CPU.
+      timeout: Seconds that ranks wait for each other before a capture and in collectives, except captured ones on GPUs.
+      step_timeout: Seconds that a call of a captured step may take that waits for other ranks. Then the process prints
+        the call, the missing ranks and the stacks of all threads, and ends with exit code 75. By default 30 more than
+        ``timeout``; ``math.inf`` for no limit.
     Raises:
       RuntimeError: If the launcher has not set a variable that a rank needs, there are more ranks on this machine than
         GPUs, or ``device`` is ``"cuda"`` and there is no GPU.
       TypeError: If an argument has the wrong type.
-      ValueError: If there are not one or two axes whose sizes multiply to the number of ranks, or ``device`` or
-        ``timeout`` has no valid value.
+      ValueError: If there are not one or two axes whose sizes multiply to the number of ranks, or ``device``,
+        ``timeout`` or ``step_timeout`` has no valid value.
 
     Example:
       >>> import functional_cg as fcg
@@ -51,6 +64,11 @@ def mesh(axes: Mapping[str, int], *, device: str | None = None, timeout: float =
       data=1
     """
     _refuse_arguments(axes, device, timeout)
+    limit = timeout + _GRACE if step_timeout is None else step_timeout
+    if not _is_number(limit) or not limit > 0:
+        raise ValueError(
+            f"sharding.mesh: step_timeout must be a positive number of seconds, or math.inf, got {step_timeout!r}"
+        )
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     ranks = dist.get_world_size() if dist.is_initialized() else _number("WORLD_SIZE", "1")
     sizes = _sizes(axes, ranks)
@@ -60,8 +78,10 @@ def mesh(axes: Mapping[str, int], *, device: str | None = None, timeout: float =
     if ours:
         _start(device, timeout)
     here = torch.empty(0, device=device).device
-    found = Mesh(_axes(sizes, device, timeout), here, ranks=Ranks.of_this_run(timeout))
-    atexit.register(_end, found.captures, found.ranks, ours=ours)
+    ranks_here = Ranks.of_this_run(timeout)
+    watchdog = Watchdog(ranks_here, limit)
+    found = Mesh(_axes(sizes, device, timeout), here, ranks=ranks_here, watchdog=watchdog)
+    atexit.register(_end, found.captures, ranks_here, watchdog, ours=ours)
     return found
 
 
@@ -100,12 +120,16 @@ def _start(device: str, timeout: float) -> None:
     for name in ("RANK", "MASTER_ADDR", "MASTER_PORT"):
         if name not in os.environ:
             raise _incomplete(name)
+    place, limit = None, timedelta(seconds=timeout)
     if device == "cuda":
         place = _gpu(_number("LOCAL_RANK"), torch.cuda.device_count())
         torch.cuda.set_device(place)
-        dist.init_process_group("nccl", device_id=place, timeout=timedelta(seconds=timeout))
-    else:
-        dist.init_process_group("gloo", timeout=timedelta(seconds=timeout))
+    store, rank, size = next(rendezvous("env://", timeout=limit))
+    if os.environ.get("GROUP_WORLD_SIZE") == "1":
+        # One `torchrun` keeps one store over all of its restarts, with the addresses of ranks that are gone.
+        store = PrefixStore(f"attempt {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+    backend = "nccl" if device == "cuda" else "gloo"
+    dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=limit, device_id=place)
 
 
 def _gpu(rank: int, gpus: int) -> torch.device:
@@ -153,15 +177,19 @@ def _refuse_arguments(axes: Any, device: Any, timeout: Any) -> None:
         raise ValueError(f'sharding.mesh: device must be "cuda" or "cpu", got {device!r}')
     if device == "cuda" and not torch.cuda.is_available():
         raise RuntimeError('sharding.mesh: torch sees no GPU. To fix: `sharding.mesh(..., device="cpu")`.')
-    number = isinstance(timeout, (int, float)) and not isinstance(timeout, bool)
-    if not number or not 0 < timeout <= _LONGEST:
+    if not _is_number(timeout) or not 0 < timeout <= _LONGEST:
         raise ValueError(
             f"sharding.mesh: timeout must be a positive number of seconds, {_LONGEST:g} at most, got {timeout!r}"
         )
 
 
-def _end(captures: weakref.WeakSet[Any], ranks: Ranks, *, ours: bool) -> None:
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def _end(captures: weakref.WeakSet[Any], ranks: Ranks, watchdog: Watchdog, *, ours: bool) -> None:
     """Clean up at exit: graphs first, then the communicators that they use. The other order hangs."""
+    watchdog.stop()
     for captured in list(captures):
         captured.close()
     if ours and dist.is_initialized():

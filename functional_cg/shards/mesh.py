@@ -40,12 +40,14 @@ class Mesh:
       device: Where this rank's leaves live.
       captures: Holders of graphs with collectives of this mesh; closed before its process groups are.
       ranks: How ranks synchronize outside graphs; None for a single rank.
+      watchdog: Ends the process if a step waits for other ranks forever; None for a single rank.
     """
 
     axes: tuple[Axis, ...]
     device: torch.device = field(default_factory=lambda: torch.device("cpu"), compare=False)
     captures: weakref.WeakSet[Any] = field(default_factory=weakref.WeakSet, compare=False, repr=False)
     ranks: Any = field(default=None, compare=False, repr=False)
+    watchdog: Any = field(default=None, compare=False, repr=False)
 
     @property
     def size(self) -> int:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
 
 from ..errors import FunctionalCGError, RankError
 from .mesh import Mesh
 
-__all__ = ["among", "on_any", "together"]
+__all__ = ["among", "on_any", "together", "watched"]
 
 # Fragments of c10d's messages about broken connections.
 _CONNECTION = ("gloo", "pair closure", "TCPStore", "Connection reset", "Connection closed", "Broken pipe")
@@ -47,6 +49,42 @@ def among(mesh: Mesh | None, function: str) -> Iterator[None]:
         if found is None:
             raise
         raise found from error
+
+
+def watched(
+    run: Callable[..., Any], mesh: Mesh | None, function: str, waits: tuple[Any, Any] | None
+) -> tuple[Callable[..., Any], Callable[[], None]]:
+    """Return the calls of a captured function, and what to do after the first of them.
+
+    On a CPU, where a collective returns when it is done, each call is wrapped. On a GPU calls stay as they are: the
+    watchdog looks at their counter and at the device.
+
+    Args:
+      run: What a call runs.
+      mesh: The mesh of its states.
+      function: Name of the user's function.
+      waits: The counter of its replays, and the memory of its first state; None if it waits for no other rank.
+    """
+    if mesh is None or mesh.ranks is None:
+        return run, _nothing
+    if mesh.device.type == "cuda":
+        return run, _nothing if waits is None else mesh.watchdog.device(function, *waits).look
+    seen = SimpleNamespace(begun=0, done=0) if waits is None else mesh.watchdog.host(function)
+
+    def call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        mesh.ranks.refuse_if_lost(function)
+        seen.begun += 1
+        try:
+            with among(mesh, function):
+                return run(args, kwargs)
+        finally:
+            seen.done = seen.begun
+
+    return call, _nothing
+
+
+def _nothing() -> None:
+    pass
 
 
 def _lost(mesh: Mesh | None, function: str, error: RuntimeError) -> RankError | None:

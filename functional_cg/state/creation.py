@@ -171,6 +171,7 @@ def create(
     init: Init | None,
     step: Tensor,
     others: Mapping[str, Any],
+    can_sleep: bool,
 ) -> Handle:
     """Place a fresh state.
 
@@ -184,10 +185,12 @@ def create(
       init: ``(path, leaf, key) -> tensor``, or None.
       step: i64[], number of updates so far.
       others: The remaining fields, taken as given.
+      can_sleep: Whether the memory can leave the device and come back.
     """
     sharding = _of_all(sharding)
     with among(None if sharding is None else sharding.mesh, "TrainState.create"):
-        return _created(build, params, optimizer, key, sharding, init, step, others, accumulate=accumulate)
+        given = (build, params, optimizer, key, sharding, init, step, others)
+        return _created(*given, accumulate=accumulate, can_sleep=can_sleep)
 
 
 def _of_all(sharding: Any) -> Sharding | None:
@@ -218,6 +221,7 @@ def _created(
     others: Mapping[str, Any],
     *,
     accumulate: bool,
+    can_sleep: bool,
 ) -> Handle:
     kind = sharding or _Whole()
     home = _home(params, key, sharding, init)
@@ -240,6 +244,7 @@ def _created(
             grads=kind.accumulators(planned) if accumulate else None,
         ),
         home,
+        can_sleep=can_sleep,
     )
     arena = handle._lease.arena
     state = pytree.unflatten(handle._node, entered([slot.spec for slot in arena.plan.slots], arena.slots))
@@ -306,12 +311,13 @@ def _refuse(given: Any, params: Any, home: torch.device, *, gathers: bool) -> No
     placeable(whole, "state", device=home)
 
 
-def _reserved(planned: Any, home: torch.device) -> Handle:
+def _reserved(planned: Any, home: torch.device, *, can_sleep: bool) -> Handle:
     """Return a handle on an arena of zeros for a state planned on any device."""
     leaves, treedef = pytree.flatten(planned)
     paths = treedef.paths()
     specs = [replace(BufferSpec.of(leaf), device=home) for leaf in leaves]
-    return Handle(Lease(Arena.allocate(plan(specs, roles(treedef, paths)), home), treedef, paths), 0)
+    arena = Arena.allocate(plan(specs, roles(treedef, paths)), home, can_sleep=can_sleep)
+    return Handle(Lease(arena, treedef, paths), 0)
 
 
 def _write_params(slots: Any, params: Any, kind: Any, made: tuple[Init, Tensor] | None) -> None:

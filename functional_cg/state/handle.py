@@ -22,7 +22,8 @@ from ..messages.tracebacks import entry
 from ..pytree.trees import TreeView, node_unflatten
 from ..tensors.aten import copies
 from ..tree import KeyPath, Treedef
-from .arena import Arena, BufferSpec, Plan, plan, refuse_aliases, refuse_unplaceable
+from .aliases import refuse_aliases
+from .arena import Arena, BufferSpec, Plan, plan, refuse_unplaceable
 from .boundary import as_number, at_rest, held, localized, misfits, on_one_mesh, sharding_fix
 from .leaf import Leaf, Lease, Part, as_tensor, donated, key_name, owned, turns_of
 from .outline import Entry, arena_html, size_text, tree_html, tree_text
@@ -34,7 +35,6 @@ __all__ = [
     "Lease",
     "check_alive",
     "fill",
-    "fork",
     "owned",
     "place",
     "placeable",
@@ -280,7 +280,8 @@ class Handle(TreeView):
         if now != self._generation:
             donor = getattr(self._root, "_donor", "")
             title += f", donated{f' to `{donor}`' if donor else ''} (its buffers now hold generation {now})"
-        return f"{title}, on {self._lease.arena.device}, {size_text(self._entries())}"
+        away = ", asleep" if self._lease.arena.asleep else ""
+        return f"{title}, on {self._lease.arena.device}{away}, {size_text(self._entries())}"
 
 
 # Setters of the slots bypass `__setattr__` in half the time of `object.__setattr__`.
@@ -298,12 +299,14 @@ def roles(treedef: Treedef, paths: Sequence[KeyPath]) -> list[str]:
 
 
 @entry()
-def place(tree: T, device: torch.device | str | None = None) -> T:
+def place(tree: T, device: torch.device | str | None = None, *, can_sleep: bool = False) -> T:
     """Copy a pytree into a new arena and return its handle. The caller keeps the tree.
 
     Args:
       tree: Any pytree of tensors; Python numbers and numpy arrays become tensors (bool, i64, f32 scalars).
       device: Device of the arena; by default that of the tensors.
+      can_sleep: Whether :func:`functional_cg.sleep` can send its memory away. On a GPU this memory is not torch's, and
+        torch's statistics do not count it.
     Returns:
       A handle of generation 0.
     Raises:
@@ -318,7 +321,8 @@ def place(tree: T, device: torch.device | str | None = None) -> T:
     """
     leaves, treedef, layout = placeable(tree, "state", device=device)
     home = layout.slabs[0].device if layout.slabs else torch.empty(0, device=device or "cpu").device
-    return fill(Lease(Arena.allocate(layout, home), treedef, treedef.paths()), leaves)  # type: ignore[return-value]
+    arena = Arena.allocate(layout, home, can_sleep=can_sleep)
+    return fill(Lease(arena, treedef, treedef.paths()), leaves)  # type: ignore[return-value]
 
 
 def placeable(
@@ -347,13 +351,17 @@ def placeable(
 
 
 def check_alive(handle: Handle, name: str, function: str) -> None:
-    """Raise if a handle passed to `function` was donated; the error uses the caller's name for it.
+    """Raise if a handle passed to `function` must not be used; the error uses the caller's name for it.
 
     Raises:
+      AsleepError: If its memory is away.
+      BusyError: If it was lost to a fork.
       DonatedStateError: If the arena was updated since the handle was made.
     """
     if handle._lease.cell[0] != handle._generation:
         raise donated(name + handle._part.path.removeprefix("state"), handle._root, name, function)
+    if handle._lease.arena.turn.over is not None:
+        raise handle._lease.arena.turn.refusal(function)
 
 
 def fill(lease: Lease, leaves: Sequence[Tensor]) -> Handle:
@@ -384,17 +392,3 @@ def snapshot(state: T) -> T:
 def _copies(leaves: Sequence[Any]) -> list[Any]:
     with ordinary():
         return [leaf.detach().clone() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-
-
-def fork(state: T) -> T:
-    """Copy a state into a second arena; the two states are independent.
-
-    Example:
-      >>> import torch, functional_cg as fcg
-      >>> state = fcg.place({"w": torch.ones(2)})
-      >>> twin = fcg.fork(state)
-      >>> state = state.replace(w=torch.zeros(2))
-      >>> twin["w"].tolist()
-      [1.0, 1.0]
-    """
-    return place(snapshot(state))

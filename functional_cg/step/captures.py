@@ -34,6 +34,7 @@ from ..stages.trial.reference import Reference
 from ..stages.watch.host_watch import refuse_ambient_modes
 from ..state.boundary import reading_of
 from ..state.handle import Handle, place, placeable
+from ..state.lifecycle import staying
 from ..transforms.taps import Taps
 from .certify import certify
 from .constants import Constants
@@ -218,6 +219,7 @@ class Transform:
         try:
             captured = self._captured_for(call, lowered)
             done = captured.run(args, kwargs)
+            captured.launched()
             lowered.counts |= done is not MISS
         except BaseException:
             # It never ran: keep nothing of it, since the corrected call may have another layout.
@@ -277,7 +279,7 @@ class Transform:
         """Place a plain tree, reusing an arena of this step that has its layout and no handles left."""
         leaves, treedef, plan = placeable(tree, self._signature.parameter(0), self._name)
         for captured in list(self._captured.values()):
-            if captured.arenas[0].free and captured.treedef == treedef and captured.arena.plan == plan:
+            if captured.arenas[0].vacant and captured.treedef == treedef and captured.arena.plan == plan:
                 taken = captured.arena.turn.alone(functools.partial(captured.taken_over, leaves), self._name)
                 if taken is not None:
                     return cast("Handle", taken)
@@ -334,20 +336,17 @@ class Transform:
         captured = self._captured.get(key)
         if captured is None:
             lowered.meet()
-            with held_back(), timed(self._name, "captured"):
+            with held_back(), timed(self._name, "captured"), staying(s.arena for s in call.states):
                 captured = self._captured[key] = self._capture(call, lowered)
             self.stats.captures += 1
             self._drop_spares()
-            if lowered.mesh is not None:
-                lowered.mesh.captures.add(captured)
             for arena in captured.arenas:
                 arena.watchers.append(functools.partial(_reap, weakref.ref(self)))
         return captured
 
     def _capture(self, call: Call, lowered: Lowered) -> Captured:
         program = lowered.program
-        if self._backend is None:
-            self._backend = backend_for(call.device)
+        self._backend = self._backend or backend_for(call.device)
         staging = Staging(lowered.layout.specs, call.device)
         staging.copy_in(call.live)
         slots = [slot for s in call.states for slot in s.arena.slots[s.start : s.stop]]
@@ -376,7 +375,8 @@ class Transform:
             stats=self.stats,
         )
         finish = finisher(self._name, program, donates=self._donates)
-        return Captured.of(on_same_values(run, program, bound), finish, replay, call, constants, lowered)
+        known = on_same_values(run, program, bound)
+        return Captured.of(known, finish, replay, call, constants, lowered, self.stats)
 
     def _drop_spares(self) -> None:
         if drop_spares(self._captured):

@@ -16,12 +16,14 @@ from ..call.signature import Call
 from ..concurrency.turns import Inner
 from ..errors import LayoutError
 from ..messages.html import Html, bar, card, element, fold, line, table
+from ..shards.collectives import WAIT
 from ..shards.mesh import Mesh
-from ..shards.peers import among
+from ..shards.peers import watched
 from ..stages.lower.costs import constant_costs, input_costs, metric_costs, slot_costs, staged_pairs
 from ..stages.plan import ExecutionPlan
 from ..stages.program import Program
 from ..stages.run.capture import Replay
+from ..stages.run.replay import Stats
 from ..stages.trace.footprint import Inspection
 from ..stages.trace.recipe import BoundState
 from ..stages.trial.reference import Reference
@@ -48,6 +50,7 @@ class Captured:
 
     Attributes:
       run: ``run(args, kwargs)`` returns the new state and tensors, or MISS if the call does not fit.
+      launched: To be called after a call that came by the slow path, the first one among them.
       finish: Builds the result of a call from these; runs user code, such as the classes of the metrics.
       replay: The backend's replay.
       arenas: The memory that the capture is bound to, one arena per state; it outlives the capture.
@@ -59,6 +62,7 @@ class Captured:
     """
 
     run: Inner
+    launched: Callable[[], None]
     finish: Callable[[Any], Any]
     replay: Replay
     arenas: tuple[Arena, ...]
@@ -76,15 +80,18 @@ class Captured:
         call: Call,
         constants: Sequence[Tensor],
         lowered: Lowered,
+        stats: Stats,
     ) -> Captured:
         """Return a capture made for a call; it keeps the call's memory alive, not its handles."""
         lease = call.states[0].lease if call.states else None
         mesh = lowered.mesh
         several = mesh is not None and mesh.size > 1
-        if mesh is not None and several and mesh.device.type == "cpu":
-            run = _among(run, mesh, lowered.name)
-        return cls(
+        communicates = any(instr.op is WAIT for instr in lowered.program.instrs)
+        arena = call.states[0].arena if call.states else None
+        run, launched = watched(run, mesh, lowered.name, (stats, arena) if communicates else None)
+        captured = cls(
             run,
+            launched,
             finish,
             replay,
             tuple(state.arena for state in call.states),
@@ -93,6 +100,9 @@ class Captured:
             lease.paths if lease else [],
             lowered,
         )
+        if mesh is not None:
+            mesh.captures.add(captured)
+        return captured
 
     @property
     def arena(self) -> Arena:
@@ -127,17 +137,6 @@ class Captured:
 
     def __str__(self) -> str:
         return ", ".join(map(_arena_text, self.arenas)) or "no state"
-
-
-def _among(run: Inner, mesh: Mesh, name: str) -> Inner:
-    """Wrap the calls of a capture whose collectives raise, as gloo's do, if a rank has ended."""
-
-    def call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        mesh.ranks.refuse_if_lost(name)
-        with among(mesh, name):
-            return run(args, kwargs)
-
-    return call
 
 
 def _arena_text(arena: Arena) -> str:

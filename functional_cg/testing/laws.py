@@ -12,8 +12,10 @@ from .. import tree as pytree
 from ..ambient.setting import AsTraced
 from ..errors import FunctionalCGError
 from ..graph_step import GraphFn, GraphStep, graph_step
-from ..state.arena import BufferSpec, refuse_aliases
-from ..state.handle import Leaf, fork, place, snapshot
+from ..state.aliases import refuse_aliases
+from ..state.arena import BufferSpec
+from ..state.handle import Leaf, place, snapshot
+from ..state.lifecycle import fork
 from ..tensors.overlap import storage_key
 
 __all__ = [

@@ -18,7 +18,8 @@ from .. import tree as pytree
 from ..errors import DonatedStateError, ReadOnlyError
 from ..graph_step import GraphFn, GraphStep
 from ..stages.run.capture import Backend
-from ..state.handle import fork, snapshot
+from ..state.handle import snapshot
+from ..state.lifecycle import fork
 from .laws import assert_no_alias, assert_trees_all_equal
 from .simulator import Simulator
 from .twins import Subject, Twins, refused

@@ -9,7 +9,7 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
-from tests.stress import forks, kills, mutations, signals, threads
+from tests.stress import forks, kills, mutations, runs, signals, threads
 
 RUNS: dict[str, tuple[Callable[[Any], Any], float, str]] = {
     "threads": (threads.run, 600.0, "seconds for which 8 threads read, save, step and replace one state"),
@@ -21,6 +21,7 @@ RUNS: dict[str, tuple[Callable[[Any], Any], float, str]] = {
         4,
         "checkpoints between all numbers of ranks and stages up to that",
     ),
+    "runs": (lambda n: runs.run(int(n)), 40, "signals to a program that is started again until it is done"),
     "mutations": (
         lambda n: mutations.run(int(n)),
         500,

@@ -252,7 +252,7 @@ def replayer(
 
 def _in_turns(turns: Sequence[Turn], call: Inner, name: str, *, reads: bool = False) -> Inner:
     for turn in reversed(turns):
-        call = in_turn(turn, call, name, reads=reads)
+        call = in_turn(turn, call, name, reads=reads, ended=MISS)  # the call may have come with another state
     return call
 
 
