@@ -35,8 +35,8 @@ def bucket(
     the host. The mask is True where the batch was: bool[batch, size] with ``dim=1``, bool[size] with ``dim=0``.
 
     A batch is a dict, a tuple or list, or a single tensor. Padded are all tensors and arrays in it that have dimension
-    ``dim``, or with a mapping ``pad`` those named in it. They arrive as contiguous copies, pinned if they were; the rest
-    passes through unchanged. In a dict, the mask is under its name; otherwise it is the last element of a tuple.
+    ``dim``, or with a mapping ``pad`` those named in it. They arrive as contiguous copies, pinned if they were; the
+    rest passes through unchanged. In a dict, the mask is under its name; otherwise it is the last element of a tuple.
 
     A dict that has an entry of that name already, such as the ``attention_mask`` of a tokenizer, keeps it, padded with
     zeros. So calls compose: ``bucket(bucket(loader, sizes=lengths), sizes=[64], dim=0)`` also pads a short last batch.
