@@ -35,8 +35,8 @@ def bucket(
     the host. The mask is True where the batch was: bool[batch, size] with ``dim=1``, bool[size] with ``dim=0``.
 
     A batch is a dict, a tuple or list, or a single tensor. Padded are all tensors and arrays in it that have dimension
-    ``dim``, or with a mapping ``pad`` those named in it. They arrive as contiguous tensors of their own dtype; the rest
-    passes through unchanged. In a dict, the mask is under its name; otherwise it is the last element of a tuple.
+    ``dim``, or with a mapping ``pad`` those named in it. They arrive as contiguous copies, pinned if they were; the
+    rest passes through unchanged. In a dict, the mask is under its name; otherwise it is the last element of a tuple.
 
     A dict that has an entry of that name already, such as the ``attention_mask`` of a tokenizer, keeps it, padded with
     zeros. So calls compose: ``bucket(bucket(loader, sizes=lengths), sizes=[64], dim=0)`` also pads a short last batch.
@@ -229,18 +229,18 @@ def _entries(batch: Any) -> dict[Any, Any]:
 
 
 def _extended(leaf: _Found, dim: int, size: int, value: _Number) -> Tensor:
-    """Return a tensor padded along a dimension; contiguous, since strides are part of a capture's layout."""
+    """Return a padded copy of a tensor; contiguous, since strides are part of a capture's layout."""
     tensor = leaf.tensor
-    if tensor.shape[dim] == size:
-        return tensor.contiguous()
-    if not _holds(tensor.dtype, value):
+    length = tensor.shape[dim]
+    if length < size and not _holds(tensor.dtype, value):
         raise ValueError(
             f"bucket: {leaf.path} is {BufferSpec.of(tensor)}, which cannot hold {value}. "
             "To fix: pad with another value, `pad=0`; or convert it in the loader, `x.long()`."
         )
     shape = (*tensor.shape[:dim], size, *tensor.shape[dim + 1 :])
-    padded = torch.full(shape, value, dtype=tensor.dtype, device=tensor.device)
-    padded.narrow(dim, 0, tensor.shape[dim]).copy_(tensor)
+    padded = torch.empty(shape, dtype=tensor.dtype, device=tensor.device, pin_memory=tensor.is_pinned())
+    padded.narrow(dim, 0, length).copy_(tensor)
+    padded.narrow(dim, length, size - length).fill_(value if length < size else 0)
     return padded
 
 

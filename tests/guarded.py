@@ -45,6 +45,23 @@ def both(x: Tensor) -> Tensor:
     return x * 2
 
 
+def with_numbers(x: Tensor) -> Tensor:
+    if (MOST == 10.0 and (x > MOST).any()) or (x.dim() == 0 and MOST):
+        raise ValueError
+    assert MOST == 10.0 and not (x < -MOST).any()  # noqa: PT018
+    return x * 2
+
+
+def with_a_long_text(x: Tensor) -> Tensor:
+    """Jumps further than one byte tells."""
+    if MOST == 10.0 and (x.abs() > MOST).any():
+        first = (x[0], x[1], x[2], x[3], x[0], x[1], x[2], x[3], x[0], x[1], x[2], x[3], x[0], x[1])
+        second = (x[0], x[1], x[2], x[3], x[0], x[1], x[2], x[3], x[0], x[1], x[2], x[3], x[0], x[1])
+        third = (x[0], x[1], x[2], x[3], x[0], x[1], x[2], x[3], x[0], x[1], x[2], x[3], x[0], x[1])
+        raise ValueError(f"{first} {second} {third}")
+    return x * 2
+
+
 def chained(x: Tensor) -> Tensor:
     assert -MOST <= x.sum() <= MOST
     return x * 2
@@ -247,6 +264,8 @@ TESTED = [
     after_python,
     either,
     both,
+    with_numbers,
+    with_a_long_text,
     chained,
     otherwise,
     finally_,

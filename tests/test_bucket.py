@@ -280,11 +280,21 @@ def test_wrong_arguments_are_refused() -> None:
         only("abc")
 
 
-def test_arrays_that_are_overwritten_are_copied_when_padded() -> None:
+@pytest.mark.parametrize("length", [3, 4])
+def test_a_batch_is_a_copy_whether_or_not_it_is_padded(length: int) -> None:
     def loader() -> Iterator[Any]:
-        x = np.zeros((2, 3), np.float32)
+        x = np.zeros((2, length), np.float32)
         for i in range(3):
             x[:] = i
             yield x
 
     assert [x[0, 0].item() for x, _ in list(fcg.bucket(loader(), sizes=SIZES))] == [0, 1, 2]
+    rows = torch.zeros(2, length)
+    only({"x": rows, "mask": rows > 0})["x"].add_(1)
+    assert not rows.any()
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("length", [3, 4])
+def test_a_pinned_batch_stays_pinned(length: int) -> None:
+    assert only({"x": torch.ones(2, length).pin_memory()})["x"].is_pinned()

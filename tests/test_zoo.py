@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import time
 from collections.abc import Callable
@@ -10,12 +11,15 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
+from torch.utils._pytree import tree_map
 
 from functional_cg.bench.zoo.case import Case, chosen
 from functional_cg.bench.zoo.judge import Outcome, judge
 from functional_cg.bench.zoo.page import page
 from functional_cg.bench.zoo.processes import Run, outcomes
+from functional_cg.bench.zoo.rounding import MOST, excess
+from tests.other_rounding import compile_wide
 
 
 def batch(generator: torch.Generator) -> dict[str, Tensor]:
@@ -122,3 +126,48 @@ def test_names_choose() -> None:
         == [one.name for one in chosen(cases, ["our"])]
         == ["one", "two"]
     )
+
+
+def results(weight: float, *, step: int = 1, moved: float = 0.0) -> Any:
+    """A state and metrics, as a step returns them."""
+    params = {"w": torch.tensor([1.0, 2.0]) + moved, "b": torch.zeros(2) + moved / 100}
+    return {"params": params, "step": torch.tensor(step)}, {"loss": torch.tensor(weight)}
+
+
+def test_what_rounding_explains_is_what_other_roundings_show() -> None:
+    others = [results(1.0, moved=1e-6), results(1.0, moved=-2e-6)]
+    assert excess(results(1.0), results(1.0), others).times == 0
+    off = excess(results(1.0, moved=4e-6), results(1.0), others)
+    assert off.times == pytest.approx(2, rel=0.1)
+    assert "times what rounding explains" in str(off)
+    assert excess(results(1.0, moved=2e-5), results(1.0), others).times > MOST
+    assert excess(results(1.001), results(1.0), others).name == "metrics['loss']"
+    assert excess(results(1.0, step=2), results(1.0), others).times > MOST
+    assert excess(results(float("nan")), results(1.0), others).times > MOST
+    assert excess(results(1.0, moved=1e-7), results(1.0), ()).times == float("inf")
+
+
+def drifts(graph: fx.GraphModule, example_inputs: Any) -> Callable[..., Any]:
+    """Compile, into what is right in the first calls only, which the certificate sees."""
+    right, calls = compile_wide(graph, example_inputs), itertools.count()
+
+    def run(*args: Any) -> Any:
+        grown = 1 + 1e-3 * (next(calls) > 4)
+        return tree_map(lambda x: x * grown if x.is_floating_point() else x, right(*args))
+
+    return run
+
+
+def test_a_compiled_step_is_judged_call_by_call() -> None:
+    found = judge(
+        case(lambda: nn.Sequential(nn.Linear(3, 8), nn.BatchNorm1d(8), nn.Linear(8, 2))),
+        "cpu",
+        compile_wide,
+        8,
+        1000,
+    )
+    assert found.verdict == "works"
+    assert 0 < found.worst < MOST
+    wrong = judge(case(lambda: nn.Linear(3, 2)), "cpu", drifts, 8, 1000)
+    assert wrong.verdict == "wrong"
+    assert "away from that in its eager run" in wrong.reason

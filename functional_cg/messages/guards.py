@@ -37,7 +37,10 @@ def guard_of(frame: FrameType) -> Guard | None:
     site = Site.of(frame, frame.f_lasti, by_mask=False)
     if site is None or not (site.op in _TESTS or "JUMP" in site.op or _tests_by_comparing(site.op)):
         return None
-    if isinstance(site.node, ast.stmt):  # Python 3.11 gives some jumps the span of the statement
+    if "JUMP" in site.op and sys.version_info < (
+        3,
+        12,
+    ):  # it has the span of the statement or of an earlier operand
         site = Site.of(frame, _before(frame), by_mask=False)
         if site is None:
             return None
@@ -66,8 +69,11 @@ def _tests_by_comparing(op: str) -> bool:
 
 def _before(frame: FrameType) -> int:
     """Return the instruction that has put onto the stack what a frame's jump tests."""
-    offsets = [instruction.offset for instruction in dis.get_instructions(frame.f_code)]
-    return offsets[offsets.index(frame.f_lasti) - 1]
+    return max(
+        instruction.offset
+        for instruction in dis.get_instructions(frame.f_code)
+        if instruction.offset < frame.f_lasti and instruction.opcode != dis.EXTENDED_ARG
+    )
 
 
 def _of_statement(statement: Any) -> bool | None:

@@ -1,4 +1,8 @@
-"""Judge one model: does a captured step train it as its eager run does, and as an ordinary loop does?"""
+"""Judge one model: does a captured step train it as its eager run does, and as an ordinary loop does?
+
+A captured step is compared with its eager run call by call, both from the same state: over several steps, a network
+may make anything of rounding errors.
+"""
 
 from __future__ import annotations
 
@@ -14,15 +18,13 @@ from torch import Tensor, nn
 import functional_cg as fcg
 
 from .case import Case
+from .rounding import MOST, MOVED, Rounding, excess
 
 __all__ = ["Outcome", "judge"]
 
 # Not Adam, which makes a whole step of a gradient that is a rounding error of 0.
 _RATE, _MOMENTUM = 1e-3, 0.9
-_EAGER = "its eager run"
-# Relative, by how much the weights of the run differ that shows how rounding errors grow; and in float64, where a
-# compiled step begins about as far from its eager run.
-_BESIDE, _BESIDE_IN_DOUBLE = 3e-7, 1e-12
+_MOVED_IN_DOUBLE = 1e-12  # as `MOVED`, which is for float32
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,11 +35,13 @@ class Outcome:
       verdict: ``"works"``, ``"refused"``, ``"wrong"`` or ``"crashed"``; ``"unusable"`` if no ordinary loop trains it.
       reason: First two lines of the error, or what differs; empty if it works.
       fix: What the error suggests.
+      worst: The largest difference of a call from its eager run, in multiples of what rounding explains.
     """
 
     verdict: str
     reason: str = ""
     fix: str = ""
+    worst: float = 0.0
 
 
 class _Forward:
@@ -63,7 +67,7 @@ class _Trial:
     Attributes:
       case: The model.
       device: Where it runs.
-      lowering: As for ``graph_step``. With ``"aten"``, the step has to be bitwise equal to its eager run.
+      lowering: As for ``graph_step``. With ``"aten"``, each call has to be bitwise equal to its eager run.
       calls: How many steps, each with new data.
       double: Whether all is in float64.
     """
@@ -82,7 +86,7 @@ class _Trial:
 
 
 def judge(case: Case, device: str, lowering: Any, calls: int, most: int) -> Outcome:
-    """Train a model in an ordinary loop, in a captured step and in the eager run of that, and compare.
+    """Compare a captured step with its eager run, and that with an ordinary loop.
 
     Args:
       case: The model.
@@ -97,16 +101,19 @@ def judge(case: Case, device: str, lowering: Any, calls: int, most: int) -> Outc
         if sum(param.numel() for param in module.parameters()) > most:
             return Outcome("unusable", "too large")
         draws = _draws(trial, module)
-        plain = _plain(trial, train=not draws)  # what draws is compared with it in evaluation mode
-        beside = _plain(trial, train=not draws, moved=_BESIDE)
+        plain = _plain(
+            trial, train=not draws
+        )  # a loop draws other numbers: it is compared in evaluation mode
+        beside = _plain(trial, train=not draws, moved=MOVED)
     except Exception as error:  # whatever keeps a model from running is no finding about the library
         return Outcome("unusable", _told(error))
     if not all(map(math.isfinite, plain.losses)):
         return Outcome("unusable", "its loss is not finite")
     try:
-        reason = _differs(trial, plain, beside, train=not draws)
-        if not reason and draws:
-            reason = _differs_from_eager(trial, plain, beside, train=True)[1]
+        worst, reason = _captured(trial, draws=draws)
+        reason = reason or _differs_from_loop(trial, plain, beside, train=not draws)
+    except fcg.MiscompileError as error:
+        return Outcome("wrong", _told(error))
     except Exception as error:  # any other error is a finding
         text = str(error)
         refused = isinstance(error, fcg.FunctionalCGError) or "To fix" in text
@@ -114,34 +121,24 @@ def judge(case: Case, device: str, lowering: Any, calls: int, most: int) -> Outc
             (line.removeprefix("To fix: ") for line in text.splitlines() if line.startswith("To fix")), ""
         )
         return Outcome("refused" if refused else "crashed", _told(error), fix)
-    return Outcome("wrong", reason) if reason else Outcome("works")
+    return Outcome("wrong" if reason else "works", reason, worst=worst)
 
 
-def _differs(trial: _Trial, plain: _Run, beside: _Run, *, train: bool) -> str:
-    """Return how a step differs from its eager run or from an ordinary loop by more than rounding."""
-    ours, reason = _differs_from_eager(trial, plain, beside, train=train)
-    if reason:
-        return reason
-    reason = _unlike(ours, plain, (plain, beside), 1e-4, "an ordinary loop")
+def _differs_from_loop(trial: _Trial, plain: _Run, beside: _Run, *, train: bool) -> str:
+    """Return how eager runs differ from an ordinary loop by more than rounding."""
+    reason = _unlike(_eager(trial, train=train), plain, beside, 1e-4)
     # Batch norm over few values makes anything of rounding errors within a few steps, in float64 too. So a single step
     # counts in training mode, and all of them in evaluation mode.
     only_rounding = (
         bool(reason)
-        and _differs_in_double(trial, train=train, calls=1, loop=True) is False
-        and not _differs_in_double(trial, train=False, calls=trial.calls, loop=True)
+        and _differs_in_double(trial, train=train, calls=1) is False
+        and not _differs_in_double(trial, train=False, calls=trial.calls)
     )
     return "" if only_rounding else reason
 
 
-def _differs_from_eager(trial: _Trial, plain: _Run, beside: _Run, *, train: bool) -> tuple[_Run, str]:
-    ours, reason = _captured(trial, plain, beside, train=train)
-    if reason.endswith(_EAGER) and _differs_in_double(trial, train=train, calls=trial.calls) is False:
-        reason = ""
-    return ours, reason
-
-
-def _differs_in_double(trial: _Trial, *, train: bool, calls: int, loop: bool = False) -> bool | None:
-    """Whether a step differs in float64: if not, it was rounding that made it differ in float32.
+def _differs_in_double(trial: _Trial, *, train: bool, calls: int) -> bool | None:
+    """Whether eager runs differ from the loop in float64: if not, it was rounding that made them differ in float32.
 
     None if no ordinary loop trains the model so: it makes float32 tensors, or does not train in evaluation mode.
 
@@ -149,16 +146,14 @@ def _differs_in_double(trial: _Trial, *, train: bool, calls: int, loop: bool = F
       trial: What is tried.
       train: Whether the module trains.
       calls: How many steps.
-      loop: Whether an ordinary loop has to agree, too.
     """
     other = replace(trial, double=True, calls=calls)
     try:
         plain = _plain(other, train=train)
-        beside = _plain(other, train=train, moved=_BESIDE_IN_DOUBLE)
+        beside = _plain(other, train=train, moved=_MOVED_IN_DOUBLE)
     except RuntimeError:
         return None
-    ours, reason = _captured(other, plain, beside, train=train)
-    return bool(reason or (loop and _unlike(ours, plain, (plain, beside), 1e-5, "an ordinary loop")))
+    return bool(_unlike(_eager(other, train=train), plain, beside, 1e-5))
 
 
 def _told(error: Exception) -> str:
@@ -202,10 +197,9 @@ def _plain(trial: _Trial, *, train: bool, moved: float = 0.0) -> _Run:
     return _Run(losses, {name: value.detach() for name, value in module.state_dict().items()})
 
 
-def _captured(trial: _Trial, plain: _Run, beside: _Run, *, train: bool) -> tuple[_Run, str]:
-    """Train in a captured step, and a second state in its eager run; returns the run and what differs."""
-    module = trial.module()
-    apply, params, buffers = fcg.from_module(module)
+def _step(trial: _Trial, *, train: bool) -> tuple[Any, Any, Any]:
+    """Return ``apply``, a step that trains the module, and its first state."""
+    apply, params, buffers = fcg.from_module(trial.module())
     optimizer = fcg.optim.sgd(_RATE, momentum=_MOMENTUM)
 
     @fcg.graph_step(lowering=trial.lowering)
@@ -222,53 +216,65 @@ def _captured(trial: _Trial, plain: _Run, beside: _Run, *, train: bool) -> tuple
     state = fcg.TrainState.create(
         params=params, buffers=buffers, optimizer=optimizer, key=fcg.random.key(1, device=trial.device)
     )
-    twin = fcg.fork(state)
-    losses, wanted = [], []
+    return apply, train_step, state
+
+
+def _eager(trial: _Trial, *, train: bool) -> _Run:
+    """Train in eager runs of a step."""
+    apply, train_step, state = _step(trial, train=train)
+    losses = []
     for call in range(trial.calls):
-        batch = trial.data(call)
-        state, metrics = train_step(state, batch)
-        twin, expected = train_step.eager(twin, batch)
+        state, metrics = train_step.eager(state, trial.data(call))
         losses.append(metrics["loss"].item())
-        wanted.append(expected["loss"].item())
+    return _Run(losses, apply.state_dict(state.params, state.buffers))
+
+
+def _captured(trial: _Trial, *, draws: bool) -> tuple[float, str]:
+    """Train in a captured step, and compare each call with the eager run from the same state.
+
+    Returns:
+      The largest difference, in multiples of what rounding explains, and what differs by more than that.
+    """
+    apply, train_step, state = _step(trial, train=True)
+    rounding = None
+    if trial.lowering != "aten":
+        # In float64, `torch.rand` draws other numbers.
+        wide = None if draws else _step(replace(trial, double=True), train=True)[1]
+        rounding = Rounding(train_step.eager, wide.eager if wide else None)
+    worst = 0.0
+    for call in range(trial.calls):
+        batch, before = trial.data(call), fcg.snapshot(state)
+        expected = train_step.eager(before, batch)
+        state, metrics = train_step(state, batch)
+        off = excess((state, metrics), expected, rounding.others(before, batch) if rounding else ())
+        worst = max(worst, off.times)
+        if off.times > (MOST if rounding else 0):
+            return worst, f"call {call}: {off}"
     if train_step.stats.replays != trial.calls:
-        return _Run(losses, {}), f"it did not replay: {train_step!r}"
-    values, eager = _values(apply, state), _Run(wanted, _values(apply, twin))
-    ours = _Run(losses, values)
-    module.load_state_dict(apply.state_dict(state.params, state.buffers))
+        return worst, f"it did not replay: {train_step!r}"
+    module = trial.module()
+    values = apply.state_dict(state.params, state.buffers)
+    module.load_state_dict(values)
     back = [name for name, value in module.state_dict().items() if not _same(value, values[name])]
-    if back:
-        return ours, f"load_state_dict changes `{back[0]}`"
-    if trial.lowering == "aten":
-        other = [name for name, value in values.items() if not _same(value, eager.state[name])]
-        if other or list(map(str, losses)) != list(map(str, wanted)):  # NaN is equal to NaN
-            return ours, f"not bitwise equal to its eager run: {other[:3]}"
-        return ours, ""
-    return ours, _unlike(ours, eager, (plain, beside), 1e-5 if trial.double else 1e-3, _EAGER)
-
-
-def _values(apply: Any, state: Any) -> dict[str, Tensor]:
-    return {
-        name: value + 0 if value.is_floating_point() else value.clone()
-        for name, value in apply.state_dict(state.params, state.buffers).items()
-    }
+    return worst, f"load_state_dict changes `{back[0]}`" if back else ""
 
 
 def _same(one: Tensor, other: Tensor) -> bool:
     return torch.equal(torch.nan_to_num(one), torch.nan_to_num(other))
 
 
-def _unlike(ours: _Run, theirs: _Run, runs: tuple[_Run, _Run], relative: float, what: str) -> str:
-    """Return what differs by more than ``relative`` and ten times what rounding grows to between two runs."""
-    one, other = runs
-    for call, (a, b) in enumerate(zip(ours.losses, theirs.losses, strict=True)):
-        grown = 10 * abs(one.losses[call] - other.losses[call])
+def _unlike(ours: _Run, plain: _Run, beside: _Run, relative: float) -> str:
+    """Return what differs by more than ``relative`` and ten times what rounding grows to between two loops."""
+    for call, (a, b) in enumerate(zip(ours.losses, plain.losses, strict=True)):
+        grown = 10 * abs(b - beside.losses[call])
         if not abs(a - b) <= max(relative * abs(b), grown, 2e-6):
-            return f"loss {call} is {a:.7g}, not {b:.7g} as in {what}"
+            return f"loss {call} is {a:.7g}, not {b:.7g} as in an ordinary loop"
     for name, value in ours.state.items():
         if value.numel() and value.is_floating_point():
-            distance = (value.double() - theirs.state[name].double()).abs()
-            moved = 10 * (one.state[name].double() - other.state[name].double()).abs().max()
-            bound = (relative * theirs.state[name].double().abs()).clamp(min=2e-6).maximum(moved)
+            there = plain.state[name].double()
+            distance = (value.double() - there).abs()
+            moved = 10 * (there - beside.state[name].double()).abs().max()
+            bound = (relative * there.abs()).clamp(min=2e-6).maximum(moved)
             if (distance > bound).any():
-                return f"`{name}` is {distance.max():.3g} away from that in {what}"
+                return f"`{name}` is {distance.max():.3g} away from that in an ordinary loop"
     return ""
