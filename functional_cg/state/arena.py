@@ -305,7 +305,7 @@ def refuse_aliases(
                 function,
                 f"two leaves of `{root}` share memory.",
                 rows=[row(first), row(second)],
-                why="Each leaf owns one slot; a shared slot would be updated twice per replay.",
+                why="Each leaf has memory of its own; shared memory would be updated twice per replay.",
                 fix=f"copy it, `{_copy(paths, tensors, (first, second), root, function)}` "
                 "(targets, EMA copies); or keep one leaf and read it twice in the loss (tied weights).",
             )

@@ -153,9 +153,9 @@ class Handle(TreeView):
         if rows:
             raise LayoutError.of(
                 "",
-                f"{donor}: values do not fit the slots of `state`, which is unchanged.",
+                f"{donor}: values do not fit `state`, which is unchanged.",
                 rows=rows,
-                why="Slots have fixed shapes and dtypes.",
+                why="The leaves of a state have fixed shapes and dtypes.",
                 fix=sharding_fix(slots, values)
                 or "convert the values first; nothing is broadcast and nothing is cast. "
                 "For another structure, `fcg.place` a new state.",
@@ -266,9 +266,12 @@ class Handle(TreeView):
         return "\n".join([self._title(), *tree_text(self._node, self._entries(), self._part.path)])
 
     def _repr_html_(self) -> str:
-        arena = arena_html(self._lease.arena.plan, self._lease.paths)
-        tree = tree_html(self._node, self._entries(), self._part.path)
-        return card(self._title(), tree, *([fold("arena", arena)] if self._owner is None else []))
+        parts = [tree_html(self._node, self._entries(), self._part.path)]
+        if self._owner is None:
+            parts.append(
+                fold("where it lies in memory", arena_html(self._lease.arena.plan, self._lease.paths))
+            )
+        return card(self._title(), *parts)
 
     def _entries(self) -> list[Entry]:
         return [Entry(slot.spec) for slot in self._lease.arena.plan.slots[self._part.start : self._part.stop]]

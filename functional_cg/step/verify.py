@@ -137,7 +137,7 @@ class Shadow:
     def _kept(self, call: Call) -> str:
         if not self._donates:
             return ""
-        return f" The replay has committed: `{call.states[0].name}.latest()` is its state."
+        return f" The replay has changed the state: `{call.states[0].name}.latest()` is the new one."
 
     def _error(self, call: Call, what: str, rows: Iterable[str] = ()) -> CaptureError:
         return CaptureError.of(
