@@ -17,7 +17,7 @@ from .. import tree as pytree
 from ..ambient.modes import ordinary
 from ..concurrency.turns import at_one_time
 from ..errors import LayoutError, ReadOnlyError
-from ..messages.html import card, fold
+from ..messages.html import card
 from ..messages.tracebacks import entry
 from ..pytree.trees import TreeView, node_unflatten
 from ..tensors.aten import copies
@@ -266,12 +266,9 @@ class Handle(TreeView):
         return "\n".join([self._title(), *tree_text(self._node, self._entries(), self._part.path)])
 
     def _repr_html_(self) -> str:
-        parts = [tree_html(self._node, self._entries(), self._part.path)]
-        if self._owner is None:
-            parts.append(
-                fold("where it lies in memory", arena_html(self._lease.arena.plan, self._lease.paths))
-            )
-        return card(self._title(), *parts)
+        arena = arena_html(self._lease.arena.plan, self._lease.paths)
+        tree = tree_html(self._node, self._entries(), self._part.path)
+        return card(self._title(), tree, *([arena] if self._owner is None else []))
 
     def _entries(self) -> list[Entry]:
         return [Entry(slot.spec) for slot in self._lease.arena.plan.slots[self._part.start : self._part.stop]]

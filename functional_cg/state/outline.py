@@ -312,9 +312,7 @@ def _merged(pieces: Iterator[Segment], least: int) -> list[Segment]:
 
 
 def arena_html(plan: Plan, paths: Sequence[KeyPath]) -> Html:
-    """Return an arena as a strip, with a legend: one line for each dtype of a field."""
-    if not plan.nbytes:
-        return element("div", "no bytes")
+    """Return an arena as a fold: a strip, with a legend of one line for each dtype of a field."""
     shades = colors(slab.role for slab in plan.slabs)
     used = Counter[int]()
     for slot in plan.slots:
@@ -327,4 +325,5 @@ def arena_html(plan: Plan, paths: Sequence[KeyPath]) -> Html:
         ]
         for i, slab in enumerate(plan.slabs[:_HTML_CHILDREN])
     ]  # fmt: skip
-    return element("div", strip(segments(plan, paths), plan.nbytes, shades), table(rows))
+    drawn = [strip(segments(plan, paths), plan.nbytes, shades), table(rows)] if plan.nbytes else ["no bytes"]
+    return fold("where it lies in memory", *drawn)
