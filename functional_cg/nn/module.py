@@ -15,6 +15,7 @@ from .. import tree as pytree
 from ..ambient.own_work import name_of, own_work
 from ..ambient.setting import in_a_backward
 from ..errors import LayoutError
+from ..manual import Documented
 from ..messages.tracebacks import entry
 from ..random.arguments import check_key
 from ..state.arena import BufferSpec, refuse_aliases
@@ -93,7 +94,7 @@ def from_module(module: nn.Module) -> tuple[Apply, dict[str, Tensor], dict[str, 
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class Apply:
+class Apply(metaclass=Documented):
     """A module's forward as a pure function: ``apply(params, buffers, *args, ...) -> (out, new_buffers)``."""
 
     _template: nn.Module

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from .. import tree as pytree
+from ..manual import Documented
 
 __all__ = ["LossScale"]
 
@@ -18,7 +19,7 @@ T = TypeVar("T")
 
 @pytree.register_dataclass
 @dataclass(frozen=True)
-class LossScale:
+class LossScale(metaclass=Documented):
     """A dynamic loss scale for float16: shrinks when gradients overflow, grows after a run of finite steps.
 
     It keeps small gradients from underflowing. Micikevicius et al. 2018, Mixed Precision Training; same rule as

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -13,6 +13,7 @@ import torch
 from torch.utils import _pytree as torch_pytree
 
 from ..errors import LayoutError
+from ..manual import Documented
 from .nodes import registered_node
 from .treedef import LEAF, KeyPath, Names, Treedef, path_string, structure_diff
 
@@ -22,7 +23,7 @@ _MAPPINGS = (dict, OrderedDict, defaultdict)
 _MAX_DEPTH = 100  # far below Python's recursion limit; a deeper tree is assumed to contain itself
 
 
-class TreeView(ABC):
+class TreeView(metaclass=Documented):
     """An object that stands for a pytree stored elsewhere; a state handle is one."""
 
     __slots__ = ()

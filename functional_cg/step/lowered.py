@@ -15,6 +15,7 @@ from ..call.mismatch import layout_differences, layout_fix, states_fix
 from ..call.signature import Call
 from ..concurrency.turns import Inner
 from ..errors import LayoutError
+from ..manual import Documented
 from ..messages.html import Html, card, element, fold, line
 from ..messages.units import size_of
 from ..shards.mesh import Mesh
@@ -44,7 +45,7 @@ _STAGED_SHOWN = 8
 
 
 @dataclass(eq=False)
-class Captured:
+class Captured(metaclass=Documented):
     """A lowered step captured on one arena (or several, for a function of several states).
 
     Attributes:
@@ -148,7 +149,7 @@ def _arena_text(arena: Arena) -> str:
 
 
 @dataclass(eq=False)
-class Lowered:
+class Lowered(metaclass=Documented):
     """A traced, checked and planned step; no device work has been done for it.
 
     Attributes:
