@@ -352,6 +352,21 @@ def test_side_effect_error():
     assert torch.stack(kept).tolist() == [2.0, 4.0]
 
 
+class Unspeakable(Exception):
+    def __str__(self):
+        raise AttributeError("code")
+
+
+@pytest.mark.parametrize("error", [Unspeakable(), ValueError(Unspeakable())])
+def test_an_exception_that_cannot_be_printed_is_reported_all_the_same(error):
+    def train_step(state, batch):
+        raise error
+
+    with pytest.raises(fcg.CaptureError, match=r"raised \w+, .*<exception str.. failed>") as caught:
+        fcg.graph_step(train_step)(a_state(), {"x": torch.ones(2)})
+    assert caught.value.__cause__ is error
+
+
 def test_capture_error():
     def train_step(state, batch):
         return state, batch["y"].sum()

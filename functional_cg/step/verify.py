@@ -16,6 +16,7 @@ from ..ambient.setting import AsTraced
 from ..call.signature import Call
 from ..call.staging import Staging
 from ..errors import CaptureError
+from ..errors.words import words_of
 from ..pytree.sameness import same
 from ..shards.peers import on_any
 from ..stages.plan import Buffers, ExecutionPlan, lower_aten, quiet
@@ -80,7 +81,7 @@ class Shadow:
             with Silence(), AsTraced():
                 return evaluate(self._fn, call, slots, live, donates=self._donates)
         except Exception as error:  # whatever the user's function raises
-            what = f"raises {type(error).__name__} in the eager run of verified call {self._calls}: {error}"
+            what = f"raises {type(error).__name__} in the eager run of verified call {self._calls}: {words_of(error)}"
             raise self._error(call, what) from error
 
     def _buffers(self, call: Call, before: Sequence[Arena], live: list[Tensor], program: Program) -> Buffers:
