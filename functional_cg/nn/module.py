@@ -135,7 +135,10 @@ class Apply(metaclass=Documented):
           True
         """
         if not isinstance(name, str) or not name:
-            raise TypeError(f"apply.method: expected the name of a method, got {name!r}")
+            raise TypeError(
+                f"apply.method: expected the name of a method, got {name!r}.\n"
+                f"To fix: `apply.method({getattr(name, '__name__', 'encode')!r})`."
+            )
         kind = type(self._template).__name__
         try:
             found = function_of(self._template, name)

@@ -246,9 +246,15 @@ def at(where: Callable[[T], Any], tree: T, value: Any) -> T:
     markers = unflatten(treedef, [_Marker(i) for i in range(len(old))])
     selected, selected_def = flatten(where(markers))
     if not all(isinstance(item, _Marker) for item in selected):
-        raise ValueError("tree.at: `where` must select leaves or subtrees of the tree, unchanged")
+        raise ValueError(
+            "tree.at: `where` must select leaves or subtrees of the tree, unchanged.\n"
+            "To fix: `lambda tree: tree.a` selects; the new value is the last argument, `tree.at(where, tree, value)`."
+        )
     if len({marker.position for marker in selected}) < len(selected):
-        raise ValueError("tree.at: `where` selects a leaf twice; which value is meant?")
+        raise ValueError(
+            "tree.at: `where` selects a leaf twice, which would have two new values.\n"
+            "To fix: select each leaf once, `lambda tree: (tree.a, tree.b)`, with a value for each, `(1, 2)`."
+        )
     new, new_def = flatten(value)
     if new_def != selected_def:
         raise LayoutError.of(

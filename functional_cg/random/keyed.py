@@ -62,8 +62,8 @@ def keyed(fn: Callable[P, R]) -> Callable[Concatenate[Tensor, P], R]:
     """
     if isinstance(fn, nn.Module) or not callable(fn):
         raise TypeError(
-            f"random.keyed: expected a function, got {type(fn).__name__}; "
-            "a module takes its key by `apply, params, buffers = fcg.from_module(module)`"
+            f"random.keyed: expected a function, got {type(fn).__name__}.\n"
+            "To fix: of a module, `apply, params, buffers = fcg.from_module(module)`; `apply` takes `key=`."
         )
     name = getattr(fn, "__name__", type(fn).__name__)
 

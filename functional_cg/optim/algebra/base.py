@@ -289,7 +289,9 @@ def full_like_tree(params: Params, value: float = 0.0) -> Params:
 def need_params(name: str, params: Params | None) -> Params:
     """Return ``params``, or raise ``ValueError`` if an update that reads them got None."""
     if params is None:
-        raise ValueError(f"{name}: needs the parameters; call `update(updates, state, params)`")
+        raise ValueError(
+            f"{name}: needs the parameters, got None.\nTo fix: `update(updates, state, params)`."
+        )
     return params
 
 

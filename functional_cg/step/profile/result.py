@@ -62,7 +62,9 @@ class Profile:
           ValueError: If ``depth`` is not None or a positive int.
         """
         if depth is not None and (type(depth) is not int or depth < 1):
-            raise ValueError(f"by_module: depth must be None or a positive int, got {depth!r}")
+            raise ValueError(
+                f"by_module: depth must be None or a positive int, got {depth!r}.\nTo fix: `by_module(1)` is the model."
+            )
         paths = {one.module for one in self.calls if not one.module.partition(".")[0].endswith(")")}
         names = folded(paths) if fold else {}
 
