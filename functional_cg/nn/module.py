@@ -18,7 +18,8 @@ from ..errors import LayoutError
 from ..manual import Documented
 from ..messages.tracebacks import entry
 from ..random.arguments import check_key
-from ..state.arena import BufferSpec, refuse_aliases
+from ..state.aliases import refuse_aliases
+from ..state.arena import BufferSpec
 from ..tensors.aten import is_batched, unwrapped
 from .attributes import OPS, Held, copying, memory_of, refuse_exchanged, walked
 from .call import function_of, run, title

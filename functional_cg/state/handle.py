@@ -22,7 +22,8 @@ from ..messages.tracebacks import entry
 from ..pytree.trees import TreeView, node_unflatten
 from ..tensors.aten import copies
 from ..tree import KeyPath, Treedef
-from .arena import Arena, BufferSpec, Plan, plan, refuse_aliases, refuse_unplaceable
+from .aliases import refuse_aliases
+from .arena import Arena, BufferSpec, Plan, plan, refuse_unplaceable
 from .boundary import as_number, at_rest, held, localized, misfits, on_one_mesh, sharding_fix
 from .leaf import Leaf, Lease, Part, as_tensor, donated, key_name, owned, turns_of
 from .outline import Entry, arena_html, size_text, tree_html, tree_text
@@ -338,8 +339,7 @@ def placeable(
     if device is None:
         home = next((d for d in devices if d is not None), torch.device("cpu"))
     else:
-        home = torch.empty(0, device=device).device  # "cuda" becomes "cuda:0"
-        devices = [None] * len(flat)
+        home, devices = torch.empty(0, device=device).device, [None] * len(flat)  # "cuda" becomes "cuda:0"
     refuse_unplaceable(paths, leaves, devices, root, function)
     refuse_aliases(paths, leaves, root, function)
     specs = [replace(BufferSpec.of(leaf), device=home) for leaf in placed]

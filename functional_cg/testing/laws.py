@@ -12,7 +12,8 @@ from .. import tree as pytree
 from ..ambient.setting import AsTraced
 from ..errors import FunctionalCGError
 from ..graph_step import GraphFn, GraphStep, graph_step
-from ..state.arena import BufferSpec, refuse_aliases
+from ..state.aliases import refuse_aliases
+from ..state.arena import BufferSpec
 from ..state.handle import Leaf, fork, place, snapshot
 from ..tensors.overlap import storage_key
 
