@@ -7,10 +7,8 @@ Steps:
 
   graph_step        capture a training step; the state passed in is taken over, the new one returned
   graph_fn          capture a function that changes no state: evaluation, sampling, acting
-  GraphStep         what ``graph_step`` makes: ``explain()``, ``memory_analysis()``, ``eager()``, ``lower()``
-  GraphFn           what ``graph_fn`` makes
-  Lowered           a step that was traced and checked for one layout, not yet captured
-  Captured          a step that was captured
+  GraphStep, GraphFn   what they make: ``explain()``, ``memory_analysis()``, ``eager()``, ``lower()``
+  Lowered, Captured    a step that was traced and checked for one layout; and then captured
   prefetch          copy the next batches to the step's device while it runs
   bucket            pad batches of any length to a few sizes
 

@@ -70,7 +70,10 @@ def bucket(
       '0.17'
     """
     if not isinstance(loader, Iterable):
-        raise TypeError(f"bucket: expected an iterable of batches, got {type(loader).__name__}")
+        raise TypeError(
+            f"bucket: expected an iterable of batches, got {type(loader).__name__}.\n"
+            "To fix: `fcg.bucket(loader, sizes=...)`, with a `DataLoader`, or a list of batches."
+        )
     chosen = sorted(set(sizes)) if isinstance(sizes, Iterable) else []
     if not chosen or any(type(size) is not int or size < 1 for size in chosen):
         raise ValueError(

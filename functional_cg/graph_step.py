@@ -6,6 +6,7 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import Any, Concatenate, Generic, ParamSpec, Protocol, Self, TypeVar, overload
 
+from .manual import Documented
 from .messages.tracebacks import entry, shorten
 from .options import BackendChoice, Certify, Debug, Lowering
 from .step.captures import Transform
@@ -19,7 +20,7 @@ R = TypeVar("R", covariant=True)
 T = TypeVar("T")
 
 
-class GraphStep(Transform, Generic[P, R]):
+class GraphStep(Transform, Generic[P, R], metaclass=Documented):
     """A captured training step; made by :func:`graph_step`.
 
     Attributes:
@@ -101,7 +102,7 @@ class GraphStep(Transform, Generic[P, R]):
         return self if instance is None else _of_instance(self, instance, owner)
 
 
-class GraphFn(Transform, Generic[P, R]):
+class GraphFn(Transform, Generic[P, R], metaclass=Documented):
     """A captured read-only function; made by :func:`graph_fn`.
 
     Attributes:

@@ -18,6 +18,7 @@ from typing_extensions import TypeVar, dataclass_transform
 from . import tree as pytree
 from .ambient.own_work import hand_back, own_work
 from .errors import LayoutError
+from .manual import Documented
 from .messages.tracebacks import entry
 from .optim import GradientTransformation
 from .optim.algebra.arguments import refuse_without_rate
@@ -36,7 +37,7 @@ Params = TypeVar("Params", default=Any)
 @dataclass_transform(
     frozen_default=True, kw_only_default=True, field_specifiers=(pytree.static, dataclasses.field)
 )
-class _StateClass:
+class _StateClass(metaclass=Documented):
     """Makes every subclass a frozen dataclass and a pytree node, without a decorator."""
 
     def __init_subclass__(cls, **options: Any) -> None:

@@ -225,7 +225,7 @@ def test_one_tensor_under_two_names_is_refused() -> None:
         "two leaves of `state` share memory.\n"
         "  state['params']['w']  f32[2,3]@cpu   bytes 0 to 24\n"
         "  state['target']['w']  f32[2,3]@cpu   bytes 0 to 24\n"
-        "Each leaf owns one slot; a shared slot would be updated twice per replay.\n"
+        "Each leaf has memory of its own; shared memory would be updated twice per replay.\n"
         "To fix: copy it, `state['target'] = fcg.tree.map(torch.clone, state['params'])` (targets, EMA copies); "
         "or keep one leaf and read it twice in the loss (tied weights).\n"
         "Docs: help(functional_cg.AliasError)"

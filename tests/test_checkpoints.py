@@ -198,6 +198,37 @@ def test_it_is_refused_in_a_step_and_for_a_donated_state(tmp_path: Path) -> None
     assert saved.steps() == []
 
 
+@pytest.mark.parametrize("method", ["__init__", "close"])
+def test_who_saves_in_the_folder_of_another_is_told_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str
+) -> None:
+    """The second takes what the first is writing for the remains of a killed run: before its file, or behind it."""
+    go, reached, original = threading.Event(), threading.Event(), getattr(disk.BlockWriter, method)
+
+    def held(self: Any, *args: Any, **options: Any) -> None:
+        if not reached.is_set():
+            reached.set()
+            assert go.wait(30)
+        original(self, *args, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(disk.BlockWriter, method, held)
+        first, second = fcg.checkpoints(tmp_path), fcg.checkpoints(tmp_path)
+        first.save(fresh())
+        assert reached.wait(30)
+        second.save(fresh(), step=3, wait=True)
+        go.set()
+        with pytest.raises(OSError, match="someone else saves there, too, and has removed it"):
+            first.wait()
+    assert second.steps() == [3]
+    other = fcg.checkpoints(tmp_path / "of its own")  # as the message says
+    other.save(fresh(), step=4)
+    second.save(fresh(), step=5)
+    other.close()
+    second.close()
+    assert (other.steps(), second.steps()) == ([4], [3, 5])
+
+
 def test_a_failure_shows_at_the_next_call_and_leaves_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

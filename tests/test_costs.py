@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from torch.utils.flop_counter import FlopCounterMode
 
 import functional_cg as fcg
+from functional_cg.messages.units import size_of
 from functional_cg.step import costs
 
 F32 = 4
@@ -113,7 +114,10 @@ def test_memory_prints_for_people() -> None:
     assert str(memory) == text
     assert re.match(r"train: [\d,.]+ (MiB|B) at the peak\n", text)
     assert re.search(r"\n +state +[\d,.]+ (MiB|B)", text)
-    assert re.search(r"\ntemporaries at the peak:\n +[\d,.]+ (MiB|B) +\d+x +\w+ +test_costs.py:\d+", text)
+    assert sum(nbytes for name, nbytes in memory.parts() if "." not in name) == memory["peak"]
+    assert sum(nbytes for name, nbytes in memory.parts() if "." in name) == memory["state"]
+    assert f"all temporaries of a call come to {size_of(memory['temporaries'])}, not all at one time" in text
+    assert re.search(r"\ntemporaries at the peak:\n +\w+ +test_costs.py:\d+.* +\d+x +[\d,.]+ (MiB|B)\n", text)
     assert dict(memory)["state"] == memory["state"]
     assert len(memory) == len(dict(memory))
 
@@ -124,7 +128,7 @@ def test_views_and_dropped_results_are_free() -> None:
         return {"w": state["w"] + values}, {}
 
     found = lowered_of(fn, {"w": torch.ones(2)}, torch.ones(4, 3).t()).cost_analysis()
-    assert sum(kind.calls for name, kind in found.kinds.items() if name != "border") <= 3
+    assert sum(kind.calls for name, kind in found.kinds.items() if name != "(copies)") <= 3
     assert found.bytes_least == F32 * (12 + 2 + 2)
 
 
@@ -132,8 +136,8 @@ def test_what_is_not_read_or_not_written_is_not_moved() -> None:
     state = {"a": torch.ones(10), "b": torch.ones(1000)}
     found = lowered_of(lambda s, x: ({**s, "a": s["a"] + x}, {}), state, torch.ones(10)).cost_analysis()
     assert found.bytes_least == F32 * (10 + 10 + 10)
-    assert found.kinds["border"].calls == 2  # the input, and the commit of `a`
-    assert found.kinds["border"].bytes == 2 * F32 * 20
+    assert found.kinds["(copies)"].calls == 2  # the input, and the commit of `a`
+    assert found.kinds["(copies)"].bytes == 2 * F32 * 20
 
 
 def test_floor_and_distance() -> None:

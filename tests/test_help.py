@@ -8,6 +8,8 @@ import re
 from types import ModuleType
 
 import pytest
+import torch
+from torch import Tensor
 
 import functional_cg as fcg
 from functional_cg import errors, testing
@@ -50,6 +52,39 @@ def test_a_class_lists_its_methods_first(cls: type) -> None:
     ]
     public = [name for name, _ in inspect.getmembers(cls, inspect.isroutine) if not name.startswith("_")]
     assert sorted(names) == public
+
+
+def public_classes() -> list[type]:
+    found = {name: getattr(module, name) for module in MODULES for name in exports(module)}
+    return [
+        one for one in found.values() if isinstance(one, type) and one.__module__.startswith("functional_cg")
+    ]
+
+
+def test_a_class_fits_two_screens() -> None:
+    """A NamedTuple cannot hide what it inherits from tuple, which makes a third of a screen."""
+    limits = {cls: TWO_SCREENS + 30 * issubclass(cls, tuple) for cls in public_classes()}
+    assert len(limits) > 90
+    assert not {cls for cls, limit in limits.items() if len(shown(cls)) > limit}
+
+
+def test_states_and_classes_of_users_fit_too() -> None:
+    class Averaged(fcg.TrainState):
+        """A state with an average."""
+
+        average: dict[str, Tensor]
+
+        def evaluated(self) -> Tensor:
+            return self.average["w"]
+
+    assert {"create", "evaluated"} == {name for name in dir(Averaged) if not name.startswith("_")}
+    state = Averaged.create(
+        params={"w": torch.ones(2)}, optimizer=fcg.optim.sgd(0.1), average={"w": torch.ones(2)}
+    )
+    step = fcg.graph_step(lambda state: (state, {}))
+    for thing in (Averaged, state, state.params, step, state.optimizer):
+        assert len(shown(thing)) <= TWO_SCREENS
+    assert {"apply_gradients", "evaluated", "average"} <= set(dir(state.tree))  # instances are not concerned
 
 
 def test_the_checks_find_what_they_are_for() -> None:

@@ -19,6 +19,7 @@ ROOT = Path(__file__).resolve().parent.parent / PACKAGE
 # folder, or a file of the root or of `stages`. `__init__` stands where the public names are complete: what comes after
 # it uses them as a user does.
 ORDER = (
+    "manual",
     "errors",
     "names",
     "tensors",

@@ -80,7 +80,7 @@ def test_layout_error_of_a_new_state():
         """
         `train_step`: returns a new state that is unlike the old one.
           state['w']  expected f32[2]@cpu   got f64[2]@cpu
-        The new state is written into the slots of the old one.
+        The new state is written into the memory of the old one.
         To fix: begin with it in torch.float64, before the first call; or return `.to(torch.float32)` as `state['w']`; results of another kind belong in `metrics`.
         Docs: help(functional_cg.LayoutError)
         """,  # noqa: E501
@@ -126,7 +126,7 @@ def test_alias_error():
         `train_step`: two leaves of `state` share memory.
           state['params']  f32[2]@cpu   bytes 0 to 8
           state['target']  f32[2]@cpu   bytes 0 to 8
-        Each leaf owns one slot; a shared slot would be updated twice per replay.
+        Each leaf has memory of its own; shared memory would be updated twice per replay.
         To fix: copy it, `state['target'] = state['params'].clone()` (targets, EMA copies); or keep one leaf and read it twice in the loss (tied weights).
         Docs: help(functional_cg.AliasError)
         """,  # noqa: E501
@@ -352,6 +352,21 @@ def test_side_effect_error():
     assert torch.stack(kept).tolist() == [2.0, 4.0]
 
 
+class Unspeakable(Exception):
+    def __str__(self):
+        raise AttributeError("code")
+
+
+@pytest.mark.parametrize("error", [Unspeakable(), ValueError(Unspeakable())])
+def test_an_exception_that_cannot_be_printed_is_reported_all_the_same(error):
+    def train_step(state, batch):
+        raise error
+
+    with pytest.raises(fcg.CaptureError, match=r"raised \w+, .*<exception str.. failed>") as caught:
+        fcg.graph_step(train_step)(a_state(), {"x": torch.ones(2)})
+    assert caught.value.__cause__ is error
+
+
 def test_capture_error():
     def train_step(state, batch):
         return state, batch["y"].sum()
@@ -504,7 +519,7 @@ def test_miscompile_error():
         """
         `total`: what the compiler made of it computes something else; the state is unchanged.
           state['w']  differs by 1, of which rounding explains 1.91e-06, computed at {line}
-        Before the first call commits, the compiled step is compared with its calls one by one.
+        Before the first call changes the state, the compiled step is compared with its calls, run one by one.
         To fix: `lowering="aten"` runs these calls as they are; please report it, with the step.
         Docs: help(functional_cg.MiscompileError)
         """,

@@ -265,7 +265,7 @@ def test_draws_that_would_run_again_without_the_key_are_refused(act: Callable[[T
 @pytest.mark.parametrize(
     ("act", "error", "match"),
     [
-        (lambda: fcg.random.keyed(nn.Dropout()), TypeError, "got Dropout; a module takes its key by"),
+        (lambda: fcg.random.keyed(nn.Dropout()), TypeError, "got Dropout.\nTo fix: of a module"),
         (lambda: fcg.random.keyed(3), TypeError, "expected a function, got int"),  # type: ignore[arg-type]
         (lambda: fcg.random.keyed(torch.rand)(3), (TypeError, ValueError), "key"),  # type: ignore[arg-type]
         (

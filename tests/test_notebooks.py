@@ -72,6 +72,8 @@ def test_a_notebook_runs_and_shows_what_is_committed(
     path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    for record in path.parent.glob("*.json"):
+        shutil.copy(record, tmp_path)
     fresh = run(Path(shutil.copy(path, tmp_path)))
     assert unfinished(fresh) == []
     committed = nbformat.read(path, as_version=4)

@@ -122,7 +122,7 @@ def test_leaves_that_are_no_numbers_stay() -> None:
 )
 def test_numbers_out_of_range_are_refused(options: Any) -> None:
     with pytest.raises(
-        ValueError, match=r"initial > 0, an integer growth_interval >= 1 and factor > 1, all finite, got"
+        ValueError, match=r"(initial|factor) must be a number > [01]|growth_interval must be an int >= 1"
     ):
         fcg.LossScale.create(**options)
 

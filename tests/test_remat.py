@@ -138,7 +138,7 @@ def test_the_compiler_does_not_merge_the_two_runs(kind: str, again: int) -> None
 
 
 def test_what_is_no_function_is_refused() -> None:
-    with pytest.raises(TypeError, match="`fn` has to be a function, got Tensor"):
+    with pytest.raises(TypeError, match="`fn` must be a function, got Tensor"):
         fcg.remat(torch.ones(2))  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match="`policy` has to be a function, got str"):
+    with pytest.raises(TypeError, match="`policy` must be a function, got str"):
         fcg.remat(layer, policy="dots")  # type: ignore[arg-type]

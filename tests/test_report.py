@@ -14,13 +14,13 @@ import matplotlib as mpl
 import matplotlib.pyplot as plt
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import functional_cg as fcg
 from functional_cg import report
-from functional_cg.state.outline import TEXT_LINES, outline, segments
+from functional_cg.state.outline import TEXT_LINES, columns, outline, segments
 from functional_cg.testing import assert_trees_all_equal
 from functional_cg.testing.strategies import pytrees
 
@@ -126,7 +126,7 @@ def test_text_of_a_small_state_has_one_line_per_leaf() -> None:
 
 def test_text_of_a_large_state_folds_subtrees() -> None:
     assert repr(gpt()).splitlines() == [
-        "state: TrainState, generation 0, on cpu, 434 leaves, 27,664 B",
+        "state: TrainState, generation 0, on cpu, 434 leaves, 0.03 MiB",
         "  state.step             i64[]               8 B",
         "  state.params           144 leaves f32  9,216 B",
         "  state.opt_state.count  i64[]               8 B",
@@ -143,7 +143,7 @@ def test_text_is_bounded(make: Callable[[], Any]) -> None:
 
 
 def test_the_end_of_a_wide_state_is_counted() -> None:
-    assert repr(wide()).splitlines()[-1].split() == [*"… and 9,940 more 9,940 leaves f32 119,280 B".split()]
+    assert repr(wide()).splitlines()[-1].split() == [*"… and 9,940 more 9,940 leaves f32 0.11 MiB".split()]
 
 
 @given(pytrees())
@@ -235,12 +235,57 @@ def test_leaves_of_every_kind_can_be_shown(dtype: torch.dtype) -> None:
 
 def test_html_of_a_state_has_a_tree_and_its_arena() -> None:
     page = html(trained())
-    for part in ("state.params['w']", "f32[2,3]", "24 B", "opt_state", "f32 on cpu", "8 B padding"):
+    for part in ("state.params['w']", "f32[2,3]", "24 B", "opt_state", "f32 on cpu", "of it padding"):
         assert part in page.text
     assert page.tags.count("svg") == 1
     assert "script" not in page.tags
     assert "padding  8 B" in page.texts
-    assert "arena" not in html(trained().params).texts
+    assert "where it lies in memory" in page.texts
+    assert "where it lies in memory" not in html(trained().params).texts
+
+
+class Columns(Reader):
+    """Finds where the columns after the first one begin, in characters from the left."""
+
+    def __init__(self, text: str) -> None:
+        self.indents: list[int] = []
+        self.starts: list[int] = []
+        super().__init__(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        super().handle_starttag(tag, attrs)
+        style = dict(attrs).get("style") or ""
+        self.indents.append(sum(map(int, re.findall(r"margin-left:(\d+)ch", style))))
+        if first := re.search(r"grid-template-columns:(\d+)ch", style):
+            self.starts.append(sum(self.indents) + int(first[1]))
+
+    def handle_endtag(self, tag: str) -> None:
+        super().handle_endtag(tag)
+        self.indents.pop()
+
+
+@settings(max_examples=30)
+@given(pytrees())
+def test_lines_of_a_tree_share_their_columns_however_deep_they_are(nest: Any) -> None:
+    state = fcg.place({"a": nest, "n": {"m": {"o": 1}}})
+    page = Columns(state._repr_html_())
+    assert len(page.starts) >= 3
+    assert len(set(page.starts)) == 1
+    paths = [text for text in page.texts if text.startswith("state[") and "  " not in text]
+    assert max(map(len, paths)) <= page.starts[0]
+
+
+def test_titles_stand_over_their_numbers() -> None:
+    lines = columns([("kind", "calls"), ("matmul", "12,000"), ("copy", "")])
+    assert lines == ["  kind     calls", "  matmul  12,000", "  copy"]
+
+
+def test_costs_and_memory_in_a_notebook() -> None:
+    lowered = fcg.graph_step(train).lower(a_state(), data(0))
+    costs, memory = html(lowered.cost_analysis()), html(lowered.memory_analysis())
+    assert {"kind of call", "(copies)", "read and written"} <= set(costs.texts)
+    assert any(text.startswith("(copies) of inputs in") for text in costs.texts)
+    assert {"state", "inputs", "temporaries at the peak"} <= set(memory.texts)
 
 
 def test_keys_are_escaped() -> None:
@@ -293,7 +338,7 @@ def test_a_strip_of_many_slots_is_short() -> None:
     found = segments(lease.arena.plan, lease.paths)
     assert len(found) < 300
     assert sum(segment.size for segment in found) == lease.arena.plan.nbytes
-    assert re.fullmatch(r"\d+ neighbours  [\d,]+ B", found[0].label)
+    assert re.fullmatch(r"\d+ neighbours  [\d,.]+ (B|MiB)", found[0].label)
 
 
 # --- explain -----------------------------------------------------------------------------------------------
@@ -332,8 +377,8 @@ def test_explain_says_what_each_leaf_costs() -> None:
     state, _ = step(state, batch)
     text = step.explain()
     assert rows(text) == {
-        "state['a']": ("f32[2]", 16, "returned in another slot, staged"),
-        "state['b']": ("f32[2]", 16, "returned in another slot, staged"),
+        "state['a']": ("f32[2]", 16, "moved from another leaf, copied twice"),
+        "state['b']": ("f32[2]", 16, "moved from another leaf, copied twice"),
         "state['k']": ("f32[5]", 0, "passed through"),
         "state['n']": ("i64[]", 8, "updated by a copy"),
         "state['w']": ("f32[3]", 12, "updated by a copy"),
@@ -342,9 +387,9 @@ def test_explain_says_what_each_leaf_costs() -> None:
         "constants[0]": ("f32[3]", 0, "constant"),
         "metrics['w']": ("f32[3]", 12, "returned"),
     }
-    assert "  staged: state['a'] <- state['b'], its new value lies in another slot" in text.splitlines()
-    assert "  plan: 3 ATen calls; 4 commits, 2 of them staged" in text.splitlines()
-    assert "  captured on an arena of 96 B on cpu, generation 1" in text.splitlines()
+    assert "  copied twice: state['a'] <- state['b'], which the same call overwrites" in text.splitlines()
+    assert "  plan: 3 ATen calls; 4 new values copied into the state, 2 of them twice" in text.splitlines()
+    assert "  captured on 96 B of memory on cpu, whose state is in generation 1" in text.splitlines()
     captured = step.lower(state, batch).capture()
     with Ops() as ops:  # the judge: what a replay really copies, once its inputs are in place
         captured.replay(())
@@ -389,10 +434,13 @@ def test_explain_lists_the_captures() -> None:
     twin, _ = step(twin, data(1))
     text = step.explain()
     for generation in (1, 2):
-        assert f"  captured on an arena of 32 B on cpu, generation {generation}" in text.splitlines()
+        assert (
+            f"  captured on 32 B of memory on cpu, whose state is in generation {generation}"
+            in text.splitlines()
+        )
     page = html(step)
     assert "for batch['x'] f32[2,3]@cpu" in page.texts
-    assert "certificate" in page.texts
+    assert "what was checked" in page.texts
     step.close()
     assert repr(step).endswith(", closed>")
 
@@ -404,7 +452,7 @@ def test_explain_lists_each_capture_under_its_layout() -> None:
     first, second = step.explain().split("train is a pure function")[1:]
     for text, shape in ((first, "f32[2,3]"), (second, "f32[4,3]")):
         assert shape in text
-        assert text.count("captured on an arena") == 1
+        assert text.count("captured on ") == 1
 
 
 def test_explain_keeps_the_words_of_the_last_refusal() -> None:

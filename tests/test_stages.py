@@ -32,7 +32,7 @@ def test_lower_and_capture():
         assert part in text
     assert "# small_step.py:" in text
     assert "train is a pure function of its arguments:" in str(lowered.inspection)
-    assert "no host sync, no foreign tensor" in str(lowered.inspection)
+    assert "none waits for the host, reads a" in str(lowered.inspection)
     memory = lowered.memory_analysis()
     assert memory["state"] == 3 * 4 + 8
     assert memory["inputs"] == 6 * 4
@@ -61,9 +61,9 @@ def test_explain_and_stats():
     for part in (
         "state leaves: 2, of which returned unchanged: s['n']",
         "constants owned by the step: constants[0] f32[3]@cpu",
-        "host values watched at each call: rate",
+        "Python values from outside, compared at each call: rate",
         "metrics: 1",
-        "memory: state 20 B",
+        ": state 20 B, inputs",
     ):
         assert part in text
 

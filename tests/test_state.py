@@ -919,7 +919,7 @@ def test_misfits_are_all_listed_and_nothing_is_written() -> None:
             "w": torch.ones(3, 2), "b": {"x": torch.ones(1)}, "n": 1.5,
         }  # fmt: skip
         with pytest.raises(
-            LayoutError, match=r"replace: values do not fit the slots of `state`, which is unchanged"
+            LayoutError, match=r"replace: values do not fit `state`, which is unchanged"
         ) as error:
             state.replace(**bad)
         text = str(error.value)

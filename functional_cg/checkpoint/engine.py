@@ -147,7 +147,11 @@ class _Writer(StorageWriter):
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         name, rank = plan.storage_data
-        blocks = BlockWriter(self._folder / name / file_name(rank))
+        try:
+            blocks = BlockWriter(self._folder / name / file_name(rank))
+        except FileNotFoundError:
+            self._refuse_lost(name)
+            raise
         done = False
         try:
             results = []
@@ -168,6 +172,7 @@ class _Writer(StorageWriter):
     def finish(self, metadata: Metadata, results: _Results) -> None:
         if self._temporary is None:
             raise RuntimeError("finish comes after prepare_global_plan")
+        self._refuse_lost(self._temporary.name)
         files = [of_rank[-1].storage_data for of_rank in results]
         for rank, file in enumerate(files):
             path = self._temporary / file_name(rank)
@@ -187,6 +192,14 @@ class _Writer(StorageWriter):
                 gone = self._folder / temporary_name()
                 os.rename(there[old][1], gone)  # at once: what is half deleted is no checkpoint
                 shutil.rmtree(gone)
+
+    def _refuse_lost(self, name: str) -> None:
+        if not (self._folder / name).is_dir():
+            raise OSError(
+                f"checkpoints: what was being written in {self._folder} is gone: someone else saves there, too, and "
+                "has removed it as the remains of a run that was killed. The last complete checkpoint is whole.\n"
+                "To fix: one `fcg.checkpoints` for each folder; another run saves in a folder of its own."
+            )
 
     def _pieces(self, metadata: Metadata, results: _Results) -> dict[str, list[Piece]]:
         pieces: dict[str, list[Piece]] = {name: [] for name in self._types}

@@ -102,7 +102,10 @@ def load(path: str | os.PathLike[str], state: T) -> T:
                 "`module.load_state_dict(values)` before `fcg.from_module(module)`; if it is that of a state, "
                 "`state = fcg.load_state_dict(state, values)`."
             ) from error
-        raise ValueError(f"fcg.load: {path} is no safetensors file, or not a whole one: {error}") from error
+        raise ValueError(
+            f"fcg.load: {path} is no safetensors file, or not a whole one: {error}.\n"
+            "To fix: load a file that `fcg.save(path, state)` has written to its end."
+        ) from error
     return written(state, values, "fcg.load", f" in {os.fspath(path)}")
 
 

@@ -212,7 +212,7 @@ def refuse_misfits(slots: Mapping[str, str], values: Mapping[str, str], function
             "",
             f"{function}: the values{where} do not fit `state`, which is unchanged.",
             rows=rows,
-            why="Each name has one slot, of a fixed shape and dtype.",
+            why="The memory of each name has a fixed shape and dtype.",
             fix=_part_fix(slots, values)
             or "create the state as it was when the values were saved (model, optimizer, fields), or rename and "
             "convert the values first; nothing is broadcast and nothing is cast.",

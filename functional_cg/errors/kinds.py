@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Self
 
+from ..manual import Documented
+
 _ROWS_SHOWN = 5
 
 
-class FunctionalCGError(Exception):
+class FunctionalCGError(Exception, metaclass=Documented):
     """Base class of every error that functional_cg raises about a broken guarantee.
 
     Attributes:

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..errors.words import words_of
 from .code_reading import Site, operand, text_of
 from .source import is_installed, raised_in
 
@@ -48,7 +49,7 @@ _METHODS = MappingProxyType(
 
 def fix_of(error: BaseException) -> str:
     """Return the fix for an exception from the user's function, in the user's names; "" if it is not known."""
-    ours = _OUR_FIX.search(str(error))
+    ours = _OUR_FIX.search(words_of(error))
     if ours is not None:  # the exception comes from this package, and says it
         return ours[1].rstrip(".")
     entries = [one for one in raised_in(error) if not is_installed(one.tb_frame.f_code.co_filename)]
@@ -117,7 +118,7 @@ def _assigned(site: Site) -> tuple[list[ast.expr], ast.Call] | None:
 def _uncalled(site: Site, error: BaseException) -> str:
     """A function that ``value_and_grad`` made, unpacked without being called."""
     found = _assigned(site)
-    if found is None or not isinstance(error, TypeError) or "function" not in str(error):
+    if found is None or not isinstance(error, TypeError) or "function" not in words_of(error):
         return ""
     targets, call = found
     names = ", ".join(map(text_of, targets))
@@ -143,7 +144,9 @@ def _three_of_aux(site: Site, error: BaseException) -> str:
 
 def _still_a_pair(site: Site, error: BaseException) -> str:
     """A tuple that was meant to be unpacked, such as the pair that a module's function returns."""
-    if not isinstance(error, TypeError | AttributeError) or not any(one in str(error) for one in _TUPLES):
+    if not isinstance(error, TypeError | AttributeError) or not any(
+        one in words_of(error) for one in _TUPLES
+    ):
         return ""
     for name, value in _values(site):
         if not isinstance(value, tuple | list) or not name.isidentifier():
@@ -243,7 +246,7 @@ def _no_name(site: Site, error: BaseException) -> str:
 
 def _elsewhere(site: Site, error: BaseException) -> str:
     """What torch says of objects of this package, or of ranks."""
-    text = str(error)
+    text = words_of(error)
     if "TrainState'" in text or "Handle'" in text:
         return "pass the parameters, `state.params`"
     if "process group" in text and "init" in text:
@@ -254,7 +257,7 @@ def _elsewhere(site: Site, error: BaseException) -> str:
 def _no_gpu(site: Site, error: BaseException) -> str:
     if torch.cuda.is_available() or not isinstance(error, RuntimeError | AssertionError):
         return ""
-    if not re.search(r"cuda|CUDA", str(error)):
+    if not re.search(r"cuda|CUDA", words_of(error)):
         return ""
     match site.node:
         case ast.Call(func=ast.Attribute(value=owner)):
@@ -264,7 +267,7 @@ def _no_gpu(site: Site, error: BaseException) -> str:
 
 def _shapes(site: Site | None, error: BaseException) -> str:
     """Tensors of shapes that do not go together: what each is called here, and what the module takes."""
-    if not isinstance(error, RuntimeError | ValueError | IndexError) or not _SHAPES.search(str(error)):
+    if not isinstance(error, RuntimeError | ValueError | IndexError) or not _SHAPES.search(words_of(error)):
         return ""
     module = _module_in(error)
     if module is not None:

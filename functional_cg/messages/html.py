@@ -21,9 +21,11 @@ __all__ = [
     "colors",
     "element",
     "fold",
+    "grid",
     "is_number",
     "key",
     "line",
+    "right_aligned",
     "stack",
     "strip",
     "table",
@@ -32,12 +34,14 @@ __all__ = [
 # Okabe & Ito 2008, "Color Universal Design": distinguishable for colour-blind readers, legible on black and white.
 PALETTE = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#F0E442", "#999999")
 
-_CARD = "font-family:monospace;font-size:12px;line-height:1.5;overflow-x:auto;max-width:64em"
-_GRID = "display:grid;column-gap:1em;justify-content:start;grid-template-columns:repeat({},max-content)"
-_TRACK = "width:6em;height:.6em;align-self:center;display:inline-block;border:1px solid #888"
+_CARD = "font-family:monospace;font-size:12px;line-height:1.5;overflow-x:auto"
+_GRID = "display:inline-grid;column-gap:2ch;white-space:pre;grid-template-columns:{}"
+_TRACK = "width:8ch;height:.6em;align-self:center;display:inline-block;border:1px solid #888"
+# The mark that opens a section hangs in the margin, so its summary begins where lines without a mark do.
+_MARGIN = "margin-left:2ch"
+_WIDEST = "110ch"
 
-
-_NUMBER = re.compile(r"-?\d[\d,.e+-]*( B)?")
+_NUMBER = re.compile(r"-?\d[\d,.e+-]*( B| MiB)?")
 
 
 class Html(str):
@@ -76,26 +80,48 @@ def card(title: str, *body: str) -> Html:
 
 def line(text: str) -> Html:
     """Build a line of text; line breaks in it are kept."""
-    return element("div", text, style="white-space:pre-wrap")
+    return element("div", text, style=f"white-space:pre-wrap;max-width:{_WIDEST};{_MARGIN}")
 
 
 def fold(summary: str, *body: str, opened: bool = False) -> Html:
     """Build a collapsible section that opens when its summary is clicked."""
-    inner = element("div", *body, style="padding-left:1.5em")
-    head = element("summary", summary, style="cursor:pointer")
+    inner = element("div", *body, style=_MARGIN)
+    head = element("summary", summary, style=f"cursor:pointer;list-style-position:outside;{_MARGIN}")
     return element("details", head, inner, open="open") if opened else element("details", head, inner)
 
 
-def table(rows: Sequence[Sequence[str]]) -> Html:
-    """Build a table from rows of equal length; numbers are right-aligned."""
-    cells = [_cell(cell) for row in rows for cell in row]
-    return element("div", *cells, style=_GRID.format(len(rows[0]) if rows else 1))
+def table(rows: Sequence[Sequence[str]], widths: Sequence[str] = ()) -> Html:
+    """Build a table from rows of equal length; columns of numbers are right-aligned, their titles, too.
+
+    Args:
+      rows: Cells of plain text or :class:`Html`.
+      widths: Width of each column, so that several tables share them; by default that of the longest cell.
+    """
+    return element("div", grid(rows, widths), style=_MARGIN)
 
 
-def _cell(text: str) -> Html:
+def grid(rows: Sequence[Sequence[str]], widths: Sequence[str] = ()) -> Html:
+    """Build the cells of a table without its margin; arguments as for :func:`table`."""
+    to_the_right = right_aligned(rows)
+    cells = [_cell(cell, right=right) for row in rows for cell, right in zip(row, to_the_right, strict=True)]
+    columns = " ".join(widths) or f"repeat({len(rows[0]) if rows else 1},max-content)"
+    return element("div", *cells, style=_GRID.format(columns))
+
+
+def right_aligned(rows: Sequence[Sequence[str]]) -> list[bool]:
+    """Whether each column is one of numbers, under a title or none."""
+    return [
+        any(map(is_number, column)) and all(is_number(cell) or not cell for cell in column[1:])
+        for column in zip(*rows, strict=True)
+    ]
+
+
+def _cell(text: str, *, right: bool) -> Html:
     if isinstance(text, Html):
         return text
-    return element("span", text, style="text-align:right") if is_number(text) else element("span", text)
+    return (
+        element("span", text, style="text-align:right") if right or is_number(text) else element("span", text)
+    )
 
 
 def is_number(text: str) -> bool:
@@ -114,7 +140,7 @@ def stack(fractions: Sequence[float]) -> Html:
     ends = [100 * sum(fractions[: i + 1]) for i in range(len(fractions))]
     stops = [f"{PALETTE[i]} {start:.1f}% {end:.1f}%" for i, (start, end) in enumerate(pairwise((0.0, *ends)))]
     filled = f"background:linear-gradient(90deg,{','.join(stops)},transparent 0) no-repeat padding-box"
-    return element("span", style=f"{_TRACK};width:12em;{filled}")
+    return element("span", style=f"{_TRACK};width:20ch;{filled}")
 
 
 def key(names: Sequence[str]) -> Html:
@@ -123,7 +149,7 @@ def key(names: Sequence[str]) -> Html:
         element("span", element("span", "■", style=f"color:{shade}"), f" {name} ")
         for name, shade in colors(names).items()
     ]
-    return element("div", *marks)
+    return element("div", *marks, style=_MARGIN)
 
 
 def colors(roles: Iterable[str]) -> dict[str, str]:
@@ -135,10 +161,8 @@ def strip(segments: Sequence[Segment], total: int, shades: Mapping[str, str]) ->
     """Draw ranges of bytes side by side, with width proportional to size and labels on hover."""
     drawn = [_rectangle(segment, shades.get(segment.role, ""), total) for segment in segments]
     edges = element("g", *drawn, stroke="currentColor", stroke_opacity=0.5, stroke_width=0.5)
-    frame = "display:block;border:1px solid #888"
-    return element(
-        "svg", edges, viewBox="0 0 1000 24", preserveAspectRatio="none", width="100%", height=24, style=frame
-    )
+    frame = f"display:block;border:1px solid #888;width:{_WIDEST};max-width:calc(100% - 4ch);{_MARGIN}"
+    return element("svg", edges, viewBox="0 0 1000 24", preserveAspectRatio="none", height=24, style=frame)
 
 
 def _rectangle(segment: Segment, shade: str, total: int) -> Html:

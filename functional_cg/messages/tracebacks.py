@@ -15,6 +15,7 @@ from types import TracebackType
 from typing import Any, TypeVar, cast
 
 from ..ambient.setting import inside_a_step
+from ..errors.words import words_of
 from .source import raised_in
 
 __all__ = ["entry", "shorten"]
@@ -54,7 +55,7 @@ def entry(usage: str = "") -> Callable[[Function], Function]:
             except Exception as error:
                 # No frame of the function: the arguments do not fit its signature.
                 if isinstance(error, TypeError) and error.__traceback__ and not error.__traceback__.tb_next:
-                    error.args = (f"{error}.\nTo fix: `{usage or _usage(function)}`.",)
+                    error.args = (f"{words_of(error)}.\nTo fix: `{usage or _usage(function)}`.",)
                 shorten(error)
                 raise
 

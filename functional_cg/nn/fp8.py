@@ -12,6 +12,7 @@ from torch import Tensor
 
 from .. import tree as pytree
 from ..ambient.setting import current_mesh
+from ..manual import Documented
 from ..shards.collectives import all_reduce
 from ._scaled_mm import MULTIPLE, refuse_device, scaled_product
 
@@ -27,7 +28,7 @@ _WIDE = (torch.float32, torch.bfloat16, torch.float16)
 
 @pytree.register_dataclass
 @dataclass(frozen=True)
-class Fp8Scaling:
+class Fp8Scaling(metaclass=Documented):
     """Delayed scales for the input, the weight and the output gradient of linear layers; part of the state.
 
     With delayed scaling, a step quantizes by what earlier steps saw, so that no product waits for a maximum. The scale

@@ -15,6 +15,7 @@ from .. import tree as pytree
 from ..ambient.own_work import name_of, own_work
 from ..ambient.setting import in_a_backward
 from ..errors import LayoutError
+from ..manual import Documented
 from ..messages.tracebacks import entry
 from ..random.arguments import check_key
 from ..state.aliases import refuse_aliases
@@ -94,7 +95,7 @@ def from_module(module: nn.Module) -> tuple[Apply, dict[str, Tensor], dict[str, 
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class Apply:
+class Apply(metaclass=Documented):
     """A module's forward as a pure function: ``apply(params, buffers, *args, ...) -> (out, new_buffers)``."""
 
     _template: nn.Module
@@ -135,7 +136,10 @@ class Apply:
           True
         """
         if not isinstance(name, str) or not name:
-            raise TypeError(f"apply.method: expected the name of a method, got {name!r}")
+            raise TypeError(
+                f"apply.method: expected the name of a method, got {name!r}.\n"
+                f"To fix: `apply.method({getattr(name, '__name__', 'encode')!r})`."
+            )
         kind = type(self._template).__name__
         try:
             found = function_of(self._template, name)

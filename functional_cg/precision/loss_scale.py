@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from .. import tree as pytree
+from ..manual import Documented
 
 __all__ = ["LossScale"]
 
@@ -18,7 +19,7 @@ T = TypeVar("T")
 
 @pytree.register_dataclass
 @dataclass(frozen=True)
-class LossScale:
+class LossScale(metaclass=Documented):
     """A dynamic loss scale for float16: shrinks when gradients overflow, grows after a run of finite steps.
 
     It keeps small gradients from underflowing. Micikevicius et al. 2018, Mixed Precision Training; same rule as
@@ -80,17 +81,16 @@ class LossScale:
             above 1, or ``initial`` or ``factor`` is not finite in float32.
         """
         largest = torch.finfo(torch.float32).max
-        if not (
-            all(isinstance(number, Real) for number in (initial, factor))
-            and 0 < initial <= largest
-            and 1 < factor <= largest
-            and isinstance(growth_interval, int)
-            and growth_interval >= 1
-        ):
-            raise ValueError(
-                "LossScale: expected initial > 0, an integer growth_interval >= 1 and factor > 1, all finite, "
-                f"got {initial!r}, {growth_interval!r} and {factor!r}"
-            )
+        for name, value, allowed, right, usual in (
+            ("initial", initial, isinstance(initial, Real) and 0 < initial <= largest, "a number > 0", "2.0**16"),
+            ("growth_interval", growth_interval, isinstance(growth_interval, int) and growth_interval >= 1,
+             "an int >= 1", "2000"),
+            ("factor", factor, isinstance(factor, Real) and 1 < factor <= largest, "a number > 1", "2.0"),
+        ):  # fmt: skip
+            if not allowed:
+                raise ValueError(
+                    f"LossScale: {name} must be {right}, got {value!r}.\nTo fix: leave it out, or `{name}={usual}`."
+                )
         return cls(
             torch.tensor(float(initial), dtype=torch.float32, device=device),
             torch.tensor(0, dtype=torch.int32, device=device),

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from .. import tree as pytree
+from ..manual import Documented
 from ..tensors.aten import adds_up
 
 __all__ = ["Policy"]
@@ -17,7 +18,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class Policy:
+class Policy(metaclass=Documented):
     """The dtypes for storing parameters, computing with them, and summing their gradients.
 
     An immutable value that a step may close over; it has no effect by itself. Apply the dtypes with explicit calls:

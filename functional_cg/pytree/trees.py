@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -13,6 +13,7 @@ import torch
 from torch.utils import _pytree as torch_pytree
 
 from ..errors import LayoutError
+from ..manual import Documented
 from .nodes import registered_node
 from .treedef import LEAF, KeyPath, Names, Treedef, path_string, structure_diff
 
@@ -22,7 +23,7 @@ _MAPPINGS = (dict, OrderedDict, defaultdict)
 _MAX_DEPTH = 100  # far below Python's recursion limit; a deeper tree is assumed to contain itself
 
 
-class TreeView(ABC):
+class TreeView(metaclass=Documented):
     """An object that stands for a pytree stored elsewhere; a state handle is one."""
 
     __slots__ = ()
@@ -245,9 +246,15 @@ def at(where: Callable[[T], Any], tree: T, value: Any) -> T:
     markers = unflatten(treedef, [_Marker(i) for i in range(len(old))])
     selected, selected_def = flatten(where(markers))
     if not all(isinstance(item, _Marker) for item in selected):
-        raise ValueError("tree.at: `where` must select leaves or subtrees of the tree, unchanged")
+        raise ValueError(
+            "tree.at: `where` must select leaves or subtrees of the tree, unchanged.\n"
+            "To fix: `lambda tree: tree.a` selects; the new value is the last argument, `tree.at(where, tree, value)`."
+        )
     if len({marker.position for marker in selected}) < len(selected):
-        raise ValueError("tree.at: `where` selects a leaf twice; which value is meant?")
+        raise ValueError(
+            "tree.at: `where` selects a leaf twice, which would have two new values.\n"
+            "To fix: select each leaf once, `lambda tree: (tree.a, tree.b)`, with a value for each, `(1, 2)`."
+        )
     new, new_def = flatten(value)
     if new_def != selected_def:
         raise LayoutError.of(

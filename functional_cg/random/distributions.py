@@ -233,7 +233,9 @@ def poisson(key: Tensor, rate: float | Tensor, shape: Sequence[int], *, stream: 
 
 def _check_number(name: str, value: object) -> None:
     if not isinstance(value, float | int) or not 0 < value < math.inf:
-        raise ValueError(f"`{name}`: expected a positive Python number, got {describe(value)}.")
+        raise ValueError(
+            f"`{name}`: expected a positive Python number, got {describe(value)}.\nTo fix: `{name}=1.0`."
+        )
 
 
 def _operand(name: str, value: float | Tensor, key: Tensor, shape: Sequence[int]) -> Tensor:

@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..ambient.setting import refuse_reentrant_checkpoint
 from ..errors import CaptureError, ImplicitRandomnessError
+from ..errors.words import words_of
 from ..messages.source import at_here, here
 from ..tensors.aten import can_draw
 from .arguments import check_key
@@ -61,8 +62,8 @@ def keyed(fn: Callable[P, R]) -> Callable[Concatenate[Tensor, P], R]:
     """
     if isinstance(fn, nn.Module) or not callable(fn):
         raise TypeError(
-            f"random.keyed: expected a function, got {type(fn).__name__}; "
-            "a module takes its key by `apply, params, buffers = fcg.from_module(module)`"
+            f"random.keyed: expected a function, got {type(fn).__name__}.\n"
+            "To fix: of a module, `apply, params, buffers = fcg.from_module(module)`; `apply` takes `key=`."
         )
     name = getattr(fn, "__name__", type(fn).__name__)
 
@@ -118,7 +119,7 @@ class Draws(TorchDispatchMode):
         try:
             return rule(self._key, stream)
         except (TypeError, ValueError) as error:
-            raise self.refusal(func, str(error)) from error
+            raise self.refusal(func, words_of(error)) from error
 
     def watch(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         """See a call before it runs."""

@@ -263,7 +263,7 @@ def randint(
       tensor(5)
     """
     if dtype not in _INTEGERS:
-        raise TypeError(f"`dtype`: expected an integer dtype, got {dtype}.")
+        raise TypeError(f"`dtype`: expected an integer dtype, got {dtype}.\nTo fix: `dtype=torch.int64`.")
     limits = torch.iinfo(dtype)
     check_integer("low", low, limits.min, min(limits.max, 2**63 - 1))
     check_integer("high", high, low + 1, min(limits.max + 1, 2**63, low + 2**63))

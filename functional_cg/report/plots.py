@@ -90,13 +90,13 @@ def _bytes_of(plan: Plan) -> Counter[tuple[str, str]]:
 
 
 def arena(state: Any, *, ax: Axes | None = None) -> Axes:
-    """Draw the arena of a state as a strip: slots in order, one colour and hatch per role, padding in white.
+    """Draw the arena of a state, its memory, as a strip: leaves in order, one colour and hatch per role, padding white.
 
     Args:
       state: Handle of a state.
       ax: Where to draw; a new figure by default.
     Returns:
-      The axes; the horizontal axis counts bytes from the start of the first slab.
+      The axes; the horizontal axis counts bytes from the start of the arena.
     Raises:
       TypeError: If ``state`` is no handle.
 
@@ -122,9 +122,7 @@ def arena(state: Any, *, ax: Axes | None = None) -> Axes:
         )  # fmt: skip
         labelled.add(name)
     ax.set(xlabel=f"offset in {unit}", yticks=[], ylim=(-0.5, 0.5), xlim=(0, max(plan.nbytes, 1) / scale))
-    ax.set_title(
-        f"arena: {count(len(plan.slabs), 'slab')}, {count(len(plan.slots), 'slot')}, {_size(plan.nbytes)}"
-    )
+    ax.set_title(f"arena, the memory of the state: {count(len(plan.slots), 'leaf')}, {_size(plan.nbytes)}")
     _legend(ax)
     return ax
 

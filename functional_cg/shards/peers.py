@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from ..errors import FunctionalCGError, RankError
+from ..errors.words import words_of
 from .mesh import Mesh
 
 __all__ = ["among", "on_any", "together", "watched"]
@@ -91,7 +92,7 @@ def _lost(mesh: Mesh | None, function: str, error: RuntimeError) -> RankError | 
     """Return the library's error for c10d's error on a broken connection; None for any other error."""
     if mesh is None or mesh.ranks is None or isinstance(error, FunctionalCGError):
         return None
-    if any(words in str(error) for words in _NO_GROUP):
+    if any(words in words_of(error) for words in _NO_GROUP):
         return RankError.of(
             function,
             "the process groups of the mesh are gone; the state is that of the last step.",
@@ -99,7 +100,7 @@ def _lost(mesh: Mesh | None, function: str, error: RuntimeError) -> RankError | 
             why="Sharded leaves are computed with over all ranks.",
             fix="call it before `torch.distributed.destroy_process_group()`; a mesh ends what it has started itself.",
         )
-    if not any(words in str(error) for words in _CONNECTION):
+    if not any(words in words_of(error) for words in _CONNECTION):
         return None
     absent = mesh.ranks.absent()
     names = ", ".join(map(str, absent))
@@ -117,6 +118,6 @@ def _lost(mesh: Mesh | None, function: str, error: RuntimeError) -> RankError | 
 def _first_line(error: RuntimeError) -> str:
     """Return the first line of c10d's message, without its source location and advice."""
     return (
-        str(error).partition("\n")[0].partition("] ")[2].partition(". This is")[0]
-        or str(error).partition("\n")[0]
+        words_of(error).partition("\n")[0].partition("] ")[2].partition(". This is")[0]
+        or words_of(error).partition("\n")[0]
     )

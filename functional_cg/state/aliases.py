@@ -1,4 +1,4 @@
-"""Refuse leaves that share memory: each leaf of a state owns its slot."""
+"""Refuse trees with leaves on shared memory, and say which copies separate them."""
 
 from __future__ import annotations
 
@@ -31,6 +31,8 @@ def refuse_aliases(
         first, last = byte_range(tensors[i])
         return f"{path_string(paths[i], root)}  {BufferSpec.of(tensors[i])}   bytes {first} to {last}"
 
+    # The subtrees that need memory of their own, each with a pair of leaves that shows it.
+    shared: dict[KeyPath, tuple[int, int]] = {}
     for members in by_storage.values():
         for i in members:
             if overlaps_itself(tensors[i]):
@@ -44,14 +46,18 @@ def refuse_aliases(
         pair = overlapping([tensors[i] for i in members])
         if pair is not None:
             first, second = sorted(members[i] for i in pair)
-            raise AliasError.of(
-                function,
-                f"two leaves of `{root}` share memory.",
-                rows=[row(first), row(second)],
-                why="Each leaf owns one slot; a shared slot would be updated twice per replay.",
-                fix=f"copy it, `{_copy(paths, tensors, (first, second), root, function)}` "
-                "(targets, EMA copies); or keep one leaf and read it twice in the loss (tied weights).",
-            )
+            if not any(paths[second][: len(found)] == found for found in shared):
+                shared[_shared(paths, tensors, (first, second))[1]] = first, second
+    if shared:
+        copies = ", ".join(f"`{_copy(paths, tensors, pair, root, function)}`" for pair in shared.values())
+        raise AliasError.of(
+            function,
+            f"two leaves of `{root}` share memory.",
+            rows=[row(i) for pair in shared.values() for i in pair],
+            why="Each leaf has memory of its own; shared memory would be updated twice per replay.",
+            fix=f"copy it, {copies} (targets, EMA copies); "
+            "or keep one leaf and read it twice in the loss (tied weights).",
+        )
 
 
 def _copy(

@@ -110,9 +110,7 @@ def sharding_fix(expected: Sequence[BufferSpec], leaves: Sequence[Any]) -> str:
             held = placed(leaf)
             narrow = held is not None and held.reading is not None and held.reading.param_dtype is not None
             call = f"fcg.sharding.gather(leaf{', masters=True' if narrow else ''})"
-            return (
-                f"give `{call}`: the slot is whole on each rank, and the new leaf is {BufferSpec.of(leaf)}."
-            )
+            return f"give `{call}`: the old leaf is whole on each rank, and the new one is {BufferSpec.of(leaf)}."
         if (
             slot is not None
             and slot.sharded

@@ -17,7 +17,7 @@ from .. import tree as pytree
 from ..ambient.modes import ordinary
 from ..concurrency.turns import at_one_time
 from ..errors import LayoutError, ReadOnlyError
-from ..messages.html import card, fold
+from ..messages.html import card
 from ..messages.tracebacks import entry
 from ..pytree.trees import TreeView, node_unflatten
 from ..tensors.aten import copies
@@ -153,9 +153,9 @@ class Handle(TreeView):
         if rows:
             raise LayoutError.of(
                 "",
-                f"{donor}: values do not fit the slots of `state`, which is unchanged.",
+                f"{donor}: values do not fit `state`, which is unchanged.",
                 rows=rows,
-                why="Slots have fixed shapes and dtypes.",
+                why="The leaves of a state have fixed shapes and dtypes.",
                 fix=sharding_fix(slots, values)
                 or "convert the values first; nothing is broadcast and nothing is cast. "
                 "For another structure, `fcg.place` a new state.",
@@ -268,7 +268,7 @@ class Handle(TreeView):
     def _repr_html_(self) -> str:
         arena = arena_html(self._lease.arena.plan, self._lease.paths)
         tree = tree_html(self._node, self._entries(), self._part.path)
-        return card(self._title(), tree, *([fold("arena", arena)] if self._owner is None else []))
+        return card(self._title(), tree, *([arena] if self._owner is None else []))
 
     def _entries(self) -> list[Entry]:
         return [Entry(slot.spec) for slot in self._lease.arena.plan.slots[self._part.start : self._part.stop]]
@@ -342,8 +342,7 @@ def placeable(
     if device is None:
         home = next((d for d in devices if d is not None), torch.device("cpu"))
     else:
-        home = torch.empty(0, device=device).device  # "cuda" becomes "cuda:0"
-        devices = [None] * len(flat)
+        home, devices = torch.empty(0, device=device).device, [None] * len(flat)  # "cuda" becomes "cuda:0"
     refuse_unplaceable(paths, leaves, devices, root, function)
     refuse_aliases(paths, leaves, root, function)
     specs = [replace(BufferSpec.of(leaf), device=home) for leaf in placed]

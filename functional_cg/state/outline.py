@@ -10,7 +10,20 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
-from ..messages.html import Html, Segment, bar, colors, element, fold, is_number, strip, table
+from ..messages.html import (
+    Html,
+    Segment,
+    bar,
+    colors,
+    element,
+    fold,
+    grid,
+    is_number,
+    right_aligned,
+    strip,
+    table,
+)
+from ..messages.units import size_of
 from ..tree import KeyPath, Treedef, path_string
 from .arena import BufferSpec, Plan, dtype_name
 from .boundary import mesh_of
@@ -36,6 +49,7 @@ TEXT_LINES = 60
 _HTML_LINES, _HTML_CHILDREN = 192, 64
 _PATH_CHARACTERS = 96
 _STRIP_PIECES = 128
+_INDENT = 2  # characters of a level of a tree, as of a fold's margin
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +103,7 @@ def size_text(entries: Sequence[Entry]) -> str:
     """Count leaves and bytes: ``2 leaves, 1,024 B``; for leaves on a mesh, the bytes that this rank holds."""
     mesh = mesh_of([entry.spec for entry in entries])
     where = "" if mesh is None else f" on rank {mesh.rank} of {mesh.size}"
-    return f"{count(len(entries), 'leaf')}, {sum(entry.spec.nbytes for entry in entries):,} B{where}"
+    return f"{count(len(entries), 'leaf')}, {size_of(sum(entry.spec.nbytes for entry in entries))}{where}"
 
 
 def count(number: int, noun: str) -> str:
@@ -184,12 +198,13 @@ def _shares(sizes: Sequence[int], total: int) -> list[int]:
 
 
 def columns(rows: Sequence[Sequence[str]], indent: str = "  ") -> list[str]:
-    """Return rows as aligned lines, with numbers right-aligned."""
+    """Return rows as aligned lines; columns of numbers are right-aligned, their titles, too."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    to_the_right = right_aligned(rows)
     return [
         (indent + "  ".join(
-            cell.rjust(width) if is_number(cell) else cell.ljust(width)
-            for cell, width in zip(row, widths, strict=True)
+            cell.rjust(width) if right or is_number(cell) else cell.ljust(width)
+            for cell, width, right in zip(row, widths, to_the_right, strict=True)
         )).rstrip()
         for row in rows
     ]  # fmt: skip
@@ -198,7 +213,7 @@ def columns(rows: Sequence[Sequence[str]], indent: str = "  ") -> list[str]:
 def tree_text(treedef: Treedef, entries: Sequence[Entry], path: str) -> list[str]:
     """Return a tree as lines: key path, spec and bytes of each leaf or folded subtree."""
     ends = outline(treedef, entries, path).ends() if entries else ()
-    return columns([(end.path, end.what, f"{end.nbytes:,} B") for end in ends])
+    return columns([(end.path, end.what, size_of(end.nbytes)) for end in ends])
 
 
 def tree_html(treedef: Treedef, entries: Sequence[Entry], path: str) -> Html:
@@ -208,32 +223,45 @@ def tree_html(treedef: Treedef, entries: Sequence[Entry], path: str) -> Html:
 
 
 def branches_html(branches: Sequence[Branch], total: int) -> Html:
-    """Return branches as HTML: one with children is a fold, adjacent ones without share a table."""
+    """Return branches as HTML: one with children is a fold, adjacent ones without share a table.
+
+    All lines have the same columns, however deep they are nested.
+    """
+    lines = list(_nested(branches, 0))
+    cells = [_cells(branch, total) for branch, _ in lines]
+    paths = max((len(branch.path) + _INDENT * depth for branch, depth in lines), default=0)
+    what, nbytes, copied = (max((len(row[i]) for row in cells), default=0) for i in (1, 2, 4))
+    return _level(branches, total, paths, [f"{what}ch", f"{nbytes}ch", "8ch", f"{copied}ch", "max-content"])
+
+
+def _level(branches: Sequence[Branch], total: int, paths: int, others: Sequence[str]) -> Html:
+    widths = [f"{paths}ch", *others]
     parts: list[str] = []
     rows: list[Sequence[str]] = []
     for branch in branches:
-        copied = f"{branch.copied:,} B copied" if branch.copied else ""
-        row = [
-            branch.path,
-            branch.what,
-            f"{branch.nbytes:,} B",
-            bar(branch.nbytes / total),
-            branch.role,
-            copied,
-        ]
         if not branch.children:
-            rows.append(row)
+            rows.append(_cells(branch, total))
             continue
         if rows:
-            parts.append(table(rows))
+            parts.append(table(rows, widths))
             rows = []
-        title = "&ensp;&ensp;".join(cell if isinstance(cell, Html) else element("span", cell) for cell in row)
-        parts.append(
-            fold(Html(title), branches_html(branch.children, total), opened=len(branch.children) <= 8)
-        )
+        below = _level(branch.children, total, paths - _INDENT, others)
+        title = grid([_cells(branch, total)], widths)
+        parts.append(fold(title, below, opened=len(branch.children) <= 8))
     if rows:
-        parts.append(table(rows))
+        parts.append(table(rows, widths))
     return element("div", *parts)
+
+
+def _cells(branch: Branch, total: int) -> tuple[str, ...]:
+    copied = f"{size_of(branch.copied)} copied" if branch.copied else ""
+    return (branch.path, branch.what, size_of(branch.nbytes), bar(branch.nbytes / total), copied, branch.role)
+
+
+def _nested(branches: Sequence[Branch], depth: int) -> Iterator[tuple[Branch, int]]:
+    for branch in branches:
+        yield branch, depth
+        yield from _nested(branch.children, depth + 1)
 
 
 def segments(plan: Plan, paths: Sequence[KeyPath]) -> list[Segment]:
@@ -247,7 +275,7 @@ def segments(plan: Plan, paths: Sequence[KeyPath]) -> list[Segment]:
     starts = list(accumulate((slab.nbytes for slab in plan.slabs), initial=0))
     for slot, path in zip(plan.slots, paths, strict=True):
         start = starts[slot.slab] + slot.offset * slot.spec.dtype.itemsize
-        label = f"{path_string(path, 'state')}  {spec_text(slot.spec)}  {slot.spec.nbytes:,} B"
+        label = f"{path_string(path, 'state')}  {spec_text(slot.spec)}  {size_of(slot.spec.nbytes)}"
         pieces[slot.slab].append(Segment(label, plan.slabs[slot.slab].role, start, slot.spec.nbytes))
     found = []
     for slab, first, end in zip(pieces, starts, starts[1:], strict=False):
@@ -258,12 +286,12 @@ def segments(plan: Plan, paths: Sequence[KeyPath]) -> list[Segment]:
 def _with_padding(slab: Sequence[Segment], first: int, end: int) -> Iterator[Segment]:
     for segment in sorted(slab, key=lambda segment: segment.start):
         if segment.start > first:
-            yield Segment(f"padding  {segment.start - first:,} B", "", first, segment.start - first)
+            yield Segment(f"padding  {size_of(segment.start - first)}", "", first, segment.start - first)
         if segment.size:
             yield segment
         first = segment.start + segment.size
     if end > first:
-        yield Segment(f"padding  {end - first:,} B", "", first, end - first)
+        yield Segment(f"padding  {size_of(end - first)}", "", first, end - first)
 
 
 def _merged(pieces: Iterator[Segment], least: int) -> list[Segment]:
@@ -275,7 +303,7 @@ def _merged(pieces: Iterator[Segment], least: int) -> list[Segment]:
             joined += 1
             last, size = out[-1], out[-1].size + piece.size
             out[-1] = Segment(
-                f"{joined + 1} neighbours  {size:,} B", last.role or piece.role, last.start, size
+                f"{joined + 1} neighbours  {size_of(size)}", last.role or piece.role, last.start, size
             )
         else:
             joined = 0
@@ -284,18 +312,18 @@ def _merged(pieces: Iterator[Segment], least: int) -> list[Segment]:
 
 
 def arena_html(plan: Plan, paths: Sequence[KeyPath]) -> Html:
-    """Return an arena as a strip, with a legend of one line per slab."""
-    if not plan.nbytes:
-        return element("div", "no bytes")
+    """Return an arena as a fold: a strip, with a legend of one line for each dtype of a field."""
     shades = colors(slab.role for slab in plan.slabs)
     used = Counter[int]()
     for slot in plan.slots:
         used[slot.slab] += slot.spec.nbytes
-    rows = [
+    rows = [["", "field", "dtype", "bytes", "of it padding"]]
+    rows += [
         [
             element("span", "■", style=f"color:{shades[slab.role]}"), slab.role,
-            f"{dtype_name(slab.dtype)} on {slab.device}", f"{slab.nbytes:,} B", f"{slab.nbytes - used[i]:,} B padding",
+            f"{dtype_name(slab.dtype)} on {slab.device}", size_of(slab.nbytes), size_of(slab.nbytes - used[i]),
         ]
         for i, slab in enumerate(plan.slabs[:_HTML_CHILDREN])
     ]  # fmt: skip
-    return element("div", strip(segments(plan, paths), plan.nbytes, shades), table(rows))
+    drawn = [strip(segments(plan, paths), plan.nbytes, shades), table(rows)] if plan.nbytes else ["no bytes"]
+    return fold("where it lies in memory", *drawn)

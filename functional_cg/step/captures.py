@@ -103,8 +103,8 @@ class Transform:
     def explain(self) -> str:
         """Return as text what was traced, captured and refused.
 
-        For each layout: the certificate, the plan, each leaf with its role and the bytes copied per call, the captures
-        with their arenas, and new values computed but dropped. Reads nothing from a device.
+        For each layout: what was checked, the plan, each leaf with its role and the bytes copied per call, the captures
+        with their memory, and new values computed but dropped. Reads nothing from a device.
         """
         return explain(self._name, self.stats, self._plans(), self._refusal)
 

@@ -100,7 +100,7 @@ def _error(name: str, found: Sequence[Difference], mesh: Mesh | None) -> Miscomp
         name,
         "something else; the state is unchanged.",
         map(str, found) if found else [where],
-        "Before the first call commits, the compiled step is compared with its calls one by one.",
+        "Before the first call changes the state, the compiled step is compared with its calls, run one by one.",
     )
 
 

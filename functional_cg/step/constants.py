@@ -37,11 +37,14 @@ class Constants:
         for name, leaf in self._items:
             if isinstance(leaf, Leaf):
                 raise TypeError(
-                    f"`{function}`: {name} is of a state, which changes from call to call; "
-                    f"a state is an argument, `{function}(state, ...)`, and a fixed copy `fcg.snapshot(state)`"
+                    f"`{function}`: {name} is of a state, which changes from call to call.\n"
+                    f"To fix: a state is an argument, `{function}(state, ...)`; a fixed copy is `fcg.snapshot(state)`."
                 )
             if not isinstance(leaf, Tensor):
-                raise TypeError(f"`{function}`: {name} must be a tensor, got {type(leaf).__name__}")
+                raise TypeError(
+                    f"`{function}`: {name} must be a tensor, got {type(leaf).__name__}.\n"
+                    "To fix: leave it out: numbers that the function reads are watched; a table as `torch.tensor(...)`."
+                )
             if not leaf.untyped_storage().resizable():
                 raise ForeignTensorError.of(
                     function,

@@ -18,13 +18,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..messages.html import Html, card, line, table
+from ..messages.units import size_of
 from ..stages.plan import ExecutionPlan, Schedule
 from ..stages.program import Instr, Program, Var, map_vars
 from ..state.outline import columns
 from ..tensors.aten import named_arguments
 
-__all__ = ["CostAnalysis", "KindOfCall", "cost_analysis"]
+__all__ = ["COPIES", "WHAT_COPIES_ARE", "CostAnalysis", "KindOfCall", "cost_analysis"]
 
+COPIES = "(copies)"
+WHAT_COPIES_ARE = f"{COPIES} of inputs in, of new values into the state, of metrics out"
 _ATTENTION = ("scaled_dot_product", "_flash_attention", "_efficient_attention", "_cudnn_attention")
 # Kinds of calls, with the names or name prefixes of their ops; the first match wins.
 _KINDS: tuple[tuple[str, tuple[str, ...]], ...] = (
@@ -91,12 +95,12 @@ class CostAnalysis:
       compiled: Whether a compiler fuses the calls.
       flops: Floating-point operations of all products. A multiplication and an addition count as two; attention with
         ``is_causal`` counts only the scores it keeps.
-      bytes_moved: Bytes read and written by all calls, each counted separately, and by the copies at the
-        border of the step.
+      bytes_moved: Bytes read and written by all calls, each counted separately, and by the copies that
+        ``(copies)`` counts.
       bytes_least: Bytes that any implementation must move: state read, state written, inputs, constants,
         metrics.
-      kinds: Calls by kind, most bytes first; views are not counted, ``border`` is copy-in, commit and
-        copy-out.
+      kinds: Calls by kind, most bytes first; views are not counted. ``(copies)`` are those of a call of the step:
+        inputs in, new values into the state, metrics out.
       floor_s: Lower bound on the seconds of a call: products at peak rate, or least bytes at full bandwidth,
         whichever takes longer. None if the device's rates are unknown.
       bound: Which of the two it is, ``"compute"`` or ``"memory"``; None without a floor.
@@ -128,28 +132,40 @@ class CostAnalysis:
             "distance": self.distance,
         }
 
-    def __str__(self) -> str:
+    def _said(self) -> list[str]:
         fused = ", before fusion" if self.compiled else ""
-        moved = f"{self.bytes_moved / 1e6:,.3f} MB moved{fused}, {self.bytes_least / 1e6:,.3f} MB at least"
-        lines = [
-            f"{self.function} on {self.device}: {self.flops / 1e9:,.3f} GFLOP in products, {moved}",
-        ]
+        moved = f"{size_of(self.bytes_moved)} read and written{fused}, {size_of(self.bytes_least)} at least"
+        lines = [f"{self.function} on {self.device}: {self.flops / 1e9:,.3f} GFLOP in products, {moved}"]
         if self.floor_s is None:
-            lines.append(
-                "  floor: unknown; pass bandwidth= (bytes/s) and peak_flops= (FLOP/s) of this device"
-            )
+            lines.append("floor: unknown; pass bandwidth= (bytes/s) and peak_flops= (FLOP/s) of this device")
         else:
-            lines.append(f"  floor: {self.floor_s * 1e3:,.4f} ms, bound by {self.bound}")
+            lines.append(f"floor: {self.floor_s * 1e3:,.4f} ms, bound by {self.bound}")
         if self.seconds is not None:
             far = "" if self.distance is None else f", {self.distance:.2f} times the floor"
-            lines.append(f"  measured: {self.seconds * 1e3:,.4f} ms{far}")
-        rows = [
-            (name, f"{kind.calls:,}", f"{kind.flops / 1e9:,.3f}", f"{kind.bytes / 1e6:,.3f}")
+            lines.append(f"measured: {self.seconds * 1e3:,.4f} ms{far}")
+        return lines
+
+    def _rows(self) -> list[tuple[str, ...]]:
+        head = ("kind of call", "calls", "GFLOP", "read and written")
+        return [head, *(
+            (name, f"{kind.calls:,}", f"{kind.flops / 1e9:,.3f}" if kind.flops else "", size_of(kind.bytes))
             for name, kind in self.kinds.items()
-        ]
-        return "\n".join([*lines, *columns([(f"kind of call{fused}", "calls", "GFLOP", "MB moved"), *rows])])
+        )]  # fmt: skip
+
+    def _legend(self) -> list[str]:
+        return [WHAT_COPIES_ARE] if COPIES in self.kinds else []
+
+    def __str__(self) -> str:
+        first, *lines = self._said()
+        return "\n".join(
+            [first, *(f"  {text}" for text in [*lines, *columns(self._rows(), ""), *self._legend()])]
+        )
 
     __repr__ = __str__
+
+    def _repr_html_(self) -> Html:
+        first, *lines = self._said()
+        return card(first, *map(line, lines), table(self._rows()), *map(line, self._legend()))
 
 
 def _positive(name: str, value: Any) -> float | None:
@@ -158,7 +174,10 @@ def _positive(name: str, value: Any) -> float | None:
     is_number = isinstance(value, Real) and not isinstance(value, bool)
     if is_number and 0 < value <= sys.float_info.max:
         return float(value)
-    raise ValueError(f"cost_analysis: {name} must be a positive number, got {value!r}")
+    raise ValueError(
+        f"cost_analysis: {name} must be a positive number, got {value!r}.\n"
+        "To fix: `seconds=1e-3`, as measured; `bandwidth=3.35e12` in bytes/s, `peak_flops=989e12` in FLOP/s."
+    )
 
 
 def cost_analysis(
@@ -200,9 +219,9 @@ def cost_analysis(
         moved[kind] += _bytes_of(instr, used)
         if number:
             by_dtype[instr.inputs()[0].spec.dtype] += number
-    copies = list(_border(program, schedule, copies=plan.copies))
+    copies = list(_step_copies(program, schedule, copies=plan.copies))
     if copies:
-        calls["border"], moved["border"] = len(copies), 2 * sum(copies)
+        calls[COPIES], moved[COPIES] = len(copies), 2 * sum(copies)
     kinds = {name: KindOfCall(calls[name], flops[name], moved[name]) for name, _ in moved.most_common()}
     least = _least_bytes(program, used)
     device = _device(program)
@@ -300,8 +319,8 @@ def _bytes_of(instr: Instr, used: Iterable[Var]) -> int:
     return sum(read.values()) + sum(results.values()) + sum(var.spec.nbytes for var in instr.writes)
 
 
-def _border(program: Program, plan: Schedule, *, copies: bool) -> Iterator[int]:
-    """Yield the bytes of each copy at the step's border: inputs in, new state to its slots, metrics out."""
+def _step_copies(program: Program, plan: Schedule, *, copies: bool) -> Iterator[int]:
+    """Yield the bytes of each copy that a call makes: inputs in, new state to its slots, metrics out."""
     yield from (var.spec.nbytes for var in program.inputs)
     for old, _ in plan.commits if copies else ():
         yield old.spec.nbytes * (2 if old in plan.staged else 1)

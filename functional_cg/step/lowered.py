@@ -15,7 +15,9 @@ from ..call.mismatch import layout_differences, layout_fix, states_fix
 from ..call.signature import Call
 from ..concurrency.turns import Inner
 from ..errors import LayoutError
-from ..messages.html import Html, bar, card, element, fold, line, table
+from ..manual import Documented
+from ..messages.html import Html, card, element, fold, line
+from ..messages.units import size_of
 from ..shards.collectives import WAIT
 from ..shards.mesh import Mesh
 from ..shards.peers import watched
@@ -32,7 +34,7 @@ from ..stages.watch.host_watch import HostWatch
 from ..state.arena import Arena, dtype_name
 from ..state.boundary import mesh_of
 from ..state.handle import Handle, Lease, fill
-from ..state.outline import Entry, branches_html, columns, count, listed, outline, tree_html
+from ..state.outline import Entry, branches_html, columns, count, listed, outline, size_text, tree_html
 from ..tree import KeyPath, Treedef, path_string, structure_diff
 from .constants import Constants
 from .costs import CostAnalysis, cost_analysis
@@ -45,7 +47,7 @@ _STAGED_SHOWN = 8
 
 
 @dataclass(eq=False)
-class Captured:
+class Captured(metaclass=Documented):
     """A lowered step captured on one arena (or several, for a function of several states).
 
     Attributes:
@@ -141,12 +143,12 @@ class Captured:
 
 def _arena_text(arena: Arena) -> str:
     lease = arena.lease() if arena.lease is not None else None
-    use = f"generation {lease.cell[0]}" if lease is not None else "free"
-    return f"an arena of {arena.plan.nbytes:,} B on {arena.device}, {use}"
+    use = f"in generation {lease.cell[0]}" if lease is not None else "gone"
+    return f"{size_of(arena.plan.nbytes)} of memory on {arena.device}, whose state is {use}"
 
 
 @dataclass(eq=False)
-class Lowered:
+class Lowered(metaclass=Documented):
     """A traced, checked and planned step; no device work has been done for it.
 
     Attributes:
@@ -327,22 +329,21 @@ class Lowered:
 
     def __str__(self) -> str:
         dtypes = sorted({dtype_name(var.spec.dtype) for var in self.program.slots})
-        uses = self.memory_analysis().items()  # without a sum that no moment holds
-        sizes = ", ".join(f"{name} {size:,} B" for name, size in uses if name != "temporaries")
+        memory = self.memory_analysis()
+        parts = [(name, nbytes) for name, nbytes in memory.parts() if nbytes]
+        sizes = ", ".join(f"{name.strip()} {size_of(nbytes)}" for name, nbytes in parts if "." not in name)
         header = ("key path", "spec", "bytes", "copied per call", "role")
         branches = [
             branch
             for state, entries in self._state_costs()
             for branch in outline(state.treedef, entries, state.name).ends()
         ] + [branch for _, costs in self._other_costs() for branch in listed(costs)]
-        rows = [(b.path, b.what, f"{b.nbytes:,} B", f"{b.copied:,} B", b.role) for b in branches]
+        rows = [(b.path, b.what, size_of(b.nbytes), size_of(b.copied), b.role) for b in branches]
         return "\n".join(
             [
                 str(self.inspection),
-                f"  plan: {self._plan_line()}",
-                *([f"  {self.certificate}"] if self.certificate else []),
-                *(f"  {text}" for text in self._staged_lines()),
-                f"  memory: {sizes}",
+                *(f"  {text}" for text in self._plan_lines("plan: ")),
+                f"  memory: {size_of(memory['peak'])} at the peak: {sizes}",
                 f"  dtypes of the state: {', '.join(dtypes)}",
                 *columns([header, *rows]),
             ]
@@ -353,35 +354,33 @@ class Lowered:
 
     def body_html(self) -> Html:
         """Return plan, memory, leaves and certificate as HTML, without a title."""
+        parts = [line(text) for text in self._plan_lines()]
         memory = self.memory_analysis()
-        most = max(*memory.values(), 1)
-        certificate = [str(self.certificate)] if self.certificate else []
-        parts = [line(text) for text in (self._plan_line(), *certificate, *self._staged_lines())]
-        parts.append(table([(name, f"{size:,} B", bar(size / most)) for name, size in memory.items()]))
+        parts.append(fold(f"memory at the peak: {size_of(memory['peak'])}", memory.table(), opened=True))
         for state, entries in self._state_costs():
-            title = f"{state.name}: {count(len(entries), 'leaf')}"
+            title = f"{state.name}: {size_text(entries)}"
             parts.append(fold(title, tree_html(state.treedef, entries, state.name)))
         for kind, costs in self._other_costs():
             total = sum(entry.spec.nbytes for _, entry in costs)
             if costs:
                 parts.append(fold(f"{kind}: {len(costs):,}", branches_html(listed(costs), max(total, 1))))
-        return element("div", *parts, fold("certificate", line(str(self.inspection))))
+        return element("div", *parts, fold("what was checked", line(str(self.inspection))))
 
     def _plan_line(self) -> str:
         plan = self.plan.schedule
         calls = count(len(plan.head) + len(plan.fused), "ATen call")
         fused = f", {len(plan.fused)} of them in place" if plan.fused else ""
         how = f"{calls}{fused}, compiled into one function" if self.plan.compiled else f"{calls}{fused}"
-        return f"{how}; {count(len(plan.commits), 'commit')}, {len(plan.staged)} of them staged"
+        copied = len(plan.commits) if self.plan.copies else len(plan.staged)
+        twice = f", {len(plan.staged)} of them twice" if plan.staged else ""
+        return f"{how}; {count(copied, 'new value')} copied into the state{twice}"
 
-    def _staged_lines(self) -> list[str]:
+    def _plan_lines(self, title: str = "") -> list[str]:
+        certificate = [str(self.certificate)] if self.certificate else []
         pairs = staged_pairs(self.program, self.plan.schedule)
-        lines = [
-            f"staged: {old} <- {new}, its new value lies in another slot"
-            for old, new in pairs[:_STAGED_SHOWN]
-        ]
-        hidden = len(pairs) - len(lines)
-        return [*lines, f"… and {hidden:,} more"] if hidden else lines
+        twice = [f"copied twice: {old} <- {new}, which the same call overwrites" for old, new in pairs]
+        more = [f"… and {len(twice) - _STAGED_SHOWN:,} more"] if len(twice) > _STAGED_SHOWN else []
+        return [f"{title}{self._plan_line()}", *certificate, *twice[:_STAGED_SHOWN], *more]
 
     def _state_costs(self) -> Iterator[tuple[BoundState, list[Entry]]]:
         """Yield each state with what a call does with its leaves."""

@@ -6,8 +6,9 @@ import re
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from types import MappingProxyType
 
+from ..messages.html import Html, bar, card, fold, line, table
+from ..messages.units import size_of
 from ..stages.lifetimes import alive_at_peak, storage_bytes
 from ..stages.plan import Schedule, schedule
 from ..stages.program import Instr, Program, Var
@@ -16,7 +17,6 @@ from ..state.outline import columns
 __all__ = ["MemoryAnalysis", "Owner", "Peak", "memory_analysis", "temporaries"]
 
 _ROLE = re.compile(r"\w+\.\w+")
-_MIB = 2**20
 _SHOWN = 12
 
 
@@ -37,9 +37,6 @@ class Owner:
     op: str
     site: str
     backward: bool
-
-
-_LABELS = MappingProxyType({"temporaries": "temporaries of all calls, which share memory"})
 
 
 @dataclass(frozen=True, repr=False, slots=True)
@@ -65,25 +62,48 @@ class MemoryAnalysis(Mapping[str, int]):
     def __len__(self) -> int:
         return len(self.sizes)
 
+    def parts(self) -> list[tuple[str, int]]:
+        """Return what lies in memory at the peak, with its bytes: they add up to it, but for the state's fields."""
+        fixed = {name: self[name] for name in ("state", "inputs", "constants")}
+        fields = [(f"  {name}", size) for name, size in self.sizes.items() if "." in name]
+        state, *others = fixed.items()
+        return [state, *fields, *others, ("temporaries", self["peak"] - sum(fixed.values()))]
+
+    def _title(self) -> str:
+        return f"{self.function}: {size_of(self['peak'])} at the peak"
+
+    def _apart(self) -> str:
+        """Say what is no part of the peak."""
+        return (
+            f"besides: metrics {size_of(self['metrics'])}; all temporaries of a call come to "
+            f"{size_of(self['temporaries'])}, not all at one time"
+        )
+
+    def _owners(self) -> list[tuple[str, ...]]:
+        rows: list[tuple[str, ...]] = [
+            (one.op, f"{one.site}{', backward' * one.backward}", f"{one.values}x", size_of(one.nbytes))
+            for one in self.owners[:_SHOWN]
+        ]
+        if rest := self.owners[_SHOWN:]:
+            values, nbytes = (sum(getattr(one, of) for one in rest) for of in ("values", "nbytes"))
+            rows.append((f"… and {len(rest):,} more", "", f"{values}x", size_of(nbytes)))
+        return rows
+
     def __str__(self) -> str:
-        rows = [(_LABELS.get(name, name), _mib(size)) for name, size in self.sizes.items()]
-        lines = [f"{self.function}: {_mib(self.sizes['peak'])} at the peak", *columns(rows)]
-        if self.owners:
-            found = [
-                (
-                    f"  {_mib(one.nbytes)}",
-                    f"{one.values}x",
-                    one.op,
-                    f"{one.site}{', backward' * one.backward}",
-                )
-                for one in self.owners[:_SHOWN]
-            ]
-            lines += ["temporaries at the peak:", *columns(found)]
-            if rest := self.owners[_SHOWN:]:
-                lines.append(f"  {_mib(sum(one.nbytes for one in rest))} in {len(rest)} more")
-        return "\n".join(lines)
+        parts = columns([(name, size_of(size)) for name, size in self.parts()])
+        owners = ["temporaries at the peak:", *columns(self._owners(), "    ")] if self.owners else []
+        return "\n".join([self._title(), *parts, f"  {self._apart()}", *owners])
 
     __repr__ = __str__
+
+    def _repr_html_(self) -> str:
+        owners = [fold("temporaries at the peak", table(self._owners()))] if self.owners else []
+        return card(self._title(), self.table(), line(self._apart()), *owners)
+
+    def table(self) -> Html:
+        """Return the parts of the peak as HTML, with a bar for the share of each."""
+        peak = max(self["peak"], 1)
+        return table([(name, size_of(size), bar(size / peak)) for name, size in self.parts()])
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,10 +147,6 @@ def temporaries(program: Program, plan: Schedule) -> dict[int, int]:
     for var in (*targets, *(constant.var for constant in program.constants)):
         sizes.pop(var.storage, None)
     return sizes
-
-
-def _mib(size: int) -> str:
-    return f"{size / _MIB:,.3f} MiB" if size >= _MIB / 100 else f"{size:,} B"
 
 
 def memory_analysis(program: Program) -> MemoryAnalysis:

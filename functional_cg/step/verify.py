@@ -16,6 +16,7 @@ from ..ambient.setting import AsTraced
 from ..call.signature import Call
 from ..call.staging import Staging
 from ..errors import CaptureError
+from ..errors.words import words_of
 from ..pytree.sameness import same
 from ..shards.peers import on_any
 from ..stages.plan import Buffers, ExecutionPlan, lower_aten, quiet
@@ -80,7 +81,7 @@ class Shadow:
             with Silence(), AsTraced():
                 return evaluate(self._fn, call, slots, live, donates=self._donates)
         except Exception as error:  # whatever the user's function raises
-            what = f"raises {type(error).__name__} in the eager run of verified call {self._calls}: {error}"
+            what = f"raises {type(error).__name__} in the eager run of verified call {self._calls}: {words_of(error)}"
             raise self._error(call, what) from error
 
     def _buffers(self, call: Call, before: Sequence[Arena], live: list[Tensor], program: Program) -> Buffers:
@@ -137,7 +138,7 @@ class Shadow:
     def _kept(self, call: Call) -> str:
         if not self._donates:
             return ""
-        return f" The replay has committed: `{call.states[0].name}.latest()` is its state."
+        return f" The replay has changed the state: `{call.states[0].name}.latest()` is the new one."
 
     def _error(self, call: Call, what: str, rows: Iterable[str] = ()) -> CaptureError:
         return CaptureError.of(

@@ -126,7 +126,9 @@ def assert_no_alias(*trees: Any) -> None:
     try:
         refuse_aliases([path for path, _ in pairs], tensors, "trees")
     except FunctionalCGError as error:
-        raise AssertionError(str(error)) from error
+        what, *lines = str(error).splitlines()
+        rows = [line for line in lines if line.startswith("  ")]  # without the advice, which is for states
+        raise AssertionError("\n".join([what, *rows])) from error
     owners: dict[int, str] = {}
     for (path, leaf), tensor in zip(pairs, tensors, strict=True):
         here = pytree.path_string(path, "trees")

@@ -51,7 +51,12 @@ def remat(fn: Callable[P, T], *, policy: Policy | None = None) -> Callable[P, T]
     """
     for name, value in (("fn", fn), ("policy", policy)):
         if not callable(value) and not (name == "policy" and value is None):
-            raise TypeError(f"remat: `{name}` has to be a function, got {type(value).__name__}")
+            fix = (
+                "`fcg.remat(block)(params, x)`" if name == "fn" else "leave `policy` out, or give a function"
+            )
+            raise TypeError(
+                f"remat: `{name}` must be a function, got {type(value).__name__}.\nTo fix: {fix}."
+            )
 
     @functools.wraps(fn)
     def wrapped(*args: P.args, **kwargs: P.kwargs) -> T:

@@ -399,7 +399,7 @@ MISTAKES = {
     "new leaf of another shape": Mistake(
         lambda b: fcg.tree.at(lambda s: s.params["w1"], fcg.fork(b.state), torch.zeros(3, 2)),
         fcg.LayoutError,
-        r"fcg\.tree\.at: values do not fit the slots",
+        r"fcg\.tree\.at: values do not fit `state`",
         r"state\.params\['w1'\]  expected f32\[5,7\]\S* sharded over data=2   got f32\[3,2\]",
         updates_out_of_place,
     ),
@@ -408,13 +408,13 @@ MISTAKES = {
         fcg.LayoutError,
         r"`train_step`: returns a new state that is unlike the old one",
         r"state\.ema\['w1'\]  expected f32\[5,7\]@\S+   got f32\[5,7\]@\S+ sharded over data=2\n"
-        r"[^\n]*\nTo fix: give `fcg\.sharding\.gather\(leaf\)`: the slot is whole on each rank",
+        r"[^\n]*\nTo fix: give `fcg\.sharding\.gather\(leaf\)`: the old leaf is whole on each rank",
         average_follows,
     ),
     "an average that is sharded, eagerly": Mistake(
         lambda b: fcg.fork(b.average).replace(ema={"w1": b.w}),
         fcg.LayoutError,
-        r"replace: values do not fit the slots of `state`, which is unchanged\.",
+        r"replace: values do not fit `state`, which is unchanged\.",
         r"state\.ema\['w1'\]  expected f32\[5,7\]@\S+   got f32\[5,7\]@\S+ sharded over data=2\n"
         r"[^\n]*\nTo fix: give `fcg\.sharding\.gather\(leaf\)`",
         lambda b: same(

@@ -13,6 +13,7 @@ from matplotlib.axes import Axes
 from torch import Tensor
 
 from functional_cg import report
+from functional_cg.messages.html import colors
 
 __all__ = [
     "batches",
@@ -22,6 +23,7 @@ __all__ = [
     "draw_losses",
     "draw_over_first",
     "draw_owners",
+    "draw_record",
     "draw_regions",
     "draw_sizes",
     "mark",
@@ -168,6 +170,50 @@ def draw_over_first(curves: Mapping[str, Sequence[Any]], **labels: str) -> Axes:
     ax.legend(frameon=False, loc="center left", bbox_to_anchor=(1, 0.5))
     ax.set(title="", **labels)
     return ax
+
+
+def draw_record(record: Mapping[str, Any]) -> None:
+    """Draw what ``notebooks/record.py`` has recorded: a panel for each of the second notebook's comparisons."""
+    figure, axes = plt.subplots(2, 2, figsize=(8, 5), layout="constrained")
+    panels: tuple[tuple[str, str, dict[str, str]], ...] = (
+        ("kept_losses", "losses that you keep", {"xlabel": "call", "ylabel": "loss"}),
+        (
+            "accumulated",
+            "gradients that add up",
+            {"xlabel": "update", "ylabel": "mean loss of its four batches"},
+        ),
+        (
+            "moves",
+            "rate lowered after 50 calls",
+            {"xlabel": "call", "ylabel": "norm of the change", "yscale": "log"},
+        ),
+    )
+    for ax, (part, title, labels) in zip(axes.flat, panels, strict=False):
+        report.loss_curves(record[part], ax=ax)
+        ax.lines[0].set(linewidth=6, alpha=0.3)
+        ax.set(title=title, **labels)
+        ax.legend(frameon=False, fontsize="small")
+    last = axes.flat[-1]
+    runs = _by_run(record["last_batch"])
+    for place, (name, shade) in enumerate(colors(runs).items()):
+        bars = last.bar(
+            [i + 0.27 * (place - 1) for i in range(len(runs[name]))],
+            runs[name],
+            0.25,
+            label=name,
+            color=shade,
+        )
+        last.bar_label(bars, fmt="%.3g", fontsize="small")
+    last.set_xticks(range(len(record["last_batch"])), list(record["last_batch"]))
+    last.set(title="the last batch", ylabel="loss, summed over the batch", yscale="log")
+    last.margins(y=0.2)
+    last.legend(frameon=False, fontsize="small")
+    figure.suptitle(f"{record['machine']}, {record['date']}: {record['command']}", fontsize=10)
+
+
+def _by_run(groups: Mapping[str, Mapping[str, float]]) -> dict[str, list[float]]:
+    names = dict.fromkeys(name for losses in groups.values() for name in losses)
+    return {name: [losses[name] for losses in groups.values()] for name in names}
 
 
 def draw_regions(classify: Callable[[Tensor], Tensor], data: Batch, title: str, ax: Axes) -> Axes:

@@ -12,7 +12,7 @@ optimizer can be a static field of a state and part of the key under which a cap
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
@@ -28,6 +28,8 @@ from functional_cg.optim.algebra.arguments import positive as positive
 from functional_cg.optim.algebra.arguments import rate_in_range as rate_in_range
 from functional_cg.optim.algebra.arguments import require as require
 from functional_cg.optim.algebra.fitting import in_dtypes_of, owners_by_path
+
+from ...manual import Documented
 
 Params = Any  # PyTree of floating tensors
 Updates = Any  # PyTree like Params
@@ -47,7 +49,7 @@ class EmptyState(NamedTuple):
     """State of a stateless transformation."""
 
 
-class GradientTransformation(ABC):
+class GradientTransformation(metaclass=Documented):
     """A pure map from gradients to updates that takes its state and returns the next one.
 
     Subclasses are frozen dataclasses whose fields are the hyperparameters. A Python number in a field is a constant
@@ -287,7 +289,9 @@ def full_like_tree(params: Params, value: float = 0.0) -> Params:
 def need_params(name: str, params: Params | None) -> Params:
     """Return ``params``, or raise ``ValueError`` if an update that reads them got None."""
     if params is None:
-        raise ValueError(f"{name}: needs the parameters; call `update(updates, state, params)`")
+        raise ValueError(
+            f"{name}: needs the parameters, got None.\nTo fix: `update(updates, state, params)`."
+        )
     return params
 
 

@@ -11,7 +11,7 @@ The count is the number of previous updates: the first update uses ``schedule(0)
 from __future__ import annotations
 
 import math
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Self, overload
@@ -21,8 +21,10 @@ from torch import Tensor
 
 from functional_cg.optim.algebra.arguments import are_numbers, refuse_missing, refuse_unknown, require
 
+from ...manual import Documented
 
-class Schedule(ABC):
+
+class Schedule(metaclass=Documented):
     """A function of the update count that is also an immutable value."""
 
     def __new__(cls, *args: Any, **options: Any) -> Self:

@@ -21,6 +21,7 @@ from torch.utils.dlpack import from_dlpack
 from ...ambient.modes import ordinary, without_gradients
 from ...concurrency.interrupts import uninterrupted
 from ...errors import CaptureError
+from ...errors.words import words_of
 from ...options import Options
 from ...tensors.overlap import storage_key
 from ..fx_passes.canonical import pick_by_comparison
@@ -199,7 +200,7 @@ def _by_inductor(
         raise CaptureError.of(
             name,
             "torch's compiler gave up on it; the state is unchanged.",
-            rows=[f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"],
+            rows=[f"{type(error).__name__}: {words_of(error).strip().partition(chr(10))[0]}"],
             fix='`lowering="aten"` runs the calls as they are.',
         ) from error
 

@@ -25,7 +25,7 @@ def slot_costs(program: Program, plan: Schedule, *, copies: bool) -> list[Entry]
     for target, leaves in _targets(program):
         role, factor = "updated in place", 0
         if target in plan.staged:
-            role, factor = "returned in another slot, staged", 2
+            role, factor = "moved from another leaf, copied twice", 2
         elif target in commits and copies:
             role, factor = "updated by a copy", 1
         for leaf in leaves:

@@ -16,6 +16,7 @@ from ...concurrency.garbage import no_garbage_collection
 from ...concurrency.interrupts import uninterrupted
 from ...concurrency.streams import current_device
 from ...errors import CaptureError, FunctionalCGError, StreamError
+from ...errors.words import words_of
 from ...tensors.aten import copies
 from ..plan import Before, Buffers, ExecutionPlan, quiet
 
@@ -194,13 +195,13 @@ class CUDABackend:
 def _first(error: Exception) -> Exception:
     """Return the error that broke the capture, if the driver's final error only says that one occurred."""
     before = error.__context__
-    return before if _LATER in str(error) and isinstance(before, Exception) else error
+    return before if _LATER in words_of(error) and isinstance(before, Exception) else error
 
 
 def _failure(error: Exception) -> FunctionalCGError:
     """Return the library's error for a failed capture."""
-    said = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
-    if any(words in str(error) for words in _CROSSES_THE_BORDER):
+    said = f"{type(error).__name__}: {words_of(error).splitlines()[0] if words_of(error) else ''}"
+    if any(words in words_of(error) for words in _CROSSES_THE_BORDER):
         return StreamError.of(
             "",
             f"capture failed: {said}",

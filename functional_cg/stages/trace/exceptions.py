@@ -10,6 +10,7 @@ import torch
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 
 from ...errors import CaptureError, FunctionalCGError, HostSyncError
+from ...errors.words import words_of
 from ...messages.causes import fix_of, lines_of, takes, wording
 from ...messages.libraries import sync_fix
 from ...messages.source import is_installed, place_of, raised_in
@@ -25,7 +26,7 @@ _IN_A_LIST = re.compile(r"(\[\d+\])+$")
 
 def mapped(recipe: Recipe, error: Exception) -> FunctionalCGError:
     """Return the library's error for an exception from the user's function or from a read the fake mode refused."""
-    name, text = recipe.name, str(error)
+    name, text = recipe.name, words_of(error)
     by_value = isinstance(error, DataDependentOutputException | DynamicOutputShapeException)
     if by_value or any(part in text for part in _READS_MEMORY):
         return _host_sync(name, error)
@@ -46,7 +47,7 @@ def mapped(recipe: Recipe, error: Exception) -> FunctionalCGError:
 
 
 def _fix(recipe: Recipe, error: Exception) -> str:
-    name, text = recipe.name, str(error)
+    name, text = recipe.name, words_of(error)
     inputs = dict(zip(recipe.input_names, recipe.inputs, strict=True))
     if "does not require grad" in text:
         return "in place of `backward()`, `loss, grads = fcg.value_and_grad(loss_fn)(state.params)`"
@@ -94,7 +95,7 @@ def _host_sync(name: str, error: Exception) -> HostSyncError:
     entries = raised_in(error)
     own = [one.tb_frame for one in entries if not is_installed(one.tb_frame.f_code.co_filename)]
     what, fix = sync_fix(entries[-1].tb_frame, own[-1] if own else None) if entries else ("", "")
-    row = f"{what or str(error).splitlines()[0]}{raised_at(error)}"
+    row = f"{what or words_of(error).splitlines()[0]}{raised_at(error)}"
     return host_sync(name, "asks for the values of a tensor on the host", row, fix)
 
 

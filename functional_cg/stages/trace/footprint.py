@@ -1,4 +1,4 @@
-"""The purity certificate: what a traced step reads, writes and leaves alone, and its likely mistakes."""
+"""What was checked of a traced step: what it reads, writes and leaves alone, and its likely mistakes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _GRADIENTS = 1  # position of the gradients in the arguments of a fused optimize
 
 @dataclass(frozen=True, slots=True)
 class Inspection:
-    """A purity certificate: what the step reads, writes and leaves alone. ``str()`` prints it.
+    """What was checked of a step: what it reads, writes and leaves alone. ``str()`` prints it.
 
     Attributes:
       function: Name of the user's function.
@@ -29,7 +29,7 @@ class Inspection:
       leaves: Number of leaves of the states.
       unchanged: Leaves that are returned unchanged.
       constants: Tensors that the step owns.
-      watched: Host values that are compared at each call.
+      watched: Python values from outside that are compared at each call.
       outputs: Number of metrics.
       forgotten: Submodules whose new buffers were computed and dropped, such as a BatchNorm's.
       by_mode: Modules applied in training mode by a function that trains nothing.
@@ -62,8 +62,8 @@ class Inspection:
         return "\n".join(
             [
                 f"{self.function} is a pure function of its arguments:",
-                f"  {sum(self.calls.values())} ATen calls of {len(self.calls)} kinds; no host sync, no foreign tensor,",
-                "  no write into an argument, no implicit randomness, no tensor kept by Python",
+                f"  {sum(self.calls.values())} ATen calls of {len(self.calls)} kinds; none waits for the host, reads a",
+                "  tensor from outside, writes into an argument, or draws without a key; Python keeps no tensor",
                 f"  state leaves: {self.leaves}, of which returned unchanged: {shown(self.unchanged)}",
                 f"  metrics: {self.outputs}",
                 *(
@@ -72,7 +72,7 @@ class Inspection:
                     else []
                 ),
                 f"  constants owned by the step: {shown(self.constants)}",
-                f"  host values watched at each call: {shown(self.watched)}",
+                f"  Python values from outside, compared at each call: {shown(self.watched)}",
                 f"  new values that were computed and dropped: {shown([*self.forgotten, *self.dropped])}",
                 f"  draws that share a key: {shown([' and '.join(pair) for pair in self.shared_keys])}",
             ]

@@ -6,8 +6,8 @@ import functools
 import sys
 from collections import deque
 from collections.abc import Callable, Iterator
-from types import CodeType, FunctionType, MethodType
-from typing import Any
+from types import CodeType, FrameType, FunctionType, MethodType
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor
@@ -114,7 +114,7 @@ def module_fix(tensor: Tensor) -> str:
         frame = frame.f_back
         owner = frame.f_locals.get("self")
         if owns(owner, tensor):
-            fix = _pure_module_fix(type(owner).__name__)
+            fix = _pure_module_fix(owner, _called_as(owner, frame))
         elif isinstance(owner, Apply):
             given = {root: frame.f_locals.get(root) for root in ("params", "buffers")}
             roots = [
@@ -124,7 +124,7 @@ def module_fix(tensor: Tensor) -> str:
     return fix
 
 
-def owns(owner: Any, tensor: Tensor) -> bool:
+def owns(owner: Any, tensor: Tensor) -> TypeGuard[torch.nn.Module]:
     if not isinstance(owner, torch.nn.Module):
         return False
     return any(tensor is one for one in (*owner.parameters(), *owner.buffers()))
@@ -134,9 +134,28 @@ def _stands_in(tree: dict[str, Any], tensor: Tensor) -> bool:
     return any(one is tensor for one in tree.values())
 
 
-def _pure_module_fix(name: str) -> str:
+def _called_as(owner: Any, frame: FrameType) -> str:
+    """Return the name by which the code around a module's frame knows it; ``model`` if by none."""
+    above: FrameType | None = frame
+    while above is not None:
+        for names in (above.f_locals, above.f_globals):
+            for name, value in names.items():
+                if value is owner and name != "self":
+                    return name
+        above = above.f_back
+    return "model"
+
+
+def _pure_module_fix(owner: torch.nn.Module, name: str) -> str:
+    trained = any(one.requires_grad for one in owner.parameters())
+    if not trained and not any(part.training for part in owner.modules()):
+        return (
+            f"`{name}` is not trained: declare its tensors, "
+            f"`constants=(*{name}.parameters(), *{name}.buffers())`."
+        )
+    kind = type(owner).__name__
     return (
-        f"make the {name} a pure function, `apply, params, buffers = fcg.from_module(model)`: keep `params` and "
+        f"make the {kind} a pure function, `apply, params, buffers = fcg.from_module(model)`: keep `params` and "
         "`buffers` in the state, and in the step `out, buffers = apply(state.params, state.buffers, x)`."
     )
 

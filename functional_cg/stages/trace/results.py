@@ -176,7 +176,7 @@ def refuse_new_state(
             function,
             "returns a new state that is unlike the old one.",
             rows=rows,
-            why="The new state is written into the slots of the old one.",
+            why="The new state is written into the memory of the old one.",
             fix=(sharding_fix(old, new) if old_def == new_def else _structure_fix(old_def, new_def))
             or _dtype_fix(old_def, old, new_def, new)
             or "return each leaf with its old shape, dtype and device; results of another kind belong in `metrics`.",

@@ -16,6 +16,7 @@ from ...messages.source import Location
 from ...shards.peers import among, together
 from ...stages.plan import Buffers, Schedule, lower_aten
 from ...stages.program import Instr, Program
+from ..costs import COPIES
 from ..lowered import Lowered
 from ..memory import Peak, memory_analysis
 from .phases import phases
@@ -25,7 +26,6 @@ from .timing import times_of
 
 __all__ = ["profile_of"]
 
-_COPIES = "(copies)"
 _OPTIMIZER = "(optimizer)"
 _UNKNOWN = "(unknown)"
 _INPUTS, _STATE = "inputs", "new state"
@@ -96,7 +96,7 @@ def _named(
     for kind in dict.fromkeys(of for of in ticks if isinstance(of, str)):
         phase = "update" if kind == _STATE else "forward"
         staged = peak.staged if kind == _STATE else 0
-        found.append(ProfiledCall(f"copy {kind}", _COPIES, _COPIES, "", phase, times[kind], staged))
+        found.append(ProfiledCall(f"copy {kind}", COPIES, COPIES, "", phase, times[kind], staged))
     return tuple(found)
 
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from ...messages.html import Html, card, fold, key, line
+from ..costs import COPIES, WHAT_COPIES_ARE
 from .folding import folded
 from .phases import PHASES
 from .rows import ProfiledCall, ProfileRow
@@ -61,7 +62,9 @@ class Profile:
           ValueError: If ``depth`` is not None or a positive int.
         """
         if depth is not None and (type(depth) is not int or depth < 1):
-            raise ValueError(f"by_module: depth must be None or a positive int, got {depth!r}")
+            raise ValueError(
+                f"by_module: depth must be None or a positive int, got {depth!r}.\nTo fix: `by_module(1)` is the model."
+            )
         paths = {one.module for one in self.calls if not one.module.partition(".")[0].endswith(")")}
         names = folded(paths) if fold else {}
 
@@ -95,7 +98,7 @@ class Profile:
             raise ValueError(f"table: rows must be a positive int, got {rows!r}")
         parts = (("by module", self.by_module()), ("by line", self.by_line()))
         tables = [one for title, found in parts for one in ("", *text(title, found, rows))]
-        return "\n".join([*self._said(), *tables, "", self._memory()])
+        return "\n".join([*self._said(), *tables, "", self._memory(), *self._legend()])
 
     def _said(self) -> list[str]:
         """Say what was measured."""
@@ -115,6 +118,9 @@ class Profile:
         fixed = [f"{name} {size(nbytes)}" for name, nbytes in self.resident.items()]
         return f"MiB at the peak: {', '.join([*fixed, f'results of calls, by the names above {size(made)}'])}"
 
+    def _legend(self) -> list[str]:
+        return [WHAT_COPIES_ARE] if any(one.module == COPIES for one in self.calls) else []
+
     def __str__(self) -> str:
         return self.table()
 
@@ -124,5 +130,11 @@ class Profile:
         head, *rest = self._said()
         by_line = fold("by line", html(self.by_line(), _ROWS))
         return card(
-            head, *map(line, rest), key(PHASES), html(self.by_module(), _ROWS), by_line, line(self._memory())
+            head,
+            *map(line, rest),
+            key(PHASES),
+            html(self.by_module(), _ROWS),
+            by_line,
+            line(self._memory()),
+            *map(line, self._legend()),
         )

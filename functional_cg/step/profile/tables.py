@@ -41,9 +41,7 @@ def text(title: str, rows: Sequence[ProfileRow], most: int) -> list[str]:
         )
         for row in shortened(rows, most)
     ]
-    widths = [max(map(len, column)) for column in zip(head, *body, strict=True)]
-    padded = [title, *(cell.rjust(width) for cell, width in zip(head[1:], widths[1:], strict=True))]
-    return columns([padded, *body])
+    return columns([head, *body])
 
 
 def html(rows: Sequence[ProfileRow], most: int) -> Html:
