@@ -36,6 +36,7 @@ from .constants import Constants
 from .costs import CostAnalysis, cost_analysis
 from .memory import MemoryAnalysis, memory_analysis
 from .replicas import apart, refuse_divergence, told_apart
+from .stages_agree import agree_on_transfers
 
 __all__ = ["Captured", "Lowered"]
 
@@ -80,7 +81,7 @@ class Captured:
         """Return a capture made for a call; it keeps the call's memory alive, not its handles."""
         lease = call.states[0].lease if call.states else None
         mesh = lowered.mesh
-        several = mesh is not None and mesh.size > 1
+        several = mesh is not None and mesh.everyone > 1
         if mesh is not None and several and mesh.device.type == "cpu":
             run = _among(run, mesh, lowered.name)
         return cls(
@@ -214,8 +215,11 @@ class Lowered:
                 f"{len(ops)} ATen calls, {hashlib.blake2b(repr(ops).encode(), digest_size=8).hexdigest()}",
             ]
             mesh.ranks.agree(self.name, "\n".join(lines))
+            if mesh.stages is not None:
+                agree_on_transfers(self.name, traced, mesh)
             numbers = "\n".join([lines[0], *told_apart(traced)])
-            said = [text.splitlines()[1:] for text in mesh.ranks.shared(self.name, numbers)]
+            texts = mesh.ranks.beside(mesh.ranks.shared(self.name, numbers))
+            said = [text.splitlines()[1:] for text in texts]
             specs = [spec for state in self.states for spec in state.specs]
             refuse_divergence(traced, specs, self.layout.live_names, mesh, apart(said, mesh))
 

@@ -1,0 +1,87 @@
+"""Send a tensor to another rank of a pipeline and receive one, as pure functions in an order that is data.
+
+Each transfer takes a token, which its predecessor in the order made, so that no pass of a compiler can move one across
+another or drop it. A launch returns at once; ``wait`` ends it. Each pair of ranks (from, to) has its own process group:
+a communicator is one queue, and transfers of one pair cannot block those of another.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch._C._distributed_c10d import _register_work, _resolve_process_group  # private; test_transfers notices
+
+from .collectives import WAIT
+
+__all__ = ["RECEIVE", "SEND", "receive", "send", "start", "wait"]
+
+_library = torch.library.Library("fcg", "FRAGMENT")
+_library.define("send(Tensor value, Tensor after, int to, str group) -> Tensor")
+_library.define(
+    "receive(Tensor after, int[] shape, ScalarType dtype, int source, str group) -> (Tensor, Tensor)"
+)
+
+
+def _send(value: Tensor, after: Tensor, to: int, group: str) -> Tensor:
+    token = torch.empty_like(after)
+    work = _resolve_process_group(group).send([value.contiguous()], to, 0)
+    _register_work(token, work)
+    return token
+
+
+def _receive(
+    after: Tensor, shape: Sequence[int], dtype: torch.dtype, source: int, group: str
+) -> tuple[Tensor, Tensor]:
+    value = torch.empty(shape, dtype=dtype, device=after.device)
+    work = _resolve_process_group(group).recv([value], source, 0)
+    _register_work(value, work)
+    return value, torch.empty_like(after)
+
+
+def _receive_fake(
+    after: Tensor, shape: Sequence[int], dtype: torch.dtype, source: int, group: str
+) -> tuple[Tensor, Tensor]:
+    return torch.empty(shape, dtype=dtype, device=after.device), torch.empty_like(after)
+
+
+for _name, _function in (("send", _send), ("receive", _receive)):
+    _library.impl(_name, _function, "CPU")
+    _library.impl(_name, _function, "CUDA")
+_library._register_fake("send", lambda value, after, to, group: torch.empty_like(after))
+_library._register_fake("receive", _receive_fake)
+SEND = torch.ops.fcg.send.default
+RECEIVE = torch.ops.fcg.receive.default
+
+
+def start(device: torch.device) -> Tensor:
+    """Return the token that the first transfer takes."""
+    return torch.zeros(1, dtype=torch.uint8, device=device)
+
+
+def send(value: Tensor, after: Tensor, to: int, group: str) -> Tensor:
+    """Send a tensor, and return the token of the launch; ``wait`` for it before memory is needed again.
+
+    Args:
+      value: What to send.
+      after: Token of the transfer before.
+      to: The receiver's position in the group: 0 or 1.
+      group: Name of the group of sender and receiver.
+    """
+    token: Tensor = SEND(value, after, to, group)
+    return token
+
+
+def receive(
+    after: Tensor, shape: Sequence[int], dtype: torch.dtype, source: int, group: str
+) -> tuple[Tensor, Tensor]:
+    """Receive a contiguous tensor of a shape, and return it with a token; ``wait`` for it before it is read."""
+    value, token = RECEIVE(after, list(shape), dtype, source, group)
+    return value, token
+
+
+def wait(launched: Tensor) -> Tensor:
+    """Wait for a launch; return what it has received, or its token."""
+    done: Tensor = WAIT(launched)
+    return done
