@@ -10,12 +10,12 @@ from torch import Tensor
 
 from ..random import fold_in
 from ..shards import transfers
-from ..shards.mesh import Axis
 from .actions import Action, Table
 from .stages import Rehearsal, Stage
 from .tape import play
 
 __all__ = ["Sums", "Worker"]
+
 
 class Sums:
     """Sums over micro-batches: of gradients, by stage and parameter; of results, by position.
@@ -66,7 +66,7 @@ class Worker:
         self._parts: dict[int, dict[int, Tensor]] = {}  # of the batch, and keys, by micro-batch
         self._values: dict[tuple[int, int], dict[int, Tensor]] = {}  # what a stage keeps for its backward
         self._boxes: dict[Action, list[Tensor]] = {}  # what was made to be handed on, or has arrived
-        self._sent: dict[Action, list[Tensor]] = {}
+        self._sent: dict[Action, list[tuple[Tensor, Tensor]]] = {}  # tokens, and what they send
         self._launched: set[Action] = set()
         self._token = transfers.start(device) if table.edges else torch.empty(0)
         self.sums = Sums(dtype)
@@ -141,11 +141,11 @@ class Worker:
         return values
 
     def _send(self, action: Action, stage: Stage) -> None:
-        tokens = []
+        launched = []
         for value in self._boxes.pop(action):
             self._token = transfers.send(value, self._token, *self._link(action))
-            tokens.append(self._token)
-        self._sent[action] = tokens
+            launched.append((self._token, value))
+        self._sent[action] = launched
 
     def _receive(self, action: Action, stage: Stage) -> None:
         like = stage.inputs if action.kind == "RECV_F" else [one for one in stage.behind if one is not None]
@@ -163,5 +163,5 @@ class Worker:
         return int(other > self._rank), self._groups[source, target]
 
     def _end_send(self, action: Action) -> None:
-        for token in self._sent.pop(action, []):
-            transfers.wait(token)
+        for token, value in self._sent.pop(action, []):
+            self._token = transfers.end(token, value, self._token)

@@ -72,9 +72,7 @@ def _summed(
         if len(parts) == 2:  # a sum of two and of zeros is the same in any order
             own = next((part for _, part in parts if part is not None), empty)
             return all_reduce(own, axis)
-        mine = [
-            from_one(empty if part is None else part, axis, here=part is not None) for _, part in parts
-        ]
+        mine = [from_one(empty if part is None else part, axis, here=part is not None) for _, part in parts]
     total: Tensor | None = None
     for part in mine:
         total = part if total is None else total + part

@@ -1,7 +1,8 @@
 """A model of how a table runs: when each action begins, how many micro-batches are in flight, or what is stuck.
 
 Ranks compute in the order of their rows. Both ends of a transfer stand in the queue of a communicator, and it takes
-place when it is first in line on both ranks. Transfers take no time.
+place when it is first in line on both ranks. It takes no time. Ranks compute on meanwhile, until they need what is to
+arrive, or they wait for each transfer.
 """
 
 from __future__ import annotations
@@ -43,6 +44,8 @@ def run(
     table: Table,
     costs: Mapping[str, float] = COSTS,
     queue_of: Mapping[tuple[int, int], object] | None = None,
+    *,
+    at_once: bool = False,
 ) -> Run:
     """Run a table in the model.
 
@@ -50,6 +53,7 @@ def run(
       table: A table with transfers; it need not be proven.
       costs: How long each kind of computation takes.
       queue_of: The communicator of each pair of ranks (from, to); None for one each.
+      at_once: Whether a rank waits for each transfer before it goes on.
     """
     place = [0] * len(table.rows)  # of the next action in each row
     clock = [0.0] * len(table.rows)
@@ -61,7 +65,7 @@ def run(
     while moved:
         moved = False
         for rank, row in enumerate(table.rows):
-            while place[rank] < len(row):
+            while place[rank] < len(row) and not (at_once and any(queues[rank].values())):
                 action = row[place[rank]]
                 if action.computes:
                     since = _ready(table, action, ended)

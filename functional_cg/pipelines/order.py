@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 
 from ..errors import LayoutError
 from .actions import Action, Table
 
 __all__ = ["prove", "waits_of", "with_transfers"]
-
-_COMPUTE = ("F", "B", "I", "W")
 
 
 def with_transfers(table: Table) -> Table:
@@ -66,7 +64,7 @@ def _sends(table: Table, action: Action) -> Iterator[Action]:
 
 
 def prove(table: Table) -> None:
-    """Raise unless a table is complete and its transfers end, with one queue for each pair of ranks (from, to).
+    """Raise unless a table is complete, and there is one global order in which all its actions can be done.
 
     Raises:
       LayoutError: With what is missing or double, or with the circle of actions that wait for each other.
@@ -87,7 +85,7 @@ def prove(table: Table) -> None:
                 f"{_place(table, one)}  waits for  {_place(table, other)}"
                 for one, other in zip(circle, [*circle[1:], circle[0]], strict=True)
             ],
-            why="Each rank works in the order of its row, and each pair of ranks has one queue in each direction.",
+            why="Each rank works in the order of its row, and a transfer waits for both ranks.",
             fix="compute what is needed first, first; leave the transfers out of the table, and they are placed for it.",
         )
 
@@ -123,60 +121,43 @@ def _times(count: int) -> str:
     return {0: "none", 1: "one"}.get(count, str(count))
 
 
-def waits_of(
-    table: Table, queue_of: Mapping[tuple[int, int], object] | None = None
-) -> dict[Action, set[Action]]:
-    """Return what each action waits for before it can end; both ends of a transfer wait for each other's turn.
+def waits_of(table: Table) -> dict[Action, set[Action]]:
+    """Return what each action waits for before it can end; both ends of a transfer are one action, its send.
 
-    A rank computes in the order of its row. A transfer waits for the computations before it in its row, and for the
-    transfers before it in its queue, on both ranks: its two ends are one event, which stands under its send.
-
-    Args:
-      table: A complete table with transfers.
-      queue_of: The queue of each pair of ranks (from, to); None for one each.
+    Each rank does one action after the other, and a transfer keeps both ranks until it is done. A table that ends so
+    has one global order of transfers, of which each rank's order is a part; it ends whenever they are launched earlier
+    and waited for later, in whichever queues.
     """
     waits: dict[Action, set[Action]] = {}
     for row in table.rows:
-        computed: Action | None = None
-        queues: dict[object, Action] = {}
-        arrived: dict[Action, Action] = {}
+        before: Action | None = None
         for action in row:
             event = action.other_end if action.receives else action
             found = waits.setdefault(event, set())
-            if computed is not None:
-                found.add(computed)
+            if before is not None:
+                found.add(before)
             if action.computes:
-                found.update(_inputs(table, action, arrived))
-                computed = action
-                continue
-            edge = table.edge(action)
-            queue = edge if queue_of is None else queue_of[edge]
-            if queue in queues:
-                found.add(queues[queue])
-            queues[queue] = event
-            arrived[action] = event
-            if action.sends:
-                found.update(_sent(table, action))
+                found.update(_inputs(table, action))
+            elif action.sends:
+                found.add(_made(table, action))
+            before = event
     return waits
 
 
-def _inputs(table: Table, action: Action, arrived: Mapping[Action, Action]) -> Iterator[Action]:
-    """Yield the events that bring a computation what it needs: one on this rank, or a transfer."""
+def _inputs(table: Table, action: Action) -> Iterator[Action]:
+    """Yield the actions that bring a computation what it needs: one on this rank, or a transfer."""
     for need in _needs(table, action):
         if table.owners[need.stage] == table.owners[action.stage]:
             yield need
-        elif need.stage < action.stage:
-            yield Action(need.stage, "SEND_F", need.microbatch)
         else:
-            yield Action(need.stage, "SEND_B", need.microbatch)
+            yield Action(need.stage, "SEND_F" if need.kind == "F" else "SEND_B", need.microbatch)
 
 
-def _sent(table: Table, send: Action) -> Iterator[Action]:
-    """Yield the computation whose result is sent."""
+def _made(table: Table, send: Action) -> Action:
+    """Return the computation whose result is sent."""
     if send.kind == "SEND_F":
-        yield Action(send.stage, "F", send.microbatch)
-    else:
-        yield _backward_of(table, send.stage, send.microbatch)
+        return Action(send.stage, "F", send.microbatch)
+    return _backward_of(table, send.stage, send.microbatch)
 
 
 def _circle(waits: Mapping[Action, Iterable[Action]]) -> list[Action]:
@@ -205,5 +186,3 @@ def _circle(waits: Mapping[Action, Iterable[Action]]) -> list[Action]:
 
 def _place(table: Table, action: Action) -> str:
     return f"rank {table.owners[action.stage]}  {action}"
-
-

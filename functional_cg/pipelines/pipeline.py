@@ -101,7 +101,9 @@ class Pipeline:
         flat, treedef = pytree.flatten(params)
         slices, structure = sliced(name, batch, self.microbatches)
         dtypes = [param_dtype or leaf.dtype for leaf in flat]
-        layouts = [(tuple(leaf.shape), _packed(leaf.shape), dtype) for leaf, dtype in zip(flat, dtypes, strict=True)]
+        layouts = [
+            (tuple(leaf.shape), _packed(leaf.shape), dtype) for leaf, dtype in zip(flat, dtypes, strict=True)
+        ]
 
         def call(leaves: Sequence[Tensor], part: Sequence[Tensor], key: Tensor | None) -> Any:
             keyed = {} if key is None else {"key": key}
@@ -218,9 +220,7 @@ class Pipeline:
         rank = self.stages.rank
         read = {i for n, stage in enumerate(found.stages) if table.owners[n] == rank for i in stage.reads}
         values = {i: _read(leaves[i]) for i in sorted(read)}
-        worker = Worker(
-            table, rank, found, values, slices, key, self.groups, dtype, self.mesh.device
-        )
+        worker = Worker(table, rank, found, values, slices, key, self.groups, dtype, self.mesh.device)
         sums = worker.work()
         grads = gradients(found, table, sums.grads, leaves, dtype)
         return results(found, table, sums.results, self.stages, dtype), grads

@@ -126,9 +126,7 @@ def rehearse(
 def _taken_apart(tape: Tape, value: Tensor, leaves: Sequence[Tensor]) -> list[Stage]:
     """Run the backward of each stage, the last one first; return the stages, without their calls."""
     bounds = [([], [])] + tape.cuts + [([], [])]
-    stages = [
-        Stage(before[1], after[0]) for before, after in zip(bounds[:-1], bounds[1:], strict=True)
-    ]
+    stages = [Stage(before[1], after[0]) for before, after in zip(bounds[:-1], bounds[1:], strict=True)]
     roots, seeds = [value] if value.requires_grad else [], [None]
     for number, stage in reversed(list(enumerate(stages))):
         tape.part = ("B", number)
@@ -159,7 +157,9 @@ class _Parts:
 
     def __init__(self, name: str, found: Rehearsal) -> None:
         self._name, self._found, self._calls = name, found, found.tape.calls
-        self._of: dict[int, set[str]] = {}  # by storage: depends on "p"arameters, on "d"ata, or stays in its "s"tage
+        self._of: dict[
+            int, set[str]
+        ] = {}  # by storage: depends on "p"arameters, on "d"ata, or stays in its "s"tage
         self._home: dict[int, int] = {}  # by storage: the stage of what stays in its stage
         given = [(found.params, "p"), ([*found.batch, *([] if found.key is None else [found.key])], "d")]
         self._given = {storage_key(one) for tensors, _ in given for one in tensors}

@@ -176,4 +176,7 @@ class Placement:
     def describe(self) -> str:
         """Describe the placement, for specs: ``sharded over data=4``."""
         over = f"{'sharded' if self.sharded else 'replicated'} over {self.mesh}"
-        return over if self.holders is None else f"{self.holders}, {over}"
+        if self.holders is None:
+            return over
+        axes = ", ".join(f"{axis.name}={axis.size}" for axis in self.mesh.wide)
+        return str(self.holders) + (f", {over.partition(' ')[0]} over {axes}" if axes else "")

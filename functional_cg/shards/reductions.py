@@ -124,9 +124,7 @@ def _combine(
         out[i] = norm
 
 
-def _share(
-    out: list[Tensor], held: Sequence[int], leaves: Sequence[tuple[Tensor, Placement | None]]
-) -> None:
+def _share(out: list[Tensor], held: Sequence[int], leaves: Sequence[tuple[Tensor, Placement | None]]) -> None:
     """Replace norms by those that the first holder of each leaf has found, to the bit: the others add zero."""
     holders = [cast("Placement", leaves[i][1]).holders for i in held]
     known = [holder for holder in holders if holder is not None]

@@ -1,7 +1,7 @@
 """Send a tensor to another rank of a pipeline and receive one, as pure functions in an order that is data.
 
 Each transfer takes a token, which its predecessor in the order made, so that no pass of a compiler can move one across
-another or drop it. A launch returns at once; ``wait`` ends it. Each pair of ranks (from, to) has its own process group:
+another or drop it. A launch returns at once: ``wait`` for what is received, and ``end`` what was sent. Each pair of ranks (from, to) has its own process group:
 a communicator is one queue, and transfers of one pair cannot block those of another.
 """
 
@@ -11,17 +11,21 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
-from torch._C._distributed_c10d import _register_work, _resolve_process_group  # private; test_transfers notices
+from torch._C._distributed_c10d import (  # private; test_transfers notices
+    _register_work,
+    _resolve_process_group,
+)
 
 from .collectives import WAIT
 
-__all__ = ["RECEIVE", "SEND", "receive", "send", "start", "wait"]
+__all__ = ["RECEIVE", "SEND", "TRANSFERS", "end", "receive", "send", "start", "wait"]
 
 _library = torch.library.Library("fcg", "FRAGMENT")
 _library.define("send(Tensor value, Tensor after, int to, str group) -> Tensor")
 _library.define(
     "receive(Tensor after, int[] shape, ScalarType dtype, int source, str group) -> (Tensor, Tensor)"
 )
+_library.define("end(Tensor launched, Tensor value, Tensor after) -> Tensor")
 
 
 def _send(value: Tensor, after: Tensor, to: int, group: str) -> Tensor:
@@ -40,19 +44,27 @@ def _receive(
     return value, torch.empty_like(after)
 
 
+def _end(launched: Tensor, value: Tensor, after: Tensor) -> Tensor:
+    del value  # as an argument, it has kept its memory until here
+    WAIT(launched)
+    return torch.empty_like(after)
+
+
 def _receive_fake(
     after: Tensor, shape: Sequence[int], dtype: torch.dtype, source: int, group: str
 ) -> tuple[Tensor, Tensor]:
     return torch.empty(shape, dtype=dtype, device=after.device), torch.empty_like(after)
 
 
-for _name, _function in (("send", _send), ("receive", _receive)):
+for _name, _function in (("send", _send), ("receive", _receive), ("end", _end)):
     _library.impl(_name, _function, "CPU")
     _library.impl(_name, _function, "CUDA")
 _library._register_fake("send", lambda value, after, to, group: torch.empty_like(after))
 _library._register_fake("receive", _receive_fake)
+_library._register_fake("end", lambda launched, value, after: torch.empty_like(after))
 SEND = torch.ops.fcg.send.default
 RECEIVE = torch.ops.fcg.receive.default
+TRANSFERS = (SEND, RECEIVE, torch.ops.fcg.end.default)
 
 
 def start(device: torch.device) -> Tensor:
@@ -61,7 +73,7 @@ def start(device: torch.device) -> Tensor:
 
 
 def send(value: Tensor, after: Tensor, to: int, group: str) -> Tensor:
-    """Send a tensor, and return the token of the launch; ``wait`` for it before memory is needed again.
+    """Send a tensor, and return the token of the launch, which has to be ended.
 
     Args:
       value: What to send.
@@ -81,7 +93,19 @@ def receive(
     return value, token
 
 
-def wait(launched: Tensor) -> Tensor:
-    """Wait for a launch; return what it has received, or its token."""
-    done: Tensor = WAIT(launched)
-    return done
+def end(launched: Tensor, value: Tensor, after: Tensor) -> Tensor:
+    """Wait until a value is sent, and return a token; until then its memory is in use.
+
+    Args:
+      launched: Token that ``send`` returned.
+      value: What is sent.
+      after: Token of the transfer before.
+    """
+    token: Tensor = torch.ops.fcg.end(launched, value, after)
+    return token
+
+
+def wait(received: Tensor) -> Tensor:
+    """Wait until a value has arrived, and return it."""
+    value: Tensor = WAIT(received)
+    return value

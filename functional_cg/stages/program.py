@@ -15,7 +15,7 @@ from torch._ops import OpOverload
 
 from ..messages.origins import Origin
 from ..messages.source import Location
-from ..shards.transfers import RECEIVE, SEND
+from ..shards.transfers import TRANSFERS
 from ..state.arena import BufferSpec
 from ..tensors.aten import returns_view
 from ..tree import KeyPath, Treedef, path_string
@@ -321,7 +321,7 @@ def live(instrs: Sequence[Instr], results: Iterable[Var]) -> tuple[list[Instr], 
     for instr in reversed(instrs):
         reaches = any(var in used for var in instr.outputs())
         reaches |= any(var.storage in storages for var in instr.writes)
-        if reaches or instr.checks or instr.op in (SEND, RECEIVE):
+        if reaches or instr.checks or instr.op in TRANSFERS:
             kept.append(instr)
             used.update(instr.inputs())
             storages.update(var.storage for var in instr.inputs())

@@ -89,7 +89,7 @@ def refuse_divergence(
     rows, patchworks = [], []
     leaves = zip(program.slot_names, specs, program.slots, program.new_state, strict=False)
     for name, spec, old, new in leaves:
-        if old is not new:
+        if old is not new and 0 not in spec.shape:  # without elements, as on a stage that does not hold it
             cut = _cut(spec)
             known, data = differs(new), own_data(new)
             found = {axis: source for axis, source in known.items() if axis not in cut}
@@ -151,7 +151,9 @@ def _on_all_stages(
         for text in texts:
             for place, axes in json.loads(text.partition("\n")[2]).items():
                 joined.setdefault(place, {}).update(axes)
-        if {place: set(axes) for place, axes in joined.items()} == {p: set(axes) for p, axes in known.items()}:
+        if {place: set(axes) for place, axes in joined.items()} == {
+            p: set(axes) for p, axes in known.items()
+        }:
             return found
         known = dict(joined)
 

@@ -22,6 +22,7 @@ from ...ambient.modes import ordinary, without_gradients
 from ...concurrency.interrupts import uninterrupted
 from ...errors import CaptureError
 from ...options import Options
+from ...shards.transfers import TRANSFERS
 from ...tensors.overlap import storage_key
 from ..fx_passes.canonical import pick_by_comparison
 from ..fx_passes.cross_entropy import join_gradients
@@ -308,8 +309,8 @@ def _by_itself(tensor: Tensor) -> Tensor:
 
 
 def _collects(program: Program) -> bool:
-    """Whether a program has collectives."""
-    return any(is_launch(instr) for instr in program.instrs)
+    """Whether a program has collectives or transfers."""
+    return any(is_launch(instr) or instr.op in TRANSFERS for instr in program.instrs)
 
 
 def _largest(program: Program) -> int:
