@@ -28,7 +28,7 @@ def gradients(
 ) -> list[Tensor]:
     """Return the gradient of each leaf, averaged over micro-batches and over the ranks that hold the same stages.
 
-    A leaf that several stages read gets the sum of their gradients, the last stage's first, whichever ranks they are on.
+    A leaf that several stages read gets the sum of their gradients, the last stage's first, wherever they run.
     """
     return [_gradient(found, table, sums, number, leaf, dtype) for number, leaf in enumerate(leaves)]
 
@@ -82,7 +82,7 @@ def _summed(
 def results(
     found: Rehearsal, table: Table, sums: Mapping[int, Tensor], stages: Axis, dtype: torch.dtype | None
 ) -> list[Tensor]:
-    """Return the result of the loss on all ranks: means over micro-batches, and sums of what is no number with a point."""
+    """Return the result of the loss on all ranks: means over micro-batches; sums of integers."""
     out: list[Any] = []
     for position, like in enumerate(found.results):
         home = next(n for n, stage in enumerate(found.stages) if position in stage.results)

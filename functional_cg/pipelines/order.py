@@ -18,22 +18,35 @@ def with_transfers(table: Table) -> Table:
     receive enters the other's, so both rows have one order of transfers.
     """
     rows: list[list[Action]] = [[] for _ in table.rows]
-    left, done = [deque(row) for row in table.rows], set[Action]()
-    moved = True
-    while moved:
-        moved = False
-        for rank, row in enumerate(left):
-            if row and all(need in done for need in _needs(table, row[0])):
-                action = row.popleft()
-                rows[rank].append(action)
-                done.add(action)
-                moved = True
-                for send in _sends(table, action):
-                    rows[rank].append(send)
-                    rows[table.owners[send.other_end.stage]].append(send.other_end)
+    done, left = _followed(table)
+    for action in done:
+        rows[table.owners[action.stage]].append(action)
+        for send in _sends(table, action):
+            rows[table.owners[send.stage]].append(send)
+            rows[table.owners[send.other_end.stage]].append(send.other_end)
     for rank, row in enumerate(left):
         rows[rank] += row  # what waits for ever; the proof says for what
     return Table(table.name, tuple(map(tuple, rows)), table.microbatches)
+
+
+def in_one_row(table: Table) -> tuple[Action, ...]:
+    """Return the computations of all ranks in an order in which one rank can do them."""
+    done, left = _followed(table)
+    return (*done, *(action for row in left for action in row))
+
+
+def _followed(table: Table) -> tuple[list[Action], list[deque[Action]]]:
+    """Follow the computations of all rows side by side; return them in order, and what is left if they get stuck."""
+    left = [deque(action for action in row if action.computes) for row in table.rows]
+    done: dict[Action, None] = {}
+    moved = True
+    while moved:
+        moved = False
+        for row in left:
+            if row and all(need in done for need in _needs(table, row[0])):
+                done[row.popleft()] = None
+                moved = True
+    return list(done), left
 
 
 def _needs(table: Table, action: Action) -> Iterator[Action]:
@@ -86,7 +99,7 @@ def prove(table: Table) -> None:
                 for one, other in zip(circle, [*circle[1:], circle[0]], strict=True)
             ],
             why="Each rank works in the order of its row, and a transfer waits for both ranks.",
-            fix="compute what is needed first, first; leave the transfers out of the table, and they are placed for it.",
+            fix="compute first what is needed first; leave the transfers out of the table, and they are placed for it.",
         )
 
 

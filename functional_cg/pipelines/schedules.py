@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from itertools import chain
 
 from .actions import Action, Table, read_rows
-from .order import prove, with_transfers
+from .order import in_one_row, prove, with_transfers
 from .torch_tables import TORCH_NAMES, torch_rows
 
 __all__ = ["NAMES", "edges_of", "table_of"]
@@ -29,8 +30,8 @@ def table_of(
       ValueError: If there is no such schedule, or none for these numbers.
     """
     name = schedule if isinstance(schedule, str) else "of the user"
-    if ranks == 1:  # the others run in this order, too, as far as sums are concerned
-        rows = [_one_after_the_other(stages, microbatches)]
+    if ranks == 1 and name in NAMES:
+        rows = [_on_one_rank(name, stages, microbatches)]
     elif name in TORCH_NAMES:
         rows = torch_rows(name, ranks, microbatches, stages)
     elif name in ("gpipe", "1f1b"):
@@ -38,9 +39,10 @@ def table_of(
         make = _gpipe if name == "gpipe" else _one_f_one_b
         rows = [make(rank, ranks, microbatches) for rank in range(ranks)]
     else:
-        rows = _rows_of_the_user(schedule)
-        name = "of the user"
+        rows, name = _rows_of_the_user(schedule), "of the user"
     table = Table(name, tuple(map(tuple, rows)), microbatches)
+    if ranks == 1 and len(rows) > 1 and -1 not in table.owners:
+        table = Table(name, (in_one_row(table),), microbatches)
     if not any(action.sends or action.receives for row in table.rows for action in row):
         table = with_transfers(table) if -1 not in table.owners else table
     prove(table)
@@ -76,8 +78,8 @@ def _rows_of_the_user(schedule: str | Iterable[str | Sequence[str]]) -> list[lis
     if isinstance(schedule, str) and not any(end in schedule for end in ",\n"):
         known = ", ".join(f"`{name}`" for name in NAMES)
         raise ValueError(
-            f"sharding.pipeline: there is no schedule {schedule!r}.\nTo fix: {known}; or a table, a line of actions for "
-            "each rank, `0F0,0F1,0B0,0B1`."
+            f"sharding.pipeline: there is no schedule {schedule!r}.\nTo fix: {known}; or a table, a line of actions "
+            "for each rank, `0F0,0F1,0B0,0B1`."
         )
     return list(map(list, read_rows(schedule)))
 
@@ -91,15 +93,24 @@ def _refuse_several(name: str, ranks: int, stages: int) -> None:
         )
 
 
-def _one_after_the_other(stages: int, microbatches: int) -> list[Action]:
-    return [
-        action
-        for microbatch in range(microbatches)
-        for action in (
-            *(Action(stage, "F", microbatch) for stage in range(stages)),
-            *(Action(stage, "B", microbatch) for stage in reversed(range(stages))),
-        )
+def _on_one_rank(name: str, stages: int, microbatches: int) -> list[Action]:
+    """All stages of one micro-batch after the other: several ranks add up gradients in the same order.
+
+    Only ``looped_bfs`` adds them from the last micro-batch on, after all forwards.
+    """
+    forward = [
+        [Action(stage, "F", microbatch) for stage in range(stages)] for microbatch in range(microbatches)
     ]
+    backward = [
+        [Action(stage, "B", microbatch) for stage in reversed(range(stages))]
+        for microbatch in range(microbatches)
+    ]
+    parts = (
+        [*forward, *reversed(backward)]
+        if name == "looped_bfs"
+        else [*chain(*zip(forward, backward, strict=True))]
+    )
+    return [*chain(*parts)]
 
 
 def _gpipe(rank: int, ranks: int, microbatches: int) -> list[Action]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from torch import Tensor
 from .. import tree as pytree
 from ..ambient.rehearsal import rehearsing, traced
 from ..errors import LayoutError
+from ..tensors.aten import argument
 from ..tensors.fake_mode import FakeMode, without_log
 from ..tensors.overlap import storage_key
 from ..transforms.autodiff import refuse_vector, split_result
@@ -112,6 +114,8 @@ def rehearse(
         stack.enter_context(tape.recording())
         leaves, part = [leaf.requires_grad_() for leaf in made(params)], made(batch)
         key = tape.fake((2,), (1,), torch.int64, device) if keyed else None
+        tape.give(leaves, "p")
+        tape.give([*part, *([] if key is None else [key])], "d")
         with torch.enable_grad():
             out = call(leaves, part, key)
             value, aux = split_result(name, out) if has_aux else (out, None)
@@ -125,8 +129,8 @@ def rehearse(
 
 def _taken_apart(tape: Tape, value: Tensor, leaves: Sequence[Tensor]) -> list[Stage]:
     """Run the backward of each stage, the last one first; return the stages, without their calls."""
-    bounds = [([], [])] + tape.cuts + [([], [])]
-    stages = [Stage(before[1], after[0]) for before, after in zip(bounds[:-1], bounds[1:], strict=True)]
+    bounds = [([], []), *tape.cuts, ([], [])]
+    stages = [Stage(before[1], after[0]) for before, after in pairwise(bounds)]
     roots, seeds = [value] if value.requires_grad else [], [None]
     for number, stage in reversed(list(enumerate(stages))):
         tape.part = ("B", number)
@@ -143,6 +147,7 @@ def _taken_apart(tape: Tape, value: Tensor, leaves: Sequence[Tensor]) -> list[St
         if number:
             before = stages[number - 1]
             before.behind = [None if g is None else tape.like(g) for g in stage.ahead]
+            tape.give([g for g in before.behind if g is not None], "s")
             pairs = [(one, g) for one, g in zip(before.outputs, before.behind, strict=True) if g is not None]
             roots, seeds = [one for one, _ in pairs], [g for _, g in pairs]  # type: ignore[misc]
     return stages
@@ -157,23 +162,15 @@ class _Parts:
 
     def __init__(self, name: str, found: Rehearsal) -> None:
         self._name, self._found, self._calls = name, found, found.tape.calls
-        self._of: dict[
-            int, set[str]
-        ] = {}  # by storage: depends on "p"arameters, on "d"ata, or stays in its "s"tage
+        self._letters = found.tape.letters()
         self._home: dict[int, int] = {}  # by storage: the stage of what stays in its stage
-        given = [(found.params, "p"), ([*found.batch, *([] if found.key is None else [found.key])], "d")]
-        self._given = {storage_key(one) for tensors, _ in given for one in tensors}
-        for tensors, letter in given:
-            self._of.update({storage_key(one): {letter} for one in tensors})
         for number, stage in enumerate(found.stages):
             arriving = [*stage.inputs, *(g for g in stage.behind if g is not None)]
-            self._given |= {storage_key(one) for one in arriving}
-            self._of.update({storage_key(one): {"s"} for one in arriving})
             self._home.update({storage_key(one): number for one in arriving})
 
     def assign(self) -> None:
+        self._refuse_statistics()
         self._refuse_writes()
-        self._follow()
         self._refuse_jumps()
         found = self._found
         last = len(found.stages) - 1
@@ -183,15 +180,30 @@ class _Parts:
         for number, stage in enumerate(found.stages):
             self._fill(number, stage)
 
-    def _refuse_writes(self) -> None:
-        """Refuse writes into what comes from outside: another stage, on another rank, would not see them."""
-        made = {storage_key(one) for call in self._calls for one in call.made} - self._given
+    def _refuse_statistics(self) -> None:
+        """Refuse batch norm in training, whose running statistics go from one micro-batch to the next."""
         rows = [
             str(call)
             for call in self._calls
-            for one in call.written
-            if storage_key(one) in self._given or storage_key(one) not in made
+            if "batch_norm" in call.op._schema.name
+            and "backward" not in call.op._schema.name
+            and any(argument(call.op, flag, call.args, call.kwargs) is True for flag in ("training", "train"))
         ]
+        if rows:
+            raise LayoutError.of(
+                self._name,
+                "normalizes with the statistics of a micro-batch, as BatchNorm does in training.",
+                rows=rows,
+                why="Its running statistics go from one micro-batch to the next, on another rank than the rest of the "
+                "buffers.",
+                fix="GroupNorm or LayerNorm, which keep none; or `apply(..., train=False)`.",
+            )
+
+    def _refuse_writes(self) -> None:
+        """Refuse writes into what comes from outside: another stage, on another rank, would not see them."""
+        given = self._found.tape.given
+        made = {storage_key(one) for call in self._calls for one in call.made} - given.keys()
+        rows = [str(call) for call in self._calls for one in call.written if storage_key(one) not in made]
         if rows:
             raise LayoutError.of(
                 self._name,
@@ -201,24 +213,11 @@ class _Parts:
                 fix="write into a copy, `x = x.clone()`.",
             )
 
-    def _follow(self) -> None:
-        grown = True
-        while grown:
-            grown = False
-            for call in self._calls:
-                found = {letter for one in call.read for letter in self._of.get(storage_key(one), ())}
-                if found >= {"p", "d"} or not (call.made or call.written):
-                    found.add("s")
-                for one in (*call.made, *call.written):
-                    known = self._of.setdefault(storage_key(one), set())
-                    grown |= not found <= known
-                    known |= found
-
     def _stays(self, call: Call) -> bool:
         """Whether a call belongs to the stage in which it stands."""
         touched = (*call.read, *call.made)
         return not (call.made or call.written) or any(
-            "s" in self._of.get(storage_key(one), ()) for one in touched
+            "s" in self._letters.get(storage_key(one), ()) for one in touched
         )
 
     def _refuse_jumps(self) -> None:
@@ -229,10 +228,10 @@ class _Parts:
             number = call.part[1]
             for one in call.read:
                 home = self._home.get(storage_key(one), number)
-                if home != number and "s" in self._of.get(storage_key(one), ()):
+                if home != number and "s" in self._letters.get(storage_key(one), ()):
                     rows.append(f"{list(one.shape)} of stage {home}  read by stage {number}, in {call}")
             for one in (*call.made, *call.written):
-                if "s" in self._of[storage_key(one)]:
+                if "s" in self._letters[storage_key(one)]:
                     self._home.setdefault(storage_key(one), number)
         if rows:
             raise LayoutError.of(

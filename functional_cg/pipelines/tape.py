@@ -66,7 +66,8 @@ class Tape(TorchDispatchMode):
     Attributes:
       calls: The calls, in order.
       part: The part that is recorded now.
-      inputs: What the loss computes with that is not computed by it, by identity: ``parameter 3``, ``batch``.
+      cuts: For each cut, what it was given and what the next stage gets in its place.
+      given: By storage, what the tensors that are given depend on: see :meth:`letters`.
     """
 
     def __init__(self) -> None:
@@ -74,6 +75,7 @@ class Tape(TorchDispatchMode):
         self.calls: list[Call] = []
         self.part = ("F", 0)
         self.cuts: list[tuple[list[Tensor], list[Tensor]]] = []
+        self.given: dict[int, set[str]] = {}
         self._kept: list[Any] = []
         self._stand_ins: dict[int, Tensor] = {}
         self._originals: dict[int, Tensor] = {}
@@ -108,14 +110,50 @@ class Tape(TorchDispatchMode):
         stride = torch.empty(tensor.shape, device="meta").stride()
         return self.fake(tensor.shape, stride, tensor.dtype, tensor.device)
 
+    def give(self, tensors: Iterable[Tensor], letter: str) -> None:
+        """Note what tensors depend on that the calls do not compute."""
+        self.given.update({storage_key(one): {letter} for one in tensors})
+
+    def letters(self) -> dict[int, set[str]]:
+        """Return what each storage depends on: ``p`` for parameters, ``d`` for data, ``s`` if it stays in its stage.
+
+        What depends on parameters and data together stays in the stage in which it is computed, and so does what
+        depends on such a value, and what only has an effect.
+        """
+        found, grown = {key: set(letters) for key, letters in self.given.items()}, True
+        while grown:
+            grown = False
+            for call in self.calls:
+                letters = {one for tensor in call.read for one in found.get(storage_key(tensor), ())}
+                if letters >= {"p", "d"} or not (call.made or call.written):
+                    letters.add("s")
+                for tensor in (*call.made, *call.written):
+                    known = found.setdefault(storage_key(tensor), set())
+                    grown |= not letters <= known
+                    known |= letters
+        return found
+
     def cut(self, leaves: Sequence[Tensor]) -> list[Tensor]:
-        """Begin the next stage; return what it gets in place of ``leaves``."""
-        given = list(leaves)
-        self._kept += given
-        arrived = [self.like(leaf).requires_grad_(leaf.requires_grad) for leaf in given]
-        self.cuts.append((given, arrived))
+        """Begin the next stage; return what it gets in place of ``leaves``.
+
+        What depends on data alone, such as a mask, is not sent: each stage computes it.
+        """
+        if self.part[0] == "B":
+            raise LayoutError.of(
+                "",
+                "cuts a loss where its backward computes it again.",
+                why="A stage begins at a cut, and the backward of a checkpoint would begin it once more.",
+                fix="cut between the parts that are checkpointed.",
+            )
+        letters = self.letters()
+        sent = [leaf for leaf in leaves if "s" in letters.get(storage_key(leaf), ())]
+        self._kept += sent
+        arrived = [self.like(leaf).requires_grad_(leaf.requires_grad) for leaf in sent]
+        self.give(arrived, "s")
+        self.cuts.append((sent, arrived))
         self.part = ("F", len(self.cuts))
-        return arrived
+        following = iter(arrived)
+        return [next(following) if "s" in letters.get(storage_key(leaf), ()) else leaf for leaf in leaves]
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -205,10 +243,6 @@ def map_tensors(function: Callable[[Tensor], Any], value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return type(value)(map_tensors(function, item) for item in value)
     return value
-
-
-def storages(tensors: Iterable[Tensor]) -> set[int]:
-    return {storage_key(tensor) for tensor in tensors}
 
 
 def _of_other_stages(leaf: Sharded) -> LayoutError:

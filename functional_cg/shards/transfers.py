@@ -1,8 +1,9 @@
 """Send a tensor to another rank of a pipeline and receive one, as pure functions in an order that is data.
 
 Each transfer takes a token, which its predecessor in the order made, so that no pass of a compiler can move one across
-another or drop it. A launch returns at once: ``wait`` for what is received, and ``end`` what was sent. Each pair of ranks (from, to) has its own process group:
-a communicator is one queue, and transfers of one pair cannot block those of another.
+another or drop it. A launch returns at once: ``wait`` for what is received, and ``end`` what was sent. Each pair of
+ranks (from, to) has its own process group: a communicator is one queue, and transfers of one pair cannot block those of
+another.
 """
 
 from __future__ import annotations
