@@ -33,6 +33,7 @@ ORDER = (
     "buckets",
     "checkpoint",
     "transforms",
+    "pipelines",
     "precision",
     "nn",
     "optim",

@@ -56,7 +56,7 @@ class Worker:
         params: Mapping[int, Tensor],
         batch: Sequence[Tensor],
         key: Tensor | None,
-        groups: Mapping[tuple[int, int], str],
+        groups: Mapping[tuple[int, ...], str],
         dtype: torch.dtype | None,
         device: torch.device,
     ) -> None:

@@ -46,7 +46,7 @@ def _gradient(
     if holders is not None and not holders.here:
         return like_leaf(leaf, torch.zeros_like(variable, dtype=dtype or variable.dtype))
     stages = [n for n in reversed(range(table.stages)) if number in found.stages[n].grads]
-    total = _summed(table, [(n, sums.get((n, number))) for n in stages], holders, found.params[number], dtype)
+    total = _summed([(n, sums.get((n, number))) for n in stages], holders, found.params[number], dtype)
     if total is None:
         return like_leaf(leaf, torch.zeros_like(variable, dtype=dtype or variable.dtype))
     total = total / table.microbatches
@@ -56,15 +56,13 @@ def _gradient(
 
 
 def _summed(
-    table: Table,
     parts: Sequence[tuple[int, Tensor | None]],
     holders: Holders | None,
     like: Tensor,
     dtype: torch.dtype | None,
 ) -> Tensor | None:
     """Return the sum of the stages' parts in one order on all ranks; None if there are none."""
-    ranks = {table.owners[stage] for stage, _ in parts}
-    if len(ranks) < 2 or holders is None:
+    if holders is None or len(holders.ranks) == 1:
         mine = [cast("Tensor", part) for _, part in parts]
     else:
         axis = holders.axis

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from ..errors import LayoutError
 from .actions import Action, Table
 
-__all__ = ["prove", "waits_of", "with_transfers"]
+__all__ = ["in_one_row", "prove", "refuse_incomplete", "waits_of", "with_transfers"]
 
 
 def with_transfers(table: Table) -> Table:
@@ -82,14 +82,7 @@ def prove(table: Table) -> None:
     Raises:
       LayoutError: With what is missing or double, or with the circle of actions that wait for each other.
     """
-    if rows := list(_incomplete(table)):
-        raise LayoutError.of(
-            "",
-            f"sharding.pipeline: the schedule {table.name!r} is not complete.",
-            rows=rows,
-            why="Each micro-batch passes each stage once forward and once backward, and meets its transfers once.",
-            fix="each stage on one rank, with `F` and either `B` or both `I` and `W` of each micro-batch.",
-        )
+    refuse_incomplete(table)
     if circle := _circle(waits_of(table)):
         raise LayoutError.of(
             "",
@@ -103,7 +96,26 @@ def prove(table: Table) -> None:
         )
 
 
-def _incomplete(table: Table) -> Iterator[str]:
+def refuse_incomplete(table: Table, *, transfers: bool = True) -> None:
+    """Raise if an action is missing, double, or on another rank than its stage.
+
+    Args:
+      table: The table.
+      transfers: Whether it has its transfers.
+    Raises:
+      LayoutError: Naming the actions.
+    """
+    if rows := list(_incomplete(table, transfers=transfers)):
+        raise LayoutError.of(
+            "",
+            f"sharding.pipeline: the schedule {table.name!r} is not complete.",
+            rows=rows,
+            why="Each micro-batch passes each stage once forward and once backward, and meets its transfers once.",
+            fix="each stage on one rank, with `F` and either `B` or both `I` and `W` of each micro-batch.",
+        )
+
+
+def _incomplete(table: Table, *, transfers: bool) -> Iterator[str]:
     """Yield a line for each action that is missing, double, on a second rank, or strange to the table."""
     if table.stages < len(table.rows):
         yield f"{len(table.rows)} ranks  expected a stage for each   got {table.stages} stages"
@@ -120,7 +132,9 @@ def _incomplete(table: Table) -> Iterator[str]:
             kinds: list[str] = ["F", *(("I", "W") if halves else ("B",))]
             computed = [Action(stage, kind, microbatch) for kind in kinds]  # type: ignore[arg-type]
             sends = [send for action in computed for send in _sends(table, action)]
-            expected.update([*computed, *sends, *(send.other_end for send in sends)])
+            expected.update(computed)
+            if transfers:
+                expected.update([*sends, *(send.other_end for send in sends)])
     for action in sorted({*counts, *expected}, key=str):
         if counts[action] != expected[action]:
             yield f"{action}  expected {_times(expected[action])}   got {_times(counts[action])}"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -31,7 +31,7 @@ from .links import Links
 from .placing import Staged, holders_of
 from .schedules import NAMES, table_of
 from .stages import Layout, Rehearsal, rehearse
-from .tape import current_tape
+from .tape import cut
 
 __all__ = ["Pipeline"]
 
@@ -134,14 +134,7 @@ class Pipeline:
         Raises:
           LayoutError: If it is called in a part of the loss that the backward computes again.
         """
-        tape = current_tape()
-        if tape is None:
-            return tree
-        flat, treedef = pytree.flatten(tree)
-        arrived = iter(tape.cut([leaf for leaf in flat if isinstance(leaf, Tensor)]))
-        return pytree.unflatten(  # type: ignore[no-any-return]
-            treedef, [next(arrived) if isinstance(leaf, Tensor) else leaf for leaf in flat]
-        )
+        return cut(tree)
 
     def value_and_grad(
         self, fn: Callable[..., Any], *, has_aux: bool = False, dtype: torch.dtype | None = None
@@ -229,7 +222,7 @@ class Pipeline:
 def _read(leaf: Tensor) -> Tensor:
     if isinstance(leaf, Sharded):
         return Source(leaf, leaf.local).read_here()
-    return owned(leaf).detach()
+    return cast("Tensor", owned(leaf).detach())
 
 
 def _layout_of(leaf: Tensor) -> Layout:

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from itertools import chain
 
 from .actions import Action, Table, read_rows
-from .order import in_one_row, prove, with_transfers
+from .order import in_one_row, prove, refuse_incomplete, with_transfers
 from .torch_tables import TORCH_NAMES, torch_rows
 
 __all__ = ["NAMES", "edges_of", "table_of"]
@@ -41,11 +41,12 @@ def table_of(
     else:
         rows, name = _rows_of_the_user(schedule), "of the user"
     table = Table(name, tuple(map(tuple, rows)), microbatches)
-    if ranks == 1 and len(rows) > 1 and -1 not in table.owners:
-        table = Table(name, (in_one_row(table),), microbatches)
-    if not any(action.sends or action.receives for row in table.rows for action in row):
-        table = with_transfers(table) if -1 not in table.owners else table
+    if all(action.computes for row in table.rows for action in row):
+        refuse_incomplete(table, transfers=False)
+        table = with_transfers(table)
     prove(table)
+    if ranks == 1 and len(rows) > 1:
+        table = Table(name, (in_one_row(table),), microbatches)
     if len(table.rows) != ranks or table.stages != stages:
         raise ValueError(
             f"sharding.pipeline: the schedule is for {table.stages} stages on {len(table.rows)} ranks; the mesh has "

@@ -6,12 +6,13 @@ import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
+from .. import tree as pytree
 from ..ambient.rehearsal import as_before, place, traced
 from ..errors import LayoutError
 from ..shards.reader import Reader
@@ -20,8 +21,9 @@ from ..tensors.aten import LIFTS, tensors_in, written_arguments
 from ..tensors.overlap import storage_key
 from ..transforms.debug import REPORTS
 
-__all__ = ["Call", "Tape", "current_tape", "map_tensors", "play"]
+__all__ = ["Call", "Tape", "cut", "map_tensors", "play"]
 
+T = TypeVar("T")
 _current: ContextVar[Tape | None] = ContextVar("tape", default=None)
 
 
@@ -164,7 +166,7 @@ class Tape(TorchDispatchMode):
                 if isinstance(leaf, Sharded) and leaf.placement.holders is not None:
                     raise _of_other_stages(leaf)
             return NotImplemented
-        if self._pauses:
+        if self._pauses or func is torch.ops.prim.device.default or func.namespace == "profiler":
             return func(*args, **kwargs)
         if func in REPORTS:
             out = None
@@ -198,9 +200,16 @@ class Tape(TorchDispatchMode):
         return self._originals.get(id(tensor), tensor)
 
 
-def current_tape() -> Tape | None:
-    """Return the tape that records here; None if none does."""
-    return _current.get()
+def cut(tree: T) -> T:
+    """Begin the next stage of the loss that is recorded, if any, with the tensors of a tree; return what it gets."""
+    tape = _current.get()
+    if tape is None:
+        return tree
+    flat, treedef = pytree.flatten(tree)
+    arrived = iter(tape.cut([leaf for leaf in flat if isinstance(leaf, Tensor)]))
+    return pytree.unflatten(  # type: ignore[no-any-return]
+        treedef, [next(arrived) if isinstance(leaf, Tensor) else leaf for leaf in flat]
+    )
 
 
 def play(tape: Tape, calls: Iterable[Call], values: dict[int, Tensor]) -> None:

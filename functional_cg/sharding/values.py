@@ -141,7 +141,7 @@ def local(leaf: Tensor) -> Tensor:
         return owned(leaf)  # type: ignore[no-any-return]
     placement, held = leaf.placement, owned(leaf.local)
     if not placement.partial or inside_a_step():
-        return cast("Tensor", placement.masked(held))
+        return placement.masked(held)
     return held[: placement.elements].clone()  # type: ignore[no-any-return]
 
 

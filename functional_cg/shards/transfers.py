@@ -9,6 +9,7 @@ another.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -29,9 +30,13 @@ _library.define(
 _library.define("end(Tensor launched, Tensor value, Tensor after) -> Tensor")
 
 
+def _group(name: str) -> Any:
+    return _resolve_process_group(name)  # type: ignore[arg-type]
+
+
 def _send(value: Tensor, after: Tensor, to: int, group: str) -> Tensor:
     token = torch.empty_like(after)
-    work = _resolve_process_group(group).send([value.contiguous()], to, 0)
+    work = _group(group).send([value.contiguous()], to, 0)
     _register_work(token, work)
     return token
 
@@ -40,7 +45,7 @@ def _receive(
     after: Tensor, shape: Sequence[int], dtype: torch.dtype, source: int, group: str
 ) -> tuple[Tensor, Tensor]:
     value = torch.empty(shape, dtype=dtype, device=after.device)
-    work = _resolve_process_group(group).recv([value], source, 0)
+    work = _group(group).recv([value], source, 0)
     _register_work(value, work)
     return value, torch.empty_like(after)
 
