@@ -13,7 +13,7 @@ from types import MappingProxyType
 
 from .actions import Action, Table
 
-__all__ = ["COSTS", "Run", "run"]
+__all__ = ["COSTS", "Run", "described", "run"]
 
 COSTS = MappingProxyType({"F": 1.0, "B": 2.0, "I": 1.0, "W": 1.0})
 
@@ -130,3 +130,12 @@ def _held(row: tuple[Action, ...]) -> list[int]:
         count += {"F": 1, "B": -1, "W": -1}.get(action.kind, 0)
         out.append(count)
     return out
+
+
+def described(table: Table) -> str:
+    """Describe a table in text: how busy ranks are if a backward takes twice as long as a forward, and its rows."""
+    found = run(table)
+    busy, held = found.efficiency(table), max(found.in_flight)
+    head = f"{table.stages} stages, at best {busy:.0%} busy, at most {held} in flight"
+    rows = (" ".join(str(action) for action in row if action.computes) for row in table.rows)
+    return "\n".join([head, *(f"  rank {rank}  {row}" for rank, row in enumerate(rows))])

@@ -28,6 +28,7 @@ from .actions import Table
 from .execution import Worker
 from .gradients import gradients, results
 from .links import Links
+from .model import described
 from .placing import Staged, holders_of
 from .schedules import NAMES, table_of
 from .stages import Layout, Rehearsal, rehearse
@@ -175,7 +176,7 @@ class Pipeline:
             layouts = list(map(_layout_of, flat))
             found = self._rehearsed(name, call, layouts, slices, key, has_aux=has_aux)
             table = self._table(found)
-            announce(f"{self}, {table.stages} stages\n{table}")
+            announce(f"{self}, {described(table)}")
             _refuse_elsewhere(name, found, table, flat, treedef, self.stages)
             with torch.no_grad():
                 value, grads = self._worked(found, table, flat, slices, key, dtype)

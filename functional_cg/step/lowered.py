@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
@@ -35,8 +34,7 @@ from ..tree import KeyPath, Treedef, path_string, structure_diff
 from .constants import Constants
 from .costs import CostAnalysis, cost_analysis
 from .memory import MemoryAnalysis, memory_analysis
-from .replicas import apart, refuse_divergence, told_apart
-from .stages_agree import agree_on_transfers
+from .ranks.meeting import meet
 
 __all__ = ["Captured", "Lowered"]
 
@@ -205,23 +203,9 @@ class Lowered:
           RankError: On all ranks, naming those that are missing or differ, or leaves that would diverge.
         """
         if (mesh := self.mesh) is not None and mesh.ranks is not None:
-            traced = self.reference.program  # what passes make of it may depend on the rank
-            names = (*traced.slot_names, *self.layout.live_names)
-            leaves = zip(names, (*traced.slots, *traced.inputs), strict=True)
-            ops = [str(instr.op) for instr in traced.instrs]
-            lines = [
-                f"capture `{self.name}`",
-                *(f"{name}  {str(var.spec).partition('@')[0]}" for name, var in leaves),
-                f"{len(ops)} ATen calls, {hashlib.blake2b(repr(ops).encode(), digest_size=8).hexdigest()}",
-            ]
-            mesh.ranks.agree(self.name, "\n".join(lines))
-            if mesh.stages is not None:
-                agree_on_transfers(self.name, traced, mesh)
-            numbers = "\n".join([lines[0], *told_apart(traced)])
-            texts = mesh.ranks.beside(mesh.ranks.shared(self.name, numbers))
-            said = [text.splitlines()[1:] for text in texts]
             specs = [spec for state in self.states for spec in state.specs]
-            refuse_divergence(traced, specs, self.layout.live_names, mesh, apart(said, mesh))
+            # What passes make of a program may depend on the rank.
+            meet(self.name, mesh, self.reference.program, specs, self.layout.live_names)
 
     def fits(self, call: Call) -> bool:
         """Whether a call has this layout."""
@@ -345,6 +329,7 @@ class Lowered:
             [
                 str(self.inspection),
                 f"  plan: {self._plan_line()}",
+                *(f"  {line}" for note in self.program.notes for line in note.splitlines()),
                 *([f"  {self.certificate}"] if self.certificate else []),
                 *(f"  {text}" for text in self._staged_lines()),
                 f"  memory: {sizes}",

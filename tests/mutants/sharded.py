@@ -13,7 +13,7 @@ SHARDED = (
     Mutant(
         "N21",
         "a rank captures without asking whether the others capture the same",
-        (('            mesh.ranks.agree(self.name, "\\n".join(lines))\n', ""),),
+        (('    mesh.ranks.agree(function, "\\n".join(lines))\n', ""),),
         (
             f"{SHARDING}test_collective_calls.py::test_h95_layouts_and_functions_that_differ_are_refused[gloo]",
         ),
@@ -40,8 +40,8 @@ SHARDED = (
         "gradients are summed over ranks and not averaged",
         (
             (
-                "        return (out / mesh.size).to(self.variable.dtype)\n",
-                "        return out.to(self.variable.dtype)\n",
+                "        return (out / mesh.size).to(dtype or self.variable.dtype)\n",
+                "        return out.to(dtype or self.variable.dtype)\n",
             ),
         ),
         (f"{SHARDING}test_oracle.py::test_slices_train_as_the_whole_batch_does[gloo]",),

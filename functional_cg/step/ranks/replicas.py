@@ -21,13 +21,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..errors import RankError
-from ..shards.collectives import ALL_REDUCE, GATHER, REDUCE_SCATTER
-from ..shards.mesh import Mesh
-from ..shards.transfers import RECEIVE
-from ..stages.program import Program, Var
-from ..state.arena import BufferSpec
-from .stages_agree import is_between_stages
+from ...errors import RankError
+from ...shards.collectives import ALL_REDUCE, GATHER, REDUCE_SCATTER
+from ...shards.mesh import Mesh
+from ...shards.transfers import RECEIVE
+from ...stages.program import Program, Var
+from ...state.arena import BufferSpec
+from .between_stages import is_between_stages
 
 __all__ = ["apart", "refuse_divergence", "told_apart"]
 

@@ -6,11 +6,11 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from ..errors import RankError
-from ..shards.collectives import ALL_REDUCE
-from ..shards.mesh import Mesh
-from ..shards.transfers import RECEIVE, SEND
-from ..stages.program import Instr, Program
+from ...errors import RankError
+from ...shards.collectives import ALL_REDUCE
+from ...shards.mesh import Mesh
+from ...shards.transfers import RECEIVE, SEND
+from ...stages.program import Instr, Program
 
 __all__ = ["agree_on_transfers", "is_between_stages"]
 
