@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
-from .actions import Action, Table
+from .actions import Action, Kind, Table
 
 __all__ = ["COSTS", "Run", "described", "run"]
 
@@ -75,6 +75,8 @@ def run(
                     begins[rank].append((action, start))
                     ended[action] = clock[rank] = start + costs[action.kind]
                 else:
+                    if action.sends and _first(ended, _made(action)) is None:
+                        break  # there is nothing to send yet
                     edge = table.edge(action)
                     queue = edge if queue_of is None else queue_of[edge]
                     queues[rank].setdefault(queue, []).append(action)
@@ -103,6 +105,12 @@ def _ready(table: Table, action: Action, ended: Mapping[Action, float]) -> float
     made = [Action(stage + 1, "B", microbatch), Action(stage + 1, "I", microbatch)]
     behind = _first(ended, [received] if table.crosses(stage) else made)
     return None if behind is None else max(before, behind)
+
+
+def _made(send: Action) -> list[Action]:
+    """Return the computations one of which makes what is sent."""
+    kinds: tuple[Kind, ...] = ("F",) if send.kind == "SEND_F" else ("B", "I")
+    return [Action(send.stage, kind, send.microbatch) for kind in kinds]
 
 
 def _first(ended: Mapping[Action, float], actions: list[Action]) -> float | None:

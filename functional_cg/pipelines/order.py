@@ -8,45 +8,33 @@ from collections.abc import Iterable, Iterator, Mapping
 from ..errors import LayoutError
 from .actions import Action, Table
 
-__all__ = ["in_one_row", "prove", "refuse_incomplete", "waits_of", "with_transfers"]
+__all__ = ["in_one_row", "prove", "waits_of", "with_transfers"]
 
 
 def with_transfers(table: Table) -> Table:
-    """Return a table of computations with its transfers, all placed in one global order.
+    """Return a proven table of computations with its transfers, all placed in one global order.
 
     The rows are followed side by side. As soon as one computes what another rank needs, the send enters its row and the
     receive enters the other's, so both rows have one order of transfers.
     """
     rows: list[list[Action]] = [[] for _ in table.rows]
-    done, left = _followed(table)
-    for action in done:
+    for action in in_one_row(table):
         rows[table.owners[action.stage]].append(action)
         for send in _sends(table, action):
             rows[table.owners[send.stage]].append(send)
             rows[table.owners[send.other_end.stage]].append(send.other_end)
-    for rank, row in enumerate(left):
-        rows[rank] += row  # what waits for ever; the proof says for what
     return Table(table.name, tuple(map(tuple, rows)), table.microbatches)
 
 
 def in_one_row(table: Table) -> tuple[Action, ...]:
-    """Return the computations of all ranks in an order in which one rank can do them."""
-    done, left = _followed(table)
-    return (*done, *(action for row in left for action in row))
-
-
-def _followed(table: Table) -> tuple[list[Action], list[deque[Action]]]:
-    """Follow the computations of all rows side by side; return them in order, and what is left if they get stuck."""
+    """Return the computations of a proven table in one order, in which rows are followed side by side."""
     left = [deque(action for action in row if action.computes) for row in table.rows]
     done: dict[Action, None] = {}
-    moved = True
-    while moved:
-        moved = False
+    while any(left):
         for row in left:
             if row and all(need in done for need in _needs(table, row[0])):
                 done[row.popleft()] = None
-                moved = True
-    return list(done), left
+    return tuple(done)
 
 
 def _needs(table: Table, action: Action) -> Iterator[Action]:
@@ -76,14 +64,17 @@ def _sends(table: Table, action: Action) -> Iterator[Action]:
         yield Action(action.stage, "SEND_B", action.microbatch)
 
 
-def prove(table: Table) -> None:
+def prove(table: Table, *, transfers: bool = True) -> None:
     """Raise unless a table is complete, and there is one global order in which all its actions can be done.
 
+    Args:
+      table: The table.
+      transfers: Whether it has its transfers.
     Raises:
       LayoutError: With what is missing or double, or with the circle of actions that wait for each other.
     """
-    refuse_incomplete(table)
-    if circle := _circle(waits_of(table)):
+    _refuse_incomplete(table, transfers=transfers)
+    if circle := _circle(waits_of(table, transfers=transfers)):
         raise LayoutError.of(
             "",
             f"sharding.pipeline: the schedule {table.name!r} would wait for ever.",
@@ -96,15 +87,8 @@ def prove(table: Table) -> None:
         )
 
 
-def refuse_incomplete(table: Table, *, transfers: bool = True) -> None:
-    """Raise if an action is missing, double, or on another rank than its stage.
-
-    Args:
-      table: The table.
-      transfers: Whether it has its transfers.
-    Raises:
-      LayoutError: Naming the actions.
-    """
+def _refuse_incomplete(table: Table, *, transfers: bool) -> None:
+    """Raise if an action is missing, double, or on another rank than its stage."""
     if rows := list(_incomplete(table, transfers=transfers)):
         raise LayoutError.of(
             "",
@@ -148,12 +132,16 @@ def _times(count: int) -> str:
     return {0: "none", 1: "one"}.get(count, str(count))
 
 
-def waits_of(table: Table) -> dict[Action, set[Action]]:
+def waits_of(table: Table, *, transfers: bool = True) -> dict[Action, set[Action]]:
     """Return what each action waits for before it can end; both ends of a transfer are one action, its send.
 
     Each rank does one action after the other, and a transfer keeps both ranks until it is done. A table that ends so
     has one global order of transfers, of which each rank's order is a part; it ends whenever they are launched earlier
     and waited for later, in whichever queues.
+
+    Args:
+      table: A complete table.
+      transfers: Whether it has its transfers; else a computation waits for those that make what it needs.
     """
     waits: dict[Action, set[Action]] = {}
     for row in table.rows:
@@ -164,7 +152,7 @@ def waits_of(table: Table) -> dict[Action, set[Action]]:
             if before is not None:
                 found.add(before)
             if action.computes:
-                found.update(_inputs(table, action))
+                found.update(_inputs(table, action) if transfers else _needs(table, action))
             elif action.sends:
                 found.add(_made(table, action))
             before = event

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from itertools import chain
 
 from .actions import Action, Table, read_rows
-from .order import in_one_row, prove, refuse_incomplete, with_transfers
+from .order import in_one_row, prove, with_transfers
 from .torch_tables import TORCH_NAMES, torch_rows
 
 __all__ = ["NAMES", "edges_of", "table_of"]
@@ -42,7 +42,7 @@ def table_of(
         rows, name = _rows_of_the_user(schedule), "of the user"
     table = Table(name, tuple(map(tuple, rows)), microbatches)
     if all(action.computes for row in table.rows for action in row):
-        refuse_incomplete(table, transfers=False)
+        prove(table, transfers=False)
         table = with_transfers(table)
     prove(table)
     if ranks == 1 and len(rows) > 1:

@@ -67,8 +67,8 @@ SHARDED = (
         "a leaf that all ranks hold whole takes whatever each rank computes",
         (
             (
-                "    differs = _followed(program, specs, names, mesh, others)\n",
-                "    differs: dict[int, Axes] = {}\n",
+                "    differs, own_data = _on_all_stages(program, specs, names, mesh, others)\n",
+                "    differs, own_data = dict.fromkeys, _on_all_stages(program, specs, names, mesh, others)[1]\n",
             ),
         ),
         (
@@ -91,8 +91,8 @@ SHARDED = (
         "a rank alone may ask for the norm of a sharded leaf outside of a step",
         (
             (
-                "        if isinstance(leaf, Sharded) and leaf.placement.at_rest and leaf.placement.mesh.size > 1:\n",
-                "        if leaf is None:\n",
+                " and leaf.placement.at_rest and leaf.placement.mesh.everyone > 1:\n",
+                " and leaf is None:\n",
             ),
         ),
         (f"{SHARDING}test_misuse.py::test_mistake_is_refused_and_its_repair_works[norm-gloo]",),
