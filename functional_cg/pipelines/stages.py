@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -21,6 +22,8 @@ from ..transforms.autodiff import refuse_vector, split_result
 from .tape import Call, Tape
 
 __all__ = ["Layout", "Rehearsal", "Stage", "rehearse"]
+
+_LEAF = "a leaf Variable that requires grad is being used in an in-place operation"  # in torch's error
 
 Layout = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]  # shape, strides, dtype
 
@@ -117,7 +120,7 @@ def rehearse(
         tape.give(leaves, "p")
         tape.give([*part, *([] if key is None else [key])], "d")
         with torch.enable_grad():
-            out = call(leaves, part, key)
+            out = _called(name, partial(call, leaves, part, key))
             value, aux = split_result(name, out) if has_aux else (out, None)
             refuse_vector(name, value)
             flat, treedef = pytree.flatten(aux)
@@ -125,6 +128,25 @@ def rehearse(
     found = Rehearsal(tape, stages, leaves, part, key, [value, *flat], treedef if has_aux else None)
     _Parts(name, found).assign()
     return found
+
+
+def _called(name: str, call: Callable[[], Any]) -> Any:
+    try:
+        return call()
+    except RuntimeError as error:
+        if _LEAF not in str(error):
+            raise
+        raise _written(name, [str(error)]).with_traceback(error.__traceback__) from error
+
+
+def _written(name: str, rows: Sequence[str]) -> LayoutError:
+    return LayoutError.of(
+        name,
+        "writes in place into a tensor that it was given, or that came through a cut.",
+        rows=rows,
+        why="Stages run on several ranks, and each has its own copy.",
+        fix="write into a copy, `x = x.clone()`.",
+    )
 
 
 def _taken_apart(tape: Tape, value: Tensor, leaves: Sequence[Tensor]) -> list[Stage]:
@@ -205,13 +227,7 @@ class _Parts:
         made = {storage_key(one) for call in self._calls for one in call.made} - given.keys()
         rows = [str(call) for call in self._calls for one in call.written if storage_key(one) not in made]
         if rows:
-            raise LayoutError.of(
-                self._name,
-                "writes in place into a tensor that it was given, or that came through a cut.",
-                rows=rows,
-                why="Stages run on several ranks, and each has its own copy.",
-                fix="write into a copy, `x = x.clone()`.",
-            )
+            raise _written(self._name, rows)
 
     def _stays(self, call: Call) -> bool:
         """Whether a call belongs to the stage in which it stands."""
