@@ -13,15 +13,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._C._distributed_c10d import (  # private; test_transfers notices
-    _register_work,
-    _resolve_process_group,
-)
 
 from .collectives import WAIT
 
 __all__ = ["RECEIVE", "SEND", "TRANSFERS", "end", "receive", "send", "start", "wait"]
 
+_c10d = torch._C._distributed_c10d  # its private functions; tests/pipelines/test_bitwise.py notices a change
 _library = torch.library.Library("fcg", "FRAGMENT")
 _library.define("send(Tensor value, Tensor after, int to, str group) -> Tensor")
 _library.define(
@@ -31,13 +28,13 @@ _library.define("end(Tensor launched, Tensor value, Tensor after) -> Tensor")
 
 
 def _group(name: str) -> Any:
-    return _resolve_process_group(name)  # type: ignore[arg-type]
+    return _c10d._resolve_process_group(name)  # type: ignore[arg-type]
 
 
 def _send(value: Tensor, after: Tensor, to: int, group: str) -> Tensor:
     token = torch.empty_like(after)
     work = _group(group).send([value.contiguous()], to, 0)
-    _register_work(token, work)
+    _c10d._register_work(token, work)
     return token
 
 
@@ -46,7 +43,7 @@ def _receive(
 ) -> tuple[Tensor, Tensor]:
     value = torch.empty(shape, dtype=dtype, device=after.device)
     work = _group(group).recv([value], source, 0)
-    _register_work(value, work)
+    _c10d._register_work(value, work)
     return value, torch.empty_like(after)
 
 

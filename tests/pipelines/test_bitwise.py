@@ -11,6 +11,7 @@ import torch
 
 import functional_cg as fcg
 from functional_cg import sharding
+from functional_cg.shards.transfers import SEND
 from functional_cg.testing import assert_trees_all_equal
 from tests.pipelines.programs import (
     CALLS,
@@ -82,6 +83,34 @@ def test_transformer_engines_interleaved_order_gives_the_same_weights() -> None:
     if THOROUGH:
         table = [in_the_order_of(TRANSFORMER_ENGINE, rank, 2) for rank in range(2)]
         assert_as_on_one_rank([Run(table, features, cuts=(1, 2, 3), microbatches=3)], 2, TWO)
+
+
+@pytest.mark.parametrize("late", [1, 2])
+def test_gradients_of_weights_may_come_late(late: int) -> None:
+    """They need what their micro-batch has kept, whatever runs in between, and none may be left out."""
+    rows_of = [
+        [f"{s}{kind}{m}" for kind, order in (("F", (0, 1)), ("I", (1, 0))) for s in order] for m in range(3)
+    ]
+    weights = [[f"{s}W{m}" for s in (0, 1)] for m in range(3)]
+    row = [action for m in range(3) for action in (*rows_of[m], *(weights[m - late] if m >= late else ()))]
+    row += [action for m in range(3 - late, 3) for action in weights[m]]
+    features = ("dropout", "adamw", "tied")
+    runs = [Run([row], features, cuts=(2,), microbatches=3), Run("1f1b", features, cuts=(2,), microbatches=3)]
+    assert_trees_all_equal(*trained(runs, ONE))
+
+
+def kept_until_they_are_sent(run: Run) -> int:
+    """How many values this rank sends, each of which is an argument of what waits until it is sent."""
+    pipe, state, function = made(run, TWO)
+    program = fcg.graph_step(function, lowering="aten").lower(state, rows(0, pipe.mesh.rank)).program
+    sent = {instr.out: instr.args[0] for instr in program.instrs if instr.op is SEND}
+    kept = {instr.args[0]: instr.args[1] for instr in program.instrs if str(instr.op) == "fcg.end.default"}
+    assert kept == sent
+    return len(sent)
+
+
+def test_what_is_sent_keeps_its_memory_until_it_is_sent() -> None:
+    assert on_ranks(2, kept_until_they_are_sent, Run("zbv", ("skip",))) == [16, 16]
 
 
 def plain(run: Run) -> Any:
