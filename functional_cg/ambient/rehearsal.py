@@ -21,8 +21,8 @@ class Trace(Protocol):
         """Return where the last call comes from: the user's line, its module, its backward."""
         ...
 
-    def as_before(self, place: Any) -> AbstractContextManager[None]:
-        """Record the calls of a block as ones that come from a place."""
+    def as_before(self, place: Any, region: tuple[str, int]) -> AbstractContextManager[None]:
+        """Record the calls of a block as ones that come from a place, and are part of what runs several times."""
         ...
 
     def announce(self, text: str) -> None:
@@ -60,10 +60,10 @@ def place() -> Any:
     return None if trace is None else trace.place()
 
 
-def as_before(where: Any) -> AbstractContextManager[None]:
-    """Record the calls of a block as ones that come from a place."""
+def as_before(where: Any, region: tuple[str, int]) -> AbstractContextManager[None]:
+    """Record the calls of a block as ones that come from a place, and are part of what runs several times."""
     trace = _running.get()
-    return nullcontext() if trace is None or where is None else trace.as_before(where)
+    return nullcontext() if trace is None or where is None else trace.as_before(where, region)
 
 
 def announce(text: str) -> None:

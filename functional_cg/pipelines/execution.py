@@ -87,7 +87,7 @@ class Worker:
         place = action.stage, action.microbatch
         values = {**self._params, **self._part(action.microbatch)}
         values.update(zip(map(id, stage.inputs), self._arrived(action, "RECV_F"), strict=True))
-        play(self._found.tape, stage.forward, values)
+        play(self._found.tape, stage.forward, values, (f"forward of stage {place[0]}", place[1]))
         for position, result in stage.results.items():
             self.sums.add(self.sums.results, position, values[id(result)])
         outputs = [values[id(one)].contiguous() for one in stage.outputs]
@@ -102,7 +102,7 @@ class Worker:
         values = self._values[action.stage, action.microbatch]
         expected = [one for one in stage.behind if one is not None]
         values.update(zip(map(id, expected), self._arrived(action, "RECV_B"), strict=True))
-        play(self._found.tape, stage.inward, values)
+        play(self._found.tape, stage.inward, values, (f"backward of stage {action.stage}", action.microbatch))
         ahead = [values[id(one)].contiguous() for one in stage.ahead if one is not None]
         self._hand_on(Action(action.stage, "SEND_B", action.microbatch), ahead)
         # By now the next stage has answered: what was sent to it has arrived, and its memory is free.
@@ -110,7 +110,7 @@ class Worker:
 
     def _weights(self, action: Action, stage: Stage) -> None:
         values = self._values.pop((action.stage, action.microbatch))
-        play(self._found.tape, stage.weights, values)
+        play(self._found.tape, stage.weights, values, (f"weights of stage {action.stage}", action.microbatch))
         for number, grad in stage.grads.items():
             self.sums.add(self.sums.grads, (action.stage, number), values[id(grad)])
 

@@ -212,20 +212,21 @@ def cut(tree: T) -> T:
     )
 
 
-def play(tape: Tape, calls: Iterable[Call], values: dict[int, Tensor]) -> None:
+def play(tape: Tape, calls: Iterable[Call], values: dict[int, Tensor], region: tuple[str, int]) -> None:
     """Make calls again, on other tensors.
 
     Args:
       tape: The tape that recorded them.
       calls: The calls, in order.
       values: The tensor for each one of the tape, by identity; what the calls compute is added.
+      region: Name of the calls, and how often they were made before.
     """
 
     def value(tensor: Tensor) -> Tensor:
         return values.get(id(tensor), tape.original(tensor))
 
     for call in calls:
-        with as_before(call.where):
+        with as_before(call.where, region):
             if call.op in LIFTS:  # a literal is another tensor each time, which may be written
                 with _disable_current_modes():
                     literal = tape.original(call.args[0]).clone()

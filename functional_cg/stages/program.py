@@ -69,6 +69,7 @@ class Instr:
       backward: Whether autograd's backward made the call.
       inner: Whether the library made it on the way to a result, in a module's function or an optimizer.
       origin: What it is a part of; for a call of the backward, what the call is a part of that it differentiates.
+      region: What it is a part of that runs several times: the same name each time, then the number of this time.
     """
 
     op: Any
@@ -80,6 +81,7 @@ class Instr:
     backward: bool = False
     inner: bool = False
     origin: Origin = field(default_factory=Origin)
+    region: tuple[str, int] | None = None
 
     @property
     def name(self) -> str:

@@ -42,10 +42,11 @@ PIPELINES = (
         "late gradients of weights read the data of another micro-batch",
         (
             (
-                "        play(self._found.tape, stage.weights, values)\n",
+                "        values = self._values.pop((action.stage, action.microbatch))\n",
                 (
+                    "        values = self._values.pop((action.stage, action.microbatch))\n"
                     '        other = (action.microbatch + (action.kind == "W")) % self._table.microbatches\n'
-                    "        play(self._found.tape, stage.weights, {**values, **self._part(other)})\n"
+                    "        values.update(self._part(other))\n"
                 ),
             ),
         ),

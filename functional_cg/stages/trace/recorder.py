@@ -157,9 +157,9 @@ class Recorder(TorchDispatchMode):
         return None if last is None else (last.site, last.backward, last.inner, last.origin)
 
     @contextmanager
-    def as_before(self, place: Any) -> Iterator[None]:
+    def as_before(self, place: Any, region: tuple[str, int]) -> Iterator[None]:
         """Record the calls of a block as ones that come from a place, which :meth:`place` returned."""
-        self._as_before = place
+        self._as_before = (*place, region)
         try:
             yield
         finally:
@@ -304,8 +304,7 @@ class Recorder(TorchDispatchMode):
         writes = tuple(self._vars[id(tensor)] for tensor in written)
         # Built last: the result may be an argument that this call turns into a new variable.
         born = self._born(out)
-        line, backward, inner, origin = self._as_before or self._place()
-        instr = Instr(func, frozen, named, born, writes, line, backward, inner, origin)
+        instr = Instr(func, frozen, named, born, writes, *(self._as_before or self._place()))
         self.program.instrs.append(instr)
         if self._first is not None and not self._rehearses:
             refuse_another_call(self._first, self.program.instrs)
