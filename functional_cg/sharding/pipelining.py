@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import os
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from ..messages.tracebacks import entry
@@ -11,7 +12,7 @@ from ..pipelines.pipeline import Pipeline
 from ..pipelines.schedules import edges_of
 from ..shards.mesh import Axis, Mesh
 
-__all__ = ["pipeline"]
+__all__ = ["pipeline", "refuse_moving_memory"]
 
 
 @entry("pipe = fcg.sharding.pipeline(mesh, schedule='1f1b', microbatches=8)")
@@ -37,6 +38,7 @@ def pipeline(
     Raises:
       LayoutError: If a table is not complete, or would wait for ever.
       TypeError: If an argument has the wrong type.
+      RuntimeError: On GPUs, if the allocator has expandable segments and NCCL registers the buffers of graphs.
       ValueError: If the mesh has no such axis, or there is no such schedule.
 
     Example:
@@ -68,8 +70,29 @@ def pipeline(
     place = names.index(axis)
     stages = mesh.axes[place]
     others = (*mesh.axes[:place], *mesh.axes[place + 1 :]) or (Axis("data", 1, 0, ""),)
+    if mesh.device.type == "cuda" and stages.size > 1:
+        refuse_moving_memory(os.environ)
     links = Links(mesh, place)
     groups = links.made(edges_of(schedule, stages.size))
     ranks = None if mesh.ranks is None else mesh.ranks.in_groups(links.of_stages())
     home = replace(mesh, axes=others, ranks=ranks, stages=stages)
     return Pipeline(home, schedule, microbatches, links, groups)
+
+
+def refuse_moving_memory(environment: Mapping[str, str]) -> None:
+    """Raise if captured transfers would hang: NCCL takes a buffer that it registers to be one allocation.
+
+    Args:
+      environment: Variables of the process.
+    Raises:
+      RuntimeError: Naming the variable to set.
+    """
+    settings = environment.get("PYTORCH_CUDA_ALLOC_CONF", "") + environment.get("PYTORCH_ALLOC_CONF", "")
+    expandable = "expandable_segments:true" in settings.lower().replace(" ", "")
+    if expandable and environment.get("NCCL_GRAPH_REGISTER") != "0":
+        raise RuntimeError(
+            "sharding.pipeline: the allocator has expandable segments, and NCCL registers the buffers that a graph "
+            "sends: captured sends are known to hang so.\n"
+            "To fix: `NCCL_GRAPH_REGISTER=0` in the environment of all ranks; or no `expandable_segments:True` in "
+            "`PYTORCH_CUDA_ALLOC_CONF`."
+        )

@@ -361,7 +361,8 @@ class Lowered:
         plan = self.plan.schedule
         calls = count(len(plan.head) + len(plan.fused), "ATen call")
         fused = f", {len(plan.fused)} of them in place" if plan.fused else ""
-        how = f"{calls}{fused}, compiled into one function" if self.plan.compiled else f"{calls}{fused}"
+        into = "one function" if self.plan.functions == 1 else f"{self.plan.functions} functions"
+        how = f"{calls}{fused}, compiled into {into}" if self.plan.compiled else f"{calls}{fused}"
         return f"{how}; {count(len(plan.commits), 'commit')}, {len(plan.staged)} of them staged"
 
     def _staged_lines(self) -> list[str]:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 import functional_cg as fcg
 from functional_cg import optim, sharding
+from functional_cg.sharding.pipelining import refuse_moving_memory
 from tests.pipelines.programs import ONE, TWO
 from tests.sharding.ranks import on_ranks, outcomes
 
@@ -118,6 +119,14 @@ def test_arguments(change: dict[str, Any], said: str) -> None:
     given = {"mesh": sharding.mesh(ONE, device="cpu"), "microbatches": 2} | change
     with pytest.raises((TypeError, ValueError), match=said):
         sharding.pipeline(**given)
+
+
+def test_memory_that_moves_is_refused_where_nccl_registers_it() -> None:
+    expandable = {"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:64,expandable_segments:True"}
+    with pytest.raises(RuntimeError, match="NCCL_GRAPH_REGISTER=0"):
+        refuse_moving_memory(expandable)
+    refuse_moving_memory(expandable | {"NCCL_GRAPH_REGISTER": "0"})
+    refuse_moving_memory({})
 
 
 class Layers(nn.Module):

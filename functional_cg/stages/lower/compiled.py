@@ -84,6 +84,7 @@ class InPlacePlan:
     """Runs a compiled function that returns the metrics and writes the slots."""
 
     compiled = True
+    functions = 1
     copies = False
 
     def __init__(self, program: Program, device: torch.device) -> None:
@@ -143,6 +144,7 @@ class HeadPlan:
     """Runs a compiled function that writes no slot, then the commit of the ATen lowering."""
 
     compiled = True
+    functions = 1
     copies = True
 
     def __init__(

@@ -156,6 +156,7 @@ class RegionsPlan:
             for region, run in found
             for instr in (run if region is None else (*region.views, calls[region], *region.after))
         ]
+        self.functions = len(self._heads)
         self._aten = AtenPlan(program, replace(plan, head=head))
 
     def _compiled(
