@@ -7,7 +7,10 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from typing import Any, Protocol
 
-__all__ = ["Trace", "announce", "as_before", "place", "rehearsing", "traced", "tracing"]
+import torch
+from torch import Tensor
+
+__all__ = ["Trace", "announce", "as_before", "place", "rehearsing", "traced", "tracing", "unknown"]
 
 
 class Trace(Protocol):
@@ -15,6 +18,12 @@ class Trace(Protocol):
 
     def rehearsal(self) -> AbstractContextManager[None]:
         """Check the calls of a block by the rules of the trace, and record none of them."""
+        ...
+
+    def unknown(
+        self, shape: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype, device: torch.device
+    ) -> Tensor:
+        """Make a fake tensor whose values nobody knows."""
         ...
 
     def place(self) -> Any:
@@ -52,6 +61,16 @@ def rehearsing() -> AbstractContextManager[None]:
     """Run a block as a rehearsal of the running trace; without a trace, do nothing."""
     trace = _running.get()
     return nullcontext() if trace is None else trace.rehearsal()
+
+
+def unknown(
+    shape: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype, device: torch.device
+) -> Tensor:
+    """Make a tensor whose values nobody knows: a fake one of the running trace, or of the fake mode that is on."""
+    trace = _running.get()
+    if trace is not None:
+        return trace.unknown(shape, stride, dtype, device)
+    return torch.empty_strided(shape, stride, dtype=dtype, device=device)
 
 
 def place() -> Any:

@@ -11,10 +11,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import DataDependentOutputException
 
 from .. import tree as pytree
 from ..ambient.rehearsal import rehearsing, traced
-from ..errors import LayoutError
+from ..errors import HostSyncError, LayoutError
 from ..tensors.aten import argument
 from ..tensors.fake_mode import FakeMode, without_log
 from ..tensors.overlap import storage_key
@@ -133,6 +134,14 @@ def rehearse(
 def _called(name: str, call: Callable[[], Any]) -> Any:
     try:
         return call()
+    except DataDependentOutputException as error:  # outside of a trace, which says more
+        raise HostSyncError.of(
+            name,
+            "asks for the value of a tensor on the host.",
+            rows=[str(error)],
+            why="Each rank runs the loss once on shapes, to find its stages.",
+            fix="`torch.where(cond, a, b)`; or return the value in the auxiliary tree, `has_aux=True`.",
+        ).with_traceback(error.__traceback__) from error
     except RuntimeError as error:
         if _LEAF not in str(error):
             raise

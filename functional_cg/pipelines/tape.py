@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from .. import tree as pytree
-from ..ambient.rehearsal import as_before, place, traced
+from ..ambient.rehearsal import as_before, place, traced, unknown
 from ..errors import LayoutError
 from ..shards.reader import Reader
 from ..shards.tensor import Sharded, title
@@ -103,7 +103,7 @@ class Tape(TorchDispatchMode):
     def fake(self, shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype, device: Any) -> Tensor:
         """Make a tensor that stands for one which is known later."""
         with self.paused(), torch.no_grad():
-            made = torch.empty_strided(tuple(shape), tuple(stride), dtype=dtype, device=device)
+            made = unknown(tuple(shape), tuple(stride), dtype, device)
         self._kept.append(made)
         return made
 

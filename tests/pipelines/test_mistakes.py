@@ -94,6 +94,20 @@ def test_a_loss_that_does_not_fit_is_refused(name: str, captured: bool) -> None:
         assert "test_mistakes.py" in str(error.value), "the user's line"
 
 
+def decides(params: Any, x: Tensor) -> Tensor:
+    h = PIPE.cut(x @ params["w"])
+    if h.sum().item() > 0:
+        h = h * 2
+    return (h @ params["v"]).mean()
+
+
+def test_a_value_is_not_read_on_the_host_where_there_are_only_shapes() -> None:
+    with pytest.raises(fcg.HostSyncError, match="asks for the value of a tensor on the host"):
+        PIPE.value_and_grad(decides)(PARAMS, X)
+    with pytest.raises(fcg.HostSyncError, match=r"from `h\.sum\(\)\.item\(\)`"):
+        fcg.graph_fn(lambda params, x: PIPE.value_and_grad(decides)(params, x))(PARAMS, X)
+
+
 def test_the_repairs_work() -> None:
     value, _ = PIPE.value_and_grad(skips_through)(PARAMS, X)
     torch.testing.assert_close(value, skips(lambda h: h)(PARAMS, X))

@@ -151,6 +151,15 @@ class Recorder(TorchDispatchMode):
             self._rehearses = False
             del self.program.instrs[start:]
 
+    def unknown(
+        self, shape: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype, device: torch.device
+    ) -> Tensor:
+        """Make a fake tensor that no call computes, so that the host cannot read it."""
+        with self._mode:
+            tensor = torch.empty_strided(shape, stride, dtype=dtype, device=device)
+        self._new_var(tensor)
+        return tensor
+
     def place(self) -> Any:
         """Return where the last call comes from."""
         last = self.program.instrs[-1] if self.program.instrs else None
