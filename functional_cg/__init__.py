@@ -108,11 +108,11 @@ from .step.lowered import Captured as Captured
 from .step.lowered import Lowered as Lowered
 from .train_state import TrainState as TrainState
 from .transforms.autodiff import grad as grad
-from .transforms.autodiff import microbatches as microbatches
 from .transforms.autodiff import value_and_grad as value_and_grad
 from .transforms.control import cond as cond
 from .transforms.control import scan as scan
 from .transforms.debug import debug_print as debug_print
+from .transforms.microbatches import microbatches as microbatches
 from .transforms.remat import remat as remat
 from .transforms.taps import tap as tap
 

@@ -34,6 +34,7 @@ ORDER = (
     "buckets",
     "checkpoint",
     "transforms",
+    "pipelines",
     "precision",
     "nn",
     "optim",

@@ -14,14 +14,19 @@ from tests.mutants.__main__ import main
 from tests.mutants.catalogue import MUTANTS
 from tests.mutants.gpu import calibrate
 from tests.mutants.mutant import GENERAL, MAX_LINES, Mutant, StaleMutantError
+from tests.mutants.pipelines import PIPELINES
 from tests.mutants.runner import ROOT, Outcome, collected, general_killers, run
+from tests.shares import THOROUGH
 
 
 def planted(old: str, new: str, *killers: str) -> Mutant:
     return Mutant("planted", "a planted mutant", ((old, new),), killers)
 
 
-@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
+# Those of pipelines start processes, and their tests are few: in the profile ``thorough``.
+@pytest.mark.parametrize(
+    "mutant", [one for one in MUTANTS if THOROUGH or one not in PIPELINES], ids=lambda mutant: mutant.name
+)
 def test_each_mutant_is_killed_by_each_of_its_tests(mutant: Mutant, tmp_path: Path) -> None:
     outcome = run(mutant.killers, tmp_path, mutant)
     assert mutant.killers
@@ -30,7 +35,7 @@ def test_each_mutant_is_killed_by_each_of_its_tests(mutant: Mutant, tmp_path: Pa
 
 
 def test_all_are_there() -> None:
-    """Twenty designs of a step on one device, seven of sharding, compiled steps, host watches, and what interrupts."""
+    """Designs of a step on one device, of sharding and pipelines, compiled steps, host watches, what interrupts."""
     compiled, lines = {33, 34, *(set(range(48, 56)) - {52})}, {*range(35, 43), 46, 47}
     assert {mutant.number for mutant in MUTANTS} == {
         *range(1, 28),
@@ -38,6 +43,7 @@ def test_all_are_there() -> None:
         *lines,
         *range(60, 66),
         *range(70, 96),
+        *range(110, 116),
     }
     assert len({mutant.name for mutant in MUTANTS}) == len(MUTANTS)
     assert {name for mutant in MUTANTS for name in mutant.general} <= set(GENERAL)

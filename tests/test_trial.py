@@ -157,7 +157,7 @@ def in_place(monkeypatch: pytest.MonkeyPatch) -> Callable[[Any], None]:
 
     def by(compile_graph: Any) -> None:
         monkeypatch.setattr("functional_cg.step.captures.lower", lower_as_on_a_gpu)
-        monkeypatch.setattr("functional_cg.stages.lower.compiled.compile_graph", compile_graph)
+        monkeypatch.setattr("functional_cg.stages.lower.head.compile_graph", compile_graph)
 
     return by
 

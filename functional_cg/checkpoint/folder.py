@@ -60,7 +60,7 @@ def values_in(folder: Path, state: Any, function: str) -> dict[str, Tensor]:
         for name, slot in slots.items():
             _check_cover(folder, name, math.prod(slot.shape), index.pieces[name])
             placement = placed(slot)
-            if placement is not None and placement.sharded:
+            if placement is not None and placement.partial:
                 start, count, length = placement.start, placement.elements, placement.length
             else:
                 placement, start, count, length = None, 0, slot.numel(), slot.numel()

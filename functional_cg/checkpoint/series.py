@@ -178,7 +178,7 @@ class Checkpoints:
         refuse_part(state, "checkpoints")
         mesh = mesh_of(opened(state)[0])
         set_position = None if loader is None else _method(loader, "load_state_dict")
-        rank, ranks = (0, 1) if mesh is None else (mesh.rank, mesh.size)
+        rank, ranks = (0, 1) if mesh is None else (mesh.number, mesh.everyone)
         try:
             path = self._agreed(step, mesh)
             values = values_in(path, state, "checkpoints")
@@ -196,7 +196,7 @@ class Checkpoints:
         if mesh is None or mesh.ranks is None:
             return found_in(self.folder, "checkpoints", step)
         try:
-            said = found_in(self.folder, "checkpoints", step).name if mesh.rank == 0 else ""
+            said = found_in(self.folder, "checkpoints", step).name if mesh.number == 0 else ""
         except FileNotFoundError:
             said = ""
         name = mesh.ranks.shared("checkpoints.load", f"load a checkpoint\n{said}")[0].partition("\n")[2]

@@ -63,11 +63,14 @@ class Copy:
 def _range(leaf: Any, mesh: Mesh | None) -> tuple[int, int, int]:
     """Return which of the elements that this rank holds it writes, and the index of the first one in the whole leaf.
 
-    Ranks that hold the same elements of a leaf on the mesh share them out. Any other leaf is small: rank 0 writes it.
+    Ranks that hold the same elements of a leaf on the mesh share them out; of the stages of a pipeline that hold it,
+    the first one writes. Any other leaf is small: rank 0 writes it.
     """
     if not isinstance(leaf, Sharded):
-        return (0, leaf.numel() if mesh is None or mesh.rank == 0 else 0, 0)
+        return (0, leaf.numel() if mesh is None or mesh.number == 0 else 0, 0)
     placement, ranks = leaf.placement, leaf.placement.mesh
+    if placement.holders is not None and not placement.holders.first:
+        return 0, 0, 0
     if placement.sharded:
         count, first, (which, sharing) = (
             placement.elements,

@@ -22,6 +22,7 @@ from ..ambient.compiling import compiling
 from ..ambient.own_work import own_work
 from ..errors import CaptureError, ImplicitRandomnessError, LayoutError, ReadOnlyError
 from ..messages.source import at_here, here
+from ..pipelines.tape import cut
 from ..random.kernels import OpenKernels
 from ..random.keyed import Draws, stream_of, under_checkpoint
 from ..tensors.aten import tensors_in, written_arguments
@@ -52,6 +53,7 @@ def run(
     only_remembers: Callable[[Held, Held], bool],
     method: str = "",
     model: str = "",
+    cuts: Set[str] = frozenset(),
 ) -> tuple[Any, Set[int | None], Place]:
     """Call our private copy of a module, which holds ``params`` and buffers that it may write.
 
@@ -66,6 +68,7 @@ def run(
       only_remembers: Whether from one of the given contents to the other the forward only remembers what it knows.
       method: What to call in place of the forward: name of a method, or of one of a submodule, ``"decoder.sample"``.
       model: Name of the module in the running trace.
+      cuts: Names of the submodules with which a stage of a pipeline begins.
     Returns:
       (out, written, place): the result of the forward, the storages it wrote, and what it did where.
     Raises:
@@ -75,7 +78,7 @@ def run(
       CaptureError: If it calls ``torch.utils.checkpoint`` with ``use_reentrant=True``, or of what draws random numbers
         in no submodule of its own.
     """
-    name, place = title(module, method), Place(module, model)
+    name, place = title(module, method), Place(module, model, cuts)
     unset, buffers = unset_buffers(module), buffers_set(module)
     before, registered = held(module, unset), dict(module.named_buffers())
     names, empty = _by_storage(params), {path: one for path, one in registered.items() if not one.numel()}
@@ -131,14 +134,15 @@ class Place:
     Args:
       module: Our private copy: a call of a submodule goes through here.
       model: Its name in the running trace.
+      cuts: Names of the submodules with which a stage of a pipeline begins.
 
     Attributes:
       drew_by_mode: Whether it drew random numbers where it reads ``training``, as dropout does.
     """
 
-    def __init__(self, module: nn.Module, model: str = "") -> None:
+    def __init__(self, module: nn.Module, model: str = "", cuts: Set[str] = frozenset()) -> None:
         self.drew_by_mode = False
-        self._name, self._model = type(module).__name__, model
+        self._name, self._model, self._cuts = type(module).__name__, model, cuts
         self._trail: list[tuple[str, str]] = []
         self._draws: Counter[str] = Counter()
         self._began: dict[str, list[Counter[str]]] = {}  # the draws before each run of a submodule
@@ -150,6 +154,8 @@ class Place:
     def _call(self, path: str, part: weakref.ref[nn.Module], /, *args: Any, **kwargs: Any) -> Any:
         module = part()
         assert module is not None  # it is being called
+        if path in self._cuts:
+            args, kwargs = cut((args, kwargs))
         if self._effects is None:
             self._began.setdefault(path, []).append(self._draws.copy())
         run = partial(self._run, path, module, *args, **kwargs)

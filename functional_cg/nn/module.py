@@ -32,7 +32,9 @@ __all__ = ["Apply", "from_module"]
 
 
 @entry("apply, params, buffers = fcg.from_module(model)")
-def from_module(module: nn.Module) -> tuple[Apply, dict[str, Tensor], dict[str, Tensor]]:
+def from_module(
+    module: nn.Module, *, cuts: Iterable[str] = ()
+) -> tuple[Apply, dict[str, Tensor], dict[str, Tensor]]:
     """Turn a module's forward into a pure function and copy out its tensors.
 
     Every random op in the module, whether in ``nn.Dropout``, attention, RNNs or your own code, draws from the ``key``
@@ -50,10 +52,13 @@ def from_module(module: nn.Module) -> tuple[Apply, dict[str, Tensor], dict[str, 
     Args:
       module: Any module without hooks on its backward, wrappers, or lazy, sparse and meta tensors. Hooks on the forward
         are a part of it.
+      cuts: Names of submodules, ``("h.3", "h.6")``: in a loss of a pipeline, a stage begins with what each is called
+        with, as :meth:`functional_cg.sharding.Pipeline.cut` would begin it. Elsewhere they change nothing.
     Returns:
       (apply, params, buffers): an :class:`Apply`, and copies of the tensors under the module's own names; a tied
       tensor goes by the first of its names.
     Raises:
+      AttributeError: If ``cuts`` names no submodule.
       AliasError: If two parameters share memory without being the same object (``b.data = a.data``).
       TypeError, SideEffectError, HostSyncError, LayoutError, ForeignTensorError: For what cannot be made pure, by name.
 
@@ -76,6 +81,9 @@ def from_module(module: nn.Module) -> tuple[Apply, dict[str, Tensor], dict[str, 
             f"To fix: make one, `fcg.from_module({getattr(module, '__name__', 'Model')}(...))`."
         )
     refuse_impure(module)
+    at = frozenset([cuts] if isinstance(cuts, str) else cuts)
+    for name in sorted(at):
+        module.get_submodule(name)
     params = {name: p for name, p in module.named_parameters() if p.requires_grad}
     buffers = dict(module.named_buffers())
     buffers |= {name: p for name, p in module.named_parameters() if not p.requires_grad}
@@ -90,6 +98,7 @@ def from_module(module: nn.Module) -> tuple[Apply, dict[str, Tensor], dict[str, 
         ops,
         frozenset(made),
         fixed_tensors(template),
+        at,
     )
     return apply, _owned(params), _owned(buffers)
 
@@ -105,6 +114,7 @@ class Apply(metaclass=Documented):
     _ops: dict[int, Any]
     _made: frozenset[str]
     _fixed: dict[str, Tensor]
+    _cuts: frozenset[str] = frozenset()
     _method: str = ""
 
     def method(self, name: str) -> Apply:
@@ -222,8 +232,9 @@ class Apply(metaclass=Documented):
             return only_remembers(copied, self._method, tensors, args, kwargs, before, after)
 
         out, written, place = run(
-            module, args, kwargs, key, params, self._fixed, self._made, remembers, self._method, name
-        )
+            module, args, kwargs, key, params, self._fixed, self._made, remembers, self._method, name,
+            self._cuts,
+        )  # fmt: skip
         refuse_exchanged(type(module).__name__, "params", memory, trained)
         memory = {name: memory_of(one) for name, one in given.items()}
         refuse_exchanged(type(module).__name__, "buffers", memory, held)

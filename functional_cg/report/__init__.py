@@ -13,6 +13,10 @@ Of a run:
   profile           time and memory by module, of ``step.profile(state, batch)``
   step_times        distribution of the times of calls
   seconds_per_call  measure those times
+
+Of a pipeline:
+
+  schedule          when each rank computes what
 """
 
 from __future__ import annotations
@@ -29,5 +33,6 @@ from .plots import arena as arena
 from .plots import bytes_by_role as bytes_by_role
 from .plots import loss_curves as loss_curves
 from .profiles import profile as profile
+from .schedules import schedule as schedule
 from .timing import seconds_per_call as seconds_per_call
 from .timing import step_times as step_times

@@ -7,6 +7,7 @@ Before the first step:
 
   mesh        lay out all ranks of a run
   zero        shard a state over a mesh: ``TrainState.create(..., sharding=zero(mesh, stage=3))``
+  pipeline    lay out a loss in stages over an axis of a mesh, and micro-batches over a schedule
 
 Inside of a step:
 
@@ -22,14 +23,17 @@ Outside of a step:
 Types:
 
   Mesh        what ``mesh`` returns
+  Pipeline    what ``pipeline`` returns: ``cut``, ``value_and_grad``, ``zero``
   Zero        what ``zero`` returns
 """
 
 import typing as _typing
 
 from ..names import missing as _missing
+from ..pipelines.pipeline import Pipeline as Pipeline
 from ..shards.mesh import Mesh as Mesh
 from .launch import mesh as mesh
+from .pipelining import pipeline as pipeline
 from .values import fold_in as fold_in
 from .values import gather as gather
 from .values import local as local

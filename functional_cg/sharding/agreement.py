@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import time
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any
 
@@ -36,6 +37,7 @@ class Ranks:
       attempts: Number of times that this meeting was given up.
       last: Keys of the previous meeting that are still in the store.
       lost: Whether a connection to another rank is known to be broken.
+      groups: For each rank, the number of the group that does the same as it; empty if all ranks do the same.
     """
 
     store: Any
@@ -46,6 +48,7 @@ class Ranks:
     attempts: int = 0
     last: tuple[str, ...] = ()
     lost: bool = False
+    groups: tuple[int, ...] = ()
 
     @classmethod
     def of_this_run(cls, timeout: float) -> Ranks:
@@ -64,8 +67,18 @@ class Ranks:
         """Return the store by a connection for another thread: one is busy for as long as somebody waits on it."""
         return self.store.clone()
 
+    def in_groups(self, groups: Sequence[int]) -> Ranks:
+        """Return the same ranks, of which only those of a group do the same."""
+        own = Ranks.over(self.store, self.rank, self.size, self.timeout)
+        return replace(own, groups=tuple(groups))
+
+    def beside(self, said: Sequence[str]) -> list[str]:
+        """Return what the ranks of this rank's group have said."""
+        groups = self.groups or (0,) * self.size
+        return [text for text, group in zip(said, groups, strict=True) if group == groups[self.rank]]
+
     def agree(self, function: str, what: str) -> None:
-        """Wait for all ranks, and raise on all of them unless they are about to do the same.
+        """Wait for all ranks, and raise on all of them unless those of a group are about to do the same.
 
         Args:
           function: Name of the user's function.
@@ -74,13 +87,15 @@ class Ranks:
           RankError: Naming the ranks that are missing or differ.
         """
         said = self.shared(function, what)
-        others = [rank for rank in range(self.size) if said[rank] != said[0]]
+        groups = self.groups or (0,) * self.size
+        first = [groups.index(group) for group in groups]
+        others = [rank for rank in range(self.size) if said[rank] != said[first[rank]]]
         if others:
-            differ = f"{_ranks(others)} differ{'s' * (len(others) == 1)}"
+            differ, one = f"{_ranks(others)} differ{'s' * (len(others) == 1)}", first[others[0]]
             raise RankError.of(
                 function,
-                f"ranks are about to do different things: {differ} from rank 0.",
-                rows=_differences(said[0], said[others[0]], others[0]),
+                f"ranks are about to do different things: {differ} from rank {one}.",
+                rows=_differences(said[one], said[others[0]], others[0], one),
                 why="Each rank captures one graph, and the collectives in them wait for each other.",
                 fix="call the same steps in one order on all ranks, with inputs of one layout: the last batch too.",
             )
@@ -205,12 +220,12 @@ def _ranks(numbers: list[int]) -> str:
     return f"rank{'s' * (len(numbers) != 1)} {', '.join(map(str, numbers))}"
 
 
-def _differences(first: str, other: str, rank: int) -> list[str]:
-    """Return the lines that differ between the texts of rank 0 and another rank."""
+def _differences(first: str, other: str, rank: int, one: int) -> list[str]:
+    """Return the lines that differ between the texts of two ranks."""
     a, b = first.splitlines(), other.splitlines()
     pairs = [
         *zip(a, b, strict=False),
         *((line, "nothing") for line in a[len(b) :]),
         *(("nothing", line) for line in b[len(a) :]),
     ]
-    return [f"rank 0  {x}   rank {rank}  {y}" for x, y in pairs if x != y]
+    return [f"rank {one}  {x}   rank {rank}  {y}" for x, y in pairs if x != y]

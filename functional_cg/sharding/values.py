@@ -140,8 +140,8 @@ def local(leaf: Tensor) -> Tensor:
     if not isinstance(leaf, Sharded):
         return owned(leaf)  # type: ignore[no-any-return]
     placement, held = leaf.placement, owned(leaf.local)
-    if not placement.sharded or inside_a_step():
-        return cast("Tensor", held if not placement.sharded else placement.masked(held))
+    if not placement.partial or inside_a_step():
+        return placement.masked(held)
     return held[: placement.elements].clone()  # type: ignore[no-any-return]
 
 
@@ -182,7 +182,7 @@ def state_dict(state: Any) -> Mapping[str, Tensor]:
     with _all_ranks("sharding.state_dict", "make a state dict", flat):
         for name, leaf in zip(names_of(treedef), flat, strict=True):
             full = all_of(leaf) if isinstance(leaf, Sharded) else owned(leaf)
-            if mesh is None or mesh.rank == 0:
+            if mesh is None or mesh.number == 0:
                 out[name] = full.detach().to("cpu", copy=True)
     return out
 
@@ -225,7 +225,7 @@ def _reduced(tree: T, op: Literal["mean", "sum"]) -> T:
 
 
 def _reducible(leaf: Any) -> bool:
-    if not isinstance(leaf, Tensor) or (isinstance(leaf, Sharded) and leaf.placement.sharded):
+    if not isinstance(leaf, Tensor) or (isinstance(leaf, Sharded) and leaf.placement.partial):
         return False
     return adds_up(leaf.dtype) if leaf.is_floating_point() else leaf.dtype is not torch.bool
 

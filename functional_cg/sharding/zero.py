@@ -176,5 +176,5 @@ def zero(
 def _shard(leaf: Any) -> Any:
     if not isinstance(leaf, Sharded) or leaf.placement.sharded or leaf.placement.mesh.shards.size == 1:
         return leaf
-    old = leaf.placement
-    return Sharded(old.own(leaf.local), Placement(old.mesh, old.shape, True, old.reading))
+    split = leaf.placement.split
+    return Sharded(split.own(leaf.local), split)

@@ -22,6 +22,7 @@ __all__ = [
     "all_gather",
     "all_reduce",
     "broadcast",
+    "from_one",
     "reduce_scatter",
 ]
 
@@ -85,9 +86,17 @@ def _bytes(tensor: Tensor) -> Tensor:
     return tensor.resolve_conj().resolve_neg().contiguous().flatten().view(torch.uint8)
 
 
+def from_one(tensor: Tensor, axis: Axis, *, here: bool) -> Tensor:
+    """Return the value that one rank of an axis has, bit by bit, on all of them; others bring a tensor like it."""
+    if axis.size == 1:
+        return tensor
+    raw = _bytes(tensor if here else torch.zeros_like(tensor, memory_format=torch.contiguous_format))
+    return all_reduce(raw, axis).view(tensor.dtype).view(tensor.shape)
+
+
 def broadcast(tensor: Tensor, mesh: Mesh) -> Tensor:
     """Return the value of rank 0 as a new tensor; not for use in graphs."""
     out = tensor.detach().resolve_conj().resolve_neg().clone(memory_format=torch.contiguous_format)
-    if mesh.size > 1:
+    if mesh.everyone > 1:
         torch.distributed.broadcast(_bytes(out), 0)  # into the same memory
     return out

@@ -41,6 +41,8 @@ class Mesh:
       captures: Holders of graphs with collectives of this mesh; closed before its process groups are.
       ranks: How ranks synchronize outside graphs; None for a single rank.
       watchdog: Ends the process if a step waits for other ranks forever; None for a single rank.
+      stages: The axis of a pipeline, whose ranks hold other leaves: these axes are those of the ranks that hold the
+        same ones. None without a pipeline.
     """
 
     axes: tuple[Axis, ...]
@@ -48,11 +50,24 @@ class Mesh:
     captures: weakref.WeakSet[Any] = field(default_factory=weakref.WeakSet, compare=False, repr=False)
     ranks: Any = field(default=None, compare=False, repr=False)
     watchdog: Any = field(default=None, compare=False, repr=False)
+    stages: Axis | None = None
 
     @property
     def size(self) -> int:
         """Number of ranks."""
         return math.prod(axis.size for axis in self.axes)
+
+    @property
+    def everyone(self) -> int:
+        """Number of ranks that take part in a step: on these axes, in all stages of a pipeline."""
+        return self.size * (1 if self.stages is None else self.stages.size)
+
+    @property
+    def number(self) -> int:
+        """This rank's number among all that take part; 0 for the one that speaks for them."""
+        if self.stages is None:
+            return self.rank
+        return 0 if self.ranks is None else int(self.ranks.rank)
 
     @property
     def rank(self) -> int:
@@ -73,4 +88,5 @@ class Mesh:
         return tuple(axis for axis in self.axes if axis.size > 1)
 
     def __str__(self) -> str:
-        return ", ".join(f"{axis.name}={axis.size}" for axis in self.axes)
+        axes = self.axes if self.stages is None else (self.stages, *self.axes)
+        return ", ".join(f"{axis.name}={axis.size}" for axis in axes)

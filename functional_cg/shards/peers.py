@@ -107,7 +107,7 @@ def _lost(mesh: Mesh | None, function: str, error: RuntimeError) -> RankError | 
     who = f"rank{'s' * (len(absent) > 1)} {names}" if absent else "the other ranks"
     return RankError.of(
         function,
-        f"rank {mesh.rank} of {mesh.size} has lost {who}; the state is that of the last step.",
+        f"rank {mesh.number} of {mesh.everyone} has lost {who}; the state is that of the last step.",
         rows=[_first_line(error)],
         why="A collective waits for all ranks: one of them has ended, or has not come in time.",
         fix="see what that rank said, and call steps on all ranks in one order; then start all ranks again, from "

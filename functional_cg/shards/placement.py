@@ -14,9 +14,9 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from .mesh import Mesh
+from .mesh import Axis, Mesh
 
-__all__ = ["Placement", "Reading"]
+__all__ = ["Holders", "Placement", "Reading"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,16 +42,51 @@ class Reading:
 
 
 @dataclass(frozen=True, slots=True)
+class Holders:
+    """The ranks of a pipeline that hold a leaf; on the others it has no elements.
+
+    Attributes:
+      stages: The axis of the pipeline.
+      ranks: Positions on it, in order.
+      group: Name of their process group if there are several; empty for one.
+    """
+
+    stages: Axis
+    ranks: tuple[int, ...]
+    group: str = ""
+
+    @property
+    def here(self) -> bool:
+        """Whether this rank is one of them."""
+        return self.stages.rank in self.ranks
+
+    @property
+    def first(self) -> bool:
+        """Whether this rank is the first of them, which answers for the leaf."""
+        return self.stages.rank == self.ranks[0]
+
+    @property
+    def axis(self) -> Axis:
+        """Themselves as an axis, for collectives between them."""
+        place = self.ranks.index(self.stages.rank) if self.here else -1
+        return Axis(self.stages.name, len(self.ranks), place, self.group)
+
+    def __str__(self) -> str:
+        return f"held by {self.stages.name} {' and '.join(map(str, self.ranks))} of {self.stages.size}"
+
+
+@dataclass(frozen=True, slots=True)
 class Placement:
     """Where a leaf's elements lie.
 
     Attributes:
       mesh: The ranks.
       shape: Logical shape, the same on all ranks.
-      sharded: Whether a rank holds a shard rather than the whole leaf.
+      sharded: Whether the ranks that hold it hold a shard each, rather than the whole leaf.
       reading: How a loss reads it; None for a leaf that is not a parameter.
       at_rest: Whether the leaf is outside a step, where an op must not start a collective, since one rank may run it
         alone.
+      holders: The ranks of a pipeline that hold it; None if all do.
     """
 
     mesh: Mesh
@@ -59,51 +94,72 @@ class Placement:
     sharded: bool
     reading: Reading | None = field(default=None, compare=False)
     at_rest: bool = field(default=False, compare=False)
+    holders: Holders | None = None
 
     @property
     def numel(self) -> int:
         return math.prod(self.shape)
 
     @property
+    def partial(self) -> bool:
+        """Whether a rank may hold less than the whole leaf: it then holds a vector of elements."""
+        return self.sharded or self.holders is not None
+
+    @property
+    def here(self) -> bool:
+        """Whether this rank holds any of it."""
+        return self.holders is None or self.holders.here
+
+    @property
+    def pieces(self) -> int:
+        """Number of parts that the leaf is cut into."""
+        return self.mesh.shards.size if self.sharded else 1
+
+    @property
     def length(self) -> int:
-        """Number of elements of a shard, padding included."""
-        return -(-self.numel // self.mesh.shards.size)
+        """Number of elements of this rank's part, padding included."""
+        return -(-self.numel // self.pieces) if self.here else 0
 
     @property
     def start(self) -> int:
-        """Index in the whole leaf of the first element of this rank's shard."""
-        return self.mesh.shards.rank * self.length
+        """Index in the whole leaf of the first element of this rank's part."""
+        return self.mesh.shards.rank * self.length if self.sharded else 0
 
     @property
     def elements(self) -> int:
-        """Number of elements of this rank's shard, without padding."""
+        """Number of elements of this rank's part, without padding."""
         return max(0, min(self.length, self.numel - self.start))
 
     @property
     def padded(self) -> bool:
-        return self.length * self.mesh.shards.size != self.numel
+        return self.here and self.length * self.pieces != self.numel
 
     @property
     def local_shape(self) -> tuple[int, ...]:
         """Shape of the tensor that a rank holds."""
-        return (self.length,) if self.sharded else self.shape
+        return (self.length,) if self.partial else self.shape
+
+    @property
+    def split(self) -> Placement:
+        """The same leaf, with a shard on each of the ranks that hold it."""
+        return replace(self, sharded=True)
 
     def without_reading(self) -> Placement:
         """Return the same placement for a leaf that is not a parameter."""
         return replace(self, reading=None)
 
     def pad(self, whole: Tensor) -> Tensor:
-        """Flatten a leaf [*shape] to a vector [length * ranks], with zeros at its end."""
+        """Flatten a leaf [*shape] to a vector [length * pieces], with zeros at its end."""
         flat = whole.reshape(-1)
-        missing = self.length * self.mesh.shards.size - self.numel
+        missing = self.length * self.pieces - self.numel if self.here else 0
         return torch.cat([flat, flat.new_zeros(missing)]) if missing else flat
 
     def unpad(self, vector: Tensor) -> Tensor:
-        """Turn a padded vector [length * ranks] back into the leaf [*shape]."""
+        """Turn a padded vector [length * pieces] back into the leaf [*shape]."""
         return (vector[: self.numel] if self.padded else vector).view(self.shape)
 
     def own(self, whole: Tensor) -> Tensor:
-        """Return this rank's shard of a leaf [*shape]: a vector [length]."""
+        """Return this rank's part of a leaf [*shape]: a vector [length]."""
         return self.pad(whole).narrow(0, self.start, self.length)
 
     def masked(self, local: Tensor, fill: float = 0.0) -> Tensor:
@@ -119,4 +175,8 @@ class Placement:
 
     def describe(self) -> str:
         """Describe the placement, for specs: ``sharded over data=4``."""
-        return f"{'sharded' if self.sharded else 'replicated'} over {self.mesh}"
+        over = f"{'sharded' if self.sharded else 'replicated'} over {self.mesh}"
+        if self.holders is None:
+            return over
+        axes = ", ".join(f"{axis.name}={axis.size}" for axis in self.mesh.wide)
+        return str(self.holders) + (f", {over.partition(' ')[0]} over {axes}" if axes else "")

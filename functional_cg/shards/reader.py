@@ -22,11 +22,11 @@ from ..errors import LayoutError, ReadOnlyError
 from ..tensors.aten import tensors_in, written_arguments
 from ..tensors.overlap import storage_key
 from ..tree import Treedef, path_string
-from .collectives import all_gather, all_reduce, reduce_scatter
+from .collectives import all_gather, all_reduce, from_one, reduce_scatter
 from .placement import Placement, Reading
 from .tensor import Sharded, title
 
-__all__ = ["Reader", "all_of", "gathered", "like_leaf", "readers", "variable_of", "whole"]
+__all__ = ["Reader", "Source", "all_of", "gathered", "like_leaf", "readers", "variable_of", "whole"]
 
 _NO_HOOKS = "support saved tensor hooks"  # in the error of `torch.func` inside saved-tensor hooks
 _AT_ONCE = 2  # leaves that stay gathered: consecutive ops read a weight, a bias, and the weight again
@@ -137,10 +137,10 @@ def variable_of(leaf: Tensor) -> Tensor:
     placement = leaf.placement
     if placement.sharded or reading.gradient == "whole":
         return leaf.local
-    return placement.own(leaf.local)
+    return placement.split.own(leaf.local)
 
 
-class _Source:
+class Source:
     """Where a reader gets its leaf from; gathers at each request.
 
     Args:
@@ -156,13 +156,23 @@ class _Source:
 
     def gather(self) -> Tensor:
         """Return the whole leaf, in the dtype that a loss reads it in."""
-        read = self.held.to(self.reading.param_dtype or self.held.dtype)
-        if not self.placement.sharded:
-            return read
-        return self.placement.unpad(all_gather(read, self.placement.mesh.shards))
+        read, placement = self.held.to(self.reading.param_dtype or self.held.dtype), self.placement
+        if placement.sharded and placement.here:
+            read = all_gather(read, placement.mesh.shards)
+        if (holders := placement.holders) is None:
+            return placement.unpad(read) if placement.sharded else read
+        full = placement.unpad(read) if placement.here else read.new_zeros(placement.shape)
+        return from_one(full, holders.stages, here=holders.first)
 
-    def reduce(self, grad: Tensor) -> Tensor:
-        """Average a gradient of the whole leaf over all ranks; return the part that this rank keeps."""
+    def read_here(self) -> Tensor:
+        """Return the whole leaf on the ranks of a pipeline that hold it; they alone may ask."""
+        read, placement = self.held.to(self.reading.param_dtype or self.held.dtype), self.placement
+        if placement.sharded:
+            read = all_gather(read, placement.mesh.shards)
+        return placement.unpad(read) if placement.partial else read
+
+    def reduce(self, grad: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+        """Average a gradient of the whole leaf over all ranks; return the part that this rank keeps, in a dtype."""
         if isinstance(grad, Sharded) and grad.placement.sharded:
             raise LayoutError.of(
                 "",
@@ -174,19 +184,19 @@ class _Source:
         grad = grad.local if isinstance(grad, Sharded) else grad
         mesh, out = self.placement.mesh, grad.to(self.reading.reduce_dtype or grad.dtype)
         if self.placement.sharded or self.reading.gradient == "shard":
-            out = reduce_scatter(self.placement.pad(out), mesh.shards)
+            out = reduce_scatter(self.placement.split.pad(out), mesh.shards)
         else:
-            out = all_reduce(out, mesh.shards)
+            out = all_reduce(out.reshape(-1) if self.placement.partial else out, mesh.shards)
         for axis in mesh.axes[:-1]:
             out = all_reduce(out, axis)
-        return (out / mesh.size).to(self.variable.dtype)
+        return (out / mesh.size).to(dtype or self.variable.dtype)
 
 
 class _Gather(torch.autograd.Function):
     """Maps a shard to the whole leaf or to its reader; the backward averages the gradient over the ranks."""
 
     @staticmethod
-    def forward(ctx: Any, source: _Source, variable: Tensor, make: Callable[[], Tensor]) -> Tensor:
+    def forward(ctx: Any, source: Source, variable: Tensor, make: Callable[[], Tensor]) -> Tensor:
         ctx.source = source
         full = make()
         return full.view_as(full) if full is source.held else full
@@ -201,10 +211,10 @@ class _Read:
     """The readers of one loss: tracks which leaves are gathered, and restores saved tensors."""
 
     def __init__(self) -> None:
-        self._gathered: dict[_Source, Tensor] = {}  # in order of use, the latest last
-        self._versions: dict[_Source, int] = {}
+        self._gathered: dict[Source, Tensor] = {}  # in order of use, the latest last
+        self._versions: dict[Source, int] = {}
 
-    def forward(self, source: _Source) -> Tensor:
+    def forward(self, source: Source) -> Tensor:
         found = self._gathered.pop(source, None)
         if found is None or (source.variable.requires_grad and not found.requires_grad):
             make = source.gather if found is None else found.detach
@@ -235,14 +245,14 @@ class _Read:
         self._keep(source, found)
         return torch.as_strided(found.detach(), shape, stride, offset)
 
-    def _keep(self, source: _Source, found: Tensor) -> None:
+    def _keep(self, source: Source, found: Tensor) -> None:
         self._gathered[source] = found
         if self._versions.setdefault(source, found._version) != found._version:
             raise _written(found)  # through a view of it
         while len(self._gathered) > _AT_ONCE:
             self._let_go(next(iter(self._gathered)))
 
-    def _let_go(self, source: _Source) -> None:
+    def _let_go(self, source: Source) -> None:
         found = self._gathered.pop(source)
         if self._versions.pop(source) != found._version:
             raise _written(found)
@@ -276,6 +286,7 @@ def readers(
     Yields:
       The leaves to pass to the loss. Backward passes must run inside the block.
     """
+    _refuse_held(leaves, treedef)
     read = _Read()
     handed = _handed(leaves, variables, read)
     let_go = {
@@ -286,6 +297,23 @@ def readers(
     with _gathering_again(let_go, treedef, read) if let_go else contextlib.nullcontext():
         yield handed
     read.close()
+
+
+def _refuse_held(leaves: Sequence[Tensor], treedef: Treedef) -> None:
+    """Refuse to differentiate with respect to leaves that only some stages of a pipeline hold."""
+    rows = [
+        f"{path_string(path, 'params')}  {title(leaf)}"
+        for path, leaf in zip(treedef.paths(), leaves, strict=True)
+        if isinstance(leaf, Sharded) and leaf.placement.holders is not None
+    ]
+    if rows:
+        raise LayoutError.of(
+            "",
+            "differentiates with respect to leaves of a pipeline, which this rank may not hold.",
+            rows=rows,
+            why="Each rank computes its own stages, and gradients go from stage to stage.",
+            fix="`loss, grads = pipe.value_and_grad(loss_fn)(state.params, batch)`.",
+        )
 
 
 @contextlib.contextmanager
@@ -314,7 +342,8 @@ def _gathering_again(leaves: Mapping[int, Sharded], treedef: Treedef, read: _Rea
 
 
 def _let_go_after_use(placement: Placement) -> bool:
-    return placement.sharded and (placement.reading or Reading()).reshard
+    gathers = placement.sharded or placement.holders is not None
+    return gathers and (placement.reading or Reading()).reshard
 
 
 def gathered(leaves: Sequence[Tensor]) -> list[Tensor]:
@@ -337,7 +366,7 @@ def _handed(leaves: Sequence[Tensor], variables: Sequence[Tensor], read: _Read) 
 
 
 def _reader(leaf: Sharded, variable: Tensor, read: _Read) -> Reader:
-    source = _Source(leaf, variable)
+    source = Source(leaf, variable)
     dtype = source.reading.param_dtype or variable.dtype
     make = partial(Reader, variable, leaf.shape, dtype, partial(read.forward, source))
     return cast("Reader", _Gather.apply(source, variable, make))
@@ -349,4 +378,5 @@ def like_leaf(leaf: Tensor, grad: Tensor) -> Tensor:
         return grad
     old = leaf.placement
     reading = old.reading or Reading()
-    return Sharded(grad, Placement(old.mesh, old.shape, old.sharded or reading.gradient == "shard", reading))
+    split = old.sharded or reading.gradient == "shard"
+    return Sharded(grad, Placement(old.mesh, old.shape, split, reading, holders=old.holders))

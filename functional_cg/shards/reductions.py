@@ -19,20 +19,36 @@ Reduction = Callable[[Tensor, Placement, Mapping[str, Any]], Tensor]
 
 
 def _across(value: Tensor, placement: Placement, op: str = "sum") -> Tensor:
-    return all_reduce(value, placement.mesh.shards, op)
+    """Reduce what ranks have found of their elements; of the stages that hold a leaf, the first one counts."""
+    if placement.sharded:
+        value = all_reduce(value, placement.mesh.shards, op)
+    holders = placement.holders
+    if holders is None:
+        return value
+    counts = holders.first or op != "sum"
+    return all_reduce(value if counts else torch.zeros_like(value), holders.stages, op)
+
+
+def _elements(local: Tensor, placement: Placement, fill: float = 0.0) -> Tensor:
+    """Return the elements that this rank holds, with ``fill`` for padding; a single ``fill`` if it holds none."""
+    return placement.masked(local, fill) if placement.here else torch.full_like(local.new_empty(1), fill)
 
 
 def _extreme(value: Tensor, placement: Placement, op: Literal["max", "min"]) -> Tensor:
     """Return the largest or smallest value over the ranks; NaN if any rank has NaN, which collectives may ignore."""
     if not value.is_floating_point():
         return _across(value, placement, op)
-    missing = value.isnan().to(value.dtype) * (1 if op == "max" else -1)
-    extreme, some = _across(torch.stack([value, missing]), placement, op).unbind()
+    return _largest(value, lambda both: _across(both, placement, op), 1 if op == "max" else -1)
+
+
+def _largest(value: Tensor, across: Callable[[Tensor], Tensor], sign: int = 1) -> Tensor:
+    missing = value.isnan().to(value.dtype) * sign
+    extreme, some = across(torch.stack([value, missing])).unbind()
     return extreme.masked_fill(some != 0, math.nan)
 
 
 def _sum(local: Tensor, placement: Placement, named: Mapping[str, Any]) -> Tensor:
-    return _across(placement.masked(local).sum(dtype=named.get("dtype")), placement)
+    return _across(_elements(local, placement).sum(dtype=named.get("dtype")), placement)
 
 
 def _mean(local: Tensor, placement: Placement, named: Mapping[str, Any]) -> Tensor:
@@ -41,12 +57,12 @@ def _mean(local: Tensor, placement: Placement, named: Mapping[str, Any]) -> Tens
 
 def _max(local: Tensor, placement: Placement, named: Mapping[str, Any]) -> Tensor:
     lowest = -math.inf if local.is_floating_point() else torch.iinfo(local.dtype).min
-    return _extreme(placement.masked(local, lowest).amax(), placement, "max")
+    return _extreme(_elements(local, placement, lowest).amax(), placement, "max")
 
 
 def _min(local: Tensor, placement: Placement, named: Mapping[str, Any]) -> Tensor:
     highest = math.inf if local.is_floating_point() else torch.iinfo(local.dtype).max
-    return _extreme(placement.masked(local, highest).amin(), placement, "min")
+    return _extreme(_elements(local, placement, highest).amin(), placement, "min")
 
 
 def _any(local: Tensor, placement: Placement, named: Mapping[str, Any]) -> Tensor:
@@ -58,7 +74,7 @@ def _all(local: Tensor, placement: Placement, named: Mapping[str, Any]) -> Tenso
 
 
 def _count(local: Tensor, placement: Placement, named: Mapping[str, Any]) -> Tensor:
-    return _across((placement.masked(local) != 0).sum(), placement)
+    return _across((_elements(local, placement) != 0).sum(), placement)
 
 
 def _norm(local: Tensor, placement: Placement, named: Mapping[str, Any]) -> Tensor:
@@ -69,7 +85,7 @@ def _norm(local: Tensor, placement: Placement, named: Mapping[str, Any]) -> Tens
 def norms(
     leaves: Sequence[tuple[Tensor, Placement | None]], order: float, dtype: torch.dtype | None
 ) -> list[Tensor]:
-    """Return the norm of each leaf; sharded leaves share one collective.
+    """Return the norm of each leaf; sharded leaves share one collective, and so do leaves of a pipeline.
 
     Args:
       leaves: Pairs (local tensor, placement); the placement is None for a leaf that is whole here.
@@ -77,25 +93,48 @@ def norms(
       dtype: Dtype in which to sum; None for the leaf's own.
     """
     own = torch._foreach_norm(
-        [local if placement is None else placement.masked(local) for local, placement in leaves],
+        [local if placement is None else _elements(local, placement) for local, placement in leaves],
         order,
         dtype=dtype,
     )
     out = list(own)
-    sharded = [i for i, (_, placement) in enumerate(leaves) if placement is not None]
+    _combine(out, [i for i, (_, p) in enumerate(leaves) if p is not None and p.sharded], leaves, order)
+    _share(out, [i for i, (_, p) in enumerate(leaves) if p is not None and p.holders is not None], leaves)
+    return out
+
+
+def _combine(
+    out: list[Tensor],
+    sharded: Sequence[int],
+    leaves: Sequence[tuple[Tensor, Placement | None]],
+    order: float,
+) -> None:
+    """Replace norms of shards by those of their leaves."""
     if not sharded:
-        return out
-    home = cast("Placement", leaves[sharded[0]][1])
+        return
+    shards = cast("Placement", leaves[sharded[0]][1]).mesh.shards
     stacked = torch.stack([out[i] for i in sharded])
     if order == math.inf:
-        total = _extreme(stacked, home, "max")
+        total = _largest(stacked, lambda value: all_reduce(value, shards, "max"))
     elif order == 2:
-        total = _across(stacked.square(), home).sqrt()
+        total = all_reduce(stacked.square(), shards).sqrt()
     else:
-        total = _across(stacked.pow(order), home).pow(1 / order)
+        total = all_reduce(stacked.pow(order), shards).pow(1 / order)
     for i, norm in zip(sharded, total.unbind(), strict=True):
         out[i] = norm
-    return out
+
+
+def _share(out: list[Tensor], held: Sequence[int], leaves: Sequence[tuple[Tensor, Placement | None]]) -> None:
+    """Replace norms by those that the first holder of each leaf has found, to the bit: the others add zero."""
+    holders = [cast("Placement", leaves[i][1]).holders for i in held]
+    known = [holder for holder in holders if holder is not None]
+    if not known:
+        return
+    mine = [
+        out[i] if holder.first else torch.zeros_like(out[i]) for i, holder in zip(held, known, strict=True)
+    ]
+    for i, norm in zip(held, all_reduce(torch.stack(mine), known[0].stages).unbind(), strict=True):
+        out[i] = norm
 
 
 REDUCTIONS: Mapping[str, Reduction] = MappingProxyType(

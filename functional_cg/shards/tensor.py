@@ -72,10 +72,10 @@ class Sharded(Tensor):
         kwargs = kwargs or {}
         sources = [t for t in tensors_in([*args, *kwargs.values()]) if isinstance(t, Sharded)]
         name = func._schema.name
-        if not any(source.placement.sharded for source in sources):
+        if not any(source.placement.partial for source in sources):
             return _replicated(func, args, kwargs, sources)
         for tensor in written_arguments(func, args, kwargs):
-            if not isinstance(tensor, Sharded) or not tensor.placement.sharded:
+            if not isinstance(tensor, Sharded) or not tensor.placement.partial:
                 raise refused(sources[0], f"{func}, which writes it into a tensor that is whole")
         if name in REDUCTIONS or name.startswith("aten::_foreach_norm"):
             refuse_at_rest(sources, str(func))
@@ -89,11 +89,11 @@ class Sharded(Tensor):
         return _elementwise(func, args, kwargs, sources)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        numbers = "" if self.placement.sharded else f"\n{self.local!r}"
+        numbers = "" if self.placement.partial else f"\n{self.local!r}"
         return f"{type(self).__name__}({title(self)}){numbers}"
 
     def __format__(self, spec: str) -> str:
-        if self.placement.sharded and not spec:
+        if self.placement.partial and not spec:
             return repr(self)
         return format(self._here(f"its number in the format {spec!r}"), spec)
 
@@ -105,7 +105,7 @@ class Sharded(Tensor):
 
     def _here(self, what: str) -> Tensor:
         """Return the leaf if this rank holds all of it; refuse otherwise."""
-        if self.placement.sharded:
+        if self.placement.partial:
             raise refused(self, what)
         return self.local
 
@@ -174,10 +174,10 @@ def refuse_at_rest(leaves: Sequence[Any], what: str) -> None:
       LayoutError: If one of the leaves is outside a step, on a mesh of several ranks.
     """
     for leaf in leaves:
-        if isinstance(leaf, Sharded) and leaf.placement.at_rest and leaf.placement.mesh.size > 1:
+        if isinstance(leaf, Sharded) and leaf.placement.at_rest and leaf.placement.mesh.everyone > 1:
             raise LayoutError.of(
                 "",
-                f"asks a leaf of {leaf.placement.mesh.size} ranks for {what} outside of the step that got it.",
+                f"asks a leaf of {leaf.placement.mesh.everyone} ranks for {what} outside of the step that got it.",
                 rows=[title(leaf)],
                 why="The answer is a collective, and a rank that asks alone would wait for ever.",
                 fix="return it in the metrics of a step; or `sharding.gather(leaf)` on all ranks, for all of it; "
@@ -216,9 +216,13 @@ def shard_of(tensor: Tensor, like: Placement) -> Tensor:
     """
     placement = placed(tensor)
     shape = tuple(tensor.shape)
-    if placement is not None and placement.sharded:
-        if placement.mesh == like.mesh and shape == like.shape:
-            return tensor.local  # type: ignore[attr-defined,no-any-return]
+    if placement is not None and placement.partial:
+        if (placement.mesh, shape, placement.holders) == (like.mesh, like.shape, like.holders):
+            local: Tensor = tensor.local  # type: ignore[attr-defined]
+            if placement.sharded == like.sharded:
+                return local
+            if like.sharded:  # whole on the ranks that hold it
+                return like.own(local)
     elif shape == like.shape and (shape or placement is not None):
         return like.own(_whole(tensor))
     elif tensor.numel() == 1 and len(shape) <= len(like.shape):
@@ -238,7 +242,8 @@ def shard_of(tensor: Tensor, like: Placement) -> Tensor:
 def _elementwise(
     func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], sources: Sequence[Sharded]
 ) -> Any:
-    home = next(source for source in sources if source.placement.sharded).placement
+    partial = [source.placement for source in sources if source.placement.partial]
+    home = next((placement for placement in partial if placement.sharded), partial[0])
     by_local = {id(source.local): source for source in sources}  # an in-place op returns its argument
 
     def own(t: Tensor) -> Tensor:
@@ -290,7 +295,12 @@ def _by_lists(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     rows = max(len(value) for value in named.values() if isinstance(value, (list, tuple)))
     homes = [
         next(
-            (p for column in _columns(named, rows) if (p := placed(column[i])) is not None and p.sharded),
+            (
+                p
+                for finest in (True, False)
+                for column in _columns(named, rows)
+                if (p := placed(column[i])) is not None and (p.sharded if finest else p.partial)
+            ),
             None,
         )
         for i in range(rows)
@@ -352,5 +362,5 @@ def _norms(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Te
     """Run ``_foreach_norm`` with one collective for all leaves."""
     named = named_arguments(func, args, kwargs)
     _refuse_order(next(t for t in named["self"] if isinstance(t, Sharded)), named["ord"])
-    leaves = [(_whole(t), p if (p := placed(t)) is not None and p.sharded else None) for t in named["self"]]
+    leaves = [(_whole(t), p if (p := placed(t)) is not None and p.partial else None) for t in named["self"]]
     return norms(leaves, named["ord"], named.get("dtype"))

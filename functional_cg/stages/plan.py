@@ -64,11 +64,13 @@ class ExecutionPlan(Protocol):
     Attributes:
       schedule: Its calls and commits.
       compiled: Whether a compiler chooses the kernels.
+      functions: Number of compiled functions.
       copies: Whether new values are computed elsewhere and copied into their slots.
     """
 
     schedule: Schedule
     compiled: bool
+    functions: int
     copies: bool
 
     def bind(self, buffers: Buffers) -> Run:
@@ -178,6 +180,7 @@ class AtenPlan:
     """
 
     compiled = False
+    functions = 0
     copies = True
 
     def __init__(self, program: Program, plan: Schedule, *, timed: bool = False) -> None:

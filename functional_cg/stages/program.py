@@ -15,6 +15,7 @@ from torch._ops import OpOverload
 
 from ..messages.origins import Origin
 from ..messages.source import Location
+from ..shards.transfers import TRANSFERS
 from ..state.arena import BufferSpec
 from ..tensors.aten import returns_view
 from ..tree import KeyPath, Treedef, path_string
@@ -68,6 +69,7 @@ class Instr:
       backward: Whether autograd's backward made the call.
       inner: Whether the library made it on the way to a result, in a module's function or an optimizer.
       origin: What it is a part of; for a call of the backward, what the call is a part of that it differentiates.
+      region: What it is a part of that runs several times: the same name each time, then the number of this time.
     """
 
     op: Any
@@ -79,6 +81,7 @@ class Instr:
     backward: bool = False
     inner: bool = False
     origin: Origin = field(default_factory=Origin)
+    region: tuple[str, int] | None = None
 
     @property
     def name(self) -> str:
@@ -211,6 +214,7 @@ class Program:
       suppositions: Slots that it never changes, with the values that it was traced with, on the host.
       tables: Tensors that caches hold, by name: each is one of the constants.
       copied: Names of the inputs that it writes, each in a copy of its own.
+      notes: What parts of the step say of themselves, such as the schedule of a pipeline; the same on all ranks.
     """
 
     function: str
@@ -232,6 +236,7 @@ class Program:
     suppositions: list[Constant] = field(default_factory=list)
     tables: list[tuple[str, Tensor]] = field(default_factory=list)
     copied: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
 
     @property
     def results(self) -> list[Var]:
@@ -309,8 +314,8 @@ def written_storages(instrs: Iterable[Instr]) -> set[int]:
 def live(instrs: Sequence[Instr], results: Iterable[Var]) -> tuple[list[Instr], set[Var]]:
     """Return the live instructions, in order, and the variables that they or the results use.
 
-    An instruction is live if one of its results is used, if it writes in place to memory that is used later, or if it
-    is a check, which has no result.
+    An instruction is live if one of its results is used, if it writes in place to memory that is used later, if it is
+    a check, which has no result, or if another rank waits for it.
     """
     used = set(results)
     storages = {var.storage for var in used}
@@ -318,7 +323,7 @@ def live(instrs: Sequence[Instr], results: Iterable[Var]) -> tuple[list[Instr], 
     for instr in reversed(instrs):
         reaches = any(var in used for var in instr.outputs())
         reaches |= any(var.storage in storages for var in instr.writes)
-        if reaches or instr.checks:
+        if reaches or instr.checks or instr.op in TRANSFERS:
             kept.append(instr)
             used.update(instr.inputs())
             storages.update(var.storage for var in instr.inputs())

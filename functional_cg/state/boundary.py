@@ -113,7 +113,7 @@ def sharding_fix(expected: Sequence[BufferSpec], leaves: Sequence[Any]) -> str:
             return f"give `{call}`: the old leaf is whole on each rank, and the new one is {BufferSpec.of(leaf)}."
         if (
             slot is not None
-            and slot.sharded
+            and slot.partial
             and shape != slot.shape
             and shape in ((slot.length,), (slot.elements,))
         ):
@@ -176,7 +176,7 @@ def shown(tree: Any) -> Any:
     rows = [
         f"{path_string(path, 'metrics')}  {BufferSpec.of(leaf)}"
         for path, leaf in zip(treedef.paths(), flat, strict=True)
-        if isinstance(leaf, Sharded) and leaf.placement.sharded
+        if isinstance(leaf, Sharded) and leaf.placement.partial
     ]
     if rows:
         raise LayoutError.of(
@@ -204,9 +204,11 @@ def localized(spec: BufferSpec, leaf: Any) -> Any:
     if placement is None or not isinstance(leaf, Tensor) or tuple(leaf.shape) != placement.shape:
         return leaf
     leaf = whole(leaf)
-    if placement.sharded:
-        on_shards = isinstance(leaf, Sharded) and leaf.placement.sharded
-        return shard_of(leaf, placement) if on_shards else placement.own(held(leaf))
-    if isinstance(leaf, Sharded) and leaf.placement.sharded:
-        return leaf.placement.unpad(all_gather(leaf.local, placement.mesh.shards))
-    return held(leaf)
+    if not isinstance(leaf, Sharded) or not leaf.placement.partial:
+        return placement.own(held(leaf)) if placement.partial else held(leaf)
+    if placement.sharded or not leaf.placement.sharded:
+        return shard_of(leaf, placement) if placement.partial else held(leaf)
+    if not placement.here:
+        return leaf.local
+    full = leaf.placement.unpad(all_gather(leaf.local, placement.mesh.shards))
+    return placement.own(full) if placement.partial else full

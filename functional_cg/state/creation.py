@@ -298,7 +298,7 @@ def _refuse(given: Any, params: Any, home: torch.device, *, gathers: bool) -> No
     rows = [
         f"{path_string(path, 'state')}  expected a whole tensor   got {BufferSpec.of(leaf)}"
         for path, leaf in pytree.flatten_with_path(whole)[0]
-        if isinstance(leaf, Sharded) and leaf.placement.sharded
+        if isinstance(leaf, Sharded) and leaf.placement.partial
     ]
     if rows:
         raise LayoutError.of(
@@ -331,7 +331,7 @@ def _write_params(slots: Any, params: Any, kind: Any, made: tuple[Init, Tensor] 
 
 
 def _is_shard(slot: Tensor) -> bool:
-    return isinstance(slot, Sharded) and slot.placement.sharded
+    return isinstance(slot, Sharded) and slot.placement.partial
 
 
 def _write(slots: Any, values: Any) -> None:

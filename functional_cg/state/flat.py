@@ -151,7 +151,7 @@ def _refuse_shards(treedef: pytree.Treedef, specs: Sequence[BufferSpec]) -> None
     rows = [
         f"{path_string(path, 'tree')}  {spec}"
         for path, spec in zip(treedef.paths(), specs, strict=True)
-        if spec.placement is not None and spec.placement.sharded
+        if spec.placement is not None and spec.placement.partial
     ]
     if rows:
         raise LayoutError.of(

@@ -102,7 +102,7 @@ def spec_text(spec: BufferSpec) -> str:
 def size_text(entries: Sequence[Entry]) -> str:
     """Count leaves and bytes: ``2 leaves, 1,024 B``; for leaves on a mesh, the bytes that this rank holds."""
     mesh = mesh_of([entry.spec for entry in entries])
-    where = "" if mesh is None else f" on rank {mesh.rank} of {mesh.size}"
+    where = "" if mesh is None else f" on rank {mesh.number} of {mesh.everyone}"
     return f"{count(len(entries), 'leaf')}, {size_of(sum(entry.spec.nbytes for entry in entries))}{where}"
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
@@ -21,6 +20,7 @@ from ..messages.units import size_of
 from ..shards.collectives import WAIT
 from ..shards.mesh import Mesh
 from ..shards.peers import watched
+from ..shards.transfers import TRANSFERS
 from ..stages.lower.costs import constant_costs, input_costs, metric_costs, slot_costs, staged_pairs
 from ..stages.plan import ExecutionPlan
 from ..stages.program import Program
@@ -39,7 +39,7 @@ from ..tree import KeyPath, Treedef, path_string, structure_diff
 from .constants import Constants
 from .costs import CostAnalysis, cost_analysis
 from .memory import MemoryAnalysis, memory_analysis
-from .replicas import apart, refuse_divergence, told_apart
+from .ranks.meeting import meet
 
 __all__ = ["Captured", "Lowered"]
 
@@ -87,8 +87,8 @@ class Captured(metaclass=Documented):
         """Return a capture made for a call; it keeps the call's memory alive, not its handles."""
         lease = call.states[0].lease if call.states else None
         mesh = lowered.mesh
-        several = mesh is not None and mesh.size > 1
-        communicates = any(instr.op is WAIT for instr in lowered.program.instrs)
+        several = mesh is not None and mesh.everyone > 1
+        communicates = any(instr.op is WAIT or instr.op in TRANSFERS for instr in lowered.program.instrs)
         arena = call.states[0].arena if call.states else None
         run, launched = watched(run, mesh, lowered.name, (stats, arena) if communicates else None)
         captured = cls(
@@ -205,20 +205,9 @@ class Lowered(metaclass=Documented):
           RankError: On all ranks, naming those that are missing or differ, or leaves that would diverge.
         """
         if (mesh := self.mesh) is not None and mesh.ranks is not None:
-            traced = self.reference.program  # what passes make of it may depend on the rank
-            names = (*traced.slot_names, *self.layout.live_names)
-            leaves = zip(names, (*traced.slots, *traced.inputs), strict=True)
-            ops = [str(instr.op) for instr in traced.instrs]
-            lines = [
-                f"capture `{self.name}`",
-                *(f"{name}  {str(var.spec).partition('@')[0]}" for name, var in leaves),
-                f"{len(ops)} ATen calls, {hashlib.blake2b(repr(ops).encode(), digest_size=8).hexdigest()}",
-            ]
-            mesh.ranks.agree(self.name, "\n".join(lines))
-            numbers = "\n".join([lines[0], *told_apart(traced)])
-            said = [text.splitlines()[1:] for text in mesh.ranks.shared(self.name, numbers)]
             specs = [spec for state in self.states for spec in state.specs]
-            refuse_divergence(traced, specs, self.layout.live_names, mesh, apart(said, mesh))
+            # What passes make of a program may depend on the rank.
+            meet(self.name, mesh, self.reference.program, specs, self.layout.live_names)
 
     def fits(self, call: Call) -> bool:
         """Whether a call has this layout."""
@@ -343,6 +332,7 @@ class Lowered(metaclass=Documented):
             [
                 str(self.inspection),
                 *(f"  {text}" for text in self._plan_lines("plan: ")),
+                *(f"  {line}" for note in self.program.notes for line in note.splitlines()),
                 f"  memory: {size_of(memory['peak'])} at the peak: {sizes}",
                 f"  dtypes of the state: {', '.join(dtypes)}",
                 *columns([header, *rows]),
@@ -370,7 +360,8 @@ class Lowered(metaclass=Documented):
         plan = self.plan.schedule
         calls = count(len(plan.head) + len(plan.fused), "ATen call")
         fused = f", {len(plan.fused)} of them in place" if plan.fused else ""
-        how = f"{calls}{fused}, compiled into one function" if self.plan.compiled else f"{calls}{fused}"
+        into = "one function" if self.plan.functions == 1 else f"{self.plan.functions} functions"
+        how = f"{calls}{fused}, compiled into {into}" if self.plan.compiled else f"{calls}{fused}"
         copied = len(plan.commits) if self.plan.copies else len(plan.staged)
         twice = f", {len(plan.staged)} of them twice" if plan.staged else ""
         return f"{how}; {count(copied, 'new value')} copied into the state{twice}"

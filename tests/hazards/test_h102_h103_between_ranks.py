@@ -100,4 +100,4 @@ def test_h103_sends_and_receives_are_refused(device: str) -> None:
             assert re.match(
                 rf"`train_step`: talks to other ranks by c10d\.{op}\.default, at test_h102", message
             ), message
-            assert "sends and receives, as of a pipeline, belong between steps" in message
+            assert "stages of a pipeline send by `fcg.sharding.pipeline(mesh, ...)`" in message

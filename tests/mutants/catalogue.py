@@ -8,6 +8,7 @@ so. ``general`` is a record: ``python -m tests.mutants --general`` measures it.
 from __future__ import annotations
 
 from tests.mutants.mutant import Mutant
+from tests.mutants.pipelines import PIPELINES
 from tests.mutants.sharded import SHARDED
 
 OWNERSHIP = "tests/test_ownership.py::"
@@ -643,6 +644,7 @@ MUTANTS = (
         gpu=(f"{GPU}test_refusals_cuda.py::test_tensor_that_is_kept",),
     ),
     *SHARDED,
+    *PIPELINES,
     Mutant(
         "N38",
         "the fast path is taken with static arguments: a call without one is that of the call before",

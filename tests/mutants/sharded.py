@@ -13,7 +13,7 @@ SHARDED = (
     Mutant(
         "N21",
         "a rank captures without asking whether the others capture the same",
-        (('            mesh.ranks.agree(self.name, "\\n".join(lines))\n', ""),),
+        (('    mesh.ranks.agree(function, "\\n".join(lines))\n', ""),),
         (
             f"{SHARDING}test_collective_calls.py::test_h95_layouts_and_functions_that_differ_are_refused[gloo]",
         ),
@@ -40,8 +40,8 @@ SHARDED = (
         "gradients are summed over ranks and not averaged",
         (
             (
-                "        return (out / mesh.size).to(self.variable.dtype)\n",
-                "        return out.to(self.variable.dtype)\n",
+                "        return (out / mesh.size).to(dtype or self.variable.dtype)\n",
+                "        return out.to(dtype or self.variable.dtype)\n",
             ),
         ),
         (f"{SHARDING}test_oracle.py::test_slices_train_as_the_whole_batch_does[gloo]",),
@@ -67,8 +67,8 @@ SHARDED = (
         "a leaf that all ranks hold whole takes whatever each rank computes",
         (
             (
-                "    differs = _followed(program, specs, names, mesh, others)\n",
-                "    differs: dict[int, Axes] = {}\n",
+                "    differs, own_data = _on_all_stages(program, specs, names, mesh, others)\n",
+                "    differs, own_data = dict.fromkeys, _on_all_stages(program, specs, names, mesh, others)[1]\n",
             ),
         ),
         (
@@ -91,8 +91,8 @@ SHARDED = (
         "a rank alone may ask for the norm of a sharded leaf outside of a step",
         (
             (
-                "        if isinstance(leaf, Sharded) and leaf.placement.at_rest and leaf.placement.mesh.size > 1:\n",
-                "        if leaf is None:\n",
+                " and leaf.placement.at_rest and leaf.placement.mesh.everyone > 1:\n",
+                " and leaf is None:\n",
             ),
         ),
         (f"{SHARDING}test_misuse.py::test_mistake_is_refused_and_its_repair_works[norm-gloo]",),

@@ -462,7 +462,7 @@ MISTAKES = {
         lambda b: metric(lambda s, x: sent_on(x), b.state, torch.ones(2)),
         fcg.CaptureError,
         r"`train_step`: talks to other ranks by c10d\.send\.default, at mistakes",
-        r"of a pipeline, belong between steps",
+        r"of a pipeline send by `fcg\.sharding\.pipeline",
         mean_in_a_step,
     ),
     "state_dict in a step": Mistake(

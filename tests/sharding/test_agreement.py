@@ -246,7 +246,7 @@ def test_what_is_no_broken_connection_stays_what_it_is(said: str) -> None:
 
 @pytest.mark.parametrize("said", ["Connection closed by peer", "the process group has been destroyed"])
 def test_a_broken_connection_is_a_rank_error(said: str) -> None:
-    mesh: Any = SimpleNamespace(rank=0, size=2, ranks=SimpleNamespace(absent=lambda: [1], lost=False))
+    mesh: Any = SimpleNamespace(number=0, everyone=2, ranks=SimpleNamespace(absent=lambda: [1], lost=False))
     with pytest.raises(fcg.RankError) as raised, among(mesh, "f"):
         raise RuntimeError(said)
     assert said in str(raised.value)

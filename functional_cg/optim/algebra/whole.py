@@ -18,4 +18,4 @@ def placed_like(value: Tensor, leaf: Tensor) -> Tensor:
     if not isinstance(leaf, Sharded):
         return value
     placement = leaf.placement
-    return Sharded(placement.own(value) if placement.sharded else value, placement)
+    return Sharded(placement.own(value) if placement.partial else value, placement)

@@ -15,15 +15,13 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor
 from torch.utils.dlpack import from_dlpack
 
 from ...ambient.modes import ordinary, without_gradients
 from ...concurrency.interrupts import uninterrupted
-from ...errors import CaptureError
-from ...errors.words import words_of
 from ...options import Options
-from ...tensors.overlap import storage_key
+from ...shards.transfers import TRANSFERS
 from ..fx_passes.canonical import pick_by_comparison
 from ..fx_passes.cross_entropy import join_gradients
 from ..fx_passes.logits import has_large_logits, read_targets_first
@@ -38,11 +36,10 @@ from ..plan import AtenPlan, Before, Buffers, ExecutionPlan, Run, Schedule, lowe
 from ..program import Instr, Program, Var, highest, map_vars
 from ..trial.reference import Reference
 from .graph import Entrance, build_graph
-from .inductor import compile_graph
+from .head import Compiler, Head, by_inductor
+from .regions import RegionsPlan
 
 __all__ = ["HeadPlan", "InPlacePlan", "lower", "prepare"]
-
-Compiler = Callable[..., Any]
 
 _SMALL = 2**24  # bytes
 _LARGE = 2**20  # bytes: recomputing or storing a smaller value takes a kernel longer than it is worth
@@ -60,6 +57,8 @@ def lower(program: Program, device: torch.device, options: Options, reference: R
     on_gpu, choice = device.type == "cuda", options.lowering
     if choice == "aten" or (choice == "auto" and not on_gpu):
         return lower_aten(program)
+    if any(instr.region for instr in program.instrs):
+        return RegionsPlan(program, device, None if isinstance(choice, str) else choice, reference)
     if on_gpu:
         prepare(program, budget=options.activation_memory_budget)
     if not isinstance(choice, str):
@@ -85,6 +84,7 @@ class InPlacePlan:
     """Runs a compiled function that returns the metrics and writes the slots."""
 
     compiled = True
+    functions = 1
     copies = False
 
     def __init__(self, program: Program, device: torch.device) -> None:
@@ -130,7 +130,7 @@ class InPlacePlan:
     def _compile(self, arguments: Sequence[Tensor]) -> Callable[..., Any]:
         with ordinary():
             without_gradients()
-            return _by_inductor(
+            return by_inductor(
                 self._program.function,
                 self._graph,
                 arguments,
@@ -144,6 +144,7 @@ class HeadPlan:
     """Runs a compiled function that writes no slot, then the commit of the ATen lowering."""
 
     compiled = True
+    functions = 1
     copies = True
 
     def __init__(
@@ -162,13 +163,13 @@ class HeadPlan:
         entrance = Entrance.of(program, plan, handed_on=handed_on)
         graph = build_graph(program, plan, entrance, handed_on=handed_on)
         compile_head = compiler or partial(
-            _by_inductor,
+            by_inductor,
             program.function,
             on_host=device.type == "cpu",
             small=False,
             in_order=_collects(program),
         )
-        self._head = _Head(
+        self._head = Head(
             program.function,
             graph,
             compile_head,
@@ -188,67 +189,8 @@ class HeadPlan:
         return self._aten.bind(buffers, partial(self._reference.raises_at, buffers))
 
 
-def _by_inductor(
-    name: str, graph: fx.GraphModule, arguments: Sequence[Tensor], **options: bool
-) -> Callable[..., Any]:
-    """Call :func:`compile_graph`; raise :class:`CaptureError` if torch's compiler fails."""
-    try:
-        return compile_graph(graph, arguments, **options)
-    except torch.OutOfMemoryError:
-        raise
-    except Exception as error:  # it promises no type: passes before inductor assert
-        raise CaptureError.of(
-            name,
-            "torch's compiler gave up on it; the state is unchanged.",
-            rows=[f"{type(error).__name__}: {words_of(error).strip().partition(chr(10))[0]}"],
-            fix='`lowering="aten"` runs the calls as they are.',
-        ) from error
-
-
-class _Head:
-    """A compiled function as an op: its results never alias an argument.
-
-    Args:
-      name: Name in the plan's text.
-      graph: What to compile.
-      compiler: ``compiler(graph_module, example_inputs) -> callable``.
-      metrics: How many of its results leave the step; each of them gets separate memory.
-      count: How many of its results are used.
-      known: Whether the compiler is the built-in one, whose results never alias an argument.
-    """
-
-    def __init__(
-        self, name: str, graph: fx.GraphModule, compiler: Compiler, *, metrics: int, count: int, known: bool
-    ) -> None:
-        self.graph, self._name, self._compiler = graph, name, compiler
-        self._metrics, self._count, self._known = metrics, count, known
-        self.compiled: Callable[..., Any] | None = None
-
-    def __str__(self) -> str:
-        return f"compiled.{self._name}"
-
-    def compile(self, arguments: Sequence[Tensor]) -> None:
-        with ordinary():
-            without_gradients()
-            self.compiled = self._compiler(self.graph, list(arguments))
-
-    def __call__(self, *arguments: Tensor) -> list[Tensor]:
-        assert self.compiled is not None
-        with ordinary():
-            without_gradients()
-            results = self.compiled(*arguments)[: self._count]
-        taken = set() if self._known else {storage_key(one) for one in arguments}
-        apart = []
-        for position, result in enumerate(results):
-            key = storage_key(result)
-            apart.append(result.clone() if key in taken else result)
-            if position < self._metrics:
-                taken.add(key)  # a compiler may return one buffer for two equal results
-        return apart
-
-
 def _around(
-    head: _Head,
+    head: Head,
     program: Program,
     plan: Schedule,
     entrance: Entrance,
@@ -309,8 +251,8 @@ def _by_itself(tensor: Tensor) -> Tensor:
 
 
 def _collects(program: Program) -> bool:
-    """Whether a program has collectives."""
-    return any(is_launch(instr) for instr in program.instrs)
+    """Whether a program has collectives or transfers."""
+    return any(is_launch(instr) or instr.op in TRANSFERS for instr in program.instrs)
 
 
 def _largest(program: Program) -> int:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, fx
 
 from ...random import decompose_random_bits
+from ...shards.transfers import TRANSFERS
 from ..fx_passes.canonical import ON_ROWS
 from ..fx_passes.cross_entropy import ON_CROSS_ENTROPY
 from ..fx_passes.logits import ON_LOGITS
@@ -21,7 +22,7 @@ from ..passes.division import DIVISIONS, division_of
 from ..passes.float8 import overflow_of, to_float8
 from ..passes.formulas import FORMULAS, WITH_SCALARS
 from ..plan import Schedule
-from ..program import Instr, Program, SlotRange, Var, map_vars, written_storages
+from ..program import Instr, Program, SlotRange, Var, map_vars, vars_in, written_storages
 
 __all__ = ["Entrance", "build_graph", "sources"]
 
@@ -127,6 +128,8 @@ def build_graph(
         graph.call_function(torch.ops.aten.copy_.default, (nodes[old], value))
     # Returned to force the optimizer's scalars into buffers: else every update kernel computes their powers again.
     results += scalars
+    # The last one depends on all others, and what depends on nothing is dropped.
+    results += [nodes[vars_in(instr.out)[-1]] for instr in plan.head if instr.op in TRANSFERS][-1:]
     if not results:  # a compiled function has to return something
         device = program.slots[0].spec.device if program.slots else torch.device("cpu")
         results = [graph.call_function(torch.ops.aten.zeros.default, ([0],), {"device": device})]

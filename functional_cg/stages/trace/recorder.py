@@ -8,9 +8,10 @@ which exposes host values that change between runs.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -80,6 +81,7 @@ class Recorder(TorchDispatchMode):
         )
         self._origins = Origins(self.work)
         self.supposed = Supposed(self.program, recipe.value)
+        self._rehearses, self._as_before = False, cast("Any", None)
 
     def fake(self, spec: BufferSpec, owner: str) -> tuple[Tensor, Var]:
         """Make a fake tensor, and its variable, for a leaf that exists outside the step."""
@@ -138,6 +140,43 @@ class Recorder(TorchDispatchMode):
         for one in (self._kept, self.declared, met.buffers, met.applied, met.fixed, self.work.replaced):
             one.clear()
         return self._references
+
+    @contextmanager
+    def rehearsal(self) -> Iterator[None]:
+        """Check the calls of a block, and forget them: what they compute is computed again, elsewhere."""
+        start, self._rehearses = len(self.program.instrs), True
+        try:
+            yield
+        finally:
+            self._rehearses = False
+            del self.program.instrs[start:]
+
+    def unknown(
+        self, shape: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype, device: torch.device
+    ) -> Tensor:
+        """Make a fake tensor that no call computes, so that the host cannot read it."""
+        with self._mode:
+            tensor = torch.empty_strided(shape, stride, dtype=dtype, device=device)
+        self._new_var(tensor)
+        return tensor
+
+    def place(self) -> Any:
+        """Return where the last call comes from."""
+        last = self.program.instrs[-1] if self.program.instrs else None
+        return None if last is None else (last.site, last.backward, last.inner, last.origin)
+
+    @contextmanager
+    def as_before(self, place: Any, region: tuple[str, int]) -> Iterator[None]:
+        """Record the calls of a block as ones that come from a place, which :meth:`place` returned."""
+        self._as_before = (*place, region)
+        try:
+            yield
+        finally:
+            self._as_before = None
+
+    def announce(self, text: str) -> None:
+        """Add a note to the program."""
+        self.program.notes.append(text)
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -273,12 +312,15 @@ class Recorder(TorchDispatchMode):
         named = {name: self._freeze(value) for name, value in kwargs.items()}
         writes = tuple(self._vars[id(tensor)] for tensor in written)
         # Built last: the result may be an argument that this call turns into a new variable.
-        born, line = self._born(out), self._origins.line()
-        inner, origin = bool(self.work.running), self._origins.here(line)
-        instr = Instr(func, frozen, named, born, writes, line, in_a_backward(), inner, origin)
+        born = self._born(out)
+        instr = Instr(func, frozen, named, born, writes, *(self._as_before or self._place()))
         self.program.instrs.append(instr)
-        if self._first is not None:
+        if self._first is not None and not self._rehearses:
             refuse_another_call(self._first, self.program.instrs)
+
+    def _place(self) -> tuple[Any, bool, bool, Any]:
+        line = self._origins.line()
+        return line, in_a_backward(), bool(self.work.running), self._origins.here(line)
 
     def _literal(self, value: Tensor, device: torch.device | None = None) -> Tensor:
         """Record ``torch.tensor([...])`` as a constant; refuse memory shared with numpy, which the caller owns."""

@@ -201,7 +201,7 @@ class Rules:
             f"talks to other ranks by {func}{at_here()}.",
             why="What works in place on memory of a trace, or waits for one rank alone, has no place in a graph.",
             fix="`fcg.sharding.mean(value)` or `sum` over the ranks of its state, `fcg.sharding.gather(leaf)` for a "
-            "leaf; sends and receives, as of a pipeline, belong between steps.",
+            "leaf; stages of a pipeline send by `fcg.sharding.pipeline(mesh, ...)`.",
         )
 
     def _without_a_mesh(self, func: Any) -> CaptureError:

@@ -13,6 +13,7 @@ import torch
 
 from ... import tree as pytree
 from ...ambient.own_work import watching
+from ...ambient.rehearsal import tracing
 from ...ambient.setting import canonical
 from ...errors import FunctionalCGError
 from ...nn.originals import meeting
@@ -69,7 +70,7 @@ def _run(
     follow = nullcontext() if follower is None else follower.following()
     guard = HostGuard(recorder.rules, recorder.value_of)
     with meeting(recorder.met), watching(recorder.work), canonical(recorder.mesh), without_log():
-        with mode, recorder, guard, follow:
+        with mode, recorder, guard, follow, tracing(recorder):
             result = recipe.apply(recipe.function, trees, inputs)
             old = recipe.states[0] if recipe.donates else None
             result = shown(result) if old is None else left(old.specs, old.treedef, result)

@@ -12,6 +12,8 @@ data into one value.
 from __future__ import annotations
 
 import hashlib
+import json
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import product
 from typing import Any
@@ -19,11 +21,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..errors import RankError
-from ..shards.collectives import ALL_REDUCE, GATHER, REDUCE_SCATTER
-from ..shards.mesh import Mesh
-from ..stages.program import Program, Var
-from ..state.arena import BufferSpec
+from ...errors import RankError
+from ...shards.collectives import ALL_REDUCE, GATHER, REDUCE_SCATTER
+from ...shards.mesh import Mesh
+from ...shards.transfers import RECEIVE
+from ...stages.program import Program, Var
+from ...state.arena import BufferSpec
+from .between_stages import is_between_stages
 
 __all__ = ["apart", "refuse_divergence", "told_apart"]
 
@@ -81,12 +85,11 @@ def refuse_divergence(
     Raises:
       RankError: Naming each such leaf, and what it is computed from.
     """
-    differs = _followed(program, specs, names, mesh, others)
-    own_data = _followed(program, specs, names, mesh, {}, of_data=True)
+    differs, own_data = _on_all_stages(program, specs, names, mesh, others)
     rows, patchworks = [], []
     leaves = zip(program.slot_names, specs, program.slots, program.new_state, strict=False)
     for name, spec, old, new in leaves:
-        if old is not new:
+        if old is not new and 0 not in spec.shape:  # without elements, as on a stage that does not hold it
             cut = _cut(spec)
             known, data = differs(new), own_data(new)
             found = {axis: source for axis, source in known.items() if axis not in cut}
@@ -125,20 +128,55 @@ def _cut(spec: BufferSpec) -> tuple[str, ...]:
     return (placement.mesh.shards.name,) if placement is not None and placement.sharded else ()
 
 
+def _on_all_stages(
+    program: Program,
+    specs: Sequence[BufferSpec],
+    names: Sequence[str],
+    mesh: Mesh,
+    others: Mapping[int, Sequence[str]],
+) -> list[Callable[[Var], Axes]]:
+    """Follow the program with and without shards, given what the other stages of a pipeline bring to their sums."""
+    known: dict[str, Axes] = {}
+    while True:
+        brought: dict[str, Axes] = {}
+        found = [
+            _followed(program, specs, names, mesh, given, known, brought, of_data=of_data)
+            for given, of_data in ((others, False), ({}, True))
+        ]
+        if mesh.stages is None or mesh.ranks is None:
+            return found
+        title = f"follow what the stages of `{program.function}` add up"
+        texts = mesh.ranks.shared(program.function, f"{title}\n{json.dumps(brought)}")
+        joined: dict[str, dict[str, str]] = {}
+        for text in texts:
+            for place, axes in json.loads(text.partition("\n")[2]).items():
+                joined.setdefault(place, {}).update(axes)
+        if {place: set(axes) for place, axes in joined.items()} == {
+            p: set(axes) for p, axes in known.items()
+        }:
+            return found
+        known = dict(joined)
+
+
 def _followed(
     program: Program,
     specs: Sequence[BufferSpec],
     names: Sequence[str],
     mesh: Mesh,
     others: Mapping[int, Sequence[str]],
+    known: Mapping[str, Axes],
+    brought: dict[str, Axes],
     *,
     of_data: bool = False,
 ) -> Callable[[Var], Axes]:
     """Return a function that maps a variable to the axes over which it may differ at the end of the program.
 
     Args:
+      known: What is known of the sums over stages, by group, number in it, and ``of_data``.
+      brought: What this rank brings to them; filled in.
       of_data: Follow only what is computed from inputs and not reduced since, whether sharded or whole.
     """
+    counts: Counter[str] = Counter()
     axes = {axis.group: axis.name for axis in mesh.wide}
     everywhere = tuple(axes.values())
     differs: dict[int, dict[str, str]] = {}  # by storage
@@ -165,7 +203,15 @@ def _followed(
             found = of(var) | found
         if number in others:
             found = dict.fromkeys(others[number], f"a number of Python in {instr.op}") | found
-        if instr.op is ALL_REDUCE or instr.op is (REDUCE_SCATTER if of_data else GATHER):
+        if is_between_stages(instr, mesh):
+            group = instr.args[-1]
+            place = f"{group} {counts[group]} {of_data}"
+            counts[group] += 1
+            brought[place] = found
+            found = {**found, **known.get(place, {})}
+        elif instr.op is RECEIVE:
+            found = dict.fromkeys(everywhere, "what another stage sends")
+        elif instr.op is ALL_REDUCE or instr.op is (REDUCE_SCATTER if of_data else GATHER):
             found.pop(axes[instr.args[-1]], None)
         elif instr.op is REDUCE_SCATTER:
             found.setdefault(axes[instr.args[-1]], "the rank's own part of a sum")

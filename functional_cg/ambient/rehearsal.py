@@ -1,0 +1,92 @@
+"""Rehearsals: a function runs in the middle of a trace to see what it computes, and its calls are made again later."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextvars import ContextVar
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+__all__ = ["Trace", "announce", "as_before", "place", "rehearsing", "traced", "tracing", "unknown"]
+
+
+class Trace(Protocol):
+    """What a rehearsal asks of the running trace."""
+
+    def rehearsal(self) -> AbstractContextManager[None]:
+        """Check the calls of a block by the rules of the trace, and record none of them."""
+        ...
+
+    def unknown(
+        self, shape: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype, device: torch.device
+    ) -> Tensor:
+        """Make a fake tensor whose values nobody knows."""
+        ...
+
+    def place(self) -> Any:
+        """Return where the last call comes from: the user's line, its module, its backward."""
+        ...
+
+    def as_before(self, place: Any, region: tuple[str, int]) -> AbstractContextManager[None]:
+        """Record the calls of a block as ones that come from a place, and are part of what runs several times."""
+        ...
+
+    def announce(self, text: str) -> None:
+        """Add a text that describes the program, and that is the same on all ranks."""
+        ...
+
+
+_running: ContextVar[Trace | None] = ContextVar("running", default=None)
+
+
+@contextmanager
+def tracing(trace: Trace) -> Iterator[None]:
+    """Make a trace the running one."""
+    token = _running.set(trace)
+    try:
+        yield
+    finally:
+        _running.reset(token)
+
+
+def traced() -> bool:
+    """Whether a trace is running."""
+    return _running.get() is not None
+
+
+def rehearsing() -> AbstractContextManager[None]:
+    """Run a block as a rehearsal of the running trace; without a trace, do nothing."""
+    trace = _running.get()
+    return nullcontext() if trace is None else trace.rehearsal()
+
+
+def unknown(
+    shape: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype, device: torch.device
+) -> Tensor:
+    """Make a tensor whose values nobody knows: a fake one of the running trace, or of the fake mode that is on."""
+    trace = _running.get()
+    if trace is not None:
+        return trace.unknown(shape, stride, dtype, device)
+    return torch.empty_strided(shape, stride, dtype=dtype, device=device)
+
+
+def place() -> Any:
+    """Return where the last call of the running trace comes from; None without a trace."""
+    trace = _running.get()
+    return None if trace is None else trace.place()
+
+
+def as_before(where: Any, region: tuple[str, int]) -> AbstractContextManager[None]:
+    """Record the calls of a block as ones that come from a place, and are part of what runs several times."""
+    trace = _running.get()
+    return nullcontext() if trace is None or where is None else trace.as_before(where, region)
+
+
+def announce(text: str) -> None:
+    """Add a text to the program of the running trace, if any: ``explain`` prints it, and ranks compare it."""
+    trace = _running.get()
+    if trace is not None:
+        trace.announce(text)

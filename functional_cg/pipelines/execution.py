@@ -1,0 +1,167 @@
+"""Run a rank's row of a table: compute stages on micro-batches, send, receive, and add up gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..random import fold_in
+from ..shards import transfers
+from .actions import Action, Table
+from .stages import Rehearsal, Stage
+from .tape import play
+
+__all__ = ["Sums", "Worker"]
+
+
+class Sums:
+    """Sums over micro-batches: of gradients, by stage and parameter; of results, by position.
+
+    Args:
+      dtype: Dtype in which floating values are added; None for their own.
+    """
+
+    def __init__(self, dtype: torch.dtype | None) -> None:
+        self._dtype = dtype
+        self.grads: dict[tuple[int, int], Tensor] = {}
+        self.results: dict[int, Tensor] = {}
+
+    def add(self, sums: dict[Any, Tensor], key: Any, new: Tensor) -> None:
+        new = new.to(self._dtype) if self._dtype is not None and new.is_floating_point() else new
+        sums[key] = sums[key] + new if key in sums else new
+
+
+class Worker:
+    """A rank at work on the actions of its row.
+
+    Args:
+      table: The table.
+      rank: This rank's position on the stage axis.
+      found: The loss, taken apart.
+      params: The parameters that its stages read, by number.
+      batch: Leaves of the batch [micro-batches, rows, ...].
+      key: Key of the loss, or None.
+      groups: Names of the process groups, by pair of ranks (from, to).
+      dtype: Dtype in which sums are made; None for the values' own.
+    """
+
+    def __init__(
+        self,
+        table: Table,
+        rank: int,
+        found: Rehearsal,
+        params: Mapping[int, Tensor],
+        batch: Sequence[Tensor],
+        key: Tensor | None,
+        groups: Mapping[tuple[int, ...], str],
+        dtype: torch.dtype | None,
+        device: torch.device,
+    ) -> None:
+        self._table, self._rank, self._found = table, rank, found
+        self._params = {id(found.params[i]): value for i, value in params.items()}
+        self._batch, self._key, self._groups = batch, key, groups
+        self._parts: dict[int, dict[int, Tensor]] = {}  # of the batch, and keys, by micro-batch
+        self._values: dict[tuple[int, int], dict[int, Tensor]] = {}  # what a stage keeps for its backward
+        self._boxes: dict[Action, list[Tensor]] = {}  # what was made to be handed on, or has arrived
+        self._sent: dict[Action, list[tuple[Tensor, Tensor]]] = {}  # tokens, and what they send
+        self._launched: set[Action] = set()
+        self._token = transfers.start(device) if table.edges else torch.empty(0)
+        self.sums = Sums(dtype)
+
+    def work(self) -> Sums:
+        """Do all actions of the row; return the sums."""
+        acts: dict[str, Callable[[Action, Stage], None]] = {
+            "F": self._forward, "B": self._backward, "I": self._inward, "W": self._weights,
+            "SEND_F": self._send, "SEND_B": self._send, "RECV_F": self._receive, "RECV_B": self._receive,
+        }  # fmt: skip
+        for action in self._table.rows[self._rank]:
+            acts[action.kind](action, self._found.stages[action.stage])
+        for action in list(self._sent):
+            self._end_send(action)
+        return self.sums
+
+    def _forward(self, action: Action, stage: Stage) -> None:
+        place = action.stage, action.microbatch
+        values = {**self._params, **self._part(action.microbatch)}
+        values.update(zip(map(id, stage.inputs), self._arrived(action, "RECV_F"), strict=True))
+        play(self._found.tape, stage.forward, values, (f"forward of stage {place[0]}", place[1]))
+        for position, result in stage.results.items():
+            self.sums.add(self.sums.results, position, values[id(result)])
+        outputs = [values[id(one)].contiguous() for one in stage.outputs]
+        self._hand_on(Action(action.stage, "SEND_F", action.microbatch), outputs)
+        self._values[place] = values
+
+    def _backward(self, action: Action, stage: Stage) -> None:
+        self._inward(action, stage)
+        self._weights(action, stage)
+
+    def _inward(self, action: Action, stage: Stage) -> None:
+        values = self._values[action.stage, action.microbatch]
+        expected = [one for one in stage.behind if one is not None]
+        values.update(zip(map(id, expected), self._arrived(action, "RECV_B"), strict=True))
+        play(self._found.tape, stage.inward, values, (f"backward of stage {action.stage}", action.microbatch))
+        ahead = [values[id(one)].contiguous() for one in stage.ahead if one is not None]
+        self._hand_on(Action(action.stage, "SEND_B", action.microbatch), ahead)
+        # By now the next stage has answered: what was sent to it has arrived, and its memory is free.
+        self._end_send(Action(action.stage, "SEND_F", action.microbatch))
+
+    def _weights(self, action: Action, stage: Stage) -> None:
+        values = self._values.pop((action.stage, action.microbatch))
+        play(self._found.tape, stage.weights, values, (f"weights of stage {action.stage}", action.microbatch))
+        for number, grad in stage.grads.items():
+            self.sums.add(self.sums.grads, (action.stage, number), values[id(grad)])
+
+    def _part(self, microbatch: int) -> dict[int, Tensor]:
+        """Return the leaves of a micro-batch, and its key."""
+        if microbatch not in self._parts:
+            found = self._found
+            part = {id(one): leaf[microbatch] for one, leaf in zip(found.batch, self._batch, strict=True)}
+            if self._key is not None and found.key is not None:
+                part[id(found.key)] = fold_in(self._key, microbatch)
+            self._parts[microbatch] = part
+        return self._parts[microbatch]
+
+    def _hand_on(self, send: Action, values: list[Tensor]) -> None:
+        """Keep what a computation made: to be sent, or where a stage of this rank finds it."""
+        if not 0 <= send.other_end.stage < self._table.stages:
+            return
+        owners = self._table.owners
+        box = send if owners[send.stage] != owners[send.other_end.stage] else send.other_end
+        self._boxes[box] = values
+
+    def _arrived(self, action: Action, kind: Any) -> list[Tensor]:
+        """Return what a computation gets from another stage."""
+        receive = Action(action.stage, kind, action.microbatch)
+        values = self._boxes.pop(receive, [])
+        if receive in self._launched:
+            values = list(map(transfers.wait, values))
+        return values
+
+    def _send(self, action: Action, stage: Stage) -> None:
+        launched = []
+        for value in self._boxes.pop(action):
+            self._token = transfers.send(value, self._token, *self._link(action))
+            launched.append((self._token, value))
+        self._sent[action] = launched
+
+    def _receive(self, action: Action, stage: Stage) -> None:
+        like = stage.inputs if action.kind == "RECV_F" else [one for one in stage.behind if one is not None]
+        values = []
+        for one in like:
+            value, self._token = transfers.receive(self._token, one.shape, one.dtype, *self._link(action))
+            values.append(value)
+        self._boxes[action] = values
+        self._launched.add(action)
+
+    def _link(self, action: Action) -> tuple[int, str]:
+        """Return the other rank's position in the group of a transfer, and the group's name."""
+        source, target = self._table.edge(action)
+        other = target if action.sends else source
+        return int(other > self._rank), self._groups[source, target]
+
+    def _end_send(self, action: Action) -> None:
+        for token, value in self._sent.pop(action, []):
+            self._token = transfers.end(token, value, self._token)

@@ -1,0 +1,265 @@
+"""A pipeline as a value: which ranks compute which stages of a loss, in which order."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, TypeVar, cast
+
+import torch
+from torch import Tensor
+
+from .. import tree as pytree
+from ..ambient.rehearsal import announce
+from ..ambient.setting import canonical
+from ..errors import LayoutError
+from ..messages.tracebacks import entry
+from ..random.arguments import check_key
+from ..shards.mesh import Axis, Mesh
+from ..shards.placement import Reading
+from ..shards.reader import Source
+from ..shards.tensor import Sharded, refuse_at_rest
+from ..state.leaf import owned
+from ..transforms.autodiff import refuse_undifferentiable
+from ..transforms.microbatches import sliced
+from ..tree import path_string
+from .actions import Table
+from .execution import Worker
+from .gradients import gradients, results
+from .links import Links
+from .model import described
+from .placing import Staged, holders_of
+from .schedules import NAMES, table_of
+from .stages import Layout, Rehearsal, rehearse
+from .tape import cut
+
+__all__ = ["Pipeline"]
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, eq=False)
+class Pipeline:
+    """A pipeline over the stage axis of a mesh; made by :func:`functional_cg.sharding.pipeline`.
+
+    Attributes:
+      mesh: The ranks that hold the same stages as this one, ``mesh.size`` of them: each reads its own data.
+      schedule: Name of the schedule, or its rows.
+      microbatches: Number of micro-batches.
+      links: Makes process groups between stages.
+      groups: Names of those of this rank's transfers, by pair of ranks (from, to).
+    """
+
+    mesh: Mesh
+    schedule: str
+    microbatches: int
+    links: Links
+    groups: Mapping[tuple[int, ...], str]
+
+    @property
+    def stages(self) -> Axis:
+        """The axis of the ranks that compute other stages."""
+        assert self.mesh.stages is not None
+        return self.mesh.stages
+
+    def __str__(self) -> str:
+        name = self.schedule if self.schedule in NAMES else "a table of the user"
+        return f"pipeline({name}, microbatches={self.microbatches}) on {self.mesh}"
+
+    def zero(
+        self,
+        fn: Callable[..., Any],
+        params: Any,
+        batch: Any,
+        *args: Any,
+        key: Tensor | None = None,
+        stage: Literal[1, 2, 3] = 1,
+        param_dtype: torch.dtype | None = None,
+        reduce_dtype: torch.dtype | None = None,
+        has_aux: bool = False,
+        **kwargs: Any,
+    ) -> Staged:
+        """Shard a state over the pipeline: ``TrainState.create(..., sharding=pipe.zero(loss_fn, params, batch))``.
+
+        A rank holds the parameters that its stages read, and their moments; the loss is run once on shapes to find
+        them. What stages of several ranks read, such as a tied embedding, is held by each of them. Over the ranks that
+        hold the same stages, ``stage`` shards as :func:`functional_cg.sharding.zero` does. All ranks call it.
+
+        Args:
+          fn: The loss, as for :meth:`value_and_grad`.
+          params: The parameters; their shapes and dtypes count, so they may be on the meta device.
+          batch: A batch of this rank, and the further arguments of the loss; of tensors, only shapes and dtypes count.
+          key: Its key.
+          stage: 1, 2 or 3, of ZeRO.
+          param_dtype: Dtype that the loss sees.
+          reduce_dtype: Dtype in which gradients are summed over ranks.
+          has_aux: Whether the loss returns a pair.
+        Raises:
+          LayoutError: If the loss has another number of stages than the schedule, or hands a value past a cut.
+        """
+        name = getattr(fn, "__name__", type(fn).__name__)
+        flat, treedef = pytree.flatten(params)
+        slices, structure = sliced(name, batch, self.microbatches)
+        dtypes = [param_dtype or leaf.dtype for leaf in flat]
+        layouts = [
+            (tuple(leaf.shape), _packed(leaf.shape), dtype) for leaf, dtype in zip(flat, dtypes, strict=True)
+        ]
+
+        def call(leaves: Sequence[Tensor], part: Sequence[Tensor], key: Tensor | None) -> Any:
+            keyed = {} if key is None else {"key": key}
+            tree = pytree.unflatten(treedef, leaves)
+            return fn(tree, pytree.unflatten(structure, part), *args, **kwargs, **keyed)
+
+        with canonical(self.mesh):
+            found = self._rehearsed(name, call, layouts, slices, key, has_aux=has_aux)
+        table = self._table(found)
+        readers = [
+            tuple(sorted({table.owners[n] for n, one in enumerate(found.stages) if i in one.reads})) or (0,)
+            for i in range(len(flat))
+        ]
+        shared = sorted({ranks for ranks in readers if len(ranks) > 1})
+        reading = Reading(32 * 2**20, 1, param_dtype, reduce_dtype, "whole" if stage == 1 else "shard")
+        return Staged(self.mesh, stage, reading, holders_of(self.mesh, readers, self.links.made(shared)))
+
+    def _table(self, found: Rehearsal) -> Table:
+        return table_of(self.schedule, self.stages.size, self.microbatches, len(found.stages))
+
+    def cut(self, tree: T) -> T:
+        """Begin the next stage of a loss with these values: they are what is sent to its rank.
+
+        Outside of :meth:`value_and_grad`, as in an evaluation, it returns the tree itself.
+
+        Args:
+          tree: A pytree of tensors; other leaves stay as they are.
+        Raises:
+          LayoutError: If it is called in a part of the loss that the backward computes again.
+        """
+        return cut(tree)
+
+    def value_and_grad(
+        self, fn: Callable[..., Any], *, has_aux: bool = False, dtype: torch.dtype | None = None
+    ) -> Callable[..., Any]:
+        """Make a function that returns the value of ``fn`` and its gradient, computed stage by stage.
+
+        It is ``fcg.microbatches(m)(fcg.value_and_grad(fn))``, except that stages run on their ranks, and that the
+        gradient of a leaf that several stages read is the sum of theirs, each summed over micro-batches first.
+
+        Args:
+          fn: ``fn(params, batch, ..., key=key)``, as for :func:`functional_cg.microbatches`; stages begin at the values
+            that it hands to :meth:`cut`.
+          has_aux: Whether it returns a pair (scalar, auxiliary tree of tensors).
+          dtype: Dtype in which gradients and floating results are summed and returned; by default their own.
+        Returns:
+          A function with the arguments of ``fn`` that returns ``(value, grads)``, or ``((value, aux), grads)``. All
+          ranks of a pipeline get the value; ``grads`` lie where the parameters do.
+        Raises:
+          LayoutError: If the loss has another number of stages than the schedule, hands a value past a cut, or reads a
+            leaf that another stage's rank holds.
+        """
+        name = getattr(fn, "__name__", type(fn).__name__)
+
+        @entry(f"pipe.value_and_grad({name})(state.params, batch)")
+        @functools.wraps(fn)
+        def wrapped(params: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
+            flat, treedef = pytree.flatten(params)
+            refuse_undifferentiable(name, treedef, flat)
+            refuse_at_rest(flat, "gradients")
+            slices, structure = sliced(name, batch, self.microbatches)
+            key = kwargs.pop("key", None)
+
+            def call(leaves: Sequence[Tensor], part: Sequence[Tensor], key: Tensor | None) -> Any:
+                keyed = {} if key is None else {"key": key}
+                tree = pytree.unflatten(treedef, leaves)
+                return fn(tree, pytree.unflatten(structure, part), *args, **kwargs, **keyed)
+
+            layouts = list(map(_layout_of, flat))
+            found = self._rehearsed(name, call, layouts, slices, key, has_aux=has_aux)
+            table = self._table(found)
+            announce(f"{self}, {described(table)}")
+            _refuse_elsewhere(name, found, table, flat, treedef, self.stages)
+            with torch.no_grad():
+                value, grads = self._worked(found, table, flat, slices, key, dtype)
+            outcome = value[0] if found.aux is None else (value[0], pytree.unflatten(found.aux, value[1:]))
+            return outcome, pytree.unflatten(treedef, grads)
+
+        return wrapped
+
+    def _rehearsed(
+        self,
+        name: str,
+        call: Callable[..., Any],
+        params: Sequence[Layout],
+        slices: Sequence[Tensor],
+        key: Tensor | None,
+        *,
+        has_aux: bool,
+    ) -> Rehearsal:
+        if key is not None:
+            check_key(key)
+        parts = [(tuple(leaf.shape[1:]), leaf.stride()[1:], leaf.dtype) for leaf in slices]
+        device, keyed = self.mesh.device, key is not None
+        return rehearse(name, call, params, parts, device, keyed=keyed, has_aux=has_aux)
+
+    def _worked(
+        self,
+        found: Rehearsal,
+        table: Table,
+        leaves: Sequence[Tensor],
+        slices: Sequence[Tensor],
+        key: Tensor | None,
+        dtype: torch.dtype | None,
+    ) -> tuple[list[Tensor], list[Tensor]]:
+        """Run this rank's row; return the results of the loss, and the gradients of the leaves."""
+        rank = self.stages.rank
+        read = {i for n, stage in enumerate(found.stages) if table.owners[n] == rank for i in stage.reads}
+        values = {i: _read(leaves[i]) for i in sorted(read)}
+        worker = Worker(table, rank, found, values, slices, key, self.groups, dtype, self.mesh.device)
+        sums = worker.work()
+        grads = gradients(found, table, sums.grads, leaves, dtype)
+        return results(found, table, sums.results, self.stages, dtype), grads
+
+
+def _read(leaf: Tensor) -> Tensor:
+    if isinstance(leaf, Sharded):
+        return Source(leaf, leaf.local).read_here()
+    return cast("Tensor", owned(leaf).detach())
+
+
+def _layout_of(leaf: Tensor) -> Layout:
+    """Return the layout in which a loss sees a leaf."""
+    if not isinstance(leaf, Sharded):
+        return tuple(leaf.shape), leaf.stride(), leaf.dtype
+    placement = leaf.placement
+    dtype = (placement.reading.param_dtype if placement.reading is not None else None) or leaf.dtype
+    stride = _packed(placement.shape) if placement.partial else leaf.local.stride()
+    return placement.shape, stride, dtype
+
+
+def _packed(shape: Sequence[int]) -> tuple[int, ...]:
+    """Return the strides of a contiguous tensor."""
+    return torch.empty(tuple(shape), device="meta").stride()
+
+
+def _refuse_elsewhere(
+    name: str, found: Rehearsal, table: Table, leaves: Sequence[Tensor], treedef: Any, stages: Axis
+) -> None:
+    """Raise if a stage reads a leaf that its rank does not hold."""
+    rows = []
+    for number, (path, leaf) in enumerate(zip(treedef.paths(), leaves, strict=True)):
+        reading = sorted({table.owners[n] for n, stage in enumerate(found.stages) if number in stage.reads})
+        holders = leaf.placement.holders if isinstance(leaf, Sharded) else None
+        held = range(stages.size) if stages.size == 1 else () if holders is None else holders.ranks
+        if not set(reading) <= set(held):
+            has = "none in a pipeline" if holders is None else str(holders)
+            rows.append(
+                f"{path_string(path, 'params')}  read by stage {' and '.join(map(str, reading))}   {has}"
+            )
+    if rows:
+        raise LayoutError.of(
+            name,
+            "reads leaves in stages whose ranks do not hold them.",
+            rows=rows,
+            why="Each rank holds the parameters that its stages read, as found when the state was created.",
+            fix="`TrainState.create(..., sharding=pipe.zero(loss_fn, params, batch))`, with the same loss.",
+        )

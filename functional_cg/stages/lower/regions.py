@@ -1,0 +1,212 @@
+"""Compile what runs several times in a step once, such as a stage of a pipeline, and call it in the order of the trace.
+
+A region is a run of calls with one name. Regions of one name and with the same calls share a compiled function; what
+stands between them, such as transfers and sums, and regions that are unlike the others, stay ATen calls. So the first
+call does not take longer with more micro-batches, and memory is allocated and freed in the order of the schedule.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from itertools import groupby
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...shards.transfers import TRANSFERS
+from ..passes.bounds import check_values
+from ..passes.grouping import is_launch
+from ..plan import AtenPlan, Buffers, Run, Schedule, schedule
+from ..program import Instr, Program, Var, map_vars, vars_in
+from ..trial.reference import Reference
+from .graph import Entrance, build_graph
+from .head import Compiler, Head, by_inductor
+
+__all__ = ["RegionsPlan"]
+
+
+@dataclass(eq=False)
+class _Region:
+    """A run of calls.
+
+    Attributes:
+      name: Its name.
+      views: Views of what it gets: they compute nothing, and stay outside.
+      calls: The others.
+      inputs: What it reads, in order of first use.
+      needed: What others read of it.
+      after: Views of its results that others read: they are taken again outside.
+    """
+
+    name: str
+    views: list[Instr] = field(default_factory=list)
+    calls: list[Instr] = field(default_factory=list)
+    inputs: list[Var] = field(default_factory=list)
+    needed: list[Var] = field(default_factory=list)
+    after: list[Instr] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, name: str, run: Sequence[Instr], wanted: set[Var]) -> _Region | None:
+        """Return the region of a run of calls; None if it cannot be called as a function.
+
+        Args:
+          name: Its name.
+          run: The calls.
+          wanted: What other calls read, and what leaves the step.
+        """
+        found, born = cls(name), set[Var]()
+        for instr in run:
+            if instr.is_view and born.isdisjoint(instr.inputs()):
+                found.views.append(instr)
+            else:
+                found.calls.append(instr)
+                born.update(instr.outputs())
+        storages = {var.storage for var in born} - {
+            var.storage for instr in found.calls for var in instr.inputs() if var not in born
+        }
+        unfit = any(instr.op in TRANSFERS or is_launch(instr) or not instr.outputs() for instr in found.calls)
+        if not found.calls or unfit or any(var.storage not in storages for var in born):
+            return None  # it sends, only has an effect, or its results lie in memory of others
+        read = (var for instr in found.calls for var in instr.inputs() if var not in born)
+        found.inputs = list(dict.fromkeys(read))
+        return found if found._hand_on([var for var in born if var in wanted]) else None
+
+    def _hand_on(self, wanted: Sequence[Var]) -> bool:
+        """Find what to return so that each wanted variable is a result, or a view of one; whether that is possible."""
+        makers = {var: instr for instr in self.calls for var in instr.outputs()}
+        after: dict[Instr, None] = {}
+        owners: dict[int, Var] = {}
+        for var in sorted(wanted, key=lambda one: one.index):
+            chain = [var]
+            while makers[chain[-1]].is_view:
+                chain.append(makers[chain[-1]].inputs()[0])
+            base = chain[-1]
+            if not base.fills or owners.setdefault(base.storage, base) is not base:
+                return False
+            after.update(dict.fromkeys(makers[one] for one in reversed(chain[:-1])))
+        self.needed, self.after = list(owners.values()), list(after)
+        return True
+
+    @property
+    def numbers(self) -> dict[Var, int]:
+        """The variables, numbered in order of appearance."""
+        every = (*self.inputs, *(var for instr in self.calls for var in instr.outputs()))
+        return {var: number for number, var in enumerate(dict.fromkeys(every))}
+
+    def signature(self) -> tuple[Any, ...]:
+        """Return what is equal for regions with the same calls."""
+        numbers, storages = self.numbers, dict[int, int]()
+        for var in numbers:
+            storages.setdefault(var.storage, len(storages))
+
+        def text(value: Any) -> str:
+            return repr(map_vars(lambda var: f"%{numbers[var]}", value))
+
+        entering = len(self.inputs)
+        specs = tuple(
+            (var.spec, storages[var.storage], var.offset if number >= entering else 0)
+            for var, number in numbers.items()
+        )
+        calls = tuple(
+            (
+                instr.op,
+                text(instr.args),
+                text(list(instr.kwargs.items())),
+                text(instr.out),
+                text(instr.writes),
+            )
+            for instr in self.calls
+        )
+        return self.name, len(self.inputs), specs, calls
+
+
+class RegionsPlan:
+    """Runs regions as compiled functions among ATen calls, in the order of the trace.
+
+    Args:
+      program: A rewritten program.
+      device: Where it runs.
+      compiler: Compiles a region; None for inductor.
+      reference: Finds the user's line for an exception from a compiled function.
+    """
+
+    compiled = True
+    copies = True
+
+    def __init__(
+        self, program: Program, device: torch.device, compiler: Compiler | None, reference: Reference
+    ) -> None:
+        self.schedule = plan = schedule(program)
+        self._device, self._reference = device, reference
+        self._heads: dict[Head, list[Var]] = {}
+        runs = [(name, list(run)) for name, run in groupby(plan.head, lambda instr: instr.region)]
+        found = list(_found(runs, plan, program))
+        shared: dict[tuple[Any, ...], list[_Region]] = {}
+        for region, _ in found:
+            if region is not None:
+                shared.setdefault(region.signature(), []).append(region)
+        calls = {
+            region: call for alike in shared.values() for region, call in self._compiled(alike, compiler)
+        }
+        head = [
+            instr
+            for region, run in found
+            for instr in (run if region is None else (*region.views, calls[region], *region.after))
+        ]
+        self.functions = len(self._heads)
+        self._aten = AtenPlan(program, replace(plan, head=head))
+
+    def _compiled(
+        self, alike: Sequence[_Region], compiler: Compiler | None
+    ) -> Iterator[tuple[_Region, Instr]]:
+        """Yield the call of each of some regions that share a compiled function."""
+        first = alike[0]
+        wanted = sorted({one.numbers[var] for one in alike for var in one.needed})
+        columns = [[var for var, number in one.numbers.items() if number in set(wanted)] for one in alike]
+        part = Program(first.name, [], [], first.inputs, instrs=first.calls, outputs=columns[0])
+        on_host = self._device.type == "cpu"
+        calls = check_values(part, first.calls) if on_host and compiler is None else first.calls
+        graph = build_graph(part, Schedule(calls, outputs=columns[0]), Entrance([], {}, []))
+        compile_it = compiler or partial(by_inductor, first.name, on_host=on_host, small=False, in_order=True)
+        name = first.name.replace(" ", "_")
+        head = Head(name, graph, compile_it, metrics=0, count=len(wanted), known=compiler is None)
+        self._heads[head] = first.inputs
+        for one, column in zip(alike, columns, strict=True):
+            yield one, Instr(head, tuple(one.inputs), {}, column, (), None)
+
+    def as_text(self) -> str:
+        return "\n".join([*(f"{head}:\n{head.graph.code}" for head in self._heads), self._aten.as_text()])
+
+    def bind(self, buffers: Buffers) -> Run:
+        for head, inputs in self._heads.items():
+            if head.compiled is None:
+                head.compile([_like(var) for var in inputs])
+        return self._aten.bind(buffers, partial(self._reference.raises_at, buffers))
+
+
+def _found(
+    runs: Sequence[tuple[Any, list[Instr]]], plan: Schedule, program: Program
+) -> Iterator[tuple[_Region | None, list[Instr]]]:
+    """Yield each run of calls with its region; None for calls that stay as they are."""
+    ends = {*plan.outputs, *(new for _, new in plan.commits), *vars_in([i.args for i in plan.fused])}
+    readers: dict[Var, set[int]] = {}
+    for number, (_, run) in enumerate(runs):
+        for instr in run:
+            for var in instr.inputs():
+                readers.setdefault(var, set()).add(number)
+    for number, (name, run) in enumerate(runs):
+        wanted = {
+            var
+            for instr in run
+            for var in instr.outputs()
+            if var in ends or readers.get(var, set()) - {number}
+        }
+        yield (None if name is None else _Region.of(name[0], run, wanted)), run
+
+
+def _like(var: Var) -> Tensor:
+    spec = var.spec
+    return torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype, device=spec.device)

@@ -1,0 +1,1 @@
+"""What ranks make sure of before a capture: that they are about to do the same, or what fits together."""

@@ -1,0 +1,196 @@
+"""Micro-batches: a gradient function runs over equal slices of a batch, and its results are averaged."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial, wraps
+from typing import Any, Concatenate, ParamSpec, TypeVar, cast
+
+import torch
+from einops import rearrange
+from torch import Tensor
+
+from .. import tree as pytree
+from ..errors import LayoutError
+from ..messages.tracebacks import entry
+from ..pytree.trees import no_tensors
+from ..random import fold_in
+from ..state.arena import BufferSpec
+from ..tensors.aten import adds_up
+from ..tree import path_string
+
+__all__ = ["microbatches", "sliced"]
+
+P = ParamSpec("P")
+Params = TypeVar("Params")
+Out = TypeVar("Out")
+
+
+@entry()
+def microbatches(
+    k: int, *, carry: str | None = None, dtype: torch.dtype | None = None
+) -> Callable[[Callable[Concatenate[Params, P], Out]], Callable[Concatenate[Params, P], Out]]:
+    """Run a gradient function over ``k`` equal slices of the batch and average the results.
+
+    Wrap the result of :func:`value_and_grad`: activations of one slice are freed before the next starts. The second
+    argument (the batch) is cut along dimension 0. A keyword argument ``key`` is folded with the slice's number, so
+    that slices draw differently. Floating and complex leaves of the result are averaged, in order; integer leaves
+    (counts) are summed.
+
+    Buffers that each slice updates, such as those of batch norm, must be neither averaged nor summed: pass them as a
+    keyword argument, return the new ones in the auxiliary tree under the same name, and give that name as ``carry``.
+
+    Args:
+      k: Number of slices, at least 1.
+      carry: Name of a keyword argument passed from slice to slice: each slice gets what the previous one returned under
+        that name, and the result has the value of the last.
+      dtype: Dtype in which floating leaves are summed and returned, such as ``torch.float32`` for gradients in
+        bfloat16, whose sums would lose small terms; None for their own. The values of ``carry`` keep their own dtype.
+    Raises:
+      ValueError: If ``k`` is not an integer of 1 or more.
+      TypeError: If ``dtype`` is not a floating dtype of 16 bits or more, or the argument named by ``carry`` is missing.
+      LayoutError: If a leaf of the batch cannot be cut into ``k`` equal slices, a leaf of the result is not a tensor,
+        or the result has no value with the structure of the argument under the name ``carry``.
+
+    Example:
+      >>> import torch, functional_cg as fcg
+      >>> loss = lambda w, x: (w * x).mean()
+      >>> fcg.microbatches(2)(fcg.value_and_grad(loss))(torch.tensor(2.0), torch.arange(4.0))
+      (tensor(3.), tensor(1.5000))
+
+      With batch norm, as one slice after the other would update it:
+
+      >>> apply, params, buffers = fcg.from_module(torch.nn.BatchNorm1d(3))
+      >>> def loss(params, x, *, buffers):
+      ...     out, buffers = apply(params, buffers, x)
+      ...     return out.square().mean(), {"buffers": buffers}
+      >>> grads_of = fcg.microbatches(2, carry="buffers")(fcg.value_and_grad(loss, has_aux=True))
+      >>> (value, aux), grads = grads_of(params, torch.randn(8, 3), buffers=buffers)
+      >>> aux["buffers"]["num_batches_tracked"]
+      tensor(2)
+    """
+    if type(k) is not int or k < 1:
+        raise ValueError(f"microbatches: expected a positive int, got {k!r}")
+    if dtype is not None and not adds_up(dtype):
+        raise TypeError(
+            f"microbatches: dtype must be a floating dtype of 16 bits or more, such as torch.float32, got {dtype!r}"
+        )
+
+    def transform(fn: Callable[Concatenate[Params, P], Out]) -> Callable[Concatenate[Params, P], Out]:
+        name = getattr(fn, "__name__", type(fn).__name__)
+
+        @wraps(fn)
+        def wrapped(params: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
+            slices, treedef = sliced(name, batch, k)
+            key = kwargs.get("key")
+            total: Any = None
+            handed: list[int] = []
+            for i in range(k):
+                if key is not None:
+                    kwargs["key"] = fold_in(key, i)
+                part = pytree.unflatten(treedef, [leaf[i] for leaf in slices])
+                out = cast("Callable[..., Any]", fn)(params, part, *args, **kwargs)
+                if total is None:
+                    _refuse_objects(name, out)
+                if carry is not None:
+                    handed, kwargs[carry] = _handed_on(name, carry, kwargs, out)
+                out = _by_position(partial(_in_dtype, dtype, handed), out)
+                total = out if total is None else _by_position(partial(_sum_or_last, handed), total, out)
+            return _by_position(partial(_mean_or_sum, k, handed), total)
+
+        return cast("Callable[Concatenate[Params, P], Out]", wrapped)
+
+    return transform
+
+
+def sliced(name: str, batch: Any, k: int) -> tuple[list[Tensor], pytree.Treedef]:
+    """Return the leaves of a batch [k * b, ...] as [k, b, ...], and its structure.
+
+    Raises:
+      LayoutError: If a leaf has no first dimension that divides by ``k``.
+    """
+    flat, treedef = pytree.flatten(batch)
+    _refuse_uneven(name, treedef, flat, k)
+    return [rearrange(leaf, "(k b) ... -> k b ...", k=k) for leaf in flat], treedef
+
+
+def _by_position(function: Callable[..., Tensor], *trees: Any) -> Any:
+    """Map over the leaves of trees; the function also gets their flat position."""
+    treedef = pytree.flatten(trees[0])[1]
+    return pytree.map(function, pytree.unflatten(treedef, range(treedef.num_leaves)), *trees)
+
+
+def _in_dtype(dtype: torch.dtype | None, handed: Sequence[int], position: int, leaf: Tensor) -> Tensor:
+    return leaf if dtype is None or position in handed or not leaf.is_floating_point() else leaf.to(dtype)
+
+
+def _sum_or_last(handed: Sequence[int], position: int, total: Tensor, new: Tensor) -> Tensor:
+    return new if position in handed else total + new
+
+
+def _mean_or_sum(k: int, handed: Sequence[int], position: int, total: Tensor) -> Tensor:
+    averaged = (total.is_floating_point() or total.is_complex()) and position not in handed
+    return total / k if averaged else total
+
+
+def _handed_on(name: str, carry: str, kwargs: dict[str, Any], out: Any) -> tuple[list[int], Any]:
+    """Return the positions in the result of an argument's next value, and that value in the argument's structure."""
+    if carry not in kwargs:
+        raise TypeError(
+            f"microbatches: `carry={carry!r}`, but `{name}` is called without a keyword argument `{carry}`.\n"
+            f"To fix: `grads_of(params, batch, {carry}=...)`."
+        )
+    known = pytree.flatten(kwargs[carry])[1]
+    found = [
+        (path_string(path[depth + 1 :], carry), position, leaf)
+        for position, (path, leaf) in enumerate(pytree.flatten_with_path(out)[0])
+        for depth, key in enumerate(path)
+        if str(key) in (f"[{carry!r}]", f".{carry}")
+    ]
+    paths = [path_string(path, carry) for path in known.paths()]
+    at = {path: (position, leaf) for path, position, leaf in found}
+    if sorted(path for path, _, _ in found) != sorted(paths):
+        raise LayoutError.of(
+            name,
+            f"does not hand on `{carry}` from one micro-batch to the next.",
+            rows=[
+                f"{path}  expected one   got {sum(path == other for other, _, _ in found)}" for path in paths
+            ]
+            + [f"{path}  expected nothing" for path in at if path not in paths],
+            fix=f'return the new ones in the auxiliary tree, `return loss, {{"{carry}": {carry}}}`.',
+        )
+    return [at[path][0] for path in paths], pytree.unflatten(known, [at[path][1] for path in paths])
+
+
+def _refuse_uneven(name: str, treedef: pytree.Treedef, flat: Sequence[Any], k: int) -> None:
+    rows = [
+        f"{path_string(path, 'batch')}  expected a tensor whose first dimension divides by {k}   got "
+        + (str(BufferSpec.of(leaf)) if isinstance(leaf, Tensor) else type(leaf).__name__)
+        for path, leaf in zip(treedef.paths(), flat, strict=True)
+        if not isinstance(leaf, Tensor) or leaf.dim() == 0 or leaf.shape[0] % k
+    ]
+    if rows:
+        raise LayoutError.of(
+            name,
+            f"the batch cannot be cut into {k} equal micro-batches.",
+            rows=rows,
+            fix=_divisor(flat, k)
+            + "pad or drop the rest, or pass what has no batch dimension as a further argument.",
+        )
+
+
+def _divisor(flat: Sequence[Any], k: int) -> str:
+    sizes = {leaf.shape[0] for leaf in flat if isinstance(leaf, Tensor) and leaf.dim()}
+    fits = next((n for n in range(k, 1, -1) if sizes and not any(size % n for size in sizes)), 0)
+    return f"`microbatches({fits})`; or " if fits else ""
+
+
+def _refuse_objects(name: str, out: Any) -> None:
+    rows = no_tensors(out, "result")
+    if rows:
+        raise LayoutError.of(
+            name,
+            "returns leaves that cannot be averaged over micro-batches.",
+            rows=rows,
+            fix="return tensors, and keep other objects outside of the function.",
+        )

@@ -1,0 +1,88 @@
+"""Mutants of pipelines."""
+
+from __future__ import annotations
+
+from tests.mutants.mutant import Mutant
+
+__all__ = ["PIPELINES"]
+
+BITS, TABLES, MISTAKES = (f"tests/pipelines/test_{name}.py::" for name in ("bitwise", "tables", "mistakes"))
+SEVERAL = "it takes several GPUs, or none"
+
+PIPELINES = (
+    Mutant(
+        "N110",
+        "what is sent is free once it is launched, and not once it has arrived",
+        (
+            (
+                "            self._token = transfers.end(token, value, self._token)\n",
+                "            self._token = transfers.end(token, token, self._token)\n",
+            ),
+        ),
+        (f"{BITS}test_what_is_sent_keeps_its_memory_until_it_is_sent",),
+        no_gpu=SEVERAL,
+    ),
+    Mutant(
+        "N111",
+        "the gradients of weights of the last micro-batch are left out",
+        (
+            (
+                "        for number, grad in stage.grads.items():\n",
+                (
+                    "        last = action.microbatch == self._table.microbatches - 1\n"
+                    '        for number, grad in () if last and action.kind == "W" else stage.grads.items():\n'
+                ),
+            ),
+        ),
+        (f"{BITS}test_gradients_of_weights_may_come_late[1]",),
+        no_gpu=SEVERAL,
+    ),
+    Mutant(
+        "N112",
+        "late gradients of weights read the data of another micro-batch",
+        (
+            (
+                "        values = self._values.pop((action.stage, action.microbatch))\n",
+                (
+                    "        values = self._values.pop((action.stage, action.microbatch))\n"
+                    '        other = (action.microbatch + (action.kind == "W")) % self._table.microbatches\n'
+                    "        values.update(self._part(other))\n"
+                ),
+            ),
+        ),
+        (f"{BITS}test_gradients_of_weights_may_come_late[1]",),
+        no_gpu=SEVERAL,
+    ),
+    Mutant(
+        "N113",
+        "a leaf that stages of two ranks read gets the gradient of one of them",
+        (("            return all_reduce(own, axis)\n", "            return own\n"),),
+        (f"{BITS}test_zero_beside_stages",),
+        no_gpu=SEVERAL,
+    ),
+    Mutant(
+        "N114",
+        "ranks do not ask whether others receive what they send",
+        (("        agree_on_transfers(function, program, mesh)\n", "        pass\n"),),
+        (
+            f"{MISTAKES}test_ranks_that_do_not_fit_together_say_so_before_anything_is_sent[schedule]",
+            f"{MISTAKES}test_ranks_that_do_not_fit_together_say_so_before_anything_is_sent[batch]",
+        ),
+        no_gpu=SEVERAL,
+    ),
+    Mutant(
+        "N115",
+        "a table is run without a proof that it ends",
+        (
+            (
+                "    if circle := _circle(waits_of(table, transfers=transfers)):\n",
+                "    if circle := list[Action]():\n",
+            ),
+        ),
+        (
+            f"{TABLES}test_one_queue_and_late_receives_hang_in_the_model_and_are_refused",
+            f"{TABLES}test_what_is_accepted_ends_and_what_is_refused_does_not",
+        ),
+        no_gpu=SEVERAL,
+    ),
+)

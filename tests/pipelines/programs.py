@@ -1,0 +1,135 @@
+"""A program with stages, in many variants, and what a rank that trains it returns."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import functional_cg as fcg
+from functional_cg import optim, sharding
+from tests.sharding.programs import randn
+
+__all__ = ["CALLS", "CUTS", "FEATURES", "ONE", "TWO", "Run", "loss_of", "made", "params", "rows", "trained"]
+
+CALLS, LAYERS, ROWS, WORDS = 12, 4, 24, 11
+ONE, TWO = {"stage": 1, "data": -1}, {"stage": 2, "data": -1}
+FEATURES = ("plain", "tied", "dropout", "clip", "adamw", "accumulate", "aux", "skip")
+# Schedule -> in front of which layers it is cut, on two ranks.
+CUTS: Mapping[str, tuple[int, ...]] = {
+    "gpipe": (2,), "1f1b": (2,), "interleaved": (1, 2, 3), "zero_bubble": (1, 2, 3), "zbv": (1, 2, 3),
+    "dualpipev": (1, 2, 3), "looped_bfs": (1, 2, 3),
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Run:
+    """A variant of the program.
+
+    Attributes:
+      schedule: Of the pipeline.
+      features: Some of ``FEATURES``.
+      cuts: In front of which layers it is cut; None for those of the schedule.
+      stage: Of ZeRO.
+      microbatches: How many.
+      options: Of the step.
+    """
+
+    schedule: Any
+    features: tuple[str, ...]
+    cuts: tuple[int, ...] | None = None
+    stage: int = 1
+    microbatches: int = 4
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def at(self) -> tuple[int, ...]:
+        return CUTS[self.schedule] if self.cuts is None else self.cuts
+
+
+def params() -> dict[str, Tensor]:
+    out = {"emb": randn(1, WORDS, 6), "head": randn(2, 6, WORDS)}
+    return out | {f"w{i}": randn(3 + i, 6, 6) / 3 for i in range(LAYERS)}
+
+
+def rows(call: int, rank: int) -> dict[str, Tensor]:
+    draw = torch.Generator().manual_seed(100 * call + rank)
+    return {name: torch.randint(0, WORDS, (ROWS,), generator=draw) for name in ("x", "y")}
+
+
+def loss_of(cut: Callable[[Any], Any], run: Run) -> Callable[..., Any]:
+    has = run.features.__contains__
+
+    def loss_fn(params: Any, batch: Any, *, key: Tensor) -> Any:
+        x = params["emb"][batch["x"]]
+        first = x
+        weight = batch["x"].float().mean() / WORDS  # of the data alone: each stage computes it
+        for i in range(LAYERS):
+            if i in run.at:
+                x, first = cut((x, first)) if has("skip") else (cut(x), first)
+            x = torch.tanh(x @ params[f"w{i}"]) * weight
+            if has("dropout"):
+                x = fcg.random.dropout(fcg.random.fold_in(key, i), x, 0.2)
+        x = x + first if has("skip") else x
+        logits = x @ (params["emb"].T if has("tied") else params["head"])
+        loss = F.cross_entropy(logits, batch["y"])
+        return (loss, {"top": logits.detach().amax(), "rows": (batch["y"] > 3).sum()}) if has("aux") else loss
+
+    return loss_fn
+
+
+def optimizer_of(run: Run) -> Any:
+    rule = optim.adamw(0.05, weight_decay=0.1) if "adamw" in run.features else optim.sgd(0.1, momentum=0.9)
+    return optim.chain(optim.clip_by_global_norm(0.3), rule) if "clip" in run.features else rule
+
+
+def made(run: Run, axes: Mapping[str, int]) -> tuple[Any, Any, Any]:
+    """The pipeline, a state and the function to capture."""
+    mesh = sharding.mesh(axes, device="cpu", timeout=20)
+    pipe = sharding.pipeline(mesh, schedule=run.schedule, microbatches=run.microbatches)
+    loss_fn, has_aux = loss_of(pipe.cut, run), "aux" in run.features
+    zero = pipe.zero(loss_fn, params(), rows(0, 0), key=fcg.random.key(0), stage=run.stage, has_aux=has_aux)  # type: ignore[arg-type]
+    accumulates = "accumulate" in run.features
+    state = fcg.TrainState.create(
+        params=params(),
+        optimizer=optimizer_of(run),
+        key=fcg.random.key(3),
+        sharding=zero,
+        accumulate=accumulates,
+    )
+
+    def train_step(state: Any, batch: Any) -> Any:
+        key = fcg.random.fold_in(sharding.fold_in(state.key), state.step)
+        out, grads = pipe.value_and_grad(loss_fn, has_aux=has_aux)(state.params, batch, key=key)
+        loss, aux = out if has_aux else (out, {})
+        metrics = {"loss": sharding.mean(loss), "own loss": loss, "norm": optim.global_norm(grads), **aux}
+        if not accumulates:
+            return state.apply_gradients(grads), metrics
+        total, due = fcg.tree.map(torch.add, state.grads, grads), state.step % 3 == 2
+        new = state.apply_gradients(total)
+        kept = fcg.tree.map(lambda g: torch.where(due, torch.zeros_like(g), g), total)
+        params, moments = fcg.tree.map(
+            lambda a, b: torch.where(due, a, b), (new.params, new.opt_state), (state.params, state.opt_state)
+        )
+        return new.replace(params=params, opt_state=moments, grads=kept), metrics
+
+    return pipe, state, train_step
+
+
+def trained(runs: Sequence[Run], axes: Mapping[str, int]) -> list[Any]:
+    """For each run, the metrics of all calls and the whole state, or an empty one beside rank 0."""
+    out = []
+    for run in runs:
+        pipe, state, function = made(run, axes)
+        step, kept = fcg.graph_step(function, **{"lowering": "aten", **run.options}), []
+        for call in range(CALLS):
+            state, metrics = step(state, rows(call, pipe.mesh.rank))
+            kept.append(metrics)
+        assert (step.stats.traces, step.stats.captures, step.stats.replays) == (1, 1, CALLS)
+        out.append((kept, dict(sharding.state_dict(state))))
+        step.close()
+    return out

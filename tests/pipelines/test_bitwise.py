@@ -1,0 +1,166 @@
+"""Ranks that run a pipeline get the bits of one rank that runs all stages, after each of twelve calls with new data."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import pytest
+import torch
+
+import functional_cg as fcg
+from functional_cg import sharding
+from functional_cg.shards.transfers import SEND
+from functional_cg.testing import assert_trees_all_equal
+from tests.pipelines.programs import (
+    CALLS,
+    CUTS,
+    FEATURES,
+    ONE,
+    TWO,
+    Run,
+    loss_of,
+    made,
+    optimizer_of,
+    params,
+    rows,
+    trained,
+)
+from tests.sharding.ranks import on_ranks
+from tests.shares import THOROUGH, diagonal, share
+
+thorough = pytest.mark.skipif(not THOROUGH, reason="several processes, or a compiler: profile `thorough`")
+
+# The order that TransformerEngine's own test gives to two chunks of layers and three micro-batches.
+TRANSFORMER_ENGINE = (1, 2, 1, 2, -2, -1, 1, 2, -2, -1, -2, -1)
+
+
+def assert_as_on_one_rank(runs: Sequence[Run], ranks: int, axes: Mapping[str, int]) -> None:
+    data = ranks // axes["stage"]
+    alone = [trained(runs, ONE)] if data == 1 else on_ranks(data, trained, runs, ONE)
+    found = on_ranks(ranks, trained, runs, axes)
+    for number, run in enumerate(runs):
+        for rank, of_rank in enumerate(found):
+            metrics, state = of_rank[number]
+            assert_trees_all_equal(metrics, alone[rank % data][number][0], f"{run}, rank {rank}")
+            if rank == 0:
+                assert_trees_all_equal(state, alone[0][number][1], str(run))
+
+
+def test_each_schedule_on_two_ranks() -> None:
+    runs = [Run(schedule, (feature,)) for schedule, feature in diagonal([*CUTS], FEATURES)]
+    assert_as_on_one_rank(share([Run("zero_bubble", FEATURES), *runs], 4), 2, TWO)
+
+
+@thorough
+def test_four_stage_ranks() -> None:
+    """A tied leaf on the first and the last of them."""
+    assert_as_on_one_rank([Run("1f1b", ("tied", "adamw"), cuts=(1, 2, 3))], 4, {"stage": 4})
+
+
+def test_zero_beside_stages() -> None:
+    features = ("tied", "clip", "adamw", "dropout")
+    assert_as_on_one_rank([Run("1f1b", features, stage=stage) for stage in share((1, 2, 3), 3)], 4, TWO)
+
+
+def in_the_order_of(order: Sequence[int], rank: int, ranks: int) -> list[str]:
+    """The actions of a rank with several stages, in an order of its chunks as TransformerEngine writes it."""
+    seen, row = Counter[int](), []
+    for one in order:
+        row.append(f"{(abs(one) - 1) * ranks + rank}{'F' if one > 0 else 'B'}{seen[one]}")
+        seen[one] += 1
+    return row
+
+
+def test_transformer_engines_interleaved_order_gives_the_same_weights() -> None:
+    """There, stages that reuse each other's buffers once gave others."""
+    features = ("dropout", "clip", "adamw")
+    assert in_the_order_of(TRANSFORMER_ENGINE, 0, 1)[:6] == ["0F0", "1F0", "0F1", "1F1", "1B0", "0B0"]
+    on_one = Run([in_the_order_of(TRANSFORMER_ENGINE, 0, 1)], features, cuts=(2,), microbatches=3)
+    usual = Run("1f1b", features, cuts=(2,), microbatches=3)
+    assert_trees_all_equal(*(trained([run], ONE)[0] for run in (on_one, usual)))
+    if THOROUGH:
+        table = [in_the_order_of(TRANSFORMER_ENGINE, rank, 2) for rank in range(2)]
+        assert_as_on_one_rank([Run(table, features, cuts=(1, 2, 3), microbatches=3)], 2, TWO)
+
+
+@pytest.mark.parametrize("late", [1, 2])
+def test_gradients_of_weights_may_come_late(late: int) -> None:
+    """They need what their micro-batch has kept, whatever runs in between, and none may be left out."""
+    rows_of = [
+        [f"{s}{kind}{m}" for kind, order in (("F", (0, 1)), ("I", (1, 0))) for s in order] for m in range(3)
+    ]
+    weights = [[f"{s}W{m}" for s in (0, 1)] for m in range(3)]
+    row = [action for m in range(3) for action in (*rows_of[m], *(weights[m - late] if m >= late else ()))]
+    row += [action for m in range(3 - late, 3) for action in weights[m]]
+    features = ("dropout", "adamw", "tied")
+    runs = [Run([row], features, cuts=(2,), microbatches=3), Run("1f1b", features, cuts=(2,), microbatches=3)]
+    assert_trees_all_equal(*trained(runs, ONE))
+
+
+def kept_until_they_are_sent(run: Run) -> int:
+    """How many values this rank sends, each of which is an argument of what waits until it is sent."""
+    pipe, state, function = made(run, TWO)
+    program = fcg.graph_step(function, lowering="aten").lower(state, rows(0, pipe.mesh.rank)).program
+    sent = {instr.out: instr.args[0] for instr in program.instrs if instr.op is SEND}
+    kept = {instr.args[0]: instr.args[1] for instr in program.instrs if str(instr.op) == "fcg.end.default"}
+    assert kept == sent
+    return len(sent)
+
+
+def test_what_is_sent_keeps_its_memory_until_it_is_sent() -> None:
+    assert on_ranks(2, kept_until_they_are_sent, Run("zbv", ("skip",))) == [16, 16]
+
+
+def plain(run: Run) -> Any:
+    """The same program without any pipeline: micro-batches of ``value_and_grad``."""
+    loss_fn = loss_of(lambda tree: tree, run)
+    state = fcg.TrainState.create(params=params(), optimizer=optimizer_of(run), key=fcg.random.key(3))
+
+    @fcg.graph_step(lowering="aten")
+    def train_step(state: Any, batch: Any) -> Any:
+        key = fcg.random.fold_in(state.key, state.step)
+        grads_of = fcg.microbatches(run.microbatches)(fcg.value_and_grad(loss_fn))
+        loss, grads = grads_of(state.params, batch, key=key)
+        return state.apply_gradients(grads), {"loss": loss}
+
+    for call in range(CALLS):
+        state, _ = train_step(state, rows(call, 0))
+    return dict(fcg.state_dict(state))
+
+
+def test_one_rank_is_what_micro_batches_are() -> None:
+    """To the bit, except for a leaf that two stages read: its sum is taken in another order."""
+    run, tied = (Run("zero_bubble", (feature, "clip", "adamw")) for feature in ("dropout", "tied"))
+    (_, found), (_, found_tied) = trained([run, tied], ONE)
+    assert_trees_all_equal(found, plain(run))
+    for name, leaf in plain(tied).items():
+        torch.testing.assert_close(found_tied[name], leaf, rtol=1e-4, atol=1e-5)
+
+
+def eager_and_captured(run: Run, axes: Mapping[str, int]) -> None:
+    pipe, state, function = made(run, axes)
+    step, eager = fcg.graph_step(function, lowering="aten"), fcg.fork(state)
+    for call in range(3):
+        batch = rows(call, pipe.mesh.rank)
+        state, metrics = step(state, batch)
+        eager, expected = step.eager(eager, batch)
+        assert_trees_all_equal(metrics, expected)
+    assert_trees_all_equal(sharding.state_dict(state), sharding.state_dict(eager))
+
+
+def test_a_replay_has_the_bits_of_the_eager_run() -> None:
+    run = Run("zbv", ("tied", "dropout", "clip", "adamw", "aux"))
+    eager_and_captured(run, ONE)
+    if THOROUGH:
+        on_ranks(2, eager_and_captured, run, TWO)
+
+
+@thorough
+def test_compiled_steps_agree() -> None:
+    run = Run("1f1b", ("tied", "adamw"), microbatches=2, options={"lowering": "inductor"})
+    alone, found = trained([run], ONE), on_ranks(2, trained, [run], TWO, timeout=200.0)
+    for metrics, _ in (of_rank[0] for of_rank in found):
+        for name in ("loss", "norm"):
+            torch.testing.assert_close(metrics[-1][name], alone[0][0][-1][name], rtol=1e-4, atol=1e-5)
