@@ -14,6 +14,7 @@ from .. import tree as pytree
 from ..ambient.rehearsal import announce
 from ..ambient.setting import canonical
 from ..errors import LayoutError
+from ..manual import Documented
 from ..messages.tracebacks import entry
 from ..random.arguments import check_key
 from ..shards.mesh import Axis, Mesh
@@ -40,7 +41,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True, eq=False)
-class Pipeline:
+class Pipeline(metaclass=Documented):
     """A pipeline over the stage axis of a mesh; made by :func:`functional_cg.sharding.pipeline`.
 
     Attributes:
