@@ -12,7 +12,7 @@ from .advice import SHOWS
 from .code_reading import Site, sync_spelling, text_of
 from .source import is_installed, own_frame
 
-__all__ = ["copy_fix", "keyed_fix", "sync_fix"]
+__all__ = ["copy_fix", "in_place_fix", "keyed_fix", "sync_fix"]
 
 
 def sync_fix(frame: FrameType, own: FrameType | None = None, *, by_mask: bool = False) -> tuple[str, str]:
@@ -24,21 +24,30 @@ def sync_fix(frame: FrameType, own: FrameType | None = None, *, by_mask: bool = 
       by_mask: Whether a subscript's index is known to be a mask.
     """
     what, fix = sync_spelling(frame, by_mask=by_mask)
+    asked = _asked_to_show(own or own_frame(frame)) if _call(frame, own) is not None else None
+    return asked or (what, in_place_fix(frame, fix, own))
+
+
+def in_place_fix(frame: FrameType, fix: str, own: FrameType | None = None) -> str:
+    """Return what to do in a line, and for a line of a library how to get there.
+
+    Args:
+      frame: The frame of the line.
+      fix: What to do in the line.
+      own: As for :func:`sync_fix`.
+    """
     call = _call(frame, own)
     if call is None:
-        return what, fix
-    asked = _asked_to_show(own or own_frame(frame))
-    if asked is not None:
-        return asked
+        return fix
     library, owner = _named(frame)
     if "self" in frame.f_locals:
         there = f"in a class of your own that inherits from `{owner.partition('.')[0]}`, override `{owner}`: {fix}"
     else:
         there = f"in a function of your own in place of `{owner}`: {fix}"
     if isinstance(frame.f_locals.get("self"), torch.nn.Module):  # what it returns is to be differentiated
-        return what, f"the line belongs to `{library}`: {there}"
+        return f"the line belongs to `{library}`: {there}"
     outside = f"call `{text_of(call)}` outside of the step and pass what it returns as an input"
-    return what, f"the line belongs to `{library}`: {outside}; or, {there}"
+    return f"the line belongs to `{library}`: {outside}; or, {there}"
 
 
 def keyed_fix(frame: FrameType | None) -> str:
