@@ -294,7 +294,14 @@ class Rules:
         )
 
     def host_read(
-        self, reason: str, call: Any = "", owner: str = "", fix: str = "", *, inputs: Sequence[str] = ()
+        self,
+        reason: str,
+        call: Any = "",
+        owner: str = "",
+        fix: str = "",
+        *,
+        inputs: Sequence[str] = (),
+        drawn: bool = False,
     ) -> HostSyncError:
         """Return the error for a value needed on the host, worded for the line that asks for it.
 
@@ -304,10 +311,11 @@ class Rules:
           owner: Name of the argument that is read, if any.
           fix: What to do; by default, what suits the line.
           inputs: Names of the inputs that decide on a shape, if nothing else does.
+          drawn: Whether the value is drawn at random.
         """
         frame = user_frame()
         by_mask = "index" in str(call)
-        what, spelled = sync_fix(frame, by_mask=by_mask) if frame is not None else ("", "")
+        what, spelled = sync_fix(frame, by_mask=by_mask, drawn=drawn) if frame is not None else ("", "")
         fix = fix or spelled
         if inputs:
             names = " and ".join(f"`{name}`" for name in inputs)
