@@ -7,7 +7,7 @@ import pdb
 import sys
 import traceback
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -164,6 +164,7 @@ def test_a_call_that_does_not_fit_says_what_would():
 # -- libraries --------------------------------------------------------------------------------------------------
 
 SOURCE = """
+import numpy as np
 import torch
 from torch import nn
 
@@ -189,6 +190,39 @@ class Gate(nn.Module):
 
 class Plain(Gate):
     def forward(self, x):
+        return self.w(x)
+
+class Stack(nn.Module):
+    def __init__(self, layerdrop):
+        super().__init__()
+        self.layers, self.layerdrop = nn.ModuleList(nn.Linear(3, 3) for _ in range(2)), layerdrop
+
+    def forward(self, x):
+        for layer in self.layers:
+            if self.training and torch.rand([]) < self.layerdrop:
+                continue
+            x = layer(x)
+        return x
+
+class Masked(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.w = nn.Linear(3, 1)
+
+    def forward(self, x):
+        return self.w(x) * self.mask(x)
+
+    def mask(self, x):
+        return torch.as_tensor(np.random.rand(len(x), 1) < 0.5)
+
+class LoopedExperts(nn.Module):
+    def __init__(self, config):
+        super().__init__()
+        self.w, self.config = nn.Linear(3, 1), config
+
+    def forward(self, x):
+        for row in (x.sum(0) > 0).nonzero():
+            x = x + row
         return self.w(x)
 """
 
@@ -263,6 +297,52 @@ def test_a_module_of_a_library_is_overridden_in_a_class_of_the_users_own(helpful
 
     apply, params, _ = fcg.from_module(Mine())
     assert fcg.graph_fn(predict)(params, X).shape == (4, 1)
+
+
+def predicted(module: nn.Module) -> Any:
+    apply, params, _ = fcg.from_module(module)
+    run = fcg.graph_fn(lambda state, x: apply(state["params"], {}, x, key=state["key"])[0])
+    return run({"params": params, "key": fcg.random.key(0)}, X)
+
+
+def test_layers_that_a_library_leaves_out_at_random_are_selected(helpful):
+    with pytest.raises(
+        fcg.HostSyncError, match="such as `layerdrop`, to 0, and put each layer into a module"
+    ):
+        predicted(helpful.Stack(0.5))
+
+    class Selected(nn.Module):
+        def __init__(self, layer: nn.Module, p: float) -> None:
+            super().__init__()
+            self.layer, self.p = layer, p
+
+        def forward(self, x, *args, **kwargs):
+            return torch.where(torch.rand([], device=x.device) < self.p, x, self.layer(x, *args, **kwargs))
+
+    for p in (0.0, 0.5, 1.0):
+        stack = helpful.Stack(0.0)
+        stack.layers = nn.ModuleList(Selected(layer, p) for layer in stack.layers)
+        assert torch.equal(predicted(stack), X) is (p == 1.0)
+
+
+def test_what_a_library_draws_by_numpy_is_drawn_by_torch(helpful):
+    advice = (
+        r"inherits from `Masked`, override `Masked\.mask`: .* draw with torch, `torch\.rand\(shape\) < p`"
+    )
+    with pytest.raises(fcg.ForeignTensorError, match=advice):
+        predicted(helpful.Masked())
+
+    class Mine(helpful.Masked):
+        def mask(self, x):
+            return torch.rand(len(x), 1) < 0.5
+
+    assert predicted(Mine()).shape == (4, 1)
+
+
+def test_experts_in_a_loop_have_a_switch(helpful):
+    config = SimpleNamespace(_experts_implementation="eager")
+    with pytest.raises(fcg.HostSyncError, match=r'`model.set_experts_implementation\("batched_mm"\)`'):
+        predicted(helpful.LoopedExperts(config))
 
 
 def test_a_wrong_shape_in_a_library_asks_for_another_input(helpful):

@@ -12,33 +12,60 @@ from .advice import SHOWS
 from .code_reading import Site, sync_spelling, text_of
 from .source import is_installed, own_frame
 
-__all__ = ["copy_fix", "keyed_fix", "sync_fix"]
+__all__ = ["copy_fix", "in_place_fix", "keyed_fix", "sync_fix"]
 
 
-def sync_fix(frame: FrameType, own: FrameType | None = None, *, by_mask: bool = False) -> tuple[str, str]:
+# Libraries leave out layers at random, with a rate that is a number of the module or its configuration.
+_LEFT_OUT = (
+    "what is drawn decides which layers run; set that rate, such as `layerdrop`, to 0, and put each layer into "
+    "a module that selects, `torch.where(torch.rand([], device=x.device) < p, x, self.layer(x, *args, **kwargs))`"
+)
+_EXPERTS = '`model.set_experts_implementation("batched_mm")` computes experts without a loop over them'
+
+
+def sync_fix(
+    frame: FrameType, own: FrameType | None = None, *, by_mask: bool = False, drawn: bool = False
+) -> tuple[str, str]:
     """Return how a line asks for a tensor's value, and what to do about it where the user can.
 
     Args:
       frame: The frame of the line.
       own: The frame of the user's own code that led to it; by default, the innermost outside of it.
       by_mask: Whether a subscript's index is known to be a mask.
+      drawn: Whether the value is drawn at random.
     """
     what, fix = sync_spelling(frame, by_mask=by_mask)
+    if _call(frame, own) is None:
+        return what, fix
+    owner = frame.f_locals.get("self")
+    if isinstance(owner, torch.nn.Module):
+        switch = hasattr(getattr(owner, "config", None), "_experts_implementation")
+        if remedy := _LEFT_OUT if drawn else switch and type(owner).__name__.endswith("Experts") and _EXPERTS:
+            return what, f"the line belongs to `{_named(frame)[0]}`: {remedy}"
+    asked = _asked_to_show(own or own_frame(frame))
+    return asked or (what, in_place_fix(frame, fix, own))
+
+
+def in_place_fix(frame: FrameType, fix: str, own: FrameType | None = None) -> str:
+    """Return what to do in a line, and for a line of a library how to get there.
+
+    Args:
+      frame: The frame of the line.
+      fix: What to do in the line.
+      own: As for :func:`sync_fix`.
+    """
     call = _call(frame, own)
     if call is None:
-        return what, fix
-    asked = _asked_to_show(own or own_frame(frame))
-    if asked is not None:
-        return asked
+        return fix
     library, owner = _named(frame)
     if "self" in frame.f_locals:
         there = f"in a class of your own that inherits from `{owner.partition('.')[0]}`, override `{owner}`: {fix}"
     else:
         there = f"in a function of your own in place of `{owner}`: {fix}"
     if isinstance(frame.f_locals.get("self"), torch.nn.Module):  # what it returns is to be differentiated
-        return what, f"the line belongs to `{library}`: {there}"
+        return f"the line belongs to `{library}`: {there}"
     outside = f"call `{text_of(call)}` outside of the step and pass what it returns as an input"
-    return what, f"the line belongs to `{library}`: {outside}; or, {there}"
+    return f"the line belongs to `{library}`: {outside}; or, {there}"
 
 
 def keyed_fix(frame: FrameType | None) -> str:

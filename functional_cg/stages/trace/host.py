@@ -11,22 +11,24 @@ import random
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import FrameType, MappingProxyType
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributions import constraints, continuous_bernoulli, distribution, geometric
 from torch.overrides import TorchFunctionMode
 
-from ...errors import CaptureError, FunctionalCGError, ImplicitRandomnessError, SideEffectError
+from ...errors import CaptureError, FunctionalCGError, HostSyncError, ImplicitRandomnessError, SideEffectError
 from ...messages.advice import ADDRESS
 from ...messages.catching import may_swallow
 from ...messages.guards import guard_of
 from ...messages.source import at_here, is_user_file
+from ...tensors.selected import Selected
 from ..watch.host_watch import MODES, HostWatch, modes
 from ..watch.reads import Reads
 from .known import aside_from_modes
@@ -67,6 +69,9 @@ _VALIDATING = frozenset(
 )
 _ENTRY = f"{__package__}.runs"  # calls the user's function
 _PLUMBING = frozenset({"torch.overrides", "torch.utils._python_dispatch"})
+# What selects by a mask, and what computes the same whatever follows the selected values.
+_SELECTING = frozenset({torch.masked_select, Tensor.masked_select, Tensor.__getitem__})
+_WITHOUT_LENGTH = frozenset({F.ctc_loss, torch.ctc_loss})
 _OF_VALUES = frozenset({"__repr__", "__format__", "__array__", "numpy", "tolist"})
 
 
@@ -104,7 +109,24 @@ class HostGuard(TorchFunctionMode):
             raise self._rules.data_assigned()
         if func is Tensor.__deepcopy__:
             return args[0].clone()
-        return func(*args, **kwargs)
+        if func in _WITHOUT_LENGTH:
+            args, kwargs = _in_front(args), dict(zip(kwargs, _in_front(kwargs.values()), strict=True))
+        try:
+            return func(*args, **kwargs)
+        except HostSyncError as error:
+            if func not in _SELECTING or not _selects_numbers(*args[:2]):
+                raise
+            return Selected(args[0], args[1], self._rules.put_off(error))
+
+
+def _in_front(args: Iterable[Any]) -> list[Any]:
+    return [one.in_front() if isinstance(one, Selected) else one for one in args]
+
+
+def _selects_numbers(values: Any = None, index: Any = None) -> bool:
+    """Whether an index is a mask for integers, each by itself."""
+    masks = isinstance(index, Tensor) and index.dtype is torch.bool and index.dim() == values.dim()
+    return masks and not values.dtype.is_floating_point and not values.dtype.is_complex
 
 
 def taken_as_valid(func: Any, args: Sequence[Any], call: Callable[..., Any]) -> bool | None:

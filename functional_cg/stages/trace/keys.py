@@ -1,4 +1,4 @@
-"""Find the draws of a program that share a random key.
+"""Find the draws of a program: those that share a random key, and what is made of nothing else.
 
 A key is a value, and two computations may produce the same value, so this is value numbering. Two values get the same
 number if the same op made them from arguments with the same numbers, or if one is a copy of the other. An in-place
@@ -8,13 +8,15 @@ real, but some may be missed.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
+
+import torch
 
 from ...random.samplers import DERIVE
 from ..program import Instr, Program, Var, live, map_vars
 
-__all__ = ["draws", "shared_keys"]
+__all__ = ["draws", "is_drawn", "shared_keys"]
 
 _COPIES = frozenset({"aten::alias", "aten::clone", "aten::detach"})
 
@@ -55,11 +57,14 @@ class _Numbers:
 
 def draws(program: Program) -> Iterator[Instr]:
     """Return the calls that draw random numbers; deriving a key is not a draw."""
-    return (
-        instr
-        for instr in program.instrs
-        if instr.op._schema.name == "fcg::random_bits" and instr.args[1] != DERIVE
-    )
+    return filter(_is_draw, program.instrs)
+
+
+def is_drawn(program: Program, variables: Iterable[Var]) -> bool:
+    """Whether values are computed from draws, and beside these from nothing but keys and counters."""
+    makers, used = live([instr for instr in program.instrs if not instr.checks], variables)
+    given = used & {*program.slots, *program.inputs}
+    return any(map(_is_draw, makers)) and all(var.spec.dtype == torch.int64 for var in given)
 
 
 def shared_keys(program: Program) -> Iterator[tuple[str, str]]:
@@ -79,6 +84,10 @@ def shared_keys(program: Program) -> Iterator[tuple[str, str]]:
                 yield _site(earlier), _site(instr)
         if instr in relevant:
             numbers.walk(instr)
+
+
+def _is_draw(instr: Instr) -> bool:
+    return bool(instr.op._schema.name == "fcg::random_bits" and instr.args[1] != DERIVE)
 
 
 def _site(instr: Instr) -> str:

@@ -35,6 +35,7 @@ from ...transforms.debug import REPORTS
 from ...tree import KeyPath, path_string
 from ..program import Constant, Instr, Program, Report, Var, inputs_behind
 from .host import taken_as_valid
+from .keys import is_drawn
 from .known import BY_NUMBER, Supposed, as_filling, aside_from_modes, by_places, filled, result_of, value_of
 from .recipe import Recipe
 from .rules import Rules, refuse_mixed_dtypes
@@ -220,7 +221,8 @@ class Recorder(TorchDispatchMode):
             owner = self._protected.get(storage_key(tensors[0]), "") if tensors else ""
             read = [var for one in tensors if (var := self.var_of(one))]
             behind = inputs_behind(self.program, self._input_names, read)
-            raise self.rules.host_read(reason, func, owner, inputs=behind if "shape" in reason else [])
+            inputs, drawn = behind if "shape" in reason else [], is_drawn(self.program, read)
+            raise self.rules.host_read(reason, func, owner, inputs=inputs, drawn=drawn)
         written = self.rules.check(func, args, kwargs, storage_key)
         for tensor in tensors:
             self._refuse_unknown(func, tensor, written)

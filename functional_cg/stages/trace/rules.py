@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from types import FrameType
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -25,7 +25,7 @@ from ...errors import (
     LayoutError,
     ReadOnlyError,
 )
-from ...messages.libraries import copy_fix, keyed_fix, sync_fix
+from ...messages.libraries import copy_fix, in_place_fix, keyed_fix, sync_fix
 from ...messages.source import at_here, here, user_frame
 from ...nn.refusals import registered_fix
 from ...pytree.trees import opened
@@ -139,6 +139,17 @@ class Rules:
         if not _in_a_debugger(sys._getframe()):
             self._first = self._first or error
 
+    def put_off(self, error: FunctionalCGError) -> Callable[[], NoReturn]:
+        """Take back a refusal that may turn out to be none; return what refuses after all."""
+        if self._first is error:
+            self._first = None
+
+        def refuse() -> NoReturn:
+            self.remember(error)
+            raise error
+
+        return refuse
+
     def refuse_what_was_caught(self) -> None:
         """Raise the first refusal again if the function caught it and returned."""
         if self._first is not None:
@@ -249,12 +260,17 @@ class Rules:
 
     def foreign_array(self, tensor: Tensor) -> ForeignTensorError:
         """Return the error for a tensor that shares its memory with a numpy array or a buffer."""
+        frame = user_frame()
+        fix = (
+            "pass it as an input; what numpy draws, draw with torch, `torch.rand(shape) < p`, which has a key in a "
+            "module; a table that never changes can be a literal, `torch.tensor(array.tolist())`"
+        )
         return ForeignTensorError.of(
             self._function,
             "reads an array of numpy that is in neither the state nor the inputs.",
             rows=[f"{BufferSpec.of(tensor)}{at_here()}"],
             why="What the array holds now would be used for ever.",
-            fix="pass it as an input; a table that never changes can be a literal, `torch.tensor(array.tolist())`.",
+            fix=f"{fix if frame is None else in_place_fix(frame, fix)}.",
         )
 
     def sparse(self, tensor: Tensor) -> LayoutError:
@@ -278,7 +294,14 @@ class Rules:
         )
 
     def host_read(
-        self, reason: str, call: Any = "", owner: str = "", fix: str = "", *, inputs: Sequence[str] = ()
+        self,
+        reason: str,
+        call: Any = "",
+        owner: str = "",
+        fix: str = "",
+        *,
+        inputs: Sequence[str] = (),
+        drawn: bool = False,
     ) -> HostSyncError:
         """Return the error for a value needed on the host, worded for the line that asks for it.
 
@@ -288,10 +311,11 @@ class Rules:
           owner: Name of the argument that is read, if any.
           fix: What to do; by default, what suits the line.
           inputs: Names of the inputs that decide on a shape, if nothing else does.
+          drawn: Whether the value is drawn at random.
         """
         frame = user_frame()
         by_mask = "index" in str(call)
-        what, spelled = sync_fix(frame, by_mask=by_mask) if frame is not None else ("", "")
+        what, spelled = sync_fix(frame, by_mask=by_mask, drawn=drawn) if frame is not None else ("", "")
         fix = fix or spelled
         if inputs:
             names = " and ".join(f"`{name}`" for name in inputs)
