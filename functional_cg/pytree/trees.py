@@ -224,7 +224,7 @@ class _Marker:
 def at(where: Callable[[T], Any], tree: T, value: Any) -> T:
     """Replace what ``where`` selects, functionally.
 
-    On a plain tree this copies the structure. On a state handle it writes the value into the same slots and
+    On a plain tree this copies the structure. On a state handle it writes the value into the same memory and
     donates the old handle.
 
     Args:
