@@ -173,7 +173,10 @@ def unflatten(treedef: Treedef, leaves: Iterable[Any]) -> Any:
     """
     flat = list(leaves)
     if len(flat) != treedef.num_leaves:
-        raise ValueError(f"unflatten: the treedef has {treedef.num_leaves} leaves, got {len(flat)}")
+        raise ValueError(
+            f"unflatten: the treedef has {treedef.num_leaves} leaves, got {len(flat)}.\n"
+            "To fix: a new leaf for each old one, in their order; to change some of them, `fcg.tree.map(fn, tree)`."
+        )
     return _built(treedef, iter(flat))
 
 
