@@ -327,7 +327,7 @@ def test_other_arguments_are_refused() -> None:
         one[0]
     for options in ({"history": 0}, {"margin": -1}, {"margin": 9}):
         with pytest.raises(
-            ValueError, match="(history must be an int of 1 or more|margin must be an int from 0 to 8)"
+            ValueError, match=r"(history must be an int of 1 or more|margin must be an int from 0 to 8)"
         ):
             Fp8Scaling.create(**options)
     with pytest.raises(RuntimeError, match=r"nn.fp8_linear: it is differentiated twice"):
