@@ -30,10 +30,11 @@ class Documented(ABCMeta):
 
 
 def _is_listed(cls: type, name: str) -> bool:
+    """Whether the page of a class lists an attribute."""
     if name.startswith("_") and name != "__call__":
         return False
     owners = [one for one in cls.__mro__ if name in vars(one)]
-    if not owners or owners[0].__module__.partition(".")[0] in ("builtins", "torch"):
+    if not owners or any(one.__module__.partition(".")[0] in ("builtins", "torch") for one in owners):
         return False
     value = vars(owners[0])[name]
     if isinstance(value, classmethod):

@@ -73,7 +73,10 @@ class Options:
                 f"`@fcg.{transform}` above `def`."
             )
         if not callable(fn):
-            raise TypeError(f"{transform}: expected a function, got {type(fn).__name__}")
+            raise TypeError(
+                f"{transform}: expected a function, got {type(fn).__name__}.\n"
+                f"To fix: `fcg.{transform}(train_step)`, the function itself, and call what that returns."
+            )
         options = cls(**given)
         options._refuse_values(transform)
         return options

@@ -39,7 +39,7 @@ def prefetch(
 
     Tensors on the CPU and numpy arrays in a batch arrive as tensors on the device, with the same shapes,
     dtypes and dimension order; tensors already there, numbers and other objects pass through unchanged.
-    Pageable memory goes through a ring of ``ahead + 1`` pinned slots, and the loader may overwrite it as soon
+    Pageable memory goes through a ring of ``ahead + 1`` pinned buffers, and the loader may overwrite it as soon
     as it is asked for the next batch. Pinned memory is copied directly; the loader is asked for more only
     when that copy is done. The stream that is current when a batch is handed over waits for its copy: call
     the step on that stream.

@@ -197,7 +197,7 @@ def test_a_verified_call_finds_what_the_certificate_does(
         fcg.MiscompileError, match=rf"at verified call [12]\.(.|\n)*{where}(.|\n)*differs by"
     ) as error:
         two_calls()
-    assert "`state.latest()` is its state" in str(error.value)
+    assert "`state.latest()` is the new one" in str(error.value)
     assert state.latest().generation >= 1
 
 

@@ -61,7 +61,7 @@ def test_a_stale_number_is_found_and_the_state_is_not_lost(lowering: Any) -> Non
     )
     assert "replay differs from the eager run at verified call 2" in text
     assert r"s['w']  differs by 0.0173 in norm" in text
-    assert "`s.latest()` is its state" in text
+    assert "`s.latest()` is the new one" in text
     assert old.latest()["w"].tolist() == [3.0, 3.0, 3.0]
 
 

@@ -60,7 +60,10 @@ def checkpoints(folder: str | os.PathLike[str], *, keep: int | None = 3) -> Chec
       [3, 4] [3.0, 3.0]
     """
     if not isinstance(folder, str | os.PathLike):
-        raise TypeError(f"checkpoints: expected a path, got {type(folder).__name__}")
+        raise TypeError(
+            f"checkpoints: expected a path, got {type(folder).__name__}.\n"
+            'To fix: `saved = fcg.checkpoints("runs/first")`, and then `saved.save(state)`.'
+        )
     if keep is not None and (isinstance(keep, bool) or not isinstance(keep, int) or keep < 1):
         raise ValueError(f"checkpoints: keep must be a positive integer or None, got {keep!r}")
     return Checkpoints(Path(folder), keep)

@@ -70,7 +70,7 @@ def state_dict(state: Any) -> dict[str, Tensor]:
 def load_state_dict(state: T, d: Mapping[str, Any]) -> T:
     """Write a flat dict, as returned by :func:`state_dict`, into a state; donates the handle.
 
-    The values go into the existing slots: steps keep their captures, and the slots keep their strides. A
+    The values go into the memory of the state: steps keep their captures, and leaves keep their strides. A
     plain pytree is not written to; a copy is returned. To load only part of a state, such as the parameters
     of a pretrained module, use ``state.replace``.
 

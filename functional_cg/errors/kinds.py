@@ -100,7 +100,7 @@ class DonatedStateError(FunctionalCGError, RuntimeError):
 class AliasError(FunctionalCGError, ValueError):
     """Two leaves of a state share memory.
 
-    Each leaf owns one slot, so two names of one tensor would drift apart or be updated twice. Causes:
+    Each leaf has memory of its own, so two names of one tensor would drift apart or be updated twice. Causes:
 
     - Tied weights. Keep one name and read it twice::
 
@@ -226,7 +226,7 @@ class SideEffectError(FunctionalCGError, RuntimeError):
 
 
 class StreamError(FunctionalCGError, RuntimeError):
-    """Work crosses the border of the capture: an event or a stream was not joined.
+    """Work leaves or enters the capture: an event or a stream was not joined.
 
     Causes: a side stream that was forked but not joined, or a wait in the step for an event from before it.
 
@@ -254,7 +254,7 @@ class CaptureError(FunctionalCGError, RuntimeError):
 class MiscompileError(FunctionalCGError, RuntimeError):
     """The compiled step computes something other than the step itself.
 
-    Before the first call of a compiled step commits anything, the step runs once on the real values and is
+    Before the first call of a compiled step changes the state, the step runs once on the real values and is
     compared with its calls run one by one; with ``debug="verify"`` so are the first calls, which by then have
     committed. The error names each leaf or metric whose difference rounding does not explain, and the line
     that computes it. What rounding explains is measured, by runs with results perturbed by an ulp. Causes:

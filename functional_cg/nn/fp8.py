@@ -95,11 +95,10 @@ class Fp8Scaling(metaclass=Documented):
         """
         if not all(type(size) is int and size >= 1 for size in layers):
             raise ValueError(f"nn.Fp8Scaling: expected layers as integers of 1 or more, got {layers!r}")
-        if not (isinstance(history, int) and history >= 1 and isinstance(margin, int) and 0 <= margin <= 8):
-            raise ValueError(
-                "nn.Fp8Scaling: expected history of at least 1 and margin from 0 to 8, "
-                f"got {history!r} and {margin!r}"
-            )
+        if not isinstance(history, int) or history < 1:
+            raise ValueError(f"nn.Fp8Scaling: history must be an int of 1 or more, got {history!r}")
+        if not isinstance(margin, int) or not 0 <= margin <= 8:
+            raise ValueError(f"nn.Fp8Scaling: margin must be an int from 0 to 8, got {margin!r}")
         zeros = partial(torch.zeros, dtype=torch.float32, device=device)
         return cls(
             zeros((*layers, _ROLES)) + 1,

@@ -173,7 +173,10 @@ def unflatten(treedef: Treedef, leaves: Iterable[Any]) -> Any:
     """
     flat = list(leaves)
     if len(flat) != treedef.num_leaves:
-        raise ValueError(f"unflatten: the treedef has {treedef.num_leaves} leaves, got {len(flat)}")
+        raise ValueError(
+            f"unflatten: the treedef has {treedef.num_leaves} leaves, got {len(flat)}.\n"
+            "To fix: a new leaf for each old one, in their order; to change some of them, `fcg.tree.map(fn, tree)`."
+        )
     return _built(treedef, iter(flat))
 
 
@@ -224,7 +227,7 @@ class _Marker:
 def at(where: Callable[[T], Any], tree: T, value: Any) -> T:
     """Replace what ``where`` selects, functionally.
 
-    On a plain tree this copies the structure. On a state handle it writes the value into the same slots and
+    On a plain tree this copies the structure. On a state handle it writes the value into the same memory and
     donates the old handle.
 
     Args:

@@ -169,7 +169,7 @@ def donated(path: str, origin: Origin, state: str = "state", function: str = "")
 
 
 class Leaf(Tensor):
-    """A read-only view of one slot: reads like an ordinary tensor, and raises once its state is donated.
+    """A read-only view of a leaf of a state: reads like an ordinary tensor, and raises once its state is donated.
 
     Operations return ordinary tensors with their own memory; a view of a leaf is again a leaf. Writing raises
     :class:`ReadOnlyError`. ``numpy()``, DLPack, pickling and ``deepcopy`` copy; the storage is inaccessible.

@@ -158,7 +158,7 @@ class Lowered(metaclass=Documented):
       program: The traced calls, rewritten.
       plan: What runs.
       watch: Host values that are compared at each call.
-      inspection: A printable purity certificate.
+      inspection: What was checked; prints as text.
       reference: The traced calls before any rewrite.
       certificate: Whether a compiled plan was compared with them; set at its capture.
       tables: Constants that functions remember.
@@ -343,7 +343,7 @@ class Lowered(metaclass=Documented):
         return card(f"{self.name}, lowered", self.body_html())
 
     def body_html(self) -> Html:
-        """Return plan, memory, leaves and certificate as HTML, without a title."""
+        """Return plan, memory, leaves and what was checked as HTML, without a title."""
         parts = [line(text) for text in self._plan_lines()]
         memory = self.memory_analysis()
         parts.append(fold(f"memory at the peak: {size_of(memory['peak'])}", memory.table(), opened=True))

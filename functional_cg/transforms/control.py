@@ -113,7 +113,10 @@ def scan(
     def pair(carry: Any, x: Any) -> tuple[Any, Any]:
         out = fn(carry, x)
         if not isinstance(out, tuple) or len(out) != 2:
-            raise TypeError(f"scan: `fn` has to return a pair (carry, y), got {type(out).__name__}")
+            raise TypeError(
+                f"scan: `fn` has to return a pair (carry, y), got {type(out).__name__}.\n"
+                "To fix: `return carry, None` if there is nothing to collect, `return carry, y` otherwise."
+            )
         return out
 
     leaves, treedef = pytree.flatten(xs)

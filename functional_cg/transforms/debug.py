@@ -79,7 +79,7 @@ def debug_print(text: str, /, *args: Any, **kwargs: Any) -> None:
     printed as they were when the step was traced.
 
     Under ``vmap`` it prints one line for each element of the batch. If writing to ``sys.stdout`` fails, the call raises
-    after its commit: ``state.latest()`` is the new state.
+    after it has changed the state: ``state.latest()`` is the new state.
 
     Args:
       text: A format string, as for ``str.format``. Fields of 0-dim tensors take number formats such as ``{:.3f}``.

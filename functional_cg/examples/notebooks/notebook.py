@@ -175,12 +175,12 @@ def draw_over_first(curves: Mapping[str, Sequence[Any]], **labels: str) -> Axes:
 def draw_record(record: Mapping[str, Any]) -> None:
     """Draw what ``notebooks/record.py`` has recorded: a panel for each of the second notebook's comparisons."""
     figure, axes = plt.subplots(2, 2, figsize=(8, 5), layout="constrained")
-    panels: tuple[tuple[str, str, dict[str, str]], ...] = (
+    panels: tuple[tuple[str, str, dict[str, Any]], ...] = (
         ("kept_losses", "losses that you keep", {"xlabel": "call", "ylabel": "loss"}),
         (
             "accumulated",
             "gradients that add up",
-            {"xlabel": "update", "ylabel": "mean loss of its four batches"},
+            {"xlabel": "update", "ylabel": "mean loss", "ylim": (0, 1.2)},
         ),
         (
             "moves",
@@ -205,7 +205,7 @@ def draw_record(record: Mapping[str, Any]) -> None:
         )
         last.bar_label(bars, fmt="%.3g", fontsize="small")
     last.set_xticks(range(len(record["last_batch"])), list(record["last_batch"]))
-    last.set(title="the last batch", ylabel="loss, summed over the batch", yscale="log")
+    last.set(title="the last batch", ylabel="summed loss", yscale="log")
     last.margins(y=0.2)
     last.legend(frameon=False, fontsize="small")
     figure.suptitle(f"{record['machine']}, {record['date']}: {record['command']}", fontsize=10)

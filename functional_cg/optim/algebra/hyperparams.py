@@ -192,7 +192,7 @@ def _positions(node: tree.Treedef, start: int) -> Iterator[tuple[str, int]]:
 def set_hyperparams(state: S, **values: float | Tensor) -> S:
     """Change hyperparameters that :func:`inject_hyperparams` keeps in the state.
 
-    A plain tree is copied, structure only; for a state handle, the values are written into their slots, the old
+    A plain tree is copied, structure only; for a state handle, the values are written into its memory, the old
     handle is donated, and no step is recaptured. Values are not checked. Where several groups of a ``partition`` inject
     a number of the same name, all of them get the value. To leave a group out, do not inject the number there:
     ``inject_hyperparams(adamw, static_args=("weight_decay",))(...)``; or set a single one with ``fcg.tree.at``.
