@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 import functional_cg as fcg
-from functional_cg import sharding
+from functional_cg import optim, sharding
 from functional_cg.shards.transfers import SEND
 from functional_cg.testing import assert_trees_all_equal
 from tests.pipelines.programs import (
@@ -97,6 +98,43 @@ def test_gradients_of_weights_may_come_late(late: int) -> None:
     features = ("dropout", "adamw", "tied")
     runs = [Run([row], features, cuts=(2,), microbatches=3), Run("1f1b", features, cuts=(2,), microbatches=3)]
     assert_trees_all_equal(*trained(runs, ONE))
+
+
+def peaks(schedule: str, cuts: tuple[int, ...]) -> list[int]:
+    """Bytes at the peak without the inputs, with 4 and 8 micro-batches of equal size."""
+    found = []
+    for microbatches in (4, 8):
+        mesh = sharding.mesh(TWO, device="cpu", timeout=20)
+        pipe = sharding.pipeline(mesh, schedule=schedule, microbatches=microbatches)
+        weights = {f"w{i}": torch.ones(16, 16) for i in range(4)}
+
+        def loss_fn(params: Any, x: Tensor, pipe: Any = pipe) -> Tensor:
+            for i in range(4):
+                x = torch.tanh((pipe.cut(x) if i in cuts else x) @ params[f"w{i}"])
+            return x.square().mean()
+
+        x = torch.zeros(64 * microbatches, 16)
+        zero = pipe.zero(loss_fn, weights, x)
+        state = fcg.TrainState.create(params=weights, optimizer=optim.sgd(0.1), sharding=zero)
+
+        def train_step(state: Any, x: Tensor, loss_fn: Any = loss_fn, pipe: Any = pipe) -> Any:
+            loss, grads = pipe.value_and_grad(loss_fn)(state.params, x)
+            return state.apply_gradients(grads), {"loss": loss}
+
+        found.append(
+            fcg.graph_step(train_step, lowering="aten").lower(state, x).memory_analysis()["peak"] - x.nbytes
+        )
+    return found
+
+
+@pytest.mark.parametrize(("schedule", "cuts", "grows"), [("1f1b", (2,), 0), ("gpipe", (2,), 4)])
+def test_activations_take_the_memory_that_the_schedule_says(
+    schedule: str, cuts: tuple[int, ...], grows: int
+) -> None:
+    """With more micro-batches, ``1f1b`` holds no more of them; ``gpipe`` holds the inputs and results of two layers."""
+    for few, many in on_ranks(2, peaks, schedule, cuts):
+        one = 64 * 16 * 4  # bytes of an activation
+        assert 2 * grows * one <= many - few <= (4 * grows * one if grows else 100)
 
 
 def kept_until_they_are_sent(run: Run) -> int:
