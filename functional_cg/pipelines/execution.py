@@ -11,6 +11,7 @@ from torch import Tensor
 from ..random import fold_in
 from ..shards import transfers
 from .actions import Action, Table
+from .order import arrivals
 from .stages import Rehearsal, Stage
 from .tape import play
 
@@ -69,6 +70,7 @@ class Worker:
         self._sent: dict[Action, list[tuple[Tensor, Tensor]]] = {}  # tokens, and what they send
         self._launched: set[Action] = set()
         self._token = transfers.start(device) if table.edges else torch.empty(0)
+        self._arrivals = arrivals(table, rank)
         self.sums = Sums(dtype)
 
     def work(self) -> Sums:
@@ -105,8 +107,6 @@ class Worker:
         play(self._found.tape, stage.inward, values, (f"backward of stage {action.stage}", action.microbatch))
         ahead = [values[id(one)].contiguous() for one in stage.ahead if one is not None]
         self._hand_on(Action(action.stage, "SEND_B", action.microbatch), ahead)
-        # By now the next stage has answered: what was sent to it has arrived, and its memory is free.
-        self._end_send(Action(action.stage, "SEND_F", action.microbatch))
 
     def _weights(self, action: Action, stage: Stage) -> None:
         values = self._values.pop((action.stage, action.microbatch))
@@ -138,6 +138,8 @@ class Worker:
         values = self._boxes.pop(receive, [])
         if receive in self._launched:
             values = list(map(transfers.wait, values))
+        for send in self._arrivals.get(action, ()):
+            self._end_send(send)
         return values
 
     def _send(self, action: Action, stage: Stage) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from ..errors import LayoutError
 from .actions import Action, Table
 
-__all__ = ["in_one_row", "prove", "waits_of", "with_transfers"]
+__all__ = ["arrivals", "in_one_row", "prove", "waits_of", "with_transfers"]
 
 
 def with_transfers(table: Table) -> Table:
@@ -173,6 +173,35 @@ def _made(table: Table, send: Action) -> Action:
     if send.kind == "SEND_F":
         return Action(send.stage, "F", send.microbatch)
     return _backward_of(table, send.stage, send.microbatch)
+
+
+def arrivals(table: Table, rank: int) -> dict[Action, list[Action]]:
+    """Return by which computation of a rank some of its sends have arrived: it needs what the receiver made later.
+
+    The receiver computes in the order of its row. So once something has come from it that it made after it had read
+    what was sent, the memory of what was sent is free.
+    """
+    row = table.rows[rank]
+    place = {action: number for of_rank in table.rows for number, action in enumerate(of_rank)}
+    found: dict[Action, list[Action]] = {}
+    for number, send in enumerate(row):
+        if not send.sends:
+            continue
+        to = send.other_end.stage
+        forward = Action(to, "F", send.microbatch)
+        reader = forward if send.kind == "SEND_F" else _backward_of(table, to, send.microbatch)
+        answered = (
+            action
+            for action in row[number:]
+            if action.computes
+            and any(
+                table.owners[need.stage] == table.owners[to] and place[need] > place[reader]
+                for need in _needs(table, action)
+            )
+        )
+        if (first := next(answered, None)) is not None:
+            found.setdefault(first, []).append(send)
+    return found
 
 
 def _circle(waits: Mapping[Action, Iterable[Action]]) -> list[Action]:

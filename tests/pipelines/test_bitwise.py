@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 import functional_cg as fcg
-from functional_cg import sharding
+from functional_cg import optim, sharding
 from functional_cg.shards.transfers import SEND
 from functional_cg.testing import assert_trees_all_equal
 from tests.pipelines.programs import (
@@ -38,8 +39,9 @@ TRANSFORMER_ENGINE = (1, 2, 1, 2, -2, -1, 1, 2, -2, -1, -2, -1)
 
 def assert_as_on_one_rank(runs: Sequence[Run], ranks: int, axes: Mapping[str, int]) -> None:
     data = ranks // axes["stage"]
-    alone = [trained(runs, ONE)] if data == 1 else on_ranks(data, trained, runs, ONE)
-    found = on_ranks(ranks, trained, runs, axes)
+    patience = 60.0 + 10.0 * len(runs)  # seconds
+    alone = [trained(runs, ONE)] if data == 1 else on_ranks(data, trained, runs, ONE, timeout=patience)
+    found = on_ranks(ranks, trained, runs, axes, timeout=patience)
     for number, run in enumerate(runs):
         for rank, of_rank in enumerate(found):
             metrics, state = of_rank[number]
@@ -50,7 +52,7 @@ def assert_as_on_one_rank(runs: Sequence[Run], ranks: int, axes: Mapping[str, in
 
 def test_each_schedule_on_two_ranks() -> None:
     runs = [Run(schedule, (feature,)) for schedule, feature in diagonal([*CUTS], FEATURES)]
-    assert_as_on_one_rank(share([Run("zero_bubble", FEATURES), *runs], 4), 2, TWO)
+    assert_as_on_one_rank(share([Run("zero_bubble", FEATURES), *runs], 8), 2, TWO)
 
 
 @thorough
@@ -59,9 +61,10 @@ def test_four_stage_ranks() -> None:
     assert_as_on_one_rank([Run("1f1b", ("tied", "adamw"), cuts=(1, 2, 3))], 4, {"stage": 4})
 
 
+@thorough
 def test_zero_beside_stages() -> None:
     features = ("tied", "clip", "adamw", "dropout")
-    assert_as_on_one_rank([Run("1f1b", features, stage=stage) for stage in share((1, 2, 3), 3)], 4, TWO)
+    assert_as_on_one_rank([Run("1f1b", features, stage=stage) for stage in (1, 2, 3)], 4, TWO)
 
 
 def in_the_order_of(order: Sequence[int], rank: int, ranks: int) -> list[str]:
@@ -85,7 +88,7 @@ def test_transformer_engines_interleaved_order_gives_the_same_weights() -> None:
         assert_as_on_one_rank([Run(table, features, cuts=(1, 2, 3), microbatches=3)], 2, TWO)
 
 
-@pytest.mark.parametrize("late", [1, 2])
+@pytest.mark.parametrize("late", share([1, 2], 2))
 def test_gradients_of_weights_may_come_late(late: int) -> None:
     """They need what their micro-batch has kept, whatever runs in between, and none may be left out."""
     rows_of = [
@@ -97,6 +100,43 @@ def test_gradients_of_weights_may_come_late(late: int) -> None:
     features = ("dropout", "adamw", "tied")
     runs = [Run([row], features, cuts=(2,), microbatches=3), Run("1f1b", features, cuts=(2,), microbatches=3)]
     assert_trees_all_equal(*trained(runs, ONE))
+
+
+def peaks(schedule: str, cuts: tuple[int, ...]) -> list[int]:
+    """Bytes at the peak without the inputs, with 4 and 8 micro-batches of equal size."""
+    found = []
+    for microbatches in (4, 8):
+        mesh = sharding.mesh(TWO, device="cpu", timeout=20)
+        pipe = sharding.pipeline(mesh, schedule=schedule, microbatches=microbatches)
+        weights = {f"w{i}": torch.ones(16, 16) for i in range(4)}
+
+        def loss_fn(params: Any, x: Tensor, pipe: Any = pipe) -> Tensor:
+            for i in range(4):
+                x = torch.tanh((pipe.cut(x) if i in cuts else x) @ params[f"w{i}"])
+            return x.square().mean()
+
+        x = torch.zeros(64 * microbatches, 16)
+        zero = pipe.zero(loss_fn, weights, x)
+        state = fcg.TrainState.create(params=weights, optimizer=optim.sgd(0.1), sharding=zero)
+
+        def train_step(state: Any, x: Tensor, loss_fn: Any = loss_fn, pipe: Any = pipe) -> Any:
+            loss, grads = pipe.value_and_grad(loss_fn)(state.params, x)
+            return state.apply_gradients(grads), {"loss": loss}
+
+        found.append(
+            fcg.graph_step(train_step, lowering="aten").lower(state, x).memory_analysis()["peak"] - x.nbytes
+        )
+    return found
+
+
+@pytest.mark.parametrize(("schedule", "cuts", "grows"), share([("1f1b", (2,), 0), ("gpipe", (2,), 4)], 2))
+def test_activations_take_the_memory_that_the_schedule_says(
+    schedule: str, cuts: tuple[int, ...], grows: int
+) -> None:
+    """With more micro-batches, ``1f1b`` holds no more of them; ``gpipe`` holds the inputs and results of two layers."""
+    for few, many in on_ranks(2, peaks, schedule, cuts):
+        one = 64 * 16 * 4  # bytes of an activation
+        assert 2 * grows * one <= many - few <= (4 * grows * one if grows else 100)
 
 
 def kept_until_they_are_sent(run: Run) -> int:
@@ -132,11 +172,13 @@ def plain(run: Run) -> Any:
 
 def test_one_rank_is_what_micro_batches_are() -> None:
     """To the bit, except for a leaf that two stages read: its sum is taken in another order."""
-    run, tied = (Run("zero_bubble", (feature, "clip", "adamw")) for feature in ("dropout", "tied"))
-    (_, found), (_, found_tied) = trained([run, tied], ONE)
-    assert_trees_all_equal(found, plain(run))
-    for name, leaf in plain(tied).items():
-        torch.testing.assert_close(found_tied[name], leaf, rtol=1e-4, atol=1e-5)
+    run = Run("zero_bubble", ("dropout", "clip", "adamw"))
+    assert_trees_all_equal(trained([run], ONE)[0][1], plain(run))
+    if THOROUGH:
+        tied = Run("zero_bubble", ("tied", "clip", "adamw"))
+        found = trained([tied], ONE)[0][1]
+        for name, leaf in plain(tied).items():
+            torch.testing.assert_close(found[name], leaf, rtol=1e-4, atol=1e-5)
 
 
 def eager_and_captured(run: Run, axes: Mapping[str, int]) -> None:

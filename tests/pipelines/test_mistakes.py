@@ -15,6 +15,7 @@ from functional_cg import optim, sharding
 from functional_cg.sharding.pipelining import refuse_moving_memory
 from tests.pipelines.programs import ONE, TWO
 from tests.sharding.ranks import on_ranks, outcomes
+from tests.shares import THOROUGH
 
 
 def pipe_of(axes: Any = ONE, schedule: str = "1f1b", microbatches: int = 2) -> Any:
@@ -276,3 +277,31 @@ def test_ranks_that_do_not_fit_together_say_so_before_anything_is_sent(how: str)
             "schedule" in how
             or "transfer 0  rank 0 sends f32[2,3]   rank 1 receives f32[4,3]" in outcome.error
         )
+
+
+class WithLoss(fcg.TrainState):
+    last: Any = None
+
+
+def keeps_its_own_loss(reduced: bool) -> float:
+    """A loss of this rank's data goes into a leaf that all ranks hold whole; the first stages bring nothing to it."""
+    pipe = pipe_of(TWO)
+    loss_fn = stages(pipe.cut)
+    state = WithLoss.create(
+        params=PARAMS, optimizer=optim.sgd(0.1), sharding=pipe.zero(loss_fn, PARAMS, X), last=torch.zeros(())
+    )
+
+    @fcg.graph_step(lowering="aten")
+    def train_step(state: Any, x: Tensor) -> Any:
+        loss, grads = pipe.value_and_grad(loss_fn)(state.params, x)
+        return state.apply_gradients(grads, last=sharding.mean(loss) if reduced else loss), {}
+
+    state, _ = train_step(state, X + pipe.mesh.rank)
+    return float(state.last)
+
+
+@pytest.mark.skipif(not THOROUGH, reason="four processes: profile `thorough`")
+def test_what_stages_add_up_is_followed_to_the_ranks_that_bring_nothing() -> None:
+    for outcome in outcomes(4, keeps_its_own_loss, False):
+        assert "state.last  differs over data" in outcome.error
+    assert len(set(on_ranks(4, keeps_its_own_loss, True))) == 1

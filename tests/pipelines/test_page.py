@@ -13,6 +13,7 @@ import torch
 from functional_cg import report
 from functional_cg.pipelines.schedules import NAMES
 from tests.sharding.ranks import on_ranks
+from tests.shares import THOROUGH
 
 mpl.use("Agg")
 
@@ -28,6 +29,9 @@ def run_program(text: str) -> Any:
 
 def test_the_program_learns_and_has_the_same_bits_on_one_rank() -> None:
     (program,) = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
+    if not THOROUGH:
+        assert 0 < run_program(program.replace("range(300)", "range(20)")) < 0.1
+        return
     first, second = on_ranks(2, run_program, program)
     assert first == second == run_program(program) < 0.01
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 import functional_cg as fcg
 from functional_cg.pipelines.actions import Action, Table, read_rows
 from functional_cg.pipelines.model import run
-from functional_cg.pipelines.order import prove, with_transfers
+from functional_cg.pipelines.order import arrivals, prove, with_transfers
 from functional_cg.pipelines.schedules import NAMES, edges_of, table_of
 
 SINGLE = ("gpipe", "1f1b")
@@ -176,6 +176,24 @@ def test_one_queue_and_late_receives_hang_in_the_model_and_are_refused() -> None
     assert run(table, queue_of=dict.fromkeys(table.edges, 0)).stuck
     with pytest.raises(fcg.LayoutError, match="would wait for ever"):
         prove(table)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_what_is_free_early_has_been_read(name: str) -> None:
+    """A send that ends with a computation was read by the receiver before, and most sends end so."""
+    table = of(name, 4, 8)
+    begins = {action: start for row in run(table).begins for action, start in row}
+    early = 0
+    for rank, row in enumerate(table.rows):
+        for action, sends in arrivals(table, rank).items():
+            early += len(sends)
+            for send in sends:
+                to, kinds = send.other_end.stage, ("F",) if send.kind == "SEND_F" else ("B", "I")
+                readers = (Action(to, kind, send.microbatch) for kind in kinds)  # type: ignore[arg-type]
+                assert begins[next(one for one in readers if one in begins)] < begins[action]
+        assert len({send for sends in arrivals(table, rank).values() for send in sends} - set(row)) == 0
+    sends = sum(action.sends for row in table.rows for action in row)
+    assert early >= 0.4 * sends
 
 
 SHORT = "0F0,0SEND_F0,0RECV_B0,0B0\n1RECV_F0,1F0,1B0,1SEND_B0"
