@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Concatenate, Generic, ParamSpec, Protocol, Self, TypeVar, overload
 
 from .messages.tracebacks import entry, shorten
-from .options import BackendChoice, Certify, Debug, Lowering
+from .options import BackendChoice, Branches, Certify, Debug, Lowering
 from .step.captures import Transform
 from .step.profile.result import Profile
 
@@ -181,6 +181,7 @@ def graph_step(
     verify_calls: int = 16,
     certify: Certify = "auto",
     activation_memory_budget: float | None = None,
+    branches: Branches = "auto",
 ) -> GraphStep[P, R]: ...
 @overload
 def graph_step(
@@ -195,6 +196,7 @@ def graph_step(
     verify_calls: int = 16,
     certify: Certify = "auto",
     activation_memory_budget: float | None = None,
+    branches: Branches = "auto",
 ) -> _MakesStep: ...
 @entry("train_step = fcg.graph_step(fn)")
 def graph_step(fn: Any = None, /, **options: Any) -> Any:
@@ -272,6 +274,7 @@ def graph_fn(
     debug: Debug | None = None,
     verify_calls: int = 16,
     certify: Certify = "auto",
+    branches: Branches = "auto",
 ) -> GraphFn[P, R]: ...
 @overload
 def graph_fn(
@@ -284,6 +287,7 @@ def graph_fn(
     debug: Debug | None = None,
     verify_calls: int = 16,
     certify: Certify = "auto",
+    branches: Branches = "auto",
 ) -> _MakesFn: ...
 @entry("predict = fcg.graph_fn(fn)")
 def graph_fn(fn: Any = None, /, **options: Any) -> Any:
