@@ -8,7 +8,7 @@ from typing import Any, Concatenate, Generic, ParamSpec, Protocol, Self, TypeVar
 
 from .manual import Documented
 from .messages.tracebacks import entry, shorten
-from .options import BackendChoice, Certify, Debug, Lowering
+from .options import BackendChoice, Branches, Certify, Debug, Lowering
 from .step.captures import Transform
 from .step.profile.result import Profile
 
@@ -182,6 +182,7 @@ def graph_step(
     verify_calls: int = 16,
     certify: Certify = "auto",
     activation_memory_budget: float | None = None,
+    branches: Branches = "auto",
 ) -> GraphStep[P, R]: ...
 @overload
 def graph_step(
@@ -196,6 +197,7 @@ def graph_step(
     verify_calls: int = 16,
     certify: Certify = "auto",
     activation_memory_budget: float | None = None,
+    branches: Branches = "auto",
 ) -> _MakesStep: ...
 @entry("train_step = fcg.graph_step(fn)")
 def graph_step(fn: Any = None, /, **options: Any) -> Any:
@@ -273,6 +275,7 @@ def graph_fn(
     debug: Debug | None = None,
     verify_calls: int = 16,
     certify: Certify = "auto",
+    branches: Branches = "auto",
 ) -> GraphFn[P, R]: ...
 @overload
 def graph_fn(
@@ -285,6 +288,7 @@ def graph_fn(
     debug: Debug | None = None,
     verify_calls: int = 16,
     certify: Certify = "auto",
+    branches: Branches = "auto",
 ) -> _MakesFn: ...
 @entry("predict = fcg.graph_fn(fn)")
 def graph_fn(fn: Any = None, /, **options: Any) -> Any:

@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 from ..messages.html import Html, bar, card, fold, line, table
 from ..messages.units import size_of
 from ..stages.lifetimes import alive_at_peak, storage_bytes
-from ..stages.plan import Schedule, schedule
 from ..stages.program import Instr, Program, Var
+from ..stages.schedule import Schedule, schedule
 from ..state.outline import columns
 
 __all__ = ["MemoryAnalysis", "Owner", "Peak", "memory_analysis", "temporaries"]

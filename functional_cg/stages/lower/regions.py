@@ -19,8 +19,9 @@ from torch import Tensor
 from ...shards.transfers import TRANSFERS
 from ..passes.bounds import check_values
 from ..passes.grouping import is_launch
-from ..plan import AtenPlan, Buffers, Run, Schedule, schedule
+from ..plan import AtenPlan, Buffers, Run
 from ..program import Instr, Program, Var, map_vars, vars_in
+from ..schedule import Schedule, schedule
 from ..trial.reference import Reference
 from .graph import Entrance, build_graph
 from .head import Compiler, Head, by_inductor
