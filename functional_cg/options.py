@@ -91,8 +91,10 @@ class Options:
         if self.certify not in ("auto", True, False):
             raise ValueError(f"{transform}: certify must be 'auto', True or False, got {self.certify!r}")
         lanes = self.branches
-        if lanes != "auto" and (not isinstance(lanes, int) or isinstance(lanes, bool) or lanes < 1):
-            raise ValueError(f"{transform}: branches must be 'auto' or an int of at least 1, got {lanes!r}")
+        if lanes != "auto" and (
+            not isinstance(lanes, int) or isinstance(lanes, bool) or not 1 <= lanes <= 32
+        ):
+            raise ValueError(f"{transform}: branches must be 'auto' or an int from 1 to 32, got {lanes!r}")
         budget = self.activation_memory_budget
         number = isinstance(budget, (int, float)) and not isinstance(budget, bool)
         if budget is not None and not (number and 0 <= budget <= 1):

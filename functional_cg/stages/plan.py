@@ -63,12 +63,16 @@ class ExecutionPlan(Protocol):
       compiled: Whether a compiler chooses the kernels.
       functions: Number of compiled functions.
       copies: Whether new values are computed elsewhere and copied into their slots.
+      branches: What runs side by side, in words; empty if that is no question.
+      temporaries: Bytes of temporaries at the peak if that is more than in one line; else 0.
     """
 
     schedule: Schedule
     compiled: bool
     functions: int
     copies: bool
+    branches: str
+    temporaries: int
 
     def bind(self, buffers: Buffers) -> Run:
         """Bind the plan to buffers; the result runs on exactly these addresses."""
@@ -91,6 +95,8 @@ class AtenPlan:
     compiled = False
     functions = 0
     copies = True
+    branches = ""
+    temporaries = 0
 
     def __init__(self, program: Program, plan: Schedule, *, timed: bool = False) -> None:
         self._program, self._timed = program, timed

@@ -210,12 +210,13 @@ class Simulator:
         return replay
 
     def _record(self, plan: AtenPlan, buffers: Buffers, scratch: Callable[[], Buffers]) -> _SimulatedReplay:
-        warm = plan.bind(scratch())
+        spare = scratch()
+        warm = plan.bind(spare)
         for _ in range(_WARM_UPS):
             warm(())
-        del warm
         recorder = _Recorder(buffers)
-        run = bound(plan, buffers, lambda _: recorder.lanes)
+        run = bound(plan, plan.bind(buffers), buffers, spare, lambda _: recorder.lanes)
+        del warm, spare
         before = [slot.clone() for slot in buffers.slots]  # a real capture executes nothing
         try:
             with recorder:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Literal
 
 from .listing import Timeline, listed
@@ -12,10 +13,11 @@ __all__ = ["Branches", "choose"]
 
 Branches = Literal["auto"] | int
 
-_MOST = 8
+_MOST = 8  # lanes, if nobody asks for more
 _GAIN = 1.1  # the least estimated gain that is worth it: estimates are rough
-_SLACK = 0.05  # of the memory of a step
-_ALWAYS = 2**26  # bytes
+_MORE = 1.03  # and that of further lanes
+_SLACK = 0.05  # of the memory of a step, which branches may take in addition
+_ALWAYS = 3 * 2**26  # bytes that they may take in any case: workspaces for some lanes
 
 
 def choose(units: Sequence[Unit], kept: frozenset[Memory], *, asked: Branches, held: int) -> Timeline:
@@ -28,14 +30,17 @@ def choose(units: Sequence[Unit], kept: frozenset[Memory], *, asked: Branches, h
       held: Bytes that the step holds besides temporaries.
     """
     line = listed(units, 1, kept)
-    if asked == 1 or not all(unit.movable for unit in units):
-        return line
+    why = next((unit.fixed for unit in units if unit.fixed), "")
+    if asked == 1 or why:
+        return replace(line, why=why)
     if asked != "auto":
-        return listed(units, asked, kept)
-    room = line.peak + max(_SLACK * (held + line.peak), _ALWAYS)
+        best = listed(units, asked, kept)
+        return best if best.lanes > 1 else replace(line, why="each call needs the one before")
+    room = line.peak + line.workspaces + max(_SLACK * (held + line.peak), _ALWAYS)
     best = line
     for lanes in range(2, _MOST + 1):
         one = listed(units, lanes, kept)
-        if one.peak <= room and one.micros * (_GAIN if best is line else 1.03) <= best.micros:
+        gain = _GAIN if best is line else _MORE
+        if one.peak + one.workspaces <= room and one.micros * gain <= best.micros:
             best = one
-    return best
+    return best if best is not line else replace(line, why="since they would gain less than they cost")

@@ -13,7 +13,7 @@ import torch
 from ..program import Instr
 from ..work import bytes_of, flops_of
 
-__all__ = ["SYNC", "copy_micros", "estimate"]
+__all__ = ["SYNC", "WORKSPACE", "copy_micros", "estimate"]
 
 _BANDWIDTH = 2.5e6  # bytes per microsecond
 _RATES = MappingProxyType({2: 500e6, 4: 100e6, 8: 30e6})  # FLOPs per microsecond, by bytes of an element
@@ -21,6 +21,7 @@ _KERNEL = 2.0  # microseconds of a kernel that does next to nothing, one after a
 _PRODUCT = 4.0  # of a small product
 _REDUCTION = 3.0
 SYNC = 1.0  # what waiting for another lane adds
+WORKSPACE = 2**25  # bytes that cuBLAS takes for a stream on an H100; less on GPUs before it
 
 
 def estimate(instr: Instr) -> tuple[float, float]:

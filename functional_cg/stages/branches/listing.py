@@ -10,7 +10,9 @@ import heapq
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from .costs import SYNC
+from ...messages.units import size_of
+from ...state.outline import count
+from .costs import SYNC, WORKSPACE
 from .units import Memory, Unit, predecessors
 
 __all__ = ["Place", "Timeline", "in_line", "listed"]
@@ -47,11 +49,13 @@ class Timeline:
       units: The units, in the order of the plan.
       places: Their places.
       lanes: The number of lanes in use.
+      why: If it is one, why; empty if nothing else was asked for.
     """
 
     units: Sequence[Unit]
     places: Sequence[Place]
     lanes: int
+    why: str = ""
 
     @property
     def micros(self) -> float:
@@ -62,6 +66,22 @@ class Timeline:
     def peak(self) -> int:
         """Bytes of temporaries: each lane keeps what it needs at most, since lanes share no memory."""
         return sum(_highest(self, lane) for lane in range(self.lanes))
+
+    @property
+    def workspaces(self) -> int:
+        """Bytes of workspaces for products: cuBLAS takes one for each stream."""
+        return WORKSPACE * len({place.lane for place in self.places if self.units[place.unit].product})
+
+    def __str__(self) -> str:
+        if self.lanes == 1:
+            return f"branches: none, {self.why or 'as asked for'}"
+        waits = sum(len(place.waits) for place in self.places)
+        alone = sum(unit.micros for unit in self.units)
+        return (
+            f"branches: {count(len(self.units), 'unit')} of work on {self.lanes} lanes with {count(waits, 'wait')}; "
+            f"estimated {self.micros:,.0f} us, in one line {alone:,.0f} us; "
+            f"{size_of(self.workspaces)} of workspaces for products"
+        )
 
 
 def in_line(units: Sequence[Unit]) -> Timeline:

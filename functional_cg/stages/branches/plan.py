@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from types import TracebackType
 from typing import Protocol
@@ -12,10 +13,12 @@ from ..lifetimes import storage_bytes
 from ..plan import AtenPlan, Buffers, ExecutionPlan, Run, note, staged_line
 from ..program import Instr, Program, Var
 from ..schedule import Schedule
+from ..work import flops_of
 from .costs import copy_micros, estimate
-from .listing import Timeline
+from .listing import Timeline, in_line
 from .races import refuse_races
-from .units import Memory, Unit, accesses, after_checks, is_movable, only_views
+from .rehearsal import Rehearsal
+from .units import Memory, Unit, accesses, after_checks, fixed_by, only_views
 
 __all__ = ["BranchedPlan", "Lanes", "bound"]
 
@@ -58,26 +61,52 @@ class BranchedPlan(AtenPlan):
       spread: Chooses what runs where, for units and the memory that leaves the step.
     Attributes:
       timeline: What runs where.
+      branches: The same in words.
+      temporaries: Bytes of temporaries, if there are lanes.
     """
 
     def __init__(self, program: Program, plan: Schedule, spread: Spread) -> None:
         super().__init__(program, plan)
         self._variables: dict[Memory, list[str]] = {}
-        self._views: list[str] = []  # of static buffers
+        self._views: list[str] = []  # of static buffers, and their variables
+        self._seen: list[Var] = []
         self._owner: dict[Var, Unit] = {}
+        self._defined: dict[Unit, list[Var]] = {}
         units = list(self._units())
         left = {var.storage for i, var in enumerate(plan.outputs) if i not in plan.cloned}
         self.timeline = spread(units, frozenset(left))
         refuse_races(self.timeline, program.function)
-        self._lane_sites: dict[int, Location | None] = {}
-        self._branched = compile(self._on_lanes(), f"<branches of {program.function}>", "exec")
+        self._rehearsed = self.timeline.lanes == 1
+        self._tell()
+
+    def rehearse(self, buffers: Buffers) -> None:
+        """Run once on buffers of no value, in one line, and stay there if values lie elsewhere than the trace says."""
+        if self._rehearsed:
+            return
+        static = [*buffers.slots, *buffers.inputs, *buffers.constants]
+        rehearsal = Rehearsal(static, {var.storage for var in self._fixed})
+        self._bind(buffers, rehearsal, rehearsal)(())
+        if rehearsal.surprise:
+            why = f"the kernel of `{rehearsal.surprise}` returns other memory than its trace says"
+            self.timeline = replace(in_line(self.timeline.units), why=why)
+            self._tell()
+        self._rehearsed = True
+
+    def _tell(self) -> None:
+        self.branches = str(self.timeline)
+        self.temporaries = self.timeline.peak if self.timeline.lanes > 1 else 0
 
     def bind_to(self, buffers: Buffers, lanes: Lanes) -> Run:
         """Bind the plan to buffers and lanes."""
-        names = self._names(buffers, lambda: None)
+        return self._bind(buffers, lanes, None)
+
+    def _bind(self, buffers: Buffers, lanes: Lanes, rehearsal: Rehearsal | None) -> Run:
+        names, sites = self._names(buffers, lambda: None), dict[int, Location | None]()
         names |= {"lanes": lanes, "on": lanes.on, "wait": lanes.wait, "record": lanes.record}
-        names["note"] = partial(note, self._program.function, self._lane_sites, lambda: None)
-        exec(self._branched, names)
+        names |= {"rehearsal": rehearsal, "units": self.timeline.units, "places": self.timeline.places}
+        names["note"] = partial(note, self._program.function, sites, lambda: None)
+        source = self._on_lanes(sites, rehearsed=rehearsal is not None)
+        exec(compile(source, f"<branches of {self._program.function}>", "exec"), names)
         return names.pop("run")  # type: ignore[no-any-return]
 
     def _units(self) -> Iterator[Unit]:
@@ -86,7 +115,7 @@ class BranchedPlan(AtenPlan):
         for i in sorted(plan.written_constants):
             var = program.constants[i].var
             unit = self._copy(f"clone of {var!r}", self._constant_line(i), (), var.storage, var)
-            self._owner[var] = unit
+            self._owner[var], self._defined[unit] = unit, [var]
             yield unit
         yield from self._head_units()
         for i in sorted(plan.cloned):
@@ -138,16 +167,20 @@ class BranchedPlan(AtenPlan):
                 owner |= dict.fromkeys(defined, unit)
             else:
                 self._views += lines
+                self._seen += defined
                 continue
+            self._defined.setdefault(unit, []).extend(defined)
             known |= {var.storage for var in defined}
             for var in defined:
                 self._variables.setdefault(var.storage, []).append(repr(var))
         yield from units
 
-    def _on_lanes(self) -> str:
+    def _on_lanes(self, sites: dict[int, Location | None], *, rehearsed: bool) -> str:
         timeline, lane = self.timeline, 0
         lines = list(self._views)
-        for place in timeline.places:
+        if rehearsed:
+            lines.append(f"rehearsal.defined('a view', (), {_pairs(self._seen)})")
+        for position, place in enumerate(timeline.places):
             unit = timeline.units[place.unit]
             if place.lane != lane:
                 lines.append(f"on({place.lane})")
@@ -155,12 +188,17 @@ class BranchedPlan(AtenPlan):
             lines += [f"wait({one})" for one in place.waits]
             for line in unit.lines:
                 lines.append(line)
-                self._lane_sites[len(lines) + _FIRST] = unit.site
+                sites[len(lines) + _FIRST] = unit.site
+            if rehearsed:
+                made, values = f"units[{place.unit}].made", _pairs(self._defined.get(unit, ()))
+                lines.append(f"rehearsal.defined(units[{place.unit}].name, {made}, {values})")
             if place.records:
                 lines.append(f"record({place.unit})")
             dead = [name for memory in place.frees for name in self._variables[memory]]
             if dead:
                 lines.append(f"del {', '.join(dict.fromkeys(dead))}")
+            if rehearsed:
+                lines.append(f"rehearsal.freed(places[{position}].frees)")
         plan = self._plan
         lines += [self._metric_line(i) for i in range(len(plan.outputs)) if i not in plan.cloned]
         return (
@@ -171,14 +209,29 @@ class BranchedPlan(AtenPlan):
         )
 
 
-def bound(plan: ExecutionPlan, buffers: Buffers, lanes: Callable[[int], Lanes]) -> Run:
-    """Bind a plan for a capture: to so many lanes, if it has branches."""
-    if not isinstance(plan, BranchedPlan) or plan.timeline.lanes == 1:
-        return plan.bind(buffers)
-    return plan.bind_to(buffers, lanes(plan.timeline.lanes))
+def bound(
+    plan: ExecutionPlan, run: Run, buffers: Buffers, spare: Buffers, lanes: Callable[[int], Lanes]
+) -> Run:
+    """Return what a capture runs.
+
+    Args:
+      plan: The plan.
+      run: The plan, bound to run in one line.
+      buffers: The static buffers.
+      spare: Buffers of no value.
+      lanes: Makes so many lanes, for a plan with branches.
+    """
+    if not isinstance(plan, BranchedPlan):
+        return run
+    plan.rehearse(spare)
+    return run if plan.timeline.lanes == 1 else plan.bind_to(buffers, lanes(plan.timeline.lanes))
 
 
 def _timed(unit: Unit, instr: Instr) -> Unit:
     unit.micros, unit.busy = estimate(instr)
-    unit.movable = is_movable(instr)
+    unit.product, unit.fixed = bool(flops_of(instr)), fixed_by(instr)
     return unit
+
+
+def _pairs(defined: Iterable[Var]) -> str:
+    return f"[{', '.join(f'({var.storage}, {var!r})' for var in defined)}]"

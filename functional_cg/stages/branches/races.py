@@ -29,6 +29,7 @@ def refuse_races(timeline: Timeline, name: str) -> None:
     if sorted(place.unit for place in timeline.places) != list(range(len(timeline.units))):
         raise _error(name, "a unit of work is missing, or runs twice")
     after: dict[int, Clock] = {}  # by unit: what has run once it has
+    recorded: set[int] = set()
     lanes: dict[int, Clock] = {}
     written: dict[Memory, Place] = {}
     touched: dict[Memory, list[Place]] = {}  # since then
@@ -36,8 +37,8 @@ def refuse_races(timeline: Timeline, name: str) -> None:
     for place in timeline.places:
         unit, clock = timeline.units[place.unit], dict(lanes.get(place.lane, {}))
         for one in place.waits:
-            if one not in after:
-                raise _error(name, f"{unit.name} waits for what runs later")
+            if one not in recorded:
+                raise _error(name, f"{unit.name} waits for what runs later, or is not recorded")
             clock = {lane: max(clock.get(lane, 0), after[one].get(lane, 0)) for lane in clock | after[one]}
         for memory in unit.reads | unit.writes:
             known = [*touched.get(memory, ())] if memory in unit.writes else []
@@ -51,6 +52,8 @@ def refuse_races(timeline: Timeline, name: str) -> None:
                 raise _error(name, f"{unit.name} touches memory that is free")
         clock[place.lane] = clock.get(place.lane, 0) + 1
         lanes[place.lane] = after[place.unit] = clock
+        if place.records:
+            recorded.add(place.unit)
         allocated |= dict.fromkeys(unit.made, place.lane)
         for memory in unit.writes:
             written[memory], touched[memory] = place, []

@@ -1,8 +1,7 @@
 """The units of work of a plan, with the memory that they read and write.
 
 Order within a plan matters for nothing but memory, so two units that touch no memory in common, or only read it, may
-run in any order. What is not memory but has an order all the same counts as memory here: a generator, and what ops of
-other libraries may know of each other.
+run in any order. What is not memory but has an order all the same counts as memory here: a generator, and checks.
 """
 
 from __future__ import annotations
@@ -11,16 +10,16 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from ...messages.source import Location
+from ...shards.transfers import TRANSFERS
 from ...tensors.aten import can_draw
 from ..passes.fused import written_pairs
 from ..program import Instr
 
-__all__ = ["Memory", "Unit", "accesses", "after_checks", "is_movable", "only_views", "predecessors"]
+__all__ = ["Memory", "Unit", "accesses", "after_checks", "fixed_by", "only_views", "predecessors"]
 
 Memory = int | str
 
-# What a schema does not tell of an op of another library: two of them keep their order.
-_OTHERS, _GENERATOR, _CHECKS = "ops of other libraries", "generator", "checks"
+_GENERATOR, _CHECKS = "generator", "checks"
 _MOVING = frozenset(f"aten::{name}_" for name in ("resize", "resize_as", "set", "swap"))
 _KNOWN = ("aten::", "fcg::", "prims::")
 
@@ -38,7 +37,8 @@ class Unit:
       site: The user's line.
       micros: Estimated microseconds when it runs alone.
       busy: Those that it keeps the whole device busy.
-      movable: Whether it is known all that it does to memory.
+      product: Whether it multiplies matrices: each lane with products has a workspace for them.
+      fixed: Why all units must then run on one lane; empty if they need not.
     """
 
     name: str
@@ -49,7 +49,8 @@ class Unit:
     site: Location | None = None
     micros: float = 0.0
     busy: float = 0.0
-    movable: bool = True
+    product: bool = False
+    fixed: str = ""
 
 
 def accesses(instr: Instr, *, in_place: bool = False) -> tuple[frozenset[Memory], frozenset[Memory]]:
@@ -64,13 +65,10 @@ def accesses(instr: Instr, *, in_place: bool = False) -> tuple[frozenset[Memory]
     if in_place:
         writes |= {source.storage for _, source, _ in written_pairs(instr) or ()}
     elif not only_views(instr):
-        writes |= {
-            var.storage for var in instr.outputs()
-        }  # also an argument that it returns: its name is new
+        # Also an argument that it returns: its name is new.
+        writes |= {var.storage for var in instr.outputs()}
     if can_draw(instr.op, instr.args, instr.kwargs):
         writes.add(_GENERATOR)
-    if not instr.op._schema.name.startswith(_KNOWN):
-        writes.add(_OTHERS)
     if instr.checks:
         writes.add(_CHECKS)
     return frozenset(reads), frozenset(writes)
@@ -82,15 +80,18 @@ def only_views(instr: Instr) -> bool:
     return bool(results) and not instr.writes and results <= {var.storage for var in instr.inputs()}
 
 
-def is_movable(instr: Instr) -> bool:
-    """Whether a call touches memory in the ways of a kernel only.
+def fixed_by(instr: Instr) -> str:
+    """Return why a step with this call runs on one lane; an empty string if the call is known to be a kernel.
 
-    A collective has a stream of its own. A call that gives a tensor other memory allocates on its own lane what is
-    freed on another.
+    A call that gives a tensor other memory allocates on its own lane what is freed on another. Collectives keep their
+    order on all ranks, and have streams of their own. So may ops of other libraries: nobody knows.
     """
     schema = instr.op._schema
-    moves = schema.name in _MOVING or any(one.is_out for one in schema.arguments)
-    return not moves and not schema.name.startswith("_c10d")
+    if schema.name in _MOVING or any(one.is_out for one in schema.arguments):
+        return f"`{schema.name}` gives a tensor other memory"
+    if instr.op in TRANSFERS or schema.name.startswith(("_c10d", "c10d")):
+        return f"`{schema.name}` keeps its place among collectives"
+    return "" if schema.name.startswith(_KNOWN) else f"`{schema.name}` is an op of another library"
 
 
 def after_checks(reads: Iterable[Memory]) -> frozenset[Memory]:

@@ -39,7 +39,7 @@ from ..program import Instr, Program, Var, highest, map_vars
 from ..schedule import Schedule, schedule
 from ..trial.reference import Reference
 from .graph import Entrance, build_graph
-from .head import Compiler, Head, by_inductor
+from .head import ONE_LINE, Compiler, Head, by_inductor
 from .regions import RegionsPlan
 
 __all__ = ["HeadPlan", "InPlacePlan", "lower", "prepare"]
@@ -59,12 +59,11 @@ def lower(program: Program, device: torch.device, options: Options, reference: R
     """
     on_gpu, choice = device.type == "cuda", options.lowering
     if choice == "aten" or (choice == "auto" and not on_gpu):
-        # A CPU runs one call at a time; a backend of one's own may be anything.
-        return (
-            _in_branches(program, options)
-            if on_gpu or not isinstance(options.backend, str)
-            else lower_aten(program)
-        )
+        if on_gpu or not isinstance(options.backend, str):  # a backend of one's own may be anything
+            return _in_branches(program, options)
+        plan = lower_aten(program)
+        plan.branches = "" if options.branches == "auto" else "branches: none, a CPU runs one call at a time"
+        return plan
     if any(instr.region for instr in program.instrs):
         return RegionsPlan(program, device, None if isinstance(choice, str) else choice, reference)
     if on_gpu:
@@ -102,6 +101,8 @@ class InPlacePlan:
     compiled = True
     functions = 1
     copies = False
+    branches = ONE_LINE
+    temporaries = 0
 
     def __init__(self, program: Program, device: torch.device) -> None:
         self._program = program
@@ -162,6 +163,8 @@ class HeadPlan:
     compiled = True
     functions = 1
     copies = True
+    branches = ONE_LINE
+    temporaries = 0
 
     def __init__(
         self, program: Program, device: torch.device, compiler: Compiler | None, reference: Reference

@@ -166,11 +166,12 @@ class CUDABackend:
             caller = torch.cuda.current_stream(self._device)
             with self.aside():
                 # With a compiler, compiles here: for slots that do not overlap.
-                run = bound(plan, buffers, self._lanes)
-                warm = plan.bind(scratch())
+                run, spare = plan.bind(buffers), scratch()
+                warm = plan.bind(spare)
                 for _ in range(_WARM_UPS):
                     warm(())
-                del warm
+                run = bound(plan, run, buffers, spare, self._lanes)
+                del warm, spare
             graph = torch.cuda.CUDAGraph()
             _free_workspaces()  # of streams that are the same underneath: each graph's come from its own pool
             gc.collect()  # no finalizer may destroy graphs or events while a stream is capturing
