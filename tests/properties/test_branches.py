@@ -139,6 +139,37 @@ def test_optimizers_in_branches(optimizer: Any) -> None:
             assert_replay_equals_eager(branched(flat), state, inputs(torch.zeros(2, 4), CALLS, number))
 
 
+def test_memory_read_on_another_lane_is_not_reused() -> None:
+    """Lane 0 makes a value and goes on in equal memory while lane 1 reads it late."""
+
+    def late(state: Any, x: Tensor) -> Any:
+        value = x + 1
+        slow = state["a"]
+        for _ in range(4):
+            slow = slow * 2
+        read = slow + value
+        other = value
+        for _ in range(4):
+            other = other + 1
+        return {**state, "a": read.clamp(-4, 4), "b": other}, {}
+
+    for number in range(12):
+        with schedules(number):
+            assert_replay_equals_eager(branched(late, 2), start(), inputs(torch.zeros(4, 4), CALLS, number))
+
+
+def test_a_commit_waits_for_all_that_read_the_old_value() -> None:
+    def late(state: Any, x: Tensor) -> Any:
+        slow = x
+        for _ in range(4):
+            slow = slow + 1
+        return {**state, "a": x * 2, "b": slow + state["a"]}, {"old": state["a"] - slow}
+
+    for number in range(12):
+        with schedules(number):
+            assert_replay_equals_eager(branched(late, 3), start(), inputs(torch.zeros(4, 4), CALLS, number))
+
+
 def test_several_steps_a_call_forks_and_functions_in_branches() -> None:
     with schedules(1):
         step = branched(heads, 4, steps_per_call=3)
