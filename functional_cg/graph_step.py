@@ -245,7 +245,7 @@ def graph_step(fn: Any = None, /, **options: Any) -> Any:
         does, recompute products, too: :func:`functional_cg.remat`.
       branches: The most lanes, from 1 to 32, on which calls of ``"aten"`` that do not need each other run side by
         side on a GPU, in one graph and with the same bits; ``"auto"`` takes up to 8, where an estimate says that they
-        gain a tenth and take at most 5 % more memory or 192 MiB. Each lane with products takes a workspace of
+        gain a fifth and take at most 5 % more memory or 192 MiB. Each lane with products takes a workspace of
         cuBLAS, 32 MiB on an H100. A compiled step, one with collectives and one with ops of other libraries run in
         one line. ``explain()`` says what runs side by side, or why nothing does.
     Raises:

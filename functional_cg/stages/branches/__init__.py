@@ -2,5 +2,6 @@
 
 A plan's units of work come in (``units``), with what they read and write. ``listing`` spreads them over lanes, and
 ``races`` refuses the result unless each two units that touch the same memory are ordered. ``plan`` writes the code that
-a capture runs, and ``rehearsal`` sees whether memory is where the units say. Next is ``stages.run``, where a lane is a stream.
+a capture runs, and ``rehearsal`` sees whether memory is where the units say. Next is ``stages.run``, where a lane is a
+stream.
 """
