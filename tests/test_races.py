@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from functional_cg import CaptureError
-from functional_cg.stages.branches.listing import Place, Timeline
+from functional_cg.stages.branches.listing import Place, Timeline, listed
 from functional_cg.stages.branches.races import refuse_races
 from functional_cg.stages.branches.units import Unit, predecessors
 
@@ -82,3 +85,70 @@ def test_what_never_runs_or_is_not_recorded_is_refused() -> None:
     refused("a unit of work is missing, or runs twice", *LEGAL, LEGAL[0])
     refused("make 2 waits for what runs later", place(1, 0, 0), place(0, 1), *LEGAL[1:2], LEGAL[3])
     refused("make 2 waits for what", replace(LEGAL[0], records=False), *LEGAL[1:])
+
+
+# -- the check against a definition -------------------------------------------------------------------------------
+
+
+def races(timeline: Timeline) -> bool:
+    """Whether two units that touch the same memory are not ordered as in the plan, or memory is freed too early."""
+    after: dict[int, set[int]] = {}  # by unit: what must have run
+    last: dict[int, int] = {}
+    for place in timeline.places:
+        before = {*place.waits, *([last[place.lane]] if place.lane in last else [])}
+        after[place.unit] = before.union(*(after[one] for one in before))
+        last[place.lane] = place.unit
+    units = timeline.units
+    for one, other in itertools.combinations(range(len(units)), 2):
+        touched = [units[n].reads | units[n].writes for n in (one, other)]
+        conflict = units[one].writes & touched[1] or units[other].writes & touched[0]
+        if conflict and one not in after[other]:
+            return True
+    for place in timeline.places:
+        for memory in place.frees:
+            using = {n for n, unit in enumerate(units) if memory in unit.reads | unit.writes}
+            made = next(p.lane for p in timeline.places if memory in units[p.unit].made)
+            if not using <= after[place.unit] | {place.unit} or made != place.lane:
+                return True
+    return False
+
+
+@st.composite
+def timelines(draw: st.DrawFn) -> Timeline:
+    """Legal schedules of random units, and such with one thing wrong."""
+    units, born = [], list[int | str]()
+    for number in range(draw(st.integers(2, 8))):
+        known = st.sets(st.sampled_from(["s", "t", *born]), max_size=2)
+        reads, writes = frozenset(draw(known)), frozenset(draw(known))
+        made = {number: 4} if draw(st.booleans()) else {}
+        born += made
+        micros = draw(st.sampled_from([0.0, 1.0, 9.0]))
+        units.append(Unit(f"u{number}", [], reads, writes | made.keys(), made, micros=micros))
+    timeline = listed(units, draw(st.integers(1, 4)))
+    places = list(timeline.places)
+    at, wrong = draw(st.integers(0, len(places) - 1)), draw(st.integers(0, 4))
+    if wrong == 1 and places[at].waits:
+        places[at] = replace(places[at], waits=places[at].waits[1:])
+    elif wrong == 2 and at:
+        places[at - 1 : at + 1] = places[at], places[at - 1]
+    elif wrong == 3:
+        places[at] = replace(places[at], lane=draw(st.integers(0, 4)))
+    elif wrong == 4 and (freed := [p for p in places if p.frees]):
+        memory = freed[0].frees[0]
+        places = [replace(p, frees=tuple(one for one in p.frees if one != memory)) for p in places]
+        places[at] = replace(places[at], frees=(*places[at].frees, memory))
+    return Timeline(units, places, 5)
+
+
+@given(timelines())
+def test_exactly_schedules_with_a_race_are_refused(timeline: Timeline) -> None:
+    seen = set[int]()
+    for place in timeline.places:  # what nobody can capture
+        if not seen.issuperset(place.waits):
+            return
+        seen.add(place.unit)
+    if races(timeline):
+        with pytest.raises(CaptureError):
+            refuse_races(timeline, "step")
+    else:
+        refuse_races(timeline, "step")

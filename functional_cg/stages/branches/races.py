@@ -60,10 +60,9 @@ def refuse_races(timeline: Timeline, name: str) -> None:
         for memory in unit.reads - unit.writes:
             touched.setdefault(memory, []).append(place)
         for memory in place.frees:
-            used = [*touched.get(memory, ()), written[memory]]
-            if allocated.get(memory) != place.lane or not all(
-                _covers(clock, after[other.unit], other.lane) for other in used
-            ):
+            used = [*touched.get(memory, ()), *([written[memory]] if memory in written else [])]
+            here = allocated.get(memory) == place.lane
+            if not here or not all(_covers(clock, after[other.unit], other.lane) for other in used):
                 raise _error(name, f"memory is free after {unit.name}, but may still be in use")
             allocated[memory] = -1
 
