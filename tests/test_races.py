@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import replace
+from typing import Any
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from functional_cg import CaptureError
 from functional_cg.stages.branches.listing import Place, Timeline, listed
 from functional_cg.stages.branches.races import refuse_races
-from functional_cg.stages.branches.units import Unit, predecessors
+from functional_cg.stages.branches.units import Unit, fixed_by, predecessors
+from functional_cg.stages.program import Instr
 
 # A slot s, an input x; temporaries 1 and 2 are made of them, and 2 becomes the new s.
 UNITS = (
@@ -152,3 +155,26 @@ def test_exactly_schedules_with_a_race_are_refused(timeline: Timeline) -> None:
             refuse_races(timeline, "step")
     else:
         refuse_races(timeline, "step")
+
+
+# -- what is not known to be a kernel -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("op", "why"),
+    [
+        (torch.ops._c10d_functional.all_reduce.default, "keeps its place among collectives"),
+        (torch.ops._c10d_functional.wait_tensor.default, "keeps its place among collectives"),
+        (torch.ops.c10d.allreduce_.default, "keeps its place among collectives"),
+        (torch.ops.fcg.send.default, "keeps its place among collectives"),
+        (torch.ops.fcg.end.default, "keeps its place among collectives"),
+        (torch.ops.aten.resize_.default, "gives a tensor other memory"),
+        (torch.ops.aten.add.out, "gives a tensor other memory"),
+        (torch.ops.aten.add_.Tensor, ""),
+        (torch.ops.fcg.ravel.default, ""),
+    ],
+    ids=str,
+)
+def test_what_holds_a_step_on_one_lane(op: Any, why: str) -> None:
+    assert fixed_by(Instr(op, (), {}, None, (), None)).endswith(why)
+    assert bool(why) == bool(fixed_by(Instr(op, (), {}, None, (), None)))

@@ -187,6 +187,7 @@ class Simulator:
     """
 
     name = "simulator"
+    has_lanes = True
 
     def __init__(self) -> None:
         self._replays: weakref.WeakSet[_SimulatedReplay] = weakref.WeakSet()

@@ -59,10 +59,13 @@ def lower(program: Program, device: torch.device, options: Options, reference: R
     """
     on_gpu, choice = device.type == "cuda", options.lowering
     if choice == "aten" or (choice == "auto" and not on_gpu):
-        if on_gpu or not isinstance(options.backend, str):  # a backend of one's own may be anything
+        backend = options.backend
+        if on_gpu if isinstance(backend, str) else getattr(backend, "has_lanes", False):
             return _in_branches(program, options)
         plan = lower_aten(program)
-        plan.branches = "" if options.branches == "auto" else "branches: none, a CPU runs one call at a time"
+        if options.branches != "auto":
+            where = "a CPU" if isinstance(backend, str) else f"`{type(backend).__name__}`"
+            plan.branches = f"branches: none, {where} runs one call at a time"
         return plan
     if any(instr.region for instr in program.instrs):
         return RegionsPlan(program, device, None if isinstance(choice, str) else choice, reference)

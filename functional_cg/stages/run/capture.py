@@ -52,6 +52,7 @@ class Backend(Protocol):
 
     Attributes:
       name: Name in messages and ``explain()``.
+      has_lanes: If there and true: it runs a plan with branches on lanes, by ``bound``.
     """
 
     name: str
@@ -132,6 +133,7 @@ class CUDABackend:
     """
 
     name = "cuda"
+    has_lanes = True
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
