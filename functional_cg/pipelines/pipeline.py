@@ -106,11 +106,7 @@ class Pipeline:
             (tuple(leaf.shape), _packed(leaf.shape), dtype) for leaf, dtype in zip(flat, dtypes, strict=True)
         ]
 
-        def call(leaves: Sequence[Tensor], part: Sequence[Tensor], key: Tensor | None) -> Any:
-            keyed = {} if key is None else {"key": key}
-            tree = pytree.unflatten(treedef, leaves)
-            return fn(tree, pytree.unflatten(structure, part), *args, **kwargs, **keyed)
-
+        call = _on_leaves(fn, treedef, structure, args, kwargs)
         with canonical(self.mesh):
             found = self._rehearsed(name, call, layouts, slices, key, has_aux=has_aux)
         table = self._table(found)
@@ -168,11 +164,7 @@ class Pipeline:
             slices, structure = sliced(name, batch, self.microbatches)
             key = kwargs.pop("key", None)
 
-            def call(leaves: Sequence[Tensor], part: Sequence[Tensor], key: Tensor | None) -> Any:
-                keyed = {} if key is None else {"key": key}
-                tree = pytree.unflatten(treedef, leaves)
-                return fn(tree, pytree.unflatten(structure, part), *args, **kwargs, **keyed)
-
+            call = _on_leaves(fn, treedef, structure, args, kwargs)
             layouts = list(map(_layout_of, flat))
             found = self._rehearsed(name, call, layouts, slices, key, has_aux=has_aux)
             table = self._table(found)
@@ -218,6 +210,22 @@ class Pipeline:
         sums = worker.work()
         grads = gradients(found, table, sums.grads, leaves, dtype)
         return results(found, table, sums.results, self.stages, dtype), grads
+
+
+def _on_leaves(
+    fn: Callable[..., Any],
+    params: pytree.Treedef,
+    batch: pytree.Treedef,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+) -> Callable[[Sequence[Tensor], Sequence[Tensor], Tensor | None], Any]:
+    """Return a loss as a function of the leaves of its first two arguments, and of its key."""
+
+    def call(leaves: Sequence[Tensor], part: Sequence[Tensor], key: Tensor | None) -> Any:
+        keyed = {} if key is None else {"key": key}
+        return fn(pytree.unflatten(params, leaves), pytree.unflatten(batch, part), *args, **kwargs, **keyed)
+
+    return call
 
 
 def _read(leaf: Tensor) -> Tensor:

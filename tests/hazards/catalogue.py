@@ -534,7 +534,7 @@ HAZARDS = (
          "refused: CaptureError for ops on memory that ranks have registered with each other; the package registers "
          "none, and inputs are copied in",
          "H102::test_h102_ops_on_registered_memory_are_refused", "H102::test_h102_the_package_registers_no_memory"),
-    _row(103, 3, "", "pipelines inside of a graph",
+    _row(103, 3, "N110 N111 N112 N113 N114 N115", "pipelines inside of a graph",
          "impossible: a proven table, each stage's own memory; other sends are refused in the trace, so no rank waits",
          "H102::test_h103_sends_and_receives_are_refused",
          "pipelines::test_transformer_engines_interleaved_order_gives_the_same_weights",
