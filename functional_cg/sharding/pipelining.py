@@ -10,6 +10,7 @@ from ..messages.tracebacks import entry
 from ..pipelines.links import Links
 from ..pipelines.pipeline import Pipeline
 from ..pipelines.schedules import edges_of
+from ..pipelines.torch_tables import TORCH_NAMES, load
 from ..shards.mesh import Axis, Mesh
 
 __all__ = ["pipeline", "refuse_moving_memory"]
@@ -72,6 +73,8 @@ def pipeline(
     others = (*mesh.axes[:place], *mesh.axes[place + 1 :]) or (Axis("data", 1, 0, ""),)
     if mesh.device.type == "cuda" and stages.size > 1:
         refuse_moving_memory(os.environ)
+    if schedule in TORCH_NAMES and stages.size > 1:
+        load()
     links = Links(mesh, place)
     groups = links.made(edges_of(schedule, stages.size))
     ranks = None if mesh.ranks is None else mesh.ranks.in_groups(links.of_stages())

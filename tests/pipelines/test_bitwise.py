@@ -28,6 +28,7 @@ from tests.pipelines.programs import (
     rows,
     trained,
 )
+from tests.sharding.law import on_gloo_and_nccl
 from tests.sharding.ranks import on_ranks
 from tests.shares import THOROUGH, diagonal, share
 
@@ -37,11 +38,15 @@ thorough = pytest.mark.skipif(not THOROUGH, reason="several processes, or a comp
 TRANSFORMER_ENGINE = (1, 2, 1, 2, -2, -1, 1, 2, -2, -1, -2, -1)
 
 
-def assert_as_on_one_rank(runs: Sequence[Run], ranks: int, axes: Mapping[str, int]) -> None:
+def assert_as_on_one_rank(
+    runs: Sequence[Run], ranks: int, axes: Mapping[str, int], device: str = "cpu"
+) -> None:
     data = ranks // axes["stage"]
     patience = 60.0 + 10.0 * len(runs)  # seconds
-    alone = [trained(runs, ONE)] if data == 1 else on_ranks(data, trained, runs, ONE, timeout=patience)
-    found = on_ranks(ranks, trained, runs, axes, timeout=patience)
+    alone = (
+        [trained(runs, ONE, device)] if data == 1 else on_ranks(data, trained, runs, ONE, timeout=patience)
+    )
+    found = on_ranks(ranks, trained, runs, axes, device, device=device, timeout=patience)
     for number, run in enumerate(runs):
         for rank, of_rank in enumerate(found):
             metrics, state = of_rank[number]
@@ -50,9 +55,10 @@ def assert_as_on_one_rank(runs: Sequence[Run], ranks: int, axes: Mapping[str, in
                 assert_trees_all_equal(state, alone[0][number][1], str(run))
 
 
-def test_each_schedule_on_two_ranks() -> None:
+@on_gloo_and_nccl
+def test_each_schedule_on_two_ranks(device: str) -> None:
     runs = [Run(schedule, (feature,)) for schedule, feature in diagonal([*CUTS], FEATURES)]
-    assert_as_on_one_rank(share([Run("zero_bubble", FEATURES), *runs], 8), 2, TWO)
+    assert_as_on_one_rank(share([Run("zero_bubble", FEATURES), *runs], 8), 2, TWO, device)
 
 
 @thorough
