@@ -26,7 +26,7 @@ from torch.overrides import TorchFunctionMode
 from ...errors import CaptureError, FunctionalCGError, HostSyncError, ImplicitRandomnessError, SideEffectError
 from ...messages.advice import ADDRESS
 from ...messages.catching import may_swallow
-from ...messages.guards import guard_of
+from ...messages.guards import compares_in_guard, guard_of
 from ...messages.source import at_here, is_user_file
 from ...tensors.selected import Selected
 from ..watch.host_watch import MODES, HostWatch, modes
@@ -109,6 +109,9 @@ class HostGuard(TorchFunctionMode):
             raise self._rules.data_assigned()
         if func is Tensor.__deepcopy__:
             return args[0].clone()
+        if func is Tensor.item and _stays_a_tensor(args[0]) and compares_in_guard(sys._getframe(2)):
+            if self._value_of(args[0]) is None:
+                return args[0].reshape(()) if args[0].dtype is torch.bool else args[0].reshape(()).double()
         if func in _WITHOUT_LENGTH:
             args, kwargs = _in_front(args), dict(zip(kwargs, _in_front(kwargs.values()), strict=True))
         try:
@@ -117,6 +120,11 @@ class HostGuard(TorchFunctionMode):
             if func not in _SELECTING or not _selects_numbers(*args[:2]):
                 raise
             return Selected(args[0], args[1], self._rules.put_off(error))
+
+
+def _stays_a_tensor(number: Tensor) -> bool:
+    """Whether a tensor compares as its number does, in float64."""
+    return number.numel() == 1 and not number.is_complex()
 
 
 def _in_front(args: Iterable[Any]) -> list[Any]:
@@ -140,7 +148,7 @@ def taken_as_valid(func: Any, args: Sequence[Any], call: Callable[..., Any]) -> 
       args: Its arguments.
       call: ``call(op, args, kwargs)`` runs an op.
     """
-    if func is not torch.ops.aten._local_scalar_dense.default or args[0].dtype is not torch.bool:
+    if func is not torch.ops.aten._local_scalar_dense.default:
         return None
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and _between(frame):
@@ -152,7 +160,8 @@ def taken_as_valid(func: Any, args: Sequence[Any], call: Callable[..., Any]) -> 
     guard = guard_of(frame)
     if guard is None:
         return None
-    valid = args[0] if guard.passes else call(torch.ops.aten.logical_not.default, (args[0],), {})
+    true = args[0] if args[0].dtype is torch.bool else call(torch.ops.aten.ne.Scalar, (args[0], 0), {})
+    valid = true if guard.passes else call(torch.ops.aten.logical_not.default, (true,), {})
     call(torch.ops.aten._assert_async.msg, (valid, f"`{guard.text}` raises{at_here()}"), {})
     return guard.passes
 
