@@ -18,6 +18,7 @@ from ..manual import Documented
 from ..messages.tracebacks import entry
 from ..random.arguments import check_key
 from ..shards.mesh import Axis, Mesh
+from ..shards.peers import together
 from ..shards.placement import Reading
 from ..shards.reader import Source
 from ..shards.tensor import Sharded, refuse_at_rest
@@ -99,6 +100,7 @@ class Pipeline(metaclass=Documented):
         Raises:
           LayoutError: If a parameter is not floating, the batch cannot be cut into micro-batches, or the loss hands a
             value past a cut.
+          RankError: If a rank does not call it, or finds other readers of a parameter.
           ValueError: If ``stage`` is not 1, 2 or 3, or the loss has another number of stages than the schedule.
 
         Example:
@@ -131,6 +133,7 @@ class Pipeline(metaclass=Documented):
             tuple(sorted({table.owners[n] for n, one in enumerate(found.stages) if i in one.reads})) or (0,)
             for i in range(len(flat))
         ]
+        together(self.links.mesh, "pipe.zero", "\n".join(["place parameters in stages", *map(str, readers)]))
         shared = sorted({ranks for ranks in readers if len(ranks) > 1})
         reading = Reading(32 * 2**20, 1, param_dtype, reduce_dtype, "whole" if stage == 1 else "shard")
         return Staged(self.mesh, stage, reading, holders_of(self.mesh, readers, self.links.made(shared)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -92,6 +93,33 @@ def test_transformer_engines_interleaved_order_gives_the_same_weights() -> None:
     if THOROUGH:
         table = [in_the_order_of(TRANSFORMER_ENGINE, rank, 2) for rank in range(2)]
         assert_as_on_one_rank([Run(table, features, cuts=(1, 2, 3), microbatches=3)], 2, TWO)
+
+
+def drawn(seed: int) -> Run:
+    """A table in which four stages lie on two ranks anyhow, and all that is ready may come next."""
+    draw = random.Random(seed)
+    microbatches, owners = draw.choice((2, 3)), draw.sample((0, 0, 1, 1), 4)
+    kinds = draw.choice((("F", "B"), ("F", "I", "W")))
+    left = {(stage, m): list(kinds) for stage in range(4) for m in range(microbatches)}
+    table: list[list[str]] = [[], []]
+    done = set[tuple[int, int, str]]()
+
+    def ready(stage: int, m: int, kind: str) -> bool:
+        if kind == "F":
+            return not stage or (stage - 1, m, "F") in done
+        return kind == "W" or stage == 3 or not done.isdisjoint({(stage + 1, m, "B"), (stage + 1, m, "I")})
+
+    while any(left.values()):
+        stage, m, kind = draw.choice([(s, m, k[0]) for (s, m), k in left.items() if k and ready(s, m, k[0])])
+        left[stage, m].pop(0)
+        done.add((stage, m, kind))
+        table[owners[stage]].append(f"{stage}{kind}{m}")
+    return Run(table, ("dropout", "tied", "adamw"), cuts=(1, 2, 3), microbatches=microbatches)
+
+
+@thorough
+def test_any_table_that_is_proven_ends_and_gives_the_bits_of_one_rank() -> None:
+    assert_as_on_one_rank([drawn(seed) for seed in range(12)], 2, TWO)
 
 
 @pytest.mark.parametrize("late", share([1, 2], 2))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Callable
 from typing import Any
@@ -266,6 +267,17 @@ def apart(how: str) -> None:
     pipe = sharding.pipeline(pipe.links.mesh, schedule="1f1b", microbatches=microbatches)
     x = X[:, :3].repeat(2, 1) if how == "batch" and other else X
     step_of(pipe)(state_of(pipe), x)
+
+
+def other_names() -> None:
+    rank = int(os.environ["RANK"])
+    pipe_of(TWO, schedule=("1f1b", "gpipe")[rank])
+
+
+def test_ranks_make_one_pipeline() -> None:
+    for outcome in outcomes(2, other_names):
+        assert "ranks are about to do different things" in outcome.error
+        assert "rank 0  1f1b   rank 1  gpipe" in outcome.error
 
 
 @pytest.mark.parametrize("how", ["schedule", "batch"])
