@@ -17,9 +17,10 @@ from torch._inductor.utils import run_and_get_code
 import functional_cg as fcg
 from functional_cg.stages.fx_passes.old_values import keep_old_values
 from functional_cg.testing import assert_no_alias, assert_trees_all_close
-from tests.compiled_graphs import compiled, lower_as_on_a_gpu
+from tests.compiled_graphs import compiled, compiled_once, lower_as_on_a_gpu
 from tests.sharding.programs import Setting
 from tests.sharding.ranks import on_ranks
+from tests.shares import diagonal
 
 # Ways to write "equal to a leaf of [4, 3]": copies, views and casts there and back, ops that happen to change nothing.
 SPELLINGS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -139,7 +140,7 @@ def test_old_values_on_aten() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.*torch._prims_common.check:FutureWarning")  # torch's own, of a diagonal
-@compiled
+@compiled_once
 def test_old_values_compiled(compiled_on: str) -> None:
     assert spelled_wrong(compiled_on, "inductor") == []
 
@@ -239,9 +240,8 @@ def test_leaves_that_change_places(compiled_on: str) -> None:
     assert_as_eager(moved_about, state, lambda call: batch_of(call % 3, compiled_on)[:3].remainder(4))
 
 
-@compiled
-@pytest.mark.parametrize("flat", [False, True], ids=["by leaf", "flat"])
-@pytest.mark.parametrize("steps", [1, 3], ids=["one step", "steps_per_call"])
+@compiled_once
+@pytest.mark.parametrize(("flat", "steps"), diagonal([True, False], [1, 3]))
 def test_exact_training(compiled_on: str, *, flat: bool, steps: int) -> None:
     optimizer = fcg.optim.sgd(1.0)
     state = training_state(fcg.optim.flatten(optimizer) if flat else optimizer, compiled_on)
@@ -294,7 +294,7 @@ def batch(call: int, device: str) -> dict[str, Tensor]:
 
 
 @pytest.mark.filterwarnings("ignore:.*torch._prims_common.check:FutureWarning")  # torch's own, of a diagonal
-@compiled
+@compiled_once
 def test_a_metric_that_is_a_leaf_but_for_a_part(compiled_on: str) -> None:
     def train_step(state: Any, b: Any) -> Any:
         return {"w": state["w"] + 1}, {name: changed(state["w"], b) for name, changed in PARTIAL.items()}

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import functional_cg as fcg
 from functional_cg.testing import assert_trees_all_close, assert_trees_all_equal
 from functional_cg.testing.simulator import Simulator
-from tests.compiled_graphs import ON_A_GPU, compiled
+from tests.compiled_graphs import ON_A_GPU, compiled_once
 
 CALLS = 16
 
@@ -143,7 +143,7 @@ SEEN: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-@compiled
+@compiled_once
 @pytest.mark.parametrize("kind", TURNED)
 def test_memory_is_read_as_it_lies_in_an_eager_run(kind: str, compiled_on: str) -> None:
     """By `as_strided`, of values that are turned; and what the backward reads of them is what they are."""
