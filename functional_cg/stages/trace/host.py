@@ -109,9 +109,9 @@ class HostGuard(TorchFunctionMode):
             raise self._rules.data_assigned()
         if func is Tensor.__deepcopy__:
             return args[0].clone()
-        if func is Tensor.item and _stays_a_tensor(args[0]) and compares_in_guard(sys._getframe(2)):
-            if self._value_of(args[0]) is None:
-                return args[0].reshape(()) if args[0].dtype is torch.bool else args[0].reshape(()).double()
+        if func is Tensor.item and _only_compares(args[0]) and self._value_of(args[0]) is None:
+            number = args[0].reshape(())
+            return number if number.dtype is torch.bool else number.double()
         if func in _WITHOUT_LENGTH:
             args, kwargs = _in_front(args), dict(zip(kwargs, _in_front(kwargs.values()), strict=True))
         try:
@@ -122,9 +122,10 @@ class HostGuard(TorchFunctionMode):
             return Selected(args[0], args[1], self._rules.put_off(error))
 
 
-def _stays_a_tensor(number: Tensor) -> bool:
-    """Whether a tensor compares as its number does, in float64."""
-    return number.numel() == 1 and not number.is_complex()
+def _only_compares(number: Tensor) -> bool:
+    """Whether the host asks for a number to compare it, in float64, and raise if that fails."""
+    frame = _asking()
+    return number.numel() == 1 and not number.is_complex() and frame is not None and compares_in_guard(frame)
 
 
 def _in_front(args: Iterable[Any]) -> list[Any]:
@@ -150,9 +151,7 @@ def taken_as_valid(func: Any, args: Sequence[Any], call: Callable[..., Any]) -> 
     """
     if func is not torch.ops.aten._local_scalar_dense.default:
         return None
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None and _between(frame):
-        frame = frame.f_back
+    frame = _asking()
     if frame is None or _may_go_on(frame):
         return None
     if _validates(frame):
@@ -164,6 +163,14 @@ def taken_as_valid(func: Any, args: Sequence[Any], call: Callable[..., Any]) -> 
     valid = true if guard.passes else call(torch.ops.aten.logical_not.default, (true,), {})
     call(torch.ops.aten._assert_async.msg, (valid, f"`{guard.text}` raises{at_here()}"), {})
     return guard.passes
+
+
+def _asking() -> FrameType | None:
+    """Return the frame of the code that calls an op, or asks for a value."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and _between(frame):
+        frame = frame.f_back
+    return frame
 
 
 def _may_go_on(frame: FrameType | None) -> bool:
