@@ -20,6 +20,7 @@ from ..tensors.aten import argument
 from ..tensors.fake_mode import FakeMode, without_log
 from ..tensors.overlap import storage_key
 from ..transforms.autodiff import refuse_vector, split_result
+from ..transforms.microbatches import refuse_objects
 from .tape import Call, Tape
 
 __all__ = ["Layout", "Rehearsal", "Stage", "rehearse"]
@@ -124,6 +125,7 @@ def rehearse(
             out = _called(name, partial(call, leaves, part, key))
             value, aux = split_result(name, out) if has_aux else (out, None)
             refuse_vector(name, value)
+            refuse_objects(name, aux)
             flat, treedef = pytree.flatten(aux)
             stages = _taken_apart(tape, value, leaves)
     found = Rehearsal(tape, stages, leaves, part, key, [value, *flat], treedef if has_aux else None)

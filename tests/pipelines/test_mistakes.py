@@ -110,6 +110,11 @@ def test_a_value_is_not_read_on_the_host_where_there_are_only_shapes() -> None:
         fcg.graph_fn(lambda params, x: PIPE.value_and_grad(decides)(params, x))(PARAMS, X)
 
 
+def test_what_is_no_tensor_is_not_averaged() -> None:
+    with pytest.raises(fcg.LayoutError, match="cannot be averaged over micro-batches"):
+        PIPE.value_and_grad(lambda p, x: (skips_through(p, x), {"n": 3}), has_aux=True)(PARAMS, X)
+
+
 def test_the_repairs_work() -> None:
     value, _ = PIPE.value_and_grad(skips_through)(PARAMS, X)
     torch.testing.assert_close(value, skips(lambda h: h)(PARAMS, X))
