@@ -214,22 +214,26 @@ class _Parts:
             self._fill(number, stage)
 
     def _refuse_statistics(self) -> None:
-        """Refuse batch norm in training, whose running statistics go from one micro-batch to the next."""
+        """Refuse running statistics of a batch norm in training, which go from one micro-batch to the next."""
+
+        def given(call: Call, name: str) -> Any:
+            return argument(call.op, name, call.args, call.kwargs)
+
         rows = [
             str(call)
             for call in self._calls
             if "batch_norm" in call.op._schema.name
             and "backward" not in call.op._schema.name
-            and any(argument(call.op, flag, call.args, call.kwargs) is True for flag in ("training", "train"))
+            and isinstance(given(call, "running_mean"), Tensor)
+            and (given(call, "training") is True or given(call, "train") is True)
         ]
         if rows:
             raise LayoutError.of(
                 self._name,
-                "normalizes with the statistics of a micro-batch, as BatchNorm does in training.",
+                "has a BatchNorm in training, with running statistics.",
                 rows=rows,
-                why="Its running statistics go from one micro-batch to the next, on another rank than the rest of the "
-                "buffers.",
-                fix="GroupNorm or LayerNorm, which keep none; or `apply(..., train=False)`.",
+                why="They go from one micro-batch to the next, and other stages are at other micro-batches.",
+                fix="GroupNorm or LayerNorm; `track_running_stats=False`; or `apply(..., train=False)`.",
             )
 
     def _refuse_writes(self) -> None:
