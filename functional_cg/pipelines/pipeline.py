@@ -295,9 +295,10 @@ def _refuse_elsewhere(
         holders = leaf.placement.holders if isinstance(leaf, Sharded) else None
         held = range(stages.size) if stages.size == 1 else () if holders is None else holders.ranks
         if not set(reading) <= set(held):
-            has = "none in a pipeline" if holders is None else str(holders)
+            has = "on no rank of a pipeline" if holders is None else str(holders)
+            ranks = f"rank{'s' * (len(reading) > 1)} {' and '.join(map(str, reading))}"
             rows.append(
-                f"{path_string(path, 'params')}  read by stage {' and '.join(map(str, reading))}   {has}"
+                f"{path_string(path, 'params')}  read on {ranks} of {stages.name}={stages.size}   {has}"
             )
     if rows:
         raise LayoutError.of(
