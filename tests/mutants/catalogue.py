@@ -54,8 +54,8 @@ MUTANTS = (
             ),
         ),
         (
-            f"{OLD_VALUES}test_a_metric_that_is_a_leaf_but_for_a_part[cpu as a GPU]",
             f"{OLD_VALUES}test_what_reads_a_leaf_that_an_op_of_ones_own_writes_into[cpu as a GPU]",
+            f"{OLD_VALUES}test_a_metric_that_is_a_leaf_but_for_a_part[cpu as a GPU]",
         ),
         gpu=(f"{OLD_VALUES}test_what_reads_a_leaf_that_an_op_of_ones_own_writes_into[cuda]",),
     ),
@@ -64,8 +64,8 @@ MUTANTS = (
         "a compiler drops the copy of an old leaf: what leaves is not owned",
         (("    return clone(value)\n", "    return value\n"),),
         (
-            f"{OLD_VALUES}test_old_values_compiled[cpu as a GPU]",
             f"{OLD_VALUES}test_leaves_that_change_places[cpu as a GPU]",
+            f"{OLD_VALUES}test_old_values_compiled[cpu as a GPU]",
         ),
         gpu=(
             f"{OLD_VALUES}test_old_values_compiled[cuda]",
@@ -209,8 +209,8 @@ MUTANTS = (
         "a view that torch makes is taken for memory of its own",
         (("        _copy_for_foreign_views(graph, argument)\n", "        del argument\n"),),
         (
-            f"{OLD_VALUES}test_views_that_a_compiler_leaves_to_torch[cpu as a GPU-from the first call on]",
             f"{OLD_VALUES}test_views_that_a_compiler_leaves_to_torch[cpu as a GPU-from the fourth call on]",
+            f"{OLD_VALUES}test_views_that_a_compiler_leaves_to_torch[cpu as a GPU-from the first call on]",
         ),
         gpu=(f"{OLD_VALUES}test_views_that_a_compiler_leaves_to_torch[cuda-from the first call on]",),
     ),
@@ -873,8 +873,8 @@ MUTANTS = (
         "the value of a buffer that was read on the host is compared on the slow path alone",
         (("known = on_same_values(run, program, bound)", "known = run"),),
         (
-            "tests/test_supposed.py::test_another_value_is_refused_wherever_it_comes_from",
             "tests/test_supposed.py::test_a_checkpoint_with_another_value_is_refused",
+            "tests/test_supposed.py::test_another_value_is_refused_wherever_it_comes_from",
         ),
         no_gpu="told on the host",
     ),
@@ -934,7 +934,7 @@ MUTANTS = (
         "N90",
         "a compiled step reads memory as if the compiler laid values out as torch's kernels do",
         (("laid = None if root in entering else", "laid = None if root is not None else"),),
-        ("tests/test_strides.py::test_memory_is_read_as_it_lies_in_an_eager_run[cat of one-cpu as a GPU]",),
+        ("tests/test_strides.py::test_memory_is_read_as_it_lies_in_an_eager_run[cpu as a GPU-cat of one]",),
         no_gpu="a formula of the compiler, the same on every device",
     ),
     Mutant(
