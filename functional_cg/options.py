@@ -8,9 +8,10 @@ from dataclasses import dataclass, fields
 from types import MappingProxyType
 from typing import Any, Literal, Self, get_args
 
+from .stages.branches.choice import Branches
 from .stages.run.capture import Backend
 
-__all__ = ["BackendChoice", "Certify", "Debug", "Lowering", "Options"]
+__all__ = ["BackendChoice", "Branches", "Certify", "Debug", "Lowering", "Options"]
 
 Lowering = Literal["auto", "aten", "inductor"] | Callable[..., Any]
 BackendChoice = Literal["auto", "eager"] | Backend
@@ -48,6 +49,7 @@ class Options:
     verify_calls: int = 16
     certify: Certify = "auto"
     activation_memory_budget: float | None = None
+    branches: Branches = "auto"
 
     @classmethod
     def of(cls, transform: str, fn: Any, given: Mapping[str, Any]) -> Self:
@@ -88,6 +90,11 @@ class Options:
                 raise ValueError(f"{transform}: {name} must be an int of at least {least}, got {value!r}")
         if self.certify not in ("auto", True, False):
             raise ValueError(f"{transform}: certify must be 'auto', True or False, got {self.certify!r}")
+        lanes = self.branches
+        if lanes != "auto" and (
+            not isinstance(lanes, int) or isinstance(lanes, bool) or not 1 <= lanes <= 32
+        ):
+            raise ValueError(f"{transform}: branches must be 'auto' or an int from 1 to 32, got {lanes!r}")
         budget = self.activation_memory_budget
         number = isinstance(budget, (int, float)) and not isinstance(budget, bool)
         if budget is not None and not (number and 0 <= budget <= 1):

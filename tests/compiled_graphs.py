@@ -12,8 +12,9 @@ from torch import Tensor, fx
 import functional_cg as fcg
 from functional_cg.stages.lower.compiled import InPlacePlan, prepare
 from functional_cg.stages.lower.graph import Entrance, build_graph
-from functional_cg.stages.plan import Buffers, ExecutionPlan, Run, schedule
+from functional_cg.stages.plan import Buffers, ExecutionPlan, Run
 from functional_cg.stages.program import Program
+from functional_cg.stages.schedule import schedule
 from tests.shares import THOROUGH, diagonal
 
 # Warnings are printed and not raised on a GPU: what libraries warn of depends on the machine.

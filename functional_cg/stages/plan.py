@@ -1,16 +1,13 @@
 """Lower a traced program to a plan: ATen calls that run on static buffers.
 
-The plan first computes everything (the head), then commits the new state (the tail). The head reads slots and never
-writes them; the tail only writes slots. So the commit is a parallel assignment, and an exception or Ctrl-C in the head
-leaves the state unchanged.
+What it runs, and in which order, is a ``Schedule``, from ``stages.schedule``.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
 
@@ -22,20 +19,20 @@ from ..messages.source import Location
 from ..tensors.aten import UNGROUPED
 from .layouts import laid_out, unsure
 from .lifetimes import last_uses
-from .passes.fused import in_place, read_arguments, written_pairs
+from .passes.fused import in_place
 from .passes.rewrite import clears, range_tensor
-from .program import Instr, Program, Var, live, map_vars, vars_in, written_storages
+from .program import Instr, Program, Var, map_vars, vars_in
+from .schedule import Schedule, schedule
 
 __all__ = [
     "AtenPlan",
     "Buffers",
     "ExecutionPlan",
     "Run",
-    "Schedule",
     "evaluate",
-    "live_instrs",
     "lower_aten",
-    "schedule",
+    "note",
+    "staged_line",
 ]
 
 Before = Sequence[Callable[[], Any]]
@@ -66,12 +63,16 @@ class ExecutionPlan(Protocol):
       compiled: Whether a compiler chooses the kernels.
       functions: Number of compiled functions.
       copies: Whether new values are computed elsewhere and copied into their slots.
+      branches: What runs side by side, in words; empty if that is no question.
+      temporaries: Bytes of temporaries at the peak if that is more than in one line; else 0.
     """
 
     schedule: Schedule
     compiled: bool
     functions: int
     copies: bool
+    branches: str
+    temporaries: int
 
     def bind(self, buffers: Buffers) -> Run:
         """Bind the plan to buffers; the result runs on exactly these addresses."""
@@ -80,94 +81,6 @@ class ExecutionPlan(Protocol):
     def as_text(self) -> str:
         """Return the plan as source code."""
         ...
-
-
-def live_instrs(program: Program) -> list[Instr]:
-    """Return the instructions whose effect reaches a metric or the new state, in order."""
-    return live(program.instrs, [*program.results, *(new for _, new in program.updates)])[0]
-
-
-@dataclass(slots=True)
-class Schedule:
-    """The work of a plan: the calls of its head and the commits of its tail.
-
-    Attributes:
-      head: Calls that compute, in order.
-      fused: Optimizer calls of the tail that write their slots in place.
-      commits: Pairs (slot or range, variable) to copy in the tail.
-      staged: Targets of commits whose new value aliases a slot: it is copied to a temporary first.
-      outputs: Variables of metrics, printed and tapped values, in order.
-      cloned: Positions in ``outputs`` whose memory is shared, so that they are cloned.
-      written_constants: Positions of literals that the step writes in place: each run starts from a copy.
-    """
-
-    head: list[Instr]
-    fused: list[Instr] = field(default_factory=list)
-    commits: list[tuple[Var, Var]] = field(default_factory=list)
-    staged: set[Var] = field(default_factory=set)
-    outputs: list[Var] = field(default_factory=list)
-    cloned: set[int] = field(default_factory=set)
-    written_constants: set[int] = field(default_factory=set)
-
-
-def schedule(program: Program, *, fuse: bool = True) -> Schedule:
-    """Split a program into a head and a tail.
-
-    Args:
-      program: The traced step.
-      fuse: Whether fused optimizer ops may write their slots in place.
-    """
-    plan = Schedule(live_instrs(program))
-    plan.outputs = program.results
-    targets = [*program.slots, *(known.var for known in program.ranges)]
-    in_slots = {var.storage for var in targets}
-    if fuse:
-        _move_fused(program, plan)
-    done = {var for instr in plan.fused for var in instr.outputs()}
-    plan.commits = [(old, new) for old, new in program.updates if new not in done]
-    plan.staged = {old for old, new in plan.commits if new.storage in in_slots}
-    shared = in_slots | {var.storage for var in program.inputs} | {c.var.storage for c in program.constants}
-    uses = Counter(var.storage for var in plan.outputs)
-    for position, var in enumerate(plan.outputs):
-        if var.storage in shared or uses[var.storage] > 1 or not var.fills:
-            plan.cloned.add(position)
-    written = written_storages(plan.head)
-    plan.written_constants = {i for i, c in enumerate(program.constants) if c.var.storage in written}
-    return plan
-
-
-def _move_fused(program: Program, plan: Schedule) -> None:
-    """Move fused optimizer calls to the tail if their results go to the same slots that they read."""
-    slots = {*program.slots, *(known.var for known in program.ranges)}
-    readers = Counter(var for instr in plan.head for var in set(instr.inputs()))
-    readers.update(set(program.results))
-    goals: dict[Var, list[Var]] = {}
-    for old, new in program.updates:
-        goals.setdefault(new, []).append(old)
-
-    def fits(name: str, source: Var, result: Var) -> bool:
-        if result not in goals:  # step counts, and gradients without `grad_scale`: no kernel writes these
-            return (name == "grads" or source not in slots) and not readers[result]
-        return goals[result] == [source] and not readers[result]
-
-    candidates = {}
-    for instr in plan.head:
-        pairs = written_pairs(instr)
-        if pairs and all(fits(*pair) for pair in pairs):
-            candidates[instr] = {source for _, source, result in pairs if result in goals}
-    written = {var.storage for own in candidates.values() for var in own}
-    written_later: set[int] = (
-        set()
-    )  # by the rest of the head: a call moved behind it would read these new values
-    for instr in reversed(plan.head):
-        own = candidates.get(instr)
-        # a call must not read what any candidate writes, not even what it writes itself in another of its rows
-        reads = {var.storage for var in read_arguments(instr)} if own else set()
-        if own and reads.isdisjoint(written) and reads.isdisjoint(written_later):
-            plan.fused.append(instr)
-        written_later.update(var.storage for var in instr.writes)
-    plan.fused.reverse()
-    plan.head = [instr for instr in plan.head if instr not in plan.fused]
 
 
 class AtenPlan:
@@ -182,14 +95,16 @@ class AtenPlan:
     compiled = False
     functions = 0
     copies = True
+    branches = ""
+    temporaries = 0
 
     def __init__(self, program: Program, plan: Schedule, *, timed: bool = False) -> None:
         self._program, self._timed = program, timed
         self.ticks: list[Instr | str] = []
         self._plan = self.schedule = plan
         self._ops: dict[str, Any] = {}
-        self._hoisted, head = self._split_hoisted()
-        self._source = self._generate(head)
+        self._hoisted, self._head = self._split_hoisted()
+        self._source = self._generate(self._head)
         self._code = compile(self._source, f"<plan of {program.function}>", "exec")
 
     def as_text(self) -> str:
@@ -208,8 +123,13 @@ class AtenPlan:
           raised_at: Finds the user's line for an exception from a call without a known site.
           tick: What to call after each call, if the plan is timed.
         """
-        names: dict[str, Any] = {**self._ops, "tick": tick}
-        program = self._program
+        names = {**self._names(buffers, raised_at), "tick": tick}
+        exec(self._code, names)
+        return names.pop("run")  # type: ignore[no-any-return]  # no cycle: buffers are freed with it
+
+    def _names(self, buffers: Buffers, raised_at: Callable[[], Location | None]) -> dict[str, Any]:
+        """Return what the generated function refers to."""
+        names, program = dict(self._ops), self._program
         for var, tensor in zip(program.slots, buffers.slots, strict=True):
             names[repr(var)] = tensor
         for var, tensor in zip(program.inputs, buffers.inputs, strict=True):
@@ -223,13 +143,12 @@ class AtenPlan:
                 names[repr(instr.out)] = evaluate(instr, lambda var: names[repr(var)])
         names["uninterrupted"], names["partial"] = uninterrupted, partial
         names["copy_all"], names["laid_out"] = torch._foreach_copy_, laid_out
-        names["note"] = partial(_note, program.function, self._sites, raised_at)
+        names["note"] = partial(note, program.function, self._sites, raised_at)
         names["commit_slots"] = tuple(
             [names[repr(old)] for old, _ in group] for group in self._commit_groups()
         )
         names["clears"] = clears(program, {known.var: names[repr(known.var)] for known in program.ranges})
-        exec(self._code, names)
-        return names.pop("run")  # type: ignore[no-any-return]  # no cycle: buffers are freed with it
+        return names
 
     def _split_hoisted(self) -> tuple[list[Instr], list[Instr]]:
         """Separate the calls that only take views of static buffers from the rest of the head."""
@@ -262,6 +181,11 @@ class AtenPlan:
         self._ops[name] = getattr(op, "_op", op)  # the bare C++ entry, without OpOverload's Python frame
         return name
 
+    def _lines(self, instr: Instr) -> list[str]:
+        """Return the source of a call of the head."""
+        call = f"{_target(instr.out, self._fixed)}{self._call(instr, instr.op)}"
+        return [call, *(f"{var!r} = laid_out({var!r}, {var.spec.stride})" for var in unsure(instr))]
+
     def _call(self, instr: Instr, op: Any) -> str:
         arguments = [self._literal(arg) for arg in instr.args]
         if op is _AS_STRIDED:
@@ -283,9 +207,28 @@ class AtenPlan:
         self._ops[name] = value
         return name
 
+    def _constant_line(self, i: int) -> str:
+        return f"{self._program.constants[i].var!r} = c{i}.clone()"
+
+    def _metric_line(self, i: int) -> str:
+        return f"m{i} = {self._plan.outputs[i]!r}{'.clone()' if i in self._plan.cloned else ''}"
+
+    def _fused_call(self, instr: Instr) -> str:
+        return "partial(" + self._call(instr, in_place(instr.op)).replace("(", ", ", 1)
+
+    def _commit_calls(self) -> Iterator[tuple[list[tuple[Var, Var]], list[str]]]:
+        """Yield each group of commits with the calls that copy it."""
+        for number, group in enumerate(self._commit_groups()):
+            values = [f"w_{old!r}" if old in self._plan.staged else repr(new) for old, new in group]
+            if group[0][0].spec.dtype in UNGROUPED:
+                pairs = zip(group, values, strict=True)
+                yield group, [f"partial({old!r}.copy_, {value})" for (old, _), value in pairs]
+            else:
+                yield group, [f"partial(copy_all, commit_slots[{number}], [{', '.join(values)}])"]
+
     def _generate(self, head: Sequence[Instr]) -> str:
         plan = self._plan
-        lines = [f"{self._program.constants[i].var!r} = c{i}.clone()" for i in sorted(plan.written_constants)]
+        lines = [self._constant_line(i) for i in sorted(plan.written_constants)]
         tail_vars = {var for instr in plan.fused for var in instr.inputs()} | {var for _, var in plan.commits}
         views = {var for instr in self._hoisted for var in instr.outputs()}
         last_use = last_uses(head, {*tail_vars, *plan.outputs, *views})
@@ -299,31 +242,20 @@ class AtenPlan:
         tick("constants", lines)
         for number, instr in enumerate(head):
             self._sites[len(lines) + 3] = instr.site  # after `def` and `try`; lines count from 1
-            lines.append(f"{_target(instr.out, self._fixed)}{self._call(instr, instr.op)}")
-            lines += [f"{var!r} = laid_out({var!r}, {var.spec.stride})" for var in unsure(instr)]
+            lines += self._lines(instr)
             dead = last_use.get(number)
             if dead:
                 lines.append(f"del {', '.join(map(repr, dead))}")
             tick(instr, lines)
-        lines += [
-            f"m{i} = {var!r}{'.clone()' if i in plan.cloned else ''}" for i, var in enumerate(plan.outputs)
-        ]
+        lines += [self._metric_line(i) for i in range(len(plan.outputs))]
         tick("metrics", lines)
-        lines += [f"w_{old!r} = {new!r}.clone()" for old, new in plan.commits if old in plan.staged]
+        lines += [staged_line(old, new) for old, new in plan.commits if old in plan.staged]
         tick("new state", lines)
         calls: list[str] = []
         for instr in plan.fused:
-            call = self._call(instr, in_place(instr.op))
-            calls.append("partial(" + call.replace("(", ", ", 1))
+            calls.append(self._fused_call(instr))
             tick(instr, calls, "tick")
-        for number, group in enumerate(self._commit_groups()):
-            values = [f"w_{old!r}" if old in plan.staged else repr(new) for old, new in group]
-            if group[0][0].spec.dtype in UNGROUPED:
-                calls += [
-                    f"partial({old!r}.copy_, {value})" for (old, _), value in zip(group, values, strict=True)
-                ]
-            else:
-                calls.append(f"partial(copy_all, commit_slots[{number}], [{', '.join(values)}])")
+        calls += [call for _, group in self._commit_calls() for call in group]
         calls.append("*clears")
         tick("new state", calls, "tick")
         return (
@@ -340,7 +272,11 @@ def lower_aten(program: Program, *, timed: bool = False) -> AtenPlan:
     return AtenPlan(program, schedule(program), timed=timed)
 
 
-def _note(
+def staged_line(old: Var, new: Var) -> str:
+    return f"w_{old!r} = {new!r}.clone()"
+
+
+def note(
     function: str,
     sites: Mapping[int, Location | None],
     raised_at: Callable[[], Location | None],

@@ -6,24 +6,23 @@ calls and peak memory are those before fusion; FLOPs, least bytes and the floor 
 
 from __future__ import annotations
 
-import math
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from numbers import Real
 from types import MappingProxyType
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from ..messages.html import Html, card, line, table
 from ..messages.units import size_of
-from ..stages.plan import ExecutionPlan, Schedule
-from ..stages.program import Instr, Program, Var, map_vars
+from ..stages.plan import ExecutionPlan
+from ..stages.program import Instr, Program, Var
+from ..stages.schedule import Schedule
+from ..stages.work import bytes_of, flops_of
 from ..state.outline import columns
-from ..tensors.aten import named_arguments
 
 __all__ = ["COPIES", "WHAT_COPIES_ARE", "CostAnalysis", "KindOfCall", "cost_analysis"]
 
@@ -216,7 +215,7 @@ def cost_analysis(
         kind, number = kind_of(instr), flops_of(instr)
         calls[kind] += 1
         flops[kind] += number
-        moved[kind] += _bytes_of(instr, used)
+        moved[kind] += bytes_of(instr, used)
         if number:
             by_dtype[instr.inputs()[0].spec.dtype] += number
     copies = list(_step_copies(program, schedule, copies=plan.copies))
@@ -268,55 +267,11 @@ def kind_of(instr: Instr) -> str:
     return "other"
 
 
-def flops_of(instr: Instr) -> int:
-    """Return the FLOPs of a product, else 0; torch's formulas, except that attention honors ``is_causal``."""
-    if "scaled_dot_product" in instr.op._schema.name:
-        return _attention_flops(instr)
-    from torch.utils.flop_counter import flop_registry  # imports triton if installed
-
-    packet = instr.op.overloadpacket
-    formula: Callable[..., int] | None = flop_registry.get(packet)
-    if formula is not None:
-        args, kwargs, out = (
-            map_vars(_meta, value) for value in (instr.args, [*instr.kwargs.values()], instr.out)
-        )
-        return int(formula(*args, **dict(zip(instr.kwargs, kwargs, strict=True)), out_val=out))
-    if instr.op._schema.name in ("aten::mv", "aten::addmv", "aten::dot"):
-        return 2 * max((var.spec.numel for var in instr.inputs()), default=0)
-    return 0
-
-
-def _attention_flops(instr: Instr) -> int:
-    """Return attention's FLOPs: two products forward, five backward, one of which recomputes the scores."""
-    named = named_arguments(instr.op, instr.args, instr.kwargs)
-    if not all(isinstance(named.get(name), Var) for name in ("query", "key", "value")):
-        return 0
-    *batch, queries, width = named["query"].spec.shape
-    keys, values = named["key"].spec.shape[-2], named["value"].spec.shape[-1]
-    scores = queries * keys
-    if named.get("is_causal"):
-        last = min(queries, keys)  # row i keeps its first i + 1 scores
-        scores = last * (last + 1) // 2 + (queries - last) * keys
-    per_score = 3 * width + 2 * values if "backward" in instr.op._schema.name else width + values
-    return int(2 * math.prod(batch) * scores * per_score)
-
-
-def _meta(var: Var) -> Tensor:
-    return torch.empty_strided(var.spec.shape, var.spec.stride, dtype=var.spec.dtype, device="meta")
-
-
 def _is_view(instr: Instr) -> bool:
     """Whether a call computes nothing: its results are views of its arguments."""
     sources = {var.storage for var in instr.inputs()}
     results = [var.storage for var in instr.outputs()]
     return bool(results) and not instr.writes and sources.issuperset(results)
-
-
-def _bytes_of(instr: Instr, used: Iterable[Var]) -> int:
-    """Return the bytes of a call: each argument once, used results, and what it writes in place."""
-    read = {var: var.spec.nbytes for var in instr.inputs()}
-    results = {var: var.spec.nbytes for var in instr.outputs() if var in used and var not in instr.writes}
-    return sum(read.values()) + sum(results.values()) + sum(var.spec.nbytes for var in instr.writes)
 
 
 def _step_copies(program: Program, plan: Schedule, *, copies: bool) -> Iterator[int]:

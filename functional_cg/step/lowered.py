@@ -279,7 +279,7 @@ class Lowered(metaclass=Documented):
           >>> step.lower({"w": torch.ones(4)}, torch.ones(4)).memory_analysis()["peak"]
           64
         """
-        return memory_analysis(self.program)
+        return memory_analysis(self.program, self.plan.temporaries)
 
     def cost_analysis(
         self,
@@ -371,7 +371,8 @@ class Lowered(metaclass=Documented):
         pairs = staged_pairs(self.program, self.plan.schedule)
         twice = [f"copied twice: {old} <- {new}, which the same call overwrites" for old, new in pairs]
         more = [f"… and {len(twice) - _STAGED_SHOWN:,} more"] if len(twice) > _STAGED_SHOWN else []
-        return [f"{title}{self._plan_line()}", *certificate, *twice[:_STAGED_SHOWN], *more]
+        branches = [self.plan.branches] if self.plan.branches else []
+        return [f"{title}{self._plan_line()}", *branches, *certificate, *twice[:_STAGED_SHOWN], *more]
 
     def _state_costs(self) -> Iterator[tuple[BoundState, list[Entry]]]:
         """Yield each state with what a call does with its leaves."""

@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 from ..messages.html import Html, bar, card, fold, line, table
 from ..messages.units import size_of
 from ..stages.lifetimes import alive_at_peak, storage_bytes
-from ..stages.plan import Schedule, schedule
 from ..stages.program import Instr, Program, Var
+from ..stages.schedule import Schedule, schedule
 from ..state.outline import columns
 
 __all__ = ["MemoryAnalysis", "Owner", "Peak", "memory_analysis", "temporaries"]
@@ -149,8 +149,13 @@ def temporaries(program: Program, plan: Schedule) -> dict[int, int]:
     return sizes
 
 
-def memory_analysis(program: Program) -> MemoryAnalysis:
-    """Return bytes by use; see :meth:`functional_cg.Lowered.memory_analysis`."""
+def memory_analysis(program: Program, on_lanes: int = 0) -> MemoryAnalysis:
+    """Return bytes by use; see :meth:`functional_cg.Lowered.memory_analysis`.
+
+    Args:
+      program: The program.
+      on_lanes: Bytes of temporaries at the peak, if its calls run side by side.
+    """
     roles: Counter[str] = Counter()
     for name, var in zip(program.slot_names, program.slots, strict=True):
         role = _ROLE.match(name)
@@ -167,7 +172,7 @@ def memory_analysis(program: Program) -> MemoryAnalysis:
         **fixed,
         "metrics": sum(var.spec.nbytes for var in program.outputs if isinstance(var, Var)),
         "temporaries": sum(temporaries(program, plan).values()),
-        "peak": sum(fixed.values()) + peak.nbytes,
+        "peak": sum(fixed.values()) + max(peak.nbytes, on_lanes),
         **roles,
     }
     owners: dict[tuple[str, str, bool], list[int]] = {}

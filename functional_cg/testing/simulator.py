@@ -28,8 +28,10 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 
 from ..concurrency.interrupts import uninterrupted
 from ..concurrency.streams import current_stream
+from ..stages.branches.plan import bound
 from ..stages.plan import AtenPlan, Before, Buffers, ExecutionPlan
 from ..tensors.overlap import storage_key
+from .lanes import SimulatedLanes
 from .recorded import Address, Block, Call, Foreign, Memory
 from .simulated_stream import DeviceMemory, SimulatedStream, wait_for
 
@@ -40,37 +42,40 @@ _CPU = torch.device("cpu")
 
 
 class _Pool:
-    """Memory allocated in one capture: one block for each live tensor."""
+    """Memory allocated in one capture: one block for each live tensor; a lane reuses what was allocated on it."""
 
     def __init__(self) -> None:
         self.blocks: list[Block] = []
-        self._free: list[Block] = []
-        self._live: dict[int, tuple[StorageWeakRef, Block]] = {}
+        self.lane = 0
+        self._free: dict[int, list[Block]] = {}
+        self._live: dict[int, tuple[StorageWeakRef, Block, int]] = {}
 
     def find(self, tensor: Tensor) -> Block | None:
         """Return the block of a tensor, enlarged if the tensor has outgrown it."""
-        _, block = self._live.get(storage_key(tensor), (None, None))
+        _, block, _ = self._live.get(storage_key(tensor), (None, None, 0))
         if block is not None:
             block.grow(tensor.untyped_storage().nbytes())
         return block
 
     def reclaim(self) -> None:
         """Reclaim the blocks of tensors that are gone."""
-        for key in [key for key, (storage, _) in self._live.items() if storage.expired()]:
-            self._free.append(self._live.pop(key)[1])
+        for key in [key for key, (storage, _, _) in self._live.items() if storage.expired()]:
+            _, block, lane = self._live.pop(key)
+            self._free.setdefault(lane, []).append(block)
 
     def allocate(self, tensor: Tensor) -> Block:
         """Return a block for a new tensor: the smallest free one that is large enough."""
         block = self.find(tensor)
         if block is None:
             nbytes = tensor.untyped_storage().nbytes()
-            block = min((b for b in self._free if b.nbytes >= nbytes), key=lambda b: b.nbytes, default=None)
+            free = self._free.setdefault(self.lane, [])
+            block = min((b for b in free if b.nbytes >= nbytes), key=lambda b: b.nbytes, default=None)
             if block is None:
                 block = Block(nbytes)
                 self.blocks.append(block)
             else:
-                self._free.remove(block)
-            self._live[storage_key(tensor)] = StorageWeakRef(tensor.untyped_storage()), block
+                free.remove(block)
+            self._live[storage_key(tensor)] = StorageWeakRef(tensor.untyped_storage()), block, self.lane
         return block
 
 
@@ -81,12 +86,13 @@ class _Recorder(TorchDispatchMode):
         super().__init__()
         everything = [*buffers.slots, *buffers.inputs, *buffers.constants]
         self._of_others = {storage_key(tensor): Foreign(tensor) for tensor in everything}
-        self.calls: list[Call] = []
+        self.lanes = SimulatedLanes()
         self.tail = 0
         self.pool = _Pool()
+        self.slots = [Address(slot, self.locate(slot)) for slot in buffers.slots]
 
     def begin_tail(self) -> None:
-        self.tail = len(self.calls)
+        self.tail = len(self.lanes.calls)
 
     def locate(self, tensor: Tensor) -> Memory:
         """Return the memory of a tensor: a static buffer, the pool, or memory that the bound plan holds."""
@@ -96,8 +102,9 @@ class _Recorder(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         self.pool.reclaim()
+        self.pool.lane = self.lanes.lane
         call, out = Call.run(func, args, kwargs or {}, locate=self.locate, allocate=self.pool.allocate)
-        self.calls.append(call)
+        self.lanes.append(call)
         return out
 
 
@@ -107,8 +114,8 @@ class _SimulatedReplay:
     fresh = False
 
     def __init__(self, recorder: _Recorder, static: Sequence[Tensor], simulator: Simulator) -> None:
-        self._head = recorder.calls[: recorder.tail]
-        self._tail = recorder.calls[recorder.tail :]
+        self._lanes, self._in_head, self._number = recorder.lanes, recorder.tail, 0
+        self._slots = recorder.slots
         self._static = [Address(tensor, recorder.locate(tensor)) for tensor in static]
         self.blocks = recorder.pool.blocks
         self._simulator = simulator
@@ -126,21 +133,42 @@ class _SimulatedReplay:
         self._simulator.overwrite()
         for block in self.blocks:
             block.revive()
-        for call in self._head:
-            call.repeat()
-        # Committing a lazy view, such as a conjugate, computes before it writes.
-        tail = [call.repeat if call.fresh else call.bound() for call in self._tail]
-        uninterrupted((*before, *tail))
+        if self._lanes.one:
+            self._run_in_line(before)
+        else:
+            self._run_on_lanes(before)
         metrics = [address.memory for address in self._static]
         for block in self.blocks:
             if block not in metrics:
                 block.poison()
 
+    def _run_in_line(self, before: Before) -> None:
+        for call in self._lanes.calls[: self._in_head]:
+            call.repeat()
+        # Committing a lazy view, such as a conjugate, computes before it writes.
+        tail = [call.repeat if call.fresh else call.bound() for call in self._lanes.calls[self._in_head :]]
+        uninterrupted((*before, *tail))
+
+    def _run_on_lanes(self, before: Before) -> None:
+        """Run calls that write slots while others compute; on a GPU none of them raises, nor can Ctrl-C part them."""
+        slots = [slot.tensor() for slot in self._slots]
+        kept = [slot.clone() for slot in slots]
+        done: list[bool] = []
+        self._number += 1
+        try:
+            for call in self._lanes.order(self._number):
+                call.repeat()
+            uninterrupted((*before, partial(done.append, True)))
+        except BaseException:
+            if not done:
+                uninterrupted([partial(slot.copy_, value) for slot, value in zip(slots, kept, strict=True)])
+            raise
+
     def close(self) -> None:
         self._simulator.synchronize()  # a replay may be in flight
         for block in self.blocks:
             block.poison()
-        self._head, self._tail, self._static, self.blocks = [], [], [], []
+        self._lanes, self._slots, self._static, self.blocks = SimulatedLanes(), [], [], []
 
 
 class Simulator:
@@ -182,13 +210,14 @@ class Simulator:
         return replay
 
     def _record(self, plan: AtenPlan, buffers: Buffers, scratch: Callable[[], Buffers]) -> _SimulatedReplay:
-        warm = plan.bind(scratch())
+        spare = scratch()
+        warm = plan.bind(spare)
         for _ in range(_WARM_UPS):
             warm(())
-        del warm
-        run = plan.bind(buffers)
-        before = [slot.clone() for slot in buffers.slots]  # a real capture executes nothing
         recorder = _Recorder(buffers)
+        run = bound(plan, plan.bind(buffers), buffers, spare, lambda _: recorder.lanes)
+        del warm, spare
+        before = [slot.clone() for slot in buffers.slots]  # a real capture executes nothing
         try:
             with recorder:
                 static = run((recorder.begin_tail,))

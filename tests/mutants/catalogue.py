@@ -7,6 +7,7 @@ so. ``general`` is a record: ``python -m tests.mutants --general`` measures it.
 
 from __future__ import annotations
 
+from tests.mutants.branches import BRANCHES
 from tests.mutants.mutant import Mutant
 from tests.mutants.pipelines import PIPELINES
 from tests.mutants.sharded import SHARDED
@@ -645,6 +646,7 @@ MUTANTS = (
     ),
     *SHARDED,
     *PIPELINES,
+    *BRANCHES,
     Mutant(
         "N38",
         "the fast path is taken with static arguments: a call without one is that of the call before",

@@ -22,6 +22,8 @@ from ...ambient.modes import ordinary, without_gradients
 from ...concurrency.interrupts import uninterrupted
 from ...options import Options
 from ...shards.transfers import TRANSFERS
+from ..branches.choice import choose
+from ..branches.plan import BranchedPlan
 from ..fx_passes.canonical import pick_by_comparison
 from ..fx_passes.cross_entropy import join_gradients
 from ..fx_passes.logits import has_large_logits, read_targets_first
@@ -32,11 +34,12 @@ from ..passes.grouping import is_launch
 from ..passes.out_of_place import write_out_of_place
 from ..passes.recompute import keep_as_buffers, recompute
 from ..passes.rewrite import clears, range_tensor
-from ..plan import AtenPlan, Before, Buffers, ExecutionPlan, Run, Schedule, lower_aten, schedule
+from ..plan import AtenPlan, Before, Buffers, ExecutionPlan, Run, lower_aten
 from ..program import Instr, Program, Var, highest, map_vars
+from ..schedule import Schedule, schedule
 from ..trial.reference import Reference
 from .graph import Entrance, build_graph
-from .head import Compiler, Head, by_inductor
+from .head import ONE_LINE, Compiler, Head, by_inductor
 from .regions import RegionsPlan
 
 __all__ = ["HeadPlan", "InPlacePlan", "lower", "prepare"]
@@ -56,7 +59,11 @@ def lower(program: Program, device: torch.device, options: Options, reference: R
     """
     on_gpu, choice = device.type == "cuda", options.lowering
     if choice == "aten" or (choice == "auto" and not on_gpu):
-        return lower_aten(program)
+        if on_gpu or not isinstance(options.backend, str):  # a backend of one's own may be anything
+            return _in_branches(program, options)
+        plan = lower_aten(program)
+        plan.branches = "" if options.branches == "auto" else "branches: none, a CPU runs one call at a time"
+        return plan
     if any(instr.region for instr in program.instrs):
         return RegionsPlan(program, device, None if isinstance(choice, str) else choice, reference)
     if on_gpu:
@@ -64,6 +71,14 @@ def lower(program: Program, device: torch.device, options: Options, reference: R
     if not isinstance(choice, str):
         return HeadPlan(program, device, choice, reference)
     return InPlacePlan(program, device) if on_gpu else HeadPlan(program, device, None, reference)
+
+
+def _in_branches(program: Program, options: Options) -> ExecutionPlan:
+    """Lower to ATen calls that run side by side where that pays."""
+    held = sum(
+        var.spec.nbytes for var in (*program.slots, *program.inputs, *(c.var for c in program.constants))
+    )
+    return BranchedPlan(program, schedule(program), partial(choose, asked=options.branches, held=held))
 
 
 def prepare(program: Program, *, budget: float | None = None, large: int = _LARGE) -> None:
@@ -86,6 +101,8 @@ class InPlacePlan:
     compiled = True
     functions = 1
     copies = False
+    branches = ONE_LINE
+    temporaries = 0
 
     def __init__(self, program: Program, device: torch.device) -> None:
         self._program = program
@@ -146,6 +163,8 @@ class HeadPlan:
     compiled = True
     functions = 1
     copies = True
+    branches = ONE_LINE
+    temporaries = 0
 
     def __init__(
         self, program: Program, device: torch.device, compiler: Compiler | None, reference: Reference

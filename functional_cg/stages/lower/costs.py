@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from ...state.outline import Entry, count
-from ..plan import Schedule
 from ..program import Program, Var
+from ..schedule import Schedule
 
 __all__ = ["constant_costs", "input_costs", "metric_costs", "slot_costs", "staged_pairs"]
 

@@ -21,8 +21,8 @@ from ..layouts import laid_out
 from ..passes.division import DIVISIONS, division_of
 from ..passes.float8 import overflow_of, to_float8
 from ..passes.formulas import FORMULAS, WITH_SCALARS
-from ..plan import Schedule
 from ..program import Instr, Program, SlotRange, Var, map_vars, vars_in, written_storages
+from ..schedule import Schedule
 
 __all__ = ["Entrance", "build_graph", "sources"]
 

@@ -19,11 +19,12 @@ from torch import Tensor
 from ...shards.transfers import TRANSFERS
 from ..passes.bounds import check_values
 from ..passes.grouping import is_launch
-from ..plan import AtenPlan, Buffers, Run, Schedule, schedule
+from ..plan import AtenPlan, Buffers, Run
 from ..program import Instr, Program, Var, map_vars, vars_in
+from ..schedule import Schedule, schedule
 from ..trial.reference import Reference
 from .graph import Entrance, build_graph
-from .head import Compiler, Head, by_inductor
+from .head import ONE_LINE, Compiler, Head, by_inductor
 
 __all__ = ["RegionsPlan"]
 
@@ -135,6 +136,8 @@ class RegionsPlan:
 
     compiled = True
     copies = True
+    branches = ONE_LINE
+    temporaries = 0
 
     def __init__(
         self, program: Program, device: torch.device, compiler: Compiler | None, reference: Reference

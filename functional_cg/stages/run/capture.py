@@ -18,6 +18,7 @@ from ...concurrency.streams import current_device
 from ...errors import CaptureError, FunctionalCGError, StreamError
 from ...errors.words import words_of
 from ...tensors.aten import copies
+from ..branches.plan import Lanes, bound
 from ..plan import Before, Buffers, ExecutionPlan, quiet
 
 __all__ = ["Backend", "CPUBackend", "CUDABackend", "Replay", "backend_for", "scratch"]
@@ -164,12 +165,15 @@ class CUDABackend:
         with torch.cuda.device(self._device), quiet():
             caller = torch.cuda.current_stream(self._device)
             with self.aside():
-                run = plan.bind(buffers)  # with a compiler, compiles here: for slots that do not overlap
-                warm = plan.bind(scratch())
+                # With a compiler, compiles here: for slots that do not overlap.
+                run, spare = plan.bind(buffers), scratch()
+                warm = plan.bind(spare)
                 for _ in range(_WARM_UPS):
                     warm(())
-                del warm
+                run = bound(plan, run, buffers, spare, self._lanes)
+                del warm, spare
             graph = torch.cuda.CUDAGraph()
+            _free_workspaces()  # of streams that are the same underneath: each graph's come from its own pool
             gc.collect()  # no finalizer may destroy graphs or events while a stream is capturing
             try:
                 with (
@@ -188,8 +192,42 @@ class CUDABackend:
                     raise
                 # Not bound to a name: that would make a reference cycle with this frame, which holds tensors.
                 raise _failure(_first(error)) from _first(error)
+            _free_workspaces()
             caller.wait_stream(self._streams[1])
             return _GraphReplay(graph, run, static, self._device)
+
+    def _lanes(self, count: int) -> Lanes:
+        while len(self._streams) < 1 + count:
+            self._streams = (*self._streams, torch.cuda.Stream(self._device, priority=-1))
+        return _Streams(self._streams[1 : 1 + count])
+
+
+class _Streams:
+    """The lanes of a branched plan as streams of one capture, which the first of them began."""
+
+    def __init__(self, streams: Sequence[torch.cuda.Stream]) -> None:
+        self._streams = streams
+        self._events: dict[int, torch.cuda.Event] = {}
+
+    def __enter__(self) -> None:
+        for stream in self._streams[1:]:
+            stream.wait_stream(self._streams[0])
+
+    def __exit__(self, *error: object) -> None:
+        torch.cuda.set_stream(self._streams[0])
+        # After a failure the capture is invalid, and so is each further call.
+        with contextlib.suppress(*([torch.AcceleratorError] if error[0] is not None else [])):
+            for stream in self._streams[1:]:
+                self._streams[0].wait_stream(stream)
+
+    def on(self, lane: int) -> None:
+        torch.cuda.set_stream(self._streams[lane])
+
+    def wait(self, unit: int) -> None:
+        torch.cuda.current_stream().wait_event(self._events[unit])
+
+    def record(self, unit: int) -> None:
+        self._events[unit] = torch.cuda.current_stream().record_event()
 
 
 def _first(error: Exception) -> Exception:

@@ -14,8 +14,9 @@ from ...call.signature import Call
 from ...call.staging import Staging
 from ...messages.source import Location
 from ...shards.peers import among, together
-from ...stages.plan import Buffers, Schedule, lower_aten
+from ...stages.plan import Buffers, lower_aten
 from ...stages.program import Instr, Program
+from ...stages.schedule import Schedule
 from ..costs import COPIES
 from ..lowered import Lowered
 from ..memory import Peak, memory_analysis

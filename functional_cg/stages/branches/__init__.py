@@ -1,0 +1,7 @@
+"""Run independent calls of a step side by side, in one graph: a plan's calls, spread over lanes.
+
+A plan's units of work come in (``units``), with what they read and write. ``listing`` spreads them over lanes, and
+``races`` refuses the result unless each two units that touch the same memory are ordered. ``plan`` writes the code that
+a capture runs, and ``rehearsal`` sees whether memory is where the units say. Next is ``stages.run``, where a lane is a
+stream.
+"""

@@ -1,0 +1,42 @@
+"""How long a call takes on a GPU, roughly: enough to tell a step that waits for launches from one that computes.
+
+Fitted to an H100. On another GPU the numbers differ, but not what matters: a small kernel takes as long as it takes to
+begin and to end, and leaves most of the device idle.
+"""
+
+from __future__ import annotations
+
+from types import MappingProxyType
+
+import torch
+
+from ..program import Instr
+from ..work import bytes_of, flops_of
+
+__all__ = ["SYNC", "WORKSPACE", "copy_micros", "estimate"]
+
+_BANDWIDTH = 2.5e6  # bytes per microsecond
+_RATES = MappingProxyType({2: 500e6, 4: 100e6, 8: 30e6})  # FLOPs per microsecond, by bytes of an element
+_KERNEL = 2.0  # microseconds of a kernel that does next to nothing, one after another
+_PRODUCT = 4.0  # of a small product
+_REDUCTION = 3.0
+SYNC = 1.0  # what waiting for another lane adds
+WORKSPACE = 2**25  # bytes that cuBLAS takes for a stream on an H100; less on GPUs before it
+
+
+def estimate(instr: Instr) -> tuple[float, float]:
+    """Return the microseconds of a call that runs alone, and those that it keeps the whole device busy."""
+    flops = flops_of(instr)
+    moved = bytes_of(instr, frozenset(instr.outputs()))
+    if not flops:
+        busy = moved / _BANDWIDTH
+        by_element = torch.Tag.pointwise in instr.op.tags
+        return busy + (_KERNEL if by_element else _REDUCTION), busy
+    itemsize = instr.inputs()[0].spec.dtype.itemsize
+    busy = max(flops / _RATES.get(itemsize, _RATES[2]), moved / _BANDWIDTH)
+    return busy + _PRODUCT, busy
+
+
+def copy_micros(nbytes: int) -> tuple[float, float]:
+    """Return the same for a copy."""
+    return 2 * nbytes / _BANDWIDTH + _KERNEL, 2 * nbytes / _BANDWIDTH

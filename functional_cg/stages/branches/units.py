@@ -1,0 +1,119 @@
+"""The units of work of a plan, with the memory that they read and write.
+
+Order within a plan matters for nothing but memory, so two units that touch no memory in common, or only read it, may
+run in any order. What is not memory but has an order all the same counts as memory here: a generator, and checks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from ...messages.source import Location
+from ...shards.transfers import TRANSFERS
+from ...tensors.aten import can_draw
+from ..passes.fused import written_pairs
+from ..program import Instr
+
+__all__ = ["Memory", "Unit", "accesses", "after_checks", "fixed_by", "only_views", "predecessors"]
+
+Memory = int | str
+
+_GENERATOR, _CHECKS = "generator", "checks"
+_MOVING = frozenset(f"aten::{name}_" for name in ("resize", "resize_as", "set", "swap"))
+_KNOWN = ("aten::", "fcg::", "prims::")
+
+
+@dataclass(eq=False, slots=True)
+class Unit:
+    """Work that runs in one piece on one lane.
+
+    Attributes:
+      name: What it is, for people.
+      lines: Its source.
+      reads: The memory that it reads.
+      writes: The memory that it writes, also what it allocates.
+      made: The memory that it allocates, with the bytes; freed once nobody needs it.
+      site: The user's line.
+      micros: Estimated microseconds when it runs alone.
+      busy: Those that it keeps the whole device busy.
+      product: Whether it multiplies matrices: each lane with products has a workspace for them.
+      fixed: Why all units must then run on one lane; empty if they need not.
+    """
+
+    name: str
+    lines: list[str]
+    reads: frozenset[Memory]
+    writes: frozenset[Memory]
+    made: dict[Memory, int] = field(default_factory=dict)
+    site: Location | None = None
+    micros: float = 0.0
+    busy: float = 0.0
+    product: bool = False
+    fixed: str = ""
+
+
+def accesses(instr: Instr, *, in_place: bool = False) -> tuple[frozenset[Memory], frozenset[Memory]]:
+    """Return the memory that a call reads and the memory that it writes.
+
+    Args:
+      instr: The call.
+      in_place: Whether it is a fused optimizer call that writes its arguments in place.
+    """
+    reads: set[Memory] = {var.storage for var in instr.inputs()}
+    writes: set[Memory] = {var.storage for var in instr.writes}
+    if in_place:
+        writes |= {source.storage for _, source, _ in written_pairs(instr) or ()}
+    elif not only_views(instr):
+        # Also an argument that it returns: its name is new.
+        writes |= {var.storage for var in instr.outputs()}
+    if can_draw(instr.op, instr.args, instr.kwargs):
+        writes.add(_GENERATOR)
+    if instr.checks:
+        writes.add(_CHECKS)
+    return frozenset(reads), frozenset(writes)
+
+
+def only_views(instr: Instr) -> bool:
+    """Whether a call computes nothing: its results lie in the memory of its arguments."""
+    results = {var.storage for var in instr.outputs()}
+    return bool(results) and not instr.writes and results <= {var.storage for var in instr.inputs()}
+
+
+def fixed_by(instr: Instr) -> str:
+    """Return why a step with this call runs on one lane; an empty string if the call is known to be a kernel.
+
+    A call that gives a tensor other memory allocates on its own lane what is freed on another. Collectives keep their
+    order on all ranks, and have streams of their own. So may ops of other libraries: nobody knows.
+    """
+    schema = instr.op._schema
+    if schema.name in _MOVING or any(one.is_out for one in schema.arguments):
+        return f"`{schema.name}` gives a tensor other memory"
+    if instr.op in TRANSFERS or schema.name.startswith(("_c10d", "c10d")):
+        return f"`{schema.name}` keeps its place among collectives"
+    return "" if schema.name.startswith(_KNOWN) else f"`{schema.name}` is an op of another library"
+
+
+def after_checks(reads: Iterable[Memory]) -> frozenset[Memory]:
+    """Return what a commit reads: besides its values, the outcome of all checks."""
+    return frozenset({*reads, _CHECKS})
+
+
+def predecessors(units: Iterable[Unit]) -> list[list[int]]:
+    """Return for each unit those before it that it has to wait for: what it needs, and what it must not disturb."""
+    writer: dict[Memory, int] = {}
+    readers: dict[Memory, list[int]] = {}
+    found = []
+    for number, unit in enumerate(units):
+        before: set[int] = set()
+        for memory in unit.reads | unit.writes:
+            if memory in writer:
+                before.add(writer[memory])
+        for memory in unit.writes:
+            before.update(readers.pop(memory, ()))
+            writer[memory] = number
+        for memory in unit.reads - unit.writes:
+            readers.setdefault(memory, []).append(number)
+        before.discard(number)
+        found.append(sorted(before))
+    return found

@@ -1,0 +1,52 @@
+"""Steps in branches on a CPU: random schedules, which a simulated replay runs in any order that they allow."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+
+import functional_cg as fcg
+from functional_cg.stages.branches.listing import Timeline, listed
+from functional_cg.stages.branches.plan import BranchedPlan
+from functional_cg.stages.branches.units import Memory, Unit
+from functional_cg.testing import Simulator
+
+__all__ = ["branched", "inputs", "plan_of", "schedules"]
+
+
+@contextmanager
+def schedules(number: int) -> Iterator[None]:
+    """Spread steps over as many lanes as they ask for by random durations: any legal schedule may come."""
+
+    def chosen(units: Sequence[Unit], kept: frozenset[Memory], **given: Any) -> Timeline:
+        chance = random.Random(number)
+        for unit in units:
+            unit.micros = chance.choice((0.0, 1.0, 5.0, 50.0))
+        return listed(units, given["asked"], kept)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("functional_cg.stages.lower.compiled.choose", chosen)
+        yield
+
+
+def branched(fn: Any, lanes: int = 3, **options: Any) -> Any:
+    """A step on simulated lanes."""
+    return fcg.graph_step(fn, backend=Simulator(), branches=lanes, **options)
+
+
+def plan_of(step: Any, state: Any, *given: Any) -> BranchedPlan:
+    """The plan of a step for a call."""
+    plan = step.lower(fcg.fork(fcg.place(state)), *given).plan
+    assert isinstance(plan, BranchedPlan)
+    return plan
+
+
+def inputs(like: torch.Tensor, calls: int, number: int = 0) -> list[torch.Tensor]:
+    """Whole numbers, other ones for each call."""
+    generator = torch.Generator().manual_seed(number)
+    return [torch.randint(-8, 9, like.shape, generator=generator).to(like) for _ in range(calls)]

@@ -1,0 +1,113 @@
+"""Branches on a GPU: streams of one capture, the bits of one line, and one launch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import functional_cg as fcg
+from functional_cg.stages.branches.plan import BranchedPlan
+from functional_cg.testing import assert_trees_all_equal
+from functional_cg.testing import strategies as fst
+from tests.branched import schedules
+from tests.cuda.helpers_cuda import (
+    DEVICE,
+    clean_allocator,  # noqa: F401
+    marks,
+    mlp_batch,
+    mlp_state,
+    mlp_step,
+    needs_gpu,
+    wait,
+)
+from tests.exact_programs import drawn
+from tests.overwritten import overwritten
+from tests.shares import THOROUGH
+
+pytestmark = marks
+CALLS = 16
+PROGRAMS = 200 if THOROUGH else 20
+
+
+def assert_branches_do_not_show(fn: Any, start: Any, calls: list[Any], number: int) -> None:
+    """On lanes, in one line and eagerly: equal bits at each call; returned values are kept until the end."""
+    with schedules(number):
+        wide = fcg.graph_step(fn, lowering="aten", branches=2 + number % 4)
+    line = fcg.graph_step(fn, lowering="aten", branches=1)
+    states = [fcg.place(start), fcg.place(start), fcg.place(start)]
+    kept: list[list[Any]] = [[], [], []]
+    for x in calls:
+        for n, step in enumerate((wide, line, wide.eager)):
+            with schedules(number):
+                states[n], metrics = step(states[n], x)
+            kept[n].append((metrics, fcg.snapshot(states[n])))
+    wait()
+    assert_trees_all_equal(kept[0], kept[1], "lanes and one line")
+    assert_trees_all_equal(kept[0], kept[2], "lanes and the eager run")
+    for step in (wide, line):
+        step.close()
+
+
+@needs_gpu
+@pytest.mark.parametrize("of", [fst.exact_step_fns(), overwritten()], ids=["any", "overwritten"])
+def test_exact_programs_in_branches_of_a_graph(of: Any) -> None:
+    generator = torch.Generator().manual_seed(0)
+    for number, program in enumerate(drawn(PROGRAMS // 2, 0, of)):
+        start = fcg.tree.map(lambda leaf: leaf.to(DEVICE), program.state)
+        shape = program.x.shape
+        calls = [
+            torch.randint(-8, 9, shape, generator=generator).to(DEVICE, program.x.dtype) for _ in range(CALLS)
+        ]
+        assert_branches_do_not_show(program, start, calls, number)
+
+
+@needs_gpu
+def test_a_step_in_branches_is_one_launch() -> None:
+    from tests.cuda.test_capture import COPIES, FILLS, LAUNCHES, profiled, starting_with
+
+    step = fcg.graph_step(mlp_step, lowering="aten", branches=4)
+    state = mlp_state()
+    for i in range(3):
+        state, _ = step(state, mlp_batch(i))
+    assert "on 4 lanes with" in step.explain(), step.explain()
+    batch = mlp_batch(3)
+    wait()
+    (state, metrics), calls = profiled(lambda: step(state, batch))
+    assert starting_with(calls, ("cudaGraphLaunch", "cuGraphLaunch")) == 1, calls
+    extra = starting_with(calls, LAUNCHES) + starting_with(calls, COPIES) + starting_with(calls, FILLS)
+    assert extra <= len(batch) + len(metrics), calls
+
+
+@needs_gpu
+def test_a_capture_in_branches_that_fails_leaves_the_streams_in_order(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The caller's stream is current again, the state is as it was, and the next step is captured."""
+    names = BranchedPlan._names
+
+    def raises_in_a_capture(value: Tensor) -> Tensor:
+        if torch.cuda.is_current_stream_capturing():
+            raise RuntimeError("no room")
+        return torch.relu(value)
+
+    def breaking(self: Any, *given: Any) -> Any:
+        return {**names(self, *given), "op_aten_relu_default": raises_in_a_capture}
+
+    def two(state: Any, x: Tensor) -> Any:
+        return {"a": state["a"] + (x @ state["a"]).relu(), "b": state["b"] + (x @ state["b"]).tanh()}, {}
+
+    before, x = torch.cuda.current_stream(), torch.ones(4, 4, device=DEVICE)
+    state = fcg.place({"a": torch.eye(4, device=DEVICE), "b": torch.eye(4, device=DEVICE)})
+    kept, step = fcg.snapshot(state), fcg.graph_step(two, lowering="aten", branches=2)
+    with monkeypatch.context() as patch:
+        patch.setattr(BranchedPlan, "_names", breaking)
+        with pytest.raises(fcg.CaptureError, match="no room"):
+            step(state, x)
+    assert torch.cuda.current_stream() == before
+    assert_trees_all_equal(fcg.snapshot(state), kept, "the state")
+    again = fcg.graph_step(two, lowering="aten", branches=2)
+    new, _ = again(state, x)
+    assert_trees_all_equal(fcg.snapshot(new), two(kept, x)[0], "the new state")

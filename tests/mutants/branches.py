@@ -1,0 +1,86 @@
+"""Mutants of branches: a race in the schedule that its check does not see, and checks that see none."""
+
+from __future__ import annotations
+
+from tests.mutants.mutant import Mutant
+
+__all__ = ["BRANCHES"]
+
+LAWS, RACES = "tests/properties/test_branches.py::", "tests/test_races.py::"
+ON_A_GPU = "which of two lanes is first on a GPU is a matter of chance"
+BLIND = (
+    "        refuse_races(self.timeline, program.function)\n",
+    "        _ = refuse_races\n",
+)
+
+BRANCHES = (
+    Mutant(
+        "N116",
+        "a lane does not wait for what it needs of another lane, and nobody checks",
+        ((" waits.append(tuple(sorted(found)))\n", " waits.append(tuple(sorted(found)[1:]))\n"), BLIND),
+        (
+            f"{LAWS}test_exact_programs_in_branches",
+            f"{LAWS}test_steps_in_branches[heads-2]",
+            f"{LAWS}test_steps_in_branches[into_views-5]",
+        ),
+        no_gpu=ON_A_GPU,
+    ),
+    Mutant(
+        "N117",
+        "a lane reuses memory that another lane still reads, and nobody checks",
+        (
+            (
+                "        free = tuple(memory for memory in pending[lane] if clocks.covers(lane, touched[memory]))\n",
+                "        free = tuple(pending[lane])\n",
+            ),
+            BLIND,
+        ),
+        (f"{LAWS}test_memory_read_on_another_lane_is_not_reused",),
+        no_gpu=ON_A_GPU,
+    ),
+    Mutant(
+        "N118",
+        "a lane commits new values while another one reads the old ones, and nobody checks",
+        (
+            ("            before.update(readers.pop(memory, ()))\n", "            readers.pop(memory, ())\n"),
+            BLIND,
+        ),
+        (
+            f"{LAWS}test_a_commit_waits_for_all_that_read_the_old_value",
+            f"{LAWS}test_steps_in_branches[read_by_two_written_by_a_third-2]",
+        ),
+        no_gpu=ON_A_GPU,
+    ),
+    Mutant(
+        "N119",
+        "a dropped edge, an early reuse of memory and a branch past the commit pass the check",
+        (
+            (
+                "                if other.unit > place.unit or not _covers(",
+                "                if False and not _covers(",
+            ),
+            ("    return clock.get(lane, 0) >= other[lane]\n", "    return bool(other[lane])\n"),
+        ),
+        (
+            f"{RACES}test_each_dropped_edge_is_refused[2-0]",
+            f"{RACES}test_each_dropped_edge_is_refused[3-2]",
+            f"{RACES}test_a_branch_past_the_commit_is_refused",
+            f"{RACES}test_an_early_reuse_of_memory_is_refused",
+        ),
+        no_gpu="told on the host",
+    ),
+    Mutant(
+        "N120",
+        "lanes trust a kernel that returns its argument where the trace saw a new tensor",
+        (("        self._rehearsed = self.timeline.lanes == 1\n", "        self._rehearsed = True\n"),),
+        (f"{LAWS}test_a_kernel_that_returns_other_memory_than_traced_runs_in_one_line",),
+        no_gpu="told on the host",
+    ),
+    Mutant(
+        "N121",
+        "collectives and ops of other libraries run on lanes",
+        (('    why = next((unit.fixed for unit in units if unit.fixed), "")\n', '    why = ""\n'),),
+        (f"{LAWS}test_ops_of_other_libraries_run_in_one_line",),
+        no_gpu="told on the host",
+    ),
+)
