@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from functional_cg.stages.lower.graph import Entrance, build_graph
 from functional_cg.stages.plan import Buffers, ExecutionPlan, Run
 from functional_cg.stages.program import Program
 from functional_cg.stages.schedule import schedule
-from tests.shares import THOROUGH
+from tests.shares import THOROUGH, diagonal
 
 # Warnings are printed and not raised on a GPU: what libraries warn of depends on the machine.
 ON_A_GPU = pytest.param("cuda", marks=[pytest.mark.cuda, pytest.mark.filterwarnings("default")])
@@ -41,6 +42,13 @@ class _CopiedOut(InPlacePlan):
 compiled = pytest.mark.parametrize("compiled_on", COMPILED, indirect=True)
 # Where a compilation takes ten seconds, by default on a host as a GPU alone: there it writes slots, which is harder.
 compiled_once = pytest.mark.parametrize("compiled_on", COMPILED if THOROUGH else COMPILED[1:], indirect=True)
+
+
+def compiled_in_turn(names: str, cases: Sequence[tuple[Any, ...]]) -> pytest.MarkDecorator:
+    """Each case on a GPU; on a host compiled as on one and not, in turn, or both in the profile ``thorough``."""
+    hosts = [pytest.param(place, *case) for case, place in diagonal(cases, ["cpu as a GPU", "cpu"])]
+    gpu = [pytest.param(*ON_A_GPU.values, *case, marks=ON_A_GPU.marks) for case in cases]
+    return pytest.mark.parametrize(f"compiled_on, {names}", [*hosts, *gpu], indirect=["compiled_on"])
 
 
 def graph_of(train_step: Any, state: Any, batch: Any) -> tuple[fx.GraphModule, list[Tensor]]:

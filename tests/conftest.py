@@ -34,7 +34,7 @@ import torch
 collect_ignore = ["typing_surface.py"]
 
 # No deadline in any profile: the first example of a step traces and captures it, the others replay.
-hypothesis.settings.register_profile("ci", derandomize=True, deadline=None, max_examples=20, database=None)
+hypothesis.settings.register_profile("ci", derandomize=True, deadline=None, max_examples=12, database=None)
 hypothesis.settings.register_profile("dev", deadline=None, max_examples=50)
 hypothesis.settings.register_profile(
     "thorough",

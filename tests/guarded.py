@@ -52,6 +52,40 @@ def with_numbers(x: Tensor) -> Tensor:
     return x * 2
 
 
+def of_numbers(x: Tensor) -> Tensor:
+    assert x.max().item() <= MOST
+    if (x < -MOST).any().item() or not -MOST <= x.min().item() <= MOST:
+        raise ValueError
+    if (x.abs() > MOST).sum():
+        raise ValueError
+    return x * 2
+
+
+def of_a_number_in_float64(x: Tensor) -> Tensor:
+    tenth = x.new_full((), 0.1)
+    assert tenth.item() > 0.1  # in float32, they are equal
+    assert (x.abs().max() + tenth).item() < MOST
+    return x * 2
+
+
+def of_a_number_that_stays(x: Tensor) -> Tensor:
+    most = x.max().item()
+    if most > MOST:
+        raise ValueError
+    return x * 2
+
+
+def of_a_number_among_others(x: Tensor) -> Tensor:
+    if x.max().item() in (MOST, 99.0):
+        raise ValueError
+    return x * 2
+
+
+def of_an_absolute_number(x: Tensor) -> Tensor:
+    assert abs(x.max().item()) < MOST
+    return x * 2
+
+
 def with_a_long_text(x: Tensor) -> Tensor:
     """Jumps further than one byte tells."""
     if MOST == 10.0 and (x.abs() > MOST).any():
@@ -265,6 +299,8 @@ TESTED = [
     either,
     both,
     with_numbers,
+    of_numbers,
+    of_a_number_in_float64,
     with_a_long_text,
     chained,
     otherwise,
@@ -273,6 +309,9 @@ TESTED = [
     in_a_handler,
 ]
 DECIDING = [
+    of_a_number_that_stays,
+    of_a_number_among_others,
+    of_an_absolute_number,
     caught,
     returned,
     returned_sometimes,

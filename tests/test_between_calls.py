@@ -476,7 +476,7 @@ def test_a_loss_scale_stays_finite(initial: float) -> None:
 def test_fp8_scales_take_a_history_of_one() -> None:
     assert fcg.nn.Fp8Scaling.create(1, history=1) is not None
     for history in (0, -1):
-        with pytest.raises(ValueError, match="history of at least 1"):
+        with pytest.raises(ValueError, match="history must be an int of 1 or more"):
             fcg.nn.Fp8Scaling.create(1, history=history)
 
 

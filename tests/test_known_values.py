@@ -85,6 +85,7 @@ UNKNOWN: dict[str, Callable[[Any, Tensor], Any]] = {
     "mask of an input": lambda w, x: w[x > 0],
     "literal with an input": lambda w, x: w * int((torch.ones(5) * x).sum()),
     "literal that an input is written to": lambda w, x: w * float(torch.zeros(5).add_(x).sum()),
+    "input that is written": lambda w, x: w * x.masked_fill_(x == 9, 0.0).eq(0).any().item(),
     "draw": lambda w, x: w * fcg.random.normal(fcg.random.fold_in(fcg.random.key(0), x[0].long()), ()).item(),
 }
 

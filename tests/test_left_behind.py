@@ -155,6 +155,30 @@ def test_a_counter_in_a_class_is_refused() -> None:
         apply(params, buffers, torch.ones(1, 2))
 
 
+class Settles(nn.Module):
+    """Chooses a layer by the first input, as models do that attend to short sequences in full."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kind, self.layer = "sparse", nn.Linear(3, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.kind == "sparse" and len(x) < 9:
+            self.kind = "full"
+        return torch.relu(self.layer(x)) if self.kind == "sparse" else self.layer(x)
+
+
+def test_what_only_the_first_forward_changes_is_changed_before() -> None:
+    model, x = Settles(), torch.ones(4, 3)
+    apply, params, buffers = fcg.from_module(model)
+    with pytest.raises(SideEffectError, match=r"run that before `from_module`, `model\(x\)`\.") as caught:
+        apply(params, buffers, x)
+    assert "`kind`" in str(caught.value)
+    model(x)
+    apply, params, buffers = fcg.from_module(model)
+    torch.testing.assert_close(fcg.graph_fn(lambda p, x: apply(p, buffers, x)[0])(params, x), model(x))
+
+
 def test_a_module_that_holds_itself_is_gone_through_once() -> None:
     module = Leaves({}, lambda held: None)
     module.held["self"] = [module.held]

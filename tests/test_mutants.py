@@ -27,10 +27,12 @@ def planted(old: str, new: str, *killers: str) -> Mutant:
 @pytest.mark.parametrize(
     "mutant", [one for one in MUTANTS if THOROUGH or one not in PIPELINES], ids=lambda mutant: mutant.name
 )
-def test_each_mutant_is_killed_by_each_of_its_tests(mutant: Mutant, tmp_path: Path) -> None:
-    outcome = run(mutant.killers, tmp_path, mutant)
-    assert mutant.killers
-    assert not outcome.surviving(mutant.killers), outcome.output
+def test_each_mutant_is_killed(mutant: Mutant, tmp_path: Path) -> None:
+    """By the first of its tests; by each of them in the profile ``thorough``."""
+    killers = mutant.killers if THOROUGH else mutant.killers[:1]
+    outcome = run(killers, tmp_path, mutant)
+    assert killers
+    assert not outcome.surviving(killers), outcome.output
     assert outcome.slips() == []
 
 

@@ -995,8 +995,9 @@ class Blocks(nn.Module):
         return self.head(x)
 
 
-@pytest.mark.parametrize("how", ["block", "closure", "nested", "without state"])
-@pytest.mark.parametrize("outside", [False, True])
+@pytest.mark.parametrize(
+    ("how", "outside"), diagonal(["block", "closure", "nested", "without state"], [True, False])
+)
 def test_what_a_checkpoint_recomputes_is_what_it_was(how: str, outside: bool) -> None:
     """The same draws and the same gradients; in a `remat` as well, and captured."""
 

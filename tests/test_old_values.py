@@ -17,7 +17,7 @@ from torch._inductor.utils import run_and_get_code
 import functional_cg as fcg
 from functional_cg.stages.fx_passes.old_values import keep_old_values
 from functional_cg.testing import assert_no_alias, assert_trees_all_close
-from tests.compiled_graphs import compiled, lower_as_on_a_gpu
+from tests.compiled_graphs import compiled, compiled_in_turn, compiled_once, lower_as_on_a_gpu
 from tests.sharding.programs import Setting
 from tests.sharding.ranks import on_ranks
 
@@ -139,7 +139,7 @@ def test_old_values_on_aten() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.*torch._prims_common.check:FutureWarning")  # torch's own, of a diagonal
-@compiled
+@compiled_once
 def test_old_values_compiled(compiled_on: str) -> None:
     assert spelled_wrong(compiled_on, "inductor") == []
 
@@ -239,9 +239,7 @@ def test_leaves_that_change_places(compiled_on: str) -> None:
     assert_as_eager(moved_about, state, lambda call: batch_of(call % 3, compiled_on)[:3].remainder(4))
 
 
-@compiled
-@pytest.mark.parametrize("flat", [False, True], ids=["by leaf", "flat"])
-@pytest.mark.parametrize("steps", [1, 3], ids=["one step", "steps_per_call"])
+@compiled_in_turn("flat, steps", [(False, 1), (False, 3), (True, 3), (True, 1)])
 def test_exact_training(compiled_on: str, *, flat: bool, steps: int) -> None:
     optimizer = fcg.optim.sgd(1.0)
     state = training_state(fcg.optim.flatten(optimizer) if flat else optimizer, compiled_on)
@@ -294,7 +292,7 @@ def batch(call: int, device: str) -> dict[str, Tensor]:
 
 
 @pytest.mark.filterwarnings("ignore:.*torch._prims_common.check:FutureWarning")  # torch's own, of a diagonal
-@compiled
+@compiled_once
 def test_a_metric_that_is_a_leaf_but_for_a_part(compiled_on: str) -> None:
     def train_step(state: Any, b: Any) -> Any:
         return {"w": state["w"] + 1}, {name: changed(state["w"], b) for name, changed in PARTIAL.items()}
@@ -337,8 +335,7 @@ def test_a_value_that_is_kept_beside_itself_but_for_a_part(compiled_on: str) -> 
 
 
 @pytest.mark.filterwarnings("ignore:.*torch._prims_common.check:FutureWarning")  # torch's own, of a diagonal
-@pytest.mark.parametrize("joined", ["stack", "cat"])
-@compiled
+@compiled_in_turn("joined", [("stack",), ("cat",)])
 def test_a_value_that_is_kept_in_a_concatenation_but_for_a_part(compiled_on: str, joined: str) -> None:
     """A compiler computes the parts of a concatenation in its memory: what is run in place in a part changes it."""
     join = torch.stack if joined == "stack" else torch.cat
@@ -375,7 +372,7 @@ FOREIGN: dict[str, Callable[[Any], Tensor]] = {
 
 @pytest.mark.filterwarnings("ignore:Torchinductor does not support code generation for complex")
 @pytest.mark.parametrize("moves", [True, False], ids=["from the first call on", "from the fourth call on"])
-@compiled
+@compiled_once
 def test_views_that_a_compiler_leaves_to_torch(compiled_on: str, *, moves: bool) -> None:
     """In a certified step; where nothing moves at first, the certificate sees none of it."""
 

@@ -15,7 +15,8 @@ from torch import Tensor, nn
 import functional_cg as fcg
 from functional_cg.testing import assert_trees_all_close, assert_trees_all_equal
 from functional_cg.testing.simulator import Simulator
-from tests.compiled_graphs import ON_A_GPU, compiled
+from tests.compiled_graphs import ON_A_GPU, compiled_in_turn
+from tests.shares import share
 
 CALLS = 16
 
@@ -44,9 +45,18 @@ POOLS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-@pytest.mark.parametrize("lowering", ["aten", "inductor"])
-@pytest.mark.parametrize("device", ["cpu", ON_A_GPU])
-@pytest.mark.parametrize("pool", POOLS)
+@pytest.mark.parametrize(
+    ("pool", "device", "lowering"),
+    [
+        *((pool, "cpu", "aten") for pool in POOLS),
+        *((pool, "cpu", "inductor") for pool in share(reversed(POOLS), 2)),
+        *(
+            pytest.param(pool, *ON_A_GPU.values, lowering, marks=ON_A_GPU.marks)
+            for pool in POOLS
+            for lowering in ("aten", "inductor")
+        ),
+    ],
+)
 def test_a_network_in_channels_last_trains_as_eager_does(pool: str, device: str, lowering: Any) -> None:
     torch.manual_seed(0)
     model = Net(POOLS[pool]).to(device, memory_format=torch.channels_last)
@@ -143,8 +153,7 @@ SEEN: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-@compiled
-@pytest.mark.parametrize("kind", TURNED)
+@compiled_in_turn("kind", [(kind,) for kind in TURNED])
 def test_memory_is_read_as_it_lies_in_an_eager_run(kind: str, compiled_on: str) -> None:
     """By `as_strided`, of values that are turned; and what the backward reads of them is what they are."""
 

@@ -296,7 +296,8 @@ def refuse_changed(name: str, before: Held, after: Held, allowed: Callable[[Held
             rows=[f"`{path}`" for path in paths],
             why="`apply` is a pure function: what the forward leaves on the module is gone after the call.",
             fix="return it; or, to look at it, `fcg.tap(name, x)`; or make it a tensor and register it, "
-            "`self.register_buffer(...)`: then it is returned in `new_buffers`.",
+            "`self.register_buffer(...)`: then it is returned in `new_buffers`. If only the first forward changes it, "
+            "run that before `from_module`, `model(x)`.",
         )
 
 

@@ -47,6 +47,7 @@ class Worker:
       key: Key of the loss, or None.
       groups: Names of the process groups, by pair of ranks (from, to).
       dtype: Dtype in which sums are made; None for the values' own.
+      device: Where all of this is.
     """
 
     def __init__(

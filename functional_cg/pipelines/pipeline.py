@@ -18,6 +18,7 @@ from ..manual import Documented
 from ..messages.tracebacks import entry
 from ..random.arguments import check_key
 from ..shards.mesh import Axis, Mesh
+from ..shards.peers import together
 from ..shards.placement import Reading
 from ..shards.reader import Source
 from ..shards.tensor import Sharded, refuse_at_rest
@@ -97,21 +98,34 @@ class Pipeline(metaclass=Documented):
           reduce_dtype: Dtype in which gradients are summed over ranks.
           has_aux: Whether the loss returns a pair.
         Raises:
-          LayoutError: If the loss has another number of stages than the schedule, or hands a value past a cut.
+          LayoutError: If a parameter is not floating, the batch cannot be cut into micro-batches, or the loss hands a
+            value past a cut.
+          RankError: If a rank does not call it, or finds other readers of a parameter.
+          ValueError: If ``stage`` is not 1, 2 or 3, or the loss has another number of stages than the schedule.
+
+        Example:
+          >>> import torch, functional_cg as fcg
+          >>> pipe = fcg.sharding.pipeline(fcg.sharding.mesh({"stage": -1}), microbatches=2)
+          >>> loss_fn = lambda params, x: (pipe.cut(x * params["w"]) * params["v"]).mean()
+          >>> params, x = {"w": torch.tensor(2.0), "v": torch.tensor(3.0)}, torch.ones(4)
+          >>> zero = pipe.zero(loss_fn, params, x)
+          >>> state = fcg.TrainState.create(params=params, optimizer=fcg.optim.sgd(0.1), sharding=zero)
         """
         name = getattr(fn, "__name__", type(fn).__name__)
+        if stage not in (1, 2, 3):
+            raise ValueError(
+                f"pipe.zero: stage must be 1, 2 or 3, got {stage!r}.\n"
+                "To fix: `stage=1` shards the state of the optimizer over ranks that hold the same stages."
+            )
         flat, treedef = pytree.flatten(params)
+        refuse_undifferentiable(name, treedef, flat)
         slices, structure = sliced(name, batch, self.microbatches)
         dtypes = [param_dtype or leaf.dtype for leaf in flat]
         layouts = [
             (tuple(leaf.shape), _packed(leaf.shape), dtype) for leaf, dtype in zip(flat, dtypes, strict=True)
         ]
 
-        def call(leaves: Sequence[Tensor], part: Sequence[Tensor], key: Tensor | None) -> Any:
-            keyed = {} if key is None else {"key": key}
-            tree = pytree.unflatten(treedef, leaves)
-            return fn(tree, pytree.unflatten(structure, part), *args, **kwargs, **keyed)
-
+        call = _on_leaves(fn, treedef, structure, args, kwargs)
         with canonical(self.mesh):
             found = self._rehearsed(name, call, layouts, slices, key, has_aux=has_aux)
         table = self._table(found)
@@ -119,6 +133,7 @@ class Pipeline(metaclass=Documented):
             tuple(sorted({table.owners[n] for n, one in enumerate(found.stages) if i in one.reads})) or (0,)
             for i in range(len(flat))
         ]
+        together(self.links.mesh, "pipe.zero", "\n".join(["place parameters in stages", *map(str, readers)]))
         shared = sorted({ranks for ranks in readers if len(ranks) > 1})
         reading = Reading(32 * 2**20, 1, param_dtype, reduce_dtype, "whole" if stage == 1 else "shard")
         return Staged(self.mesh, stage, reading, holders_of(self.mesh, readers, self.links.made(shared)))
@@ -135,6 +150,12 @@ class Pipeline(metaclass=Documented):
           tree: A pytree of tensors; other leaves stay as they are.
         Raises:
           LayoutError: If it is called in a part of the loss that the backward computes again.
+
+        Example:
+          >>> import torch, functional_cg as fcg
+          >>> pipe = fcg.sharding.pipeline(fcg.sharding.mesh({"stage": -1}), microbatches=2)
+          >>> pipe.cut({"x": torch.ones(2), "layer": 3})
+          {'x': tensor([1., 1.]), 'layer': 3}
         """
         return cut(tree)
 
@@ -155,8 +176,18 @@ class Pipeline(metaclass=Documented):
           A function with the arguments of ``fn`` that returns ``(value, grads)``, or ``((value, aux), grads)``. All
           ranks of a pipeline get the value; ``grads`` lie where the parameters do.
         Raises:
-          LayoutError: If the loss has another number of stages than the schedule, hands a value past a cut, or reads a
-            leaf that another stage's rank holds.
+          LayoutError: If the batch cannot be cut into micro-batches, or the loss hands a value past a cut, writes into
+            what it got through one, or reads a leaf that its rank does not hold.
+          HostSyncError: If the loss asks for a value on the host.
+          ValueError: If the loss has another number of stages than the schedule.
+
+        Example:
+          >>> import torch, functional_cg as fcg
+          >>> pipe = fcg.sharding.pipeline(fcg.sharding.mesh({"stage": -1}), microbatches=2)
+          >>> loss_fn = lambda params, x: (pipe.cut(x * params["w"]) * params["v"]).mean()
+          >>> params = {"w": torch.tensor(2.0), "v": torch.tensor(3.0)}
+          >>> pipe.value_and_grad(loss_fn)(params, torch.ones(4))
+          (tensor(6.), {'w': tensor(3.), 'v': tensor(2.)})
         """
         name = getattr(fn, "__name__", type(fn).__name__)
 
@@ -169,11 +200,7 @@ class Pipeline(metaclass=Documented):
             slices, structure = sliced(name, batch, self.microbatches)
             key = kwargs.pop("key", None)
 
-            def call(leaves: Sequence[Tensor], part: Sequence[Tensor], key: Tensor | None) -> Any:
-                keyed = {} if key is None else {"key": key}
-                tree = pytree.unflatten(treedef, leaves)
-                return fn(tree, pytree.unflatten(structure, part), *args, **kwargs, **keyed)
-
+            call = _on_leaves(fn, treedef, structure, args, kwargs)
             layouts = list(map(_layout_of, flat))
             found = self._rehearsed(name, call, layouts, slices, key, has_aux=has_aux)
             table = self._table(found)
@@ -221,6 +248,22 @@ class Pipeline(metaclass=Documented):
         return results(found, table, sums.results, self.stages, dtype), grads
 
 
+def _on_leaves(
+    fn: Callable[..., Any],
+    params: pytree.Treedef,
+    batch: pytree.Treedef,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+) -> Callable[[Sequence[Tensor], Sequence[Tensor], Tensor | None], Any]:
+    """Return a loss as a function of the leaves of its first two arguments, and of its key."""
+
+    def call(leaves: Sequence[Tensor], part: Sequence[Tensor], key: Tensor | None) -> Any:
+        keyed = {} if key is None else {"key": key}
+        return fn(pytree.unflatten(params, leaves), pytree.unflatten(batch, part), *args, **kwargs, **keyed)
+
+    return call
+
+
 def _read(leaf: Tensor) -> Tensor:
     if isinstance(leaf, Sharded):
         return Source(leaf, leaf.local).read_here()
@@ -252,9 +295,10 @@ def _refuse_elsewhere(
         holders = leaf.placement.holders if isinstance(leaf, Sharded) else None
         held = range(stages.size) if stages.size == 1 else () if holders is None else holders.ranks
         if not set(reading) <= set(held):
-            has = "none in a pipeline" if holders is None else str(holders)
+            has = "on no rank of a pipeline" if holders is None else str(holders)
+            ranks = f"rank{'s' * (len(reading) > 1)} {' and '.join(map(str, reading))}"
             rows.append(
-                f"{path_string(path, 'params')}  read by stage {' and '.join(map(str, reading))}   {has}"
+                f"{path_string(path, 'params')}  read on {ranks} of {stages.name}={stages.size}   {has}"
             )
     if rows:
         raise LayoutError.of(

@@ -20,6 +20,7 @@ from ..tensors.aten import argument
 from ..tensors.fake_mode import FakeMode, without_log
 from ..tensors.overlap import storage_key
 from ..transforms.autodiff import refuse_vector, split_result
+from ..transforms.microbatches import refuse_objects
 from .tape import Call, Tape
 
 __all__ = ["Layout", "Rehearsal", "Stage", "rehearse"]
@@ -124,6 +125,7 @@ def rehearse(
             out = _called(name, partial(call, leaves, part, key))
             value, aux = split_result(name, out) if has_aux else (out, None)
             refuse_vector(name, value)
+            refuse_objects(name, aux)
             flat, treedef = pytree.flatten(aux)
             stages = _taken_apart(tape, value, leaves)
     found = Rehearsal(tape, stages, leaves, part, key, [value, *flat], treedef if has_aux else None)
@@ -212,22 +214,26 @@ class _Parts:
             self._fill(number, stage)
 
     def _refuse_statistics(self) -> None:
-        """Refuse batch norm in training, whose running statistics go from one micro-batch to the next."""
+        """Refuse running statistics of a batch norm in training, which go from one micro-batch to the next."""
+
+        def given(call: Call, name: str) -> Any:
+            return argument(call.op, name, call.args, call.kwargs)
+
         rows = [
             str(call)
             for call in self._calls
             if "batch_norm" in call.op._schema.name
             and "backward" not in call.op._schema.name
-            and any(argument(call.op, flag, call.args, call.kwargs) is True for flag in ("training", "train"))
+            and isinstance(given(call, "running_mean"), Tensor)
+            and (given(call, "training") is True or given(call, "train") is True)
         ]
         if rows:
             raise LayoutError.of(
                 self._name,
-                "normalizes with the statistics of a micro-batch, as BatchNorm does in training.",
+                "has a BatchNorm in training, with running statistics.",
                 rows=rows,
-                why="Its running statistics go from one micro-batch to the next, on another rank than the rest of the "
-                "buffers.",
-                fix="GroupNorm or LayerNorm, which keep none; or `apply(..., train=False)`.",
+                why="They go from one micro-batch to the next, and other stages are at other micro-batches.",
+                fix="GroupNorm or LayerNorm; `track_running_stats=False`; or `apply(..., train=False)`.",
             )
 
     def _refuse_writes(self) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 from .actions import Action
 
-__all__ = ["TORCH_NAMES", "torch_rows"]
+__all__ = ["TORCH_NAMES", "load", "torch_rows"]
 
 TORCH_NAMES = MappingProxyType(
     {
@@ -21,6 +21,13 @@ TORCH_NAMES = MappingProxyType(
         "looped_bfs": "LoopedBFS",
     }
 )
+
+
+def load() -> Any:
+    """Return torch's function that makes tables; the first call imports many modules, which no trace should do."""
+    from torch.distributed.pipelining._schedule_visualizer import get_schedule_ops
+
+    return get_schedule_ops
 
 
 def torch_rows(name: str, ranks: int, microbatches: int, stages: int) -> list[list[Action]]:
@@ -34,11 +41,8 @@ def torch_rows(name: str, ranks: int, microbatches: int, stages: int) -> list[li
     Raises:
       ValueError: If torch has no such table for these numbers.
     """
-    # Here, because it imports many modules that most runs do not need.
-    from torch.distributed.pipelining._schedule_visualizer import get_schedule_ops
-
     try:
-        rows = get_schedule_ops(TORCH_NAMES[name], ranks, microbatches, stages // ranks)
+        rows = load()(TORCH_NAMES[name], ranks, microbatches, stages // ranks)
     except (AssertionError, ValueError) as error:
         raise ValueError(
             f"sharding.pipeline: torch has no schedule {TORCH_NAMES[name]!r} of {stages} stages on {ranks} ranks with "

@@ -44,8 +44,8 @@ def mesh(
 
     Args:
       axes: Names and sizes, outermost first: ``{"data": -1}``, or ``{"replica": 2, "shard": -1}`` for a hybrid. Leaves
-        are sharded over the last axis, and replicated over the one before. One size may be -1: it takes the remaining
-        ranks.
+        are sharded over the last axis, and replicated over the one before; :func:`pipeline` puts stages on one of them.
+        One size may be -1: it takes the remaining ranks.
       device: ``"cuda"`` or ``"cpu"``; by default CUDA if available.
       timeout: Seconds that ranks wait for each other before a capture and in collectives, except captured ones on GPUs.
       step_timeout: Seconds that a call of a captured step may take that waits for other ranks. Then the process prints

@@ -10,7 +10,9 @@ from ..messages.tracebacks import entry
 from ..pipelines.links import Links
 from ..pipelines.pipeline import Pipeline
 from ..pipelines.schedules import edges_of
+from ..pipelines.torch_tables import TORCH_NAMES, load
 from ..shards.mesh import Axis, Mesh
+from ..shards.peers import together
 
 __all__ = ["pipeline", "refuse_moving_memory"]
 
@@ -37,6 +39,7 @@ def pipeline(
       axis: Name of the axis.
     Raises:
       LayoutError: If a table is not complete, or would wait for ever.
+      RankError: If a rank does not call it, or calls it with another schedule.
       TypeError: If an argument has the wrong type.
       RuntimeError: On GPUs, if the allocator has expandable segments and NCCL registers the buffers of graphs.
       ValueError: If the mesh has no such axis, or there is no such schedule.
@@ -72,8 +75,12 @@ def pipeline(
     others = (*mesh.axes[:place], *mesh.axes[place + 1 :]) or (Axis("data", 1, 0, ""),)
     if mesh.device.type == "cuda" and stages.size > 1:
         refuse_moving_memory(os.environ)
+    if schedule in TORCH_NAMES and stages.size > 1:
+        load()
     links = Links(mesh, place)
-    groups = links.made(edges_of(schedule, stages.size))
+    edges = edges_of(schedule, stages.size)
+    together(mesh, "sharding.pipeline", f"lay out a pipeline over {axis}\n{schedule}")
+    groups = links.made(edges)
     ranks = None if mesh.ranks is None else mesh.ranks.in_groups(links.of_stages())
     home = replace(mesh, axes=others, ranks=ranks, stages=stages)
     return Pipeline(home, schedule, microbatches, links, groups)

@@ -57,6 +57,11 @@ class OnHost:
     _seen: int = 0
     _since: float = 0.0
 
+    @property
+    def upto(self) -> int:
+        """The call that it may be in."""
+        return self.begun
+
     def look(self) -> None:
         """See how far the calls are."""
         begun = self.begun
@@ -78,6 +83,7 @@ class OnDevice:
     Attributes:
       name: Of the user's function.
       begun, done: Numbers of calls launched, and known to be done.
+      upto: The last call that the event stands behind.
     """
 
     name: str
@@ -86,8 +92,8 @@ class OnDevice:
     _event_of: Callable[[], Any]
     begun: int = 0
     done: int = 0
+    upto: int = 0
     _event: Any = None
-    _upto: int = 0
     _since: float = 0.0
     _pace: float = 0.0
     _lock: threading.Lock = field(default_factory=threading.Lock)
@@ -97,16 +103,16 @@ class OnDevice:
         with self._lock:
             now, self.begun = time.monotonic(), self._stats.replays
             if self._event is not None and self._event.query():
-                self._pace = (now - self._since) / (self._upto - self.done)
-                self.done, self._event = self._upto, None
+                self._pace = (now - self._since) / (self.upto - self.done)
+                self.done, self._event = self.upto, None
             arena = self._arena()
             if self._event is None and self.begun > self.done and arena is not None:
-                self._event, self._upto, self._since = self._event_of(), self.begun, now
+                self._event, self.upto, self._since = self._event_of(), self.begun, now
                 self._event.record(arena.stream)
 
     def overdue(self, limit: float) -> bool:
         """Whether the event is late."""
-        queued = self._upto - self.done - 1
+        queued = self.upto - self.done - 1
         return self._event is not None and time.monotonic() - self._since > limit + self._pace * queued
 
 
@@ -166,10 +172,9 @@ class Watchdog:
     def _say(self, how: str) -> None:
         """Tell the other ranks that this one lives, and what it has called."""
         self._beat += 1
-        said = {"beat": self._beat, "calls": [one.begun for one in self._watched], "how": how}
-        with contextlib.suppress(
-            RuntimeError
-        ):  # the store is gone with the rank or the launcher that held it
+        calls = [(one.begun, one.done) for one in self._watched]
+        said = {"beat": self._beat, "calls": calls, "how": how}
+        with contextlib.suppress(RuntimeError):  # the store is gone with who held it: a rank, or the launcher
             self._store.set(f"watch/{self._ranks.rank}", json.dumps(said))
 
     def _heard(self) -> list[dict[str, Any] | None]:
@@ -182,23 +187,22 @@ class Watchdog:
         return heard
 
     def _end(self, watched: OnHost | OnDevice) -> None:
-        number = watched.done + 1
         rows = ["the store where ranks meet does not answer: rank 0 holds it, or the launcher"]
 
         def ask() -> None:
-            rows[:] = self._missing(self._watched.index(watched), number)
+            rows[:] = self._missing(self._watched.index(watched))
 
         asking = threading.Thread(target=ask, daemon=True)
         asking.start()
         asking.join(_BEATS_WAITED * self._tick + _PATIENCE)
+        calls = sorted({watched.done + 1, watched.upto})
+        which = " to ".join(map(str, calls))
         error = RankError.of(
             watched.name,
-            f"call {number} is not done after {self._limit:g} s, on rank {self._ranks.rank} of {self._ranks.size}; "
-            f"this process ends with exit code {EXIT_CODE}.",
-            rows=rows or ["all ranks have called it, and live"],
-            why="The collectives of a call wait for all ranks."
-            if rows
-            else "A connection between them is stuck.",
+            f"{'call' if len(calls) == 1 else 'one of calls'} {which} is not done after {self._limit:g} s, on rank "
+            f"{self._ranks.rank} of {self._ranks.size}; this process ends with exit code {EXIT_CODE}.",
+            rows=rows or ["all ranks live, and wait in a call"],
+            why="The collectives of a call wait for all ranks.",
             fix="see what the missing ranks said last; `torchrun --max-restarts=3` starts all ranks again, and "
             "`fcg.checkpoints(folder).load(state)` goes on. For slow steps, `sharding.mesh(..., step_timeout=...)`.",
         )
@@ -206,35 +210,30 @@ class Watchdog:
         faulthandler.dump_traceback(sys.__stderr__ or 2, all_threads=True)
         os._exit(EXIT_CODE)  # the main thread waits in a call of C that no exception reaches
 
-    def _missing(self, place: int, number: int) -> list[str]:
+    def _missing(self, place: int) -> list[str]:
         before = self._heard()
         for _ in range(_BEATS_WAITED):  # the others may be about to end, too: they hear that this one lives
             time.sleep(self._tick)
             self._say("")
         self._say("waits")
-        return missing(before, self._heard(), place, number)
+        return missing(before, self._heard(), place)
 
 
-def missing(
-    before: list[dict[str, Any] | None], after: list[dict[str, Any] | None], place: int, number: int
-) -> list[str]:
-    """Return a line for each rank that does not answer, or has not come to a call.
+def missing(before: list[dict[str, Any] | None], after: list[dict[str, Any] | None], place: int) -> list[str]:
+    """Return a line for each rank that does not answer, or is in no call of a step.
 
     Args:
       before: What each rank said.
       after: What it said a few beats later.
       place: Which of the watched steps it is.
-      number: Of the call.
     """
     rows = []
     for rank, (old, new) in enumerate(zip(before, after, strict=True)):
-        calls = [] if new is None else new["calls"][place : place + 1]
-        came = bool(calls) and calls[0] >= number
-        if new is None or (new["beat"] == (old or {"beat": 0})["beat"] and not new["how"]):
+        if new is None or (old is not None and new["beat"] == old["beat"] and not new["how"]):
             rows.append(f"rank {rank}  does not answer")
-        elif not came:
-            times = calls[0] if calls else 0
-            rows.append(
-                f"rank {rank}  {new['how'] or 'lives'}, and has called it {times} time{'s' * (times != 1)}"
-            )
+            continue
+        begun, done = new["calls"][place] if place < len(new["calls"]) else (0, 0)
+        if begun == done:
+            how = new["how"] or "lives"
+            rows.append(f"rank {rank}  {how}, and has called it {begun} time{'s' * (begun != 1)}")
     return rows

@@ -72,7 +72,8 @@ class Holders:
         return Axis(self.stages.name, len(self.ranks), place, self.group)
 
     def __str__(self) -> str:
-        return f"held by {self.stages.name} {' and '.join(map(str, self.ranks))} of {self.stages.size}"
+        ranks = f"rank{'s' * (len(self.ranks) > 1)} {' and '.join(map(str, self.ranks))}"
+        return f"held by {ranks} of {self.stages.name}={self.stages.size}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -245,7 +245,8 @@ class Leaf(Tensor):
         return f"{self._title}\n{self._owned()!r}" if self._alive else self._title
 
     def _repr_html_(self) -> str:
-        return card(self._title, *([table(summary(self._owned()))] if self._alive else []))
+        rows = summary(self._owned()) if self._alive else []
+        return card(self._title, table(rows[:-1]), table(rows[-1:]))  # the first elements need a wide column
 
     @property
     def _title(self) -> str:

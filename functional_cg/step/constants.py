@@ -11,7 +11,6 @@ from .. import tree as pytree
 from ..errors import BakedValueError, ForeignTensorError
 from ..state.arena import BufferSpec
 from ..state.leaf import Leaf
-from ..tensors.overlap import storage_key
 
 __all__ = ["Constants"]
 
@@ -53,8 +52,8 @@ class Constants:
                     why="What others write there would not be noticed, and the step goes on with a copy.",
                     fix="declare a copy, and read that in the step: `table = table.clone()`, `constants=(table,)`.",
                 )
-        self._versions: list[tuple[int, int]] | None = None
-        self._memory: list[Any] = []  # keeps the keys of storages unique
+        # Each tensor with its version and memory when it was copied; what is a tensor of inference counts no writes.
+        self._copied: list[tuple[Tensor, int, bool, Any]] = []
 
     @classmethod
     def remembered(cls, function: str, tables: Iterable[tuple[str, Tensor]]) -> Self:
@@ -68,14 +67,19 @@ class Constants:
 
     def named(self) -> tuple[tuple[str, Tensor], ...]:
         """Return the originals by name; the first lowering records their versions."""
-        if self._versions is None:
-            self._versions = self._now()
-            self._memory = [leaf.untyped_storage() for _, leaf in self._items]
+        if not self._copied:
+            self._copied = [
+                (leaf, _version(leaf), leaf.is_inference(), leaf.untyped_storage()) for _, leaf in self._items
+            ]
         return tuple(self._items)
 
     def unchanged(self) -> bool:
         """Whether no original has been written since it was copied."""
-        return self._versions is None or self._now() == self._versions
+        # Once per call and constant: torch returns one object for a storage as long as there is one, as here.
+        for leaf, version, uncounted, memory in self._copied:
+            if leaf.untyped_storage() is not memory or not (uncounted or leaf._version == version):
+                return False
+        return True
 
     def check(self, function: str = "") -> None:
         """Raise if an original has been written since it was copied.
@@ -85,13 +89,12 @@ class Constants:
         """
         if self.unchanged():
             return
-        rows = [
-            f"{name}  " + (f"written {now - then} time(s) since" if key == old else "has other memory since")
-            for (name, _), (now, key), (then, old) in zip(
-                self._items, self._now(), self._versions or (), strict=True
-            )
-            if (now, key) != (then, old)
-        ]
+        rows = []
+        for (name, leaf), (_, version, _, memory) in zip(self._items, self._copied, strict=True):
+            if leaf.untyped_storage() is not memory:
+                rows.append(f"{name}  has other memory since")
+            elif _version(leaf) != version:
+                rows.append(f"{name}  written {_version(leaf) - version} time(s) since")
         raise BakedValueError.of(
             function or self._function,
             f"a {self._kind} constant was written after the step copied it.",
@@ -100,5 +103,6 @@ class Constants:
             fix="pass it as an input, or keep it in the state.",
         )
 
-    def _now(self) -> list[tuple[int, int]]:
-        return [(0 if leaf.is_inference() else leaf._version, storage_key(leaf)) for _, leaf in self._items]
+
+def _version(leaf: Tensor) -> int:
+    return 0 if leaf.is_inference() else leaf._version

@@ -19,7 +19,7 @@ from ..state.arena import BufferSpec
 from ..tensors.aten import adds_up
 from ..tree import path_string
 
-__all__ = ["microbatches", "sliced"]
+__all__ = ["microbatches", "refuse_objects", "sliced"]
 
 P = ParamSpec("P")
 Params = TypeVar("Params")
@@ -91,7 +91,7 @@ def microbatches(
                 part = pytree.unflatten(treedef, [leaf[i] for leaf in slices])
                 out = cast("Callable[..., Any]", fn)(params, part, *args, **kwargs)
                 if total is None:
-                    _refuse_objects(name, out)
+                    refuse_objects(name, out)
                 if carry is not None:
                     handed, kwargs[carry] = _handed_on(name, carry, kwargs, out)
                 out = _by_position(partial(_in_dtype, dtype, handed), out)
@@ -185,7 +185,8 @@ def _divisor(flat: Sequence[Any], k: int) -> str:
     return f"`microbatches({fits})`; or " if fits else ""
 
 
-def _refuse_objects(name: str, out: Any) -> None:
+def refuse_objects(name: str, out: Any) -> None:
+    """Raise if a result has leaves that are no tensors."""
     rows = no_tensors(out, "result")
     if rows:
         raise LayoutError.of(

@@ -32,7 +32,7 @@ class Mutant:
       name: Number in the list of naive designs, with a word where a number has several mutants.
       what: The mistake.
       edits: Pairs of a passage, which must occur exactly once in the package, and what stands there instead.
-      killers: Ids of the tests that notice, all of them.
+      killers: Ids of the tests that notice, the fastest first.
       general: What notices without knowing the mistake: names in :data:`GENERAL`. Without any, only tests that were
         written for such a mistake kill it.
       gpu: Ids of tests that notice on a GPU, one or two fast ones.

@@ -87,9 +87,9 @@ def optimizer_of(run: Run) -> Any:
     return optim.chain(optim.clip_by_global_norm(0.3), rule) if "clip" in run.features else rule
 
 
-def made(run: Run, axes: Mapping[str, int]) -> tuple[Any, Any, Any]:
+def made(run: Run, axes: Mapping[str, int], device: str = "cpu") -> tuple[Any, Any, Any]:
     """The pipeline, a state and the function to capture."""
-    mesh = sharding.mesh(axes, device="cpu", timeout=20)
+    mesh = sharding.mesh(axes, device=device, timeout=20)
     pipe = sharding.pipeline(mesh, schedule=run.schedule, microbatches=run.microbatches)
     loss_fn, has_aux = loss_of(pipe.cut, run), "aux" in run.features
     zero = pipe.zero(loss_fn, params(), rows(0, 0), key=fcg.random.key(0), stage=run.stage, has_aux=has_aux)  # type: ignore[arg-type]
@@ -120,15 +120,16 @@ def made(run: Run, axes: Mapping[str, int]) -> tuple[Any, Any, Any]:
     return pipe, state, train_step
 
 
-def trained(runs: Sequence[Run], axes: Mapping[str, int]) -> list[Any]:
+def trained(runs: Sequence[Run], axes: Mapping[str, int], device: str = "cpu") -> list[Any]:
     """For each run, the metrics of all calls and the whole state, or an empty one beside rank 0."""
     out = []
     for run in runs:
-        pipe, state, function = made(run, axes)
+        pipe, state, function = made(run, axes, device)
         step, kept = fcg.graph_step(function, **{"lowering": "aten", **run.options}), []
         for call in range(CALLS):
-            state, metrics = step(state, rows(call, pipe.mesh.rank))
-            kept.append(metrics)
+            batch = {name: leaf.to(pipe.mesh.device) for name, leaf in rows(call, pipe.mesh.rank).items()}
+            state, metrics = step(state, batch)
+            kept.append({name: value.cpu() for name, value in metrics.items()})
         assert (step.stats.traces, step.stats.captures, step.stats.replays) == (1, 1, CALLS)
         out.append((kept, dict(sharding.state_dict(state))))
         step.close()

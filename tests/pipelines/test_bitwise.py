@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -28,6 +29,7 @@ from tests.pipelines.programs import (
     rows,
     trained,
 )
+from tests.sharding.law import on_gloo_and_nccl
 from tests.sharding.ranks import on_ranks
 from tests.shares import THOROUGH, diagonal, share
 
@@ -37,11 +39,15 @@ thorough = pytest.mark.skipif(not THOROUGH, reason="several processes, or a comp
 TRANSFORMER_ENGINE = (1, 2, 1, 2, -2, -1, 1, 2, -2, -1, -2, -1)
 
 
-def assert_as_on_one_rank(runs: Sequence[Run], ranks: int, axes: Mapping[str, int]) -> None:
+def assert_as_on_one_rank(
+    runs: Sequence[Run], ranks: int, axes: Mapping[str, int], device: str = "cpu"
+) -> None:
     data = ranks // axes["stage"]
     patience = 60.0 + 10.0 * len(runs)  # seconds
-    alone = [trained(runs, ONE)] if data == 1 else on_ranks(data, trained, runs, ONE, timeout=patience)
-    found = on_ranks(ranks, trained, runs, axes, timeout=patience)
+    alone = (
+        [trained(runs, ONE, device)] if data == 1 else on_ranks(data, trained, runs, ONE, timeout=patience)
+    )
+    found = on_ranks(ranks, trained, runs, axes, device, device=device, timeout=patience)
     for number, run in enumerate(runs):
         for rank, of_rank in enumerate(found):
             metrics, state = of_rank[number]
@@ -50,9 +56,10 @@ def assert_as_on_one_rank(runs: Sequence[Run], ranks: int, axes: Mapping[str, in
                 assert_trees_all_equal(state, alone[0][number][1], str(run))
 
 
-def test_each_schedule_on_two_ranks() -> None:
+@on_gloo_and_nccl
+def test_each_schedule_on_two_ranks(device: str) -> None:
     runs = [Run(schedule, (feature,)) for schedule, feature in diagonal([*CUTS], FEATURES)]
-    assert_as_on_one_rank(share([Run("zero_bubble", FEATURES), *runs], 8), 2, TWO)
+    assert_as_on_one_rank(share([Run("zero_bubble", FEATURES), *runs], 8), 2, TWO, device)
 
 
 @thorough
@@ -86,6 +93,33 @@ def test_transformer_engines_interleaved_order_gives_the_same_weights() -> None:
     if THOROUGH:
         table = [in_the_order_of(TRANSFORMER_ENGINE, rank, 2) for rank in range(2)]
         assert_as_on_one_rank([Run(table, features, cuts=(1, 2, 3), microbatches=3)], 2, TWO)
+
+
+def drawn(seed: int) -> Run:
+    """A table in which four stages lie on two ranks anyhow, and all that is ready may come next."""
+    draw = random.Random(seed)
+    microbatches, owners = draw.choice((2, 3)), draw.sample((0, 0, 1, 1), 4)
+    kinds = draw.choice((("F", "B"), ("F", "I", "W")))
+    left = {(stage, m): list(kinds) for stage in range(4) for m in range(microbatches)}
+    table: list[list[str]] = [[], []]
+    done = set[tuple[int, int, str]]()
+
+    def ready(stage: int, m: int, kind: str) -> bool:
+        if kind == "F":
+            return not stage or (stage - 1, m, "F") in done
+        return kind == "W" or stage == 3 or not done.isdisjoint({(stage + 1, m, "B"), (stage + 1, m, "I")})
+
+    while any(left.values()):
+        stage, m, kind = draw.choice([(s, m, k[0]) for (s, m), k in left.items() if k and ready(s, m, k[0])])
+        left[stage, m].pop(0)
+        done.add((stage, m, kind))
+        table[owners[stage]].append(f"{stage}{kind}{m}")
+    return Run(table, ("dropout", "tied", "adamw"), cuts=(1, 2, 3), microbatches=microbatches)
+
+
+@thorough
+def test_any_table_that_is_proven_ends_and_gives_the_bits_of_one_rank() -> None:
+    assert_as_on_one_rank([drawn(seed) for seed in range(12)], 2, TWO)
 
 
 @pytest.mark.parametrize("late", share([1, 2], 2))

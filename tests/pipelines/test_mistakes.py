@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Callable
 from typing import Any
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 import functional_cg as fcg
 from functional_cg import optim, sharding
 from functional_cg.sharding.pipelining import refuse_moving_memory
+from functional_cg.testing import assert_trees_all_equal
 from tests.pipelines.programs import ONE, TWO
 from tests.sharding.ranks import on_ranks, outcomes
 from tests.shares import THOROUGH
@@ -67,7 +69,7 @@ def cuts_where_it_is_computed_again(params: Any, x: Tensor) -> Tensor:
 
 
 def normalizes(params: Any, x: Tensor) -> Tensor:
-    h = nn.functional.batch_norm(x @ params["w"], None, None, training=True)
+    h = nn.functional.batch_norm(x @ params["w"], torch.zeros(3), torch.ones(3), training=True)
     return (PIPE.cut(h) @ params["v"]).square().mean()
 
 
@@ -79,7 +81,7 @@ MISTAKES: dict[str, tuple[Any, str]] = {
         cuts_where_it_is_computed_again,
         "cuts a loss where its backward computes it again",
     ),
-    "batch norm": (normalizes, "normalizes with the statistics of a micro-batch, as BatchNorm does"),
+    "batch norm": (normalizes, "has a BatchNorm in training, with running statistics"),
 }
 
 
@@ -109,7 +111,20 @@ def test_a_value_is_not_read_on_the_host_where_there_are_only_shapes() -> None:
         fcg.graph_fn(lambda params, x: PIPE.value_and_grad(decides)(params, x))(PARAMS, X)
 
 
+def test_what_is_no_tensor_is_not_averaged() -> None:
+    with pytest.raises(fcg.LayoutError, match="cannot be averaged over micro-batches"):
+        PIPE.value_and_grad(lambda p, x: (skips_through(p, x), {"n": 3}), has_aux=True)(PARAMS, X)
+
+
+def normalizes_by_itself(params: Any, x: Tensor) -> Tensor:
+    h = nn.functional.batch_norm(x @ params["w"], None, None, training=True)
+    return (PIPE.cut(nn.functional.instance_norm(h[None])[0]) @ params["v"]).square().mean()
+
+
 def test_the_repairs_work() -> None:
+    found = PIPE.value_and_grad(normalizes_by_itself)(PARAMS, X)
+    expected = fcg.microbatches(2)(fcg.value_and_grad(normalizes_by_itself))(PARAMS, X)
+    assert_trees_all_equal(found, expected)
     value, _ = PIPE.value_and_grad(skips_through)(PARAMS, X)
     torch.testing.assert_close(value, skips(lambda h: h)(PARAMS, X))
     value, _ = PIPE.value_and_grad(writes_a_copy)(PARAMS, X)
@@ -266,6 +281,17 @@ def apart(how: str) -> None:
     pipe = sharding.pipeline(pipe.links.mesh, schedule="1f1b", microbatches=microbatches)
     x = X[:, :3].repeat(2, 1) if how == "batch" and other else X
     step_of(pipe)(state_of(pipe), x)
+
+
+def other_names() -> None:
+    rank = int(os.environ["RANK"])
+    pipe_of(TWO, schedule=("1f1b", "gpipe")[rank])
+
+
+def test_ranks_make_one_pipeline() -> None:
+    for outcome in outcomes(2, other_names):
+        assert "ranks are about to do different things" in outcome.error
+        assert "rank 0  1f1b   rank 1  gpipe" in outcome.error
 
 
 @pytest.mark.parametrize("how", ["schedule", "batch"])

@@ -168,7 +168,8 @@ def apart(device: str, ranks: int) -> Any:
     for number, (name, (act, odd)) in enumerate(CALLS.items()):
         meet(2 * number)
         here = odd if b.mesh.rank == 1 else act
-        b.mesh.ranks.timeout = TIMEOUT  # before a capture; collectives have the time that they need
+        # Before a capture; collectives have the time that they need, and so have ranks that all come.
+        b.mesh.ranks.timeout = TIMEOUT if any("waited" in (text or "") for text in SAID[name]) else PATIENCE
         said[name] = None if here is None else told(lambda here=here: here(b))
         b.mesh.ranks.timeout = PATIENCE
         meet(2 * number + 1)

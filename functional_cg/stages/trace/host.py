@@ -26,7 +26,7 @@ from torch.overrides import TorchFunctionMode
 from ...errors import CaptureError, FunctionalCGError, HostSyncError, ImplicitRandomnessError, SideEffectError
 from ...messages.advice import ADDRESS
 from ...messages.catching import may_swallow
-from ...messages.guards import guard_of
+from ...messages.guards import compares_in_guard, guard_of
 from ...messages.source import at_here, is_user_file
 from ...tensors.selected import Selected
 from ..watch.host_watch import MODES, HostWatch, modes
@@ -109,6 +109,9 @@ class HostGuard(TorchFunctionMode):
             raise self._rules.data_assigned()
         if func is Tensor.__deepcopy__:
             return args[0].clone()
+        if func is Tensor.item and _only_compares(args[0]) and self._value_of(args[0]) is None:
+            number = args[0].reshape(())
+            return number if number.dtype is torch.bool else number.double()
         if func in _WITHOUT_LENGTH:
             args, kwargs = _in_front(args), dict(zip(kwargs, _in_front(kwargs.values()), strict=True))
         try:
@@ -117,6 +120,12 @@ class HostGuard(TorchFunctionMode):
             if func not in _SELECTING or not _selects_numbers(*args[:2]):
                 raise
             return Selected(args[0], args[1], self._rules.put_off(error))
+
+
+def _only_compares(number: Tensor) -> bool:
+    """Whether the host asks for a number to compare it, in float64, and raise if that fails."""
+    frame = _asking()
+    return number.numel() == 1 and not number.is_complex() and frame is not None and compares_in_guard(frame)
 
 
 def _in_front(args: Iterable[Any]) -> list[Any]:
@@ -140,11 +149,9 @@ def taken_as_valid(func: Any, args: Sequence[Any], call: Callable[..., Any]) -> 
       args: Its arguments.
       call: ``call(op, args, kwargs)`` runs an op.
     """
-    if func is not torch.ops.aten._local_scalar_dense.default or args[0].dtype is not torch.bool:
+    if func is not torch.ops.aten._local_scalar_dense.default:
         return None
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None and _between(frame):
-        frame = frame.f_back
+    frame = _asking()
     if frame is None or _may_go_on(frame):
         return None
     if _validates(frame):
@@ -152,9 +159,18 @@ def taken_as_valid(func: Any, args: Sequence[Any], call: Callable[..., Any]) -> 
     guard = guard_of(frame)
     if guard is None:
         return None
-    valid = args[0] if guard.passes else call(torch.ops.aten.logical_not.default, (args[0],), {})
+    true = args[0] if args[0].dtype is torch.bool else call(torch.ops.aten.ne.Scalar, (args[0], 0), {})
+    valid = true if guard.passes else call(torch.ops.aten.logical_not.default, (true,), {})
     call(torch.ops.aten._assert_async.msg, (valid, f"`{guard.text}` raises{at_here()}"), {})
     return guard.passes
+
+
+def _asking() -> FrameType | None:
+    """Return the frame of the code that calls an op, or asks for a value."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and _between(frame):
+        frame = frame.f_back
+    return frame
 
 
 def _may_go_on(frame: FrameType | None) -> bool:

@@ -75,13 +75,15 @@ def value_of(
     if decided:
         values |= {instrs[place].out: value for place, value in decided.items()}
         instrs, _ = live([instr for place, instr in enumerate(instrs) if place not in decided], [var])
-    made = {out for instr in instrs for out in instr.outputs()}
-    for one in dict.fromkeys([*(read for instr in instrs for read in instr.inputs()), var]):
-        if one not in values and one not in made:
-            held = supposed(one)
-            if held is None:
-                return None
-            values[one] = held
+    made: set[Var] = set()  # by earlier calls: one that writes an input in place returns it, too
+    for reads, results in [*((instr.inputs(), instr.outputs()) for instr in instrs), ([var], [])]:
+        for one in reads:
+            if one not in values and one not in made:
+                held = supposed(one)
+                if held is None:
+                    return None
+                values[one] = held
+        made.update(results)
 
     def computed() -> Tensor:
         # Copies, since a call may write them in place; where they are, because a text of a tensor says so.
