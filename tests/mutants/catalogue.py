@@ -928,7 +928,7 @@ MUTANTS = (
     Mutant(
         "N89",
         "results that lie otherwise than traced are left so",
-        ((" for var in unsure(instr)]", " for var in ()]"),),
+        ((" for var in unsure(instr))]", " for var in ())]"),),
         ("tests/test_kernel_strides.py::test_results_that_lie_otherwise_than_traced_are_laid_out[cpu-aten]",),
         no_gpu="told on the host",
     ),
