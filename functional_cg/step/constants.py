@@ -18,7 +18,8 @@ __all__ = ["Constants"]
 class Constants:
     """Tensors declared with ``constants=``, or remembered: copied at lowering, and watched for later writes.
 
-    Other memory (``table.data = other``, ``torch.utils.swap_tensors``) is noticed as well. Writes that torch does not
+    Other memory (``table.data = other``, ``torch.utils.swap_tensors``), or another part of the same memory, is noticed
+    as well. Writes that torch does not
     count (into ``table.data``, through ``table.numpy()``, through a view in inference mode) go unnoticed;
     ``debug="verify"`` finds their effects. Memory that torch does not own alone, such as numpy's or a file's, is
     refused for the same reason. The host watch detects names that are rebound to another tensor.
@@ -52,8 +53,8 @@ class Constants:
                     why="What others write there would not be noticed, and the step goes on with a copy.",
                     fix="declare a copy, and read that in the step: `table = table.clone()`, `constants=(table,)`.",
                 )
-        # Each tensor with its version and memory when it was copied; what is a tensor of inference counts no writes.
-        self._copied: list[tuple[Tensor, int, bool, Any]] = []
+        # Each tensor with its version, memory and part of it when copied; a tensor of inference counts no writes.
+        self._copied: list[tuple[Tensor, int, bool, Any, Any]] = []
 
     @classmethod
     def remembered(cls, function: str, tables: Iterable[tuple[str, Tensor]]) -> Self:
@@ -69,15 +70,18 @@ class Constants:
         """Return the originals by name; the first lowering records their versions."""
         if not self._copied:
             self._copied = [
-                (leaf, _version(leaf), leaf.is_inference(), leaf.untyped_storage()) for _, leaf in self._items
+                (leaf, _version(leaf), leaf.is_inference(), leaf.untyped_storage(), _view(leaf))
+                for _, leaf in self._items
             ]
         return tuple(self._items)
 
     def unchanged(self) -> bool:
         """Whether no original has been written since it was copied."""
         # Once per call and constant: torch returns one object for a storage as long as there is one, as here.
-        for leaf, version, uncounted, memory in self._copied:
+        for leaf, version, uncounted, memory, view in self._copied:
             if leaf.untyped_storage() is not memory or not (uncounted or leaf._version == version):
+                return False
+            if _view(leaf) != view:  # set by `leaf.data = ...`, which counts as no write
                 return False
         return True
 
@@ -90,11 +94,13 @@ class Constants:
         if self.unchanged():
             return
         rows = []
-        for (name, leaf), (_, version, _, memory) in zip(self._items, self._copied, strict=True):
+        for (name, leaf), (_, version, _, memory, view) in zip(self._items, self._copied, strict=True):
             if leaf.untyped_storage() is not memory:
                 rows.append(f"{name}  has other memory since")
             elif _version(leaf) != version:
                 rows.append(f"{name}  written {_version(leaf) - version} time(s) since")
+            elif _view(leaf) != view:
+                rows.append(f"{name}  is another part of its memory since")
         raise BakedValueError.of(
             function or self._function,
             f"a {self._kind} constant was written after the step copied it.",
@@ -106,3 +112,8 @@ class Constants:
 
 def _version(leaf: Tensor) -> int:
     return 0 if leaf.is_inference() else leaf._version
+
+
+def _view(leaf: Tensor) -> Any:
+    """Return which part of its memory a tensor is, and how it reads that."""
+    return leaf.dtype, leaf.storage_offset(), leaf.shape, leaf.stride(), leaf.is_conj(), leaf.is_neg()

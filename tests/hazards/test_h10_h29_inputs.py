@@ -232,6 +232,22 @@ def test_h25_a_constant_changed_behind_torch_is_for_verify() -> None:
         step(state, torch.ones(1))
 
 
+@pytest.mark.parametrize(
+    "other", [lambda t: t[2:], lambda t: t[:1], lambda t: t[:3:2], lambda t: t[:2].view(torch.int32)]
+)
+def test_h25_a_constant_set_to_another_part_of_its_memory_is_noticed(other: Any) -> None:
+    """``table.data = ...`` counts as no write, and the memory is the same."""
+    memory = torch.arange(4.0)
+    table = memory[:2]
+    step = fcg.graph_step(lambda s, x: (s, s["w"] * table.sum()), constants=(table,))
+    state, _ = step({"w": torch.ones(3)}, torch.ones(1))
+    state, seen = step(state, torch.ones(1))
+    assert seen.tolist() == [1.0, 1.0, 1.0]
+    table.data = other(memory)
+    with pytest.raises(fcg.BakedValueError, match=r"constants\[0\]  is another part of its memory since"):
+        step(state, torch.ones(1))
+
+
 def written(state: Any, batch: Any) -> Any:
     """Reads before and after it writes: by a view, another view, and through a second name of a tensor."""
     x, rows, before = batch["x"], batch["x"][1:], batch["x"] * 2

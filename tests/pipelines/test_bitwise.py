@@ -240,3 +240,34 @@ def test_compiled_steps_agree() -> None:
     for metrics, _ in (of_rank[0] for of_rank in found):
         for name in ("loss", "norm"):
             torch.testing.assert_close(metrics[-1][name], alone[0][0][-1][name], rtol=1e-4, atol=1e-5)
+
+
+def trained_behind_data(axes: Mapping[str, int]) -> Any:
+    """A first stage without parameters: what it sends, and receives, is computed from nothing of a state."""
+    mesh = sharding.mesh(axes, device="cpu", timeout=6)
+    pipe = sharding.pipeline(mesh, schedule="1f1b", microbatches=2)
+
+    def loss_fn(params: Any, batch: Any) -> Tensor:
+        hidden = pipe.cut(batch["x"].float().relu())
+        return (hidden * params["head"].sum() - batch["y"]).square().mean()
+
+    zero = pipe.zero(loss_fn, {"head": params()["head"]}, rows(0, 0))
+    state = fcg.TrainState.create(params={"head": params()["head"]}, optimizer=optim.sgd(1e-5), sharding=zero)
+
+    @fcg.graph_step(lowering="aten")
+    def train_step(state: Any, batch: Any) -> Any:
+        loss, grads = pipe.value_and_grad(loss_fn)(state.params, batch)
+        return state.apply_gradients(grads), {"loss": loss, "norm": optim.global_norm(grads)}
+
+    kept = []
+    for call in range(3):
+        state, metrics = train_step(state, rows(call, 0))
+        kept.append(metrics)
+    return kept
+
+
+def test_a_trace_never_waits_for_what_another_rank_sends() -> None:
+    """To a stage that reads no state, all of it looked known: its trace made the transfers, and waited for ever."""
+    alone = trained_behind_data(ONE)
+    for found in on_ranks(2, trained_behind_data, TWO):
+        assert_trees_all_equal(found, alone)

@@ -4,7 +4,7 @@ Known, too, is how a draw compares with a number outside of its range, such as a
 
 The host may read them during a trace, for example to branch on a flag in a table: each replay would read
 the same. A literal that differs between two traces, or a declared constant that is written later, is an error
-anyway.
+anyway. What other ranks send is never known: a trace that asked for it would wait for them, alone.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from torch import Tensor
 from ...ambient.modes import ordinary, without_gradients
 from ...errors import HostSyncError
 from ...messages.source import here
+from ...shards.transfers import TRANSFERS
 from ...tensors.aten import named_arguments, tensors_in
 from ..program import Constant, Instr, Program, Var, live, map_vars, written_storages
 
@@ -69,7 +70,8 @@ def value_of(
     """
     if var is None:
         return None
-    instrs, _ = live([instr for instr in program.instrs if not instr.checks], [var])
+    own = [instr for instr in program.instrs if not instr.checks and not _is_between_ranks(instr.op)]
+    instrs, _ = live(own, [var])
     values = {constant.var: constant.value for constant in program.constants}
     decided = _decided(instrs)
     if decided:
@@ -95,6 +97,10 @@ def value_of(
 
     value: Tensor = aside_from_modes(computed)
     return value
+
+
+def _is_between_ranks(op: Any) -> bool:
+    return op in TRANSFERS or op.namespace == "_c10d_functional"
 
 
 _COMPARISONS = frozenset({_aten.lt.Scalar, _aten.le.Scalar, _aten.gt.Scalar, _aten.ge.Scalar})
@@ -252,6 +258,8 @@ def result_of(
       kwargs: Its arguments by name.
       value: Returns what a tensor holds; None if that is not known.
     """
+    if _is_between_ranks(func):
+        return None
     values = {id(tensor): value(tensor) for tensor in tensors_in([*args, *kwargs.values()])}
     if func._schema.is_mutable or any(one is None for one in values.values()):
         return None
