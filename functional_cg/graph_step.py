@@ -182,7 +182,7 @@ def graph_step(
     verify_calls: int = 16,
     certify: Certify = "auto",
     activation_memory_budget: float | None = None,
-    branches: Branches = "auto",
+    branches: Branches = 1,
 ) -> GraphStep[P, R]: ...
 @overload
 def graph_step(
@@ -197,7 +197,7 @@ def graph_step(
     verify_calls: int = 16,
     certify: Certify = "auto",
     activation_memory_budget: float | None = None,
-    branches: Branches = "auto",
+    branches: Branches = 1,
 ) -> _MakesStep: ...
 @entry("train_step = fcg.graph_step(fn)")
 def graph_step(fn: Any = None, /, **options: Any) -> Any:
@@ -244,10 +244,10 @@ def graph_step(fn: Any = None, /, **options: Any) -> Any:
         traffic within a fraction of the way between; None for what pays in most models. To keep less than 0
         does, recompute products, too: :func:`functional_cg.remat`.
       branches: The most lanes, from 1 to 32, on which calls of ``"aten"`` that do not need each other run side by
-        side on a GPU, in one graph and with the same bits; ``"auto"`` takes up to 8, where an estimate says that they
-        gain a fifth and take at most 5 % more memory or 192 MiB. Each lane with products takes a workspace of
-        cuBLAS, 32 MiB on an H100. A compiled step, one with collectives and one with ops of other libraries run in
-        one line. ``explain()`` says what runs side by side, or why nothing does.
+        side on a GPU, in one graph and with the same bits. By default, one. ``"auto"`` takes up to 8, where an
+        estimate says that they gain a fifth and take at most 5 % more memory or 192 MiB. Each lane with products takes
+        a workspace of cuBLAS, 32 MiB on an H100. A compiled step, one with collectives and one with ops of other
+        libraries run in one line. ``explain()`` says what runs side by side, or why nothing does.
     Raises:
       FunctionalCGError: At the call; the state passed in stays valid. See :mod:`functional_cg.errors`.
 
@@ -280,7 +280,7 @@ def graph_fn(
     debug: Debug | None = None,
     verify_calls: int = 16,
     certify: Certify = "auto",
-    branches: Branches = "auto",
+    branches: Branches = 1,
 ) -> GraphFn[P, R]: ...
 @overload
 def graph_fn(
@@ -293,7 +293,7 @@ def graph_fn(
     debug: Debug | None = None,
     verify_calls: int = 16,
     certify: Certify = "auto",
-    branches: Branches = "auto",
+    branches: Branches = 1,
 ) -> _MakesFn: ...
 @entry("predict = fcg.graph_fn(fn)")
 def graph_fn(fn: Any = None, /, **options: Any) -> Any:

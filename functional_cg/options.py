@@ -49,7 +49,7 @@ class Options:
     verify_calls: int = 16
     certify: Certify = "auto"
     activation_memory_budget: float | None = None
-    branches: Branches = "auto"
+    branches: Branches = 1
 
     @classmethod
     def of(cls, transform: str, fn: Any, given: Mapping[str, Any]) -> Self:

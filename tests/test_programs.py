@@ -176,7 +176,10 @@ STARTS = {
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("start", STARTS.values(), ids=STARTS)
-def test_replay_equals_eager(start: Callable[[str], Start], device: str) -> None:
+def test_replay_equals_eager(
+    start: Callable[[str], Start], device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.backends.cudnn, "deterministic", True)  # else convolutions add up in any order
     step, state, calls = start(device)
     options = {"static_argnames": ("verbose",)} if step is exploration.train_step else {}
     step = fcg.graph_step(step.__wrapped__, lowering="aten", **options)

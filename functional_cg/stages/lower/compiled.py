@@ -60,11 +60,15 @@ def lower(program: Program, device: torch.device, options: Options, reference: R
     on_gpu, choice = device.type == "cuda", options.lowering
     if choice == "aten" or (choice == "auto" and not on_gpu):
         backend = options.backend
-        if on_gpu if isinstance(backend, str) else getattr(backend, "has_lanes", False):
+        # The driver's own allocator frees no workspace that a capture took, which lanes need.
+        has = on_gpu and torch.cuda.get_allocator_backend() == "native"
+        lanes = has if isinstance(backend, str) else getattr(backend, "has_lanes", False)
+        if lanes and options.branches != 1:
             return _in_branches(program, options)
         plan = lower_aten(program)
-        if options.branches != "auto":
-            where = "a CPU" if isinstance(backend, str) else f"`{type(backend).__name__}`"
+        if options.branches != 1:
+            here = "the allocator `cudaMallocAsync`" if on_gpu else "a CPU"
+            where = here if isinstance(backend, str) else f"`{type(backend).__name__}`"
             plan.branches = f"branches: none, {where} runs one call at a time"
         return plan
     if any(instr.region for instr in program.instrs):

@@ -172,10 +172,13 @@ class CUDABackend:
                 warm = plan.bind(spare)
                 for _ in range(_WARM_UPS):
                     warm(())
-                run = bound(plan, run, buffers, spare, self._lanes)
-                del warm, spare
+                line, run = run, bound(plan, run, buffers, spare, self._lanes)
+                on_lanes = run is not line
+                del warm, spare, line
             graph = torch.cuda.CUDAGraph()
-            _free_workspaces()  # of streams that are the same underneath: each graph's come from its own pool
+            if on_lanes:
+                # Streams of lanes may be another step's underneath, and each graph's workspaces come from its own pool.
+                _free_workspaces()
             gc.collect()  # no finalizer may destroy graphs or events while a stream is capturing
             try:
                 with (
@@ -194,7 +197,8 @@ class CUDABackend:
                     raise
                 # Not bound to a name: that would make a reference cycle with this frame, which holds tensors.
                 raise _failure(_first(error)) from _first(error)
-            _free_workspaces()
+            if on_lanes:
+                _free_workspaces()
             caller.wait_stream(self._streams[1])
             return _GraphReplay(graph, run, static, self._device)
 
