@@ -238,8 +238,8 @@ HAZARDS = (
          "ownership_cuda::test_memory_pressure_with_nothing_kept",
          "refusals_cuda::test_tensor_of_the_host_that_is_closed_over"),
     _row(25, 1, "N3", "a tensor that the step closes over is rebound",
-         "refused: BakedValueError where a name led to a constant, or `.data` was set; writes into `.data` leave no mark: "
-         "debug=\"verify\"",
+         "refused: BakedValueError where a name led to a constant, or `.data` was set; writes into `.data` leave no "
+         "mark: debug=\"verify\"",
          "H10::test_h25_a_constant_that_is_bound_anew_is_loud",
          "H10::test_h25_a_constant_set_to_another_part_of_its_memory_is_noticed",
          "H10::test_h25_a_constant_changed_behind_torch_is_for_verify",
