@@ -8,8 +8,9 @@ from itertools import cycle, product
 from typing import TypeVar
 
 import hypothesis
+import pytest
 
-__all__ = ["THOROUGH", "diagonal", "few", "share"]
+__all__ = ["THOROUGH", "diagonal", "few", "share", "thorough"]
 
 S = TypeVar("S")
 T = TypeVar("T")
@@ -18,6 +19,9 @@ T = TypeVar("T")
 few = hypothesis.settings(max_examples=max(hypothesis.settings().max_examples // 4, 1))
 
 THOROUGH = os.environ.get("FCG_HYPOTHESIS_PROFILE") == "thorough"
+
+# Where other tests keep the same law on fewer cases.
+thorough = pytest.mark.skipif(not THOROUGH, reason="of the profile `thorough`")
 
 
 def share(cases: Iterable[T], one_in: int, device: str = "cpu") -> list[T]:

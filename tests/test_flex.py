@@ -16,6 +16,7 @@ from torch.nn.attention.flex_attention import AuxRequest, BlockMask, create_bloc
 
 import functional_cg as fcg
 from functional_cg.testing import assert_trees_all_equal
+from tests.shares import share
 
 # True here, too: the scores take memory.
 pytestmark = pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
@@ -176,7 +177,7 @@ def test_replay_equals_eager_and_the_formula(case: str) -> None:
     assert step.stats.captures == 1
 
 
-@pytest.mark.parametrize("case", ["learned bias", "documents", "both"])
+@pytest.mark.parametrize("case", share(["both", "learned bias", "documents"], 3))
 def test_compiled_replay_is_close_to_the_formula(case: str) -> None:
     step, state = step_of(case, "cpu", "inductor"), fcg.fork(parameters("cpu"))
     for call in range(4):

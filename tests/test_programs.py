@@ -30,6 +30,7 @@ from functional_cg.examples.programs import (
     trainer,
 )
 from functional_cg.testing import assert_replay_equals_eager, assert_trees_all_equal
+from tests.shares import thorough
 
 CALLS = 20
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)]
@@ -203,6 +204,7 @@ def test_actions_and_samples_equal_eager(device: str) -> None:
     assert len(set(actions.tolist())) > 1  # the key matters
 
 
+@thorough
 def test_nanogpt_learns() -> None:
     before, after, sample = nanogpt.train(steps=40)
     assert before == pytest.approx(5.5, abs=0.2)
@@ -210,6 +212,7 @@ def test_nanogpt_learns() -> None:
     assert len(sample) > 200
 
 
+@thorough
 def test_actor_critic_learns() -> None:
     returns = actor_critic.train(updates=80)
     assert np.mean(returns[:50]) < 30
@@ -226,6 +229,7 @@ def test_target_of_the_critic_is_a_copy_of_it_at_the_last_sync() -> None:
     assert not torch.equal(state.params["critic"]["w1"], critic["w1"])
 
 
+@thorough
 def test_diffusion_learns() -> None:
     losses, samples = diffusion_unet_ema_bf16.train(steps=60)
     noise = torch.randn(64, 1, 16, 16)

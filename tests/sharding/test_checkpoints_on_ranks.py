@@ -13,6 +13,7 @@ from functional_cg.checkpoint.index import Index
 from tests.sharding.law import HYBRID, held, rank_of
 from tests.sharding.programs import PROGRAMS, Setting
 from tests.sharding.ranks import on_ranks
+from tests.shares import thorough
 from tests.stress import kills
 from tests.test_prefetch import Shuffled, reading_ahead
 
@@ -23,6 +24,7 @@ def test_any_ranks_read_what_others_wrote() -> None:
     assert kills.between(sources, [Setting({"data": 2}, 2), Setting({"data": 1}, 3)]) == 6
 
 
+@thorough
 def test_ranks_killed_at_random_moments_go_on_bitwise() -> None:
     counts = kills.run(1, seed=1, at_once=1, times=1)
     assert counts["killed"] >= 1

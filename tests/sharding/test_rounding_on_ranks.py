@@ -13,6 +13,7 @@ from functional_cg.testing import assert_trees_all_equal
 from tests.sharding.law import CALLS, assert_same_step
 from tests.sharding.programs import Setting, mlp_params, randn
 from tests.sharding.ranks import on_ranks
+from tests.shares import share
 
 
 def state_on(zero: Any) -> Any:
@@ -54,10 +55,13 @@ def trained(settings: list[Setting]) -> Any:
 
 @pytest.mark.parametrize(
     ("ranks", "settings"),
-    [
-        (2, [Setting({"data": 2}, 1), Setting({"data": 2}, 3)]),
-        (4, [Setting({"replica": 2, "shard": 2}, 3)]),
-    ],
+    share(
+        [
+            (2, [Setting({"data": 2}, 1), Setting({"data": 2}, 3)]),
+            (4, [Setting({"replica": 2, "shard": 2}, 3)]),
+        ],
+        2,
+    ),
 )
 def test_any_number_of_ranks_rounds_as_one(ranks: int, settings: list[Setting]) -> None:
     ends, *_ = on_ranks(ranks, trained, settings)
