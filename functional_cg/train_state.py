@@ -123,22 +123,18 @@ class TrainState(_StateClass, Generic[Params]):
           buffers: Pytree of tensors that are not trained.
           accumulate: Whether to add ``grads``, an accumulator of zeros for gradients over several calls.
           sharding: From :func:`functional_cg.sharding.zero`, or a tree prefix of ``params`` with such leaves.
-            Each rank holds its shard of parameters and moments; the rest of the state is whole on each rank.
-            All values are those of rank 0.
-          init: ``init(path, leaf, key) -> tensor`` makes a parameter. It is called leaf by leaf, so a rank
-            holds its shards and one whole leaf of a model that fits on no single device. ``path`` is text
-            such as ``params['w']``, ``leaf`` is on the meta device, and the result has its shape and dtype.
-            Each leaf has its own key, folded from ``key``.
-          step: Number of updates so far, 0 by default. With the ``key`` of another state, for example to
-            change the optimizer in the middle of a run, pass its ``step`` too: key and step determine the
-            random numbers of a call.
+            Each rank holds its shard of parameters and moments, and the rest whole. Values are those of rank 0.
+          init: ``init(path, leaf, key) -> tensor`` makes a parameter, leaf by leaf, so that a rank holds its shards
+            and one whole leaf. ``path`` is text such as ``params['w']``, ``leaf`` is on the meta device, and the
+            result has its shape and dtype. Each leaf has its own key, folded from ``key``.
+          step: Number of updates so far, 0 by default. With the ``key`` of another state, pass its ``step`` too:
+            key and step determine the random numbers of a call.
           can_sleep: Whether :func:`functional_cg.sleep` can send its memory away; see :func:`functional_cg.place`.
           fields: Values of the fields that a subclass adds.
         Raises:
           AliasError: If two leaves share memory.
           LayoutError: If a leaf is not a tensor, or ``init`` returns another shape or dtype.
-          TypeError: If ``params`` is a module or a generator, ``optimizer`` or ``key`` has the wrong type, or the class
-            lacks a field.
+          TypeError: If ``params``, ``optimizer`` or ``key`` has the wrong type, or the class lacks a field.
           ValueError: If ``optimizer`` applies no learning rate, or ``key`` is that of another state and ``step`` is
             not given.
         """

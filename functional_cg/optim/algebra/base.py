@@ -299,9 +299,8 @@ def need_transformations(name: str, *given: object) -> None:
     """Raise ``TypeError`` for anything that is not a gradient transformation."""
     for tx in given:
         if not isinstance(tx, GradientTransformation):
-            raise TypeError(
-                f"{name}: takes gradient transformations, such as `optim.sgd(0.1)`, got {type(tx).__name__}: {tx!r}"
-            )
+            got = f"the class `{tx.__name__}`" if isinstance(tx, type) else f"{type(tx).__name__}: {tx!r}"
+            raise TypeError(f"{name}: takes gradient transformations, such as `optim.sgd(0.1)`, got {got}")
 
 
 def need_steps(name: str, inner: GradientTransformation) -> None:
