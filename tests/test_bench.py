@@ -33,7 +33,7 @@ from functional_cg.bench.tables import plot, table
 from functional_cg.bench.workloads import Workload
 from functional_cg.stages.run.poison import Poisoned
 from functional_cg.step.verify import Shadow
-from tests.shares import THOROUGH
+from tests.shares import THOROUGH, thorough
 
 CPU = torch.device("cpu")
 MLP = Workload("mlp", "mlp", layers=2, width=8, batch=4)
@@ -221,6 +221,7 @@ def test_a_picture_of_the_rows(tmp_path: Path) -> None:
         plot(rows[2:], tmp_path / "none.png")
 
 
+@thorough
 @pytest.mark.slow
 def test_first_calls_are_made_in_processes_of_their_own() -> None:
     work = workload("mlp-4x64")

@@ -17,6 +17,7 @@ from safetensors.torch import load_file
 from functional_cg.examples import gpt, options, text
 from functional_cg.examples.ranks import Ranks, stop_request
 from tests.gpt_runs import run_on_ranks
+from tests.shares import thorough
 
 TINY = (
     "--layers",
@@ -49,6 +50,7 @@ def interrupted(*args: Any, **kwargs: Any) -> Iterator[text.Batch]:
     raise KeyboardInterrupt
 
 
+@thorough
 @pytest.mark.slow
 def test_two_ranks_go_on_where_one_stopped_and_end_where_one_would_have(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
