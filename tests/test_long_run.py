@@ -23,7 +23,7 @@ from functional_cg.testing import assert_trees_all_equal
 from tests.forked import Program
 from tests.sharding.law import held, rank_of
 from tests.sharding.ranks import on_ranks
-from tests.shares import THOROUGH
+from tests.shares import thorough
 
 STEPS, EVERY, STRUCK = 20, 4, 10  # in the last one something happens
 
@@ -136,7 +136,7 @@ def test_kills_in_a_step_and_in_a_save(tmp_path: Path, expected: tuple[Any, str]
     assert_goes_on(tmp_path / hows[1], expected, EVERY)
 
 
-@pytest.mark.skipif(not THOROUGH, reason="six processes; of the profile `thorough`")
+@thorough
 def test_on_two_ranks_one_signal_stops_both_at_one_step(tmp_path: Path) -> None:
     whole = on_ranks(2, run, str(tmp_path / "whole"))
     assert on_ranks(2, interrupted, str(tmp_path / "part"), "SIGTERM", 1) == [(STRUCK, STRUCK)] * 2

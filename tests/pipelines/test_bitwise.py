@@ -31,9 +31,7 @@ from tests.pipelines.programs import (
 )
 from tests.sharding.law import on_gloo_and_nccl
 from tests.sharding.ranks import on_ranks
-from tests.shares import THOROUGH, diagonal, share
-
-thorough = pytest.mark.skipif(not THOROUGH, reason="several processes, or a compiler: profile `thorough`")
+from tests.shares import THOROUGH, diagonal, share, thorough
 
 # The order that TransformerEngine's own test gives to two chunks of layers and three micro-batches.
 TRANSFORMER_ENGINE = (1, 2, 1, 2, -2, -1, 1, 2, -2, -1, -2, -1)

@@ -17,7 +17,7 @@ from functional_cg.sharding.pipelining import refuse_moving_memory
 from functional_cg.testing import assert_trees_all_equal
 from tests.pipelines.programs import ONE, TWO
 from tests.sharding.ranks import on_ranks, outcomes
-from tests.shares import THOROUGH
+from tests.shares import thorough
 
 
 def pipe_of(axes: Any = ONE, schedule: str = "1f1b", microbatches: int = 2) -> Any:
@@ -326,7 +326,7 @@ def keeps_its_own_loss(reduced: bool) -> float:
     return float(state.last)
 
 
-@pytest.mark.skipif(not THOROUGH, reason="four processes: profile `thorough`")
+@thorough
 def test_what_stages_add_up_is_followed_to_the_ranks_that_bring_nothing() -> None:
     for outcome in outcomes(4, keeps_its_own_loss, False):
         assert "state.last  differs over data" in outcome.error

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import functional_cg as fcg
+from functional_cg.stages.lower.compiled import without_lanes
 from functional_cg.stages.run.capture import CPUBackend
 from functional_cg.testing import assert_replay_equals_eager
 from functional_cg.testing import strategies as fst
@@ -230,6 +231,10 @@ def test_what_runs_in_one_line_says_why(monkeypatch: pytest.MonkeyPatch) -> None
     assert "branches: none, a CPU runs one call at a time" in str(on_host)
     own = fcg.graph_step(heads, branches=2, backend=CPUBackend()).lower(fcg.place(start()), x)
     assert "branches: none, `CPUBackend` runs one call at a time" in str(own)
+    monkeypatch.setattr(torch.cuda, "get_allocator_backend", lambda: "cudaMallocAsync")
+    assert "free the workspaces" in without_lanes(torch.device("cuda"), "auto")
+    monkeypatch.setattr(torch.cuda, "get_allocator_backend", lambda: "native")
+    assert without_lanes(torch.device("cuda"), "auto") == ""
     compiled = fcg.graph_step(heads, lowering="inductor", branches=2).lower(fcg.place(start()), x)
     assert "branches: none, a compiled step runs in one line" in str(compiled)
     chain = branched(lambda s, x: ({"n": ((s["n"] + 1) * 2) - 3}, {})).lower({"n": torch.tensor(1)}, x)

@@ -42,7 +42,7 @@ from .graph import Entrance, build_graph
 from .head import ONE_LINE, Compiler, Head, by_inductor
 from .regions import RegionsPlan
 
-__all__ = ["HeadPlan", "InPlacePlan", "lower", "prepare"]
+__all__ = ["HeadPlan", "InPlacePlan", "lower", "prepare", "without_lanes"]
 
 _SMALL = 2**24  # bytes
 _LARGE = 2**20  # bytes: recomputing or storing a smaller value takes a kernel longer than it is worth
@@ -59,17 +59,13 @@ def lower(program: Program, device: torch.device, options: Options, reference: R
     """
     on_gpu, choice = device.type == "cuda", options.lowering
     if choice == "aten" or (choice == "auto" and not on_gpu):
-        backend = options.backend
-        # The driver's own allocator frees no workspace that a capture took, which lanes need.
-        has = on_gpu and torch.cuda.get_allocator_backend() == "native"
-        lanes = has if isinstance(backend, str) else getattr(backend, "has_lanes", False)
-        if lanes and options.branches != 1:
+        asked = options.branches != 1
+        why = without_lanes(device, options.backend) if asked else ""
+        if asked and not why:
             return _in_branches(program, options)
         plan = lower_aten(program)
-        if options.branches != 1:
-            here = "the allocator `cudaMallocAsync`" if on_gpu else "a CPU"
-            where = here if isinstance(backend, str) else f"`{type(backend).__name__}`"
-            plan.branches = f"branches: none, {where} runs one call at a time"
+        if why:
+            plan.branches = f"branches: none, {why}"
         return plan
     if any(instr.region for instr in program.instrs):
         return RegionsPlan(program, device, None if isinstance(choice, str) else choice, reference)
@@ -78,6 +74,21 @@ def lower(program: Program, device: torch.device, options: Options, reference: R
     if not isinstance(choice, str):
         return HeadPlan(program, device, choice, reference)
     return InPlacePlan(program, device) if on_gpu else HeadPlan(program, device, None, reference)
+
+
+def without_lanes(device: torch.device, backend: Any) -> str:
+    """Return why a backend runs no calls side by side; empty if it does."""
+    if not isinstance(backend, str):
+        return (
+            ""
+            if getattr(backend, "has_lanes", False)
+            else f"`{type(backend).__name__}` runs one call at a time"
+        )
+    if device.type != "cuda":
+        return "a CPU runs one call at a time"
+    if torch.cuda.get_allocator_backend() != "native":
+        return "`cudaMallocAsync` cannot free the workspaces that captures on lanes take"
+    return ""
 
 
 def _in_branches(program: Program, options: Options) -> ExecutionPlan:

@@ -84,10 +84,7 @@ def _unmet(said: Sequence[_Said]) -> Iterator[str]:
         source, sends = sent.get(group, ("another", []))
         target, receives = received.get(group, ("another", []))
         if sends != receives:
-            number = next(
-                (i for i, pair in enumerate(zip(sends, receives, strict=False)) if pair[0] != pair[1]),
-                min(len(sends), len(receives)),
-            )
+            number = _first_difference(sends, receives)
             yield (
                 f"transfer {number}  rank {source} sends {_nth(sends, number)}   "
                 f"rank {target} receives {_nth(receives, number)}"
@@ -100,14 +97,16 @@ def _other_sums(said: Sequence[_Said]) -> Iterator[str]:
         for group, sums in one["sums"].items():
             first, known = firsts.setdefault(group, (rank, sums))
             if sums != known:
-                number = next(
-                    (i for i, pair in enumerate(zip(known, sums, strict=False)) if pair[0] != pair[1]),
-                    min(len(known), len(sums)),
-                )
+                number = _first_difference(known, sums)
                 yield (
                     f"sum {number} over stages  rank {first} has {_nth(known, number)}   "
                     f"rank {rank} has {_nth(sums, number)}"
                 )
+
+
+def _first_difference(one: Sequence[str], other: Sequence[str]) -> int:
+    pairs = zip(one, other, strict=False)
+    return next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(one), len(other)))
 
 
 def _nth(items: Sequence[str], number: int) -> str:
