@@ -15,9 +15,10 @@ import pytest
 import torch
 
 import functional_cg as fcg
-from functional_cg.bench import debug, dropout, first_call, measure, watch
+from functional_cg.bench import debug, dropout, measure, watch
 from functional_cg.bench.__main__ import main
 from functional_cg.bench.jax_sharded import mean_and_losses
+from functional_cg.bench.many import first_call
 from functional_cg.bench.measure import Row, bench
 from functional_cg.bench.models import Config, LanguageModel
 from functional_cg.bench.modules import names, workload

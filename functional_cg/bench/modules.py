@@ -19,6 +19,7 @@ from .workloads import Batch, Workload
 __all__ = ["ModuleWorkload", "names", "workload"]
 
 _SEED = 2
+_POSITIONS = ("wpe.", "position_embeddings.")  # in names of parameters
 Loss = Callable[[nn.Module, Batch], Tensor]
 
 
@@ -60,7 +61,16 @@ class ModuleWorkload(Workload):
 
     def parameters(self) -> int:
         """Count the elements of the parameters."""
-        return sum(param.numel() for param in self.make().parameters())
+        return sum(param.numel() for param in self._without_memory().parameters())
+
+    def positions(self) -> int:
+        """Count the elements of position embeddings."""
+        named = self._without_memory().named_parameters()
+        return sum(param.numel() for name, param in named if any(one in name for one in _POSITIONS))
+
+    def _without_memory(self) -> nn.Module:
+        with torch.device("meta"):
+            return self.make()
 
 
 def _tokens(vocab: int, batch: int, time: int, *, shifted: bool) -> Callable[[int], list[Batch]]:
