@@ -22,6 +22,7 @@ _NODES = re.compile(r"\s*# .*Source Nodes: \[(.*?)\], Original ATen:")
 _CALLED = re.compile(r"(?:[\w, ]+ = )?([\w.]+)\(")
 _OUTER = re.compile(r"call|partition_\d+")
 _FUSED = ("triton_", "cpp_fused_", "multi_kernel_")
+_LAUNCHES = (*_FUSED, "extern_kernels.", "torch.ops.", "aten.")
 _RUN = ".run"
 
 
@@ -102,16 +103,17 @@ def kernels(lines: Iterable[Line | None], seconds: Iterable[float]) -> list[Kern
 
 
 def _nodes_above(text: Sequence[str]) -> dict[int, tuple[str, ...]]:
-    """Return the nodes of the last comment above each line, by the line's number."""
+    """Return the nodes of the comment above each line, by the line's number; it is of the first launch below it."""
     found: dict[int, tuple[str, ...]] = {}
     nodes: tuple[str, ...] = ()
     for number, line in enumerate(text, 1):
         comment = _NODES.match(line)
         if comment is not None:
             nodes = tuple(filter(None, comment[1].split(", ")))
-        elif line.lstrip().startswith(("def ", "class ")):
-            nodes = ()
         found[number] = nodes
+        called = _CALLED.match(line.strip())
+        if called is not None and called[1].startswith(_LAUNCHES):
+            nodes = ()
     return found
 
 

@@ -57,7 +57,7 @@ def profile_of(call: Call, lowered: Lowered) -> Profile:
     constants = [c.value.to(c.var.spec.device, copy=True) for c in program.constants]
     buffers = Buffers(slots, staging.slots, constants)
     unchecked, where = lowered.reference.unchecked.slots, (device, call.function)
-    named = lowered.plan.named_calls() if device.type == "cuda" else {}
+    named = lowered.plan.named_calls()
     with among(mesh, call.function):
         if named:
             a_call, inputs, lines, parts = times_of_lines(lowered.plan, buffers, unchecked, copy_in, where)

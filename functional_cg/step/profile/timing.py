@@ -98,7 +98,7 @@ def times_of(
         try:
             if device.type == "cuda":
                 parts = _parts_on_device(partial(_timed_run, timed, buffers, copy_in), where)
-                return _median_on_device(call, device), parts
+                return _median(call, device), parts
             return _on_host(timed, buffers, copy_in, call)
         finally:
             replay.close()
@@ -107,7 +107,7 @@ def times_of(
 def times_of_lines(
     plan: ExecutionPlan, buffers: Buffers, unchecked: Sequence[bool], copy_in: Act, where: Where
 ) -> tuple[float, float, list[Line | None], list[float]]:
-    """Return the seconds of a replay of a compiled step on a GPU, and those of the lines that launch its kernels.
+    """Return the seconds of a replay of a compiled step, and those of the lines that launch its kernels.
 
     The arguments, and what is raised, are those of :func:`times_of`.
 
@@ -124,7 +124,7 @@ def times_of_lines(
         try:
             run = plan.bind(buffers)
 
-            def on_clock(clock: _DeviceClock) -> Act:
+            def on_clock(clock: Act) -> Act:
                 def once() -> None:
                     clock()
                     copy_in()
@@ -136,18 +136,19 @@ def times_of_lines(
 
                 return once
 
-            inputs, *parts = _parts_on_device(on_clock, where)
+            on_gpu = device.type == "cuda"
+            inputs, *parts = _parts_on_device(on_clock, where) if on_gpu else _parts_on_host(on_clock)
 
             def call() -> None:
                 copy_in()
                 replay(())
 
-            return _median_on_device(call, device), inputs, lines, parts
+            return _median(call, device), inputs, lines, parts
         finally:
             replay.close()
 
 
-def _timed_run(timed: AtenPlan, buffers: Buffers, copy_in: Act, clock: _DeviceClock) -> Act:
+def _timed_run(timed: AtenPlan, buffers: Buffers, copy_in: Act, clock: Act) -> Act:
     """Return a run of a timed plan on a clock."""
     run = timed.bind(buffers, tick=clock)
 
@@ -188,11 +189,35 @@ def _on_device(call: Act, device: torch.device) -> float:
     return float(start.elapsed_time(end)) / 1e3
 
 
-def _median_on_device(call: Act, device: torch.device) -> float:
+def _median(call: Act, device: torch.device) -> float:
+    """Return the median seconds of a call."""
+    if device.type != "cuda":
+        return sum(_parts_on_host(partial(_between_ticks, call)))
     return statistics.median([_on_device(call, device) for _ in range(1 + _RUNS)][1:])
 
 
-def _parts_on_device(on_clock: Callable[[_DeviceClock], Act], where: Where) -> list[float]:
+def _between_ticks(act: Act, clock: Act) -> Act:
+    def once() -> None:
+        clock()
+        act()
+        clock()
+
+    return once
+
+
+def _parts_on_host(on_clock: Callable[[Act], Act]) -> list[float]:
+    """Return the median seconds between two ticks of a clock."""
+    clock = _HostClock()
+    run = on_clock(clock)
+    parts = []
+    for _ in range(1 + _RUNS):
+        clock.read = []
+        run()
+        parts.append([end - start for start, end in pairwise(clock.read)])
+    return list(map(statistics.median, zip(*parts[1:], strict=True)))
+
+
+def _parts_on_device(on_clock: Callable[[Act], Act], where: Where) -> list[float]:
     """Return the mean seconds in which the device is busy with what runs between two ticks of a clock."""
     device, function = where
     clock = _DeviceClock()
