@@ -75,7 +75,8 @@ class GraphStep(Transform, Generic[P, R], metaclass=Documented):
           kwargs: Likewise.
         Returns:
           A :class:`functional_cg.step.profile.result.Profile`: it prints as a table, ``by_module()`` and ``by_line()``
-          return rows in seconds and bytes, ``by_kernel()`` those of a compiled step, and :func:`functional_cg.report.profile` draws it.
+          return rows in seconds and bytes, ``by_kernel()`` those of a compiled step, and
+          :func:`functional_cg.report.profile` draws it.
         Raises:
           FunctionalCGError: As a call of the step does; the state is unchanged.
 
