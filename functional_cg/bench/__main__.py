@@ -6,6 +6,8 @@ With several workloads, each runs in its own process, so that they cannot distur
 from __future__ import annotations
 
 import argparse
+import contextlib
+import importlib
 import json
 import logging
 import os
@@ -109,6 +111,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--json", action="store_true", help="print a line of JSON for each row")
     add("--plot", type=Path, help="picture that gets the medians, for example times.png")
     add("--out", type=Path, help="file that gets these lines, with or without --json; it is emptied first")
+    add("--told", action="store_true", help=argparse.SUPPRESS)  # how `many.processes` runs this program
     add("--verbose", action="store_true", help="log each stage of ours with its seconds")
     return parser
 
@@ -129,9 +132,23 @@ def main(argv: Sequence[str] | None = None) -> int:
             options.out.write_text("")
         except OSError as error:
             parser.error(str(error))
+    if options.told:
+        _wait_until_told(chosen, options)
     if options.plot is not None:
         return _drawn(chosen, options)
     return _run(chosen, options)
+
+
+def _wait_until_told(chosen: Sequence[str], options: argparse.Namespace) -> None:
+    """Import what will be needed, and read how many seconds there are."""
+    wanted = [
+        "torch._inductor.compile_fx",
+        *(getattr(workload(name), "library", "torch") for name in chosen if name != FIRST_CALL),
+    ]
+    for library in wanted:
+        with contextlib.suppress(ImportError):  # the row will say so
+            importlib.import_module(library)
+    options.limit_s = int(sys.stdin.readline())
 
 
 def _refuse_unfit(

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from . import workloads
-from .system import MODULES
+from .system import BUDGETS, MODULES
 from .systems.spellings import GPT, SPELLINGS, Size
 from .workloads import Batch, Workload
 
@@ -32,6 +32,7 @@ class ModuleWorkload(Workload):
       loss: ``loss(module, batch)``.
       data: ``data(count)`` makes batches on the CPU.
       library: What has to be installed.
+      curve: Whether it is trained within budgets of memory, too.
       text: Sizes, for people.
     """
 
@@ -39,12 +40,13 @@ class ModuleWorkload(Workload):
     loss: Loss = lambda module, batch: module(**batch)
     data: Callable[[int], list[Batch]] = lambda count: []
     library: str = "torch"
+    curve: bool = False
     text: str = ""
 
     @property
     def systems(self) -> tuple[str, ...]:
         """Names of the systems that support the workload."""
-        return MODULES
+        return (*MODULES, *(BUDGETS if self.curve else ()))
 
     @property
     def installed(self) -> bool:
@@ -123,6 +125,7 @@ def _spelled(name: str, spelling: str, size: Size) -> ModuleWorkload:
         bf16=True,
         steps=40,
         tolerance=2e-2,
+        curve=spelling == "plain",
         make=lambda: GPT(size, spelling),
         data=_tokens(size.vocab, size.batch, size.time, shifted=True),
         text=f"GPT, {size.layers} blocks, {size.width} wide, {size.batch}x{size.time} tokens, spelled {spelling!r}",
@@ -151,6 +154,7 @@ def _hugging_face(name: str, model: str, config: str, size: Size, **options: Any
         loss=_of_hugging_face,
         data=_tokens(size.vocab, size.batch, size.time, shifted=False),
         library="transformers",
+        curve=name == "zoo-gpt2",
         text=f"{model}, {size.layers} blocks, {size.width} wide, {size.batch}x{size.time} tokens",
     )
 

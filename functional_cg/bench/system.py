@@ -48,7 +48,7 @@ OPPONENTS = (
     "cudagraph-module", "max-autotune", "jax",
 )  # fmt: skip
 # For a module as it is.
-MODULES = (*OURS, TUNED, *BUDGETS, "eager", "compile", "reduce-overhead", "max-autotune")
+MODULES = (*OURS, TUNED, "eager", "compile", "reduce-overhead", "max-autotune")
 COMPILED = (OURS[0], TUNED, *BUDGETS, "compile", "reduce-overhead", "hand-graph-compiled", "max-autotune")
 BETAS, EPS = (0.9, 0.999), 1e-8  # AdamW in every system
 

@@ -70,6 +70,8 @@ def _mean(system: str, groups: Mapping[str, Sequence[Row]]) -> Mean:
     missing = []
     for workload, (ours, *others) in groups.items():
         row = next((one for one in others if one["system"] == system), None)
+        if row is not None and row["reason"].startswith("is not made for"):
+            continue
         if row is None or row["ratio"] is None:
             missing.append(workload)
             continue

@@ -7,7 +7,8 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from ..measure import Row, environment
@@ -25,6 +26,8 @@ _MOST_FOR_FILLING = 0.5  # of the time limit
 def in_processes(chosen: Sequence[str], options: argparse.Namespace, folder: Path) -> int:
     """Run the workloads and return the worst exit code.
 
+    While one is timed, the process of the next imports its libraries, and then waits for a line with the seconds left.
+
     Args:
       chosen: Names of the workloads.
       options: What the command line says.
@@ -34,44 +37,59 @@ def in_processes(chosen: Sequence[str], options: argparse.Namespace, folder: Pat
     if options.fill:
         env |= caches(folder)
         _fill(chosen, options, folder, start + _MOST_FOR_FILLING * options.limit_s)
-    for name in chosen:
-        left = options.limit_s - (time.monotonic() - start)
-        row = Row(name, "all", "skipped", "the time limit was reached")
-        if left > 0:
-            part = folder / f"{name}.jsonl" if options.out is not None else None
-            command = _command(name, options, left, part)
-            try:
-                code = subprocess.run(command, check=False, timeout=left + _GRACE_S, env=env).returncode
-            except subprocess.TimeoutExpired:
-                code = -1
-            if part is not None and part.exists():
+    waiting: deque[subprocess.Popen[str]] = deque()
+    try:
+        for number, name in enumerate(chosen):
+            left = options.limit_s - (time.monotonic() - start)
+            part = folder / f"{name}.jsonl"
+            row = Row(name, "all", "skipped", "the time limit was reached")
+            if left > 0:
+                for other in chosen[number + len(waiting) : number + 2]:
+                    waiting.append(_started(other, options, folder / f"{other}.jsonl", env))
+                code = _ended(waiting.popleft(), left)
+                if options.out is not None and part.exists():
+                    with options.out.open("a") as file:
+                        file.write(part.read_text())
+                if code in (0, 1):
+                    worst = max(worst, code)
+                    continue
+                row = Row(name, "all", "failed", f"the process ended with {code}")
+                worst = 1
+            print(f"{row.workload}: {row.status}: {row.reason}", flush=True)
+            if options.out is not None:
                 with options.out.open("a") as file:
-                    file.write(part.read_text())
-                part.unlink()
-            if code in (0, 1):
-                worst = max(worst, code)
-                continue
-            row = Row(name, "all", "failed", f"the process ended with {code}")
-            worst = 1
-        print(f"{row.workload}: {row.status}: {row.reason}", flush=True)
-        if options.out is not None:
-            with options.out.open("a") as file:
-                file.write(row.as_json(environment(options.device)) + "\n")
+                    file.write(row.as_json(environment(options.device)) + "\n")
+    finally:
+        for process in waiting:
+            process.kill()
+            process.wait()
     return worst
 
 
-def _command(name: str, options: argparse.Namespace, left: float, part: Path | None) -> list[str]:
-    command = [sys.executable, "-m", "functional_cg.bench", "--workload", name]
+def _started(
+    name: str, options: argparse.Namespace, part: Path, env: Mapping[str, str]
+) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "functional_cg.bench", "--workload", name, "--told", "--out", str(part)]
     command += ["--device", options.device.type]
     command += ["--against", ",".join(options.against)] if options.against else []
-    command += ["--limit-s", str(max(1, round(left)))]
     if name != FIRST_CALL:  # it times no steps
         command += ["--ours", options.ours] if options.ours else []
         command += ["--nodes"] if options.nodes else []
         command += ["--steps", str(options.steps)] if options.steps else []
     command += ["--json"] if options.json else []
     command += ["--verbose"] if options.verbose else []
-    return [*command, *(["--out", str(part)] if part is not None else [])]
+    return subprocess.Popen(command, stdin=subprocess.PIPE, text=True, env=env)
+
+
+def _ended(process: subprocess.Popen[str], left: float) -> int:
+    """Tell a process to begin, and return its exit code."""
+    try:
+        process.communicate(f"{max(1, round(left))}\n", timeout=left + _GRACE_S)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+        return -1
+    return process.returncode
 
 
 def _fill(chosen: Sequence[str], options: argparse.Namespace, folder: Path, deadline: float) -> None:
