@@ -29,6 +29,9 @@ from typing import Any
 import hypothesis
 import pytest
 import torch
+from _pytest.runner import runtestprotocol
+
+from tests.room import with_room
 
 # Read by mypy, not run; --doctest-modules would import it.
 collect_ignore = ["typing_surface.py"]
@@ -84,6 +87,14 @@ class GlobalStateGuard:
 
     A plugin and not an autouse fixture: it also covers the doctests, which live outside this folder.
     """
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtest_protocol(self, item: pytest.Item, nextitem: pytest.Item | None) -> bool:
+        """Run the test with room for its frames, as pytest does without."""
+        item.ihook.pytest_runtest_logstart(nodeid=item.nodeid, location=item.location)
+        with_room(runtestprotocol, item, nextitem=nextitem)
+        item.ihook.pytest_runtest_logfinish(nodeid=item.nodeid, location=item.location)
+        return True
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_call(self, item: pytest.Item) -> Generator[None, Any, Any]:
