@@ -17,6 +17,9 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 # Two steps are compared that were compiled one after the other: by default inductor times variants of a reduction
 # and keeps the fastest, which is another one on a busy machine, with other last bits.
 os.environ.setdefault("TORCHINDUCTOR_DETERMINISTIC", "1")
+# Otherwise each process that compiles a step for a CPU first builds and loads a program for each instruction set
+# that the processor says it has: a second, and eight where nothing is built yet.
+os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
 # Where jax is installed (the bench compares with it), one worker would take three quarters of the GPU's memory.
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
