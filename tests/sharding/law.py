@@ -19,13 +19,14 @@ from functional_cg.shards.tensor import Sharded
 from functional_cg.testing import assert_no_alias, assert_trees_all_equal
 from tests.hazards.law import COMPILED, CPU, Place, overwrite
 from tests.sharding.programs import PROGRAMS, Setting, key_of, mlp_loss, mlp_state
+from tests.shares import THOROUGH
 
 __all__ = [
     "CALLS", "HYBRID", "Run", "assert_same_step", "backends", "batches", "forks_in_turn", "held", "law",
     "on_gloo_and_nccl", "rank_of", "trained", "two_steps_on_one_state",
 ]  # fmt: skip
 
-CALLS = 16
+CALLS = 16 if THOROUGH else 8
 HYBRID = {"replica": 2, "shard": 2}
 
 
@@ -94,7 +95,7 @@ def assert_same_step(
 
 
 def law(run: Run, device: str) -> Any:
-    """Sixteen calls with new data, replayed and on a fork eagerly.
+    """Calls with new data, replayed and on a fork eagerly.
 
     Returns:
       The metrics of each call; the state as a dict on rank 0; and the numbers of traces, captures and replays.
@@ -139,7 +140,7 @@ def forks_in_turn(setting: Setting, device: str) -> Any:
 
 
 def two_steps_on_one_state(setting: Setting, device: str) -> Any:
-    """Three calls of a step that adds up gradients, then one of a step that updates, four times over."""
+    """Three calls of a step that adds up gradients, then one of a step that updates, and so on."""
     captured = mlp_state(accumulate=True)(setting.zero(device), device)
     eager, batch_of = fcg.fork(captured), batches("mlp", device, rank_of())
     add, update = fcg.graph_step(add_up, lowering="aten"), fcg.graph_step(update_with_sum, lowering="aten")
