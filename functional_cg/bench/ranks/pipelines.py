@@ -13,8 +13,9 @@ import argparse
 import gc
 import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -24,6 +25,7 @@ from torch import Tensor, nn
 import functional_cg as fcg
 from functional_cg import optim, sharding
 
+from ..systems.by_hand import captured
 from .rounds import peak_gib, timed, together
 
 __all__ = ["main"]
@@ -204,32 +206,26 @@ def _by_torch(job: Job, how: str) -> Step:
         optimizer.step()
         optimizer.zero_grad()
 
-    return _captured(run) if how == "torch-captured" else run
+    if how != "torch-captured":
+        return run
+    # Threads of NCCL call CUDA meanwhile.
+    graph, _ = captured(run, device, lambda: None, capture_error_mode="thread_local")
+    return graph.replay  # type: ignore[no-any-return]
 
 
-def _captured(run: Step) -> Step:
-    """Capture a step in the usual way; it owns nothing that is returned."""
-    side, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()  # noqa: TID251
-    with torch.cuda.stream(side):
-        for _ in range(5):
-            run()
-    torch.cuda.synchronize()
-    with torch.cuda.graph(graph, stream=side, capture_error_mode="thread_local"):  # noqa: TID251
-        run()
-    return graph.replay
-
-
-SYSTEMS: dict[str, Callable[[Job], Step]] = {
-    "ours": lambda job: _in_stages(job, "auto"),
-    "ours-aten": lambda job: _in_stages(job, "aten"),
-    "torch": lambda job: _by_torch(job, "torch"),
-    "torch-compiled": lambda job: _by_torch(job, "torch-compiled"),
-    "torch-captured": lambda job: _by_torch(job, "torch-captured"),
-    "alone": lambda job: _alone(job, "auto"),
-    "alone-aten": lambda job: _alone(job, "aten"),
-    "zero": lambda job: _sharded(job, "auto"),
-    "zero-aten": lambda job: _sharded(job, "aten"),
-}
+SYSTEMS: Mapping[str, Callable[[Job], Step]] = MappingProxyType(
+    {
+        "ours": lambda job: _in_stages(job, "auto"),
+        "ours-aten": lambda job: _in_stages(job, "aten"),
+        "torch": lambda job: _by_torch(job, "torch"),
+        "torch-compiled": lambda job: _by_torch(job, "torch-compiled"),
+        "torch-captured": lambda job: _by_torch(job, "torch-captured"),
+        "alone": lambda job: _alone(job, "auto"),
+        "alone-aten": lambda job: _alone(job, "aten"),
+        "zero": lambda job: _sharded(job, "auto"),
+        "zero-aten": lambda job: _sharded(job, "aten"),
+    }
+)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
