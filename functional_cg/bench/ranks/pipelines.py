@@ -210,7 +210,8 @@ def _by_torch(job: Job, how: str) -> Step:
         return run
     # Threads of NCCL call CUDA meanwhile.
     graph, _ = captured(run, device, lambda: None, capture_error_mode="thread_local")
-    return graph.replay  # type: ignore[no-any-return]
+    held = (graph, run)  # a graph reads addresses: what the step reads must stay alive
+    return lambda: held[0].replay()
 
 
 SYSTEMS: Mapping[str, Callable[[Job], Step]] = MappingProxyType(
