@@ -134,7 +134,12 @@ def test_a_compiler_of_ones_own_may_give_back_memory_that_holds_the_result_alrea
 
     def step_fn(state, x):
         old = state["w"].clone()
-        return {"w": state["w"] + x, "old": old}, {"old": old * 1, "x": x * 1, "sum": x + old, "same": old + x}
+        return {"w": state["w"] + x, "old": old}, {
+            "old": old * 1,
+            "x": x * 1,
+            "sum": x + old,
+            "same": old + x,
+        }
 
     step = fcg.graph_step(step_fn, lowering=compiler)
     state, kept = fcg.place({"w": torch.zeros(2), "old": torch.ones(2)}), []
