@@ -23,7 +23,10 @@ from ...concurrency.interrupts import uninterrupted
 from ...options import Options
 from ...shards.transfers import TRANSFERS
 from ..branches.choice import choose
-from ..branches.plan import BranchedPlan
+from ..branches.function import Launches
+from ..branches.listing import in_line
+from ..branches.plan import BranchedPlan, Lanes, Spread
+from ..branches.wrapper import UnknownStatement, Wrapper
 from ..fx_passes.canonical import pick_by_comparison
 from ..fx_passes.cross_entropy import join_gradients
 from ..fx_passes.logits import has_large_logits, read_targets_first
@@ -40,11 +43,13 @@ from ..schedule import Schedule, schedule
 from ..trial.reference import Reference
 from .graph import Entrance, build_graph
 from .head import ONE_LINE, Compiler, Head, by_inductor
+from .inductor import opened
 from .regions import RegionsPlan
 
 __all__ = ["HeadPlan", "InPlacePlan", "lower", "prepare", "without_lanes"]
 
 _SMALL = 2**24  # bytes
+_ALONE = "branches: none, its values are so large that each kernel fills the device"
 _LARGE = 2**20  # bytes: recomputing or storing a smaller value takes a kernel longer than it is worth
 
 
@@ -58,22 +63,29 @@ def lower(program: Program, device: torch.device, options: Options, reference: R
       reference: The program as traced, which finds the user's line for an exception from a compiled function.
     """
     on_gpu, choice = device.type == "cuda", options.lowering
+    asked = options.branches != 1
+    why = without_lanes(device, options.backend) if asked else ""
     if choice == "aten" or (choice == "auto" and not on_gpu):
-        asked = options.branches != 1
-        why = without_lanes(device, options.backend) if asked else ""
         if asked and not why:
-            return _in_branches(program, options)
+            return BranchedPlan(program, schedule(program), _spread(program, options))
         plan = lower_aten(program)
         if why:
             plan.branches = f"branches: none, {why}"
         return plan
     if any(instr.region for instr in program.instrs):
         return RegionsPlan(program, device, None if isinstance(choice, str) else choice, reference)
-    if on_gpu:
+    spread = _spread(program, options) if asked and not why and isinstance(choice, str) else None
+    in_place = on_gpu or spread is not None  # lanes on a CPU stand for those of a GPU
+    if in_place:
         prepare(program, budget=options.activation_memory_budget)
     if not isinstance(choice, str):
         return HeadPlan(program, device, choice, reference)
-    return InPlacePlan(program, device) if on_gpu else HeadPlan(program, device, None, reference)
+    if not in_place:
+        return HeadPlan(program, device, None, reference)
+    plan = InPlacePlan(program, device, spread)
+    if why:
+        plan.branches = f"branches: none, {why}"
+    return plan
 
 
 def without_lanes(device: torch.device, backend: Any) -> str:
@@ -91,12 +103,12 @@ def without_lanes(device: torch.device, backend: Any) -> str:
     return ""
 
 
-def _in_branches(program: Program, options: Options) -> ExecutionPlan:
-    """Lower to ATen calls that run side by side where that pays."""
+def _spread(program: Program, options: Options) -> Spread:
+    """Return what chooses which units run side by side: those that pay."""
     held = sum(
         var.spec.nbytes for var in (*program.slots, *program.inputs, *(c.var for c in program.constants))
     )
-    return BranchedPlan(program, schedule(program), partial(choose, asked=options.branches, held=held))
+    return partial(choose, asked=options.branches, held=held)
 
 
 def prepare(program: Program, *, budget: float | None = None, large: int = _LARGE) -> None:
@@ -114,15 +126,22 @@ def prepare(program: Program, *, budget: float | None = None, large: int = _LARG
 
 
 class InPlacePlan:
-    """Runs a compiled function that returns the metrics and writes the slots."""
+    """Runs a compiled function that returns the metrics and writes the slots.
+
+    Args:
+      program: The program.
+      device: Where it runs.
+      spread: Chooses which of its launches run side by side; None for one line.
+    Attributes:
+      timeline: What runs where, once it is known.
+    """
 
     compiled = True
     functions = 1
     copies = False
-    branches = ONE_LINE
     temporaries = 0
 
-    def __init__(self, program: Program, device: torch.device) -> None:
+    def __init__(self, program: Program, device: torch.device, spread: Spread | None = None) -> None:
         self._program = program
         self.schedule = plan = schedule(program, fuse=False)
         self._entrance = Entrance.of(program, plan, writes=plan.commits)
@@ -138,19 +157,19 @@ class InPlacePlan:
             read_targets_first(self._graph.graph)
         self._graph.recompile()
         self._compiled: Callable[..., Any] | None = None
+        self._spread = spread if self._small else None
+        self._launches: Launches | None = None
+        self.timeline = in_line(())
+        self.branches = "branches: none, as asked for" if spread is None else _ALONE
 
     def as_text(self) -> str:
         return str(self._graph.code)
 
     def bind(self, buffers: Buffers) -> Run:
-        # A compiled kernel may take a CPU scalar as if it were on the device.
-        here = [one.to(self._device) for one in buffers.constants]
-        arguments, ranges = _arguments(self._program, self._entrance, replace(buffers, constants=here))
+        arguments, after = self._arguments(buffers)
         if self._compiled is None:
             self._compiled = self._compile(arguments)
         compiled, count = self._compiled, len(self.schedule.outputs)
-        # Not part of the graph, where writing to some elements of a result would copy it.
-        after = clears(self._program, ranges)
 
         def run(before: Before) -> Sequence[Tensor]:
             with ordinary():
@@ -162,6 +181,55 @@ class InPlacePlan:
 
         return run
 
+    def rehearse(self, buffers: Buffers) -> None:
+        if self._launches is not None or self._spread is None or self._compiled is None:
+            return
+        spread, self._spread = self._spread, None
+        program, found = self._program, opened(self._compiled)
+        if found is None:
+            self.branches = "branches: none, since torch's compiler does not show what it wrote"
+            return
+        entering = [*self._entrance.slots, *program.inputs, *(c.var for c in program.constants)]
+        arguments, after = self._arguments(buffers)
+        try:
+            wrapper = Wrapper(*found, [f"argument {var.storage}" for var in entering])
+        except UnknownStatement as error:
+            self.branches = f"branches: none, since `{error}` is not known to be a launch"
+            return
+        with ordinary():
+            without_gradients()
+            self._launches = Launches(
+                program.function,
+                wrapper,
+                found[1],
+                count=len(self.schedule.outputs),
+                padded=wrapper.known if after else (),
+                spread=spread,
+            )
+            self._launches.rehearse(arguments, after)
+        self.timeline = self._launches.timeline
+        self.branches = str(self.timeline)
+        self.temporaries = self.timeline.peak if self.timeline.lanes > 1 else 0
+
+    def bind_to(self, buffers: Buffers, lanes: Lanes) -> Run:
+        assert self._launches is not None
+        launch = self._launches.bind_to(*self._arguments(buffers), lanes)
+
+        def run(before: Before) -> Sequence[Tensor]:
+            with ordinary():
+                without_gradients()
+                return launch(before)
+
+        return run
+
+    def _arguments(self, buffers: Buffers) -> tuple[list[Tensor], Sequence[Callable[[], Any]]]:
+        """Return the arguments of the function, and what to call after it."""
+        # A compiled kernel may take a CPU scalar as if it were on the device.
+        here = [one.to(self._device) for one in buffers.constants]
+        arguments, ranges = _arguments(self._program, self._entrance, replace(buffers, constants=here))
+        # Not part of the graph, where writing to some elements of a result would copy it.
+        return arguments, clears(self._program, ranges)
+
     def _compile(self, arguments: Sequence[Tensor]) -> Callable[..., Any]:
         with ordinary():
             without_gradients()
@@ -172,6 +240,7 @@ class InPlacePlan:
                 on_host=self._device.type == "cpu",
                 small=self._small,
                 in_order=self._in_order,
+                beside=self._spread is not None,
             )
 
 
