@@ -20,14 +20,14 @@ __all__ = ["branched", "inputs", "plan_of", "schedules"]
 
 
 @contextmanager
-def schedules(number: int) -> Iterator[None]:
-    """Spread steps over as many lanes as they ask for by random durations: any legal schedule may come."""
+def schedules(number: int, lanes: int | None = None) -> Iterator[None]:
+    """Spread steps over as many lanes as they ask for, or so many, by random durations: any legal schedule may come."""
 
     def chosen(units: Sequence[Unit], kept: frozenset[Memory], **given: Any) -> Timeline:
         chance = random.Random(number)
         for unit in units:
             unit.micros = chance.choice((0.0, 1.0, 5.0, 50.0))
-        return listed(units, given["asked"], kept)
+        return listed(units, lanes or given["asked"], kept)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("functional_cg.stages.lower.compiled.choose", chosen)

@@ -8,6 +8,7 @@ it names. A statement of another kind ends the reading: then the step runs in on
 from __future__ import annotations
 
 import ast
+import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -38,7 +39,7 @@ class Wrapper:
     Attributes:
       known: The memory of each argument.
       parameters: Their names.
-      kernels: Names of kernels that are called by themselves.
+      kernels: Names of kernels that are functions.
       before: Lines that run first, once.
       entering: Lines that each lane runs when it goes on: they ask for its stream.
       units: The launches, in the order of the wrapper.
@@ -53,7 +54,8 @@ class Wrapper:
     def __init__(self, source: str, names: Mapping[str, Any], arguments: Sequence[Memory]) -> None:
         module = ast.parse(source)
         self._names, self._readers, self.known = names, dict(_signatures(module)), list(arguments)
-        self.kernels = frozenset(self._readers)
+        self.kernels: set[str] = set()
+        self._streams: set[str] = set()
         self.before: list[str] = []
         self.entering: list[str] = []
         self.units: list[Unit] = []
@@ -97,6 +99,7 @@ class Wrapper:
         function = ast.unparse(value.func) if isinstance(value, ast.Call) else ""
         if function == _STREAM:
             self.entering.append(text)
+            self._streams.add(name)
             return
         if name in self._memory:
             raise UnknownStatement(f"{text}, again")
@@ -104,10 +107,12 @@ class Wrapper:
             self._memory[name] = name
             self._waiting[name] = [(text, name)]
             self.variables[name] = [name]
-        elif not function or function == "reinterpret_tensor":
+        elif isinstance(value, ast.Name | ast.Subscript) or function == "reinterpret_tensor":
             self._view(name, value, text)
         elif isinstance(value, ast.Call):
             self._call(value, text, name)
+        else:
+            raise UnknownStatement(text)
 
     def _view(self, name: str, value: ast.expr, text: str) -> None:
         """Let a line belong to what first touches the memory: all that comes later is ordered after that."""
@@ -138,7 +143,10 @@ class Wrapper:
                 self._host_line(memory, text)
             return
         op = self._op(call.func)
-        named = {*self._named(*call.args), *self._named(*(word.value for word in call.keywords))}
+        self.kernels |= {function} & self._readers.keys()
+        named = {*self._named(call)}
+        if result and op is None:
+            raise UnknownStatement(text)
         fixed = ""
         if isinstance(op, torch._ops.OpOverload) and any(one.alias_info for one in op._schema.returns):
             if result and len(named) == 1 and not op._schema.is_mutable:
@@ -192,7 +200,7 @@ class Wrapper:
     def _only_read(self, call: ast.Call, function: str, op: Any) -> Iterator[ast.expr]:
         """Yield the arguments that a call does not write."""
         kernel = function.removesuffix(".run")
-        if kernel in self.kernels:
+        if kernel in self._readers:
             yield from (one for one, read in zip(call.args, self._readers[kernel], strict=False) if read)
         elif function.startswith("extern_kernels."):
             yield from call.args
@@ -214,15 +222,15 @@ class Wrapper:
 
     def _named(self, *values: ast.expr) -> Iterator[Memory]:
         """Yield the memory of all that expressions name."""
-        for value in values:
-            for node in ast.walk(value):
-                if not isinstance(node, ast.Name):
-                    continue
-                if node.id in self._memory:
-                    yield self._memory[node.id]
-                elif isinstance(self._names.get(node.id), Tensor):
-                    self._owner.setdefault(node.id, None)
-                    yield node.id
+        nodes = itertools.chain.from_iterable(map(ast.walk, values))
+        for name in (node.id for node in nodes if isinstance(node, ast.Name)):
+            if name in self._memory:
+                yield self._memory[name]
+            elif isinstance(self._names.get(name), Tensor):
+                self._owner.setdefault(name, None)
+                yield name
+            elif name not in self._names and name not in self._streams:
+                raise UnknownStatement(f"{name}, which nothing defines")
 
 
 def _flat(body: Iterable[ast.stmt]) -> Iterator[ast.stmt]:

@@ -150,14 +150,16 @@ class InPlacePlan:
         self._in_order = _collects(program)
         pick_by_comparison(self._graph.graph)
         self._small = not self._in_order and _largest(program) <= _SMALL
-        if self._small:
+        self._spread = spread if self._small else None
+        if self._spread is not None:
+            pass  # weight gradients run beside the chain of the others
+        elif self._small:
             batch_gradients(self._graph.graph)
         elif has_large_logits(program):
             join_gradients(self._graph.graph)
             read_targets_first(self._graph.graph)
         self._graph.recompile()
         self._compiled: Callable[..., Any] | None = None
-        self._spread = spread if self._small else None
         self._launches: Launches | None = None
         self.timeline = in_line(())
         self.branches = "branches: none, as asked for" if spread is None else _ALONE

@@ -99,12 +99,14 @@ def opened(compiled: Callable[..., Any]) -> tuple[str, dict[str, Any]] | None:
     while waiting and len(seen) < _CLOSURES:
         one = waiting.popleft()
         if isinstance(one, CompiledFxGraph):
-            call = getattr(one.compiled_fn_runner, "call", one.current_callable)
+            call = getattr(getattr(one, "compiled_fn_runner", None), "call", one.current_callable)
             return one.source_code, inspect.unwrap(call).__globals__
-        if id(one) not in seen:
-            seen.add(id(one))
-            cells = (cell.cell_contents for cell in getattr(one, "__closure__", None) or () if _is_full(cell))
-            waiting += filter(callable, (*cells, *(getattr(one, name, None) for name in ("__wrapped__", "func"))))
+        if id(one) in seen or isinstance(one, type):
+            continue
+        seen.add(id(one))
+        cells = (cell.cell_contents for cell in getattr(one, "__closure__", None) or () if _is_full(cell))
+        behind = (getattr(one, name, None) for name in ("__self__", "func"))
+        waiting += filter(callable, (*cells, *behind, *getattr(one, "__dict__", {}).values()))
     return None
 
 
