@@ -16,7 +16,7 @@ from functional_cg.stages.branches.plan import BranchedPlan
 from functional_cg.stages.branches.units import Memory, Unit
 from functional_cg.testing import Simulator
 
-__all__ = ["branched", "inputs", "plan_of", "schedules"]
+__all__ = ["branched", "in_any_order", "inputs", "plan_of", "schedules"]
 
 
 @contextmanager
@@ -24,14 +24,19 @@ def schedules(number: int, lanes: int | None = None) -> Iterator[None]:
     """Spread steps over as many lanes as they ask for, or so many, by random durations: any legal schedule may come."""
 
     def chosen(units: Sequence[Unit], kept: frozenset[Memory], **given: Any) -> Timeline:
-        chance = random.Random(number)
-        for unit in units:
-            unit.micros = chance.choice((0.0, 1.0, 5.0, 50.0))
-        return listed(units, lanes or given["asked"], kept)
+        return in_any_order(number, lanes or given["asked"], units, kept)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("functional_cg.stages.lower.compiled.choose", chosen)
         yield
+
+
+def in_any_order(number: int, lanes: int, units: Sequence[Unit], kept: frozenset[Memory]) -> Timeline:
+    """Spread units over lanes by random durations."""
+    chance = random.Random(number)
+    for unit in units:
+        unit.micros = chance.choice((0.0, 1.0, 5.0, 50.0))
+    return listed(units, lanes, kept)
 
 
 def branched(fn: Any, lanes: int = 3, **options: Any) -> Any:

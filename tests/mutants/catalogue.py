@@ -78,8 +78,8 @@ MUTANTS = (
         "a compiled host step writes the state while it computes: what raises later leaves it half written",
         (
             (
-                "    return InPlacePlan(program, device) if on_gpu else HeadPlan(program, device, None, reference)",
-                "    return InPlacePlan(program, device)",
+                "    in_place = on_gpu or spread is not None",
+                "    in_place = True",
             ),
         ),
         (

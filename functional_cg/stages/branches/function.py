@@ -152,6 +152,9 @@ class _Weighed(Rehearsal):
         for unit in units:
             unit.made = {memory: self._sizes.get(memory, (0, 1))[0] for memory in unit.made}
             touched = [self._sizes[one] for one in unit.reads | unit.writes if one in self._sizes]
-            moved, width = sum(nbytes for nbytes, _ in touched), max((width for _, width in touched), default=4)
+            moved, width = (
+                sum(nbytes for nbytes, _ in touched),
+                max((width for _, width in touched), default=4),
+            )
             unit.product = bool(self._flops.get(unit))
             unit.micros, unit.busy = estimate_launch(self._flops.get(unit, 0), moved, width)

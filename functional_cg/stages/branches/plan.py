@@ -127,7 +127,12 @@ class BranchedPlan(AtenPlan):
     def _bind(self, buffers: Buffers, lanes: Lanes, rehearsal: Rehearsal | None) -> Run:
         names, sites = self._names(buffers, lambda: None), dict[int, Location | None]()
         names |= {"lanes": lanes, "on": lanes.on, "wait": lanes.wait, "record": lanes.record}
-        names |= {"rehearsal": rehearsal, "Unit": Unit, "units": self.timeline.units, "places": self.timeline.places}
+        names |= {
+            "rehearsal": rehearsal,
+            "Unit": Unit,
+            "units": self.timeline.units,
+            "places": self.timeline.places,
+        }
         names["note"] = partial(note, self._program.function, sites, lambda: None)
         source = self._on_lanes(sites, rehearsed=rehearsal is not None)
         exec(compile(source, f"<branches of {self._program.function}>", "exec"), names)

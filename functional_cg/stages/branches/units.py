@@ -16,7 +16,16 @@ from ...tensors.aten import can_draw
 from ..passes.fused import written_pairs
 from ..program import Instr
 
-__all__ = ["GENERATOR", "Memory", "Unit", "accesses", "after_checks", "fixed_by", "only_views", "predecessors"]
+__all__ = [
+    "GENERATOR",
+    "Memory",
+    "Unit",
+    "accesses",
+    "after_checks",
+    "fixed_by",
+    "only_views",
+    "predecessors",
+]
 
 Memory = int | str
 

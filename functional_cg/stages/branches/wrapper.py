@@ -66,7 +66,9 @@ class Wrapper:
         self._memory: dict[str, Memory] = {}
         self._owner: dict[Memory, Unit | None] = {}  # what first touches it; None: it is there before the run
         self._waiting: dict[Memory, list[tuple[str, str]]] = {}  # lines and names until something touches it
-        call = next(node for node in ast.walk(module) if isinstance(node, ast.FunctionDef) and node.name == "call")
+        call = next(
+            node for node in ast.walk(module) if isinstance(node, ast.FunctionDef) and node.name == "call"
+        )
         unpack, *body = call.body
         if not (isinstance(unpack, ast.Assign) and ast.unparse(unpack.value) == "args"):
             raise UnknownStatement(ast.unparse(unpack))
@@ -237,7 +239,9 @@ def _flat(body: Iterable[ast.stmt]) -> Iterator[ast.stmt]:
     """Yield statements, with those of a block that sets the device; it is set for all of the run."""
     for statement in body:
         match statement:
-            case ast.With(items=[ast.withitem(context_expr=ast.Call(func=guard))]) if ast.unparse(guard) in _DEVICE:
+            case ast.With(items=[ast.withitem(context_expr=ast.Call(func=guard))]) if (
+                ast.unparse(guard) in _DEVICE
+            ):
                 yield from _flat(statement.body)
             case _:
                 yield statement
@@ -247,7 +251,9 @@ def _signatures(module: ast.Module) -> Iterator[tuple[str, Sequence[bool]]]:
     """Yield each kernel with whether it only reads what comes at each position of its call."""
     for statement in module.body:
         match statement:
-            case ast.Assign(targets=[ast.Name(id=name)], value=ast.Call(func=function, args=[first, second, *_])):
+            case ast.Assign(
+                targets=[ast.Name(id=name)], value=ast.Call(func=function, args=[first, second, *_])
+            ):
                 made_by = ast.unparse(function)
                 if made_by == "async_compile.cpp_pybinding":
                     yield name, [kind.startswith("const ") for kind in ast.literal_eval(first)]

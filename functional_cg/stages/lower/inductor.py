@@ -57,7 +57,13 @@ _ON_HOST: Mapping[str, Any] = MappingProxyType({"cpp.min_chunk_size": 8192})
 
 
 def compile_graph(
-    graph: fx.GraphModule, arguments: Sequence[Tensor], *, on_host: bool, small: bool, in_order: bool, beside: bool = False
+    graph: fx.GraphModule,
+    arguments: Sequence[Tensor],
+    *,
+    on_host: bool,
+    small: bool,
+    in_order: bool,
+    beside: bool = False,
 ) -> Callable[..., Any]:
     """Compile a graph from :func:`functional_cg.stages.lower.graph.build_graph` for these arguments.
 
@@ -95,7 +101,7 @@ def opened(compiled: Callable[..., Any]) -> tuple[str, dict[str, Any]] | None:
     """
     from torch._inductor.output_code import CompiledFxGraph
 
-    waiting, seen = deque[Any]([getattr(compiled, "_compiled_fn", None)]), set[int]()
+    waiting, seen = deque[Any]([compiled]), set[int]()
     while waiting and len(seen) < _CLOSURES:
         one = waiting.popleft()
         if isinstance(one, CompiledFxGraph):
