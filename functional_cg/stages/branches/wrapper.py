@@ -90,6 +90,8 @@ class Wrapper:
             case ast.Return(value=value) if value is not None:
                 self.results = ast.unparse(value)
                 self.returned = frozenset(self._named(value))
+                for memory in self.returned & self._waiting.keys():  # nothing writes what has no elements
+                    self.before += [line for line, _ in self._waiting.pop(memory)]
             case ast.Assign(targets=[ast.Name(id=name)], value=value):
                 self._assign(name, value, text)
             case ast.Expr(value=ast.Call() as call):
