@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -20,11 +21,18 @@ __all__ = ["branched", "in_any_order", "inputs", "plan_of", "schedules"]
 
 
 @contextmanager
-def schedules(number: int, lanes: int | None = None) -> Iterator[None]:
-    """Spread steps over as many lanes as they ask for, or so many, by random durations: any legal schedule may come."""
+def schedules(number: int, *, in_line: bool = False) -> Iterator[None]:
+    """Spread steps over as many lanes as they ask for by random durations: any legal schedule may come.
+
+    Args:
+      number: Which.
+      in_line: Whether all units run on the first of two lanes: compiled for lanes, and yet in one line.
+    """
 
     def chosen(units: Sequence[Unit], kept: frozenset[Memory], **given: Any) -> Timeline:
-        return in_any_order(number, lanes or given["asked"], units, kept)
+        if in_line:
+            return replace(listed(units, 1, kept), lanes=2)
+        return in_any_order(number, given["asked"], units, kept)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("functional_cg.stages.lower.compiled.choose", chosen)

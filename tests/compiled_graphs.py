@@ -12,8 +12,9 @@ from torch import Tensor, fx
 
 import functional_cg as fcg
 from functional_cg.stages.branches.rehearsal import Rehearsal
-from functional_cg.stages.lower.compiled import InPlacePlan, prepare
+from functional_cg.stages.lower.compiled import prepare
 from functional_cg.stages.lower.graph import Entrance, build_graph
+from functional_cg.stages.lower.in_place import InPlacePlan
 from functional_cg.stages.plan import Buffers, ExecutionPlan, Run
 from functional_cg.stages.program import Program
 from functional_cg.stages.schedule import schedule
@@ -40,16 +41,9 @@ class _CopiedOut(InPlacePlan):
 
     def bind(self, buffers: Buffers) -> Run:
         run = super().bind(buffers)
-        if self._spread is not None:
-            self.rehearse(
-                Buffers(
-                    *(
-                        [one.clone() for one in some]
-                        for some in (buffers.slots, buffers.inputs, buffers.constants)
-                    )
-                )
-            )
-        if self._launches is not None:
+        if self.timeline.lanes > 1:
+            every = (buffers.slots, buffers.inputs, buffers.constants)
+            self.rehearse(Buffers(*([one.clone() for one in some] for some in every)))
             run = self.bind_to(buffers, Rehearsal((), ()))
         return lambda before: [metric.clone() for metric in run(before)]
 

@@ -237,7 +237,7 @@ def test_launches_in_any_order(wrapper: Any, lanes: int, number: int) -> None:
     static = [one.clone() for one in values]
     spread = partial(in_any_order, number, lanes)
     launches = Launches(
-        "any", Wrapper(source, names, ["a", "b", "c"]), names, count=9, padded=(), spread=spread
+        "any", Wrapper(source, names, ["a", "b", "c"]), names, values, count=9, padded=(), spread=spread
     )
     launches.rehearse([one.clone() for one in values], ())
     here.recorder = recorder = _Recorder(Buffers(static, [], []))

@@ -225,6 +225,8 @@ class Simulator:
         recorder = _Recorder(buffers)
         if isinstance(plan, AtenPlan):
             run = bound(plan, plan.bind(buffers), buffers, spare, lambda _: recorder.lanes)
+        elif plan.timeline.lanes == 1:
+            raise TypeError(f'the simulator records ATen calls; it needs `lowering="aten"` ({plan.branches})')
         else:
             plan.rehearse(spare)
             run = plan.bind_to(buffers, recorder.lanes)

@@ -45,7 +45,7 @@ def assert_branches_do_not_show(
     kept: list[list[Any]] = [[], [], []]
     for x in calls:
         for n, step in enumerate((wide, line, wide.eager)):
-            with schedules(number, 1 if step is line else lanes):
+            with schedules(number, in_line=step is line):
                 states[n], metrics = step(states[n], x)
             kept[n].append((metrics, fcg.snapshot(states[n])))
     wait()

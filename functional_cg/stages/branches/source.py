@@ -1,4 +1,4 @@
-"""Write the code that a capture runs: units in the order of a schedule, with what lanes and a rehearsal have to know."""
+"""Write the code that a capture runs: units in the order of a schedule, and what lanes and a rehearsal must know."""
 
 from __future__ import annotations
 

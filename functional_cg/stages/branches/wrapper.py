@@ -39,6 +39,7 @@ class Wrapper:
     Attributes:
       known: The memory of each argument.
       parameters: Their names.
+      signatures: By name of a kernel, whether it only reads what comes at each position of its call.
       kernels: Names of kernels that are functions.
       before: Lines that run first, once.
       entering: Lines that each lane runs when it goes on: they ask for its stream.
@@ -53,7 +54,7 @@ class Wrapper:
 
     def __init__(self, source: str, names: Mapping[str, Any], arguments: Sequence[Memory]) -> None:
         module = ast.parse(source)
-        self._names, self._readers, self.known = names, dict(_signatures(module)), list(arguments)
+        self._names, self.signatures, self.known = names, dict(_signatures(module)), list(arguments)
         self.kernels: set[str] = set()
         self._streams: set[str] = set()
         self.before: list[str] = []
@@ -147,7 +148,7 @@ class Wrapper:
                 self._host_line(memory, text)
             return
         op = self._op(call.func)
-        self.kernels |= {function} & self._readers.keys()
+        self.kernels |= {function} & self.signatures.keys()
         named = {*self._named(call)}
         if result and op is None:
             raise UnknownStatement(text)
@@ -188,7 +189,11 @@ class Wrapper:
         text = ast.unparse(function)
         if not isinstance(root, ast.Name):
             raise UnknownStatement(text)
-        if text in self._readers or text.removesuffix(".run") in self._readers or root.id == "extern_kernels":
+        if (
+            text in self.signatures
+            or text.removesuffix(".run") in self.signatures
+            or root.id == "extern_kernels"
+        ):
             return None
         if root.id in self._memory:
             return None
@@ -204,8 +209,8 @@ class Wrapper:
     def _only_read(self, call: ast.Call, function: str, op: Any) -> Iterator[ast.expr]:
         """Yield the arguments that a call does not write."""
         kernel = function.removesuffix(".run")
-        if kernel in self._readers:
-            yield from (one for one, read in zip(call.args, self._readers[kernel], strict=False) if read)
+        if kernel in self.signatures:
+            yield from (one for one, read in zip(call.args, self.signatures[kernel], strict=False) if read)
         elif function.startswith("extern_kernels."):
             yield from call.args
             yield from (word.value for word in call.keywords if word.arg != "out")

@@ -9,47 +9,31 @@ writes no slot, and ATen calls commit what it returns.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
-from torch.utils.dlpack import from_dlpack
 
-from ...ambient.modes import ordinary, without_gradients
-from ...concurrency.interrupts import uninterrupted
 from ...options import Options
-from ...shards.transfers import TRANSFERS
 from ..branches.choice import choose
-from ..branches.function import Launches
-from ..branches.listing import in_line
-from ..branches.plan import BranchedPlan, Lanes, Spread
-from ..branches.wrapper import UnknownStatement, Wrapper
-from ..fx_passes.canonical import pick_by_comparison
-from ..fx_passes.cross_entropy import join_gradients
-from ..fx_passes.logits import has_large_logits, read_targets_first
-from ..fx_passes.products import batch_gradients
+from ..branches.plan import BranchedPlan, Spread
 from ..passes.bounds import check_values
 from ..passes.equal_calls import share_equal_calls
-from ..passes.grouping import is_launch
 from ..passes.out_of_place import write_out_of_place
 from ..passes.recompute import keep_as_buffers, recompute
-from ..passes.rewrite import clears, range_tensor
-from ..plan import AtenPlan, Before, Buffers, ExecutionPlan, Run, lower_aten
+from ..plan import AtenPlan, Buffers, ExecutionPlan, Run, lower_aten
 from ..program import Instr, Program, Var, highest, map_vars
 from ..schedule import Schedule, schedule
 from ..trial.reference import Reference
 from .graph import Entrance, build_graph
 from .head import ONE_LINE, Compiler, Head, by_inductor
-from .inductor import opened
+from .in_place import InPlacePlan, arguments_of, collects, is_small
 from .regions import RegionsPlan
 
-__all__ = ["HeadPlan", "InPlacePlan", "lower", "prepare", "without_lanes"]
+__all__ = ["HeadPlan", "lower", "prepare", "without_lanes"]
 
-_SMALL = 2**24  # bytes
-_ALONE = "branches: none, its values are so large that each kernel fills the device"
 _LARGE = 2**20  # bytes: recomputing or storing a smaller value takes a kernel longer than it is worth
 
 
@@ -74,18 +58,14 @@ def lower(program: Program, device: torch.device, options: Options, reference: R
         return plan
     if any(instr.region for instr in program.instrs):
         return RegionsPlan(program, device, None if isinstance(choice, str) else choice, reference)
-    spread = _spread(program, options) if asked and not why and isinstance(choice, str) else None
-    in_place = on_gpu or spread is not None  # lanes on a CPU stand for those of a GPU
-    if in_place:
+    compiler = None if isinstance(choice, str) else choice
+    on_lanes = asked and not why and compiler is None  # on a CPU, simulated ones: it stands for a GPU
+    if on_gpu or on_lanes:
         prepare(program, budget=options.activation_memory_budget)
-    if not isinstance(choice, str):
-        return HeadPlan(program, device, choice, reference)
-    if not in_place:
-        return HeadPlan(program, device, None, reference)
-    plan = InPlacePlan(program, device, spread)
-    if why:
-        plan.branches = f"branches: none, {why}"
-    return plan
+    if compiler is not None or not (on_gpu or on_lanes):
+        return HeadPlan(program, device, compiler, reference)
+    why = why or ("" if asked else "as asked for") or _fills_a_line(program, options)
+    return InPlacePlan(program, device, None if why else _spread(program, options), why)
 
 
 def without_lanes(device: torch.device, backend: Any) -> str:
@@ -111,6 +91,16 @@ def _spread(program: Program, options: Options) -> Spread:
     return partial(choose, asked=options.branches, held=held)
 
 
+def _fills_a_line(program: Program, options: Options) -> str:
+    """Return why a compiled step is not worth lanes, from what is known before it is compiled; empty if it may be."""
+    if collects(program):
+        return "its collectives keep their order"
+    if not is_small(program):
+        return "its values are so large that each kernel fills the device"
+    line = BranchedPlan(program, schedule(program), _spread(program, options)).timeline
+    return line.why if line.lanes == 1 else ""
+
+
 def prepare(program: Program, *, budget: float | None = None, large: int = _LARGE) -> None:
     """Rewrite a program in place for a compiler that gets all of it: choose what the forward keeps for the backward.
 
@@ -123,127 +113,6 @@ def prepare(program: Program, *, budget: float | None = None, large: int = _LARG
     share_equal_calls(program)
     recompute(program, budget=budget, large=large)
     keep_as_buffers(program, large=large)
-
-
-class InPlacePlan:
-    """Runs a compiled function that returns the metrics and writes the slots.
-
-    Args:
-      program: The program.
-      device: Where it runs.
-      spread: Chooses which of its launches run side by side; None for one line.
-    Attributes:
-      timeline: What runs where, once it is known.
-    """
-
-    compiled = True
-    functions = 1
-    copies = False
-    temporaries = 0
-
-    def __init__(self, program: Program, device: torch.device, spread: Spread | None = None) -> None:
-        self._program = program
-        self.schedule = plan = schedule(program, fuse=False)
-        self._entrance = Entrance.of(program, plan, writes=plan.commits)
-        self._graph = build_graph(program, plan, self._entrance, writes=plan.commits)
-        self._device = device
-        self._in_order = _collects(program)
-        pick_by_comparison(self._graph.graph)
-        self._small = not self._in_order and _largest(program) <= _SMALL
-        self._spread = spread if self._small else None
-        if self._spread is not None:
-            pass  # weight gradients run beside the chain of the others
-        elif self._small:
-            batch_gradients(self._graph.graph)
-        elif has_large_logits(program):
-            join_gradients(self._graph.graph)
-            read_targets_first(self._graph.graph)
-        self._graph.recompile()
-        self._compiled: Callable[..., Any] | None = None
-        self._launches: Launches | None = None
-        self.timeline = in_line(())
-        self.branches = "branches: none, as asked for" if spread is None else _ALONE
-
-    def as_text(self) -> str:
-        return str(self._graph.code)
-
-    def bind(self, buffers: Buffers) -> Run:
-        arguments, after = self._arguments(buffers)
-        if self._compiled is None:
-            self._compiled = self._compile(arguments)
-        compiled, count = self._compiled, len(self.schedule.outputs)
-
-        def run(before: Before) -> Sequence[Tensor]:
-            with ordinary():
-                without_gradients()
-                uninterrupted(before)
-                metrics: Sequence[Tensor] = compiled(*arguments)[:count]
-                uninterrupted(after)
-                return metrics
-
-        return run
-
-    def rehearse(self, buffers: Buffers) -> None:
-        if self._launches is not None or self._spread is None or self._compiled is None:
-            return
-        spread, self._spread = self._spread, None
-        program, found = self._program, opened(self._compiled)
-        if found is None:
-            self.branches = "branches: none, since torch's compiler does not show what it wrote"
-            return
-        entering = [*self._entrance.slots, *program.inputs, *(c.var for c in program.constants)]
-        arguments, after = self._arguments(buffers)
-        try:
-            wrapper = Wrapper(*found, [f"argument {var.storage}" for var in entering])
-        except UnknownStatement as error:
-            self.branches = f"branches: none, since `{error}` is not known to be a launch"
-            return
-        with ordinary():
-            without_gradients()
-            self._launches = Launches(
-                program.function,
-                wrapper,
-                found[1],
-                count=len(self.schedule.outputs),
-                padded=wrapper.known if after else (),
-                spread=spread,
-            )
-            self._launches.rehearse(arguments, after)
-        self.timeline = self._launches.timeline
-        self.branches = str(self.timeline)
-        self.temporaries = self.timeline.peak if self.timeline.lanes > 1 else 0
-
-    def bind_to(self, buffers: Buffers, lanes: Lanes) -> Run:
-        assert self._launches is not None
-        launch = self._launches.bind_to(*self._arguments(buffers), lanes)
-
-        def run(before: Before) -> Sequence[Tensor]:
-            with ordinary():
-                without_gradients()
-                return launch(before)
-
-        return run
-
-    def _arguments(self, buffers: Buffers) -> tuple[list[Tensor], Sequence[Callable[[], Any]]]:
-        """Return the arguments of the function, and what to call after it."""
-        # A compiled kernel may take a CPU scalar as if it were on the device.
-        here = [one.to(self._device) for one in buffers.constants]
-        arguments, ranges = _arguments(self._program, self._entrance, replace(buffers, constants=here))
-        # Not part of the graph, where writing to some elements of a result would copy it.
-        return arguments, clears(self._program, ranges)
-
-    def _compile(self, arguments: Sequence[Tensor]) -> Callable[..., Any]:
-        with ordinary():
-            without_gradients()
-            return by_inductor(
-                self._program.function,
-                self._graph,
-                arguments,
-                on_host=self._device.type == "cpu",
-                small=self._small,
-                in_order=self._in_order,
-                beside=self._spread is not None,
-            )
 
 
 class HeadPlan:
@@ -275,7 +144,7 @@ class HeadPlan:
             program.function,
             on_host=device.type == "cpu",
             small=False,
-            in_order=_collects(program),
+            in_order=collects(program),
         )
         self._head = Head(
             program.function,
@@ -293,7 +162,7 @@ class HeadPlan:
 
     def bind(self, buffers: Buffers) -> Run:
         if self._head.compiled is None:
-            self._head.compile(_arguments(self._program, self._entrance, buffers)[0])
+            self._head.compile(arguments_of(self._program, self._entrance, buffers)[0])
         return self._aten.bind(buffers, partial(self._reference.raises_at, buffers))
 
 
@@ -332,37 +201,3 @@ def _around(
         [(old, names[value]) for old, value in plan.commits],
         outputs=metrics,
     )
-
-
-def _arguments(
-    program: Program, entrance: Entrance, buffers: Buffers
-) -> tuple[list[Tensor], dict[Var, Tensor]]:
-    """Return the arguments of a graph, and the tensors of all slots and ranges."""
-    tensors = dict(zip(program.slots, buffers.slots, strict=True))
-    for known in program.ranges:
-        tensors[known.var] = range_tensor(known, [tensors[leaf] for leaf in known.leaves])
-    arguments = [*(tensors[var] for var in entrance.slots), *buffers.inputs, *buffers.constants]
-    return list(map(_by_itself, arguments)), tensors
-
-
-def _by_itself(tensor: Tensor) -> Tensor:
-    """Return a tensor on the same memory, with a storage that starts at its first element.
-
-    Slots lie in one slab. Some of torch's passes ignore the storage offset of an argument, and all of them look for
-    pairs of arguments that overlap.
-    """
-    if not tensor.numel():
-        return tensor
-    span = 1 + sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
-    memory = from_dlpack(tensor.as_strided((span,), (1,)).view(torch.uint8))
-    return memory.view(tensor.dtype).as_strided(tensor.shape, tensor.stride())
-
-
-def _collects(program: Program) -> bool:
-    """Whether a program has collectives or transfers."""
-    return any(is_launch(instr) or instr.op in TRANSFERS for instr in program.instrs)
-
-
-def _largest(program: Program) -> int:
-    """Return the bytes of the largest value that the step computes."""
-    return max((var.spec.nbytes for instr in program.instrs for var in instr.outputs()), default=0)

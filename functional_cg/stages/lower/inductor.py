@@ -45,8 +45,8 @@ _TOGETHER: Mapping[str, Any] = MappingProxyType({"combo_kernels": True})
 # the search, and the kernels are the same.
 _CLOSE_PAIRS: Mapping[str, Any] = MappingProxyType({"max_fusion_buffer_group_pairwise_attempts": 16})
 
-# A launch waits for all that touched the memory which it writes. So memory is not reused by name: the allocator does it,
-# on each lane.
+# A launch waits for all that touched the memory that it writes. So memory is not reused by name: the allocator reuses
+# it, on each lane.
 _BESIDE: Mapping[str, Any] = MappingProxyType({"allow_buffer_reuse": False})
 
 _CLOSURES = 200  # to look behind, at most
