@@ -58,7 +58,7 @@ class Lanes(Protocol):
 
 
 @runtime_checkable
-class Branched(Protocol):
+class Branched(ExecutionPlan, Protocol):
     """A plan with units that may run on lanes.
 
     Attributes:

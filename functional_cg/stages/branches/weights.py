@@ -6,7 +6,7 @@ The wrapper runs once on tensors without memory. Kernels are left out; products 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from types import SimpleNamespace, TracebackType
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -49,13 +49,8 @@ class Weighing(Rehearsal):
         self._counter: Any = FlopCounterMode(display=False)
         self._counter.__enter__()
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None = None,
-        error: BaseException | None = None,
-        at: TracebackType | None = None,
-    ) -> None:
-        self._counter.__exit__(kind, error, at)
+    def __exit__(self, *error: object) -> None:
+        self._counter.__exit__(*error)
 
     def defined(self, unit: Unit, values: Iterable[tuple[Memory, object]]) -> None:
         self._flops[unit] = self._counter.get_total_flops() - sum(self._flops.values())

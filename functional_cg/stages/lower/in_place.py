@@ -66,12 +66,8 @@ class InPlacePlan:
         self._graph.recompile()
         self._compiled: Callable[..., Any] | None = None
         self._launches: Launches | None = None
-        self.timeline = in_line(())
+        self.timeline, self.temporaries = in_line(()), 0
         self.branches = f"branches: none, {why}" if why else "branches: told once it is compiled"
-
-    @property
-    def temporaries(self) -> int:
-        return self.timeline.peak if self.timeline.lanes > 1 else 0
 
     def as_text(self) -> str:
         return str(self._graph.code)
@@ -153,6 +149,7 @@ class InPlacePlan:
 
     def _tell(self, launches: Launches) -> None:
         self.timeline, self.branches = launches.timeline, str(launches.timeline)
+        self.temporaries = self.timeline.peak if self.timeline.lanes > 1 else 0
 
     def _in_line(self, arguments: Sequence[Tensor]) -> Callable[..., Any]:
         """Compile to few launches."""

@@ -105,7 +105,7 @@ def opened(compiled: Callable[..., Any]) -> tuple[str, dict[str, Any]] | None:
     while waiting and len(seen) < _CLOSURES:
         one = waiting.popleft()
         if isinstance(one, CompiledFxGraph):
-            call = getattr(getattr(one, "compiled_fn_runner", None), "call", one.current_callable)
+            call: Any = getattr(getattr(one, "compiled_fn_runner", None), "call", one.current_callable)
             return one.source_code, inspect.unwrap(call).__globals__
         if id(one) in seen or isinstance(one, type):
             continue
