@@ -41,6 +41,7 @@ class _CopiedOut(InPlacePlan):
 
     def bind(self, buffers: Buffers) -> Run:
         run = super().bind(buffers)
+        assert not any(text in self.branches for text in ("does not show", "not known")), self.branches
         if self.timeline.lanes > 1:
             every = (buffers.slots, buffers.inputs, buffers.constants)
             self.rehearse(Buffers(*([one.clone() for one in some] for some in every)))

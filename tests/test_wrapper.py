@@ -1,4 +1,4 @@
-"""What a compiled function launches, read from what a compiler writes: each kind of statement, and any order of lanes."""
+"""What a compiled function launches, read from its wrapper: each kind of statement, and any order of lanes."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Runner:
         args.clear()
 '''
 
-NAMES: dict[str, Any] = {"torch": torch, "aten": torch.ops.aten, "constant0": torch.ones(2)}
+NAMES: dict[str, Any] = {"torch": torch, "aten": torch.ops.aten, "c0": torch.ones(2)}
 NAMES |= dict.fromkeys(("two", "half", "theirs", "reinterpret_tensor", "extern_kernels"))
 
 
@@ -58,26 +58,32 @@ def touched(unit: Unit) -> tuple[set[Any], set[Any], set[Any]]:
     return {*unit.reads}, {*unit.writes}, {*unit.made}
 
 
+SLOT, INPUT, CONSTANT = "slot", "input", "c0"
+
+
 @pytest.mark.parametrize(
     ("line", "reads", "writes"),
     [
-        ("two(arg1_1, arg0_1)", {"slot", "input"}, {"slot"}),
-        ("two(arg0_1, arg0_1)", {"slot"}, {"slot"}),
-        ("two(constant0, arg0_1)", {"slot", "constant0"}, {"slot"}),
-        ("half.run(arg0_1, arg1_1, constant0, constant0, 8, stream=stream0)", {"slot", "input", "constant0"}, {"slot", "constant0"}),
-        ("half.run(constant0, arg0_1, arg1_1, constant0, 8, stream=stream0)", {"slot", "input", "constant0"}, {"input", "constant0"}),
-        ("theirs.run(arg0_1, arg1_1, stream=stream0)", {"slot", "input"}, {"slot", "input"}),
-        ("extern_kernels.mm(arg1_1, reinterpret_tensor(arg1_1, (2, 2), (1, 2), 0), out=arg0_1)", {"slot", "input"}, {"slot"}),
-        ("torch.ops.aten.add_.Tensor(arg0_1, arg1_1)", {"slot", "input"}, {"slot"}),
-        ("aten.index_put_(arg0_1, [arg1_1], constant0)", {"slot", "input", "constant0"}, {"slot", "input", "constant0"}),
-        ("aten.randint.low_out(0, 9, [2], out=arg0_1)", {"slot"}, {"slot", GENERATOR}),
-        ("arg0_1.zero_()", {"slot"}, {"slot"}),
+        ("two(arg1_1, arg0_1)", {SLOT, INPUT}, {SLOT}),
+        ("two(arg0_1, arg0_1)", {SLOT}, {SLOT}),
+        ("two(c0, arg0_1)", {SLOT, CONSTANT}, {SLOT}),
+        ("half.run(arg0_1, arg1_1, c0, c0, 8, stream=stream0)", {SLOT, INPUT, CONSTANT}, {SLOT, CONSTANT}),
+        ("half.run(c0, arg0_1, arg1_1, c0, 8, stream=stream0)", {SLOT, INPUT, CONSTANT}, {INPUT, CONSTANT}),
+        ("theirs.run(arg0_1, arg1_1, stream=stream0)", {SLOT, INPUT}, {SLOT, INPUT}),
+        ("extern_kernels.mm(arg1_1, reinterpret_tensor(arg1_1, (2, 2), (1, 2)), out=arg0_1)", {SLOT, INPUT}, {SLOT}),
+        ("buf0 = extern_kernels.convolution(arg1_1, arg0_1, bias=c0)", {SLOT, INPUT, CONSTANT}, {"buf0"}),
+        ("torch.ops.aten.add_.Tensor(arg0_1, arg1_1)", {SLOT, INPUT}, {SLOT}),
+        ("aten.index_put_(arg0_1, [arg1_1], c0)", {SLOT, INPUT, CONSTANT}, {SLOT, INPUT, CONSTANT}),
+        ("aten.randint.low_out(0, 9, [2], out=arg0_1)", {SLOT}, {SLOT, GENERATOR}),
+        ("arg0_1.zero_()", {SLOT}, {SLOT}),
     ],
 )  # fmt: skip
 def test_what_a_launch_touches(line: str, reads: set[Any], writes: set[Any]) -> None:
-    wrapper = read("stream0 = get_raw_stream(0)", line, "return (arg1_1, )")
-    assert [touched(unit) for unit in wrapper.units] == [(reads, writes, set())]
-    assert wrapper.entering == ["stream0 = get_raw_stream(0)"]
+    aligned, stream = "arg1_1 = copy_if_misaligned(arg1_1)", "stream0 = get_raw_stream(0)"
+    wrapper = read(aligned, stream, line, stream, "return (arg1_1, )")
+    (unit,) = wrapper.units
+    assert (unit.reads, unit.writes) == (reads, writes)
+    assert (wrapper.entering, wrapper.aligned) == ([stream], {"arg1_1"})
     assert wrapper.returned == {"input"}
 
 
@@ -104,6 +110,7 @@ def test_memory_belongs_to_what_first_touches_it() -> None:
     assert touched(sort) == ({"buf0"}, {"buf4"}, {"buf4"})
     assert touched(last) == ({"slot", "buf4"}, {"buf4"}, set())
     assert [line.partition(" ")[0] for line in first.lines] == ["buf0", "buf1", "two(arg0_1,", "buf3"]
+    assert [line.partition(" ")[0] for line in sort.lines] == ["buf4", "buf5", "buf6"]
     assert wrapper.variables["buf0"] == ["buf0", "buf1", "buf3"]
     assert wrapper.variables["buf4"] == ["buf4", "buf5", "buf6"]
     assert [wrapper.before[0], wrapper.before[-1][:4]] == ["torch.cuda.set_device(0)", "buf2"]
@@ -114,13 +121,15 @@ def test_memory_belongs_to_what_first_touches_it() -> None:
     "line",
     [
         "u0 = arg0_1.item()",
+        "buf0 = copy_if_misaligned(arg0_1)",
+        "arg0_1 = copy_if_misaligned(arg1_1)",
         "for i in range(2): two(arg0_1, arg1_1)",
         "multi_kernel_0.run(arg0_1, arg1_1)",
         "torch.cuda.synchronize()",
         "partition0_args = [arg0_1]",
         "buf0, buf1 = torch.ops.aten.sort.default(arg0_1)",
         "arg0_1 = arg1_1",
-        "buf0 = constant0.T",
+        "buf0 = c0.T",
         "buf0 = torch.where(arg0_1, arg1_1)",
         "two(unheard_of, arg0_1)",
         "two(*args)",
@@ -135,7 +144,7 @@ def test_other_statements_end_the_reading(line: str) -> None:
 @pytest.mark.parametrize(
     ("line", "why"),
     [
-        ("torch.ops._c10d_functional.all_reduce_.default(arg0_1, 'sum', '0')", "keeps its place among collectives"),
+        ("torch.ops.c10d.allreduce_.default(arg0_1)", "keeps its place among collectives"),
         ("aten.resize_(arg0_1, [4])", "gives a tensor other memory"),
         ("buf0 = torch.ops.aten.expand_as.default(arg0_1, arg1_1)", "returns an argument"),
     ],
@@ -256,3 +265,38 @@ def test_launches_in_any_order(wrapper: Any, lanes: int, number: int) -> None:
             call.repeat()
         found = [*(one.tensor() for one in results), *static]
         assert all(map(torch.equal, found, wanted)), (turn, source)
+
+
+def test_an_op_that_returns_other_memory_than_its_code_says_holds_all_on_one_lane() -> None:
+    """Its result lies in its argument: the order of what touches one does not follow from the other."""
+    lines = [
+        "buf0 = torch.ops.aten.add.Tensor(arg0_1, 1)",
+        "arg1_1.fill_(2)",
+        "arg0_1.zero_()",
+        "return (buf0, )",
+    ]
+    lying = SimpleNamespace(
+        ops=SimpleNamespace(aten=SimpleNamespace(add=SimpleNamespace(Tensor=lambda a, b: a)))
+    )
+    values, spread = [torch.ones(SIZE), torch.ones(SIZE)], partial(in_any_order, 0, 2)
+    for torch_of, lanes in ((torch, 2), (lying, 1)):
+        names = {**NAMES, "torch": torch_of}
+        launches = Launches("any", read(*lines), names, values, count=1, padded=(), spread=spread)
+        assert launches.timeline.lanes == 2
+        launches.rehearse(values, ())
+        assert launches.timeline.lanes == lanes
+        assert ("returns other memory than its code says" in str(launches.timeline)) == (lanes == 1)
+
+
+def test_what_does_not_run_on_shapes_alone_ends_the_reading() -> None:
+    lines = ("buf0 = torch.ops.aten.nonzero.default(arg0_1)", "return (buf0, )")
+    with pytest.raises(UnknownStatement, match="nonzero"):
+        Launches(
+            "any",
+            read(*lines),
+            NAMES,
+            [torch.ones(2)] * 2,
+            count=1,
+            padded=(),
+            spread=partial(in_any_order, 0, 2),
+        )

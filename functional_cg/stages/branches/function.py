@@ -19,7 +19,7 @@ from .rehearsal import Rehearsal
 from .source import on_lanes
 from .units import Memory, Unit
 from .weights import Weighing, on_meta
-from .wrapper import UnknownStatement, Wrapper
+from .wrapper import ALIGN, UnknownStatement, Wrapper
 
 __all__ = ["Launches"]
 
@@ -56,6 +56,9 @@ class Launches:
         spread: Spread,
     ) -> None:
         self._name, self._wrapper, self._names, self._count = name, wrapper, names, count
+        for parameter, argument in zip(wrapper.parameters, arguments, strict=True):
+            if parameter in wrapper.aligned and names[ALIGN](argument) is not argument:
+                raise UnknownStatement(f"{ALIGN}({parameter})")
         units = list(wrapper.units)
         if padded:
             units.append(Unit("padding", ["for clear in clears: clear()"], frozenset(), frozenset(padded)))
@@ -95,7 +98,7 @@ class Launches:
     ) -> Run:
         wrapper, timeline = self._wrapper, self.timeline
         scope = {**self._names, "empty_strided_cpu": _allocated} if names is None else dict(names)
-        scope |= {kernel: lanes.kernel(scope[kernel]) for kernel in wrapper.kernels}
+        scope |= {kernel: lanes.kernel(scope[kernel]) for kernel in wrapper.functions}
         scope |= zip(wrapper.parameters, arguments, strict=True)
         scope |= {"uninterrupted": uninterrupted, "clears": clears, "lanes": lanes, "on": lanes.on}
         scope |= {"wait": lanes.wait, "record": lanes.record, "rehearsal": lanes}

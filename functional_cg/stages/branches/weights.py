@@ -36,7 +36,7 @@ class Weighing(Rehearsal):
     def names(self, wrapper: Wrapper, names: Mapping[str, Any]) -> dict[str, Any]:
         """Return the globals of a wrapper for the rehearsal."""
         kernels = dict.fromkeys(wrapper.signatures, SimpleNamespace(run=_nothing)) | dict.fromkeys(
-            wrapper.kernels, _nothing
+            wrapper.functions, _nothing
         )
         constants = {name: on_meta(one) for name, one in names.items() if isinstance(one, Tensor)}
         allocators = {name: _allocated for name in names if name.startswith("empty_strided")}

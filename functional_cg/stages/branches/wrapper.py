@@ -17,12 +17,12 @@ from torch import Tensor
 
 from .units import GENERATOR, Memory, Unit, fixed_by
 
-__all__ = ["UnknownStatement", "Wrapper"]
+__all__ = ["ALIGN", "UnknownStatement", "Wrapper"]
 
-_ALLOCATES = ("empty_strided",)
-_CHECKS = frozenset({"assert_size_stride", "assert_alignment"})
-_STREAM = "get_raw_stream"
-_DEVICE = ("torch.cuda._DeviceGuard", "torch.cuda.set_device")
+_ALLOCATE, _VIEW, _STREAM = "empty_strided", "reinterpret_tensor", "get_raw_stream"
+_CHECK, ALIGN = "assert_", "copy_if_misaligned"
+_EXTERN = "extern_kernels."  # products and convolutions, which write what they return, or `out`
+_GUARD, _DEVICE = "torch.cuda._DeviceGuard", "torch.cuda.set_device"
 
 
 class UnknownStatement(Exception):
@@ -39,8 +39,9 @@ class Wrapper:
     Attributes:
       known: The memory of each argument.
       parameters: Their names.
+      aligned: Those that the function would copy if they were not aligned.
       signatures: By name of a kernel, whether it only reads what comes at each position of its call.
-      kernels: Names of kernels that are functions.
+      functions: Names of kernels that are called themselves; of others, a method is.
       before: Lines that run first, once.
       entering: Lines that each lane runs when it goes on: they ask for its stream.
       units: The launches, in the order of the wrapper.
@@ -54,9 +55,10 @@ class Wrapper:
 
     def __init__(self, source: str, names: Mapping[str, Any], arguments: Sequence[Memory]) -> None:
         module = ast.parse(source)
-        self._names, self.signatures, self.known = names, dict(_signatures(module)), list(arguments)
-        self.kernels: set[str] = set()
-        self._streams: set[str] = set()
+        self._names, self.known = names, list(arguments)
+        self.signatures = dict(_signatures(module))
+        self.functions: set[str] = set()
+        self.aligned: set[str] = set()
         self.before: list[str] = []
         self.entering: list[str] = []
         self.units: list[Unit] = []
@@ -64,170 +66,147 @@ class Wrapper:
         self.variables: dict[Memory, list[str]] = {}
         self.results = "()"
         self.returned: frozenset[Memory] = frozenset()
+        self._streams: set[str] = set()
         self._memory: dict[str, Memory] = {}
         self._owner: dict[Memory, Unit | None] = {}  # what first touches it; None: it is there before the run
         self._waiting: dict[Memory, list[tuple[str, str]]] = {}  # lines and names until something touches it
         call = next(
-            node for node in ast.walk(module) if isinstance(node, ast.FunctionDef) and node.name == "call"
+            one for one in ast.walk(module) if isinstance(one, ast.FunctionDef) and one.name == "call"
         )
         unpack, *body = call.body
         if not (isinstance(unpack, ast.Assign) and ast.unparse(unpack.value) == "args"):
             raise UnknownStatement(ast.unparse(unpack))
         self.parameters = [one.id for one in ast.walk(unpack.targets[0]) if isinstance(one, ast.Name)]
-        if len(self.parameters) != len(arguments):
+        if len({*self.parameters}) != len(arguments):
             raise UnknownStatement(f"{ast.unparse(unpack)}, for {len(arguments)} arguments")
         self._memory |= zip(self.parameters, arguments, strict=True)
         self._owner |= dict.fromkeys(arguments)
         for statement in _flat(body):
-            self._read(statement)
+            self._read(statement, ast.unparse(statement))
 
-    def _read(self, statement: ast.stmt) -> None:
-        text = ast.unparse(statement)
+    def _read(self, statement: ast.stmt, text: str) -> None:
         match statement:
             case ast.Delete():
-                pass
+                pass  # the schedule knows when memory is free
             case ast.Expr() if text == "args.clear()":
                 pass
-            case ast.Return(value=value) if value is not None:
-                self.results = ast.unparse(value)
-                self.returned = frozenset(self._named(value))
+            case ast.Return(value=ast.expr() as value):
+                self.results, self.returned = ast.unparse(value), frozenset(self._named(value))
                 for memory in self.returned & self._waiting.keys():  # nothing writes what has no elements
                     self.before += [line for line, _ in self._waiting.pop(memory)]
             case ast.Assign(targets=[ast.Name(id=name)], value=value):
                 self._assign(name, value, text)
             case ast.Expr(value=ast.Call() as call):
-                self._call(call, text)
+                self._launch(call, text)
             case _:
                 raise UnknownStatement(text)
 
     def _assign(self, name: str, value: ast.expr, text: str) -> None:
         function = ast.unparse(value.func) if isinstance(value, ast.Call) else ""
         if function == _STREAM:
-            self.entering.append(text)
+            self.entering += [] if name in self._streams else [text]
             self._streams.add(name)
-            return
-        if name in self._memory:
+        elif name in self.parameters and ast.unparse(value) == f"{ALIGN}({name})":
+            self.aligned.add(name)
+        elif name in self._memory:
             raise UnknownStatement(f"{text}, again")
-        if function.startswith(_ALLOCATES):
+        elif function.startswith(_ALLOCATE):
             self._memory[name] = name
             self._waiting[name] = [(text, name)]
             self.variables[name] = [name]
-        elif isinstance(value, ast.Name | ast.Subscript) or function == "reinterpret_tensor":
+        elif function == _VIEW or isinstance(value, ast.Name | ast.Subscript):
             self._view(name, value, text)
         elif isinstance(value, ast.Call):
-            self._call(value, text, name)
+            self._launch(value, text, name)
         else:
             raise UnknownStatement(text)
 
     def _view(self, name: str, value: ast.expr, text: str) -> None:
-        """Let a line belong to what first touches the memory: all that comes later is ordered after that."""
-        memory = set(self._named(value))
-        if len(memory) != 1:
+        """Let a view belong to what first touches the memory: all that comes later is ordered after that."""
+        memory, *others = {*self._named(value)} or {name}
+        if others or memory == name:
             raise UnknownStatement(text)
-        (known,) = memory
-        self._memory[name] = known
-        self._host_line(known, text, name)
-        self.variables.setdefault(known, []).append(name)
-
-    def _host_line(self, memory: Memory, text: str, name: str = "") -> None:
+        self._memory[name] = memory
+        self.variables.setdefault(memory, []).append(name)
         if memory in self._waiting:
             self._waiting[memory].append((text, name))
         elif (owner := self._owner[memory]) is None:
             self.before.append(text)
         else:
             owner.lines.append(text)
-            self.defined[owner] += [(memory, name)] if name else []
+            self.defined[owner].append((memory, name))
 
-    def _call(self, call: ast.Call, text: str, result: str = "") -> None:
+    def _launch(self, call: ast.Call, text: str, result: str = "") -> None:
         function = ast.unparse(call.func)
-        if function in _DEVICE:
+        if function == _DEVICE:
             self.before.append(text)
             return
-        if function in _CHECKS:
-            for memory in self._named(call.args[0]):
-                self._host_line(memory, text)
-            return
-        op = self._op(call.func)
-        self.kernels |= {function} & self.signatures.keys()
-        named = {*self._named(call)}
-        if result and op is None:
+        if function.startswith(_CHECK):
+            return  # of strides and alignments: they passed when the function itself ran
+        ops = self._ops(call.func, function)
+        if result and not ops and not function.startswith(_EXTERN):
             raise UnknownStatement(text)
-        fixed = ""
-        if isinstance(op, torch._ops.OpOverload) and any(one.alias_info for one in op._schema.returns):
-            if result and len(named) == 1 and not op._schema.is_mutable:
-                self._view(result, call, text)
-                return
-            fixed = f"`{op._schema.name}` returns an argument" if result else ""
-        unit = Unit(function, [], frozenset(), frozenset())
-        writes = {*self._named(*self._written(call, function, op))}
-        made: dict[Memory, int] = {}
+        touched = {*self._named(call)}
+        aliases = any(one.alias_info for op in ops for one in op._schema.returns)
+        if result and aliases and len(touched) == 1 and not any(op._schema.is_mutable for op in ops):
+            self._view(result, call, text)
+            return
+        written = {*self._named(*self._may_be_written(call, function, ops))}
+        if any(torch.Tag.nondeterministic_seeded in op.tags for op in ops):
+            written.add(GENERATOR)
+        unit = Unit(function, [], frozenset(touched), frozenset())
         self.defined[unit] = []
-        for memory in sorted(named, key=str):
-            for line, name in self._waiting.pop(memory, ()):
+        for memory in sorted(touched & self._waiting.keys(), key=str):
+            for line, name in self._waiting.pop(memory):
                 unit.lines.append(line)
-                made[memory] = 0
-                self.defined[unit] += [(memory, name)] if name else []
-                self._owner[memory] = unit
+                self.defined[unit].append((memory, name))
+            self._owner[memory], unit.made[memory] = unit, 0
         unit.lines.append(text)
         if result:
-            made[result] = 0
-            self._memory[result], self._owner[result] = result, unit
+            self._memory[result], self._owner[result], unit.made[result] = result, unit, 0
             self.variables[result] = [result]
             self.defined[unit].append((result, result))
-        if any(torch.Tag.nondeterministic_seeded in one.tags for one in _overloads(op)):
-            writes.add(GENERATOR)
-        unit.made = made
-        unit.reads, unit.writes = frozenset(named), frozenset(writes | made.keys())
-        unit.fixed = fixed or next(filter(None, map(fixed_by, _overloads(op))), "")
+        unit.writes = frozenset(written | unit.made.keys())
+        fixed = [*map(fixed_by, ops), f"`{function}` returns an argument" if result and aliases else ""]
+        unit.fixed = next(filter(None, fixed), "")
+        self.functions |= {function} & self.signatures.keys()
         self.units.append(unit)
 
-    def _op(self, function: ast.expr) -> Any:
-        """Return the op that a statement calls; None for a kernel, for a method of a value, and for a product."""
+    def _ops(self, function: ast.expr, text: str) -> list[Any]:
+        """Return the ops that a statement may call: none for a kernel, a method of a value, and what is external."""
         root = function
         while isinstance(root, ast.Attribute):
             root = root.value
-        text = ast.unparse(function)
         if not isinstance(root, ast.Name):
             raise UnknownStatement(text)
-        if (
-            text in self.signatures
-            or text.removesuffix(".run") in self.signatures
-            or root.id == "extern_kernels"
-        ):
-            return None
-        if root.id in self._memory:
-            return None
+        kernel = text if text in self.signatures else text.removesuffix(".run")
+        if kernel in self.signatures or text.startswith(_EXTERN) or root.id in self._memory:
+            return []
         found: Any = self._names.get(root.id)
         for name in text.split(".")[1:]:
             found = getattr(found, name, None)
-        if isinstance(found, torch._ops.OpOverloadPacket) and len(found.overloads()) == 1:
-            found = getattr(found, found.overloads()[0])
-        if not isinstance(found, torch._ops.OpOverload | torch._ops.OpOverloadPacket):
-            raise UnknownStatement(text)
-        return found
+        if isinstance(found, torch._ops.OpOverload):
+            return [found]
+        if isinstance(found, torch._ops.OpOverloadPacket):
+            return [getattr(found, name) for name in found.overloads()]
+        raise UnknownStatement(text)
 
-    def _only_read(self, call: ast.Call, function: str, op: Any) -> Iterator[ast.expr]:
-        """Yield the arguments that a call does not write."""
-        kernel = function.removesuffix(".run")
+    def _may_be_written(self, call: ast.Call, function: str, ops: Sequence[Any]) -> Iterator[ast.expr]:
+        """Yield the arguments of a call that it does not only read."""
+        kernel = function if function in self.signatures else function.removesuffix(".run")
         if kernel in self.signatures:
-            yield from (one for one, read in zip(call.args, self.signatures[kernel], strict=False) if read)
-        elif function.startswith("extern_kernels."):
-            yield from call.args
-            yield from (word.value for word in call.keywords if word.arg != "out")
-        elif isinstance(op, torch._ops.OpOverload):
-            written = {one.name for one in op._schema.arguments if one.alias_info and one.alias_info.is_write}
-            order = [one.name for one in op._schema.arguments]
-            yield from (one for one, name in zip(call.args, order, strict=False) if name not in written)
-            yield from (word.value for word in call.keywords if word.arg not in written)
-
-    def _written(self, call: ast.Call, function: str, op: Any) -> Iterator[ast.expr]:
-        """Yield the arguments that are not only read: one may be both."""
-        read = {id(one) for one in self._only_read(call, function, op)}
-        for one in (*call.args, *(word.value for word in call.keywords)):
-            if id(one) not in read:
-                yield one
-        if isinstance(call.func, ast.Attribute) and ast.unparse(call.func.value) in self._memory:
-            yield call.func.value
+            only_read = self.signatures[kernel]
+            yield from (one for n, one in enumerate(call.args) if n >= len(only_read) or not only_read[n])
+            yield from (word.value for word in call.keywords)
+        elif function.startswith(_EXTERN):
+            yield from (word.value for word in call.keywords if word.arg == "out")
+        elif len(ops) == 1:
+            order = ops[0]._schema.arguments
+            written = {one.name for one in order if one.alias_info and one.alias_info.is_write}
+            yield from (one for one, known in zip(call.args, order, strict=False) if known.name in written)
+            yield from (word.value for word in call.keywords if word.arg in written)
+        else:
+            yield call
 
     def _named(self, *values: ast.expr) -> Iterator[Memory]:
         """Yield the memory of all that expressions name."""
@@ -247,7 +226,7 @@ def _flat(body: Iterable[ast.stmt]) -> Iterator[ast.stmt]:
     for statement in body:
         match statement:
             case ast.With(items=[ast.withitem(context_expr=ast.Call(func=guard))]) if (
-                ast.unparse(guard) in _DEVICE
+                ast.unparse(guard) == _GUARD
             ):
                 yield from _flat(statement.body)
             case _:
@@ -285,10 +264,3 @@ def _of_triton(name: str, source: str) -> Iterator[bool]:
         if isinstance(node, ast.FunctionDef) and node.name == name:
             for one in node.args.args:
                 yield one.arg.startswith("in_ptr") and one.arg not in mutated
-
-
-def _overloads(op: Any) -> list[Any]:
-    """Return what an op may be; nothing for None."""
-    if isinstance(op, torch._ops.OpOverloadPacket):
-        return [getattr(op, name) for name in op.overloads()]
-    return [] if op is None else [op]

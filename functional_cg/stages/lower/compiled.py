@@ -59,6 +59,8 @@ def lower(program: Program, device: torch.device, options: Options, reference: R
     if any(instr.region for instr in program.instrs):
         return RegionsPlan(program, device, None if isinstance(choice, str) else choice, reference)
     compiler = None if isinstance(choice, str) else choice
+    if options.branches == "auto":
+        why = why or "a compiled step takes lanes only if their number is given"
     on_lanes = asked and not why and compiler is None  # on a CPU, simulated ones: it stands for a GPU
     if on_gpu or on_lanes:
         prepare(program, budget=options.activation_memory_budget)
