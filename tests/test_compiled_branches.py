@@ -49,7 +49,7 @@ def test_what_a_compiled_step_says_of_its_branches(monkeypatch: pytest.MonkeyPat
 @thorough
 def test_the_simulator_has_no_lanes_for_a_compiled_step_in_one_line() -> None:
     step = fcg.graph_step(chain, lowering="inductor", branches=2, backend=Simulator(), certify=False)
-    with pytest.raises(TypeError, match='records ATen calls; it needs `lowering="aten"` .*the one before'):
+    with pytest.raises(TypeError, match=r'records ATen calls; it needs `lowering="aten"` .*the one before'):
         step({"a": torch.zeros(4, 4), "b": torch.zeros(4, 4)}, torch.ones(4, 4))
 
 
@@ -63,5 +63,5 @@ def test_exact_programs_compiled_on_simulated_lanes(number: int) -> None:
         step = fcg.graph_step(
             together(programs), lowering="inductor", branches=2 + number % 5, backend=Simulator()
         )
-        assert_replay_equals_eager(step, start, list(calls))
+        assert_replay_equals_eager(step, start, [(call,) for call in calls])
         assert "units of work on" in step.explain(), step.explain()

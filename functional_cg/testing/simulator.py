@@ -182,7 +182,7 @@ class Simulator:
     """An adversarial CPU backend for tests: ``graph_step(backend=Simulator())``.
 
     One object may serve several steps, which then share a pool, as CUDA graphs may. It needs ``lowering="aten"``, the
-    default on a CPU.
+    default on a CPU, or a compiled step with ``branches``, whose lanes it runs in any order.
 
     Example:
       >>> import torch, functional_cg as fcg
@@ -217,7 +217,9 @@ class Simulator:
         self._replays.add(replay)
         return replay
 
-    def _record(self, plan: AtenPlan | Branched, buffers: Buffers, scratch: Callable[[], Buffers]) -> _SimulatedReplay:
+    def _record(
+        self, plan: AtenPlan | Branched, buffers: Buffers, scratch: Callable[[], Buffers]
+    ) -> _SimulatedReplay:
         spare = scratch()
         warm = plan.bind(spare)
         for _ in range(_WARM_UPS):

@@ -89,19 +89,16 @@ def in_line(units: Sequence[Unit], kept: frozenset[Memory] = frozenset()) -> Tim
     return listed(units, 1, kept)
 
 
-def listed(
-    units: Sequence[Unit], lanes: int, kept: frozenset[Memory] = frozenset(), products: int | None = None
-) -> Timeline:
+def listed(units: Sequence[Unit], lanes: int, kept: frozenset[Memory] = frozenset()) -> Timeline:
     """Spread units over at most so many lanes.
 
     Args:
       units: The units, in the order of the plan.
       lanes: The most lanes.
       kept: Memory that is never freed: what leaves the step.
-      products: The most lanes with products; None for any.
     """
     before = predecessors(units)
-    where, start = _assigned(units, before, lanes, products or lanes)
+    where, start = _assigned(units, before, lanes)
     order = sorted(range(len(units)), key=lambda n: (start[n], where[n][1]))
     lane_of = [lane for lane, _ in where]
     places = list(_placed(units, before, lane_of, start, order, kept))
@@ -109,7 +106,7 @@ def listed(
 
 
 def _assigned(
-    units: Sequence[Unit], before: Sequence[Sequence[int]], lanes: int, products: int
+    units: Sequence[Unit], before: Sequence[Sequence[int]], lanes: int
 ) -> tuple[list[tuple[int, int]], list[float]]:
     """Return for each unit its lane and its turn in the assignment, and when it starts."""
     after: list[list[int]] = [[] for _ in units]
@@ -128,14 +125,13 @@ def _assigned(
     turn = 0
     while ready:
         _, number = heapq.heappop(ready)
-        fit = range(min(lanes, products) if units[number].product else lanes)
         begins = [
             max([free[lane], *(end[b] + SYNC * (where[b][0] != lane) for b in before[number])])
-            for lane in fit
+            for lane in range(lanes)
         ]
         latest = max(before[number], key=lambda b: (end[b], b), default=None)
         home = where[latest][0] if latest is not None else 0
-        lane = min(fit, key=lambda one: (begins[one], one != home, -free[one], one))
+        lane = min(range(lanes), key=lambda one: (begins[one], one != home, -free[one], one))
         start[number], turn = begins[lane], turn + 1
         where[number] = lane, turn
         free[lane] = end[number] = start[number] + units[number].micros
