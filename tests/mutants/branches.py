@@ -129,8 +129,8 @@ BRANCHES = (
         "lanes trust an op of a compiled step that returns its argument where its code says a new tensor",
         (
             (
-                "        self._rehearsed = self.timeline.lanes == 1\n\n    def rehearse(self, arguments",
-                "        self._rehearsed = True\n\n    def rehearse(self, arguments",
+                "        self._settled = self.timeline.lanes == 1\n\n    def rehearse(self, arguments",
+                "        self._settled = True\n\n    def rehearse(self, arguments",
             ),
         ),
         (f"{WRAPPER}test_an_op_that_returns_other_memory_than_its_code_says_holds_all_on_one_lane",),

@@ -78,8 +78,8 @@ MUTANTS = (
         "a compiled host step writes the state while it computes: what raises later leaves it half written",
         (
             (
-                "    in_place = on_gpu or spread is not None",
-                "    in_place = True",
+                "    if compiler is not None or not (on_gpu or on_lanes):\n",
+                "    if compiler is not None:\n",
             ),
         ),
         (

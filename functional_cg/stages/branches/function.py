@@ -72,18 +72,18 @@ class Launches:
         weighing.weigh(units)
         self.timeline = spread(units, wrapper.returned)
         refuse_races(self.timeline, name)
-        self._rehearsed = self.timeline.lanes == 1
+        self._settled = self.timeline.lanes == 1
 
     def rehearse(self, arguments: Sequence[Tensor], clears: Clears) -> None:
         """Run once on arguments of no value, in one line, and stay there if values lie elsewhere than the code says."""
-        if self._rehearsed:
+        if self._settled:
             return
         rehearsal = Rehearsal(arguments, self._wrapper.known)
         self._bind(arguments, clears, rehearsal)(())
         if rehearsal.surprise:
             why = f"`{rehearsal.surprise}` returns other memory than its code says"
             self.timeline = replace(in_line(self.timeline.units, self._wrapper.returned), why=why)
-        self._rehearsed = True
+        self._settled = True
 
     def bind_to(self, arguments: Sequence[Tensor], clears: Clears, lanes: Lanes) -> Run:
         """Bind the launches to arguments and lanes."""

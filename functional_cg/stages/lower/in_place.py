@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -24,9 +24,9 @@ from ..fx_passes.products import batch_gradients
 from ..passes.grouping import is_launch
 from ..passes.rewrite import clears, range_tensor
 from ..plan import Before, Buffers, Run
-from ..program import Program, Var
+from ..program import Instr, Program, Var
 from ..schedule import schedule
-from .graph import Entrance, build_graph
+from .graph import Entrance, build_graph, calls_of
 from .head import by_inductor
 from .inductor import opened
 
@@ -71,6 +71,9 @@ class InPlacePlan:
 
     def as_text(self) -> str:
         return str(self._graph.code)
+
+    def named_calls(self) -> Mapping[str, Instr]:
+        return calls_of(self._graph.graph)
 
     def bind(self, buffers: Buffers) -> Run:
         arguments, after = self._arguments(buffers)
