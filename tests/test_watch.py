@@ -300,8 +300,11 @@ def test_slots():
     def step(x):
         return x * settings.lr * settings.unset
 
-    assert watch(step, raises=[AttributeError]).names() == ("settings.lr",)
+    assert watch(step, raises=[AttributeError]).names() == ("settings.lr", "hasattr(settings, 'unset')")
     notices(step, "settings.lr", lambda: setattr(settings, "lr", 0.2), raises=[AttributeError])
+    notices(
+        step, "hasattr(settings, 'unset')", lambda: setattr(settings, "unset", 0.2), raises=[AttributeError]
+    )
 
 
 def test_named_tuple():
