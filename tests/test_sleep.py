@@ -188,7 +188,8 @@ def test_no_state_sleeps_or_wakes_inside_of_a_step(act: Callable[[Any], Any]) ->
     state = fcg.place({"w": torch.zeros(2)}, can_sleep=True)
     for which in (None, 1.0):
         with pytest.raises(
-            fcg.SideEffectError, match=rf"`act_on`: calls `fcg\.{act.__name__}`(.|\n)*before or after the step"
+            fcg.SideEffectError,
+            match=rf"`act_on`: calls `fcg\.{act.__name__}`(.|\n)*before or after the step",
         ):
             fcg.graph_step(act_on)(state, which)
     assert_trees_all_equal(fcg.snapshot(state), {"w": torch.zeros(2)})

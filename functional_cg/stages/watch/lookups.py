@@ -11,6 +11,7 @@ from types import FunctionType, MethodType, ModuleType
 from typing import Any
 
 import torch
+from torch.autograd.graph import Node
 
 from ...messages.source import is_user_file
 from .kinds import (
@@ -116,6 +117,8 @@ class Lookups(Reads):
         return self._of_instance(owner, name, in_class, storage)
 
     def _of_instance(self, owner: Any, name: str, in_class: Any, storage: dict[str, Any]) -> Any:
+        if type(in_class) is types.GetSetDescriptorType and isinstance(owner, Node):
+            return UNKNOWN  # it may unpack a saved tensor, by calls that the function does not make
         if is_slot(in_class):
             if holds(in_class, owner):
                 value = in_class.__get__(owner, type(owner))
