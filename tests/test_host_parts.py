@@ -395,9 +395,8 @@ def test_each_change_is_loud(make: Callable[[], Case]) -> None:
 
 
 def printing_somewhere_else() -> Case:
-    return lambda x, one: (print(end="", file=sys.stdout), x * 2.0)[1], lambda: setattr(
-        sys, "stdout", sys.__stderr__
-    )
+    show = functools.partial(print, end="")
+    return lambda x, one: (show(file=sys.stdout), x * 2.0)[1], lambda: setattr(sys, "stdout", sys.__stderr__)
 
 
 def another_name_in_a_module() -> Case:
