@@ -79,8 +79,8 @@ MUTANTS = (
         "a compiled host step writes the state while it computes: what raises later leaves it half written",
         (
             (
-                "    return InPlacePlan(program, device) if on_gpu else HeadPlan(program, device, None, reference)",
-                "    return InPlacePlan(program, device)",
+                "    if compiler is not None or not (on_gpu or on_lanes):\n",
+                "    if compiler is not None:\n",
             ),
         ),
         (
