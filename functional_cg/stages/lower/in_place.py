@@ -60,9 +60,8 @@ class InPlacePlan:
         self._graph = build_graph(program, plan, self._entrance, writes=plan.commits)
         self._in_order, self._small = collects(program), is_small(program)
         pick_by_comparison(self._graph.graph)
-        if has_large_logits(program) and not self._small:
-            join_gradients(self._graph.graph)
-            read_targets_first(self._graph.graph)
+        if spread is None:
+            self._suit_one_line()
         self._graph.recompile()
         self._compiled: Callable[..., Any] | None = None
         self._launches: Launches | None = None
@@ -156,10 +155,18 @@ class InPlacePlan:
 
     def _in_line(self, arguments: Sequence[Tensor]) -> Callable[..., Any]:
         """Compile to few launches."""
-        if self._small:
-            batch_gradients(self._graph.graph)  # on lanes they run beside the chain of the others
+        if self._spread is not None:
+            self._suit_one_line()
             self._graph.recompile()
         return self._compile(arguments, beside=False)
+
+    def _suit_one_line(self) -> None:
+        """Change the graph as suits one line; on lanes, weight gradients run beside the chain of the others."""
+        if self._small:
+            batch_gradients(self._graph.graph)
+        elif has_large_logits(self._program):
+            join_gradients(self._graph.graph)
+            read_targets_first(self._graph.graph)
 
     def _compile(self, arguments: Sequence[Tensor], *, beside: bool) -> Callable[..., Any]:
         return by_inductor(
