@@ -1166,6 +1166,7 @@ REACHING: dict[str, Callable[[nn.Module], Any]] = {
     "function in a closure": lambda module: around(around(module.forward)),
     "function in a partial": lambda module: functools.partial(around(module.forward)),
     "function in a list": lambda module: [[around(module.forward)]],
+    "function in a set of a set": lambda module: {frozenset({around(module.forward)})},
     "list in a closure": lambda module: (lambda parts: lambda x: parts[0](x))([module.forward]),
     "globals": of_globals,
 }
