@@ -517,6 +517,10 @@ def test_draw_that_no_key_can_replace_is_refused(op: Callable[[Tensor], Tensor])
 @pytest.mark.parametrize(
     ("op", "reason"),
     [
+        (
+            lambda x: nn.init.trunc_normal_(x.clone(), generator=torch.Generator()),
+            r"in a way that a key cannot replace",
+        ),
         (lambda x: x.clone().uniform_(2, 2), r"aten\.uniform_\.default(.|\n)*expected low < high"),
         (
             lambda x: torch.randn(3, dtype=torch.complex64),

@@ -20,7 +20,7 @@ __all__ = ["Memory", "Unit", "accesses", "after_checks", "fixed_by", "only_views
 Memory = int | str
 
 _GENERATOR, _CHECKS = "generator", "checks"
-_MOVING = frozenset(f"aten::{name}_" for name in ("resize", "resize_as", "set", "swap"))
+_MOVING = frozenset(f"aten::{name}_" for name in ("resize", "resize_as", "set"))
 _KNOWN = ("aten::", "fcg::", "prims::")
 
 
