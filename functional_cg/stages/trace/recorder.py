@@ -228,6 +228,7 @@ class Recorder(TorchDispatchMode):
             self._refuse_unknown(func, tensor, written)
         refuse_mixed_dtypes(func, tensors)
         out = func(*args, **kwargs)
+        _refuse_absent_device(out)
         if self._folded(func, args, out) is None:
             self._record(func, args, kwargs, out, written)
         return out
@@ -370,3 +371,14 @@ class Recorder(TorchDispatchMode):
             return moved
 
         return tuple(map(here, args))
+
+
+def _refuse_absent_device(out: Any) -> None:
+    """Refuse, as eager does, a result on a GPU where torch sees none; a fake tensor may lie anywhere.
+
+    Raises:
+      RuntimeError: Naming the device.
+    """
+    for tensor in tensors_in([out]):
+        if tensor.is_cuda and not torch.cuda.is_available():
+            raise RuntimeError(f"a tensor on {tensor.device}, and no CUDA device is available")
