@@ -517,6 +517,10 @@ def test_draw_that_no_key_can_replace_is_refused(op: Callable[[Tensor], Tensor])
 @pytest.mark.parametrize(
     ("op", "reason"),
     [
+        (
+            lambda x: nn.init.trunc_normal_(x.clone(), generator=torch.Generator()),
+            r"in a way that a key cannot replace",
+        ),
         (lambda x: x.clone().uniform_(2, 2), r"aten\.uniform_\.default(.|\n)*expected low < high"),
         (
             lambda x: torch.randn(3, dtype=torch.complex64),
@@ -1166,6 +1170,7 @@ REACHING: dict[str, Callable[[nn.Module], Any]] = {
     "function in a closure": lambda module: around(around(module.forward)),
     "function in a partial": lambda module: functools.partial(around(module.forward)),
     "function in a list": lambda module: [[around(module.forward)]],
+    "function in a set of a set": lambda module: {frozenset({around(module.forward)})},
     "list in a closure": lambda module: (lambda parts: lambda x: parts[0](x))([module.forward]),
     "globals": of_globals,
 }

@@ -550,6 +550,28 @@ ARGUMENTS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
+def test_a_link_has_the_defaults_of_its_optimizer() -> None:
+    others = {"belief": "adabelief", "rms": "rmsprop", "rss": "adagrad"}
+
+    def defaults(make: Any) -> dict[str, Any]:
+        return {
+            one.name: one.default
+            for one in inspect.signature(make).parameters.values()
+            if one.default is not one.empty
+        }
+
+    found = 0
+    for name in vars(optim):
+        rule = name.removeprefix("scale_by_")
+        optimizer = getattr(optim, others.get(rule, rule), None)
+        if rule != name and optimizer is not None and rule not in ("learning_rate", "schedule"):
+            link, whole = defaults(getattr(optim, name)), defaults(optimizer)
+            shared = link.keys() & whole.keys()
+            assert {one: link[one] for one in shared} == {one: whole[one] for one in shared}, name
+            found += len(shared)
+    assert found > 30
+
+
 def test_every_optimizer_is_captured_above() -> None:
     classes = {
         name: value
