@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 import functional_cg as fcg
 from functional_cg.testing import assert_trees_all_equal
-from tests.hazards.law import CALLS, CPU, Place, assert_law, everywhere, on_both_devices
-from tests.shares import few
+from tests.hazards.law import CPU, Place, assert_law, everywhere, on_both_devices
+from tests.shares import CALLS, few
 
 DTYPES = [
     torch.complex64, torch.complex128, torch.bool, torch.uint8, torch.int8, torch.int16, torch.uint16, torch.uint32,
