@@ -108,7 +108,9 @@ def _watched(
         reads.handed(value, name)
     run = _run(recipe, first.program, checkpoint, runs, reads)
     disown(run.program, run.release(), run.variables)
-    return run, reads, HostWatch(reads.finish(), autocast_dtypes=reads.says_autocast)
+    halves = any(var.spec.dtype in (torch.float16, torch.bfloat16) for var in run.variables)
+    entries, autocast = reads.finish(), reads.says_autocast
+    return run, reads, HostWatch(entries, autocast_dtypes=autocast, half_precision=halves)
 
 
 def trace(recipe: Recipe, checkpoint: Callable[[], None] = lambda: None) -> tuple[Program, HostWatch]:
