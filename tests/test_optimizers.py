@@ -26,6 +26,7 @@ from functional_cg import optim, tree
 from functional_cg.errors import LayoutError
 from functional_cg.optim.algebra.base import Optimizer
 from tests.exports import exports
+from tests.shares import CALLS
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
@@ -418,12 +419,12 @@ def sharp_step_of(state: Any, batch: Tensor) -> Any:
 
 
 def assert_captured(tx: optim.GradientTransformation, function: Any = step_of) -> None:
-    """Twenty calls with new data: the captured step and the eager one have the same bits, and move."""
+    """Calls with new data: the captured step and the eager one have the same bits, and move."""
     generator = torch.Generator().manual_seed(2)
     params = {"w": torch.randn(5, 4, generator=generator), "b": torch.randn(4, generator=generator)}
     captured = fcg.TrainState.create(params=params, optimizer=tx)
     eager, step = fcg.fork(captured), fcg.graph_step(function, lowering="aten")
-    for call in range(STEPS):
+    for call in range(CALLS):
         batch = torch.randn(6, 5, generator=generator)
         eager, expected = step.eager(eager, batch)
         captured, metrics = step(captured, batch)
