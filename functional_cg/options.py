@@ -50,6 +50,7 @@ class Options:
     certify: Certify = "auto"
     activation_memory_budget: float | None = None
     branches: Branches = 1
+    compile_once: bool = False
 
     @classmethod
     def of(cls, transform: str, fn: Any, given: Mapping[str, Any]) -> Self:

@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.dlpack import from_dlpack
 
 from ...ambient.modes import ordinary, without_gradients
 from ...concurrency.interrupts import uninterrupted
@@ -38,11 +37,14 @@ from ..plan import AtenPlan, Before, Buffers, ExecutionPlan, Run, lower_aten
 from ..program import Instr, Program, Var, highest, map_vars
 from ..schedule import Schedule, schedule
 from ..trial.reference import Reference
+from .arguments import by_itself
 from .graph import Entrance, build_graph
 from .head import ONE_LINE, Compiler, Head, by_inductor
+from .parts import parts_of
+from .parts_plan import PartsPlan
 from .regions import RegionsPlan
 
-__all__ = ["HeadPlan", "InPlacePlan", "lower", "prepare", "without_lanes"]
+__all__ = ["HeadPlan", "InPlacePlan", "in_parts", "lower", "prepare", "without_lanes"]
 
 _SMALL = 2**24  # bytes
 _LARGE = 2**20  # bytes: recomputing or storing a smaller value takes a kernel longer than it is worth
@@ -73,6 +75,8 @@ def lower(program: Program, device: torch.device, options: Options, reference: R
         prepare(program, budget=options.activation_memory_budget)
     if not isinstance(choice, str):
         return HeadPlan(program, device, choice, reference)
+    if options.compile_once and (plan := in_parts(program, device, reference)) is not None:
+        return plan
     return InPlacePlan(program, device) if on_gpu else HeadPlan(program, device, None, reference)
 
 
@@ -111,6 +115,21 @@ def prepare(program: Program, *, budget: float | None = None, large: int = _LARG
     share_equal_calls(program)
     recompute(program, budget=budget, large=large)
     keep_as_buffers(program, large=large)
+
+
+def in_parts(program: Program, device: torch.device, reference: Reference, *, in_place: bool | None = None) -> PartsPlan | None:
+    """Return a plan that compiles equal parts of a program once; None if it has none, or not enough.
+
+    Args:
+      program: A rewritten program.
+      device: Where it runs.
+      reference: The program as traced.
+      in_place: Whether the compiled functions write the slots; None for what suits the device.
+    """
+    on_gpu = device.type == "cuda" if in_place is None else in_place
+    plan = schedule(program, fuse=not on_gpu)
+    parts = parts_of(program, plan, in_place=on_gpu)
+    return None if parts is None else PartsPlan(program, device, plan, parts, reference)
 
 
 class InPlacePlan:
@@ -271,20 +290,7 @@ def _arguments(
     for known in program.ranges:
         tensors[known.var] = range_tensor(known, [tensors[leaf] for leaf in known.leaves])
     arguments = [*(tensors[var] for var in entrance.slots), *buffers.inputs, *buffers.constants]
-    return list(map(_by_itself, arguments)), tensors
-
-
-def _by_itself(tensor: Tensor) -> Tensor:
-    """Return a tensor on the same memory, with a storage that starts at its first element.
-
-    Slots lie in one slab. Some of torch's passes ignore the storage offset of an argument, and all of them look for
-    pairs of arguments that overlap.
-    """
-    if not tensor.numel():
-        return tensor
-    span = 1 + sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
-    memory = from_dlpack(tensor.as_strided((span,), (1,)).view(torch.uint8))
-    return memory.view(tensor.dtype).as_strided(tensor.shape, tensor.stride())
+    return list(map(by_itself, arguments)), tensors
 
 
 def _collects(program: Program) -> bool:

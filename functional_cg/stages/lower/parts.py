@@ -1,0 +1,240 @@
+"""Cut a program where it repeats itself, and compile equal parts once.
+
+A part is what one compiled function runs. Between parts, values are handed on in memory, as they were made: a view of a
+value is taken again in each part that reads it. The update of a leaf runs in the part that makes its gradient.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable, Sequence
+from dataclasses import dataclass, field
+
+from typing import TypeVar
+
+from ...shards.transfers import TRANSFERS
+from ..passes.early_updates import Leaf, by_leaf, joined
+from ..passes.grouping import is_launch
+from ..program import Instr, Program, Var, written_storages
+from ..schedule import Schedule
+from .repeats import cuts, frozen
+
+__all__ = ["Part", "Parts", "parts_of"]
+
+T = TypeVar("T")
+
+_WORTH = 0.75  # of the calls may be left to compile; else one function is compiled faster
+
+
+@dataclass(eq=False)
+class Part:
+    """Calls that one compiled function runs.
+
+    Attributes:
+      calls: The calls, views of what it gets included.
+      inputs: What it reads and writes of others, in order of first use.
+      outputs: What others read of it, first what leaves the step.
+      commits: Pairs (slot, new value) that it writes at its end.
+      metrics: How many of its outputs leave the step.
+    """
+
+    calls: list[Instr]
+    inputs: list[Var] = field(default_factory=list)
+    outputs: list[Var] = field(default_factory=list)
+    commits: list[tuple[Var, Var]] = field(default_factory=list)
+    metrics: int = 0
+
+    def signature(self, slots: set[Var]) -> Hashable:
+        """Return what is equal only for parts whose calls are equal up to the names of variables.
+
+        Args:
+          slots: The slots of the program.
+        """
+        numbers: dict[Var, int] = {}
+        memory: dict[int, int] = {}
+        for var in (*self.inputs, *(made for instr in self.calls for made in instr.outputs())):
+            numbers.setdefault(var, len(numbers))
+            memory.setdefault(var.storage, len(memory))
+        layouts = tuple(
+            (var.spec, memory[var.storage], var.offset, var.fills, var in slots) for var in numbers
+        )
+        calls = tuple(
+            (
+                instr.op,
+                frozen(instr.args, numbers.__getitem__),
+                tuple((name, frozen(value, numbers.__getitem__)) for name, value in instr.kwargs.items()),
+                frozen(instr.out, numbers.__getitem__),
+            )
+            for instr in self.calls
+        )
+        handed_on = tuple(numbers[var] for var in self.outputs)
+        commits = tuple((numbers[old], numbers[new]) for old, new in self.commits)
+        return len(self.inputs), self.metrics, layouts, calls, handed_on, commits
+
+
+@dataclass
+class Parts:
+    """A program in parts.
+
+    Attributes:
+      alike: The parts, those that share a compiled function together.
+      order: The parts in the order in which they run.
+      after: Views that others read, taken after the parts.
+      commits: Pairs (slot, new value) that no part writes.
+    """
+
+    alike: list[list[Part]]
+    order: list[Part]
+    after: list[Instr]
+    commits: list[tuple[Var, Var]]
+
+
+def parts_of(program: Program, plan: Schedule, *, in_place: bool) -> Parts | None:
+    """Cut a program into parts; None if that is not worth it, or if the order of its calls matters otherwise.
+
+    Args:
+      program: A rewritten program.
+      plan: Its schedule.
+      in_place: Whether parts write slots themselves.
+    """
+    ordered = any(is_launch(instr) or instr.op in TRANSFERS for instr in plan.head)
+    if ordered or program.ranges or written_storages(plan.head):
+        return None
+    values = _Values.of(program, plan)
+    parts = [Part(values.with_views(calls)) for calls in _divided(plan, values)]
+    if in_place:
+        _commit(parts, values)
+    left = [pair for pair in plan.commits if not any(pair in part.commits for part in parts)]
+    outside = [*values.outside, *(new for _, new in left)]
+    after = values.views(outside)
+    if not _connect(parts, values, [*outside, *(var for instr in after for var in instr.inputs())]):
+        return None
+    slots, alike = set(program.slots), dict[Hashable, list[Part]]()
+    for part in parts:
+        alike.setdefault(part.signature(slots), []).append(part)
+    if sum(len(same[0].calls) for same in alike.values()) > _WORTH * sum(len(part.calls) for part in parts):
+        return None
+    return Parts([*alike.values()], parts, after, left)
+
+
+def _divided(plan: Schedule, values: _Values) -> list[list[Instr]]:
+    """Return the calls of each part, without views: those up to the end of the backward, then the update's."""
+    calls = [instr for instr in plan.head if not instr.checks and not _is_view(instr)]
+    end = max((number for number, instr in enumerate(calls, 1) if instr.backward), default=len(calls))
+    base, rest = calls[:end], calls[end:]
+    parts = _cut(base, cuts(base))
+    born = {var.storage: number for number, part in enumerate(parts) for i in part for var in i.outputs()}
+    read = {var.storage: number for number, part in enumerate(parts) for i in part for var in i.inputs()}
+    target = {new.storage: old.storage for old, new in plan.commits}
+    added: list[list[Leaf]] = [[] for _ in parts]
+    for leaf in by_leaf(rest, [new for _, new in plan.commits]):
+        made = {var.storage for var in leaf.call.outputs()}
+        after = [born.get(var.storage, 0) for var in leaf.call.inputs()]
+        after += [read.get(target[one], 0) for one in made if one in target]
+        number = max(after, default=0)
+        born |= dict.fromkeys(made, number)
+        added[number].append(leaf)
+    late = added.pop()
+    parts = [[*part, *joined(leaves)] for part, leaves in zip(parts, [*added, []], strict=True)]
+    pieces = _cut(late, cuts([leaf.call for leaf in late]))
+    if len(pieces) > 1:
+        return [*parts, *map(joined, pieces)]
+    return [*parts[:-1], [*parts[-1], *joined(late)]]
+
+
+def _cut(items: Sequence[T], places: Sequence[int]) -> list[list[T]]:
+    pairs = zip([0, *places], [*places, len(items)], strict=True)
+    return [[*items[start:end]] for start, end in pairs if start < end]
+
+
+def _is_view(instr: Instr) -> bool:
+    """Whether a call computes nothing: all that it makes lies in the memory of its arguments."""
+    made = {var.storage for var in instr.outputs()}
+    return bool(made) and made <= {var.storage for var in instr.inputs()}
+
+
+@dataclass(frozen=True)
+class _Values:
+    """The values of a program.
+
+    Attributes:
+      makers: The call that makes each variable.
+      static: Storages of slots, inputs and constants.
+      outside: What is read outside of the parts: by checks, by calls of the commit, and what leaves the step.
+      plan: The schedule.
+    """
+
+    makers: dict[Var, Instr]
+    static: set[int]
+    outside: list[Var]
+    plan: Schedule
+
+    @classmethod
+    def of(cls, program: Program, plan: Schedule) -> _Values:
+        known = [*program.slots, *program.inputs, *(constant.var for constant in program.constants)]
+        makers: dict[Var, Instr] = {}
+        for instr in plan.head:
+            for var in instr.outputs():
+                makers.setdefault(var, instr)  # `native_dropout` may return its argument
+        calls = [*(instr for instr in plan.head if instr.checks), *plan.fused]
+        outside = [*plan.outputs, *(var for instr in calls for var in instr.inputs() if var in makers)]
+        return cls(makers, {var.storage for var in known}, outside, plan)
+
+    def views(self, wanted: Iterable[Var]) -> list[Instr]:
+        """Return the views that lead from values as they were made to the wanted ones, in order."""
+        found: dict[Instr, None] = {}
+        for var in wanted:
+            chain: list[Instr] = []
+            front = [var]
+            while front:
+                maker = self.makers.get(front.pop())
+                if maker is not None and maker not in found and _is_view(maker):
+                    chain.append(maker)
+                    front += maker.inputs()
+            found.update(dict.fromkeys(reversed(chain)))
+        return list(found)
+
+    def with_views(self, calls: Sequence[Instr]) -> list[Instr]:
+        """Return calls with the views that they read, each in front of its first reader."""
+        found: dict[Instr, None] = {}
+        for instr in calls:
+            found.update(dict.fromkeys(self.views(instr.inputs())))
+            found[instr] = None
+        return list(found)
+
+
+def _commit(parts: Sequence[Part], values: _Values) -> None:
+    """Let the part that makes a new value write its slot, if the slot is not read after it."""
+    born = {var.storage: part for part in reversed(parts) for i in part.calls for var in i.outputs()}
+    number = {part: n for n, part in enumerate(parts)}
+    last = {var.storage: n for part, n in number.items() for i in part.calls for var in i.inputs()}
+    kept = {var.storage for var in values.outside}
+    kept |= {new.storage for _, new in values.plan.commits if new.storage in values.static}
+    for old, new in values.plan.commits:
+        part = born.get(new.storage)
+        if part is None or new.storage in values.static or old.storage in kept:
+            continue
+        if number[part] >= last.get(old.storage, 0):
+            part.commits.append((old, new))
+            part.calls = values.with_views([*part.calls, *values.views([new])])
+
+
+def _connect(parts: Sequence[Part], values: _Values, outside: Iterable[Var]) -> bool:
+    """Find what parts read and hand on; whether all of that is values as they were made."""
+    for part in parts:
+        born = set[Var]()
+        read: dict[Var, None] = {}
+        for instr in part.calls:
+            read.update(dict.fromkeys(var for var in instr.inputs() if var not in born))
+            born.update(instr.outputs())
+        read.update(dict.fromkeys(old for old, _ in part.commits))
+        part.inputs = list(read)
+    wanted = {var for part in parts for var in part.inputs} | {*outside}
+    leaving = set(values.plan.outputs)
+    for part in parts:
+        made = dict.fromkeys(var for i in part.calls if not _is_view(i) for var in i.outputs())
+        own = [var for var in made if var in wanted and var not in part.inputs]
+        part.outputs = sorted(own, key=lambda var: var not in leaving)
+        part.metrics = sum(var in leaving for var in own)
+        if any(not var.fills or var.storage in values.static for var in own):
+            return False
+    return True
