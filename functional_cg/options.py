@@ -96,6 +96,8 @@ class Options:
             not isinstance(lanes, int) or isinstance(lanes, bool) or not 1 <= lanes <= 32
         ):
             raise ValueError(f"{transform}: branches must be 'auto' or an int from 1 to 32, got {lanes!r}")
+        if not isinstance(self.compile_once, bool):
+            raise ValueError(f"{transform}: compile_once must be True or False, got {self.compile_once!r}")
         budget = self.activation_memory_budget
         number = isinstance(budget, (int, float)) and not isinstance(budget, bool)
         if budget is not None and not (number and 0 <= budget <= 1):

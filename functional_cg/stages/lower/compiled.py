@@ -56,7 +56,7 @@ def lower(program: Program, device: torch.device, options: Options, reference: R
     Args:
       program: The program.
       device: Where it runs.
-      options: The options of the step: ``lowering`` and ``activation_memory_budget``.
+      options: The options of the step: ``lowering``, ``compile_once`` and ``activation_memory_budget``.
       reference: The program as traced, which finds the user's line for an exception from a compiled function.
     """
     on_gpu, choice = device.type == "cuda", options.lowering
@@ -73,11 +73,33 @@ def lower(program: Program, device: torch.device, options: Options, reference: R
         return RegionsPlan(program, device, None if isinstance(choice, str) else choice, reference)
     if on_gpu:
         prepare(program, budget=options.activation_memory_budget)
-    if not isinstance(choice, str):
-        return HeadPlan(program, device, choice, reference)
-    if options.compile_once and (plan := in_parts(program, device, reference)) is not None:
+    compiler = None if isinstance(choice, str) else choice
+    in_place = on_gpu and compiler is None
+    if options.compile_once and (plan := in_parts(program, device, compiler, reference, in_place=in_place)):
         return plan
-    return InPlacePlan(program, device) if on_gpu else HeadPlan(program, device, None, reference)
+    return InPlacePlan(program, device) if in_place else HeadPlan(program, device, compiler, reference)
+
+
+def in_parts(
+    program: Program,
+    device: torch.device,
+    compiler: Compiler | None,
+    reference: Reference,
+    *,
+    in_place: bool,
+) -> PartsPlan | None:
+    """Return a plan that compiles equal parts of a program once; None if that would save too little.
+
+    Args:
+      program: A rewritten program.
+      device: Where it runs.
+      compiler: Compiles a part; None for inductor.
+      reference: The program as traced.
+      in_place: Whether the compiled functions write the slots.
+    """
+    plan = schedule(program, fuse=not in_place)
+    parts = parts_of(program, plan, in_place=in_place)
+    return None if parts is None else PartsPlan(program, device, plan, parts, compiler, reference)
 
 
 def without_lanes(device: torch.device, backend: Any) -> str:
@@ -115,21 +137,6 @@ def prepare(program: Program, *, budget: float | None = None, large: int = _LARG
     share_equal_calls(program)
     recompute(program, budget=budget, large=large)
     keep_as_buffers(program, large=large)
-
-
-def in_parts(program: Program, device: torch.device, reference: Reference, *, in_place: bool | None = None) -> PartsPlan | None:
-    """Return a plan that compiles equal parts of a program once; None if it has none, or not enough.
-
-    Args:
-      program: A rewritten program.
-      device: Where it runs.
-      reference: The program as traced.
-      in_place: Whether the compiled functions write the slots; None for what suits the device.
-    """
-    on_gpu = device.type == "cuda" if in_place is None else in_place
-    plan = schedule(program, fuse=not on_gpu)
-    parts = parts_of(program, plan, in_place=on_gpu)
-    return None if parts is None else PartsPlan(program, device, plan, parts, reference)
 
 
 class InPlacePlan:

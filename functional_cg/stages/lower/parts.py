@@ -1,17 +1,20 @@
 """Cut a program where it repeats itself, and compile equal parts once.
 
 A part is what one compiled function runs. Between parts, values are handed on in memory, as they were made: a view of a
-value is taken again in each part that reads it. The update of a leaf runs in the part that makes its gradient.
+value is taken again in each part that reads it, and a cast to a wider dtype made again. The update of a leaf runs in the part that makes its gradient.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
 
 from typing import TypeVar
 
+import torch
+
 from ...shards.transfers import TRANSFERS
+from ..fx_passes.old_values import KEPT, LATER
 from ..passes.early_updates import Leaf, by_leaf, joined
 from ..passes.grouping import is_launch
 from ..program import Instr, Program, Var, written_storages
@@ -21,6 +24,7 @@ from .repeats import cuts, frozen
 __all__ = ["Part", "Parts", "parts_of"]
 
 T = TypeVar("T")
+_CAST = torch.ops.aten._to_copy.default
 
 _WORTH = 0.75  # of the calls may be left to compile; else one function is compiled faster
 
@@ -152,6 +156,13 @@ def _is_view(instr: Instr) -> bool:
     return bool(made) and made <= {var.storage for var in instr.inputs()}
 
 
+def _is_free(instr: Instr) -> bool:
+    """Whether a part makes a value again instead of reading it: a view, or a cast to a wider dtype."""
+    if instr.op is not _CAST or _is_view(instr):
+        return _is_view(instr)
+    return bool(instr.out.spec.nbytes > instr.args[0].spec.nbytes)
+
+
 @dataclass(frozen=True)
 class _Values:
     """The values of a program.
@@ -179,25 +190,25 @@ class _Values:
         outside = [*plan.outputs, *(var for instr in calls for var in instr.inputs() if var in makers)]
         return cls(makers, {var.storage for var in known}, outside, plan)
 
-    def views(self, wanted: Iterable[Var]) -> list[Instr]:
-        """Return the views that lead from values as they were made to the wanted ones, in order."""
+    def views(self, wanted: Iterable[Var], is_free: Callable[[Instr], bool] = _is_view) -> list[Instr]:
+        """Return the calls that lead from values in memory to the wanted ones, in order; by default views alone."""
         found: dict[Instr, None] = {}
         for var in wanted:
             chain: list[Instr] = []
             front = [var]
             while front:
                 maker = self.makers.get(front.pop())
-                if maker is not None and maker not in found and _is_view(maker):
+                if maker is not None and maker not in found and is_free(maker):
                     chain.append(maker)
                     front += maker.inputs()
             found.update(dict.fromkeys(reversed(chain)))
         return list(found)
 
     def with_views(self, calls: Sequence[Instr]) -> list[Instr]:
-        """Return calls with the views that they read, each in front of its first reader."""
+        """Return calls with the views and wider copies that they read, each in front of its first reader."""
         found: dict[Instr, None] = {}
         for instr in calls:
-            found.update(dict.fromkeys(self.views(instr.inputs())))
+            found.update(dict.fromkeys(self.views(instr.inputs(), _is_free)))
             found[instr] = None
         return list(found)
 
@@ -215,7 +226,16 @@ def _commit(parts: Sequence[Part], values: _Values) -> None:
             continue
         if number[part] >= last.get(old.storage, 0):
             part.commits.append((old, new))
-            part.calls = values.with_views([*part.calls, *values.views([new])])
+            part.calls = values.with_views([*part.calls, *values.views([new], _is_free)])
+
+
+def _without_waits(calls: Sequence[Instr]) -> list[Instr]:
+    """Return calls that wait for no value of another part: it is there."""
+    born = {var for instr in calls for var in instr.outputs()}
+    return [
+        replace(instr, op=KEPT, args=instr.args[:1]) if instr.op is LATER and instr.args[1] not in born else instr
+        for instr in calls
+    ]
 
 
 def _connect(parts: Sequence[Part], values: _Values, outside: Iterable[Var]) -> bool:
@@ -223,6 +243,7 @@ def _connect(parts: Sequence[Part], values: _Values, outside: Iterable[Var]) -> 
     for part in parts:
         born = set[Var]()
         read: dict[Var, None] = {}
+        part.calls = _without_waits(part.calls)
         for instr in part.calls:
             read.update(dict.fromkeys(var for var in instr.inputs() if var not in born))
             born.update(instr.outputs())

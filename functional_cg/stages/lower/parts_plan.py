@@ -18,7 +18,7 @@ from ..schedule import Schedule
 from ..trial.reference import Reference
 from .arguments import by_itself, like
 from .graph import Entrance, build_graph
-from .head import ONE_LINE, Head, by_inductor
+from .head import ONE_LINE, Compiler, Head, by_inductor
 from .parts import Part, Parts
 
 __all__ = ["PartsPlan"]
@@ -32,6 +32,7 @@ class PartsPlan:
       device: Where it runs.
       plan: Its schedule.
       parts: Its parts.
+      compiler: Compiles a part; None for inductor.
       reference: Finds the user's line for an exception from a compiled function.
     """
 
@@ -40,9 +41,15 @@ class PartsPlan:
     temporaries = 0
 
     def __init__(
-        self, program: Program, device: torch.device, plan: Schedule, parts: Parts, reference: Reference
+        self,
+        program: Program,
+        device: torch.device,
+        plan: Schedule,
+        parts: Parts,
+        compiler: Compiler | None,
+        reference: Reference,
     ) -> None:
-        self._program, self._device, self._reference = program, device, reference
+        self._program, self._device, self._compiler, self._reference = program, device, compiler, reference
         self.schedule, self.copies = plan, device.type == "cpu" and bool(plan.commits)
         self._large = has_large_logits(program)
         self._heads: dict[Head, Part] = {}
@@ -55,24 +62,23 @@ class PartsPlan:
 
     def _compiled(self, alike: Sequence[Part]) -> Iterator[tuple[Part, Instr]]:
         """Yield the call of each of some parts that share a compiled function."""
-        first, number = alike[0], len(self._heads) + 1
-        on_host = self._device.type == "cpu"
-        name = f"part_{number}"
+        first, name = alike[0], f"part_{len(self._heads) + 1}"
+        on_host, known = self._device.type == "cpu", self._compiler is None
         part = Program(name, [], [], first.inputs, instrs=first.calls, outputs=[*first.outputs])
-        calls = check_values(part, first.calls) if on_host else first.calls
+        calls = check_values(part, first.calls) if on_host and known else first.calls
         plan = Schedule(calls, outputs=first.outputs)
         graph = build_graph(part, plan, Entrance([], {}, []), writes=first.commits)
-        if not on_host:
+        if not on_host and known:
             pick_by_comparison(graph.graph)
             if self._large:
                 join_gradients(graph.graph)
                 read_targets_first(graph.graph)
             graph.recompile()
-        compile_it = partial(
+        compile_it = self._compiler or partial(
             by_inductor, self._program.function, on_host=on_host, small=False, in_order=False
         )
         count = len(first.outputs)
-        head = Head(name, graph, compile_it, metrics=first.metrics, count=count, known=True)
+        head = Head(name, graph, compile_it, metrics=first.metrics, count=count, known=known)
         self._heads[head] = first
         for one in alike:
             yield one, Instr(head, tuple(one.inputs), {}, one.outputs, (), None)

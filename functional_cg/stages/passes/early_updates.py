@@ -27,7 +27,7 @@ class Leaf:
 
 
 def by_leaf(instrs: Sequence[Instr], results: Iterable[Var]) -> list[Leaf]:
-    """Return calls in the order of the results, each with what only it needs before it; calls on lists are split.
+    """Return calls in the order in which their gradients are made; calls on lists are split.
 
     Args:
       instrs: Calls without side effects.
@@ -35,6 +35,11 @@ def by_leaf(instrs: Sequence[Instr], results: Iterable[Var]) -> list[Leaf]:
     """
     leaves = [leaf for instr in instrs for leaf in _split(instr)]
     makers = {var: leaf for leaf in leaves for var in leaf.call.outputs()}
+    latest: dict[Var, int] = {}
+    for leaf in leaves:
+        known = max((latest.get(var, var.index) for var in leaf.call.inputs()), default=-1)
+        latest |= dict.fromkeys(leaf.call.outputs(), known)
+    results = sorted(results, key=lambda var: latest.get(var, -1))
     done: dict[Leaf, None] = {}
     for result in (*results, *makers):
         front = [makers[result]] if result in makers else []

@@ -1,0 +1,86 @@
+"""Equal parts of a program are compiled once: no value depends on it, and equal means equal in everything."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+
+import functional_cg as fcg
+from functional_cg.stages.lower.compiled import in_parts, lower, prepare
+from functional_cg.stages.lower.parts_plan import PartsPlan
+from functional_cg.stages.plan import lower_aten
+from functional_cg.step import captures
+from functional_cg.testing import assert_trees_all_equal
+from tests.compiled_graphs import ON_A_GPU
+from tests.repeated import Repeated, repeated
+from tests.shares import THOROUGH
+
+CALLS = 3
+PLAIN = Repeated(5, ("product", "bias", "halves", "times", "turned", "residual", "sums"), (2.0,) * 5, "by itself", frozenset())
+
+
+def as_it_is(graph: Any, arguments: Any) -> Any:
+    """A compiler that runs the graph that it gets."""
+    del arguments
+    return graph
+
+
+def in_place_on_a_host(program: Any, device: Any, choice: Any, reference: Any) -> Any:
+    """The lowering in which parts write the state, as on a GPU, for a compiler that runs graphs as they are."""
+    del choice
+    prepare(program, large=1)
+    return in_parts(program, device, as_it_is, reference, in_place=True) or lower_aten(program)
+
+
+def in_place_by_inductor(program: Any, device: Any, choice: Any, reference: Any) -> Any:
+    del choice
+    prepare(program, large=1)
+    return in_parts(program, device, None, reference, in_place=True)
+
+
+def assert_replays(program: Repeated, lowering: Any, device: str = "cpu") -> Any:
+    """Every number of some calls is that of the eager run; returns the plan."""
+    step = fcg.graph_step(program, lowering=lowering, compile_once=True)
+    state = fcg.place(fcg.tree.map(lambda leaf: leaf.to(device), program.state))
+    twin, kept = fcg.fork(state), []
+    for call in range(CALLS):
+        x = program.batch(call).to(device)
+        twin, expected = step.eager(twin, x)
+        state, metrics = step(state, x)
+        kept.append((metrics, expected))
+        assert_trees_all_equal(state, twin)
+    for metrics, expected in kept:
+        assert_trees_all_equal(metrics, expected)
+    plan = step.lower(state, program.batch(0).to(device)).plan
+    step.close()
+    return plan
+
+
+@pytest.mark.parametrize("as_on_a_gpu", [False, True])
+@given(program=repeated())
+@settings(max_examples=200 if THOROUGH else 20)
+def test_every_value_is_that_of_the_eager_run(as_on_a_gpu: bool, program: Repeated) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(captures, "lower", in_place_on_a_host if as_on_a_gpu else lower)
+        assert_replays(program, as_it_is)
+
+
+@pytest.mark.parametrize("as_on_a_gpu", [False, True])
+def test_functions_do_not_grow_with_the_number_of_blocks(
+    as_on_a_gpu: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(captures, "lower", in_place_on_a_host if as_on_a_gpu else lower)
+    for update in ("by itself", "by the norm"):
+        functions = []
+        for layers in (6, 8, 12):
+            program = replace(PLAIN, layers=layers, numbers=(2.0,) * layers, update=update)
+            plan = assert_replays(program, as_it_is)
+            assert isinstance(plan, PartsPlan)
+            functions.append(plan.functions)
+            assert sum(count for _, count in plan.shared) >= 2 * layers - 3
+        assert len(set(functions)) == 1, functions
+        assert functions[0] <= 7
