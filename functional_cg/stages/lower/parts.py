@@ -241,6 +241,8 @@ def _without_waits(calls: Sequence[Instr]) -> list[Instr]:
 def _connect(parts: Sequence[Part], values: _Values, outside: Iterable[Var]) -> bool:
     """Find what parts read and hand on; whether all of that is values as they were made."""
     for part in parts:
+        order = {var: n for n, var in enumerate(var for i in part.calls for var in i.outputs())}
+        part.commits.sort(key=lambda pair: order[pair[1]])
         born = set[Var]()
         read: dict[Var, None] = {}
         part.calls = _without_waits(part.calls)
