@@ -97,6 +97,7 @@ def in_parts(
       reference: The program as traced.
       in_place: Whether the compiled functions write the slots.
     """
+    write_out_of_place(program)
     plan = schedule(program, fuse=not in_place)
     parts = parts_of(program, plan, in_place=in_place)
     return None if parts is None else PartsPlan(program, device, plan, parts, compiler, reference)

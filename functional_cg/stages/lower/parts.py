@@ -6,6 +6,7 @@ value is taken again in each part that reads it, and a cast to a wider dtype mad
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -100,11 +101,16 @@ def parts_of(program: Program, plan: Schedule, *, in_place: bool) -> Parts | Non
       plan: Its schedule.
       in_place: Whether parts write slots themselves.
     """
-    ordered = any(is_launch(instr) or instr.op in TRANSFERS for instr in plan.head)
-    if ordered or program.ranges or written_storages(plan.head):
+    if program.ranges or any(is_launch(instr) or instr.op in TRANSFERS for instr in plan.head):
         return None
     values = _Values.of(program, plan)
-    parts = [Part(values.with_views(calls)) for calls in _divided(plan, values)]
+    calls = [instr for instr in plan.head if not instr.checks and not _is_view(instr)]
+    end = max((number for number, instr in enumerate(calls, 1) if instr.backward), default=len(calls))
+    touched = {var.storage for instr in calls[end:] for var in (*instr.inputs(), *instr.outputs())}
+    if values.written & (touched | values.static):
+        return None
+    divided = _divided(calls[:end], calls[end:], values)
+    parts = [Part(values.with_views(calls)) for calls in divided]
     if in_place:
         _commit(parts, values)
     left = [pair for pair in plan.commits if not any(pair in part.commits for part in parts)]
@@ -120,12 +126,16 @@ def parts_of(program: Program, plan: Schedule, *, in_place: bool) -> Parts | Non
     return Parts([*alike.values()], parts, after, left)
 
 
-def _divided(plan: Schedule, values: _Values) -> list[list[Instr]]:
-    """Return the calls of each part, without views: those up to the end of the backward, then the update's."""
-    calls = [instr for instr in plan.head if not instr.checks and not _is_view(instr)]
-    end = max((number for number, instr in enumerate(calls, 1) if instr.backward), default=len(calls))
-    base, rest = calls[:end], calls[end:]
-    parts = _cut(base, cuts(base))
+def _divided(base: Sequence[Instr], rest: Sequence[Instr], values: _Values) -> list[list[Instr]]:
+    """Return the calls of each part, without views.
+
+    Args:
+      base: The calls up to the end of the backward.
+      rest: Those of the update.
+      values: The values of the program.
+    """
+    plan = values.plan
+    parts = _cut(base, _outside(cuts(base), base, values.written))
     born = {var.storage: number for number, part in enumerate(parts) for i in part for var in i.outputs()}
     read = {var.storage: number for number, part in enumerate(parts) for i in part for var in i.inputs()}
     target = {new.storage: old.storage for old, new in plan.commits}
@@ -145,6 +155,22 @@ def _divided(plan: Schedule, values: _Values) -> list[list[Instr]]:
     return [*parts[:-1], [*parts[-1], *joined(late)]]
 
 
+def _outside(places: Sequence[int], calls: Sequence[Instr], written: set[int]) -> list[int]:
+    """Return the places between the first and the last call on no storage that a call writes in place."""
+    first: dict[int, int] = {}
+    last: dict[int, int] = {}
+    for number, instr in enumerate(calls):
+        for storage in {var.storage for var in (*instr.inputs(), *instr.outputs())} & written:
+            first.setdefault(storage, number)
+            last[storage] = number
+    depth = [0] * (len(calls) + 2)
+    for storage, number in first.items():
+        depth[number + 1] += 1
+        depth[last[storage] + 1] -= 1
+    inside = list(itertools.accumulate(depth))
+    return [place for place in places if not inside[place]]
+
+
 def _cut(items: Sequence[T], places: Sequence[int]) -> list[list[T]]:
     pairs = zip([0, *places], [*places, len(items)], strict=True)
     return [[*items[start:end]] for start, end in pairs if start < end]
@@ -156,13 +182,6 @@ def _is_view(instr: Instr) -> bool:
     return bool(made) and made <= {var.storage for var in instr.inputs()}
 
 
-def _is_free(instr: Instr) -> bool:
-    """Whether a part makes a value again instead of reading it: a view, or a cast to a wider dtype."""
-    if instr.op is not _CAST or _is_view(instr):
-        return _is_view(instr)
-    return bool(instr.out.spec.nbytes > instr.args[0].spec.nbytes)
-
-
 @dataclass(frozen=True)
 class _Values:
     """The values of a program.
@@ -170,12 +189,14 @@ class _Values:
     Attributes:
       makers: The call that makes each variable.
       static: Storages of slots, inputs and constants.
+      written: Storages that some call writes in place.
       outside: What is read outside of the parts: by checks, by calls of the commit, and what leaves the step.
       plan: The schedule.
     """
 
     makers: dict[Var, Instr]
     static: set[int]
+    written: set[int]
     outside: list[Var]
     plan: Schedule
 
@@ -188,7 +209,15 @@ class _Values:
                 makers.setdefault(var, instr)  # `native_dropout` may return its argument
         calls = [*(instr for instr in plan.head if instr.checks), *plan.fused]
         outside = [*plan.outputs, *(var for instr in calls for var in instr.inputs() if var in makers)]
-        return cls(makers, {var.storage for var in known}, outside, plan)
+        static = {var.storage for var in known}
+        return cls(makers, static, written_storages(plan.head), outside, plan)
+
+    def is_free(self, instr: Instr) -> bool:
+        """Whether a part makes a value again instead of reading it: a view, or a cast to a wider dtype."""
+        if instr.op is not _CAST or _is_view(instr):
+            return _is_view(instr)
+        (source,) = instr.inputs()
+        return source.storage not in self.written and bool(instr.out.spec.nbytes > source.spec.nbytes)
 
     def views(self, wanted: Iterable[Var], is_free: Callable[[Instr], bool] = _is_view) -> list[Instr]:
         """Return the calls that lead from values in memory to the wanted ones, in order; by default views alone."""
@@ -208,7 +237,7 @@ class _Values:
         """Return calls with the views and wider copies that they read, each in front of its first reader."""
         found: dict[Instr, None] = {}
         for instr in calls:
-            found.update(dict.fromkeys(self.views(instr.inputs(), _is_free)))
+            found.update(dict.fromkeys(self.views(instr.inputs(), self.is_free)))
             found[instr] = None
         return list(found)
 
@@ -226,7 +255,7 @@ def _commit(parts: Sequence[Part], values: _Values) -> None:
             continue
         if number[part] >= last.get(old.storage, 0):
             part.commits.append((old, new))
-            part.calls = values.with_views([*part.calls, *values.views([new], _is_free)])
+            part.calls = values.with_views([*part.calls, *values.views([new], values.is_free)])
 
 
 def _without_waits(calls: Sequence[Instr]) -> list[Instr]:
