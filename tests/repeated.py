@@ -19,7 +19,7 @@ Params = dict[str, Tensor]
 # What a block may do: (h, what entered the block, its parameters, what is shared, its number) -> h
 STEPS: dict[str, Callable[[Tensor, Tensor, Params, Tensor, float], Tensor]] = {
     "product": lambda h, _, p, shared, c: h @ p["w"],
-    "turned": lambda h, _, p, shared, c: (h.T.reshape(WIDTH, -1).T @ p["w"].T),
+    "turned": lambda h, _, p, shared, c: h.T.reshape(WIDTH, -1).T @ p["w"].T,
     "bias": lambda h, _, p, shared, c: h + p["b"],
     "residual": lambda h, x, p, shared, c: h + x,
     "times": lambda h, _, p, shared, c: h * c,
@@ -30,6 +30,15 @@ STEPS: dict[str, Callable[[Tensor, Tensor, Params, Tensor, float], Tensor]] = {
     "heads": lambda h, _, p, shared, c: h.view(-1, 2, 2).transpose(1, 2).reshape(h.shape),
     "product of two": lambda h, _, p, shared, c: h @ (h.T @ h).clamp(-1, 1),
 }
+
+
+def _either_way(h: Tensor, _: Tensor, p: Params, shared: Tensor, c: float) -> Tensor:
+    """Make the same calls on other values."""
+    one, two = (h + p["b"]).relu(), (h - p["b"]).clamp(-1, 1)
+    return one - two if c == 2.0 else two - one
+
+
+STEPS["either way"] = _either_way
 UPDATES: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
     "by itself": lambda w, g, total: w - g,
     "by the norm": lambda w, g, total: w - g * total.clamp(-1, 1),
@@ -105,7 +114,7 @@ def repeated(draw: Any) -> Repeated:
     steps = draw(st.lists(st.sampled_from([*STEPS]), min_size=2, max_size=6).filter(_has_product))
     numbers = [draw(st.sampled_from([1.0, 2.0, 0.0]))] * layers
     if draw(st.booleans()):  # one of them is another, at times one that only looks the same
-        numbers[draw(st.integers(0, layers - 1))] = draw(st.sampled_from([-1.0, -0.0, 1, 2.0]))
+        numbers[draw(st.integers(0, layers - 1))] = draw(st.sampled_from([-1.0, -0.0, 0.0, 1, 2.0]))
     keeps = draw(st.frozensets(st.sampled_from(["old biases", "turned over", "swapped", "metrics"])))
     return Repeated(layers, tuple(steps), tuple(numbers), draw(st.sampled_from([*UPDATES])), keeps)
 

@@ -10,6 +10,7 @@ import torch
 from hypothesis import given, settings
 
 import functional_cg as fcg
+from functional_cg.stages.lower import parts, repeats
 from functional_cg.stages.lower.compiled import in_parts, lower, prepare
 from functional_cg.stages.lower.parts_plan import PartsPlan
 from functional_cg.stages.plan import lower_aten
@@ -20,7 +21,13 @@ from tests.repeated import Repeated, repeated
 from tests.shares import THOROUGH
 
 CALLS = 3
-PLAIN = Repeated(5, ("product", "bias", "halves", "times", "turned", "residual", "sums"), (2.0,) * 5, "by itself", frozenset())
+PLAIN = Repeated(
+    5,
+    ("product", "bias", "halves", "times", "turned", "residual", "sums"),
+    (2.0,) * 5,
+    "by itself",
+    frozenset(),
+)
 
 
 def as_it_is(graph: Any, arguments: Any) -> Any:
@@ -62,11 +69,57 @@ def assert_replays(program: Repeated, lowering: Any, device: str = "cpu") -> Any
 
 @pytest.mark.parametrize("as_on_a_gpu", [False, True])
 @given(program=repeated())
-@settings(max_examples=200 if THOROUGH else 20)
+@settings(max_examples=200 if THOROUGH else 4)
 def test_every_value_is_that_of_the_eager_run(as_on_a_gpu: bool, program: Repeated) -> None:
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(parts, "_WORTH", 2)  # programs with few layers, too
+        patch.setattr(repeats, "_LOSS", 2)
         patch.setattr(captures, "lower", in_place_on_a_host if as_on_a_gpu else lower)
         assert_replays(program, as_it_is)
+
+
+@pytest.mark.parametrize(
+    ("steps", "odd"),
+    [(("product", "either way", "turned"), 2.0), (("product", "times", "turned", "bias"), -2.0)],
+    ids=["the same calls on other values", "another constant"],
+)
+def test_blocks_that_only_look_alike_share_nothing(
+    steps: tuple[str, ...], odd: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(parts, "_WORTH", 2)
+    layers = 8
+    plans = [
+        assert_replays(Repeated(layers, steps, numbers, "by itself", frozenset()), as_it_is)
+        for numbers in ((1.0,) * layers, (1.0,) * 4 + (odd,) + (1.0,) * 3)
+    ]
+    assert plans[1].functions > plans[0].functions
+
+
+def test_arguments_are_equal_only_if_all_of_them_is() -> None:
+    class Anything:
+        def __repr__(self) -> str:
+            return "Anything()"
+
+    one = Anything()
+    different = [
+        0.0,
+        -0.0,
+        0,
+        False,
+        None,
+        "0",
+        (0,),
+        [0],
+        [0, 0],
+        [(0,)],
+        torch.float32,
+        "torch.float32",
+        one,
+        Anything(),
+    ]
+    frozen = [repeats.frozen(value, id) for value in different]
+    assert len(set(frozen)) == len(different)
+    assert frozen == [repeats.frozen(value, id) for value in different]
 
 
 @pytest.mark.parametrize("as_on_a_gpu", [False, True])
@@ -76,7 +129,7 @@ def test_functions_do_not_grow_with_the_number_of_blocks(
     monkeypatch.setattr(captures, "lower", in_place_on_a_host if as_on_a_gpu else lower)
     for update in ("by itself", "by the norm"):
         functions = []
-        for layers in (6, 8, 12):
+        for layers in (6, 12):
             program = replace(PLAIN, layers=layers, numbers=(2.0,) * layers, update=update)
             plan = assert_replays(program, as_it_is)
             assert isinstance(plan, PartsPlan)
