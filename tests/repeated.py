@@ -38,11 +38,18 @@ def _either_way(h: Tensor, _: Tensor, p: Params, shared: Tensor, c: float) -> Te
     return one - two if c == 2.0 else two - one
 
 
-STEPS["either way"] = _either_way
+def _overwritten(h: Tensor, _: Tensor, p: Params, shared: Tensor, c: float) -> Tensor:
+    copy = h.clone()
+    copy[:, :2] *= p["b"][1]
+    return copy.tanh().round() + copy
+
+
+STEPS |= {"either way": _either_way, "overwritten": _overwritten}
 UPDATES: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
     "by itself": lambda w, g, total: w - g,
     "by the norm": lambda w, g, total: w - g * total.clamp(-1, 1),
     "twice": lambda w, g, total: w - g - w.sign(),
+    "by views": lambda w, g, total: (w.view(-1) - (g * 2.0).clamp(-1, 1).view(-1)).view(w.shape),
 }
 
 
@@ -55,6 +62,7 @@ class Repeated:
       numbers: The number of each block: most are equal.
       update: How leaves change.
       keeps: What else the step keeps: old leaves, in the state or as metrics.
+      stacked: Whether the parameters of the blocks are stacked, and ``fcg.scan`` loops over them.
     """
 
     layers: int
@@ -62,6 +70,7 @@ class Repeated:
     numbers: tuple[float, ...]
     update: str
     keeps: frozenset[str]
+    stacked: bool = False
 
     @property
     def state(self) -> Any:
@@ -71,22 +80,35 @@ class Repeated:
             return torch.randint(-2, 3, shape, generator=g).double()
 
         blocks = [{"w": whole(WIDTH, WIDTH), "b": whole(WIDTH)} for _ in range(self.layers)]
-        return {"blocks": blocks, "old": [whole(WIDTH) for _ in blocks], "shared": whole(WIDTH), "n": whole()}
+        old = [whole(WIDTH) for _ in blocks]
+        if self.stacked:
+            blocks, old = (
+                fcg.tree.map(lambda *leaves: torch.stack(leaves), *blocks),
+                [whole(self.layers, WIDTH)],
+            )
+        return {"blocks": blocks, "old": old, "shared": whole(WIDTH), "n": whole()}
 
     def batch(self, number: int) -> Tensor:
         g = torch.Generator().manual_seed(number)
         return torch.randint(-2, 3, (6, WIDTH), generator=g).double()
 
     def __call__(self, state: Any, x: Tensor) -> Any:
-        middles = []
+        middles: list[Tensor] = []
+
+        def block(h: Tensor, params: Params, number: float) -> Tensor:
+            entered = h
+            for name in self.steps:
+                h = STEPS[name](h, entered, params, state["shared"], number)
+            return h.clamp(-3, 3)
 
         def loss_fn(blocks: Any) -> Tensor:
             h = x
+            if self.stacked:
+                return fcg.scan(lambda h, params: (block(h, params, self.numbers[0]), None), h, blocks)[
+                    0
+                ].sum()
             for params, number in zip(blocks, self.numbers, strict=True):
-                entered = h
-                for name in self.steps:
-                    h = STEPS[name](h, entered, params, state["shared"], number)
-                h = h.clamp(-3, 3)
+                h = block(h, params, number)
                 middles.append(h.detach())
             return h.sum()
 
@@ -97,7 +119,7 @@ class Repeated:
         )
         old, metrics = state["old"], {"loss": loss}
         if "old biases" in self.keeps:
-            old = [block["b"] for block in state["blocks"]]
+            old = [state["blocks"]["b"]] if self.stacked else [block["b"] for block in state["blocks"]]
         if "turned over" in self.keeps:
             blocks = blocks[::-1]
         if "swapped" in self.keeps:
@@ -116,7 +138,9 @@ def repeated(draw: Any) -> Repeated:
     if draw(st.booleans()):  # one of them is another, at times one that only looks the same
         numbers[draw(st.integers(0, layers - 1))] = draw(st.sampled_from([-1.0, -0.0, 0.0, 1, 2.0]))
     keeps = draw(st.frozensets(st.sampled_from(["old biases", "turned over", "swapped", "metrics"])))
-    return Repeated(layers, tuple(steps), tuple(numbers), draw(st.sampled_from([*UPDATES])), keeps)
+    stacked = draw(st.booleans())
+    keeps = keeps & {"old biases"} if stacked else keeps
+    return Repeated(layers, tuple(steps), tuple(numbers), draw(st.sampled_from([*UPDATES])), keeps, stacked)
 
 
 def _has_product(steps: list[str]) -> bool:

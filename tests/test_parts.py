@@ -122,18 +122,25 @@ def test_arguments_are_equal_only_if_all_of_them_is() -> None:
     assert frozen == [repeats.frozen(value, id) for value in different]
 
 
-@pytest.mark.parametrize("as_on_a_gpu", [False, True])
+@pytest.mark.parametrize(
+    ("as_on_a_gpu", "update", "stacked"),
+    [
+        (False, "by the norm", False),
+        (True, "by itself", False),
+        (True, "by the norm", False),
+        (True, "by itself", True),
+    ],
+)
 def test_functions_do_not_grow_with_the_number_of_blocks(
-    as_on_a_gpu: bool, monkeypatch: pytest.MonkeyPatch
+    as_on_a_gpu: bool, update: str, stacked: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Nor for :func:`functional_cg.scan` over stacked parameters."""
     monkeypatch.setattr(captures, "lower", in_place_on_a_host if as_on_a_gpu else lower)
-    for update in ("by itself", "by the norm"):
-        functions = []
-        for layers in (6, 12):
-            program = replace(PLAIN, layers=layers, numbers=(2.0,) * layers, update=update)
-            plan = assert_replays(program, as_it_is)
-            assert isinstance(plan, PartsPlan)
-            functions.append(plan.functions)
-            assert sum(count for _, count in plan.shared) >= 2 * layers - 3
-        assert len(set(functions)) == 1, functions
-        assert functions[0] <= 7
+    functions = []
+    for layers in (6, 9):
+        program = replace(PLAIN, layers=layers, numbers=(2.0,) * layers, update=update, stacked=stacked)
+        plan = assert_replays(program, as_it_is)
+        assert isinstance(plan, PartsPlan)
+        functions.append(plan.functions)
+        assert sum(count for _, count in plan.shared if count > 1) >= 2 * layers - 5
+    assert functions[0] == functions[1] <= 7, functions

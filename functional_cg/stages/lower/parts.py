@@ -7,7 +7,7 @@ value is taken again in each part that reads it, and a cast to a wider dtype mad
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from typing import TypeVar
@@ -26,6 +26,8 @@ __all__ = ["Part", "Parts", "parts_of"]
 
 T = TypeVar("T")
 _CAST = torch.ops.aten._to_copy.default
+_AS_STRIDED = torch.ops.aten.as_strided.default
+_ALIGNMENT = 16  # bytes; a compiled function copies an argument that is aligned to fewer
 
 _WORTH = 0.75  # of the calls may be left to compile; else one function is compiled faster
 
@@ -40,6 +42,7 @@ class Part:
       outputs: What others read of it, first what leaves the step.
       commits: Pairs (slot, new value) that it writes at its end.
       metrics: How many of its outputs leave the step.
+      before: Views among its inputs, to be taken before it runs.
     """
 
     calls: list[Instr]
@@ -47,6 +50,7 @@ class Part:
     outputs: list[Var] = field(default_factory=list)
     commits: list[tuple[Var, Var]] = field(default_factory=list)
     metrics: int = 0
+    before: list[Instr] = field(default_factory=list)
 
     def signature(self, slots: set[Var]) -> Hashable:
         """Return what is equal only for parts whose calls are equal up to the names of variables.
@@ -59,8 +63,22 @@ class Part:
         for var in (*self.inputs, *(made for instr in self.calls for made in instr.outputs())):
             numbers.setdefault(var, len(numbers))
             memory.setdefault(var.storage, len(memory))
+        start: dict[int, int] = {}
+        for var in numbers:
+            start.setdefault(var.storage, var.offset)
+        strided = any(
+            instr.op is _AS_STRIDED for instr in self.calls
+        )  # its offset counts from the first element
         layouts = tuple(
-            (var.spec, memory[var.storage], var.offset, var.fills, var in slots) for var in numbers
+            (
+                var.spec,
+                memory[var.storage],
+                var.offset - (0 if strided else start[var.storage]),
+                var.offset * var.spec.dtype.itemsize % _ALIGNMENT,
+                var.fills,
+                var in slots,
+            )
+            for var in numbers
         )
         calls = tuple(
             (
@@ -110,6 +128,7 @@ def parts_of(program: Program, plan: Schedule, *, in_place: bool) -> Parts | Non
     if values.written & (touched | values.static):
         return None
     divided = _divided(calls[:end], calls[end:], values)
+    values.apart.update(_apart(divided, values))
     parts = [Part(values.with_views(calls)) for calls in divided]
     if in_place:
         _commit(parts, values)
@@ -179,7 +198,7 @@ def _cut(items: Sequence[T], places: Sequence[int]) -> list[list[T]]:
 def _is_view(instr: Instr) -> bool:
     """Whether a call computes nothing: all that it makes lies in the memory of its arguments."""
     made = {var.storage for var in instr.outputs()}
-    return bool(made) and made <= {var.storage for var in instr.inputs()}
+    return bool(made) and not instr.writes and made <= {var.storage for var in instr.inputs()}
 
 
 @dataclass(frozen=True)
@@ -192,6 +211,7 @@ class _Values:
       written: Storages that some call writes in place.
       outside: What is read outside of the parts: by checks, by calls of the commit, and what leaves the step.
       plan: The schedule.
+      apart: Views that are taken outside of the parts, as each part reads another one.
     """
 
     makers: dict[Var, Instr]
@@ -199,6 +219,7 @@ class _Values:
     written: set[int]
     outside: list[Var]
     plan: Schedule
+    apart: set[Var] = field(default_factory=set)
 
     @classmethod
     def of(cls, program: Program, plan: Schedule) -> _Values:
@@ -219,34 +240,74 @@ class _Values:
         (source,) = instr.inputs()
         return source.storage not in self.written and bool(instr.out.spec.nbytes > source.spec.nbytes)
 
-    def views(self, wanted: Iterable[Var], is_free: Callable[[Instr], bool] = _is_view) -> list[Instr]:
-        """Return the calls that lead from values in memory to the wanted ones, in order; by default views alone."""
+    def views(
+        self,
+        wanted: Iterable[Var],
+        is_free: Callable[[Instr], bool] = _is_view,
+        at_hand: Collection[Var] = (),
+    ) -> list[Instr]:
+        """Return the calls that lead from values in memory, or at hand, to the wanted ones; by default views alone."""
         found: dict[Instr, None] = {}
         for var in wanted:
             chain: list[Instr] = []
             front = [var]
             while front:
-                maker = self.makers.get(front.pop())
+                one = front.pop()
+                maker = None if one in at_hand else self.makers.get(one)
                 if maker is not None and maker not in found and is_free(maker):
                     chain.append(maker)
                     front += maker.inputs()
             found.update(dict.fromkeys(reversed(chain)))
         return list(found)
 
-    def with_views(self, calls: Sequence[Instr]) -> list[Instr]:
-        """Return calls with the views and wider copies that they read, each in front of its first reader."""
+    def with_views(self, calls: Sequence[Instr], wanted: Sequence[Var] = ()) -> list[Instr]:
+        """Return calls with the views and wider copies that they read, each in front of its first reader.
+
+        Args:
+          calls: The calls of a part.
+          wanted: What else has to be there.
+        """
         found: dict[Instr, None] = {}
+        own = {var.storage for instr in calls if not _is_view(instr) for var in instr.outputs()}
+        at_hand = {var for var in self.apart if var.storage not in own}
         for instr in calls:
-            found.update(dict.fromkeys(self.views(instr.inputs(), self.is_free)))
+            found.update(dict.fromkeys(self.views(instr.inputs(), self.is_free, at_hand)))
             found[instr] = None
+        found.update(dict.fromkeys(self.views(wanted, self.is_free, at_hand)))
         return list(found)
+
+    def piece(self, var: Var) -> Var | None:
+        """Return the view of a part of a value that a variable is, or is made from by views; None if it has all."""
+        piece = None
+        while (maker := self.makers.get(var)) is not None and _is_view(maker):
+            piece = piece if var.fills else var
+            var = next(one for one in maker.inputs() if one.storage == var.storage)
+        return piece
+
+
+def _apart(divided: Sequence[Sequence[Instr]], values: _Values) -> Iterator[Var]:
+    """Yield the pieces of values of which each part reads others, such as the layers of stacked weights."""
+    pieces: dict[int, list[set[Var]]] = {}
+    for calls in divided:
+        own: dict[int, set[Var]] = {}
+        for var in {var for instr in calls for var in instr.inputs()}:
+            if (piece := values.piece(var)) is not None and var.storage not in values.written:
+                own.setdefault(var.storage, set()).add(piece)
+        for storage, found in own.items():
+            pieces.setdefault(storage, []).append(found)
+    for sets in pieces.values():
+        if not set.intersection(*sets):
+            yield from set.union(*sets)
 
 
 def _commit(parts: Sequence[Part], values: _Values) -> None:
-    """Let the part that makes a new value write its slot, if the slot is not read after it."""
+    """Let the part that makes a new value write its slot, if the slot is not read after it, nor by another name in it."""
     born = {var.storage: part for part in reversed(parts) for i in part.calls for var in i.outputs()}
     number = {part: n for n, part in enumerate(parts)}
-    last = {var.storage: n for part, n in number.items() for i in part.calls for var in i.inputs()}
+    last: dict[int, int] = {}
+    for part, n in number.items():
+        for var in (var for instr in part.calls for var in instr.inputs()):
+            last[var.storage] = max(last.get(var.storage, 0), n + (var in values.apart))
     kept = {var.storage for var in values.outside}
     kept |= {new.storage for _, new in values.plan.commits if new.storage in values.static}
     for old, new in values.plan.commits:
@@ -255,20 +316,23 @@ def _commit(parts: Sequence[Part], values: _Values) -> None:
             continue
         if number[part] >= last.get(old.storage, 0):
             part.commits.append((old, new))
-            part.calls = values.with_views([*part.calls, *values.views([new], values.is_free)])
+            part.calls = values.with_views(part.calls, [new])
 
 
 def _without_waits(calls: Sequence[Instr]) -> list[Instr]:
     """Return calls that wait for no value of another part: it is there."""
     born = {var for instr in calls for var in instr.outputs()}
     return [
-        replace(instr, op=KEPT, args=instr.args[:1]) if instr.op is LATER and instr.args[1] not in born else instr
+        replace(instr, op=KEPT, args=instr.args[:1])
+        if instr.op is LATER and instr.args[1] not in born
+        else instr
         for instr in calls
     ]
 
 
 def _connect(parts: Sequence[Part], values: _Values, outside: Iterable[Var]) -> bool:
     """Find what parts read and hand on; whether all of that is values as they were made."""
+    taken = set[Instr]()
     for part in parts:
         order = {var: n for n, var in enumerate(var for i in part.calls for var in i.outputs())}
         part.commits.sort(key=lambda pair: order[pair[1]])
@@ -280,7 +344,10 @@ def _connect(parts: Sequence[Part], values: _Values, outside: Iterable[Var]) -> 
             born.update(instr.outputs())
         read.update(dict.fromkeys(old for old, _ in part.commits))
         part.inputs = list(read)
+        part.before = [i for i in values.views(var for var in read if var in values.apart) if i not in taken]
+        taken.update(part.before)
     wanted = {var for part in parts for var in part.inputs} | {*outside}
+    wanted |= {var for instr in taken for var in instr.inputs()}
     leaving = set(values.plan.outputs)
     for part in parts:
         made = dict.fromkeys(var for i in part.calls if not _is_view(i) for var in i.outputs())

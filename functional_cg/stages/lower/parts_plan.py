@@ -57,7 +57,8 @@ class PartsPlan:
         self.functions = len(self._heads)
         self.shared = [(str(head), len(alike)) for head, alike in zip(self._heads, parts.alike, strict=True)]
         checks = [instr for instr in plan.head if instr.checks]
-        head = [*(calls[part] for part in parts.order), *parts.after, *checks]
+        head = [instr for part in parts.order for instr in (*part.before, calls[part])]
+        head += [*parts.after, *checks]
         self._aten = AtenPlan(program, replace(plan, head=head, commits=parts.commits))
 
     def _compiled(self, alike: Sequence[Part]) -> Iterator[tuple[Part, Instr]]:
@@ -84,7 +85,10 @@ class PartsPlan:
             yield one, Instr(head, tuple(one.inputs), {}, one.outputs, (), None)
 
     def as_text(self) -> str:
-        texts = [f"{head}, for {count} parts:\n{head.graph.code}" for head, (_, count) in zip(self._heads, self.shared)]
+        texts = [
+            f"{head}, for {count} parts:\n{head.graph.code}"
+            for head, (_, count) in zip(self._heads, self.shared)
+        ]
         return "\n".join([*texts, self._aten.as_text()])
 
     def bind(self, buffers: Buffers) -> Run:
@@ -94,9 +98,7 @@ class PartsPlan:
         buffers = Buffers([*slots], [*inputs], [*map(by_itself, here)])
         program = self._program
         known = [*program.slots, *program.inputs, *(constant.var for constant in program.constants)]
-        tensors = dict(
-            zip(known, [*buffers.slots, *buffers.inputs, *buffers.constants], strict=True)
-        )
+        tensors = dict(zip(known, [*buffers.slots, *buffers.inputs, *buffers.constants], strict=True))
         for head, part in self._heads.items():
             if head.compiled is None:
                 head.compile([tensors[var] if var in tensors else like(var) for var in part.inputs])

@@ -23,7 +23,18 @@ __all__ = ["cuts", "frozen"]
 _SHORTEST = 8  # calls of a period: a function takes a second to compile, however few calls it has
 _LOSS = 0.01  # of the bytes that a period moves: what cutting may cost
 _TRIED = 64  # places to cut at in a period without products, such as an update
-_PLAIN = (type(None), bool, int, float, complex, str, torch.dtype, torch.device, torch.layout, torch.memory_format)
+_PLAIN = (
+    type(None),
+    bool,
+    int,
+    float,
+    complex,
+    str,
+    torch.dtype,
+    torch.device,
+    torch.layout,
+    torch.memory_format,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +126,9 @@ def _with_windows(ranks: Sequence[int], width: int) -> Iterator[_Stretch]:
 def _cheapest(instrs: Sequence[Instr], stretch: _Stretch) -> Iterator[int]:
     """Yield where to cut a stretch; nowhere if each place costs too much."""
     first, period = stretch.start, stretch.period
-    middle = first + (stretch.end - first) // period // 2 * period  # not at an end, where neighbours are others
+    middle = (
+        first + (stretch.end - first) // period // 2 * period
+    )  # not at an end, where neighbours are others
     middle = min(middle, stretch.end - period)
     places = [place for place in range(middle, middle + period) if flops_of(instrs[place])]
     places = places or list(range(middle, middle + period, -(-period // _TRIED)))
@@ -146,7 +159,10 @@ def _lost(instrs: Sequence[Instr], place: int, period: int) -> int:
     in_memory = {var.storage for instr in after if not is_fused(instr) for var in instr.inputs()}
     in_memory |= {var.storage for instr in before if not is_fused(instr) for var in instr.inputs()}
     near = {
-        var.storage: var for instr in before if is_fused(instr) and not instr.is_view for var in instr.outputs()
+        var.storage: var
+        for instr in before
+        if is_fused(instr) and not instr.is_view
+        for var in instr.outputs()
     }
     later = set[int]()  # what waits for a call that nothing is fused with
     lost: dict[int, int] = {}

@@ -30,22 +30,23 @@ def by_leaf(instrs: Sequence[Instr], results: Iterable[Var]) -> list[Leaf]:
     """Return calls in the order in which their gradients are made; calls on lists are split.
 
     Args:
-      instrs: Calls without side effects.
+      instrs: Calls, without views, that write nothing in place.
       results: What they are made for: new leaves in the order of the state.
     """
     leaves = [leaf for instr in instrs for leaf in _split(instr)]
-    makers = {var: leaf for leaf in leaves for var in leaf.call.outputs()}
-    latest: dict[Var, int] = {}
+    makers: dict[int, Leaf] = {}  # by storage: a call may read a view of what another one makes
+    latest: dict[int, int] = {}
     for leaf in leaves:
-        known = max((latest.get(var, var.index) for var in leaf.call.inputs()), default=-1)
-        latest |= dict.fromkeys(leaf.call.outputs(), known)
-    results = sorted(results, key=lambda var: latest.get(var, -1))
+        known = max((latest.get(var.storage, var.index) for var in leaf.call.inputs()), default=-1)
+        for var in leaf.call.outputs():
+            makers[var.storage], latest[var.storage] = leaf, known
+    goals = sorted((var.storage for var in results), key=lambda storage: latest.get(storage, -1))
     done: dict[Leaf, None] = {}
-    for result in (*results, *makers):
-        front = [makers[result]] if result in makers else []
+    for goal in (*goals, *makers):
+        front = [makers[goal]] if goal in makers else []
         while front:
-            leaf = front[-1]
-            missing = [makers[var] for var in leaf.call.inputs() if var in makers and makers[var] not in done]
+            needed = (makers.get(var.storage) for var in front[-1].call.inputs())
+            missing = [leaf for leaf in needed if leaf is not None and leaf not in done]
             front += missing
             if not missing:
                 done[front.pop()] = None
