@@ -75,8 +75,10 @@ def lower(program: Program, device: torch.device, options: Options, reference: R
         prepare(program, budget=options.activation_memory_budget)
     compiler = None if isinstance(choice, str) else choice
     in_place = on_gpu and compiler is None
-    if options.compile_once and (plan := in_parts(program, device, compiler, reference, in_place=in_place)):
-        return plan
+    if options.compile_once:
+        parted = in_parts(program, device, compiler, reference, in_place=in_place)
+        if parted is not None:
+            return parted
     return InPlacePlan(program, device) if in_place else HeadPlan(program, device, compiler, reference)
 
 
@@ -148,6 +150,7 @@ class InPlacePlan:
     copies = False
     branches = ONE_LINE
     temporaries = 0
+    shared: Sequence[str] = ()
 
     def __init__(self, program: Program, device: torch.device) -> None:
         self._program = program
@@ -210,6 +213,7 @@ class HeadPlan:
     copies = True
     branches = ONE_LINE
     temporaries = 0
+    shared: Sequence[str] = ()
 
     def __init__(
         self, program: Program, device: torch.device, compiler: Compiler | None, reference: Reference

@@ -1,15 +1,15 @@
 """Cut a program where it repeats itself, and compile equal parts once.
 
 A part is what one compiled function runs. Between parts, values are handed on in memory, as they were made: a view of a
-value is taken again in each part that reads it, and a cast to a wider dtype made again. The update of a leaf runs in the part that makes its gradient.
+value is taken again in each part that reads it, and a cast to a wider dtype made again. The update of a leaf runs in
+the part that makes its gradient.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Collection, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-
 from typing import TypeVar
 
 import torch
@@ -122,7 +122,7 @@ def parts_of(program: Program, plan: Schedule, *, in_place: bool) -> Parts | Non
     if program.ranges or any(is_launch(instr) or instr.op in TRANSFERS for instr in plan.head):
         return None
     values = _Values.of(program, plan)
-    calls = [instr for instr in plan.head if not instr.checks and not _is_view(instr)]
+    calls = [instr for instr in plan.head if not instr.checks and instr not in values.views]
     end = max((number for number, instr in enumerate(calls, 1) if instr.backward), default=len(calls))
     touched = {var.storage for instr in calls[end:] for var in (*instr.inputs(), *instr.outputs())}
     if values.written & (touched | values.static):
@@ -132,9 +132,10 @@ def parts_of(program: Program, plan: Schedule, *, in_place: bool) -> Parts | Non
     parts = [Part(values.with_views(calls)) for calls in divided]
     if in_place:
         _commit(parts, values)
-    left = [pair for pair in plan.commits if not any(pair in part.commits for part in parts)]
+    done = {old for part in parts for old, _ in part.commits}
+    left = [(old, new) for old, new in plan.commits if old not in done]
     outside = [*values.outside, *(new for _, new in left)]
-    after = values.views(outside)
+    after = values.taken(outside, values.views)
     if not _connect(parts, values, [*outside, *(var for instr in after for var in instr.inputs())]):
         return None
     slots, alike = set(program.slots), dict[Hashable, list[Part]]()
@@ -201,6 +202,14 @@ def _is_view(instr: Instr) -> bool:
     return bool(made) and not instr.writes and made <= {var.storage for var in instr.inputs()}
 
 
+def _is_wider(instr: Instr, written: set[int]) -> bool:
+    """Whether a call casts a value that does not change to a wider dtype."""
+    if instr.op is not _CAST or not isinstance(instr.out, Var):
+        return False
+    (source,) = instr.inputs()
+    return source.storage not in written and instr.out.spec.nbytes > source.spec.nbytes
+
+
 @dataclass(frozen=True)
 class _Values:
     """The values of a program.
@@ -212,6 +221,8 @@ class _Values:
       outside: What is read outside of the parts: by checks, by calls of the commit, and what leaves the step.
       plan: The schedule.
       apart: Views that are taken outside of the parts, as each part reads another one.
+      views: The calls that compute nothing: all that they make lies in the memory of their arguments.
+      free: What a part makes again instead of reading it: views, and casts to a wider dtype.
     """
 
     makers: dict[Var, Instr]
@@ -219,6 +230,8 @@ class _Values:
     written: set[int]
     outside: list[Var]
     plan: Schedule
+    views: set[Instr]
+    free: set[Instr]
     apart: set[Var] = field(default_factory=set)
 
     @classmethod
@@ -230,23 +243,15 @@ class _Values:
                 makers.setdefault(var, instr)  # `native_dropout` may return its argument
         calls = [*(instr for instr in plan.head if instr.checks), *plan.fused]
         outside = [*plan.outputs, *(var for instr in calls for var in instr.inputs() if var in makers)]
-        static = {var.storage for var in known}
-        return cls(makers, static, written_storages(plan.head), outside, plan)
+        static, written = {var.storage for var in known}, written_storages(plan.head)
+        views = set(filter(_is_view, plan.head))
+        free = {instr for instr in plan.head if instr in views or _is_wider(instr, written)}
+        return cls(makers, static, written, outside, plan, views, free)
 
-    def is_free(self, instr: Instr) -> bool:
-        """Whether a part makes a value again instead of reading it: a view, or a cast to a wider dtype."""
-        if instr.op is not _CAST or _is_view(instr):
-            return _is_view(instr)
-        (source,) = instr.inputs()
-        return source.storage not in self.written and bool(instr.out.spec.nbytes > source.spec.nbytes)
-
-    def views(
-        self,
-        wanted: Iterable[Var],
-        is_free: Callable[[Instr], bool] = _is_view,
-        at_hand: Collection[Var] = (),
+    def taken(
+        self, wanted: Iterable[Var], calls: Collection[Instr], at_hand: Collection[Var] = ()
     ) -> list[Instr]:
-        """Return the calls that lead from values in memory, or at hand, to the wanted ones; by default views alone."""
+        """Return those of the calls that lead from values in memory, or at hand, to the wanted ones, in order."""
         found: dict[Instr, None] = {}
         for var in wanted:
             chain: list[Instr] = []
@@ -254,7 +259,7 @@ class _Values:
             while front:
                 one = front.pop()
                 maker = None if one in at_hand else self.makers.get(one)
-                if maker is not None and maker not in found and is_free(maker):
+                if maker is not None and maker in calls and maker not in found:
                     chain.append(maker)
                     front += maker.inputs()
             found.update(dict.fromkeys(reversed(chain)))
@@ -268,18 +273,18 @@ class _Values:
           wanted: What else has to be there.
         """
         found: dict[Instr, None] = {}
-        own = {var.storage for instr in calls if not _is_view(instr) for var in instr.outputs()}
+        own = {var.storage for instr in calls if instr not in self.views for var in instr.outputs()}
         at_hand = {var for var in self.apart if var.storage not in own}
         for instr in calls:
-            found.update(dict.fromkeys(self.views(instr.inputs(), self.is_free, at_hand)))
+            found.update(dict.fromkeys(self.taken(instr.inputs(), self.free, at_hand)))
             found[instr] = None
-        found.update(dict.fromkeys(self.views(wanted, self.is_free, at_hand)))
+        found.update(dict.fromkeys(self.taken(wanted, self.free, at_hand)))
         return list(found)
 
     def piece(self, var: Var) -> Var | None:
         """Return the view of a part of a value that a variable is, or is made from by views; None if it has all."""
         piece = None
-        while (maker := self.makers.get(var)) is not None and _is_view(maker):
+        while (maker := self.makers.get(var)) in self.views:
             piece = piece if var.fills else var
             var = next(one for one in maker.inputs() if one.storage == var.storage)
         return piece
@@ -301,7 +306,7 @@ def _apart(divided: Sequence[Sequence[Instr]], values: _Values) -> Iterator[Var]
 
 
 def _commit(parts: Sequence[Part], values: _Values) -> None:
-    """Let the part that makes a new value write its slot, if the slot is not read after it, nor by another name in it."""
+    """Let the part that makes a new value write its slot, if no later part reads it, nor a piece of it this one."""
     born = {var.storage: part for part in reversed(parts) for i in part.calls for var in i.outputs()}
     number = {part: n for n, part in enumerate(parts)}
     last: dict[int, int] = {}
@@ -311,12 +316,12 @@ def _commit(parts: Sequence[Part], values: _Values) -> None:
     kept = {var.storage for var in values.outside}
     kept |= {new.storage for _, new in values.plan.commits if new.storage in values.static}
     for old, new in values.plan.commits:
-        part = born.get(new.storage)
-        if part is None or new.storage in values.static or old.storage in kept:
+        home = born.get(new.storage)
+        if home is None or new.storage in values.static or old.storage in kept:
             continue
-        if number[part] >= last.get(old.storage, 0):
-            part.commits.append((old, new))
-            part.calls = values.with_views(part.calls, [new])
+        if number[home] >= last.get(old.storage, 0):
+            home.commits.append((old, new))
+            home.calls = values.with_views(home.calls, [new])
 
 
 def _without_waits(calls: Sequence[Instr]) -> list[Instr]:
@@ -332,7 +337,7 @@ def _without_waits(calls: Sequence[Instr]) -> list[Instr]:
 
 def _connect(parts: Sequence[Part], values: _Values, outside: Iterable[Var]) -> bool:
     """Find what parts read and hand on; whether all of that is values as they were made."""
-    taken = set[Instr]()
+    seen = set[Instr]()
     for part in parts:
         order = {var: n for n, var in enumerate(var for i in part.calls for var in i.outputs())}
         part.commits.sort(key=lambda pair: order[pair[1]])
@@ -344,13 +349,15 @@ def _connect(parts: Sequence[Part], values: _Values, outside: Iterable[Var]) -> 
             born.update(instr.outputs())
         read.update(dict.fromkeys(old for old, _ in part.commits))
         part.inputs = list(read)
-        part.before = [i for i in values.views(var for var in read if var in values.apart) if i not in taken]
-        taken.update(part.before)
+        part.before = [
+            i for i in values.taken(filter(values.apart.__contains__, read), values.views) if i not in seen
+        ]
+        seen.update(part.before)
     wanted = {var for part in parts for var in part.inputs} | {*outside}
-    wanted |= {var for instr in taken for var in instr.inputs()}
+    wanted |= {var for instr in seen for var in instr.inputs()}
     leaving = set(values.plan.outputs)
     for part in parts:
-        made = dict.fromkeys(var for i in part.calls if not _is_view(i) for var in i.outputs())
+        made = dict.fromkeys(var for i in part.calls if i not in values.views for var in i.outputs())
         own = [var for var in made if var in wanted and var not in part.inputs]
         part.outputs = sorted(own, key=lambda var: var not in leaving)
         part.metrics = sum(var in leaving for var in own)

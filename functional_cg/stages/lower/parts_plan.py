@@ -8,6 +8,7 @@ from functools import partial
 
 import torch
 
+from ...state.outline import count
 from ..fx_passes.canonical import pick_by_comparison
 from ..fx_passes.cross_entropy import join_gradients
 from ..fx_passes.logits import has_large_logits, read_targets_first
@@ -55,7 +56,8 @@ class PartsPlan:
         self._heads: dict[Head, Part] = {}
         calls = {part: call for alike in parts.alike for part, call in self._compiled(alike)}
         self.functions = len(self._heads)
-        self.shared = [(str(head), len(alike)) for head, alike in zip(self._heads, parts.alike, strict=True)]
+        self.times = [len(alike) for alike in parts.alike]
+        self.shared: Sequence[str] = [_said(alike) for alike in parts.alike if len(alike) > 1]
         checks = [instr for instr in plan.head if instr.checks]
         head = [instr for part in parts.order for instr in (*part.before, calls[part])]
         head += [*parts.after, *checks]
@@ -78,17 +80,15 @@ class PartsPlan:
         compile_it = self._compiler or partial(
             by_inductor, self._program.function, on_host=on_host, small=False, in_order=False
         )
-        count = len(first.outputs)
-        head = Head(name, graph, compile_it, metrics=first.metrics, count=count, known=known)
+        results = len(first.outputs)
+        head = Head(name, graph, compile_it, metrics=first.metrics, count=results, known=known)
         self._heads[head] = first
         for one in alike:
             yield one, Instr(head, tuple(one.inputs), {}, one.outputs, (), None)
 
     def as_text(self) -> str:
-        texts = [
-            f"{head}, for {count} parts:\n{head.graph.code}"
-            for head, (_, count) in zip(self._heads, self.shared)
-        ]
+        pairs = zip(self._heads, self.times, strict=True)
+        texts = [f"{head}, which runs {count(times, 'time')}:\n{head.graph.code}" for head, times in pairs]
         return "\n".join([*texts, self._aten.as_text()])
 
     def bind(self, buffers: Buffers) -> Run:
@@ -103,3 +103,16 @@ class PartsPlan:
             if head.compiled is None:
                 head.compile([tensors[var] if var in tensors else like(var) for var in part.inputs])
         return self._aten.bind(buffers, partial(self._reference.raises_at, buffers))
+
+
+def _said(alike: Sequence[Part]) -> str:
+    """Return in words which calls share a function."""
+    calls = count(len(alike[0].calls), "call")
+    return f"compiled once: {len(alike)} x {calls}, {_where(alike[0])}; ...; {_where(alike[-1])}"
+
+
+def _where(part: Part) -> str:
+    """Return where the calls of a part come from: modules, or lines where there are none."""
+    places = [one.origin.module or (str(one.site) if one.site else "") for one in part.calls]
+    known = list(dict.fromkeys(filter(None, places))) or ["the update"]
+    return known[0] if len(known) == 1 else f"{known[0]} to {known[-1]}"

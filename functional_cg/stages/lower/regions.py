@@ -138,6 +138,7 @@ class RegionsPlan:
     copies = True
     branches = ONE_LINE
     temporaries = 0
+    shared: Sequence[str] = ()
 
     def __init__(
         self, program: Program, device: torch.device, compiler: Compiler | None, reference: Reference
