@@ -17,7 +17,7 @@ from functional_cg.stages.plan import lower_aten
 from functional_cg.step import captures
 from functional_cg.testing import assert_trees_all_equal
 from tests.repeated import Repeated, repeated
-from tests.shares import THOROUGH
+from tests.shares import THOROUGH, share
 
 CALLS = 3
 PLAIN = Repeated(
@@ -78,6 +78,25 @@ def test_every_value_is_that_of_the_eager_run(as_on_a_gpu: bool, program: Repeat
 
 
 @pytest.mark.parametrize(
+    ("device", "as_on_a_gpu"),
+    [
+        pytest.param("cpu", True, marks=pytest.mark.skipif(not THOROUGH, reason="compiles for ten seconds")),
+        pytest.param("cpu", False, marks=pytest.mark.skipif(not THOROUGH, reason="compiles for ten seconds")),
+        pytest.param("cuda", False, marks=[pytest.mark.cuda, pytest.mark.filterwarnings("default")]),
+    ],
+)
+def test_every_value_is_that_of_the_eager_run_by_inductor(
+    device: str, as_on_a_gpu: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if as_on_a_gpu:
+        monkeypatch.setattr(captures, "lower", in_place_by_inductor)
+    program = Repeated(6, ("product", "bias", "turned"), (2.0,) * 6, "by itself", frozenset({"old biases"}))
+    plan = assert_replays(program, "inductor", device)
+    assert isinstance(plan, PartsPlan)
+    assert max(plan.times) > 3
+
+
+@pytest.mark.parametrize(
     ("steps", "odd"),
     [(("product", "either way", "turned"), 2.0), (("product", "times", "turned", "bias"), -2.0)],
     ids=["the same calls on other values", "another constant"],
@@ -92,6 +111,19 @@ def test_blocks_that_only_look_alike_share_nothing(
         for numbers in ((1.0,) * layers, (1.0,) * 4 + (odd,) + (1.0,) * 3)
     ]
     assert plans[1].functions > plans[0].functions
+
+
+def test_a_leaf_is_written_after_its_last_reader(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last layer's backward, which comes first, makes the new value of the first layer."""
+    monkeypatch.setattr(captures, "lower", in_place_on_a_host)
+    plan = assert_replays(replace(PLAIN, keeps=frozenset({"turned over"})), as_it_is)
+    assert isinstance(plan, PartsPlan)
+
+
+def test_it_says_which_calls_share_a_function() -> None:
+    step = fcg.graph_step(PLAIN, lowering=as_it_is, compile_once=True)
+    step.lower(PLAIN.state, PLAIN.batch(0))
+    assert "compiled once: 4 x " in step.explain()
 
 
 def test_arguments_are_equal_only_if_all_of_them_is() -> None:
@@ -123,12 +155,15 @@ def test_arguments_are_equal_only_if_all_of_them_is() -> None:
 
 @pytest.mark.parametrize(
     ("as_on_a_gpu", "update", "stacked"),
-    [
-        (False, "by the norm", False),
-        (True, "by itself", False),
-        (True, "by the norm", False),
-        (True, "by itself", True),
-    ],
+    share(
+        [
+            (True, "by itself", True),
+            (True, "by itself", False),
+            (False, "by the norm", False),
+            (True, "by the norm", False),
+        ],
+        2,
+    ),
 )
 def test_functions_do_not_grow_with_the_number_of_blocks(
     as_on_a_gpu: bool, update: str, stacked: bool, monkeypatch: pytest.MonkeyPatch

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from tests.mutants.branches import BRANCHES
 from tests.mutants.mutant import Mutant
+from tests.mutants.parts import PARTS
 from tests.mutants.pipelines import PIPELINES
 from tests.mutants.sharded import SHARDED
 
@@ -647,6 +648,7 @@ MUTANTS = (
     *SHARDED,
     *PIPELINES,
     *BRANCHES,
+    *PARTS,
     Mutant(
         "N38",
         "the fast path is taken with static arguments: a call without one is that of the call before",
