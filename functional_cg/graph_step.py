@@ -66,15 +66,17 @@ class GraphStep(Transform, Generic[P, R], metaclass=Documented):
 
         Module paths are known in the forward of a module from :func:`functional_cg.from_module`, and in the backward
         of its calls; a module that is used in several places goes by the first of its names. What is outside of
-        modules goes by the function that computes it. If the step is compiled, its kernels span several calls: rows
-        then have the times of the calls before that, and the result says so.
+        modules goes by the function that computes it. A step that is compiled on a GPU is not run call by call: its
+        kernels are timed, ``by_kernel()`` says what each computes, and a kernel that computes several calls shares
+        its time among them. Elsewhere rows have the times of the calls before they are compiled, and say so.
 
         Args:
           args: The arguments of a call.
           kwargs: Likewise.
         Returns:
           A :class:`functional_cg.step.profile.result.Profile`: it prints as a table, ``by_module()`` and ``by_line()``
-          return rows in seconds and bytes, and :func:`functional_cg.report.profile` draws it.
+          return rows in seconds and bytes, ``by_kernel()`` those of a compiled step, and
+          :func:`functional_cg.report.profile` draws it.
         Raises:
           FunctionalCGError: As a call of the step does; the state is unchanged.
 

@@ -37,7 +37,7 @@ def test_each_mutant_is_killed(mutant: Mutant, tmp_path: Path) -> None:
 
 
 def test_all_are_there() -> None:
-    """Designs of a step on one device, sharding, pipelines, branches, parts, compiled steps, host watches, interrupts."""
+    """Designs of a step on one device, of shards, pipelines, branches, parts, compilers, host watches, interrupts."""
     compiled, lines = {33, 34, *(set(range(48, 56)) - {52})}, {*range(35, 43), 46, 47}
     assert {mutant.number for mutant in MUTANTS} == {
         *range(1, 28),

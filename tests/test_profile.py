@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import math
+import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache, partial
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,15 +21,19 @@ from torch import Tensor, nn
 
 import functional_cg as fcg
 from functional_cg import report
+from functional_cg.stages.lower.inductor import compile_graph
 from functional_cg.stages.run.ranges import in_a_range
 from functional_cg.step.profile.folding import folded
+from functional_cg.step.profile.kernels import Kernel, Launches, kernels
 from functional_cg.step.profile.result import Profile
 from functional_cg.step.profile.rows import ProfiledCall, ProfileRow
 from functional_cg.step.profile.timing import device_seconds
 from functional_cg.testing import assert_trees_all_equal
+from tests.compiled_graphs import compiled_once
 from tests.nn_models import GPT, conv_net
 from tests.sharding.programs import Setting, mlp_batch, mlp_state, mlp_step
 from tests.sharding.ranks import on_ranks
+from tests.shares import thorough
 from tests.test_report import html
 
 mpl.use("Agg")
@@ -158,7 +165,9 @@ def test_a_slow_layer_is_seen_as_slow() -> None:
         lambda p, x: (p, {"g": fcg.grad(lambda p: apply(p, {}, x)[0].sum())(p)["wide.weight"].sum()}),
         lowering="aten",
     )
+    start = time.perf_counter()
     profile = step.profile(params, torch.randn(512, 64))
+    assert max(profile.seconds, profile.call_s) < time.perf_counter() - start
     slowest = profile.by_module()[0]
     thin = next(row for row in profile.by_module() if row.name == "Net.thin")
     assert slowest.name in ("Net.wide", "Net.last")
@@ -358,6 +367,107 @@ def test_a_compiled_step_says_that_rows_are_not_of_its_kernels() -> None:
     assert profile.nbytes == step.lower(state, batch(0)).memory_analysis()["peak"]
     state, _ = step(state, batch(1))
     assert step.stats.traces == 1
+
+
+# --- a compiled step on a GPU ------------------------------------------------------------------------------
+
+
+GENERATED = """
+class Runner:
+    def call(self, args):
+        buf0 = empty((2, 2))
+        # Topologically Sorted Source Nodes: [mm_default], Original ATen: [aten.mm]
+        extern_kernels.mm(args[0], args[1], out=buf0)
+        # Topologically Sorted Source Nodes: [gelu_default, sum_default], Original ATen: [aten.gelu, aten.sum]
+        stream0 = get_raw_stream(0)
+        triton_red_fused_gelu_sum_0.run(buf0, 4, stream=stream0)
+        del buf0
+        triton_poi_fused_1.run(4)
+        return (args[0],)
+"""
+
+
+def test_lines_that_launch_have_the_nodes_of_the_comment_above_them(tmp_path: Path) -> None:
+    path = tmp_path / "generated.py"
+    path.write_text(GENERATED, encoding="utf-8")
+    kernel = SimpleNamespace(run=lambda *args, stream=0: None)
+    names: dict[str, Any] = {
+        "empty": torch.empty,
+        "get_raw_stream": lambda device: device,
+        "extern_kernels": torch,
+        "triton_red_fused_gelu_sum_0": kernel,
+        "triton_poi_fused_1": kernel,
+    }
+    exec(compile(GENERATED, str(path), "exec"), names)
+    ticks: list[int] = []
+    with Launches(lambda: ticks.append(0)) as launches:
+        names["Runner"]().call([torch.ones(2, 2), torch.ones(2, 2)])
+    assert len(ticks) == len(launches.lines)
+    assert launches.lines[-1] is None
+    numbers = [line[1] for line in launches.lines if line is not None]
+    assert numbers == [4, 6, 8, 9, 10, 11, 12]
+    found = kernels(launches.lines, [0.0, 2.0, 0.0, 3.0, 0.0, 1.0, 0.0, 5.0])
+    assert found == [
+        Kernel("extern_kernels.mm", ("mm_default",), 2.0),
+        Kernel("triton_red_fused_gelu_sum_0", ("gelu_default", "sum_default"), 3.0),
+        Kernel("triton_poi_fused_1", (), 1.0),  # its comment is missing: it is not that of another kernel
+    ]
+
+
+def test_a_trace_function_of_someone_else_is_put_back() -> None:
+    before = sys.gettrace()
+    with pytest.raises(RuntimeError, match="broken"), Launches(lambda: None):
+        raise RuntimeError("broken")
+    assert sys.gettrace() is before
+
+
+def test_the_source_that_this_torch_generates_has_the_nodes_in_comments() -> None:
+    graph = torch.fx.Graph()
+    x, w = (graph.placeholder(name) for name in "xw")
+    first = graph.call_function(torch.ops.aten.mm.default, (x, w))
+    graph.output((graph.call_function(torch.ops.aten.mm.default, (first, w)),))
+    arguments = [torch.ones(4, 4), torch.ones(4, 4)]
+    module = torch.fx.GraphModule(nn.Module(), graph)
+    with torch.no_grad():
+        compiled = compile_graph(module, arguments, on_host=True, small=False, in_order=False)
+        with Launches(lambda: None) as launches:
+            compiled(*arguments)
+    found = kernels(launches.lines, [1.0] * len(launches.lines))
+    products = [(one.name, one.nodes) for one in found if one.name.startswith("extern_kernels")]
+    assert products == [("extern_kernels.mm", ("mm_default",)), ("extern_kernels.mm", ("mm_default_1",))]
+
+
+@thorough
+@compiled_once
+def test_kernels_of_a_compiled_step_are_joined_with_its_calls(compiled_on: str) -> None:
+    """On a host, too, inductor names what it calls of other libraries; its own kernels there have no names."""
+    apply, params, _ = fcg.from_module(
+        nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8)).to(compiled_on)
+    )
+
+    def train_step(params: Any, x: Tensor) -> Any:
+        loss, grads = fcg.value_and_grad(lambda p: apply(p, {}, x)[0].square().mean())(params)
+        return fcg.tree.map(lambda p, g: p - 0.1 * g, params, grads), {"loss": loss}
+
+    step, state = fcg.graph_step(train_step, lowering="inductor"), fcg.place(params)
+    x = torch.randn(32, 8, device=compiled_on)
+    before = fcg.snapshot(state)
+    profile = step.profile(state, x)
+    assert_trees_all_equal(fcg.snapshot(state), before)
+    for rows in rows_of(profile):
+        assert sum(row.calls for row in rows) == len(profile.calls)
+        assert math.isclose(math.fsum(row.seconds for row in rows), profile.seconds)
+    assert math.isclose(
+        math.fsum(row.seconds for row in profile.by_kernel()), sum(k.seconds for k in profile.kernels)
+    )
+    products = [one for one in profile.kernels if one.name in ("extern_kernels.mm", "extern_kernels.addmm")]
+    assert all(call.op in ("mm", "addmm") for one in products for call in one.calls)
+    where = {(call.module, call.phase) for one in products for call in one.calls}
+    assert where == {(f"Sequential.{n}", phase) for n in (0, 2) for phase in ("forward", "backward")}
+    assert "It is compiled: its" in str(profile)
+    if compiled_on == "cuda":
+        lost = [one.seconds for one in profile.kernels if any(call.line == "(unknown)" for call in one.calls)]
+        assert math.fsum(lost) < 0.05 * profile.seconds
 
 
 class _Event(SimpleNamespace):

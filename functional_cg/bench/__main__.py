@@ -6,10 +6,11 @@ With several workloads, each runs in its own process, so that they cannot distur
 from __future__ import annotations
 
 import argparse
+import contextlib
+import importlib
 import json
 import logging
 import os
-import subprocess
 import sys
 import tempfile
 import time
@@ -19,10 +20,12 @@ from typing import NoReturn
 
 import torch
 
-from . import first_call
+from .many import first_call
+from .many.first_call import FIRST_CALL
+from .many.processes import in_processes
 from .measure import Row, bench, environment
 from .modules import names, workload
-from .system import OPPONENTS, OURS, VARIANTS
+from .system import BUDGETS, OPPONENTS, OURS, TUNED, VARIANTS
 from .tables import plot, refuse_unfit_path, table
 
 __all__ = ["main"]
@@ -30,8 +33,6 @@ __all__ = ["main"]
 _PROGRAM = "python -m functional_cg.bench"
 _ON_CUDA = "mlp-tiny,gpt-nano,gpt2-124m"
 _ON_CPU = "mlp-4x64,mlp-4x256"
-_FIRST_CALL = "first-call"
-_GRACE_S = 120  # grace for the system that is running when the time limit is reached
 
 
 class _Parser(argparse.ArgumentParser):
@@ -75,8 +76,8 @@ def _parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add(
         "--workload",
-        type=_list((*names(), _FIRST_CALL)),
-        help=f"any of {', '.join((*names(), _FIRST_CALL))}; default {_ON_CUDA}, on CPU {_ON_CPU}",
+        type=_list((*names(), FIRST_CALL)),
+        help=f"any of {', '.join((*names(), FIRST_CALL))}; default {_ON_CUDA}, on CPU {_ON_CPU}",
     )
     add(
         "--against",
@@ -85,7 +86,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     add(
         "--ours",
-        choices=OURS,
+        choices=(*OURS, TUNED),
         help="which of ours to compare with (default: ours, by inductor; ours-aten where that takes minutes)",
     )
     add("--device", type=_device, default="auto", help="auto, cpu or cuda")
@@ -101,9 +102,16 @@ def _parser() -> argparse.ArgumentParser:
         action="store_true",
         help="count the nodes of opponents, too: their profiler may slow the next one",
     )
+    add(
+        "--fill",
+        type=_positive,
+        metavar="N",
+        help="first compile what will be timed, N processes at a time; for at most half of the time limit",
+    )
     add("--json", action="store_true", help="print a line of JSON for each row")
     add("--plot", type=Path, help="picture that gets the medians, for example times.png")
     add("--out", type=Path, help="file that gets these lines, with or without --json; it is emptied first")
+    add("--told", action="store_true", help=argparse.SUPPRESS)  # how `many.processes` runs this program
     add("--verbose", action="store_true", help="log each stage of ours with its seconds")
     return parser
 
@@ -124,23 +132,35 @@ def main(argv: Sequence[str] | None = None) -> int:
             options.out.write_text("")
         except OSError as error:
             parser.error(str(error))
+    if options.told:
+        _wait_until_told(chosen, options)
     if options.plot is not None:
         return _drawn(chosen, options)
     return _run(chosen, options)
+
+
+def _wait_until_told(chosen: Sequence[str], options: argparse.Namespace) -> None:
+    """Import what will be needed, and read how many seconds there are."""
+    wanted = [
+        "torch._inductor.compile_fx",
+        *(getattr(workload(name), "library", "torch") for name in chosen if name != FIRST_CALL),
+    ]
+    for library in wanted:
+        with contextlib.suppress(ImportError):  # the row will say so
+            importlib.import_module(library)
+    options.limit_s = int(sys.stdin.readline())
 
 
 def _refuse_unfit(
     parser: argparse.ArgumentParser, chosen: Sequence[str], options: argparse.Namespace
 ) -> None:
     """Reject options that cannot work before anything is timed."""
-    if chosen == [_FIRST_CALL]:
-        unused = [name for name in ("steps", "ours", "nodes", "plot") if getattr(options, name)]
+    if chosen == [FIRST_CALL]:
+        unused = [name for name in ("steps", "ours", "nodes", "plot", "fill") if getattr(options, name)]
         if unused:
-            parser.error(f"{_FIRST_CALL} times no steps: --{unused[0]} says nothing about it")
-    if _FIRST_CALL in chosen and (others := set(options.against or ()) - set(first_call.SYSTEMS)):
-        parser.error(
-            f"{_FIRST_CALL} is not made for {min(others)}; it is for {', '.join(first_call.SYSTEMS)}"
-        )
+            parser.error(f"{FIRST_CALL} times no steps: --{unused[0]} says nothing about it")
+    if FIRST_CALL in chosen and (others := set(options.against or ()) - set(first_call.SYSTEMS)):
+        parser.error(f"{FIRST_CALL} is not made for {min(others)}; it is for {', '.join(first_call.SYSTEMS)}")
     if options.plot is not None:
         if options.out is not None and (options.out == options.plot or not _is_file(options.out)):
             parser.error("--out has to be a file of its own, from which --plot reads")
@@ -155,13 +175,13 @@ def _is_file(path: Path) -> bool:
 
 
 def _run(chosen: Sequence[str], options: argparse.Namespace) -> int:
-    if len(chosen) > 1:
+    if len(chosen) > 1 or options.fill:
         with tempfile.TemporaryDirectory() as folder:
-            return _in_processes(chosen, options, Path(folder))
+            return in_processes(chosen, options, Path(folder))
     if options.verbose:
         logging.basicConfig(format="%(message)s")
         logging.getLogger("functional_cg").setLevel(logging.INFO)
-    return _first_calls(options) if chosen[0] == _FIRST_CALL else _here(chosen[0], options)
+    return _first_calls(options) if chosen[0] == FIRST_CALL else _here(chosen[0], options)
 
 
 def _drawn(chosen: Sequence[str], options: argparse.Namespace) -> int:
@@ -206,7 +226,8 @@ def _here(name: str, options: argparse.Namespace) -> int:
 
 def _all_for(name: str) -> list[str]:
     """List the systems of a workload and all opponents, including those that do not support it; jax comes last."""
-    systems = dict.fromkeys([*workload(name).systems, *OPPONENTS])
+    usual = [system for system in workload(name).systems if system not in BUDGETS]
+    systems = dict.fromkeys([*usual, *OPPONENTS])
     return sorted(systems, key=lambda system: system == "jax")
 
 
@@ -239,45 +260,6 @@ def _written(rows: Sequence[Row], where: dict[str, object], options: argparse.Na
         options.out.write_text("".join(f"{line}\n" for line in lines))
     sys.stdout.flush()
     return int(any(row.status == "failed" or row.losses_agree is False for row in rows))
-
-
-def _in_processes(chosen: Sequence[str], options: argparse.Namespace, folder: Path) -> int:
-    """Run one process per workload, each writing its rows into a folder, under one time limit for all."""
-    start, worst = time.monotonic(), 0
-    for name in chosen:
-        left = options.limit_s - (time.monotonic() - start)
-        row = Row(name, "all", "skipped", "the time limit was reached")
-        if left > 0:
-            command = [sys.executable, "-m", "functional_cg.bench", "--workload", name]
-            command += ["--device", options.device.type]
-            command += ["--against", ",".join(options.against)] if options.against else []
-            command += ["--limit-s", str(max(1, round(left)))]
-            if name != _FIRST_CALL:  # it times no steps
-                command += ["--ours", options.ours] if options.ours else []
-                command += ["--nodes"] if options.nodes else []
-                command += ["--steps", str(options.steps)] if options.steps else []
-            command += ["--json"] if options.json else []
-            command += ["--verbose"] if options.verbose else []
-            part = folder / f"{name}.jsonl" if options.out is not None else None
-            command += ["--out", str(part)] if part is not None else []
-            try:
-                code = subprocess.run(command, check=False, timeout=left + _GRACE_S).returncode
-            except subprocess.TimeoutExpired:
-                code = -1
-            if part is not None and part.exists():
-                with options.out.open("a") as file:
-                    file.write(part.read_text())
-                part.unlink()
-            if code in (0, 1):
-                worst = max(worst, code)
-                continue
-            row = Row(name, "all", "failed", f"the process ended with {code}")
-            worst = 1
-        print(f"{row.workload}: {row.status}: {row.reason}", flush=True)
-        if options.out is not None:
-            with options.out.open("a") as file:
-                file.write(row.as_json(environment(options.device)) + "\n")
-    return worst
 
 
 if __name__ == "__main__":

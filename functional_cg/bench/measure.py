@@ -7,7 +7,6 @@ clocks and temperature are the same for both. Host time is the time until a sing
 
 from __future__ import annotations
 
-import functools
 import gc
 import json
 import math
@@ -21,6 +20,7 @@ from typing import Any
 
 import torch
 
+from .rates import copy_rate, model_flops, product_rate, utilization
 from .system import FEW, OURS, System, Unavailable
 from .systems.opponents import build
 from .workloads import Batch, Workload
@@ -33,9 +33,6 @@ WARM_UPS = 3
 _ROUNDS = 10
 _HOST_CALLS = (5, 300)  # minimum and maximum
 _HOST_MS = 600  # approximate limit on their total time
-_COPIED = (2**28, 2**25)  # bytes on a GPU and on a CPU, larger than their caches, to measure the copy rate
-_PRODUCT = (4096, 512)  # matrix sizes, to measure the product rate
-_BEST_OF_S = 0.1  # minimum duration, so that slow first calls do not matter
 
 
 @dataclass(frozen=True)
@@ -87,6 +84,8 @@ class Row:
       nodes: Kernels, copies and fills on the device in one step.
       floor_ms: Lower bound of the step time on this device; see :meth:`functional_cg.Lowered.cost_analysis`.
       over_floor: Its median over the floor.
+      tokens_per_s: Tokens per second, for a language model.
+      utilization: FLOPs of the model, by nanoGPT's count, over the peak that the vendor of the device states.
       notes: Remarks for readers.
     """
 
@@ -112,6 +111,8 @@ class Row:
     nodes: int | None = None
     floor_ms: float | None = None
     over_floor: float | None = None
+    tokens_per_s: float | None = None
+    utilization: float | None = None
     notes: list[str] = field(default_factory=list)
 
     def as_json(self, environment: dict[str, Any]) -> str:
@@ -328,63 +329,26 @@ def _place_above_floor(row: Row, anchor: Row, work: Workload, system: System, de
         costs = system.costs(None, None)
         if costs is not None and costs.floor_s is None:
             dtype = torch.bfloat16 if work.bf16 else torch.float32
-            costs = system.costs(*_rates(device, dtype))
+            costs = system.costs(copy_rate(device), product_rate(device, dtype))
             row.notes.append(
                 f"the floor is that of rates measured in this run, of a copy and of a product of {dtype}"
             )
         row.floor_ms = None if costs is None or costs.floor_s is None else costs.floor_s * 1e3
     row.floor_ms = anchor.floor_ms
     row.over_floor = None if not row.floor_ms else row.ms.median / row.floor_ms
-    if flops := work.model_flops():
-        per_s = 1e3 / row.ms.median
-        rate = _product_rate(device, torch.bfloat16 if work.bf16 else torch.float32)
-        speed = (
-            f"{work.batch * work.time * per_s:,.0f} tokens/s; {flops * per_s / 1e12:.3g} TFLOP/s of the model"
+    if flops := model_flops(work):
+        row.tokens_per_s = work.batch * work.time * 1e3 / row.ms.median
+        row.utilization = utilization(work, device, row.ms.median)
+        achieved = flops * 1e3 / row.ms.median
+        rate = product_rate(device, torch.bfloat16 if work.bf16 else torch.float32)
+        row.notes.append(
+            f"{achieved / 1e12:.3g} TFLOP/s of the model, {achieved / rate:.1%} of a large product's"
         )
-        row.notes.append(f"{speed}, {flops * per_s / rate:.1%} of a large product's")
     if work.kind == "optimizer" and work.rule == "adamw":
         rate = 28 * work.leaves * work.width / row.ms.median * 1e3
         row.notes.append(
-            f"{rate / 1e9:,.1f} GB/s of 28 B per parameter; a copy {_copy_rate(device) / 1e9:,.1f} GB/s"
+            f"{rate / 1e9:,.1f} GB/s of 28 B per parameter; a copy {copy_rate(device) / 1e9:,.1f} GB/s"
         )
-
-
-def _rates(device: torch.device, dtype: torch.dtype) -> tuple[float, float]:
-    """Measure bytes per second of a copy, and FLOPs per second of a matrix product in a dtype."""
-    return _copy_rate(device), _product_rate(device, dtype)
-
-
-@functools.cache
-def _product_rate(device: torch.device, dtype: torch.dtype) -> float:
-    size = _PRODUCT[device.type == "cpu"]
-    x = torch.ones(size, size, device=device, dtype=dtype)
-    return 2 * size**3 / _shortest(lambda: torch.mm(x, x), device)
-
-
-@functools.cache
-def _copy_rate(device: torch.device) -> float:
-    """Measure the bytes per second that a copy reads and writes."""
-    size = _COPIED[device.type == "cpu"]
-    source = torch.ones(size, dtype=torch.uint8, device=device)
-    target = torch.empty_like(source)
-    return 2 * size / _shortest(lambda: target.copy_(source), device)
-
-
-def _shortest(call: Callable[[], Any], device: torch.device) -> float:
-    """Time the fastest of several calls, in seconds."""
-    times: list[float] = []
-    while len(times) < _ROUNDS or sum(times) < _BEST_OF_S:
-        _wait(device)
-        begin = time.perf_counter()
-        call()
-        _wait(device)
-        times.append(time.perf_counter() - begin)
-    return min(times)
-
-
-def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 def _nodes(system: System, device: torch.device) -> int | None:

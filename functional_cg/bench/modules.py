@@ -12,13 +12,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from . import workloads
-from .system import MODULES
+from .system import BUDGETS, MODULES
 from .systems.spellings import GPT, SPELLINGS, Size
 from .workloads import Batch, Workload
 
 __all__ = ["ModuleWorkload", "names", "workload"]
 
 _SEED = 2
+_POSITIONS = ("wpe.", "position_embeddings.")  # in names of parameters
 Loss = Callable[[nn.Module, Batch], Tensor]
 
 
@@ -31,6 +32,7 @@ class ModuleWorkload(Workload):
       loss: ``loss(module, batch)``.
       data: ``data(count)`` makes batches on the CPU.
       library: What has to be installed.
+      curve: Whether it is trained within budgets of memory, too.
       text: Sizes, for people.
     """
 
@@ -38,12 +40,13 @@ class ModuleWorkload(Workload):
     loss: Loss = lambda module, batch: module(**batch)
     data: Callable[[int], list[Batch]] = lambda count: []
     library: str = "torch"
+    curve: bool = False
     text: str = ""
 
     @property
     def systems(self) -> tuple[str, ...]:
         """Names of the systems that support the workload."""
-        return MODULES
+        return (*MODULES, *(BUDGETS if self.curve else ()))
 
     @property
     def installed(self) -> bool:
@@ -60,7 +63,16 @@ class ModuleWorkload(Workload):
 
     def parameters(self) -> int:
         """Count the elements of the parameters."""
-        return sum(param.numel() for param in self.make().parameters())
+        return sum(param.numel() for param in self._without_memory().parameters())
+
+    def positions(self) -> int:
+        """Count the elements of position embeddings."""
+        named = self._without_memory().named_parameters()
+        return sum(param.numel() for name, param in named if any(one in name for one in _POSITIONS))
+
+    def _without_memory(self) -> nn.Module:
+        with torch.device("meta"):
+            return self.make()
 
 
 def _tokens(vocab: int, batch: int, time: int, *, shifted: bool) -> Callable[[int], list[Batch]]:
@@ -113,6 +125,7 @@ def _spelled(name: str, spelling: str, size: Size) -> ModuleWorkload:
         bf16=True,
         steps=40,
         tolerance=2e-2,
+        curve=spelling == "plain",
         make=lambda: GPT(size, spelling),
         data=_tokens(size.vocab, size.batch, size.time, shifted=True),
         text=f"GPT, {size.layers} blocks, {size.width} wide, {size.batch}x{size.time} tokens, spelled {spelling!r}",
@@ -141,6 +154,7 @@ def _hugging_face(name: str, model: str, config: str, size: Size, **options: Any
         loss=_of_hugging_face,
         data=_tokens(size.vocab, size.batch, size.time, shifted=False),
         library="transformers",
+        curve=name == "zoo-gpt2",
         text=f"{model}, {size.layers} blocks, {size.width} wide, {size.batch}x{size.time} tokens",
     )
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -12,6 +13,8 @@ from ..step.costs import CostAnalysis
 
 __all__ = [
     "BETAS",
+    "BUDGETS",
+    "COMPILED",
     "EPS",
     "FEEDS",
     "FEW",
@@ -19,6 +22,7 @@ __all__ = [
     "MODULES",
     "OPPONENTS",
     "OURS",
+    "TUNED",
     "UPDATES",
     "VARIANTS",
     "System",
@@ -35,12 +39,17 @@ UPDATES = ("ours-leaves", "ours-clip", "ours-schedule", "ours-guard", "ours-reci
 FEEDS = ("ours-host", "ours-prefetch")
 FEW_LEAVES = 10
 FEW = f"ours-{FEW_LEAVES}-leaves"  # the same step over this few leaves: the difference is the cost per leaf
-VARIANTS = (*UPDATES, *FEEDS, FEW)
+TUNED = "ours-max-autotune"  # with the options of inductor that `max-autotune` sets
+# With less or more memory for what the forward keeps: `activation_memory_budget`, in percent.
+BUDGETS = MappingProxyType({f"ours-budget-{percent}": percent / 100 for percent in (0, 25, 50, 75, 100)})
+VARIANTS = (*UPDATES, *FEEDS, FEW, TUNED, *BUDGETS)
 OPPONENTS = (
     "eager", "compile", "reduce-overhead", "graphed-callables", "hand-graph", "hand-graph-compiled",
     "cudagraph-module", "max-autotune", "jax",
 )  # fmt: skip
-MODULES = (*OURS, "eager", "compile", "reduce-overhead", "max-autotune")  # for a module as it is
+# For a module as it is.
+MODULES = (*OURS, TUNED, "eager", "compile", "reduce-overhead", "max-autotune")
+COMPILED = (OURS[0], TUNED, *BUDGETS, "compile", "reduce-overhead", "hand-graph-compiled", "max-autotune")
 BETAS, EPS = (0.9, 0.999), 1e-8  # AdamW in every system
 
 

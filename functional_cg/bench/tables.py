@@ -14,9 +14,9 @@ __all__ = ["plot", "refuse_unfit_path", "table"]
 
 _GIB = 2**30
 _HEAD = (
-    "system", "ms/step", "min", "max", "spread", "per s", "ours ms", "x ours", "x floor", "host µs", "ours host µs",
-    "x ours host", "nodes", "peak GiB", "reserved GiB", "start GiB", "first step s", "captures", "replays",
-    "loss distance",
+    "system", "ms/step", "min", "max", "spread", "per s", "ours ms", "x ours", "x floor", "tokens/s", "MFU", "host µs",
+    "ours host µs", "x ours host", "nodes", "peak GiB", "reserved GiB", "start GiB", "first step s", "captures",
+    "replays", "loss distance",
 )  # fmt: skip
 
 
@@ -57,6 +57,8 @@ def _cells(row: Row, tolerance: float) -> tuple[str, ...]:
         *times,
         shown(row.ratio, ".2f"),
         shown(row.over_floor, ".2f" if (row.over_floor or 0) < 100 else ",.0f"),
+        shown(row.tokens_per_s, ",.0f"),
+        shown(row.utilization, ".1%"),
         shown(row.host_us, ",.1f"),
         shown(row.ours_host_us, ",.1f"),
         shown(row.host_ratio, ".2f"),

@@ -180,13 +180,19 @@ class Workload:
         """Count the elements of the parameters."""
         return sum(value.numel() for value in self.params().values())
 
+    def positions(self) -> int:
+        """Count the elements of position embeddings, which are looked up and not multiplied."""
+        return self.time * self.width
+
     def model_flops(self) -> float:
         """Count the FLOPs of a step of a language model, without what is recomputed; 0 for other models.
 
-        Source: Chowdhery et al. 2022, "PaLM", appendix B; nanoGPT counts like this.
+        Source: Chowdhery et al. 2022, "PaLM", appendix B; nanoGPT counts like this, without position embeddings.
         """
-        for_token = 6.0 * self.parameters() + 12 * self.layers * self.width * self.time if self.time else 0.0
-        return self.batch * self.time * for_token
+        if not self.time:
+            return 0.0
+        multiplied = self.parameters() - self.positions()
+        return self.batch * self.time * (6.0 * multiplied + 12 * self.layers * self.width * self.time)
 
     def gradients(self) -> Params:
         """Make the gradients for timing an update alone, the same at each step."""

@@ -260,6 +260,8 @@ def _no_gpu(site: Site, error: BaseException) -> str:
     if not re.search(r"cuda|CUDA", words_of(error)):
         return ""
     match site.node:
+        case ast.Call(keywords=given) if any(one.arg == "device" for one in given):
+            return "create it where an input is, such as with `device=x.device`: torch sees no GPU here"
         case ast.Call(func=ast.Attribute(value=owner)):
             return f"write `{text_of(owner)}`: inputs are copied to the state's device, and torch sees no GPU here"
     return "leave tensors where they are: inputs are copied to the state's device, and torch sees no GPU here"

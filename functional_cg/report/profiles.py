@@ -61,7 +61,7 @@ def profile(
     found = shortened(every, rows)
     parts: _Parts = {phase: [1e3 * getattr(row, f"{phase}_s") for row in found] for phase in PHASES}
     title = f"{profile.function} on {profile.device}: {1e3 * profile.call_s:,.3g} ms a call"
-    if profile.compiled:
+    if profile.compiled and not profile.kernels:
         title += f", {1e3 * profile.seconds:,.3g} ms not compiled"
     return _draw(_labels(found), parts, "ms", f"{title}, by {by}", ax)
 

@@ -24,7 +24,7 @@ from ..stages.schedule import Schedule
 from ..stages.work import bytes_of, flops_of
 from ..state.outline import columns
 
-__all__ = ["COPIES", "WHAT_COPIES_ARE", "CostAnalysis", "KindOfCall", "cost_analysis"]
+__all__ = ["COPIES", "WHAT_COPIES_ARE", "CostAnalysis", "KindOfCall", "cost_analysis", "peak_flops"]
 
 COPIES = "(copies)"
 WHAT_COPIES_ARE = f"{COPIES} of inputs in, of new values into the state, of metrics out"
@@ -232,10 +232,20 @@ def cost_analysis(
     )  # fmt: skip
 
 
+def peak_flops(name: str, dtype: torch.dtype) -> float | None:
+    """Return the FLOPs per second that the vendor of a device states for products in a dtype; None if unknown."""
+    known = _rates_of(name)
+    return None if known is None else known.peak(dtype)
+
+
+def _rates_of(name: str) -> _Rates | None:
+    return next((rates for rates in _DEVICES if rates.name == name), None)
+
+
 def _floor(
     name: str, flops: Mapping[torch.dtype, int], least: int, bandwidth: float | None, peak: float | None
 ) -> tuple[float | None, str | None]:
-    known = next((rates for rates in _DEVICES if rates.name == name), None)
+    known = _rates_of(name)
     bandwidth = bandwidth or (known.bandwidth if known is not None else None)
     peaks = {dtype: peak or (known.peak(dtype) if known is not None else None) for dtype in flops}
     if bandwidth is None:

@@ -55,7 +55,8 @@ def test_rows_add_up_and_the_state_stays(lowering: str) -> None:
         assert names[name].backward_s > 0
     assert names["(optimizer)"].update_s > 0
     assert profile.compiled is (lowering == "inductor")
-    assert ("not compiled" in str(profile)) is profile.compiled
+    assert ("not compiled" in str(profile)) is (profile.compiled and not ON_GPU)
+    assert bool(profile.kernels) is (profile.compiled and ON_GPU)
     twin_step, twin = training(lowering)
     for number in range(1, 4):
         state, metrics = step(state, rows(number))
@@ -71,6 +72,17 @@ def test_kernels_take_about_as_long_one_by_one_as_in_the_graph() -> None:
     assert 0.5 < profile.seconds / profile.call_s < 1.5
     products = math.fsum(one.seconds for one in profile.calls if one.op in ("addmm", "mm"))
     assert products > profile.seconds / 3
+
+
+@needs_gpu
+def test_kernels_of_a_compiled_step_are_known() -> None:
+    step, state = training("inductor")
+    profile = step.profile(state, rows(0))
+    assert 0.5 < profile.seconds / profile.call_s < 1.5
+    lost = [one.seconds for one in profile.kernels if any(call.line == "(unknown)" for call in one.calls)]
+    assert math.fsum(lost) < 0.05 * profile.seconds
+    products = [row for row in profile.by_kernel() if "Sequential.0" in row.modules and "mm" in row.name]
+    assert {phase for row in products for phase in row.phases} == {"forward", "backward"}
 
 
 @needs_gpu

@@ -30,7 +30,8 @@ from tests.sharding.ranks import Outcome, on_ranks, outcomes, outcomes_of_each
 
 TIMEOUT = 1.0  # seconds that ranks wait for one that does not come
 PATIENCE = 15.0  # seconds that they may wait where all of them come
-AWAY = 2.0  # of a mesh, where collectives would give up soon
+# of a mesh, where collectives would give up soon; NCCL's first one also connects the ranks, seconds on a busy machine
+AWAY = {"cpu": 2.0, "cuda": 10.0}
 AWAY_IN_A_CROWD = 4.0  # of a mesh, where one stays away from a replay, and other ranks are busy beside it
 SLOW = 8.0  # seconds that a refusal takes at most: the mesh's timeout, a roll call, and a busy machine
 EXIT = 12.0  # seconds that a process takes at most, from its start to its end
@@ -202,7 +203,7 @@ def halved(state: Any) -> Any:
 
 def kept_by_one(device: str) -> Any:
     """Plain trees go into a step one after the other; one rank keeps what came of the first."""
-    b = Bench(device, 2, timeout=AWAY)
+    b = Bench(device, 2)
     step, kept = fcg.graph_step(halved, lowering="aten"), []
     norms = []
     for _ in range(3):
@@ -224,7 +225,7 @@ def test_h95_a_state_that_lives_on_one_rank_alone_is_no_difference(device: str) 
 
 def differing(device: str) -> Any:
     """Two captures of another layout, and of another function, on one of two ranks."""
-    b = Bench(device, 2, timeout=AWAY)
+    b = Bench(device, 2, timeout=AWAY[device])
     said = []
     for number, name in enumerate(("another layout", "another function")):
         act = CALLS[name][b.mesh.rank == 1]
@@ -424,11 +425,19 @@ VALUES: dict[str, Callable[[Any], bool]] = {
 }  # fmt: skip
 
 
+@functools.cache
+def ends(device: str) -> dict[str, list[Outcome]]:
+    """Of each way to end: all at one time, as most of their time they wait."""
+    ways = [*VALUES, *CODES]
+    calls = [(how, device) for how in ways]
+    return dict(zip(ways, outcomes_of_each(2, leaves, calls, device=device, timeout=60), strict=True))
+
+
 @on_gloo_and_nccl
 @pytest.mark.parametrize("how", [*VALUES, *CODES])
 def test_h96_processes_end(how: str, device: str) -> None:
     """Without a call of the user's, in any order, whatever is alive."""
-    for end in run(2, leaves, how, device, device=device):
+    for end in ends(device)[how] if device == "cpu" else run(2, leaves, how, device, device=device):
         assert end.code == CODES.get(how, 0), end
         assert end.seconds < (EXIT if device == "cpu" else 3 * EXIT), end
         if how in VALUES:

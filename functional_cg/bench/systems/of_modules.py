@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._inductor import config, list_mode_options
 
 import functional_cg as fcg
 
 from ..modules import ModuleWorkload
-from ..system import BETAS, EPS, System, Unavailable, nothing, there, waiter
+from ..system import BETAS, BUDGETS, EPS, TUNED, System, Unavailable, nothing, there, waiter
 from ..workloads import Batch
 from .torch_systems import optimizer_for
 
@@ -37,7 +39,7 @@ def of_module(name: str, work: ModuleWorkload, device: torch.device, batches: Se
     """
     if not work.installed:
         raise Unavailable(f"{work.library} is not installed")
-    if device.type != "cuda" and name in ("reduce-overhead", "max-autotune"):
+    if device.type != "cuda" and name in ("reduce-overhead", "max-autotune", TUNED, *BUDGETS):
         raise Unavailable("is made for GPUs")
     torch.manual_seed(_SEED)
     module = work.make().to(device).train()
@@ -69,7 +71,9 @@ def _ours(
     key = fcg.random.key(_SEED).to(device)
     states = [fcg.TrainState.create(params=params, buffers=buffers, optimizer=optimizer, key=key)]
 
-    @fcg.graph_step(lowering="aten" if name == "ours-aten" else "inductor")
+    lowering: Any = "aten" if name == "ours-aten" else "inductor"
+
+    @fcg.graph_step(lowering=lowering, activation_memory_budget=BUDGETS.get(name))
     def step(state: Any, batch: Batch) -> Any:
         def loss_fn(params: Any) -> Any:
             new: list[Any] = []
@@ -88,7 +92,9 @@ def _ours(
         return state.apply_gradients(grads, buffers=buffers), {"loss": loss}
 
     def run(batch: Batch) -> Any:
-        states[0], metrics = step(states[0], batch)
+        compiles = name == TUNED and not step.stats.captures
+        with _tuned() if compiles else contextlib.nullcontext():
+            states[0], metrics = step(states[0], batch)
         return metrics["loss"]
 
     def close() -> None:
@@ -99,3 +105,8 @@ def _ours(
         return {"captures": step.stats.captures, "replays": step.stats.replays}
 
     return System(name, run, there(batches, device), waiter(device), close, counts)
+
+
+def _tuned() -> Any:
+    """Set inductor's options as the mode of the opponent does."""
+    return config.patch(list_mode_options(_MODES["max-autotune"]))

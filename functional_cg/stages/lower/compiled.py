@@ -9,7 +9,7 @@ writes no slot, and ATen calls commit what it returns.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -38,7 +38,7 @@ from ..program import Instr, Program, Var, highest, map_vars
 from ..schedule import Schedule, schedule
 from ..trial.reference import Reference
 from .arguments import by_itself
-from .graph import Entrance, build_graph
+from .graph import Entrance, build_graph, calls_of
 from .head import ONE_LINE, Compiler, Head, by_inductor
 from .parts import parts_of
 from .parts_plan import PartsPlan
@@ -172,6 +172,9 @@ class InPlacePlan:
     def as_text(self) -> str:
         return str(self._graph.code)
 
+    def named_calls(self) -> Mapping[str, Instr]:
+        return calls_of(self._graph.graph)
+
     def bind(self, buffers: Buffers) -> Run:
         # A compiled kernel may take a CPU scalar as if it were on the device.
         here = [one.to(self._device) for one in buffers.constants]
@@ -250,6 +253,9 @@ class HeadPlan:
 
     def as_text(self) -> str:
         return f"{self._head.graph.code}\n{self._aten.as_text()}"
+
+    def named_calls(self) -> Mapping[str, Instr]:
+        return {}
 
     def bind(self, buffers: Buffers) -> Run:
         if self._head.compiled is None:

@@ -24,7 +24,7 @@ from ..passes.formulas import FORMULAS, WITH_SCALARS
 from ..program import Instr, Program, SlotRange, Var, map_vars, vars_in, written_storages
 from ..schedule import Schedule
 
-__all__ = ["Entrance", "build_graph", "sources"]
+__all__ = ["Entrance", "build_graph", "calls_of", "sources"]
 
 _CLONE = torch.ops.aten.clone.default
 _AS_STRIDED = torch.ops.aten.as_strided.default
@@ -85,7 +85,8 @@ def build_graph(
 ) -> fx.GraphModule:
     """Build the head of a program as an FX graph from state, inputs and constants to metrics.
 
-    Each node of a variable has its spec in ``meta["spec"]``; ``meta["written"]`` says whether a call writes its memory.
+    Each node of a variable has its spec in ``meta["spec"]``; ``meta["written"]`` says whether a call writes its memory;
+    ``meta["call"]`` of a call's node is the call.
 
     Args:
       program: The program.
@@ -172,6 +173,7 @@ def _add_calls(
             if (overflow := overflow_of(instr)) is not None:
                 target, kwargs = to_float8, {**kwargs, "overflow": overflow}
             value = graph.call_function(target, args, kwargs)
+        value.meta["call"] = instr
         assign(instr.out, value)
         for out in instr.outputs():
             roots[out] = next((roots[var] for var in instr.inputs() if var.storage == out.storage), out)
@@ -231,6 +233,17 @@ def _with_floats(instr: Instr) -> tuple[Any, ...]:
     if instr.op._schema.name != "aten::mul" or not instr.out.spec.dtype.is_floating_point:
         return instr.args
     return tuple(0.0 if type(arg) is int and arg == 0 else arg for arg in instr.args)
+
+
+def calls_of(graph: fx.Graph) -> dict[str, Instr]:
+    """Return the call of each node by the node's name; what a pass has put in is of the call that it reads from."""
+    found: dict[str, Instr] = {}
+    for node in graph.nodes:
+        before = (found[one.name] for one in node.all_input_nodes if one.name in found)
+        call = node.meta.get("call") or next(before, None)
+        if call is not None:
+            found[node.name] = call
+    return found
 
 
 def sources() -> dict[str, str]:

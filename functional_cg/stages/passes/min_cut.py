@@ -133,7 +133,8 @@ def _recipes(program: Program, forward: Forward, large: int) -> dict[int, Instr]
     lengths: dict[int, int] = {}
     leaps: dict[int, int] = {}
     out: dict[int, Instr] = {}
-    outside = {var.storage for instr in program.instrs if instr.backward for var in instr.outputs()}
+    made_late = (instr for instr in program.instrs if instr.backward and not instr.is_view)
+    outside = {var.storage for instr in made_late for var in instr.outputs()}
     for storage, number in forward.place.items():
         instr = forward.maker[forward.root[storage]]
         inputs = {var.storage for var in instr.inputs()}

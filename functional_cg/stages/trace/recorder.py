@@ -228,12 +228,20 @@ class Recorder(TorchDispatchMode):
             self._refuse_unknown(func, tensor, written)
         refuse_mixed_dtypes(func, tensors)
         out = func(*args, **kwargs)
+        _refuse_absent_device(out)
         if self._folded(func, args, out) is None:
             self._record(func, args, kwargs, out, written)
         return out
 
     def _view(self, tensor: Tensor, shape: Sequence[int]) -> Tensor:
         return self._dispatch(torch.ops.aten.view.default, (tensor, shape), {})  # type: ignore[no-any-return]
+
+    def writes_to(self, tensor: Tensor) -> int:
+        """Return how many calls so far have written the memory of a tensor."""
+        var = self.var_of(tensor)
+        return sum(
+            var is not None and one.storage == var.storage for i in self.program.instrs for one in i.writes
+        )
 
     def value_of(self, tensor: Tensor) -> Tensor | None:
         """Return what a tensor of the trace holds, if that is the same in each replay; else None."""
@@ -370,3 +378,14 @@ class Recorder(TorchDispatchMode):
             return moved
 
         return tuple(map(here, args))
+
+
+def _refuse_absent_device(out: Any) -> None:
+    """Refuse, as eager does, a result on a GPU where torch sees none; a fake tensor may lie anywhere.
+
+    Raises:
+      RuntimeError: Naming the device.
+    """
+    for tensor in tensors_in([out]):
+        if tensor.is_cuda and not torch.cuda.is_available():
+            raise RuntimeError(f"a tensor on {tensor.device}, and no CUDA device is available")

@@ -10,6 +10,7 @@ from types import FunctionType, MethodType, ModuleType
 from typing import Any
 
 import torch
+from torch.autograd.graph import Node
 
 from ...messages.source import is_user_file
 from .kinds import (
@@ -110,6 +111,8 @@ class Lookups(Reads):
         return self._of_instance(owner, name, in_class, storage)
 
     def _of_instance(self, owner: Any, name: str, in_class: Any, storage: dict[str, Any]) -> Any:
+        if type(in_class) is types.GetSetDescriptorType and isinstance(owner, Node):
+            return UNKNOWN  # it may unpack a saved tensor, by calls that the function does not make
         if (
             type(in_class) in (types.MemberDescriptorType, types.GetSetDescriptorType)
             or (issubclass(type(owner), tuple) and name in getattr(type(owner), "_fields", ()))

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import linecache
+import math
 import os
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 
 import torch
@@ -17,13 +18,15 @@ from ...shards.peers import among, together
 from ...stages.plan import Buffers, lower_aten
 from ...stages.program import Instr, Program
 from ...stages.schedule import Schedule
+from ...stages.work import bytes_of
 from ..costs import COPIES
 from ..lowered import Lowered
 from ..memory import Peak, memory_analysis
+from .kernels import Kernel, kernels
 from .phases import phases
 from .result import Profile
-from .rows import ProfiledCall
-from .timing import times_of
+from .rows import ProfiledCall, ProfiledKernel
+from .timing import times_of, times_of_lines
 
 __all__ = ["profile_of"]
 
@@ -53,52 +56,89 @@ def profile_of(call: Call, lowered: Lowered) -> Profile:
     copy_in()
     constants = [c.value.to(c.var.spec.device, copy=True) for c in program.constants]
     buffers = Buffers(slots, staging.slots, constants)
-    plan = lower_aten(program, timed=True)
+    unchecked, where = lowered.reference.unchecked.slots, (device, call.function)
+    named = lowered.plan.named_calls()
     with among(mesh, call.function):
-        unchecked, where = lowered.reference.unchecked.slots, (device, call.function)
-        a_call, seconds = times_of(lowered.plan, plan, buffers, unchecked, copy_in, where)
-    calls = _named(program, plan.schedule, [_INPUTS, *plan.ticks], seconds)
+        if named:
+            a_call, inputs, lines, parts = times_of_lines(lowered.plan, buffers, unchecked, copy_in, where)
+            found = [(one, _calls_of(one, named)) for one in kernels(lines, parts)]
+            schedule, times = lowered.plan.schedule, _shared(found)
+            times[_INPUTS] = inputs
+            if outside := math.fsum(took for line, took in zip(lines, parts, strict=True) if line is None):
+                times[_STATE] = outside
+        else:
+            plan, found = lower_aten(program, timed=True), []
+            a_call, seconds = times_of(lowered.plan, plan, buffers, unchecked, copy_in, where)
+            schedule, times = plan.schedule, defaultdict[Instr | str, float](float)
+            for of, took in zip([_INPUTS, *plan.ticks], seconds, strict=True):
+                times[of] += took
+    calls = _profiled(program, schedule, times)
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else str(device)
-    return Profile(call.function, name, lowered.plan.compiled, a_call, calls, _resident(program))
+    launched = tuple(
+        ProfiledKernel(one.name, one.seconds, tuple(calls[of] for of in computed if of in calls))
+        for one, computed in found
+    )
+    return Profile(
+        call.function,
+        name,
+        lowered.plan.compiled,
+        a_call,
+        tuple(calls.values()),
+        _resident(program),
+        launched,
+    )
 
 
-def _named(
-    program: Program, schedule: Schedule, ticks: Sequence[Instr | str], seconds: Sequence[float]
-) -> tuple[ProfiledCall, ...]:
+def _calls_of(kernel: Kernel, named: Mapping[str, Instr]) -> tuple[Instr | str, ...]:
+    """Return the calls that a kernel computes; views cost nothing, unless there is nothing else."""
+    calls = dict.fromkeys(named[node] for node in kernel.nodes if node in named)
+    return tuple([one for one in calls if not one.is_view] or calls) or (_UNKNOWN,)
+
+
+def _shared(found: Sequence[tuple[Kernel, tuple[Instr | str, ...]]]) -> dict[Instr | str, float]:
+    """Share the seconds of kernels among the calls that they compute, by the bytes of each."""
+    times: dict[Instr | str, float] = defaultdict(float)
+    for kernel, computed in found:
+        weights = [1 if isinstance(one, str) else 1 + bytes_of(one, {*one.outputs()}) for one in computed]
+        for one, weight in zip(computed, weights, strict=True):
+            times[one] += kernel.seconds * weight / sum(weights)
+    return times
+
+
+def _profiled(
+    program: Program, schedule: Schedule, times: Mapping[Instr | str, float]
+) -> dict[Instr | str, ProfiledCall]:
     """Return the calls with their times; the copies of one kind are one, and calls that need no time are there."""
     peak = Peak.of(program, schedule)
     nbytes: Counter[Instr] = Counter()
     for maker, size in peak.alive:
         nbytes[maker] += size
-    times: dict[Instr | str, float] = defaultdict(float)
-    for of, took in zip(ticks, seconds, strict=True):
-        times[of] += took
     instrs = [*schedule.head, *schedule.fused]
     phase_of = phases(instrs)
     names = _names_of(instr.origin.line for instr in instrs)
-    found = []
+    found: dict[Instr | str, ProfiledCall] = {}
     for instr in instrs:
         line, phase = instr.origin.line, phase_of[instr]
         module = instr.origin.module
         if not module and instr.inner and phase == "update":
             module = _OPTIMIZER
         source = "" if line is None else linecache.getline(line.filename, line.line).strip()
-        found.append(
-            ProfiledCall(
-                instr.name,
-                module or (f"{line.function}()" if line is not None else _UNKNOWN),
-                names[line] if line is not None else _UNKNOWN,
-                source,
-                phase,
-                times[instr],
-                nbytes[instr],
-            )
+        found[instr] = ProfiledCall(
+            instr.name,
+            module or (f"{line.function}()" if line is not None else _UNKNOWN),
+            names[line] if line is not None else _UNKNOWN,
+            source,
+            phase,
+            times.get(instr, 0.0),
+            nbytes[instr],
         )
-    for kind in dict.fromkeys(of for of in ticks if isinstance(of, str)):
+    for kind in [of for of in times if isinstance(of, str)]:
         phase = "update" if kind == _STATE else "forward"
+        where = _UNKNOWN if kind == _UNKNOWN else COPIES
         staged = peak.staged if kind == _STATE else 0
-        found.append(ProfiledCall(f"copy {kind}", COPIES, COPIES, "", phase, times[kind], staged))
-    return tuple(found)
+        what = kind if kind == _UNKNOWN else f"copy {kind}"
+        found[kind] = ProfiledCall(what, where, where, "", phase, times[kind], staged)
+    return found
 
 
 def _names_of(lines: Iterable[Location | None]) -> dict[Location, str]:

@@ -6,12 +6,12 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-from ...messages.html import Html, card, fold, key, line
+from ...messages.html import Html, card, fold, key, line, table
 from ..costs import COPIES, WHAT_COPIES_ARE
 from .folding import folded
-from .phases import PHASES
-from .rows import ProfiledCall, ProfileRow
-from .tables import html, shown, size, text
+from .phases import PHASES, Phase
+from .rows import KernelRow, ProfiledCall, ProfiledKernel, ProfileRow
+from .tables import html, kernel_rows, of_kernels, shown, size, text
 
 __all__ = ["Profile"]
 
@@ -27,11 +27,13 @@ class Profile:
     Attributes:
       function: Name of the user's function.
       device: Name of the device.
-      compiled: Whether the step is compiled. Its kernels span several calls; ``seconds`` are those of its calls before
-        that, and only ``call_s`` is that of the compiled step.
+      compiled: Whether the step is compiled. Where ``kernels`` is empty, too, the seconds are those of its calls one by
+        one, before it was compiled, and only ``call_s`` is that of the compiled step.
       call_s: Median seconds of a call of the step: a replay and the copies of its inputs.
       calls: The calls, in the order of the program.
       resident: Bytes of what lies in memory all the time: parts of the state, inputs, constants.
+      kernels: What a step launches that is compiled on a GPU, in order. A kernel that computes several calls shares its
+        time among them, by the bytes that each reads and writes.
     """
 
     function: str
@@ -40,6 +42,7 @@ class Profile:
     call_s: float
     calls: tuple[ProfiledCall, ...]
     resident: Mapping[str, int] = field(default_factory=dict)
+    kernels: tuple[ProfiledKernel, ...] = ()
 
     @property
     def seconds(self) -> float:
@@ -65,7 +68,7 @@ class Profile:
             raise ValueError(
                 f"by_module: depth must be None or a positive int, got {depth!r}.\nTo fix: `by_module(1)` is the model."
             )
-        paths = {one.module for one in self.calls if not one.module.partition(".")[0].endswith(")")}
+        paths = self._paths()
         names = folded(paths) if fold else {}
 
         def name(call: ProfiledCall) -> str:
@@ -77,6 +80,34 @@ class Profile:
     def by_line(self) -> tuple[ProfileRow, ...]:
         """Return a row for each line of user code, slowest first."""
         return self._rows(lambda call: call.line)
+
+    def by_kernel(self) -> tuple[KernelRow, ...]:
+        """Return a row for the kernels of one name in the same modules and phases, slowest first; none if not compiled.
+
+        Numbered blocks are one, as in :meth:`by_module`.
+        """
+        names = folded(self._paths())
+        groups: dict[tuple[str, tuple[str, ...], tuple[Phase, ...]], list[ProfiledKernel]] = {}
+        for kernel in self.kernels:
+            modules = dict.fromkeys(names.get(call.module, call.module) for call in kernel.calls)
+            found = {call.phase for call in kernel.calls}
+            phases = tuple(phase for phase in PHASES if phase in found)
+            groups.setdefault((kernel.name, tuple(modules), phases), []).append(kernel)
+        rows = [
+            KernelRow(
+                name,
+                len(kernels),
+                math.fsum(kernel.seconds for kernel in kernels),
+                modules,
+                tuple(dict.fromkeys(call.line for kernel in kernels for call in kernel.calls)),
+                phases,
+            )
+            for (name, modules, phases), kernels in groups.items()
+        ]
+        return tuple(sorted(rows, key=lambda row: row.seconds, reverse=True))
+
+    def _paths(self) -> set[str]:
+        return {one.module for one in self.calls if not one.module.partition(".")[0].endswith(")")}
 
     def _rows(self, name: Callable[[ProfiledCall], str]) -> tuple[ProfileRow, ...]:
         groups: dict[str, list[ProfiledCall]] = {}
@@ -98,13 +129,20 @@ class Profile:
             raise ValueError(f"table: rows must be a positive int, got {rows!r}")
         parts = (("by module", self.by_module()), ("by line", self.by_line()))
         tables = [one for title, found in parts for one in ("", *text(title, found, rows))]
+        if self.kernels:
+            tables += ["", *of_kernels(self.by_kernel(), rows)]
         return "\n".join([*self._said(), *tables, "", self._memory(), *self._legend()])
 
     def _said(self) -> list[str]:
         """Say what was measured."""
         calls = f"{len(self.calls):,} calls"
         head = f"{self.function} on {self.device}: {shown(self.call_s)} ms a call, {size(self.nbytes)} MiB at the peak"
-        if self.compiled:
+        if self.kernels:
+            said = (
+                f"It is compiled: its {len(self.kernels):,} kernels take {shown(self.seconds)} ms and compute {calls}. "
+                "In the rows by module and by line, a kernel's time is shared among its calls, by the bytes of each."
+            )
+        elif self.compiled:
             said = (
                 f"It is compiled: a kernel computes several calls. The rows below are its {calls} run one by one, not "
                 f"compiled, {shown(self.seconds)} ms in all: what is large, not what the compiler makes of it."
@@ -128,13 +166,15 @@ class Profile:
 
     def _repr_html_(self) -> Html:
         head, *rest = self._said()
-        by_line = fold("by line", html(self.by_line(), _ROWS))
+        folds = [fold("by line", html(self.by_line(), _ROWS))]
+        if self.kernels:
+            folds.append(fold("by kernel", table(kernel_rows(self.by_kernel(), _ROWS))))
         return card(
             head,
             *map(line, rest),
             key(PHASES),
             html(self.by_module(), _ROWS),
-            by_line,
+            *folds,
             line(self._memory()),
             *map(line, self._legend()),
         )

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from .phases import Phase
 
-__all__ = ["ProfileRow", "ProfiledCall"]
+__all__ = ["KernelRow", "ProfileRow", "ProfiledCall", "ProfiledKernel"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +23,8 @@ class ProfiledCall:
       source: What stands on that line; empty if its file is gone.
       phase: ``"forward"``, ``"backward"`` or ``"update"``. What the backward recomputes is backward; what is computed
         from gradients, such as a clip, is update.
-      seconds: Time of the call by itself: the median of several runs; on a GPU, the mean time of its kernels.
+      seconds: Time of the call by itself: the median of several runs; on a GPU, the mean time of its kernels. Of a
+        kernel that computes several calls, the call's share.
       nbytes: Bytes of its results that are in memory at the step's peak.
     """
 
@@ -34,6 +35,42 @@ class ProfiledCall:
     phase: Phase
     seconds: float
     nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class ProfiledKernel:
+    """A kernel of a compiled step, or what else a line of the compiled function launches.
+
+    Attributes:
+      name: Name that inductor gives it: ``triton_poi_fused_gelu_3``, ``extern_kernels.mm``.
+      seconds: Mean time that it takes on the device.
+      calls: The calls that it computes.
+    """
+
+    name: str
+    seconds: float
+    calls: tuple[ProfiledCall, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class KernelRow:
+    """All kernels of one name that are parts of the same modules and phases.
+
+    Attributes:
+      name: Their name.
+      kernels: How many there are.
+      seconds: Their seconds.
+      modules: What they are parts of.
+      lines: The user's lines that they compute.
+      phases: ``"forward"``, ``"backward"``, ``"update"``, or several.
+    """
+
+    name: str
+    kernels: int
+    seconds: float
+    modules: tuple[str, ...]
+    lines: tuple[str, ...]
+    phases: tuple[Phase, ...]
 
 
 @dataclass(frozen=True, slots=True)

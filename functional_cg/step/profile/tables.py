@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from ...messages.html import Html, stack, table
 from ...state.outline import columns
 from .phases import PHASES
-from .rows import ProfileRow
+from .rows import KernelRow, ProfileRow
 
-__all__ = ["clipped", "html", "short", "shortened", "shown", "size", "text"]
+__all__ = ["clipped", "html", "kernel_rows", "of_kernels", "short", "shortened", "shown", "size", "text"]
 
 _WIDEST = 40  # characters of a name or of a line's source
 _MIB = 2**20
@@ -55,6 +55,36 @@ def html(rows: Sequence[ProfileRow], most: int) -> Html:
         for row in shortened(rows, most)
     ]  # fmt: skip
     return table([head, *body])
+
+
+def of_kernels(rows: Sequence[KernelRow], most: int) -> list[str]:
+    """Return kernels as an aligned table."""
+    return columns(kernel_rows(rows, most))
+
+
+def kernel_rows(rows: Sequence[KernelRow], most: int) -> list[tuple[str, ...]]:
+    """Return kernels as cells, after a title for each column; those after the first ``most`` are summed up."""
+    total = math.fsum(row.seconds for row in rows)
+    head = ("by kernel", "kernels", "phase", "ms", "%", "modules", "lines")
+    body = [
+        (clipped(row.name), f"{row.kernels:,}", ", ".join(row.phases), *_time(row.seconds, total),
+         _several(list(map(short, row.modules))), _several(row.lines))
+        for row in rows[:most]
+    ]  # fmt: skip
+    if rest := rows[most:]:
+        seconds = math.fsum(row.seconds for row in rest)
+        count = sum(row.kernels for row in rest)
+        body.append((f"… and {len(rest):,} more", f"{count:,}", "", *_time(seconds, total), "", ""))
+    return [head, *body]
+
+
+def _time(seconds: float, total: float) -> tuple[str, str]:
+    return shown(seconds), f"{100 * seconds / total:.1f}" if total else ""
+
+
+def _several(names: Sequence[str], most: int = 3) -> str:
+    rest = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + rest
 
 
 def shortened(rows: Sequence[ProfileRow], most: int) -> list[ProfileRow]:

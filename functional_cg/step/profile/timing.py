@@ -7,6 +7,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -16,8 +17,9 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from ...errors import CaptureError
 from ...stages.plan import AtenPlan, Buffers, ExecutionPlan, quiet
 from ...stages.run.capture import backend_for, scratch
+from .kernels import Launches, Line
 
-__all__ = ["device_seconds", "times_of"]
+__all__ = ["device_seconds", "times_of", "times_of_lines"]
 
 Act = Callable[[], None]
 Where = tuple[torch.device, str]
@@ -95,11 +97,68 @@ def times_of(
 
         try:
             if device.type == "cuda":
-                parts = _parts_on_device(timed, buffers, copy_in, where)
-                return statistics.median([_on_device(call, device) for _ in range(1 + _RUNS)][1:]), parts
+                parts = _parts_on_device(partial(_timed_run, timed, buffers, copy_in), where)
+                return _median(call, device), parts
             return _on_host(timed, buffers, copy_in, call)
         finally:
             replay.close()
+
+
+def times_of_lines(
+    plan: ExecutionPlan, buffers: Buffers, unchecked: Sequence[bool], copy_in: Act, where: Where
+) -> tuple[float, float, list[Line | None], list[float]]:
+    """Return the seconds of a replay of a compiled step, and those of the lines that launch its kernels.
+
+    The arguments, and what is raised, are those of :func:`times_of`.
+
+    Returns:
+      (call, inputs, lines, parts): seconds of a replay, of the copies of its inputs, and of each line; a line is None
+      for what runs outside of the source that inductor generates.
+    """
+    device, _ = where
+    lines: list[Line | None] = []
+    with quiet():
+        replay = backend_for(device).capture(
+            plan, buffers, lambda: replace(buffers, slots=scratch(buffers.slots, unchecked))
+        )
+        try:
+            run = plan.bind(buffers)
+
+            def on_clock(clock: Act) -> Act:
+                def once() -> None:
+                    clock()
+                    copy_in()
+                    clock()
+                    with Launches(clock) as launches:
+                        run(())
+                    clock()
+                    lines[:] = [None, *launches.lines]
+
+                return once
+
+            on_gpu = device.type == "cuda"
+            inputs, *parts = _parts_on_device(on_clock, where) if on_gpu else _parts_on_host(on_clock)
+
+            def call() -> None:
+                copy_in()
+                replay(())
+
+            return _median(call, device), inputs, lines, parts
+        finally:
+            replay.close()
+
+
+def _timed_run(timed: AtenPlan, buffers: Buffers, copy_in: Act, clock: Act) -> Act:
+    """Return a run of a timed plan on a clock."""
+    run = timed.bind(buffers, tick=clock)
+
+    def once() -> None:
+        clock()
+        copy_in()
+        clock()
+        run(())
+
+    return once
 
 
 def _on_host(timed: AtenPlan, buffers: Buffers, copy_in: Act, call: Act) -> tuple[float, list[float]]:
@@ -130,17 +189,43 @@ def _on_device(call: Act, device: torch.device) -> float:
     return float(start.elapsed_time(end)) / 1e3
 
 
-def _parts_on_device(timed: AtenPlan, buffers: Buffers, copy_in: Act, where: Where) -> list[float]:
+def _median(call: Act, device: torch.device) -> float:
+    """Return the median seconds of a call."""
+    if device.type != "cuda":
+        return sum(_parts_on_host(partial(_between_ticks, call)))
+    return statistics.median([_on_device(call, device) for _ in range(1 + _RUNS)][1:])
+
+
+def _between_ticks(act: Act, clock: Act) -> Act:
+    def once() -> None:
+        clock()
+        act()
+        clock()
+
+    return once
+
+
+def _parts_on_host(on_clock: Callable[[Act], Act]) -> list[float]:
+    """Return the median seconds between two ticks of a clock."""
+    clock = _HostClock()
+    run = on_clock(clock)
+    parts = []
+    for _ in range(1 + _RUNS):
+        clock.read = []
+        run()
+        parts.append([end - start for start, end in pairwise(clock.read)])
+    return list(map(statistics.median, zip(*parts[1:], strict=True)))
+
+
+def _parts_on_device(on_clock: Callable[[Act], Act], where: Where) -> list[float]:
+    """Return the mean seconds in which the device is busy with what runs between two ticks of a clock."""
     device, function = where
     clock = _DeviceClock()
-    run = timed.bind(buffers, tick=clock)
+    run = on_clock(clock)
 
     def once() -> None:
         clock.number = 0
-        clock()
-        copy_in()
-        clock()
-        run(())
+        run()
         clock.end()
         torch.cuda.synchronize(device)
 

@@ -18,12 +18,14 @@ from pathlib import Path
 
 import torch
 
-from .measure import BATCHES, Row, start
-from .system import OPPONENTS, OURS, Unavailable
-from .workloads import Workload, names, workload
+from ..measure import BATCHES, Row, start
+from ..modules import names, workload
+from ..system import OPPONENTS, OURS, VARIANTS, Unavailable
+from ..workloads import Workload
 
-__all__ = ["SYSTEMS", "main", "rows"]
+__all__ = ["FIRST_CALL", "SYSTEMS", "child", "main", "rows"]
 
+FIRST_CALL = "first-call"  # the workload, on the command line
 SYSTEMS = (OURS[0], "eager", "compile", "reduce-overhead", "hand-graph-compiled", "jax", OURS[1])
 _GRACE_S = 240
 
@@ -52,8 +54,7 @@ def _in_process(work: Workload, name: str, label: str, device: torch.device, fol
     caches = {
         "TORCHINDUCTOR_CACHE_DIR": "inductor", "TRITON_CACHE_DIR": "triton", "JAX_COMPILATION_CACHE_DIR": "jax"
     }  # fmt: skip
-    command = [sys.executable, "-m", "functional_cg.bench.first_call", name, "--workload", work.name]
-    command += ["--device", device.type, "--out", str(out)]
+    command = child(name, work.name, device, out)
     try:
         code = subprocess.run(
             command,
@@ -74,10 +75,16 @@ def _in_process(work: Workload, name: str, label: str, device: torch.device, fol
     return row
 
 
+def child(system: str, work: str, device: torch.device, out: Path) -> list[str]:
+    """Return the command line of a process that makes the first calls of a system and writes a row of JSON."""
+    command = [sys.executable, "-m", "functional_cg.bench.many.first_call", system, "--workload", work]
+    return [*command, "--device", device.type, "--out", str(out)]
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Make the first calls of one system, and write the row as JSON."""
-    parser = argparse.ArgumentParser("python -m functional_cg.bench.first_call", description=__doc__)
-    parser.add_argument("system", choices=(*OURS, *OPPONENTS))
+    parser = argparse.ArgumentParser("python -m functional_cg.bench.many.first_call", description=__doc__)
+    parser.add_argument("system", choices=(*OURS, *VARIANTS, *OPPONENTS))
     parser.add_argument("--workload", choices=names(), required=True)
     parser.add_argument("--device", choices=("cpu", "cuda"), required=True)
     parser.add_argument("--out", type=Path, required=True)
