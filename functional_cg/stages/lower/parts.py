@@ -16,10 +16,10 @@ import torch
 
 from ...shards.transfers import TRANSFERS
 from ..fx_passes.old_values import KEPT, LATER
-from ..passes.early_updates import Leaf, by_leaf, joined
 from ..passes.grouping import is_launch
 from ..program import Instr, Program, Var, written_storages
 from ..schedule import Schedule
+from .early_updates import Leaf, by_leaf, joined
 from .repeats import cuts, frozen
 
 __all__ = ["Part", "Parts", "parts_of"]

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
+from ..passes.grouped import at_places, group_size
 from ..program import Instr, Var
-from .grouped import at_places, group_size
 
 __all__ = ["Leaf", "by_leaf", "joined"]
 
