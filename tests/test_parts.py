@@ -115,6 +115,7 @@ def test_blocks_that_only_look_alike_share_nothing(
 
 def test_a_leaf_is_written_after_its_last_reader(monkeypatch: pytest.MonkeyPatch) -> None:
     """The last layer's backward, which comes first, makes the new value of the first layer."""
+    monkeypatch.setattr(parts, "_WORTH", 2)
     monkeypatch.setattr(captures, "lower", in_place_on_a_host)
     plan = assert_replays(replace(PLAIN, keeps=frozenset({"turned over"})), as_it_is)
     assert isinstance(plan, PartsPlan)
@@ -176,5 +177,7 @@ def test_functions_do_not_grow_with_the_number_of_blocks(
         plan = assert_replays(program, as_it_is)
         assert isinstance(plan, PartsPlan)
         functions.append(plan.functions)
-        assert sum(times for times in plan.times if times > 1) >= 2 * layers - 5
+        assert (
+            sum(times for times in plan.times if times > 1) >= layers
+        )  # of two, where every other sum is kept
     assert functions[0] == functions[1] <= 7, functions
