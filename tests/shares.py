@@ -9,7 +9,6 @@ from typing import TypeVar
 
 import hypothesis
 import pytest
-import torch
 
 __all__ = ["CALLS", "THOROUGH", "diagonal", "few", "share", "thorough"]
 
@@ -21,9 +20,8 @@ few = hypothesis.settings(max_examples=max(hypothesis.settings().max_examples //
 
 THOROUGH = os.environ.get("FCG_HYPOTHESIS_PROFILE") == "thorough"
 
-# With new data, of a step that has to equal its eager run. Builds of torch for a GPU make sixteen there and on the
-# host, where a replay costs nothing.
-CALLS = 16 if THOROUGH or torch.version.cuda is not None else 8
+# With new data, of a step that has to equal its eager run.
+CALLS = 16
 
 # Where other tests keep the same law on fewer cases.
 thorough = pytest.mark.skipif(not THOROUGH, reason="of the profile `thorough`")
