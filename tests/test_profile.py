@@ -446,6 +446,7 @@ def test_kernels_of_a_compiled_step_are_joined_with_its_calls(
     compiled_on: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On a host, too, inductor names what it calls of other libraries; its own kernels there have no names."""
+    monkeypatch.setenv("FCG_PROFILE_KERNELS", "1")
     apply, params, _ = fcg.from_module(
         nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8)).to(compiled_on)
     )
