@@ -246,11 +246,13 @@ def graph_step(fn: Any = None, /, **options: Any) -> Any:
         that recomputing elementwise calls and normalizations allows, 1 what moves the fewest bytes, or the least
         traffic within a fraction of the way between; None for what pays in most models. To keep less than 0
         does, recompute products, too: :func:`functional_cg.remat`.
-      branches: The most lanes, from 1 to 32, on which calls of ``"aten"`` that do not need each other run side by
-        side on a GPU, in one graph and with the same bits. By default, one. ``"auto"`` takes up to 8, where an
-        estimate says that they gain a fifth and take at most 5 % more memory or 192 MiB. Each lane with products takes
-        a workspace of cuBLAS, 32 MiB on an H100. A compiled step, one with collectives and one with ops of other
-        libraries run in one line. ``explain()`` says what runs side by side, or why nothing does.
+      branches: The most lanes, from 1 to 32, on which calls that do not need each other run side by side on a GPU, in
+        one graph. By default, one. The calls are those of ``"aten"``, with the bits of one lane; or what a compiled
+        step launches, if its values are of at most 16 MiB: for lanes it is compiled anew, and differs from one line
+        by rounding. ``"auto"`` is for ``"aten"``: up to 8, where an estimate says that they gain a fifth and take at
+        most 5 % more memory or 192 MiB. Each lane with products takes a workspace of cuBLAS, 32 MiB on an H100. A
+        step with collectives and one with ops of other libraries run in one line. ``explain()`` says what runs side
+        by side, or why nothing does.
     Raises:
       FunctionalCGError: At the call; the state passed in stays valid. See :mod:`functional_cg.errors`.
 

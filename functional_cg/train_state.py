@@ -28,6 +28,7 @@ from .pytree.nodes import register_dataclass_node
 from .pytree.trees import no_tensors
 from .state.creation import Init, Sharding, create
 from .state.leaf import Leaf, owned
+from .tensors.parts import as_complex, as_real
 
 __all__ = ["TrainState"]
 
@@ -116,8 +117,9 @@ class TrainState(_StateClass, Generic[Params]):
         """Place parameters, fresh optimizer state and the rest in an arena; return a handle.
 
         Args:
-          params: Pytree of floating tensors on one device; values are copied. With ``init``, on the meta
-            device.
+          params: Pytree of floating or complex tensors on one device; values are copied. With ``init``, on the
+            meta device. As in torch, the optimizer updates a complex tensor as its real and imaginary parts: its
+            moments hold them side by side in the last axis.
           optimizer: Gradient transformation, from :mod:`functional_cg.optim`.
           key: i64[2]; moved to the device of ``params``.
           buffers: Pytree of tensors that are not trained.
@@ -185,22 +187,24 @@ class TrainState(_StateClass, Generic[Params]):
             )
         old = (self.params, self.opt_state)
         with own_work():
-            params, opt_state = self._updated(grads, *old)
+            params, opt_state = self._updated(grads)
         hand_back(old, (params, opt_state))
         return dataclasses.replace(self, step=self.step + 1, params=params, opt_state=opt_state, **changes)
 
-    def _updated(self, grads: Any, *old: Any) -> tuple[Any, Any]:
+    def _updated(self, grads: Any) -> tuple[Any, Any]:
         """Return new params and optimizer state; what has no gradient stays."""
         out = left_out(self.params, grads)
         grads = filled(self.params, grads, out) if out else grads
         refuse_unlike(self.params, grads)
-        still = [i in out for i in range(len(pytree.leaves(self.params)))]
-        flags = [still, resting(self.optimizer, self.opt_state, self.params, out)] if out else [[], []]
+        weights, grads = pytree.map(as_real, self.params), pytree.map(as_real, grads)
+        old = (weights, self.opt_state)
+        still = [i in out for i in range(len(pytree.leaves(weights)))]
+        flags = [still, resting(self.optimizer, self.opt_state, weights, out)] if out else [[], []]
         ours, theirs = (hidden(flag, part) if out else part for flag, part in zip(flags, old, strict=True))
         params, opt_state = step_or_update(self.optimizer, grads, theirs, ours)
         if out:
             params, opt_state = map(kept, flags, old, (params, opt_state))
-        return params, opt_state
+        return pytree.map(as_complex, params, self.params), opt_state
 
     def replace(self, **changes: Any) -> Self:
         """Return a copy with some fields replaced."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -16,22 +17,34 @@ from functional_cg.stages.branches.plan import BranchedPlan
 from functional_cg.stages.branches.units import Memory, Unit
 from functional_cg.testing import Simulator
 
-__all__ = ["branched", "inputs", "plan_of", "schedules"]
+__all__ = ["branched", "in_any_order", "inputs", "plan_of", "schedules"]
 
 
 @contextmanager
-def schedules(number: int) -> Iterator[None]:
-    """Spread steps over as many lanes as they ask for by random durations: any legal schedule may come."""
+def schedules(number: int, *, in_line: bool = False) -> Iterator[None]:
+    """Spread steps over as many lanes as they ask for by random durations: any legal schedule may come.
+
+    Args:
+      number: Which.
+      in_line: Whether all units run on the first of two lanes: compiled for lanes, and yet in one line.
+    """
 
     def chosen(units: Sequence[Unit], kept: frozenset[Memory], **given: Any) -> Timeline:
-        chance = random.Random(number)
-        for unit in units:
-            unit.micros = chance.choice((0.0, 1.0, 5.0, 50.0))
-        return listed(units, given["asked"], kept)
+        if in_line:
+            return replace(listed(units, 1, kept), lanes=2)
+        return in_any_order(number, given["asked"], units, kept)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("functional_cg.stages.lower.compiled.choose", chosen)
         yield
+
+
+def in_any_order(number: int, lanes: int, units: Sequence[Unit], kept: frozenset[Memory]) -> Timeline:
+    """Spread units over lanes by random durations."""
+    chance = random.Random(number)
+    for unit in units:
+        unit.micros = chance.choice((0.0, 1.0, 5.0, 50.0))
+    return listed(units, lanes, kept)
 
 
 def branched(fn: Any, lanes: int = 3, **options: Any) -> Any:

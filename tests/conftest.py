@@ -17,6 +17,9 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 # Two steps are compared that were compiled one after the other: by default inductor times variants of a reduction
 # and keeps the fastest, which is another one on a busy machine, with other last bits.
 os.environ.setdefault("TORCHINDUCTOR_DETERMINISTIC", "1")
+# Otherwise each process that compiles a step for a CPU first builds and loads a program for each instruction set
+# that the processor says it has: a second, and eight where nothing is built yet.
+os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
 # Where jax is installed (the bench compares with it), one worker would take three quarters of the GPU's memory.
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
@@ -29,6 +32,9 @@ from typing import Any
 import hypothesis
 import pytest
 import torch
+from _pytest.runner import runtestprotocol
+
+from tests.room import with_room
 
 # Read by mypy, not run; --doctest-modules would import it.
 collect_ignore = ["typing_surface.py"]
@@ -84,6 +90,14 @@ class GlobalStateGuard:
 
     A plugin and not an autouse fixture: it also covers the doctests, which live outside this folder.
     """
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtest_protocol(self, item: pytest.Item, nextitem: pytest.Item | None) -> bool:
+        """Run the test with room for its frames, as pytest does without."""
+        item.ihook.pytest_runtest_logstart(nodeid=item.nodeid, location=item.location)
+        with_room(runtestprotocol, item, nextitem=nextitem)
+        item.ihook.pytest_runtest_logfinish(nodeid=item.nodeid, location=item.location)
+        return True
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_call(self, item: pytest.Item) -> Generator[None, Any, Any]:

@@ -123,6 +123,37 @@ def test_another_arena_that_fails_takes_nothing_with_it() -> None:
     assert state["w"].tolist() == [8.0] * 3
 
 
+def test_a_call_that_fails_keeps_the_captures_that_have_run_and_no_other() -> None:
+    failing: list[bool] = []
+
+    class Backend(CPUBackend):
+        def capture(self, *args: Any) -> Any:
+            replay = super().capture(*args)
+            run = replay.run
+
+            def runs(before: Any) -> Any:
+                if failing:
+                    raise IndexError
+                return run(before)
+
+            replay.run = runs
+            return replay
+
+    @fcg.graph_step(backend=Backend(), static_argnames="how")
+    def step(state: Any, x: Tensor, *, how: str) -> Any:
+        return train(state, x)
+
+    state, _ = step(a_state(), torch.ones(4), how="slowly")
+    failing.append(True)
+    for one in (state, fcg.fork(state), state):
+        with pytest.raises(IndexError):
+            step(one, torch.ones(4), how="slowly")
+        assert len(step._captured) == 1
+    failing.clear()
+    state, _ = step(state, torch.ones(4), how="slowly")
+    assert (step.stats.traces, step.stats.captures, state["w"].tolist()) == (1, 2, [8.0] * 3)
+
+
 def test_static_arguments_that_fail_take_no_place() -> None:
     @fcg.graph_step(static_argnames=("how",))
     def step(state: Any, *, how: int) -> Any:

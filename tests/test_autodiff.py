@@ -460,9 +460,10 @@ def test_uneven_batch_is_refused_with_all_rows() -> None:
         assert f"{row}  expected a tensor whose first dimension divides by 3" in text
 
 
-def test_result_that_is_no_tensor_is_refused() -> None:
+@pytest.mark.parametrize("k", [1, 2])
+def test_result_that_is_no_tensor_is_refused(k: int) -> None:
     with pytest.raises(LayoutError, match=r"result\['n'\]  expected a tensor   got int"):
-        fcg.microbatches(2)(lambda p, b: {"n": 3})(None, torch.ones(4))
+        fcg.microbatches(k)(lambda p, b: {"n": 3})(None, torch.ones(4))
 
 
 @pytest.mark.parametrize("k", [0, -1, 2.0, "2"])

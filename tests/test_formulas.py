@@ -65,7 +65,13 @@ CALLS = {
 
 
 def test_each_formula_has_calls() -> None:
-    assert CALLS.keys() | {"aten::index_fill", "fcg::normalized"} == FORMULAS.keys()
+    others = {"aten::_efficientzerotensor", "aten::index_fill", "fcg::normalized"}
+    assert CALLS.keys() | others == FORMULAS.keys()
+
+
+def test_a_zero_tangent_has_memory() -> None:
+    made = FORMULAS["aten::_efficientzerotensor"]([2, 3], dtype=torch.float64)
+    assert torch.equal(made.fill_(1.0), torch.ones(2, 3, dtype=torch.float64))
 
 
 @pytest.mark.parametrize("name", CALLS)

@@ -325,7 +325,7 @@ def test_constants():
     @fcg.graph_step(constants=(table, mask))
     def step(state, batch):
         w = torch.where(mask["keep"], state["w"] + table, state["w"])
-        return {**state, "w": w}, {"table": table, "sum": table.sum()}
+        return {**state, "w": w}, {"table": table, "sum": torch.stack([table, mask["keep"] * table])[0].sum()}
 
     state, metrics = step(a_state(), data(0))
     assert metrics["table"].tolist() == [1.0, 2.0, 3.0]

@@ -117,6 +117,14 @@ def test_fake_results_lie_as_those_of_the_kernel(name: str, device: str, drawn: 
     assert found == wanted, f"{shape} {strides}"
 
 
+def test_calls_that_differ_in_a_number_alone_are_told_apart() -> None:
+    real = [torch.full((4, 3, 2), 0.5).transpose(0, 2).contiguous().transpose(0, 2) for _ in range(2)]
+    wanted = {name: laid(op(*real)) for name, op in OPS.items()}
+    with FakeMode():
+        fake = [torch.empty_strided(one.shape, one.stride()) for one in real]
+        assert {name: laid(op(*fake)) for name, op in OPS.items()} == wanted
+
+
 def test_no_op_that_draws_is_asked() -> None:
     state = torch.get_rng_state()
     with FakeMode():

@@ -66,20 +66,29 @@ def run(folder: str) -> Any:
         return fcg.tree.map(torch.clone, held(long_run.main(Path(folder))))
 
 
+def _strike(x: Tensor) -> Tensor:
+    strikes[-1]()
+    return x.clone()
+
+
+# Defined once: torch 2.11 calls what it has freed after an operator of the same name is defined anew.
+strikes: list[Callable[[], None]] = []
+library = torch.library.Library("fcg_long_run", "DEF")
+library.define("strike(Tensor x) -> Tensor")
+library.impl("strike", _strike, "CPU")
+library.impl("strike", torch.empty_like, "Meta")
+
+
 def interrupted(folder: str, how: str, rank: int = 0) -> Any:
     """Run until something happens in the middle of a step, or of a save."""
-    library = torch.library.Library("fcg_long_run", "DEF")
     calls: list[int] = []
 
-    def strike(x: Tensor) -> Tensor:
+    def strike() -> None:
         calls.append(1)
         if len(calls) == STRUCK and how in IN_STEP and rank == rank_of():
             IN_STEP[how]()
-        return x.clone()
 
-    library.define("strike(Tensor x) -> Tensor")
-    library.impl("strike", strike, "CPU")
-    library.impl("strike", torch.empty_like, "Meta")
+    strikes.append(strike)
     write, of = disk.BlockWriter.write, long_run.train_step.__wrapped__
 
     def written(self: Any, raw: Tensor) -> Any:

@@ -45,7 +45,8 @@ def test_all_are_there() -> None:
         *lines,
         *range(60, 66),
         *range(70, 96),
-        *range(110, 122),
+        *range(110, 127),
+        *range(130, 133),
     }
     assert len({mutant.name for mutant in MUTANTS}) == len(MUTANTS)
     assert {name for mutant in MUTANTS for name in mutant.general} <= set(GENERAL)

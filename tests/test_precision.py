@@ -127,6 +127,11 @@ def test_numbers_out_of_range_are_refused(options: Any) -> None:
         fcg.LossScale.create(**options)
 
 
+def test_all_numbers_that_float32_holds_are_scales() -> None:
+    largest = torch.finfo(torch.float32).max
+    assert float(fcg.LossScale.create(initial=largest, factor=largest).scale) == largest
+
+
 @pytest.mark.parametrize("finite", [True, torch.tensor(1.0), torch.tensor([True])], ids=str)
 def test_whether_gradients_are_finite_is_one_bool_on_the_device(finite: Any) -> None:
     with pytest.raises(TypeError, match=r"`finite` as a tensor of dtype bool and shape \[\], got .*isfinite"):

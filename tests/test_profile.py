@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache, partial
 from pathlib import Path
@@ -164,7 +165,9 @@ def test_a_slow_layer_is_seen_as_slow() -> None:
         lambda p, x: (p, {"g": fcg.grad(lambda p: apply(p, {}, x)[0].sum())(p)["wide.weight"].sum()}),
         lowering="aten",
     )
+    start = time.perf_counter()
     profile = step.profile(params, torch.randn(512, 64))
+    assert max(profile.seconds, profile.call_s) < time.perf_counter() - start
     slowest = profile.by_module()[0]
     thin = next(row for row in profile.by_module() if row.name == "Net.thin")
     assert slowest.name in ("Net.wide", "Net.last")

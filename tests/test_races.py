@@ -15,7 +15,6 @@ from functional_cg import CaptureError
 from functional_cg.stages.branches.listing import Place, Timeline, listed
 from functional_cg.stages.branches.races import refuse_races
 from functional_cg.stages.branches.units import Unit, fixed_by, predecessors
-from functional_cg.stages.program import Instr
 
 # A slot s, an input x; temporaries 1 and 2 are made of them, and 2 becomes the new s.
 UNITS = (
@@ -176,5 +175,5 @@ def test_exactly_schedules_with_a_race_are_refused(timeline: Timeline) -> None:
     ids=str,
 )
 def test_what_holds_a_step_on_one_lane(op: Any, why: str) -> None:
-    assert fixed_by(Instr(op, (), {}, None, (), None)).endswith(why)
-    assert bool(why) == bool(fixed_by(Instr(op, (), {}, None, (), None)))
+    assert fixed_by(op).endswith(why)
+    assert bool(why) == bool(fixed_by(op))

@@ -168,9 +168,31 @@ def test_what_cannot_sleep() -> None:
             act({"w": torch.ones(2)})
     old = a_state()
     new = old.replace(step=1)
-    with pytest.raises(fcg.DonatedStateError):
-        fcg.sleep(old)
-    assert int(new.step) == 1
+    for asleep in (False, True):
+        for act in (fcg.sleep, fcg.wake):
+            with pytest.raises(fcg.DonatedStateError):
+                act(old)
+        if not asleep:
+            fcg.sleep(new)
+    assert int(fcg.wake(new).step) == 1
+
+
+@pytest.mark.parametrize("act", [fcg.sleep, fcg.wake])
+def test_no_state_sleeps_or_wakes_inside_of_a_step(act: Callable[[Any], Any]) -> None:
+    other = fcg.place({"w": torch.ones(2)}, can_sleep=True)
+
+    def act_on(state: Any, which: Any) -> Any:
+        act(other if which is None else state)
+        return state, {}
+
+    state = fcg.place({"w": torch.zeros(2)}, can_sleep=True)
+    for which in (None, 1.0):
+        with pytest.raises(
+            fcg.SideEffectError,
+            match=rf"`act_on`: calls `fcg\.{act.__name__}`(.|\n)*before or after the step",
+        ):
+            fcg.graph_step(act_on)(state, which)
+    assert_trees_all_equal(fcg.snapshot(state), {"w": torch.zeros(2)})
 
 
 def test_a_state_that_was_dropped_asleep_is_not_where_the_next_one_is_placed() -> None:

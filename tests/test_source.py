@@ -4,7 +4,6 @@ import linecache
 import math
 import os
 import re
-import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -27,6 +26,7 @@ from functional_cg.messages.source import (
     sync_spelling,
     user_frame,
 )
+from tests.forked import Program
 
 
 class Sync(Exception):
@@ -619,8 +619,9 @@ def test_no_user_frame_is_none():
         "from functional_cg.messages.source import *; import sys; "
         "print(Locator().locate(), user_frame().f_code.co_filename)"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.split() == ["<string>:1", "<string>"]
+    with Program("-c", code) as done:
+        assert done.end(60.0) == 0, done.err
+        assert done.out.split() == ["<string>:1", "<string>"]
 
 
 def test_the_innermost_entry_of_a_traceback_is_the_users():

@@ -436,6 +436,16 @@ def test_a_group_has_one_rate_and_a_rate_one_type() -> None:
     )
 
 
+def test_injected_numbers_become_those_of_the_group_and_others_have_to_agree() -> None:
+    params = parameters(drawn(99))
+    like = torch.optim.AdamW(params.values(), 1e-3, weight_decay=0.1).state_dict()
+    state = state_of(params, optim.inject_hyperparams(optim.adamw)(learning_rate=1e-2, weight_decay=0.3))
+    group = optim.torch_state(state, like, names=NAMES)["param_groups"][0]
+    assert (group["lr"], group["weight_decay"]) == pytest.approx((1e-2, 0.3))
+    with pytest.raises(fcg.LayoutError, match=r"weight_decay  expected 0\.3   got 0\.1"):
+        optim.torch_state(state_of(params, optim.adamw(1e-2, weight_decay=0.3)), like, names=NAMES)
+
+
 def test_a_momentum_that_torch_has_not_begun_is_not_damped() -> None:
     params = parameters(drawn(99))
     judge = momentum(params, dampening=0.5)

@@ -542,15 +542,15 @@ def test_a_child_of_a_fork_in_a_long_call_is_told_at_once(monkeypatch: pytest.Mo
 @ignores_fork
 def test_a_child_computes_with_one_thread() -> None:
     """OpenMP's threads are not there, and it would wait for them for ever."""
-    if torch.get_num_threads() == 1:
-        torch.set_num_threads(2)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(max(threads, 2))
     state = fcg.place({"large": torch.zeros(1 << 20), "n": 0})
     step = fcg.graph_step(advance)
     try:
         state, _ = step(state, torch.ones(()))
         assert in_a_child(lambda: float(step(state, torch.ones(()))[0]["large"].sum()) == 2 << 20) == 0
     finally:
-        torch.set_num_threads(1 if "PYTEST_XDIST_WORKER" in os.environ else torch.get_num_threads())
+        torch.set_num_threads(threads)
 
 
 @on_posix

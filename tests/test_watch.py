@@ -61,7 +61,7 @@ def watch(fn, *more, raises=(), constants=(), x=None, **named):
     reads.root(fn, "self")
     with canonical(), Follower(reads).following(), contextlib.suppress(*raises):
         fn(torch.ones(2) if x is None else x, *more, **named)
-    return HostWatch(reads.finish(), autocast_dtypes=reads.says_autocast)
+    return HostWatch(reads.finish(), autocast_dtypes=reads.says_autocast, half_precision=True)
 
 
 def notices(fn, name, change, *more, **watching):
@@ -300,8 +300,11 @@ def test_slots():
     def step(x):
         return x * settings.lr * settings.unset
 
-    assert watch(step, raises=[AttributeError]).names() == ("settings.lr",)
+    assert watch(step, raises=[AttributeError]).names() == ("settings.lr", "hasattr(settings, 'unset')")
     notices(step, "settings.lr", lambda: setattr(settings, "lr", 0.2), raises=[AttributeError])
+    notices(
+        step, "hasattr(settings, 'unset')", lambda: setattr(settings, "unset", 0.2), raises=[AttributeError]
+    )
 
 
 def test_named_tuple():
@@ -1138,6 +1141,26 @@ MODE_CHANGES = [
         )
         for kernel in ("flash", "mem_efficient", "math", "cudnn")
     ],
+    (lambda: torch.backends.cudnn.enabled, set_flag("enabled"), False, "torch.backends.cudnn.enabled"),
+    *[
+        (
+            lambda name=name: getattr(torch.backends.cuda.matmul, name),
+            lambda value, name=name: setattr(torch.backends.cuda.matmul, name, value),
+            value,
+            f"torch.backends.cuda.matmul.{name}",
+        )
+        for name, value in (
+            ("allow_fp16_reduced_precision_reduction", False),
+            ("allow_bf16_reduced_precision_reduction", False),
+            ("allow_fp16_accumulation", True),
+        )
+    ],
+    (
+        torch.backends.cuda.fp16_bf16_reduction_math_sdp_allowed,
+        torch.backends.cuda.allow_fp16_bf16_reduction_math_sdp,
+        True,
+        "torch.backends.cuda.fp16_bf16_reduction_math_sdp_allowed()",
+    ),
 ]
 
 
@@ -1152,6 +1175,24 @@ def test_each_mode_is_compared(read, write, value, name):
         with pytest.raises(BakedValueError, match="set the mode before the first call"):
             seen.check("step")
     assert seen.unchanged()
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_how_products_of_half_precision_are_summed_counts_where_there_are_some(dtype):
+    step = fcg.graph_fn(lambda w, x: w.to(dtype) @ x.to(dtype))
+    w, x = torch.ones(2, 2), torch.ones(2, 2)
+    first = step(w, x)
+    with setting(
+        lambda: torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction,
+        lambda value: setattr(torch.backends.cuda.matmul, "allow_bf16_reduced_precision_reduction", value),
+        False,
+    ):
+        if dtype.itemsize < 4:
+            with pytest.raises(BakedValueError, match="allow_bf16_reduced_precision_reduction"):
+                step(w, x)
+        else:
+            assert torch.equal(step(w, x), first)
+    assert torch.equal(step(w, x), first)
 
 
 def test_precision_that_says_ieee_is_the_default_spelt_out():
@@ -1221,8 +1262,9 @@ def test_the_private_getters_agree_with_the_public_ones():
         torch.backends.cuda.math_sdp_enabled(),
         torch.backends.cuda.cudnn_sdp_enabled(),
         torch.get_default_device(),
+        torch.backends.cudnn.enabled,
     )
-    assert modes() == public
+    assert modes()[: len(public)] == public
     assert len(MODES) == len(modes())
 
 

@@ -107,17 +107,16 @@ def refuse_reentrant_checkpoint(name: str) -> None:
 def canonical(mesh: Mesh | None = None) -> Iterator[None]:
     """Enter the setting in which a step runs, traced or eager, regardless of the caller's modes.
 
-    The caller's grad mode, inference mode and autocast do not apply. The autocast cache is off (it would make
-    a weight's gradient depend on how often the weight was cast), autograd stays on the calling thread, and a
-    function mode is on, since modules such as ``MultiheadAttention`` take another path under one.
+    The caller's grad mode and autocast do not apply; its inference mode has been left already. The autocast
+    cache is off (it would make a weight's gradient depend on how often the weight was cast), autograd stays on
+    the calling thread, and a function mode is on, since modules such as ``MultiheadAttention`` take another
+    path under one.
 
     Args:
       mesh: Mesh of the step's states; None if they lie on none.
     """
     cached = torch.is_autocast_cache_enabled()
     with contextlib.ExitStack() as stack:
-        if torch.is_inference_mode_enabled():
-            stack.enter_context(torch.inference_mode(False))
         stack.enter_context(torch.no_grad())
         for device_type in ("cpu", "cuda"):
             stack.enter_context(torch.autocast(device_type, enabled=False))

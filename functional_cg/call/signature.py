@@ -82,7 +82,7 @@ class Call:
     layout: InputLayout
     live: list[Tensor]
     device: torch.device
-    steps: int = 1
+    steps: int
 
     def laid_out(self, layout: InputLayout, structures: Sequence[Treedef]) -> Call:
         """Return the call as a trace sees it: strides from a layout, key order of states from structures."""

@@ -23,6 +23,7 @@ from typing import Any
 import torch
 
 from .advice import ARRAY, BUILTINS, DRAWN_ARRAY, FUNCTIONS, GENERIC, INDEX, LOG, OR_OUTSIDE, TABLE
+from .masks import is_mask, stored_by_mask
 
 __all__ = ["Site", "operand", "sync_spelling", "text_of"]
 
@@ -81,6 +82,12 @@ class Site:
 
     def up(self, node: ast.AST) -> Any:
         return self.parents.get(node)
+
+    def statement(self) -> Any:
+        node = self.node
+        while node is not None and not isinstance(node, ast.stmt):
+            node = self.up(node)
+        return node
 
     def value(self, node: ast.AST) -> Any:
         """Look up a name, or its attributes and constant keys, without running any user code."""
@@ -311,17 +318,7 @@ def _subscript(site: Site) -> tuple[str, str] | None:
 
 
 def _is_mask(site: Site, index: ast.AST) -> bool:
-    match index:
-        case ast.Compare():
-            return True
-        case ast.UnaryOp(op=ast.Invert(), operand=operand):
-            return _is_mask(site, operand)
-        case ast.BinOp(left=left, op=ast.BitAnd() | ast.BitOr() | ast.BitXor()):
-            return _is_mask(site, left)
-    value = site.value(index)
-    if isinstance(value, torch.Tensor):
-        return value.dtype in (torch.bool, torch.uint8)
-    return site.by_mask and isinstance(index, ast.Call | ast.Name | ast.Attribute | ast.Subscript)
+    return is_mask(index, site.value, guessed=site.by_mask)
 
 
 def _is_window(site: Site, index: ast.AST) -> bool:
@@ -351,15 +348,16 @@ def _stored(site: Site, read: str) -> str | None:
 
 
 def _fix_mask(site: Site, base: str, indices: Sequence[Any], dim: int) -> str:
-    mask, count, stored = text_of(indices[dim]), f"{operand(indices[dim])}.sum()", _stored(site, base)
+    mask, count = text_of(indices[dim]), f"{operand(indices[dim])}.sum()"
     values, table = site.value(indices[dim]), site.value(site.node.value)
     if isinstance(values, torch.Tensor) and isinstance(table, torch.Tensor):
         missing = table.ndim - dim - values.ndim
         if missing > 0:
             mask = f"{operand(indices[dim])}[...{', None' * missing}]"
             count = f"{mask}.expand_as({base}).sum()"
-    if stored is not None:
-        return f"`{base} = torch.where({mask}, {stored}, {base})`"
+    if stored := stored_by_mask(site.statement(), site.node.slice):
+        base = operand(stored[0])
+        return f"`{base} = torch.where({mask}, {text_of(stored[1])}, {base})`"
     parent = site.up(site.node)
     if isinstance(parent, ast.Attribute) and parent.attr == "mean":
         return f"`torch.where({mask}, {base}, 0).sum() / {count}`"

@@ -22,6 +22,7 @@ from ..shards.mesh import Mesh
 from ..shards.peers import among, together
 from ..shards.tensor import Sharded
 from ..tensors.aten import copies
+from ..tensors.parts import as_real
 from ..tree import KeyPath, path_string
 from .arena import Arena, BufferSpec, plan
 from .boundary import entered, held
@@ -234,7 +235,7 @@ def _created(
     if sharding is not None:
         together(sharding.mesh, "TrainState.create", _announced(given, params, sharding))
     given = pytree.map(lambda leaf: kind.agreed(as_tensor(leaf)), given)
-    opt_state = optimizer.init(kind.moved(planned))
+    opt_state = optimizer.init(_moved(kind, planned))
     _refuse_numbers(opt_state)
     handle = _reserved(
         replace(
@@ -250,10 +251,15 @@ def _created(
     state = pytree.unflatten(handle._node, entered([slot.spec for slot in arena.plan.slots], arena.slots))
     _write_params(state.params, params, kind, None if init is None else (init, given.key))
     with _OneNumber():
-        moments = optimizer.init(kind.moved(state.params))
+        moments = optimizer.init(_moved(kind, state.params))
     _write(state.opt_state, moments)
     _write(replace(state, params=None, opt_state=None, grads=None), given)
     return handle
+
+
+def _moved(kind: Any, params: Any) -> Any:
+    """Return the parameters as the optimizer sees them; it refuses complex ones of which this rank holds a shard."""
+    return pytree.map(lambda leaf: leaf if isinstance(leaf, Sharded) else as_real(leaf), kind.moved(params))
 
 
 def _refuse_numbers(opt_state: Any) -> None:

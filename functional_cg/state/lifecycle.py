@@ -8,8 +8,9 @@ from functools import partial
 from typing import Any, TypeVar
 
 from ..ambient.modes import ordinary
+from ..ambient.setting import inside_a_step
 from ..concurrency.interrupts import held_back
-from ..errors import AsleepError, BusyError
+from ..errors import AsleepError, BusyError, SideEffectError
 from ..messages.tracebacks import entry
 from .arena import Arena
 from .handle import Handle, place, snapshot
@@ -53,6 +54,7 @@ def sleep(state: T) -> T:
       BusyError: If another thread is capturing a step with it.
       DonatedStateError: If the handle was donated.
       RuntimeError: If there is not enough host memory; the state stays awake.
+      SideEffectError: If it is called inside of a step.
       TypeError: If it is no whole state.
       ValueError: If it was made without ``can_sleep=True``.
 
@@ -85,6 +87,8 @@ def wake(state: T) -> T:
     Returns:
       The same handle.
     Raises:
+      DonatedStateError: If the handle was donated.
+      SideEffectError: If it is called inside of a step.
       torch.OutOfMemoryError: If the device has not enough memory; the state stays asleep, and nothing is lost.
       TypeError: If it is no whole state.
       ValueError: If it was made without ``can_sleep=True``.
@@ -130,9 +134,17 @@ def _leave(state: Any, arena: Arena) -> None:
 
 
 def _arena_of(state: Any, what: str) -> Arena:
+    if inside_a_step():
+        raise SideEffectError.of(
+            "",
+            f"calls `fcg.{what}`.",
+            why="Python runs when the step is traced, never again: a replay would not repeat it.",
+            fix=f"call `fcg.{what}` before or after the step.",
+        )
     if not isinstance(state, Handle) or state._owner is not None:
         got = type(state).__name__ if not isinstance(state, Handle) else f"a part, `{state._part.path}`"
         raise TypeError(f"fcg.{what}: expected a whole state, got {got}.\nTo fix: `fcg.{what}(state)`.")
+    state._check()
     arena = state._lease.arena
     if arena.pages is None:
         raise ValueError(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, Self
 
 from torch import Tensor
@@ -11,6 +11,7 @@ from .. import tree as pytree
 from ..errors import BakedValueError, ForeignTensorError
 from ..state.arena import BufferSpec
 from ..state.leaf import Leaf
+from ..tensors.fingerprint import as_now, view_of, writes
 
 __all__ = ["Constants"]
 
@@ -28,6 +29,9 @@ class Constants:
       function: Name of the user's function, for messages.
       tree: Tensors or trees of them.
       kind: What they are, for messages.
+
+    Attributes:
+      unchanged: Returns whether no original has been written since it was copied.
     """
 
     def __init__(self, function: str, tree: Any, kind: str = "declared") -> None:
@@ -53,8 +57,9 @@ class Constants:
                     why="What others write there would not be noticed, and the step goes on with a copy.",
                     fix="declare a copy, and read that in the step: `table = table.clone()`, `constants=(table,)`.",
                 )
-        # Each tensor with its version, memory and part of it when copied; a tensor of inference counts no writes.
-        self._copied: list[tuple[Tensor, int, bool, Any, Any]] = []
+        # Each tensor's count of writes, its memory, and the part of it that it was when copied.
+        self._copied: list[tuple[int, Any, Any]] = []
+        self.unchanged: Callable[[], bool] = lambda: True
 
     @classmethod
     def remembered(cls, function: str, tables: Iterable[tuple[str, Tensor]]) -> Self:
@@ -67,23 +72,12 @@ class Constants:
         return bool(self._items)
 
     def named(self) -> tuple[tuple[str, Tensor], ...]:
-        """Return the originals by name; the first lowering records their versions."""
+        """Return the originals by name; from the first lowering on, changes are noticed."""
         if not self._copied:
-            self._copied = [
-                (leaf, _version(leaf), leaf.is_inference(), leaf.untyped_storage(), _view(leaf))
-                for _, leaf in self._items
-            ]
+            leaves = [leaf for _, leaf in self._items]
+            self._copied = [(writes(leaf), leaf.untyped_storage(), view_of(leaf)) for leaf in leaves]
+            self.unchanged = as_now(leaves)
         return tuple(self._items)
-
-    def unchanged(self) -> bool:
-        """Whether no original has been written since it was copied."""
-        # Once per call and constant: torch returns one object for a storage as long as there is one, as here.
-        for leaf, version, uncounted, memory, view in self._copied:
-            if leaf.untyped_storage() is not memory or not (uncounted or leaf._version == version):
-                return False
-            if _view(leaf) != view:  # set by `leaf.data = ...`, which counts as no write
-                return False
-        return True
 
     def check(self, function: str = "") -> None:
         """Raise if an original has been written since it was copied.
@@ -94,12 +88,12 @@ class Constants:
         if self.unchanged():
             return
         rows = []
-        for (name, leaf), (_, version, _, memory, view) in zip(self._items, self._copied, strict=True):
+        for (name, leaf), (written, memory, view) in zip(self._items, self._copied, strict=True):
             if leaf.untyped_storage() is not memory:
                 rows.append(f"{name}  has other memory since")
-            elif _version(leaf) != version:
-                rows.append(f"{name}  written {_version(leaf) - version} time(s) since")
-            elif _view(leaf) != view:
+            elif writes(leaf) != written:
+                rows.append(f"{name}  written {writes(leaf) - written} time(s) since")
+            elif view_of(leaf) != view:
                 rows.append(f"{name}  is another part of its memory since")
         raise BakedValueError.of(
             function or self._function,
@@ -108,12 +102,3 @@ class Constants:
             why="The step replays with the value that it had then.",
             fix="pass it as an input, or keep it in the state.",
         )
-
-
-def _version(leaf: Tensor) -> int:
-    return 0 if leaf.is_inference() else leaf._version
-
-
-def _view(leaf: Tensor) -> Any:
-    """Return which part of its memory a tensor is, and how it reads that."""
-    return leaf.dtype, leaf.storage_offset(), leaf.shape, leaf.stride(), leaf.is_conj(), leaf.is_neg()

@@ -20,6 +20,9 @@ __all__ = ["FakeMode", "aside_on_fakes", "without_log"]
 
 # These ops return one tensor as two results; the fake mode's cache would return two tensors.
 _ONE_TENSOR_TWICE = frozenset({torch.ops.aten.mkldnn_rnn_layer_backward.default})
+# The tangent of a constant. What torch skips for such a tensor, it skips in a replay too; as a fake tensor it would be
+# taken for one on the meta device.
+_ZERO_TANGENT = torch.ops.aten._efficientzerotensor.default
 _NOTHING: Mapping[str, Any] = MappingProxyType({})
 
 
@@ -42,6 +45,8 @@ class FakeMode(fake_tensor.FakeTensorMode):
         if func in _ONE_TENSOR_TWICE:
             with fake_tensor.disable_fake_tensor_cache(self):
                 return super().__torch_dispatch__(func, types, args, kwargs)
+        if func is _ZERO_TANGENT:
+            func = torch.ops.aten.zeros.default
         out = super().__torch_dispatch__(func, types, args, kwargs)
         return self._strides.correct(func, args, kwargs, out, self._empty)
 

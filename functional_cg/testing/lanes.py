@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import random
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 from .recorded import Call
 
@@ -29,10 +31,12 @@ class SimulatedLanes:
     """The calls of a recorded run, by lane, with the waits between them.
 
     Attributes:
+      kernel: Returns what records a kernel that does not pass by the dispatcher.
       lane: The lane on which the run is.
       calls: All calls, in the order of the run.
     """
 
+    kernel: Callable[[Callable[..., Any]], Callable[..., Any]] = lambda launch: launch
     lane: int = 0
     calls: list[Call] = field(default_factory=list)
     _queues: dict[int, list[Call | _Wait]] = field(default_factory=dict)

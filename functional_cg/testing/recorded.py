@@ -146,7 +146,7 @@ class Draw:
 
 
 def _drawn(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Draw | None:
-    if not can_draw(op, args, kwargs):
+    if not isinstance(op, torch._ops.OpOverload) or not can_draw(op, args, kwargs):
         return None
     generator = kwargs.get("generator") or torch.default_generator
     return Draw(generator, generator.get_state())
@@ -157,7 +157,7 @@ class Call:
     """One recorded ATen call.
 
     Attributes:
-      op: The op.
+      op: The op, or a compiled kernel, which draws no numbers.
       args: Its arguments: addresses in place of tensors, literals unchanged.
       kwargs: The same, by name.
       draw: The generator and its state, if it draws random numbers.

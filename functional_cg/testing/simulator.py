@@ -28,7 +28,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 
 from ..concurrency.interrupts import uninterrupted
 from ..concurrency.streams import current_stream
-from ..stages.branches.plan import bound
+from ..stages.branches.plan import Branched, bound
 from ..stages.plan import AtenPlan, Before, Buffers, ExecutionPlan
 from ..tensors.overlap import storage_key
 from .lanes import SimulatedLanes
@@ -86,7 +86,7 @@ class _Recorder(TorchDispatchMode):
         super().__init__()
         everything = [*buffers.slots, *buffers.inputs, *buffers.constants]
         self._of_others = {storage_key(tensor): Foreign(tensor) for tensor in everything}
-        self.lanes = SimulatedLanes()
+        self.lanes = SimulatedLanes(self.kernel)
         self.tail = 0
         self.pool = _Pool()
         self.slots = [Address(slot, self.locate(slot)) for slot in buffers.slots]
@@ -98,14 +98,21 @@ class _Recorder(TorchDispatchMode):
         """Return the memory of a tensor: a static buffer, the pool, or memory that the bound plan holds."""
         return self._of_others.get(storage_key(tensor)) or self.pool.find(tensor) or Block.of(tensor)
 
+    def kernel(self, launch: Callable[..., Any]) -> Callable[..., Any]:
+        """Return what records a kernel."""
+        return partial(self._record, launch)
+
+    def _record(self, op: Any, *args: Any, **kwargs: Any) -> Any:
+        self.pool.reclaim()
+        self.pool.lane = self.lanes.lane
+        call, out = Call.run(op, args, kwargs, locate=self.locate, allocate=self.pool.allocate)
+        self.lanes.append(call)
+        return out
+
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        self.pool.reclaim()
-        self.pool.lane = self.lanes.lane
-        call, out = Call.run(func, args, kwargs or {}, locate=self.locate, allocate=self.pool.allocate)
-        self.lanes.append(call)
-        return out
+        return self._record(func, *args, **kwargs or {})
 
 
 class _SimulatedReplay:
@@ -175,7 +182,7 @@ class Simulator:
     """An adversarial CPU backend for tests: ``graph_step(backend=Simulator())``.
 
     One object may serve several steps, which then share a pool, as CUDA graphs may. It needs ``lowering="aten"``, the
-    default on a CPU.
+    default on a CPU, or a compiled step with ``branches``, whose lanes it runs in any order.
 
     Example:
       >>> import torch, functional_cg as fcg
@@ -198,8 +205,8 @@ class Simulator:
         self, plan: ExecutionPlan, buffers: Buffers, scratch: Callable[[], Buffers]
     ) -> _SimulatedReplay:
         """Warm up on scratch memory, then record one run on the static buffers, which are restored."""
-        if not isinstance(plan, AtenPlan):
-            raise TypeError('the simulator records ATen calls; it needs `lowering="aten"`')
+        if not isinstance(plan, AtenPlan | Branched):
+            raise TypeError('the simulator records ATen calls; it needs `lowering="aten"`, or branches')
         if not all(tensor.is_cpu for tensor in buffers.slots):
             raise TypeError("the simulator replays on the CPU; place the state there")
         stream = current_stream(_CPU)
@@ -210,13 +217,21 @@ class Simulator:
         self._replays.add(replay)
         return replay
 
-    def _record(self, plan: AtenPlan, buffers: Buffers, scratch: Callable[[], Buffers]) -> _SimulatedReplay:
+    def _record(
+        self, plan: AtenPlan | Branched, buffers: Buffers, scratch: Callable[[], Buffers]
+    ) -> _SimulatedReplay:
         spare = scratch()
         warm = plan.bind(spare)
         for _ in range(_WARM_UPS):
             warm(())
         recorder = _Recorder(buffers)
-        run = bound(plan, plan.bind(buffers), buffers, spare, lambda _: recorder.lanes)
+        if isinstance(plan, AtenPlan):
+            run = bound(plan, plan.bind(buffers), buffers, spare, lambda _: recorder.lanes)
+        elif plan.timeline.lanes == 1:
+            raise TypeError(f'the simulator records ATen calls; it needs `lowering="aten"` ({plan.branches})')
+        else:
+            plan.rehearse(spare)
+            run = plan.bind_to(buffers, recorder.lanes)
         del warm, spare
         before = [slot.clone() for slot in buffers.slots]  # a real capture executes nothing
         try:

@@ -32,23 +32,30 @@ CALLS = 16
 PROGRAMS = 200 if THOROUGH else 20
 
 
-def assert_branches_do_not_show(fn: Any, start: Any, calls: list[Any], number: int) -> None:
-    """On lanes, in one line and eagerly: equal bits at each call; returned values are kept until the end."""
-    with schedules(number):
-        wide = fcg.graph_step(fn, lowering="aten", branches=2 + number % 4)
-    line = fcg.graph_step(fn, lowering="aten", branches=1)
+def assert_branches_do_not_show(
+    fn: Any, start: Any, calls: list[Any], number: int, lowering: Any = "aten", *, exact: bool = True
+) -> str:
+    """On lanes, in one line and eagerly: equal bits at each call; returned values are kept until the end.
+
+    Both are compiled alike. Returns what the step on lanes says of them.
+    """
+    lanes = 2 + number % 4
+    wide, line = (fcg.graph_step(fn, lowering=lowering, branches=lanes) for _ in range(2))
     states = [fcg.place(start), fcg.place(start), fcg.place(start)]
     kept: list[list[Any]] = [[], [], []]
     for x in calls:
         for n, step in enumerate((wide, line, wide.eager)):
-            with schedules(number):
+            with schedules(number, in_line=step is line):
                 states[n], metrics = step(states[n], x)
             kept[n].append((metrics, fcg.snapshot(states[n])))
     wait()
     assert_trees_all_equal(kept[0], kept[1], "lanes and one line")
-    assert_trees_all_equal(kept[0], kept[2], "lanes and the eager run")
+    if exact:
+        assert_trees_all_equal(kept[0], kept[2], "lanes and the eager run")
+    words = next(text for text in wide.explain().splitlines() if "branches:" in text)
     for step in (wide, line):
         step.close()
+    return words
 
 
 @needs_gpu
@@ -65,14 +72,38 @@ def test_exact_programs_in_branches_of_a_graph(of: Any) -> None:
 
 
 @needs_gpu
-def test_a_step_in_branches_is_one_launch() -> None:
+def test_exact_programs_in_branches_of_a_compiled_step() -> None:
+    generator = torch.Generator().manual_seed(0)
+    for number, program in enumerate(drawn(PROGRAMS // 10, 1, fst.exact_step_fns())):
+        start = fcg.tree.map(lambda leaf: leaf.to(DEVICE), program.state)
+        shape = program.x.shape
+        calls = [
+            torch.randint(-8, 9, shape, generator=generator).to(DEVICE, program.x.dtype) for _ in range(CALLS)
+        ]
+        assert_branches_do_not_show(program, start, calls, number, "inductor")
+
+
+@needs_gpu
+def test_a_compiled_step_has_the_bits_of_its_line() -> None:
+    """Products, which take workspaces, kernels of several results, and the optimizer."""
+    calls = [mlp_batch(i) for i in range(CALLS)]
+    for number in range(2):
+        words = assert_branches_do_not_show(
+            mlp_step, fcg.snapshot(mlp_state()), calls, number, "inductor", exact=False
+        )
+        assert "units of work on" in words, words
+
+
+@needs_gpu
+@pytest.mark.parametrize("lowering", ["aten", "inductor"])
+def test_a_step_in_branches_is_one_launch(lowering: Any) -> None:
     from tests.cuda.test_capture import COPIES, FILLS, LAUNCHES, profiled, starting_with
 
-    step = fcg.graph_step(mlp_step, lowering="aten", branches=4)
+    step = fcg.graph_step(mlp_step, lowering=lowering, branches=4)
     state = mlp_state()
     for i in range(3):
         state, _ = step(state, mlp_batch(i))
-    assert "on 4 lanes with" in step.explain(), step.explain()
+    assert "lanes with" in step.explain(), step.explain()
     batch = mlp_batch(3)
     wait()
     (state, metrics), calls = profiled(lambda: step(state, batch))

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import gc
 import os
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,6 +14,7 @@ from torch.overrides import TorchFunctionMode
 import functional_cg as fcg
 from functional_cg.stages.run.capture import _failure, _first
 from functional_cg.testing import assert_trees_all_equal
+from tests.forked import Program
 from tests.hazards.law import CALLS, COMPILED, CPU, GPU, SIMULATOR, Place, assert_law, everywhere
 from tests.out_of_sight import OutOfSight
 from tests.shares import THOROUGH
@@ -161,16 +159,9 @@ os._exit(0)
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs os.fork")
 def test_h110_after_a_fork_each_process_has_a_state_of_its_own() -> None:
     """On the CPU; with CUDA torch itself refuses to go on in a forked process."""
-    run = subprocess.run(
-        [sys.executable, "-c", FORK],
-        cwd=Path(__file__).resolve().parents[2],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    assert run.returncode == 0, run.stderr
-    assert sorted(run.stdout.split()) == ["child", "parent"]
+    with Program("-c", FORK) as run:
+        assert run.end(120.0) == 0, run.err
+        assert sorted(run.out.split()) == ["child", "parent"]
 
 
 def test_h112_a_step_that_calls_itself_is_an_error_like_any_other() -> None:

@@ -13,6 +13,9 @@ BLIND = (
     "        _ = refuse_races\n",
 )
 
+WRAPPER = "tests/test_wrapper.py::"
+IN_ANY_ORDER = f"{WRAPPER}test_launches_in_any_order"
+
 BRANCHES = (
     Mutant(
         "N116",
@@ -81,6 +84,68 @@ BRANCHES = (
         "collectives and ops of other libraries run on lanes",
         (('    why = next((unit.fixed for unit in units if unit.fixed), "")\n', '    why = ""\n'),),
         (f"{LAWS}test_ops_of_other_libraries_run_in_one_line",),
+        no_gpu="told on the host",
+    ),
+    Mutant(
+        "N122",
+        "a lane of a compiled step goes on with the stream of the lane before",
+        (
+            (
+                '            for line in (f"on({lane})", *entering):\n',
+                '            for line in (f"on({lane})",):\n',
+            ),
+        ),
+        (IN_ANY_ORDER,),
+        no_gpu=ON_A_GPU,
+    ),
+    Mutant(
+        "N123",
+        "a Triton kernel only reads what its signature says that it writes, too",
+        (
+            (
+                'yield one.arg.startswith("in_ptr") and one.arg not in mutated',
+                'yield one.arg.startswith("in_")',
+            ),
+        ),
+        (
+            f"{WRAPPER}test_what_a_launch_touches[half.run(arg0_1, arg1_1, c0, c0, 8, stream=stream0)-reads3-writes3]",
+        ),
+        no_gpu=ON_A_GPU,
+    ),
+    Mutant(
+        "N124",
+        "a view in a compiled step is taken for memory of its own",
+        (
+            (
+                "        self._memory[name] = memory\n",
+                "        self._memory[name] = self._owner.setdefault(name) or name\n",
+            ),
+        ),
+        (IN_ANY_ORDER,),
+        no_gpu=ON_A_GPU,
+    ),
+    Mutant(
+        "N125",
+        "lanes trust an op of a compiled step that returns its argument where its code says a new tensor",
+        (
+            (
+                "        self._settled = self.timeline.lanes == 1\n\n    def rehearse(self, arguments",
+                "        self._settled = True\n\n    def rehearse(self, arguments",
+            ),
+        ),
+        (f"{WRAPPER}test_an_op_that_returns_other_memory_than_its_code_says_holds_all_on_one_lane",),
+        no_gpu="told on the host",
+    ),
+    Mutant(
+        "N126",
+        "a launch of a compiled step, of a kind that nobody knows, runs on any lane",
+        (
+            (
+                '                raise UnknownStatement(f"{name}, which nothing defines")\n',
+                "                pass\n",
+            ),
+        ),
+        (f"{WRAPPER}test_other_statements_end_the_reading[two(unheard_of, arg0_1)]",),
         no_gpu="told on the host",
     ),
 )

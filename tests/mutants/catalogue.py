@@ -21,6 +21,7 @@ LEFT = "tests/test_left_behind.py::"
 OLD_VALUES = "tests/test_old_values.py::"
 TRIAL = "tests/test_trial.py::"
 CALLS = "tests/test_host_calls.py::"
+PARTS = "tests/test_host_parts.py::test_each_change_is_loud"
 READS = "tests/test_host_reads.py::"
 TURNS = "tests/test_turns.py::"
 SIGNALS = "tests/test_signals.py::"
@@ -78,8 +79,8 @@ MUTANTS = (
         "a compiled host step writes the state while it computes: what raises later leaves it half written",
         (
             (
-                "    return InPlacePlan(program, device) if on_gpu else HeadPlan(program, device, None, reference)",
-                "    return InPlacePlan(program, device)",
+                "    if compiler is not None or not (on_gpu or on_lanes):\n",
+                "    if compiler is not None:\n",
             ),
         ),
         (
@@ -983,5 +984,36 @@ MUTANTS = (
         ),
         ("tests/test_recompute.py::test_a_compiler_computes_later_what_shall_be_later[cpu]",),
         gpu=("tests/test_recompute.py::test_a_compiler_computes_later_what_shall_be_later[cuda]",),
+    ),
+    Mutant(
+        "N130",
+        "what a library's module holds is what it was",
+        (
+            (
+                "        if self.own and type(owner) is ModuleType:\n            self.reads.of_library(owner, name)\n",
+                "",
+            ),
+        ),
+        (f"{PARTS}[a_function_of_torch]", f"{PARTS}[a_number_of_a_library]"),
+        no_gpu="the Python of a step runs on the host",
+    ),
+    Mutant(
+        "N131",
+        "a number, a string, a member of an enum has no attributes",
+        (
+            (
+                "        return not is_value(value) or self.is_of_user(type(value))\n",
+                "        return not is_value(value)\n",
+            ),
+        ),
+        (f"{PARTS}[of_a_number]", f"{PARTS}[of_a_member]"),
+        no_gpu="the Python of a step runs on the host",
+    ),
+    Mutant(
+        "N132",
+        "a constant that lies elsewhere in its memory is the constant that it was",
+        ((" or one.storage_offset() != offset:", ":"),),
+        ("tests/test_constants.py::test_each_change_is_noticed[0-a later part]",),
+        no_gpu="told on the host",
     ),
 )

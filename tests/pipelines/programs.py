@@ -18,7 +18,7 @@ __all__ = ["CALLS", "CUTS", "FEATURES", "ONE", "TWO", "Run", "loss_of", "made", 
 
 CALLS, LAYERS, ROWS, WORDS = 12, 4, 24, 11
 ONE, TWO = {"stage": 1, "data": -1}, {"stage": 2, "data": -1}
-FEATURES = ("plain", "tied", "dropout", "clip", "adamw", "accumulate", "aux", "skip")
+FEATURES = ("plain", "tied", "everywhere", "double", "dropout", "clip", "adamw", "accumulate", "aux", "skip")
 # Schedule -> in front of which layers it is cut, on two ranks.
 CUTS: Mapping[str, tuple[int, ...]] = {
     "gpipe": (2,), "1f1b": (2,), "interleaved": (1, 2, 3), "zero_bubble": (1, 2, 3), "zbv": (1, 2, 3),
@@ -72,6 +72,8 @@ def loss_of(cut: Callable[[Any], Any], run: Run) -> Callable[..., Any]:
             if i in run.at:
                 x, first = cut((x, first)) if has("skip") else (cut(x), first)
             x = torch.tanh(x @ params[f"w{i}"]) * weight
+            if has("everywhere"):
+                x = x + params["emb"][i]
             if has("dropout"):
                 x = fcg.random.dropout(fcg.random.fold_in(key, i), x, 0.2)
         x = x + first if has("skip") else x
@@ -92,10 +94,11 @@ def made(run: Run, axes: Mapping[str, int], device: str = "cpu") -> tuple[Any, A
     mesh = sharding.mesh(axes, device=device, timeout=20)
     pipe = sharding.pipeline(mesh, schedule=run.schedule, microbatches=run.microbatches)
     loss_fn, has_aux = loss_of(pipe.cut, run), "aux" in run.features
-    zero = pipe.zero(loss_fn, params(), rows(0, 0), key=fcg.random.key(0), stage=run.stage, has_aux=has_aux)  # type: ignore[arg-type]
+    values = fcg.tree.map(torch.Tensor.double, params()) if "double" in run.features else params()
+    zero = pipe.zero(loss_fn, values, rows(0, 0), key=fcg.random.key(0), stage=run.stage, has_aux=has_aux)  # type: ignore[arg-type]
     accumulates = "accumulate" in run.features
     state = fcg.TrainState.create(
-        params=params(),
+        params=values,
         optimizer=optimizer_of(run),
         key=fcg.random.key(3),
         sharding=zero,

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import assume, given
+from hypothesis import assume, example, given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -85,13 +85,23 @@ def results(program: Program) -> list[Tensor]:
     return [*slots, *(metric.clone() for metric in metrics)]
 
 
+def assert_views_lie_where_their_sources_do(program: Program) -> None:
+    """When memory is free, and what a write changes, is found by storages."""
+    for instr in program.instrs:
+        if instr.op._schema.returns[0].alias_info is not None:
+            (result,) = instr.outputs()
+            assert result.storage in {one.storage for one in instr.inputs()}, str(instr)
+
+
 def assert_kept(program: Program, change: Callable[[Program], None], *, exact: bool = True) -> None:
     try:
         expected = results(program)
     except RuntimeError as error:  # as an eager run does: `x.add_(x.t())`
         assume("single memory location" not in str(error))
         raise
+    assert_views_lie_where_their_sources_do(program)
     change(program)
+    assert_views_lie_where_their_sources_do(program)
     for got, want in zip(results(program), expected, strict=True):
         if exact:
             assert torch.equal(got.nan_to_num(), want.nan_to_num())
@@ -100,6 +110,10 @@ def assert_kept(program: Program, change: Callable[[Program], None], *, exact: b
 
 
 @given(PROGRAMS)
+@example([("clone", 0, 0), ("transposed", 2, 0), ("product", 3, 3)])
+@example(
+    [("clone", 0, 0), ("relu in place", 2, 0), ("add in place", 2, 1), ("transposed", 2, 0), ("sine", 5, 0)]
+)
 def test_calls_out_of_place_compute_what_those_in_place_did(calls: list[tuple[str, int, int]]) -> None:
     assert_kept(traced(calls, gradient=False), write_out_of_place)
 
@@ -121,6 +135,11 @@ def test_a_step_with_its_backward_keeps_its_results(calls: list[tuple[str, int, 
     assert_kept(
         program, lambda one: prepare(one, large=1), exact=not any(name == "norm" for name, _, _ in calls)
     )
+
+
+def test_a_copy_that_is_only_read_goes() -> None:
+    program = traced([("clone", 0, 0), ("product", 2, 2)], gradient=False)
+    assert torch.ops.aten.clone.default not in {instr.op for instr in program.instrs}
 
 
 def test_in_place_calls_on_whole_temporaries_go() -> None:

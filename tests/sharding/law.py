@@ -94,7 +94,7 @@ def assert_same_step(
 
 
 def law(run: Run, device: str) -> Any:
-    """Sixteen calls with new data, replayed and on a fork eagerly.
+    """Calls with new data, replayed and on a fork eagerly.
 
     Returns:
       The metrics of each call; the state as a dict on rank 0; and the numbers of traces, captures and replays.
@@ -139,7 +139,7 @@ def forks_in_turn(setting: Setting, device: str) -> Any:
 
 
 def two_steps_on_one_state(setting: Setting, device: str) -> Any:
-    """Three calls of a step that adds up gradients, then one of a step that updates, four times over."""
+    """Three calls of a step that adds up gradients, then one of a step that updates, and so on."""
     captured = mlp_state(accumulate=True)(setting.zero(device), device)
     eager, batch_of = fcg.fork(captured), batches("mlp", device, rank_of())
     add, update = fcg.graph_step(add_up, lowering="aten"), fcg.graph_step(update_with_sum, lowering="aten")

@@ -33,6 +33,7 @@ from typing import Any, Never
 import torch
 
 from tests.forked import context
+from tests.room import with_room
 
 __all__ = ["Outcome", "on_ranks", "outcomes", "outcomes_of_each"]
 
@@ -278,7 +279,7 @@ def _be_rank(rank: int, folder: Path, environment: Mapping[str, str], timeout: f
     code = 1
     try:
         function, args = pickle.loads((folder / "call").read_bytes())
-        result = (function(*args), "")
+        result = (with_room(function, *args), "")
         code = 0
     except BaseException:
         result = (None, traceback.format_exc())

@@ -37,7 +37,7 @@ def no_state(params: Any) -> Any:
     return optim.EmptyState()
 
 
-# Some of them in a row: each costs the ranks two traces and 32 steps, at each stage.
+# Some of them in a row: each costs the ranks two traces and the steps of two runs, at each stage.
 OPTIMIZERS: Mapping[str, Callable[[], Any]] = MappingProxyType(
     {
         "lars": lambda: optim.lars(0.05, trust_coefficient=0.1, weight_decay=0.1),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import hypothesis
@@ -54,6 +55,14 @@ def test_shards_one_after_the_other_are_the_leaf(drawn: tuple[Tensor, list[Place
         assert torch.equal(together[: leaf.numel()], leaf.flatten())
         assert (together[leaf.numel() :] == FILL).all()
     hypothesis.event(f"padded: {places[0].padded}")
+
+
+@given(leaves())
+def test_what_is_not_cut_is_all_of_the_leaf(drawn: tuple[Tensor, list[Placement]]) -> None:
+    leaf, places = drawn
+    for place in (replace(one, sharded=False) for one in places):
+        assert torch.equal(place.own(leaf), leaf.flatten())
+        assert (place.start, place.elements) == (0, leaf.numel())
 
 
 @given(leaves())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from dataclasses import dataclass
 from itertools import product
 from typing import Any
 
@@ -19,6 +20,7 @@ from tests.sharding.law import HYBRID, on_gloo_and_nccl
 from tests.sharding.mistakes import same
 from tests.sharding.programs import PROGRAMS, Setting
 from tests.sharding.ranks import on_ranks
+from tests.shares import share
 
 
 class WithMore(fcg.TrainState):
@@ -151,58 +153,71 @@ def batch_of(device: Any, rank: int) -> dict[str, Any]:
     return {"x": x, "rate": 0.5, "flag": torch.tensor(True)}
 
 
-def judged(settings: list[Setting], device: str) -> list[Any]:
-    """For each setting: what is said of the steps that are refused; and what whole leaves are after the others."""
-    found = []
-    for setting in settings:
-        state = make(setting, device)
-        batch = batch_of(state.mean.device, dist.get_rank())
-        said = {}
-        for name, (change, _) in DIFFER.items():
-            before = fcg.fork(state)
-            step = fcg.graph_step(stepping(change), lowering="aten")
-            try:
-                step(before, batch)
-            except fcg.RankError as error:
-                said[name] = str(error)
-                assert same(before.mean, state.mean), name
-        ends = {}
-        for name, change in AGREE.items():
-            step = fcg.graph_step(stepping(change), lowering="aten")
-            new = fcg.fork(state)
-            for _ in range(2):
-                new, _ = step(new, batch)
-            ends[name] = [leaf.cpu() for leaf in (new.mean.clone(), new.count.clone(), new.key.clone())]
-        found.append((said, ends))
-    return found
+@dataclass(frozen=True)
+class Cases:
+    """Names of steps that are refused, and of steps that are taken."""
+
+    refused: list[str]
+    taken: list[str]
 
 
-def assert_judged(results: list[Any], axes: str, last: str, left_out: tuple[str, ...] = ()) -> None:
+ALL = Cases([*DIFFER], [*AGREE])
+
+
+def some(device: str) -> Cases:
+    """Where all of them are judged in another setting."""
+    return Cases(share(DIFFER, 3, device), share(AGREE, 3, device))
+
+
+def judged(setting: Setting, cases: Cases, device: str) -> Any:
+    """What is said of the steps that are refused; and what whole leaves are after the others."""
+    state = make(setting, device)
+    batch = batch_of(state.mean.device, dist.get_rank())
+    said = {}
+    for name in cases.refused:
+        before = fcg.fork(state)
+        step = fcg.graph_step(stepping(DIFFER[name][0]), lowering="aten")
+        try:
+            step(before, batch)
+        except fcg.RankError as error:
+            said[name] = str(error)
+            assert same(before.mean, state.mean), name
+    ends = {}
+    for name in cases.taken:
+        step = fcg.graph_step(stepping(AGREE[name]), lowering="aten")
+        new = fcg.fork(state)
+        for _ in range(2):
+            new, _ = step(new, batch)
+        ends[name] = [leaf.cpu() for leaf in (new.mean.clone(), new.count.clone(), new.key.clone())]
+    return said, ends
+
+
+def assert_judged(
+    results: list[Any], cases: Cases, axes: str, last: str, left_out: tuple[str, ...] = ()
+) -> None:
     for said, ends in results:
-        assert said.keys().isdisjoint(left_out)
-        for name, (_, names) in DIFFER.items():
-            if name in left_out:
-                continue
-            message = said.get(name, "nothing")
+        assert said.keys() == {*cases.refused} - {*left_out}
+        for name, message in said.items():
             assert message.startswith(f"`train_step`: {REFUSED.format('a leaf')}"), (name, message)
-            assert re.search(names.format(axes=axes, last=last), message), (name, message)
+            assert re.search(DIFFER[name][1].format(axes=axes, last=last), message), (name, message)
             assert "To fix: `sharding.mean(value)` of it" in message
-        for name in AGREE:
+        for name in ends:
             assert all(same(ends[name], other[name]) for _, other in results), name
 
 
 @on_gloo_and_nccl
 @pytest.mark.parametrize("stage", [1, 3])
 def test_only_what_all_ranks_agree_on_goes_into_a_whole_leaf(stage: int, device: str) -> None:
-    results = on_ranks(2, judged, [Setting({"data": 2}, stage)], device, device=device)  # type: ignore[arg-type]
+    cases = ALL if stage == 3 else some(device)
+    results = on_ranks(2, judged, Setting({"data": 2}, stage), cases, device, device=device)
     # At stage 1 parameters are whole: this rank's part of one is nothing that ranks differ in.
-    left_out = ("this rank's shard",) if stage == 1 else ()
-    assert_judged([result[0] for result in results], "data", "data", left_out)
+    assert_judged(results, cases, "data", "data", ("this rank's shard",) if stage == 1 else ())
 
 
 def test_on_a_hybrid_mesh_axes_are_told_apart() -> None:
-    results = on_ranks(4, judged, [Setting(HYBRID, 3)], "cpu")
-    assert_judged([result[0] for result in results], "replica, shard", "shard")
+    cases = some("cpu")
+    results = on_ranks(4, judged, Setting(HYBRID, 3), cases, "cpu")
+    assert_judged(results, cases, "replica, shard", "shard")
 
 
 def lowers(device: str) -> list[str]:

@@ -41,7 +41,7 @@ def batch_of(call: int) -> Any:
 
 
 def trained(settings: list[Setting]) -> Any:
-    """The whole parameters after sixteen captured steps, which had the bits of eager ones."""
+    """The whole parameters after captured steps, which had the bits of eager ones."""
     ends = []
     for setting in settings:
         captured = state_on(setting.zero("cpu"))

@@ -221,6 +221,7 @@ def test_without_a_limit_and_without_a_call_there_is_no_thread() -> None:
     never = Watchdog(one, math.inf)
     never.host("step")
     assert never._thread is None
+    never.stop()
     some = Watchdog(two, 5.0)
     assert some._thread is None
     some.host("step")

@@ -18,11 +18,38 @@ from ..workloads import Batch, Workload
 from .losses import Model
 from .torch_systems import Alone, optimizer_for
 
-__all__ = ["by_hand", "in_tensordict"]
+__all__ = ["by_hand", "captured", "in_tensordict"]
 
 _WARM_UPS = 3
 # An update on static buffers, a function that undoes the warm-up, and one that drops gradients.
 _InPlace = tuple[Callable[[], Any], Callable[[], None], Callable[[], None]]
+
+
+def captured(
+    step: Callable[[], Any], device: torch.device, between: Callable[[], object], **options: Any
+) -> tuple[Any, Any]:
+    """Warm a step up on a side stream, then capture it there.
+
+    Args:
+      step: The step.
+      device: Where it runs.
+      between: Called after the warm-up.
+      options: Of ``torch.cuda.graph``.
+    Returns:
+      The graph, and what the step returned as it was captured. The step's tensors have to stay alive.
+    """
+    side = torch.cuda.Stream(device)
+    side.wait_stream(torch.cuda.current_stream(device))
+    with torch.cuda.stream(side):
+        for _ in range(_WARM_UPS):
+            step()
+    torch.cuda.synchronize(device)
+    between()
+    graph: Any = torch.cuda.CUDAGraph()  # noqa: TID251
+    with torch.cuda.graph(graph, stream=side, **options):  # noqa: TID251
+        result = step()
+    torch.cuda.current_stream(device).wait_stream(side)
+    return graph, result
 
 
 def by_hand(name: str, work: Workload, device: torch.device, batches: Sequence[Batch]) -> System:
@@ -41,17 +68,7 @@ def by_hand(name: str, work: Workload, device: torch.device, batches: Sequence[B
     given = there(batches, device)
     static = {key: value.clone() for key, value in given[0].items()}
     update, restore, drop = _in_place(name, work, device, static)
-    side = torch.cuda.Stream(device)
-    side.wait_stream(torch.cuda.current_stream(device))
-    with torch.cuda.stream(side):
-        for _ in range(_WARM_UPS):
-            update()
-    torch.cuda.synchronize(device)
-    drop()
-    graph: Any = torch.cuda.CUDAGraph()  # noqa: TID251
-    with torch.cuda.graph(graph, stream=side):  # noqa: TID251
-        loss = update()
-    torch.cuda.current_stream(device).wait_stream(side)
+    graph, loss = captured(update, device, drop)
     restore()
     held: list[Any] = [graph, loss, update]  # a graph reads addresses: the tensors there must stay alive
     del graph, loss

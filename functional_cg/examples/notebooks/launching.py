@@ -2,33 +2,34 @@
 
 from __future__ import annotations
 
+import atexit
 import dis
 import inspect
+import multiprocessing
 import os
 import pickle
+import signal
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager, suppress
+from multiprocessing.connection import wait
 from pathlib import Path
 from types import CodeType, FunctionType, ModuleType
-from typing import Any
+from typing import Any, Never
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-__all__ = ["on_ranks", "script_of"]
+__all__ = ["on_ranks", "run_on_ranks", "script_of"]
 
 _BEGIN = "from __future__ import annotations\n\n"  # annotations are not evaluated, so their names need not be defined
 _END = """
 
 if __name__ == "__main__":
-    import os as _os, pathlib as _pathlib, pickle as _pickle, sys as _sys
+    from functional_cg.examples.notebooks.launching import run_on_ranks as _run_on_ranks
 
-    _given, _returned = map(_pathlib.Path, _sys.argv[1:])
-    _value = {name}(*_pickle.loads(_given.read_bytes()))
-    (_returned / _os.environ["RANK"]).write_bytes(_pickle.dumps(_value))
+    _run_on_ranks({name})
 """
 
 
@@ -47,62 +48,89 @@ def on_ranks(ranks: int, function: Callable[..., Any], *args: Any, timeout: floa
       TimeoutError: If they take too long.
     """
     with tempfile.TemporaryDirectory() as directory:
-        script, given = Path(directory, "script.py"), Path(directory, "given")
+        folder = Path(directory)
+        script = folder / "script.py"
         script.write_text(_BEGIN + script_of(function) + _END.format(name=function.__name__))
-        given.write_bytes(pickle.dumps(args))
-        command = [sys.executable, str(script), str(given), directory]
-        logs = [Path(directory, f"{rank}.log") for rank in range(ranks)]
+        (folder / "given").write_bytes(pickle.dumps(args))
         # Binds the port at once: a port that was merely found free may be taken before it is used.
         store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
-        with ExitStack() as stack:
-            processes = [
-                stack.enter_context(_started(command, log, environment))
-                for log, environment in zip(logs, _environments(ranks, store.port), strict=True)
-            ]
-            failed = _first_failed(processes, time.monotonic() + timeout)
-        if failed is not None:
-            raise RuntimeError(f"rank {failed} of `{function.__name__}` failed:\n{logs[failed].read_text()}")
-        return [pickle.loads(Path(directory, str(rank)).read_bytes()) for rank in range(ranks)]
+        command = [sys.executable, str(script), directory, str(ranks)]
+        with _started(command, folder / "0.log", _environment(ranks, store.port)) as process:
+            try:
+                code = process.wait(timeout)
+            except subprocess.TimeoutExpired:
+                late = [rank for rank in range(ranks) if not (folder / str(rank)).exists()]
+                raise TimeoutError(f"ranks {late} take too long") from None
+        if code:
+            rank = max(code - 1, 0)
+            said = (folder / f"{rank}.log").read_text()
+            raise RuntimeError(f"rank {rank} of `{function.__name__}` failed:\n{said}")
+        return [pickle.loads((folder / str(rank)).read_bytes()) for rank in range(ranks)]
 
 
-def _environments(ranks: int, port: int) -> Iterator[dict[str, str]]:
-    """Make each rank's environment as ``torchrun`` sets it on one machine, with GPUs hidden."""
-    meeting = {
+def run_on_ranks(function: Callable[..., Any]) -> Never:
+    """Fork this process into ranks, which import torch once for all, and end it as the first of them that fails.
+
+    Its exit code is 0, or one more than the number of that rank.
+    """
+    import torch._dynamo
+    import torch.distributed.tensor  # a first trace imports both  # noqa: F401
+
+    folder, ranks = Path(sys.argv[1]), int(sys.argv[2])
+    fork = multiprocessing.get_context("fork")
+    processes = [fork.Process(target=_run_as_rank, args=(rank, function, folder)) for rank in range(ranks)]
+    for process in processes:
+        process.start()
+    running: dict[Any, int] = {process.sentinel: rank for rank, process in enumerate(processes)}
+    while running:
+        for ended in wait(list(running)):
+            rank = running.pop(ended)
+            processes[rank].join()
+            if processes[rank].exitcode:
+                os._exit(rank + 1)  # the others would wait for it
+    os._exit(0)
+
+
+def _run_as_rank(rank: int, function: Callable[..., Any], folder: Path) -> None:
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank))
+    log = os.open(folder / f"{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    try:
+        value = function(*pickle.loads((folder / "given").read_bytes()))
+        (folder / str(rank)).write_bytes(pickle.dumps(value))
+    finally:
+        atexit._run_exitfuncs()  # multiprocessing leaves them out
+
+
+def _environment(ranks: int, port: int) -> dict[str, str]:
+    """What ``torchrun`` tells all ranks on one machine, with GPUs hidden."""
+    return {
+        **os.environ,
+        "WORLD_SIZE": str(ranks),
+        "LOCAL_WORLD_SIZE": str(ranks),
         "MASTER_ADDR": "localhost",
         "MASTER_PORT": str(port),
         "TORCHELASTIC_USE_AGENT_STORE": "True",  # the store already runs here: rank 0 must not open one
         "TORCHELASTIC_RESTART_COUNT": "0",
+        "OMP_NUM_THREADS": "1",
+        "CUDA_VISIBLE_DEVICES": "",
     }
-    everyone = {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks), **meeting}
-    for rank in range(ranks):
-        own = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-        yield {**os.environ, **everyone, **own, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
 
 
 @contextmanager
 def _started(command: list[str], log: Path, environment: dict[str, str]) -> Iterator[subprocess.Popen[bytes]]:
-    """Start a process that is ended with the block."""
+    """Start a process that is ended with the block, with all that it has forked."""
     with log.open("wb") as file:
-        process = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, env=environment)
-        try:
-            yield process
-        finally:
-            process.kill()
-            process.wait()
-
-
-def _first_failed(processes: list[subprocess.Popen[bytes]], deadline: float) -> int | None:
-    """Wait until all have ended or one has failed, since the others would wait for it."""
-    while True:
-        codes = [process.poll() for process in processes]
-        failed = [rank for rank, code in enumerate(codes) if code]
-        if failed or None not in codes:
-            return failed[0] if failed else None
-        if time.monotonic() > deadline:
-            raise TimeoutError(
-                f"ranks {[rank for rank, code in enumerate(codes) if code is None]} take too long"
-            )
-        time.sleep(0.05)
+        process = subprocess.Popen(
+            command, stdout=file, stderr=subprocess.STDOUT, env=environment, start_new_session=True
+        )
+    try:
+        yield process
+    finally:
+        with suppress(ProcessLookupError):  # all have ended
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
 
 
 def script_of(function: Any) -> str:

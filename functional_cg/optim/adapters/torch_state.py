@@ -14,6 +14,8 @@ from functional_cg.checkpoint import load_state_dict, names_of, state_dict
 from functional_cg.errors import LayoutError
 from functional_cg.optim.adapters.torch_names import NEUTRAL, Survey, surveyed
 
+from ...tensors.parts import as_complex, as_real
+
 T = TypeVar("T")
 
 _WRAPPERS = frozenset({"module", "_orig_mod"})  # of DistributedDataParallel and torch.compile
@@ -73,7 +75,7 @@ def load_torch_state(
     """
     host, plain = _opened(state, "load_torch_state")
     ours = _surveyed(plain, plain.opt_state)
-    first = _surveyed(plain, plain.optimizer.init(plain.params))
+    first = _surveyed(plain, plain.optimizer.init(tree.map(as_real, plain.params)))
     entries = _entries(torch_state, names, ours, "load_torch_state")
     place = {id(leaf): name for name, leaf in zip(host, tree.leaves(plain), strict=True)}
     rows, values = _differences(ours, entries, place)
@@ -114,7 +116,7 @@ def load_torch_state(
             value = kept.get(key, first.slots[name][key])
             if leaf.dim() == 0 and not (isinstance(value, Tensor) and value.dim()):
                 value = torch.as_tensor(value, dtype=leaf.dtype)
-            values[place[id(leaf)]] = value
+            values[place[id(leaf)]] = as_real(value) if isinstance(value, Tensor) else value
         for key, leaf in ours.of_groups.get(name, {}).items():
             values[place[id(leaf)]] = torch.as_tensor(entries[name].group[key], dtype=leaf.dtype)
     if step is None and not steps:
@@ -198,10 +200,14 @@ def torch_state(state: Any, like: Mapping[str, Any], *, names: Sequence[str] | N
             why="With another formula or other numbers it would not go on where `state` is.",
             fix="make the torch optimizer with the numbers and groups of `state.optimizer`.",
         )
+    params = dict(zip(names_of(tree.flatten(plain.params)[1]), tree.leaves(plain.params), strict=True))
     kept: dict[int, dict[str, Any]] = out["state"]
     for name, slots in ours.slots.items():
         if slots:
-            kept[entries[name].number] = {key: leaf.clone() for key, leaf in slots.items()}
+            kept[entries[name].number] = {
+                key: as_complex(leaf.clone(), params[name]) if leaf.dim() else leaf.clone()
+                for key, leaf in slots.items()
+            }
     for leaf, shared, members in ours.counts:
         for name in members if shared is not None else ():
             kept.setdefault(entries[name].number, {})[str(shared)] = leaf.clone()
@@ -224,7 +230,7 @@ def _opened(state: Any, function: str) -> tuple[dict[str, Tensor], Any]:
 
 
 def _surveyed(plain: Any, opt_state: Any) -> Survey:
-    found = surveyed(plain.optimizer, opt_state, plain.params)
+    found = surveyed(plain.optimizer, opt_state, tree.map(as_real, plain.params))
     every = names_of(tree.flatten(plain.params)[1])
     if found.unknown:
         raise LayoutError.of(

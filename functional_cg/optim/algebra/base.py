@@ -280,8 +280,8 @@ def full_like_tree(params: Params, value: float = 0.0) -> Params:
             "",
             "optim: parameters must be floating; these leaves are not.",
             rows=rows,
-            fix="keep integer, boolean and complex tensors in `buffers`, or give the optimizer only a part of the "
-            "tree with `optim.partition`.",
+            fix="keep integer and boolean tensors in `buffers`, or give the optimizer only a part of the tree with "
+            "`optim.partition`; for a complex one, `torch.view_as_real(w)`, as `TrainState` does if it is not sharded.",
         )
     return tree.unflatten(treedef, [torch.full_like(leaf, value) for _, leaf in flat])
 

@@ -35,6 +35,8 @@ from functional_cg.optim.algebra.base import (
 from functional_cg.optim.algebra.fitting import in_dtypes_of
 from functional_cg.optim.rules.clipping import global_norm
 
+from ...tensors.parts import as_complex, as_real
+
 
 def interpolated(weight: Scalar, a: Params, b: Params) -> Params:
     """Interpolate every leaf: ``a + weight (b - a)``."""
@@ -226,7 +228,8 @@ class schedule_free(Around):
           state: The state of this optimizer, ``state.opt_state``.
           params: The parameters that go with it.
         """
-        return interpolated(1 / self.b1, state.z, params)
+        average = interpolated(1 / self.b1, state.z, tree.map(as_real, params))
+        return tree.map(as_complex, average, params)
 
     def _step(
         self, grads: Updates, state: ScheduleFreeState, params: Params

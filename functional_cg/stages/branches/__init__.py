@@ -2,6 +2,7 @@
 
 A plan's units of work come in (``units``), with what they read and write. ``listing`` spreads them over lanes, and
 ``races`` refuses the result unless each two units that touch the same memory are ordered. ``plan`` writes the code that
-a capture runs, and ``rehearsal`` sees whether memory is where the units say. Next is ``stages.run``, where a lane is a
-stream.
+a capture runs, and ``rehearsal`` sees whether memory is where the units say. Of a compiled function, ``wrapper`` reads
+the units, ``weights`` estimates them, and ``function`` does what ``plan`` does for ATen calls; ``source`` is what both
+write. Next is ``stages.run``, where a lane is a stream.
 """

@@ -13,7 +13,7 @@ import torch
 from ..program import Instr
 from ..work import bytes_of, flops_of
 
-__all__ = ["SYNC", "WORKSPACE", "copy_micros", "estimate"]
+__all__ = ["SYNC", "WORKSPACE", "copy_micros", "estimate", "estimate_launch"]
 
 _BANDWIDTH = 2.5e6  # bytes per microsecond
 _RATES = MappingProxyType({2: 500e6, 4: 100e6, 8: 30e6})  # FLOPs per microsecond, by bytes of an element
@@ -35,6 +35,12 @@ def estimate(instr: Instr) -> tuple[float, float]:
     itemsize = instr.inputs()[0].spec.dtype.itemsize
     busy = max(flops / _RATES.get(itemsize, _RATES[2]), moved / _BANDWIDTH)
     return busy + _PRODUCT, busy
+
+
+def estimate_launch(flops: int, moved: int, itemsize: int) -> tuple[float, float]:
+    """Return the same for a launch of a compiled function, by its FLOPs, its bytes and the size of an element."""
+    busy = max(flops / _RATES.get(itemsize, _RATES[2]), moved / _BANDWIDTH)
+    return busy + (_PRODUCT if flops else _KERNEL), busy
 
 
 def copy_micros(nbytes: int) -> tuple[float, float]:

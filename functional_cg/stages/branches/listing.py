@@ -84,9 +84,9 @@ class Timeline:
         )
 
 
-def in_line(units: Sequence[Unit]) -> Timeline:
+def in_line(units: Sequence[Unit], kept: frozenset[Memory] = frozenset()) -> Timeline:
     """Return the units one after another, on one lane."""
-    return listed(units, 1)
+    return listed(units, 1, kept)
 
 
 def listed(units: Sequence[Unit], lanes: int, kept: frozenset[Memory] = frozenset()) -> Timeline:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from types import TracebackType
-from typing import Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from ...messages.source import Location
 from ..lifetimes import storage_bytes
@@ -18,9 +18,10 @@ from .costs import copy_micros, estimate
 from .listing import Timeline, in_line
 from .races import refuse_races
 from .rehearsal import Rehearsal
+from .source import on_lanes, pairs
 from .units import Memory, Unit, accesses, after_checks, fixed_by, only_views
 
-__all__ = ["BranchedPlan", "Lanes", "bound"]
+__all__ = ["Branched", "BranchedPlan", "Lanes", "Spread", "bound"]
 
 Spread = Callable[[Sequence[Unit], frozenset[Memory]], Timeline]
 
@@ -49,6 +50,29 @@ class Lanes(Protocol):
 
     def record(self, unit: int) -> None:
         """Let other lanes wait for all that the lane has run so far, under the number of its last unit."""
+        ...
+
+    def kernel(self, launch: Callable[..., Any]) -> Callable[..., Any]:
+        """Return what to call for a kernel that does not pass by torch's dispatcher."""
+        ...
+
+
+@runtime_checkable
+class Branched(ExecutionPlan, Protocol):
+    """A plan with units that may run on lanes.
+
+    Attributes:
+      timeline: What runs where.
+    """
+
+    timeline: Timeline
+
+    def rehearse(self, buffers: Buffers) -> None:
+        """Run once on buffers of no value, in one line, and settle what runs where."""
+        ...
+
+    def bind_to(self, buffers: Buffers, lanes: Lanes) -> Run:
+        """Bind the plan to buffers and lanes."""
         ...
 
 
@@ -103,7 +127,12 @@ class BranchedPlan(AtenPlan):
     def _bind(self, buffers: Buffers, lanes: Lanes, rehearsal: Rehearsal | None) -> Run:
         names, sites = self._names(buffers, lambda: None), dict[int, Location | None]()
         names |= {"lanes": lanes, "on": lanes.on, "wait": lanes.wait, "record": lanes.record}
-        names |= {"rehearsal": rehearsal, "units": self.timeline.units, "places": self.timeline.places}
+        names |= {
+            "rehearsal": rehearsal,
+            "Unit": Unit,
+            "units": self.timeline.units,
+            "places": self.timeline.places,
+        }
         names["note"] = partial(note, self._program.function, sites, lambda: None)
         source = self._on_lanes(sites, rehearsed=rehearsal is not None)
         exec(compile(source, f"<branches of {self._program.function}>", "exec"), names)
@@ -176,29 +205,15 @@ class BranchedPlan(AtenPlan):
         yield from units
 
     def _on_lanes(self, sites: dict[int, Location | None], *, rehearsed: bool) -> str:
-        timeline, lane = self.timeline, 0
+        defined = {unit: [(var.storage, repr(var)) for var in own] for unit, own in self._defined.items()}
         lines = list(self._views)
         if rehearsed:
-            lines.append(f"rehearsal.defined('a view', (), {_pairs(self._seen)})")
-        for position, place in enumerate(timeline.places):
-            unit = timeline.units[place.unit]
-            if place.lane != lane:
-                lines.append(f"on({place.lane})")
-                lane = place.lane
-            lines += [f"wait({one})" for one in place.waits]
-            for line in unit.lines:
-                lines.append(line)
+            seen = pairs([(var.storage, repr(var)) for var in self._seen])
+            lines.append(f"rehearsal.defined(Unit('a view', [], frozenset(), frozenset()), {seen})")
+        for line, unit in on_lanes(self.timeline, self._variables, defined, rehearsed=rehearsed):
+            lines.append(line)
+            if unit is not None:
                 sites[len(lines) + _FIRST] = unit.site
-            if rehearsed:
-                made, values = f"units[{place.unit}].made", _pairs(self._defined.get(unit, ()))
-                lines.append(f"rehearsal.defined(units[{place.unit}].name, {made}, {values})")
-            if place.records:
-                lines.append(f"record({place.unit})")
-            dead = [name for memory in place.frees for name in self._variables[memory]]
-            if dead:
-                lines.append(f"del {', '.join(dict.fromkeys(dead))}")
-            if rehearsed:
-                lines.append(f"rehearsal.freed(places[{position}].frees)")
         plan = self._plan
         lines += [self._metric_line(i) for i in range(len(plan.outputs)) if i not in plan.cloned]
         return (
@@ -221,7 +236,7 @@ def bound(
       spare: Buffers of no value.
       lanes: Makes so many lanes, for a plan with branches.
     """
-    if not isinstance(plan, BranchedPlan):
+    if not isinstance(plan, Branched):
         return run
     plan.rehearse(spare)
     return run if plan.timeline.lanes == 1 else plan.bind_to(buffers, lanes(plan.timeline.lanes))
@@ -229,9 +244,5 @@ def bound(
 
 def _timed(unit: Unit, instr: Instr) -> Unit:
     unit.micros, unit.busy = estimate(instr)
-    unit.product, unit.fixed = bool(flops_of(instr)), fixed_by(instr)
+    unit.product, unit.fixed = bool(flops_of(instr)), fixed_by(instr.op)
     return unit
-
-
-def _pairs(defined: Iterable[Var]) -> str:
-    return f"[{', '.join(f'({var.storage}, {var!r})' for var in defined)}]"

@@ -6,12 +6,13 @@ tensor, or copy where it saw a view, do no harm in a line. Between lanes they wo
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
+from typing import Any
 
 from torch import Tensor
 
 from ...tensors.overlap import storage_key
-from .units import Memory
+from .units import Memory, Unit
 
 __all__ = ["Rehearsal"]
 
@@ -46,12 +47,14 @@ class Rehearsal:
     def record(self, unit: int) -> None:
         pass
 
-    def defined(self, name: str, made: Collection[Memory], values: Iterable[tuple[Memory, object]]) -> None:
+    def kernel(self, launch: Callable[..., Any]) -> Callable[..., Any]:
+        return launch
+
+    def defined(self, unit: Unit, values: Iterable[tuple[Memory, object]]) -> None:
         """Take note of what a unit defines.
 
         Args:
-          name: Its name.
-          made: The memory that it allocates.
+          unit: The unit, which just ran.
           values: Its results and views of them, each with the memory in which it should lie.
         """
         for memory, value in values:
@@ -63,9 +66,9 @@ class Rehearsal:
             elif key in self._where:
                 as_said = self._where[key] == memory
             else:
-                as_said = memory in made
+                as_said = memory in unit.made
             self._where[key] = memory
-            self.surprise = self.surprise or ("" if as_said else name)
+            self.surprise = self.surprise or ("" if as_said else unit.name)
 
     def freed(self, memory: Collection[Memory]) -> None:
         """Forget memory that is free."""

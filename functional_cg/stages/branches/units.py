@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import Any
 
 from ...messages.source import Location
 from ...shards.transfers import TRANSFERS
@@ -15,11 +16,20 @@ from ...tensors.aten import can_draw
 from ..passes.fused import written_pairs
 from ..program import Instr
 
-__all__ = ["Memory", "Unit", "accesses", "after_checks", "fixed_by", "only_views", "predecessors"]
+__all__ = [
+    "GENERATOR",
+    "Memory",
+    "Unit",
+    "accesses",
+    "after_checks",
+    "fixed_by",
+    "only_views",
+    "predecessors",
+]
 
 Memory = int | str
 
-_GENERATOR, _CHECKS = "generator", "checks"
+GENERATOR, _CHECKS = "generator", "checks"
 _MOVING = frozenset(f"aten::{name}_" for name in ("resize", "resize_as", "set", "swap"))
 _KNOWN = ("aten::", "fcg::", "prims::")
 
@@ -68,7 +78,7 @@ def accesses(instr: Instr, *, in_place: bool = False) -> tuple[frozenset[Memory]
         # Also an argument that it returns: its name is new.
         writes |= {var.storage for var in instr.outputs()}
     if can_draw(instr.op, instr.args, instr.kwargs):
-        writes.add(_GENERATOR)
+        writes.add(GENERATOR)
     if instr.checks:
         writes.add(_CHECKS)
     return frozenset(reads), frozenset(writes)
@@ -80,16 +90,16 @@ def only_views(instr: Instr) -> bool:
     return bool(results) and not instr.writes and results <= {var.storage for var in instr.inputs()}
 
 
-def fixed_by(instr: Instr) -> str:
-    """Return why a step with this call runs on one lane; an empty string if the call is known to be a kernel.
+def fixed_by(op: Any) -> str:
+    """Return why a step with a call of this op runs on one lane; an empty string if it is known to be a kernel.
 
     A call that gives a tensor other memory allocates on its own lane what is freed on another. Collectives keep their
     order on all ranks, and have streams of their own. So may ops of other libraries: nobody knows.
     """
-    schema = instr.op._schema
+    schema = op._schema
     if schema.name in _MOVING or any(one.is_out for one in schema.arguments):
         return f"`{schema.name}` gives a tensor other memory"
-    if instr.op in TRANSFERS or schema.name.startswith(("_c10d", "c10d")):
+    if op in TRANSFERS or schema.name.startswith(("_c10d", "c10d")):
         return f"`{schema.name}` keeps its place among collectives"
     return "" if schema.name.startswith(_KNOWN) else f"`{schema.name}` is an op of another library"
 

@@ -9,42 +9,31 @@ writes no slot, and ATen calls commit what it returns.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
-from torch.utils.dlpack import from_dlpack
 
-from ...ambient.modes import ordinary, without_gradients
-from ...concurrency.interrupts import uninterrupted
 from ...options import Options
-from ...shards.transfers import TRANSFERS
 from ..branches.choice import choose
-from ..branches.plan import BranchedPlan
-from ..fx_passes.canonical import pick_by_comparison
-from ..fx_passes.cross_entropy import join_gradients
-from ..fx_passes.logits import has_large_logits, read_targets_first
-from ..fx_passes.products import batch_gradients
+from ..branches.plan import BranchedPlan, Spread
 from ..passes.bounds import check_values
 from ..passes.equal_calls import share_equal_calls
-from ..passes.grouping import is_launch
 from ..passes.out_of_place import write_out_of_place
 from ..passes.recompute import keep_as_buffers, recompute
-from ..passes.rewrite import clears, range_tensor
-from ..plan import AtenPlan, Before, Buffers, ExecutionPlan, Run, lower_aten
+from ..plan import AtenPlan, Buffers, ExecutionPlan, Run, lower_aten
 from ..program import Instr, Program, Var, highest, map_vars
 from ..schedule import Schedule, schedule
 from ..trial.reference import Reference
-from .graph import Entrance, build_graph, calls_of
+from .graph import Entrance, build_graph
 from .head import ONE_LINE, Compiler, Head, by_inductor
+from .in_place import InPlacePlan, arguments_of, collects, is_small
 from .regions import RegionsPlan
 
-__all__ = ["HeadPlan", "InPlacePlan", "lower", "prepare", "without_lanes"]
+__all__ = ["HeadPlan", "lower", "prepare", "without_lanes"]
 
-_SMALL = 2**24  # bytes
 _LARGE = 2**20  # bytes: recomputing or storing a smaller value takes a kernel longer than it is worth
 
 
@@ -58,22 +47,27 @@ def lower(program: Program, device: torch.device, options: Options, reference: R
       reference: The program as traced, which finds the user's line for an exception from a compiled function.
     """
     on_gpu, choice = device.type == "cuda", options.lowering
+    asked = options.branches != 1
+    why = without_lanes(device, options.backend) if asked else ""
     if choice == "aten" or (choice == "auto" and not on_gpu):
-        asked = options.branches != 1
-        why = without_lanes(device, options.backend) if asked else ""
         if asked and not why:
-            return _in_branches(program, options)
+            return BranchedPlan(program, schedule(program), _spread(program, options))
         plan = lower_aten(program)
         if why:
             plan.branches = f"branches: none, {why}"
         return plan
     if any(instr.region for instr in program.instrs):
         return RegionsPlan(program, device, None if isinstance(choice, str) else choice, reference)
-    if on_gpu:
+    compiler = None if isinstance(choice, str) else choice
+    if options.branches == "auto":
+        why = why or "a compiled step takes lanes only if their number is given"
+    on_lanes = asked and not why and compiler is None  # on a CPU, simulated ones: it stands for a GPU
+    if on_gpu or on_lanes:
         prepare(program, budget=options.activation_memory_budget)
-    if not isinstance(choice, str):
-        return HeadPlan(program, device, choice, reference)
-    return InPlacePlan(program, device) if on_gpu else HeadPlan(program, device, None, reference)
+    if compiler is not None or not (on_gpu or on_lanes):
+        return HeadPlan(program, device, compiler, reference)
+    why = why or ("" if asked else "as asked for") or _fills_a_line(program, options)
+    return InPlacePlan(program, device, None if why else _spread(program, options), why)
 
 
 def without_lanes(device: torch.device, backend: Any) -> str:
@@ -91,12 +85,22 @@ def without_lanes(device: torch.device, backend: Any) -> str:
     return ""
 
 
-def _in_branches(program: Program, options: Options) -> ExecutionPlan:
-    """Lower to ATen calls that run side by side where that pays."""
+def _spread(program: Program, options: Options) -> Spread:
+    """Return what chooses which units run side by side: those that pay."""
     held = sum(
         var.spec.nbytes for var in (*program.slots, *program.inputs, *(c.var for c in program.constants))
     )
-    return BranchedPlan(program, schedule(program), partial(choose, asked=options.branches, held=held))
+    return partial(choose, asked=options.branches, held=held)
+
+
+def _fills_a_line(program: Program, options: Options) -> str:
+    """Return why a compiled step is not worth lanes, from what is known before it is compiled; empty if it may be."""
+    if collects(program):
+        return "its collectives keep their order"
+    if not is_small(program):
+        return "its values are so large that each kernel fills the device"
+    line = BranchedPlan(program, schedule(program), _spread(program, options)).timeline
+    return line.why if line.lanes == 1 else ""
 
 
 def prepare(program: Program, *, budget: float | None = None, large: int = _LARGE) -> None:
@@ -111,71 +115,6 @@ def prepare(program: Program, *, budget: float | None = None, large: int = _LARG
     share_equal_calls(program)
     recompute(program, budget=budget, large=large)
     keep_as_buffers(program, large=large)
-
-
-class InPlacePlan:
-    """Runs a compiled function that returns the metrics and writes the slots."""
-
-    compiled = True
-    functions = 1
-    copies = False
-    branches = ONE_LINE
-    temporaries = 0
-
-    def __init__(self, program: Program, device: torch.device) -> None:
-        self._program = program
-        self.schedule = plan = schedule(program, fuse=False)
-        self._entrance = Entrance.of(program, plan, writes=plan.commits)
-        self._graph = build_graph(program, plan, self._entrance, writes=plan.commits)
-        self._device = device
-        self._in_order = _collects(program)
-        pick_by_comparison(self._graph.graph)
-        self._small = not self._in_order and _largest(program) <= _SMALL
-        if self._small:
-            batch_gradients(self._graph.graph)
-        elif has_large_logits(program):
-            join_gradients(self._graph.graph)
-            read_targets_first(self._graph.graph)
-        self._graph.recompile()
-        self._compiled: Callable[..., Any] | None = None
-
-    def as_text(self) -> str:
-        return str(self._graph.code)
-
-    def named_calls(self) -> Mapping[str, Instr]:
-        return calls_of(self._graph.graph)
-
-    def bind(self, buffers: Buffers) -> Run:
-        # A compiled kernel may take a CPU scalar as if it were on the device.
-        here = [one.to(self._device) for one in buffers.constants]
-        arguments, ranges = _arguments(self._program, self._entrance, replace(buffers, constants=here))
-        if self._compiled is None:
-            self._compiled = self._compile(arguments)
-        compiled, count = self._compiled, len(self.schedule.outputs)
-        # Not part of the graph, where writing to some elements of a result would copy it.
-        after = clears(self._program, ranges)
-
-        def run(before: Before) -> Sequence[Tensor]:
-            with ordinary():
-                without_gradients()
-                uninterrupted(before)
-                metrics: Sequence[Tensor] = compiled(*arguments)[:count]
-                uninterrupted(after)
-                return metrics
-
-        return run
-
-    def _compile(self, arguments: Sequence[Tensor]) -> Callable[..., Any]:
-        with ordinary():
-            without_gradients()
-            return by_inductor(
-                self._program.function,
-                self._graph,
-                arguments,
-                on_host=self._device.type == "cpu",
-                small=self._small,
-                in_order=self._in_order,
-            )
 
 
 class HeadPlan:
@@ -207,7 +146,7 @@ class HeadPlan:
             program.function,
             on_host=device.type == "cpu",
             small=False,
-            in_order=_collects(program),
+            in_order=collects(program),
         )
         self._head = Head(
             program.function,
@@ -228,7 +167,7 @@ class HeadPlan:
 
     def bind(self, buffers: Buffers) -> Run:
         if self._head.compiled is None:
-            self._head.compile(_arguments(self._program, self._entrance, buffers)[0])
+            self._head.compile(arguments_of(self._program, self._entrance, buffers)[0])
         return self._aten.bind(buffers, partial(self._reference.raises_at, buffers))
 
 
@@ -267,37 +206,3 @@ def _around(
         [(old, names[value]) for old, value in plan.commits],
         outputs=metrics,
     )
-
-
-def _arguments(
-    program: Program, entrance: Entrance, buffers: Buffers
-) -> tuple[list[Tensor], dict[Var, Tensor]]:
-    """Return the arguments of a graph, and the tensors of all slots and ranges."""
-    tensors = dict(zip(program.slots, buffers.slots, strict=True))
-    for known in program.ranges:
-        tensors[known.var] = range_tensor(known, [tensors[leaf] for leaf in known.leaves])
-    arguments = [*(tensors[var] for var in entrance.slots), *buffers.inputs, *buffers.constants]
-    return list(map(_by_itself, arguments)), tensors
-
-
-def _by_itself(tensor: Tensor) -> Tensor:
-    """Return a tensor on the same memory, with a storage that starts at its first element.
-
-    Slots lie in one slab. Some of torch's passes ignore the storage offset of an argument, and all of them look for
-    pairs of arguments that overlap.
-    """
-    if not tensor.numel():
-        return tensor
-    span = 1 + sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
-    memory = from_dlpack(tensor.as_strided((span,), (1,)).view(torch.uint8))
-    return memory.view(tensor.dtype).as_strided(tensor.shape, tensor.stride())
-
-
-def _collects(program: Program) -> bool:
-    """Whether a program has collectives or transfers."""
-    return any(is_launch(instr) or instr.op in TRANSFERS for instr in program.instrs)
-
-
-def _largest(program: Program) -> int:
-    """Return the bytes of the largest value that the step computes."""
-    return max((var.spec.nbytes for instr in program.instrs for var in instr.outputs()), default=0)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
@@ -12,7 +14,7 @@ from torch import Tensor, fx
 from ..fx_passes.old_values import compiler_pass
 from .graph import sources
 
-__all__ = ["compile_graph"]
+__all__ = ["compile_graph", "opened"]
 
 # The step is captured as one CUDA graph: turn inductor's own off, whatever the user's global configuration says.
 _INDUCTOR_OPTIONS: Mapping[str, Any] = MappingProxyType(
@@ -43,13 +45,25 @@ _TOGETHER: Mapping[str, Any] = MappingProxyType({"combo_kernels": True})
 # the search, and the kernels are the same.
 _CLOSE_PAIRS: Mapping[str, Any] = MappingProxyType({"max_fusion_buffer_group_pairwise_attempts": 16})
 
+# A launch waits for all that touched the memory that it writes. So memory is not reused by name: the allocator reuses
+# it, on each lane.
+_BESIDE: Mapping[str, Any] = MappingProxyType({"allow_buffer_reuse": False})
+
 # CPU loops of fewer elements run on one thread: waking another takes longer than inductor assumes. A step with four
 # layers of width 64 takes 0.13 ms instead of 0.17 ms.
 _ON_HOST: Mapping[str, Any] = MappingProxyType({"cpp.min_chunk_size": 8192})
 
+_CLOSURES = 200  # that `opened` looks behind, at most
+
 
 def compile_graph(
-    graph: fx.GraphModule, arguments: Sequence[Tensor], *, on_host: bool, small: bool, in_order: bool
+    graph: fx.GraphModule,
+    arguments: Sequence[Tensor],
+    *,
+    on_host: bool,
+    small: bool,
+    in_order: bool,
+    beside: bool = False,
 ) -> Callable[..., Any]:
     """Compile a graph from :func:`functional_cg.stages.lower.graph.build_graph` for these arguments.
 
@@ -59,6 +73,7 @@ def compile_graph(
       on_host: Whether it runs on a CPU.
       small: Whether its run time is bound by launches.
       in_order: Whether its collectives must keep their order.
+      beside: Whether its launches may run side by side.
     """
     from torch._inductor import standalone_compile
 
@@ -67,6 +82,8 @@ def compile_graph(
     options |= _ON_HOST if on_host else {**_ON_GPU, **(_TOGETHER if small else _CLOSE_PAIRS)}
     if in_order:
         options |= _IN_ORDER
+    if beside:
+        options |= _BESIDE
     if torch.are_deterministic_algorithms_enabled():
         options["deterministic"] = True  # never choose a variant of a reduction by timing it
     return standalone_compile(
@@ -75,3 +92,33 @@ def compile_graph(
         dynamic_shapes="from_example_inputs",
         options={"config_patches": options},
     )
+
+
+def opened(compiled: Callable[..., Any]) -> tuple[str, dict[str, Any]] | None:
+    """Return what the compiler wrote for a function of :func:`compile_graph`: the source of a module, and its globals.
+
+    torch keeps it behind a few closures. None if it is not there.
+    """
+    from torch._inductor.output_code import CompiledFxGraph
+
+    waiting, seen = deque[Any]([compiled]), set[int]()
+    while waiting and len(seen) < _CLOSURES:
+        one = waiting.popleft()
+        if isinstance(one, CompiledFxGraph):
+            call: Any = getattr(getattr(one, "compiled_fn_runner", None), "call", one.current_callable)
+            return one.source_code, inspect.unwrap(call).__globals__
+        if id(one) in seen or isinstance(one, type):
+            continue
+        seen.add(id(one))
+        cells = map(_contents, getattr(one, "__closure__", None) or ())
+        behind = (getattr(one, name, None) for name in ("__self__", "func"))
+        waiting += filter(callable, (*cells, *behind, *getattr(one, "__dict__", {}).values()))
+    return None
+
+
+def _contents(cell: Any) -> Any:
+    """Return what a cell of a closure holds; None if it is empty."""
+    try:
+        return cell.cell_contents
+    except ValueError:
+        return None

@@ -1,4 +1,4 @@
-"""Ops written as formulas: fused optimizers, which a compiler can fuse with the gradients, and `index_fill`."""
+"""Ops written as formulas for compilers: fused optimizers, which fuse with the gradients, and what compilers miss."""
 
 from __future__ import annotations
 
@@ -147,8 +147,14 @@ def _index_fill(x: Tensor, dim: int, index: Tensor, value: Any) -> Tensor:
     return x.clone().masked_fill_(chosen.view(-1, *[1] * (x.dim() - 1 - dim % x.dim())), value)
 
 
+def _zero_tangent(size: Sequence[int], **options: Any) -> Tensor:
+    """Zeros with memory, which compiled kernels need; torch's own product of such a tensor and infinity is 0."""
+    return torch.zeros(size, **options)
+
+
 FORMULAS: Mapping[str, Callable[..., Any]] = MappingProxyType(
     {
+        "aten::_efficientzerotensor": _zero_tangent,
         "aten::_fused_adam": _adam_coupled,
         "aten::_fused_adamw": _adam_decoupled,
         "aten::_fused_sgd": _sgd,

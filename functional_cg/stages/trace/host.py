@@ -81,11 +81,17 @@ class HostGuard(TorchFunctionMode):
     Args:
       rules: The rules of the trace, which word the errors.
       value_of: Returns what a tensor of the trace holds; None if that is not known.
+      writes_to: Returns how many calls of the trace have written the memory of a tensor.
     """
 
-    def __init__(self, rules: Rules, value_of: Callable[[Tensor], Tensor | None]) -> None:
+    def __init__(
+        self,
+        rules: Rules,
+        value_of: Callable[[Tensor], Tensor | None],
+        writes_to: Callable[[Tensor], int],
+    ) -> None:
         super().__init__()
-        self._rules, self._value_of = rules, value_of
+        self._rules, self._value_of, self._writes_to = rules, value_of, writes_to
 
     def __torch_function__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
@@ -114,12 +120,15 @@ class HostGuard(TorchFunctionMode):
             return number if number.dtype is torch.bool else number.double()
         if func in _WITHOUT_LENGTH:
             args, kwargs = _in_front(args), dict(zip(kwargs, _in_front(kwargs.values()), strict=True))
+        if func is Tensor.__setitem__ and isinstance(args[2], Selected) and isinstance(args[1], Tensor):
+            if args[2].written_into(args[0], args[1], self._writes_to(args[1])):
+                return None
         try:
             return func(*args, **kwargs)
         except HostSyncError as error:
-            if func not in _SELECTING or not _selects_numbers(*args[:2]):
+            if func not in _SELECTING or not _selects(func, *args[:2]):
                 raise
-            return Selected(args[0], args[1], self._rules.put_off(error))
+            return Selected(args[0], args[1], self._writes_to(args[1]), self._rules.put_off(error))
 
 
 def _only_compares(number: Tensor) -> bool:
@@ -132,10 +141,12 @@ def _in_front(args: Iterable[Any]) -> list[Any]:
     return [one.in_front() if isinstance(one, Selected) else one for one in args]
 
 
-def _selects_numbers(values: Any = None, index: Any = None) -> bool:
-    """Whether an index is a mask for integers, each by itself."""
-    masks = isinstance(index, Tensor) and index.dtype is torch.bool and index.dim() == values.dim()
-    return masks and not values.dtype.is_floating_point and not values.dtype.is_complex
+def _selects(func: Any, values: Any = None, index: Any = None) -> bool:
+    """Whether an index is one mask, for each element or, between brackets, for the first axes."""
+    if not isinstance(index, Tensor) or index.dtype is not torch.bool:
+        return False
+    rows = func is Tensor.__getitem__ and 0 < index.dim() < values.dim()
+    return bool(rows or index.dim() == values.dim())
 
 
 def taken_as_valid(func: Any, args: Sequence[Any], call: Callable[..., Any]) -> bool | None:

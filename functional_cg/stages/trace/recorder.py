@@ -236,6 +236,13 @@ class Recorder(TorchDispatchMode):
     def _view(self, tensor: Tensor, shape: Sequence[int]) -> Tensor:
         return self._dispatch(torch.ops.aten.view.default, (tensor, shape), {})  # type: ignore[no-any-return]
 
+    def writes_to(self, tensor: Tensor) -> int:
+        """Return how many calls so far have written the memory of a tensor."""
+        var = self.var_of(tensor)
+        return sum(
+            var is not None and one.storage == var.storage for i in self.program.instrs for one in i.writes
+        )
+
     def value_of(self, tensor: Tensor) -> Tensor | None:
         """Return what a tensor of the trace holds, if that is the same in each replay; else None."""
         known = self._with_constants(tensor)

@@ -68,7 +68,7 @@ def _run(
     for name, constant in recipe.constants:
         recorder.declare(name, constant)
     follow = nullcontext() if follower is None else follower.following()
-    guard = HostGuard(recorder.rules, recorder.value_of)
+    guard = HostGuard(recorder.rules, recorder.value_of, recorder.writes_to)
     with meeting(recorder.met), watching(recorder.work), canonical(recorder.mesh), without_log():
         with mode, recorder, guard, follow, tracing(recorder):
             result = recipe.apply(recipe.function, trees, inputs)
@@ -108,7 +108,9 @@ def _watched(
         reads.handed(value, name)
     run = _run(recipe, first.program, checkpoint, runs, reads)
     disown(run.program, run.release(), run.variables)
-    return run, reads, HostWatch(reads.finish(), autocast_dtypes=reads.says_autocast)
+    halves = any(var.spec.dtype in (torch.float16, torch.bfloat16) for var in run.variables)
+    entries, autocast = reads.finish(), reads.says_autocast
+    return run, reads, HostWatch(entries, autocast_dtypes=autocast, half_precision=halves)
 
 
 def trace(recipe: Recipe, checkpoint: Callable[[], None] = lambda: None) -> tuple[Program, HostWatch]:

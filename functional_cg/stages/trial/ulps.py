@@ -135,7 +135,9 @@ def _is_single(value: float) -> bool:
 
 
 def _flat_in_memory(tensor: Tensor) -> Tensor | None:
-    """Return the elements of a dense tensor in memory order; None if it is not dense."""
+    """Return the elements of a dense tensor in memory order; None if it is not dense, or a zero without memory."""
+    if torch._is_zerotensor(tensor):  # the tangent of a constant
+        return None
     strides = tensor.stride()
     flat = tensor.permute(sorted(range(tensor.dim()), key=lambda axis: -strides[axis]))
     return flat.view(-1) if flat.is_contiguous() else None

@@ -24,6 +24,7 @@ from typing import Any
 
 from ...messages.source import is_user_file
 from .kinds import BUILTINS, LOCKS, UNKNOWN, inside, is_key
+from .lookups import GETTERS
 from .stack import Stack
 from .values import in_classes, is_container
 
@@ -32,7 +33,6 @@ __all__ = ["Calls", "parent"]
 _WRITES = frozenset("append appendleft insert add __setitem__ __setattr__ __init__".split())
 _COPIES = frozenset({"extend", "extendleft", "update"})  # write what their arguments hold
 _LOOKUPS = frozenset({"get", "setdefault", "__getitem__"})
-_GETTERS = (operator.attrgetter, operator.itemgetter)
 # These look an attribute up as it is stored, bypassing the class's own lookup.
 _STORED = (object.__getattribute__, type.__getattribute__, ModuleType.__getattribute__)
 # Their answers depend on hidden state, and asking changes nothing.
@@ -55,10 +55,10 @@ class Calls(Stack):
             self.push(handler(self, *args))
             return
         function = callee.__func__ if type(callee) is MethodType else callee
-        if type(function) in _GETTERS and args:
+        if type(function) in GETTERS and args:
             self.push(self._get(function, args[0]))
             return
-        if type(callee) is type and callee in _GETTERS and not any(one is UNKNOWN for one in args):
+        if type(callee) is type and callee in GETTERS and not any(one is UNKNOWN for one in args):
             self.push(callee(*args))
             return
         if args and _is_dispatched(function):
@@ -107,7 +107,7 @@ class Calls(Stack):
     def _handed_on(self, callee: Any, others: list[Any]) -> None:
         """Record a compiled callable passed to unseen code, which may call it on what the others hold."""
         parts = [part for one in others for part in self.reads.held_by(one)]
-        if type(callee) in _GETTERS:
+        if type(callee) in GETTERS:
             for part in parts:
                 self._get(callee, part)
         elif type(callee) is functools.partial:
@@ -205,6 +205,10 @@ class Calls(Stack):
         self.size(owner, truth=True)
         return UNKNOWN
 
+    def _can_be_called(self, owner: Any = UNKNOWN) -> Any:
+        self.use_class(owner)
+        return UNKNOWN
+
     def _instance(self, owner: Any = UNKNOWN, *classes: Any) -> Any:
         self.use_class(owner)
         return UNKNOWN
@@ -231,15 +235,12 @@ class Calls(Stack):
         return UNKNOWN
 
     def _get(self, getter: Any, owner: Any) -> Any:
-        found, keys = UNKNOWN, getter.__reduce__()[1]
-        for key in keys:
-            found = owner
-            if type(getter) is operator.itemgetter:
-                found = self.item(found, key)
-            else:
-                for name in key.split("."):
-                    found = self.attribute(found, name)
-        return found if len(keys) == 1 else UNKNOWN
+        return self.reads.got(getter, owner) if self._reads_from(owner) else UNKNOWN
+
+    def _subclass(self, cls: Any = UNKNOWN, *classes: Any) -> Any:
+        if self.own and issubclass(type(cls), type):
+            self.reads.shape_of(cls)
+        return UNKNOWN
 
 
 # What builtins read of their arguments: not all contents, but a part of them or nothing.
@@ -257,9 +258,9 @@ _BUILTINS: Mapping[Any, Callable[..., Any]] = MappingProxyType(
         id: Calls._which,
         hash: Calls._which,
         print: Calls._nothing,
-        callable: Calls._nothing,
+        callable: Calls._can_be_called,
         isinstance: Calls._instance,
-        issubclass: Calls._nothing,
+        issubclass: Calls._subclass,
         setattr: Calls._nothing,
         repr: Calls._nothing,
     }
@@ -278,7 +279,7 @@ def _dispatched(kind: type, function: Any) -> Any:
 
 def _is_compiled(value: Any) -> bool:
     """Whether a value is a callable whose work is not seen."""
-    return type(value) in (*BUILTINS, MethodWrapperType, functools.partial, *_GETTERS)
+    return type(value) in (*BUILTINS, MethodWrapperType, functools.partial, *GETTERS)
 
 
 def _held_by(*args: Any) -> Any:

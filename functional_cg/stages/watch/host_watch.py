@@ -39,6 +39,11 @@ MODES = (
     "torch.backends.cuda.math_sdp_enabled()",
     "torch.backends.cuda.cudnn_sdp_enabled()",
     "torch.get_default_device()",
+    "torch.backends.cudnn.enabled",
+    "torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction",
+    "torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction",
+    "torch.backends.cuda.matmul.allow_fp16_accumulation",
+    "torch.backends.cuda.fp16_bf16_reduction_math_sdp_allowed()",
 )
 _CANONICAL = (False, False)
 _saved_tensors_hooks = torch._C._autograd._top_saved_tensors_default_hooks
@@ -66,6 +71,11 @@ def modes() -> tuple[object, ...]:
         torch._C._get_math_sdp_enabled(),
         torch._C._get_cudnn_sdp_enabled(),
         default_device(),
+        torch._C._get_cudnn_enabled(),
+        torch._C._get_cublas_allow_fp16_reduced_precision_reduction(),
+        torch._C._get_cublas_allow_bf16_reduced_precision_reduction(),
+        torch._C._get_cublas_allow_fp16_accumulation(),
+        torch._C._get_math_sdp_allow_fp16_bf16_reduction(),
     )
 
 
@@ -127,6 +137,11 @@ def _same_old(one: Entry, other: Entry) -> bool:
 class HostWatch:
     """Host values as they were when the watch was made.
 
+    Args:
+      entries: What is compared at each call, beside the modes of torch.
+      autocast_dtypes: Whether the dtypes of autocast count, which the step turns on itself.
+      half_precision: Whether it counts how torch sums up products of half precision.
+
     Attributes:
       unchanged: Returns whether no value and no mode has changed. Values of one type count as unchanged if
         they are equal, floats if their bits are equal; a name that no longer exists counts as changed.
@@ -134,11 +149,13 @@ class HostWatch:
 
     __slots__ = ("_entries", "_modes", "unchanged")
 
-    def __init__(self, entries: Sequence[Entry] = (), *, autocast_dtypes: bool = False) -> None:
+    def __init__(
+        self, entries: Sequence[Entry] = (), *, autocast_dtypes: bool = False, half_precision: bool = False
+    ) -> None:
         self._entries = tuple(entries)
         self._modes = _CANONICAL + modes()[len(_CANONICAL) :]
         self.unchanged: Callable[[], bool] = _comparison(
-            self._entries, self._modes, autocast_dtypes=autocast_dtypes
+            self._entries, self._modes, autocast_dtypes=autocast_dtypes, half_precision=half_precision
         )
 
     def __len__(self) -> int:
@@ -259,11 +276,11 @@ def _sides(entry: Entry, now: object) -> tuple[object, object]:
 
 
 def _comparison(
-    entries: Sequence[Entry], then: Sequence[object], *, autocast_dtypes: bool
+    entries: Sequence[Entry], then: Sequence[object], *, autocast_dtypes: bool, half_precision: bool
 ) -> Callable[[], bool]:
     """Generate the function that reads all modes and entries again and compares them.
 
-    Modes are singletons, except the precisions: torch returns a new string each time. An object from which
+    Modes are singletons, except the precisions: torch returns a new string or tuple each time. An object from which
     several values are read is looked up once.
     """
     names: dict[str, Any] = {"same": same, **_getters(), **{f"m{i}": mode for i, mode in enumerate(then)}}
@@ -271,11 +288,15 @@ def _comparison(
     terms = ["not autocast()", "deterministic() is m4", "benchmark() is m7", "cudnn_deterministic() is m8"]
     terms += ["default_dtype() is m9", "fp32('cuda', 'matmul') in spelt5", "fp32('cuda', 'conv') in spelt6"]
     terms += ["flash() is m10", "mem_efficient() is m11", "math() is m12", "cudnn_attention() is m13"]
+    terms += ["cudnn() is m15"]
     usual = "not function_modes() or " if then[14] == torch.device("cpu") else ""
     terms += ["saved_tensors_hooks(True) is None"]
     terms += [f"({usual}(default_device() == m14 and not foreign_function_modes()))"]
     if autocast_dtypes:
         terms += ["autocast_dtype('cuda') is m2", "autocast_dtype('cpu') is m3"]
+    if half_precision:
+        terms += ["fp16_reduction() == m16", "bf16_reduction() == m17", "fp16_accumulation() is m18"]
+        terms += ["math_reduction() is m19"]
     lines = [f"if not ({' and '.join(terms)}): return False"]
     variables: dict[Any, str] = {}
 
@@ -326,6 +347,11 @@ def _getters() -> dict[str, Any]:
         "autocast_dtype": torch.get_autocast_dtype,
         "deterministic": torch._C._get_deterministic_algorithms,
         "fp32": torch._C._get_fp32_precision_getter,
+        "cudnn": torch._C._get_cudnn_enabled,
+        "fp16_reduction": torch._C._get_cublas_allow_fp16_reduced_precision_reduction,
+        "bf16_reduction": torch._C._get_cublas_allow_bf16_reduced_precision_reduction,
+        "fp16_accumulation": torch._C._get_cublas_allow_fp16_accumulation,
+        "math_reduction": torch._C._get_math_sdp_allow_fp16_bf16_reduction,
         "benchmark": torch._C._get_cudnn_benchmark,
         "cudnn_deterministic": torch._C._get_cudnn_deterministic,
         "default_dtype": torch.get_default_dtype,

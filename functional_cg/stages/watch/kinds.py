@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import PurePath
 from queue import SimpleQueue
-from types import FunctionType, MethodType, ModuleType
+from types import FunctionType, MethodType, ModuleType, WrapperDescriptorType
 from typing import Any
 
 from ...messages.source import is_user_file
@@ -32,9 +32,11 @@ __all__ = [
     "defines",
     "generator_state",
     "has_key",
+    "holds",
     "inside",
     "is_installed",
     "is_key",
+    "is_slot",
     "is_user_class",
     "is_user_module",
     "parameters_with_defaults",
@@ -46,6 +48,7 @@ __all__ = [
 # Types of bound compiled methods; those of the second type receive their defining class.
 BUILTINS: tuple[type, ...] = (types.BuiltinFunctionType, type(SimpleQueue().get))
 LOCKS = (type(threading.Lock()), type(threading.RLock()))
+_LIBRARIES = ("functional_cg", "numpy", "torch")
 UNKNOWN: Any = object()  # stands for a value that was not seen
 
 
@@ -70,6 +73,21 @@ def is_key(key: Any) -> bool:
     except TypeError:
         return False
     return key is not UNKNOWN and is_value(key)
+
+
+def holds(slot: Any, owner: Any) -> bool:
+    """Whether an object has a value in a slot of its class."""
+    try:
+        slot.__get__(owner, type(owner))
+    except AttributeError:
+        return False
+    return True
+
+
+def is_slot(found: Any) -> bool:
+    """Whether a class attribute is a compiled descriptor that stores a value of each instance."""
+    ways = (in_classes(type(found).__mro__, way) for way in ("__get__", "__set__"))
+    return not issubclass(type(found), property) and all(type(way) is WrapperDescriptorType for way in ways)
 
 
 def stores(name: str, owner: Any) -> bool:
@@ -174,7 +192,12 @@ def is_user_class(cls: type) -> bool:
 def is_user_module(module: ModuleType) -> bool:
     """Whether a module is user code."""
     where = vars(module).get("__file__") or next(iter(vars(module).get("__path__", ())), None)
-    return module.__name__ == "__main__" if where is None else is_user_file(where)
+    if where is not None:
+        return is_user_file(where)
+    # Made by a program, but for those that are compiled into Python or a library.
+    package = module.__name__.partition(".")[0]
+    libraries = package in sys.stdlib_module_names or package in _LIBRARIES
+    return not libraries or package == "__main__"
 
 
 def parameters_with_defaults(function: FunctionType) -> list[str]:

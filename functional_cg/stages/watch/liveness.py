@@ -16,14 +16,17 @@ from typing import Any
 
 from torch._ops import OpOverload, OpOverloadPacket
 
-__all__ = ["unheld"]
+from .places import Entry, How, Place
+from .values import Contents
+
+__all__ = ["GONE", "unheld", "without_gone", "without_unheld"]
+
+GONE = object()  # stands for an object that the step made
 
 _MOST = 200_000  # objects to visit
 # What leads nowhere, or stays anyway, as an op does: it alone would lead to hundreds of objects of torch.
-_ATOMS = (
-    *(str, bytes, int, float, complex, bool, type(None), CodeType, ModuleType, FrameType, type),
-    *(OpOverload, OpOverloadPacket),
-)
+_ATOMS = (ModuleType, type, OpOverload, OpOverloadPacket)
+_PLAIN = frozenset({str, bytes, int, float, complex, bool, type(None), CodeType, FrameType})
 
 
 def unheld(
@@ -70,12 +73,45 @@ def _counts(objects: dict[int, Any]) -> dict[int, int]:
     return {number: sys.getrefcount(one) for number, one in objects.items()}
 
 
+def _is_atom(value: Any) -> bool:
+    return type(value) in _PLAIN or issubclass(type(value), _ATOMS)
+
+
 def _led_to(value: Any) -> list[Any]:
     """Return the objects that a value references; for a function, not its globals."""
-    if issubclass(type(value), _ATOMS):
+    if _is_atom(value):
         return []
-    led_to = [one for one in gc.get_referents(value) if not issubclass(type(one), _ATOMS)]
+    led_to = [one for one in gc.get_referents(value) if not _is_atom(one)]
     if type(value) is FunctionType:
         skipped = {id(value.__globals__), id(vars(builtins))}
         led_to = [one for one in led_to if id(one) not in skipped]
     return led_to
+
+
+def without_gone(places: list[Place], entries: list[Entry]) -> tuple[list[Place], list[Entry]]:
+    """Drop the places whose values nothing else references, and the entries that depend on them."""
+    probe = Place(object(), "")
+    held = sys.getrefcount(probe.value)
+    while gone := [place for place in places if sys.getrefcount(place.value) <= held]:
+        for place in gone:
+            place.value = GONE
+        places = [place for place in places if place.value is not GONE]
+        entries = [entry for entry in entries if _remains(entry)]
+    return places, entries
+
+
+def without_unheld(
+    places: list[Place], entries: list[Entry], books: dict[str, Any], outside: Set[int]
+) -> tuple[list[Place], list[Entry]]:
+    values = [place.value for place in places]
+    free = unheld(values, (places, entries, books), (Place, Entry, Contents), outside)
+    del values
+    for place, gone in zip(places, free, strict=True):
+        if gone:
+            place.value = GONE
+    return [one for one in places if one.value is not GONE], [one for one in entries if _remains(one)]
+
+
+def _remains(entry: Entry) -> bool:
+    led_to = entry.old.root.value if entry.how is How.ALIAS else None
+    return entry.owner.root.value is not GONE and led_to is not GONE

@@ -5,11 +5,13 @@ from __future__ import annotations
 import collections
 import enum
 import functools
+import operator
 import types
 from types import FunctionType, MethodType, ModuleType
 from typing import Any
 
 import torch
+from torch.autograd.graph import Node
 
 from ...messages.source import is_user_file
 from .kinds import (
@@ -22,16 +24,18 @@ from .kinds import (
     defines,
     generator_state,
     has_key,
+    holds,
     is_key,
+    is_slot,
     is_user_module,
     stored_in_class,
     stores,
 )
-from .places import ATTRIBUTE, ITEM, PART, How, Step, parts_of
+from .places import ATTRIBUTE, ITEM, PART, How, Place, Step, parts_of
 from .reads import Reads
 from .values import in_classes, instance_dict, is_array, is_container, is_value, missing
 
-__all__ = ["Lookups"]
+__all__ = ["GETTERS", "Lookups"]
 
 # What a tensor says of itself to the host, but for its values: attributes, methods, and what is there or not.
 _SAID = frozenset(
@@ -42,6 +46,9 @@ _ANSWERED = frozenset(
 )
 _THERE = frozenset({"grad", "grad_fn"})
 _FACTS = _SAID | _ANSWERED | _THERE
+GETTERS = (operator.attrgetter, operator.itemgetter)
+_DEFINITIONS = (FunctionType, classmethod, property, staticmethod)
+_KEEPS_ARGUMENTS = (functools.partial, functools.partialmethod, functools.singledispatchmethod)
 _REGISTRIES = ("_modules", "_parameters", "_buffers")  # of a torch module
 _BUILTIN_ITEMS = frozenset(
     kind.__getitem__
@@ -68,7 +75,7 @@ class Lookups(Reads):
         kind = type(owner)
         if kind is str and name in ("format", "format_map"):
             return getattr(owner, name)
-        if owner is UNKNOWN or is_value(owner):
+        if owner is UNKNOWN or not self.has_parts(owner):
             return UNKNOWN
         if issubclass(kind, torch.Tensor):
             return self._of_tensor(owner, name)
@@ -110,19 +117,23 @@ class Lookups(Reads):
         return self._of_instance(owner, name, in_class, storage)
 
     def _of_instance(self, owner: Any, name: str, in_class: Any, storage: dict[str, Any]) -> Any:
-        if (
-            type(in_class) in (types.MemberDescriptorType, types.GetSetDescriptorType)
-            or (issubclass(type(owner), tuple) and name in getattr(type(owner), "_fields", ()))
-            or (type(owner) is functools.partial and type(in_class) is types.MemberDescriptorType)
-        ):
-            value = getattr(owner, name, missing)
-            if value is missing:
-                return UNKNOWN
-            self._read(owner, Step(ATTRIBUTE, name), value)
-            return value
+        if type(in_class) is types.GetSetDescriptorType and isinstance(owner, Node):
+            return UNKNOWN  # it may unpack a saved tensor, by calls that the function does not make
+        if is_slot(in_class):
+            if holds(in_class, owner):
+                value = in_class.__get__(owner, type(owner))
+                self._read(owner, Step(ATTRIBUTE, name), value)
+                return value
+            place = self.place(owner)
+            lacks = functools.partial(holds, in_class)
+            self.part(place, lacks, False, f"hasattr({place.name}, {name!r})", name)
+            return UNKNOWN
+        if issubclass(type(owner), tuple) and name in getattr(type(owner), "_fields", ()):
+            self._read(owner, Step(ATTRIBUTE, name), getattr(owner, name))
+            return getattr(owner, name)
         if hasattr(type(in_class), "__set__"):  # a property precedes what the instance stores
             self.of_class(type(owner), name, in_class)
-            return UNKNOWN
+            return self.got(getattr(in_class, "fget", None), owner)
         if name in storage:
             self._read(owner, Step(ATTRIBUTE, name), storage[name])
             return storage[name]
@@ -134,8 +145,23 @@ class Lookups(Reads):
             return self._looked_up(owner, name)
         return self._of_its_class(owner, name, in_class)
 
+    def got(self, getter: Any, owner: Any) -> Any:
+        """Return what an ``attrgetter`` or ``itemgetter`` gets, and record the reads; UNKNOWN of other callables."""
+        if type(getter) not in GETTERS:
+            return UNKNOWN
+        found, keys = UNKNOWN, getter.__reduce__()[1]
+        for key in keys:
+            found = owner
+            if type(getter) is operator.itemgetter:
+                found = self.item(found, key)
+            else:
+                for name in key.split("."):
+                    found = self.attribute(found, name)
+        return found if len(keys) == 1 else UNKNOWN
+
     def _of_tensor(self, owner: torch.Tensor, name: str) -> Any:
         """Handle an attribute of a tensor: what a tensor of before the step says of itself, but for its values."""
+        self._added_to_tensors(name)
         place = self.known(owner)
         if place is None or place.owner is None:
             return UNKNOWN
@@ -146,6 +172,15 @@ class Lookups(Reads):
             ask = functools.partial(_fact, name)
             self.part(place, ask, ask(owner), f"{place.name}.{name}", name)
         return UNKNOWN
+
+    def _added_to_tensors(self, name: str) -> None:
+        """Record what the user has made a method or an attribute of all tensors."""
+        found = in_classes(torch.Tensor.__mro__, name)
+        function = getattr(found, "fget", found)
+        users = type(function) is FunctionType and is_user_file(function.__code__.co_filename)
+        if users or (found is not missing and is_value(found) and not name.startswith("_")):
+            place, ask = Place(torch.Tensor, "Tensor"), functools.partial(stored_in_class, name)
+            self.part(place, ask, found, f"Tensor.{name}", name, defines=True)
 
     def _of_registry(self, owner: Any, held: dict[str, Any], registry: str, name: str) -> Any:
         place = self.place(owner)
@@ -189,9 +224,13 @@ class Lookups(Reads):
             self.root(vars(owner), owner.__name__)
             return vars(owner)
         found = vars(owner).get(name, missing)
-        if found is missing:
+        users = is_user_module(owner)
+        if found is missing:  # what the module's own `__getattr__` makes of it is seen in its frame
+            if users:
+                place, lacks = self.place(owner), functools.partial(stores, name)
+                self.part(place, lacks, False, f"hasattr({place.name}, {name!r})", name)
             return UNKNOWN
-        if is_user_module(owner):
+        if users:
             self._read(owner, Step(ATTRIBUTE, name), found)
         return found
 
@@ -218,8 +257,9 @@ class Lookups(Reads):
     def of_class(self, cls: type, name: str, found: Any) -> None:
         """Record what a user's class stores under a name."""
         definer = next((one for one in cls.__mro__ if name in vars(one)), cls)
-        own = self.is_of_user(definer) or (self.is_of_user(cls) and not name.startswith("_"))
-        if issubclass(cls, enum.Enum) or not own:
+        of_interest = self.is_of_user(cls) or issubclass(cls, torch.nn.Module)
+        own = self.is_of_user(definer) or (of_interest and not name.startswith("_"))
+        if not own or (issubclass(cls, enum.Enum) and type(found) not in _DEFINITIONS):  # a member stays
             return
         place, shown = self.root(cls, cls.__name__), f"{cls.__name__}.{name}"
         if found is missing:
@@ -234,6 +274,8 @@ class Lookups(Reads):
             step = Step(ATTRIBUTE, name) if as_it_is else Step(PART, functools.partial(stored_in_class, name))
             self.compare(place, step, How.IDENTICAL, found, shown, defines=True)
             for function in (getattr(found, "__func__", found), getattr(found, "fget", None)):
+                if type(function) in _KEEPS_ARGUMENTS:
+                    self.root(function, shown)
                 if type(function) is FunctionType and is_user_file(function.__code__.co_filename):
                     code = Step(ATTRIBUTE, "__code__")
                     self.compare(

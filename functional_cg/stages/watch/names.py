@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import builtins
+import sys
 from collections.abc import Iterable, Mapping
-from types import CodeType, FrameType, FunctionType, ModuleType
+from types import BuiltinFunctionType, CodeType, FrameType, FunctionType, ModuleType
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ import torch
 from ...concurrency.garbage import functions_of
 from .kinds import UNKNOWN, has_key, is_installed, is_user_module, parameters_with_defaults
 from .lookups import Lookups
-from .places import ATTRIBUTE, CELL, ITEM, Place, Step
+from .places import ATTRIBUTE, CELL, ITEM, How, Place, Step
 from .values import in_classes, is_container, is_value, missing
 
 __all__ = ["HostReads"]
@@ -66,7 +67,7 @@ class HostReads(Lookups):
         return [place for place in places or () if _closes_over(place.value, held)]
 
     def _method(self, owner: Any, code: CodeType) -> None:
-        if issubclass(type(owner), torch.Tensor) or is_value(owner):
+        if issubclass(type(owner), torch.Tensor) or not self.has_parts(owner):
             return
         cls = owner if issubclass(type(owner), type) else type(owner)
         found = in_classes(cls.__mro__, code.co_name)
@@ -98,15 +99,37 @@ class HostReads(Lookups):
         shared = {name: found[0] for name in code.co_freevars if (found := cells.get(name))}
         self._made.setdefault(code, []).append(shared)
 
+    def imported(self, name: str, module: ModuleType) -> None:
+        """Record what an ``import`` in a function finds."""
+        if is_user_module(module):
+            of_all = Place(
+                sys.modules, "sys.modules"
+            )  # no known place: libraries look there for what they can do
+            self.compare(of_all, Step(ITEM, name), How.IDENTICAL, module, name, defines=True)
+
+    def of_library(self, module: ModuleType, name: str) -> None:
+        """Record which function, class or number the user's code finds in a library's module."""
+        found = vars(module).get(name, missing)
+        definition = issubclass(type(found), type | FunctionType | BuiltinFunctionType)
+        counts = definition or (is_value(found) and type(found).__module__ != "torch")  # a dtype stays
+        if counts and not module.__name__.startswith("functional_cg") and not is_user_module(module):
+            place, how = Place(module, module.__name__), How.IDENTICAL if definition else How.SAME
+            step, shown = Step(ATTRIBUTE, name), f"{module.__name__}.{name}"
+            self.compare(place, step, how, found, shown, defines=True)
+
     def from_globals(self, frame: FrameType, name: str) -> Any:
         """Return the value of a global name, and record the read."""
         namespace = frame.f_globals
         if name in namespace:
             value = namespace[name]
-            library = type(value) is ModuleType and not is_user_module(value)
             if is_container(value) and is_installed(namespace):
                 self._registries[id(value)] = value  # others add to it; for this step that is no change
-            elif not library:
+            elif type(value) is ModuleType and not is_user_module(value):
+                place = self.root(
+                    namespace, "globals()"
+                )  # no place of its own: what libraries read of it is theirs
+                self.compare(place, Step(ITEM, name), How.IDENTICAL, value, name, defines=True)
+            else:
                 self.found(self.root(namespace, "globals()"), Step(ITEM, name), value, name)
             return value
         place = self.root(namespace, "globals()")

@@ -8,10 +8,9 @@ from __future__ import annotations
 import functools
 import gc
 import os
-import sys
 import types
 from collections import Counter
-from collections.abc import Iterable, Iterator, Set
+from collections.abc import Iterable, Iterator
 from contextvars import ContextVar
 from types import BuiltinFunctionType, CodeType, FrameType, FunctionType, MethodType, ModuleType
 from typing import Any
@@ -30,7 +29,7 @@ from .kinds import (
     parameters_with_defaults,
     plain,
 )
-from .liveness import unheld
+from .liveness import GONE, without_gone, without_unheld
 from .places import ATTRIBUTE, ITEM, PART, Entry, How, Memory, Place, Step, parts_of
 from .values import Contents, Shape, is_container, is_value
 
@@ -104,6 +103,9 @@ class Reads:
         value = place.value
         if type(value) is FunctionType:
             self.functions.setdefault(value.__code__, []).append(place)
+            if is_user_file(value.__code__.co_filename):
+                code = value.__code__
+                self.compare(place, Step(ATTRIBUTE, "__code__"), How.SAME, code, code.co_name, defines=True)
             for name in ("__defaults__", "__kwdefaults__"):
                 held = getattr(value, name)
                 if held is not None and not plain(held):
@@ -120,7 +122,9 @@ class Reads:
                 return
             self.found(place, Step(ATTRIBUTE, "__func__"), value.__func__, place.name)
             self.found(place, Step(ATTRIBUTE, "__self__"), value.__self__, place.name)
-        elif issubclass(type(value), functools.partial):
+        elif issubclass(type(value), functools.singledispatchmethod):
+            self.whole(self.root(value.dispatcher.registry, f"{place.name}.registry"))
+        elif issubclass(type(value), functools.partial | functools.partialmethod):
             self.found(place, Step(ATTRIBUTE, "func"), value.func, place.name)
             for name in ("args", "keywords"):
                 self.found(
@@ -139,8 +143,11 @@ class Reads:
             return
         self.memory.found(owner, step, value, name, self.frame)
         if is_value(value) or id(value) in self._constants:
-            how = How.IDENTICAL if issubclass(type(value), torch.Tensor) else How.SAME
-            self.compare(owner, step, how, value, name)
+            # An equal value of a class of the user's may have other attributes.
+            by_identity = issubclass(type(value), torch.Tensor) or self.is_of_user(type(value))
+            self.compare(owner, step, How.IDENTICAL if by_identity else How.SAME, value, name)
+            if by_identity and owner.root.outlives:
+                self._places.setdefault(id(value), Place(value, name, owner, step))
         elif not issubclass(type(value), torch.Tensor):
             self._found_object(owner, step, value, name)
         elif type(value) in _PLAIN_TENSORS and owner.root.outlives:
@@ -193,7 +200,6 @@ class Reads:
         else:
             place = self._places[id(value)] = Place(value, name, owner, step)
             if kind is FunctionType:
-                self.compare(place, Step(ATTRIBUTE, "__code__"), How.SAME, value.__code__, name, defines=True)
                 for part in ("__defaults__", "__kwdefaults__"):
                     held = getattr(value, part)
                     if held is not None and plain(held):
@@ -222,6 +228,10 @@ class Reads:
             or issubclass(kind, functools.partial | Iterator)
             or self.is_of_user(kind)
         )
+
+    def has_parts(self, value: Any) -> bool:
+        """Whether an object may have attributes that count: any but a plain value of a library's class."""
+        return not is_value(value) or self.is_of_user(type(value))
 
     def is_of_user(self, cls: type) -> bool:
         """Whether a class is user code."""
@@ -334,12 +344,12 @@ class Reads:
         self._places.clear()
         entries = list(self.entries.values())
         self.entries.clear()
-        places, entries = _without_gone(places, entries)
+        places, entries = without_gone(places, entries)
         # Cycles, such as a local function that calls itself, may contain places or lead to them.
         if places:
-            places, entries = _without_unheld(places, entries, vars(self), outside)
+            places, entries = without_unheld(places, entries, vars(self), outside)
         if places and gc.collect():
-            places, entries = _without_gone(places, entries)
+            places, entries = without_gone(places, entries)
         for place in places:
             place.outlives = True
         return entries
@@ -347,7 +357,7 @@ class Reads:
     @property
     def changes_the_host(self) -> bool:
         """Whether the step changed an object of before it; to be asked at the end."""
-        return any(place.root.value is not _GONE and place.root.outlives for place in self._written.values())
+        return any(place.root.value is not GONE and place.root.outlives for place in self._written.values())
 
     def taken_from(self) -> list[tuple[str, Location]]:
         """Return (name, line) for each iterator and random generator of before the step that it advanced."""
@@ -359,39 +369,9 @@ class Reads:
         found = {
             id(place): (place.name, site)
             for place, site in drawn + self._advanced
-            if place.root.value is not _GONE
+            if place.root.value is not GONE
         }
         return list(found.values())
 
 
 _PLAIN_TENSORS = (torch.Tensor, torch.nn.Parameter)  # not those of a trace or of a state
-_GONE = object()  # stands for an object that the step made
-
-
-def _without_gone(places: list[Place], entries: list[Entry]) -> tuple[list[Place], list[Entry]]:
-    """Drop the places whose values nothing else references, and the entries that depend on them."""
-    probe = Place(object(), "")
-    held = sys.getrefcount(probe.value)
-    while gone := [place for place in places if sys.getrefcount(place.value) <= held]:
-        for place in gone:
-            place.value = _GONE
-        places = [place for place in places if place.value is not _GONE]
-        entries = [entry for entry in entries if _remains(entry)]
-    return places, entries
-
-
-def _without_unheld(
-    places: list[Place], entries: list[Entry], books: dict[str, Any], outside: Set[int]
-) -> tuple[list[Place], list[Entry]]:
-    values = [place.value for place in places]
-    free = unheld(values, (places, entries, books), (Place, Entry, Contents), outside)
-    del values
-    for place, gone in zip(places, free, strict=True):
-        if gone:
-            place.value = _GONE
-    return [one for one in places if one.value is not _GONE], [one for one in entries if _remains(one)]
-
-
-def _remains(entry: Entry) -> bool:
-    led_to = entry.old.root.value if entry.how is How.ALIAS else None
-    return entry.owner.root.value is not _GONE and led_to is not _GONE

@@ -106,6 +106,10 @@ class Shadow(Calls):
         _, owner, key = self.take(3)
         self.reads.put(owner, key)
 
+    def op_store_slice(self, ins: dis.Instruction) -> None:
+        _, owner, _, _ = self.take(4)
+        self.changes(owner)
+
     def op_delete_subscr(self, ins: dis.Instruction) -> None:
         owner, _ = self.take(2)
         self.changes(owner)
@@ -114,12 +118,17 @@ class Shadow(Calls):
         self.changes(self.pop())
 
     def op_import_name(self, ins: dis.Instruction) -> None:
-        level, _ = self.take(2)
+        level, names = self.take(2)
         dots = level if type(level) is int else 0
         name = ins.argval
         if dots:
             name = resolve_name("." * dots + name, self.frame.f_globals.get("__package__"))
-        self.push(sys.modules.get(name if dots else name.partition(".")[0], UNKNOWN))
+        elif names is None:  # as in `import a.b`, which is one way to say `a`
+            name = name.partition(".")[0]
+        module = sys.modules.get(name, UNKNOWN)
+        if self.own and module is not UNKNOWN:
+            self.reads.imported(name, module)
+        self.push(module)
 
     def op_import_from(self, ins: dis.Instruction) -> None:
         module = self.peek()
@@ -196,6 +205,8 @@ class Shadow(Calls):
         self.use(self.pop())
         self.await_result()
 
+    op_get_yield_from_iter = op_get_iter
+
     def op_for_iter(self, ins: dis.Instruction) -> None:
         self.use(self.peek())
 
@@ -214,7 +225,8 @@ class Shadow(Calls):
 
     def op_match_class(self, ins: dis.Instruction) -> None:
         owner, cls, names = self.take(3)
-        placed = getattr(cls, "__match_args__", ())[: ins.arg or 0] if type(cls) is type else ()
+        placed = self.attribute(cls, "__match_args__") if issubclass(type(cls), type) else ()
+        placed = placed[: ins.arg or 0] if type(placed) is tuple else ()
         for name in (*placed, *(names if type(names) is tuple else ())):
             self.attribute(owner, name)
         self.push(UNKNOWN)

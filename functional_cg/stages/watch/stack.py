@@ -5,7 +5,7 @@ from __future__ import annotations
 import dis
 import functools
 from collections.abc import Callable, Mapping
-from types import CodeType, FrameType, MappingProxyType
+from types import CodeType, FrameType, MappingProxyType, ModuleType
 from typing import Any
 
 from torch import Tensor
@@ -249,6 +249,8 @@ class Stack:
 
     def attribute(self, owner: Any, name: str) -> Any:
         """Return ``owner.name`` and record the read; UNKNOWN if the read does not count."""
+        if self.own and type(owner) is ModuleType:
+            self.reads.of_library(owner, name)
         return self.reads.attribute(owner, name) if self._reads_from(owner) else UNKNOWN
 
     def stored(self, owner: Any, name: Any) -> Any:

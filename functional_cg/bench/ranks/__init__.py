@@ -1,0 +1,1 @@
+"""Benches of several ranks: pipelines, and saves that training waits for."""

@@ -1,0 +1,71 @@
+"""Times steps that ranks make together."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+__all__ = ["Times", "peak_gib", "timed", "together"]
+
+ROUNDS, WARM_UPS = 5, 5
+
+
+@dataclass(frozen=True)
+class Times:
+    """Milliseconds per step of the slowest rank: one number for each round."""
+
+    rounds: tuple[float, ...]
+
+    def __str__(self) -> str:
+        low, high = min(self.rounds), max(self.rounds)
+        return f"{statistics.median(self.rounds):8.2f} ms [{low:.2f}, {high:.2f}]"
+
+
+def timed(step: Callable[[], object], device: torch.device, steps: int) -> Times:
+    """Time rounds of steps, after some that are not timed.
+
+    Args:
+      step: Makes one step; all ranks call it.
+      device: Where this rank computes.
+      steps: Steps of a round.
+    """
+    for _ in range(WARM_UPS):
+        step()
+    rounds = []
+    for _ in range(ROUNDS):
+        together(device)
+        start = time.perf_counter()
+        for _ in range(steps):
+            step()
+        _synchronize(device)
+        spent = torch.tensor((time.perf_counter() - start) / steps * 1e3, device=device)
+        dist.all_reduce(spent, dist.ReduceOp.MAX)
+        rounds.append(float(spent))
+    return Times(tuple(rounds))
+
+
+def together(device: torch.device) -> None:
+    """Wait for this device, then for all ranks."""
+    _synchronize(device)
+    dist.barrier()
+    _synchronize(device)
+
+
+def peak_gib(device: torch.device) -> float:
+    """Return the peak of the allocator in GiB since the last call, and start anew; 0.0 on a CPU."""
+    if device.type != "cuda":
+        return 0.0
+    torch.cuda.empty_cache()
+    peak = torch.cuda.max_memory_allocated(device) / 2**30
+    torch.cuda.reset_peak_memory_stats(device)
+    return peak
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

@@ -1,0 +1,208 @@
+"""Compile a whole step to one function that writes the slots itself, and spread what it launches over lanes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.dlpack import from_dlpack
+
+from ...ambient.modes import ordinary, without_gradients
+from ...concurrency.interrupts import uninterrupted
+from ...shards.transfers import TRANSFERS
+from ..branches.function import Launches
+from ..branches.listing import in_line
+from ..branches.plan import Lanes, Spread
+from ..branches.wrapper import UnknownStatement, Wrapper
+from ..fx_passes.canonical import pick_by_comparison
+from ..fx_passes.cross_entropy import join_gradients
+from ..fx_passes.logits import has_large_logits, read_targets_first
+from ..fx_passes.products import batch_gradients
+from ..passes.grouping import is_launch
+from ..passes.rewrite import clears, range_tensor
+from ..plan import Before, Buffers, Run
+from ..program import Instr, Program, Var
+from ..schedule import schedule
+from .graph import Entrance, build_graph, calls_of
+from .head import by_inductor
+from .inductor import opened
+
+__all__ = ["InPlacePlan", "arguments_of", "collects", "is_small"]
+
+_SMALL = 2**24  # bytes
+
+
+class InPlacePlan:
+    """Runs a compiled function that returns the metrics and writes the slots.
+
+    Args:
+      program: The program.
+      device: Where it runs.
+      spread: Chooses which of its launches run side by side; None for one line.
+      why: Why it is None.
+    Attributes:
+      timeline: What runs where.
+    """
+
+    compiled = True
+    functions = 1
+    copies = False
+
+    def __init__(
+        self, program: Program, device: torch.device, spread: Spread | None = None, why: str = "as asked for"
+    ) -> None:
+        self._program, self._device, self._spread = program, device, spread
+        self.schedule = plan = schedule(program, fuse=False)
+        self._entrance = Entrance.of(program, plan, writes=plan.commits)
+        self._graph = build_graph(program, plan, self._entrance, writes=plan.commits)
+        self._in_order, self._small = collects(program), is_small(program)
+        pick_by_comparison(self._graph.graph)
+        if has_large_logits(program) and not self._small:
+            join_gradients(self._graph.graph)
+            read_targets_first(self._graph.graph)
+        self._graph.recompile()
+        self._compiled: Callable[..., Any] | None = None
+        self._launches: Launches | None = None
+        self.timeline, self.temporaries = in_line(()), 0
+        self.branches = f"branches: none, {why}" if why else "branches: told once it is compiled"
+
+    def as_text(self) -> str:
+        return str(self._graph.code)
+
+    def named_calls(self) -> Mapping[str, Instr]:
+        return calls_of(self._graph.graph)
+
+    def bind(self, buffers: Buffers) -> Run:
+        arguments, after = self._arguments(buffers)
+        if self._compiled is None:
+            with ordinary():
+                without_gradients()
+                self._compiled = self._beside(arguments, padded=bool(after)) or self._in_line(arguments)
+        compiled, count = self._compiled, len(self.schedule.outputs)
+
+        def run(before: Before) -> Sequence[Tensor]:
+            with ordinary():
+                without_gradients()
+                uninterrupted(before)
+                metrics: Sequence[Tensor] = compiled(*arguments)[:count]
+                uninterrupted(after)
+                return metrics
+
+        return run
+
+    def rehearse(self, buffers: Buffers) -> None:
+        if self._launches is not None:
+            with ordinary():
+                without_gradients()
+                self._launches.rehearse(*self._arguments(buffers))
+            self._tell(self._launches)
+
+    def bind_to(self, buffers: Buffers, lanes: Lanes) -> Run:
+        assert self._launches is not None
+        launch = self._launches.bind_to(*self._arguments(buffers), lanes)
+
+        def run(before: Before) -> Sequence[Tensor]:
+            with ordinary():
+                without_gradients()
+                return launch(before)
+
+        return run
+
+    def _arguments(self, buffers: Buffers) -> tuple[list[Tensor], Sequence[Callable[[], Any]]]:
+        """Return the arguments of the function, and what to call after it."""
+        # A compiled kernel may take a CPU scalar as if it were on the device.
+        here = [one.to(self._device) for one in buffers.constants]
+        arguments, ranges = arguments_of(self._program, self._entrance, replace(buffers, constants=here))
+        # Not part of the graph, where writing to some elements of a result would copy it.
+        return arguments, clears(self._program, ranges)
+
+    def _beside(self, arguments: Sequence[Tensor], *, padded: bool) -> Callable[..., Any] | None:
+        """Compile to launches that run side by side; None if that does not pay."""
+        if self._spread is None:
+            return None
+        compiled = self._compile(arguments, beside=True)
+        found, program = opened(compiled), self._program
+        if found is None:
+            self.branches = "branches: none, torch's compiler does not show what it wrote"
+            return None
+        entering = [*self._entrance.slots, *program.inputs, *(c.var for c in program.constants)]
+        memory = [f"argument {var.storage}" for var in entering]
+        source, names = found
+        try:
+            launches = Launches(
+                program.function,
+                Wrapper(source, names, memory),
+                names,
+                arguments,
+                count=len(self.schedule.outputs),
+                padded=memory if padded else (),
+                spread=self._spread,
+            )
+        except UnknownStatement as error:
+            self.branches = f"branches: none, `{error}` is not known to be a launch"
+            return None
+        self._tell(launches)
+        if launches.timeline.lanes == 1:
+            return None
+        self._launches = launches
+        return compiled
+
+    def _tell(self, launches: Launches) -> None:
+        self.timeline, self.branches = launches.timeline, str(launches.timeline)
+        self.temporaries = self.timeline.peak if self.timeline.lanes > 1 else 0
+
+    def _in_line(self, arguments: Sequence[Tensor]) -> Callable[..., Any]:
+        """Compile to few launches."""
+        if self._small:
+            batch_gradients(self._graph.graph)  # on lanes they run beside the chain of the others
+            self._graph.recompile()
+        return self._compile(arguments, beside=False)
+
+    def _compile(self, arguments: Sequence[Tensor], *, beside: bool) -> Callable[..., Any]:
+        return by_inductor(
+            self._program.function,
+            self._graph,
+            arguments,
+            on_host=self._device.type == "cpu",
+            small=self._small,
+            in_order=self._in_order,
+            beside=beside,
+        )
+
+
+def arguments_of(
+    program: Program, entrance: Entrance, buffers: Buffers
+) -> tuple[list[Tensor], dict[Var, Tensor]]:
+    """Return the arguments of a graph, and the tensors of all slots and ranges."""
+    tensors = dict(zip(program.slots, buffers.slots, strict=True))
+    for known in program.ranges:
+        tensors[known.var] = range_tensor(known, [tensors[leaf] for leaf in known.leaves])
+    arguments = [*(tensors[var] for var in entrance.slots), *buffers.inputs, *buffers.constants]
+    return list(map(_by_itself, arguments)), tensors
+
+
+def _by_itself(tensor: Tensor) -> Tensor:
+    """Return a tensor on the same memory, with a storage that starts at its first element.
+
+    Slots lie in one slab. Some of torch's passes ignore the storage offset of an argument, and all of them look for
+    pairs of arguments that overlap.
+    """
+    if not tensor.numel():
+        return tensor
+    span = 1 + sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
+    memory = from_dlpack(tensor.as_strided((span,), (1,)).view(torch.uint8))
+    return memory.view(tensor.dtype).as_strided(tensor.shape, tensor.stride())
+
+
+def collects(program: Program) -> bool:
+    """Whether a program has collectives or transfers."""
+    return any(is_launch(instr) or instr.op in TRANSFERS for instr in program.instrs)
+
+
+def is_small(program: Program) -> bool:
+    """Whether a program computes small values alone, so that its run time is bound by launches."""
+    largest = max((var.spec.nbytes for instr in program.instrs for var in instr.outputs()), default=0)
+    return largest <= _SMALL and not collects(program)

@@ -1,0 +1,24 @@
+"""The benches of several ranks run: their numbers mean something on GPUs alone."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from functional_cg.bench.ranks import pipelines, saves
+from tests.sharding.ranks import on_ranks
+from tests.shares import thorough
+
+SMALL = "--layers=2 --width=32 --time=8 --microbatches=4 --vocab=64 --steps=2".split()
+
+
+@thorough
+def test_pipelines_are_timed() -> None:
+    systems = "--systems=ours-aten,torch,alone-aten,zero-aten"
+    assert on_ranks(2, pipelines.main, [systems, *SMALL]) == [0, 0]
+
+
+@thorough
+def test_saves_are_timed(tmp_path: Path) -> None:
+    small = "--layers=1 --width=16 --vocab=64".split()
+    assert on_ranks(2, saves.main, [str(tmp_path / "saved"), *small]) == [0, 0]
+    assert {one.name for one in (tmp_path / "saved").iterdir()} >= {"ours-1", "torch.save", "dcp.async_save"}

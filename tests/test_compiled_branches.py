@@ -1,0 +1,72 @@
+"""Compiled steps in branches: what they say of themselves, and their bits on simulated lanes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import functional_cg as fcg
+from functional_cg.options import Options
+from functional_cg.stages.lower.compiled import lower
+from functional_cg.testing import Simulator, assert_replay_equals_eager
+from tests.branched import inputs, schedules
+from tests.shares import thorough
+
+
+def two_networks(state: Any, x: Tensor) -> Any:
+    a, b = (x @ state["a"]).tanh() @ state["a"], (x @ state["b"]).tanh() @ state["b"]
+    return {"a": state["a"] - a.mT @ a, "b": state["b"] - b.mT @ b}, {"a": a.sum(), "b": b.sum()}
+
+
+def chain(state: Any, x: Tensor) -> Any:
+    return {"a": x @ state["a"] @ state["a"], "b": state["b"]}, {}
+
+
+def words(fn: Any, **options: Any) -> str:
+    """What a step says on a GPU, before it is compiled."""
+    state = {"a": torch.zeros(4, 4), "b": torch.zeros(4, 4)}
+    lowered = fcg.graph_step(fn, lowering="aten").lower(state, torch.zeros(4, 4))
+    plan = lower(lowered.program, torch.device("cuda"), Options(**options), lowered.reference)
+    return plan.branches
+
+
+def test_what_a_compiled_step_says_of_its_branches(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_allocator_backend", lambda: "native")
+    assert words(two_networks, branches=4) == "branches: told once it is compiled"
+    auto = words(two_networks, branches="auto")
+    assert auto == "branches: none, a compiled step takes lanes only if their number is given"
+    assert words(chain, branches=4) == "branches: none, each call needs the one before"
+    monkeypatch.setattr("functional_cg.stages.lower.in_place._SMALL", 32)
+    large = words(two_networks, branches=4)
+    assert large == "branches: none, its values are so large that each kernel fills the device"
+
+
+@thorough
+def test_the_simulator_has_no_lanes_for_a_compiled_step_in_one_line() -> None:
+    step = fcg.graph_step(chain, lowering="inductor", branches=2, backend=Simulator(), certify=False)
+    with pytest.raises(TypeError, match=r'records ATen calls; it needs `lowering="aten"` .*the one before'):
+        step({"a": torch.zeros(4, 4), "b": torch.zeros(4, 4)}, torch.ones(4, 4))
+
+
+def networks(state: Any, x: Tensor) -> Any:
+    """Three networks of whole numbers that read each other; products stand between the kernels that are fused."""
+    names = ("a", "b", "c")
+    out = {}
+    for name, other in zip(names, ("b", "c", "a"), strict=True):
+        hidden = ((x @ state[name]).relu() + 1).clamp(-8, 8)
+        out[name] = ((hidden @ state[other]).clamp(-8, 8) @ state[name].mT).clamp(-8, 8)
+    new = {name: (state[name] + out[name].mT @ (x - state["n"])).clamp(-8, 8) for name in names}
+    return {**new, "n": state["n"] + 1}, {"a": out["a"], "sum": sum(value.sum() for value in out.values())}
+
+
+@thorough
+@pytest.mark.parametrize("number", range(12))
+def test_compiled_networks_on_simulated_lanes(number: int) -> None:
+    start = {"a": torch.eye(8), "b": torch.ones(8, 8), "c": -torch.eye(8), "n": torch.tensor(1)}
+    with schedules(number):
+        step = fcg.graph_step(networks, lowering="inductor", branches=2 + number % 5, backend=Simulator())
+        assert_replay_equals_eager(step, start, inputs(torch.zeros(8, 8), 9, number))
+        assert "units of work on" in step.explain(), step.explain()
