@@ -186,6 +186,7 @@ def graph_step(
     certify: Certify = "auto",
     activation_memory_budget: float | None = None,
     branches: Branches = 1,
+    compile_once: bool = False,
 ) -> GraphStep[P, R]: ...
 @overload
 def graph_step(
@@ -201,6 +202,7 @@ def graph_step(
     certify: Certify = "auto",
     activation_memory_budget: float | None = None,
     branches: Branches = 1,
+    compile_once: bool = False,
 ) -> _MakesStep: ...
 @entry("train_step = fcg.graph_step(fn)")
 def graph_step(fn: Any = None, /, **options: Any) -> Any:
@@ -253,6 +255,13 @@ def graph_step(fn: Any = None, /, **options: Any) -> Any:
         most 5 % more memory or 192 MiB. Each lane with products takes a workspace of cuBLAS, 32 MiB on an H100. A
         step with collectives and one with ops of other libraries run in one line. ``explain()`` says what runs side
         by side, or why nothing does.
+      compile_once: Whether a compiled step is cut where it repeats itself, and equal parts are compiled once: the
+        layers of a transformer or of :func:`functional_cg.scan`, forward and backward. What is left to compile
+        does not grow with their number, and ``explain()`` says which calls share a function. Calls in two parts are
+        not fused, so it is cut before products, convolutions and attention, which no compiler fuses with what they
+        read. Off by default, because a step of small values may then take more launches, and memory that a part
+        has read is free only when the part ends. A step with collectives, one over flat vectors
+        (``optim.flatten``) and one that repeats little stay one function.
     Raises:
       FunctionalCGError: At the call; the state passed in stays valid. See :mod:`functional_cg.errors`.
 
@@ -286,6 +295,7 @@ def graph_fn(
     verify_calls: int = 16,
     certify: Certify = "auto",
     branches: Branches = 1,
+    compile_once: bool = False,
 ) -> GraphFn[P, R]: ...
 @overload
 def graph_fn(
@@ -299,6 +309,7 @@ def graph_fn(
     verify_calls: int = 16,
     certify: Certify = "auto",
     branches: Branches = 1,
+    compile_once: bool = False,
 ) -> _MakesFn: ...
 @entry("predict = fcg.graph_fn(fn)")
 def graph_fn(fn: Any = None, /, **options: Any) -> Any:

@@ -50,6 +50,7 @@ class Options:
     certify: Certify = "auto"
     activation_memory_budget: float | None = None
     branches: Branches = 1
+    compile_once: bool = False
 
     @classmethod
     def of(cls, transform: str, fn: Any, given: Mapping[str, Any]) -> Self:
@@ -95,6 +96,13 @@ class Options:
             not isinstance(lanes, int) or isinstance(lanes, bool) or not 1 <= lanes <= 32
         ):
             raise ValueError(f"{transform}: branches must be 'auto' or an int from 1 to 32, got {lanes!r}")
+        if not isinstance(self.compile_once, bool):
+            raise ValueError(f"{transform}: compile_once must be True or False, got {self.compile_once!r}")
+        if self.compile_once and lanes != 1:
+            raise ValueError(
+                f"{transform}: parts that are compiled once run in one line: compile_once=True does not go with "
+                f"branches={lanes!r}.\nTo fix: leave one of them out."
+            )
         budget = self.activation_memory_budget
         number = isinstance(budget, (int, float)) and not isinstance(budget, bool)
         if budget is not None and not (number and 0 <= budget <= 1):

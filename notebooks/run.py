@@ -29,6 +29,7 @@ def run(path: Path) -> nbformat.NotebookNode:
         kernel_name="python3",
         coalesce_streams=True,
         record_timing=False,
+        shutdown_kernel="immediate",  # torch takes a second to take itself down
         resources=resources,
     )
     return client.execute()

@@ -1,4 +1,4 @@
-"""Random integer programs, compiled: every value equals that of the eager run at each of sixteen calls.
+"""Random integer programs, compiled: every value equals that of the eager run at each of sixteen calls or eight.
 
 ``python -m tests.exact_programs --programs 5000`` runs as many as one likes, several of them compiled together, and
 prints those that differ. ``--device cuda`` runs them on a GPU; ``--as-on-a-gpu`` on a CPU, by the lowering that
@@ -26,8 +26,7 @@ from functional_cg.testing import assert_no_alias, assert_trees_all_close
 from functional_cg.testing.strategies import StepProgram, exact_step_fns
 from tests.compiled_graphs import lower_as_on_a_gpu
 from tests.overwritten import overwritten
-
-CALLS = 16
+from tests.shares import CALLS
 
 
 def drawn(count: int, number: int, of: SearchStrategy[StepProgram]) -> list[StepProgram]:

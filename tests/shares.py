@@ -9,8 +9,9 @@ from typing import TypeVar
 
 import hypothesis
 import pytest
+import torch
 
-__all__ = ["THOROUGH", "diagonal", "few", "share", "thorough"]
+__all__ = ["CALLS", "THOROUGH", "diagonal", "few", "share", "thorough"]
 
 S = TypeVar("S")
 T = TypeVar("T")
@@ -19,6 +20,10 @@ T = TypeVar("T")
 few = hypothesis.settings(max_examples=max(hypothesis.settings().max_examples // 4, 1))
 
 THOROUGH = os.environ.get("FCG_HYPOTHESIS_PROFILE") == "thorough"
+
+# With new data, of a step that has to equal its eager run. Builds of torch for a GPU make sixteen there and on the
+# host, where a replay costs nothing.
+CALLS = 16 if THOROUGH or torch.version.cuda is not None else 8
 
 # Where other tests keep the same law on fewer cases.
 thorough = pytest.mark.skipif(not THOROUGH, reason="of the profile `thorough`")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import gc
 import weakref
@@ -276,6 +277,7 @@ def test_all_ways_to_read_a_stray() -> None:
     assert np.array_equal(np.from_dlpack(stray), real.numpy())
     assert float(stray[1]) == 2.0
     assert repr(stray) == repr(real)
+    assert torch.equal(copy.deepcopy(stray), real)
     assert torch.equal(torch.stack([stray, stray])[0], real)
     assert torch.equal(nn.functional.linear(torch.ones(1, 4), stray[None]), torch.full((1, 1), 12.0))
     w = torch.ones(4, requires_grad=True)

@@ -150,6 +150,7 @@ def advances() -> dict[str, Callable[[Any], Any]]:
         "map": kept(lambda h: list(map(h.list.append, [1])), lambda h: len(h.list)),
         "attribute": kept(lambda h: setattr(h, "n", h.n + 1), lambda h: h.n),
         "inner": kept(lambda h: h.list.append(1) or setattr(h, "n", len(h.list)), lambda h: h.n),
+        "by what stands in a dict": kept(lambda h: {"a": h.list.append}["a"](1), lambda h: len(h.list)),
         "deleted": kept(lambda h: h.long.pop(), lambda h: len(h.long)),
     }
 

@@ -13,8 +13,7 @@ from torch import Tensor
 
 import functional_cg as fcg
 from functional_cg.testing import assert_replay_equals_eager, assert_trees_all_equal
-
-CALLS = 20
+from tests.shares import CALLS
 
 
 @given(x=st.floats(-3, 3, width=32))

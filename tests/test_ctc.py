@@ -30,6 +30,14 @@ def example(seed: int, sizes: tuple[int, int, int, int], blank: int, device: str
     return tuple(one.to(device) for one in (logits, labels + (labels >= blank), inputs, outputs))
 
 
+def test_all_its_arguments_count_in_a_step() -> None:
+    logits, labels, inputs, outputs = example(0, (6, 3, 5, 2), 2, "cpu")
+    rows = logits.log_softmax(-1)
+    step = fcg.graph_fn(lambda *given: F.ctc_loss(*given, blank=2, reduction="none"))
+    expected = F.ctc_loss(rows, labels, inputs, outputs, blank=2, reduction="none")
+    torch.testing.assert_close(step(rows, labels, inputs, outputs), expected)
+
+
 @pytest.mark.parametrize("device", DEVICES)
 @settings(deadline=None)
 @given(

@@ -16,12 +16,11 @@ from torch.nn.attention.flex_attention import AuxRequest, BlockMask, create_bloc
 
 import functional_cg as fcg
 from functional_cg.testing import assert_trees_all_equal
-from tests.shares import share
+from tests.shares import CALLS, share
 
 # True here, too: the scores take memory.
 pytestmark = pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 
-CALLS = 16
 B, H, T, D = 2, 4, 160, 16
 BLOCK = 32
 # Tiles of torch's kernel that fit into a block.

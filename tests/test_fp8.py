@@ -17,8 +17,8 @@ from functional_cg.nn import Fp8Scaling, fp8, fp8_linear
 from functional_cg.stages.passes.float8 import to_float8
 from functional_cg.testing import Simulator, assert_trees_all_equal
 from tests.compiled_graphs import compiled
+from tests.shares import CALLS
 
-CALLS = 20
 HISTORY = 4
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 TOPS = (2.0**8, 2.0**8, 2.0**15)

@@ -14,8 +14,7 @@ from torch.nn.utils import prune
 
 import functional_cg as fcg
 from functional_cg.errors import BakedValueError, ForeignTensorError, SideEffectError
-
-CALLS = 16
+from tests.shares import CALLS
 
 
 def net() -> nn.Sequential:

@@ -136,6 +136,12 @@ def a_number_of_a_library() -> Case:
     return lambda x, one: x * math.tau, lambda: setattr(math, "tau", 5.0)
 
 
+def an_object_put_there() -> Case:
+    F.own_settings = SimpleNamespace(rate=2.0)  # type: ignore[attr-defined]
+    other = SimpleNamespace(rate=5.0)
+    return lambda x, one: x * F.own_settings.rate, lambda: setattr(F, "own_settings", other)  # type: ignore[attr-defined]
+
+
 def another_library_under_the_name() -> Case:
     globals()["G"] = F
     return lambda x, one: G.relu(x), lambda: globals().update(G=SimpleNamespace(relu=lambda x: x * 5.0))  # type: ignore[name-defined] # noqa: F821
@@ -376,7 +382,7 @@ def what_generators_delegate_to_in_turn() -> Case:
 
 CASES = [
     imported_by_name, imported_from, another_module_of_the_name, found_by_importlib, made_by_the_module,
-    asked_whether_it_is_there, missing_from_the_module, a_function_of_torch, a_function_put_there,
+    asked_whether_it_is_there, missing_from_the_module, a_function_of_torch, a_function_put_there, an_object_put_there,
     a_number_of_a_library, another_library_under_the_name, a_method_of_all_tensors, a_number_of_all_tensors,
     the_forward_of_a_class_of_torch, of_a_member, of_all_members, a_method_of_members, of_a_member_that_is_a_number,
     of_a_number, an_operator_of_a_number, of_the_class_of_a_string, an_equal_number, a_slot_that_is_filled_later,

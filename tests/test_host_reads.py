@@ -766,6 +766,17 @@ def code_of_a_function() -> Any:
     return lambda x, one: helper(x), lambda: setattr(helper, "__code__", (lambda x: x * 5).__code__)
 
 
+def code_of_a_method() -> Any:
+    class Rule:
+        def scaled(self, x: Any) -> Any:
+            return x * 2
+
+    rule = Rule()
+    return lambda x, one: rule.scaled(x), lambda: setattr(
+        Rule.scaled, "__code__", (lambda self, x: x * 5).__code__
+    )
+
+
 def a_cell_of_a_helper() -> Any:
     rate = 2.0
 
@@ -908,7 +919,8 @@ CHANGES = [
     a_builtin_that_is_shadowed, a_forward_of_one_module, a_hook, a_hook_on_all_modules, a_module_of_a_list,
     a_module_that_is_replaced, a_schedule_of_torch, a_rate_of_torch, equal_keys, the_sign_of_zero, a_decimal, an_alias,
     an_alias_as_an_argument, a_deque, an_ordered_dict, a_chain_map, a_user_list, a_default_dict, a_named_tuple_anew,
-    a_fraction, a_global_that_is_deleted, a_function_in_a_table, code_of_a_function, a_cell_of_a_helper,
+    a_fraction, a_global_that_is_deleted, a_function_in_a_table, code_of_a_function, code_of_a_method,
+    a_cell_of_a_helper,
     a_callback_in_a_table, a_set, a_byte, a_number_in_an_exception, a_while_with_an_else, a_walrus,
     a_nested_comprehension, a_dict_comprehension, a_variable_of_the_context, an_object_in_the_context, a_weak_reference,
     a_weak_proxy, of_a_thread, an_array_of_python, a_memoryview, a_bound_method_in_a_global, sorted_by_an_attribute,

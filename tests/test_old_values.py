@@ -20,6 +20,7 @@ from functional_cg.testing import assert_no_alias, assert_trees_all_close
 from tests.compiled_graphs import compiled, compiled_in_turn, compiled_once, lower_as_on_a_gpu
 from tests.sharding.programs import Setting
 from tests.sharding.ranks import on_ranks
+from tests.shares import CALLS
 
 # Ways to write "equal to a leaf of [4, 3]": copies, views and casts there and back, ops that happen to change nothing.
 SPELLINGS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -205,18 +206,18 @@ def assert_equal(got: Any, expected: Any, name: str) -> None:
 
 
 def assert_as_eager(train_step: Any, state: Any, batches: Callable[[int], Any], **options: Any) -> Any:
-    """Sixteen calls, of which all metrics are kept: bits of the eager run. Returns the step."""
+    """Calls, of which all metrics are kept: bits of the eager run. Returns the step."""
     state = fcg.place(state) if not hasattr(state, "generation") else state
     twin, step = fcg.fork(state), fcg.graph_step(train_step, lowering="inductor", **options)
     kept, expected = [], []
-    for call in range(16):
+    for call in range(CALLS):
         twin, wanted = step.eager(twin, batches(call))
         state, metrics = step(state, batches(call))
         kept.append(metrics)
         expected.append(wanted)
         assert_equal((state, metrics), (twin, wanted), f"call {call}")
     assert_equal(kept, expected, "kept metrics")
-    assert step.stats.replays == 16
+    assert step.stats.replays == CALLS
     return step
 
 

@@ -26,6 +26,7 @@ from functional_cg import optim, tree
 from functional_cg.errors import LayoutError
 from functional_cg.optim.algebra.base import Optimizer
 from tests.exports import exports
+from tests.shares import CALLS
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
@@ -418,12 +419,12 @@ def sharp_step_of(state: Any, batch: Tensor) -> Any:
 
 
 def assert_captured(tx: optim.GradientTransformation, function: Any = step_of) -> None:
-    """Twenty calls with new data: the captured step and the eager one have the same bits, and move."""
+    """Calls with new data: the captured step and the eager one have the same bits, and move."""
     generator = torch.Generator().manual_seed(2)
     params = {"w": torch.randn(5, 4, generator=generator), "b": torch.randn(4, generator=generator)}
     captured = fcg.TrainState.create(params=params, optimizer=tx)
     eager, step = fcg.fork(captured), fcg.graph_step(function, lowering="aten")
-    for call in range(STEPS):
+    for call in range(CALLS):
         batch = torch.randn(6, 5, generator=generator)
         eager, expected = step.eager(eager, batch)
         captured, metrics = step(captured, batch)
@@ -548,6 +549,28 @@ ARGUMENTS: dict[str, dict[str, Any]] = {
     "clip_by_norm": {"max_norm": 1.0}, "adaptive_clip": {"clipping": 0.1}, "freeze": {"mask": True},
     "add_noise": {"eta": 1.0, "gamma": 0.55, "key": 0}, "stochastic_rounding": {"inner": optim.sgd(0.1), "key": 0},
 }  # fmt: skip
+
+
+def test_a_link_has_the_defaults_of_its_optimizer() -> None:
+    others = {"belief": "adabelief", "rms": "rmsprop", "rss": "adagrad"}
+
+    def defaults(make: Any) -> dict[str, Any]:
+        return {
+            one.name: one.default
+            for one in inspect.signature(make).parameters.values()
+            if one.default is not one.empty
+        }
+
+    found = 0
+    for name in vars(optim):
+        rule = name.removeprefix("scale_by_")
+        optimizer = getattr(optim, others.get(rule, rule), None)
+        if rule != name and optimizer is not None and rule not in ("learning_rate", "schedule"):
+            link, whole = defaults(getattr(optim, name)), defaults(optimizer)
+            shared = link.keys() & whole.keys()
+            assert {one: link[one] for one in shared} == {one: whole[one] for one in shared}, name
+            found += len(shared)
+    assert found > 30
 
 
 def test_every_optimizer_is_captured_above() -> None:

@@ -30,9 +30,8 @@ from functional_cg.concurrency.interrupts import held_back
 from functional_cg.testing import Simulator, assert_no_alias, assert_trees_all_equal
 from functional_cg.testing import strategies as fst
 from tests.forked import Program
-from tests.shares import THOROUGH, few
+from tests.shares import CALLS, THOROUGH, few
 
-CALLS = 16
 BACKENDS = {"cpu": lambda: "auto", "simulator": Simulator}
 INTERRUPTS = 50 if THOROUGH else 20
 

@@ -30,9 +30,8 @@ from functional_cg.examples.programs import (
     trainer,
 )
 from functional_cg.testing import assert_replay_equals_eager, assert_trees_all_equal
-from tests.shares import thorough
+from tests.shares import CALLS, thorough
 
-CALLS = 20
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)]
 
 Start = tuple[Any, Any, list[tuple[Any, ...]]]  # the program's step, a state, and arguments for each call

@@ -11,8 +11,9 @@ from torch._inductor.utils import run_and_get_code
 
 import functional_cg as fcg
 from functional_cg.testing import assert_trees_all_equal
+from tests.shares import CALLS
 
-CALLS, LAYERS = 20, 3
+LAYERS = 3
 MM = torch.ops.aten.mm.default
 
 

@@ -71,6 +71,20 @@ def in_a_dict_by_get() -> Case:
     return table, lambda other: held.update({N: other})
 
 
+def in_a_dict_behind_a_helper() -> Case:
+    held: dict[int, Tensor] = {}
+
+    def known() -> Tensor | None:
+        return held.get(N)
+
+    def table() -> Tensor:
+        if known() is None:
+            held[N] = new_table()
+        return known()  # type: ignore[return-value]
+
+    return table, lambda other: held.update({N: other})
+
+
 def in_a_dict_by_setdefault() -> Case:
     held: dict[int, Tensor] = {}
     return lambda: held.setdefault(N, new_table()), lambda other: held.update({N: other})
@@ -166,8 +180,9 @@ def in_a_function() -> Case:
 
 
 CASES = (
-    cached, cached_with_a_limit, in_a_dict, in_a_dict_by_get, in_a_dict_by_setdefault, in_a_dict_of_pairs, in_a_list,
-    in_a_global, in_a_variable, in_a_class, in_an_object, in_a_function,
+    cached, cached_with_a_limit, in_a_dict, in_a_dict_by_get, in_a_dict_behind_a_helper,
+    in_a_dict_by_setdefault, in_a_dict_of_pairs, in_a_list, in_a_global, in_a_variable, in_a_class, in_an_object,
+    in_a_function,
 )  # fmt: skip
 
 

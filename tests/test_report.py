@@ -411,6 +411,14 @@ def test_a_fused_update_copies_nothing() -> None:
     assert "1 of them in place" in repr(step.lower(state, torch.ones(4, 2)))
 
 
+@pytest.mark.parametrize("make", [fcg.optim.adagrad, fcg.optim.adam, fcg.optim.sgd])
+def test_any_fused_update_is_in_place(make: Any) -> None:
+    step = fcg.graph_step(lambda state, grads: (state.apply_gradients(grads), {}))
+    state = fcg.TrainState.create(params={"w": torch.ones(2, 3)}, optimizer=make(0.1))
+    state, _ = step(state, {"w": torch.ones(2, 3)})
+    assert rows(step.explain())["state.params['w']"] == ("f32[2,3]", 0, "updated in place")
+
+
 def test_explain_a_function_that_borrows() -> None:
     step = fcg.graph_fn(lambda state, x: state["w"] * x)
     step(a_state(), 2.0)

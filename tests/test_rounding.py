@@ -18,9 +18,9 @@ from functional_cg import optim, random
 from functional_cg.precision import rounding, stochastic_round
 from functional_cg.random.words import half_words
 from functional_cg.testing import Simulator, assert_trees_all_equal
+from tests.shares import CALLS
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2)
-CALLS = 16
 
 on_all_dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 keys = st.integers(0, 2**64 - 1).map(random.key)

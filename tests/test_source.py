@@ -194,6 +194,10 @@ def percent(x, loss):
     return "loss %.3f" % loss  # noqa: UP031
 
 
+def percent_of_one_in_a_tuple(x, loss):
+    return "loss %.3f" % (loss,)  # noqa: UP031
+
+
 def str_format(x, loss):
     return "loss {:.3f}".format(loss)  # noqa: UP032
 
@@ -317,6 +321,7 @@ SPELLINGS = [
     (f_string_of_item, "`loss.item()`", "use `loss` itself"),
     (f_string_of_two, "`f'step {len(x)}: {loss:.1f}'`", "`fcg.debug_print('{}', loss)` prints"),
     (percent, "`'loss %.3f' % loss`", "`fcg.debug_print('{}', loss)` prints"),
+    (percent_of_one_in_a_tuple, "`'loss %.3f' % (loss,)`", "`fcg.debug_print('{}', loss)` prints"),
     (str_format, "`'loss {:.3f}'.format(loss)`", "`fcg.debug_print('{}', loss)` prints"),
     (format_builtin, "`format(loss, '.3f')`", "`fcg.debug_print('{}', loss)` prints"),
     (range_of, "`range(loss.long())`", "`torch.where(i < loss.long(), new, old)`"),

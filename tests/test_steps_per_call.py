@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 import functional_cg as fcg
+from tests.shares import CALLS
 
 STEPS = 4
-CALLS = 16
 
 
 def batches(n: int, steps: int = STEPS) -> dict[str, Tensor]:

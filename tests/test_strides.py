@@ -16,9 +16,7 @@ import functional_cg as fcg
 from functional_cg.testing import assert_trees_all_close, assert_trees_all_equal
 from functional_cg.testing.simulator import Simulator
 from tests.compiled_graphs import ON_A_GPU, compiled_in_turn
-from tests.shares import share
-
-CALLS = 16
+from tests.shares import CALLS, share
 
 
 class Net(nn.Module):

@@ -15,8 +15,7 @@ from torch import Tensor, nn
 import functional_cg as fcg
 from functional_cg.testing import assert_trees_all_equal
 from tests.compiled_graphs import ON_A_GPU
-
-CALLS = 16
+from tests.shares import CALLS
 
 
 class Reads(nn.Module):

@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 import functional_cg as fcg
-
-CALLS = 16
+from tests.shares import CALLS
 
 
 def data(n: int) -> Tensor:

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch import distributions as td
 
 import functional_cg as fcg
+from tests.shares import CALLS
 
 X = torch.linspace(0.2, 1.4, 12).view(4, 3)
 # Each from a positive tensor [4, 3]; two of a kind have a divergence.
@@ -96,11 +97,11 @@ def validation() -> Iterator[None]:
 def test_samples_densities_entropies_and_divergences(name: str) -> None:
     compute = results(name, MADE[name])
     step = fcg.graph_fn(compute)
-    for call in range(16):
+    for call in range(CALLS):
         key, x = fcg.random.key(call), X.roll(call, 0) + 0.01 * call
         expected, got = compute(key, x), step(key, x)
         torch.testing.assert_close(got, expected, rtol=0, atol=0, equal_nan=True)
-    assert step.stats.replays == 16
+    assert step.stats.replays == CALLS
 
 
 def test_an_eager_run_validates() -> None:

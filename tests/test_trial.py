@@ -378,6 +378,16 @@ def test_what_was_rounded_moves_by_an_ulp_and_what_is_exact_stays(dtype: torch.d
     assert bool(largest.isfinite().all())
 
 
+def test_what_decides_is_asked_of_numbers_that_were_rounded() -> None:
+    program = fcg.graph_fn(lambda x, n: (x < n, x + n)).lower(torch.rand(1000), torch.arange(1000)).program
+    (x, n), (compared, added) = program.inputs, program.instrs
+    values = {x: torch.rand(1000), n: torch.arange(1000)}
+    assert Shaker().arguments(compared, values) == Shaker(1, 8).arguments(added, values) == {}
+    moved = Shaker(1, 8).arguments(compared, values)
+    assert moved.keys() == {x}
+    assert 0 < float((moved[x] - values[x]).abs().max()) < 1e-5
+
+
 @pytest.mark.parametrize("device", HERE)
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

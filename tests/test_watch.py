@@ -765,6 +765,13 @@ def unpacked(held):
     return lr
 
 
+def first_or(held, default):
+    try:
+        return held[0]
+    except IndexError:
+        return default
+
+
 def entered(held):
     with held as cfg:
         return cfg.lr
@@ -830,6 +837,7 @@ READ = {
     "tuple key": (lambda: {("a", 1): 0.1}, lambda held: held["a", 1], put(("a", 1))),
     "None as a key": (lambda: {None: 0.1}, lambda held: held[None], put(None)),
     "float key": (lambda: {0.5: 0.1}, lambda held: held[0.5], put(0.5)),
+    "index, missing": (list, lambda held: first_or(held, 1), lambda held: held.append(2)),
     "in": (dict, lambda held: "lr" in held, put("lr")),
     "in a set": (set, lambda held: [k in held for k in torch.ones(1)], lambda held: held.add("w")),
     "get, missing": (dict, lambda held: held.get("lr", 0.1), put("lr")),
@@ -968,6 +976,7 @@ UNREAD = {
     "object in a list": (lambda: [rates(1)], lambda held: list(held), lambda held: set_lr(held[0])),
     "truth alone": (lambda: [1], lambda held: 1 if held else 2, lambda held: held.append(2)),
     "length alone": (lambda: [1], lambda held: len(held), put(0, 2)),
+    "length compared": (lambda: [1], lambda held: 1 if len(held) < 2 else 2, put(0, 2)),
     "kind alone": (lambda: [[1]], lambda held: isinstance(held[0], list), lambda held: held[0].append(2)),
     "equal again": (lambda: {"betas": [0.1, 0.2]}, lambda held: sum(held["betas"]), put("betas", [0.1, 0.2])),
     "printed": (lambda: [1], lambda held: print(held), put(0, 2)),  # noqa: T201

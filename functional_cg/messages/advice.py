@@ -19,6 +19,10 @@ __all__ = [
 ]
 
 OR_OUTSIDE = "or return the value in `metrics` and decide outside of the step"
+WITHOUT_IF = (
+    "leave out the `if`: what follows then runs at each call, and keeps what it does not apply to, "
+    "`torch.where(mask, new, old)`; a mask that is False everywhere masks nothing"
+)
 GENERIC = f"`torch.where(cond, a, b)`; {OR_OUTSIDE}"
 ADDRESS = (  # Triton asks for addresses when it launches a kernel.
     "leave addresses to kernels: launch one of Triton's in an op, `@torch.library.triton_op(name, mutates_args=())`, "
@@ -45,13 +49,15 @@ BUILTINS = _table("""
 """.replace("ELSE", OR_OUTSIDE).replace("LOG", LOG))  # fmt: skip
 FUNCTIONS = _table("""
     item | use `{x}` itself, a 0-dim tensor computes like a number; or return it in `metrics`
-    tolist numpy __array__ | stay with torch ops on `{x}`; or return it in `metrics` and convert it outside of the step
+    tolist | stay with torch ops on `{x}`; for parts of such sizes, compute each on all rows and mask; ELSE
+    numpy __array__ | stay with torch ops on `{x}`; or return it in `metrics` and convert it outside of the step
     cpu to | leave `{x}` on its device; or return it in `metrics` and move it outside of the step
     nonzero argwhere | its length depends on values: keep the mask of fixed shape, `torch.where({x} != 0, values, 0)`
     where | its length depends on values: keep the mask of fixed shape, `torch.where({x}, values, 0)`
     unique | its length depends on values: sort and mark the repeats, `s = torch.sort({x}).values; s[1:] == s[:-1]`
     unique_consecutive | its length depends on values: mark the repeats instead, `{x}[1:] == {x}[:-1]`
     masked_select | `torch.where({y}, {x}, 0)` keeps the shape
+    lstsq | write `torch.linalg.pinv({x}) @ {y}`: its residuals depend on the rank, so their shape does, too
     repeat_interleave | give the total length as a number, `torch.repeat_interleave({args}, output_size=n)`
     index_put index_put_ | `torch.where(mask, new, {x})` keeps the shape
     one_hot | give the number of classes, `torch.nn.functional.one_hot({x}, num_classes=n)`

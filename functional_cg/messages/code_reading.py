@@ -10,7 +10,6 @@ import ast
 import contextlib
 import dataclasses
 import dis
-import functools
 import inspect
 import itertools
 import linecache
@@ -22,12 +21,22 @@ from typing import Any
 
 import torch
 
-from .advice import ARRAY, BUILTINS, DRAWN_ARRAY, FUNCTIONS, GENERIC, INDEX, LOG, OR_OUTSIDE, TABLE
-from .masks import is_mask, stored_by_mask
+from .advice import (
+    ARRAY,
+    BUILTINS,
+    DRAWN_ARRAY,
+    FUNCTIONS,
+    GENERIC,
+    INDEX,
+    LOG,
+    OR_OUTSIDE,
+    TABLE,
+    WITHOUT_IF,
+)
+from .expressions import as_tensor, fold, is_mask, operand, stored_by_mask, text_of
 
 __all__ = ["Site", "operand", "sync_spelling", "text_of"]
 
-_TEXT_SHOWN = 72
 _F_STRING_PARTS = (ast.JoinedStr, ast.FormattedValue, ast.Constant)
 
 
@@ -113,11 +122,6 @@ def _extent(node: Any) -> tuple[int, int]:
     return node.end_lineno - node.lineno, node.end_col_offset - node.col_offset
 
 
-def text_of(node: ast.AST) -> str:
-    text = " ".join(ast.unparse(node).split())
-    return text if len(text) <= _TEXT_SHOWN else text[: _TEXT_SHOWN - 1] + "…"
-
-
 def _truth(site: Site) -> tuple[str, str] | None:
     """Classify a truth test: ``if``, ``while``, ``assert``, ternary, ``and``/``or``/``not`` or filter."""
     # Since Python 3.13, a comparison that is only tested converts to a truth value itself.
@@ -130,7 +134,7 @@ def _truth(site: Site) -> tuple[str, str] | None:
         isinstance(parent, ast.UnaryOp) and isinstance(parent.op, ast.Not)
     ):
         test, parent = parent, site.up(parent)
-    cond, text = _as_tensor(test), text_of(test)
+    cond, text = as_tensor(test), text_of(test)
     match parent:
         case ast.IfExp() if parent.test is test:
             return (
@@ -156,32 +160,10 @@ def _truth(site: Site) -> tuple[str, str] | None:
     return f"the truth value of `{text}`", f"`torch.where({cond}, a, b)`; {OR_OUTSIDE}"
 
 
-def _as_tensor(test: ast.expr) -> str:
-    """Return an expression for `test` as a tensor."""
-    match test:
-        case ast.BoolOp():
-            name = "torch.logical_and" if isinstance(test.op, ast.And) else "torch.logical_or"
-            parts = [_as_tensor(value) for value in test.values]
-        case ast.Compare(ops=[_, _, *_]):
-            terms = [test.left, *test.comparators]
-            name = "torch.logical_and"
-            parts = [
-                text_of(ast.Compare(left, [op], [right]))
-                for left, op, right in zip(terms, test.ops, terms[1:], strict=False)
-            ]
-        case ast.UnaryOp(op=ast.Not()):
-            return f"torch.logical_not({_as_tensor(test.operand)})"
-        case _:
-            return text_of(test)
-    return _fold(name, parts)
-
-
-def _fold(name: str, parts: Sequence[str]) -> str:
-    return functools.reduce(lambda head, part: f"{name}({head}, {part})", parts)
-
-
 def _branches(site: Site, node: ast.If, cond: str) -> str:
     match node.body, node.orelse:
+        case [ast.Return(None | ast.Constant(None)) | ast.Assign(value=ast.Constant(None))], []:
+            return f"{WITHOUT_IF}; {OR_OUTSIDE}"
         case ([ast.Assign([ast.Name(name)], yes)], [ast.Assign([ast.Name(other)], no)]) if name == other:
             return f"`{name} = torch.where({cond}, {text_of(yes)}, {text_of(no)})`; {OR_OUTSIDE}"
         case ([ast.Assign([ast.Name(name) as target], yes)], []) if _is_tree(site.value(target)):
@@ -246,6 +228,8 @@ def _call(site: Site) -> tuple[str, str] | None:
         args.sort(key=lambda arg: not isinstance(site.value(arg), torch.Tensor))
     if template is None or not args:
         return what, f"that call needs a Python number: {GENERIC}"
+    if is_mask(args[0], site.value, guessed=False):
+        template = template.replace("{x} != 0", "{x}")
     if isinstance(args[0], ast.List | ast.Tuple) and "itself" in template:
         numbers = (ast.Constant, ast.UnaryOp)
         parts = [
@@ -254,11 +238,6 @@ def _call(site: Site) -> tuple[str, str] | None:
         return what, f"write `torch.stack([{', '.join(parts)}])`"
     x, y = operand(args[0]), operand(args[1]) if len(args) > 1 else "value"
     return what, template.format(x=x, y=y, name=name, args=", ".join(map(text_of, args)))
-
-
-def operand(node: ast.AST) -> str:
-    tight = isinstance(node, ast.Name | ast.Attribute | ast.Subscript | ast.Call)
-    return text_of(node) if tight else f"({text_of(node)})"
 
 
 def _extremum(site: Site, name: str, args: Sequence[ast.expr]) -> str:
@@ -271,7 +250,7 @@ def _extremum(site: Site, name: str, args: Sequence[ast.expr]) -> str:
         tensor = args[0] if args[1] is numbers[0] else args[1]
         bound = "min" if name == "max" else "max"
         return f"write `torch.clamp({text_of(tensor)}, {bound}={text_of(numbers[0])})`"
-    return f"write `{_fold(f'torch.{name}imum', [text_of(arg) for arg in args])}`"
+    return f"write `{fold(f'torch.{name}imum', [text_of(arg) for arg in args])}`"
 
 
 def _containment(site: Site) -> tuple[str, str] | None:
@@ -281,7 +260,7 @@ def _containment(site: Site) -> tuple[str, str] | None:
     item, container = node.left, node.comparators[0]
     found = f"({text_of(ast.Compare(container, [ast.Eq()], [item]))}).any()"
     if isinstance(container, ast.List | ast.Tuple | ast.Set):
-        found = _fold(
+        found = fold(
             "torch.logical_or", [text_of(ast.Compare(item, [ast.Eq()], [one])) for one in container.elts]
         )
     return f"`{text_of(node)}`", f"write `{found}`, a tensor, and select with `torch.where`"
@@ -315,10 +294,6 @@ def _subscript(site: Site) -> tuple[str, str] | None:
         if dim is not None:
             return f"`{text_of(node)}`", fix(site, base, indices, dim)
     return f"`{text_of(node)}`", INDEX
-
-
-def _is_mask(site: Site, index: ast.AST) -> bool:
-    return is_mask(index, site.value, guessed=site.by_mask)
 
 
 def _is_window(site: Site, index: ast.AST) -> bool:
@@ -394,4 +369,8 @@ def _fix_scalar(site: Site, base: str, indices: Sequence[Any], dim: int) -> str:
 
 _INDEX_FIXES: tuple[
     tuple[Callable[[Site, ast.AST], bool], Callable[[Site, str, Sequence[Any], int], str]], ...
-] = ((_is_mask, _fix_mask), (_is_window, _fix_window), (_is_scalar, _fix_scalar))
+] = (
+    (lambda site, index: is_mask(index, site.value, guessed=site.by_mask), _fix_mask),
+    (_is_window, _fix_window),
+    (_is_scalar, _fix_scalar),
+)

@@ -65,6 +65,7 @@ class ExecutionPlan(Protocol):
       copies: Whether new values are computed elsewhere and copied into their slots.
       branches: What runs side by side, in words; empty if that is no question.
       temporaries: Bytes of temporaries at the peak if that is more than in one line; else 0.
+      shared: Which calls share a compiled function, in words: a line for each such function.
     """
 
     schedule: Schedule
@@ -73,6 +74,7 @@ class ExecutionPlan(Protocol):
     copies: bool
     branches: str
     temporaries: int
+    shared: Sequence[str]
 
     def bind(self, buffers: Buffers) -> Run:
         """Bind the plan to buffers; the result runs on exactly these addresses."""
@@ -101,6 +103,7 @@ class AtenPlan:
     copies = True
     branches = ""
     temporaries = 0
+    shared: Sequence[str] = ()
 
     def __init__(self, program: Program, plan: Schedule, *, timed: bool = False) -> None:
         self._program, self._timed = program, timed

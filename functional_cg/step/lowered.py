@@ -371,7 +371,7 @@ class Lowered(metaclass=Documented):
         pairs = staged_pairs(self.program, self.plan.schedule)
         twice = [f"copied twice: {old} <- {new}, which the same call overwrites" for old, new in pairs]
         more = [f"… and {len(twice) - _STAGED_SHOWN:,} more"] if len(twice) > _STAGED_SHOWN else []
-        branches = [self.plan.branches] if self.plan.branches else []
+        branches = [*self.plan.shared, *([self.plan.branches] if self.plan.branches else [])]
         return [f"{title}{self._plan_line()}", *branches, *certificate, *twice[:_STAGED_SHOWN], *more]
 
     def _state_costs(self) -> Iterator[tuple[BoundState, list[Entry]]]:

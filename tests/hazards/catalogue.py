@@ -883,11 +883,11 @@ HAZARDS = (
          "races::test_each_dropped_edge_is_refused", "races::test_a_branch_past_the_commit_is_refused",
          "races::test_an_early_reuse_of_memory_is_refused",
          "branches_cuda::test_exact_programs_in_branches_of_a_graph"),
-    _row(184, 1, "N130 N131",
+    _row(182, 1, "N130 N131",
          "a module, a function of a library, an attribute of a number or of an enum's member changes unnoticed",
          "refused: BakedValueError; what a class in C computes by itself is not seen: debug=\"verify\"",
          "host_parts::test_each_change_is_loud", "host_parts::test_what_is_no_change_is_not_refused"),
-    _row(185, 1, "N132", "a declared constant becomes another part of its memory, which counts as no write",
+    _row(183, 1, "N132", "a declared constant becomes another part of its memory, which counts as no write",
          "refused: BakedValueError; memory, part, layout and writes are compared at each call",
          "constants::test_each_change_is_noticed", "constants::test_what_is_no_change_of_a_value"),
 )

@@ -20,8 +20,6 @@ import functional_cg as fcg
 from functional_cg.ambient.setting import AsTraced
 from functional_cg.testing import Simulator, assert_no_alias, assert_trees_all_equal
 
-CALLS = 16
-
 
 @dataclass(frozen=True)
 class Place:

@@ -14,8 +14,8 @@ from torch import Tensor
 import functional_cg as fcg
 from functional_cg.testing import Simulator, assert_no_alias, assert_trees_all_equal
 from functional_cg.testing import strategies as fst
-from tests.hazards.law import CALLS, GPU, Place, assert_law, everywhere
-from tests.shares import few
+from tests.hazards.law import GPU, Place, assert_law, everywhere
+from tests.shares import CALLS, few
 
 
 @pytest.mark.cuda

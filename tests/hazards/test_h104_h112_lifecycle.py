@@ -15,9 +15,9 @@ import functional_cg as fcg
 from functional_cg.stages.run.capture import _failure, _first
 from functional_cg.testing import assert_trees_all_equal
 from tests.forked import Program
-from tests.hazards.law import CALLS, COMPILED, CPU, GPU, SIMULATOR, Place, assert_law, everywhere
+from tests.hazards.law import COMPILED, CPU, GPU, SIMULATOR, Place, assert_law, everywhere
 from tests.out_of_sight import OutOfSight
-from tests.shares import THOROUGH
+from tests.shares import CALLS, THOROUGH
 
 
 class PlantedError(Exception):

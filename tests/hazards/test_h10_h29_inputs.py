@@ -15,8 +15,8 @@ from torch import Tensor
 import functional_cg as fcg
 from functional_cg.testing import assert_trees_all_equal
 from functional_cg.testing import strategies as fst
-from tests.hazards.law import CALLS, CPU, Place, as_it_is, assert_law, everywhere, living_tensors
-from tests.shares import few
+from tests.hazards.law import CPU, Place, as_it_is, assert_law, everywhere, living_tensors
+from tests.shares import CALLS, few
 
 SHAPE = (4, 1, 3)
 DTYPES = (

@@ -14,8 +14,8 @@ from torch import Tensor
 
 import functional_cg as fcg
 from functional_cg.testing import assert_trees_all_close, assert_trees_all_equal
-from tests.hazards.law import CALLS, CPU, Place, assert_law, everywhere
-from tests.shares import few
+from tests.hazards.law import CPU, Place, assert_law, everywhere
+from tests.shares import CALLS, few
 
 
 def loss_of(p: Any, x: Tensor) -> Tensor:

@@ -16,8 +16,8 @@ from torch.utils.checkpoint import checkpoint
 
 import functional_cg as fcg
 from functional_cg.testing import assert_trees_all_equal
-from tests.hazards.law import CALLS, CPU, GPU, Place, assert_law, everywhere, on_both_devices
-from tests.shares import few
+from tests.hazards.law import CPU, GPU, Place, assert_law, everywhere, on_both_devices
+from tests.shares import CALLS, few
 
 
 def params(place: Place) -> dict[str, Tensor]:

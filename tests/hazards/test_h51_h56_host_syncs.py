@@ -14,8 +14,8 @@ from torch import Tensor
 
 import functional_cg as fcg
 from functional_cg.testing import assert_trees_all_close, assert_trees_all_equal
-from tests.hazards.law import CALLS, GPU, Place, assert_law, everywhere, on_both_devices
-from tests.shares import few
+from tests.hazards.law import GPU, Place, assert_law, everywhere, on_both_devices
+from tests.shares import CALLS, few
 
 TOKENS = 3073  # one more than the sizes for which torch has a kernel that does not sort
 

@@ -14,8 +14,8 @@ from torch.utils.checkpoint import checkpoint
 
 import functional_cg as fcg
 from functional_cg.testing import assert_trees_all_equal
-from tests.hazards.law import CALLS, GPU, Place, as_it_is, assert_law, everywhere
-from tests.shares import few
+from tests.hazards.law import GPU, Place, as_it_is, assert_law, everywhere
+from tests.shares import CALLS, few
 
 
 def keyed(place: Place, seed: int = 0) -> Any:

@@ -19,8 +19,8 @@ import functional_cg as fcg
 from functional_cg.stages.run import capture
 from functional_cg.testing import Simulator, assert_trees_all_equal
 from tests.at_once import at_once
-from tests.hazards.law import CALLS, GPU, SIMULATOR, Place, everywhere
-from tests.shares import few
+from tests.hazards.law import GPU, SIMULATOR, Place, everywhere
+from tests.shares import CALLS, few
 
 
 def train(state: Any, x: Tensor) -> Any:

@@ -11,7 +11,8 @@ from torch import Tensor
 import functional_cg as fcg
 from functional_cg.testing import assert_trees_all_equal
 from tests.cuda import helpers_cuda
-from tests.hazards.law import CALLS, CPU, GPU, Place, as_it_is, everywhere, living_tensors
+from tests.hazards.law import CPU, GPU, Place, as_it_is, everywhere, living_tensors
+from tests.shares import CALLS
 
 MIB = 2**20
 SLACK = 96 * MIB  # workspaces of cuBLAS on the streams of warm-up and capture, and rounding to segments

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from tests.mutants.branches import BRANCHES
 from tests.mutants.mutant import Mutant
+from tests.mutants.parts import PARTS
 from tests.mutants.pipelines import PIPELINES
 from tests.mutants.sharded import SHARDED
 
@@ -21,7 +22,7 @@ LEFT = "tests/test_left_behind.py::"
 OLD_VALUES = "tests/test_old_values.py::"
 TRIAL = "tests/test_trial.py::"
 CALLS = "tests/test_host_calls.py::"
-PARTS = "tests/test_host_parts.py::test_each_change_is_loud"
+HOST_PARTS = "tests/test_host_parts.py::test_each_change_is_loud"
 READS = "tests/test_host_reads.py::"
 TURNS = "tests/test_turns.py::"
 SIGNALS = "tests/test_signals.py::"
@@ -648,6 +649,7 @@ MUTANTS = (
     *SHARDED,
     *PIPELINES,
     *BRANCHES,
+    *PARTS,
     Mutant(
         "N38",
         "the fast path is taken with static arguments: a call without one is that of the call before",
@@ -994,7 +996,7 @@ MUTANTS = (
                 "",
             ),
         ),
-        (f"{PARTS}[a_function_of_torch]", f"{PARTS}[a_number_of_a_library]"),
+        (f"{HOST_PARTS}[a_function_of_torch]", f"{HOST_PARTS}[a_number_of_a_library]"),
         no_gpu="the Python of a step runs on the host",
     ),
     Mutant(
@@ -1006,7 +1008,7 @@ MUTANTS = (
                 "        return not is_value(value)\n",
             ),
         ),
-        (f"{PARTS}[of_a_number]", f"{PARTS}[of_a_member]"),
+        (f"{HOST_PARTS}[of_a_number]", f"{HOST_PARTS}[of_a_member]"),
         no_gpu="the Python of a step runs on the host",
     ),
     Mutant(

@@ -13,10 +13,11 @@ from torch import Tensor
 import functional_cg as fcg
 from functional_cg import optim, sharding
 from tests.sharding.programs import randn
+from tests.shares import CALLS
 
 __all__ = ["CALLS", "CUTS", "FEATURES", "ONE", "TWO", "Run", "loss_of", "made", "params", "rows", "trained"]
 
-CALLS, LAYERS, ROWS, WORDS = 12, 4, 24, 11
+LAYERS, ROWS, WORDS = 4, 24, 11
 ONE, TWO = {"stage": 1, "data": -1}, {"stage": 2, "data": -1}
 FEATURES = ("plain", "tied", "everywhere", "double", "dropout", "clip", "adamw", "accumulate", "aux", "skip")
 # Schedule -> in front of which layers it is cut, on two ranks.

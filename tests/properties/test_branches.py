@@ -303,3 +303,7 @@ def test_a_kernel_that_returns_other_memory_than_traced_runs_in_one_line(
 def test_numbers_of_lanes(lanes: Any) -> None:
     with pytest.raises(ValueError, match=r"graph_step: branches must be 'auto' or an int from 1 to 32, got"):
         fcg.graph_step(heads, branches=lanes)
+    with pytest.raises(
+        ValueError, match=r"compile_once=True does not go with branches=4.\nTo fix: leave one"
+    ):
+        fcg.graph_step(lambda state: (state, {}), compile_once=True, branches=4)

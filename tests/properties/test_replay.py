@@ -26,8 +26,8 @@ from functional_cg.testing import (
     assert_trees_all_equal,
 )
 from functional_cg.testing import strategies as fst
+from tests.shares import CALLS
 
-CALLS = 16
 BACKENDS = {"cpu": lambda: "auto", "simulator": Simulator}
 
 on_both_backends = pytest.mark.parametrize("backend", BACKENDS.values(), ids=BACKENDS.keys())

@@ -245,7 +245,45 @@ def is_nonzero(s, b):
     return b["s"].is_nonzero()
 
 
+def dropped_mask(s, b):
+    mask = b["x"] > 4
+    if not mask.any():
+        mask = None
+    return b["x"] if mask is None else b["x"].masked_fill(mask, 0)
+
+
+def parts_by_sizes(s, b):
+    sizes = (b["x"] > 2).sum(0)
+    return torch.cat([part * i for i, part in enumerate(b["x"].view(-1).split(sizes.tolist()))])
+
+
+def nonzero_of_a_mask(s, b):
+    x = b["x"].view(-1)
+    return x[(x > 2).nonzero()].sum()
+
+
+def least_squares(s, b):
+    x = b["x"].double()
+    return torch.linalg.lstsq(x, x).solution
+
+
 DECISIONS = [
+    Spelling(
+        dropped_mask,
+        "leave out the `if`: what follows then runs at each call",
+        lambda s, b: b["x"].masked_fill(b["x"] > 4, 0),
+    ),
+    Spelling(parts_by_sizes, "for parts of such sizes, compute each on all rows and mask"),
+    Spelling(
+        nonzero_of_a_mask,
+        "`torch.where((x > 2), values, 0)`",
+        lambda s, b: torch.where(b["x"] > 2, b["x"], 0).sum(),
+    ),
+    Spelling(
+        least_squares,
+        "write `torch.linalg.pinv(x) @ x`",
+        lambda s, b: torch.linalg.pinv(b["x"].double()) @ b["x"].double(),
+    ),
     Spelling(
         if_statement,
         "`y = torch.where(b['s'] > 0, y * 2, y)`",

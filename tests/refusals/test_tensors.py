@@ -411,6 +411,53 @@ def test_exchanged_memory(function):
     assert_refused(metric(function), ReadOnlyError, "exchanges the memory of a tensor", where=function)
 
 
+class Teacher(torch.nn.Module):
+    """Follows another module in its forward: by the fix of the refusal, or by what is refused."""
+
+    def __init__(self, *, writes):
+        super().__init__()
+        self.student, self.teacher = torch.nn.Linear(3, 2), torch.nn.Linear(3, 2).requires_grad_(False)
+        self.writes = writes
+
+    def forward(self, x):
+        for mean, new in zip(self.teacher.parameters(), self.student.parameters(), strict=True):
+            if self.writes:
+                mean.data.copy_(0.9 * mean.data + 0.1 * new.data)
+            else:
+                mean.data = 0.9 * mean.data + 0.1 * new.data
+        return (self.student(x) - self.teacher(x)).square().mean()
+
+
+def test_an_average_is_written_in_place_of_exchanged():
+    def step_of(module):
+        apply, params, buffers = fcg.from_module(module)
+
+        def train_step(state, x):
+            loss_fn = lambda params: apply(params, state.buffers, x)  # noqa: E731
+            (loss, new), grads = fcg.value_and_grad(loss_fn, has_aux=True)(state.params)
+            return state.apply_gradients(grads, buffers=new), loss
+
+        return train_step, fcg.TrainState.create(params=params, buffers=buffers, optimizer=fcg.optim.sgd(0.1))
+
+    train_step, state = step_of(Teacher(writes=False))
+    with pytest.raises(ReadOnlyError, match=r"write the values, `x.data.copy_\(new\)`"):
+        fcg.graph_step(train_step)(state, torch.ones(4, 3))
+    ported, module = Teacher(writes=True), Teacher(writes=False)
+    module.load_state_dict(ported.state_dict())
+    train_step, state = step_of(ported)
+    step = fcg.graph_step(train_step, lowering="aten")
+    for call in range(4):
+        x = torch.full((4, 3), float(call))
+        module.zero_grad()
+        module(x).backward()
+        state, _ = step(state, x)
+        with torch.no_grad():
+            for param in module.student.parameters():
+                param -= 0.1 * param.grad
+        for name, param in module.teacher.named_parameters():
+            torch.testing.assert_close(fcg.snapshot(state.buffers)[f"teacher.{name}"], param.detach())
+
+
 @pytest.mark.parametrize("function", [swapped, swapped_and_returned])
 def test_swapped_tensors(function):
     """torch refuses it itself where its cache of fake tensors holds a weak reference: at the first such op."""

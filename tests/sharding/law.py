@@ -19,13 +19,13 @@ from functional_cg.shards.tensor import Sharded
 from functional_cg.testing import assert_no_alias, assert_trees_all_equal
 from tests.hazards.law import COMPILED, CPU, Place, overwrite
 from tests.sharding.programs import PROGRAMS, Setting, key_of, mlp_loss, mlp_state
+from tests.shares import CALLS
 
 __all__ = [
     "CALLS", "HYBRID", "Run", "assert_same_step", "backends", "batches", "forks_in_turn", "held", "law",
     "on_gloo_and_nccl", "rank_of", "trained", "two_steps_on_one_state",
 ]  # fmt: skip
 
-CALLS = 16
 HYBRID = {"replica": 2, "shard": 2}
 
 

@@ -19,9 +19,9 @@ from functional_cg.testing import assert_trees_all_equal
 from tests.sharding.law import HYBRID, held, on_gloo_and_nccl
 from tests.sharding.programs import Setting, randn
 from tests.sharding.ranks import on_ranks
+from tests.shares import CALLS
 
 ROWS = 4  # of each rank
-CALLS = 12
 LATE = 20_000_000  # cycles that a kernel takes which the next one waits for
 
 

@@ -30,7 +30,7 @@ __all__ = [
 Memory = int | str
 
 GENERATOR, _CHECKS = "generator", "checks"
-_MOVING = frozenset(f"aten::{name}_" for name in ("resize", "resize_as", "set", "swap"))
+_MOVING = frozenset(f"aten::{name}_" for name in ("resize", "resize_as", "set"))
 _KNOWN = ("aten::", "fcg::", "prims::")
 
 

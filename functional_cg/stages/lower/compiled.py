@@ -30,9 +30,11 @@ from ..trial.reference import Reference
 from .graph import Entrance, build_graph
 from .head import ONE_LINE, Compiler, Head, by_inductor
 from .in_place import InPlacePlan, arguments_of, collects, is_small
+from .parts import parts_of
+from .parts_plan import PartsPlan
 from .regions import RegionsPlan
 
-__all__ = ["HeadPlan", "lower", "prepare", "without_lanes"]
+__all__ = ["HeadPlan", "in_parts", "lower", "prepare", "without_lanes"]
 
 _LARGE = 2**20  # bytes: recomputing or storing a smaller value takes a kernel longer than it is worth
 
@@ -43,7 +45,7 @@ def lower(program: Program, device: torch.device, options: Options, reference: R
     Args:
       program: The program.
       device: Where it runs.
-      options: The options of the step: ``lowering`` and ``activation_memory_budget``.
+      options: The options of the step: ``lowering``, ``compile_once`` and ``activation_memory_budget``.
       reference: The program as traced, which finds the user's line for an exception from a compiled function.
     """
     on_gpu, choice = device.type == "cuda", options.lowering
@@ -64,10 +66,38 @@ def lower(program: Program, device: torch.device, options: Options, reference: R
     on_lanes = asked and not why and compiler is None  # on a CPU, simulated ones: it stands for a GPU
     if on_gpu or on_lanes:
         prepare(program, budget=options.activation_memory_budget)
-    if compiler is not None or not (on_gpu or on_lanes):
+    in_place = compiler is None and (on_gpu or on_lanes)
+    if options.compile_once:
+        parted = in_parts(program, device, compiler, reference, in_place=in_place)
+        if parted is not None:
+            return parted
+    if not in_place:
         return HeadPlan(program, device, compiler, reference)
     why = why or ("" if asked else "as asked for") or _fills_a_line(program, options)
     return InPlacePlan(program, device, None if why else _spread(program, options), why)
+
+
+def in_parts(
+    program: Program,
+    device: torch.device,
+    compiler: Compiler | None,
+    reference: Reference,
+    *,
+    in_place: bool,
+) -> PartsPlan | None:
+    """Return a plan that compiles equal parts of a program once; None if that would save too little.
+
+    Args:
+      program: A rewritten program.
+      device: Where it runs.
+      compiler: Compiles a part; None for inductor.
+      reference: The program as traced.
+      in_place: Whether the compiled functions write the slots.
+    """
+    write_out_of_place(program)
+    plan = schedule(program, fuse=not in_place)
+    parts = parts_of(program, plan, in_place=in_place)
+    return None if parts is None else PartsPlan(program, device, plan, parts, compiler, reference)
 
 
 def without_lanes(device: torch.device, backend: Any) -> str:
@@ -125,6 +155,7 @@ class HeadPlan:
     copies = True
     branches = ONE_LINE
     temporaries = 0
+    shared: Sequence[str] = ()
 
     def __init__(
         self, program: Program, device: torch.device, compiler: Compiler | None, reference: Reference

@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.dlpack import from_dlpack
 
 from ...ambient.modes import ordinary, without_gradients
 from ...concurrency.interrupts import uninterrupted
@@ -26,6 +25,7 @@ from ..passes.rewrite import clears, range_tensor
 from ..plan import Before, Buffers, Run
 from ..program import Instr, Program, Var
 from ..schedule import schedule
+from .arguments import by_itself
 from .graph import Entrance, build_graph, calls_of
 from .head import by_inductor
 from .inductor import opened
@@ -50,6 +50,7 @@ class InPlacePlan:
     compiled = True
     functions = 1
     copies = False
+    shared: Sequence[str] = ()
 
     def __init__(
         self, program: Program, device: torch.device, spread: Spread | None = None, why: str = "as asked for"
@@ -60,9 +61,8 @@ class InPlacePlan:
         self._graph = build_graph(program, plan, self._entrance, writes=plan.commits)
         self._in_order, self._small = collects(program), is_small(program)
         pick_by_comparison(self._graph.graph)
-        if has_large_logits(program) and not self._small:
-            join_gradients(self._graph.graph)
-            read_targets_first(self._graph.graph)
+        if spread is None:
+            self._suit_one_line()
         self._graph.recompile()
         self._compiled: Callable[..., Any] | None = None
         self._launches: Launches | None = None
@@ -156,10 +156,18 @@ class InPlacePlan:
 
     def _in_line(self, arguments: Sequence[Tensor]) -> Callable[..., Any]:
         """Compile to few launches."""
-        if self._small:
-            batch_gradients(self._graph.graph)  # on lanes they run beside the chain of the others
+        if self._spread is not None:
+            self._suit_one_line()
             self._graph.recompile()
         return self._compile(arguments, beside=False)
+
+    def _suit_one_line(self) -> None:
+        """Change the graph as suits one line; on lanes, weight gradients run beside the chain of the others."""
+        if self._small:
+            batch_gradients(self._graph.graph)
+        elif has_large_logits(self._program):
+            join_gradients(self._graph.graph)
+            read_targets_first(self._graph.graph)
 
     def _compile(self, arguments: Sequence[Tensor], *, beside: bool) -> Callable[..., Any]:
         return by_inductor(
@@ -181,20 +189,7 @@ def arguments_of(
     for known in program.ranges:
         tensors[known.var] = range_tensor(known, [tensors[leaf] for leaf in known.leaves])
     arguments = [*(tensors[var] for var in entrance.slots), *buffers.inputs, *buffers.constants]
-    return list(map(_by_itself, arguments)), tensors
-
-
-def _by_itself(tensor: Tensor) -> Tensor:
-    """Return a tensor on the same memory, with a storage that starts at its first element.
-
-    Slots lie in one slab. Some of torch's passes ignore the storage offset of an argument, and all of them look for
-    pairs of arguments that overlap.
-    """
-    if not tensor.numel():
-        return tensor
-    span = 1 + sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
-    memory = from_dlpack(tensor.as_strided((span,), (1,)).view(torch.uint8))
-    return memory.view(tensor.dtype).as_strided(tensor.shape, tensor.stride())
+    return list(map(by_itself, arguments)), tensors
 
 
 def collects(program: Program) -> bool:

@@ -14,7 +14,6 @@ from itertools import groupby
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from ...shards.transfers import TRANSFERS
 from ..passes.bounds import check_values
@@ -23,6 +22,7 @@ from ..plan import AtenPlan, Buffers, Run
 from ..program import Instr, Program, Var, map_vars, vars_in
 from ..schedule import Schedule, schedule
 from ..trial.reference import Reference
+from .arguments import like
 from .graph import Entrance, build_graph
 from .head import ONE_LINE, Compiler, Head, by_inductor
 
@@ -138,6 +138,7 @@ class RegionsPlan:
     copies = True
     branches = ONE_LINE
     temporaries = 0
+    shared: Sequence[str] = ()
 
     def __init__(
         self, program: Program, device: torch.device, compiler: Compiler | None, reference: Reference
@@ -189,7 +190,7 @@ class RegionsPlan:
     def bind(self, buffers: Buffers) -> Run:
         for head, inputs in self._heads.items():
             if head.compiled is None:
-                head.compile([_like(var) for var in inputs])
+                head.compile([like(var) for var in inputs])
         return self._aten.bind(buffers, partial(self._reference.raises_at, buffers))
 
 
@@ -211,8 +212,3 @@ def _found(
             if var in ends or readers.get(var, set()) - {number}
         }
         yield (None if name is None else _Region.of(name[0], run, wanted)), run
-
-
-def _like(var: Var) -> Tensor:
-    spec = var.spec
-    return torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype, device=spec.device)

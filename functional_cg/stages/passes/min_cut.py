@@ -25,7 +25,7 @@ from ..lifetimes import storage_bytes
 from ..program import Instr, Program, Var, written_storages
 from .normalized import normalized
 
-__all__ = ["Choice", "Forward", "recomputed", "stored"]
+__all__ = ["Choice", "Forward", "is_fused", "recomputed", "stored"]
 
 _LONG = 64  # calls in a chain of recomputed values
 _CAST = torch.ops.aten._to_copy.default
@@ -181,7 +181,7 @@ def _at_hand_until(program: Program) -> dict[int, int]:
         if instr.backward:
             continue
         reach = number
-        if _is_fused(instr):
+        if is_fused(instr):
             reach = min((until.get(var.storage, end) for var in instr.outputs()), default=end)
         for var in instr.inputs():
             until[var.storage] = min(until.get(var.storage, end), reach)
@@ -194,7 +194,7 @@ def stored(program: Program, forward: Forward) -> tuple[set[int], set[int]]:
     forwards = {var.storage for var in forward.root.values() if not _is_cheap(forward.maker[var])}
     backwards: set[int] = set()
     for instr in program.instrs:
-        if not _is_fused(instr):
+        if not is_fused(instr):
             (backwards if instr.backward else forwards).update(var.storage for var in instr.inputs())
     return forwards, backwards
 
@@ -209,7 +209,7 @@ def _is_cheap(instr: Instr) -> bool:
     )
 
 
-def _is_fused(instr: Instr) -> bool:
+def is_fused(instr: Instr) -> bool:
     """Whether a compiler fuses a call with its neighbours."""
     return instr.is_view or _is_cheap(instr) or torch.Tag.reduction in instr.op.tags or instr.name in _PASSES
 

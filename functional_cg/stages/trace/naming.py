@@ -19,18 +19,16 @@ from ..watch.kinds import is_user_class
 from ..watch.places import ATTRIBUTE, ITEM, Step
 from ..watch.values import instance_dict, is_value
 
-__all__ = ["module_fix", "name_of", "owned_fix", "owns", "read_fix", "way_to"]
+__all__ = ["module_fix", "owned_fix", "owns", "read_fix", "way_to"]
 
 _MOST = 4096  # objects to visit
 
 
-def name_of(target: object, function: Callable[..., Any]) -> str:
-    """Return how ``function``, or a user's function that it leads to, writes ``target``; "" if none does."""
-    return way_to(target, function)[0]
-
-
 def way_to(target: object, function: Callable[..., Any]) -> tuple[str, tuple[object, ...]]:
-    """Return the result of :func:`name_of`, and the objects that lead to the target, the function first."""
+    """Return how ``function``, or a user's function that it leads to, writes ``target``, and the objects on the way.
+
+    The name is "" if none does; the function comes first.
+    """
     waiting: deque[tuple[str, Any, tuple[object, ...]]] = deque([("self", function, ())])
     seen: dict[int, object] = {}
     while waiting and len(seen) < _MOST:

@@ -290,7 +290,7 @@ class Rules:
             "exchanges the memory of a tensor (`.data = ...`, `swap_tensors`).",
             rows=[f"at {here()}"] if here() else [],
             why="No kernel does it, so a replay would not repeat it.",
-            fix="bind the new tensor to a name of its own and return that.",
+            fix="write the values, `x.data.copy_(new)`; or bind the new tensor to a name of its own and return that.",
         )
 
     def host_read(

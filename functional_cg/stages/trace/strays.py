@@ -111,9 +111,9 @@ def disown(program: Program, tensors: list[Reference], variables: Sequence[Var])
     groups: dict[int, list[int]] = {}
     for number in kept:
         groups.setdefault(variables[number].storage, []).append(number)
+    wholes = {var.storage: var for var in reversed(variables) if var.fills} if groups else {}
     for storage, numbers in groups.items():
-        whole = next((var for var in variables if var.storage == storage and var.fills), None)
-        memory = value_of(program, whole) if storage not in changing else None
+        memory = value_of(program, wholes.get(storage)) if storage not in changing else None
         if memory is not None:
             _give_values(tensors, numbers, variables, memory)
     strays = [number for number in kept if type(tensors[number]()) not in (type(None), Tensor)]

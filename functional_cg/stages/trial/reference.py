@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from ...messages.source import Location
-from ...tensors.aten import FUSED
 from ..layouts import laid_out, unsure
 from ..lifetimes import peak_bytes, storage_bytes
+from ..passes.grouped import at_places, group_size
 from ..plan import Buffers, evaluate, quiet
 from ..program import Instr, Program, Var, live, written_storages
 from .remat_plan import in_order, within
@@ -188,23 +187,7 @@ class Reference:
 
 def _leaf_by_leaf(instr: Instr) -> list[Instr]:
     """Split a call on lists of tensors into one call per list position, so that results need not coexist in memory."""
-    grouped = instr.op._schema.name.startswith((*FUSED, "aten::_foreach_"))
-    outputs = instr.out if isinstance(instr.out, tuple) else (instr.out,)
-    lists = [one for one in (*instr.args, *instr.kwargs.values(), *outputs) if isinstance(one, (list, tuple))]
-    lengths = {len(one) for one in lists} - {0}
-    if not grouped or instr.writes or len(lengths) != 1:
-        return [instr]
-
-    def at(place: int, value: Any) -> Any:
-        return value[place : place + 1] if isinstance(value, (list, tuple)) else value
-
-    def call(place: int) -> Instr:
-        args = tuple(at(place, arg) for arg in instr.args)
-        kwargs = {name: at(place, arg) for name, arg in instr.kwargs.items()}
-        made = [at(place, out) for out in outputs]
-        return replace(instr, args=args, kwargs=kwargs, out=made if isinstance(instr.out, tuple) else made[0])
-
-    return list(map(call, range(*lengths)))
+    return [at_places(instr, [place]) for place in range(group_size(instr))] or [instr]
 
 
 def _copied(instr: Instr) -> int:

@@ -69,8 +69,9 @@ def _is_position(instr: Instr, var: Var) -> bool:
     """Whether a result is in range for any arguments: a flag, or integers from floats without a cast."""
     if var.spec.dtype is torch.bool:
         return True
-    numbers = all(one.spec.dtype not in _INTEGERS for one in instr.inputs())
-    return var.spec.dtype in _INTEGERS and numbers and not instr.by_element and instr.name not in _CASTS
+    if var.spec.dtype not in _INTEGERS or instr.by_element or instr.name in _CASTS:
+        return False
+    return all(one.spec.dtype not in _INTEGERS for one in instr.inputs())
 
 
 def _checked_by(instr: Instr) -> Iterator[Var]:

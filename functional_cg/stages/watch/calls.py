@@ -33,8 +33,6 @@ __all__ = ["Calls", "parent"]
 _WRITES = frozenset("append appendleft insert add __setitem__ __setattr__ __init__".split())
 _COPIES = frozenset({"extend", "extendleft", "update"})  # write what their arguments hold
 _LOOKUPS = frozenset({"get", "setdefault", "__getitem__"})
-# These look an attribute up as it is stored, bypassing the class's own lookup.
-_STORED = (object.__getattribute__, type.__getattribute__, ModuleType.__getattribute__)
 # Their answers depend on hidden state, and asking changes nothing.
 _QUERIES: frozenset[Any] = frozenset(
     {threading.Event.is_set, logging.Logger.isEnabledFor, logging.Logger.getEffectiveLevel}
@@ -74,9 +72,6 @@ class Calls(Stack):
             callee, args = function, [callee.__self__, *args] if function is not callee else args
             self.hand_on(*args, *kwargs.values())
             self.await_kept(callee, args, kwargs)
-            return
-        if type(callee) is WrapperDescriptorType and callee in _STORED and len(args) == 2:
-            self.push(self.stored(*args))
             return
         if type(callee) is MethodType and type(function) is FunctionType and function in _QUERIES:
             self.push(self._asked(callee.__self__, function.__name__, args))
@@ -127,7 +122,7 @@ class Calls(Stack):
         """Handle a call of a compiled method."""
         if type(owner) is contextvars.ContextVar and name in ("get", "set", "reset"):
             return self._of_context(owner, name, args)
-        if name == "__getattribute__" and args:
+        if name == "__getattribute__" and args:  # as it is stored, bypassing the class's own lookup
             return self.stored(owner, args[0])
         if (type(owner), name) in _COMPILED_QUERIES:
             return self._asked(owner, name, args)

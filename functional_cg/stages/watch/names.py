@@ -108,14 +108,21 @@ class HostReads(Lookups):
             self.compare(of_all, Step(ITEM, name), How.IDENTICAL, module, name, defines=True)
 
     def of_library(self, module: ModuleType, name: str) -> None:
-        """Record which function, class or number the user's code finds in a library's module."""
+        """Record which object the user's code finds in a library's module: it stays as it is, but may be replaced."""
         found = vars(module).get(name, missing)
+        stays = (
+            found is missing or type(found) is ModuleType or type(found).__module__ == "torch"
+        )  # as a dtype does
+        if stays or module.__name__.startswith("functional_cg") or is_user_module(module):
+            return
         definition = issubclass(type(found), type | FunctionType | BuiltinFunctionType)
-        counts = definition or (is_value(found) and type(found).__module__ != "torch")  # a dtype stays
-        if counts and not module.__name__.startswith("functional_cg") and not is_user_module(module):
-            place, how = Place(module, module.__name__), How.IDENTICAL if definition else How.SAME
-            step, shown = Step(ATTRIBUTE, name), f"{module.__name__}.{name}"
-            self.compare(place, step, how, found, shown, defines=True)
+        if (
+            definition or is_value(found) or module is not sys
+        ):  # where a program prints to is no part of the step
+            step, how = Step(ATTRIBUTE, name), How.SAME if is_value(found) else How.IDENTICAL
+            self.compare(
+                Place(module, module.__name__), step, how, found, f"{module.__name__}.{name}", defines=True
+            )
 
     def from_globals(self, frame: FrameType, name: str) -> Any:
         """Return the value of a global name, and record the read."""

@@ -1,15 +1,52 @@
-"""Read what selects by a mask: whether an index is one, and what a statement stores by it."""
+"""Expressions of the user's code: as text, as tensors, and as masks."""
 
 from __future__ import annotations
 
 import ast
 import copy
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
-__all__ = ["is_mask", "stored_by_mask"]
+__all__ = ["as_tensor", "fold", "is_mask", "operand", "stored_by_mask", "text_of"]
+
+_TEXT_SHOWN = 72
+
+
+def text_of(node: ast.AST) -> str:
+    text = " ".join(ast.unparse(node).split())
+    return text if len(text) <= _TEXT_SHOWN else text[: _TEXT_SHOWN - 1] + "…"
+
+
+def operand(node: ast.AST) -> str:
+    tight = isinstance(node, ast.Name | ast.Attribute | ast.Subscript | ast.Call)
+    return text_of(node) if tight else f"({text_of(node)})"
+
+
+def as_tensor(test: ast.expr) -> str:
+    """Return an expression for `test` as a tensor."""
+    match test:
+        case ast.BoolOp():
+            name = "torch.logical_and" if isinstance(test.op, ast.And) else "torch.logical_or"
+            parts = [as_tensor(value) for value in test.values]
+        case ast.Compare(ops=[_, _, *_]):
+            terms = [test.left, *test.comparators]
+            name = "torch.logical_and"
+            parts = [
+                text_of(ast.Compare(left, [op], [right]))
+                for left, op, right in zip(terms, test.ops, terms[1:], strict=False)
+            ]
+        case ast.UnaryOp(op=ast.Not()):
+            return f"torch.logical_not({as_tensor(test.operand)})"
+        case _:
+            return text_of(test)
+    return fold(name, parts)
+
+
+def fold(name: str, parts: Sequence[str]) -> str:
+    return functools.reduce(lambda head, part: f"{name}({head}, {part})", parts)
 
 
 def is_mask(index: ast.AST, value_of: Callable[[ast.AST], Any], *, guessed: bool) -> bool:
@@ -49,7 +86,7 @@ def stored_by_mask(statement: Any, mask: ast.AST) -> tuple[ast.AST, ast.AST] | N
 
     Example:
       >>> import ast
-      >>> from functional_cg.messages.masks import stored_by_mask
+      >>> from functional_cg.messages.expressions import stored_by_mask
       >>> (statement,) = ast.parse("x[m] += 2 * y[m]").body
       >>> tensor, stored = stored_by_mask(statement, statement.target.slice)
       >>> ast.unparse(tensor), ast.unparse(stored)

@@ -1,0 +1,366 @@
+"""Cut a program where it repeats itself, and compile equal parts once.
+
+A part is what one compiled function runs. Between parts, values are handed on in memory, as they were made: a view of a
+value is taken again in each part that reads it, and a cast to a wider dtype made again. The update of a leaf runs in
+the part that makes its gradient.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Collection, Hashable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TypeVar
+
+import torch
+
+from ...shards.transfers import TRANSFERS
+from ..fx_passes.old_values import KEPT, LATER
+from ..passes.grouping import is_launch
+from ..program import Instr, Program, Var, written_storages
+from ..schedule import Schedule
+from .early_updates import Leaf, by_leaf, joined
+from .repeats import cuts, frozen
+
+__all__ = ["Part", "Parts", "parts_of"]
+
+T = TypeVar("T")
+_CAST = torch.ops.aten._to_copy.default
+_AS_STRIDED = torch.ops.aten.as_strided.default
+_ALIGNMENT = 16  # bytes; a compiled function copies an argument that is aligned to fewer
+
+_WORTH = 0.75  # of the calls may be left to compile; else one function is compiled faster
+
+
+@dataclass(eq=False)
+class Part:
+    """Calls that one compiled function runs.
+
+    Attributes:
+      calls: The calls, views of what it gets included.
+      inputs: What it reads and writes of others, in order of first use.
+      outputs: What others read of it, first what leaves the step.
+      commits: Pairs (slot, new value) that it writes at its end.
+      metrics: How many of its outputs leave the step.
+      before: Views among its inputs, to be taken before it runs.
+    """
+
+    calls: list[Instr]
+    inputs: list[Var] = field(default_factory=list)
+    outputs: list[Var] = field(default_factory=list)
+    commits: list[tuple[Var, Var]] = field(default_factory=list)
+    metrics: int = 0
+    before: list[Instr] = field(default_factory=list)
+
+    def signature(self, slots: set[Var]) -> Hashable:
+        """Return what is equal only for parts whose calls are equal up to the names of variables.
+
+        Args:
+          slots: The slots of the program.
+        """
+        numbers: dict[Var, int] = {}
+        memory: dict[int, int] = {}
+        for var in (*self.inputs, *(made for instr in self.calls for made in instr.outputs())):
+            numbers.setdefault(var, len(numbers))
+            memory.setdefault(var.storage, len(memory))
+        start: dict[int, int] = {}
+        for var in numbers:
+            start.setdefault(var.storage, var.offset)
+        strided = any(
+            instr.op is _AS_STRIDED for instr in self.calls
+        )  # its offset counts from the first element
+        layouts = tuple(
+            (
+                var.spec,
+                memory[var.storage],
+                var.offset - (0 if strided else start[var.storage]),
+                var.offset * var.spec.dtype.itemsize % _ALIGNMENT,
+                var.fills,
+                var in slots,
+            )
+            for var in numbers
+        )
+        calls = tuple(
+            (
+                instr.op,
+                frozen(instr.args, numbers.__getitem__),
+                tuple((name, frozen(value, numbers.__getitem__)) for name, value in instr.kwargs.items()),
+                frozen(instr.out, numbers.__getitem__),
+            )
+            for instr in self.calls
+        )
+        handed_on = tuple(numbers[var] for var in self.outputs)
+        commits = tuple((numbers[old], numbers[new]) for old, new in self.commits)
+        return len(self.inputs), self.metrics, layouts, calls, handed_on, commits
+
+
+@dataclass
+class Parts:
+    """A program in parts.
+
+    Attributes:
+      alike: The parts, those that share a compiled function together.
+      order: The parts in the order in which they run.
+      after: Views that others read, taken after the parts.
+      commits: Pairs (slot, new value) that no part writes.
+    """
+
+    alike: list[list[Part]]
+    order: list[Part]
+    after: list[Instr]
+    commits: list[tuple[Var, Var]]
+
+
+def parts_of(program: Program, plan: Schedule, *, in_place: bool) -> Parts | None:
+    """Cut a program into parts; None if that is not worth it, or if the order of its calls matters otherwise.
+
+    Args:
+      program: A rewritten program.
+      plan: Its schedule.
+      in_place: Whether parts write slots themselves.
+    """
+    if program.ranges or any(is_launch(instr) or instr.op in TRANSFERS for instr in plan.head):
+        return None
+    values = _Values.of(program, plan)
+    calls = [instr for instr in plan.head if not instr.checks and instr not in values.views]
+    end = max((number for number, instr in enumerate(calls, 1) if instr.backward), default=len(calls))
+    touched = {var.storage for instr in calls[end:] for var in (*instr.inputs(), *instr.outputs())}
+    if values.written & (touched | values.static):
+        return None
+    divided = _divided(calls[:end], calls[end:], values)
+    values.apart.update(_apart(divided, values))
+    parts = [Part(values.with_views(calls)) for calls in divided]
+    if in_place:
+        _commit(parts, values)
+    done = {old for part in parts for old, _ in part.commits}
+    left = [(old, new) for old, new in plan.commits if old not in done]
+    outside = [*values.outside, *(new for _, new in left)]
+    after = values.taken(outside, values.views)
+    if not _connect(parts, values, [*outside, *(var for instr in after for var in instr.inputs())]):
+        return None
+    slots, alike = set(program.slots), dict[Hashable, list[Part]]()
+    for part in parts:
+        alike.setdefault(part.signature(slots), []).append(part)
+    if sum(len(same[0].calls) for same in alike.values()) > _WORTH * sum(len(part.calls) for part in parts):
+        return None
+    return Parts([*alike.values()], parts, after, left)
+
+
+def _divided(base: Sequence[Instr], rest: Sequence[Instr], values: _Values) -> list[list[Instr]]:
+    """Return the calls of each part, without views.
+
+    Args:
+      base: The calls up to the end of the backward.
+      rest: Those of the update.
+      values: The values of the program.
+    """
+    plan = values.plan
+    parts = _cut(base, _outside(cuts(base), base, values.written))
+    born = {var.storage: number for number, part in enumerate(parts) for i in part for var in i.outputs()}
+    read = {var.storage: number for number, part in enumerate(parts) for i in part for var in i.inputs()}
+    target = {new.storage: old.storage for old, new in plan.commits}
+    added: list[list[Leaf]] = [[] for _ in parts]
+    for leaf in by_leaf(rest, [new for _, new in plan.commits]):
+        made = {var.storage for var in leaf.call.outputs()}
+        after = [born.get(var.storage, 0) for var in leaf.call.inputs()]
+        after += [read.get(target[one], 0) for one in made if one in target]
+        number = max(after, default=0)
+        born |= dict.fromkeys(made, number)
+        added[number].append(leaf)
+    late = added.pop()
+    parts = [[*part, *joined(leaves)] for part, leaves in zip(parts, [*added, []], strict=True)]
+    pieces = _cut(late, cuts([leaf.call for leaf in late]))
+    if len(pieces) > 1:
+        return [*parts, *map(joined, pieces)]
+    return [*parts[:-1], [*parts[-1], *joined(late)]]
+
+
+def _outside(places: Sequence[int], calls: Sequence[Instr], written: set[int]) -> list[int]:
+    """Return the places between the first and the last call on no storage that a call writes in place."""
+    first: dict[int, int] = {}
+    last: dict[int, int] = {}
+    for number, instr in enumerate(calls):
+        for storage in {var.storage for var in (*instr.inputs(), *instr.outputs())} & written:
+            first.setdefault(storage, number)
+            last[storage] = number
+    depth = [0] * (len(calls) + 2)
+    for storage, number in first.items():
+        depth[number + 1] += 1
+        depth[last[storage] + 1] -= 1
+    inside = list(itertools.accumulate(depth))
+    return [place for place in places if not inside[place]]
+
+
+def _cut(items: Sequence[T], places: Sequence[int]) -> list[list[T]]:
+    pairs = zip([0, *places], [*places, len(items)], strict=True)
+    return [[*items[start:end]] for start, end in pairs if start < end]
+
+
+def _is_view(instr: Instr) -> bool:
+    """Whether a call computes nothing: all that it makes lies in the memory of its arguments."""
+    made = {var.storage for var in instr.outputs()}
+    return bool(made) and not instr.writes and made <= {var.storage for var in instr.inputs()}
+
+
+def _is_wider(instr: Instr, written: set[int]) -> bool:
+    """Whether a call casts a value that does not change to a wider dtype."""
+    if instr.op is not _CAST or not isinstance(instr.out, Var):
+        return False
+    (source,) = instr.inputs()
+    return source.storage not in written and instr.out.spec.nbytes > source.spec.nbytes
+
+
+@dataclass(frozen=True)
+class _Values:
+    """The values of a program.
+
+    Attributes:
+      makers: The call that makes each variable.
+      static: Storages of slots, inputs and constants.
+      written: Storages that some call writes in place.
+      outside: What is read outside of the parts: by checks, by calls of the commit, and what leaves the step.
+      plan: The schedule.
+      apart: Views that are taken outside of the parts, as each part reads another one.
+      views: The calls that compute nothing: all that they make lies in the memory of their arguments.
+      free: What a part makes again instead of reading it: views, and casts to a wider dtype.
+    """
+
+    makers: dict[Var, Instr]
+    static: set[int]
+    written: set[int]
+    outside: list[Var]
+    plan: Schedule
+    views: set[Instr]
+    free: set[Instr]
+    apart: set[Var] = field(default_factory=set)
+
+    @classmethod
+    def of(cls, program: Program, plan: Schedule) -> _Values:
+        known = [*program.slots, *program.inputs, *(constant.var for constant in program.constants)]
+        makers: dict[Var, Instr] = {}
+        for instr in plan.head:
+            for var in instr.outputs():
+                makers.setdefault(var, instr)  # `native_dropout` may return its argument
+        calls = [*(instr for instr in plan.head if instr.checks), *plan.fused]
+        outside = [*plan.outputs, *(var for instr in calls for var in instr.inputs() if var in makers)]
+        static, written = {var.storage for var in known}, written_storages(plan.head)
+        views = set(filter(_is_view, plan.head))
+        free = {instr for instr in plan.head if instr in views or _is_wider(instr, written)}
+        return cls(makers, static, written, outside, plan, views, free)
+
+    def taken(
+        self, wanted: Iterable[Var], calls: Collection[Instr], at_hand: Collection[Var] = ()
+    ) -> list[Instr]:
+        """Return those of the calls that lead from values in memory, or at hand, to the wanted ones, in order."""
+        found: dict[Instr, None] = {}
+        for var in wanted:
+            chain: list[Instr] = []
+            front = [var]
+            while front:
+                one = front.pop()
+                maker = None if one in at_hand else self.makers.get(one)
+                if maker is not None and maker in calls and maker not in found:
+                    chain.append(maker)
+                    front += maker.inputs()
+            found.update(dict.fromkeys(reversed(chain)))
+        return list(found)
+
+    def with_views(self, calls: Sequence[Instr], wanted: Sequence[Var] = ()) -> list[Instr]:
+        """Return calls with the views and wider copies that they read, each in front of its first reader.
+
+        Args:
+          calls: The calls of a part.
+          wanted: What else has to be there.
+        """
+        found: dict[Instr, None] = {}
+        own = {var.storage for instr in calls if instr not in self.views for var in instr.outputs()}
+        at_hand = {var for var in self.apart if var.storage not in own}
+        for instr in calls:
+            found.update(dict.fromkeys(self.taken(instr.inputs(), self.free, at_hand)))
+            found[instr] = None
+        found.update(dict.fromkeys(self.taken(wanted, self.free, at_hand)))
+        return list(found)
+
+    def piece(self, var: Var) -> Var | None:
+        """Return the view of a part of a value that a variable is, or is made from by views; None if it has all."""
+        piece = None
+        while (maker := self.makers.get(var)) in self.views:
+            piece = piece if var.fills else var
+            var = next(one for one in maker.inputs() if one.storage == var.storage)
+        return piece
+
+
+def _apart(divided: Sequence[Sequence[Instr]], values: _Values) -> Iterator[Var]:
+    """Yield the pieces of values of which each part reads others, such as the layers of stacked weights."""
+    pieces: dict[int, list[set[Var]]] = {}
+    for calls in divided:
+        own: dict[int, set[Var]] = {}
+        for var in {var for instr in calls for var in instr.inputs()}:
+            if (piece := values.piece(var)) is not None and var.storage not in values.written:
+                own.setdefault(var.storage, set()).add(piece)
+        for storage, found in own.items():
+            pieces.setdefault(storage, []).append(found)
+    for sets in pieces.values():
+        if not set.intersection(*sets):
+            yield from set.union(*sets)
+
+
+def _commit(parts: Sequence[Part], values: _Values) -> None:
+    """Let the part that makes a new value write its slot, if no later part reads it, nor a piece of it this one."""
+    born = {var.storage: part for part in reversed(parts) for i in part.calls for var in i.outputs()}
+    number = {part: n for n, part in enumerate(parts)}
+    last: dict[int, int] = {}
+    for part, n in number.items():
+        for var in (var for instr in part.calls for var in instr.inputs()):
+            last[var.storage] = max(last.get(var.storage, 0), n + (var in values.apart))
+    kept = {var.storage for var in values.outside}
+    kept |= {new.storage for _, new in values.plan.commits if new.storage in values.static}
+    for old, new in values.plan.commits:
+        home = born.get(new.storage)
+        if home is None or new.storage in values.static or old.storage in kept:
+            continue
+        if number[home] >= last.get(old.storage, 0):
+            home.commits.append((old, new))
+            home.calls = values.with_views(home.calls, [new])
+
+
+def _without_waits(calls: Sequence[Instr]) -> list[Instr]:
+    """Return calls that wait for no value of another part: it is there."""
+    born = {var for instr in calls for var in instr.outputs()}
+    return [
+        replace(instr, op=KEPT, args=instr.args[:1])
+        if instr.op is LATER and instr.args[1] not in born
+        else instr
+        for instr in calls
+    ]
+
+
+def _connect(parts: Sequence[Part], values: _Values, outside: Iterable[Var]) -> bool:
+    """Find what parts read and hand on; whether all of that is values as they were made."""
+    seen = set[Instr]()
+    for part in parts:
+        order = {var: n for n, var in enumerate(var for i in part.calls for var in i.outputs())}
+        part.commits.sort(key=lambda pair: order[pair[1]])
+        born = set[Var]()
+        read: dict[Var, None] = {}
+        part.calls = _without_waits(part.calls)
+        for instr in part.calls:
+            read.update(dict.fromkeys(var for var in instr.inputs() if var not in born))
+            born.update(instr.outputs())
+        read.update(dict.fromkeys(old for old, _ in part.commits))
+        part.inputs = list(read)
+        part.before = [
+            i for i in values.taken(filter(values.apart.__contains__, read), values.views) if i not in seen
+        ]
+        seen.update(part.before)
+    wanted = {var for part in parts for var in part.inputs} | {*outside}
+    wanted |= {var for instr in seen for var in instr.inputs()}
+    leaving = set(values.plan.outputs)
+    for part in parts:
+        made = dict.fromkeys(var for i in part.calls if i not in values.views for var in i.outputs())
+        own = [var for var in made if var in wanted and var not in part.inputs]
+        part.outputs = sorted(own, key=lambda var: var not in leaving)
+        part.metrics = sum(var in leaving for var in own)
+        if any(not var.fills or var.storage in values.static for var in own):
+            return False
+    return True

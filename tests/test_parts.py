@@ -1,0 +1,180 @@
+"""Equal parts of a program are compiled once: no value depends on it, and equal means equal in everything."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+
+import functional_cg as fcg
+from functional_cg.stages.lower import parts, repeats
+from functional_cg.stages.lower.compiled import in_parts, lower, prepare
+from functional_cg.stages.lower.parts_plan import PartsPlan
+from functional_cg.stages.plan import lower_aten
+from functional_cg.step import captures
+from functional_cg.testing import assert_trees_all_equal
+from tests.repeated import Repeated, repeated
+from tests.shares import THOROUGH, share
+
+CALLS = 3
+PLAIN = Repeated(
+    5,
+    ("product", "bias", "halves", "times", "turned", "residual", "sums"),
+    (2.0,) * 5,
+    "by itself",
+    frozenset(),
+)
+
+
+def as_it_is(graph: Any, arguments: Any) -> Any:
+    """A compiler that runs the graph that it gets."""
+    del arguments
+    return graph
+
+
+def in_place_on_a_host(program: Any, device: Any, choice: Any, reference: Any) -> Any:
+    """The lowering in which parts write the state, as on a GPU, for a compiler that runs graphs as they are."""
+    del choice
+    prepare(program, large=1)
+    return in_parts(program, device, as_it_is, reference, in_place=True) or lower_aten(program)
+
+
+def in_place_by_inductor(program: Any, device: Any, choice: Any, reference: Any) -> Any:
+    del choice
+    prepare(program, large=1)
+    return in_parts(program, device, None, reference, in_place=True)
+
+
+def assert_replays(program: Repeated, lowering: Any, device: str = "cpu") -> Any:
+    """Every number of some calls is that of the eager run; returns the plan."""
+    step = fcg.graph_step(program, lowering=lowering, compile_once=True)
+    state = fcg.place(fcg.tree.map(lambda leaf: leaf.to(device), program.state))
+    twin, kept = fcg.fork(state), []
+    for call in range(CALLS):
+        x = program.batch(call).to(device)
+        twin, expected = step.eager(twin, x)
+        state, metrics = step(state, x)
+        kept.append((metrics, expected))
+        assert_trees_all_equal(state, twin)
+    for metrics, expected in kept:
+        assert_trees_all_equal(metrics, expected)
+    plan = step.lower(state, program.batch(0).to(device)).plan
+    step.close()
+    return plan
+
+
+@pytest.mark.parametrize("as_on_a_gpu", [False, True])
+@given(program=repeated())
+@settings(max_examples=200 if THOROUGH else 4)
+def test_every_value_is_that_of_the_eager_run(as_on_a_gpu: bool, program: Repeated) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(parts, "_WORTH", 2)  # programs with few layers, too
+        patch.setattr(repeats, "_LOSS", 2)
+        patch.setattr(captures, "lower", in_place_on_a_host if as_on_a_gpu else lower)
+        assert_replays(program, as_it_is)
+
+
+@pytest.mark.parametrize(
+    ("device", "as_on_a_gpu"),
+    [
+        pytest.param("cpu", True, marks=pytest.mark.skipif(not THOROUGH, reason="compiles for ten seconds")),
+        pytest.param("cpu", False, marks=pytest.mark.skipif(not THOROUGH, reason="compiles for ten seconds")),
+        pytest.param("cuda", False, marks=[pytest.mark.cuda, pytest.mark.filterwarnings("default")]),
+    ],
+)
+def test_every_value_is_that_of_the_eager_run_by_inductor(
+    device: str, as_on_a_gpu: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if as_on_a_gpu:
+        monkeypatch.setattr(captures, "lower", in_place_by_inductor)
+    program = Repeated(6, ("product", "bias", "turned"), (2.0,) * 6, "by itself", frozenset({"old biases"}))
+    plan = assert_replays(program, "inductor", device)
+    assert isinstance(plan, PartsPlan)
+    assert max(plan.times) > 3
+
+
+@pytest.mark.parametrize(
+    ("steps", "odd"),
+    [(("product", "either way", "turned"), 2.0), (("product", "times", "turned", "bias"), -2.0)],
+    ids=["the same calls on other values", "another constant"],
+)
+def test_blocks_that_only_look_alike_share_nothing(
+    steps: tuple[str, ...], odd: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(parts, "_WORTH", 2)
+    layers = 8
+    plans = [
+        assert_replays(Repeated(layers, steps, numbers, "by itself", frozenset()), as_it_is)
+        for numbers in ((1.0,) * layers, (1.0,) * 4 + (odd,) + (1.0,) * 3)
+    ]
+    assert plans[1].functions > plans[0].functions
+
+
+def test_a_leaf_is_written_after_its_last_reader(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last layer's backward, which comes first, makes the new value of the first layer."""
+    monkeypatch.setattr(captures, "lower", in_place_on_a_host)
+    plan = assert_replays(replace(PLAIN, keeps=frozenset({"turned over"})), as_it_is)
+    assert isinstance(plan, PartsPlan)
+
+
+def test_it_says_which_calls_share_a_function() -> None:
+    step = fcg.graph_step(PLAIN, lowering=as_it_is, compile_once=True)
+    step.lower(PLAIN.state, PLAIN.batch(0))
+    assert "compiled once: 4 x " in step.explain()
+
+
+def test_arguments_are_equal_only_if_all_of_them_is() -> None:
+    class Anything:
+        def __repr__(self) -> str:
+            return "Anything()"
+
+    one = Anything()
+    different = [
+        0.0,
+        -0.0,
+        0,
+        False,
+        None,
+        "0",
+        (0,),
+        [0],
+        [0, 0],
+        [(0,)],
+        torch.float32,
+        "torch.float32",
+        one,
+        Anything(),
+    ]
+    frozen = [repeats.frozen(value, id) for value in different]
+    assert len(set(frozen)) == len(different)
+    assert frozen == [repeats.frozen(value, id) for value in different]
+
+
+@pytest.mark.parametrize(
+    ("as_on_a_gpu", "update", "stacked"),
+    share(
+        [
+            (True, "by itself", True),
+            (True, "by itself", False),
+            (False, "by the norm", False),
+            (True, "by the norm", False),
+        ],
+        2,
+    ),
+)
+def test_functions_do_not_grow_with_the_number_of_blocks(
+    as_on_a_gpu: bool, update: str, stacked: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nor for :func:`functional_cg.scan` over stacked parameters."""
+    monkeypatch.setattr(captures, "lower", in_place_on_a_host if as_on_a_gpu else lower)
+    functions = []
+    for layers in (6, 9):
+        program = replace(PLAIN, layers=layers, numbers=(2.0,) * layers, update=update, stacked=stacked)
+        plan = assert_replays(program, as_it_is)
+        assert isinstance(plan, PartsPlan)
+        functions.append(plan.functions)
+        assert sum(times for times in plan.times if times > 1) >= 2 * layers - 5
+    assert functions[0] == functions[1] <= 7, functions
