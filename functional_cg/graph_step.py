@@ -66,9 +66,10 @@ class GraphStep(Transform, Generic[P, R], metaclass=Documented):
 
         Module paths are known in the forward of a module from :func:`functional_cg.from_module`, and in the backward
         of its calls; a module that is used in several places goes by the first of its names. What is outside of
-        modules goes by the function that computes it. A step that is compiled on a GPU is not run call by call: its
-        kernels are timed, ``by_kernel()`` says what each computes, and a kernel that computes several calls shares
-        its time among them. Elsewhere rows have the times of the calls before they are compiled, and say so.
+        modules goes by the function that computes it. If the step is compiled, its kernels span several calls: rows
+        then have the times of the calls before that, and the result says so. With the environment variable
+        ``FCG_PROFILE_KERNELS=1``, on a GPU, the kernels of a step that inductor compiles are timed in place of its
+        calls: ``by_kernel()`` says what each computes, and one that computes several calls shares its time among them.
 
         Args:
           args: The arguments of a call.

@@ -27,9 +27,9 @@ from functional_cg.step.profile.folding import folded
 from functional_cg.step.profile.kernels import Kernel, Launches, kernels
 from functional_cg.step.profile.result import Profile
 from functional_cg.step.profile.rows import ProfiledCall, ProfileRow
-from functional_cg.step.profile.timing import device_seconds
+from functional_cg.step.profile.timing import _DeviceClock, device_seconds
 from functional_cg.testing import assert_trees_all_equal
-from tests.compiled_graphs import compiled_once
+from tests.compiled_graphs import COMPILED
 from tests.nn_models import GPT, conv_net
 from tests.sharding.programs import Setting, mlp_batch, mlp_state, mlp_step
 from tests.sharding.ranks import on_ranks
@@ -400,9 +400,9 @@ def test_lines_that_launch_have_the_nodes_of_the_comment_above_them(tmp_path: Pa
     }
     exec(compile(GENERATED, str(path), "exec"), names)
     ticks: list[int] = []
-    with Launches(lambda: ticks.append(0)) as launches:
+    with Launches(lambda: ticks.append(0), lambda: ticks.append(1)) as launches:
         names["Runner"]().call([torch.ones(2, 2), torch.ones(2, 2)])
-    assert len(ticks) == len(launches.lines)
+    assert ticks == [0] * 7 + [1]
     assert launches.lines[-1] is None
     numbers = [line[1] for line in launches.lines if line is not None]
     assert numbers == [4, 6, 8, 9, 10, 11, 12]
@@ -416,7 +416,7 @@ def test_lines_that_launch_have_the_nodes_of_the_comment_above_them(tmp_path: Pa
 
 def test_a_trace_function_of_someone_else_is_put_back() -> None:
     before = sys.gettrace()
-    with pytest.raises(RuntimeError, match="broken"), Launches(lambda: None):
+    with pytest.raises(RuntimeError, match="broken"), Launches(lambda: None, lambda: None):
         raise RuntimeError("broken")
     assert sys.gettrace() is before
 
@@ -430,17 +430,26 @@ def test_the_source_that_this_torch_generates_has_the_nodes_in_comments() -> Non
     module = torch.fx.GraphModule(nn.Module(), graph)
     with torch.no_grad():
         compiled = compile_graph(module, arguments, on_host=True, small=False, in_order=False)
-        with Launches(lambda: None) as launches:
-            compiled(*arguments)
+        compiled(*arguments)
+        clock = _DeviceClock()
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
+            clock.pause()
+            with Launches(clock, clock.pause) as launches:
+                compiled(*arguments)
     found = kernels(launches.lines, [1.0] * len(launches.lines))
+    ranges = [event.name for event in profiler.events() or () if event.name.startswith("functional_cg ")]
+    assert ranges == [f"functional_cg {n}" for n, line in enumerate(launches.lines, 1) if line is not None]
     products = [(one.name, one.nodes) for one in found if one.name.startswith("extern_kernels")]
     assert products == [("extern_kernels.mm", ("mm_default",)), ("extern_kernels.mm", ("mm_default_1",))]
 
 
 @thorough
-@compiled_once
-def test_kernels_of_a_compiled_step_are_joined_with_its_calls(compiled_on: str) -> None:
+@pytest.mark.parametrize("compiled_on", COMPILED[1:], indirect=True)
+def test_kernels_of_a_compiled_step_are_joined_with_its_calls(
+    compiled_on: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """On a host, too, inductor names what it calls of other libraries; its own kernels there have no names."""
+    monkeypatch.setenv("FCG_PROFILE_KERNELS", "1")
     apply, params, _ = fcg.from_module(
         nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8)).to(compiled_on)
     )

@@ -14,6 +14,7 @@ import functional_cg as fcg
 from functional_cg.bench.models import LanguageModel, config
 from functional_cg.stages.fx_passes.old_values import KEPT, LATER
 from functional_cg.stages.lower.inductor import compile_graph
+from functional_cg.stages.passes.min_cut import _is_fused
 from functional_cg.stages.passes.recompute import keep_as_buffers, recompute
 from functional_cg.stages.plan import Buffers, lower_aten
 from functional_cg.stages.program import Program
@@ -284,3 +285,30 @@ def test_a_compiler_computes_later_what_shall_be_later(device: str) -> None:
         return before.count(f"empty_strided_{device}((16, 8)")
 
     assert written_before_the_first_product(later=False) == written_before_the_first_product(later=True) + 1
+
+
+ACTIVATIONS = (
+    "elu", "gelu", "hardshrink", "hardsigmoid", "hardswish", "hardtanh", "leaky_relu", "logsigmoid", "mish", "relu",
+    "selu", "silu", "softplus", "softshrink", "softsign", "tanhshrink",
+)  # fmt: skip
+DISTANCES = (
+    "binary_cross_entropy_with_logits",
+    "huber_loss",
+    "mse_loss",
+    "smooth_l1_loss",
+    "soft_margin_loss",
+)
+
+
+@pytest.mark.parametrize("name", share((*ACTIVATIONS, *DISTANCES), 3))
+def test_a_compiler_fuses_what_torch_does_not_tag_as_elementwise(name: str) -> None:
+    """So neither an activation nor its gradient makes the choice count values as stored."""
+    fn = getattr(F, name)
+
+    def loss(params: dict[str, Tensor], x: Tensor) -> Tensor:
+        found = x * params["a"]
+        return fn(found, *([x.sigmoid()] if name in DISTANCES else [])).square().sum()  # type: ignore[no-any-return]
+
+    program, _ = traced(loss, parameters("a"), torch.ones(8, 8))
+    apart = {instr.name for instr in program.instrs if not _is_fused(instr)}
+    assert apart <= {"ones_like"}  # the gradient that a backward begins with, a number

@@ -55,8 +55,7 @@ def test_rows_add_up_and_the_state_stays(lowering: str) -> None:
         assert names[name].backward_s > 0
     assert names["(optimizer)"].update_s > 0
     assert profile.compiled is (lowering == "inductor")
-    assert ("not compiled" in str(profile)) is (profile.compiled and not ON_GPU)
-    assert bool(profile.kernels) is (profile.compiled and ON_GPU)
+    assert ("not compiled" in str(profile)) is profile.compiled
     twin_step, twin = training(lowering)
     for number in range(1, 4):
         state, metrics = step(state, rows(number))
@@ -75,7 +74,8 @@ def test_kernels_take_about_as_long_one_by_one_as_in_the_graph() -> None:
 
 
 @needs_gpu
-def test_kernels_of_a_compiled_step_are_known() -> None:
+def test_kernels_of_a_compiled_step_are_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FCG_PROFILE_KERNELS", "1")
     step, state = training("inductor")
     profile = step.profile(state, rows(0))
     assert 0.5 < profile.seconds / profile.call_s < 1.5

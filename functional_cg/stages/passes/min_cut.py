@@ -29,8 +29,21 @@ __all__ = ["Choice", "Forward", "is_fused", "recomputed", "stored"]
 
 _LONG = 64  # calls in a chain of recomputed values
 _CAST = torch.ops.aten._to_copy.default
+# Elementwise ops that torch does not tag as such, and those that make a value of nothing.
+_UNTAGGED = frozenset(
+    {
+        "_prelu_kernel", "arange", "eye", "floor_divide", "full", "hardswish", "masked_fill", "ones", "tril", "triu",
+        "where", "zeros",
+    }
+)  # fmt: skip
 _PASSES = frozenset(
     {
+        "_prelu_kernel_backward", "binary_cross_entropy", "binary_cross_entropy_backward",
+        "binary_cross_entropy_with_logits", "elu_backward", "glu", "glu_backward", "hardshrink_backward",
+        "hardsigmoid_backward", "hardswish_backward", "hardtanh_backward", "huber_loss", "huber_loss_backward",
+        "leaky_relu_backward", "log_sigmoid_backward", "log_sigmoid_forward", "mish_backward", "mse_loss",
+        "mse_loss_backward", "rrelu_with_noise_backward", "smooth_l1_loss", "smooth_l1_loss_backward",
+        "soft_margin_loss", "soft_margin_loss_backward", "softplus_backward", "softshrink_backward",
         "_fused_rms_norm", "_log_softmax", "_native_batch_norm_legit", "_softmax", "_unsafe_view", "cudnn_batch_norm",
         "_fused_rms_norm_backward", "_softmax_backward_data", "_log_softmax_backward_data", "cudnn_batch_norm_backward",
         "native_batch_norm", "native_batch_norm_backward", "native_group_norm", "native_group_norm_backward",
@@ -189,7 +202,10 @@ def stored(program: Program, forward: Forward) -> tuple[set[int], set[int]]:
 def _is_cheap(instr: Instr) -> bool:
     """Whether a call makes a single pass over its arguments."""
     return not instr.is_view and (
-        instr.by_element or instr.op is _CAST or instr.op is torch.ops.fcg.normalized.default
+        instr.by_element
+        or instr.name in _UNTAGGED
+        or instr.op is _CAST
+        or instr.op is torch.ops.fcg.normalized.default
     )
 
 

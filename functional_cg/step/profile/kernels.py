@@ -43,16 +43,18 @@ class Kernel:
 
 @dataclass(slots=True)
 class Launches:
-    """Ticks before each line of the generated source that runs inside of it, and when that source is left.
+    """Ticks before each line of the generated source that runs inside of it.
 
     Python's trace function tells of the lines, so a debugger does not stop meanwhile; it gets its own back.
 
     Attributes:
-      tick: What to call.
-      lines: What runs after each tick; None outside of the generated source.
+      tick: What to call before each line.
+      leave: What to call where that source is left.
+      lines: What runs after each of these calls; None outside of the generated source.
     """
 
     tick: Callable[[], None]
+    leave: Callable[[], None]
     lines: list[Line | None] = field(default_factory=list)
     _before: Any = None
 
@@ -74,7 +76,7 @@ class Launches:
     def _runs(self, frame: FrameType, event: str, value: Any) -> Any:
         if event in ("line", "return"):
             self.lines.append((frame.f_code.co_filename, frame.f_lineno) if event == "line" else None)
-            self.tick()
+            (self.tick if event == "line" else self.leave)()
         return self._runs
 
 

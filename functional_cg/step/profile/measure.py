@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import linecache
-import math
 import os
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
@@ -57,15 +56,13 @@ def profile_of(call: Call, lowered: Lowered) -> Profile:
     constants = [c.value.to(c.var.spec.device, copy=True) for c in program.constants]
     buffers = Buffers(slots, staging.slots, constants)
     unchecked, where = lowered.reference.unchecked.slots, (device, call.function)
-    named = lowered.plan.named_calls()
+    named = lowered.plan.named_calls() if os.environ.get("FCG_PROFILE_KERNELS") == "1" else {}
     with among(mesh, call.function):
         if named:
             a_call, inputs, lines, parts = times_of_lines(lowered.plan, buffers, unchecked, copy_in, where)
             found = [(one, _calls_of(one, named)) for one in kernels(lines, parts)]
             schedule, times = lowered.plan.schedule, _shared(found)
             times[_INPUTS] = inputs
-            if outside := math.fsum(took for line, took in zip(lines, parts, strict=True) if line is None):
-                times[_STATE] = outside
         else:
             plan, found = lower_aten(program, timed=True), []
             a_call, seconds = times_of(lowered.plan, plan, buffers, unchecked, copy_in, where)

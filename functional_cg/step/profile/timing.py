@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
@@ -37,6 +37,8 @@ class _HostClock:
     def __call__(self) -> None:
         self.read.append(time.perf_counter())
 
+    pause = __call__
+
 
 class _DeviceClock:
     """Opens a range of torch's profiler at each tick.
@@ -54,10 +56,23 @@ class _DeviceClock:
         self._open.__enter__()
         self.number += 1
 
+    def pause(self) -> None:
+        """Open no range until the next tick."""
+        self.end()
+        self.number += 1
+
     def end(self) -> None:
         if self._open is not None:
             self._open.__exit__(None, None, None)
         self._open = None
+
+
+class _Clock(Protocol):
+    def __call__(self) -> None: ...
+
+    def pause(self) -> None:
+        """Tick, and let the time until the next tick belong to nothing."""
+        ...
 
 
 def times_of(
@@ -113,7 +128,7 @@ def times_of_lines(
 
     Returns:
       (call, inputs, lines, parts): seconds of a replay, of the copies of its inputs, and of each line; a line is None
-      for what runs outside of the source that inductor generates.
+      for what runs outside of the source that inductor generates, which has no time on a GPU.
     """
     device, _ = where
     lines: list[Line | None] = []
@@ -124,15 +139,14 @@ def times_of_lines(
         try:
             run = plan.bind(buffers)
 
-            def on_clock(clock: Act) -> Act:
+            def on_clock(clock: _Clock) -> Act:
                 def once() -> None:
                     clock()
                     copy_in()
-                    clock()
-                    with Launches(clock) as launches:
+                    clock.pause()  # the profiler's ranges may not overlap those that torch opens around the lines
+                    with Launches(clock, clock.pause) as launches:
                         run(())
-                    clock()
-                    lines[:] = [None, *launches.lines]
+                    lines[:] = [None, *launches.lines][:-1]
 
                 return once
 
@@ -148,7 +162,7 @@ def times_of_lines(
             replay.close()
 
 
-def _timed_run(timed: AtenPlan, buffers: Buffers, copy_in: Act, clock: Act) -> Act:
+def _timed_run(timed: AtenPlan, buffers: Buffers, copy_in: Act, clock: _Clock) -> Act:
     """Return a run of a timed plan on a clock."""
     run = timed.bind(buffers, tick=clock)
 
@@ -196,7 +210,7 @@ def _median(call: Act, device: torch.device) -> float:
     return statistics.median([_on_device(call, device) for _ in range(1 + _RUNS)][1:])
 
 
-def _between_ticks(act: Act, clock: Act) -> Act:
+def _between_ticks(act: Act, clock: _Clock) -> Act:
     def once() -> None:
         clock()
         act()
@@ -205,7 +219,7 @@ def _between_ticks(act: Act, clock: Act) -> Act:
     return once
 
 
-def _parts_on_host(on_clock: Callable[[Act], Act]) -> list[float]:
+def _parts_on_host(on_clock: Callable[[_Clock], Act]) -> list[float]:
     """Return the median seconds between two ticks of a clock."""
     clock = _HostClock()
     run = on_clock(clock)
@@ -217,7 +231,7 @@ def _parts_on_host(on_clock: Callable[[Act], Act]) -> list[float]:
     return list(map(statistics.median, zip(*parts[1:], strict=True)))
 
 
-def _parts_on_device(on_clock: Callable[[Act], Act], where: Where) -> list[float]:
+def _parts_on_device(on_clock: Callable[[_Clock], Act], where: Where) -> list[float]:
     """Return the mean seconds in which the device is busy with what runs between two ticks of a clock."""
     device, function = where
     clock = _DeviceClock()
