@@ -14,7 +14,7 @@ import functional_cg as fcg
 from functional_cg.bench.models import LanguageModel, config
 from functional_cg.stages.fx_passes.old_values import KEPT, LATER
 from functional_cg.stages.lower.inductor import compile_graph
-from functional_cg.stages.passes.min_cut import _is_fused
+from functional_cg.stages.passes.min_cut import is_fused
 from functional_cg.stages.passes.recompute import keep_as_buffers, recompute
 from functional_cg.stages.plan import Buffers, lower_aten
 from functional_cg.stages.program import Program
@@ -310,5 +310,5 @@ def test_a_compiler_fuses_what_torch_does_not_tag_as_elementwise(name: str) -> N
         return fn(found, *([x.sigmoid()] if name in DISTANCES else [])).square().sum()  # type: ignore[no-any-return]
 
     program, _ = traced(loss, parameters("a"), torch.ones(8, 8))
-    apart = {instr.name for instr in program.instrs if not _is_fused(instr)}
+    apart = {instr.name for instr in program.instrs if not is_fused(instr)}
     assert apart <= {"ones_like"}  # the gradient that a backward begins with, a number
