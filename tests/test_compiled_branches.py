@@ -35,6 +35,7 @@ def words(fn: Any, **options: Any) -> str:
 
 def test_what_a_compiled_step_says_of_its_branches(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_allocator_backend", lambda: "native")
+    assert words(two_networks) == ""
     assert words(two_networks, branches=4) == "branches: told once it is compiled"
     auto = words(two_networks, branches="auto")
     assert auto == "branches: none, a compiled step takes lanes only if their number is given"

@@ -73,7 +73,9 @@ def lower(program: Program, device: torch.device, options: Options, reference: R
             return parted
     if not in_place:
         return HeadPlan(program, device, compiler, reference)
-    why = why or ("" if asked else "as asked for") or _fills_a_line(program, options)
+    if not asked:
+        return InPlacePlan(program, device)
+    why = why or _fills_a_line(program, options)
     return InPlacePlan(program, device, None if why else _spread(program, options), why)
 
 

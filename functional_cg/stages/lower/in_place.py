@@ -42,7 +42,7 @@ class InPlacePlan:
       program: The program.
       device: Where it runs.
       spread: Chooses which of its launches run side by side; None for one line.
-      why: Why it is None.
+      why: Why it is None; empty if nothing else was asked for.
     Attributes:
       timeline: What runs where.
     """
@@ -53,7 +53,7 @@ class InPlacePlan:
     shared: Sequence[str] = ()
 
     def __init__(
-        self, program: Program, device: torch.device, spread: Spread | None = None, why: str = "as asked for"
+        self, program: Program, device: torch.device, spread: Spread | None = None, why: str = ""
     ) -> None:
         self._program, self._device, self._spread = program, device, spread
         self.schedule = plan = schedule(program, fuse=False)
@@ -67,7 +67,9 @@ class InPlacePlan:
         self._compiled: Callable[..., Any] | None = None
         self._launches: Launches | None = None
         self.timeline, self.temporaries = in_line(()), 0
-        self.branches = f"branches: none, {why}" if why else "branches: told once it is compiled"
+        self.branches = f"branches: none, {why}" if why else ""
+        if spread is not None:
+            self.branches = "branches: told once it is compiled"
 
     def as_text(self) -> str:
         return str(self._graph.code)
