@@ -977,6 +977,7 @@ UNREAD = {
     "truth alone": (lambda: [1], lambda held: 1 if held else 2, lambda held: held.append(2)),
     "length alone": (lambda: [1], lambda held: len(held), put(0, 2)),
     "length compared": (lambda: [1], lambda held: 1 if len(held) < 2 else 2, put(0, 2)),
+    "equal as before": (lambda: [[0.1]], lambda held: held[0] == [0.1], put(0, [0.1])),
     "kind alone": (lambda: [[1]], lambda held: isinstance(held[0], list), lambda held: held[0].append(2)),
     "equal again": (lambda: {"betas": [0.1, 0.2]}, lambda held: sum(held["betas"]), put("betas", [0.1, 0.2])),
     "printed": (lambda: [1], lambda held: print(held), put(0, 2)),  # noqa: T201
