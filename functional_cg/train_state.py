@@ -26,9 +26,9 @@ from .optim.algebra.base import resting, step_or_update
 from .optim.algebra.fitting import filled, hidden, kept, left_out, refuse_unlike
 from .pytree.nodes import register_dataclass_node
 from .pytree.trees import no_tensors
-from .state.creation import Init, Sharding, create
+from .state.creation import Init, Sharding, create, parts_of
 from .state.leaf import Leaf, owned
-from .tensors.parts import as_complex, as_real
+from .tensors.parts import as_complex
 
 __all__ = ["TrainState"]
 
@@ -196,7 +196,7 @@ class TrainState(_StateClass, Generic[Params]):
         out = left_out(self.params, grads)
         grads = filled(self.params, grads, out) if out else grads
         refuse_unlike(self.params, grads)
-        weights, grads = pytree.map(as_real, self.params), pytree.map(as_real, grads)
+        weights, grads = pytree.map(parts_of, self.params), pytree.map(parts_of, grads)
         old = (weights, self.opt_state)
         still = [i in out for i in range(len(pytree.leaves(weights)))]
         flags = [still, resting(self.optimizer, self.opt_state, weights, out)] if out else [[], []]

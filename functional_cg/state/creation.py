@@ -29,7 +29,7 @@ from .boundary import entered, held
 from .handle import Handle, placeable, roles
 from .leaf import Lease, as_tensor, owned
 
-__all__ = ["Init", "Sharding", "create"]
+__all__ = ["Init", "Sharding", "create", "parts_of"]
 
 Init = Callable[[str, Tensor, Tensor], Tensor]
 
@@ -258,8 +258,13 @@ def _created(
 
 
 def _moved(kind: Any, params: Any) -> Any:
-    """Return the parameters as the optimizer sees them; it refuses complex ones of which this rank holds a shard."""
-    return pytree.map(lambda leaf: leaf if isinstance(leaf, Sharded) else as_real(leaf), kind.moved(params))
+    """Return the parameters as the optimizer sees them."""
+    return pytree.map(parts_of, kind.moved(params))
+
+
+def parts_of(leaf: Any) -> Any:
+    """Return a leaf as optimizers see it: complex ones as parts, but for those of which this rank holds a shard."""
+    return leaf if isinstance(leaf, Sharded) else as_real(leaf)
 
 
 def _refuse_numbers(opt_state: Any) -> None:

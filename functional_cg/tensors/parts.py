@@ -20,7 +20,7 @@ def as_real(tensor: Tensor) -> Tensor:
 
 
 def as_complex(parts: Tensor, like: Tensor) -> Tensor:
-    """Undo :func:`as_real` for a tensor of the shape of ``like``; if that is real, return ``parts``."""
-    if not like.is_complex():
+    """Undo :func:`as_real` for a tensor of the shape of ``like``; what was left as it is stays so."""
+    if not like.is_complex() or parts.is_complex():
         return parts
     return torch.view_as_complex(parts.reshape(*like.shape, 2).contiguous())

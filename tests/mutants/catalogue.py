@@ -80,8 +80,8 @@ MUTANTS = (
         "a compiled host step writes the state while it computes: what raises later leaves it half written",
         (
             (
-                "    if compiler is not None or not (on_gpu or on_lanes):\n",
-                "    if compiler is not None:\n",
+                "    in_place = compiler is None and (on_gpu or on_lanes)\n",
+                "    in_place = compiler is None\n",
             ),
         ),
         (

@@ -191,9 +191,9 @@ INDICES = [
         "`x = torch.where(b['m'][..., None], x + 1, x)`",
         lambda s, b: torch.where(b["m"][..., None], b["x"] + 1, b["x"]),
     ),
-    Spelling(nonzero, "`torch.where(b['m'] != 0, values, 0)`"),
+    Spelling(nonzero, "`torch.where(b['m'], values, 0)`"),
     Spelling(where_of_one, "`torch.where(b['m'], values, 0)`"),
-    Spelling(argwhere, "`torch.where(b['m'] != 0, values, 0)`"),
+    Spelling(argwhere, "`torch.where(b['m'], values, 0)`"),
     Spelling(unique, "`s = torch.sort(b['x']).values; s[1:] == s[:-1]`"),
     Spelling(unique_consecutive, "`b['x'][1:] == b['x'][:-1]`"),
     Spelling(

@@ -116,9 +116,8 @@ class HostReads(Lookups):
         if stays or module.__name__.startswith("functional_cg") or is_user_module(module):
             return
         definition = issubclass(type(found), type | FunctionType | BuiltinFunctionType)
-        if (
-            definition or is_value(found) or module is not sys
-        ):  # where a program prints to is no part of the step
+        # Where a program prints to is no part of the step, and a library's private objects are its own to exchange.
+        if definition or is_value(found) or not (module is sys or name.startswith("_")):
             step, how = Step(ATTRIBUTE, name), How.SAME if is_value(found) else How.IDENTICAL
             self.compare(
                 Place(module, module.__name__), step, how, found, f"{module.__name__}.{name}", defines=True
