@@ -261,7 +261,7 @@ def graph_step(fn: Any = None, /, **options: Any) -> Any:
         not fused, so it is cut before products, convolutions and attention, which no compiler fuses with what they
         read. Off by default, because a step of small values may then take more launches, and memory that a part
         has read is free only when the part ends. A step with collectives, one over flat vectors
-        (``optim.flatten``) and one that repeats little stay one function.
+        (``optim.flatten``) and one that repeats little stay one function. Not together with ``branches``.
     Raises:
       FunctionalCGError: At the call; the state passed in stays valid. See :mod:`functional_cg.errors`.
 

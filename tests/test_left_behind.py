@@ -248,6 +248,21 @@ def applied(net: nn.Module) -> tuple[Any, Any, Any]:
     return apply, step, state
 
 
+@pytest.mark.parametrize("give", [torch.compile, torch.jit.script], ids=["torch.compile", "torch.jit.script"])
+def test_a_mark_that_a_compiler_puts_on_the_module_is_no_change(give: Callable[[nn.Module], Any]) -> None:
+    net = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
+    apply, params, buffers = fcg.from_module(net)
+    step = fcg.graph_fn(lambda s, x: apply(s, buffers, x)[0])
+    state, x = fcg.place(params), torch.randn(3, 2)
+    expected = step(state, x)
+    given = give(net)
+    assert torch.equal(step(state, x), expected)
+    net.extra = 1
+    with pytest.raises(BakedValueError, match="Sequential was changed after"):
+        step(state, x)
+    del given
+
+
 @pytest.mark.parametrize("change", CHANGES)
 def test_a_module_changed_after_it_was_copied_is_noticed_at_the_next_call(change: str) -> None:
     net = Net()

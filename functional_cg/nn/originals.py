@@ -33,6 +33,12 @@ _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backw
 _ON_ALL = tuple(f"_global{name}" for name in _HOOKS)
 _BY_NAME = ("_parameters", "_buffers")  # other tensors may take their places
 _hooks_of = operator.attrgetter("_backward_hooks")
+_MARKS = frozenset(
+    {"_is_torch_compile", "__overloads__"}
+)  # put on a module by `torch.compile` and `torch.jit.script`
+_MARKS = frozenset(
+    {"_is_torch_compile", "__overloads__"}
+)  # put on a module by `torch.compile` and `torch.jit.script`
 _MANY = 256  # of what stands in longer containers, the number alone is compared at each call
 
 
@@ -214,7 +220,7 @@ def _compared(module: nn.Module) -> Held:
     found = {
         path: content
         for path, content in held(module).items()
-        if path and path.rpartition(".")[2] != "training" and "<" not in path
+        if path and path.rpartition(".")[2] not in {"training", *_MARKS} and "<" not in path
     }
     fixed = fixed_tensors(module)
     first: dict[int, str] = {}

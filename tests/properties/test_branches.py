@@ -236,7 +236,8 @@ def test_what_runs_in_one_line_says_why(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(torch.cuda, "get_allocator_backend", lambda: "native")
     assert without_lanes(torch.device("cuda"), "auto") == ""
     compiled = fcg.graph_step(heads, lowering="inductor", branches=2).lower(fcg.place(start()), x)
-    assert "branches: none, a compiled step runs in one line" in str(compiled)
+    assert "branches: none, a CPU runs one call at a time" in str(compiled)
+    assert "branches" not in str(fcg.graph_step(heads, lowering="inductor").lower(fcg.place(start()), x))
     chain = branched(lambda s, x: ({"n": ((s["n"] + 1) * 2) - 3}, {})).lower({"n": torch.tensor(1)}, x)
     assert "branches: none, each call needs the one before" in str(chain)
     auto = fcg.graph_step(heads, branches="auto", backend=fcg.testing.Simulator())

@@ -28,7 +28,7 @@ from ..program import Instr, Program, Var, highest, map_vars
 from ..schedule import Schedule, schedule
 from ..trial.reference import Reference
 from .graph import Entrance, build_graph
-from .head import ONE_LINE, Compiler, Head, by_inductor
+from .head import Compiler, Head, by_inductor
 from .in_place import InPlacePlan, arguments_of, collects, is_small
 from .parts import parts_of
 from .parts_plan import PartsPlan
@@ -54,16 +54,25 @@ def lower(program: Program, device: torch.device, options: Options, reference: R
     if choice == "aten" or (choice == "auto" and not on_gpu):
         if asked and not why:
             return BranchedPlan(program, schedule(program), _spread(program, options))
-        plan = lower_aten(program)
-        if why:
-            plan.branches = f"branches: none, {why}"
-        return plan
+        plan: ExecutionPlan = lower_aten(program)
+    else:
+        why = why or (
+            "" if options.branches != "auto" else "a compiled step takes lanes only if their number is given"
+        )
+        plan = _compiled(program, device, options, reference, lanes=asked and not why)
+    if asked and not plan.branches:
+        plan.branches = f"branches: none, {why or 'its parts run in one line'}"
+    return plan
+
+
+def _compiled(
+    program: Program, device: torch.device, options: Options, reference: Reference, *, lanes: bool
+) -> ExecutionPlan:
+    on_gpu, choice = device.type == "cuda", options.lowering
     if any(instr.region for instr in program.instrs):
         return RegionsPlan(program, device, None if isinstance(choice, str) else choice, reference)
     compiler = None if isinstance(choice, str) else choice
-    if options.branches == "auto":
-        why = why or "a compiled step takes lanes only if their number is given"
-    on_lanes = asked and not why and compiler is None  # on a CPU, simulated ones: it stands for a GPU
+    on_lanes = lanes and compiler is None  # on a CPU, simulated ones: it stands for a GPU
     if on_gpu or on_lanes:
         prepare(program, budget=options.activation_memory_budget)
     in_place = compiler is None and (on_gpu or on_lanes)
@@ -73,9 +82,9 @@ def lower(program: Program, device: torch.device, options: Options, reference: R
             return parted
     if not in_place:
         return HeadPlan(program, device, compiler, reference)
-    if not asked:
+    if not lanes:
         return InPlacePlan(program, device)
-    why = why or _fills_a_line(program, options)
+    why = _fills_a_line(program, options)
     return InPlacePlan(program, device, None if why else _spread(program, options), why)
 
 
@@ -155,7 +164,7 @@ class HeadPlan:
     compiled = True
     functions = 1
     copies = True
-    branches = ONE_LINE
+    branches = ""
     temporaries = 0
     shared: Sequence[str] = ()
 

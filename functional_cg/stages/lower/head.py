@@ -14,11 +14,9 @@ from ...errors.words import words_of
 from ...tensors.overlap import storage_key
 from .inductor import compile_graph
 
-__all__ = ["ONE_LINE", "Compiler", "Head", "by_inductor"]
+__all__ = ["Compiler", "Head", "by_inductor"]
 
 Compiler = Callable[..., Any]
-
-ONE_LINE = "branches: none, a compiled step runs in one line"
 
 
 def by_inductor(

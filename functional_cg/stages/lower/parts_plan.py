@@ -19,7 +19,7 @@ from ..schedule import Schedule
 from ..trial.reference import Reference
 from .arguments import by_itself, like
 from .graph import Entrance, build_graph
-from .head import ONE_LINE, Compiler, Head, by_inductor
+from .head import Compiler, Head, by_inductor
 from .parts import Part, Parts
 
 __all__ = ["PartsPlan"]
@@ -38,7 +38,7 @@ class PartsPlan:
     """
 
     compiled = True
-    branches = ONE_LINE
+    branches = ""
     temporaries = 0
 
     def __init__(

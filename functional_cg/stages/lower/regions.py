@@ -24,7 +24,7 @@ from ..schedule import Schedule, schedule
 from ..trial.reference import Reference
 from .arguments import like
 from .graph import Entrance, build_graph
-from .head import ONE_LINE, Compiler, Head, by_inductor
+from .head import Compiler, Head, by_inductor
 
 __all__ = ["RegionsPlan"]
 
@@ -136,7 +136,7 @@ class RegionsPlan:
 
     compiled = True
     copies = True
-    branches = ONE_LINE
+    branches = ""
     temporaries = 0
     shared: Sequence[str] = ()
 
