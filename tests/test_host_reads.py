@@ -60,8 +60,8 @@ class Sizes:
     lr: float = 2.0
 
 
-MARK: Any = object()
-OTHER: Any = object()
+MARK: Any = [0]
+OTHER: Any = [0]
 
 
 def test_what_is_not_a_default_may_become_another_object() -> None:
