@@ -52,6 +52,48 @@ class Data:
     lr: float = 2.0
 
 
+@dataclasses.dataclass
+class Sizes:
+    """Its constructor asks whether an argument is the mark for no argument."""
+
+    sizes: list[int] = dataclasses.field(default_factory=list)
+    lr: float = 2.0
+
+
+MARK: Any = [0]
+OTHER: Any = [0]
+
+
+def test_what_is_not_a_default_may_become_another_object() -> None:
+    held = types.SimpleNamespace(made=Sizes([1, 2]), spare=[1])
+
+    def train_step(state: Any, x: Any) -> Any:
+        made = dataclasses.replace(held.made, lr=3.0)
+        return state, x * made.lr + (100 if held.spare is MARK else made.sizes[1])
+
+    step, state = fcg.graph_step(train_step, lowering="aten"), fcg.place({"a": torch.zeros(())})
+    for call in range(8):
+        x = torch.full((2,), float(call))
+        state, metric = step(state, x)
+        assert torch.equal(metric, x * 3.0 + 2)
+        held.made, held.spare = copy.deepcopy(held.made), [call]
+    held.spare = MARK
+    with pytest.raises(fcg.BakedValueError, match=r"held.spare"):
+        step(state, x)
+    held.spare, held.made.sizes = [1], [1, 3]
+    with pytest.raises(fcg.BakedValueError, match=r"held.made.sizes"):
+        step(state, x)
+
+
+def test_the_mark_itself_may_not_change(monkeypatch: pytest.MonkeyPatch) -> None:
+    held = types.SimpleNamespace(spare=OTHER)
+    step = fcg.graph_step(lambda state, x: (state, x * (1 if held.spare is MARK else 2)), lowering="aten")
+    state, _ = step(fcg.place({"a": torch.zeros(())}), X)
+    monkeypatch.setitem(globals(), "MARK", OTHER)
+    with pytest.raises(fcg.BakedValueError, match="MARK"):
+        step(state, X)
+
+
 # -- the table ------------------------------------------------------------------------------------------------------
 
 CELL: Any = None

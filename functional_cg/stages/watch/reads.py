@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import operator
 import os
 import types
 from collections import Counter
@@ -253,6 +254,21 @@ class Reads:
         place = None if value is UNKNOWN or is_value(value) else self.known(value)
         if place is not None and place.owner is not None:
             self.compare(place.owner, place.step, How.IDENTICAL, value, place.name)
+
+    def unlike(self, value: Any, other: Any) -> None:
+        """Record that an object is not ``other``, such as a default: it may be replaced by any third one."""
+        self.identity(other)
+        place, fixed = self.known(value), self.known(other)
+        if place is None or place.owner is None or fixed is None:
+            self.identity(value)
+        else:
+            self.part(
+                place,
+                functools.partial(operator.is_, other),
+                False,
+                f"{place.name} is {fixed.name}",
+                id(other),
+            )
 
     def part(
         self, place: Place, read: Any, value: Any, name: str, key: Any = None, *, defines: bool = False

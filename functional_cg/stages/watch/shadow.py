@@ -174,7 +174,8 @@ class Shadow(Calls):
             self.other(ins)
 
     def op_is_op(self, ins: dis.Instruction) -> None:
-        self._compared(*self.take(2))
+        one, other = self.take(2)
+        self._compared(one, other, differ=one is not other)
         self.push(UNKNOWN)
 
     def op_compare_op(self, ins: dis.Instruction) -> None:
@@ -183,11 +184,14 @@ class Shadow(Calls):
             self._compared(*pair)
         self.other(ins)
 
-    def _compared(self, one: Any, other: Any) -> None:
+    def _compared(self, one: Any, other: Any, *, differ: bool = False) -> None:
         """Record that it matters which objects these are; beside ``None`` and the like, it does not."""
         if self.own and not (is_value(one) or is_value(other)):
-            self.reads.identity(one)
-            self.reads.identity(other)
+            if differ:
+                self.reads.unlike(one, other)
+            else:
+                self.reads.identity(one)
+                self.reads.identity(other)
             if any(one is a and other is b for a, b in _TYPES_OF_TENSORS):
                 self.reads.asks_for_type()
 
