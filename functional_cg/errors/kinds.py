@@ -186,10 +186,9 @@ class BakedValueError(FunctionalCGError, RuntimeError):
     - A tensor of ``constants=`` was written, or its name rebound to another one: make it an input.
     - A helper or a module was redefined, for example in a notebook: recreate the step, too.
 
-    Some changes go unnoticed: files, clocks, what the system reports; internals of compiled extensions (settings of
-    numpy, a ctypes struct, what ``pickle`` reads); functions of torch that torch's own code reads, as ``nn.ReLU`` reads
-    ``F.relu``; the ``_value_`` of an enum's member; writes through ``.data``; but for CPython 3.11 to 3.13, computed
-    reads, ``cfgs[i].lr``. ``debug="verify"`` finds their effects.
+    Some changes go unnoticed: files, clocks, what the system reports; internals of compiled extensions; functions of
+    torch that torch's own code reads, as ``nn.ReLU`` reads ``F.relu``; writes through ``.data``; but for CPython 3.11
+    to 3.13, computed reads, ``cfgs[i].lr``. ``debug="verify"`` finds their effects.
     """
 
 
