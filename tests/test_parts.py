@@ -121,6 +121,32 @@ def test_a_leaf_is_written_after_its_last_reader(monkeypatch: pytest.MonkeyPatch
     assert isinstance(plan, PartsPlan)
 
 
+def test_what_a_part_hands_on_lies_as_the_trace_saw_it() -> None:
+    """A compiler's formula for ``cat`` of one tensor with elements keeps its strides; the op itself does not."""
+
+    def step_fn(state: Any, x: Any) -> Any:
+        seen = x.new_zeros(())
+        for w in state["layers"]:
+            q = (x @ w).clamp(-9, 9).view(2, 4, 2, 8).transpose(1, 2)
+            q = torch.cat([-q, q[..., 8:]], -1)
+            x = (q @ q.mT @ q).transpose(1, 2).reshape(2, 4, 16).remainder(7) @ w.mT
+            seen = seen + x.abs().sum()
+        return {"layers": [w + 1 for w in state["layers"]]}, {"x": x, "seen": seen}
+
+    step = fcg.graph_step(step_fn, lowering="inductor", compile_once=True)
+    generator = torch.Generator().manual_seed(0)
+    layers = [torch.randint(-2, 3, (64, 16), generator=generator).double() for _ in range(5)]
+    state = fcg.place({"layers": layers})
+    twin = fcg.fork(state)
+    for _ in range(CALLS):
+        x = torch.randint(-3, 4, (2, 4, 64), generator=generator).double()
+        twin, expected = step.eager(twin, x)
+        state, metrics = step(state, x)
+        assert_trees_all_equal(metrics, expected)
+        assert_trees_all_equal(state, twin)
+    assert "compiled once: " in step.explain()
+
+
 def test_it_says_which_calls_share_a_function() -> None:
     step = fcg.graph_step(PLAIN, lowering=as_it_is, compile_once=True)
     step.lower(PLAIN.state, PLAIN.batch(0))

@@ -82,6 +82,7 @@ def build_graph(
     *,
     handed_on: Sequence[Var] = (),
     writes: Sequence[tuple[Var, Var]] = (),
+    as_traced: bool = False,
 ) -> fx.GraphModule:
     """Build the head of a program as an FX graph from state, inputs and constants to metrics.
 
@@ -94,6 +95,8 @@ def build_graph(
       entrance: How the state enters.
       handed_on: Values to return after the metrics, to be read before the next call.
       writes: Pairs (slot or range, new value) to write at the end.
+      as_traced: Whether results lie as the trace saw them: they do not if a formula of the compiler gives them other
+        strides, and another function may have been compiled for those of the trace.
     """
     graph = fx.Graph()
     nodes: dict[Var, fx.Node] = {}
@@ -123,6 +126,11 @@ def build_graph(
         graph.call_function(_CLONE, (nodes[var],)) if i in plan.cloned else nodes[var]
         for i, var in enumerate(plan.outputs)
     ]
+    if as_traced:
+        results = [
+            graph.call_function(laid_out, (value, var.spec.stride)) if len(var.spec.shape) > 1 else value
+            for value, var in zip(results, plan.outputs, strict=True)
+        ]
     results += [apart(var) for var in handed_on]
     values = [apart(new) for _, new in writes]
     for (old, _), value in zip(writes, values, strict=True):

@@ -70,7 +70,7 @@ class PartsPlan:
         part = Program(name, [], [], first.inputs, instrs=first.calls, outputs=[*first.outputs])
         calls = check_values(part, first.calls) if on_host and known else first.calls
         plan = Schedule(calls, outputs=first.outputs)
-        graph = build_graph(part, plan, Entrance([], {}, []), writes=first.commits)
+        graph = build_graph(part, plan, Entrance([], {}, []), writes=first.commits, as_traced=True)
         if not on_host and known:
             pick_by_comparison(graph.graph)
             if self._large:

@@ -173,7 +173,8 @@ class RegionsPlan:
         part = Program(first.name, [], [], first.inputs, instrs=first.calls, outputs=columns[0])
         on_host = self._device.type == "cpu"
         calls = check_values(part, first.calls) if on_host and compiler is None else first.calls
-        graph = build_graph(part, Schedule(calls, outputs=columns[0]), Entrance([], {}, []))
+        plan = Schedule(calls, outputs=columns[0])
+        graph = build_graph(part, plan, Entrance([], {}, []), as_traced=True)
         compile_it = compiler or partial(by_inductor, first.name, on_host=on_host, small=False, in_order=True)
         name = first.name.replace(" ", "_")
         head = Head(name, graph, compile_it, metrics=0, count=len(wanted), known=compiler is None)
