@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from ..step.costs import peak_flops
+from .system import waiter
 from .workloads import Workload
 
 __all__ = ["copy_rate", "model_flops", "product_rate", "utilization"]
@@ -59,16 +60,12 @@ def copy_rate(device: torch.device) -> float:
 
 def _shortest(call: Callable[[], Any], device: torch.device) -> float:
     """Time the fastest of several calls, in seconds."""
+    wait = waiter(device)
     times: list[float] = []
     while len(times) < _CALLS or sum(times) < _BEST_OF_S:
-        _wait(device)
+        wait()
         begin = time.perf_counter()
         call()
-        _wait(device)
+        wait()
         times.append(time.perf_counter() - begin)
     return min(times)
-
-
-def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import itertools
 import json
 import statistics
 import sys
@@ -19,7 +20,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
@@ -27,13 +27,14 @@ from torch.nn.parallel import DistributedDataParallel
 import functional_cg as fcg
 
 from .models import Config, LanguageModel, config, names
+from .ranks.rounds import ROUNDS, timed
 
 __all__ = ["BLOCKS", "LEARNING_RATE", "WARM_UPS", "WEIGHT_DECAY", "batches_of", "main"]
 
 SYSTEMS = (
     "ddp-compile", "ddp-compile-views", "fsdp2-compile", "ours-1", "ours-2", "ours-3", "ours-3-kept",
 )  # fmt: skip
-BLOCKS, WARM_UPS = 5, 6
+BLOCKS, WARM_UPS = ROUNDS, 6
 LEARNING_RATE, WEIGHT_DECAY = 3e-4, 0.1
 _GIB = 2**30
 
@@ -89,7 +90,8 @@ def _measured(name: str, c: Config, mesh: Any, batches: Any, options: argparse.N
     _free(mesh.device)
     losses = [float(step(batches[i % len(batches)])) for i in range(WARM_UPS)]
     first = time.perf_counter() - start
-    times = _times(step, batches, mesh, max(1, options.steps // BLOCKS))
+    turns, length = itertools.cycle(batches), max(1, options.steps // BLOCKS)
+    times = timed(lambda: step(next(turns)), mesh.device, length, warm_ups=0).rounds
     row = {
         "system": name, "model": c.name, "ranks": mesh.size, "ms": statistics.median(times), "ms_min": min(times),
         "ms_max": max(times), "tokens_per_s": c.batch * c.time * mesh.size / statistics.median(times) * 1e3,
@@ -166,22 +168,6 @@ def _ours(
         train_step.close()
 
     return step, close
-
-
-def _times(step: Step, batches: Sequence[Any], mesh: Any, length: int) -> list[float]:
-    """Time each block on the slowest rank, in ms per step."""
-    out = []
-    for _ in range(BLOCKS):
-        _wait(mesh)
-        start = time.perf_counter()
-        for i in range(length):
-            step(batches[i % len(batches)])
-        _synchronize(mesh.device)
-        spent = torch.tensor((time.perf_counter() - start) / length * 1e3, device=mesh.device)
-        if mesh.size > 1:
-            dist.all_reduce(spent, dist.ReduceOp.MAX)
-        out.append(float(spent))
-    return out
 
 
 def _communication(step: Step, batches: Sequence[Any], steps: int = 3) -> dict[str, Any]:
@@ -262,17 +248,6 @@ def _allocated(device: torch.device) -> float:
 def _peak(device: torch.device) -> float:
     """Return the allocator's peak in GiB since the last reset."""
     return torch.cuda.max_memory_allocated(device) / _GIB if device.type == "cuda" else 0.0
-
-
-def _synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-
-
-def _wait(mesh: Any) -> None:
-    _synchronize(mesh.device)
-    if mesh.size > 1:
-        dist.barrier()
 
 
 if __name__ == "__main__":

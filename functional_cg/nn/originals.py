@@ -33,12 +33,8 @@ _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backw
 _ON_ALL = tuple(f"_global{name}" for name in _HOOKS)
 _BY_NAME = ("_parameters", "_buffers")  # other tensors may take their places
 _hooks_of = operator.attrgetter("_backward_hooks")
-_MARKS = frozenset(
-    {"_is_torch_compile", "__overloads__"}
-)  # put on a module by `torch.compile` and `torch.jit.script`
-_MARKS = frozenset(
-    {"_is_torch_compile", "__overloads__"}
-)  # put on a module by `torch.compile` and `torch.jit.script`
+# What `torch.compile` and `torch.jit.script` put on a module.
+_MARKS = frozenset({"_is_torch_compile", "__overloads__"})
 _MANY = 256  # of what stands in longer containers, the number alone is compared at each call
 
 

@@ -110,6 +110,12 @@ class Instr:
             and self.out.storage in {var.storage for var in self.inputs()}
         )
 
+    @property
+    def only_views(self) -> bool:
+        """Whether the call computes nothing, whatever its op: all that it makes lies in the memory of its arguments."""
+        made = {var.storage for var in self.outputs()}
+        return bool(made) and not self.writes and made <= {var.storage for var in self.inputs()}
+
     def inputs(self) -> list[Var]:
         return vars_in((*self.args, *self.kwargs.values()))
 

@@ -210,7 +210,7 @@ def cost_analysis(
     moved: Counter[str] = Counter()
     by_dtype: Counter[torch.dtype] = Counter()
     for instr in instrs:
-        if _is_view(instr):
+        if instr.only_views:
             continue
         kind, number = kind_of(instr), flops_of(instr)
         calls[kind] += 1
@@ -275,13 +275,6 @@ def kind_of(instr: Instr) -> str:
     if torch.Tag.reduction in instr.op.tags:
         return "reduction"
     return "other"
-
-
-def _is_view(instr: Instr) -> bool:
-    """Whether a call computes nothing: its results are views of its arguments."""
-    sources = {var.storage for var in instr.inputs()}
-    results = [var.storage for var in instr.outputs()]
-    return bool(results) and not instr.writes and sources.issuperset(results)
 
 
 def _step_copies(program: Program, plan: Schedule, *, copies: bool) -> Iterator[int]:

@@ -10,7 +10,9 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-__all__ = ["Times", "peak_gib", "timed", "together"]
+from ..system import waiter
+
+__all__ = ["ROUNDS", "Times", "peak_gib", "timed", "together"]
 
 ROUNDS, WARM_UPS = 5, 5
 
@@ -26,15 +28,16 @@ class Times:
         return f"{statistics.median(self.rounds):8.2f} ms [{low:.2f}, {high:.2f}]"
 
 
-def timed(step: Callable[[], object], device: torch.device, steps: int) -> Times:
+def timed(step: Callable[[], object], device: torch.device, steps: int, *, warm_ups: int = WARM_UPS) -> Times:
     """Time rounds of steps, after some that are not timed.
 
     Args:
       step: Makes one step; all ranks call it.
       device: Where this rank computes.
       steps: Steps of a round.
+      warm_ups: Steps before.
     """
-    for _ in range(WARM_UPS):
+    for _ in range(warm_ups):
         step()
     rounds = []
     for _ in range(ROUNDS):
@@ -42,18 +45,20 @@ def timed(step: Callable[[], object], device: torch.device, steps: int) -> Times
         start = time.perf_counter()
         for _ in range(steps):
             step()
-        _synchronize(device)
+        waiter(device)()
         spent = torch.tensor((time.perf_counter() - start) / steps * 1e3, device=device)
-        dist.all_reduce(spent, dist.ReduceOp.MAX)
+        if dist.is_initialized():
+            dist.all_reduce(spent, dist.ReduceOp.MAX)
         rounds.append(float(spent))
     return Times(tuple(rounds))
 
 
 def together(device: torch.device) -> None:
     """Wait for this device, then for all ranks."""
-    _synchronize(device)
-    dist.barrier()
-    _synchronize(device)
+    waiter(device)()
+    if dist.is_initialized():
+        dist.barrier()
+        waiter(device)()
 
 
 def peak_gib(device: torch.device) -> float:
@@ -64,8 +69,3 @@ def peak_gib(device: torch.device) -> float:
     peak = torch.cuda.max_memory_allocated(device) / 2**30
     torch.cuda.reset_peak_memory_stats(device)
     return peak
-
-
-def _synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)

@@ -29,6 +29,7 @@ from torch.nn.parallel import DistributedDataParallel
 import functional_cg as fcg
 from functional_cg import sharding
 
+from ..system import waiter
 from .rounds import together
 
 __all__ = ["main"]
@@ -148,8 +149,7 @@ def _stalls(saver: Saver, device: torch.device) -> list[float]:
             saver.save()
         for _ in range(STEPS):
             saver.step()
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
+        waiter(device)()
         return time.perf_counter() - start
 
     seconds(save=False)

@@ -19,7 +19,7 @@ from .listing import Timeline, in_line
 from .races import refuse_races
 from .rehearsal import Rehearsal
 from .source import on_lanes, pairs
-from .units import Memory, Unit, accesses, after_checks, fixed_by, only_views
+from .units import Memory, Unit, accesses, after_checks, fixed_by
 
 __all__ = ["Branched", "BranchedPlan", "Lanes", "Spread", "bound"]
 
@@ -184,7 +184,7 @@ class BranchedPlan(AtenPlan):
         for instr in self._head:
             defined = [var for var in instr.outputs() if var not in self._fixed]
             lines = self._lines(instr)
-            if not only_views(instr):
+            if not instr.only_views:
                 reads, writes = accesses(instr)
                 unit = Unit(instr.name, lines, reads, writes, site=instr.site)
                 unit.made |= {var.storage: sizes[var.storage] for var in defined if var.storage not in known}

@@ -23,7 +23,6 @@ __all__ = [
     "accesses",
     "after_checks",
     "fixed_by",
-    "only_views",
     "predecessors",
 ]
 
@@ -74,7 +73,7 @@ def accesses(instr: Instr, *, in_place: bool = False) -> tuple[frozenset[Memory]
     writes: set[Memory] = {var.storage for var in instr.writes}
     if in_place:
         writes |= {source.storage for _, source, _ in written_pairs(instr) or ()}
-    elif not only_views(instr):
+    elif not instr.only_views:
         # Also an argument that it returns: its name is new.
         writes |= {var.storage for var in instr.outputs()}
     if can_draw(instr.op, instr.args, instr.kwargs):
@@ -82,12 +81,6 @@ def accesses(instr: Instr, *, in_place: bool = False) -> tuple[frozenset[Memory]
     if instr.checks:
         writes.add(_CHECKS)
     return frozenset(reads), frozenset(writes)
-
-
-def only_views(instr: Instr) -> bool:
-    """Whether a call computes nothing: its results lie in the memory of its arguments."""
-    results = {var.storage for var in instr.outputs()}
-    return bool(results) and not instr.writes and results <= {var.storage for var in instr.inputs()}
 
 
 def fixed_by(op: Any) -> str:

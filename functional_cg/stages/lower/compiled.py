@@ -45,7 +45,7 @@ def lower(program: Program, device: torch.device, options: Options, reference: R
     Args:
       program: The program.
       device: Where it runs.
-      options: The options of the step: ``lowering``, ``compile_once`` and ``activation_memory_budget``.
+      options: The options of the step.
       reference: The program as traced, which finds the user's line for an exception from a compiled function.
     """
     on_gpu, choice = device.type == "cuda", options.lowering
@@ -56,12 +56,11 @@ def lower(program: Program, device: torch.device, options: Options, reference: R
             return BranchedPlan(program, schedule(program), _spread(program, options))
         plan: ExecutionPlan = lower_aten(program)
     else:
-        why = why or (
-            "" if options.branches != "auto" else "a compiled step takes lanes only if their number is given"
-        )
+        if options.branches == "auto":
+            why = why or "a compiled step takes lanes only if their number is given"
         plan = _compiled(program, device, options, reference, lanes=asked and not why)
     if asked and not plan.branches:
-        plan.branches = f"branches: none, {why or 'its parts run in one line'}"
+        plan.branches = f"branches: none, {why or 'with this lowering it runs in one line'}"
     return plan
 
 

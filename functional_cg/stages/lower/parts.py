@@ -14,12 +14,11 @@ from typing import TypeVar
 
 import torch
 
-from ...shards.transfers import TRANSFERS
 from ..fx_passes.old_values import KEPT, LATER
-from ..passes.grouping import is_launch
 from ..program import Instr, Program, Var, written_storages
 from ..schedule import Schedule
 from .early_updates import Leaf, by_leaf, joined
+from .in_place import collects
 from .repeats import cuts, frozen
 
 __all__ = ["Part", "Parts", "parts_of"]
@@ -119,7 +118,7 @@ def parts_of(program: Program, plan: Schedule, *, in_place: bool) -> Parts | Non
       plan: Its schedule.
       in_place: Whether parts write slots themselves.
     """
-    if program.ranges or any(is_launch(instr) or instr.op in TRANSFERS for instr in plan.head):
+    if program.ranges or collects(program):
         return None
     values = _Values.of(program, plan)
     calls = [instr for instr in plan.head if not instr.checks and instr not in values.views]
@@ -196,12 +195,6 @@ def _cut(items: Sequence[T], places: Sequence[int]) -> list[list[T]]:
     return [[*items[start:end]] for start, end in pairs if start < end]
 
 
-def _is_view(instr: Instr) -> bool:
-    """Whether a call computes nothing: all that it makes lies in the memory of its arguments."""
-    made = {var.storage for var in instr.outputs()}
-    return bool(made) and not instr.writes and made <= {var.storage for var in instr.inputs()}
-
-
 def _is_wider(instr: Instr, written: set[int]) -> bool:
     """Whether a call casts a value that does not change to a wider dtype."""
     if instr.op is not _CAST or not isinstance(instr.out, Var):
@@ -244,7 +237,7 @@ class _Values:
         calls = [*(instr for instr in plan.head if instr.checks), *plan.fused]
         outside = [*plan.outputs, *(var for instr in calls for var in instr.inputs() if var in makers)]
         static, written = {var.storage for var in known}, written_storages(plan.head)
-        views = set(filter(_is_view, plan.head))
+        views = {instr for instr in plan.head if instr.only_views}
         free = {instr for instr in plan.head if instr in views or _is_wider(instr, written)}
         return cls(makers, static, written, outside, plan, views, free)
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import statistics
 import time
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise
@@ -100,23 +101,8 @@ def times_of(
     Raises:
       CaptureError: If torch's profiler sees no kernel on a GPU.
     """
-    device, _ = where
-    with quiet():
-        replay = backend_for(device).capture(
-            plan, buffers, lambda: replace(buffers, slots=scratch(buffers.slots, unchecked))
-        )
-
-        def call() -> None:
-            copy_in()
-            replay(())
-
-        try:
-            if device.type == "cuda":
-                parts = _parts_on_device(partial(_timed_run, timed, buffers, copy_in), where)
-                return _median(call, device), parts
-            return _on_host(timed, buffers, copy_in, call)
-        finally:
-            replay.close()
+    with _replaying(plan, buffers, unchecked, copy_in, where) as call:
+        return _timed(partial(_timed_run, timed, buffers, copy_in), call, where)
 
 
 def times_of_lines(
@@ -130,36 +116,52 @@ def times_of_lines(
       (call, inputs, lines, parts): seconds of a replay, of the copies of its inputs, and of each line; a line is None
       for what runs outside of the source that inductor generates, which has no time on a GPU.
     """
-    device, _ = where
     lines: list[Line | None] = []
+    with _replaying(plan, buffers, unchecked, copy_in, where) as call:
+        run = plan.bind(buffers)
+
+        def on_clock(clock: _Clock) -> Act:
+            def once() -> None:
+                clock()
+                copy_in()
+                clock.pause()  # the profiler's ranges may not overlap those that torch opens around the lines
+                with Launches(clock, clock.pause) as launches:
+                    run(())
+                lines[:] = [None, *launches.lines][:-1]
+
+            return once
+
+        seconds, (inputs, *parts) = _timed(on_clock, call, where)
+        return seconds, inputs, lines, parts
+
+
+@contextmanager
+def _replaying(
+    plan: ExecutionPlan, buffers: Buffers, unchecked: Sequence[bool], copy_in: Act, where: Where
+) -> Iterator[Act]:
+    """Capture a plan on buffers; yield what copies the inputs in and replays it."""
     with quiet():
-        replay = backend_for(device).capture(
+        replay = backend_for(where[0]).capture(
             plan, buffers, lambda: replace(buffers, slots=scratch(buffers.slots, unchecked))
         )
+
+        def call() -> None:
+            copy_in()
+            replay(())
+
         try:
-            run = plan.bind(buffers)
-
-            def on_clock(clock: _Clock) -> Act:
-                def once() -> None:
-                    clock()
-                    copy_in()
-                    clock.pause()  # the profiler's ranges may not overlap those that torch opens around the lines
-                    with Launches(clock, clock.pause) as launches:
-                        run(())
-                    lines[:] = [None, *launches.lines][:-1]
-
-                return once
-
-            on_gpu = device.type == "cuda"
-            inputs, *parts = _parts_on_device(on_clock, where) if on_gpu else _parts_on_host(on_clock)
-
-            def call() -> None:
-                copy_in()
-                replay(())
-
-            return _median(call, device), inputs, lines, parts
+            yield call
         finally:
             replay.close()
+
+
+def _timed(on_clock: Callable[[_Clock], Act], call: Act, where: Where) -> tuple[float, list[float]]:
+    """Return the seconds of a call, and those between the ticks of what runs on a clock."""
+    device, _ = where
+    if device.type != "cuda":
+        return _on_host(on_clock, call)
+    parts = _parts_on_device(on_clock, where)
+    return statistics.median([_on_device(call, device) for _ in range(1 + _RUNS)][1:]), parts
 
 
 def _timed_run(timed: AtenPlan, buffers: Buffers, copy_in: Act, clock: _Clock) -> Act:
@@ -175,17 +177,14 @@ def _timed_run(timed: AtenPlan, buffers: Buffers, copy_in: Act, clock: _Clock) -
     return once
 
 
-def _on_host(timed: AtenPlan, buffers: Buffers, copy_in: Act, call: Act) -> tuple[float, list[float]]:
+def _on_host(on_clock: Callable[[_Clock], Act], call: Act) -> tuple[float, list[float]]:
     """Time calls and parts in turns, so that a busy moment of the machine slows both down."""
     clock = _HostClock()
-    run = timed.bind(buffers, tick=clock)
+    run = on_clock(clock)
     calls, parts = [], []
     for _ in range(1 + _RUNS):
         clock.read = []
-        clock()
-        copy_in()
-        clock()
-        run(())
+        run()
         parts.append([end - start for start, end in pairwise(clock.read)])
         start = time.perf_counter()
         call()
@@ -201,34 +200,6 @@ def _on_device(call: Act, device: torch.device) -> float:
     end.record(stream)
     end.synchronize()
     return float(start.elapsed_time(end)) / 1e3
-
-
-def _median(call: Act, device: torch.device) -> float:
-    """Return the median seconds of a call."""
-    if device.type != "cuda":
-        return sum(_parts_on_host(partial(_between_ticks, call)))
-    return statistics.median([_on_device(call, device) for _ in range(1 + _RUNS)][1:])
-
-
-def _between_ticks(act: Act, clock: _Clock) -> Act:
-    def once() -> None:
-        clock()
-        act()
-        clock()
-
-    return once
-
-
-def _parts_on_host(on_clock: Callable[[_Clock], Act]) -> list[float]:
-    """Return the median seconds between two ticks of a clock."""
-    clock = _HostClock()
-    run = on_clock(clock)
-    parts = []
-    for _ in range(1 + _RUNS):
-        clock.read = []
-        run()
-        parts.append([end - start for start, end in pairwise(clock.read)])
-    return list(map(statistics.median, zip(*parts[1:], strict=True)))
 
 
 def _parts_on_device(on_clock: Callable[[_Clock], Act], where: Where) -> list[float]:
@@ -263,8 +234,7 @@ def device_seconds(events: Sequence[Any]) -> dict[int, float]:
     """Return the seconds that a device is busy in each range, by number, from the events of torch's profiler."""
     found: dict[int, float] = defaultdict(float)
     for event in events:
-        if (
-            event.name.startswith(_RANGE) and event.device_type.name == "CPU"
-        ):  # the device has ranges of that name
+        # The device has ranges of that name, too.
+        if event.name.startswith(_RANGE) and event.device_type.name == "CPU":
             found[int(event.name.removeprefix(_RANGE))] += event.device_time_total / 1e6
     return found
