@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
@@ -58,29 +59,27 @@ def assert_branches_do_not_show(
     return words
 
 
-@needs_gpu
-@pytest.mark.parametrize("of", [fst.exact_step_fns(), overwritten()], ids=["any", "overwritten"])
-def test_exact_programs_in_branches_of_a_graph(of: Any) -> None:
+def assert_each_is_its_line(programs: Iterable[Any], *lowering: str) -> None:
+    """Whole numbers, and new ones at each call."""
     generator = torch.Generator().manual_seed(0)
-    for number, program in enumerate(drawn(PROGRAMS // 2, 0, of)):
+    for number, program in enumerate(programs):
         start = fcg.tree.map(lambda leaf: leaf.to(DEVICE), program.state)
         shape = program.x.shape
         calls = [
             torch.randint(-8, 9, shape, generator=generator).to(DEVICE, program.x.dtype) for _ in range(CALLS)
         ]
-        assert_branches_do_not_show(program, start, calls, number)
+        assert_branches_do_not_show(program, start, calls, number, *lowering)
+
+
+@needs_gpu
+@pytest.mark.parametrize("of", [fst.exact_step_fns(), overwritten()], ids=["any", "overwritten"])
+def test_exact_programs_in_branches_of_a_graph(of: Any) -> None:
+    assert_each_is_its_line(drawn(PROGRAMS // 2, 0, of))
 
 
 @needs_gpu
 def test_exact_programs_in_branches_of_a_compiled_step() -> None:
-    generator = torch.Generator().manual_seed(0)
-    for number, program in enumerate(drawn(PROGRAMS // 10, 1, fst.exact_step_fns())):
-        start = fcg.tree.map(lambda leaf: leaf.to(DEVICE), program.state)
-        shape = program.x.shape
-        calls = [
-            torch.randint(-8, 9, shape, generator=generator).to(DEVICE, program.x.dtype) for _ in range(CALLS)
-        ]
-        assert_branches_do_not_show(program, start, calls, number, "inductor")
+    assert_each_is_its_line(drawn(PROGRAMS // 10, 1, fst.exact_step_fns()), "inductor")
 
 
 @needs_gpu

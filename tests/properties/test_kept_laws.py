@@ -25,6 +25,7 @@ from torch._inductor.decomposition import select_decomp_table
 import functional_cg as fcg
 from functional_cg.stages.lower.compiled import prepare
 from functional_cg.stages.program import Program
+from tests.operations import COMMON
 
 ROWS, WIDTH = 16, 16
 LARGE = ROWS * WIDTH // 2  # elements of a value that counts
@@ -39,29 +40,16 @@ _VIEWS = frozenset(
 
 # name -> function of a value, another one, and a weight; all are [ROWS, WIDTH], in f32 or bf16
 OPERATIONS: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
-    "matmul": lambda a, b, w: a @ w.to(a.dtype),
+    **COMMON,
     "matmul in bf16": lambda a, b, w: a.bfloat16() @ w.bfloat16(),
-    "gelu": lambda a, b, w: F.gelu(a),
-    "silu": lambda a, b, w: F.silu(a),
-    "tanh": lambda a, b, w: torch.tanh(a),
-    "exp": lambda a, b, w: torch.exp(-a.square()),
     "mish": lambda a, b, w: F.mish(a),
     "softplus": lambda a, b, w: F.softplus(a),
     "hardswish": lambda a, b, w: F.hardswish(a),
     "softcap": lambda a, b, w: 30 * torch.tanh(a / 30),
-    "softmax": lambda a, b, w: torch.softmax(a, -1),
     "softmax in f32": lambda a, b, w: torch.softmax(a.float(), -1).to(a.dtype),
     "norm": lambda a, b, w: F.layer_norm(a.float(), (WIDTH,)),
     "rms norm": lambda a, b, w: a.float() * torch.rsqrt(a.float().square().mean(-1, keepdim=True) + 1e-6),
     "gate": lambda a, b, w: a * torch.sigmoid(b.to(a.dtype)),
-    "bf16": lambda a, b, w: a.bfloat16(),
-    "f32": lambda a, b, w: a.float(),
-    "add": lambda a, b, w: a + b,
-    "mul": lambda a, b, w: a * b,
-    "addcmul": lambda a, b, w: torch.addcmul(a, a, b.to(a.dtype)),
-    "row": lambda a, b, w: a * w[0].to(a.dtype),
-    "view": lambda a, b, w: a.unflatten(0, (4, -1)).flatten(0, 1),
-    "transpose": lambda a, b, w: torch.sin(a.t()).t(),
 }
 LOSSES: dict[str, Callable[[Tensor], Tensor]] = {
     "square": lambda a: a.float().square().mean(),

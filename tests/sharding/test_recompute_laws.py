@@ -19,29 +19,17 @@ from functional_cg.stages.plan import Buffers, lower_aten
 from functional_cg.stages.program import Program
 from functional_cg.testing import assert_trees_all_equal
 from functional_cg.testing.strategies import StepProgram, step_fns
+from tests.operations import COMMON
 
 ROWS, WIDTH = 16, 8
 
 # name -> function of a value, another one, and a weight; all are [ROWS, WIDTH], in f32 or bf16
 OPERATIONS: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
-    "matmul": lambda a, b, w: a @ w.to(a.dtype),
-    "gelu": lambda a, b, w: F.gelu(a),
-    "silu": lambda a, b, w: F.silu(a),
+    **COMMON,
     "relu": lambda a, b, w: F.relu(a),
-    "tanh": lambda a, b, w: torch.tanh(a),
-    "exp": lambda a, b, w: torch.exp(-a.square()),
-    "softmax": lambda a, b, w: torch.softmax(a, -1),
     "norm": lambda a, b, w: F.layer_norm(a, (WIDTH,)),
     "dropout": lambda a, b, w: fcg.random.dropout(fcg.random.key(3), a, 0.5),
-    "bf16": lambda a, b, w: a.bfloat16(),
-    "f32": lambda a, b, w: a.float(),
-    "add": lambda a, b, w: a + b,
-    "mul": lambda a, b, w: a * b,
     "gate": lambda a, b, w: torch.where(b > 0, a, b.to(a.dtype)),
-    "addcmul": lambda a, b, w: torch.addcmul(a, a, b.to(a.dtype)),
-    "row": lambda a, b, w: a * w[0].to(a.dtype),
-    "view": lambda a, b, w: a.unflatten(0, (4, -1)).flatten(0, 1),
-    "transpose": lambda a, b, w: torch.sin(a.t()).t(),
     "bf16 matmul": lambda a, b, w: a.bfloat16() @ w.bfloat16(),
     "slice of bf16": lambda a, b, w: (a.bfloat16() @ w.bfloat16().repeat(1, 4))[:, :WIDTH],
     "write": lambda a, b, w: a.clone().add_(1),
