@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from typing import Any, Protocol
@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-__all__ = ["Trace", "announce", "as_before", "place", "rehearsing", "traced", "tracing", "unknown"]
+__all__ = ["Trace", "announce", "as_before", "place", "rehearsing", "repeated", "tensor_of", "traced", "tracing", "unknown"]
 
 
 class Trace(Protocol):
@@ -32,6 +32,16 @@ class Trace(Protocol):
 
     def as_before(self, place: Any, region: tuple[str, int]) -> AbstractContextManager[None]:
         """Record the calls of a block as ones that come from a place, and are part of what runs several times."""
+        ...
+
+    def repeated(
+        self, name: Hashable, act: Callable[[list[Tensor]], list[Tensor]], given: Sequence[Any], number: int
+    ) -> list[Any]:
+        """Compute a block that is computed several times, or only record its calls once more."""
+        ...
+
+    def tensor(self, value: Any) -> Tensor:
+        """Return the tensor that a result of a block stands for."""
         ...
 
     def announce(self, text: str) -> None:
@@ -83,6 +93,29 @@ def as_before(where: Any, region: tuple[str, int]) -> AbstractContextManager[Non
     """Record the calls of a block as ones that come from a place, and are part of what runs several times."""
     trace = _running.get()
     return nullcontext() if trace is None or where is None else trace.as_before(where, region)
+
+
+def repeated(
+    name: Hashable, act: Callable[[list[Tensor]], list[Tensor]], given: Sequence[Any], number: int
+) -> list[Any]:
+    """Compute a block that is computed several times: the same calls, on tensors of the same layouts.
+
+    A trace records it once. From then on its results are no tensors; :func:`tensor_of` makes one of a result.
+
+    Args:
+      name: What all times have in common.
+      act: Computes it; what its calls are may depend on the layouts of what it is given alone.
+      given: What it is given: tensors, or results of blocks.
+      number: How often it was computed before.
+    """
+    trace = _running.get()
+    return act(list(given)) if trace is None else trace.repeated(name, act, given, number)
+
+
+def tensor_of(value: Any) -> Tensor:
+    """Return the tensor that a result of a block is, or stands for."""
+    trace = _running.get()
+    return value if trace is None else trace.tensor(value)  # type: ignore[no-any-return]
 
 
 def announce(text: str) -> None:

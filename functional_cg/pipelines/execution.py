@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..ambient.rehearsal import repeated, tensor_of
 from ..random import fold_in
 from ..shards import transfers
 from .actions import Action, Table
@@ -27,12 +28,28 @@ class Sums:
 
     def __init__(self, dtype: torch.dtype | None) -> None:
         self._dtype = dtype
-        self.grads: dict[tuple[int, int], Tensor] = {}
-        self.results: dict[int, Tensor] = {}
+        self.grads: dict[tuple[int, int], Any] = {}
+        self.results: dict[int, Any] = {}
 
-    def add(self, sums: dict[Any, Tensor], key: Any, new: Tensor) -> None:
-        new = new.to(self._dtype) if self._dtype is not None and new.is_floating_point() else new
-        sums[key] = sums[key] + new if key in sums else new
+    def add(self, stage: Stage, sums: dict[Any, Any], new: Mapping[Any, Any]) -> None:
+        """Add what a stage computed of one micro-batch: all of it to sums, or the first of each."""
+        old = [sums[key] for key in new if key in sums]
+
+        def added(values: list[Tensor]) -> list[Tensor]:
+            out = []
+            for place, value in enumerate(values[len(old) :]):
+                floating = self._dtype is not None and value.is_floating_point()
+                value = value.to(self._dtype) if floating else value
+                out.append(values[place] + value if old else value)
+            return out
+
+        name = stage, sums is self.grads, bool(old)
+        sums.update(zip(new, repeated(name, added, [*old, *new.values()], 0), strict=True))
+
+    def tensors(self) -> tuple[dict[tuple[int, int], Tensor], dict[int, Tensor]]:
+        """Return the sums of gradients, and those of results."""
+        grads, results = ({key: tensor_of(one) for key, one in s.items()} for s in (self.grads, self.results))
+        return grads, results
 
 
 class Worker:
@@ -66,7 +83,7 @@ class Worker:
         self._params = {id(found.params[i]): value for i, value in params.items()}
         self._batch, self._key, self._groups = batch, key, groups
         self._parts: dict[int, dict[int, Tensor]] = {}  # of the batch, and keys, by micro-batch
-        self._values: dict[tuple[int, int], dict[int, Tensor]] = {}  # what a stage keeps for its backward
+        self._values: dict[tuple[int, int], dict[int, Any]] = {}  # what a stage keeps for its backward
         self._boxes: dict[Action, list[Tensor]] = {}  # what was made to be handed on, or has arrived
         self._sent: dict[Action, list[tuple[Tensor, Tensor]]] = {}  # tokens, and what they send
         self._launched: set[Action] = set()
@@ -91,9 +108,9 @@ class Worker:
         values = {**self._params, **self._part(action.microbatch)}
         values.update(zip(map(id, stage.inputs), self._arrived(action, "RECV_F"), strict=True))
         play(self._found.tape, stage.forward, values, (f"forward of stage {place[0]}", place[1]))
-        for position, result in stage.results.items():
-            self.sums.add(self.sums.results, position, values[id(result)])
-        outputs = [values[id(one)].contiguous() for one in stage.outputs]
+        results = {position: values[id(result)] for position, result in stage.results.items()}
+        self.sums.add(stage, self.sums.results, results)
+        outputs = [tensor_of(values[id(one)]).contiguous() for one in stage.outputs]
         self._hand_on(Action(action.stage, "SEND_F", action.microbatch), outputs)
         self._values[place] = values
 
@@ -106,14 +123,14 @@ class Worker:
         expected = [one for one in stage.behind if one is not None]
         values.update(zip(map(id, expected), self._arrived(action, "RECV_B"), strict=True))
         play(self._found.tape, stage.inward, values, (f"backward of stage {action.stage}", action.microbatch))
-        ahead = [values[id(one)].contiguous() for one in stage.ahead if one is not None]
+        ahead = [tensor_of(values[id(one)]).contiguous() for one in stage.ahead if one is not None]
         self._hand_on(Action(action.stage, "SEND_B", action.microbatch), ahead)
 
     def _weights(self, action: Action, stage: Stage) -> None:
         values = self._values.pop((action.stage, action.microbatch))
         play(self._found.tape, stage.weights, values, (f"weights of stage {action.stage}", action.microbatch))
-        for number, grad in stage.grads.items():
-            self.sums.add(self.sums.grads, (action.stage, number), values[id(grad)])
+        grads = {(action.stage, number): values[id(grad)] for number, grad in stage.grads.items()}
+        self.sums.add(stage, self.sums.grads, grads)
 
     def _part(self, microbatch: int) -> dict[int, Tensor]:
         """Return the leaves of a micro-batch, and its key."""

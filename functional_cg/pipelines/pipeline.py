@@ -243,9 +243,9 @@ class Pipeline(metaclass=Documented):
         read = {i for n, stage in enumerate(found.stages) if table.owners[n] == rank for i in stage.reads}
         values = {i: _read(leaves[i]) for i in sorted(read)}
         worker = Worker(table, rank, found, values, slices, key, self.groups, dtype, self.mesh.device)
-        sums = worker.work()
-        grads = gradients(found, table, sums.grads, leaves, dtype)
-        return results(found, table, sums.results, self.stages, dtype), grads
+        of_grads, of_results = worker.work().tensors()
+        grads = gradients(found, table, of_grads, leaves, dtype)
+        return results(found, table, of_results, self.stages, dtype), grads
 
 
 def _on_leaves(

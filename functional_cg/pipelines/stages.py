@@ -21,7 +21,7 @@ from ..tensors.fake_mode import FakeMode, without_log
 from ..tensors.overlap import storage_key
 from ..transforms.autodiff import refuse_vector, split_result
 from ..transforms.microbatches import refuse_objects
-from .tape import Call, Tape
+from .tape import Call, Part, Tape
 
 __all__ = ["Layout", "Rehearsal", "Stage", "rehearse"]
 
@@ -49,12 +49,12 @@ class Stage:
 
     inputs: list[Tensor]
     outputs: list[Tensor]
-    forward: list[Call] = field(default_factory=list)
+    forward: Part = field(default_factory=Part)
     results: dict[int, Tensor] = field(default_factory=dict)
     behind: list[Tensor | None] = field(default_factory=list)
     ahead: list[Tensor | None] = field(default_factory=list)
-    inward: list[Call] = field(default_factory=list)
-    weights: list[Call] = field(default_factory=list)
+    inward: Part = field(default_factory=Part)
+    weights: Part = field(default_factory=Part)
     grads: dict[int, Tensor] = field(default_factory=dict)
     reads: set[int] = field(default_factory=set)
 
@@ -276,15 +276,16 @@ class _Parts:
     def _fill(self, number: int, stage: Stage) -> None:
         """Give a stage its calls, and what depends on parameters or data alone as far as they need it."""
         ends = [*stage.outputs, *stage.results.values()]
-        stage.forward = self._needed(("F", number), ends, ())
+        forward = self._needed(("F", number), ends, ())
         ahead = [g for g in stage.ahead if g is not None]
-        backward = self._needed(("B", number), [*ahead, *stage.grads.values()], stage.forward)
-        stage.inward = backward
-        if not any(call.written for call in backward):  # else the order of reads and writes matters
-            inward = set(_behind(backward, ahead))
-            stage.inward = [call for call in backward if call in inward]
-            stage.weights = [call for call in backward if call not in inward]
-        read = {id(one) for call in (*stage.forward, *backward) for one in call.read}
+        backward = self._needed(("B", number), [*ahead, *stage.grads.values()], forward)
+        inward = set(_behind(backward, ahead))
+        if any(call.written for call in backward):  # the order of reads and writes matters
+            inward = set(backward)
+        stage.forward = Part(forward)
+        stage.inward = Part([call for call in backward if call in inward])
+        stage.weights = Part([call for call in backward if call not in inward])
+        read = {id(one) for call in (*forward, *backward) for one in call.read}
         read |= {id(one) for one in (*ends, *ahead, *stage.grads.values())}
         stage.reads = {i for i, one in enumerate(self._found.params) if id(one) in read}
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from .. import tree as pytree
-from ..ambient.rehearsal import as_before, place, traced, unknown
+from ..ambient.rehearsal import as_before, place, repeated, traced, unknown
 from ..errors import LayoutError
 from ..shards.reader import Reader
 from ..shards.tensor import Sharded, title
@@ -21,7 +21,7 @@ from ..tensors.aten import LIFTS, tensors_in, written_arguments
 from ..tensors.overlap import storage_key
 from ..transforms.debug import REPORTS
 
-__all__ = ["Call", "Tape", "cut", "map_tensors", "play"]
+__all__ = ["Call", "Part", "Tape", "cut", "map_tensors", "play"]
 
 T = TypeVar("T")
 _current: ContextVar[Tape | None] = ContextVar("tape", default=None)
@@ -60,6 +60,26 @@ class Call:
     def __str__(self) -> str:
         line = self.where[0] if self.where else None
         return f"{self.op}" + (f", at {line}" if line else "")
+
+
+class Part:
+    """Calls of a tape that are made together, once for each micro-batch.
+
+    Attributes:
+      calls: The calls, in order.
+      read: Ids of the tensors that they read and do not make.
+      made: Ids of those that they make.
+    """
+
+    __slots__ = ("calls", "made", "read")
+
+    def __init__(self, calls: Sequence[Call] = ()) -> None:
+        self.calls = calls
+        made, read = dict[int, None](), dict[int, None]()
+        for call in calls:
+            read.update({id(one): None for one in call.read if id(one) not in made})
+            made.update({id(one): None for one in call.made})
+        self.made, self.read = list(made), list(read)
 
 
 class Tape(TorchDispatchMode):
@@ -212,28 +232,38 @@ def cut(tree: T) -> T:
     )
 
 
-def play(tape: Tape, calls: Iterable[Call], values: dict[int, Tensor], region: tuple[str, int]) -> None:
-    """Make calls again, on other tensors.
+def play(tape: Tape, part: Part, values: dict[int, Any], region: tuple[str, int]) -> None:
+    """Make the calls of a part again, on other tensors.
 
     Args:
       tape: The tape that recorded them.
-      calls: The calls, in order.
-      values: The tensor for each one of the tape, by identity; what the calls compute is added.
+      part: The calls.
+      values: What takes the place of each tensor of the tape, by identity; what the calls compute is added.
       region: Name of the calls, and how often they were made before.
     """
+    given = [number for number in part.read if number in values]
+
+    def act(tensors: list[Tensor]) -> list[Tensor]:
+        known = dict(zip(given, tensors, strict=True))
+        for call in part.calls:
+            with as_before(call.where, region):
+                _bind(call.out, _made_again(tape, call, known), known)
+        return [known[number] for number in part.made]
+
+    made = repeated(part, act, [values[number] for number in given], region[1])
+    values.update(zip(part.made, made, strict=True))
+
+
+def _made_again(tape: Tape, call: Call, values: Mapping[int, Tensor]) -> Any:
+    if call.op in LIFTS:  # a literal is another tensor each time, which may be written
+        with _disable_current_modes():
+            literal = tape.original(call.args[0]).clone()
+        return call.op(literal)
 
     def value(tensor: Tensor) -> Tensor:
         return values.get(id(tensor), tape.original(tensor))
 
-    for call in calls:
-        with as_before(call.where, region):
-            if call.op in LIFTS:  # a literal is another tensor each time, which may be written
-                with _disable_current_modes():
-                    literal = tape.original(call.args[0]).clone()
-                out = call.op(literal)
-            else:
-                out = call.op(*map_tensors(value, call.args), **map_tensors(value, call.kwargs))
-        _bind(call.out, out, values)
+    return call.op(*map_tensors(value, call.args), **map_tensors(value, call.kwargs))
 
 
 def _bind(recorded: Any, out: Any, values: dict[int, Tensor]) -> None:

@@ -7,8 +7,7 @@ which exposes host values that change between runs.
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, cast
@@ -34,6 +33,7 @@ from ...tensors.overlap import storage_key
 from ...transforms.debug import REPORTS
 from ...tree import KeyPath, path_string
 from ..program import Constant, Instr, Program, Report, Var, inputs_behind
+from .blocks import Blocks
 from .host import taken_as_valid
 from .keys import is_drawn
 from .known import BY_NUMBER, Supposed, as_filling, aside_from_modes, by_places, filled, result_of, value_of
@@ -41,6 +41,7 @@ from .recipe import Recipe
 from .rules import Rules, refuse_mixed_dtypes
 from .strays import Reference, Table, is_cached, may_be_table
 from .twice import refuse_another_call, refuse_another_literal
+from .variables import Variables
 
 __all__ = ["Recorder"]
 
@@ -61,14 +62,11 @@ class Recorder(TorchDispatchMode):
         self._first = first
         self._checkpoint = checkpoint
         self._aside = aside or (lambda act, *args: act(*args))
-        self.variables: list[Var] = []
-        self._vars: dict[int, Var] = {}
-        self._kept: list[Tensor] = []  # keeps ids and storages unique while the trace lasts
-        self._references: list[Reference] = []
-        self._storages: dict[int, int] = {}
+        self._known = Variables(mode)
+        self._blocks = Blocks(self.program, self._known)
         self._protected: dict[int, str] = {}
         self.copied: set[int] = set()  # storages of inputs
-        self.declared: dict[int, Tensor] = {}
+        self.declared = self._known.declared
         self.tables: list[Table] = []
         self.mesh = mesh_of([spec for state in recipe.states for spec in state.specs])
         self.met, self.work = Met(), OwnWork()
@@ -98,49 +96,33 @@ class Recorder(TorchDispatchMode):
         self.program.constants.append(Constant(var, value.detach(), name))
 
     def var_of(self, tensor: Tensor) -> Var | None:
-        return self._vars.get(id(self.declared.get(id(tensor), tensor)))
+        return self._known.of(tensor)
 
     def variable(self, path: KeyPath, leaf: Tensor, root: str) -> Var:
         """Return the variable of a result."""
         var = self.var_of(leaf)
         if var is None:
             raise self.rules.returned(path_string(path, root), leaf)
-        if id(leaf) not in self.declared and not self.describes(var, leaf):
+        if id(leaf) not in self.declared and not self._known.describes(var, leaf):
             raise self.rules.data_assigned()
         return var
-
-    def describes(self, var: Var, tensor: Tensor) -> bool:
-        """Whether a tensor still has the layout and storage that it had when its variable was made."""
-        spec = var.spec
-        return (
-            tensor.shape == spec.shape
-            and tensor.dtype is spec.dtype
-            and tensor.stride() == spec.stride
-            and tensor.storage_offset() == var.offset
-            and self._storages.get(storage_key(tensor)) == var.storage
-        )
 
     def _new_var(self, tensor: Tensor) -> Var:
         if tensor.layout != torch.strided:
             raise self.rules.sparse(tensor)
-        self._kept.append(tensor)
-        storage = tensor.untyped_storage()
-        number = self._storages.setdefault(storage._cdata, len(self._storages))
-        spec = BufferSpec(tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype, tensor.device)
-        fills = storage.nbytes() == spec.nbytes
-        var = Var(len(self.variables), spec, number, int(tensor.storage_offset()), fills)
-        self.variables.append(var)
-        self._vars[id(tensor)] = var
-        return var
+        return self._known.new(tensor)
 
     def release(self) -> list[Reference]:
         """Drop all tensors of the trace; any that stay alive are held by user code."""
-        self._mode.forget()
-        self._references += map(weakref.ref, self._kept)
-        met = self.met
-        for one in (self._kept, self.declared, met.buffers, met.applied, met.fixed, self.work.replaced):
+        references, met = self._known.release(), self.met
+        for one in (self._blocks.known, met.buffers, met.applied, met.fixed, self.work.replaced):
             one.clear()
-        return self._references
+        return references
+
+    @property
+    def variables(self) -> list[Var]:
+        """The variables of the tensors that :meth:`release` drops, in order."""
+        return self._known.standing
 
     @contextmanager
     def rehearsal(self) -> Iterator[None]:
@@ -174,6 +156,23 @@ class Recorder(TorchDispatchMode):
             yield
         finally:
             self._as_before = None
+
+    def repeated(
+        self, name: Hashable, act: Callable[[list[Tensor]], list[Tensor]], given: Sequence[Any], number: int
+    ) -> list[Any]:
+        """Record what a block computes, or add its calls once more; return tensors, or variables without any."""
+        self._checkpoint()
+        start = len(self.program.instrs)
+        with torch._C.DisableTorchFunction():
+            found = self._aside(self._blocks.again, name, given, number)
+        if found is None:
+            return self._blocks.recorded(name, act, given)
+        self._compare(start)
+        return found  # type: ignore[no-any-return]
+
+    def tensor(self, value: Any) -> Tensor:
+        """Return the tensor that a result of a block is, or that stands for it."""
+        return self._known.tensor(value)
 
     def announce(self, text: str) -> None:
         """Add a note to the program."""
@@ -292,23 +291,23 @@ class Recorder(TorchDispatchMode):
         return bool(read)
 
     def _refuse_unknown(self, func: Any, tensor: Tensor, written: Sequence[Tensor]) -> None:
-        if (var := self._vars.get(id(tensor))) is None:
+        if (var := self._known.get(tensor)) is None:
             raise self.rules.foreign(func, tensor, written=any(other is tensor for other in written))
-        if not self.describes(var, tensor):
+        if not self._known.describes(var, tensor):
             raise self.rules.data_assigned()
 
     def _freeze(self, value: Any) -> Any:
         if isinstance(value, Tensor):
-            return self._vars[id(value)]
+            return self._known[value]
         if isinstance(value, (list, tuple)):
             return type(value)(self._freeze(item) for item in value)
         return value
 
     def _born(self, value: Any) -> Any:
         if isinstance(value, Tensor):
-            var = self._vars.get(id(value))
+            var = self._known.get(value)
             # Ops such as `t_` and `resize_` return their argument with another layout: it becomes a new variable.
-            return var if var is not None and self.describes(var, value) else self._new_var(value)
+            return var if var is not None and self._known.describes(var, value) else self._new_var(value)
         if isinstance(value, (list, tuple)):
             return type(value)(self._born(item) for item in value)
         return None
@@ -320,13 +319,18 @@ class Recorder(TorchDispatchMode):
             func, written = torch.ops.aten.as_strided.default, ()
         frozen = tuple(map(self._freeze, args))
         named = {name: self._freeze(value) for name, value in kwargs.items()}
-        writes = tuple(self._vars[id(tensor)] for tensor in written)
+        writes = tuple(self._known[tensor] for tensor in written)
         # Built last: the result may be an argument that this call turns into a new variable.
         born = self._born(out)
         instr = Instr(func, frozen, named, born, writes, *(self._as_before or self._place()))
         self.program.instrs.append(instr)
+        self._compare(len(self.program.instrs) - 1)
+
+    def _compare(self, start: int) -> None:
+        """Compare the calls from a place on with those of the first run."""
         if self._first is not None and not self._rehearses:
-            refuse_another_call(self._first, self.program.instrs)
+            for number in range(start, len(self.program.instrs)):
+                refuse_another_call(self._first, number, self.program.instrs[number])
 
     def _place(self) -> tuple[Any, bool, bool, Any]:
         line = self._origins.line()

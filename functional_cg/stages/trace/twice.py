@@ -35,9 +35,8 @@ def _same(a: Any, b: Any) -> bool:
         return a is b
 
 
-def refuse_another_call(first: Program, instrs: Sequence[Instr]) -> None:
-    """Raise if the latest call differs from the call at the same position in the first trace."""
-    number, instr = len(instrs) - 1, instrs[-1]
+def refuse_another_call(first: Program, number: int, instr: Instr) -> None:
+    """Raise if a call differs from the call of the same number in the first trace."""
     known = first.instrs[number] if number < len(first.instrs) else None
     if (
         known is None

@@ -1,0 +1,203 @@
+"""Blocks: calls that a trace records once, and copies with other variables when they are made again.
+
+A pipeline makes the calls of a stage for each micro-batch. No Python of the user runs in between, and what the calls
+are given has the same layout each time, so a trace would find the same calls: all that is new are the variables. A
+block whose calls could depend on more than that is recorded each time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import Tensor
+
+from ..program import Constant, Instr, Program, Report, Var, map_vars
+from .variables import Variables
+
+__all__ = ["Blocks"]
+
+
+class Blocks:
+    """The blocks of a trace.
+
+    Attributes:
+      known: The blocks by name; None for those that cannot be copied.
+    Args:
+      program: What is traced.
+      variables: Its variables.
+    """
+
+    def __init__(self, program: Program, variables: Variables) -> None:
+        self._program, self._variables = program, variables
+        self.known: dict[Hashable, _Block | None] = {}
+
+    def recorded(
+        self, name: Hashable, act: Callable[[list[Tensor]], list[Tensor]], given: Sequence[Any]
+    ) -> list[Tensor]:
+        """Compute a block on what it is given, tensors or variables; keep what is recorded of it."""
+        variables, declared = self._variables, len(self._variables.declared)
+        start = _Mark.of(self._program, variables)
+        tensors = list(map(variables.tensor, given))
+        out = act(tensors)
+        block = _Block.since(
+            start, self._program, list(map(variables.of, tensors)), list(map(variables.of, out))
+        )
+        # What was met for the first time is no part of the block.
+        self.known[name] = block if declared == len(variables.declared) else None
+        return out
+
+    def again(self, name: Hashable, given: Sequence[Any], number: int) -> list[Any] | None:
+        """Add the calls of a block once more; return what it computes, None if it has to be recorded.
+
+        Args:
+          name: Name of the block.
+          given: What it is given, tensors or variables.
+          number: How often it was made before.
+        """
+        block = self.known.get(name)
+        if block is None:
+            return None
+        found = list(map(self._described, given))
+        own = [var for var in found if var is not None]
+        made = block.again(self._program, own, self._variables, number) if len(own) == len(found) else None
+        back = dict(zip(own, given, strict=False))
+        return None if made is None else [back.get(var, var) for var in made]
+
+    def _described(self, value: Any) -> Var | None:
+        """Return the variable of what a block is given; None if it is none of the trace, or not any more."""
+        if isinstance(value, Var):
+            return value
+        var = self._variables.of(value)
+        return var if var is not None and self._variables.describes(var, value) else None
+
+
+@dataclass(frozen=True, slots=True)
+class _Mark:
+    """How much of everything a trace has recorded."""
+
+    variables: int
+    storages: int
+    calls: int
+    constants: int
+    reports: int
+
+    @classmethod
+    def of(cls, program: Program, variables: Variables) -> _Mark:
+        counted = program.instrs, program.constants, program.reports
+        return cls(variables.count, variables.storages, *map(len, counted))
+
+
+@dataclass(frozen=True, slots=True)
+class _Block:
+    """Calls that are made several times.
+
+    Attributes:
+      start: Where it began.
+      given: The variables that are others each time.
+      results: What it computed that others read; they may be given ones.
+      calls: Its calls.
+      literals: The constants that belong to its calls alone: literals, which a call may write.
+      reports: What it prints or taps.
+    """
+
+    start: _Mark
+    given: Sequence[Var]
+    results: Sequence[Var]
+    calls: Sequence[Instr]
+    literals: Sequence[Constant]
+    reports: Sequence[Report]
+
+    @classmethod
+    def since(
+        cls, start: _Mark, program: Program, given: Sequence[Var | None], results: Sequence[Var | None]
+    ) -> _Block | None:
+        """Return the block of all that was recorded since a mark; None if it cannot be copied.
+
+        It cannot if it reads or makes a tensor that has no variable, or writes what is not its own.
+        """
+        calls = program.instrs[start.calls :]
+        own = all(var.storage >= start.storages for instr in calls for var in instr.writes)
+        known = [var for var in given if var is not None], [var for var in results if var is not None]
+        if not own or len(known[0]) < len(given) or len(known[1]) < len(results):
+            return None
+        literals, reports = program.constants[start.constants :], program.reports[start.reports :]
+        return cls(start, *known, calls, literals, reports)
+
+    def again(
+        self, program: Program, given: Sequence[Var], variables: Variables, number: int
+    ) -> list[Var] | None:
+        """Add the calls to a program once more; return what they compute, or None if they might be others.
+
+        Args:
+          program: The program.
+          given: What takes the place of the given variables.
+          variables: Makes the others.
+          number: How often the block was made before.
+        """
+        names = self._names(given, variables)
+        if names is None:
+            return None
+        for one in self.literals:
+            constant = replace(one, var=names(one.var), name=f"literal {len(program.constants)}")
+            program.constants.append(constant)
+        for one in self.calls:
+            region = None if one.region is None else (one.region[0], number)
+            kwargs = {name: map_vars(names, value) for name, value in one.kwargs.items()}
+            args, writes = map_vars(names, one.args), map_vars(names, one.writes)
+            out = map_vars(names, one.out)
+            program.instrs.append(
+                Instr(one.op, args, kwargs, out, writes, one.site, one.backward, one.inner, one.origin, region)
+            )
+        program.reports += [replace(one, values=map_vars(names, one.values)) for one in self.reports]
+        return list(map(names, self.results))
+
+    def _names(self, given: Sequence[Var], variables: Variables) -> _Names | None:
+        """Return the variables of a copy; None if what is given lies otherwise than at first."""
+        names = _Names(self.start, variables)
+        alike = len(given) == len(self.given) and all(
+            one.spec == other.spec and one.fills == other.fills and names.take(one, other)
+            for one, other in zip(self.given, given, strict=True)
+        )
+        moved = any(names.moved.values()) and any(map(_counts_from_the_storage, self.calls))
+        return names if alike and not moved else None
+
+
+class _Names(dict[Var, Var]):
+    """The variables of a copy, by those of the block.
+
+    Attributes:
+      moved: By storage, how many elements further on it is read.
+    """
+
+    def __init__(self, start: _Mark, variables: Variables) -> None:
+        super().__init__()
+        self._start, self._variables = start, variables
+        self._storages: dict[int, int] = {}
+        self.moved: dict[int, int] = {}
+
+    def take(self, one: Var, other: Var) -> bool:
+        """Let a variable take the place of a given one; whether that agrees with the others."""
+        moved = other.offset - one.offset
+        return (
+            self.setdefault(one, other) is other
+            and self._storages.setdefault(one.storage, other.storage) == other.storage
+            and self.moved.setdefault(one.storage, moved) == moved
+        )
+
+    def __missing__(self, var: Var) -> Var:
+        if var.index < self._start.variables:  # of the surroundings, and the same each time
+            return var
+        storage = var.storage
+        if storage >= self._start.storages and storage not in self._storages:
+            self._storages[storage] = self._variables.twin_storage(storage)
+        place = self._storages.get(storage, storage), var.offset + self.moved.get(storage, 0)
+        self[var] = self._variables.twin(var, *place)
+        return self[var]
+
+    __call__ = dict.__getitem__
+
+
+def _counts_from_the_storage(instr: Instr) -> bool:
+    return any(one.name == "storage_offset" for one in instr.op._schema.arguments)

@@ -1,0 +1,124 @@
+"""The variables of a trace, and the fake tensors that stand for them.
+
+A variable gets a tensor when one is asked for. The calls of a block that is recorded again, for example, make variables
+that nobody looks at.
+"""
+
+from __future__ import annotations
+
+import weakref
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
+
+from ...state.arena import BufferSpec
+from ...tensors.fake_mode import FakeMode
+from ...tensors.overlap import storage_key
+from ..program import Var
+from .strays import Reference
+
+__all__ = ["Variables"]
+
+
+class Variables:
+    """The variables of one run of a function.
+
+    Attributes:
+      count: How many there are.
+      storages: How many storages they have.
+      standing: Those that tensors stand for, in the order of the tensors.
+      declared: By id of a constant, the tensor that stands for it.
+    """
+
+    def __init__(self, mode: FakeMode) -> None:
+        self._mode = mode
+        self.count = self.storages = 0
+        self.standing: list[Var] = []
+        self.declared: dict[int, Tensor] = {}
+        self._tensors: list[Tensor] = []  # keeps ids and storages unique while the trace lasts
+        self._references: list[Reference] = []
+        self._of: dict[int, Var] = {}
+        self._numbers: dict[int, int] = {}
+        self._memory: dict[int, Tensor] = {}  # by number of the storage, a tensor in it
+        self._alike: dict[int, int] = {}  # by number of a storage without tensors, that of one of its size
+        self._made: dict[Var, Tensor] = {}
+
+    def get(self, tensor: Tensor) -> Var | None:
+        return self._of.get(id(tensor))
+
+    def of(self, tensor: Tensor) -> Var | None:
+        """Return the variable of a tensor, or of the one that stands for it; None if there is none."""
+        return self.get(self.declared.get(id(tensor), tensor))
+
+    def __getitem__(self, tensor: Tensor) -> Var:
+        return self._of[id(tensor)]
+
+    def new(self, tensor: Tensor) -> Var:
+        """Make the variable of a tensor."""
+        storage = tensor.untyped_storage()
+        if storage._cdata not in self._numbers:
+            self._numbers[storage._cdata], self.storages = self.storages, self.storages + 1
+        number = self._numbers[storage._cdata]
+        self._memory.setdefault(number, tensor)
+        spec = BufferSpec(tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype, tensor.device)
+        fills = storage.nbytes() == spec.nbytes
+        var = Var(self.count, spec, number, int(tensor.storage_offset()), fills)
+        self.count += 1
+        self._stands(tensor, var)
+        return var
+
+    def twin(self, var: Var, storage: int, offset: int) -> Var:
+        """Make a variable like another one, in another place, without a tensor."""
+        new = Var(self.count, var.spec, storage, offset, var.fills)
+        self.count += 1
+        return new
+
+    def twin_storage(self, storage: int) -> int:
+        """Make a storage as large as another one that tensors are in; return its number."""
+        self._alike[self.storages] = storage
+        self.storages += 1
+        return self.storages - 1
+
+    def tensor(self, value: Tensor | Var) -> Tensor:
+        """Return a tensor that stands for a variable that came without one; a tensor as it is."""
+        return value if isinstance(value, Tensor) else self._tensor(value)
+
+    def _tensor(self, var: Var) -> Tensor:
+        if var not in self._made:
+            spec, memory = var.spec, self._memory.get(var.storage)
+            with _disable_current_modes(), torch._C.DisableTorchFunction(), self._mode, torch.no_grad():
+                if memory is None:
+                    size = self._memory[self._alike[var.storage]].untyped_storage().nbytes()
+                    memory = torch.empty(size, dtype=torch.uint8, device=spec.device)
+                    self._memory[var.storage] = memory
+                    self._numbers[storage_key(memory)] = var.storage
+                tensor = torch.empty(0, dtype=spec.dtype, device=spec.device)
+                tensor.set_(memory.untyped_storage(), var.offset, spec.shape, spec.stride)
+            self._made[var] = tensor
+            self._stands(tensor, var)
+        return self._made[var]
+
+    def _stands(self, tensor: Tensor, var: Var) -> None:
+        self._tensors.append(tensor)
+        self.standing.append(var)
+        self._of[id(tensor)] = var
+
+    def describes(self, var: Var, tensor: Tensor) -> bool:
+        """Whether a tensor still has the layout and storage that it had when its variable was made."""
+        spec = var.spec
+        return (
+            tensor.shape == spec.shape
+            and tensor.dtype is spec.dtype
+            and tensor.stride() == spec.stride
+            and tensor.storage_offset() == var.offset
+            and self._numbers.get(storage_key(tensor)) == var.storage
+        )
+
+    def release(self) -> list[Reference]:
+        """Drop all tensors; return what leads to those that something else keeps alive, in the order of ``standing``."""
+        self._mode.forget()
+        self._references += map(weakref.ref, self._tensors)
+        for one in (self._tensors, self._memory, self._made, self.declared):
+            one.clear()
+        return self._references
