@@ -17,12 +17,13 @@ from collections.abc import Callable, Mapping, Sequence, Set
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn, cast
 
 import torch
 from torch import Tensor
 
 from ...errors import ForeignTensorError, SideEffectError
+from ...messages.source import Location
 from ..program import Program, Var
 from .known import aside_from_modes, value_of
 
@@ -107,21 +108,25 @@ def disown(program: Program, tensors: list[Reference], variables: Sequence[Var])
       Whether there were any, and all have values now.
     """
     kept = [number for number, one in enumerate(tensors) if type(one()) not in (type(None), Stray)]
-    changing = _changing(program) if kept else set()
+    if not kept:
+        return False
     groups: dict[int, list[int]] = {}
     for number in kept:
         groups.setdefault(variables[number].storage, []).append(number)
-    wholes = {var.storage: var for var in reversed(variables) if var.fills} if groups else {}
-    for storage, numbers in groups.items():
-        memory = value_of(program, wholes.get(storage)) if storage not in changing else None
-        if memory is not None:
-            _give_values(tensors, numbers, variables, memory)
+    fixed = _unchanging(program)
+    wholes = {var.storage: var for var in reversed(variables) if var.fills}
+    for storage in fixed & groups.keys():
+        if (memory := value_of(program, wholes.get(storage))) is not None:
+            _give_values(tensors, groups[storage], variables, memory)
     strays = [number for number in kept if type(tensors[number]()) not in (type(None), Tensor)]
+    sites = {var: instr.site for instr in program.instrs for var in instr.outputs()} if strays else {}
     for number in strays:
-        tensor: Any = tensors[number]()
+        tensor, var = cast("Any", tensors[number]()), variables[number]
         tensor.__class__ = Stray
-        tensor._var, tensor._compute = variables[number], _Value(program, variables[number])
-    return bool(kept) and not strays
+        tensor._var = var
+        none = partial(_without_values, program.function, var, sites.get(var))
+        tensor._compute = _Value(program, var, none) if var.storage in fixed else partial(_refuse, none)
+    return not strays
 
 
 def _give_values(
@@ -142,13 +147,16 @@ def _give_values(
         tensors[number] = weakref.ref(tensor)
 
 
-def _changing(program: Program) -> set[int]:
-    """Return the storages that hold what is made of the state or of inputs."""
+def _unchanging(program: Program) -> set[int]:
+    """Return the storages whose values are those of constants, or made, and not of the state or of inputs."""
     found = {var.storage for var in (*program.slots, *program.inputs)}
+    made = {constant.var.storage for constant in program.constants}
     for instr in program.instrs:
+        written = {var.storage for var in (*instr.outputs(), *instr.writes)}
+        made |= written
         if any(var.storage in found for var in instr.inputs()):
-            found.update(var.storage for var in (*instr.outputs(), *instr.writes))
-    return found
+            found |= written
+    return made - found
 
 
 def _nothing() -> None:
@@ -156,10 +164,11 @@ def _nothing() -> None:
 
 
 class _Value:
-    """The value of a variable, computed once."""
+    """The value of a variable, computed once; an error if it has none."""
 
-    def __init__(self, program: Program, var: Var) -> None:
+    def __init__(self, program: Program, var: Var, none: Callable[[], SideEffectError]) -> None:
         self._of: tuple[Program, Var] | None = (program, var)
+        self._none = none
         self._known: Tensor | None = None
 
     def __call__(self) -> Tensor:
@@ -167,17 +176,20 @@ class _Value:
             assert self._of is not None
             self._known = value_of(*self._of)
             if self._known is None:
-                raise _without_values(*self._of)
+                raise self._none()
             self._of = None  # the program may hold much else
         return self._known
 
 
-def _without_values(program: Program, var: Var) -> SideEffectError:
-    sites = [instr.site for instr in program.instrs if var in instr.outputs()]
+def _refuse(error: Callable[[], SideEffectError]) -> NoReturn:
+    raise error()
+
+
+def _without_values(function: str, var: Var, site: Location | None) -> SideEffectError:
     return SideEffectError.of(
-        program.function,
+        function,
         "a tensor of a call that was refused is used; it has no values.",
-        rows=[f"{var.spec}, made at {sites[0] if sites else 'entry'}"],
+        rows=[f"{var.spec}, made at {site or 'entry'}"],
         why="It was made of the state or the inputs while the step was traced, and something has kept it.",
         fix="clear what keeps it (a cache, an attribute, a list), and return it from the step instead.",
     )

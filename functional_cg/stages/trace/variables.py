@@ -86,18 +86,22 @@ class Variables:
 
     def _tensor(self, var: Var) -> Tensor:
         if var not in self._made:
-            spec, memory = var.spec, self._memory.get(var.storage)
             with _disable_current_modes(), torch._C.DisableTorchFunction(), self._mode, torch.no_grad():
-                if memory is None:
-                    size = self._memory[self._alike[var.storage]].untyped_storage().nbytes()
-                    memory = torch.empty(size, dtype=torch.uint8, device=spec.device)
-                    self._memory[var.storage] = memory
-                    self._numbers[storage_key(memory)] = var.storage
-                tensor = torch.empty(0, dtype=spec.dtype, device=spec.device)
-                tensor.set_(memory.untyped_storage(), var.offset, spec.shape, spec.stride)
-            self._made[var] = tensor
+                self._made[var] = tensor = self._in_memory(var)
+            self._numbers[storage_key(tensor)] = var.storage
+            self._memory.setdefault(var.storage, tensor)
             self._stands(tensor, var)
         return self._made[var]
+
+    def _in_memory(self, var: Var) -> Tensor:
+        spec, memory = var.spec, self._memory.get(var.storage)
+        if memory is None and var.fills:
+            return torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype, device=spec.device)
+        if memory is None:
+            size = self._memory[self._alike[var.storage]].untyped_storage().nbytes()
+            memory = torch.empty(size, dtype=torch.uint8, device=spec.device)
+        empty = torch.empty(0, dtype=spec.dtype, device=spec.device)
+        return empty.set_(memory.untyped_storage(), var.offset, spec.shape, spec.stride)  # type: ignore[call-overload, no-any-return]
 
     def _stands(self, tensor: Tensor, var: Var) -> None:
         self._tensors.append(tensor)
