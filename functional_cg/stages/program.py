@@ -117,7 +117,7 @@ class Instr:
         return bool(made) and not self.writes and made <= {var.storage for var in self.inputs()}
 
     def inputs(self) -> list[Var]:
-        return vars_in((*self.args, *self.kwargs.values()))
+        return vars_in((*self.args, *self.kwargs.values()) if self.kwargs else self.args)
 
     def outputs(self) -> list[Var]:
         return vars_in(self.out)
@@ -349,22 +349,27 @@ def inputs_behind(program: Program, names: Iterable[str], variables: Iterable[Va
 
 def vars_in(value: Any) -> list[Var]:
     """Return all variables in an argument or result, including those in nested lists and tuples."""
-    if isinstance(value, Var):
+    kind = type(value)
+    if kind is Var:
         return [value]
     found: list[Var] = []
-    if isinstance(value, (list, tuple)):
+    if kind is tuple or kind is list:
         for item in value:
-            if isinstance(item, Var):
+            kind = type(item)
+            if kind is Var:
                 found.append(item)
-            elif isinstance(item, (list, tuple)):
+            elif kind is tuple or kind is list:
                 found += vars_in(item)
     return found
 
 
 def map_vars(function: Callable[[Var], Any], value: Any) -> Any:
     """Return an argument or result with ``function`` applied to each variable."""
-    if isinstance(value, Var):
+    kind = type(value)
+    if kind is Var:
         return function(value)
-    if isinstance(value, (list, tuple)):
-        return type(value)(map_vars(function, item) for item in value)
+    if kind is tuple:
+        return tuple([map_vars(function, item) for item in value])
+    if kind is list:
+        return [map_vars(function, item) for item in value]
     return value
