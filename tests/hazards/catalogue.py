@@ -72,6 +72,7 @@ FILES = {
     "ownership_errors": "tests/refusals/test_ownership_errors.py",
     "ownership_cuda": "tests/cuda/test_ownership_cuda.py",
     "pipelines": "tests/pipelines/test_bitwise.py",
+    "pipeline_blocks": "tests/pipelines/test_blocks.py",
     "pipeline_mistakes": "tests/pipelines/test_mistakes.py",
     "pipeline_tables": "tests/pipelines/test_tables.py",
     "placements": "tests/sharding/test_placements.py",
@@ -553,6 +554,7 @@ HAZARDS = (
          "H102::test_h103_a_refused_call_leaves_no_group_collecting",
          "pipelines::test_transformer_engines_interleaved_order_gives_the_same_weights",
          "pipelines::test_each_schedule_on_two_ranks",
+         "pipeline_blocks::test_a_program_is_the_one_that_is_recorded_call_by_call",
          "pipeline_tables::test_what_is_accepted_ends_and_what_is_refused_does_not",
          "pipeline_mistakes::test_another_schedule_is_noticed_at_the_next_call"),
     # lifecycle

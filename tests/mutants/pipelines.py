@@ -6,7 +6,9 @@ from tests.mutants.mutant import Mutant
 
 __all__ = ["PIPELINES"]
 
-BITS, TABLES, MISTAKES = (f"tests/pipelines/test_{name}.py::" for name in ("bitwise", "tables", "mistakes"))
+BITS, BLOCKS, TABLES, MISTAKES = (
+    f"tests/pipelines/test_{name}.py::" for name in ("bitwise", "blocks", "tables", "mistakes")
+)
 SEVERAL = "it takes several GPUs, or none"
 
 PIPELINES = (
@@ -27,10 +29,11 @@ PIPELINES = (
         "the gradients of weights of the last micro-batch are left out",
         (
             (
-                "        for number, grad in stage.grads.items():\n",
+                "        self.sums.add(stage, self.sums.grads, grads)\n",
                 (
                     "        last = action.microbatch == self._table.microbatches - 1\n"
-                    '        for number, grad in () if last and action.kind == "W" else stage.grads.items():\n'
+                    '        if not (last and action.kind == "W"):\n'
+                    "            self.sums.add(stage, self.sums.grads, grads)\n"
                 ),
             ),
         ),
@@ -51,6 +54,36 @@ PIPELINES = (
             ),
         ),
         (f"{BITS}test_gradients_of_weights_may_come_late[1]",),
+        no_gpu=SEVERAL,
+    ),
+    Mutant(
+        "N112 copies",
+        "the calls that a trace copies for a micro-batch read the data of the first one",
+        (("names.take(one, other)", "names.take(one, one)"),),
+        (
+            f"{BLOCKS}test_other_losses[with_views]",
+            f"{BLOCKS}test_what_a_block_is_given_must_be_as_distinct_as_before",
+            f"{BITS}test_one_rank_is_what_micro_batches_are",
+        ),
+        no_gpu=SEVERAL,
+    ),
+    Mutant(
+        "N112 offsets",
+        "calls are copied although they count from the start of a storage",
+        (("return names if alike and not moved else None", "return names if alike else None"),),
+        (f"{BLOCKS}test_other_losses[with_an_absolute_offset]",),
+        no_gpu=SEVERAL,
+    ),
+    Mutant(
+        "N112 writes",
+        "calls that write what they are given are copied, past the rules of what may be written",
+        (
+            (
+                "own = all(var.storage >= start.storages for instr in calls for var in instr.writes)",
+                "own = True",
+            ),
+        ),
+        (f"{BLOCKS}test_a_block_that_writes_what_it_is_given_is_recorded_each_time",),
         no_gpu=SEVERAL,
     ),
     Mutant(

@@ -1,0 +1,244 @@
+"""A trace copies the calls of a stage for the other micro-batches, and gets the program that it would have recorded."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import functional_cg as fcg
+from functional_cg.ambient.rehearsal import repeated, tensor_of
+from functional_cg.stages.trace import blocks
+from functional_cg.stages.trace.blocks import Blocks
+from functional_cg.testing import assert_trees_all_equal
+from tests.pipelines.programs import CUTS, FEATURES, ONE, Run, made, rows
+from tests.pipelines.test_mistakes import pipe_of
+from tests.shares import diagonal, share, thorough
+
+
+def everything(program: Any) -> list[Any]:
+    """All that a program says: each call with its variables, where they lie, and where it comes from."""
+    calls = [
+        (
+            [(var.index, var.storage, var.offset, var.fills) for var in (*one.inputs(), *one.outputs())],
+            *(one.writes, one.site, one.backward, one.inner, one.origin, one.region),
+        )
+        for one in program.instrs
+    ]
+    literals = [(str(one.var), one.name, one.value.tolist()) for one in program.constants]
+    return [program.as_text(), str(calls), literals, list(map(str, program.reports))]
+
+
+NOTED = """
+def noted(self, *args):
+    counts[id(self)] += 1
+    return recorded(self, *args)
+"""
+
+
+@pytest.fixture
+def recorded(monkeypatch: pytest.MonkeyPatch) -> Counter[int]:
+    """How many blocks each run of a function has recorded."""
+    names = {"counts": Counter[int](), "recorded": Blocks.recorded}
+    # Were it this file's, the host watch would see that it counts.
+    exec(compile(NOTED, blocks.__file__, "exec"), names)
+    monkeypatch.setattr(Blocks, "recorded", names["noted"])
+    return names["counts"]  # type: ignore[return-value]
+
+
+def lowered(run: Run) -> Any:
+    _, state, function = made(run, ONE)
+    return fcg.graph_step(function, lowering="aten").lower(state, rows(0, 0)).program
+
+
+VARIANTS = [Run("zero_bubble", FEATURES), *(Run(s, (f,)) for s, f in diagonal([*CUTS], FEATURES))]
+
+
+@pytest.mark.parametrize("run", share(VARIANTS, 3), ids=str)
+def test_a_program_is_the_one_that_is_recorded_call_by_call(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copied = lowered(run)
+    monkeypatch.setattr(Blocks, "again", lambda *args: None)
+    assert everything(copied) == everything(lowered(run))
+
+
+def test_a_stage_is_recorded_once_whatever_the_number_of_micro_batches(recorded: Counter[int]) -> None:
+    counts = set[int]()
+    for microbatches in (3, 6):
+        recorded.clear()
+        lowered(Run("1f1b", ("dropout", "aux"), cuts=(2,), microbatches=microbatches))
+        counts.update(recorded.values())
+    assert len(counts) == 1
+
+
+# -- losses whose calls could depend on the micro-batch -------------------------------------------------------------
+
+
+class WritesWhatTheForwardKept(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:  # type: ignore[override]
+        kept = x.cos()
+        ctx.save_for_backward(kept)
+        return x.sin()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
+        (kept,) = ctx.saved_tensors
+        return kept.mul_(grad).clone()
+
+
+PIPE = pipe_of(microbatches=4)
+
+
+def with_a_literal(params: Any, x: Tensor) -> Tensor:
+    scale = torch.tensor([1.0, 2.0, 3.0])
+    scale.mul_(2)  # it is new each time
+    return (PIPE.cut(x @ params["w"] * scale) @ params["v"]).square().mean()
+
+
+def with_an_absolute_offset(params: Any, x: Tensor) -> Tensor:
+    return (PIPE.cut(x.as_strided((1, 3), (3, 1), 0) @ params["w"]) @ params["v"]).square().mean()
+
+
+def with_views(params: Any, x: Tensor) -> Tensor:
+    first, second = PIPE.cut((x @ params["w"].T).T[:2].chunk(2))
+    return ((first.T @ second).expand(3, 2, 2)[1:].mT.reshape(4, 2) @ params["v"].T[:2]).square().mean()
+
+
+def with_reports(params: Any, x: Tensor) -> Tensor:
+    h = PIPE.cut(torch.tanh(x @ params["w"]))
+    fcg.debug_print("h {}", h.sum())
+    return (h @ params["v"]).square().mean()
+
+
+def with_writes_into_what_was_kept(params: Any, x: Tensor) -> Tensor:
+    h = WritesWhatTheForwardKept.apply(PIPE.cut(x @ params["w"]))
+    return (h @ params["v"]).square().mean()  # type: ignore[operator]
+
+
+LOSSES = [with_a_literal, with_an_absolute_offset, with_views, with_reports, with_writes_into_what_was_kept]
+PARAMS = {"w": torch.arange(9.0).reshape(3, 3) / 10, "v": torch.arange(9.0).reshape(3, 3) / 7}
+X = torch.arange(24.0).reshape(8, 3) / 5
+
+
+@pytest.mark.parametrize("loss_fn", LOSSES, ids=lambda one: one.__name__)
+def test_other_losses(
+    loss_fn: Callable[..., Tensor], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def grads(params: Any, x: Tensor) -> Any:
+        return PIPE.value_and_grad(loss_fn)(params, x)
+
+    def program() -> list[Any]:
+        return everything(fcg.graph_fn(grads, lowering="aten").lower(PARAMS, X).program)
+
+    assert_trees_all_equal(fcg.graph_fn(grads, lowering="aten")(PARAMS, X), grads(PARAMS, X))
+    replayed, eager = (text.count("h ") for text in (capsys.readouterr().out, "h " * 8))
+    assert replayed == (eager if loss_fn is with_reports else 0)
+    copied = program()
+    monkeypatch.setattr(Blocks, "again", lambda *args: None)
+    assert copied == program()
+
+
+# -- blocks on their own ----------------------------------------------------------------------------------------------
+
+SAME, SHORTER, TURNED = (
+    [slice(0, 2), slice(2, 4), slice(4, 6)],
+    [slice(0, 2), slice(2, 3), slice(3, 4)],
+    [slice(0, 2), slice(0, 6, 4), slice(2, 4)],
+)
+
+
+@pytest.mark.parametrize(
+    ("parts", "act", "times"),
+    [
+        (SAME, lambda given: [given[0] * 2 + 1], 1),
+        (SHORTER, lambda given: [given[0] * 2 + 1], 2),  # it is kept as it was last
+        (TURNED, lambda given: [given[0] * 2 + 1], 3),
+        (SAME, lambda given: [given[0].as_strided((2,), (1,), 0) + 1], 3),
+        (SAME, lambda given: [given[0].view(-1), given[0]], 1),
+        (SAME, lambda given: [given[0].T.clone().T[1:]], 1),
+    ],
+)
+def test_a_block_is_copied_where_its_layouts_are_those_of_before(
+    parts: Sequence[slice], act: Any, times: int, recorded: Counter[int]
+) -> None:
+    def function(x: Tensor) -> Any:
+        found = [repeated("block", act, [x[part]], number) for number, part in enumerate(parts)]
+        return [tensor_of(one).sum() for of_part in found for one in of_part]
+
+    x = torch.arange(18.0).reshape(6, 3)
+    assert_trees_all_equal(fcg.graph_fn(function, lowering="aten")(x), function(x))
+    assert set(recorded.values()) == {times}
+
+
+def test_what_a_block_is_given_must_be_as_distinct_as_before(recorded: Counter[int]) -> None:
+    """The first time, both are one tensor; a copy with two could not tell which is which."""
+
+    def function(x: Tensor) -> Any:
+        pairs = [(x, x), (x, x + 1), (x + 2, x)]
+        found = [repeated("block", lambda g: [g[0] * 2 - g[1]], pair, n) for n, pair in enumerate(pairs)]
+        return [tensor_of(one) for (one,) in found]
+
+    x = torch.arange(3.0)
+    assert_trees_all_equal(fcg.graph_fn(function, lowering="aten")(x), function(x))
+    assert set(recorded.values()) == {2}
+
+
+def test_a_block_that_writes_what_it_is_given_is_recorded_each_time(recorded: Counter[int]) -> None:
+    """The rules say what may be written, so they see each write."""
+
+    def function(x: Tensor) -> Any:
+        own = [x + 1, x + 2, x + 3]
+        return [tensor_of(repeated("block", lambda g: [g[0].mul_(2)], [o], n)[0]) for n, o in enumerate(own)]
+
+    def refused(state: Any) -> Any:
+        for number, one in enumerate((state["w"] + 1, state["w"])):
+            repeated("block", lambda g: [g[0].mul_(2)], [one], number)
+        return state, {}
+
+    x = torch.arange(3.0)
+    assert_trees_all_equal(fcg.graph_fn(function, lowering="aten")(x), function(x))
+    assert set(recorded.values()) == {3}
+    with pytest.raises(fcg.ReadOnlyError, match=r"writes in place into `state\['w'\]`"):
+        fcg.graph_step(refused, lowering="aten")({"w": x})
+
+
+def test_results_of_blocks_are_tensors_where_one_is_asked_for() -> None:
+    """In the same memory, if they are views of each other."""
+
+    def function(x: Tensor) -> Any:
+        total: Any = x[0]
+        for number, row in enumerate(x):
+            whole, half = repeated("block", lambda g: [t := g[0] + g[1], t[1:]], [total, row], number)
+            total = whole
+        tensor_of(half).mul_(2)
+        return tensor_of(whole), tensor_of(half)
+
+    x = torch.arange(12.0).reshape(4, 3)
+    assert_trees_all_equal(fcg.graph_fn(function, lowering="aten")(x), function(x))
+
+
+@thorough
+def test_blocks_on_many_micro_batches() -> None:
+    run = Run("1f1b", ("tied", "dropout", "clip", "adamw"), cuts=(1, 3), microbatches=12)
+    pipe, state, function = made(Run([[*str_rows(3, 12)]], run.features, cuts=run.at, microbatches=12), ONE)
+    step, eager = fcg.graph_step(function, lowering="aten"), fcg.fork(state)
+    for call in range(2):
+        state, metrics = step(state, rows(call, pipe.mesh.rank))
+        eager, expected = step.eager(eager, rows(call, pipe.mesh.rank))
+        assert_trees_all_equal(metrics, expected)
+
+
+def str_rows(stages: int, microbatches: int) -> list[str]:
+    """One rank's row: all stages forward, then all backward, for one micro-batch after the other."""
+    return [
+        f"{stage}{kind}{m}"
+        for m in range(microbatches)
+        for kind, order in (("F", range(stages)), ("B", reversed(range(stages))))
+        for stage in order
+    ]
