@@ -40,6 +40,8 @@ ORDER = (
     "optim",
     "call",
     "stages.program",
+    "stages.variables",
+    "stages.blocks",
     "stages.work",
     "stages.lifetimes",
     "stages.fx_passes",

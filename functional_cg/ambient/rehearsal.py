@@ -10,7 +10,10 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-__all__ = ["Trace", "announce", "as_before", "place", "rehearsing", "repeated", "tensor_of", "traced", "tracing", "unknown"]
+__all__ = [
+    "Trace", "announce", "as_before", "place", "rehearsing", "repeated",
+    "tensor_of", "traced", "tracing", "unknown",
+]  # fmt: skip
 
 
 class Trace(Protocol):
@@ -115,7 +118,7 @@ def repeated(
 def tensor_of(value: Any) -> Tensor:
     """Return the tensor that a result of a block is, or stands for."""
     trace = _running.get()
-    return value if trace is None else trace.tensor(value)  # type: ignore[no-any-return]
+    return value if trace is None else trace.tensor(value)
 
 
 def announce(text: str) -> None:

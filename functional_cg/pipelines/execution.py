@@ -48,8 +48,8 @@ class Sums:
 
     def tensors(self) -> tuple[dict[tuple[int, int], Tensor], dict[int, Tensor]]:
         """Return the sums of gradients, and those of results."""
-        grads, results = ({key: tensor_of(one) for key, one in s.items()} for s in (self.grads, self.results))
-        return grads, results
+        grads = {key: tensor_of(one) for key, one in self.grads.items()}
+        return grads, {position: tensor_of(one) for position, one in self.results.items()}
 
 
 class Worker:

@@ -70,7 +70,7 @@ PIPELINES = (
     Mutant(
         "N112 offsets",
         "calls are copied although they count from the start of a storage",
-        (("return names if alike and not moved else None", "return names if alike else None"),),
+        (("    return instr.inputs() if counts else []", "    return []"),),
         (f"{BLOCKS}test_other_losses[with_an_absolute_offset]",),
         no_gpu=SEVERAL,
     ),
@@ -79,8 +79,8 @@ PIPELINES = (
         "calls that write what they are given are copied, past the rules of what may be written",
         (
             (
-                "own = all(var.storage >= start.storages for instr in calls for var in instr.writes)",
-                "own = True",
+                "for var in (*instr.writes, *_read_from_the_start(instr)))",
+                "for var in _read_from_the_start(instr))",
             ),
         ),
         (f"{BLOCKS}test_a_block_that_writes_what_it_is_given_is_recorded_each_time",),

@@ -12,8 +12,8 @@ from torch import Tensor
 
 import functional_cg as fcg
 from functional_cg.ambient.rehearsal import repeated, tensor_of
-from functional_cg.stages.trace import blocks
-from functional_cg.stages.trace.blocks import Blocks
+from functional_cg.stages import blocks
+from functional_cg.stages.blocks import Blocks
 from functional_cg.testing import assert_trees_all_equal
 from tests.pipelines.programs import CUTS, FEATURES, ONE, Run, made, rows
 from tests.pipelines.test_mistakes import pipe_of

@@ -32,16 +32,16 @@ from ...tensors.fake_mode import FakeMode
 from ...tensors.overlap import storage_key
 from ...transforms.debug import REPORTS
 from ...tree import KeyPath, path_string
+from ..blocks import Blocks
 from ..program import Constant, Instr, Program, Report, Var, inputs_behind
-from .blocks import Blocks
+from ..variables import Reference, Variables
 from .host import taken_as_valid
 from .keys import is_drawn
 from .known import BY_NUMBER, Supposed, as_filling, aside_from_modes, by_places, filled, result_of, value_of
 from .recipe import Recipe
 from .rules import Rules, refuse_mixed_dtypes
-from .strays import Reference, Table, is_cached, may_be_table
+from .strays import Table, is_cached, may_be_table
 from .twice import refuse_another_call, refuse_another_literal
-from .variables import Variables
 
 __all__ = ["Recorder"]
 

@@ -25,6 +25,7 @@ from torch import Tensor
 from ...errors import ForeignTensorError, SideEffectError
 from ...messages.source import Location
 from ..program import Program, Var
+from ..variables import Reference
 from .known import aside_from_modes, value_of
 
 __all__ = [
@@ -37,9 +38,6 @@ __all__ = [
     "refuse_kept",
     "refuse_unfound",
 ]
-
-# To a tensor, held weakly.
-Reference = Callable[[], Tensor | None]
 
 _DEVICE = torch.ops.prim.device.default
 _DEEP = 4  # how deep a tensor may lie in what a cached function returned

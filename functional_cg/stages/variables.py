@@ -7,18 +7,21 @@ that nobody looks at.
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from ...state.arena import BufferSpec
-from ...tensors.fake_mode import FakeMode
-from ...tensors.overlap import storage_key
-from ..program import Var
-from .strays import Reference
+from ..state.arena import BufferSpec
+from ..tensors.fake_mode import FakeMode
+from ..tensors.overlap import storage_key
+from .program import Var
 
-__all__ = ["Variables"]
+__all__ = ["Reference", "Variables"]
+
+# To a tensor, held weakly.
+Reference = Callable[[], Tensor | None]
 
 
 class Variables:
@@ -101,7 +104,7 @@ class Variables:
             size = self._memory[self._alike[var.storage]].untyped_storage().nbytes()
             memory = torch.empty(size, dtype=torch.uint8, device=spec.device)
         empty = torch.empty(0, dtype=spec.dtype, device=spec.device)
-        return empty.set_(memory.untyped_storage(), var.offset, spec.shape, spec.stride)  # type: ignore[call-overload, no-any-return]
+        return empty.set_(memory.untyped_storage(), var.offset, spec.shape, spec.stride)
 
     def _stands(self, tensor: Tensor, var: Var) -> None:
         self._tensors.append(tensor)
@@ -120,7 +123,7 @@ class Variables:
         )
 
     def release(self) -> list[Reference]:
-        """Drop all tensors; return what leads to those that something else keeps alive, in the order of ``standing``."""
+        """Drop all tensors; return weak references to them, in the order of ``standing``."""
         self._mode.forget()
         self._references += map(weakref.ref, self._tensors)
         for one in (self._tensors, self._memory, self._made, self.declared):

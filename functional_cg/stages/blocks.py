@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ..program import Constant, Instr, Program, Report, Var, map_vars
+from .program import Constant, Instr, Program, Report, Var, map_vars
 from .variables import Variables
 
 __all__ = ["Blocks"]
@@ -22,11 +22,12 @@ __all__ = ["Blocks"]
 class Blocks:
     """The blocks of a trace.
 
-    Attributes:
-      known: The blocks by name; None for those that cannot be copied.
     Args:
       program: What is traced.
       variables: Its variables.
+
+    Attributes:
+      known: The blocks by name; None for those that cannot be copied.
     """
 
     def __init__(self, program: Program, variables: Variables) -> None:
@@ -85,8 +86,8 @@ class _Mark:
 
     @classmethod
     def of(cls, program: Program, variables: Variables) -> _Mark:
-        counted = program.instrs, program.constants, program.reports
-        return cls(variables.count, variables.storages, *map(len, counted))
+        counts = len(program.instrs), len(program.constants), len(program.reports)
+        return cls(variables.count, variables.storages, *counts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,12 +116,16 @@ class _Block:
     ) -> _Block | None:
         """Return the block of all that was recorded since a mark; None if it cannot be copied.
 
-        It cannot if it reads or makes a tensor that has no variable, or writes what is not its own.
+        It cannot if it reads or makes a tensor that has no variable, or if a call depends on more than the layout of
+        what the block is given: one that writes it, which the rules may forbid, or that counts from where its memory
+        begins.
         """
         calls = program.instrs[start.calls :]
-        own = all(var.storage >= start.storages for instr in calls for var in instr.writes)
+        touched = (var for instr in calls for var in (*instr.writes, *_read_from_the_start(instr)))
         known = [var for var in given if var is not None], [var for var in results if var is not None]
-        if not own or len(known[0]) < len(given) or len(known[1]) < len(results):
+        if len(known[0]) < len(given) or len(known[1]) < len(results):
+            return None
+        if any(var.storage < start.storages for var in touched):
             return None
         literals, reports = program.constants[start.constants :], program.reports[start.reports :]
         return cls(start, *known, calls, literals, reports)
@@ -139,8 +144,8 @@ class _Block:
         names = self._names(given, variables)
         if names is None:
             return None
-        for one in self.literals:
-            constant = replace(one, var=names(one.var), name=f"literal {len(program.constants)}")
+        for literal in self.literals:
+            constant = replace(literal, var=names(literal.var), name=f"literal {len(program.constants)}")
             program.constants.append(constant)
         for one in self.calls:
             region = None if one.region is None else (one.region[0], number)
@@ -148,9 +153,11 @@ class _Block:
             args, writes = map_vars(names, one.args), map_vars(names, one.writes)
             out = map_vars(names, one.out)
             program.instrs.append(
-                Instr(one.op, args, kwargs, out, writes, one.site, one.backward, one.inner, one.origin, region)
+                Instr(
+                    one.op, args, kwargs, out, writes, one.site, one.backward, one.inner, one.origin, region
+                )
             )
-        program.reports += [replace(one, values=map_vars(names, one.values)) for one in self.reports]
+        program.reports += [replace(report, values=map_vars(names, report.values)) for report in self.reports]
         return list(map(names, self.results))
 
     def _names(self, given: Sequence[Var], variables: Variables) -> _Names | None:
@@ -160,22 +167,22 @@ class _Block:
             one.spec == other.spec and one.fills == other.fills and names.take(one, other)
             for one, other in zip(self.given, given, strict=True)
         )
-        moved = any(names.moved.values()) and any(map(_counts_from_the_storage, self.calls))
-        return names if alike and not moved else None
+        return names if alike else None
 
 
 class _Names(dict[Var, Var]):
     """The variables of a copy, by those of the block.
 
-    Attributes:
-      moved: By storage, how many elements further on it is read.
+    Args:
+      start: Where the block began.
+      variables: Makes those that are none of what is given.
     """
 
     def __init__(self, start: _Mark, variables: Variables) -> None:
         super().__init__()
         self._start, self._variables = start, variables
         self._storages: dict[int, int] = {}
-        self.moved: dict[int, int] = {}
+        self._moved: dict[int, int] = {}  # by storage, how many elements further on it is read
 
     def take(self, one: Var, other: Var) -> bool:
         """Let a variable take the place of a given one; whether that agrees with the others."""
@@ -183,7 +190,7 @@ class _Names(dict[Var, Var]):
         return (
             self.setdefault(one, other) is other
             and self._storages.setdefault(one.storage, other.storage) == other.storage
-            and self.moved.setdefault(one.storage, moved) == moved
+            and self._moved.setdefault(one.storage, moved) == moved
         )
 
     def __missing__(self, var: Var) -> Var:
@@ -192,12 +199,14 @@ class _Names(dict[Var, Var]):
         storage = var.storage
         if storage >= self._start.storages and storage not in self._storages:
             self._storages[storage] = self._variables.twin_storage(storage)
-        place = self._storages.get(storage, storage), var.offset + self.moved.get(storage, 0)
+        place = self._storages.get(storage, storage), var.offset + self._moved.get(storage, 0)
         self[var] = self._variables.twin(var, *place)
         return self[var]
 
     __call__ = dict.__getitem__
 
 
-def _counts_from_the_storage(instr: Instr) -> bool:
-    return any(one.name == "storage_offset" for one in instr.op._schema.arguments)
+def _read_from_the_start(instr: Instr) -> list[Var]:
+    """Return what a call such as ``as_strided`` reads from where its memory begins."""
+    counts = any(one.name == "storage_offset" for one in instr.op._schema.arguments)
+    return instr.inputs() if counts else []
