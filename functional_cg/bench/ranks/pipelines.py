@@ -4,7 +4,10 @@ All systems train one model on one batch with AdamW and clipping: an embedding, 
 bf16 with f32 masters. ``torch`` is ``torch.distributed.pipelining``'s 1F1B with one stage a rank; ``torch-compiled``
 compiles its stages, and ``torch-captured`` captures its step by hand. They clip by the norm of a rank's own gradients,
 which is less work than the norm of all. ``alone`` makes the micro-batches on one GPU; ``zero`` gives each rank a share
-of the rows and has no micro-batches. Systems run one after the other; milliseconds are those of the slowest rank.
+of the rows and has no micro-batches. Systems run one after the other, for each number of micro-batches; milliseconds
+are those of the slowest rank: of a step, and until a call returns on the host, with an idle device before. Beside the
+peak memory of rank 0 stands how many micro-batches the table has in flight there: if it is the same for two numbers of
+micro-batches, so should the peak be, up to the inputs.
 """
 
 from __future__ import annotations
@@ -24,9 +27,11 @@ from torch import Tensor, nn
 
 import functional_cg as fcg
 from functional_cg import optim, sharding
+from functional_cg.pipelines.model import run
+from functional_cg.pipelines.schedules import table_of
 
 from ..systems.by_hand import captured
-from .rounds import peak_gib, timed, together
+from .rounds import peak_gib, timed, together, until_it_returns
 
 __all__ = ["main"]
 
@@ -58,6 +63,11 @@ class Job:
     microbatches: int
     vocab: int
     schedule: str
+
+    @property
+    def in_flight(self) -> int:
+        """The most micro-batches whose activations rank 0 holds at one time, by the table."""
+        return run(table_of(self.schedule, self.ranks, self.microbatches, self.ranks)).in_flight[0]
 
     def params(self) -> dict[str, Any]:
         """Draw f32 parameters on the CPU, the same on each rank."""
@@ -233,26 +243,32 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the bench; rank 0 prints a line for each system."""
     options = _options(arguments)
     mesh = sharding.mesh({"data": -1})
-    job = Job(
-        mesh.size, options.layers, options.width, options.rows, options.time, options.microbatches,
-        options.vocab, options.schedule,
-    )  # fmt: skip
-    for name in options.systems:
-        peak_gib(mesh.device)
-        start = time.perf_counter()
-        step = SYSTEMS[name](job)
-        step()
-        together(mesh.device)
-        first = time.perf_counter() - start
-        times = timed(step, mesh.device, options.steps)
-        if mesh.rank == 0:
-            sys.stdout.write(
-                f"{name:<14} {times}  first {first:.1f} s  peak {peak_gib(mesh.device):.2f} GiB on rank 0\n"
-            )
-            sys.stdout.flush()
-        del step
-        gc.collect()
+    for microbatches in options.microbatches:
+        job = Job(
+            mesh.size, options.layers, options.width, options.rows, options.time, microbatches,
+            options.vocab, options.schedule,
+        )  # fmt: skip
+        for name in options.systems:
+            line = _measured(SYSTEMS[name], job, mesh.device, options.steps)
+            if mesh.rank == 0:
+                sys.stdout.write(f"{name:<14} {line}\n")
+                sys.stdout.flush()
+            gc.collect()
     return 0
+
+
+def _measured(system: Callable[[Job], Step], job: Job, device: torch.device, steps: int) -> str:
+    peak_gib(device)
+    start = time.perf_counter()
+    step = system(job)
+    step()
+    together(device)
+    first = time.perf_counter() - start
+    times, returns = timed(step, device, steps), until_it_returns(step, device, steps)
+    return (
+        f"{job.microbatches:>3} micro-batches  {times}  returns after {returns:.2f} ms  first {first:.1f} s  "
+        f"peak {peak_gib(device):.2f} GiB on rank 0, {job.in_flight} in flight by the table"
+    )
 
 
 def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -262,11 +278,16 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--schedule", default="1f1b", help="of our pipelines")
     for name, default, what in (
         ("layers", 8, "blocks"), ("width", 1024, "of the residual stream"), ("rows", 1, "of a micro-batch"),
-        ("time", 256, "tokens of a row"), ("microbatches", 8, "of a step"), ("vocab", 4096, "tokens known"),
+        ("time", 256, "tokens of a row"), ("vocab", 4096, "tokens known"),
         ("steps", 10, "of each of five rounds"),
     ):  # fmt: skip
         add(f"--{name}", type=int, default=default, help=f"{what}; {default} by default")
+    add("--microbatches", type=_counts, default=[8], help="of a step, such as 8,32; 8 by default")
     return parser.parse_args(arguments)
+
+
+def _counts(text: str) -> list[int]:
+    return list(map(int, text.split(",")))
 
 
 def _names(text: str) -> Iterable[str]:

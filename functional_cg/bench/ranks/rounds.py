@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from ..system import waiter
 
-__all__ = ["ROUNDS", "Times", "peak_gib", "timed", "together"]
+__all__ = ["ROUNDS", "Times", "peak_gib", "timed", "together", "until_it_returns"]
 
 ROUNDS, WARM_UPS = 5, 5
 
@@ -46,11 +46,32 @@ def timed(step: Callable[[], object], device: torch.device, steps: int, *, warm_
         for _ in range(steps):
             step()
         waiter(device)()
-        spent = torch.tensor((time.perf_counter() - start) / steps * 1e3, device=device)
-        if dist.is_initialized():
-            dist.all_reduce(spent, dist.ReduceOp.MAX)
-        rounds.append(float(spent))
+        rounds.append(_slowest((time.perf_counter() - start) / steps * 1e3, device))
     return Times(tuple(rounds))
+
+
+def until_it_returns(step: Callable[[], object], device: torch.device, steps: int) -> float:
+    """Return the median milliseconds until a step returns on the host of the slowest rank, whose device is idle before.
+
+    Args:
+      step: Makes one step; all ranks call it.
+      device: Where this rank computes.
+      steps: How many times.
+    """
+    spent = []
+    for _ in range(steps):
+        together(device)
+        start = time.perf_counter()
+        step()
+        spent.append((time.perf_counter() - start) * 1e3)
+    return _slowest(statistics.median(spent), device)
+
+
+def _slowest(milliseconds: float, device: torch.device) -> float:
+    spent = torch.tensor(milliseconds, device=device)
+    if dist.is_initialized():
+        dist.all_reduce(spent, dist.ReduceOp.MAX)
+    return float(spent)
 
 
 def together(device: torch.device) -> None:
