@@ -78,6 +78,7 @@ class Table:
       microbatches: Number of micro-batches.
       stages: Number of stages.
       owners: The rank of each stage.
+      actions: All actions of all ranks.
     """
 
     name: str
@@ -85,11 +86,13 @@ class Table:
     microbatches: int
     stages: int = field(init=False)
     owners: tuple[int, ...] = field(init=False)
+    actions: frozenset[Action] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         found = {
             action.stage: rank for rank, row in enumerate(self.rows) for action in row if action.kind == "F"
         }
+        object.__setattr__(self, "actions", frozenset(action for row in self.rows for action in row))
         object.__setattr__(self, "stages", 1 + max(found, default=-1))
         object.__setattr__(self, "owners", tuple(found.get(stage, -1) for stage in range(self.stages)))
 

@@ -54,7 +54,7 @@ def _needs(table: Table, action: Action) -> Iterator[Action]:
 
 def _backward_of(table: Table, stage: int, microbatch: int) -> Action:
     whole = Action(stage, "B", microbatch)
-    return whole if whole in table.rows[table.owners[stage]] else Action(stage, "I", microbatch)
+    return whole if whole in table.actions else Action(stage, "I", microbatch)
 
 
 def _sends(table: Table, action: Action) -> Iterator[Action]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 
 import torch
@@ -81,6 +81,7 @@ class Inspection:
 
 def inspection_of(program: Program, watched: Sequence[str]) -> Inspection:
     """Summarize a traced program as an ``Inspection``."""
+    kept, needed = live(program.instrs, [*program.new_state, *program.results])
     return Inspection(
         function=program.function,
         calls=dict(Counter(str(instr.op) for instr in program.instrs).most_common()),
@@ -93,11 +94,11 @@ def inspection_of(program: Program, watched: Sequence[str]) -> Inspection:
         constants=tuple(f"{constant.name} {constant.var.spec}" for constant in program.constants),
         watched=tuple(watched),
         outputs=len(program.outputs),
-        forgotten=tuple(_forgotten(program)),
+        forgotten=tuple(_forgotten(program, needed)),
         by_mode=tuple(
             dict.fromkeys(one.module for one in program.applications if one.by_mode and not program.new_state)
         ),
-        dropped=tuple(_dropped(program)),
+        dropped=tuple(_dropped(program, kept, needed)),
         repeated=tuple(_repeated(program)),
         shared_keys=tuple(shared_keys(program)),
         copied=tuple(program.copied),
@@ -119,40 +120,43 @@ def _repeated(program: Program) -> Iterator[str]:
             yield str(instr.site or instr.op)
 
 
-def _forgotten(program: Program) -> Iterator[str]:
+def _forgotten(program: Program, needed: Set[Var]) -> Iterator[str]:
     """Yield submodules with a new buffer that reaches no result of the step."""
-    results = [*program.new_state, *program.results]
-    _, needed = live(program.instrs, results)
-    needed.update(results)
-    lost = [one for one in program.applications if not needed.issuperset(one.written)]
+    lost = [one for one in program.applications if not needed >= set(one.written)]
     yield from dict.fromkeys(f"the buffers of {part} in {one.module}" for one in lost for part in one.parts)
 
 
-def _dropped(program: Program) -> Iterator[str]:
+def _dropped(program: Program, kept: Sequence[Instr], needed: Set[Var]) -> Iterator[str]:
     """Yield state leaves returned unchanged although a new value for them was computed and never used.
 
     The classic case: an average whose new value never reaches the new state. In the user's own lines, a value counts as
     a new value of a leaf if it is computed from the leaf through values of the leaf's shape and dtype only. What the
     library computes there is its own business: of an update, only a whole tree that was handed back is forgotten; a
     leaf of it that stays, such as a count, was put back.
+
+    Args:
+      program: The program.
+      kept: Its live calls.
+      needed: What they and the results read.
     """
     unchanged = {
         old: name
         for name, old, new in zip(program.slot_names, program.slots, program.new_state, strict=False)
         if old is new
     }
-    sites = _own(program, unchanged)
-    for leaf, site in _forgotten_updates(program):
+    sites = _own(unchanged, _lost(program, kept, needed))
+    for leaf, site in _forgotten_updates(program, kept):
         sites.setdefault(leaf, site)
     for leaf, name in unchanged.items():
         if leaf in sites:
             yield f"{name} ({sites[leaf]})" if sites[leaf] else name
 
 
-def _forgotten_updates(program: Program) -> Iterator[tuple[Var, Location | None]]:
+def _forgotten_updates(program: Program, kept: Sequence[Instr]) -> Iterator[tuple[Var, Location | None]]:
     """Yield the leaves of each tree of which an update made new values, none of which is read after the update."""
+    if not program.replaced:
+        return
     results = {*program.new_state, *program.results}
-    kept, _ = live(program.instrs, results)
     place = {instr: number for number, instr in enumerate(program.instrs)}
     maker = {var: instr for instr in program.instrs for var in instr.outputs()}
     read = {var: place[instr] for instr in kept for var in instr.inputs()}
@@ -164,11 +168,11 @@ def _forgotten_updates(program: Program) -> Iterator[tuple[Var, Location | None]
                 yield from ((old, maker[new].site) for old, new in part)
 
 
-def _own(program: Program, unchanged: Collection[Var]) -> dict[Var, Location | None]:
+def _own(unchanged: Collection[Var], calls: Iterable[tuple[Instr, list[Var]]]) -> dict[Var, Location | None]:
     """Return the leaves for which the user's own lines compute a new value that nothing reads, and the lines."""
     leaf_of = {var: var for var in unchanged}
     sites: dict[Var, Location | None] = {}
-    for instr, lost in _lost(program):
+    for instr, lost in calls:
         if instr.inner or instr.backward:  # a gradient is no new value either
             continue
         for source, result in _same_kind(instr):
@@ -185,10 +189,9 @@ def _own(program: Program, unchanged: Collection[Var]) -> dict[Var, Location | N
     return sites
 
 
-def _lost(program: Program) -> Iterator[tuple[Instr, list[Var]]]:
+def _lost(program: Program, kept: Sequence[Instr], needed: Set[Var]) -> Iterator[tuple[Instr, list[Var]]]:
     """Yield each call with those of its results and written variables that nothing reads afterwards."""
     results = [*program.new_state, *program.results]
-    kept, needed = live(program.instrs, results)
     place = {instr: number for number, instr in enumerate(kept)}
     last_read = {var.storage: number for instr, number in place.items() for var in instr.inputs()}
     last_read |= dict.fromkeys((var.storage for var in results), len(kept))
