@@ -158,7 +158,7 @@ def _add_calls(
     def node(var: Var) -> fx.Node:
         return nodes[var]
 
-    def laid(var: Var) -> fx.Node:
+    def node_as_traced(var: Var) -> fx.Node:
         if var in entering or 0 in var.spec.stride:
             return nodes[var]
         return graph.call_function(laid_out, (nodes[var], var.spec.stride))
@@ -184,8 +184,8 @@ def _add_calls(
             laid = None if root in entering else (root.spec.stride, root.storage in written)
             value = graph.call_function(_restrided, (nodes[root], size, stride, offset - root.offset, laid))
         else:
-            given = laid if any(name in instr.name for name in _BY_STRIDES) else node
-            target, args = _target(instr, written), map_vars(given, _with_floats(instr))
+            argument = node_as_traced if any(name in instr.name for name in _BY_STRIDES) else node
+            target, args = _target(instr, written), map_vars(argument, _with_floats(instr))
             if (overflow := overflow_of(instr)) is not None:
                 target, kwargs = to_float8, {**kwargs, "overflow": overflow}
             value = graph.call_function(target, args, kwargs)
