@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import inspect
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -22,7 +22,6 @@ __all__ = ["OpenKernels", "in_rows"]
 # Kernel selection is process-wide: two threads switching it would restore each other's settings.
 _SWITCH = threading.RLock()
 _RNNS = frozenset({torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu})
-_ATTENTION = frozenset({F.scaled_dot_product_attention, F.multi_head_attention_forward})
 # Begins by asking whether its tensor is a meta tensor, which it would leave alone. Private; test_nn notices a change.
 _TRUNCATED = nn.init._no_grad_trunc_normal_.__code__
 
@@ -57,14 +56,11 @@ class OpenKernels(TorchFunctionMode):
         if func == Tensor.is_meta.__get__ and (given := _to_truncate(args[0])):  # type: ignore[attr-defined]
             self._truncated(args[0], *given)
             return True
-        if func in _ATTENTION and _drops_out(func, args, kwargs):
-            fused = attention_for(*args, **kwargs) if func is F.scaled_dot_product_attention else None
-            if fused is not None:
-                return self._attend(fused)
-            with _SWITCH, sdpa_kernel(SDPBackend.MATH):
-                return func(*args, **kwargs)
+        if func is F.multi_head_attention_forward:
+            with self:
+                return _without_question(func)(*args, **kwargs)
         if func is F.scaled_dot_product_attention:
-            return _attend(*args, **kwargs)
+            return self._attention(*args, **kwargs)
         if func in _RNNS:
             with (
                 _SWITCH,
@@ -73,6 +69,37 @@ class OpenKernels(TorchFunctionMode):
             ):
                 return func(*args, **kwargs)
         return func(*args, **kwargs)
+
+    def _attention(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        *more: Any,
+        **named: Any,
+    ) -> Tensor:
+        """Call ``scaled_dot_product_attention``, which is a builtin without a signature."""
+        if dropout_p > 0:
+            fused = attention_for(query, key, value, attn_mask, dropout_p, *more, **named)
+            if fused is not None:
+                return self._attend(fused)
+            with _SWITCH, sdpa_kernel(SDPBackend.MATH):
+                return F.scaled_dot_product_attention(query, key, value, attn_mask, dropout_p, *more, **named)
+        # Fused kernels of a GPU read rows. A mask that was expanded along the keys, as one made by `vmap` is, would be
+        # left to products of float32.
+        if attn_mask is not None and attn_mask.is_cuda and attn_mask.stride(-1) != 1:
+            attn_mask = in_rows(attn_mask)
+        return F.scaled_dot_product_attention(query, key, value, attn_mask, dropout_p, *more, **named)
+
+
+def _without_question(func: Any) -> FunctionType:
+    """Return a function of torch that does not ask whether a mode is active, so that what it calls reaches the mode."""
+    own = {**func.__globals__, "has_torch_function": lambda _: False}  # private; test_nn notices a change
+    copy = FunctionType(func.__code__, own, func.__name__, func.__defaults__, func.__closure__)
+    copy.__kwdefaults__ = func.__kwdefaults__
+    return copy
 
 
 def _to_truncate(tensor: Tensor) -> tuple[float, float, float, float] | None:
@@ -97,25 +124,6 @@ def _without(backend: Any) -> Iterator[None]:
         backend.enabled = enabled
 
 
-def _attention(
-    query: Any, key: Any, value: Any, attn_mask: Any = None, dropout_p: float = 0.0, *more: Any, **named: Any
-) -> None:
-    """The first parameters of ``scaled_dot_product_attention``, a builtin without a signature."""
-
-
-def _attend(
-    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, *more: Any, **named: Any
-) -> Tensor:
-    """Call ``scaled_dot_product_attention`` with a mask that the fused kernels of a GPU can read.
-
-    They read rows. A mask that was expanded along the keys, as one made by ``vmap`` is, would be left to products of
-    float32.
-    """
-    if attn_mask is not None and attn_mask.is_cuda and attn_mask.stride(-1) != 1:
-        attn_mask = in_rows(attn_mask)
-    return F.scaled_dot_product_attention(query, key, value, attn_mask, *more, **named)
-
-
 def in_rows(mask: Tensor) -> Tensor:
     """Return a mask with rows in one piece; what was expanded along other dimensions still is.
 
@@ -132,9 +140,3 @@ def in_rows(mask: Tensor) -> Tensor:
         if step == 0:
             once = once.narrow(dim, 0, 1)
     return once.contiguous().expand(mask.shape)
-
-
-def _drops_out(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    signature = inspect.signature(_attention if func is F.scaled_dot_product_attention else func)
-    given = signature.bind(*args, **kwargs).arguments
-    return given.get("dropout_p", 0.0) > 0 and bool(given.get("training", True))
