@@ -30,6 +30,7 @@ from ..trial.reference import Reference
 from .graph import Entrance, build_graph
 from .head import Compiler, Head, by_inductor
 from .in_place import InPlacePlan, arguments_of, collects, is_small
+from .known_masks import use_known_masks
 from .parts import parts_of
 from .parts_plan import PartsPlan
 from .regions import RegionsPlan
@@ -153,6 +154,7 @@ def prepare(program: Program, *, budget: float | None = None, large: int = _LARG
     """
     write_out_of_place(program)
     share_equal_calls(program)
+    use_known_masks(program)
     recompute(program, budget=budget, large=large)
     keep_as_buffers(program, large=large)
 
