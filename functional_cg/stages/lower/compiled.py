@@ -57,8 +57,6 @@ def lower(program: Program, device: torch.device, options: Options, reference: R
             return BranchedPlan(program, schedule(program), _spread(program, options))
         plan: ExecutionPlan = lower_aten(program)
     else:
-        if options.branches == "auto":
-            why = why or "a compiled step takes lanes only if their number is given"
         plan = _compiled(program, device, options, reference, lanes=asked and not why)
     if asked and not plan.branches:
         plan.branches = f"branches: none, {why or 'with this lowering it runs in one line'}"
