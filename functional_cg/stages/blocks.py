@@ -42,9 +42,9 @@ class Blocks:
         start = _Mark.of(self._program, variables)
         tensors = list(map(variables.tensor, given))
         out = act(tensors)
-        block = _Block.since(
-            start, self._program, list(map(variables.of, tensors)), list(map(variables.of, out))
-        )
+        end = _Mark.of(self._program, variables)
+        described = list(map(variables.of, tensors)), list(map(variables.of, out))
+        block = _Block.between(start, end, self._program, *described)
         # What was met for the first time is no part of the block.
         self.known[name] = block if declared == len(variables.declared) else None
         return out
@@ -96,6 +96,7 @@ class _Block:
 
     Attributes:
       start: Where it began.
+      end: Where it ended.
       given: The variables that are others each time.
       results: What it computed that others read; they may be given ones.
       calls: Its calls.
@@ -104,6 +105,7 @@ class _Block:
     """
 
     start: _Mark
+    end: _Mark
     given: Sequence[Var]
     results: Sequence[Var]
     calls: Sequence[Instr]
@@ -111,8 +113,13 @@ class _Block:
     reports: Sequence[Report]
 
     @classmethod
-    def since(
-        cls, start: _Mark, program: Program, given: Sequence[Var | None], results: Sequence[Var | None]
+    def between(
+        cls,
+        start: _Mark,
+        end: _Mark,
+        program: Program,
+        given: Sequence[Var | None],
+        results: Sequence[Var | None],
     ) -> _Block | None:
         """Return the block of all that was recorded since a mark; None if it cannot be copied.
 
@@ -128,7 +135,7 @@ class _Block:
         if any(var.storage < start.storages for var in touched):
             return None
         literals, reports = program.constants[start.constants :], program.reports[start.reports :]
-        return cls(start, *known, calls, literals, reports)
+        return cls(start, end, *known, calls, literals, reports)
 
     def again(
         self, program: Program, given: Sequence[Var], variables: Variables, number: int
@@ -138,12 +145,14 @@ class _Block:
         Args:
           program: The program.
           given: What takes the place of the given variables.
-          variables: Makes the others.
+          variables: Numbers the others.
           number: How often the block was made before.
         """
-        names = self._names(given, variables)
+        names = self._names(given)
         if names is None:
             return None
+        made = range(self.start.storages, self.end.storages)
+        names.begin(*variables.reserve(self.end.variables - self.start.variables, made))
         for literal in self.literals:
             constant = replace(literal, var=names(literal.var), name=f"literal {len(program.constants)}")
             program.constants.append(constant)
@@ -160,9 +169,9 @@ class _Block:
         program.reports += [replace(report, values=map_vars(names, report.values)) for report in self.reports]
         return list(map(names, self.results))
 
-    def _names(self, given: Sequence[Var], variables: Variables) -> _Names | None:
+    def _names(self, given: Sequence[Var]) -> _Names | None:
         """Return the variables of a copy; None if what is given lies otherwise than at first."""
-        names = _Names(self.start, variables)
+        names = _Names(self.start)
         alike = len(given) == len(self.given) and all(
             one.spec == other.spec and one.fills == other.fills and names.take(one, other)
             for one, other in zip(self.given, given, strict=True)
@@ -175,14 +184,14 @@ class _Names(dict[Var, Var]):
 
     Args:
       start: Where the block began.
-      variables: Makes those that are none of what is given.
     """
 
-    def __init__(self, start: _Mark, variables: Variables) -> None:
+    def __init__(self, start: _Mark) -> None:
         super().__init__()
-        self._start, self._variables = start, variables
+        self._start = start
         self._storages: dict[int, int] = {}
         self._moved: dict[int, int] = {}  # by storage, how many elements further on it is read
+        self._later = self._storages_later = 0
 
     def take(self, one: Var, other: Var) -> bool:
         """Let a variable take the place of a given one; whether that agrees with the others."""
@@ -193,14 +202,19 @@ class _Names(dict[Var, Var]):
             and self._moved.setdefault(one.storage, moved) == moved
         )
 
+    def begin(self, variable: int, storage: int) -> None:
+        """Number the variables that the copy makes, and their storages, from these numbers on."""
+        self._later, self._storages_later = variable - self._start.variables, storage - self._start.storages
+
     def __missing__(self, var: Var) -> Var:
         if var.index < self._start.variables:  # of the surroundings, and the same each time
             return var
-        storage = var.storage
-        if storage >= self._start.storages and storage not in self._storages:
-            self._storages[storage] = self._variables.twin_storage(storage)
-        place = self._storages.get(storage, storage), var.offset + self._moved.get(storage, 0)
-        self[var] = self._variables.twin(var, *place)
+        storage, offset = var.storage, var.offset
+        if storage >= self._start.storages:
+            storage += self._storages_later
+        elif storage in self._storages:
+            storage, offset = self._storages[storage], offset + self._moved[storage]
+        self[var] = Var(var.index + self._later, var.spec, storage, offset, var.fills)
         return self[var]
 
     __call__ = dict.__getitem__

@@ -71,17 +71,16 @@ class Variables:
         self._stands(tensor, var)
         return var
 
-    def twin(self, var: Var, storage: int, offset: int) -> Var:
-        """Make a variable like another one, in another place, without a tensor."""
-        new = Var(self.count, var.spec, storage, offset, var.fills)
-        self.count += 1
-        return new
+    def reserve(self, count: int, storages: range) -> tuple[int, int]:
+        """Reserve numbers for variables without tensors, and for storages as large as those in a range.
 
-    def twin_storage(self, storage: int) -> int:
-        """Make a storage as large as another one that tensors are in; return its number."""
-        self._alike[self.storages] = storage
-        self.storages += 1
-        return self.storages - 1
+        Returns:
+          The first of the variables' numbers, and the first of the storages'.
+        """
+        first = self.count, self.storages
+        self._alike.update(zip(range(self.storages, self.storages + len(storages)), storages, strict=True))
+        self.count, self.storages = self.count + count, self.storages + len(storages)
+        return first
 
     def tensor(self, value: Tensor | Var) -> Tensor:
         """Return a tensor that stands for a variable that came without one; a tensor as it is."""

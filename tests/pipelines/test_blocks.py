@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor
 
 import functional_cg as fcg
@@ -15,9 +17,10 @@ from functional_cg.ambient.rehearsal import repeated, tensor_of
 from functional_cg.stages import blocks
 from functional_cg.stages.blocks import Blocks
 from functional_cg.testing import assert_trees_all_equal
+from tests.operations import COMMON
 from tests.pipelines.programs import CUTS, FEATURES, ONE, Run, made, rows
 from tests.pipelines.test_mistakes import pipe_of
-from tests.shares import diagonal, share, thorough
+from tests.shares import diagonal, few, share, thorough
 
 
 def everything(program: Any) -> list[Any]:
@@ -142,6 +145,54 @@ def test_other_losses(
     copied = program()
     monkeypatch.setattr(Blocks, "again", lambda *args: None)
     assert copied == program()
+
+
+# name -> function of a value, another one, and a weight, all [4, 4]
+OPERATIONS: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
+    **COMMON,
+    "relu": lambda a, b, w: torch.relu(a),
+    "sort": lambda a, b, w: a.sort(-1)[0],
+    "halves": lambda a, b, w: torch.cat(a.chunk(2)[::-1]),
+    "write": lambda a, b, w: a.clone().add_(1),
+    "write a part": lambda a, b, w: a.index_put((torch.tensor([0, 2]),), b[0].to(a.dtype)),
+    "dropout": lambda a, b, w: fcg.random.dropout(fcg.random.key(3), a, 0.5),
+    "literal": lambda a, b, w: a * torch.tensor([1.0, 2.0, 3.0, 4.0]).neg_(),
+    "kept": lambda a, b, w: WritesWhatTheForwardKept.apply(a),  # type: ignore[no-any-return]
+}
+
+
+@st.composite
+def losses(draw: Callable[[Any], Any]) -> Sequence[tuple[str, int, int]]:
+    """Calls on earlier values."""
+    return [
+        (draw(st.sampled_from(sorted(OPERATIONS))), draw(st.integers(0, n)), draw(st.integers(0, n)))
+        for n in range(draw(st.integers(1, 8)))
+    ]
+
+
+@few
+@given(calls=losses(), at=st.integers(0, 7))
+def test_a_random_loss(calls: Sequence[tuple[str, int, int]], at: int) -> None:
+    """In two stages, or in one if it has no such call."""
+    pipe = pipe_of(microbatches=3)
+
+    def loss_fn(w: Tensor, x: Tensor) -> Tensor:
+        values = [x @ w]
+        for number, (name, a, b) in enumerate(calls):
+            values = list(pipe.cut(tuple(values))) if number == at else values
+            values.append(OPERATIONS[name](values[a], values[b], w))
+        return sum(value.float().square().mean() for value in values[-2:])  # type: ignore[return-value]
+
+    def grads(w: Tensor, x: Tensor) -> Any:
+        return pipe.value_and_grad(loss_fn)(w, x)
+
+    w, x = torch.arange(16.0).reshape(4, 4).cos(), torch.arange(48.0).reshape(12, 4).sin()
+    step = fcg.graph_fn(grads, lowering="aten")
+    assert_trees_all_equal(step(w, x), grads(w, x))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Blocks, "again", lambda *args: None)
+        recorded = fcg.graph_fn(grads, lowering="aten").lower(w, x).program
+    assert everything(step.lower(w, x).program) == everything(recorded)
 
 
 # -- blocks on their own ----------------------------------------------------------------------------------------------
