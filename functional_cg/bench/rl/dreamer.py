@@ -118,8 +118,8 @@ class Dreamer(Algorithm):
     @property
     def text(self) -> str:
         return (
-            f"world model of DreamerV3 on vectors, GRU and layers of {self.width}, {self.groups}x{self.groups} latents, "
-            f"{self.batch} sequences of {self.length}, fp32, clip by norm, Adam"
+            f"world model of DreamerV3 on vectors, GRU and layers of {self.width}, "
+            f"{self.groups}x{self.groups} latents, {self.batch} sequences of {self.length}, fp32, clip by norm, Adam"
         )
 
     @property

@@ -12,9 +12,9 @@ from ..system import System
 from ..systems.jax_systems import modules, peak_of
 from ..workloads import Batch
 from . import dqn, ppo, sac
+from .dreamer import Dreamer
 from .jax_nets import Jax, Step, numbers
 from .jax_world import dreamer_in_jax
-from .dreamer import Dreamer
 from .workloads import LearnerWorkload
 
 __all__ = ["MAKERS", "in_jax"]
@@ -118,9 +118,12 @@ def _dqn(j: Jax, sizes: dqn.Dqn) -> tuple[Any, Step]:
     jax, jnp, optimizer = j.jax, j.np, j.optax.adam(dqn.RATE)
     params = numbers(sizes.params()["net"])
     state = {
-        "params": params, "opt": optimizer.init(params), "target": numbers(sizes.params()["net"]),
-        "ring": numbers(sizes.transitions(sizes.ring, dqn.RING_SEED)), "count": numbers(torch.zeros((), dtype=torch.int32)),
-    }  # fmt: skip
+        "params": params,
+        "opt": optimizer.init(params),
+        "target": numbers(sizes.params()["net"]),
+        "ring": numbers(sizes.transitions(sizes.ring, dqn.RING_SEED)),
+        "count": numbers(torch.zeros((), dtype=torch.int32)),
+    }
 
     def loss_of(net: Any, target: Any, rows: Any) -> Any:
         ahead = j.mlp(target, rows["next"]).max(-1)
@@ -145,9 +148,7 @@ def _dqn(j: Jax, sizes: dqn.Dqn) -> tuple[Any, Step]:
 
 def _ppo(j: Jax, sizes: ppo.Ppo) -> tuple[Any, Step]:
     jax, jnp = j.jax, j.np
-    optimizer = j.optax.chain(
-        j.optax.clip_by_global_norm(ppo.NORM), j.optax.adam(ppo.RATE, eps=ppo.EPS)
-    )
+    optimizer = j.optax.chain(j.optax.clip_by_global_norm(ppo.NORM), j.optax.adam(ppo.RATE, eps=ppo.EPS))
     params = numbers(sizes.params()["net"])
     count = numbers(torch.zeros((), dtype=torch.int32))
     state = {"params": params, "opt": optimizer.init(params), "count": count}

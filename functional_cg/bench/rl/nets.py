@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -35,7 +36,7 @@ def layers(draw: Normal, *sizes: int, nets: int = 0, last: float = 1.0) -> Param
       last: Scale of the last layer.
     """
     params, side = {}, (nets,) if nets else ()
-    for i, (inputs, outputs) in enumerate(zip(sizes[:-1], sizes[1:], strict=True)):
+    for i, (inputs, outputs) in enumerate(itertools.pairwise(sizes)):
         scale = last if i == len(sizes) - 2 else 1.0
         params[f"w{i}"] = draw(*side, outputs, inputs, std=scale * inputs**-0.5)
         params[f"b{i}"] = torch.zeros(*side, *((1,) if nets else ()), outputs)

@@ -187,7 +187,9 @@ class _Learner(Learner):
         ]
         return torch.stack(losses).mean()
 
-    def _minibatch(self, observation: Tensor, action: Tensor, logp: Tensor, value: Tensor, gain: Tensor) -> Tensor:
+    def _minibatch(
+        self, observation: Tensor, action: Tensor, logp: Tensor, value: Tensor, gain: Tensor
+    ) -> Tensor:
         (optimizer,) = self.optimizers
         optimizer.zero_grad(set_to_none=True)
         rows = {"observation": observation, "action": action, "logp": logp, "value": value, "gain": gain}

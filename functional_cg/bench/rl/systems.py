@@ -68,7 +68,9 @@ def of_learner(name: str, work: LearnerWorkload, device: torch.device, batches: 
 def _ours(name: str, work: LearnerWorkload, device: torch.device, batches: Sequence[Batch]) -> System:
     lowering: Any = "inductor" if name == OURS[0] else "aten"
     step: Any = fcg.graph_step(
-        work.learned.step, lowering=lowering, compile_once=work.learned.compile_once and lowering == "inductor"
+        work.learned.step,
+        lowering=lowering,
+        compile_once=work.learned.compile_once and lowering == "inductor",
     )
     return replace(of_step(step, work.learned.state(device), device, there(batches, device)), name=name)
 
