@@ -19,6 +19,7 @@ __all__ = [
     "FEEDS",
     "FEW",
     "FEW_LEAVES",
+    "LANES",
     "MODULES",
     "OPPONENTS",
     "OURS",
@@ -40,16 +41,26 @@ FEEDS = ("ours-host", "ours-prefetch")
 FEW_LEAVES = 10
 FEW = f"ours-{FEW_LEAVES}-leaves"  # the same step over this few leaves: the difference is the cost per leaf
 TUNED = "ours-max-autotune"  # with the options of inductor that `max-autotune` sets
+LANES = "ours-branches"  # with launches side by side, on up to 8 lanes
 # With less or more memory for what the forward keeps: `activation_memory_budget`, in percent.
 BUDGETS = MappingProxyType({f"ours-budget-{percent}": percent / 100 for percent in (0, 25, 50, 75, 100)})
-VARIANTS = (*UPDATES, *FEEDS, FEW, TUNED, *BUDGETS)
+VARIANTS = (*UPDATES, *FEEDS, FEW, LANES, TUNED, *BUDGETS)
 OPPONENTS = (
     "eager", "compile", "reduce-overhead", "graphed-callables", "hand-graph", "hand-graph-compiled",
     "cudagraph-module", "max-autotune", "jax",
 )  # fmt: skip
 # For a module as it is.
 MODULES = (*OURS, TUNED, "eager", "compile", "reduce-overhead", "max-autotune")
-COMPILED = (OURS[0], TUNED, *BUDGETS, "compile", "reduce-overhead", "hand-graph-compiled", "max-autotune")
+COMPILED = (
+    OURS[0],
+    LANES,
+    TUNED,
+    *BUDGETS,
+    "compile",
+    "reduce-overhead",
+    "hand-graph-compiled",
+    "max-autotune",
+)
 BETAS, EPS = (0.9, 0.999), 1e-8  # AdamW in every system
 
 

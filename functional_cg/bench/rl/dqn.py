@@ -87,12 +87,12 @@ class Dqn(Algorithm):
         target = fcg.tree.map(lambda old, new: old.lerp(new, TAU), state["target"], learner.params)
         return {"learner": learner, "target": target, "ring": ring}, {"loss": loss}
 
-    def learner(self, device: torch.device, options: Mapping[str, bool]) -> Learner:
+    def learner(self, device: torch.device, options: Mapping[str, Any]) -> Learner:
         return _Learner(self, options, device)
 
 
 class _Learner(Learner):
-    def __init__(self, sizes: Dqn, options: Mapping[str, bool], device: torch.device) -> None:
+    def __init__(self, sizes: Dqn, options: Mapping[str, Any], device: torch.device) -> None:
         super().__init__()
         self._sizes = sizes
         params = sizes.params()["net"]

@@ -43,7 +43,8 @@ def dense(p: Params, name: str, x: Tensor) -> Tensor:
 
 def symlog(x: Tensor) -> Tensor:
     """Compress large numbers."""
-    return x.sign() * x.abs().log1p()
+    compressed: Tensor = x.sign() * x.abs().log1p()
+    return compressed
 
 
 def mixed(logits: Tensor, classes: int) -> Tensor:
@@ -166,13 +167,13 @@ class Dreamer(Algorithm):
     def step(self, state: Any, batch: Batch) -> tuple[Any, dict[str, Tensor]]:
         def loss_fn(params: Params) -> Tensor:
             turn = lambda carry, x: cell(params, carry, x)  # noqa: E731
-            _, states = fcg.scan(turn, _nothing(self, batch), encoded(params, batch))
-            return loss_of_heads(params, *states, batch)
+            _, (deter, latent, logp) = fcg.scan(turn, _nothing(self, batch), encoded(params, batch))
+            return loss_of_heads(params, deter, latent, logp, batch)
 
         loss, grads = fcg.value_and_grad(loss_fn)(state.params)
         return state.apply_gradients(grads), {"loss": loss}
 
-    def learner(self, device: torch.device, options: Mapping[str, bool]) -> Learner:
+    def learner(self, device: torch.device, options: Mapping[str, Any]) -> Learner:
         return _Learner(self, options, device)
 
 
@@ -188,7 +189,7 @@ def _nothing(sizes: Dreamer, batch: Batch) -> Carry:
 
 
 class _Learner(Learner):
-    def __init__(self, sizes: Dreamer, options: Mapping[str, bool], device: torch.device) -> None:
+    def __init__(self, sizes: Dreamer, options: Mapping[str, Any], device: torch.device) -> None:
         super().__init__()
         self._names, self._sizes = tuple(sizes.batches(1)[0]), sizes
         self.model = Net(sizes.params()["model"]).to(device)

@@ -189,13 +189,13 @@ def _ppo(j: Jax, sizes: ppo.Ppo) -> tuple[Any, Step]:
     def step(state: Any, batch: Any) -> Any:
         rows = prepared(state["params"], batch)
         key = jax.random.fold_in(jax.random.key(0), state["count"])
-        words = jax.random.uniform(key, (ppo.EPOCHS, sizes.envs * sizes.length))
-        order = words.argsort(-1).reshape(ppo.EPOCHS * ppo.MINIBATCHES, -1)
+        words = jax.random.uniform(key, (sizes.epochs, sizes.envs * sizes.length))
+        order = words.argsort(-1).reshape(sizes.epochs * sizes.minibatches, -1)
         minibatches = {name: value[order] for name, value in rows.items()}
 
         def learn(carry: Any, rows: Any) -> Any:
             loss, grads = j.grad(loss_of)(carry[0], rows)
-            return j.updated(optimizer, *carry, grads), loss
+            return j.updated(optimizer, carry[0], carry[1], grads), loss
 
         (params, opt), losses = jax.lax.scan(learn, (state["params"], state["opt"]), minibatches)
         return {"params": params, "opt": opt, "count": state["count"] + 1}, losses.mean()

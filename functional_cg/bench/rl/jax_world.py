@@ -85,6 +85,6 @@ def dreamer_in_jax(j: Jax, sizes: Dreamer) -> tuple[Any, Step]:
 
     def step(state: Any, batch: Any) -> Any:
         loss, grads = j.grad(loss_of)(state[0], batch)
-        return j.updated(optimizer, *state, grads), loss
+        return j.updated(optimizer, state[0], state[1], grads), loss
 
     return (params, optimizer.init(params)), step

@@ -133,7 +133,7 @@ class Algorithm:
         """Compute the pure step: the new state, and ``{"loss": f32[]}``."""
 
     @abstractmethod
-    def learner(self, device: torch.device, options: Mapping[str, bool]) -> Learner:
+    def learner(self, device: torch.device, options: Mapping[str, Any]) -> Learner:
         """Make the update in place.
 
         Args:

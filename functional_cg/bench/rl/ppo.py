@@ -24,9 +24,8 @@ import functional_cg as fcg
 from ..workloads import Batch, Params
 from .nets import Algorithm, Learner, Net, layers, mlp, moved, normal
 
-__all__ = ["CLIP", "DISCOUNT", "EPOCHS", "EPS", "LAMBDA", "MINIBATCHES", "NORM", "RATE", "WEIGHT", "Ppo"]
+__all__ = ["CLIP", "DISCOUNT", "EPS", "LAMBDA", "NORM", "RATE", "WEIGHT", "Ppo", "part"]
 
-EPOCHS, MINIBATCHES = 4, 4
 DISCOUNT, LAMBDA = 0.99, 0.95
 CLIP, WEIGHT, NORM = 0.2, 0.5, 0.5  # of ratios, of the value's loss, of gradients
 RATE, EPS = 3e-4, 1e-5
@@ -82,9 +81,9 @@ def prepared(params: Params, rollout: Batch) -> Batch:
         }
 
 
-def shuffled(rows: Batch, words: Tensor) -> Batch:
-    """Arrange rows in minibatches, [epochs * minibatches, n, ...], in the order of random words [epochs, rows]."""
-    order = words.argsort(-1).view(EPOCHS * MINIBATCHES, -1)
+def shuffled(rows: Batch, words: Tensor, count: int) -> Batch:
+    """Arrange rows in ``count`` minibatches, [count, n, ...], in the order of random words [epochs, rows]."""
+    order = words.argsort(-1).view(count, -1)
     return {name: value[order] for name, value in rows.items()}
 
 
@@ -101,19 +100,21 @@ def loss_of(params: Params, rows: Batch) -> Tensor:
 
 @dataclass(frozen=True)
 class Ppo(Algorithm):
-    """Sizes of the nets and of a rollout."""
+    """Sizes of the nets and of a rollout, epochs, and minibatches of an epoch."""
 
     width: int
     envs: int
     length: int
+    epochs: int = 4
+    minibatches: int = 4
     observation: int = 17
     action: int = 6
 
     @property
     def text(self) -> str:
         return (
-            f"PPO, nets of 2 layers of {self.width}, a rollout of {self.envs} environments x {self.length} steps, "
-            f"{EPOCHS} epochs x {MINIBATCHES} minibatches shuffled inside of the step, fp32, clip by norm, Adam"
+            f"PPO, nets of 2 layers of {self.width}, {self.envs} environments x {self.length} steps, "
+            f"{self.epochs} epochs x {self.minibatches} minibatches shuffled inside, fp32, clip by norm, Adam"
         )
 
     @property
@@ -150,23 +151,23 @@ class Ppo(Algorithm):
     def step(self, state: Any, batch: Batch) -> tuple[Any, dict[str, Tensor]]:
         rows = prepared(state.params, batch)
         key = fcg.random.fold_in(state.key, state.step)
-        words = fcg.random.uniform(key, (EPOCHS, self.envs * self.length))
+        words = fcg.random.uniform(key, (self.epochs, self.envs * self.length))
 
         def learn(state: Any, rows: Batch) -> tuple[Any, Tensor]:
             loss, grads = fcg.value_and_grad(loss_of)(state.params, rows)
             return state.apply_gradients(grads), loss
 
-        state, losses = fcg.scan(learn, state, shuffled(rows, words))
+        state, losses = fcg.scan(learn, state, shuffled(rows, words, self.epochs * self.minibatches))
         return state, {"loss": losses.mean()}
 
-    def learner(self, device: torch.device, options: Mapping[str, bool]) -> Learner:
+    def learner(self, device: torch.device, options: Mapping[str, Any]) -> Learner:
         return _Learner(self, options, device)
 
 
 class _Learner(Learner):
-    def __init__(self, sizes: Ppo, options: Mapping[str, bool], device: torch.device) -> None:
+    def __init__(self, sizes: Ppo, options: Mapping[str, Any], device: torch.device) -> None:
         super().__init__()
-        self._names = tuple(sizes.batches(1)[0])
+        self._names, self._sizes = tuple(sizes.batches(1)[0]), sizes
         self.net = Net(sizes.params()["net"]).to(device)
         self.optimizers = [torch.optim.Adam(self.net.parameters(), lr=RATE, eps=EPS, **options)]
         self._prepared: Any = prepared
@@ -178,13 +179,11 @@ class _Learner(Learner):
         self._learn = torch.compile(self._minibatch, mode=mode)
 
     def update(self, *tensors: Tensor) -> Tensor:
+        sizes, count = self._sizes, self._sizes.epochs * self._sizes.minibatches
         rows = self._prepared(self.net.tensors(), dict(zip(self._names, tensors, strict=True)))
-        words = torch.rand(EPOCHS, len(rows["gain"]), device=rows["gain"].device)
-        minibatches = shuffled(rows, words)
-        losses = [
-            self._learn(*(value[i] for value in minibatches.values())).clone()
-            for i in range(EPOCHS * MINIBATCHES)
-        ]
+        words = torch.rand(sizes.epochs, len(rows["gain"]), device=rows["gain"].device)
+        minibatches = shuffled(rows, words, count)
+        losses = [self._learn(*(value[i] for value in minibatches.values())).clone() for i in range(count)]
         return torch.stack(losses).mean()
 
     def _minibatch(

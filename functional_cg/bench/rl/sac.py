@@ -132,12 +132,12 @@ class Sac(Algorithm):
             heat, total = heat.apply_gradients(grads), total + loss + warm
         return {"critic": critic, "actor": actor, "heat": heat, "target": target}, {"loss": total}
 
-    def learner(self, device: torch.device, options: Mapping[str, bool]) -> Learner:
+    def learner(self, device: torch.device, options: Mapping[str, Any]) -> Learner:
         return _Learner(self, options, device)
 
 
 class _Learner(Learner):
-    def __init__(self, sizes: Sac, options: Mapping[str, bool], device: torch.device) -> None:
+    def __init__(self, sizes: Sac, options: Mapping[str, Any], device: torch.device) -> None:
         super().__init__()
         params = sizes.params()
         self._names, self._entropy = tuple(sizes.batches(1)[0]), -float(sizes.action)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 import functional_cg as fcg
 
-from ..system import OURS, System, Unavailable, nothing, there, waiter
+from ..system import LANES, OURS, System, Unavailable, nothing, there, waiter
 from ..systems.by_hand import captured, cudagraph_module, forget
 from ..systems.of_step import of_step
 from ..workloads import Batch
@@ -25,6 +25,7 @@ from .workloads import LearnerWorkload
 __all__ = ["of_learner"]
 
 _COMPILED = ("compile", "reduce-overhead", "hand-graph-compiled", "cudagraph-module")
+_LANES = 8
 
 
 def of_learner(name: str, work: LearnerWorkload, device: torch.device, batches: Sequence[Batch]) -> System:
@@ -40,7 +41,7 @@ def of_learner(name: str, work: LearnerWorkload, device: torch.device, batches: 
     """
     if name == "jax":
         return in_jax(work, device, batches)
-    if name in OURS:
+    if name in (*OURS, LANES):
         return _ours(name, work, device, batches)
     if device.type != "cuda" and name not in ("eager", "compile"):
         raise Unavailable("needs CUDA graphs")
@@ -66,12 +67,13 @@ def of_learner(name: str, work: LearnerWorkload, device: torch.device, batches: 
 
 
 def _ours(name: str, work: LearnerWorkload, device: torch.device, batches: Sequence[Batch]) -> System:
-    lowering: Any = "inductor" if name == OURS[0] else "aten"
-    step: Any = fcg.graph_step(
-        work.learned.step,
-        lowering=lowering,
-        compile_once=work.learned.compile_once and lowering == "inductor",
+    if name == LANES and device.type != "cuda":
+        raise Unavailable("is made for GPUs")
+    options: dict[str, Any] = (
+        {"branches": _LANES} if name == LANES else {"compile_once": work.learned.compile_once}
     )
+    lowering: Any = "aten" if name == "ours-aten" else "inductor"
+    step: Any = fcg.graph_step(work.learned.step, lowering=lowering, **options)
     return replace(of_step(step, work.learned.state(device), device, there(batches, device)), name=name)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ..system import OURS
+from ..system import LANES, OURS
 from ..workloads import Batch, Params, Workload
 from .dqn import Dqn
 from .dreamer import Dreamer
@@ -14,8 +14,8 @@ from .sac import Sac
 
 __all__ = ["LearnerWorkload", "names", "workloads"]
 
-_SYSTEMS = (
-    *OURS, "eager", "compile", "reduce-overhead", "hand-graph", "hand-graph-compiled", "cudagraph-module", "jax",
+_OTHERS = (
+    "eager", "compile", "reduce-overhead", "hand-graph", "hand-graph-compiled", "cudagraph-module", "jax",
 )  # fmt: skip
 
 
@@ -38,7 +38,8 @@ class LearnerWorkload(Workload):
     @property
     def systems(self) -> tuple[str, ...]:
         """Names of the systems that support the workload."""
-        return _SYSTEMS
+        lanes = () if self.learned.compile_once else (LANES,)
+        return (*OURS, *lanes, *_OTHERS)
 
     def describe(self) -> str:
         """Describe the sizes for people."""
@@ -59,8 +60,8 @@ def workloads() -> tuple[LearnerWorkload, ...]:
     sized: tuple[tuple[str, Algorithm, Algorithm, int, float], ...] = (
         ("rl-sac", Sac(256, 256), Sac(16, 8), 500, 1e-3),
         ("rl-dqn", Dqn(256, 100_000, 256, 16), Dqn(16, 4000, 64, 4), 500, 2e-2),
-        ("rl-ppo", Ppo(64, 64, 128), Ppo(8, 8, 16), 100, 2e-2),
-        ("rl-dreamer", Dreamer(512, 32, 64, 16), Dreamer(16, 4, 4, 2), 30, 1e-2),
+        ("rl-ppo", Ppo(64, 64, 128), Ppo(8, 8, 16, 2, 2), 100, 1e-3),
+        ("rl-dreamer", Dreamer(512, 32, 64, 16), Dreamer(16, 4, 4, 2), 30, 1e-3),
     )
     return tuple(
         LearnerWorkload(f"{name}{size}", "learner", steps=steps, tolerance=tolerance, algorithm=algorithm)

@@ -91,7 +91,8 @@ def learn(state: State) -> tuple[State, dict[str, Tensor]]:
         logp = -F.binary_cross_entropy_with_logits(logit, rollout["action"], reduction="none")
         gain = (logp * advantage.detach() / (advantage.detach().std() + 1e-6)).mean()
         entropy = F.binary_cross_entropy_with_logits(logit, logit.sigmoid())
-        return advantage.square().mean() - gain - ENTROPY * entropy
+        loss: Tensor = advantage.square().mean() - gain - ENTROPY * entropy
+        return loss
 
     loss, grads = fcg.value_and_grad(loss_fn)(state.params)
     return state.apply_gradients(grads, carts=carts), {"loss": loss, "falls": rollout["fallen"].sum()}
@@ -105,7 +106,7 @@ def train(updates: int, device: str = "cpu") -> list[float]:
         falls.append(metrics["falls"])
     lengths = CARTS * HORIZON / torch.stack(falls).clamp(min=1)
     print(f"a cart stood for {lengths[:5].mean():.0f} steps at first, {lengths[-5:].mean():.0f} in the end")
-    return lengths.tolist()  # type: ignore[no-any-return]
+    return lengths.tolist()
 
 
 if __name__ == "__main__":
