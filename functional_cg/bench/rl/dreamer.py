@@ -43,13 +43,12 @@ def dense(p: Params, name: str, x: Tensor) -> Tensor:
 
 def symlog(x: Tensor) -> Tensor:
     """Compress large numbers."""
-    compressed: Tensor = x.sign() * x.abs().log1p()
-    return compressed
+    return x.sign() * x.abs().log1p()
 
 
 def mixed(logits: Tensor, classes: int) -> Tensor:
     """Compute log-probabilities, with a share of the uniform: [..., groups, classes]."""
-    probs = logits.unflatten(-1, (-1, classes)).softmax(-1)
+    probs: Tensor = logits.unflatten(-1, (-1, classes)).softmax(-1)
     return ((1 - MIX) * probs + MIX / classes).log()
 
 

@@ -12,7 +12,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -31,8 +30,6 @@ CLIP, WEIGHT, NORM = 0.2, 0.5, 0.5  # of ratios, of the value's loss, of gradien
 RATE, EPS = 3e-4, 1e-5
 _DATA_SEED = 2
 
-tanh_mlp = partial(mlp, act=torch.tanh)
-
 
 def part(params: Params, name: str) -> Params:
     """Return the parameters whose names begin so, without that beginning."""
@@ -41,14 +38,14 @@ def part(params: Params, name: str) -> Params:
 
 def density(params: Params, observation: Tensor, action: Tensor) -> Tensor:
     """Compute log-densities of actions, f32[n], under a Gaussian policy."""
-    mean, log_std = tanh_mlp(part(params, "actor_"), observation), params["log_std"]
+    mean, log_std = mlp(part(params, "actor_"), observation, torch.tanh), params["log_std"]
     scaled = (action - mean) * (-log_std).exp()
     return (-0.5 * scaled.square() - log_std - 0.5 * math.log(2 * math.pi)).sum(-1)
 
 
 def value_of(params: Params, observation: Tensor) -> Tensor:
     """Compute values, f32[n]."""
-    return tanh_mlp(part(params, "critic_"), observation).squeeze(-1)
+    return mlp(part(params, "critic_"), observation, torch.tanh).squeeze(-1)
 
 
 def advantages(reward: Tensor, done: Tensor, value: Tensor, last: Tensor) -> Tensor:

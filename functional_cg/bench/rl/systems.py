@@ -25,7 +25,6 @@ from .workloads import LearnerWorkload
 __all__ = ["of_learner"]
 
 _COMPILED = ("compile", "reduce-overhead", "hand-graph-compiled", "cudagraph-module")
-_LANES = 8
 
 
 def of_learner(name: str, work: LearnerWorkload, device: torch.device, batches: Sequence[Batch]) -> System:
@@ -70,7 +69,7 @@ def _ours(name: str, work: LearnerWorkload, device: torch.device, batches: Seque
     if name == LANES and device.type != "cuda":
         raise Unavailable("is made for GPUs")
     options: dict[str, Any] = (
-        {"branches": _LANES} if name == LANES else {"compile_once": work.learned.compile_once}
+        {"branches": "auto"} if name == LANES else {"compile_once": work.learned.compile_once}
     )
     lowering: Any = "aten" if name == "ours-aten" else "inductor"
     step: Any = fcg.graph_step(work.learned.step, lowering=lowering, **options)
