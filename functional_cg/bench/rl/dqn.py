@@ -6,7 +6,7 @@ cart-pole pays, and the nets begin near 0: so the first losses of two systems di
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -102,17 +102,22 @@ class _Learner(Learner):
         self.to(device)
         self.optimizers = [torch.optim.Adam(self.net.parameters(), lr=RATE, **options)]
 
+    # Without loops and comprehensions: dynamo leaves a function uncompiled that has them and calls `backward`.
     def update(self, *tensors: Tensor) -> Tensor:
-        (optimizer,), ring = self.optimizers, self.ring.tensors()
-        net, target, places = self.net.tensors(), self.target.tensors(), self.get_buffer("places")
-        for value, new in zip(ring.values(), tensors, strict=True):
-            value.index_copy_(0, places, new)
-        places.add_(self._sizes.fresh).remainder_(self._sizes.ring)
-        picks = torch.randint(self._sizes.ring, (self._sizes.batch,), device=places.device)
+        optimizer, net, target = self.optimizers[0], self.net.tensors(), self.target.tensors()
         optimizer.zero_grad(set_to_none=True)
-        loss = loss_of(net, target, {name: value[picks] for name, value in ring.items()})
+        loss = loss_of(net, target, self._sampled(tensors))
         loss.backward()
         optimizer.step()
         with torch.no_grad():
             torch._foreach_lerp_(list(target.values()), list(net.values()), TAU)
         return loss.detach()
+
+    def _sampled(self, tensors: Sequence[Tensor]) -> Batch:
+        """Write new transitions to the ring, then draw a minibatch."""
+        ring, places, sizes = self.ring.tensors(), self.get_buffer("places"), self._sizes
+        for value, new in zip(ring.values(), tensors, strict=True):
+            value.index_copy_(0, places, new)
+        places.add_(sizes.fresh).remainder_(sizes.ring)
+        picks = torch.randint(sizes.ring, (sizes.batch,), device=places.device)
+        return {name: value[picks] for name, value in ring.items()}

@@ -83,6 +83,10 @@ class Net(nn.Module):
         """Return the tensors by name."""
         return {name: getattr(self, name) for name in self._names}
 
+    def fixed(self) -> Params:
+        """Return the tensors by name, without gradients."""
+        return {name: getattr(self, name).detach() for name in self._names}
+
 
 class Learner(nn.Module):
     """An update in place, as CleanRL writes it: nets, targets, and optimizers of ``torch.optim``.

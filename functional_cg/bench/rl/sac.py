@@ -149,32 +149,43 @@ class _Learner(Learner):
             torch.optim.Adam(net.parameters(), lr=rate, **options)
             for net, (_, rate) in zip(nets, RATES, strict=True)
         ]
+        self._of_critic: Any = self._update_critic
+        self._of_policy: Any = self._update_policy
+
+    def compile_with(self, mode: str | None) -> None:
+        """Compile the update of the critics and that of the policy, as LeanRL does."""
+        self._of_critic = torch.compile(self._update_critic, mode=mode)
+        self._of_policy = torch.compile(self._update_policy, mode=mode)
 
     def update(self, *tensors: Tensor) -> Tensor:
         batch = dict(zip(self._names, tensors, strict=True))
-        critic, actor, heat = self.critic.tensors(), self.actor.tensors(), self.heat.tensors()
-        of_critic, of_actor, of_heat = self.optimizers
-        target = self.target.tensors()
         losses: list[Tensor] = []
         for i in range(DELAY):
             row = {name: value[i] for name, value in batch.items()}
-            of_critic.zero_grad(set_to_none=True)
-            loss = critic_loss(critic, actor, target, heat, row)
-            loss.backward()
-            of_critic.step()
-            with torch.no_grad():
-                torch._foreach_lerp_(list(target.values()), list(critic.values()), TAU)
-            losses.append(loss.detach())
+            losses.append(self._of_critic(row).clone())
         for i in range(DELAY):
-            of_actor.zero_grad(set_to_none=True)
-            fixed = {name: value.detach() for name, value in critic.items()}  # no gradient for the critics
-            noise = batch["noise_of_policy"][i]
-            loss, logp = actor_loss(actor, fixed, heat, batch["observation"][-1], noise)
-            loss.backward()
-            of_actor.step()
-            of_heat.zero_grad(set_to_none=True)
-            warm = heat_loss(heat, logp, self._entropy)
-            warm.backward()
-            of_heat.step()
-            losses += [loss.detach(), warm.detach()]
+            losses.append(self._of_policy(batch["observation"][-1], batch["noise_of_policy"][i]).clone())
         return torch.stack(losses).sum()
+
+    # Without loops and comprehensions: dynamo leaves a function uncompiled that has them and calls `backward`.
+    def _update_critic(self, row: Batch) -> Tensor:
+        critic, optimizer, target = self.critic.tensors(), self.optimizers[0], self.target.tensors()
+        optimizer.zero_grad(set_to_none=True)
+        loss = critic_loss(critic, self.actor.tensors(), target, self.heat.tensors(), row)
+        loss.backward()
+        optimizer.step()
+        with torch.no_grad():
+            torch._foreach_lerp_(list(target.values()), list(critic.values()), TAU)
+        return loss.detach()
+
+    def _update_policy(self, observation: Tensor, noise: Tensor) -> Tensor:
+        of_actor, of_heat, heat = self.optimizers[1], self.optimizers[2], self.heat.tensors()
+        of_actor.zero_grad(set_to_none=True)
+        of_heat.zero_grad(set_to_none=True)
+        loss, logp = actor_loss(self.actor.tensors(), self.critic.fixed(), heat, observation, noise)
+        loss.backward()
+        of_actor.step()
+        warm = heat_loss(heat, logp, self._entropy)
+        warm.backward()
+        of_heat.step()
+        return loss.detach() + warm.detach()
