@@ -37,7 +37,7 @@ def keyed(fn: Callable[P, R]) -> Callable[Concatenate[Tensor, P], R]:
 
     Each random op that runs in ``fn`` (``torch.randn``, ``F.dropout``, ``torch.distributions``,
     ``nn.init.trunc_normal_``) draws from the key, on a stream of its own: equal keys give equal numbers, and torch's
-    generators are left alone. Attention with dropout draws from the key, too; RNNs run one time step at a time. For a
+    generators are left alone. RNNs run one time step at a time. For a
     module, use :func:`from_module`, whose ``apply`` takes a key.
 
     Args:
