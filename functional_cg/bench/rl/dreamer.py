@@ -126,6 +126,10 @@ class Dreamer(Algorithm):
     def compile_once(self) -> bool:
         return True
 
+    @property
+    def branches(self) -> bool:
+        return False  # 7,000 calls, which take minutes to compile as one function
+
     def params(self) -> dict[str, Params]:
         draw, width, latent = normal(), self.width, self.groups**2
         params: Params = {}

@@ -120,6 +120,11 @@ class Algorithm:
         """Whether the step repeats itself so often that ours compiles what repeats once."""
         return False
 
+    @property
+    def branches(self) -> bool:
+        """Whether ours is timed on several lanes, too, for which all of the step is compiled."""
+        return True
+
     @abstractmethod
     def params(self) -> dict[str, Params]:
         """Make the initial values on the CPU, net by net, the same at each call."""

@@ -38,7 +38,7 @@ class LearnerWorkload(Workload):
     @property
     def systems(self) -> tuple[str, ...]:
         """Names of the systems that support the workload."""
-        lanes = () if self.learned.compile_once else (LANES,)
+        lanes = (LANES,) if self.learned.branches else ()
         return (*OURS, *lanes, *_OTHERS)
 
     def describe(self) -> str:
