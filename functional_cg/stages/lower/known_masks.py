@@ -48,7 +48,9 @@ def _mask_of(instr: Instr) -> tuple[str, Var | None]:
     if "scaled_dot_product" in instr.name:
         named = named_arguments(instr.op, instr.args, instr.kwargs)
         for name in _MASKS:
-            if isinstance(named.get(name), Var) and named["is_causal"] is False:
+            # A mask with a gradient is read for it, too.
+            differentiated = bool(named.get("grad_input_mask", [False])[-1])
+            if isinstance(named.get(name), Var) and named["is_causal"] is False and not differentiated:
                 return name, named[name]
     return "", None
 
@@ -72,7 +74,12 @@ def _kind(program: Program, mask: Var) -> str:
     makers, used = live(
         [instr for instr in program.instrs if not instr.checks and not _is_between_ranks(instr)], [mask]
     )
-    values: dict[Var, Any] = {constant.var: constant.value for constant in program.constants}
+    written = written_storages(makers)
+    values: dict[Var, Any] = {
+        one.var: one.value.clone() if one.var.storage in written else one.value
+        for one in program.constants
+        if one.var in used
+    }
     made = {var for instr in makers for var in instr.outputs()}
     if len(makers) > _MOST_CALLS or not used <= made | values.keys():
         return ""  # it depends on the state, on an input, or on another rank
