@@ -44,10 +44,17 @@ def written(x: Tensor) -> Tensor:
     return (hidden + 1.0).to(x.device)
 
 
+def filled(x: Tensor) -> Tensor:
+    """As torch's ``MultiheadAttention`` makes one of a table of booleans."""
+    hides = torch.ones(LENGTH, LENGTH, dtype=torch.bool, device=x.device).triu(1)
+    return torch.zeros_like(hides, dtype=x.dtype).masked_fill_(hides, -torch.inf)
+
+
 MASKS: dict[str, tuple[str, Callable[[Tensor], Tensor]]] = {
     "all": ("empty", lambda x: by_vmap(lambda query, key: query + key >= 0, x)),
     "zeros": ("empty", lambda x: torch.zeros(LENGTH, LENGTH, device=x.device)),
     "zeros, written": ("empty", written),
+    "past, filled": ("causal", filled),
     "past": ("causal", lambda x: by_vmap(lambda query, key: key <= query, x)),
     "past, added": ("causal", added),
     "future": ("kept", lambda x: by_vmap(lambda query, key: key >= query, x)),
@@ -143,3 +150,18 @@ def test_a_mask_whose_gradient_is_asked_for_stays() -> None:
     use_known_masks(program)
     backward = next(instr for instr in program.instrs if instr.name.endswith("attention_backward"))
     assert backward.args[4] is not None
+
+
+def test_a_mask_that_is_written_between_two_calls_is_read_as_it_was_at_each() -> None:
+    def step(x: Tensor) -> tuple[Tensor, ...]:
+        mask, late = torch.zeros(LENGTH, LENGTH), []
+        for number in (0.0, -torch.inf, -1.0, 0.0):
+            mask[0, 1:] = number
+            mask[1:].copy_(torch.full((LENGTH - 1, LENGTH), number).triu(2))
+            late.append(F.scaled_dot_product_attention(x, x, x, attn_mask=mask))
+        return tuple(late)
+
+    x = torch.randn(2, 3, LENGTH, 8)
+    program = fcg.graph_fn(step, lowering="aten").lower(x).program
+    use_known_masks(program)
+    assert attention(program) == [(False, False), (False, True), (True, False), (False, False)]

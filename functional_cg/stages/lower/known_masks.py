@@ -7,6 +7,8 @@ it for each head, and compute the scores that it hides.
 from __future__ import annotations
 
 import math
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -15,7 +17,7 @@ from torch import Tensor
 
 from ...shards.transfers import TRANSFERS
 from ...tensors.aten import named_arguments
-from ..program import Instr, Program, Var, live, map_vars, written_storages
+from ..program import Constant, Instr, Program, Var, live, map_vars, written_storages
 
 __all__ = ["use_known_masks"]
 
@@ -27,18 +29,20 @@ def use_known_masks(program: Program) -> None:
     """Rewrite a program in place so that its attention reads no mask that a flag can say.
 
     Args:
-      program: A program whose calls write nothing that others read.
+      program: A rewritten program.
     """
-    written = written_storages(program.instrs)
-    kinds: dict[Var, str] = {}
+    kinds: dict[tuple[Var, int], str] = {}
+    writes: Counter[int] = Counter()
     out = []
-    for instr in program.instrs:
+    for place, instr in enumerate(program.instrs):
+        writes.update(var.storage for var in instr.writes)
         name, mask = _mask_of(instr)
-        if mask is not None and mask.storage not in written:
-            if mask not in kinds:
-                kinds[mask] = _kind(program, mask)
-            if kinds[mask]:
-                instr = _without(instr, name, causal=kinds[mask] == "causal")
+        if mask is not None:
+            known = mask, writes[mask.storage]
+            if known not in kinds:
+                kinds[known] = _kind(program.instrs[:place], program.constants, mask)
+            if kinds[known]:
+                instr = _without(instr, name, causal=kinds[known] == "causal")
         out.append(instr)
     program.instrs = out
 
@@ -69,15 +73,19 @@ def _without(instr: Instr, mask: str, *, causal: bool) -> Instr:
     return replace(instr, args=tuple(args), kwargs=kwargs)
 
 
-def _kind(program: Program, mask: Var) -> str:
-    """Return ``"empty"`` if a mask never hides a key, ``"causal"`` if it always hides the future, or ``""``."""
-    makers, used = live(
-        [instr for instr in program.instrs if not instr.checks and not _is_between_ranks(instr)], [mask]
-    )
+def _kind(before: Sequence[Instr], constants: Sequence[Constant], mask: Var) -> str:
+    """Return ``"empty"`` if a mask never hides a key, ``"causal"`` if it always hides the future, or ``""``.
+
+    Args:
+      before: The calls before the one that reads it.
+      constants: The constants of the program.
+      mask: The mask.
+    """
+    makers, used = live([one for one in before if not one.checks and not _is_between_ranks(one)], [mask])
     written = written_storages(makers)
     values: dict[Var, Any] = {
         one.var: one.value.clone() if one.var.storage in written else one.value
-        for one in program.constants
+        for one in constants
         if one.var in used
     }
     made = {var for instr in makers for var in instr.outputs()}
