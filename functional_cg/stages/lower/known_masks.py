@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -19,9 +20,11 @@ from ...shards.transfers import TRANSFERS
 from ...tensors.aten import named_arguments
 from ..program import Constant, Instr, Program, Var, live, map_vars, written_storages
 
-__all__ = ["use_known_masks"]
+__all__ = ["kind_of", "use_known_masks"]
 
 _MASKS = ("attn_bias", "attn_mask", "mask")  # what ops call theirs
+# From which score on a key is hidden: cuDNN takes no infinity, so torch writes a finite number for it.
+_HIDDEN: Mapping[str, float] = MappingProxyType({"_scaled_dot_product_cudnn_attention": -65504.0})
 _MOST_CALLS = 100  # that make a mask
 
 
@@ -31,18 +34,19 @@ def use_known_masks(program: Program) -> None:
     Args:
       program: A rewritten program.
     """
-    kinds: dict[tuple[Var, int], str] = {}
+    kinds: dict[tuple[Var, int, float], str] = {}
     writes: Counter[int] = Counter()
     out = []
     for place, instr in enumerate(program.instrs):
         writes.update(var.storage for var in instr.writes)
         name, mask = _mask_of(instr)
         if mask is not None:
-            known = mask, writes[mask.storage]
+            hidden = _HIDDEN.get(instr.name.removesuffix("_backward"), -math.inf)
+            known = mask, writes[mask.storage], hidden
             if known not in kinds:
-                kinds[known] = _kind(program.instrs[:place], program.constants, mask)
-            if kinds[known]:
-                instr = _without(instr, name, causal=kinds[known] == "causal")
+                kinds[known] = _kind(program.instrs[:place], program.constants, mask, hidden)
+            if kind := kinds[known]:
+                instr = _without(instr, name, causal=kind == "causal")
         out.append(instr)
     program.instrs = out
 
@@ -73,13 +77,14 @@ def _without(instr: Instr, mask: str, *, causal: bool) -> Instr:
     return replace(instr, args=tuple(args), kwargs=kwargs)
 
 
-def _kind(before: Sequence[Instr], constants: Sequence[Constant], mask: Var) -> str:
+def _kind(before: Sequence[Instr], constants: Sequence[Constant], mask: Var, hidden: float) -> str:
     """Return ``"empty"`` if a mask never hides a key, ``"causal"`` if it always hides the future, or ``""``.
 
     Args:
       before: The calls before the one that reads it.
       constants: The constants of the program.
       mask: The mask.
+      hidden: From which score on a key is hidden.
     """
     makers, used = live([one for one in before if not one.checks and not _is_between_ranks(one)], [mask])
     written = written_storages(makers)
@@ -97,7 +102,7 @@ def _kind(before: Sequence[Instr], constants: Sequence[Constant], mask: Var) -> 
         for instr in makers:
             kwargs = {name: map_vars(values.__getitem__, value) for name, value in instr.kwargs.items()}
             _bind(instr.out, instr.op(*map_vars(values.__getitem__, instr.args), **kwargs), values)
-        return _kind_of(values[mask])
+        return kind_of(values[mask], hidden)
 
 
 def _is_between_ranks(instr: Instr) -> bool:
@@ -112,14 +117,20 @@ def _bind(out: Any, value: Any, values: dict[Var, Any]) -> None:
             _bind(one, part, values)
 
 
-def _kind_of(mask: Tensor) -> str:
+def kind_of(mask: Tensor, hidden: float) -> str:
+    """Return the kind of a mask by its values.
+
+    Args:
+      mask: [..., queries, keys]: bool, or floating to be added to the scores.
+      hidden: From which number on, downwards, a key is hidden.
+    """
     for dim, step in enumerate(mask.stride()):
         if step == 0 and dim < mask.dim() - 2:
             mask = mask.narrow(dim, 0, 1)
     seen = mask if mask.dtype == torch.bool else mask == 0
     if bool(seen.all()):
         return "empty"
-    hides = ~seen if mask.dtype == torch.bool else mask == -math.inf
+    hides = ~seen if mask.dtype == torch.bool else mask <= hidden
     rows, columns = mask.shape[-2:]
     past = torch.ones(rows, columns, dtype=torch.bool, device=mask.device).tril()
     causal = rows == columns and bool((seen == past).all()) and bool((hides == ~past).all())
