@@ -45,6 +45,7 @@ from .twice import refuse_another_call, refuse_another_literal
 __all__ = ["Recorder"]
 
 _Act = Callable[..., Any]
+_DEVICE = torch.ops.prim.device.default
 _IN_OTHER_STRIDES_ = torch.ops.aten.as_strided_.default
 
 
@@ -182,6 +183,8 @@ class Recorder(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        if func is _DEVICE and type(args[0]) is FakeTensor:
+            return args[0].device  # torch asks more often than it computes
         if Sharded in types or Reader in types:
             return NotImplemented  # its ops on local shards are dispatched here again
         try:
@@ -207,7 +210,7 @@ class Recorder(TorchDispatchMode):
         if self._adopts(func, args, kwargs, tensors):
             args, kwargs = self._with_constants(args), self._with_constants(kwargs)
             tensors = list(tensors_in([*args, *kwargs.values()]))
-        if tensors and all(one.is_meta and self.var_of(one) is None for one in tensors):
+        if tensors and all(one.device.type == "meta" and self.var_of(one) is None for one in tensors):
             return aside_from_modes(lambda: func(*args, **kwargs))  # there are no values that could go stale
         if func in BY_NUMBER and args[2].is_cuda:
             return filled(func, args, self._dispatch)
@@ -387,5 +390,5 @@ def _refuse_absent_device(out: Any) -> None:
       RuntimeError: Naming the device.
     """
     for tensor in tensors_in([out]):
-        if tensor.is_cuda and not torch.cuda.is_available():
+        if tensor.device.type == "cuda" and not torch.cuda.is_available():
             raise RuntimeError(f"a tensor on {tensor.device}, and no CUDA device is available")
