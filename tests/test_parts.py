@@ -19,8 +19,6 @@ from functional_cg.testing import assert_trees_all_equal
 from tests.repeated import Repeated, repeated
 from tests.shares import THOROUGH, share
 
-pytestmark = pytest.mark.usefixtures("scalar_loops")
-
 CALLS = 3
 PLAIN = Repeated(
     5,

@@ -21,8 +21,6 @@ from functional_cg.stages.program import Program
 from tests.compiled_graphs import ON_A_GPU
 from tests.shares import share
 
-pytestmark = pytest.mark.usefixtures("scalar_loops")
-
 
 def mlp(params: dict[str, Tensor], x: Tensor) -> Tensor:
     h = F.gelu(x @ params["a"])
