@@ -66,9 +66,13 @@ def compiled_in_turn(names: str, cases: Sequence[tuple[Any, ...]]) -> pytest.Mar
     return pytest.mark.parametrize(f"compiled_on, {names}", [*hosts, *gpu], indirect=["compiled_on"])
 
 
-def graph_of(train_step: Any, state: Any, batch: Any) -> tuple[fx.GraphModule, list[Tensor]]:
-    """The graph of a step on the CPU, before any change that is made on a GPU, and arguments for it."""
+def graph_of(
+    train_step: Any, state: Any, batch: Any, *, prepared: bool = False
+) -> tuple[fx.GraphModule, list[Tensor]]:
+    """The graph of a step on the CPU, before or after the changes that are made on a GPU, and arguments for it."""
     program = fcg.graph_step(train_step, lowering="aten").lower(state, batch).program
+    if prepared:
+        prepare(program, large=1)
     plan = schedule(program, fuse=False)
     entrance = Entrance.of(program, plan, writes=plan.commits)
     values = dict(zip(program.slots, state._lease.arena.slots, strict=True))

@@ -11,14 +11,15 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import functional_cg as fcg
 from functional_cg.stages import plan
 from functional_cg.stages.layouts import laid_out
 from functional_cg.tensors.fake_mode import FakeMode
 from functional_cg.testing import assert_trees_all_equal
-from tests.compiled_graphs import ON_A_GPU
+from tests.compiled_graphs import ON_A_GPU, graph_of
 
 aten = torch.ops.aten
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)]
@@ -217,3 +218,51 @@ def test_an_image_net_is_bitwise_its_eager_run(size: int, last: str) -> None:
         state, metrics = train_step(state, x)
         twin, expected = train_step.eager(twin, x)
         assert_trees_all_equal((state, metrics), (twin, expected))
+
+
+class Strides(TorchDispatchMode):
+    """Notes the strides of what convolutions read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[tuple[Any, ...]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if "convolution" in str(func):
+            self.seen.append((func, *(arg.stride() for arg in args if isinstance(arg, Tensor))))
+        return func(*args, **(kwargs or {}))
+
+
+class Mixer(nn.Module):
+    """A block that normalizes pictures over their channels, as ConvNeXt does."""
+
+    def __init__(self, norm: nn.Module) -> None:
+        super().__init__()
+        self.stem, self.norm = nn.Conv2d(3, 8, 4, 4), norm
+        self.deep = nn.Conv2d(8, 8, 7, padding=3, groups=8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.norm(self.stem(x).permute(0, 2, 3, 1)).permute(0, 3, 1, 2)
+        return x + self.deep(x).relu()
+
+
+@pytest.mark.parametrize("norm", [nn.LayerNorm(8), nn.RMSNorm(8)], ids=["layer norm", "rms norm"])
+def test_convolutions_of_a_compiled_step_read_what_lies_as_traced(norm: nn.Module) -> None:
+    """What is computed again for the backward is computed by formulas, which lay it out in their own way."""
+    apply, params, _ = fcg.from_module(Mixer(norm))
+
+    def step(state: Any, x: Tensor) -> Any:
+        def loss_fn(params: Any) -> Tensor:
+            return apply(params, {}, x)[0].square().mean()  # type: ignore[no-any-return]
+
+        loss, grads = fcg.value_and_grad(loss_fn)(state)
+        return fcg.tree.map(torch.sub, state, grads), {"loss": loss}
+
+    state, x = fcg.place(dict(params)), torch.randn(2, 3, 16, 16)
+    graph, given = graph_of(step, state, x, prepared=True)
+    with Strides() as compiled, torch.no_grad():
+        graph(*given)
+    with Strides() as eager:
+        fcg.graph_step(step).eager(state, x)
+    assert len(eager.seen) == 4
+    assert compiled.seen == eager.seen

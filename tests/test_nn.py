@@ -1318,3 +1318,8 @@ def test_a_seed_is_no_key() -> None:
     apply, params, buffers = fcg.from_module(nn.Sequential(nn.Linear(2, 2), nn.Dropout(0.5)))
     with pytest.raises(TypeError, match=r"expected a key, got int 0.\nTo fix: `fcg.random.key\(0\)`"):
         apply(params, buffers, torch.ones(1, 2), key=0)
+
+
+def test_torchs_attention_still_asks_for_modes_by_the_name_that_is_replaced() -> None:
+    """Private to torch: with another name it would ask without end."""
+    assert "has_torch_function" in F.multi_head_attention_forward.__code__.co_names

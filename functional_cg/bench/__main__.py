@@ -25,7 +25,7 @@ from .many.first_call import FIRST_CALL
 from .many.processes import in_processes
 from .measure import Row, bench, environment
 from .modules import names, workload
-from .system import BUDGETS, OPPONENTS, OURS, TUNED, VARIANTS
+from .system import BUDGETS, ONCE, OPPONENTS, OURS, TUNED, VARIANTS
 from .tables import plot, refuse_unfit_path, table
 
 __all__ = ["main"]
@@ -226,7 +226,7 @@ def _here(name: str, options: argparse.Namespace) -> int:
 
 def _all_for(name: str) -> list[str]:
     """List the systems of a workload and all opponents, including those that do not support it; jax comes last."""
-    usual = [system for system in workload(name).systems if system not in BUDGETS]
+    usual = [system for system in workload(name).systems if system not in (*BUDGETS, ONCE)]
     systems = dict.fromkeys([*usual, *OPPONENTS])
     return sorted(systems, key=lambda system: system == "jax")
 

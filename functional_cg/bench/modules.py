@@ -206,7 +206,15 @@ def _all() -> tuple[ModuleWorkload, ...]:
         _hugging_face(
             "zoo-gpt2", "GPT2LMHeadModel", "GPT2Config", Size(12, 768, 50257, 8, 1024), **no_dropout
         ),
+        _hugging_face(
+            "zoo-gpt2-dropout",
+            "GPT2LMHeadModel",
+            "GPT2Config",
+            Size(12, 768, 50257, 8, 1024),
+            use_cache=False,
+        ),
         _hugging_face("zoo-bert", "BertForMaskedLM", "BertConfig", Size(12, 768, 30522, 32, 256), **bert),
+        _hugging_face("zoo-bert-dropout", "BertForMaskedLM", "BertConfig", Size(12, 768, 30522, 32, 256)),
         _hugging_face(
             "zoo-llama", "LlamaForCausalLM", "LlamaConfig", Size(12, 768, 32_000, 8, 1024), **llama
         ),

@@ -83,7 +83,7 @@ def run(
     before, registered = held(module, unset), dict(module.named_buffers())
     names, empty = _by_storage(params), {path: one for path, one in registered.items() if not one.numel()}
     effects = Effects(name, key, place, names, _by_storage(fixed), _by_storage(empty))
-    with OpenKernels(effects.truncated), effects:
+    with OpenKernels(effects.truncated, effects.attend), effects:
         out = compiling(function_of(module, method), *args, **kwargs)
     refuse_unmade(name, module, made)
     after = held(module, unset)
@@ -174,7 +174,7 @@ class Place:
         assert self._effects is not None
         self._draws = self._began[path][0].copy()
         effects = self._effects(place=self)
-        with OpenKernels(effects.truncated), effects:
+        with OpenKernels(effects.truncated, effects.attend), effects:
             return compiling(run)
 
     def end(self, effects: Callable[..., Effects]) -> None:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import inspect
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -15,12 +15,13 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 
-__all__ = ["OpenKernels"]
+from .attention import attention_for
+
+__all__ = ["OpenKernels", "in_rows"]
 
 # Kernel selection is process-wide: two threads switching it would restore each other's settings.
 _SWITCH = threading.RLock()
 _RNNS = frozenset({torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu})
-_ATTENTION = frozenset({F.scaled_dot_product_attention, F.multi_head_attention_forward})
 # Begins by asking whether its tensor is a meta tensor, which it would leave alone. Private; test_nn notices a change.
 _TRUNCATED = nn.init._no_grad_trunc_normal_.__code__
 
@@ -28,20 +29,25 @@ _TRUNCATED = nn.init._no_grad_trunc_normal_.__code__
 class OpenKernels(TorchFunctionMode):
     """Keeps attention and RNNs on kernels composed of ATen calls where a fused one would hide its draws.
 
-    Fused attention and cuDNN's RNNs draw internally; and seen from below autograd, cuDNN's and oneDNN's RNNs omit what
-    their backward needs. While any function mode is active, ``MultiheadAttention`` and the transformer layers take the
-    same path, traced or not, in training and in evaluation.
+    torch's fused attention and cuDNN's RNNs draw internally; ours draws from a key, where it fits. And seen from below
+    autograd, cuDNN's and oneDNN's RNNs omit what their backward needs. While any function mode is active,
+    ``MultiheadAttention`` and the transformer layers take the same path, traced or not, in training and in evaluation.
 
     torch draws a truncated normal distribution again and again until all numbers are within the bounds, which nobody
     can know in a trace: here one draw fills the tensor, and torch has nothing left to do.
 
     Args:
       truncated: Fills a tensor for ``nn.init.trunc_normal_``, given the tensor, mean, std and the two bounds.
+      attend: Calls a function of key and stream that attends with dropout.
     """
 
-    def __init__(self, truncated: Callable[[Tensor, float, float, float, float], None]) -> None:
+    def __init__(
+        self,
+        truncated: Callable[[Tensor, float, float, float, float], None],
+        attend: Callable[[Callable[[Tensor, int], Tensor]], Tensor],
+    ) -> None:
         super().__init__()
-        self._truncated = truncated
+        self._truncated, self._attend = truncated, attend
 
     def __torch_function__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
@@ -50,9 +56,11 @@ class OpenKernels(TorchFunctionMode):
         if func == Tensor.is_meta.__get__ and (given := _to_truncate(args[0])):  # type: ignore[attr-defined]
             self._truncated(args[0], *given)
             return True
-        if func in _ATTENTION and _drops_out(func, args, kwargs):
-            with _SWITCH, sdpa_kernel(SDPBackend.MATH):
-                return func(*args, **kwargs)
+        if func is F.multi_head_attention_forward:
+            with self:
+                return _without_question(func)(*args, **kwargs)
+        if func is F.scaled_dot_product_attention:
+            return self._attention(*args, **kwargs)
         if func in _RNNS:
             with (
                 _SWITCH,
@@ -61,6 +69,37 @@ class OpenKernels(TorchFunctionMode):
             ):
                 return func(*args, **kwargs)
         return func(*args, **kwargs)
+
+    def _attention(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        *more: Any,
+        **named: Any,
+    ) -> Tensor:
+        """Call ``scaled_dot_product_attention``, which is a builtin without a signature."""
+        if dropout_p > 0:
+            fused = attention_for(query, key, value, attn_mask, dropout_p, *more, **named)
+            if fused is not None:
+                return self._attend(fused)
+            with _SWITCH, sdpa_kernel(SDPBackend.MATH):
+                return F.scaled_dot_product_attention(query, key, value, attn_mask, dropout_p, *more, **named)
+        # Fused kernels of a GPU read rows. A mask that was expanded along the keys, as one made by `vmap` is, would be
+        # left to products of float32.
+        if attn_mask is not None and attn_mask.is_cuda and attn_mask.stride(-1) != 1:
+            attn_mask = in_rows(attn_mask)
+        return F.scaled_dot_product_attention(query, key, value, attn_mask, dropout_p, *more, **named)
+
+
+def _without_question(func: Any) -> FunctionType:
+    """Return a function of torch that does not ask whether a mode is active, so that what it calls reaches the mode."""
+    own = {**func.__globals__, "has_torch_function": lambda _: False}  # private; test_nn notices a change
+    copy = FunctionType(func.__code__, own, func.__name__, func.__defaults__, func.__closure__)
+    copy.__kwdefaults__ = func.__kwdefaults__
+    return copy
 
 
 def _to_truncate(tensor: Tensor) -> tuple[float, float, float, float] | None:
@@ -85,13 +124,19 @@ def _without(backend: Any) -> Iterator[None]:
         backend.enabled = enabled
 
 
-def _attention(
-    query: Any, key: Any, value: Any, attn_mask: Any = None, dropout_p: float = 0.0, *more: Any, **named: Any
-) -> None:
-    """The first parameters of ``scaled_dot_product_attention``, a builtin without a signature."""
+def in_rows(mask: Tensor) -> Tensor:
+    """Return a mask with rows in one piece; what was expanded along other dimensions still is.
 
-
-def _drops_out(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    signature = inspect.signature(_attention if func is F.scaled_dot_product_attention else func)
-    given = signature.bind(*args, **kwargs).arguments
-    return given.get("dropout_p", 0.0) > 0 and bool(given.get("training", True))
+    Args:
+      mask: [..., keys].
+    Example:
+      >>> import torch
+      >>> from functional_cg.random.kernels import in_rows
+      >>> in_rows(torch.tensor([True, False])[:, None].expand(4, 8, 2, 3)).stride()
+      (0, 0, 3, 1)
+    """
+    once = mask
+    for dim, step in enumerate(mask.stride()[:-1]):
+        if step == 0:
+            once = once.narrow(dim, 0, 1)
+    return once.contiguous().expand(mask.shape)

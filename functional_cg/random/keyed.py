@@ -37,7 +37,7 @@ def keyed(fn: Callable[P, R]) -> Callable[Concatenate[Tensor, P], R]:
 
     Each random op that runs in ``fn`` (``torch.randn``, ``F.dropout``, ``torch.distributions``,
     ``nn.init.trunc_normal_``) draws from the key, on a stream of its own: equal keys give equal numbers, and torch's
-    generators are left alone. Attention with dropout runs on the math backend; RNNs run one time step at a time. For a
+    generators are left alone. RNNs run one time step at a time. For a
     module, use :func:`from_module`, whose ``apply`` takes a key.
 
     Args:
@@ -70,7 +70,7 @@ def keyed(fn: Callable[P, R]) -> Callable[Concatenate[Tensor, P], R]:
     def of_key(key: Tensor, /, *args: P.args, **kwargs: P.kwargs) -> R:
         check_key(key)
         draws = _Function(name, key, of_key.__code__)
-        with OpenKernels(draws.truncated), draws:
+        with OpenKernels(draws.truncated, draws.attend), draws:
             return fn(*args, **kwargs)
 
     # Not `functools.wraps`: the signature is another one.
@@ -111,6 +111,11 @@ class Draws(TorchDispatchMode):
         """Fill a tensor as ``nn.init.trunc_normal_`` does."""
         fill = partial(fill_truncated, tensor, mean, std, low, high)
         self._by_key("nn.init.trunc_normal_", fill)
+
+    def attend(self, rule: Callable[[Tensor, int], Tensor]) -> Tensor:
+        """Attend with dropout, by a function of key and stream."""
+        attended: Tensor = self._by_key("scaled_dot_product_attention", rule)
+        return attended
 
     def _by_key(self, func: Any, rule: Callable[[Tensor, int], Any] | None) -> Any:
         if self._key is None or rule is None:

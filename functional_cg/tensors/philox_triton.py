@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-__all__ = ["random_bits_cuda"]
+__all__ = ["random_bits_cuda", "signed32"]
 
 _BLOCKS_PER_PROGRAM = 512
 _ROUNDS = 10
@@ -48,7 +48,7 @@ def _philox_kernel(
         tl.store(out + index, words, mask=index < n)
 
 
-def _signed32(word: int) -> int:
+def signed32(word: int) -> int:
     """Return the low 32 bits of ``word`` as a signed number: every stream has one argument type, i32."""
     return ((word & 0xFFFFFFFF) ^ 0x80000000) - 0x80000000
 
@@ -71,8 +71,8 @@ def random_bits_cuda(key: torch.Tensor, stream: int, n: int) -> torch.Tensor:
                 out,
                 key,
                 key.stride(0),
-                _signed32(stream),
-                _signed32(stream >> 32),
+                signed32(stream),
+                signed32(stream >> 32),
                 n,
                 HAS_FIRST=key.shape[0] == 3,
                 BLOCKS=_BLOCKS_PER_PROGRAM,

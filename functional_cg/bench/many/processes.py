@@ -13,7 +13,7 @@ from pathlib import Path
 
 from ..measure import Row, environment
 from ..modules import workload
-from ..system import BUDGETS, COMPILED
+from ..system import BUDGETS, COMPILED, ONCE
 from .fill import caches, fill
 from .first_call import FIRST_CALL
 
@@ -100,7 +100,7 @@ def _fill(chosen: Sequence[str], options: argparse.Namespace, folder: Path, dead
             work = workload(name)
             systems = dict.fromkeys([options.ours or work.anchor, *(options.against or work.systems)])
             known = [system for system in systems if system in COMPILED and system in work.systems]
-            pairs += [(name, system) for system in known if options.against or system not in BUDGETS]
+            pairs += [(name, system) for system in known if options.against or system not in (*BUDGETS, ONCE)]
     start = time.monotonic()
     for name, system, end in fill(pairs, options.device, options.fill, folder, deadline):
         print(f"{name}: {system}: filled the cache: {end}", flush=True)

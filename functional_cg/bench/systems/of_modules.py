@@ -14,7 +14,7 @@ from torch._inductor import config, list_mode_options
 import functional_cg as fcg
 
 from ..modules import ModuleWorkload
-from ..system import BETAS, BUDGETS, EPS, TUNED, System, Unavailable, nothing, there, waiter
+from ..system import BETAS, BUDGETS, EPS, ONCE, TUNED, System, Unavailable, nothing, there, waiter
 from ..workloads import Batch
 from .torch_systems import optimizer_for
 
@@ -73,7 +73,7 @@ def _ours(
 
     lowering: Any = "aten" if name == "ours-aten" else "inductor"
 
-    @fcg.graph_step(lowering=lowering, activation_memory_budget=BUDGETS.get(name))
+    @fcg.graph_step(lowering=lowering, activation_memory_budget=BUDGETS.get(name), compile_once=name == ONCE)
     def step(state: Any, batch: Batch) -> Any:
         def loss_fn(params: Any) -> Any:
             new: list[Any] = []

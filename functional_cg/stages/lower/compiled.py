@@ -30,6 +30,7 @@ from ..trial.reference import Reference
 from .graph import Entrance, build_graph
 from .head import Compiler, Head, by_inductor
 from .in_place import InPlacePlan, arguments_of, collects, is_small
+from .known_masks import use_known_masks
 from .parts import parts_of
 from .parts_plan import PartsPlan
 from .regions import RegionsPlan
@@ -56,8 +57,6 @@ def lower(program: Program, device: torch.device, options: Options, reference: R
             return BranchedPlan(program, schedule(program), _spread(program, options))
         plan: ExecutionPlan = lower_aten(program)
     else:
-        if options.branches == "auto":
-            why = why or "a compiled step takes lanes only if their number is given"
         plan = _compiled(program, device, options, reference, lanes=asked and not why)
     if asked and not plan.branches:
         plan.branches = f"branches: none, {why or 'with this lowering it runs in one line'}"
@@ -153,6 +152,7 @@ def prepare(program: Program, *, budget: float | None = None, large: int = _LARG
     """
     write_out_of_place(program)
     share_equal_calls(program)
+    use_known_masks(program)
     recompute(program, budget=budget, large=large)
     keep_as_buffers(program, large=large)
 

@@ -29,6 +29,8 @@ __all__ = ["Entrance", "build_graph", "calls_of", "sources"]
 _CLONE = torch.ops.aten.clone.default
 _AS_STRIDED = torch.ops.aten.as_strided.default
 _VIEWS = frozenset({torch.ops.aten.view.default, torch.ops.aten._unsafe_view.default})
+# In the names of ops of which torch chooses the kernel by the strides of the arguments: on the wrong ones it is slower.
+_BY_STRIDES = ("convolution", "_attention")
 _BULK = 2**16  # words; a launch costs about as much as computing this many one by one
 
 
@@ -156,6 +158,11 @@ def _add_calls(
     def node(var: Var) -> fx.Node:
         return nodes[var]
 
+    def node_as_traced(var: Var) -> fx.Node:
+        if var in entering or 0 in var.spec.stride:
+            return nodes[var]
+        return graph.call_function(laid_out, (nodes[var], var.spec.stride))
+
     def assign(out: Any, value: fx.Node) -> None:
         if isinstance(out, Var):
             if out not in entering:  # `native_dropout` may return its argument
@@ -177,7 +184,8 @@ def _add_calls(
             laid = None if root in entering else (root.spec.stride, root.storage in written)
             value = graph.call_function(_restrided, (nodes[root], size, stride, offset - root.offset, laid))
         else:
-            target, args = _target(instr, written), map_vars(node, _with_floats(instr))
+            argument = node_as_traced if any(name in instr.name for name in _BY_STRIDES) else node
+            target, args = _target(instr, written), map_vars(argument, _with_floats(instr))
             if (overflow := overflow_of(instr)) is not None:
                 target, kwargs = to_float8, {**kwargs, "overflow": overflow}
             value = graph.call_function(target, args, kwargs)

@@ -8,17 +8,23 @@ real, but some may be missed.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import torch
 
+from ...random.attention import ATTENTION
 from ...random.samplers import DERIVE
+from ...tensors.aten import named_arguments
 from ..program import Instr, Program, Var, live, map_vars
 
 __all__ = ["draws", "is_drawn", "shared_keys"]
 
 _COPIES = frozenset({"aten::alias", "aten::clone", "aten::detach"})
+_DRAWS: Mapping[str, str] = MappingProxyType(
+    {"fcg::random_bits": "key", ATTENTION: "draws"}
+)  # what they draw from
 
 
 class _Numbers:
@@ -73,12 +79,12 @@ def shared_keys(program: Program) -> Iterator[tuple[str, str]]:
     Draws in the backward do not count: a checkpoint repeats the draws of the forward.
     """
     drawn = {instr for instr in draws(program) if not instr.backward}
-    makers, _ = live(program.instrs, [instr.args[0] for instr in drawn])
+    makers, _ = live(program.instrs, [_drawn_from(instr)[0] for instr in drawn])
     numbers, relevant = _Numbers(), drawn.union(makers)
     first: dict[tuple[int, int], Instr] = {}
     for instr in program.instrs:
         if instr in drawn:
-            key, stream, _ = instr.args
+            key, stream = _drawn_from(instr)
             earlier = first.setdefault((numbers.of(key), stream), instr)
             if earlier is not instr:
                 yield _site(earlier), _site(instr)
@@ -87,7 +93,13 @@ def shared_keys(program: Program) -> Iterator[tuple[str, str]]:
 
 
 def _is_draw(instr: Instr) -> bool:
-    return bool(instr.op._schema.name == "fcg::random_bits" and instr.args[1] != DERIVE)
+    return instr.op._schema.name in _DRAWS and _drawn_from(instr)[1] != DERIVE
+
+
+def _drawn_from(instr: Instr) -> tuple[Var, int]:
+    """Return the key and the stream of a draw."""
+    named = named_arguments(instr.op, instr.args, instr.kwargs)
+    return named[_DRAWS[instr.op._schema.name]], named["stream"]
 
 
 def _site(instr: Instr) -> str:

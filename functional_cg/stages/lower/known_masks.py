@@ -1,0 +1,111 @@
+"""Attention whose mask is the same at each call: none if it hides nothing, and ``is_causal`` if it hides the future.
+
+A library that may not look at the values of a mask while it is traced makes one for every call. Fused kernels then read
+it for each head, and compute the scores that it hides.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...shards.transfers import TRANSFERS
+from ...tensors.aten import named_arguments
+from ..program import Instr, Program, Var, live, map_vars, written_storages
+
+__all__ = ["use_known_masks"]
+
+_MASKS = ("attn_bias", "attn_mask", "mask")  # what ops call theirs
+_MOST_CALLS = 100  # that make a mask
+
+
+def use_known_masks(program: Program) -> None:
+    """Rewrite a program in place so that its attention reads no mask that a flag can say.
+
+    Args:
+      program: A program whose calls write nothing that others read.
+    """
+    written = written_storages(program.instrs)
+    kinds: dict[Var, str] = {}
+    out = []
+    for instr in program.instrs:
+        name, mask = _mask_of(instr)
+        if mask is not None and mask.storage not in written:
+            if mask not in kinds:
+                kinds[mask] = _kind(program, mask)
+            if kinds[mask]:
+                instr = _without(instr, name, causal=kinds[mask] == "causal")
+        out.append(instr)
+    program.instrs = out
+
+
+def _mask_of(instr: Instr) -> tuple[str, Var | None]:
+    """Return the mask of a call of attention, and what the op calls it; None of other calls."""
+    if "scaled_dot_product" in instr.name:
+        named = named_arguments(instr.op, instr.args, instr.kwargs)
+        for name in _MASKS:
+            if isinstance(named.get(name), Var) and named["is_causal"] is False:
+                return name, named[name]
+    return "", None
+
+
+def _without(instr: Instr, mask: str, *, causal: bool) -> Instr:
+    """Return a call of attention without its mask."""
+    args, kwargs = list(instr.args), dict(instr.kwargs)
+    for place, parameter in enumerate(instr.op._schema.arguments):
+        if parameter.name not in (mask, "is_causal"):
+            continue
+        value = None if parameter.name == mask else causal
+        if parameter.kwarg_only or place >= len(args):
+            kwargs[parameter.name] = value
+        else:
+            args[place] = value
+    return replace(instr, args=tuple(args), kwargs=kwargs)
+
+
+def _kind(program: Program, mask: Var) -> str:
+    """Return ``"empty"`` if a mask never hides a key, ``"causal"`` if it always hides the future, or ``""``."""
+    makers, used = live(
+        [instr for instr in program.instrs if not instr.checks and not _is_between_ranks(instr)], [mask]
+    )
+    values: dict[Var, Any] = {constant.var: constant.value for constant in program.constants}
+    made = {var for instr in makers for var in instr.outputs()}
+    if len(makers) > _MOST_CALLS or not used <= made | values.keys():
+        return ""  # it depends on the state, on an input, or on another rank
+    if any(torch.Tag.nondeterministic_seeded in instr.op.tags for instr in makers):
+        return ""
+    with torch.no_grad():
+        for instr in makers:
+            kwargs = {name: map_vars(values.__getitem__, value) for name, value in instr.kwargs.items()}
+            _bind(instr.out, instr.op(*map_vars(values.__getitem__, instr.args), **kwargs), values)
+        return _kind_of(values[mask])
+
+
+def _is_between_ranks(instr: Instr) -> bool:
+    return instr.op in TRANSFERS or instr.op.namespace == "_c10d_functional"
+
+
+def _bind(out: Any, value: Any, values: dict[Var, Any]) -> None:
+    if isinstance(out, Var):
+        values[out] = value
+    elif isinstance(out, (list, tuple)):
+        for one, part in zip(out, value, strict=True):
+            _bind(one, part, values)
+
+
+def _kind_of(mask: Tensor) -> str:
+    for dim, step in enumerate(mask.stride()):
+        if step == 0 and dim < mask.dim() - 2:
+            mask = mask.narrow(dim, 0, 1)
+    seen = mask if mask.dtype == torch.bool else mask == 0
+    if bool(seen.all()):
+        return "empty"
+    hides = ~seen if mask.dtype == torch.bool else mask == -math.inf
+    rows, columns = mask.shape[-2:]
+    past = torch.ones(rows, columns, dtype=torch.bool, device=mask.device).tril()
+    causal = rows == columns and bool((seen == past).all()) and bool((hides == ~past).all())
+    return "causal" if causal else ""

@@ -1,0 +1,114 @@
+"""A mask that is the same at each call is said by a flag, in a compiled step; one that is not stays."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+import functional_cg as fcg
+from functional_cg.stages.lower.known_masks import use_known_masks
+from functional_cg.tensors.aten import named_arguments
+from tests.compiled_graphs import compiled_in_turn
+from tests.shares import CALLS
+
+LENGTH = 16
+
+
+def places(x: Tensor) -> Tensor:
+    return torch.arange(x.shape[2], device=x.device)
+
+
+def by_vmap(rule: Callable[[Tensor, Tensor], Tensor], x: Tensor) -> Tensor:
+    """A mask as libraries make them, expanded over the batch."""
+    rows = torch.vmap(torch.vmap(rule, (None, 0)), (0, None))
+    return rows(places(x), places(x)).expand(len(x), 1, LENGTH, LENGTH)
+
+
+def added(x: Tensor) -> Tensor:
+    hidden = torch.full((LENGTH, LENGTH), -torch.inf, device=x.device)
+    return hidden.triu(1)[None, None]
+
+
+MASKS: dict[str, tuple[str, Callable[[Tensor], Tensor]]] = {
+    "all": ("empty", lambda x: by_vmap(lambda query, key: query + key >= 0, x)),
+    "zeros": ("empty", lambda x: torch.zeros(LENGTH, LENGTH, device=x.device)),
+    "past": ("causal", lambda x: by_vmap(lambda query, key: key <= query, x)),
+    "past, added": ("causal", added),
+    "future": ("kept", lambda x: by_vmap(lambda query, key: key >= query, x)),
+    "window": ("kept", lambda x: by_vmap(lambda query, key: (key <= query) & (key > query - 4), x)),
+    "a large number": ("kept", lambda x: added(x).clamp(min=-1e4)),
+    "a bias": ("kept", lambda x: added(x) - places(x).float()),
+    "from the data": ("kept", lambda x: (places(x) <= places(x)[:, None]) & (x[:, :1, :1, :1] > -99.0)),
+}
+
+
+def step_of(mask: Callable[[Tensor], Tensor], **options: Any) -> Any:
+    @fcg.graph_step(**options)
+    def step(state: Any, x: Tensor) -> Any:
+        def loss_fn(w: Tensor) -> Tensor:
+            query, key, value = (x * w).chunk(3, -1)
+            out = F.scaled_dot_product_attention(query, key, value, attn_mask=mask(x))
+            return out.square().sum()
+
+        loss, grad = fcg.value_and_grad(loss_fn)(state["w"])
+        return {"w": state["w"] - 0.01 * grad}, {"loss": loss}
+
+    return step
+
+
+def state_on(device: str) -> Any:
+    return fcg.place({"w": torch.ones(24, device=device)})
+
+
+def data(call: int, device: str) -> Tensor:
+    return torch.randn(2, 3, LENGTH, 24, generator=torch.Generator().manual_seed(call)).to(device)
+
+
+def attention(program: Any) -> list[tuple[bool, bool]]:
+    """Of each call of attention, whether it has a mask and whether it is causal."""
+    found = []
+    for instr in program.instrs:
+        if "scaled_dot_product" in instr.name:
+            named = named_arguments(instr.op, instr.args, instr.kwargs)
+            found.append((named.get("attn_mask") is not None, named["is_causal"]))
+    return found
+
+
+@pytest.mark.parametrize("name", MASKS)
+def test_what_a_flag_says_needs_no_mask(name: str) -> None:
+    kind, mask = MASKS[name]
+    program = step_of(mask).lower(state_on("cpu"), data(0, "cpu")).program
+    assert attention(program) == [(True, False)] * 2
+    use_known_masks(program)
+    assert attention(program) == [(kind == "kept", kind == "causal")] * 2
+
+
+@compiled_in_turn("name", [(name,) for name in ("all", "past", "past, added", "window", "from the data")])
+def test_a_compiled_step_attends_as_its_eager_run_does(compiled_on: str, name: str) -> None:
+    step, state = step_of(MASKS[name][1], lowering="inductor"), state_on(compiled_on)
+    for call in range(CALLS):
+        x = data(call, compiled_on)
+        expected, losses = step.eager(fcg.snapshot(state), x)
+        state, metrics = step(state, x)
+        torch.testing.assert_close(metrics["loss"], losses["loss"], rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(state["w"] + 0, expected["w"] + 0, rtol=1e-4, atol=1e-4)
+    assert step.stats.replays == CALLS
+
+
+@given(st.booleans(), st.sets(st.integers(0, LENGTH * LENGTH - 1), max_size=2))
+def test_a_mask_of_another_pattern_stays(causal: bool, flipped: set[int]) -> None:
+    table = torch.ones(LENGTH, LENGTH, dtype=torch.bool)
+    table = table.tril() if causal else table
+    for place in flipped:
+        table.view(-1)[place].logical_not_()
+    rows = table.tolist()
+    program = step_of(lambda x: torch.tensor(rows)).lower(state_on("cpu"), data(0, "cpu")).program
+    use_known_masks(program)
+    assert attention(program) == [(bool(flipped), causal and not flipped)] * 2
