@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -48,7 +48,35 @@ def in_place_by_inductor(program: Any, device: Any, choice: Any, reference: Any)
     return in_parts(program, device, None, reference, in_place=True)
 
 
-def assert_replays(program: Repeated, lowering: Any, device: str = "cpu") -> Any:
+@dataclass
+class Loop:
+    """A recurrence over time, whose states are joined with others before the loss reads them."""
+
+    times: int
+
+    @property
+    def state(self) -> Any:
+        return {"w": torch.eye(4).double(), "b": torch.ones(4).double()}
+
+    def batch(self, number: int) -> Any:
+        g = torch.Generator().manual_seed(number)
+        return torch.randint(-2, 3, (self.times, 6, 4), generator=g).double()
+
+    def __call__(self, state: Any, x: Any) -> Any:
+        def turn(params: Any, h: Any, x: Any) -> Any:
+            h = ((h @ params["w"] + params["b"]).clamp(-3, 3) @ params["w"].T + x).clamp(-2, 2)
+            return h, h
+
+        def loss_fn(params: Any) -> Any:
+            _, hs = fcg.scan(lambda h, x: turn(params, h, x), torch.zeros_like(x[0]), x)
+            joined = torch.cat([x, hs], -1)
+            return (joined * (joined > 0)).sum()
+
+        loss, grads = fcg.value_and_grad(loss_fn)(state)
+        return fcg.tree.map(lambda w, g: (w - g).clamp(-1, 1), state, grads), {"loss": loss}
+
+
+def assert_replays(program: Repeated | Loop, lowering: Any, device: str = "cpu") -> Any:
     """Every number of some calls is that of the eager run; returns the plan."""
     step = fcg.graph_step(program, lowering=lowering, compile_once=True)
     state = fcg.place(fcg.tree.map(lambda leaf: leaf.to(device), program.state))
@@ -207,3 +235,10 @@ def test_functions_do_not_grow_with_the_number_of_blocks(
             sum(times for times in plan.times if times > 1) >= layers
         )  # of two, where every other sum is kept
     assert functions[0] == functions[1] <= 7, functions
+
+
+def test_each_turn_of_a_loop_reads_its_row_of_a_half_of_a_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(captures, "lower", in_place_on_a_host)
+    plans = [assert_replays(Loop(times), as_it_is) for times in (8, 12)]
+    assert all(isinstance(plan, PartsPlan) for plan in plans)
+    assert plans[0].functions == plans[1].functions <= 7

@@ -15,7 +15,6 @@ from torch import Tensor, nn
 import functional_cg as fcg
 from functional_cg.examples import long_run, programs, text
 from functional_cg.examples.programs import (
-    actor_critic,
     diffusion_unet_ema_bf16,
     exploration,
     force_matching,
@@ -26,9 +25,9 @@ from functional_cg.examples.programs import (
     lora,
     nanogpt,
     property_test,
-    sac,
     trainer,
 )
+from functional_cg.examples.programs.agents import actor_critic, cartpole_swarm, sac
 from functional_cg.testing import assert_replay_equals_eager, assert_trees_all_equal
 from tests.shares import CALLS, thorough
 
@@ -114,6 +113,10 @@ def start_sac(device: str) -> Start:
     return sac.learn, sac.create_state(device), [(batch(),) for _ in range(CALLS)]
 
 
+def start_cartpole_swarm(device: str) -> Start:
+    return cartpole_swarm.learn, cartpole_swarm.create_state(device, count=8), [()] * CALLS
+
+
 def start_logged(device: str) -> Start:
     return logged.train_step, logged.create_state(device), [(torch.rand(8, 2),) for _ in range(CALLS)]
 
@@ -167,6 +170,7 @@ STARTS = {
     "gan: generator": start_gan_generator,
     "force_matching": start_force_matching,
     "sac": start_sac,
+    "cartpole_swarm": start_cartpole_swarm,
     "logged": start_logged,
     "long_run": start_long_run,
     "lora": start_lora,
@@ -317,6 +321,26 @@ def test_sac_knows_the_density_of_its_actions() -> None:
     torch.testing.assert_close(logp, squashed.log_prob(action).sum(-1))
 
 
+def test_cartpole_swarm_learns() -> None:
+    lengths = cartpole_swarm.train(updates=25)
+    assert np.mean(lengths[:3]) < 40
+    assert np.mean(lengths[-3:]) > 80
+
+
+def test_carts_of_the_swarm_move_as_those_in_numpy() -> None:
+    carts = actor_critic.CartPoles(16, seed=0)
+    moved, action = torch.from_numpy(carts.now.copy()), np.arange(16) % 2
+    for _ in range(5):
+        moved, fallen = cartpole_swarm.pushed(moved, torch.from_numpy(action).float())
+        carts.push(action)
+        torch.testing.assert_close(moved, torch.from_numpy(carts.now))
+    assert not fallen.any()
+    assert cartpole_swarm.pushed(torch.tensor([[2.5, 0, 0, 0], [0, 0, 0, 0]]), torch.ones(2))[1].tolist() == [
+        True,
+        False,
+    ]
+
+
 def test_logged_writes_every_step_once() -> None:
     class Recorder:
         def __init__(self) -> None:
@@ -374,8 +398,8 @@ def test_trainer_learns(train: Callable[..., None], package: str) -> None:
 def test_each_program_is_short_and_uses_public_names_only() -> None:
     folder = Path(programs.__path__[0])
     elsewhere = {"gan: generator", "long_run"}
-    assert {path.stem for path in folder.glob("*.py")} == {"__init__", "lengths", *STARTS} - elsewhere
-    for path in folder.glob("*.py"):
+    assert {path.stem for path in folder.rglob("*.py")} == {"__init__", "lengths", *STARTS} - elsewhere
+    for path in folder.rglob("*.py"):
         source = path.read_text()
         assert len(source.splitlines()) < 120, path.name
         assert "fcg._" not in source, path.name

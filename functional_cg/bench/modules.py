@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from . import workloads
+from .rl import workloads as learners
 from .system import BUDGETS, MODULES
 from .systems.spellings import GPT, SPELLINGS, Size
 from .workloads import Batch, Workload
@@ -226,10 +227,10 @@ def _all() -> tuple[ModuleWorkload, ...]:
 
 def names() -> tuple[str, ...]:
     """List all workloads for the command line."""
-    return (*workloads.names(), *(one.name for one in _all()))
+    return (*workloads.names(), *learners.names(), *(one.name for one in _all()))
 
 
 def workload(name: str) -> Workload:
     """Look up a workload by name."""
-    known = next((one for one in _all() if one.name == name), None)
+    known = next((one for one in (*_all(), *learners.workloads()) if one.name == name), None)
     return known or workloads.workload(name)

@@ -50,7 +50,7 @@ class Workload:
       kind: ``mlp`` (mean squared error), ``gpt`` (next-token loss), ``cnn`` (a residual net with batch norm),
         ``dropout`` (nothing but one), ``actor`` (an actor-critic update), ``loop`` (the loop around that update,
         with an environment in numpy), ``leaves`` (many leaves, one of them updated), ``optimizer`` (an update alone),
-        ``module`` (:class:`.modules.ModuleWorkload`).
+        ``module`` (:class:`.modules.ModuleWorkload`), ``learner`` (:class:`.rl.workloads.LearnerWorkload`).
       layers: Number of layers or blocks; per stage, for ``cnn``.
       width: Features of a layer, channels of the first stage, or size of a leaf.
       batch: Examples.
@@ -66,7 +66,7 @@ class Workload:
     """
 
     name: str
-    kind: Literal["mlp", "gpt", "cnn", "dropout", "actor", "loop", "leaves", "optimizer", "module"]
+    kind: Literal["mlp", "gpt", "cnn", "dropout", "actor", "loop", "leaves", "optimizer", "module", "learner"]
     layers: int = 0
     width: int = 0
     batch: int = 0

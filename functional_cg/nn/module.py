@@ -41,9 +41,9 @@ def from_module(
     of the call, with a separate stream for each submodule and each draw in it, so that adding a layer does not change
     the masks of the others. Attention with dropout is one kernel on a GPU in half precision (heads of 16, 32, 64 or 128
     features, a multiple of 8 keys); elsewhere it holds all weights. RNNs run one time step at a time, without cuDNN
-    and oneDNN. Writes to buffers, such as BatchNorm's running statistics, are returned instead of applied. The module itself is copied: later changes to it have no effect. A
-    change of its mode, or of the values of its tensors, is ignored; after any other, the next call raises, even a
-    replay.
+    and oneDNN. Writes to buffers, such as BatchNorm's running statistics, are returned instead of applied. The module
+    itself is copied: later changes to it have no effect. A change of its mode, or of the values of its tensors, is
+    ignored; after any other, the next call raises, even a replay.
 
     Parameters that do not require gradients become buffers: they are not trained. The mode is an argument of the call,
     ``train=True`` by default, whatever the mode of ``module``; but if ``module`` is in training mode and a submodule in

@@ -37,8 +37,8 @@ def keyed(fn: Callable[P, R]) -> Callable[Concatenate[Tensor, P], R]:
 
     Each random op that runs in ``fn`` (``torch.randn``, ``F.dropout``, ``torch.distributions``,
     ``nn.init.trunc_normal_``) draws from the key, on a stream of its own: equal keys give equal numbers, and torch's
-    generators are left alone. RNNs run one time step at a time. For a
-    module, use :func:`from_module`, whose ``apply`` takes a key.
+    generators are left alone. RNNs run one time step at a time. For a module, use
+    :func:`from_module`, whose ``apply`` takes a key.
 
     Args:
       fn: Any function; draws by a generator of its own, by ``random`` or by ``numpy`` are refused in a step.

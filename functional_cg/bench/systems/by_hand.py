@@ -18,7 +18,7 @@ from ..workloads import Batch, Workload
 from .losses import Model
 from .torch_systems import Alone, optimizer_for
 
-__all__ = ["by_hand", "captured", "in_tensordict"]
+__all__ = ["by_hand", "captured", "cudagraph_module", "forget", "in_tensordict"]
 
 _WARM_UPS = 3
 # An update on static buffers, a function that undoes the warm-up, and one that drops gradients.
@@ -91,8 +91,8 @@ def by_hand(name: str, work: Workload, device: torch.device, batches: Sequence[B
     return System(name, run, given, waiter(device), close)
 
 
-def in_tensordict(work: Workload, device: torch.device, batches: Sequence[Batch]) -> System:
-    """Wrap the ordinary update in ``tensordict.nn.CudaGraphModule``.
+def cudagraph_module(device: torch.device) -> Any:
+    """Return tensordict's ``CudaGraphModule``.
 
     Raises:
       Unavailable: If tensordict is missing, or there are no CUDA graphs.
@@ -100,9 +100,18 @@ def in_tensordict(work: Workload, device: torch.device, batches: Sequence[Batch]
     if device.type != "cuda":
         raise Unavailable("needs CUDA graphs")
     try:
-        graphed: Any = importlib.import_module("tensordict.nn").CudaGraphModule
+        return importlib.import_module("tensordict.nn").CudaGraphModule
     except ImportError as error:
         raise Unavailable(f"{error}") from error
+
+
+def in_tensordict(work: Workload, device: torch.device, batches: Sequence[Batch]) -> System:
+    """Wrap the ordinary update in ``tensordict.nn.CudaGraphModule``.
+
+    Raises:
+      Unavailable: If tensordict is missing, or there are no CUDA graphs.
+    """
+    graphed = cudagraph_module(device)
     model: Any = Model(work).to(device)
     optimizer = optimizer_for(work, model, **_capturable(work))
 
@@ -149,7 +158,7 @@ def _in_place(name: str, work: Workload, device: torch.device, static: Batch) ->
         with torch.no_grad():
             for key, value in (*model.named_parameters(), *model.named_buffers()):
                 value.copy_(initial[key])
-        _forget(optimizer)
+        forget(optimizer)
 
     def drop() -> None:
         optimizer.zero_grad(set_to_none=True)
@@ -157,7 +166,7 @@ def _in_place(name: str, work: Workload, device: torch.device, static: Batch) ->
     return update, restore, drop
 
 
-def _forget(optimizer: torch.optim.Optimizer) -> None:
+def forget(optimizer: torch.optim.Optimizer) -> None:
     """Reset moments and counts to zero."""
     for moments in optimizer.state.values():
         for value in moments.values():
@@ -193,6 +202,6 @@ def _optimizer_alone(work: Workload, device: torch.device) -> _InPlace:
         with torch.no_grad():
             for key, param in model.named_parameters():
                 param.copy_(initial[key])
-        _forget(optimizer)
+        forget(optimizer)
 
     return update, restore, nothing

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ from .environment import Environment
 from .jax_losses import jax_actor, jax_loss
 from .rules import in_optax
 
-__all__ = ["in_jax"]
+__all__ = ["in_jax", "modules", "peak_of"]
 
 
 def in_jax(work: Workload, device: torch.device, batches: Sequence[Batch]) -> System:
@@ -28,16 +28,8 @@ def in_jax(work: Workload, device: torch.device, batches: Sequence[Batch]) -> Sy
     Raises:
       Unavailable: If jax or optax is missing, or has no such device.
     """
-    try:
-        jax: Any = importlib.import_module("jax")
-        optax: Any = importlib.import_module("optax")
-    except ImportError as error:
-        raise Unavailable(f"{error}") from error
-    try:
-        place = jax.devices("cpu" if device.type == "cpu" else "gpu")[0]
-    except RuntimeError as error:
-        raise Unavailable(f"jax has no {device.type} device: {error}") from error
-    before = (place.memory_stats() or {}).get("bytes_in_use", 0)
+    jax, optax, place = modules(device)
+    peak = peak_of(place)
     notes = [f"jax {jax.__version__}, optax {optax.__version__}"]
     held: dict[str, Any] = {}
     optimizer = _optimizer(work, optax)
@@ -101,10 +93,6 @@ def in_jax(work: Workload, device: torch.device, batches: Sequence[Batch]) -> Sy
         held["state"], held["loss"] = held["fn"](held["state"], batch)
         return held["loss"]
 
-    def peak() -> int | None:
-        stats = place.memory_stats() or {}
-        return int(stats["peak_bytes_in_use"]) - before if "peak_bytes_in_use" in stats else None
-
     def close() -> None:
         held.clear()
         jax.clear_caches()
@@ -131,6 +119,34 @@ def in_jax(work: Workload, device: torch.device, batches: Sequence[Batch]) -> Sy
             return environment.turn(act, learn)
 
     return System("jax", run, given, wait, close, peak_bytes=peak, notes=notes)
+
+
+def modules(device: torch.device) -> tuple[Any, Any, Any]:
+    """Return jax, optax and jax's name for a device.
+
+    Raises:
+      Unavailable: If jax or optax is missing, or has no such device.
+    """
+    try:
+        jax: Any = importlib.import_module("jax")
+        optax: Any = importlib.import_module("optax")
+    except ImportError as error:
+        raise Unavailable(f"{error}") from error
+    try:
+        return jax, optax, jax.devices("cpu" if device.type == "cpu" else "gpu")[0]
+    except RuntimeError as error:
+        raise Unavailable(f"jax has no {device.type} device: {error}") from error
+
+
+def peak_of(place: Any) -> Callable[[], int | None]:
+    """Return a function that tells the peak of memory on a device, above what is in use now."""
+    before = (place.memory_stats() or {}).get("bytes_in_use", 0)
+
+    def peak() -> int | None:
+        stats = place.memory_stats() or {}
+        return int(stats["peak_bytes_in_use"]) - before if "peak_bytes_in_use" in stats else None
+
+    return peak
 
 
 def _optimizer(work: Workload, optax: Any) -> Any:

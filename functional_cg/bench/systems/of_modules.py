@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Mapping, Sequence
+from functools import partial
 from types import MappingProxyType
 from typing import Any
 
@@ -16,6 +17,7 @@ import functional_cg as fcg
 from ..modules import ModuleWorkload
 from ..system import BETAS, BUDGETS, EPS, ONCE, TUNED, System, Unavailable, nothing, there, waiter
 from ..workloads import Batch
+from .of_step import counts
 from .torch_systems import optimizer_for
 
 __all__ = ["of_module"]
@@ -101,10 +103,7 @@ def _ours(
         states.clear()
         step.close()
 
-    def counts() -> dict[str, int]:
-        return {"captures": step.stats.captures, "replays": step.stats.replays}
-
-    return System(name, run, there(batches, device), waiter(device), close, counts)
+    return System(name, run, there(batches, device), waiter(device), close, partial(counts, step))
 
 
 def _tuned() -> Any:

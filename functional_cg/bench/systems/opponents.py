@@ -13,8 +13,9 @@ from torch import Tensor
 
 import functional_cg as fcg
 
-from ...step.costs import CostAnalysis
 from ..modules import ModuleWorkload
+from ..rl.systems import of_learner
+from ..rl.workloads import LearnerWorkload
 from ..system import BETAS, EPS, FEW, FEW_LEAVES, OURS, VARIANTS, System, Unavailable, there, waiter
 from ..workloads import MANY_LEAVES, Batch, Workload
 from . import rules
@@ -23,6 +24,7 @@ from .environment import Environment
 from .jax_systems import in_jax
 from .losses import Model, actor_outputs, torch_loss
 from .of_modules import of_module
+from .of_step import counts, of_step
 from .torch_systems import in_torch, pinned
 
 __all__ = ["build", "ours"]
@@ -45,6 +47,8 @@ def build(name: str, work: Workload, device: torch.device, batches: Sequence[Bat
         raise Unavailable(f"is not made for {work.name}")
     if isinstance(work, ModuleWorkload):
         return of_module(name, work, device, batches)
+    if isinstance(work, LearnerWorkload):
+        return of_learner(name, work, device, batches)
     if name == "jax":
         return in_jax(work, device, batches)
     if name in (*OURS, *VARIANTS):
@@ -96,28 +100,7 @@ def ours(
       options: Further options of :func:`functional_cg.graph_step`.
     """
     step: Any = fcg.graph_step(_step_of(work, variant), lowering=lowering, **options)
-    states = [_state_of(work, device, variant)]
-
-    def run(batch: Batch) -> Any:
-        states[0], metrics = step(states[0], batch)
-        return metrics["loss"]
-
-    def close() -> None:
-        states.clear()
-        step.close()
-
-    def costs(bandwidth: float | None, peak: float | None) -> CostAnalysis | None:
-        lowered = step.lower(states[0], batches[0])
-        return lowered.cost_analysis(bandwidth=bandwidth, peak_flops=peak)  # type: ignore[no-any-return]
-
-    return System("ours", run, batches, waiter(device), close, partial(_counts, step), costs=costs)
-
-
-def _counts(*steps: Any) -> dict[str, int]:
-    return {
-        "captures": sum(step.stats.captures for step in steps),
-        "replays": sum(step.stats.replays for step in steps),
-    }
+    return of_step(step, _state_of(work, device, variant), device, batches)
 
 
 def _state_of(work: Workload, device: torch.device, variant: str) -> Any:
@@ -219,7 +202,7 @@ def _from_host(
         states.clear()
         step.close()
 
-    return System(name, run, given, waiter(device), close, partial(_counts, step))
+    return System(name, run, given, waiter(device), close, partial(counts, step))
 
 
 def _loop(lowering: Any, work: Workload, device: torch.device) -> System:
@@ -244,5 +227,5 @@ def _loop(lowering: Any, work: Workload, device: torch.device) -> System:
 
     return System(
         "ours", lambda batch: environment.turn(act, learn), [None], waiter(device), close,
-        partial(_counts, update, choose),
+        partial(counts, update, choose),
     )  # fmt: skip

@@ -7,7 +7,9 @@ it for each head, and compute the scores that it hides.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import replace
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -17,9 +19,11 @@ from ...shards.transfers import TRANSFERS
 from ...tensors.aten import named_arguments
 from ..program import Instr, Program, Var, live, map_vars, written_storages
 
-__all__ = ["use_known_masks"]
+__all__ = ["kind_of", "use_known_masks"]
 
 _MASKS = ("attn_bias", "attn_mask", "mask")  # what ops call theirs
+# From which score on a key is hidden: cuDNN takes no infinity, so torch writes a finite number for it.
+_HIDDEN: Mapping[str, float] = MappingProxyType({"_scaled_dot_product_cudnn_attention": -65504.0})
 _MOST_CALLS = 100  # that make a mask
 
 
@@ -30,15 +34,16 @@ def use_known_masks(program: Program) -> None:
       program: A program whose calls write nothing that others read.
     """
     written = written_storages(program.instrs)
-    kinds: dict[Var, str] = {}
+    kinds: dict[tuple[Var, float], str] = {}
     out = []
     for instr in program.instrs:
         name, mask = _mask_of(instr)
         if mask is not None and mask.storage not in written:
-            if mask not in kinds:
-                kinds[mask] = _kind(program, mask)
-            if kinds[mask]:
-                instr = _without(instr, name, causal=kinds[mask] == "causal")
+            hidden = _HIDDEN.get(instr.name.removesuffix("_backward"), -math.inf)
+            if (mask, hidden) not in kinds:
+                kinds[mask, hidden] = _kind(program, mask, hidden)
+            if kind := kinds[mask, hidden]:
+                instr = _without(instr, name, causal=kind == "causal")
         out.append(instr)
     program.instrs = out
 
@@ -67,7 +72,7 @@ def _without(instr: Instr, mask: str, *, causal: bool) -> Instr:
     return replace(instr, args=tuple(args), kwargs=kwargs)
 
 
-def _kind(program: Program, mask: Var) -> str:
+def _kind(program: Program, mask: Var, hidden: float) -> str:
     """Return ``"empty"`` if a mask never hides a key, ``"causal"`` if it always hides the future, or ``""``."""
     makers, used = live(
         [instr for instr in program.instrs if not instr.checks and not _is_between_ranks(instr)], [mask]
@@ -82,7 +87,7 @@ def _kind(program: Program, mask: Var) -> str:
         for instr in makers:
             kwargs = {name: map_vars(values.__getitem__, value) for name, value in instr.kwargs.items()}
             _bind(instr.out, instr.op(*map_vars(values.__getitem__, instr.args), **kwargs), values)
-        return _kind_of(values[mask])
+        return kind_of(values[mask], hidden)
 
 
 def _is_between_ranks(instr: Instr) -> bool:
@@ -97,14 +102,20 @@ def _bind(out: Any, value: Any, values: dict[Var, Any]) -> None:
             _bind(one, part, values)
 
 
-def _kind_of(mask: Tensor) -> str:
+def kind_of(mask: Tensor, hidden: float) -> str:
+    """Return the kind of a mask by its values.
+
+    Args:
+      mask: [..., queries, keys]: bool, or floating to be added to the scores.
+      hidden: From which number on, downwards, a key is hidden.
+    """
     for dim, step in enumerate(mask.stride()):
         if step == 0 and dim < mask.dim() - 2:
             mask = mask.narrow(dim, 0, 1)
     seen = mask if mask.dtype == torch.bool else mask == 0
     if bool(seen.all()):
         return "empty"
-    hides = ~seen if mask.dtype == torch.bool else mask == -math.inf
+    hides = ~seen if mask.dtype == torch.bool else mask <= hidden
     rows, columns = mask.shape[-2:]
     past = torch.ones(rows, columns, dtype=torch.bool, device=mask.device).tril()
     causal = rows == columns and bool((seen == past).all()) and bool((hides == ~past).all())

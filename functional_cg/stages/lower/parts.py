@@ -274,28 +274,34 @@ class _Values:
         found.update(dict.fromkeys(self.taken(wanted, self.free, at_hand)))
         return list(found)
 
-    def piece(self, var: Var) -> Var | None:
-        """Return the view of a part of a value that a variable is, or is made from by views; None if it has all."""
-        piece = None
+    def pieces(self, var: Var) -> tuple[Var, ...]:
+        """Return the views of a part of a value from which a variable is made by views, the largest one first."""
+        found = []
         while (maker := self.makers.get(var)) in self.views:
-            piece = piece if var.fills else var
+            found += [] if var.fills else [var]
             var = next(one for one in maker.inputs() if one.storage == var.storage)
-        return piece
+        return tuple(reversed(found))
 
 
 def _apart(divided: Sequence[Sequence[Instr]], values: _Values) -> Iterator[Var]:
-    """Yield the pieces of values of which each part reads others, such as the layers of stacked weights."""
-    pieces: dict[int, list[set[Var]]] = {}
+    """Yield the pieces of values of which each part reads others, such as the layers of stacked weights.
+
+    Pieces of one piece count, too: half of the features, of which each turn of a loop reads its row.
+    """
+    nested: dict[int, list[set[tuple[Var, ...]]]] = {}
     for calls in divided:
-        own: dict[int, set[Var]] = {}
+        own: dict[int, set[tuple[Var, ...]]] = {}
         for var in {var for instr in calls for var in instr.inputs()}:
-            if (piece := values.piece(var)) is not None and var.storage not in values.written:
-                own.setdefault(var.storage, set()).add(piece)
+            if (pieces := values.pieces(var)) and var.storage not in values.written:
+                own.setdefault(var.storage, set()).add(pieces)
         for storage, found in own.items():
-            pieces.setdefault(storage, []).append(found)
-    for sets in pieces.values():
-        if not set.intersection(*sets):
-            yield from set.union(*sets)
+            nested.setdefault(storage, []).append(found)
+    for parts in nested.values():
+        for depth in range(max(len(pieces) for found in parts for pieces in found)):
+            sets = [{pieces[: depth + 1][-1] for pieces in found} for found in parts]
+            if not set.intersection(*sets):
+                yield from set.union(*sets)
+                break
 
 
 def _commit(parts: Sequence[Part], values: _Values) -> None:

@@ -1,4 +1,4 @@
-"""Soft actor-critic: ``python -m functional_cg.examples.programs.sac``.
+"""Soft actor-critic: ``python -m functional_cg.examples.programs.agents.sac``.
 
 An actor, two critics, their targets and a temperature learn in one step, from minibatches of a replay buffer on the
 host. The task: push a point on a line to the origin and keep it there.

@@ -1,4 +1,4 @@
-"""Balances poles by advantage actor-critic: ``python -m functional_cg.examples.programs.actor_critic``.
+"""Balances poles by advantage actor-critic: ``python -m functional_cg.examples.programs.agents.actor_critic``.
 
 The environment is plain numpy; its arrays, and Python numbers, are passed to the steps unchanged. The critic learns
 from returns that bootstrap from a target network, a copy of itself that is updated periodically.
