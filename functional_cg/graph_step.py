@@ -251,8 +251,8 @@ def graph_step(fn: Any = None, /, **options: Any) -> Any:
       branches: The most lanes, from 1 to 32, on which calls that do not need each other run side by side on a GPU, in
         one graph. By default, one. The calls are those of ``"aten"``, with the bits of one lane; or what a compiled
         step launches, if its values are of at most 16 MiB: for lanes it is compiled anew, and differs from one line
-        by rounding. ``"auto"`` is for ``"aten"``: up to 8, where an estimate says that they gain a fifth and take at
-        most 5 % more memory or 192 MiB. Each lane with products takes a workspace of cuBLAS, 32 MiB on an H100. A
+        by rounding. ``"auto"`` is up to 8, where an estimate says that they gain a fifth and take at most 5 % more
+        memory or 192 MiB. Each lane with products takes a workspace of cuBLAS, 32 MiB on an H100. A
         step with collectives and one with ops of other libraries run in one line. ``explain()`` says what runs side
         by side, or why nothing does.
       compile_once: Whether a compiled step is cut where it repeats itself, and equal parts are compiled once: the

@@ -223,3 +223,14 @@ def test_any_other_use_of_what_a_mask_selects_is_refused_at_the_mask(use: Callab
         fcg.HostSyncError, match=r"shape depends on the values of a mask.\n.*from `x\[x > 2\]`"
     ):
         fcg.graph_step(step)({"w": torch.zeros(1)}, torch.arange(6))
+
+
+def test_differentiating_twice_is_refused_and_never_loses_terms() -> None:
+    log_probs, targets, inputs, outputs = example(0, (6, 2, 4, 2), 0, "cpu")
+
+    def slope(scale: Tensor) -> Tensor:
+        loss = fcg.grad(lambda x: ctc_loss(x * scale, targets, inputs, outputs))
+        return loss(log_probs.detach()).square().sum()
+
+    with pytest.raises(RuntimeError, match="ctc_loss: it is differentiated twice"):
+        fcg.grad(slope)(torch.ones(()))

@@ -20,6 +20,7 @@ from functional_cg.stages.layouts import laid_out
 from functional_cg.tensors.fake_mode import FakeMode
 from functional_cg.testing import assert_trees_all_equal
 from tests.compiled_graphs import ON_A_GPU, graph_of
+from tests.shares import CALLS
 
 aten = torch.ops.aten
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)]
@@ -266,3 +267,29 @@ def test_convolutions_of_a_compiled_step_read_what_lies_as_traced(norm: nn.Modul
         fcg.graph_step(step).eager(state, x)
     assert len(eager.seen) == 4
     assert compiled.seen == eager.seen
+
+
+@torch.library.custom_op("fcg_tests::cached_attention", mutates_args=("cache",))
+def cached_attention(cache: Tensor, x: Tensor) -> Tensor:
+    """An op of a library, which may have any name."""
+    cache.add_(1.0)
+    return cache * x
+
+
+@cached_attention.register_fake
+def _(cache: Tensor, x: Tensor) -> Tensor:
+    return torch.empty_like(x)
+
+
+def test_what_an_op_writes_is_no_copy_in_other_strides() -> None:
+    """The compiler's formula for this logarithm lays it out in another way than the kernel does."""
+
+    def written(x: Tensor) -> dict[str, Tensor]:
+        cache = F.logsigmoid(x)
+        return {"out": cached_attention(cache, x), "cache": cache * 1}
+
+    step = fcg.graph_fn(written, lowering="inductor")
+    for call in range(CALLS):
+        x = image(call, "cpu")
+        torch.testing.assert_close(step(x), written(x))
+    assert step.stats.replays == CALLS

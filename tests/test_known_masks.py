@@ -16,6 +16,7 @@ from torch import Tensor
 import functional_cg as fcg
 from functional_cg.stages.lower.known_masks import kind_of, use_known_masks
 from functional_cg.tensors.aten import named_arguments
+from functional_cg.testing import assert_trees_all_equal
 from tests.compiled_graphs import compiled_in_turn
 from tests.shares import CALLS
 
@@ -37,9 +38,24 @@ def added(x: Tensor) -> Tensor:
     return hidden.triu(1)[None, None]
 
 
+def written(x: Tensor) -> Tensor:
+    """A literal is a constant of the step, of which each call writes a copy."""
+    hidden = torch.tensor([[0.0] * LENGTH] * LENGTH)
+    hidden.view(-1)[:].sub_(1.0)
+    return (hidden + 1.0).to(x.device)
+
+
+def filled(x: Tensor) -> Tensor:
+    """As torch's ``MultiheadAttention`` makes one of a table of booleans."""
+    hides = torch.ones(LENGTH, LENGTH, dtype=torch.bool, device=x.device).triu(1)
+    return torch.zeros_like(hides, dtype=x.dtype).masked_fill_(hides, -torch.inf)
+
+
 MASKS: dict[str, tuple[str, Callable[[Tensor], Tensor]]] = {
     "all": ("empty", lambda x: by_vmap(lambda query, key: query + key >= 0, x)),
     "zeros": ("empty", lambda x: torch.zeros(LENGTH, LENGTH, device=x.device)),
+    "zeros, written": ("empty", written),
+    "past, filled": ("causal", filled),
     "past": ("causal", lambda x: by_vmap(lambda query, key: key <= query, x)),
     "past, added": ("causal", added),
     "future": ("kept", lambda x: by_vmap(lambda query, key: key >= query, x)),
@@ -86,9 +102,11 @@ def attention(program: Any) -> list[tuple[bool, bool]]:
 def test_what_a_flag_says_needs_no_mask(name: str) -> None:
     kind, mask = MASKS[name]
     program = step_of(mask).lower(state_on("cpu"), data(0, "cpu")).program
+    constants = [constant.value.clone() for constant in program.constants]
     assert attention(program) == [(True, False)] * 2
     use_known_masks(program)
     assert attention(program) == [(kind == "kept", kind == "causal")] * 2
+    assert_trees_all_equal([constant.value for constant in program.constants], constants)
 
 
 @compiled_in_turn("name", [(name,) for name in ("past", "window", "from the data")])
@@ -148,3 +166,38 @@ def test_a_mask_of_another_pattern_stays(causal: bool, flipped: set[int]) -> Non
     program = step_of(lambda x: torch.tensor(rows)).lower(state_on("cpu"), data(0, "cpu")).program
     use_known_masks(program)
     assert attention(program) == [(bool(flipped), causal and not flipped)] * 2
+
+
+def test_a_mask_whose_gradient_is_asked_for_stays() -> None:
+    """Of a mask that it does not get, torch's backward returns no gradient."""
+
+    def step(state: Any, x: Tensor) -> Any:
+        def loss_fn(parts: tuple[Tensor, Tensor]) -> Tensor:
+            query, key, value = (x * parts[0]).chunk(3, -1)
+            mask = parts[1].expand(2, 3, LENGTH, LENGTH)
+            # The op of a GPU, of which fake tensors of a host have no kernel and need none.
+            out = torch.ops.aten._scaled_dot_product_efficient_attention(query, key, value, mask, True)[0]
+            return out.square().sum()
+
+        loss, (grad, slope) = fcg.value_and_grad(loss_fn)((state["w"], torch.zeros(LENGTH, LENGTH)))
+        return {"w": state["w"] - grad}, {"loss": loss, "slope": slope}
+
+    program = fcg.graph_step(step, lowering="aten").lower(state_on("cpu"), data(0, "cpu")).program
+    use_known_masks(program)
+    backward = next(instr for instr in program.instrs if instr.name.endswith("attention_backward"))
+    assert backward.args[4] is not None
+
+
+def test_a_mask_that_is_written_between_two_calls_is_read_as_it_was_at_each() -> None:
+    def step(x: Tensor) -> tuple[Tensor, ...]:
+        mask, late = torch.zeros(LENGTH, LENGTH), []
+        for number in (0.0, -torch.inf, -1.0, 0.0):
+            mask[0, 1:] = number
+            mask[1:].copy_(torch.full((LENGTH - 1, LENGTH), number).triu(2))
+            late.append(F.scaled_dot_product_attention(x, x, x, attn_mask=mask))
+        return tuple(late)
+
+    x = torch.randn(2, 3, LENGTH, 8)
+    program = fcg.graph_fn(step, lowering="aten").lower(x).program
+    use_known_masks(program)
+    assert attention(program) == [(False, False), (False, True), (True, False), (False, False)]

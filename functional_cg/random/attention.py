@@ -32,7 +32,7 @@ _LIBRARY.define(
 )
 _LIBRARY.define(
     "scaled_dot_product_dropout_attention_backward(Tensor grad, Tensor query, Tensor key, Tensor value, "
-    f"Tensor? mask, Tensor draws, Tensor out, Tensor logsumexp, {_HOW}) -> (Tensor, Tensor, Tensor)",
+    f"Tensor? mask, Tensor draws, Tensor out, Tensor sums, {_HOW}) -> (Tensor, Tensor, Tensor)",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
 
@@ -51,7 +51,7 @@ def _backward_cuda(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _fake(query: Tensor, *args: Any) -> tuple[Tensor, Tensor]:
-    return _by_query(query), query.new_empty(query.shape[:3], dtype=torch.float32)
+    return _by_query(query), query.new_empty((2, *query.shape[:3]), dtype=torch.float32)
 
 
 def _backward_fake(grad: Tensor, *given: Any) -> tuple[Tensor, Tensor, Tensor]:
@@ -75,16 +75,20 @@ class _Attention(torch.autograd.Function):
     def forward(
         ctx: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, draws: Tensor, *how: Any
     ) -> Tensor:
-        out, logsumexp = torch.ops.fcg.scaled_dot_product_dropout_attention(
-            query, key, value, mask, draws, *how
-        )
-        ctx.save_for_backward(query, key, value, mask, draws, out, logsumexp)
+        out, sums = torch.ops.fcg.scaled_dot_product_dropout_attention(query, key, value, mask, draws, *how)
+        ctx.save_for_backward(query, key, value, mask, draws, out, sums)
         ctx.how = how
         return out  # type: ignore[no-any-return]
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        if torch.is_grad_enabled():  # `once_differentiable` would lose a second derivative in silence
+            raise RuntimeError(
+                "scaled_dot_product_attention: with dropout from a key it is differentiated twice, and on a GPU its "
+                "kernel knows its first derivative only.\n"
+                "To fix: `with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):` around it, where "
+                "you need the second one."
+            )
         grads = torch.ops.fcg.scaled_dot_product_dropout_attention_backward(
             grad, *ctx.saved_tensors, *ctx.how
         )
@@ -109,7 +113,8 @@ def attention_for(
     """
     rates = _RATES[0] <= dropout_p <= _RATES[1]
     given = [query, key, value, *([] if attn_mask is None else [attn_mask])]
-    if enable_gqa or not rates or not all(map(_is_plain, given)) or not _may_fuse():
+    both = is_causal and attn_mask is not None  # torch refuses it
+    if enable_gqa or both or not rates or not all(map(_is_plain, given)) or not _may_fuse():
         return None
     query, key, value, attn_mask = _as_autocast(query, key, value, attn_mask)
     if not _fits(query, key, value) or (attn_mask is not None and not _fits_mask(attn_mask, query, key)):
@@ -171,7 +176,7 @@ def _fits(query: Tensor, key: Tensor, value: Tensor) -> bool:
 
 
 def _fits_mask(mask: Tensor, query: Tensor, key: Tensor) -> bool:
-    known = mask.dtype == torch.bool or mask.is_floating_point()
+    known = mask.dtype in (torch.bool, torch.float32, query.dtype)  # torch refuses others
     whole = *query.shape[:3], key.shape[2]
     broadcasts = mask.dim() <= len(whole) and all(
         size in (1, full) for size, full in zip(mask.shape[::-1], whole[::-1], strict=False)

@@ -65,14 +65,25 @@ def _masked(
     """Scores to the base 2 after the mask, and minus infinity outside."""
     inside = (rows[:, None] < queries) & (columns[None, :] < keys)
     if MASK != 0:
-        place = mask + rows.to(tl.int64)[:, None] * stride_query + columns[None, :] * stride_key
+        place = mask + rows.to(tl.int64)[:, None] * stride_query + columns.to(tl.int64)[None, :] * stride_key
         if MASK == 1:
             inside = inside & (tl.load(place, mask=inside, other=0) != 0)
         else:
-            scores += tl.load(place, mask=inside, other=0.0).to(tl.float32) * 1.4426950408889634
+            # What is finite stays so: a row of nothing but the least number hides no key.
+            added = tl.load(place, mask=inside, other=0.0).to(tl.float32)
+            scaled = added * 1.4426950408889634
+            overflows = (scaled == -float("inf")) & (added != -float("inf"))
+            scores += tl.where(overflows, -3.4028234663852886e38, scaled)
     if CAUSAL:
         inside = inside & (rows[:, None] >= columns[None, :])
     return tl.where(inside, scores, -float("inf"))
+
+
+@triton.jit
+def _place(length, SIZE: tl.constexpr):
+    """Return the first row of this program's block, and its pair of batch and head, of which there may be many."""
+    blocks = tl.cdiv(length, SIZE)
+    return tl.program_id(0) % blocks * SIZE, tl.program_id(0) // blocks
 
 
 @triton.jit
@@ -85,13 +96,13 @@ def _rows_of(start, sb, sh, st, rows, count, batch, head, WIDTH: tl.constexpr):
 
 @triton.jit(do_not_specialize=["stream_low", "stream_high", "dropped"])
 def _forward_kernel(
-    query, key, value, mask, draws, out, logsumexp,
+    query, key, value, mask, draws, out, tops, logs,
     qb, qh, qt, kb, kh, kt, vb, vh, vt, mb, mh, mq, mk, ob, oh, ot,
     heads, queries, keys, groups, scale, kept_scale, stream_low, stream_high, dropped,
     CAUSAL: tl.constexpr, MASK: tl.constexpr, WIDTH: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
     ROUNDS: tl.constexpr,
 ):  # fmt: skip
-    first, pair = tl.program_id(0) * M, tl.program_id(1)
+    first, pair = _place(queries, M)
     batch, head = pair // heads, pair % heads
     rows = first + tl.arange(0, M)
     numbers = pair.to(tl.int64) * queries + rows
@@ -118,7 +129,9 @@ def _forward_kernel(
         top = new
     empty = total == 0.0  # all keys are masked: the result is zero
     acc = acc * (kept_scale / tl.where(empty, 1.0, total))[:, None]
-    tl.store(logsumexp + numbers, tl.where(empty, float("inf"), top + tl.log2(total)), mask=rows < queries)
+    # Apart: a large maximum, as of a row of -1e9, would swallow the logarithm.
+    tl.store(tops + numbers, tl.where(empty, 0.0, top), mask=rows < queries)
+    tl.store(logs + numbers, tl.where(empty, float("inf"), tl.log2(total)), mask=rows < queries)
     place = out + batch.to(tl.int64) * ob + head.to(tl.int64) * oh
     place += rows.to(tl.int64)[:, None] * ot + tl.arange(0, WIDTH)[None, :]
     tl.store(place, acc.to(out.dtype.element_ty), mask=rows[:, None] < queries)
@@ -129,9 +142,9 @@ def _delta_kernel(
     grad, out, delta, gb, gh, gt, ob, oh, ot, heads, queries, WIDTH: tl.constexpr, M: tl.constexpr
 ):
     """Dot products of the rows of the result and of its gradient."""
-    pair = tl.program_id(1)
+    first, pair = _place(queries, M)
     batch, head = pair // heads, pair % heads
-    rows = tl.program_id(0) * M + tl.arange(0, M)
+    rows = first + tl.arange(0, M)
     g = _rows_of(grad, gb, gh, gt, rows, queries, batch, head, WIDTH).to(tl.float32)
     o = _rows_of(out, ob, oh, ot, rows, queries, batch, head, WIDTH).to(tl.float32)
     tl.store(delta + pair.to(tl.int64) * queries + rows, tl.sum(g * o, 1), mask=rows < queries)
@@ -139,14 +152,15 @@ def _delta_kernel(
 
 @triton.jit
 def _slopes(
-    q, k, v, g, mask, mq, mk, draws, logsumexp, delta, rows, numbers, start, queries, keys, groups, scale, kept_scale,
+    q, k, v, g, mask, mq, mk, draws, tops, logs, delta, rows, numbers, start, queries, keys, groups, scale, kept_scale,
     stream_low, stream_high, dropped, CAUSAL: tl.constexpr, MASK: tl.constexpr, N: tl.constexpr, ROUNDS: tl.constexpr,
 ):  # fmt: skip
     """Weights after dropout, and gradients of the scores, of one block."""
     columns = start + tl.arange(0, N)
     scores = _masked(tl.dot(q, tl.trans(k)) * scale, mask, mq, mk, rows, columns, queries, keys, CAUSAL, MASK)
     inside = rows < queries
-    weights = tl.exp2(scores - tl.load(logsumexp + numbers, mask=inside, other=float("inf"))[:, None])
+    scores -= tl.load(tops + numbers, mask=inside, other=0.0)[:, None]
+    weights = tl.exp2(scores - tl.load(logs + numbers, mask=inside, other=float("inf"))[:, None])
     stays = _kept(draws, stream_low, stream_high, dropped, numbers, start, groups, N, ROUNDS)
     toward = tl.where(stays, tl.dot(g, tl.trans(v)) * kept_scale, 0.0)
     slopes = weights * (toward - tl.load(delta + numbers, mask=inside, other=0.0)[:, None])
@@ -155,13 +169,13 @@ def _slopes(
 
 @triton.jit(do_not_specialize=["stream_low", "stream_high", "dropped"])
 def _keys_kernel(
-    query, key, value, mask, draws, grad, logsumexp, delta, key_grad, value_grad,
+    query, key, value, mask, draws, grad, tops, logs, delta, key_grad, value_grad,
     qb, qh, qt, kb, kh, kt, vb, vh, vt, mb, mh, mq, mk, gb, gh, gt, kgb, kgh, kgt, vgb, vgh, vgt,
     heads, queries, keys, groups, scale, plain_scale, kept_scale, stream_low, stream_high, dropped,
     CAUSAL: tl.constexpr, MASK: tl.constexpr, WIDTH: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
     ROUNDS: tl.constexpr,
 ):  # fmt: skip
-    start, pair = tl.program_id(0) * N, tl.program_id(1)
+    start, pair = _place(keys, N)
     batch, head = pair // heads, pair % heads
     columns = start + tl.arange(0, N)
     k = _rows_of(key, kb, kh, kt, columns, keys, batch, head, WIDTH)
@@ -176,7 +190,7 @@ def _keys_kernel(
         q = _rows_of(query, qb, qh, qt, rows, queries, batch, head, WIDTH)
         g = _rows_of(grad, gb, gh, gt, rows, queries, batch, head, WIDTH)
         weights, slopes = _slopes(
-            q, k, v, g, mask, mq, mk, draws, logsumexp, delta, rows, numbers, start, queries, keys, groups, scale,
+            q, k, v, g, mask, mq, mk, draws, tops, logs, delta, rows, numbers, start, queries, keys, groups, scale,
             kept_scale, stream_low, stream_high, dropped, CAUSAL, MASK, N, ROUNDS,
         )  # fmt: skip
         of_value += tl.dot(tl.trans(weights.to(g.dtype)), g)
@@ -191,13 +205,13 @@ def _keys_kernel(
 
 @triton.jit(do_not_specialize=["stream_low", "stream_high", "dropped"])
 def _queries_kernel(
-    query, key, value, mask, draws, grad, logsumexp, delta, query_grad,
+    query, key, value, mask, draws, grad, tops, logs, delta, query_grad,
     qb, qh, qt, kb, kh, kt, vb, vh, vt, mb, mh, mq, mk, gb, gh, gt, qgb, qgh, qgt,
     heads, queries, keys, groups, scale, plain_scale, kept_scale, stream_low, stream_high, dropped,
     CAUSAL: tl.constexpr, MASK: tl.constexpr, WIDTH: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
     ROUNDS: tl.constexpr,
 ):  # fmt: skip
-    first, pair = tl.program_id(0) * M, tl.program_id(1)
+    first, pair = _place(queries, M)
     batch, head = pair // heads, pair % heads
     rows = first + tl.arange(0, M)
     numbers = pair.to(tl.int64) * queries + rows
@@ -211,7 +225,7 @@ def _queries_kernel(
         k = _rows_of(key, kb, kh, kt, columns, keys, batch, head, WIDTH)
         v = _rows_of(value, vb, vh, vt, columns, keys, batch, head, WIDTH)
         _, slopes = _slopes(
-            q, k, v, g, mask, mq, mk, draws, logsumexp, delta, rows, numbers, start, queries, keys, groups, scale,
+            q, k, v, g, mask, mq, mk, draws, tops, logs, delta, rows, numbers, start, queries, keys, groups, scale,
             kept_scale, stream_low, stream_high, dropped, CAUSAL, MASK, N, ROUNDS,
         )  # fmt: skip
         acc += tl.dot(slopes.to(k.dtype), k)
@@ -260,25 +274,26 @@ def attention_cuda(
       causal: Whether query i sees keys 0 to i alone.
       scale: Factor for the scores.
     Returns:
-      The result, like ``query`` but laid out [batch, queries, heads, width], and f32[batch, heads, queries], the
-      logarithms to the base 2 of the sums of exponentials.
+      The result, like ``query`` but laid out [batch, queries, heads, width], and f32[2, batch, heads, queries]: of each
+      query the largest score, and the logarithm of the sum of the exponentials of all others less this one, both to the
+      base 2.
     """
-    query, key, value = map(_in_rows, (query, key, value))
+    query, key, value, draws = map(_in_rows, (query, key, value, draws))
     batch, heads, queries, width = query.shape
     keys = key.shape[2]
     out = query.new_empty((batch, queries, heads, width)).transpose(1, 2)
-    logsumexp = torch.empty((batch, heads, queries), dtype=torch.float32, device=query.device)
+    sums = torch.empty((2, batch, heads, queries), dtype=torch.float32, device=query.device)
     rows, columns, warps, stages = _FORWARD[width]
     with torch.cuda.device(query.device):
-        _forward_kernel[(triton.cdiv(queries, rows), batch * heads)](
-            query, key, value, query if mask is None else mask, draws, out, logsumexp,
+        _forward_kernel[(triton.cdiv(queries, rows) * batch * heads,)](
+            query, key, value, query if mask is None else mask, draws, out, *sums,
             *query.stride()[:3], *key.stride()[:3], *value.stride()[:3], *_strides(mask, 4), *out.stride()[:3],
             heads, queries, keys, keys // _PER_BLOCK, scale * _LOG2_E, kept_scale,
             signed32(stream), signed32(stream >> 32), dropped,
             CAUSAL=causal, MASK=_kind_of(mask), WIDTH=width, M=rows, N=columns, ROUNDS=_ROUNDS,
             num_warps=warps, num_stages=stages,
         )  # fmt: skip
-    return out, logsumexp
+    return out, sums
 
 
 def attention_backward_cuda(
@@ -289,7 +304,7 @@ def attention_backward_cuda(
     mask: Tensor | None,
     draws: Tensor,
     out: Tensor,
-    logsumexp: Tensor,
+    sums: Tensor,
     stream: int,
     dropped: int,
     kept_scale: float,
@@ -297,14 +312,14 @@ def attention_backward_cuda(
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Launch the backward without a sync: gradients of query, key and value, laid out as the result is."""
-    grad, query, key, value = map(_in_rows, (grad, query, key, value))
+    grad, query, key, value, draws = map(_in_rows, (grad, query, key, value, draws))
     batch, heads, queries, width = query.shape
     keys = key.shape[2]
     grads = tuple(
         one.new_empty((batch, one.shape[2], heads, width)).transpose(1, 2) for one in (query, key, value)
     )
-    delta = torch.empty_like(logsumexp)
-    given = (query, key, value, query if mask is None else mask, draws, grad, logsumexp, delta)
+    delta = torch.empty_like(sums[0])
+    given = (query, key, value, query if mask is None else mask, draws, grad, *sums, delta)
     strides = (
         *query.stride()[:3],
         *key.stride()[:3],
@@ -318,16 +333,16 @@ def attention_backward_cuda(
     )  # fmt: skip
     kinds = {"CAUSAL": causal, "MASK": _kind_of(mask), "WIDTH": width, "ROUNDS": _ROUNDS}
     with torch.cuda.device(query.device):
-        _delta_kernel[(triton.cdiv(queries, 64), batch * heads)](
+        _delta_kernel[(triton.cdiv(queries, 64) * batch * heads,)](
             grad, out, delta, *grad.stride()[:3], *out.stride()[:3], heads, queries, WIDTH=width, M=64
         )
         rows, columns, warps, stages = _OF_KEYS[width]
-        _keys_kernel[(triton.cdiv(keys, columns), batch * heads)](
+        _keys_kernel[(triton.cdiv(keys, columns) * batch * heads,)](
             *given, *grads[1:], *strides, *grads[1].stride()[:3], *grads[2].stride()[:3], *numbers,
             M=rows, N=columns, num_warps=warps, num_stages=stages, **kinds,
         )  # fmt: skip
         rows, columns, warps, stages = _OF_QUERIES[width]
-        _queries_kernel[(triton.cdiv(queries, rows), batch * heads)](
+        _queries_kernel[(triton.cdiv(queries, rows) * batch * heads,)](
             *given, grads[0], *strides, *grads[0].stride()[:3], *numbers,
             M=rows, N=columns, num_warps=warps, num_stages=stages, **kinds,
         )  # fmt: skip

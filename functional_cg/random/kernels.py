@@ -89,7 +89,7 @@ class OpenKernels(TorchFunctionMode):
                 return F.scaled_dot_product_attention(query, key, value, attn_mask, dropout_p, *more, **named)
         # Fused kernels of a GPU read rows. A mask that was expanded along the keys, as one made by `vmap` is, would be
         # left to products of float32.
-        if attn_mask is not None and attn_mask.is_cuda and attn_mask.stride(-1) != 1:
+        if attn_mask is not None and attn_mask.is_cuda and attn_mask.stride()[-1:] != (1,):
             attn_mask = in_rows(attn_mask)
         return F.scaled_dot_product_attention(query, key, value, attn_mask, dropout_p, *more, **named)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from tests.shares import CALLS
 pytestmark = pytest.mark.cuda
 
 BATCH, HEADS = 2, 3
+LARGE = MappingProxyType({"-1e9": -1e9, "least number": torch.finfo(torch.float32).min})
 
 
 def operands(queries: int, keys: int, width: int, dtype: torch.dtype) -> list[Tensor]:
@@ -39,6 +41,10 @@ def mask_of(kind: str, queries: int, keys: int) -> Tensor | None:
         return torch.randn(1, HEADS, queries, keys, generator=generator, device="cuda", dtype=torch.float16)
     if kind == "nothing":
         return torch.zeros(queries, keys, dtype=torch.bool, device="cuda")
+    if kind in LARGE:  # of every key of every other row: it hides none from another
+        mask = torch.zeros(queries, keys, device="cuda")
+        mask[::2] = LARGE[kind]
+        return mask
     return None
 
 
@@ -59,7 +65,7 @@ def attended(given: list[Tensor], *, fused: bool, **options: Any) -> list[Tensor
 
 
 @pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("kind", ["none", "padding", "bias", "nothing"])
+@pytest.mark.parametrize("kind", ["none", "padding", "bias", "nothing", *LARGE])
 @pytest.mark.parametrize(
     ("queries", "keys", "width"), [(8, 8, 16), (130, 136, 32), (200, 200, 64), (72, 264, 128), (264, 72, 64)]
 )
@@ -85,6 +91,22 @@ def test_the_mask_is_that_of_keep_mask() -> None:
     attend = fcg.random.keyed(lambda: F.scaled_dot_product_attention(zeros, zeros, eye, dropout_p=0.5))
     drop = fcg.random.keyed(lambda: F.dropout(torch.ones_like(zeros), 0.5))
     assert torch.equal(attend(key) != 0, drop(key) != 0)
+
+
+def test_a_key_may_be_a_column_and_the_heads_may_be_many() -> None:
+    """A grid of CUDA has at most 65535 programs in its second dimension."""
+    x = torch.randn(2**15, 2, 8, 16, device="cuda", dtype=torch.float16)
+    keys = torch.stack([fcg.random.key(1, "cuda"), fcg.random.key(5, "cuda")], 1)
+    attend = fcg.random.keyed(lambda x: F.scaled_dot_product_attention(x, x, x, dropout_p=0.5))
+    found = attend(keys[:, 0], x.requires_grad_())
+    with sdpa_kernel(SDPBackend.MATH):
+        expected = attend(keys[:, 0].clone(), x)
+    for one, other in zip(
+        [found, *torch.autograd.grad(found.float().sum(), x)],
+        [expected, *torch.autograd.grad(expected.float().sum(), x)],
+        strict=True,
+    ):
+        torch.testing.assert_close(one.float(), other.float(), rtol=4e-3, atol=1e-2)
 
 
 class Net(nn.Module):

@@ -184,8 +184,10 @@ def _add_calls(
             laid = None if root in entering else (root.spec.stride, root.storage in written)
             value = graph.call_function(_restrided, (nodes[root], size, stride, offset - root.offset, laid))
         else:
-            argument = node_as_traced if any(name in instr.name for name in _BY_STRIDES) else node
-            target, args = _target(instr, written), map_vars(argument, _with_floats(instr))
+            # What is written is not laid out anew: the write would be to the copy.
+            by_strides = not instr.writes and any(name in instr.name for name in _BY_STRIDES)
+            target = _target(instr, written)
+            args = map_vars(node_as_traced if by_strides else node, _with_floats(instr))
             if (overflow := overflow_of(instr)) is not None:
                 target, kwargs = to_float8, {**kwargs, "overflow": overflow}
             value = graph.call_function(target, args, kwargs)

@@ -7,7 +7,8 @@ it for each head, and compute the scores that it hides.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
@@ -17,7 +18,7 @@ from torch import Tensor
 
 from ...shards.transfers import TRANSFERS
 from ...tensors.aten import named_arguments
-from ..program import Instr, Program, Var, live, map_vars, written_storages
+from ..program import Constant, Instr, Program, Var, live, map_vars, written_storages
 
 __all__ = ["kind_of", "use_known_masks"]
 
@@ -31,18 +32,20 @@ def use_known_masks(program: Program) -> None:
     """Rewrite a program in place so that its attention reads no mask that a flag can say.
 
     Args:
-      program: A program whose calls write nothing that others read.
+      program: A rewritten program.
     """
-    written = written_storages(program.instrs)
-    kinds: dict[tuple[Var, float], str] = {}
+    kinds: dict[tuple[Var, int, float], str] = {}
+    writes: Counter[int] = Counter()
     out = []
-    for instr in program.instrs:
+    for place, instr in enumerate(program.instrs):
+        writes.update(var.storage for var in instr.writes)
         name, mask = _mask_of(instr)
-        if mask is not None and mask.storage not in written:
+        if mask is not None:
             hidden = _HIDDEN.get(instr.name.removesuffix("_backward"), -math.inf)
-            if (mask, hidden) not in kinds:
-                kinds[mask, hidden] = _kind(program, mask, hidden)
-            if kind := kinds[mask, hidden]:
+            known = mask, writes[mask.storage], hidden
+            if known not in kinds:
+                kinds[known] = _kind(program.instrs[:place], program.constants, mask, hidden)
+            if kind := kinds[known]:
                 instr = _without(instr, name, causal=kind == "causal")
         out.append(instr)
     program.instrs = out
@@ -53,7 +56,9 @@ def _mask_of(instr: Instr) -> tuple[str, Var | None]:
     if "scaled_dot_product" in instr.name:
         named = named_arguments(instr.op, instr.args, instr.kwargs)
         for name in _MASKS:
-            if isinstance(named.get(name), Var) and named["is_causal"] is False:
+            # A mask with a gradient is read for it, too.
+            differentiated = bool(named.get("grad_input_mask", [False])[-1])
+            if isinstance(named.get(name), Var) and named["is_causal"] is False and not differentiated:
                 return name, named[name]
     return "", None
 
@@ -72,12 +77,22 @@ def _without(instr: Instr, mask: str, *, causal: bool) -> Instr:
     return replace(instr, args=tuple(args), kwargs=kwargs)
 
 
-def _kind(program: Program, mask: Var, hidden: float) -> str:
-    """Return ``"empty"`` if a mask never hides a key, ``"causal"`` if it always hides the future, or ``""``."""
-    makers, used = live(
-        [instr for instr in program.instrs if not instr.checks and not _is_between_ranks(instr)], [mask]
-    )
-    values: dict[Var, Any] = {constant.var: constant.value for constant in program.constants}
+def _kind(before: Sequence[Instr], constants: Sequence[Constant], mask: Var, hidden: float) -> str:
+    """Return ``"empty"`` if a mask never hides a key, ``"causal"`` if it always hides the future, or ``""``.
+
+    Args:
+      before: The calls before the one that reads it.
+      constants: The constants of the program.
+      mask: The mask.
+      hidden: From which score on a key is hidden.
+    """
+    makers, used = live([one for one in before if not one.checks and not _is_between_ranks(one)], [mask])
+    written = written_storages(makers)
+    values: dict[Var, Any] = {
+        one.var: one.value.clone() if one.var.storage in written else one.value
+        for one in constants
+        if one.var in used
+    }
     made = {var for instr in makers for var in instr.outputs()}
     if len(makers) > _MOST_CALLS or not used <= made | values.keys():
         return ""  # it depends on the state, on an input, or on another rank

@@ -1,0 +1,46 @@
+"""Which calls of attention with dropout a kernel takes on a GPU, and what its derivative refuses; the rest: cuda/."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from functional_cg.random.attention import _Attention, attention_for
+
+LENGTH = 16
+
+
+def given(mask: str, device: str) -> tuple[list[Tensor], Tensor | None]:
+    operands = [torch.zeros(2, 2, LENGTH, 32, device=device, dtype=torch.float16) for _ in range(3)]
+    dtype = getattr(torch, mask, None)
+    return operands, None if dtype is None else torch.ones(LENGTH, LENGTH, device=device, dtype=dtype)
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("mask", ["none", "bool", "float16", "float32", "float64", "bfloat16", "int64"])
+def test_a_kernel_takes_what_torch_takes(mask: str, is_causal: bool) -> None:
+    (query, key, value), other = given(mask, "cpu")
+    try:
+        F.scaled_dot_product_attention(query, key, value, other, 0.5, is_causal)
+    except RuntimeError:
+        takes = False
+    else:
+        takes = True
+    with FakeTensorMode():
+        (query, key, value), other = given(mask, "cuda")
+        assert (attention_for(query, key, value, other, 0.5, is_causal) is not None) == takes
+
+
+def test_a_second_derivative_is_refused() -> None:
+    """It would be left out of a sum in silence, since torch goes no way that leads to no input."""
+    (query, key, value), _ = given("none", "meta")
+    draws = torch.zeros(2, dtype=torch.int64, device="meta")
+    out: Tensor = _Attention.apply(
+        query.requires_grad_(), key, value, None, draws, 0, 32768, 2.0, False, 0.25
+    )
+    torch.autograd.grad(out.sum(), query, retain_graph=True)
+    with pytest.raises(RuntimeError, match=r"(?s)differentiated twice.*To fix: .*SDPBackend.MATH"):
+        torch.autograd.grad(out.sum(), query, create_graph=True)
