@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, fx
+from torch._inductor import config
 
 import functional_cg as fcg
 from functional_cg.stages.branches.rehearsal import Rehearsal
@@ -37,10 +38,15 @@ def lower_as_on_a_gpu(program: Program, device: torch.device, choice: Any, refer
 
 
 class _CopiedOut(InPlacePlan):
-    """Its metrics are copied out, as those of a graph are; every other step launches in an order of lanes."""
+    """Its metrics are copied out, as those of a graph are; every other step launches in an order of lanes.
+
+    Its loops are scalar, unless a test says how long vectors are: a compilation takes two thirds of the time, and those
+    of a host's own lowering have vectors.
+    """
 
     def bind(self, buffers: Buffers) -> Run:
-        run = super().bind(buffers)
+        with config.patch({"cpp.simdlen": config.cpp.simdlen or 1}):
+            run = super().bind(buffers)
         assert not any(text in self.branches for text in ("does not show", "not known")), self.branches
         if self.timeline.lanes > 1:
             every = (buffers.slots, buffers.inputs, buffers.constants)

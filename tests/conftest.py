@@ -26,7 +26,7 @@ os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 import gc
 import signal
 import zlib
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterator
 from typing import Any
 
 import hypothesis
@@ -169,6 +169,15 @@ def getkey() -> Callable[[], torch.Tensor]:
         return random.fold_in(random.key(0), count)
 
     return next_key
+
+
+@pytest.fixture(scope="module")
+def scalar_loops() -> Iterator[None]:
+    """What a host compiles has no vectors, which a third of a compilation is for: where they are not the subject."""
+    from torch._inductor import config
+
+    with config.patch({"cpp.simdlen": 1}):
+        yield
 
 
 @pytest.fixture

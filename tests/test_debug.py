@@ -13,6 +13,8 @@ from torch import Tensor
 import functional_cg as fcg
 from functional_cg.testing.simulator import Simulator
 
+pytestmark = pytest.mark.usefixtures("scalar_loops")
+
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)]
 
 

@@ -14,6 +14,8 @@ import functional_cg as fcg
 from functional_cg.errors import BakedValueError, ReadOnlyError
 from functional_cg.testing import assert_trees_all_close, assert_trees_all_equal
 
+pytestmark = pytest.mark.usefixtures("scalar_loops")
+
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)]
 
 

@@ -14,6 +14,8 @@ import functional_cg as fcg
 from functional_cg.state.flat import ravel, unravel
 from functional_cg.testing.simulator import Simulator
 
+pytestmark = pytest.mark.usefixtures("scalar_loops")
+
 State = dict[str, Any]
 
 

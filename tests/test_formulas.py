@@ -15,6 +15,8 @@ from functional_cg import optim
 from functional_cg.stages.passes.formulas import FORMULAS
 from tests.exports import exports
 
+pytestmark = pytest.mark.usefixtures("scalar_loops")
+
 SHAPES = [(3,), (2, 3), ()]
 
 

@@ -16,6 +16,8 @@ import functional_cg as fcg
 from functional_cg.errors import BakedValueError, ForeignTensorError, SideEffectError
 from tests.shares import CALLS
 
+pytestmark = pytest.mark.usefixtures("scalar_loops")
+
 
 def net() -> nn.Sequential:
     return nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Dropout(0.25), nn.Linear(8, 4))

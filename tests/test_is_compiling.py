@@ -19,6 +19,8 @@ from torch.utils.checkpoint import checkpoint
 import functional_cg as fcg
 from functional_cg.ambient.compiling import compiling, inlining
 
+pytestmark = pytest.mark.usefixtures("scalar_loops")
+
 
 def stance() -> str:
     """Private to torch: what its compiler does with the functions that it was given."""

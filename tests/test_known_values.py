@@ -14,6 +14,8 @@ from functional_cg.testing import assert_trees_all_equal
 from tests.compiled_graphs import ON_A_GPU
 from tests.shares import diagonal
 
+pytestmark = pytest.mark.usefixtures("scalar_loops")
+
 MASK = [True, False, True, True, False]
 EDGES = torch.tensor([[0, 0, 1, 2, 2], [1, 2, 2, 0, 2]])
 TABLE = torch.tensor([3.0, -1.0, 0.5, 2.0, -4.0])

@@ -23,6 +23,8 @@ from functional_cg.errors import BakedValueError, ForeignTensorError, LayoutErro
 from functional_cg.nn import attributes
 from functional_cg.tensors.aten import unwrapped
 
+pytestmark = pytest.mark.usefixtures("scalar_loops")
+
 
 class Plain:
     def __init__(self) -> None:

@@ -13,6 +13,8 @@ import functional_cg as fcg
 from functional_cg.stages.trace.known import filled
 from tests.compiled_graphs import compiled
 
+pytestmark = pytest.mark.usefixtures("scalar_loops")
+
 
 def written(at: Callable[[Tensor], Any], number: Any = 7.0) -> Callable[[Tensor, Tensor], Tensor]:
     def write(x: Tensor, n: Tensor) -> Tensor:

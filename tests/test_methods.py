@@ -16,6 +16,8 @@ import functional_cg as fcg
 from functional_cg.testing import assert_trees_all_equal
 from tests.compiled_graphs import compiled_once
 
+pytestmark = pytest.mark.usefixtures("scalar_loops")
+
 KEY = fcg.random.key(3)
 
 

@@ -13,6 +13,8 @@ import functional_cg as fcg
 from functional_cg.testing import assert_trees_all_equal
 from tests.shares import CALLS
 
+pytestmark = pytest.mark.usefixtures("scalar_loops")
+
 LAYERS = 3
 MM = torch.ops.aten.mm.default
 

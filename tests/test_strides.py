@@ -18,6 +18,8 @@ from functional_cg.testing.simulator import Simulator
 from tests.compiled_graphs import ON_A_GPU, compiled_in_turn
 from tests.shares import CALLS, share
 
+pytestmark = pytest.mark.usefixtures("scalar_loops")
+
 
 class Net(nn.Module):
     """A small convolutional network with batch norm, which ends as most do."""

@@ -17,6 +17,8 @@ from functional_cg.testing import assert_trees_all_equal
 from tests.compiled_graphs import ON_A_GPU
 from tests.shares import CALLS
 
+pytestmark = pytest.mark.usefixtures("scalar_loops")
+
 
 class Reads(nn.Module):
     """Reads its buffers on the host, in one of many ways."""

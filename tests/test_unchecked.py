@@ -15,6 +15,8 @@ from functional_cg.stages.trial.unchecked import Unchecked
 from functional_cg.testing import Simulator
 from tests.compiled_graphs import compiled
 
+pytestmark = pytest.mark.usefixtures("scalar_loops")
+
 TABLE = torch.randn(5, 3)
 ROW, IDS, X = torch.tensor(2), torch.tensor([1, 2]), torch.rand(2, 5)
 

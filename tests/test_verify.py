@@ -13,6 +13,8 @@ from functional_cg.step.verify import _difference
 from functional_cg.testing import assert_replay_equals_eager
 from tests.out_of_sight import OutOfSight
 
+pytestmark = pytest.mark.usefixtures("scalar_loops")
+
 NAN = float("nan")
 
 

@@ -39,25 +39,32 @@ _CHUNK_BLOCKS = 65_536
 _FEW_BLOCKS = 8
 
 
-# ``Any``: the arithmetic of the next two functions is the same for Python integers and for tensors.
-def multiply(word: Any, factor: int) -> tuple[Any, Any]:
-    """Return the high and the low word of the product of two words, without overflow.
+# ``Any``: the arithmetic of the next three functions is the same for Python integers and for tensors.
+def _product(word: Any, factor: int) -> tuple[Any, Any]:
+    """Return the high word of the product of two words, and what has its low word in the low 32 bits; no overflow.
 
     A C++ compiler may assume that an int64 never overflows, and drop the masks that would repair it.
     """
     if factor < 2**31:
         product = word * factor
-        return product >> 32, product & MASK
+        return product >> 32, product
     product = word * (factor - 2**32)
-    return (product >> 32) + word, product & MASK
+    return (product >> 32) + word, product
+
+
+def multiply(word: Any, factor: int) -> tuple[Any, Any]:
+    """Return the high and the low word of the product of two words, without overflow."""
+    high, product = _product(word, factor)
+    return high, product & MASK
 
 
 def _philox(c0: Any, c1: Any, c2: Any, c3: Any, k0: Any, k1: Any) -> tuple[Any, Any, Any, Any]:
     for _ in range(_ROUNDS):
-        (high0, low0), (high1, low1) = multiply(c0, _MULTIPLIERS[0]), multiply(c2, _MULTIPLIERS[1])
-        c0, c1, c2, c3 = high1 ^ c1 ^ k0, low1, high0 ^ c3 ^ k1, low0
-        k0, k1 = (k0 + _WEYL[0]) & MASK, (k1 + _WEYL[1]) & MASK
-    return c0, c1, c2, c3
+        (high0, low0), (high1, low1) = _product(c0, _MULTIPLIERS[0]), _product(c2, _MULTIPLIERS[1])
+        # c1, c3 and the keys have more than a word: the mask on the words that they are xored into removes it.
+        c0, c1, c2, c3 = (high1 ^ c1 ^ k0) & MASK, low1, (high0 ^ c3 ^ k1) & MASK, low0
+        k0, k1 = k0 + _WEYL[0], k1 + _WEYL[1]
+    return c0, c1 & MASK, c2, c3 & MASK
 
 
 def _philox_chunk(out: Tensor, first: int, stream: int, k0: int, k1: int) -> None:

@@ -35,19 +35,20 @@ class FakeMode(fake_tensor.FakeTensorMode):
         super().__init__()
         self._strides = KernelStrides()
 
-    def __torch_dispatch__(
+    def dispatch(
         self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] = _NOTHING
     ) -> Any:
+        """Return what an op would, without values."""
         if isinstance(func, torch._ops.HigherOrderOperator):
             # Below a `triton_op`, the kernels that it wraps. Torch looks rules up by exact type.
             rule = func.python_key_table.get(fake_tensor.FakeTensorMode)
             return NotImplemented if rule is None else rule(self, *args, **kwargs)
         if func in _ONE_TENSOR_TWICE:
             with fake_tensor.disable_fake_tensor_cache(self):
-                return super().__torch_dispatch__(func, types, args, kwargs)
+                return super().dispatch(func, types, args, kwargs)
         if func is _ZERO_TANGENT:
             func = torch.ops.aten.zeros.default
-        out = super().__torch_dispatch__(func, types, args, kwargs)
+        out = super().dispatch(func, types, args, kwargs)
         return self._strides.correct(func, args, kwargs, out, self._empty)
 
     def forget(self) -> None:

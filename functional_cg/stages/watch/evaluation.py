@@ -9,16 +9,18 @@ from __future__ import annotations
 
 import ctypes
 import dis
+import functools
 import itertools
 import sys
 import sysconfig
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from types import CodeType, FrameType
 from typing import Any
 
-__all__ = ["EMPTY", "Evaluation", "depths_of", "readable"]
+__all__ = ["CODES", "EMPTY", "Evaluation", "depths_of", "instructions_of", "readable"]
 
 EMPTY: Any = object()  # a slot that holds no object
+CODES = 512  # whose instructions are remembered: every trace asks for those of the same modules
 _WORD = 8  # bytes
 _INNER = 3 * _WORD  # offset of `f_frame` in a frame object: after the object's head and `f_back`
 _LOCALS = 9 * _WORD  # offset of `localsplus` in an inner frame
@@ -60,11 +62,18 @@ class Evaluation:
         return ctypes.py_object.from_address(address).value
 
 
-def depths_of(code: CodeType) -> dict[int, int]:
+@functools.lru_cache(maxsize=CODES)
+def instructions_of(code: CodeType) -> tuple[dis.Instruction, ...]:
+    """Return the instructions of a code, in order."""
+    return tuple(dis.get_instructions(code))
+
+
+@functools.lru_cache(maxsize=CODES)
+def depths_of(code: CodeType) -> Mapping[int, int]:
     """Return the depth of the stack before each instruction; nothing if unknown, or if two ways to one disagree."""
     if not readable():
         return {}
-    instructions = list(dis.get_instructions(code))
+    instructions = instructions_of(code)
     following = {one.offset: after for one, after in itertools.pairwise(instructions)}
     by_offset = {one.offset: one for one in instructions}
     found: dict[int, int] = {}

@@ -22,7 +22,6 @@ from ...messages.source import is_user_file
 from .kinds import UNKNOWN
 from .names import HostReads
 from .shadow import Shadow
-from .stack import Instructions
 
 __all__ = ["Follower"]
 
@@ -66,7 +65,6 @@ class Follower:
     def __init__(self, reads: HostReads) -> None:
         self.away = False
         self._reads = reads
-        self._instructions = Instructions()
         self._shadows: dict[int, Shadow] = {}
         self.own: dict[CodeType, bool | None] = {}
 
@@ -114,7 +112,7 @@ class Follower:
         own = self.owned(frame)
         if own is None or (not own and not self._is_method_of_known(frame)):
             return None
-        shadow = self._shadows[id(frame)] = Shadow(frame, self._reads, self._instructions, own=own)
+        shadow = self._shadows[id(frame)] = Shadow(frame, self._reads, own=own)
         if own and frame.f_code.co_flags & _YIELDS and not shadow.is_fresh:
             self._reads.went_on(frame)
         return shadow

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import collections
-import dis
 import enum
 import functools
 import itertools
@@ -14,7 +13,7 @@ from types import CodeType, FrameType
 from typing import Any
 
 from ...pytree.sameness import same
-from .evaluation import depths_of
+from .evaluation import CODES, depths_of, instructions_of
 from .kinds import is_key
 from .values import Contents, Shape, in_classes, is_array, is_container
 
@@ -189,7 +188,6 @@ class Memory:
         self.remembered: set[int] = set()
         self._constants = constants
         self._containers: set[int] = set()  # that stand in such a place themselves
-        self._fills = functools.cache(fills)
 
     def found(self, owner: Place, step: Step, value: Any, name: str, frame: FrameType | None) -> None:
         """Note a value that a function has read from a place."""
@@ -213,7 +211,7 @@ class Memory:
             self._containers.add(id(value))
 
     def _is_filled(self, owner: Place, step: Step, name: str, frame: FrameType) -> bool:
-        stored = self._fills(frame.f_code)
+        stored = fills(frame.f_code)
         if not stored or step.way not in (ATTRIBUTE, ITEM, CELL):
             return False
         if step.way is not ITEM:
@@ -225,9 +223,10 @@ class Memory:
         return any(one == last or here.get(one, frame.f_globals.get(one)) is owner.value for one in called)
 
 
+@functools.lru_cache(maxsize=CODES)
 def fills(code: CodeType) -> frozenset[tuple[str, str]]:
     """Return where a function puts something, as (way, name): of an attribute, a variable, a container of items."""
-    instructions = list(dis.get_instructions(code))
+    instructions = instructions_of(code)
     depths = depths_of(code)
     found = set()
     for number, one in enumerate(instructions):

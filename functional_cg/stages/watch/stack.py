@@ -10,12 +10,12 @@ from typing import Any
 
 from torch import Tensor
 
-from .evaluation import EMPTY, Evaluation
+from .evaluation import CODES, EMPTY, Evaluation, instructions_of
 from .kinds import UNKNOWN, is_key
 from .names import HostReads
 from .values import in_classes
 
-__all__ = ["NULL", "Instructions", "Stack"]
+__all__ = ["NULL", "Stack"]
 
 NULL: Any = object()  # the empty slot beside a callee
 
@@ -68,26 +68,19 @@ def _called(args: list[Any], kwargs: dict[str, Any], callee: Any) -> Any:
     return callee(*args, **kwargs)
 
 
-class Instructions:
-    """Instructions by code and offset, each with the offset of the next."""
+@functools.lru_cache(maxsize=CODES)
+def _steps(code: CodeType) -> Mapping[int, tuple[dis.Instruction, int, str]]:
+    """Return by offset an instruction, the offset of the next, and the name of the method that handles it.
 
-    def __init__(self) -> None:
-        self._known: dict[CodeType, dict[int, tuple[dis.Instruction, int]]] = {}
-        self.evaluation = functools.cache(Evaluation)
-
-    def of(self, code: CodeType) -> dict[int, tuple[dis.Instruction, int]]:
-        """Return those of ``code``; an ``EXTENDED_ARG`` maps to the instruction that it belongs to."""
-        known = self._known.get(code)
-        if known is None:
-            known = self._known[code] = {}
-            following = -1
-            for ins in reversed(list(dis.get_instructions(code))):
-                if ins.opname == "EXTENDED_ARG":
-                    known[ins.offset] = known[following]
-                else:
-                    known[ins.offset] = ins, following
-                following = ins.offset
-        return known
+    An ``EXTENDED_ARG`` maps to the instruction that it belongs to.
+    """
+    known: dict[int, tuple[dis.Instruction, int, str]] = {}
+    following = -1
+    for ins in reversed(instructions_of(code)):
+        extends = ins.opname == "EXTENDED_ARG"
+        known[ins.offset] = known[following] if extends else (ins, following, f"op_{ins.opname.lower()}")
+        following = ins.offset
+    return known
 
 
 class Stack:
@@ -96,16 +89,15 @@ class Stack:
     Args:
       frame: The frame, at its start.
       reads: Records what is read.
-      instructions: The instructions of all code.
       own: Whether the code is the user's. In a library's code, only reads from known objects count.
     """
 
-    def __init__(self, frame: FrameType, reads: HostReads, instructions: Instructions, *, own: bool) -> None:
+    def __init__(self, frame: FrameType, reads: HostReads, *, own: bool) -> None:
         self.frame, self.reads, self.own = frame, reads, own
         self.code, self.stack = frame.f_code, list[Any]()
         self.result: Any = UNKNOWN  # of the last frame that this one called
-        self._instructions, self._evaluation = instructions.of(self.code), instructions.evaluation(self.code)
-        self._last: tuple[dis.Instruction, int] | None = None
+        self._instructions, self._evaluation = _steps(self.code), Evaluation(self.code)
+        self._last: tuple[dis.Instruction, int, str] | None = None
         self._awaits = False
         self._kept: tuple[Any, Callable[[Any], Any], int] | None = None
         self._keywords: tuple[str, ...] = ()
@@ -133,8 +125,9 @@ class Stack:
         self._finish(here[0].offset)
         self._look(offset)
         self._last, self.result = here, UNKNOWN
-        ins, self.reads.frame = here[0], self.frame
-        getattr(self, f"op_{ins.opname.lower()}", self.other)(ins)
+        ins, _, method = here
+        self.reads.frame = self.frame
+        getattr(self, method, self.other)(ins)
 
     def _look(self, offset: int) -> None:
         """See in the frame itself what the shadow does not know: computed values, and all after it lost track."""
@@ -161,7 +154,7 @@ class Stack:
         """Complete the last instruction, which has run and led here."""
         if self._last is None:
             return
-        ins, following = self._last
+        ins, following, _ = self._last
         after = self._instructions.get(following)
         falls = offset == following or (after is not None and after[0].offset == offset)
         if self._awaits and self.stack and falls:
