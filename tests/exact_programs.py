@@ -28,6 +28,8 @@ from tests.compiled_graphs import lower_as_on_a_gpu
 from tests.overwritten import overwritten
 from tests.shares import CALLS
 
+EXACT = 1e-30  # a relative tolerance that lets zeros have any sign, and nothing else
+
 
 def drawn(count: int, number: int, of: SearchStrategy[StepProgram]) -> list[StepProgram]:
     """So many programs, the same ones for the same number."""

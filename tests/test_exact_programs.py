@@ -13,14 +13,13 @@ from functional_cg.step import captures
 from functional_cg.testing import assert_replay_equals_eager
 from functional_cg.testing import strategies as fst
 from tests.compiled_graphs import compiled, compiled_once, lower_as_on_a_gpu
-from tests.exact_programs import drawn, found, together
+from tests.exact_programs import EXACT, drawn, found, together
 from tests.overwritten import overwritten
 from tests.shares import share
 
 # Where it merges loops, torch 2.11's C++ backend forgets which read a write has to wait for. A host's own lowering
 # writes no slot in a kernel, so this strikes only where a host is told to lower as a GPU, and the trial refuses it.
 FORGETS_ORDER = torch.__version__ < "2.12"
-EXACT = 1e-30  # a relative tolerance that lets zeros have any sign, and nothing else
 
 
 @compiled

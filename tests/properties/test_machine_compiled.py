@@ -17,7 +17,7 @@ from functional_cg import tree
 from functional_cg.testing.stateful import machine
 from functional_cg.testing.strategies import like, whole_numbers
 from tests.compiled_graphs import compiled
-from tests.test_exact_programs import EXACT
+from tests.exact_programs import EXACT
 
 LIMITS = settings(
     deadline=None,
