@@ -48,6 +48,7 @@ def test_all_are_there() -> None:
         *range(110, 127),
         *range(130, 133),
         *range(140, 143),
+        150,
     }
     assert len({mutant.name for mutant in MUTANTS}) == len(MUTANTS)
     assert {name for mutant in MUTANTS for name in mutant.general} <= set(GENERAL)

@@ -8,6 +8,7 @@ so. ``general`` is a record: ``python -m tests.mutants --general`` measures it.
 from __future__ import annotations
 
 from tests.mutants.branches import BRANCHES
+from tests.mutants.masks import MASKS
 from tests.mutants.mutant import Mutant
 from tests.mutants.parts import PARTS
 from tests.mutants.pipelines import PIPELINES
@@ -650,6 +651,7 @@ MUTANTS = (
     *PIPELINES,
     *BRANCHES,
     *PARTS,
+    *MASKS,
     Mutant(
         "N38",
         "the fast path is taken with static arguments: a call without one is that of the call before",
