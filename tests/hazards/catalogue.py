@@ -913,7 +913,7 @@ HAZARDS = (
          "known_masks::test_a_mask_that_is_written_between_two_calls_is_read_as_it_was_at_each",
          "known_masks::test_a_mask_whose_gradient_is_asked_for_stays"),
     _row(186, 1, "", "an op that knows its first derivative only is differentiated twice: terms are lost in silence",
-         "refused: RuntimeError, with what to differentiate in its place", "attention::test_a_second_derivative_is_refused",
+         "refused: RuntimeError, with a fix", "attention::test_a_second_derivative_is_refused",
          "of_ctc::test_differentiating_twice_is_refused_and_never_loses_terms"),
 )
 # fmt: on
