@@ -260,8 +260,9 @@ def graph_step(fn: Any = None, /, **options: Any) -> Any:
         does not grow with their number, and ``explain()`` says which calls share a function. Calls in two parts are
         not fused, so it is cut before products, convolutions and attention, which no compiler fuses with what they
         read. Off by default: memory that a part has read is free only when the part ends, and there are more launches.
-        Of GPT-2 on an H100 it saves a fifth of the first call, and costs 7 % of each step and 39 % of memory. A step with collectives, one over flat vectors
-        (``optim.flatten``) and one that repeats little stay one function. Not together with ``branches``.
+        Of GPT-2 on an H100 it saves a fifth of the first call, and costs 7 % of each step and 39 % of memory. A step
+        with collectives, one over flat vectors (``optim.flatten``) and one that repeats little stay one function. Not
+        together with ``branches``.
     Raises:
       FunctionalCGError: At the call; the state passed in stays valid. See :mod:`functional_cg.errors`.
 
