@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import os
 import signal
 import threading
@@ -51,6 +52,7 @@ def forked(step: Any, look: Any, state: Any, x: Tensor) -> int:
         code = 1
         try:
             signal.signal(signal.SIGALRM, signal.SIG_DFL)
+            faulthandler.dump_traceback_later(PATIENCE / 2)  # where it hangs, if it does
             signal.alarm(PATIENCE)
             code = child(step, look, state, x)
         finally:
