@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
+import functional_cg as fcg
 from functional_cg.random.attention import _Attention, attention_for
 
 LENGTH = 16
@@ -44,3 +51,34 @@ def test_a_second_derivative_is_refused() -> None:
     torch.autograd.grad(out.sum(), query, retain_graph=True)
     with pytest.raises(RuntimeError, match=r"(?s)differentiated twice.*To fix: .*SDPBackend.MATH"):
         torch.autograd.grad(out.sum(), query, create_graph=True)
+
+
+def penalized(kernels: Callable[[], AbstractContextManager[object]]) -> Any:
+    @fcg.graph_step
+    def step(state: Any, x: Tensor) -> Any:
+        def loss_fn(w: Tensor) -> Tensor:
+            def score(x: Tensor) -> Tensor:
+                return F.scaled_dot_product_attention(x * w, x, x).square().sum()
+
+            with kernels():
+                return fcg.grad(score)(x).square().sum()
+
+        loss, grad = fcg.value_and_grad(loss_fn)(state["w"])
+        return {"w": state["w"] - 1e-3 * grad}, {"loss": loss}
+
+    return step
+
+
+def test_a_penalty_on_the_gradient_of_attention_has_a_fix_that_works() -> None:
+    state, x = (
+        fcg.place({"w": torch.ones(8)}),
+        torch.randn(1, 2, 4, 8, generator=torch.Generator().manual_seed(0)),
+    )
+    with pytest.raises(
+        fcg.CaptureError, match=r"(?s)derivative for.*To fix: .*sdpa_kernel\(SDPBackend.MATH\)"
+    ):
+        penalized(nullcontext)(state, x)
+    step = penalized(partial(sdpa_kernel, SDPBackend.MATH))
+    expected, _ = step.eager(fcg.snapshot(state), x)
+    state, _ = step(state, x)
+    assert torch.equal(state["w"] + 0, expected["w"] + 0)

@@ -57,6 +57,8 @@ def _fix(recipe: Recipe, error: Exception) -> str:
         )
     if isinstance(error, bdb.BdbQuit):
         return f"a debugger works where there are values: `{name}.eager(...)`, or FCG_DISABLE_CAPTURE=1 for all calls"
+    if "derivative for aten::_scaled_dot_product" in text:
+        return "torch knows one derivative of fused attention: `with sdpa_kernel(SDPBackend.MATH):` around it has two"
     doubles = [path for path, spec in inputs.items() if spec.dtype is torch.float64]
     if doubles and MIXED_DTYPES in text:
         return f"`{doubles[0]}` is f64, as numpy makes it: pass it with `.astype(np.float32)`, or `.float()`"
