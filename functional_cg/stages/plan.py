@@ -6,7 +6,7 @@ What it runs, and in which order, is a ``Schedule``, from ``stages.schedule``.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
@@ -30,6 +30,7 @@ __all__ = [
     "ExecutionPlan",
     "Run",
     "evaluate",
+    "evaluate_all",
     "lower_aten",
     "note",
     "staged_line",
@@ -321,6 +322,20 @@ def evaluate(instr: Instr, value: Callable[[Var], Any]) -> Any:
     if instr.op is _AS_STRIDED:
         return as_strided(instr.args[0].offset, *args, **kwargs)
     return instr.op(*args, **kwargs)
+
+
+def evaluate_all(instrs: Iterable[Instr], values: dict[Var, Any]) -> None:
+    """Run calls one by one, and add their results to the values of the variables before."""
+
+    def assign(out: Any, value: Any) -> None:
+        if isinstance(out, Var):
+            values[out] = value
+        elif isinstance(out, (list, tuple)):
+            for one, part in zip(out, value, strict=True):
+                assign(one, part)
+
+    for instr in instrs:
+        assign(instr.out, evaluate(instr, values.__getitem__))
 
 
 def _target(out: Any, fixed: Collection[Var]) -> str:

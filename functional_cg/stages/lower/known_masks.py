@@ -16,9 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...shards.transfers import TRANSFERS
+from ...shards.transfers import is_between_ranks
 from ...tensors.aten import named_arguments
-from ..program import Constant, Instr, Program, Var, live, map_vars, written_storages
+from ..plan import evaluate_all, quiet
+from ..program import Constant, Instr, Program, Var, live, written_storages
 
 __all__ = ["kind_of", "use_known_masks"]
 
@@ -86,7 +87,7 @@ def _kind(before: Sequence[Instr], constants: Sequence[Constant], mask: Var, hid
       mask: The mask.
       hidden: From which score on a key is hidden.
     """
-    makers, used = live([one for one in before if not one.checks and not _is_between_ranks(one)], [mask])
+    makers, used = live([one for one in before if not one.checks and not is_between_ranks(one.op)], [mask])
     written = written_storages(makers)
     values: dict[Var, Any] = {
         one.var: one.value.clone() if one.var.storage in written else one.value
@@ -98,23 +99,9 @@ def _kind(before: Sequence[Instr], constants: Sequence[Constant], mask: Var, hid
         return ""  # it depends on the state, on an input, or on another rank
     if any(torch.Tag.nondeterministic_seeded in instr.op.tags for instr in makers):
         return ""
-    with torch.no_grad():
-        for instr in makers:
-            kwargs = {name: map_vars(values.__getitem__, value) for name, value in instr.kwargs.items()}
-            _bind(instr.out, instr.op(*map_vars(values.__getitem__, instr.args), **kwargs), values)
+    with quiet():
+        evaluate_all(makers, values)
         return kind_of(values[mask], hidden)
-
-
-def _is_between_ranks(instr: Instr) -> bool:
-    return instr.op in TRANSFERS or instr.op.namespace == "_c10d_functional"
-
-
-def _bind(out: Any, value: Any, values: dict[Var, Any]) -> None:
-    if isinstance(out, Var):
-        values[out] = value
-    elif isinstance(out, (list, tuple)):
-        for one, part in zip(out, value, strict=True):
-            _bind(one, part, values)
 
 
 def kind_of(mask: Tensor, hidden: float) -> str:

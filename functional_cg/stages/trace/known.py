@@ -20,9 +20,10 @@ from torch import Tensor
 from ...ambient.modes import ordinary, without_gradients
 from ...errors import HostSyncError
 from ...messages.source import here
-from ...shards.transfers import TRANSFERS
+from ...shards.transfers import is_between_ranks
 from ...tensors.aten import named_arguments, tensors_in
-from ..program import Constant, Instr, Program, Var, live, map_vars, written_storages
+from ..plan import evaluate_all
+from ..program import Constant, Instr, Program, Var, live, written_storages
 
 __all__ = [
     "BY_NUMBER",
@@ -70,7 +71,7 @@ def value_of(
     """
     if var is None:
         return None
-    own = [instr for instr in program.instrs if not instr.checks and not _is_between_ranks(instr.op)]
+    own = [instr for instr in program.instrs if not instr.checks and not is_between_ranks(instr.op)]
     instrs, _ = live(own, [var])
     values = {constant.var: constant.value for constant in program.constants}
     decided = _decided(instrs)
@@ -90,17 +91,11 @@ def value_of(
     def computed() -> Tensor:
         # Copies, since a call may write them in place; where they are, because a text of a tensor says so.
         found = {one: value.to(one.spec.device, copy=True) for one, value in values.items()}
-        for instr in instrs:
-            kwargs = {name: map_vars(found.__getitem__, value) for name, value in instr.kwargs.items()}
-            _bind(instr.out, instr.op(*map_vars(found.__getitem__, instr.args), **kwargs), found)
+        evaluate_all(instrs, found)
         return found[var]
 
     value: Tensor = aside_from_modes(computed)
     return value
-
-
-def _is_between_ranks(op: Any) -> bool:
-    return op in TRANSFERS or op.namespace == "_c10d_functional"
 
 
 _COMPARISONS = frozenset({_aten.lt.Scalar, _aten.le.Scalar, _aten.gt.Scalar, _aten.ge.Scalar})
@@ -166,14 +161,6 @@ def _ends(instrs: Sequence[Instr], var: Var) -> Tensor | None:
 
 def _sets(instr: Instr, var: Var) -> bool:
     return instr.out is var or any(one.storage == var.storage for one in instr.writes)
-
-
-def _bind(out: Any, value: Any, values: dict[Var, Tensor]) -> None:
-    if isinstance(out, Var):
-        values[out] = value
-    elif isinstance(out, (list, tuple)):
-        for one, part in zip(out, value, strict=True):
-            _bind(one, part, values)
 
 
 def by_places(
@@ -258,7 +245,7 @@ def result_of(
       kwargs: Its arguments by name.
       value: Returns what a tensor holds; None if that is not known.
     """
-    if _is_between_ranks(func):
+    if is_between_ranks(func):
         return None
     values = {id(tensor): value(tensor) for tensor in tensors_in([*args, *kwargs.values()])}
     if func._schema.is_mutable or any(one is None for one in values.values()):
