@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad
 
 import functional_cg as fcg
+from functional_cg.testing import Simulator
 from tests.shares import thorough
 
 
@@ -62,7 +63,7 @@ SAVING: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-def equals_eager(loss: Callable[[Any, Tensor], Tensor], debug: Any = None) -> None:
+def equals_eager(loss: Callable[[Any, Tensor], Tensor], **options: Any) -> None:
     """Judge a captured step by the same function run eagerly, over calls with new data."""
     layer = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double()
     apply, params, _ = fcg.from_module(layer)
@@ -75,7 +76,7 @@ def equals_eager(loss: Callable[[Any, Tensor], Tensor], debug: Any = None) -> No
         return state.apply_gradients(grads), value
 
     state = fcg.TrainState.create(params=params, optimizer=fcg.optim.sgd(0.1))
-    step, plain = fcg.graph_step(train_step, lowering="aten", debug=debug), fcg.snapshot(state)
+    step, plain = fcg.graph_step(train_step, lowering="aten", **options), fcg.snapshot(state)
     for _ in range(4):
         x = torch.randn(5, 3, dtype=torch.float64)
         plain, expected = train_step(plain, x)
@@ -111,6 +112,11 @@ FORWARD = {"hessian": laplacian, "jacfwd": jacobian, "dual": dual}
 @pytest.mark.parametrize("kind", FORWARD)
 def test_forward_mode_equals_eager(kind: str) -> None:
     equals_eager(FORWARD[kind])
+
+
+@pytest.mark.parametrize("kind", FORWARD)
+def test_forward_mode_survives_the_rules_of_a_graph(kind: str) -> None:
+    equals_eager(FORWARD[kind], backend=Simulator())
 
 
 def test_forward_mode_is_verified() -> None:

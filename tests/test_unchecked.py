@@ -45,6 +45,11 @@ CALLS: dict[str, tuple[Callable[[Tensor], Any], Tensor, bool]] = {
     "the largest ones": (lambda x: x.gather(1, x.topk(2).indices), X, True),
     "rows by comparison": (lambda x: TABLE[(x > 0.5).long()], X, True),
     "probabilities": (lambda x: F.binary_cross_entropy(x, torch.ones_like(x)), X, False),
+    "places in an image": (
+        lambda x: F.grid_sample(TABLE.view(1, 1, 5, 3), x[:, :4].reshape(1, 2, 2, 2), align_corners=False),
+        X,
+        False,
+    ),
     "a divisor": (lambda n: 7 // n, IDS, False),
     "a remainder": (lambda n: torch.tensor(7) % (n + 1), IDS, False),
     "a divisor that is no integer": (lambda x: 7 // x, X, True),

@@ -17,7 +17,8 @@ from ..program import Instr, Program, Var
 __all__ = ["Unchecked"]
 
 _INTEGERS = frozenset({torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8})
-# Prefixes of ops that check numbers of any dtype: probabilities, a nonnegative scale.
+# Prefixes of ops that check numbers of any dtype, probabilities or a nonnegative scale, or that read where these say:
+# a sample of an image at NaN ends the process on a host.
 _STRICT = (
     "multinomial",
     "bernoulli",
@@ -26,6 +27,7 @@ _STRICT = (
     "normal",
     "binary_cross_entropy",
     "fractional_max_pool",
+    "grid_sampler",
     "_assert_async",
 )
 _DIVISIONS = ("div", "floor_divide", "remainder", "fmod")
