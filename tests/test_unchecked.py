@@ -45,6 +45,11 @@ CALLS: dict[str, tuple[Callable[[Tensor], Any], Tensor, bool]] = {
     "the largest ones": (lambda x: x.gather(1, x.topk(2).indices), X, True),
     "rows by comparison": (lambda x: TABLE[(x > 0.5).long()], X, True),
     "probabilities": (lambda x: F.binary_cross_entropy(x, torch.ones_like(x)), X, False),
+    "a matrix to be factored": (lambda x: torch.linalg.cholesky(x @ x.T + torch.eye(2)), X, False),
+    "a matrix to be inverted": (lambda x: torch.linalg.inv(x @ x.T + torch.eye(2)), X, False),
+    "a matrix whose factors nobody checks": (lambda x: torch.linalg.cholesky_ex(x @ x.T)[0], X, True),
+    "singular values": (torch.linalg.svdvals, X, False),
+    "a norm": (lambda x: torch.linalg.vector_norm(x) + torch.linalg.norm(x), X, True),
     "places in an image": (
         lambda x: F.grid_sample(TABLE.view(1, 1, 5, 3), x[:, :4].reshape(1, 2, 2, 2), align_corners=False),
         X,

@@ -17,8 +17,8 @@ from ..program import Instr, Program, Var
 __all__ = ["Unchecked"]
 
 _INTEGERS = frozenset({torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8})
-# Prefixes of ops that check numbers of any dtype, probabilities or a nonnegative scale, or that read where these say:
-# a sample of an image at NaN ends the process on a host.
+# Prefixes of ops that check numbers of any dtype (probabilities, a nonnegative scale, a matrix to be decomposed), or
+# that read where these say: a sample of an image at NaN ends the process on a host.
 _STRICT = (
     "multinomial",
     "bernoulli",
@@ -28,6 +28,8 @@ _STRICT = (
     "binary_cross_entropy",
     "fractional_max_pool",
     "grid_sampler",
+    "linalg_eig",
+    "_linalg_",
     "_assert_async",
 )
 _DIVISIONS = ("div", "floor_divide", "remainder", "fmod")
@@ -68,10 +70,18 @@ class Unchecked:
 
 
 def _is_position(instr: Instr, var: Var) -> bool:
-    """Whether a result is in range for any arguments: a flag, or integers from floats without a cast."""
+    """Whether a result is in range for any arguments: a flag, or integers from floats without a cast.
+
+    How a decomposition went, which those ending with ``_ex`` return, is checked by a call of its own.
+    """
     if var.spec.dtype is torch.bool:
         return True
-    if var.spec.dtype not in _INTEGERS or instr.by_element or instr.name in _CASTS:
+    if (
+        var.spec.dtype not in _INTEGERS
+        or instr.by_element
+        or instr.name in _CASTS
+        or instr.name.endswith("_ex")
+    ):
         return False
     return all(one.spec.dtype not in _INTEGERS for one in instr.inputs())
 
