@@ -77,6 +77,31 @@ def test_what_may_hold_any_value(name: str) -> None:
     assert unchecked == Unchecked((free,), (free,))
 
 
+def test_what_a_checked_slot_becomes_is_checked_too() -> None:
+    """A warm-up runs twice: any value of a moment would make any value of the place that the next run reads."""
+
+    def train_step(state: Any, x: Tensor) -> Any:
+        def loss_fn(params: Any) -> Tensor:
+            table = params["table"]
+            return (table[(params["at"] * 4).long()] * params["at"]).square().mean() + (
+                x * params["free"]
+            ).sum()
+
+        loss, grads = fcg.value_and_grad(loss_fn)(state.params)
+        return state.apply_gradients(grads), {"loss": loss}
+
+    params = {"at": torch.full((2,), 0.5), "table": torch.ones(4, 2), "free": torch.ones(3)}
+    state = fcg.TrainState.create(params=params, optimizer=fcg.optim.adam(1e-3))
+    step = fcg.graph_step(train_step, backend=Simulator())
+    lowered = step.lower(state, torch.ones(3))
+    free = lowered.reference.unchecked
+    may_be_any = {name for name, one in zip(lowered.program.slot_names, free.slots, strict=True) if one}
+    assert may_be_any == {"state.step"}  # one call updates all leaves
+    assert free.inputs == (True,)
+    for _ in range(3):
+        state, _ = step(state, torch.randn(3))
+
+
 @compiled
 def test_no_step_is_tried_on_values_that_its_calls_refuse(compiled_on: str) -> None:
     """Zeros would end the process: a division of integers by zero on the host, a row before the first one on a GPU."""

@@ -55,18 +55,28 @@ class Unchecked:
     def of(cls, program: Program) -> Unchecked:
         """Find which slots and inputs of a program may hold any value.
 
-        Walks the calls backwards: the values that a checked value is computed from count as checked, too.
+        Walks the calls backwards: the values that a checked value is computed from count as checked, too. A warm-up
+        runs more than once, so the new value of a checked slot counts as well; its inputs are those of the call.
         """
-        checked: set[int] = set()  # storages
-        for instr in reversed(program.instrs):
-            made = (*instr.writes, *(var for var in instr.outputs() if not _is_position(instr, var)))
-            if any(var.storage in checked for var in made):
-                checked.update(var.storage for var in instr.inputs())
-            checked.update(var.storage for var in _checked_by(instr))
-        return cls(
-            tuple(var.storage not in checked for var in program.slots),
-            tuple(var.storage not in checked for var in program.inputs),
-        )
+        checked = _computed_from(program, set())  # storages
+        inputs = tuple(var.storage not in checked for var in program.inputs)
+        before = 0
+        while before < (before := len(checked)):
+            kept = zip(program.slots, program.new_state, strict=False)
+            checked = _computed_from(
+                program, checked | {new.storage for old, new in kept if old.storage in checked}
+            )
+        return cls(tuple(var.storage not in checked for var in program.slots), inputs)
+
+
+def _computed_from(program: Program, checked: set[int]) -> set[int]:
+    """Return the storages that the given ones, and those that calls check, are computed from, and these."""
+    for instr in reversed(program.instrs):
+        made = (*instr.writes, *(var for var in instr.outputs() if not _is_position(instr, var)))
+        if any(var.storage in checked for var in made):
+            checked.update(var.storage for var in instr.inputs())
+        checked.update(var.storage for var in _checked_by(instr))
+    return checked
 
 
 def _is_position(instr: Instr, var: Var) -> bool:
