@@ -91,6 +91,19 @@ def test_functions_may_save_their_results(kind: str) -> None:
     equals_eager(lambda model, x: SAVING[kind](model(x)).square().mean())
 
 
+@pytest.mark.parametrize("calls", range(4))
+def test_a_scripted_function_is_traced_whatever_it_is_specialised_to(calls: int) -> None:
+    """After a call or two, TorchScript runs what it has made of a function and of its gradient."""
+
+    def swish(x: Tensor, beta: float) -> Tensor:
+        return x * torch.sigmoid(beta * x)
+
+    scripted = torch.jit.script(swish)
+    for _ in range(calls):
+        scripted(torch.randn(5, 2, dtype=torch.float64), 1.5)
+    equals_eager(lambda model, x: scripted(model(x), 1.5).square().mean())
+
+
 def laplacian(model: Any, x: Tensor) -> Tensor:
     hessian = torch.func.vmap(torch.func.hessian(lambda one: model(one[None]).square().sum()))(x)
     return hessian.diagonal(dim1=1, dim2=2).sum(1).square().mean()

@@ -109,7 +109,8 @@ def canonical(mesh: Mesh | None = None) -> Iterator[None]:
 
     The caller's grad mode and autocast do not apply; its inference mode has been left already. The autocast
     cache is off (it would make a weight's gradient depend on how often the weight was cast), autograd stays on
-    the calling thread, and a function mode is on, since modules such as ``MultiheadAttention`` take another
+    the calling thread, scripted functions run call by call (specialised to what they have seen, they refuse the
+    tensors of a trace), and a function mode is on, since modules such as ``MultiheadAttention`` take another
     path under one.
 
     Args:
@@ -121,6 +122,7 @@ def canonical(mesh: Mesh | None = None) -> Iterator[None]:
         for device_type in ("cpu", "cuda"):
             stack.enter_context(torch.autocast(device_type, enabled=False))
         stack.enter_context(torch.autograd.set_multithreading_enabled(False))
+        stack.enter_context(torch.jit.optimized_execution(False))
         stack.enter_context(_InStep(mesh))
         try:
             torch.set_autocast_cache_enabled(False)
