@@ -246,6 +246,17 @@ def test_a_hook_that_holds_on_to_the_module_is_refused() -> None:
         fcg.from_module(model)
 
 
+def test_a_compiled_method_that_holds_on_to_the_module_is_refused() -> None:
+    model = Features(made=False)
+    model.score = torch.compile(model.save)
+    with pytest.raises(
+        ForeignTensorError, match=r"`score` is a function that(.|\n)*leave out `torch.compile`"
+    ):
+        fcg.from_module(model)
+    model.score = model.save
+    fcg.from_module(model)
+
+
 def test_what_is_advised_for_hooks_that_hold_on_to_the_module_works() -> None:
     advised = r"`register_forward_hook\(self.save\)`, or `functools.partial\(self.save, ...\)`"
     with pytest.raises(ForeignTensorError, match=rf"a hook of `layers.0`, `Features.*save`(.|\n)*{advised}"):

@@ -135,20 +135,24 @@ def _refuse_attributes(name: str, module: nn.Module) -> None:
 
 def _holds_on(name: str, part: str, where: str, attribute: str, value: Any) -> ForeignTensorError:
     """Return the error for a function that holds on to the module that it is a part of."""
-    what, fix = f"`{where}`", f"write it as a method, `def {attribute}(self, ...)`,"
-    if attribute in _FORWARD_HOOKS:
+    what = f"`{where}`"
+    fix = f"write it as a method, `def {attribute}(self, ...)`, of the module's class or of a module that holds this one"
+    if hasattr(value, "_torchdynamo_orig_callable"):
+        fix = "leave out `torch.compile`: a step is compiled as a whole"
+    elif attribute in _FORWARD_HOOKS:
         spelled = getattr(value, "__name__", "hook")
         method = f"self.{spelled if spelled.isidentifier() else 'hook'}"
         what = f"a hook of `{part}`, `{getattr(value, '__qualname__', value)}`,"
         fix = (
-            f"register a method, `register{attribute.removesuffix('s')}({method})`, or "
-            f"`functools.partial({method}, ...)` to tell layers apart,"
+            "register a method of the module's class or of a module that holds this one, "
+            f"`register{attribute.removesuffix('s')}({method})`, or `functools.partial({method}, ...)` to tell layers "
+            "apart"
         )
     return ForeignTensorError.of(
         name,
         f"{what} is a function that holds on to the module.",
         why="In a copy of the module it would go on reading the tensors of the original.",
-        fix=f"{fix} of the module's class or of a module that holds this one.",
+        fix=f"{fix}.",
     )
 
 
