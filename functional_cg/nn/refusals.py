@@ -136,7 +136,8 @@ def _refuse_attributes(name: str, module: nn.Module) -> None:
 def _holds_on(name: str, part: str, where: str, attribute: str, value: Any) -> ForeignTensorError:
     """Return the error for a function that holds on to the module that it is a part of."""
     what = f"`{where}`"
-    fix = f"write it as a method, `def {attribute}(self, ...)`, of the module's class or of a module that holds this one"
+    of = "of the module's class or of a module that holds this one"
+    fix = f"write it as a method, `def {attribute}(self, ...)`, {of}"
     if hasattr(value, "_torchdynamo_orig_callable"):
         fix = "leave out `torch.compile`: a step is compiled as a whole"
     elif attribute in _FORWARD_HOOKS:
@@ -144,7 +145,7 @@ def _holds_on(name: str, part: str, where: str, attribute: str, value: Any) -> F
         method = f"self.{spelled if spelled.isidentifier() else 'hook'}"
         what = f"a hook of `{part}`, `{getattr(value, '__qualname__', value)}`,"
         fix = (
-            "register a method of the module's class or of a module that holds this one, "
+            f"register a method {of}, "
             f"`register{attribute.removesuffix('s')}({method})`, or `functools.partial({method}, ...)` to tell layers "
             "apart"
         )
