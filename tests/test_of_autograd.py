@@ -127,6 +127,12 @@ def test_forward_mode_equals_eager(kind: str) -> None:
     equals_eager(FORWARD[kind])
 
 
+@pytest.mark.parametrize("kind", ["hessian", "jacfwd"])
+def test_forward_mode_along_views_again_and_again(kind: str) -> None:
+    """Of parts of one tensor, as in several steps per call."""
+    equals_eager(lambda model, x: torch.stack([FORWARD[kind](model, part) for part in x[1:].split(2)]).mean())
+
+
 @pytest.mark.parametrize("kind", FORWARD)
 def test_forward_mode_survives_the_rules_of_a_graph(kind: str) -> None:
     equals_eager(FORWARD[kind], backend=Simulator())
