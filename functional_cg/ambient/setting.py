@@ -122,7 +122,7 @@ def canonical(mesh: Mesh | None = None) -> Iterator[None]:
         for device_type in ("cpu", "cuda"):
             stack.enter_context(torch.autocast(device_type, enabled=False))
         stack.enter_context(torch.autograd.set_multithreading_enabled(False))
-        stack.enter_context(torch.jit.optimized_execution(False))
+        stack.enter_context(torch.jit.optimized_execution(False))  # type: ignore[attr-defined]
         stack.enter_context(_InStep(mesh))
         try:
             torch.set_autocast_cache_enabled(False)
