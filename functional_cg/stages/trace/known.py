@@ -165,30 +165,40 @@ def _sets(instr: Instr, var: Var) -> bool:
 
 
 def by_places(
-    func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], value: Callable[[Tensor], Tensor | None]
-) -> list[Any] | None:
-    """Return the indices of an indexing call, with masks turned into integers; None if a mask is unknown.
+    func: Any,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    value: Callable[[Tensor], Tensor | None],
+    call: Callable[..., Tensor],
+) -> tuple[Any, dict[str, Any]] | None:
+    """Return an op and its arguments for an indexing call, with masks turned into integers; None if one is unknown.
 
-    None also for calls of other ops.
+    A ``masked_select`` is such a call, too. None for calls of other ops.
 
     Args:
       func: The op.
       args: Its arguments.
       kwargs: Its arguments by name.
       value: Returns what a tensor holds; None if that is not known.
+      call: ``call(op, args, kwargs)`` runs an op.
     """
+    if func is _aten.masked_select.default:
+        shape = torch.broadcast_shapes(*(one.shape for one in args))
+        values, mask = (call(_aten.expand.default, (one, shape), {}) for one in args)
+        func, args = _aten.index.Tensor, (values, [mask])
     if func._schema.name not in _BY_MASK:
         return None
+    named = named_arguments(func, args, kwargs)
     places: list[Any] = []
-    for index in named_arguments(func, args, kwargs).get("indices") or ():
+    for index in named.get("indices") or ():
         if not isinstance(index, Tensor) or index.dtype not in (torch.bool, torch.uint8):
             places.append(index)
             continue
-        mask = value(index)
-        if mask is None:
+        known = value(index)
+        if known is None:
             return None
-        places += aside_from_modes(partial(_set_places, mask))
-    return places
+        places += aside_from_modes(partial(_set_places, known))
+    return func, {**named, "indices": places}
 
 
 def as_filling(
