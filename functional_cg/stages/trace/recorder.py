@@ -27,7 +27,7 @@ from ...shards.reader import Reader
 from ...shards.tensor import Sharded
 from ...state.arena import BufferSpec
 from ...state.boundary import mesh_of
-from ...tensors.aten import LIFTS, PUTS, named_arguments, tensors_in, written_arguments
+from ...tensors.aten import LIFTS, PUTS, tensors_in, written_arguments
 from ...tensors.fake_mode import FakeMode
 from ...tensors.overlap import storage_key
 from ...transforms.debug import REPORTS
