@@ -144,7 +144,7 @@ def test_other_statements_end_the_reading(line: str) -> None:
 @pytest.mark.parametrize(
     ("line", "why"),
     [
-        ("torch.ops.c10d.allreduce_.default(arg0_1)", "keeps its place among collectives"),
+        ("torch.ops.c10d.allreduce_.default(arg0_1)", "is an op of another library"),
         ("aten.resize_(arg0_1, [4])", "gives a tensor other memory"),
         ("buf0 = torch.ops.aten.expand_as.default(arg0_1, arg1_1)", "returns an argument"),
     ],

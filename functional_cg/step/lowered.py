@@ -207,7 +207,8 @@ class Lowered(metaclass=Documented):
         if (mesh := self.mesh) is not None and mesh.ranks is not None:
             specs = [spec for state in self.states for spec in state.specs]
             # What passes make of a program may depend on the rank.
-            meet(self.name, mesh, self.reference.program, specs, self.layout.live_names)
+            traced = self.reference.program
+            meet(self.name, mesh, traced, self.program, specs, self.layout.live_names)
 
     def fits(self, call: Call) -> bool:
         """Whether a call has this layout."""

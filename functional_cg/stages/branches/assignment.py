@@ -149,7 +149,8 @@ def assign(
         _, number = heapq.heappop(queue.ready)
         if not room.has(number):
             continue
-        lane, found.start[number] = _best(number, before[number], queue.lanes, free, found)
+        lane, begin = _best(before[number], queue.lanes, free, found)
+        found.start[number] = max(begin, now)
         found.lane[number], found.turn[number], turn = lane, turn, turn + 1
         free[lane] = found.end[number] = found.start[number] + units[number].micros
         room.run(number, found.end[number])
@@ -176,7 +177,7 @@ def _ways(
 
 
 def _best(
-    number: int, before: Sequence[int], lanes: Sequence[int], free: Sequence[float], found: Assignment
+    before: Sequence[int], lanes: Sequence[int], free: Sequence[float], found: Assignment
 ) -> tuple[int, float]:
     """Return the lane where a unit begins first, and when."""
     begins = {

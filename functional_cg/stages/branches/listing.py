@@ -91,16 +91,22 @@ class Timeline:
         """Return what collectives run beside, one line each, in their order, after a line that adds them up."""
         links = [place for place in self.places if self.units[place.unit].link]
         others = [place for place in self.places if not self.units[place.unit].link]
-        beside = {link: [one for one in others if one.start < link.end and one.end > link.start] for link in links}
+        beside = {
+            link: [one for one in others if one.start < link.end and one.end > link.start] for link in links
+        }
         alone = sum(_uncovered(link, of) for link, of in beside.items())
         total = sum(link.end - link.start for link in links)
-        lines = [f"{count(len(links), 'collective')}, estimated {total:,.0f} us, {alone:,.0f} us of them beside no call"]
+        lines = [
+            f"{count(len(links), 'collective')}, estimated {total:,.0f} us, {alone:,.0f} us of them beside no call"
+        ]
         for link in links[:shown]:
             calls = Counter(self.units[one.unit].name for one in beside[link])
             names = [f"{name} x{times}" if times > 1 else name for name, times in calls.most_common(3)]
             more = [f"{calls.total() - sum(n for _, n in calls.most_common(3)):,} more"] * (len(calls) > 3)
             name = self.units[link.unit].name.partition("_into")[0].partition("_tensor")[0]
-            lines.append(f"  {link.start:,.0f} to {link.end:,.0f} us: {name}, beside {', '.join([*names, *more]) or 'no call'}")
+            lines.append(
+                f"  {link.start:,.0f} to {link.end:,.0f} us: {name}, beside {', '.join([*names, *more]) or 'no call'}"
+            )
         return lines + [f"  … and {len(links) - shown:,} more"] * (len(links) > shown)
 
 

@@ -17,7 +17,7 @@ from ...shards.collectives import is_collective
 from ..lifetimes import storage_bytes
 from ..program import Instr, Program, Var
 from ..schedule import live_instrs
-from .choice import slack
+from .choice import MORE, slack
 from .costs import estimate
 from .listing import Timeline, in_line, listed
 from .races import refuse_races
@@ -78,7 +78,7 @@ def beside_collectives(program: Program, device: torch.device, held: int) -> Non
     kept = frozenset(var.storage for var in (*program.results, *(new for _, new in program.updates)))
     line = in_line(units, kept)
     found, room = listed(units, 2, kept, slack(line, held)), line.peak + slack(line, held)
-    if found.peak > room or found.micros >= line.micros:
+    if found.peak > room or found.micros * MORE > line.micros:
         program.notes.append("\n".join(["order: as traced", *_indented(line)]))
         return
     refuse_races(found, program.function)
