@@ -29,7 +29,7 @@ from tests.sharding.law import (
 )
 from tests.sharding.programs import PROGRAMS, Setting, mlp_batch, mlp_state, randn
 from tests.sharding.ranks import on_ranks, outcomes
-from tests.shares import THOROUGH, diagonal, share, thorough
+from tests.shares import THOROUGH, diagonal, share
 
 TWO = {"data": 2}
 SMALL = {"bucket_bytes": 100}
@@ -174,6 +174,27 @@ def differs(device: str) -> None:
 @on_gloo_and_nccl
 def test_an_order_that_differs_by_rank_is_refused_before_the_capture(device: str) -> None:
     assert [one.error for one in outcomes(2, differs, device, device=device, timeout=60.0)] == ["", ""]
+
+
+def order_on_lanes(number: int) -> list[str]:
+    """The collectives of a step as its lanes come to them."""
+    zero, rank = Setting(TWO, 3, SMALL).zero("cpu"), rank_of()
+    with schedules(number):
+        step = fcg.graph_step(PROGRAMS["mlp"].step, lowering="aten", **on_lanes("cpu"))
+        plan = step.lower(mlp_state()(zero, "cpu"), mlp_batch(0, rank)).plan
+    units = [plan.timeline.units[place.unit] for place in plan.timeline.places]
+    return [unit.lines[0] for unit in units if unit.link]
+
+
+def orders() -> list[list[str]]:
+    return [order_on_lanes(number) for number in range(8)]
+
+
+def test_the_order_of_collectives_is_a_matter_of_memory() -> None:
+    """Whatever durations a rank estimates for what runs on its lanes, collectives keep the order of the program."""
+    first, *others = on_ranks(2, orders)[0]
+    assert len(first) > 6
+    assert others == [first] * 7
 
 
 def both(device: str) -> bool:

@@ -9,7 +9,6 @@ from typing import Any
 
 import hypothesis
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 

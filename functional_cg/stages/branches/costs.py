@@ -54,5 +54,5 @@ def copy_micros(nbytes: int) -> tuple[float, float]:
 
 
 def transfer_micros(nbytes: int) -> float:
-    """Return the microseconds of a collective by the bytes of its arguments and results; the device is free for others."""
+    """Return the microseconds of a collective, during which the device is free, by the bytes that go in and out."""
     return nbytes / _LINK + _COLLECTIVE

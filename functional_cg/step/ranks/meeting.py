@@ -22,6 +22,8 @@ def meet(
     lowered: Program,
     specs: Sequence[BufferSpec],
     names: Sequence[str],
+    *,
+    on_lanes: bool,
 ) -> None:
     """Wait until all ranks of a mesh are about to capture the same step; else a collective would hang.
 
@@ -32,6 +34,7 @@ def meet(
       lowered: The same, as it will run.
       specs: Specs of its slots.
       names: Names of its inputs.
+      on_lanes: Whether it will run on lanes, and so once more before the capture.
     Raises:
       RankError: On all ranks, naming those that are missing or differ, or leaves that would diverge.
     """
@@ -41,6 +44,7 @@ def meet(
         f"capture `{function}`",
         *(f"{name}  {str(var.spec).partition('@')[0]}" for name, var in leaves),
         f"{len(ops)} ATen calls, {hashlib.blake2b(repr(ops).encode(), digest_size=8).hexdigest()}",
+        "on lanes" if on_lanes else "in one line",
         *_collectives(lowered, mesh),
     ]
     mesh.ranks.agree(function, "\n".join(lines))
