@@ -22,7 +22,7 @@ BRANCHES = (
     Mutant(
         "N116",
         "a lane does not wait for what it needs of another lane, and nobody checks",
-        ((" waits.append(tuple(sorted(found)))\n", " waits.append(tuple(sorted(found)[1:]))\n"), BLIND),
+        ((" waits.append(tuple(sorted(waited)))\n", " waits.append(tuple(sorted(waited)[1:]))\n"), BLIND),
         (
             f"{LAWS}test_exact_programs_in_branches",
             f"{LAWS}test_steps_in_branches[heads-2]",
@@ -184,7 +184,7 @@ BRANCHES = (
         "N128 sent",
         "what a collective still sends is written, since the wait for it has moved behind",
         ((" or one.reads & unit.writes]\n", "]\n"),),
-        (f"{ORDER}test_another_order_changes_no_value",),
+        (f"{ORDER}test_what_is_sent_is_written_after_the_wait",),
         no_gpu=ON_A_GPU,
     ),
     Mutant(

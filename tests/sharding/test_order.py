@@ -197,6 +197,23 @@ def assert_waited_for(instrs: Sequence[Instr], *, at_once: bool) -> None:
     assert not under_way
 
 
+def test_what_is_sent_is_written_after_the_wait() -> None:
+    """The wait comes as late as it may, and its result is read later still."""
+    program = Builder(slots=1)
+    a = program.slots[0]
+    sent, way = program.add(a, a), program.add(a, a)
+    summed = program.wait(program.sum(sent))
+    program.add_(sent, a)
+    for _ in range(30):
+        way = program.add(way, way)
+    traced = program_of(program, [summed, sent, way])
+    beside_collectives(traced, DEVICES[True], 0)
+    assert traced.notes[0].startswith("order: chosen"), traced.notes
+    assert_waited_for(traced.instrs, at_once=False)
+    ops = [instr.op for instr in traced.instrs]
+    assert ops.index(WAIT) > next(n for n, op in enumerate(ops) if is_collective(op)) + 5
+
+
 @many
 @given(program=programs(), on_gpu=st.booleans(), number=st.integers(0, 2**16))
 def test_another_order_changes_no_value(program: Builder, on_gpu: bool, number: int) -> None:

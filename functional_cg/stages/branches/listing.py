@@ -230,8 +230,9 @@ def _placed(
         for memory in due.get(turn, ()):
             if memory not in kept:
                 pending[home[memory]].append(memory)
-        frees.append(tuple(memory for memory in pending[lane] if clocks.covers(lane, touched[memory])))
-        pending[lane] = [memory for memory in pending[lane] if memory not in frees[-1]]
+        free = tuple(memory for memory in pending[lane] if clocks.covers(lane, touched[memory]))
+        pending[lane] = [memory for memory in pending[lane] if memory not in free]
+        frees.append(free)
     recorded = {one for needed in waits for one in needed}
     for number, needed, free in zip(order, waits, frees, strict=True):
         start, end = found.start[number], found.end[number]
