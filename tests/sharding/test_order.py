@@ -223,7 +223,7 @@ def test_another_order_changes_no_value(program: Builder, on_gpu: bool, number: 
         patch.setattr(
             "functional_cg.stages.branches.order.estimate", lambda _: (chance.choice((0.0, 1.0, 50.0)), 0.0)
         )
-        patch.setattr("functional_cg.stages.branches.order.MORE", 0.0)
+        patch.setattr("functional_cg.stages.branches.order._GAIN", 0.0)
         results = [var for var in program.vars if var not in program.slots]
         traced = program_of(program, results)
         before = list(traced.instrs)

@@ -23,20 +23,20 @@ class Assignment:
     """Where and when each unit runs.
 
     Attributes:
-      lane: Its lane.
-      turn: Its turn in the assignment.
+      order: The units, in the order in which they were taken up.
+      lane: The lane of each unit.
       start: Estimated microseconds from the beginning of the step.
       end: Likewise.
     """
 
+    order: list[int]
     lane: list[int]
-    turn: list[int]
     start: list[float]
     end: list[float]
 
     @classmethod
     def of(cls, count: int) -> Assignment:
-        return cls([0] * count, [0] * count, [0.0] * count, [0.0] * count)
+        return cls([], [0] * count, [0.0] * count, [0.0] * count)
 
 
 @dataclass(slots=True)
@@ -137,8 +137,8 @@ def assign(
     waiting = [len(needed) for needed in before]
     for number in (n for n in range(len(units)) if not waiting[n]):
         heapq.heappush(queues[units[number].link].coming, (0.0, number))
-    now, turn = 0.0, 0
-    while turn < len(units):
+    now = 0.0
+    while len(found.order) < len(units):
         for number in room.released(now):
             heapq.heappush(queues[units[number].link].ready, (-left[number], number))
         queue = min(queues, key=lambda one: one.next(free))
@@ -151,7 +151,8 @@ def assign(
             continue
         lane, begin = _best(before[number], queue.lanes, free, found)
         found.start[number] = max(begin, now)
-        found.lane[number], found.turn[number], turn = lane, turn, turn + 1
+        found.lane[number] = lane
+        found.order.append(number)
         free[lane] = found.end[number] = found.start[number] + units[number].micros
         room.run(number, found.end[number])
         for one in after[number]:

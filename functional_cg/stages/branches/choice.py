@@ -9,13 +9,13 @@ from typing import Literal
 from .listing import Timeline, listed
 from .units import Memory, Unit
 
-__all__ = ["MORE", "Branches", "choose", "slack"]
+__all__ = ["Branches", "choose", "slack"]
 
 Branches = Literal["auto"] | int
 
 _MOST = 8  # lanes, if nobody asks for more
 _GAIN = 1.2  # the least estimated gain that is worth it: measured gains are a fifth to a half of it
-MORE = 1.03  # and that of further lanes, or of another order of the calls
+_MORE = 1.03  # and that of further lanes
 _SLACK = 0.05  # of the memory of a step, which branches may take in addition
 _ALWAYS = 3 * 2**26  # bytes that they may take in any case: workspaces for some lanes
 
@@ -41,7 +41,7 @@ def choose(units: Sequence[Unit], kept: frozenset[Memory], *, asked: Branches, h
     best = line
     for lanes in range(2, _MOST + 1):
         one = listed(units, lanes, kept, ahead)
-        gain = _GAIN if best is line else MORE
+        gain = _GAIN if best is line else _MORE
         if one.peak + one.workspaces <= room and one.micros * gain <= best.micros:
             best = one
     return best if best is not line else replace(line, why="since they would gain less than they cost")

@@ -131,12 +131,13 @@ def in_line(units: Sequence[Unit], kept: frozenset[Memory] = frozenset()) -> Tim
     for number, unit in enumerate(units):
         needed = max((found.end[one] for one in before[number] if units[one].link), default=0.0)
         start = max(now, needed, link if unit.link else 0.0)
-        found.turn[number], found.start[number], found.end[number] = number, start, start + unit.micros
+        found.start[number], found.end[number] = start, start + unit.micros
+        found.order.append(number)
         if unit.link:
             link = found.end[number]
         else:
             now = found.end[number]
-    return Timeline(units, list(_placed(units, before, found, range(len(units)), kept)), 1)
+    return Timeline(units, list(_placed(units, before, found, kept)), 1)
 
 
 def listed(
@@ -156,8 +157,7 @@ def listed(
     found = assign(units, before, lanes, ahead)
     used = {lane: place for place, lane in enumerate(sorted({0, *found.lane}))}
     found.lane = [used[lane] for lane in found.lane]
-    order = sorted(range(len(units)), key=lambda n: (found.start[n], found.turn[n]))
-    return Timeline(units, list(_placed(units, before, found, order, kept)), len(used))
+    return Timeline(units, list(_placed(units, before, found, kept)), len(used))
 
 
 class _Clocks:
@@ -198,7 +198,6 @@ def _placed(
     units: Sequence[Unit],
     before: Sequence[Sequence[int]],
     found: Assignment,
-    order: Sequence[int],
     kept: frozenset[Memory],
 ) -> Iterator[Place]:
     """Add waits, none for what a lane has waited for already, and free memory.
@@ -206,7 +205,7 @@ def _placed(
     A lane allocates from what it has freed itself. So memory is freed where the lane that allocated it comes after all
     units that touch it. A lane that allocates waits for that, if it is much memory and they are done by then.
     """
-    lane_of, lanes = found.lane, 1 + max(found.lane, default=0)
+    lane_of, order, lanes = found.lane, found.order, 1 + max(found.lane, default=0)
     clocks = _Clocks(lanes, lane_of, order)
     waits: list[tuple[int, ...]] = []
     touched = _last_turns(units, lane_of, order)
