@@ -348,7 +348,8 @@ class Lowered(metaclass=Documented):
     def body_html(self) -> Html:
         """Return plan, memory, leaves and what was checked as HTML, without a title."""
         parts = [line(text) for text in self._plan_lines()]
-        parts += [fold(*map(line, note.splitlines())) for note in self.program.notes]
+        for title, *rows in map(str.splitlines, self.program.notes):
+            parts.append(fold(title, *map(line, rows)) if rows else line(title))
         memory = self.memory_analysis()
         parts.append(fold(f"memory at the peak: {size_of(memory['peak'])}", memory.table(), opened=True))
         for state, entries in self._state_costs():

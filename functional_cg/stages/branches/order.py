@@ -25,9 +25,7 @@ from .units import LINK, Memory, Unit, accesses, fixed_by
 
 __all__ = ["beside_collectives"]
 
-_GAIN = (
-    1.01  # the least estimated gain of another order: unlike lanes, it costs no workspaces and no launches
-)
+_GAIN = 1.01  # the least estimated gain of another order: unlike lanes, it takes no workspaces and no waits
 
 
 @dataclass(frozen=True, slots=True)
