@@ -17,7 +17,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -154,7 +154,7 @@ def _ours(
         fcg.TrainState.create(params=params, buffers=buffers, optimizer=optimizer, sharding=sharding)
     ]
 
-    lanes = "auto" if options.branches == "auto" else int(options.branches)
+    lanes: Literal["auto"] | int = "auto" if options.branches == "auto" else int(options.branches)
 
     @fcg.graph_step(lowering=options.lowering, branches=lanes)
     def train_step(state: Any, batch: tuple[Tensor, Tensor]) -> tuple[Any, dict[str, Tensor]]:

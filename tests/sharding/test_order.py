@@ -169,10 +169,17 @@ def alive(units: Sequence[Unit], run: set[int], now: int) -> dict[int, int]:
 
 
 @many
-@given(units=graphs(), lanes=st.integers(1, 5), ahead=st.sampled_from([0, 3, 10, 10**9]))
-def test_laws_of_collectives_on_lanes(units: list[Unit], lanes: int, ahead: int) -> None:
+@given(
+    units=graphs(),
+    lanes=st.integers(1, 5),
+    ahead=st.sampled_from([0, 3, 10, 10**9]),
+    much=st.sampled_from([1, 4, 2**20]),
+)
+def test_laws_of_collectives_on_lanes(units: list[Unit], lanes: int, ahead: int, much: int) -> None:
     """No race; one lane of collectives, in the order of the plan; and no unit ahead for which there is no room."""
-    timeline = listed(units, lanes, frozenset(), ahead)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("functional_cg.stages.branches.listing._MUCH", much)
+        timeline = listed(units, lanes, frozenset(), ahead)
     refuse_races(timeline, "step")
     links = [place for place in timeline.places if units[place.unit].link]
     assert [place.unit for place in links] == sorted(place.unit for place in links)
