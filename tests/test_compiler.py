@@ -111,3 +111,26 @@ def test_a_sum_with_a_product_keeps_what_multiplies_the_product(compiled_on: str
         state, _ = compiled_step(state, x)
         for name in names:
             assert torch.equal(state[name], expected[name]), name
+
+
+@pytest.mark.parametrize("ahead", [True, False], ids=["an index", "a divisor"])
+def test_what_was_checked_before_it_was_written_is_checked_anew(*, ahead: bool) -> None:
+    """Tokens that are written one after another, each from those before."""
+
+    def step(state: Any, x: Tensor) -> Any:
+        tokens = torch.full((2, 6), 1)
+        for at in range(1, 6):
+            if ahead:
+                tokens[:, at] = (state["table"][tokens].cumsum(1)[:, at - 1] + x[:, at]).argmax(-1)
+            else:
+                tokens[:, at] = (60 // tokens).sum(1) % 7 + 1
+        return {"table": state["table"] + 1}, tokens
+
+    compiled = fcg.graph_step(step, lowering="inductor", certify=False)
+    state: Any = {"table": torch.arange(16.0).reshape(4, 4).sin()}
+    for call in range(3):
+        x = torch.randn(2, 6, 4, generator=torch.Generator().manual_seed(call))
+        expected = compiled.eager(fcg.place(state), x)[1]
+        state, tokens = compiled(state, x)
+        assert torch.equal(tokens, expected)
+        state = fcg.snapshot(state)
