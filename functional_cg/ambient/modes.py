@@ -12,9 +12,9 @@ import torch
 
 from .compiling import leave, outside
 
-__all__ = ["ordinary", "restore", "surrounding", "without_gradients"]
+__all__ = ["DEVICES", "ordinary", "restore", "surrounding", "without_gradients"]
 
-_DEVICES = ("cpu", "cuda")
+DEVICES = ("cpu", "cuda")
 
 
 def ordinary() -> Any:
@@ -24,7 +24,7 @@ def ordinary() -> Any:
 
 def surrounding() -> tuple[Any, ...]:
     """Return the modes that Python context managers restore, unless a signal keeps them from it."""
-    autocast = [torch.is_autocast_enabled(device) for device in _DEVICES]
+    autocast = [torch.is_autocast_enabled(device) for device in DEVICES]
     depth, cache = torch._C._len_torch_function_stack(), torch.is_autocast_cache_enabled()
     return depth, cache, autocast, outside()
 
@@ -35,7 +35,7 @@ def restore(modes: tuple[Any, ...]) -> None:
     while torch._C._len_torch_function_stack() > depth:
         torch._C._pop_torch_function_stack()
     torch.set_autocast_cache_enabled(cache)
-    for device, enabled in zip(_DEVICES, autocast, strict=True):
+    for device, enabled in zip(DEVICES, autocast, strict=True):
         torch.set_autocast_enabled(device, enabled)
     leave(compiler)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import FunctionType
@@ -15,12 +14,13 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 
+from ..concurrency.turns import lock_through_forks
 from .attention import attention_for
 
 __all__ = ["OpenKernels", "in_rows"]
 
 # Kernel selection is process-wide: two threads switching it would restore each other's settings.
-_SWITCH = threading.RLock()
+_SWITCH = lock_through_forks()
 _RNNS = frozenset({torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu})
 # Begins by asking whether its tensor is a meta tensor, which it would leave alone. Private; test_nn notices a change.
 _TRUNCATED = nn.init._no_grad_trunc_normal_.__code__
