@@ -16,17 +16,17 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import functional_cg as fcg
 from functional_cg.ambient import compiling
+from functional_cg.ambient.modes import SWITCH
 from functional_cg.ambient.setting import canonical
 from functional_cg.concurrency import turns
 from functional_cg.concurrency.turns import Turn
-from functional_cg.random import kernels
 from tests.stress.forks import forked
 
 pytestmark = [
     pytest.mark.skipif(not hasattr(os, "fork"), reason="needs os.fork"),
     pytest.mark.filterwarnings("ignore:.*fork"),
 ]
-LOCKS = {"modes of a compiler": compiling._SWITCH, "kernels": kernels._SWITCH, "turns": turns._turns._adding}
+LOCKS = {"modes of a compiler": compiling._SWITCH, "kernels": SWITCH, "turns": turns._turns._adding}
 WORKS = 0
 
 
