@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from ..shards.collectives import WAIT, is_collective
 from ..stages.run.poison import poison
 from ..tensors.aten import can_draw, tensors_in
 from ..tensors.overlap import storage_key
@@ -208,5 +209,7 @@ class Call:
         """Run the call, and write its results to their recorded memory."""
         call = self.bound()
         results = list(tensors_in([call() if self.draw is None else self.draw.rewound(call)]))
+        if isinstance(self.op, torch._ops.OpOverload) and is_collective(self.op):
+            results = list(map(WAIT, results))  # they are about to be copied
         for position, block in self.fresh:
             block.put(results[position])
