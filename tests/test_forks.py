@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -20,6 +21,7 @@ from functional_cg.ambient.modes import SWITCH
 from functional_cg.ambient.setting import canonical
 from functional_cg.concurrency import turns
 from functional_cg.concurrency.turns import Turn
+from tests.at_once import at_once
 from tests.stress.forks import forked
 
 pytestmark = [
@@ -27,7 +29,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:.*fork"),
 ]
 LOCKS = {"modes of a compiler": compiling._SWITCH, "kernels": SWITCH, "turns": turns._turns._adding}
-WORKS = 0
+WORKS, REFUSED = 0, 3
 
 
 def works() -> int:
@@ -166,3 +168,42 @@ def test_casts_that_a_step_has_kept_do_not_outlive_it() -> None:
     weight.data.zero_()
     with torch.autocast("cpu", dtype=torch.bfloat16):
         assert not (x @ weight).any()
+
+
+# -- generators of the whole process, which have locks in torch and numpy ----------------------------------------------
+
+
+def traced() -> int:
+    """Whether a trace works, or is refused at once."""
+    try:
+        return WORKS if fcg.graph_fn(lambda x: x + 1)(torch.ones(2)).tolist() == [2, 2] else 1
+    except fcg.BusyError as error:
+        return REFUSED if "was drawing random numbers" in str(error) else 1
+
+
+def test_a_child_of_a_fork_in_a_draw_of_numpy_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(turns, "_DRAW", 0.1)
+    with np.random.mtrand._rand._bit_generator.lock:
+        (code,) = at_once(lambda: forked(traced))
+    assert code == REFUSED
+    assert traced() == WORKS
+
+
+def test_a_child_of_a_fork_in_a_draw_of_torch_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(turns, "_DRAW", 0.3)
+    over = threading.Event()
+
+    def draw(say: Callable[[], None]) -> None:
+        numbers = torch.empty(1 << 22)
+        say()
+        while not over.is_set():
+            numbers.normal_()
+
+    with beside(draw):
+        try:
+            codes = (forked(traced) for _ in range(50))  # one of them forks in the middle
+            assert next(code for code in codes if code != WORKS) == REFUSED
+        finally:
+            over.set()
+    monkeypatch.undo()
+    assert forked(traced) == WORKS

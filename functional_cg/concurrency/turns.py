@@ -11,6 +11,7 @@ them in another order; it gives up if another thread waits for a turn that its o
 from __future__ import annotations
 
 import os
+import sys
 import threading
 import time
 import weakref
@@ -23,11 +24,12 @@ import torch
 
 from ..errors import BusyError, FunctionalCGError
 
-__all__ = ["Inner", "Turn", "at_one_time", "in_turn", "lock_through_forks"]
+__all__ = ["Inner", "Turn", "at_one_time", "in_turn", "lock_through_forks", "refuse_held_generators"]
 
 Inner = Callable[[tuple[Any, ...], dict[str, Any]], Any]
 
 _PATIENCE = 0.5  # seconds that a fork waits for the calls of other threads
+_DRAW = 5.0  # seconds in which even a busy machine draws no numbers
 _POLL = 0.001
 
 
@@ -229,6 +231,7 @@ class _Turns:
         self._locks = [self._adding]
         self._taken: dict[int, list[threading.RLock]] = {}  # by the forking thread
         self._used = False
+        self.in_doubt = False  # whether the generators of a child are free
 
     def add(self, turn: Turn) -> None:
         with self._adding:
@@ -282,6 +285,7 @@ class _Turns:
         """Reset the turns in a child, where only the forking thread goes on."""
         taken, living = self.after_fork(), self.living()
         self._taken.clear()
+        self.in_doubt = True
         for turn in living:
             turn._waiting.clear()
             if turn._on_gpu:
@@ -310,3 +314,31 @@ def lock_through_forks() -> threading.RLock:
     Whoever holds it releases it soon; meanwhile it may wait for its turn to use a step or a state, for nothing else.
     """
     return _turns.lock()
+
+
+def refuse_held_generators(function: str) -> None:
+    """Raise in a child of a fork if another thread was drawing random numbers: whoever asks for a generator would hang.
+
+    Raises:
+      BusyError: After some seconds.
+    """
+    if not _turns.in_doubt:
+        return
+    asking = threading.Thread(target=_draw_nothing, daemon=True)
+    asking.start()
+    asking.join(_DRAW)
+    if asking.is_alive():
+        raise BusyError.of(
+            function,
+            "is traced in a process that was forked while another thread was drawing random numbers.",
+            why="The generator that torch or numpy has for the whole process stays locked here.",
+            fix="fork while no thread draws; or start processes by spawn.",
+        )
+    _turns.in_doubt = False
+
+
+def _draw_nothing() -> None:
+    torch.randperm(0)
+    numpy = sys.modules.get("numpy")
+    if numpy is not None:
+        numpy.random.get_state()

@@ -737,6 +737,7 @@ HAZARDS = (
          "forks::test_a_fork_waits_for_whoever_holds_a_lock",
          "forks::test_a_child_does_not_wait_for_the_lock_of_autocast",
          "forks::test_a_fork_waits_for_a_step_that_is_made_meanwhile",
+         "forks::test_a_child_of_a_fork_in_a_draw_of_torch_is_told",
          "turns::test_a_fork_waits_for_the_call_of_another_thread",
          "turns::test_a_child_of_a_fork_in_a_long_call_is_told_at_once", "turns::test_a_child_computes_with_one_thread",
          "turns::test_a_fork_from_the_middle_of_a_call", "turns::test_stress_by_forks"),
