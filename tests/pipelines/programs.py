@@ -58,6 +58,7 @@ class Run:
       cuts: In front of which layers it is cut; None for those of the schedule.
       stage: Of ZeRO.
       microbatches: How many.
+      layers: How many there are between the embedding and the head.
       options: Of the step.
     """
 
@@ -66,6 +67,7 @@ class Run:
     cuts: tuple[int, ...] | None = None
     stage: int = 1
     microbatches: int = 4
+    layers: int = LAYERS
     options: Mapping[str, Any] = field(default_factory=dict)
 
     @property
@@ -73,9 +75,9 @@ class Run:
         return CUTS[self.schedule] if self.cuts is None else self.cuts
 
 
-def params() -> dict[str, Tensor]:
+def params(layers: int = LAYERS) -> dict[str, Tensor]:
     out = {"emb": randn(1, WORDS, 6), "head": randn(2, 6, WORDS)}
-    return out | {f"w{i}": randn(3 + i, 6, 6) / 3 for i in range(LAYERS)}
+    return out | {f"w{i}": randn(3 + i, 6, 6) / 3 for i in range(layers)}
 
 
 def rows(call: int, rank: int) -> dict[str, Tensor]:
@@ -90,7 +92,7 @@ def loss_of(cut: Callable[[Any], Any], run: Run) -> Callable[..., Any]:
         x = params["emb"][batch["x"]]
         first = x
         weight = batch["x"].float().mean() / WORDS  # of the data alone: each stage computes it
-        for i in range(LAYERS):
+        for i in range(run.layers):
             if i in run.at:
                 x, first = cut((x, first)) if has("skip") else (cut(x), first)
             x = torch.tanh(x @ params[f"w{i}"]) * weight
@@ -127,7 +129,8 @@ def made(run: Run, axes: Mapping[str, int], device: str = "cpu") -> tuple[Any, A
     mesh = sharding.mesh(axes, device=device, timeout=20)
     pipe = sharding.pipeline(mesh, schedule=run.schedule, microbatches=run.microbatches)
     loss_fn, has_aux = loss_of(pipe.cut, run), "aux" in run.features
-    values = fcg.tree.map(torch.Tensor.double, params()) if "double" in run.features else params()
+    values = params(run.layers)
+    values = fcg.tree.map(torch.Tensor.double, values) if "double" in run.features else values
     zero = pipe.zero(loss_fn, values, rows(0, 0), key=fcg.random.key(0), stage=run.stage, has_aux=has_aux)  # type: ignore[arg-type]
     accumulates, averages = "accumulate" in run.features, "averages" in run.features
     state = Averaged.create(

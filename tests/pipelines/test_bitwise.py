@@ -62,14 +62,20 @@ def test_each_schedule_on_two_ranks(device: str) -> None:
 
 @thorough
 def test_four_stage_ranks() -> None:
-    """A tied leaf on the first and the last of them."""
-    assert_as_on_one_rank([Run("1f1b", ("tied", "adamw"), cuts=(1, 2, 3))], 4, {"stage": 4})
+    """Of one stage each or two; a tied leaf on the first and the last of them."""
+    features = ("tied", "clip", "adamw", "dropout", "averages")
+    runs = [
+        Run(schedule, features, cuts=tuple(range(1, 4 * (1 + len(cuts) // 2))), microbatches=8, layers=8)
+        for schedule, cuts in CUTS.items()
+    ]
+    assert_as_on_one_rank(runs, 4, {"stage": 4})
 
 
 @thorough
 def test_zero_beside_stages() -> None:
-    features = ("tied", "clip", "adamw", "dropout")
-    assert_as_on_one_rank([Run("1f1b", features, stage=stage) for stage in (1, 2, 3)], 4, TWO)
+    features = ("tied", "clip", "adamw", "dropout", "averages")
+    runs = [Run(schedule, (*features, "accumulate")) for schedule in CUTS]
+    assert_as_on_one_rank([*runs, *(Run("1f1b", features, stage=stage) for stage in (2, 3))], 4, TWO)
 
 
 def in_the_order_of(order: Sequence[int], rank: int, ranks: int) -> list[str]:

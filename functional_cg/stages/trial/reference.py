@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -66,6 +66,7 @@ class Reference:
         self._instrs = self._with_shown(program)
         self._actions = in_order(self._instrs)
         self.stand_ins = stand_ins(self._instrs)
+        self._turned: dict[Instr, Collection[Var]] = {}  # results that may lie in other strides, by call
         written = written_storages(self._instrs)
         self._written = {i for i, c in enumerate(program.constants) if c.var.storage in written}
 
@@ -178,7 +179,9 @@ class Reference:
         if shaker is not None:
             instr, moved = shaker.scalars(instr), shaker.arguments(instr, values)
         result = evaluate(instr, lambda var: moved[var] if var in moved else values[var])
-        turned = unsure(instr)
+        turned = self._turned.get(instr)
+        if turned is None:
+            turned = self._turned[instr] = unsure(instr)
         made = [
             (var, laid_out(one, var.spec.stride) if var in turned else one)
             for var, one in _assigned(instr.out, result)
