@@ -118,12 +118,18 @@ def test_nothing_is_read_before_it_arrives_or_after_its_memory_is_free() -> None
     """A simulated replay poisons its pool, and what another rank sends is there when it has been waited for."""
     run = Run("zbv", ("tied", "clip", "adamw")) if THOROUGH else Run("1f1b", ("tied", "adamw"))
     metrics, state = trained([run], ONE)[0]
-    if THOROUGH:
-        assert_trees_all_equal(simulated(run, ONE), (metrics, state))
     for rank, (found, held) in enumerate(on_ranks(2, simulated, run, TWO)):
         assert_trees_all_equal(found, metrics)
         if rank == 0:
             assert_trees_all_equal(held, state)
+
+
+@thorough
+@pytest.mark.parametrize(("ranks", "axes"), [(1, ONE), (2, ONE), (4, TWO)])
+def test_nor_with_shards(ranks: int, axes: Any) -> None:
+    run = Run("zbv", ("tied", "clip", "adamw", "dropout", "averages"), stage=3)
+    expected = on_ranks(ranks, trained, [run], axes)
+    assert_trees_all_equal(on_ranks(ranks, simulated, run, axes), [found for (found,) in expected])
 
 
 @thorough
