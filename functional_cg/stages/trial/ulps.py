@@ -67,7 +67,7 @@ class Shaker:
       leans: Whether all elements of a result are perturbed in one direction: up, down, away from zero or towards it.
         Equal numbers round alike, so the error of a sum over thousands of them is thousands of times as large.
       dice: Draws for Python numbers, and the seeds for tensors.
-      stands_for: For how many calls a call is perturbed; 0 for those of another one, 1 for those that are not there.
+      stands_for: For how many calls a call is perturbed; 0 if it is not, 1 if it is not named.
     """
 
     most: int = 1
@@ -77,7 +77,7 @@ class Shaker:
     stands_for: Mapping[Instr, int] = field(default_factory=dict)
 
     def on(self, instr: Instr) -> Shaker | None:
-        """Return the shaker of a call, in place of all those that it stands for; None if another one does for it."""
+        """Return the shaker of a call, in place of all those that it stands for; None if it stays as it is."""
         count = self.stands_for.get(instr, 1)
         if count < 2:
             return self if count else None
@@ -164,7 +164,8 @@ def stand_ins(instrs: Sequence[Instr]) -> Mapping[Instr, int]:
     """Choose calls that stand for those of the same place in other runs of a region: another run for each place.
 
     Returns:
-      For each call of a region, for how many calls it stands; 0 for those that it stands for.
+      For how many calls a call stands; 0 for those that another one stands for, and for those outside of regions, which
+      a plan leaves as they are. Empty if there are no regions.
     """
     turns: dict[str, dict[int, int]] = {}  # name of a region -> number of a run -> how many came before
     places = Counter[tuple[str, int]]()
@@ -176,7 +177,8 @@ def stand_ins(instrs: Sequence[Instr]) -> Mapping[Instr, int]:
             found.append((instr, name, places[instr.region] - turn))
             places[instr.region] += 1
     counts = {name: min(len(of_name), _STANDS_FOR) for name, of_name in turns.items()}
-    return {instr: 0 if apart % counts[name] else counts[name] for instr, name, apart in found}
+    stand = {instr: counts[name] for instr, name, apart in found if apart % counts[name] == 0}
+    return {instr: stand.get(instr, 0) for instr in instrs} if stand else {}
 
 
 def decides(instr: Instr) -> bool:
