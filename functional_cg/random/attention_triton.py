@@ -33,6 +33,12 @@ _OF_QUERIES = MappingProxyType(
 
 
 @triton.jit
+def _stays(word, dropped):
+    """Whether the number in the low half of a word keeps its weight, as a byte."""
+    return (((word & 0xFFFF).to(tl.int32) ^ 0x8000) >= dropped).to(tl.int8)
+
+
+@triton.jit
 def _kept(key, stream_low, stream_high, dropped, rows, start, groups, N: tl.constexpr, ROUNDS: tl.constexpr):
     """Which weights stay, for rows (numbered through the batch) and N keys from ``start`` on."""
     k0 = (tl.load(key) & 0xFFFFFFFF).to(tl.uint32)
@@ -43,10 +49,17 @@ def _kept(key, stream_low, stream_high, dropped, rows, start, groups, N: tl.cons
     c2 = tl.zeros_like(c0) + stream_low.to(tl.uint32, bitcast=True)
     c3 = tl.zeros_like(c0) + stream_high.to(tl.uint32, bitcast=True)
     c0, c1, c2, c3 = tl.philox_impl(c0, c1, c2, c3, k0, k1, ROUNDS)
-    # Numbers 0 to 7 of a block are the halves of its words, the low one first.
-    even = tl.interleave(tl.interleave(c0 & 0xFFFF, c2 & 0xFFFF), tl.interleave(c1 & 0xFFFF, c3 & 0xFFFF))
-    odd = tl.interleave(tl.interleave(c0 >> 16, c2 >> 16), tl.interleave(c1 >> 16, c3 >> 16))
-    return (tl.interleave(even, odd).to(tl.int32) ^ 0x8000) >= dropped
+    # Numbers 0 to 7 of a block are the halves of its words, the low one first. They are compared before they are put
+    # in their places: a byte moves between threads, not a word.
+    even = tl.interleave(
+        tl.interleave(_stays(c0, dropped), _stays(c2, dropped)),
+        tl.interleave(_stays(c1, dropped), _stays(c3, dropped)),
+    )
+    odd = tl.interleave(
+        tl.interleave(_stays(c0 >> 16, dropped), _stays(c2 >> 16, dropped)),
+        tl.interleave(_stays(c1 >> 16, dropped), _stays(c3 >> 16, dropped)),
+    )
+    return tl.interleave(even, odd) != 0
 
 
 @triton.jit
