@@ -108,7 +108,7 @@ PIPELINES = (
         "N113",
         "a leaf that stages of two ranks read gets the gradient of one of them",
         (("            return all_reduce(own, axis)\n", "            return own\n"),),
-        (f"{BITS}test_each_schedule_on_two_ranks[gloo]",),
+        (f"{BITS}test_each_schedule_on_two_ranks[everything-gloo]",),
         no_gpu=SEVERAL,
     ),
     Mutant(
