@@ -40,7 +40,7 @@ def test_what_a_compiled_step_says_of_its_branches(monkeypatch: pytest.MonkeyPat
     assert words(two_networks, branches="auto") == "branches: told once it is compiled"
     assert words(chain, branches="auto") == "branches: none, since they would gain less than they cost"
     assert words(chain, branches=4) == "branches: none, each call needs the one before"
-    monkeypatch.setattr("functional_cg.stages.lower.in_place._SMALL", 32)
+    monkeypatch.setattr("functional_cg.stages.lower.compiled.SMALL", 32)
     large = words(two_networks, branches=4)
     assert large == "branches: none, its values are so large that each kernel fills the device"
 

@@ -10,12 +10,13 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, fx
 from torch._inductor import config
 from torch._inductor.utils import run_and_get_code
 
 import functional_cg as fcg
-from functional_cg.stages.fx_passes.old_values import keep_old_values
+from functional_cg.stages.fx_passes.old_values import KEPT, LATER, keep_old_values
+from functional_cg.stages.lower.inductor import compile_graph, opened
 from functional_cg.testing import assert_no_alias, assert_trees_all_close
 from tests.compiled_graphs import compiled, compiled_in_turn, compiled_once, lower_as_on_a_gpu
 from tests.sharding.programs import Setting
@@ -508,6 +509,34 @@ def test_a_buffer_that_is_written_in_place_is_not_copied() -> None:
     (write,) = graph.find_nodes(op="call_function", target=torch.ops.aten.copy_.default)
     assert write.args[1].target is torch.ops.aten.index_put.default
     assert not graph.find_nodes(op="call_function", target=torch.ops.aten.clone.default)
+
+
+@pytest.mark.cuda
+def test_what_is_stored_lies_as_traced() -> None:
+    """A value that is not laid out yet looks contiguous to its readers: a sum over all but the channels took one pass.
+
+    On a host, the compiler asks for no strides so early.
+    """
+    graph = fx.Graph()
+    x, gate = graph.placeholder("x"), graph.placeholder("gate")
+    product = graph.call_function(torch.ops.aten.mul.Tensor, (x, gate))
+    first = graph.call_function(LATER, (product, gate))
+    second = graph.call_function(KEPT, (graph.call_function(torch.ops.aten.sub.Tensor, (first, x)),))
+    sums = (
+        graph.call_function(torch.ops.aten.sum.dim_IntList, (value, [0, 2, 3])) for value in (second, first)
+    )
+    graph.output(tuple(sums))
+    shape = (8, 64, 32, 32)
+    given = [torch.ones(shape, device="cuda").contiguous(memory_format=torch.channels_last)]
+    given.append(torch.full((8, 64, 1, 1), 3.0, device="cuda"))
+    compiled = compile_graph(
+        fx.GraphModule(torch.nn.Module(), graph), given, on_host=False, small=False, in_order=False
+    )
+    found = opened(compiled)
+    assert found
+    assert found[0].count(f"({shape}, (65536, 1, 2048, 64)") == 2
+    both = compiled(*given)
+    assert_trees_all_close(both, tuple(torch.full((64,), one * 8192.0, device="cuda") for one in (2, 3)))
 
 
 def test_what_leaves_is_owned_and_once() -> None:

@@ -162,11 +162,10 @@ def test_exactly_schedules_with_a_race_are_refused(timeline: Timeline) -> None:
 @pytest.mark.parametrize(
     ("op", "why"),
     [
-        (torch.ops._c10d_functional.all_reduce.default, "keeps its place among collectives"),
-        (torch.ops._c10d_functional.wait_tensor.default, "keeps its place among collectives"),
-        (torch.ops.c10d.allreduce_.default, "keeps its place among collectives"),
-        (torch.ops.fcg.send.default, "keeps its place among collectives"),
-        (torch.ops.fcg.end.default, "keeps its place among collectives"),
+        (torch.ops._c10d_functional.all_reduce.default, ""),
+        (torch.ops.c10d.allreduce_.default, "is an op of another library"),
+        (torch.ops.fcg.send.default, "keeps its place among transfers"),
+        (torch.ops.fcg.end.default, "keeps its place among transfers"),
         (torch.ops.aten.resize_.default, "gives a tensor other memory"),
         (torch.ops.aten.add.out, "gives a tensor other memory"),
         (torch.ops.aten.add_.Tensor, ""),

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from functional_cg.stages.branches.function import Launches, _allocated
-from functional_cg.stages.branches.units import GENERATOR, Unit
+from functional_cg.stages.branches.units import GENERATOR, LINK, Unit
 from functional_cg.stages.branches.wrapper import UnknownStatement, Wrapper
 from functional_cg.stages.plan import Buffers
 from functional_cg.testing.recorded import Address
@@ -117,9 +117,40 @@ def test_memory_belongs_to_what_first_touches_it() -> None:
     assert wrapper.returned == {"buf4"}
 
 
+def test_a_wait_belongs_to_its_collective() -> None:
+    """What is gathered is there once the unit has run, and what is sent is free then."""
+    gather = "torch.ops._c10d_functional.all_gather_into_tensor_coalesced.default"
+    wait, reduce = (f"torch.ops._c10d_functional.{name}.default" for name in ("wait_tensor", "all_reduce_"))
+    wrapper = read(
+        f"buf0 = {gather}([arg0_1, c0], 2, '0')",
+        "buf1 = buf0[0]",
+        "buf2 = buf0[1]",
+        f"{wait}(buf1)",
+        "two(arg1_1, arg0_1)",
+        f"buf3 = {wait}(buf2)",
+        f"{reduce}(arg1_1, 'sum', '0')",
+        "two(buf3, c0)",
+        f"{wait}(arg1_1)",
+        "return (buf3, )",
+    )
+    launch, between, summed, last = wrapper.units
+    assert touched(launch) == ({SLOT, CONSTANT}, {"buf0", LINK}, {"buf0"})
+    assert [line.partition("(")[0] for line in launch.lines] == [
+        f"buf0 = {gather}", "buf1 = buf0[0]", "buf2 = buf0[1]", wait, f"buf3 = {wait}",
+    ]  # fmt: skip
+    assert touched(summed) == ({INPUT}, {INPUT, LINK}, set())
+    assert [line.partition("(")[0] for line in summed.lines] == [reduce, wait]
+    assert touched(last) == ({"buf0", CONSTANT}, {CONSTANT}, set())
+    assert [unit.link for unit in wrapper.units] == [True, False, True, False]
+    assert not any(unit.fixed for unit in wrapper.units)
+    assert between.lines == ["two(arg1_1, arg0_1)"]
+    assert wrapper.variables["buf0"] == ["buf0", "buf1", "buf2", "buf3"]
+
+
 @pytest.mark.parametrize(
     "line",
     [
+        "torch.ops._c10d_functional.wait_tensor.default(arg0_1)",
         "u0 = arg0_1.item()",
         "buf0 = copy_if_misaligned(arg0_1)",
         "arg0_1 = copy_if_misaligned(arg1_1)",
@@ -144,7 +175,7 @@ def test_other_statements_end_the_reading(line: str) -> None:
 @pytest.mark.parametrize(
     ("line", "why"),
     [
-        ("torch.ops.c10d.allreduce_.default(arg0_1)", "keeps its place among collectives"),
+        ("torch.ops.c10d.allreduce_.default(arg0_1)", "is an op of another library"),
         ("aten.resize_(arg0_1, [4])", "gives a tensor other memory"),
         ("buf0 = torch.ops.aten.expand_as.default(arg0_1, arg1_1)", "returns an argument"),
     ],

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 from . import workloads
 from .rl import workloads as learners
 from .system import BUDGETS, MODULES
+from .systems.others import Encoder, UNet
 from .systems.spellings import GPT, SPELLINGS, Size
 from .workloads import Batch, Workload
 
@@ -160,34 +162,100 @@ def _hugging_face(name: str, model: str, config: str, size: Size, **options: Any
     )
 
 
-def _vision(
-    name: str, library: str, make: Callable[[], nn.Module], text: str, *, last: bool
-) -> ModuleWorkload:
-    return ModuleWorkload(
+def _speech(name: str) -> ModuleWorkload:
+    sizes = {
+        f"{part}_{what}": value
+        for part in ("encoder", "decoder")
+        for what, value in (("layers", 6), ("attention_heads", 8), ("ffn_dim", 2048))
+    }
+
+    def make() -> nn.Module:
+        import transformers
+
+        config = transformers.WhisperConfig(d_model=512, use_cache=False, **sizes)
+        model: nn.Module = transformers.WhisperForConditionalGeneration(config)
+        return model
+
+    def data(count: int) -> list[Batch]:
+        generator = torch.Generator().manual_seed(_SEED)
+        return [
+            {
+                "input_features": torch.randn(8, 80, 3000, generator=generator),
+                "labels": torch.randint(1, 50_000, (8, 128), generator=generator),
+            }
+            for _ in range(count)
+        ]
+
+    text = "Whisper base, 8 spectrograms of 80x3000, 128 tokens each"
+    return _module(name, make, _of_hugging_face, data, text, "transformers")
+
+
+def _diffusion(name: str) -> ModuleWorkload:
+    def data(count: int) -> list[Batch]:
+        generator = torch.Generator().manual_seed(_SEED)
+        return [
+            {
+                "x": torch.randn(32, 3, 32, 32, generator=generator),
+                "time": torch.randint(1000, (32,), generator=generator),
+                "noise": torch.randn(32, 3, 32, 32, generator=generator),
+            }
+            for _ in range(count)
+        ]
+
+    def loss(module: nn.Module, batch: Batch) -> Tensor:
+        return F.mse_loss(module(batch["x"], batch["time"]).float(), batch["noise"])
+
+    text = "U-Net of a diffusion model, 128 to 512 channels, 32 pictures of 3x32x32"
+    return _module(name, lambda: UNet(128, (1, 2, 2, 4), attends_at=2), loss, data, text, "torch")
+
+
+def _encoder(name: str) -> ModuleWorkload:
+    return _module(
         name,
-        "module",
-        bf16=True,
-        steps=40,
-        tolerance=5e-2,
-        make=make,
-        loss=_classified,
-        data=_images(64, 224, 1000, channels_last=last),
-        library=library,
-        text=f"{text}, 64 pictures of 3x224x224{', channels_last' if last else ''}",
+        lambda: Encoder(32_000, 512, 512, 6),
+        lambda module, batch: module(batch["x"], batch["y"]),
+        _tokens(32_000, 32, 512, shifted=True),
+        "nn.TransformerEncoder, 6 layers, 512 wide, dropout 0.1, 32x512 tokens",
+        "torch",
     )
 
 
-def _timm(name: str) -> nn.Module:
+def _module(
+    name: str,
+    make: Callable[[], nn.Module],
+    loss: Loss,
+    data: Callable[[int], list[Batch]],
+    text: str,
+    library: str,
+) -> ModuleWorkload:
+    return ModuleWorkload(
+        name, "module", bf16=True, steps=40, tolerance=5e-2, make=make, loss=loss, data=data, library=library, text=text
+    )  # fmt: skip
+
+
+def _vision(
+    name: str, library: str, make: Callable[[], nn.Module], text: str, *, last: bool
+) -> ModuleWorkload:
+    data = _images(64, 224, 1000, channels_last=last)
+    text = f"{text}, 64 pictures of 3x224x224{', channels_last' if last else ''}"
+    return _module(name, make, _classified, data, text, library)
+
+
+def _timm(name: str, *, last: bool = False) -> nn.Module:
     import timm
 
     model: nn.Module = timm.create_model(name)
-    return model
+    return _in_channels_last(model) if last else model
 
 
 def _resnet50() -> nn.Module:
     import torchvision
 
     model: nn.Module = torchvision.models.resnet50()
+    return _in_channels_last(model)
+
+
+def _in_channels_last(model: nn.Module) -> nn.Module:
     model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     return model
 
@@ -222,7 +290,39 @@ def _all() -> tuple[ModuleWorkload, ...]:
         _vision("zoo-resnet50", "torchvision", _resnet50, "torchvision ResNet-50", last=True),
         _vision("zoo-vit", "timm", lambda: _timm("vit_base_patch16_224"), "timm ViT-B/16", last=False),
         _vision("zoo-convnext", "timm", lambda: _timm("convnext_tiny"), "timm ConvNeXt-T", last=False),
+        *_more(llama),
     )
+
+
+def _more(llama: Mapping[str, Any]) -> Iterator[ModuleWorkload]:
+    size = Size(12, 768, 32_000, 8, 1024)
+    for name, options in (
+        ("Mistral", {"sliding_window": None}),
+        ("Gemma2", {"sliding_window": 512, "head_dim": 64}),
+    ):
+        yield _hugging_face(
+            f"zoo-{name.lower()}",
+            f"{name}ForCausalLM",
+            f"{name}Config",
+            size,
+            **{**llama, "num_key_value_heads": 4, **options},
+        )
+    opt = {"dropout": 0.0, "attention_dropout": 0.0, "use_cache": False}
+    yield _hugging_face("zoo-opt", "OPTForCausalLM", "OPTConfig", Size(12, 768, 50272, 8, 1024), **opt)
+    yield _hugging_face(
+        "zoo-distilbert", "DistilBertForMaskedLM", "DistilBertConfig", Size(6, 768, 30522, 32, 256)
+    )
+    yield _speech("zoo-whisper")
+    yield _encoder("zoo-encoder")
+    yield _diffusion("zoo-unet")
+    for name, model, text, last in (
+        ("zoo-swin", "swin_tiny_patch4_window7_224", "timm Swin-T", False),
+        ("zoo-mixer", "mixer_b16_224", "timm Mixer-B/16", False),
+        ("zoo-deit", "deit_small_patch16_224", "timm DeiT-S/16", False),
+        ("zoo-efficientnet", "efficientnet_b0", "timm EfficientNet-B0", True),
+        ("zoo-regnet", "regnety_016", "timm RegNetY-1.6GF", True),
+    ):
+        yield _vision(name, "timm", partial(_timm, model, last=last), text, last=last)
 
 
 def names() -> tuple[str, ...]:

@@ -17,7 +17,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -68,6 +68,7 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=40, help="timed steps of each system")
     parser.add_argument("--device", choices=("cuda", "cpu"), default=None)
     parser.add_argument("--lowering", choices=("auto", "aten", "inductor"), default="auto")
+    parser.add_argument("--branches", default="1", help="of graph_step: auto, or a number of lanes")
     parser.add_argument("--bucket-mib", type=float, default=32.0, help="bucket_bytes of zero()")
     parser.add_argument("--prefetch", type=int, default=1)
     parser.add_argument("--json", action="store_true")
@@ -153,7 +154,9 @@ def _ours(
         fcg.TrainState.create(params=params, buffers=buffers, optimizer=optimizer, sharding=sharding)
     ]
 
-    @fcg.graph_step(lowering=options.lowering)
+    lanes: Literal["auto"] | int = "auto" if options.branches == "auto" else int(options.branches)
+
+    @fcg.graph_step(lowering=options.lowering, branches=lanes)
     def train_step(state: Any, batch: tuple[Tensor, Tensor]) -> tuple[Any, dict[str, Tensor]]:
         loss_fn = lambda params: apply(params, state.buffers, *batch)[0]  # noqa: E731
         loss, grads = fcg.value_and_grad(loss_fn)(state.params)

@@ -5,7 +5,7 @@ A trace records them. An axis of one rank has no process group: there, each is t
 
 from __future__ import annotations
 
-from typing import cast
+from typing import Any, cast
 
 import torch
 import torch.distributed
@@ -23,6 +23,7 @@ __all__ = [
     "all_reduce",
     "broadcast",
     "from_one",
+    "is_collective",
     "reduce_scatter",
 ]
 
@@ -70,6 +71,11 @@ def all_reduce(tensor: Tensor, where: Mesh | Axis, op: str = "sum") -> Tensor:
     for axis in where.wide if isinstance(where, Mesh) else (where,) * (where.size > 1):
         tensor = _wait(ALL_REDUCE(tensor.contiguous(), op, axis.group))
     return tensor
+
+
+def is_collective(op: Any) -> bool:
+    """Whether an op starts a collective, which runs beside later calls until it is waited for."""
+    return op is not WAIT and op._schema.name.startswith("_c10d_functional::")
 
 
 def _wait(tensor: Tensor) -> Tensor:

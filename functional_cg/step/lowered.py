@@ -21,6 +21,7 @@ from ..shards.collectives import WAIT
 from ..shards.mesh import Mesh
 from ..shards.peers import watched
 from ..shards.transfers import TRANSFERS
+from ..stages.branches.plan import Branched
 from ..stages.lower.costs import constant_costs, input_costs, metric_costs, slot_costs, staged_pairs
 from ..stages.plan import ExecutionPlan
 from ..stages.program import Program
@@ -207,7 +208,9 @@ class Lowered(metaclass=Documented):
         if (mesh := self.mesh) is not None and mesh.ranks is not None:
             specs = [spec for state in self.states for spec in state.specs]
             # What passes make of a program may depend on the rank.
-            meet(self.name, mesh, self.reference.program, specs, self.layout.live_names)
+            traced = self.reference.program
+            on_lanes = isinstance(self.plan, Branched) and self.plan.timeline.lanes > 1
+            meet(self.name, mesh, traced, self.program, specs, self.layout.live_names, on_lanes=on_lanes)
 
     def fits(self, call: Call) -> bool:
         """Whether a call has this layout."""
@@ -345,6 +348,8 @@ class Lowered(metaclass=Documented):
     def body_html(self) -> Html:
         """Return plan, memory, leaves and what was checked as HTML, without a title."""
         parts = [line(text) for text in self._plan_lines()]
+        for title, *rows in map(str.splitlines, self.program.notes):
+            parts.append(fold(title, *map(line, rows)) if rows else line(title))
         memory = self.memory_analysis()
         parts.append(fold(f"memory at the peak: {size_of(memory['peak'])}", memory.table(), opened=True))
         for state, entries in self._state_costs():

@@ -7,6 +7,8 @@ from tests.mutants.mutant import Mutant
 __all__ = ["BRANCHES"]
 
 LAWS, RACES = "tests/properties/test_branches.py::", "tests/test_races.py::"
+RANKS, ORDER = "tests/sharding/test_branches_on_ranks.py::", "tests/sharding/test_order.py::"
+SEVERAL = "it takes several GPUs; the same tests run there, `-m multi_gpu`"
 ON_A_GPU = "which of two lanes is first on a GPU is a matter of chance"
 BLIND = (
     "        refuse_races(self.timeline, program.function)\n",
@@ -20,7 +22,7 @@ BRANCHES = (
     Mutant(
         "N116",
         "a lane does not wait for what it needs of another lane, and nobody checks",
-        ((" waits.append(tuple(sorted(found)))\n", " waits.append(tuple(sorted(found)[1:]))\n"), BLIND),
+        ((" waits.append(tuple(sorted(waited)))\n", " waits.append(tuple(sorted(waited)[1:]))\n"), BLIND),
         (
             f"{LAWS}test_exact_programs_in_branches",
             f"{LAWS}test_steps_in_branches[heads-2]",
@@ -81,7 +83,7 @@ BRANCHES = (
     ),
     Mutant(
         "N121",
-        "collectives and ops of other libraries run on lanes",
+        "ops of other libraries run on lanes",
         (('    why = next((unit.fixed for unit in units if unit.fixed), "")\n', '    why = ""\n'),),
         (f"{LAWS}test_ops_of_other_libraries_run_in_one_line",),
         no_gpu="told on the host",
@@ -146,6 +148,75 @@ BRANCHES = (
             ),
         ),
         (f"{WRAPPER}test_other_statements_end_the_reading[two(unheard_of, arg0_1)]",),
+        no_gpu="told on the host",
+    ),
+    Mutant(
+        "N127",
+        "ranks do not compare the order of their collectives, in which one of them differs",
+        (("        *_collectives(lowered, mesh),\n", ""),),
+        (f"{RANKS}test_an_order_that_differs_by_rank_is_refused_before_the_capture[gloo]",),
+        no_gpu=SEVERAL,
+    ),
+    Mutant(
+        "N127 lanes",
+        "each rank runs its collectives in the order in which its lanes come to them",
+        (("        writes.add(LINK)\n    if instr.checks", "        pass\n    if instr.checks"),),
+        (f"{RANKS}test_the_order_of_collectives_is_a_matter_of_memory",),
+        no_gpu="told on the host",
+    ),
+    Mutant(
+        "N128",
+        "a collective is started before the last that writes what it sends, and nobody checks",
+        (
+            (
+                "        for memory in unit.reads | unit.writes:\n            if memory in writer:\n",
+                (
+                    "        for memory in unit.writes if unit.link else unit.reads | unit.writes:\n"
+                    "            if memory in writer:\n"
+                ),
+            ),
+            ("    refuse_races(found, program.function)\n", "    _ = refuse_races\n"),
+        ),
+        (f"{ORDER}test_another_order_changes_no_value", f"{ORDER}test_laws_of_collectives_on_lanes"),
+        no_gpu=ON_A_GPU,
+    ),
+    Mutant(
+        "N128 sent",
+        "what a collective still sends is written, since the wait for it has moved behind",
+        ((" or one.reads & unit.writes]\n", "]\n"),),
+        (f"{ORDER}test_what_is_sent_is_written_after_the_wait",),
+        no_gpu=ON_A_GPU,
+    ),
+    Mutant(
+        "N128 wait",
+        "the wait for a collective is taken for a call that makes new memory",
+        (("            shared[instr.out.storage] = instr.args[0].storage\n", "            pass\n"),),
+        (f"{RANKS}test_collectives_run_beside_calls_and_explain_shows_it[1-gloo]",),
+        no_gpu=SEVERAL,
+    ),
+    Mutant(
+        "N129",
+        "a commit does not wait for what it copies: a weight's gradient comes behind it",
+        (
+            (
+                '"commit", [f"{call}()" for call in calls], after_checks(read),\n',
+                '"commit", [f"{call}()" for call in calls], after_checks(() if read else read),\n',
+            ),
+        ),
+        (
+            f"{LAWS}test_a_commit_waits_for_all_that_read_the_old_value",
+            f"{RANKS}test_collectives_run_beside_calls_and_explain_shows_it[1-gloo]",
+        ),
+        no_gpu=ON_A_GPU,
+    ),
+    Mutant(
+        "N129 room",
+        "all leaves are gathered at once, whatever memory that takes",
+        (("or self._taken + made <= self._limit:\n", "or self._limit >= 0:\n"),),
+        (
+            f"{ORDER}test_gathers_run_ahead_as_far_as_there_is_room[1]",
+            f"{ORDER}test_laws_of_collectives_on_lanes",
+        ),
         no_gpu="told on the host",
     ),
 )

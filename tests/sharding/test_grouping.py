@@ -12,9 +12,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from functional_cg.shards.collectives import ALL_REDUCE, GATHER, REDUCE_SCATTER, WAIT
+from functional_cg.shards.collectives import ALL_REDUCE, GATHER, REDUCE_SCATTER, WAIT, is_collective
 from functional_cg.shards.placement import Reading
-from functional_cg.stages.passes.grouping import group_collectives, groups, is_launch
+from functional_cg.stages.passes.grouping import group_collectives, groups
 from functional_cg.stages.program import Instr, Var
 from functional_cg.state.arena import BufferSpec
 
@@ -184,7 +184,7 @@ def test_of_those_that_are_not_side_by_side_one_is_under_way_at_a_time(
     """Gloo breaks its heap otherwise, once in some thousand pairs of gathers."""
     under_way: set[Var] = set()
     for instr in group_collectives(program.instrs, Reading(limit, ahead), DEVICES[False]):
-        if is_launch(instr):
+        if is_collective(instr.op):
             assert not under_way
             under_way.update(instr.outputs())
         elif instr.op is WAIT:

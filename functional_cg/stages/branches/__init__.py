@@ -1,6 +1,7 @@
 """Run independent calls of a step side by side, in one graph: a plan's calls, spread over lanes.
 
-A plan's units of work come in (``units``), with what they read and write. ``listing`` spreads them over lanes, and
+Of a program with collectives, ``order`` first chooses the order. A plan's units of work come in (``units``), with what
+they read and write. ``assignment`` says which unit runs on which lane and when, ``listing`` what waits for what, and
 ``races`` refuses the result unless each two units that touch the same memory are ordered. ``plan`` writes the code that
 a capture runs, and ``rehearsal`` sees whether memory is where the units say. Of a compiled function, ``wrapper`` reads
 the units, ``weights`` estimates them, and ``function`` does what ``plan`` does for ATen calls; ``source`` is what both

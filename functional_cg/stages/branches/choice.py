@@ -9,7 +9,7 @@ from typing import Literal
 from .listing import Timeline, listed
 from .units import Memory, Unit
 
-__all__ = ["Branches", "choose"]
+__all__ = ["Branches", "choose", "slack"]
 
 Branches = Literal["auto"] | int
 
@@ -33,14 +33,25 @@ def choose(units: Sequence[Unit], kept: frozenset[Memory], *, asked: Branches, h
     why = next((unit.fixed for unit in units if unit.fixed), "")
     if asked == 1 or why:
         return replace(line, why=why)
+    ahead = slack(line, held)
     if asked != "auto":
-        best = listed(units, asked, kept)
+        best = listed(units, asked, kept, ahead)
         return best if best.lanes > 1 else replace(line, why="each call needs the one before")
-    room = line.peak + line.workspaces + max(_SLACK * (held + line.peak), _ALWAYS)
+    room = line.peak + line.workspaces + ahead
     best = line
     for lanes in range(2, _MOST + 1):
-        one = listed(units, lanes, kept)
+        one = listed(units, lanes, kept, ahead)
         gain = _GAIN if best is line else _MORE
         if one.peak + one.workspaces <= room and one.micros * gain <= best.micros:
             best = one
     return best if best is not line else replace(line, why="since they would gain less than they cost")
+
+
+def slack(line: Timeline, held: int) -> float:
+    """Return the bytes that a step may take in addition to those of a line.
+
+    Args:
+      line: The line.
+      held: Bytes that the step holds besides temporaries.
+    """
+    return max(_SLACK * (held + line.peak), _ALWAYS)

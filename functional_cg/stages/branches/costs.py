@@ -10,16 +10,19 @@ from types import MappingProxyType
 
 import torch
 
+from ...shards.collectives import is_collective
 from ..program import Instr
 from ..work import bytes_of, flops_of
 
-__all__ = ["SYNC", "WORKSPACE", "copy_micros", "estimate", "estimate_launch"]
+__all__ = ["SYNC", "WORKSPACE", "copy_micros", "estimate", "estimate_launch", "transfer_micros"]
 
 _BANDWIDTH = 2.5e6  # bytes per microsecond
 _RATES = MappingProxyType({2: 500e6, 4: 100e6, 8: 30e6})  # FLOPs per microsecond, by bytes of an element
 _KERNEL = 2.0  # microseconds of a kernel that does next to nothing, one after another
 _PRODUCT = 4.0  # of a small product
 _REDUCTION = 3.0
+_LINK = 0.4e6  # bytes per microsecond that a rank sends and receives, half of what an NVLink of an H100 is made for
+_COLLECTIVE = 15.0  # of a collective of a few bytes
 SYNC = 1.0  # what waiting for another lane adds
 WORKSPACE = 2**25  # bytes that cuBLAS takes for a stream on an H100; less on GPUs before it
 
@@ -28,6 +31,8 @@ def estimate(instr: Instr) -> tuple[float, float]:
     """Return the microseconds of a call that runs alone, and those that it keeps the whole device busy."""
     flops = flops_of(instr)
     moved = bytes_of(instr, frozenset(instr.outputs()))
+    if is_collective(instr.op):
+        return transfer_micros(moved), 0.0
     if not flops:
         busy = moved / _BANDWIDTH
         by_element = torch.Tag.pointwise in instr.op.tags
@@ -46,3 +51,8 @@ def estimate_launch(flops: int, moved: int, itemsize: int) -> tuple[float, float
 def copy_micros(nbytes: int) -> tuple[float, float]:
     """Return the same for a copy."""
     return 2 * nbytes / _BANDWIDTH + _KERNEL, 2 * nbytes / _BANDWIDTH
+
+
+def transfer_micros(nbytes: int) -> float:
+    """Return the microseconds of a collective, during which the device is free, by the bytes that go in and out."""
+    return nbytes / _LINK + _COLLECTIVE

@@ -1,21 +1,24 @@
-"""Spread units of work over lanes: list scheduling by the longest way to the end.
+"""Spread units of work over lanes: what waits for what, and when memory is free.
 
-Ready units are taken in the order of the time that is left from their start to the end of the step; each goes to the
-lane where it can begin first. The result depends on the units alone.
+What runs where is chosen in ``assignment``. The result depends on the units alone.
 """
 
 from __future__ import annotations
 
-import heapq
-from collections.abc import Iterator, Mapping, Sequence
+import math
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from ...messages.units import size_of
 from ...state.outline import count
-from .costs import SYNC, WORKSPACE
+from .assignment import Assignment, assign
+from .costs import WORKSPACE
 from .units import Memory, Unit, predecessors
 
 __all__ = ["Place", "Timeline", "in_line", "listed"]
+
+_MUCH = 2**20  # bytes from which a lane waits for memory that is about to be free
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,82 +79,110 @@ class Timeline:
         if self.lanes == 1:
             return f"branches: none, {self.why or 'as asked for'}"
         waits = sum(len(place.waits) for place in self.places)
-        alone = sum(unit.micros for unit in self.units)
+        links = sum(unit.link for unit in self.units)
         return (
-            f"branches: {count(len(self.units), 'unit')} of work on {self.lanes} lanes with {count(waits, 'wait')}; "
-            f"estimated {self.micros:,.0f} us, in one line {alone:,.0f} us; "
+            f"branches: {count(len(self.units), 'unit')} of work on {self.lanes} lanes with {count(waits, 'wait')}"
+            + f", one of them for {count(links, 'collective')}" * bool(links)
+            + f"; estimated {self.micros:,.0f} us, in one line {in_line(self.units).micros:,.0f} us; "
             f"{size_of(self.workspaces)} of workspaces for products"
         )
 
+    def collectives(self, shown: int = 12) -> list[str]:
+        """Return what collectives run beside, one line each, in their order, after a line that adds them up."""
+        links = [place for place in self.places if self.units[place.unit].link]
+        others = [place for place in self.places if not self.units[place.unit].link]
+        beside = {
+            link: [one for one in others if one.start < link.end and one.end > link.start] for link in links
+        }
+        alone = sum(_uncovered(link, of) for link, of in beside.items())
+        total = sum(link.end - link.start for link in links)
+        lines = [
+            f"{count(len(links), 'collective')}, estimated {total:,.0f} us, {alone:,.0f} us of them beside no call"
+        ]
+        for link in links[:shown]:
+            calls = Counter(self.units[one.unit].name for one in beside[link])
+            names = [f"{name} x{times}" if times > 1 else name for name, times in calls.most_common(3)]
+            more = [f"{calls.total() - sum(n for _, n in calls.most_common(3)):,} more"] * (len(calls) > 3)
+            name = self.units[link.unit].name.partition("_into")[0].partition("_tensor")[0]
+            lines.append(
+                f"  {link.start:,.0f} to {link.end:,.0f} us: {name}, beside {', '.join([*names, *more]) or 'no call'}"
+            )
+        return lines + [f"  … and {len(links) - shown:,} more"] * (len(links) > shown)
+
+
+def _uncovered(link: Place, others: Sequence[Place]) -> float:
+    """Return the microseconds of a collective during which no other unit runs."""
+    found, now = 0.0, link.start
+    for one in sorted(others, key=lambda place: place.start):
+        found, now = found + max(one.start - now, 0.0), max(now, one.end)
+    return found + max(link.end - now, 0.0)
+
 
 def in_line(units: Sequence[Unit], kept: frozenset[Memory] = frozenset()) -> Timeline:
-    """Return the units one after another, on one lane."""
-    return listed(units, 1, kept)
+    """Return the units one after another, on one lane; what a collective moves, it moves beside those that follow.
+
+    Args:
+      units: The units, in the order of the plan.
+      kept: Memory that is never freed: what leaves the step.
+    """
+    before = predecessors(units)
+    found = Assignment.of(len(units))
+    now = link = 0.0
+    for number, unit in enumerate(units):
+        needed = max((found.end[one] for one in before[number] if units[one].link), default=0.0)
+        start = max(now, needed, link if unit.link else 0.0)
+        found.start[number], found.end[number] = start, start + unit.micros
+        found.order.append(number)
+        if unit.link:
+            link = found.end[number]
+        else:
+            now = found.end[number]
+    return Timeline(units, list(_placed(units, before, found, kept)), 1)
 
 
-def listed(units: Sequence[Unit], lanes: int, kept: frozenset[Memory] = frozenset()) -> Timeline:
+def listed(
+    units: Sequence[Unit], lanes: int, kept: frozenset[Memory] = frozenset(), ahead: float = math.inf
+) -> Timeline:
     """Spread units over at most so many lanes.
 
     Args:
       units: The units, in the order of the plan.
-      lanes: The most lanes.
+      lanes: The most lanes; with collectives, one of them is theirs.
       kept: Memory that is never freed: what leaves the step.
+      ahead: Bytes that units may allocate that run before others that precede them in the plan.
     """
+    if lanes == 1:
+        return in_line(units, kept)
     before = predecessors(units)
-    where, start = _assigned(units, before, lanes)
-    order = sorted(range(len(units)), key=lambda n: (start[n], where[n][1]))
-    lane_of = [lane for lane, _ in where]
-    places = list(_placed(units, before, lane_of, start, order, kept))
-    return Timeline(units, places, 1 + max(lane_of, default=0))
-
-
-def _assigned(
-    units: Sequence[Unit], before: Sequence[Sequence[int]], lanes: int
-) -> tuple[list[tuple[int, int]], list[float]]:
-    """Return for each unit its lane and its turn in the assignment, and when it starts."""
-    after: list[list[int]] = [[] for _ in units]
-    for number, found in enumerate(before):
-        for one in found:
-            after[one].append(number)
-    left = [0.0] * len(units)
-    for number in reversed(range(len(units))):
-        left[number] = units[number].micros + max((left[one] for one in after[number]), default=0.0)
-    waiting = [len(found) for found in before]
-    ready = [(-left[n], n) for n in range(len(units)) if not waiting[n]]
-    heapq.heapify(ready)
-    free = [0.0] * lanes
-    where: list[tuple[int, int]] = [(0, 0)] * len(units)
-    start, end = [0.0] * len(units), [0.0] * len(units)
-    turn = 0
-    while ready:
-        _, number = heapq.heappop(ready)
-        begins = [
-            max([free[lane], *(end[b] + SYNC * (where[b][0] != lane) for b in before[number])])
-            for lane in range(lanes)
-        ]
-        latest = max(before[number], key=lambda b: (end[b], b), default=None)
-        home = where[latest][0] if latest is not None else 0
-        lane = min(range(lanes), key=lambda one: (begins[one], one != home, -free[one], one))
-        start[number], turn = begins[lane], turn + 1
-        where[number] = lane, turn
-        free[lane] = end[number] = start[number] + units[number].micros
-        for one in after[number]:
-            waiting[one] -= 1
-            if not waiting[one]:
-                heapq.heappush(ready, (-left[one], one))
-    return where, start
+    found = assign(units, before, lanes, ahead)
+    used = {lane: place for place, lane in enumerate(sorted({0, *found.lane}))}
+    found.lane = [used[lane] for lane in found.lane]
+    return Timeline(units, list(_placed(units, before, found, kept)), len(used))
 
 
 class _Clocks:
-    """What each lane comes after: by lane, the last turn of each other lane."""
+    """What each lane comes after: by lane, the last turn of each other lane.
 
-    def __init__(self, lanes: int) -> None:
+    Args:
+      lanes: How many there are.
+      lane_of: The lane of each unit.
+      order: The units, turn by turn.
+    """
+
+    def __init__(self, lanes: int, lane_of: Sequence[int], order: Sequence[int]) -> None:
+        self._lane_of, self._turn_of = lane_of, {number: turn for turn, number in enumerate(order)}
         self._now = [[-1] * lanes for _ in range(lanes)]
         self._then: dict[int, list[int]] = {}
 
-    def wait(self, lane: int, turn: int) -> None:
-        """Let a lane wait for what ran in a turn."""
-        self._now[lane] = list(map(max, self._now[lane], self._then[turn]))
+    def wait(self, lane: int, units: Iterable[int]) -> list[int]:
+        """Let a lane wait for units; return those that it does not come after anyway."""
+        found = []
+        for one in sorted(units, key=self._turn_of.__getitem__, reverse=True):
+            turn = self._turn_of[one]
+            if not self.covers(lane, {self._lane_of[one]: turn}):
+                found.append(one)
+                self._now[lane] = list(map(max, self._now[lane], self._then[turn]))
+        return found
 
     def run(self, lane: int, turn: int) -> None:
         """Let a lane run something in a turn."""
@@ -166,44 +197,45 @@ class _Clocks:
 def _placed(
     units: Sequence[Unit],
     before: Sequence[Sequence[int]],
-    lane_of: Sequence[int],
-    start: Sequence[float],
-    order: Sequence[int],
+    found: Assignment,
     kept: frozenset[Memory],
 ) -> Iterator[Place]:
     """Add waits, none for what a lane has waited for already, and free memory.
 
     A lane allocates from what it has freed itself. So memory is freed where the lane that allocated it comes after all
-    units that touch it.
+    units that touch it. A lane that allocates waits for that, if it is much memory and they are done by then.
     """
-    lanes = 1 + max(lane_of, default=0)
-    clocks, turn_of = _Clocks(lanes), {number: turn for turn, number in enumerate(order)}
+    lane_of, order, lanes = found.lane, found.order, 1 + max(found.lane, default=0)
+    clocks = _Clocks(lanes, lane_of, order)
     waits: list[tuple[int, ...]] = []
     touched = _last_turns(units, lane_of, order)
     due: dict[int, list[Memory]] = {}
     for memory, turns in touched.items():
         due.setdefault(max(turns.values()), []).append(memory)
     home = {memory: lane_of[n] for n in order for memory in units[n].made}
+    sizes = {memory: nbytes for unit in units for memory, nbytes in unit.made.items()}
     pending: list[list[Memory]] = [[] for _ in range(lanes)]
     frees: list[tuple[Memory, ...]] = []
     for turn, number in enumerate(order):
-        lane, found = lane_of[number], []
-        for one in sorted(before[number], key=turn_of.__getitem__, reverse=True):
-            if not clocks.covers(lane, {lane_of[one]: turn_of[one]}):
-                found.append(one)
-                clocks.wait(lane, turn_of[one])
+        lane = lane_of[number]
+        waited = clocks.wait(lane, before[number])
+        if sum(units[number].made.values()) >= _MUCH:
+            for memory in (one for one in pending[lane] if sizes[one] >= _MUCH):
+                using = [order[last] for last in touched[memory].values()]
+                if all(found.end[one] <= found.start[number] for one in using):
+                    waited += clocks.wait(lane, using)
         clocks.run(lane, turn)
-        waits.append(tuple(sorted(found)))
+        waits.append(tuple(sorted(waited)))
         for memory in due.get(turn, ()):
             if memory not in kept:
                 pending[home[memory]].append(memory)
         free = tuple(memory for memory in pending[lane] if clocks.covers(lane, touched[memory]))
         pending[lane] = [memory for memory in pending[lane] if memory not in free]
         frees.append(free)
-    waited = {one for found in waits for one in found}
+    recorded = {one for needed in waits for one in needed}
     for number, needed, free in zip(order, waits, frees, strict=True):
-        end = start[number] + units[number].micros
-        yield Place(number, lane_of[number], needed, number in waited, free, start[number], end)
+        start, end = found.start[number], found.end[number]
+        yield Place(number, lane_of[number], needed, number in recorded, free, start, end)
 
 
 def _last_turns(

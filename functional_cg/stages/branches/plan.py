@@ -9,6 +9,7 @@ from types import TracebackType
 from typing import Any, Protocol, runtime_checkable
 
 from ...messages.source import Location
+from ...shards.collectives import is_collective
 from ..lifetimes import storage_bytes
 from ..plan import AtenPlan, Buffers, ExecutionPlan, Run, note, staged_line
 from ..program import Instr, Program, Var
@@ -245,4 +246,5 @@ def bound(
 def _timed(unit: Unit, instr: Instr) -> Unit:
     unit.micros, unit.busy = estimate(instr)
     unit.product, unit.fixed = bool(flops_of(instr)), fixed_by(instr.op)
+    unit.link = is_collective(instr.op)
     return unit

@@ -1,7 +1,8 @@
 """The units of work of a plan, with the memory that they read and write.
 
 Order within a plan matters for nothing but memory, so two units that touch no memory in common, or only read it, may
-run in any order. What is not memory but has an order all the same counts as memory here: a generator, and checks.
+run in any order. What is not memory but has an order all the same counts as memory here: a generator, checks, and the
+link between ranks: collectives run in the order of the program, which is the same on all ranks.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ...messages.source import Location
+from ...shards.collectives import is_collective
 from ...shards.transfers import TRANSFERS
 from ...tensors.aten import can_draw
 from ..passes.fused import written_pairs
@@ -18,6 +20,7 @@ from ..program import Instr
 
 __all__ = [
     "GENERATOR",
+    "LINK",
     "Memory",
     "Unit",
     "accesses",
@@ -28,9 +31,9 @@ __all__ = [
 
 Memory = int | str
 
-GENERATOR, _CHECKS = "generator", "checks"
+GENERATOR, LINK, _CHECKS = "generator", "link", "checks"
 _MOVING = frozenset(f"aten::{name}_" for name in ("resize", "resize_as", "set"))
-_KNOWN = ("aten::", "fcg::", "prims::")
+_KNOWN = ("aten::", "fcg::", "prims::", "_c10d_functional::")
 
 
 @dataclass(eq=False, slots=True)
@@ -47,6 +50,7 @@ class Unit:
       micros: Estimated microseconds when it runs alone.
       busy: Those that it keeps the whole device busy.
       product: Whether it multiplies matrices: each lane with products has a workspace for them.
+      link: Whether it is a collective: it occupies the link between ranks, and not the device.
       fixed: Why all units must then run on one lane; empty if they need not.
     """
 
@@ -59,6 +63,7 @@ class Unit:
     micros: float = 0.0
     busy: float = 0.0
     product: bool = False
+    link: bool = False
     fixed: str = ""
 
 
@@ -78,6 +83,8 @@ def accesses(instr: Instr, *, in_place: bool = False) -> tuple[frozenset[Memory]
         writes |= {var.storage for var in instr.outputs()}
     if can_draw(instr.op, instr.args, instr.kwargs):
         writes.add(GENERATOR)
+    if is_collective(instr.op):
+        writes.add(LINK)
     if instr.checks:
         writes.add(_CHECKS)
     return frozenset(reads), frozenset(writes)
@@ -86,14 +93,14 @@ def accesses(instr: Instr, *, in_place: bool = False) -> tuple[frozenset[Memory]
 def fixed_by(op: Any) -> str:
     """Return why a step with a call of this op runs on one lane; an empty string if it is known to be a kernel.
 
-    A call that gives a tensor other memory allocates on its own lane what is freed on another. Collectives keep their
-    order on all ranks, and have streams of their own. So may ops of other libraries: nobody knows.
+    A call that gives a tensor other memory allocates on its own lane what is freed on another. Transfers between the
+    stages of a pipeline have streams and an order of their own. So may ops of other libraries: nobody knows.
     """
     schema = op._schema
     if schema.name in _MOVING or any(one.is_out for one in schema.arguments):
         return f"`{schema.name}` gives a tensor other memory"
-    if op in TRANSFERS or schema.name.startswith(("_c10d", "c10d")):
-        return f"`{schema.name}` keeps its place among collectives"
+    if op in TRANSFERS:
+        return f"`{schema.name}` keeps its place among transfers"
     return "" if schema.name.startswith(_KNOWN) else f"`{schema.name}` is an op of another library"
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .costs import estimate_launch
+from .costs import estimate_launch, transfer_micros
 from .rehearsal import Rehearsal
 from .units import Memory, Unit
 from .wrapper import Wrapper
@@ -69,6 +69,8 @@ class Weighing(Rehearsal):
             itemsize = max((width for _, width in touched), default=4)
             unit.product = bool(self._flops.get(unit))
             unit.micros, unit.busy = estimate_launch(self._flops.get(unit, 0), moved, itemsize)
+            if unit.link:
+                unit.micros, unit.busy = transfer_micros(moved), 0.0
 
 
 def on_meta(tensor: Tensor) -> Tensor:

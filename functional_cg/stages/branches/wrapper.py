@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import ast
 import itertools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from .units import GENERATOR, Memory, Unit, fixed_by
+from ...shards.collectives import WAIT, is_collective
+from .units import GENERATOR, LINK, Memory, Unit, fixed_by
 
 __all__ = ["ALIGN", "UnknownStatement", "Wrapper"]
 
@@ -70,6 +71,7 @@ class Wrapper:
         self._memory: dict[str, Memory] = {}
         self._owner: dict[Memory, Unit | None] = {}  # what first touches it; None: it is there before the run
         self._waiting: dict[Memory, list[tuple[str, str]]] = {}  # lines and names until something touches it
+        self._under_way: dict[Memory, Unit] = {}  # the last collective that touches it
         call = next(
             one for one in ast.walk(module) if isinstance(one, ast.FunctionDef) and one.name == "call"
         )
@@ -147,6 +149,9 @@ class Wrapper:
         if result and not ops and not function.startswith(_EXTERN):
             raise UnknownStatement(text)
         touched = {*self._named(call)}
+        if WAIT in ops:
+            self._wait(touched, text, result)
+            return
         aliases = any(one.alias_info for op in ops for one in op._schema.returns)
         if result and aliases and len(touched) == 1 and not any(op._schema.is_mutable for op in ops):
             self._view(result, call, text)
@@ -166,11 +171,27 @@ class Wrapper:
             self._memory[result], self._owner[result], unit.made[result] = result, unit, 0
             self.variables[result] = [result]
             self.defined[unit].append((result, result))
+        if any(is_collective(op) for op in ops):
+            unit.link = True
+            written.add(LINK)
+            self._under_way |= dict.fromkeys(touched | unit.made.keys(), unit)
         unit.writes = frozenset(written | unit.made.keys())
         fixed = [*map(fixed_by, ops), f"`{function}` returns an argument" if result and aliases else ""]
         unit.fixed = next(filter(None, fixed), "")
         self.functions |= {function} & self.signatures.keys()
         self.units.append(unit)
+
+    def _wait(self, touched: Collection[Memory], text: str, result: str) -> None:
+        """Let a wait belong to the collective that it waits for."""
+        (memory,) = touched
+        if memory not in self._under_way:
+            raise UnknownStatement(text)
+        unit = self._under_way[memory]
+        unit.lines.append(text)
+        if result:
+            self._memory[result] = memory
+            self.variables.setdefault(memory, []).append(result)
+            self.defined[unit].append((memory, result))
 
     def _ops(self, function: ast.expr, text: str) -> list[Any]:
         """Return the ops that a statement may call: none for a kernel, a method of a value, and what is external."""

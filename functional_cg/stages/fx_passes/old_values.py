@@ -218,7 +218,7 @@ def _is_foreign(view: fx.Node, value: fx.Node) -> bool:
 
 def _computed(value: Any) -> Any:
     """Lower ``fcg::now`` in inductor: store the value in memory here."""
-    value.realize()
+    _stored(value)
     return value
 
 
@@ -227,7 +227,7 @@ def _computed_after(value: Any, other: Any) -> Any:
     from torch._inductor import ir
     from torch._inductor.virtualized import V
 
-    value.realize()
+    _stored(value)
     made, known = _memory(value), _memory(other)
     if isinstance(made, ir.Operation):
         names = {known.get_name()} if isinstance(known, ir.Buffer) else known.get_read_names()
@@ -235,6 +235,27 @@ def _computed_after(value: Any, other: Any) -> Any:
             names & V.graph.name_to_buffer.keys()
         )
     return value
+
+
+def _stored(value: Any) -> None:
+    """Store a value in memory; one of other strides than contiguous ones gets those that it was traced with.
+
+    Until the compiler lays it out, it looks contiguous to what reads it and is laid out by what it reads: one such
+    value among others of channels_last, and the reader is written across the memory of all of them.
+    """
+    from torch._inductor import ir
+    from torch._inductor.virtualized import V
+
+    value.realize()
+    made = value.data.data if isinstance(value.data, ir.StorageBox) else None
+    traced: torch.Tensor = V.graph.current_node.meta["val"]
+    if (
+        isinstance(made, ir.ComputedBuffer)
+        and isinstance(made.layout, ir.FlexibleLayout)
+        and 0 not in traced.stride()
+        and not traced.is_contiguous()
+    ):
+        made.freeze_layout_with_same_order(traced.stride())
 
 
 def _memory(value: Any) -> Any:

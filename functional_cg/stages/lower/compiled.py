@@ -18,6 +18,7 @@ import torch
 
 from ...options import Options
 from ..branches.choice import choose
+from ..branches.order import beside_collectives
 from ..branches.plan import BranchedPlan, Spread
 from ..passes.bounds import check_values
 from ..passes.equal_calls import share_equal_calls
@@ -29,7 +30,7 @@ from ..schedule import Schedule, schedule
 from ..trial.reference import Reference
 from .graph import Entrance, build_graph
 from .head import Compiler, Head, by_inductor
-from .in_place import InPlacePlan, arguments_of, collects, is_small
+from .in_place import SMALL, InPlacePlan, arguments_of, collects, largest
 from .known_masks import use_known_masks
 from .parts import parts_of
 from .parts_plan import PartsPlan
@@ -54,6 +55,7 @@ def lower(program: Program, device: torch.device, options: Options, reference: R
     why = without_lanes(device, options.backend) if asked else ""
     if choice == "aten" or (choice == "auto" and not on_gpu):
         if asked and not why:
+            beside_collectives(program, device, _held(program))
             return BranchedPlan(program, schedule(program), _spread(program, options))
         plan: ExecutionPlan = lower_aten(program)
     else:
@@ -73,6 +75,8 @@ def _compiled(
     on_lanes = lanes and compiler is None  # on a CPU, simulated ones: it stands for a GPU
     if on_gpu or on_lanes:
         prepare(program, budget=options.activation_memory_budget)
+    if on_lanes:
+        beside_collectives(program, device, _held(program))
     in_place = compiler is None and (on_gpu or on_lanes)
     if options.compile_once:
         parted = in_parts(program, device, compiler, reference, in_place=in_place)
@@ -126,17 +130,18 @@ def without_lanes(device: torch.device, backend: Any) -> str:
 
 def _spread(program: Program, options: Options) -> Spread:
     """Return what chooses which units run side by side: those that pay."""
-    held = sum(
-        var.spec.nbytes for var in (*program.slots, *program.inputs, *(c.var for c in program.constants))
-    )
-    return partial(choose, asked=options.branches, held=held)
+    return partial(choose, asked=options.branches, held=_held(program))
+
+
+def _held(program: Program) -> int:
+    """Return the bytes that a step holds besides temporaries."""
+    held = (*program.slots, *program.inputs, *(c.var for c in program.constants))
+    return sum(var.spec.nbytes for var in held)
 
 
 def _fills_a_line(program: Program, options: Options) -> str:
     """Return why a compiled step is not worth lanes, from what is known before it is compiled; empty if it may be."""
-    if collects(program):
-        return "its collectives keep their order"
-    if not is_small(program):
+    if largest(program) > SMALL:
         return "its values are so large that each kernel fills the device"
     line = BranchedPlan(program, schedule(program), _spread(program, options)).timeline
     return line.why if line.lanes == 1 else ""

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ...ambient.modes import ordinary, without_gradients
 from ...concurrency.interrupts import uninterrupted
+from ...shards.collectives import is_collective
 from ...shards.transfers import TRANSFERS
 from ..branches.function import Launches
 from ..branches.listing import in_line
@@ -20,7 +21,6 @@ from ..fx_passes.canonical import pick_by_comparison
 from ..fx_passes.cross_entropy import join_gradients
 from ..fx_passes.logits import has_large_logits, read_targets_first
 from ..fx_passes.products import batch_gradients
-from ..passes.grouping import is_launch
 from ..passes.rewrite import clears, range_tensor
 from ..plan import Before, Buffers, Run
 from ..program import Instr, Program, Var
@@ -30,9 +30,9 @@ from .graph import Entrance, build_graph, calls_of
 from .head import by_inductor
 from .inductor import opened
 
-__all__ = ["InPlacePlan", "arguments_of", "collects", "is_small"]
+__all__ = ["SMALL", "InPlacePlan", "arguments_of", "collects", "is_small", "largest"]
 
-_SMALL = 2**24  # bytes
+SMALL = 2**24  # bytes of values that leave room on the device for other kernels
 
 
 class InPlacePlan:
@@ -196,10 +196,14 @@ def arguments_of(
 
 def collects(program: Program) -> bool:
     """Whether a program has collectives or transfers."""
-    return any(is_launch(instr) or instr.op in TRANSFERS for instr in program.instrs)
+    return any(is_collective(instr.op) or instr.op in TRANSFERS for instr in program.instrs)
 
 
 def is_small(program: Program) -> bool:
     """Whether a program computes small values alone, so that its run time is bound by launches."""
-    largest = max((var.spec.nbytes for instr in program.instrs for var in instr.outputs()), default=0)
-    return largest <= _SMALL and not collects(program)
+    return largest(program) <= SMALL and not collects(program)
+
+
+def largest(program: Program) -> int:
+    """Return the bytes of the largest value that a program computes."""
+    return max((var.spec.nbytes for instr in program.instrs for var in instr.outputs()), default=0)

@@ -15,9 +15,9 @@ from typing import Any
 
 import torch
 
+from ...shards.collectives import is_collective
 from ...shards.transfers import TRANSFERS
 from ..passes.bounds import check_values
-from ..passes.grouping import is_launch
 from ..plan import AtenPlan, Buffers, Run
 from ..program import Instr, Program, Var, map_vars, vars_in
 from ..schedule import Schedule, schedule
@@ -68,7 +68,9 @@ class _Region:
         storages = {var.storage for var in born} - {
             var.storage for instr in found.calls for var in instr.inputs() if var not in born
         }
-        unfit = any(instr.op in TRANSFERS or is_launch(instr) or not instr.outputs() for instr in found.calls)
+        unfit = any(
+            instr.op in TRANSFERS or is_collective(instr.op) or not instr.outputs() for instr in found.calls
+        )
         if not found.calls or unfit or any(var.storage not in storages for var in born):
             return None  # it sends, only has an effect, or its results lie in memory of others
         read = (var for instr in found.calls for var in instr.inputs() if var not in born)

@@ -18,11 +18,11 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from ...messages.origins import Origin
-from ...shards.collectives import ALL_REDUCE, GATHER, REDUCE_SCATTER, WAIT
+from ...shards.collectives import ALL_REDUCE, GATHER, REDUCE_SCATTER, WAIT, is_collective
 from ...shards.placement import Reading
 from ..program import Instr, Var, vars_in, written_storages
 
-__all__ = ["group_collectives", "groups", "is_launch"]
+__all__ = ["group_collectives", "groups"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,11 +38,6 @@ class _Item:
     place: int
     kind: tuple[object, ...]
     nbytes: int
-
-
-def is_launch(instr: Instr) -> bool:
-    """Whether a call starts a collective, which runs concurrently with later calls until it is waited for."""
-    return instr.op in (ALL_REDUCE, GATHER, REDUCE_SCATTER)
 
 
 def groups(sizes: Sequence[int], limit: int) -> list[list[int]]:
@@ -155,7 +150,7 @@ def _late(instrs: Sequence[Instr]) -> list[Instr]:
 
 def _one_at_a_time(instrs: Sequence[Instr]) -> list[Instr]:
     """Move the waits of each launch to directly after it."""
-    launched = {var for instr in instrs if is_launch(instr) for var in instr.outputs()}
+    launched = {var for instr in instrs if is_collective(instr.op) for var in instr.outputs()}
     waits: dict[Var, list[Instr]] = {}
     for instr in instrs:
         if instr.op is WAIT and instr.args[0] in launched:
@@ -165,7 +160,7 @@ def _one_at_a_time(instrs: Sequence[Instr]) -> list[Instr]:
         if instr.op is WAIT and instr.args[0] in launched:
             continue
         out.append(instr)
-        if is_launch(instr):
+        if is_collective(instr.op):
             out += [wait for var in instr.outputs() for wait in waits.get(var, ())]
     return out
 

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...shards.collectives import WAIT
 from ..program import Instr, Program, SlotRange, Var, highest, map_vars, written_storages
 
 __all__ = ["clears", "range_tensor", "rewrite"]
@@ -189,13 +190,16 @@ def _without_zeros(
 
 
 def _share_storages(program: Program) -> None:
-    """Give ranges of a slab, their slots and all views of them one storage number, since they share memory."""
+    """Give what shares memory one storage number: ranges of a slab, their slots and views; what is waited for."""
     slab_of = {slot: slab for slot, (slab, _) in zip(program.slots, program.places, strict=True)}
     of_slab: dict[int, int] = {}
     shared: dict[int, int] = {}
     for known in program.ranges:  # two ranges may partly overlap
         storage = of_slab.setdefault(slab_of[known.leaves[0]], known.var.storage)
         shared |= {var.storage: storage for var in (known.var, *known.leaves)}
+    for instr in program.instrs:
+        if instr.op is WAIT:  # it returns its argument, and a fake tensor of its own
+            shared[instr.out.storage] = instr.args[0].storage
     if not shared:
         return
     ranges = (known.var for known in program.ranges)

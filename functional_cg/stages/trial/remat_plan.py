@@ -78,7 +78,7 @@ class _Plan:
         self._inputs = {instr: instr.inputs() for instr in instrs}
         self._outputs = {instr: instr.outputs() for instr in instrs}
         self._maker: dict[Var, Instr] = {}
-        self._price: dict[Var, tuple[float, list[Var]]] = {}  # bytes that its call moves, and what it reads
+        self._price = {instr: _price(instr) for instr in instrs}
         self._size = {one: size for one, size in storage_bytes(instrs).items() if one not in static}
         self._uses: dict[int, list[int]] = {}
         written = written_storages(instrs)
@@ -89,14 +89,21 @@ class _Plan:
             collective = instr.op.namespace == "_c10d_functional"  # all ranks make the same ones
             # A value made from such a storage cannot be recomputed either, once that is gone.
             fixed = collective or any(var.storage in self._stays for var in self._inputs[instr])
-            price = _price(instr)
             for var in self._outputs[instr]:
                 if var.storage not in static:
                     self._maker.setdefault(var, instr)
-                    self._price.setdefault(var, (price, self._inputs[instr]))
                     if fixed:
                         self._stays.add(var.storage)
         self._there: dict[int, set[Var]] = {}  # what is in memory, by storage
+        self._droppable: dict[int, int] = {}  # sizes of what is worth dropping
+        self._next: dict[int, int | None] = {}  # next uses; looked up again once they are past
+        self._readers: dict[Var, list[Instr]] = {}
+        self._lacks: dict[Instr, int] = {}  # arguments that are not in memory: they must be recomputed first
+        for instr in instrs:
+            computed = [var for var in self._inputs[instr] if var in self._maker]
+            self._lacks[instr] = len(computed)
+            for var in computed:
+                self._readers.setdefault(var, []).append(instr)
         self._used = 0
         self._now = 0
         self._actions: list[Action] = []
@@ -153,26 +160,41 @@ class _Plan:
         self._forget = []
         self._used += size
         for var in outputs:
-            self._there.setdefault(var.storage, set()).add(var)
+            there = self._there.setdefault(var.storage, set())
+            if var not in there:
+                there.add(var)
+                self._count(var, -1)
+            if self._size[var.storage] * _FEW >= self._budget:
+                self._droppable.setdefault(var.storage, self._size[var.storage])
         if len(self._actions) > _MOST_RUNS * len(self._instrs):
             raise _NoRoomError
 
     def _drop(self, storage: int) -> None:
         if storage in self._there:
-            self._forget += self._there.pop(storage)
+            gone = self._there.pop(storage)
+            self._droppable.pop(storage, None)
+            self._forget += gone
             self._used -= self._size[storage]
+            for var in gone:
+                self._count(var, 1)
+
+    def _count(self, var: Var, lacking: int) -> None:
+        for reader in self._readers.get(var, ()):
+            self._lacks[reader] += lacking
 
     def _next_use(self, storage: int) -> int | None:
-        uses = self._uses.get(storage, [])
-        place = bisect_right(uses, self._now)
-        return uses[place] if place < len(uses) else None
+        known = self._next.get(storage, -1)
+        if known is not None and known <= self._now:
+            uses = self._uses.get(storage, [])
+            place = bisect_right(uses, self._now)
+            known = self._next[storage] = uses[place] if place < len(uses) else None
+        return known
 
     def _victim(self, stays: set[int]) -> int:
         """Choose a storage to drop: large, not needed for long, and cheap to recompute."""
         best, most = None, 0.0
-        for storage in self._there:
-            size = self._size[storage]
-            if storage in stays or size * _FEW < self._budget:
+        for storage, size in self._droppable.items():
+            if storage in stays:
                 continue
             use = self._next_use(storage)
             if use is None:
@@ -189,13 +211,8 @@ class _Plan:
 
     def _cost(self, storage: int) -> float:
         """Estimate the cost of recomputing a storage."""
-        cost = 1.0
-        for var in self._there[storage]:
-            price, inputs = self._price[var]
-            # Arguments that are not in memory must be recomputed first.
-            lacking = sum(not self._is_there(one) for one in inputs)
-            cost = max(cost, price * (1 + lacking))
-        return cost
+        makers = (self._maker[var] for var in self._there[storage])
+        return max(1.0, *(self._price[maker] * (1 + self._lacks[maker]) for maker in makers))
 
 
 def _price(instr: Instr) -> float:

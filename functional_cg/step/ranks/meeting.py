@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
+from ...shards.collectives import is_collective
 from ...shards.mesh import Mesh
 from ...stages.program import Program
 from ...state.arena import BufferSpec
@@ -15,7 +16,14 @@ __all__ = ["meet"]
 
 
 def meet(
-    function: str, mesh: Mesh, program: Program, specs: Sequence[BufferSpec], names: Sequence[str]
+    function: str,
+    mesh: Mesh,
+    program: Program,
+    lowered: Program,
+    specs: Sequence[BufferSpec],
+    names: Sequence[str],
+    *,
+    on_lanes: bool,
 ) -> None:
     """Wait until all ranks of a mesh are about to capture the same step; else a collective would hang.
 
@@ -23,8 +31,10 @@ def meet(
       function: Name of the step.
       mesh: The ranks.
       program: The step, as traced.
+      lowered: The same, as it will run.
       specs: Specs of its slots.
       names: Names of its inputs.
+      on_lanes: Whether it will run on lanes, and so once more before the capture.
     Raises:
       RankError: On all ranks, naming those that are missing or differ, or leaves that would diverge.
     """
@@ -34,6 +44,8 @@ def meet(
         f"capture `{function}`",
         *(f"{name}  {str(var.spec).partition('@')[0]}" for name, var in leaves),
         f"{len(ops)} ATen calls, {hashlib.blake2b(repr(ops).encode(), digest_size=8).hexdigest()}",
+        "on lanes" if on_lanes else "in one line",
+        *_collectives(lowered, mesh),
     ]
     mesh.ranks.agree(function, "\n".join(lines))
     if mesh.stages is not None:
@@ -42,3 +54,12 @@ def meet(
     texts = mesh.ranks.beside(mesh.ranks.shared(function, numbers))
     said = [text.splitlines()[1:] for text in texts]
     refuse_divergence(program, specs, names, mesh, apart(said, mesh))
+
+
+def _collectives(program: Program, mesh: Mesh) -> Iterator[str]:
+    """Yield the collectives of a program in their order, as text that is equal on all ranks that take part."""
+    axes = {axis.group: axis.name for axis in mesh.axes}
+    calls = (instr for instr in program.instrs if is_collective(instr.op))
+    for number, instr in enumerate(calls, 1):
+        what = ", ".join(str(var.spec).partition("@")[0] for var in instr.inputs())
+        yield f"collective {number}  {instr.name} of {what} over {axes.get(instr.args[-1], 'stages')}"
