@@ -75,6 +75,7 @@ def _global_modes() -> dict[str, Any]:
         "autocast (cpu)": torch.is_autocast_enabled("cpu"),
         "autocast (cuda)": torch.is_autocast_enabled("cuda"),
         "autocast cache": torch.is_autocast_cache_enabled(),
+        "blocks of autocast": (torch.autocast_increment_nesting(), torch.autocast_decrement_nesting())[1],
         "deterministic algorithms": torch.are_deterministic_algorithms_enabled(),
         "matmul precision": torch.get_float32_matmul_precision(),
         "threads": torch.get_num_threads(),

@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 import torch
 
-import functional_cg as fcg
 from functional_cg.bench import debug, dropout, measure, watch
 from functional_cg.bench.__main__ import main
 from functional_cg.bench.jax_sharded import mean_and_losses
@@ -32,6 +31,7 @@ from functional_cg.bench.systems.spellings import GPT as SPELLED
 from functional_cg.bench.systems.spellings import SPELLINGS, Size
 from functional_cg.bench.tables import plot, table
 from functional_cg.bench.workloads import Workload
+from functional_cg.nn.originals import fixed_tensors
 from functional_cg.stages.run.poison import Poisoned
 from functional_cg.step.verify import Shadow
 from tests.shares import THOROUGH, thorough
@@ -486,15 +486,17 @@ def test_watch_rows_are_json(capsys: pytest.CaptureFixture[str], monkeypatch: py
     assert watch.main(["--values", "4", "--turns", "2"]) == 0
     first, *found = map(json.loads, capsys.readouterr().out.splitlines())
     assert first["torch"] == torch.__version__
-    assert [row["values"] for row in found] == [4] * 4
+    assert [row["values"] for row in found] == [4] * 6
     assert all(row["us_per_call"] > 0 for row in found)
 
 
 def test_a_step_of_the_bench_watches_each_value() -> None:
+    def watched(step: Any) -> int:
+        step(torch.ones(2))
+        (lowered,) = next(iter(step._lowered.values()))
+        held = sum(len(getattr(one.old, "parts", (0,))) for one in lowered.watch._entries)
+        return held + sum(len(fixed_tensors(one._module())) for one in lowered.originals)
+
     for _, make in watch._KINDS:
-        none, some = (fcg.graph_fn(make(count)) for count in (0, 8))
-        for step in (none, some):
-            step(torch.ones(2))
-        watched = [next(iter(step._lowered.values()))[0].watch for step in (none, some)]
-        held = [sum(len(getattr(one.old, "parts", (0,))) for one in each._entries) for each in watched]
-        assert held[1] >= held[0] + 7
+        assert watched(make(8)) >= watched(make(0)) + 7
+    assert len(watch._constants(8)._constants.named()) == 8

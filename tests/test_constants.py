@@ -95,5 +95,5 @@ def test_an_answer_takes_no_comparison_in_python_per_layout(monkeypatch: pytest.
     """It notices a torch whose guards of tensors answer otherwise: then each answer would be a slow one."""
     tables = [a_table(), torch.ones(2, dtype=torch.complex64).conj(), torch.zeros(())]
     unchanged = as_now(tables)
-    monkeypatch.setattr(fingerprint, "view_of", pytest.fail)
+    monkeypatch.setattr(fingerprint, "seen", pytest.fail)
     assert unchanged()

@@ -133,6 +133,8 @@ def test_the_fix_for_a_write_works() -> None:
 CHANGES: dict[str, Callable[[Any], object]] = {
     "in place": lambda m: m.schedule.betas.mul_(0.5),
     "through a view": lambda m: m.schedule.betas[2:].zero_(),
+    "other memory": lambda m: setattr(m.schedule.betas, "data", m.schedule.betas * 0.5),
+    "swapped": lambda m: torch.utils.swap_tensors(m.schedule.betas, m.schedule.betas * 0.5),
     "replaced": lambda m: setattr(m.schedule, "betas", m.schedule.betas * 0.5),
     "deep inside": lambda m: m.schedule.tables["signs"][0].neg_(),
     "replaced deep inside": lambda m: m.schedule.tables["signs"].__setitem__(0, torch.ones(4)),

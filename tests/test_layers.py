@@ -21,6 +21,7 @@ ROOT = Path(__file__).resolve().parent.parent / PACKAGE
 ORDER = (
     "manual",
     "errors",
+    "concurrency",
     "names",
     "tensors",
     "pytree",
@@ -28,7 +29,6 @@ ORDER = (
     "shards",
     "ambient",
     "messages",
-    "concurrency",
     "random",
     "state",
     "buckets",
@@ -127,7 +127,7 @@ FROZEN_CALLS = frozenset(
         "itemgetter",
         "join",  # of a path or a string
         "MappingProxyType",
-        "RLock",  # for what is one per process in torch itself
+        "lock_through_forks",  # for what torch has once per process; any other lock may stay locked in a child
         "_Turns",  # a fork strikes all of a process
         "len",
         "max",
@@ -701,6 +701,7 @@ def test_swallow_checker_allows_what_is_named_or_handled() -> None:
         "CACHE = dict()",
         "CACHE = weakref.WeakKeyDictionary()",
         "COUNT = itertools.count()",
+        "LOCK = threading.RLock()",
         "STEP = torch.zeros(3)",
         "TABLE = (1, [2])",
         "TABLE = (1, *([2],))",

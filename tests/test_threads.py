@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import functional_cg as fcg
@@ -165,3 +166,30 @@ def test_what_a_step_draws_beside_a_thread_that_draws_is_seen_in_the_second_trac
         fcg.graph_step(lambda s, x: ({"w": s["w"] * random.random()}, {}))(
             {"w": torch.ones(3)}, torch.ones(3)
         )
+
+
+def test_an_rnn_on_another_thread_changes_no_mode_of_a_step() -> None:
+    """Its kernel is one without cuDNN and oneDNN, which the whole process sees meanwhile."""
+    step, apply, params, buffers = fcg.graph_fn(lambda x: x + 1), *fcg.from_module(nn.LSTM(2, 2))
+    step(torch.ones(2))
+    inside, go_on = threading.Event(), threading.Event()
+
+    class Slow(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if not torch.backends.cudnn.enabled:
+                inside.set()
+                assert go_on.wait(10)
+            return func(*args, **(kwargs or {}))
+
+    def slowly() -> Any:
+        with Slow():
+            return apply(params, buffers, torch.ones(3, 2))[0][0]
+
+    def replay() -> Any:
+        assert inside.wait(10)
+        threading.Timer(0.1, go_on.set).start()
+        return step(torch.ones(2)).tolist(), fcg.graph_fn(lambda x: x + 2)(torch.ones(2)).tolist()
+
+    out, found = at_once(slowly, replay)
+    assert found == ([2, 2], [3, 3])
+    assert out.shape == (3, 2)

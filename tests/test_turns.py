@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import os
-import signal
 import sys
 import threading
 import time
@@ -472,16 +471,7 @@ ignores_fork = pytest.mark.filterwarnings("ignore:.*fork")
 
 def in_a_child(act: Callable[[], bool]) -> int:
     """The exit code of a child: 0 where it is true; negative if it hangs."""
-    number = os.fork()
-    if number == 0:
-        code = 1
-        try:
-            signal.signal(signal.SIGALRM, signal.SIG_DFL)
-            signal.alarm(20)
-            code = 0 if act() else 2
-        finally:
-            os._exit(code)
-    return os.waitstatus_to_exitcode(os.waitpid(number, 0)[1])
+    return forks.forked(lambda: 0 if act() else 2)
 
 
 @on_posix

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 import sys
-import threading
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -18,6 +17,8 @@ from typing import Any, ParamSpec, TypeVar
 
 import torch
 
+from ..concurrency.turns import lock_through_forks
+
 __all__ = ["compiling", "inlining", "leave", "outside"]
 
 P = ParamSpec("P")
@@ -25,7 +26,7 @@ R = TypeVar("R")
 
 # Torch's flag and its stance are one for the process: a thread that restores them must know whether others still need
 # them. Their stacks say so, and neither a dead thread nor an exception leaves anything there.
-_SWITCH = threading.RLock()
+_SWITCH = lock_through_forks()
 
 
 def compiling(fn: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
@@ -98,7 +99,6 @@ def _up_to(code: CodeType, frame: FrameType | None) -> FrameType | None:
 
 
 def _forked() -> None:
-    _SWITCH.release()
     _, stance = outside()
     if stance is not None and stance.stance == "force_eager":  # of a thread that was inside, and is gone
         stance = type(stance)()
@@ -106,4 +106,4 @@ def _forked() -> None:
 
 
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(before=_SWITCH.acquire, after_in_parent=_SWITCH.release, after_in_child=_forked)
+    os.register_at_fork(after_in_child=_forked)

@@ -6,15 +6,20 @@ change a mode and before the block begins that restores it. The guard below rest
 
 from __future__ import annotations
 
+import operator
 from typing import Any
 
 import torch
 
+from ..concurrency.turns import lock_through_forks
 from .compiling import leave, outside
 
-__all__ = ["ordinary", "restore", "surrounding", "without_gradients"]
+__all__ = ["DEVICES", "SWITCH", "ordinary", "restore", "surrounding", "without_gradients"]
 
-_DEVICES = ("cpu", "cuda")
+DEVICES = ("cpu", "cuda")
+# Held while modes of the process are others for one op. Two threads would restore each other's, and whoever asks for
+# the modes shall not see them.
+SWITCH = lock_through_forks()
 
 
 def ordinary() -> Any:
@@ -24,20 +29,29 @@ def ordinary() -> Any:
 
 def surrounding() -> tuple[Any, ...]:
     """Return the modes that Python context managers restore, unless a signal keeps them from it."""
-    autocast = [torch.is_autocast_enabled(device) for device in _DEVICES]
+    autocast = [torch.is_autocast_enabled(device) for device in DEVICES]
     depth, cache = torch._C._len_torch_function_stack(), torch.is_autocast_cache_enabled()
-    return depth, cache, autocast, outside()
+    return depth, cache, autocast, _nesting(), outside()
 
 
 def restore(modes: tuple[Any, ...]) -> None:
     """Restore the modes that :func:`surrounding` returned."""
-    depth, cache, autocast, compiler = modes
+    depth, cache, autocast, nesting, compiler = modes
     while torch._C._len_torch_function_stack() > depth:
         torch._C._pop_torch_function_stack()
     torch.set_autocast_cache_enabled(cache)
-    for device, enabled in zip(_DEVICES, autocast, strict=True):
+    for device, enabled in zip(DEVICES, autocast, strict=True):
         torch.set_autocast_enabled(device, enabled)
+    while _nesting() > nesting:
+        if torch.autocast_decrement_nesting() == 0:
+            torch.clear_autocast_cache()  # only the outermost block does, and kept casts would go stale
     leave(compiler)
+
+
+def _nesting() -> int:
+    """Return in how many blocks of autocast this thread is; both calls happen in C, with none of a handler between."""
+    _, nesting = map(operator.call, (torch.autocast_increment_nesting, torch.autocast_decrement_nesting))
+    return nesting
 
 
 def without_gradients() -> None:

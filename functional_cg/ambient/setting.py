@@ -19,6 +19,7 @@ from ..errors import CaptureError
 from ..shards.mesh import Mesh
 from ..tensors.ctc import ctc_loss
 from ..tensors.flex import flex_attention
+from .modes import DEVICES
 
 __all__ = [
     "AsTraced",
@@ -47,15 +48,22 @@ _NEAR = 6  # frames from the grad mode's setter up to the checkpoint
 
 
 class _InStep(BaseTorchFunctionMode):
-    """On while a step runs, traced or eager; modules such as MHA take another path under a mode."""
+    """On while a step runs, traced or eager; modules such as MHA take another path under a mode.
+
+    Attributes:
+      mesh: Mesh of the step's states; None if they lie on none.
+      casts_kept: Whether autocast may have kept a cast: the step itself has turned its cache on.
+    """
 
     def __init__(self, mesh: Mesh | None) -> None:
         super().__init__()
         self.mesh = mesh
+        self.casts_kept = False
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        self.casts_kept |= torch.is_autocast_cache_enabled()
         if func in _AS_CALLS:
             return _AS_CALLS[func](*args, **(kwargs or {}))
         if func is torch._C._set_grad_enabled:  # the first thing that a reentrant checkpoint does
@@ -116,19 +124,34 @@ def canonical(mesh: Mesh | None = None) -> Iterator[None]:
     Args:
       mesh: Mesh of the step's states; None if they lie on none.
     """
+    mode = _InStep(mesh)
+    call_by_call = torch.jit.optimized_execution(False)  # type: ignore[attr-defined]
+    on_this_thread = torch.autograd.set_multithreading_enabled(False)
+    with torch.no_grad(), on_this_thread, call_by_call, mode, _without_autocast(mode):
+        yield
+
+
+@contextlib.contextmanager
+def _without_autocast(mode: _InStep) -> Iterator[None]:
+    """Turn autocast off without ``torch.autocast``, which empties its cache at the end.
+
+    It holds a lock of torch's meanwhile. In a process that was forked while another thread was there, that lock would
+    never be free. So the cache is emptied only if something may be in it.
+    """
+    before = {device: torch.is_autocast_enabled(device) for device in DEVICES}
     cached = torch.is_autocast_cache_enabled()
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(torch.no_grad())
-        for device_type in ("cpu", "cuda"):
-            stack.enter_context(torch.autocast(device_type, enabled=False))
-        stack.enter_context(torch.autograd.set_multithreading_enabled(False))
-        stack.enter_context(torch.jit.optimized_execution(False))  # type: ignore[attr-defined]
-        stack.enter_context(_InStep(mesh))
-        try:
-            torch.set_autocast_cache_enabled(False)
-            yield
-        finally:
-            torch.set_autocast_cache_enabled(cached)
+    torch.autocast_increment_nesting()  # no `torch.autocast` of the step is the outermost one, and empties the cache
+    try:
+        for device in before:
+            torch.set_autocast_enabled(device, False)
+        torch.set_autocast_cache_enabled(False)
+        yield
+    finally:
+        torch.set_autocast_cache_enabled(cached)
+        for device, enabled in before.items():
+            torch.set_autocast_enabled(device, enabled)
+        if torch.autocast_decrement_nesting() == 0 and mode.casts_kept:
+            torch.clear_autocast_cache()
 
 
 def inside_a_step() -> bool:

@@ -11,6 +11,7 @@ them in another order; it gives up if another thread waits for a turn that its o
 from __future__ import annotations
 
 import os
+import sys
 import threading
 import time
 import weakref
@@ -23,11 +24,12 @@ import torch
 
 from ..errors import BusyError, FunctionalCGError
 
-__all__ = ["Inner", "Turn", "at_one_time", "in_turn"]
+__all__ = ["Inner", "Turn", "at_one_time", "in_turn", "lock_through_forks", "refuse_held_generators"]
 
 Inner = Callable[[tuple[Any, ...], dict[str, Any]], Any]
 
 _PATIENCE = 0.5  # seconds that a fork waits for the calls of other threads
+_DRAW = 5.0  # seconds in which even a busy machine draws no numbers
 _POLL = 0.001
 
 
@@ -221,44 +223,82 @@ def at_one_time(turns: Iterable[Turn], call: Callable[[], Any]) -> Any:
 
 
 class _Turns:
-    """All turns of a process, to survive forks: other threads' locks would stay locked in a child forever."""
+    """All turns and locks of a process, to survive forks: those of other threads would stay locked in a child."""
 
     def __init__(self) -> None:
         self._turns: set[weakref.ref[Turn]] = set()
-        self._taken: dict[int, list[Turn]] = {}  # by the forking thread
+        self._adding = threading.RLock()
+        self._locks = [self._adding]
+        self._taken: dict[int, list[threading.RLock]] = {}  # by the forking thread
+        self._used = False
+        self.in_doubt = False  # whether the generators of a child are free
 
     def add(self, turn: Turn) -> None:
-        self._turns.add(weakref.ref(turn, self._turns.discard))
+        with self._adding:
+            self._used = True
+            self._turns.add(weakref.ref(turn, self._turns.discard))
+
+    def lock(self) -> threading.RLock:
+        self._locks.append(threading.RLock())
+        return self._locks[-1]
 
     def living(self) -> list[Turn]:
         found = [reference() for reference in list(self._turns)]
         return [turn for turn in found if turn is not None]
 
     def before_fork(self) -> None:
-        """Take all turns that become free within ``_PATIENCE``, ample for the calls of a training loop."""
-        end, taken = time.monotonic() + _PATIENCE, self._taken.setdefault(threading.get_ident(), [])
-        for turn in sorted(self.living(), key=lambda turn: turn.rank):
-            if turn.lock.acquire(timeout=max(end - time.monotonic(), 0)):
-                taken.append(turn)
+        """Take all turns that become free within ``_PATIENCE``, ample for the calls of a training loop; and all locks.
 
-    def after_fork(self) -> list[Turn]:
-        """Release these turns and return them."""
+        Other threads may make steps and states meanwhile, whose turns are taken as well. Who holds a lock may wait for
+        a turn, and gets it before.
+        """
+        end, taken = time.monotonic() + _PATIENCE, self._taken.setdefault(threading.get_ident(), [])
+        while True:
+            known = set(self.living())
+            for turn in sorted(known, key=lambda turn: turn.rank):
+                if turn.lock.acquire(timeout=max(end - time.monotonic(), 0)):
+                    taken.append(turn.lock)
+            held = self._held_by_others(taken)
+            if held is None and (known.issuperset(self.living()) or time.monotonic() > end):
+                return
+            _release(taken)
+            if held is not None:
+                with held:  # until it is free
+                    pass
+
+    def _held_by_others(self, taken: list[threading.RLock]) -> threading.RLock | None:
+        """Take the locks; return the first one that another thread holds."""
+        for lock in self._locks:
+            if not lock.acquire(blocking=False):
+                return lock
+            taken.append(lock)
+        return None
+
+    def after_fork(self) -> set[threading.RLock]:
+        """Release what was taken and return it."""
         taken = self._taken.pop(threading.get_ident(), [])
-        for turn in taken:
-            turn.lock.release()
-        return taken
+        found = set(taken)
+        _release(taken)
+        return found
 
     def in_child(self) -> None:
         """Reset the turns in a child, where only the forking thread goes on."""
-        taken, living = set(self.after_fork()), self.living()
+        taken, living = self.after_fork(), self.living()
         self._taken.clear()
+        self.in_doubt = True
         for turn in living:
+            turn._waiting.clear()
             if turn._on_gpu:
                 turn.end(_on_a_gpu)
-            elif turn not in taken:
+            elif turn.lock not in taken:
                 turn._forked()
-        if living and torch.get_num_threads() > 1:
+        if self._used and torch.get_num_threads() > 1:
             torch.set_num_threads(1)  # OpenMP's threads are gone, and it would wait for them forever
+
+
+def _release(locks: list[threading.RLock]) -> None:
+    while locks:
+        locks.pop().release()
 
 
 _turns = _Turns()
@@ -266,3 +306,39 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(
         before=_turns.before_fork, after_in_parent=_turns.after_fork, after_in_child=_turns.in_child
     )
+
+
+def lock_through_forks() -> threading.RLock:
+    """Return a lock for the whole process that a fork waits for, so that the child finds whole what it guards.
+
+    Whoever holds it releases it soon; meanwhile it may wait for its turn to use a step or a state, for nothing else.
+    """
+    return _turns.lock()
+
+
+def refuse_held_generators(function: str) -> None:
+    """Raise in a child of a fork if another thread was drawing random numbers: whoever asks for a generator would hang.
+
+    Raises:
+      BusyError: After some seconds.
+    """
+    if not _turns.in_doubt:
+        return
+    asking = threading.Thread(target=_draw_nothing, daemon=True)
+    asking.start()
+    asking.join(_DRAW)
+    if asking.is_alive():
+        raise BusyError.of(
+            function,
+            "is traced in a process that was forked while another thread was drawing random numbers.",
+            why="The generator that torch or numpy has for the whole process stays locked here.",
+            fix="fork while no thread draws; or start processes by spawn.",
+        )
+    _turns.in_doubt = False
+
+
+def _draw_nothing() -> None:
+    torch.randperm(0)
+    numpy = sys.modules.get("numpy")
+    if numpy is not None:
+        numpy.random.get_state()

@@ -315,6 +315,8 @@ class BusyError(FunctionalCGError, RuntimeError):
     - A finalizer does, ``__del__`` or a weak reference callback: these run wherever Python collects garbage.
     - A process was forked while another thread was in a long call, or its state lives on a GPU: in the child,
       ``state = fcg.load(path, ...)``; or fork first, and make states afterwards.
+    - A process was forked while another thread was drawing random numbers, and the child traces a step: fork between
+      draws, or start processes by spawn.
     """
 
 

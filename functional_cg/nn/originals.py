@@ -2,7 +2,8 @@
 
 A captured step never visits its modules again, so each call of it asks here. While a module is alive, its attributes
 and items are compared by identity, in C; only if something differs are the contents examined. Modes, dtypes and other
-tensors do not count as changes: the mode is an argument of the call, and tensor values were copied.
+tensors do not count as changes: the mode is an argument of the call, and tensor values were copied; but those of
+tensors that plain objects hold do, since nobody would pass other values.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from torch import Tensor, nn
 
 from ..errors import BakedValueError
 from ..tensors.aten import unwrapped
+from ..tensors.fingerprint import as_now, seen
 from .attributes import Held, Same, changed, held, walked
 from .refusals import made_by_hooks
 
@@ -72,8 +74,7 @@ class Original:
         self._parameters = list(module.parameters())
         self._grads = [one.requires_grad for one in self._parameters]
         self._on_all = _on_all()
-        self._fixed = list(fixed_tensors(module).values())
-        self._versions = list(map(_version, self._fixed))
+        self._fixed = as_now(list(fixed_tensors(module).values()))
 
     def _registered(self) -> Iterator[Tensor | None]:
         return chain.from_iterable(map(dict.values, self._registries))
@@ -82,7 +83,7 @@ class Original:
         # What is left of the module goes with this.
         self._counted, self._owners, self._names, self._values = [], [], [], []
         self._hooks, self._parameters, self._counts, self._grads, self._held = [], [], [], [], {}
-        self._class, self._fixed, self._versions = type(None), [], []
+        self._class, self._fixed = type(None), as_now([])
         self._parts, self._classes, self._registries, self._tensors, self._ids = [], [], [], [], []
 
     def __reduce__(self) -> Any:
@@ -101,7 +102,7 @@ class Original:
                 and [one.requires_grad for one in self._parameters] == self._grads
                 and not any(map(_hooks_of, self._parameters))
                 and _on_all() == self._on_all
-                and list(map(_version, self._fixed)) == self._versions
+                and self._fixed()
             ):
                 return True
         except (KeyError, IndexError):  # one is gone
@@ -207,10 +208,6 @@ def fixed_tensors(module: nn.Module) -> dict[str, Tensor]:
     return {path: one for path, one in walked(module) if isinstance(one, Tensor) and id(one) not in known}
 
 
-def _version(tensor: Tensor) -> int:
-    return -1 if tensor.is_inference() else tensor._version
-
-
 def _compared(module: nn.Module) -> Held:
     """Whatever must not change: all contents of a module except its modes and which registered tensors it holds."""
     found = {
@@ -225,7 +222,9 @@ def _compared(module: nn.Module) -> Held:
         settings[f"{name}.requires_grad"] = param.requires_grad
         settings[f"{name}._backward_hooks"] = bool(_hooks_of(param))
         settings[f"{name} is"] = first.setdefault(id(param), name)
-    settings |= {f"values of {name}": _version(tensor) for name, tensor in fixed.items()}
+    for name, tensor in fixed.items():
+        count, memory, view = seen(tensor)
+        settings[f"values of {name}"] = (count, Same(memory), view)
     settings |= {f"{name}.__class__".lstrip("."): type(part) for name, part in module.named_modules()}
     return {path: one for path, one in found.items() if path in fixed or not _is_tensor(one)} | settings
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import FunctionType
@@ -15,12 +14,11 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 
+from ..ambient.modes import SWITCH
 from .attention import attention_for
 
 __all__ = ["OpenKernels", "in_rows"]
 
-# Kernel selection is process-wide: two threads switching it would restore each other's settings.
-_SWITCH = threading.RLock()
 _RNNS = frozenset({torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu})
 # Begins by asking whether its tensor is a meta tensor, which it would leave alone. Private; test_nn notices a change.
 _TRUNCATED = nn.init._no_grad_trunc_normal_.__code__
@@ -63,7 +61,7 @@ class OpenKernels(TorchFunctionMode):
             return self._attention(*args, **kwargs)
         if func in _RNNS:
             with (
-                _SWITCH,
+                SWITCH,
                 _without(torch.backends.mkldnn),
                 _without(torch.backends.cudnn),
             ):
@@ -85,7 +83,7 @@ class OpenKernels(TorchFunctionMode):
             fused = attention_for(query, key, value, attn_mask, dropout_p, *more, **named)
             if fused is not None:
                 return self._attend(fused)
-            with _SWITCH, sdpa_kernel(SDPBackend.MATH):
+            with SWITCH, sdpa_kernel(SDPBackend.MATH):
                 return F.scaled_dot_product_attention(query, key, value, attn_mask, dropout_p, *more, **named)
         # Fused kernels of a GPU read rows. A mask that was expanded along the keys, as one made by `vmap` is, would be
         # left to products of float32.

@@ -152,6 +152,8 @@ class Watchdog:
 
     def stop(self) -> None:
         """End the watch: this rank leaves."""
+        if self._thread is not None and not self._thread.is_alive():
+            return  # in a child of a fork, where the thread may have held a lock of the event
         self._stopped.set()
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join()

@@ -16,7 +16,18 @@ from torch import Tensor
 
 from .collectives import WAIT
 
-__all__ = ["RECEIVE", "SEND", "TRANSFERS", "end", "is_between_ranks", "receive", "send", "start", "wait"]
+__all__ = [
+    "RECEIVE",
+    "SEND",
+    "TRANSFERS",
+    "WAITS",
+    "end",
+    "is_between_ranks",
+    "receive",
+    "send",
+    "start",
+    "wait",
+]
 
 _c10d = torch._C._distributed_c10d  # its private functions; tests/pipelines/test_bitwise.py notices a change
 _library = torch.library.Library("fcg", "FRAGMENT")
@@ -68,6 +79,7 @@ _library._register_fake("end", lambda launched, value, after: torch.empty_like(a
 SEND = torch.ops.fcg.send.default
 RECEIVE = torch.ops.fcg.receive.default
 TRANSFERS = (SEND, RECEIVE, torch.ops.fcg.end.default)
+WAITS = (WAIT, torch.ops.fcg.end.default)  # what waits for its first argument
 
 
 def is_between_ranks(op: Any) -> bool:

@@ -10,13 +10,13 @@ from typing import Any, Self, cast
 
 import torch
 
-from ..ambient.modes import ordinary, without_gradients
+from ..ambient.modes import SWITCH, ordinary, without_gradients
 from ..ambient.setting import inside_a_step, refuse_anomaly_mode, refuse_foreign_modes
 from ..call.matcher import layout_matcher
 from ..call.signature import Call, Signature
 from ..call.staging import Staging
 from ..concurrency.interrupts import held_back, undisturbed
-from ..concurrency.turns import Turn, in_turn
+from ..concurrency.turns import Turn, in_turn, refuse_held_generators
 from ..errors import FunctionalCGError, LayoutError
 from ..messages.tracebacks import entry
 from ..options import BackendChoice, Options
@@ -162,10 +162,8 @@ class Transform:
         if kwargs:
             args, kwargs = self._signature.by_position(args, kwargs)
         fast = self._fast
-        if fast is not None:
-            result = fast(args, kwargs)
-            if result is not MISS:
-                return result
+        if fast is not None and (result := fast(args, kwargs)) is not MISS:
+            return result
         return self._slow(args, kwargs)
 
     def _slow(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -219,8 +217,14 @@ class Transform:
         try:
             captured = self._captured_for(call, lowered)
             done = captured.run(args, kwargs)
+            if done is MISS:  # another thread has since donated a state, changed a value, or switches modes
+                self._take_apart(args, kwargs)
+                self._refuse_changes(lowered)
+                with SWITCH:
+                    done = captured.run(args, kwargs)
+            assert done is not MISS, "a call that was just taken apart fits its capture"
             captured.launched()
-            lowered.counts |= done is not MISS
+            lowered.counts = True
         except BaseException:
             # It never ran: keep nothing of it, since the corrected call may have another layout.
             if new and key in self._captured:
@@ -230,10 +234,6 @@ class Transform:
             raise
         if not (self._to_verify or call.statics or self._closed):
             self._fast = in_turn(self._turn, captured.run, self._name, then=captured.finish)
-        if done is MISS:
-            self._take_apart(args, kwargs)  # another thread has since donated a state or changed a value
-            self._refuse_changes(lowered)
-        assert done is not MISS, "a call that was just taken apart fits its capture"
         return functools.partial(captured.finish, done)
 
     def _instead_of_capture(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -309,6 +309,7 @@ class Transform:
     def _lower(self, call: Call, checkpoint: Callable[[], None]) -> Lowered:
         refuse_ambient_modes(self._name)
         refuse_anomaly_mode(self._name)
+        refuse_held_generators(self._name)
         states = tuple(BoundState(s.name, s.handle._node, s.specs) for s in call.states)
         recipe = Recipe(
             self._fn, self._name, states, call.layout.specs, call.layout.live_names, call.apply,

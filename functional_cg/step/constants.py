@@ -11,7 +11,7 @@ from .. import tree as pytree
 from ..errors import BakedValueError, ForeignTensorError
 from ..state.arena import BufferSpec
 from ..state.leaf import Leaf
-from ..tensors.fingerprint import as_now, view_of, writes
+from ..tensors.fingerprint import as_now, seen
 
 __all__ = ["Constants"]
 
@@ -20,8 +20,8 @@ class Constants:
     """Tensors declared with ``constants=``, or remembered: copied at lowering, and watched for later writes.
 
     Other memory (``table.data = other``, ``torch.utils.swap_tensors``), or another part of the same memory, is noticed
-    as well. Writes that torch does not
-    count (into ``table.data``, through ``table.numpy()``, through a view in inference mode) go unnoticed;
+    as well. Writes that torch does not count (into ``table.data``, through ``table.numpy()``, through a view in
+    inference mode) go unnoticed, as does a move into room that ``table.untyped_storage().resize_`` has added;
     ``debug="verify"`` finds their effects. Memory that torch does not own alone, such as numpy's or a file's, is
     refused for the same reason. The host watch detects names that are rebound to another tensor.
 
@@ -75,7 +75,7 @@ class Constants:
         """Return the originals by name; from the first lowering on, changes are noticed."""
         if not self._copied:
             leaves = [leaf for _, leaf in self._items]
-            self._copied = [(writes(leaf), leaf.untyped_storage(), view_of(leaf)) for leaf in leaves]
+            self._copied = list(map(seen, leaves))
             self.unchanged = as_now(leaves)
         return tuple(self._items)
 
@@ -89,11 +89,12 @@ class Constants:
             return
         rows = []
         for (name, leaf), (written, memory, view) in zip(self._items, self._copied, strict=True):
-            if leaf.untyped_storage() is not memory:
+            count, place, part = seen(leaf)
+            if place is not memory:
                 rows.append(f"{name}  has other memory since")
-            elif writes(leaf) != written:
-                rows.append(f"{name}  written {writes(leaf) - written} time(s) since")
-            elif view_of(leaf) != view:
+            elif count != written:
+                rows.append(f"{name}  written {count - written} time(s) since")
+            elif part != view:
                 rows.append(f"{name}  is another part of its memory since")
         raise BakedValueError.of(
             function or self._function,

@@ -28,6 +28,7 @@ __all__ = [
     "named_arguments",
     "returns_view",
     "sync_reason",
+    "takes_layout",
     "tensors_in",
     "unwrapped",
     "written_arguments",
@@ -42,6 +43,13 @@ PUTS = frozenset(
 # Ops that make a tensor of a program from one that a literal such as `torch.tensor([1, 2])` made.
 LIFTS = frozenset(
     {torch.ops.aten.lift_fresh.default, torch.ops.aten.lift.default, torch.ops.aten.lift_fresh_copy.default}
+)
+
+# Ops that make a tensor like another one, with values of their own.
+_LIKE = frozenset(
+    f"aten::{name}"
+    for name in """empty_like full_like ones_like zeros_like new_empty new_empty_strided new_full new_ones
+    new_zeros""".split()
 )
 
 # dtypes without a grouped copy on CUDA.
@@ -127,6 +135,11 @@ def returns_view(func: Any) -> bool:
     """Whether the result shares memory with an argument that the op does not write."""
     returns = func._schema.returns
     return len(returns) == 1 and returns[0].alias_info is not None and not returns[0].alias_info.is_write
+
+
+def takes_layout(func: Any) -> bool:
+    """Whether the op reads no values of its arguments: only shape, dtype and device."""
+    return func._schema.name in _LIKE
 
 
 def can_draw(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:

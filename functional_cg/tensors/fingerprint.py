@@ -3,50 +3,69 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
+import torch
 from torch import Tensor
 from torch._C._dynamo.guards import TensorGuards  # private; test_constants notices a change
 
-__all__ = ["as_now", "view_of", "writes"]
+__all__ = ["as_now", "seen"]
 
 
 def as_now(tensors: Sequence[Tensor]) -> Callable[[], bool]:
     """Return a function that tells whether tensors are as they are now.
 
     It notices writes that torch counts, other memory, and another part of the same memory or another way to read it,
-    as after ``x.data = y``, which counts as no write. No single field of a tensor tells all of these: a write, a
-    storage and an offset are one comparison each for each tensor, and the layouts of all are one call more.
+    as after ``x.data = y``, which counts as no write. No single field of a tensor tells all of these: a count and a
+    storage are one comparison each for each tensor, in generated code, and the layouts of all are one call more. An
+    offset is compared where the memory has room for another one. Of sparse and nested tensors, writes alone count.
     """
-    if not tensors:
-        return lambda: True
-    counted = [(one, one._version) for one in tensors if not one.is_inference()]
-    # torch returns one object for a storage as long as there is one, as here.
-    placed = [(one, one.untyped_storage(), one.storage_offset()) for one in tensors]
-    views = [view_of(one) for one in tensors]
-    # Of a layout: type, dtype, device, keys such as those of conjugation, sizes, strides.
-    like = TensorGuards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None).check
+    kept = tuple({id(one): one for one in tensors}.values())  # torch's guards take each tensor once
+    placed, before = tuple(filter(_is_placed, kept)), list(map(seen, kept))
+    names: dict[str, Any] = {"placed": placed, "like": _guards(placed)}
+    lines: list[str] = []
+    for i, (one, (count, memory, _)) in enumerate(zip(kept, before, strict=True)):
+        names[f"t{i}"], names[f"m{i}"] = one, memory
+        terms = [] if one.is_inference() else [f"t{i}._version != {count}"]
+        if memory is not None:
+            terms.append(f"t{i}.untyped_storage() is not m{i}")
+            if not one.is_contiguous() or one.nbytes != memory.nbytes():
+                terms.append(f"t{i}.storage_offset() != {one.storage_offset()}")
+        lines += [f"    if {' or '.join(terms)}: return False\n"] if terms else []
 
-    def unchanged() -> bool:
-        for one, version in counted:
-            if one._version != version:
-                return False
-        for one, memory, offset in placed:
-            if one.untyped_storage() is not memory or one.storage_offset() != offset:
-                return False
-        # It also knows what is no change of a value, such as `requires_grad` and modes of the thread.
-        return like(*tensors) or [view_of(one) for one in tensors] == views
+    def alike() -> bool:
+        # The guards also know what is no change of a value, such as `requires_grad` and modes of the thread.
+        if list(map(seen, kept)) != before:
+            return False
+        names["like"] = _guards(placed)
+        return True
 
-    return unchanged
-
-
-def writes(tensor: Tensor) -> int:
-    """Return how many writes torch has counted; a tensor of inference counts none."""
-    return 0 if tensor.is_inference() else tensor._version
+    names["alike"] = alike
+    source = f"def unchanged():\n{''.join(lines)}    return like(*placed) or alike()\n"
+    exec(
+        compile(source, f"{__file__}, generated", "exec"), names
+    )  # the library's own code to whoever follows a trace
+    return cast("Callable[[], bool]", names["unchanged"])
 
 
-def view_of(tensor: Tensor) -> Any:
-    """Return which part of its memory a tensor is, and how it reads that."""
-    return (
+def seen(tensor: Tensor) -> tuple[int, Any, Any]:
+    """Return how many writes torch has counted, the memory, and which part of it the tensor is and how it reads that.
+
+    A tensor of inference counts no writes. Torch returns one object for a storage as long as there is one.
+    """
+    count = 0 if tensor.is_inference() else tensor._version
+    if not _is_placed(tensor):
+        return count, None, None
+    view = (
         tensor.dtype, tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.is_conj(), tensor.is_neg()
     )  # fmt: skip
+    return count, tensor.untyped_storage(), view
+
+
+def _is_placed(tensor: Tensor) -> bool:
+    return tensor.layout is torch.strided and not tensor.is_nested
+
+
+def _guards(tensors: Sequence[Tensor]) -> Callable[..., bool]:
+    """Return a test of types, dtypes, devices, sizes, strides, and keys such as those of conjugation."""
+    return TensorGuards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None).check

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from ..shards.collectives import WAIT, is_collective
+from ..shards.collectives import WAIT
+from ..shards.transfers import WAITS, is_between_ranks
 from ..stages.run.poison import poison
 from ..tensors.aten import can_draw, tensors_in
 from ..tensors.overlap import storage_key
@@ -32,12 +33,18 @@ class Memory(Protocol):
 
 
 class Block:
-    """Memory that is owned by whoever holds the record."""
+    """Memory that is owned by whoever holds the record.
+
+    Attributes:
+      dtype: Of what it holds.
+      expected: What a collective or a transfer will have written there, once somebody waits for it.
+    """
 
     def __init__(self, nbytes: int) -> None:
         self._storage = torch.UntypedStorage(nbytes)
         self._poisoned = False
         self.dtype = torch.uint8
+        self.expected: Tensor | None = None
 
     @classmethod
     def of(cls, tensor: Tensor) -> Block:
@@ -63,6 +70,12 @@ class Block:
         source = _bytes(value.untyped_storage())
         _bytes(self._storage)[: source.numel()].copy_(source)
         self.dtype = value.dtype
+
+    def arrive(self) -> None:
+        """Wait for what is expected."""
+        if self.expected is not None:
+            self.put(WAIT(self.expected))
+            self.expected = None
 
     def revive(self) -> None:
         """Mark the block as about to be written."""
@@ -214,10 +227,14 @@ class Call:
         return partial(getattr(self.op, "_op", self.op), *resolve(self.args), **kwargs)
 
     def repeat(self) -> None:
-        """Run the call, and write its results to their recorded memory."""
+        """Run the call, and write its results to their recorded memory; what ranks send, when it is waited for."""
+        waits = self.op in WAITS
+        if waits and isinstance(self.args[0].memory, Block):
+            self.args[0].memory.arrive()
         call = self.bound()
         results = list(tensors_in([call() if self.draw is None else self.draw.rewound(call)]))
-        if isinstance(self.op, torch._ops.OpOverload) and is_collective(self.op):
-            results = list(map(WAIT, results))  # they are about to be copied
         for position, block in self.fresh:
-            block.put(results[position])
+            if not waits and isinstance(self.op, torch._ops.OpOverload) and is_between_ranks(self.op):
+                block.expected = results[position]
+            else:
+                block.put(results[position])

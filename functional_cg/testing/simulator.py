@@ -7,6 +7,7 @@ that they read and write. After that, no Python of the step runs. A replay repea
   overwritten, static metrics included. To that extent all captures of one simulator share a pool.
 - Owners: memory that was not allocated in the capture is known by address only. Once its owner frees it, the simulator
   finds garbage there.
+- Other ranks: what a collective or a transfer makes is there once it is waited for.
 - Randomness: each replay draws the same numbers from a generator as the capture did.
 - Streams: :meth:`Simulator.stream` delays copies and replays until something waits for them. Host inputs pass through
   the ring of staging slots that a GPU would need.

@@ -23,6 +23,7 @@ LEFT = "tests/test_left_behind.py::"
 OLD_VALUES = "tests/test_old_values.py::"
 TRIAL = "tests/test_trial.py::"
 CALLS = "tests/test_host_calls.py::"
+FIXED = "tests/test_fixed_tensors.py::test_a_change_on_the_original_is_noticed_at_the_next_call"
 HOST_PARTS = "tests/test_host_parts.py::test_each_change_is_loud"
 READS = "tests/test_host_reads.py::"
 TURNS = "tests/test_turns.py::"
@@ -1016,8 +1017,32 @@ MUTANTS = (
     Mutant(
         "N132",
         "a constant that lies elsewhere in its memory is the constant that it was",
-        ((" or one.storage_offset() != offset:", ":"),),
+        (
+            (
+                "            if not one.is_contiguous() or one.nbytes != memory.nbytes():\n",
+                "            if False:\n",
+            ),
+        ),
         ("tests/test_constants.py::test_each_change_is_noticed[0-a later part]",),
         no_gpu="told on the host",
+    ),
+    Mutant(
+        "N133",
+        "a tensor that a module's plain object holds may lie in other memory",
+        (
+            (
+                '        settings[f"values of {name}"] = (count, Same(memory), view)\n',
+                '        settings[f"values of {name}"] = (count, view)\n',
+            ),
+        ),
+        (f"{FIXED}[other memory]",),
+        no_gpu="told on the host",
+    ),
+    Mutant(
+        "N134",
+        "the end of a trace empties autocast's cache, under a lock that nobody releases in a child of a fork",
+        ((" == 0 and mode.casts_kept:", " == 0:"),),
+        ("tests/test_forks.py::test_a_child_does_not_wait_for_the_lock_of_autocast",),
+        no_gpu="a forked child has no GPU",
     ),
 )

@@ -6,8 +6,9 @@ from tests.mutants.mutant import Mutant
 
 __all__ = ["PIPELINES"]
 
-BITS, BLOCKS, TABLES, MISTAKES = (
-    f"tests/pipelines/test_{name}.py::" for name in ("bitwise", "blocks", "tables", "mistakes")
+BITS, BLOCKS, TABLES, MISTAKES, COMPILED, JUDGES = (
+    f"tests/pipelines/test_{name}.py::"
+    for name in ("bitwise", "blocks", "tables", "mistakes", "compiled", "other_judges")
 )
 SEVERAL = "it takes several GPUs, or none"
 
@@ -22,6 +23,13 @@ PIPELINES = (
             ),
         ),
         (f"{BITS}test_what_is_sent_keeps_its_memory_until_it_is_sent",),
+        no_gpu=SEVERAL,
+    ),
+    Mutant(
+        "N110 arrival",
+        "what another rank sends is read before it has arrived",
+        (("            values = list(map(transfers.wait, values))\n", "            pass\n"),),
+        (f"{JUDGES}test_nothing_is_read_before_it_arrives_or_after_its_memory_is_free",),
         no_gpu=SEVERAL,
     ),
     Mutant(
@@ -87,10 +95,20 @@ PIPELINES = (
         no_gpu=SEVERAL,
     ),
     Mutant(
+        "N112 compiled",
+        "the function that is compiled for a stage gets the arguments of the first micro-batch each time",
+        (("(one.inputs), {}, column, (), None)", "(first.inputs), {}, column, (), None)"),),
+        (
+            f"{COMPILED}test_a_stage_is_compiled_once_whatever_the_number_of_micro_batches[features0]",
+            f"{COMPILED}test_rounding_is_measured_once_for_each_call_of_a_stage",
+        ),
+        no_gpu=SEVERAL,
+    ),
+    Mutant(
         "N113",
         "a leaf that stages of two ranks read gets the gradient of one of them",
         (("            return all_reduce(own, axis)\n", "            return own\n"),),
-        (f"{BITS}test_each_schedule_on_two_ranks[gloo]",),
+        (f"{BITS}test_each_schedule_on_two_ranks[everything-gloo]",),
         no_gpu=SEVERAL,
     ),
     Mutant(

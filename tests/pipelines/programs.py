@@ -15,16 +15,37 @@ from functional_cg import optim, sharding
 from tests.sharding.programs import randn
 from tests.shares import CALLS
 
-__all__ = ["CALLS", "CUTS", "FEATURES", "ONE", "TWO", "Run", "loss_of", "made", "params", "rows", "trained"]
+__all__ = [
+    "CALLS", "CUTS", "FEATURES", "ONE", "TWO", "Run", "average_of", "loss_of", "made", "params", "rows", "trained",
+]  # fmt: skip
 
 LAYERS, ROWS, WORDS = 4, 24, 11
 ONE, TWO = {"stage": 1, "data": -1}, {"stage": 2, "data": -1}
-FEATURES = ("plain", "tied", "everywhere", "double", "dropout", "clip", "adamw", "accumulate", "aux", "skip")
+FEATURES = (
+    "plain", "tied", "everywhere", "double", "dropout", "clip", "adamw", "accumulate", "aux", "skip", "averages",
+)  # fmt: skip
 # Schedule -> in front of which layers it is cut, on two ranks.
 CUTS: Mapping[str, tuple[int, ...]] = {
     "gpipe": (2,), "1f1b": (2,), "interleaved": (1, 2, 3), "zero_bubble": (1, 2, 3), "zbv": (1, 2, 3),
     "dualpipev": (1, 2, 3), "looped_bfs": (1, 2, 3),
 }  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Average(optim.GradientTransformation):
+    """The last link of an optimizer: it keeps a moving average of the parameters, where their moments are."""
+
+    def init(self, params: Any) -> Any:
+        return fcg.tree.map(torch.clone, params)
+
+    def update(self, updates: Any, state: Any, params: Any = None) -> Any:
+        return updates, fcg.tree.map(lambda mean, p, u: mean.lerp(p + u, 0.25), state, params, updates)
+
+
+class Averaged(fcg.TrainState):
+    """A state with an average that each rank holds whole."""
+
+    ema: Any = None
 
 
 @dataclass(frozen=True)
@@ -37,6 +58,7 @@ class Run:
       cuts: In front of which layers it is cut; None for those of the schedule.
       stage: Of ZeRO.
       microbatches: How many.
+      layers: How many there are between the embedding and the head.
       options: Of the step.
     """
 
@@ -45,6 +67,7 @@ class Run:
     cuts: tuple[int, ...] | None = None
     stage: int = 1
     microbatches: int = 4
+    layers: int = LAYERS
     options: Mapping[str, Any] = field(default_factory=dict)
 
     @property
@@ -52,9 +75,9 @@ class Run:
         return CUTS[self.schedule] if self.cuts is None else self.cuts
 
 
-def params() -> dict[str, Tensor]:
+def params(layers: int = LAYERS) -> dict[str, Tensor]:
     out = {"emb": randn(1, WORDS, 6), "head": randn(2, 6, WORDS)}
-    return out | {f"w{i}": randn(3 + i, 6, 6) / 3 for i in range(LAYERS)}
+    return out | {f"w{i}": randn(3 + i, 6, 6) / 3 for i in range(layers)}
 
 
 def rows(call: int, rank: int) -> dict[str, Tensor]:
@@ -69,7 +92,7 @@ def loss_of(cut: Callable[[Any], Any], run: Run) -> Callable[..., Any]:
         x = params["emb"][batch["x"]]
         first = x
         weight = batch["x"].float().mean() / WORDS  # of the data alone: each stage computes it
-        for i in range(LAYERS):
+        for i in range(run.layers):
             if i in run.at:
                 x, first = cut((x, first)) if has("skip") else (cut(x), first)
             x = torch.tanh(x @ params[f"w{i}"]) * weight
@@ -87,7 +110,18 @@ def loss_of(cut: Callable[[Any], Any], run: Run) -> Callable[..., Any]:
 
 def optimizer_of(run: Run) -> Any:
     rule = optim.adamw(0.05, weight_decay=0.1) if "adamw" in run.features else optim.sgd(0.1, momentum=0.9)
-    return optim.chain(optim.clip_by_global_norm(0.3), rule) if "clip" in run.features else rule
+    rule = optim.chain(optim.clip_by_global_norm(0.3), rule) if "clip" in run.features else rule
+    return optim.chain(rule, Average()) if "averages" in run.features else rule
+
+
+def average_of(state: Any) -> Any:
+    """The average that the optimizer keeps."""
+    return state.opt_state[-1]
+
+
+def moved(mean: Any, params: Any) -> Any:
+    """An average that each rank holds whole, one call later."""
+    return fcg.tree.map(lambda m, p: m.lerp(p, 0.25), mean, sharding.gather(params, masters=True))
 
 
 def made(run: Run, axes: Mapping[str, int], device: str = "cpu") -> tuple[Any, Any, Any]:
@@ -95,15 +129,17 @@ def made(run: Run, axes: Mapping[str, int], device: str = "cpu") -> tuple[Any, A
     mesh = sharding.mesh(axes, device=device, timeout=20)
     pipe = sharding.pipeline(mesh, schedule=run.schedule, microbatches=run.microbatches)
     loss_fn, has_aux = loss_of(pipe.cut, run), "aux" in run.features
-    values = fcg.tree.map(torch.Tensor.double, params()) if "double" in run.features else params()
+    values = params(run.layers)
+    values = fcg.tree.map(torch.Tensor.double, values) if "double" in run.features else values
     zero = pipe.zero(loss_fn, values, rows(0, 0), key=fcg.random.key(0), stage=run.stage, has_aux=has_aux)  # type: ignore[arg-type]
-    accumulates = "accumulate" in run.features
-    state = fcg.TrainState.create(
+    accumulates, averages = "accumulate" in run.features, "averages" in run.features
+    state = Averaged.create(
         params=values,
         optimizer=optimizer_of(run),
         key=fcg.random.key(3),
         sharding=zero,
         accumulate=accumulates,
+        ema=fcg.snapshot(values) if averages else None,
     )
 
     def train_step(state: Any, batch: Any) -> Any:
@@ -112,14 +148,16 @@ def made(run: Run, axes: Mapping[str, int], device: str = "cpu") -> tuple[Any, A
         loss, aux = out if has_aux else (out, {})
         metrics = {"loss": sharding.mean(loss), "own loss": loss, "norm": optim.global_norm(grads), **aux}
         if not accumulates:
-            return state.apply_gradients(grads), metrics
+            new = state.apply_gradients(grads)
+            return (new.replace(ema=moved(state.ema, new.params)) if averages else new), metrics
         total, due = fcg.tree.map(torch.add, state.grads, grads), state.step % 3 == 2
         new = state.apply_gradients(total)
         kept = fcg.tree.map(lambda g: torch.where(due, torch.zeros_like(g), g), total)
         params, moments = fcg.tree.map(
             lambda a, b: torch.where(due, a, b), (new.params, new.opt_state), (state.params, state.opt_state)
         )
-        return new.replace(params=params, opt_state=moments, grads=kept), metrics
+        new = new.replace(params=params, opt_state=moments, grads=kept)
+        return (new.replace(ema=moved(state.ema, params)) if averages else new), metrics
 
     return pipe, state, train_step
 

@@ -31,7 +31,7 @@ from tests.pipelines.programs import (
 )
 from tests.sharding.law import on_gloo_and_nccl
 from tests.sharding.ranks import on_ranks
-from tests.shares import THOROUGH, diagonal, share, thorough
+from tests.shares import THOROUGH, share, thorough
 
 # The order that TransformerEngine's own test gives to two chunks of layers and three micro-batches.
 TRANSFORMER_ENGINE = (1, 2, 1, 2, -2, -1, 1, 2, -2, -1, -2, -1)
@@ -54,22 +54,32 @@ def assert_as_on_one_rank(
                 assert_trees_all_equal(state, alone[0][number][1], str(run))
 
 
+EACH = {"everything": [Run("zero_bubble", FEATURES)]}
+EACH |= {schedule: [Run(schedule, (feature,)) for feature in FEATURES] for schedule in CUTS}
+
+
 @on_gloo_and_nccl
-def test_each_schedule_on_two_ranks(device: str) -> None:
-    runs = [Run(schedule, (feature,)) for schedule, feature in diagonal([*CUTS], FEATURES)]
-    assert_as_on_one_rank(share([Run("zero_bubble", FEATURES), *runs], 8), 2, TWO, device)
+@pytest.mark.parametrize("runs", share(EACH, len(EACH)))
+def test_each_schedule_on_two_ranks(runs: str, device: str) -> None:
+    assert_as_on_one_rank(EACH[runs], 2, TWO, device)
 
 
 @thorough
 def test_four_stage_ranks() -> None:
-    """A tied leaf on the first and the last of them."""
-    assert_as_on_one_rank([Run("1f1b", ("tied", "adamw"), cuts=(1, 2, 3))], 4, {"stage": 4})
+    """Of one stage each or two; a tied leaf on the first and the last of them."""
+    features = ("tied", "clip", "adamw", "dropout", "averages")
+    runs = [
+        Run(schedule, features, cuts=tuple(range(1, 4 * (1 + len(cuts) // 2))), microbatches=8, layers=8)
+        for schedule, cuts in CUTS.items()
+    ]
+    assert_as_on_one_rank(runs, 4, {"stage": 4})
 
 
-@thorough
 def test_zero_beside_stages() -> None:
-    features = ("tied", "clip", "adamw", "dropout")
-    assert_as_on_one_rank([Run("1f1b", features, stage=stage) for stage in (1, 2, 3)], 4, TWO)
+    features = ("tied", "clip", "adamw", "dropout", "averages")
+    runs = [Run("1f1b", features, stage=stage) for stage in (3, 2)]
+    runs += [Run(schedule, (*features, "accumulate")) for schedule in CUTS]
+    assert_as_on_one_rank(share(runs, len(runs)), 4, TWO)
 
 
 def in_the_order_of(order: Sequence[int], rank: int, ranks: int) -> list[str]:

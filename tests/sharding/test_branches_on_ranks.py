@@ -65,7 +65,11 @@ def assert_same_bits(ranks: int, runs: Sequence[Run], device: str, options: Any 
 @on_gloo_and_nccl
 def test_all_programs_at_all_stages_on_lanes(device: str) -> None:
     """Other lanes on each rank: they meet in each collective all the same."""
-    runs = [Run(name, Setting(TWO, stage, SMALL)) for name, stage in diagonal([*PROGRAMS], [3, 1, 2], device)]
+    bf16 = {"param_dtype": torch.bfloat16}
+    runs = [
+        Run(name, Setting(TWO, stage, {**SMALL, **(bf16 if name == "mlp in bf16" else {})}))
+        for name, stage in diagonal([*PROGRAMS], [3, 1, 2], device)
+    ]
     assert_same_bits(2, share(runs, 2, device), device)
 
 

@@ -90,6 +90,7 @@ AGREE: dict[str, Callable[[Any, Any], dict[str, Any]]] = {
     "the sum of all": lambda s, b: {"count": s.count + sharding.sum((b["x"] > 0).sum())},
     "a gathered leaf": lambda s, b: {"mean": sharding.gather(s.params["w"]) + 1},
     "a norm": lambda s, b: {"mean": s.mean + s.params["w"].norm()},
+    "the shape of the data": lambda s, b: {"mean": s.mean + torch.ones_like(b["x"][0]) + b["x"].new_zeros(5)},
     "a key": lambda s, b: {"key": fcg.random.fold_in(s.key, 1), "mean": fcg.random.normal(s.key, (5,))},
     "a number among the inputs": lambda s, b: {"mean": s.mean * b["rate"], "count": s.count + 1},
     "a flag": lambda s, b: {"mean": torch.where(b["flag"], s.mean, s.mean + 1)},

@@ -20,6 +20,7 @@ import functional_cg as fcg
 from functional_cg.concurrency.driver import apart_from_captures
 from functional_cg.sharding import watchdog
 from functional_cg.sharding.watchdog import EXIT_CODE, OnDevice, OnHost, Watchdog, missing
+from tests.at_once import at_once
 from tests.sharding.law import on_gloo_and_nccl, rank_of
 from tests.sharding.programs import mlp_batch, mlp_state, mlp_step
 from tests.sharding.ranks import Outcome, on_ranks, outcomes, outcomes_of_each
@@ -228,6 +229,8 @@ def test_without_a_limit_and_without_a_call_there_is_no_thread() -> None:
     assert some._thread is not None
     some.stop()
     assert not some._thread.is_alive()
+    with some._stopped._cond:  # as in a child of a fork, where nobody would release it
+        assert at_once(some.stop) == [None]
 
 
 @pytest.mark.parametrize("value", [0, -1.0, True, "1", math.nan])

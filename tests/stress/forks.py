@@ -8,6 +8,8 @@ import signal
 import threading
 import time
 from collections import Counter
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -45,8 +47,8 @@ def child(step: Any, look: Any, state: Any, x: Tensor) -> int:
         return REFUSED
 
 
-def forked(step: Any, look: Any, state: Any, x: Tensor) -> int:
-    """The exit code of a child; negative for a signal, such as the alarm of one that hangs."""
+def forked(act: Callable[[], int]) -> int:
+    """The exit code of a child, as it returns it; negative for a signal, such as the alarm of one that hangs."""
     number = os.fork()
     if number == 0:
         code = 1
@@ -54,7 +56,7 @@ def forked(step: Any, look: Any, state: Any, x: Tensor) -> int:
             signal.signal(signal.SIGALRM, signal.SIG_DFL)
             faulthandler.dump_traceback_later(PATIENCE / 2)  # where it hangs, if it does
             signal.alarm(PATIENCE)
-            code = child(step, look, state, x)
+            code = act()
         finally:
             os._exit(code)
     return os.waitstatus_to_exitcode(os.waitpid(number, 0)[1])
@@ -97,7 +99,7 @@ def run(forks: int, *, floats: int = 1 << 17, threads: int = 3) -> Counter[str]:
     try:
         for _ in range(forks):
             start = time.monotonic()
-            code = forked(step, look, shared[0], x)
+            code = forked(partial(child, step, look, shared[0], x))
             longest = max(longest, time.monotonic() - start)
             counts[names.get(code, f"exit code {code}")] += 1
     finally:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from ...messages.source import Location
-from ...tensors.aten import FUSED
+from ...tensors.aten import FUSED, takes_layout
 from ..program import Instr, Program, Var, live
 from .keys import draws, shared_keys
 
@@ -206,8 +206,8 @@ def _same_kind(instr: Instr) -> Iterator[tuple[Var, Var]]:
     Of several results, each has its own meaning: one is a new value of an argument only if the op says so by its name.
     """
     schema = instr.op._schema
-    if str(instr.op).partition(".default")[0].endswith("_like"):
-        return  # takes the argument's shape, not its values
+    if takes_layout(instr.op):
+        return
     unscaled = schema.name.startswith(FUSED) and not instr.kwargs.get("grad_scale")
     several = len(schema.returns) > 1
     columns = zip(schema.returns, instr.out, strict=True) if several else [(None, instr.out)]

@@ -133,7 +133,8 @@ class Judge:
         off: list[Distance] = []
         dice = random.Random(0)
         for number, (most, decisions, factor) in enumerate(_RUNS):
-            shaker = Shaker(most, decisions, leans=number % 2 == 0, dice=dice)
+            few = {} if number else self._reference.stand_ins
+            shaker = Shaker(most, decisions, leans=number % 2 == 0, dice=dice, stands_for=few)
             again()
             self._reference.run(buffers, compare, shaker)
             limits = [

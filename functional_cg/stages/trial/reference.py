@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -16,7 +16,7 @@ from ..plan import Buffers, evaluate, quiet
 from ..program import Instr, Program, Var, live, written_storages
 from .remat_plan import in_order, within
 from .row_blocks import in_blocks
-from .ulps import Shaker, decides
+from .ulps import Shaker, decides, stand_ins
 from .unchecked import Unchecked
 
 __all__ = ["Output", "Reference"]
@@ -54,6 +54,7 @@ class Reference:
       program: The program.
       outputs: Its outputs, metrics first.
       unchecked: Which of its slots and inputs may hold any value.
+      stand_ins: Which calls may be perturbed in place of others, and of how many.
     """
 
     def __init__(self, program: Program) -> None:
@@ -64,6 +65,8 @@ class Reference:
         self.outputs += [Output(name, new, i) for i, (name, old, new) in enumerate(leaves) if old is not new]
         self._instrs = self._with_shown(program)
         self._actions = in_order(self._instrs)
+        self.stand_ins = stand_ins(self._instrs)
+        self._turned: dict[Instr, Collection[Var]] = {}  # results that may lie in other strides, by call
         written = written_storages(self._instrs)
         self._written = {i for i, c in enumerate(program.constants) if c.var.storage in written}
 
@@ -172,10 +175,13 @@ class Reference:
         self, instr: Instr, values: dict[Var, Tensor], static: Iterable[Var], shaker: Shaker | None
     ) -> None:
         moved: dict[Var, Tensor] = {}
+        shaker = None if shaker is None else shaker.on(instr)
         if shaker is not None:
             instr, moved = shaker.scalars(instr), shaker.arguments(instr, values)
         result = evaluate(instr, lambda var: moved[var] if var in moved else values[var])
-        turned = unsure(instr)
+        turned = self._turned.get(instr)
+        if turned is None:
+            turned = self._turned[instr] = unsure(instr)
         made = [
             (var, laid_out(one, var.spec.stride) if var in turned else one)
             for var, one in _assigned(instr.out, result)

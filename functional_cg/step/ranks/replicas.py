@@ -27,6 +27,7 @@ from ...shards.mesh import Mesh
 from ...shards.transfers import RECEIVE
 from ...stages.program import Program, Var
 from ...state.arena import BufferSpec
+from ...tensors.aten import takes_layout
 from .between_stages import is_between_stages
 
 __all__ = ["apart", "refuse_divergence", "told_apart"]
@@ -199,7 +200,7 @@ def _followed(
         add(constant.var, dict.fromkeys(others.get(number, ()), constant.name))
     for number, instr in enumerate(program.instrs, len(program.constants)):
         found: dict[str, str] = {}
-        for var in instr.inputs():
+        for var in () if takes_layout(instr.op) else instr.inputs():
             found = of(var) | found
         if number in others:
             found = dict.fromkeys(others[number], f"a number of Python in {instr.op}") | found
