@@ -126,9 +126,9 @@ def canonical(mesh: Mesh | None = None) -> Iterator[None]:
     """
     mode = _InStep(mesh)
     call_by_call = torch.jit.optimized_execution(False)  # type: ignore[attr-defined]
-    on_this_thread = torch.autograd.set_multithreading_enabled(False)
-    with torch.no_grad(), on_this_thread, call_by_call, mode, _without_autocast(mode):
-        yield
+    with torch.no_grad(), torch.autograd.set_multithreading_enabled(False), call_by_call:
+        with mode, _without_autocast(mode):
+            yield
 
 
 @contextlib.contextmanager
