@@ -83,3 +83,54 @@ def test_a_compiler_that_gives_up(
             fcg.graph_step(train_step, lowering="inductor")(state, x)
     state, metrics = fcg.graph_step(train_step, lowering="aten")(state, x)
     assert (state["w"].tolist(), metrics["m"].item()) == ([1, 1, 1], 3)
+
+
+@compiled
+def test_a_sum_with_a_product_keeps_what_multiplies_the_product(compiled_on: str) -> None:
+    """Of a mean that moves, such as that of a codebook; the numbers are small integers, so all sums are exact."""
+
+    def step(state: Any, x: Tensor) -> Any:
+        products = [x.T @ (x + i) for i in range(4)]  # each in one sum
+        new = {
+            "in place": state["in place"].clone().mul_(0.5).add_(products[0], alpha=2),
+            "out of place": torch.add(state["out of place"], products[1], alpha=0.5),
+            "the product first": torch.add(products[2], state["the product first"], alpha=-1),
+            "a row": torch.add(state["row"], products[3], alpha=4),
+            "another dtype": torch.add(state["another dtype"], x[:3].to(torch.float16), alpha=0.25),
+            "row": state["row"],
+        }
+        return new, {}
+
+    names = ("in place", "out of place", "the product first", "a row", "another dtype")
+    tree = {name: torch.full((3, 3), 8.0, device=compiled_on) for name in names}
+    state: Any = fcg.place({**tree, "row": torch.ones(3, device=compiled_on)})
+    compiled_step = fcg.graph_step(step, lowering="inductor", certify=True)
+    for call in range(3):
+        x = torch.randint(0, 3, (4, 3), generator=torch.Generator().manual_seed(call)).float().to(compiled_on)
+        expected, _ = compiled_step.eager(fcg.fork(state), x)
+        state, _ = compiled_step(state, x)
+        for name in names:
+            assert torch.equal(state[name], expected[name]), name
+
+
+@pytest.mark.parametrize("ahead", [True, False], ids=["an index", "a divisor"])
+def test_what_was_checked_before_it_was_written_is_checked_anew(*, ahead: bool) -> None:
+    """Tokens that are written one after another, each from those before."""
+
+    def step(state: Any, x: Tensor) -> Any:
+        tokens = torch.full((2, 6), 1)
+        for at in range(1, 6):
+            if ahead:
+                tokens[:, at] = (state["table"][tokens].cumsum(1)[:, at - 1] + x[:, at]).argmax(-1)
+            else:
+                tokens[:, at] = (60 // tokens).sum(1) % 7 + 1
+        return {"table": state["table"] + 1}, tokens
+
+    compiled = fcg.graph_step(step, lowering="inductor", certify=False)
+    state: Any = {"table": torch.arange(16.0).reshape(4, 4).sin()}
+    for call in range(3):
+        x = torch.randn(2, 6, 4, generator=torch.Generator().manual_seed(call))
+        expected = compiled.eager(fcg.place(state), x)[1]
+        state, tokens = compiled(state, x)
+        assert torch.equal(tokens, expected)
+        state = fcg.snapshot(state)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -210,11 +211,60 @@ def test_what_a_hook_leaves_is_refused_by_name(name: str) -> None:
         apply(params, buffers, torch.randn(6, 4), key=fcg.random.key(0))
 
 
+class Features(nn.Module):
+    """Features of two layers, which hooks gather."""
+
+    def __init__(self, made: bool) -> None:
+        super().__init__()
+        self.layers = net()
+        self.features: dict[int, Tensor] = {}
+        for at in (0, 3):
+            self.layers[at].register_forward_hook(self.saver(at) if made else partial(self.save, at))
+
+    def saver(self, at: int) -> Any:
+        def save(module: nn.Module, args: Any, out: Tensor) -> None:
+            self.features[at] = out
+
+        return save
+
+    def save(self, at: int, module: nn.Module, args: Any, out: Tensor) -> None:
+        self.features[at] = out
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.layers(x)
+        gathered = dict(self.features)
+        self.features.clear()
+        return gathered[0].sum() + gathered[3].sum()
+
+
 def test_a_hook_that_holds_on_to_the_module_is_refused() -> None:
     model = net()
     model[0].register_forward_hook(lambda module, args, out: out + model[3].bias.sum())
-    with pytest.raises(ForeignTensorError, match="is a function that holds on to the module"):
+    with pytest.raises(
+        ForeignTensorError, match=r"a hook of `0`, `.*<lambda>`, is a function that holds on to the module"
+    ):
         fcg.from_module(model)
+
+
+def test_a_compiled_method_that_holds_on_to_the_module_is_refused() -> None:
+    model = Features(made=False)
+    model.score = torch.compile(model.save)
+    with pytest.raises(
+        ForeignTensorError, match=r"`score` is a function that(.|\n)*leave out `torch.compile`"
+    ):
+        fcg.from_module(model)
+    model.score = model.save
+    fcg.from_module(model)
+
+
+def test_what_is_advised_for_hooks_that_hold_on_to_the_module_works() -> None:
+    advised = r"`register_forward_hook\(self.save\)`, or `functools.partial\(self.save, ...\)`"
+    with pytest.raises(ForeignTensorError, match=rf"a hook of `layers.0`, `Features.*save`(.|\n)*{advised}"):
+        fcg.from_module(Features(made=True))
+    x = torch.randn(6, 4)
+    apply, params, buffers = fcg.from_module(Features(made=False))
+    other, _ = apply(fcg.tree.map(lambda p: p + 1, params), buffers, x, train=False)
+    assert not torch.equal(other, apply(params, buffers, x, train=False)[0])
 
 
 def test_a_tensor_that_no_hook_sets_is_refused() -> None:

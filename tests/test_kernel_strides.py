@@ -82,10 +82,18 @@ OPS: dict[str, Callable[[Tensor, Tensor], Any]] = {
 
 @st.composite
 def operands(draw: Any) -> tuple[tuple[int, ...], list[tuple[int, ...]], list[tuple[int, ...]]]:
-    """A shape, and for each of two tensors the order of its dimensions in memory, and its gaps (0: all one value)."""
+    """A shape, and for each of two tensors the order of its dimensions in memory, and its gaps.
+
+    With a gap of 0, all are one value; with -1, elements of the next dimension overlap, as windows do. That of one
+    element would overlap with nothing.
+    """
     shape = tuple(draw(st.lists(st.sampled_from([1, 2, 3, 5]), min_size=2, max_size=4)))
     ranks = st.permutations(range(len(shape)))
-    gaps = st.lists(st.sampled_from([1, 1, 1, 1, 2, 0]), min_size=len(shape), max_size=len(shape))
+    gaps = st.lists(
+        st.sampled_from([1, 1, 1, 1, 2, 0, -1 if min(shape) > 1 else 1]),
+        min_size=len(shape),
+        max_size=len(shape),
+    )
     return shape, [tuple(draw(ranks)) for _ in range(2)], [tuple(draw(gaps)) for _ in range(2)]
 
 
@@ -94,7 +102,7 @@ def strides_of(shape: tuple[int, ...], order: tuple[int, ...], gaps: tuple[int, 
     for place in order:
         step *= max(gaps[place], 1)
         stride[place] = step if gaps[place] else 0
-        step *= shape[place] if gaps[place] else 1
+        step = step + 1 if gaps[place] < 0 else step * shape[place] if gaps[place] else step
     return tuple(stride)
 
 
@@ -108,15 +116,41 @@ def laid(out: Any) -> list[tuple[int, ...]]:
 def test_fake_results_lie_as_those_of_the_kernel(name: str, device: str, drawn: Any) -> None:
     shape, orders, gaps = drawn
     if name.startswith("batch norm"):  # they refuse expanded tensors and single values
-        shape, gaps = (4, *shape[1:]), [tuple(max(gap, 1) for gap in row) for row in gaps]
+        shape, gaps = (4, *shape[1:]), [tuple(max(abs(gap), 1) for gap in row) for row in gaps]
     strides = [strides_of(shape, *pair) for pair in zip(orders, gaps, strict=True)]
-    real = [torch.empty_strided(shape, stride, device=device).fill_(0.5) for stride in strides]
+    room = [
+        1 + sum((size - 1) * step for size, step in zip(shape, stride, strict=True)) for stride in strides
+    ]
+    held = [torch.full((length,), 0.5, device=device) for length in room]
+    real = [one.as_strided(shape, stride) for one, stride in zip(held, strides, strict=True)]
     wanted = laid(OPS[name](*real))
     mode = FakeMode()
     with mode:
         fake = [torch.empty_strided(shape, stride, device=device) for stride in strides]
         found = laid(OPS[name](*fake))
     assert found == wanted, f"{shape} {strides}"
+
+
+def test_windows_that_overlap_are_differentiated() -> None:
+    """As in a step with ``torch.istft``, or with a loss over windows."""
+
+    def train_step(state: Any, x: Tensor) -> Any:
+        def loss_fn(params: Any) -> Tensor:
+            windows = (x * params["w"]).unfold(-1, 4, 2)
+            spectrum = torch.stft(x, 8, 2, window=torch.hann_window(8), return_complex=True)
+            sound = torch.istft(spectrum * params["w"].sum(), 8, 2, window=torch.hann_window(8))
+            return windows.square().mean() + sound.square().mean() + (windows[0] * 2).flatten().mean()
+
+        loss, grads = fcg.value_and_grad(loss_fn)(state.params)
+        return state.apply_gradients(grads), {"loss": loss}
+
+    state = fcg.TrainState.create(params={"w": torch.randn(16)}, optimizer=fcg.optim.sgd(0.1))
+    step = fcg.graph_step(train_step, lowering="aten")
+    for _ in range(CALLS):
+        x = torch.randn(2, 16)
+        expected = step.eager(fcg.fork(state), x)
+        state, metrics = step(state, x)
+        assert_trees_all_equal((state, metrics), expected)
 
 
 def test_calls_that_differ_in_a_number_alone_are_told_apart() -> None:

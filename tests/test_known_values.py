@@ -39,6 +39,8 @@ READS: dict[str, Callable[[Tensor, Tensor, Tensor], Any]] = {
     "nonzero": lambda x, table, edges: x[torch.nonzero(table > 0).flatten()],
     "unique": lambda x, table, edges: x[edges.unique()],
     "mask": lambda x, table, edges: x[table > 0],
+    "mask that selects": lambda x, table, edges: torch.outer(x, x).masked_select(table > 0),
+    "combinations": lambda x, table, edges: torch.combinations(x, 3, with_replacement=True),
     "mask of two": lambda x, table, edges: torch.outer(x, x)[torch.outer(table, table) > 0],
     "mask and index": lambda x, table, edges: torch.outer(x, x)[table > 0, edges[0][:3]],
     "mask that is written": lambda x, table, edges: x.clone().index_put_((table > 0,), x.sum()),

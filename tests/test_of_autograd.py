@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad
 
 import functional_cg as fcg
+from functional_cg.testing import Simulator
 from tests.shares import thorough
 
 
@@ -62,7 +63,7 @@ SAVING: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-def equals_eager(loss: Callable[[Any, Tensor], Tensor], debug: Any = None) -> None:
+def equals_eager(loss: Callable[[Any, Tensor], Tensor], **options: Any) -> None:
     """Judge a captured step by the same function run eagerly, over calls with new data."""
     layer = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double()
     apply, params, _ = fcg.from_module(layer)
@@ -75,7 +76,7 @@ def equals_eager(loss: Callable[[Any, Tensor], Tensor], debug: Any = None) -> No
         return state.apply_gradients(grads), value
 
     state = fcg.TrainState.create(params=params, optimizer=fcg.optim.sgd(0.1))
-    step, plain = fcg.graph_step(train_step, lowering="aten", debug=debug), fcg.snapshot(state)
+    step, plain = fcg.graph_step(train_step, lowering="aten", **options), fcg.snapshot(state)
     for _ in range(4):
         x = torch.randn(5, 3, dtype=torch.float64)
         plain, expected = train_step(plain, x)
@@ -88,6 +89,19 @@ def equals_eager(loss: Callable[[Any, Tensor], Tensor], debug: Any = None) -> No
 @pytest.mark.parametrize("kind", SAVING)
 def test_functions_may_save_their_results(kind: str) -> None:
     equals_eager(lambda model, x: SAVING[kind](model(x)).square().mean())
+
+
+@pytest.mark.parametrize("calls", range(4))
+def test_a_scripted_function_is_traced_whatever_it_is_specialised_to(calls: int) -> None:
+    """After a call or two, TorchScript runs what it has made of a function and of its gradient."""
+
+    def swish(x: Tensor, beta: float) -> Tensor:
+        return x * torch.sigmoid(beta * x)
+
+    scripted = torch.jit.script(swish)
+    for _ in range(calls):
+        scripted(torch.randn(5, 2, dtype=torch.float64), 1.5)
+    equals_eager(lambda model, x: scripted(model(x), 1.5).square().mean())
 
 
 def laplacian(model: Any, x: Tensor) -> Tensor:
@@ -111,6 +125,17 @@ FORWARD = {"hessian": laplacian, "jacfwd": jacobian, "dual": dual}
 @pytest.mark.parametrize("kind", FORWARD)
 def test_forward_mode_equals_eager(kind: str) -> None:
     equals_eager(FORWARD[kind])
+
+
+@pytest.mark.parametrize("kind", ["hessian", "jacfwd"])
+def test_forward_mode_along_views_again_and_again(kind: str) -> None:
+    """Of parts of one tensor, as in several steps per call."""
+    equals_eager(lambda model, x: torch.stack([FORWARD[kind](model, part) for part in x[1:].split(2)]).mean())
+
+
+@pytest.mark.parametrize("kind", FORWARD)
+def test_forward_mode_survives_the_rules_of_a_graph(kind: str) -> None:
+    equals_eager(FORWARD[kind], backend=Simulator())
 
 
 def test_forward_mode_is_verified() -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import pickle
+import re
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -753,6 +755,54 @@ def test_names_of_torch_are_translated(factory: Any) -> None:
         with pytest.raises(TypeError, match=match):
             make(lr=0.1, **rest)
         assert isinstance(make(learning_rate=0.1, **rest), optim.GradientTransformation)
+
+
+DECAYED = optim.chain(optim.add_decayed_weights(0.1), optim.sgd(0.1, momentum=0.9))
+
+
+@pytest.mark.parametrize(
+    ("make", "advised", "as_advised", "torchs"),
+    [
+        (
+            lambda: optim.sgd(0.1, momentum=0.9, weight_decay=0.1),  # type: ignore[call-arg]
+            "`fcg.optim.chain(fcg.optim.add_decayed_weights(...), fcg.optim.sgd(...))` in place of `weight_decay`",
+            DECAYED,
+            partial(torch.optim.SGD, lr=0.1, momentum=0.9, weight_decay=0.1),
+        ),
+        (
+            lambda: optim.sgd(0.1, momentum=0.9, dampening=0.5),  # type: ignore[call-arg]
+            "`fcg.optim.from_torch(torch.optim.SGD, dampening=..., ...)` in place of `dampening`",
+            optim.from_torch(torch.optim.SGD, dampening=0.5, lr=0.1, momentum=0.9),
+            partial(torch.optim.SGD, lr=0.1, momentum=0.9, dampening=0.5),
+        ),
+        (
+            lambda: optim.rmsprop(0.1, alpha=0.9),  # type: ignore[call-arg]
+            "`decay=...` in place of `alpha`",
+            optim.rmsprop(0.1, decay=0.9),
+            partial(torch.optim.RMSprop, lr=0.1, alpha=0.9),
+        ),
+        (
+            lambda: optim.adam(0.1, foreach=True),  # type: ignore[call-arg]
+            "nothing in place of `foreach`",
+            optim.adam(0.1),
+            partial(torch.optim.Adam, lr=0.1, foreach=True),
+        ),
+    ],
+)
+def test_what_is_advised_for_arguments_of_torch_steps_as_torch_does(
+    make: Any, advised: str, as_advised: Any, torchs: Any
+) -> None:
+    with pytest.raises(TypeError, match=re.escape(f"To fix: {advised}.")):
+        make()
+    weight = torch.nn.Parameter(torch.tensor([1.0, -2.0, 3.0]))
+    params, judge = {"w": weight.detach().clone()}, torchs([weight])
+    state = as_advised.init(params)
+    for seed in range(4):
+        weight.grad = torch.randn(3, generator=torch.Generator().manual_seed(seed))
+        judge.step()
+        updates, state = as_advised.update({"w": weight.grad}, state, params)
+        params = {"w": params["w"] + updates["w"]}
+    torch.testing.assert_close(params["w"], weight.detach())
 
 
 def test_arguments_of_an_own_transformation_have_its_own_names() -> None:

@@ -45,6 +45,16 @@ CALLS: dict[str, tuple[Callable[[Tensor], Any], Tensor, bool]] = {
     "the largest ones": (lambda x: x.gather(1, x.topk(2).indices), X, True),
     "rows by comparison": (lambda x: TABLE[(x > 0.5).long()], X, True),
     "probabilities": (lambda x: F.binary_cross_entropy(x, torch.ones_like(x)), X, False),
+    "a matrix to be factored": (lambda x: torch.linalg.cholesky(x @ x.T + torch.eye(2)), X, False),
+    "a matrix to be inverted": (lambda x: torch.linalg.inv(x @ x.T + torch.eye(2)), X, False),
+    "a matrix whose factors nobody checks": (lambda x: torch.linalg.cholesky_ex(x @ x.T)[0], X, True),
+    "singular values": (torch.linalg.svdvals, X, False),
+    "a norm": (lambda x: torch.linalg.vector_norm(x) + torch.linalg.norm(x), X, True),
+    "places in an image": (
+        lambda x: F.grid_sample(TABLE.view(1, 1, 5, 3), x[:, :4].reshape(1, 2, 2, 2), align_corners=False),
+        X,
+        False,
+    ),
     "a divisor": (lambda n: 7 // n, IDS, False),
     "a remainder": (lambda n: torch.tensor(7) % (n + 1), IDS, False),
     "a divisor that is no integer": (lambda x: 7 // x, X, True),
@@ -65,6 +75,31 @@ def test_what_may_hold_any_value(name: str) -> None:
     )
     unchecked = step.lower({"s": value}, value).reference.unchecked
     assert unchecked == Unchecked((free,), (free,))
+
+
+def test_what_a_checked_slot_becomes_is_checked_too() -> None:
+    """A warm-up runs twice: any value of a moment would make any value of the place that the next run reads."""
+
+    def train_step(state: Any, x: Tensor) -> Any:
+        def loss_fn(params: Any) -> Tensor:
+            table = params["table"]
+            return (table[(params["at"] * 4).long()] * params["at"]).square().mean() + (
+                x * params["free"]
+            ).sum()
+
+        loss, grads = fcg.value_and_grad(loss_fn)(state.params)
+        return state.apply_gradients(grads), {"loss": loss}
+
+    params = {"at": torch.full((2,), 0.5), "table": torch.ones(4, 2), "free": torch.ones(3)}
+    state = fcg.TrainState.create(params=params, optimizer=fcg.optim.adam(1e-3))
+    step = fcg.graph_step(train_step, backend=Simulator())
+    lowered = step.lower(state, torch.ones(3))
+    free = lowered.reference.unchecked
+    may_be_any = {name for name, one in zip(lowered.program.slot_names, free.slots, strict=True) if one}
+    assert may_be_any == {"state.step"}  # one call updates all leaves
+    assert free.inputs == (True,)
+    for _ in range(3):
+        state, _ = step(state, torch.randn(3))
 
 
 @compiled

@@ -117,15 +117,18 @@ def canonical(mesh: Mesh | None = None) -> Iterator[None]:
 
     The caller's grad mode and autocast do not apply; its inference mode has been left already. The autocast
     cache is off (it would make a weight's gradient depend on how often the weight was cast), autograd stays on
-    the calling thread, and a function mode is on, since modules such as ``MultiheadAttention`` take another
+    the calling thread, scripted functions run call by call (specialised to what they have seen, they refuse the
+    tensors of a trace), and a function mode is on, since modules such as ``MultiheadAttention`` take another
     path under one.
 
     Args:
       mesh: Mesh of the step's states; None if they lie on none.
     """
     mode = _InStep(mesh)
-    with torch.no_grad(), torch.autograd.set_multithreading_enabled(False), mode, _without_autocast(mode):
-        yield
+    call_by_call = torch.jit.optimized_execution(False)  # type: ignore[attr-defined]
+    with torch.no_grad(), torch.autograd.set_multithreading_enabled(False), call_by_call:
+        with mode, _without_autocast(mode):
+            yield
 
 
 @contextlib.contextmanager

@@ -130,13 +130,31 @@ def _refuse_attributes(name: str, module: nn.Module) -> None:
         if isinstance(value, Tensor) and id(value) not in own and where not in made:
             raise plain_tensor(name, where)
         if any(id(held) in parts or id(held) in own for held in reached_uncopied(value)):
-            raise ForeignTensorError.of(
-                name,
-                f"`{where}` is a function that holds on to the module.",
-                why="In a copy of the module it would go on reading the tensors of the original.",
-                fix=f"write it as a method, `def {attribute}(self, ...)`, of the module's class or of a module that "
-                "holds this one.",
-            )
+            raise _holds_on(name, path or name, where, attribute, value)
+
+
+def _holds_on(name: str, part: str, where: str, attribute: str, value: Any) -> ForeignTensorError:
+    """Return the error for a function that holds on to the module that it is a part of."""
+    what = f"`{where}`"
+    of = "of the module's class or of a module that holds this one"
+    fix = f"write it as a method, `def {attribute}(self, ...)`, {of}"
+    if hasattr(value, "_torchdynamo_orig_callable"):
+        fix = "leave out `torch.compile`: a step is compiled as a whole"
+    elif attribute in _FORWARD_HOOKS:
+        spelled = getattr(value, "__name__", "hook")
+        method = f"self.{spelled if spelled.isidentifier() else 'hook'}"
+        what = f"a hook of `{part}`, `{getattr(value, '__qualname__', value)}`,"
+        fix = (
+            f"register a method {of}, "
+            f"`register{attribute.removesuffix('s')}({method})`, or `functools.partial({method}, ...)` to tell layers "
+            "apart"
+        )
+    return ForeignTensorError.of(
+        name,
+        f"{what} is a function that holds on to the module.",
+        why="In a copy of the module it would go on reading the tensors of the original.",
+        fix=f"{fix}.",
+    )
 
 
 def made_by_hooks(module: nn.Module) -> dict[str, Tensor]:

@@ -18,8 +18,14 @@ from .kernel_strides import KernelStrides
 
 __all__ = ["FakeMode", "aside_on_fakes", "without_log"]
 
-# These ops return one tensor as two results; the fake mode's cache would return two tensors.
-_ONE_TENSOR_TWICE = frozenset({torch.ops.aten.mkldnn_rnn_layer_backward.default})
+# The fake mode's cache would return two tensors where an op returns one tensor as two results, and a tensor at the
+# beginning of its memory where the op returns one that lies in it as another does: the tangent of a view.
+_NOT_CACHED = frozenset(
+    {
+        torch.ops.aten.mkldnn_rnn_layer_backward.default,
+        torch.ops.aten._new_zeros_with_same_feature_meta.default,
+    }
+)
 # The tangent of a constant. What torch skips for such a tensor, it skips in a replay too; as a fake tensor it would be
 # taken for one on the meta device.
 _ZERO_TANGENT = torch.ops.aten._efficientzerotensor.default
@@ -43,7 +49,7 @@ class FakeMode(fake_tensor.FakeTensorMode):
             # Below a `triton_op`, the kernels that it wraps. Torch looks rules up by exact type.
             rule = func.python_key_table.get(fake_tensor.FakeTensorMode)
             return NotImplemented if rule is None else rule(self, *args, **kwargs)
-        if func in _ONE_TENSOR_TWICE:
+        if func in _NOT_CACHED:
             with fake_tensor.disable_fake_tensor_cache(self):
                 return super().dispatch(func, types, args, kwargs)
         if func is _ZERO_TANGENT:

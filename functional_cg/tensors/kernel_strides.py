@@ -126,7 +126,7 @@ def _pattern(tensor: Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
     for place in sorted(range(len(shape)), key=lambda place: (tensor.stride(place), shape[place], -place)):
         if tensor.stride(place) == 0:
             continue
-        if tensor.stride(place) > dense:
+        if tensor.stride(place) > dense or (tensor.stride(place) < dense and shape[place] > 1):
             step *= 2
         stride[place] = step
         dense, step = tensor.stride(place) * tensor.shape[place], step * shape[place]

@@ -104,16 +104,19 @@ class Foreign:
 
 
 class Address:
-    """The place of a tensor when it was recorded: its memory, dtype and view."""
+    """The place of a tensor when it was recorded: its memory, dtype and view. What has no memory stands for itself."""
 
     def __init__(self, tensor: Tensor, memory: Memory) -> None:
         self.memory = memory
+        self._itself = None if _has_memory(tensor) else tensor
         self._dtype = tensor.dtype
         self._view = (tensor.storage_offset(), tensor.shape, tensor.stride())
         self._bits = (tensor.is_conj(), tensor.is_neg())
 
     def tensor(self) -> Tensor:
         """Return the tensor that is there now."""
+        if self._itself is not None:
+            return self._itself
         storage = self.memory.storage(self._dtype)
         tensor: Tensor = torch.empty(0, dtype=self._dtype).set_(storage, *self._view)
         conjugated, negated = self._bits
@@ -136,6 +139,11 @@ def _addressed(value: Any, locate: Callable[[Tensor], Memory]) -> Any:
     if isinstance(value, (list, tuple)):
         return type(value)(_addressed(item, locate) for item in value)
     return value
+
+
+def _has_memory(tensor: Tensor) -> bool:
+    """Whether a tensor's values lie anywhere: not those of a zero tangent, nor of what torch asks for its shape."""
+    return not (tensor.is_meta or torch._is_zerotensor(tensor))
 
 
 def _bytes(storage: torch.UntypedStorage) -> Tensor:
@@ -209,8 +217,8 @@ class Call:
         record = cls(op, _addressed(tuple(args), locate), named, _drawn(op, args, kwargs))
         given = {storage_key(tensor) for tensor in tensors_in([*args, *kwargs.values()])}
         out = op(*args, **kwargs)
-        results = enumerate(tensors_in([out]))
-        record.fresh = [(i, allocate(tensor)) for i, tensor in results if storage_key(tensor) not in given]
+        new = [(i, tensor) for i, tensor in enumerate(tensors_in([out])) if storage_key(tensor) not in given]
+        record.fresh = [(i, allocate(tensor)) for i, tensor in new if _has_memory(tensor)]
         return record, out
 
     def bound(self) -> Callable[[], Any]:

@@ -50,6 +50,21 @@ def test_new_state_unlike_the_old_one(returned, rows):
     assert sorted(line.strip() for line in message.splitlines() if line.startswith("  ")) == sorted(rows)
 
 
+def test_a_list_that_has_become_a_tuple():
+    """As by ``torch._foreach_add``."""
+
+    def of(kind):
+        return fcg.graph_step(lambda s, b: ({**s, "m": [kind(torch._foreach_add(s["m"][0], 1.0))]}, {}))
+
+    state = {"w": torch.ones(2), "m": [[torch.ones(2), torch.ones(3)]]}
+    with pytest.raises(
+        LayoutError, match=r"To fix: return it as it was, `state\['m'\]\[0\]` as `list\(...\)`"
+    ):
+        of(tuple)(state, a_batch())
+    state, _ = of(list)(state, a_batch())
+    assert state["m"][0][1].tolist() == [2.0] * 3
+
+
 def test_new_train_state_lists_all_differences():
     params = {f"w{i}": torch.ones(2) for i in range(8)}
     state = fcg.TrainState.create(params=params, optimizer=fcg.optim.sgd(0.1))

@@ -17,6 +17,14 @@ _HERE = MappingProxyType(
         "lr": "`learning_rate=...`",
         "betas": "`b1=..., b2=...`",
         "params": "`fcg.TrainState.create(params=params, optimizer=optimizer)`",
+        "rho": "`decay=...`",
+        "alpha": "`decay=...`",
+        "amsgrad": "`fcg.optim.amsgrad(...)`",
+        "weight_decay": "`fcg.optim.chain(fcg.optim.add_decayed_weights(...), fcg.optim.{factory}(...))`",
+        "foreach": "nothing",
+        "fused": "nothing",
+        "capturable": "nothing",
+        "differentiable": "nothing",
     }
 )
 
@@ -90,8 +98,18 @@ def refuse_unknown(factory: type, options: Mapping[str, Any]) -> None:
     if unknown is None or any(p.kind is inspect.Parameter.VAR_KEYWORD for p in known.values()):
         return
     name, taken = factory.__name__, ", ".join(f"`{name}`" for name in known)
-    fix = f" To fix: {_HERE[unknown]} in place of `{unknown}`." if unknown in _HERE else ""
+    here = _HERE.get(unknown, "").format(factory=name) or _by_torch(name, unknown)
+    fix = f" To fix: {here} in place of `{unknown}`." if here else ""
     raise TypeError(f"{name}: has no argument `{unknown}`; it takes {taken or 'none'}.{fix}")
+
+
+def _by_torch(name: str, argument: str) -> str:
+    """Return how the class of torch of the same name is adapted, if it takes the argument; else ""."""
+    for cls in vars(torch.optim).values():
+        if inspect.isclass(cls) and cls.__name__.lower() == name:
+            if argument in inspect.signature(cls).parameters:
+                return f"`fcg.optim.from_torch(torch.optim.{cls.__name__}, {argument}=..., ...)`"
+    return ""
 
 
 def seed_of(factory: str, key: Tensor | int) -> int:

@@ -31,6 +31,8 @@ _AS_STRIDED = torch.ops.aten.as_strided.default
 _VIEWS = frozenset({torch.ops.aten.view.default, torch.ops.aten._unsafe_view.default})
 # In the names of ops of which torch chooses the kernel by the strides of the arguments: on the wrong ones it is slower.
 _BY_STRIDES = ("convolution", "_attention")
+# Torch's compiler makes ``addmm`` of a product and its sum with something, and forgets what the sum multiplies it by.
+_SUMS = frozenset({torch.ops.aten.add.Tensor, torch.ops.aten.add_.Tensor})
 _BULK = 2**16  # words; a launch costs about as much as computing this many one by one
 
 
@@ -188,6 +190,8 @@ def _add_calls(
             by_strides = not instr.writes and any(name in instr.name for name in _BY_STRIDES)
             target = _target(instr, written)
             args = map_vars(node_as_traced if by_strides else node, _with_floats(instr))
+            if instr.op in _SUMS and (alpha := kwargs.pop("alpha", 1)) != 1:
+                args = (args[0], _times(graph, args[1], alpha, instr))
             if (overflow := overflow_of(instr)) is not None:
                 target, kwargs = to_float8, {**kwargs, "overflow": overflow}
             value = graph.call_function(target, args, kwargs)
@@ -202,6 +206,14 @@ def _add_calls(
                 graph.call_function(operator.getitem, (corrections, i)) for i in range(2 * len(set(steps)))
             ]
     return scalars
+
+
+def _times(graph: fx.Graph, summand: fx.Node, alpha: float, instr: Instr) -> fx.Node:
+    """Multiply a summand of a sum by a number, in the dtype of the sum."""
+    dtype = instr.out.spec.dtype
+    if instr.args[1].spec.dtype != dtype:
+        summand = graph.call_function(torch.ops.aten._to_copy.default, (summand,), {"dtype": dtype})
+    return graph.call_function(torch.ops.aten.mul.Tensor, (summand, alpha))
 
 
 def _restrided(

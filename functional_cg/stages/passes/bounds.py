@@ -138,6 +138,8 @@ _BOUNDS: Mapping[str, Callable[[Mapping[str, Any]], Bounds]] = MappingProxyType(
 def check_values(program: Program, head: Sequence[Instr]) -> list[Instr]:
     """Return the head with checked indices, divisors and probabilities; each is checked once per size.
 
+    What is checked is copied, so it is checked again once a call has written it.
+
     Args:
       program: The program, which tells which variable numbers are free.
       head: Its calls.
@@ -158,6 +160,9 @@ def check_values(program: Program, head: Sequence[Instr]) -> list[Instr]:
                 )
             names[value] = known[demand]
         calls.append(_reading(instr, names) if names else instr)
+        written = {var.storage for var in instr.writes}
+        if written:
+            known = {demand: var for demand, var in known.items() if demand[1][0].storage not in written}
     return calls
 
 

@@ -19,7 +19,8 @@ from torch import Tensor
 
 from ...ambient.modes import ordinary, without_gradients
 from ...errors import HostSyncError
-from ...messages.source import here
+from ...messages.libraries import sync_fix
+from ...messages.source import at_here, user_frame
 from ...shards.transfers import is_between_ranks
 from ...tensors.aten import named_arguments, tensors_in
 from ..plan import evaluate_all
@@ -164,30 +165,40 @@ def _sets(instr: Instr, var: Var) -> bool:
 
 
 def by_places(
-    func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], value: Callable[[Tensor], Tensor | None]
-) -> list[Any] | None:
-    """Return the indices of an indexing call, with masks turned into integers; None if a mask is unknown.
+    func: Any,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    value: Callable[[Tensor], Tensor | None],
+    call: Callable[..., Tensor],
+) -> tuple[Any, dict[str, Any]] | None:
+    """Return an op and its arguments for an indexing call, with masks turned into integers; None if one is unknown.
 
-    None also for calls of other ops.
+    A ``masked_select`` is such a call, too. None for calls of other ops.
 
     Args:
       func: The op.
       args: Its arguments.
       kwargs: Its arguments by name.
       value: Returns what a tensor holds; None if that is not known.
+      call: ``call(op, args, kwargs)`` runs an op.
     """
+    if func is _aten.masked_select.default:
+        shape = torch.broadcast_shapes(*(one.shape for one in args))
+        values, mask = (call(_aten.expand.default, (one, shape), {}) for one in args)
+        func, args = _aten.index.Tensor, (values, [mask])
     if func._schema.name not in _BY_MASK:
         return None
+    named = named_arguments(func, args, kwargs)
     places: list[Any] = []
-    for index in named_arguments(func, args, kwargs).get("indices") or ():
+    for index in named.get("indices") or ():
         if not isinstance(index, Tensor) or index.dtype not in (torch.bool, torch.uint8):
             places.append(index)
             continue
-        mask = value(index)
-        if mask is None:
+        known = value(index)
+        if known is None:
             return None
-        places += aside_from_modes(partial(_set_places, mask))
-    return places
+        places += aside_from_modes(partial(_set_places, known))
+    return func, {**named, "indices": places}
 
 
 def as_filling(
@@ -277,7 +288,7 @@ class Supposed:
 
     def __init__(self, program: Program, value: Callable[[int], Tensor | None]) -> None:
         self._program, self._value = program, value
-        self._sites: dict[str, str] = {}
+        self._sites: dict[str, tuple[str, str]] = {}
 
     def value_of(self, var: Var, buffers: Iterable[Var | None]) -> Tensor | None:
         """Return what a variable holds if it is a slot, and one of the buffers that modules were given; else None."""
@@ -288,7 +299,7 @@ class Supposed:
             if value is not None:
                 found = Constant(var, value, self._program.slot_names[number])
                 self._program.suppositions.append(found)
-                self._sites[found.name] = here()
+                self._sites[found.name] = _asked_here()
         return None if found is None else found.value
 
     def refuse_written(self) -> None:
@@ -302,14 +313,22 @@ class Supposed:
             number = program.slots.index(one.var)
             returned = program.new_state[number] if number < len(program.new_state) else one.var
             if _place(returned) != _place(one.var) or one.var.storage in written:
+                site, fix = self._sites[one.name]
                 raise HostSyncError.of(
                     program.function,
                     f"asks for the value of `{one.name}` on the host, and changes it.",
-                    rows=[self._sites[one.name]],
+                    rows=[site],
                     why="Replay repeats kernels, not Python: what is decided now would be decided for ever.",
-                    fix="compute both sides and select, `torch.where(flag, a, b)`; if it is set once, as by an "
-                    "initialisation from data, run the module on a first batch before `from_module`.",
+                    fix=f"{fix or 'compute both sides and select, `torch.where(flag, a, b)`'}; if it is set once, as "
+                    "by an initialisation from data, run the module on a first batch before `from_module`.",
                 )
+
+
+def _asked_here() -> tuple[str, str]:
+    """Return how the user's line asks for a value, and where; and what to do about it."""
+    frame = user_frame()
+    what, fix = ("", "") if frame is None else sync_fix(frame)
+    return f"{what}{at_here()}".removeprefix(", at "), fix
 
 
 def _place(var: Var) -> Any:

@@ -27,7 +27,7 @@ from ...shards.reader import Reader
 from ...shards.tensor import Sharded
 from ...state.arena import BufferSpec
 from ...state.boundary import mesh_of
-from ...tensors.aten import LIFTS, PUTS, named_arguments, tensors_in, written_arguments
+from ...tensors.aten import LIFTS, PUTS, tensors_in, written_arguments
 from ...tensors.fake_mode import FakeMode
 from ...tensors.overlap import storage_key
 from ...transforms.debug import REPORTS
@@ -261,10 +261,11 @@ class Recorder(TorchDispatchMode):
         def literal(value: Any) -> Any:
             return self._literal(value, device) if type(value) is Tensor else value
 
-        places = by_places(func, args, kwargs, self.value_of)
-        if places is not None:  # its other arguments need not be known
-            named = {**named_arguments(func, args, kwargs), "indices": list(map(literal, places))}
-            return (self._dispatch(func, tuple(named.values()), {}),)
+        indexing = by_places(func, args, kwargs, self.value_of, self._dispatch)
+        if indexing is not None:  # its other arguments need not be known
+            op, named = indexing
+            named["indices"] = list(map(literal, named["indices"]))
+            return (self._dispatch(op, tuple(named.values()), {}),)
         known = result_of(func, args, kwargs, self.value_of)
         return known and (pytree.map(literal, known[0]),)
 

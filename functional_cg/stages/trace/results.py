@@ -191,9 +191,25 @@ def _structure_fix(old: Treedef, new: Treedef) -> str:
         name = part.strip(".[]'")
         return f"return the whole state, `state.replace({name}=...)`."
     more = [str(key) for key in new.keys if key not in old.keys] if new.kind is old.kind else []
+    if more:
+        return f"`state{more[0]}` has to be there before the first call; or return it in `metrics`."
+    place, kind = _other_sequence(old, new)
     return (
-        f"`state{more[0]}` has to be there before the first call; or return it in `metrics`." if more else ""
+        f"return it as it was, `state{place}` as `{kind}(...)`; `torch._foreach_` ops return tuples."
+        if kind
+        else ""
     )
+
+
+def _other_sequence(old: Treedef, new: Treedef) -> tuple[str, str]:
+    """Return where a tuple has become a list, or a list a tuple, and which it was; if there is none, ("", "")."""
+    if old.kind is not None and {old.kind, new.kind} == {list, tuple}:
+        return "", old.kind.__name__
+    if old.kind is not new.kind or old.keys != new.keys:
+        return "", ""
+    rows = zip(old.keys, old.children, new.children, strict=True)
+    found = next(((key, *_other_sequence(one, two)) for key, one, two in rows if one != two), ("", "", ""))
+    return f"{found[0]}{found[1]}", found[2]
 
 
 def _dtype_fix(old_def: Treedef, old: Sequence[BufferSpec], new_def: Treedef, new: Sequence[Any]) -> str:

@@ -17,7 +17,8 @@ from ..program import Instr, Program, Var
 __all__ = ["Unchecked"]
 
 _INTEGERS = frozenset({torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8})
-# Prefixes of ops that check numbers of any dtype: probabilities, a nonnegative scale.
+# Prefixes of ops that check numbers of any dtype (probabilities, a nonnegative scale, a matrix to be decomposed), or
+# that read where these say: a sample of an image at NaN ends the process on a host.
 _STRICT = (
     "multinomial",
     "bernoulli",
@@ -26,6 +27,9 @@ _STRICT = (
     "normal",
     "binary_cross_entropy",
     "fractional_max_pool",
+    "grid_sampler",
+    "linalg_eig",
+    "_linalg_",
     "_assert_async",
 )
 _DIVISIONS = ("div", "floor_divide", "remainder", "fmod")
@@ -51,25 +55,43 @@ class Unchecked:
     def of(cls, program: Program) -> Unchecked:
         """Find which slots and inputs of a program may hold any value.
 
-        Walks the calls backwards: the values that a checked value is computed from count as checked, too.
+        Walks the calls backwards: the values that a checked value is computed from count as checked, too. A warm-up
+        runs more than once, so the new value of a checked slot counts as well; its inputs are those of the call.
         """
-        checked: set[int] = set()  # storages
-        for instr in reversed(program.instrs):
-            made = (*instr.writes, *(var for var in instr.outputs() if not _is_position(instr, var)))
-            if any(var.storage in checked for var in made):
-                checked.update(var.storage for var in instr.inputs())
-            checked.update(var.storage for var in _checked_by(instr))
-        return cls(
-            tuple(var.storage not in checked for var in program.slots),
-            tuple(var.storage not in checked for var in program.inputs),
-        )
+        checked = _computed_from(program, set())  # storages
+        inputs = tuple(var.storage not in checked for var in program.inputs)
+        before = 0
+        while before < (before := len(checked)):
+            kept = zip(program.slots, program.new_state, strict=False)
+            checked = _computed_from(
+                program, checked | {new.storage for old, new in kept if old.storage in checked}
+            )
+        return cls(tuple(var.storage not in checked for var in program.slots), inputs)
+
+
+def _computed_from(program: Program, checked: set[int]) -> set[int]:
+    """Return the storages that the given ones, and those that calls check, are computed from, and these."""
+    for instr in reversed(program.instrs):
+        made = (*instr.writes, *(var for var in instr.outputs() if not _is_position(instr, var)))
+        if any(var.storage in checked for var in made):
+            checked.update(var.storage for var in instr.inputs())
+        checked.update(var.storage for var in _checked_by(instr))
+    return checked
 
 
 def _is_position(instr: Instr, var: Var) -> bool:
-    """Whether a result is in range for any arguments: a flag, or integers from floats without a cast."""
+    """Whether a result is in range for any arguments: a flag, or integers from floats without a cast.
+
+    How a decomposition went, which those ending with ``_ex`` return, is checked by a call of its own.
+    """
     if var.spec.dtype is torch.bool:
         return True
-    if var.spec.dtype not in _INTEGERS or instr.by_element or instr.name in _CASTS:
+    if (
+        var.spec.dtype not in _INTEGERS
+        or instr.by_element
+        or instr.name in _CASTS
+        or instr.name.endswith("_ex")
+    ):
         return False
     return all(one.spec.dtype not in _INTEGERS for one in instr.inputs())
 
