@@ -409,6 +409,26 @@ def test_a_graph_outlives_the_failures_of_others() -> None:
 
 
 @pytest.mark.cuda
+def test_a_graph_has_its_own_workspace_whatever_ran_on_its_stream_before() -> None:
+    """torch has 32 streams of a priority: the step's are others' underneath, and those have workspaces by now."""
+    x = torch.ones(512, 512, device="cuda")
+    for stream in [torch.cuda.Stream(priority=-1) for _ in range(40)]:
+        with torch.cuda.stream(stream):
+            x @ x
+    torch.cuda.synchronize()
+    state = fcg.place({"w": torch.zeros((), device="cuda")})
+    step = fcg.graph_step(products, lowering="aten")
+    state, _ = step(state, x)
+    torch._C._cuda_clearCublasWorkspaces()
+    torch.cuda.empty_cache()
+    noise = [torch.full((16 * MIB,), torch.nan, device="cuda") for _ in range(24)]
+    for n in range(16):
+        state, _ = step(state, x)
+        assert float(state["w"]) == (n + 2) * 512.0**3
+    assert all(block.isnan().all() for block in noise)
+
+
+@pytest.mark.cuda
 @pytest.mark.filterwarnings("default")
 @pytest.mark.parametrize("lowering", ["aten", "inductor"])
 def test_the_largest_batch_is_looked_for(lowering: Any, few_memory: None) -> None:

@@ -487,11 +487,11 @@ def test_the_readme_names_what_there_is() -> None:
 
 
 def test_the_examples_of_the_readme_run() -> None:
-    moved, average, _own, adapted = re.findall(
+    from_torch, average, last, _own, adapted = re.findall(
         r"```python\n(.*?)```", table.readme().read_text(encoding="utf-8"), re.DOTALL
     )
     names: dict[str, Any] = {}
-    exec(moved, names)
+    exec(from_torch, names)
     assert int(names["state"].step) == 1
     exec(adapted, names)
     assert names["state"].opt_state.leaves[0]["state"]["prev"].shape == (3,)
@@ -505,6 +505,9 @@ def test_the_examples_of_the_readme_run() -> None:
     state, metrics = names["train_step"](state, torch.ones(4, 3))
     assert not metrics["skipped"]
     assert not torch.equal(state.ema["w"], before.ema["w"])
+    exec(last, names)
+    moved = names["state"].apply_gradients({"w": torch.ones(3)})
+    assert torch.equal(moved.opt_state[-1]["w"], names["average"]["w"].lerp(moved.params["w"], 0.01))
 
 
 @pytest.mark.parametrize(

@@ -131,7 +131,9 @@ def explained(stage: int, device: str) -> tuple[str, list[str]]:
         batch = fcg.tree.map(lambda one: one.to(device), layers_batch(call, rank))
         captured, eager, _, _ = assert_same_step(step, captured, eager, batch, call)
     order = [
-        f"{i.name} {[str(v.spec) for v in i.inputs()]}" for i in lowered.program.instrs if is_collective(i.op)
+        f"{i.name} {[str(v.spec).partition('@')[0] for v in i.inputs()]}"
+        for i in lowered.program.instrs
+        if is_collective(i.op)
     ]
     return step.explain(), order
 

@@ -172,13 +172,12 @@ class CUDABackend:
                 warm = plan.bind(spare)
                 for _ in range(_WARM_UPS):
                     warm(())
-                line, run = run, bound(plan, run, buffers, spare, self._lanes)
-                on_lanes = run is not line
-                del warm, spare, line
+                run = bound(plan, run, buffers, spare, self._lanes)
+                del warm, spare
             graph = torch.cuda.CUDAGraph()
-            if on_lanes:
-                # Streams of lanes may be another step's underneath, and each graph's workspaces come from its own pool.
-                _free_workspaces()
+            # A stream may be another one's underneath, with a workspace from elsewhere that whoever made it may free;
+            # and what runs on it later may not use that of the graph, which may be replayed meanwhile.
+            _free_workspaces()
             gc.collect()  # no finalizer may destroy graphs or events while a stream is capturing
             try:
                 with (
@@ -197,8 +196,7 @@ class CUDABackend:
                     raise
                 # Not bound to a name: that would make a reference cycle with this frame, which holds tensors.
                 raise _failure(_first(error)) from _first(error)
-            if on_lanes:
-                _free_workspaces()
+            _free_workspaces()
             caller.wait_stream(self._streams[1])
             return _GraphReplay(graph, run, static, self._device)
 
