@@ -92,6 +92,13 @@ def _row_written(a: Tensor) -> Tensor:
     return out
 
 
+def _by_moved_index(a: Tensor) -> Tensor:
+    index = _index(a)
+    before = a[index]
+    index.add_(1).remainder_(a.shape[0])
+    return before + a[index]
+
+
 def _square_gradient(a: Tensor) -> Tensor:
     gradient: Tensor = grad(lambda p: (p * p).sum())(a)
     return gradient
@@ -162,6 +169,7 @@ _UNARY: tuple[
     ("not", lambda a: a.dtype is torch.bool, torch.logical_not, _same),
     ("into_clone", _number, _into_clone, lambda b: b + 1),
     ("row_written", lambda a: _rows(a) and _number(a), _row_written, lambda b: max(b, 3)),
+    ("by_moved_index", lambda a: _rows(a) and _number(a), _by_moved_index, lambda b: 2 * b),
     ("square_gradient", _float, _square_gradient, lambda b: 2 * b),
     ("remat_gradient", _float, _remade, lambda b: 4 * b),
     ("branch", _float, _branch, lambda b: b + 1),
@@ -198,6 +206,12 @@ _BINARY: tuple[
     ("add", lambda a, b: a.shape == b.shape and _number(a) and _number(b), torch.add, lambda x, y: x + y),
     ("subtract", lambda a, b: a.shape == b.shape and _float(a) and _float(b), torch.sub, lambda x, y: x + y),
     (
+        "add_multiple",
+        lambda a, b: a.shape == b.shape and _number(a) and _number(b),
+        lambda a, b: torch.add(a, b, alpha=3),
+        lambda x, y: x + 3 * y,
+    ),
+    (
         "multiply",
         lambda a, b: a.shape == b.shape and _number(a) and _number(b),
         torch.mul,
@@ -216,6 +230,12 @@ _BINARY: tuple[
         lambda a, b: _matrix(a) and a.shape == b.shape and a.dtype is b.dtype and _float(a),
         lambda a, b: a @ b.mT,
         lambda x, y: 4 * x * y,
+    ),
+    (
+        "product_added",
+        lambda a, b: _matrix(a) and a.shape == b.shape and a.dtype is b.dtype and _float(a),
+        lambda a, b: torch.add(a.mT.sum(0), a @ b.mT, alpha=2),
+        lambda x, y: 4 * x + 8 * x * y,
     ),
     (
         "product_gradient",
