@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ..errors import CaptureError
 from ..shards.mesh import Mesh
 from ..tensors.ctc import ctc_loss
-from ..tensors.flex import flex_attention
+from ..tensors.higher_order import associative_scan, flex_attention
 from .modes import DEVICES
 
 __all__ = [
@@ -41,6 +41,7 @@ _AS_CALLS: Mapping[Any, Callable[..., Any]] = MappingProxyType(
     {
         F.ctc_loss: ctc_loss,
         torch.ctc_loss: ctc_loss,
+        torch.ops.higher_order.associative_scan: associative_scan,
         torch.ops.higher_order.flex_attention: flex_attention,
     }
 )

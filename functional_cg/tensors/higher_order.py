@@ -1,10 +1,12 @@
-"""Flex attention as plain ATen calls, which a trace records and autograd differentiates.
+"""Torch's operators that take functions, as plain ATen calls, which a trace records and autograd differentiates.
 
-Torch's own operator takes functions of one score, which no recorded call can hold. Here they are mapped over all
-scores, so tensors that they close over, such as a learned bias or the documents of a batch, are read and differentiated
-like any other. The scores take memory, queries times keys. Values are those of torch's operator up to rounding.
+No recorded call can hold a function. Here flex attention maps those of one score over all scores, so tensors that they
+close over, such as a learned bias or the documents of a batch, are read and differentiated like any other; the scores
+take memory, queries times keys. An associative scan applies its function to whole slices. Values are those of torch's
+operators up to rounding.
 
-Source: Dong et al. 2024, "Flex Attention: A Programming Model for Generating Optimized Attention Kernels".
+Source: Dong et al. 2024, "Flex Attention: A Programming Model for Generating Optimized Attention Kernels"; Blelloch
+1990, "Prefix sums and their applications".
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-__all__ = ["flex_attention"]
+__all__ = ["associative_scan", "flex_attention"]
 
 
 def flex_attention(
@@ -119,3 +121,35 @@ def _in_order_of(query: Tensor, out: Tensor) -> Tensor:
     strides = query.stride()
     order = [*sorted(range(3), key=lambda dim: strides[dim], reverse=True), 3]
     return out.permute(order).contiguous().permute([order.index(dim) for dim in range(4)])
+
+
+def associative_scan(
+    combine: Callable[..., Sequence[Tensor]], elements: Sequence[Tensor], others: Sequence[Tensor] = ()
+) -> list[Tensor]:
+    """Compute what ``torch.ops.higher_order.associative_scan`` computes, with its arguments.
+
+    Args:
+      combine: ``combine(*left, *right, *others)`` returns what is made of two elements, by element of their tensors.
+      elements: Tensors with elements along their first axis; at least one.
+      others: Further tensors.
+    Returns:
+      For each tensor: place ``i`` has what is made of elements 0 to ``i``. It takes two calls of ``combine`` for each
+      binary digit of their number.
+    """
+    count = elements[0].shape[0]
+    if count < 2:
+        return [one.clone() for one in elements]
+    pairs = combine(*(one[:-1:2] for one in elements), *(one[1::2] for one in elements), *others)
+    odd = associative_scan(combine, pairs, others)
+    even = [one[:1] for one in elements]
+    if count > 2:
+        before = (one[: (count - 1) // 2] for one in odd)
+        later = combine(*before, *(one[2::2] for one in elements), *others)
+        even = [torch.cat(both) for both in zip(even, later, strict=True)]
+    return [_in_turn(*both) for both in zip(even, odd, strict=True)]
+
+
+def _in_turn(even: Tensor, odd: Tensor) -> Tensor:
+    """Join elements of even and of odd places; there may be one more of the first."""
+    both = torch.stack([even[: len(odd)], odd], 1).flatten(0, 1)
+    return both if len(even) == len(odd) else torch.cat([both, even[-1:]])
