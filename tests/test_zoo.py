@@ -158,6 +158,26 @@ def drifts(graph: fx.GraphModule, example_inputs: Any) -> Callable[..., Any]:
     return run
 
 
+def bends(times: int) -> Any:
+    """A compiler whose results of float32 are off in so many calls, as behind a rectifier of what is almost 0."""
+
+    def compiler(graph: fx.GraphModule, example_inputs: Any) -> Callable[..., Any]:
+        right, calls = compile_wide(graph, example_inputs), itertools.count()
+
+        def run(*args: Any) -> Any:
+            grown = 1 + 1e-3 * (4 < next(calls) <= 4 + times)
+            return tree_map(lambda x: x * grown if x.dtype is torch.float32 else x, right(*args))
+
+        return run
+
+    return compiler
+
+
+@pytest.mark.parametrize(("times", "verdict"), [(1, "works"), (2, "wrong")])
+def test_a_single_call_may_be_off_if_none_is_in_double_precision(times: int, verdict: str) -> None:
+    assert judge(case(lambda: nn.Linear(3, 2)), "cpu", bends(times), 8, 1000).verdict == verdict
+
+
 def test_a_compiled_step_is_judged_call_by_call() -> None:
     found = judge(
         case(lambda: nn.Sequential(nn.Linear(3, 8), nn.BatchNorm1d(8), nn.Linear(8, 2))),

@@ -25,6 +25,7 @@ __all__ = ["Outcome", "judge"]
 # Not Adam, which makes a whole step of a gradient that is a rounding error of 0.
 _RATE, _MOMENTUM = 1e-3, 0.9
 _MOVED_IN_DOUBLE = 1e-12  # as `MOVED`, which is for float32
+_RARE = 8  # one call in so many may be off by a kink
 
 
 @dataclass(frozen=True, slots=True)
@@ -239,9 +240,10 @@ def _captured(trial: _Trial, *, draws: bool) -> tuple[float, str]:
     rounding = None
     if trial.lowering != "aten":
         # In float64, `torch.rand` draws other numbers.
-        wide = None if draws else _step(replace(trial, double=True), train=True)[1]
-        rounding = Rounding(train_step.eager, wide.eager if wide else None)
-    worst = 0.0
+        wide = None if draws or trial.double else _step(replace(trial, double=True), train=True)[1]
+        moved = _MOVED_IN_DOUBLE if trial.double else MOVED
+        rounding = Rounding(train_step.eager, wide.eager if wide else None, moved)
+    worst, missed = 0.0, list[str]()
     for call in range(trial.calls):
         batch, before = trial.data(call), fcg.snapshot(state)
         expected = train_step.eager(before, batch)
@@ -249,7 +251,11 @@ def _captured(trial: _Trial, *, draws: bool) -> tuple[float, str]:
         off = excess((state, metrics), expected, rounding.others(before, batch) if rounding else ())
         worst = max(worst, off.times)
         if off.times > (MOST if rounding else 0):
-            return worst, f"call {call}: {off}"
+            missed.append(f"call {call}: {off}")
+    if missed and not (
+        rounding and len(missed) * _RARE <= trial.calls and _is_exact_in_double(trial, draws=draws)
+    ):
+        return worst, missed[0]
     if train_step.stats.replays != trial.calls:
         return worst, f"it did not replay: {train_step!r}"
     module = trial.module()
@@ -257,6 +263,20 @@ def _captured(trial: _Trial, *, draws: bool) -> tuple[float, str]:
     module.load_state_dict(values)
     back = [name for name, value in module.state_dict().items() if not _same(value, values[name])]
     return worst, f"load_state_dict changes `{back[0]}`" if back else ""
+
+
+def _is_exact_in_double(trial: _Trial, *, draws: bool) -> bool:
+    """Whether the captured step agrees with its eager run at each call in float64.
+
+    Rounding may change the sign of what is almost zero, and so the slope of a rectifier: rarely, by any amount,
+    and in float64 a billion times less often.
+    """
+    if trial.double:
+        return False
+    try:
+        return not _captured(replace(trial, double=True), draws=draws)[1]
+    except (RuntimeError, fcg.FunctionalCGError):  # it makes float32 tensors
+        return False
 
 
 def _same(one: Tensor, other: Tensor) -> bool:

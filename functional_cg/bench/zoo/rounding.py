@@ -51,10 +51,13 @@ class Rounding:
     Args:
       eager: ``eager(state, batch)``, the step.
       wide: The same in float64, if there is that.
+      moved: By how much, relatively, weights are moved.
     """
 
-    def __init__(self, eager: Callable[..., Any], wide: Callable[..., Any] | None) -> None:
-        self._eager, self._wide = eager, wide
+    def __init__(
+        self, eager: Callable[..., Any], wide: Callable[..., Any] | None, moved: float = MOVED
+    ) -> None:
+        self._eager, self._wide, self._by = eager, wide, moved
 
     def others(self, state: Any, batch: Any) -> Iterator[Any]:
         """Yield results of the step in other roundings, as pairs of a state and metrics.
@@ -64,7 +67,7 @@ class Rounding:
           batch: The batch of the call.
         """
         for seed in range(_RUNS):
-            yield self._eager(state.replace(params=_moved(state.params, seed)), batch)
+            yield self._eager(state.replace(params=_moved(state.params, seed, self._by)), batch)
         if self._wide is not None:
             try:
                 result = self._wide(_wider(state), _wider(batch))
@@ -99,7 +102,7 @@ def excess(ours: Any, eager: Any, others: Iterable[Any]) -> Excess:
     for name, apart in off.items():
         # A gradient that is zero up to rounding is as exact as the largest ones are.
         explained = (
-            rounding[name].maximum(torch.finfo(torch.float32).eps * largest[name[:2]])
+            rounding[name].maximum(_precision(named[name]) * largest[name[:2]])
             if rounding
             else torch.zeros_like(apart)
         )
@@ -109,6 +112,10 @@ def excess(ours: Any, eager: Any, others: Iterable[Any]) -> Excess:
                 times, fcg.tree.path_string(name[1:], name[0]), float(apart[0]), float(explained[0])
             )
     return worst
+
+
+def _precision(value: Tensor) -> float:
+    return torch.finfo(torch.float64 if value.dtype is torch.float64 else torch.float32).eps
 
 
 def _leaves(result: Any) -> dict[tuple[Any, ...], Tensor]:
@@ -128,13 +135,13 @@ def _apart(one: Tensor, other: Tensor) -> Tensor:
     return torch.stack([distance.max(), distance.square().mean().sqrt()])
 
 
-def _moved(params: Any, seed: int) -> Any:
+def _moved(params: Any, seed: int, by: float) -> Any:
     def move(value: Tensor) -> Tensor:
         if not value.is_floating_point():
             return value
         generator = torch.Generator(value.device).manual_seed(seed)
         noise = torch.randn(value.shape, dtype=value.dtype, generator=generator, device=value.device)
-        return value * (1 + MOVED * noise)
+        return value * (1 + by * noise)
 
     return fcg.tree.map(move, params)
 
