@@ -2,8 +2,8 @@
 
 Each model runs in a process of its own: an ordinary loop, the captured step and its eager run, with new data at each
 call. ``works`` means that all three agree. Each call is compared with an eager run from the same state: bitwise on a
-CPU; if the step is compiled, a leaf may be off by 8 times what it differs between eager runs in other roundings; by more in one call of eight, if
-none is in float64.
+CPU; if the step is compiled, a leaf may be off by 8 times what it differs between eager runs in other roundings, and by
+more in one call of eight if none is in float64.
 """
 
 from __future__ import annotations
