@@ -337,6 +337,7 @@ def leaves(how: str, device: str) -> Any:
     """Ends in some way, after two steps whose capture is alive."""
     if how == "destroyed before the mesh":
         sharding.mesh({"data": -1}, device=device)
+        dist.barrier()  # the other rank may still be connecting
         dist.destroy_process_group()
         return 0
     if how == "a mesh only":
