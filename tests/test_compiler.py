@@ -97,11 +97,12 @@ def test_a_sum_with_a_product_keeps_what_multiplies_the_product(compiled_on: str
             "the product first": torch.add(products[2], state["the product first"], alpha=-1),
             "a row": torch.add(state["row"], products[3], alpha=4),
             "another dtype": torch.add(state["another dtype"], x[:3].to(torch.float16), alpha=0.25),
+            "a number": torch.add(state["a number"], 2, alpha=3),
             "row": state["row"],
         }
         return new, {}
 
-    names = ("in place", "out of place", "the product first", "a row", "another dtype")
+    names = ("in place", "out of place", "the product first", "a row", "another dtype", "a number")
     tree = {name: torch.full((3, 3), 8.0, device=compiled_on) for name in names}
     state: Any = fcg.place({**tree, "row": torch.ones(3, device=compiled_on)})
     compiled_step = fcg.graph_step(step, lowering="inductor", certify=True)

@@ -158,6 +158,7 @@ _UNARY: tuple[
     ("expand", lambda a: a.dim() < 3 and a.numel() * 2 <= _NUMEL, lambda a: a.expand(2, *a.shape), _same),
     # arithmetic
     ("plus_one", _number, lambda a: a + 1, lambda b: b + 1),
+    ("plus_multiple", _number, lambda a: torch.add(a, 2, alpha=3), lambda b: b + 6),
     ("plus_literal", _number, lambda a: a + torch.tensor([1, 2, 3])[1].to(a.dtype), lambda b: b + 2),
     ("double", _number, lambda a: a * 2, lambda b: 2 * b),
     ("negative", _float, torch.neg, _same),

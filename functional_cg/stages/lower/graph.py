@@ -190,8 +190,8 @@ def _add_calls(
             by_strides = not instr.writes and any(name in instr.name for name in _BY_STRIDES)
             target = _target(instr, written)
             args = map_vars(node_as_traced if by_strides else node, _with_floats(instr))
-            if instr.op in _SUMS and (alpha := kwargs.pop("alpha", 1)) != 1:
-                args = (args[0], _times(graph, args[1], alpha, instr))
+            if instr.op in _SUMS and isinstance(instr.args[1], Var) and "alpha" in kwargs:
+                args = (args[0], _times(graph, args[1], kwargs.pop("alpha"), instr))
             if (overflow := overflow_of(instr)) is not None:
                 target, kwargs = to_float8, {**kwargs, "overflow": overflow}
             value = graph.call_function(target, args, kwargs)
