@@ -14,6 +14,7 @@ from bisect import bisect_right
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 
+from ...shards.transfers import is_between_ranks
 from ..lifetimes import storage_bytes
 from ..program import Instr, Var, written_storages
 
@@ -86,9 +87,11 @@ class _Plan:
         for number, instr in enumerate(instrs):
             for var in self._inputs[instr]:
                 self._uses.setdefault(var.storage, []).append(number)
-            collective = instr.op.namespace == "_c10d_functional"  # all ranks make the same ones
-            # A value made from such a storage cannot be recomputed either, once that is gone.
-            fixed = collective or any(var.storage in self._stays for var in self._inputs[instr])
+            # Other ranks take part once. What is made from such a storage cannot be recomputed either, once that is
+            # gone.
+            fixed = is_between_ranks(instr.op) or any(
+                var.storage in self._stays for var in self._inputs[instr]
+            )
             for var in self._outputs[instr]:
                 if var.storage not in static:
                     self._maker.setdefault(var, instr)
