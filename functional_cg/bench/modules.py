@@ -78,31 +78,36 @@ class ModuleWorkload(Workload):
             return self.make()
 
 
-def _tokens(vocab: int, batch: int, time: int, *, shifted: bool) -> Callable[[int], list[Batch]]:
+def _drawn(draw: Callable[[torch.Generator], Batch]) -> Callable[[int], list[Batch]]:
+    """Return what makes batches one by one, the same at each call."""
+
     def data(count: int) -> list[Batch]:
         generator = torch.Generator().manual_seed(_SEED)
-        rows = [torch.randint(vocab, (batch, time + 1), generator=generator) for _ in range(count)]
-        if shifted:
-            return [{"x": row[:, :-1].contiguous(), "y": row[:, 1:].contiguous()} for row in rows]
-        return [{"input_ids": (tokens := row[:, 1:].contiguous()), "labels": tokens} for row in rows]
+        return [draw(generator) for _ in range(count)]
 
     return data
+
+
+def _tokens(vocab: int, batch: int, time: int, *, shifted: bool) -> Callable[[int], list[Batch]]:
+    def draw(generator: torch.Generator) -> Batch:
+        rows = torch.randint(vocab, (batch, time + 1), generator=generator)
+        if shifted:
+            return {"x": rows[:, :-1].contiguous(), "y": rows[:, 1:].contiguous()}
+        return {"input_ids": (tokens := rows[:, 1:].contiguous()), "labels": tokens}
+
+    return _drawn(draw)
 
 
 def _images(batch: int, size: int, classes: int, *, channels_last: bool) -> Callable[[int], list[Batch]]:
     layout = torch.channels_last if channels_last else torch.contiguous_format
 
-    def data(count: int) -> list[Batch]:
-        generator = torch.Generator().manual_seed(_SEED)
-        return [
-            {
-                "x": torch.randn(batch, 3, size, size, generator=generator).contiguous(memory_format=layout),
-                "y": torch.randint(classes, (batch,), generator=generator),
-            }
-            for _ in range(count)
-        ]
+    def draw(generator: torch.Generator) -> Batch:
+        return {
+            "x": torch.randn(batch, 3, size, size, generator=generator).contiguous(memory_format=layout),
+            "y": torch.randint(classes, (batch,), generator=generator),
+        }
 
-    return data
+    return _drawn(draw)
 
 
 def _classified(module: nn.Module, batch: Batch) -> Tensor:
@@ -176,37 +181,29 @@ def _speech(name: str) -> ModuleWorkload:
         model: nn.Module = transformers.WhisperForConditionalGeneration(config)
         return model
 
-    def data(count: int) -> list[Batch]:
-        generator = torch.Generator().manual_seed(_SEED)
-        return [
-            {
-                "input_features": torch.randn(8, 80, 3000, generator=generator),
-                "labels": torch.randint(1, 50_000, (8, 128), generator=generator),
-            }
-            for _ in range(count)
-        ]
+    def draw(generator: torch.Generator) -> Batch:
+        return {
+            "input_features": torch.randn(8, 80, 3000, generator=generator),
+            "labels": torch.randint(1, 50_000, (8, 128), generator=generator),
+        }
 
     text = "Whisper base, 8 spectrograms of 80x3000, 128 tokens each"
-    return _module(name, make, _of_hugging_face, data, text, "transformers")
+    return _module(name, make, _of_hugging_face, _drawn(draw), text, "transformers")
 
 
 def _diffusion(name: str) -> ModuleWorkload:
-    def data(count: int) -> list[Batch]:
-        generator = torch.Generator().manual_seed(_SEED)
-        return [
-            {
-                "x": torch.randn(32, 3, 32, 32, generator=generator),
-                "time": torch.randint(1000, (32,), generator=generator),
-                "noise": torch.randn(32, 3, 32, 32, generator=generator),
-            }
-            for _ in range(count)
-        ]
+    def draw(generator: torch.Generator) -> Batch:
+        return {
+            "x": torch.randn(32, 3, 32, 32, generator=generator),
+            "time": torch.randint(1000, (32,), generator=generator),
+            "noise": torch.randn(32, 3, 32, 32, generator=generator),
+        }
 
     def loss(module: nn.Module, batch: Batch) -> Tensor:
         return F.mse_loss(module(batch["x"], batch["time"]).float(), batch["noise"])
 
     text = "U-Net of a diffusion model, 128 to 512 channels, 32 pictures of 3x32x32"
-    return _module(name, lambda: UNet(128, (1, 2, 2, 4), attends_at=2), loss, data, text, "torch")
+    return _module(name, lambda: UNet(128, (1, 2, 2, 4), attends_at=2), loss, _drawn(draw), text, "torch")
 
 
 def _encoder(name: str) -> ModuleWorkload:
