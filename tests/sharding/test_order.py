@@ -244,7 +244,7 @@ def test_another_order_changes_no_value(program: Builder, on_gpu: bool, number: 
     chance = random.Random(number)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
-            "functional_cg.stages.branches.order.estimate", lambda _: (chance.choice((0.0, 1.0, 50.0)), 0.0)
+            "functional_cg.stages.branches.costs.estimate", lambda _: (chance.choice((0.0, 1.0, 50.0)), 0.0)
         )
         patch.setattr("functional_cg.stages.branches.order._GAIN", 0.0)
         results = [var for var in program.vars if var not in program.slots]

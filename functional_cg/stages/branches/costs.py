@@ -13,8 +13,9 @@ import torch
 from ...shards.collectives import is_collective
 from ..program import Instr
 from ..work import bytes_of, flops_of
+from .units import Unit, fixed_by
 
-__all__ = ["SYNC", "WORKSPACE", "copy_micros", "estimate", "estimate_launch", "transfer_micros"]
+__all__ = ["SYNC", "WORKSPACE", "copy_micros", "estimate", "estimate_launch", "transfer_micros", "weighed"]
 
 _BANDWIDTH = 2.5e6  # bytes per microsecond
 _RATES = MappingProxyType({2: 500e6, 4: 100e6, 8: 30e6})  # FLOPs per microsecond, by bytes of an element
@@ -25,6 +26,14 @@ _LINK = 0.4e6  # bytes per microsecond that a rank sends and receives, half of w
 _COLLECTIVE = 15.0  # of a collective of a few bytes
 SYNC = 1.0  # what waiting for another lane adds
 WORKSPACE = 2**25  # bytes that cuBLAS takes for a stream on an H100; less on GPUs before it
+
+
+def weighed(unit: Unit, instr: Instr) -> Unit:
+    """Return a unit with what its call takes, and why all units must then run on one lane, if they must."""
+    unit.micros, unit.busy = estimate(instr)
+    unit.product, unit.fixed = bool(flops_of(instr)), fixed_by(instr.op)
+    unit.link = is_collective(instr.op)
+    return unit
 
 
 def estimate(instr: Instr) -> tuple[float, float]:

@@ -13,15 +13,14 @@ from dataclasses import dataclass
 
 import torch
 
-from ...shards.collectives import is_collective
 from ..lifetimes import storage_bytes
 from ..program import Instr, Program, Var
 from ..schedule import live_instrs
 from .choice import slack
-from .costs import estimate
+from .costs import weighed
 from .listing import Timeline, in_line, listed
 from .races import refuse_races
-from .units import LINK, Memory, Unit, accesses, fixed_by
+from .units import LINK, Memory, Unit, accesses
 
 __all__ = ["beside_collectives"]
 
@@ -53,9 +52,8 @@ class _Calls:
                 continue
             if not instr.only_views:
                 reads, writes = accesses(instr)
-                unit = Unit(instr.name, [], reads, writes - {LINK}, site=instr.site, fixed=fixed_by(instr.op))
+                unit = weighed(Unit(instr.name, [], reads, writes - {LINK}, site=instr.site), instr)
                 unit.made |= {one: sizes[one] for one in writes - reads - made if one in sizes}
-                unit.link, (unit.micros, unit.busy) = is_collective(instr.op), estimate(instr)
                 made |= unit.made.keys()
                 owners = [len(found.units)]
                 found.units.append(unit)

@@ -9,18 +9,16 @@ from types import TracebackType
 from typing import Any, Protocol, runtime_checkable
 
 from ...messages.source import Location
-from ...shards.collectives import is_collective
 from ..lifetimes import storage_bytes
 from ..plan import AtenPlan, Buffers, ExecutionPlan, Run, note, staged_line
-from ..program import Instr, Program, Var
+from ..program import Program, Var
 from ..schedule import Schedule
-from ..work import flops_of
-from .costs import copy_micros, estimate
+from .costs import copy_micros, weighed
 from .listing import Timeline, in_line
 from .races import refuse_races
 from .rehearsal import Rehearsal
 from .source import on_lanes, pairs
-from .units import Memory, Unit, accesses, after_checks, fixed_by
+from .units import Memory, Unit, accesses, after_checks
 
 __all__ = ["Branched", "BranchedPlan", "Lanes", "Spread", "bound"]
 
@@ -159,7 +157,7 @@ class BranchedPlan(AtenPlan):
         for instr in plan.fused:
             reads, writes = accesses(instr, in_place=True)
             line = f"{self._fused_call(instr)}()"
-            yield _timed(Unit(instr.name, [line], after_checks(reads), writes, site=instr.site), instr)
+            yield weighed(Unit(instr.name, [line], after_checks(reads), writes, site=instr.site), instr)
         for group, calls in self._commit_calls():
             read = {f"staged {old!r}" if old in plan.staged else new.storage for old, new in group}
             micros, busy = copy_micros(sum(old.spec.nbytes for old, _ in group))
@@ -189,7 +187,7 @@ class BranchedPlan(AtenPlan):
                 reads, writes = accesses(instr)
                 unit = Unit(instr.name, lines, reads, writes, site=instr.site)
                 unit.made |= {var.storage: sizes[var.storage] for var in defined if var.storage not in known}
-                units[_timed(unit, instr)] = len(units)
+                units[weighed(unit, instr)] = len(units)
                 owner |= dict.fromkeys(defined, unit)
             elif owners := [owner[var] for var in instr.inputs() if var in owner]:
                 unit = max(owners, key=lambda one: units.get(one, -1))
@@ -241,10 +239,3 @@ def bound(
         return run
     plan.rehearse(spare)
     return run if plan.timeline.lanes == 1 else plan.bind_to(buffers, lanes(plan.timeline.lanes))
-
-
-def _timed(unit: Unit, instr: Instr) -> Unit:
-    unit.micros, unit.busy = estimate(instr)
-    unit.product, unit.fixed = bool(flops_of(instr)), fixed_by(instr.op)
-    unit.link = is_collective(instr.op)
-    return unit

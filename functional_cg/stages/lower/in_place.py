@@ -11,8 +11,7 @@ from torch import Tensor
 
 from ...ambient.modes import ordinary, without_gradients
 from ...concurrency.interrupts import uninterrupted
-from ...shards.collectives import is_collective
-from ...shards.transfers import TRANSFERS
+from ...shards.transfers import is_between_ranks
 from ..branches.function import Launches
 from ..branches.listing import in_line
 from ..branches.plan import Lanes, Spread
@@ -196,7 +195,7 @@ def arguments_of(
 
 def collects(program: Program) -> bool:
     """Whether a program has collectives or transfers."""
-    return any(is_collective(instr.op) or instr.op in TRANSFERS for instr in program.instrs)
+    return any(is_between_ranks(instr.op) for instr in program.instrs)
 
 
 def is_small(program: Program) -> bool:

@@ -60,12 +60,11 @@ class Unchecked:
         """
         checked = _computed_from(program, set())  # storages
         inputs = tuple(var.storage not in checked for var in program.inputs)
-        before = 0
-        while before < (before := len(checked)):
+        known: set[int] = set()
+        while known != checked:
             kept = zip(program.slots, program.new_state, strict=False)
-            checked = _computed_from(
-                program, checked | {new.storage for old, new in kept if old.storage in checked}
-            )
+            new = {new.storage for old, new in kept if old.storage in checked}
+            known, checked = checked, _computed_from(program, checked | new)
         return cls(tuple(var.storage not in checked for var in program.slots), inputs)
 
 
