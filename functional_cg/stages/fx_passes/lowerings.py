@@ -49,7 +49,7 @@ def _owned(value: Any) -> Any:
         value.realize()  # as the compiler does for an output with other readers: they read it from memory
     if not isinstance(_memory(value), (ir.InputBuffer, ir.ConstantBuffer)):
         return value
-    if unsupported_input_tensor(call.args[0].meta["val"]):  # complex numbers: torch copies them
+    if unsupported_input_tensor(call.all_input_nodes[0].meta["val"]):  # complex numbers: torch copies them
         return fallback_handler(torch.ops.aten.clone.default, add_to_fallback_set=False)(value)
     return clone(value)
 

@@ -49,7 +49,7 @@ def _adam(old: Any, values: Any, numbers: Numbers) -> list[Tensor]:
         gradient = gradient + weight_decay * p
     new_mu = mu + (gradient - mu) * (1 - beta1)
     new_nu = nu * beta2 + gradient * gradient * (1 - beta2)
-    bound = torch.maximum(*top, new_nu) if top else new_nu
+    bound = torch.maximum(top[0], new_nu) if top else new_nu
     new = decayed - step_size * new_mu / (bound.sqrt() / root + eps)
     results = [new.to(p.dtype), new_mu, new_nu, *([bound] if top else [])]
     if found_inf is None:
