@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from ..messages.html import Html, bar, card, fold, line, table
 from ..messages.units import size_of
 from ..stages.lifetimes import alive_at_peak, storage_bytes
+from ..stages.passes.fused import written_pairs
 from ..stages.program import Instr, Program, Var
 from ..stages.schedule import Schedule, schedule
 from ..state.outline import columns
@@ -143,7 +144,7 @@ def temporaries(program: Program, plan: Schedule) -> dict[int, int]:
     """
     sizes = storage_bytes(program.instrs)
     targets = [*program.slots, *program.inputs, *(known.var for known in program.ranges)]
-    targets += [var for instr in plan.fused for var in instr.outputs()]
+    targets += [var for instr in plan.fused if written_pairs(instr) for var in instr.outputs()]
     for var in (*targets, *(constant.var for constant in program.constants)):
         sizes.pop(var.storage, None)
     return sizes

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -21,11 +21,11 @@ from ..fx_passes.canonical import pick_by_comparison
 from ..fx_passes.cross_entropy import join_gradients
 from ..fx_passes.logits import has_large_logits, read_targets_first
 from ..fx_passes.products import batch_gradients
-from ..passes.fused import in_place, split_light
+from ..passes.fused import in_place, split_light, written_pairs
 from ..passes.rewrite import clears, range_tensor
-from ..plan import Before, Buffers, Run, evaluate
+from ..plan import Before, Buffers, Run, evaluate, evaluate_all
 from ..program import Instr, Program, Var
-from ..schedule import schedule
+from ..schedule import Schedule, schedule
 from .arguments import by_itself
 from .graph import Entrance, build_graph, calls_of
 from .head import by_inductor
@@ -61,10 +61,11 @@ class InPlacePlan:
         # Where launches are what counts, the compiler launches updates together; on lanes, they run beside the others.
         light = split_light(program) if spread is None and not self._small else set()
         self.schedule = plan = schedule(program, fuse=light)
+        _move_lists(plan, light)
         born = {var for instr in plan.head for var in instr.outputs()}
         read = (var for instr in plan.fused for var in instr.inputs())
         self._handed_on = [var for var in dict.fromkeys(read) if var in born]
-        self._light = {f"{instr.name}_.{number}": instr for number, instr in enumerate(plan.fused)}
+        self._light = {f"{instr.name}.{number}": instr for number, instr in enumerate(plan.fused)}
         given: Any = {"handed_on": self._handed_on, "writes": plan.commits}
         self._entrance = Entrance.of(program, plan, **given)
         self._graph = build_graph(program, plan, self._entrance, **given)
@@ -145,11 +146,16 @@ class InPlacePlan:
         known = arguments_of(program, self._entrance, buffers)[1]
         known |= zip(program.inputs, buffers.inputs, strict=True)
         known |= zip((c.var for c in program.constants), buffers.constants, strict=True)
-        calls = [(partial(tick, name), replace(c, op=in_place(c.op))) for name, c in self._light.items()]
+
+        def of(instr: Instr, every: dict[Var, Tensor]) -> Callable[[], Any]:
+            if not written_pairs(instr):
+                return partial(evaluate_all, [instr], every)
+            return partial(evaluate, replace(instr, op=in_place(instr.op)), every.__getitem__)
 
         def update(values: Sequence[Tensor]) -> Sequence[Callable[[], Any]]:
             every = {**known, **dict(zip(handed_on, values, strict=False))}
-            return [act for told, call in calls for act in (told, partial(evaluate, call, every.__getitem__))]
+            calls = ((partial(tick, name), of(instr, every)) for name, instr in self._light.items())
+            return [act for told_and_call in calls for act in told_and_call]
 
         return update
 
@@ -213,6 +219,14 @@ class InPlacePlan:
             in_order=self._in_order,
             beside=beside,
         )
+
+
+def _move_lists(plan: Schedule, light: Collection[Instr]) -> None:
+    """Move calls on lists to the tail whose results its light updates alone read, such as a clip."""
+    read = {var for instr in plan.fused for var in instr.inputs()}
+    lists = [instr for instr in plan.head if instr in light and read.issuperset(instr.outputs())]
+    plan.head = [instr for instr in plan.head if instr not in lists]
+    plan.fused = [*lists, *plan.fused]
 
 
 def arguments_of(

@@ -54,30 +54,37 @@ def in_place(op: Any) -> Any:
 
 
 def split_light(program: Program) -> set[Instr]:
-    """Split the fused optimizer ops of a program into light parts and others; return the light ones."""
+    """Split the fused optimizer ops of a program, and calls on lists that make their gradients; return light parts."""
     makers = {var: instr for instr in program.instrs for var in instr.outputs()}
     readers = Counter(var for instr in program.instrs for var in set(instr.inputs()))
-    instrs, light = list[Instr](), set[Instr]()
-    for instr in program.instrs:
-        places: list[int] = []
-        if written_pairs(instr) and group_size(instr):
-            pairs = enumerate(zip(*instr.args[:2], strict=True))
-            places = [n for n, (leaf, grad) in pairs if _is_light(leaf, grad, makers, readers)]
-        if len(places) <= _FEW:
-            instrs.append(instr)
+    places: dict[Instr, list[int]] = {}  # of light leaves
+    for instr in filter(written_pairs, program.instrs):
+        pairs = enumerate(zip(*instr.args[:2], strict=True)) if group_size(instr) else ()
+        found = [(n, grad) for n, (leaf, grad) in pairs if _is_light(leaf, grad, makers, readers)]
+        if len(found) <= _FEW:
             continue
-        apart = at_places(instr, places)
-        light.add(apart)
-        others = [place for place in range(group_size(instr)) if place not in set(places)]
-        instrs += [apart, at_places(instr, others)] if others else [apart]
+        places[instr] = [n for n, _ in found]
+        for maker, grad in ((makers[grad], grad) for _, grad in found):
+            if group_size(maker):
+                places.setdefault(maker, []).append(maker.out.index(grad))
+    light: set[Instr] = set()
+    instrs: list[Instr] = []
+    for instr in program.instrs:
+        chosen = sorted(places.get(instr, ()))
+        others = [n for n in range(group_size(instr)) if n not in set(chosen)] if chosen else []
+        apart = [at_places(instr, some) for some in (chosen, others) if some] or [instr]
+        light.update(apart[:1] if chosen else ())
+        instrs += apart
     program.instrs = instrs
     return light
 
 
 def _is_light(leaf: Var, grad: Var, makers: Mapping[Var, Instr], readers: Mapping[Var, int]) -> bool:
-    """Whether a leaf is small, and the kernel that computes its gradient ends with it."""
+    """Whether a leaf is small, and the kernel that computes its gradient ends with it, or is one for many leaves."""
     if leaf.spec.numel > _LIGHT:
         return False
+    if (maker := makers.get(grad)) is not None and group_size(maker):
+        return readers[grad] == 1 and isinstance(maker.out, list)
     passed = False
     while (maker := makers.get(grad)) is not None:
         if not maker.is_view and not (maker.by_element or maker.op is _CAST):
