@@ -335,15 +335,23 @@ class HostState:
                 why="The tensors of a trace are of another class: the answer would be baked in, and wrong.",
                 fix="`isinstance(x, torch.Tensor)`.",
             )
+        if reads.threads:
+            raise SideEffectError.of(
+                self._function,
+                "starts a thread.",
+                rows=[str(site) for site in dict.fromkeys(reads.threads)],
+                why="It would run when the step is traced, not when it is replayed; and nobody sees what it reads.",
+                fix="call its function in the step itself; or start it in the loop around the step.",
+            )
         advanced = reads.taken_from()
         if advanced:
             raise SideEffectError.of(
                 self._function,
-                "takes from what goes on from call to call.",
+                "takes from what goes on from call to call, or adds to it.",
                 rows=[f"{name}, at {site}" for name, site in advanced],
                 why="Python runs when the step is traced, not when it is replayed: every call would get the same.",
-                fix="take it in the loop around the step, and pass it as an input; random numbers come from a key in "
-                "the state, `fcg.random`.",
+                fix="do it in the loop around the step: what is taken is an input, what is added a metric; random numbers "
+                "come from a key in the state, `fcg.random`.",
             )
         self._refuse(rows)
 

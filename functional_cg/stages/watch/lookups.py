@@ -202,7 +202,7 @@ class Lookups(Reads):
         self.of_class(type(owner), name, in_class)
         of_module = issubclass(type(owner), torch.nn.Module) and not name.startswith("_")
         of_interest = self.is_of_user(type(owner)) or of_module
-        if of_interest and type(in_class) is FunctionType:  # one stored in the instance would precede it
+        if of_interest:  # what is stored in the instance would precede it
             place = self.place(owner)
             shown = f"{place.name}.{name}"
             self.part(place, functools.partial(stores, name), False, shown, name, defines=True)
@@ -288,10 +288,9 @@ class Lookups(Reads):
         self.found(place, Step(PART, ask), value, f"{place.name}()")
         return value
 
-    def takes_from(self, value: Any, method: str) -> None:
-        """Record a method call on a compiled queue: ``get`` and its variants advance it."""
-        if method.startswith("get"):
-            self._advanced.append((self.place(value), self._site))
+    def goes_on(self, value: Any) -> None:
+        """Record that the step advances an object unseen, such as a compiled queue."""
+        self._advanced.append((self.place(value), self._site))
 
     def says(self, owner: Any, ask: Any, value: Any, text: str) -> Any:
         """Record and return an object's answer to a query that can be repeated."""

@@ -6,6 +6,7 @@ Only the part of a container that the step reads is compared: its length, whethe
 from __future__ import annotations
 
 import array
+import ctypes
 import enum
 import itertools
 import numbers
@@ -51,7 +52,7 @@ _SCALARS = (
 )
 _VIEWS: tuple[type, ...] = (type({}.keys()), type({}.values()), type({}.items()))
 _CONTAINERS = (
-    *(list, tuple, dict, set, frozenset, deque, bytearray, MappingProxyType, array.array, memoryview),
+    *(list, tuple, dict, set, frozenset, deque, bytearray, MappingProxyType, array.array, memoryview, ctypes.Array),
     *_VIEWS,
 )
 _ELSEWHERE = (
@@ -170,8 +171,8 @@ def _reader(container: Any) -> Callable[[Any], Iterable[Any]]:
             return iter
         case list() | tuple() | deque() | bytearray() | array.array():
             return iter
-        case memoryview():
-            return lambda now: (now.tobytes(),)
+        case memoryview() | ctypes.Array():
+            return lambda now: (bytes(now),)
     return _array_parts
 
 
