@@ -174,7 +174,7 @@ def test_casts_that_a_step_has_kept_do_not_outlive_it() -> None:
         assert not (x @ weight).any()
 
 
-# -- imports, whose locks are Python's ----------------------------------------------------------------------------------
+# -- imports, whose locks are Python's ---------------------------------------------------------------------------------
 
 IMPORTING = threading.Event()
 

@@ -81,7 +81,7 @@ def method(name: str, function: Any) -> Callable[[], Case]:
     def make() -> Case:
         cls = type("Held", (), {name: function, "__module__": __name__})
         calls = [getattr(cls(), name)]
-        return lambda x, s: list(map(lambda call: call(x), calls))[0], lambda: setattr(
+        return lambda x, s: next(map(lambda call: call(x), calls)), lambda: setattr(
             cls, name, lambda self, x: 5 * x
         )
 
@@ -102,7 +102,7 @@ CASES = {
     "format": text(format),
     "f-string": text(lambda held: f"{held}"),
     "f-string with repr": text(lambda held: f"{held!r:>3}"),
-    "percent": text(lambda held: "%s" % held),
+    "format of a string": text("{}".format),
     "array of C": an_array_of_c,
     "part of an array of C": a_part_of_an_array_of_c,
     "length of an array of C": the_length_of_an_array_of_c,
@@ -175,4 +175,6 @@ def test_a_text_of_what_stays_is_no_change(read: Callable[[Any], str]) -> None:
     held = {"sizes": [1, 2], "on": torch.device("cpu"), "at": torch.ones(2).shape}
     step = fcg.graph_fn(lambda x: x * len(read(held)) + len(read(x.shape)) + len(read(x.dtype)))
     for _ in range(3):
-        assert step(torch.ones(2))[0] == len(read(held)) + len(read(torch.ones(2).shape)) + len(read(torch.float32))
+        assert step(torch.ones(2))[0] == len(read(held)) + len(read(torch.ones(2).shape)) + len(
+            read(torch.float32)
+        )

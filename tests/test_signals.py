@@ -194,11 +194,12 @@ def test_all_that_wait_are_called_also_where_one_raises() -> None:
 def test_a_timer_that_strikes_all_the_while_is_answered_once() -> None:
     """As Python keeps one of a signal, however often it comes; each one more would be a frame more at the end."""
     called: list[int] = []
-    with handling(lambda number, frame: called.append(number), signal.SIGALRM), handling(ends, signal.SIGUSR2):
-        with pytest.raises(SystemExit), held_back():
-            for _ in range(2 * sys.getrecursionlimit()):
-                signal.raise_signal(signal.SIGALRM)
-            signal.raise_signal(signal.SIGUSR2)
+    with (
+        handling(lambda number, frame: called.append(number), signal.SIGALRM),
+        handling(ends, signal.SIGUSR2),
+    ):
+        with pytest.raises(SystemExit):
+            hold([signal.SIGALRM] * 2 * sys.getrecursionlimit() + [signal.SIGUSR2], called)
     assert called == [signal.SIGALRM]
 
 

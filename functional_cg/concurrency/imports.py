@@ -19,7 +19,5 @@ def imported_elsewhere() -> list[str]:
     owners = [(name, getattr(reference(), "owner", None)) for name, reference in locks]
     mine = threading.get_ident()
     return [
-        name
-        for name, owner in owners
-        if owner not in (None, mine) and name.partition(".")[0] in _OF_A_STEP
+        name for name, owner in owners if owner not in (None, mine) and name.partition(".")[0] in _OF_A_STEP
     ]

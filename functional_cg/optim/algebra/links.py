@@ -256,6 +256,8 @@ class scale_by_adam(GradientTransformation):
     def __post_init__(self) -> None:
         check_adam("scale_by_adam", self.b1, self.b2, self.eps)
 
+    takes_gradients = True
+
     def init(self, params: Params) -> ScaleByAdamState:
         return ScaleByAdamState(zero_count(params), full_like_tree(params), full_like_tree(params))
 
@@ -294,6 +296,8 @@ class scale_by_yogi(GradientTransformation):
     def __post_init__(self) -> None:
         check_adam("scale_by_yogi", self.b1, self.b2, self.eps)
         in_range("scale_by_yogi: initial_accumulator_value", self.initial_accumulator_value)
+
+    takes_gradients = True
 
     def init(self, params: Params) -> ScaleByAdamState:
         start = self.initial_accumulator_value
@@ -340,6 +344,8 @@ class scale_by_rss(GradientTransformation):
         in_range("scale_by_rss: initial_accumulator_value", self.initial_accumulator_value)
         in_range("scale_by_rss: eps", self.eps)
 
+    takes_gradients = True
+
     def init(self, params: Params) -> ScaleByRssState:
         return ScaleByRssState(full_like_tree(params, self.initial_accumulator_value))
 
@@ -357,6 +363,8 @@ class scale_by_trust_ratio(Stateless):
 
     Norms are per leaf, in float32 or wider. Source: You et al. 2020; ``optax.scale_by_trust_ratio``.
     """
+
+    takes_gradients = True
 
     def update(
         self, updates: Updates, state: OptState, params: Params | None = None
@@ -391,6 +399,8 @@ class add_decayed_weights(Stateless):
     def __post_init__(self) -> None:
         in_range("add_decayed_weights: weight_decay", self.weight_decay)
         object.__setattr__(self, "mask", freeze(self.mask))
+
+    takes_gradients = True
 
     def update(
         self, updates: Updates, state: OptState, params: Params | None = None

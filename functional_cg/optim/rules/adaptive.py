@@ -43,6 +43,8 @@ class _Moments(GradientTransformation):
     def __post_init__(self) -> None:
         check_adam(type(self).__name__, self.b1, self.b2, self.eps)
 
+    takes_gradients = True
+
     def init(self, params: Params) -> Any:
         return ScaleByAdamState(zero_count(params), full_like_tree(params), full_like_tree(params))
 

@@ -64,6 +64,8 @@ class scale_by_rms(GradientTransformation):
         in_range("scale_by_rms: decay", self.decay, below=1.0)
         in_range("scale_by_rms: eps", self.eps)
 
+    takes_gradients = True
+
     def init(self, params: Params) -> ScaleByRmsState:
         return ScaleByRmsState(full_like_tree(params), full_like_tree(params) if self.centered else None)
 
@@ -163,6 +165,8 @@ class scale_by_adadelta(GradientTransformation):
         in_range("scale_by_adadelta: decay", self.decay, below=1.0)
         in_range("scale_by_adadelta: eps", self.eps)
 
+    takes_gradients = True
+
     def init(self, params: Params) -> ScaleByAdadeltaState:
         return ScaleByAdadeltaState(full_like_tree(params), full_like_tree(params))
 
@@ -244,6 +248,8 @@ class scale_by_lion(GradientTransformation):
     def __post_init__(self) -> None:
         in_range("scale_by_lion: b1", self.b1, below=1.0)
         in_range("scale_by_lion: b2", self.b2, below=1.0)
+
+    takes_gradients = True
 
     def init(self, params: Params) -> ScaleByLionState:
         return ScaleByLionState(full_like_tree(params))

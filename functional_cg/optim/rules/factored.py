@@ -83,6 +83,7 @@ class scale_by_factored_rms(GradientTransformation):
         if self.eps is not None:
             in_range("scale_by_factored_rms: eps", self.eps)
 
+    takes_gradients = True
     acts_per_leaf = True
 
     def init(self, params: Params) -> ScaleByFactoredRmsState:

@@ -69,6 +69,7 @@ class scale_by_lars(Stateless):
             in_range(f"scale_by_lars: {name}", getattr(self, name))
         object.__setattr__(self, "mask", freeze(self.mask))
 
+    takes_gradients = True
     acts_per_leaf = True
 
     def update(
@@ -172,6 +173,7 @@ class scale_by_novograd(GradientTransformation):
         in_range("scale_by_novograd: b2", self.b2, below=1.0)
         in_range("scale_by_novograd: eps", self.eps)
 
+    takes_gradients = True
     acts_per_leaf = True
 
     def init(self, params: Params) -> ScaleByNovogradState:

@@ -113,6 +113,7 @@ class scale_by_muon(GradientTransformation):
         object.__setattr__(self, "ns_coefficients", tuple(self.ns_coefficients))
         require(len(self.ns_coefficients) == 3, "scale_by_muon: ns_coefficients are three numbers")
 
+    takes_gradients = True
     acts_per_leaf = True
 
     def init(self, params: Params) -> TraceState:

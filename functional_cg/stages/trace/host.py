@@ -350,8 +350,8 @@ class HostState:
                 "takes from what goes on from call to call, or adds to it.",
                 rows=[f"{name}, at {site}" for name, site in advanced],
                 why="Python runs when the step is traced, not when it is replayed: every call would get the same.",
-                fix="do it in the loop around the step: what is taken is an input, what is added a metric; random numbers "
-                "come from a key in the state, `fcg.random`.",
+                fix="do it in the loop around the step: what is taken is an input, what is added a metric; random "
+                "numbers come from a key in the state, `fcg.random`.",
             )
         self._refuse(rows)
 

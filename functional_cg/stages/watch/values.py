@@ -52,7 +52,19 @@ _SCALARS = (
 )
 _VIEWS: tuple[type, ...] = (type({}.keys()), type({}.values()), type({}.items()))
 _CONTAINERS = (
-    *(list, tuple, dict, set, frozenset, deque, bytearray, MappingProxyType, array.array, memoryview, ctypes.Array),
+    *(
+        list,
+        tuple,
+        dict,
+        set,
+        frozenset,
+        deque,
+        bytearray,
+        MappingProxyType,
+        array.array,
+        memoryview,
+        ctypes.Array,
+    ),
     *_VIEWS,
 )
 _ELSEWHERE = (
