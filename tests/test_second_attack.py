@@ -92,7 +92,39 @@ def once(self: Any, x: Tensor) -> Tensor:
     return x * 1
 
 
+def a_comparison_of_namespaces() -> Case:
+    one, other = SimpleNamespace(k=[1]), SimpleNamespace(k=[1])
+    return lambda x, s: x * (2.0 if one == other else 3.0), lambda: one.k.append(2)
+
+
+def of_class(read: Callable[[Any], float], change: Callable[[Any], object]) -> Callable[[], Case]:
+    """Read what a class says of itself."""
+
+    def make() -> Case:
+        cls = type("Config", (), {"rates": [1.0, 2.0], "rate": 2.0, "__module__": __name__})
+        return lambda x, s: x * read(cls), lambda: change(cls)
+
+    return make
+
+
+def changed(cls: Any) -> None:
+    cls.rate = 5.0
+
+
 CASES = {
+    "comparison of namespaces": a_comparison_of_namespaces,
+    "vars of a class": of_class(lambda cls: vars(cls)["rate"], changed),
+    "dict of a class": of_class(lambda cls: cls.__dict__.get("rate"), changed),
+    "public attributes of a class": of_class(
+        lambda cls: sum(v for k, v in vars(cls).items() if k == "rate"), changed
+    ),
+    "part of what a class has": of_class(
+        lambda cls: vars(cls)["rates"][0], lambda cls: cls.rates.__setitem__(0, 5.0)
+    ),
+    "name of a class": of_class(lambda cls: len(cls.__name__), lambda cls: setattr(cls, "__name__", "C")),
+    "long name of a class": of_class(
+        lambda cls: len(cls.__qualname__), lambda cls: setattr(cls, "__qualname__", "C")
+    ),
     "descriptor": descriptor(Computed()),
     "static method": descriptor(staticmethod(lambda: 2.0)),
     "class method": descriptor(classmethod(lambda cls: 2.0)),

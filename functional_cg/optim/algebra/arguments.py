@@ -146,8 +146,8 @@ def refuse_without_rate(name: str, tx: Any) -> None:
         rate, link = tx.misplaced
         raise ValueError(
             f"{name}: the optimizer has {link!r} behind a learning rate, that of {rate!r}. It takes gradients, and "
-            "gets steps: nothing is left of the rate, or weights decay the wrong way.\nTo fix: put it before the learning "
-            f"rate, `optim.chain(optim.{type(link).__name__}(...), optim.{type(rate).__name__}(...))`.",
+            "gets steps: nothing is left of the rate, or weights decay the wrong way.\nTo fix: put it before "
+            f"the learning rate, `optim.chain(optim.{type(link).__name__}(...), optim.{type(rate).__name__}(...))`.",
         )
     part = tx.lacks_rate
     if part is None:

@@ -180,6 +180,13 @@ class Calls(Stack):
                 if type(found) is MemberDescriptorType:
                     self.use(self.attribute(owner, name), deep=True)
 
+    def use_compared(self, owner: Any) -> None:
+        """Record what a comparison in C reads: attributes, as of namespaces; one in Python is seen in its frame."""
+        if self._reads_from(owner) and self.reads.has_parts(owner) and not is_container(owner):
+            how = in_classes(type(owner).__mro__, "__eq__")
+            if type(how) is not FunctionType and how is not object.__eq__:
+                self._all_attributes(owner)
+
     def _asked(self, owner: Any, name: str, args: list[Any]) -> Any:
         """Record and return the answer to a query of hidden state, which can be repeated."""
         if not all(map(is_key, args)):

@@ -236,12 +236,18 @@ class Lookups(Reads):
 
     def _of_type(self, owner: type, name: str) -> Any:
         found = in_classes(owner.__mro__, name)
+        if name == "__dict__" and self.is_of_user(owner):  # a new view each time: all that it shows counts
+            shown = f"vars({owner.__name__})"
+            self.whole(Place(vars(owner), shown, self.place(owner), Step(ATTRIBUTE, name)))
+            return UNKNOWN
         if issubclass(type(owner), enum.EnumType):
             return found if issubclass(type(found), owner) else UNKNOWN
         if found is missing:
             kind: Any = type(owner)
             meta = in_classes(kind.__mro__, name)
-            if meta is not missing:
+            if type(meta) is types.GetSetDescriptorType and self.is_of_user(owner):
+                self._said_of_class(owner, name, getattr(owner, name))
+            elif meta is not missing:
                 self.of_class(kind, name, meta)
             else:
                 self.of_class(owner, name, missing)
@@ -253,6 +259,10 @@ class Lookups(Reads):
             return MethodType(found.__func__, owner)
         as_it_is = (FunctionType, types.MethodDescriptorType, types.WrapperDescriptorType)
         return UNKNOWN if computes(found) and type(found) not in as_it_is else found
+
+    def _said_of_class(self, cls: type, name: str, value: Any) -> None:
+        if is_value(value):  # such as its name
+            self._read(cls, Step(ATTRIBUTE, name), value)
 
     def of_class(self, cls: type, name: str, found: Any) -> None:
         """Record what a user's class stores under a name."""
