@@ -969,7 +969,7 @@ _DIRECTIONS = [
 ]
 
 
-@pytest.mark.parametrize("link", _DIRECTIONS, ids=repr)
+@pytest.mark.parametrize("link", _DIRECTIONS, ids=lambda link: type(link).__name__)
 def test_what_takes_gradients_comes_before_the_learning_rate(link: Any) -> None:
     """Behind it, the rate is gone, or weights grow; as the message advises, it is a part of the optimizer."""
     for late in (

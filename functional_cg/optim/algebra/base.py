@@ -196,6 +196,12 @@ class FromFunctions(GradientTransformation):
         return self.step_fn is not None
 
 
+class Direction(GradientTransformation):
+    """A link that makes a direction out of gradients: nothing is left of a learning rate in front of it."""
+
+    takes_gradients = True
+
+
 class Stateless(GradientTransformation):
     """A transformation without state."""
 

@@ -16,6 +16,7 @@ from torch import Tensor
 from functional_cg import tree
 from functional_cg.optim.algebra.arithmetic import averaged, norm, squared, where_selected
 from functional_cg.optim.algebra.base import (
+    Direction,
     EmptyState,
     GradientTransformation,
     OptState,
@@ -230,7 +231,7 @@ def check_adam(name: str, b1: object, b2: object, eps: object) -> None:
 
 
 @dataclass(frozen=True)
-class scale_by_adam(GradientTransformation):
+class scale_by_adam(Direction):
     r"""Scale by Adam's bias-corrected moments.
 
     With ``t = count + 1``: ``mu <- b1 mu + (1 - b1) u``, ``nu <- b2 nu + (1 - b2) u^2``, and the result is
@@ -256,8 +257,6 @@ class scale_by_adam(GradientTransformation):
     def __post_init__(self) -> None:
         check_adam("scale_by_adam", self.b1, self.b2, self.eps)
 
-    takes_gradients = True
-
     def init(self, params: Params) -> ScaleByAdamState:
         return ScaleByAdamState(zero_count(params), full_like_tree(params), full_like_tree(params))
 
@@ -274,7 +273,7 @@ class scale_by_adam(GradientTransformation):
 
 
 @dataclass(frozen=True)
-class scale_by_yogi(GradientTransformation):
+class scale_by_yogi(Direction):
     r"""Scale by Yogi's moments, the second of which changes by a bounded amount per step.
 
     Like :class:`scale_by_adam`, but ``nu <- nu - (1 - b2) sign(nu - u^2) u^2``.
@@ -296,8 +295,6 @@ class scale_by_yogi(GradientTransformation):
     def __post_init__(self) -> None:
         check_adam("scale_by_yogi", self.b1, self.b2, self.eps)
         in_range("scale_by_yogi: initial_accumulator_value", self.initial_accumulator_value)
-
-    takes_gradients = True
 
     def init(self, params: Params) -> ScaleByAdamState:
         start = self.initial_accumulator_value
@@ -326,7 +323,7 @@ class ScaleByRssState(NamedTuple):
 
 
 @dataclass(frozen=True)
-class scale_by_rss(GradientTransformation):
+class scale_by_rss(Direction):
     """Scale by the root of the sum of squared updates: ``s <- s + u^2``, giving ``u / (sqrt(s) + eps)``.
 
     ``eps`` is outside the root and ``s`` starts at 0, as in ``torch.optim.Adagrad``; ``optax.scale_by_rss`` has it
@@ -344,8 +341,6 @@ class scale_by_rss(GradientTransformation):
         in_range("scale_by_rss: initial_accumulator_value", self.initial_accumulator_value)
         in_range("scale_by_rss: eps", self.eps)
 
-    takes_gradients = True
-
     def init(self, params: Params) -> ScaleByRssState:
         return ScaleByRssState(full_like_tree(params, self.initial_accumulator_value))
 
@@ -358,13 +353,11 @@ class scale_by_rss(GradientTransformation):
 
 
 @dataclass(frozen=True)
-class scale_by_trust_ratio(Stateless):
+class scale_by_trust_ratio(Direction, Stateless):
     """Scale each leaf by ``|p| / |u|``, or by 1 where either norm is 0.
 
     Norms are per leaf, in float32 or wider. Source: You et al. 2020; ``optax.scale_by_trust_ratio``.
     """
-
-    takes_gradients = True
 
     def update(
         self, updates: Updates, state: OptState, params: Params | None = None
@@ -380,7 +373,7 @@ class scale_by_trust_ratio(Stateless):
 
 
 @dataclass(frozen=True)
-class add_decayed_weights(Stateless):
+class add_decayed_weights(Direction, Stateless):
     """Add a multiple of the parameters: ``u <- u + weight_decay * p`` where ``mask`` is True.
 
     Before the moments this is L2 regularization; after them, decoupled weight decay. A parameter the loss does not
@@ -399,8 +392,6 @@ class add_decayed_weights(Stateless):
     def __post_init__(self) -> None:
         in_range("add_decayed_weights: weight_decay", self.weight_decay)
         object.__setattr__(self, "mask", freeze(self.mask))
-
-    takes_gradients = True
 
     def update(
         self, updates: Updates, state: OptState, params: Params | None = None

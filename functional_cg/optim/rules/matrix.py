@@ -16,6 +16,7 @@ from functional_cg import tree
 from functional_cg.errors import LayoutError
 from functional_cg.optim.algebra.arithmetic import averaged
 from functional_cg.optim.algebra.base import (
+    Direction,
     GradientTransformation,
     Optimizer,
     OptState,
@@ -66,7 +67,7 @@ def orthogonalized(
 
 
 @dataclass(frozen=True)
-class scale_by_muon(GradientTransformation):
+class scale_by_muon(Direction):
     """Replace momentum with the nearest orthogonal matrix; takes matrices only.
 
     ``t <- momentum t + (1 - momentum) u``; the result is ``t``, or ``momentum t + (1 - momentum) u`` with ``nesterov``,
@@ -113,7 +114,6 @@ class scale_by_muon(GradientTransformation):
         object.__setattr__(self, "ns_coefficients", tuple(self.ns_coefficients))
         require(len(self.ns_coefficients) == 3, "scale_by_muon: ns_coefficients are three numbers")
 
-    takes_gradients = True
     acts_per_leaf = True
 
     def init(self, params: Params) -> TraceState:
