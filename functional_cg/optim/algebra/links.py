@@ -149,9 +149,8 @@ class scale_by_learning_rate(GradientTransformation):
         self, updates: Updates, state: OptState, params: Params | None = None
     ) -> tuple[Updates, OptState]:
         if callable(self.learning_rate):
-            return descend(updates, rate_at(self.learning_rate, state.count)), ScaleByScheduleState(
-                state.count + 1
-            )
+            rate = rate_at(self.learning_rate, state.count)
+            return descend(updates, rate), ScaleByScheduleState(state.count + 1)
         return descend(updates, self.learning_rate), state
 
     @property
