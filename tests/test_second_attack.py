@@ -11,6 +11,7 @@ from queue import SimpleQueue
 from types import SimpleNamespace
 from typing import Any
 
+import numpy
 import pytest
 import torch
 import torch.nn.functional as F
@@ -210,3 +211,73 @@ def test_a_text_of_what_stays_is_no_change(read: Callable[[Any], str]) -> None:
         assert step(torch.ones(2))[0] == len(read(held)) + len(read(torch.ones(2).shape)) + len(
             read(torch.float32)
         )
+
+
+# -- what a message shows of a long container --------------------------------------------------------------------------
+
+LONG: dict[str, tuple[Callable[[], Any], Callable[[Any], float], Callable[[Any], object], str, str]] = {
+    "array": (
+        lambda: numpy.ones(100_000),
+        lambda held: float(held[77_777]),
+        lambda held: held.__setitem__(77_777, 3.0),
+        "ndarray of ..., 1.0, 1.0,",
+        "ndarray of ..., 3.0, 1.0,",
+    ),
+    "array of another shape": (
+        lambda: numpy.ones((2, 3), dtype=numpy.int32),
+        lambda held: float(held.sum()),
+        lambda held: held.resize((3, 3), refcheck=False),
+        "ndarray of (2, 3), 'int32', 1, 1, 1, 1, 1, 1",
+        "ndarray of (3, 3), 'int32', 1, 1, 1, 1, 1, 1, 0, 0, 0",
+    ),
+    "records": (
+        lambda: numpy.zeros(500, dtype=[("k", "f8")]),
+        lambda held: float(held["k"].sum()),
+        lambda held: held["k"].__setitem__(400, 3.0),
+        "ndarray of ..., 0, 0,",
+        "ndarray of ..., 8, 64,",
+    ),
+    "bytes": (
+        lambda: memoryview(bytearray(1000)),
+        lambda held: float(held[900] + len(bytes(held))),
+        lambda held: held.__setitem__(900, 7),
+        "memoryview of ..., 0, 0,",
+        "memoryview of ..., 7, 0,",
+    ),
+    "list": (
+        lambda: [1] * 1000,
+        sum,
+        lambda held: held.__setitem__(990, 2),
+        "list of ..., 1, 1,",
+        "list of ..., 2, 1, 1, 1, 1, 1, 1, 1, 1, 1\n",
+    ),
+    "dict": (
+        lambda: dict.fromkeys(range(1000), 1),
+        lambda held: sum(held.values()),
+        lambda held: held.__setitem__(990, 2),
+        "{..., 990: 1, ",
+        "{..., 990: 2, ",
+    ),
+    "text": (
+        lambda: {"k": "a" * 10**6},
+        lambda held: float(len(held["k"])),
+        lambda held: held.update(k="b" * 10**6),
+        "'aaa",
+        "'bbb",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", LONG)
+def test_a_message_is_short_and_shows_the_difference(case: str) -> None:
+    make, read, change, old, new = LONG[case]
+    held = make()
+    step = fcg.graph_fn(lambda x: x * read(held))
+    step(torch.ones(2))
+    change(held)
+    with pytest.raises(fcg.BakedValueError) as caught:
+        step(torch.ones(2))
+    assert f"traced {old}" in str(caught.value)
+    assert f"now {new}" in str(caught.value)
+    assert len(str(caught.value)) < 6000
+    assert "To fix: " in str(caught.value)

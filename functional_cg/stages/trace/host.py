@@ -31,6 +31,7 @@ from ...messages.source import at_here, is_user_file
 from ...tensors.selected import Selected
 from ..watch.host_watch import MODES, HostWatch, modes
 from ..watch.reads import Reads
+from ..watch.values import shown
 from .known import aside_from_modes
 from .rules import Rules
 
@@ -368,7 +369,7 @@ class HostState:
             raise SideEffectError.of(
                 self._function,
                 f"changes {'a value' if len(rows) == 1 else f'{len(rows)} values'} of the host while it runs.",
-                rows=[f"{name}  before {old!r}   after {new!r}" for name, old, new in rows],
+                rows=[f"{name}  before {shown(old)}   after {shown(new)}" for name, old, new in rows],
                 why="Python runs when the step is traced, not when it is replayed: it would change no more.",
                 fix="count in the state (`state.step`), or do it in the loop around the step.",
             )
