@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import gc
 import threading
+import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from queue import SimpleQueue
@@ -281,3 +283,47 @@ def test_a_message_is_short_and_shows_the_difference(case: str) -> None:
     assert f"now {new}" in str(caught.value)
     assert len(str(caught.value)) < 6000
     assert "To fix: " in str(caught.value)
+
+
+# -- what a step keeps alive -------------------------------------------------------------------------------------------
+
+
+class Part:
+    def __init__(self, k: float) -> None:
+        self.k, self.parts = k, [k]
+
+
+READS: dict[str, Callable[[Any], float]] = {
+    "attribute": lambda held: held["part"].k,
+    "item of an attribute": lambda held: held["part"].parts[0],
+    "all of an attribute": lambda held: sum(held["part"].parts),
+    "loop": lambda held: sum(part.k for part in (held["part"],)),
+    "vars": lambda held: vars(held["part"])["k"],
+}
+
+
+@pytest.mark.parametrize("read", READS)
+def test_a_step_keeps_nothing_alive_that_the_program_has_replaced(read: str) -> None:
+    held = {"part": Part(2.0)}
+    step = fcg.graph_fn(lambda x: x * READS[read](held))
+    step(torch.ones(2))
+    first = weakref.ref(held["part"])
+    held["part"] = Part(2.0)
+    gc.collect()
+    assert first() is None
+    assert step(torch.ones(2)).tolist() == [2.0, 2.0]
+    held["part"] = Part(3.0)
+    with pytest.raises(fcg.BakedValueError):
+        step(torch.ones(2))
+
+
+def test_what_a_step_found_by_a_weak_reference_may_go() -> None:
+    held = [Part(2.0)]
+    found = weakref.ref(held[0])
+    step = fcg.graph_fn(lambda x: x * (9.0 if found() is None else found().k))  # type: ignore[union-attr]
+    assert step(torch.ones(2)).tolist() == step(torch.ones(2)).tolist() == [2.0, 2.0]
+    held.clear()
+    gc.collect()
+    assert found() is None
+    with pytest.raises(fcg.BakedValueError):
+        step(torch.ones(2))

@@ -206,6 +206,13 @@ class HostWatch:
             for old, new in moved
         ]
 
+    def let_go(self) -> None:
+        """Forget the objects on the way to what is compared: a program that replaces them needs them no more."""
+        for entry in self._entries:
+            for place in (entry.owner, entry.old) if entry.how is How.ALIAS else (entry.owner,):
+                for one in place.way()[1:]:
+                    one.value = None
+
     def check(self, function_name: str) -> None:
         """Raise if something has changed.
 
