@@ -957,5 +957,9 @@ HAZARDS = (
     _row(191, 2, "N160", "a timer strikes all the while that a step is compiled: RecursionError when that has ended",
          "impossible: a signal that waits is called once, as Python itself does",
          "signals::test_a_timer_that_strikes_all_the_while_is_answered_once"),
+    _row(192, 2, "N165", "a step keeps alive what a program has replaced, or what a weak reference led to",
+         "impossible: on the way to a value nothing is held but where the way begins",
+         "second::test_a_step_keeps_nothing_alive_that_the_program_has_replaced",
+         "second::test_what_a_step_found_by_a_weak_reference_may_go"),
 )
 # fmt: on

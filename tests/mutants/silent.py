@@ -49,6 +49,13 @@ SILENT = (
         no_gpu=NO_GPU,
     ),
     Mutant(
+        "N165",
+        "a step keeps alive what it found on the way to a value, also after the program has replaced it",
+        (("    watched.let_go()\n", ""),),
+        (f"{TESTS}test_a_step_keeps_nothing_alive_that_the_program_has_replaced[attribute]",),
+        no_gpu=NO_GPU,
+    ),
+    Mutant(
         "N164",
         "a link that takes gradients may stand behind the learning rate",
         (("if pair[0].descends and pair[1].takes_gradients", "if False"),),
