@@ -509,6 +509,15 @@ def test_what_is_no_regular_file_is_not_replaced(
     assert not list(tmp_path.glob(".*"))
 
 
+def test_a_pipe_is_not_read(tmp_path: Path) -> None:
+    """Nobody may ever write into it."""
+    _pipe(tmp_path / "run")
+    os.symlink(tmp_path / "run", tmp_path / "last")
+    for name in ("run", "last"):
+        with pytest.raises(OSError, match=f"fcg.load: is no regular file: '.*{name}'"):
+            fcg.load(tmp_path / name, fcg.place({"w": torch.ones(2)}))
+
+
 @pytest.mark.parametrize("zipped", [True, False])
 def test_a_file_of_torch_is_named_and_its_fix_reads_it(tmp_path: Path, *, zipped: bool) -> None:
     state = fcg.place(VALUES)

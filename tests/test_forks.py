@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import importlib
 import os
+import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -170,15 +174,63 @@ def test_casts_that_a_step_has_kept_do_not_outlive_it() -> None:
         assert not (x @ weight).any()
 
 
+# -- imports, whose locks are Python's ---------------------------------------------------------------------------------
+
+IMPORTING = threading.Event()
+
+
+@pytest.fixture
+def slow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], object]]:
+    """Imports a module of torch, which takes a while."""
+    said = f"sys.modules[{__name__!r}].IMPORTING.set()"
+    (tmp_path / "fcg_slow.py").write_text(f"import sys, threading\n{said}\nthreading.Event().wait(0.3)\n")
+    monkeypatch.setattr(torch, "__path__", [*torch.__path__, str(tmp_path)])
+    IMPORTING.clear()
+    yield lambda: importlib.import_module("torch.fcg_slow")
+    sys.modules.pop("torch.fcg_slow", None)
+
+
+def importing(slow: Callable[[], object]) -> Callable[[Callable[[], None]], None]:
+    def act(say: Callable[[], None]) -> None:
+        waiting = threading.Thread(target=lambda: IMPORTING.wait(10) and say())
+        waiting.start()
+        slow()
+
+    return act
+
+
+def test_a_fork_waits_for_what_another_thread_imports_of_torch(slow: Callable[[], object]) -> None:
+    """Its lock would be held in the child for ever, and the module half made."""
+    with beside(importing(slow)):
+        assert forked(lambda: WORKS if traced() == WORKS and slow() else 1) == WORKS
+
+
+def test_a_child_is_told_of_an_import_that_took_too_long(
+    slow: Callable[[], object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(turns, "_IMPORT", 0.0)
+    with beside(importing(slow)):
+        assert forked(lambda: traced("was importing `torch.fcg_slow`")) == REFUSED
+    assert forked(traced) == WORKS
+
+
+def test_a_child_imports_nothing_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As another thread was importing the compiler when the process was forked: it stands among the modules already."""
+    monkeypatch.delattr(torch, "_dynamo")
+    monkeypatch.delitem(sys.modules, "torch._dynamo.eval_frame")
+    monkeypatch.setitem(sys.modules, "torch._dynamo", ModuleType("torch._dynamo"))
+    compiling._forked()
+
+
 # -- generators of the whole process, which have locks in torch and numpy ----------------------------------------------
 
 
-def traced() -> int:
+def traced(said: str = "was drawing random numbers") -> int:
     """Whether a trace works, or is refused at once."""
     try:
         return WORKS if fcg.graph_fn(lambda x: x + 1)(torch.ones(2)).tolist() == [2, 2] else 1
     except fcg.BusyError as error:
-        return REFUSED if "was drawing random numbers" in str(error) else 1
+        return REFUSED if said in str(error) else 1
 
 
 def test_a_child_of_a_fork_in_a_draw_of_numpy_is_told(monkeypatch: pytest.MonkeyPatch) -> None:

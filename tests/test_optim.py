@@ -958,6 +958,49 @@ def test_two_learning_rates_in_a_row_are_refused(tx: Any) -> None:
         fcg.TrainState.create(params={"w": torch.ones(2)}, optimizer=tx)
 
 
+_DIRECTIONS = [
+    optim.scale_by_adam(),
+    optim.scale_by_rms(),
+    optim.scale_by_lion(),
+    optim.scale_by_rss(),
+    optim.scale_by_trust_ratio(),
+    optim.add_decayed_weights(0.1),
+    optim.scale_by_muon(),
+]
+
+
+@pytest.mark.parametrize("link", _DIRECTIONS, ids=lambda link: type(link).__name__)
+def test_what_takes_gradients_comes_before_the_learning_rate(link: Any) -> None:
+    """Behind it, the rate is gone, or weights grow; as the message advises, it is a part of the optimizer."""
+    for late in (
+        optim.chain(optim.sgd(0.1), link),
+        optim.chain(optim.sgd(0.1), optim.chain(optim.clip_by_global_norm(1.0), link)),
+        optim.chain(
+            optim.scale_by_adam(), optim.scale_by_learning_rate(0.1), optim.masked(link, {"w": True})
+        ),
+    ):
+        with pytest.raises(ValueError, match=r"behind a learning rate(.|\n)*To fix: put it before"):
+            fcg.TrainState.create(params={"w": torch.ones(2, 2)}, optimizer=late)
+    fcg.TrainState.create(params={"w": torch.ones(2, 2)}, optimizer=optim.chain(link, optim.sgd(0.1)))
+
+
+@pytest.mark.parametrize(
+    "name", [name for name in dir(optim) if name.startswith("scale_by_") or name == "add_decayed_weights"]
+)
+def test_a_link_behind_a_rate_leaves_it_its_size_or_says_that_it_takes_gradients(name: str) -> None:
+    """The law behind the list: twice the rate is twice the step, wherever the link may stand behind it."""
+    numbers = {"scale_by_schedule": optim.constant(0.5), "scale_by_learning_rate": 0.5, "scale_by_lars": 0.1}
+    given = [numbers[name]] if name in numbers else [0.1] if name == "add_decayed_weights" else []
+    link, params = getattr(optim, name)(*given), {"w": torch.tensor([[1.0, -2.0], [3.0, 0.5]])}
+    steps = []
+    for rate in (0.125, 0.25):
+        state = link.init(params)
+        for _ in range(8):  # the first ones of some are plain momentum
+            step, state = link.update({"w": params["w"].cos() * rate}, state, params)
+        steps.append(step["w"])
+    assert torch.allclose(2 * steps[0], steps[1], rtol=1e-4) is not link.takes_gradients
+
+
 @pytest.mark.parametrize(
     "tx",
     [

@@ -56,7 +56,7 @@ def inlining(fn: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
 def _inlining(fn: Callable[..., R], args: Any, kwargs: Any, stance: Any) -> R:
     if stance is not None:
         with _SWITCH:
-            _dynamo()._stance = replace(stance, stance="force_eager", backend=None)
+            _set(replace(stance, stance="force_eager", backend=None))
     return fn(*args, **kwargs)
 
 
@@ -70,7 +70,7 @@ def outside() -> tuple[bool, Any]:
         inside = _frame_of(_inlining)
         if inside is not None:
             return flag, inside.f_locals["stance"]
-        return flag, _dynamo()._stance if "torch._dynamo" in sys.modules else None
+        return flag, getattr(_dynamo(), "_stance", None)
 
 
 def leave(before: tuple[bool, Any]) -> None:
@@ -79,11 +79,16 @@ def leave(before: tuple[bool, Any]) -> None:
     with _SWITCH:
         torch.compiler._is_compiling_flag = flag or _frame_of(_compiling) is not None
         if stance is not None and _frame_of(_inlining) is None:
-            _dynamo()._stance = stance
+            _set(stance)
 
 
 def _dynamo() -> Any:
-    return torch._dynamo.eval_frame  # private; test_is_compiling notices a change
+    # Not by an import: another thread may be importing it, which ends in no child of a fork.
+    return sys.modules.get("torch._dynamo.eval_frame")  # private; test_is_compiling notices a change
+
+
+def _set(stance: Any) -> None:
+    _dynamo()._stance = stance
 
 
 def _frame_of(function: Callable[..., Any]) -> FrameType | None:

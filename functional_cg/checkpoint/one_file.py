@@ -90,6 +90,8 @@ def load(path: str | os.PathLike[str], state: T) -> T:
             raise IsADirectoryError(errno.EISDIR, f"fcg.load: {what}", str(path)) from error
         return written(state, values_in(found, state, "fcg.load"), "fcg.load")
     safetensors = _safetensors("fcg.load")
+    if not stat.S_ISREG(os.stat(path).st_mode):  # such as a pipe, whose reader waits until somebody writes
+        raise OSError(errno.EINVAL, "fcg.load: is no regular file", os.fspath(path))
     with open(path, "rb"):  # raises Python's own error for a bad path
         pass
     try:

@@ -43,7 +43,7 @@ class Interrupted(BaseException):
 
 
 class Held:
-    """Signals held back.
+    """Signals held back, each once: of a signal that comes again while it waits, Python itself keeps one.
 
     Args:
       handlers: The Python handlers to hold back, by signal.
@@ -61,11 +61,11 @@ class Held:
         if self.over or os.getpid() != self._process:  # a child forked meanwhile is not tracing
             self.handlers[number](number, frame)
             return
-        again = number == signal.SIGINT and number in self._waiting
-        if number == signal.SIGINT and not again:
-            self._asked = time.monotonic()
-        self._waiting.append(number)
-        if again and time.monotonic() - self._asked >= _IMPATIENCE:
+        if number not in self._waiting:
+            self._waiting.append(number)
+            if number == signal.SIGINT:
+                self._asked = time.monotonic()
+        elif number == signal.SIGINT and time.monotonic() - self._asked >= _IMPATIENCE:
             self.deliver()
 
     def give_way(self) -> None:

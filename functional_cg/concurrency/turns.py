@@ -2,7 +2,8 @@
 
 Another thread waits until a call is done. Code that runs on the same thread in the middle of a call (a signal
 handler, a finalizer) would wait for itself: it may read what is consistent, and is refused anything else at
-once. A fork waits for the calls of other threads, so that the child finds their states consistent.
+once. A fork waits for the calls of other threads, so that the child finds their states consistent, and for what they
+import of torch, which would never end in the child.
 
 A thread that needs several turns takes them in ascending order. Only code that interrupts a call can ask for
 them in another order; it gives up if another thread waits for a turn that its own thread holds.
@@ -23,12 +24,14 @@ from typing import Any, Literal
 import torch
 
 from ..errors import BusyError, FunctionalCGError
+from .imports import imported_elsewhere
 
-__all__ = ["Inner", "Turn", "at_one_time", "in_turn", "lock_through_forks", "refuse_held_generators"]
+__all__ = ["Inner", "Turn", "at_one_time", "in_turn", "lock_through_forks", "refuse_what_a_fork_cut_off"]
 
 Inner = Callable[[tuple[Any, ...], dict[str, Any]], Any]
 
 _PATIENCE = 0.5  # seconds that a fork waits for the calls of other threads
+_IMPORT = 30.0  # seconds in which even a busy machine imports a part of torch
 _DRAW = 5.0  # seconds in which even a busy machine draws no numbers
 _POLL = 0.001
 
@@ -232,6 +235,7 @@ class _Turns:
         self._taken: dict[int, list[threading.RLock]] = {}  # by the forking thread
         self._used = False
         self.in_doubt = False  # whether the generators of a child are free
+        self.cut_off: list[str] = []  # modules whose import will never end in this child
 
     def add(self, turn: Turn) -> None:
         with self._adding:
@@ -249,22 +253,27 @@ class _Turns:
     def before_fork(self) -> None:
         """Take all turns that become free within ``_PATIENCE``, ample for the calls of a training loop; and all locks.
 
-        Other threads may make steps and states meanwhile, whose turns are taken as well. Who holds a lock may wait for
-        a turn, and gets it before.
+        Other threads may make steps and states meanwhile, whose turns are taken as well. Who holds a lock, or imports
+        a part of torch, may wait for a turn, and gets it before.
         """
-        end, taken = time.monotonic() + _PATIENCE, self._taken.setdefault(threading.get_ident(), [])
+        latest, taken = time.monotonic() + _IMPORT, self._taken.setdefault(threading.get_ident(), [])
+        end = time.monotonic() + _PATIENCE
         while True:
             known = set(self.living())
             for turn in sorted(known, key=lambda turn: turn.rank):
                 if turn.lock.acquire(timeout=max(end - time.monotonic(), 0)):
                     taken.append(turn.lock)
             held = self._held_by_others(taken)
-            if held is None and (known.issuperset(self.living()) or time.monotonic() > end):
+            importing = time.monotonic() < latest and bool(imported_elsewhere())
+            if held is None and not importing and (known.issuperset(self.living()) or time.monotonic() > end):
                 return
             _release(taken)
             if held is not None:
                 with held:  # until it is free
                     pass
+            elif importing:
+                time.sleep(_POLL)
+                end = time.monotonic() + _PATIENCE
 
     def _held_by_others(self, taken: list[threading.RLock]) -> threading.RLock | None:
         """Take the locks; return the first one that another thread holds."""
@@ -285,7 +294,7 @@ class _Turns:
         """Reset the turns in a child, where only the forking thread goes on."""
         taken, living = self.after_fork(), self.living()
         self._taken.clear()
-        self.in_doubt = True
+        self.in_doubt, self.cut_off = True, self.cut_off + imported_elsewhere()
         for turn in living:
             turn._waiting.clear()
             if turn._on_gpu:
@@ -316,12 +325,22 @@ def lock_through_forks() -> threading.RLock:
     return _turns.lock()
 
 
-def refuse_held_generators(function: str) -> None:
-    """Raise in a child of a fork if another thread was drawing random numbers: whoever asks for a generator would hang.
+def refuse_what_a_fork_cut_off(function: str) -> None:
+    """Raise in a child of a fork where a trace would wait forever for what another thread was doing.
+
+    It was drawing random numbers, or importing a part of torch.
 
     Raises:
-      BusyError: After some seconds.
+      BusyError: At once, or after some seconds.
     """
+    if _turns.cut_off:
+        module = _turns.cut_off[0]
+        raise BusyError.of(
+            function,
+            f"is traced in a process that was forked while another thread was importing `{module}`.",
+            why="That import never ends here, since the thread is gone.",
+            fix=f"`import {module}` before any thread starts; or start processes by spawn.",
+        )
     if not _turns.in_doubt:
         return
     asking = threading.Thread(target=_draw_nothing, daemon=True)

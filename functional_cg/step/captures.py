@@ -16,7 +16,7 @@ from ..call.matcher import layout_matcher
 from ..call.signature import Call, Signature
 from ..call.staging import Staging
 from ..concurrency.interrupts import held_back, undisturbed
-from ..concurrency.turns import Turn, in_turn, refuse_held_generators
+from ..concurrency.turns import Turn, in_turn, refuse_what_a_fork_cut_off
 from ..errors import FunctionalCGError, LayoutError
 from ..messages.tracebacks import entry
 from ..options import BackendChoice, Options
@@ -309,7 +309,7 @@ class Transform:
     def _lower(self, call: Call, checkpoint: Callable[[], None]) -> Lowered:
         refuse_ambient_modes(self._name)
         refuse_anomaly_mode(self._name)
-        refuse_held_generators(self._name)
+        refuse_what_a_fork_cut_off(self._name)
         states = tuple(BoundState(s.name, s.handle._node, s.specs) for s in call.states)
         recipe = Recipe(
             self._fn, self._name, states, call.layout.specs, call.layout.live_names, call.apply,

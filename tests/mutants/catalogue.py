@@ -13,6 +13,7 @@ from tests.mutants.mutant import Mutant
 from tests.mutants.parts import PARTS
 from tests.mutants.pipelines import PIPELINES
 from tests.mutants.sharded import SHARDED
+from tests.mutants.silent import SILENT
 
 OWNERSHIP = "tests/test_ownership.py::"
 REPLAY = "tests/properties/test_replay.py::"
@@ -653,6 +654,7 @@ MUTANTS = (
     *BRANCHES,
     *PARTS,
     *MASKS,
+    *SILENT,
     Mutant(
         "N38",
         "the fast path is taken with static arguments: a call without one is that of the call before",

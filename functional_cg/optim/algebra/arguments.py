@@ -130,7 +130,7 @@ def seed_of(factory: str, key: Tensor | int) -> int:
 
 
 def refuse_without_rate(name: str, tx: Any) -> None:
-    """Refuse an optimizer whose updates lead uphill: without a learning rate, or with several in a row.
+    """Refuse an optimizer whose updates lead uphill: without a learning rate, with several, or with one too early.
 
     Raises:
       ValueError: Names the missing link.
@@ -141,6 +141,13 @@ def refuse_without_rate(name: str, tx: Any) -> None:
             f"{name}: the optimizer has {len(twice)} learning rates in a row: {', then '.join(map(repr, twice))}. Each "
             "turns the sign, and scales what the one before has made.\nTo fix: keep one of them; "
             "`optim.scale(0.5)` scales steps without turning them.",
+        )
+    if tx.misplaced:
+        rate, link = tx.misplaced
+        raise ValueError(
+            f"{name}: the optimizer has {link!r} behind a learning rate, that of {rate!r}. It takes gradients, and "
+            "gets steps: nothing is left of the rate, or weights decay the wrong way.\nTo fix: put it before "
+            f"the learning rate, `optim.chain(optim.{type(link).__name__}(...), optim.{type(rate).__name__}(...))`.",
         )
     part = tx.lacks_rate
     if part is None:

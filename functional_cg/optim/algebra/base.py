@@ -127,6 +127,16 @@ class GradientTransformation(metaclass=Documented):
         return any(part.descends for part in self.parts)
 
     @property
+    def takes_gradients(self) -> bool:
+        """Whether nothing is left of a learning rate in front of it: it makes steps of one size, or adds to them."""
+        return any(part.takes_gradients for part in self.parts)
+
+    @property
+    def misplaced(self) -> tuple[GradientTransformation, ...]:
+        """A link with a learning rate, and one behind it that takes gradients; empty if there are none."""
+        return next((links for links in (part.misplaced for part in self.parts) if links), ())
+
+    @property
     def turns_twice(self) -> tuple[GradientTransformation, ...]:
         """Links in a row that each turn the sign, so that the steps lead uphill; empty if there are none."""
         return next((links for links in (part.turns_twice for part in self.parts) if links), ())
@@ -184,6 +194,12 @@ class FromFunctions(GradientTransformation):
     @property
     def applies_learning_rate(self) -> bool:
         return self.step_fn is not None
+
+
+class Direction(GradientTransformation):
+    """A link that makes a direction out of gradients: nothing is left of a learning rate in front of it."""
+
+    takes_gradients = True
 
 
 class Stateless(GradientTransformation):

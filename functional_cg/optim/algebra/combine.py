@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -61,6 +62,12 @@ class chain(GradientTransformation):
     def turns_twice(self) -> tuple[GradientTransformation, ...]:
         descending = tuple(link for link in self.links if link.descends)
         return descending if len(descending) > 1 else super().turns_twice
+
+    @property
+    def misplaced(self) -> tuple[GradientTransformation, ...]:
+        pairs = itertools.combinations(self.links, 2)
+        late = next((pair for pair in pairs if pair[0].descends and pair[1].takes_gradients), ())
+        return late or super().misplaced
 
     def init(self, params: Params) -> OptState:
         return tuple(link.init(params) for link in self.links)

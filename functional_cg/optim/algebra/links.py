@@ -16,6 +16,7 @@ from torch import Tensor
 from functional_cg import tree
 from functional_cg.optim.algebra.arithmetic import averaged, norm, squared, where_selected
 from functional_cg.optim.algebra.base import (
+    Direction,
     EmptyState,
     GradientTransformation,
     OptState,
@@ -148,9 +149,8 @@ class scale_by_learning_rate(GradientTransformation):
         self, updates: Updates, state: OptState, params: Params | None = None
     ) -> tuple[Updates, OptState]:
         if callable(self.learning_rate):
-            return descend(updates, rate_at(self.learning_rate, state.count)), ScaleByScheduleState(
-                state.count + 1
-            )
+            rate = rate_at(self.learning_rate, state.count)
+            return descend(updates, rate), ScaleByScheduleState(state.count + 1)
         return descend(updates, self.learning_rate), state
 
     @property
@@ -230,7 +230,7 @@ def check_adam(name: str, b1: object, b2: object, eps: object) -> None:
 
 
 @dataclass(frozen=True)
-class scale_by_adam(GradientTransformation):
+class scale_by_adam(Direction):
     r"""Scale by Adam's bias-corrected moments.
 
     With ``t = count + 1``: ``mu <- b1 mu + (1 - b1) u``, ``nu <- b2 nu + (1 - b2) u^2``, and the result is
@@ -272,7 +272,7 @@ class scale_by_adam(GradientTransformation):
 
 
 @dataclass(frozen=True)
-class scale_by_yogi(GradientTransformation):
+class scale_by_yogi(Direction):
     r"""Scale by Yogi's moments, the second of which changes by a bounded amount per step.
 
     Like :class:`scale_by_adam`, but ``nu <- nu - (1 - b2) sign(nu - u^2) u^2``.
@@ -322,7 +322,7 @@ class ScaleByRssState(NamedTuple):
 
 
 @dataclass(frozen=True)
-class scale_by_rss(GradientTransformation):
+class scale_by_rss(Direction):
     """Scale by the root of the sum of squared updates: ``s <- s + u^2``, giving ``u / (sqrt(s) + eps)``.
 
     ``eps`` is outside the root and ``s`` starts at 0, as in ``torch.optim.Adagrad``; ``optax.scale_by_rss`` has it
@@ -352,7 +352,7 @@ class scale_by_rss(GradientTransformation):
 
 
 @dataclass(frozen=True)
-class scale_by_trust_ratio(Stateless):
+class scale_by_trust_ratio(Direction, Stateless):
     """Scale each leaf by ``|p| / |u|``, or by 1 where either norm is 0.
 
     Norms are per leaf, in float32 or wider. Source: You et al. 2020; ``optax.scale_by_trust_ratio``.
@@ -372,7 +372,7 @@ class scale_by_trust_ratio(Stateless):
 
 
 @dataclass(frozen=True)
-class add_decayed_weights(Stateless):
+class add_decayed_weights(Direction, Stateless):
     """Add a multiple of the parameters: ``u <- u + weight_decay * p`` where ``mask`` is True.
 
     Before the moments this is L2 regularization; after them, decoupled weight decay. A parameter the loss does not

@@ -14,7 +14,7 @@ from torch import Tensor
 from functional_cg import tree
 from functional_cg.optim.algebra.arithmetic import averaged, squared
 from functional_cg.optim.algebra.base import (
-    GradientTransformation,
+    Direction,
     Params,
     Scalar,
     Updates,
@@ -27,7 +27,7 @@ from functional_cg.optim.algebra.links import ScaleByAdamState, bias_corrected, 
 
 
 @dataclass(frozen=True)
-class _Moments(GradientTransformation):
+class _Moments(Direction):
     """A link with two moments and a count.
 
     Attributes:

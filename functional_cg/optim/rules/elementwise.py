@@ -10,6 +10,7 @@ import torch
 from functional_cg import tree
 from functional_cg.optim.algebra.arithmetic import averaged, squared
 from functional_cg.optim.algebra.base import (
+    Direction,
     GradientTransformation,
     Params,
     Scalar,
@@ -32,7 +33,7 @@ class ScaleByRmsState(NamedTuple):
 
 
 @dataclass(frozen=True)
-class scale_by_rms(GradientTransformation):
+class scale_by_rms(Direction):
     """Scale by the running root mean square: ``nu <- decay nu + (1 - decay) u^2``, ``u / (sqrt(nu) + eps)``.
 
     With ``centered``, scale by the standard deviation, ``sqrt(nu - mu^2)`` with the running mean ``mu``.
@@ -132,7 +133,7 @@ class ScaleByAdadeltaState(NamedTuple):
 
 
 @dataclass(frozen=True)
-class scale_by_adadelta(GradientTransformation):
+class scale_by_adadelta(Direction):
     """Scale by the running RMS of past steps over that of the gradients.
 
     ``s <- decay s + (1 - decay) u^2``, the result is ``d = sqrt(e + eps) / sqrt(s + eps) u``, and
@@ -217,7 +218,7 @@ class ScaleByLionState(NamedTuple):
 
 
 @dataclass(frozen=True)
-class scale_by_lion(GradientTransformation):
+class scale_by_lion(Direction):
     """Take the sign of a running mean: ``sign(b1 mu + (1 - b1) u)``, then ``mu <- b2 mu + (1 - b2) u``.
 
     State: mu like params.

@@ -14,6 +14,7 @@ from torch import Tensor
 from functional_cg import tree
 from functional_cg.optim.algebra.arithmetic import averaged, norm, where_selected
 from functional_cg.optim.algebra.base import (
+    Direction,
     GradientTransformation,
     Optimizer,
     OptState,
@@ -48,7 +49,7 @@ class ScaleByFactoredRmsState(NamedTuple):
 
 
 @dataclass(frozen=True)
-class scale_by_factored_rms(GradientTransformation):
+class scale_by_factored_rms(Direction):
     """Scale by a running root mean square, stored for a matrix as its row means and column means.
 
     With ``b = 1 - t^-decay_rate``: ``r <- b r + (1 - b) mean of u^2 along a row``, ``c`` likewise along a column, and

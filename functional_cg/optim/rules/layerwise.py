@@ -14,6 +14,7 @@ from torch import Tensor
 from functional_cg import tree
 from functional_cg.optim.algebra.arithmetic import norm, where_selected
 from functional_cg.optim.algebra.base import (
+    Direction,
     GradientTransformation,
     OptState,
     Params,
@@ -33,7 +34,7 @@ from functional_cg.optim.algebra.links import Mask, add_decayed_weights, scale_b
 
 
 @dataclass(frozen=True)
-class scale_by_lars(Stateless):
+class scale_by_lars(Direction, Stateless):
     """Add weight decay, then scale to the parameter norm.
 
     Computes ``trust |p| / (|u| + weight_decay |p| + eps) (u + weight_decay p)``. Where either norm is 0, updates pass
@@ -142,7 +143,7 @@ class ScaleByNovogradState(NamedTuple):
 
 
 @dataclass(frozen=True)
-class scale_by_novograd(GradientTransformation):
+class scale_by_novograd(Direction):
     """Divide each leaf by the root of its running squared norm: ``u / (sqrt(nu) + eps)``.
 
     ``nu <- b2 nu + (1 - b2) |u|^2``, initialized to the first ``|u|^2``.

@@ -16,6 +16,7 @@ from functional_cg import tree
 from functional_cg.errors import LayoutError
 from functional_cg.optim.algebra.arithmetic import averaged
 from functional_cg.optim.algebra.base import (
+    Direction,
     GradientTransformation,
     Optimizer,
     OptState,
@@ -66,7 +67,7 @@ def orthogonalized(
 
 
 @dataclass(frozen=True)
-class scale_by_muon(GradientTransformation):
+class scale_by_muon(Direction):
     """Replace momentum with the nearest orthogonal matrix; takes matrices only.
 
     ``t <- momentum t + (1 - momentum) u``; the result is ``t``, or ``momentum t + (1 - momentum) u`` with ``nesterov``,

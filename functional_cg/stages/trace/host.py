@@ -31,6 +31,7 @@ from ...messages.source import at_here, is_user_file
 from ...tensors.selected import Selected
 from ..watch.host_watch import MODES, HostWatch, modes
 from ..watch.reads import Reads
+from ..watch.values import shown
 from .known import aside_from_modes
 from .rules import Rules
 
@@ -335,15 +336,23 @@ class HostState:
                 why="The tensors of a trace are of another class: the answer would be baked in, and wrong.",
                 fix="`isinstance(x, torch.Tensor)`.",
             )
+        if reads.threads:
+            raise SideEffectError.of(
+                self._function,
+                "starts a thread.",
+                rows=[str(site) for site in dict.fromkeys(reads.threads)],
+                why="It would run when the step is traced, not when it is replayed; and nobody sees what it reads.",
+                fix="call its function in the step itself; or start it in the loop around the step.",
+            )
         advanced = reads.taken_from()
         if advanced:
             raise SideEffectError.of(
                 self._function,
-                "takes from what goes on from call to call.",
+                "takes from what goes on from call to call, or adds to it.",
                 rows=[f"{name}, at {site}" for name, site in advanced],
                 why="Python runs when the step is traced, not when it is replayed: every call would get the same.",
-                fix="take it in the loop around the step, and pass it as an input; random numbers come from a key in "
-                "the state, `fcg.random`.",
+                fix="do it in the loop around the step: what is taken is an input, what is added a metric; random "
+                "numbers come from a key in the state, `fcg.random`.",
             )
         self._refuse(rows)
 
@@ -360,7 +369,7 @@ class HostState:
             raise SideEffectError.of(
                 self._function,
                 f"changes {'a value' if len(rows) == 1 else f'{len(rows)} values'} of the host while it runs.",
-                rows=[f"{name}  before {old!r}   after {new!r}" for name, old, new in rows],
+                rows=[f"{name}  before {shown(old)}   after {shown(new)}" for name, old, new in rows],
                 why="Python runs when the step is traced, not when it is replayed: it would change no more.",
                 fix="count in the state (`state.step`), or do it in the loop around the step.",
             )

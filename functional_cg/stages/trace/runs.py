@@ -151,4 +151,5 @@ def trace(recipe: Recipe, checkpoint: Callable[[], None] = lambda: None) -> tupl
             disown(run.program, run.release(), run.variables)
     recorder.program.tables = [(table.name, table.tensor) for table in recorder.tables]
     copy_written_inputs(recorder.program, recipe.input_names)
+    watched.let_go()
     return recorder.program, watched

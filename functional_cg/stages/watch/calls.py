@@ -59,6 +59,8 @@ class Calls(Stack):
         if type(callee) is type and callee in GETTERS and not any(one is UNKNOWN for one in args):
             self.push(callee(*args))
             return
+        if self.own and function is threading.Thread.start:
+            self.reads.starts_thread()
         if args and _is_dispatched(function):
             kind = type(args[0])
             self.reads.holds(function, functools.partial(_dispatched, kind), _dispatched(kind, function))
@@ -126,8 +128,8 @@ class Calls(Stack):
             return self.stored(owner, args[0])
         if (type(owner), name) in _COMPILED_QUERIES:
             return self._asked(owner, name, args)
-        if type(owner) is SimpleQueue:
-            self.reads.takes_from(owner, name)
+        if type(owner) is SimpleQueue and name.startswith(("get", "put")):
+            self.reads.goes_on(owner)
         if type(owner) is str and name.startswith("format"):  # its fields may name attributes
             for value in (*args, *kwargs.values()):
                 self._all_attributes(value)
@@ -177,6 +179,13 @@ class Calls(Stack):
             for name, found in vars(cls).items():
                 if type(found) is MemberDescriptorType:
                     self.use(self.attribute(owner, name), deep=True)
+
+    def use_compared(self, owner: Any) -> None:
+        """Record what a comparison in C reads: attributes, as of namespaces; one in Python is seen in its frame."""
+        if self._reads_from(owner) and self.reads.has_parts(owner) and not is_container(owner):
+            how = in_classes(type(owner).__mro__, "__eq__")
+            if type(how) is not FunctionType and how is not object.__eq__:
+                self._all_attributes(owner)
 
     def _asked(self, owner: Any, name: str, args: list[Any]) -> Any:
         """Record and return the answer to a query of hidden state, which can be repeated."""
@@ -257,7 +266,6 @@ _BUILTINS: Mapping[Any, Callable[..., Any]] = MappingProxyType(
         isinstance: Calls._instance,
         issubclass: Calls._subclass,
         setattr: Calls._nothing,
-        repr: Calls._nothing,
     }
 )
 

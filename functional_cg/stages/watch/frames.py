@@ -19,8 +19,7 @@ import torch
 
 from ...concurrency.garbage import no_garbage_collection
 from ...messages.source import is_user_file
-from .kinds import UNKNOWN
-from .names import HostReads
+from .names import HostReads, first_argument
 from .shadow import Shadow
 
 __all__ = ["Follower"]
@@ -118,10 +117,7 @@ class Follower:
         return shadow
 
     def _is_method_of_known(self, frame: FrameType) -> bool:
-        code = frame.f_code
-        if not code.co_argcount:
-            return False
-        known = self._reads.known(frame.f_locals.get(code.co_varnames[0], UNKNOWN))
+        known = self._reads.known(first_argument(frame.f_code, frame.f_locals))
         return known is not None and known.root.outlives
 
     def returned(self, frame: FrameType, value: Any) -> None:

@@ -20,7 +20,7 @@ from ...errors import BakedValueError
 from ...pytree.sameness import same
 from .kinds import is_key
 from .places import ATTRIBUTE, PART, Entry, How, Place, Step
-from .values import Contents, is_container, shown
+from .values import Contents, Excerpt, excerpts, is_container, shown
 
 __all__ = ["MODES", "HostWatch", "modes", "refuse_ambient_modes"]
 
@@ -196,11 +196,22 @@ class HostWatch:
         """Return (name, old, new) for each value that another run of the same code has found to be another one."""
         before = {_key(entry): entry for entry in self._entries}
         pairs = [(before.get(_key(entry)), entry) for entry in later._entries]
-        return [
-            (entry.name, old.old, entry.old)
+        moved = [
+            (old, entry)
             for old, entry in pairs
             if old is not None and entry.how is not How.ALIAS and not _same_old(old, entry)
         ]
+        return [
+            (new.name, *(excerpts(old.old, new.old) if new.how is How.CONTENTS else (old.old, new.old)))
+            for old, new in moved
+        ]
+
+    def let_go(self) -> None:
+        """Forget the objects on the way to what is compared: a program that replaces them needs them no more."""
+        for entry in self._entries:
+            for place in (entry.owner, entry.old) if entry.how is How.ALIAS else (entry.owner,):
+                for one in place.way()[1:]:
+                    one.value = None
 
     def check(self, function_name: str) -> None:
         """Raise if something has changed.
@@ -236,7 +247,7 @@ def _fix(name: str, old: object) -> str:
         return "make one step for training and one for evaluation; each is captured in its own mode."
     if name.endswith(")") or " in " in name:
         return "make the step anew, `graph_step(fn)`; or decide by an argument that is named in `static_argnames`."
-    if isinstance(old, Contents):
+    if isinstance(old, Excerpt):
         return (
             f"pass what is read of `{name}` in the batch, or keep it in the state; else make the step anew."
         )
@@ -269,13 +280,14 @@ def _read(entry: Entry) -> object:
 
 def _sides(entry: Entry, now: object) -> tuple[object, object]:
     """Return the old and the new side of a change, as a message shows them."""
+    if entry.how is How.CONTENTS:
+        old, new = excerpts(entry.old, Contents(now) if is_container(now) else entry.old)
+        return old, new if is_container(now) else now
     if now is _GONE:
         return (entry.old if entry.how is not How.ALIAS else _Said(f"`{entry.old.name}`")), now
     match entry.how:
         case How.KIND:
             return entry.old, type(now)
-        case How.CONTENTS:
-            return entry.old, Contents(now) if is_container(now) else now
         case How.ALIAS:
             return _Said(f"the same object as `{entry.old.name}`"), _Said("another one")
     return entry.old, now

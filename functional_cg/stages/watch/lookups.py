@@ -202,7 +202,7 @@ class Lookups(Reads):
         self.of_class(type(owner), name, in_class)
         of_module = issubclass(type(owner), torch.nn.Module) and not name.startswith("_")
         of_interest = self.is_of_user(type(owner)) or of_module
-        if of_interest and type(in_class) is FunctionType:  # one stored in the instance would precede it
+        if of_interest:  # what is stored in the instance would precede it
             place = self.place(owner)
             shown = f"{place.name}.{name}"
             self.part(place, functools.partial(stores, name), False, shown, name, defines=True)
@@ -236,12 +236,18 @@ class Lookups(Reads):
 
     def _of_type(self, owner: type, name: str) -> Any:
         found = in_classes(owner.__mro__, name)
+        if name == "__dict__" and self.is_of_user(owner):  # a new view each time: all that it shows counts
+            shown = f"vars({owner.__name__})"
+            self.whole(Place(vars(owner), shown, self.place(owner), Step(ATTRIBUTE, name)))
+            return UNKNOWN
         if issubclass(type(owner), enum.EnumType):
             return found if issubclass(type(found), owner) else UNKNOWN
         if found is missing:
             kind: Any = type(owner)
             meta = in_classes(kind.__mro__, name)
-            if meta is not missing:
+            if type(meta) is types.GetSetDescriptorType and self.is_of_user(owner):
+                self._said_of_class(owner, name, getattr(owner, name))
+            elif meta is not missing:
                 self.of_class(kind, name, meta)
             else:
                 self.of_class(owner, name, missing)
@@ -253,6 +259,10 @@ class Lookups(Reads):
             return MethodType(found.__func__, owner)
         as_it_is = (FunctionType, types.MethodDescriptorType, types.WrapperDescriptorType)
         return UNKNOWN if computes(found) and type(found) not in as_it_is else found
+
+    def _said_of_class(self, cls: type, name: str, value: Any) -> None:
+        if is_value(value):  # such as its name
+            self._read(cls, Step(ATTRIBUTE, name), value)
 
     def of_class(self, cls: type, name: str, found: Any) -> None:
         """Record what a user's class stores under a name."""
@@ -288,10 +298,9 @@ class Lookups(Reads):
         self.found(place, Step(PART, ask), value, f"{place.name}()")
         return value
 
-    def takes_from(self, value: Any, method: str) -> None:
-        """Record a method call on a compiled queue: ``get`` and its variants advance it."""
-        if method.startswith("get"):
-            self._advanced.append((self.place(value), self._site))
+    def goes_on(self, value: Any) -> None:
+        """Record that the step advances an object unseen, such as a compiled queue."""
+        self._advanced.append((self.place(value), self._site))
 
     def says(self, owner: Any, ask: Any, value: Any, text: str) -> Any:
         """Record and return an object's answer to a query that can be repeated."""

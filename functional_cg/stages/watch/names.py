@@ -16,7 +16,9 @@ from .lookups import Lookups
 from .places import ATTRIBUTE, CELL, ITEM, How, Place, Step
 from .values import in_classes, is_container, is_value, missing
 
-__all__ = ["HostReads"]
+__all__ = ["HostReads", "first_argument"]
+
+_TAKES_ANY = 0x04  # code flag of functions with ``*args``
 
 
 class HostReads(Lookups):
@@ -29,6 +31,7 @@ class HostReads(Lookups):
     def __init__(self, constants: Iterable[torch.Tensor] = ()) -> None:
         super().__init__(constants)
         self._made: dict[CodeType, list[dict[str, tuple[Place, Step]]]] = {}
+        self._methods: dict[type, Mapping[CodeType, list[str]]] = {}
 
     def handed(self, value: Any, name: str) -> None:
         """Record an object that the step gets from its caller."""
@@ -44,8 +47,9 @@ class HostReads(Lookups):
         code, self.frame = frame.f_code, frame
         self.says_autocast = self.says_autocast or "autocast" in code.co_names
         held = frame.f_locals
-        if code.co_argcount and code.co_varnames[0] in held:
-            self._method(held[code.co_varnames[0]], code)
+        owner = first_argument(code, held)
+        if owner is not UNKNOWN:
+            self._method(owner, code)
         cells: dict[str, list[tuple[Place, Step]]] = {name: [] for name in code.co_freevars}
         for place in self._called(code, held):
             self._defaults(place, code, held)
@@ -70,10 +74,10 @@ class HostReads(Lookups):
         if issubclass(type(owner), torch.Tensor) or not self.has_parts(owner):
             return
         cls = owner if issubclass(type(owner), type) else type(owner)
-        found = in_classes(cls.__mro__, code.co_name)
-        function = getattr(found, "fget", None) or getattr(found, "__func__", found)
-        if type(function) is FunctionType and function.__code__ is code:
-            self.of_class(cls, code.co_name, found)
+        if cls not in self._methods:
+            self._methods[cls] = _names_of_methods(cls)
+        for name in self._methods[cls].get(code, ()):
+            self.of_class(cls, name, in_classes(cls.__mro__, name))
 
     def _defaults(self, place: Place, code: CodeType, held: Mapping[str, Any]) -> None:
         if place.owner is not None:  # compared as part of the definition
@@ -141,6 +145,28 @@ class HostReads(Lookups):
         place = self.root(namespace, "globals()")
         self.part(place, has_key(name), False, name, name, defines=True)  # a global would shadow it
         return getattr(builtins, name, UNKNOWN)
+
+
+def first_argument(code: CodeType, held: Mapping[str, Any]) -> Any:
+    """Return the first argument of a call, be it one of ``*args``; UNKNOWN if there is none."""
+    if code.co_argcount:
+        return held.get(code.co_varnames[0], UNKNOWN)
+    given = held.get(code.co_varnames[code.co_kwonlyargcount], ()) if code.co_flags & _TAKES_ANY else ()
+    return given[0] if type(given) is tuple and given else UNKNOWN
+
+
+def _names_of_methods(cls: type) -> Mapping[CodeType, list[str]]:
+    """Return by code the names under which a class or its bases keep it: as a method or in one, decorated or not."""
+    found: dict[CodeType, list[str]] = {}
+    for name in dict.fromkeys(name for one in cls.__mro__ for name in vars(one)):
+        stored = in_classes(cls.__mro__, name)
+        function = getattr(stored, "fget", None) or getattr(stored, "__func__", stored)
+        met: set[int] = set()
+        while type(function) is FunctionType and id(function) not in met:
+            met.add(id(function))
+            found.setdefault(function.__code__, []).append(name)
+            function = vars(function).get("__wrapped__")
+    return found
 
 
 def _closes_over(function: FunctionType, held: Mapping[str, Any]) -> bool:

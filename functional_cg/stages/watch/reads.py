@@ -49,6 +49,7 @@ class Reads:
       functions: Places of the functions found so far, by code.
       says_autocast: Whether a function names autocast, and so may depend on its default dtypes.
       memory: The constants that some function remembers.
+      threads: The lines that start a thread.
       contexts: How often the step has set a context variable, less how often it has reset it.
     """
 
@@ -59,6 +60,7 @@ class Reads:
         self._advanced: list[tuple[Place, Location]] = []
         self._written: dict[int, Place] = {}
         self.asked_types: list[Location] = []
+        self.threads: list[Location] = []
         self.says_autocast = False
         self.contexts: Counter[ContextVar[Any]] = Counter()
         self._constants = {id(tensor) for tensor in constants}
@@ -342,6 +344,10 @@ class Reads:
     def asks_for_type(self) -> None:
         """Record that the type of a traced tensor is compared with that of ordinary ones: the answer is another."""
         self.asked_types.append(self._site)
+
+    def starts_thread(self) -> None:
+        """Record that the step starts a thread, whose reads are not seen."""
+        self.threads.append(self._site)
 
     def went_on(self, frame: FrameType) -> None:
         """Record that a generator from before the step resumes."""

@@ -182,6 +182,8 @@ class Shadow(Calls):
         pair = self.stack[-2:]
         if len(pair) == 2 and any(in_classes(type(one).__mro__, "__eq__") is object.__eq__ for one in pair):
             self._compared(*pair)
+        for one in pair:
+            self.use_compared(one)
         self.other(ins)
 
     def _compared(self, one: Any, other: Any, *, differ: bool = False) -> None:

@@ -223,7 +223,7 @@ class Stack:
         name, arg = ins.opname, ins.arg or 0
         if name in _TAKES_BY_ARGUMENT:
             count = _TAKES_BY_ARGUMENT[name](arg)
-            deep = False
+            deep = name == "FORMAT_VALUE"
         elif name in _MOVES:
             count, deep = _MOVES[name], False
         elif name in _TAKES:

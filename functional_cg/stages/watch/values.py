@@ -6,6 +6,7 @@ Only the part of a container that the step reads is compared: its length, whethe
 from __future__ import annotations
 
 import array
+import ctypes
 import enum
 import itertools
 import numbers
@@ -14,9 +15,10 @@ import sys
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, ItemsView, Iterable, KeysView, ValuesView
+from collections.abc import Callable, ItemsView, Iterable, KeysView, Sequence, ValuesView
+from dataclasses import dataclass
 from types import FunctionType, MappingProxyType
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -25,7 +27,9 @@ from ...state.arena import BufferSpec
 
 __all__ = [
     "Contents",
+    "Excerpt",
     "Shape",
+    "excerpts",
     "in_classes",
     "instance_dict",
     "is_array",
@@ -35,7 +39,7 @@ __all__ = [
     "shown",
 ]
 
-_SHOWN = 8
+_LONG, _PARTS = 2000, 16  # letters of a value and parts of a container that a message shows
 _SCALARS = (
     numbers.Number,
     str,
@@ -51,7 +55,19 @@ _SCALARS = (
 )
 _VIEWS: tuple[type, ...] = (type({}.keys()), type({}.values()), type({}.items()))
 _CONTAINERS = (
-    *(list, tuple, dict, set, frozenset, deque, bytearray, MappingProxyType, array.array, memoryview),
+    *(
+        list,
+        tuple,
+        dict,
+        set,
+        frozenset,
+        deque,
+        bytearray,
+        MappingProxyType,
+        array.array,
+        memoryview,
+        ctypes.Array,
+    ),
     *_VIEWS,
 )
 _ELSEWHERE = (
@@ -59,6 +75,8 @@ _ELSEWHERE = (
     weakref.ProxyType,
     weakref.CallableProxyType,
 )  # keep their attributes elsewhere
+_LARGE = 1 << 24  # bytes of an array whose numbers a message would take seconds to look through
+_PAIRED = (dict, MappingProxyType)  # whose parts are keys and values in turn
 missing = object()
 
 
@@ -104,19 +122,20 @@ class Contents:
     """A snapshot of a container's contents; its parts are compared by identity, then by value.
 
     Attributes:
+      kind: The class of the container.
       parts: The contents: of a dict, keys and values.
     """
 
-    __slots__ = ("_kind", "_read", "parts")
+    __slots__ = ("_read", "kind", "parts")
     __hash__ = None  # type: ignore[assignment]
 
     def __init__(self, container: Any) -> None:
-        self._kind, self._read = type(container), _reader(container)
+        self.kind, self._read = type(container), _reader(container)
         self.parts = tuple(self._read(container))
 
     def is_in(self, container: Any) -> bool:
         """Whether a container holds the same now."""
-        if type(container) is not self._kind:
+        if type(container) is not self.kind:
             return False
         now, parts = tuple(self._read(container)), self.parts
         return len(now) == len(parts) and (
@@ -126,16 +145,9 @@ class Contents:
     def __eq__(self, other: object) -> bool:
         return (
             isinstance(other, Contents)
-            and (self._kind, len(self.parts)) == (other._kind, len(other.parts))
+            and (self.kind, len(self.parts)) == (other.kind, len(other.parts))
             and all(map(_same_part, self.parts, other.parts))
         )
-
-    def __repr__(self) -> str:
-        parts = [repr(p) if is_value(p) else type(p).__name__ for p in self.parts[: 2 * _SHOWN]]
-        if issubclass(self._kind, dict | MappingProxyType):
-            parts = [f"{key}: {value}" for key, value in zip(parts[::2], parts[1::2], strict=True)]
-            return f"{{{', '.join(parts)}}}"
-        return f"{self._kind.__name__} of {', '.join(parts) or 'nothing'}"
 
 
 class Shape:
@@ -170,8 +182,8 @@ def _reader(container: Any) -> Callable[[Any], Iterable[Any]]:
             return iter
         case list() | tuple() | deque() | bytearray() | array.array():
             return iter
-        case memoryview():
-            return lambda now: (now.tobytes(),)
+        case memoryview() | ctypes.Array():
+            return lambda now: (bytes(now),)
     return _array_parts
 
 
@@ -186,8 +198,57 @@ def _same_part(new: Any, old: Any) -> bool:
     return new is old or inner or same(new, old)
 
 
+@dataclass(frozen=True)
+class Excerpt:
+    """What a message shows of a container."""
+
+    text: str
+
+    def __repr__(self) -> str:
+        return self.text
+
+
+def excerpts(one: Contents, other: Contents) -> tuple[Excerpt, Excerpt]:
+    """Return what a message shows of two contents."""
+    ours, theirs = _elements(one), _elements(other)
+    pairs = enumerate(zip(ours, theirs, strict=False))
+    first = next((at for at, pair in pairs if not _same_part(*pair)), 0)
+    if max(len(ours), len(theirs)) <= _PARTS:
+        first = 0
+    if issubclass(one.kind, _PAIRED):
+        first -= first % 2
+    return Excerpt(_text(one.kind, ours, first)), Excerpt(_text(other.kind, theirs, first))
+
+
+def _elements(contents: Contents) -> Sequence[Any]:
+    """Return the parts of a container; of an array, its shape, its dtype, and all its numbers unless it is large."""
+    parts, numpy = contents.parts, sys.modules.get("numpy")
+    if issubclass(contents.kind, memoryview | ctypes.Array):
+        return cast("bytes", parts[0])
+    if numpy is None or not issubclass(contents.kind, numpy.ndarray) or type(parts[-1]) is not bytes:
+        return parts
+    shape, name, data = parts
+    if len(data) > _LARGE:
+        return [shape, name]
+    plain = name in numpy.sctypeDict  # else it is that of a record
+    return [shape, name, *numpy.frombuffer(data, name if plain else "uint8").tolist()]
+
+
+def _text(kind: type, elements: Sequence[Any], first: int) -> str:
+    parts = [
+        shown(part) if is_value(part) else type(part).__name__ for part in elements[first : first + _PARTS]
+    ]
+    if issubclass(kind, _PAIRED):
+        parts = [f"{key}: {value}" for key, value in zip(parts[::2], parts[1::2], strict=True)]
+    parts = ["..."] * (first > 0) + parts + ["..."] * (first + _PARTS < len(elements))
+    if issubclass(kind, _PAIRED):
+        return f"{{{', '.join(parts)}}}"
+    return f"{kind.__name__} of {', '.join(parts) or 'nothing'}"
+
+
 def shown(value: object) -> str:
-    """Return a value as text; a tensor as its spec, since its numbers would wait for the device."""
+    """Return a value as a short text; a tensor as its spec, since its numbers would wait for the device."""
     if isinstance(value, torch.Tensor):
         return f"the tensor {BufferSpec.of(value)}"
-    return repr(value)
+    text = repr(value)
+    return text if len(text) <= _LONG else f"{text[: _LONG // 2]} ... {text[-_LONG // 2 :]}"

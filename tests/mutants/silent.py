@@ -1,0 +1,65 @@
+"""Mutants of what a second attack found: host reads in other spellings, signals, forks, orders of an optimizer."""
+
+from __future__ import annotations
+
+from tests.mutants.mutant import Mutant
+
+__all__ = ["SILENT"]
+
+TESTS = "tests/test_second_attack.py::"
+NO_GPU = "decided on the host, the same on every device"
+
+SILENT = (
+    Mutant(
+        "N160",
+        "a signal that comes again while it is held back is kept as often: each is a frame more at the end",
+        (
+            (
+                "        if number not in self._waiting:\n",
+                "        if True:\n",
+            ),
+        ),
+        ("tests/test_signals.py::test_a_timer_that_strikes_all_the_while_is_answered_once",),
+        no_gpu=NO_GPU,
+    ),
+    Mutant(
+        "N161",
+        "a fork does not wait for what another thread imports of torch",
+        (("importing = time.monotonic() < latest and bool(imported_elsewhere())", "importing = False"),),
+        ("tests/test_forks.py::test_a_fork_waits_for_what_another_thread_imports_of_torch",),
+        no_gpu="a forked child has no GPU",
+    ),
+    Mutant(
+        "N162",
+        "a method is looked for under the name of its code, which is another one behind a decorator or an alias",
+        (
+            (
+                "while type(function) is FunctionType and id(function) not in met:",
+                "while type(function) is FunctionType and function.__code__.co_name == name and not met:",
+            ),
+        ),
+        (f"{TESTS}test_each_change_is_loud[method by another name]",),
+        no_gpu=NO_GPU,
+    ),
+    Mutant(
+        "N163",
+        "what a step gives to a thread through a queue is no change of the host",
+        (('name.startswith(("get", "put"))', 'name.startswith("get")'),),
+        (f"{TESTS}test_what_a_step_gives_to_other_threads_is_refused",),
+        no_gpu=NO_GPU,
+    ),
+    Mutant(
+        "N165",
+        "a step keeps alive what it found on the way to a value, also after the program has replaced it",
+        (("    watched.let_go()\n", ""),),
+        (f"{TESTS}test_a_step_keeps_nothing_alive_that_the_program_has_replaced[attribute]",),
+        no_gpu=NO_GPU,
+    ),
+    Mutant(
+        "N164",
+        "a link that takes gradients may stand behind the learning rate",
+        (("if pair[0].descends and pair[1].takes_gradients", "if False"),),
+        ("tests/test_optim.py::test_what_takes_gradients_comes_before_the_learning_rate[scale_by_adam]",),
+        no_gpu=NO_GPU,
+    ),
+)
