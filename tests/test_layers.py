@@ -40,6 +40,7 @@ ORDER = (
     "optim",
     "call",
     "stages.program",
+    "stages.keys",
     "stages.variables",
     "stages.blocks",
     "stages.work",

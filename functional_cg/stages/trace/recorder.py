@@ -33,10 +33,10 @@ from ...tensors.overlap import storage_key
 from ...transforms.debug import REPORTS
 from ...tree import KeyPath, path_string
 from ..blocks import Blocks
+from ..keys import is_drawn
 from ..program import Constant, Instr, Program, Report, Var, inputs_behind
 from ..variables import Reference, Variables
 from .host import taken_as_valid
-from .keys import is_drawn
 from .known import BY_NUMBER, Supposed, as_filling, aside_from_modes, by_places, filled, result_of, value_of
 from .recipe import Recipe
 from .rules import Rules, refuse_mixed_dtypes
@@ -71,14 +71,8 @@ class Recorder(TorchDispatchMode):
         self.tables: list[Table] = []
         self.mesh = mesh_of([spec for state in recipe.states for spec in state.specs])
         self.met, self.work = Met(), OwnWork()
-        self.rules = Rules(
-            recipe.name,
-            self._protected,
-            self.copied,
-            self.met.fixed,
-            recipe.function,
-            on_a_mesh=self.mesh is not None,
-        )
+        owners, meshed = (self._protected, self.copied, self.met.fixed), self.mesh is not None
+        self.rules = Rules(recipe.name, *owners, recipe.function, self.writes_to, on_a_mesh=meshed)
         self._origins = Origins(self.work)
         self.supposed = Supposed(self.program, recipe.value)
         self._rehearses, self._as_before = False, cast("Any", None)
@@ -116,7 +110,14 @@ class Recorder(TorchDispatchMode):
     def release(self) -> list[Reference]:
         """Drop all tensors of the trace; any that stay alive are held by user code."""
         references, met = self._known.release(), self.met
-        for one in (self._blocks.known, met.buffers, met.applied, met.fixed, self.work.replaced):
+        for one in (
+            self._blocks.known,
+            met.buffers,
+            met.applied,
+            met.fixed,
+            self.work.replaced,
+            self.rules.places,
+        ):
             one.clear()
         return references
 
@@ -225,7 +226,7 @@ class Recorder(TorchDispatchMode):
             behind = inputs_behind(self.program, self._input_names, read)
             inputs, drawn = behind if "shape" in reason else [], is_drawn(self.program, read)
             raise self.rules.host_read(reason, func, owner, inputs=inputs, drawn=drawn)
-        written = self.rules.check(func, args, kwargs, storage_key)
+        written = self.rules.check(func, args, kwargs)
         for tensor in tensors:
             self._refuse_unknown(func, tensor, written)
         refuse_mixed_dtypes(func, tensors)

@@ -31,13 +31,13 @@ from ...nn.refusals import registered_fix
 from ...pytree.trees import opened
 from ...state.arena import BufferSpec
 from ...tensors.aten import argument, can_draw, sync_reason, tensors_in, written_arguments
+from ...tensors.overlap import storage_key
 from .naming import module_fix, owned_fix, owns, read_fix, way_to
+from .places import Places
 
 __all__ = ["MIXED_DTYPES", "Rules", "host_sync", "refuse_mixed_dtypes"]
 
 _WRITE_FIX = "return the new value in `metrics` or in the new state, and write it in the loop."
-
-
 _DECIDE_OUTSIDE = "return the value in `metrics` and decide outside of the step"
 MIXED_DTYPES = "expected tensors of one dtype"
 
@@ -114,7 +114,8 @@ class Rules:
       copied: Those that may be written nevertheless: the step writes its own copy of an input.
       fixed: By id, name and tensor of what modules hold beside parameters and buffers; may still grow.
       code: The function itself, searched for the names of tensors in messages.
-      on_a_mesh: Whether the ranks of a state's mesh trace together and check that they agree.
+      writes_to: Returns how many calls of the trace have written the memory of a tensor.
+      on_a_mesh: Whether the ranks of a state's mesh trace together and agree.
     """
 
     def __init__(
@@ -124,6 +125,7 @@ class Rules:
         copied: Collection[int],
         fixed: Mapping[int, tuple[str, Tensor]],
         code: Callable[..., Any],
+        writes_to: Callable[[Tensor], int],
         *,
         on_a_mesh: bool,
     ) -> None:
@@ -132,6 +134,7 @@ class Rules:
         self._code = code
         self._protected, self._copied, self._fixed = protected, copied, fixed
         self._facts: dict[Any, _Facts] = {}
+        self.places = Places(function, writes_to)  # what was copied where PyTorch has views
         self._first: FunctionalCGError | None = None
 
     def remember(self, error: FunctionalCGError) -> None:
@@ -154,8 +157,9 @@ class Rules:
         """Raise the first refusal again if the function caught it and returned."""
         if self._first is not None:
             raise self._first
+        self.places.refuse_owed()
 
-    def check(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], key: Any) -> list[Tensor]:
+    def check(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
         """Refuse an op, or return the tensors that it writes."""
         facts = self._facts.get(func)
         if facts is None:
@@ -168,14 +172,13 @@ class Rules:
             raise self._random(func)
         if facts.may_move:
             self._check_move(func, args, kwargs)
-        if facts.counts_from_the_storage and key(args[0]) in self._protected:
+        if facts.counts_from_the_storage and storage_key(args[0]) in self._protected:
             raise self._from_the_storage(func)
-        if not facts.may_write:
-            return []
-        written = written_arguments(func, args, kwargs)
+        written = written_arguments(func, args, kwargs) if facts.may_write else []
+        self.places.check(func, args, kwargs, written)
         for tensor in written:
-            owner = self._protected.get(key(tensor))
-            if owner is not None and key(tensor) not in self._copied:
+            owner = self._protected.get(storage_key(tensor))
+            if owner is not None and storage_key(tensor) not in self._copied:
                 raise self._mutation(func, owner, tensor)
         return written
 
