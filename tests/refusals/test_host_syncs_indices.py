@@ -11,20 +11,6 @@ import functional_cg as fcg
 from tests.refusals.judge import Spelling, accepted, assert_spelling, metric
 
 
-def scalar_index(s, b):
-    return b["x"][b["i"]]
-
-
-def scalar_index_of_columns(s, b):
-    return b["x"][:, b["i"]]
-
-
-def scalar_index_write(s, b):
-    x = b["x"].clone()
-    x[b["i"]] = 1.0
-    return x
-
-
 def window(s, b):
     return b["x"][b["i"] : b["i"] + 2]
 
@@ -142,21 +128,6 @@ def padded(s, b):
 
 
 INDICES = [
-    Spelling(
-        scalar_index,
-        "write `b['x'].index_select(0, b['i'][None])[0]`",
-        lambda s, b: b["x"].index_select(0, b["i"][None])[0],
-    ),
-    Spelling(
-        scalar_index_of_columns,
-        "write `b['x'].index_select(1, b['i'][None]).squeeze(1)`",
-        lambda s, b: b["x"].index_select(1, b["i"][None]).squeeze(1),
-    ),
-    Spelling(
-        scalar_index_write,
-        "`x = x.index_fill(0, b['i'][None], 1.0)`",
-        lambda s, b: b["x"].index_fill(0, b["i"][None], 1.0),
-    ),
     Spelling(
         window,
         "`b['x'].index_select(0, torch.arange(2, device=b['x'].device) + b['i'])`",
