@@ -142,6 +142,43 @@ def test_a_buffer_of_a_state_is_filled_row_by_row() -> None:
         assert torch.equal(metrics["last"], expected[(call - 1) % 3])
 
 
+class Queue(torch.nn.Module):
+    """Remembers the last rows that it has seen, as in MoCo."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("rows", torch.zeros(5, 2))
+        self.register_buffer("at", torch.tensor(0))
+        self.scale = torch.nn.Parameter(torch.ones(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        last = self.rows[(self.at - 1) % 5].clone()
+        for row in x.detach():
+            self.rows[self.at] = row
+            self.rows[self.at, 0] -= 1.0
+            self.at.add_(1).remainder_(5)
+        return self.scale * (x @ self.rows.clone().T).sum() + last.sum()
+
+
+def test_a_buffer_of_a_module_counts_where_it_writes() -> None:
+    """Its value is no condition of the trace: the module changes it."""
+    module = Queue()
+    apply, params, buffers = fcg.from_module(module)
+
+    @fcg.graph_step(lowering="aten")
+    def step(state: Any, x: Tensor) -> Any:
+        out, new = apply(state["params"], state["buffers"], x)
+        return {"params": state["params"], "buffers": new}, {"out": out}
+
+    state = fcg.place({"params": params, "buffers": buffers})
+    for call in range(6):
+        x = torch.randn(3, 2, generator=torch.Generator().manual_seed(call))
+        state, metrics = step(state, x)
+        assert torch.equal(metrics["out"], module(x))
+        assert torch.equal(state["buffers"]["rows"], module.rows)
+    assert step.stats.captures == 1
+
+
 def write_into_it(y: Tensor, t: Tensor) -> Tensor:
     y[t].add_(1)
     return y

@@ -88,7 +88,8 @@ class _Take(torch.autograd.Function):
 
     @staticmethod
     def forward(values: Tensor, place: Tensor, axis: int) -> Tensor:
-        return values[(*[slice(None)] * axis, place)]
+        index: Any = (*[slice(None)] * axis, place)
+        return values[index]
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor, int], output: Tensor) -> None:
@@ -114,7 +115,8 @@ class _Put(torch.autograd.Function):
     @staticmethod
     def forward(values: Tensor, place: Tensor, axis: int, size: int) -> Tensor:
         zeros = values.new_zeros([*values.shape[:axis], size, *values.shape[axis + 1 :]])
-        return torch.ops.aten.index_put.default(zeros, [*[None] * axis, place], values)
+        out: Tensor = torch.ops.aten.index_put.default(zeros, [*[None] * axis, place], values)
+        return out
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor, int, int], output: Tensor) -> None:
@@ -137,21 +139,21 @@ def taken(values: Tensor, place: Tensor, axis: int) -> Tensor:
 
 
 def place_in(
-    values: Tensor, index: Any, known: Callable[[Tensor], object]
+    values: Tensor, index: Any, is_given: Callable[[Tensor], bool]
 ) -> tuple[int, Tensor, tuple[Any, ...]] | None:
-    """Find the first number in an index between brackets that is a tensor of integers, of an unknown value.
+    """Find the first number in an index between brackets that is a tensor of integers, and not always the same.
 
     Args:
       values: What is indexed.
       index: As Python hands it over.
-      known: Whether a tensor's value is known.
+      is_given: Whether what a tensor holds may differ between replays.
     Returns:
       (axis, place, rest): along which axis it counts, the number as i64[1], and the index of what is :func:`taken`
       there; None if there is no such number.
     """
     parts = index if isinstance(index, tuple) else (index,)
     for at, part in enumerate(parts):
-        if isinstance(part, Tensor) and part.dtype in _NUMBERS and not part.dim() and not known(part):
+        if isinstance(part, Tensor) and part.dtype in _NUMBERS and not part.dim() and is_given(part):
             before, behind = parts[:at], parts[at + 1 :]
             axis = sum(map(_axes, before))
             if any(one is Ellipsis for one in before):

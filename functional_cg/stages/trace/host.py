@@ -124,7 +124,7 @@ class HostGuard(TorchFunctionMode):
         if func is Tensor.__setitem__ and isinstance(args[2], Selected) and isinstance(args[1], Tensor):
             if args[2].written_into(args[0], args[1], self._writes_to(args[1])):
                 return None
-        if (found := at_a_place(func, args, self._call, self._value_of, self._rules.places)) is not None:
+        if (found := at_a_place(func, args, self._call, self._rules.places)) is not None:
             return found[0]
         try:
             return func(*args, **kwargs)

@@ -19,6 +19,7 @@ from ...messages.source import at_here
 from ...tensors.aten import tensors_in, unwrapped
 from ...tensors.overlap import storage_key
 from ...tensors.selected import place_in, taken
+from ..variables import History
 
 __all__ = ["Places", "at_a_place"]
 
@@ -40,11 +41,11 @@ class Places:
 
     Args:
       function: Name of the user's function, for messages.
-      writes_to: Returns how many calls of the trace have written the memory of a tensor.
+      history: What the calls of the trace have written.
     """
 
-    def __init__(self, function: str, writes_to: Callable[[Tensor], int]) -> None:
-        self._function, self._writes_to = function, writes_to
+    def __init__(self, function: str, history: History) -> None:
+        self._function, self._writes_to, self.is_given = function, history.writes_to, history.is_given
         self._copies: dict[int, _Copy] = {}  # by storage of the copy
         self._owed: dict[
             int, FunctionalCGError
@@ -107,20 +108,13 @@ class Places:
         )
 
 
-def at_a_place(
-    func: Any,
-    args: Sequence[Any],
-    call: Callable[..., Any],
-    known: Callable[[Tensor], object],
-    places: Places,
-) -> tuple[Any] | None:
+def at_a_place(func: Any, args: Sequence[Any], call: Callable[..., Any], places: Places) -> tuple[Any] | None:
     """Return the result, as a 1-tuple, of an indexing function whose index has a number on the device; else None.
 
     Args:
       func: The function.
       args: Its arguments.
       call: ``call(func, args, kwargs)`` runs a function as the trace does.
-      known: Returns what a tensor holds; None if that is not known.
       places: The copies that the trace has made.
     """
     if func in _SELECTS and len(args) == 3:
@@ -129,7 +123,7 @@ def at_a_place(
     if func is not _GET and func is not _SET:
         return None
     values, index, *new = args
-    found = place_in(values, index, lambda number: known(number) is not None)
+    found = place_in(values, index, places.is_given)
     if found is None:
         return None
     axis, place, rest = found
@@ -141,4 +135,5 @@ def at_a_place(
         places.note(part, values, index)
         return (part,)
     call(_SET, (part, rest, *new), {})
-    return (_SET(values, (*[slice(None)] * axis, place), part),)
+    where: Any = (*[slice(None)] * axis, place)
+    return (_SET(values, where, part),)

@@ -35,7 +35,7 @@ from ...tree import KeyPath, path_string
 from ..blocks import Blocks
 from ..keys import is_drawn
 from ..program import Constant, Instr, Program, Report, Var, inputs_behind
-from ..variables import Reference, Variables
+from ..variables import History, Reference, Variables
 from .host import taken_as_valid
 from .known import BY_NUMBER, Supposed, as_filling, aside_from_modes, by_places, filled, result_of, value_of
 from .recipe import Recipe
@@ -59,12 +59,11 @@ class Recorder(TorchDispatchMode):
         super().__init__()
         self.program = Program(recipe.name, [], [], [])
         self._input_names = recipe.input_names
-        self._mode = mode
-        self._first = first
-        self._checkpoint = checkpoint
+        self._mode, self._first, self._checkpoint = mode, first, checkpoint
         self._aside = aside or (lambda act, *args: act(*args))
         self._known = Variables(mode)
         self._blocks = Blocks(self.program, self._known)
+        self.history = History(self.program, self._known.of)
         self._protected: dict[int, str] = {}
         self.copied: set[int] = set()  # storages of inputs
         self.declared = self._known.declared
@@ -72,7 +71,7 @@ class Recorder(TorchDispatchMode):
         self.mesh = mesh_of([spec for state in recipe.states for spec in state.specs])
         self.met, self.work = Met(), OwnWork()
         owners, meshed = (self._protected, self.copied, self.met.fixed), self.mesh is not None
-        self.rules = Rules(recipe.name, *owners, recipe.function, self.writes_to, on_a_mesh=meshed)
+        self.rules = Rules(recipe.name, *owners, recipe.function, self.history, on_a_mesh=meshed)
         self._origins = Origins(self.work)
         self.supposed = Supposed(self.program, recipe.value)
         self._rehearses, self._as_before = False, cast("Any", None)
@@ -135,6 +134,7 @@ class Recorder(TorchDispatchMode):
         finally:
             self._rehearses = False
             del self.program.instrs[start:]
+            self.history.forget()
 
     def unknown(
         self, shape: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype, device: torch.device
@@ -142,7 +142,7 @@ class Recorder(TorchDispatchMode):
         """Make a fake tensor that no call computes, so that the host cannot read it."""
         with self._mode:
             tensor = torch.empty_strided(shape, stride, dtype=dtype, device=device)
-        self._new_var(tensor)
+        self.history.mark(self._new_var(tensor))
         return tensor
 
     def place(self) -> Any:
@@ -238,13 +238,6 @@ class Recorder(TorchDispatchMode):
 
     def _view(self, tensor: Tensor, shape: Sequence[int]) -> Tensor:
         return self._dispatch(torch.ops.aten.view.default, (tensor, shape), {})  # type: ignore[no-any-return]
-
-    def writes_to(self, tensor: Tensor) -> int:
-        """Return how many calls so far have written the memory of a tensor."""
-        var = self.var_of(tensor)
-        return sum(
-            var is not None and one.storage == var.storage for i in self.program.instrs for one in i.writes
-        )
 
     def value_of(self, tensor: Tensor) -> Tensor | None:
         """Return what a tensor of the trace holds, if that is the same in each replay; else None."""

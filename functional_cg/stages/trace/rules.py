@@ -32,6 +32,7 @@ from ...pytree.trees import opened
 from ...state.arena import BufferSpec
 from ...tensors.aten import argument, can_draw, sync_reason, tensors_in, written_arguments
 from ...tensors.overlap import storage_key
+from ..variables import History
 from .naming import module_fix, owned_fix, owns, read_fix, way_to
 from .places import Places
 
@@ -114,7 +115,7 @@ class Rules:
       copied: Those that may be written nevertheless: the step writes its own copy of an input.
       fixed: By id, name and tensor of what modules hold beside parameters and buffers; may still grow.
       code: The function itself, searched for the names of tensors in messages.
-      writes_to: Returns how many calls of the trace have written the memory of a tensor.
+      history: What the calls of the trace have written.
       on_a_mesh: Whether the ranks of a state's mesh trace together and agree.
     """
 
@@ -125,16 +126,14 @@ class Rules:
         copied: Collection[int],
         fixed: Mapping[int, tuple[str, Tensor]],
         code: Callable[..., Any],
-        writes_to: Callable[[Tensor], int],
+        history: History,
         *,
         on_a_mesh: bool,
     ) -> None:
-        self._function = function
-        self._on_a_mesh = on_a_mesh
-        self._code = code
+        self._function, self._code, self._on_a_mesh = function, code, on_a_mesh
         self._protected, self._copied, self._fixed = protected, copied, fixed
         self._facts: dict[Any, _Facts] = {}
-        self.places = Places(function, writes_to)  # what was copied where PyTorch has views
+        self.places = Places(function, history)  # what was copied where PyTorch has views
         self._first: FunctionalCGError | None = None
 
     def remember(self, error: FunctionalCGError) -> None:
