@@ -41,6 +41,7 @@ ORDER = (
     "call",
     "stages.program",
     "stages.keys",
+    "stages.kinds",
     "stages.variables",
     "stages.blocks",
     "stages.work",

@@ -34,12 +34,13 @@ from ...transforms.debug import REPORTS
 from ...tree import KeyPath, path_string
 from ..blocks import Blocks
 from ..keys import is_drawn
+from ..kinds import not_strided, refuse_layouts, refuse_mixed_dtypes
 from ..program import Constant, Instr, Program, Report, Var, inputs_behind
 from ..variables import History, Reference, Variables
 from .host import taken_as_valid
 from .known import BY_NUMBER, Supposed, as_filling, aside_from_modes, by_places, filled, result_of, value_of
 from .recipe import Recipe
-from .rules import Rules, refuse_mixed_dtypes
+from .rules import Rules
 from .strays import Table, is_cached, may_be_table
 from .twice import refuse_another_call, refuse_another_literal
 
@@ -103,7 +104,7 @@ class Recorder(TorchDispatchMode):
 
     def _new_var(self, tensor: Tensor) -> Var:
         if tensor.layout != torch.strided:
-            raise self.rules.sparse(tensor)
+            raise not_strided(self.program.function, f"{tensor.layout} of shape {list(tensor.shape)}")
         return self._known.new(tensor)
 
     def release(self) -> list[Reference]:
@@ -207,6 +208,7 @@ class Recorder(TorchDispatchMode):
         if func._schema.name in PUTS:
             args = self._from_here(args)
         tensors = list(tensors_in([*args, *kwargs.values()]))
+        refuse_layouts(self.program.function, func, tensors)
         if self._adopts(func, args, kwargs, tensors):
             args, kwargs = self._with_constants(args), self._with_constants(kwargs)
             tensors = list(tensors_in([*args, *kwargs.values()]))

@@ -22,7 +22,6 @@ from ...errors import (
     FunctionalCGError,
     HostSyncError,
     ImplicitRandomnessError,
-    LayoutError,
     ReadOnlyError,
 )
 from ...messages.libraries import copy_fix, in_place_fix, keyed_fix, sync_fix
@@ -36,27 +35,13 @@ from ..variables import History
 from .naming import module_fix, owned_fix, owns, read_fix, way_to
 from .places import Places
 
-__all__ = ["MIXED_DTYPES", "Rules", "host_sync", "refuse_mixed_dtypes"]
+__all__ = ["Rules", "host_sync"]
 
 _WRITE_FIX = "return the new value in `metrics` or in the new state, and write it in the loop."
 _DECIDE_OUTSIDE = "return the value in `metrics` and decide outside of the step"
-MIXED_DTYPES = "expected tensors of one dtype"
 
 _DEBUGGERS = frozenset({"pdb", "reprlib", "debugpy", "pydevd", "_pydevd_bundle"})
 
-_PRODUCTS = frozenset(
-    {
-        "aten::addbmm",
-        "aten::addmm",
-        "aten::addmv",
-        "aten::baddbmm",
-        "aten::bmm",
-        "aten::convolution",
-        "aten::dot",
-        "aten::mm",
-        "aten::mv",
-    }
-)
 # In-place collectives, sends and receives; symmetric memory that ranks registered with each other.
 _BETWEEN_RANKS = frozenset({"c10d", "symm_mem"})
 # Functional collectives: allowed on a state's mesh, which makes the ranks agree.
@@ -275,16 +260,6 @@ class Rules:
             fix=f"{fix if frame is None else in_place_fix(frame, fix)}.",
         )
 
-    def sparse(self, tensor: Tensor) -> LayoutError:
-        """Return the error for a tensor whose size in memory depends on values."""
-        return LayoutError.of(
-            self._function,
-            "makes a sparse tensor.",
-            rows=[f"{tensor.layout} of shape {list(tensor.shape)}{at_here()}"],
-            why="How much memory it takes depends on values; a graph has fixed buffers.",
-            fix="use dense gradients, `sparse=False`, and dense tensors, `.to_dense()` before the step.",
-        )
-
     def data_assigned(self) -> ReadOnlyError:
         """Return the error for a tensor whose memory was replaced behind the dispatcher's back."""
         return ReadOnlyError.of(
@@ -380,17 +355,6 @@ def _facts(func: Any) -> _Facts:
         may_move=name in {"aten::_to_copy", "aten::copy_"},
         counts_from_the_storage=name in _FROM_THE_STORAGE,
     )
-
-
-def refuse_mixed_dtypes(func: Any, tensors: Sequence[Tensor]) -> None:
-    """Refuse, as the kernel would, a product of tensors of different dtypes; a fake product accepts them.
-
-    Raises:
-      RuntimeError: Naming the dtypes.
-    """
-    if func._schema.name in _PRODUCTS and len({tensor.dtype for tensor in tensors}) > 1:
-        found = ", ".join(str(BufferSpec.of(tensor)) for tensor in tensors)
-        raise RuntimeError(f"{MIXED_DTYPES}, got {found}")
 
 
 def _field(owner: str) -> str:
