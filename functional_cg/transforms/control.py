@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
@@ -17,7 +18,7 @@ from .. import tree as pytree
 from ..errors import LayoutError
 from ..messages.tracebacks import entry
 from ..state.arena import BufferSpec
-from ..tensors.aten import is_batched, is_in_place, one_unwrapped
+from ..tensors.aten import is_batched, is_in_place, one_unwrapped, tensors_in
 from ..tree import path_string, structure_diff
 
 __all__ = ["cond", "scan"]
@@ -106,35 +107,42 @@ class _Side(TorchFunctionMode):
 
     def __init__(self, selected: Tensor) -> None:
         super().__init__()
-        self._selected, self._start = selected, torch.autograd._get_sequence_nr()  # type: ignore[attr-defined]
+        self._selected = selected
+        self._made: WeakValueDictionary[int, Tensor] = WeakValueDictionary()
         self._gated: dict[int, tuple[Tensor, Tensor]] = {}
 
     def __torch_function__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
+        kwargs = kwargs or {}
         if not torch.is_grad_enabled() or _is_about_tensors(func):
-            return func(*args, **(kwargs or {}))
-        kept = int(is_in_place(getattr(func, "__name__", "")))  # what is written stays itself
-        return func(*args[:kept], *self._inside(args[kept:]), **self._inside(kwargs or {}))
+            return func(*args, **kwargs)
+        if is_in_place(getattr(func, "__name__", "")):  # what is written stays itself
+            return func(*args[:1], *self._inside(args[1:]), **self._inside(kwargs))
+        out = func(*self._inside(args), **self._inside(kwargs))
+        self._made.update((id(one), one) for one in tensors_in([out]))
+        return out
 
     def _inside(self, value: Any) -> Any:
         if isinstance(value, Tensor):
-            return self._inside_of(value) if self._is_from_outside(value) else value
+            return self._behind_the_gate(value) if _differentiated(value) else value
         if isinstance(value, dict):
             return {name: self._inside(one) for name, one in value.items()}
         return [self._inside(one) for one in value] if type(value) in (list, tuple) else value
 
-    def _inside_of(self, tensor: Tensor) -> Tensor:
+    def _behind_the_gate(self, tensor: Tensor) -> Tensor:
+        if self._made.get(id(tensor)) is tensor:
+            return tensor
         if id(tensor) not in self._gated:
             outer = tensor.view_as(tensor)  # which passes the gate of an outer branch
             self._gated[id(tensor)] = tensor, _Gate.apply(outer, self._selected)
         return self._gated[id(tensor)][1]
 
-    def _is_from_outside(self, tensor: Tensor) -> bool:
-        while is_batched(tensor):  # whether it is differentiated shows beneath
-            tensor = one_unwrapped(tensor)
-        made_by = tensor.grad_fn
-        return tensor.requires_grad and (made_by is None or made_by._sequence_nr() < self._start)
+
+def _differentiated(tensor: Tensor) -> bool:
+    while is_batched(tensor):  # it shows beneath
+        tensor = one_unwrapped(tensor)
+    return tensor.requires_grad
 
 
 def _is_about_tensors(func: Any) -> bool:
