@@ -105,6 +105,22 @@ def test_the_other_side_puts_no_nan_into_gradients(kind: str, *, closes_over: bo
         torch.testing.assert_close(torch.func.grad(lambda xs: torch.vmap(by_cond)(xs).sum())(xs), expected)
 
 
+@pytest.mark.cuda
+@pytest.mark.parametrize("lowering", ["aten", "inductor"])
+@pytest.mark.parametrize("kind", ["root", "both", "nested", "of inner gradients"])
+def test_the_other_side_puts_no_nan_into_gradients_of_a_gpu(kind: str, lowering: Any) -> None:
+    yes, no = SIDES[kind]
+
+    def gradient(f: Callable[..., Tensor]) -> Callable[[Tensor], Tensor]:
+        return fcg.grad(lambda x: f(x * 1.0))
+
+    fn = fcg.graph_fn(gradient(lambda x: fcg.cond(x > 0, yes, no, x)), lowering=lowering)
+    for number in POINTS:
+        x = torch.tensor(number).cuda()
+        torch.testing.assert_close(fn(x), gradient(yes if number > 0 else no)(x), equal_nan=True)
+    assert fn.stats.captures == 1
+
+
 @given(
     n=st.integers(1, 5),
     reverse=st.booleans(),

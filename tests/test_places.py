@@ -103,6 +103,26 @@ def test_a_number_on_the_device_is_a_place(kind: str, lowering: Any) -> None:
     assert fn.stats.captures == 1
 
 
+@pytest.mark.cuda
+@pytest.mark.parametrize("lowering", ["aten", "inductor"])
+@pytest.mark.parametrize(
+    "kind", ["one", "two", "before a slice", "negative", "a row", "one element", "in place"]
+)
+def test_places_of_a_gpu(kind: str, lowering: Any) -> None:
+    """In a captured graph, for numbers that change from call to call."""
+    use = READS.get(kind) or WRITES[kind]
+
+    def both(x: Tensor, t: Any, u: Any) -> Any:
+        return use(x, t, u), fcg.grad(lambda x: use(x, t, u).sin().sum())(x)
+
+    fn = fcg.graph_fn(both, lowering=lowering)
+    for call in range(6):
+        x = torch.randn(*SIZES, generator=torch.Generator().manual_seed(call)).cuda()
+        got = fn(x, torch.tensor(call % 3).cuda(), torch.tensor(call % 4).cuda())
+        torch.testing.assert_close(got, both(x, call % 3, call % 4))
+    assert fn.stats.captures == 1
+
+
 def test_derivatives_of_any_order_and_direction() -> None:
     """Under `torch.func`, too, and twice."""
 
