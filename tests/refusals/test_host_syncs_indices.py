@@ -138,8 +138,8 @@ INDICES = [
     ),
     Spelling(
         choice,
-        "write `torch.stack([s['w'], -s['w']]).index_select(0, b['i'][None])[0]`",
-        lambda s, b: torch.stack([s["w"], -s["w"]]).index_select(0, b["i"][None])[0],
+        "write `torch.stack([s['w'], -s['w']])[b['i']]`",
+        lambda s, b: torch.stack([s["w"], -s["w"]])[b["i"]],
     ),
     Spelling(
         mask_read,
@@ -305,14 +305,12 @@ def test_a_table_of_numpy_is_looked_up_outside_or_becomes_a_constant():
     fix = (
         r"To fix: look the value up outside of the step and pass it as an input; or make a tensor, "
         r"`table = torch.tensor\(table\)`, declare it, `constants=table`, "
-        r"and write `table.index_select\(0, epoch\[None\]\)\[0\]`"
+        r"and write `table\[epoch\]`"
     )
     with pytest.raises(fcg.HostSyncError, match=fix):
         fcg.graph_step(lambda state, epoch: (state, table[epoch]))(state, 3)
     _, value = fcg.graph_step(lambda state, value: (state, value + 0))(fcg.fork(state), table[3])
     assert float(value) == pytest.approx(table[3])
     expected, table = table[3], torch.tensor(table)
-    step = fcg.graph_step(
-        lambda state, epoch: (state, table.index_select(0, epoch[None])[0]), constants=table
-    )
+    step = fcg.graph_step(lambda state, epoch: (state, table[epoch]), constants=table)
     assert float(step(state, 3)[1]) == expected
