@@ -955,7 +955,7 @@ MUTANTS = (
     Mutant(
         "N92",
         "a call in place becomes one out of place although a view of its memory is read later",
-        (("last_read.get(var, -1) > number for var", "last_read.get(var, -1) > 10**9 for var"),),
+        (("if last_read.get(var, -1) > number}", "if last_read.get(var, -1) > 10**9}"),),
         (
             "tests/properties/test_rewrites.py::test_a_value_that_is_seen_through_a_view_is_still_overwritten[transposed]",
         ),
