@@ -983,8 +983,8 @@ MUTANTS = (
         "what the backward computes again is computed in the forward, and so kept",
         (
             (
-                "        later.target = _AFTER\n",
-                "        later.target = _NOW\n        later.args = later.args[:1]\n",
+                "        later.target = AFTER\n",
+                "        later.target = NOW\n        later.args = later.args[:1]\n",
             ),
         ),
         ("tests/test_recompute.py::test_a_compiler_computes_later_what_shall_be_later[cpu]",),
