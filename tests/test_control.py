@@ -56,6 +56,10 @@ SIDES: dict[str, tuple[Callable[..., Tensor], Callable[..., Tensor]]] = {
     "logarithm": (lambda x: x.log() * x, lambda x: -x),
     "both": (lambda x: (1 / x).sqrt(), lambda x: (-x).sqrt() + x.square()),
     "by a list": (lambda x: torch.cat([x.log()[None], x[None]]).sum(), lambda x: x.sin()),
+    "by indices": (
+        lambda x: (x.log() * torch.ones(2, 2))[torch.tensor(0), 1] + torch.stack([x, x.log()])[[0, 1]].sum(),
+        lambda x: (x * torch.eye(2))[1, 1] * x + (x * torch.eye(2))[[0, 1]].sum(),
+    ),
     "by a keyword": (lambda x: torch.pow(input=x, exponent=0.3), lambda x: x.exp()),
     "nested": (
         lambda x: fcg.cond(x <= 1, lambda: x.log() + (1 - x).sqrt(), lambda: (x - 1).log()),

@@ -128,7 +128,9 @@ class _Side(TorchFunctionMode):
             return self._behind_the_gate(value) if _differentiated(value) else value
         if isinstance(value, dict):
             return {name: self._inside(one) for name, one in value.items()}
-        return [self._inside(one) for one in value] if type(value) in (list, tuple) else value
+        if type(value) in (list, tuple):  # an index that is a list means something else
+            return type(value)(map(self._inside, value))
+        return value
 
     def _behind_the_gate(self, tensor: Tensor) -> Tensor:
         if self._made.get(id(tensor)) is tensor:
