@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import math
 import os
 import pickle
 import stat
@@ -15,6 +16,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import safetensors.torch
 import torch
 import torch.nn.functional as F
 from hypothesis import given
@@ -414,9 +416,31 @@ def test_what_is_no_checkpoint_is_refused(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["bad", "whole"]
 
 
+@pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
+def test_complex_leaves_of_any_precision_keep_their_bits(tmp_path: Path) -> None:
+    """Those that the format lacks lie in the file as pairs, which other readers see."""
+    parts = torch.tensor([[0.0, -0.0], [math.nan, 1.5], [-math.inf, 2.0]], dtype=torch.float64)
+    state = {
+        str(dtype): torch.view_as_complex(parts.to(dtype.to_real()))
+        for dtype in (torch.complex32, torch.complex64, torch.complex128)
+    }
+    wide = torch.view_as_complex(parts)
+    state |= {
+        "single": wide[1].clone(),
+        "turned": wide.conj(),
+        "none": wide[:0],
+        "matrix": wide.repeat(2, 1).T,
+    }
+    fcg.save(tmp_path / "last", state)
+    fresh = fcg.place({name: torch.zeros_like(value) for name, value in state.items()})
+    assert_bitwise(fcg.state_dict(fcg.load(tmp_path / "last", fresh)), fcg.state_dict(state))
+    read = safetensors.torch.load_file(tmp_path / "last")["torch.complex128"]
+    assert torch.equal(read.view(torch.int64), parts.view(torch.int64))
+
+
 def test_what_the_format_cannot_hold_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(TypeError, match=r"cannot hold c128\[2\], as `z` is"):
-        fcg.save(tmp_path / "last", {"w": torch.ones(1), "z": torch.zeros(2, dtype=torch.complex128)})
+    with pytest.raises(TypeError, match=r"cannot hold bits8\[2\], as `z` is"):
+        fcg.save(tmp_path / "last", {"w": torch.ones(1), "z": torch.empty(2, dtype=torch.bits8)})
     with pytest.raises(ValueError, match="a leaf is named '__metadata__'"):
         fcg.save(tmp_path / "last", {"__metadata__": torch.ones(1)})
     assert not list(tmp_path.iterdir())

@@ -5,6 +5,8 @@ from __future__ import annotations
 import errno
 import os
 import shutil
+import subprocess
+import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -51,6 +53,11 @@ def advance(state: Any, x: Tensor) -> Any:
 
 def fresh() -> Any:
     return fcg.place({"w": torch.zeros(3), "step": 0})
+
+
+def listed(folder: Path) -> list[str]:
+    """What is in a folder, but for the lock."""
+    return sorted(set(os.listdir(folder)) - {".writer"})
 
 
 def test_what_was_saved_is_loaded_bit_by_bit(tmp_path: Path) -> None:
@@ -118,7 +125,7 @@ def test_the_last_ones_stay_and_what_a_killed_run_left_goes(tmp_path: Path) -> N
             saved.save(state)
         saved.wait()
         assert saved.steps() == [3, 4]
-        assert sorted(os.listdir(tmp_path)) == ["000003-step-3", "000004-step-4", "notes.txt"]
+        assert listed(tmp_path) == ["000003-step-3", "000004-step-4", "notes.txt"]
         # From an earlier step on: what is written last is the latest, and it stays.
         state = saved.load(state, step=3)
         saved.save(state.replace(w=torch.zeros(3)), wait=True)
@@ -229,6 +236,52 @@ def test_who_saves_in_the_folder_of_another_is_told_so(
     assert (other.steps(), second.steps()) == ([4], [3, 5])
 
 
+SAVER = """
+import os, sys, time, torch, functional_cg as fcg
+saved = fcg.checkpoints(sys.argv[1])
+saved.save({"w": torch.ones(3)}, step=1, wait=True)
+if not os.fork():
+    time.sleep(60)
+    os._exit(0)
+print(os.getpid(), flush=True)
+sys.stdin.readline()
+saved.close()
+print("closed", flush=True)
+sys.stdin.readline()
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="there are no such locks")
+@pytest.mark.parametrize("end", ["killed", "closed"])
+def test_a_second_process_is_refused_while_the_first_one_lives(tmp_path: Path, end: str) -> None:
+    """It may read; and it may save once the first one has closed, or died, even if a child of that lives on."""
+    command = [sys.executable, "-c", SAVER, str(tmp_path)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as first:
+        assert first.stdout is not None
+        assert first.stdin is not None
+        number = int(first.stdout.readline())
+        second, state = fcg.checkpoints(tmp_path), {"w": torch.zeros(3)}
+        second.save(state, step=2)
+        with pytest.raises(fcg.BusyError, match=rf"another process saves in(.|\n)*process {number} on"):
+            second.wait()
+        with pytest.raises(fcg.BusyError, match="To fix: a folder for each run"):
+            second.save(state, step=2, wait=True)
+        other = fcg.checkpoints(tmp_path / "of its own")  # as the message says
+        other.save(state, step=2, wait=True)
+        assert (second.steps(), other.steps()) == ([1], [2])
+        assert torch.equal(second.load(state)["w"], torch.ones(3))
+        if end == "killed":
+            first.kill()
+            first.wait()
+        else:
+            first.stdin.write("\n")
+            first.stdin.flush()
+            assert first.stdout.readline() == "closed\n"
+        second.save(state, step=2, wait=True)
+        assert second.steps() == [1, 2]
+        first.kill()
+
+
 def test_a_failure_shows_at_the_next_call_and_leaves_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -243,7 +296,7 @@ def test_a_failure_shows_at_the_next_call_and_leaves_nothing(
         saved.save(state.replace(step=5))
         with pytest.raises(OSError, match="No space left"):
             saved.wait()
-    assert (saved.steps(), os.listdir(tmp_path)) == ([0], ["000001-step-0"])
+    assert (saved.steps(), listed(tmp_path)) == ([0], ["000001-step-0"])
     saved.save({"w": torch.ones(3), "step": 6})
     saved.close()
     assert saved.steps() == [0, 6]

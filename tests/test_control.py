@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -32,6 +33,96 @@ def test_gradients_go_through_the_selected_branch_only() -> None:
     for x, expected in ((2.0, 3.0), (-2.0, -5.0)):
         got = fcg.grad(lambda v: fcg.cond(v > 0, lambda v: 3 * v, lambda v: -5 * v, v))(torch.tensor(x))
         assert float(got) == expected
+
+
+class Root(torch.autograd.Function):
+    """Not seen by what looks at calls of torch's functions."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x.sqrt()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        return gradients[0] / (2 * ctx.saved_tensors[0].sqrt())
+
+
+LAYER = torch.nn.Linear(1, 1)
+APPLY = fcg.from_module(LAYER)[0]
+# (a side that is taken where x > 0, and whose derivatives are infinite or NaN elsewhere, the other side)
+SIDES: dict[str, tuple[Callable[..., Tensor], Callable[..., Tensor]]] = {
+    "root": (lambda x: x.sqrt() * x, lambda x: x**3),
+    "logarithm": (lambda x: x.log() * x, lambda x: -x),
+    "both": (lambda x: (1 / x).sqrt(), lambda x: (-x).sqrt() + x.square()),
+    "by a list": (lambda x: torch.cat([x.log()[None], x[None]]).sum(), lambda x: x.sin()),
+    "by indices": (
+        lambda x: (x.log() * torch.ones(2, 2))[torch.tensor(0), 1] + torch.stack([x, x.log()])[[0, 1]].sum(),
+        lambda x: (x * torch.eye(2))[1, 1] * x + (x * torch.eye(2))[[0, 1]].sum(),
+    ),
+    "by a keyword": (lambda x: torch.pow(input=x, exponent=0.3), lambda x: x.exp()),
+    "nested": (
+        lambda x: fcg.cond(x <= 1, lambda: x.log() + (1 - x).sqrt(), lambda: (x - 1).log()),
+        lambda x: fcg.cond(x < -1, lambda: (-1 - x).sqrt(), lambda: x * 2),
+    ),
+    "a module": (
+        lambda x: APPLY({"weight": x.view(1, 1), "bias": x.log().view(1)}, {}, x.view(1, 1))[0].sum(),
+        lambda x: APPLY({"weight": x.view(1, 1), "bias": x.view(1)}, {}, x.view(1, 1))[0].sum(),
+    ),
+    "of inner gradients": (lambda x: fcg.grad(lambda x: x.log() * x)(x), lambda x: x * 2),
+    "a function of its own": (lambda x: Root.apply(x * 1) * x, lambda x: x),
+}
+POINTS = (0.0, 2.0, -2.0, 0.5, -0.5)
+
+
+@pytest.mark.filterwarnings("ignore:.*depends on no leaf")
+@pytest.mark.parametrize("closes_over", [True, False])
+@pytest.mark.parametrize("kind", SIDES)
+def test_the_other_side_puts_no_nan_into_gradients(kind: str, *, closes_over: bool) -> None:
+    """Of first and second order, in a step and under `torch.func`, they are those of an `if`."""
+    yes, no = SIDES[kind]
+
+    def by_cond(x: Tensor) -> Tensor:
+        if closes_over:
+            return fcg.cond(x > 0, lambda: yes(x), lambda: no(x))
+        return fcg.cond(x > 0, yes, no, x)
+
+    def orders(f: Callable[..., Tensor]) -> Callable[[Tensor], Any]:
+        once = fcg.grad(lambda x: f(x * 1.0))
+        return lambda x: (f(x), once(x), fcg.grad(once)(x))
+
+    fn = fcg.graph_fn(orders(by_cond), lowering="aten")
+    for number in POINTS:
+        x = torch.tensor(number)
+        expected = orders(yes if number > 0 else no)(x)
+        torch.testing.assert_close(fn(x), expected, equal_nan=True)
+        assert_trees_all_equal(fn(x), orders(by_cond)(x))
+        if kind in ("root", "logarithm", "both"):
+            torch.testing.assert_close(torch.func.grad(by_cond)(x), expected[1])
+            torch.testing.assert_close(torch.func.jvp(by_cond, (x,), (torch.ones(()),))[1], expected[1])
+    if kind in ("root", "logarithm", "both"):
+        xs = torch.tensor(POINTS)
+        expected = torch.stack(
+            [orders(yes if number > 0 else no)(torch.tensor(number))[1] for number in POINTS]
+        )
+        torch.testing.assert_close(torch.vmap(torch.func.grad(by_cond))(xs), expected)
+        torch.testing.assert_close(torch.func.grad(lambda xs: torch.vmap(by_cond)(xs).sum())(xs), expected)
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("lowering", ["aten", "inductor"])
+@pytest.mark.parametrize("kind", ["root", "both", "nested", "of inner gradients"])
+def test_the_other_side_puts_no_nan_into_gradients_of_a_gpu(kind: str, lowering: Any) -> None:
+    yes, no = SIDES[kind]
+
+    def gradient(f: Callable[..., Tensor]) -> Callable[[Tensor], Tensor]:
+        return fcg.grad(lambda x: f(x * 1.0))
+
+    fn = fcg.graph_fn(gradient(lambda x: fcg.cond(x > 0, yes, no, x)), lowering=lowering)
+    for number in POINTS:
+        x = torch.tensor(number).cuda()
+        torch.testing.assert_close(fn(x), gradient(yes if number > 0 else no)(x), equal_nan=True)
+    assert fn.stats.captures == 1
 
 
 @given(

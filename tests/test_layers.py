@@ -40,6 +40,8 @@ ORDER = (
     "optim",
     "call",
     "stages.program",
+    "stages.keys",
+    "stages.kinds",
     "stages.variables",
     "stages.blocks",
     "stages.work",

@@ -12,6 +12,7 @@ import pickle
 import threading
 import types
 import weakref
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -20,7 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import functional_cg as fcg
 from functional_cg.testing import (
@@ -1096,6 +1097,75 @@ def test_buffers_that_a_checkpoint_will_write_may_be_used_before() -> None:
         assert_trees_all_equal((state, metrics), (twin, expected), f"call {call}")
         name = "blocks.0.1.num_batches_tracked"
         assert (int(metrics["kept"][name]), int(state["buffers"][name])) == (2 * call + 1, 2 * call + 2)
+
+
+class DrawsThrice(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(3):
+            x = torch.tanh(self.inner(x)) * torch.rand_like(x)
+        return F.dropout(x, 0.3)
+
+
+class Keeping(nn.Module):
+    """Recomputes blocks but for some results of calls that draw and of products; zero keeps all without recomputing."""
+
+    def __init__(self, every: int) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(DrawsThrice() for _ in range(2))
+        self.every = every
+
+    def contexts(self) -> Any:
+        return create_selective_checkpoint_contexts(keeps(self.every))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = (
+                checkpoint(block, x, use_reentrant=False, context_fn=self.contexts)
+                if self.every
+                else block(x)
+            )
+        return x
+
+
+def keeps(every: int) -> Any:
+    seen: Counter[tuple[bool, Any]] = Counter()
+    drawn_or_product = ("rand_like", "mm")
+
+    def policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        seen[context.is_recompute, op] += 1
+        kept = (
+            any(part in str(op) for part in drawn_or_product) and seen[context.is_recompute, op] % every == 0
+        )
+        return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
+
+    return policy
+
+
+@pytest.mark.parametrize("every", [1, 2, 3, 100])
+def test_what_a_policy_keeps_changes_no_draw(every: int) -> None:
+    """A kept draw is not made again; those after it have the numbers that they had."""
+    gradients = []
+    for kept in (0, every):
+        torch.manual_seed(0)
+        apply, params, buffers = fcg.from_module(Keeping(kept))
+
+        @fcg.graph_fn(lowering="aten")
+        def of_loss(params: Any, x: Tensor, key: Tensor, apply: Any = apply, buffers: Any = buffers) -> Any:
+            return fcg.grad(lambda p: apply(p, buffers, x, key=key)[0].square().mean())(params)
+
+        found = []
+        for call in range(3):
+            x = torch.randn(8, 4, generator=torch.Generator().manual_seed(call))
+            found.append(of_loss(params, x, fcg.random.key(call)))
+            assert_trees_all_equal(
+                found[-1], of_loss.eager(params, x, fcg.random.key(call)), f"eager, {call}"
+            )
+        gradients.append(found)
+    assert_trees_all_equal(*gradients)
 
 
 def test_a_checkpoint_that_cannot_draw_the_same_again_is_refused() -> None:

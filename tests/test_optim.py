@@ -783,7 +783,7 @@ DECAYED = optim.chain(optim.add_decayed_weights(0.1), optim.sgd(0.1, momentum=0.
         ),
         (
             lambda: optim.adam(0.1, foreach=True),  # type: ignore[call-arg]
-            "nothing in place of `foreach`",
+            "leave `foreach` out",
             optim.adam(0.1),
             partial(torch.optim.Adam, lr=0.1, foreach=True),
         ),

@@ -364,28 +364,9 @@ def test_each_spelling_has_its_own_fix(function, what, fix):
 # -- subscripts: the fix is run, and gives what the subscript gave ---------------------------------------------
 
 
-def read_row(b):
-    table, i = b.table, b.i
-    return table[i]
-
-
-def read_row_computed(b):
-    table, i = b.table, b.i
-    return table[i + 1]
-
-
-def read_column(b):
-    table, i = b.table, b.i
-    return table[:, i]
-
-
 def read_layer(b):
     layers, i = list(b.table.unbind()), b.i
     return layers[i]
-
-
-def read_row_of_attribute(b):
-    return b.table[b.i]
 
 
 def read_window(b):
@@ -396,24 +377,6 @@ def read_window(b):
 def read_columns(b):
     table, i = b.table, b.i - 1
     return table[:, i : i + 2]
-
-
-def write_row(b):
-    table, i, x = b.table, b.i, b.x
-    table[i] = x[:3]
-    return table
-
-
-def write_zero(b):
-    table, i = b.table, b.i
-    table[i] = 0.0
-    return table
-
-
-def add_to_row(b):
-    table, i = b.table, b.i
-    table[i] += 1
-    return table
 
 
 def write_window(b):
@@ -445,16 +408,9 @@ def sum_masked(b):
 
 
 SUBSCRIPTS = [
-    (read_row, "`table[i]`", "table.index_select(0, i[None])[0]"),
-    (read_row_computed, "`table[i + 1]`", "table.index_select(0, (i + 1)[None])[0]"),
-    (read_column, "`table[:, i]`", "table.index_select(1, i[None]).squeeze(1)"),
-    (read_layer, "`layers[i]`", "torch.stack(layers).index_select(0, i[None])[0]"),
-    (read_row_of_attribute, "`b.table[b.i]`", "b.table.index_select(0, b.i[None])[0]"),
+    (read_layer, "`layers[i]`", "torch.stack(layers)[i]"),
     (read_window, "`x[i:i + 2]`", "x.index_select(0, torch.arange(2, device=x.device) + i)"),
     (read_columns, "`table[:, i:i + 2]`", "table.index_select(1, torch.arange(2, device=table.device) + i)"),
-    (write_row, "`table[i]`", "table = table.index_copy(0, i[None], x[:3].unsqueeze(0))"),
-    (write_zero, "`table[i]`", "table = table.index_fill(0, i[None], 0.0)"),
-    (add_to_row, "`table[i]`", "table = table.index_copy(0, i[None], table.index_select(0, i[None]) + 1)"),
     (write_window, "`x[i:i + 2]`", "x = x.index_copy(0, torch.arange(2, device=x.device) + i, x[:2])"),
     (write_masked, "`x[mask]`", "x = torch.where(mask, 0.0, x)"),
     (add_masked, "`x[x > 0]`", "x = torch.where(x > 0, x + 1, x)"),

@@ -7,14 +7,31 @@ change a mode and before the block begins that restores it. The guard below rest
 from __future__ import annotations
 
 import operator
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import (
+    TorchDispatchMode,
+    _get_current_dispatch_mode_stack,
+    _pop_mode,
+    _push_mode,
+)
 
 from ..concurrency.turns import lock_through_forks
 from .compiling import leave, outside
 
-__all__ = ["DEVICES", "SWITCH", "ordinary", "restore", "surrounding", "without_gradients"]
+__all__ = [
+    "DEVICES",
+    "SWITCH",
+    "beneath",
+    "dispatch_modes",
+    "ordinary",
+    "restore",
+    "surrounding",
+    "without_gradients",
+]
 
 DEVICES = ("cpu", "cuda")
 # Held while modes of the process are others for one op. Two threads would restore each other's, and whoever asks for
@@ -57,3 +74,27 @@ def _nesting() -> int:
 def without_gradients() -> None:
     """Disable autograd until the enclosing :func:`ordinary` block ends."""
     torch._C._set_grad_enabled(False)
+
+
+def dispatch_modes() -> list[TorchDispatchMode]:
+    """Return the dispatch modes of this thread, the innermost last."""
+    return _get_current_dispatch_mode_stack()
+
+
+@contextmanager
+def beneath(modes: Sequence[TorchDispatchMode], mode: AbstractContextManager[Any]) -> Iterator[None]:
+    """Run a block in one more dispatch mode, which sees what leaves ``modes``, the innermost of this thread."""
+    for _ in modes:
+        _pop_mode()
+    try:
+        with mode:
+            for one in modes:
+                _push_mode(one)
+            try:
+                yield
+            finally:
+                for _ in modes:
+                    _pop_mode()
+    finally:
+        for one in modes:
+            _push_mode(one)

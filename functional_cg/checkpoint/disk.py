@@ -1,11 +1,13 @@
-"""Files of a checkpoint: written and read in blocks that each have a checksum."""
+"""Files of a checkpoint: written and read in blocks that each have a checksum; and who may write in their folder."""
 
 from __future__ import annotations
 
 import errno
 import hashlib
 import os
+import socket
 import stat
+import weakref
 from collections.abc import Sequence
 from io import FileIO
 from pathlib import Path
@@ -14,10 +16,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..errors import BusyError
+
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None  # type: ignore[assignment]
+
 __all__ = [
     "BLOCK",
     "BlockReader",
     "BlockWriter",
+    "FolderLock",
     "checksum",
     "damaged",
     "open_file",
@@ -25,6 +35,7 @@ __all__ = [
     "write_whole",
 ]
 
+_LOCK = ".writer"
 BLOCK = 1 << 22  # bytes: a reader of a few shards reads and checks little more than those
 
 
@@ -73,6 +84,54 @@ def write_whole(path: Path, content: bytes) -> None:
         file.write(content)
         file.flush()
         os.fsync(file.fileno())
+
+
+class FolderLock:
+    """The right of one process to write into a folder, from its first :meth:`take` until :meth:`release`.
+
+    It ends with the process, however that ends; a fork does not inherit it. Within a process, several of them share
+    it. Does nothing where there are no such locks, on Windows and on some file systems.
+    """
+
+    def __init__(self) -> None:
+        self._descriptor: int | None = None
+        self._close: Any = None
+
+    def take(self, folder: Path) -> None:
+        """Take the lock, or make sure that it is still there.
+
+        Raises:
+          BusyError: If another process has it.
+        """
+        if fcntl is None:
+            return
+        if self._descriptor is None:
+            flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW
+            self._descriptor = os.open(folder / _LOCK, flags, 0o666)
+            self._close = weakref.finalize(self, os.close, self._descriptor)
+        try:
+            fcntl.lockf(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            owner = os.pread(self._descriptor, 200, 0).decode(errors="replace")
+            self.release()
+            if error.errno not in (errno.EACCES, errno.EAGAIN):
+                return  # this file system has no locks
+            raise BusyError.of(
+                "",
+                f"checkpoints: another process saves in {folder}; nothing was written.",
+                rows=[owner or "one that has not said its name"],
+                why="Each would count and delete the other's checkpoints.",
+                fix="a folder for each run, `fcg.checkpoints(other_folder)`; or end that process first, or let it "
+                "`close()` its `checkpoints`. To read them needs no waiting.",
+            ) from None
+        os.ftruncate(self._descriptor, 0)
+        os.pwrite(self._descriptor, f"process {os.getpid()} on {socket.gethostname()}".encode(), 0)
+
+    def release(self) -> None:
+        """Let others write."""
+        if self._descriptor is not None:
+            self._close()
+            self._descriptor = None
 
 
 class BlockWriter:

@@ -36,7 +36,7 @@ from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
 from ..errors import RankError
-from .disk import BlockWriter, checksum, sync_directory, write_whole
+from .disk import BlockWriter, FolderLock, checksum, sync_directory, write_whole
 from .index import INDEX, Index, Piece, StoredFile, file_name
 from .naming import complete, next_name, temporary, temporary_name
 from .snapshot import Copy, Part
@@ -46,7 +46,9 @@ __all__ = ["overlaps", "write"]
 _Results = Sequence[Sequence[WriteResult]]
 
 
-def write(folder: Path, step: int, copy: Copy, position: bytes, group: Any, keep: int | None) -> None:
+def write(
+    folder: Path, step: int, copy: Copy, position: bytes, group: Any, keep: int | None, lock: FolderLock
+) -> None:
     """Write a checkpoint into a folder, with all ranks of a group; on return it is complete.
 
     Args:
@@ -56,11 +58,13 @@ def write(folder: Path, step: int, copy: Copy, position: bytes, group: Any, keep
       position: Of this rank's loader, or empty.
       group: The process group; None for a single process.
       keep: How many of the last checkpoints stay.
+      lock: Taken by rank 0.
     Raises:
+      BusyError: If another process writes into the folder.
       CheckpointException: With the exceptions of each rank; nothing is left in the folder. A single process raises its
         own.
     """
-    planner, writer = _Planner(step, copy), _Writer(folder, step, copy.types, position, keep)
+    planner, writer = _Planner(step, copy), _Writer(folder, step, copy.types, position, keep, lock)
     try:
         if group is not None:
             save({}, storage_writer=writer, planner=planner, process_group=group)
@@ -131,14 +135,21 @@ class _Writer(StorageWriter):
     """Writes one file per rank into a temporary folder. Rank 0 writes the index and renames the folder."""
 
     def __init__(
-        self, folder: Path, step: int, types: Mapping[str, str], position: bytes, keep: int | None
+        self,
+        folder: Path,
+        step: int,
+        types: Mapping[str, str],
+        position: bytes,
+        keep: int | None,
+        lock: FolderLock,
     ) -> None:
         self._folder, self._step, self._types = folder, step, types
-        self._position, self._keep = position, keep
+        self._position, self._keep, self._lock = position, keep, lock
         self._temporary: Path | None = None
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         self._folder.mkdir(parents=True, exist_ok=True)
+        self._lock.take(self._folder)
         for left in temporary(self._folder):  # by a run that was killed
             shutil.rmtree(left)
         self._temporary = self._folder / temporary_name()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import secrets
 import stat
@@ -20,6 +21,7 @@ from .state_dicts import state_dict, type_of, written
 __all__ = ["load", "save"]
 
 T = TypeVar("T")
+_PAIRS = "pairs of real and imaginary parts"  # names of leaves, in the metadata
 
 
 @entry()
@@ -95,7 +97,7 @@ def load(path: str | os.PathLike[str], state: T) -> T:
     with open(path, "rb"):  # raises Python's own error for a bad path
         pass
     try:
-        values = safetensors.torch.load_file(path)
+        values = _read(safetensors, path)
     except safetensors.SafetensorError as error:
         if _of_torch(path):
             raise ValueError(
@@ -133,13 +135,23 @@ def _serialized(tensors: dict[str, Tensor]) -> bytes:
             "fcg.save: a leaf is named '__metadata__', which safetensors files reserve. Rename it."
         )
     unknown = {tensor.dtype for tensor in tensors.values() if not _storable(safetensors, tensor.dtype)}
+    pairs = [name for name, tensor in tensors.items() if tensor.dtype in unknown and tensor.is_complex()]
+    tensors = tensors | {name: torch.view_as_real(tensors[name]) for name in pairs}
     for name, tensor in tensors.items():
         if tensor.dtype in unknown:
             raise TypeError(
-                f"fcg.save: safetensors files cannot hold {type_of(tensor)}, as `{name}` is. To fix: keep it as two "
-                "real tensors (`torch.view_as_real` of a complex one); or `torch.save(fcg.state_dict(state), path)`."
+                f"fcg.save: safetensors files cannot hold {type_of(tensor)}, as `{name}` is. To fix: "
+                "`torch.save(fcg.state_dict(state), path)`."
             )
-    return safetensors.torch.save(tensors, {"format": "pt"})  # type: ignore[no-any-return]
+    return safetensors.torch.save(tensors, {"format": "pt", _PAIRS: json.dumps(pairs)})  # type: ignore[no-any-return]
+
+
+def _read(safetensors: Any, path: str | os.PathLike[str]) -> dict[str, Tensor]:
+    """Return the tensors of a safetensors file."""
+    values: dict[str, Tensor] = safetensors.torch.load_file(path)
+    with safetensors.safe_open(path, "pt") as file:
+        pairs = json.loads((file.metadata() or {}).get(_PAIRS, "[]"))
+    return values | {name: torch.view_as_complex(values[name]) for name in pairs}
 
 
 def _storable(safetensors: Any, dtype: torch.dtype) -> bool:

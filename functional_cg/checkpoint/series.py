@@ -13,6 +13,7 @@ from ..ambient.setting import inside_a_step
 from ..errors import BusyError, CaptureError, RankError
 from ..shards.mesh import Mesh
 from ..shards.peers import among
+from .disk import FolderLock
 from .folder import found_in, position_in, values_in
 from .naming import complete
 from .positions import decode, encode
@@ -40,7 +41,8 @@ def checkpoints(folder: str | os.PathLike[str], *, keep: int | None = 3) -> Chec
     ranks, at any ZeRO stage, reads what it needs.
 
     Args:
-      folder: On a file system that all ranks share. One run at a time writes to it.
+      folder: On a file system that all ranks share. One run at a time writes to it, from its first ``save`` until
+        ``close``; a second one is refused.
       keep: How many of the last checkpoints stay; None keeps all.
     Raises:
       TypeError: If ``folder`` is no path.
@@ -79,7 +81,7 @@ class Checkpoints:
 
     def __init__(self, folder: Path, keep: int | None) -> None:
         self.folder, self.keep = folder.absolute(), keep
-        self._stage = Stage()
+        self._stage, self._lock = Stage(), FolderLock()
         self._writer: ThreadPoolExecutor | None = None
         self._pending: Future[None] | None = None
         self._group: Any = None
@@ -100,6 +102,7 @@ class Checkpoints:
             ``state_dict``, or the loader itself.
           wait: Return only when the checkpoint is complete.
         Raises:
+          BusyError: As an OSError below, if another process saves in the folder.
           CaptureError: In a step.
           DonatedStateError: If the handle was donated.
           LayoutError: If a leaf is not a dense tensor.
@@ -137,7 +140,8 @@ class Checkpoints:
         copy.ready()
         number = int(copy.step) if step is None and copy.step is not None else int(step or 0)
         with among(mesh, "checkpoints.save"):
-            write(self.folder, number, copy, position, None if mesh is None else self._group, self.keep)
+            group = None if mesh is None else self._group
+            write(self.folder, number, copy, position, group, self.keep, self._lock)
 
     def wait(self) -> None:
         """Wait until the last checkpoint is complete, on all ranks; raises what writing it has raised."""
@@ -206,13 +210,14 @@ class Checkpoints:
         return self.folder / name if name else found_in(self.folder / "none", "checkpoints", step)
 
     def close(self) -> None:
-        """Wait for the last checkpoint, and end the thread."""
+        """Wait for the last checkpoint, end the thread, and let another process save in the folder."""
         try:
             self.wait()
         finally:
             if self._writer is not None:
                 self._writer.shutdown()
             self._writer, self._stage = None, Stage()
+            self._lock.release()
 
     def __enter__(self) -> Self:
         return self

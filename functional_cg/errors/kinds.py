@@ -313,6 +313,7 @@ class BusyError(FunctionalCGError, RuntimeError):
         signal.signal(signal.SIGUSR1, lambda number, frame: flags.add("lower the rate"))
 
     - A finalizer does, ``__del__`` or a weak reference callback: these run wherever Python collects garbage.
+    - Another process saves checkpoints in the folder.
     - A process was forked while another thread was in a long call, or its state lives on a GPU: in the child,
       ``state = fcg.load(path, ...)``; or fork first, and make states afterwards.
     - A process was forked while another thread was drawing random numbers, and the child traces a step: fork between

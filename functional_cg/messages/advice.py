@@ -41,7 +41,7 @@ def _table(text: str) -> MappingProxyType[str, str]:
 BUILTINS = _table("""
     bool | keep `{x}` a tensor and select with it, `torch.where({x}, a, b)`; ELSE
     float complex | use `{x}` itself, a 0-dim tensor computes like a number; or return it in `metrics`
-    int | use `{x}` itself; as an index `table.index_select(0, {x}[None])[0]`, as a size a static argument
+    int | use `{x}` itself; as an index of a tensor `table[{x}]`, as a size a static argument
     range | loop a fixed number of times and mask, `torch.where(i < {x}, new, old)`; or make `{x}` a static argument
     sorted | write `torch.sort({x}).values`
     any all | write `torch.stack(list({x})).{name}()`, a tensor, and select with `torch.where`
@@ -62,7 +62,6 @@ FUNCTIONS = _table("""
     index_put index_put_ | `torch.where(mask, new, {x})` keeps the shape
     one_hot | give the number of classes, `torch.nn.functional.one_hot({x}, num_classes=n)`
     histc | give the range, `torch.histc({x}, bins=n, min=a, max=b)`
-    select | write `{x}.index_select(dim, i[None]).squeeze(dim)`, which reads the index on the device
     debug info warning error critical exception | LOG
     copy dumps dump save | `{x}.clone()` copies it; to save it, return it in `metrics`
     data_ptr | ADDRESS
@@ -89,7 +88,7 @@ INDEX = "index with integer tensors of at least one dimension, `x[i[None]][0]`; 
 # {x} is an array of numpy, {i} the index.
 TABLE = (
     "look the value up outside of the step and pass it as an input; or make a tensor, `table = torch.tensor({x})`, "
-    "declare it, `constants=table`, and write `table.index_select(0, {i}[None])[0]`"
+    "declare it, `constants=table`, and write `table[{i}]`"
 )
 
 # Fixes for arithmetic between a numpy array and a tensor; ARRAY stands for the user's expression.

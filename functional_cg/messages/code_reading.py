@@ -354,17 +354,7 @@ def _fix_window(site: Site, base: str, indices: Sequence[Any], dim: int) -> str:
 
 
 def _fix_scalar(site: Site, base: str, indices: Sequence[Any], dim: int) -> str:
-    row = text_of(ast.Subscript(indices[dim], ast.Constant(None), ast.Load()))
-    read = f"{base}.index_select({dim}, {row})"
-    match site.up(site.node):
-        case ast.Assign(targets=targets, value=ast.Constant(number)) if site.node in targets:
-            return f"`{base} = {base}.index_fill({dim}, {row}, {number!r})`"
-        case ast.Assign(targets=targets, value=value) if site.node in targets:
-            return f"`{base} = {base}.index_copy({dim}, {row}, {operand(value)}.unsqueeze({dim}))`"
-    stored = _stored(site, read)
-    if stored is not None:
-        return f"`{base} = {base}.index_copy({dim}, {row}, {stored})`"
-    return f"write `{read}{'[0]' if dim == 0 else f'.squeeze({dim})'}`, which reads the index on the device"
+    return f"write `{base}[{', '.join(map(text_of, indices))}]`, which reads the index on the device"
 
 
 _INDEX_FIXES: tuple[

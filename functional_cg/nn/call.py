@@ -9,7 +9,8 @@ from __future__ import annotations
 import inspect
 import weakref
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from operator import attrgetter
 from types import MappingProxyType
@@ -17,15 +18,17 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..ambient.compiling import compiling
+from ..ambient.modes import beneath, dispatch_modes
 from ..ambient.own_work import own_work
 from ..errors import CaptureError, ImplicitRandomnessError, LayoutError, ReadOnlyError
 from ..messages.source import at_here, here
 from ..pipelines.tape import cut
 from ..random.kernels import OpenKernels
 from ..random.keyed import Draws, stream_of, under_checkpoint
-from ..tensors.aten import tensors_in, written_arguments
+from ..tensors.aten import can_draw, tensors_in, written_arguments
 from .attributes import (
     COMPILED,
     Held,
@@ -128,8 +131,9 @@ class Place:
     """Tracks where in a module its forward is, and how many draws each submodule has made.
 
     After the forward, ``torch.utils.checkpoint`` may run submodules again, in the backward: they then run as they did,
-    under the same modes and with the same streams. As in PyTorch, they find the buffers as the forward left them, and
-    write them once more: what the forward returned is those same tensors.
+    under the same modes and with the same streams. Modes of a policy, which keep the results of some calls and hand
+    them out instead of making those calls, lie above ours both times. As in PyTorch, the submodules find the buffers as
+    the forward left them, and write them once more: what the forward returned is those same tensors.
 
     Args:
       module: Our private copy: a call of a submodule goes through here.
@@ -146,6 +150,8 @@ class Place:
         self._trail: list[tuple[str, str]] = []
         self._draws: Counter[str] = Counter()
         self._began: dict[str, list[Counter[str]]] = {}  # the draws before each run of a submodule
+        self._around = weakref.WeakSet(dispatch_modes())  # modes of the forward
+        self._numbered: list[int] = []  # the draw that is passing through the modes of a policy
         self._effects: Callable[..., Effects] | None = None  # once the forward has ended
         for path, part in module.named_modules():
             vars(part)[COMPILED] = partial(self._call, path, weakref.ref(part))  # what a call of it runs
@@ -173,9 +179,12 @@ class Place:
         """Run a submodule as in the forward, for a checkpoint that recomputes in the backward."""
         assert self._effects is not None
         self._draws = self._began[path][0].copy()
-        effects = self._effects(place=self)
-        with OpenKernels(effects.truncated, effects.attend), effects:
-            return compiling(run)
+        effects, modes = self._effects(place=self), dispatch_modes()
+        known = [number for number, mode in enumerate(modes, 1) if mode in self._around]
+        of_policy = modes[max(known, default=0) :]
+        with OpenKernels(effects.truncated, effects.attend), beneath(of_policy, effects):
+            with _Numbers(self.numbered) if of_policy else nullcontext():
+                return compiling(run)
 
     def end(self, effects: Callable[..., Effects]) -> None:
         """The forward has ended: what runs from now on is run again, under ``effects(place=...)``."""
@@ -193,9 +202,20 @@ class Place:
                 "it runs several times in one forward, and draws random numbers: they would be other ones"
             )
         self.drew_by_mode = self.drew_by_mode or _reads_training()
-        number = self._draws[self.path]
+        return stream_of(self.path, self._numbered.pop() if self._numbered else self._next_number())
+
+    def _next_number(self) -> int:
         self._draws[self.path] += 1
-        return stream_of(self.path, number)
+        return self._draws[self.path] - 1
+
+    @contextmanager
+    def numbered(self) -> Iterator[None]:
+        """Number the draw of a block before it is made: whoever has kept its result will not make it again."""
+        self._numbered = [self._next_number()]
+        try:
+            yield
+        finally:
+            self._numbered = []
 
     def refuse_draws_between(self, submodules: int) -> None:
         """Raise if a draw under ``torch.utils.checkpoint`` is in no submodule that will be known to run again."""
@@ -234,6 +254,22 @@ def _reads_training() -> bool:
             return True
         frame = frame.f_back
     return False
+
+
+class _Numbers(TorchDispatchMode):
+    """Numbers the draws of what is run again, in the order of the forward; in ``numbered()`` each one is made."""
+
+    def __init__(self, numbered: Callable[[], AbstractContextManager[None]]) -> None:
+        super().__init__()
+        self._numbered = numbered
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        draws = func.namespace != "prim" and can_draw(func, args, kwargs)
+        with self._numbered() if draws else nullcontext():
+            return func(*args, **kwargs)
 
 
 class Effects(Draws):

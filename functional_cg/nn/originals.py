@@ -79,11 +79,15 @@ class Original:
     def _registered(self) -> Iterator[Tensor | None]:
         return chain.from_iterable(map(dict.values, self._registries))
 
+    @staticmethod
+    def _nothing_changes() -> bool:
+        return True
+
     def _gone(self, _: object) -> None:
-        # What is left of the module goes with this.
+        # What is left of the module goes with this. At the end of the process, names of modules are gone before.
         self._counted, self._owners, self._names, self._values = [], [], [], []
         self._hooks, self._parameters, self._counts, self._grads, self._held = [], [], [], [], {}
-        self._class, self._fixed = type(None), as_now([])
+        self._class, self._fixed = None.__class__, self._nothing_changes
         self._parts, self._classes, self._registries, self._tensors, self._ids = [], [], [], [], []
 
     def __reduce__(self) -> Any:

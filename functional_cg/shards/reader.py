@@ -19,7 +19,7 @@ from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.autograd.function import once_differentiable
 
 from ..errors import LayoutError, ReadOnlyError
-from ..tensors.aten import tensors_in, written_arguments
+from ..tensors.aten import is_in_place, tensors_in, written_arguments
 from ..tensors.overlap import storage_key
 from ..tree import Treedef, path_string
 from .collectives import all_gather, all_reduce, from_one, reduce_scatter
@@ -40,13 +40,6 @@ _QUESTIONS = frozenset(
         torch.is_tensor, torch.is_floating_point, torch.is_complex, torch.numel,
     }
 )  # fmt: skip
-
-
-# Names of methods that write, besides those that end in `_`.
-_IN_PLACE = frozenset(
-    f"__{name}__"
-    for name in "setitem iadd isub imul imatmul itruediv ifloordiv imod ipow iand ior ixor ilshift irshift".split()
-)
 
 
 class Reader(Tensor):
@@ -78,7 +71,7 @@ class Reader(Tensor):
                 return func(*args, **kwargs)
         name = getattr(func, "__name__", "")
         for tensor in tensors_in(list(args[:1])):
-            if isinstance(tensor, Reader) and (name in _IN_PLACE or _writes(name)):
+            if isinstance(tensor, Reader) and is_in_place(name):
                 raise _written(tensor)
         seen: dict[int, Tensor] = {}
         return func(*_read_all(args, seen), **_read_all(kwargs, seen))
@@ -96,10 +89,6 @@ class Reader(Tensor):
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"Reader({self.dtype}, {list(self.shape)})"
-
-
-def _writes(name: str) -> bool:
-    return name.endswith("_") and not name.endswith("__") and name != "requires_grad_"
 
 
 def _written(leaf: Tensor) -> ReadOnlyError:

@@ -7,18 +7,20 @@ that nobody looks at.
 from __future__ import annotations
 
 import weakref
+from collections import Counter
 from collections.abc import Callable
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
+from ..shards.transfers import is_between_ranks
 from ..state.arena import BufferSpec
 from ..tensors.fake_mode import FakeMode
 from ..tensors.overlap import storage_key
-from .program import Var
+from .program import Program, Var
 
-__all__ = ["Reference", "Variables"]
+__all__ = ["History", "Reference", "Variables"]
 
 # To a tensor, held weakly.
 Reference = Callable[[], Tensor | None]
@@ -128,3 +130,52 @@ class Variables:
         for one in (self._tensors, self._memory, self._made, self.declared):
             one.clear()
         return self._references
+
+
+class History:
+    """What the calls of a program that grows have done to the memory of tensors so far.
+
+    Args:
+      program: The program.
+      var_of: Returns the variable of a tensor, if it has one.
+    """
+
+    def __init__(self, program: Program, var_of: Callable[[Tensor], Var | None]) -> None:
+        self._program, self._var_of, self._seen = program, var_of, 0
+        self._writes: Counter[int] = Counter()
+        self._given: set[int] = set()
+        self._unknown: set[int] = set()
+
+    def writes_to(self, tensor: Tensor) -> int:
+        """Return how many calls have written the memory of a tensor."""
+        var = self._var_of(tensor)
+        self._read()
+        return 0 if var is None else self._writes[var.storage]
+
+    def is_given(self, tensor: Tensor) -> bool:
+        """Whether what a tensor holds may depend on the state, on inputs, or on other ranks."""
+        var = self._var_of(tensor)
+        self._read()
+        return var is None or var.storage in self._given
+
+    def mark(self, var: Var) -> None:
+        """Note a variable that no call fills, of unknown content."""
+        self._unknown.add(var.storage)
+        self._given.add(var.storage)
+
+    def forget(self) -> None:
+        """Read the calls anew: some have been taken back."""
+        self._seen = 0
+        self._writes.clear()
+        self._given = set(self._unknown)
+
+    def _read(self) -> None:
+        if not self._seen:
+            self._given.update(var.storage for var in (*self._program.slots, *self._program.inputs))
+        for instr in self._program.instrs[self._seen :]:
+            written = [var.storage for var in instr.writes]
+            self._writes.update(written)
+            reads = {var.storage for var in instr.inputs()}
+            if not reads.isdisjoint(self._given) or is_between_ranks(instr.op):
+                self._given.update(written, (var.storage for var in instr.outputs()))
+        self._seen = len(self._program.instrs)

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any, Self
 
+import torch
 from torch import Tensor
 
 from .. import tree as pytree
-from ..errors import BakedValueError, ForeignTensorError
+from ..errors import BakedValueError, ForeignTensorError, LayoutError
 from ..state.arena import BufferSpec
 from ..state.leaf import Leaf
 from ..tensors.fingerprint import as_now, seen
@@ -48,6 +49,13 @@ class Constants:
                 raise TypeError(
                     f"`{function}`: {name} must be a tensor, got {type(leaf).__name__}.\n"
                     "To fix: leave it out: numbers that the function reads are watched; a table as `torch.tensor(...)`."
+                )
+            if leaf.layout is not torch.strided or leaf.is_nested:
+                raise LayoutError.of(
+                    function,
+                    "declares a constant that is not dense.",
+                    rows=[f"{name}  {leaf.layout} of {leaf.dim()} dimensions"],
+                    fix="declare `x.to_dense()`, or, of a nested one, `torch.nested.to_padded_tensor(x, 0.0)`.",
                 )
             if not leaf.untyped_storage().resizable():
                 raise ForeignTensorError.of(

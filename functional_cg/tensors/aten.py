@@ -25,7 +25,9 @@ __all__ = [
     "can_draw",
     "copies",
     "is_batched",
+    "is_in_place",
     "named_arguments",
+    "one_unwrapped",
     "returns_view",
     "sync_reason",
     "takes_layout",
@@ -67,6 +69,12 @@ _HIDDEN_WRITES: Mapping[str, tuple[tuple[str, ...], str]] = MappingProxyType(
     }
 )
 
+# Names of methods of tensors that write, besides those that end in `_`.
+_IN_PLACE = frozenset(
+    f"__{name}__"
+    for name in "setitem iadd isub imul imatmul itruediv ifloordiv imod ipow iand ior ixor ilshift irshift".split()
+)
+
 _PROBABILITIES = ("p", "dropout_p", "dropout")
 
 _NEEDS_VALUE = frozenset(
@@ -77,6 +85,11 @@ _NEEDS_VALUE = frozenset(
 def is_batched(tensor: Tensor) -> bool:
     """Whether a tensor is a batch under ``torch.func.vmap``."""
     return torch._C._functorch.is_batchedtensor(tensor)
+
+
+def one_unwrapped(tensor: Tensor) -> Tensor:
+    """Return the tensor beneath one wrapper of a ``torch.func`` transform."""
+    return torch._C._functorch.get_unwrapped(tensor)
 
 
 def unwrapped(tensor: Tensor) -> Tensor:
@@ -129,6 +142,11 @@ def written_arguments(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any])
             value = args[position] if position < len(args) else kwargs.get(parameter.name)
             written.extend(tensors_in(value))
     return written
+
+
+def is_in_place(name: str) -> bool:
+    """Whether a function or method of tensors of this name writes its first argument."""
+    return name in _IN_PLACE or (name.endswith("_") and not name.endswith("__") and name != "requires_grad_")
 
 
 def returns_view(func: Any) -> bool:

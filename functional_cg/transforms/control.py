@@ -6,19 +6,24 @@ unrolled. Names and argument order are those of ``jax.lax``.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 from .. import tree as pytree
 from ..errors import LayoutError
 from ..messages.tracebacks import entry
 from ..state.arena import BufferSpec
+from ..tensors.aten import is_batched, is_in_place, one_unwrapped, tensors_in
 from ..tree import path_string, structure_diff
 
 __all__ = ["cond", "scan"]
+
+_ABOUT_TENSORS = frozenset("__get__ __set__ backward register_hook retain_grad requires_grad_".split())
 
 
 @entry("fcg.cond(pred, lambda: a, lambda: b)")
@@ -27,9 +32,8 @@ def cond(pred: Tensor, true_fn: Callable[..., Any], false_fn: Callable[..., Any]
 
     Use it for a condition that only the device knows. For one that Python knows, use an ordinary ``if``.
 
-    Both branches cost time at each call. The branch not selected gets a gradient of zero; but zero times an infinite
-    derivative is NaN, so a branch must be differentiable where it is not selected, too: clamp its operands first, as in
-    ``cond(x > 0, lambda x: x.clamp(min=1e-6).log(), torch.zeros_like, x)``.
+    Both branches cost time at each call. The one that is not selected passes no gradient on, of any order: an infinite
+    derivative or a NaN in it does no harm, unlike with ``torch.where``.
 
     Args:
       pred: bool, of shape [].
@@ -61,9 +65,92 @@ def cond(pred: Tensor, true_fn: Callable[..., Any], false_fn: Callable[..., Any]
             "cond: the branches have to be functions, of which one is selected.\n"
             "To fix: `fcg.cond(pred, lambda: a, lambda: b)`; of two tensors, `torch.where(pred, a, b)`."
         )
-    chosen, other = true_fn(*operands), false_fn(*operands)
+    with _Side(pred):
+        chosen = true_fn(*operands)
+    with _Side(~pred):
+        other = false_fn(*operands)
     _refuse_unlike("cond", "false_fn", chosen, "true_fn", other)
     return pytree.map(lambda one, two: one if one is two else torch.where(pred, one, two), chosen, other)
+
+
+class _Gate(torch.autograd.Function):
+    """The identity, which passes a gradient on if a side is selected, and zeros otherwise, whatever the gradient is."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(tensor: Tensor, selected: Tensor) -> Tensor:
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
+        ctx.save_for_backward(inputs[1])
+        ctx.save_for_forward(inputs[1])
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        (selected,) = ctx.saved_tensors
+        (gradient,) = gradients
+        return torch.where(selected, gradient, 0), None
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> Any:
+        return tangents[0].view_as(tangents[0])
+
+
+class _Side(TorchFunctionMode):
+    """What a branch reads from outside, by argument or by closure, passes a gate.
+
+    Args:
+      selected: bool[]: whether the branch is selected.
+    """
+
+    def __init__(self, selected: Tensor) -> None:
+        super().__init__()
+        self._selected = selected
+        self._made: WeakValueDictionary[int, Tensor] = WeakValueDictionary()
+        self._gated: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if not torch.is_grad_enabled() or _is_about_tensors(func):
+            return func(*args, **kwargs)
+        if is_in_place(getattr(func, "__name__", "")):  # what is written stays itself
+            return func(*args[:1], *self._inside(args[1:]), **self._inside(kwargs))
+        out = func(*self._inside(args), **self._inside(kwargs))
+        self._made.update((id(one), one) for one in tensors_in([out]))
+        return out
+
+    def _inside(self, value: Any) -> Any:
+        if isinstance(value, Tensor):
+            return self._behind_the_gate(value) if _differentiated(value) else value
+        if isinstance(value, dict):
+            return {name: self._inside(one) for name, one in value.items()}
+        if type(value) in (list, tuple):  # an index that is a list means something else
+            return type(value)(map(self._inside, value))
+        return value
+
+    def _behind_the_gate(self, tensor: Tensor) -> Tensor:
+        if self._made.get(id(tensor)) is tensor:
+            return tensor
+        if id(tensor) not in self._gated:
+            outer = tensor.view_as(tensor)  # which passes the gate of an outer branch
+            self._gated[id(tensor)] = tensor, _Gate.apply(outer, self._selected)
+        return self._gated[id(tensor)][1]
+
+
+def _differentiated(tensor: Tensor) -> bool:
+    while is_batched(tensor):  # it shows beneath
+        tensor = one_unwrapped(tensor)
+    return tensor.requires_grad
+
+
+def _is_about_tensors(func: Any) -> bool:
+    """Whether a function asks or sets what a tensor is, or differentiates; it computes nothing from it."""
+    name, module = getattr(func, "__name__", ""), getattr(func, "__module__", None) or ""
+    return name in _ABOUT_TENSORS or module.startswith("torch.autograd")
 
 
 @entry("carry, ys = fcg.scan(lambda carry, x: (carry, y), init, xs)")

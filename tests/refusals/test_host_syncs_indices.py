@@ -11,20 +11,6 @@ import functional_cg as fcg
 from tests.refusals.judge import Spelling, accepted, assert_spelling, metric
 
 
-def scalar_index(s, b):
-    return b["x"][b["i"]]
-
-
-def scalar_index_of_columns(s, b):
-    return b["x"][:, b["i"]]
-
-
-def scalar_index_write(s, b):
-    x = b["x"].clone()
-    x[b["i"]] = 1.0
-    return x
-
-
 def window(s, b):
     return b["x"][b["i"] : b["i"] + 2]
 
@@ -143,21 +129,6 @@ def padded(s, b):
 
 INDICES = [
     Spelling(
-        scalar_index,
-        "write `b['x'].index_select(0, b['i'][None])[0]`",
-        lambda s, b: b["x"].index_select(0, b["i"][None])[0],
-    ),
-    Spelling(
-        scalar_index_of_columns,
-        "write `b['x'].index_select(1, b['i'][None]).squeeze(1)`",
-        lambda s, b: b["x"].index_select(1, b["i"][None]).squeeze(1),
-    ),
-    Spelling(
-        scalar_index_write,
-        "`x = x.index_fill(0, b['i'][None], 1.0)`",
-        lambda s, b: b["x"].index_fill(0, b["i"][None], 1.0),
-    ),
-    Spelling(
         window,
         "`b['x'].index_select(0, torch.arange(2, device=b['x'].device) + b['i'])`",
         lambda s, b: b["x"].index_select(0, torch.arange(2, device=b["x"].device) + b["i"]),
@@ -167,8 +138,8 @@ INDICES = [
     ),
     Spelling(
         choice,
-        "write `torch.stack([s['w'], -s['w']]).index_select(0, b['i'][None])[0]`",
-        lambda s, b: torch.stack([s["w"], -s["w"]]).index_select(0, b["i"][None])[0],
+        "write `torch.stack([s['w'], -s['w']])[b['i']]`",
+        lambda s, b: torch.stack([s["w"], -s["w"]])[b["i"]],
     ),
     Spelling(
         mask_read,
@@ -334,14 +305,12 @@ def test_a_table_of_numpy_is_looked_up_outside_or_becomes_a_constant():
     fix = (
         r"To fix: look the value up outside of the step and pass it as an input; or make a tensor, "
         r"`table = torch.tensor\(table\)`, declare it, `constants=table`, "
-        r"and write `table.index_select\(0, epoch\[None\]\)\[0\]`"
+        r"and write `table\[epoch\]`"
     )
     with pytest.raises(fcg.HostSyncError, match=fix):
         fcg.graph_step(lambda state, epoch: (state, table[epoch]))(state, 3)
     _, value = fcg.graph_step(lambda state, value: (state, value + 0))(fcg.fork(state), table[3])
     assert float(value) == pytest.approx(table[3])
     expected, table = table[3], torch.tensor(table)
-    step = fcg.graph_step(
-        lambda state, epoch: (state, table.index_select(0, epoch[None])[0]), constants=table
-    )
+    step = fcg.graph_step(lambda state, epoch: (state, table[epoch]), constants=table)
     assert float(step(state, 3)[1]) == expected

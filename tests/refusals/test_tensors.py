@@ -493,6 +493,56 @@ def test_sparse_tensor(function):
     assert same(dense.sum(1), torch.tensor([3.0, 0.0, 3.0, 0.0]))
 
 
+ADJACENCY = torch.eye(4).to_sparse()
+RAGGED = torch.nested.nested_tensor([torch.ones(2, 3), torch.ones(1, 3)], layout=torch.jagged)
+
+
+def sparse_constant(s, b):
+    return torch.sparse.mm(ADJACENCY, b["x"])
+
+
+def nested_constant(s, b):
+    return RAGGED.sin().values()
+
+
+def nested_of_parts(s, b):
+    return torch.nested.nested_tensor([b["x"], b["x"][:2]]).to_padded_tensor(0.0)
+
+
+def jagged_of_parts(s, b):
+    return torch.nested.nested_tensor([b["x"], b["x"][:2]], layout=torch.jagged).values()
+
+
+def jagged_of_lengths(s, b):
+    return torch.nested.nested_tensor_from_jagged(b["x"], torch.tensor([0, 2, 4])).values()
+
+
+@pytest.mark.parametrize(
+    ("function", "text"),
+    [
+        (sparse_constant, r"reads a sparse tensor(.|\n)*`\.to_dense\(\)`"),
+        (nested_constant, r"reads a nested tensor(.|\n)*pad_sequence"),
+        (nested_of_parts, r"makes a nested tensor(.|\n)*pad_sequence"),
+        (jagged_of_parts, r"makes a nested tensor(.|\n)*pad_sequence"),
+        (jagged_of_lengths, r"makes a nested tensor(.|\n)*pad_sequence"),
+    ],
+)
+def test_tensors_that_are_not_strided(function, text):
+    assert_refused(metric(function), LayoutError, text, where=function)
+
+
+def test_as_these_messages_advise():
+    dense = ADJACENCY.to_dense()
+    step = fcg.graph_step(lambda s, b: (s, {"out": dense @ b["x"]}), constants=(dense,))
+    assert torch.equal(step({"w": torch.ones(1)}, a_batch())[1]["out"], dense @ a_batch()["x"])
+    pad = torch.nn.utils.rnn.pad_sequence
+    padded = accepted(metric(lambda s, b: pad([b["x"], b["x"][:2]], batch_first=True)))["out"]
+    lengths = torch.tensor([4, 2])
+    assert padded[torch.arange(4) < lengths[:, None]].shape == (6, 3)
+    with pytest.raises(LayoutError, match=r"not dense(.|\n)*constants\[0\]  torch.sparse_coo(.|\n)*to_dense"):
+        fcg.graph_step(lambda s, b: (s, {}), constants=(ADJACENCY,))({"w": torch.ones(1)}, a_batch())
+
+
 # -- leaves that share memory -----------------------------------------------------------------------------------
 
 SHARED = {"w": torch.ones(3)}

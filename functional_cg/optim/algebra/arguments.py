@@ -21,10 +21,10 @@ _HERE = MappingProxyType(
         "alpha": "`decay=...`",
         "amsgrad": "`fcg.optim.amsgrad(...)`",
         "weight_decay": "`fcg.optim.chain(fcg.optim.add_decayed_weights(...), fcg.optim.{factory}(...))`",
-        "foreach": "nothing",
-        "fused": "nothing",
-        "capturable": "nothing",
-        "differentiable": "nothing",
+        "foreach": "",
+        "fused": "",
+        "capturable": "",
+        "differentiable": "",
     }
 )
 
@@ -98,8 +98,11 @@ def refuse_unknown(factory: type, options: Mapping[str, Any]) -> None:
     if unknown is None or any(p.kind is inspect.Parameter.VAR_KEYWORD for p in known.values()):
         return
     name, taken = factory.__name__, ", ".join(f"`{name}`" for name in known)
-    here = _HERE.get(unknown, "").format(factory=name) or _by_torch(name, unknown)
-    fix = f" To fix: {here} in place of `{unknown}`." if here else ""
+    if unknown in _HERE and not _HERE[unknown]:
+        fix = f" To fix: leave `{unknown}` out."
+    else:
+        here = _HERE.get(unknown, "").format(factory=name) or _by_torch(name, unknown)
+        fix = f" To fix: {here} in place of `{unknown}`." if here else ""
     raise TypeError(f"{name}: has no argument `{unknown}`; it takes {taken or 'none'}.{fix}")
 
 

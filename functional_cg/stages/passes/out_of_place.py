@@ -7,13 +7,17 @@ so that nothing may be recomputed; a compiler decides itself which call runs in 
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
 import torch
 
 from ..program import Instr, Program, Var, highest, map_vars
 
 __all__ = ["write_out_of_place"]
+
+T = TypeVar("T")
+_Layout = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]
 
 
 def write_out_of_place(program: Program) -> None:
@@ -29,32 +33,30 @@ def write_out_of_place(program: Program) -> None:
     sharing: dict[int, set[Var]] = {}
     names: dict[Var, Var] = {}
     moved: dict[int, int] = {}
+    layouts: dict[str, _Layout] = {}
     out: list[Instr] = []
     for number, instr in enumerate(program.instrs):
         instr = _renamed(instr, names)
         for var in instr.outputs():
-            var.storage = moved.get(var.storage, var.storage)
+            var.storage = _last(moved, var.storage)
             sharing.setdefault(var.storage, set()).add(var)
-        call = _out_of_place(instr)
+        call = _out_of_place(instr, layouts)
         old = instr.out
-        if (
-            call is not None
-            and old.storage not in stays
-            and not any(last_read.get(var, -1) > number for var in sharing[old.storage] if var is not old)
-        ):
-            index, storage = index + 1, storage + 1
-            new = replace(old, index=index, storage=storage)
-            last_read[new] = last_read[old]
-            moved = {label: storage if at == old.storage else at for label, at in moved.items()}
-            moved[old.storage] = storage
-            names = {name: new if at is old else at for name, at in names.items()} | {old: new}
-            sharing[storage] = {new}
-            instr = replace(call, out=new)
+        if call is not None and old.storage not in stays:
+            read_later = {var for var in sharing[old.storage] if last_read.get(var, -1) > number} | {old}
+            sharing[old.storage] = read_later
+            if len(read_later) == 1:
+                index, storage = index + 1, storage + 1
+                new = replace(old, index=index, storage=storage)
+                last_read[new] = last_read[old]
+                moved[old.storage], names[old] = storage, new
+                sharing[storage] = {new}
+                instr = replace(call, out=new)
         out.append(instr)
     program.instrs = out
 
 
-def _out_of_place(instr: Instr) -> Instr | None:
+def _out_of_place(instr: Instr, layouts: dict[str, _Layout]) -> Instr | None:
     """Return the call that computes what an elementwise call writes over all of its first argument, if there is one."""
     if not isinstance(instr.out, Var) or instr.writes != (instr.out,) or instr.args[0] is not instr.out:
         return None
@@ -65,7 +67,11 @@ def _out_of_place(instr: Instr) -> Instr | None:
     if not name.endswith("_") or op is None or not instr.out.fills or not _matches(instr.op, op):
         return None
     call = replace(instr, op=op, writes=())
-    return call if _result(call) == (spec.shape, spec.stride, spec.dtype) else None
+    # Of many alike, as in a loop, one is tried.
+    alike = repr((call.op, map_vars(lambda var: var.spec, (call.args, tuple(call.kwargs.items())))))
+    if alike not in layouts:
+        layouts[alike] = _result(call)
+    return call if layouts[alike] == (spec.shape, spec.stride, spec.dtype) else None
 
 
 def _matches(in_place: Any, op: Any) -> bool:
@@ -75,7 +81,7 @@ def _matches(in_place: Any, op: Any) -> bool:
     return names[0] == names[1] and torch.Tag.pointwise in op.tags and not seeded
 
 
-def _result(call: Instr) -> tuple[tuple[int, ...], tuple[int, ...], torch.dtype]:
+def _result(call: Instr) -> _Layout:
     """Return shape, strides and dtype of a call's result."""
 
     def empty(var: Var) -> Any:
@@ -86,9 +92,18 @@ def _result(call: Instr) -> tuple[tuple[int, ...], tuple[int, ...], torch.dtype]
     return tuple(made.shape), made.stride(), made.dtype
 
 
+def _last(following: dict[T, T], at: T) -> T:
+    """Follow a chain to its end, and shorten it for the next time."""
+    passed = []
+    while at in following:
+        passed.append(at)
+        at = following[at]
+    following.update(dict.fromkeys(passed, at))
+    return at
+
+
 def _renamed(instr: Instr, names: dict[Var, Var]) -> Instr:
-    def new(var: Var) -> Var:
-        return names.get(var, var)
+    new = partial(_last, names)
 
     kwargs = {name: map_vars(new, value) for name, value in instr.kwargs.items()}
     out = map_vars(new, instr.out) if instr.writes else instr.out

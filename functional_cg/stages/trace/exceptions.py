@@ -5,6 +5,7 @@ from __future__ import annotations
 import bdb
 import dataclasses
 import re
+from traceback import walk_tb
 
 import torch
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
@@ -14,8 +15,9 @@ from ...errors.words import words_of
 from ...messages.causes import fix_of, lines_of, takes, wording
 from ...messages.libraries import sync_fix
 from ...messages.source import is_installed, place_of, raised_in
+from ..kinds import MIXED_DTYPES, not_strided
 from .recipe import Recipe
-from .rules import MIXED_DTYPES, host_sync
+from .rules import host_sync
 
 __all__ = ["mapped", "raised_at"]
 
@@ -31,6 +33,8 @@ def mapped(recipe: Recipe, error: Exception) -> FunctionalCGError:
     if by_value or any(part in text for part in _READS_MEMORY):
         return _host_sync(name, error)
     where = raised_at(error)
+    if _raised_by("torch.nested", error):
+        return not_strided(name, "torch.nested", where=where)
     if isinstance(error, NotImplementedError) and "HigherOrderOperator" in text:
         return CaptureError.of(
             name,
@@ -78,6 +82,12 @@ def _fix(recipe: Recipe, error: Exception) -> str:
         fix_of(error)
         or f"`{name}.eager(...)` stops at the same line with real values, for `print` and a debugger"
     )
+
+
+def _raised_by(package: str, error: Exception) -> bool:
+    """Whether an exception passed through the code of a package."""
+    modules = [frame.f_globals.get("__name__", "") for frame, _ in walk_tb(error.__traceback__)]
+    return any(module == package or module.startswith(f"{package}.") for module in modules)
 
 
 def _ended(text: str) -> str:

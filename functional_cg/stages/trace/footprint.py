@@ -11,8 +11,8 @@ import torch
 
 from ...messages.source import Location
 from ...tensors.aten import FUSED, takes_layout
+from ..keys import draws, shared_keys
 from ..program import Instr, Program, Var, live
-from .keys import draws, shared_keys
 
 __all__ = ["Inspection", "inspection_of"]
 

@@ -33,6 +33,7 @@ from ..watch.host_watch import MODES, HostWatch, modes
 from ..watch.reads import Reads
 from ..watch.values import shown
 from .known import aside_from_modes
+from .places import at_a_place
 from .rules import Rules
 
 __all__ = ["HostGuard", "HostRandomness", "HostState", "taken_as_valid"]
@@ -124,6 +125,8 @@ class HostGuard(TorchFunctionMode):
         if func is Tensor.__setitem__ and isinstance(args[2], Selected) and isinstance(args[1], Tensor):
             if args[2].written_into(args[0], args[1], self._writes_to(args[1])):
                 return None
+        if (found := at_a_place(func, args, self._call, self._rules.places)) is not None:
+            return found[0]
         try:
             return func(*args, **kwargs)
         except HostSyncError as error:

@@ -33,13 +33,14 @@ from ...tensors.overlap import storage_key
 from ...transforms.debug import REPORTS
 from ...tree import KeyPath, path_string
 from ..blocks import Blocks
+from ..keys import is_drawn
+from ..kinds import not_strided, refuse_layouts, refuse_mixed_dtypes
 from ..program import Constant, Instr, Program, Report, Var, inputs_behind
-from ..variables import Reference, Variables
+from ..variables import History, Reference, Variables
 from .host import taken_as_valid
-from .keys import is_drawn
 from .known import BY_NUMBER, Supposed, as_filling, aside_from_modes, by_places, filled, result_of, value_of
 from .recipe import Recipe
-from .rules import Rules, refuse_mixed_dtypes
+from .rules import Rules
 from .strays import Table, is_cached, may_be_table
 from .twice import refuse_another_call, refuse_another_literal
 
@@ -59,26 +60,19 @@ class Recorder(TorchDispatchMode):
         super().__init__()
         self.program = Program(recipe.name, [], [], [])
         self._input_names = recipe.input_names
-        self._mode = mode
-        self._first = first
-        self._checkpoint = checkpoint
+        self._mode, self._first, self._checkpoint = mode, first, checkpoint
         self._aside = aside or (lambda act, *args: act(*args))
         self._known = Variables(mode)
         self._blocks = Blocks(self.program, self._known)
+        self.history = History(self.program, self._known.of)
         self._protected: dict[int, str] = {}
         self.copied: set[int] = set()  # storages of inputs
         self.declared = self._known.declared
         self.tables: list[Table] = []
         self.mesh = mesh_of([spec for state in recipe.states for spec in state.specs])
         self.met, self.work = Met(), OwnWork()
-        self.rules = Rules(
-            recipe.name,
-            self._protected,
-            self.copied,
-            self.met.fixed,
-            recipe.function,
-            on_a_mesh=self.mesh is not None,
-        )
+        owners, meshed = (self._protected, self.copied, self.met.fixed), self.mesh is not None
+        self.rules = Rules(recipe.name, *owners, recipe.function, self.history, on_a_mesh=meshed)
         self._origins = Origins(self.work)
         self.supposed = Supposed(self.program, recipe.value)
         self._rehearses, self._as_before = False, cast("Any", None)
@@ -110,13 +104,20 @@ class Recorder(TorchDispatchMode):
 
     def _new_var(self, tensor: Tensor) -> Var:
         if tensor.layout != torch.strided:
-            raise self.rules.sparse(tensor)
+            raise not_strided(self.program.function, f"{tensor.layout} of shape {list(tensor.shape)}")
         return self._known.new(tensor)
 
     def release(self) -> list[Reference]:
         """Drop all tensors of the trace; any that stay alive are held by user code."""
         references, met = self._known.release(), self.met
-        for one in (self._blocks.known, met.buffers, met.applied, met.fixed, self.work.replaced):
+        for one in (
+            self._blocks.known,
+            met.buffers,
+            met.applied,
+            met.fixed,
+            self.work.replaced,
+            self.rules.places,
+        ):
             one.clear()
         return references
 
@@ -134,6 +135,7 @@ class Recorder(TorchDispatchMode):
         finally:
             self._rehearses = False
             del self.program.instrs[start:]
+            self.history.forget()
 
     def unknown(
         self, shape: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype, device: torch.device
@@ -141,7 +143,7 @@ class Recorder(TorchDispatchMode):
         """Make a fake tensor that no call computes, so that the host cannot read it."""
         with self._mode:
             tensor = torch.empty_strided(shape, stride, dtype=dtype, device=device)
-        self._new_var(tensor)
+        self.history.mark(self._new_var(tensor))
         return tensor
 
     def place(self) -> Any:
@@ -206,6 +208,7 @@ class Recorder(TorchDispatchMode):
         if func._schema.name in PUTS:
             args = self._from_here(args)
         tensors = list(tensors_in([*args, *kwargs.values()]))
+        refuse_layouts(self.program.function, func, tensors)
         if self._adopts(func, args, kwargs, tensors):
             args, kwargs = self._with_constants(args), self._with_constants(kwargs)
             tensors = list(tensors_in([*args, *kwargs.values()]))
@@ -225,7 +228,7 @@ class Recorder(TorchDispatchMode):
             behind = inputs_behind(self.program, self._input_names, read)
             inputs, drawn = behind if "shape" in reason else [], is_drawn(self.program, read)
             raise self.rules.host_read(reason, func, owner, inputs=inputs, drawn=drawn)
-        written = self.rules.check(func, args, kwargs, storage_key)
+        written = self.rules.check(func, args, kwargs)
         for tensor in tensors:
             self._refuse_unknown(func, tensor, written)
         refuse_mixed_dtypes(func, tensors)
@@ -237,13 +240,6 @@ class Recorder(TorchDispatchMode):
 
     def _view(self, tensor: Tensor, shape: Sequence[int]) -> Tensor:
         return self._dispatch(torch.ops.aten.view.default, (tensor, shape), {})  # type: ignore[no-any-return]
-
-    def writes_to(self, tensor: Tensor) -> int:
-        """Return how many calls so far have written the memory of a tensor."""
-        var = self.var_of(tensor)
-        return sum(
-            var is not None and one.storage == var.storage for i in self.program.instrs for one in i.writes
-        )
 
     def value_of(self, tensor: Tensor) -> Tensor | None:
         """Return what a tensor of the trace holds, if that is the same in each replay; else None."""

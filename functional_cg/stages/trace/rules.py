@@ -22,7 +22,6 @@ from ...errors import (
     FunctionalCGError,
     HostSyncError,
     ImplicitRandomnessError,
-    LayoutError,
     ReadOnlyError,
 )
 from ...messages.libraries import copy_fix, in_place_fix, keyed_fix, sync_fix
@@ -31,31 +30,18 @@ from ...nn.refusals import registered_fix
 from ...pytree.trees import opened
 from ...state.arena import BufferSpec
 from ...tensors.aten import argument, can_draw, sync_reason, tensors_in, written_arguments
+from ...tensors.overlap import storage_key
+from ..variables import History
 from .naming import module_fix, owned_fix, owns, read_fix, way_to
+from .places import Places
 
-__all__ = ["MIXED_DTYPES", "Rules", "host_sync", "refuse_mixed_dtypes"]
+__all__ = ["Rules", "host_sync"]
 
 _WRITE_FIX = "return the new value in `metrics` or in the new state, and write it in the loop."
-
-
 _DECIDE_OUTSIDE = "return the value in `metrics` and decide outside of the step"
-MIXED_DTYPES = "expected tensors of one dtype"
 
 _DEBUGGERS = frozenset({"pdb", "reprlib", "debugpy", "pydevd", "_pydevd_bundle"})
 
-_PRODUCTS = frozenset(
-    {
-        "aten::addbmm",
-        "aten::addmm",
-        "aten::addmv",
-        "aten::baddbmm",
-        "aten::bmm",
-        "aten::convolution",
-        "aten::dot",
-        "aten::mm",
-        "aten::mv",
-    }
-)
 # In-place collectives, sends and receives; symmetric memory that ranks registered with each other.
 _BETWEEN_RANKS = frozenset({"c10d", "symm_mem"})
 # Functional collectives: allowed on a state's mesh, which makes the ranks agree.
@@ -114,7 +100,8 @@ class Rules:
       copied: Those that may be written nevertheless: the step writes its own copy of an input.
       fixed: By id, name and tensor of what modules hold beside parameters and buffers; may still grow.
       code: The function itself, searched for the names of tensors in messages.
-      on_a_mesh: Whether the ranks of a state's mesh trace together and check that they agree.
+      history: What the calls of the trace have written.
+      on_a_mesh: Whether the ranks of a state's mesh trace together and agree.
     """
 
     def __init__(
@@ -124,14 +111,14 @@ class Rules:
         copied: Collection[int],
         fixed: Mapping[int, tuple[str, Tensor]],
         code: Callable[..., Any],
+        history: History,
         *,
         on_a_mesh: bool,
     ) -> None:
-        self._function = function
-        self._on_a_mesh = on_a_mesh
-        self._code = code
+        self._function, self._code, self._on_a_mesh = function, code, on_a_mesh
         self._protected, self._copied, self._fixed = protected, copied, fixed
         self._facts: dict[Any, _Facts] = {}
+        self.places = Places(function, history)  # what was copied where PyTorch has views
         self._first: FunctionalCGError | None = None
 
     def remember(self, error: FunctionalCGError) -> None:
@@ -154,8 +141,9 @@ class Rules:
         """Raise the first refusal again if the function caught it and returned."""
         if self._first is not None:
             raise self._first
+        self.places.refuse_owed()
 
-    def check(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], key: Any) -> list[Tensor]:
+    def check(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
         """Refuse an op, or return the tensors that it writes."""
         facts = self._facts.get(func)
         if facts is None:
@@ -168,14 +156,13 @@ class Rules:
             raise self._random(func)
         if facts.may_move:
             self._check_move(func, args, kwargs)
-        if facts.counts_from_the_storage and key(args[0]) in self._protected:
+        if facts.counts_from_the_storage and storage_key(args[0]) in self._protected:
             raise self._from_the_storage(func)
-        if not facts.may_write:
-            return []
-        written = written_arguments(func, args, kwargs)
+        written = written_arguments(func, args, kwargs) if facts.may_write else []
+        self.places.check(func, args, kwargs, written)
         for tensor in written:
-            owner = self._protected.get(key(tensor))
-            if owner is not None and key(tensor) not in self._copied:
+            owner = self._protected.get(storage_key(tensor))
+            if owner is not None and storage_key(tensor) not in self._copied:
                 raise self._mutation(func, owner, tensor)
         return written
 
@@ -273,16 +260,6 @@ class Rules:
             fix=f"{fix if frame is None else in_place_fix(frame, fix)}.",
         )
 
-    def sparse(self, tensor: Tensor) -> LayoutError:
-        """Return the error for a tensor whose size in memory depends on values."""
-        return LayoutError.of(
-            self._function,
-            "makes a sparse tensor.",
-            rows=[f"{tensor.layout} of shape {list(tensor.shape)}{at_here()}"],
-            why="How much memory it takes depends on values; a graph has fixed buffers.",
-            fix="use dense gradients, `sparse=False`, and dense tensors, `.to_dense()` before the step.",
-        )
-
     def data_assigned(self) -> ReadOnlyError:
         """Return the error for a tensor whose memory was replaced behind the dispatcher's back."""
         return ReadOnlyError.of(
@@ -378,17 +355,6 @@ def _facts(func: Any) -> _Facts:
         may_move=name in {"aten::_to_copy", "aten::copy_"},
         counts_from_the_storage=name in _FROM_THE_STORAGE,
     )
-
-
-def refuse_mixed_dtypes(func: Any, tensors: Sequence[Tensor]) -> None:
-    """Refuse, as the kernel would, a product of tensors of different dtypes; a fake product accepts them.
-
-    Raises:
-      RuntimeError: Naming the dtypes.
-    """
-    if func._schema.name in _PRODUCTS and len({tensor.dtype for tensor in tensors}) > 1:
-        found = ", ".join(str(BufferSpec.of(tensor)) for tensor in tensors)
-        raise RuntimeError(f"{MIXED_DTYPES}, got {found}")
 
 
 def _field(owner: str) -> str:

@@ -68,7 +68,7 @@ def _run(
     for name, constant in recipe.constants:
         recorder.declare(name, constant)
     follow = nullcontext() if follower is None else follower.following()
-    guard = HostGuard(recorder.rules, recorder.value_of, recorder.writes_to)
+    guard = HostGuard(recorder.rules, recorder.value_of, recorder.history.writes_to)
     with meeting(recorder.met), watching(recorder.work), canonical(recorder.mesh), without_log():
         with mode, recorder, guard, follow, tracing(recorder):
             result = recipe.apply(recipe.function, trees, inputs)

@@ -14,10 +14,10 @@ from typing import Any
 
 import torch
 
-from ...random.attention import ATTENTION
-from ...random.samplers import DERIVE
-from ...tensors.aten import named_arguments
-from ..program import Instr, Program, Var, live, map_vars
+from ..random.attention import ATTENTION
+from ..random.samplers import DERIVE
+from ..tensors.aten import named_arguments
+from .program import Instr, Program, Var, live, map_vars
 
 __all__ = ["draws", "is_drawn", "shared_keys"]
 
