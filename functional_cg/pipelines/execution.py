@@ -111,7 +111,8 @@ class Worker:
         results = {position: values[id(result)] for position, result in stage.results.items()}
         self.sums.add(stage, self.sums.results, results)
         self._hand_on(Action(action.stage, "SEND_F", action.microbatch), stage, values, stage.outputs)
-        self._values[place] = values
+        if not self._table.forward_only:
+            self._values[place] = values
 
     def _backward(self, action: Action, stage: Stage) -> None:
         self._inward(action, stage)

@@ -86,7 +86,7 @@ def run(
         moved |= _transferred(queues, queued, ended)
     stuck = [action for rank, row in enumerate(table.rows) for action in row[place[rank] :]]
     stuck += [action for of_rank in queues for queue in of_rank.values() for action in queue]
-    held = tuple(max(_held(row), default=0) for row in table.rows)
+    held = tuple(max(_held(table, row), default=0) for row in table.rows)
     return Run(tuple(map(tuple, begins)), max(clock, default=0.0), held, tuple(stuck))
 
 
@@ -131,9 +131,11 @@ def _transferred(
     return False
 
 
-def _held(row: tuple[Action, ...]) -> list[int]:
-    """Return how many forwards wait for their backward, after each action."""
-    count, out = 0, []
+def _held(table: Table, row: tuple[Action, ...]) -> list[int]:
+    """Return how many forwards wait for their backward, after each action; without any backward, none waits."""
+    count, out = 0, list[int]()
+    if table.forward_only:
+        return out
     for action in row:
         count += {"F": 1, "B": -1, "W": -1}.get(action.kind, 0)
         out.append(count)

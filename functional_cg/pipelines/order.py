@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from ..errors import LayoutError
 from .actions import Action, Table
 
-__all__ = ["arrivals", "in_one_row", "prove", "waits_of", "with_transfers"]
+__all__ = ["arrivals", "forward_of", "in_one_row", "prove", "waits_of", "with_transfers"]
 
 
 def with_transfers(table: Table) -> Table:
@@ -113,7 +113,8 @@ def _incomplete(table: Table, *, transfers: bool) -> Iterator[str]:
     for stage in range(table.stages):
         for microbatch in range(table.microbatches):
             halves = counts[Action(stage, "I", microbatch)] or counts[Action(stage, "W", microbatch)]
-            kinds: list[str] = ["F", *(("I", "W") if halves else ("B",))]
+            behind = () if table.forward_only else ("I", "W") if halves else ("B",)
+            kinds: list[str] = ["F", *behind]
             computed = [Action(stage, kind, microbatch) for kind in kinds]  # type: ignore[arg-type]
             sends = [send for action in computed for send in _sends(table, action)]
             expected.update(computed)
@@ -176,12 +177,14 @@ def _made(table: Table, send: Action) -> Action:
 
 
 def arrivals(table: Table, rank: int) -> dict[Action, list[Action]]:
-    """Return by which computation of a rank some of its sends have arrived: it needs what the receiver made later.
+    """Return before which computation of a rank some of its sends have to have arrived.
 
-    The receiver computes in the order of its row. So once something has come from it that it made after it had read
-    what was sent, the memory of what was sent is free.
+    That is the first one that needs what the receiver made later: it computes in the order of its row, so once something
+    has come from it that it made after it had read what was sent, the memory of what was sent is free. Without an
+    answer, it is the one that makes what is sent next but one: each transfer could even be waited for at once.
     """
     row = table.rows[rank]
+    sends = deque(action for action in row if action.sends)
     place = {action: number for of_rank in table.rows for number, action in enumerate(of_rank)}
     found: dict[Action, list[Action]] = {}
     for number, send in enumerate(row):
@@ -199,8 +202,18 @@ def arrivals(table: Table, rank: int) -> dict[Action, list[Action]]:
                 for need in _needs(table, action)
             )
         )
-        if (first := next(answered, None)) is not None:
+        sends.popleft()
+        first = next(answered, _made(table, sends[1]) if len(sends) > 1 else None)
+        if first is not None:
             found.setdefault(first, []).append(send)
+    return found
+
+
+def forward_of(table: Table) -> Table:
+    """Return the forwards of a proven table alone, in its order, with transfers of their own."""
+    rows = [[action for action in row if action.kind == "F"] for row in table.rows]
+    found = with_transfers(Table(table.name, tuple(map(tuple, rows)), table.microbatches))
+    prove(found)
     return found
 
 

@@ -31,6 +31,7 @@ from .execution import Worker
 from .gradients import gradients, results
 from .links import Links
 from .model import described
+from .order import forward_of
 from .placing import Staged, holders_of
 from .schedules import NAMES, table_of
 from .stages import Layout, Rehearsal, rehearse
@@ -197,21 +198,65 @@ class Pipeline(metaclass=Documented):
             flat, treedef = pytree.flatten(params)
             refuse_undifferentiable(name, treedef, flat)
             refuse_at_rest(flat, "gradients")
-            slices, structure = sliced(name, batch, self.microbatches)
-            key = kwargs.pop("key", None)
-
-            call = _on_leaves(fn, treedef, structure, args, kwargs)
-            layouts = list(map(_layout_of, flat))
-            found = self._rehearsed(name, call, layouts, slices, key, has_aux=has_aux)
-            table = self._table(found)
-            announce(f"{self}, {described(table)}")
-            _refuse_elsewhere(name, found, table, flat, treedef, self.stages)
-            with torch.no_grad():
-                value, grads = self._worked(found, table, flat, slices, key, dtype)
-            outcome = value[0] if found.aux is None else (value[0], pytree.unflatten(found.aux, value[1:]))
-            return outcome, pytree.unflatten(treedef, grads)
+            given = _Given(name, fn, flat, treedef, batch, args, kwargs)
+            value, grads = self._computed(given, dtype, has_aux=has_aux)
+            return value, pytree.unflatten(treedef, grads)
 
         return wrapped
+
+    def value(self, fn: Callable[..., Any], *, dtype: torch.dtype | None = None) -> Callable[..., Any]:
+        """Make a function that returns what ``fn`` does, computed stage by stage and without gradients.
+
+        It is ``fcg.microbatches(m)(fn)``, except that stages run on their ranks: for an evaluation, in a ``graph_fn`` or
+        in a step. Micro-batches pass the stages in the order of the schedule's forwards. What a stage computes is freed
+        before its next one, except for at most three results that are on their way to another rank.
+
+        Args:
+          fn: ``fn(params, batch, ..., key=key)``, as for :meth:`value_and_grad`, which may return any tree of tensors.
+          dtype: Dtype in which floating results are summed and returned; by default their own.
+        Returns:
+          A function with the arguments of ``fn``. All ranks of a pipeline get the result: floating leaves are averaged
+          over micro-batches, and integer leaves (counts) are summed.
+        Raises:
+          LayoutError: As for :meth:`value_and_grad`, or if a leaf of the result is not a tensor.
+          HostSyncError: If ``fn`` asks for a value on the host.
+          ValueError: If ``fn`` has another number of stages than the schedule.
+
+        Example:
+          >>> import torch, functional_cg as fcg
+          >>> pipe = fcg.sharding.pipeline(fcg.sharding.mesh({"stage": -1}), microbatches=2)
+          >>> loss_fn = lambda params, x: (pipe.cut(x * params["w"]) * params["v"]).mean()
+          >>> pipe.value(loss_fn)({"w": torch.tensor(2.0), "v": torch.tensor(3.0)}, torch.ones(4))
+          tensor(6.)
+        """
+        name = getattr(fn, "__name__", type(fn).__name__)
+
+        @entry(f"pipe.value({name})(state.params, batch)")
+        @functools.wraps(fn)
+        def wrapped(params: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
+            flat, treedef = pytree.flatten(params)
+            refuse_at_rest(flat, "a result")
+            given = _Given(name, fn, flat, treedef, batch, args, kwargs)
+            return self._computed(given, dtype, forward_only=True)[0]
+
+        return wrapped
+
+    def _computed(
+        self, given: _Given, dtype: torch.dtype | None, *, has_aux: bool = False, forward_only: bool = False
+    ) -> tuple[Any, list[Tensor]]:
+        """Return the result of a loss, and the gradients of the leaves; none with ``forward_only``."""
+        name, flat = given.name, given.leaves
+        slices, structure = sliced(name, given.batch, self.microbatches)
+        key = given.kwargs.pop("key", None)
+        call = _on_leaves(given.fn, given.treedef, structure, given.args, given.kwargs)
+        layouts = list(map(_layout_of, flat))
+        found = self._rehearsed(name, call, layouts, slices, key, has_aux=has_aux, forward_only=forward_only)
+        table = forward_of(self._table(found)) if forward_only else self._table(found)
+        announce(f"{self}, {described(table)}")
+        _refuse_elsewhere(name, found, table, flat, given.treedef, self.stages)
+        with torch.no_grad():
+            value, grads = self._worked(found, table, flat, slices, key, dtype)
+        return pytree.unflatten(found.structure, value), grads
 
     def _rehearsed(
         self,
@@ -220,14 +265,13 @@ class Pipeline(metaclass=Documented):
         params: Sequence[Layout],
         slices: Sequence[Tensor],
         key: Tensor | None,
-        *,
-        has_aux: bool,
+        **how: bool,
     ) -> Rehearsal:
         if key is not None:
             check_key(key)
         parts = [(tuple(leaf.shape[1:]), leaf.stride()[1:], leaf.dtype) for leaf in slices]
         device, keyed = self.mesh.device, key is not None
-        return rehearse(name, call, params, parts, device, keyed=keyed, has_aux=has_aux)
+        return rehearse(name, call, params, parts, device, keyed=keyed, **how)
 
     def _worked(
         self,
@@ -244,8 +288,31 @@ class Pipeline(metaclass=Documented):
         values = {i: _read(leaves[i]) for i in sorted(read)}
         worker = Worker(table, rank, found, values, slices, key, self.groups, dtype, self.mesh.device)
         of_grads, of_results = worker.work().tensors()
-        grads = gradients(found, table, of_grads, leaves, dtype)
+        grads = [] if table.forward_only else gradients(found, table, of_grads, leaves, dtype)
         return results(found, table, of_results, self.stages, dtype), grads
+
+
+@dataclass(frozen=True, slots=True)
+class _Given:
+    """A call of a loss.
+
+    Attributes:
+      name: Its name.
+      fn: The loss.
+      leaves: The leaves of its first argument.
+      treedef: Their structure.
+      batch: Its second argument.
+      args: The further ones.
+      kwargs: Those by name.
+    """
+
+    name: str
+    fn: Callable[..., Any]
+    leaves: list[Any]
+    treedef: pytree.Treedef
+    batch: Any
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
 
 
 def _on_leaves(
