@@ -142,9 +142,7 @@ class Worker:
             self._parts[microbatch] = part
         return self._parts[microbatch]
 
-    def _hand_on(
-        self, send: Action, stage: Stage, values: Mapping[int, Any], made: Sequence[Tensor]
-    ) -> None:
+    def _hand_on(self, send: Action, stage: Stage, values: Mapping[int, Any], made: Sequence[Tensor]) -> None:
         """Keep what a computation made: to be sent, or where a stage of this rank finds it."""
         if not 0 <= send.other_end.stage < self._table.stages:
             return

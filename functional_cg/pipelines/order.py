@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
 
 from ..errors import LayoutError
-from .actions import Action, Table
+from .actions import COSTS, Action, Table
 
 __all__ = ["arrivals", "forward_of", "in_one_row", "prove", "waits_of", "with_transfers"]
 
@@ -14,9 +16,11 @@ __all__ = ["arrivals", "forward_of", "in_one_row", "prove", "waits_of", "with_tr
 def with_transfers(table: Table) -> Table:
     """Return a proven table of computations with its transfers, all placed in one global order.
 
-    The rows are followed side by side. As soon as one computes what another rank needs, the send enters its row and the
-    receive enters the other's, so both rows have one order of transfers.
+    As soon as one rank has computed what another one needs, the send enters its row, and the receive enters the other's
+    in front of what that computes until then: it is launched before, so that what is sent arrives meanwhile. Of a
+    backward whose gradient is sent, the part that it needs comes first, and the gradients of weights after the send.
     """
+    table = _divided(table)
     rows: list[list[Action]] = [[] for _ in table.rows]
     for action in in_one_row(table):
         rows[table.owners[action.stage]].append(action)
@@ -26,15 +30,39 @@ def with_transfers(table: Table) -> Table:
     return Table(table.name, tuple(map(tuple, rows)), table.microbatches)
 
 
+def _divided(table: Table) -> Table:
+    """Return a table with both halves of each backward whose gradient is sent to another rank."""
+
+    def halves(action: Action) -> list[Action]:
+        if action.kind != "B" or not table.crosses(action.stage - 1):
+            return [action]
+        return [replace(action, kind="I"), replace(action, kind="W")]
+
+    rows = tuple(tuple(half for action in row for half in halves(action)) for row in table.rows)
+    return Table(table.name, rows, table.microbatches)
+
+
 def in_one_row(table: Table) -> tuple[Action, ...]:
-    """Return the computations of a proven table in one order, in which rows are followed side by side."""
+    """Return the computations of a proven table in the order in which they end, at best.
+
+    Of several that end at one time, that comes first whose result another rank needs first.
+    """
     left = [deque(action for action in row if action.computes) for row in table.rows]
-    done: dict[Action, None] = {}
+    ends: dict[Action, float] = {}
+    clocks = [0.0] * len(left)
     while any(left):
-        for row in left:
-            if row and all(need in done for need in _needs(table, row[0])):
-                done[row.popleft()] = None
-    return tuple(done)
+        for rank, row in enumerate(left):
+            while row and all(need in ends for need in _needs(table, row[0])):
+                action = row.popleft()
+                since = max([clocks[rank], *(ends[need] for need in _needs(table, action))])
+                ends[action] = clocks[rank] = since + COSTS[action.kind]
+    needed = {
+        need: ends[action] - COSTS[action.kind]
+        for action in ends
+        for need in _needs(table, action)
+        if table.owners[need.stage] != table.owners[action.stage]
+    }
+    return tuple(sorted(ends, key=lambda action: (ends[action], needed.get(action, math.inf))))
 
 
 def _needs(table: Table, action: Action) -> Iterator[Action]:
@@ -180,8 +208,9 @@ def arrivals(table: Table, rank: int) -> dict[Action, list[Action]]:
     """Return before which computation of a rank some of its sends have to have arrived.
 
     That is the first one that needs what the receiver made later: it computes in the order of its row, so once something
-    has come from it that it made after it had read what was sent, the memory of what was sent is free. Without an
-    answer, it is the one that makes what is sent next but one: each transfer could even be waited for at once.
+    has come from it that it made after it had read what was sent, the memory of what was sent is free. Where nothing is
+    computed backward, nothing need come back: then it is the one that makes what is sent next but one. That ends, too:
+    each transfer could even be waited for at once.
     """
     row = table.rows[rank]
     sends = deque(action for action in row if action.sends)
@@ -203,7 +232,8 @@ def arrivals(table: Table, rank: int) -> dict[Action, list[Action]]:
             )
         )
         sends.popleft()
-        first = next(answered, _made(table, sends[1]) if len(sends) > 1 else None)
+        next_but_one = _made(table, sends[1]) if table.forward_only and len(sends) > 1 else None
+        first = next(answered, next_but_one)
         if first is not None:
             found.setdefault(first, []).append(send)
     return found

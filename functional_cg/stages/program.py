@@ -121,9 +121,7 @@ class Instr:
     def inputs(self) -> Sequence[Var]:
         """Return the variables among the arguments."""
         if self._inputs is None:
-            self._inputs = tuple(
-                vars_in((*self.args, *self.kwargs.values()) if self.kwargs else self.args)
-            )
+            self._inputs = tuple(vars_in((*self.args, *self.kwargs.values()) if self.kwargs else self.args))
         return self._inputs
 
     def outputs(self) -> Sequence[Var]:

@@ -35,7 +35,11 @@ def evaluated(runs: Sequence[Run], axes: Mapping[str, int], device: str = "cpu")
             new, metrics = function(state, batch)
             return new, {**metrics, "before": evaluate(state, batch), "after": evaluate(new, batch)}
 
-        step, graph, kept = fcg.graph_step(train_step, lowering=lowering), fcg.graph_fn(evaluate, lowering=lowering), []
+        step, graph, kept = (
+            fcg.graph_step(train_step, lowering=lowering),
+            fcg.graph_fn(evaluate, lowering=lowering),
+            [],
+        )
         for call in range(4):
             batch, other = (
                 {name: leaf.to(pipe.mesh.device) for name, leaf in rows(number, pipe.mesh.rank).items()}
@@ -52,14 +56,18 @@ def evaluated(runs: Sequence[Run], axes: Mapping[str, int], device: str = "cpu")
     return out
 
 
-def assert_as_on_one_rank(runs: Sequence[Run], ranks: int, axes: Mapping[str, int], device: str = "cpu") -> None:
+def assert_as_on_one_rank(
+    runs: Sequence[Run], ranks: int, axes: Mapping[str, int], device: str = "cpu"
+) -> None:
     data, patience = ranks // axes["stage"], 60.0 + 10.0 * len(runs)
     alone = (
         [evaluated(runs, ONE, device)]
         if data == 1
         else on_ranks(data, evaluated, runs, ONE, timeout=patience)
     )
-    for rank, found in enumerate(on_ranks(ranks, evaluated, runs, axes, device, device=device, timeout=patience)):
+    for rank, found in enumerate(
+        on_ranks(ranks, evaluated, runs, axes, device, device=device, timeout=patience)
+    ):
         assert_trees_all_equal(found, alone[rank % data], f"rank {rank}")
 
 
@@ -137,7 +145,9 @@ def programs(schedule: str, cuts: tuple[int, ...]) -> list[tuple[int, int, int]]
     return found
 
 
-@pytest.mark.parametrize(("schedule", "cuts"), share([("1f1b", (2,)), ("gpipe", (2,)), ("zbv", (1, 2, 3))], 2))
+@pytest.mark.parametrize(
+    ("schedule", "cuts"), share([("1f1b", (2,)), ("gpipe", (2,)), ("zbv", (1, 2, 3))], 2)
+)
 def test_an_evaluation_frees_what_a_stage_has_computed(schedule: str, cuts: tuple[int, ...]) -> None:
     """Whatever the number of micro-batches, and it sends no more than activations."""
     for rank, ((few, sends, receives), (many, *_)) in enumerate(on_ranks(2, programs, schedule, cuts)):

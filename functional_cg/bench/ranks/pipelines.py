@@ -288,9 +288,7 @@ def _of_the_best(job: Job, name: str, found: Mapping[str, Times]) -> str:
     return f", {best / found[name].median:.3f} of the best, {best:.2f} ms"
 
 
-def _measured(
-    system: Callable[[Job], Step], job: Job, device: torch.device, steps: int
-) -> tuple[Times, str]:
+def _measured(system: Callable[[Job], Step], job: Job, device: torch.device, steps: int) -> tuple[Times, str]:
     peak_gib(device)
     start = time.perf_counter()
     step = system(job)

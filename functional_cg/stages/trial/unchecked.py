@@ -86,7 +86,9 @@ class _Call:
     @classmethod
     def of(cls, instr: Instr) -> _Call:
         made = (*instr.writes, *(var for var in instr.outputs() if not _is_position(instr, var)))
-        return cls(*(frozenset([var.storage for var in of]) for of in (made, instr.inputs(), _checked_by(instr))))
+        return cls(
+            *(frozenset([var.storage for var in of]) for of in (made, instr.inputs(), _checked_by(instr)))
+        )
 
 
 def _computed_from(calls: Iterable[_Call], checked: set[int]) -> set[int]:
