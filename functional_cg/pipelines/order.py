@@ -207,10 +207,10 @@ def _made(table: Table, send: Action) -> Action:
 def arrivals(table: Table, rank: int) -> dict[Action, list[Action]]:
     """Return before which computation of a rank some of its sends have to have arrived.
 
-    That is the first one that needs what the receiver made later: it computes in the order of its row, so once something
-    has come from it that it made after it had read what was sent, the memory of what was sent is free. Where nothing is
-    computed backward, nothing need come back: then it is the one that makes what is sent next but one. That ends, too:
-    each transfer could even be waited for at once.
+    That is the first one that needs what the receiver made later: it computes in the order of its row, so once
+    something has come from it that it made after it had read what was sent, the memory of what was sent is free. Where
+    nothing is computed backward, nothing need come back: then it is the one that makes what is sent next but one. That
+    ends, too: each transfer could even be waited for at once.
     """
     row = table.rows[rank]
     sends = deque(action for action in row if action.sends)

@@ -207,9 +207,9 @@ class Pipeline(metaclass=Documented):
     def value(self, fn: Callable[..., Any], *, dtype: torch.dtype | None = None) -> Callable[..., Any]:
         """Make a function that returns what ``fn`` does, computed stage by stage and without gradients.
 
-        It is ``fcg.microbatches(m)(fn)``, except that stages run on their ranks: for an evaluation, in a ``graph_fn`` or
-        in a step. Micro-batches pass the stages in the order of the schedule's forwards. What a stage computes is freed
-        before its next one, except for at most three results that are on their way to another rank.
+        It is ``fcg.microbatches(m)(fn)``, except that stages run on their ranks: for an evaluation, in a ``graph_fn``
+        or in a step. Micro-batches pass the stages in the order of the schedule's forwards. What a stage computes is
+        freed before its next one, except for at most three results that are on their way to another rank.
 
         Args:
           fn: ``fn(params, batch, ..., key=key)``, as for :meth:`value_and_grad`, which may return any tree of tensors.
