@@ -8,12 +8,13 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Literal, cast
 
-__all__ = ["COSTS", "Action", "Kind", "Table", "read_rows"]
+__all__ = ["COSTS", "TRANSFER", "Action", "Kind", "Table", "read_rows"]
 
 Kind = Literal["F", "B", "I", "W", "SEND_F", "RECV_F", "SEND_B", "RECV_B"]
 
-# How long computations take, roughly, in forwards of a stage.
+# How long computations and a transfer take, roughly, in forwards of a stage.
 COSTS = MappingProxyType({"F": 1.0, "B": 2.0, "I": 1.0, "W": 1.0})
+TRANSFER = 0.25
 
 _FORWARD = ("F", "SEND_F", "RECV_F")
 _ACTION = re.compile(r"(\d+)(SEND_F|RECV_F|SEND_B|RECV_B|F|B|I|W)(\d+)")

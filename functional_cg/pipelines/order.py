@@ -6,11 +6,12 @@ import math
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
+from itertools import islice
 
 from ..errors import LayoutError
-from .actions import COSTS, Action, Table
+from .actions import COSTS, TRANSFER, Action, Table
 
-__all__ = ["arrivals", "forward_of", "in_one_row", "prove", "waits_of", "with_transfers"]
+__all__ = ["arrivals", "in_one_row", "prove", "waits_of", "with_transfers"]
 
 
 def with_transfers(table: Table) -> Table:
@@ -54,15 +55,20 @@ def in_one_row(table: Table) -> tuple[Action, ...]:
         for rank, row in enumerate(left):
             while row and all(need in ends for need in _needs(table, row[0])):
                 action = row.popleft()
-                since = max([clocks[rank], *(ends[need] for need in _needs(table, action))])
+                needs = _needs(table, action)
+                since = max([clocks[rank], *(ends[need] + _takes(table, need, action) for need in needs)])
                 ends[action] = clocks[rank] = since + COSTS[action.kind]
     needed = {
         need: ends[action] - COSTS[action.kind]
         for action in ends
         for need in _needs(table, action)
-        if table.owners[need.stage] != table.owners[action.stage]
+        if _takes(table, need, action)
     }
     return tuple(sorted(ends, key=lambda action: (ends[action], needed.get(action, math.inf))))
+
+
+def _takes(table: Table, need: Action, action: Action) -> float:
+    return TRANSFER if table.owners[need.stage] != table.owners[action.stage] else 0.0
 
 
 def _needs(table: Table, action: Action) -> Iterator[Action]:
@@ -209,8 +215,8 @@ def arrivals(table: Table, rank: int) -> dict[Action, list[Action]]:
 
     That is the first one that needs what the receiver made later: it computes in the order of its row, so once
     something has come from it that it made after it had read what was sent, the memory of what was sent is free. Where
-    nothing is computed backward, nothing need come back: then it is the one that makes what is sent next but one. That
-    ends, too: each transfer could even be waited for at once.
+    nothing is computed backward, nothing need come back: then it is at the latest the one that makes what is sent next
+    but one. That ends, too: each transfer could even be waited for at once.
     """
     row = table.rows[rank]
     sends = deque(action for action in row if action.sends)
@@ -232,18 +238,10 @@ def arrivals(table: Table, rank: int) -> dict[Action, list[Action]]:
             )
         )
         sends.popleft()
-        next_but_one = _made(table, sends[1]) if table.forward_only and len(sends) > 1 else None
-        first = next(answered, next_but_one)
+        later = [_made(table, sends[1])] if table.forward_only and len(sends) > 1 else []
+        first = min([*islice(answered, 1), *later], key=place.__getitem__, default=None)
         if first is not None:
             found.setdefault(first, []).append(send)
-    return found
-
-
-def forward_of(table: Table) -> Table:
-    """Return the forwards of a proven table alone, in its order, with transfers of their own."""
-    rows = [[action for action in row if action.kind == "F"] for row in table.rows]
-    found = with_transfers(Table(table.name, tuple(map(tuple, rows)), table.microbatches))
-    prove(found)
     return found
 
 

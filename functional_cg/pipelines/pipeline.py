@@ -31,9 +31,8 @@ from .execution import Worker
 from .gradients import gradients, results
 from .links import Links
 from .model import described
-from .order import forward_of
 from .placing import Staged, holders_of
-from .schedules import NAMES, table_of
+from .schedules import NAMES, forward_of, table_of
 from .stages import Layout, Rehearsal, rehearse
 from .tape import cut
 
@@ -208,8 +207,8 @@ class Pipeline(metaclass=Documented):
         """Make a function that returns what ``fn`` does, computed stage by stage and without gradients.
 
         It is ``fcg.microbatches(m)(fn)``, except that stages run on their ranks: for an evaluation, in a ``graph_fn``
-        or in a step. Micro-batches pass the stages in the order of the schedule's forwards. What a stage computes is
-        freed before its next one, except for at most three results that are on their way to another rank.
+        or in a step. Stages lie on the ranks of the schedule, and a rank that is free takes the latest stage for which
+        something has arrived. What a stage computes is freed before its next one, except for what it hands on.
 
         Args:
           fn: ``fn(params, batch, ..., key=key)``, as for :meth:`value_and_grad`, which may return any tree of tensors.

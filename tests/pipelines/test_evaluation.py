@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from torch import Tensor
 import functional_cg as fcg
 from functional_cg import optim, sharding
 from functional_cg.shards.transfers import RECEIVE, SEND
-from functional_cg.testing import assert_trees_all_equal
+from functional_cg.testing import Simulator, assert_trees_all_equal
 from tests.pipelines.programs import CUTS, ONE, TWO, Run, loss_of, made, params, rows
 from tests.sharding.law import on_gloo_and_nccl
 from tests.sharding.ranks import on_ranks
@@ -26,7 +27,7 @@ def evaluated(runs: Sequence[Run], axes: Mapping[str, int], device: str = "cpu")
     out = []
     for run in runs:
         pipe, state, function = made(run, axes, device)
-        loss_fn, lowering = loss_of(pipe.cut, run), run.options.get("lowering", "aten")
+        loss_fn, options = loss_of(pipe.cut, run), {"lowering": "aten", **run.options}
 
         def evaluate(state: Any, batch: Any, pipe: Any = pipe, loss_fn: Any = loss_fn) -> Any:
             return pipe.value(loss_fn)(state.params, batch, key=state.key)
@@ -35,11 +36,7 @@ def evaluated(runs: Sequence[Run], axes: Mapping[str, int], device: str = "cpu")
             new, metrics = function(state, batch)
             return new, {**metrics, "before": evaluate(state, batch), "after": evaluate(new, batch)}
 
-        step, graph, kept = (
-            fcg.graph_step(train_step, lowering=lowering),
-            fcg.graph_fn(evaluate, lowering=lowering),
-            [],
-        )
+        step, graph, kept = fcg.graph_step(train_step, **options), fcg.graph_fn(evaluate, **options), []
         for call in range(4):
             batch, other = (
                 {name: leaf.to(pipe.mesh.device) for name, leaf in rows(number, pipe.mesh.rank).items()}
@@ -79,6 +76,41 @@ def test_each_schedule_on_two_ranks(schedule: str, device: str) -> None:
 
 def test_zero_beside_stages() -> None:
     assert_as_on_one_rank([Run("1f1b", FEATURES, stage=3)], 4, TWO)
+
+
+def simulated(run: Run, axes: Mapping[str, int]) -> Any:
+    return evaluated([replace(run, options={"backend": Simulator()})], axes)
+
+
+@pytest.mark.parametrize("schedule", share(["1f1b", "zbv"], 2))
+def test_nothing_is_read_before_it_arrives_or_after_its_memory_is_free(schedule: str) -> None:
+    """A simulated replay poisons its pool, which the step and the evaluation share."""
+    run = Run(schedule, FEATURES, microbatches=6)
+    alone = evaluated([run], ONE)
+    for found in on_ranks(2, simulated, run, TWO, timeout=90.0):
+        assert_trees_all_equal(found, alone)
+
+
+def test_compiled_stages_compute_an_evaluation() -> None:
+    """Each of them once, whatever the number of micro-batches: as the graphs that a compiler gets, to the bit."""
+
+    def as_it_is(graph: Any, arguments: Any) -> Any:
+        del arguments
+        return graph
+
+    runs = [Run("1f1b", FEATURES, options={"lowering": how}) for how in (as_it_is, "aten")]
+    assert_trees_all_equal(*evaluated(runs, ONE))
+    counts = set[int]()
+    for microbatches in (2, 4):
+        run = Run("1f1b", FEATURES, microbatches=microbatches)
+        pipe, state, _ = made(run, ONE)
+        loss_fn = loss_of(pipe.cut, run)
+
+        def evaluate(state: Any, batch: Any, pipe: Any = pipe, loss_fn: Any = loss_fn) -> Any:
+            return pipe.value(loss_fn)(state.params, batch, key=state.key)
+
+        counts.add(fcg.graph_fn(evaluate, lowering=as_it_is).lower(state, rows(0, 0)).plan.functions)
+    assert counts == {2}
 
 
 @thorough

@@ -13,7 +13,7 @@ import functional_cg as fcg
 from functional_cg.pipelines.actions import Action, Table, read_rows
 from functional_cg.pipelines.model import run
 from functional_cg.pipelines.order import arrivals, prove, with_transfers
-from functional_cg.pipelines.schedules import NAMES, edges_of, table_of
+from functional_cg.pipelines.schedules import NAMES, edges_of, forward_of, table_of
 
 SINGLE = ("gpipe", "1f1b")
 
@@ -94,6 +94,39 @@ def test_how_busy_ranks_are_at_best(name: str, ranks: int, microbatches: int, bu
     found = run(table)
     assert found.efficiency(table) == pytest.approx(busy, abs=1e-3)
     assert max(found.in_flight) == held
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("forward_only", [False, True])
+def test_what_transfers_take_does_not_grow_with_the_micro_batches(name: str, *, forward_only: bool) -> None:
+    """They take place beside computations: only the first ones and the last ones are waited for."""
+    for ranks in (2, 4):
+        lost = list[float]()
+        for microbatches in (8, 16, 32):
+            table = of(name, ranks, microbatches)
+            table = forward_of(table) if forward_only else table
+            lost.append(run(table, transfer=0.2).ends - run(table).ends)
+        assert 0 < lost[0] < 1 + ranks
+        assert lost == pytest.approx([lost[0]] * 3)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_forwards_of_a_table_are_a_table(name: str) -> None:
+    """Of the same stages on the same ranks, which are busy, with at most three results of a rank under way; it ends."""
+    table = of(name, 4, 8)
+    found = forward_of(table)
+    assert not run(found, at_once=True).stuck
+    assert run(found).efficiency(found) > 0.7
+    assert (found.owners, found.forward_only, run(found).in_flight) == (table.owners, True, (0,) * 4)
+    for rank, row in enumerate(found.rows):
+        assert {a for a in row if a.computes} == {a for a in table.rows[rank] if a.kind == "F"}
+        for stage in {a.stage for a in row}:
+            assert [a.microbatch for a in row if a.computes and a.stage == stage] == list(range(8))
+        ends, under_way = arrivals(found, rank), set[Action]()
+        for action in row:
+            under_way |= {action} if action.sends else set()
+            under_way -= {*ends.get(action, ())}
+            assert len(under_way) <= 3
 
 
 def test_text_is_read_as_it_is_written() -> None:

@@ -31,8 +31,7 @@ import functional_cg as fcg
 from functional_cg import optim, sharding
 from functional_cg.pipelines.actions import Table
 from functional_cg.pipelines.model import run
-from functional_cg.pipelines.order import forward_of
-from functional_cg.pipelines.schedules import table_of
+from functional_cg.pipelines.schedules import forward_of, table_of
 
 from ..systems.by_hand import captured
 from .rounds import Times, peak_gib, timed, together, until_it_returns
