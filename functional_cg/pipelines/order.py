@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
@@ -44,10 +43,7 @@ def _divided(table: Table) -> Table:
 
 
 def in_one_row(table: Table) -> tuple[Action, ...]:
-    """Return the computations of a proven table in the order in which they end, at best.
-
-    Of several that end at one time, that comes first whose result another rank needs first.
-    """
+    """Return the computations of a proven table in the order in which they end, at best."""
     left = [deque(action for action in row if action.computes) for row in table.rows]
     ends: dict[Action, float] = {}
     clocks = [0.0] * len(left)
@@ -58,13 +54,7 @@ def in_one_row(table: Table) -> tuple[Action, ...]:
                 needs = _needs(table, action)
                 since = max([clocks[rank], *(ends[need] + _takes(table, need, action) for need in needs)])
                 ends[action] = clocks[rank] = since + COSTS[action.kind]
-    needed = {
-        need: ends[action] - COSTS[action.kind]
-        for action in ends
-        for need in _needs(table, action)
-        if _takes(table, need, action)
-    }
-    return tuple(sorted(ends, key=lambda action: (ends[action], needed.get(action, math.inf))))
+    return tuple(sorted(ends, key=ends.__getitem__))
 
 
 def _takes(table: Table, need: Action, action: Action) -> float:

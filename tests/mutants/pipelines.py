@@ -38,7 +38,7 @@ PIPELINES = (
     Mutant(
         "N110 forward",
         "an evaluation keeps all that it sends until it ends",
-        (("table.forward_only and len(sends) > 1 else None", "False else None"),),
+        (("if table.forward_only and len(sends) > 1 else []", "if False else []"),),
         (
             f"{EVALUATION}test_an_evaluation_frees_what_a_stage_has_computed[1f1b-cuts0]",
             f"{TABLES}test_the_forwards_of_a_table_are_a_table[1f1b]",
@@ -149,8 +149,11 @@ PIPELINES = (
     Mutant(
         "N115 receives",
         "a receive is launched after the computation during which it arrives",
-        (("(ends[action], needed.get(action, math.inf))", "(ends[action], -needed.get(action, math.inf))"),),
-        (f"{TABLES}test_what_transfers_take_does_not_grow_with_the_micro_batches[False-1f1b]",),
+        (("    return tuple(sorted(ends, key=ends.__getitem__))\n", "    return tuple(ends)\n"),),
+        (
+            f"{TABLES}test_what_transfers_take_does_not_grow_with_the_micro_batches[False-1f1b]",
+            f"{TABLES}test_what_transfers_take_does_not_grow_with_the_micro_batches[True-interleaved]",
+        ),
         no_gpu=SEVERAL,
     ),
     Mutant(
