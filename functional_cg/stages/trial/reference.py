@@ -184,11 +184,11 @@ class Reference:
     def _call(
         self, instr: Instr, values: dict[Var, Tensor], static: Iterable[Var], shaker: Shaker | None
     ) -> None:
-        moved: dict[Var, Tensor] = {}
-        shaker = None if shaker is None else shaker.on(instr)
+        shaker, given = None if shaker is None else shaker.on(instr), values
         if shaker is not None:
             instr, moved = shaker.scalars(instr), shaker.arguments(instr, values)
-        result = evaluate(instr, lambda var: moved[var] if var in moved else values[var])
+            given = values | moved if moved else values
+        result = evaluate(instr, given.__getitem__)
         turned = self._turned.get(instr)
         if turned is None:
             turned = self._turned[instr] = unsure(instr)
