@@ -15,7 +15,6 @@ from ..ambient.setting import inside_a_step, refuse_anomaly_mode, refuse_foreign
 from ..call.matcher import layout_matcher
 from ..call.signature import Call, Signature
 from ..call.staging import Staging
-from ..concurrency.garbage import no_garbage_collection
 from ..concurrency.interrupts import held_back, undisturbed
 from ..concurrency.turns import Turn, in_turn, refuse_held_generators
 from ..errors import FunctionalCGError, LayoutError
@@ -303,8 +302,7 @@ class Transform:
                 why="Each combination is a trace and a capture of its own.",
                 fix="pass what changes often as an input.",
             )
-        with no_garbage_collection():  # many objects are made, and kept
-            lowered = undisturbed(functools.partial(self._lower, call))
+        lowered = undisturbed(functools.partial(self._lower, call))
         self._lowered.setdefault(key, []).append(lowered)
         return lowered
 
@@ -338,8 +336,7 @@ class Transform:
         key = (id(lowered), call.arenas)
         captured = self._captured.get(key)
         if captured is None:
-            with no_garbage_collection():
-                lowered.meet()
+            lowered.meet()
             with held_back(), timed(self._name, "captured"), staying(s.arena for s in call.states):
                 captured = self._captured[key] = self._capture(call, lowered)
             self.stats.captures += 1
