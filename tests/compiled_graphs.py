@@ -46,9 +46,9 @@ class _CopiedOut(InPlacePlan):
     of a host's own lowering have vectors.
     """
 
-    def bind(self, buffers: Buffers) -> Run:
+    def bind(self, buffers: Buffers, *tick: Any) -> Run:
         with config.patch({"cpp.simdlen": config.cpp.simdlen or 1}):
-            run = super().bind(buffers)
+            run = super().bind(buffers, *tick)
         assert not any(text in self.branches for text in ("does not show", "not known")), self.branches
         if self.timeline.lanes > 1:
             every = (buffers.slots, buffers.inputs, buffers.constants)

@@ -155,3 +155,13 @@ def test_few_small_leaves_and_small_programs_are_left_to_the_compiler(
     assert updated_apart(fcg.graph_step(train_step, lowering="inductor"), state, x) == [LIGHT]
     monkeypatch.setattr("functional_cg.stages.lower.in_place.SMALL", 2**20)
     assert not updated_apart(fcg.graph_step(train_step, lowering="inductor"), state, x)
+
+
+@on_a_gpu
+def test_a_profile_knows_their_kernels(apart: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FCG_PROFILE_KERNELS", "1")
+    state, (x, *_) = state_of(optim.adam(0.1), apart), batches(apart)
+    found = fcg.graph_step(train_step, lowering="inductor").profile(fcg.place(state), x)
+    kernel = next(one for one in found.kernels if one.name.startswith("_fused_adam_"))
+    assert [(one.op, one.phase) for one in kernel.calls] == [("_fused_adam", "update")]
+    assert kernel.seconds > 0
