@@ -98,8 +98,7 @@ class Pipeline(metaclass=Documented):
           reduce_dtype: Dtype in which gradients are summed over ranks.
           has_aux: Whether the loss returns a pair.
         Raises:
-          LayoutError: If a parameter is not floating, the batch cannot be cut into micro-batches, or the loss hands a
-            value past a cut.
+          LayoutError: If a parameter is not floating, or the loss or the batch cannot be cut.
           RankError: If a rank does not call it, or finds other readers of a parameter.
           ValueError: If ``stage`` is not 1, 2 or 3, or the loss has another number of stages than the schedule.
 
@@ -109,7 +108,6 @@ class Pipeline(metaclass=Documented):
           >>> loss_fn = lambda params, x: (pipe.cut(x * params["w"]) * params["v"]).mean()
           >>> params, x = {"w": torch.tensor(2.0), "v": torch.tensor(3.0)}, torch.ones(4)
           >>> zero = pipe.zero(loss_fn, params, x)
-          >>> state = fcg.TrainState.create(params=params, optimizer=fcg.optim.sgd(0.1), sharding=zero)
         """
         name = getattr(fn, "__name__", type(fn).__name__)
         if stage not in (1, 2, 3):
@@ -144,7 +142,7 @@ class Pipeline(metaclass=Documented):
     def cut(self, tree: T) -> T:
         """Begin the next stage of a loss with these values: they are what is sent to its rank.
 
-        Outside of :meth:`value_and_grad`, as in an evaluation, it returns the tree itself.
+        Outside of :meth:`value_and_grad` and :meth:`value` it returns the tree itself.
 
         Args:
           tree: A pytree of tensors; other leaves stay as they are.
@@ -188,6 +186,8 @@ class Pipeline(metaclass=Documented):
           >>> params = {"w": torch.tensor(2.0), "v": torch.tensor(3.0)}
           >>> pipe.value_and_grad(loss_fn)(params, torch.ones(4))
           (tensor(6.), {'w': tensor(3.), 'v': tensor(2.)})
+          >>> pipe.value(loss_fn)(params, torch.ones(4))
+          tensor(6.)
         """
         name = getattr(fn, "__name__", type(fn).__name__)
 
@@ -204,29 +204,9 @@ class Pipeline(metaclass=Documented):
         return wrapped
 
     def value(self, fn: Callable[..., Any], *, dtype: torch.dtype | None = None) -> Callable[..., Any]:
-        """Make a function that returns what ``fn`` does, computed stage by stage and without gradients.
+        """Make a function that returns what ``fn`` does, stage by stage and without gradients: an evaluation.
 
-        It is ``fcg.microbatches(m)(fn)``, except that stages run on their ranks: for an evaluation, in a ``graph_fn``
-        or in a step. Stages lie on the ranks of the schedule, and a rank that is free takes the latest stage for which
-        something has arrived. What a stage computes is freed before its next one, except for what it hands on.
-
-        Args:
-          fn: ``fn(params, batch, ..., key=key)``, as for :meth:`value_and_grad`, which may return any tree of tensors.
-          dtype: Dtype in which floating results are summed and returned; by default their own.
-        Returns:
-          A function with the arguments of ``fn``. All ranks of a pipeline get the result: floating leaves are averaged
-          over micro-batches, and integer leaves (counts) are summed.
-        Raises:
-          LayoutError: As for :meth:`value_and_grad`, or if a leaf of the result is not a tensor.
-          HostSyncError: If ``fn`` asks for a value on the host.
-          ValueError: If ``fn`` has another number of stages than the schedule.
-
-        Example:
-          >>> import torch, functional_cg as fcg
-          >>> pipe = fcg.sharding.pipeline(fcg.sharding.mesh({"stage": -1}), microbatches=2)
-          >>> loss_fn = lambda params, x: (pipe.cut(x * params["w"]) * params["v"]).mean()
-          >>> pipe.value(loss_fn)({"w": torch.tensor(2.0), "v": torch.tensor(3.0)}, torch.ones(4))
-          tensor(6.)
+        It is ``fcg.microbatches(m)(fn)``, of any tree of tensors, and all ranks get it; as in the example of :meth:`value_and_grad`.
         """
         name = getattr(fn, "__name__", type(fn).__name__)
 
