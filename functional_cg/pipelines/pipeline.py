@@ -206,7 +206,7 @@ class Pipeline(metaclass=Documented):
     def value(self, fn: Callable[..., Any], *, dtype: torch.dtype | None = None) -> Callable[..., Any]:
         """Make a function that returns what ``fn`` does, stage by stage and without gradients: an evaluation.
 
-        It is ``fcg.microbatches(m)(fn)``, of any tree of tensors, and all ranks get it; as in the example of :meth:`value_and_grad`.
+        It is ``fcg.microbatches(m)(fn)``, of any tree of tensors, on all ranks: the example of :meth:`value_and_grad`.
         """
         name = getattr(fn, "__name__", type(fn).__name__)
 
