@@ -76,7 +76,7 @@ def graph_of(
     program = fcg.graph_step(train_step, lowering="aten").lower(state, batch).program
     if prepared:
         prepare(program, large=1)
-    plan = schedule(program, fuse=False)
+    plan = schedule(program, fuse=())
     entrance = Entrance.of(program, plan, writes=plan.commits)
     values = dict(zip(program.slots, state._lease.arena.slots, strict=True))
     given = [values[var].clone() for var in entrance.slots]

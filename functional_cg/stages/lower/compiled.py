@@ -108,7 +108,7 @@ def in_parts(
       in_place: Whether the compiled functions write the slots.
     """
     write_out_of_place(program)
-    plan = schedule(program, fuse=not in_place)
+    plan = schedule(program, fuse=() if in_place else None)
     parts = parts_of(program, plan, in_place=in_place)
     return None if parts is None else PartsPlan(program, device, plan, parts, compiler, reference)
 

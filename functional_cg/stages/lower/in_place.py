@@ -21,7 +21,7 @@ from ..fx_passes.canonical import pick_by_comparison
 from ..fx_passes.cross_entropy import join_gradients
 from ..fx_passes.logits import has_large_logits, read_targets_first
 from ..fx_passes.products import batch_gradients
-from ..passes.fused import in_place, is_light, split_light
+from ..passes.fused import in_place, split_light
 from ..passes.rewrite import clears, range_tensor
 from ..plan import Before, Buffers, Run, evaluate
 from ..program import Instr, Program, Var
@@ -59,10 +59,8 @@ class InPlacePlan:
         self._program, self._device, self._spread = program, device, spread
         self._in_order, self._small = collects(program), is_small(program)
         # Where launches are what counts, the compiler launches updates together; on lanes, they run beside the others.
-        apart = spread is None and not self._small
-        if apart:
-            split_light(program)
-        self.schedule = plan = schedule(program, fuse=is_light if apart else False)
+        light = split_light(program) if spread is None and not self._small else set()
+        self.schedule = plan = schedule(program, fuse=light)
         born = {var for instr in plan.head for var in instr.outputs()}
         read = (var for instr in plan.fused for var in instr.inputs())
         self._handed_on = [var for var in dict.fromkeys(read) if var in born]
