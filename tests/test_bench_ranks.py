@@ -13,8 +13,12 @@ SMALL = "--layers=2 --width=32 --time=8 --microbatches=4 --vocab=64 --steps=2".s
 
 @thorough
 def test_pipelines_are_timed() -> None:
-    systems = "--systems=ours-aten,torch,alone-aten,zero-aten"
+    systems = "--systems=alone-aten,ours-aten,torch,zero-aten,alone-evaluation-aten,ours-evaluation-aten"
     assert on_ranks(2, pipelines.main, [systems, *SMALL]) == [0, 0]
+    several = (
+        "--systems=ours-aten,ours-evaluation-aten --schedule=zero_bubble --per-rank=2 --layers=4".split()
+    )
+    assert on_ranks(2, pipelines.main, [*SMALL, *several]) == [0, 0]
 
 
 @thorough

@@ -22,6 +22,8 @@ from functools import partial
 from types import FrameType
 from typing import Any, TypeVar
 
+from .garbage import no_garbage_collection
+
 __all__ = ["Held", "Interrupted", "held_back", "undisturbed", "uninterrupted"]
 
 T = TypeVar("T")
@@ -117,8 +119,12 @@ def held_back() -> Iterator[Held]:
             held.deliver()
 
 
+@no_garbage_collection()
 def undisturbed(build: Callable[[Callable[[], None]], T]) -> T:
     """Build something; if signals arrive meanwhile, run their handlers outside of it and start over.
+
+    Nor is garbage collected: what is built are many objects that stay, and the collector would look at them again and
+    again.
 
     Args:
       build: ``build(give_way)``; it calls ``give_way()`` where an exception does no harm.

@@ -5,12 +5,18 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Literal, cast
 
-__all__ = ["Action", "Kind", "Table", "read_rows"]
+__all__ = ["COSTS", "TRANSFER", "Action", "Kind", "Table", "read_rows"]
 
 Kind = Literal["F", "B", "I", "W", "SEND_F", "RECV_F", "SEND_B", "RECV_B"]
 
+# How long computations and a transfer take, roughly, in forwards of a stage.
+COSTS = MappingProxyType({"F": 1.0, "B": 2.0, "I": 1.0, "W": 1.0})
+TRANSFER = 0.25
+
+_FORWARD = ("F", "SEND_F", "RECV_F")
 _ACTION = re.compile(r"(\d+)(SEND_F|RECV_F|SEND_B|RECV_B|F|B|I|W)(\d+)")
 
 
@@ -79,6 +85,7 @@ class Table:
       stages: Number of stages.
       owners: The rank of each stage.
       actions: All actions of all ranks.
+      forward_only: Whether nothing is computed backward.
     """
 
     name: str
@@ -87,12 +94,15 @@ class Table:
     stages: int = field(init=False)
     owners: tuple[int, ...] = field(init=False)
     actions: frozenset[Action] = field(init=False, repr=False, compare=False)
+    forward_only: bool = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         found = {
             action.stage: rank for rank, row in enumerate(self.rows) for action in row if action.kind == "F"
         }
         object.__setattr__(self, "actions", frozenset(action for row in self.rows for action in row))
+        forward_only = all(action.kind in _FORWARD for action in self.actions)
+        object.__setattr__(self, "forward_only", forward_only)
         object.__setattr__(self, "stages", 1 + max(found, default=-1))
         object.__setattr__(self, "owners", tuple(found.get(stage, -1) for stage in range(self.stages)))
 

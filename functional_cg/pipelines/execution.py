@@ -84,10 +84,10 @@ class Worker:
         self._batch, self._key, self._groups = batch, key, groups
         self._parts: dict[int, dict[int, Tensor]] = {}  # of the batch, and keys, by micro-batch
         self._values: dict[tuple[int, int], dict[int, Any]] = {}  # what a stage keeps for its backward
-        self._boxes: dict[Action, list[Tensor]] = {}  # what was made to be handed on, or has arrived
-        self._sent: dict[Action, list[tuple[Tensor, Tensor]]] = {}  # tokens, and what they send
+        self._boxes: dict[Action, list[Any]] = {}  # what was made to be handed on, or has arrived
+        self._sent: dict[Action, list[tuple[Any, Any]]] = {}  # tokens, and what they send
         self._launched: set[Action] = set()
-        self._token = transfers.start(device) if table.edges else torch.empty(0)
+        self._token: Any = transfers.start(device) if table.edges else torch.empty(0)
         self._arrivals = arrivals(table, rank)
         self.sums = Sums(dtype)
 
@@ -110,9 +110,9 @@ class Worker:
         play(self._found.tape, stage.forward, values, (f"forward of stage {place[0]}", place[1]))
         results = {position: values[id(result)] for position, result in stage.results.items()}
         self.sums.add(stage, self.sums.results, results)
-        outputs = [tensor_of(values[id(one)]).contiguous() for one in stage.outputs]
-        self._hand_on(Action(action.stage, "SEND_F", action.microbatch), outputs)
-        self._values[place] = values
+        self._hand_on(Action(action.stage, "SEND_F", action.microbatch), stage, values, stage.outputs)
+        if not self._table.forward_only:
+            self._values[place] = values
 
     def _backward(self, action: Action, stage: Stage) -> None:
         self._inward(action, stage)
@@ -123,8 +123,8 @@ class Worker:
         expected = [one for one in stage.behind if one is not None]
         values.update(zip(map(id, expected), self._arrived(action, "RECV_B"), strict=True))
         play(self._found.tape, stage.inward, values, (f"backward of stage {action.stage}", action.microbatch))
-        ahead = [tensor_of(values[id(one)]).contiguous() for one in stage.ahead if one is not None]
-        self._hand_on(Action(action.stage, "SEND_B", action.microbatch), ahead)
+        ahead = [one for one in stage.ahead if one is not None]
+        self._hand_on(Action(action.stage, "SEND_B", action.microbatch), stage, values, ahead)
 
     def _weights(self, action: Action, stage: Stage) -> None:
         values = self._values.pop((action.stage, action.microbatch))
@@ -142,37 +142,50 @@ class Worker:
             self._parts[microbatch] = part
         return self._parts[microbatch]
 
-    def _hand_on(self, send: Action, values: list[Tensor]) -> None:
+    def _hand_on(self, send: Action, stage: Stage, values: Mapping[int, Any], made: Sequence[Tensor]) -> None:
         """Keep what a computation made: to be sent, or where a stage of this rank finds it."""
         if not 0 <= send.other_end.stage < self._table.stages:
             return
         owners = self._table.owners
         box = send if owners[send.stage] != owners[send.other_end.stage] else send.other_end
-        self._boxes[box] = values
+        given = [values[id(one)] for one in made]
+        self._boxes[box] = repeated((stage, send.kind, "packed"), _packed, given, 0)
 
-    def _arrived(self, action: Action, kind: Any) -> list[Tensor]:
+    def _arrived(self, action: Action, kind: Any) -> list[Any]:
         """Return what a computation gets from another stage."""
         receive = Action(action.stage, kind, action.microbatch)
         values = self._boxes.pop(receive, [])
         if receive in self._launched:
-            values = list(map(transfers.wait, values))
+            values = repeated((action.stage, kind, "arrived"), _waited_for, values, 0)
         for send in self._arrivals.get(action, ()):
             self._end_send(send)
         return values
 
     def _send(self, action: Action, stage: Stage) -> None:
-        launched = []
-        for value in self._boxes.pop(action):
-            self._token = transfers.send(value, self._token, *self._link(action))
-            launched.append((self._token, value))
-        self._sent[action] = launched
+        link, values = self._link(action), self._boxes.pop(action)
+
+        def act(tensors: list[Tensor]) -> list[Tensor]:
+            tokens = [tensors[0]]
+            for value in tensors[1:]:
+                tokens.append(transfers.send(value, tokens[-1], *link))
+            return tokens[1:]
+
+        tokens = repeated((stage, action.kind, link), act, [self._token, *values], 0)
+        self._token = tokens[-1] if tokens else self._token
+        self._sent[action] = list(zip(tokens, values, strict=True))
 
     def _receive(self, action: Action, stage: Stage) -> None:
         like = stage.inputs if action.kind == "RECV_F" else [one for one in stage.behind if one is not None]
-        values = []
-        for one in like:
-            value, self._token = transfers.receive(self._token, one.shape, one.dtype, *self._link(action))
-            values.append(value)
+        link = self._link(action)
+
+        def act(tensors: list[Tensor]) -> list[Tensor]:
+            (token,), values = tensors, []
+            for one in like:
+                value, token = transfers.receive(token, one.shape, one.dtype, *link)
+                values.append(value)
+            return [*values, token]
+
+        *values, self._token = repeated((stage, action.kind, link), act, [self._token], 0)
         self._boxes[action] = values
         self._launched.add(action)
 
@@ -183,5 +196,22 @@ class Worker:
         return int(other > self._rank), self._groups[source, target]
 
     def _end_send(self, action: Action) -> None:
-        for token, value in self._sent.pop(action, []):
-            self._token = transfers.end(token, value, self._token)
+        if sent := self._sent.pop(action, None):
+            given = [self._token, *(one for pair in sent for one in pair)]
+            (self._token,) = repeated((action.stage, action.kind, "sent"), _ended, given, 0)
+
+
+def _packed(tensors: list[Tensor]) -> list[Tensor]:
+    return [one.contiguous() for one in tensors]
+
+
+def _waited_for(tensors: list[Tensor]) -> list[Tensor]:
+    return list(map(transfers.wait, tensors))
+
+
+def _ended(tensors: list[Tensor]) -> list[Tensor]:
+    """Wait until values are sent, given a token, and of each value the token of its launch and itself."""
+    token, *sent = tensors
+    for launched, value in zip(sent[::2], sent[1::2], strict=True):
+        token = transfers.end(launched, value, token)
+    return [token]

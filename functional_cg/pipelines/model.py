@@ -1,21 +1,18 @@
 """A model of how a table runs: when each action begins, how many micro-batches are in flight, or what is stuck.
 
-Ranks compute in the order of their rows. Both ends of a transfer stand in the queue of a communicator, and it takes
-place when it is first in line on both ranks. It takes no time. Ranks compute on meanwhile, until they need what is to
-arrive, or they wait for each transfer.
+Ranks compute in the order of their rows. Both ends of a transfer stand in the queue of a communicator, from when the
+computations in front of them have ended, and it takes place when it is first in line on both ranks. Ranks compute on
+meanwhile, until they need what is to arrive, or they wait for each transfer.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from types import MappingProxyType
 
-from .actions import Action, Kind, Table
+from .actions import COSTS, Action, Kind, Table
 
-__all__ = ["COSTS", "Run", "described", "run"]
-
-COSTS = MappingProxyType({"F": 1.0, "B": 2.0, "I": 1.0, "W": 1.0})
+__all__ = ["Run", "described", "run"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +43,7 @@ def run(
     queue_of: Mapping[tuple[int, int], object] | None = None,
     *,
     at_once: bool = False,
+    transfer: float = 0.0,
 ) -> Run:
     """Run a table in the model.
 
@@ -54,6 +52,7 @@ def run(
       costs: How long each kind of computation takes.
       queue_of: The communicator of each pair of ranks (from, to); None for one each.
       at_once: Whether a rank waits for each transfer before it goes on.
+      transfer: How long a transfer takes.
     """
     place = [0] * len(table.rows)  # of the next action in each row
     clock = [0.0] * len(table.rows)
@@ -83,10 +82,10 @@ def run(
                     queued[action] = clock[rank]
                 place[rank] += 1
                 moved = True
-        moved |= _transferred(queues, queued, ended)
+        moved |= _transferred(queues, queued, ended, transfer)
     stuck = [action for rank, row in enumerate(table.rows) for action in row[place[rank] :]]
     stuck += [action for of_rank in queues for queue in of_rank.values() for action in queue]
-    held = tuple(max(_held(row), default=0) for row in table.rows)
+    held = tuple(max(_held(table, row), default=0) for row in table.rows)
     return Run(tuple(map(tuple, begins)), max(clock, default=0.0), held, tuple(stuck))
 
 
@@ -118,7 +117,10 @@ def _first(ended: Mapping[Action, float], actions: list[Action]) -> float | None
 
 
 def _transferred(
-    queues: list[dict[object, list[Action]]], queued: Mapping[Action, float], ended: dict[Action, float]
+    queues: list[dict[object, list[Action]]],
+    queued: Mapping[Action, float],
+    ended: dict[Action, float],
+    takes: float,
 ) -> bool:
     """Let one transfer take place, if there is one that is first in line at both ends; whether there was."""
     first = {queue[0]: queue for of_rank in queues for queue in of_rank.values() if queue}
@@ -126,14 +128,16 @@ def _transferred(
         if action.sends and action.other_end in first:
             queue.pop(0)
             first[action.other_end].pop(0)
-            ended[action.other_end] = max(queued[action], queued[action.other_end])
+            ended[action.other_end] = max(queued[action], queued[action.other_end]) + takes
             return True
     return False
 
 
-def _held(row: tuple[Action, ...]) -> list[int]:
-    """Return how many forwards wait for their backward, after each action."""
-    count, out = 0, []
+def _held(table: Table, row: tuple[Action, ...]) -> list[int]:
+    """Return how many forwards wait for their backward, after each action; without any backward, none waits."""
+    count, out = 0, list[int]()
+    if table.forward_only:
+        return out
     for action in row:
         count += {"F": 1, "B": -1, "W": -1}.get(action.kind, 0)
         out.append(count)

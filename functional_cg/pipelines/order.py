@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
+from itertools import islice
 
 from ..errors import LayoutError
-from .actions import Action, Table
+from .actions import COSTS, TRANSFER, Action, Table
 
 __all__ = ["arrivals", "in_one_row", "prove", "waits_of", "with_transfers"]
 
@@ -14,9 +16,11 @@ __all__ = ["arrivals", "in_one_row", "prove", "waits_of", "with_transfers"]
 def with_transfers(table: Table) -> Table:
     """Return a proven table of computations with its transfers, all placed in one global order.
 
-    The rows are followed side by side. As soon as one computes what another rank needs, the send enters its row and the
-    receive enters the other's, so both rows have one order of transfers.
+    As soon as one rank has computed what another one needs, the send enters its row, and the receive enters the other's
+    in front of what that computes until then: it is launched before, so that what is sent arrives meanwhile. Of a
+    backward whose gradient is sent, the part that it needs comes first, and the gradients of weights after the send.
     """
+    table = _divided(table)
     rows: list[list[Action]] = [[] for _ in table.rows]
     for action in in_one_row(table):
         rows[table.owners[action.stage]].append(action)
@@ -26,15 +30,35 @@ def with_transfers(table: Table) -> Table:
     return Table(table.name, tuple(map(tuple, rows)), table.microbatches)
 
 
+def _divided(table: Table) -> Table:
+    """Return a table with both halves of each backward whose gradient is sent to another rank."""
+
+    def halves(action: Action) -> list[Action]:
+        if action.kind != "B" or not table.crosses(action.stage - 1):
+            return [action]
+        return [replace(action, kind="I"), replace(action, kind="W")]
+
+    rows = tuple(tuple(half for action in row for half in halves(action)) for row in table.rows)
+    return Table(table.name, rows, table.microbatches)
+
+
 def in_one_row(table: Table) -> tuple[Action, ...]:
-    """Return the computations of a proven table in one order, in which rows are followed side by side."""
+    """Return the computations of a proven table in the order in which they end, at best."""
     left = [deque(action for action in row if action.computes) for row in table.rows]
-    done: dict[Action, None] = {}
+    ends: dict[Action, float] = {}
+    clocks = [0.0] * len(left)
     while any(left):
-        for row in left:
-            if row and all(need in done for need in _needs(table, row[0])):
-                done[row.popleft()] = None
-    return tuple(done)
+        for rank, row in enumerate(left):
+            while row and all(need in ends for need in _needs(table, row[0])):
+                action = row.popleft()
+                needs = _needs(table, action)
+                since = max([clocks[rank], *(ends[need] + _takes(table, need, action) for need in needs)])
+                ends[action] = clocks[rank] = since + COSTS[action.kind]
+    return tuple(sorted(ends, key=ends.__getitem__))
+
+
+def _takes(table: Table, need: Action, action: Action) -> float:
+    return TRANSFER if table.owners[need.stage] != table.owners[action.stage] else 0.0
 
 
 def _needs(table: Table, action: Action) -> Iterator[Action]:
@@ -113,7 +137,8 @@ def _incomplete(table: Table, *, transfers: bool) -> Iterator[str]:
     for stage in range(table.stages):
         for microbatch in range(table.microbatches):
             halves = counts[Action(stage, "I", microbatch)] or counts[Action(stage, "W", microbatch)]
-            kinds: list[str] = ["F", *(("I", "W") if halves else ("B",))]
+            behind = () if table.forward_only else ("I", "W") if halves else ("B",)
+            kinds: list[str] = ["F", *behind]
             computed = [Action(stage, kind, microbatch) for kind in kinds]  # type: ignore[arg-type]
             sends = [send for action in computed for send in _sends(table, action)]
             expected.update(computed)
@@ -176,12 +201,15 @@ def _made(table: Table, send: Action) -> Action:
 
 
 def arrivals(table: Table, rank: int) -> dict[Action, list[Action]]:
-    """Return by which computation of a rank some of its sends have arrived: it needs what the receiver made later.
+    """Return before which computation of a rank some of its sends have to have arrived.
 
-    The receiver computes in the order of its row. So once something has come from it that it made after it had read
-    what was sent, the memory of what was sent is free.
+    That is the first one that needs what the receiver made later: it computes in the order of its row, so once
+    something has come from it that it made after it had read what was sent, the memory of what was sent is free. Where
+    nothing is computed backward, nothing need come back: then it is at the latest the one that makes what is sent next
+    but one. That ends, too: each transfer could even be waited for at once.
     """
     row = table.rows[rank]
+    sends = deque(action for action in row if action.sends)
     place = {action: number for of_rank in table.rows for number, action in enumerate(of_rank)}
     found: dict[Action, list[Action]] = {}
     for number, send in enumerate(row):
@@ -199,7 +227,10 @@ def arrivals(table: Table, rank: int) -> dict[Action, list[Action]]:
                 for need in _needs(table, action)
             )
         )
-        if (first := next(answered, None)) is not None:
+        sends.popleft()
+        later = [_made(table, sends[1])] if table.forward_only and len(sends) > 1 else []
+        first = min([*islice(answered, 1), *later], key=place.__getitem__, default=None)
+        if first is not None:
             found.setdefault(first, []).append(send)
     return found
 

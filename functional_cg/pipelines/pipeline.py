@@ -32,7 +32,7 @@ from .gradients import gradients, results
 from .links import Links
 from .model import described
 from .placing import Staged, holders_of
-from .schedules import NAMES, table_of
+from .schedules import NAMES, forward_of, table_of
 from .stages import Layout, Rehearsal, rehearse
 from .tape import cut
 
@@ -98,8 +98,7 @@ class Pipeline(metaclass=Documented):
           reduce_dtype: Dtype in which gradients are summed over ranks.
           has_aux: Whether the loss returns a pair.
         Raises:
-          LayoutError: If a parameter is not floating, the batch cannot be cut into micro-batches, or the loss hands a
-            value past a cut.
+          LayoutError: If a parameter is not floating, or the loss or the batch cannot be cut.
           RankError: If a rank does not call it, or finds other readers of a parameter.
           ValueError: If ``stage`` is not 1, 2 or 3, or the loss has another number of stages than the schedule.
 
@@ -109,7 +108,6 @@ class Pipeline(metaclass=Documented):
           >>> loss_fn = lambda params, x: (pipe.cut(x * params["w"]) * params["v"]).mean()
           >>> params, x = {"w": torch.tensor(2.0), "v": torch.tensor(3.0)}, torch.ones(4)
           >>> zero = pipe.zero(loss_fn, params, x)
-          >>> state = fcg.TrainState.create(params=params, optimizer=fcg.optim.sgd(0.1), sharding=zero)
         """
         name = getattr(fn, "__name__", type(fn).__name__)
         if stage not in (1, 2, 3):
@@ -144,7 +142,7 @@ class Pipeline(metaclass=Documented):
     def cut(self, tree: T) -> T:
         """Begin the next stage of a loss with these values: they are what is sent to its rank.
 
-        Outside of :meth:`value_and_grad`, as in an evaluation, it returns the tree itself.
+        Outside of :meth:`value_and_grad` and :meth:`value` it returns the tree itself.
 
         Args:
           tree: A pytree of tensors; other leaves stay as they are.
@@ -188,6 +186,8 @@ class Pipeline(metaclass=Documented):
           >>> params = {"w": torch.tensor(2.0), "v": torch.tensor(3.0)}
           >>> pipe.value_and_grad(loss_fn)(params, torch.ones(4))
           (tensor(6.), {'w': tensor(3.), 'v': tensor(2.)})
+          >>> pipe.value(loss_fn)(params, torch.ones(4))
+          tensor(6.)
         """
         name = getattr(fn, "__name__", type(fn).__name__)
 
@@ -197,21 +197,45 @@ class Pipeline(metaclass=Documented):
             flat, treedef = pytree.flatten(params)
             refuse_undifferentiable(name, treedef, flat)
             refuse_at_rest(flat, "gradients")
-            slices, structure = sliced(name, batch, self.microbatches)
-            key = kwargs.pop("key", None)
-
-            call = _on_leaves(fn, treedef, structure, args, kwargs)
-            layouts = list(map(_layout_of, flat))
-            found = self._rehearsed(name, call, layouts, slices, key, has_aux=has_aux)
-            table = self._table(found)
-            announce(f"{self}, {described(table)}")
-            _refuse_elsewhere(name, found, table, flat, treedef, self.stages)
-            with torch.no_grad():
-                value, grads = self._worked(found, table, flat, slices, key, dtype)
-            outcome = value[0] if found.aux is None else (value[0], pytree.unflatten(found.aux, value[1:]))
-            return outcome, pytree.unflatten(treedef, grads)
+            given = _Given(name, fn, flat, treedef, batch, args, kwargs)
+            value, grads = self._computed(given, dtype, has_aux=has_aux)
+            return value, pytree.unflatten(treedef, grads)
 
         return wrapped
+
+    def value(self, fn: Callable[..., Any], *, dtype: torch.dtype | None = None) -> Callable[..., Any]:
+        """Make a function that returns what ``fn`` does, stage by stage and without gradients: an evaluation.
+
+        It is ``fcg.microbatches(m)(fn)``, of any tree of tensors, on all ranks: the example of :meth:`value_and_grad`.
+        """
+        name = getattr(fn, "__name__", type(fn).__name__)
+
+        @entry(f"pipe.value({name})(state.params, batch)")
+        @functools.wraps(fn)
+        def wrapped(params: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
+            flat, treedef = pytree.flatten(params)
+            refuse_at_rest(flat, "a result")
+            given = _Given(name, fn, flat, treedef, batch, args, kwargs)
+            return self._computed(given, dtype, forward_only=True)[0]
+
+        return wrapped
+
+    def _computed(
+        self, given: _Given, dtype: torch.dtype | None, *, has_aux: bool = False, forward_only: bool = False
+    ) -> tuple[Any, list[Tensor]]:
+        """Return the result of a loss, and the gradients of the leaves; none with ``forward_only``."""
+        name, flat = given.name, given.leaves
+        slices, structure = sliced(name, given.batch, self.microbatches)
+        key = given.kwargs.pop("key", None)
+        call = _on_leaves(given.fn, given.treedef, structure, given.args, given.kwargs)
+        layouts = list(map(_layout_of, flat))
+        found = self._rehearsed(name, call, layouts, slices, key, has_aux=has_aux, forward_only=forward_only)
+        table = forward_of(self._table(found)) if forward_only else self._table(found)
+        announce(f"{self}, {described(table)}")
+        _refuse_elsewhere(name, found, table, flat, given.treedef, self.stages)
+        with torch.no_grad():
+            value, grads = self._worked(found, table, flat, slices, key, dtype)
+        return pytree.unflatten(found.structure, value), grads
 
     def _rehearsed(
         self,
@@ -220,14 +244,13 @@ class Pipeline(metaclass=Documented):
         params: Sequence[Layout],
         slices: Sequence[Tensor],
         key: Tensor | None,
-        *,
-        has_aux: bool,
+        **how: bool,
     ) -> Rehearsal:
         if key is not None:
             check_key(key)
         parts = [(tuple(leaf.shape[1:]), leaf.stride()[1:], leaf.dtype) for leaf in slices]
         device, keyed = self.mesh.device, key is not None
-        return rehearse(name, call, params, parts, device, keyed=keyed, has_aux=has_aux)
+        return rehearse(name, call, params, parts, device, keyed=keyed, **how)
 
     def _worked(
         self,
@@ -244,8 +267,31 @@ class Pipeline(metaclass=Documented):
         values = {i: _read(leaves[i]) for i in sorted(read)}
         worker = Worker(table, rank, found, values, slices, key, self.groups, dtype, self.mesh.device)
         of_grads, of_results = worker.work().tensors()
-        grads = gradients(found, table, of_grads, leaves, dtype)
+        grads = [] if table.forward_only else gradients(found, table, of_grads, leaves, dtype)
         return results(found, table, of_results, self.stages, dtype), grads
+
+
+@dataclass(frozen=True, slots=True)
+class _Given:
+    """A call of a loss.
+
+    Attributes:
+      name: Its name.
+      fn: The loss.
+      leaves: The leaves of its first argument.
+      treedef: Their structure.
+      batch: Its second argument.
+      args: The further ones.
+      kwargs: Those by name.
+    """
+
+    name: str
+    fn: Callable[..., Any]
+    leaves: list[Any]
+    treedef: pytree.Treedef
+    batch: Any
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
 
 
 def _on_leaves(

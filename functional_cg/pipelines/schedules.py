@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from itertools import chain
 
-from .actions import Action, Table, read_rows
+from .actions import COSTS, TRANSFER, Action, Table, read_rows
 from .order import in_one_row, prove, with_transfers
 from .torch_tables import TORCH_NAMES, torch_rows
 
-__all__ = ["NAMES", "edges_of", "table_of"]
+__all__ = ["NAMES", "edges_of", "forward_of", "table_of"]
 
 NAMES = ("gpipe", "1f1b", *TORCH_NAMES)
 
@@ -53,6 +53,31 @@ def table_of(
             f"{ranks} along its stage axis, and the loss {stages} stages, one more than its cuts."
         )
     return table
+
+
+def forward_of(table: Table) -> Table:
+    """Return a proven table of forwards alone, of the same stages on the same ranks.
+
+    Whenever a rank is free, it takes the latest stage for which something has arrived, so that little is on its way.
+    """
+    rows: list[list[Action]] = [[] for _ in table.rows]
+    free, done = [0.0] * len(rows), [0] * table.stages
+    ends = [[0.0] * table.microbatches for _ in done]
+
+    def start(stage: int) -> float:
+        arrives = ends[stage - 1][done[stage]] + TRANSFER * table.crosses(stage - 1) if stage else 0.0
+        return max(free[table.owners[stage]], arrives)
+
+    while done[-1] < table.microbatches:
+        given = [table.microbatches, *done]
+        first = min((start(n), -n) for n, count in enumerate(done) if count < given[n])
+        stage = -first[1]
+        rows[table.owners[stage]].append(Action(stage, "F", done[stage]))
+        free[table.owners[stage]] = ends[stage][done[stage]] = first[0] + COSTS["F"]
+        done[stage] += 1
+    found = with_transfers(Table(table.name, tuple(map(tuple, rows)), table.microbatches))
+    prove(found)
+    return found
 
 
 def edges_of(schedule: str, ranks: int) -> list[tuple[int, int]]:

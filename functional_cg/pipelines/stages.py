@@ -69,8 +69,8 @@ class Rehearsal:
       params: The tensors that stand for the parameters.
       batch: Those for the leaves of a micro-batch.
       key: That for its key, or None.
-      results: The leaves of its result: the value, then those of the auxiliary tree.
-      aux: Structure of the auxiliary tree; None without one.
+      results: The leaves of its result.
+      structure: Structure of its result.
     """
 
     tape: Tape
@@ -79,7 +79,7 @@ class Rehearsal:
     batch: list[Tensor]
     key: Tensor | None
     results: list[Tensor]
-    aux: pytree.Treedef | None
+    structure: pytree.Treedef
 
 
 def rehearse(
@@ -91,6 +91,7 @@ def rehearse(
     *,
     keyed: bool,
     has_aux: bool,
+    forward_only: bool = False,
 ) -> Rehearsal:
     """Run a loss and its gradients once on fake tensors.
 
@@ -102,6 +103,7 @@ def rehearse(
       device: Where all of them are.
       keyed: Whether it gets a key.
       has_aux: Whether it returns an auxiliary tree beside the value.
+      forward_only: Whether it runs without its gradients, and may return any tree of tensors.
     """
     threads = torch.autograd.is_multithreading_enabled()
     with contextlib.ExitStack() as stack:
@@ -117,18 +119,22 @@ def rehearse(
             return [tape.fake(shape, stride, dtype, device) for shape, stride, dtype in layouts]
 
         stack.enter_context(tape.recording())
-        leaves, part = [leaf.requires_grad_() for leaf in made(params)], made(batch)
+        leaves, part = made(params), made(batch)
         key = tape.fake((2,), (1,), torch.int64, device) if keyed else None
         tape.give(leaves, "p")
         tape.give([*part, *([] if key is None else [key])], "d")
-        with torch.enable_grad():
+        with torch.set_grad_enabled(not forward_only):
+            for leaf in () if forward_only else leaves:
+                leaf.requires_grad_()
             out = _called(name, partial(call, leaves, part, key))
-            value, aux = split_result(name, out) if has_aux else (out, None)
-            refuse_vector(name, value)
+            value, aux = (None, out) if forward_only else split_result(name, out) if has_aux else (out, None)
             refuse_objects(name, aux)
-            flat, treedef = pytree.flatten(aux)
-            stages = _taken_apart(tape, value, leaves)
-    found = Rehearsal(tape, stages, leaves, part, key, [value, *flat], treedef if has_aux else None)
+            if value is None:
+                stages = _stages(tape)
+            else:
+                refuse_vector(name, value)
+                stages = _taken_apart(tape, value, leaves)
+    found = Rehearsal(tape, stages, leaves, part, key, *pytree.flatten(out))
     _Parts(name, found).assign()
     return found
 
@@ -160,10 +166,15 @@ def _written(name: str, rows: Sequence[str]) -> LayoutError:
     )
 
 
+def _stages(tape: Tape) -> list[Stage]:
+    """Return the stages between the cuts, without their calls."""
+    bounds = [([], []), *tape.cuts, ([], [])]
+    return [Stage(before[1], after[0]) for before, after in pairwise(bounds)]
+
+
 def _taken_apart(tape: Tape, value: Tensor, leaves: Sequence[Tensor]) -> list[Stage]:
     """Run the backward of each stage, the last one first; return the stages, without their calls."""
-    bounds = [([], []), *tape.cuts, ([], [])]
-    stages = [Stage(before[1], after[0]) for before, after in pairwise(bounds)]
+    stages = _stages(tape)
     roots, seeds = [value] if value.requires_grad else [], [None]
     for number, stage in reversed(list(enumerate(stages))):
         tape.part = ("B", number)

@@ -9,8 +9,8 @@ import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 
 from ..messages.html import colors
-from ..pipelines.actions import Action, Table
-from ..pipelines.model import COSTS, run
+from ..pipelines.actions import COSTS, Action, Table
+from ..pipelines.model import run
 from ..pipelines.schedules import table_of
 
 __all__ = ["schedule"]
@@ -45,7 +45,7 @@ def schedule(
     Example:
       >>> from functional_cg import report
       >>> report.schedule("1f1b", ranks=2, microbatches=4).get_title()
-      '1f1b: 2 stages on 2 ranks, at best 80% busy'
+      '1f1b: 2 stages on 2 ranks, at best 86% busy'
     """
     if stages is None:
         stages = ranks if rows in ("gpipe", "1f1b") else 2 * ranks

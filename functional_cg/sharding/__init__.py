@@ -23,7 +23,7 @@ Outside of a step:
 Types:
 
   Mesh        what ``mesh`` returns
-  Pipeline    what ``pipeline`` returns: ``cut``, ``value_and_grad``, ``zero``
+  Pipeline    what ``pipeline`` returns: ``cut``, ``value_and_grad``, ``value``, ``zero``
   Zero        what ``zero`` returns
 """
 

@@ -220,7 +220,7 @@ class _Names(dict[Var, Var]):
     __call__ = dict.__getitem__
 
 
-def _read_from_the_start(instr: Instr) -> list[Var]:
+def _read_from_the_start(instr: Instr) -> Sequence[Var]:
     """Return what a call such as ``as_strided`` reads from where its memory begins."""
     counts = any(one.name == "storage_offset" for one in instr.op._schema.arguments)
-    return instr.inputs() if counts else []
+    return instr.inputs() if counts else ()

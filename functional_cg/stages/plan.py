@@ -310,11 +310,11 @@ def evaluate(instr: Instr, value: Callable[[Var], Any]) -> Any:
       instr: The call.
       value: Maps a variable to its tensor.
     """
-    kwargs = {name: map_vars(value, item) for name, item in instr.kwargs.items()}
-    args = map_vars(value, instr.args)
+    args = [value(one) if type(one) is Var else map_vars(value, one) for one in instr.args]
+    kwargs = {name: map_vars(value, item) for name, item in instr.kwargs.items()} if instr.kwargs else {}
     if instr.op is _AS_STRIDED:
         return as_strided(instr.args[0].offset, *args, **kwargs)
-    return instr.op(*args, **kwargs)
+    return getattr(instr.op, "_op", instr.op)(*args, **kwargs)  # as in a plan
 
 
 def evaluate_all(instrs: Iterable[Instr], values: dict[Var, Any]) -> None:

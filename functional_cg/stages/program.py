@@ -82,6 +82,8 @@ class Instr:
     inner: bool = False
     origin: Origin = field(default_factory=Origin)
     region: tuple[str, int] | None = None
+    _inputs: Sequence[Var] | None = field(default=None, init=False, repr=False)
+    _outputs: Sequence[Var] | None = field(default=None, init=False, repr=False)
 
     @property
     def name(self) -> str:
@@ -116,11 +118,23 @@ class Instr:
         made = {var.storage for var in self.outputs()}
         return bool(made) and not self.writes and made <= {var.storage for var in self.inputs()}
 
-    def inputs(self) -> list[Var]:
-        return vars_in((*self.args, *self.kwargs.values()) if self.kwargs else self.args)
+    def inputs(self) -> Sequence[Var]:
+        """Return the variables among the arguments."""
+        if self._inputs is None:
+            self._inputs = tuple(vars_in((*self.args, *self.kwargs.values()) if self.kwargs else self.args))
+        return self._inputs
 
-    def outputs(self) -> list[Var]:
-        return vars_in(self.out)
+    def outputs(self) -> Sequence[Var]:
+        """Return the variables among the results."""
+        if self._outputs is None:
+            self._outputs = tuple(vars_in(self.out))
+        return self._outputs
+
+    def takes(self, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> None:
+        """Give the call other arguments."""
+        self.args, self._inputs = args, None
+        if kwargs is not None:
+            self.kwargs = kwargs
 
     def __str__(self) -> str:
         kwargs = "".join(f", {name}={value!r}" for name, value in self.kwargs.items())

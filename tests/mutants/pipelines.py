@@ -6,9 +6,9 @@ from tests.mutants.mutant import Mutant
 
 __all__ = ["PIPELINES"]
 
-BITS, BLOCKS, TABLES, MISTAKES, COMPILED, JUDGES = (
+BITS, BLOCKS, TABLES, MISTAKES, COMPILED, JUDGES, EVALUATION = (
     f"tests/pipelines/test_{name}.py::"
-    for name in ("bitwise", "blocks", "tables", "mistakes", "compiled", "other_judges")
+    for name in ("bitwise", "blocks", "tables", "mistakes", "compiled", "other_judges", "evaluation")
 )
 SEVERAL = "it takes several GPUs, or none"
 
@@ -18,8 +18,8 @@ PIPELINES = (
         "what is sent is free once it is launched, and not once it has arrived",
         (
             (
-                "            self._token = transfers.end(token, value, self._token)\n",
-                "            self._token = transfers.end(token, token, self._token)\n",
+                "        token = transfers.end(launched, value, token)\n",
+                "        token = transfers.end(launched, launched, token)\n",
             ),
         ),
         (f"{BITS}test_what_is_sent_keeps_its_memory_until_it_is_sent",),
@@ -28,8 +28,21 @@ PIPELINES = (
     Mutant(
         "N110 arrival",
         "what another rank sends is read before it has arrived",
-        (("            values = list(map(transfers.wait, values))\n", "            pass\n"),),
-        (f"{JUDGES}test_nothing_is_read_before_it_arrives_or_after_its_memory_is_free",),
+        (("    return list(map(transfers.wait, tensors))\n", "    return tensors\n"),),
+        (
+            f"{JUDGES}test_nothing_is_read_before_it_arrives_or_after_its_memory_is_free",
+            f"{EVALUATION}test_nothing_is_read_before_it_arrives_or_after_its_memory_is_free[1f1b]",
+        ),
+        no_gpu=SEVERAL,
+    ),
+    Mutant(
+        "N110 forward",
+        "an evaluation keeps all that it sends until it ends",
+        (("if table.forward_only and len(sends) > 1 else []", "if False else []"),),
+        (
+            f"{EVALUATION}test_an_evaluation_frees_what_a_stage_has_computed[1f1b-cuts0]",
+            f"{TABLES}test_the_forwards_of_a_table_are_a_table[1f1b]",
+        ),
         no_gpu=SEVERAL,
     ),
     Mutant(
@@ -78,7 +91,7 @@ PIPELINES = (
     Mutant(
         "N112 offsets",
         "calls are copied although they count from the start of a storage",
-        (("    return instr.inputs() if counts else []", "    return []"),),
+        (("    return instr.inputs() if counts else ()", "    return ()"),),
         (f"{BLOCKS}test_other_losses[with_an_absolute_offset]",),
         no_gpu=SEVERAL,
     ),
@@ -118,6 +131,28 @@ PIPELINES = (
         (
             f"{MISTAKES}test_ranks_that_do_not_fit_together_say_so_before_anything_is_sent[schedule]",
             f"{MISTAKES}test_ranks_that_do_not_fit_together_say_so_before_anything_is_sent[batch]",
+        ),
+        no_gpu=SEVERAL,
+    ),
+    Mutant(
+        "N115 weights",
+        "the gradient that another rank waits for is sent after those of weights",
+        (
+            (
+                '        return [replace(action, kind="I"), replace(action, kind="W")]\n',
+                "        return [action]\n",
+            ),
+        ),
+        (f"{TABLES}test_what_transfers_take_does_not_grow_with_the_micro_batches[False-1f1b]",),
+        no_gpu=SEVERAL,
+    ),
+    Mutant(
+        "N115 receives",
+        "a receive is launched after the computation during which it arrives",
+        (("    return tuple(sorted(ends, key=ends.__getitem__))\n", "    return tuple(ends)\n"),),
+        (
+            f"{TABLES}test_what_transfers_take_does_not_grow_with_the_micro_batches[False-1f1b]",
+            f"{TABLES}test_what_transfers_take_does_not_grow_with_the_micro_batches[True-interleaved]",
         ),
         no_gpu=SEVERAL,
     ),

@@ -7,7 +7,9 @@ which is less work than the norm of all. ``alone`` makes the micro-batches on on
 of the rows and has no micro-batches. Systems run one after the other, for each number of micro-batches; milliseconds
 are those of the slowest rank: of a step, and until a call returns on the host, with an idle device before. Beside the
 peak memory of rank 0 stands how many micro-batches the table has in flight there: if it is the same for two numbers of
-micro-batches, so should the peak be, up to the inputs.
+micro-batches, so should the peak be, up to the inputs. ``ours-evaluation`` computes the loss alone, forward through
+the stages, and ``alone-evaluation`` on one GPU. After a system that runs alone, ours of the same kind are compared with
+its time, divided by the ranks and by how busy the table keeps them at best.
 """
 
 from __future__ import annotations
@@ -27,11 +29,12 @@ from torch import Tensor, nn
 
 import functional_cg as fcg
 from functional_cg import optim, sharding
+from functional_cg.pipelines.actions import Table
 from functional_cg.pipelines.model import run
-from functional_cg.pipelines.schedules import table_of
+from functional_cg.pipelines.schedules import forward_of, table_of
 
 from ..systems.by_hand import captured
-from .rounds import peak_gib, timed, together, until_it_returns
+from .rounds import Times, peak_gib, timed, together, until_it_returns
 
 __all__ = ["main"]
 
@@ -45,7 +48,7 @@ class Job:
     """What is trained.
 
     Attributes:
-      ranks: Stages of the pipeline.
+      ranks: Ranks of the pipeline.
       layers: Blocks.
       width: Of the residual stream.
       rows: Of a micro-batch.
@@ -53,6 +56,7 @@ class Job:
       microbatches: Of a step.
       vocab: Rows of the embedding.
       schedule: Of our pipelines.
+      per_rank: Stages of a rank.
     """
 
     ranks: int
@@ -63,11 +67,12 @@ class Job:
     microbatches: int
     vocab: int
     schedule: str
+    per_rank: int
 
     @property
-    def in_flight(self) -> int:
-        """The most micro-batches whose activations rank 0 holds at one time, by the table."""
-        return run(table_of(self.schedule, self.ranks, self.microbatches, self.ranks)).in_flight[0]
+    def table(self) -> Table:
+        """What our pipelines do."""
+        return table_of(self.schedule, self.ranks, self.microbatches, self.ranks * self.per_rank)
 
     def params(self) -> dict[str, Any]:
         """Draw f32 parameters on the CPU, the same on each rank."""
@@ -96,7 +101,8 @@ class Job:
 
     def loss_fn(self, cut: Callable[[Tensor], Tensor]) -> Callable[..., Tensor]:
         """Return the loss, with a cut before the first block of each stage but the first."""
-        firsts = {self.layers * stage // self.ranks for stage in range(1, self.ranks)}
+        stages = self.ranks * self.per_rank
+        firsts = {self.layers * stage // stages for stage in range(1, stages)}
 
         def loss_fn(params: Any, batch: Any, *, key: Any = None) -> Tensor:
             x = params["embedding"][batch["x"]].bfloat16()
@@ -125,22 +131,26 @@ def _optimizer() -> Any:
     return optim.chain(optim.clip_by_global_norm(NORM), optim.adamw(LEARNING_RATE, weight_decay=WEIGHT_DECAY))
 
 
-def _in_stages(job: Job, lowering: str) -> Step:
+def _in_stages(job: Job, lowering: str, *, trains: bool = True) -> Step:
     mesh = sharding.mesh({"stage": job.ranks, "data": 1})
     pipe = sharding.pipeline(mesh, schedule=job.schedule, microbatches=job.microbatches)
     loss_fn, params, batch = job.loss_fn(pipe.cut), job.params(), job.batch(mesh.device)
     state = fcg.TrainState.create(
         params=params, optimizer=_optimizer(), sharding=pipe.zero(loss_fn, params, batch)
     )
+    if not trains:
+        return _evaluating(state, batch, pipe.value(loss_fn), lowering)
     return _stepping(state, batch, pipe.value_and_grad(loss_fn), lowering)
 
 
-def _alone(job: Job, lowering: str) -> Step:
+def _alone(job: Job, lowering: str, *, trains: bool = True) -> Step:
     device = sharding.mesh({"data": -1}).device
     params = fcg.tree.map(lambda leaf: leaf.to(device), job.params())
     state = fcg.TrainState.create(params=params, optimizer=_optimizer())
-    in_turn = fcg.microbatches(job.microbatches)(fcg.value_and_grad(job.loss_fn(lambda x: x)))
-    return _stepping(state, job.batch(device), in_turn, lowering)
+    loss_fn, in_turn = job.loss_fn(lambda x: x), fcg.microbatches(job.microbatches)
+    if not trains:
+        return _evaluating(state, job.batch(device), in_turn(loss_fn), lowering)
+    return _stepping(state, job.batch(device), in_turn(fcg.value_and_grad(loss_fn)), lowering)
 
 
 def _sharded(job: Job, lowering: str) -> Step:
@@ -165,6 +175,11 @@ def _stepping(state: Any, batch: Any, gradients: Any, lowering: Any) -> Step:
         return metrics
 
     return run
+
+
+def _evaluating(state: Any, batch: Any, value: Any, lowering: Any) -> Step:
+    evaluate = fcg.graph_fn(lambda state, batch: value(state.params, batch), lowering=lowering)
+    return lambda: evaluate(state, batch)
 
 
 class _Stage(nn.Module):
@@ -233,6 +248,10 @@ SYSTEMS: Mapping[str, Callable[[Job], Step]] = MappingProxyType(
         "torch-captured": lambda job: _by_torch(job, "torch-captured"),
         "alone": lambda job: _alone(job, "auto"),
         "alone-aten": lambda job: _alone(job, "aten"),
+        "alone-evaluation": lambda job: _alone(job, "auto", trains=False),
+        "alone-evaluation-aten": lambda job: _alone(job, "aten", trains=False),
+        "ours-evaluation": lambda job: _in_stages(job, "auto", trains=False),
+        "ours-evaluation-aten": lambda job: _in_stages(job, "aten", trains=False),
         "zero": lambda job: _sharded(job, "auto"),
         "zero-aten": lambda job: _sharded(job, "aten"),
     }
@@ -246,18 +265,29 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for microbatches in options.microbatches:
         job = Job(
             mesh.size, options.layers, options.width, options.rows, options.time, microbatches,
-            options.vocab, options.schedule,
+            options.vocab, options.schedule, options.per_rank,
         )  # fmt: skip
+        found: dict[str, Times] = {}
         for name in options.systems:
-            line = _measured(SYSTEMS[name], job, mesh.device, options.steps)
+            found[name], line = _measured(SYSTEMS[name], job, mesh.device, options.steps)
             if mesh.rank == 0:
-                sys.stdout.write(f"{name:<14} {line}\n")
+                sys.stdout.write(f"{name:<20} {line}{_of_the_best(job, name, found)}\n")
                 sys.stdout.flush()
             gc.collect()
     return 0
 
 
-def _measured(system: Callable[[Job], Step], job: Job, device: torch.device, steps: int) -> str:
+def _of_the_best(job: Job, name: str, found: Mapping[str, Times]) -> str:
+    """Return how close one of our systems comes to what the table allows, by the time of the same on one GPU."""
+    alone = found.get(name.replace("ours", "alone"))
+    if alone is None or not name.startswith("ours"):
+        return ""
+    table = forward_of(job.table) if "evaluation" in name else job.table
+    best = alone.median / (job.ranks * run(table).efficiency(table))
+    return f", {best / found[name].median:.3f} of the best, {best:.2f} ms"
+
+
+def _measured(system: Callable[[Job], Step], job: Job, device: torch.device, steps: int) -> tuple[Times, str]:
     peak_gib(device)
     start = time.perf_counter()
     step = system(job)
@@ -265,9 +295,10 @@ def _measured(system: Callable[[Job], Step], job: Job, device: torch.device, ste
     together(device)
     first = time.perf_counter() - start
     times, returns = timed(step, device, steps), until_it_returns(step, device, steps)
-    return (
+    in_flight = run(job.table).in_flight[0]
+    return times, (
         f"{job.microbatches:>3} micro-batches  {times}  returns after {returns:.2f} ms  first {first:.1f} s  "
-        f"peak {peak_gib(device):.2f} GiB on rank 0, {job.in_flight} in flight by the table"
+        f"peak {peak_gib(device):.2f} GiB on rank 0, {in_flight} in flight by the table"
     )
 
 
@@ -278,7 +309,7 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--schedule", default="1f1b", help="of our pipelines")
     for name, default, what in (
         ("layers", 8, "blocks"), ("width", 1024, "of the residual stream"), ("rows", 1, "of a micro-batch"),
-        ("time", 256, "tokens of a row"), ("vocab", 4096, "tokens known"),
+        ("time", 256, "tokens of a row"), ("vocab", 4096, "tokens known"), ("per-rank", 1, "stages of a rank"),
         ("steps", 10, "of each of five rounds"),
     ):  # fmt: skip
         add(f"--{name}", type=int, default=default, help=f"{what}; {default} by default")

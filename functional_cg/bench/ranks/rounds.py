@@ -23,9 +23,13 @@ class Times:
 
     rounds: tuple[float, ...]
 
+    @property
+    def median(self) -> float:
+        return statistics.median(self.rounds)
+
     def __str__(self) -> str:
         low, high = min(self.rounds), max(self.rounds)
-        return f"{statistics.median(self.rounds):8.2f} ms [{low:.2f}, {high:.2f}]"
+        return f"{self.median:8.2f} ms [{low:.2f}, {high:.2f}]"
 
 
 def timed(step: Callable[[], object], device: torch.device, steps: int, *, warm_ups: int = WARM_UPS) -> Times:

@@ -146,7 +146,7 @@ def _alias_roles(program: Program, renamed: dict[Var, Var]) -> None:
             else:
                 renamed[instr.out] = known.var
         else:
-            instr.args = (*_without_zeros(leaves, offsets, zeros), length)
+            instr.takes((*_without_zeros(leaves, offsets, zeros), length))
             kept.append(instr)
     program.instrs = kept
 
@@ -157,10 +157,10 @@ def _is_ravel(instr: Instr) -> bool:
 
 def _rename(instr: Instr, renamed: Mapping[Var, Var]) -> None:
     if any(var in renamed for var in instr.inputs()):
-        instr.args = map_vars(lambda var: renamed.get(var, var), instr.args)
-        instr.kwargs = {
-            k: map_vars(lambda var: renamed.get(var, var), value) for k, value in instr.kwargs.items()
-        }
+        instr.takes(
+            map_vars(lambda var: renamed.get(var, var), instr.args),
+            {k: map_vars(lambda var: renamed.get(var, var), value) for k, value in instr.kwargs.items()},
+        )
         instr.writes = tuple(renamed.get(var, var) for var in instr.writes)
 
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -14,7 +15,7 @@ from ..lifetimes import peak_bytes, storage_bytes
 from ..passes.list_calls import at_places, group_size
 from ..plan import Buffers, evaluate, quiet
 from ..program import Instr, Program, Var, live, written_storages
-from .remat_plan import in_order, within
+from .remat_plan import Action, in_order, within
 from .row_blocks import in_blocks
 from .ulps import Shaker, decides, stand_ins
 from .unchecked import Unchecked
@@ -63,16 +64,25 @@ class Reference:
         leaves = zip(program.slot_names, program.slots, program.new_state, strict=False)
         self.outputs = [Output(name, var) for name, var in program.named_results()]
         self.outputs += [Output(name, new, i) for i, (name, old, new) in enumerate(leaves) if old is not new]
-        self._instrs = self._with_shown(program)
-        self._actions = in_order(self._instrs)
-        self.stand_ins = stand_ins(self._instrs)
         self._turned: dict[Instr, Collection[Var]] = {}  # results that may lie in other strides, by call
-        written = written_storages(self._instrs)
-        self._written = {i for i, c in enumerate(program.constants) if c.var.storage in written}
 
-    def _with_shown(self, program: Program) -> list[Instr]:
-        """Return the calls that outputs need, with a call that shows each output after the last write to it."""
-        instrs, _ = live(program.instrs, [out.var for out in self.outputs])
+    @cached_property  # like the other two: a step that is not compiled needs none of them
+    def stand_ins(self) -> Mapping[Instr, int]:
+        return stand_ins(self._instrs)
+
+    @cached_property
+    def _actions(self) -> list[Action]:
+        return in_order(self._instrs)
+
+    @cached_property
+    def _written(self) -> set[int]:
+        written = written_storages(self._instrs)
+        return {i for i, c in enumerate(self.program.constants) if c.var.storage in written}
+
+    @cached_property
+    def _instrs(self) -> list[Instr]:
+        """The calls that outputs need, with a call that shows each output after the last write to it."""
+        instrs, _ = live(self.program.instrs, [out.var for out in self.outputs])
         instrs = [one for instr in instrs for one in _leaf_by_leaf(instr)]
         last: dict[int, int] = {}
         for number, instr in enumerate(instrs):
@@ -174,11 +184,11 @@ class Reference:
     def _call(
         self, instr: Instr, values: dict[Var, Tensor], static: Iterable[Var], shaker: Shaker | None
     ) -> None:
-        moved: dict[Var, Tensor] = {}
-        shaker = None if shaker is None else shaker.on(instr)
+        shaker, given = None if shaker is None else shaker.on(instr), values
         if shaker is not None:
             instr, moved = shaker.scalars(instr), shaker.arguments(instr, values)
-        result = evaluate(instr, lambda var: moved[var] if var in moved else values[var])
+            given = values | moved if moved else values
+        result = evaluate(instr, given.__getitem__)
         turned = self._turned.get(instr)
         if turned is None:
             turned = self._turned[instr] = unsure(instr)

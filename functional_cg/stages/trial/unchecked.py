@@ -7,7 +7,7 @@ integer division by zero kills the process.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -58,23 +58,50 @@ class Unchecked:
         Walks the calls backwards: the values that a checked value is computed from count as checked, too. A warm-up
         runs more than once, so the new value of a checked slot counts as well; its inputs are those of the call.
         """
-        checked = _computed_from(program, set())  # storages
+        calls = [_Call.of(instr) for instr in reversed(program.instrs)]
+        checked = _computed_from(calls, set())  # storages
         inputs = tuple(var.storage not in checked for var in program.inputs)
         known: set[int] = set()
         while known != checked:
             kept = zip(program.slots, program.new_state, strict=False)
             new = {new.storage for old, new in kept if old.storage in checked}
-            known, checked = checked, _computed_from(program, checked | new)
+            known, checked = checked, _computed_from(calls, checked | new)
         return cls(tuple(var.storage not in checked for var in program.slots), inputs)
 
 
-def _computed_from(program: Program, checked: set[int]) -> set[int]:
-    """Return the storages that the given ones, and those that calls check, are computed from, and these."""
-    for instr in reversed(program.instrs):
+@dataclass(frozen=True, slots=True)
+class _Call:
+    """What a call does with memory.
+
+    Attributes:
+      made: The storages that it makes or writes, without those of results that are in range for any arguments.
+      read: Those of its arguments.
+      checked: Those of the arguments that it may refuse because of their values.
+    """
+
+    made: frozenset[int]
+    read: frozenset[int]
+    checked: frozenset[int]
+
+    @classmethod
+    def of(cls, instr: Instr) -> _Call:
         made = (*instr.writes, *(var for var in instr.outputs() if not _is_position(instr, var)))
-        if any(var.storage in checked for var in made):
-            checked.update(var.storage for var in instr.inputs())
-        checked.update(var.storage for var in _checked_by(instr))
+        return cls(
+            *(frozenset([var.storage for var in of]) for of in (made, instr.inputs(), _checked_by(instr)))
+        )
+
+
+def _computed_from(calls: Iterable[_Call], checked: set[int]) -> set[int]:
+    """Return the storages that the given ones, and those that calls check, are computed from, and these.
+
+    Args:
+      calls: The calls, the last one first.
+      checked: The given storages.
+    """
+    for call in calls:
+        if not checked.isdisjoint(call.made):
+            checked |= call.read
+        checked |= call.checked
     return checked
 
 

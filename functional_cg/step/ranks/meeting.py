@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator, Sequence
 
+from ...concurrency.garbage import no_garbage_collection
 from ...shards.collectives import is_collective
 from ...shards.mesh import Mesh
 from ...stages.program import Program
@@ -15,6 +16,7 @@ from .replicas import apart, refuse_divergence, told_apart
 __all__ = ["meet"]
 
 
+@no_garbage_collection()
 def meet(
     function: str,
     mesh: Mesh,
