@@ -20,47 +20,47 @@ _LOG2_E = 1.4426950408889634
 _WORD = 32  # bits
 # Queries of a block and warps of the kernel that draws.
 _DRAW = (256, 4)
-# By width, and in single precision: queries and keys of a block, warps, stages.
+# By width, and in single precision: queries and keys of a block, warps, stages, registers.
 _FORWARD = MappingProxyType(
     {
-        (16, False): (128, 128, 8, 2),
-        (32, False): (128, 128, 8, 2),
-        (64, False): (128, 128, 8, 2),
-        (128, False): (128, 64, 8, 2),
-        (256, False): (64, 64, 8, 2),
-        (16, True): (64, 64, 4, 2),
-        (32, True): (64, 64, 4, 2),
-        (64, True): (64, 64, 4, 2),
-        (128, True): (64, 32, 4, 2),
-        (256, True): (32, 32, 4, 1),
+        (16, False): (128, 128, 8, 2, None),
+        (32, False): (128, 128, 8, 2, None),
+        (64, False): (128, 128, 8, 2, None),
+        (128, False): (128, 64, 8, 2, None),
+        (256, False): (64, 64, 8, 2, None),
+        (16, True): (64, 64, 4, 2, None),
+        (32, True): (64, 64, 4, 2, None),
+        (64, True): (64, 64, 4, 2, None),
+        (128, True): (64, 32, 4, 2, None),
+        (256, True): (32, 32, 4, 1, None),
     }
 )
 _OF_KEYS = MappingProxyType(
     {
-        (16, False): (64, 64, 4, 2),
-        (32, False): (64, 64, 4, 2),
-        (64, False): (64, 64, 4, 2),
-        (128, False): (64, 64, 8, 2),
-        (256, False): (32, 64, 8, 1),
-        (16, True): (32, 64, 4, 2),
-        (32, True): (32, 64, 4, 2),
-        (64, True): (32, 64, 8, 2),
-        (128, True): (32, 32, 4, 1),
-        (256, True): (16, 32, 8, 1),
+        (16, False): (64, 64, 4, 2, None),
+        (32, False): (64, 64, 4, 2, None),
+        (64, False): (64, 64, 4, 2, None),
+        (128, False): (64, 64, 8, 2, None),
+        (256, False): (32, 64, 8, 1, None),
+        (16, True): (32, 64, 4, 2, None),
+        (32, True): (32, 64, 4, 2, None),
+        (64, True): (32, 64, 8, 2, None),
+        (128, True): (32, 32, 4, 1, None),
+        (256, True): (16, 32, 8, 1, None),
     }
 )
 _OF_QUERIES = MappingProxyType(
     {
-        (16, False): (64, 64, 4, 3),
-        (32, False): (64, 64, 4, 3),
-        (64, False): (64, 64, 4, 3),
-        (128, False): (64, 64, 4, 2),
-        (256, False): (64, 32, 8, 1),
-        (16, True): (64, 32, 4, 2),
-        (32, True): (64, 32, 4, 2),
-        (64, True): (64, 32, 8, 2),
-        (128, True): (32, 32, 4, 1),
-        (256, True): (16, 32, 4, 1),
+        (16, False): (64, 64, 4, 3, None),
+        (32, False): (64, 64, 4, 3, None),
+        (64, False): (64, 64, 4, 3, None),
+        (128, False): (64, 64, 4, 2, None),
+        (256, False): (64, 32, 8, 1, None),
+        (16, True): (64, 32, 4, 2, None),
+        (32, True): (64, 32, 4, 2, None),
+        (64, True): (64, 32, 8, 2, None),
+        (128, True): (32, 32, 4, 1, None),
+        (256, True): (16, 32, 4, 1, None),
     }
 )
 
@@ -155,9 +155,9 @@ def _kinds(query: Tensor, mask: Tensor | None, *, causal: bool) -> dict[str, Any
     return {"CAUSAL": causal, "MASK": kind, "WIDTH": width, "D": padded, "PRECISION": precision}
 
 
-def _blocks(table: Any, kinds: dict[str, Any], query: Tensor) -> dict[str, int]:
-    rows, columns, warps, stages = table[kinds["D"], query.dtype == torch.float32]
-    return {"M": rows, "N": columns, "num_warps": warps, "num_stages": stages}
+def _blocks(table: Any, kinds: dict[str, Any], query: Tensor) -> dict[str, Any]:
+    rows, columns, warps, stages, registers = table[kinds["D"], query.dtype == torch.float32]
+    return {"M": rows, "N": columns, "num_warps": warps, "num_stages": stages, "maxnreg": registers}
 
 
 def _strides(*tensors: Tensor) -> list[int]:
