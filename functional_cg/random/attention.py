@@ -20,8 +20,6 @@ __all__ = ["ATTENTION", "attention_for"]
 
 ATTENTION = "fcg::scaled_dot_product_dropout_attention"
 _WIDEST = 256  # wider heads do not fit in the registers of a GPU
-_WORD = 32  # bits
-_REACH = 2**31  # of an offset, in numbers
 _RATES = 0.01, 0.99  # between which dropout takes 16 bits a weight
 
 _LIBRARY = torch.library.Library("fcg", "FRAGMENT")
@@ -53,7 +51,7 @@ def _backward_cuda(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
 
 def _fake(query: Tensor, key: Tensor, *args: Any) -> tuple[Tensor, Tensor, Tensor]:
     batch, heads, queries, _ = query.shape
-    words = (batch, heads, -(-key.shape[2] // _WORD), queries) if args[-1] else (0,)
+    words = (batch, heads, _words(key), queries) if args[-1] else (0,)
     sums = query.new_empty((2, batch, heads, queries), dtype=torch.float32)
     return _by_query(query), sums, query.new_empty(words, dtype=torch.int32)
 
@@ -61,6 +59,11 @@ def _fake(query: Tensor, key: Tensor, *args: Any) -> tuple[Tensor, Tensor, Tenso
 def _backward_fake(grad: Tensor, *given: Any) -> tuple[Tensor, Tensor, Tensor]:
     query, key, value = map(_by_query, given[:3])
     return query, key, value
+
+
+def _words(key: Tensor) -> int:
+    """Of 32 bits, for the weights of one query."""
+    return -(-key.shape[2] // 32)
 
 
 def _by_query(like: Tensor) -> Tensor:
@@ -127,8 +130,8 @@ def attention_for(
         return None
     mask = None if attn_mask is None else attn_mask.expand(*query.shape[:3], key.shape[2])
     factor = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
-    # The backward needs to know which weights stay, a bit each. It draws them again where they are larger than the query.
-    keeps = key.shape[2] <= 8 * query.shape[3] * query.element_size()
+    # The backward needs to know which weights stay, a bit each; where those are larger than the query, it draws them.
+    keeps = 4 * _words(key) <= query.shape[3] * query.element_size()
 
     def attend(draws: Tensor, stream: int) -> Tensor:
         dropped = round((1 - (1 - dropout_p)) * 65536)  # as `native_dropout` is drawn
@@ -177,7 +180,6 @@ def _fits(query: Tensor, key: Tensor, value: Tensor) -> bool:
         key.shape == value.shape == shape
         and query.dtype == key.dtype == value.dtype
         and 0 < query.shape[3] <= _WIDEST
-        and all(one.shape[2] * max(one.stride(2), one.shape[3]) < _REACH for one in (query, key, value))
         and bool(query.numel())
         and bool(key.numel())
     )

@@ -80,7 +80,12 @@ def _philox(block, stream_low, stream_high, k0, k1):
         k0 += 0x9E3779B9
         k1 += 0xBB67AE85
     signed: tl.constexpr = tl.int32
-    return c0.to(signed, bitcast=True), c1.to(signed, bitcast=True), c2.to(signed, bitcast=True), c3.to(signed, bitcast=True)
+    return (
+        c0.to(signed, bitcast=True),
+        c1.to(signed, bitcast=True),
+        c2.to(signed, bitcast=True),
+        c3.to(signed, bitcast=True),
+    )
 
 
 @triton.jit
@@ -118,13 +123,21 @@ def _draw_kernel(
 
 
 def _draw(
-    kept: Tensor, draws: Tensor, first_pair: int, pairs: int, keys: int, stream: int, dropped: int, *, causal: bool
+    kept: Tensor,
+    draws: Tensor,
+    first_pair: int,
+    pairs: int,
+    keys: int,
+    stream: int,
+    dropped: int,
+    *,
+    causal: bool,
 ) -> None:
     """Draw the bits of some pairs: bit i of word [pair, group, query] is that of key 32 * group + i."""
     groups, queries = kept.shape[1:]
     rows, warps = _DRAW
     _draw_kernel[(triton.cdiv(queries, rows) * groups * pairs,)](
-        draws, kept, first_pair, queries, keys, groups, signed32(stream), signed32(stream >> 32),
+        draws.contiguous(), kept, first_pair, queries, keys, groups, signed32(stream), signed32(stream >> 32),
         signed32((dropped - 32768) << 16),
         ALIGNED=keys % 8 == 0, CAUSAL=causal, M=rows, num_warps=warps,
     )  # fmt: skip
@@ -168,8 +181,11 @@ def _of_mask(mask: Tensor | None) -> tuple[int, ...]:
     return (0,) * 4 if mask is None else mask.stride()
 
 
-def _in_rows(tensor: Tensor) -> Tensor:
-    return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
+def _in_rows(*tensors: Tensor) -> Iterator[Tensor]:
+    """Yield tensors whose rows are each in one piece, and no further apart than 32 bits reach."""
+    for tensor in tensors:
+        near = tensor.stride(-1) == 1 and tensor.shape[2] * tensor.stride(2) < 2**31
+        yield tensor if near else tensor.contiguous()
 
 
 def attention_cuda(
@@ -204,13 +220,15 @@ def attention_cuda(
       query the largest score, and the logarithm of the sum of the exponentials of all others less this one, both to the
       base 2; and i32[batch, heads, keys / 32, queries], the bits of the weights that stay, or i32[0].
     """
-    query, key, value, draws = map(_in_rows, (query, key, value, draws))
+    query, key, value = _in_rows(query, key, value)
     batch, heads, queries, width = query.shape
     keys = key.shape[2]
     groups = triton.cdiv(keys, _WORD)
     out = query.new_empty((batch, queries, heads, width)).transpose(1, 2)
     sums = torch.empty((2, batch, heads, queries), dtype=torch.float32, device=query.device)
-    kept = torch.empty((batch, heads, groups, queries) if keeps else 0, dtype=torch.int32, device=query.device)
+    kept = torch.empty(
+        (batch, heads, groups, queries) if keeps else 0, dtype=torch.int32, device=query.device
+    )
     kinds = _kinds(query, mask, causal=causal)
     blocks = _blocks(_FORWARD, kinds, query)
     with torch.cuda.device(query.device):
@@ -242,7 +260,7 @@ def attention_backward_cuda(
     keeps: bool,  # noqa: FBT001
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Launch the backward without a sync: gradients of query, key and value, laid out as the result is."""
-    grad, query, key, value, draws = map(_in_rows, (grad, query, key, value, draws))
+    grad, query, key, value = _in_rows(grad, query, key, value)
     batch, heads, queries, width = query.shape
     keys = key.shape[2]
     of_query, *of_others = (
