@@ -160,7 +160,6 @@ def forward_kernel(
         )  # fmt: skip
     empty = total == 0.0  # all keys are masked: the result is zero
     acc = acc * (kept_scale / tl.where(empty, 1.0, total))[:, None]
-    # Apart: a large maximum, as of a row of -1e9, would swallow the logarithm.
     numbers = pair * queries + rows
     tl.store(tops + numbers, tl.where(empty, 0.0, top), mask=rows < queries)
     tl.store(logs + numbers, tl.where(empty, float("inf"), tl.log2(total)), mask=rows < queries)
@@ -177,11 +176,13 @@ def _slopes(
     columns = start + tl.arange(0, N)
     scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale
     scores = _seen(scores, mask, mq, mk, rows, columns, queries, keys, CAUSAL, MASK, EDGE)
-    weights = tl.exp2((scores - top[:, None]) - log[:, None])
+    if MASK == 2:  # a large maximum, as of a row of -1e9, would swallow the logarithm
+        weights = tl.exp2((scores - top[:, None]) - log[:, None])
+    else:
+        weights = tl.exp2(scores - (top + log)[:, None])
+    left = tl.where(_stay(kept, groups, queries, rows, start, N), weights, zero)
     toward = tl.dot(g, tl.trans(v), input_precision=PRECISION)
-    stays = _stay(kept, groups, queries, rows, start, N)
-    slopes = weights * (tl.where(stays, toward, zero) - delta[:, None])
-    return tl.where(stays, weights, zero), slopes
+    return left, left * toward - weights * delta[:, None]
 
 
 @triton.jit
