@@ -147,14 +147,15 @@ def _draw(
 def _parts(kept: Tensor | None, query: Tensor, keys: int) -> Iterator[tuple[int, int, Tensor]]:
     """Yield the first and the number of the pairs of batch and head to launch at once, and memory for their bits.
 
-    Bits that are not kept for the backward take as much memory as the query, or those of one pair.
+    Bits that are not kept for the backward take no more than twice the memory of the query, as its gradient does in
+    single precision in torch's kernels, or what those of one pair take.
     """
     batch, heads, queries, _ = query.shape
     groups, pairs = triton.cdiv(keys, _WORD), batch * heads
     if kept is not None:
         yield 0, pairs, kept.view(pairs, groups, queries)
         return
-    most = min(pairs, max(1, query.numel() * query.element_size() // (groups * queries * 4)))
+    most = min(pairs, max(1, 2 * query.numel() * query.element_size() // (groups * queries * 4)))
     kept = torch.empty((most, groups, queries), dtype=torch.int32, device=query.device)
     for first in range(0, pairs, most):
         yield first, min(most, pairs - first), kept
