@@ -161,13 +161,18 @@ def _parts(kept: Tensor | None, query: Tensor, keys: int) -> Iterator[tuple[int,
         yield first, min(most, pairs - first), kept
 
 
+def _kind_of(mask: Tensor | None) -> int:
+    if mask is None:
+        return 0
+    return (1 if mask.dtype == torch.bool else 2) + (2 if mask.stride(2) == 0 else 0)
+
+
 def _kinds(query: Tensor, mask: Tensor | None, *, causal: bool) -> dict[str, Any]:
     width = query.shape[-1]
     # As torch's fused kernels do, three products of TF32 stand for one of single precision.
     precision = "tf32" if torch.backends.cuda.matmul.allow_tf32 else "tf32x3"
-    kind = 0 if mask is None else 1 if mask.dtype == torch.bool else 2
     padded = max(16, triton.next_power_of_2(width))
-    return {"CAUSAL": causal, "MASK": kind, "WIDTH": width, "D": padded, "PRECISION": precision}
+    return {"CAUSAL": causal, "MASK": _kind_of(mask), "WIDTH": width, "D": padded, "PRECISION": precision}
 
 
 def _blocks(table: Any, kinds: dict[str, Any], query: Tensor) -> dict[str, Any]:

@@ -13,6 +13,7 @@ import triton.language as tl
 
 __all__ = ["forward_kernel", "keys_kernel", "queries_kernel"]
 
+# Kinds of masks: 0 is none, 1 bool, 2 to be added to scores, 3 and 4 likewise, but the same for all queries.
 # Another size is no other kernel: it may first be met in a capture.
 _SIZES = ("first_pair", "heads", "queries", "keys", "groups")
 
@@ -70,13 +71,17 @@ def _seen(
 ):
     """Scores to the base 2 after the mask, and minus infinity outside; only blocks at an edge have an outside."""
     if MASK != 0:
-        place = mask + rows.to(tl.int64)[:, None] * stride_query + columns.to(tl.int64)[None, :] * stride_key
-        inside = (rows[:, None] < queries) & (columns[None, :] < keys)
-        if MASK == 1:
-            scores = tl.where(tl.load(place, mask=inside, other=0) != 0, scores, -float("inf"))
+        place = mask + columns.to(tl.int64)[None, :] * stride_key
+        inside = columns[None, :] < keys
+        if MASK <= 2:
+            place += rows.to(tl.int64)[:, None] * stride_query
+            inside = inside & (rows[:, None] < queries)
+        given = tl.load(place, mask=inside, other=0)
+        if MASK % 2 == 1:
+            scores = tl.where(given != 0, scores, -float("inf"))
         else:
             # What is finite stays so: a row of nothing but the least number hides no key.
-            added = tl.load(place, mask=inside, other=0.0).to(tl.float32)
+            added = given.to(tl.float32)
             scaled = added * 1.4426950408889634
             overflows = (scaled == -float("inf")) & (added != -float("inf"))
             scores += tl.where(overflows, -3.4028234663852886e38, scaled)
@@ -176,7 +181,7 @@ def _slopes(
     columns = start + tl.arange(0, N)
     scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale
     scores = _seen(scores, mask, mq, mk, rows, columns, queries, keys, CAUSAL, MASK, EDGE)
-    if MASK == 2:  # a large maximum, as of a row of -1e9, would swallow the logarithm
+    if MASK != 0 and MASK % 2 == 0:  # a large maximum, as of a row of -1e9, would swallow the logarithm
         weights = tl.exp2((scores - top[:, None]) - log[:, None])
     else:
         weights = tl.exp2(scores - (top + log)[:, None])

@@ -37,6 +37,9 @@ def mask_of(kind: str, queries: int, keys: int) -> Tensor | None:
     generator = torch.Generator("cuda").manual_seed(1)
     if kind == "padding":
         return torch.rand(BATCH, 1, 1, keys, generator=generator, device="cuda") > 0.3
+    if kind == "padding to add":
+        hidden = torch.rand(BATCH, 1, 1, keys, generator=generator, device="cuda") > 0.7
+        return torch.zeros(hidden.shape, device="cuda").masked_fill(hidden, -torch.inf)
     if kind == "bias":
         return torch.randn(1, HEADS, queries, keys, generator=generator, device="cuda", dtype=torch.float16)
     if kind == "nothing":
@@ -65,7 +68,7 @@ def attended(given: list[Tensor], *, fused: bool, **options: Any) -> list[Tensor
 
 
 @pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("kind", ["none", "padding", "bias", "nothing", *LARGE])
+@pytest.mark.parametrize("kind", ["none", "padding", "padding to add", "bias", "nothing", *LARGE])
 @pytest.mark.parametrize(
     ("queries", "keys", "width"), [(8, 8, 16), (130, 136, 32), (200, 200, 64), (72, 264, 128), (264, 72, 64)]
 )
