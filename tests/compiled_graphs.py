@@ -29,12 +29,14 @@ ON_A_GPU = pytest.param("cuda", marks=[pytest.mark.cuda, pytest.mark.filterwarni
 COMPILED = ("cpu", "cpu as a GPU", ON_A_GPU)
 
 
-def lower_as_on_a_gpu(program: Program, device: torch.device, choice: Any, reference: Any) -> ExecutionPlan:
+def lower_as_on_a_gpu(
+    program: Program, device: torch.device, choice: Any, reference: Any, *, lanes: bool = True
+) -> ExecutionPlan:
     """The lowering that writes slots in the compiled function, on whatever device."""
     del choice, reference
     prepare(program, large=1)  # programs of tests are small; they would not meet these passes
     number = len(program.instrs)
-    return _CopiedOut(program, device, partial(in_any_order, number, 3) if number % 2 else None)
+    return _CopiedOut(program, device, partial(in_any_order, number, 3) if lanes and number % 2 else None)
 
 
 class _CopiedOut(InPlacePlan):

@@ -285,7 +285,7 @@ def test_draws_that_would_run_again_without_the_key_are_refused(act: Callable[[T
         (
             lambda: fcg.random.keyed(lambda: nn.init.trunc_normal_(torch.empty(3), a=2.0, b=-2.0))(KEY),
             fcg.ImplicitRandomnessError,
-            "nn.init.trunc_normal_",
+            r"nn\.init\.trunc_normal_|expected low < high",  # torch 2.11 draws it from `uniform_`
         ),
         (
             lambda: fcg.random.keyed(lambda: torch.randn(3, dtype=torch.complex64))(KEY),

@@ -421,6 +421,7 @@ def test_a_trace_function_of_someone_else_is_put_back() -> None:
     assert sys.gettrace() is before
 
 
+@pytest.mark.filterwarnings("ignore:Warning. Profiler clears events:UserWarning")  # torch 2.11
 def test_the_source_that_this_torch_generates_has_the_nodes_in_comments() -> None:
     graph = torch.fx.Graph()
     x, w = (graph.placeholder(name) for name in "xw")

@@ -177,3 +177,24 @@ def test_memory_is_read_as_it_lies_in_an_eager_run(kind: str, compiled_on: str) 
         twin, expected = step.eager(twin, x)
         assert_trees_all_equal((state, metrics), (twin, expected))
     assert step.stats.replays == 4
+
+
+_LIBRARY = torch.library.Library("fcg_tests_strides", "DEF")
+_LIBRARY.define("with_sums(Tensor x) -> (Tensor, Tensor)")
+_LIBRARY.impl("with_sums", lambda x: (x * 2, None), "CompositeExplicitAutograd")
+torch.library.register_fake(
+    "fcg_tests_strides::with_sums", lambda x: (torch.empty_like(x), x.new_empty(2, 3)), lib=_LIBRARY
+)
+
+
+def test_a_result_that_a_kernel_omits() -> None:
+    """Attention of cuDNN has no logarithms of sums where nothing is differentiated."""
+
+    def twice(state: Any, x: Tensor) -> Any:
+        return torch.ops.fcg_tests_strides.with_sums(x.T)[0] + state["w"]
+
+    evaluate = fcg.graph_fn(twice, lowering="aten")
+    state = fcg.place({"w": torch.ones(())})
+    for n in range(16):
+        x = torch.arange(6.0).view(2, 3) + n
+        assert torch.equal(evaluate(state, x), x.T * 2 + 1)

@@ -27,7 +27,12 @@ def unsure(instr: Instr) -> list[Var]:
 
 
 def laid_out(tensor: Tensor, stride: tuple[int, ...]) -> Tensor:
-    """Return a tensor in these strides; a copy if it has others."""
+    """Return a tensor in these strides; a copy if it has others. None, for a result that a kernel omits, stays None.
+
+    An attention without gradients omits the logarithms of its sums, which a trace, and the op's schema, know of.
+    """
+    if tensor is None:
+        return tensor
     here = tensor.stride()
     if here == stride or not tensor.numel():
         return tensor

@@ -8,6 +8,7 @@ leaves the state unchanged.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from .passes.fused import read_arguments, written_pairs
@@ -44,19 +45,19 @@ class Schedule:
     written_constants: set[int] = field(default_factory=set)
 
 
-def schedule(program: Program, *, fuse: bool = True) -> Schedule:
+def schedule(program: Program, *, fuse: Callable[[Instr], bool] | bool = True) -> Schedule:
     """Split a program into a head and a tail.
 
     Args:
       program: The traced step.
-      fuse: Whether fused optimizer ops may write their slots in place.
+      fuse: Whether fused optimizer ops may write their slots in place; or which of them.
     """
     plan = Schedule(live_instrs(program))
     plan.outputs = program.results
     targets = [*program.slots, *(known.var for known in program.ranges)]
     in_slots = {var.storage for var in targets}
     if fuse:
-        _move_fused(program, plan)
+        _move_fused(program, plan, fuse if callable(fuse) else bool)
     done = {var for instr in plan.fused for var in instr.outputs()}
     plan.commits = [(old, new) for old, new in program.updates if new not in done]
     plan.staged = {old for old, new in plan.commits if new.storage in in_slots}
@@ -70,7 +71,7 @@ def schedule(program: Program, *, fuse: bool = True) -> Schedule:
     return plan
 
 
-def _move_fused(program: Program, plan: Schedule) -> None:
+def _move_fused(program: Program, plan: Schedule, which: Callable[[Instr], bool]) -> None:
     """Move fused optimizer calls to the tail if their results go to the same slots that they read."""
     slots = {*program.slots, *(known.var for known in program.ranges)}
     readers = Counter(var for instr in plan.head for var in set(instr.inputs()))
@@ -87,7 +88,7 @@ def _move_fused(program: Program, plan: Schedule) -> None:
     candidates = {}
     for instr in plan.head:
         pairs = written_pairs(instr)
-        if pairs and all(fits(*pair) for pair in pairs):
+        if pairs and which(instr) and all(fits(*pair) for pair in pairs):
             candidates[instr] = {source for _, source, result in pairs if result in goals}
     written = {var.storage for own in candidates.values() for var in own}
     written_later: set[int] = (

@@ -30,6 +30,7 @@ FILES = {
     "exact": "tests/test_exact_programs.py",
     "footguns": "tests/test_footguns.py",
     "formulas": "tests/test_formulas.py",
+    "light": "tests/test_light_updates.py",
     "fp8": "tests/test_fp8.py",
     "fp8_cuda": "tests/cuda/test_fp8_cuda.py",
     "fp8_on_ranks": "tests/sharding/test_fp8_on_ranks.py",
@@ -933,5 +934,9 @@ HAZARDS = (
     _row(186, 1, "", "an op that knows its first derivative only is differentiated twice: terms are lost in silence",
          "refused: RuntimeError, with a fix", "attention::test_a_second_derivative_is_refused",
          "of_ctc::test_differentiating_twice_is_refused_and_never_loses_terms"),
+    _row(187, 1, "N143",
+         "the optimizer's own kernel updates small leaves before a compiled function has read them, or by other values",
+         "impossible: it runs behind the function, and a leaf whose new value is read is left to the function",
+         "light::test_exact_steps_are_exact", "light::test_an_optimizer_updates_as_eagerly"),
 )
 # fmt: on

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import hypothesis
@@ -12,6 +13,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import functional_cg as fcg
+from functional_cg.stages.branches.listing import listed
+from functional_cg.stages.branches.units import Unit, predecessors
 from functional_cg.stages.lower.compiled import without_lanes
 from functional_cg.stages.run.capture import CPUBackend
 from functional_cg.testing import assert_replay_equals_eager
@@ -257,6 +260,33 @@ def test_memory_of_branches_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     assert lanes() > 1
     monkeypatch.setattr("functional_cg.stages.branches.choice._ALWAYS", 100)
     assert lanes() == 1
+
+
+@st.composite
+def some_units(draw: st.DrawFn) -> list[Unit]:
+    """Units that make memory of both kinds of names, and read what others made; many end at one time."""
+    made: list[int | str] = []
+    units = []
+    for number in range(draw(st.integers(1, 12))):
+        read = draw(st.frozensets(st.sampled_from(made), max_size=3)) if made else frozenset()
+        new: dict[int | str, int] = dict.fromkeys([number, f"staged {number}"][: draw(st.integers(0, 2))], 8)
+        made.extend(new)
+        micros = draw(st.sampled_from([0.0, 1.0, 5.0]))
+        units.append(
+            Unit(str(number), [], read, frozenset(new), new, micros=micros, link=draw(st.booleans()))
+        )
+    return units
+
+
+@given(units=some_units(), lanes=st.integers(2, 5), ahead=st.sampled_from([0, 8, 40, math.inf]))
+def test_each_unit_runs_once_and_after_those_that_it_reads(
+    units: list[Unit], lanes: int, ahead: float
+) -> None:
+    found = listed(units, lanes, frozenset(), ahead)
+    turn = {place.unit: turn for turn, place in enumerate(found.places)}
+    assert sorted(turn) == list(range(len(units)))
+    for number, before in enumerate(predecessors(units)):
+        assert all(turn[one] < turn[number] for one in before)
 
 
 @torch.library.custom_op("fcg_tests::twice_in_branches", mutates_args=())

@@ -79,7 +79,7 @@ class _Room:
             for memory in unit.reads | unit.writes:
                 self._touching[memory] = self._touching.get(memory, 0) + 1
         self._last: dict[Memory, float] = {}
-        self._dying: list[tuple[float, int, Memory]] = []
+        self._dying: list[tuple[float, int, int, Memory]] = []  # names of memory have no order
         self._held: list[tuple[int, int]] = []
 
     def has(self, number: int) -> bool:
@@ -93,7 +93,7 @@ class _Room:
     def released(self, now: float) -> Iterator[int]:
         """Yield units that were held, and for which there is room."""
         while self._dying and self._dying[0][0] <= now:
-            self._taken -= self._ahead.pop(heapq.heappop(self._dying)[2], 0)
+            self._taken -= self._ahead.pop(heapq.heappop(self._dying)[3], 0)
         for place in [n for n, (_, number) in enumerate(self._held) if number == self.front]:
             yield self._held.pop(place)[1]
             heapq.heapify(self._held)
@@ -107,11 +107,11 @@ class _Room:
         for memory, nbytes in unit.made.items():
             self._ahead[memory] = nbytes
             self._taken += nbytes
-        for memory in unit.reads | unit.writes:
+        for place, memory in enumerate(unit.reads | unit.writes):
             self._touching[memory] -= 1
             self._last[memory] = max(self._last.get(memory, 0.0), end)
             if memory in self._ahead and not self._touching[memory]:
-                heapq.heappush(self._dying, (self._last[memory], number, memory))
+                heapq.heappush(self._dying, (self._last[memory], number, place, memory))
         while self.front < len(self._units) and self._done[self.front]:
             for memory in self._units[self.front].made:
                 self._taken -= self._ahead.pop(memory, 0)

@@ -17,8 +17,6 @@ after all of the compiler's passes, prevent this:
   a concatenation in its memory, so that call would change the concatenation, too.
 * A view that the compiler leaves to torch (of another element size, or of complex numbers) is taken of a copy: the
   compiler does not know that it shares memory with the argument.
-
-This module is the only one that uses inductor's lowerings and its intermediate representation.
 """
 
 from __future__ import annotations
@@ -32,7 +30,7 @@ from torch import fx
 
 from ...tensors.aten import returns_view
 
-__all__ = ["KEPT", "LATER", "compiler_pass", "keep_old_values"]
+__all__ = ["AFTER", "KEPT", "LATER", "NOW", "OWN", "keep_old_values"]
 
 _aten = torch.ops.aten
 _COPY = _aten.copy_.default
@@ -67,30 +65,9 @@ for _name, _function in (("later", torch.clone), ("after", _aten.alias.default))
     _library.impl(_name, lambda value, _, function=_function: function(value), "CompositeExplicitAutograd")
     _library._register_fake(_name, lambda value, _, function=_function: function(value))
 LATER = torch.ops.fcg.later.default
-_AFTER = torch.ops.fcg.after.default
-_OWN = torch.ops.fcg.own.default
-_NOW = torch.ops.fcg.now.default
-
-
-def compiler_pass() -> Any:
-    """Wrap :func:`keep_old_values` as inductor's last pass before it decides what runs in place."""
-    # Imported here: it takes two seconds, which a step that is not compiled should not pay.
-    from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
-    from torch._inductor.lowering import lowerings, register_lowering
-
-    if _OWN not in lowerings:
-        register_lowering(_OWN, type_promotion_kind=None)(_owned)
-        register_lowering(_NOW, type_promotion_kind=None)(_computed)
-        register_lowering(_AFTER, type_promotion_kind=None)(_computed_after)
-
-    class KeepOldValues(CustomGraphPass):
-        def __call__(self, graph: fx.Graph) -> None:
-            keep_old_values(graph)
-
-        def uuid(self) -> Any:
-            return get_hash_for_files((__file__,))
-
-    return KeepOldValues()
+AFTER = torch.ops.fcg.after.default
+OWN = torch.ops.fcg.own.default
+NOW = torch.ops.fcg.now.default
 
 
 def keep_old_values(graph: fx.Graph) -> None:
@@ -100,30 +77,14 @@ def keep_old_values(graph: fx.Graph) -> None:
       graph: The graph after the compiler's own passes: arguments are written at its end only, by ``copy_``.
     """
     for kept in graph.find_nodes(op="call_function", target=KEPT):
-        kept.target = _NOW
+        kept.target = NOW
     for later in graph.find_nodes(op="call_function", target=LATER):
-        later.target = _AFTER
+        later.target = AFTER
     for argument in graph.find_nodes(op="placeholder"):
         _copy_for_foreign_views(graph, argument)
     _copy_into_concatenations(graph)
     _own_what_leaves(graph, graph.find_nodes(op="call_function", target=_COPY))
     _read_before_writes(graph)
-
-
-def _owned(value: Any) -> Any:
-    """Lower ``fcg::own`` in inductor: copy the value if it is the memory of an argument of the graph."""
-    from torch._inductor import ir
-    from torch._inductor.lowering import clone, fallback_handler, unsupported_input_tensor
-    from torch._inductor.virtualized import V
-
-    call = V.graph.current_node
-    if any(user.op == "output" for user in call.users):
-        value.realize()  # as the compiler does for an output with other readers: they read it from memory
-    if not isinstance(_memory(value), (ir.InputBuffer, ir.ConstantBuffer)):
-        return value
-    if unsupported_input_tensor(_as_node(call.args[0]).meta["val"]):  # complex numbers: torch copies them
-        return fallback_handler(_aten.clone.default, add_to_fallback_set=False)(value)
-    return clone(value)
 
 
 def _own_what_leaves(graph: fx.Graph, writes: Sequence[fx.Node]) -> None:
@@ -134,7 +95,7 @@ def _own_what_leaves(graph: fx.Graph, writes: Sequence[fx.Node]) -> None:
     def own(value: fx.Node) -> fx.Node:
         if value not in owned:
             with graph.inserting_after(last_argument if value.op == "placeholder" else value):
-                owned[value] = graph.call_function(_OWN, (value,))
+                owned[value] = graph.call_function(OWN, (value,))
         return owned[value]
 
     for write in writes:
@@ -216,58 +177,6 @@ def _is_foreign(view: fx.Node, value: fx.Node) -> bool:
     return new.is_complex() or old.is_complex() or new.itemsize != old.itemsize
 
 
-def _computed(value: Any) -> Any:
-    """Lower ``fcg::now`` in inductor: store the value in memory here."""
-    _stored(value)
-    return value
-
-
-def _computed_after(value: Any, other: Any) -> Any:
-    """Lower ``fcg::after`` in inductor: store the value in memory, but not before the other one can be computed."""
-    from torch._inductor import ir
-    from torch._inductor.virtualized import V
-
-    _stored(value)
-    made, known = _memory(value), _memory(other)
-    if isinstance(made, ir.Operation):
-        names = {known.get_name()} if isinstance(known, ir.Buffer) else known.get_read_names()
-        V.graph.additional_buffer_deps[made.get_operation_name()].update(
-            names & V.graph.name_to_buffer.keys()
-        )
-    return value
-
-
-def _stored(value: Any) -> None:
-    """Store a value in memory; one of other strides than contiguous ones gets those that it was traced with.
-
-    Until the compiler lays it out, it looks contiguous to what reads it and is laid out by what it reads: one such
-    value among others of channels_last, and the reader is written across the memory of all of them.
-    """
-    from torch._inductor import ir
-    from torch._inductor.virtualized import V
-
-    value.realize()
-    made = value.data.data if isinstance(value.data, ir.StorageBox) else None
-    traced: torch.Tensor = V.graph.current_node.meta["val"]
-    if (
-        isinstance(made, ir.ComputedBuffer)
-        and isinstance(made.layout, ir.FlexibleLayout)
-        and 0 not in traced.stride()
-        and not traced.is_contiguous()
-    ):
-        made.freeze_layout_with_same_order(traced.stride())
-
-
-def _memory(value: Any) -> Any:
-    """Return what stands behind the views of a value in inductor: a buffer, or a computation that has none yet."""
-    from torch._inductor import ir
-
-    memory = value.data
-    while isinstance(memory, (ir.BaseView, ir.MutableBox)):
-        memory = memory.data
-    return memory
-
-
 def _read_before_writes(graph: fx.Graph) -> None:
     """Insert ``now`` after each call that reads a value which a later call may overwrite unseen by the compiler."""
     place = {node: number for number, node in enumerate(graph.nodes)}
@@ -281,7 +190,7 @@ def _read_before_writes(graph: fx.Graph) -> None:
     for reader in dict.fromkeys(readers):
         users = list(reader.users)
         with graph.inserting_after(reader):
-            now = graph.call_function(_NOW, (reader,))
+            now = graph.call_function(NOW, (reader,))
         for user in users:
             user.replace_input_with(reader, now)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,8 +21,9 @@ from ..fx_passes.canonical import pick_by_comparison
 from ..fx_passes.cross_entropy import join_gradients
 from ..fx_passes.logits import has_large_logits, read_targets_first
 from ..fx_passes.products import batch_gradients
+from ..passes.fused import in_place, is_light, split_light
 from ..passes.rewrite import clears, range_tensor
-from ..plan import Before, Buffers, Run
+from ..plan import Before, Buffers, Run, evaluate
 from ..program import Instr, Program, Var
 from ..schedule import schedule
 from .arguments import by_itself
@@ -55,10 +57,18 @@ class InPlacePlan:
         self, program: Program, device: torch.device, spread: Spread | None = None, why: str = ""
     ) -> None:
         self._program, self._device, self._spread = program, device, spread
-        self.schedule = plan = schedule(program, fuse=False)
-        self._entrance = Entrance.of(program, plan, writes=plan.commits)
-        self._graph = build_graph(program, plan, self._entrance, writes=plan.commits)
         self._in_order, self._small = collects(program), is_small(program)
+        # Where launches are what counts, the compiler launches updates together; on lanes, they run beside the others.
+        apart = spread is None and not self._small
+        if apart:
+            split_light(program)
+        self.schedule = plan = schedule(program, fuse=is_light if apart else False)
+        born = {var for instr in plan.head for var in instr.outputs()}
+        read = (var for instr in plan.fused for var in instr.inputs())
+        self._handed_on = [var for var in dict.fromkeys(read) if var in born]
+        given: Any = {"handed_on": self._handed_on, "writes": plan.commits}
+        self._entrance = Entrance.of(program, plan, **given)
+        self._graph = build_graph(program, plan, self._entrance, **given)
         pick_by_comparison(self._graph.graph)
         if spread is None:
             self._suit_one_line()
@@ -83,14 +93,15 @@ class InPlacePlan:
                 without_gradients()
                 self._compiled = self._beside(arguments, padded=bool(after)) or self._in_line(arguments)
         compiled, count = self._compiled, len(self.schedule.outputs)
+        update = self._updates(buffers)
 
         def run(before: Before) -> Sequence[Tensor]:
             with ordinary():
                 without_gradients()
                 uninterrupted(before)
-                metrics: Sequence[Tensor] = compiled(*arguments)[:count]
-                uninterrupted(after)
-                return metrics
+                results: Sequence[Tensor] = compiled(*arguments)
+                uninterrupted((*update(results[count:]), *after))
+                return results[:count]
 
         return run
 
@@ -119,6 +130,20 @@ class InPlacePlan:
         arguments, ranges = arguments_of(self._program, self._entrance, replace(buffers, constants=here))
         # Not part of the graph, where writing to some elements of a result would copy it.
         return arguments, clears(self._program, ranges)
+
+    def _updates(self, buffers: Buffers) -> Callable[[Sequence[Tensor]], Sequence[Callable[[], Any]]]:
+        """Return what makes the calls of the light updates, given the values that the function hands on."""
+        program, handed_on, light = self._program, self._handed_on, self.schedule.fused
+        known = arguments_of(program, self._entrance, buffers)[1]
+        known |= zip(program.inputs, buffers.inputs, strict=True)
+        known |= zip((c.var for c in program.constants), buffers.constants, strict=True)
+        calls = [replace(instr, op=in_place(instr.op)) for instr in light]
+
+        def update(values: Sequence[Tensor]) -> Sequence[Callable[[], Any]]:
+            every = {**known, **dict(zip(handed_on, values, strict=False))}
+            return [partial(evaluate, call, every.__getitem__) for call in calls]
+
+        return update
 
     def _beside(self, arguments: Sequence[Tensor], *, padded: bool) -> Callable[..., Any] | None:
         """Compile to launches that run side by side; None if that does not pay."""

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from ..fx_passes.old_values import compiler_pass
+from ..fx_passes.lowerings import compiler_pass
 from .graph import sources
 
 __all__ = ["compile_graph", "opened"]

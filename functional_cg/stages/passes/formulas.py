@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..fx_passes.updates import update
 from .normalized import apply_statistics
 
 __all__ = ["FORMULAS", "WITH_SCALARS"]
@@ -41,33 +42,21 @@ def _adam(
     After the op's own results comes the list of its scalars: step size and square root of the second bias correction.
     """
     scalars: dict[int, tuple[Tensor, Tensor]] = {}
-    out: tuple[list[Tensor], ...] = ([], [], [], [], [])
-    maxima: Sequence[Tensor | None] = list(max_exp_avg_sqs) or [None] * len(params)
+    out: tuple[list[Tensor], ...] = ([], [], [], [])
+    shrink = 1 - lr * weight_decay if decoupled and weight_decay else 1.0
+    kept, keeps = (shrink, 1.0) if isinstance(shrink, Tensor) else (None, float(shrink))
+    numbers = (beta1, beta2, eps, 0.0 if decoupled else weight_decay, keeps)
+    maxima = [[top] for top in max_exp_avg_sqs] or [[]] * len(params)
     for p, g, m, v, top, step in zip(params, grads, exp_avgs, exp_avg_sqs, maxima, state_steps, strict=True):
         if id(step) not in scalars:  # once per step, in float64, outside of the update kernels
             count = step.double()
             both = lr / (1 - beta1**count), (1 - beta2**count).sqrt()
             scalars[id(step)] = both[0].to(_scalar_dtype(p)), both[1].to(_scalar_dtype(p))
-        step_size, root = scalars[id(step)]
-        gradient = -g if maximize else g
-        decayed = p * (1 - lr * weight_decay) if decoupled and weight_decay else p
-        if weight_decay and not decoupled:
-            gradient = gradient + weight_decay * p
-        mu = m + (gradient - m) * (1 - beta1)
-        nu = v * beta2 + gradient * gradient * (1 - beta2)
-        bound = nu if top is None else torch.maximum(top, nu)
-        new = decayed - step_size * mu / (bound.sqrt() / root + eps)
-        results = [new.to(p.dtype), g, mu, nu, bound]
-        if found_inf is not None:
-            keep, old = found_inf.bool(), [p, g, m, v, bound if top is None else top]
-            results = [torch.where(keep, *pair) for pair in zip(old, results, strict=True)]
-        for column, result in zip(out, results, strict=True):
+        values = (-g if maximize else g, *scalars[id(step)], kept, found_inf)
+        for column, result in zip(out, update("adam", (p, m, v, *top), values, numbers), strict=False):
             column.append(result)
-    return (
-        *out[:4],
-        out[4] if max_exp_avg_sqs else [],
-        [value for pair in scalars.values() for value in pair],
-    )
+    news, mus, nus, bounds = out
+    return news, list(grads), mus, nus, bounds, [value for pair in scalars.values() for value in pair]
 
 
 def _scalar_dtype(param: Tensor) -> torch.dtype:
@@ -98,18 +87,14 @@ def _sgd(
     found_inf: Tensor | None = None,
 ) -> tuple[list[Tensor], ...]:
     """SGD with momentum and Nesterov momentum, as in ``torch.optim.SGD``."""
-    news, buffers = [], []
-    for i, (p, g) in enumerate(zip(params, grads, strict=True)):
-        gradient = -g if maximize else g
-        if weight_decay:
-            gradient = gradient + weight_decay * p
-        direction = gradient
-        if momentum:
-            buffer = gradient if is_first_step else momentum * momenta[i] + (1 - dampening) * gradient
-            direction = gradient + momentum * buffer if nesterov else buffer
-            buffers.append(buffer)
-        news.append((p - lr * direction).to(p.dtype))
-    return news, list(grads), buffers
+    rate, number = (lr, 0.0) if isinstance(lr, Tensor) else (None, lr)
+    numbers = (weight_decay, momentum, dampening, nesterov, is_first_step, number)
+    results = [
+        update("sgd", (p, *moment), (-g if maximize else g, rate), numbers)
+        for p, g, *moment in zip(params, grads, *([momenta] if momentum else []), strict=True)
+    ]
+    news, *buffers = map(list, zip(*results, strict=True))
+    return news, list(grads), *(buffers or [[]])
 
 
 def _adagrad(
@@ -127,15 +112,16 @@ def _adagrad(
     found_inf: Tensor | None = None,
 ) -> tuple[list[Tensor], ...]:
     """Adagrad (Duchi et al. 2011), as in ``torch.optim.Adagrad``."""
-    news, sums = [], []
-    for p, g, total, step in zip(params, grads, state_sums, state_steps, strict=True):
-        gradient = -g if maximize else g
-        if weight_decay:
-            gradient = gradient + weight_decay * p
-        rate = lr / (1 + (step - 1) * lr_decay)
-        new_total = total + gradient * gradient
-        news.append((p - rate * gradient / (new_total.sqrt() + eps)).to(p.dtype))
-        sums.append(new_total)
+    results = [
+        update(
+            "adagrad",
+            (p, total),
+            (-g if maximize else g, lr / (1 + (step - 1) * lr_decay)),
+            (weight_decay, eps),
+        )
+        for p, g, total, step in zip(params, grads, state_sums, state_steps, strict=True)
+    ]
+    news, sums = map(list, zip(*results, strict=True))
     return news, list(grads), sums, list(state_steps)
 
 

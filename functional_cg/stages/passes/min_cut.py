@@ -32,8 +32,8 @@ _CAST = torch.ops.aten._to_copy.default
 # Elementwise ops that torch does not tag as such, and those that make a value of nothing.
 _UNTAGGED = frozenset(
     {
-        "_prelu_kernel", "arange", "eye", "floor_divide", "full", "hardswish", "masked_fill", "ones", "tril", "triu",
-        "where", "zeros",
+        "_prelu_kernel", "arange", "eye", "floor_divide", "full", "hardswish", "leaky_relu", "masked_fill", "ones",
+        "tril", "triu", "where", "zeros",
     }
 )  # fmt: skip
 _PASSES = frozenset(

@@ -292,8 +292,10 @@ def _free_workspaces() -> None:
     """Free the workspaces of cuBLAS: some 30 MB for each stream that ran a product, even a failed one.
 
     cuBLAS allocates new ones on demand. Live graphs are not affected: their workspaces come from their own pools.
+    With ``cudaMallocAsync`` they are not freed: it makes the allocations of a capture nodes of the graph.
     """
-    torch._C._cuda_clearCublasWorkspaces()
+    if torch.cuda.get_allocator_backend() == "native":
+        torch._C._cuda_clearCublasWorkspaces()
 
 
 @contextlib.contextmanager
