@@ -180,13 +180,13 @@ def _slopes(
     """Weights after dropout, but for the scale, and slopes, of one block."""
     columns = start + tl.arange(0, N)
     scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale
+    toward = tl.dot(g, tl.trans(v), input_precision=PRECISION)
     scores = _seen(scores, mask, mq, mk, rows, columns, queries, keys, CAUSAL, MASK, EDGE)
     if MASK != 0 and MASK % 2 == 0:  # a large maximum, as of a row of -1e9, would swallow the logarithm
         weights = tl.exp2((scores - top[:, None]) - log[:, None])
     else:
         weights = tl.exp2(scores - (top + log)[:, None])
     left = tl.where(_stay(kept, groups, queries, rows, start, N), weights, zero)
-    toward = tl.dot(g, tl.trans(v), input_precision=PRECISION)
     return left, left * toward - weights * delta[:, None]
 
 
