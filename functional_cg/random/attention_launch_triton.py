@@ -170,7 +170,7 @@ def _kind_of(mask: Tensor | None) -> int:
 def _kinds(query: Tensor, mask: Tensor | None, *, causal: bool) -> dict[str, Any]:
     width = query.shape[-1]
     # As torch's fused kernels do, three products of TF32 stand for one of single precision.
-    precision = "tf32" if torch.backends.cuda.matmul.allow_tf32 else "tf32x3"
+    precision = "tf32" if torch.backends.cuda.matmul.fp32_precision == "tf32" else "tf32x3"
     padded = max(16, triton.next_power_of_2(width))
     return {"CAUSAL": causal, "MASK": _kind_of(mask), "WIDTH": width, "D": padded, "PRECISION": precision}
 
